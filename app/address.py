@@ -30,7 +30,7 @@ def follow(catalog: Catalog, page: str, params: Params) -> None:
     if here and key(FIELDS[0]) in state and state.get("address") == _address():
         for name in (*map(key, FIELDS), *params):
             if name in state:
-                state[name] = state[name]  # otherwise Streamlit drops it if its widget is not drawn this time
+                state[name] = state[name]  # otherwise Streamlit drops it if its widget is not drawn in this run
         for name, param in params.items():  # a value that another choice has ruled out is reset to the default
             value, bad = param.read(texts_of(state.get(name)))
             if bad or name not in state:

@@ -32,7 +32,8 @@ def _cannot_bind(host: str, port: int) -> str:
             probe.bind((host, port))
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
-                return f"port {port} is taken: stop what uses it, or choose another (PORT={port + 1} make run)"
+                other = f"PORT={port + 1} make run"
+                return f"port {port} is in use: stop the program that uses it, or choose another ({other})"
             return f"cannot listen on {host}, port {port}: {error.strerror}"
     return ""
 

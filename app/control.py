@@ -18,8 +18,8 @@ class Control:
     param        the values that the parameter may have, or a function of a catalog that returns them
     options      the values that can be chosen here; by default all that param allows
     titles       the widget's labels for them, if they differ from the values
-    widget       the kind of widget for a choice of one among several
-    row          controls of one row stand side by side; width: its share of the row
+    widget       the kind of widget for choosing one of several values
+    row          controls of one row are shown side by side; width: its share of the row
     inline       whether it is placed among the figures of the answer; else it is placed above the answer
     """
 

@@ -42,7 +42,7 @@ _AS_IT_IS = re.compile("[A-Za-z0-9 ,.:;()/+-]*")
 
 
 def of_figure(figure: Figure, end: str) -> bytes:
-    """The content of the file of a figure whose name ends so. Raises RenderError."""
+    """The content of a figure's file with this suffix. Raises RenderError."""
     if end in TABLES:
         frame = figure.table if end == ".csv" else shown(figure.table, axis_of(figure.spec))
         return of_table(frame, end, figure.caption)
@@ -75,7 +75,7 @@ def paper_spec(figure: Figure, width: str) -> dict[str, Any]:
 
 
 def _plain(spec: dict[str, Any]) -> dict[str, Any]:
-    """A chart's specification, or a layer's, without its title and with letters of one size."""
+    """A chart's specification, or a layer's, without its title and with a single font size."""
     changed: dict[str, Any] = {"layer": list(map(_plain, spec["layer"]))} if "layer" in spec else {}
     if isinstance(spec.get("mark"), dict) and spec["mark"]["type"] == "text":
         changed["mark"] = spec["mark"] | {"fontSize": LETTERS}
@@ -96,7 +96,7 @@ def _tex(frame: pd.DataFrame, caption: str) -> str:
 
 @lru_cache(maxsize=10_000)
 def _latex(text: str) -> str:
-    """A text in a table's cell. After a row's end, LaTeX would take [ or * for an option of that."""
+    """Escape the text of a table cell. After the end of a row, LaTeX would read [ or * as an option of the row end."""
     text = " ".join(text.split())
     if _AS_IT_IS.fullmatch(text):
         return text

@@ -38,11 +38,11 @@ Chart = (
     | alt.RepeatChart
     | alt.VConcatChart
 )
-WIDTH, HEIGHT = 760, 360  # pixels, of a picture and of a chart that does not say its height
-INNER_WIDTH = 600  # pixels, of a chart without its axes and legend, where nothing fits it to a page
-_altair = threading.Lock()  # its data transformers are one for all threads
+WIDTH, HEIGHT = 760, 360  # pixels: of a picture, and of a chart that does not set its height
+INNER_WIDTH = 600  # pixels, of a chart without its axes and legend, if it is not fitted to a page
+_altair = threading.Lock()  # all threads share its data transformers
 NARROW = 400  # pixels: a narrower chart has its title broken into lines
-LETTER, LINE, MARGIN = 5.7, 16, 12  # pixels of a caption's letter on average, of its line, around it
+LETTER, LINE, MARGIN = 5.7, 16, 12  # pixels: average width of a caption's letter, height of a line, and margin
 
 
 class _FromDict(schemapi._FromDict):
@@ -120,7 +120,7 @@ _altairs_view_name, alt.Chart._compute_hash = alt.Chart._compute_hash, _view_nam
 
 @dataclass(frozen=True, kw_only=True)
 class _Item:
-    """group: items of one group stand side by side, after controls of the group beneath them. width: its share."""
+    """group: items of one group are shown side by side; controls of the group come below them. width: its share."""
 
     group: str = ""
     width: float = 1
@@ -132,7 +132,7 @@ class Figure(_Item):
     name     of the chart in its view, and of the files it is saved as
     table    what it was drawn from
     caption  part of every export: the data, the filter and the metric's definition, one sentence per line
-    note     what a reader needs in addition to the title
+    note     what readers need in addition to the title
     height   pixels, unless the chart sets its own height
     choose   the field of a mark that can be clicked: "tensor_id" opens the tensor, any other sets the parameter of
              this name; hint: what that does
@@ -386,7 +386,7 @@ def _wrap_titles(spec: dict[str, Any]) -> None:
 
 
 def _is_labelled(spec: dict[str, Any], channel: str) -> bool:
-    """Whether a chart, or one of its layers, says how the numbers of an axis look."""
+    """Whether a chart, or one of its layers, defines the labels of an axis."""
     axis = spec.get("encoding", {}).get(channel, {}).get("axis") or {}
     return not {"format", "labelExpr", "labels"}.isdisjoint(axis) or any(
         _is_labelled(layer, channel) for layer in spec.get("layer", [])

@@ -169,7 +169,7 @@ def _saved(root: Path, chosen: Filter) -> None:
             st.error(plain(str(error)), icon=":material/error:")
             return
         if not found and read_only():
-            st.caption("No filter is saved.")
+            st.caption("No saved filters.")
         for index, (name, where) in enumerate(found.items()):
             left, right = st.columns([5, 1], vertical_alignment="center")
             help = plain(where.sentence())

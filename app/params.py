@@ -96,7 +96,7 @@ def read(params: Params, query: Mapping[str, list[str]]) -> tuple[dict[str, Any]
     problems: list[str] = []
     for name, param in params.items():
         values[name], bad = param.read(query.get(name, []))
-        problems += [f"The URL asks for {name} {text[:40]!r}, which is not known." for text in bad]
+        problems += [f"The URL asks for {name} {text[:40]!r}, which does not exist." for text in bad]
     return values, problems
 
 

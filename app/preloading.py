@@ -1,4 +1,5 @@
-"""Imports the pages as soon as `binade serve` listens: this takes longer than anything else about the first page."""
+"""Imports the pages as soon as `binade serve` listens: this takes longer than any other part of showing the first
+page."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
 """Changes to Streamlit's sessions: they keep what a page's run has drawn when an automatic rerun overtakes its end, and
-they are removed when nobody can return to them.
+sessions are removed when nobody can return to them.
 
 Streamlit's `AppSession` answers a rerun of a fragment with a new ScriptRunner if the last one has ended, and ignores
-what the last one has sent and the event loop not yet handled. On a busy server these are the page's last elements and
-the message that it is complete: the page then stays half drawn until something else draws it.
+what the last one has sent and the event loop not yet handled. On a busy server, the page's last elements and the
+message that it is complete are lost: the page then stays half drawn until something else draws it.
 
 The session of a closed tab is stored for two minutes, in case its connection was lost. Streamlit removes it only when
-the next one is stored: the sessions of the last users, with everything that their pages have drawn, would stay until
-somebody else opens the app.
+the next one is stored: the sessions of the last users, with everything that their pages have drawn, would stay in
+memory until somebody else opens the app.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def install(gone: Callable[[], object]) -> None:
     create = AppSession._create_scriptrunner
 
     def create_after_the_last(self: AppSession, initial_rerun_data: RerunData) -> None:
-        if self._state == AppSessionState.SHUTDOWN_REQUESTED:  # the tab was closed meanwhile
+        if self._state == AppSessionState.SHUTDOWN_REQUESTED:  # the tab was closed in the meantime
             return
         last = self._scriptrunner  # none if it has ended and all is handled, or if a full rerun took its place
         if last is None:

@@ -14,7 +14,7 @@ USER = "binade_user"  # in Streamlit's st.user: what the proxy's header says
 
 
 class SharingError(ValueError):
-    """The options of `binade serve` do not fit together."""
+    """The options of `binade serve` contradict each other."""
 
     exit_status = 2
 
@@ -73,7 +73,8 @@ def sharing_of(
         raise SharingError(f"--host {host}: expected an IP address, such as {LOOPBACK} or 0.0.0.0") from None
     if (header is None) != (proxy is None):
         raise SharingError(
-            "--trust-proxy-header NAME and --proxy ADDRESS belong together: only the header of that proxy is trusted"
+            "--trust-proxy-header NAME and --proxy ADDRESS must be given together: only the header of that proxy is "
+            "trusted"
         )
     if proxy is not None:
         try:

@@ -78,7 +78,7 @@ def draw(figure: Figure, on_choose: Callable[[Any], None] | None = None, *, pin:
 
 def _menu(name: str, data: dict[str, Any], content: Callable[[str], bytes], **options: Any) -> None:
     """The menu of a chart or a table. What the browser cannot make is made when it is chosen and sent with the next
-    drawing: content of the file whose name ends so, one of exports.TABLES and exports.PAPERS."""
+    drawing: content of the file with this suffix, one of exports.TABLES and exports.PAPERS."""
     key = f"export_{name}"
     waiting = f"saved_{name}"
 

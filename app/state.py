@@ -24,9 +24,9 @@ from binade.data.runs import RunError, is_a_file, resolve_root
 from binade.data.sandbox import Sandbox
 
 SYNC_SECONDS = 2.0
-IDLE = 5  # times SYNC_SECONDS: a catalog that nobody looked at for longer is synchronized before it is shown
+IDLE = 5  # times SYNC_SECONDS: a catalog that nobody has looked at for longer is synchronized before it is shown
 REST = 50.0  # seconds after the last look: what was computed is dropped and its memory returned to the system
-PATIENCE = 20  # a page is drawn again at most once in this many times what it took to draw
+PATIENCE = 20  # the minimum time between two redraws of a page, as a multiple of the time that drawing took
 SHARED = 96 << 20  # bytes of results, tables and values that all sessions share
 # Where answers are computed: two at once, and one at a time of those that take long or a large tensor. The threads that
 # serve sessions wait, and a reader can stop waiting.
@@ -165,7 +165,8 @@ def view_page(
     """Turn a function of the catalog, the filter and the page's parameters into a page with the filter in its sidebar.
     The function is called only if the filter selects a tensor; otherwise the page says that none matches.
 
-    name: of the page in PAGES; params: what `address.follow` reads and the function gives to `address.write`."""
+    name: of the page in PAGES; params: the parameters that `address.follow` reads and the function passes to
+    `address.write`."""
 
     def decorate(draw: Callable[[Catalog, Filter, Params], None]) -> Callable[[], None]:
         @catalog_page(title, shows="version")
@@ -202,7 +203,7 @@ def has_changed(opened: Catalog, shows: str, before: int) -> bool:
 
 
 def redraw_when(changed: Callable[[], bool], every: float) -> None:
-    """Draw the page again when it has changed, checked every so many seconds (never for 0).
+    """Draw the page again when it has changed, which is checked at this interval in seconds (never for 0).
 
     The fragment itself draws nothing: a fragment that draws can send elements for a part of the page that no longer
     exists, which breaks the page in the browser.

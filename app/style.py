@@ -38,8 +38,8 @@ FORMAT_COLORS = {
 # For formats that have no colour above, in their order, so that a new format needs no change here.
 SPARE = ("#9d5c8f", "#7c8a1f", "#4f7f9e", "#b5703c", "#c0508a", "#2f8f7a")
 FORMAT_COLORS |= dict(zip((name for name in FORMATS if name not in FORMAT_COLORS), cycle(SPARE), strict=False))
-# For groups that are no formats: none of the colours above. All are readable on light and on dark. The first six can be
-# told apart without red or green cones, as can the formats that runs are most often trained in.
+# For groups that are not formats: none of the colours above. All are readable on light and on dark. The first six can
+# be told apart without red or green cones, as can the formats that runs are most often trained in.
 PALETTE = ["#6366f1", "#ab9218", "#18a0c6", "#ca1f85", "#4b6e22", "#cf7a78", "#a855c7", "#0d9488", "#b4633a", "#6b7a90"]
 MAX_GROUPS = len(PALETTE)
 MARKS = 5000  # that a browser is given at most
@@ -52,10 +52,10 @@ _RECIPE = re.compile(
     rf"((FA|linear|QK|PV|router)_)*({_FORMAT})(_scaled)?(\(.*\))?( at .*)?"
 )  # "mxfp8 at 08:31:18 UTC", "mxfp8(scale=ceil)"
 GREY = tensor_kinds.NEUTRAL  # of what belongs to no group: readable on light and on dark
-NEUTRAL = {"as captured": GREY, "quantized run": PALETTE[2]}  # groups that stand beside formats
+NEUTRAL = {"as captured": GREY, "quantized run": PALETTE[2]}  # groups that are shown next to formats
 
 
-# Bright is much (or bad): viridis by its anchors, for heatmaps and for what has an order, as layers have.
+# Bright means much (or bad): the anchors of viridis, for heatmaps and for ordered groups such as layers.
 RAMP = ["#440154", "#46327e", "#365c8d", "#277f8e", "#1fa187", "#4ac16d", "#a0da39", "#fde725"]
 # For a difference: better, the same, worse.
 DIVERGING = ["#3457d5", "#9db2ee", "#e6e6ea", "#f0a3ad", "#c81e3f"]
@@ -105,12 +105,12 @@ class Measure:
 OWN_METRICS = {
     "loss_change": Metric(
         "Predicted loss change",
-        "Σg·e + N·½Σg²e², g the gradient of the loss through this operand, e its rounding error, N the tokens of the "
-        "micro-batch; the mean over micro-batches",
+        "mean over micro-batches of Σg·e + N·½Σg²e², where g is the gradient of the loss through this operand, e its "
+        "rounding error and N the number of tokens in the micro-batch",
         "nats",
     ),
     "absmax": Metric("absmax", "largest magnitude"),
-    "std": Metric("Standard deviation", "of the population"),
+    "std": Metric("Standard deviation", "population standard deviation: divided by n, not n − 1"),
     "rms": Metric("rms", "root of the mean square of the finite values"),
     "outlier_persistence": Metric(
         "Persistence",
@@ -118,7 +118,7 @@ OWN_METRICS = {
         "iterations: the 1 % with the largest absmax, but at least 8, and at most 64 or a quarter of all channels, "
         "whichever is smaller",
     ),
-    "hot_ratio": Metric("Hottest channel", "its absmax over the median channel’s"),
+    "hot_ratio": Metric("Hottest channel", "its absmax divided by that of the median channel"),
     "oscillating": Metric(
         "Oscillating weights",
         "share of the sampled weights with Σ|ΔQ(w)| / Σ|Δw| ≥ 16 over the last 50 recorded iterations",
@@ -133,7 +133,7 @@ OWN_METRICS = {
     ),
     "gradient_to_noise": Metric(
         "Gradient to noise",
-        "‖g‖ / ‖ĝ − g‖ = 10^(SQNR/20), ĝ the gradient with rounding; below √3 noise dominates the step",
+        "‖g‖ / ‖ĝ − g‖ = 10^(SQNR/20), where ĝ is the gradient with rounding; below √3, noise dominates the step",
     ),
     "zero_share": Metric("Zeros", "share of the elements that are exactly 0", "%", percent=True),
     "non_finite": Metric("NaN and Inf", "share of the elements that are NaN or infinite", "%", percent=True),
@@ -208,13 +208,13 @@ DECADES = alt.Axis(labelOverlap=True, tickCount=6)  # of a logarithmic axis
 SYMBOL = 300  # square pixels of a line in a legend: as long as most dashes and their gaps
 LEGEND_WIDTH = 310  # pixels that every chart has for a legend above it, even on a phone
 LEGEND_LABEL = 380  # pixels of the longest label of a legend
-BESIDE = 18  # letters of the longest label of a legend that stands beside the lines; with longer ones it stands above
-WITHIN = 6  # groups of a legend that stands in a corner of the plot
-NARROWEST = 320, 180  # pixels of the plot of a chart that stands beside another
+BESIDE = 18  # letters of the longest label of a legend beside the lines; with longer labels, it is above them
+WITHIN = 6  # groups of a legend in a corner of the plot
+NARROWEST = 320, 180  # pixels of the plot of a chart that is next to another
 Place = Literal["right", "corner", "top"]  # of a legend: beside the plot, in its upper left corner, above it
 DIRECT = 8  # lines that are labelled at their ends
 LABEL = 14  # pixels between two such labels
-LABEL_WIDTH, LABEL_HEIGHT = 0.3, 0.08  # of a point, as shares of the plot of a chart that stands beside another
+LABEL_WIDTH, LABEL_HEIGHT = 0.3, 0.08  # of a point, as shares of the plot of a chart that is next to another
 _DIGITS = "'⁰¹²³⁴⁵⁶⁷⁸⁹'"
 
 

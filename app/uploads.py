@@ -23,7 +23,7 @@ SHOWN = "uploader_shown"  # in the session's state
 PATH = re.compile(r"/_stcore/upload_file/(?P<session>[^/]+)/(?P<file>[^/]+)/?")
 
 _lock = Lock()
-_held: dict[str, int] = {}  # session that may send files -> bytes that it holds
+_held: dict[str, int] = {}  # session that may send files -> bytes that are stored for it
 _sending: dict[str, int] = {}  # session -> bytes that it is sending
 
 

@@ -13,7 +13,7 @@ def name() -> str:
     """The name of the user whose page runs: the proxy's, or the e-mail address of an account. "" without a user, as in
     a thread that draws for no page.
 
-    An address that the provider has not verified could be anybody's, so such an account is named by its subject.
+    An address that the provider has not verified could be anybody's, so the subject is the name of such an account.
     """
     if sharing.current.header:
         return str(st.user.get(sharing.USER) or "")
@@ -24,7 +24,7 @@ def name() -> str:
 
 
 def reason() -> str:
-    """Why this user may only look, or "" (see `data.access.restrict`)."""
+    """Why this user has read-only access, or "" (see `data.access.restrict`)."""
     operators = sharing.current.operators
     if operators is None or (own := name()) in operators:
         return ""

@@ -37,7 +37,7 @@ def query_filter(text: str) -> Filter:
         query = None
     if query is None or ("=" not in query and "://" not in text):
         example = "quant_type=mxfp8&layer_index=1"
-        raise click.BadParameter(f"{text[:80]!r} is not a query: expected {example} or an address of the app")
+        raise click.BadParameter(f"{text[:80]!r} is not a query: expected {example} or the URL of a page of the app")
     found, problems = Filter.from_query(parse_qs(query))
     if problems:
         raise click.BadParameter(problems[0])
@@ -46,7 +46,7 @@ def query_filter(text: str) -> Filter:
 
 def filter_params() -> list[click.Parameter]:
     return [
-        Option(["--query"], type=query_filter, metavar="URL", help="Use the filter in a URL of the app"),
+        Option(["--query"], type=query_filter, metavar="URL", help="Use the filter from a URL of the app"),
         *(
             Option(
                 [f"--{name.replace('_', '-')}", name],

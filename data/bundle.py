@@ -504,7 +504,7 @@ def _sort_out(root: Path, hashes: dict[str, str]) -> tuple[list[str], list[str]]
         except RunError:
             same = False
         if not same:
-            _refuse(f"the run {run_id} exists already with different content: move or delete it first")
+            _refuse(f"the run {run_id} already exists with different content: move or delete it first")
         kept.append(run_id)
     return added, kept
 

@@ -17,7 +17,7 @@ import numpy as np
 T = TypeVar("T")
 Done = Callable[[int, int], None]
 IDLE = 45.0  # seconds after which unused results are dropped
-LOOK = 0.2  # seconds between looks of one who waits
+LOOK = 0.2  # seconds between checks of a waiting thread
 
 
 class AbandonedError(Exception):
@@ -149,8 +149,8 @@ def give_memory_back() -> None:
 
 
 def size_of(value: object, outside: tuple[type, ...] = ()) -> int:
-    """The bytes of an object and of all that it refers to, at least 1. Arrays, tensors and tables count their values,
-    classes, functions, modules and objects of the types `outside` nothing."""
+    """The bytes of an object and of everything that it refers to, at least 1. Arrays, tensors and tables count their
+    values, classes, functions, modules and objects of the types `outside` nothing."""
     skipped = (type, FunctionType, ModuleType, *outside)
     found, seen, total = [value], set(), 1
     while found:
@@ -164,7 +164,7 @@ def size_of(value: object, outside: tuple[type, ...] = ()) -> int:
             if getattr(getattr(each, "dtype", None), "hasobject", False):
                 found += np.asarray(each).ravel().tolist()
         else:
-            # pandas' tables go through their columns to say how large they are, and so does this.
+            # pandas goes through a table's columns to find out its size, and so does this function.
             total += 64 if hasattr(each, "memory_usage") else sys.getsizeof(each, 64)
             found += gc.get_referents(each)
     return total

@@ -78,7 +78,7 @@ TWIN_FIELDS = tuple(name for name in FIELDS if name not in ("run_id", "recipe", 
 IN_LIST = "tensor.tensor_id IN (SELECT unnest(?::VARCHAR[]))"
 SIGNIFICANT = 2.0  # standard errors
 SOUND_RUNS = "run WHERE damage IS NULL"
-HIDDEN = "key, sketch_start, sketch_stop"  # columns of `tensor` that only the index knows
+HIDDEN = "key, sketch_start, sketch_stop"  # columns of `tensor` that exist only in the index
 PUBLIC_TABLES = ("run", "tensor", "score", "sketch", "block", "trace")
 
 
@@ -299,7 +299,8 @@ class Catalog:
         return str(self.root), self._only, self.progress
 
     def restricted(self, run_ids: Iterable[str]) -> Catalog:
-        """This catalog as if its root held these runs only: for `runs` and for every method that takes a filter."""
+        """This catalog as if its root contained only these runs: for `runs` and for every method that takes a
+        filter."""
         part = copy(self)
         part._only = tuple(run_ids)
         return part
@@ -323,7 +324,7 @@ class Catalog:
         if order_by != "run_id, tensor_id":
             column, descending = order_by.lstrip("-"), order_by.startswith("-")
             if column not in TENSOR_SCHEMA.names:
-                raise CatalogError(f"there is no column {column!r}: {', '.join(TENSOR_SCHEMA.names)}")
+                raise CatalogError(f"there is no column {column!r}: expected one of {', '.join(TENSOR_SCHEMA.names)}")
             order_by = f"{column} {'DESC' if descending else 'ASC'} NULLS LAST"
         sql = f"SELECT * EXCLUDE ({HIDDEN}) FROM tensor WHERE {condition} ORDER BY {order_by}"
         if limit is not None:
@@ -448,7 +449,7 @@ class Catalog:
         else:
             named, keys = "", ", ".join(f'"{self._column(name)}"' for name in by)
             if not keys:
-                raise CatalogError(f"no column is named to group by: {', '.join(GROUPABLE)}")
+                raise CatalogError(f"no column to group by was given: expected one of {', '.join(GROUPABLE)}")
         return self._frame(
             f"""
             WITH chosen AS (
@@ -511,7 +512,7 @@ class Catalog:
         Raises CatalogError for another column or metric.
         """
         if worst not in SHOWN_ERRORS:
-            raise CatalogError(f"operands cannot be ranked by {worst!r}: {', '.join(SHOWN_ERRORS)}")
+            raise CatalogError(f"operands cannot be ranked by {worst!r}: expected one of {', '.join(SHOWN_ERRORS)}")
         condition, parameters = self._selection(where)
         columns = ", ".join(f"tensor.{self._column(name)}" for name in by)
         parameters.append(str(Spec.of(fmt)))
@@ -542,8 +543,8 @@ class Catalog:
         loss' units), and the tensor_id of the largest change.
 
         Several operands add up. The second order is of a loss that is a mean over the tokens of the micro-batch, which
-        are counted by its linear layers' inputs: NaN where none was recorded. Both are NaN where an operand's are.
-        Operands whose gradient was not recorded are left out. Raises CatalogError for another column.
+        are counted by its linear layers' inputs: NaN where none was recorded. Both are NaN if those of any operand are
+        NaN. Operands whose gradient was not recorded are left out. Raises CatalogError for another column.
         """
         condition, parameters = self._selection(where)
         groups = dict.fromkeys((*map(self._column, by), *MICRO_BATCH))
@@ -648,7 +649,7 @@ class Catalog:
     def hot_channels(self, where: Filter | None = None) -> pd.DataFrame:
         """The selection's tensors with hot channels, one row each: those of SAME_IN_ITERATIONS, iteration, tensor_id,
         channels (how many), hot_channels (lists) and hot_ratio; those of one tensor together, by iteration. Tensors
-        that belong to no iteration, or of which no channel is hot, are left out."""
+        without an iteration or without hot channels are left out."""
         condition, parameters = self._selection(where)
         columns = ", ".join(f"tensor.{name}" for name in SAME_IN_ITERATIONS)
         return self._frame(
@@ -661,8 +662,8 @@ class Catalog:
     def sampled_weights(self, where: Filter | None = None, most: int = 1 << 24) -> pd.DataFrame:
         """The selection's samples of rounded weights, one row per weight and iteration: the columns of
         SAME_IN_ITERATIONS, iteration, tensor_id, format, sampled and sampled_rounded (lists), at_bin_edge; those of one
-        weight together, by iteration. Of several micro-batches the first is taken: they have the same weights. Of many
-        rows the lists are thinned, evenly, to about `most` values in all."""
+        weight together, by iteration. Only the first of several micro-batches is returned, since they have the same
+        weights. If there are many rows, the lists are thinned evenly, to about `most` values in all."""
         condition, parameters = self._selection(where)
         columns = ", ".join(f"tensor.{name}" for name in SAME_IN_ITERATIONS)
         weight = ", ".join(f"tensor.{name}" for name in SAME_IN_ITERATIONS if name != "micro_batch")
@@ -687,7 +688,7 @@ class Catalog:
         Raises CatalogError for another column or metric.
         """
         if metric not in STATISTICS:
-            raise CatalogError(f"there is no statistic {metric!r}: {', '.join(STATISTICS)}")
+            raise CatalogError(f"there is no statistic {metric!r}: expected one of {', '.join(STATISTICS)}")
         condition, parameters = self._selection(where)
         columns = ", ".join(f"tensor.{self._column(name)}" for name in by)
         return self._frame(
@@ -708,14 +709,16 @@ class Catalog:
 
     def surface(self, metric: str, width: int, where: Filter | None = None, fmt: str = "") -> pd.DataFrame:
         """The worst of a metric by layer and `width` iterations over the selection's tensors, one row per run and cell:
-        run_id, layer_index, iteration (the first of the cell), tensors, value and tensor_id. Of several runs in the
-        filter, only the iterations that all of them have.
+        run_id, layer_index, iteration (the first of the cell), tensors, value and tensor_id. If the filter selects
+        several runs, only the iterations that all of them have are included.
 
         metric: a key of STATISTICS, or one of SHOWN_ERRORS, in a format that the tensors are scored in; without one, in
         the active format. Tensors without a value are left out. Raises CatalogError for another metric.
         """
         if metric not in (*STATISTICS, *SHOWN_ERRORS):
-            raise CatalogError(f"there is no metric {metric!r}: {', '.join((*SHOWN_ERRORS, *STATISTICS))}")
+            raise CatalogError(
+                f"there is no metric {metric!r}: expected one of {', '.join((*SHOWN_ERRORS, *STATISTICS))}"
+            )
         condition, parameters = self._selection(where)
         shared = max(len(self.narrowed(where).run_id), 1)
         source, value = "tensor", STATISTICS.get(metric, f"tensor.{metric}")
@@ -805,7 +808,7 @@ class Catalog:
     def table(self, name: str) -> pa.Table:
         """A whole table of the index (see PUBLIC_TABLES), for `sandbox`. Raises CatalogError for another."""
         if name not in PUBLIC_TABLES:
-            raise CatalogError(f"there is no table {name!r}: {', '.join(PUBLIC_TABLES)}")
+            raise CatalogError(f"there is no table {name!r}: expected one of {', '.join(PUBLIC_TABLES)}")
         with self._cursor() as cursor, transaction(cursor), self._sketches(cursor, name, "true", []):
             return cursor.sql(_public(name, "tensor_id")).to_arrow_table()
 
@@ -909,7 +912,7 @@ class Catalog:
     @staticmethod
     def _column(name: str) -> str:
         if name not in GROUPABLE:
-            raise CatalogError(f"values cannot be grouped by {name!r}: {', '.join(GROUPABLE)}")
+            raise CatalogError(f"values cannot be grouped by {name!r}: expected one of {', '.join(GROUPABLE)}")
         return name
 
 

@@ -1,9 +1,9 @@
 """Merges small segments of runs that have ended into large ones, for `binade compact` and at the end of a long run.
 
-A merged segment appears all at once, and its manifest names the segments that it replaces. From then on nobody lists
-those (`segment.segment_names`), and an index that has their rows keeps them. They are deleted after the merged segment
-was read again from the disk and had its checksums. If it is killed before the merged segment appears, nothing has
-changed; if it is killed later, the next call deletes what is left.
+A merged segment appears all at once, and its manifest names the segments that it replaces. From then on, these are no
+longer listed (`segment.segment_names`), and an index that has their rows keeps them. They are deleted after the merged
+segment has been read back from disk and its checksums have been verified. If it is killed before the merged segment
+appears, nothing has changed; if it is killed later, the next call deletes what is left.
 """
 
 from __future__ import annotations

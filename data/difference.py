@@ -1,7 +1,7 @@
 """Two runs of the same model and data, tensor by tensor: from other machines, versions, backends or parallel layouts.
 
-Tensors are matched by what they are, whichever rank or shard holds them. It reads the runs' own files, not an index, so
-that the two may lie in different roots.
+Tensors are matched by what they are, regardless of the rank or shard that has them. This module reads the runs' own
+files, not an index, so the two runs may be in different roots.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 TOLERANCE = 2.0**-5
-"""The largest relative difference that counts as equal by default: four units in the last place of bfloat16. A sum
-in another order, or in parts, is rounded to bfloat16 once more, and a product accumulates its inputs' differences."""
+"""The largest relative difference that counts as equal by default: four units in the last place of bfloat16. A sum in a
+different order, or in parts, may be rounded differently, and a product accumulates the differences of its inputs."""
 # The fields that identify a tensor of a step; ranks and shards are not among them.
 IDENTITY = (
     "iteration", "micro_batch", "layer_index", "module", "expert", "layer_type", "component", "operation", "phase",
     "tensor_name", "stage", "dp_rank",
 )  # fmt: skip
-# Of run.json: what two runs of the same model and data agree in.
+# The fields of run.json that are the same in two runs of the same model and data.
 SETTINGS = (
     "model", "size", "layers", "vocab_size", "dataset", "seed", "recipe", "learning_rate", "warmup_iterations",
     "micro_batches", "micro_batch_size", "sequence_length",

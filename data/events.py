@@ -1,4 +1,4 @@
-"""What happened in a run besides its losses, one JSON line per event in events.jsonl.
+"""Events of a run other than its losses, one JSON line per event in events.jsonl.
 
 Each rank but 0 has a file of its own in ranks/, so that each has one writer.
 """
@@ -81,8 +81,8 @@ def append_event(directory: Path, event: Event) -> None:
 
 
 def read_events(directory: Path) -> list[Event]:
-    """A run's events by iteration, those with an order first, and rank. A line that is damaged or cut short ends
-    those of its file. A file that cannot be read has none; `check_events` names it."""
+    """A run's events, sorted by iteration, then those with an order first, then by rank. A file is read up to the first
+    line that is damaged or cut short. A file that cannot be read is skipped; `check_events` names it."""
     found = []
     for path in _files(directory):
         with suppress(OSError, ValueError):

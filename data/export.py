@@ -128,7 +128,7 @@ class Point:
 
     @property
     def step(self) -> int:
-        """The iteration; 0 of an imported tensor whose log does not tell it."""
+        """The iteration; 0 for an imported tensor whose log does not contain it."""
         return self.place["iteration"] or 0
 
     @property
@@ -338,7 +338,7 @@ TABLES = "tables"  # the index's own tables, for which there is no Target
 def target(name: str) -> Target:
     """The target of this name. Raises ExportError if it is unknown or its package is not installed."""
     if name not in TARGETS:
-        raise ExportError(f"there is no export to {name!r}: {', '.join(TARGETS)}")
+        raise ExportError(f"there is no export to {name!r}: expected one of {', '.join(TARGETS)}")
     package = TARGETS[name].package
     if package and not find_spec(package):
         raise ExportError(f"export to {name} needs the package {package}: pip install 'binade[{package}]'")
@@ -405,7 +405,7 @@ class Sink:
 
     Args:
         to: A name of TARGETS.
-        output: Each run goes to the directory output/<run_id>, of a rank beyond 0 to output/<run_id>/rank<r>.
+        output: Each run goes to the directory output/<run_id>, or, for ranks other than 0, to output/<run_id>/rank<r>.
         metrics: Metrics and "histogram", see Choice. The loss belongs to the training loop and is not sent.
         formats: Formats whose scores are sent, see Choice.
         where: Which tensors are sent; by default all.

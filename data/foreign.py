@@ -39,7 +39,7 @@ OLDER_MAGIC = bytes.fromhex("6cfc9c46f9206aa85019")
 SHOWN = 200
 ENGINE, GETATTR = ("transformer_engine.", "transformer_engine_torch."), "builtins.getattr"
 QUANTIZED = "quantized tensors of Transformer Engine are not decoded: only high_precision values are read"
-NO_MEMORY = "it needs more memory than there is"
+NO_MEMORY = "it needs more memory than is available"
 
 
 class TooLargeError(TensorFileError):
@@ -144,13 +144,13 @@ def _reason(error: Exception) -> str:
     """Why a file cannot be read, in one printable line."""
     text = str(error).strip() or type(error).__name__
     if found := re.search(r"GLOBAL ([\w.]{1,100}) ", text):
-        return f"it holds more than tensors and plain data ({found[1]}), which could run code: it is not loaded"
+        return f"it contains more than tensors and plain data ({found[1]}), which could run code: it is not loaded"
     if "can't allocate memory" in text:
         return NO_MEMORY
     if "Weights only load failed" in text:
-        return "damaged, or it holds more than tensors and plain data, which is not loaded"
+        return "damaged, or it contains more than tensors and plain data, which is not loaded"
     line = "".join(c if c.isprintable() else "?" for c in text.splitlines()[0][:SHOWN])
-    return f"damaged, or not of the type that its name says: {line}"
+    return f"damaged, or not of the type that its name indicates: {line}"
 
 
 def _too_large(why: str, needed: int, room: int) -> str:
@@ -178,7 +178,7 @@ def _torch(descriptor: int, size: int, room: int | None) -> Iterator[ForeignTens
         with open(path, "rb") as file:
             content = torch.load(file, map_location="cpu", weights_only=True)
     else:
-        raise TensorFileError("it has neither of torch's two formats")
+        raise TensorFileError("it is in neither of torch's two formats")
     if isinstance(content, Tensor):
         yield _usable(None, None, content, size, room)
     elif isinstance(content, dict) and isinstance(content.get("tensor"), Tensor):
@@ -187,7 +187,7 @@ def _torch(descriptor: int, size: int, room: int | None) -> Iterator[ForeignTens
         content = content if isinstance(content, dict) else {}
         tensors = {k: x for k, x in content.items() if isinstance(k, str) and isinstance(x, Tensor | StandIn)}
         if not tensors:
-            raise TensorFileError("it holds no tensor: a tensor, or a dict of tensors, is expected")
+            raise TensorFileError("it contains no tensor: expected a tensor or a dict of tensors")
         metadata = {key: value for key, value in content.items() if key not in tensors}
         for key, x in tensors.items():
             if isinstance(x, Tensor):
@@ -245,7 +245,7 @@ def _numpy(descriptor: int, size: int, room: int | None) -> Iterator[ForeignTens
         array = np.lib.format.open_memmap(path, mode="c")
     except ValueError as error:
         if "Python objects" in str(error):
-            raise TensorFileError("it holds Python objects, which are pickled: they are not loaded") from None
+            raise TensorFileError("it contains Python objects, which are pickled: they are not loaded") from None
         raise
     kind = array.dtype
     if kind.kind != "f" or kind.itemsize > 8 or not kind.isnative:

@@ -80,7 +80,7 @@ class Index:
                     f"CHECKPOINT; SET memory_limit = '{AT_REST}'",
                     f"SET memory_limit = '{INDEX_MEMORY}'",
                 ):
-                    with suppress(duckdb.Error):  # a full disk, or closed meanwhile: nothing is returned
+                    with suppress(duckdb.Error):  # a full disk, or closed in the meantime: nothing is returned
                         self._connection.execute(statements)
 
     def is_damage(self, error: duckdb.Error) -> bool:
@@ -123,7 +123,7 @@ class Index:
         usable = self.root.is_dir() and not (reason or in_memory)
         for _ in ("as it is", "rebuilt") if usable else ():
             try:
-                # The leading dot keeps it from being taken for a run.
+                # The leading dot keeps it from being mistaken for a run.
                 limits = {"memory_limit": INDEX_MEMORY, "temp_directory": str(self.root / SPILLED)}
                 connection = duckdb.connect(str(self.path), config=SETTINGS | limits)
             except duckdb.Error as error:

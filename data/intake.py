@@ -59,8 +59,8 @@ SUMS = {
 }
 SCHEMA = Path(__file__).with_name("schema.sql")
 ATTEMPTS = 5  # to list a run's segments while they are merged
-RECENT = 2.0  # seconds: what changed so shortly ago may change again without a new time of modification
-# What DuckDB says of rows that it does not take. Other errors are of the index.
+RECENT = 2.0  # seconds: a file that changed this recently may change again without a new modification time
+# DuckDB's errors for rows that it rejects. Other errors concern the index.
 DATA_ERRORS = (duckdb.DataError, duckdb.IntegrityError, duckdb.InvalidInputException, duckdb.OutOfMemoryException)
 
 
@@ -118,7 +118,7 @@ class Intake:
         self._settled: dict[str, _OnDisk] = {}
         self._found: Set[str] | None = None  # the runs that the last call found, None if it did not end
         self._damaged: dict[str, _Damage] = {}
-        self._vanished = False  # whether a segment was deleted while the last call wanted to read it
+        self._vanished = False  # whether a segment was deleted before the last call could read it
         self.idle = False
 
     def catch_up(self, cursor: duckdb.DuckDBPyConnection) -> int:
@@ -185,7 +185,7 @@ class Intake:
         return added
 
     def _count(self, cursor: duckdb.DuckDBPyConnection, runs: list[_OnDisk]) -> None:
-        """Mark the runs that lack a segment, or of which the index holds fewer tensors than they say."""
+        """Mark the runs that lack a segment, or for which the index has fewer tensors than their status says."""
         counted = [found for found in runs if found.run.missing((), -1) and found.run.run_id not in self._damaged]
         rows = cursor.execute(
             "SELECT run_id, count(*) FROM tensor WHERE run_id IN (SELECT unnest(?)) GROUP BY run_id",
@@ -211,7 +211,7 @@ class Intake:
                 except RunError as error:
                     self.refused.append(str(error))
                 except FileNotFoundError:
-                    continue  # segments were merged, or the run was deleted meanwhile
+                    continue  # segments were merged, or the run was deleted in the meantime
                 except OSError as error:  # the directory of another user
                     self.refused.append(f"{name} cannot be read: {describe(error)}")
                 break
@@ -219,7 +219,7 @@ class Intake:
         return unchanged, {found.run.run_id: found for found in changed}
 
     def _on_disk(self, directory: Path) -> _OnDisk:
-        """Raises RunError, and FileNotFoundError if a segment is deleted meanwhile."""
+        """Raises RunError, and FileNotFoundError if a segment is deleted in the meantime."""
         # The mark comes first, so that later changes are noticed next time. The segments come last, since a run that
         # ends meanwhile may have published some that its status counts.
         mark = _mark(str(directory), segment_names(directory))
@@ -436,7 +436,7 @@ def _sum_up(cursor: duckdb.DuckDBPyConnection, root: Path, cube: str) -> None:
     if tensors < 2 * rows:
         return
     # Without a cube queries read the sketches and scores: where sums need more than 64 bits, or more memory than there
-    # is, or a segment was merged meanwhile.
+    # is, or a segment was merged in the meantime.
     with suppress(duckdb.DataError, duckdb.OutOfMemoryException, SegmentError), transaction(cursor):
         cursor.execute(
             # In the order of the tensors, so that the sums of rows that follow each other read the same files.

@@ -17,7 +17,7 @@ RECOMPUTED = (
     "recorded once: its inputs and results come from the first pass, its gradients from the backward pass."
 )
 NAMED = {"layer_index": "layer", "quant_type": "quant type", "micro_batch": "micro-batch", "tensor_name": "name"}
-# Of an Identity, what a log never tells, and what only some tensors have.
+# The fields of an Identity that no log contains, or that only some tensors have.
 NOT_ASKED = ("model", "size", "dataset", "recipe", "expert")
 
 

@@ -47,8 +47,8 @@ TENSORS = "tensors"
 KEPT = 16 << 30  # bytes of tensor files
 COPIES = 64 << 30  # bytes of all copies
 THREADS = 16
-RECENT = 2.0  # seconds: a store tells times in whole seconds, so what changed so shortly ago may change unnoticed
-PAUSE = 20  # times what the last synchronization took: requests cost money
+RECENT = 2.0  # seconds: a store reports times in whole seconds, so recent files may change unnoticed
+PAUSE = 20  # pause, as a multiple of the duration of the last synchronization: requests cost money
 PIECE = 1 << 20
 REASONS = {
     "NO_SUCH_BUCKET": "there is no such bucket",
@@ -111,7 +111,7 @@ def _of(root: Path) -> Mirror:
 
 def _drop_unused(opened: Path) -> None:
     """Delete the copies that no process has open, the least recently used first, until all take COPIES bytes."""
-    with suppress(OSError):  # files come and go: others use their copies meanwhile
+    with suppress(OSError):  # files come and go, since others use their copies at the same time
         copies = sorted(opened.parent.iterdir(), key=lambda copy: os.stat(copy).st_mtime_ns)
         sizes = {copy: sum(file.lstat().st_size for file in copy.rglob("*")) for copy in copies}
         for copy in copies[:-1]:

@@ -6,7 +6,7 @@
       notes.json     the name, colour and note that users gave it; may be missing
       log.txt        what the collector printed
       loss.jsonl     one line per iteration, each with its checksum
-      events.jsonl   what happened beside: see data.events
+      events.jsonl   other events: see data.events
       tensors/       tensor files      segments/   their rows
       ranks/         of a run on several ranks: the process of each and what it has recorded; rank 0 adds them up
 
@@ -192,7 +192,7 @@ SEGMENT = re.compile(r"(rank\d+-)\d{6,}")
 UNNAMEABLE = re.compile(r"[^A-Za-z0-9._-]")
 LONGEST_LABEL = 128
 COUNTS = ("tensors", "tensors_without_raw", "bytes")
-# A run on another machine whose status has not changed for so long has crashed: its process cannot be looked at.
+# A run on another machine whose status has not changed for this long has crashed: its process cannot be checked.
 SILENCE = timedelta(hours=1)
 
 
@@ -224,7 +224,7 @@ class RunInfo:
         if not self.config.get("checksums") or state == RUNNING or (state == CRASHED and is_import):  # it may drop rows
             return None
         if rows < counted:
-            return f"its segments hold {rows} tensors: status.json says {counted}, so a segment is missing"
+            return f"its segments contain {rows} tensors, but status.json says {counted}, so a segment is missing"
         names = _written(self.directory, segments)
         last = {found[1]: found[0] for name in sorted(names) if (found := SEGMENT.fullmatch(name))}
         for rank, name in last.items():
@@ -239,7 +239,7 @@ def resolve_root(given: str | os.PathLike[str] | None = None) -> Path:
     is not valid Unicode, or is in an object store: see `remote.readable_root`."""
     chosen = given or os.environ.get("TENSOR_SAVE_DIR") or DEFAULT_ROOT
     if is_address(chosen):
-        raise RunError(  # without the address: somebody may have put a secret into it
+        raise RunError(  # without the address, which may contain a secret
             "a root in an object store can only be read (binade serve s3://BUCKET/FOLDER): choose a directory with "
             "--tensor-save-dir"
         )
@@ -291,7 +291,7 @@ def _process(pid: int | None = None) -> dict[str, Any]:
 class RunWriter:
     """The run directory that this process writes, or one rank of several. Only rank 0 writes status, log and losses; on
     the others these calls do nothing, or keep the rank's own counts. Threads may share it. Every method raises OSError
-    if a write fails."""
+    if it cannot write."""
 
     run_id: str
     directory: Path
@@ -305,10 +305,10 @@ class RunWriter:
     def create(
         cls, root: Path, label: str, config: dict[str, Any], *, ranks: int = 1, owner: int | None = None
     ) -> RunWriter:
-        """Create <root>/<run_id> atomically, with run.json and a first status. The id has the label, "-" in the place
-        of what is not plain in a file's name. owner is the process that the run depends on, by default this one. Raises
-        RunError if the root cannot be written or `read_run` would not accept the configuration, and then leaves nothing
-        behind; ReadOnlyError."""
+        """Create <root>/<run_id> atomically, with run.json and a first status. The id contains the label, with "-" in
+        place of characters that are not plain in a file name. owner is the process that the run depends on, by default
+        this one. Raises RunError if the root cannot be written or `read_run` would not accept the configuration, and
+        then leaves nothing behind; ReadOnlyError."""
         check_writable("recording a run")
         try:
             parse_json(RunFile, json.dumps(config).encode())

@@ -14,22 +14,22 @@ CREATE TABLE run (
     started       TIMESTAMP,
     finished      TIMESTAMP,            -- null while running
     iteration     INTEGER,              -- last iteration finished, warm-up not counted; -1 before the first
-    iterations    INTEGER,              -- iterations asked for, warm-up not counted
+    iterations    INTEGER,              -- requested iterations, warm-up not counted
     tensors       BIGINT,               -- tensors recorded
-    tensors_without_raw BIGINT,         -- of them, those whose values were not kept
+    tensors_without_raw BIGINT,         -- of these, the tensors whose values were not kept
     bytes         BIGINT,               -- size of the tensor files
     loss_first    DOUBLE,               -- cross entropy in nats per token
     loss_last     DOUBLE,
-    config        VARCHAR,              -- run.json, whole
+    config        VARCHAR,              -- the contents of run.json
     name          VARCHAR,              -- name, color (#rrggbb) and note given by users, else null
     color         VARCHAR,
     note          VARCHAR,
-    damage        VARCHAR               -- what is damaged on disk, a sentence: then no other table has rows of the run
+    damage        VARCHAR               -- a sentence that says what is damaged on disk; the other tables then have no rows of the run
 );
 
 CREATE TABLE tensor (
-    key           INTEGER,              -- numbers the tensors in the order of intake; only the index knows it
-    tensor_id     VARCHAR NOT NULL,     -- unique: checked at intake, since a database index would have to stay in memory
+    key           INTEGER,              -- number of the tensor in the order of indexing; exists only in the index
+    tensor_id     VARCHAR NOT NULL,     -- unique: checked when it is indexed, since a database index would have to stay in memory
     run_id        VARCHAR,
     model         VARCHAR,
     size          VARCHAR,
@@ -47,14 +47,14 @@ CREATE TABLE tensor (
     micro_batch   INTEGER,              -- from 0
     rank          INTEGER,              -- from 0
     expert        INTEGER,              -- from 0; null outside experts
-    captured      TIMESTAMP,            -- of an imported tensor: the time in its log, whose time zone is unknown
+    captured      TIMESTAMP,            -- for an imported tensor: the time in its log, whose time zone is unknown
     shape         BIGINT[],
     dtype         VARCHAR,
     numel         BIGINT,
     nbytes        BIGINT,               -- numel times the dtype's size
-    path          VARCHAR,              -- tensor file, relative to the run's directory, of an imported tensor absolute; null if not kept
-    sha256        VARCHAR,              -- of the tensor file; null of an imported tensor
-    contracted_axis INTEGER,            -- of an operand: the axis its GEMM contracts, from the end (-1 the last); else null
+    path          VARCHAR,              -- tensor file: relative to the run's directory, for an imported tensor absolute; null if not kept
+    sha256        VARCHAR,              -- of the tensor file; null for an imported tensor
+    contracted_axis INTEGER,            -- for an operand: the axis that its GEMM contracts, from the end (-1 is the last); else null
     min           DOUBLE,               -- moments are over the finite elements
     max           DOUBLE,
     mean          DOUBLE,
@@ -67,22 +67,22 @@ CREATE TABLE tensor (
     zeros         BIGINT,
     nans          BIGINT,
     infs          BIGINT,
-    tp_rank       INTEGER,              -- which of the tensor-parallel ranks, of tp_size
+    tp_rank       INTEGER,              -- number of the tensor-parallel rank, 0 to tp_size - 1
     tp_size       INTEGER,
-    dp_rank       INTEGER,              -- which of the data-parallel copies of the model
-    shard         VARCHAR,              -- of the unsharded tensor: whole, slice (joined along shard_axis), partial (summed)
+    dp_rank       INTEGER,              -- number of the data-parallel replica
+    shard         VARCHAR,              -- how to restore the unsharded tensor: whole, slice (join along shard_axis), partial (sum)
     shard_axis    INTEGER,              -- from the end if negative; null unless a slice
     shard_stride  INTEGER,              -- number of tensors along the axis, each sharded separately: 2 for gate and up
     recomputed    BOOLEAN,              -- its layer's forward pass ran again during the backward pass; null if not known
-    source_version VARCHAR,             -- of an imported tensor: how the tool that logged it named its file, V0 to V7
-    original_quant_type VARCHAR,        -- as its log spells it
-    stage         VARCHAR,              -- before, after: taken before or after it was quantized, as its log tells
+    source_version VARCHAR,             -- for an imported tensor: the tool that logged it; for the Megatron fork, the naming of its file, V0 to V7
+    original_quant_type VARCHAR,        -- for an imported tensor: the quant type as spelled in its log
+    stage         VARCHAR,              -- before, after: whether it was taken before or after quantization, according to its log
     corrections   VARCHAR,              -- one sentence per line: which entries of the log were corrected, and why
-    file_key      VARCHAR,              -- of the tensor in a file that holds several
-    gemm          VARCHAR,              -- forward, dgrad, wgrad: the GEMM of contracted_axis and format, or whose result it is
-    result_sqnr_db DOUBLE,              -- of a result: against the same GEMM on operands that are not rounded
+    file_key      VARCHAR,              -- the tensor's key in a file that contains several
+    gemm          VARCHAR,              -- forward, dgrad, wgrad: the GEMM that contracted_axis and format refer to, or whose result it is
+    result_sqnr_db DOUBLE,              -- for a result: compared with the same GEMM on unrounded operands
     format        VARCHAR,              -- the exact format this operand was rounded to; null for results and bf16
-    sqnr_db       DOUBLE,               -- from here on: the error that format made here, null where format is
+    sqnr_db       DOUBLE,               -- this and the next columns: the error of rounding to format; null if format is null
     mse           DOUBLE,
     relative_error DOUBLE,
     cosine        DOUBLE,
@@ -91,8 +91,8 @@ CREATE TABLE tensor (
     flush_to_zero DOUBLE,               -- of the nonzero elements
     underflow_of_all DOUBLE,            -- the same, of all elements
     saturated     DOUBLE,               -- of all elements
-    sketch_start  BIGINT,               -- its sketch: rows sketch_start to sketch_stop - 1 of those that its segment was
-    sketch_stop   BIGINT,               -- written with; null without a sketch; only the index knows them
+    sketch_start  BIGINT,               -- rows sketch_start to sketch_stop - 1 of the sketches of its segment; null without a sketch
+    sketch_stop   BIGINT,               -- see sketch_start; both exist only in the index
     -- an axis is one that the shape has: pages count on it
     CHECK (contracted_axis IS NULL OR coalesce(contracted_axis BETWEEN -len(shape) AND len(shape) - 1, false)),
     CHECK (shard_axis IS NULL OR coalesce(shard_axis BETWEEN -len(shape) AND len(shape) - 1, false))
@@ -106,14 +106,14 @@ CREATE TABLE sketch (
     count         BIGINT
 );
 
--- What each format would do to a tensor, blocks along the axis that the GEMM contracts. A tensor may enter several.
+-- The error of each format on a tensor, with blocks along the axis that the GEMM contracts. A tensor may enter several GEMMs.
 CREATE TABLE score (
     key           INTEGER,
     format        VARCHAR,
     gemm          VARCHAR,              -- forward, dgrad, wgrad; null if not known
     used          BOOLEAN,              -- whether that GEMM used the tensor in this format
     loss_first    DOUBLE,               -- predicted change in the loss: sum of gradient * error
-    loss_fisher   DOUBLE,               -- half the sum of (gradient * error)², of a weight token by token; times the number of tokens if the loss is their mean
+    loss_fisher   DOUBLE,               -- half the sum of (gradient * error)², for a weight token by token; to be multiplied by the number of tokens if the loss is their mean
     sqnr_db       DOUBLE,
     mse           DOUBLE,
     relative_error DOUBLE,
@@ -125,7 +125,7 @@ CREATE TABLE score (
     saturated     DOUBLE
 );
 
--- How the blocks of an operand differ in a format: see quant.block_histograms for what a bin is.
+-- Histograms over the blocks of an operand in a format; quant.block_histograms defines the bins.
 CREATE TABLE block (
     key           INTEGER,
     format        VARCHAR,
@@ -139,8 +139,8 @@ CREATE TABLE trace (
     key           INTEGER,
     hot_channels  INTEGER[],            -- the channels (indices of the last axis) with the largest absmax, hottest first
     hot_ratio     DOUBLE,               -- the largest absmax of a channel over the median channel's
-    sampled       FLOAT[],              -- of a rounded weight: values in fixed places
-    sampled_rounded FLOAT[],            -- the same places after rounding
+    sampled       FLOAT[],              -- for a rounded weight: values at fixed positions
+    sampled_rounded FLOAT[],            -- the same values after rounding
     at_bin_edge   DOUBLE                -- share of the weights that lie at the edge of their bin
 );
 

@@ -552,7 +552,7 @@ def replaced_names(directory: Path, names: Set[str]) -> set[str]:
 def _is_same(segment: Path, written: Replaced) -> bool:
     try:
         return sha256(segment / MANIFEST) == written.manifest
-    except FileNotFoundError:  # it was deleted meanwhile
+    except FileNotFoundError:  # it was deleted in the meantime
         return True
 
 

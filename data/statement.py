@@ -31,11 +31,11 @@ MEMORY_BYTES = 512 * 10**6
 # Address space above what the open database takes: DuckDB's own limit, and as much again for what it does not count
 # and what the allocators of its threads hold in reserve.
 ADDRESS_SPACE = 2 * MEMORY_BYTES
-MAX_BYTES = 32 << 20  # of the rows that are handed on
+MAX_BYTES = 32 << 20  # of the rows that are returned
 COLUMNS = 1000  # more make the browser wait
 # Python has no dates after 9999, no infinite ones, and no numbers such as BIGNUM: these are returned as DuckDB's text.
 NUMBER_OR_TEXT = re.compile(r"BOOLEAN|VARCHAR|FLOAT|DOUBLE|U?(TINY|SMALL|BIG|HUGE)?INT(EGER)?|DECIMAL\(.*\)")
-VALUE = 64  # bytes that a value takes in Python beside its own
+VALUE = 64  # bytes that a value takes in Python besides its own
 SHUT = (
     "SET enable_external_access = false",
     "SET disabled_filesystems = 'LocalFileSystem'",  # otherwise the open file of the index could be read as bytes
@@ -80,7 +80,7 @@ def answer(connection: duckdb.DuckDBPyConnection, sql: str, limit: int) -> pa.Ta
         raise RefusedError(TOO_MUCH if "bad_alloc" in str(error) else one_line(error)) from None
     held = rows.nbytes + VALUE * rows.num_rows * rows.num_columns
     if held > MAX_BYTES:
-        raise RefusedError(f"the rows hold {held / 1e6:.0f} MB: ask for fewer columns or shorter texts")
+        raise RefusedError(f"the rows take {held / 1e6:.0f} MB: ask for fewer columns or shorter texts")
     return rows
 
 

@@ -1,8 +1,8 @@
 """Atomic writes of files and directories, and tensor files.
 
 A tensor file is {"tensor", "tensor_info", "metadata"} in torch's zip format. It loads with torch.load(path,
-weights_only=True, mmap=True), here and in anyone's script; nothing is unpickled that weights_only does not allow. torch
-is imported only to read or write a tensor, so that queries of the index need not wait for it.
+weights_only=True, mmap=True), here and in any other script; nothing is unpickled that weights_only does not allow.
+torch is imported only to read or write a tensor, so that queries of the index need not wait for it.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-MOST_BYTES = 256 << 20  # of a file that is read whole
+MOST_BYTES = 256 << 20  # of a file that is read as a whole
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 WITH_LOCKS = {"lustre": "mount it with -o flock", "nfs": "mount it with NFS 4, or start its lock service (rpc.statd)"}
-HOST = re.sub(r"[^\w-]", "_", socket.gethostname())  # a root may be on a disk that several share
+HOST = re.sub(r"[^\w-]", "_", socket.gethostname())  # a root may be on a disk that several machines share
 
 
 class TensorFileError(ValueError):
@@ -251,6 +251,6 @@ def load(path: Path, expected: str | None = None) -> Tensor:
     except Exception as error:  # a damaged pickle raises almost anything: KeyError, IndexError, struct.error
         raise TensorFileError(f"{path} cannot be read as a tensor file: {describe(error)}") from error
     if not isinstance(content, dict) or not isinstance(content.get("tensor"), torch.Tensor):
-        raise TensorFileError(f"{path} holds no tensor: expected a dict with the key 'tensor'")
+        raise TensorFileError(f"{path} contains no tensor: expected a dict with the key 'tensor'")
     tensor: Tensor = content["tensor"]
     return tensor

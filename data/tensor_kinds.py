@@ -43,7 +43,7 @@ class Measure(StrEnum):
     """Optional measurements of a GEMM besides the error of its operands. They take time."""
 
     RESULT = "result"  # the error of its result, for which it runs a second time on operands that are not rounded
-    LOSS = "loss"  # what the error of each forward operand does to the loss, by its gradient
+    LOSS = "loss"  # the effect of each forward operand's error on the loss, predicted from its gradient
     BLOCKS = "blocks"  # scales, errors and crest factors by block
     TRACE = "trace"  # hot channels, and a few weights before and after rounding, to follow them over iterations
 
@@ -66,7 +66,7 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True)
 class TensorKind:
-    """A tensor of a product, or of what else a step computes.
+    """A tensor of a product, or of another part of a step.
 
     name             tensor_name in the index
     observed         its name in the product, see quant.gemm.Observed; "scores" are the scaled scores of attention

@@ -23,7 +23,7 @@ REASONS = {
     "string_too_long": "is longer than {max_length} characters",
     "string_too_short": "is empty",
     "unexpected_keyword_argument": "has an unknown name",
-    "string_unicode": "holds half a surrogate pair",  # a lone surrogate
+    "string_unicode": "contains half a surrogate pair",  # a lone surrogate
     "value_error": "{error}",
 }
 
@@ -55,7 +55,7 @@ def _free_of(characters: str) -> AfterValidator:
 
     def check(text: str) -> str:
         if found(text):
-            raise ValueError("holds a control character")
+            raise ValueError("contains a control character")
         return text
 
     return AfterValidator(check)
@@ -89,7 +89,7 @@ def parse(kind: type[T], content: bytes, marker: str, version: int, most_values:
             f"its version is {str(found)[:20]}, and this Binade reads version {version}: use the version that wrote it"
         )
     if _count(given, most_values) > most_values:
-        raise RefusedError(f"it holds more than {most_values:,} values")
+        raise RefusedError(f"it contains more than {most_values:,} values")
     return validate(kind, given)
 
 
@@ -122,7 +122,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _constant(name: str) -> None:
-    raise RefusedError(f"it holds {name}, which JSON does not have")
+    raise RefusedError(f"it contains {name}, which is not valid JSON")
 
 
 def _count(given: Any, most: int) -> int:

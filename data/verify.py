@@ -74,7 +74,9 @@ def verify(
         before, rows = len(found.damaged), 0
         with ExitStack() as held:
             with suppress(OSError):  # the file system has no locks, so nothing can merge segments either
-                held.enter_context(locked(run.directory, fcntl.LOCK_SH))  # so that no segments are merged meanwhile
+                held.enter_context(
+                    locked(run.directory, fcntl.LOCK_SH)
+                )  # so that no segments are merged in the meantime
             segments = run.segments if run.status.state != RUNNING else segments
             for name in segments:
                 rows += _check_segment(run, name, found, refuse)

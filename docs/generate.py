@@ -97,9 +97,7 @@ def recipes() -> list[str]:
         about = recipe.about
         kept = [f"Layers kept in bf16: {recipe.keep}."] * bool(recipe.keep)
         lines = [f"Source: {'; '.join(about.source)}.", *kept]
-        lines += [f"Left out: {text}" for text in about.leaves_out] + [
-            f"Not certain: {text}" for text in about.uncertain
-        ]
+        lines += [f"Left out: {text}" for text in about.leaves_out] + [f"Uncertain: {text}" for text in about.uncertain]
         shown = [line.split(maxsplit=1) for line in recipe.lines() if not line.rstrip().endswith(" bf16")]
         rows = [(f"`{operand}`", " ".join(rest.split())) for operand, rest in shown]
         found += [
@@ -151,20 +149,20 @@ def page() -> str:
         "## Formats",
         markdown_table(("Name", "Format", "Bits per value", "Largest", "Rounding", "Defined by"), formats),
         "## Metrics",
-        "x is the tensor before, q the tensor after rounding, e = q − x.",
+        "x is the tensor before rounding, q the tensor after rounding, and e = q − x.",
         markdown_table(
             ("Metric", "Unit", "Definition"),
             [(m.label, m.unit, m.definition.replace("|", "\\|")) for m in MEASURES.values()],
         ),
         "## Index schema",
         "`<root>/index.duckdb` is derived from the runs: it can be deleted at any time and is rebuilt when next "
-        "opened. Units: counts are elements, `nbytes` and `bytes` are bytes, times are UTC, `sqnr_db` is decibels, "
-        "fractions are 0 to 1. "
+        "opened. Units: counts are in elements, `nbytes` and `bytes` in bytes, times in UTC, `sqnr_db` in decibels; "
+        "fractions are from 0 to 1. "
         "[SQL](reports.md#exports-to-other-dashboards) can also run on an export: `binade export --to tables`.",
         *tables(),
         "## File formats",
-        markdown_table(("File of a run", "Format", "Holds"), FILES),
-        "[Architecture](architecture.md#a-run-on-disk-the-source-of-truth) has the guarantees and the names of "
+        markdown_table(("File of a run", "Format", "Contents"), FILES),
+        "[Architecture](architecture.md#a-run-on-disk-the-source-of-truth) describes the guarantees and the names of "
         "tensor files.",
         "## Glossary",
         markdown_table(("Term", "Meaning"), list(TERMS.items())),

@@ -23,8 +23,8 @@ CHUNK = 1 << 18  # values measured at once
 
 @dataclass(frozen=True)
 class BlockMeasure:
-    """A quantity of each block. Bin b holds the values in [b·width, (b+1)·width); those out of the range lie in the
-    first or last bin.
+    """A quantity of each block. Bin b holds the values in [b·width, (b+1)·width); values outside the range are counted
+    in the first or last bin.
 
     bins   the first bin, and the one after the last
     """
@@ -96,7 +96,7 @@ def block_histograms_later(
 
 @lru_cache(maxsize=8)
 def _bins(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each measure, [measures, 1] on a device: the width of its bins, the first, and the one after the last."""
+    """For each measure, [measures, 1] on a device: the width of its bins, the first, and the one after the last."""
     rows = [(one.width, *one.bins) for one in BLOCK_MEASURES.values()]
     widths, low, high = torch.tensor(rows, dtype=torch.float64, device=device).T.unsqueeze(-1)
     return widths.float(), low.long(), high.long()

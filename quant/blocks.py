@@ -52,7 +52,7 @@ class Blocks:
     valid    False for the padding of short blocks
     result   the dequantized tensor, in x's own shape and dtype, rotated back
 
-    Of a spec with a rotation they are those of the rotated values.
+    For a spec with a rotation, they refer to the rotated values.
     """
 
     spec: Spec
@@ -134,8 +134,8 @@ def look(
     absmax: Tensor | None = None,
     **options: object,
 ) -> Blocks:
-    """x [any shape] rounded to a format, blocks along `dim`. Options and errors as in `fake_quantize`. absmax: of the
-    tensor that x is a sample of, where a scale is that of the whole tensor."""
+    """x [any shape] rounded to a format, blocks along `dim`. Options and errors as in `fake_quantize`. absmax: that of
+    the tensor from which x is a sample, for formats with one scale per tensor."""
     spec = Spec.of(fmt, **options)
     coded = rotate(x, spec, dim, seed) if spec.hadamard else x.detach()
     block = GROUP if spec.block in (None, TENSOR) else spec.block

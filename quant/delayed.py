@@ -1,4 +1,4 @@
-"""Delayed scaling: a tensor's scale follows from the largest magnitudes of former iterations.
+"""Delayed scaling: a tensor's scale is computed from its largest magnitudes in earlier iterations.
 
 NVIDIA Transformer Engine, `delayed_scaling.cu:167-256` and `recipe/__init__.py:173-283`. After each use
 S = (target · 2^-margin) / A, A the maximum of the last `history` absmaxes, the newest included, or the newest alone.

@@ -36,11 +36,12 @@ class Rounding(StrEnum):
     HALF_AWAY = "half_away"
     """To the nearest, ties away from zero, as HiFloat8 defines it (arXiv 2409.16626)."""
     STOCHASTIC = "stochastic"
-    """Up with a probability equal to the relative distance from the lower neighbor; the noise follows from a seed."""
+    """Up with a probability equal to the relative distance from the lower neighbor; the noise is generated from a
+    seed."""
 
 
 class Overflow(StrEnum):
-    """The result for a value beyond the largest finite one."""
+    """What a value beyond the largest finite one becomes."""
 
     SATURATE = "saturate"
     """The largest finite value, as training frameworks do (OFP8 v1.0 calls it SATFINITE)."""

@@ -13,7 +13,7 @@ If a GEMM's operands are rotated (`hadamard`), it multiplies the rotated tensors
 Products themselves run in the tensors' dtype with torch's matmul (bfloat16 operands, float32 accumulation).
 
 A `tap` receives every operand and result, with the quantized tensor where there is one, and must not modify them.
-Nothing is copied for it.
+Tensors are not copied for it.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Rounding:
 
     formats     the spec of each
     backend     see `quantizer.fake_quantize`
-    seed        of this call: random signs follow from it and the GEMM, stochastic rounding from it and the operand
+    seed        of this call: random signs depend on it and the GEMM, stochastic rounding on it and the operand
     histories   the absmax history of each operand with delayed scaling, by its name in GemmFormats; kept by the caller
     again       whether the forward product is recomputed: delayed scaling then uses the former scale
     """
@@ -82,7 +82,7 @@ class Rounding:
     again: bool = False
 
     def operand(self, x: Tensor, which: str, dim: int, tap: Tap | None = None, name: str = "") -> Tensor:
-        """x as the product uses it, shown to the tap under a name."""
+        """The operand x as the product uses it; it is shown to the tap under this name."""
         spec = self.formats[which]
         if spec is None:
             if tap:

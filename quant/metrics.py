@@ -47,7 +47,7 @@ METRICS = {
     "mse": Metric("MSE", "mean (q−x)²"),
     "relative_error": Metric("Relative error", "‖q−x‖₂ / ‖x‖₂"),
     "cosine": Metric("Cosine", "⟨x,q⟩ / (‖x‖·‖q‖)"),
-    "projection": Metric("Projection", "⟨q,x⟩ / ‖x‖²; 1 is unbiased in scale"),
+    "projection": Metric("Projection", "⟨q,x⟩ / ‖x‖²; 1 means that the scale is unbiased"),
     "max_abs_error": Metric("Max. abs. error", "max |q−x|"),
     "flush_to_zero": Metric("Flushed to zero", "share of the nonzero elements that become 0", "%", percent=True),
     "underflow_of_all": Metric(
@@ -56,12 +56,12 @@ METRICS = {
     "saturated": Metric(
         "Saturated", "share of the elements with |x/scale| above the format's largest finite value", "%", percent=True
     ),
-    "gradient_bias": Metric("Gradient bias", "‖q−x‖² / ‖x‖², x being the bf16 gradient of the same iteration and data"),
+    "gradient_bias": Metric("Gradient bias", "‖q−x‖² / ‖x‖², x: the bf16 gradient of the same iteration and data"),
     "codes_used": Metric("Codes used", "number of the format's codes that occur"),
     "code_entropy_bits": Metric("Code entropy", "−Σp·log₂ p over the codes", "bits"),
-    "scale_exponent_min": Metric("Smallest scale exponent", "of the block scales; all-zero blocks left out"),
-    "scale_exponent_max": Metric("Largest scale exponent", "of the block scales; all-zero blocks left out"),
-    "kurtosis": Metric("Kurtosis", "E(x−μ)⁴/σ⁴: 3 for a normal distribution; the excess kurtosis is this − 3"),
+    "scale_exponent_min": Metric("Smallest scale exponent", "of the block scales; all-zero blocks are left out"),
+    "scale_exponent_max": Metric("Largest scale exponent", "of the block scales; all-zero blocks are left out"),
+    "kurtosis": Metric("Kurtosis", "E(x−μ)⁴/σ⁴: 3 for a normal distribution; subtract 3 for the excess kurtosis"),
     "crest_factor": Metric("Crest factor", "absmax / rms"),
     "dynamic_range": Metric("Dynamic range", "log₂(absmax / smallest nonzero magnitude)", "binades"),
     "outlier_ratio": Metric("Outliers", "share of the elements with |x−μ| > 6σ", "%", percent=True),
@@ -78,9 +78,9 @@ DISTANCES = {"ks": sketch.ks, "wasserstein": sketch.wasserstein, "js": sketch.js
 class Errors:
     """Error of q against x, over the finite elements of x. Sums in float64.
 
-    sqnr_db is +inf where q = x throughout, -inf where a finite x became infinite, and NaN where x is all zero (so are
-    relative_error, cosine, projection); flush_to_zero is NaN where x has no nonzero element. saturated is NaN without a
-    format.
+    sqnr_db is +inf if q equals x everywhere, -inf if a finite x became infinite, and NaN if x is all zero (as are
+    relative_error, cosine and projection); flush_to_zero is NaN where x has no nonzero element. saturated is NaN
+    without a format.
     """
 
     sqnr_db: float
@@ -214,7 +214,7 @@ def compare(
 
     With the format that y was rounded to (and its `options`, see `specs.OPTIONS`) also saturated, codes_used,
     code_entropy_bits and scale_exponent_min/max; without it they are NaN. Metrics that are not scalars or need a
-    decomposition have functions of their own: `usage`, `channel_absmax`, `block_crest_factor`, `stable_rank`.
+    decomposition have their own functions: `usage`, `channel_absmax`, `block_crest_factor`, `stable_rank`.
 
     Raises ValueError for different shapes.
     """
@@ -254,7 +254,7 @@ def _saturated(x: Tensor, spec: Spec, scales: Tensor | None, dim: int, absmax: T
     run = spec.run(x.shape[dim] if x.dim() else 1)
     if run is None:
         return (magnitude.float() > right / left).sum()  # a bfloat16 tensor would round the limit to bfloat16
-    assert scales is not None, "a block format's scales are needed"
+    assert scales is not None, "the scales of a block format are missing"
     line = Block(1, run)
     right = per_group(right, x, dim, line) if isinstance(right, Tensor) and right.dim() else right
     scales = scales.transpose(1, 2).reshape(-1, 1).double()  # [groups, 1], in to_blocks' order
@@ -365,7 +365,7 @@ def score_blocks_later(
         return lambda: errors, lambda: histograms(counts)
     if q is None:
         q, scales = apply(x, spec, dim, want_scales=True)
-    assert scales is not None, "a block format's scales are needed"
+    assert scales is not None, "the scales of a block format are missing"
     return errors_later(x, q, spec, scales, dim, absmax), block_histograms_later(x, q, spec, scales, dim)
 
 
@@ -374,7 +374,7 @@ class Usage:
     """Which of a format's codes and block scales a tensor uses.
 
     codes                   the codes that occur, ascending; code_counts: how often. The padding of short blocks and
-                            blocks that hold NaN or Inf are left out. -0 is a code of its own
+                            blocks that contain NaN or Inf are left out. -0 is a code of its own
     codes_used              how many codes occur, of the format's `codes_total`
     code_entropy_bits       -Σp·log2 p over them; at most the element's bits
     scale_exponents         floor(log2 scale) of the block scales that occur; scale_counts: of how many blocks. All-zero
@@ -441,7 +441,7 @@ def outlier_ratio(x: Tensor, k: float = 6.0) -> float:
 def channel_absmax(x: Tensor) -> Tensor:
     """max|x| over all axes but the last, which is the channel: [..., channels] -> [channels] float32. NaN shows."""
     if not x.dim() or not x.numel():
-        raise ValueError(f"a tensor with a channel axis and at least one token is needed, not shape {tuple(x.shape)}")
+        raise ValueError(f"expected a tensor with a channel axis and at least one token, not shape {tuple(x.shape)}")
     rows = x.detach().reshape(-1, x.shape[-1])
     if x.device.type == "cpu":
         return cell_absmax(rows, len(rows), 1)[0]
@@ -506,13 +506,13 @@ def block_crest_factor(x: Tensor, dim: int = -1, block_size: int = 32) -> Tensor
 
 
 def stable_rank(a: Tensor) -> float:
-    """‖A‖F² / ‖A‖₂² of a matrix [m, n], in float64; 1 to min(m, n), NaN of a zero matrix.
+    """‖A‖F² / ‖A‖₂² of a matrix [m, n], in float64; 1 to min(m, n), NaN for a zero matrix.
 
     Raises ValueError for another number of axes, or for NaN or Inf.
     """
     if a.dim() != 2 or not a.numel():
-        raise ValueError(f"a matrix is needed, not a tensor of shape {tuple(a.shape)}")
+        raise ValueError(f"expected a matrix, not a tensor of shape {tuple(a.shape)}")
     if not bool(a.isfinite().all()):
-        raise ValueError("the matrix holds NaN or Inf: its singular values are undefined")
+        raise ValueError("the matrix contains NaN or Inf: its singular values are undefined")
     squares = torch.linalg.svdvals(a.detach().double()).square()
     return float(squares.sum() / squares[0]) if float(squares[0]) else math.nan

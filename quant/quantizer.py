@@ -23,7 +23,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 def check_tensor(x: Tensor, dim: int, seed: int = 0) -> None:
     if not isinstance(x, Tensor):
-        raise TypeError(f"a torch.Tensor is needed, not {type(x).__name__}")
+        raise TypeError(f"expected a torch.Tensor, not {type(x).__name__}")
     if x.dtype not in DTYPES:
         allowed = ", ".join(str(d).removeprefix("torch.") for d in DTYPES)
         raise TypeError(f"dtype {str(x.dtype).removeprefix('torch.')} cannot be quantized: {allowed}")
@@ -92,9 +92,9 @@ def fake_quantize(
         backend: "triton", "torch", or "auto": Triton for CUDA tensors, torch for CPU tensors. All give the same bits.
         **options: Options of the spec, such as scale="rceil" or block="16x16", see `specs.OPTIONS`.
 
-    NaN stays NaN. In a format with scales one NaN or Inf makes everything that shares its scale NaN. Elsewhere Inf
-    saturates (or stays, by `overflow`). -0 is kept where the format has it. The result is rounded to x's dtype, where a
-    value beyond that dtype becomes Inf (float16 under a large block scale).
+    NaN stays NaN. In a format with scales, one NaN or Inf makes everything that shares its scale NaN. Elsewhere, Inf
+    saturates or stays Inf, depending on `overflow`. -0 is kept where the format has it. The result is rounded to x's
+    dtype, where a value beyond that dtype becomes Inf (float16 under a large block scale).
 
     Raises:
         TypeError: x is not a floating-point tensor.

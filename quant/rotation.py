@@ -29,7 +29,7 @@ def hadamard_rotate(x: Tensor, dim: int = -1, block: int = 32) -> Tensor:
     Raises ValueError otherwise.
     """
     if block < 1 or block & (block - 1):
-        raise ValueError(f"a Hadamard block is a power of two, not {block}")
+        raise ValueError(f"a Hadamard block must be a power of two, not {block}")
     axis = x.shape[dim] if x.dim() else 1
     if axis % block:
         raise ValueError(f"a Hadamard block of {block} does not divide an axis of {axis} values")

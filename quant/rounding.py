@@ -64,7 +64,7 @@ def noise(count: int, seed: int, device: torch.device) -> Tensor:
     index = torch.arange(count, device=device, dtype=torch.int64) & mask
     h = (((index + mix(seed & mask)) & mask) * 0xDCF94B3B) & mask
     h = ((h ^ (h >> 13)) * 0x8A9D33D9) & mask
-    return ((h >> 16) ^ 0x8000).to(torch.float32) * 2.0**-16  # kernels take them for signed numbers
+    return ((h >> 16) ^ 0x8000).to(torch.float32) * 2.0**-16  # kernels treat them as signed numbers
 
 
 def round_to_integer(t: Tensor, rounding: Rounding, u: Tensor | None = None) -> Tensor:

@@ -39,7 +39,7 @@ class Scaling:
     """A scheme. A subclass overrides what differs: `wanted`, `of_largest` or `block_scale`, and `factors`.
 
     rule        its name, as users choose it
-    kernel      its number in the compiled kernels that find the scale themselves; None if they do not know it
+    kernel      its number in the compiled kernels that compute the scale themselves; None if they do not support it
     stored      how a scale is coded; None for float32
     outer       the block of the scale above the block scale, if there is one
     saturates   False if no finite value saturates
@@ -168,8 +168,8 @@ class Quest(Scaling):
     """2^floor(log2(0.4871 · σ + 1e-8)), σ the block's standard deviation about its mean, divided by n: the scale that
     loses least on normal values. Quartet, `mxfp4.py` and `mxfp4_triton.py`, where ties round towards zero.
 
-    σ² = Σx²/n - (Σx/n)² in float64, both sums as in `sum_in_order`. The zeros that fill a short block count: n is the
-    size of a whole one. float64 holds the squares exactly and cannot overflow; one pass gives both sums."""
+    σ² = Σx²/n - (Σx/n)² in float64, both sums as in `sum_in_order`. The zeros that pad a short block count: n is the
+    size of a full block. float64 holds the squares exactly and cannot overflow; one pass gives both sums."""
 
     follows_largest = False
     follows_moments = True

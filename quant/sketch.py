@@ -42,7 +42,9 @@ class Sketch:
     def __post_init__(self) -> None:
         bins, counts = np.asarray(self.bins, np.int64), np.asarray(self.counts, np.int64)
         if bins.shape != counts.shape or bins.ndim != 1:
-            raise ValueError(f"bins have shape {bins.shape}, counts {counts.shape}: one axis and one length are needed")
+            raise ValueError(
+                f"bins have shape {bins.shape}, counts {counts.shape}: expected one axis and the same length"
+            )
         order = np.argsort(np.where(bins >= SIGN_BIN, SIGN_BIN - 1 - bins, bins))
         kept = order[counts[order] > 0]
         object.__setattr__(self, "bins", bins[kept])
@@ -68,7 +70,7 @@ def merge(sketches: Iterable[Sketch]) -> Sketch:
 
 
 def quantiles(sketch: Sketch, p: np.ndarray | float) -> np.ndarray:
-    """Quantiles at probabilities p in [0, 1], float64, of p's shape; NaN of an empty sketch.
+    """Quantiles at probabilities p in [0, 1], float64, of p's shape; NaN for an empty sketch.
 
     The p-quantile is the smallest value v of the sample with #(values <= v) >= p·n (numpy's "inverted_cdf"). The
     result lies in v's own bin, values taken as spread evenly over it: |result - v| <= max(|v| / 8, 2^-129).
@@ -90,7 +92,7 @@ def interval_quantiles(low: np.ndarray, high: np.ndarray, counts: np.ndarray, p:
     total = int(upto[-1]) if len(upto) else 0
     if not total:
         return np.full(p.shape, np.nan)
-    rank = p * total  # of the value sought; p = 0 asks for the first interval's low end, p = 1 for the last one's high
+    rank = p * total  # of the value to find; p = 0 is the low end of the first interval, p = 1 the high end of the last
     at = np.searchsorted(upto, np.maximum(np.ceil(rank - 1e-9 * rank), 1.0))
     share = np.clip((rank - (upto[at] - counts[at])) / counts[at], 0.0, 1.0)
     values: np.ndarray = low[at] + share * (high[at] - low[at])
@@ -123,7 +125,7 @@ def ks(a: Sketch, b: Sketch) -> float:
 
 def wasserstein(a: Sketch, b: Sketch) -> float:
     """Earth mover's distance ∫|F⁻¹ - G⁻¹| in the values' unit, each value moved to its bin's middle; NaN if either is
-    empty. Off by at most (mean|x| + mean|y|) / 16 (2^-129 more where there are float32 subnormals)."""
+    empty. The error is at most (mean|x| + mean|y|) / 16 (2^-129 more where there are float32 subnormals)."""
     if not (a.total and b.total):
         return np.nan
     both, f, g = _shared(a, b)

@@ -101,7 +101,7 @@ class Spec:
         if isinstance(fmt, Format):
             return cls._decide(fmt, options)
         if not isinstance(fmt, (str, Spec)):
-            raise TypeError(f"a format is a name, a spec or a Format, not {fmt!r}")
+            raise TypeError(f"expected the name of a format, a spec or a Format, not {fmt!r}")
         spec = cls._parse(fmt) if isinstance(fmt, str) else fmt
         return cls._decide(spec.format, spec.options() | options) if options else spec
 
@@ -116,7 +116,7 @@ class Spec:
             name, equals, value = (word.strip() for word in item.partition("="))
             if not equals:
                 raise SpecError(
-                    f"{item!r} in {text!r} sets no option: write option=value, the option being one of "
+                    f"{item!r} in {text!r} sets no option: write option=value, where option is one of "
                     f"{', '.join(OPTIONS)}"
                 )
             if name in given:

@@ -82,7 +82,7 @@ def summarize_later(
     overwritten before that. codes: the result of `counted(x)`, if it is known. Without the sketch, which takes the most
     time on a CPU, the summary has no bins."""
     if not isinstance(x, Tensor):
-        raise TypeError(f"a torch.Tensor is needed, not {type(x).__name__}")
+        raise TypeError(f"expected a torch.Tensor, not {type(x).__name__}")
     if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise TypeError(f"dtype {str(x.dtype).removeprefix('torch.')} cannot be summarized: float32, bfloat16, float16")
     chosen = resolve_backend(backend, x)
@@ -150,7 +150,8 @@ def _summary(
     nans: int,
     infs: int,
 ) -> Summary:
-    """absmin is infinite if all values are zero. Without finite values, low to central are meaningless."""
+    """absmin is infinite if all values are zero. If there are no finite values, the fields from low to central are
+    meaningless."""
     if numel == nans + infs:
         low = high = mean = rms = math.nan
         central = (math.nan,) * 3

@@ -30,7 +30,7 @@ TARGETS = "The targets of binade.toml. Jobs for a cluster are submitted as one a
 COMMAND = 31  # characters of a line of the command in a window of 1280 pixels
 REFUSED = (ConfigError, ValueError)  # RecipeError and UnknownFormatError are ValueErrors
 FAILED = (JobError, ReadOnlyError, RunError, SubmissionError, OSError)
-HERE, CLUSTER = "", "--launcher slurm"  # the choices beside the targets: this machine, and a cluster without a target
+HERE, CLUSTER = "", "--launcher slurm"  # the choices besides the targets: this machine, and a cluster without a target
 PLACES = {HERE: "this machine", CLUSTER: "Slurm, without a target"}
 
 
@@ -58,7 +58,7 @@ def _begin() -> None:
         state["collect_from"] = number
         try:
             if not (number.isdecimal() and len(number) < 10):
-                raise JobError("expected the number of a job")
+                raise JobError("expected a job number")
             job = jobs.find(resolve_root(), int(number))
             request = parse(job.arguments)
             config = request.runs[0]

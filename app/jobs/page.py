@@ -33,7 +33,7 @@ from binade.data.events import read_events
 from binade.data.filter import Filter
 from binade.data.runs import RunError, resolve_root
 
-PULSE, IDLE = 2.0, 10.0  # seconds between looks while something runs, and while nothing does
+PULSE, IDLE = 2.0, 10.0  # seconds between checks while something runs, and while nothing does
 SHOWN = 12  # jobs that have ended, before "Show more"
 LOG_LINES = 12
 PROBLEMS = 10  # damaged jobs that are named
@@ -228,7 +228,7 @@ def _actions(root: Path, view: JobView) -> None:
             act = (partial(_retry, root, job.id), "Queued again")
             st.button("Retry", icon=":material/replay:", key=f"retry_{job.id}", on_click=_do, args=act)
         if jobs.resumable(view):
-            act = (partial(_resume, root, job.id), "Queued to continue")
+            act = (partial(_resume, root, job.id), "Queued: the run will continue")
             text = "Continue its run from the last checkpoint"
             st.button("Resume", icon=":material/resume:", key=f"resume_{job.id}", on_click=_do, args=act, help=text)
         if st.button("Clone and change", icon=":material/content_copy:", key=f"clone_{job.id}"):

@@ -60,7 +60,7 @@ def details(recipe: Recipe) -> dict[str, tuple[str, ...]]:
     lists = {
         f"Source ({about.read})" if about.read else "Source": about.source,
         "Leaves out": about.leaves_out,
-        "Not certain": about.uncertain,
+        "Uncertain": about.uncertain,
         f"Stochastic rounding is {BIASED}": biased_specs(recipe),
     }
     return {title: items for title, items in lists.items() if items}

@@ -22,9 +22,9 @@ from binade.data.runs import resolve_root
 
 CHOOSE = "recipe_to_choose"  # in the picker, when the page is drawn again
 HELP = (
-    "One job per recipe. FA: QKᵀ; linear: the linear layers’ three GEMMs; a bare format: everything; a published "
-    "recipe; "
-    "the path to a .toml file. Or type another one: nvfp4(block=16x16), or nvidia_nvfp4(without=rounding)"
+    "One job per recipe. FA_… rounds QKᵀ, linear_… rounds the three GEMMs of the linear layers, and a bare format "
+    "rounds everything. You can also type a name that is not listed, such as nvfp4(block=16x16) or "
+    "nvidia_nvfp4(without=rounding), or the path to a .toml file"
 )
 SAVE = ":material/save:"
 COLUMNS = {
@@ -40,8 +40,8 @@ COLUMNS = {
     "spec": st.column_config.TextColumn(
         "Spec",
         width=370,
-        help="A format, with options or without: nvfp4(block=16x16). bf16: not quantized. Stochastic rounding is "
-        "biased because it clips, unless the scale leaves room: 16over17 of nvfp4, rceil of MX",
+        help="A format, with or without options: nvfp4(block=16x16). bf16: not quantized. Stochastic rounding clips "
+        "and is therefore biased, unless the scale leaves room: 16over17 for nvfp4, rceil for MX formats",
     ),
 }
 STAGES = {
@@ -192,7 +192,7 @@ def _edited(name: str, columns: Mapping[str, Any], **settings: Any) -> pd.DataFr
 
 def _delete(place: Any, path: Path, picked: str) -> None:
     with place.popover("Delete", icon=":material/delete:", width="stretch"):
-        st.markdown(plain(f"Delete {path}? This cannot be undone. Queued jobs that name it will fail."))
+        st.markdown(plain(f"Delete {path}? This cannot be undone. Queued jobs that use it will fail."))
         st.button("Delete recipe", type="primary", key="recipe_delete", on_click=_deleted, args=(path, picked))
 
 

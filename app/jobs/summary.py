@@ -86,7 +86,7 @@ def line(view: JobView, done: Progress) -> str:
         place = view.cluster.place if view.cluster else ""
         return f"waiting for the cluster: {place}" if place else "waiting for the cluster"
     if view.state is State.STARTING:
-        return "loads torch and the data"
+        return "loading torch and the data"
     parts = []
     if done.total:
         of = f" of {done.total:,}" if done.done < done.total else ""

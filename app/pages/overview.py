@@ -64,7 +64,7 @@ def panels(opened: Catalog, where: Filter) -> list[Figure]:
 
 
 def worst(
-    opened: Catalog, where: Filter, fmt: str, subtitle: str = "all runs and iterations of the filter together"
+    opened: Catalog, where: Filter, fmt: str, subtitle: str = "all runs and iterations in the filter, combined"
 ) -> Figure | None:
     """The places with the lowest SQNR; None where no operand is scored."""
     measure = MEASURES["sqnr_db"]

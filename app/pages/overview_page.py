@@ -25,7 +25,7 @@ TOUR: tuple[tuple[str, str, str, dict[str, str]], ...] = (
     (
         "worst",
         "1. Rank the tensors",
-        "Choose a format. The first tensor loses the most precision in it.",
+        "Choose a format. The tensor at the top loses the most precision in it.",
         {},
     ),
     (
@@ -76,7 +76,7 @@ def _totals(opened: Catalog, totals: Totals, where: Filter) -> None:
     cells[0].metric("Runs", f"{totals.runs:,}", border=True)
     cells[1].metric("Tensors", f"{totals.tensors:,}", border=True)
     cells[2].metric("Values", big(totals.elements), border=True)
-    help = "Tensors whose values are on disk; for the others, only statistics and sketch are kept"
+    help = "Tensors whose values are on disk; for the others, only statistics and sketches are kept"
     cells[3].metric("With values", f"{totals.with_values:,}", border=True, help=help)
     cells[4].metric("Size", bytes_text(totals.nbytes), border=True)
     st.caption(_what_is_missing(runs, totals))
@@ -130,7 +130,7 @@ def _panels(opened: Catalog, where: Filter) -> None:
 
 
 def _worst(opened: Catalog, where: Filter, formats: tuple[str, ...]) -> None:
-    fmt = st.segmented_control("Worst tensors, if they were rounded to", formats, key="format", required=True)
+    fmt = st.segmented_control("Worst tensors if rounded to", formats, key="format", required=True)
 
     def compute(done: Done) -> Figure | None:
         figure = overview.worst(opened, where, fmt or formats[0])

@@ -20,8 +20,8 @@ class Page:
     """A page of the app.
 
     name, title, icon   in the address and in the navigation
-    layout              the module whose `page()` shows it; "" where `question` is shown as every question is
-    params, draw        its parameters and its figures, of a page that can be drawn again elsewhere
+    layout              the module whose `page()` shows it; "" if `question` is shown in the default way
+    params, draw        its parameters and its figures, if the page can be drawn again elsewhere
     kept                whether a session can keep it
     writes              whether it is left out of a read-only app
     question            the question that it answers, if the page has a single one

@@ -185,6 +185,6 @@ def _latest(root: Path, runs: Iterable[str]) -> tuple[pd.DataFrame, int]:
 
 
 def _source(config: str) -> str | None:
-    """The directory that an import is of."""
+    """The directory that an import refers to."""
     read = json.loads(config)
     return str(read.get("source")) if read.get("kind") == IMPORT else None

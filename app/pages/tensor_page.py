@@ -58,7 +58,7 @@ def _load(opened: Catalog, row: pd.Series) -> Tensor | None:
         return opened.load(row["tensor_id"])
     except CatalogError:
         st.info(
-            "The values of this tensor were not kept: its distribution, from the sketch, is on Explore.",
+            "The values of this tensor were not kept. Explore shows its distribution, drawn from its sketch.",
             icon=":material/info:",
         )
     except TensorFileError as error:

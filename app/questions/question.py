@@ -36,7 +36,7 @@ class Question:
     of_runs      whether the answer also depends on how far runs are: on their losses and states
     of_values    whether the answer depends on a tensor's row and values alone, so that it stays when the root changes
     link         parameters that the overview's link sets
-    note         shown under the title of a page of its own, in place of the filter
+    note         shown under the title if the question has its own page, in place of the filter
     layout       the module whose `page()` shows a page of its own that is not laid out like the others
     on_overview  whether the overview lists it
     report       what it adds to a report's sections; None: a section of its own, drawn with the default parameters

@@ -33,7 +33,8 @@ SECTIONS = (
     Section(
         "distributions",
         "Distributions",
-        text="Histograms of magnitudes (eighths of a binade) and Q–Q plots against a normal, for each group of the "
+        text="Histograms of magnitudes (eighths of a binade) and Q–Q plots against a normal distribution, for each "
+        "group of the "
         "selection.",
     ),
     Section(
@@ -46,7 +47,7 @@ SECTIONS = (
         "comparisons",
         "Comparisons",
         text="What each format would do to the selected operands, as scored when they were captured, forward next to "
-        "backward; and each recipe’s loss and gradients against the bf16 run of the same data.",
+        "backward; and each recipe’s loss and gradients compared with those of the bf16 run on the same data.",
     ),
     Section(
         "statistics",
@@ -57,13 +58,13 @@ SECTIONS = (
         "hifp8",
         "HiFloat8",
         text="HiFloat8 has no scale: the precision of a value depends on its magnitude alone. "
-        "All values, from sketches; then the codes that its worst tensors use, from their values.",
+        "First for all values, from sketches; then the codes that the worst tensors use, from their values.",
     ),
     Section(
         "attention_maps",
         "Attention maps",
         text="Entropy, flushed probabilities and scores head by head, and the map of the most focused head.",
-        if_empty="No attention map with values is in the selection.",
+        if_empty="The selection contains no attention map with values.",
     ),
 )
 

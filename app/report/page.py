@@ -1,8 +1,8 @@
 """A report as one HTML file that needs nothing else: interactive charts, numbers as tables, and the runs it was made
 from.
 
-The libraries that draw are inlined. The page's own policy forbids every request and every script but the two that it
-was written with, whose hashes it names; expressions are interpreted, never compiled. Everything that comes from
+The libraries that draw are inlined. The page's own policy forbids every request and all scripts except the two that it
+contains, which it identifies by their hashes; expressions are interpreted, never compiled. Everything that comes from
 metadata is escaped, in JSON too, so that no tag can end there.
 """
 

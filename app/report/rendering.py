@@ -22,8 +22,8 @@ from xml.sax.saxutils import quoteattr
 
 SCALE = 1.5  # pixels of a PNG per pixel of an SVG
 
-# Liberation Sans, the font that is always there, lacks these (but has ¹²³). A text with one of them would be drawn in
-# another font altogether, whichever the machine has.
+# Liberation Sans, the font that is always available, lacks these (but has ¹²³). A text with one of them would be drawn
+# entirely in some other font of the machine.
 SUBSCRIPTS = dict(zip("₀₁₂₃₄₅₆₇₈₉", "0123456789", strict=True))
 SUPERSCRIPTS = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁻ᵀ", "0123456789−T", strict=True))
 SIMILAR = str.maketrans({"⟨": "‹", "⟩": "›", "‖": "||"})
@@ -82,13 +82,13 @@ class Renderers:
         embedded: dict[str, Any] | None = None,
     ) -> Future[Picture]:
         """Draw a Vega-Lite specification with its caption (`Figure.caption_svg`) in the theme's colours and font.
-        embedded: the CSV that goes into a page with both, as "csv", and what the specification differs in there, as
-        "spec". The future raises RenderError."""
+        embedded: the CSV that goes into a page with both, as "csv", and what is different in the specification there,
+        as "spec". The future raises RenderError."""
         request = {"spec": spec, "caption": caption, "colors": colors, "png": png, "embedded": embedded or {}}
         return self._pool.submit(self._picture, request)
 
     def paper(self, spec: dict[str, Any], mm: float) -> Future[Paper]:
-        """Draw a Vega-Lite specification so wide. The future raises RenderError."""
+        """Draw a Vega-Lite specification at this width. The future raises RenderError."""
         return self._pool.submit(self._paper, {"spec": spec, "mm": mm})
 
     def bundle(self) -> Future[str]:
@@ -144,7 +144,7 @@ def render(
 
 
 def on_paper(spec: dict[str, Any], mm: float) -> dict[str, str]:
-    """The drawing without a caption, so wide."""
+    """The drawing without a caption, at this width."""
     import vl_convert
 
     svg = supported(_numbered(vl_convert.vegalite_to_svg(spec)))
@@ -180,7 +180,7 @@ def captioned(svg: str, caption: dict[str, Any], colors: dict[str, str]) -> str:
 
 
 def supported(svg: str) -> str:
-    """The drawing with letters that Liberation Sans has: superscript and subscript digits become small ordinary
+    """The drawing with only characters that Liberation Sans has: superscript and subscript digits become small ordinary
     digits."""
     return _TEXT.sub(lambda found: found[1] + _shifted(found[2].translate(SIMILAR)), svg)
 

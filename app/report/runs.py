@@ -49,8 +49,8 @@ def section(opened: Catalog, runs: pd.DataFrame) -> Section:
 
 
 def again(config: dict[str, Any]) -> str:
-    """The command that reproduces one run; for a run of a batch, with its recipe alone. It leaves out the root, which
-    the caller chooses."""
+    """The command that reproduces one run; for a run of a batch, only with its own recipe. It leaves out the root,
+    which the caller chooses."""
     command = config.get("command")
     if not isinstance(command, str):
         return "not recorded"
@@ -84,7 +84,8 @@ def definitions() -> Section:
         Table("terms", "Terms", terms),
     )
     text = (
-        "x is the tensor before, q the tensor after rounding. NaN and Inf are counted separately and left out of the "
+        "x is the tensor before rounding, q the tensor after it. NaN and Inf are counted separately and left out of "
+        "the "
         "sums."
     )
     return Section("definitions", "Definitions", tables=tables, text=text)

@@ -18,7 +18,7 @@ from binade.app.sessions.session import Pin, Session
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 
-DRAWERS = 2  # threads that draw pins: half of their time is spent in torch, numpy and DuckDB, which run side by side
+DRAWERS = 2  # threads that draw pins: half of their time is spent in torch, numpy and DuckDB, which run in parallel
 
 
 def filter_of(opened: Catalog, session: Session) -> Filter:

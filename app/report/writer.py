@@ -114,7 +114,7 @@ def make(opened: Catalog, request: Request, progress: Progress) -> int:
 
 def _check(opened: Catalog, request: Request) -> None:
     if not opened.totals().tensors:
-        found = "holds no recorded tensor" if opened.root.is_dir() else "does not exist"
+        found = "contains no recorded tensors" if opened.root.is_dir() else "does not exist"
         advice = "give a directory of runs with --tensor-save-dir, or collect a run with binade quick mxfp8"
         raise ReportError(f"{opened.root} {found}: {advice}")
     if not opened.totals(request.where).tensors:
@@ -122,7 +122,9 @@ def _check(opened: Catalog, request: Request) -> None:
     if not request.output.absolute().name:
         raise UsageError(f"{request.output} cannot be used for a report: choose a separate directory for --output")
     if request.output.exists() and not request.output.is_dir():
-        raise UsageError(f"{request.output} is a file: give --output a new folder, or one that holds an earlier report")
+        raise UsageError(
+            f"{request.output} is a file: give --output a new folder, or one that contains an earlier report"
+        )
     if request.archive is not None and request.archive.is_dir():
         raise UsageError(f"{request.archive} is a folder: give --zip a file's name")
     if request.archive is not None:

@@ -77,7 +77,7 @@ def runs_of(pin: Pin) -> tuple[str, ...] | None:
     if (draft := current()) is None:
         return None
     saved = draft.saved.session if draft.saved else draft.session
-    if not draft.saved and not saved.runs:  # with runs, it was deleted meanwhile
+    if not draft.saved and not saved.runs:  # with runs, it was deleted in the meantime
         return None
     return saved.run_ids if pin.uncaptioned in [other.uncaptioned for other in saved.pins] else None
 
@@ -100,9 +100,9 @@ def pin(figure: Figure) -> None:
     draft = current() or Draft(sessions.new("Untitled", view))
     added = Pin(view.page, view.params, figure.name, figure.title)
     if len(draft.session.pins) >= sessions.MOST_PINS:
-        toast(f"A session holds {sessions.MOST_PINS} pins at most.", ":material/error:")
+        toast(f"A session can have at most {sessions.MOST_PINS} pins.", ":material/error:")
     elif added in draft.session.pins:
-        toast("This chart is pinned already.", ":material/push_pin:")
+        toast("This chart is already pinned.", ":material/push_pin:")
     else:
         set_current(draft)
         change(pins=(*draft.session.pins, added))
@@ -110,7 +110,7 @@ def pin(figure: Figure) -> None:
 
 
 def save(opened: Catalog, session: Session) -> None:
-    """Save a session and keep it open. Versions that others saved meanwhile stay in the history."""
+    """Save a session and keep it open. Versions that others saved in the meantime stay in the history."""
     before = draft.saved if (draft := current()) else None
     try:
         version = storage.save(opened.root, pins.refreshed(opened, session, before and before.session))
@@ -123,8 +123,8 @@ def save(opened: Catalog, session: Session) -> None:
     found = []
     if draft and draft.session.id == saved.id and number > (before.number if before else 0) + 1:
         found.append(
-            f"This session was saved elsewhere since you opened it: yours is now version {number}, theirs are in its "
-            "history."
+            f"This session was also saved elsewhere after you opened it. Yours is now version {number}; the other "
+            "versions are in its history."
         )
     if before and before.session.runs and (more := len({*saved.run_ids} - {*before.session.run_ids})):
         found.append(
@@ -226,7 +226,7 @@ def _save(draft: Draft | None, view: View) -> None:
         name = st.text_input(
             "Name", draft.session.name if draft else "", max_chars=120, placeholder="What did you find?"
         )
-        st.caption("Keeps this page with its filter and settings, the pins and the notes.")
+        st.caption("Saves this page with its filter and settings, the pins and the notes.")
         unnamed = not name.strip()
 
         def write(as_new: bool) -> None:

@@ -1,5 +1,5 @@
-"""Notes as they may be shown: Markdown whose pictures stay text, so that opening someone's session loads nothing, and
-whose links show their addresses, so that nobody clicks on another one than they read."""
+"""Notes as they may be shown: Markdown in which pictures stay text, so that opening someone's session loads nothing,
+and links show their addresses, so that nobody clicks on a link other than the one they read."""
 
 from __future__ import annotations
 

@@ -60,12 +60,13 @@ def _saved(opened: Catalog) -> None:
     if not found:
         st.info("No saved sessions yet.", icon=":material/bookmarks:")
         st.markdown(
-            "A session keeps what you look at: the page with its filter and settings, the charts you pin, and your "
+            "A session saves what you are looking at: the page with its filter and settings, the charts you pin, and "
+            "your "
             "notes. Pin a chart with **Pin to session** in its menu (⋯), or choose **Save** in the sidebar of any page."
         )
         return
     if len(found) > MAX_LISTED:
-        text = st.text_input("Find", placeholder="a part of the name").strip().lower()
+        text = st.text_input("Find", placeholder="part of the name").strip().lower()
         found = [version for version in found if text in version.session.name.lower()]
         if len(found) > MAX_LISTED:
             st.caption(f"The latest {MAX_LISTED} of {len(found):,}.")
@@ -140,7 +141,7 @@ def _bundle(opened: Catalog, one: Session, values: str) -> None:
     def make(folder: Path, done: Done) -> None:
         written = storage.export_bundle(opened, one, folder / "a.zip", values, done)
         if written.left_out:
-            st.caption(f"{written.left_out} tensor files lie outside their run and were left out.")
+            st.caption(f"{written.left_out} tensor files are outside their run’s directory and were left out.")
 
     _offer("Bundling", make, ("a.zip", "Save the bundle ({size})", f"{one.id}.zip", "application/zip"))
 

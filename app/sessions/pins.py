@@ -1,9 +1,9 @@
 """A view drawn again from its page and parameters, as it was pinned or saved, and the runs that it shows. No Streamlit.
 
 The parameters are those of the page's address, each a list of texts: the filter's fields and the page's own. They are
-read as the page reads them, so that a pin, a link and a report show the same. Two things differ, because a pin has a
-caption that must stay true: a pin of a session is drawn from the session's runs only, even if the root has new ones,
-and if something that it names is gone, nothing is drawn instead.
+read as the page reads them, so that a pin, a link and a report show the same. There are two differences, because the
+caption of a pin must stay true: a pin of a session is drawn only from the session's runs, even if the root has new
+ones; and if something that it refers to is gone, nothing is drawn.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def _view(catalog: Catalog, pin: Pin, runs: Sequence[str] | None) -> tuple[Drawn
     tensors: Sequence[str] = [] if "tensor" in params else pin.params.get("tensor", [])
     problems = (*problems, *absent, *unknown)
     if gone := _gone(catalog, pin, where, params, tensors):
-        return Drawn(problems=(*problems, f"Not drawn, because it is missing: {gone}.")), False
+        return Drawn(problems=(*problems, f"Not drawn, because something is missing: {gone}.")), False
     if not where.run_id:
         where = catalog.narrowed(where)  # captions state the filter
     drawn = page.draw(Selection(catalog, where, tuple(tensors)), values)

@@ -1,4 +1,4 @@
-"""A session and its file format: one JSON object that other users can open, trust and continue.
+"""A session and its file format: one JSON object that other users can open and continue.
 
 It holds a view (a page and its parameters: filter, tensors, chart settings, what-if options, all as the address bar has
 them), notes, pinned charts, and the runs that it shows with their fingerprints. A session file is untrusted input:
@@ -76,7 +76,7 @@ class Pin(Record):
 
     @property
     def uncaptioned(self) -> Pin:
-        """Equal for pins of the same chart."""
+        """The pin without its caption: equal for pins of the same chart."""
         return replace(self, caption="")
 
     def __str__(self) -> str:
@@ -130,7 +130,7 @@ def copied(session: Session, name: str) -> Session:
 
 
 class Difference(NamedTuple):
-    """What two sessions differ in, and each one's, in words."""
+    """What differs between two sessions, with the value in each, in words."""
 
     what: str
     first: str
@@ -169,7 +169,7 @@ def to_json(session: Session) -> str:
 
 
 def parse(content: bytes) -> Session:
-    """A session from a file's content. Raises SessionError, and nothing else, for whatever it is."""
+    """A session from a file's content. For any content, it raises only SessionError."""
     try:
         if len(content) > LONGEST_FILE:
             raise RefusedError(f"it has {len(content):,} bytes; at most {LONGEST_FILE:,} are read")

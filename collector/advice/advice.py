@@ -42,7 +42,7 @@ class Request:
     bits       the budget: average bits per operand value, of forward and of backward operands each
     change     instead of it, how much the loss may rise
     by         the granularity of the choice: a key of GROUPS
-    specs      those to choose from beside bf16; all that were scored if empty
+    specs      those to choose from besides bf16; all that were scored if empty
     tiles      round weights in tiles only
     most_bf16  how many layers may have a GEMM in bf16; None for any number
     """
@@ -137,12 +137,13 @@ class Advice:
             )
         if self.costs.left:
             found.append(
-                f"{', '.join(self.costs.left)} stay in bf16: not both of their operands were recorded and scored."
+                f"{', '.join(self.costs.left)} stay in bf16, because at least one of their operands was not recorded "
+                "or not scored."
             )
         if not self.backward.empty:
             found.append(
-                "The effect of backward operands on the loss is not predicted: they are chosen for the least noise in "
-                "gradients."
+                "The effect of backward operands on the loss is not predicted: their formats are chosen for the least "
+                "noise in gradients."
             )
         return found
 
@@ -242,7 +243,7 @@ def _mean_bits(rows: pd.DataFrame) -> float:
 
 
 def _frontier(options: pd.DataFrame, request: Request) -> Iterator[tuple[str, str, float, float]]:
-    """Choices under other budgets, from the narrowest to bf16."""
+    """The choices for other budgets, from the narrowest to bf16."""
     values = options.groupby("group")["values"].first().sum()
     least = options.groupby("group")["bits"].min().sum() / values
     for bits in np.geomspace(least, 16, POINTS):
@@ -282,7 +283,7 @@ def verification(catalog: Catalog, advice: Advice, recipe: str, seeds: int, iter
     """The runs that test it, with the settings of the run that the costs are from: bf16, the best uniform recipe of at
     most as many bits, and the advised one, whose file is `recipe`, for as many seeds on the same data.
 
-    Raises AdviceError where those settings are not known, as of a user's own training.
+    Raises AdviceError if those settings are not known, as for a user's own training.
     """
     runs = catalog.runs().set_index("run_id")
     run = advice.costs.runs[-1]

@@ -52,7 +52,7 @@ def pairs(table: pd.DataFrame, cost: str, specs: Sequence[str], tiles: bool = Fa
     """The pairs of specs that each group's GEMMs can take: group, layer, a and b (the specs of the first and second
     operand), cost, bits, values.
 
-    table: of `grouped`; cost: its column. specs: those allowed beside bf16. tiles: weights are rounded in tiles only.
+    table: of `grouped`; cost: its column. specs: those allowed besides bf16. tiles: weights are rounded in tiles only.
     """
     chosen = table[table["spec"].isin([*specs, BF16])]
     if tiles:
@@ -125,4 +125,4 @@ def _infeasible(
             )
     limit = f"{bits:g} bits" if bits is not None else f"a loss change of {cost:g}"
     also = f" with at most {most_bf16} layers in bf16" if most_bf16 is not None else ""
-    return f"no choice is within {limit}{also}: give more"
+    return f"no choice satisfies {limit}{also}: raise the limit"

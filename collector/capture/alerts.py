@@ -22,7 +22,7 @@ TIMEOUT = 5.0  # seconds
 def webhook(url: str) -> Callable[[Event], None]:
     """Posts each event to the URL as JSON: its fields, and `text` with all of it in one sentence, which Slack and
     similar services show. It runs in its own thread for at most 5 seconds, and the process waits for it at exit; a
-    failure is a warning. Raises ConfigError for what is not a URL of http or https."""
+    failure is a warning. Raises ConfigError for anything but an http or https URL."""
     try:
         valid = urlsplit(url).scheme in ("http", "https")
     except ValueError:
@@ -52,4 +52,4 @@ def scalars(writer: Any) -> Callable[[Event], None]:
         return lambda event: writer.add_scalar(f"binade/{event.kind}", 1, event.iteration)
     if callable(getattr(writer, "log", None)):
         return lambda event: writer.log({f"binade/{event.kind}": 1, "binade/iteration": event.iteration})
-    raise ConfigError(f"{type(writer).__name__} takes no scalars: expected a SummaryWriter or a run of wandb")
+    raise ConfigError(f"{type(writer).__name__} cannot log scalars: expected a SummaryWriter or a wandb run")

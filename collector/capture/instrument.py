@@ -73,14 +73,15 @@ def instrument(
         head: Whether to treat the LM head as one more linear layer, `layer0.head`.
         seed: Seeds stochastic rounding and random signs. They are drawn for each iteration, micro-batch, rank, layer
             and GEMM; a recomputed forward pass draws the same again.
-        iterations: The number of training iterations, for a recipe whose schedule depends on it.
+        iterations: The number of training iterations, if the recipe's schedule depends on it.
         schedule: Changes to bf16 during the run, see `binade.schedule`.
         scales_of: The directory of a run whose delayed scales are continued. A run writes its own when the context
             ends.
 
-    The model's modules get a `forward` (or what stands for it) of their own, and lose it again at the end, or once
-    nothing more is recorded and nothing is quantized; nothing else of the model changes. Until then what torch.compile
-    has compiled, or compiles later, runs eagerly. With tensor parallelism each rank instruments its model.
+    The `forward` method of the model's modules (or its equivalent) is replaced, and restored at the end, or once
+    nothing more is recorded and nothing is quantized. Nothing else in the model changes. Until then, compiled code runs
+    eagerly, whether torch.compile was called before or is called later. With tensor parallelism, each rank instruments
+    its model.
 
     Raises InstrumentError, naming the module, for one that cannot be intercepted: at once where that can be seen, else
     in the first forward pass, which is watched for products that no adapter intercepts; if there is nothing to
@@ -244,9 +245,9 @@ def coverage(
 
         print(binade.coverage(model, "nvidia_nvfp4"))
 
-    The modules that it would refuse are among those left out, with the reason. What is "not intercepted" is refused in
-    the first forward pass if a product is computed with its weight, and so is attention that no module shows, if the
-    recipe quantizes attention.
+    The modules that it would refuse are among those left out, with the reason. A module that is "not intercepted" is
+    refused in the first forward pass if a product is computed with its weight. If the recipe quantizes attention,
+    attention that belongs to no known module is refused, too.
     """
     recipe = _recipe(recipe)
     found = survey(model, exclude, head, cores, _quantizes_attention(recipe))

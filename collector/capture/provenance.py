@@ -35,7 +35,7 @@ from binade.data.events import Reached
 from binade.quant.quantizer import DTYPES
 
 FORWARD, BACKWARD = "forward", "backward"
-GRADIENT, OPERAND, RESULT = "grad_output", "operand", "result"  # how the names begin of what is kept
+GRADIENT, OPERAND, RESULT = "grad_output", "operand", "result"  # prefixes of the names of what is kept
 MOST_CALLS = 1 << 16  # of modules, that a step may have
 MOST_REACHED = 256  # operations that an event lists
 WORST = 1024  # values of an operand that a GPU keeps

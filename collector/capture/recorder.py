@@ -103,7 +103,7 @@ class RecorderError(RuntimeError):
 
 
 class Recorder:
-    """Writes a run: its directory, tensor files and segments. A context manager; leaving it ends the run.
+    """Writes a run: its directory, tensor files and segments. A context manager; exiting it ends the run.
 
     Args:
         root: The directory of the runs. The default is TENSOR_SAVE_DIR, or data/runs.
@@ -115,7 +115,7 @@ class Recorder:
         loss_scale: The factor by which the loss is multiplied before its backward pass, such as 1 / accumulated
             micro-batches, or a function that returns it, such as GradScaler.get_scale.
         raw: Whether to keep values, not only statistics, sketches and scores.
-        max_bytes: The limit of this rank's tensor files. Beyond it, values are not kept.
+        max_bytes: The size limit for this rank's tensor files. Beyond it, values are not kept.
         ranks: The ranks of the run; each has a Recorder, and rank 0 makes the directory. The default is those of
             torch.distributed and megatron.core, if they are initialized.
         iterations: The number of iterations to record, from the first on, unless `at` says otherwise; None for all.
@@ -127,16 +127,16 @@ class Recorder:
         watch: Which steps to watch, such as "every 100 steps". This and the next options follow a long run, see
             docs/watching.md. With watch or ring, iterations is 0 by default.
         stats: What to record of a watched step: "basic" or "full".
-        trigger: Conditions that make the next steps be recorded in full, such as "sqnr_db < 12 for 3".
+        trigger: Conditions under which the next steps are recorded in full, such as "sqnr_db < 12 for 3".
         capture_steps: The number of steps to record in full after a trigger fires.
-        ring: The number of steps before a trigger fires to record, too.
-        ring_bytes: The limit of the memory that these steps take.
-        find_nan: Whether to find the operation that makes the first NaN or Inf, in every step.
-        cooldown: The number of steps after a trigger fired in which it does not fire again.
-        capture_bytes: The limit of the disk space that captures take.
+        ring: How many of the steps before a trigger fires are recorded, too.
+        ring_bytes: The memory limit for these steps.
+        find_nan: Whether to find the operation that produces the first NaN or Inf, in every step.
+        cooldown: For how many steps a trigger that has fired does not fire again.
+        capture_bytes: The disk space limit for captures.
         merge_ranks: Whether to write one row for the parts of a tensor on all ranks: "on", "off", or "auto" for more
-            than 8 ranks. Such a row has no values; those of unmerged ranks and of what a trigger captures are kept. The
-            ranks exchange their rows at the end of each iteration, or of each `at`.
+            than 8 ranks. Such a row has no values; values are kept for unmerged ranks and for steps that a trigger
+            captures. The ranks exchange their rows at the end of each iteration, or of each `at`.
         unmerged_ranks: Ranks whose replicas keep rows and values of their own.
         alert: Functions to call with each data.events.Event, on the writer's thread, see capture.alerts.
         enabled: False writes nothing while everything else works. The default is TENSOR_SAVE_ENABLED.
@@ -146,11 +146,11 @@ class Recorder:
     torch, call `step` after each iteration. `with recorder.at(...)` around a micro-batch sets both numbers instead.
 
     The run ends as done, as cancelled on KeyboardInterrupt, else as failed with the exception's first line; what was
-    captured until then is kept. A Recorder that was left can be entered again, for another run.
+    captured until then is kept. A Recorder can be entered again after it has exited, for another run.
 
-    Raises ConfigError for an argument that cannot be recorded with, RunError if the root cannot be written, and
-    RecorderError if it records outside its context or is entered twice. If the disk refuses a later write, the next
-    call or the end of the context raises that OSError.
+    Raises ConfigError for an invalid argument, RunError if the root cannot be written, and RecorderError if it records
+    outside its context or is entered twice. If the disk refuses a later write, the next call or the end of the context
+    raises that OSError.
     """
 
     def __init__(
@@ -219,7 +219,7 @@ class Recorder:
             capture_bytes,
         ).check()
         if merge_ranks not in tuple(MergeRanks):
-            raise ConfigError(f"merge_ranks is {merge_ranks!r}: {', '.join(MergeRanks)}")
+            raise ConfigError(f"merge_ranks is {merge_ranks!r}: expected one of {', '.join(MergeRanks)}")
         if not {*unmerged_ranks} <= {*range(self.ranks.size)}:
             raise ConfigError(f"unmerged_ranks is {unmerged_ranks}: the ranks are 0 to {self.ranks.size - 1}")
         self.merges, self.unmerged_ranks = MergeRanks(merge_ranks).applies(self.ranks.size), frozenset(unmerged_ranks)
@@ -250,7 +250,7 @@ class Recorder:
         self._first: int | None = None
         self._recorded: int | None = None  # the latest iteration of which a micro-batch was
         self._asked = True  # whether `at` was asked to record
-        self._captured_for = 0  # how many captures the triggers have asked for that were begun
+        self._captured_for = 0  # how many captures the triggers have requested that were begun
         self._capture = range(0)  # the iterations that are recorded in full since a trigger fired
         self._done: int | None = None  # the last iteration that ended, without `at`
         self._published_at = 0.0
@@ -272,7 +272,9 @@ class Recorder:
         if not self.enabled:
             return self
         if self.entered:
-            raise RecorderError("this Recorder is recording a run already: leave it first, or make another")
+            raise RecorderError(
+                "this Recorder is already recording a run: exit its `with` block first, or create another"
+            )
         if self._writer:  # of the previous run
             self._reset()
         ranks = self.ranks
@@ -357,15 +359,15 @@ class Recorder:
             missing = [name for place in Other for name in tensor_names(place) if name in self.tensors - self._shown]
             if missing and self._count:
                 warnings.warn(
-                    f"nothing was recorded as {', '.join(missing)}: the model has none that can be recorded; DTensors, "
-                    "FSDP's parameters and copies that an optimizer steps are not recorded",
+                    f"nothing was recorded as {', '.join(missing)}: the model has none that can be recorded; "
+                    "DTensors, FSDP's parameters and copies that an optimizer updates are not recorded",
                     stacklevel=2,
                 )
 
     @contextmanager
     def at(self, iteration: int, micro_batch: int, record: bool = True) -> Iterator[None]:
-        """Within this context tensors belong to this micro-batch, and are recorded or not. Publishes at the end. With
-        activation checkpoints, run the backward pass before the next micro-batch begins."""
+        """Within this context, tensors belong to this iteration and micro-batch, and are recorded if `record` is true.
+        Publishes at the end. With activation checkpoints, run the backward pass before the next micro-batch begins."""
         self.iteration, self.micro_batch, self.positioned = iteration, micro_batch, True
         self._begin_capture()
         self._asked, self.recording = record, record or self._measures
@@ -435,7 +437,7 @@ class Recorder:
             follow()
 
     def report_loss(self, loss: float | Tensor) -> None:
-        """Report the loss of this iteration to the triggers, in nats per token. Nothing waits for a GPU."""
+        """Report the loss of this iteration to the triggers, in nats per token. Does not wait for a GPU."""
         if self.entered and self.watching.trigger:
             iteration, value = self.iteration, loss.detach() if isinstance(loss, Tensor) else loss
             self._writing.run(lambda: self._monitor.see_loss(iteration, float(value)))
@@ -614,7 +616,7 @@ class Recorder:
 
     def tap(self, layer: Layer, part: Part, product: Product, moment: Moment, again: bool = False) -> Tap | None:
         """The observer of one call of one product at that moment; None if that is not recorded. again: the forward
-        product is a recomputation, of which only the gradients are recorded."""
+        product is a recomputation, for which only the gradients are recorded."""
         if not moment.recording or ("attention" if layer.is_core else "linear") not in self.places:
             return None
         key = layer.site, product, moment

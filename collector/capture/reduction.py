@@ -31,10 +31,10 @@ from binade.quant.sketch import BINS
 from binade.quant.summary import Summary
 
 TIMEOUT = timedelta(minutes=10)  # for a rank to answer, which may be evaluating or writing a checkpoint
-# A replica stands out by a tensor whose absmax is so many times the median of the replicas', whose SQNR is so many dB
-# below, or that has values which are not finite while most replicas have none.
+# A replica stands out if the absmax of a tensor is this many times the median over replicas, if its SQNR is this many
+# dB below the median, or if it has values that are not finite while most replicas have none.
 FAR = 10.0
-FEW = 8  # one replica in so many may keep its rows for that
+FEW = 8  # at most one replica in this many keeps its rows for that reason
 
 Replica = tuple[int, int]  # its number, and which of the ranks that share it and its place (by context parallelism)
 Parts = dict[Replica, dict[int, TensorRow]]  # of one logical tensor: the slices by their index
@@ -132,7 +132,7 @@ def _tensors(rows: Iterable[TensorRow]) -> list[Parts]:
 
 
 def _outlying(tensors: Iterable[Parts]) -> Set[Replica]:
-    """The replicas that stand out by most tensors: at most one in FEW."""
+    """The replicas that stand out in the most tensors: at most one in FEW."""
     found: Counter[Replica] = Counter()
     replicas: set[Replica] = set()
     for parts in tensors:
@@ -147,7 +147,7 @@ def _outlying(tensors: Iterable[Parts]) -> Set[Replica]:
 
 
 def _extremes(rows: Iterable[TensorRow]) -> tuple[float, float, float]:
-    """How many values are not finite, the largest absmax, and the SQNR's worst as how bad it is."""
+    """How many values are not finite, the largest absmax, and the lowest SQNR, negated."""
     each = [*rows]
     low = [row.error.sqnr_db for row in each if row.error and not math.isnan(row.error.sqnr_db)]
     absmax = [row.summary.absmax for row in each if not math.isnan(row.summary.absmax)]

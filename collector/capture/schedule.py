@@ -25,9 +25,9 @@ class Switch:
 
     @property
     def text(self) -> str:
-        """What changes: "the dgrad GEMM is replaced by bf16 in first 2"."""
-        what = f"the {self.gemm} GEMM" if self.gemm else "quantization"
-        return f"{what} is replaced by bf16 in {self.layers or 'all layers'}"
+        """What changes: "the dgrad GEMM runs in bf16 (layers: first 2)"."""
+        what = f"the {self.gemm} GEMM" if self.gemm else "everything"
+        return f"{what} runs in bf16 (layers: {self.layers or 'all'})"
 
     def sites(self, sites: Sequence[Site]) -> frozenset[Site]:
         """Raises SelectionError for layers that the model does not have."""
@@ -56,7 +56,7 @@ def schedule(*, layers: str = "", gemm: str = "", at: int | None = None, when: s
     GEMM, and for an invalid trigger.
     """
     if (at is None) == (when is None):
-        raise ConfigError("a schedule needs one of at=ITERATION and when=TRIGGER")
+        raise ConfigError("a schedule needs exactly one of at=ITERATION and when=TRIGGER")
     if gemm and gemm not in tuple(Gemm):
         raise ConfigError(f"gemm={gemm!r}: expected one of {', '.join(Gemm)}")
     if at is not None and at < 0:

@@ -30,7 +30,7 @@ from binade.data.segment import Shard
 from binade.data.tensor_kinds import TENSOR_KINDS, Other, TensorKind
 
 NORM = re.compile(r"(Layer|RMS)Norm$")  # ends the names of their classes
-# Of a norm in a sequence-parallel region, whose gain has Megatron's mark: each rank has a part of the tokens.
+# For a norm in a sequence-parallel region, whose gain has Megatron's mark: each rank has a part of the tokens.
 SHARDS = {"a": "rows", "grad_b": "partial"}
 
 

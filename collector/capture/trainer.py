@@ -20,8 +20,9 @@ class TrainerCallback(HuggingFaceCallback):  # type: ignore[misc]  # transformer
 
     recipe, recorder, options   as `instrument` takes them
 
-    The iteration is the Trainer's global_step, also after it resumed from a checkpoint. The model is instrumented once
-    accelerate has prepared it, and until training ends; if training raises, until the next one begins or `close`.
+    The iteration is the Trainer's global_step, also after it resumed from a checkpoint. The model is instrumented from
+    when accelerate has prepared it until training ends. If training raises an exception, it stays instrumented until
+    the next training begins or `close` is called.
     """
 
     def __init__(self, recipe: Recipe | str | None = None, recorder: Recorder | None = None, **options: Any) -> None:
@@ -29,7 +30,7 @@ class TrainerCallback(HuggingFaceCallback):  # type: ignore[misc]  # transformer
         self._instrumented = ExitStack()
 
     def close(self) -> None:
-        """Leave the model as it was."""
+        """Restore the model."""
         self._instrumented.close()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:

@@ -221,13 +221,13 @@ class Writing:
         self._writer.update(**self.counts, **status)
 
     def _take(self, kept: list[Pending]) -> None:
-        """Make rows, and add those of the monitor's ring if a trigger has fired meanwhile."""
+        """Make rows, and add those of the monitor's ring if a trigger has fired in the meantime."""
         rows = self._made(kept)
         ring = [row for row, each in zip(rows, kept, strict=True) if each.ring]
         self._rows += self._monitor.see(rows, ring) if self._monitor else rows
 
     def _take_reduced(self, iteration: int, kept: list[Pending]) -> None:
-        """As `_take`, of the rows of a watched step, which are none of the ring's."""
+        """Like `_take`, for the rows of a watched step, which do not belong to the ring."""
         own: list[TensorRow] = []
         try:
             own = self._made(kept)
@@ -301,8 +301,8 @@ class Writing:
 
 @contextmanager
 def signals_later() -> Iterator[None]:
-    """A context whose end delivers the signals SIGINT and SIGTERM that came within it. An interrupted Thread.join takes
-    a running thread for an ended one, in Python 3.11."""
+    """A context that delays SIGINT and SIGTERM until it ends. In Python 3.11, an interrupted Thread.join treats a
+    running thread as one that has ended."""
     if current_thread() is not main_thread():  # which alone handles signals
         yield
         return

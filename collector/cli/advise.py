@@ -66,8 +66,8 @@ def _advise(
 ) -> None:
     """Choose a format for every operand: the smallest predicted loss change within a bit budget.
 
-    ROOT holds runs recorded with --measures loss and some --scores  [default: $TENSOR_SAVE_DIR, else data/runs]. Their
-    bf16 runs are used. It chooses among the formats that the runs were scored in.
+    ROOT holds runs recorded with --measures loss and some --scores  [default: $TENSOR_SAVE_DIR, else data/runs]. Only
+    bf16 runs are used, if there are any. The choice is among the formats that the runs were scored in.
     """
     from binade.collector.advice.advice import Request, queue, verification
     from binade.collector.advice.advice import advise as choose
@@ -149,9 +149,9 @@ def _params() -> Sequence[click.Parameter]:
                help="Queue the runs that test the recipe, with this number of seeds: bf16, the best single format "
                    "with no more bits, and the recipe"),
         Option(["--train-iters"], type=click.IntRange(2), default=200, metavar="N", title=runs,
-               help="Iterations of each of these  [default: 200]"),
+               help="Iterations of each of these runs  [default: 200]"),
         Option(["--target"], metavar="NAME", title=runs,
-               help="The cluster of binade.toml that runs them  [default: this machine]"),
+               help="Cluster in binade.toml on which they run  [default: this machine]"),
         *filter_params(),
     ]  # fmt: skip
 

@@ -9,15 +9,16 @@ is noted, not hidden.
 A row is a recipe, done; runs of it that are not done have a row of their own by state. Runs of one seed repeat one
 experiment, so their figures are not averaged: the longest counts, the newest of those, and `loss_spread` says how far
 they disagree. Of several seeds, the row shows the one that most rows have, and its `gaps` are those of all seeds, each
-to the bf16 run of the same seed. Only finished iterations count, in losses, errors, sizes and times.
+to the bf16 run of the same seed. Losses, errors, sizes and times include only finished iterations.
 
     gap        loss − bf16's loss at the same iteration, over every iteration from 0 that both finished: the last, and
                the mean. Warm-up iterations are left out: they run in bf16 whatever the recipe, their gap is 0 by
                construction. Whether tensors were recorded does not matter here. Both losses are of the same batch, so
                what they share cancels. The deviation of the gaps tells a gap from noise; successive gaps depend on each
                other, so it is not turned into a standard error.
-    rounding   SQNR of the summed powers over the recorded quantized operands, as `Catalog.moments`. Gradients apart
-               from forward operands and attention apart from linear layers, or the larger would hide the smaller.
+    rounding   SQNR of the summed powers over the recorded quantized operands, as `Catalog.moments`. Gradients are
+               separate from forward operands, and attention from linear layers, because the larger would hide the
+               smaller.
     gradients  of the weight, against bf16's of the same seed: those of the first iteration that pairs of runs recorded,
                all seeds together. The cosine is the mean over tensors, the bias ‖ĝ−g‖²/‖g‖² is of the summed powers.
                The Recipes page shows the same.
@@ -395,7 +396,7 @@ def _gradients(
     figures: dict[tuple[str, str], Figures] = {}
     if (values := sum(int(tensors["numel"].sum()) for tensors in found.values())) > MAX_GRADIENT_VALUES:
         refused.append(
-            f"gradients: {values:,} values are too many to compare here; the app's page Recipes compares them"
+            f"gradients: {values:,} values are too many to compare here; the Recipes page of the app compares them"
         )
         return figures
     for key, tensors in found.items():

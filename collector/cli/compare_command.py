@@ -27,7 +27,7 @@ def _compare(root: str | None, kind: str, output: Path | None) -> None:
     for reason in comparison.refused:
         fail(f"skipped: {reason}")
     if not comparison.sections:
-        found = "holds no runs that can be read" if runs.is_dir() else "does not exist"
+        found = "contains no runs that can be read" if runs.is_dir() else "does not exist"
         raise RunError(f"{runs} {found}: give a directory of runs, or collect some with binade batch")
     written = render(comparison, kind)
     if output is None:

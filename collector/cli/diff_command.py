@@ -75,7 +75,7 @@ def _lines(found: Difference, limit: float | None, first: int | None) -> list[st
     count = sum(row.differs(limit) for row in rows)
     return [
         *lines,
-        f"{count:,} differ {beyond}; first difference, after {first:,} tensors without: {_described(rows[first])}",
+        f"{count:,} differ {beyond}; first difference, after {first:,} tensors that do not: {_described(rows[first])}",
         "",
         "  difference    largest  tensor",
         *(

@@ -24,9 +24,8 @@ SHOWN_REFUSALS = 10
 def _import(context: click.Context, directory: str, scores: tuple[str, ...], workers: int | None, root: str) -> int:
     """Index tensors that other tools have logged, without copying them.
 
-    DIR holds .pt, .safetensors and .npy files, at any depth. Layers, tensors and
-    iterations are recognized in logs of the Megatron-LM fork and in dumps of
-    Transformer Engine (DumpTensors), msprobe and SGLang.
+    DIR contains .pt, .safetensors and .npy files, at any depth. Layers, tensors and iterations are recognized in logs
+    of the Megatron-LM fork and in dumps of Transformer Engine (DumpTensors), msprobe and SGLang.
     """
     argv, into = context.find_root().obj, resolve_root(root)
     from binade.collector.imports.workers import prepare
@@ -52,10 +51,10 @@ def _import(context: click.Context, directory: str, scores: tuple[str, ...], wor
         print_text("\n".join(_refusals(result)))
         return fail(f"every file of {directory} was refused; {where} says why")
     if not (result.files or result.known):
-        print_text(f"there is no file in {one_line(directory)}: nothing to import")
+        print_text(f"there are no files in {one_line(directory)}: nothing to import")
         return 0
     added = f"{result.tensors} tensors of {result.files} files, {result.bytes / 1e6:.1f} MB in {result.seconds:.1f} s"
-    lines = [f"{result.run_id}: {added if result.files else 'nothing new'}; {result.known} files were known"]
+    lines = [f"{result.run_id}: {added if result.files else 'nothing new'}; {result.known} files already known"]
     if result.by_source:
         lines.append("by source: " + ", ".join(f"{source} {count}" for source, count in result.by_source.items()))
     print_text("\n".join([*lines, *_refusals(result)]))

@@ -136,7 +136,7 @@ def _retry(root: Path, number: int) -> None:
 @numbers_argument
 @click.option("--with-run", cls=Option, is_flag=True, help="Also delete their runs with all tensors")
 def _delete(root: Path, numbers: tuple[int, ...], with_run: bool) -> None:
-    """Delete ended jobs from the list. Their runs stay."""
+    """Delete ended jobs from the list. Their runs are kept."""
     from binade.collector.jobs import delete, find
 
     for number in numbers:
@@ -158,7 +158,7 @@ def _at_once(root: Path, count: int) -> None:
 
 @jobs.command("serve", hidden=True)
 def _serve(root: Path) -> None:
-    """Work through the queue until it is empty. The other commands start this."""
+    """Process the queue until it is empty. Other commands start this automatically."""
     from binade.collector.jobs.runner import serve
 
     serve(root)
@@ -186,7 +186,7 @@ def _print_jobs(root: Path, everything: bool) -> None:
         if reason := view.reason or place:
             print(f"job {view.job.id} {view.state}: {reason}")
     if left_out:
-        print(f"{len(left_out)} more that have ended: --all")
+        print(f"{len(left_out)} more have ended: use --all to list them")
     print(f"{at_once(root)} at once, in {root}")
 
 

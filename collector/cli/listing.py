@@ -47,7 +47,7 @@ def _datasets() -> str:
 
 def _tokenizers() -> str:
     return (
-        f"    {BYTE}: a token is a byte, 256 ends a document\n"
+        f"    {BYTE}: each token is a byte; 256 ends a document\n"
         "    a path to a Hugging Face tokenizer.json, to its directory, or to a GGUF file"
     )
 

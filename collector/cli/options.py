@@ -1,4 +1,4 @@
-"""The options of run, batch and quick, made from their declarations, and the runs that a command line asks for.
+"""The options of run, batch and quick, made from their declarations, and the runs that a command line describes.
 
 No torch.
 """

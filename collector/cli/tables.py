@@ -36,15 +36,16 @@ LEGEND = (
     "gap: loss − loss of bf16 at the same iteration on the same data; mean gap: over every iteration with the recipe "
     "that both finished (common), warm-up left out; sd: the standard deviation of those gaps; perplexity: "
     "exp(mean gap), relative to bf16.",
-    "SQNR: of the summed powers of the recorded operands that the recipe quantizes (of gradients, those entering "
+    "SQNR: from the summed powers of the recorded operands that the recipe quantizes (for gradients, those that enter "
     "dgrad); flushed: share of the nonzero values that became 0; saturated: share of all values beyond the format's "
     "largest.",
-    "Gradients: of the weights, all seeds together, each against that of the bf16 run of its seed; cosine: mean over "
-    "the tensors; bias: ‖ĝ−g‖²/‖g‖² of the summed powers, g being bf16's.",
+    "Gradients: of the weights, over all seeds, each compared with that of the bf16 run with the same seed; cosine: "
+    "mean over the tensors; bias: ‖ĝ−g‖²/‖g‖² from the summed powers, where g is bf16's.",
     "Size: the recorded operands, in their exact formats with block scales, or in their own dtype where not quantized. "
-    "Time: the median of n optimizer steps, with tensors recorded and without; rounding is emulated, so it says "
+    "Time: the median of n optimizer steps, with tensors recorded and without; rounding is emulated, so times say "
     "nothing about hardware that supports the format.",
-    f"Over seeds: each seed's mean gap is to the bf16 run of that seed; sd: the deviation of these gaps. {SEPARATED} "
+    f"Over seeds: each seed's mean gap is relative to the bf16 run with that seed; sd: the standard deviation of "
+    f"these gaps. {SEPARATED} "
     "A step of an ablation is compared with the step before, or with the full recipe.",
     f"{NOTHING}: not quantized, not recorded, not finished, or (time) no such step, or a run made before steps were "
     "timed.",
@@ -224,7 +225,7 @@ def notes(section: Section) -> list[str]:
         found.append("With one seed, no two gaps can be separated. To collect more seeds: binade ablate --seeds N.")
     usual = section.rows[0].seed
     if len(section.seeds) > 1:
-        found.append(f"Seeds {', '.join(map(str, section.seeds))}: tables that are not over seeds show seed {usual}.")
+        found.append(f"Seeds {', '.join(map(str, section.seeds))}: tables that do not combine seeds show seed {usual}.")
     for row in section.rows:
         if row.reason:
             found.append(f"{row.label}: {row.reason}.")

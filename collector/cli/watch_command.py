@@ -58,7 +58,7 @@ def _latest(run: RunInfo) -> str:
         if not (segments := run.segments):
             return ""
         table = read_tables(run.directory / "segments" / segments[-1], names=["tensor"])["tensor"]
-    except (OSError, ValueError):  # deleted meanwhile, or damaged: the index says so
+    except (OSError, ValueError):  # deleted in the meantime, or damaged: the index says so
         return ""
     text = ""
     for column, title, pick in (("sqnr_db", "lowest SQNR (dB)", min), ("absmax", "largest magnitude", max)):

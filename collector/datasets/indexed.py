@@ -80,12 +80,12 @@ class IndexedDocuments:
             self._refuse(f"its dtype code is {code}: expected 1 to 8")
         self._dtype = np.dtype(DTYPES[code])
         if self._dtype.kind == "f":
-            self._refuse(f"it holds {self._dtype.name}: expected token ids")
+            self._refuse(f"it contains {self._dtype.name}: expected token ids")
         needed = HEADER.size + 12 * sequences + 8 * documents
         if self.index_bytes not in (needed, needed + sequences):
             self._refuse(f"it has {self.index_bytes} bytes: expected {needed} from its counts")
         if documents < 2 or sequences == 0:
-            raise ConfigError(f"dataset {self.name} holds no document")
+            raise ConfigError(f"dataset {self.name} contains no documents")
         return sequences, documents
 
     def _check(self) -> int:
@@ -106,7 +106,7 @@ class IndexedDocuments:
         if any((np.diff(firsts[part.start : part.stop + 1]) < 0).any() for part in _chunks(len(firsts))):
             self._refuse("its documents are not in order")
         if total == 0:
-            raise ConfigError(f"dataset {self.name} holds no token")
+            raise ConfigError(f"dataset {self.name} contains no tokens")
         return total
 
     def _refuse(self, why: str) -> None:

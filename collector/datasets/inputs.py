@@ -45,7 +45,9 @@ def find_dataset(name: str) -> Source:
     if not missing:
         return Source(name, TOKENIZED, (Path(pair[0]), Path(pair[1])))
     if len(missing) == 1:
-        raise ConfigError(f"dataset {prefix} lacks {missing[0]}: a preprocessed dataset is a .bin and an .idx together")
+        raise ConfigError(
+            f"dataset {prefix} lacks {missing[0]}: a preprocessed dataset consists of a .bin and an .idx file"
+        )
     if prefix != name:
         raise ConfigError(f"dataset {name} does not exist: give the path to an existing file")
     raise ConfigError(f"unknown dataset {name!r}: expected {_EXPECTED}")
@@ -69,7 +71,7 @@ def check_inputs(dataset: str, given: str | None, tokenizer: str) -> None:
     if find_dataset(dataset).format != TOKENIZED:
         find_tokenizer(tokenizer)
     elif given is not None:
-        raise ConfigError(f"dataset {dataset} holds tokens, not text: leave out --tokenizer {given}")
+        raise ConfigError(f"dataset {dataset} contains tokens, not text: leave out --tokenizer {given}")
 
 
 def describe_inputs(dataset: str, tokenizer: str) -> str:

@@ -48,10 +48,11 @@ def _check_ids(documents: IndexedDocuments, seed: int, read: int, vocab: int) ->
         left -= len(ids)
         least, most = min(least, int(ids.min())), max(most, int(ids.max()))
     if least < 0:
-        raise ConfigError(f"dataset {documents.name} holds the token id {least}: expected ids of 0 or more")
+        raise ConfigError(f"dataset {documents.name} contains the token id {least}: expected ids of 0 or more")
     if most >= vocab:
         raise ConfigError(
-            f"dataset {documents.name} holds the token id {most}, but the model's vocabulary has only {vocab} tokens: "
+            f"dataset {documents.name} contains the token id {most}, but the model's vocabulary has only {vocab} "
+            "tokens: "
             f"use --vocab-size {most + 1} or more"
         )
 
@@ -99,7 +100,7 @@ class TokenRow:
                     empty = False
                     yield tokens
             if empty:
-                raise DataError(f"dataset {documents.name} holds no token: all its documents are empty")
+                raise DataError(f"dataset {documents.name} contains no tokens: all its documents are empty")
 
 
 class SampleStream:

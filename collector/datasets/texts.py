@@ -1,7 +1,7 @@
 """Documents as text, from JSON lines, Parquet or a list.
 
 Opening a file reads all of it once: damage is found before training starts, and the SHA-256 of all texts, joined by
-NUL, identifies the data independently of the file. After that, memory holds the position of each document (8 bytes a
+NUL, identifies the data independently of the file. After that, memory holds the position of each document (8 bytes per
 document; for Parquet, one row group) rather than the texts. A .jsonl.gz is unpacked into an anonymous temporary file in
 $TMPDIR, because gzip has no random access. A process scans an unchanged file only once.
 """
@@ -70,7 +70,7 @@ def _scan(source: Source, state: tuple[int, ...]) -> Texts:
     kind = ParquetTexts if source.format == "parquet" else JsonLines
     texts = kind(source)
     if texts.bounds[-1] == 0:
-        raise ConfigError(f"dataset {source.name} holds no document")
+        raise ConfigError(f"dataset {source.name} contains no documents")
     return texts
 
 
@@ -151,7 +151,7 @@ def _text(line: bytes, where: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ConfigError(f"{where}: its text holds half a surrogate pair, which is not a character") from error
+        raise ConfigError(f"{where}: its text contains half a surrogate pair, which is not a character") from error
     return text
 
 
@@ -168,7 +168,7 @@ class ParquetTexts:
             raise ConfigError(f"dataset {source.name} needs one column {COLUMN!r}: its columns are {columns}")
         kind = schema.field(COLUMN).type
         if not _is_text(kind):
-            raise ConfigError(f"dataset {source.name}: column {COLUMN!r} holds {kind}: expected text")
+            raise ConfigError(f"dataset {source.name}: column {COLUMN!r} contains {kind}: expected text")
         metadata = self._file.metadata
         rows = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
         self.bounds = np.cumsum([0, *rows])

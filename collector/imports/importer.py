@@ -217,10 +217,10 @@ def import_logs(
 
     scores   formats or specs to try on every tensor: along the axis that its GEMM contracts, the last axis if that is
              unknown
-    workers  processes; None for one a core
+    workers  processes; None for one per core
 
-    Raises ConfigError if source is no directory, UnknownFormatError or SpecError, RunError if root cannot be written or
-    the same import is running; later OSError or KeyboardInterrupt, with the run marked accordingly and what was
+    Raises ConfigError if source is not a directory, UnknownFormatError or SpecError, RunError if root cannot be written
+    or the same import is running; later OSError or KeyboardInterrupt, with the run marked accordingly and what was
     imported kept.
     """
     start = time.monotonic()
@@ -256,12 +256,14 @@ def import_logs(
 def _checked(source: Path, root: Path) -> Path:
     source = Path(os.path.expanduser(source))
     if not os.path.exists(source):
-        raise ConfigError(f"there is no directory {source}: give one that holds tensor logs")
+        raise ConfigError(f"there is no directory {source}: give one that contains tensor logs")
     if not os.path.isdir(source):
-        raise ConfigError(f"{source} is not a directory: give the one that holds the tensor logs")
+        raise ConfigError(f"{source} is not a directory: give the one that contains the tensor logs")
     source = source.resolve()
     if not is_unicode(str(source)):
-        raise ConfigError("the directory's name is not valid Unicode: rename it, or one above it")
+        raise ConfigError(
+            "the directory's name is not valid Unicode: rename it or the parent directory that causes this"
+        )
     if source == root.resolve():
         raise ConfigError(f"{source} is the root of the runs, which are indexed already: give a directory of logs")
     return source

@@ -172,7 +172,7 @@ _FIELDS: dict[str, tuple[str, tuple[Callable[[Any], Any], str]]] = {
     "sample_idx": ("sample", _number(0)),
     "microbatch": ("micro_batch", _number(0)),
     "expert": ("expert", _number(0)),
-    "save_time": ("captured", (lambda value: _time(value, _SAVE_TIME), "not a time as 2025-09-08 09:21:56")),
+    "save_time": ("captured", (lambda value: _time(value, _SAVE_TIME), "not a time such as 2025-09-08 09:21:56")),
 }
 
 
@@ -242,12 +242,12 @@ def _mislabelled(log: Log) -> tuple[dict[str, Any], str | None]:
         if name == "attention_probs":
             return {"tensor_name": "query"}, (
                 "Logged as attention_probs before attention. In logs of version V3 this is actually the query: only "
-                "post_FA holds the probabilities."
+                "post_FA contains the probabilities."
             )
         if name == "value":
             return {"tensor_name": "key", "contracted_axis": -2}, (
-                "Logged as value before attention. In logs of version V3 this is actually the key, its last two axes "
-                "swapped: only post_FA holds the value."
+                "Logged as value before attention. In logs of version V3 this is actually the key, with its last two "
+                "axes swapped: only post_FA contains the value."
             )
     if backward and log.phase == "pre" and name == "input":
         return {"tensor_name": "grad_output"}, (
@@ -276,8 +276,8 @@ def _mislabelled(log: Log) -> tuple[dict[str, Any], str | None]:
         return {"tensor_name": "attention_probs"}, "Logged as attention_weights: the probabilities after softmax."
     if name == "matmul_input_buffer":
         return {}, (
-            "matmul_input_buffer is the memory that a product is written to: its values mean nothing unless that tool "
-            "set them."
+            "matmul_input_buffer is the memory that a product is written to: its values are meaningless unless that "
+            "tool set them."
         )
     return {}, None
 

@@ -6,7 +6,8 @@ MindSpore), in a folder with dump.json, which lists them with statistics, stack.
     {Functional|Torch|Tensor|NPU|...}.{function}.{call}.{forward|backward}.{input|output|kwargs}.{index}
 
 As mindstudio-probe 26.2.0 writes them. With "task": "statistics" there are no values, only maximum, minimum, mean and
-norm of each tensor: no sketch, score or count of what a format flushes comes from these, so they are not indexed.
+norm of each tensor: sketches, scores and counts of flushed values cannot be computed from these, so they are not
+indexed.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from binade.collector.imports.log import Importer, Log, make, place
 
 NAME = "msprobe"
 DATA = "dump_tensor_data"
-STATISTICS = 'msprobe dumped statistics only, and Binade needs values: set "task": "tensor" in its config.json'
+STATISTICS = 'msprobe dumped only statistics, but Binade needs values: set "task": "tensor" in its config.json'
 # the first arguments of functions, by position
 LINEAR = ("input", "weight", "bias")
 CORE = ("query", "key", "value")

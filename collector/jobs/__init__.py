@@ -5,7 +5,7 @@
     view_of(root, job).state
     cancel(root, job.id)
 
-The queue lies in `<root>/.jobs` (collector.jobs.store). A separate small process, the runner (collector.jobs.runner),
+The queue is in `<root>/.jobs` (collector.jobs.store). A separate small process, the runner (collector.jobs.runner),
 works through it and ends when it is empty, so that jobs start even after the app has ended. A job's state is read from
 its run directory and its processes (collector.jobs.state); the possible transitions are one table
 (collector.jobs.transitions).

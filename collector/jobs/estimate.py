@@ -1,7 +1,7 @@
 """Estimates the cost of a run: seconds, bytes of memory, bytes on disk. No torch.
 
-Disk   from the sizes of the recorded tensors: two bytes a value, four outside of products, within the byte budget, plus
-       the index's rows. Assumes that tokens are spread evenly over routed experts.
+Disk   from the sizes of the recorded tensors: two bytes per value, four outside of products, within the byte budget,
+       plus the index's rows. Assumes that tokens are spread evenly over routed experts.
 Memory as the collector checks it before it starts (collector.training.memory).
 Time   from the iterations of earlier runs of the same model, size, device and backend under the same root: those of the
        same recipe if there are any, else those that quantize about as many operands. Warm-up, recorded and unrecorded
@@ -142,7 +142,7 @@ def planned(config: RunConfig) -> Plan:
     watched = sum(each not in recorded for each in range(0, config.iterations, config.every)) if config.every else 0
     full = watched if config.stats == Stats.FULL else 0
     ring = min(config.ring, config.iterations) if config.trigger else 0
-    kept = len(config.ranks_with_values)  # of these the rows are their own; of the others one for each tensor
+    kept = len(config.ranks_with_values)  # these have their own rows; the others share one for each tensor
     rows_of_each = kept + 1 if config.merges_ranks else kept
     total = basic = values = nbytes = files = 0.0
     for spec in (each for each in specs if each.site in chosen):

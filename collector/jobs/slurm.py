@@ -28,7 +28,7 @@ from binade.collector.training.targets import Target
 from binade.data.json_files import STRICT, read_json
 from binade.data.python import package_path
 
-PATIENCE = 10  # seconds that a command of Slurm may take: local jobs wait meanwhile
+PATIENCE = 10  # seconds that a command of Slurm may take: local jobs wait in the meantime
 SUBMIT_PATIENCE = 60  # seconds that sbatch may take
 NOTICE = 90  # seconds before the time limit at which the ranks are asked to end
 WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD", "SPECIAL_EXIT")
@@ -87,7 +87,7 @@ class ClusterJob:
 
 
 def script(target: Target, root: Path, folder: Path, working: Path, first: int, count: int, name: str = "") -> str:
-    """The sbatch script for the jobs from `first` on, whose directories lie in `folder`. Raises ConfigError for text
+    """The sbatch script for the jobs from `first` on, whose directories are in `folder`. Raises ConfigError for text
     that Slurm or the script would misinterpret."""
     for what, place in (("root", root), ("working directory", working)):
         if not str(place).isprintable() or set(str(place)) & set("%\\"):
@@ -242,6 +242,6 @@ def _slurm(*command: str) -> subprocess.CompletedProcess[str]:
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=patience
         )
     except subprocess.TimeoutExpired:
-        raise SubmissionError(f"{command[0]} has not answered for {patience} seconds") from None
+        raise SubmissionError(f"{command[0]} did not answer within {patience} seconds") from None
     except FileNotFoundError:
         raise SubmissionError(f"{command[0]} is not on this machine") from None

@@ -48,7 +48,7 @@ ADVICE = {
         "Use fewer layers, a shorter sequence, a smaller micro-batch or the tiny size, and run fewer jobs at once."
     ),
     State.NO_DISK: "Free space, or delete runs; a smaller byte budget, or recording without values, takes less space.",
-    State.RESTARTED: "The machine went down while it ran. Retry.",
+    State.RESTARTED: "The machine went down while the job was running. Retry.",
     State.TIME_LIMIT: "What was recorded is kept. Request a longer limit with --time, or train fewer iterations.",
     State.NODE_LOST: "Retry: the cluster will use another node.",
 }

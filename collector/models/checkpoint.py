@@ -180,7 +180,7 @@ class SafetensorsFiles(Tensors):
         self.sizes = {name: size for header in headers.values() for name, size in header.items()}
         self._places = {name: path for path, header in headers.items() for name in header}
         if len(self.sizes) < sum(len(header) for header in headers.values()):
-            raise ConfigError(f"checkpoint {directory} holds a tensor in two of its files: keep one copy")
+            raise ConfigError(f"checkpoint {directory} contains a tensor in two of its files: keep one copy")
 
     def read(self, name: str) -> Tensor:
         path = self._places[name]
@@ -206,7 +206,7 @@ def _files(directory: Path) -> list[Path]:
         names = [WEIGHTS]
     else:
         raise ConfigError(
-            f"checkpoint {directory} holds no weights: expected {WEIGHTS} or {INDEX} (other formats are not read)"
+            f"checkpoint {directory} contains no weights: expected {WEIGHTS} or {INDEX} (other formats are not read)"
         )
     missing = [name for name in names if not (directory / name).is_file()]
     if missing:
@@ -224,5 +224,7 @@ def _header(path: Path) -> dict[str, tuple[int, ...]]:
         raise ConfigError(f"checkpoint {path} is not a readable safetensors file: {describe(error)}") from error
     for name, dtype in dtypes.items():
         if name.endswith(".weight") and dtype not in DTYPES:  # buffers may be of integers
-            raise ConfigError(f"checkpoint {path}: {name} is {dtype}, {', '.join(DTYPES)} can be loaded: unquantize it")
+            raise ConfigError(
+                f"checkpoint {path}: {name} is {dtype}, but only {', '.join(DTYPES)} can be loaded: dequantize it"
+            )
     return sizes

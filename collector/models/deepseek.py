@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class DeepseekShape(Shape):
     """A DeepSeek-V2's dimensions.
 
-    qk_nope, qk_rope   of a query or key head, the parts without and with position
+    qk_nope, qk_rope   the parts of a query or key head without and with position
     kv_lora_rank       width of the latent that keys and values are expanded from; q_lora_rank likewise, None for none
     expert_ffn         width of one SwiGLU branch of an expert; shared experts are one MLP of shared_experts times it
     routed_scale       what the chosen experts' probabilities are multiplied by (they are not normalized)
@@ -152,7 +152,7 @@ class DeepseekShape(Shape):
             f"{self.layers} layers ({min(self.dense_layers, self.layers)} dense), hidden {self.hidden}, "
             f"ffn {self.ffn}, {self.heads} heads, QK head {self.head_dim}, V head {self.v_head}, "
             f"KV latent {self.kv_lora_rank}, {self.routed_experts} experts of {self.expert_ffn}, "
-            f"{self.experts_per_token} a token, {self.shared_experts} shared"
+            f"{self.experts_per_token} per token, {self.shared_experts} shared"
         )
 
     @classmethod

@@ -43,7 +43,7 @@ def gguf_of(path: Path) -> Path | None:
         return None
     found = sorted(path.glob(f"*{GGUF}"))
     if len(found) > 1:
-        raise ConfigError(f"checkpoint {path} holds {len(found)} GGUF files: give the path to one")
+        raise ConfigError(f"checkpoint {path} contains {len(found)} GGUF files: give the path to one")
     if not found:
         raise ConfigError(
             f"checkpoint {path} has no {CONFIG}: give the directory of a Hugging Face model, or a {GGUF} file"
@@ -63,7 +63,7 @@ def describe_weights(path: Path) -> str:
     quantized = open_gguf(file).quantized() if file else ()
     grid = (
         f", dequantized from {' and '.join(quantized)}: their values lie on those grids, so the rounding errors of "
-        "weights mean nothing"
+        "weights are meaningless"
     )
     return f"from {path}{grid if quantized else ''}"
 

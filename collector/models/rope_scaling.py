@@ -119,5 +119,5 @@ def read_scaling(settings: Mapping[str, Any]) -> RopeScaling | None:
     if kind == "default":
         return None
     if kind not in SCALINGS:
-        raise UnfitError(f"has the rope type {kind!r}, none of default, {', '.join(SCALINGS)}")
+        raise UnfitError(f"has the rope type {kind!r}, which is not one of default, {', '.join(SCALINGS)}")
     return SCALINGS[kind].from_settings(rope)

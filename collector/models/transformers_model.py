@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 MOST_LAYERS = 1000  # far more than any published model has
-MOST = 10**9  # of tokens, where positions have no limit
+MOST = 10**9  # tokens, if positions have no limit
 LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 
 
@@ -110,7 +110,7 @@ def _shape(path: Path, modified: int) -> TransformersShape:
         config = AutoConfig.from_pretrained(path, **LOCAL)
         text = config.get_text_config()
         if text.num_hidden_layers > MOST_LAYERS:
-            raise ConfigError(f"checkpoint {path} has {text.num_hidden_layers} layers, at most {MOST_LAYERS} are built")
+            raise ConfigError(f"checkpoint {path} has {text.num_hidden_layers} layers: expected at most {MOST_LAYERS}")
         with torch.device("meta"):
             model = CausalLM(auto.from_config(config, trust_remote_code=False))
         heads = getattr(text, "num_attention_heads", None) or 1  # a model may have other attention, or none

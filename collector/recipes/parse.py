@@ -6,9 +6,9 @@
     FA_linear_<format>  both
     <format>            everything: linear layers, QKᵀ and PV, forward and backward
 
-Wherever a format stands, a spec may stand: `linear_nvfp4(block=16x16)`. Gradients take `mxfp8_e5m2` under `mxfp8`, with
-the same options; under `mxfp8_e4m3` they take E4M3. The LM head and the embedding stay in bf16. The router stays in
-float32 unless it is given a format.
+A spec can be used in place of any format: `linear_nvfp4(block=16x16)`. Under `mxfp8`, gradients are rounded to
+`mxfp8_e5m2`, with the same options; under `mxfp8_e4m3`, to E4M3. The LM head and the embedding stay in bf16. The router
+stays in float32 unless it is given a format.
 
     <published>         a recipe of `collector/recipes/*.toml`, see collector.recipes.files
     <path>.toml         one of the user's own
@@ -46,7 +46,9 @@ def _operand_formats(assignments: Iterable[str]) -> dict[str, str]:
     for text in assignments:
         operand, equals, requested = (word.strip() for word in text.partition("="))
         if not equals:
-            raise RecipeError(f"{text!r} sets no operand: write PART.GEMM.OPERAND=FORMAT, as in qk.forward.key=mxfp8")
+            raise RecipeError(
+                f"{text!r} does not set an operand: write PART.GEMM.OPERAND=FORMAT, as in qk.forward.key=mxfp8"
+            )
         if operand not in OPERANDS:
             raise RecipeError(f"unknown operand {operand!r}: expected one of {', '.join(OPERANDS)}")
         name = str(Spec.of(requested))
@@ -83,7 +85,9 @@ def split_without(name: str) -> tuple[str, list[str]]:
         return name, []
     ingredients = found[1].split("+")
     if unknown := [each for each in ingredients if each not in INGREDIENTS]:
-        raise RecipeError(f"without={unknown[0]} is not an ingredient of a recipe: {', '.join(INGREDIENTS)}")
+        raise RecipeError(
+            f"without={unknown[0]} is not an ingredient of a recipe: expected one of {', '.join(INGREDIENTS)}"
+        )
     return without_none(name), ingredients
 
 

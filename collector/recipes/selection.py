@@ -37,8 +37,8 @@ class SelectionError(ValueError):
 
 @dataclass(frozen=True)
 class Term:
-    """One item of a list of layers: a pattern for names, or without one the layers from the first number to the
-    second, which are counted from the last one, -1, where they are negative."""
+    """One item of a list of layers: a pattern for names or, if there is none, the layers from the first number to the
+    second. Negative numbers count from the last layer, which is -1."""
 
     text: str
     layers: tuple[int, int] = (1, LAST)

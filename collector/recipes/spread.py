@@ -31,7 +31,7 @@ class Spread:
 
     @property
     def deviation(self) -> float:
-        """The sample standard deviation; NaN of one seed."""
+        """The sample standard deviation; NaN for one seed."""
         return statistics.stdev(self.values) if self.seeds > 1 else math.nan
 
     @property

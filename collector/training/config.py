@@ -390,7 +390,7 @@ def _check_sites(config: RunConfig) -> None:
     model = shape.sites()
     if config.parsed_recipe().router != Part() and not any(site.module == "router" for site in model):
         raise ConfigError(
-            f"the router is given a format, but {config.model_title} of {config.shape().layers} layers has none"
+            f"the router is given a format, but {config.model_title} with {config.shape().layers} layers has no router"
         )
     recipe = config.parsed_recipe()
     try:

@@ -98,18 +98,18 @@ class Resumed:
             if rows != position.tensors:
                 raise RunError(
                     f"{run.run_id} cannot be resumed: at its checkpoint rank {rank} had recorded {position.tensors} "
-                    f"tensors, but its segments hold {rows}, so they have been changed"
+                    f"tensors, but its segments contain {rows}, so they have been changed"
                 )
             for file, size in self._files(rank):
                 if _size(file) < size:
                     raise RunError(f"{run.run_id} cannot be resumed: {file.name} is shorter than at its checkpoint")
         first = self.positions[0]
-        # The counts before the segments, since rows that are not counted are not taken for damage.
+        # The counts before the segments, since uncounted rows are not treated as damage.
         for path in (run.directory / "ranks").glob("rank*.json"):
             path.unlink()
         status = {name: getattr(first, name) for name in ("iteration", "loss_first", "loss_last")}
         writer = RunWriter.reopen(run.directory, ranks=ranks, owner=owner, **first.counts, **status)
-        for name in sorted(later, reverse=True):  # the last one first, so that a run killed meanwhile has no gap
+        for name in sorted(later, reverse=True):  # the last one first, so that a run killed in the meantime has no gap
             remove_directory(segments[name])
         for folder in self.folder.parent.iterdir():  # a later checkpoint counts segments that are gone
             if folder.name > self.folder.name:

@@ -1,7 +1,8 @@
-"""Counts of a tensor's values by their 65,536 codes: all statistics of a bfloat16 or float16 tensor follow from them.
+"""Counts of a tensor's values by their 65,536 codes: all statistics of a bfloat16 or float16 tensor can be computed
+from them.
 
-For float32 the upper 16 bits are counted. CPU tensors go through counts.cpp where building it pays (see `native`),
-other tensors through torch.bincount, one chunk at a time; the counts are the same.
+For float32 the upper 16 bits are counted. CPU tensors go through counts.cpp if building it is worthwhile (see
+`native`), other tensors through torch.bincount, one chunk at a time; the counts are the same.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from binade.quant.backends import native
 
 CODES = 1 << 16
 CHUNK = 1 << 18
-# Another thread costs as much as counting this many values.
+# Starting another thread costs as much as counting this many values.
 PER_THREAD = 1 << 20
 UNIT = native.Unit("counts.cpp")
 

@@ -44,9 +44,9 @@ RULES: dict[str, int] = {
     ScaleRule.QUEST: 9,
 }
 VALUES = {torch.float32: "float", torch.bfloat16: "uint16_t"}
-ANY = Spec.of("mxfp8")  # the build for what needs none in particular: the most common one
-# How many groups torch finds the factors of together, in a core's cache; below native.PER_THREAD, as each such part is
-# one thread's and must not wait for another.
+ANY = Spec.of("mxfp8")  # the build for functions that need no particular one: the most common build
+# For how many groups torch computes the factors at once, so that they fit in a core's cache; less than
+# native.PER_THREAD, because each part belongs to one thread and must not wait for another.
 PART = 1 << 15
 # A piece that keeps the reference's dozen temporaries in a core's cache.
 PIECE = 1 << 16
@@ -424,7 +424,7 @@ def _added_up(layout: Layout, blocks: bool, part: Callable[[int | None, int, int
         part(ctypes.addressof(bins) if bins else None, first, last, found[first].ctypes.data)
 
     native.share_out(layout.items, layout.per_item, of_part)
-    parts = np.stack([found[first] for first in sorted(found)])  # added up in one order, however the threads ran
+    parts = np.stack([found[first] for first in sorted(found)])  # added up in a fixed order, regardless of the threads
     total: np.ndarray = parts.sum(0)
     total[4] = parts[:, 4].max()
     return total

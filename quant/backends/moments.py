@@ -20,7 +20,7 @@ UNITS = {
 }
 Sums = ctypes.c_double * 11
 ARGUMENTS = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, Sums)
-PART = 1 << 18  # another thread costs as much as so many values
+PART = 1 << 18  # starting another thread costs as much as this many values
 
 
 def measured_later(x: Tensor) -> Callable[[], np.ndarray] | None:
@@ -48,7 +48,7 @@ def measured_later(x: Tensor) -> Callable[[], np.ndarray] | None:
 
 
 def _added_up(parts: np.ndarray) -> np.ndarray:
-    """[parts, 11] -> [11], in one order, however the threads ran."""
+    """[parts, 11] -> [11], in a fixed order, regardless of the threads."""
     total: np.ndarray = parts.sum(0)
     total[4:7] = parts[:, 4].min(), parts[:, 5].max(), parts[:, 6].min()
     total[10] = parts[0, 10]

@@ -31,7 +31,7 @@ import torch
 log = logging.getLogger(__name__)
 
 # Strict IEEE arithmetic: contraction off; the two -fno options change errno and trap flags only, never a value. Loops
-# that may add in another order say so by a pragma.
+# that may add in a different order are marked with a pragma.
 STRICT = ("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-fopenmp-simd", *STRICT)
 

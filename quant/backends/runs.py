@@ -1,9 +1,9 @@
 """Computes scales and factors of any scheme from one number for each run of a tensor.
 
 A *run* is `columns` neighbours along the contracted axis: a block, or one line of a tile. A backend's kernels read the
-tensor's values; what follows from a run's largest magnitude, its sums or its error is computed here in torch on the
-small tensors of these, by the same `Scaling` methods as in `reference`. They follow each other in the tensor's own
-order, [outer, runs along the axis, inner].
+tensor's values; everything that depends only on a run's largest magnitude, sums or error is computed here, in torch on
+small tensors, by the same `Scaling` methods as in `reference`. Runs are in the tensor's own order, [outer, runs along
+the axis, inner].
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Runs(ABC):
         return best
 
     def _tried(self, largest: Tensor, absmax: Tensor) -> tuple[Tensor, ...]:
-        """The scales of groups with these largest magnitudes, of which `_scale` chooses."""
+        """The scales of groups with these largest magnitudes, from which `_scale` chooses."""
         scaling = SCALINGS[self.spec.scale]
         wanted, stored = scaling.wanted(largest, self.spec, absmax), scaling.stored
         if not wanted:
@@ -125,7 +125,7 @@ class Runs(ABC):
         return found
 
     def each(self, part: Callable[[slice], None], cuts: list[slice]) -> None:
-        """part(cut) of each; a backend may run them side by side."""
+        """Call part(cut) for each; a backend may run them in parallel."""
         for cut in cuts:
             part(cut)
 

@@ -1,16 +1,16 @@
 """The Triton implementation of `reference`, with the same bits.
 
 One kernel rounds in every format along either axis: by scales that it finds itself, in one pass over memory, or with
-factors that it is given. `runs` finds these from what the same kernel (LARGEST), `run_errors_kernel` and
-`run_moments_kernel` say of each run of values.
+factors that it is given. `runs` computes these from what the same kernel (LARGEST), `run_errors_kernel` and
+`run_moments_kernel` return for each run of values.
 
 A tensor is [outer, axis, inner], row-major; a *block* is `block_size` neighbours along the axis, and a program takes
 `groups` blocks. With inner = 1 the tile is [groups, block] (a block's values are adjacent), else [block, groups]
 (adjacent blocks are), so that memory is read in order both ways.
 
 Rounding uses the float adder: (v + c) - c with c = 1.5 · 2^(23 + s) rounds v to a multiple of 2^s, ties to even.
-Stochastic rounding uses a c that leaves 16 bits of the fraction, and the integer adder on these. What the kernels issue
-for each value is counted by tests/bench/bench_sass.py.
+Stochastic rounding uses a c that leaves 16 bits of the fraction, and the integer adder on these.
+tests/bench/bench_sass.py counts the instructions per value.
 
 On a machine without CUDA, Triton's interpreter runs the same source (large tiles: its cost is per operation, not per
 value). Whether the kernels are compiled or interpreted is decided once, when this module is imported.
@@ -143,8 +143,8 @@ def to_grid(v, k, TIERS: tl.constexpr, TAPER: tl.constexpr, EMAX: tl.constexpr, 
 
 @triton.jit
 def to_fine_grid(v, k, LOWEST: tl.constexpr, BITS: tl.constexpr):
-    """As `to_grid`, stochastically, for elements with one tier of so many mantissa bits that 16 more have no place:
-    what rounding to nearest leaves, positive or negative, is rounded stochastically."""
+    """As `to_grid`, stochastically, for elements with one tier that has so many mantissa bits that 16 more do not fit:
+    the remainder of rounding to nearest, positive or negative, is rounded stochastically."""
     ULP: tl.constexpr = 2.0**-BITS  # of a binade
     binade = tl.maximum((v.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True), 2.0**LOWEST)
     y = tl.fma(binade, -1.5 * 2.0**23 * ULP, tl.fma(binade, 1.5 * 2.0**23 * ULP, v))
@@ -168,7 +168,7 @@ def round_to_element(
     LIMIT: tl.constexpr,
     ROUNDING: tl.constexpr,
     SIGNED_ZERO: tl.constexpr,
-    BOUNDED: tl.constexpr = False,  # no x exceeds MAX by so much that it would not round to it; then LIMIT is MAX
+    BOUNDED: tl.constexpr = False,  # no x exceeds MAX by so much that it would not round to MAX; LIMIT is then MAX
 ):
     """float32 x on the element's grid. See reference.round_to_element."""
     bits = x.to(tl.int32, bitcast=True)
@@ -257,7 +257,9 @@ def larger(a, b):
 @triton.jit
 def largest(x, AXIS: tl.constexpr):
     """The largest magnitudes along an axis, which stays, with one value; NaN if any is NaN."""
-    if IN_NUMPY:  # whose reductions by a function of ours take value after value; a NaN's bits are the largest integer
+    if (
+        IN_NUMPY
+    ):  # whose reductions with our own functions take one value after the other; a NaN's bits are the largest integer
         bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
         return tl.max(bits, axis=AXIS, keep_dims=True).to(tl.float32, bitcast=True)
     else:
@@ -385,7 +387,8 @@ def quantize_dequantize_kernel(
     block = program * GROUPS + group
     REDUCED: tl.constexpr = 1 if ADJACENT else 0
     if WHOLE:
-        # Whole blocks, whole tiles: where a tile starts is scalar arithmetic, within it 32 bits do, nothing is masked.
+        # Whole blocks and whole tiles: the start of a tile is scalar arithmetic, 32 bits are enough within it, and
+        # there is no mask.
         if ADJACENT:
             start = program * (GROUPS * BLOCK)
             rows, columns = group[:, None] * BLOCK, lane[None, :]  # [GROUPS, BLOCK]
@@ -790,7 +793,7 @@ def check_device(x: Tensor) -> None:
     if x.is_cuda == INTERPRETED:
         have = "interpreted" if INTERPRETED else "compiled for CUDA"
         raise ValueError(
-            f"the Triton kernels are {have} in this process, the tensor is on {x.device}: "
+            f"the Triton kernels are {have} in this process, but the tensor is on {x.device}: "
             "set TRITON_INTERPRET=1 before the process starts to run on CPU tensors, unset it for CUDA"
         )
 

@@ -233,7 +233,7 @@ class TestWarnings:
         (tmp_path / "r.toml").write_text('read = "recalled"\nuncertain = ["which layers"]\nlinear.forward = "mxfp8"')
         recipe = parse_recipe(str(tmp_path / "r.toml"))
         assert recipe_table.warnings_of(recipe) == ["from memory, source not read", "partly uncertain"]
-        assert recipe_table.details(recipe) == {"Not certain": ("which layers",)}
+        assert recipe_table.details(recipe) == {"Uncertain": ("which layers",)}
         assert recipe_table.warnings_of(parse_recipe("quartet2")) == []
         assert recipe_table.warnings_of(parse_recipe("te_nvfp4")) == ["stochastic rounding is biased, because it clips"]
 

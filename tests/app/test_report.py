@@ -393,7 +393,7 @@ def test_a_sessions_report_tells_its_pins_and_notes(command, root, tmp_path):
     ("arguments", "status", "words"),
     [
         (["--tensor-save-dir", "{tmp}/nowhere"], 1, "does not exist"),
-        (["--tensor-save-dir", "{tmp}"], 1, "holds no recorded tensor"),
+        (["--tensor-save-dir", "{tmp}"], 1, "contains no recorded tensors"),
         (["--tensor-save-dir", "{file}"], 1, "is a file"),
         (["--output", "{file}"], 2, "is a file: give --output a new folder"),
         (["--output", "/"], 2, "/ cannot be used for a report"),

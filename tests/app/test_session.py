@@ -162,7 +162,7 @@ def test_hostile_files(raw: bytes, words: str):
     ("changes", "words"),
     [
         ({"name": " "}, "name"),
-        ({"name": "a\nb"}, "name holds a control character"),
+        ({"name": "a\nb"}, "name contains a control character"),
         ({"name": "x" * 121}, "name is longer than 120"),
         ({"id": "../up"}, "id does not have the expected form"),
         ({"id": "ab\n"}, "id does not have the expected form"),

@@ -145,7 +145,7 @@ def test_a_save_elsewhere_meanwhile_is_said_and_kept(visit: Visit, root: Path):
     storage.save(root, replace(one, notes="theirs"))
     at.text_area[0].set_value("ours")
     at = press(rerun(at), "Save")
-    assert "saved elsewhere since" in words(at)
+    assert "also saved elsewhere" in words(at)
     assert [version.session.notes for version in storage.history(root, one.id)[0]] == ["ours", "theirs", ""]
 
 

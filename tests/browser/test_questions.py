@@ -170,7 +170,7 @@ def test_why(visitor: Visitor, catalog: Catalog, board: pd.DataFrame):
     wanted = quant.score(x, "mxfp4")
     assert visitor.answer == (
         f"In mxfp4: SQNR {wanted.sqnr_db:.1f} dB, {wanted.flush_to_zero:.2%} of the nonzero values flushed to zero, "
-        f"{wanted.saturated:.2%} of all saturated."
+        f"{wanted.saturated:.2%} of all values saturated."
     )
     assert f"flushed {wanted.underflow_of_all:.2%}" in visitor.title("codebook")
     assert f"saturated {wanted.saturated:.2%}" in visitor.title("codebook")
@@ -320,7 +320,7 @@ def test_what_costs_the_loss(visitor: Visitor, catalog: Catalog):
     visitor.ask(registry.LOSS)
     found = loss_compute.costs(catalog, Filter(), "mxfp4")
     worst = found.table.iloc[0]
-    assert visitor.answer.startswith(f"{worst['place']} costs most in mxfp4: ")
+    assert visitor.answer.startswith(f"{worst['place']} costs the most in mxfp4: ")
     assert f"SQNR ranks it {worst['sqnr_rank']:.0f} of {len(found.table)}" in visitor.answer
     points = {mark["tensor"]: mark for mark in visitor.marks("loss_against_sqnr") if "rank by loss" in mark}
     assert len(points) == len(found.table) and number(points[worst["place"]]["rank by loss"]) == 1

@@ -186,12 +186,12 @@ REFUSED = {
         lambda p: ("--dataset", str(corrupt(pair(p).with_suffix(".idx"), 0, b"X"))),
         "is not an index of",
     ),
-    "an empty pair": (lambda p: ("--dataset", str(write_pair(p / "x", []))), "x holds no document"),
+    "an empty pair": (lambda p: ("--dataset", str(write_pair(p / "x", []))), "x contains no documents"),
     "no column text": (lambda p: ("--dataset", str(parquet(p, body=["a"]))), "needs one column 'text'"),
     "a damaged parquet": (lambda p: ("--dataset", str(corrupt(parquet(p, text=["a"]), 0, b"X" * 99))), "x.parquet"),
     "a tokenizer for a bin": (
         lambda p: ("--dataset", str(pair(p)), "--tokenizer", "byte"),
-        "x holds tokens, not text: leave out --tokenizer byte",
+        "x contains tokens, not text: leave out --tokenizer byte",
     ),
     "a missing tokenizer": (lambda p: ("--tokenizer", str(p)), "tokenizer.json does not exist: give byte, a tokenizer"),
     "no tokenizer": (lambda p: ("--tokenizer", str(untrained(p))), "none.json is not a tokenizer.json"),
@@ -205,7 +205,7 @@ REFUSED = {
     ),
     "ids beyond the model": (
         lambda p: ("--dataset", str(pair(p)), "--vocab-size", "300"),
-        "x holds the token id 300, but the model's vocabulary has only 300 tokens: use --vocab-size 301 or more",
+        "x contains the token id 300, but the model's vocabulary has only 300 tokens: use --vocab-size 301 or more",
     ),
     "no vocabulary": (lambda p: ("--vocab-size", "0"), "--vocab-size is 0: it must be 1 or more"),
     "a negative vocabulary": (lambda p: ("--vocab-size", "-5"), "--vocab-size is -5"),
@@ -230,7 +230,7 @@ def test_ranks_refuse_as_one(command, capsys, tmp_path):
     arguments = ("run", "--dp", "2", "--backend", "torch", "--dataset", str(pair(tmp_path)), "--vocab-size", "300")
     assert command(*arguments) == 2 and not (tmp_path / "runs").exists()
     error = capsys.readouterr().err
-    assert error.startswith(f"binade: dataset {tmp_path / 'x'} holds the token id 300")
+    assert error.startswith(f"binade: dataset {tmp_path / 'x'} contains the token id 300")
     assert error.count("\n") == 1
 
 

@@ -261,13 +261,13 @@ def drop(directory: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "options", "said"),
     [
-        (lambda d: (d / "model.safetensors").rename(d / "pytorch_model.bin"), [], "holds no weights"),
+        (lambda d: (d / "model.safetensors").rename(d / "pytorch_model.bin"), [], "contains no weights"),
         (drop, [], r"lacks the tensor transformer\.h\.1\.mlp\.c_fc\.weight"),
         (lambda d: edit(d, n_embd=128), [], "cannot be run by transformers"),
         (lambda d: edit(d, model_type="gpt1000"), [], "cannot be run by transformers"),
-        (lambda d: edit(d, n_layer=3_000_000), [], "has 3000000 layers, at most 1000 are built"),
+        (lambda d: edit(d, n_layer=3_000_000), [], "has 3000000 layers: expected at most 1000"),
         (untouched, [], "cannot be run by transformers"),
-        (lambda d: (d / "adapter_config.json").touch(), [], "holds an adapter"),
+        (lambda d: (d / "adapter_config.json").touch(), [], "contains an adapter"),
         (
             lambda d: None,
             ["--layers", "1"],
@@ -295,7 +295,7 @@ def test_a_product_that_is_not_intercepted_is_one_line(tmp_path, capfd):
     options = ["--model", str(tmp_path / "bloom"), "--recipe", "mxfp8", "--tensor-save-dir", str(tmp_path / "runs")]
     assert main([*GPT2_RUN, *options]) == 2
     line = capfd.readouterr().err.splitlines()[-1]
-    assert re.match(r"binade: bloom can only be collected in a script of your own: .*by baddbmm that is not", line)
+    assert re.match(r"binade: bloom can only be collected in your own script: .*by baddbmm that is not", line)
 
 
 def test_without_transformers_one_line_says_so(gpt2, monkeypatch):
@@ -418,5 +418,5 @@ def test_damaged_and_ambiguous_gguf_files_are_refused(made):
         with pytest.raises(ConfigError, match=r"cannot be"):
             open_checkpoint(made, read_shape(made))
     (made / "second.gguf").write_bytes(whole)
-    with pytest.raises(ConfigError, match="holds 2 GGUF files: give the path to one"):
+    with pytest.raises(ConfigError, match="contains 2 GGUF files: give the path to one"):
         read_shape(made)

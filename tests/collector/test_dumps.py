@@ -188,7 +188,7 @@ def test_import_of_each_tool(command, capsys, monkeypatch, tmp_path):
     assert [(each["key"], " ".join(each["reason"].split()[:5])) for each in refused] == [
         ("quantized", "quantized tensors of Transformer Engine"),
         ("quantized", "quantized tensors of Transformer Engine"),
-        (None, "it holds more than tensors"),
+        (None, "it contains more than tensors"),
     ]
     assert (tmp_path / "proof").is_dir()
 

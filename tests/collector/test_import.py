@@ -257,7 +257,7 @@ def hostile(logs: Path, proof: Path) -> dict[str, str]:
         "impossible.npy": "",
         "impossible.safetensors": "",
         "long_header.safetensors": "",
-        **dict.fromkeys(("number.pt", "state_dict.pt"), "holds no tensor"),
+        **dict.fromkeys(("number.pt", "state_dict.pt"), "contains no tensor"),
         "evil.pt": "could run code",
         "evil_older.pt": "could run code",
         "pickle.pt": "neither of torch's two formats",
@@ -336,7 +336,7 @@ def test_importing_again_adds_what_is_new_and_nothing_twice(bring, capsys, tmp_p
     segments = {p: p.stat().st_mtime_ns for p in directory.glob("segments/*")}
     capsys.readouterr()
     assert bring() == 0
-    assert "nothing new; 9 files were known" in capsys.readouterr().out
+    assert "nothing new; 9 files already known" in capsys.readouterr().out
     assert {p: p.stat().st_mtime_ns for p in directory.glob("segments/*")} == segments
     write(logs / "later.pt", tensor(20))
     assert bring() == 0

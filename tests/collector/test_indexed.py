@@ -69,7 +69,9 @@ def test_a_prefix_or_either_file(tmp_path, suffix):
 def test_half_a_pair_is_refused(tmp_path, suffix, missing):
     write_pair(tmp_path / "x", DOCUMENTS)
     (tmp_path / f"x{missing}").unlink()
-    with pytest.raises(ConfigError, match=f"x lacks .*x{missing}: a preprocessed dataset is a .bin and an .idx"):
+    with pytest.raises(
+        ConfigError, match=f"x lacks .*x{missing}: a preprocessed dataset consists of a .bin and an .idx"
+    ):
         opened(f"{tmp_path / 'x'}{suffix}")
     os.mkdir(tmp_path / f"x{missing}")
     with pytest.raises(ConfigError, match="lacks"):
@@ -84,8 +86,8 @@ DAMAGE = {
     "version 2": (9, struct.pack("<Q", 2), "its version is 2"),
     "dtype code 0": (17, b"\0", "its dtype code is 0: expected 1 to 8"),
     "dtype code 9": (17, b"\t", "its dtype code is 9: expected 1 to 8"),
-    "float64": (17, b"\6", "it holds float64: expected token ids"),
-    "float32": (17, b"\7", "it holds float32: expected token ids"),
+    "float64": (17, b"\6", "it contains float64: expected token ids"),
+    "float32": (17, b"\7", "it contains float32: expected token ids"),
     "more sequences": (18, struct.pack("<Q", 8), "bytes: expected .* from its counts"),
     "2^64 - 1 sequences": (18, b"\xff" * 8, "bytes: expected .* from its counts"),
     "2^64 - 1 documents": (26, b"\xff" * 8, "bytes: expected .* from its counts"),
@@ -144,7 +146,7 @@ def test_data_cut_short_is_refused(tmp_path):
 )
 def test_an_empty_pair_is_refused(tmp_path, written, said):
     write_pair(tmp_path / "x", written)
-    with pytest.raises(ConfigError, match=f"x holds {said}"):
+    with pytest.raises(ConfigError, match=f"x contains {said}"):
         opened(tmp_path / "x")
 
 

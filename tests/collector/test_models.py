@@ -597,8 +597,8 @@ DAMAGE = {
         )
         for dtype, name in ((torch.int8, "I8"), (torch.bool, "BOOL"), (torch.float8_e4m3fn, "F8_E4M3"))
     },
-    "no weights": (lambda d: (d / "model.safetensors").unlink(), "holds no weights"),
-    "pickled weights": (to_pickle, "holds no weights: expected model.safetensors or "),
+    "no weights": (lambda d: (d / "model.safetensors").unlink(), "contains no weights"),
+    "pickled weights": (to_pickle, "contains no weights: expected model.safetensors or "),
     "a tensor is missing": (lambda d: edit_weights(d, drop="model.norm.weight"), "lacks the tensor model.norm.weight"),
     "a tensor too many": (lambda d: edit_weights(d, more=torch.ones(2)), "those of the model, the tensor more"),
     "a tensor of another shape": (

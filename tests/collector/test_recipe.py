@@ -235,7 +235,7 @@ def test_what_is_more_exact_wins():
             "unknown operand 'linear.dgrad': .*, pv.dvalue.attention_probs, router.forward.input",
         ),
         (["=mxfp4"], "unknown operand ''"),
-        (["qk.forward.key"], "'qk.forward.key' sets no operand: write PART.GEMM.OPERAND=FORMAT"),
+        (["qk.forward.key"], "'qk.forward.key' does not set an operand: write PART.GEMM.OPERAND=FORMAT"),
         (["qk.forward.key=mxfp9"], "unknown format 'mxfp9'"),
         (["qk.forward.key="], "unknown format ''"),
         (

@@ -104,9 +104,9 @@ class TestOrder:
         (tmp_path / "x.jsonl").write_text('{"text": ""}\n' * 3)
         config = RunConfig(dataset=str(tmp_path / "x.jsonl"), tokenizer=str(tmp_path))
         dataset = open_dataset(config.dataset, config.tokenizer, 384)
-        with pytest.raises(DataError, match="holds no token"):
+        with pytest.raises(DataError, match="contains no token"):
             SampleStream(dataset.documents, 8, 0)
-        with pytest.raises(ConfigError, match="holds no token"):
+        with pytest.raises(ConfigError, match="contains no token"):
             open_stream(config, dataset)
 
 
@@ -165,10 +165,10 @@ class TestIds:
         [
             (
                 384,
-                "x holds the token id 384, but the model's vocabulary has only 384 tokens: use --vocab-size 385",
+                "x contains the token id 384, but the model's vocabulary has only 384 tokens: use --vocab-size 385",
             ),
             (2**62, "use --vocab-size"),
-            (-1, "x holds the token id -1: expected ids of 0 or more"),
+            (-1, "x contains the token id -1: expected ids of 0 or more"),
         ],
     )
     def test_an_id_beyond_it_is_refused(self, tmp_path, id, said):

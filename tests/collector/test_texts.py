@@ -176,18 +176,18 @@ def test_no_room_to_unpack_is_said(tmp_path, monkeypatch):
 @pytest.mark.parametrize("content", [b"", b"\n\n  \n"], ids=["empty", "blank"])
 def test_a_file_without_documents_is_refused(tmp_path, content):
     (tmp_path / "mine.jsonl").write_bytes(content)
-    with pytest.raises(ConfigError, match="holds no document"):
+    with pytest.raises(ConfigError, match="contains no documents"):
         opened(tmp_path / "mine.jsonl")
 
 
 COLUMNS = {
     "no text": ({"body": ["a"]}, "one column 'text': its columns are body"),
     "no column": ({}, "one column 'text': its columns are none"),
-    "numbers": ({"text": [1, 2]}, "column 'text' holds int64"),
-    "bytes": ({"text": [b"a"]}, "column 'text' holds binary"),
-    "lists": ({"text": [["a"]]}, "column 'text' holds list"),
+    "numbers": ({"text": [1, 2]}, "column 'text' contains int64"),
+    "bytes": ({"text": [b"a"]}, "column 'text' contains binary"),
+    "lists": ({"text": [["a"]]}, "column 'text' contains list"),
     "null": ({"text": pa.array(["a", None], pa.string())}, "row 2 has no text: null"),
-    "no row": ({"text": pa.array([], pa.string())}, "holds no document"),
+    "no row": ({"text": pa.array([], pa.string())}, "contains no documents"),
 }
 
 

@@ -139,7 +139,7 @@ def test_a_run_that_is_here_is_kept_or_refused(source: Path, packed: Path, tmp_p
     changed.write_text(changed.read_text().replace("mxfp4", "mxfp9"))
     shutil.rmtree(root / run_ids(source)[0])
     before = everything(root)
-    with pytest.raises(BundleError, match="exists already with different content"):
+    with pytest.raises(BundleError, match="already exists with different content"):
         bundle.import_runs(root, packed)
     assert everything(root) == before  # the run that is absent was not added either
 

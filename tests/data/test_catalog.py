@@ -802,7 +802,7 @@ class TestQuestions:
         for ask in (catalog.distribution, catalog.moments):
             with pytest.raises(CatalogError, match="cannot be grouped"):
                 ask(by=column)
-        for columns, said in ((("layer_index", column), "cannot be grouped"), ((), "no column is named")):
+        for columns, said in ((("layer_index", column), "cannot be grouped"), ((), "no column to group by")):
             with pytest.raises(CatalogError, match=said):
                 catalog.moments(by=columns)
         assert catalog.totals().tensors == 21

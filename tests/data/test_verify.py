@@ -116,7 +116,7 @@ def miscount(root: Path) -> None:
 
 DAMAGE: dict[str, tuple[Callable[[Path], object], int, str]] = {
     "swapped": (swap, 2, "it was written as segment rank00-00000[12]"),
-    "deleted": (lambda root: shutil.rmtree(segments(root)[2]), 1, "hold 14 tensors: status.json says 21"),
+    "deleted": (lambda root: shutil.rmtree(segments(root)[2]), 1, "contain 14 tensors, but status.json says 21"),
     "copied": (lambda root: shutil.copytree(segments(root)[0], segments(root)[0].with_name("r-4")), 1, "was copied"),
     "another run's": (of_another_run, 1, "it was written by run .*second"),
     "cut short": (cut, 1, r"block.parquet has \d+ bytes, expected \d+"),

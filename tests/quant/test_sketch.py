@@ -112,5 +112,5 @@ def test_bins_in_any_order_ascend_by_value():
     assert s.bins.tolist() == [2049, 2048, 0, 3] and s.counts.tolist() == [1, 3, 4, 2]
     low, high = s.edges
     assert (np.diff(low) > 0).all() and (low < high).all()
-    with pytest.raises(ValueError, match="one length"):
+    with pytest.raises(ValueError, match="the same length"):
         Sketch(np.arange(3), np.arange(2))

@@ -24,8 +24,8 @@ from binade.collector.advice.costs import FORWARD, AdviceError, Costs
 from binade.data.catalog import Catalog
 
 NOTE = (
-    "An integer linear program chooses from each format’s recorded cost, taken from the filter’s bf16 runs, or from "
-    "its only recipe if there are none."
+    "An integer linear program chooses the formats by their recorded costs. These come from the bf16 runs in the "
+    "filter or, if there are none, from its only recipe."
 )
 BUDGETS = ("4.5", "5", "5.5", "6", "7", "8", "9", "10", "12", "14")
 DEFAULT = "5.5"
@@ -58,8 +58,8 @@ OPERANDS = {
 BITS = Column("Bits per forward value", "%.2f", 150)
 CAPTION = (
     "Predicted loss change: the second-order terms of all forward operands, and the first-order ones that raise the "
-    "loss by more than two standard errors. Backward operands are chosen for the least noise in gradients under the "
-    "same budget."
+    "loss by more than two standard errors. The formats of backward operands are chosen for the least noise in "
+    "gradients, within the same budget."
 )
 
 

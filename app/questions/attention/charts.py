@@ -18,8 +18,8 @@ def entropy(table: pd.DataFrame, subtitle: str | list[str]) -> alt.LayerChart:
     tooltip = [
         alt.Tooltip("head:O", title="head"),
         alt.Tooltip("entropy:Q", title="mean entropy (bits)", format=".3f"),
-        alt.Tooltip("lowest:Q", title="lowest of a query", format=".3f"),
-        alt.Tooltip("highest:Q", title="highest of a query", format=".3f"),
+        alt.Tooltip("lowest:Q", title="lowest over queries", format=".3f"),
+        alt.Tooltip("highest:Q", title="highest over queries", format=".3f"),
     ]
     base = alt.Chart(table.assign(floor=0.0)).encode(x=BY_HEAD, tooltip=tooltip)
     choice = style.choice("head")
@@ -44,12 +44,12 @@ def flushed_by_head(table: pd.DataFrame, spec: Spec, subtitle: str | list[str]) 
     shown = table.assign(percent=table["flush_to_zero"] * 100, mass_percent=table["mass"] * 100)
     tooltip = [
         alt.Tooltip("head:O", title="head"),
-        alt.Tooltip("percent:Q", title="flushed (% of the nonzero)", format=".3~g"),
+        alt.Tooltip("percent:Q", title="flushed (% of nonzero values)", format=".3~g"),
         alt.Tooltip("mass_percent:Q", title="probability mass lost (%)", format=".3~g"),
     ]
     top = float(shown["percent"].max())
     scale = alt.Scale(domain=[0, 1]) if not top > 0 else alt.Undefined
-    y = alt.Y("percent:Q", title="flushed (% of the nonzero)", scale=scale)
+    y = alt.Y("percent:Q", title="flushed (% of nonzero values)", scale=scale)
     bars = alt.Chart(shown).mark_bar(color=style.FORMAT_COLORS[spec.format.name])
     title = style.title(f"Flushed attention probabilities in {spec}", subtitle)
     result: alt.Chart = bars.encode(x=BY_HEAD, y=y, tooltip=tooltip).properties(title=title)

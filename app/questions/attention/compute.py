@@ -1,6 +1,6 @@
 """Inside attention: probabilities and scores [sequences, heads, queries, keys], head by head.
 
-Of a large tensor, only every n-th query is read; each table comes with n.
+For a large tensor, only every n-th query is read; each table comes with n.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ def _sibling(selected: SelectedTensor, name: str) -> pd.Series | None:
         if not pd.isna(row[field])
     }
     rows = selected.opened.tensors(Filter(tensor_name=(name,), **same))
-    # One import may hold logs in several formats.
+    # One import may contain logs in several formats.
     alike = rows["quant_type"].eq(row["quant_type"]).astype(int) + rows["stage"].eq(row["stage"])
     return None if rows.empty else rows.iloc[int(alike.argmax())]
 
@@ -121,7 +121,7 @@ def heads(selected: SelectedTensor, maps: Maps) -> Drawn:
         focused = entropy.iloc[int(entropy["entropy"].fillna(1e9).argmin())]
         verdict = (
             f"In {selected.spec}, head {worst['head']:.0f} loses the most: {worst['flush_to_zero']:.2%} of its "
-            f"nonzero probabilities are flushed; they hold {worst['mass']:.2%} of the probability mass. "
+            f"nonzero probabilities are flushed; they make up {worst['mass']:.2%} of the probability mass. "
             f"Most focused: head {focused['head']:.0f}, {focused['entropy']:.2f} bits."
         )
         first = maps.source("attention_probs")
@@ -164,7 +164,7 @@ def report(selection: ReportSelection) -> Iterator[Section]:
     rows = rows.sort_values(["iteration", "micro_batch", "rank", "run_id", "layer_index"], kind="stable")
     rows = rows.drop_duplicates(["run_id", "layer_index"])
     if len(rows) > MAX_PLACES:
-        problem = f"{MAX_PLACES} of {len(rows)} layers of runs are drawn: narrow the filter to see others."
+        problem = f"{MAX_PLACES} of {len(rows)} layers, over all runs, are drawn: narrow the filter to see others."
         yield Section("attention_maps", problems=[problem])
     for number, row in enumerate(rows.head(MAX_PLACES).to_dict("records"), 1):
         fmt = next((spec for spec in known_specs([str(row["quant_type"])]) if spec != "bf16"), "hifp8")

@@ -19,9 +19,9 @@ OUTLIER = 3  # a channel is called an outlier if its absmax is at least this man
 class Persistence:
     """
     hot     `Catalog.hot_channels`, with place
-    pairs   each tensor in two successive recorded iterations of its run: PLACE, iteration (the second), jaccard (how
-            many channels are hot in both, of those in either), kept (of those in the first) and chance, the Jaccard
-            index of two random sets of this size, k / (2n - k) of n channels
+    pairs   each tensor in two successive recorded iterations of its run: PLACE, iteration (the second), jaccard (the
+            share of the channels hot in either that are hot in both), kept (of those in the first) and chance, the
+            Jaccard index of two random sets of this size, k / (2n - k) of n channels
     places  by PLACE, the hottest first: place, row (its name without the layer), value (the mean of jaccard), kept and
             chance (means), always (of the hot channels of an iteration, the share that is hot in every one), hot_ratio
             (the median), channels, iterations and tensors (how many), and tensor_id, of the largest hot_ratio
@@ -68,7 +68,7 @@ def persistence(catalog: Catalog, where: Filter) -> Persistence:
 
 def by_iteration(found: Persistence) -> pd.DataFrame:
     """iteration, layer_index, value (the mean Jaccard index with the iteration before), tensors, and the tensor_id of
-    the hottest tensor of the layer then."""
+    the hottest tensor of the layer in that iteration."""
     by = ["iteration", "layer_index"]
     table = found.pairs.groupby(by).agg(value=("jaccard", "mean"), tensors=("jaccard", "size")).reset_index()
     hottest = found.hot.loc[found.hot.groupby(by)["hot_ratio"].idxmax().dropna(), [*by, "tensor_id"]]
@@ -76,7 +76,7 @@ def by_iteration(found: Persistence) -> pd.DataFrame:
 
 
 def channel_history(found: Persistence, place: str, most: int = 20) -> pd.DataFrame:
-    """Of one place, its channels that are hot most often, at most `most`: channel, iteration, share (of the runs, ranks
+    """The channels of one place that are hot most often, at most `most`: channel, iteration, share (of the runs, ranks
     and micro-batches of that iteration, in how many it is hot) and of_all (the same over all iterations)."""
     hot = found.hot[found.hot["place"] == place]
     rows = hot[["iteration", "tensor_id", "hot_channels"]].explode("hot_channels").astype({"hot_channels": int})

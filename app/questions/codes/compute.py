@@ -14,7 +14,7 @@ from binade.quant.blocks import DENORMAL, SPECIAL, ZERO, code_tiers
 
 def codes(found: Subject) -> pd.DataFrame:
     """Every code of the format: columns code, value, tier, count, share; in order of value, −0 before 0, Inf and NaN
-    last. Blocks that NaN or Inf took have none. Of a 16-bit format only the codes that occur."""
+    last. Blocks with NaN or Inf have none. For a 16-bit format, only the codes that occur."""
     blocks = found.blocks
     element = blocks.spec.format.element
     used = blocks.valid & blocks.y.isfinite()

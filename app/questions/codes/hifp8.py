@@ -39,7 +39,7 @@ def precision_shares(catalog: Catalog, where: Filter, by: str | None = None) -> 
     """What HiFloat8 would give the selection's values: columns group (a value of `by`, or "all"), precision (one of
     PRECISIONS, each present), count, share (of the group's finite values).
 
-    clipped holds what is 2**15 or more: the largest finite value too, which loses nothing.
+    clipped contains values of 2**15 or more, including the largest finite value, which loses nothing.
     """
     sketch = catalog.distribution(where, by)
     moments = catalog.moments(where, by)
@@ -129,8 +129,8 @@ def _precisions_height(table: pd.DataFrame) -> int:
 
 GROUPS = 24
 LIMITS = (
-    "By magnitude: below 2⁻²³ flushed to zero, to 2⁻¹⁵ denormal, then 1, 2 and 3 mantissa bits from 2⁻¹⁵, 2⁻⁷ and 2⁻³, "
-    "2 bits again from 2⁴, 1 from 2⁸, clipped from 2¹⁵."
+    "By magnitude: values below 2⁻²³ are flushed to zero, and those up to 2⁻¹⁵ are denormal. From 2⁻¹⁵, 2⁻⁷ and 2⁻³ "
+    "on they get 1, 2 and 3 mantissa bits, from 2⁴ on again 2, from 2⁸ on 1. From 2¹⁵ on they are clipped."
 )
 
 
@@ -152,13 +152,14 @@ def codebook(opened: Catalog, where: Filter) -> Figure | None:
 
 
 def precisions(opened: Catalog, where: Filter, by: str) -> Figure | None:
-    """The precision that values get, by group; of many groups those with the least share of 3 mantissa bits."""
+    """The precision that values get, by group; if there are many groups, those with the smallest share of 3 mantissa
+    bits."""
     table = precision_shares(opened, where, by)
     if table.empty:
         return None
     best = table[table["precision"] == THREE].set_index("group")["share"].sort_values(kind="stable")
     kept = [group for group in table["group"].unique() if group in set(best.index[:GROUPS])]
-    left = f" · the {GROUPS} of {len(best)} with the fewest at 3 bits" if len(best) > GROUPS else ""
+    left = f" · the {GROUPS} of {len(best)} groups with the fewest values at 3 bits" if len(best) > GROUPS else ""
     shown = table[table["group"].isin(kept)]
     chart = _precisions_chart(shown, f"by {TITLES[by].lower()} · from sketches{left}")
     what = f"{big(int(shown['count'].sum()))} values by {TITLES[by].lower()}, from sketches"

@@ -25,7 +25,7 @@ def draw(selected: SelectedTensor, values: dict[str, Any]) -> Drawn:
     found = selected.rounded()
     table = compute.codes(found)
     if not table["count"].sum():
-        return Drawn(problems=("No value is coded: none is finite, or the tensor is empty.",))
+        return Drawn(problems=("There are no codes: no value is finite, or the tensor is empty.",))
     element = selected.spec.format.element
     used, entropy = int((table["count"] > 0).sum()), compute.entropy_bits(table)
     share = table.groupby("tier")["share"].sum()
@@ -50,7 +50,7 @@ def draw(selected: SelectedTensor, values: dict[str, Any]) -> Drawn:
         width=3,
     )
     tiers = compute.tiers(table)
-    chart = charts.tiers(tiers, f"{counted} · codes used of all")
+    chart = charts.tiers(tiers, f"{counted} · codes used, of all codes")
     parts = Figure("tiers", chart, tiers, caption, height=120 + 40 * len(tiers), group="codes", width=2)
     return Drawn((bars, parts), verdict)
 
@@ -79,7 +79,7 @@ CODES = Question(
     text="Which codes does the format use?",
     title="Codes",
     icon=":material/tag:",
-    help="Codes, tiers of precision, entropy",
+    help="Codes, their precision and their entropy",
     page="tensor",
     view="codes",
     draw=draw,

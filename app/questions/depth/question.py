@@ -41,7 +41,7 @@ def _depth_verdict(table: pd.DataFrame, measure: Measure) -> str:
         worse = change["change"] < 0 if measure.low_is_bad else change["change"] > 0
         first, last = int(table["layer_index"].min()), int(table["layer_index"].max())
         return f"{int(worse.sum())} of {len(change)} tensors are worse in layer {last} than in layer {first}."
-    return "There is one layer in the filter: nothing to compare." if layers == 1 else ""
+    return "The filter selects only one layer: there is nothing to compare." if layers == 1 else ""
 
 
 def report(selection: ReportSelection) -> Iterator[Section]:

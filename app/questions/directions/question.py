@@ -33,7 +33,7 @@ def draw(board: Board, values: dict[str, Any]) -> Drawn:
     for operation in ("forward", "backward"):
         part = table[table["operation"] == operation]
         if part.empty:
-            problems.append(f"No {operation} operand is in the filter.")
+            problems.append(f"The filter selects no {operation} operand.")
             continue
         figure = Figure(
             f"direction_{operation}",

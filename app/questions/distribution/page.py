@@ -66,7 +66,7 @@ def _totals(totals: Totals, where: Filter) -> None:
         "With values",
         f"{totals.with_values:,}",
         border=True,
-        help="Tensors whose values are on disk; for the others, only statistics and sketch are kept",
+        help="Tensors whose values are on disk; for the others, only statistics and sketches are kept",
     )
     cells[3].metric("Size of the values", bytes_text(totals.nbytes), border=True)
 

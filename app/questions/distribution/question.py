@@ -161,7 +161,7 @@ def _exact(opened: Catalog, chosen: pd.DataFrame) -> Groups:
     fine = sum(not d.exact and d.bin_width == FINE_BIN for d in found)
     parts = [f"{own} tensor{'s' * (own != 1)}, exact"] if own else []
     if fine:
-        parts.append(f"{fine} too large to sort, within 1/128 of each value")
+        parts.append(f"{fine} too large to sort, exact to 1/128 of each value")
     if own + fine < len(found):
         parts.append(f"{len(found) - own - fine} from the sketch")
     kept = [d for d in found if d.total]
@@ -216,7 +216,7 @@ def _how(found: list[Distribution]) -> str:
 
 def _law_note(found: list[Distribution], law: str) -> str:
     """How to read a Q-Q plot, and the fitted law if there is one group."""
-    reading = "On the dashed line, values follow the fitted distribution; above it on the right, the tail is heavier."
+    reading = "Points on the dashed line follow the fitted distribution. Points above it on the right: a heavier tail."
     if len(found) != 1 or not (fitted := fit(found[0], law)):
         return reading
     return f"{reading} Fitted: {fitted.text}; Kolmogorov–Smirnov distance {distance_to(found[0], fitted):.3f}."
@@ -239,7 +239,7 @@ def left_out(opened: Catalog, where: Filter, ids: list[str] | None, axis: str) -
 def _resolution(found: list[Distribution], axis: str) -> str:
     if axis != "linear" or all(d.exact for d in found):
         return ""
-    return " Sketches count values in bins of 1/8 binade, spread evenly here."
+    return " Sketches count values in bins of 1/8 binade; within a bin, values are drawn as if spread evenly."
 
 
 def moments(opened: Catalog, where: Filter, chosen: pd.DataFrame, by: str) -> pd.DataFrame:

@@ -47,8 +47,8 @@ COLUMNS = {
 
 @dataclass(frozen=True)
 class Candidates:
-    """The quantized runs that the tensor can be followed into, by run_id, their labels, what a list shows of them, the
-    rows of its twins there and in the bf16 run."""
+    """The quantized runs that have the same tensor, by run_id; their labels and titles in a list; and the rows of the
+    tensor there and in the bf16 run."""
 
     runs: list[str]
     labels: dict[str, str]
@@ -104,7 +104,7 @@ def draw(selected: SelectedTensor, values: dict[str, Any]) -> Drawn:
 
 def compared(selected: SelectedTensor, given: Candidates, run: str) -> Drawn:
     if given.base.empty:
-        return Drawn(problems=("The bf16 run has not recorded this tensor.",))
+        return Drawn(problems=("The bf16 run did not record this tensor.",))
     twin = given.twins[given.twins["run_id"] == run].iloc[0]
     ids = given.base.iloc[0]["tensor_id"], twin["tensor_id"]
     try:
@@ -133,7 +133,7 @@ DRIFT = Question(
     text="Is the difference rounding or drift?",
     title="Rounding or drift",
     icon=":material/alt_route:",
-    help="bf16’s tensor, the same tensor rounded, and the quantized run’s",
+    help="The bf16 run’s tensor, the same tensor rounded, and the quantized run’s",
     page="tensor",
     view="drift",
     draw=draw,

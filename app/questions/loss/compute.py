@@ -18,8 +18,8 @@ class Costs:
     """
     table        of every place, the largest predicted change first: `boards.loss_changes` by PLACE, with place (its
                  name), sqnr_db and flush_to_zero in the format, rank and sqnr_rank, from 1
-    agreement    Spearman's ρ between the ranks by predicted change and by SQNR; NaN of fewer than three places
-    reliability  Spearman's ρ between the predictions of one half of the micro-batches and of the other; NaN of fewer
+    agreement    Spearman's ρ between the ranks by predicted change and by SQNR; NaN for fewer than three places
+    reliability  Spearman's ρ between the predictions of one half of the micro-batches and of the other; NaN for fewer
                  than two micro-batches or three places
     """
 
@@ -42,7 +42,7 @@ def costs(catalog: Catalog, where: Filter, fmt: str) -> Costs:
 
 
 def _halves(table: pd.DataFrame) -> float:
-    """The agreement of every other micro-batch with the rest. Runs of the same data are in the same half."""
+    """The agreement of every other micro-batch with the rest. Runs on the same data are in the same half."""
     batch = table.groupby(DATA, dropna=False, sort=True).ngroup()
     if batch.nunique() < 2:
         return math.nan

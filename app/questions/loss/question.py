@@ -80,7 +80,7 @@ def _verdict(found: compute.Costs, fmt: str) -> str:
             "unknown (record the inputs of linear layers)."
         )
     worst, of = table.iloc[0], len(table)
-    lines = [f"{worst['place']} costs most in {fmt}: {_signed(worst['value'])} nats predicted"]
+    lines = [f"{worst['place']} costs the most in {fmt}: {_signed(worst['value'])} nats predicted"]
     total = table["value"].sum()
     lines.append(f", {_signed(total)} over all {of:,} operands. SQNR ranks it {int(worst['sqnr_rank'])} of {of}")
     if not math.isnan(found.agreement):

@@ -46,8 +46,8 @@ def weights(catalog: Catalog, where: Filter) -> pd.DataFrame:
 
 
 def ratios(values: np.ndarray, rounded: np.ndarray) -> np.ndarray:
-    """Σ|Δrounded| / Σ|Δvalues| over the last WINDOW steps, of each weight at each time: arrays [times, weights]; 0 of a
-    weight that did not move. TetraJet-v2, `oscillation_reset.py`."""
+    """Σ|Δrounded| / Σ|Δvalues| over the last WINDOW steps, for each weight at each time: arrays [times, weights]; 0 for
+    a weight that did not move. TetraJet-v2, `oscillation_reset.py`."""
     paths = []
     for x in (rounded, values):
         path = np.concatenate([np.zeros_like(x[:1]), np.abs(np.diff(x, axis=0)).cumsum(0)])

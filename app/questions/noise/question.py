@@ -119,7 +119,7 @@ def _of_gradients(board: Board, gradients: pd.DataFrame) -> list[Item]:
         if table.empty:
             continue
         table = compute.lowest(table)
-        title = f"{label_of(name).capitalize()} against its noise"
+        title = f"{label_of(name).capitalize()} compared with its noise"
         chart = charts.to_noise(table, measure, compute.NOISE_LINE, title, f"{of}; the lowest of each layer")
         found.append(
             Figure(f"{name}_to_noise", chart, table, caption, height=340, choose="tensor_id", group="gradients")
@@ -170,7 +170,8 @@ NOISE = Question(
     text="Are gradients above the noise?",
     title="Noise",
     icon=":material/ssid_chart:",
-    help="Weights that flip between rounded values or lie at a bin’s edge, and gradients against their rounding noise",
+    help="Weights that flip between rounded values or lie at a bin’s edge, and gradients compared with their rounding "
+    "noise",
     page="worst",
     view="noise",
     ignores=frozenset(("metric",)),

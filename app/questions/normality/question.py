@@ -54,7 +54,7 @@ def draw(selected: SelectedTensor, values: dict[str, Any]) -> Drawn:
     own = distributions.distribution_of("this tensor", selected.x, (selected.row["mean"], selected.row["std"]))
     if not own.total:
         return Drawn(problems=("Nothing to draw: there is no finite value.",))
-    precision = "exact" if own.exact else "within 1/128 of each value: float32 too large to sort"
+    precision = "exact" if own.exact else "exact to 1/128 of each value: the tensor is too large to sort"
     other = None
     if against in laws.LAWS:
         first = _against_law(selected, own, against, precision)

@@ -29,14 +29,14 @@ REFUSED = (RecipeError, SpecError, KeyError)  # a run of an earlier version, or 
 
 @lru_cache(8)
 def costs_of(opened: Catalog, where: Filter, state: Hashable, parts: tuple[str, ...] = ()) -> Costs:
-    """As `costs`, cached as long as `Catalog.state` stays the same."""
+    """Like `costs`, but cached as long as `Catalog.state` stays the same."""
     return costs(opened, where, parts)
 
 
 @dataclass(frozen=True)
 class Correlation:
     """Spearman's ρ with its 95 % interval: Fisher's z with the variance 1.06/(n - 3) of Fieller, Hartley and Pearson
-    (1957). NaN of fewer than four."""
+    (1957). NaN for fewer than four."""
 
     rho: float
     low: float

@@ -15,11 +15,11 @@ from binade.app.questions.shared.selection import Selection
 from binade.collector.advice.costs import AdviceError
 
 NOTHING = (
-    "No run of a recipe with scores for all of its formats has a bf16 run on the same data to compare with. Collect "
-    "FA_… and linear_… recipes of the formats that were scored, with the same options and seeds."
+    "There is nothing to compare: this needs runs of recipes whose formats were all scored, and a bf16 run on the "
+    "same data. Collect FA_… and linear_… recipes of the formats that were scored, with the same options and seeds."
 )
 CAPTION = (
-    "Predicted: Σ over the forward operands of the terms that are recorded, as on Worst › Loss. Gap: the run’s loss "
+    "Predicted: the sum of the recorded terms over the forward operands, as on Worst › Loss. Gap: the run’s loss "
     "minus the loss of the bf16 run of the same seed at the same iteration, in nats per token. The first iteration "
     "comes before any step: its gap is what rounding does to the forward pass alone."
 )

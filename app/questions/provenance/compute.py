@@ -50,8 +50,8 @@ def chain(events: Sequence[Event]) -> pd.DataFrame:
 
 
 def before(opened: Catalog, run: str, event: Event) -> tuple[pd.DataFrame, str]:
-    """(statistics of the STEPS iterations up to the event by iteration and tensor: those of `Catalog.moments`; of which
-    tensors: those of the module, else of its layer, else of all). Empty if none was measured."""
+    """(statistics of the STEPS iterations up to the event by iteration and tensor: those of `Catalog.moments`; a
+    description of the tensors: those of the module, else of its layer, else all). Empty if none was measured."""
     everywhere = Filter(run_id=(run,))
     layer = [] if event.layer is None else [replace(everywhere, layer_index=(event.layer,))]
     module = [replace(each, module=(event.module,)) for each in layer if event.module]

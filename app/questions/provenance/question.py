@@ -19,7 +19,7 @@ from binade.app.report.section import Table as ReportTable
 from binade.app.style import MEASURES
 from binade.data.events import Event
 
-NOTHING = "No run of the filter has recorded a NaN or Inf. To look for one, pass find_nan=True or --find-nan."
+NOTHING = "No run in the filter has recorded a NaN or Inf. To look for one, pass find_nan=True or --find-nan."
 RUN = Control(
     name="run", label="Run", param=lambda opened: Known(lambda run: run in set(opened.runs()["run_id"])), widget="list",
     row="event", width=2,
@@ -100,7 +100,7 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
     if len(operands):
         title = "The operands and the result of the operation"
         items.append(Table("operands", operands, OPERANDS, title=title, choose="tensor_id"))
-    nothing = " No tensor was measured in the steps before: watch more steps, or keep the last ones with --ring."
+    nothing = " No tensor was measured in the preceding steps: watch more steps, or keep the last ones with --ring."
     steps = "" if len(table) else nothing
     rank = f" on rank {first.rank}" if len({event.rank for event in events}) > 1 or first.rank else ""
     return Drawn(tuple(items), f"Iteration {iteration}{rank}: {first.text}.{steps}")
@@ -117,7 +117,7 @@ PROVENANCE = Question(
     text="Where does a NaN come from?",
     title="Provenance",
     icon=":material/account_tree:",
-    help="The operation that produced the first one, its path to the loss, and the statistics of the steps before",
+    help="The operation that produced the first one, its path to the loss, and the statistics of the preceding steps",
     page="provenance",
     controls=(RUN, AT),
     narrow=_controls,

@@ -154,7 +154,7 @@ def ladder(table: pd.DataFrame, seeds: pd.DataFrame, name: str) -> alt.LayerChar
         alt.Tooltip("rung:N", title="step"),
         alt.Tooltip("recipe:N"),
         alt.Tooltip("gap:Q", title="mean gap (nats per token)", format="+.5f"),
-        alt.Tooltip("low:Q", title="95 % interval from", format="+.5f"),
+        alt.Tooltip("low:Q", title="95 % interval, from", format="+.5f"),
         alt.Tooltip("high:Q", title="to", format="+.5f"),
         alt.Tooltip("seeds:Q"),
         alt.Tooltip("verdict:N"),

@@ -23,7 +23,7 @@ def loss_gaps(table: pd.DataFrame, losses: dict[str, list[dict[str, Any]]]) -> p
     """Each run's loss against its reference's at the same iteration, warm-up left out.
 
     Columns run_id, label, iteration, loss, gap (nats per token; positive: worse than bf16). Iterations that the
-    reference has not, and runs without a reference, are left out.
+    reference does not have, and runs without a reference, are left out.
     """
     of = {run_id: {row["iteration"]: row["loss"] for row in rows} for run_id, rows in losses.items()}
     found = []
@@ -68,8 +68,8 @@ def parts_alone(costs: pd.DataFrame) -> pd.DataFrame:
 
 def ladder_runs(table: pd.DataFrame, gaps: pd.DataFrame, ladder: Ladder) -> tuple[pd.DataFrame, int]:
     """(the runs of a ladder with column gap, the mean of `loss_gaps`, NaN without a bf16 run, bf16's left out; how many
-    of its runs are left out). Of runs of one recipe and seed the newest is taken, of several settings those with the
-    most rungs, of these the newest."""
+    of its runs are left out). If several runs have the same recipe and seed, the newest counts; of several settings,
+    those with the most rungs and, if equal, the newest."""
     own = table[table["recipe"].isin([rung.recipe for rung in ladder.rungs]) & (table["recipe"] != BF16)]
     if own.empty:
         return own.assign(gap=np.nan), 0

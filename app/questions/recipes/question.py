@@ -43,10 +43,10 @@ from binade.quant.formats import FORMATS
 
 NOTE = (
     "Runs are compared with the bf16 run of the same model, data, seed and warm-up, iteration by iteration. "
-    "Of the filter, only run, recipe, model, size and dataset apply."
+    "Only the filter’s run, recipe, model, size and dataset apply."
 )
 VIEWS = {"cost": "Loss", "gradients": "Gradients", "ladder": "Ablation"}
-NO_ABLATION = "No ablation is among these runs: queue one with binade ablate te_nvfp4 --train-iters 50 --seeds 3."
+NO_ABLATION = "These runs include no ablation: queue one with binade ablate te_nvfp4 --train-iters 50 --seeds 3."
 NO_GAP = "No run of this ablation has an iteration in common with a bf16 run of its seed yet."
 NAMED = 4  # parts in the answer
 MAX_GRADIENT_VALUES = 1 << 26  # that a report reads to compare gradients with bf16's
@@ -75,7 +75,7 @@ COLUMNS = {
     "label": Column("Run", width=160),
     **{part: Column(PART_TITLES[part], width=110) for part in PARTS},
     "gap": Column(
-        "Mean gap (nats)", "%+.5f", help="Mean over the iterations of the loss minus that of the run compared with"
+        "Mean gap (nats)", "%+.5f", help="Mean over iterations of the loss minus that of the run it is compared with"
     ),
     "last": Column("Last gap (nats)", "%+.5f"),
     "iterations": Column("Iterations", width=90),
@@ -84,7 +84,7 @@ COLUMNS = {
 RUNGS = {
     "rung": Column("Step", width=130),
     "seeds": Column("Seeds", width=60),
-    "gap": Column("Mean gap", "%+.5f", 90, help="Of loss − bf16’s loss, in nats per token, over iterations and seeds"),
+    "gap": Column("Mean gap", "%+.5f", 90, help="Mean of loss − bf16’s loss over iterations and seeds, in nats"),
     "deviation": Column("sd", "%.5f", 75, help="Sample standard deviation of the seeds’ mean gaps"),
     "change": Column(
         "Change",
@@ -93,7 +93,7 @@ RUNGS = {
         help="Change from the previous step; for a recipe without one ingredient, from the full recipe",
     ),
     "verdict": Column("Verdict", width=220, help=SEPARATED),
-    "cosine": Column("Cosine", "%.4f", 75, help=f"To bf16’s gradient: {MEASURES['cosine'].definition}"),
+    "cosine": Column("Cosine", "%.4f", 75, help=f"With bf16’s gradient: {MEASURES['cosine'].definition}"),
     "gradient_bias": Column("Gradient bias", "%.3g", 105, help=MEASURES["gradient_bias"].definition),
     "forward_sqnr_db": Column("SQNR forward (dB)", "%.2f", 140, help="From the summed powers of the recorded operands"),
     "backward_sqnr_db": Column(
@@ -277,7 +277,7 @@ def gradients(
         verdict += f" It rounds to HiFloat8 without a scale: {_with_scale(together, runs)}."
     what = f"{len(together):,} pairs of {name} tensors, iteration {at}, exact"
     caption = (
-        f"{source(where, what)}\nCosine: {MEASURES['cosine'].definition}, x being bf16’s gradient of the same "
+        f"{source(where, what)}\nCosine: {MEASURES['cosine'].definition}, where x is bf16’s gradient of the same "
         f"iteration and data. Gradient bias: {MEASURES['gradient_bias'].definition}."
     )
     subtitle = f"{label_of(name)} · iteration {at} · {len(together):,} pairs"
@@ -308,8 +308,8 @@ def ladder(
     compared: Compare,
     done: Callable[[int, int], None] = lambda count, of: None,
 ) -> Drawn:
-    """An ablation: what each rung of the ladder costs, and whether the seeds can tell. name, at: of the gradients that
-    are compared, "" for none; compared and done are as in `gradients`."""
+    """An ablation: what each rung of the ladder costs, and whether the seeds separate it. name, at: of the gradients
+    that are compared, "" for none; compared and done are as in `gradients`."""
     gaps = compute.loss_gaps(table, losses_of(opened, table["run_id"].tolist()))
     runs, left_out = compute.ladder_runs(table, gaps, chosen)
     rungs = compute.rungs(runs, chosen)
@@ -329,7 +329,7 @@ def ladder(
     problems = _missing(runs, rungs)
     if left_out:
         runs_are = "run of these recipes is" if left_out == 1 else "runs of these recipes are"
-        notes = [*notes, f"{left_out} {runs_are} left out: other settings, or newer runs of the same seed."]
+        notes = [*notes, f"{left_out} {runs_are} left out: their settings differ, or a newer run has the same seed."]
     shown = Table("ladder", rungs, columns)
     return Drawn((figure, shown, *map(Text, notes)), _separated(rungs, chosen), tuple(problems))
 
@@ -378,7 +378,7 @@ def _gradient_errors(
     """(columns recipe, cosine and gradient_bias, over all seeds; what to say of them)."""
     nothing = pd.DataFrame(columns=["recipe"])
     if not name:
-        return nothing, ["Gradients are not compared here: too many values would be read. The app does (Recipes)."]
+        return nothing, ["Gradients are not compared here: too many values would be read. See Recipes in the app."]
     iterations = iterations_of(opened, name)
     if not iterations:
         return nothing, [f"No {label_of(name)} was recorded: there is no gradient error."]
@@ -442,7 +442,7 @@ def _weight_gradients(opened: Catalog, where: Filter, runs: pd.DataFrame) -> Dra
         return Drawn(problems=(f"No {label_of(name)} was recorded.",))
     values = _values_read(opened, runs_compared(runs), name, iterations[0])
     if values > MAX_GRADIENT_VALUES:
-        problem = f"Gradients are not compared here: {big(values)} values would be read. The app does (Recipes)."
+        problem = f"Gradients are not compared here: {big(values)} values would be read. See Recipes in the app."
         return Drawn(problems=(problem,))
     return gradients(where, runs, name, iterations[0], iterations, partial(compare, opened))
 

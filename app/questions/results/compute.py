@@ -19,7 +19,7 @@ def results(catalog: Catalog, where: Filter, by: tuple[str, ...] = PRODUCT) -> p
     tensor_id of the worst result.
 
     Noise ratios are averaged over a group's micro-batches and iterations. operands_db is NaN where an operand of the
-    group was not recorded; a result without error or that overflowed is left out.
+    group was not recorded; results that have no error or that overflowed are left out.
     """
     return pooled(catalog.results(where), by)
 

@@ -50,7 +50,7 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
     measure = MEASURES["sqnr_db"]
     heat = Figure(
         "results",
-        depth_charts.depth(cells, measure, "SQNR of GEMM results", "all runs and iterations of the filter together"),
+        depth_charts.depth(cells, measure, "SQNR of GEMM results", "all runs and iterations in the filter, combined"),
         table,
         words,
         note="Brighter cells are worse.",
@@ -61,7 +61,9 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
     items: list[Figure | Table] = [heat]
     if table["operands_db"].notna().any():
         height = 380 + style.legend_height(sorted(set(table["gemm"])))
-        chart = charts.against(table, "Measured and predicted error", "above the line: better than independent errors")
+        chart = charts.against(
+            table, "Measured and predicted error", "above the line: better than if errors were independent"
+        )
         items.append(Figure("results_against_operands", chart, table, words, height=height, choose="tensor_id"))
     items.append(Table("results", table.sort_values("result_db", ignore_index=True), COLUMNS, choose="tensor_id"))
     return Drawn(tuple(items), _verdict(compute.pooled(found, ("gemm",)), table))

@@ -36,7 +36,8 @@ def values(catalog: Catalog, where: Filter, fmt: str, metric: str, by: tuple[str
 def loss_changes(catalog: Catalog, where: Filter, fmt: str, by: tuple[str, ...]) -> pd.DataFrame:
     """The predicted change in the loss, the mean over micro-batches: by's columns, tensors, value, tensor_id (of the
     largest), micro_batches, first and second (order), and spread, the standard error of value over micro-batches (NaN
-    of one). What several runs recorded in the same place of their data is one micro-batch: the runs' mean."""
+    for one). Micro-batches that several runs recorded at the same position of the same data count as one: the mean over
+    the runs."""
     return mean_changes(catalog.loss_changes(fmt, by, where), by)
 
 
@@ -54,7 +55,7 @@ def mean_changes(table: pd.DataFrame, by: tuple[str, ...]) -> pd.DataFrame:
 
 
 def _mean(values: pd.Series) -> float:
-    """NaN if one is: a mean of the others would be of other data."""
+    """NaN if any is NaN: the mean of the others would be over different data."""
     return float(values.mean(skipna=False))
 
 

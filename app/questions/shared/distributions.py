@@ -119,7 +119,7 @@ def _of_upper(group: str, bins: np.ndarray, counts: np.ndarray, moments: tuple[f
 def distributions(
     catalog: Catalog, where: Filter, by: str | None = None, tensor_ids: list[str] | None = None
 ) -> list[Distribution]:
-    """The selection's distributions from the sketch, one a group (the values of column `by`, or "all").
+    """The selection's distributions from the sketch, one per group (the values of column `by`, or "all").
 
     The outermost bins end at the smallest and the largest value, which are known.
     """

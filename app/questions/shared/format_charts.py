@@ -58,7 +58,7 @@ def _panels(table: pd.DataFrame, order: list[str], formats: list[str], what: str
             "value:Q",
             title=unit,
             scale=alt.Scale(domain=[lowest * 1.1, float(largest) * 1.35 if largest > 0 else 1.0], nice=False),
-            axis=None,  # the values stand beside the bars
+            axis=None,  # the values are next to the bars
         )
         bars = base.mark_bar(size=18, cornerRadiusEnd=3).encode(
             x=x_axis, color=alt.Color("format:N", scale=colors, legend=None)

@@ -1,4 +1,5 @@
-"""Heatmaps as pictures: one mark whatever the number of cells, with axes and a legend of the very same colours."""
+"""Heatmaps as pictures: a single mark regardless of the number of cells, with axes and a legend in exactly the same
+colours."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def layer_names(layers: pd.Series) -> pd.Series:
 
 
 def unique_labels(rows: pd.DataFrame, names: Mapping[str, str]) -> dict[str, str]:
-    """tensor_id to label; those that would be equal get the first words in which the tensors differ. names: of runs,
+    """tensor_id to label; labels that would be equal get the first words in which the tensors differ. names: of runs,
     by run_id."""
     labels = {row["tensor_id"]: tensor_label(row) for _, row in rows.iterrows()}
     by_id = rows.set_index("tensor_id", drop=False)

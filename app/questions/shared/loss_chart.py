@@ -10,12 +10,12 @@ import pandas as pd
 
 from binade.app import style
 
-MOST_POINTS = 300  # that are marked, beside the line through them
+MOST_POINTS = 300  # that are marked, in addition to the line through them
 
 
 def losses(table: pd.DataFrame, colors: Mapping[str, str] | None = None) -> alt.LayerChart:
-    """Columns group (a run), iteration, loss: one line per run; warm-up lies left of the rule at 0. colors: those that
-    users chose, by group."""
+    """Columns group (a run), iteration, loss: one line per run; warm-up is to the left of the rule at 0. colors: those
+    that users chose, by group."""
     last = table.sort_values("iteration").dropna(subset=["loss"]).groupby("group")["loss"].last()
     groups = sorted(style.groups_of(table), key=lambda group: -last.get(group, math.inf))  # as the lines end
     tooltip = [

@@ -20,7 +20,7 @@ SAME_DATA = (
     "micro_batch_size", "sequence_length", "learning_rate",
 )  # fmt: skip
 PARTS = ("linear", "QK", "PV", "router")
-# Besides the recipe, what says what is quantized.
+# The settings that say what is quantized, besides the recipe.
 OVERRIDES = (
     "linear_quant", "qk_quant", "pv_quant", "router_quant", "forward_quant", "dgrad_quant", "wgrad_quant",
     "operand_quant", "skip_layers",
@@ -31,15 +31,15 @@ def runs_with_reference(runs: pd.DataFrame, parts: pd.DataFrame) -> pd.DataFrame
     """Every run, oldest first, with the columns
 
     run_id, recipe, color
-    rounded    the recipe; what was rounded where its name does not say it; the run's id of an import
+    rounded    the recipe; what was rounded if its name does not say so; for an import, the run's id
     name       the one that users gave it, else `rounded`
     label      the name, unique
-    PARTS      a column each: its format, "bf16" where it runs as it is
+    PARTS      a column each: its format, "bf16" if it is not rounded
     reference  the run_id of the newest bf16 run on the same data, or None
     quantized  whether any part is
     seed
     data       the same for runs on the same data
-    settings   all else that runs which differ in recipe and seed share
+    settings   all other settings that are the same in runs that differ in recipe and seed
     """
     runs = runs.sort_values(["started", "run_id"], ignore_index=True)
     table = runs[["run_id", "recipe", "started", "color"]].copy()

@@ -35,7 +35,7 @@ class Board(Selection):
     format: str
     measure: Measure
 
-    POOLED = "all runs and iterations of the filter together"
+    POOLED = "all runs and iterations in the filter, combined"
 
     @property
     def name(self) -> str:
@@ -69,7 +69,7 @@ class Board(Selection):
         """The answer if no tensor has a value: what the filter selects instead, and what to do."""
         tensors = self.opened.totals(self.where).tensors
         if not boards.of_format(self.measure.key):
-            return Drawn(problems=(f"None of the {tensors:,} selected tensors has a value of this metric.",))
+            return Drawn(problems=(f"None of the {tensors:,} selected tensors has a value for this metric.",))
         if self.measure.key == boards.LOSS_CHANGE and self.format:
             return Drawn(
                 problems=(
@@ -86,7 +86,9 @@ class Board(Selection):
         else:
             there = f'The {operands:,} selected operands were recorded with scores=() or --scores "": none is scored.'
         return Drawn(
-            problems=(f"{there} A statistic of the values, such as {MEASURES['absmax'].label}, ranks every tensor.",)
+            problems=(
+                f"{there} To rank every tensor, choose a statistic of the values, such as {MEASURES['absmax'].label}.",
+            )
         )
 
 

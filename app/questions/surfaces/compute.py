@@ -39,9 +39,9 @@ def of_kind(where: Filter, kind: tuple[str, str], runs: Sequence[str]) -> Filter
 
 
 def surface(opened: Catalog, where: Filter, metric: str, fmt: str = "") -> pd.DataFrame:
-    """Of the runs of the filter, in the iterations that all of them have: `Catalog.surface`, with as many iterations to
-    a cell as leave at most CELLS of them. Also last, the last iteration of the cell, and first_measured and
-    last_measured, those of its iterations that were recorded. Empty of less than two iterations.
+    """Of the runs of the filter, in the iterations that all of them have: `Catalog.surface`, with as many iterations
+    per cell as needed for at most CELLS of them. Also last, the last iteration of the cell, and first_measured and
+    last_measured, its first and last recorded iterations. Empty for fewer than two iterations.
     """
     counted = opened.distinct(("iteration", "run_id"), where).dropna().groupby("iteration").size()
     iterations = counted.index[counted == max(len(where.run_id), 1)].to_numpy().astype(int)
@@ -61,8 +61,8 @@ def surface(opened: Catalog, where: Filter, metric: str, fmt: str = "") -> pd.Da
 
 
 def difference(table: pd.DataFrame, run: str, against: str, measure: Measure) -> pd.DataFrame:
-    """Of a `surface` of two runs: the first run's columns, with other and change. The change is the value minus the
-    other; of what has a logarithmic axis, the binary logarithm of their ratio."""
+    """From a `surface` of two runs: the first run's columns, with other and change. The change is the value minus the
+    other or, for a metric with a logarithmic axis, the base-2 logarithm of their ratio."""
     sides = (table[table["run_id"] == each].set_index(["layer_index", "iteration"]) for each in (run, against))
     own, other = sides
     found = own.join(other["value"].rename("other"), how="inner").reset_index()

@@ -22,7 +22,7 @@ from binade.data.catalog import SHOWN_ERRORS, STATISTICS
 NONE, IN_FORCE = "none", "in_force"
 METRICS = (*SHOWN_ERRORS, *STATISTICS)
 NOTHING = "The filter selects no tensor that belongs to a layer: widen it."
-NOT_ROUNDED = "No run of the filter rounded {}. Choose a format that it was scored in, or another statistic."
+NOT_ROUNDED = "No run in the filter rounded {}. Choose a format that it was scored in, or another statistic."
 METRIC = Control(
     name="statistic", label="Statistic", param=One(METRICS), widget="list", row="what",
     titles={name: MEASURES[name].label for name in METRICS},
@@ -122,7 +122,7 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
     if len(events):
         note += " Dashed: triggers, NaN or Inf, changes of precision."
     layers = change["layer_index"].nunique()
-    caption = source(where, f"{len(change):,} cells of {layers} layers; the {worst} of all tensors of a cell")
+    caption = source(where, f"{len(change):,} cells of {layers} layers; the {worst} of all tensors in a cell")
     figure = Figure(
         "surface", chart, change.drop(columns="last"), f"{caption}\n{measure.label}: {measure.definition}.", note=note,
         hint="Click a cell to open its tensor.", height=charts.height(layers), choose="tensor_id",

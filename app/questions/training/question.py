@@ -46,7 +46,7 @@ def draw(board: Board, values: dict[str, Any]) -> Drawn:
 def _training_verdict(table: pd.DataFrame, measure: Measure) -> str:
     iterations = sorted(table["iteration"].unique())
     if len(iterations) < 2:
-        return f"Only iteration {int(iterations[0])} is in the filter: nothing to compare."
+        return f"The filter selects only iteration {int(iterations[0])}: there is nothing to compare."
     ends = [
         table[table["iteration"] == end].set_index("layer_index")["value"] for end in (iterations[0], iterations[-1])
     ]

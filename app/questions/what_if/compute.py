@@ -45,7 +45,7 @@ def trial(fmt: str, **options: Any) -> Trial:
 
 
 def with_defaults(trials: list[Trial]) -> list[Trial]:
-    """Each trial after the same format's default, where it differs from it; none twice."""
+    """Each trial, preceded by the default of its format if that differs; without duplicates."""
     return [Trial(spec) for spec in dict.fromkeys(s for one in trials for s in (Spec.of(one.spec.format), one.spec))]
 
 
@@ -76,8 +76,8 @@ def try_formats(
 
     Columns: label, format, sqnr_db (of the summed powers), flush_to_zero (of the nonzero values), saturated,
     codes_used, codes_total, code_entropy_bits, element_bits, scale_exponent_min and _max (of the block scales, NVFP4's
-    with its tensor scale), nbytes (of all the values in this format), bits_per_value. With a rotation, all of it is of
-    the rotated values, which are what is coded; their SQNR is that of the values themselves.
+    with its tensor scale), nbytes (of all the values in this format), bits_per_value. With a rotation, everything
+    refers to the rotated values, which are the ones coded; their SQNR is that of the original values.
 
     The distributions are of the values as captured and after each trial's round trip: of several tensors together, in
     bins of 1/128 binade; of one tensor, its own values. done is called with the number of finished roundings.

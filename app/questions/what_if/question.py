@@ -40,11 +40,11 @@ VALUES = {
     "hadamard": ("Hadamard", ("16", "32", "64", "128")),
     "signs": ("Signs", ("fixed", "random")),
 }
-SCALES = ("scale", "block", "error", "bound")  # these stand in a row of their own
+SCALES = ("scale", "block", "error", "bound")  # these are in a separate row
 NAMES = {name: "block_size" if name == "block" else name for name in VALUES}  # "block" is a number on the same page
 HINTS = {
-    "rounding": "nearest: ties to even. half_away: ties away from zero. stochastic: seeded; unbiased, unless "
-    "the scale lets values exceed the largest code, which clips them, as those of nvfp4 and of MX do by default"
+    "rounding": "nearest: ties to even. half_away: ties away from zero. stochastic: seeded; biased if values beyond "
+    "the largest code are clipped, as with the default scales of nvfp4 and MX formats"
 }
 TITLES = {"rounding": {Rounding.STOCHASTIC: "stochastic (plain nvfp4 is biased: it clips)"}}
 CONTROLS = (
@@ -79,7 +79,7 @@ COLUMNS = {
     ),
     "bits_per_value": Column("Bits per value", "%.3g", 94, "Including its share of the block’s scale"),
     "nbytes": Column(
-        "Size", width=75, help="Of all values in this format", text=lambda row: bytes_text(row["nbytes"])
+        "Size", width=75, help="Size of all values in this format", text=lambda row: bytes_text(row["nbytes"])
     ),
 }  # fmt: skip
 MOST_TENSORS = 12
@@ -122,7 +122,8 @@ def plan(selected: SelectedTensor, values: dict[str, Any]) -> Plan:
             said.append(f"{title} does not apply to {', '.join(without)}: their defaults are used.")
     if biased := [one.label for one in trials if one.spec.biased]:
         said.append(
-            f"Stochastic rounding is biased in {', '.join(biased)}: it clips. Scales rceil and 16over17 do not."
+            f"Stochastic rounding clips in {', '.join(biased)} and is therefore biased. With the scales rceil and "
+            "16over17 it does not clip."
         )
     trials = compute.with_defaults(trials)
     if over == "tensor":
@@ -180,7 +181,7 @@ def results(selected: SelectedTensor, made: Plan, tried: Tried) -> Drawn:
         f"({flushed} flushed)."
     )
     sampled = selected.x.numel() > made.limit if len(made.ids) == 1 else True
-    how = f"a sample of whole lines, at most {made.limit:,} values a tensor" if sampled else "exact"
+    how = f"a sample of whole lines, at most {made.limit:,} values per tensor" if sampled else "exact"
     what = (
         selected.source(how) if made.over == "tensor" else source(selected.where, f"{len(made.ids)} operands ({how})")
     )
@@ -217,7 +218,7 @@ WHAT_IF = Question(
     text="Would another format fix it?",
     title="What if",
     icon=":material/experiment:",
-    help="Round it to any formats with any options",
+    help="Round the tensor to any formats, with any options",
     page="tensor",
     view="whatif",
     draw=draw,

@@ -88,7 +88,7 @@ def pooled(x: Tensor, rows: int = MAX_SIDE, columns: int = MAX_SIDE) -> np.ndarr
 def channels(x: Tensor) -> pd.DataFrame:
     """absmax by channel (the last axis): columns channel, last (of the run that a row stands for), absmax.
 
-    More than MAX_CHANNELS channels are taken together in runs, each by its largest.
+    If there are more than MAX_CHANNELS channels, runs of neighbors are combined, each by its largest.
     """
     matrix = rows_by_channels(x.detach())
     if not matrix.numel():

@@ -31,7 +31,7 @@ def draw(selected: SelectedTensor, values: dict[str, Any]) -> Drawn:
     lost = f", lost to NaN or Inf {share['lost']:.2%}" if share["lost"] else ""
     verdict = (
         f"In {selected.spec}{of_sample}: SQNR {MEASURES['sqnr_db'].quantity(sqnr)}, {flushed:.2%} of the nonzero "
-        f"values flushed to zero, {saturated:.2%} of all saturated{lost}."
+        f"values flushed to zero, {saturated:.2%} of all values saturated{lost}."
     )
     if flushed and (scaled := with_scale(selected.spec)):
         sqnr, of, *_ = _totals(selected, selected.rounded(scaled))
@@ -44,7 +44,7 @@ def draw(selected: SelectedTensor, values: dict[str, Any]) -> Drawn:
     items: list[Item] = [_facts(selected)]
     problems = []
     if table.empty:
-        problems.append("Nothing to draw: no value is finite and nonzero.")
+        problems.append("Nothing to draw: no nonzero value is finite.")
     else:
         edges = compute.zone_edges(selected.spec.format.element, selected.spec.rounding)
         zero = f" Zeros, {share['zero']:.1%} of the values, have no magnitude." if share["zero"] else ""
@@ -84,7 +84,7 @@ def _channels(selected: SelectedTensor) -> Figure | None:
         return None
     count = selected.x.shape[-1]
     run = int(table["last"].iloc[0] - table["channel"].iloc[0]) + 1
-    taken = f" · each bar the largest of {run} channels" if run > 1 else ""
+    taken = f" · each bar is the largest of {run} channels" if run > 1 else ""
     finite = table.loc[np.isfinite(table["absmax"]), "absmax"]
     middle = float(finite.median()) if len(finite) > 1 else math.nan
     note = f"The largest channel is {short(finite.max() / middle)} times the median one." if middle > 0 else ""
@@ -100,7 +100,7 @@ def tokens(selected: SelectedTensor) -> Figure | None:
         return None
     values = compute.pooled(selected.x)
     cell = tuple(-(-n // m) for n, m in zip(matrix.shape, values.shape, strict=True))
-    taken = f"each cell the largest of {cell[0]} × {cell[1]} values" if max(cell) > 1 else "each cell a value"
+    taken = f"each cell is the largest of {cell[0]} × {cell[1]} values" if max(cell) > 1 else "one cell per value"
     chart = charts.tokens_by_channels(values, (matrix.shape[0], matrix.shape[1]), taken)
     caption = f"{selected.source()}\nlog2 of the largest magnitude of each cell ({taken}); gray: zero or not finite."
     note = "Bright columns are outlier channels."

@@ -45,7 +45,7 @@ SCALINGS = (torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.div, T
 
 class CoreMode(Interception):
     """One pass through an attention core: replaces its products, and checks at the end that all of them were computed.
-    It notes what dropout was applied to: probabilities are recorded before.
+    It notes the tensor that dropout is applied to, because probabilities are recorded before dropout.
 
     replaced  the functions that a subclass replaces, each with the name of its method that stands for it
     calls     how often each of them was called
@@ -195,8 +195,8 @@ class SdpaMode(CoreMode):
 
 @dataclass(frozen=True)
 class Written:
-    """A product of attention: a [..., m, k], b [..., k, n], and what computes factor · a · b + added of them, of whose
-    axes `order` makes those of the model's result."""
+    """A product of attention: a [..., m, k], b [..., k, n], a function that computes factor · a · b + added from them,
+    and `order`, which turns its axes into those of the model's result."""
 
     a: Tensor
     b: Tensor
@@ -209,7 +209,7 @@ class Written:
     @classmethod
     def of(cls, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Written | None:
         """The product that this call computes; None for another function, for fewer than three axes, and for an outer
-        product (as of rotary angles)."""
+        product (such as that of rotary angles)."""
         operands = [x for x in tensors_in((args, kwargs)) if x.dim() > 2]
         if len(operands) < 2:
             return None
@@ -316,9 +316,9 @@ def attend(
 ) -> Tensor:
     """F.scaled_dot_product_attention: query [..., heads, s, d], key [..., heads or groups, t, d] -> [..., heads, s, v].
 
-    Unquantized it is torch's own call; scores and probabilities, which that never holds, are computed again for the
-    taps. Probabilities are shown before dropout, whose mask is the same with or without a tap on a CPU. Quantized, the
-    softmax is in float32 and the probabilities in the query's dtype.
+    If it is not quantized, this is torch's own call; scores and probabilities, which that call does not return, are
+    recomputed for the taps. Probabilities are shown before dropout, whose mask is the same with or without a tap on a
+    CPU. Quantized, the softmax is in float32 and the probabilities in the query's dtype.
     """
     options: dict[str, Any] = {
         "attn_mask": attn_mask,
@@ -352,8 +352,8 @@ def attend(
 def _attention_backward(
     qk: Tap, pv: Tap, query: Tensor, key: Tensor, value: Tensor, probs: Tensor, scale: float, dropout: bool
 ) -> Tap:
-    """A tap of the output that with its gradient shows the operands of the backward GEMMs, and without dropout the
-    gradients of the probabilities and of the unscaled scores, which torch's own call never holds."""
+    """A tap of the output that, when its gradient arrives, shows the operands of the backward GEMMs and, without
+    dropout, the gradients of the probabilities and of the unscaled scores, which torch's own call does not return."""
     query, key, value = query.detach(), key.detach(), value.detach()
 
     def show(seen: Observed) -> None:

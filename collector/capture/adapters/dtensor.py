@@ -32,8 +32,9 @@ def is_dtensor(x: object) -> bool:
 def linear_on_parts(name: str, product: Callable[..., Tensor], x: Any, weight: Any, bias: Any = None) -> Tensor:
     """product(x, weight, bias), on this rank's parts if the weight is a DTensor: x [..., in], weight [out, in].
 
-    x is brought to the placement that the weight asks for, as DTensor's own product would bring it. Gradients are
-    those of the parts: the whole gradient of a weight, the summand of an input's where the weight is divided by rows.
+    x is redistributed to the placement that the weight requires, as DTensor's own product does. Gradients are those of
+    the parts: the complete gradient of this part of a weight; for an input, this rank's summand if the weight is
+    divided by rows.
 
     Raises InstrumentError for an input that is not a DTensor, and for a weight that is divided otherwise.
     """
@@ -66,7 +67,8 @@ def linear_on_parts(name: str, product: Callable[..., Tensor], x: Any, weight: A
     summed = math.prod(mesh.size(at) for at, place in enumerate(weight.placements) if place == Split(1))
 
     def on_part(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Of ranks whose results are summed, each adds its share of the bias, whose gradient is the same on all."""
+        """If the results of the ranks are summed, each rank adds its share of the bias, whose gradient is the same on
+        all ranks."""
         if bias is not None and summed > 1:
             bias = bias - bias.detach() + bias.detach() / summed
         return product(x, weight, bias)
@@ -105,7 +107,7 @@ def core_on_parts(name: str, product: Callable[..., Tensor], query: Any, key: An
 
 
 def shard_of(module: nn.Module) -> Callable[[str], Shard]:
-    """Which part of the whole this rank has of the tensors of a linear layer: asked within a pass."""
+    """The part of a linear layer's tensors that this rank has. Call it within a pass."""
 
     def shard(name: str) -> Shard:
         group, axis = _division(module)
@@ -116,7 +118,8 @@ def shard_of(module: nn.Module) -> Callable[[str], Shard]:
 
 
 def core_shard_of(module: nn.Module) -> Callable[[str], Shard]:
-    """The same for attention that is computed in the module: divided by heads, if its linear layers are by rows."""
+    """The same for attention that is computed in the module: divided by heads, if its linear layers are divided by
+    rows."""
 
     def shard(name: str) -> Shard:
         divisions = [_division(each) for each in module.modules() if isinstance(each, nn.Linear)]

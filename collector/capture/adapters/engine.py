@@ -1,11 +1,11 @@
 """Transformer Engine: Linear, LayerNormLinear, GroupedLinear, DotProductAttention, and what Megatron derives from them.
 
 They are watched: TE quantizes by its own recipe and multiplies in its own kernels. A GEMM's operands are recorded
-before quantization, its result and gradients as TE computes them. A LayerNormLinear never holds its GEMM's input, which
-is normalized again here; the gradient of that input is not recorded. A GroupedLinear is one layer: its weights one
-after the other, for its tokens in the order of the experts. TE never stores the scores and probabilities of attention:
-they are recomputed if the mask is causal or there is none. Weight gradients that are fused into their accumulation are
-not recorded.
+before quantization, its result and gradients as TE computes them. A LayerNormLinear does not keep its GEMM's input, so
+the input is normalized again here; its gradient is not recorded. A GroupedLinear is one layer: its weights one after
+the other, for its tokens in the order of the experts. TE never stores the scores and probabilities of attention: they
+are recomputed if the mask is causal or there is none. Weight gradients that are fused into their accumulation are not
+recorded.
 """
 
 from __future__ import annotations

@@ -150,7 +150,8 @@ def set_on(module: nn.Module, name: str, value: Callable[..., Any]) -> Detach:
     def undo() -> None:
         if own.get(name) is not replacement:
             raise InstrumentError(
-                f"{type(module).__name__}.{name} was replaced in the instrumented model: undo that before leaving"
+                f"{type(module).__name__}.{name} was replaced in the instrumented model: undo that before the context "
+                "exits"
             )
         if had:
             own[name] = before

@@ -70,7 +70,7 @@ def find(model: nn.Module) -> Iterator[Layer | Refused]:
 
 
 def _class(module: str, name: str) -> Any:
-    """A class of megatron.core; of a module that the model's own imports have not loaded, no class at all."""
+    """A class of megatron.core; () if its module has not been imported, so that no layer is an instance."""
     return getattr(sys.modules.get(f"megatron.core.{module}"), name, ())
 
 
@@ -163,7 +163,7 @@ def _product(
     options: dict[str, Any],
 ) -> Tensor:
     """What _forward_impl computes. With communication in it the product is taken apart in the same way on every call,
-    recorded or not, so that ranks of which only some record agree on what they exchange."""
+    recorded or not, so that the ranks agree on what they exchange even if only some of them record."""
     from megatron.core import tensor_parallel
 
     reduced, sequence = options["allreduce_dgrad"], options["sequence_parallel"]

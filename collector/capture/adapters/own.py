@@ -24,7 +24,9 @@ def _layer(name: str, module: ParallelLinear | CoreAttention) -> Layer:
 
         def detach() -> None:
             if module.quantization is not quantization:
-                raise InstrumentError(f"{name} was instrumented again meanwhile: leave the later `with` block first")
+                raise InstrumentError(
+                    f"{name} was instrumented again in the meantime: exit the later `with` block first"
+                )
             module.quantization = before
 
         return detach

@@ -1,10 +1,10 @@
-"""Which forward pass a call belongs to: its micro-batch, and whether it is a second one of the same.
+"""Which forward pass a call belongs to: its micro-batch, and whether it repeats an earlier pass.
 
 The random numbers of a pass depend only on its place, so that a repeated pass draws the same ones.
 
 Activation recomputation runs a layer's forward pass twice, the second time during the backward pass. Both are computed
-in the same way. The operands and results of the forward pass are recorded in the first, whatever kind of checkpoint it
-is under; the second adds only the gradients, and marks the layer as recomputed. So each tensor is recorded once.
+in the same way. The operands and results of the forward pass are recorded in the first, regardless of the kind of
+checkpoint; the second adds only the gradients, and marks the layer as recomputed. So each tensor is recorded once.
 
 Whether a pass is an evaluation is decided where the model's own forward begins: within a layer, the first pass of a
 checkpoint has no gradients either.
@@ -141,10 +141,10 @@ class Clock:
     The iteration is Megatron's where that is known: the training loop's own argument, else one iteration per
     get_num_microbatches() passes. Elsewhere it is the recorder's once `Recorder.step` was called. Before that, an
     iteration is over when a pass begins after the model was updated: after a step of an optimizer that holds one of its
-    parameters (of several optimizers, all steps between two passes count as one), or after gradients were accumulated
-    and then cleared, as where a GradScaler has skipped the step or the optimizer is not one of torch.
+    parameters (with several optimizers, all steps between two passes count as one), or after gradients were accumulated
+    and then cleared, as when a GradScaler has skipped the step or the optimizer is not a torch optimizer.
 
-    always: passes count also where nothing is recorded.
+    always: passes are counted even if nothing is recorded.
     """
 
     def __init__(self, recorder: Recorder, model: nn.Module, always: bool) -> None:

@@ -1,10 +1,10 @@
 """Plain torch modules: nn.Linear, modules whose code calls F.scaled_dot_product_attention or FlexAttention, itself or
 through functions, and modules whose code multiplies by a weight of their own (see weights).
 
-A layer's number is one more than the first number in its path ("layers.3.mlp.up" is of layer 4, a module without one of
-layer 0), its module a word of collector's where the path ends as is usual, else the last part of the path. Prefixes
-that DistributedDataParallel, FSDP, torch.compile and PEFT add to a name are not part of it; LoRA's parts are
-"q.lora_A".
+A layer's number is one more than the first number in its path ("layers.3.mlp.up" belongs to layer 4, a module without a
+number to layer 0). Its module is one of collector's names if the path has a usual ending, else the last part of the
+path. Prefixes that DistributedDataParallel, FSDP, torch.compile and PEFT add to a name are not part of it; LoRA's parts
+are "q.lora_A".
 
 The LM head stays as it is unless head=True: a linear layer whose weight is an embedding's, or that has a usual name.
 

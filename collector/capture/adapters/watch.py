@@ -2,7 +2,7 @@
 
 It looks for products with one of the model's weights and, where the recipe quantizes attention, for
 F.scaled_dot_product_attention, FlexAttention and any other product of two activations; not for embeddings and excluded
-modules. It knows a weight as itself, as a view, and as anything computed from weights alone: a cast, detached,
+modules. It recognizes a weight itself, its views, and anything computed from weights alone: a cast, detached,
 transposed, stacked or normalized copy. It does not notice convolutions, sums of elementwise products, and kernels of
 other packages.
 """

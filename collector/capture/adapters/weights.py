@@ -2,9 +2,9 @@
 [experts, ·, ·], or the weight of one of its linear layers, as in `self.dt_proj.weight @ x`.
 
 While the module's forward runs, F.linear, matmul, bmm, addmm and grouped_mm with such a weight, a view or a cast of it
-are replaced by the products of linear layers: one, or one for each expert that tokens were routed to. Of transformers'
-experts this covers every family, as `eager` and `grouped_mm`; their other implementations run as `eager` meanwhile.
-Other functions with the weight are left to `watch`, which refuses them.
+are replaced by the products of linear layers: one, or one for each expert that tokens were routed to. This covers every
+family of experts in transformers, as `eager` and `grouped_mm`; their other implementations run as `eager` in the
+meantime. Other functions with the weight are left to `watch`, which refuses them.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Source:
 
 
 class Weights:
-    """Knows the weights of these names as themselves, as views, and as anything computed from weights alone."""
+    """Recognizes the weights of these names, their views, and anything computed from weights alone."""
 
     def __init__(self, named: Iterable[tuple[str, Tensor]]) -> None:
         self.names = {id(x): name for name, x in named}

@@ -49,7 +49,7 @@ class TestInstrument:
         model = build()
         outer, inner = instrument(model, "hifp8"), instrument(model, "mxfp4")
         outer.__enter__(), inner.__enter__()
-        with pytest.raises(InstrumentError, match="again meanwhile: leave the later `with` block first"):
+        with pytest.raises(InstrumentError, match="again in the meantime: exit the later `with` block first"):
             outer.__exit__(None, None, None)
 
     def test_what_a_model_of_ours_has_beside_its_own_layers_is_not_left_out(self):

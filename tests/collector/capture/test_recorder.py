@@ -148,7 +148,7 @@ class TestRecorder:
             assert rows["iteration"].tolist() == [0] * 4 and rows["run_id"].nunique() == 2
 
     def test_entered_twice_it_says_so(self, tmp_path):
-        with Recorder(tmp_path) as recorder, pytest.raises(RecorderError, match="is recording a run already"):
+        with Recorder(tmp_path) as recorder, pytest.raises(RecorderError, match="is already recording a run"):
             recorder.__enter__()
         assert [read_run(path).status.state for path in tmp_path.iterdir()] == [DONE]
 

@@ -55,7 +55,7 @@ def test_from_a_step_on(tmp_path, switch, later, skip):
     assert found == expected
     assert found[3:] != losses(tmp_path / "none", {0: "mxfp4"})[0][3:]
     (event,) = read_events(recorder.writer.directory)
-    assert "is replaced by bf16 in" in event.text
+    assert "runs in bf16 (layers: " in event.text
     assert (event.kind, event.iteration) == (EventKind.SCHEDULE, 3)
 
 

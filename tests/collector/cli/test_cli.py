@@ -308,7 +308,7 @@ def test_a_recipe_of_ones_own(command, capsys, tmp_path):
 def test_a_dry_run_tells_where_a_published_recipe_is_from(command, capsys):
     assert command("run", "--recipe", "deepseek_v3", "--dry-run") == 0
     out = capsys.readouterr().out
-    assert line_of(out, "source") == "arXiv 2412.19437 (excerpt)" and "uncertain Recalled, not read: " in out
+    assert line_of(out, "source") == "arXiv 2412.19437 (excerpt)" and "uncertain From memory: " in out
     assert "linear.wgrad.input          tokens       the rounded forward operand in fp8_e4m3(block=1x128)" in out
 
 

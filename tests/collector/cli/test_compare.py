@@ -679,7 +679,7 @@ class TestCommand:
         ("make", "said"),
         [
             (lambda root: None, "does not exist: "),
-            (lambda root: root.mkdir(), "holds no runs that can be read: "),
+            (lambda root: root.mkdir(), "contains no runs that can be read: "),
             (lambda root: root.write_text("mine"), "is a file: the root of the runs must be a directory"),
         ],
         ids=["missing", "empty", "file"],
@@ -719,7 +719,7 @@ class TestCommand:
         assert command("compare") == 1
         out, err = capsys.readouterr()
         *passed_over, last = err.splitlines()
-        assert out == "" and len(passed_over) == 2 and "holds no runs that can be read" in last
+        assert out == "" and len(passed_over) == 2 and "contains no runs that can be read" in last
         assert all(line.startswith("binade: skipped: ") for line in passed_over)
 
     @pytest.mark.parametrize(
