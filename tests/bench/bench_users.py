@@ -155,7 +155,7 @@ async def use(address: str, number: int, tensor: str, until: float, every: float
     """Click through the pages, each at its own pace, until a moment of time.monotonic."""
     random = np.random.default_rng(number)
     await asyncio.sleep(random.uniform(0, every))
-    options = {"subprotocols": ["streamlit"], "origin": f"http://{address}", "max_size": None}
+    options = {"subprotocols": ["streamlit"], "origin": f"http://{address}", "max_size": None, "open_timeout": LONGEST}
     async with connect(f"ws://{address}/_stcore/stream", **options) as connection:
         user = User(connection, tensor)
         try:
