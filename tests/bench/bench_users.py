@@ -186,7 +186,7 @@ def server(root: Path) -> Iterator[tuple[str, psutil.Process]]:
     command = [sys.executable, "-m", "binade", "serve", "--port", str(port)]
     process = subprocess.Popen(command, env=os.environ | {"TENSOR_SAVE_DIR": str(root)}, stdout=subprocess.DEVNULL)
     try:
-        for _ in range(600):
+        for _ in range(round(10 * LONGEST)):
             with suppress(OSError), socket.create_connection(("127.0.0.1", port)):
                 break
             time.sleep(0.1)
