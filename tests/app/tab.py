@@ -33,6 +33,7 @@ class Tab:
             subprotocols=["streamlit", self.token or "none"],
             additional_headers={"Cookie": f"_streamlit_xsrf={self.token}", **headers},
             max_size=None,
+            open_timeout=120,
             legacy=True,
         )
         self.session = ""
