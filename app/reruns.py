@@ -7,7 +7,8 @@ message that it is complete are lost: the page then stays half drawn until somet
 
 The session of a closed tab is stored for two minutes, in case its connection was lost. Streamlit removes it only when
 the next one is stored: the sessions of the last users, with everything that their pages have drawn, would stay in
-memory until somebody else opens the app.
+memory until somebody else opens the app. Its loop still refers to the last session that it served, so that session is
+emptied.
 """
 
 from __future__ import annotations
@@ -42,7 +43,12 @@ def install(gone: Callable[[], object]) -> None:
 
     def store_for_a_time(self: MemorySessionStorage, session_info: SessionInfo) -> None:
         def expire() -> None:
-            if self._cache.expire():  # type: ignore[attr-defined]
+            removed = self._cache.expire()  # type: ignore[attr-defined]
+            for _, info in removed:
+                info.session.shutdown()
+                info.session.session_state.clear()
+                info.session._fragment_storage.clear()
+            if removed:
                 gone()
 
         store(self, session_info)

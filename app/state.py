@@ -20,7 +20,7 @@ from binade.data.access import check_writable, read_only
 from binade.data.cache import Cache, Done, give_memory_back
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
-from binade.data.runs import RunError, is_a_file, resolve_root
+from binade.data.runs import RunError, resolve_root, unusable_root
 from binade.data.sandbox import Sandbox
 
 SYNC_SECONDS = 2.0
@@ -87,6 +87,7 @@ class Watched:
 def _open(root: str) -> Watched:
     opened = Catalog.open(root)
     atexit.register(opened.close)
+    gc.collect()
     gc.freeze()  # modules are never freed, so the garbage collector can skip them
     atexit.register(gc.unfreeze)
     return Watched(opened)
@@ -97,8 +98,8 @@ def catalog() -> Catalog:
     try:
         watched = _open(str(resolve_root()))
         watched.look()
-        if (root := watched.opened.root).is_file():  # it has replaced the directory since
-            raise RunError(is_a_file(root))
+        if problem := unusable_root(watched.opened.root):  # a file has replaced the directory since
+            raise RunError(problem)
         return watched.opened
     except (RunError, OSError) as error:
         st.error(f"The runs cannot be read: {error}.", icon=":material/folder_off:")

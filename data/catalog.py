@@ -27,7 +27,7 @@ from binade.data.filter import FIELDS, Filter
 from binade.data.index import Index, is_unavailable
 from binade.data.intake import CUBES, RANKED, SUMMED, SUMS, sums, transaction
 from binade.data.remote import fetched, readable_root, refresh
-from binade.data.runs import IMPORT, RunError, is_a_file
+from binade.data.runs import IMPORT, RunError, unusable_root
 from binade.data.segment import ERROR_COLUMNS, TENSOR_SCHEMA, Identity, SegmentError
 from binade.data.sketches import PLACED, sketches
 from binade.data.store import load
@@ -152,8 +152,8 @@ class Catalog:
         Raises RunError if the root is a file, or an object store that cannot be read.
         """
         path = readable_root(root)
-        if path.exists() and not path.is_dir():
-            raise RunError(is_a_file(path))
+        if problem := unusable_root(path):
+            raise RunError(problem)
         catalog = cls(path, Index(path))
         catalog.sync()
         return catalog

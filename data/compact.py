@@ -20,7 +20,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from binade.data.access import check_writable
-from binade.data.runs import CHECKPOINTS, DONE, IMPORT, RUNNING, RunError, RunInfo, is_a_file, read_run, run_directories
+from binade.data.runs import (
+    CHECKPOINTS,
+    DONE,
+    IMPORT,
+    RUNNING,
+    RunError,
+    RunInfo,
+    read_run,
+    run_directories,
+    unusable_root,
+)
 from binade.data.segment import (
     GROUP_ROWS,
     MANIFEST,
@@ -72,7 +82,7 @@ def compact(
     if not dry_run:
         check_writable("merging segments")
     if not root.is_dir():
-        raise RunError(is_a_file(root) if root.exists() else f"{root} does not exist: give a directory of runs")
+        raise RunError(unusable_root(root) or f"{root} does not exist: give a directory of runs")
     found = Compacted()
     directories = run_directories(root)
     for number, directory in enumerate(directories, 1):

@@ -516,9 +516,12 @@ def delete_run(directory: Path) -> None:
     remove_directory(directory)
 
 
-def is_a_file(root: Path) -> str:
-    """The error message for a root that is a file."""
-    return f"{root} is a file: the root of the runs must be a directory"
+def unusable_root(root: Path) -> str:
+    """The error message for a root that is not a directory, or "" if it is one or does not exist yet."""
+    if root.is_dir() or not os.path.lexists(root):
+        return ""
+    kind = "a file" if root.exists() else "a broken link"
+    return f"{root} is {kind}: the root of the runs must be a directory"
 
 
 def run_directories(root: Path) -> list[Path]:

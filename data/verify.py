@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from binade.data.remote import fetched
-from binade.data.runs import RUNNING, RunError, RunInfo, check_losses, is_a_file, read_run, run_directories
+from binade.data.runs import RUNNING, RunError, RunInfo, check_losses, read_run, run_directories, unusable_root
 from binade.data.segment import read_tables, table_files
 from binade.data.store import locked, sha256
 from binade.data.text import describe
@@ -48,7 +48,7 @@ def verify(
     read.
     """
     if not root.is_dir():
-        raise RunError(is_a_file(root) if root.exists() else f"{root} does not exist: give a directory of runs")
+        raise RunError(unusable_root(root) or f"{root} does not exist: give a directory of runs")
     directories = run_directories(root)
     if unknown := sorted(set(run_ids) - {directory.name for directory in directories}):
         raise RunError(f"{root} has no run {unknown[0]!r}: give the name of a directory in it")

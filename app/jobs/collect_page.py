@@ -36,7 +36,7 @@ PLACES = {HERE: "this machine", CLUSTER: "Slurm, without a target"}
 
 def page() -> None:
     st.title("Collect", anchor=False)
-    if why := reason():
+    if why := reason() or jobs.no_queue(resolve_root()):
         st.info(plain(f"Runs cannot be launched here: {why}."), icon=":material/lock:")
         st.stop()
     st.session_state["page"] = "collect"

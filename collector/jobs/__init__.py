@@ -26,6 +26,7 @@ from binade.collector.jobs.store import (
     at_once,
     change,
     find,
+    no_queue,
     problems,
     set_at_once,
 )
@@ -58,6 +59,7 @@ __all__ = [
     "listing",
     "log_tail",
     "modules_of",
+    "no_queue",
     "parse_runs",
     "problems",
     "progress",

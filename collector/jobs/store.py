@@ -18,7 +18,6 @@ Files are replaced atomically, and changed under the lock, so that several apps 
 from __future__ import annotations
 
 import fcntl
-import os
 import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -43,7 +42,7 @@ from binade.collector.training.slurm_options import SlurmOptions
 from binade.collector.training.targets import Target
 from binade.data.access import check_writable
 from binade.data.json_files import STRICT, Count, Text, Time, read_json, write_json
-from binade.data.runs import RunError, is_a_file, now, read_run
+from binade.data.runs import RunError, now, read_run, unusable_root
 from binade.data.store import locked as held
 from binade.data.store import remove_directory, staged_directory
 from binade.data.text import describe
@@ -176,7 +175,7 @@ def directory_of(root: Path, job: Job | int) -> Path:
 def locked(root: Path) -> Iterator[None]:
     """Hold the queue's lock, and create the queue if it does not exist. Raises RunError if the root cannot be
     written."""
-    if problem := _no_queue(root):
+    if problem := no_queue(root):
         raise RunError(problem)
     lock = FileLock(folder(root) / "queue.lock")
     try:
@@ -193,11 +192,11 @@ def locked(root: Path) -> Iterator[None]:
         lock.release()
 
 
-def _no_queue(root: Path) -> str:
+def no_queue(root: Path) -> str:
     """Why the queue of a root cannot be used, or ""."""
     place = folder(root)
-    if os.path.lexists(root) and not os.path.isdir(root):
-        return is_a_file(root)
+    if problem := unusable_root(root):
+        return problem
     if place.is_symlink() or (place.exists() and not place.is_dir()):
         return f"{place} is not a directory: remove it; a queue belongs to one root, and cannot be a link or a file"
     return ""
@@ -398,7 +397,7 @@ def _submit(root: Path, made: Sequence[Job], text: str) -> None:
 
 def numbers(root: Path) -> list[int]:
     """The numbers of all jobs, in the order of the queue."""
-    if _no_queue(root):
+    if no_queue(root):
         return []
     with suppress(FileNotFoundError):
         names = [entry.name for entry in folder(root).iterdir() if entry.name.isdecimal()]
@@ -427,7 +426,9 @@ def read_job(root: Path, number: int) -> Job | None:
 
 def problems(root: Path) -> list[str]:
     """A sentence for each unusable part of a root's queue."""
-    found = [problem] if (problem := _no_queue(root)) else []
+    if problem := no_queue(root):
+        return [problem]
+    found = []
     try:
         read_json(Queue, folder(root) / "queue.json")
     except (FileNotFoundError, NotADirectoryError):

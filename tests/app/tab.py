@@ -33,6 +33,7 @@ class Tab:
             subprotocols=["streamlit", self.token or "none"],
             additional_headers={"Cookie": f"_streamlit_xsrf={self.token}", **headers},
             max_size=None,
+            open_timeout=120,
             legacy=True,
         )
         self.session = ""
@@ -43,17 +44,19 @@ class Tab:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.socket.close()
 
-    def visit(self, page: str, query: str = "") -> None:
-        """Open a page, and wait until its script has ended."""
+    def visit(self, page: str, query: str = "") -> str:
+        """Open a page, wait until its script has ended, and return what it has sent as text."""
         message = BackMsg()
         message.rerun_script.page_name, message.rerun_script.query_string = page, query
         self.socket.send(message.SerializeToString())
+        sent = []
         while True:
             answer = ForwardMsg.FromString(self.socket.recv(timeout=120))
             if answer.HasField("new_session"):
                 self.session = answer.new_session.initialize.session_id
+            sent.append(str(answer))
             if answer.HasField("script_finished") and answer.script_finished == ForwardMsg.FINISHED_SUCCESSFULLY:
-                return
+                return "".join(sent)
 
     def put(self, content: bytes, file: str = "a") -> int:
         """Send a file as the page does; the HTTP status."""

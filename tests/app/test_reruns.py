@@ -23,10 +23,16 @@ from binade.app import reruns
 
 PAGE = """
 import streamlit as st
+from tests.app.test_reruns import Kept
+st.session_state["kept"] = Kept()
 st.write("first")
 st.fragment(run_every=2)(lambda: None)()
 st.write("last")
 """
+
+
+class Kept:
+    """What a page keeps in its session."""
 
 
 class Tab:
@@ -107,20 +113,24 @@ def test_an_automatic_rerun_does_not_take_the_end_of_a_page(runtime):
 
 
 def test_the_session_of_a_closed_tab_goes_when_nobody_can_come_back_to_it(runtime):
-    async def visit() -> weakref.ref[AppSession]:
+    async def visit() -> tuple[weakref.ref[AppSession], bool]:
         await runtime.start()
         tab = Tab()
         number = runtime.connect_session(tab, user_info={})
         runtime.handle_backmsg(number, rerun())
         await tab.until(ForwardMsg.FINISHED_SUCCESSFULLY)
+        wait_for(lambda: not script_threads())
         session = weakref.ref(runtime._session_mgr.get_session_info(number).session)
+        kept = weakref.ref(session().session_state["kept"])
+        assert kept()
         runtime.disconnect_session(number)
         await runtime.removed.wait()
-        wait_for(lambda: not script_threads())
+        gc.collect()
+        gone = kept() is None  # while the runtime goes on, whose loop still refers to the session
         runtime.stop()
         await runtime.stopped
-        return session
+        return session, gone
 
-    session = ThreadPoolExecutor(1).submit(lambda: asyncio.run(asyncio.wait_for(visit(), 60))).result()
+    session, gone = ThreadPoolExecutor(1).submit(lambda: asyncio.run(asyncio.wait_for(visit(), 60))).result()
     gc.collect()
-    assert session() is None
+    assert gone and session() is None

@@ -155,7 +155,7 @@ async def use(address: str, number: int, tensor: str, until: float, every: float
     """Click through the pages, each at its own pace, until a moment of time.monotonic."""
     random = np.random.default_rng(number)
     await asyncio.sleep(random.uniform(0, every))
-    options = {"subprotocols": ["streamlit"], "origin": f"http://{address}", "max_size": None}
+    options = {"subprotocols": ["streamlit"], "origin": f"http://{address}", "max_size": None, "open_timeout": LONGEST}
     async with connect(f"ws://{address}/_stcore/stream", **options) as connection:
         user = User(connection, tensor)
         try:
@@ -186,7 +186,7 @@ def server(root: Path) -> Iterator[tuple[str, psutil.Process]]:
     command = [sys.executable, "-m", "binade", "serve", "--port", str(port)]
     process = subprocess.Popen(command, env=os.environ | {"TENSOR_SAVE_DIR": str(root)}, stdout=subprocess.DEVNULL)
     try:
-        for _ in range(600):
+        for _ in range(round(10 * LONGEST)):
             with suppress(OSError), socket.create_connection(("127.0.0.1", port)):
                 break
             time.sleep(0.1)

@@ -33,7 +33,7 @@ from binade.data.text import markdown_table
 from binade.terminal import CANCELLED, catch_signals
 from tests.siege.attack import ATTACKS, FULL, Attack, Outcome, besiege
 
-# Modules with attacks, which register themselves. Those of damaged values and checksums come as "integrity".
+# Modules with attacks, which register themselves.
 MODULES = ("files", "statements", "urls", "sessions", "archives", "kills", "queue", "disks", "soak")
 GRACE = 60.0  # seconds beyond its time after which an attack is ended that makes no progress
 SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of Linux's prctl

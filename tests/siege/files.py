@@ -15,7 +15,7 @@ from typing import Any
 from streamlit.testing.v1 import AppTest
 
 from binade.app.sessions.session import View, new
-from binade.app.sessions.storage import save
+from binade.app.sessions.storage import list_sessions, save
 from binade.cli import main
 from binade.collector import jobs
 from binade.collector.jobs import runner, store
@@ -194,10 +194,11 @@ def damaged_jobs(attempt: Attempt) -> None:
         assert len(shown.warning) >= bool(problems)
 
 
-@attack("A link or file in place of `.jobs` or its locks is refused in one sentence and not followed", tries=16)
+@attack("A link or file in place of `.jobs` or its locks is refused in one sentence and not followed", tries=25)
 def linked_queues(attempt: Attempt) -> None:
-    place = attempt.choose([".jobs", ".jobs/runner.lock", ".jobs/queue.lock", ".jobs/runner.log", ".jobs/0002"])
-    how = attempt.choose(["a link", "a file", "a FIFO", "a link to itself", "a link to nothing"])
+    places = (".jobs", ".jobs/runner.lock", ".jobs/queue.lock", ".jobs/runner.log", ".jobs/0002")
+    kinds = ("a link", "a file", "a FIFO", "a link to itself", "a link to nothing")
+    place, how = attempt.choose([(place, how) for place in places for how in kinds])
     root, other = attempt.place / "runs", attempt.place / "other"
     attempt.case = f"{place} is {how}"
     shutil.copytree(attempt.once("queue", make_queue), root)
@@ -296,8 +297,13 @@ def damaged_sessions(attempt: Attempt) -> None:
     (path,) = (root / ".sessions").rglob("0001.json")
     _, how = attempt.choose(damages(["session.json"]))
     attempt.case = damage(path, how, attempt.random)
+    found, problems = list_sessions(root)
+    for problem in problems:
+        check_sentence(problem)
+    assert len(found) + len(problems) == 1
     try:
-        show(root, "sessions")
+        shown = show(root, "sessions")
+        assert bool(problems) == bool(shown.warning), (problems, shown.warning)
     finally:
         close_pages([str(root)])
 
@@ -312,7 +318,10 @@ def odd_roots(attempt: Attempt) -> None:
         root.write_text("")
     else:
         KINDS[how](root)
-    show(root, page)
+    shown = show(root, page)
+    said = [each.value for each in (*shown.error, *shown.warning, *shown.info) if "must be a directory" in each.value]
+    assert len(said) == 1
+    check_sentence(said[0])
     for line in (["jobs"], ["compare"], ["jobs", "add", *LINE], ["bundle", "list"]):
         status, _, err = command(root, *line)
         assert status in (0, 1, 2) and "Traceback" not in err and err.count("\n") <= 2, (line, err[:200])

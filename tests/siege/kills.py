@@ -7,6 +7,7 @@ import shutil
 import signal
 import time
 import zipfile
+import zlib
 from pathlib import Path
 
 import torch
@@ -55,6 +56,16 @@ def leftovers(root: Path) -> list[str]:
     return [str(path.relative_to(root)) for path in root.rglob(".*") if path.name.endswith((".part", ".old", ".gone"))]
 
 
+def content(path: Path) -> dict[str, int]:
+    """The checksum of every file in a folder or a ZIP file; 0 for one that says when it was written."""
+    if path.is_file():
+        found = {info.filename: info.CRC for info in zipfile.ZipFile(path).infolist()}
+    else:
+        files = [each for each in path.rglob("*") if each.is_file()]
+        found = {str(each.relative_to(path)): zlib.crc32(each.read_bytes()) for each in files}
+    return {name: 0 if name.startswith(("bundle.json", ".sessions/")) else crc for name, crc in found.items()}
+
+
 @attack("Every published row is present with its values; the run is reported as crashed", tries=24)
 def killed_collectors(attempt: Attempt) -> None:
     root = attempt.place / "runs"
@@ -87,7 +98,7 @@ def _names(root: Path) -> list[str]:
         return list(catalog.tensors()["tensor_name"]) if catalog.totals().tensors else []
 
 
-@attack("Repeating the command writes the complete output and leaves no temporary files", tries=16, seconds=240)
+@attack("Repeating the command writes the complete output and leaves no temporary files", tries=16, seconds=400)
 def killed_writers(attempt: Attempt) -> None:
     """An export, a bundle and its import."""
     out = attempt.place / "out"
@@ -102,14 +113,16 @@ def killed_writers(attempt: Attempt) -> None:
 
     made = attempt.once("source", make)
     session, source = (made / "session").read_text(), ("--tensor-save-dir", str(made / "runs"))
-    line = attempt.choose(
+    name, line = attempt.choose(
         [
-            ("export", "--to", "csv", "--output", str(out), *source),
-            ("export", "--to", "parquet", "--output", str(out), *source),
-            ("bundle", "export", session, "--output", str(out), *source),
-            ("bundle", "import", str(made / "b.zip"), "--tensor-save-dir", str(out)),
+            ("csv", ("export", "--to", "csv", *source, "--output")),
+            ("parquet", ("export", "--to", "parquet", *source, "--output")),
+            ("bundle", ("bundle", "export", session, *source, "--output")),
+            ("import", ("bundle", "import", str(made / "b.zip"), "--tensor-save-dir")),
         ]
     )
+    whole = attempt.once(name, lambda place: finish(*line, str(place / "whole"))) / "whole"
+    line = (*line, str(out))
     killed(attempt, 4.0, *line)
     if out.is_file():
         assert zipfile.ZipFile(out).testzip() is None
@@ -118,14 +131,15 @@ def killed_writers(attempt: Attempt) -> None:
         assert any(out.iterdir())
         shutil.rmtree(out)
     finish(*line)
-    assert leftovers(attempt.place) == []
+    assert leftovers(attempt.place) == [] and content(out) == content(whole)
 
 
-@attack("Repeating the report gives a complete report and leaves no temporary files", tries=4, seconds=400)
+@attack("Repeating the report gives a complete report and leaves no temporary files", tries=4, seconds=600)
 def killed_reports(attempt: Attempt) -> None:
     out = attempt.place / "out"
     few = ("--recipe", "mxfp4", "--layer-index", "1", "--tensor-name", "weight", "--jobs", "1")
     line = ("report", "--output", str(out), *few, "--tensor-save-dir", str(attempt.root))
+    whole = attempt.once("whole", lambda place: finish(*line[:2], str(place / "out"), *line[3:])) / "out"
     killed(attempt, 12.0, *line)
     finish(*line)
-    assert leftovers(attempt.place) == [] and list(out.rglob("*.html"))
+    assert leftovers(attempt.place) == [] and content(out).keys() == content(whole).keys()

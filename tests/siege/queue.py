@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import time
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from itertools import pairwise
@@ -17,6 +16,7 @@ from binade.collector import jobs
 from binade.collector.jobs import processes, runner, store
 from binade.data.runs import boot
 from tests.app import roots
+from tests.app.tab import Tab
 from tests.browser.driver import answers, free_port
 from tests.collector.test_failures import check_rows
 from tests.collector.test_jobs import ENDLESS, SHORT, TWO_RANKS, ended, launch, now
@@ -117,7 +117,9 @@ def restarted_apps(attempt: Attempt) -> None:
             app = start_python("-m", "binade", "serve", "--port", port, env={"TENSOR_SAVE_DIR": str(root)})
             try:
                 until(lambda app=app, port=port: answers(app.pid, f"http://127.0.0.1:{port}"), "the app to answer")
-                urllib.request.urlopen(f"http://127.0.0.1:{port}/jobs", timeout=20).read()
+                with Tab(f"http://127.0.0.1:{port}") as tab:
+                    page = tab.visit("jobs", f"job={job.id}")
+                assert "Cancel the job" in page and "Retry" not in page
             finally:
                 app.kill()
                 app.communicate()
