@@ -165,9 +165,7 @@ print(json.dumps({"seen": seen, "last": states[-1], "running": ["running"] in st
 def test_a_collector_writes_while_a_catalog_reads(tmp_path):
     watcher = start_python("-c", WATCHER, tmp_path)
     assert watcher.stdout.readline() == "ready\n"
-    collector = start(tmp_path, "--control-iter", "12")
-    _, error = collector.communicate(timeout=120)
-    assert collector.returncode == 0, error
+    assert run_forked(tmp_path, *ENDLESS[1:], "--control-iter", "12") == 0
     answer, error = watcher.communicate(timeout=120)
     assert watcher.returncode == 0, error
     answer = json.loads(answer)
