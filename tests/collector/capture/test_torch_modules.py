@@ -190,7 +190,7 @@ def estimate_loss(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("evaluation", [False, True])
-def test_training_is_recorded_though_evaluation_comes_first(tmp_path, evaluation):
+def test_training_is_recorded_though_evaluation_comes_first(tmp_path, alone, evaluation):
     model = build(True)
     with Recorder(tmp_path, micro_batches=1, evaluation=evaluation) as recorder, instrument(model, None, recorder):
         for _ in range(2):
@@ -200,7 +200,7 @@ def test_training_is_recorded_though_evaluation_comes_first(tmp_path, evaluation
     trained = found[found["operation"] != "evaluation"]
     assert names(trained[trained["iteration"] == 0]) == names(trained[trained["iteration"] == 1]) == counts(1)
     first = trained[trained["iteration"] == 0]
-    assert torch.equal(value(first, 1, "qkv", "input"), value(alone(tmp_path / "alone", 0), 1, "qkv", "input"))
+    assert torch.equal(value(first, 1, "qkv", "input"), value(alone[0], 1, "qkv", "input"))
     evaluated = found[found["operation"] == "evaluation"]
     assert set(evaluated["micro_batch"]) == ({0} if evaluation else set())
     assert len(evaluated) == 2 * evaluation * sum(not name.startswith("grad") for e in EXPECTED.values() for name in e)
