@@ -251,6 +251,7 @@ def specs(given: list[str] | None) -> list[Spec]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--spec", action="append", help="a format or spec, once each; all by default")
+    parser.add_argument("--dtype", action="append", choices=DTYPES, help="of the tensor, once each; all by default")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as cache:
         os.environ |= {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": cache}
@@ -259,7 +260,7 @@ def main() -> None:
             return
         compiler = Compiler(nvdisasm)
         print(f"Python {sys.version.split()[0]}, triton {compiler.kernels.triton.__version__}, sm_90\n")
-        columns = [(axis, dim, kind) for axis, dim in (("last", -1), ("first", 0)) for kind in DTYPES]
+        columns = [(axis, dim, kind) for axis, dim in (("last", -1), ("first", 0)) for kind in args.dtype or DTYPES]
         print("| spec | " + " | ".join(f"{axis}, {kind} | of roof" for axis, _, kind in columns) + " |")
         print("|---" * (1 + 2 * len(columns)) + "|")
         for spec in specs(args.spec):

@@ -9,6 +9,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 from playwright.sync_api import Page
+from torch import Tensor
 
 from binade.app.questions.shared import distributions
 from binade.data.catalog import Catalog
@@ -85,21 +86,48 @@ def query(page: Page) -> dict[str, list[str]]:
     return parse_qs(urlsplit(page.url).query)
 
 
+def turn_to(page: Page, title: str) -> None:
+    page.get_by_test_id("stTopNavLink").filter(has_text=title).click()
+    page.get_by_role("heading", name=title).wait_for()
+    settle(page)
+
+
+def background(page: Page) -> str:
+    return page.get_by_test_id("stApp").evaluate("app => getComputedStyle(app).backgroundColor")
+
+
 def test_a_filter_set_by_clicking_is_in_the_address_and_a_copy_shows_the_same(visit: Visit, catalog: Catalog):
-    page = visit("/explore")
+    """It survives a look at another page too; nothing leaves the machine and nothing complains. From the front door:
+    opened at another page, Streamlit first asks in vain beneath that page's own path."""
+    page = visit()
+    assert background(page) == "rgb(255, 255, 255)"
+    turn_to(page, "Explore")
+    assert metrics(page)["Tensors"] == f"{catalog.totals().tensors:,}"
     choose(page, "Quant type", "mxfp8")
     choose(page, "Layer", "1")
     choose(page, "Operation", "forward")
+    address = page.url
     assert metrics(page)["Tensors"] == str(catalog.totals(WHERE).tensors)
     assert query(page) == WHERE.to_query()
     assert page.get_by_text("Shown: quant type mxfp8, layer 1, operation forward.").is_visible()
 
-    copy = visit(page.url.removeprefix(page.url.split("/explore?")[0]))
-    assert copy.url == page.url
+    copy = visit(address.removeprefix(address.split("/explore?")[0]))
+    assert copy.url == address
     assert metrics(copy) == metrics(page)
     assert chips(copy) == chips(page) and "mxfp8" in " ".join(chips(copy))
     drawn = [marks(page, index) for index in range(6)]
     assert all(drawn) and [marks(copy, index) for index in range(6)] == drawn
+
+    turn_to(page, "Runs")
+    turn_to(page, "Explore")
+    page.wait_for_url(address)
+    settle(page)
+    assert metrics(page) == metrics(copy)
+    # A blob is made by a page of its own origin, which its address names.
+    asked = [url.removeprefix("blob:") for url in page.requests if not url.startswith("data:")]
+    outside = [url for url in asked if urlsplit(url).hostname != "127.0.0.1"]
+    assert outside == []
+    assert page.complaints == []
 
 
 def test_a_run_collected_meanwhile_shows_itself_and_what_is_selected_stays(
@@ -117,9 +145,39 @@ def test_a_run_collected_meanwhile_shows_itself_and_what_is_selected_stays(
         assert after != before
         page.get_by_test_id("stMetric").first.get_by_text(after, exact=True).wait_for()
         settle(page)
-        for opened in (page, visit(page.url.removeprefix(address), address)):
-            assert metrics(opened)["Tensors"] == after
-            assert query(opened)["tensor"] == selected and "1 tensor, exact" in chart_text(opened)
+        assert metrics(page)["Tensors"] == after
+        assert query(page)["tensor"] == selected and "1 tensor, exact" in chart_text(page)
+
+
+def bars(page: Page) -> list[tuple[float, dict[str, float]]]:
+    """The bars of the first chart from left to right: where each starts (log₂), and its rectangle in the window."""
+    chart = page.locator("[data-testid=stVegaLiteChart]").first
+    chart.scroll_into_view_if_needed()
+    found = chart.locator("path[aria-label*='log₂ from']").evaluate_all(
+        "paths => paths.map(path => [path.getAttribute('aria-label'), path.getBoundingClientRect().toJSON()])"
+    )
+    starts = [number(re.search(r"log₂ from: ([^;]+)", label)[1]) for label, _ in found]
+    return sorted(zip(starts, [box for _, box in found], strict=True), key=lambda bar: bar[0])
+
+
+def a_range_that_is_dragged_over_shows_how_many_values_lie_in_it(page: Page, x: Tensor) -> None:
+    exponents = x.float().abs().log2()
+    drawn = bars(page)
+    first, last = len(drawn) // 2, len(drawn) * 3 // 4
+    left, right = (drawn[index][1] for index in (first, last))
+    page.mouse.move(left["x"] + left["width"] / 2, left["bottom"] - 2)
+    page.mouse.down()
+    page.mouse.move(right["x"] + right["width"] / 2, left["bottom"] - 2, steps=8)
+    page.mouse.up()
+    texts = page.locator("[data-testid=stVegaLiteChart]").first.locator("svg text")
+    counted = texts.filter(has_text=re.compile(r"%  .* values$")).first
+    counted.wait_for()
+    share, count = re.match(r"([\d.]+)%  ([\d.]+k?) ", counted.text_content()).groups()
+    values = float(count.removesuffix("k")) * (1000 if count.endswith("k") else 1)
+    inside = ((exponents >= drawn[first + 1][0]) & (exponents < drawn[last][0])).sum().item()
+    touched = ((exponents >= drawn[first][0]) & (exponents < drawn[last + 1][0])).sum().item()
+    assert 0 < inside < values < touched
+    assert float(share) / 100 == pytest.approx(values / exponents.numel(), rel=0.02)
 
 
 def test_a_selected_tensor_is_drawn_exactly(visit: Visit, catalog: Catalog):
@@ -138,8 +196,7 @@ def test_a_selected_tensor_is_drawn_exactly(visit: Visit, catalog: Catalog):
         assert number(mark["log₂ from"]) == pytest.approx(bin_["low"], abs=6e-4)
         assert number(mark["share of values per binade"]) == pytest.approx(bin_["share"], rel=6e-3)
 
-    copy = visit(page.url.removeprefix(page.url.split("/explore?")[0]))
-    assert marks(copy) == marks(page)
+    a_range_that_is_dragged_over_shows_how_many_values_lie_in_it(page, catalog.load(tensor_id))
 
     page.get_by_role("button", name="linear", exact=True).or_(page.get_by_role("radio", name="linear")).first.click()
     page.wait_for_function("() => location.search.includes('axis=linear')")
@@ -151,67 +208,28 @@ def test_a_selected_tensor_is_drawn_exactly(visit: Visit, catalog: Catalog):
     assert "Distribution of values" in chart_text(page)
 
 
-def test_the_filter_survives_a_look_at_the_runs_and_the_way_back(visit: Visit, catalog: Catalog):
-    page = visit("/explore")
-    everything = metrics(page)
-    assert everything["Tensors"] == f"{catalog.totals().tensors:,}"
-    choose(page, "Quant type", "mxfp4")
-    before, address = metrics(page), page.url
-    page.reload()
-    settle(page)
-    assert metrics(page) == before and page.url == address
-    page.get_by_test_id("stTopNavLink").filter(has_text="Runs").click()
-    page.get_by_role("heading", name="Runs").wait_for()
-    settle(page)
-    page.get_by_test_id("stTopNavLink").filter(has_text="Explore").click()
-    page.get_by_role("heading", name="Explore").wait_for()
-    page.wait_for_url(address)
-    settle(page)
-    assert metrics(page) == before != everything
-
-
 def test_a_second_app_on_the_same_root(visit: Visit, collected: Path):
     """Opened at the runs first. The table is a canvas, with its cells as text for screen readers."""
     first = visit(QUERY)
     with serving(collected) as second:
-        for scheme, background in (("light", "rgb(255, 255, 255)"), ("dark", "rgb(15, 18, 25)")):
-            page = visit("/runs", second, color_scheme=scheme)
-            page.wait_for_function(
-                """words => {
-                    const table = document.querySelector('[data-testid=stDataFrame]');
-                    return words.every(word => table.textContent.includes(word));
-                }""",
-                arg=list(RECIPES),
-            )
-            assert len([mark for mark in marks(page) if "loss (nats per token)" in mark]) >= 4
-            shown = "() => getComputedStyle(document.querySelector('[data-testid=stApp]')).backgroundColor"
-            assert page.evaluate(shown) == background
+        page = visit("/runs", second)
+        page.wait_for_function(
+            """words => {
+                const table = document.querySelector('[data-testid=stDataFrame]');
+                return words.every(word => table.textContent.includes(word));
+            }""",
+            arg=list(RECIPES),
+        )
+        assert len([mark for mark in marks(page) if "loss (nats per token)" in mark]) >= 4
         page = visit(QUERY, second)
         assert metrics(page) == metrics(first) and marks(page) == marks(first)
-
-
-def test_nothing_leaves_the_machine_and_nothing_complains(visit: Visit):
-    """From the front door: opened at another page, Streamlit first asks in vain beneath that page's own path."""
-    page = visit(color_scheme="dark")
-    page.get_by_test_id("stTopNavLink").filter(has_text="Explore").click()
-    page.get_by_role("heading", name="Explore").wait_for()
-    settle(page)
-    choose(page, "Quant type", "mxfp8")
-    select_row(page, 0)
-    page.get_by_test_id("stTopNavLink").filter(has_text="Runs").click()
-    page.get_by_role("heading", name="Runs").wait_for()
-    settle(page)
-    # A blob is made by a page of its own origin, which its address names.
-    asked = [url.removeprefix("blob:") for url in page.requests if not url.startswith("data:")]
-    outside = [url for url in asked if urlsplit(url).hostname != "127.0.0.1"]
-    assert outside == []
-    assert page.complaints == []
 
 
 def test_labels_are_light_on_dark_and_whole(visit: Visit, catalog: Catalog):
     """Ten long names: every text of a chart lies within its picture."""
     ids = catalog.tensors()["tensor_id"].tolist()[::50][:10]
     page = visit("/explore?" + "&".join(f"tensor={tensor_id}" for tensor_id in ids), color_scheme="dark")
+    assert background(page) == "rgb(15, 18, 25)"
     fills = page.locator("[data-testid=stVegaLiteChart] text").evaluate_all(
         "texts => texts.filter(text => text.textContent.trim()).map(text => getComputedStyle(text).fill)"
     )
@@ -231,39 +249,6 @@ def test_labels_are_light_on_dark_and_whole(visit: Visit, catalog: Catalog):
         })"""
     )
     assert cut == []
-
-
-def bars(page: Page) -> list[tuple[float, dict[str, float]]]:
-    """The bars of the first chart from left to right: where each starts (log₂), and its rectangle in the window."""
-    chart = page.locator("[data-testid=stVegaLiteChart]").first
-    chart.scroll_into_view_if_needed()
-    found = chart.locator("path[aria-label*='log₂ from']").evaluate_all(
-        "paths => paths.map(path => [path.getAttribute('aria-label'), path.getBoundingClientRect().toJSON()])"
-    )
-    starts = [number(re.search(r"log₂ from: ([^;]+)", label)[1]) for label, _ in found]
-    return sorted(zip(starts, [box for _, box in found], strict=True), key=lambda bar: bar[0])
-
-
-def test_a_range_that_is_dragged_over_shows_how_many_values_lie_in_it(visit: Visit, catalog: Catalog):
-    tensor_id = catalog.tensors(WHERE).iloc[1]["tensor_id"]
-    page = visit(f"{QUERY}&tensor={tensor_id}")
-    exponents = catalog.load(tensor_id).float().abs().log2()
-    drawn = bars(page)
-    first, last = len(drawn) // 2, len(drawn) * 3 // 4
-    left, right = (drawn[index][1] for index in (first, last))
-    page.mouse.move(left["x"] + left["width"] / 2, left["bottom"] - 2)
-    page.mouse.down()
-    page.mouse.move(right["x"] + right["width"] / 2, left["bottom"] - 2, steps=8)
-    page.mouse.up()
-    texts = page.locator("[data-testid=stVegaLiteChart]").first.locator("svg text")
-    counted = texts.filter(has_text=re.compile(r"%  .* values$")).first
-    counted.wait_for()
-    share, count = re.match(r"([\d.]+)%  ([\d.]+k?) ", counted.text_content()).groups()
-    values = float(count.removesuffix("k")) * (1000 if count.endswith("k") else 1)
-    inside = ((exponents >= drawn[first + 1][0]) & (exponents < drawn[last][0])).sum().item()
-    touched = ((exponents >= drawn[first][0]) & (exponents < drawn[last + 1][0])).sum().item()
-    assert 0 < inside < values < touched
-    assert float(share) / 100 == pytest.approx(values / exponents.numel(), rel=0.02)
 
 
 def test_a_click_with_shift_filters_by_the_mark(visit: Visit, catalog: Catalog):

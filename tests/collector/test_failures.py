@@ -13,6 +13,7 @@ import pytest
 
 from binade.data.catalog import Catalog
 from binade.data.runs import RunInfo, list_runs
+from tests.collector.forked import run_forked
 from tests.conftest import start_python, until
 
 pytestmark = pytest.mark.slow
@@ -22,7 +23,7 @@ ENDLESS = (
     "run", "--layers", "1", "--micro-batch-size", "1", "--sequence-length", "64", "--backend", "torch", "--scores", "",
     "--quantization", "mxfp8", "--control-iter", "1000000",
 )  # fmt: skip
-LONG = (*ENDLESS, "--control-iter", "100")  # in this process, where nothing would end it
+LONG = (*ENDLESS, "--control-iter", "100")  # in this process or a fork of it, where nothing would end it
 STARTED: list[subprocess.Popen[str]] = []
 
 
@@ -78,15 +79,16 @@ def check_failed(root: Path, status: int, error: str, expected: str) -> None:
 
 
 @pytest.mark.parametrize("limit", [40_000, 300_000], ids=["the first tensors", "the largest tensors"])
-def test_a_refused_write_fails_cleanly(tmp_path, limit):
+def test_a_refused_write_fails_cleanly(capfd, tmp_path, limit):
     """The kernel refuses to let any file grow beyond the limit: a real error in the middle of a write."""
-    process = start(tmp_path, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)))
-    _, error = process.communicate(timeout=120)
-    check_failed(tmp_path, process.returncode, error, "File too large")
-    assert check_rows(tmp_path) > 0
+    root = tmp_path / "runs"
+    status = run_forked(root, *LONG[1:], before=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)))
+    check_failed(root, status, capfd.readouterr().err, "File too large")
+    assert check_rows(root) > 0
 
 
 def test_a_refused_first_write_leaves_no_run(tmp_path):
+    """In a process of its own, whose output goes to no file."""
     root = tmp_path / "runs"
     process = start(root, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100)))
     _, error = process.communicate(timeout=120)
@@ -163,9 +165,7 @@ print(json.dumps({"seen": seen, "last": states[-1], "running": ["running"] in st
 def test_a_collector_writes_while_a_catalog_reads(tmp_path):
     watcher = start_python("-c", WATCHER, tmp_path)
     assert watcher.stdout.readline() == "ready\n"
-    collector = start(tmp_path, "--control-iter", "12")
-    _, error = collector.communicate(timeout=120)
-    assert collector.returncode == 0, error
+    assert run_forked(tmp_path, *ENDLESS[1:], "--control-iter", "12") == 0
     answer, error = watcher.communicate(timeout=120)
     assert watcher.returncode == 0, error
     answer = json.loads(answer)

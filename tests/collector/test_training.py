@@ -8,9 +8,11 @@ from datetime import datetime
 import pytest
 import torch
 
+from binade.cli import main
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 from binade.data.runs import RunInfo, list_runs, read_losses
+from tests.collector.forked import forked
 from tests.conftest import RECIPES, run_collector
 
 pytestmark = pytest.mark.slow
@@ -91,12 +93,11 @@ def test_triton_and_torch_train_alike(quick, tmp_path):
 def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunInfo]:
     """A run of 20 iterations by recipe."""
     root = tmp_path_factory.mktemp("trained")
-    done = run_collector(
+    line = (
         "batch", "--quantization", ",".join(RECIPES), "--backend", "torch", "--training-config", "fast",
-        "--train-iters", "20", "--no-raw", "--tensors", "query", "--scores", "",
-        root=root,
+        "--train-iters", "20", "--no-raw", "--tensors", "query", "--scores", "", "--tensor-save-dir", str(root),
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    assert forked(lambda: main(line), {}) == [0]
     return {run.config["recipe"]: run for run in list_runs(root)[0]}
 
 

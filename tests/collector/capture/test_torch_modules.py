@@ -190,7 +190,7 @@ def estimate_loss(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("evaluation", [False, True])
-def test_training_is_recorded_though_evaluation_comes_first(tmp_path, evaluation):
+def test_training_is_recorded_though_evaluation_comes_first(tmp_path, alone, evaluation):
     model = build(True)
     with Recorder(tmp_path, micro_batches=1, evaluation=evaluation) as recorder, instrument(model, None, recorder):
         for _ in range(2):
@@ -200,7 +200,7 @@ def test_training_is_recorded_though_evaluation_comes_first(tmp_path, evaluation
     trained = found[found["operation"] != "evaluation"]
     assert names(trained[trained["iteration"] == 0]) == names(trained[trained["iteration"] == 1]) == counts(1)
     first = trained[trained["iteration"] == 0]
-    assert torch.equal(value(first, 1, "qkv", "input"), value(alone(tmp_path / "alone", 0), 1, "qkv", "input"))
+    assert torch.equal(value(first, 1, "qkv", "input"), value(alone[0], 1, "qkv", "input"))
     evaluated = found[found["operation"] == "evaluation"]
     assert set(evaluated["micro_batch"]) == ({0} if evaluation else set())
     assert len(evaluated) == 2 * evaluation * sum(not name.startswith("grad") for e in EXPECTED.values() for name in e)
@@ -225,7 +225,20 @@ def test_a_run_of_evaluations_alone_says_so(tmp_path):
         recorder.__exit__(None, None, None)
 
 
-def test_a_recomputed_pass_belongs_to_its_own_micro_batch(tmp_path):
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory) -> list[pd.DataFrame]:
+    """What is recorded of each of three micro-batches in a pass of its own, of a model that recomputes nothing."""
+
+    def recorded(micro_batch: int) -> pd.DataFrame:
+        model, path = build(), tmp_path_factory.mktemp("alone")
+        with Recorder(path) as recorder, instrument(model, None, recorder):
+            loss(model, micro_batch).backward()
+        return rows(path)
+
+    return list(map(recorded, range(3)))
+
+
+def test_a_recomputed_pass_belongs_to_its_own_micro_batch(tmp_path, alone):
     """Several forward passes before their backward passes, as in a pipeline."""
     model = build(True)
     with Recorder(tmp_path) as recorder, instrument(model, None, recorder):
@@ -234,27 +247,16 @@ def test_a_recomputed_pass_belongs_to_its_own_micro_batch(tmp_path):
             value_.backward()
     found = rows(tmp_path)
     assert names(found) == counts(3)
-    alone = build()
-    for micro_batch in range(3):
-        with Recorder(tmp_path / str(micro_batch)) as recorder, instrument(alone, None, recorder):
-            loss(alone, micro_batch).backward()
-        one = rows(tmp_path / str(micro_batch))
+    for micro_batch, one in enumerate(alone):
         for name in ("input", "grad_output", "grad_weight"):
             assert torch.equal(
                 value(found, 2, "up", name, micro_batch=micro_batch), value(one, 2, "up", name)
             )  # fmt: skip
 
 
-def alone(path: Path, micro_batch: int) -> pd.DataFrame:
-    model = build()
-    with Recorder(path) as recorder, instrument(model, None, recorder):
-        loss(model, micro_batch).backward()
-    return rows(path)
-
-
 @KINDS
 @pytest.mark.parametrize("order", ["one backward pass", "the first without one", "after an evaluation"])
-def test_gradients_belong_to_the_pass_that_they_are_of(tmp_path, recompute, order):
+def test_gradients_belong_to_the_pass_that_they_are_of(tmp_path, alone, recompute, order):
     model = build(recompute)
     with Recorder(tmp_path) as recorder, instrument(model, None, recorder):
         if order == "after an evaluation":
@@ -271,7 +273,7 @@ def test_gradients_belong_to_the_pass_that_they_are_of(tmp_path, recompute, orde
     gradients = found[found["tensor_name"] == "grad_output"]
     assert set(gradients["micro_batch"]) == set(passes.values())
     for data, micro_batch in passes.items():
-        one = alone(tmp_path / f"alone{data}", data)
+        one = alone[data]
         for name in ("grad_output", "grad_weight", "grad_input"):
             assert torch.equal(value(found, 2, "up", name, micro_batch=micro_batch), value(one, 2, "up", name)), name
     repeated = set() if recompute is None else set(passes.values())
