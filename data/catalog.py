@@ -419,7 +419,7 @@ class Catalog:
                 fresh = f"{condition} AND key >= {upto}"
                 chosen = f"SELECT {PLACED}, min(key) OVER ({groups}) AS other FROM tensor WHERE {fresh}"
                 with sketches(cursor, self.root, chosen, parameters) as sketch:
-                    rows = [f"{sketch} JOIN tensor USING (key)"]
+                    rows = [f"{sketch} JOIN tensor USING (key)" if fields else sketch]
                     if cube:
                         rows.append(f"{cube}_sketch JOIN {cube} AS tensor USING (key) WHERE {condition}")
                     union = _union(f"SELECT {columns}, bin, count FROM", rows)
