@@ -809,6 +809,11 @@ class Catalog:
         with self._cursor() as cursor, transaction(cursor), self._sketches(cursor, name, "true", []):
             return cursor.sql(_public(name, "tensor_id")).to_arrow_table()
 
+    def sketch_files(self) -> list[str]:
+        """The files with the sketches of all tensors."""
+        rows = self._rows("SELECT DISTINCT run_id, name FROM segment WHERE sketch_rows > 0 ORDER BY ALL")
+        return [f"{self.root.absolute()}/{run_id}/segments/{name}/sketch.parquet" for run_id, name in rows]
+
     @_repairing
     def write_tables(self, directory: Path, where: Filter | None = None) -> None:
         """Write the PUBLIC_TABLES as directory/<table>/run_id=<run>/*.parquet, of the tensors that the filter selects
