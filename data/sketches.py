@@ -29,11 +29,11 @@ PLACED = "tensor.key, sketch_start, sketch_stop"
 TYPES = {"bin": np.int16, "count": np.int64}
 SCHEMA = pa.schema([("key", pa.int32()), *((name, pa.from_numpy_dtype(dtype)) for name, dtype in TYPES.items())])
 BINS = 1 << 12
-AT_ONCE = 1 << 11  # keys whose sketches are added up at once: each takes the room of BINS numbers
+AT_ONCE = 1 << 10  # keys whose sketches are added up at once: each takes the room of BINS numbers
 MOST = 2.0**62
 GROUPS = 32  # row groups that are read at once
 OPTIONS = {"page_checksum_verification": True, "pre_buffer": False}  # row groups are small: no threads to read them
-BLOCK = 1 << 20  # rows that are held in memory
+BLOCK = 1 << 18  # rows that are held in memory
 FOOTERS = 1 << 9  # files whose description is kept in memory
 
 
