@@ -420,7 +420,7 @@ class Catalog:
                 fresh = f"{condition} AND key >= {upto}"
                 chosen = f"SELECT {PLACED}, min(key) OVER ({groups}) AS other FROM tensor WHERE {fresh}"
                 with sketches(cursor, self.root, chosen, parameters) as sketch:
-                    rows = [f"{sketch} JOIN tensor USING (key)"]
+                    rows = [f"{sketch} JOIN tensor USING (key)" if fields else sketch]
                     if cube:
                         rows.append(f"{cube}_sketch JOIN {cube} AS tensor USING (key) WHERE {condition}")
                     union = _union(f"SELECT {columns}, bin, count FROM", rows)
@@ -811,6 +811,11 @@ class Catalog:
             raise CatalogError(f"there is no table {name!r}: expected one of {', '.join(PUBLIC_TABLES)}")
         with self._cursor() as cursor, transaction(cursor), self._sketches(cursor, name, "true", []):
             return cursor.sql(_public(name, "tensor_id")).to_arrow_table()
+
+    def sketch_files(self) -> list[str]:
+        """The files with the sketches of all tensors."""
+        rows = self._rows("SELECT DISTINCT run_id, name FROM segment WHERE sketch_rows > 0 ORDER BY ALL")
+        return [f"{self.root.absolute()}/{run_id}/segments/{name}/sketch.parquet" for run_id, name in rows]
 
     @_repairing
     def write_tables(self, directory: Path, where: Filter | None = None) -> None:

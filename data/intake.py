@@ -166,8 +166,7 @@ class Intake:
         for batch in self._read(new):
             taken_in = _at_once(cursor, batch, _add, lambda segment, error: self._refuse(segment, error, changed))
             added += len(taken_in)
-        for cube in CUBES:
-            _sum_up(cursor, self.root, cube)
+        _sum_up(cursor, self.root)
         if self._vanished:  # merged, or deleted with its run: look again, before rows are missed
             self._damaged = {run_id: damage for run_id, damage in self._damaged.items() if run_id in still}
             return added + self.catch_up(cursor)
@@ -385,8 +384,8 @@ def _add(cursor: duckdb.DuckDBPyConnection, segments: list[_Segment]) -> None:
     tables: dict[str, list[pa.Table]] = {}
     names = []
     for segment in segments:
-        rows = pc.max(segment.tables["tensor"]["sketch_stop"]).as_py() or 0
-        names.append(dict(zip(SEGMENT, (first, segment.run_id, segment.name, segment.mtime, 0, rows), strict=True)))
+        stop = pc.max(segment.tables["tensor"]["sketch_stop"]).as_py() or 0
+        names.append(dict(zip(SEGMENT, (first, segment.run_id, segment.name, segment.mtime, 0, stop), strict=True)))
         for name, table in segment.tables.items():
             if name == "tensor":
                 # The directory's name is the run's id, so that a run may be copied or renamed.
@@ -400,7 +399,8 @@ def _add(cursor: duckdb.DuckDBPyConnection, segments: list[_Segment]) -> None:
             tables.setdefault(name, []).append(table.add_column(0, "key", keys))
         first += len(segment.tables["tensor"])
     for name, parts in tables.items():
-        _insert(cursor, f"INSERT INTO {name} FROM incoming", pa.concat_tables(parts))
+        if len(rows := pa.concat_tables(parts)):
+            _insert(cursor, f"INSERT INTO {name} FROM incoming", rows)
     runs = list({segment.run_id for segment in segments})
     twice = cursor.execute(
         "SELECT tensor_id FROM tensor WHERE run_id IN (SELECT unnest(?)) GROUP BY ALL HAVING count(*) > 1 LIMIT 1",
@@ -419,13 +419,17 @@ def _next_key(cursor: duckdb.DuckDBPyConnection) -> int:
     return int(key)
 
 
-def _sum_up(cursor: duckdb.DuckDBPyConnection, root: Path, cube: str) -> None:
-    """Add the sketches or scores of new tensors to a cube if there are many, and at least two for each of its rows on
-    average."""
-    ((upto, tried, merged),) = cursor.execute("SELECT upto, tried, merged FROM cube WHERE name = ?", [cube]).fetchall()
+def _sum_up(cursor: duckdb.DuckDBPyConnection, root: Path) -> None:
+    """Add the sketches or scores of new tensors to each cube if there are many."""
     end = _next_key(cursor)
-    if end - upto < max(TAIL, 2 * (tried - upto)):
-        return
+    for cube, upto, tried, merged in cursor.execute("SELECT name, upto, tried, merged FROM cube").fetchall():
+        if end - upto >= max(TAIL, 2 * (tried - upto)):
+            _sum_up_in(cursor, root, cube, upto, end, merged)
+
+
+def _sum_up_in(cursor: duckdb.DuckDBPyConnection, root: Path, cube: str, upto: int, end: int, merged: int) -> None:
+    """Add the tensors with keys from upto to end to a cube if there are at least two for each of its rows on average.
+    merged: the rows of its sums right after they were last merged."""
     names = ", ".join(CUBES[cube])
     same = " AND ".join(f"tensor.{name} IS NOT DISTINCT FROM {cube}.{name}" for name in CUBES[cube])
     new = f"FROM tensor WHERE key >= {upto}"

@@ -1,9 +1,10 @@
 """A user's own SQL, read-only, on a copy of the index: the only place that runs SQL from outside.
 
-The copy is a DuckDB file without a name, so it disappears with the app, however the app ends. Each statement runs in a
-process of its own (`data.statement`), which opens the copy read-only and disables everything else before it parses the
-statement: no files, network, extensions or spilling to disk, a locked configuration, limited memory. A statement must
-be a single SELECT; its process is killed at a timeout, and the number of rows is limited.
+The copy is a DuckDB file without a name, so it disappears with the app, however the app ends. Sketches, which are most
+of the data, are not copied: `sketch` is a view of the segments' files. Each statement runs in a process of its own
+(`data.statement`), which opens the copy read-only and disables everything else before it parses the statement: no
+files but those of the view, no network, extensions or spilling to disk, a locked configuration, limited memory. A
+statement must be a single SELECT; its process is killed at a timeout, and the number of rows is limited.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import duckdb
 import pandas as pd
@@ -34,6 +35,11 @@ from binade.data.text import one_line
 SECONDS = 5.0
 ROWS = 1000
 AT_ONCE = 4  # statements: each may hold its memory
+# The directory's name is the run's id, as in the index: files are <root>/<run_id>/segments/<name>/sketch.parquet.
+SKETCH = """CREATE VIEW sketch AS
+    SELECT string_split(filename, '/')[-4] || '/' || tensor_id AS tensor_id, bin::SMALLINT AS bin,
+           count::BIGINT AS count
+    FROM read_parquet([{files}], filename = true, hive_partitioning = false)"""
 STARTUP = 60.0  # seconds until the process is ready, on a machine that is busy too
 
 
@@ -57,7 +63,8 @@ class Sandbox:
     def __init__(self, catalog: Catalog) -> None:
         self._slots = threading.BoundedSemaphore(AT_ONCE)
         try:
-            self._copy, self._columns = _copy(catalog)
+            self._files = catalog.sketch_files()
+            self._copy, self._columns = _copy(catalog, self._files)
         except (duckdb.IOException, OSError) as error:
             raise QueryError(f"the index cannot be copied into {tempfile.gettempdir()}: {one_line(error)}") from error
 
@@ -70,25 +77,34 @@ class Sandbox:
 
     def select(self, sql: str, limit: int = ROWS, seconds: float = SECONDS) -> Answer:
         """At most `limit` rows of a single SELECT. Raises QueryError."""
-        with self._slots, _Process(self._copy.fileno()) as process:
-            process.send({"sql": sql, "limit": limit})
-            start = time.monotonic()
-            rows = process.rows(seconds)
-            took = time.monotonic() - start
+        try:
+            with self._slots, _Process(self._copy.fileno()) as process:
+                process.send({"sql": sql, "limit": limit, "files": self._files})
+                start = time.monotonic()
+                rows = process.rows(seconds)
+                took = time.monotonic() - start
+        except QueryError as error:
+            if all(map(os.path.exists, self._files)):
+                raise
+            raise QueryError("segments were merged or deleted since the index was copied: run it again") from error
         with duckdb.connect(":memory:") as connection:  # its types are shown as DuckDB shows them
             frame = connection.from_arrow(rows).df()
         return Answer(frame.head(limit), len(frame) > limit, took)
 
 
-def _copy(catalog: Catalog) -> tuple[BinaryIO, pd.DataFrame]:
+def _copy(catalog: Catalog, sketches: list[str]) -> tuple[BinaryIO, pd.DataFrame]:
     """An open DuckDB file of the public tables, without a name, and their columns."""
     with tempfile.TemporaryDirectory(prefix="binade-sql-") as folder:
         path = Path(folder) / "index.duckdb"
         with duckdb.connect(path) as connection:
             for name in PUBLIC_TABLES:
-                connection.register("incoming", catalog.table(name))
-                connection.execute(f"CREATE TABLE {name} AS FROM incoming")
-                connection.unregister("incoming")
+                if name == "sketch" and sketches:
+                    files = ", ".join("'" + file.replace("'", "''") + "'" for file in sketches)
+                    connection.execute(SKETCH.format(files=files))
+                else:
+                    connection.register("incoming", catalog.table(name))
+                    connection.execute(f"CREATE TABLE {name} AS FROM incoming")
+                    connection.unregister("incoming")
             columns = connection.execute(
                 'SELECT table_name AS "table", column_name AS "column", data_type AS type'
                 " FROM information_schema.columns ORDER BY table_name, ordinal_position"
@@ -134,7 +150,7 @@ class _Process:
         finally:
             timer.cancel()
 
-    def send(self, request: dict[str, str | int]) -> None:
+    def send(self, request: dict[str, Any]) -> None:
         """Send the statement. Returns when the process starts to run it."""
         with self._limit(STARTUP):
             with suppress(BrokenPipeError):  # it has ended: there will be no answer

@@ -7,10 +7,13 @@ none; the others read the row groups that contain the chosen tensors.
 from __future__ import annotations
 
 import os
+from bisect import bisect_left, bisect_right
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +29,11 @@ PLACED = "tensor.key, sketch_start, sketch_stop"
 TYPES = {"bin": np.int16, "count": np.int64}
 SCHEMA = pa.schema([("key", pa.int32()), *((name, pa.from_numpy_dtype(dtype)) for name, dtype in TYPES.items())])
 BINS = 1 << 12
-AT_ONCE = 1 << 11  # keys whose sketches are added up at once: each takes the room of BINS numbers
+AT_ONCE = 1 << 10  # keys whose sketches are added up at once: each takes the room of BINS numbers
 MOST = 2.0**62
 GROUPS = 32  # row groups that are read at once
+OPTIONS = {"page_checksum_verification": True, "pre_buffer": False}  # row groups are small: no threads to read them
+BLOCK = 1 << 18  # rows that are held in memory
 FOOTERS = 1 << 9  # files whose description is kept in memory
 
 
@@ -98,21 +103,16 @@ def _sums(
     stop: np.ndarray,
 ) -> Iterator[pa.RecordBatch]:
     """The sketches in these rows of these segments, added up by key, AT_ONCE keys at a time."""
-
-    def rows(chosen: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        for part in np.split(chosen, np.flatnonzero(np.diff(segment[chosen])) + 1):
-            for at, bins, counts in _read(*segments[int(segment[part[0]])], start[part], stop[part]):
-                yield part[at], bins, counts
-
     keys, code = np.unique(other, return_inverse=True)
     if 0 < len(keys) == len(other):  # there is nothing to add up
-        for at, bins, counts in rows(np.arange(len(other))):
+        for at, bins, counts in _blocks(segments, segment, start, stop):
             yield pa.RecordBatch.from_arrays([other[at], bins, counts], schema=SCHEMA)
         return
     for first in range(0, len(keys), AT_ONCE):
         total = np.zeros(min(AT_ONCE, len(keys) - first) * BINS, np.int64)
-        place, values = (code - first) * BINS, 0.0
-        for at, bins, counts in rows(np.flatnonzero((code >= first) & (code < first + AT_ONCE))):
+        chosen, values = (code >= first) & (code < first + AT_ONCE), 0.0
+        place = (code[chosen] - first) * BINS
+        for at, bins, counts in _blocks(segments, segment[chosen], start[chosen], stop[chosen]):
             np.add.at(total, place[at] + bins, counts)
             values += counts.sum(dtype=np.float64)
         if values >= MOST:
@@ -122,37 +122,68 @@ def _sums(
         yield pa.RecordBatch.from_arrays([keys[first + cells // BINS], bins, total[cells]], schema=SCHEMA)
 
 
+def _blocks(
+    segments: Mapping[int, tuple[str, int]], segment: np.ndarray, start: np.ndarray, stop: np.ndarray
+) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """The sketches in these rows, which are in order, of these segments, some at a time: which of them each is of,
+    its bin and its count."""
+    upto = np.concatenate([[0], np.cumsum(stop - start)])
+    (breaks,) = ((segment[1:] != segment[:-1]) | (start[1:] != stop[:-1])).nonzero()
+    first, last = np.concatenate([[0], breaks + 1]), np.concatenate([breaks, [len(start) - 1]])
+    ranges = zip(segment[first].tolist(), start[first].tolist(), stop[last].tolist(), strict=True) if len(start) else ()
+    parts: list[tuple[np.ndarray, np.ndarray]] = []
+    before = held = 0
+
+    def block() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        bins, counts = (np.concatenate(each) for each in zip(*parts, strict=True))
+        after = before + len(bins)
+        low, high = upto.searchsorted(before, "right") - 1, upto.searchsorted(after, "left")
+        return np.repeat(np.arange(low, high), np.diff(upto[low : high + 1].clip(before, after))), bins, counts
+
+    for number, rows in groupby(ranges, itemgetter(0)):
+        for bins, counts, chosen in _read(*segments[number], [each[1:] for each in rows]):
+            parts += [(bins[each], counts[each]) for each in chosen]
+            held += len(bins)
+            if held >= BLOCK:
+                found = block()
+                yield found
+                before, held, parts = before + len(found[0]), 0, []
+    if parts:
+        yield block()
+
+
 @lru_cache(FOOTERS)
-def _footer(file: str, mtime_ns: int) -> tuple[pq.FileMetaData, np.ndarray]:
+def _footer(file: str, mtime_ns: int) -> tuple[pq.FileMetaData, list[int]]:
     """The metadata of a file, the start of each of its row groups, and the end of the last."""
     metadata = pq.read_metadata(file)
-    return metadata, np.cumsum([0, *(metadata.row_group(group).num_rows for group in range(metadata.num_row_groups))])
+    sizes = (metadata.row_group(group).num_rows for group in range(metadata.num_row_groups))
+    return metadata, list(accumulate(sizes, initial=0))
 
 
 def _read(
-    directory: str, mtime_ns: int, start: np.ndarray, stop: np.ndarray
-) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """The sketches in these rows, which are in order, of a segment, GROUPS row groups at a time: which of them a row
-    belongs to, its bin and its count."""
+    directory: str, mtime_ns: int, ranges: list[tuple[int, int]]
+) -> Iterator[tuple[np.ndarray, np.ndarray, list[slice]]]:
+    """The bins and counts of a segment's row groups that contain these ranges of its rows, which are in order, GROUPS
+    row groups at a time, and where the ranges are in them."""
     file = f"{directory}/sketch.parquet"
     metadata, ends = _footer(file, mtime_ns)
-    with pq.ParquetFile(file, metadata=metadata, page_checksum_verification=True) as opened:
+    needed = sorted({group for a, b in ranges for group in range(bisect_right(ends, a) - 1, bisect_left(ends, b))})
+    left = deque(ranges)
+    with pa.OSFile(file) as source, pq.ParquetFile(source, metadata=metadata, **OPTIONS) as opened:
         if os.stat(directory).st_mtime_ns != mtime_ns:
             raise SegmentError(f"{directory} has changed")
-        # In how many of the sketches each row group is.
-        inside = np.bincount(ends.searchsorted(start, "right") - 1, minlength=len(ends))
-        inside -= np.bincount(ends.searchsorted(stop, "left"), minlength=len(ends))
-        (needed,) = inside.cumsum().nonzero()
-        (breaks,) = ((needed[1:] - needed[:-1] > 1) | (np.arange(1, len(needed)) % GROUPS == 0)).nonzero()
-        for a, b in pairwise([0, *(breaks + 1).tolist(), len(needed)]):
-            first, end = ends[needed[a]], ends[needed[b - 1] + 1]
-            low, high = stop.searchsorted(first, "right"), start.searchsorted(end, "left")
-            begin = np.maximum(start[low:high], first) - first
-            length = np.minimum(stop[low:high], end) - first - begin
-            rows = opened.read_row_groups(needed[a:b].tolist(), columns=list(TYPES), use_threads=False)
+        for at in range(0, len(needed), GROUPS):
+            groups = needed[at : at + GROUPS]
+            rows = opened.read_row_groups(groups, columns=list(TYPES), use_threads=False)
             bins, counts = (rows[name].to_numpy().astype(dtype, copy=False) for name, dtype in TYPES.items())
-            if length.sum() < len(rows):
-                upto = length.cumsum()
-                at = np.arange(upto[-1]) + np.repeat(begin - (upto - length), length)
-                bins, counts = bins[at], counts[at]
-            yield np.repeat(np.arange(low, high), length), bins, counts
+            chosen, before = [], 0
+            for group in groups:
+                first, end = ends[group], ends[group + 1]
+                while left and left[0][0] < end:
+                    a, b = left[0]
+                    chosen.append(slice(max(a, first) - first + before, min(b, end) - first + before))
+                    if b > end:
+                        break
+                    left.popleft()
+                before += end - first
+            yield bins, counts, chosen

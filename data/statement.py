@@ -5,7 +5,7 @@ operating system enforces the limits: of the address space here, and the parent 
 Imports are few, because every statement waits for them.
 
     python -m binade.data.statement PARENT COPY    the parent's pid, and the open file of the index's copy
-    stdin    {"sql": text, "limit": rows} as JSON
+    stdin    {"sql": text, "limit": rows, "files": paths of the segments' sketches} as JSON
     stdout   READY when the clock may start, then ROWS and an Arrow stream, or ERROR and one line of text
 """
 
@@ -37,8 +37,8 @@ COLUMNS = 1000  # more make the browser wait
 NUMBER_OR_TEXT = re.compile(r"BOOLEAN|VARCHAR|FLOAT|DOUBLE|U?(TINY|SMALL|BIG|HUGE)?INT(EGER)?|DECIMAL\(.*\)")
 VALUE = 64  # bytes that a value takes in Python besides its own
 SHUT = (
+    "SET temp_directory = ''",
     "SET enable_external_access = false",
-    "SET disabled_filesystems = 'LocalFileSystem'",  # otherwise the open file of the index could be read as bytes
     "SET python_enable_replacements = false",  # otherwise a table's name could refer to a variable of this process
     "SET autoinstall_known_extensions = false",
     "SET autoload_known_extensions = false",
@@ -128,7 +128,10 @@ def _die_with(parent: int) -> None:
 def main() -> None:
     _die_with(int(sys.argv[1]))
     request: dict[str, Any] = json.load(sys.stdin)
-    connection = duckdb.connect(f"/proc/self/fd/{int(sys.argv[2])}", read_only=True)
+    copy = int(sys.argv[2])
+    connection = duckdb.connect(f"/proc/self/fd/{copy}", read_only=True)
+    os.close(copy)  # DuckDB keeps it open; by this name, which it would allow, nobody can read it as bytes
+    connection.execute("SET allowed_paths = ?", [request["files"]])
     for statement in SHUT:
         connection.execute(statement)
     _confine()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -11,6 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from binade.data.catalog import PUBLIC_TABLES, Catalog
@@ -39,6 +42,32 @@ def test_answers_as_the_catalog_does(catalog, sandbox):
     sql = "SELECT max(kurtosis) AS k FROM tensor WHERE quant_type = 'mxfp4'; -- the worst"
     wanted = catalog.tensors(Filter(quant_type=["mxfp4"]))["kurtosis"].max()
     assert sandbox.select(sql).rows["k"].item() == wanted
+
+
+def test_sketches_are_read_in_place(catalog, sandbox):
+    files = sorted(catalog.root.glob("*/segments/*/sketch.parquet"))
+    stored = pa.concat_tables(map(pq.read_table, files)).group_by("bin").aggregate([("count", "sum")]).to_pandas()
+    rows = sandbox.select("SELECT bin, sum(count)::BIGINT AS n FROM sketch GROUP BY bin", limit=10_000).rows
+    assert dict(rows.itertuples(index=False)) == dict(stored[["bin", "count_sum"]].itertuples(index=False))
+    each = "SELECT sum(count) - any_value(numel - nans - infs) AS n FROM sketch JOIN tensor USING (tensor_id)"
+    rows = sandbox.select(f"{each} GROUP BY tensor_id", limit=10_000).rows
+    assert len(rows) == catalog.totals().tensors and not rows["n"].any()
+    for other in (files[0].with_name("manifest.json"), files[0].parent / "../../run.json", f"{files[0].parent}/*"):
+        with pytest.raises(QueryError, match="disabled"):
+            sandbox.select(f"SELECT * FROM read_blob('{other}')")
+
+
+def test_a_segment_that_is_gone_is_the_reason(catalog, tmp_path):
+    root = tmp_path / "it's [one]"
+    shutil.copytree(catalog.root, root, ignore=shutil.ignore_patterns("index.duckdb*"))
+    with Catalog.open(root) as copied:
+        box = Sandbox(copied)
+    count = "SELECT count(bin) AS n FROM sketch"
+    assert box.select(count).rows["n"].item() == catalog.table("sketch").num_rows
+    shutil.rmtree(next(root.glob("*/segments/*")))
+    with pytest.raises(QueryError, match=r"segments were merged or deleted.*run it again"):
+        box.select(count)
+    box.close()
 
 
 @pytest.mark.parametrize(
@@ -229,3 +258,4 @@ def test_the_copy_cannot_be_read_as_a_file(sandbox):
     path = sandbox.select("SELECT path FROM duckdb_databases() WHERE path IS NOT NULL").rows["path"].item()
     with pytest.raises(QueryError, match="disabled"):
         sandbox.select(f"SELECT * FROM read_blob('{path}')")
+    assert sandbox.select(f"SELECT * FROM read_blob('/proc/self/fd/{Path(path).name}')").rows.empty
