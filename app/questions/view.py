@@ -45,7 +45,7 @@ def _explain_absence(question: Question, selected: Selection, values: dict[str, 
         st.info("The filter hides what this view shows.", icon=":material/filter_alt_off:")
         offer_to_clear()
     else:
-        st.caption("This is not due to the filter: all tensors together give the same answer.")
+        st.caption("This is not due to the filter: there is nothing to show without it, either.")
 
 
 def show_controls(controls: Iterable[Control], gap: Literal["small", "large"] = "small") -> dict[str, Any]:

@@ -77,7 +77,7 @@ COLUMNS = {
         "log₂ scales", width=95, help="Smallest to largest block scale; all-zero blocks left out",
         text=lambda row: _range(row["scale_exponent_min"], row["scale_exponent_max"]),
     ),
-    "bits_per_value": Column("Bits per value", "%.3g", 94, "Including its share of the block’s scale"),
+    "bits_per_value": Column("Bits per value", "%.4g", 94, "Including its share of the block’s scale"),
     "nbytes": Column(
         "Size", width=75, help="Size of all values in this format", text=lambda row: bytes_text(row["nbytes"])
     ),
