@@ -150,7 +150,7 @@ def test_the_form_and_the_estimate_take_a_path(directory, tmp_path):
     assert run.size == "full" and run.shape() == read_shape(directory)
     before = estimate([run], tmp_path)
     collected(tmp_path, "--model", os.path.relpath(directory))
-    assert not before.measured and estimate([run], tmp_path).measured
+    assert before.basis.startswith("No similar run yet") and estimate([run], tmp_path).basis.startswith("Measured: 1")
 
 
 def test_the_demo_of_the_makefile_is_a_command_that_parses(directory):

@@ -194,8 +194,8 @@ class TestEstimate:
         line = ["run", "--backend", "torch", *length]
         config = jobs.parse_runs([*line, "--quantization", "mxfp8"])[0]
         unknown, known = estimate([config], tmp_path), estimate([config], collected)
-        assert not unknown.measured and unknown.basis.startswith("No similar run yet")
-        assert known.measured and known.basis == "Measured: 1 earlier run of this model and recipe."
+        assert unknown.basis.startswith("No similar run yet")
+        assert known.basis == "Measured: 1 earlier run of this model and recipe."
         (run,) = [run for run in list_runs(collected)[0] if run.config["recipe"] == "mxfp8"]
         # The first of each kind does not count.
         _, warm_up, _, recorded = (record["seconds"] for record in jobs.state.losses_of(run))
