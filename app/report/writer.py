@@ -103,13 +103,28 @@ def make(opened: Catalog, request: Request, progress: Progress) -> int:
         made.mkdir()
         with ExitStack() as stack:
             zipped = stack.enter_context(ZipFile(archive, "w", ZIP_DEFLATED)) if request.archive else None
-            charts = _draw(opened, request, session, Files(made, zipped), progress)
+            with _unchanged(opened):
+                charts = _draw(opened, request, session, Files(made, zipped), progress)
         publish(made, request.output, before)
         if request.archive:
             request.archive.parent.mkdir(parents=True, exist_ok=True)  # within the report
             with open(archive, "rb") as content, staged_file(request.archive) as file:  # perhaps on another disk
                 shutil.copyfileobj(content, file)
     return charts
+
+
+@contextmanager
+def _unchanged(opened: Catalog) -> Iterator[None]:
+    """Raise ReportError if the indexed runs change: the charts would not all show the same runs."""
+    version, error = opened.version, None
+    try:
+        yield
+    except Exception as raised:
+        error = raised
+    if opened.version != version:
+        raise ReportError(f"the runs in {opened.root} changed while the report was drawn: make it again") from error
+    if error:
+        raise error
 
 
 def _check(opened: Catalog, request: Request) -> None:

@@ -551,6 +551,15 @@ def test_what_is_refused_at_the_end_leaves_no_zip_and_no_folder(root, tmp_path, 
         assert list(tmp_path.iterdir()) == []
 
 
+def test_a_run_deleted_meanwhile_is_said(root, tmp_path, overview_alone):
+    shutil.copytree(root, tmp_path / "runs")
+    with Catalog.open(tmp_path / "runs") as opened, pytest.raises(writer.ReportError, match="changed while"):
+        shutil.rmtree(next(path.parent for path in sorted(opened.root.glob("*/run.json"))))
+        of_rank = Request(tmp_path / "draw", Filter(rank=[0]), jobs=1)  # no sums in the index have a rank
+        writer.make(opened, of_rank, lambda *_: None)
+    assert [path.name for path in tmp_path.iterdir()] == ["runs"]
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=lambda n: n.name)
 def test_who_is_interrupted_leaves_nothing(collected, tmp_path, number):
     written = ("--output", tmp_path / "draw", "--zip", tmp_path / "z.zip")

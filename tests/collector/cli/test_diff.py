@@ -49,7 +49,7 @@ def test_one_rank_and_two_by_values(layouts: list[RunInfo], command: Callable[..
     first = found.rows[found.first(None)]
     assert (first.layer_index, first.module, first.tensor_name) == (1, "proj", "output")
     assert command("diff", str(one.directory), str(two.directory), "--bitwise") == 1
-    assert f"first difference, after {found.first(None)} tensors without: {first.place}" in capsys.readouterr().out
+    assert f"first difference, after {found.first(None)} tensors that do not: {first.place}" in capsys.readouterr().out
 
 
 def test_one_rank_and_two_by_statistics(layouts: list[RunInfo]):
