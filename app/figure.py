@@ -11,7 +11,7 @@ import json
 import textwrap
 import threading
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Any, Literal
@@ -352,23 +352,33 @@ NUMBER_LABELS = {
 }
 
 
-def _label_numbers(spec: Any, labelled: frozenset[str] = frozenset()) -> None:
-    """Label the axes of numbers in a specification, unless they or another layer define the labels. labelled:
-    the channels whose axis does."""
+def _label_numbers(spec: Any) -> None:
+    """Label the axes of numbers in a specification, unless a layer defines the labels of the axis. Layers share it, and
+    only one of them may name the type of its scale."""
     if isinstance(spec, list):
         for each in spec:
-            _label_numbers(each, labelled)
+            _label_numbers(each)
     elif isinstance(spec, dict):
-        labelled |= {channel for channel in ("x", "y") if _is_labelled(spec, channel)}
-        for channel in {"x", "y"} - labelled:
-            given = spec.get("encoding", {}).get(channel, {})
-            axis, scale = given.get("axis", {}), given.get("scale") or {}
-            labels = NUMBER_LABELS.get(scale.get("type", "linear"))
-            if given.get("type") == "quantitative" and labels and axis is not None:
-                given["axis"] = axis | {"labelExpr": labels.format(channel)}
-        _label_numbers(spec.get("layer", []), labelled)
+        for channel in ("x", "y"):
+            encodings = list(_encodings(spec, channel))
+            axes = [each for each in encodings if each.get("axis", {}) is not None]
+            types = [(each.get("scale") or {}).get("type") for each in encodings]
+            shared = next(filter(None, types), "linear")
+            if all({"format", "labelExpr", "labels"}.isdisjoint(each.get("axis", {})) for each in axes):
+                for each in axes:
+                    labels = NUMBER_LABELS.get((each.get("scale") or {}).get("type", shared))
+                    if each.get("type") == "quantitative" and labels:
+                        each["axis"] = each.get("axis", {}) | {"labelExpr": labels.format(channel)}
         for part in ("hconcat", "vconcat", "concat", "spec"):
             _label_numbers(spec.get(part, []))
+
+
+def _encodings(spec: dict[str, Any], channel: str) -> Iterator[dict[str, Any]]:
+    """The encodings of a channel in a chart and its layers."""
+    if channel in spec.get("encoding", {}):
+        yield spec["encoding"][channel]
+    for layer in spec.get("layer", []):
+        yield from _encodings(layer, channel)
 
 
 def _wrap_titles(spec: dict[str, Any]) -> None:
@@ -383,14 +393,6 @@ def _wrap_titles(spec: dict[str, Any]) -> None:
             if any(len(line) > letters for line in lines):
                 broken = [part for line in lines for part in textwrap.wrap(line, letters)]
                 title[name] = {"expr": f"width < {NARROW} ? {json.dumps(broken)} : {json.dumps(lines)}"}
-
-
-def _is_labelled(spec: dict[str, Any], channel: str) -> bool:
-    """Whether a chart, or one of its layers, defines the labels of an axis."""
-    axis = spec.get("encoding", {}).get(channel, {}).get("axis") or {}
-    return not {"format", "labelExpr", "labels"}.isdisjoint(axis) or any(
-        _is_labelled(layer, channel) for layer in spec.get("layer", [])
-    )
 
 
 def _arrow(data: pd.DataFrame) -> pa.Table:

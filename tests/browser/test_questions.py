@@ -386,7 +386,7 @@ def test_what_happens_inside_attention(visitor: Visitor):
     visitor.ask(registry.ATTENTION)
     assert re.match(r"In mxfp4, head \d loses the most: [\d.]+% of its nonzero probabilities are fl", visitor.answer)
     assert "Range of the scores" in visitor.title("scores")
-    assert "Flushed attention probabilities" in visitor.title("flushed")
+    assert "Flushed attention" in visitor.title("flushed")
     heads = visitor.chart("entropy").locator("path[aria-label*='mean entropy']")
     assert heads.count() >= 8
     visitor.click(heads.nth(2))
