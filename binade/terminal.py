@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any, NoReturn
 import click
 
 FAILED, BAD_USAGE, CANCELLED = 1, 2, 130
+_report = sys.unraisablehook
 WIDTH = {"max_content_width": 100}
 
 
@@ -168,6 +170,7 @@ def escape_unknown() -> None:
 
 def catch_signals() -> None:
     """Turn the first SIGINT or SIGTERM into KeyboardInterrupt, and ignore further ones while the command cleans up."""
+    sys.unraisablehook = _interrupt_again
     for signum in (signal.SIGTERM, signal.SIGINT):
         if signal.getsignal(signum) is not signal.SIG_IGN:
             signal.signal(signum, _interrupt)
@@ -177,6 +180,16 @@ def _interrupt(signum: int, frame: FrameType | None) -> NoReturn:
     for further in (signal.SIGTERM, signal.SIGINT):
         signal.signal(further, signal.SIG_IGN)
     raise KeyboardInterrupt
+
+
+def _interrupt_again(lost: Any) -> None:
+    """Python only reports an exception in a destructor or in a callback of its import system, and goes on. After a
+    KeyboardInterrupt there, interrupt once more, a moment later."""
+    if lost.exc_type is KeyboardInterrupt:
+        signal.signal(signal.SIGTERM, _interrupt)
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    else:
+        _report(lost)
 
 
 def names(text: str) -> tuple[str, ...]:

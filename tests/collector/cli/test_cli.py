@@ -17,7 +17,7 @@ from binade.collector.training.config import DATASETS, MODELS, RunConfig, check
 from binade.data.runs import list_runs
 from binade.data.tensor_kinds import tensor_names
 from binade.quant.formats import FORMATS
-from tests.conftest import PROJECT, run_collector
+from tests.conftest import PROJECT, run_collector, start_python
 
 RUN = ("run", "--backend", "torch", "--training-config", "fast")
 WRONG = {
@@ -477,3 +477,21 @@ def test_which_iterations_are_recorded(given, iterations, recorded):
     check(config)
     assert config.iterations == config.to_dict()["train_iters"] == iterations
     assert [i for i in range(iterations) if config.records(i)] == recorded == list(config.recorded_iterations)
+
+
+def test_an_interrupt_that_python_only_reports_comes_again():
+    """Raised in a destructor, as in a callback of an import, it is lost."""
+    code = """if True:
+        import signal, time
+        from binade.terminal import catch_signals
+        class Lost:
+            def __del__(self):
+                signal.raise_signal(signal.SIGTERM)
+        catch_signals()
+        try:
+            Lost()
+            time.sleep(600)
+        except KeyboardInterrupt:
+            print("interrupted")"""
+    out, error = start_python("-c", code).communicate(timeout=60)
+    assert (out, error) == ("interrupted\n", "")
