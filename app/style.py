@@ -215,12 +215,12 @@ Place = Literal["right", "corner", "top"]  # of a legend: beside the plot, in it
 DIRECT = 8  # lines that are labelled at their ends
 LABEL = 14  # pixels between two such labels
 LABEL_WIDTH, LABEL_HEIGHT = 0.3, 0.08  # of a point, as shares of the plot of a chart that is next to another
-_DIGITS = "'⁰¹²³⁴⁵⁶⁷⁸⁹'"
+_DIGITS = "⁰¹²³⁴⁵⁶⁷⁸⁹"
 
 
 def _digit(place: int) -> str:
     at = f"floor(abs(datum.value) / {place}) % 10"
-    return f"slice({_DIGITS}, {at}, {at} + 1)"
+    return f"slice('{_DIGITS}', {at}, {at} + 1)"
 
 
 # The labels of an axis of log₂: 2⁻¹², in Vega's expressions.
@@ -232,7 +232,7 @@ POWERS_OF_TWO = (
 
 def power_of_two(exponent: float) -> str:
     """2⁻¹²"""
-    return "2" + f"{exponent:.0f}".translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
+    return "2" + f"{exponent:.0f}".translate(str.maketrans("-0123456789", f"⁻{_DIGITS}"))
 
 
 def binades(title: str, ticks: int = 8) -> alt.Axis:
@@ -259,6 +259,11 @@ def _orient(groups: list[str], place: Place) -> Literal["top", "right", "top-lef
     return "top-left" if place == "corner" else place
 
 
+def _within(groups: list[str]) -> int:
+    """The width in pixels of a legend in a corner of the plot."""
+    return 50 + 8 * max(len(group) for group in groups)
+
+
 def free_place(x: np.ndarray, y: np.ndarray, groups: list[str]) -> Place:
     """The upper left corner if a legend there hides none of these points, else above the plot."""
     width, height = NARROWEST
@@ -266,7 +271,7 @@ def free_place(x: np.ndarray, y: np.ndarray, groups: list[str]) -> Place:
     x, y = x[known], y[known]
     if not len(x):
         return "corner"
-    right = x.min() + (x.max() - x.min()) * (50 + 8 * max(len(group) for group in groups)) / width
+    right = x.min() + (x.max() - x.min()) * _within(groups) / width
     bottom = y.max() - (y.max() - y.min()) * (24 + 16 * len(groups)) / height
     return "top" if ((x < right) & (y > bottom)).any() else "corner"
 
@@ -418,7 +423,7 @@ def brushed(
     )
     corner = len(groups) > 1 and _orient(groups, place) == "top-left"
     named = " + '  ' + datum.group" if len(groups) > 1 else " + ' values'"
-    right = 50 + 8 * max(len(group) for group in groups) if corner else 8  # of a legend
+    right = _within(groups) if corner else 8  # of a legend
     shown = alt.Chart(chart.data).transform_filter(f"isDefined({at})")
     counts = (
         shown.transform_calculate(part=inside.replace("at[", f"{at}["))

@@ -27,9 +27,9 @@ from binade.data.runs import (
     RUNNING,
     RunError,
     RunInfo,
+    check_root,
     read_run,
     run_directories,
-    unusable_root,
 )
 from binade.data.segment import (
     GROUP_ROWS,
@@ -81,8 +81,7 @@ def compact(
     """
     if not dry_run:
         check_writable("merging segments")
-    if not root.is_dir():
-        raise RunError(unusable_root(root) or f"{root} does not exist: give a directory of runs")
+    check_root(root)
     found = Compacted()
     directories = run_directories(root)
     for number, directory in enumerate(directories, 1):

@@ -524,6 +524,12 @@ def unusable_root(root: Path) -> str:
     return f"{root} is {kind}: the root of the runs must be a directory"
 
 
+def check_root(root: Path) -> None:
+    """Raises RunError if the root is not a directory."""
+    if not root.is_dir():
+        raise RunError(unusable_root(root) or f"{root} does not exist: give a directory of runs")
+
+
 def run_directories(root: Path) -> list[Path]:
     """The directories under a root that may be runs, by name. A missing root has none."""
     return [root / name for name in run_names(root)]

@@ -36,10 +36,8 @@ SECONDS = 5.0
 ROWS = 1000
 AT_ONCE = 4  # statements: each may hold its memory
 # The directory's name is the run's id, as in the index: files are <root>/<run_id>/segments/<name>/sketch.parquet.
-SKETCH = """CREATE VIEW sketch AS
-    SELECT string_split(filename, '/')[-4] || '/' || tensor_id AS tensor_id, bin::SMALLINT AS bin,
-           count::BIGINT AS count
-    FROM read_parquet([{files}], filename = true, hive_partitioning = false)"""
+SKETCH = """string_split(filename, '/')[-4] || '/' || tensor_id AS tensor_id, bin::SMALLINT AS bin,
+    count::BIGINT AS count"""
 STARTUP = 60.0  # seconds until the process is ready, on a machine that is busy too
 
 
@@ -99,8 +97,8 @@ def _copy(catalog: Catalog, sketches: list[str]) -> tuple[BinaryIO, pd.DataFrame
         with duckdb.connect(path) as connection:
             for name in PUBLIC_TABLES:
                 if name == "sketch" and sketches:
-                    files = ", ".join("'" + file.replace("'", "''") + "'" for file in sketches)
-                    connection.execute(SKETCH.format(files=files))
+                    files = connection.read_parquet(sketches, filename=True, hive_partitioning=False)
+                    files.project(SKETCH).create_view(name)
                 else:
                     connection.register("incoming", catalog.table(name))
                     connection.execute(f"CREATE TABLE {name} AS FROM incoming")

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from binade.data.remote import fetched
-from binade.data.runs import RUNNING, RunError, RunInfo, check_losses, read_run, run_directories, unusable_root
+from binade.data.runs import RUNNING, RunError, RunInfo, check_losses, check_root, read_run, run_directories
 from binade.data.segment import read_tables, table_files
 from binade.data.store import locked, sha256
 from binade.data.text import describe
@@ -47,8 +47,7 @@ def verify(
     Raises RunError if the root is not a directory or has no such run, TensorFileError if an object store cannot be
     read.
     """
-    if not root.is_dir():
-        raise RunError(unusable_root(root) or f"{root} does not exist: give a directory of runs")
+    check_root(root)
     directories = run_directories(root)
     if unknown := sorted(set(run_ids) - {directory.name for directory in directories}):
         raise RunError(f"{root} has no run {unknown[0]!r}: give the name of a directory in it")

@@ -36,12 +36,11 @@ def show_question(question: Question, selected: Selection, values: dict[str, Any
 
 def _explain_absence(question: Question, selected: Selection, values: dict[str, Any]) -> None:
     """Say whether there is an answer without the filter, and offer to clear it if there may be one."""
-    everything = replace(selected, where=Filter(), tensors=())
     if not selected.where.items():
         return
     if question.slow:
         offer_to_clear()
-    elif _draw(question, everything, values).figures:
+    elif _draw(question, replace(selected, where=Filter(), tensors=()), values).figures:
         st.info("The filter hides what this view shows.", icon=":material/filter_alt_off:")
         offer_to_clear()
     else:

@@ -116,15 +116,16 @@ def make(opened: Catalog, request: Request, progress: Progress) -> int:
 @contextmanager
 def _unchanged(opened: Catalog) -> Iterator[None]:
     """Raise ReportError if the indexed runs change: the charts would not all show the same runs."""
-    version, error = opened.version, None
+    version = opened.version
+    changed = f"the runs in {opened.root} changed while the report was drawn: make it again"
     try:
         yield
-    except Exception as raised:
-        error = raised
+    except Exception as error:
+        if opened.version == version:
+            raise
+        raise ReportError(changed) from error
     if opened.version != version:
-        raise ReportError(f"the runs in {opened.root} changed while the report was drawn: make it again") from error
-    if error:
-        raise error
+        raise ReportError(changed)
 
 
 def _check(opened: Catalog, request: Request) -> None:
