@@ -2,16 +2,18 @@
 
     python -m tests.siege.soak --minutes 240 [--pause SECONDS] [--seed N] [--svg FILE]
 
-Prints the memory of the server and its children, and draws it.
+Prints the memory of the server and its children, and draws it; Ctrl-C ends it early.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import random
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 
@@ -52,23 +54,23 @@ def _resident(port: int) -> float:
     raise AssertionError("no server listens")
 
 
-def clicked(root: Path, minutes: float, chance: random.Random, pause: float = 0.0) -> pd.DataFrame:
+def clicked(root: Path, minutes: float, chance: random.Random, pause: float = 0.0) -> Iterator[tuple[float, float]]:
     """Click through a root's app in one session after another, with so many seconds between a page and the next click;
     after each click the minutes since the start and the server's megabytes."""
-    start, found = time.monotonic(), list[tuple[float, float]]()
+    start, clicks = time.monotonic(), 0
     with driver.serving(root) as address, sync_playwright() as playwright:
         browser = driver.launch(playwright)
         port = int(address.rpartition(":")[2])
-        while time.monotonic() < start + 60 * minutes or len(found) < 4 * len(PAGES):
+        while time.monotonic() < start + 60 * minutes or clicks < 4 * len(PAGES):
             page = driver.new_page(browser.new_context())
             for _ in PAGES:  # a session
                 page.goto(f"{address}/{chance.choice(PAGES)}")
                 driver.settle(page)
-                found.append(((time.monotonic() - start) / 60, _resident(port)))
+                clicks += 1
+                yield (time.monotonic() - start) / 60, _resident(port)
                 page.wait_for_timeout(1000 * pause)
             page.context.close()
         browser.close()
-    return pd.DataFrame(found, columns=["minutes", "megabytes"])
 
 
 def ends(memory: list[float]) -> tuple[float, float]:
@@ -84,7 +86,7 @@ def ends(memory: list[float]) -> tuple[float, float]:
 )
 def soak(attempt: Attempt) -> None:
     root = roots.copy(attempt.root, attempt.place / "runs")
-    memory = clicked(root, attempt.minutes / SHARE, attempt.random)["megabytes"].tolist()
+    memory = [megabytes for _, megabytes in clicked(root, attempt.minutes / SHARE, attempt.random)]
     start, end = ends(memory)
     attempt.case = f"{len(memory)} clicks, {start:.0f} to {end:.0f} MB: {sparkline(memory)}"
     attempt.times = len(memory)
@@ -99,10 +101,12 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--svg", type=Path, help="draw the memory there")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
+    clicks = list[tuple[float, float]]()
+    with tempfile.TemporaryDirectory() as folder, contextlib.suppress(KeyboardInterrupt):
         root = Path(folder) / "runs"
         collect_recipes(root)
-        found = clicked(root, args.minutes, random.Random(args.seed), args.pause)
+        clicks.extend(clicked(root, args.minutes, random.Random(args.seed), args.pause))
+    found = pd.DataFrame(clicks, columns=["minutes", "megabytes"])
     memory = found["megabytes"].tolist()
     start, end = ends(memory)
     said = f"{len(memory):,} clicks in {found['minutes'].iloc[-1]:.0f} minutes: {start:.0f} to {end:.0f} MB"
