@@ -32,7 +32,7 @@ def _cannot_bind(host: str, port: int) -> str:
             probe.bind((host, port))
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
-                other = f"PORT={port + 1} make run"
+                other = f"--port {port + 1}; with make, PORT={port + 1}"
                 return f"port {port} is in use: stop the program that uses it, or choose another ({other})"
             return f"cannot listen on {host}, port {port}: {error.strerror}"
     return ""
@@ -65,8 +65,8 @@ def _serve(
 ) -> int:
     """Open the app on 127.0.0.1, or share it (docs/serving.md).
 
-    ROOT is the directory or s3://BUCKET/FOLDER that holds the runs. Object stores are read-only (docs/scale.md)
-    [default: $TENSOR_SAVE_DIR, else data/runs].
+    ROOT is the directory or URL (s3://BUCKET/FOLDER) that contains the runs. Object stores are read-only
+    (docs/scale.md) [default: $TENSOR_SAVE_DIR, else data/runs].
     """
     # Arrow's own allocator keeps what each thread has freed. It is chosen when pyarrow is imported.
     os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")
@@ -221,7 +221,7 @@ serve = Command(
         Option(
             ["--login"],
             is_flag=True,
-            help="Users sign in with the OpenID Connect provider of .streamlit/secrets.toml",
+            help="Require users to sign in with the OpenID Connect provider in .streamlit/secrets.toml",
         ),
         Option(
             ["--trust-proxy-header"],
@@ -234,7 +234,7 @@ serve = Command(
             metavar="FILE|NAMES",
             help="Users who can launch, cancel, delete, save, upload and use SQL; others only view [default: all]",
         ),
-        Option(["--read-only"], is_flag=True, help="Read-only for everyone; same as BINADE_READ_ONLY=1"),
+        Option(["--read-only"], is_flag=True, help="Make the app read-only for all users; same as BINADE_READ_ONLY=1"),
     ],
     callback=_serve,
     help=_serve.__doc__,

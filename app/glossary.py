@@ -31,7 +31,7 @@ TERMS = {
     "scale": "The number that a tensor's or block's values are divided by before they are rounded.",
     "sketch": "Counts of a tensor's values in bins of an eighth of a binade. Sketches can be added, so charts of many "
     "tensors need not read their values.",
-    "spec": "A format with options, such as mxfp8_e4m3(scale=rceil).",
+    "spec": "A format with options, such as mxfp8(scale=rceil).",
     "stage": "Whether an imported tensor was taken before or after quantization.",
     "stochastic rounding": "Rounding up or down at random, so that the expected result is the value itself.",
     "wgrad": "The GEMM of the backward pass that computes the gradient of a layer's weight, from the gradient of its "

@@ -112,5 +112,5 @@ def _names(given: str) -> frozenset[str]:
             raise SharingError(f"--operators {given}: expected a text file in UTF-8") from None
     names = frozenset(line.strip() for line in lines if line.strip())
     if not names:
-        raise SharingError(f"--operators {given}: it names nobody; use --read-only if nobody may change anything")
+        raise SharingError(f"--operators {given}: the list is empty; use --read-only to deny changes to everyone")
     return names

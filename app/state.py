@@ -103,7 +103,7 @@ def catalog() -> Catalog:
         return watched.opened
     except (RunError, OSError) as error:
         st.error(f"The runs cannot be read: {error}.", icon=":material/folder_off:")
-        st.markdown("Start the app on another directory: `TENSOR_SAVE_DIR=<directory> make run`")
+        st.markdown("Start the app with another directory: `binade serve DIRECTORY`")
         st.stop()
 
 

@@ -111,7 +111,7 @@ OWN_METRICS = {
     ),
     "absmax": Metric("absmax", "largest magnitude"),
     "std": Metric("Standard deviation", "population standard deviation: divided by n, not n − 1"),
-    "rms": Metric("rms", "root of the mean square of the finite values"),
+    "rms": Metric("rms", "square root of the mean square of the finite values"),
     "outlier_persistence": Metric(
         "Persistence",
         "Jaccard index (channels in both sets over channels in either) of the hot channels in two successive recorded "
@@ -127,7 +127,7 @@ OWN_METRICS = {
     ),
     "at_bin_edge": Metric(
         "Weights at a bin’s edge",
-        "share of up to 8,192 weights per tensor with |w − q| > 0.495 times the width of the bin of q",
+        "share of the sampled weights (up to 8,192 per tensor) with |w − q| > 0.495 times the width of q’s bin",
         "%",
         percent=True,
     ),

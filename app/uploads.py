@@ -85,14 +85,14 @@ def begin(session: str, length: str | None) -> tuple[int, str]:
         if session not in _held:
             return 403, "Open Sessions > Import before you upload a file"
         if length is None or not length.isdecimal():
-            return 411, "Uploads need a Content-Length"
+            return 411, "The request has no Content-Length header"
         if (size := int(length)) > LARGEST:
-            return 413, f"The file has more than {LARGEST >> 20} MiB: use binade bundle import on the machine itself"
+            return 413, f"The file is larger than {LARGEST >> 20} MiB: use binade bundle import on the machine itself"
         if session in _sending:
             return 429, "One file at a time"
         others = sum(_held.values()) - _held[session] + sum(_sending.values())
         if size + others > MOST:
-            return 429, "Other users are sending large files: try again in a minute"
+            return 429, "Other users are uploading large files: try again in a minute"
         _drop(session)
         _held[session], _sending[session] = 0, size
         return 0, ""

@@ -28,7 +28,7 @@ def reason() -> str:
     operators = sharing.current.operators
     if operators is None or (own := name()) in operators:
         return ""
-    return f"{own} is a viewer, not one of the operators" if own else "nobody is signed in"
+    return f"{own} is not an operator" if own else "nobody is signed in"
 
 
 def sign_in() -> bool:

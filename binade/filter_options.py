@@ -11,7 +11,7 @@ import click
 from binade.data.filter import FIELDS, INTEGER_FIELDS, LABELS, Filter
 from binade.terminal import Option, names
 
-FILTER = ("Filter", "Separate several values by commas. The same filters as in the app's sidebar.")
+FILTER = ("Filter", "These are the filters of the app's sidebar. Separate values with commas.")
 
 
 def texts(text: str) -> list[str]:
@@ -52,7 +52,7 @@ def filter_params() -> list[click.Parameter]:
                 [f"--{name.replace('_', '-')}", name],
                 type=numbers if name in INTEGER_FIELDS else texts,
                 metavar="N,..." if name in INTEGER_FIELDS else "NAME,...",
-                help=f"Restrict to this {LABELS.get(name, name)}",
+                help=f"Restrict by {LABELS.get(name, name)}",
                 title=FILTER[0],
                 about=FILTER[1],
             )

@@ -40,7 +40,7 @@ CREATE TABLE tensor (
     layer_index   INTEGER,              -- from 1
     module        VARCHAR,              -- qkv proj fc1 fc2 core router shared_fc1 shared_fc2 q q_down q_up kv_down kv_up
     component     VARCHAR,              -- FA, linear
-    operation     VARCHAR,              -- forward, backward
+    operation     VARCHAR,              -- forward, backward, evaluation, optimizer
     phase         VARCHAR,              -- pre: input of the operation, post: output of it
     tensor_name   VARCHAR,
     iteration     INTEGER,              -- from 0
@@ -63,7 +63,7 @@ CREATE TABLE tensor (
     absmax        DOUBLE,
     absmin        DOUBLE,               -- smallest nonzero magnitude
     skewness      DOUBLE,
-    kurtosis      DOUBLE,               -- E(x-mean)^4 / std^4: 3 for a normal
+    kurtosis      DOUBLE,               -- E(x-mean)^4 / std^4: 3 for a normal distribution
     zeros         BIGINT,
     nans          BIGINT,
     infs          BIGINT,
@@ -71,7 +71,7 @@ CREATE TABLE tensor (
     tp_size       INTEGER,
     dp_rank       INTEGER,              -- number of the data-parallel replica
     shard         VARCHAR,              -- how to restore the unsharded tensor: whole, slice (join along shard_axis), partial (sum)
-    shard_axis    INTEGER,              -- from the end if negative; null unless a slice
+    shard_axis    INTEGER,              -- from the end if negative; null unless shard is slice
     shard_stride  INTEGER,              -- number of tensors along the axis, each sharded separately: 2 for gate and up
     recomputed    BOOLEAN,              -- its layer's forward pass ran again during the backward pass; null if not known
     source_version VARCHAR,             -- for an imported tensor: the tool that logged it; for the Megatron fork, the naming of its file, V0 to V7

@@ -46,6 +46,8 @@ def commands(group: click.Group, context: click.Context) -> Iterator[tuple[str, 
     for name in group.list_commands(context):
         command = group.get_command(context, name)
         assert command
+        if command.hidden:
+            continue
         words = f"{context.info_name} {name}"
         yield words, command
         if isinstance(command, click.Group):
@@ -78,7 +80,8 @@ def options() -> list[str]:
                 continue
             filters = words if title == "Filter" else filters
             usages = [
-                f"{o.opts[0]} {'' if o.is_flag else o.metavar or o.make_metavar(context)}".strip() for o in members
+                f"{', '.join(o.opts)} {'' if o.is_flag else o.metavar or o.make_metavar(context)}".strip()
+                for o in members
             ]
             rows = [
                 (f"`{usage}`".replace("|", "\\|"), str(option.help).replace("|", "\\|"))
@@ -97,13 +100,15 @@ def recipes() -> list[str]:
         about = recipe.about
         kept = [f"Layers kept in bf16: {recipe.keep}."] * bool(recipe.keep)
         lines = [f"Source: {'; '.join(about.source)}.", *kept]
-        lines += [f"Left out: {text}" for text in about.leaves_out] + [f"Uncertain: {text}" for text in about.uncertain]
+        lines += [f"Not reproduced: {text}" for text in about.leaves_out] + [
+            f"Uncertain: {text}" for text in about.uncertain
+        ]
         shown = [line.split(maxsplit=1) for line in recipe.lines() if not line.rstrip().endswith(" bf16")]
-        rows = [(f"`{operand}`", " ".join(rest.split())) for operand, rest in shown]
+        rows = [(f"`{operand}`", *re.split("  +", rest, maxsplit=1)) for operand, rest in shown]
         found += [
             f"### {name}: {about.title} ({about.read})",
             "\n".join(f"- {line}" for line in lines),
-            markdown_table(("Operand", "Contracted axis, spec"), rows),
+            markdown_table(("Operand", "Contracted axis", "Spec"), rows),
         ]
     return found
 

@@ -47,7 +47,7 @@ METRICS = {
     "mse": Metric("MSE", "mean (q−x)²"),
     "relative_error": Metric("Relative error", "‖q−x‖₂ / ‖x‖₂"),
     "cosine": Metric("Cosine", "⟨x,q⟩ / (‖x‖·‖q‖)"),
-    "projection": Metric("Projection", "⟨q,x⟩ / ‖x‖²; 1 means that the scale is unbiased"),
+    "projection": Metric("Projection", "⟨q,x⟩ / ‖x‖²; 1: rounding neither shrinks nor enlarges x on average"),
     "max_abs_error": Metric("Max. abs. error", "max |q−x|"),
     "flush_to_zero": Metric("Flushed to zero", "share of the nonzero elements that become 0", "%", percent=True),
     "underflow_of_all": Metric(

@@ -25,7 +25,7 @@ from binade.quant.formats import FORMATS
 PREFIX = "collect_"
 LEFT = "left_on_collect"  # a copy of the fields, which Streamlit drops while another page is shown
 MOST_SEEDS = 20
-SEEDS = "Runs of each recipe, each with its own seed. Their spread shows which differences are due to chance"
+SEEDS = "Number of runs per recipe, each with its own seed. Their spread shows which differences are due to chance"
 TARGETS = "The targets of binade.toml. Jobs for a cluster are submitted as one array"
 COMMAND = 31  # characters of a line of the command in a window of 1280 pixels
 REFUSED = (ConfigError, ValueError)  # RecipeError and UnknownFormatError are ValueErrors
@@ -89,7 +89,9 @@ def _fill(config: RunConfig, recipes: tuple[str, ...], seeds: int = 1, title: st
         state[f"{PREFIX}{name}"] = value
     if beyond:
         st.warning(
-            plain(f"The form cannot set these values of the job: {'; '.join(beyond)}. Use the command line instead."),
+            plain(
+                f"These values are above the limits of this form: {'; '.join(beyond)}. Use the command line instead."
+            ),
             icon=":material/warning:",
         )
     state[f"{PREFIX}recipes"], state[f"{PREFIX}seeds"] = list(recipes), seeds

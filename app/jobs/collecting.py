@@ -54,7 +54,7 @@ PRESETS = {
     "sweep": Preset(
         "Formats on one tensor",
         ":material/tune:",
-        "Each format in one layer alone, everything else in bf16; only that layer’s input is recorded",
+        "Each format in one layer only; all other layers run in bf16. Only that layer’s input is recorded",
         replace(
             _QUICK,
             capture_layers="first",
@@ -68,7 +68,8 @@ PRESETS = {
     "ablation": Preset(
         "Ablation",
         ":material/stairs:",
-        "The recipe chosen below, or te_nvfp4: forward, + dgrad, + wgrad, then with one ingredient left out at a time",
+        "Ablates the recipe chosen below, or te_nvfp4: forward only, then with dgrad, then with wgrad, then without "
+        "one ingredient at a time",
         replace(RunConfig(), warmup_iterations=12, control_iter=2, capture_every=10, backend=Backend.TORCH),
         # not nvidia_nvfp4, which keeps both layers of a tiny model in bf16
         tuple(rung.recipe for rung in ladder("te_nvfp4").rungs),

@@ -267,11 +267,11 @@ def _delete(root: Path, view: JobView) -> None:
         with_run = False
         if view.run:
             status = view.run.status
-            goes = f"{status.tensors:,} tensors, {bytes_text(status.bytes)} of values, its losses and log"
+            goes = f"{status.tensors:,} tensors, {bytes_text(status.bytes)} of values, its losses and its log"
             with_run = st.checkbox(
                 "Delete its run as well", key=f"with_run_{job.id}", help="Otherwise it stays on the Runs page"
             )
-            st.caption(plain(f"The run {view.run.run_id}: {goes}."))
+            st.caption(plain(f"This deletes run {view.run.run_id}: {goes}."))
         act = (partial(_remove, root, job.id, with_run), "Deleted")
         label = "Delete job and run" if with_run else "Delete job"
         st.button(label, type="primary", key=f"delete_{job.id}", on_click=_do, args=act)

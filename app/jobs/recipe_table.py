@@ -46,7 +46,7 @@ def warnings_of(recipe: Recipe) -> list[str]:
     """Warnings about a recipe's results, a few words each."""
     words = []
     if recipe.about.read == "recalled":
-        words.append("from memory, source not read")
+        words.append("from memory, not checked against the source")
     if recipe.about.uncertain:
         words.append("partly uncertain")
     if biased_specs(recipe):
@@ -59,7 +59,7 @@ def details(recipe: Recipe) -> dict[str, tuple[str, ...]]:
     about = recipe.about
     lists = {
         f"Source ({about.read})" if about.read else "Source": about.source,
-        "Leaves out": about.leaves_out,
+        "Not reproduced": about.leaves_out,
         "Uncertain": about.uncertain,
         f"Stochastic rounding is {BIASED}": biased_specs(recipe),
     }
@@ -168,7 +168,7 @@ def _stage(changes: str, before: Recipe) -> dict[str, Any]:
     linear.dgrad.weight = mxfp8". Raises RecipeError."""
     if not changes:
         raise RecipeError(
-            "the row changes nothing: write a recipe such as bf16, or operands as in linear.forward = bf16"
+            "the row changes nothing: enter a recipe, such as bf16, or operands, such as linear.forward = bf16"
         )
     if CHANGE.match(changes):
         pairs = (each.partition("=") for each in changes.split(";") if each.strip())
@@ -177,7 +177,7 @@ def _stage(changes: str, before: Recipe) -> dict[str, Any]:
         try:
             return tomllib.loads("\n".join(lines))
         except tomllib.TOMLDecodeError:
-            raise RecipeError(f"{changes!r}: write changes as in linear.forward = bf16; qk.forward = bf16") from None
+            raise RecipeError(f"{changes!r}: enter changes such as linear.forward = bf16; qk.forward = bf16") from None
     recipe = parse_recipe(changes)
     if own := [name for name in ("keep", "schedule") if getattr(recipe, name)]:
         raise RecipeError(f"{changes} has its own {' and '.join(own)}: write {without(changes, *own)}")

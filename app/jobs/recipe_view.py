@@ -40,8 +40,9 @@ COLUMNS = {
     "spec": st.column_config.TextColumn(
         "Spec",
         width=370,
-        help="A format, with or without options: nvfp4(block=16x16). bf16: not quantized. Stochastic rounding clips "
-        "and is therefore biased, unless the scale leaves room: 16over17 for nvfp4, rceil for MX formats",
+        help="A format, with or without options: nvfp4(block=16x16). bf16: not quantized. With "
+        "stochastic rounding, clipped values make the result biased unless the scale leaves headroom: 16over17 for "
+        "nvfp4, rceil for MX formats",
     ),
 }
 STAGES = {

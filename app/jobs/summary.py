@@ -99,7 +99,7 @@ def line(view: JobView, done: Progress) -> str:
     elif not view.active and (took := seconds_run(view)) is not None:
         parts.append(duration_text(took))
     if view.run is None and not view.active:
-        return view.reason or "cancelled before it began"
+        return view.reason or "cancelled before it started"
     return " · ".join(parts)
 
 

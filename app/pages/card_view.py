@@ -26,7 +26,7 @@ def show_card(row: pd.Series, config: str) -> None:
     if not sentences:
         return
     imported = pd.notna(row["path"]) and str(row["path"]).startswith("/")
-    title = "Imported: what its log says, and what was corrected" if imported else "About this tensor"
+    title = "Imported tensor: log entries and corrections" if imported else "About this tensor"
     with st.expander(title, icon=":material/description:", expanded=True):
         if imported:
             _words(row)

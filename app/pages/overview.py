@@ -35,7 +35,7 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
     opened, where = selection.opened, selection.where
     found = panels(opened, where)
     low = worst(opened, where, values["format"]) if values["format"] else None
-    problems = () if found else ("Nothing to draw: no nonzero value is finite.",)
+    problems = () if found else ("Nothing to draw: there are no finite nonzero values.",)
     return Drawn((*found, *((low,) if low else ())), problems=problems)
 
 

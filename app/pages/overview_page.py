@@ -126,7 +126,7 @@ def _panels(opened: Catalog, where: Filter) -> None:
             if figure := found.get(f"panel_{by}"):
                 show.draw(figure)
             else:
-                st.info("Nothing to draw: no nonzero value is finite.", icon=":material/block:")
+                st.info("Nothing to draw: there are no finite nonzero values.", icon=":material/block:")
 
 
 def _worst(opened: Catalog, where: Filter, formats: tuple[str, ...]) -> None:

@@ -96,7 +96,7 @@ def _table(runs: pd.DataFrame, named: pd.DataFrame, course: Mapping[str, list[fl
     number, text = st.column_config.NumberColumn, st.column_config.TextColumn
     columns = {
         "state": text("State", width=95),
-        "source": text("Imported from", width=220, help="Directory of the tensors that another tool has logged"),
+        "source": text("Imported from", width=220, help="Directory of the tensors that were imported"),
         "name": text("Name", width=220),
         "recipe": text("Recipe", width=125, help="What was rounded, if the name of the recipe does not say so"),
         "course": st.column_config.LineChartColumn("Loss", width=110),

@@ -29,8 +29,9 @@ def page(opened: Catalog) -> None:
         explain_empty(opened)
         return
     st.caption(
-        "Run one read-only SELECT on a copy of the index, in DuckDB’s SQL dialect. Queries cannot access files or the "
-        f"network, and are limited to {MEMORY} of memory, {SECONDS:g} s and {ROWS:,} rows."
+        "Run one read-only SELECT on a copy of the index, in DuckDB’s SQL dialect. Queries cannot access the "
+        f"network, or files other than the runs’ sketches, and are limited to {MEMORY} of memory, {SECONDS:g} s and "
+        f"{ROWS:,} rows."
     )
     if st.session_state.get("page") != "sql":
         st.session_state["page"] = "sql"

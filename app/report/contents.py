@@ -28,7 +28,7 @@ SECTIONS = (
         "overview",
         "Overview",
         text="Magnitudes of all selected values, and of each group.",
-        if_empty="Nothing to draw: no nonzero value is finite.",
+        if_empty="Nothing to draw: there are no finite nonzero values.",
     ),
     Section(
         "distributions",

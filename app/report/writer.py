@@ -117,7 +117,7 @@ def make(opened: Catalog, request: Request, progress: Progress) -> int:
 def _unchanged(opened: Catalog) -> Iterator[None]:
     """Raise ReportError if the indexed runs change: the charts would not all show the same runs."""
     version = opened.version
-    changed = f"the runs in {opened.root} changed while the report was drawn: make it again"
+    changed = f"the runs in {opened.root} changed while the report was being generated: run the command again"
     try:
         yield
     except Exception as error:
@@ -321,7 +321,7 @@ def _top(opened: Catalog, where: Filter, session: Session | None) -> dict[str, o
     made = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     return {
         "title": session.name if session else f"Tensors of {opened.root.name}",
-        "subtitle": f"Made {made} from {opened.root.name}. Shown: {where.sentence()}.",
+        "subtitle": f"Generated {made} from {opened.root.name}. Shown: {where.sentence()}.",
         "facts": (
             ("Tensors", f"{totals.tensors:,}"),
             ("Values", big(totals.elements)),

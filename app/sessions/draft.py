@@ -144,9 +144,9 @@ def open_version(version: Version) -> None:
         more = 0
         found.append(f"{error}.")
     if more:
-        runs = "1 run here does" if more == 1 else f"{more} runs here do"
+        runs = "1 run in this root does" if more == 1 else f"{more} runs in this root do"
         found.append(
-            f"{runs} not belong to this session. Its page shows all runs; its pins show only those of the session."
+            f"{runs} not belong to this session. The session’s page shows all runs; its pins show only its own runs."
         )
     notify(*found)
 

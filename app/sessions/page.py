@@ -114,10 +114,10 @@ def _share(opened: Catalog, one: Session) -> None:
         help="The runs’ rows, sketches and scores are always included",
     )
     if st.button(
-        "Make the report", key=f"report_{one.id}", help="Its charts, numbers and notes, for readers without the app"
+        "Create report", key=f"report_{one.id}", help="Its charts, numbers and notes, for readers without the app"
     ):
         _report(opened, one)
-    if st.button("Make the bundle", key=f"bundle_{one.id}"):
+    if st.button("Create bundle", key=f"bundle_{one.id}"):
         _bundle(opened, one, values or "charts")
 
 
@@ -318,8 +318,8 @@ def _compare(opened: Catalog) -> None:
         )
         return
     left, right = st.columns(2)
-    first = left.selectbox("This", list(choices), key="compare_first")
-    second = right.selectbox("with this", list(choices), index=1, key="compare_second")
+    first = left.selectbox("Compare", list(choices), key="compare_first")
+    second = right.selectbox("with", list(choices), index=1, key="compare_second")
     differences = sessions.differences(choices[first], choices[second])
     if not differences:
         st.success("No differences.", icon=":material/check:")
@@ -328,7 +328,7 @@ def _compare(opened: Catalog) -> None:
         pd.DataFrame(differences),
         hide_index=True,
         placeholder="",
-        column_config={"what": "Differs in", "first": "This", "second": "The other"},
+        column_config={"what": "Difference", "first": "First", "second": "Second"},
     )
 
 

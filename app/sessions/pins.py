@@ -115,7 +115,7 @@ def _view(catalog: Catalog, pin: Pin, runs: Sequence[str] | None) -> tuple[Drawn
     tensors: Sequence[str] = [] if "tensor" in params else pin.params.get("tensor", [])
     problems = (*problems, *absent, *unknown)
     if gone := _gone(catalog, pin, where, params, tensors):
-        return Drawn(problems=(*problems, f"Not drawn, because something is missing: {gone}.")), False
+        return Drawn(problems=(*problems, f"Not drawn: {gone}.")), False
     if not where.run_id:
         where = catalog.narrowed(where)  # captions state the filter
     drawn = page.draw(Selection(catalog, where, tuple(tensors)), values)
@@ -126,7 +126,7 @@ def _of_session(catalog: Catalog, pin: Pin, runs: Sequence[str]) -> tuple[Catalo
     """(the catalog of a session's runs and of those that the pin names; a sentence about those that are absent)."""
     here = catalog.runs()["run_id"].tolist()
     if not runs:
-        return catalog, ("Its session lists no runs: this is drawn from all runs of this root.",)
+        return catalog, ("The session lists no runs, so this chart is drawn from all runs in the root.",)
     wanted = {*runs, *_named(catalog, pin)}
     absent = [run for run in runs if run not in here]
     lost = f"{len(absent)} of its session's {len(runs)} runs {'is' if len(absent) == 1 else 'are'} missing."
@@ -189,7 +189,7 @@ def missing_runs(root: Path, session: Session) -> list[str]:
     problems = []
     for run in session.runs:
         if not _is_here(root, run.run_id):
-            problems.append(f"Run {run.run_id[:80]} is missing: what the session shows of it is left out.")
+            problems.append(f"Run {run.run_id[:80]} is missing and is left out of the charts.")
             continue
         try:
             same = fingerprint(root / run.run_id) == run.hash

@@ -172,7 +172,7 @@ def parse(content: bytes) -> Session:
     """A session from a file's content. For any content, it raises only SessionError."""
     try:
         if len(content) > LONGEST_FILE:
-            raise RefusedError(f"it has {len(content):,} bytes; at most {LONGEST_FILE:,} are read")
+            raise RefusedError(f"it is {len(content):,} bytes long; the limit is {LONGEST_FILE:,}")
         return untrusted.parse(Session, content, MARKER, VERSION, MOST_VALUES)
     except RefusedError as error:
         raise SessionError(f"{REFUSED}: {error}.") from None

@@ -132,8 +132,8 @@ class Advice:
         elif not self.costs.reliability >= RELIABLE:
             number = "unknown" if math.isnan(self.costs.reliability) else f"{self.costs.reliability:.2f}"
             found.append(
-                f"Two halves of the micro-batches agree on the ranking with ρ = {number}, below {RELIABLE}: record "
-                "more before acting on it."
+                f"Spearman's ρ between the rankings of two halves of the micro-batches is {number}, below {RELIABLE}: "
+                "record more micro-batches before you rely on the ranking."
             )
         if self.costs.left:
             found.append(

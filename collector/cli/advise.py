@@ -146,8 +146,8 @@ def _params() -> Sequence[click.Parameter]:
                help="At most N layers may have a GEMM in bf16"),
         Option(["--output"], type=Path, metavar="FILE.toml", help="Write the recipe to a new file"),
         Option(["--verify"], type=click.IntRange(1, 100), metavar="SEEDS", title=runs,
-               help="Queue the runs that test the recipe, with this number of seeds: bf16, the best single format "
-                   "with no more bits, and the recipe"),
+               help="Queue runs that test the recipe with this number of seeds: bf16, the best single format with "
+                   "at most as many bits, and the recipe"),
         Option(["--train-iters"], type=click.IntRange(2), default=200, metavar="N", title=runs,
                help="Iterations of each of these runs  [default: 200]"),
         Option(["--target"], metavar="NAME", title=runs,

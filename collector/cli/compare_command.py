@@ -12,7 +12,8 @@ from binade.terminal import Command, Option, fail, print_text, readable_root
 def _compare(root: str | None, kind: str, output: Path | None) -> None:
     """Compare the recipes of a root: loss, rounding error, gradients, storage and time.
 
-    ROOT is the directory or s3://BUCKET/FOLDER that holds the runs  [default: $TENSOR_SAVE_DIR, else data/runs].
+    ROOT is the directory or URL (s3://BUCKET/FOLDER) that contains the runs  [default: $TENSOR_SAVE_DIR, else
+    data/runs].
     """
     from binade.collector.cli.compare import compare  # imports pandas and DuckDB
     from binade.collector.cli.tables import render

@@ -186,7 +186,7 @@ def _print_jobs(root: Path, everything: bool) -> None:
         if reason := view.reason or place:
             print(f"job {view.job.id} {view.state}: {reason}")
     if left_out:
-        print(f"{len(left_out)} more have ended: use --all to list them")
+        print(f"{len(left_out)} more have ended: list them with `binade jobs list --all`")
     print(f"{at_once(root)} at once, in {root}")
 
 

@@ -65,7 +65,7 @@ def click_option(each: Declared, default: Any) -> Option:
         settings = {"type": each.kind}
     text, shown = declaration.help, declaration.default_help
     if declaration.allowed is not None and not all(name in text for name in declaration.allowed):
-        text += f". One of {', '.join(declaration.allowed)}"
+        text += f". {'Any' if each.is_list else 'One'} of {', '.join(declaration.allowed)}"
     if not shown and each.kind is not bool and default not in (None, (), ""):
         shown = each.text(default)
     return Option(
@@ -154,7 +154,7 @@ def _option(group: Group, *names: str, **settings: Any) -> Option:
 
 def scores_option() -> Option:
     """--scores of `binade import`."""
-    text = f"Formats to try on every tensor  [default: {','.join(DEFAULT_SCORES)}]"
+    text = f"Formats to score every tensor in  [default: {','.join(DEFAULT_SCORES)}]"
     return Option(["--scores"], type=names, metavar="A,B,...", default=",".join(DEFAULT_SCORES), help=text)
 
 

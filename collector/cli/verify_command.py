@@ -11,7 +11,8 @@ from binade.terminal import FAILED, Command, one_line, print_text, readable_root
 def _verify(root: str | None, runs: tuple[str, ...]) -> int:
     """Compare every file of the runs with the checksums that were written with it.
 
-    ROOT is the directory or s3://BUCKET/FOLDER that holds the runs  [default: $TENSOR_SAVE_DIR, else data/runs].
+    ROOT is the directory or URL (s3://BUCKET/FOLDER) that contains the runs  [default: $TENSOR_SAVE_DIR, else
+    data/runs].
     RUN is a directory in it  [default: all]. Exit status 1 if a file is damaged or missing.
     """
     from binade.data.verify import verify  # imports pyarrow

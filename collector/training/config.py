@@ -127,8 +127,8 @@ class RunConfig(WatchOptions):
     wgrad_quant: str | None = option(None, group=FORMAT, metavar="FORMAT",
         help="Format of the linear layers' GEMM for the gradient of the weight")
     operand_quant: tuple[str, ...] = option((), group=FORMAT, metavar="PART.GEMM.OPERAND=FORMAT,...",
-        help="Formats of single operands, such as linear.dgrad.grad_output=mxfp6_e3m2,qk.forward.key=bf16. Here mxfp8 "
-        "means mxfp8 for a gradient too; elsewhere it means mxfp8_e5m2")
+        help="Formats of single operands, such as linear.dgrad.grad_output=mxfp6_e3m2,qk.forward.key=bf16. Here, "
+        "mxfp8 means E4M3 for gradients as well; in the other options, it rounds gradients to mxfp8_e5m2")
     skip_layers: str = option("", group=FORMAT, metavar="LAYERS", help="Keep these layers in bf16",
         label="Layers kept in bf16", form_help=FORM_LAYERS, placeholder="nothing")
 
@@ -156,7 +156,7 @@ class RunConfig(WatchOptions):
     save_tensors: bool = option(True, group=RECORD, help="Train without recording tensors; losses are still logged")
     tensors: tuple[str, ...] = option((), group=RECORD, metavar="A,B,...", choices=tensor_names, label="Tensors",
         default_help="all tensors of attention and linear layers", placeholder="all of attention and linear layers",
-        help="Record only these tensors. norm_input and those after it are recorded only if listed",
+        help="Record only these tensors. norm_input and the tensors after it in this list are recorded only if named",
         form_help="norm_input and the tensors listed after it are recorded only if selected")
     modules: tuple[str, ...] = option((), group=RECORD, metavar="A,B,...", default_help="all", label="Modules",
         help="Record only these modules, such as qkv, core, fc1; see `binade list`", form_help="", placeholder="all")
@@ -166,7 +166,7 @@ class RunConfig(WatchOptions):
         help="Record only on these ranks")
     merge_ranks: MergeRanks = option(MergeRanks.AUTO, group=RECORD, metavar="WHEN", label="Merge ranks",
         help="Write one row per tensor, merged over the recorded ranks and without values: on, off, or auto (on with "
-        f"more than {FEW_RANKS} ranks). Unusual replicas keep their own rows",
+        f"more than {FEW_RANKS} ranks). Replicas with outliers or NaN keep their own rows",
         form_help=f"One row per tensor, without values; auto: on with more than {FEW_RANKS} ranks")
     unmerged_ranks: tuple[int, ...] = option((), group=RECORD, metavar="0,1,...", default_help="none",
         help="With merged ranks, the replicas that contain these ranks keep their own rows and values")

@@ -47,7 +47,8 @@ class SlurmOptions:
         help="Time limit: 90 (minutes), 1:30:00 or 2-12:00 (days-hours:minutes)",
         expected="write 90 (minutes), 1:30:00 or 2-12:00")
     at_once: int | None = option(None, group=START, metavar="N", minimum=1,
-        help="How many runs of a batch run at the same time", default_help="as many as the cluster allows")
+        help="Maximum number of runs of a batch that run at the same time",
+        default_help="as many as the cluster allows")
     dry_run: bool = option(False, group=START, help="Print what would be done, operand by operand, and do nothing")
     # fmt: on
 

@@ -275,7 +275,7 @@ class TestCollect:
         (job,) = jobs.add(root, [*SHORT, "--seed", str(2**60), "--micro-batches", "5000", "--no-raw"])
         jobs.cancel(root, job.id)
         at = visit(root, "collect", **{"from": str(job.id)})
-        assert "cannot set these values of the job" in at.warning[0].value.replace("\\", "")
+        assert "Above the limits of this form" in at.warning[0].value.replace("\\", "")
         for word in ("micro batches 5000 (at most 4096 here)", f"seed {2**60} (at most {2**53 - 1} here)"):
             assert word in at.warning[0].value.replace("\\", "")
         (run,) = chosen(at)
@@ -329,7 +329,7 @@ class TestJobs:
         press(at, f"save_{job.id}")
         assert jobs.find(root, job.id).title == "better" and jobs.find(root, job.id).tags == ("x", "y")
         press(at, f"cancel_{job.id}")
-        assert jobs.view_of(root, job).state == "cancelled" and "cancelled before it began" in words(at)
+        assert jobs.view_of(root, job).state == "cancelled" and "cancelled before it started" in words(at)
         (store.folder(root) / "runner.json").unlink()
 
     def test_delete_says_what_goes_and_takes_the_run(self, visit: Visit, root: Path, collected: Path):

@@ -448,7 +448,7 @@ class TestOddTensors:
         at = visit(odd_root, tensor=first(odd_root, layer_index=[number + 1]), axis=axis)
         name = list(roots.odd_tensors())[number]
         if name in ("all NaN", "all infinite", "empty"):
-            assert "Nothing to draw: there is no finite value." in words(at)
+            assert "Nothing to draw: there are no finite values." in words(at)
         if name in ("constant", "zeros", "single"):
             assert "No Q–Q plot: all values are equal." in words(at)
         if name == "zeros" and axis == "log2":

@@ -132,11 +132,11 @@ class TestSchedule:
         [
             ("", "bf16", "row 1 of the schedule: .* an iteration from 1"),
             ("0", "bf16", "row 1 of the schedule: .* an iteration from 1"),
-            ("90%", "", "row 1 of the schedule: the row changes nothing: write a recipe"),
+            ("90%", "", "row 1 of the schedule: the row changes nothing: enter a recipe"),
             ("90%", "mxfp9", "row 1 of the schedule: unknown recipe 'mxfp9'"),
             ("90%", "linear.forward = mxfp9", "row 1 of the schedule: linear.forward.input: unknown format 'mxfp9'"),
             ("90%", "linear.forward", "row 1 of the schedule: unknown recipe 'linear.forward'"),
-            ("90%", "linear.forward = bf16; x y = 3", "write changes as in linear.forward = bf16"),
+            ("90%", "linear.forward = bf16; x y = 3", "enter changes such as linear.forward = bf16"),
             ("90%", "nvidia_nvfp4", r"has its own keep: write nvidia_nvfp4\(without=keep\)"),
         ],
     )
@@ -232,7 +232,7 @@ class TestWarnings:
     def test_what_is_recalled_uncertain_or_biased_is_said(self, tmp_path: Path):
         (tmp_path / "r.toml").write_text('read = "recalled"\nuncertain = ["which layers"]\nlinear.forward = "mxfp8"')
         recipe = parse_recipe(str(tmp_path / "r.toml"))
-        assert recipe_table.warnings_of(recipe) == ["from memory, source not read", "partly uncertain"]
+        assert recipe_table.warnings_of(recipe) == ["from memory, not checked against the source", "partly uncertain"]
         assert recipe_table.details(recipe) == {"Uncertain": ("which layers",)}
         assert recipe_table.warnings_of(parse_recipe("quartet2")) == []
         assert recipe_table.warnings_of(parse_recipe("te_nvfp4")) == ["stochastic rounding is biased, because it clips"]

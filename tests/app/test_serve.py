@@ -58,7 +58,7 @@ PROXIED = {"header": "X-User", "proxy": "10.0.0.1"}
         ({"login": True, **PROXIED}, "choose one"),
         ({"operators": "ada"}, "give --login or --trust-proxy-header"),
         ({"operators": "./none", **PROXIED}, "no such file"),
-        ({"operators": " , ", **PROXIED}, "names nobody"),
+        ({"operators": " , ", **PROXIED}, "the list is empty"),
         ({"operators": "", **PROXIED}, "--operators is empty"),
         ({"host": "0.0.0.0", "header": "", "proxy": ""}, "--trust-proxy-header is empty"),
         ({"operators": "a" * 300, **PROXIED}, "name too long"),

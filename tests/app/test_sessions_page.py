@@ -96,7 +96,7 @@ def test_a_run_that_came_later_is_said_and_not_in_its_pins(visit: Visit, root: P
         seen = draw(catalog, one.pins[0]).figures[0]
     (tmp_path / late.name).rename(late)
     at = visit(root, "overview", session=one.id)
-    assert at.title[0].value == "Explore" and "1 run here does not belong to this session" in words(at)
+    assert at.title[0].value == "Explore" and "1 run in this root does not belong to this session" in words(at)
     at = press(visit(root, "sessions"), "Read")
     spec = json.loads(at.get("vega_lite_chart")[0].proto.spec)
     assert spec["title"]["subtitle"] == seen.chart.title.subtitle

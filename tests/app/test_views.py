@@ -151,7 +151,7 @@ def test_damaged_runs_break_no_page(visit: Visit, damaged_root: Path, page: str)
 
 
 def test_recipes_without_a_reference(visit: Visit, odd_root: Path):
-    assert "No run here was quantized" in visit(odd_root, "recipes").info[0].value
+    assert "None of these runs was quantized" in visit(odd_root, "recipes").info[0].value
 
 
 def test_sql(visit: Visit, collected: Path):

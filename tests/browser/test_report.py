@@ -139,7 +139,7 @@ def test_a_sessions_report_travels(collected: Path, visit: Callable[..., Page], 
         page = visit("/", base=address)
         turn_to(page, "Sessions")
         page.get_by_role("button", name="Share").first.click()
-        page.get_by_role("button", name="Make the report").click()
+        page.get_by_role("button", name="Create report").click()
         page.get_by_role("button", name="Save the report (HTML)").wait_for(timeout=120_000)
         with page.expect_download() as saved:
             page.get_by_role("button", name="Save the report (HTML)").click()

@@ -25,7 +25,7 @@ from binade.data.catalog import Catalog
 
 NOTE = (
     "An integer linear program chooses the formats by their recorded costs. These come from the bf16 runs in the "
-    "filter or, if there are none, from its only recipe."
+    "filter. If there are none, the filter must select a single recipe."
 )
 BUDGETS = ("4.5", "5", "5.5", "6", "7", "8", "9", "10", "12", "14")
 DEFAULT = "5.5"
@@ -127,10 +127,10 @@ def _held(advised: pd.Series, plain: pd.DataFrame) -> str:
     """Whether an advised recipe did better than the best single format with no more bits."""
     others = plain[plain["bits"] <= advised["bits"] + AS_MANY].sort_values("predicted")
     if others.empty:
-        return f"{advised['recipe']} was trained, but no single format with no more bits was."
+        return f"{advised['recipe']} was trained, but no single format with as few bits was."
     other = others.iloc[0]
-    gaps = f"{advised['gap']:+.4f}, {other['recipe']} with {other['gap']:+.4f}"
-    text = f"{advised['recipe']} was trained with a mean gap of {gaps}: "
+    gaps = f"{advised['gap']:+.4f}, {other['recipe']} one of {other['gap']:+.4f}"
+    text = f"{advised['recipe']} reached a mean gap of {gaps}: "
     if not (advised["high"] < other["low"] or advised["low"] > other["high"]):
         seeds = int(min(advised["seeds"], other["seeds"]))
         return f"{text}{seeds} seed{'s' * (seeds != 1)} do{'es' * (seeds == 1)} not separate them."

@@ -126,7 +126,7 @@ def heads(selected: SelectedTensor, maps: Maps) -> Drawn:
         )
         first = maps.source("attention_probs")
         caption = f"{first}\nEntropy: −Σp·log₂ p over the keys, mean over queries."
-        note = "Dashed: attention that weights every earlier key equally. Thin lines: the range over queries."
+        note = "Dashed: uniform attention over all visible keys. Thin lines: the range over queries."
         chart = charts.entropy(entropy, maps.words)
         figures.append(
             Figure("entropy", chart, entropy, caption, note, 330, "head", "Click a head to see its map.", group="probs")

@@ -125,7 +125,7 @@ def _verdict(selected: SelectedTensor, table: pd.DataFrame, size: int) -> str:
     median = MEASURES["sqnr_db"].text(float(finite.median())) if len(finite) else "no value"
     low = int((finite < 10).sum())
     return (
-        f"{low:,} of {len(table):,} blocks of {size} stay below 10 dB in {selected.spec}; "
+        f"{low:,} of {len(table):,} blocks of {size} values are below 10 dB in {selected.spec}; "
         f"the median is {median} dB, the worst {MEASURES['sqnr_db'].text(float(finite.min()))} dB."
     )
 

@@ -120,7 +120,8 @@ def _verdict(found: compute.Persistence) -> str:
     hot = found.places[found.places["hot_ratio"] >= compute.OUTLIER]
     if hot.empty:
         return (
-            f"{text}. No tensor has outlier channels: none reaches {compute.OUTLIER} times the median channel’s absmax."
+            f"{text}. No tensor has outlier channels: no channel’s absmax reaches {compute.OUTLIER} times "
+            "the median channel’s."
         )
     worst = hot.iloc[0]
     return (

@@ -96,5 +96,5 @@ def tiers(table: pd.DataFrame, subtitle: str | list[str]) -> alt.LayerChart:
     scale = alt.Scale(domain=names, range=[tier_color(name) for name in names])
     bars = base.mark_bar(size=18, cornerRadiusEnd=3).encode(x=x, color=alt.Color("tier:N", scale=scale, legend=None))
     text = base.mark_text(align="left", dx=5, color=style.GREY, fontSize=12).encode(x="share:Q", text="text:N")
-    result: alt.LayerChart = (bars + text).properties(title=style.title("Precision that the values get", subtitle))
+    result: alt.LayerChart = (bars + text).properties(title=style.title("Values by precision", subtitle))
     return result

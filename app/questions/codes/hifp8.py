@@ -117,7 +117,7 @@ def _precisions_chart(table: pd.DataFrame, subtitle: str | list[str]) -> alt.Cha
                 alt.Tooltip("count:Q", title="values", format=","),
             ],
         )
-        .properties(title=style.title("Precision that HiFloat8 gives", subtitle))
+        .properties(title=style.title("HiFloat8 precision by magnitude", subtitle))
     )
     return result
 
@@ -129,8 +129,8 @@ def _precisions_height(table: pd.DataFrame) -> int:
 
 GROUPS = 24
 LIMITS = (
-    "By magnitude: values below 2⁻²³ are flushed to zero, and those up to 2⁻¹⁵ are denormal. From 2⁻¹⁵, 2⁻⁷ and 2⁻³ "
-    "on they get 1, 2 and 3 mantissa bits, from 2⁴ on again 2, from 2⁸ on 1. From 2¹⁵ on they are clipped."
+    "By magnitude: below 2⁻²³ flushed to zero; from 2⁻²³ denormal; from 2⁻¹⁵ 1 mantissa bit; from 2⁻⁷ 2; from 2⁻³ 3; "
+    "from 2⁴ 2; from 2⁸ 1; from 2¹⁵ clipped."
 )
 
 

@@ -20,7 +20,7 @@ from binade.data.difference import TOLERANCE, Difference
 from binade.data.runs import RunError
 
 NOTE = (
-    "Matches the tensors of two runs of the same model and data, after joining the parts of each rank, and compares "
+    "Matches the tensors of two runs of the same model and data, after joining the shards of all ranks, and compares "
     "them in the order of execution: by their values if both runs kept them, otherwise by their statistics."
 )
 DEFINITION = (
@@ -107,10 +107,11 @@ def draw(
 
 
 def _verdict(found: Difference, table: pd.DataFrame, limit: float | None, first: int | None) -> str:
-    how = f"{int((table['by'] == 'values').sum()):,} were compared by values"
+    how = f"{int((table['by'] == 'values').sum()):,} were compared by value"
     beyond = "in at least one bit" if limit is None else f"by more than {limit:.3g}"
     if first is None:
-        return f"None of {len(table):,} tensors differs {beyond}; {how}."
+        equal = "are bitwise identical" if limit is None else f"differ by at most {limit:.3g}"
+        return f"All {len(table):,} tensors {equal}; {how}."
     row = found.rows[first]
     what = f"shapes {row.shape} and {row.shape_b}" if row.by == "shape" else f"{row.difference:.3g}"
     count = sum(each.differs(limit) for each in found.rows)

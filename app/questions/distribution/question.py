@@ -172,7 +172,7 @@ def values_lie(opened: Catalog, where: Filter, ids: list[str] | None, shown: Gro
     """Histogram, Q-Q plot and boxes. Each gets all groups, so that colours agree."""
     found = shown.found
     if not found:
-        return Drawn(problems=("Nothing to draw: there is no finite value.",))
+        return Drawn(problems=("Nothing to draw: there are no finite values.",))
     note = left_out(opened, where, ids, axis) + _resolution(found, axis)
     caption = source(where, f"{shown.subtitle} ({_how(found)})")
     groups = [d.group for d in found]

@@ -39,10 +39,10 @@ class ThreeWay:
             return f"The run has drifted (relative error {drift:.3g}); the format's rounding loses nothing here."
         ratio = drift / rounding
         if ratio > 2:
-            return f"Mostly drift: the run's tensor is {ratio:.1f} times as far from bf16's as the rounded one."
+            return f"Mostly drift: the drift is {ratio:.1f} times the rounding error."
         if ratio < 0.5:
-            return f"Mostly the format's rounding: it is {1 / ratio:.1f} times the drift of the run."
-        return f"Both: the run has drifted {ratio:.2f} times as far as the format's rounding alone."
+            return f"Mostly rounding: the rounding error is {1 / ratio:.1f} times the drift."
+        return f"Both: the drift is {ratio:.2f} times the rounding error."
 
 
 def three_way(reference: Tensor, own: Tensor, fmt: str, dim: int = -1) -> ThreeWay:

@@ -22,13 +22,13 @@ from binade.data.store import TensorFileError
 from binade.quant.metrics import METRICS
 
 NOTHING = (
-    "There is nothing to compare: this needs a bf16 run and a quantized run of the same data, both with this "
+    "There is nothing to compare: this needs a bf16 run and a quantized run on the same data, both with this "
     "tensor. Collect them with the same options."
 )
 
 NOTE = (
-    "The quantized run’s tensor is as captured, before its own rounding. So it differs from bf16’s only through "
-    "products that were rounded earlier, in this iteration or in previous ones."
+    "The quantized run’s tensor is shown before its own rounding. It differs from the bf16 run’s tensor only because "
+    "operands of earlier GEMMs were rounded, in this iteration or a previous one."
 )
 WHAT = {
     "rounding": "bf16’s tensor, rounded: the format alone",

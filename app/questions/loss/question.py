@@ -23,7 +23,9 @@ COLUMNS = {
     "rank": Column("Rank", width=60),
     "place": Column("Tensor", width=200),
     "value": Column(format="%.2e", metric=LOSS_CHANGE),
-    "spread": Column("± standard error", "%.1e", help="of the mean over micro-batches; empty for a single one"),
+    "spread": Column(
+        "± standard error", "%.1e", help="Standard error of the mean over micro-batches; empty if there is only one"
+    ),
     "first": Column(
         "First order", "%.2e", help="Σg·e, the mean over micro-batches. With few tokens it is mostly noise"
     ),
@@ -84,17 +86,17 @@ def _verdict(found: compute.Costs, fmt: str) -> str:
     total = table["value"].sum()
     lines.append(f", {_signed(total)} over all {of:,} operands. SQNR ranks it {int(worst['sqnr_rank'])} of {of}")
     if not math.isnan(found.agreement):
-        lines.append(f"; the two rankings agree with ρ = {found.agreement:.2f}")
+        lines.append(f"; Spearman’s ρ between the two rankings is {found.agreement:.2f}")
     lines.append(". ")
     if math.isnan(found.reliability):
         lines.append("The ranking comes from one micro-batch and holds only for its tokens: record several.")
     elif found.reliability < RELIABLE:
         lines.append(
-            f"Two halves of the micro-batches agree only with ρ = {found.reliability:.2f}: record more tokens before "
-            "you rely on the ranking."
+            f"Spearman’s ρ between two halves of the micro-batches is only {found.reliability:.2f}: record more tokens "
+            "before you rely on the ranking."
         )
     else:
-        lines.append(f"Two halves of the micro-batches agree with ρ = {found.reliability:.2f}.")
+        lines.append(f"Between two halves of the micro-batches, ρ is {found.reliability:.2f}.")
     if unknown:
         lines.append(f" For {unknown} operands nothing can be predicted: a gradient is not finite.")
     return "".join(lines)

@@ -135,8 +135,8 @@ def _of_gradients(board: Board, gradients: pd.DataFrame) -> list[Item]:
 def _of_weights_verdict(weights: pd.DataFrame, iterations: int) -> str:
     places = _places(weights)
     edge = places["at_bin_edge"].mean()
-    sampled = f"up to {EDGE_SAMPLE:,} weights per tensor"
-    at_edge = f"{edge:.1%} of {sampled} lie at the edge of their bin" if pd.notna(edge) else ""
+    sampled = f"sampled weights (up to {EDGE_SAMPLE:,} per tensor)"
+    at_edge = f"{edge:.1%} of the {sampled} lie at the edge of their bin" if pd.notna(edge) else ""
     if places["oscillating"].isna().all():
         return f"{at_edge}." if at_edge else ""
     first = places.iloc[0]
@@ -159,7 +159,7 @@ def _of_gradients_verdict(gradients: pd.DataFrame, fmt: str) -> str:
     worst = f"{lowest['place']}{rounded} with {lowest['value']:.2g} times"
     below = int((last["value"] < compute.NOISE_LINE).sum())
     if not below:
-        return f"Each of {len(last)} gradients is above √3 times its rounding noise {when}; the lowest is {worst}."
+        return f"All {len(last)} gradients are above √3 times their rounding noise {when}; the lowest is {worst}."
     return (
         f"{below} of {len(last)} gradients are below √3 times their rounding noise {when}, so that noise dominates the "
         f"step; the lowest is {worst}."

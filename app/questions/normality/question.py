@@ -53,7 +53,7 @@ def draw(selected: SelectedTensor, values: dict[str, Any]) -> Drawn:
     against = values["law"]
     own = distributions.distribution_of("this tensor", selected.x, (selected.row["mean"], selected.row["std"]))
     if not own.total:
-        return Drawn(problems=("Nothing to draw: there is no finite value.",))
+        return Drawn(problems=("Nothing to draw: there are no finite values.",))
     precision = "exact" if own.exact else "exact to 1/128 of each value: the tensor is too large to sort"
     other = None
     if against in laws.LAWS:
@@ -99,7 +99,7 @@ def _other(
     if against == "selection":
         found = [d for d in distributions.distributions(selected.opened, selected.where) if d.total]
         if not found:
-            return None, ("The filter selects no finite value.",)
+            return None, ("The filter selects no finite values.",)
         said = f"The selection: {selected.where.sentence()}. Drawn from its sketch, bins of 1/8 binade."
         return replace(found[0], group="the selection"), (said,)
     if not (tensor_id := tensor_id or next(iter(_others(selected)), None)):
@@ -118,7 +118,7 @@ def _other(
 def _against(selected: SelectedTensor, own: Distribution, other: Distribution, precision: str) -> Drawn:
     points = laws.qq_between([own], other)
     if points.empty:
-        return Drawn(problems=("Nothing to draw: there is no finite value.",))
+        return Drawn(problems=("Nothing to draw: there are no finite values.",))
     theirs = "exact" if other.exact else "from the sketch"
     distances = _distances(own, other)
     verdict = ", ".join(f"{METRICS[name].label} {value:.3g}" for name, value in distances.items()) + "."
@@ -128,7 +128,10 @@ def _against(selected: SelectedTensor, own: Distribution, other: Distribution, p
     chart = distribution_charts.qq_between(
         points, f"this tensor {precision}, {other.group} {theirs}", "tensor", other.group
     )
-    note = "On the dashed line both have the same distribution. The distances are computed on bins of 1/8 binade."
+    note = (
+        "If all points lie on the dashed line, the two distributions are the same. "
+        "The distances are computed on bins of 1/8 binade."
+    )
     return Drawn((Figure("qq", chart, points, caption, note=note, height=420),), verdict)
 
 

@@ -54,7 +54,7 @@ class Correlation:
 
     @property
     def text(self) -> str:
-        return f"ρ = {self.rho:.2f} (95 % interval {self.low:.2f} to {self.high:.2f})"
+        return f"{self.rho:.2f} (95 % interval {self.low:.2f} to {self.high:.2f})"
 
 
 def measured(opened: Catalog, found: Costs) -> tuple[pd.DataFrame, int]:

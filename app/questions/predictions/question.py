@@ -68,9 +68,8 @@ def _verdict(table: pd.DataFrame) -> str:
     if math.isnan(mean.rho):
         return f"Only {len(table)} recipes can be compared: at least four are needed to check the ranking."
     text = (
-        f"Over {len(table)} recipes, the predictions rank the gap of the first iteration with {first.text} and the "
-        "mean "
-        f"gap over training with {mean.text}."
+        f"Over {len(table)} recipes, Spearman’s ρ between the prediction and the measured gap is {first.text} in the "
+        f"first iteration and {mean.text} for the mean over training."
     )
     if mean.low <= 0:
         return f"{text} For training, these runs do not show that the prediction holds: do not rely on it."

@@ -19,7 +19,7 @@ from binade.app.report.section import Table as ReportTable
 from binade.app.style import MEASURES
 from binade.data.events import Event
 
-NOTHING = "No run in the filter has recorded a NaN or Inf. To look for one, pass find_nan=True or --find-nan."
+NOTHING = "No run in the filter has recorded a NaN or Inf. To look for one, record with find_nan=True or --find-nan."
 RUN = Control(
     name="run", label="Run", param=lambda opened: Known(lambda run: run in set(opened.runs()["run_id"])), widget="list",
     row="event", width=2,

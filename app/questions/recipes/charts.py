@@ -88,8 +88,8 @@ def costs_height(table: pd.DataFrame) -> int:
 
 
 AGREEMENT = {
-    "cosine": ("Cosine to bf16’s gradient", "cosine; 1 is the same direction"),
-    "gradient_bias": ("Gradient bias", "‖ĝ−g‖² / ‖g‖²; 0 is the same"),
+    "cosine": ("Cosine to bf16’s gradient", "cosine (1: same direction)"),
+    "gradient_bias": ("Gradient bias", "‖ĝ−g‖² / ‖g‖² (0: identical)"),
 }
 
 

@@ -137,7 +137,7 @@ def draw(
         kept = every["run_id"].isin([*table["run_id"], values["against"]])
         table = compared_with(every[kept].reset_index(drop=True), values["against"])
         if not has_reference(table):
-            return Drawn(problems=(f"No other run here saw the same data as {base}.",))
+            return Drawn(problems=(f"No other run in the filter saw the same data as {base}.",))
     if not has_reference(table):
         return Drawn(problems=(no_reference(table),))
     if values["view"] == "cost":
@@ -171,7 +171,7 @@ def no_reference(table: pd.DataFrame) -> str:
     if table.empty:
         return "The filter selects no run."
     if not table["quantized"].any():
-        return "No run here was quantized in training: collect one to compare, `binade quick mxfp4`."
+        return "None of these runs was quantized in training: collect one to compare with, `binade quick mxfp4`."
     return "No bf16 run saw the same data as these runs: collect one with the same options, `--quantization bf16`."
 
 

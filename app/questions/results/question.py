@@ -84,9 +84,9 @@ def _verdict(by_gemm: pd.DataFrame, table: pd.DataFrame) -> str:
         if str(name) not in near
     ]
     if near:
-        text += f" The operands’ errors, added up, predict {' and '.join(near)} results within 1 dB"
+        text += f" The sum of the operands’ noise ratios predicts {' and '.join(near)} results within 1 dB"
         return f"{text}; {', '.join(far)} than predicted." if far else f"{text}."
-    return f"{text} Compared with the sum of the operands’ errors, {', '.join(far)}." if far else text
+    return f"{text} Compared with the sum of the operands’ noise ratios, {', '.join(far)}." if far else text
 
 
 RESULTS = Question(

@@ -96,9 +96,11 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
     labels = _labels(selection)
     change = compute.difference(table, run, against, measure) if against and len(table) else table
     if change.empty:
-        both = f" in both of {labels[run]} and {labels[against]}" if against else ""
         scored = f" in {fmt}" if fmt else ""
-        text = f"{module} {name} has no {measure.label}{scored} in two or more iterations{both}."
+        what = f"{measure.label}{scored} of {module} {name}"
+        text = f"{what} was recorded in fewer than two iterations."
+        if against:
+            text = f"{what} was recorded in fewer than two iterations that {labels[run]} and {labels[against]} share."
         return Drawn(problems=(f"{text} Record several iterations, or watch a run.",))
     title = f"{measure.label}{f' in {fmt}' if fmt else ''} of {module} {name}"
     events = events_of({labels[each]: opened.root / each for each in shown})
@@ -120,7 +122,7 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
         note = f"{measure.label}: {measure.definition}. Brighter cells are worse."
         answer = _worst(change, measure)
     if len(events):
-        note += " Dashed: triggers, NaN or Inf, changes of precision."
+        note += " Dashed lines: triggers, NaN or Inf, precision changes."
     layers = change["layer_index"].nunique()
     caption = source(where, f"{len(change):,} cells of {layers} layers; the {worst} of all tensors in a cell")
     figure = Figure(

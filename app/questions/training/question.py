@@ -53,7 +53,7 @@ def _training_verdict(table: pd.DataFrame, measure: Measure) -> str:
     change = (ends[1] - ends[0]).dropna()
     worse = change < 0 if measure.low_is_bad else change > 0
     return (
-        f"From iteration {int(iterations[0])} to {int(iterations[-1])} it gets worse in "
+        f"From iteration {int(iterations[0])} to {int(iterations[-1])}, {measure.label} gets worse in "
         f"{int(worse.sum())} of {len(change)} layers."
     )
 

@@ -44,7 +44,7 @@ def draw(selected: SelectedTensor, values: dict[str, Any]) -> Drawn:
     items: list[Item] = [_facts(selected)]
     problems = []
     if table.empty:
-        problems.append("Nothing to draw: no nonzero value is finite.")
+        problems.append("Nothing to draw: there are no finite nonzero values.")
     else:
         edges = compute.zone_edges(selected.spec.format.element, selected.spec.rounding)
         zero = f" Zeros, {share['zero']:.1%} of the values, have no magnitude." if share["zero"] else ""
