@@ -12,10 +12,10 @@ from binade.app import reruns, sharing, users
 from binade.app.guard import Guard
 from binade.app.preloading import Preloading, import_pages
 from binade.data import access
-from binade.data.cache import give_memory_back
+from binade.data.cache import release_memory
 
 access.restrict(users.reason)
-reruns.install(give_memory_back)
+reruns.install(release_memory)
 importing = Thread(target=import_pages, daemon=True)
 app = App(
     Path(__file__).with_name("main.py"),

@@ -17,7 +17,7 @@ from binade.app.address import follow, plain, write
 from binade.app.filters import explain_nothing, hides_everything, sidebar
 from binade.app.params import Params
 from binade.data.access import check_writable, read_only
-from binade.data.cache import Cache, Done, give_memory_back
+from binade.data.cache import Cache, Done, release_memory
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 from binade.data.runs import RunError, resolve_root, unusable_root
@@ -74,13 +74,13 @@ class Watched:
     def _give_back(self) -> None:
         assert self.opened.cache
         if self.opened.cache.expire(self.opened.version):
-            give_memory_back()
+            release_memory()
 
     def _give_all_back(self) -> None:
         assert self.opened.cache
         self.opened.cache.expire(self.opened.version)
-        self.opened.give_memory_back()
-        give_memory_back()
+        self.opened.release_memory()
+        release_memory()
 
 
 @st.cache_resource(show_spinner="Reading the runs …")

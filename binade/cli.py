@@ -73,8 +73,8 @@ def build() -> Binade:
         "binade",
         params=[mode_option()],
         context_settings=WIDTH,
-        help="Train a small quantized model and record its tensors, or index those recorded elsewhere; then explore "
-        "them in the browser.",
+        help="Train a small quantized model and record its tensors, or index tensors recorded by other tools, then "
+        "explore them in the browser.",
         epilog=f'Shell completion: eval "$({COMPLETE}=bash_source binade)", or zsh_source, fish_source.',
     )
 

@@ -338,12 +338,12 @@ def _entries(archive: zipfile.ZipFile) -> dict[str, zipfile.ZipInfo]:
         if info.orig_filename != name or not (name == LIST or _EXTRA.fullmatch(name) or _RUN_FILE.fullmatch(name)):
             _refuse(f"{name[:80]!a} is not a valid name for a file in a bundle")
         if name.casefold() in folded:
-            _refuse(f"{name[:80]!a} is in it twice")
+            _refuse(f"{name[:80]!a} occurs twice")
         kind = stat.S_IFMT(info.external_attr >> 16)
         if kind not in (0, stat.S_IFREG):
             _refuse(f"{name[:80]!a} is a link or not a plain file")
         if info.flag_bits & 1 or info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-            _refuse(f"{name[:80]!a} is encrypted or packed in an unknown way")
+            _refuse(f"{name[:80]!a} is encrypted, or compressed with an unsupported method")
         limit = LONGEST_LIST if name == LIST else LARGEST if name.endswith((".pt", ".parquet")) else LONGEST_TEXT
         total += info.file_size
         if info.file_size > limit or total > LARGEST:
@@ -475,7 +475,7 @@ def _check_rows(directory: Path) -> None:
             for batch in file.iter_batches(columns=["path"]):
                 for raw in batch["path"].unique().to_pylist():
                     if raw is not None and not (_is_raw(raw) and (directory / raw).is_file()):
-                        _refuse(f"a row of {segment.name} names a tensor file that is not in the bundle")
+                        _refuse(f"a row of {segment.name} refers to a tensor file that is not in the bundle")
 
 
 def _in_memory(path: Path) -> int:

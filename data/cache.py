@@ -141,7 +141,7 @@ class Cache:
         return any_old
 
 
-def give_memory_back() -> None:
+def release_memory() -> None:
     """Collect reference cycles, and return the memory that malloc keeps to the system."""
     gc.collect()
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # of glibc

@@ -183,9 +183,9 @@ class Catalog:
     def close(self) -> None:
         self._index.close()
 
-    def give_memory_back(self) -> None:
-        """Return what the index keeps in memory for later queries."""
-        self._index.give_memory_back()
+    def release_memory(self) -> None:
+        """Free the memory that the index holds for later queries."""
+        self._index.release_memory()
 
     def __enter__(self) -> Catalog:
         return self
@@ -207,7 +207,7 @@ class Catalog:
                 self._synchronize()
 
     def kept(self, request: Hashable, compute: Callable[[], T]) -> T:
-        """The result of compute at this version, from the cache if there is one."""
+        """Return the result of compute at this version, from the cache if there is one."""
         return self.cache.get(self.version, request, lambda done: compute()) if self.cache else compute()
 
     @_repairing
@@ -234,7 +234,8 @@ class Catalog:
         """Add new segments, update run states and remove deleted runs; returns the number of segments added.
 
         A segment that cannot be read is skipped, listed in `refused` and tried again next time. If the index can no
-        longer be written (the disk is full), it is left unchanged and the segments are loaded into memory instead.
+        longer be written (for example because the disk is full), it is left unchanged and the segments are loaded into
+        memory instead.
         """
         refresh(self.root)
         with self._updating():
@@ -287,26 +288,26 @@ class Catalog:
     # Queries
 
     def runs(self, *, damaged: bool = False) -> pd.DataFrame:
-        """Every run, newest first: the columns of the table `run`. Runs that are damaged on disk are left out, here and
-        in every table, unless requested."""
+        """Return every run, newest first: the columns of the table `run`. Runs that are damaged on disk are left out,
+        here and in every table, unless requested."""
         chosen = "run" if damaged else SOUND_RUNS
         runs = self._frame(f"SELECT * FROM {chosen} ORDER BY started DESC, run_id DESC", of=self.progress)
         return runs if self._only is None else runs[runs["run_id"].isin(self._only)].reset_index(drop=True)
 
     def state(self) -> Hashable:
-        """The root and the progress of each of its runs. Results from the catalog remain valid while this stays the
-        same."""
+        """Return the root and the progress of each of its runs. Results from the catalog remain valid while this stays
+        the same."""
         return str(self.root), self._only, self.progress
 
     def restricted(self, run_ids: Iterable[str]) -> Catalog:
-        """This catalog as if its root contained only these runs: for `runs` and for every method that takes a
+        """Return a view of this catalog that contains only these runs. It affects `runs` and every method that takes a
         filter."""
         part = copy(self)
         part._only = tuple(run_ids)
         return part
 
     def narrowed(self, where: Filter | None) -> Filter:
-        """The filter as this catalog applies it: a restricted catalog adds its runs."""
+        """Return the filter that this catalog applies: the given filter, restricted to the runs of this view."""
         where = where or Filter()
         if self._only is None:
             return where
@@ -316,7 +317,7 @@ class Catalog:
     def tensors(
         self, where: Filter | None = None, *, order_by: str = "run_id, tensor_id", limit: int | None = None
     ) -> pd.DataFrame:
-        """One row per tensor that the filter selects: the columns of the table `tensor`.
+        """Return one row per tensor that the filter selects: the columns of the table `tensor`.
 
         order_by is a column of the table, or "-column" for descending. Raises CatalogError for an unknown column.
         """
@@ -342,8 +343,8 @@ class Catalog:
 
     @_repairing
     def facets(self, where: Filter | None = None) -> dict[str, list[Any]]:
-        """For each field the values that occur among the tensors that match every *other* field of the filter, so that
-        each choice selects something. Sorted; fields without a value are left out."""
+        """Return, for each field, the values that occur among the tensors that match every *other* field of the filter,
+        so that each choice selects something. Sorted; fields without a value are left out."""
         where = where or Filter()
         return dict(self.kept(("facets", where, self._only), lambda: self._facets(where)))
 
@@ -365,7 +366,7 @@ class Catalog:
         return {name: sorted(found[name]) for name in FIELDS if found[name]}
 
     def counts(self, where: Filter | None = None) -> dict[str, dict[Any, int]]:
-        """`facets` with the number of tensors of each value that match every other field of the filter."""
+        """Return `facets` with the number of tensors of each value that match every other field of the filter."""
         where = where or Filter()
         return dict(self.kept(("counts", where, self._only), lambda: self._counts(where)))
 
@@ -389,10 +390,11 @@ class Catalog:
     def distribution(
         self, where: Filter | None = None, by: str | None = None, tensor_ids: list[str] | None = None
     ) -> pd.DataFrame:
-        """The merged binade sketch: columns group, bin, count, low, high (the bin's edges, float64), by bin's value.
+        """Return the merged binade sketch: columns group, bin, count, low, high (the bin's edges, float64), by bin's
+        value.
 
-        by splits it by a column of `tensor` (a filter field, format or tensor_id), else group is "all".
-        tensor_ids restricts further. Raises CatalogError for another column.
+        by splits it by a column of `tensor` (a filter field, format or tensor_id), else group is "all". tensor_ids
+        restricts further. Raises CatalogError for another column.
         """
         group = "'all'" if by is None else f"tensor.{self._column(by)}"
         frame = self._merged(f'{group} AS "group"', () if by is None else (by,), where, tensor_ids)
@@ -400,7 +402,8 @@ class Catalog:
         return frame.sort_values(["group", "low", "high"], ignore_index=True)
 
     def crossed(self, where: Filter | None, by: tuple[str, ...]) -> pd.DataFrame:
-        """The merged binade sketch for every combination of these columns, in one pass: by's columns, bin, count."""
+        """Return the merged binade sketch for every combination of these columns, in one pass: by's columns, bin,
+        count."""
         return self._merged(", ".join(f"tensor.{self._column(name)}" for name in by), by, where)
 
     @_repairing
@@ -435,8 +438,8 @@ class Catalog:
         by: str | Sequence[str] | None = None,
         tensor_ids: list[str] | None = None,
     ) -> pd.DataFrame:
-        """Statistics of the selection's combined values, one row per group: tensors, numel, finite, mean, std, rms,
-        min, max, absmax, absmin, zeros, nans, infs, and of the quantized operands sqnr_db (of the summed powers)
+        """Return statistics of the selection's combined values, one row per group: tensors, numel, finite, mean, std,
+        rms, min, max, absmax, absmin, zeros, nans, infs, and of the quantized operands sqnr_db (of the summed powers)
         and flush_to_zero, saturated (shares of all elements concerned).
 
         by names one column, whose values are then in `group`, or a sequence of columns, each kept under its own name.
@@ -478,8 +481,8 @@ class Catalog:
         )
 
     def operands(self, where: Filter | None = None) -> pd.DataFrame:
-        """The selection's GEMM operands, one row per component, operation and format (null if not quantized): tensors,
-        numel, nbytes (before quantization)."""
+        """Return the selection's GEMM operands, one row per component, operation and format (null if not quantized):
+        tensors, numel, nbytes (before quantization)."""
         condition, parameters = self._selection(where)
         return self._frame(
             "SELECT component, operation, format, count(*) AS tensors, sum(numel)::BIGINT AS numel,"
@@ -489,8 +492,8 @@ class Catalog:
         )
 
     def scores(self, where: Filter | None = None, tensor_ids: list[str] | None = None) -> pd.DataFrame:
-        """The error of each format in the tensor's own GEMM: the score rows of the selection with the tensor's layer,
-        names, numel, finite (their number), zeros and rms."""
+        """Return the error of each format in the tensor's own GEMM: the score rows of the selection with the tensor's
+        layer, names, numel, finite (their number), zeros and rms."""
         condition, parameters = self._selection(where, tensor_ids)
         metrics = ", ".join(f"score.{name}" for name in ERROR_COLUMNS)
         return self._frame(
@@ -505,9 +508,10 @@ class Catalog:
     def errors(
         self, fmt: str, by: tuple[str, ...], where: Filter | None = None, worst: str = "sqnr_db"
     ) -> pd.DataFrame:
-        """The error of a format on the selection's operands, one row per group: by's columns, tensors, sqnr_db (of the
-        summed powers), flush_to_zero, saturated (shares of all elements concerned), and the tensor_id of the group's
-        worst by `worst`, one of these three. Operands without a finite value are left out.
+        """Return the error of a format on the selection's operands, one row per group: by's columns, tensors, sqnr_db
+        (of the summed powers), flush_to_zero, saturated (shares of all elements concerned), and the tensor_id of the
+        worst operand in the group. `worst` names the metric that decides: sqnr_db, flush_to_zero or saturated. Operands
+        without a finite value are left out.
 
         Raises CatalogError for another column or metric.
         """
@@ -538,9 +542,9 @@ class Catalog:
         return self.kept(("errors", by, worst, condition, repr(parameters)), ask).copy(deep=False)
 
     def loss_changes(self, fmt: str, by: tuple[str, ...], where: Filter | None = None) -> pd.DataFrame:
-        """The predicted change of each micro-batch's loss from rounding the selection's forward operands to a format:
-        by's columns and those of MICRO_BATCH, tensors, first and second (the terms of first and second order, in the
-        loss' units), and the tensor_id of the largest change.
+        """Return the predicted change of each micro-batch's loss from rounding the selection's forward operands to a
+        format: by's columns and those of MICRO_BATCH, tensors, first and second (the terms of first and second order,
+        in the loss' units), and the tensor_id of the largest change.
 
         Several operands add up. The second order is of a loss that is a mean over the tokens of the micro-batch, which
         are counted by its linear layers' inputs: NaN where none was recorded. Both are NaN if those of any operand are
@@ -564,13 +568,13 @@ class Catalog:
         )
 
     def operand_costs(self, where: Filter | None = None) -> pd.DataFrame:
-        """The cost of each scored format for each operand of each GEMM of the selection, one row per layer_index,
-        module, part (linear, QK, PV, router), gemm, tensor_name and format, with means over micro-batches.
+        """Return the cost of each scored format for each operand of each GEMM of the selection, one row per
+        layer_index, module, part (linear, QK, PV, router), gemm, tensor_name and format, with means over micro-batches.
 
         values: how many the operand has. noise: ‖e‖² / ‖x‖². first, second: the terms of `loss_changes`, null where no
         gradient was recorded, NaN where one is not finite. change: second, and first where it raises the loss by more
-        than SIGNIFICANT standard errors; half, other: the same of every other micro-batch and of the rest. tensor_id:
-        the operand with the largest noise. Experts and tensor-parallel ranks add up.
+        than SIGNIFICANT standard errors; half, other: the same for two halves of the micro-batches (even and odd).
+        tensor_id: the operand with the largest noise. Experts and tensor-parallel ranks add up.
         """
         condition, parameters = self._selection(where)
         place = f"tensor.layer_index, tensor.module, {PART} AS part, score.gemm, tensor.tensor_name, score.format"
@@ -607,9 +611,9 @@ class Catalog:
         )
 
     def results(self, where: Filter | None = None) -> pd.DataFrame:
-        """The selection's GEMM results whose error was measured, one row each: tensor_id, run_id, layer_index, module,
-        part (linear, QK, PV), gemm, iteration, result_sqnr_db, and operand_noise, the sum of its operands' noise
-        ratios 10^(-sqnr_db/10) as they entered this GEMM: null unless both operands were recorded and scored."""
+        """Return the selection's GEMM results whose error was measured, one row each: tensor_id, run_id, layer_index,
+        module, part (linear, QK, PV), gemm, iteration, result_sqnr_db, and operand_noise, the sum of its operands'
+        noise ratios 10^(-sqnr_db/10) as they entered this GEMM: null unless both operands were recorded and scored."""
         condition, parameters = self._selection(where)
         place = ("layer_index", "module", "expert", "rank", *MICRO_BATCH)
         same = " AND ".join(f"operand.{name} IS NOT DISTINCT FROM result.{name}" for name in place)
@@ -634,9 +638,9 @@ class Catalog:
         )
 
     def blocks(self, fmt: str, measure: str, by: tuple[str, ...], where: Filter | None = None) -> pd.DataFrame:
-        """The merged histogram of a quantity of blocks over the selection's operands in a format, one row per group and
-        bin: by's columns, bin, count. measure: a key of quant.block_histograms.BLOCK_MEASURES. Empty for a format
-        without block scales. Raises CatalogError for another column.
+        """Return the merged histogram of a quantity of blocks over the selection's operands in a format, one row per
+        group and bin: by's columns, bin, count. measure: a key of quant.block_histograms.BLOCK_MEASURES. Empty for a
+        format without block scales. Raises CatalogError for another column.
         """
         condition, parameters = self._selection(where)
         columns = ", ".join(f"tensor.{self._column(name)}" for name in by)
@@ -647,9 +651,9 @@ class Catalog:
         )
 
     def hot_channels(self, where: Filter | None = None) -> pd.DataFrame:
-        """The selection's tensors with hot channels, one row each: those of SAME_IN_ITERATIONS, iteration, tensor_id,
-        channels (how many), hot_channels (lists) and hot_ratio; those of one tensor together, by iteration. Tensors
-        without an iteration or without hot channels are left out."""
+        """Return the selection's tensors with hot channels, one row each: those of SAME_IN_ITERATIONS, iteration,
+        tensor_id, channels (how many), hot_channels (lists) and hot_ratio; those of one tensor together, by iteration.
+        Tensors without an iteration or without hot channels are left out."""
         condition, parameters = self._selection(where)
         columns = ", ".join(f"tensor.{name}" for name in SAME_IN_ITERATIONS)
         return self._frame(
@@ -660,7 +664,7 @@ class Catalog:
         )
 
     def sampled_weights(self, where: Filter | None = None, most: int = 1 << 24) -> pd.DataFrame:
-        """The selection's samples of rounded weights, one row per weight and iteration: the columns of
+        """Return the selection's samples of rounded weights, one row per weight and iteration: the columns of
         SAME_IN_ITERATIONS, iteration, tensor_id, format, sampled and sampled_rounded (lists), at_bin_edge; those of one
         weight together, by iteration. Only the first of several micro-batches is returned, since they have the same
         weights. If there are many rows, the lists are thinned evenly, to about `most` values in all."""
@@ -682,8 +686,8 @@ class Catalog:
         )
 
     def extremes(self, metric: str, by: tuple[str, ...], where: Filter | None = None) -> pd.DataFrame:
-        """The maximum of a statistic over the selection's tensors, one row per group: by's columns, tensors, `metric`
-        and the tensor_id of the maximum. metric: a key of STATISTICS. Tensors without a value are left out.
+        """Return the maximum of a statistic over the selection's tensors, one row per group: by's columns, tensors,
+        `metric` and the tensor_id of the maximum. metric: a key of STATISTICS. Tensors without a value are left out.
 
         Raises CatalogError for another column or metric.
         """
@@ -702,15 +706,16 @@ class Catalog:
         )
 
     def distinct(self, columns: Sequence[str], where: Filter | None = None) -> pd.DataFrame:
-        """The combinations of these columns that the selection has, sorted. Raises CatalogError for another column."""
+        """Return the combinations of these columns that the selection has, sorted. Raises CatalogError for another
+        column."""
         condition, parameters = self._selection(where)
         names = ", ".join(map(self._column, columns))
         return self._frame(f"SELECT DISTINCT {names} FROM tensor WHERE {condition} ORDER BY ALL", parameters)
 
     def surface(self, metric: str, width: int, where: Filter | None = None, fmt: str = "") -> pd.DataFrame:
-        """The worst of a metric by layer and `width` iterations over the selection's tensors, one row per run and cell:
-        run_id, layer_index, iteration (the first of the cell), tensors, value and tensor_id. If the filter selects
-        several runs, only the iterations that all of them have are included.
+        """Return the worst of a metric by layer and `width` iterations over the selection's tensors, one row per run
+        and cell: run_id, layer_index, iteration (the first of the cell), tensors, value and tensor_id. If the filter
+        selects several runs, only the iterations that all of them have are included.
 
         metric: a key of STATISTICS, or one of SHOWN_ERRORS, in a format that the tensors are scored in; without one, in
         the active format. Tensors without a value are left out. Raises CatalogError for another metric.
@@ -750,7 +755,8 @@ class Catalog:
         )
 
     def scored_formats(self, where: Filter | None = None) -> list[str]:
-        """The formats that the selection's operands were scored with, as texts of specs, in the order of FORMATS."""
+        """Return the formats that the selection's operands were scored with, as texts of specs, in the order of
+        FORMATS."""
         condition, parameters = self._selection(where)
         rows = self._rows(
             f"SELECT DISTINCT score.format FROM score JOIN tensor USING (key) WHERE {condition}", parameters
@@ -758,8 +764,8 @@ class Catalog:
         return known_specs(name for (name,) in rows)
 
     def twins(self, tensor_id: str) -> pd.DataFrame:
-        """The same tensor in every run, itself included: the rows of `tensor` with the same TWIN_FIELDS, newest run
-        first. Empty if the id is unknown. Whether the runs saw the same data follows from their configurations."""
+        """Return the same tensor in every run, itself included: the rows of `tensor` with the same TWIN_FIELDS, newest
+        run first. Empty if the id is unknown. Whether the runs saw the same data follows from their configurations."""
         same = " AND ".join(f"a.{name} IS NOT DISTINCT FROM b.{name}" for name in TWIN_FIELDS)
         return self._frame(
             f"SELECT a.* EXCLUDE ({HIDDEN}) FROM tensor a JOIN tensor b ON {same} JOIN run ON a.run_id = run.run_id"
@@ -768,9 +774,9 @@ class Catalog:
         )
 
     def pairs(self, run_id: str, reference: str, where: Filter | None = None) -> pd.DataFrame:
-        """The tensors of one run next to their counterparts in another: tensor_id, reference_id, layer_index, module,
-        operation, tensor_name, iteration, numel, reference_power (the sum of its squares). Matched by identity (see
-        `twins`); both must have values on disk."""
+        """Return the tensors of one run next to their counterparts in another: tensor_id, reference_id, layer_index,
+        module, operation, tensor_name, iteration, numel, reference_power (the sum of its squares). Matched by identity
+        (see `twins`); both must have values on disk."""
         condition, parameters = self._selection(where)
         same = " AND ".join(f"tensor.{name} IS NOT DISTINCT FROM b.{name}" for name in TWIN_FIELDS)
         return self._frame(
@@ -785,8 +791,8 @@ class Catalog:
         )
 
     def parts(self) -> pd.DataFrame:
-        """Which formats each run's products were rounded to, as recorded: run_id, part (linear, QK, PV, router), format
-        (forward operands), gradient_format. A part that was not quantized has no row."""
+        """Return the formats that the operands of each run's GEMMs were rounded to, as recorded: run_id, part (linear,
+        QK, PV, router), format (forward operands), gradient_format. A part that was not quantized has no row."""
         return self._frame(
             f"""
             SELECT run_id, {PART} AS part,
@@ -798,7 +804,7 @@ class Catalog:
         )
 
     def rows_of(self, tensor_ids: list[str]) -> pd.DataFrame:
-        """The rows of `tensor` for these ids, in the order of the ids; unknown ids are left out."""
+        """Return the rows of `tensor` for these ids, in the order of the ids; unknown ids are left out."""
         return self._frame(
             f"SELECT * EXCLUDE ({HIDDEN}) FROM tensor WHERE {IN_LIST} ORDER BY list_position(?, tensor_id)",
             [tensor_ids, tensor_ids],
@@ -813,7 +819,7 @@ class Catalog:
             return cursor.sql(_public(name, "tensor_id")).to_arrow_table()
 
     def sketch_files(self) -> list[str]:
-        """The files with the sketches of all tensors."""
+        """Return the files with the sketches of all tensors."""
         rows = self._rows("SELECT DISTINCT run_id, name FROM segment WHERE sketch_rows > 0 ORDER BY ALL")
         return [f"{self.root.absolute()}/{run_id}/segments/{name}/sketch.parquet" for run_id, name in rows]
 
@@ -839,8 +845,8 @@ class Catalog:
         return sketches(cursor, self.root, f"SELECT {PLACED}, key AS other FROM tensor WHERE {condition}", parameters)
 
     def path(self, tensor_id: str) -> Path:
-        """The tensor's file. Raises CatalogError if the id is unknown, its values were not kept, or the run names a
-        file outside its directory without being an import."""
+        """Return the path of the tensor's file. Raises CatalogError if the id is unknown, its values were not kept, or
+        a recorded tensor refers to a file outside its run's directory."""
         return self._file(tensor_id)[0]
 
     def _file(self, tensor_id: str) -> tuple[Path, bool, str | None, str | None]:
@@ -859,12 +865,14 @@ class Catalog:
         if not Path(given).is_absolute():
             return self.root / run_id / given, False, None, digest
         if json.loads(config or "{}").get("kind") != IMPORT:
-            raise CatalogError(f"{tensor_id} names a file outside its run's directory, which only an import may do")
+            raise CatalogError(
+                f"{tensor_id} refers to a file outside its run's directory, which is allowed only for imported tensors"
+            )
         return Path(given), True, key, None
 
     def load(self, tensor_id: str) -> Tensor:
-        """The tensor's values, memory-mapped where the file allows it. Raises CatalogError as `path`, TensorFileError
-        for a file that is damaged or not what the run wrote."""
+        """Return the tensor's values, memory-mapped where the file allows it. Raises CatalogError as `path`,
+        TensorFileError for a file that is damaged or not what the run wrote."""
         return self.kept(("values", tensor_id), lambda: self._read(tensor_id))
 
     def _read(self, tensor_id: str) -> Tensor:
@@ -876,10 +884,10 @@ class Catalog:
         return load_foreign(path, key)
 
     def unsharded(self, tensor_id: str) -> Tensor:
-        """The whole tensor, assembled from the shards of the tensor-parallel ranks; `load` if it is not sharded.
+        """Return the whole tensor, assembled from the shards of the tensor-parallel ranks; `load` if it is not sharded.
 
-        Slices are concatenated, partial results summed in float32 and returned in their dtype. Raises CatalogError if
-        a shard was not recorded or its values not kept, TensorFileError for a damaged file.
+        Slices are concatenated, partial results summed in float32 and returned in their dtype. Raises CatalogError if a
+        shard was not recorded or its values not kept, TensorFileError for a damaged file.
         """
         parts = self.shards(tensor_id)
         first = parts.iloc[0]
@@ -888,14 +896,14 @@ class Catalog:
         missing = set(range(first["tp_size"])) - set(parts["tp_rank"])
         if missing:
             raise CatalogError(
-                f"{tensor_id} is a part of a tensor: the part of tensor-parallel rank {min(missing)} was not recorded"
+                f"{tensor_id} is a shard: the shard of tensor-parallel rank {min(missing)} was not recorded"
             )
         tensors = [self.load(part) for part in parts["tensor_id"]]
         axis = None if pd.isna(first["shard_axis"]) else int(first["shard_axis"])
         return joined(tensors, first["shard"], axis, int(first["shard_stride"]))
 
     def shards(self, tensor_id: str) -> pd.DataFrame:
-        """The shards of the tensor that this one is a shard of, by tp_rank: columns tensor_id, rank, tp_rank,
+        """Return the shards of the tensor that this one is a shard of, by tp_rank: columns tensor_id, rank, tp_rank,
         tp_size, shard, shard_axis, shard_stride, path. Raises CatalogError if the id is unknown."""
         same = " AND ".join(f"part.{name} IS NOT DISTINCT FROM given.{name}" for name in SAME_IN_SHARDS)
         frame = self._frame(

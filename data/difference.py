@@ -161,7 +161,10 @@ class _Whole:
         if not path.is_absolute():
             return load(fetched(self.run.directory / path), row["sha256"])
         if self.run.config.get("kind") != IMPORT:
-            raise TensorFileError(f"{row['tensor_id']} names a file outside its run, which only an import may do")
+            raise TensorFileError(
+                f"{row['tensor_id']} refers to a file outside its run's directory, "
+                "which is allowed only for imported tensors"
+            )
         from binade.data.foreign import load_foreign  # imports torch
 
         return load_foreign(path, row["file_key"])

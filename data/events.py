@@ -81,8 +81,12 @@ def append_event(directory: Path, event: Event) -> None:
 
 
 def read_events(directory: Path) -> list[Event]:
-    """A run's events, sorted by iteration, then those with an order first, then by rank. A file is read up to the first
-    line that is damaged or cut short. A file that cannot be read is skipped; `check_events` names it."""
+    """Return the events of the run in this directory, sorted by iteration. Within an iteration, events with an
+    execution order come first, in that order, then the others by rank.
+
+    A file is read up to the first line that is damaged or cut short. A file that cannot be read is skipped;
+    `check_events` raises an error for it.
+    """
     found = []
     for path in _files(directory):
         with suppress(OSError, ValueError):

@@ -408,9 +408,10 @@ class Sink:
         output: Each run goes to the directory output/<run_id>, or, for ranks other than 0, to output/<run_id>/rank<r>.
         metrics: Metrics and "histogram", see Choice. The loss belongs to the training loop and is not sent.
         formats: Formats whose scores are sent, see Choice.
-        where: Which tensors are sent; by default all.
+        where: A filter for the tensors that are sent (default: all).
 
-    CSV and Parquet files appear when the run ends; the others are followed live. Raises as Choice and `target` do.
+    CSV and Parquet files appear when the run ends; the other targets are updated while the run is recorded. Raises as
+    Choice and `target` do.
     """
 
     def __init__(

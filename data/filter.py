@@ -30,7 +30,10 @@ class FilterError(ValueError):
 
 @dataclass(frozen=True)
 class Filter:
-    """Allowed values by field; see the module. Lists and tuples are accepted and kept as tuples."""
+    """Selects tensors by the allowed values of each field. An empty field does not restrict; all fields must match.
+
+    Lists are converted to tuples. Raises FilterError for a value of the wrong type.
+    """
 
     run_id: tuple[str, ...] = field(default=())
     model: tuple[str, ...] = ()
@@ -138,5 +141,5 @@ def _checked(name: str, value: Any) -> str | int:
     except TypeError:
         raise FilterError(f"filter {name}: {value!r} is not an integer") from None
     if not -(2**31) <= number < 2**31:
-        raise FilterError(f"filter {name}: an integer lies beyond 32 bits")
+        raise FilterError(f"filter {name}: an integer does not fit in 32 bits")
     return number

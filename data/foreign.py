@@ -164,17 +164,19 @@ def _torch(descriptor: int, size: int, room: int | None) -> Iterator[ForeignTens
         try:
             entries = zipfile.ZipFile(path).infolist()
         except zipfile.BadZipFile:
-            raise TensorFileError("it was cut short or damaged: its zip directory cannot be read") from None
+            raise TensorFileError("it was cut short or damaged: its ZIP directory cannot be read") from None
         if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
             raise TensorFileError("its entries are compressed, and torch never compresses them")
         if any(entry.header_offset + entry.file_size > size for entry in entries):
-            raise TensorFileError("it was cut short or damaged: its zip directory names more bytes than it has")
+            raise TensorFileError(
+                "it was cut short or damaged: its ZIP directory lists entries beyond the end of the file"
+            )
         stand_ins = _stand_ins(path)
         with safe_globals(stand_ins) if stand_ins else nullcontext():  # torch keeps them for the whole process
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     elif head.startswith(b"\x80") and OLDER_MAGIC in head:
         if room is not None and size > room:
-            raise TooLargeError(_too_large("it is in torch's older format, which must be read whole", size, room))
+            raise TooLargeError(_too_large("it is in torch's legacy format, which cannot be memory-mapped", size, room))
         with open(path, "rb") as file:
             content = torch.load(file, map_location="cpu", weights_only=True)
     else:
@@ -234,7 +236,7 @@ def _safetensors(descriptor: int, size: int, room: int | None) -> Iterator[Forei
         metadata = file.metadata()
         keys = list(file.keys())
         if not keys:
-            raise TensorFileError("it holds no tensor")
+            raise TensorFileError("it contains no tensor")
         for key in keys:
             yield _usable(key, metadata, file.get_tensor(key), size, room)
 
@@ -288,7 +290,7 @@ def _usable(key: str | None, metadata: object, x: Tensor, size: int, room: int |
         wide, x = x, x.float()
         beyond = int((x.isinf() & wide.isfinite()).sum())
         note = "Its values are float64 in the file and were rounded to float32, in which Binade computes" + (
-            f"; {beyond} of them lie beyond float32 and became infinite." if beyond else "."
+            f"; {beyond} of them exceed the range of float32 and became infinite." if beyond else "."
         )
         return ForeignTensor(key, metadata, x, dtype, note)
     return ForeignTensor(key, metadata, x, dtype)

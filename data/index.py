@@ -72,15 +72,15 @@ class Index:
         with self._gate:
             self._connection.close()
 
-    def give_memory_back(self) -> None:
-        """Return what DuckDB keeps of the file for later queries, unless one is running."""
+    def release_memory(self) -> None:
+        """Free the memory that DuckDB holds for later queries, unless a query is running."""
         with self._gate:
             if not (self._cursors or self.in_memory):
                 for statements in (
                     f"CHECKPOINT; SET memory_limit = '{AT_REST}'",
                     f"SET memory_limit = '{INDEX_MEMORY}'",
                 ):
-                    with suppress(duckdb.Error):  # a full disk, or closed in the meantime: nothing is returned
+                    with suppress(duckdb.Error):  # a full disk, or closed in the meantime: nothing is freed
                         self._connection.execute(statements)
 
     def is_damage(self, error: duckdb.Error) -> bool:

@@ -236,7 +236,7 @@ class Intake:
             if run.status.state != RUNNING:
                 check_losses(directory)
         except (RunError, OSError) as error:
-            self.refused.append(f"the losses of {directory.name} are not all shown: {describe(error)}")
+            self.refused.append(f"some losses of {directory.name} are not shown: {describe(error)}")
             mark = None
         return _OnDisk(run, segments, mark)
 

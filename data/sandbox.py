@@ -169,5 +169,5 @@ class _Process:
         if status < 0:  # DuckDB may also abort where it cannot allocate
             raise QueryError(statement.TOO_MUCH)
         if kind != statement.ROWS or status:
-            raise QueryError("its process ended without a result: rewrite the statement")
+            raise QueryError("the query process ended without a result: simplify the query")
         return pa.ipc.open_stream(content).read_all()

@@ -116,7 +116,7 @@ def _sums(
             np.add.at(total, place[at] + bins, counts)
             values += counts.sum(dtype=np.float64)
         if values >= MOST:
-            raise SegmentError(f"{values:.3g} values are too many to be added up")
+            raise SegmentError(f"the sketches count {values:.3g} values, which does not fit in 64 bits")
         cells = np.flatnonzero(total)
         bins = (cells % BINS).astype(TYPES["bin"])
         yield pa.RecordBatch.from_arrays([keys[first + cells // BINS], bins, total[cells]], schema=SCHEMA)

@@ -64,7 +64,7 @@ def answer(connection: duckdb.DuckDBPyConnection, sql: str, limit: int) -> pa.Ta
         # The newline ends a comment on the last line.
         found = connection.sql(f"FROM ({statement}\n)")
         if len(found.columns) > COLUMNS:
-            raise RefusedError(f"the result has {len(found.columns):,} columns: ask for at most {COLUMNS:,}")
+            raise RefusedError(f"the result has {len(found.columns):,} columns: select at most {COLUMNS:,}")
         names = [f"c{index}" for index in range(len(found.columns))]
         shown = ", ".join(
             name if NUMBER_OR_TEXT.fullmatch(str(kind)) else f"{name}::VARCHAR"
@@ -80,14 +80,14 @@ def answer(connection: duckdb.DuckDBPyConnection, sql: str, limit: int) -> pa.Ta
         raise RefusedError(TOO_MUCH if "bad_alloc" in str(error) else one_line(error)) from None
     held = rows.nbytes + VALUE * rows.num_rows * rows.num_columns
     if held > MAX_BYTES:
-        raise RefusedError(f"the rows take {held / 1e6:.0f} MB: ask for fewer columns or shorter texts")
+        raise RefusedError(f"the result takes {held / 1e6:.0f} MB: select fewer columns or shorter strings")
     return rows
 
 
 def _single_select(sql: str) -> str:
     """The text of the one SELECT in sql. Raises RefusedError."""
     if "\0" in sql:
-        raise RefusedError("a statement cannot hold a NUL character")
+        raise RefusedError("a statement cannot contain a NUL character")
     try:
         statements = duckdb.extract_statements(sql)
     except duckdb.Error as error:

@@ -23,7 +23,7 @@ REASONS = {
     "string_too_long": "is longer than {max_length} characters",
     "string_too_short": "is empty",
     "unexpected_keyword_argument": "has an unknown name",
-    "string_unicode": "contains half a surrogate pair",  # a lone surrogate
+    "string_unicode": "contains an unpaired surrogate",
     "value_error": "{error}",
 }
 
@@ -117,7 +117,7 @@ def _read_json(content: bytes) -> Any:
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise RefusedError("a name occurs twice in one of its objects")
+        raise RefusedError("an object has a duplicate key")
     return found
 
 

@@ -146,7 +146,7 @@ def page() -> str:
         "## Questions of the app",
         registry.describe(),
         "## Recorded tensors",
-        markdown_table(("Name", "Product", "Operation", "Phase", "Label"), tensors),
+        markdown_table(("Name", "Part", "Operation", "Phase", "Label"), tensors),
         "## Published recipes",
         "`code`: checked against the recipe's own code; `excerpt`: checked against parts of its paper. Entries written "
         "from memory are marked as such.",

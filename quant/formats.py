@@ -115,8 +115,8 @@ class Format:
             `scaling.SCALINGS`.
         block_size: How many values along the contracted axis share a scale; None if, by default, a whole tensor does or
             nothing is shared.
-        rounding: The default.
-        overflow: The default.
+        rounding: The default rounding mode.
+        overflow: The default overflow behavior.
         source: Where the format is defined.
     """
 
@@ -146,7 +146,10 @@ _INT4 = "arXiv 2510.25602"
 
 
 class Formats(Mapping[str, Format]):
-    """FORMATS: by name, aliases too; iterates over the canonical names only. Raises UnknownFormatError."""
+    """A mapping from format names, including aliases, to formats. It iterates over canonical names only.
+
+    Raises UnknownFormatError.
+    """
 
     def __init__(self, formats: list[Format], aliases: dict[str, str]) -> None:
         self._formats = {f.name: f for f in formats}

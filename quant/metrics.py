@@ -208,15 +208,16 @@ def _change_sums(x: Tensor, q: Tensor, gradient: Tensor) -> Tensor:
 def compare(
     x: Tensor, y: Tensor, fmt: str | Format | Spec | None = None, dim: int = -1, **options: object
 ) -> dict[str, float]:
-    """All scalar metrics by name (see METRICS): the errors of y against x, x's own kurtosis, crest_factor,
-    dynamic_range and outlier_ratio, and the distances of the two as samples, ks, wasserstein and js, from their
-    sketches with the bounds stated in `sketch`.
+    """Return all scalar metrics by name (see METRICS): errors of y relative to x; kurtosis, crest_factor, dynamic_range
+    and outlier_ratio of x; and the distances ks, wasserstein and js between the distributions of x and y, computed from
+    their sketches with the error bounds that `sketch` states.
 
-    With the format that y was rounded to (and its `options`, see `specs.OPTIONS`) also saturated, codes_used,
-    code_entropy_bits and scale_exponent_min/max; without it they are NaN. Metrics that are not scalars or need a
-    decomposition have their own functions: `usage`, `channel_absmax`, `block_crest_factor`, `stable_rank`.
+    saturated, codes_used, code_entropy_bits and scale_exponent_min/max are NaN unless you pass the format that y was
+    rounded to (and its `options`, see `specs.OPTIONS`). Metrics that are not scalars or need a matrix decomposition
+    (SVD) have their own functions: `usage`, `channel_absmax`, `block_crest_factor`, `stable_rank`.
 
-    Raises ValueError for different shapes.
+    Raises:
+        ValueError: x and y have different shapes.
     """
     found = asdict(errors(x, y))
     used = dict.fromkeys(("codes_used", "code_entropy_bits", "scale_exponent_min", "scale_exponent_max"), math.nan)

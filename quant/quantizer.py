@@ -82,7 +82,8 @@ class _StraightThrough(torch.autograd.Function):
 def fake_quantize(
     x: Tensor, fmt: str | Format | Spec, dim: int = -1, *, seed: int = 0, backend: str = "auto", **options: object
 ) -> Tensor:
-    """Round x to a format and back. Keeps shape, dtype and device; gradients pass straight through.
+    """Round x to a format and back. Keeps shape, dtype and device. Gradients pass through unchanged
+    (straight-through estimator).
 
     Args:
         x: float32, bfloat16 or float16; any shape and strides, empty and 0-dim included.
@@ -94,11 +95,11 @@ def fake_quantize(
 
     NaN stays NaN. In a format with scales, one NaN or Inf makes everything that shares its scale NaN. Elsewhere, Inf
     saturates or stays Inf, depending on `overflow`. -0 is kept where the format has it. The result is rounded to x's
-    dtype, where a value beyond that dtype becomes Inf (float16 under a large block scale).
+    dtype; a value beyond the range of that dtype becomes Inf (possible in float16 with a large block scale).
 
     Raises:
         TypeError: x is not a floating-point tensor.
-        ValueError: The format is unknown, an option is impossible or dim is out of range.
+        ValueError: The format is unknown, an option does not apply or dim is out of range.
     """
     spec = Spec.of(fmt, **options)
     if x.requires_grad if isinstance(x, Tensor) else False:

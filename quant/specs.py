@@ -208,7 +208,7 @@ class Option:
 def _whole(name: str) -> Callable[[object], int]:
     def read(value: object) -> int:
         if isinstance(value, bool) or not re.fullmatch(r"\d{1,9}", str(value)):
-            raise SpecError(f"{name}={value} is not a whole number from 0")
+            raise SpecError(f"{name}={value} is not an integer from 0 to 999,999,999")
         return int(str(value))
 
     return read

@@ -216,11 +216,11 @@ def _specs(costs: Costs, request: Request) -> list[str]:
         raise AdviceError("give a budget of bits or of loss, not both")
     if request.most_bf16 is not None and "layer_index" not in GROUPS[request.by]:
         raise AdviceError(
-            f"--by {request.by} chooses for all layers at once, and --max-bf16-layers counts layers: give one"
+            f"--by {request.by} makes one choice for all layers, so --max-bf16-layers does not apply: give one of them"
         )
     wanted = [str(Spec.of(spec)) for spec in request.specs] or costs.specs
     if missing := [spec for spec in wanted if spec not in costs.specs]:
-        raise AdviceError(f"{', '.join(missing)} was not scored on every operand: {', '.join(costs.specs)} were")
+        raise AdviceError(f"not scored on every operand: {', '.join(missing)}; choose from {', '.join(costs.specs)}")
     return wanted
 
 

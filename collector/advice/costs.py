@@ -86,16 +86,17 @@ def costs(catalog: Catalog, where: Filter | None = None, parts: Sequence[str] = 
     found = found[found["part"].isin(parts or PARTS)]
     if found.empty:
         raise AdviceError(
-            f"no operand of {', '.join(parts or PARTS)} was scored: record a run with --scores, as in binade run bf16"
+            f"no operand of {', '.join(parts or PARTS)} was scored: record a run with scores, such as "
+            "binade run --quantization bf16"
         )
     if missing := [part for part in parts if part not in set(found["part"])]:
-        raise AdviceError(f"no operand of {', '.join(missing)} was recorded: leave it out, or record it")
+        raise AdviceError(f"no operand of {', '.join(missing)} was recorded: record it, or change --parts")
     found = found.assign(field=_fields(found)).dropna(subset="field")
     table, left = _complete(found)
     forward = table[table["gemm"] == FORWARD]
     if forward.empty:
         raise AdviceError(
-            "both operands of no forward GEMM were recorded and scored: record inputs and weights, as binade run does "
+            "no forward GEMM has both operands recorded and scored: record inputs and weights, as binade run does "
             "without --tensors"
         )
     if forward["first"].isna().all():
@@ -108,7 +109,7 @@ def costs(catalog: Catalog, where: Filter | None = None, parts: Sequence[str] = 
         raise AdviceError(
             f"{len(bad)} predicted changes are not finite or were not recorded, such as that of layer "
             f"{int(row['layer_index'])} {row['module']} {row['tensor_name']} in {row['spec']}: a gradient is not "
-            "finite, or was not recorded; record the run again, or choose another with --run"
+            "finite, or was not recorded; record the run again, or choose another with --run-id"
         )
     table["change"] = forward["change"]
     bf16 = table.drop_duplicates(OPERAND).assign(spec=BF16, noise=0.0)
@@ -128,15 +129,15 @@ def _runs(catalog: Catalog, where: Filter | None) -> tuple[str, ...]:
     runs = catalog.runs()
     chosen = runs[runs["run_id"].isin(catalog.facets(where).get("run_id", []))]
     if chosen.empty:
-        raise AdviceError("there is no run with recorded tensors: collect one, as in binade run bf16")
+        raise AdviceError("there is no run with recorded tensors: collect one, such as binade run --quantization bf16")
     plain = [_rounds_nothing(catalog, run) for run in chosen["run_id"]]
     if any(plain):
         chosen = chosen[plain]
     for name in ("recipe", "model", "size", "dataset"):
         if len(several := sorted(map(str, chosen[name].fillna("unknown").unique()))) > 1:
             raise AdviceError(
-                f"the runs are of several {name}s, {', '.join(several)}, whose losses cannot be added: choose with "
-                f"--{name} or --run"
+                f"the runs have several {name}s ({', '.join(several)}), so their predicted losses cannot be added: "
+                f"choose with --{name} or --run-id"
             )
     return tuple(chosen["run_id"])
 

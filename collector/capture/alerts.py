@@ -20,9 +20,12 @@ TIMEOUT = 5.0  # seconds
 
 
 def webhook(url: str) -> Callable[[Event], None]:
-    """Posts each event to the URL as JSON: its fields, and `text` with all of it in one sentence, which Slack and
-    similar services show. It runs in its own thread for at most 5 seconds, and the process waits for it at exit; a
-    failure is a warning. Raises ConfigError for anything but an http or https URL."""
+    """Return a function that posts each event to the URL as JSON: its fields, and as `text` one sentence about all of
+    them, which Slack and similar services show.
+
+    Each request runs in its own thread for at most 5 seconds, and the process waits for it at exit. A failure is
+    reported as a warning. Raises ConfigError for anything but an http or https URL.
+    """
     try:
         valid = urlsplit(url).scheme in ("http", "https")
     except ValueError:
@@ -46,8 +49,10 @@ def webhook(url: str) -> Callable[[Event], None]:
 
 
 def scalars(writer: Any) -> Callable[[Event], None]:
-    """Writes 1 as binade/<kind of event> at the event's iteration. writer: TensorBoard's SummaryWriter or a run of
-    Weights & Biases. Raises ConfigError for anything else."""
+    """Return a function that logs the scalar binade/<kind of event> with the value 1 at the event's iteration.
+
+    writer: a SummaryWriter of TensorBoard or a run of Weights & Biases. Raises ConfigError for anything else.
+    """
     if callable(getattr(writer, "add_scalar", None)):
         return lambda event: writer.add_scalar(f"binade/{event.kind}", 1, event.iteration)
     if callable(getattr(writer, "log", None)):

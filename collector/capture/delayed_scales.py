@@ -52,7 +52,7 @@ class DelayedScales:
         state = {name: (self.former or {}).get(f"{key}.{name}") for name in history.state()}
         kept = {name: value for name, value in state.items() if value is not None}
         if {name: value.shape for name, value in kept.items()} != {n: v.shape for n, v in history.state().items()}:
-            raise InstrumentError(f"the run's {self.name} has no history of {history.spec.history} for {key}")
+            raise InstrumentError(f"{self.name} has no history of length {history.spec.history} for {key}")
         history.load(kept)
 
     def save(self, directory: Path) -> None:

@@ -69,7 +69,8 @@ def instrument(
             as "first,last".
         capture: Layers to record, in the same form. The default is all.
         exclude: Paths of modules to neither quantize nor record; * stands for any part of a path.
-        cores: Paths of modules whose forward computes attention as two products, QKᵀ and PV, of three axes or more.
+        cores: Paths of modules whose forward pass computes attention as two matrix products, QKᵀ and PV, of tensors
+            with three or more axes.
         head: Whether to treat the LM head as one more linear layer, `layer0.head`.
         seed: Seeds stochastic rounding and random signs. They are drawn for each iteration, micro-batch, rank, layer
             and GEMM; a recomputed forward pass draws the same again.
@@ -83,10 +84,12 @@ def instrument(
     eagerly, whether torch.compile was called before or is called later. With tensor parallelism, each rank instruments
     its model.
 
-    Raises InstrumentError, naming the module, for one that cannot be intercepted: at once where that can be seen, else
-    in the first forward pass, which is watched for products that no adapter intercepts; if there is nothing to
-    instrument; and in a forward pass, for a recorded layer that computes in float64. RecipeError for an unknown recipe,
-    SelectionError for layers that the model does not have.
+    Raises:
+        InstrumentError: There is nothing to instrument, or a module cannot be intercepted; the message names it. Where
+            that is not visible at the start, the first forward pass raises the error, when a module's weight enters a
+            GEMM that no adapter intercepts. A forward pass also raises it if a recorded layer computes in float64.
+        RecipeError: The recipe is unknown.
+        SelectionError: `skip` or `capture` refers to layers that the model does not have.
     """
     recipe = _recipe(recipe)
     models = [model] if isinstance(model, nn.Module) else list(model)
@@ -241,13 +244,13 @@ def coverage(
     cores: Sequence[str] = (),
     head: bool = False,
 ) -> Coverage:
-    """The modules that `instrument`, with these arguments, would quantize, record and leave out.
+    """Return the modules that `instrument`, with these arguments, would quantize, record and leave out.
 
         print(binade.coverage(model, "nvidia_nvfp4"))
 
-    The modules that it would refuse are among those left out, with the reason. A module that is "not intercepted" is
-    refused in the first forward pass if a product is computed with its weight. If the recipe quantizes attention,
-    attention that belongs to no known module is refused, too.
+    Modules that `instrument` would refuse are listed as left out, with the reason. A module that is "not intercepted"
+    is refused in the first forward pass if its weight enters a GEMM. If the recipe quantizes attention, attention that
+    belongs to no known module is refused, too.
     """
     recipe = _recipe(recipe)
     found = survey(model, exclude, head, cores, _quantizes_attention(recipe))

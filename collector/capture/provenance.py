@@ -83,16 +83,16 @@ class _Call:
         """(order, place, what happened) where something not finite begins."""
         name = self.name or "the model"
         if any(note.bad for note in self.parameters):
-            text = "has a parameter that was not finite before the step: it comes from the last update of the weights"
+            text = "had a non-finite parameter before the step: the last optimizer step produced it"
             yield self.started, name, f"{name} {text}"
         elif any(note.bad for note in self.operands):
             if not self.name:
-                yield self.started, "data", "the model's input is not finite: it comes from the data"
+                yield self.started, "data", "the model's input is not finite: the NaN or Inf comes from the data"
         elif (at := _first(self.results)) is not None:
             yield at, name, f"{name}, {FORWARD}: its inputs are finite, but its result is not"
         elif (at := _first(self.arriving)) is not None:
             if not self.name:
-                yield at, "loss", "the gradient of the model's result is not finite: it comes from the loss"
+                yield at, "loss", "the gradient of the model's result is not finite: the NaN or Inf comes from the loss"
         elif (at := _first(self.leaving)) is not None:
             yield (
                 at,

@@ -30,8 +30,10 @@ def instrument_provider(
     scores: Sequence[str] = DEFAULT_SCORES,
     **options: Any,
 ) -> Iterator[Provider]:
-    """The provider, wrapped: the models that it builds are instrumented and recorded as one run, which begins with the
-    first model (of a virtual pipeline's chunks) and ends with this context.
+    """Context manager that wraps a Megatron model provider.
+
+    The models that the provider builds (several for the chunks of a virtual pipeline) are instrumented and recorded as
+    one run. The run begins when the first model is built and ends when the context exits. Every rank must call it.
 
     Args:
         provider: Megatron's model provider.
@@ -43,7 +45,7 @@ def instrument_provider(
         scores: See `Recorder`.
         **options: Further options of `instrument`.
 
-    Raises what `instrument` and Recorder raise, from the provider's call. Every rank calls it.
+    The call of the provider raises the errors of `instrument` and `Recorder`.
     """
     given = {"model": "megatron"} | (config or {})
     start = partial(Recorder, root, config=given, scores=scores, iterations=iterations, micro_batches=micro_batches)

@@ -109,13 +109,14 @@ class Recorder:
         root: The directory of the runs. The default is TENSOR_SAVE_DIR, or data/runs.
         label: Part of the run's id.
         config: Kept as run.json. Its model, size, dataset and recipe describe each tensor.
-        tensors: Names of data.tensor_kinds to record. The default is all tensors of products.
-        scores: Formats or specs to try on every operand; () for none. The default is that of `binade run`.
+        tensors: Names of data.tensor_kinds to record. The default is all tensors of attention and linear layers.
+        scores: Formats or specs in which every operand is scored; () for none. The default is that of `binade run`.
         measures: What else to measure of each GEMM, see data.tensor_kinds.Measure. The default is all.
         loss_scale: The factor by which the loss is multiplied before its backward pass, such as 1 / accumulated
             micro-batches, or a function that returns it, such as GradScaler.get_scale.
         raw: Whether to keep values, not only statistics, sketches and scores.
-        max_bytes: The size limit for this rank's tensor files. Beyond it, values are not kept.
+        max_bytes: The size limit for this rank's tensor files; `binade run --max-bytes` is the limit for all ranks
+            together. Beyond it, values are not kept.
         ranks: The ranks of the run; each has a Recorder, and rank 0 makes the directory. The default is those of
             torch.distributed and megatron.core, if they are initialized.
         iterations: The number of iterations to record, from the first on, unless `at` says otherwise; None for all.
@@ -134,23 +135,26 @@ class Recorder:
         find_nan: Whether to find the operation that produces the first NaN or Inf, in every step.
         cooldown: For how many steps a trigger that has fired does not fire again.
         capture_bytes: The disk space limit for captures.
-        merge_ranks: Whether to write one row for the parts of a tensor on all ranks: "on", "off", or "auto" for more
-            than 8 ranks. Such a row has no values; values are kept for unmerged ranks and for steps that a trigger
-            captures. The ranks exchange their rows at the end of each iteration, or of each `at`.
+        merge_ranks: Whether to write one row for the shards and replicas of a tensor on all ranks: "on", "off", or
+            "auto" for more than 8 ranks. Such a row has no values; values are kept for unmerged ranks and for steps
+            that a trigger captures. The ranks exchange their rows at the end of each iteration, or of each `at`.
         unmerged_ranks: Ranks whose replicas keep rows and values of their own.
         alert: Functions to call with each data.events.Event, on the writer's thread, see capture.alerts.
-        enabled: False writes nothing while everything else works. The default is TENSOR_SAVE_ENABLED.
+        enabled: If False, nothing is written, and the recipe still applies. The default is TENSOR_SAVE_ENABLED.
 
     Each forward pass of the instrumented model is a micro-batch, and the step of an optimizer that holds the model's
     parameters ends an iteration; Megatron's own count is used if there is one. If your optimizer is not one of
     torch, call `step` after each iteration. `with recorder.at(...)` around a micro-batch sets both numbers instead.
 
-    The run ends as done, as cancelled on KeyboardInterrupt, else as failed with the exception's first line; what was
-    captured until then is kept. A Recorder can be entered again after it has exited, for another run.
+    The run's final state is "done", "cancelled" after KeyboardInterrupt, or "failed" after any other exception, with
+    the first line of its message. Data captured until then is kept. A Recorder can be entered again after it has
+    exited, for another run.
 
-    Raises ConfigError for an invalid argument, RunError if the root cannot be written, and RecorderError if it records
-    outside its context or is entered twice. If the disk refuses a later write, the next call or the end of the context
-    raises that OSError.
+    Raises:
+        ConfigError: An argument is invalid.
+        RunError: The root cannot be written.
+        RecorderError: The Recorder records outside its context, or is entered twice.
+        OSError: A later write failed. The next call or the end of the context raises it.
     """
 
     def __init__(
@@ -367,7 +371,10 @@ class Recorder:
     @contextmanager
     def at(self, iteration: int, micro_batch: int, record: bool = True) -> Iterator[None]:
         """Within this context, tensors belong to this iteration and micro-batch, and are recorded if `record` is true.
-        Publishes at the end. With activation checkpoints, run the backward pass before the next micro-batch begins."""
+
+        The captured tensors are published when the context exits. With activation checkpoints, run the backward pass
+        before the next micro-batch begins.
+        """
         self.iteration, self.micro_batch, self.positioned = iteration, micro_batch, True
         self._begin_capture()
         self._asked, self.recording = record, record or self._measures
@@ -565,7 +572,7 @@ class Recorder:
         expert     the index of a routed expert, from 0
         dim        the axis that the tensor's GEMM contracts, if it enters one; its scores are computed along this axis,
                    else along the last
-        scores     formats that the tensor is tried in; default: those of the Recorder
+        scores     formats in which the tensor is scored; default: those of the Recorder
 
         The row has the statistics and sketch of the tensor in its own units, quant_type bf16 and the layer type of a
         known kind. Nothing is recorded outside the recorded iterations and micro-batches, or for a forward tensor
@@ -938,7 +945,7 @@ def _check_record(
         raise ConfigError(f"{name} is a scalar: expected a tensor with at least one axis, such as x.reshape(1)")
     for option, value in (("layer", layer), ("expert", expert)):
         if not (isinstance(value, int) and 0 <= value < 2**31) and (option, value) != ("expert", None):
-            raise ConfigError(f"{option}={value!r} of {name} is not an index: expected an integer of 0 or more")
+            raise ConfigError(f"{option}={value!r} of {name} is not an index: expected a non-negative integer")
     if not (isinstance(module, str) and module):
         raise ConfigError(f"module={module!r} of {name} is not a module: expected a word, such as module='norm'")
     for option, word, known in (("operation", operation, tuple(Operation)), ("phase", phase, tuple(Phase))):

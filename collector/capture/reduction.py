@@ -81,7 +81,7 @@ class Reduction:
             dist.gather_object((iteration, rows), gathered, dst=self._first, group=self._group)
         except (RuntimeError, ValueError) as error:  # a ValueError if the process groups were destroyed
             self.works = False
-            warnings.warn(f"rows are no longer reduced over ranks: {describe(error)}", stacklevel=2)
+            warnings.warn(f"rows are no longer merged over ranks: {describe(error)}", stacklevel=2)
             return rows
         together = [row for _, each in gathered or () for row in each]
         if len({number for number, _ in gathered or ()}) != 1:

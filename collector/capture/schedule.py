@@ -49,11 +49,12 @@ def schedule(*, layers: str = "", gemm: str = "", at: int | None = None, when: s
 
     layers  as in `skip` of instrument; default: all
     gemm    forward, dgrad or wgrad; default: all three
-    at      the iteration from which it applies
-    when    one of the Recorder's triggers: it applies from the step after the one in which that is known to have fired
+    at      the iteration from which the change applies
+    when    one of the Recorder's triggers: the change takes effect in the next step that starts after the trigger is
+            known to have fired
 
-    It is written to the run as an event. Raises ConfigError unless exactly one of at and when is given, for an unknown
-    GEMM, and for an invalid trigger.
+    The change is written to the run as an event. Raises ConfigError unless exactly one of at and when is given,
+    for an unknown GEMM, and for an invalid trigger.
     """
     if (at is None) == (when is None):
         raise ConfigError("a schedule needs exactly one of at=ITERATION and when=TRIGGER")

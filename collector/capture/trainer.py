@@ -20,9 +20,9 @@ class TrainerCallback(HuggingFaceCallback):  # type: ignore[misc]  # transformer
 
     recipe, recorder, options   as `instrument` takes them
 
-    The iteration is the Trainer's global_step, also after it resumed from a checkpoint. The model is instrumented from
-    when accelerate has prepared it until training ends. If training raises an exception, it stays instrumented until
-    the next training begins or `close` is called.
+    The iteration is the Trainer's global_step, also after it resumed from a checkpoint. The model is
+    instrumented after accelerate has prepared it, until training ends. If training raises an exception, the model stays
+    instrumented until the next training begins or `close` is called.
     """
 
     def __init__(self, recipe: Recipe | str | None = None, recorder: Recorder | None = None, **options: Any) -> None:

@@ -78,7 +78,7 @@ def _advise(
     from binade.data.store import staged_file
 
     if sum(limit is not None for limit in (budget, memory, loss)) > 1:
-        raise ConfigError("--budget limits the bits, --memory the bytes and --loss the change in the loss: give one")
+        raise ConfigError("--budget, --memory and --loss cannot be combined: give one")
     if output is not None and (output.suffix != ".toml" or output.exists()):
         wrong = "exists" if output.exists() else "does not end in .toml"
         raise ConfigError(f"--output {output} {wrong}: give the path to a new .toml file")

@@ -23,8 +23,11 @@ DEFAULT = "loss, histogram, absmax, kurtosis, sqnr_db, flush_to_zero, saturated,
 def _export(
     root: str | None, to: str, output: Path, metrics: tuple[str, ...], formats: tuple[str, ...], **filters: Any
 ) -> None:
-    """Write metrics and histograms by layer and iteration for TensorBoard, Weights & Biases or pandas, or all tables of
-    the index as Parquet."""
+    """Export metrics, histograms or tables.
+
+    Metrics and histograms by layer and iteration are written for TensorBoard, Weights & Biases or pandas; the tables of
+    the index are written as Parquet.
+    """
     from binade.data import export
     from binade.data.catalog import Catalog  # imports DuckDB
 

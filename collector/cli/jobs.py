@@ -61,7 +61,9 @@ numbers_argument = click.argument("numbers", type=int, nargs=-1, required=True, 
 
 
 @jobs.command("list")
-@click.option("--all", "everything", cls=Option, is_flag=True, help="List every ended job, not only the latest")
+@click.option(
+    "--all", "everything", cls=Option, is_flag=True, help=f"List all ended jobs, not only the {LATEST} latest"
+)
 def _list(root: Path, everything: bool) -> None:
     """List the jobs and their states."""
     _print_jobs(root, everything)
@@ -187,7 +189,8 @@ def _print_jobs(root: Path, everything: bool) -> None:
             print(f"job {view.job.id} {view.state}: {reason}")
     if left_out:
         print(f"{len(left_out)} more have ended: list them with `binade jobs list --all`")
-    print(f"{at_once(root)} at once, in {root}")
+    limit = at_once(root)
+    print(f"at most {limit} job{'s' * (limit > 1)} at a time in {root}")
 
 
 def _row(view: JobView) -> tuple[str, ...]:

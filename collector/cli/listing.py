@@ -18,8 +18,10 @@ from binade.terminal import Command, print_text
 
 
 def _list(kind: str | None) -> None:
-    """List the models, datasets, tokenizers, recipes, formats with their options, operands and tensors, or one of these
-    kinds."""
+    """List models, datasets, recipes, formats and more.
+
+    Without an argument, all kinds are listed.
+    """
     print_text("\n".join(f"{title}\n{lines()}" for title, lines in KINDS.items() if kind in (None, title)))
 
 

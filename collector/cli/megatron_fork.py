@@ -53,7 +53,7 @@ def resolve(argv: Sequence[str]) -> list[str]:
             return context.args
         if not modes:
             line = shlex.join(["binade", *_command("single", context.args)])
-            raise click.UsageError(f"the command comes first: {line}", context)
+            raise click.UsageError(f"give the command before its options: {line}", context)
         return _command(modes[0], context.args)
 
 
@@ -67,7 +67,7 @@ def _command(mode: str, words: Sequence[str]) -> list[str]:
         step = ["import", given["tensor_dir"]] if mode == "visualize" else _command("single", context.args)
         report = ["report", "--output", given["output_dir"] or "draw"]
     line = " && ".join(shlex.join(["binade", *command]) for command in (step, report))
-    raise click.UsageError(f"{mode} is two commands here: {line}")
+    raise click.UsageError(f"{mode} is replaced by two commands: {line}")
 
 
 def _translated(words: Sequence[str]) -> list[str]:

@@ -208,10 +208,10 @@ def _check_recording(given: Mapping[str, Any]) -> None:
     ]
     if nothing and chosen:
         flag = declared(RunConfig)[chosen[0]].flag
-        raise ConfigError(f"--no-save-tensors records nothing, and {flag} chooses what is recorded: give one")
+        raise ConfigError(f"{flag} has no effect with --no-save-tensors: give one")
     if "max_bytes" in given and (nothing or "raw" in given):
         flag = "--no-save-tensors" if nothing else "--no-raw"
-        raise ConfigError(f"{flag} keeps no values, and --max-bytes limits their files: give one")
+        raise ConfigError(f"--max-bytes has no effect with {flag}: give one")
 
 
 def _recipes(command: str, given: Mapping[str, Any]) -> tuple[str, ...]:

@@ -33,8 +33,8 @@ WIDTH = 120
 NOTHING = "–"
 ROW_COLUMNS = ("recipe", "state", "runs", "seed", "seeds", "run_id", "backend", "iterations")
 LEGEND = (
-    "gap: loss − loss of bf16 at the same iteration on the same data; mean gap: over every iteration with the recipe "
-    "that both finished (common), warm-up left out; sd: the standard deviation of those gaps; perplexity: "
+    "gap: loss − loss of bf16 at the same iteration on the same data; mean gap: mean over the recipe's iterations "
+    "that both runs finished (common), excluding warm-up; sd: the standard deviation of those gaps; perplexity: "
     "exp(mean gap), relative to bf16.",
     "SQNR: from the summed powers of the recorded operands that the recipe quantizes (for gradients, those that enter "
     "dgrad); flushed: share of the nonzero values that became 0; saturated: share of all values beyond the format's "
@@ -47,8 +47,7 @@ LEGEND = (
     f"Over seeds: each seed's mean gap is relative to the bf16 run with that seed; sd: the standard deviation of "
     f"these gaps. {SEPARATED} "
     "A step of an ablation is compared with the step before, or with the full recipe.",
-    f"{NOTHING}: not quantized, not recorded, not finished, or (time) no such step, or a run made before steps were "
-    "timed.",
+    f"{NOTHING}: not quantized, not recorded or not finished; for times, no such step, or steps that were not timed.",
 )
 
 
@@ -222,7 +221,9 @@ def notes(section: Section) -> list[str]:
         found.append(f"The bf16 run is {section.reference.state}: gaps cover only the iterations that it finished.")
     gaps = [row.gaps for row in section.rows if row.gaps]
     if gaps and all(each.seeds == 1 for each in gaps):
-        found.append("With one seed, no two gaps can be separated. To collect more seeds: binade ablate --seeds N.")
+        found.append(
+            "With one seed, no two gaps can be separated. To collect more seeds: binade ablate RECIPE --seeds N."
+        )
     usual = section.rows[0].seed
     if len(section.seeds) > 1:
         found.append(f"Seeds {', '.join(map(str, section.seeds))}: tables that do not combine seeds show seed {usual}.")

@@ -109,8 +109,8 @@ def describe(config: RunConfig, root: Path) -> str:
 def _ranks(config: RunConfig) -> str:
     if config.world_size == 1:
         return "one rank"
-    split = f"{config.tp} tensor-parallel{' with split sequences' if config.sequence_parallel else ''}"
-    return f"{config.world_size} ranks ({split}, {config.dp} replicas)"
+    split = f"TP {config.tp}{' with sequence parallelism' if config.sequence_parallel else ''}"
+    return f"{config.world_size} ranks ({split}, DP {config.dp})"
 
 
 def recorded(config: RunConfig) -> str:

@@ -110,7 +110,7 @@ class IndexedDocuments:
         return total
 
     def _refuse(self, why: str) -> None:
-        raise ConfigError(f"dataset {self._index_path} is not an index of Megatron: {why}")
+        raise ConfigError(f"dataset {self._index_path} is not a Megatron index: {why}")
 
 
 def _array(file: np.ndarray, dtype: str, count: int, position: int) -> tuple[np.ndarray, int]:

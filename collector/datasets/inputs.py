@@ -60,7 +60,7 @@ def find_tokenizer(name: str) -> Path | None:
     path = os.path.join(name, TOKENIZER_FILE) if os.path.isdir(name) else name
     if not os.path.isfile(path):
         raise ConfigError(
-            f"tokenizer {path} does not exist: give {BYTE}, a {TOKENIZER_FILE} of Hugging Face or its directory, "
+            f"tokenizer {path} does not exist: give {BYTE}, a Hugging Face {TOKENIZER_FILE} or its directory, "
             "or a GGUF file"
         )
     return Path(path)

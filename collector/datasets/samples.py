@@ -48,7 +48,7 @@ def _check_ids(documents: IndexedDocuments, seed: int, read: int, vocab: int) ->
         left -= len(ids)
         least, most = min(least, int(ids.min())), max(most, int(ids.max()))
     if least < 0:
-        raise ConfigError(f"dataset {documents.name} contains the token id {least}: expected ids of 0 or more")
+        raise ConfigError(f"dataset {documents.name} contains the token id {least}: expected non-negative ids")
     if most >= vocab:
         raise ConfigError(
             f"dataset {documents.name} contains the token id {most}, but the model's vocabulary has only {vocab} "

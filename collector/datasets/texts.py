@@ -151,7 +151,7 @@ def _text(line: bytes, where: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ConfigError(f"{where}: its text contains half a surrogate pair, which is not a character") from error
+        raise ConfigError(f"{where}: its text contains an unpaired surrogate") from error
     return text
 
 

@@ -68,7 +68,7 @@ def _read_tokenizer(path: Path) -> Tokenizer:
     try:
         tokenizer = tokenizers.Tokenizer.from_buffer(content)
     except Exception as error:  # tokenizers raises plain Exception
-        raise ConfigError(f"tokenizer {path} is not a tokenizer.json of Hugging Face: {error}") from error
+        raise ConfigError(f"tokenizer {path} is not a Hugging Face tokenizer.json: {error}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)

@@ -156,7 +156,7 @@ def read_file(job: Job) -> Read:
         with opened(path, job.room) as tensors:
             for number, found in enumerate(tensors):
                 if found.tensor is None or found.dtype is None:
-                    refused.append(Refusal(name, found.refused or "it has no tensor", found.key))
+                    refused.append(Refusal(name, found.refused or "it contains no tensor", found.key))
                     continue
                 log = interpret(path, found.metadata, found.key)
                 version = log.version

@@ -151,7 +151,7 @@ def _choice(*allowed: str) -> tuple[Callable[[Any], str | None], str]:
 
 
 def _number(least: int) -> tuple[Callable[[Any], int | None], str]:
-    return lambda value: integer(value, least), f"not a whole number from {least}"
+    return lambda value: integer(value, least), f"not an integer of at least {least}"
 
 
 _PLAIN: tuple[Callable[[Any], str | None], str] = (lambda value: value if is_word(value) else None, "not a plain word")

@@ -219,12 +219,13 @@ def duration(config: RunConfig, plan: Plan, history: Sequence[EarlierRun]) -> tu
     same = [run for run in similar if run.config.get("operands") == lines]
     if same:
         used = same[:RECENT]
-        basis = f"Measured: {len(used)} earlier run{'s' * (len(used) != 1)} of this model and recipe."
+        basis = f"Estimated from {len(used)} earlier run{'s' * (len(used) != 1)} of this model and recipe."
     else:
         quantized = _quantized(lines)
         distance = {id(run): abs(_quantized(run.config.get("operands") or []) - quantized) for run in similar}
         used = [run for run in similar if distance[id(run)] == min(distance.values())][:RECENT]
-        basis = f"No run of this recipe yet: measured on {used[0].config.get('recipe')}, which quantizes about as much."
+        other = used[0].config.get("recipe")
+        basis = f"No run of this recipe yet: estimated from {other}, which quantizes a similar number of operands."
     return STARTUP + median(_scaled(config, plan, run) for run in used), basis, True
 
 

@@ -248,7 +248,7 @@ class Runner:
             if read_job(self.root, job.id) and not (found and (found.cluster or found.end)):
                 state = after(State.QUEUED, Event.SUBMIT, State.FAILED)
                 execution = Execution(host(), boot(), now())
-                self._note_end(job, execution, state, "its submission was interrupted: retry")
+                self._note_end(job, execution, state, "its submission was interrupted: retry the job")
 
     def _attend(self, job: Job, execution: Execution) -> bool:
         """Whether the job still runs; if not, its end is recorded. A problem with one job does not affect others."""

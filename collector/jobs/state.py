@@ -58,7 +58,7 @@ _NO_MEMORY = re.compile(
     r"exceeded (job )?memory limit|oom-kill event",  # as Slurm says it
     re.I,
 )
-PEER_LOST = "another rank is gone"  # as PeerLostError says, in a module that imports torch
+PEER_LOST = "lost the connection to another rank"  # as PeerLostError says, in a module that imports torch
 _TIME_LIMIT = re.compile(r"came near its time limit")
 _OF_SLURM = re.compile(r"(slurmstepd|srun|slurmd)\S*: error: .*(memory limit|oom|[Kk]illed|[Nn]ode)")
 _WAS_KILLED = re.compile(r"was killed by SIGKILL|^srun: error: .*: Killed$")
@@ -232,7 +232,7 @@ def how_it_ended(
     if exit_status == -signal.SIGKILL or _WAS_KILLED.search(message):
         reason = message if _WAS_KILLED.search(message) else "the collector was killed by SIGKILL"
         if cluster is None and execution.here and out_of_memory_kills() > execution.oom_kills:
-            return State.NO_MEMORY, f"{reason}; meanwhile the kernel killed a process because memory ran out"
+            return State.NO_MEMORY, f"{reason}; the kernel killed a process during the run because memory ran out"
         return State.KILLED, reason
     if cluster is None and execution.host == host() and execution.boot != boot():
         return State.RESTARTED, "the machine was restarted while the job ran"

@@ -35,7 +35,7 @@ class CausalLM(nn.Module):
 def load(path: Path) -> CausalLM:
     """The model in a directory with its weights, float32. Raises ConfigError."""
     if (path / ADAPTER).exists():
-        raise ConfigError(f"checkpoint {path} contains an adapter ({ADAPTER}): merge it into its model first")
+        raise ConfigError(f"checkpoint {path} contains an adapter ({ADAPTER}): merge it into its base model first")
     transformers: Any = import_module("transformers")  # its type annotations are incomplete
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()

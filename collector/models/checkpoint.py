@@ -140,12 +140,12 @@ def _compare(
 ) -> None:
     unused = {name for name in sizes if name.endswith(UNUSED) or (tied and name == HEAD)}
     for problem, names in (
-        ("lacks", sorted(expected.keys() - sizes.keys())),
-        ("has, in addition to those of the model,", sorted(sizes.keys() - expected.keys() - unused)),
+        ("lacks the tensor", sorted(expected.keys() - sizes.keys())),
+        ("contains tensors that the model does not have:", sorted(sizes.keys() - expected.keys() - unused)),
     ):
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            raise ConfigError(f"checkpoint {path} {problem} the tensor {names[0]}{more}")
+            raise ConfigError(f"checkpoint {path} {problem} {names[0]}{more}")
     for name, size in expected.items():
         if sizes[name] != size:
             raise ConfigError(
@@ -178,9 +178,13 @@ class SafetensorsFiles(Tensors):
         headers = {path: _header(path) for path in _files(directory)}
         self.files = (directory / CONFIG, *headers)
         self.sizes = {name: size for header in headers.values() for name, size in header.items()}
-        self._places = {name: path for path, header in headers.items() for name in header}
-        if len(self.sizes) < sum(len(header) for header in headers.values()):
-            raise ConfigError(f"checkpoint {directory} contains a tensor in two of its files: keep one copy")
+        self._places: dict[str, Path] = {}
+        for path, header in headers.items():
+            for name in header:
+                if (other := self._places.setdefault(name, path)) != path:
+                    raise ConfigError(
+                        f"checkpoint {directory} contains the tensor {name} in {other.name} and {path.name}: remove one"
+                    )
 
     def read(self, name: str) -> Tensor:
         path = self._places[name]
@@ -201,7 +205,7 @@ def _files(directory: Path) -> list[Path]:
             raise ConfigError(f"checkpoint index {directory / INDEX} has no weight_map of file names")
         names = sorted(set(named.values()))
         if any(Path(name).name != name for name in names):
-            raise ConfigError(f"checkpoint index {directory / INDEX} names a file outside its directory")
+            raise ConfigError(f"checkpoint index {directory / INDEX} refers to a file outside its directory")
     elif (directory / WEIGHTS).is_file():
         names = [WEIGHTS]
     else:

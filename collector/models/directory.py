@@ -20,12 +20,12 @@ from binade.collector.models.transformers_model import MOST_LAYERS, shape_of_tra
 
 CONFIG = "config.json"
 GGUF = ".gguf"
+MOST = 10**9
 KINDS = {
-    int: ((int,), "a whole number from 0 on"),
-    float: ((int, float), "a number from 0 on"),
+    int: ((int,), f"an integer from 0 to {MOST}"),
+    float: ((int, float), f"a number from 0 to {MOST}"),
     bool: ((bool,), "true or false"),
 }
-MOST = 10**9
 # Types of model whose layers are those of a family here, by their name at Hugging Face.
 SAME_LAYERS = {"mistral": "llama"}
 
@@ -103,7 +103,7 @@ def _read(path: Path, source: str, family: type[Shape], settings: Mapping[str, A
     except KeyError as error:
         raise ConfigError(f"checkpoint {path}: {source} lacks {error}") from error
     except (AttributeError, TypeError, ValueError, ArithmeticError) as error:
-        raise ConfigError(f"checkpoint {path}: {source} cannot be understood: {error}") from error
+        raise ConfigError(f"checkpoint {path}: {source} is invalid: {error}") from error
 
 
 def read_json(path: Path) -> dict[str, Any]:

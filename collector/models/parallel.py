@@ -35,14 +35,14 @@ from binade.quant.specs import GemmFormats
 
 
 class PeerLostError(RuntimeError):
-    """A collective operation failed: another rank is gone."""
+    """A collective operation failed because the connection to another rank was lost."""
 
     exit_status = 75  # tells the launcher that another rank failed first
 
     @classmethod
     def after(cls, error: RuntimeError) -> PeerLostError:
         reason = re.sub(r"^\[[^]]*\] *", "", str(error).splitlines()[0])  # gloo begins with its source line
-        return cls(f"another rank is gone: {reason.partition('. ')[0]}")
+        return cls(f"lost the connection to another rank: {reason.partition('. ')[0]}")
 
 
 @dataclass(frozen=True)

@@ -139,8 +139,8 @@ class Recipe:
     def keeps_all(self) -> str:
         """The error message for a model whose layers are all in `keep`."""
         return (
-            f"recipe {self.name} keeps {self.keep} in bf16, which is every layer of this model: train one with more "
-            "layers, or quantize all, as in nvidia_nvfp4(without=keep)"
+            f"recipe {self.name} keeps {self.keep} in bf16, which is every layer of this model: use a model with more "
+            "layers, or quantize all of them, as in nvidia_nvfp4(without=keep)"
         )
 
     def check_modules(self, sites: Iterable[Site]) -> None:
@@ -167,8 +167,8 @@ class Recipe:
                 stages.append((int(start), recipe))
             elif iterations is None:
                 raise RecipeError(
-                    f"recipe {self.name} changes at {start} of the iterations, but their number is unknown: pass "
-                    "iterations=N"
+                    f"recipe {self.name} changes at {start} of the iterations, but the number of iterations is "
+                    "unknown: pass iterations=N"
                 )
             else:
                 stages.append((math.ceil(iterations * float(start[:-1]) / 100), recipe))

@@ -54,4 +54,7 @@ def last(run: RunInfo) -> tuple[Path, tuple[Position, ...]]:
                 return folder, tuple(read_json(Position, file) for file in files)
             except (OSError, ValueError) as error:
                 raise RunError(f"{folder} cannot be read: {describe(error)}") from None
-    raise RunError(f"{run.run_id} has no checkpoint to resume from: they need --checkpoint-every when a run is started")
+    raise RunError(
+        f"{run.run_id} has no checkpoint to resume from: it ended before the first one, or was started "
+        "without --checkpoint-every"
+    )

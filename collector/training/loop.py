@@ -126,7 +126,9 @@ def train(
         try:
             return _run(config, root, ranks, say, progress, command, resumed)
         except InstrumentError as error:  # a model of transformers, in its first forward pass
-            raise ConfigError(f"{config.model_title} can only be collected in your own script: {error}") from error
+            raise ConfigError(
+                f"{config.model_title} cannot be trained by binade run, only instrumented in your own script: {error}"
+            ) from error
 
 
 def _run(

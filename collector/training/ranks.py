@@ -30,7 +30,7 @@ from binade.data.runs import DONE, FAILED, RunState, list_runs, settle
 # Set by `launch` for the ranks that it starts: its process, and a file to meet at that no other machine can reach.
 LAUNCHER = "BINADE_LAUNCHER"
 STORE = "BINADE_STORE"
-LAUNCHER_GONE = "the process that started the ranks is gone"
+LAUNCHER_GONE = "the process that started the ranks has exited"
 TIMEOUT = timedelta(minutes=30)
 NOTICE = 10.0  # seconds that a rank has to notice by itself that the launcher is gone
 _joined = count()  # the runs of this process
@@ -83,7 +83,7 @@ class Ranks:
         return self.owner is not None and os.getppid() == self.owner
 
     def check_launcher(self) -> None:
-        """Raises PeerLostError if the process that started the ranks is gone: nothing else would end them."""
+        """Raises PeerLostError if the process that started the ranks has exited: nothing else would end them."""
         if self.owner is not None and not self.launcher_decides:
             raise PeerLostError(LAUNCHER_GONE)
 

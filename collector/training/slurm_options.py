@@ -105,7 +105,7 @@ def _placed(config: RunConfig, nodes: int | None, ranks_per_node: int | None, gp
         )
     name, divisor = ("--ranks-per-node", ranks_per_node) if nodes is None else ("--nodes", nodes)
     if divisor is not None and ranks % divisor:
-        raise ConfigError(f"{given}, which {name} {divisor} does not divide: every node has the same number of ranks")
+        raise ConfigError(f"{given}, not a multiple of {name} {divisor}: every node needs the same number of ranks")
     if nodes is None:
         nodes = ranks // (ranks_per_node or ranks)
     ranks_per_node = ranks // nodes

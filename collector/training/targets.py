@@ -57,10 +57,10 @@ class Target:
         for name in ("options", "setup", "container_options"):
             for text in getattr(self, name):
                 if not text.isprintable():
-                    raise ConfigError(f"{name} has {text!r}: write one line without control characters in each text")
+                    raise ConfigError(f"{name} has {text!r}: write one line without control characters per entry")
         for text in self.options:
             if not text.startswith("--"):
-                raise ConfigError(f"options has {text!r}: write options of sbatch, such as --qos=high")
+                raise ConfigError(f"options has {text!r}: write sbatch options, such as --qos=high")
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -118,7 +118,9 @@ def test_advice_is_drawn_and_judged_by_the_runs_that_tested_it(opened):
 def test_where_nothing_can_be_advised_a_sentence_says_why(opened, odd_root):
     only = Filter(recipe=("mine",))
     drawn: Drawn = ADVISE.draw(Selection(opened, only), VALUES)
-    assert drawn.problems == ("No operand of linear was scored: record a run with --scores, as in binade run bf16.",)
+    assert drawn.problems == (
+        "No operand of linear was scored: record a run with scores, such as binade run --quantization bf16.",
+    )
     with Catalog.open(odd_root) as catalog:
         for question in (ADVISE, PREDICTIONS):
             drawn = question.draw(Selection(catalog, Filter()), VALUES)

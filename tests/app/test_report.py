@@ -198,7 +198,7 @@ def test_large_tables_are_said_to_be_in_a_zip_that_is_there():
     section = Section("x", figures=[Figure("y", BARS, pd.DataFrame(np.zeros((rows, 100))), "c")])
     with_zip, without = (page.page((section,), {"x/y": ""}, "", archived) for archived in (True, False))
     assert "see the ZIP" in with_zip
-    assert "see the ZIP" not in without and "made with --zip" in without
+    assert "see the ZIP" not in without and "create the report with --zip" in without
 
 
 def test_long_and_wide_tables_are_cut_off_and_say_so():

@@ -35,10 +35,10 @@ def test_an_index_that_gives_memory_back_answers_as_before(tmp_path):
         with opened._index.cursor() as cursor:
             limit = cursor.execute("SELECT current_setting('memory_limit')").fetchone()
             running = cursor.execute("SELECT sum(range) FROM range(1000)")
-            opened.give_memory_back()
+            opened.release_memory()
             assert running.fetchone() == (499500,)
-        opened.give_memory_back()
+        opened.release_memory()
         assert opened.tensors().equals(before)
         with opened._index.cursor() as cursor:
             assert cursor.execute("SELECT current_setting('memory_limit')").fetchone() == limit
-    opened.give_memory_back()  # after it was closed
+    opened.release_memory()  # after it was closed

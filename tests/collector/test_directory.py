@@ -150,7 +150,9 @@ def test_the_form_and_the_estimate_take_a_path(directory, tmp_path):
     assert run.size == "full" and run.shape() == read_shape(directory)
     before = estimate([run], tmp_path)
     collected(tmp_path, "--model", os.path.relpath(directory))
-    assert before.basis.startswith("No similar run yet") and estimate([run], tmp_path).basis.startswith("Measured: 1")
+    assert before.basis.startswith("No similar run yet") and estimate([run], tmp_path).basis.startswith(
+        "Estimated from 1"
+    )
 
 
 def test_the_demo_of_the_makefile_is_a_command_that_parses(directory):
@@ -295,7 +297,7 @@ def test_a_product_that_is_not_intercepted_is_one_line(tmp_path, capfd):
     options = ["--model", str(tmp_path / "bloom"), "--recipe", "mxfp8", "--tensor-save-dir", str(tmp_path / "runs")]
     assert main([*GPT2_RUN, *options]) == 2
     line = capfd.readouterr().err.splitlines()[-1]
-    assert re.match(r"binade: bloom can only be collected in your own script: .*by baddbmm that is not", line)
+    assert re.match(r"binade: bloom cannot be trained by binade run, .*: .*by baddbmm that is not", line)
 
 
 def test_without_transformers_one_line_says_so(gpt2, monkeypatch):

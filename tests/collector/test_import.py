@@ -153,7 +153,7 @@ def test_float64_beyond_float32_is_told(bring, tmp_path, logs):
     write(logs / "x.pt", torch.tensor([1.0, 1e300, -1e300, torch.inf], dtype=torch.float64))
     assert bring() == 0
     (_, row), *_ = rows(tmp_path).iterrows()
-    assert row["infs"] == 3 and "2 of them lie beyond float32" in row["corrections"]
+    assert row["infs"] == 3 and "2 of them exceed the range of float32" in row["corrections"]
 
 
 class Evil:
@@ -268,7 +268,7 @@ def hostile(logs: Path, proof: Path) -> dict[str, str]:
         "cut.pt": "cut short",
         "cut_older.pt": "",
         "deflated.pt": "compressed",
-        "claims.pt": "names more bytes than it has",
+        "claims.pt": "lists entries beyond the end of the file",
         "zeros.pt": "neither of torch's two formats",
         "nothing.pt": "0 bytes",
         "readme.txt": "not a tensor file",
@@ -504,7 +504,7 @@ def test_what_does_not_fit_into_memory(bring, tmp_path, logs, monkeypatch):
     table = rows(tmp_path).set_index("tensor_name")
     assert set(table.index) == {"zip", "small"}
     assert "Not scored" in table.loc["zip", "corrections"] and table["corrections"].isna()["small"]
-    assert "must be read whole" in refusals(tmp_path)["older.pt"]
+    assert "cannot be memory-mapped" in refusals(tmp_path)["older.pt"]
     with Catalog.open(tmp_path / "runs") as catalog:
         assert list(catalog.scores()["tensor_id"]) == [table.loc["small", "tensor_id"]]
     monkeypatch.undo()
@@ -604,5 +604,8 @@ def test_a_run_that_is_no_import_names_no_file_out_of_it(bring, tmp_path, logs):
     assert bring() == 0
     run = only_run(tmp_path)
     (run.directory / "run.json").write_text(json.dumps(run.config | {"kind": "run"}))
-    with Catalog.open(tmp_path / "runs") as catalog, pytest.raises(CatalogError, match="only an import may do"):
+    with (
+        Catalog.open(tmp_path / "runs") as catalog,
+        pytest.raises(CatalogError, match="allowed only for imported tensors"),
+    ):
         catalog.load(catalog.tensors()["tensor_id"].item())

@@ -113,7 +113,7 @@ def test_a_corrupt_index_is_refused(tmp_path, name):
     whole = bytearray((tmp_path / "x.idx").read_bytes())
     whole[where : where + len(content)] = content
     (tmp_path / "x.idx").write_bytes(whole)
-    with pytest.raises(ConfigError, match=rf"x\.idx is not an index of Megatron: .*{said}"):
+    with pytest.raises(ConfigError, match=rf"x\.idx is not a Megatron index: .*{said}"):
         opened(tmp_path / "x")
 
 
@@ -123,11 +123,11 @@ def test_an_index_of_any_other_length_is_refused(tmp_path):
     assert len(whole) == FIRSTS + 6 * 8
     for length in range(len(whole)):
         (tmp_path / "x.idx").write_bytes(whole[:length])
-        with pytest.raises(ConfigError, match=r"x\.idx is not an index of Megatron"):
+        with pytest.raises(ConfigError, match=r"x\.idx is not a Megatron index"):
             opened(tmp_path / "x")
     for more in (1, 6, 8):  # 7 bytes more are the modes
         (tmp_path / "x.idx").write_bytes(whole + bytes(more))
-        with pytest.raises(ConfigError, match=r"x\.idx is not an index of Megatron"):
+        with pytest.raises(ConfigError, match=r"x\.idx is not a Megatron index"):
             opened(tmp_path / "x")
 
 

@@ -195,7 +195,7 @@ class TestEstimate:
         config = jobs.parse_runs([*line, "--quantization", "mxfp8"])[0]
         unknown, known = estimate([config], tmp_path), estimate([config], collected)
         assert unknown.basis.startswith("No similar run yet")
-        assert known.basis == "Measured: 1 earlier run of this model and recipe."
+        assert known.basis == "Estimated from 1 earlier run of this model and recipe."
         (run,) = [run for run in list_runs(collected)[0] if run.config["recipe"] == "mxfp8"]
         # The first of each kind does not count.
         _, warm_up, _, recorded = (record["seconds"] for record in jobs.state.losses_of(run))
@@ -203,7 +203,7 @@ class TestEstimate:
         longer = estimate([replace(config, train_iters=10, control_iter=10)], collected)
         assert longer.seconds > known.seconds
         other = jobs.parse_runs([*line, "--quantization", "linear_mxfp4"])[0]
-        assert estimate([other], collected).basis.startswith("No run of this recipe yet: measured on ")
+        assert estimate([other], collected).basis.startswith("No run of this recipe yet: estimated from ")
 
     def test_what_cannot_fit_is_refused(self, tmp_path):
         large = jobs.parse_runs(["run", "--model", "llama31-8b", "--size", "full", "--max-bytes", "900T"])[0]

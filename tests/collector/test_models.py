@@ -579,8 +579,8 @@ DAMAGE = {
     "no config": (lambda d: (d / "config.json").unlink(), "has no config.json"),
     "config is no JSON": (lambda d: (d / "config.json").write_text("{"), "is not JSON"),
     "config is a list": (lambda d: (d / "config.json").write_text("[]"), "is not a JSON object"),
-    "a setting is missing": (lambda d: edit_config(d, hidden_size=None), "cannot be understood"),
-    "layers are a word": (lambda d: edit_config(d, num_hidden_layers="two"), "cannot be understood"),
+    "a setting is missing": (lambda d: edit_config(d, hidden_size=None), "is invalid"),
+    "layers are a word": (lambda d: edit_config(d, num_hidden_layers="two"), "is invalid"),
     "another width": (
         lambda d: edit_config(d, intermediate_size=512),
         "_proj.weight is .*: expected .*512.* from its dimensions",

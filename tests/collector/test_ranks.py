@@ -267,7 +267,7 @@ def test_ranks_listen_on_loopback_alone_and_do_not_outlive_their_launcher(tmp_pa
     os.kill(first.pid, signal.SIGCONT)
     end_of_ranks(directory)
     status = list_runs(tmp_path)[0][0].status
-    assert (status.state, status.reason) == ("failed", "the process that started the ranks is gone")
+    assert (status.state, status.reason) == ("failed", "the process that started the ranks has exited")
 
 
 def test_a_rank_that_cannot_write_is_named(tmp_path: Path):

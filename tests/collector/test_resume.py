@@ -138,7 +138,8 @@ def test_what_cannot_be_resumed(tmp_path: Path, capfd: pytest.CaptureFixture[str
     assert run(tmp_path, *line, kill="before its first checkpoint") == -signal.SIGKILL
     name = only(tmp_path).run_id
     assert refused("--resume", name) == (
-        f"1 binade: {name} has no checkpoint to resume from: they need --checkpoint-every when a run is started"
+        f"1 binade: {name} has no checkpoint to resume from: it ended before the first one, or was started "
+        "without --checkpoint-every"
     )
     only(tmp_path).directory.rename(tmp_path / "gone")
     for path in (tmp_path / "gone").iterdir():

@@ -168,7 +168,7 @@ class TestIds:
                 "x contains the token id 384, but the model's vocabulary has only 384 tokens: use --vocab-size 385",
             ),
             (2**62, "use --vocab-size"),
-            (-1, "x contains the token id -1: expected ids of 0 or more"),
+            (-1, "x contains the token id -1: expected non-negative ids"),
         ],
     )
     def test_an_id_beyond_it_is_refused(self, tmp_path, id, said):

@@ -125,7 +125,7 @@ def test_a_job_keeps_how_it_starts(tmp_path: Path):
         ("[targets.a]\nlauncher = 'pbs'", "targets.a.launcher is \"pbs\": Input should be 'slurm'"),
         ("[targets.a]\npartitoin = 'x'", 'targets.a.partitoin is "x": Unexpected keyword argument'),
         ('[targets.a]\nsetup = ["a\\nb"]', "targets.a.setup has 'a\\nb': write one line"),
-        ("[targets.a]\noptions = ['qos']", "targets.a.options has 'qos': write options of sbatch"),
+        ("[targets.a]\noptions = ['qos']", "targets.a.options has 'qos': write sbatch options"),
         ("[targets.a", "Expected ']'"),
         ("[targets.b]\nnodes = 1", "there is no target 'a': "),
         ("[targets.a]\npartition = 'a b'", "target a: --partition 'a b' is not valid"),
@@ -266,7 +266,7 @@ def test_a_submission_that_was_interrupted(tmp_path: Path, monkeypatch):
     assert view_of(tmp_path / "runs", job).state == "queued"
     runner.Runner(tmp_path / "runs").turn()
     view = view_of(tmp_path / "runs", job)
-    assert (view.state, view.reason) == ("failed", "its submission was interrupted: retry")
+    assert (view.state, view.reason) == ("failed", "its submission was interrupted: retry the job")
 
 
 def test_a_job_that_cannot_be_followed_is_reported_and_the_others_go_on(tmp_path: Path, monkeypatch, capsys):
@@ -314,7 +314,7 @@ def test_a_hanging_cluster_is_given_up_on(tmp_path: Path, monkeypatch):
         ((*SLURM[1:], "--ranks-per-node", "-1"), "--ranks-per-node is -1: it must be 1 or more"),
         ((*SLURM[1:], "--gpus-per-node", "0"), "--gpus-per-node is 0: it must be 1 or more"),
         ((*SLURM[1:], "--nodes", "x"), "invalid value for '--nodes': 'x' is not a valid integer"),
-        ((*SLURM[1:], "--nodes", "3"), "--tp 2 times --dp 1 is 2 ranks, which --nodes 3 does not divide"),
+        ((*SLURM[1:], "--nodes", "3"), "--tp 2 times --dp 1 is 2 ranks, not a multiple of --nodes 3"),
         ((*SLURM[1:], "--ranks-per-node", "3"), "--tp 2 times --dp 1 is 2 ranks, which --ranks-per-node 3 does not"),
         (
             (*SLURM[1:], "--nodes", "2", "--ranks-per-node", "2"),

@@ -128,7 +128,7 @@ BAD = {
     "text that is none": b'{"text": 3}',
     "text that is null": b'{"text": null}',
     "not UTF-8": b'{"text": "\xff\xfe"}',
-    "half a surrogate pair": b'{"text": "\\ud800"}',
+    "an unpaired surrogate": b'{"text": "\\ud800"}',
     "a huge number": b'{"text": "a", "n": ' + b"9" * 5000 + b"}",
     "too deep": b"[" * 100_000,
     "a byte order mark": b'\xef\xbb\xbf{"text": "a"}',

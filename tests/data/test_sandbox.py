@@ -100,7 +100,7 @@ def test_values_that_python_cannot_hold_are_text(sandbox):
     assert rows.columns[0] == "d" and len(set(rows.columns)) == 5
     assert sandbox.select("FROM test_all_types()").rows.shape[0] == 3
     assert sandbox.select("SELECT 1::UTINYINT AS u, 0.5 AS n, true AS b").rows.iloc[0].tolist() == [1, 0.5, True]
-    with pytest.raises(QueryError, match="1,001 columns: ask for at most 1,000"):
+    with pytest.raises(QueryError, match="1,001 columns: select at most 1,000"):
         sandbox.select(f"SELECT {', '.join(map(str, range(1001)))}")
 
 

@@ -102,4 +102,4 @@ def test_the_death_of_a_host_ends_the_run_with_its_reason(tmp_path: Path):
         end(started)
     (run,), _ = list_runs(root)
     assert (run.status.state, run.status.tensors > 0) == ("failed", True)
-    assert "another rank is gone" in run.status.reason
+    assert "lost the connection to another rank" in run.status.reason

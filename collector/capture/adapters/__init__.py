@@ -90,7 +90,8 @@ def survey(
         for pattern in patterns:
             if not any(fnmatchcase(name, pattern) for name in modules):
                 raise InstrumentError(
-                    f"{option}={pattern!r} matches no module of {type(model).__name__}: give a path, * for any part"
+                    f"{option}={pattern!r} matches no module of {type(model).__name__}: give a module path, in which * "
+                    "matches any part"
                 )
     left = {module: EXCLUDED for name, module in modules.items() if any(fnmatchcase(name, each) for each in exclude)}
     named = [name for name in modules if any(fnmatchcase(name, each) for each in cores)]

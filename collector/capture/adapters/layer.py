@@ -133,7 +133,7 @@ class _Replacement:
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         copied = memo.get(id(self._module))
         if copied is None:
-            raise InstrumentError("an instrumented module's method cannot be copied alone")
+            raise InstrumentError("a method of an instrumented module cannot be copied without the module")
         if self._before is not None:
             return deepcopy(self._before, memo)
         return getattr(type(copied), self._name).__get__(copied)

@@ -136,7 +136,7 @@ def _refusal(module: nn.Module) -> str | None:
     if isinstance(module, nn.Linear):
         weight = vars(module)["_parameters"].get("weight")
         if weight is not None and not weight.is_floating_point():
-            return f"its weight is {weight.dtype}, quantized already"
+            return f"its weight is already quantized ({weight.dtype})"
     return None
 
 

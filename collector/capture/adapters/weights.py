@@ -131,8 +131,8 @@ class OwnProducts:
             weights = {name: attrgetter(name)(self.module) for name in {name for name, _ in self.how}}
             if divided := [name for name, weight in weights.items() if weight.dim() == 3 and is_dtensor(weight)]:
                 raise InstrumentError(
-                    f"{self.name or 'the model'} has a DTensor of three axes as its {divided[0]}, whose products on a "
-                    f"rank's part are not intercepted: leave it out with exclude=[{self.name!r}]"
+                    f"{self.name or 'the model'} has a three-dimensional DTensor as its {divided[0]}, and GEMMs on "
+                    f"its local shards cannot be intercepted: leave it out with exclude=[{self.name!r}]"
                 )
             with WeightsMode(self.name, weights, self.how) as mode:
                 result = forward(*args, **kwargs)

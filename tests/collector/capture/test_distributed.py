@@ -379,7 +379,7 @@ def test_what_cannot_be_intercepted_is_refused(said):
     assert placed == "known has a DTensor as its weight, and was called with a plain tensor"
     assert split.startswith("the model attends to DTensors placed as")
     assert "computes a product with own by matmul" in apart
-    assert of_experts.startswith("the model has a DTensor of three axes as its own")
+    assert of_experts.startswith("the model has a three-dimensional DTensor as its own")
 
 
 def test_a_weight_of_a_modules_own_is_intercepted_where_fsdp_replaces_it(said):
