@@ -30,6 +30,8 @@ def commands(group: click.Group, path: str) -> Iterator[tuple[str, click.Command
     for name in group.list_commands(context := click.Context(group)):
         command = group.get_command(context, name)
         assert command
+        if command.hidden:
+            continue
         yield f"{path} {name}", command
         if isinstance(command, click.Group):
             yield from commands(command, f"{path} {name}")
