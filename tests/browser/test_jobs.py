@@ -131,7 +131,7 @@ def test_a_recipe_is_edited_and_saved(visit: Visit, app: str, root: Path):
     start.fill("te_block")
     start.press("Enter")
     toml = page.get_by_test_id("stCode").filter(has_text="[linear]")
-    expect(toml).to_contain_text("TransformerEngine Float8BlockScaling")
+    expect(toml).to_contain_text("Transformer Engine Float8BlockScaling")
     settle(page)
     enter_cell(page, 0, "mxfp9")
     expect(page.get_by_text("linear.forward.input: unknown format 'mxfp9'")).to_be_visible()

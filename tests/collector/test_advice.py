@@ -154,14 +154,14 @@ WRONG = {
     "no number": (("--budget", "many"), 2, "not a number above 0"),
     "too few bits": (("--budget", "2"), 1, "the narrowest scored specs take 4.25 bits"),
     "an unknown format": (("--specs", "mxfp9"), 2, "mxfp9"),
-    "a format that was not scored": (("--specs", "nvint4"), 1, "nvint4 was not scored"),
+    "a format that was not scored": (("--specs", "nvint4"), 1, "not scored on every operand: nvint4"),
     "an unknown part": (("--parts", "head"), 2, "linear, qk, pv, router"),
-    "layers of all": (("--by", "module", "--max-bf16-layers", "1"), 1, "counts layers"),
+    "layers of all": (("--by", "module", "--max-bf16-layers", "1"), 1, "--max-bf16-layers does not apply"),
     "a file that exists": (("--output", "there.toml"), 2, "exists"),
     "a test without a file": (("--verify", "2"), 2, "--output"),
     "a target without a test": (("--target", "gpu"), 2, "--verify"),
     "no tensors": (("--recipe", "nothing"), 1, "no run with recorded tensors"),
-    "two recipes": (("--recipe", "mxfp4,mxfp8"), 1, "several recipes, mxfp4, mxfp8"),
+    "two recipes": (("--recipe", "mxfp4,mxfp8"), 1, "several recipes (mxfp4, mxfp8)"),
 }
 
 

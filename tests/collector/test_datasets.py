@@ -184,7 +184,7 @@ REFUSED = {
     "half a pair": (lambda p: ("--dataset", str(pair(p)), (p / "x.bin").unlink())[:2], "x lacks "),
     "a corrupt idx": (
         lambda p: ("--dataset", str(corrupt(pair(p).with_suffix(".idx"), 0, b"X"))),
-        "is not an index of",
+        "is not a Megatron index",
     ),
     "an empty pair": (lambda p: ("--dataset", str(write_pair(p / "x", []))), "x contains no documents"),
     "no column text": (lambda p: ("--dataset", str(parquet(p, body=["a"]))), "needs one column 'text'"),
@@ -193,8 +193,8 @@ REFUSED = {
         lambda p: ("--dataset", str(pair(p)), "--tokenizer", "byte"),
         "x contains tokens, not text: leave out --tokenizer byte",
     ),
-    "a missing tokenizer": (lambda p: ("--tokenizer", str(p)), "tokenizer.json does not exist: give byte, a tokenizer"),
-    "no tokenizer": (lambda p: ("--tokenizer", str(untrained(p))), "none.json is not a tokenizer.json"),
+    "a missing tokenizer": (lambda p: ("--tokenizer", str(p)), "tokenizer.json does not exist: give byte, a Hugging"),
+    "no tokenizer": (lambda p: ("--tokenizer", str(untrained(p))), "none.json is not a Hugging Face tokenizer.json"),
     "a large tokenizer": (
         lambda p: ("--tokenizer", str(trained(p))),
         " tokens, but the model's vocabulary has only 384: use --vocab-size ",

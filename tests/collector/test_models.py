@@ -600,7 +600,7 @@ DAMAGE = {
     "no weights": (lambda d: (d / "model.safetensors").unlink(), "contains no weights"),
     "pickled weights": (to_pickle, "contains no weights: expected model.safetensors or "),
     "a tensor is missing": (lambda d: edit_weights(d, drop="model.norm.weight"), "lacks the tensor model.norm.weight"),
-    "a tensor too many": (lambda d: edit_weights(d, more=torch.ones(2)), "those of the model, the tensor more"),
+    "a tensor too many": (lambda d: edit_weights(d, more=torch.ones(2)), "the model does not have: more"),
     "a tensor of another shape": (
         lambda d: edit_weights(d, **{"model.norm.weight": torch.ones(3)}), "model.norm.weight is 3: expected 256"
     ),

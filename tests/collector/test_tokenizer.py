@@ -125,13 +125,13 @@ NO_TOKENIZER = {
 @pytest.mark.parametrize("name", NO_TOKENIZER)
 def test_a_file_that_is_no_tokenizer_is_refused(tmp_path, name):
     (tmp_path / "tokenizer.json").write_bytes(NO_TOKENIZER[name])
-    with pytest.raises(ConfigError, match=r"tokenizer\.json is not a tokenizer\.json"):
+    with pytest.raises(ConfigError, match=r"tokenizer\.json is not a Hugging Face tokenizer\.json"):
         open_tokenizer(str(tmp_path))
 
 
 def test_a_tokenizer_that_is_not_there_is_refused(tmp_path):
     for path in (tmp_path, tmp_path / "gone", tmp_path / "gone.json"):
-        with pytest.raises(ConfigError, match=r"does not exist: give byte, a tokenizer\.json"):
+        with pytest.raises(ConfigError, match=r"does not exist: give byte, a Hugging Face tokenizer\.json"):
             open_tokenizer(str(path))
 
 
