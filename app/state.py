@@ -74,6 +74,7 @@ class Watched:
     def _give_back(self) -> None:
         assert self.opened.cache
         if self.opened.cache.expire(self.opened.version):
+            self.opened.flush()
             give_memory_back()
 
     def _give_all_back(self) -> None:

@@ -183,6 +183,10 @@ class Catalog:
     def close(self) -> None:
         self._index.close()
 
+    def flush(self) -> None:
+        """Return what the index has freed to the system."""
+        self._index.flush()
+
     def give_memory_back(self) -> None:
         """Return what the index keeps in memory for later queries."""
         self._index.give_memory_back()

@@ -72,6 +72,13 @@ class Index:
         with self._gate:
             self._connection.close()
 
+    def flush(self) -> None:
+        """Return the memory that DuckDB has freed and its allocator keeps, up to 100 MB, to the system."""
+        with self._gate:
+            if not self.in_memory:
+                with suppress(duckdb.Error):  # closed in the meantime
+                    self._connection.execute(f"SET memory_limit = '{INDEX_MEMORY}'")  # the same as before
+
     def give_memory_back(self) -> None:
         """Return what DuckDB keeps of the file for later queries, unless one is running."""
         with self._gate:
