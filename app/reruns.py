@@ -1,5 +1,5 @@
-"""Changes to Streamlit's sessions: they keep what a page's run has drawn when an automatic rerun overtakes its end, and
-sessions are removed when nobody can return to them.
+"""Changes to Streamlit's sessions: they keep what a page's run has drawn when an automatic rerun overtakes its end,
+forget the widgets of earlier pages, and are removed when nobody can return to them.
 
 Streamlit's `AppSession` answers a rerun of a fragment with a new ScriptRunner if the last one has ended, and ignores
 what the last one has sent and the event loop not yet handled. On a busy server, the page's last elements and the
@@ -9,6 +9,11 @@ The session of a closed tab is stored for two minutes, in case its connection wa
 the next one is stored: the sessions of the last users, with everything that their pages have drawn, would stay in
 memory until somebody else opens the app. Its loop still refers to the last session that it served, so that session is
 emptied.
+
+Streamlit never forgets the callbacks of a widget, and these refer to the tables and charts of the page. Many widgets
+are new ones to it whenever the root has changed, since their options have, so that a page that stays open would keep
+what it showed at every version. The callbacks of the last two runs are kept: of the page as it is, and of the one that
+a user may just have clicked on.
 """
 
 from __future__ import annotations
@@ -18,14 +23,17 @@ from collections.abc import Callable
 from streamlit.runtime.app_session import AppSession, AppSessionState
 from streamlit.runtime.memory_session_storage import MemorySessionStorage
 from streamlit.runtime.scriptrunner_utils.script_requests import RerunData
+from streamlit.runtime.scriptrunner_utils.script_run_context import get_script_run_ctx
 from streamlit.runtime.session_manager import SessionInfo
+from streamlit.runtime.state.session_state import SessionState
 
 AGAIN = 0.01  # seconds
+SHOWN = "widgets_shown"  # the key in a session's state
 
 
 def install(gone: Callable[[], object]) -> None:
-    """Let sessions wait until the last run's messages are handled before they run a fragment, and remove stored ones
-    in time. gone: called when one was removed, on the event loop."""
+    """Let sessions wait until the last run's messages are handled before they run a fragment, forget the widgets that
+    they no longer show, and remove stored ones in time. gone: called when one was removed, on the event loop."""
     create = AppSession._create_scriptrunner
 
     def create_after_the_last(self: AppSession, initial_rerun_data: RerunData) -> None:
@@ -47,6 +55,7 @@ def install(gone: Callable[[], object]) -> None:
             for _, info in removed:
                 info.session.shutdown()
                 info.session.session_state.clear()
+                info.session.session_state._new_widget_state.widget_metadata.clear()
                 info.session._fragment_storage.clear()
             if removed:
                 gone()
@@ -55,3 +64,16 @@ def install(gone: Callable[[], object]) -> None:
         session_info.session._event_loop.call_later(self._cache.ttl + 1, expire)  # type: ignore[attr-defined]
 
     MemorySessionStorage.save = store_for_a_time  # type: ignore[method-assign]
+
+    remove = SessionState._remove_stale_widgets
+
+    def remove_with_callbacks(self: SessionState, active_widget_ids: frozenset[str]) -> None:
+        remove(self, active_widget_ids)
+        run = get_script_run_ctx()
+        if run and not run.fragment_ids_this_run:
+            shown, self._old_state[SHOWN] = self._old_state.get(SHOWN, frozenset()), active_widget_ids
+            known = self._new_widget_state.widget_metadata
+            for widget in known.keys() - active_widget_ids - shown:
+                del known[widget]
+
+    SessionState._remove_stale_widgets = remove_with_callbacks  # type: ignore[method-assign]

@@ -74,6 +74,7 @@ class Watched:
     def _give_back(self) -> None:
         assert self.opened.cache
         if self.opened.cache.expire(self.opened.version):
+            self.opened.trim_memory()
             release_memory()
 
     def _give_all_back(self) -> None:

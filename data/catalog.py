@@ -183,6 +183,10 @@ class Catalog:
     def close(self) -> None:
         self._index.close()
 
+    def trim_memory(self) -> None:
+        """Return to the system what the index has freed."""
+        self._index.trim_memory()
+
     def release_memory(self) -> None:
         """Free the memory that the index holds for later queries."""
         self._index.release_memory()

@@ -72,6 +72,13 @@ class Index:
         with self._gate:
             self._connection.close()
 
+    def trim_memory(self) -> None:
+        """Return to the system the memory that DuckDB has freed and its allocator keeps, up to 100 MB."""
+        with self._gate:
+            if not self.in_memory:
+                with suppress(duckdb.Error):  # closed in the meantime
+                    self._connection.execute(f"SET memory_limit = '{INDEX_MEMORY}'")  # the same as before
+
     def release_memory(self) -> None:
         """Free the memory that DuckDB holds for later queries, unless a query is running."""
         with self._gate:

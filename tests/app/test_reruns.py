@@ -18,6 +18,7 @@ from streamlit.runtime.app_session import AppSession
 from streamlit.runtime.memory_media_file_storage import MemoryMediaFileStorage
 from streamlit.runtime.memory_session_storage import MemorySessionStorage
 from streamlit.runtime.memory_uploaded_file_manager import MemoryUploadedFileManager
+from streamlit.runtime.state.session_state import SessionState
 
 from binade.app import reruns
 
@@ -26,13 +27,20 @@ import streamlit as st
 from tests.app.test_reruns import Kept
 st.session_state["kept"] = Kept()
 st.write("first")
+if "drawn" in st.query_params:
+    st.button("Drawn " + st.query_params["drawn"], on_click=st.session_state["kept"].press)
 st.fragment(run_every=2)(lambda: None)()
 st.write("last")
 """
 
 
 class Kept:
-    """What a page keeps in its session."""
+    """What a page keeps in its session, or for its button."""
+
+    pressed = False
+
+    def press(self) -> None:
+        self.pressed = True
 
 
 class Tab:
@@ -52,8 +60,11 @@ class Tab:
         return [each for each in self.seen if each.WhichOneof("type") == "script_finished"]
 
 
-def rerun(fragment: str = "") -> BackMsg:
+def rerun(fragment: str = "", query: str = "", pressed: str = "") -> BackMsg:
     message = BackMsg()
+    message.rerun_script.query_string = query
+    if pressed:
+        message.rerun_script.widget_states.widgets.add(id=pressed, trigger_value=True)
     message.rerun_script.fragment_id, message.rerun_script.is_auto_rerun = fragment, bool(fragment)
     return message
 
@@ -73,6 +84,7 @@ def script_threads() -> list[threading.Thread]:
 def runtime(tmp_path, monkeypatch):
     monkeypatch.setattr(AppSession, "_create_scriptrunner", AppSession._create_scriptrunner)  # put back afterwards
     monkeypatch.setattr(MemorySessionStorage, "save", MemorySessionStorage.save)
+    monkeypatch.setattr(SessionState, "_remove_stale_widgets", SessionState._remove_stale_widgets)
     monkeypatch.setattr(Runtime, "_instance", None)
     (tmp_path / "page.py").write_text(PAGE)
     files = MemoryMediaFileStorage("/media"), MemoryUploadedFileManager("/upload")
@@ -117,7 +129,7 @@ def test_the_session_of_a_closed_tab_goes_when_nobody_can_come_back_to_it(runtim
         await runtime.start()
         tab = Tab()
         number = runtime.connect_session(tab, user_info={})
-        runtime.handle_backmsg(number, rerun())
+        runtime.handle_backmsg(number, rerun(query="drawn=0"))
         await tab.until(ForwardMsg.FINISHED_SUCCESSFULLY)
         wait_for(lambda: not script_threads())
         session = weakref.ref(runtime._session_mgr.get_session_info(number).session)
@@ -134,3 +146,39 @@ def test_the_session_of_a_closed_tab_goes_when_nobody_can_come_back_to_it(runtim
     session, gone = ThreadPoolExecutor(1).submit(lambda: asyncio.run(asyncio.wait_for(visit(), 60))).result()
     gc.collect()
     assert gone and session() is None
+
+
+def test_what_callbacks_refer_to_goes_with_the_page_after_the_one_that_replaced_it(runtime):
+    async def visit() -> tuple[list[bool], bool]:
+        await runtime.start()
+        tab = Tab()
+        number = runtime.connect_session(tab, user_info={})
+        session = runtime._session_mgr.get_session_info(number).session
+        kept: list[weakref.ref[Kept]] = []
+
+        async def draw(drawn: int, pressed: str = "") -> str:
+            tab.seen.clear()
+            runtime.handle_backmsg(number, rerun(query=f"drawn={drawn}", pressed=pressed))
+            await tab.until(ForwardMsg.FINISHED_SUCCESSFULLY)
+            wait_for(lambda: not script_threads())
+            kept.append(weakref.ref(session.session_state["kept"]))
+            return next(id for each in tab.seen if (id := each.delta.new_element.button.id))
+
+        first = await draw(0)
+        await draw(1)
+        first_kept = kept[0]()
+        await draw(2, pressed=first)  # a click on a button that the page has just replaced
+        assert first_kept
+        pressed = first_kept.pressed
+        del first_kept
+        await draw(3)
+        await draw(4)
+        gc.collect()
+        left = [each() is not None for each in kept]
+        runtime.stop()
+        await runtime.stopped
+        return left, pressed
+
+    left, pressed = ThreadPoolExecutor(1).submit(lambda: asyncio.run(asyncio.wait_for(visit(), 60))).result()
+    assert pressed
+    assert left == [False, False, False, True, True]
