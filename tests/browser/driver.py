@@ -50,7 +50,7 @@ def serving(root: Path, *options: str, port: int | None = None, env: Mapping[str
     address = f"http://127.0.0.1:{port}"
     with tempfile.NamedTemporaryFile("w+") as output:  # a pipe that nobody reads would fill up and stop it
         streams = {"stdout": output, "stderr": subprocess.STDOUT}
-        app = psutil.Process(start_binade("serve", "--port", port, *options, root=root, env=env, **streams).pid)
+        app = start_binade("serve", "--port", str(port), *options, root=root, env=env, **streams)
         try:
             until(lambda: answers(app.pid, address), f"the app to answer at {address}")
             yield address
@@ -60,10 +60,11 @@ def serving(root: Path, *options: str, port: int | None = None, env: Mapping[str
             raise
         finally:
             app.terminate()
-            _, living = psutil.wait_procs([app], timeout=20)
-            for process in living:
-                process.kill()
-                process.wait()
+            try:
+                app.wait(timeout=20)
+            except subprocess.TimeoutExpired:
+                app.kill()
+                app.wait()
             PORTS.append(port)
 
 
