@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING
 import pytest
 from filelock import FileLock
 
+from tests.template import Fork
+
 if TYPE_CHECKING:
     from binade.data.catalog import Catalog
 
@@ -92,20 +94,36 @@ def start_python(*arguments: str | Path, env: Mapping[str, str] | None = None, *
     return subprocess.Popen(command, env={**os.environ, **(env or {})}, **usual | options)
 
 
+def start_binade(
+    *arguments: str | Path, root: Path | None = None, env: Mapping[str, str] | None = None, **options
+) -> subprocess.Popen[str]:
+    """binade with arguments, on a root, its output in pipes: a fork of `template`. With env, which a module may read
+    when it is imported and which may be empty, it is the true command."""
+    place = {"TENSOR_SAVE_DIR": str(root)} if root else {}
+    if env is not None:
+        return start_python("-m", "binade", *arguments, env={**place, **env}, **options)
+    usual = {"cwd": PROJECT, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return Fork(list(map(str, arguments)), env={**os.environ, **place}, **usual | options)
+
+
 def run_python(*arguments: str | Path, timeout: float = 1200, **options) -> Done:
     """What start_python starts, after its end."""
-    with start_python(*arguments, **options) as process:
+    return _ended(start_python(*arguments, **options), timeout)
+
+
+def run_collector(*arguments: str, root: Path, timeout: float = 1200, **options) -> Done:
+    """What start_binade starts, after its end."""
+    return _ended(start_binade(*arguments, root=root, **options), timeout)
+
+
+def _ended(started: subprocess.Popen[str], timeout: float) -> Done:
+    with started as process:
         try:
             output, error = process.communicate(timeout=timeout)
         except BaseException:
             process.kill()
             raise
     return Done(process.args, process.returncode, output, error)
-
-
-def run_collector(*arguments: str, root: Path, env: Mapping[str, str] | None = None, **options) -> Done:
-    """binade in a process of its own, output captured."""
-    return run_python("-m", "binade", *arguments, env={"TENSOR_SAVE_DIR": str(root), **(env or {})}, **options)
 
 
 def until(condition: Callable[[], object], what: str, seconds: float = 120) -> None:

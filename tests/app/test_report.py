@@ -45,7 +45,7 @@ from binade.data.filter import Filter
 from binade.data.runs import process_start
 from tests.app import reports
 from tests.app.reports import HOSTILE, MadeOnce, tensors
-from tests.conftest import PROJECT, start_python, until
+from tests.conftest import PROJECT, start_binade, until
 from tests.data.builder import make_run
 
 pytestmark = pytest.mark.slow
@@ -563,7 +563,7 @@ def test_a_run_deleted_meanwhile_is_said(root, tmp_path, overview_alone):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=lambda n: n.name)
 def test_who_is_interrupted_leaves_nothing(collected, tmp_path, number):
     written = ("--output", tmp_path / "draw", "--zip", tmp_path / "z.zip")
-    process = start_python("-m", "binade", "report", *written, "--tensor-save-dir", collected)
+    process = start_binade("report", *written, "--tensor-save-dir", collected)
     assert "charts so far" in process.stderr.readline()
     renderers = [child.pid for child in psutil.Process(process.pid).children()]
     assert renderers
@@ -601,7 +601,7 @@ def test_a_bundle_that_is_interrupted_leaves_nothing(tmp_path, verb, number):
             made = refreshed(opened, sessions.new("Long", sessions.View("explore", {})))
             saved, _ = storage.save(root, made)
         arguments, watched = [saved.id, "--output", str(out / "x.zip")], out
-    process = start_python("-m", "binade", "bundle", verb, *arguments, "--tensor-save-dir", root)
+    process = start_binade("bundle", verb, *arguments, "--tensor-save-dir", root)
     until(lambda: list(watched.glob(".*.part")) or process.poll() is not None, "the bundle to be begun")
     process.send_signal(number)
     _, error = process.communicate(timeout=60)

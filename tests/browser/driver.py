@@ -17,9 +17,8 @@ from playwright.sync_api import Browser, BrowserContext, Page, Playwright, WebSo
 from streamlit.proto.BackMsg_pb2 import BackMsg
 from streamlit.proto.ForwardMsg_pb2 import ForwardMsg
 
-from tests.browser import template
 from tests.browser.chromium import ARGUMENTS, install
-from tests.conftest import start_python, until
+from tests.conftest import start_binade, until
 
 PATIENCE = 120  # seconds: on busy cores a page may take long
 # At rest: the script has ended, nothing is stale, no skeleton is left, every chart has its canvas.
@@ -50,12 +49,8 @@ def serving(root: Path, *options: str, port: int | None = None, env: Mapping[str
     port = port or (PORTS.pop() if PORTS else free_port())
     address = f"http://127.0.0.1:{port}"
     with tempfile.NamedTemporaryFile("w+") as output:  # a pipe that nobody reads would fill up and stop it
-        environment, command = {"TENSOR_SAVE_DIR": str(root)}, ("serve", "--port", str(port), *options)
-        if env is None:
-            app = template.serve(command, environment, output.name)
-        else:
-            streams = {"stdout": output, "stderr": subprocess.STDOUT}
-            app = psutil.Process(start_python("-m", "binade", *command, env=environment | env, **streams).pid)
+        streams = {"stdout": output, "stderr": subprocess.STDOUT}
+        app = start_binade("serve", "--port", str(port), *options, root=root, env=env, **streams)
         try:
             until(lambda: answers(app.pid, address), f"the app to answer at {address}")
             yield address
@@ -65,10 +60,11 @@ def serving(root: Path, *options: str, port: int | None = None, env: Mapping[str
             raise
         finally:
             app.terminate()
-            _, living = psutil.wait_procs([app], timeout=20)
-            for process in living:
-                process.kill()
-                process.wait()
+            try:
+                app.wait(timeout=20)
+            except subprocess.TimeoutExpired:
+                app.kill()
+                app.wait()
             PORTS.append(port)
 
 

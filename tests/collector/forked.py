@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import traceback
 from collections.abc import Callable, Mapping
 from itertools import count
@@ -52,3 +53,17 @@ def run_forked(root: Path, *arguments: str, ranks: int = 1, before: Callable[[],
 
     store = root.parent / f"{root.name}_{next(_runs)}.store"  # of one run alone: ranks would find each other's past
     return forked(work, *ranks_of(store, ranks))[0]
+
+
+def kill_at(call: str, left: int) -> None:
+    """From now on, die by SIGKILL at that call of a function of os."""
+    real = getattr(os, call)
+
+    def deadly(*arguments, **more):
+        nonlocal left
+        left -= 1
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(*arguments, **more)
+
+    setattr(os, call, deadly)

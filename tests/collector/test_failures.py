@@ -14,7 +14,7 @@ import pytest
 from binade.data.catalog import Catalog
 from binade.data.runs import RunInfo, list_runs
 from tests.collector.forked import run_forked
-from tests.conftest import start_python, until
+from tests.conftest import start_binade, start_python, until
 
 pytestmark = pytest.mark.slow
 
@@ -35,7 +35,7 @@ def _end_what_was_started() -> Iterator[None]:
 
 
 def start(root: Path, *arguments: str, **options) -> subprocess.Popen[str]:
-    process = start_python("-m", "binade", *ENDLESS, "--tensor-save-dir", root, *arguments, **options)
+    process = start_binade(*ENDLESS, "--tensor-save-dir", root, *arguments, **options)
     STARTED.append(process)
     return process
 
@@ -90,7 +90,8 @@ def test_a_refused_write_fails_cleanly(capfd, tmp_path, limit):
 def test_a_refused_first_write_leaves_no_run(tmp_path):
     """In a process of its own, whose output goes to no file."""
     root = tmp_path / "runs"
-    process = start(root, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100)))
+    limit = {"preexec_fn": lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))}
+    process = start(root, env={"PYTHONDONTWRITEBYTECODE": "1"}, **limit)  # it would cut off what others import
     _, error = process.communicate(timeout=120)
     assert process.returncode == 1 and error.startswith("binade: cannot write to ") and error.count("\n") == 1
     assert not root.exists()

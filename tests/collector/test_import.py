@@ -10,6 +10,7 @@ import signal
 import socket
 import zipfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from binade.collector.imports import importer
+from binade.cli import main
+from binade.collector.imports import importer, workers
 from binade.collector.imports.workers import Death, scatter
 from binade.data.catalog import Catalog
 from binade.data.notes import notes
@@ -27,8 +29,9 @@ from binade.data.store import TensorFileError
 from binade.quant import score, summarize
 from binade.quant.backends import cpu, moments, native
 from binade.quant.specs import Spec
+from tests.collector.forked import forked, kill_at
 from tests.collector.logs_made import NAMES, cut_while_read, deadly_read, tensor, write, write_all
-from tests.conftest import run_collector, run_python, start_python, until
+from tests.conftest import run_collector, start_python, until
 from tests.data.builder import with_column
 
 pytestmark = pytest.mark.slow
@@ -378,45 +381,28 @@ def test_a_file_that_changed_is_imported_anew(bring, tmp_path, logs):
             catalog.load(again.loc["c", "tensor_id"])
 
 
-# For each moment such as rename-3 a child that dies by SIGKILL at that call of os.rename: between these calls a segment
-# comes to be. They are forked, since to import torch takes longer than the import, and read the files themselves, since
-# the pool of each would import it again.
-KILLED = """
-import os, signal, sys
-from binade.cli import main
-from binade.collector.imports import importer, workers
-importer.ROWS_A_SEGMENT = 4
-workers.prepare = lambda module: None
-importer.scatter = lambda jobs, read, count: ((job, read(job)) for job in jobs)
-def kill_at(call, left):
-    real = getattr(os, call)
-    def deadly(*arguments, **more):
-        nonlocal left
-        left -= 1
-        if left == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return real(*arguments, **more)
-    setattr(os, call, deadly)
-for moment in sys.argv[2:]:
-    if not (child := os.fork()):
-        call, left = moment.split("-")
-        kill_at(call, int(left))
-        root = f"{sys.argv[1]}/{moment}/runs"
-        main(["import", f"{sys.argv[1]}/logs", "--scores", "", "--tensor-save-dir", root])
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL, moment
-"""
+# A segment comes to be between these calls of functions of os.
 MOMENTS = ("rename-1", "rename-3", "fsync-12", "replace-9")
 
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folders `logs`, and of each of MOMENTS what an import left that was killed there."""
+    """The folders `logs`, and of each of MOMENTS what an import left that was killed there: a fork, which reads the
+    files itself."""
     place = tmp_path_factory.mktemp("killed")
     for seed in range(18):
         write(place / "logs" / f"x{seed:02d}.pt", tensor(seed, 4, 9))
-    done = run_python("-c", KILLED, place, *MOMENTS)
-    assert done.returncode == 0, done.stderr
+
+    def attempt(moment: str) -> int:
+        importer.ROWS_A_SEGMENT = 4
+        workers.prepare = lambda module: None
+        importer.scatter = lambda jobs, read, count: ((job, read(job)) for job in jobs)
+        call, left = moment.split("-")
+        kill_at(call, int(left))
+        return main(["import", str(place / "logs"), "--scores", "", "--tensor-save-dir", str(place / moment / "runs")])
+
+    for moment in MOMENTS:
+        assert forked(partial(attempt, moment), {}) == [-signal.SIGKILL], moment
     return place
 
 

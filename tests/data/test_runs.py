@@ -34,34 +34,12 @@ from binade.data.runs import (
 from binade.data.segment import ERROR_COLUMNS, SCORE_SCHEMA, SKETCH_SCHEMA, TENSOR_SCHEMA, segment_names, write_segment
 from binade.quant.metrics import Errors
 from binade.quant.summary import summarize
-from tests.conftest import PROJECT
+from tests.collector.forked import forked, kill_at
 from tests.data.builder import CONFIG, assorted, make_run, row, with_column, without_checksums
 
 pytestmark = pytest.mark.slow
 
 STEMS = {"tensor": TENSOR_SCHEMA, "sketch": SKETCH_SCHEMA, "score": SCORE_SCHEMA}
-
-# Dies by SIGKILL at the n-th call of os.fsync or os.rename: the moments between which a segment comes to be.
-KILLED_WRITER = """
-import os, signal, sys, torch
-from pathlib import Path
-from binade.data.runs import RunWriter
-from binade.data.segment import write_segment
-from tests.data.builder import CONFIG, row
-root, call, left = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-writer = RunWriter.create(root, "killed", CONFIG)
-rows = [row(writer.run_id, i, torch.randn(16, 32), None, format="mxfp8") for i in range(3)]
-write_segment(writer.directory / "segments", "rank00-000001", rows)
-real = getattr(os, call)
-def deadly(*arguments):
-    global left
-    left -= 1
-    if left == 0:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return real(*arguments)
-setattr(os, call, deadly)
-write_segment(writer.directory / "segments", "rank00-000002", rows)
-"""
 
 
 def test_error_columns_are_the_fields_of_errors():
@@ -98,8 +76,16 @@ def test_a_segment_holds_what_was_given(tmp_path):
 
 @pytest.mark.parametrize(("call", "count"), [("fsync", 1), ("fsync", 2), ("fsync", 3), ("rename", 1)])
 def test_a_killed_writer_leaves_no_visible_part(tmp_path, call, count):
-    done = subprocess.run([sys.executable, "-c", KILLED_WRITER, str(tmp_path), call, str(count)], cwd=PROJECT)
-    assert done.returncode == -signal.SIGKILL
+    """Killed at a call of os.fsync or os.rename: the moments between which a segment comes to be."""
+
+    def write() -> None:
+        writer = RunWriter.create(tmp_path, "killed", CONFIG)
+        rows = [row(writer.run_id, i, torch.randn(16, 32), None, format="mxfp8") for i in range(3)]
+        write_segment(writer.directory / "segments", "rank00-000001", rows)
+        kill_at(call, count)
+        write_segment(writer.directory / "segments", "rank00-000002", rows)
+
+    assert forked(write, {}) == [-signal.SIGKILL]
     (run,), refused = list_runs(tmp_path)
     assert refused == [] and run.status.state == CRASHED and "killed" in run.status.reason
     assert run.status.finished == run.status.heartbeat

@@ -9,8 +9,6 @@ import random
 import re
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,7 +19,8 @@ from binade.data.catalog import Catalog
 from binade.data.runs import CRASHED, DONE, RUNNING, RunError, RunInfo, RunWriter, check_losses, read_losses, read_run
 from binade.data.store import TensorFileError
 from binade.data.verify import Verified, verify
-from tests.conftest import PROJECT, RECIPES
+from tests.collector.forked import forked, kill_at
+from tests.conftest import RECIPES
 from tests.data.builder import add_segment, assorted, make_run, without_checksums
 
 pytestmark = pytest.mark.slow
@@ -199,28 +198,15 @@ def test_a_renamed_run_that_goes_on(root: Path):
     assert not verify(root).damaged and left_out(root) == []
 
 
-# Dies by SIGKILL at the n-th file that it flushes.
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-from tests.data.builder import assorted, make_run
-left, real = int(sys.argv[2]), os.fsync
-def deadly(descriptor):
-    global left
-    left -= 1
-    if left == 0:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return real(descriptor)
-os.fsync = deadly
-make_run(Path(sys.argv[1]), assorted(1), assorted(2))
-"""
-
-
 @pytest.mark.parametrize("flushes", [8, 14, 28])
 def test_a_run_that_was_killed(tmp_path: Path, flushes: int):
     """While a tensor, a table, a manifest and a status were written."""
-    done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path), str(flushes)], cwd=PROJECT)
-    assert done.returncode == -signal.SIGKILL
+
+    def write() -> None:
+        kill_at("fsync", flushes)
+        make_run(tmp_path, assorted(1), assorted(2))
+
+    assert forked(write, {}) == [-signal.SIGKILL]
     (run,) = (path for path in tmp_path.iterdir() if not path.name.startswith("."))
     assert read_run(run).status.state == CRASHED
     assert not verify(tmp_path).damaged and left_out(tmp_path) == []

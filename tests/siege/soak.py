@@ -58,7 +58,7 @@ def clicked(root: Path, minutes: float, chance: random.Random, pause: float = 0.
     """Click through a root's app in one session after another, with so many seconds between a page and the next click;
     after each click the minutes since the start and the server's megabytes."""
     start, clicks = time.monotonic(), 0
-    with driver.serving(root) as address, sync_playwright() as playwright:
+    with driver.serving(root, env={}) as address, sync_playwright() as playwright:
         browser = driver.launch(playwright)
         port = int(address.rpartition(":")[2])
         while time.monotonic() < start + 60 * minutes or clicks < 4 * len(PAGES):

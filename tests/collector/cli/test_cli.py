@@ -147,7 +147,7 @@ def test_wrong_input_is_one_line_and_exit_2(command, capsys, tmp_path, name):
 
 
 def test_wrong_input_in_a_process_of_its_own(tmp_path):
-    done = run_collector("run", "--dataset", "wikipdia", root=tmp_path / "runs")
+    done = run_collector("run", "--dataset", "wikipdia", root=tmp_path / "runs", env={})
     assert (done.returncode, done.stdout) == (2, "")
     allowed = "wikipedia, dolma, python-docs, or a path to .bin/.idx, .jsonl, .jsonl.gz or .parquet"
     assert done.stderr == f"binade: unknown dataset 'wikipdia': expected {allowed}\n"
