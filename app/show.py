@@ -20,9 +20,9 @@ from binade.app.filters import only
 from binade.app.report.rendering import RenderError
 from binade.app.sessions import draft
 from binade.app.state import catalog
-from binade.app.style import CHOSEN, MEASURES, ONLY, short
+from binade.app.style import CHOSEN, MEASURES, ONLY
 from binade.data.access import read_only
-from binade.data.text import plain_name
+from binade.data.text import plain_name, short
 
 GESTURES = {  # by the selections that a chart has
     ONLY: "Shift-click: filter to this",

@@ -9,6 +9,7 @@ import pandas as pd
 
 from binade.app import style
 from binade.app.questions.shared.loss_chart import MOST_POINTS
+from binade.data.text import fixed
 
 
 def _gap(base: str) -> str:
@@ -55,7 +56,7 @@ def costs(
 ) -> alt.LayerChart:
     """The mean gap of each run, from `costs`, the largest at the top. colors: chosen by users, by run."""
     order = table["label"].tolist()
-    shown = table.assign(text=table["gap"].map(lambda v: f"{v:+.4f}"), color=style.colors(order, own=colors))
+    shown = table.assign(text=table["gap"].map(lambda v: fixed(v, 4, "+")), color=style.colors(order, own=colors))
     shown["at"] = shown["gap"].clip(lower=0.0)
     rows = alt.Chart(shown).encode(
         y=alt.Y("label:N", title=None, sort=order, axis=alt.Axis(ticks=False, domain=False, labelLimit=260)),
