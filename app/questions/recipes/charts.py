@@ -43,6 +43,7 @@ def gaps(
                 alt.Tooltip("gap:Q", title=_gap(base), format="+.4f"),
             ],
         )
+        .add_params(style.only("run_id"))
     )
     zero = alt.Chart(pd.DataFrame({"y": [0.0]})).mark_rule(strokeDash=[4, 4], color=style.GREY).encode(y="y:Q")
     result: alt.LayerChart = (zero + style.labelled(lines, groups)).properties(
@@ -78,6 +79,7 @@ def costs(
         axis=alt.Axis(tickCount=5),
     )
     bars = rows.mark_bar(size=18, cornerRadiusEnd=3).encode(x=x, color=alt.Color("color:N", scale=None))
+    bars = bars.add_params(style.only("run_id"))
     text = rows.mark_text(align="left", dx=5, color=style.GREY, fontSize=12).encode(x="at:Q", text="text:N")
     result: alt.LayerChart = (bars + text).properties(title=style.title("What each recipe costs", subtitle))
     return result
