@@ -154,6 +154,13 @@ class Figure(_Item):
         title = self.chart.title
         return str(title.text) if isinstance(title, alt.TitleParams) else ""
 
+    def axis_title(self, channel: Literal["x", "y"]) -> str:
+        """The title of an axis; "" if it has none, and for a chart of several plots."""
+        titles = [
+            (each.get("axis") or {}).get("title", each.get("title")) for each in _encodings(self.page_spec, channel)
+        ]
+        return next(filter(None, titles), "")
+
     @property
     def sized_chart(self) -> Chart:
         """The chart with an explicit size; concatenated and faceted charts already have one."""

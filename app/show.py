@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pandas as pd
 import streamlit as st
@@ -20,9 +20,9 @@ from binade.app.filters import only
 from binade.app.report.rendering import RenderError
 from binade.app.sessions import draft
 from binade.app.state import catalog
-from binade.app.style import CHOSEN, MEASURES, ONLY, short
+from binade.app.style import CHOSEN, MEASURES, ONLY
 from binade.data.access import read_only
-from binade.data.text import plain_name
+from binade.data.text import plain_name, short
 
 GESTURES = {  # by the selections that a chart has
     ONLY: "Shift-click: filter to this",
@@ -39,11 +39,20 @@ def _exporter() -> Callable[..., Any]:
     return st.components.v2.component("binade_export", html=html, css=css, js=picture + js)
 
 
-def draw(figure: Figure, on_choose: Callable[[Any], None] | None = None, *, pin: bool = True) -> Any:
+def draw(
+    figure: Figure,
+    on_choose: Callable[[Any], None] | None = None,
+    *,
+    pin: bool = True,
+    left: Figure | None = None,
+    below: Figure | None = None,
+) -> Any:
     """Draw a figure with its note below and its exports.
 
     With pin, it can be pinned to the session if the page is a view that can be drawn again, and its marks can narrow
     the filter.
+
+    left, below: the figures next to it. A title of an axis that they have too is not repeated.
 
     If marks can be clicked, the field of the clicked one is returned, or None; on_choose is called with it before the
     page is drawn again.
@@ -59,7 +68,11 @@ def draw(figure: Figure, on_choose: Callable[[Any], None] | None = None, *, pin:
     if figure.height:
         options["height"] = figure.height
     card = st.container(key=f"card_{name}", gap="xsmall")
-    with card.container(key=f"chart_{name}"):
+    beside: tuple[tuple[Literal["x", "y"], Figure | None], ...] = (("x", below), ("y", left))
+    hidden = [axis for axis, other in beside if other and figure.axis_title(axis) == other.axis_title(axis)]
+    with card.container(key=f"{''.join(f'no_{axis}_title_' for axis in hidden)}of_{name}"):
+        box = st.container(key=f"chart_{name}")
+    with box:
         event = st.vega_lite_chart(spec=figure.page_spec, key=key, alt=_alt(figure), **options)
     if note := f"{figure.note} {figure.hint if choose else ''}".strip():
         card.caption(note)

@@ -162,13 +162,13 @@ def catalog_page(
 
 
 def view_page(
-    name: str, title: str, params: Callable[[Catalog], Params]
+    name: str, title: str, params: Callable[[Catalog], Params], of_fields: tuple[str, ...] = ()
 ) -> Callable[[Callable[[Catalog, Filter, Params], None]], Callable[[], None]]:
     """Turn a function of the catalog, the filter and the page's parameters into a page with the filter in its sidebar.
     The function is called only if the filter selects a tensor; otherwise the page says that none matches.
 
     name: of the page in PAGES; params: the parameters that `address.follow` reads and the function passes to
-    `address.write`."""
+    `address.write`; of_fields: as in `Question`; a filter that selects no tensor may select runs."""
 
     def decorate(draw: Callable[[Catalog, Filter, Params], None]) -> Callable[[], None]:
         @catalog_page(title, shows="version")
@@ -177,7 +177,7 @@ def view_page(
             declared = params(opened)
             follow(opened, name, declared)
             where = sidebar(opened)
-            if hides_everything():
+            if hides_everything() and not of_fields:
                 write(where, declared)
                 explain_nothing(where)
             else:

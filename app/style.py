@@ -17,6 +17,7 @@ import pandas as pd
 
 from binade.data import tensor_kinds
 from binade.data.tensor_kinds import color_of, tensor_names
+from binade.data.text import fixed, short
 from binade.quant.formats import FORMATS
 from binade.quant.metrics import METRICS, Metric
 from binade.quant.specs import Spec
@@ -69,7 +70,7 @@ OPERATIONS = {"forward": "#0d9488", "backward": "#a855c7", "optimizer": GREY, "e
 @dataclass(frozen=True)
 class Measure:
     """How a metric is shown. factor: 100 for shares, which are shown in percent; low_is_bad: as for SQNR; log: whether
-    its axis is logarithmic."""
+    its axis is logarithmic; decimals: of its values, which otherwise have three digits."""
 
     key: str
     label: str
@@ -78,6 +79,7 @@ class Measure:
     factor: float = 1.0
     low_is_bad: bool = False
     log: bool = False
+    decimals: int | None = None
 
     @property
     def axis(self) -> str:
@@ -90,11 +92,7 @@ class Measure:
         if math.isinf(value):
             return ("no error" if value > 0 else "overflows") if self.low_is_bad else "∞"
         shown = value * self.factor
-        if self.low_is_bad:
-            return f"{shown:.1f}"
-        if shown == 0:
-            return "0"
-        return f"{shown:.3g}" if 1e-3 <= abs(shown) < 1e5 else _power(shown)
+        return short(shown, 3) if self.decimals is None else fixed(shown, self.decimals)
 
     def quantity(self, value: float | None) -> str:
         """A value with its unit; a value that is not finite is described in words, without a unit."""
@@ -139,28 +137,13 @@ OWN_METRICS = {
     "non_finite": Metric("NaN and Inf", "share of the elements that are NaN or infinite", "%", percent=True),
 }
 LOG = ("absmax", "std", "rms", "gradient_to_noise")
+DECIMALS = {"sqnr_db": 1, "outlier_persistence": 2}
 MEASURES = {
-    key: Measure(key, m.label, m.unit, m.definition, 100.0 if m.percent else 1.0, key == "sqnr_db", key in LOG)
+    key: Measure(
+        key, m.label, m.unit, m.definition, 100.0 if m.percent else 1.0, key == "sqnr_db", key in LOG, DECIMALS.get(key)
+    )
     for key, m in (METRICS | OWN_METRICS).items()
 }
-
-
-def short_exponent(number: str) -> str:
-    """1.2e-7 of 1.2e-07, 1e5 of 1.0e+05."""
-    return re.sub(r"(\.0)?e(-?)\+?0*(?=\d)", r"e\2", number)
-
-
-def _power(value: float) -> str:
-    """1.2e-7; inf."""
-    return short_exponent(f"{value:.1e}")
-
-
-def short(value: float | None) -> str:
-    """A number of any size in at most four digits: "0.0123", "1.2e−7", with the minus of the axes."""
-    if value is None or math.isnan(value):
-        return "–"
-    text = f"{value:.4g}" if value == 0 or 1e-3 <= abs(value) < 1e5 else _power(value)
-    return text.replace("-", "−")
 
 
 def ordered_colors(n: int) -> list[str]:

@@ -118,9 +118,9 @@ class Filter:
                     problems.append(f"The URL asks for {label} {text[:40]!r}, which is not a {wanted}.")
         return cls(**kept), problems
 
-    def without(self, name: str) -> Filter:
-        """The same filter without one field."""
-        kept: dict[str, Any] = {key: values for key, values in self.items() if key != name}
+    def without(self, *names: str) -> Filter:
+        """The same filter without some fields."""
+        kept: dict[str, Any] = {key: values for key, values in self.items() if key not in names}
         return Filter(**kept)
 
 

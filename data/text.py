@@ -1,10 +1,11 @@
-"""One-line messages, file names, and tables in Markdown and CSV."""
+"""One-line messages, numbers for people, file names, and tables in Markdown and CSV."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -33,6 +34,25 @@ def describe(error: BaseException) -> str:
     if isinstance(error, MemoryError):
         return "out of memory"
     return (str(error) or type(error).__name__).splitlines()[0]
+
+
+def short_exponent(number: str) -> str:
+    """1.2e-7 of 1.2e-07, 1e5 of 1.0e+05."""
+    return re.sub(r"(\.0)?e(-?)\+?0*(?=\d)", r"e\2", number)
+
+
+def short(value: float | None, digits: int = 4, sign: Literal["-", "+"] = "-") -> str:
+    """A number of any size, for people: "0.0123", "1.2e−7". sign: "+" to mark positive numbers too."""
+    if value is None or math.isnan(value):
+        return "–"
+    exponent = value != 0 and not 1e-3 <= abs(value) < 1e5
+    text = short_exponent(f"{value:{sign}.1e}") if exponent else f"{value:{sign}.{digits}g}"
+    return text.replace("-", "−")
+
+
+def fixed(value: float, decimals: int, sign: Literal["-", "+"] = "-") -> str:
+    """A number with this many decimals, for people. sign: as in `short`."""
+    return f"{value:{sign}.{decimals}f}".replace("-", "−")
 
 
 def markdown_text(text: str) -> str:

@@ -15,6 +15,8 @@ from pathlib import Path
 from PIL import Image
 from playwright.sync_api import sync_playwright
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 from tests.browser.driver import launch, new_page, settle
 
 TENSOR = "format=hifp8&layer_index=2&module=proj&tensor_name=grad_output"

@@ -121,10 +121,12 @@ def _panels(opened: Catalog, where: Filter) -> None:
     request = ("overview panels", where)
     drawn = shared(opened, request, lambda done: Drawn(tuple(overview.panels(opened, where))).prepared())
     found = {figure.name: figure for figure in drawn.figures}
-    for cell, (by, _) in zip(cells, overview.PANELS, strict=True):
+    placed = [found.get(f"panel_{by}") for by, _ in overview.PANELS]
+    for index, (cell, figure) in enumerate(zip(cells, placed, strict=True)):
         with cell:
-            if figure := found.get(f"panel_{by}"):
-                show.draw(figure)
+            if figure:
+                left = placed[index - 1] if index % 2 else None
+                show.draw(figure, left=left, below=[*placed[2:], None, None][index])
             else:
                 st.info("Nothing to draw: there are no finite nonzero values.", icon=":material/block:")
 

@@ -13,18 +13,20 @@ from binade.app.questions.shared.selection import Selection
 from binade.app.questions.view import show_question
 from binade.app.state import view_page
 from binade.data.catalog import Catalog
-from binade.data.filter import Filter
+from binade.data.filter import FIELDS, Filter
 
 
 def page_of(page: Page) -> Callable[[], None]:
     question = page.question
     assert question
 
-    @view_page(page.name, question.title, question.params)
+    @view_page(page.name, question.title, question.params, question.of_fields)
     def shown(opened: Catalog, where: Filter, params: Params) -> None:
         write(where, params)
         st.caption(question.note or f"Shown: {plain(where.sentence())}.")
-        show_question(question, Selection(opened, where), {name: st.session_state[name] for name in params})
+        ignored = set(FIELDS).difference(question.of_fields or FIELDS)
+        selection = Selection(opened, where.without(*ignored))
+        show_question(question, selection, {name: st.session_state[name] for name in params})
         write(where, params)
 
     return shown

@@ -34,6 +34,7 @@ class Question:
     slow         a title for the slow part of draw, "" if there is none. draw then also takes `done`, which it calls
                  with (steps done, steps in all)
     of_runs      whether the answer also depends on how far runs are: on their losses and states
+    of_fields    the fields of the filter that the answer depends on; () for all
     of_values    whether the answer depends on a tensor's row and values alone, so that it stays when the root changes
     link         parameters that the overview's link sets
     note         shown under the title if the question has its own page, in place of the filter
@@ -54,6 +55,7 @@ class Question:
     ignores: frozenset[str] = frozenset()
     slow: str = ""
     of_runs: bool = False
+    of_fields: tuple[str, ...] = ()
     of_values: bool = False
     link: dict[str, str] = field(default_factory=dict)
     note: str = ""

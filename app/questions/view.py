@@ -133,17 +133,19 @@ def show_answer(drawn: Drawn, where: Filter, values: Mapping[str, Any]) -> None:
             else:
                 cells.append([item])
         widths = [max(item.width for item in cell) for cell in cells]
-        for place, cell in zip(st.columns(widths, gap="large" if len(cells) < 3 else "small"), cells, strict=True):
+        places = st.columns(widths, gap="large" if len(cells) < 3 else "small")
+        for place, cell, left in zip(places, cells, [[], *cells], strict=False):
             with place:
-                for item in cell:
-                    _show(item, where, values)
+                for index, item in enumerate(cell):
+                    _show(item, where, values, left[index] if index < len(left) else None)
 
 
-def _show(item: Item, where: Filter, values: Mapping[str, Any]) -> None:
+def _show(item: Item, where: Filter, values: Mapping[str, Any], left: Item | None) -> None:
     match item:
         case Figure() | Table():
             chosen = partial(_set, item.choose) if item.choose not in (None, "tensor_id") else None
-            picked = show.draw(item, chosen) if isinstance(item, Figure) else show.table(item, chosen)
+            beside = left if isinstance(left, Figure) else None
+            picked = show.draw(item, chosen, left=beside) if isinstance(item, Figure) else show.table(item, chosen)
             if item.choose == "tensor_id":
                 open_tensor(picked, where, values)
         case Controls():

@@ -8,7 +8,8 @@ from typing import Any
 import pandas as pd
 
 from binade.app.params import TITLES
-from binade.app.style import MEASURES, short_exponent
+from binade.app.style import MEASURES
+from binade.data.text import short_exponent
 
 
 def shown(frame: pd.DataFrame, axis: str = "") -> pd.DataFrame:

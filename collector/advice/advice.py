@@ -26,6 +26,7 @@ from binade.collector.recipes.selection import Selection, SelectionError
 from binade.collector.training.config import RunConfig, check
 from binade.collector.training.slurm_options import SlurmOptions
 from binade.data.catalog import Catalog
+from binade.data.text import fixed, short
 from binade.quant.specs import OPERAND_FIELDS, Spec
 
 POINTS = 12  # of the frontier
@@ -114,11 +115,12 @@ class Advice:
     @property
     def sentence(self) -> str:
         """The choice in a sentence."""
-        text = f"Advised: {self.bits:.2f} bits per forward value for a predicted loss change of {self.change:+.3g}"
+        change = short(self.change, 3, "+")
+        text = f"Advised: {self.bits:.2f} bits per forward value for a predicted loss change of {change}"
         other = self.uniform
         if other is None:
             return f"{text}; no single format takes as few bits."
-        return f"{text}; with {other['name']} alone, {other['bits']:.2f} bits, it is {other['change']:+.3g}."
+        return f"{text}; with {other['name']} alone, {other['bits']:.2f} bits, it is {short(other['change'], 3, '+')}."
 
     @property
     def doubts(self) -> list[str]:
@@ -130,7 +132,7 @@ class Advice:
                 "Record several."
             )
         elif not self.costs.reliability >= RELIABLE:
-            number = "unknown" if math.isnan(self.costs.reliability) else f"{self.costs.reliability:.2f}"
+            number = "unknown" if math.isnan(self.costs.reliability) else fixed(self.costs.reliability, 2)
             found.append(
                 f"Spearman's ρ between the rankings of two halves of the micro-batches is {number}, below {RELIABLE}: "
                 "record more micro-batches before you rely on the ranking."
@@ -151,8 +153,9 @@ class Advice:
         """The choice as a recipe; the most common specs become [linear]."""
         given = self.request
         limit = f"{given.bits:g} bits" if given.bits is not None else f"a loss change of {given.change:g}"
+        change = short(self.change, 3, "+")
         about = About(
-            f"{ADVISED} under {limit}: predicted {self.change:+.3g} at {self.bits:.2f} bits per forward value",
+            f"{ADVISED} under {limit}: predicted {change} at {self.bits:.2f} bits per forward value",
             tuple(f"run {run}" for run in self.costs.runs),
         )
         draft = Draft(about=about)

@@ -28,6 +28,7 @@ from binade.app.questions.shared.distribution_charts import _outline as outline
 from binade.collector.recipes.recipe import TEN_RECIPES
 from binade.data.events import Event, EventKind, append_event
 from binade.data.segment import TENSOR_SCHEMA
+from binade.data.text import short
 
 FORMATS = ["bf16", "hifp8", "mxfp8", "mxfp4"]
 TENSORS = [f"L{i} fc1 input (forward, mxfp8)" for i in range(10)]
@@ -328,7 +329,7 @@ class TestFormatPanels:
     ("value", "text"), [(math.inf, "inf"), (-math.inf, "−inf"), (1e-9, "1e−9"), (1.2e40, "1.2e40")]
 )
 def test_numbers_of_any_size_are_short(value, text):
-    assert style.short(value) == text
+    assert short(value) == text
 
 
 @pytest.mark.parametrize("name", ["a\\", 'a\\"', 'say "a"'])

@@ -148,7 +148,7 @@ class TestVerdict:
     def test_names_what_is_separated_and_what_is_not(self, drawn):
         assert drawn.verdict == (
             "Separated: forward is higher than bf16 (+0.0100); + wgrad is higher than + dgrad (+0.0380); without "
-            "rounding is higher than + wgrad (+0.0400); without tiles is lower than + wgrad (-0.0300) (nats per token)."
+            "rounding is higher than + wgrad (+0.0400); without tiles is lower than + wgrad (−0.0300) (nats per token)."
             " By the spread over 4 seeds, + dgrad is not separated from forward; without rotation is not separated from"
             " + wgrad."
         )

@@ -101,6 +101,10 @@ def test_a_filter_set_by_clicking_is_in_the_address_and_a_copy_shows_the_same(vi
     opened at another page, Streamlit first asks in vain beneath that page's own path."""
     page = visit()
     assert background(page) == "rgb(255, 255, 255)"
+    titles = page.locator(".role-axis-title").evaluate_all(
+        "titles => titles.filter(each => getComputedStyle(each).visibility === 'visible').map(each => each.textContent)"
+    )
+    assert (titles.count("|value|"), titles.count("share of values per binade")) == (2, 2)  # of two by two histograms
     turn_to(page, "Explore")
     assert metrics(page)["Tensors"] == f"{catalog.totals().tensors:,}"
     choose(page, "Quant type", "mxfp8")

@@ -13,7 +13,7 @@ from binade.app.questions.depth import charts as depth_charts
 from binade.app.style import Measure
 
 KINDS = {"advised": "advised under other budgets", "uniform": "one format for all", "published": "published recipes"}
-BITS = Measure("bits", "Bits per value", "", "of the advised format")
+BITS = Measure("bits", "Bits per value", "", "of the advised format", decimals=2)
 
 
 def frontier(table: pd.DataFrame, bits: float, change: float, subtitle: str) -> alt.LayerChart | alt.FacetChart:

@@ -22,6 +22,7 @@ from binade.collector.advice.advice import AS_MANY, Advice, Request, advise
 from binade.collector.advice.choice import GROUPS
 from binade.collector.advice.costs import FORWARD, AdviceError, Costs
 from binade.data.catalog import Catalog
+from binade.data.text import fixed
 
 NOTE = (
     "An integer linear program chooses the formats by their recorded costs. These come from the bf16 runs in the "
@@ -129,7 +130,7 @@ def _held(advised: pd.Series, plain: pd.DataFrame) -> str:
     if others.empty:
         return f"{advised['recipe']} was trained, but no single format with as few bits was."
     other = others.iloc[0]
-    gaps = f"{advised['gap']:+.4f}, {other['recipe']} one of {other['gap']:+.4f}"
+    gaps = f"{fixed(advised['gap'], 4, '+')}, {other['recipe']} one of {fixed(other['gap'], 4, '+')}"
     text = f"{advised['recipe']} reached a mean gap of {gaps}: "
     if not (advised["high"] < other["low"] or advised["low"] > other["high"]):
         seeds = int(min(advised["seeds"], other["seeds"]))

@@ -14,7 +14,8 @@ from binade.app.questions.blocks import charts, compute
 from binade.app.questions.question import Question, not_in_report
 from binade.app.questions.shared.rounded import Subject, about_format
 from binade.app.questions.shared.selection import SelectedTensor
-from binade.app.style import MEASURES, power_of_two, short
+from binade.app.style import MEASURES, power_of_two
+from binade.data.text import short
 from binade.quant.metrics import METRICS
 
 METRIC_TITLES = {

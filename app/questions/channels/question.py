@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from binade.app import style
 from binade.app.control import Control
 from binade.app.figure import Column, Controls, Drawn, Figure, Item, Table, source
 from binade.app.params import Known
@@ -17,6 +16,7 @@ from binade.app.questions.shared.selection import Selection
 from binade.app.questions.training import charts as training_charts
 from binade.app.style import MEASURES
 from binade.data.tensor_kinds import label_of
+from binade.data.text import short
 
 NOTHING = (
     "The filter selects no tensor whose hot channels were recorded: choose a run recorded with “trace” under Also "
@@ -126,7 +126,7 @@ def _verdict(found: compute.Persistence) -> str:
     worst = hot.iloc[0]
     return (
         f"{text}. In {len(hot)} of {len(found.places)} tensors the hottest channel reaches {compute.OUTLIER} times the "
-        f"median channel’s absmax, most in {worst['place']}: {style.short(worst['hot_ratio'])} times, with a "
+        f"median channel’s absmax, most in {worst['place']}: {short(worst['hot_ratio'])} times, with a "
         f"Jaccard index of {worst['value']:.2f}."
     )
 

@@ -8,6 +8,7 @@ import pandas as pd
 
 from binade.app import style
 from binade.app.figure import Chart
+from binade.data.text import short
 
 
 def differences(table: pd.DataFrame, limit: float | None, first: int | None, subtitle: str) -> Chart:
@@ -17,7 +18,7 @@ def differences(table: pd.DataFrame, limit: float | None, first: int | None, sub
     ends = [*([finite.min(), finite.max()] if len(finite) else []), *([limit] if limit else [])] or [1e-3]
     low, high = 10.0 ** np.floor(np.log10(min(ends) / 2)), 10.0 ** np.ceil(np.log10(max(ends) * 2))
     shown = table.drop(columns=["shape", "shape_b", "at"]).assign(
-        drawn=table["difference"].clip(low, high), label=table["difference"].map(lambda value: f"{value:.3g}")
+        drawn=table["difference"].clip(low, high), label=table["difference"].map(lambda value: short(value, 3))
     )
     operations = [name for name in style.OPERATIONS if name in set(shown["operation"])]
     color = alt.Color(

@@ -18,6 +18,7 @@ from binade.app.questions.shared.selection import Selection
 from binade.data.catalog import Catalog
 from binade.data.difference import TOLERANCE, Difference
 from binade.data.runs import RunError
+from binade.data.text import short
 
 NOTE = (
     "Matches the tensors of two runs of the same model and data, after joining the shards of all ranks, and compares "
@@ -108,12 +109,12 @@ def draw(
 
 def _verdict(found: Difference, table: pd.DataFrame, limit: float | None, first: int | None) -> str:
     how = f"{int((table['by'] == 'values').sum()):,} were compared by value"
-    beyond = "in at least one bit" if limit is None else f"by more than {limit:.3g}"
+    beyond = "in at least one bit" if limit is None else f"by more than {short(limit, 3)}"
     if first is None:
-        equal = "are bitwise identical" if limit is None else f"differ by at most {limit:.3g}"
+        equal = "are bitwise identical" if limit is None else f"differ by at most {short(limit, 3)}"
         return f"All {len(table):,} tensors {equal}; {how}."
     row = found.rows[first]
-    what = f"shapes {row.shape} and {row.shape_b}" if row.by == "shape" else f"{row.difference:.3g}"
+    what = f"shapes {row.shape} and {row.shape_b}" if row.by == "shape" else short(row.difference, 3)
     count = sum(each.differs(limit) for each in found.rows)
     after = f", after {first:,} that do not" if first else ""
     total = f"{count:,} of {len(table):,} tensors differ; {how}."

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from binade import quant
 from binade.app.questions.shared.distributions import Distribution, distribution_of
+from binade.data.text import short
 from binade.quant import sketch as sketches
 from binade.quant.metrics import errors
 
@@ -36,7 +37,7 @@ class ThreeWay:
         if drift == 0:
             return "Rounding alone: the run has not drifted; its tensor is identical to that of bf16."
         if rounding == 0:
-            return f"The run has drifted (relative error {drift:.3g}); the format's rounding loses nothing here."
+            return f"The run has drifted (relative error {short(drift, 3)}); the format's rounding loses nothing here."
         ratio = drift / rounding
         if ratio > 2:
             return f"Mostly drift: the drift is {ratio:.1f} times the rounding error."

@@ -17,22 +17,18 @@ from binade.app.questions.shared.boards import LOSS_CHANGE
 from binade.app.questions.shared.selection import Board
 from binade.app.report.section import ReportSelection, Section
 from binade.app.style import MEASURES
+from binade.data.text import fixed, short
 
 RELIABLE = 0.8  # between halves of the micro-batches, from which a ranking is called reliable
 COLUMNS = {
     "rank": Column("Rank", width=60),
-    "place": Column("Tensor", width=200),
-    "value": Column(format="%.2e", metric=LOSS_CHANGE),
-    "spread": Column(
-        "± standard error", "%.1e", help="Standard error of the mean over micro-batches; empty if there is only one"
-    ),
-    "first": Column(
-        "First order", "%.2e", help="Σg·e, the mean over micro-batches. With few tokens it is mostly noise"
-    ),
-    "second": Column("Second order", "%.2e", help="N·½Σg²e², the mean over micro-batches. Never negative"),
+    "place": Column("Tensor", width=180),
+    "value": Column("Predicted (nats)", "%.2e", 120, metric=LOSS_CHANGE),
+    "spread": Column("± std. error", "%.1e", 95, "Of the mean over micro-batches; empty if there is only one"),
+    "first": Column("First order", "%.2e", 95, "Σg·e, the mean over micro-batches. With few tokens it is mostly noise"),
+    "second": Column("Second order", "%.2e", 105, "N·½Σg²e², the mean over micro-batches. Never negative"),
     "sqnr_db": Column(),
-    "sqnr_rank": Column("Rank by SQNR", width=90),
-    "micro_batches": Column("Micro-batches", "localized", 90),
+    "sqnr_rank": Column("SQNR rank", width=85),
 }
 
 
@@ -82,28 +78,24 @@ def _verdict(found: compute.Costs, fmt: str) -> str:
             "unknown (record the inputs of linear layers)."
         )
     worst, of = table.iloc[0], len(table)
-    lines = [f"{worst['place']} costs the most in {fmt}: {_signed(worst['value'])} nats predicted"]
+    lines = [f"{worst['place']} costs the most in {fmt}: {short(worst['value'], 2, '+')} nats predicted"]
     total = table["value"].sum()
-    lines.append(f", {_signed(total)} over all {of:,} operands. SQNR ranks it {int(worst['sqnr_rank'])} of {of}")
+    lines.append(f", {short(total, 2, '+')} over all {of:,} operands. SQNR ranks it {int(worst['sqnr_rank'])} of {of}")
     if not math.isnan(found.agreement):
-        lines.append(f"; Spearman’s ρ between the two rankings is {found.agreement:.2f}")
+        lines.append(f"; Spearman’s ρ between the two rankings is {fixed(found.agreement, 2)}")
     lines.append(". ")
     if math.isnan(found.reliability):
         lines.append("The ranking comes from one micro-batch and holds only for its tokens: record several.")
     elif found.reliability < RELIABLE:
         lines.append(
-            f"Spearman’s ρ between two halves of the micro-batches is only {found.reliability:.2f}: record more tokens "
-            "before you rely on the ranking."
+            f"Spearman’s ρ between two halves of the micro-batches is only {fixed(found.reliability, 2)}: record more "
+            "tokens before you rely on the ranking."
         )
     else:
-        lines.append(f"Between two halves of the micro-batches, ρ is {found.reliability:.2f}.")
+        lines.append(f"Between two halves of the micro-batches, ρ is {fixed(found.reliability, 2)}.")
     if unknown:
         lines.append(f" For {unknown} operands nothing can be predicted: a gradient is not finite.")
     return "".join(lines)
-
-
-def _signed(value: float) -> str:
-    return f"{value:+.2g}".replace("-", "−")
 
 
 def report(selection: ReportSelection) -> Iterator[Section]:

@@ -18,14 +18,15 @@ from binade.app.questions.shared.selection import SelectedTensor
 from binade.data.catalog import Catalog, CatalogError
 from binade.data.filter import Filter
 from binade.data.store import TensorFileError
+from binade.data.text import short
 from binade.quant import sketch
 from binade.quant.metrics import METRICS
 
 AGAINST = (*laws.LAWS, "tensor", "selection")
 TITLES = LAW_TITLES | {"tensor": "another tensor", "selection": "the filter’s selection"}
 COLUMNS = {
-    "law": Column("Distribution", width=100, text=lambda row: TITLES[row["law"]]),
-    "ks": Column("KS distance", "%.4f"),
+    "law": Column("Distribution", width=95, text=lambda row: TITLES[row["law"]]),
+    "ks": Column("KS", "%.4f", 65),
     "parameters": Column("Fitted", width=260),
 }
 
@@ -78,7 +79,7 @@ def _against_law(selected: SelectedTensor, own: Distribution, law: str, precisio
     closest = table.iloc[0]
     verdict = (
         f"Best fit of four distributions: {TITLES[closest['law']]}, Kolmogorov–Smirnov distance {closest['ks']:.3f}. "
-        f"Kurtosis {selected.row['kurtosis']:.3g}, 3 for a normal distribution."
+        f"Kurtosis {short(selected.row['kurtosis'], 3)}, 3 for a normal distribution."
     )
     fitted = laws.fit(own, law)
     note = f"Fitted {TITLES[law]}: {fitted.text if fitted else 'none'}."
@@ -86,10 +87,10 @@ def _against_law(selected: SelectedTensor, own: Distribution, law: str, precisio
         note += f" ν is chosen so that the plot is straightest over {laws.FIT_POINTS} quantiles, 0.25 % to 99.75 %."
     caption = f"{selected.source(precision)}\nQuantiles against a {TITLES[law]}. {note}"
     chart = distribution_charts.qq(points, f"{precision} · {own.total:,} values · {selected.label}", "tensor", law=law)
-    figure = Figure("qq", chart, points, caption, note=note, height=420, group="law", width=3)
+    figure = Figure("qq", chart, points, caption, note=note, height=420, group="law")
     title = "**Fit of each distribution**"
     note = "KS: the largest difference between the two cumulative distributions; 0: identical, 1: no overlap."
-    return Drawn((figure, Table("laws", table, COLUMNS, title, note, group="law", width=2)), verdict)
+    return Drawn((figure, Table("laws", table, COLUMNS, title, note, group="law")), verdict)
 
 
 def _other(
@@ -121,7 +122,7 @@ def _against(selected: SelectedTensor, own: Distribution, other: Distribution, p
         return Drawn(problems=("Nothing to draw: there are no finite values.",))
     theirs = "exact" if other.exact else "from the sketch"
     distances = _distances(own, other)
-    verdict = ", ".join(f"{METRICS[name].label} {value:.3g}" for name, value in distances.items()) + "."
+    verdict = ", ".join(f"{METRICS[name].label} {short(value, 3)}" for name, value in distances.items()) + "."
     caption = f"{selected.source(precision)}\nQuantiles against those of {other.group} ({theirs}). " + " ".join(
         f"{METRICS[name].label}: {METRICS[name].definition}." for name in distances
     )

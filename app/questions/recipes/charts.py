@@ -9,6 +9,7 @@ import pandas as pd
 
 from binade.app import style
 from binade.app.questions.shared.loss_chart import MOST_POINTS
+from binade.data.text import fixed
 
 
 def _gap(base: str) -> str:
@@ -42,6 +43,7 @@ def gaps(
                 alt.Tooltip("gap:Q", title=_gap(base), format="+.4f"),
             ],
         )
+        .add_params(style.only("run_id"))
     )
     zero = alt.Chart(pd.DataFrame({"y": [0.0]})).mark_rule(strokeDash=[4, 4], color=style.GREY).encode(y="y:Q")
     result: alt.LayerChart = (zero + style.labelled(lines, groups)).properties(
@@ -55,7 +57,7 @@ def costs(
 ) -> alt.LayerChart:
     """The mean gap of each run, from `costs`, the largest at the top. colors: chosen by users, by run."""
     order = table["label"].tolist()
-    shown = table.assign(text=table["gap"].map(lambda v: f"{v:+.4f}"), color=style.colors(order, own=colors))
+    shown = table.assign(text=table["gap"].map(lambda v: fixed(v, 4, "+")), color=style.colors(order, own=colors))
     shown["at"] = shown["gap"].clip(lower=0.0)
     rows = alt.Chart(shown).encode(
         y=alt.Y("label:N", title=None, sort=order, axis=alt.Axis(ticks=False, domain=False, labelLimit=260)),
@@ -77,6 +79,7 @@ def costs(
         axis=alt.Axis(tickCount=5),
     )
     bars = rows.mark_bar(size=18, cornerRadiusEnd=3).encode(x=x, color=alt.Color("color:N", scale=None))
+    bars = bars.add_params(style.only("run_id"))
     text = rows.mark_text(align="left", dx=5, color=style.GREY, fontSize=12).encode(x="at:Q", text="text:N")
     result: alt.LayerChart = (bars + text).properties(title=style.title("What each recipe costs", subtitle))
     return result

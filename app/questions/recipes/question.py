@@ -39,12 +39,14 @@ from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 from binade.data.gradients import GRADIENTS, gradient_errors, gradient_summary
 from binade.data.tensor_kinds import label_of
+from binade.data.text import fixed, short
 from binade.quant.formats import FORMATS
 
 NOTE = (
     "Runs are compared with the bf16 run of the same model, data, seed and warm-up, iteration by iteration. "
     "Only the filter’s run, recipe, model, size and dataset apply."
 )
+OF_DATA, OF_RUNS = ("model", "size", "dataset"), ("run_id", "recipe")  # the fields of the filter that apply
 VIEWS = {"cost": "Loss", "gradients": "Gradients", "ladder": "Ablation"}
 NO_ABLATION = "These runs include no ablation: queue one with binade ablate te_nvfp4 --train-iters 50 --seeds 3."
 NO_GAP = "No run of this ablation has an iteration in common with a bf16 run of its seed yet."
@@ -154,10 +156,10 @@ def runs_of(opened: Catalog, where: Filter) -> pd.DataFrame:
     """The runs that the filter's words about runs allow; bf16's stay, to compare with."""
     runs = opened.runs()
     keep = pd.Series(True, index=runs.index)
-    for name in ("model", "size", "dataset"):
+    for name in OF_DATA:
         if wanted := getattr(where, name):
             keep &= runs[name].isin(wanted)
-    for name in ("run_id", "recipe"):
+    for name in OF_RUNS:
         if wanted := getattr(where, name):
             keep &= runs[name].isin(wanted) | (runs["recipe"] == "bf16")
     return runs[keep]
@@ -207,7 +209,7 @@ def _with_scale(together: pd.DataFrame, runs: pd.DataFrame) -> str:
     scaled = together[together["group"].isin(runs.loc[runs["recipe"] == "hifp8_scaled", "label"])]
     if scaled.empty:
         return "to see it with one, collect the recipe hifp8_scaled"
-    return f"with one, hifp8_scaled has a mean cosine of {scaled['cosine'].mean():.3f}"
+    return f"with one, hifp8_scaled has a mean cosine of {fixed(scaled['cosine'].mean(), 3)}"
 
 
 def _answer(costs: pd.DataFrame, base: str) -> str:
@@ -215,10 +217,10 @@ def _answer(costs: pd.DataFrame, base: str) -> str:
     alone = compute.parts_alone(costs)
     if base != BASE:
         first = costs.iloc[0]
-        return f"Largest mean gap to {base}: {first['label']}, {first['gap']:+.4f} nats per token."
+        return f"Largest mean gap to {base}: {first['label']}, {_gap(first['gap'])} nats per token."
     if len(alone):
         several = " of several runs" * bool((alone["runs"] > 1).any())
-        named = [f"{row.parts} {row.gap:+.4f}" for row in alone.head(NAMED).itertuples()]
+        named = [f"{row.parts} {_gap(row.gap)}" for row in alone.head(NAMED).itertuples()]
         rest = f" and {len(alone) - NAMED} more" * (len(alone) > NAMED)
         return (
             f"Rounded alone, {alone['only'].iloc[0]} raises the loss the most: {', '.join(named)}{rest} "
@@ -226,7 +228,11 @@ def _answer(costs: pd.DataFrame, base: str) -> str:
         )
     first = costs.iloc[0]
     advice = "To compare the parts, collect FA_… and linear_… recipes."
-    return f"{first['label']} raises the loss the most: {first['gap']:+.4f} nats per token. {advice}"
+    return f"{first['label']} raises the loss the most: {_gap(first['gap'])} nats per token. {advice}"
+
+
+def _gap(value: Any) -> str:
+    return fixed(value, 4, "+")
 
 
 def _noise(costs: pd.DataFrame) -> str:
@@ -269,8 +275,8 @@ def gradients(
     summary = gradient_summary(together, ["group", "place"])
     worst = gradient_summary(together, ["group"]).sort_values("cosine").iloc[0]
     verdict = (
-        f"Furthest from bf16’s: {worst['group']}, mean cosine {worst['cosine']:.3f}, "
-        f"gradient bias {worst['gradient_bias']:.3g}."
+        f"Furthest from bf16’s: {worst['group']}, mean cosine {fixed(worst['cosine'], 3)}, "
+        f"gradient bias {short(worst['gradient_bias'], 3)}."
     )
     unscaled = [name for name in FORMATS if with_scale(name)]
     if runs.loc[runs["label"] == worst["group"], list(PARTS)].isin(unscaled).any(axis=None):
@@ -339,7 +345,7 @@ def _separated(rungs: pd.DataFrame, chosen: Ladder) -> str:
     judged = rungs[rungs["verdict"] != ""]
     if judged["seeds"].max() == 1:
         return f"One seed cannot separate recipes. To collect more: binade ablate {chosen.name} --seeds 3."
-    apart = [f"{row.rung} is {row.verdict} ({row.change:+.4f})" for row in judged[judged["separated"]].itertuples()]
+    apart = [f"{row.rung} is {row.verdict} ({_gap(row.change)})" for row in judged[judged["separated"]].itertuples()]
     alike = [f"{row.rung} is {row.verdict}" for row in judged[~judged["separated"]].itertuples()]
     if not apart:
         return f"The spread over {judged['seeds'].max()} seeds separates no step from the one it is compared with."
@@ -475,6 +481,7 @@ RECIPES = Question(
     page="recipes",
     draw=draw,
     of_runs=True,
+    of_fields=OF_DATA + OF_RUNS,
     controls=(VIEW, AGAINST, LADDER, GRADIENT, AT),
     narrow=_controls,
     slow="Comparing gradients",

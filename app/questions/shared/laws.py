@@ -12,6 +12,7 @@ from scipy import stats
 from scipy.optimize import minimize_scalar
 
 from binade.app.questions.shared.distributions import Distribution, quantiles
+from binade.data.text import short
 
 LAWS = ("normal", "laplace", "student_t", "uniform")
 FIT_POINTS = 199  # quantiles that Student's t is fitted to, 0.25 % to 99.75 %
@@ -43,7 +44,7 @@ class Fit:
         }  # fmt: skip
         where, size = names[self.law]
         freedom = f"ν = {self.freedom:.3g}, " if self.freedom is not None else ""
-        return f"{freedom}{where} = {self.location:.3g}, {size} = {self.scale:.3g}"
+        return f"{freedom}{where} = {short(self.location, 3)}, {size} = {short(self.scale, 3)}"
 
     @property
     def _standard(self) -> Any:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from binade.data.text import short
 from binade.quant.blocks import Blocks, look, sample
 from binade.quant.reference import absmax_over
 from binade.quant.scaling import SCALINGS
@@ -50,4 +51,4 @@ def about_format(spec: Spec) -> str:
         shared = shared.format(block=spec.block.words)
     options = "" if str(spec) == fmt.name else f" as {spec}"
     bits, smallest = fmt.element.bits, fmt.element.smallest
-    return f"{fmt.title}{options}: {bits} bits, {shared}, largest {fmt.max:g}, smallest {smallest:.3g}"
+    return f"{fmt.title}{options}: {bits} bits, {shared}, largest {fmt.max:g}, smallest {short(smallest, 3)}"

@@ -18,6 +18,7 @@ from binade.app.questions.shared.selection import Selection
 from binade.app.questions.surfaces import charts, compute
 from binade.app.style import MEASURES, Measure
 from binade.data.catalog import SHOWN_ERRORS, STATISTICS
+from binade.data.text import short
 
 NONE, IN_FORCE = "none", "in_force"
 METRICS = (*SHOWN_ERRORS, *STATISTICS)
@@ -154,7 +155,11 @@ def _compared(table: pd.DataFrame, measure: Measure, against: str) -> str:
     if worse.max() <= 0:
         return f"{text}."
     both = f"{measure.quantity(cell['value'])} against {measure.quantity(cell['other'])}"
-    by = f"a factor of {2 ** cell['change']:.3g}" if measure.log else f"{cell['change']:+.2g} {measure.unit}".strip()
+    by = (
+        f"a factor of {short(2 ** cell['change'], 3)}"
+        if measure.log
+        else f"{short(cell['change'], 2, '+')} {measure.unit}".strip()
+    )
     return f"{text}, most in {_when(cell)}: {both} ({by})."
 
 

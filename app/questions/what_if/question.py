@@ -21,6 +21,7 @@ from binade.app.questions.shared.selection import SelectedTensor
 from binade.app.questions.what_if import compute
 from binade.data.catalog import Catalog, CatalogError
 from binade.data.store import TensorFileError
+from binade.data.text import fixed
 from binade.quant.elements import Overflow, Rounding
 from binade.quant.formats import FORMATS
 from binade.quant.metrics import METRICS
@@ -67,17 +68,16 @@ CONTROLS = (
 )  # fmt: skip
 COLUMNS = {
     "label": Column("Format"),
-    "sqnr_db": Column(),
-    "flush_to_zero": Column(),
-    "saturated": Column(),
-    "codes_used": Column("Codes used", width=95, text=lambda row: f"{row['codes_used']:,} of {row['codes_total']:,}"),
+    "sqnr_db": Column(width=105),
+    "flush_to_zero": Column(width=110),
+    "saturated": Column(width=115),
+    "codes_used": Column("Codes used", width=90, text=lambda row: f"{row['codes_used']:,} of {row['codes_total']:,}"),
     "code_entropy_bits": Column("Entropy (bits)", "%.2f", 104),
-    "element_bits": Column("Code bits", width=82),
     "scales": Column(
         "log₂ scales", width=95, help="Smallest to largest block scale; all-zero blocks left out",
         text=lambda row: _range(row["scale_exponent_min"], row["scale_exponent_max"]),
     ),
-    "bits_per_value": Column("Bits per value", "%.4g", 94, "Including its share of the block’s scale"),
+    "bits_per_value": Column("Bits/value", "%.4g", 85, "Including its share of the block’s scale"),
     "nbytes": Column(
         "Size", width=75, help="Size of all values in this format", text=lambda row: bytes_text(row["nbytes"])
     ),
@@ -211,7 +211,7 @@ def results(selected: SelectedTensor, made: Plan, tried: Tried) -> Drawn:
 
 
 def _range(low: float, high: float) -> str:
-    return "no blocks" if pd.isna(low) else f"{low:.0f} to {high:.0f}".replace("-", "−")
+    return "no blocks" if pd.isna(low) else f"{fixed(low, 0)} to {fixed(high, 0)}"
 
 
 WHAT_IF = Question(

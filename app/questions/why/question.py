@@ -16,8 +16,8 @@ from binade.app.questions.shared.selection import SelectedTensor
 from binade.app.questions.shared.unscaled import with_scale, would_be
 from binade.app.questions.why import charts, compute
 from binade.app.report.section import ReportSelection, Section
-from binade.app.style import MEASURES, short
-from binade.data.text import plain_name
+from binade.app.style import MEASURES
+from binade.data.text import plain_name, short
 from binade.quant.metrics import outlier_ratio, sqnr_db, streamed_score
 
 LARGE = 1 << 24  # values whose outliers take too long to count
