@@ -3,7 +3,8 @@
     python -m tests.bench.bench_pages [--rounds 5] [--pause 3] [--pages overview,explore] ROOT
 
 Each round starts `binade serve` on the root and a browser with nothing in its cache. It opens the Overview --pause
-seconds after the app first answers (0 if not given), then each page twice, of which it measures the second. The table
+seconds after the app first answers (0 if not given), then each page twice, of which it measures the second, and
+chooses an operation in the filters of those of FILTERED. The table
 has the medians of the rounds: seconds until the page is at rest, and CPU seconds of the server and of the browser
 meanwhile. "start" is from the command until the app answers. The root is not changed, except for its index.
 """
@@ -11,6 +12,7 @@ meanwhile. "start" is from the command until the app answers. The root is not ch
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
 import time
@@ -28,6 +30,7 @@ from tests.browser.driver import new_page, settle
 from tests.browser.test_explore import choose
 
 PAGES = ("overview", "explore", "worst", "tensor", "recipes", "runs")
+FILTERED = ("overview", "explore", "worst", "recipes")
 Times = dict[str, list[tuple[float, float, float]]]
 
 
@@ -73,9 +76,10 @@ def one_round(playwright: Playwright, root: Path, pages: list[str], pause: float
         for name in pages:
             visit(name)
             measure(times, f"{name}, reload", app, lambda name=name: visit(name))
-            if name == "explore":
-                measure(times, "explore, filter", app, lambda: choose(page, "Operation", "forward"))
+            if name in FILTERED:
+                measure(times, f"{name}, filter", app, lambda: choose(page, "Operation", "forward"))
         times.setdefault("memory, MB", []).append((app.memory_info().rss / 1e6, 0.0, 0.0))
+        times.setdefault("load", []).append((os.getloadavg()[0], 0.0, 0.0))
     browser.close()
 
 
