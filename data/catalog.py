@@ -508,6 +508,28 @@ class Catalog:
             parameters,
         )
 
+    def compared(self, where: Filter | None = None, tensor_ids: list[str] | None = None) -> pd.DataFrame:
+        """The error of each format over all values of the selection's operands: columns format, operands (scored in
+        it), tensors (those with an error), sqnr_db (of the summed powers), flush_to_zero (of all nonzero
+        elements), saturated (of all elements). A format that only some of the operands were scored in is left out: it
+        would be compared on a different set of tensors."""
+        condition, parameters = self._selection(where, tensor_ids)
+        return self._frame(
+            f"""
+            WITH scored AS (
+                SELECT score.format, NOT (isnan(score.mse) OR isnan(rms)) AS sound, rms, score.mse,
+                       score.flush_to_zero, score.saturated, numel, zeros, numel - nans - infs AS finite
+                FROM score JOIN tensor USING (key) WHERE {condition} AND {OWN_SCORE}
+            )
+            SELECT format, count(*) AS operands, count(*) FILTER (sound) AS tensors,
+                   decibel(sum(rms * rms * finite) FILTER (sound), sum(mse * finite) FILTER (sound)) AS sqnr_db,
+                   weighted(flush_to_zero, CASE WHEN sound THEN finite - zeros END) AS flush_to_zero,
+                   weighted(saturated, CASE WHEN sound THEN numel END) AS saturated
+            FROM scored GROUP BY format QUALIFY operands = max(operands) OVER () ORDER BY format
+            """,
+            parameters,
+        )
+
     @_repairing
     def errors(
         self, fmt: str, by: tuple[str, ...], where: Filter | None = None, worst: str = "sqnr_db"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -15,10 +16,10 @@ from binade.collector import Recorder
 SCORES = ("hifp8", "mxfp8", "mxfp4")
 
 
-def record(root: Path, tensors: list[Tensor], **options) -> list[str]:
+def record(root: Path, tensors: list[Tensor], scores: Sequence[str] = SCORES, **options) -> list[str]:
     """A run in which each tensor is the input of the layer of its number, scored; returns their ids."""
     config = {"model": "odd", "size": "tiny", "dataset": "none", "recipe": "bf16", "control_iter": 1}
-    with Recorder(root, label="odd", config=config, scores=SCORES, **options) as recorder:
+    with Recorder(root, label="odd", config=config, scores=scores, **options) as recorder:
         for index, x in enumerate(tensors):
             recorder.record("input", x, layer=index + 1, module="fc1", operation="forward", phase="pre", dim=-1)
     return [f"{recorder.writer.run_id}/r00-{index + 1:06d}" for index in range(len(tensors))]

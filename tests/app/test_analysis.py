@@ -17,7 +17,6 @@ from binade import quant
 from binade.app.questions.shared import distributions, laws
 from binade.app.questions.shared.distributions import Distribution, _shares, distribution_of
 from binade.app.questions.shared.labels import run_labels, tensor_label, thinned, unique_labels
-from binade.app.questions.shared.scores import format_comparison
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 from binade.quant.metrics import score
@@ -347,8 +346,8 @@ class TestFormatComparison:
         """Quantize each operand along its own axis, then measure all values as one tensor."""
         rows = catalog.tensors(where).set_index("tensor_id")
         scores = catalog.scores(where)
-        table = format_comparison(scores).set_index("format")
-        assert len(table) >= 3
+        table = catalog.compared(where).set_index("format")
+        assert len(table) >= 3 and set(table["operands"]) == {scores["tensor_id"].nunique()}
         for fmt, line in table.iterrows():
             xs, qs, saturated = [], [], 0.0
             for tensor_id in scores.loc[scores["format"] == fmt, "tensor_id"]:
@@ -363,52 +362,32 @@ class TestFormatComparison:
             assert line["flush_to_zero"] == pytest.approx(((x != 0) & (q == 0)).sum() / (x != 0).sum(), rel=1e-9)
             assert line["saturated"] == pytest.approx(saturated / x.size, rel=1e-9)
 
-    @staticmethod
-    def scores(**columns: list[float]) -> pd.DataFrame:
-        usual = {
-            "format": "mxfp8",
-            "numel": 100,
-            "finite": 100,
-            "zeros": 0,
-            "rms": 1.0,
-            "mse": 0.01,
-            "flush_to_zero": 0.0,
-            "saturated": 0.0,
-        }
-        length = max(map(len, columns.values()))
-        return pd.DataFrame({name: columns.get(name, [value] * length) for name, value in usual.items()})
+    def test_of_values_at_the_edge(self, odd):
+        shown = ["sqnr_db", "flush_to_zero", "saturated"]
+        for name, part in odd[0].scores().groupby("tensor_id"):
+            table = odd[0].compared(tensor_ids=[name]).set_index("format")
+            for fmt, row in part.set_index("format").iterrows():
+                measured = pd.notna(row["mse"])
+                assert table.at[fmt, "tensors"] == measured
+                wanted = row[shown].tolist() if measured else [math.nan] * 3
+                assert table.loc[fmt, shown].tolist() == pytest.approx(wanted, rel=1e-9, nan_ok=True)
 
-    @pytest.mark.parametrize(
-        ("rms", "mse", "wanted"),
-        [
-            ([1.0], [0.01], 20.0),
-            ([1.0, 0.0], [0.0, 0.0], math.inf),
-            ([0.0], [0.0], math.nan),
-            ([math.nan, 1.0], [math.nan, 0.1], 10.0),
-            ([1.0], [math.inf], -math.inf),
-            ([1.0, 3.0], [0.05, 0.05], 20.0),
-        ],
-    )
-    def test_decibels(self, rms, mse, wanted):
-        table = format_comparison(self.scores(rms=rms, mse=mse))
-        assert table["sqnr_db"].iloc[0] == pytest.approx(wanted, nan_ok=True)
+    def test_tensors_without_a_finite_value_change_nothing(self, tmp_path):
+        x = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
+        ids = record(tmp_path, [x, torch.full((4, 64), math.nan)])
+        with Catalog.open(tmp_path) as opened:
+            both, one = opened.compared(), opened.compared(tensor_ids=ids[:1])
+            assert set(both["operands"]) == {2} and set(both["tensors"]) == {1}
+            measured = ["format", "tensors", "sqnr_db", "flush_to_zero", "saturated"]
+            pd.testing.assert_frame_equal(both[measured], one[measured])
+            assert opened.compared(tensor_ids=[]).empty
 
-    def test_weights_by_what_a_share_is_of(self):
-        table = format_comparison(
-            self.scores(
-                numel=[100, 300], finite=[90, 300], zeros=[50, 0], flush_to_zero=[0.2, 0.1], saturated=[0.4, 0.0]
-            )
-        )
-        assert table["flush_to_zero"].iloc[0] == pytest.approx((8 + 30) / 340)
-        assert table["saturated"].iloc[0] == pytest.approx(40 / 400)
-
-    def test_of_nothing(self):
-        assert format_comparison(self.scores(rms=[]).iloc[:0]).empty
-
-    def test_odd_tensors(self, odd):
-        table = format_comparison(odd[0].scores())
-        assert set(table["format"]) == {"hifp8", "mxfp8", "mxfp4"}
-        assert np.isfinite(table[["sqnr_db", "flush_to_zero", "saturated"]].to_numpy()).all()
+    def test_only_formats_that_all_operands_were_scored_in(self, tmp_path):
+        x = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
+        record(tmp_path, [x])
+        record(tmp_path, [x], scores=("mxfp8",))
+        with Catalog.open(tmp_path) as opened:
+            assert opened.compared()[["format", "operands", "tensors"]].values.tolist() == [["mxfp8", 2, 2]]
 
 
 class TestLabels:

@@ -5,12 +5,14 @@
 Each round starts `binade serve` on the root and a browser with nothing in its cache. It opens the Overview --pause
 seconds after the app first answers (0 if not given), then each page twice, of which it measures the second. The table
 has the medians of the rounds: seconds until the page is at rest, and CPU seconds of the server and of the browser
-meanwhile. "start" is from the command until the app answers. The root is not changed, except for its index.
+meanwhile. "start" is from the command until the app answers, "load" that of the machine at the end. The root is not
+changed, except for its index.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
 import time
@@ -76,6 +78,7 @@ def one_round(playwright: Playwright, root: Path, pages: list[str], pause: float
             if name == "explore":
                 measure(times, "explore, filter", app, lambda: choose(page, "Operation", "forward"))
         times.setdefault("memory, MB", []).append((app.memory_info().rss / 1e6, 0.0, 0.0))
+        times.setdefault("load", []).append((os.getloadavg()[0], 0.0, 0.0))
     browser.close()
 
 

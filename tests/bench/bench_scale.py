@@ -63,6 +63,7 @@ def cases(catalog: Catalog) -> dict[str, tuple[Callable[[], object], str]]:
         "  of a place in a run": (lambda: catalog.distribution(Filter(run_id=runs[:1], **PLACE.to_dict())), SOME),
         "  of a place on rank 0": (lambda: catalog.distribution(Filter(rank=[0], **PLACE.to_dict())), SOME),
         "  of 200 tensors": (lambda: catalog.distribution(tensor_ids=ids), SOME),
+        "formats compared": (lambda: catalog.compared(), SCORE),
         "ranking": (lambda: ranking(catalog, Filter(), "mxfp4", "sqnr_db"), SCORE),
         "  of a place": (lambda: ranking(catalog, PLACE, "mxfp4", "sqnr_db"), SCORE),
         "depth": (lambda: depth(catalog, Filter(), "mxfp4", "sqnr_db"), SCORE),

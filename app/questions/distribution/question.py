@@ -20,7 +20,6 @@ from binade.app.questions.shared.distributions import FINE_BIN, Distribution
 from binade.app.questions.shared.labels import group_name, unique_labels
 from binade.app.questions.shared.laws import LAWS, distance_to, fit, qq
 from binade.app.questions.shared.runs import given_names
-from binade.app.questions.shared.scores import format_comparison
 from binade.app.questions.shared.selection import Selection
 from binade.app.report.section import ReportSelection, Section, slug
 from binade.app.report.section import Table as ReportTable
@@ -255,11 +254,10 @@ def moments(opened: Catalog, where: Filter, chosen: pd.DataFrame, by: str) -> pd
 
 def formats(opened: Catalog, where: Filter, ids: list[str] | None) -> tuple[list[Figure], int]:
     """(the errors of each format on the operands among them, the number of operands)."""
-    scores = opened.scores(where if ids is None else Filter(), ids)
-    if scores.empty:
+    compared = opened.compared(where if ids is None else Filter(), ids)
+    if compared.empty:
         return [], 0
-    table = format_comparison(scores)
-    operands = scores["tensor_id"].nunique()
+    operands, table = int(compared["operands"][0]), compared.drop(columns="operands")
     words = source(where, f"{operands:,} operand{'s' * (operands != 1)}, from the index") + "".join(
         f"\n{METRICS[name].label}: {METRICS[name].definition}." for name, *_ in format_charts.ERROR_PANELS
     )

@@ -18,7 +18,7 @@ ERROR_PANELS = (
 
 
 def format_panels(table: pd.DataFrame) -> list[alt.LayerChart]:
-    """Chart of scores.format_comparison: SQNR, flush and saturation, one bar per format, with the figure next to the
+    """Chart of Catalog.compared: SQNR, flush and saturation, one bar per format, with the figure next to the
     bar."""
     order = known_specs(table["format"])
     return _panels(table.assign(row=table["format"]), order, order, "format")
