@@ -29,7 +29,7 @@ from binade.data.runs import RunError, RunFile, sound_losses
 from binade.data.segment import COUNTS, ERROR_COLUMNS, MOMENTS, TENSOR_SCHEMA, TensorRow, tensor_record
 from binade.data.store import staged_directory, staged_file, sweep_beside
 from binade.data.tensor_kinds import TENSOR_KINDS
-from binade.data.text import plain_name
+from binade.data.text import csv_cell, plain_name
 from binade.quant.formats import UnknownFormatError
 from binade.quant.sketch import bin_edges
 from binade.quant.specs import Spec, SpecError
@@ -261,6 +261,17 @@ def _tables(kind: str, make: Callable[[Any, pa.Schema], Any]) -> Open:
     return opened
 
 
+class _CsvWriter(pyarrow.csv.CSVWriter):  # type: ignore[misc]
+    def write(self, table: pa.Table) -> None:
+        """Write rows, in which no text is a formula to a spreadsheet."""
+        for index, column in enumerate(table.schema):
+            if pa.types.is_string(column.type):
+                texts = table[index].combine_chunks().dictionary_encode()
+                cells = pa.array(map(csv_cell, texts.dictionary.to_pylist()), column.type)
+                table = table.set_column(index, column, cells.take(texts.indices))
+        super().write(table)
+
+
 def _batches(points: Iterable[Point]) -> Iterator[list[Point]]:
     rest = iter(points)
     while batch := list(islice(rest, BATCH)):
@@ -327,7 +338,7 @@ def _wandb(directory: Path, name: str, config: Mapping[str, Any]) -> Iterator[Wr
 TARGETS = {
     "tensorboard": Target(_tensorboard, "tensorboard"),
     "wandb": Target(_wandb, "wandb"),
-    "csv": Target(_tables("csv", pyarrow.csv.CSVWriter)),
+    "csv": Target(_tables("csv", _CsvWriter)),
     "parquet": Target(_tables("parquet", pq.ParquetWriter)),
 }
 

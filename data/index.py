@@ -31,6 +31,7 @@ KINDS = {
     stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
 }
+INTERRUPTED = "Query interrupted"  # what DuckDB turns a KeyboardInterrupt during a query into
 _versions = itertools.count()
 
 
@@ -62,6 +63,10 @@ class Index:
             self._cursors += 1
         try:
             yield cursor
+        except RuntimeError as error:
+            if str(error) == INTERRUPTED:
+                raise KeyboardInterrupt from error
+            raise
         finally:
             with self._gate:
                 cursor.close()

@@ -77,12 +77,13 @@ def sketches(
     file = np.array([files[each[2:]] for each in segments], np.int64)[number]
     order = np.lexsort((start + shift, file))
     directories = {at: (f"{root}/{run_id}/segments/{name}", mtime_ns) for (run_id, name, mtime_ns), at in files.items()}
-    failed: list[Exception] = []
+    failed: list[BaseException] = []
 
     def batches() -> Iterator[pa.RecordBatch]:
         try:
             yield from _sums(directories, *(each[order] for each in (file, other, start + shift, stop + shift)))
-        except (OSError, ValueError, IndexError, pa.ArrowException) as error:  # IndexError: it has fewer rows
+        except (OSError, ValueError, IndexError, pa.ArrowException, KeyboardInterrupt) as error:
+            # IndexError: it has fewer rows
             failed.append(error)
             raise
 
@@ -90,6 +91,8 @@ def sketches(
     try:
         yield "sketch"
     except duckdb.Error as error:
+        if failed and isinstance(failed[0], KeyboardInterrupt):
+            raise failed[0] from error
         if failed:
             raise SegmentError(f"a segment cannot be read: {describe(failed[0])}") from error
         raise

@@ -179,10 +179,14 @@ def sweep(folder: Path, pattern: str) -> None:
 
 
 def remove_directory(path: Path) -> None:
-    """Delete a directory: it disappears at once under its name, then its content is deleted. Raises OSError."""
+    """Delete a directory: it disappears at once under its name, then its content is deleted. Of a symbolic link, only
+    the link is deleted. Raises OSError."""
     gone = path.with_name(f".{path.name}.{secrets.token_hex(4)}.gone")
     os.rename(path, gone)
-    shutil.rmtree(gone)
+    if gone.is_symlink():
+        gone.unlink()
+    else:
+        shutil.rmtree(gone)
 
 
 def write_atomic(path: Path, content: bytes | memoryview) -> None:

@@ -94,7 +94,7 @@ def make(opened: Catalog, request: Request, progress: Progress) -> int:
     if session:
         request = replace(request, where=sessions.filter_of(opened, session))
     before = _written_before(request.output)
-    folders = SESSION_FOLDERS if session else FOLDERS
+    folders = SESSION_FOLDERS if session else (*FOLDERS, *(["overview"] if request.papers else []))
     _refuse_foreign(request.output, ALWAYS, before, folders)  # the usual case, before the work
     output = request.output.absolute()
     sweep_beside(output)
@@ -174,10 +174,11 @@ def _written_before(output: Path) -> set[str]:
 
 def _refuse_foreign(output: Path, files: Iterable[str], before: set[str], folders: Iterable[str] = ()) -> None:
     """Raise UsageError if one of the files exists and is not from an earlier report or is a folder, or if one of the
-    folders exists and is a file."""
+    folders, or of those of an earlier report, exists and is a file or a link."""
     files = list(files)
     foreign = {name for name in files if (_is_there(output / name) and name not in before) or (output / name).is_dir()}
-    wanted = {*folders, *(str(parent) for name in files for parent in PurePosixPath(name).parents[:-1])}
+    wanted = {*folders, *(str(parent) for name in {*files, *before} for parent in PurePosixPath(name).parents[:-1])}
+    foreign |= {name for name in wanted if (output / name).is_symlink()}  # which may lead anywhere
     foreign |= {name for name in wanted if _is_there(output / name) and not (output / name).is_dir()}
     if foreign:
         raise UsageError(

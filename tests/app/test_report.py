@@ -466,14 +466,29 @@ def test_a_second_report_replaces_the_first_and_nothing_else(root, tmp_path, ove
     assert sorted(path.name for path in tmp_path.iterdir()) == ["draw", "outside"]
 
 
-def test_a_strangers_file_by_a_folders_name_is_told_before_the_work(command, root, tmp_path, capsys):
+@pytest.mark.parametrize(("name", "options"), [("heatmaps", []), ("overview", ["--paper", "84mm"])])
+def test_a_strangers_file_by_a_folders_name_is_told_before_the_work(command, root, tmp_path, capsys, name, options):
     output = tmp_path / "draw"
     output.mkdir()
-    (output / "heatmaps").write_text("mine")
-    assert command("report", "--tensor-save-dir", str(root), "--output", str(output)) == 2
+    (output / name).write_text("mine")
+    assert command("report", "--tensor-save-dir", str(root), "--output", str(output), *options) == 2
     said = capsys.readouterr()
-    assert "heatmaps exists and was not written by a report" in said.err and "charts" not in said.err
-    assert everything(output) == {"heatmaps"} and (output / "heatmaps").read_text() == "mine"
+    assert f"{name} exists and was not written by a report" in said.err and "charts" not in said.err
+    assert everything(output) == {name} and (output / name).read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", ["heatmaps", "of_an_earlier_report"])
+def test_no_file_is_written_or_deleted_through_a_link(command, root, tmp_path, capsys, name):
+    """A manifest that someone else wrote may name any file of a linked folder."""
+    output, other = tmp_path / "draw", tmp_path / "other"
+    for folder in (output, other):
+        folder.mkdir()
+    (other / "mine").write_text("mine")
+    (output / name).symlink_to(other)
+    (output / "report.json").write_text(json.dumps({"files": [f"{name}/mine"]}))
+    assert command("report", "--tensor-save-dir", str(root), "--output", str(output)) == 2
+    assert f"{name} exists and was not written by a report" in capsys.readouterr().err
+    assert everything(other) == {"mine"} and everything(output) == {"report.json"} and (output / name).is_symlink()
 
 
 def test_a_folder_that_nobody_foresaw_is_refused_before_anything_is_moved(tmp_path):

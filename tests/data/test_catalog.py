@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from _thread import interrupt_main
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
@@ -35,7 +36,7 @@ from binade.data.segment import ERROR_COLUMNS, SCORE_SCHEMA, SKETCH_SCHEMA, TENS
 from binade.data.store import TensorFileError
 from tests.bench import make_root as bench
 from tests.bench.make_root import make_root
-from tests.conftest import PROJECT
+from tests.conftest import PROJECT, until
 from tests.data.builder import add_segment, assorted, make_run
 
 pytestmark = pytest.mark.slow
@@ -564,6 +565,41 @@ class TestIndexFile:
             assert "index.duckdb cannot be used: Catalog Error" in notice and "damaged" not in notice
             assert catalog.in_memory and (root / "index.duckdb").stat().st_ino == before
             agree(catalog, root)
+
+    def test_ctrl_c_in_a_query_is_a_keyboard_interrupt(self, tmp_path):
+        """DuckDB makes a RuntimeError of it."""
+
+        def interrupt() -> None:
+            try:
+                until(lambda: cursor.query_progress() >= 0, "the query to begin")
+            finally:
+                interrupt_main()
+
+        other = threading.Thread(target=interrupt)
+        with (
+            Catalog.open(tmp_path) as catalog,
+            pytest.raises(KeyboardInterrupt) as raised,
+            catalog._index.cursor() as cursor,
+        ):
+            # Others see when the query has begun; it runs in this thread alone, which ends it at once.
+            cursor.execute("SET enable_progress_bar = true; SET enable_progress_bar_print = false")
+            cursor.execute("SET progress_bar_time = 0; SET threads = 1")
+            other.start()
+            cursor.execute("SELECT max(hash(range)) FROM range(100_000_000_000)")
+        other.join()
+        assert isinstance(raised.value.__cause__, RuntimeError)
+
+    def test_ctrl_c_while_sketches_are_read_is_a_keyboard_interrupt(self, root, monkeypatch):
+        """DuckDB, which reads them through Python, makes an error of its own of it."""
+
+        def interrupted(*given):
+            raise KeyboardInterrupt
+            yield
+
+        with Catalog.open(root) as catalog:
+            monkeypatch.setattr(sketches, "_sums", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                catalog.crossed(Filter(layer_index=[1]), ("module", "operation"))
 
     def test_an_index_that_stays_damaged_is_refused(self, tmp_path, monkeypatch):
         make_root(tmp_path, 500)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Iterator
+from csv import reader
 from dataclasses import replace
 from pathlib import Path
 
@@ -92,9 +93,9 @@ def test_tensorboard_shows_the_values_recorded(catalog, made, tmp_path):
 
 def test_tables_are_read_by_pandas(catalog, made, tmp_path):
     frames = {}
-    for kind, reader in (("csv", pd.read_csv), ("parquet", pd.read_parquet)):
+    for kind, read_table in (("csv", pd.read_csv), ("parquet", pd.read_parquet)):
         export.export(catalog, kind, tmp_path / kind, Choice())
-        frames[kind] = [reader(tmp_path / kind / made / f"{stem}.{kind}") for stem in ("values", "histograms")]
+        frames[kind] = [read_table(tmp_path / kind / made / f"{stem}.{kind}") for stem in ("values", "histograms")]
     for csv, parquet in zip(frames["csv"], frames["parquet"], strict=True):
         pd.testing.assert_frame_equal(csv, parquet, check_dtype=False)
     values, bins = frames["parquet"]
@@ -114,6 +115,23 @@ def test_tables_are_read_by_pandas(catalog, made, tmp_path):
     assert not values["value"].isna().any()
     alone = next((tmp_path / "csv").glob("*_losses_*"))
     assert len(pd.read_csv(alone / "values.csv")) == 3 and pd.read_csv(alone / "histograms.csv").empty
+
+
+def test_csv_has_no_formulas(tmp_path):
+    """Names of a run that a spreadsheet would run become text, and are kept as they are for other programs."""
+    formulas = ["=1+1", "+cmd|' /C calc'!A0", "@SUM(A1)", "\t=1", "-2+3", "\r=1"]
+    named = [(assorted(0)[0][0], {"module": formula}) for formula in formulas]
+    make_run(tmp_path / "runs", named)
+    with Catalog.open(tmp_path / "runs") as catalog:
+        for kind in ("csv", "parquet"):
+            export.export(catalog, kind, tmp_path / kind, Choice())
+    for stem in ("values", "histograms"):
+        ((csv,), (parquet,)) = ([*tmp_path.glob(f"{kind}/*/{stem}.{kind}")] for kind in ("csv", "parquet"))
+        with open(csv, newline="") as file:
+            written = pd.DataFrame(reader(file))
+        written = written[1:].set_axis(written.iloc[0], axis=1)
+        assert set(written["module"]) == {f"'{formula}" for formula in formulas}
+        assert set(pd.read_parquet(parquet)["module"]) == set(formulas)
 
 
 def test_points_of_the_index_are_those_of_the_rows(catalog, made):

@@ -112,6 +112,14 @@ def test_a_view_is_stored_by_itself(tmp_path, view):
     assert size < x.numel() * 4 + 4096
 
 
+def test_of_a_link_only_the_link_is_deleted(tmp_path):
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "mine").write_text("mine")
+    (tmp_path / "run").symlink_to("other")
+    remove_directory(tmp_path / "run")
+    assert sorted(map(str, tmp_path.rglob("*"))) == [f"{tmp_path}/other", f"{tmp_path}/other/mine"]
+
+
 def test_saving_leaves_the_tensor_alone_and_apart(tmp_path):
     x = torch.ones(8)
     content = encode(x, {}, {})
