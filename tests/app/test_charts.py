@@ -313,7 +313,7 @@ class TestFormatPanels:
 
     @pytest.mark.parametrize(
         ("value", "label"),
-        [(math.inf, "no error"), (-math.inf, "overflows"), (math.nan, "no value"), (31.25, "31.2"), (-3.0, "-3.0")],
+        [(math.inf, "no error"), (-math.inf, "overflows"), (math.nan, "no value"), (31.25, "31.2"), (-3.0, "−3.0")],
     )
     def test_any_value_has_a_label(self, value, label):
         made = spec(format_charts.format_panels(comparison(sqnr_db=[value, 1.0, 2.0, 3.0]))[0])

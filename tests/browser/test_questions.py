@@ -306,10 +306,8 @@ def test_which_blocks_fail(visitor: Visitor, catalog: Catalog, board: pd.DataFra
     x = catalog.load(board["tensor_id"].iloc[0])
     seen = quant.look(x, "mxfp4")
     finite = seen.sqnr_db[~seen.sqnr_db.isnan()]
-    assert (
-        f"of {len(seen.x):,} blocks of 32" in visitor.answer
-        and f"the worst {float(finite.min()):.1f} dB" in visitor.answer
-    )
+    worst = f"{float(finite.min()):.1f}".replace("-", "−")
+    assert f"of {len(seen.x):,} blocks of 32" in visitor.answer and f"the worst {worst} dB" in visitor.answer
     assert visitor.chart("block_map").locator("image").count() == 1
     assert "Block scales" in visitor.title("scales")
     table = visitor.page.get_by_test_id("stDataFrame").first

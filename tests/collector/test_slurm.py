@@ -315,7 +315,7 @@ def test_a_hanging_cluster_is_given_up_on(tmp_path: Path, monkeypatch):
         ((*SLURM[1:], "--gpus-per-node", "0"), "--gpus-per-node is 0: it must be 1 or more"),
         ((*SLURM[1:], "--nodes", "x"), "invalid value for '--nodes': 'x' is not a valid integer"),
         ((*SLURM[1:], "--nodes", "3"), "--tp 2 times --dp 1 is 2 ranks, not a multiple of --nodes 3"),
-        ((*SLURM[1:], "--ranks-per-node", "3"), "--tp 2 times --dp 1 is 2 ranks, which --ranks-per-node 3 does not"),
+        ((*SLURM[1:], "--ranks-per-node", "3"), "--tp 2 times --dp 1 is 2 ranks, not a multiple of --ranks-per-node 3"),
         (
             (*SLURM[1:], "--nodes", "2", "--ranks-per-node", "2"),
             "--tp 2 times --dp 1 is 2 ranks, --nodes 2 times --ranks-per-node 2 is 4: make them equal",
