@@ -67,7 +67,7 @@ PATTERNS = (
 OPTIONS = ("--skip-layers", "--capture-layers")
 
 
-@attack("Answered within seconds, with one sentence if the pattern is refused", tries=2 * len(PATTERNS), seconds=60)
+@attack("The page answers within seconds; a refused pattern gets a one-sentence error", tries=2 * len(PATTERNS), seconds=60)
 def slow_patterns(attempt: Attempt) -> None:
     option, pattern = attempt.choose([(option, pattern) for option in OPTIONS for pattern in PATTERNS])
     attempt.case = f"{option} {pattern[:60]!a}"
@@ -88,7 +88,7 @@ FLAGS = ("--quantization", "--dataset", "--model", "--skip-layers", "--capture-l
          "--tensors", "--scores", "--seed", "--max-bytes", "--layers", "--device", "--backend")  # fmt: skip
 
 
-@attack("The text is only ever the option's value: used as it is, or refused in one sentence", tries=350)
+@attack("The text is always treated as the option's value: used unchanged, or refused in one sentence", tries=350)
 def options_of_jobs(attempt: Attempt) -> None:
     flag, text = attempt.choose([(flag, text) for flag in FLAGS for text in TEXTS])
     new = attempt.place / "new"
