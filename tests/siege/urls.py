@@ -67,7 +67,11 @@ PATTERNS = (
 OPTIONS = ("--skip-layers", "--capture-layers")
 
 
-@attack("The page answers within seconds; a refused pattern gets a one-sentence error", tries=2 * len(PATTERNS), seconds=60)
+@attack(
+    "The page answers within seconds; a refused pattern gets a one-sentence error",
+    tries=2 * len(PATTERNS),
+    seconds=60,
+)
 def slow_patterns(attempt: Attempt) -> None:
     option, pattern = attempt.choose([(option, pattern) for option in OPTIONS for pattern in PATTERNS])
     attempt.case = f"{option} {pattern[:60]!a}"
