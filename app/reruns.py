@@ -20,12 +20,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from streamlit.components.v2.bidi_component.constants import EVENT_DELIM
 from streamlit.runtime.app_session import AppSession, AppSessionState
 from streamlit.runtime.memory_session_storage import MemorySessionStorage
 from streamlit.runtime.scriptrunner_utils.script_requests import RerunData
 from streamlit.runtime.scriptrunner_utils.script_run_context import get_script_run_ctx
 from streamlit.runtime.session_manager import SessionInfo
-from streamlit.runtime.state.session_state import SessionState
+from streamlit.runtime.state.session_state import STREAMLIT_INTERNAL_KEY_PREFIX, SessionState
 
 AGAIN = 0.01  # seconds
 SHOWN = "widgets_shown"  # the key in a session's state
@@ -70,10 +71,18 @@ def install(gone: Callable[[], object]) -> None:
     def remove_with_callbacks(self: SessionState, active_widget_ids: frozenset[str]) -> None:
         remove(self, active_widget_ids)
         run = get_script_run_ctx()
-        if run and not run.fragment_ids_this_run:
+        # At the end of a page's run. Streamlit also calls it before a run, with the widgets that the browser knows.
+        ended = active_widget_ids and run and active_widget_ids == run.shared.widget_ids_this_run.snapshot()
+        if run and ended and not run.fragment_ids_this_run:
             shown, self._old_state[SHOWN] = self._old_state.get(SHOWN, frozenset()), active_widget_ids
             known = self._new_widget_state.widget_metadata
-            for widget in known.keys() - active_widget_ids - shown:
+            for widget in [each for each in known if _widget(each) not in active_widget_ids | shown]:
                 del known[widget]
 
     SessionState._remove_stale_widgets = remove_with_callbacks  # type: ignore[method-assign]
+
+
+def _widget(id: str) -> str:
+    """The id of the component that a widget collects the events of, or else the widget's own."""
+    component = id.removeprefix(f"{STREAMLIT_INTERNAL_KEY_PREFIX}_")
+    return component.rpartition(EVENT_DELIM)[0] if component != id else id

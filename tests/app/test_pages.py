@@ -277,7 +277,7 @@ class TestNoRuns:
         root = tmp_path / "runs"
         root.write_text("")
         at = visit(root, page)
-        assert "is a file" in at.error[0].value and "TENSOR_SAVE_DIR" in words(at)
+        assert "is a file" in at.error[0].value and "binade serve DIRECTORY" in words(at)
 
 
 def test_a_root_that_a_file_replaces_while_the_app_runs(visit: Visit, tmp_path: Path):
