@@ -186,8 +186,11 @@ def _interrupt_again(lost: Any) -> None:
     """Python only reports an exception in a destructor or in a callback of its import system, and goes on. After a
     KeyboardInterrupt there, interrupt once more, a moment later."""
     if lost.exc_type is KeyboardInterrupt:
-        signal.signal(signal.SIGTERM, _interrupt)
-        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        try:
+            signal.signal(signal.SIGTERM, _interrupt)
+            threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        except KeyboardInterrupt:  # on a busy machine, the moment passes before this function has ended
+            _interrupt_again(lost)
     else:
         _report(lost)
 

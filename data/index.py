@@ -74,7 +74,9 @@ class Index:
                 self._gate.notify_all()
 
     def close(self) -> None:
+        """Waits until no cursor is open."""
         with self._gate:
+            self._gate.wait_for(lambda: not self._cursors)
             self._connection.close()
 
     def trim_memory(self) -> None:

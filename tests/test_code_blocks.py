@@ -34,6 +34,7 @@ ONLY_PARSED = {
     "jobs follow": "needs a job",
     "jobs cancel": "needs a job",
     "jobs retry": "needs a job",
+    "jobs delete": "needs a job",
     "run --launcher": "needs Slurm; tests/slurm",
     "run --target": "needs a target of binade.toml; tests/slurm",
     "batch --target": "needs a target of binade.toml; tests/slurm",

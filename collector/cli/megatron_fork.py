@@ -66,6 +66,7 @@ def _command(mode: str, words: Sequence[str]) -> list[str]:
         given = context.params
         step = ["import", given["tensor_dir"]] if mode == "visualize" else _command("single", context.args)
         report = ["report", "--output", given["output_dir"] or "draw"]
+    step = ["--quantization" if word == "--quant-type" else word for word in step]
     line = " && ".join(shlex.join(["binade", *command]) for command in (step, report))
     raise click.UsageError(f"{mode} is replaced by two commands: {line}")
 

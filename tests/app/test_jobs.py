@@ -275,7 +275,7 @@ class TestCollect:
         (job,) = jobs.add(root, [*SHORT, "--seed", str(2**60), "--micro-batches", "5000", "--no-raw"])
         jobs.cancel(root, job.id)
         at = visit(root, "collect", **{"from": str(job.id)})
-        assert "Above the limits of this form" in at.warning[0].value.replace("\\", "")
+        assert "above the limits of this form" in at.warning[0].value.replace("\\", "")
         for word in ("micro batches 5000 (at most 4096 here)", f"seed {2**60} (at most {2**53 - 1} here)"):
             assert word in at.warning[0].value.replace("\\", "")
         (run,) = chosen(at)

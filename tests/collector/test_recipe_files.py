@@ -322,6 +322,6 @@ class TestDelayedScales:
                 pass
         self.losses((), tmp_path)
         (run,) = tmp_path.glob("runs/*/")
-        with pytest.raises(InstrumentError, match="no history of 16 for "):
+        with pytest.raises(InstrumentError, match="no history of length 16 for "):
             with instrument(model, "linear_fp8_e4m3(history=16)", scales_of=run):
                 pass
