@@ -116,8 +116,10 @@ class _Process:
     def __init__(self, copy: int) -> None:
         command = [sys.executable, "-P", "-m", statement.__name__, str(os.getpid()), str(copy)]
         pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL
+        # glibc's allocator would reserve address space for each thread, up to all that a statement may use.
+        environment = package_environment() | {"MALLOC_ARENA_MAX": "2"}
         self._process = subprocess.Popen(
-            command, stdin=pipe, stdout=pipe, stderr=nowhere, pass_fds=(copy,), env=package_environment()
+            command, stdin=pipe, stdout=pipe, stderr=nowhere, pass_fds=(copy,), env=environment
         )
         assert self._process.stdin and self._process.stdout
         self._in, self._out = self._process.stdin, self._process.stdout

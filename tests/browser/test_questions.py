@@ -235,6 +235,12 @@ def test_does_it_get_worse_with_depth(visitor: Visitor, catalog: Catalog):
     assert visitor.answer == f"{(change < 0).sum()} of {len(change)} tensors are worse in layer 2 than in layer 1."
     cells = [mark for mark in visitor.marks("depth") if "layer" in mark]
     assert len(cells) == len(table)
+    marks = visitor.chart("depth").locator("path[aria-label]")
+    marks.first.hover()
+    outlined = "cell => cell.getAttribute('stroke-width') === '2.5'"
+    visitor.page.wait_for_function(outlined, arg=marks.first.element_handle())
+    crossed = [cells[0]["tensor"] == mark["tensor"] or cells[0]["layer"] == mark["layer"] for mark in cells]
+    assert marks.evaluate_all(f"cells => cells.map({outlined})")[: len(cells)] == crossed
     visitor.click(visitor.chart("depth").locator("path[aria-label]").first)
     visitor.page.wait_for_url(re.compile(r"/tensor\?.*tensor="))
     visitor.until("In mxfp4: SQNR")

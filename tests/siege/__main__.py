@@ -80,7 +80,9 @@ def end_descendants(pid: int) -> None:
 
 
 def _lives(process: psutil.Process) -> bool:
-    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    with suppress(psutil.NoSuchProcess):  # it may end between the two
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 def _run(chosen: Attack, given: argparse.Namespace, root: Path, end: float, left: dict[str, Attack]) -> Outcome:
