@@ -429,15 +429,18 @@ def title(text: str, subtitle: str | list[str]) -> alt.TitleParams:
     return alt.TitleParams(text, subtitle=subtitle, anchor="start", subtitleColor=GREY, subtitleFontSize=12, offset=12)
 
 
-def crosshair(row: str, column: str, *, fade: bool = False) -> tuple[list[alt.Parameter], Any]:
-    """Highlights the row and column of the heatmap cell under the pointer: (parameters, the width of the cells'
-    strokes). With fade, their opacity: for cells whose strokes cover the seams between them."""
+def crosshair(row: str, column: str, *, fade: bool = False) -> tuple[list[alt.Parameter], dict[str, Any]]:
+    """Highlights the row and column of the heatmap cell under the pointer: (parameters, channels). They are outlined;
+    with fade, for cells whose strokes cover the seams between them, the other cells are faded."""
     over = [
         alt.selection_point(name=f"over_{field}", fields=[field], on="pointerover", clear="pointerout", empty=fade)
         for field in (row, column)
     ]
-    others = (1.0, 0.45) if fade else (2.5, 0.5)
-    return over, alt.condition(over[0] | over[1], *map(alt.value, others))
+    looks = {"fillOpacity": (1.0, 0.45), "strokeOpacity": (1.0, 0.0)} if fade else {"strokeWidth": (2.5, 0.5)}
+    return over, {
+        name: alt.condition(over[0] | over[1], alt.value(here), alt.value(elsewhere))
+        for name, (here, elsewhere) in looks.items()
+    }
 
 
 def groups_of(table: pd.DataFrame) -> list[str]:

@@ -412,7 +412,12 @@ def test_what_is_the_format_really_using(visitor: Visitor, catalog: Catalog, boa
 
 def test_a_cell_of_a_surface_opens_its_tensor_at_that_step(visitor: Visitor, catalog: Catalog):
     visitor.ask(registry.SURFACES)
-    cell = visitor.chart("surface").locator("path[aria-label*='from iteration']").last
+    cells = visitor.chart("surface").locator("path[aria-label*='from iteration']")
+    cell = cells.last
+    cell.hover()  # in another layer and iteration than the first
+    faded = "cell => cell.getAttribute('fill-opacity') === '0.45'"
+    visitor.page.wait_for_function(faded, arg=cells.first.element_handle())
+    assert not cell.evaluate(faded)
     words = dict(part.split(": ", 1) for part in cell.get_attribute("aria-label").split("; "))
     visitor.click(cell)
     visitor.page.wait_for_url(re.compile("/tensor"))

@@ -17,7 +17,7 @@ def distribution(table: pd.DataFrame, by: str, word: str, axis: str, title: str,
     step = -(-len(values) // MOST)
     shown = table[table[by].isin(values[::step])].astype({by: int})
     scale = alt.Scale(range=style.RAMP, interpolate="rgb", type="sqrt")
-    over, opacity = style.crosshair("low", by, fade=True)
+    over, crossed = style.crosshair("low", by, fade=True)
     cells = (
         alt.Chart(shown)
         .mark_rect(strokeWidth=0.8)
@@ -31,7 +31,7 @@ def distribution(table: pd.DataFrame, by: str, word: str, axis: str, title: str,
                 legend=alt.Legend(title="share of blocks", format=".0%", gradientLength=180),
             ),
             stroke=alt.Stroke("share:Q", scale=scale, legend=None),  # covers the seams between cells
-            opacity=opacity,
+            **crossed,
             tooltip=[
                 alt.Tooltip(f"{by}:O", title=word),
                 alt.Tooltip("low:Q", title=f"{axis}, from"),

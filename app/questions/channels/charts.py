@@ -22,7 +22,7 @@ def history(table: pd.DataFrame, title: str, subtitle: str) -> alt.Chart:
         scale=alt.Scale(range=style.RAMP, domain=[0, 1], interpolate="rgb"),
         legend=alt.Legend(title="share of tensors", format=".0%", gradientLength=150),
     )
-    over, outline = style.crosshair("channel", "iteration")
+    over, crossed = style.crosshair("channel", "iteration")
     result: alt.Chart = (
         alt.Chart(shown)
         .mark_rect(stroke="#8884")
@@ -30,7 +30,7 @@ def history(table: pd.DataFrame, title: str, subtitle: str) -> alt.Chart:
             x=alt.X("iteration:O", title="iteration", axis=alt.Axis(labelAngle=0, labelOverlap=True)),
             y=alt.Y("channel:O", title="channel", sort=order, axis=alt.Axis(labelOverlap=False)),
             color=ramp if several else alt.value(style.FINE),
-            strokeWidth=outline,
+            **crossed,
             tooltip=[
                 alt.Tooltip("channel:O", title="channel"),
                 alt.Tooltip("iteration:O", title="iteration"),

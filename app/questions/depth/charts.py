@@ -31,13 +31,13 @@ def depth(table: pd.DataFrame, measure: Measure, title: str, subtitle: str | lis
         ],
     )
     legend = alt.Legend(title=measure.axis, orient="right", gradientLength=180)
-    over, outline = style.crosshair("row", "layer")
+    over, crossed = style.crosshair("row", "layer")
     cells = (
         base.mark_rect(cursor="pointer", stroke=style.GREY)
         .encode(
             color=alt.Color("figure:Q", scale=scale, legend=legend),
             opacity=alt.condition(choice, alt.value(1.0), alt.value(0.35)),
-            strokeWidth=outline,
+            **crossed,
         )
         .add_params(*over, choice, style.only(*PLACE))
     )

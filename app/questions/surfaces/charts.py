@@ -72,7 +72,7 @@ def _cells(shown: pd.DataFrame, paint: dict[str, Any], tooltip: list[alt.Tooltip
     ]
     # The last cell is as wide as the others, and may reach beyond the last iteration.
     label = f"datum.value > {shown['last_measured'].max()} ? '' : datum.label"
-    over, opacity = style.crosshair("layer", "start", fade=True)
+    over, crossed = style.crosshair("layer", "start", fade=True)
     drawn: alt.Chart = (
         alt.Chart(shown)
         .mark_rect(cursor="pointer", strokeWidth=0.8)
@@ -83,7 +83,7 @@ def _cells(shown: pd.DataFrame, paint: dict[str, Any], tooltip: list[alt.Tooltip
             x2="end:Q",
             y=alt.Y("layer:O", title="layer", axis=alt.Axis(labelOverlap=True, ticks=False, domain=False)),
             **paint,
-            opacity=opacity,
+            **crossed,
             tooltip=[*where, *tooltip],
         )
         .add_params(*over, choice, style.only("layer_index"))
