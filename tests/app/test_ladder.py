@@ -12,7 +12,7 @@ import scipy.stats
 import torch
 
 from binade.app.figure import Drawn
-from binade.app.questions.recipes.question import RECIPES, report
+from binade.app.questions.recipes.question import RECIPES, report, runs_of
 from binade.app.questions.shared.selection import Selection
 from binade.app.report.section import ReportSelection
 from binade.app.sessions import pins
@@ -246,3 +246,16 @@ def test_a_report_has_the_ladder(root: Path):
     assert figure.note.startswith("Separated: forward is higher than bf16")
     (table,) = [table for section in sections for table in section.tables if table.name == "ladder_te_nvfp4"]
     assert table.frame["rung"].tolist() == ["bf16", *GAPS]
+
+
+def test_of_the_runs_that_are_filtered_out_only_those_in_bf16_stay(tmp_path: Path):
+    x = torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
+    kept = [
+        make_run(tmp_path, [(x, {"quant_type": "bf16"})], recipe="bf16"),
+        make_run(tmp_path, [(x, {"format": "mxfp8"})], recipe="mxfp8"),
+    ]
+    make_run(tmp_path, [(x, {"format": "mxfp4"})], recipe="bf16", pv_quant="mxfp4")
+    make_run(tmp_path, [(x, {"format": "hifp8"})], recipe="hifp8")
+    with Catalog.open(tmp_path) as opened:
+        found = runs_of(opened, Filter(recipe=["mxfp8"]))
+    assert set(found["run_id"]) == {run.run_id for run in kept}

@@ -153,15 +153,16 @@ def draw(
 
 
 def runs_of(opened: Catalog, where: Filter) -> pd.DataFrame:
-    """The runs that the filter's words about runs allow; bf16's stay, to compare with."""
+    """The runs that the filter's words about runs allow; those in bf16 stay, to compare with."""
     runs = opened.runs()
+    plain = (runs["recipe"] == "bf16") & ~runs["run_id"].isin(opened.parts()["run_id"])
     keep = pd.Series(True, index=runs.index)
     for name in OF_DATA:
         if wanted := getattr(where, name):
             keep &= runs[name].isin(wanted)
     for name in OF_RUNS:
         if wanted := getattr(where, name):
-            keep &= runs[name].isin(wanted) | (runs["recipe"] == "bf16")
+            keep &= runs[name].isin(wanted) | plain
     return runs[keep]
 
 
