@@ -29,7 +29,7 @@ CREATE TABLE run (
 
 CREATE TABLE tensor (
     key           INTEGER,              -- number of the tensor in the order of indexing; exists only in the index
-    tensor_id     VARCHAR NOT NULL,     -- unique: checked when it is indexed, since a database index would have to stay in memory
+    tensor_id     VARCHAR NOT NULL,     -- unique; checked during indexing
     run_id        VARCHAR,
     model         VARCHAR,
     size          VARCHAR,
@@ -138,7 +138,7 @@ CREATE TABLE block (
 CREATE TABLE trace (
     key           INTEGER,
     hot_channels  INTEGER[],            -- the channels (indices of the last axis) with the largest absmax, hottest first
-    hot_ratio     DOUBLE,               -- the largest absmax of a channel over the median channel's
+    hot_ratio     DOUBLE,               -- the largest absmax of a channel divided by the median one
     sampled       FLOAT[],              -- for a rounded weight: values at fixed positions
     sampled_rounded FLOAT[],            -- the same values after rounding
     at_bin_edge   DOUBLE                -- share of the weights that lie at the edge of their bin
