@@ -71,9 +71,10 @@ def install(gone: Callable[[], object]) -> None:
     def remove_with_callbacks(self: SessionState, active_widget_ids: frozenset[str]) -> None:
         remove(self, active_widget_ids)
         run = get_script_run_ctx()
-        # At the end of a page's run. Streamlit also calls it before a run, with the widgets that the browser knows.
-        ended = active_widget_ids and run and active_widget_ids == run.shared.widget_ids_this_run.snapshot()
-        if run and ended and not run.fragment_ids_this_run:
+        if not run or run.fragment_ids_this_run or not active_widget_ids:
+            return
+        # Streamlit also calls it before a run, with the widgets that the browser knows.
+        if active_widget_ids == run.shared.widget_ids_this_run.snapshot():
             shown, self._old_state[SHOWN] = self._old_state.get(SHOWN, frozenset()), active_widget_ids
             known = self._new_widget_state.widget_metadata
             for widget in [each for each in known if _widget(each) not in active_widget_ids | shown]:

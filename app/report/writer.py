@@ -178,8 +178,8 @@ def _refuse_foreign(output: Path, files: Iterable[str], before: set[str], folder
     files = list(files)
     foreign = {name for name in files if (_is_there(output / name) and name not in before) or (output / name).is_dir()}
     wanted = {*folders, *(str(parent) for name in {*files, *before} for parent in PurePosixPath(name).parents[:-1])}
-    foreign |= {name for name in wanted if (output / name).is_symlink()}  # which may lead anywhere
-    foreign |= {name for name in wanted if _is_there(output / name) and not (output / name).is_dir()}
+    there = {name: output / name for name in wanted if _is_there(output / name)}
+    foreign |= {name for name, path in there.items() if path.is_symlink() or not path.is_dir()}  # a link leads anywhere
     if foreign:
         raise UsageError(
             f"{output / min(foreign)} exists and was not written by a report: give --output another folder, or move it"
