@@ -20,12 +20,7 @@ from binade.collector.advice.costs import AdviceError
 from binade.collector.recipes.recipe import BF16
 from binade.quant.specs import Spec
 
-GROUPS = {
-    "site": ("layer_index", "module"),
-    "layer": ("layer_index",),
-    "module": ("module",),
-    "model": (),
-}
+GROUPS = {"site": ("layer_index", "module"), "layer": ("layer_index",), "module": ("module",), "model": ()}
 """The groups that share a choice for each of their GEMMs, with the columns that distinguish them."""
 
 

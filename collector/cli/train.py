@@ -167,20 +167,14 @@ def collect(runs: list[RunConfig], root: Path, argv: Sequence[str], resume: str 
             if first_rank:
                 shown.title(title)
             result = train(
-                config,
-                root,
-                say=shown.say,
-                progress=partial(advance, before),
-                command=line_of(argv),
-                resume=resume,
+                config, root, say=shown.say, progress=partial(advance, before), command=line_of(argv), resume=resume
             )
             if first_rank:
                 left = (time.monotonic() - start) / (before + lengths[number - 1]) * sum(lengths[number:])
                 shown.print(
                     f"{result.run_id}: loss {result.loss_first:.4f} to {result.loss_last:.4f}, {result.tensors} "
                     f"tensors, {result.bytes / 1e6:.1f} MB in {result.seconds:.1f} s"
-                    + f"; about {left:.0f} s left"
-                    * (number < len(runs))
+                    f"{f'; about {left:.0f} s left' * (number < len(runs))}"
                 )
 
 

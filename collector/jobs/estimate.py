@@ -84,8 +84,7 @@ def estimate(runs: Sequence[RunConfig], root: Path, target: str = "", at_once: i
     if disk > disk_free:
         refusals.append(
             f"It would write {_gib(disk)}, but only {_gib(disk_free)} are free in {root}: lower the byte budget, "
-            "record fewer "
-            "tensors, or do not keep values."
+            "record fewer tensors, or do not keep values."
         )
     unknown = [basis for _, basis, measured in times if not measured]
     return Estimate(

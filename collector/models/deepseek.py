@@ -110,11 +110,7 @@ class DeepseekShape(Shape):
                 )
             ),
             *mlp_linears(
-                layer,
-                self.hidden,
-                self.shared_experts * self.expert_ffn,
-                path="mlp.shared_experts",
-                prefix="shared_",
+                layer, self.hidden, self.shared_experts * self.expert_ffn, path="mlp.shared_experts", prefix="shared_"
             ),
         )
 

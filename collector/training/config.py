@@ -51,9 +51,8 @@ MODEL = Group("Model and data")
 FORMAT = Group(
     "What is quantized",
     "FORMAT replaces the format of the recipe; it may have options, as in 'nvfp4(block=16x16)': see `binade list`. "
-    "The more "
-    "specific option wins: recipe < part (linear, qk, pv, router) < GEMM "
-    f"(forward, dgrad, wgrad) < operand. bf16 turns quantization off. --dry-run prints the operands' names. {LAYERS}",
+    "The more specific option wins: recipe < part (linear, qk, pv, router) < GEMM (forward, dgrad, wgrad) < operand. "
+    f"bf16 turns quantization off. --dry-run prints the operands' names. {LAYERS}",
 )
 LENGTH = Group("Training")
 RECORD = Group("What is recorded", "LAYERS is as above.")

@@ -132,13 +132,7 @@ def train(
 
 
 def _run(
-    config: RunConfig,
-    root: Path,
-    ranks: Ranks,
-    say: Say,
-    progress: Progress,
-    command: str,
-    resumed: Resumed | None,
+    config: RunConfig, root: Path, ranks: Ranks, say: Say, progress: Progress, command: str, resumed: Resumed | None
 ) -> Result:
     shape, recipe = config.shape(), config.parsed_recipe()
     checkpoint = open_checkpoint(config.model, shape) if config.has_path else None

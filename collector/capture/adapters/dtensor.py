@@ -15,13 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from binade.collector.capture.adapters.layer import InstrumentError, is_a
-from binade.collector.models.parallel import (
-    ColumnParallelLinear,
-    Group,
-    RowParallelLinear,
-    heads_shard,
-    linear_shard,
-)
+from binade.collector.models.parallel import ColumnParallelLinear, Group, RowParallelLinear, heads_shard, linear_shard
 from binade.data.segment import Shard
 
 
@@ -47,9 +41,8 @@ def linear_on_parts(name: str, product: Callable[..., Tensor], x: Any, weight: A
     from torch.distributed.tensor.experimental import local_map
 
     whole, part, last = Replicate(), Partial(), Split(x.dim() - 1)
-    places: list[
-        tuple[Any, ...]
-    ] = []  # of x, weight, bias; of their gradients; of the result: for each axis of the mesh
+    # For each axis of the mesh: of x, weight, bias; of their gradients; of the result.
+    places: list[tuple[Any, ...]] = []
     for of_x, of_weight in zip(x.placements, weight.placements, strict=True):
         if of_weight == Split(0):
             places.append((whole, Split(0), Split(0), part, Split(0), Split(0), last))

@@ -36,23 +36,8 @@ PRODUCTS = frozenset(
         *(
             getattr(owner, name)
             for name in (
-                "matmul",
-                "mm",
-                "bmm",
-                "addmm",
-                "addbmm",
-                "baddbmm",
-                "__matmul__",
-                "__rmatmul__",
-                "mv",
-                "inner",
-                "dot",
-                "addmv",
-                "addmm_",
-                "addbmm_",
-                "baddbmm_",
-                "addmv_",
-                "chain_matmul",
+                *("matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", "inner", "dot", "chain_matmul"),
+                *("addmm", "addbmm", "baddbmm", "addmv", "addmm_", "addbmm_", "baddbmm_", "addmv_"),
             )
             for owner in (torch, Tensor)
             if hasattr(owner, name)
