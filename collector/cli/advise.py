@@ -160,7 +160,6 @@ advise = Command(
     "advise",
     params=_params(),
     callback=_advise,
-    help=_advise.__doc__,
     cancelled="cancelled; jobs that were queued stay",
     failed="the advice cannot be written",
 )

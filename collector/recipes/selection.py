@@ -21,6 +21,7 @@ from typing import Any
 
 import re2
 
+from binade.collector.errors import ConfigError
 from binade.collector.models.site import Site
 
 LAST = -1
@@ -31,7 +32,7 @@ NUMBERS = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
 ENDS = re.compile(r"(first|last)(?: +([1-9][0-9]{0,8}))?")
 
 
-class SelectionError(ValueError):
+class SelectionError(ConfigError):
     """The selection cannot be parsed, or selects nothing. The message lists what the model has."""
 
 

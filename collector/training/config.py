@@ -16,7 +16,7 @@ from binade.collector.models.registry import MODELS
 from binade.collector.models.shape import Shape
 from binade.collector.models.transformers_model import TransformersShape
 from binade.collector.recipes.parse import parse_recipe
-from binade.collector.recipes.recipe import Part, Recipe, RecipeError
+from binade.collector.recipes.recipe import Part, Recipe
 from binade.collector.recipes.selection import Selection, SelectionError
 from binade.collector.training.option import Group, declared, option
 from binade.data.tensor_kinds import Measure, tensor_names
@@ -37,7 +37,6 @@ __all__ = [
     "check",
     "declared",
     "defaults",
-    "fast",
 ]
 
 DEFAULT_SCORES = ("hifp8", "hifp8(scale=amax8)", "mxfp8", "mxfp4", "nvfp4")
@@ -299,15 +298,11 @@ class RunConfig(WatchOptions):
         return iteration in self.recorded_iterations
 
 
-def fast(config: RunConfig) -> RunConfig:
-    """--training-config fast: a quarter of the tokens."""
-    return replace(config, micro_batch_size=1, sequence_length=128)
-
-
 def defaults(command: str, training_config: str | None = None) -> RunConfig:
     """The configuration of a command without options."""
     config = replace(RunConfig(), warmup_iterations=2) if command == "quick" else RunConfig()
-    return fast(config) if training_config == "fast" or (training_config is None and command == "quick") else config
+    is_fast = training_config == "fast" or (training_config is None and command == "quick")
+    return replace(config, micro_batch_size=1, sequence_length=128) if is_fast else config  # a quarter of the tokens
 
 
 def check(config: RunConfig) -> None:
@@ -317,7 +312,7 @@ def check(config: RunConfig) -> None:
     check_inputs(config.dataset, config.tokenizer, config.tokenizer_name)
     try:
         config.parsed_recipe()
-    except (RecipeError, UnknownFormatError, SpecError) as error:
+    except (UnknownFormatError, SpecError) as error:
         raise ConfigError(str(error)) from None
     if config.layers is not None and config.layers > published.layers:
         raise ConfigError(f"--layers is {config.layers}: {config.model_title} has 1 to {published.layers}")
@@ -392,10 +387,7 @@ def _check_sites(config: RunConfig) -> None:
             f"the router is given a format, but {config.model_title} with {config.shape().layers} layers has no router"
         )
     recipe = config.parsed_recipe()
-    try:
-        recipe.check_modules(model)
-    except RecipeError as error:
-        raise ConfigError(str(error)) from None
+    recipe.check_modules(model)
     option = "the recipe's layers to keep"
     try:
         if recipe.keep and Selection.parse(recipe.keep).of(model) == frozenset(model):
