@@ -245,15 +245,6 @@ def _default_block(chosen: Chosen) -> Block | None:
     return Block(1, size) if size else TENSOR
 
 
-def _roundings(chosen: Chosen) -> tuple[str, ...]:
-    fixed = chosen["scale"] in (ScaleRule.EDEN, ScaleRule.HIF4)
-    return (Rounding.HALF_AWAY,) if fixed else tuple(Rounding)
-
-
-def _default_rounding(chosen: Chosen) -> Rounding:
-    return Rounding.HALF_AWAY if chosen["scale"] == ScaleRule.EDEN else chosen["format"].rounding
-
-
 def _only(condition: Callable[[Chosen], bool], *values: str) -> Callable[[Chosen], tuple[str, ...]]:
     return lambda chosen: values if condition(chosen) else ()
 
@@ -289,7 +280,10 @@ OPTIONS = {
                lambda chosen: 256 if _four_over_six(chosen) else None,
                _only(_four_over_six, "256", "448"),
                _whole("bound")),
-        Option("rounding", "How a value between two codes is rounded", _default_rounding, _roundings,
+        Option("rounding", "How a value between two codes is rounded",
+               lambda chosen: Rounding.HALF_AWAY if chosen["scale"] == ScaleRule.EDEN else chosen["format"].rounding,
+               lambda chosen: (Rounding.HALF_AWAY,) if chosen["scale"] in (ScaleRule.EDEN, ScaleRule.HIF4)
+               else tuple(Rounding),
                _enum("rounding", Rounding)),
         Option("overflow", "What a value beyond the largest code becomes",
                lambda chosen: chosen["format"].overflow,

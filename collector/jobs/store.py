@@ -89,10 +89,6 @@ class Job:
         return any(word in self.arguments for word in ("--target", "--launcher"))
 
 
-def default_title(config: RunConfig) -> str:
-    return f"{label(config.recipe)} · {config.model_title}"
-
-
 @dataclass(frozen=True, config=STRICT)
 class Queue:
     """queue.json."""
@@ -352,7 +348,7 @@ def add_runs(
                 (*arguments_of(config), *(["--resume", resume] if resume else []), *start.arguments()),
                 str(working),
                 now(),
-                _title(title) or default_title(config),
+                _title(title) or f"{label(config.recipe)} · {config.model_title}",
                 _tags(tags),
                 retry_of,
             )
