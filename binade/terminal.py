@@ -199,8 +199,7 @@ def _interrupt_again(lost: Any) -> None:
 
 
 def names(text: str) -> tuple[str, ...]:
-    """The items of a list that is separated by commas. A comma in parentheses does not separate: the options of a spec
-    have them."""
+    """The items of a list that is separated by commas, but not by those in parentheses, as the options of a spec."""
     return tuple(part.strip() for part in re.split(r",(?![^()]*\))", text) if part.strip())
 
 

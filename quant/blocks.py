@@ -29,8 +29,7 @@ RUN = 1 << 12  # a multiple of the block size of every format
 
 @dataclass(frozen=True)
 class Sums:
-    """Over the finite values: Σx², Σ(y-x)², and how many become 0, are nonzero, are above the largest code, and are
-    finite."""
+    """Of the finite values: Σx², Σ(y-x)², and how many become 0, are nonzero, exceed the largest code, and exist."""
 
     signal: float
     noise: float

@@ -25,8 +25,7 @@ GROUPS = {"site": ("layer_index", "module"), "layer": ("layer_index",), "module"
 
 
 def family(spec: str) -> tuple[str, int | None]:
-    """The family of a spec. The two operands of a GEMM need specs of one family: the same kind of scale, over runs of
-    the same length."""
+    """The family of a spec. A GEMM's operands need specs of one family: the same kind of scale, over equal runs."""
     if spec == BF16:
         return BF16, None
     chosen = Spec.of(spec)
@@ -34,8 +33,7 @@ def family(spec: str) -> tuple[str, int | None]:
 
 
 def grouped(table: pd.DataFrame, by: str) -> pd.DataFrame:
-    """Rows of `Costs.table` with group (the name of the GEMM that shares a choice) and first (which of its two operands
-    a row is of)."""
+    """Rows of `Costs.table` with group (the name of the GEMM that shares a choice) and first (which operand it is)."""
     own = table["part"].isin(("linear", "router"))  # a recipe has one choice for the attention of all layers
     keys = [table["part"], *(table[name].where(own, "") for name in GROUPS[by]), table["gemm"]]
     names = pd.concat(keys, axis=1).astype(str).agg(".".join, axis=1)

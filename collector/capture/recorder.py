@@ -75,8 +75,7 @@ SWITCH = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false":
 
 
 def saving_enabled() -> bool:
-    """The value of TENSOR_SAVE_ENABLED; True if it is not set. Raises ValueError for a word that is neither yes nor
-    no."""
+    """The value of TENSOR_SAVE_ENABLED; True if it is not set. Raises ValueError for a word not in SWITCH."""
     word = os.environ.get(ENABLED_VARIABLE) or "1"
     if word.lower() not in SWITCH:
         raise ValueError(f"{ENABLED_VARIABLE}={word!r} is neither on nor off: {', '.join(SWITCH)}")
@@ -403,8 +402,7 @@ class Recorder:
         return {"segments": self.writer.segments, "recorded": self._count, **self._writing.counts}
 
     def save_state(self, directory: Path | None = None) -> None:
-        """Call the functions in `savers` with a directory, by default that of the run if there is one. Raises
-        OSError."""
+        """Call the functions in `savers` with a directory, by default that of the run. Raises OSError."""
         if self.entered:
             for save in self.savers:
                 save(directory or self.writer.directory)
@@ -473,8 +471,7 @@ class Recorder:
         self._monitor.found_non_finite(iteration, text, place, **where)
 
     def keep(self, name: str, x: Tensor, site: Site, operation: str, iteration: int | None = None) -> None:
-        """Record a tensor of the current pass, or of the first pass of an earlier iteration, even if that is not
-        recorded otherwise."""
+        """Record a tensor of the current pass, or of an earlier iteration's first one, even if it is not recorded."""
         moment = Moment(self.iteration, self.micro_batch, True) if iteration is None else Moment(iteration, 0, True)
         identity = partial(self._identity, site, moment, tensor_name=name, operation=operation, phase=Phase.PRE.value)
         self._record(Observed(name, x.detach()), site, identity, moment, (), None, None, Shard(), merged=False)

@@ -188,8 +188,7 @@ class _Run:
 
 
 def compare(root: Path) -> Comparison:
-    """Compare the recipes under a root; one that does not exist has none. Raises RunError if it is a file, OSError if
-    it cannot be read."""
+    """Compare the recipes under a root, which need not exist. Raises RunError if it is a file, and OSError."""
     if root.is_dir() and not any(root.glob("*/run.json")):  # an index is made only where there is something to index
         return Comparison(root, (), tuple(list_runs(root)[1]))
     with Catalog.open(root) as catalog:
@@ -311,8 +310,7 @@ def _reference(seed: Value, longest: Mapping[tuple[str, str], Mapping[Value, _Ru
 
 
 def _order(key: tuple[str, str], places: Mapping[str, int]) -> tuple[int, str, int, str, int]:
-    """The sort key: the ten recipes in their order, then others by name, and rungs in the order of their ladder;
-    finished ones first."""
+    """The sort key: the ten recipes in order, others by name, and rungs as in their ladder; finished ones first."""
     recipe, state = key
     base = without_none(recipe)
     place = TEN_RECIPES.index(base) if base in TEN_RECIPES else len(TEN_RECIPES)

@@ -52,8 +52,7 @@ def size(text: str) -> int:
 
 
 def click_option(each: Declared, default: Any) -> Option:
-    """Click's option for a declaration, with its default in the help. A value that is not given is None, or () for a
-    list."""
+    """Click's option for a declaration, with its default in the help. Without a value it is None, or () for a list."""
     declaration, settings = each.option, dict[str, Any]()
     if each.kind is bool:
         settings = {"is_flag": True, "flag_value": not each.default, "type": bool}

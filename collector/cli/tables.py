@@ -121,8 +121,7 @@ def heading(section: Section) -> str:
 
 
 def tables(section: Section) -> list[Table]:
-    """Loss; gaps over seeds if there are several, or an ablation; rounding and gradients if there are any; size and
-    time."""
+    """Loss; gaps over seeds if there are several, or an ablation; any rounding and gradients; size and time."""
     rows = section.rows
     found = [
         Table(

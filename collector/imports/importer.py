@@ -467,8 +467,7 @@ class _Import:
             self._reported = now
 
     def _publish(self) -> None:
-        """Publish the pending rows as a segment. It may be called again after an interrupt: the segment keeps its name
-        until it is published."""
+        """Publish the pending rows as a segment, which has its name until then: an interrupted call can be repeated."""
         if self._rows:
             self._segment = self._segment or self.writer.next_segment_name()
             if not (self.segments / self._segment).exists():

@@ -7,6 +7,7 @@ the recorded one.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 from collections.abc import Iterable
@@ -80,12 +81,7 @@ def living(processes: Iterable[Process]) -> set[Process]:
 def out_of_memory_kills() -> int:
     """How many processes the kernel has killed for lack of memory since boot; 0 if unknown."""
     for path in ("/proc/vmstat", "/sys/fs/cgroup/memory.events"):
-        try:
-            lines = Path(path).read_text().splitlines()
-        except OSError:
-            continue
-        for line in lines:
-            name, _, count = line.partition(" ")
-            if name == "oom_kill" and count.strip().isdecimal():
-                return int(count)
+        with suppress(OSError):
+            if found := re.search(r"^oom_kill (\d+)$", Path(path).read_text(), re.MULTILINE):
+                return int(found[1])
     return 0

@@ -287,8 +287,7 @@ def log_tail(root: Path, job: Job, lines: int = 40) -> list[str]:
 
 
 def listing(root: Path) -> list[JobView]:
-    """The current state of every job of a root, in the order of the queue; `problems` names those that cannot be
-    read."""
+    """The current state of every job that can be read, in the order of the queue; `problems` names the others."""
     jobs, views = read_jobs(root), []
     known = owners(root) if jobs else {}
     for job in jobs:

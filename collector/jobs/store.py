@@ -169,8 +169,7 @@ def directory_of(root: Path, job: Job | int) -> Path:
 
 @contextmanager
 def locked(root: Path) -> Iterator[None]:
-    """Hold the queue's lock, and create the queue if it does not exist. Raises RunError if the root cannot be
-    written."""
+    """Hold the queue's lock; creates the queue if there is none. Raises RunError if the root cannot be written."""
     if problem := no_queue(root):
         raise RunError(problem)
     lock = FileLock(folder(root) / "queue.lock")

@@ -102,8 +102,7 @@ class Selection:
         return cls(tuple(map(Term.parse, items)), tuple(modules))
 
     def of(self, sites: Sequence[Site]) -> frozenset[Site]:
-        """The selected ones of a model's sites. Raises SelectionError for a term or module that none of them has, and
-        if nothing is selected."""
+        """The selected ones of a model's sites. Raises SelectionError if a term, a module or the whole selects none."""
         known = dict.fromkeys(site.module for site in sites)
         for module in self.modules:
             if module not in known:

@@ -78,8 +78,7 @@ class Ranks:
 
     @property
     def launcher_decides(self) -> bool:
-        """Whether `launch` records how the run ended, since only it knows which rank failed first. False once it is
-        gone."""
+        """Whether `launch`, if it still lives, records how the run ended: only it knows which rank failed first."""
         return self.owner is not None and os.getppid() == self.owner
 
     def check_launcher(self) -> None:

@@ -84,8 +84,7 @@ class CoreMode(Interception):
         return result
 
     def before_dropout(self, probs: Tensor) -> Tensor:
-        """The probabilities before dropout was applied (to them or to the tensor they are a view of); the same tensor
-        without dropout."""
+        """The probabilities before dropout was applied to them or to the tensor they are a view of, if it was."""
         result, before = self.dropped or (None, probs)
         if result is None or (result.data_ptr(), result.numel()) != (probs.data_ptr(), probs.numel()):
             return probs

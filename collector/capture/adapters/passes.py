@@ -198,8 +198,7 @@ class Clock:
             recorder.check_steps()
 
     def end(self, result: Any) -> None:
-        """A forward pass has ended. Note when the gradients of its result arrive: from then on its layers may be
-        recomputed."""
+        """A forward pass has ended. Note when its result's gradients arrive: then its layers may be recomputed."""
         moment, arrived, idle = self.recorder.moment(), self.recorder.arrived, self.recorder.idle()
         self.recorder.evaluating = False
         if idle and not self.always:

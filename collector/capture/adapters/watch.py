@@ -51,8 +51,7 @@ NAMED = (FLEX, *GROUPED)  # some of them are torch operators, which are not sing
 
 
 class Watch(Interception):
-    """layers: what the adapters intercept. excluded: modules that are not watched. attention: whether attention is
-    refused too."""
+    """layers: what the adapters intercept. excluded: modules that are not watched. attention: whether to refuse it."""
 
     def __init__(
         self, model: nn.Module, layers: Iterable[Layer], excluded: Iterable[nn.Module], attention: bool
