@@ -29,7 +29,7 @@ RUN = 1 << 12  # a multiple of the block size of every format
 
 @dataclass(frozen=True)
 class Sums:
-    """Of the finite values: Σx², Σ(y-x)², and how many become 0, are nonzero, exceed the largest code, and exist."""
+    """Over the finite values: Σx², Σ(y-x)², and how many are flushed to 0, nonzero, clipped, and there are in all."""
 
     signal: float
     noise: float

@@ -10,7 +10,6 @@ import os
 import re
 import signal
 import socket
-from collections.abc import Iterable
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -55,6 +54,12 @@ class Process:
         started = process_start(pid)
         return None if started is None else cls(pid, started)
 
+    @classmethod
+    def current(cls) -> Process:
+        process = cls.of(os.getpid())
+        assert process
+        return process
+
 
 @cache
 def host() -> str:
@@ -72,10 +77,6 @@ def marked(token: str) -> set[Process]:
         if carries and entry.pid != os.getpid() and (process := Process.of(entry.pid)):
             found.add(process)
     return found
-
-
-def living(processes: Iterable[Process]) -> set[Process]:
-    return {process for process in processes if process.alive}
 
 
 def out_of_memory_kills() -> int:

@@ -197,7 +197,7 @@ def no_queue(root: Path) -> str:
     return ""
 
 
-def _read(kind: type[T], path: Path) -> T | None:
+def read_if_sound(kind: type[T], path: Path) -> T | None:
     """The contents of a file; None if it does not exist or is damaged."""
     with suppress(OSError, ValueError):
         return read_json(kind, path)
@@ -248,7 +248,7 @@ def drop_execution(root: Path, job: Job) -> None:
 def cancelled_at(root: Path, job: Job) -> str | None:
     """When the user cancelled the job; None if it was not cancelled."""
     path = directory_of(root, job) / "cancel.json"
-    found = _read(Cancellation, path)
+    found = read_if_sound(Cancellation, path)
     return found.at if found else "" if path.exists() else None
 
 
@@ -258,7 +258,7 @@ def write_cancellation(root: Path, job: Job) -> None:
 
 
 def read_runner(root: Path) -> RunnerProcess | None:
-    return _read(RunnerProcess, folder(root) / "runner.json")
+    return read_if_sound(RunnerProcess, folder(root) / "runner.json")
 
 
 def write_runner(root: Path, process: Process) -> None:
@@ -267,7 +267,7 @@ def write_runner(root: Path, process: Process) -> None:
 
 
 def _queue(root: Path) -> Queue:
-    return _read(Queue, folder(root) / "queue.json") or Queue()
+    return read_if_sound(Queue, folder(root) / "queue.json") or Queue()
 
 
 def at_once(root: Path) -> int:

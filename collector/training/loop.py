@@ -8,7 +8,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, fields
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -266,7 +266,7 @@ def _train(
     ):
         for iteration in range(max(0, start - warm_up), config.iterations):
             step = _step(model, optimizer, stream, config, device, ranks, recorder, iteration)
-            recorded = config.records(iteration)
+            recorded = iteration in config.recorded_iterations
             _finish_iteration(recorder, iteration, step, stream.digest(), report, recipe.name, recorded=recorded)
             checkpoints.write(warm_up + iteration + 1, model, optimizer, recorder.writer)
             progress(warm_up + iteration + 1, total)
@@ -310,17 +310,14 @@ def _step(
     """One optimizer step over the micro-batches."""
     ranks.check_launcher()
     start = time.perf_counter()
-    records = config.records(iteration) and ranks.rank in config.recording_ranks
+    records = iteration in config.recorded_iterations and ranks.rank in config.recording_ranks
     optimizer.zero_grad(set_to_none=True)
     total = 0.0
     for index in range(config.micro_batches):
         tokens, labels = (t.to(device) for t in stream.batch(config.micro_batch_size))
-        if recorder is None:
+        record = records and index < config.recorded_micro_batches
+        with recorder.at(iteration, index, record) if recorder else nullcontext():
             loss = _backward(model, tokens, labels, config.micro_batches)
-        else:
-            record = records and index < config.recorded_micro_batches
-            with recorder.at(iteration, index, record):
-                loss = _backward(model, tokens, labels, config.micro_batches)
         total += loss / config.micro_batches
     finish_gradients(model, ranks)
     clip_gradients(model, ranks, 1.0)
