@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 from functools import cache, partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -210,16 +210,9 @@ class Recorder:
         self.rank = self.ranks.rank
         self.replica = self.ranks.replica
         self.part = self.ranks.tensor.rank, self.ranks.tensor.size  # which of a replica's, of how many
+        kind, triggers = cast(Stats, stats), _names("trigger", trigger)  # which `check` refuses if they are none
         self.watching = WatchOptions(
-            watch,
-            Stats(stats) if stats in tuple(Stats) else stats,  # type: ignore[arg-type]  # which `check` refuses
-            _names("trigger", trigger),
-            capture_steps,
-            ring,
-            ring_bytes,
-            find_nan,
-            cooldown,
-            capture_bytes,
+            watch, kind, triggers, capture_steps, ring, ring_bytes, find_nan, cooldown, capture_bytes
         ).check()
         if merge_ranks not in tuple(MergeRanks):
             raise ConfigError(f"merge_ranks is {merge_ranks!r}: expected one of {', '.join(MergeRanks)}")
@@ -471,7 +464,7 @@ class Recorder:
         self._monitor.found_non_finite(iteration, text, place, **where)
 
     def keep(self, name: str, x: Tensor, site: Site, operation: str, iteration: int | None = None) -> None:
-        """Record a tensor of the current pass, or of an earlier iteration's first one, even if it is not recorded."""
+        """Record a tensor of the current pass, or of an earlier iteration's first one, even if others are not."""
         moment = Moment(self.iteration, self.micro_batch, True) if iteration is None else Moment(iteration, 0, True)
         identity = partial(self._identity, site, moment, tensor_name=name, operation=operation, phase=Phase.PRE.value)
         self._record(Observed(name, x.detach()), site, identity, moment, (), None, None, Shard(), merged=False)

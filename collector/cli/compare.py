@@ -45,7 +45,7 @@ from binade.collector.recipes.ladder import Ladder, ladders
 from binade.collector.recipes.parse import without_none
 from binade.collector.recipes.recipe import BF16, TEN_RECIPES
 from binade.collector.recipes.spread import Spread
-from binade.collector.training.config import MODELS
+from binade.collector.training.config import MODELS, OVERRIDES
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 from binade.data.gradients import GRADIENTS, gradient_errors, gradient_summary
@@ -221,7 +221,7 @@ def _plain(value: Any) -> Value:
 def _recipe(config: Mapping[str, Any]) -> str:
     """The recipe with what overrides it: "linear_mxfp8, PV mxfp4"."""
     overrides = (
-        *((part, f"{part}_quant") for part in ("linear", "qk", "pv", "router", "forward", "dgrad", "wgrad")),
+        *((part, f"{part}_quant") for part in OVERRIDES),
         ("operands", "operand_quant"),
         ("bf16 in layers", "skip_layers"),
     )

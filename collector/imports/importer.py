@@ -467,7 +467,8 @@ class _Import:
             self._reported = now
 
     def _publish(self) -> None:
-        """Publish the pending rows as a segment, which has its name until then: an interrupted call can be repeated."""
+        """Publish the pending rows as a segment. It may be called again after an interrupt: the segment keeps its name
+        until it is published."""
         if self._rows:
             self._segment = self._segment or self.writer.next_segment_name()
             if not (self.segments / self._segment).exists():

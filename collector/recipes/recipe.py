@@ -176,7 +176,8 @@ class Recipe:
         return sorted(stages, key=lambda stage: stage[0])
 
     def lines(self) -> list[str]:
-        """A line per operand, such as "linear.dgrad.grad_output    output size  mxfp8_e5m2", and scheduled change."""
+        """One line per operand: "linear.dgrad.grad_output    output size  mxfp8_e5m2"; and those that the schedule
+        changes."""
         lines, before = self._lines(), self
         for start, recipe in self.schedule:
             former, before = before._lines(), recipe

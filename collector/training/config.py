@@ -56,6 +56,7 @@ FORMAT = Group(
 LENGTH = Group("Training")
 RECORD = Group("What is recorded", "LAYERS is as above.")
 WHERE = Group("Device, ranks and output")
+OVERRIDES = ("linear", "qk", "pv", "router", "forward", "dgrad", "wgrad")  # --linear-quant and so on
 FORM_LAYERS = "Layers: first, last 2, 3, 2-4, or a regular expression that is searched for in names such as layer1.qkv"
 
 
@@ -198,17 +199,8 @@ class RunConfig(WatchOptions):
     # fmt: on
 
     def parsed_recipe(self) -> Recipe:
-        return parse_recipe(
-            self.recipe,
-            linear=self.linear_quant,
-            qk=self.qk_quant,
-            pv=self.pv_quant,
-            router=self.router_quant,
-            forward=self.forward_quant,
-            dgrad=self.dgrad_quant,
-            wgrad=self.wgrad_quant,
-            operands=self.operand_quant,
-        )
+        formats: dict[str, Any] = {name: getattr(self, f"{name}_quant") for name in OVERRIDES}
+        return parse_recipe(self.recipe, operands=self.operand_quant, **formats)
 
     @property
     def has_path(self) -> bool:

@@ -198,16 +198,9 @@ def _run(
                 with suppress(OSError):  # a full disk must not hide what happened
                     write_log(f"ended early: {type(error).__name__}: {error}")
                 raise
-    status = writer.status
-    return Result(
-        writer.run_id,
-        writer.directory,
-        status.loss_first,
-        status.loss_last,
-        status.tensors,
-        status.bytes,
-        time.monotonic() - start,
-    )
+    status, seconds = writer.status, time.monotonic() - start
+    losses = status.loss_first, status.loss_last
+    return Result(writer.run_id, writer.directory, *losses, status.tensors, status.bytes, seconds)
 
 
 def _train(

@@ -140,7 +140,8 @@ def directory() -> Path:
 
 @cache
 def _helpers(count: int, process: int) -> SimpleQueue[Callable[[], None]]:
-    """A queue of tasks for `count` new threads of this process, named by its id because a fork inherits no threads."""
+    """A queue of tasks for `count` new threads of this process. The process id is needed because a fork inherits no
+    threads."""
     tasks: SimpleQueue[Callable[[], None]] = SimpleQueue()
     for _ in range(count):
         Thread(target=_help, args=(tasks,), name="quant", daemon=True).start()
