@@ -286,6 +286,9 @@ class RunConfig(WatchOptions):
         everyone = range(0, self.iterations if self.save_tensors else 0, self.capture_every)
         return everyone[: self.control_iter or None]
 
+    def records(self, iteration: int) -> bool:
+        return iteration in self.recorded_iterations
+
 
 def defaults(command: str, training_config: str | None = None) -> RunConfig:
     """The configuration of a command without options."""

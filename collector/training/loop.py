@@ -259,7 +259,7 @@ def _train(
     ):
         for iteration in range(max(0, start - warm_up), config.iterations):
             step = _step(model, optimizer, stream, config, device, ranks, recorder, iteration)
-            recorded = iteration in config.recorded_iterations
+            recorded = config.records(iteration)
             _finish_iteration(recorder, iteration, step, stream.digest(), report, recipe.name, recorded=recorded)
             checkpoints.write(warm_up + iteration + 1, model, optimizer, recorder.writer)
             progress(warm_up + iteration + 1, total)
@@ -303,7 +303,7 @@ def _step(
     """One optimizer step over the micro-batches."""
     ranks.check_launcher()
     start = time.perf_counter()
-    records = iteration in config.recorded_iterations and ranks.rank in config.recording_ranks
+    records = config.records(iteration) and ranks.rank in config.recording_ranks
     optimizer.zero_grad(set_to_none=True)
     total = 0.0
     for index in range(config.micro_batches):
