@@ -32,7 +32,8 @@ class Option(click.Option):
 
 
 class Command(click.Command):
-    """Help is grouped. An error that a user can cause gives one line on stderr and an exit status, without a traceback.
+    """Help is grouped, and by default the callback's docstring. An error that a user can cause gives one line on stderr
+    and an exit status, without a traceback.
 
     cancelled  the message after SIGINT or SIGTERM; catches_signals is False if SIGTERM just ends the process
     failed     the text before an error of the operating system
@@ -46,6 +47,8 @@ class Command(click.Command):
         catches_signals: bool = True,
         **settings: Any,
     ) -> None:
+        if callback := settings.get("callback"):
+            settings.setdefault("help", callback.__doc__)
         super().__init__(*arguments, **settings)
         self.context_settings = {**WIDTH, **self.context_settings}
         self.cancelled, self.failed, self.catches_signals = cancelled, failed, catches_signals
@@ -196,8 +199,7 @@ def _interrupt_again(lost: Any) -> None:
 
 
 def names(text: str) -> tuple[str, ...]:
-    """The items of a list that is separated by commas. A comma in parentheses does not separate: the options of a spec
-    have them."""
+    """The items of a list that is separated by commas, but not by those in parentheses, as the options of a spec."""
     return tuple(part.strip() for part in re.split(r",(?![^()]*\))", text) if part.strip())
 
 

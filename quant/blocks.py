@@ -29,8 +29,7 @@ RUN = 1 << 12  # a multiple of the block size of every format
 
 @dataclass(frozen=True)
 class Sums:
-    """Over the finite values: Σx², Σ(y-x)², and how many become 0, are nonzero, are above the largest code, and are
-    finite."""
+    """Over the finite values: Σx², Σ(y-x)², and the counts of those flushed to 0, nonzero, clipped, and of all."""
 
     signal: float
     noise: float
@@ -83,14 +82,8 @@ class Blocks:
         x, y = self.x[finite].double(), self.y[finite].double()
         error = y - x
         nonzero = x != 0
-        return Sums(
-            float(x @ x),
-            float(error @ error),
-            int((nonzero & (y == 0)).sum()),
-            int(nonzero.sum()),
-            int(self.clipped.sum()),
-            x.numel(),
-        )
+        flushed, used, clipped = (int(each.sum()) for each in (nonzero & (y == 0), nonzero, self.clipped))
+        return Sums(float(x @ x), float(error @ error), flushed, used, clipped, x.numel())
 
     @cached_property
     def magnitudes(self) -> Tensor:

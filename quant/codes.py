@@ -55,11 +55,9 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 def unpack(packed: Tensor, bits: int) -> Tensor:
     """The inverse of `pack`: int64 [n], the last byte's unused codes included."""
-    codes = packed.long()
-    if bits == 4:
-        return torch.stack((codes & 15, codes >> 4), -1).reshape(-1)
-    if bits == 6:
-        a, b, c = codes.reshape(-1, 3).unbind(-1)
-        word = a | b << 8 | c << 16
-        return torch.stack([word >> (6 * i) & 63 for i in range(4)], -1).reshape(-1)
-    return codes
+    if bits >= 8:
+        return packed.long()
+    per_word = 2 if bits == 4 else 4
+    parts = packed.long().reshape(-1, bits * per_word // 8)
+    word = (parts << (8 * torch.arange(parts.shape[1], device=packed.device))).sum(-1)
+    return torch.stack([word >> (bits * i) & (1 << bits) - 1 for i in range(per_word)], -1).reshape(-1)

@@ -137,6 +137,7 @@ class Format:
 class UnknownFormatError(ValueError, KeyError):
     """The name is not in FORMATS. A ValueError to callers, a KeyError to Mapping's own methods."""
 
+    exit_status = 2  # of a command
     __str__ = Exception.__str__  # KeyError would print the message in quotes
 
 

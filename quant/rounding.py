@@ -83,11 +83,7 @@ def round_to_integer(t: Tensor, rounding: Rounding, u: Tensor | None = None) -> 
 
 
 def round_to_element(
-    x: Tensor,
-    element: Element,
-    rounding: Rounding,
-    overflow: Overflow,
-    u: Tensor | None = None,
+    x: Tensor, element: Element, rounding: Rounding, overflow: Overflow, u: Tensor | None = None
 ) -> Tensor:
     """float32 x, any shape, on the element's grid, as float32. NaN stays NaN. u: `noise` for stochastic rounding.
 

@@ -19,16 +19,17 @@ INFINITY_BIN = 0xFF << 3  # the top 12 bits of +Inf; NaN shares the exponent
 SIGN_BIN = 1 << 11
 
 
-def bin_edges(bins: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def bin_edges(bins: np.ndarray, bits: int = 12) -> tuple[np.ndarray, np.ndarray]:
     """The interval of each bin as float64 (low, high): low <= value < high for positive bins, low < value <= high for
-    negative ones; the bin of zero holds 0 and the smallest subnormals."""
+    negative ones; the bin of zero holds 0 and the smallest subnormals. bits: how many of the top bits a bin is."""
     bins = np.asarray(bins, dtype=np.int64)
-    magnitude = (bins & (SIGN_BIN - 1)).astype(np.uint32)
-    inner = (magnitude << 20).view(np.float32).astype(np.float64)
-    next_up = magnitude + 1
-    edge = (np.minimum(next_up, INFINITY_BIN - 1).astype(np.uint32) << 20).view(np.float32).astype(np.float64)
-    outer = np.where(next_up >= INFINITY_BIN, 2.0**128, edge)
-    negative = bins >= SIGN_BIN
+    sign, infinity = 1 << (bits - 1), 0xFF << (bits - 9)
+    magnitude = (bins & (sign - 1)).astype(np.uint32)
+    finite = np.minimum(magnitude + 1, infinity - 1).astype(np.uint32)
+    with np.errstate(invalid="ignore"):  # NaN
+        inner, edge = ((each << (32 - bits)).view(np.float32).astype(np.float64) for each in (magnitude, finite))
+    outer = np.where(magnitude + 1 >= infinity, 2.0**128, edge)
+    negative = bins >= sign
     return np.where(negative, -outer, inner), np.where(negative, -inner, outer)
 
 

@@ -27,6 +27,8 @@ TENSOR_OR_BLOCK = (ScaleRule.AMAX, ScaleRule.POW2, ScaleRule.AMAX8, ScaleRule.AM
 class SpecError(ValueError):
     """An option is unknown or impossible for the format. The message says what is allowed."""
 
+    exit_status = 2  # of a command
+
 
 @dataclass(frozen=True)
 class Block:
@@ -243,15 +245,6 @@ def _default_block(chosen: Chosen) -> Block | None:
     return Block(1, size) if size else TENSOR
 
 
-def _roundings(chosen: Chosen) -> tuple[str, ...]:
-    fixed = chosen["scale"] in (ScaleRule.EDEN, ScaleRule.HIF4)
-    return (Rounding.HALF_AWAY,) if fixed else tuple(Rounding)
-
-
-def _default_rounding(chosen: Chosen) -> Rounding:
-    return Rounding.HALF_AWAY if chosen["scale"] == ScaleRule.EDEN else chosen["format"].rounding
-
-
 def _only(condition: Callable[[Chosen], bool], *values: str) -> Callable[[Chosen], tuple[str, ...]]:
     return lambda chosen: values if condition(chosen) else ()
 
@@ -276,88 +269,53 @@ def _enum(name: str, values: type[Rounding] | type[Overflow]) -> Callable[[objec
 OPTIONS = {
     option.name: option
     for option in (
-        Option(
-            "scale",
-            "How the scale is computed",
-            lambda chosen: chosen["format"].scale_rules[0],
-            lambda chosen: chosen["format"].scale_rules,
-        ),
+        Option("scale", "How the scale is computed",
+               lambda chosen: chosen["format"].scale_rules[0],
+               lambda chosen: chosen["format"].scale_rules),
         Option("block", "The values that share a scale", _default_block, _blocks, Block.parse, _block_fits),
-        Option(
-            "error",
-            "The error that chooses between 4 and 6",
-            lambda chosen: "mse" if _four_over_six(chosen) else None,
-            _only(_four_over_six, "mse", "mae"),
-        ),
-        Option(
-            "bound",
-            "The largest scale of a block that 4over6 scales to 6",
-            lambda chosen: 256 if _four_over_six(chosen) else None,
-            _only(_four_over_six, "256", "448"),
-            _whole("bound"),
-        ),
-        Option(
-            "rounding",
-            "How a value between two codes is rounded",
-            _default_rounding,
-            _roundings,
-            _enum("rounding", Rounding),
-        ),
-        Option(
-            "overflow",
-            "What a value beyond the largest code becomes",
-            lambda chosen: chosen["format"].overflow,
-            lambda chosen: tuple(Overflow) if chosen["format"].element.has_infinity else (Overflow.SATURATE,),
-            _enum("overflow", Overflow),
-        ),
-        Option(
-            "hadamard",
-            "Rotate runs of this many values by a Hadamard matrix before rounding",
-            lambda chosen: 0,
-            lambda chosen: "a power of two from 2 to 4096",
-            _whole("hadamard"),
-            lambda size, chosen: 2 <= size <= 4096 and size & (size - 1) == 0,
-        ),
-        Option(
-            "signs",
-            "Signs of the values before the rotation: none, fixed (Transformer Engine's vector of 16), random (new in "
-            "each call), or a seed",
-            lambda chosen: "none",
-            lambda chosen: "none, fixed (with hadamard=16), random or a seed" if chosen["hadamard"] else "",
-            str,
-            lambda signs, chosen: (
-                signs == "random"
-                or (signs.isascii() and signs.isdecimal())
-                or (signs == "fixed" and chosen["hadamard"] == 16)
-            ),
-        ),
-        Option(
-            "history",
-            "Delayed scaling: number of previous absmax values from which the tensor's scale is computed",
-            lambda chosen: 0,
-            lambda chosen: (
-                "a number of iterations, for a tensor scale"
-                if chosen["block"] == TENSOR and chosen["scale"] in TENSOR_OR_BLOCK
-                else ""
-            ),
-            _whole("history"),
-        ),
-        Option(
-            "algorithm",
-            "Which absmax of the history is used",
-            lambda chosen: "max" if _delayed(chosen) else None,
-            _only(_delayed, "max", "most_recent"),
-        ),
-        Option(
-            "margin",
-            "A delayed scale is divided by 2^margin",
-            lambda chosen: 0,
-            lambda chosen: "a whole number up to 127, with history" if _delayed(chosen) else "",
-            _whole("margin"),
-            lambda margin, chosen: bool(margin <= 127),
-        ),
+        Option("error", "The error that chooses between 4 and 6",
+               lambda chosen: "mse" if _four_over_six(chosen) else None,
+               _only(_four_over_six, "mse", "mae")),
+        Option("bound", "The largest scale of a block that 4over6 scales to 6",
+               lambda chosen: 256 if _four_over_six(chosen) else None,
+               _only(_four_over_six, "256", "448"),
+               _whole("bound")),
+        Option("rounding", "How a value between two codes is rounded",
+               lambda chosen: Rounding.HALF_AWAY if chosen["scale"] == ScaleRule.EDEN else chosen["format"].rounding,
+               lambda chosen: (Rounding.HALF_AWAY,) if chosen["scale"] in (ScaleRule.EDEN, ScaleRule.HIF4)
+               else tuple(Rounding),
+               _enum("rounding", Rounding)),
+        Option("overflow", "What a value beyond the largest code becomes",
+               lambda chosen: chosen["format"].overflow,
+               lambda chosen: tuple(Overflow) if chosen["format"].element.has_infinity else (Overflow.SATURATE,),
+               _enum("overflow", Overflow)),
+        Option("hadamard", "Rotate runs of this many values by a Hadamard matrix before rounding",
+               lambda chosen: 0,
+               lambda chosen: "a power of two from 2 to 4096",
+               _whole("hadamard"),
+               lambda size, chosen: 2 <= size <= 4096 and size & (size - 1) == 0),
+        Option("signs", "Signs of the values before the rotation: none, fixed (Transformer Engine's vector of 16), "
+               "random (new in each call), or a seed",
+               lambda chosen: "none",
+               lambda chosen: "none, fixed (with hadamard=16), random or a seed" if chosen["hadamard"] else "",
+               str,
+               lambda signs, chosen: signs == "random" or (signs.isascii() and signs.isdecimal())
+               or (signs == "fixed" and chosen["hadamard"] == 16)),
+        Option("history", "Delayed scaling: number of previous absmax values from which the tensor's scale is computed",
+               lambda chosen: 0,
+               lambda chosen: "a number of iterations, for a tensor scale"
+               if chosen["block"] == TENSOR and chosen["scale"] in TENSOR_OR_BLOCK else "",
+               _whole("history")),
+        Option("algorithm", "Which absmax of the history is used",
+               lambda chosen: "max" if _delayed(chosen) else None,
+               _only(_delayed, "max", "most_recent")),
+        Option("margin", "A delayed scale is divided by 2^margin",
+               lambda chosen: 0,
+               lambda chosen: "a whole number up to 127, with history" if _delayed(chosen) else "",
+               _whole("margin"),
+               lambda margin, chosen: bool(margin <= 127)),
     )
-}
+}  # fmt: skip
 """The options of a spec, in the order in which they are decided."""
 
 

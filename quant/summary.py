@@ -119,43 +119,33 @@ def _from_codes(codes: Counted) -> Summary:
     d = wide - mean
     square = d * d
     magnitude = np.abs(values)
-    return _summary(
-        total,
-        bins[first],
-        np.add.reduceat(counts, first),
-        low=float(values.min(initial=math.inf)),
-        high=float(values.max(initial=-math.inf)),
-        absmin=float(magnitude[magnitude > 0].min(initial=math.inf)),
-        mean=mean,
-        rms=math.sqrt(weights @ (wide * wide)),
-        central=(float(weights @ square), float(weights @ (square * d)), float(weights @ (square * square))),
-        zeros=int(counts[magnitude == 0].sum()),
-        nans=nans,
-        infs=total - nans - n,
+    extremes = (
+        values.min(initial=math.inf),
+        values.max(initial=-math.inf),
+        magnitude[magnitude > 0].min(initial=math.inf),
     )
+    central = weights @ square, weights @ (square * d), weights @ (square * square)
+    special = int(counts[magnitude == 0].sum()), nans, total - nans - n
+    moments = mean, math.sqrt(weights @ (wide * wide)), *map(float, central)
+    return _summary(total, bins[first], np.add.reduceat(counts, first), tuple(map(float, extremes)), moments, special)
 
 
 def _summary(
     numel: int,
     bins: np.ndarray,
     counts: np.ndarray,
-    *,
-    low: float,
-    high: float,
-    absmin: float,
-    mean: float,
-    rms: float,
-    central: tuple[float, float, float],
-    zeros: int,
-    nans: int,
-    infs: int,
+    extremes: tuple[float, ...],
+    moments: tuple[float, ...],
+    special: tuple[int, int, int],
 ) -> Summary:
-    """absmin is infinite if all values are zero. If there are no finite values, the fields from low to central are
-    meaningless."""
+    """extremes: low, high, and the smallest nonzero magnitude, which is infinite if all values are zero. moments: mean,
+    rms, and the central ones of orders 2 to 4. Both are meaningless without finite values. special: how many values are
+    zero, NaN and infinite."""
+    low, high, absmin = extremes
+    zeros, nans, infs = special
+    mean, rms, second, third, fourth = moments
     if numel == nans + infs:
-        low = high = mean = rms = math.nan
-        central = (math.nan,) * 3
-    second, third, fourth = central
+        low = high = mean = rms = second = third = fourth = math.nan
     spread = second > 0
     return Summary(
         numel=numel,
@@ -243,17 +233,5 @@ def _from_pass(numel: int, found: Pass) -> Summary:
     central = second, third, s4 - 4 * s1 * s3 + 6 * s1**2 * s2 - 3 * s1**4
     if found.low == found.high:  # no spread, even if the rounded sums show some
         mean, rms, central = found.low, abs(found.low), (0.0, 0.0, 0.0)
-    return _summary(
-        numel,
-        used,
-        found.counts[used],
-        low=found.low,
-        high=found.high,
-        absmin=found.absmin,
-        mean=mean,
-        rms=rms,
-        central=central,
-        zeros=found.zeros,
-        nans=found.nans,
-        infs=found.infs,
-    )
+    extremes, special = (found.low, found.high, found.absmin), (found.zeros, found.nans, found.infs)
+    return _summary(numel, used, found.counts[used], extremes, (mean, rms, *central), special)

@@ -119,8 +119,7 @@ def _scale(at: Tensor, x: Tensor, spec: Spec, scales: Tensor | None, dim: int, a
 
 @lru_cache(maxsize=64)
 def _bin_widths(element: Element, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The distinct finite values of an element, ascending, and the width of the bin of values that round to each: on a
-    device, copied once."""
+    """An element's distinct finite values, ascending, and the width of each one's bin: on a device, copied once."""
     values = torch.tensor(element.finite_values, dtype=torch.float64, device=device)
     steps = values.diff()
     return values, (torch.cat((steps[:1], steps)) + torch.cat((steps, steps[-1:]))) / 2

@@ -14,7 +14,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-PR_SET_CHILD_SUBREAPER = 36
+PR_SET_CHILD_SUBREAPER = 36  # of Linux's prctl
 
 
 class Fork(subprocess.Popen[str]):

@@ -192,14 +192,14 @@ def advise(costs: Costs, request: Request) -> Advice:
     specs = _specs(costs, request)
     table = grouped(costs.table, request.by)
     forward, backward = table[table["gemm"] == FORWARD], table[table["gemm"] != FORWARD]
-    options = pairs(forward, "change", specs, request.tiles)
+    options = pairs(forward, specs, request.tiles)
     best = choose(options, bits=request.bits, cost=request.change, most_bf16=request.most_bf16)
     parts = [_rows(forward, best)]
     if not backward.empty:
         # A mean over values, as Adam moves every weight alike.
         noise = backward.assign(change=backward["noise"] * backward["values"])
         limit = request.bits if request.bits is not None else _mean_bits(parts[0])
-        others = pairs(noise, "change", specs, request.tiles)
+        others = pairs(noise, specs, request.tiles)
         parts.append(_rows(backward, choose(others, bits=limit, most_bf16=request.most_bf16)))
     chosen = pd.concat(parts, ignore_index=True)
     chosen = chosen.merge(_narrowest(table, specs), on=OPERAND)
@@ -301,7 +301,7 @@ def verification(catalog: Catalog, advice: Advice, recipe: str, seeds: int, iter
     return [replace(plain, recipe=each, seed=base.seed + number) for number in range(seeds) for each in recipes]
 
 
-def queue(root: Path, runs: Sequence[RunConfig], name: str, target: str | None = None) -> list[Job]:
+def queue_verification(root: Path, runs: Sequence[RunConfig], name: str, target: str | None = None) -> list[Job]:
     """Queue the runs of `verification`, of the recipe of this name, all checked before the first; target is one of
     binade.toml. Raises ConfigError, JobError, SubmissionError, OSError."""
     for config in runs:

@@ -20,18 +20,12 @@ from binade.collector.advice.costs import AdviceError
 from binade.collector.recipes.recipe import BF16
 from binade.quant.specs import Spec
 
-GROUPS = {
-    "site": ("layer_index", "module"),
-    "layer": ("layer_index",),
-    "module": ("module",),
-    "model": (),
-}
+GROUPS = {"site": ("layer_index", "module"), "layer": ("layer_index",), "module": ("module",), "model": ()}
 """The groups that share a choice for each of their GEMMs, with the columns that distinguish them."""
 
 
 def family(spec: str) -> tuple[str, int | None]:
-    """The family of a spec. The two operands of a GEMM need specs of one family: the same kind of scale, over runs of
-    the same length."""
+    """The family of a spec. A GEMM's operands need specs of one family: the same kind of scale, over equal runs."""
     if spec == BF16:
         return BF16, None
     chosen = Spec.of(spec)
@@ -39,8 +33,7 @@ def family(spec: str) -> tuple[str, int | None]:
 
 
 def grouped(table: pd.DataFrame, by: str) -> pd.DataFrame:
-    """Rows of `Costs.table` with group (the name of the GEMM that shares a choice) and first (which of its two operands
-    a row is of)."""
+    """Rows of `Costs.table` with group (the name of the GEMM that shares a choice) and first (which operand it is)."""
     own = table["part"].isin(("linear", "router"))  # a recipe has one choice for the attention of all layers
     keys = [table["part"], *(table[name].where(own, "") for name in GROUPS[by]), table["gemm"]]
     names = pd.concat(keys, axis=1).astype(str).agg(".".join, axis=1)
@@ -48,11 +41,12 @@ def grouped(table: pd.DataFrame, by: str) -> pd.DataFrame:
     return table.assign(group=names, first=table["field"] == first)
 
 
-def pairs(table: pd.DataFrame, cost: str, specs: Sequence[str], tiles: bool = False) -> pd.DataFrame:
+def pairs(table: pd.DataFrame, specs: Sequence[str], tiles: bool = False) -> pd.DataFrame:
     """The pairs of specs that each group's GEMMs can take: group, layer, a and b (the specs of the first and second
     operand), cost, bits, values.
 
-    table: of `grouped`; cost: its column. specs: those allowed besides bf16. tiles: weights are rounded in tiles only.
+    table: of `grouped`; its column change is the cost. specs: those allowed besides bf16. tiles: weights are rounded in
+    tiles only.
     """
     chosen = table[table["spec"].isin([*specs, BF16])]
     if tiles:
@@ -60,7 +54,7 @@ def pairs(table: pd.DataFrame, cost: str, specs: Sequence[str], tiles: bool = Fa
         chosen = chosen[(chosen["tensor_name"] != "weight") | fits]
     keys = ["group", "first", "spec"]
     summed = chosen.groupby(keys, as_index=False).agg(
-        layer=("layer_index", "first"), cost=(cost, "sum"), bits=("bits", "sum"), values=("values", "sum")
+        layer=("layer_index", "first"), cost=("change", "sum"), bits=("bits", "sum"), values=("values", "sum")
     )
     both = summed[summed["first"]].merge(summed[~summed["first"]], on=["group", "layer"])
     families = {spec: family(spec) for spec in (*specs, BF16)}

@@ -130,9 +130,9 @@ def _runs(catalog: Catalog, where: Filter | None) -> tuple[str, ...]:
     chosen = runs[runs["run_id"].isin(catalog.facets(where).get("run_id", []))]
     if chosen.empty:
         raise AdviceError("there is no run with recorded tensors: collect one, such as binade run --quantization bf16")
-    plain = [_rounds_nothing(catalog, run) for run in chosen["run_id"]]
-    if any(plain):
-        chosen = chosen[plain]
+    rounds_nothing = [catalog.operands(Filter(run_id=(run,)))["format"].isna().all() for run in chosen["run_id"]]
+    if any(rounds_nothing):
+        chosen = chosen[rounds_nothing]
     for name in ("recipe", "model", "size", "dataset"):
         if len(several := sorted(map(str, chosen[name].fillna("unknown").unique()))) > 1:
             raise AdviceError(
@@ -140,10 +140,6 @@ def _runs(catalog: Catalog, where: Filter | None) -> tuple[str, ...]:
                 f"choose with --{name} or --run-id"
             )
     return tuple(chosen["run_id"])
-
-
-def _rounds_nothing(catalog: Catalog, run: str) -> bool:
-    return bool(catalog.operands(Filter(run_id=(run,)))["format"].isna().all())
 
 
 def _fields(table: pd.DataFrame) -> pd.Series:

@@ -49,9 +49,9 @@ class DelayedScales:
         return found
 
     def _restore(self, key: str, history: ScaleHistory) -> None:
-        state = {name: (self.former or {}).get(f"{key}.{name}") for name in history.state()}
-        kept = {name: value for name, value in state.items() if value is not None}
-        if {name: value.shape for name, value in kept.items()} != {n: v.shape for n, v in history.state().items()}:
+        wanted, former = history.state(), self.former or {}
+        kept = {name: former[f"{key}.{name}"] for name in wanted if f"{key}.{name}" in former}
+        if {name: value.shape for name, value in kept.items()} != {n: v.shape for n, v in wanted.items()}:
             raise InstrumentError(f"{self.name} has no history of length {history.spec.history} for {key}")
         history.load(kept)
 

@@ -133,8 +133,7 @@ class Monitor:
         until: int | None = None,
         **more: Any,
     ) -> None:
-        """Write an event of this rank and pass it to the alerts. An alert that fails is not called again, with a
-        warning."""
+        """Write an event of this rank and pass it to the alerts. One that fails is not called again, with a warning."""
         event = Event(kind, iteration, text, now(), self._writer.rank, trigger, place, until, **more)
         append_event(self._writer.directory, event)
         LOG.warning("%s", event)

@@ -430,13 +430,11 @@ def _chain(calls: list[_Call], origin: int) -> tuple[Reached, ...]:
     for operation in (FORWARD, BACKWARD):
         made = ((call.name, _first(call.made(operation))) for call in reversed(calls))  # the first of several calls
         bad = {name: at for name, at in made if at is not None and at > origin}
-        within = {
-            name[:at] for name in bad for at, letter in enumerate(name) if letter == "."
-        }  # those that contain another
+        containing = {name[:at] for name in bad for at, letter in enumerate(name) if letter == "."}
         found += [
             Reached(at - calls[0].started, name or "the model", operation)
             for name, at in bad.items()
-            if not name or name not in within
+            if not name or name not in containing
         ]
     return tuple(sorted(found, key=lambda each: (each.order, each.place != "loss"))[:MOST_REACHED])
 

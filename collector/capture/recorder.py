@@ -13,12 +13,12 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cache, partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -75,8 +75,7 @@ SWITCH = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false":
 
 
 def saving_enabled() -> bool:
-    """The value of TENSOR_SAVE_ENABLED; True if it is not set. Raises ValueError for a word that is neither yes nor
-    no."""
+    """The value of TENSOR_SAVE_ENABLED; True if it is not set. Raises ValueError for a word not in SWITCH."""
     word = os.environ.get(ENABLED_VARIABLE) or "1"
     if word.lower() not in SWITCH:
         raise ValueError(f"{ENABLED_VARIABLE}={word!r} is neither on nor off: {', '.join(SWITCH)}")
@@ -211,16 +210,9 @@ class Recorder:
         self.rank = self.ranks.rank
         self.replica = self.ranks.replica
         self.part = self.ranks.tensor.rank, self.ranks.tensor.size  # which of a replica's, of how many
+        kind, triggers = cast(Stats, stats), _names("trigger", trigger)  # which `check` refuses if they are none
         self.watching = WatchOptions(
-            watch,
-            Stats(stats) if stats in tuple(Stats) else stats,  # type: ignore[arg-type]  # which `check` refuses
-            _names("trigger", trigger),
-            capture_steps,
-            ring,
-            ring_bytes,
-            find_nan,
-            cooldown,
-            capture_bytes,
+            watch, kind, triggers, capture_steps, ring, ring_bytes, find_nan, cooldown, capture_bytes
         ).check()
         if merge_ranks not in tuple(MergeRanks):
             raise ConfigError(f"merge_ranks is {merge_ranks!r}: expected one of {', '.join(MergeRanks)}")
@@ -403,8 +395,7 @@ class Recorder:
         return {"segments": self.writer.segments, "recorded": self._count, **self._writing.counts}
 
     def save_state(self, directory: Path | None = None) -> None:
-        """Call the functions in `savers` with a directory, by default that of the run if there is one. Raises
-        OSError."""
+        """Call the functions in `savers` with a directory, by default that of the run. Raises OSError."""
         if self.entered:
             for save in self.savers:
                 save(directory or self.writer.directory)
@@ -462,8 +453,7 @@ class Recorder:
     def changed(self, text: str, trigger: str | None) -> None:
         """Write an event: what is quantized has changed with this iteration."""
         if self.entered:
-            announce = self._monitor.announce
-            self.later(partial(announce, EventKind.SCHEDULE, self.iteration, text, trigger))
+            self.later(partial(self._monitor.announce, EventKind.SCHEDULE, self.iteration, text, trigger))
 
     def later(self, task: Callable[[], None]) -> None:
         """Run a task on the writer's thread, in order with the writes."""
@@ -474,11 +464,9 @@ class Recorder:
         self._monitor.found_non_finite(iteration, text, place, **where)
 
     def keep(self, name: str, x: Tensor, site: Site, operation: str, iteration: int | None = None) -> None:
-        """Record a tensor of the current pass, or of the first pass of an earlier iteration, even if that is not
-        recorded otherwise."""
+        """Record a tensor of the current pass, or of an earlier iteration's first one, even if others are not."""
         moment = Moment(self.iteration, self.micro_batch, True) if iteration is None else Moment(iteration, 0, True)
-        words = {"layer_type": None, "component": None, "tensor_name": name, "quant_type": BF16}
-        identity = partial(self._identity, site, moment, operation=operation, phase=Phase.PRE.value, **words)
+        identity = partial(self._identity, site, moment, tensor_name=name, operation=operation, phase=Phase.PRE.value)
         self._record(Observed(name, x.detach()), site, identity, moment, (), None, None, Shard(), merged=False)
 
     def _begin_capture(self) -> None:
@@ -591,7 +579,7 @@ class Recorder:
         if len(known) > 1:
             known = {words for words in known if (words[0] == "attention") == (module == "core")}
         layer_type, component = next(iter(known), (None, None))
-        words = {"layer_type": layer_type, "component": component, "tensor_name": name, "quant_type": BF16}
+        words = {"layer_type": layer_type, "component": component, "tensor_name": name}
         site = Site(layer, module, expert)
         identity = partial(self._identity, site, moment, operation=operation, phase=phase, **words)
         seen = Observed(name, tensor.detach(), dim=axis)
@@ -606,13 +594,12 @@ class Recorder:
             raise InstrumentError(
                 f"{layer.name} has {kind.name} in {_dtype(x.dtype)}, which is not recorded: leave it out"
             )
-        words = {"layer_type": None, "component": None, "tensor_name": kind.name, "quant_type": BF16}
         self._shown.add(kind.name)
-        site, operation, phase = layer.site, kind.operation.value, kind.phase.value
-        identity = partial(self._identity, site, moment, operation=operation, phase=phase, **words)
+        words = {"tensor_name": kind.name, "operation": kind.operation.value, "phase": kind.phase.value}
+        identity = partial(self._identity, layer.site, moment, **words)
         seen = Observed(kind.observed, x)
         scores = () if kind.contracted_axis is None else self.scores
-        self._record(seen, site, identity, moment, scores, None, None, layer.shard(kind.observed))
+        self._record(seen, layer.site, identity, moment, scores, None, None, layer.shard(kind.observed))
 
     def publish_step(self) -> None:
         """Queue what was captured of the optimizer's step, unless `at` publishes it."""
@@ -632,6 +619,8 @@ class Recorder:
         return _Observer(self, layer, part, product, moment, rows, again)
 
     def _identity(self, site: Site, moment: Moment, **words: str | None) -> Identity:
+        """words: tensor_name, operation and phase; of a tensor of a product also layer_type, component, quant_type."""
+        words = {"layer_type": None, "component": None, "quant_type": BF16} | words
         if moment.evaluation and words["operation"] == Operation.FORWARD:
             words["operation"] = Operation.EVALUATION.value
         return Identity(
@@ -749,9 +738,6 @@ class Recorder:
         relative = Path("tensors", quant_type, name)
         return relative if self._writing.offer(relative, x, description) else None
 
-    def _in_ring(self, moment: Moment) -> bool:
-        return moment.basic and not self.watching.watches(moment.iteration)
-
     @property
     def _merges(self) -> bool:
         """Whether the ranks merge what they record in full."""
@@ -783,7 +769,9 @@ class Recorder:
         return merged
 
     def _pending(self, each: Captured) -> Pending:
-        return Pending(each.path, partial(each.row, each.during in self._recomputed), self._in_ring(each.during[1]))
+        _, moment = each.during
+        for_ring = moment.basic and not self.watching.watches(moment.iteration)
+        return Pending(each.path, partial(each.row, each.during in self._recomputed), for_ring)
 
     def _publish(self) -> None:
         """Queue the captured rows as a segment, and the run's progress. Raises the error of an earlier write."""
@@ -797,29 +785,26 @@ class Recorder:
         self._writing.publish(rows, **done)
 
 
+@dataclass(eq=False)
 class _Observer:
     """The tap of one call of one product.
 
     rows       the scores of each operand that was recorded, by the name that it has in the product
     operands   forward operands that wait for their gradient: as shown, and the version of the values. They are kept
                alive by the backward pass, which needs them
+    factors    of a linear layer: its input, then the gradient of its output
     """
 
-    def __init__(
-        self,
-        recorder: Recorder,
-        layer: Layer,
-        part: Part,
-        product: Product,
-        moment: Moment,
-        rows: dict[str, list[Tried]],
-        again: bool,
-    ) -> None:
-        self.recorder, self.layer, self.part, self.product, self.moment = recorder, layer, part, product, moment
-        self.rows, self.again = rows, again
-        self.operands: dict[str, tuple[Observed, int]] = {}
-        self.factors: list[Tensor] = []  # of a linear layer: its input, then the gradient of its output
-        self.result_sqnr: Callable[[], float] | None = None
+    recorder: Recorder
+    layer: Layer
+    part: Part
+    product: Product
+    moment: Moment
+    rows: dict[str, list[Tried]]
+    again: bool
+    operands: dict[str, tuple[Observed, int]] = field(default_factory=dict)
+    factors: list[Tensor] = field(default_factory=list)
+    result_sqnr: Callable[[], float] | None = None
 
     def __call__(self, seen: Observed) -> None:
         recorder, name = self.recorder, seen.name
@@ -899,8 +884,7 @@ class _Observer:
 def _squares(x: Tensor, gradient: Tensor) -> Tensor:
     """Of a weight: the root of the sum over tokens of the squares of each token's part of its gradient, [out, in]; of x
     [..., in] and the gradient of the output [..., out]."""
-    rows = (each.detach().reshape(-1, each.shape[-1]).float().square() for each in (gradient, x))
-    left, right = rows
+    left, right = (each.detach().reshape(-1, each.shape[-1]).float().square() for each in (gradient, x))
     return (left.t() @ right).sqrt()
 
 

@@ -196,7 +196,8 @@ def _merged(replicas: Sequence[Sequence[TensorRow]]) -> TensorRow:
 def _score(score: Score, parts: Sequence[TensorRow], every: Sequence[TensorRow], replicas: int) -> Score | None:
     """Of all parts, None if one does not have it. The loss of the run is the mean of its replicas': a gradient there is
     that many times the one of the run's loss."""
-    found = {id(row): next((each for each in row.scores if _is_alike(each, score)), None) for row in every}
+    kind = score.format, score.gemm, score.used
+    found = {id(row): next((s for s in row.scores if (s.format, s.gemm, s.used) == kind), None) for row in every}
     error = _errors(parts, [each.error if (each := found[id(part)]) else None for part in parts])
     if error is None:
         return None
@@ -209,10 +210,6 @@ def _score(score: Score, parts: Sequence[TensorRow], every: Sequence[TensorRow],
     )
     blocks = _added([each.blocks for part in parts if (each := found[id(part)])])
     return Score(score.format, error, score.gemm, score.used, first, fisher, blocks)
-
-
-def _is_alike(a: Score, b: Score) -> bool:
-    return (a.format, a.gemm, a.used) == (b.format, b.gemm, b.used)
 
 
 def _added(given: Sequence[Mapping[str, Histogram]]) -> dict[str, Histogram]:

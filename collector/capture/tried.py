@@ -1,5 +1,4 @@
-"""The error of a format on an operand of a GEMM: measured while the operand is in memory, fetched when it is
-written."""
+"""The error of a format on an operand of a GEMM: measured while that is in memory, fetched when it is written."""
 
 from __future__ import annotations
 

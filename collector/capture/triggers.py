@@ -123,8 +123,7 @@ class Triggers:
     _fired: dict[Trigger, int] = field(default_factory=dict)
 
     def see(self, iteration: int, measured: Mapping[str, Mapping[str, float]]) -> list[Fired]:
-        """The triggers that fire, given the quantities of each place of one step; each fires at most once, at the first
-        place."""
+        """The triggers that fire, given the quantities of each place of a step; each fires once, at the first place."""
         found = []
         for trigger in self.conditions:
             fired = [

@@ -155,8 +155,7 @@ class Writing:
         return {"tensors": self._published, "tensors_without_raw": self._without_values, "bytes": self._bytes}
 
     def close(self) -> Exception | None:
-        """Finish all tasks, delete files that no row names and end the thread. Returns a failure that has not been
-        raised."""
+        """Finish all tasks, delete files that no row names, end the thread. Returns a failure that was not raised."""
         self._end()
         atexit.unregister(self._end)
         return self._failures.popleft() if self._failures else None

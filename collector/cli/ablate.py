@@ -10,14 +10,10 @@ import click
 
 from binade.collector.cli.options import request_of, training_params
 from binade.collector.cli.train import queue
-from binade.collector.errors import ConfigError
 from binade.collector.jobs import command_line
 from binade.collector.recipes.ladder import Ladder, ladder
-from binade.collector.recipes.recipe import RecipeError
 from binade.collector.training.config import FORMAT, LAYERS, RunConfig, check
 from binade.collector.training.slurm_options import SlurmOptions
-from binade.quant.formats import UnknownFormatError
-from binade.quant.specs import SpecError
 from binade.terminal import Command, Option, fail, print_text, resolve_root
 
 MOST_SEEDS = 100
@@ -75,10 +71,7 @@ def _ablate(recipe: str, **params: Any) -> None:
     The runs are queued as `binade jobs add` does, with the tag "ablation RECIPE"; --dry-run prints them instead. Read
     the result with `binade compare`, or on the app's page Recipes › Ablation.
     """
-    try:
-        found = ladder(recipe)
-    except (RecipeError, UnknownFormatError, SpecError) as error:
-        raise ConfigError(str(error)) from None
+    found = ladder(recipe)
     dry_run = params.get("dry_run")
     root = resolve_root(params.get("root"))
     runs, start = runs_of(found, params)
@@ -112,7 +105,6 @@ ablate = Command(
     "ablate",
     params=_params(),
     callback=_ablate,
-    help=_ablate.__doc__,
     cancelled="cancelled; jobs already queued are kept",
     failed="the queue cannot be changed",
 )

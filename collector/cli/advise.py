@@ -69,7 +69,7 @@ def _advise(
     ROOT holds runs recorded with --measures loss and some --scores  [default: $TENSOR_SAVE_DIR, else data/runs]. Only
     bf16 runs are used, if there are any. The choice is among the formats that the runs were scored in.
     """
-    from binade.collector.advice.advice import Request, queue, verification
+    from binade.collector.advice.advice import Request, queue_verification, verification
     from binade.collector.advice.advice import advise as choose
     from binade.collector.advice.costs import costs
     from binade.collector.recipes.files import to_toml
@@ -105,7 +105,7 @@ def _advise(
         print_text(f"written to {output}: binade run --recipe {output}")
         if verify is not None:
             runs = verification(catalog, found, str(output.resolve()), verify, train_iters)
-            for job in queue(where, runs, output.stem, target):
+            for job in queue_verification(where, runs, output.stem, target):
                 print_text(f"job {job.id} queued: {job.title}")
 
 
@@ -160,7 +160,6 @@ advise = Command(
     "advise",
     params=_params(),
     callback=_advise,
-    help=_advise.__doc__,
     cancelled="cancelled; jobs that were queued stay",
     failed="the advice cannot be written",
 )

@@ -30,18 +30,11 @@ compact = Command(
     "compact",
     params=[
         click.Argument(["root"], required=False, metavar="[ROOT]"),
-        Option(
-            ["--size"],
-            type=click.IntRange(1, 4096),
-            default=128,
-            show_default=True,
-            metavar="MB",
-            help="Merge segments smaller than this into segments of at least this size",
-        ),
+        Option(["--size"], type=click.IntRange(1, 4096), default=128, show_default=True, metavar="MB",
+               help="Merge segments smaller than this into segments of at least this size"),
         Option(["--dry-run"], is_flag=True, help="Print what would be merged, and merge nothing"),
     ],
     callback=_compact,
-    help=_compact.__doc__,
     cancelled="cancelled: what was merged is complete; run the command again to merge the rest",
     failed="the runs cannot be read",
-)
+)  # fmt: skip

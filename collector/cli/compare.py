@@ -45,7 +45,7 @@ from binade.collector.recipes.ladder import Ladder, ladders
 from binade.collector.recipes.parse import without_none
 from binade.collector.recipes.recipe import BF16, TEN_RECIPES
 from binade.collector.recipes.spread import Spread
-from binade.collector.training.config import MODELS
+from binade.collector.training.config import MODELS, OVERRIDES
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 from binade.data.gradients import GRADIENTS, gradient_errors, gradient_summary
@@ -72,32 +72,15 @@ def rounding_figure(side: str, measure: str) -> str:
 
 # The figures of a row in the order of the CSV. "common" is what a run and bf16's have both finished; shares are 0 to 1.
 FIGURES = (
-    "loss_nats",
-    "loss_spread_nats",
-    "common_iterations",
-    "common_iteration",
-    "loss_at_common_iteration_nats",
-    "bf16_loss_at_common_iteration_nats",
-    "gap_at_common_iteration_nats",
-    "gap_mean_nats",
-    "gap_deviation_nats",
-    "perplexity_ratio",
-    "gap_seeds",
-    "gap_mean_over_seeds_nats",
-    "gap_deviation_over_seeds_nats",
-    "gradient_iteration",
-    "gradient_pairs",
-    "gradient_cosine",
-    "gradient_bias",
-    "operands",
-    "operand_values",
-    "operand_bits_per_value",
-    "operand_bytes",
-    "operand_bytes_in_bf16",
-    "recorded_iteration_median_seconds",
-    "recorded_iterations_timed",
-    "unrecorded_iteration_median_seconds",
-    "unrecorded_iterations_timed",
+    *("loss_nats", "loss_spread_nats"),
+    *("common_iterations", "common_iteration"),
+    *("loss_at_common_iteration_nats", "bf16_loss_at_common_iteration_nats", "gap_at_common_iteration_nats"),
+    *("gap_mean_nats", "gap_deviation_nats", "perplexity_ratio"),
+    *("gap_seeds", "gap_mean_over_seeds_nats", "gap_deviation_over_seeds_nats"),
+    *("gradient_iteration", "gradient_pairs", "gradient_cosine", "gradient_bias"),
+    *("operands", "operand_values", "operand_bits_per_value", "operand_bytes", "operand_bytes_in_bf16"),
+    *("recorded_iteration_median_seconds", "recorded_iterations_timed"),
+    *("unrecorded_iteration_median_seconds", "unrecorded_iterations_timed"),
     *(rounding_figure(side, measure) for side in SIDES for measure in (*MEASURES.values(), "operands")),
 )
 
@@ -205,8 +188,7 @@ class _Run:
 
 
 def compare(root: Path) -> Comparison:
-    """Compare the recipes under a root; one that does not exist has none. Raises RunError if it is a file, OSError if
-    it cannot be read."""
+    """Compare the recipes under a root, which need not exist. Raises RunError if it is a file, and OSError."""
     if root.is_dir() and not any(root.glob("*/run.json")):  # an index is made only where there is something to index
         return Comparison(root, (), tuple(list_runs(root)[1]))
     with Catalog.open(root) as catalog:
@@ -239,7 +221,7 @@ def _plain(value: Any) -> Value:
 def _recipe(config: Mapping[str, Any]) -> str:
     """The recipe with what overrides it: "linear_mxfp8, PV mxfp4"."""
     overrides = (
-        *((part, f"{part}_quant") for part in ("linear", "qk", "pv", "router", "forward", "dgrad", "wgrad")),
+        *((part, f"{part}_quant") for part in OVERRIDES),
         ("operands", "operand_quant"),
         ("bf16 in layers", "skip_layers"),
     )
@@ -328,8 +310,7 @@ def _reference(seed: Value, longest: Mapping[tuple[str, str], Mapping[Value, _Ru
 
 
 def _order(key: tuple[str, str], places: Mapping[str, int]) -> tuple[int, str, int, str, int]:
-    """The sort key: the ten recipes in their order, then others by name, and rungs in the order of their ladder;
-    finished ones first."""
+    """The sort key: the ten recipes in order, others by name, and rungs as in their ladder; finished ones first."""
     recipe, state = key
     base = without_none(recipe)
     place = TEN_RECIPES.index(base) if base in TEN_RECIPES else len(TEN_RECIPES)

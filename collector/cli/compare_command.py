@@ -48,16 +48,11 @@ compare = Command(
     "compare",
     params=[
         click.Argument(["root"], required=False, metavar="[ROOT]"),
-        Option(
-            ["--format", "kind"],
-            type=click.Choice(("text", "csv", "markdown")),
-            default="text",
-            help="Format of the output  [default: text]",
-        ),
+        Option(["--format", "kind"], type=click.Choice(("text", "csv", "markdown")), default="text",
+               help="Format of the output  [default: text]"),
         Option(["--output"], type=Path, metavar="FILE", help="Write to FILE, not to the terminal"),
     ],
     callback=_compare,
-    help=_compare.__doc__,
     cancelled="cancelled; nothing was written",
     failed="the comparison failed",
-)
+)  # fmt: skip

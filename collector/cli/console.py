@@ -56,7 +56,5 @@ def console(
         return
     from tqdm import tqdm
 
-    with tqdm(
-        desc=desc, total=total, unit=unit, smoothing=0
-    ) as shown:  # time left from the average, not the last steps
+    with tqdm(desc=desc, total=total, unit=unit, smoothing=0) as shown:  # 0: time left from the average
         yield Console(shown)

@@ -110,24 +110,15 @@ diff = Command(
     params=[
         click.Argument(["run_a"], metavar="RUN_A"),
         click.Argument(["run_b"], metavar="RUN_B"),
-        Option(
-            ["--tolerance"],
-            type=click.FloatRange(min=0),
-            metavar="X",
-            help="Largest relative difference ‖a − b‖ / ‖a‖ that counts as equal  [default: 0.03125, four units in "
-            "the last place of bfloat16: summing in a different order can cause such differences]",
-        ),
+        Option(["--tolerance"], type=click.FloatRange(min=0), metavar="X",
+               help="Largest relative difference ‖a − b‖ / ‖a‖ that counts as equal  [default: 0.03125, four units in "
+                   "the last place of bfloat16: summing in a different order can cause such differences]"),
         Option(["--bitwise"], is_flag=True, help="Find the first tensor that differs in at least one bit"),
-        Option(
-            ["--format", "kind"],
-            type=click.Choice(("text", "csv")),
-            default="text",
-            help="text: the tensors around the first difference; csv: every tensor  [default: text]",
-        ),
+        Option(["--format", "kind"], type=click.Choice(("text", "csv")), default="text",
+               help="text: the tensors around the first difference; csv: every tensor  [default: text]"),
         root_option(),
     ],
     callback=_diff,
-    help=_diff.__doc__,
     cancelled="cancelled; not every tensor was compared",
     failed="the runs cannot be compared",
-)
+)  # fmt: skip

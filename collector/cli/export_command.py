@@ -48,16 +48,14 @@ export = Command(
     "export",
     params=[
         Option(["--to"], type=click.Choice(TARGETS), required=True, help="Target of the export"),
-        Option(
-            ["--output"], type=Path, required=True, metavar="DIR", help="New directory; each run gets a subdirectory"
-        ),
+        Option(["--output"], type=Path, required=True, metavar="DIR",
+               help="New directory; each run gets a subdirectory"),
         Option(["--metrics"], type=names, default=DEFAULT, metavar="A,B,...", help=f"{METRICS}  [default: {DEFAULT}]"),
         Option(["--formats"], type=names, default="", metavar="A,B,...", help="Export errors of these formats only"),
         root_option(),
         *filter_params(),
     ],
     callback=_export,
-    help=_export.__doc__,
     cancelled="cancelled: nothing was written",
     failed="the export failed",
-)
+)  # fmt: skip

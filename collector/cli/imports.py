@@ -9,9 +9,6 @@ import click
 
 from binade.collector.cli.console import console
 from binade.collector.cli.options import scores_option
-from binade.collector.errors import ConfigError
-from binade.quant.formats import UnknownFormatError
-from binade.quant.specs import SpecError
 from binade.terminal import Command, Option, fail, line_of, one_line, print_text, resolve_root, root_option
 
 if TYPE_CHECKING:
@@ -33,19 +30,16 @@ def _import(context: click.Context, directory: str, scores: tuple[str, ...], wor
     prepare("binade.collector.imports.importer")  # its processes import torch while this one does
     from binade.collector.imports.importer import import_logs
 
-    try:
-        with console("import", "file") as shown:
-            result = import_logs(
-                Path(directory),
-                into,
-                scores=scores,
-                workers=workers,
-                say=lambda line: shown.say(one_line(line)),
-                progress=shown.progress,
-                command=line_of(argv),
-            )
-    except (UnknownFormatError, SpecError) as error:
-        raise ConfigError(str(error)) from None
+    with console("import", "file") as shown:
+        result = import_logs(
+            Path(directory),
+            into,
+            scores=scores,
+            workers=workers,
+            say=lambda line: shown.say(one_line(line)),
+            progress=shown.progress,
+            command=line_of(argv),
+        )
     if result.failed:
         where = result.directory / "refused.jsonl"
         print_text("\n".join(_refusals(result)))
@@ -78,7 +72,6 @@ import_ = Command(
         root_option(),
     ],
     callback=_import,
-    help=_import.__doc__,
     cancelled="cancelled; what was recorded is kept",
     failed="the import failed",
 )

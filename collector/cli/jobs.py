@@ -53,9 +53,7 @@ def _jobs(root: str | None) -> None:
         _print_jobs(resolve_root(root), everything=False)
 
 
-jobs = JobsGroup(
-    "jobs", params=[root_option()], callback=_jobs, invoke_without_command=True, help=_jobs.__doc__, **SETTINGS
-)
+jobs = JobsGroup("jobs", params=[root_option()], callback=_jobs, invoke_without_command=True, **SETTINGS)
 number_argument = click.argument("number", type=int, metavar="ID")
 numbers_argument = click.argument("numbers", type=int, nargs=-1, required=True, metavar="ID...")
 

@@ -29,8 +29,7 @@ def mode_option() -> Option:
 
 
 def resolve(argv: Sequence[str]) -> list[str]:
-    """The command line in the form that `binade` accepts. Raises click.UsageError, with the new spelling if there is
-    one."""
+    """The command line in the form that `binade` accepts. Raises click.UsageError, with the new spelling if any."""
     first, *rest = argv or [""]
     if first == "--list":
         return ["list", *rest]

@@ -52,8 +52,7 @@ def size(text: str) -> int:
 
 
 def click_option(each: Declared, default: Any) -> Option:
-    """Click's option for a declaration, with its default in the help. A value that is not given is None, or () for a
-    list."""
+    """Click's option for a declaration, with its default in the help. Without a value it is None, or () for a list."""
     declaration, settings = each.option, dict[str, Any]()
     if each.kind is bool:
         settings = {"is_flag": True, "flag_value": not each.default, "type": bool}
@@ -99,44 +98,24 @@ def training_params(command: str) -> list[click.Parameter]:
     # Options that are not fields of RunConfig come before the field that they belong to.
     others = {
         "recipe": [
-            _option(
-                FORMAT,
-                "--quantization",
-                "--recipe",
-                "quantization",
-                help=f"{what} a name from `binade list`, or the path to a .toml file{default}",
-                **recipes,
-            ),
+            _option(FORMAT, "--quantization", "--recipe", "quantization", **recipes,
+                    help=f"{what} a name from `binade list`, or the path to a .toml file{default}"),
             _option(FORMAT, "--quant-type", help="Old name of --quantization", **recipes),
         ],
         "train_iters": [
-            _option(
-                LENGTH,
-                "--training-config",
-                type=click.Choice(("standard", "fast")),
-                help=f"fast: a quarter of the tokens  [default: {preset}]",
-            )
+            _option(LENGTH, "--training-config", type=click.Choice(("standard", "fast")),
+                    help=f"fast: a quarter of the tokens  [default: {preset}]"),
         ],
         "save_tensors": [
-            _option(
-                RECORD,
-                "--save-tensors",
-                "record_tensors",
-                is_flag=True,
-                help="Accepted for compatibility; recording is the default",
-            )
+            _option(RECORD, "--save-tensors", "record_tensors", is_flag=True,
+                    help="Accepted for compatibility; recording is the default"),
         ],
-    }
-    if command == "run":
-        others["micro_batches"] = [
-            _option(
-                LENGTH,
-                "--resume",
-                metavar="RUN",
-                help="Continue a run, for example one that was killed, from its last checkpoint, with the options "
-                "that it was started with",
-            )
-        ]
+        "micro_batches": [
+            _option(LENGTH, "--resume", metavar="RUN",
+                    help="Continue a run, for example one that was killed, from its last checkpoint, with the options "
+                        "that it was started with"),
+        ] if command == "run" else [],
+    }  # fmt: skip
     shown = defaults(command)
     params: list[click.Parameter] = []
     if command == "quick":

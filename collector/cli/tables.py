@@ -44,9 +44,8 @@ LEGEND = (
     "Size: the recorded operands, in their exact formats with block scales, or in their own dtype where not quantized. "
     "Time: the median of n optimizer steps, with tensors recorded and without; rounding is emulated, so times say "
     "nothing about hardware that supports the format.",
-    f"Over seeds: each seed's mean gap is relative to the bf16 run with that seed; sd: the standard deviation of "
-    f"these gaps. {SEPARATED} "
-    "A step of an ablation is compared with the step before, or with the full recipe.",
+    "Over seeds: each seed's mean gap is relative to the bf16 run with that seed; sd: the standard deviation of these "
+    f"gaps. {SEPARATED} A step of an ablation is compared with the step before, or with the full recipe.",
     f"{NOTHING}: not quantized, not recorded or not finished; for times, no such step, or steps that were not timed.",
 )
 
@@ -122,8 +121,7 @@ def heading(section: Section) -> str:
 
 
 def tables(section: Section) -> list[Table]:
-    """Loss; gaps over seeds if there are several, or an ablation; rounding and gradients if there are any; size and
-    time."""
+    """Loss; gaps over seeds if there are several, or an ablation; any rounding and gradients; size and time."""
     rows = section.rows
     found = [
         Table(

@@ -45,7 +45,9 @@ def _run(context: click.Context, /, **params: Any) -> None:
     request = request_of(context.command.name or "", params)
     root, runs = resolve_root(request.root), request.runs
     if request.resume and not any(params[name] for name in params.keys() - {"resume", "root", "dry_run"}):
-        runs = [_resumed(root, request.resume)]
+        from binade.collector.training.resume import find  # imports torch
+
+        runs = [find(root, request.resume).config]
     if request.resume and request.start.for_run(runs[0]) is not None:
         raise ConfigError("--resume continues a run on this machine: leave out --target and --launcher")
     if request.start.for_run(runs[0]) is None:
@@ -61,13 +63,6 @@ def _run(context: click.Context, /, **params: Any) -> None:
         print_text("\n\n".join([*shown, f"sbatch script:\n{next_script(root, runs, request.start)}"]))
     else:
         queue(root, runs, request.start)
-
-
-def _resumed(root: Path, name: str) -> RunConfig:
-    """The configuration of a run to continue. Raises RunError, ConfigError."""
-    from binade.collector.training.resume import find  # imports torch
-
-    return find(root, name).config
 
 
 def queue(
@@ -167,20 +162,14 @@ def collect(runs: list[RunConfig], root: Path, argv: Sequence[str], resume: str 
             if first_rank:
                 shown.title(title)
             result = train(
-                config,
-                root,
-                say=shown.say,
-                progress=partial(advance, before),
-                command=line_of(argv),
-                resume=resume,
+                config, root, say=shown.say, progress=partial(advance, before), command=line_of(argv), resume=resume
             )
             if first_rank:
                 left = (time.monotonic() - start) / (before + lengths[number - 1]) * sum(lengths[number:])
                 shown.print(
                     f"{result.run_id}: loss {result.loss_first:.4f} to {result.loss_last:.4f}, {result.tensors} "
                     f"tensors, {result.bytes / 1e6:.1f} MB in {result.seconds:.1f} s"
-                    + f"; about {left:.0f} s left"
-                    * (number < len(runs))
+                    f"{f'; about {left:.0f} s left' * (number < len(runs))}"
                 )
 
 

@@ -36,7 +36,6 @@ verify = Command(
         click.Argument(["runs"], nargs=-1, metavar="[RUN ...]"),
     ],
     callback=_verify,
-    help=_verify.__doc__,
     cancelled="cancelled: not every file was read",
     failed="the runs cannot be read",
 )

@@ -59,11 +59,9 @@ class IndexedDocuments:
     def tokens(self, index: int) -> np.ndarray:
         """[tokens of the document], a view of the file if it is one sequence."""
         first, end = self._firsts[index : index + 2].tolist()
-        parts = [self._sequence(number) for number in range(first, end)]
+        places = zip(self._lengths[first:end].tolist(), self._pointers[first:end].tolist(), strict=True)
+        parts = [np.frombuffer(self._data, self._dtype, length, pointer) for length, pointer in places]
         return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, self._dtype), *parts])
-
-    def _sequence(self, number: int) -> np.ndarray:
-        return np.frombuffer(self._data, self._dtype, int(self._lengths[number]), int(self._pointers[number]))
 
     def _read_header(self) -> tuple[int, int]:
         """The counts S and D. Sets the dtype."""

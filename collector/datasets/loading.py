@@ -54,8 +54,7 @@ class Dataset:
 
 
 def open_dataset(name: str, tokenizer: str | None, vocab: int) -> Dataset:
-    """A dataset by name or path, for a model with `vocab` tokens. For text, tokenizer None means BYTE. Raises
-    ConfigError."""
+    """A dataset by name or path, for a model with `vocab` tokens. For text, None means BYTE. Raises ConfigError."""
     source = find_dataset(name)
     if source.format == TOKENIZED:
         indexed = IndexedDocuments(source)

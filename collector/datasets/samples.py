@@ -52,8 +52,7 @@ def _check_ids(documents: IndexedDocuments, seed: int, read: int, vocab: int) ->
     if most >= vocab:
         raise ConfigError(
             f"dataset {documents.name} contains the token id {most}, but the model's vocabulary has only {vocab} "
-            "tokens: "
-            f"use --vocab-size {most + 1} or more"
+            f"tokens: use --vocab-size {most + 1} or more"
         )
 
 

@@ -36,8 +36,7 @@ SETTLED = 10**9  # ns; within the resolution of its clock, a file may change aga
 
 
 class Texts(Protocol):
-    """Documents by number. bounds are as in `loading.Documents`. digest is the SHA-256 of all texts in order, joined by
-    NUL."""
+    """Documents by number. bounds are as in `loading.Documents`, digest is that of `_digest` for all texts in order."""
 
     bounds: np.ndarray
     digest: str

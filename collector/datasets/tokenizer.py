@@ -43,11 +43,9 @@ class Tokenizer:
     encode: Callable[[str], np.ndarray]
 
 
-def _encode_bytes(text: str) -> np.ndarray:
-    return np.frombuffer(text.encode(), dtype=np.uint8)
-
-
-BYTES = Tokenizer(BYTE, END_OF_DOCUMENT + 1, END_OF_DOCUMENT, None, _encode_bytes)
+BYTES = Tokenizer(
+    BYTE, END_OF_DOCUMENT + 1, END_OF_DOCUMENT, None, lambda text: np.frombuffer(text.encode(), dtype=np.uint8)
+)
 
 
 def open_tokenizer(name: str) -> Tokenizer:

@@ -18,7 +18,7 @@ import signal
 import stat
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -338,7 +338,8 @@ def _locked(root: Path, config: dict[str, Any]) -> Iterator[RunWriter]:
         try:
             root.mkdir(parents=True, exist_ok=True)
             with locked(root):
-                known = [run.directory for run in list_runs(root)[0] if _same_import(run.config, config)]
+                same = {"kind": IMPORT, "source": config["source"]}.items()
+                known = [run.directory for run in list_runs(root)[0] if same <= run.config.items()]
                 if known:
                     directory = known[-1]
                 else:
@@ -355,10 +356,6 @@ def _locked(root: Path, config: dict[str, Any]) -> Iterator[RunWriter]:
                 f"cannot write to {root}: {error.strerror or error}; choose a directory with --tensor-save-dir"
             ) from error
         yield RunWriter.reopen(directory) if known else writer
-
-
-def _same_import(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    return one.get("kind") == IMPORT and one.get("source") == other["source"]
 
 
 class _Import:

@@ -264,9 +264,8 @@ def _mislabelled(log: Log) -> tuple[dict[str, Any], str | None]:
         return {"tensor_name": "output", "phase": phase}, note if said else None
     if linear and name == "input_a" and (forward or backward):
         meant = "input" if forward else "grad_output"
-        return {
-            "tensor_name": meant
-        }, f"Logged as {log.tensor_name}: the first operand of the layer's product, {meant}."
+        note = f"Logged as {log.tensor_name}: the first operand of the layer's product, {meant}."
+        return {"tensor_name": meant}, note
     if linear and name == "input_b" and forward:
         return {"tensor_name": "weight"}, (
             f"Logged as {log.tensor_name}: the second operand of the layer's product, the weight. Whether it was "

@@ -90,15 +90,17 @@ def scatter(jobs: Iterable[J], work: Callable[[J], R], count: int) -> Iterator[t
     context = multiprocessing.get_context("forkserver")
     source, again = iter(jobs), deque[J]()
     crew: list[_Worker[J]] = []
+
+    def next_job() -> J | None:
+        return again.popleft() if again else next(source, None)
+
     try:
         while True:
-            while len(crew) < count and (job := again.popleft() if again else next(source, None)) is not None:
+            while len(crew) < count and (job := next_job()) is not None:
                 crew.append(_Worker(context, work))
                 crew[-1].give(job)
             for worker in crew:
-                while (
-                    len(worker.held) < DEPTH and (job := again.popleft() if again else next(source, None)) is not None
-                ):
+                while len(worker.held) < DEPTH and (job := next_job()) is not None:
                     worker.give(job)
             busy = [worker for worker in crew if worker.held]
             if not busy:

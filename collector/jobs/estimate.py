@@ -84,8 +84,7 @@ def estimate(runs: Sequence[RunConfig], root: Path, target: str = "", at_once: i
     if disk > disk_free:
         refusals.append(
             f"It would write {_gib(disk)}, but only {_gib(disk_free)} are free in {root}: lower the byte budget, "
-            "record fewer "
-            "tensors, or do not keep values."
+            "record fewer tensors, or do not keep values."
         )
     unknown = [basis for _, basis, measured in times if not measured]
     return Estimate(
@@ -162,8 +161,7 @@ def planned(config: RunConfig) -> Plan:
 
 
 def elements_of(config: RunConfig, spec: Spec | OtherSpec, names: Sequence[str] = ()) -> list[int]:
-    """The elements of the tensors with these names (all, if there are none) at one site, of one micro-batch on the
-    ranks of one replica."""
+    """The elements of the tensors with these names (or all) at one site, of a micro-batch on a replica's ranks."""
     divided = {"sequence_parallel": config.sequence_parallel} if isinstance(spec, OtherSpec) else {}
     sizes = spec.elements(config.micro_batch_size, config.sequence_length, config.tp, **divided)
     kinds = [kind for kind in TENSOR_KINDS if kind.place == spec.layer_type]

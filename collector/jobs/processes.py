@@ -7,9 +7,9 @@ the recorded one.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
-from collections.abc import Iterable
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -54,6 +54,12 @@ class Process:
         started = process_start(pid)
         return None if started is None else cls(pid, started)
 
+    @classmethod
+    def current(cls) -> Process:
+        process = cls.of(os.getpid())
+        assert process
+        return process
+
 
 @cache
 def host() -> str:
@@ -73,19 +79,10 @@ def marked(token: str) -> set[Process]:
     return found
 
 
-def living(processes: Iterable[Process]) -> set[Process]:
-    return {process for process in processes if process.alive}
-
-
 def out_of_memory_kills() -> int:
     """How many processes the kernel has killed for lack of memory since boot; 0 if unknown."""
     for path in ("/proc/vmstat", "/sys/fs/cgroup/memory.events"):
-        try:
-            lines = Path(path).read_text().splitlines()
-        except OSError:
-            continue
-        for line in lines:
-            name, _, count = line.partition(" ")
-            if name == "oom_kill" and count.strip().isdecimal():
-                return int(count)
+        with suppress(OSError):
+            if found := re.search(r"^oom_kill (\d+)$", Path(path).read_text(), re.MULTILINE):
+                return int(found[1])
     return 0

@@ -7,7 +7,6 @@ runner that was killed leaves its jobs running; the next one follows them.
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
 import subprocess
@@ -22,7 +21,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from binade.collector.jobs import slurm
-from binade.collector.jobs.processes import MARK, Process, boot, host, living, marked, out_of_memory_kills
+from binade.collector.jobs.processes import MARK, Process, boot, host, marked, out_of_memory_kills
 from binade.collector.jobs.state import how_it_ended, run_of, state_of
 from binade.collector.jobs.store import (
     End,
@@ -37,6 +36,7 @@ from binade.collector.jobs.store import (
     locked,
     numbers,
     read_execution,
+    read_if_sound,
     read_job,
     write_execution,
     write_runner,
@@ -111,18 +111,12 @@ def serve(root: Path) -> None:
         time.sleep(TURN)
 
 
-def _this_process() -> Process:
-    process = Process.of(os.getpid())
-    assert process
-    return process
-
-
 @dataclass
 class Runner:
     """children are the processes that this runner has started: exit statuses are known only for these."""
 
     root: Path
-    process: Process = field(default_factory=_this_process)
+    process: Process = field(default_factory=Process.current)
     children: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
     settled: set[int] = field(default_factory=set)
     pressed: dict[int, float] = field(default_factory=dict)  # when each job was first asked to end
@@ -234,7 +228,8 @@ class Runner:
             self._lose(job)
             return
         now_known = found.get(execution.cluster.id, execution.cluster)
-        cluster = replace(now_known, rank=now_known.rank or slurm.read_rank(directory_of(self.root, job)))
+        rank = now_known.rank or read_if_sound(slurm.RankProcess, directory_of(self.root, job) / "rank.json")
+        cluster = replace(now_known, rank=rank)
         if cluster != execution.cluster:
             execution = replace(execution, cluster=cluster)
             write_execution(self.root, job, execution)
@@ -297,7 +292,7 @@ class Runner:
         for rank in rank_statuses(run.directory) if run else []:
             if rank.host == host():
                 found.add(Process(rank.pid, rank.pid_started))
-        return living(found)
+        return {process for process in found if process.alive}
 
     def _press(self, job: Job, execution: Execution) -> None:
         """End a job. First its first process gets a signal, which ends the ranks and saves what was recorded; then all

@@ -25,7 +25,7 @@ from binade.collector.errors import ConfigError
 from binade.collector.jobs.processes import Process
 from binade.collector.jobs.transitions import State
 from binade.collector.training.targets import Target
-from binade.data.json_files import STRICT, read_json
+from binade.data.json_files import STRICT
 from binade.data.python import package_path
 
 PATIENCE = 10  # seconds that a command of Slurm may take: local jobs wait in the meantime
@@ -53,7 +53,7 @@ class SubmissionError(RuntimeError):
 
 @dataclass(frozen=True, config=STRICT)
 class RankProcess:
-    """rank.json."""
+    """rank.json, which does not exist before rank 0 has started."""
 
     host: str
     process: Process
@@ -221,13 +221,6 @@ def _accounted(ids: Collection[str]) -> dict[str, str]:
         return unknown if "accounting storage is disabled" in done.stderr else {}
     rows = (line.split("|") for line in done.stdout.splitlines() if "|" in line)
     return unknown | {row[0]: row[1].split()[0] for row in rows if row[1]}  # "CANCELLED by 1000"
-
-
-def read_rank(directory: Path) -> RankProcess | None:
-    """The contents of rank.json; None before rank 0 has started."""
-    with suppress(OSError, ValueError):
-        return read_json(RankProcess, directory / "rank.json")
-    return None
 
 
 def _last_line(text: str) -> str:

@@ -100,11 +100,11 @@ class Progress:
         return min(self.done / self.total, 1.0) if self.total else 0.0
 
 
-Owner = tuple[int, float, str]
+Owner = tuple[int, float, str]  # pid, its start, its host
 _owners: dict[Path, tuple[tuple[int, int], Owner]] = {}  # by run directory: which status was read, and who wrote it
 
 
-def owners(root: Path) -> dict[tuple[int, float, str], Path]:
+def owners(root: Path) -> dict[Owner, Path]:
     """The run directory that each process created or resumed last, by pid, start time and host."""
     found = {}
     for entry in reversed(run_directories(root)):  # for copied runs, the first by name
@@ -118,7 +118,7 @@ def owners(root: Path) -> dict[tuple[int, float, str], Path]:
     return found
 
 
-def view_of(root: Path, job: Job, known: dict[tuple[int, float, str], Path] | None = None) -> JobView:
+def view_of(root: Path, job: Job, known: dict[Owner, Path] | None = None) -> JobView:
     """The current state of the job. known: `owners` of the root, if they have been read already. Raises JobError if the
     job's files are damaged."""
     execution = read_execution(root, job)
@@ -174,7 +174,7 @@ def state_of(run: RunInfo | None, cancelled: str | None, cluster: ClusterJob | N
     return after(State.QUEUED, *events)
 
 
-def run_of(root: Path, execution: Execution, known: dict[tuple[int, float, str], Path] | None = None) -> RunInfo | None:
+def run_of(root: Path, execution: Execution, known: dict[Owner, Path] | None = None) -> RunInfo | None:
     """The run that the job's process has created."""
     owner = execution.owner
     directory = (owners(root) if known is None else known).get(owner) if owner else None
@@ -287,8 +287,7 @@ def log_tail(root: Path, job: Job, lines: int = 40) -> list[str]:
 
 
 def listing(root: Path) -> list[JobView]:
-    """The current state of every job of a root, in the order of the queue; `problems` names those that cannot be
-    read."""
+    """The current state of every job that can be read, in the order of the queue; `problems` names the others."""
     jobs, views = read_jobs(root), []
     known = owners(root) if jobs else {}
     for job in jobs:

@@ -89,10 +89,6 @@ class Job:
         return any(word in self.arguments for word in ("--target", "--launcher"))
 
 
-def default_title(config: RunConfig) -> str:
-    return f"{label(config.recipe)} · {config.model_title}"
-
-
 @dataclass(frozen=True, config=STRICT)
 class Queue:
     """queue.json."""
@@ -173,8 +169,7 @@ def directory_of(root: Path, job: Job | int) -> Path:
 
 @contextmanager
 def locked(root: Path) -> Iterator[None]:
-    """Hold the queue's lock, and create the queue if it does not exist. Raises RunError if the root cannot be
-    written."""
+    """Hold the queue's lock; creates the queue if there is none. Raises RunError if the root cannot be written."""
     if problem := no_queue(root):
         raise RunError(problem)
     lock = FileLock(folder(root) / "queue.lock")
@@ -202,7 +197,7 @@ def no_queue(root: Path) -> str:
     return ""
 
 
-def _read(kind: type[T], path: Path) -> T | None:
+def read_if_sound(kind: type[T], path: Path) -> T | None:
     """The contents of a file; None if it does not exist or is damaged."""
     with suppress(OSError, ValueError):
         return read_json(kind, path)
@@ -253,7 +248,7 @@ def drop_execution(root: Path, job: Job) -> None:
 def cancelled_at(root: Path, job: Job) -> str | None:
     """When the user cancelled the job; None if it was not cancelled."""
     path = directory_of(root, job) / "cancel.json"
-    found = _read(Cancellation, path)
+    found = read_if_sound(Cancellation, path)
     return found.at if found else "" if path.exists() else None
 
 
@@ -263,7 +258,7 @@ def write_cancellation(root: Path, job: Job) -> None:
 
 
 def read_runner(root: Path) -> RunnerProcess | None:
-    return _read(RunnerProcess, folder(root) / "runner.json")
+    return read_if_sound(RunnerProcess, folder(root) / "runner.json")
 
 
 def write_runner(root: Path, process: Process) -> None:
@@ -272,7 +267,7 @@ def write_runner(root: Path, process: Process) -> None:
 
 
 def _queue(root: Path) -> Queue:
-    return _read(Queue, folder(root) / "queue.json") or Queue()
+    return read_if_sound(Queue, folder(root) / "queue.json") or Queue()
 
 
 def at_once(root: Path) -> int:
@@ -352,7 +347,7 @@ def add_runs(
                 (*arguments_of(config), *(["--resume", resume] if resume else []), *start.arguments()),
                 str(working),
                 now(),
-                _title(title) or default_title(config),
+                _title(title) or f"{label(config.recipe)} · {config.model_title}",
                 _tags(tags),
                 retry_of,
             )

@@ -51,12 +51,7 @@ _ENDS: dict[Event | State, State | None] = {state: state for state in ENDED}
 TRANSITIONS: dict[State, dict[Event | State, State | None]] = {
     State.QUEUED: {Event.SUBMIT: State.PENDING, Event.START: State.STARTING, Event.CANCEL: State.CANCELLED},
     State.PENDING: {Event.START: State.STARTING, Event.CANCEL: State.CANCELLING, **_ENDS},
-    State.STARTING: {
-        Event.LOSE: State.QUEUED,
-        Event.RECORD: State.RUNNING,
-        Event.CANCEL: State.CANCELLING,
-        **_ENDS,
-    },
+    State.STARTING: {Event.LOSE: State.QUEUED, Event.RECORD: State.RUNNING, Event.CANCEL: State.CANCELLING, **_ENDS},
     State.RUNNING: {Event.CANCEL: State.CANCELLING, **_ENDS},
     State.CANCELLING: {
         Event.LOSE: State.CANCELLED,

@@ -110,11 +110,7 @@ class DeepseekShape(Shape):
                 )
             ),
             *mlp_linears(
-                layer,
-                self.hidden,
-                self.shared_experts * self.expert_ffn,
-                path="mlp.shared_experts",
-                prefix="shared_",
+                layer, self.hidden, self.shared_experts * self.expert_ffn, path="mlp.shared_experts", prefix="shared_"
             ),
         )
 
@@ -176,50 +172,22 @@ class DeepseekShape(Shape):
 
 # config.json of deepseek-ai/DeepSeek-V2-Lite
 V2_LITE = DeepseekShape(
-    layers=27,
-    hidden=2048,
-    ffn=10944,
-    heads=16,
-    qk_nope=128,
-    qk_rope=64,
-    v_head=128,
-    kv_lora_rank=512,
-    q_lora_rank=None,
-    dense_layers=1,
-    routed_experts=64,
-    experts_per_token=6,
-    shared_experts=2,
-    expert_ffn=1408,
-    routed_scale=1.0,
-    balance_alpha=0.001,
-    vocab=102400,
-    max_sequence=163840,
-    rope_theta=10000.0,
-    norm_eps=1e-6,
-    tied_embedding=False,
+    layers=27, hidden=2048, ffn=10944, heads=16, vocab=102400, max_sequence=163840, norm_eps=1e-6, tied_embedding=False,
+    qk_nope=128, qk_rope=64, v_head=128, kv_lora_rank=512, q_lora_rank=None,
+    dense_layers=1, routed_experts=64, experts_per_token=6, shared_experts=2, expert_ffn=1408,
+    routed_scale=1.0, balance_alpha=0.001, rope_theta=10000.0,
     rope_scaling=YarnScaling(
         40.0, beta_fast=32.0, beta_slow=1.0, mscale=0.707, mscale_all_dim=0.707, original_max_position_embeddings=4096
     ),
-)
+)  # fmt: skip
 
 MODELS = {
     "deepseek2_lite": {
         "full": V2_LITE,
         "tiny": replace(
-            V2_LITE,
-            layers=2,
-            hidden=256,
-            ffn=1376,
-            heads=8,
-            qk_nope=32,
-            qk_rope=16,
-            v_head=32,
-            kv_lora_rank=64,
-            routed_experts=16,
-            experts_per_token=2,
-            shared_experts=1,
-            expert_ffn=192,
-            vocab=384,
+            V2_LITE, layers=2, hidden=256, ffn=1376, heads=8, vocab=384,
+            qk_nope=32, qk_rope=16, v_head=32, kv_lora_rank=64,
+            routed_experts=16, experts_per_token=2, shared_experts=1, expert_ffn=192,
         ),
     },
-}
+}  # fmt: skip

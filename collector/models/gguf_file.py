@@ -100,8 +100,7 @@ class GgufFile:
 
 
 def open_gguf(path: Path) -> GgufFile:
-    """The file at a path. Reading the metadata of one takes seconds: an unchanged file is read once. Raises
-    ConfigError."""
+    """The file at a path. Reading metadata takes seconds: an unchanged file is read once. Raises ConfigError."""
     try:
         state = path.stat()
     except OSError as error:

@@ -82,28 +82,12 @@ class LlamaShape(Shape):
 
 # config.json of meta-llama/Llama-3.1-8B
 LLAMA31_8B = LlamaShape(
-    layers=32,
-    hidden=4096,
-    ffn=14336,
-    heads=32,
-    kv_heads=8,
-    head_dim=128,
-    vocab=128256,
-    max_sequence=131072,
-    rope_theta=500000.0,
-    norm_eps=1e-5,
-    tied_embedding=False,
-    rope_scaling=Llama3Scaling(8.0),
-)
+    layers=32, hidden=4096, ffn=14336, heads=32, kv_heads=8, head_dim=128, vocab=128256, max_sequence=131072,
+    rope_theta=500000.0, norm_eps=1e-5, tied_embedding=False, rope_scaling=Llama3Scaling(8.0),
+)  # fmt: skip
 # config.json of meta-llama/Llama-3.2-1B
 LLAMA32_1B = replace(
-    LLAMA31_8B,
-    layers=16,
-    hidden=2048,
-    ffn=8192,
-    head_dim=64,
-    tied_embedding=True,
-    rope_scaling=Llama3Scaling(32.0),
+    LLAMA31_8B, layers=16, hidden=2048, ffn=8192, head_dim=64, tied_embedding=True, rope_scaling=Llama3Scaling(32.0)
 )
 
 

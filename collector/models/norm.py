@@ -1,5 +1,4 @@
-"""RMSNorm, the only normalization that the models use, and points at which `instrument` observes tensors that no module
-returns."""
+"""RMSNorm, the models' only normalization, and points where `instrument` observes tensors that no module returns."""
 
 from __future__ import annotations
 

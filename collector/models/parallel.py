@@ -269,11 +269,7 @@ class ReplicatedLinear(ParallelLinear):
         return self._multiply(x)
 
 
-_LINEARS = {
-    Split.COLUMN: ColumnParallelLinear,
-    Split.ROW: RowParallelLinear,
-    Split.REPLICATED: ReplicatedLinear,
-}
+_LINEARS = {Split.COLUMN: ColumnParallelLinear, Split.ROW: RowParallelLinear, Split.REPLICATED: ReplicatedLinear}
 
 
 def build_linear(spec: LinearSpec, group: Group = SINGLE) -> ParallelLinear:

@@ -209,8 +209,7 @@ class Shape(ABC):
 
     @abstractmethod
     def activation_bytes(self, layer: int) -> int:
-        """Bytes per token that a layer's linear layers keep until the backward pass. Norms and core are counted
-        separately."""
+        """Bytes per token that a layer's linear layers keep until the backward pass, without norms and the core."""
 
     @property
     @abstractmethod

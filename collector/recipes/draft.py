@@ -62,7 +62,7 @@ class Draft:
         """The names of the parts that are linear layers."""
         return ["linear", *(part for part in self.formats if part.startswith(f"{MODULES}."))]
 
-    def _set(self, part: str, formats: Formats) -> None:
+    def set(self, part: str, formats: Formats) -> None:
         """Set operands, which are then rounded from the original."""
         self.formats[part] |= formats
         self.of_rounded[part] = tuple(field for field in self.of_rounded.get(part, ()) if field not in formats)
@@ -70,7 +70,7 @@ class Draft:
     def set_part(self, part: str, text: str) -> None:
         for name in self.linears if part == "linear" else [part]:
             self.quant_types[name] = str(Spec.of(text))
-            self._set(name, formats_of(text, backward=part not in ("qk", "pv")))
+            self.set(name, formats_of(text, backward=part not in ("qk", "pv")))
             self.overrides.pop(name, None)
 
     def set_gemm(self, gemm: str, text: str) -> None:
@@ -78,12 +78,12 @@ class Draft:
         whole = formats_of(text)
         changed = [operand.field for operand in LINEAR_OPERANDS if operand.gemm == gemm]
         for name in self.linears:
-            self._set(name, {field: whole[field] for field in changed})
+            self.set(name, {field: whole[field] for field in changed})
             self.overrides[name] |= dict.fromkeys(changed, str(Spec.of(text)))
 
     def set_operand(self, part: str, field: str, text: str) -> None:
         for name in self.linears if part == "linear" else [part]:
-            self._set(name, {field: requested_specs(text)[0]})
+            self.set(name, {field: requested_specs(text)[0]})
             self.overrides[name][field] = str(Spec.of(text))
 
     def leave_out(self, ingredient: str) -> bool:
@@ -100,7 +100,7 @@ class Draft:
                 for name, spec in formats.items():
                     formats[name] = spec and _without(ingredient, name, spec)
                     if spec and not formats[name]:
-                        self._set(part, {name: None})  # not from the rounded value either
+                        self.set(part, {name: None})  # not from the rounded value either
                         self.overrides[part][name] = BF16
         return before != (self.formats, self.of_rounded, self.keep, self.schedule)
 

@@ -139,9 +139,9 @@ def _fill(draft: Draft, given: Mapping[str, Any], quant_type: str) -> None:
             draft.formats[part] = dict(draft.formats["linear"])
             draft.of_rounded[part] = draft.of_rounded.get("linear", ())
         for field, spec, rounded in _operands(part, _table(table, f"[{part}]")):
-            draft.formats[part][field] = spec
-            others = tuple(each for each in draft.of_rounded.get(part, ()) if each != field)
-            draft.of_rounded[part] = tuple(sorted((*others, field))) if rounded else others
+            draft.set(part, {field: spec})
+            if rounded:
+                draft.of_rounded[part] = tuple(sorted((*draft.of_rounded[part], field)))
         draft.quant_types[part] = quant_type
         plain = [field for field, spec in draft.formats[part].items() if spec is None]
         draft.overrides[part] = dict.fromkeys(plain, BF16)

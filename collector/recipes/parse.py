@@ -78,8 +78,7 @@ def _by_format(name: str) -> Draft:
 
 
 def split_without(name: str) -> tuple[str, list[str]]:
-    """("nvidia_nvfp4", ["rounding", "keep"]) of "nvidia_nvfp4(without=rounding+keep)". Raises RecipeError for an
-    unknown ingredient."""
+    """("nvidia_nvfp4", ["rounding", "keep"]) of "nvidia_nvfp4(without=rounding+keep)". Raises RecipeError."""
     found = WITHOUT.search(name)
     if not found:
         return name, []

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from binade.collector.errors import ConfigError
 from binade.collector.models.site import Site
 from binade.quant.specs import OPERAND_FIELDS, GemmFormats
 
@@ -19,7 +20,7 @@ NAMED_FORMATS = ("mxfp8", "mxfp4", "hifp8")
 TEN_RECIPES = (BF16, *(f"{part}_{name}" for part in ("FA", "linear", "FA_linear") for name in NAMED_FORMATS))
 
 
-class RecipeError(ValueError):
+class RecipeError(ConfigError):
     """The recipe is unknown or contradicts itself. The message says what to write."""
 
 

@@ -21,6 +21,7 @@ from typing import Any
 
 import re2
 
+from binade.collector.errors import ConfigError
 from binade.collector.models.site import Site
 
 LAST = -1
@@ -31,7 +32,7 @@ NUMBERS = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
 ENDS = re.compile(r"(first|last)(?: +([1-9][0-9]{0,8}))?")
 
 
-class SelectionError(ValueError):
+class SelectionError(ConfigError):
     """The selection cannot be parsed, or selects nothing. The message lists what the model has."""
 
 
@@ -101,8 +102,7 @@ class Selection:
         return cls(tuple(map(Term.parse, items)), tuple(modules))
 
     def of(self, sites: Sequence[Site]) -> frozenset[Site]:
-        """The selected ones of a model's sites. Raises SelectionError for a term or module that none of them has, and
-        if nothing is selected."""
+        """The selected ones of a model's sites. Raises SelectionError if a term, a module or the whole selects none."""
         known = dict.fromkeys(site.module for site in sites)
         for module in self.modules:
             if module not in known:

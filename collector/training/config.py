@@ -16,7 +16,7 @@ from binade.collector.models.registry import MODELS
 from binade.collector.models.shape import Shape
 from binade.collector.models.transformers_model import TransformersShape
 from binade.collector.recipes.parse import parse_recipe
-from binade.collector.recipes.recipe import Part, Recipe, RecipeError
+from binade.collector.recipes.recipe import Part, Recipe
 from binade.collector.recipes.selection import Selection, SelectionError
 from binade.collector.training.option import Group, declared, option
 from binade.data.tensor_kinds import Measure, tensor_names
@@ -37,7 +37,6 @@ __all__ = [
     "check",
     "declared",
     "defaults",
-    "fast",
 ]
 
 DEFAULT_SCORES = ("hifp8", "hifp8(scale=amax8)", "mxfp8", "mxfp4", "nvfp4")
@@ -51,13 +50,13 @@ MODEL = Group("Model and data")
 FORMAT = Group(
     "What is quantized",
     "FORMAT replaces the format of the recipe; it may have options, as in 'nvfp4(block=16x16)': see `binade list`. "
-    "The more "
-    "specific option wins: recipe < part (linear, qk, pv, router) < GEMM "
-    f"(forward, dgrad, wgrad) < operand. bf16 turns quantization off. --dry-run prints the operands' names. {LAYERS}",
+    "The more specific option wins: recipe < part (linear, qk, pv, router) < GEMM (forward, dgrad, wgrad) < operand. "
+    f"bf16 turns quantization off. --dry-run prints the operands' names. {LAYERS}",
 )
 LENGTH = Group("Training")
 RECORD = Group("What is recorded", "LAYERS is as above.")
 WHERE = Group("Device, ranks and output")
+OVERRIDES = ("linear", "qk", "pv", "router", "forward", "dgrad", "wgrad")  # --linear-quant and so on
 FORM_LAYERS = "Layers: first, last 2, 3, 2-4, or a regular expression that is searched for in names such as layer1.qkv"
 
 
@@ -200,17 +199,8 @@ class RunConfig(WatchOptions):
     # fmt: on
 
     def parsed_recipe(self) -> Recipe:
-        return parse_recipe(
-            self.recipe,
-            linear=self.linear_quant,
-            qk=self.qk_quant,
-            pv=self.pv_quant,
-            router=self.router_quant,
-            forward=self.forward_quant,
-            dgrad=self.dgrad_quant,
-            wgrad=self.wgrad_quant,
-            operands=self.operand_quant,
-        )
+        formats: dict[str, Any] = {name: getattr(self, f"{name}_quant") for name in OVERRIDES}
+        return parse_recipe(self.recipe, operands=self.operand_quant, **formats)
 
     @property
     def has_path(self) -> bool:
@@ -300,15 +290,11 @@ class RunConfig(WatchOptions):
         return iteration in self.recorded_iterations
 
 
-def fast(config: RunConfig) -> RunConfig:
-    """--training-config fast: a quarter of the tokens."""
-    return replace(config, micro_batch_size=1, sequence_length=128)
-
-
 def defaults(command: str, training_config: str | None = None) -> RunConfig:
     """The configuration of a command without options."""
     config = replace(RunConfig(), warmup_iterations=2) if command == "quick" else RunConfig()
-    return fast(config) if training_config == "fast" or (training_config is None and command == "quick") else config
+    is_fast = training_config == "fast" or (training_config is None and command == "quick")
+    return replace(config, micro_batch_size=1, sequence_length=128) if is_fast else config  # a quarter of the tokens
 
 
 def check(config: RunConfig) -> None:
@@ -318,7 +304,7 @@ def check(config: RunConfig) -> None:
     check_inputs(config.dataset, config.tokenizer, config.tokenizer_name)
     try:
         config.parsed_recipe()
-    except (RecipeError, UnknownFormatError, SpecError) as error:
+    except (UnknownFormatError, SpecError) as error:
         raise ConfigError(str(error)) from None
     if config.layers is not None and config.layers > published.layers:
         raise ConfigError(f"--layers is {config.layers}: {config.model_title} has 1 to {published.layers}")
@@ -393,10 +379,7 @@ def _check_sites(config: RunConfig) -> None:
             f"the router is given a format, but {config.model_title} with {config.shape().layers} layers has no router"
         )
     recipe = config.parsed_recipe()
-    try:
-        recipe.check_modules(model)
-    except RecipeError as error:
-        raise ConfigError(str(error)) from None
+    recipe.check_modules(model)
     option = "the recipe's layers to keep"
     try:
         if recipe.keep and Selection.parse(recipe.keep).of(model) == frozenset(model):

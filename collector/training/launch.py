@@ -85,8 +85,7 @@ def _first(failures: dict[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
 
 
 def _last_line(failure: ProcessFailure, stderr: str) -> str:
-    """The last line that a rank printed as it ended. If it is not one of our messages, everything it printed is
-    shown."""
+    """The last line that a rank printed. If it is not one of our messages, everything that it printed is shown."""
     printed = Path(stderr).read_text(errors="replace").strip()
     last = printed.splitlines()[-1] if printed else f"exit status {failure.exitcode}"
     if not last.startswith(PREFIX):

@@ -8,7 +8,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, fields
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -132,13 +132,7 @@ def train(
 
 
 def _run(
-    config: RunConfig,
-    root: Path,
-    ranks: Ranks,
-    say: Say,
-    progress: Progress,
-    command: str,
-    resumed: Resumed | None,
+    config: RunConfig, root: Path, ranks: Ranks, say: Say, progress: Progress, command: str, resumed: Resumed | None
 ) -> Result:
     shape, recipe = config.shape(), config.parsed_recipe()
     checkpoint = open_checkpoint(config.model, shape) if config.has_path else None
@@ -204,16 +198,9 @@ def _run(
                 with suppress(OSError):  # a full disk must not hide what happened
                     write_log(f"ended early: {type(error).__name__}: {error}")
                 raise
-    status = writer.status
-    return Result(
-        writer.run_id,
-        writer.directory,
-        status.loss_first,
-        status.loss_last,
-        status.tensors,
-        status.bytes,
-        time.monotonic() - start,
-    )
+    status, seconds = writer.status, time.monotonic() - start
+    losses = status.loss_first, status.loss_last
+    return Result(writer.run_id, writer.directory, *losses, status.tensors, status.bytes, seconds)
 
 
 def _train(
@@ -321,12 +308,9 @@ def _step(
     total = 0.0
     for index in range(config.micro_batches):
         tokens, labels = (t.to(device) for t in stream.batch(config.micro_batch_size))
-        if recorder is None:
+        record = records and index < config.recorded_micro_batches
+        with recorder.at(iteration, index, record) if recorder else nullcontext():
             loss = _backward(model, tokens, labels, config.micro_batches)
-        else:
-            record = records and index < config.recorded_micro_batches
-            with recorder.at(iteration, index, record):
-                loss = _backward(model, tokens, labels, config.micro_batches)
         total += loss / config.micro_batches
     finish_gradients(model, ranks)
     clip_gradients(model, ranks, 1.0)

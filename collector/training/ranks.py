@@ -78,8 +78,7 @@ class Ranks:
 
     @property
     def launcher_decides(self) -> bool:
-        """Whether `launch` records how the run ended, since only it knows which rank failed first. False once it is
-        gone."""
+        """Whether `launch`, if it still lives, records how the run ended: only it knows which rank failed first."""
         return self.owner is not None and os.getppid() == self.owner
 
     def check_launcher(self) -> None:
@@ -158,9 +157,8 @@ def join(config: RunConfig, root: Path) -> Iterator[Ranks]:
         return
     if config.device == Device.CUDA:
         torch.cuda.set_device(_environment_number("LOCAL_RANK") if "LOCAL_RANK" in os.environ else 0)
-    store = dist.PrefixStore(  # type: ignore[attr-defined]  # documented, but not in __all__
-        f"run {next(_joined)}", _rendezvous(rank, size)
-    )
+    name = f"run {next(_joined)}"
+    store = dist.PrefixStore(name, _rendezvous(rank, size))  # type: ignore[attr-defined]  # not in __all__
     dist.init_process_group(
         "nccl" if config.device == Device.CUDA else "gloo", store=store, rank=rank, world_size=size, timeout=TIMEOUT
     )
@@ -193,11 +191,7 @@ def _rendezvous(rank: int, size: int) -> dist.Store:  # type: ignore[name-define
     run early would meet ranks that are still in the previous one."""
     if STORE in os.environ:
         return dist.FileStore(os.environ[STORE], size)  # type: ignore[attr-defined]
-    return next(
-        dist.rendezvous(  # type: ignore[attr-defined]
-            "env://", rank, size, timeout=TIMEOUT
-        )
-    )[0]
+    return next(dist.rendezvous("env://", rank, size, timeout=TIMEOUT))[0]  # type: ignore[attr-defined]
 
 
 def _new_group(groups: list[range], rank: int) -> dist.ProcessGroup | None:

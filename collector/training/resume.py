@@ -31,14 +31,7 @@ from binade.collector.training.checkpoints import Position, check_resumable, las
 from binade.collector.training.config import Device, RunConfig
 from binade.data.events import events_file
 from binade.data.json_files import write_json
-from binade.data.runs import (
-    CHECKPOINTS,
-    SEGMENT,
-    RunError,
-    RunInfo,
-    RunWriter,
-    read_run,
-)
+from binade.data.runs import CHECKPOINTS, SEGMENT, RunError, RunInfo, RunWriter, read_run
 from binade.data.store import remove_directory, staged_file
 from binade.data.text import describe
 

@@ -46,9 +46,7 @@ def run_rank(argv: Sequence[str]) -> int:
         from binade.collector.jobs.slurm import RankProcess
         from binade.data.json_files import write_json
 
-        process = Process.of(os.getpid())
-        assert process
-        write_json(directory / "rank.json", RankProcess(host(), process))
+        write_json(directory / "rank.json", RankProcess(host(), Process.current()))
     return main(job_arguments(json.loads((directory / "job.json").read_text())["arguments"]))
 
 

@@ -45,23 +45,11 @@ def counted(x: Tensor) -> Counted | None:
 def upper_counts(x: Tensor) -> tuple[np.ndarray, np.ndarray]:
     """The distinct upper 16 bits of a float32 tensor's values (int64, 0 to 65,535), and how often each occurs (int64).
 
-    The intervals of `upper_edges` bound every value within 1/128 of itself (2^-133 for subnormals).
+    The intervals of `sketch.bin_edges(upper, 16)` bound every value within 1/128 of itself (2^-133 for subnormals).
     """
     halves = x.detach().reshape(-1).contiguous().view(torch.int16)
     used, counts = _distinct(halves[1 if sys.byteorder == "little" else 0 :: 2])
     return used.astype(np.int64), counts
-
-
-def upper_edges(upper: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The interval of the float32 values with these upper 16 bits, as float64 (low, high); NaN or infinite for those of
-    Inf and NaN. As in `sketch.bin_edges`, the inner end belongs to it."""
-    magnitude = (np.asarray(upper, np.int64) & 0x7FFF).astype(np.uint32)
-    with np.errstate(invalid="ignore"):
-        inner = (magnitude << 16).view(np.float32).astype(np.float64)
-        outer = ((magnitude + 1) << 16).view(np.float32).astype(np.float64)
-    outer = np.where(magnitude == 0x7F7F, 2.0**128, outer)
-    negative = np.asarray(upper) >= 0x8000
-    return np.where(negative, -outer, inner), np.where(negative, -inner, outer)
 
 
 def _distinct(codes: Tensor) -> tuple[np.ndarray, np.ndarray]:

@@ -1,5 +1,4 @@
-"""Sums of powers, extremes and counts of a tensor on the CPU, by moments.cpp if building it is worthwhile (see
-`native`)."""
+"""Sums of powers, extremes and counts of a tensor on the CPU, by moments.cpp if `native` finds a build worthwhile."""
 
 from __future__ import annotations
 

@@ -257,9 +257,8 @@ def larger(a, b):
 @triton.jit
 def largest(x, AXIS: tl.constexpr):
     """The largest magnitudes along an axis, which stays, with one value; NaN if any is NaN."""
-    if (
-        IN_NUMPY
-    ):  # whose reductions with our own functions take one value after the other; a NaN's bits are the largest integer
+    if IN_NUMPY:
+        # There, reductions with our own functions take one value after the other. A NaN's bits are the largest integer.
         bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
         return tl.max(bits, axis=AXIS, keep_dims=True).to(tl.float32, bitcast=True)
     else:

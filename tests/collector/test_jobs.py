@@ -332,7 +332,7 @@ class TestEnds:
         jobs.cancel(root, job.id)
         view = ended(root, job)
         assert view.state == "cancelled" and view.run.status.state == "cancelled"
-        assert processes.living(carriers) == set() and processes.marked(job.token) == set()
+        assert not any(process.alive for process in carriers) and processes.marked(job.token) == set()
         assert check_rows(root) == view.run.status.tensors > 0
 
     def test_a_job_that_does_not_listen_is_ended(self, root, monkeypatch):

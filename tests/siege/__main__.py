@@ -32,11 +32,11 @@ import psutil
 from binade.data.text import markdown_table
 from binade.terminal import CANCELLED, catch_signals
 from tests.siege.attack import ATTACKS, FULL, Attack, Outcome, besiege
+from tests.template import PR_SET_CHILD_SUBREAPER
 
 # Modules with attacks, which register themselves.
 MODULES = ("files", "statements", "urls", "sessions", "archives", "kills", "queue", "disks", "soak")
 GRACE = 60.0  # seconds beyond its time after which an attack is ended that makes no progress
-SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of Linux's prctl
 
 
 def _options() -> argparse.ArgumentParser:
@@ -57,7 +57,7 @@ def contained() -> Iterator[Path]:
     """A directory for all temporary files. At the end it is deleted, after all processes that were started in the block
     were killed; those that their parents left behind, too."""
     catch_signals()
-    ctypes.CDLL(None).prctl(SUBREAPER, 1, 0, 0, 0)
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     folder = Path(tempfile.mkdtemp(prefix="siege-"))
     tempfile.tempdir = os.environ["TMPDIR"] = str(folder)
     try:

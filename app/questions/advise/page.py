@@ -14,7 +14,7 @@ from binade.app.questions.shared.selection import Selection
 from binade.app.questions.view import show_question
 from binade.app.state import view_page
 from binade.collector import jobs
-from binade.collector.advice.advice import queue, verification
+from binade.collector.advice.advice import queue_verification, verification
 from binade.collector.advice.costs import AdviceError
 from binade.collector.recipes.files import to_toml
 from binade.collector.recipes.recipe import RecipeError
@@ -63,7 +63,7 @@ def _recipe(selection: Selection, values: dict[str, Any]) -> None:
         path = recipe_table.path_of(root, name)
         runs = verification(selection.opened, found, str(path), int(seeds), int(iterations))
         recipe_table.save(path, found.recipe(name))
-        queue(root, runs, name)
+        queue_verification(root, runs, name)
     except FAILED as error:
         st.error(plain(f"Nothing was queued: {error}."), icon=":material/error:")
         return

@@ -21,7 +21,7 @@ from binade.app.questions.shared.labels import group_name
 from binade.app.questions.shared.runs import given_names
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
-from binade.quant.backends.counts import counted, upper_counts, upper_edges
+from binade.quant.backends.counts import counted, upper_counts
 from binade.quant.sketch import interval_quantiles
 from binade.quant.summary import bin_edges, summarize
 
@@ -109,7 +109,7 @@ class Pool:
 
 def _of_upper(group: str, bins: np.ndarray, counts: np.ndarray, moments: tuple[float, float]) -> Distribution:
     """From the upper 16 bits of float32 values, and how often each occurs."""
-    low, high = upper_edges(bins)
+    low, high = bin_edges(bins, 16)
     keep = np.isfinite(low) & np.isfinite(high)
     low, high, counts = low[keep], high[keep], counts[keep]
     order = np.argsort(low + high, kind="stable")

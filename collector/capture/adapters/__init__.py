@@ -67,11 +67,7 @@ class Found:
 
 
 def survey(
-    model: nn.Module,
-    exclude: Sequence[str] = (),
-    head: bool = False,
-    cores: Sequence[str] = (),
-    attention: bool = True,
+    model: nn.Module, exclude: Sequence[str] = (), head: bool = False, cores: Sequence[str] = (), attention: bool = True
 ) -> Found:
     """The layers of a model, each with a site of its own where its path gives it one.
 

@@ -84,8 +84,7 @@ class CoreMode(Interception):
         return result
 
     def before_dropout(self, probs: Tensor) -> Tensor:
-        """The probabilities before dropout was applied (to them or to the tensor they are a view of); the same tensor
-        without dropout."""
+        """The probabilities before dropout was applied to them or to the tensor they are a view of, if it was."""
         result, before = self.dropped or (None, probs)
         if result is None or (result.data_ptr(), result.numel()) != (probs.data_ptr(), probs.numel()):
             return probs
@@ -320,12 +319,7 @@ def attend(
     recomputed for the taps. Probabilities are shown before dropout, whose mask is the same with or without a tap on a
     CPU. Quantized, the softmax is in float32 and the probabilities in the query's dtype.
     """
-    options: dict[str, Any] = {
-        "attn_mask": attn_mask,
-        "dropout_p": dropout_p,
-        "is_causal": is_causal,
-        "enable_gqa": enable_gqa,
-    }
+    options: Any = {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal, "enable_gqa": enable_gqa}
     factor = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
     if quantization.qk.formats == UNQUANTIZED == quantization.pv.formats:
         if qk is None or pv is None:

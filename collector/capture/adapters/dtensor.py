@@ -15,13 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from binade.collector.capture.adapters.layer import InstrumentError, is_a
-from binade.collector.models.parallel import (
-    ColumnParallelLinear,
-    Group,
-    RowParallelLinear,
-    heads_shard,
-    linear_shard,
-)
+from binade.collector.models.parallel import ColumnParallelLinear, Group, RowParallelLinear, heads_shard, linear_shard
 from binade.data.segment import Shard
 
 
@@ -47,9 +41,8 @@ def linear_on_parts(name: str, product: Callable[..., Tensor], x: Any, weight: A
     from torch.distributed.tensor.experimental import local_map
 
     whole, part, last = Replicate(), Partial(), Split(x.dim() - 1)
-    places: list[
-        tuple[Any, ...]
-    ] = []  # of x, weight, bias; of their gradients; of the result: for each axis of the mesh
+    # For each axis of the mesh: of x, weight, bias; of their gradients; of the result.
+    places: list[tuple[Any, ...]] = []
     for of_x, of_weight in zip(x.placements, weight.placements, strict=True):
         if of_weight == Split(0):
             places.append((whole, Split(0), Split(0), part, Split(0), Split(0), last))
@@ -67,8 +60,7 @@ def linear_on_parts(name: str, product: Callable[..., Tensor], x: Any, weight: A
     summed = math.prod(mesh.size(at) for at, place in enumerate(weight.placements) if place == Split(1))
 
     def on_part(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """If the results of the ranks are summed, each rank adds its share of the bias, whose gradient is the same on
-        all ranks."""
+        """Where the ranks' results are summed, each adds its share of the bias, whose gradient is the same on all."""
         if bias is not None and summed > 1:
             bias = bias - bias.detach() + bias.detach() / summed
         return product(x, weight, bias)
@@ -106,27 +98,18 @@ def core_on_parts(name: str, product: Callable[..., Tensor], query: Any, key: An
     return attended
 
 
-def shard_of(module: nn.Module) -> Callable[[str], Shard]:
-    """The part of a linear layer's tensors that this rank has. Call it within a pass."""
-
-    def shard(name: str) -> Shard:
-        group, axis = _division(module)
-        kinds = (ColumnParallelLinear if axis == 0 else RowParallelLinear).shards
-        return _of_replica(linear_shard(kinds, name, group, 1), group)
-
-    return shard
+def shard_of(module: nn.Module, name: str) -> Shard:
+    """The part of a linear layer's tensor that this rank has. Call it within a pass."""
+    group, axis = _division(module)
+    kinds = (ColumnParallelLinear if axis == 0 else RowParallelLinear).shards
+    return _of_replica(linear_shard(kinds, name, group, 1), group)
 
 
-def core_shard_of(module: nn.Module) -> Callable[[str], Shard]:
-    """The same for attention that is computed in the module: divided by heads, if its linear layers are divided by
-    rows."""
-
-    def shard(name: str) -> Shard:
-        divisions = [_division(each) for each in module.modules() if isinstance(each, nn.Linear)]
-        group = next((group for group, axis in divisions if axis == 0), Group())
-        return _of_replica(heads_shard(group), group)
-
-    return shard
+def core_shard_of(module: nn.Module, name: str) -> Shard:
+    """The same for attention in the module: divided by heads, if its linear layers are divided by rows."""
+    divisions = [_division(each) for each in module.modules() if isinstance(each, nn.Linear)]
+    group = next((group for group, axis in divisions if axis == 0), Group())
+    return _of_replica(heads_shard(group), group)
 
 
 def _division(module: Any) -> tuple[Group, int | None]:

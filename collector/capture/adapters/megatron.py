@@ -25,14 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from binade.collector.capture.adapters.attention import CoreMode, context, core_forward, product, show_scores
-from binade.collector.capture.adapters.layer import (
-    Detach,
-    InstrumentError,
-    Layer,
-    Refused,
-    replaces,
-    set_on,
-)
+from binade.collector.capture.adapters.layer import Detach, InstrumentError, Layer, Refused, replaces, set_on
 from binade.collector.capture.adapters.products import UNQUANTIZED, computing, linear
 from binade.collector.models.parallel import (
     ColumnParallelLinear,

@@ -24,6 +24,7 @@ import sys
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -55,6 +56,7 @@ def seed_of(*place: object) -> int:
     return int.from_bytes(hashlib.blake2b(repr(place).encode(), digest_size=4).digest()) >> 3
 
 
+@dataclass(eq=False)
 class Listener:
     """Follows the passes of one product of one layer: provides their taps and rounding state.
 
@@ -65,21 +67,17 @@ class Listener:
     changes        whether `stages` may change in the run
     """
 
-    def __init__(
-        self,
-        recorder: Recorder,
-        layer: Layer,
-        stages: Sequence[tuple[int, Part]],
-        product: Product,
-        recorded: bool,
-        seed: int,
-        quantization: Quantization,
-        changes: bool = False,
-    ) -> None:
-        self.recorder, self.layer, self.product = recorder, layer, product
-        self.stages, self.quantization = stages, quantization
-        self.varies = changes or len(stages) > 1 or stages[0][1].formats.varies
-        self.recorded, self.seed = recorded, seed
+    recorder: Recorder
+    layer: Layer
+    stages: Sequence[tuple[int, Part]]
+    product: Product
+    recorded: bool
+    seed: int
+    quantization: Quantization
+    changes: bool = False
+
+    def __post_init__(self) -> None:
+        self.varies = self.changes or len(self.stages) > 1 or self.stages[0][1].formats.varies
         self.passed: deque[Moment] = deque(maxlen=IN_FLIGHT)
         self.moment, self.again = Moment(0, 0, False), False
 
@@ -200,8 +198,7 @@ class Clock:
             recorder.check_steps()
 
     def end(self, result: Any) -> None:
-        """A forward pass has ended. Note when the gradients of its result arrive: from then on its layers may be
-        recomputed."""
+        """A forward pass has ended. Note when its result's gradients arrive: then its layers may be recomputed."""
         moment, arrived, idle = self.recorder.moment(), self.recorder.arrived, self.recorder.idle()
         self.recorder.evaluating = False
         if idle and not self.always:

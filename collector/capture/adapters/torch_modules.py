@@ -197,10 +197,10 @@ def linear_layer(name: str, module: nn.Linear) -> Layer:
     where, path = site(name)
     plain = type(module).forward is nn.Linear.forward and "forward" not in vars(module)
     attach = replaces(module, "forward", forward) if plain else partial(OwnProducts(name, module).attach, "weight", 0)
-    return Layer(name, module, where, shard_of(module), attach, path)
+    return Layer(name, module, where, partial(shard_of, module), attach, path)
 
 
 def core_layer(name: str, module: nn.Module, mode: type[CoreMode]) -> Layer:
     where, path = site(name, "core")
     attach = replaces(module, "forward", core_forward(name, module, mode))
-    return Layer(name, module, where, core_shard_of(module), attach, path)
+    return Layer(name, module, where, partial(core_shard_of, module), attach, path)

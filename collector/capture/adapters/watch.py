@@ -36,23 +36,8 @@ PRODUCTS = frozenset(
         *(
             getattr(owner, name)
             for name in (
-                "matmul",
-                "mm",
-                "bmm",
-                "addmm",
-                "addbmm",
-                "baddbmm",
-                "__matmul__",
-                "__rmatmul__",
-                "mv",
-                "inner",
-                "dot",
-                "addmv",
-                "addmm_",
-                "addbmm_",
-                "baddbmm_",
-                "addmv_",
-                "chain_matmul",
+                *("matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", "inner", "dot", "chain_matmul"),
+                *("addmm", "addbmm", "baddbmm", "addmv", "addmm_", "addbmm_", "baddbmm_", "addmv_"),
             )
             for owner in (torch, Tensor)
             if hasattr(owner, name)
@@ -66,8 +51,7 @@ NAMED = (FLEX, *GROUPED)  # some of them are torch operators, which are not sing
 
 
 class Watch(Interception):
-    """layers: what the adapters intercept. excluded: modules that are not watched. attention: whether attention is
-    refused too."""
+    """layers: what the adapters intercept. excluded: modules that are not watched. attention: whether to refuse it."""
 
     def __init__(
         self, model: nn.Module, layers: Iterable[Layer], excluded: Iterable[nn.Module], attention: bool

@@ -44,8 +44,7 @@ NAMES = frozenset(("@", "linear", "matmul", "mm", "bmm", "addmm", *GROUPED))  # 
 
 @dataclass(frozen=True)
 class Source:
-    """The weight that a tensor is, or was made of. first: the number of its first expert, None if they are not in the
-    weight's order."""
+    """The weight that a tensor is, or was made of. first: its first expert's number; None if they are not in order."""
 
     name: str
     first: int | None = 0
