@@ -38,7 +38,7 @@ def sidebar(catalog: Catalog) -> Filter:
     everything = catalog.counts()
     possible = catalog.counts(chosen) if chosen.items() else everything
     shown = partial(group_name, names=given_names(catalog))
-    runs = catalog.kept(("run titles", catalog.state()), lambda: _run_titles(catalog))
+    runs = catalog.kept(("run titles", catalog.state()), lambda: run_titles(every_run(catalog)))
     with st.sidebar:
         with st.container(key="filter_title", horizontal=True, vertical_alignment="center"):
             st.subheader("Filter", anchor=False)
@@ -57,10 +57,6 @@ def sidebar(catalog: Catalog) -> Filter:
     _chips(chosen, everything, shown)
     _explain_hidden(chosen, everything, possible)
     return chosen
-
-
-def _run_titles(catalog: Catalog) -> dict[str, str]:
-    return run_titles(every_run(catalog))
 
 
 def _list(name: str, counts: Mapping[Any, int], chosen: Sequence[Any], shown: Callable[[object], str]) -> None:

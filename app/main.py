@@ -25,19 +25,21 @@ ICON = (
 
 def _shown(page: Page) -> Callable[[], None]:
     """The function that shows a page. Streamlit takes the page's address from its name."""
-    shown: Callable[[], None] = import_module(page.layout).page if page.layout else question_page.page_of(page)
-    return shown
+    return import_module(page.layout).page if page.layout else question_page.page_of(page)
 
 
 def _presentation(on: bool) -> None:
     """A button that hides everything except the answer and enlarges it, and one to go back."""
     place = st.container(key="present") if on else st.sidebar
     title, icon = ("End presentation", ":material/close:") if on else ("Present", ":material/slideshow:")
-    place.button(title, icon=icon, type="tertiary", key="presentation", on_click=_present, args=(not on,))
-
-
-def _present(on: bool) -> None:
-    st.session_state["presenting"] = on
+    place.button(
+        title,
+        icon=icon,
+        type="tertiary",
+        key="presentation",
+        on_click=st.session_state.update,
+        args=({"presenting": not on},),
+    )
 
 
 def navigate(default: str = "overview") -> None:

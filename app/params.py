@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from binade.data.catalog import Catalog
 from binade.data.filter import FIELDS, LABELS, Filter
 
 TITLES = {name: LABELS.get(name, name).capitalize() for name in FIELDS}
@@ -85,6 +86,16 @@ class Known(Param):
 
     def value_of(self, text: str) -> str | None:
         return text if self.known(text) else None
+
+
+def known_tensor(opened: Catalog) -> Known:
+    """The id of a tensor of the root."""
+    return Known(lambda name: not opened.rows_of([name]).empty)
+
+
+def known_run(opened: Catalog) -> Known:
+    """The id of a run of the root."""
+    return Known(lambda name: name in set(opened.runs()["run_id"]))
 
 
 Params = Mapping[str, Param]

@@ -22,6 +22,7 @@ from binade.app.sessions import draft
 from binade.app.state import catalog
 from binade.app.style import CHOSEN, MEASURES, ONLY
 from binade.data.access import read_only
+from binade.data.cache import Done
 from binade.data.text import plain_name, short
 
 GESTURES = {  # by the selections that a chart has
@@ -228,7 +229,7 @@ def problems(drawn: Drawn) -> None:
 
 
 @contextmanager
-def progress(what: str, asked: Hashable = None) -> Iterator[Callable[[int, int], None]]:
+def progress(what: str, asked: Hashable = None) -> Iterator[Done]:
     """A progress bar for what may take over a second, updated by calls with (done, in all), with a stop button. asked:
     what is computed, if drawing the page starts the computation; `stopped` remembers it."""
     place = st.empty()

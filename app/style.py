@@ -6,7 +6,7 @@ import json
 import math
 import re
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 from typing import Any, Literal
@@ -148,12 +148,14 @@ MEASURES = {
 
 def ordered_colors(n: int) -> list[str]:
     """n colours that run from first to last, readable on light and on dark."""
-    if n < 2:
-        return ORDERED[:n]
-    at = np.linspace(0, len(ORDERED) - 1, n)
-    channels = np.array([[int(c[i : i + 2], 16) for i in (1, 3, 5)] for c in ORDERED], float)
-    mixed = np.stack([np.interp(at, np.arange(len(ORDERED)), channels[:, k]) for k in range(3)], 1)
-    return ["#" + "".join(f"{round(v):02x}" for v in row) for row in mixed]
+    return ["#" + row.tobytes().hex() for row in mixed(ORDERED, n)]
+
+
+def mixed(anchors: Sequence[str], n: int) -> np.ndarray:
+    """n colours from the first of these to the last: uint8 [n, 3]."""
+    channels = np.array([list(bytes.fromhex(color[1:])) for color in anchors], float)
+    at = np.linspace(0, len(anchors) - 1, n)
+    return np.stack([np.interp(at, np.arange(len(anchors)), channel) for channel in channels.T], 1).round().astype("u1")
 
 
 def format_in(group: str) -> str | None:
@@ -185,6 +187,12 @@ def styles(groups: list[str], by: str = "") -> tuple[list[str], list[int]]:
 def colors(groups: list[str], by: str = "", own: Mapping[str, str] | None = None) -> list[str]:
     """One colour per group: the user's choice in `own`, else as `styles`."""
     return [(own or {}).get(group, color) for group, color in zip(groups, styles(groups, by)[0], strict=True)]
+
+
+def names_axis(field: str, order: Iterable[str], longest: int = 240) -> alt.Y:
+    """The axis of a field of names, one row each. longest: pixels of a name."""
+    axis = alt.Axis(ticks=False, domain=False, labelLimit=longest)
+    return alt.Y(f"{field}:N", title=None, sort=list(order), axis=axis)
 
 
 DECADES = alt.Axis(labelOverlap=True, tickCount=6)  # of a logarithmic axis

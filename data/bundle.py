@@ -34,6 +34,7 @@ from pydantic import FailFast, Field, Strict
 
 from binade.data import untrusted
 from binade.data.access import check_writable
+from binade.data.cache import Done
 from binade.data.catalog import Catalog
 from binade.data.events import read_events
 from binade.data.remote import fetched
@@ -108,7 +109,7 @@ def write(
     run_ids: Collection[str],
     tensor_ids: Collection[str] | None,
     extras: dict[str, bytes] | None = None,
-    done: Callable[[int, int], None] = lambda count, of: None,
+    done: Done = lambda count, of: None,
 ) -> Written:
     """Write runs of a root as a bundle, atomically.
 
@@ -189,8 +190,8 @@ class _Writer:
         for segment in run.segments:
             directory = run.directory / "segments" / segment
             written = run.manifest_of(segment)
-            for name, difference in written.differences(directory).items() if written else ():
-                raise SegmentError(f"{directory / name} {difference}")
+            if written:
+                written.check(directory)
             table = pq.read_table(directory / "tensor.parquet")
             paths = []
             for name, path in zip(table["tensor_id"].to_pylist(), table["path"].to_pylist(), strict=True):
@@ -261,7 +262,7 @@ def import_runs(
     root: Path,
     source: Path,
     check: Callable[[dict[str, bytes]], None] = lambda extras: None,
-    done: Callable[[int, int], None] = lambda count, of: None,
+    done: Done = lambda count, of: None,
 ) -> Imported:
     """Import a bundle's runs into a root, which is created if it does not exist. check may refuse the extra files by
     raising; done is called with the files read so far and their number.
@@ -298,7 +299,7 @@ def _refuse(reason: str) -> NoReturn:
     raise BundleError(f"This bundle is refused: {reason}.")
 
 
-def _extract(source: Path, staged: Path, done: Callable[[int, int], None]) -> tuple[dict[str, str], dict[str, bytes]]:
+def _extract(source: Path, staged: Path, done: Done) -> tuple[dict[str, str], dict[str, bytes]]:
     """Unpack into `staged`: (the runs' fingerprints, the extra files). Only files of the list are unpacked, none longer
     than stated there, with names that a bundle may have."""
     extras = {}

@@ -25,11 +25,11 @@ from binade.data.cache import Cache
 from binade.data.difference import joined
 from binade.data.filter import FIELDS, Filter
 from binade.data.index import Index, is_unavailable
-from binade.data.intake import CUBES, RANKED, SUMMED, SUMS, sums, transaction
+from binade.data.intake import CUBES, RANKED, SUMMED, SUMS, same, sums, transaction
 from binade.data.remote import fetched, readable_root, refresh
 from binade.data.runs import IMPORT, RunError, unusable_root
 from binade.data.segment import ERROR_COLUMNS, TENSOR_SCHEMA, Identity, SegmentError
-from binade.data.sketches import PLACED, sketches
+from binade.data.sketches import PLACED, sketch_file, sketches
 from binade.data.store import load
 from binade.data.tensor_kinds import TENSOR_KINDS, Product
 from binade.data.text import describe
@@ -64,13 +64,7 @@ _TOKENS = f"""batch AS (
     SELECT {", ".join(MICRO_BATCH)}, max(numel / shape[-1]) AS tokens FROM tensor
     WHERE tensor_name = 'input' AND layer_type = 'linear' GROUP BY ALL
 )"""
-_JOIN_TOKENS = "LEFT JOIN batch ON " + " AND ".join(
-    f"tensor.{name} IS NOT DISTINCT FROM batch.{name}" for name in MICRO_BATCH
-)
-# The product that a tensor belongs to; the parameter is the names of QK's.
-PART = """CASE WHEN tensor.layer_type = 'attention'
-               THEN CASE WHEN list_contains(?, tensor.tensor_name) THEN 'QK' ELSE 'PV' END
-               WHEN tensor.module = 'router' THEN 'router' ELSE 'linear' END"""
+_JOIN_TOKENS = f"LEFT JOIN batch ON {same('tensor', 'batch', MICRO_BATCH)}"
 # The fields that identify a tensor across iterations; weights are the same in all micro-batches.
 SAME_IN_ITERATIONS = ("rank", *(name for name in SAME_IN_SHARDS if name != "iteration"))
 # The fields that identify a tensor across runs.
@@ -408,7 +402,7 @@ class Catalog:
     def crossed(self, where: Filter | None, by: tuple[str, ...]) -> pd.DataFrame:
         """Return the merged binade sketch for every combination of these columns, in one pass: by's columns, bin,
         count."""
-        return self._merged(", ".join(f"tensor.{self._column(name)}" for name in by), by, where)
+        return self._merged(self._columns(by), by, where)
 
     @_repairing
     def _merged(
@@ -544,7 +538,7 @@ class Catalog:
         if worst not in SHOWN_ERRORS:
             raise CatalogError(f"operands cannot be ranked by {worst!r}: expected one of {', '.join(SHOWN_ERRORS)}")
         condition, parameters = self._selection(where)
-        columns = ", ".join(f"tensor.{self._column(name)}" for name in by)
+        columns = self._columns(by)
         parameters.append(str(Spec.of(fmt)))
 
         def ask() -> pd.DataFrame:
@@ -603,7 +597,7 @@ class Catalog:
         tensor_id: the operand with the largest noise. Experts and tensor-parallel ranks add up.
         """
         condition, parameters = self._selection(where)
-        place = f"tensor.layer_index, tensor.module, {PART} AS part, score.gemm, tensor.tensor_name, score.format"
+        place = f"tensor.layer_index, tensor.module, {_part()} AS part, score.gemm, tensor.tensor_name, score.format"
         batch = ", ".join(f"tensor.{name}" for name in MICRO_BATCH)
 
         def change(of: str) -> str:
@@ -633,7 +627,7 @@ class Catalog:
                    arg_max(tensor_id, noise / nullif(signal, 0)) AS tensor_id
             FROM halves GROUP BY ALL ORDER BY ALL
             """,
-            [[kind.name for kind in TENSOR_KINDS if kind.product is Product.QK], *parameters],
+            parameters,
         )
 
     def results(self, where: Filter | None = None) -> pd.DataFrame:
@@ -642,25 +636,25 @@ class Catalog:
         noise ratios 10^(-sqnr_db/10) as they entered this GEMM: null unless both operands were recorded and scored."""
         condition, parameters = self._selection(where)
         place = ("layer_index", "module", "expert", "rank", *MICRO_BATCH)
-        same = " AND ".join(f"operand.{name} IS NOT DISTINCT FROM result.{name}" for name in place)
         columns = ", ".join(f"tensor.{name}" for name in place)
         return self._frame(
             f"""
             WITH operand AS (
-                SELECT {columns}, {PART} AS part, score.gemm, tensor.tensor_id,
+                SELECT {columns}, {_part()} AS part, score.gemm, tensor.tensor_id,
                        sum(pow(10, -score.sqnr_db / 10)) FILTER (score.used) AS noise
                 FROM score JOIN tensor USING (key) GROUP BY ALL
             ), result AS (
-                SELECT {columns}, {PART} AS part, gemm, tensor_id, result_sqnr_db
+                SELECT {columns}, {_part()} AS part, gemm, tensor_id, result_sqnr_db
                 FROM tensor WHERE result_sqnr_db IS NOT NULL AND {condition}
             )
             SELECT result.tensor_id, result.run_id, result.layer_index, result.module, result.part, result.gemm,
                    result.iteration, result_sqnr_db,
                    CASE WHEN count(operand.tensor_id) = 2 THEN sum(noise) END AS operand_noise
-            FROM result LEFT JOIN operand ON {same} AND operand.part = result.part AND operand.gemm = result.gemm
+            FROM result LEFT JOIN operand
+                 ON {same("operand", "result", place)} AND operand.part = result.part AND operand.gemm = result.gemm
             GROUP BY ALL ORDER BY ALL
             """,
-            [[kind.name for kind in TENSOR_KINDS if kind.product is Product.QK]] * 2 + parameters,
+            parameters,
         )
 
     def blocks(self, fmt: str, measure: str, by: tuple[str, ...], where: Filter | None = None) -> pd.DataFrame:
@@ -669,7 +663,7 @@ class Catalog:
         format without block scales. Raises CatalogError for another column.
         """
         condition, parameters = self._selection(where)
-        columns = ", ".join(f"tensor.{self._column(name)}" for name in by)
+        columns = self._columns(by)
         return self._frame(
             f"SELECT {columns}, bin, sum(count)::BIGINT AS count FROM block JOIN tensor USING (key)"
             f" WHERE {condition} AND block.format = ? AND measure = ? GROUP BY ALL ORDER BY ALL",
@@ -720,7 +714,7 @@ class Catalog:
         if metric not in STATISTICS:
             raise CatalogError(f"there is no statistic {metric!r}: expected one of {', '.join(STATISTICS)}")
         condition, parameters = self._selection(where)
-        columns = ", ".join(f"tensor.{self._column(name)}" for name in by)
+        columns = self._columns(by)
         return self._frame(
             f"""
             WITH chosen AS (SELECT {columns}, tensor_id, {STATISTICS[metric]} AS value FROM tensor WHERE {condition})
@@ -792,10 +786,9 @@ class Catalog:
     def twins(self, tensor_id: str) -> pd.DataFrame:
         """Return the same tensor in every run, itself included: the rows of `tensor` with the same TWIN_FIELDS, newest
         run first. Empty if the id is unknown. Whether the runs saw the same data follows from their configurations."""
-        same = " AND ".join(f"a.{name} IS NOT DISTINCT FROM b.{name}" for name in TWIN_FIELDS)
         return self._frame(
-            f"SELECT a.* EXCLUDE ({HIDDEN}) FROM tensor a JOIN tensor b ON {same} JOIN run ON a.run_id = run.run_id"
-            " WHERE b.tensor_id = ? ORDER BY run.started DESC, a.tensor_id",
+            f"SELECT a.* EXCLUDE ({HIDDEN}) FROM tensor a JOIN tensor b ON {same('a', 'b', TWIN_FIELDS)}"
+            " JOIN run ON a.run_id = run.run_id WHERE b.tensor_id = ? ORDER BY run.started DESC, a.tensor_id",
             [tensor_id],
         )
 
@@ -804,12 +797,11 @@ class Catalog:
         module, operation, tensor_name, iteration, numel, reference_power (the sum of its squares). Matched by identity
         (see `twins`); both must have values on disk."""
         condition, parameters = self._selection(where)
-        same = " AND ".join(f"tensor.{name} IS NOT DISTINCT FROM b.{name}" for name in TWIN_FIELDS)
         return self._frame(
             "SELECT tensor.tensor_id, b.tensor_id AS reference_id, tensor.layer_index, tensor.module,"
             " tensor.operation, tensor.tensor_name, tensor.iteration, tensor.numel,"
             " b.rms * b.rms * (b.numel - b.nans - b.infs) AS reference_power"
-            f" FROM tensor JOIN tensor b ON {same}"
+            f" FROM tensor JOIN tensor b ON {same('tensor', 'b', TWIN_FIELDS)}"
             f" WHERE {condition} AND tensor.run_id = ? AND b.run_id = ?"
             " AND tensor.path IS NOT NULL AND b.path IS NOT NULL"
             " ORDER BY tensor.iteration, tensor.layer_index, tensor.module, tensor.tensor_name, tensor.tensor_id",
@@ -821,12 +813,11 @@ class Catalog:
         QK, PV, router), format (forward operands), gradient_format. A part that was not quantized has no row."""
         return self._frame(
             f"""
-            SELECT run_id, {PART} AS part,
+            SELECT run_id, {_part()} AS part,
                    min(format) FILTER (operation = 'forward') AS format,
                    min(format) FILTER (operation = 'backward') AS gradient_format
             FROM tensor WHERE format IS NOT NULL GROUP BY ALL ORDER BY ALL
-            """,
-            [[kind.name for kind in TENSOR_KINDS if kind.product is Product.QK]],
+            """
         )
 
     def rows_of(self, tensor_ids: list[str]) -> pd.DataFrame:
@@ -847,7 +838,7 @@ class Catalog:
     def sketch_files(self) -> list[str]:
         """Return the files with the sketches of all tensors."""
         rows = self._rows("SELECT DISTINCT run_id, name FROM segment WHERE sketch_rows > 0 ORDER BY ALL")
-        return [f"{self.root.absolute()}/{run_id}/segments/{name}/sketch.parquet" for run_id, name in rows]
+        return [sketch_file(self.root.absolute(), *row) for row in rows]
 
     @_repairing
     def write_tables(self, directory: Path, where: Filter | None = None) -> None:
@@ -931,11 +922,10 @@ class Catalog:
     def shards(self, tensor_id: str) -> pd.DataFrame:
         """Return the shards of the tensor that this one is a shard of, by tp_rank: columns tensor_id, rank, tp_rank,
         tp_size, shard, shard_axis, shard_stride, path. Raises CatalogError if the id is unknown."""
-        same = " AND ".join(f"part.{name} IS NOT DISTINCT FROM given.{name}" for name in SAME_IN_SHARDS)
         frame = self._frame(
             "SELECT part.tensor_id, part.rank, part.tp_rank, part.tp_size, part.shard, part.shard_axis,"
-            f" part.shard_stride, part.path FROM tensor AS given JOIN tensor AS part ON {same}"
-            " WHERE given.tensor_id = ? ORDER BY part.tp_rank",
+            " part.shard_stride, part.path FROM tensor AS given JOIN tensor AS part"
+            f" ON {same('part', 'given', SAME_IN_SHARDS)} WHERE given.tensor_id = ? ORDER BY part.tp_rank",
             [tensor_id],
         )
         if frame.empty:
@@ -953,6 +943,16 @@ class Catalog:
         if name not in GROUPABLE:
             raise CatalogError(f"values cannot be grouped by {name!r}: expected one of {', '.join(GROUPABLE)}")
         return name
+
+    def _columns(self, names: Sequence[str]) -> str:
+        return ", ".join(f"tensor.{self._column(name)}" for name in names)
+
+
+def _part() -> str:
+    """SQL for the product that a tensor belongs to."""
+    qk = ", ".join(f"'{kind.name}'" for kind in TENSOR_KINDS if kind.product is Product.QK)
+    return f"""CASE WHEN tensor.layer_type = 'attention' THEN if(tensor.tensor_name IN ({qk}), 'QK', 'PV')
+                    WHEN tensor.module = 'router' THEN 'router' ELSE 'linear' END"""
 
 
 def _public(name: str, ids: str) -> str:

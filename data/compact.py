@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import count
@@ -20,6 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from binade.data.access import check_writable
+from binade.data.cache import Done
 from binade.data.runs import (
     CHECKPOINTS,
     DONE,
@@ -36,7 +37,6 @@ from binade.data.segment import (
     MANIFEST,
     MERGED,
     TABLES,
-    Manifest,
     Replaced,
     SegmentError,
     last_number,
@@ -45,6 +45,7 @@ from binade.data.segment import (
     read_manifest,
     replaced_names,
     segment_digest,
+    with_columns_of,
 )
 from binade.data.store import locked, remove_directory, sha256, staged_directory, sweep, write_atomic
 from binade.data.text import describe
@@ -66,13 +67,7 @@ class Compacted:
     skipped: list[str] = field(default_factory=list)
 
 
-def compact(
-    root: Path,
-    size: int = SIZE,
-    *,
-    dry_run: bool = False,
-    done: Callable[[int, int], None] = lambda count, of: None,
-) -> Compacted:
+def compact(root: Path, size: int = SIZE, *, dry_run: bool = False, done: Done = lambda count, of: None) -> Compacted:
     """Merge the segments of each run that are smaller than `size` bytes into ones of at least this size; the rest of a
     run becomes one. Imports are not changed: they may drop rows later. done is called with the runs so far and their
     number. With dry_run, only count.
@@ -169,14 +164,9 @@ def _clean(run: RunInfo) -> None:
 
 def _delete(segments: Path, merged: str, replaced: set[str]) -> None:
     """Delete segments if the merged one is intact on the disk. Raises SegmentError."""
-    _check(segments / merged, read_manifest(segments / merged, None))
+    read_manifest(segments / merged, None).check(segments / merged)
     for name in sorted(replaced):
         remove_directory(segments / name)
-
-
-def _check(segment: Path, written: Manifest) -> None:
-    for file, difference in written.differences(segment).items():
-        raise SegmentError(f"{segment.name}/{file} {difference}")
 
 
 def _merge(run: RunInfo, names: Sequence[str], merged: str) -> None:
@@ -188,7 +178,7 @@ def _merge(run: RunInfo, names: Sequence[str], merged: str) -> None:
         segment = segments / name
         written = run.manifest_of(name)
         assert written is not None
-        _check(segment, written)
+        written.check(segment)
         replaces[name] = Replaced(sha256(segment / MANIFEST), segment.stat().st_mtime_ns)
         known |= written.digests or {name: segment_digest(segment).hex()}
     with staged_directory(segments / merged) as part:
@@ -224,11 +214,7 @@ def _chunks(files: Sequence[Path], schema: pa.Schema) -> Iterator[pa.Table]:
                     f"{file.parent.name}/{file.name} has the column {min(unknown)!r}: a later version wrote it"
                 )
             for group in range(opened.num_row_groups):
-                table = opened.read_row_group(group)
-                for column in schema:
-                    if column.name not in table.column_names:
-                        table = table.append_column(column, pa.nulls(len(table), column.type))
-                tables.append(table.select(schema.names).cast(schema))
+                tables.append(with_columns_of(schema, opened.read_row_group(group)))
                 if sum(map(len, tables)) >= ROWS:
                     yield pa.concat_tables(tables)
                     tables = []

@@ -9,13 +9,15 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pyarrow as pa
 
+from binade.data.cache import Done
 from binade.data.remote import fetched
 from binade.data.runs import IMPORT, RunError, RunInfo, sound_losses
 from binade.data.segment import COUNTS, MOMENTS, read_tables
@@ -177,29 +179,23 @@ class _Whole:
             return {name: parts[0][name] for name in (*MOMENTS, *COUNTS)}
         if self.kind == "partial":
             raise IncompleteError("it is a sum over ranks, which needs values to compare")
-        counts = [part["numel"] - part["nans"] - part["infs"] for part in parts]
-        finite = [(part, count) for part, count in zip(parts, counts, strict=True) if count]
-        total = sum(counts)
-
-        def mean(name: str, power: int) -> float:
-            return sum(part[name] ** power * count for part, count in finite) / total if total else math.nan
-
-        def extreme(of: Callable[[list[float]], float], name: str) -> float:
-            known = [part[name] for part, _ in finite if not math.isnan(part[name])]
-            return of(known) if known else math.nan
-
-        found = {name: float(sum(part[name] for part in parts)) for name in COUNTS}
-        found |= {"mean": mean("mean", 1), "rms": math.sqrt(mean("rms", 2))}
-        return found | {name: extreme(min, name) for name in ("min", "absmin")} | {
-            name: extreme(max, name) for name in ("max", "absmax")
-        }  # fmt: skip
+        of = {name: np.array([part[name] for part in parts], float) for name in ("numel", *MOMENTS, *COUNTS)}
+        found = {name: of[name].sum() for name in COUNTS}
+        counts = of["numel"] - of["nans"] - of["infs"]
+        some = counts > 0
+        weights = counts[some] / counts.sum()
+        found["mean"] = weights @ of["mean"][some] if some.any() else math.nan
+        found["rms"] = math.sqrt(weights @ of["rms"][some] ** 2) if some.any() else math.nan
+        found |= {name: np.fmin.reduce(of[name][some], initial=math.nan) for name in ("min", "absmin")}
+        found |= {name: np.fmax.reduce(of[name][some], initial=math.nan) for name in ("max", "absmax")}
+        return {name: float(value) for name, value in found.items()}
 
 
 def difference(
     a: RunInfo,
     b: RunInfo,
     only: Collection[str] | None = None,
-    done: Callable[[int, int], None] = lambda count, of: None,
+    done: Done = lambda count, of: None,
 ) -> Difference:
     """Compare two runs. Raises RunError for a damaged one.
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 INTEGER_FIELDS = ("layer_index", "iteration", "micro_batch", "rank", "expert")
@@ -35,7 +35,7 @@ class Filter:
     Lists are converted to tuples. Raises FilterError for a value of the wrong type.
     """
 
-    run_id: tuple[str, ...] = field(default=())
+    run_id: tuple[str, ...] = ()
     model: tuple[str, ...] = ()
     size: tuple[str, ...] = ()
     dataset: tuple[str, ...] = ()

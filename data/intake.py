@@ -78,6 +78,11 @@ def schema() -> str:
     return "\n".join([SCHEMA.read_text(), *cubes, "DROP TABLE sketch;"])
 
 
+def same(a: str, b: str, fields: Iterable[str]) -> str:
+    """The condition that rows of two tables have the same values, or none, in these fields."""
+    return " AND ".join(f"{a}.{name} IS NOT DISTINCT FROM {b}.{name}" for name in fields)
+
+
 def sums(table: str) -> str:
     """The aggregates that add up rows of a summed table, named as its columns."""
     return ", ".join(f"{aggregate} AS {name}" for name, aggregate in SUMS[table].items())
@@ -430,8 +435,7 @@ def _sum_up(cursor: duckdb.DuckDBPyConnection, root: Path) -> None:
 def _sum_up_in(cursor: duckdb.DuckDBPyConnection, root: Path, cube: str, upto: int, end: int, merged: int) -> None:
     """Add the tensors with keys from upto to end to a cube if there are at least two for each of its rows on average.
     merged: the rows of its sums right after they were last merged."""
-    names = ", ".join(CUBES[cube])
-    same = " AND ".join(f"tensor.{name} IS NOT DISTINCT FROM {cube}.{name}" for name in CUBES[cube])
+    names, alike = ", ".join(CUBES[cube]), same("tensor", cube, CUBES[cube])
     new = f"FROM tensor WHERE key >= {upto}"
     ((tensors, rows),) = cursor.execute(
         f"SELECT (SELECT count(*) {new}), (SELECT count(*) FROM (SELECT DISTINCT {names} {new}))"
@@ -446,9 +450,9 @@ def _sum_up_in(cursor: duckdb.DuckDBPyConnection, root: Path, cube: str, upto: i
             # In the order of the tensors, so that the sums of rows that follow each other read the same files.
             f"INSERT INTO {cube} (key, {names})"
             f" SELECT (SELECT coalesce(max(key) + 1, 0) FROM {cube}) + row_number() OVER (ORDER BY first) - 1, {names}"
-            f" FROM (SELECT {names}, min(key) AS first {new} GROUP BY ALL) AS tensor ANTI JOIN {cube} ON {same}"
+            f" FROM (SELECT {names}, min(key) AS first {new} GROUP BY ALL) AS tensor ANTI JOIN {cube} ON {alike}"
         )
-        part = f"SELECT {PLACED}, {cube}.key AS other FROM tensor JOIN {cube} ON {same} WHERE tensor.key >= {upto}"
+        part = f"SELECT {PLACED}, {cube}.key AS other FROM tensor JOIN {cube} ON {alike} WHERE tensor.key >= {upto}"
         size = 0
         for table in SUMMED[cube]:
             if table == "sketch":

@@ -38,31 +38,27 @@ def notes(row: Mapping[str, Any], config: str = "{}") -> list[str]:
     The notes are plain text and include file names and words of the log only if these are plain words. They are
     harmless as text, but must still be escaped as HTML or Markdown.
     """
-    if not (_there(row["path"]) and str(row["path"]).startswith("/")):
+    if not (pd.notna(row["path"]) and str(row["path"]).startswith("/")):
         grid = on_a_grid(config) if row["tensor_name"] == "weight" else None
-        recomputed = RECOMPUTED if _there(row["recomputed"]) and row["recomputed"] else None
+        recomputed = RECOMPUTED if pd.notna(row["recomputed"]) and row["recomputed"] else None
         return [sentence for sentence in (recomputed, grid) if sentence]
     version = row["source_version"]
     known = "Its file name does not describe it."
-    if _there(version):  # V0 to V7, or a tool
+    if pd.notna(version):  # V0 to V7, or a tool
         numbered = re.fullmatch(r"V\d[a-z]?", version)
         known = f"Its file name follows version {version}." if numbered else f"Its file is {version}'s."
     sentences = [f"Imported from another tool's log; nothing was copied. {known}"]
-    if _there(row["corrections"]):
+    if pd.notna(row["corrections"]):
         sentences += row["corrections"].split("\n")
     original = row["original_quant_type"]
-    if _there(original) and not (_there(row["quant_type"]) and original == row["quant_type"]):
+    if pd.notna(original) and not (pd.notna(row["quant_type"]) and original == row["quant_type"]):
         sentences.append(f"Its log spells the quant type {original}.")
-    if _there(row["stage"]):
+    if pd.notna(row["stage"]):
         sentences.append(f"It was taken {STAGES[row['stage']]}.")
-    if not _there(row["contracted_axis"]):
+    if not pd.notna(row["contracted_axis"]):
         sentences.append("The axis that a GEMM contracts is not known, so formats are scored along the last axis.")
-    blank = [word for word in Identity.__annotations__ if word not in NOT_ASKED and not _there(row[word])]
+    blank = [word for word in Identity.__annotations__ if word not in NOT_ASKED and not pd.notna(row[word])]
     if blank:
         names = ", ".join(NAMED.get(word, word.replace("_", " ")) for word in blank)
         sentences.append(f"Not recorded: {names}.")
     return sentences
-
-
-def _there(cell: Any) -> bool:
-    return not pd.isna(cell)

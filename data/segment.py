@@ -313,6 +313,11 @@ class Manifest:
         more = [file.name for file in table_files(segment).values() if file.name not in self.files]
         return found | dict.fromkeys(more, f"is not in {MANIFEST}")
 
+    def check(self, segment: Path) -> None:
+        """Raise SegmentError for a file of the segment that has changed; OSError."""
+        for name, difference in self.differences(segment).items():
+            raise SegmentError(f"{segment / name} {difference}")
+
 
 def manifest(
     run_id: str | None,
@@ -396,10 +401,7 @@ def read_tables(
         except KeyError:  # of read_dictionary
             raise ValueError(f"{file.name} has no column 'tensor_id'") from None
         schema = TABLES[name]
-        for column in schema:
-            if column.name not in table.column_names and column.name in ADDED_LATER:
-                table = table.append_column(column, pa.nulls(len(table), column.type))
-        if missing := set(schema.names) - set(table.column_names):
+        if missing := set(schema.names) - ADDED_LATER - set(table.column_names):
             raise ValueError(f"{file.name} has no column {min(missing)!r}")
         if name != "tensor":
             ids = table["tensor_id"].cast(pa.dictionary(_INT, _TEXT)).unify_dictionaries().combine_chunks()
@@ -408,10 +410,18 @@ def read_tables(
                 raise ValueError(f"{file.name} has rows of tensors that are not in tensor.parquet")
             schema = pa.schema([("row", _INT), *list(schema)[1:]])
             table = table.set_column(table.column_names.index("tensor_id"), "row", rows)
-        tables[name] = table.select(schema.names).cast(schema)
+        tables[name] = with_columns_of(schema, table)
         if name == "tensor":
             known = tables[name]["tensor_id"].combine_chunks()
     return tables
+
+
+def with_columns_of(schema: pa.Schema, table: pa.Table) -> pa.Table:
+    """The columns of a schema, null in those that the table lacks."""
+    for column in schema:
+        if column.name not in table.column_names:
+            table = table.append_column(column, pa.nulls(len(table), column.type))
+    return table.select(schema.names).cast(schema)
 
 
 def tensor_record(row: TensorRow) -> dict[str, Any]:
@@ -503,8 +513,7 @@ def drop_rows(directory: Path, name: str, tensor_ids: set[str], files: bytes) ->
     raises OSError, or SegmentError for a segment that is damaged, the old version stays."""
     segment = directory / name
     if (segment / MANIFEST).exists():
-        for damaged, difference in read_manifest(segment, None).differences(segment).items():
-            raise SegmentError(f"{segment / damaged} {difference}")
+        read_manifest(segment, None).check(segment)
     tables = {}
     for stem, file in table_files(segment).items():
         table = pq.read_table(file, partitioning=None)

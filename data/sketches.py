@@ -60,6 +60,10 @@ def places(table: pa.Table, tensors: int) -> pa.Table:
     return pa.table([pa.array(each, mask=without) for each in found], names=["sketch_start", "sketch_stop"])
 
 
+def sketch_file(root: Path, run_id: str, segment: str) -> str:
+    return f"{root}/{run_id}/segments/{segment}/sketch.parquet"
+
+
 @contextmanager
 def sketches(
     cursor: duckdb.DuckDBPyConnection, root: Path, chosen: str, parameters: Sequence[Any] = ()
@@ -76,7 +80,7 @@ def sketches(
     files = {each[2:]: at for at, each in enumerate(segments)}
     file = np.array([files[each[2:]] for each in segments], np.int64)[number]
     order = np.lexsort((start + shift, file))
-    directories = {at: (f"{root}/{run_id}/segments/{name}", mtime_ns) for (run_id, name, mtime_ns), at in files.items()}
+    directories = {at: (sketch_file(root, run_id, name), mtime) for (run_id, name, mtime), at in files.items()}
     failed: list[BaseException] = []
 
     def batches() -> Iterator[pa.RecordBatch]:
@@ -164,16 +168,15 @@ def _footer(file: str, mtime_ns: int) -> tuple[pq.FileMetaData, list[int]]:
 
 
 def _read(
-    directory: str, mtime_ns: int, ranges: list[tuple[int, int]]
+    file: str, mtime_ns: int, ranges: list[tuple[int, int]]
 ) -> Iterator[tuple[np.ndarray, np.ndarray, list[slice]]]:
     """The bins and counts of a segment's row groups that contain these ranges of its rows, which are in order, GROUPS
     row groups at a time, and where the ranges are in them."""
-    file = f"{directory}/sketch.parquet"
     metadata, ends = _footer(file, mtime_ns)
     needed = sorted({group for a, b in ranges for group in range(bisect_right(ends, a) - 1, bisect_left(ends, b))})
     left = deque(ranges)
     with pa.OSFile(file) as source, pq.ParquetFile(source, metadata=metadata, **OPTIONS) as opened:
-        if os.stat(directory).st_mtime_ns != mtime_ns:
+        if os.stat(directory := os.path.dirname(file)).st_mtime_ns != mtime_ns:
             raise SegmentError(f"{directory} has changed")
         for at in range(0, len(needed), GROUPS):
             groups = needed[at : at + GROUPS]

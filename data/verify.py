@@ -15,6 +15,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from binade.data.cache import Done
 from binade.data.remote import fetched
 from binade.data.runs import RUNNING, RunError, RunInfo, check_losses, check_root, read_run, run_directories
 from binade.data.segment import read_tables, table_files
@@ -39,7 +40,7 @@ def verify(
     root: Path,
     run_ids: Sequence[str] = (),
     damaged: Callable[[str], None] = lambda line: None,
-    done: Callable[[int, int], None] = lambda count, of: None,
+    done: Done = lambda count, of: None,
 ) -> Verified:
     """Read every file of these runs of a root, of all if none are named. damaged is called with each line as it is
     found, done with the segments read so far and their number. Runs that are being recorded may be among them.
@@ -73,9 +74,7 @@ def verify(
         before, rows = len(found.damaged), 0
         with ExitStack() as held:
             with suppress(OSError):  # the file system has no locks, so nothing can merge segments either
-                held.enter_context(
-                    locked(run.directory, fcntl.LOCK_SH)
-                )  # so that no segments are merged in the meantime
+                held.enter_context(locked(run.directory, fcntl.LOCK_SH))  # no segments are merged in the meantime
             segments = run.segments if run.status.state != RUNNING else segments
             for name in segments:
                 rows += _check_segment(run, name, found, refuse)

@@ -18,6 +18,7 @@ from binade.app.figure import Drawn, Figure
 from binade.app.formatting import bytes_text, duration_text, first_formats
 from binade.app.jobs import summary
 from binade.app.jobs.collecting import wrapped
+from binade.app.jobs.summary import WAITS
 from binade.app.pages import overview
 from binade.app.questions.shared import loss_chart
 from binade.app.questions.shared.event_marks import events_of, marked
@@ -40,7 +41,6 @@ PROBLEMS = 10  # damaged jobs that are named
 COMMAND = 78  # characters of a line of a command
 MANY = 8  # with more jobs than this there is a search
 FAILED = (JobError, ReadOnlyError, RunError, SubmissionError, OSError, ValueError)
-WAITS = (State.QUEUED, State.PENDING)
 
 
 def page() -> None:
@@ -224,11 +224,11 @@ def _actions(root: Path, view: JobView) -> None:
                 st.markdown(f"This ends every process of job {job.id}.{kept}")
                 act = (partial(jobs.cancel, root, job.id), "Cancelling")
                 st.button("Cancel the job", type="primary", key=f"cancel_{job.id}", on_click=_do, args=act)
-        if not view.active:
-            act = (partial(_retry, root, job.id), "Queued again")
+        else:
+            act = (partial(_again, jobs.retry, root, job.id), "Queued again")
             st.button("Retry", icon=":material/replay:", key=f"retry_{job.id}", on_click=_do, args=act)
         if jobs.resumable(view):
-            act = (partial(_resume, root, job.id), "Queued: the run will continue")
+            act = (partial(_again, jobs.resume, root, job.id), "Queued: the run will continue")
             text = "Continue its run from the last checkpoint"
             st.button("Resume", icon=":material/resume:", key=f"resume_{job.id}", on_click=_do, args=act, help=text)
         if st.button("Clone and change", icon=":material/content_copy:", key=f"clone_{job.id}"):
@@ -247,12 +247,8 @@ def _choose(number: int) -> None:
     st.query_params.from_dict({"job": str(number)})
 
 
-def _retry(root: Path, number: int) -> None:
-    _choose(jobs.retry(root, number).id)
-
-
-def _resume(root: Path, number: int) -> None:
-    _choose(jobs.resume(root, number).id)
+def _again(act: Callable[[Path, int], Job], root: Path, number: int) -> None:
+    _choose(act(root, number).id)
 
 
 def _change(root: Path, number: int) -> None:

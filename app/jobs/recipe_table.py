@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from binade.collector.recipes.recipe import LINEAR_OPERANDS, MODULES, PARTS, Rec
 from binade.data.access import check_writable
 from binade.data.store import staged_file
 from binade.quant.formats import UnknownFormatError
-from binade.quant.specs import OPERAND_FIELDS, Spec, SpecError
+from binade.quant.specs import OPERAND_FIELDS, SpecError
 from binade.terminal import names
 
 FOLDER = ".recipes"
@@ -69,12 +69,7 @@ def details(recipe: Recipe) -> dict[str, tuple[str, ...]]:
 def biased_specs(recipe: Recipe) -> tuple[str, ...]:
     """The specs of a recipe whose stochastic rounding is biased, each once."""
     specs = (part.formats[field] for part in recipe.every_part() for field in OPERAND_FIELDS)
-    return biased(spec for spec in specs if spec)
-
-
-def biased(specs: Iterable[Spec]) -> tuple[str, ...]:
-    """The specs, each once, whose stochastic rounding is biased."""
-    return tuple(dict.fromkeys(str(spec) for spec in specs if spec.biased))
+    return tuple(dict.fromkeys(str(spec) for spec in specs if spec and spec.biased))
 
 
 def table_of(recipe: Recipe) -> pd.DataFrame:

@@ -132,18 +132,16 @@ def editor(picked: str, modules: Sequence[str]) -> None:
         _refuse(error)
     if path and path.exists():
         _delete(places[1], path, picked)
-    if recipe is None:
-        places[0].button("Save", icon=SAVE, disabled=True, width="stretch", key="save_refused")
-        return
-    text = to_toml(recipe)
-    if path is None:
-        places[0].button("Save", icon=SAVE, disabled=True, width="stretch", key="save_nameless")
+    if path and recipe:
+        _save(places[0], path, recipe)
     else:
-        _save(places[0], path, recipe, text)
+        places[0].button("Save", icon=SAVE, disabled=True, width="stretch", key="save_refused")
+    if recipe is None:
+        return
     st.markdown(_headline(f"{name}.toml" if name else "Unnamed", recipe))
     if biased := recipe_table.biased_specs(recipe):
         st.caption(plain(f"{', '.join(biased)}: {recipe_table.BIASED}."))
-    st.code(text, language="toml", wrap_lines=True)
+    st.code(to_toml(recipe), language="toml", wrap_lines=True)
 
 
 def _refuse(error: Exception) -> None:
@@ -211,12 +209,12 @@ def _deleted(path: Path, picked: str) -> None:
     st.toast("Deleted", icon=":material/check:")
 
 
-def _save(place: Any, path: Path, recipe: Recipe, text: str) -> None:
+def _save(place: Any, path: Path, recipe: Recipe) -> None:
     """The button that saves the recipe, with a warning if that replaces a file."""
     exists = path.exists()
     done = False
     with suppress(OSError):
-        done = path.read_bytes() == text.encode()
+        done = path.read_bytes() == to_toml(recipe).encode()
     if exists:
         st.caption(plain(f"Saved as {path}." if done else f"{path} exists: Replace overwrites it."))
     word = "Saved" if done else "Replace" if exists else "Save"

@@ -9,11 +9,12 @@ from typing import NamedTuple
 import pandas as pd
 
 from binade.app.formatting import duration_text
-from binade.app.pages.runs import loss_table
+from binade.app.questions.shared import loss_chart
 from binade.collector.jobs import Job, JobView, Progress, State
 from binade.collector.jobs.state import losses_of
 
 MOST_POINTS = 600
+WAITS = (State.QUEUED, State.PENDING)
 
 
 class Badge(NamedTuple):
@@ -49,9 +50,7 @@ def badge(state: State) -> str:
 
 def ordered(views: Sequence[JobView]) -> list[JobView]:
     """Running jobs, then queued ones in order, then ended ones, latest first."""
-    active = sorted(
-        (view for view in views if view.active), key=lambda view: view.state in (State.QUEUED, State.PENDING)
-    )
+    active = sorted((view for view in views if view.active), key=lambda view: view.state in WAITS)
     ended = [view for view in views if not view.active]
     return [*active, *sorted(ended, key=lambda view: (view.ended or "", view.job.id), reverse=True)]
 
@@ -66,13 +65,13 @@ def matching(views: Sequence[JobView], words: str) -> list[JobView]:
     return [view for view in views if all(word in text(view.job, view.state) for word in wanted)]
 
 
-def seconds_run(view: JobView, now: datetime | None = None) -> float | None:
+def seconds_run(view: JobView) -> float | None:
     """From its start to its end, or until now."""
-    if view.started is None or view.state in (State.QUEUED, State.PENDING):
+    if view.started is None or view.state in WAITS:
         return None
     try:
         start = datetime.fromisoformat(view.started)
-        end = (now or datetime.now(UTC)) if view.active else datetime.fromisoformat(view.ended or "")
+        end = datetime.now(UTC) if view.active else datetime.fromisoformat(view.ended or "")
         return max((end - start).total_seconds(), 0.0)
     except (TypeError, ValueError):
         return None
@@ -104,5 +103,6 @@ def line(view: JobView, done: Progress) -> str:
 
 
 def losses(view: JobView) -> tuple[pd.DataFrame, int]:
-    """As `loss_table`, with the recipe as the group."""
-    return loss_table({str(view.run.config.get("recipe")): losses_of(view.run)} if view.run else {}, MOST_POINTS)
+    """As `loss_chart.loss_table`, with the recipe as the group."""
+    found = {str(view.run.config.get("recipe")): losses_of(view.run)} if view.run else {}
+    return loss_chart.loss_table(found, MOST_POINTS)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any
-
-import pandas as pd
 
 from binade.app import style
 from binade.app.figure import Drawn, Figure
@@ -13,7 +10,7 @@ from binade.app.formatting import losses_of
 from binade.app.params import Param
 from binade.app.questions.shared import loss_chart
 from binade.app.questions.shared.event_marks import events_of, marked
-from binade.app.questions.shared.labels import thinned, thinned_note
+from binade.app.questions.shared.labels import thinned_note
 from binade.app.questions.shared.runs import run_colors, runs_with_reference
 from binade.app.questions.shared.selection import Selection
 from binade.data.catalog import Catalog
@@ -21,13 +18,6 @@ from binade.data.catalog import Catalog
 
 def params(opened: Catalog) -> dict[str, Param]:
     return {}
-
-
-def loss_table(records: Mapping[str, Sequence[Mapping[str, Any]]], most: int) -> tuple[pd.DataFrame, int]:
-    """(for loss_chart: group, iteration, loss, of at most about `most` rows; one iteration in how many is in it), from
-    the records of each group's loss.jsonl."""
-    rows = [(group, record["iteration"], record["loss"]) for group, found in records.items() for record in found]
-    return thinned(pd.DataFrame(rows, columns=["group", "iteration", "loss"]), most)
 
 
 def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
@@ -38,7 +28,7 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
     latest = runs_with_reference(runs.head(style.MAX_GROUPS), opened.parts())
     found = losses_of(opened, latest["run_id"].tolist())
     labels = dict(zip(latest["run_id"], latest["label"], strict=True))
-    table, step = loss_table({labels[run_id]: records for run_id, records in found.items()}, style.MARKS)
+    table, step = loss_chart.loss_table({labels[run_id]: records for run_id, records in found.items()}, style.MARKS)
     if table.empty:
         return Drawn()
     note = f"Losses of the {len(latest)} newest of {len(runs)} runs." if len(runs) > len(latest) else ""

@@ -8,9 +8,9 @@ import pandas as pd
 
 from binade.app.figure import Drawn
 from binade.app.formatting import first_formats
-from binade.app.params import Known, One, Param
+from binade.app.params import One, Param, known_tensor
 from binade.app.questions.ranking import compute as ranking
-from binade.app.questions.registry import views_of
+from binade.app.questions.registry import params_of, views_of
 from binade.app.questions.shared.labels import full_labels
 from binade.app.questions.shared.runs import given_names
 from binade.app.questions.shared.selection import SelectedTensor, Selection, formats_first
@@ -24,14 +24,11 @@ MAX_LISTED = 5000
 
 
 def params(opened: Catalog) -> dict[str, Param]:
-    own: dict[str, Param] = {
-        name: param for question in VIEWS.values() for name, param in question.params(opened).items()
-    }
     return {
-        "tensor": Known(lambda name: not opened.rows_of([name]).empty),
+        "tensor": known_tensor(opened),
         "view": One(tuple(VIEWS)),
         "format": One(formats_first(first_formats(opened))),
-        **own,
+        **params_of(VIEWS, opened),
     }
 
 

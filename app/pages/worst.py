@@ -7,7 +7,7 @@ from typing import Any
 from binade.app.figure import Drawn
 from binade.app.formatting import first_formats
 from binade.app.params import One, Param
-from binade.app.questions.registry import views_of
+from binade.app.questions.registry import params_of, views_of
 from binade.app.questions.shared import boards
 from binade.app.questions.shared.selection import Board, Selection
 from binade.app.style import MEASURES
@@ -17,14 +17,11 @@ VIEWS = views_of("worst")
 
 
 def params(opened: Catalog) -> dict[str, Param]:
-    own: dict[str, Param] = {
-        name: param for question in VIEWS.values() for name, param in question.params(opened).items()
-    }
     return {
         "view": One(tuple(VIEWS)),
         "metric": One(boards.METRICS),
         "format": One(first_formats(opened)),
-        **own,
+        **params_of(VIEWS, opened),
     }
 
 

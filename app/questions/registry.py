@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from binade.app.params import Param
 from binade.app.questions.advise.question import ADVISE
 from binade.app.questions.attention.question import ATTENTION
 from binade.app.questions.block_history.question import BLOCK_HISTORY
@@ -26,6 +29,7 @@ from binade.app.questions.surfaces.question import SURFACES
 from binade.app.questions.training.question import TRAINING
 from binade.app.questions.what_if.question import WHAT_IF
 from binade.app.questions.why.question import WHY
+from binade.data.catalog import Catalog
 from binade.data.text import markdown_table
 
 QUESTIONS: tuple[Question, ...] = (
@@ -58,6 +62,11 @@ QUESTIONS: tuple[Question, ...] = (
 def views_of(page: str) -> dict[str, Question]:
     """The questions that a page answers, by the name of the view."""
     return {question.view: question for question in QUESTIONS if question.page == page}
+
+
+def params_of(views: Mapping[str, Question], opened: Catalog) -> dict[str, Param]:
+    """The parameters of all views of a page."""
+    return {name: param for question in views.values() for name, param in question.params(opened).items()}
 
 
 def describe() -> str:

@@ -34,8 +34,7 @@ SECTIONS = (
         "distributions",
         "Distributions",
         text="Histograms of magnitudes (eighths of a binade) and Q–Q plots against a normal distribution, for each "
-        "group of the "
-        "selection.",
+        "group of the selection.",
     ),
     Section(
         "heatmaps",

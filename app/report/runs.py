@@ -85,8 +85,7 @@ def definitions() -> Section:
     )
     text = (
         "x is the tensor before rounding, q the tensor after it. NaN and Inf are counted separately and left out of "
-        "the "
-        "sums."
+        "the sums."
     )
     return Section("definitions", "Definitions", tables=tables, text=text)
 

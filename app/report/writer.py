@@ -29,6 +29,7 @@ from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from os.path import lexists
 from pathlib import Path, PurePosixPath
 from zipfile import ZIP_DEFLATED, ZIP_STORED, ZipFile, ZipInfo
 
@@ -176,18 +177,14 @@ def _refuse_foreign(output: Path, files: Iterable[str], before: set[str], folder
     """Raise UsageError if one of the files exists and is not from an earlier report or is a folder, or if one of the
     folders, or of those of an earlier report, exists and is a file or a link."""
     files = list(files)
-    foreign = {name for name in files if (_is_there(output / name) and name not in before) or (output / name).is_dir()}
+    foreign = {name for name in files if (lexists(output / name) and name not in before) or (output / name).is_dir()}
     wanted = {*folders, *(str(parent) for name in {*files, *before} for parent in PurePosixPath(name).parents[:-1])}
-    there = {name: output / name for name in wanted if _is_there(output / name)}
+    there = {name: output / name for name in wanted if lexists(output / name)}
     foreign |= {name for name, path in there.items() if path.is_symlink() or not path.is_dir()}  # a link leads anywhere
     if foreign:
         raise UsageError(
             f"{output / min(foreign)} exists and was not written by a report: give --output another folder, or move it"
         )
-
-
-def _is_there(path: Path) -> bool:
-    return os.path.lexists(path)
 
 
 def publish(made: Path, output: Path, before: set[str]) -> None:

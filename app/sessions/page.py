@@ -61,8 +61,8 @@ def _saved(opened: Catalog) -> None:
         st.info("No saved sessions yet.", icon=":material/bookmarks:")
         st.markdown(
             "A session saves what you are looking at: the page with its filter and settings, the charts you pin, and "
-            "your "
-            "notes. Pin a chart with **Pin to session** in its menu (⋯), or choose **Save** in the sidebar of any page."
+            "your notes. Pin a chart with **Pin to session** in its menu (⋯), or choose **Save** in the sidebar of any "
+            "page."
         )
         return
     if len(found) > MAX_LISTED:
@@ -341,8 +341,7 @@ def _import(opened: Catalog) -> None:
         return
     st.markdown(
         "A session file (.json) or a bundle (.zip), as exported on this page. It is checked before anything is "
-        "imported. "
-        "If a session with the same ID exists here, the imported one becomes its next version."
+        "imported. If a session with the same ID exists here, the imported one becomes its next version."
     )
     given = uploads.uploader("File", ["json", "zip"], "import_file")
     st.caption("If a bundle is too large for the browser: `binade bundle import FILE.zip`")

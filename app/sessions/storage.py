@@ -20,6 +20,7 @@ from binade.app.sessions.session import ID, LONGEST_FILE, Session, SessionError,
 from binade.data import bundle
 from binade.data.access import check_writable
 from binade.data.bundle import Imported, Written
+from binade.data.cache import Done
 from binade.data.catalog import Catalog
 from binade.data.runs import now
 from binade.data.store import regular, remove_directory
@@ -38,6 +39,13 @@ class Version(NamedTuple):
 
 def folder(root: Path) -> Path:
     return root / FOLDER
+
+
+def _directory(root: Path, session_id: str) -> Path:
+    """Raises SessionError for a text that is not an ID."""
+    if not re.fullmatch(ID, session_id):
+        raise SessionError(f"{session_id[:40]!a} is not a session ID.")
+    return folder(root) / session_id
 
 
 def save(root: Path, session: Session) -> Version:
@@ -82,9 +90,7 @@ def import_session(root: Path, session: Session) -> Version:
 def load(root: Path, session_id: str, number: int | None = None) -> Version:
     """A saved session: the newest version, or the one of that number. Raises SessionError if it is not there or cannot
     be read."""
-    if not isinstance(session_id, str) or not re.fullmatch(ID, session_id):
-        raise SessionError(f"{str(session_id)[:40]!a} is not a session ID.")
-    directory = folder(root) / session_id
+    directory = _directory(root, session_id)
     numbers = _numbers(directory)
     if not numbers:
         raise SessionError(f"There is no session {session_id!r} in {root}: it was deleted, or belongs to another root.")
@@ -120,9 +126,7 @@ def _readable(reads: Iterable[Callable[[], Version]]) -> tuple[list[Version], li
 def delete(root: Path, session_id: str) -> int:
     """Delete a session with its history, and return the number of its versions. Raises SessionError, ReadOnlyError."""
     check_writable("Deleting a session")
-    if not re.fullmatch(ID, session_id):
-        raise SessionError(f"{session_id[:40]!a} is not a session ID.")
-    directory = folder(root) / session_id
+    directory = _directory(root, session_id)
     count = len(_numbers(directory))
     try:
         remove_directory(directory)
@@ -163,7 +167,7 @@ def export_bundle(
     session: Session,
     target: Path,
     values: str = "charts",
-    done: Callable[[int, int], None] = lambda count, of: None,
+    done: Done = lambda count, of: None,
 ) -> Written:
     """Write a session and the runs that it shows, as they are now; absent runs are left out. values: which tensors'
     values are included, a key of VALUES. Raises BundleError, SessionError."""
@@ -175,9 +179,7 @@ def export_bundle(
     return bundle.write(catalog.root, target, here, chosen, {SESSION: to_json(now).encode()}, done)
 
 
-def import_bundle(
-    root: Path, source: Path, done: Callable[[int, int], None] = lambda count, of: None
-) -> tuple[Imported, Version | None]:
+def import_bundle(root: Path, source: Path, done: Done = lambda count, of: None) -> tuple[Imported, Version | None]:
     """Import a bundle into a root: (what was done with its runs, the version of its session here). Raises BundleError,
     SessionError, ReadOnlyError, and then the root is unchanged."""
     sessions: list[Session] = []

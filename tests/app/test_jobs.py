@@ -198,7 +198,7 @@ class TestCollect:
         at = visit(root, "collect")
         at.toggle(key="collect_edit").set_value(True)
         rerun(at)
-        assert at.selectbox(key="collect_start").value == "mxfp8" and at.button(key="save_nameless").disabled
+        assert at.selectbox(key="collect_start").value == "mxfp8" and at.button(key="save_refused").disabled
         at.selectbox(key="collect_start").set_value("te_nvfp4")
         rerun(at)
         at.text_input(key="collect_keep").set_value("last")

@@ -114,7 +114,7 @@ class TestLaws:
     @pytest.mark.parametrize("law", laws.LAWS)
     def test_the_law_that_made_it_comes_closest(self, law):
         d = distribution_of("x", torch.from_numpy(sample(law, 20_000)))
-        table = laws.laws_table([d])
+        table = laws.laws_table(d)
         ks = table.set_index("law")["ks"]
         assert ks[law] < 0.02 and (ks[law] <= ks.min() + 0.003)
 
@@ -141,9 +141,7 @@ class TestLaws:
 
     def test_between_two_samples(self):
         a, b = sample("normal"), sample("laplace", 2501)
-        points = laws.qq_between(
-            *([distribution_of("a", torch.from_numpy(a))], distribution_of("b", torch.from_numpy(b)))
-        )
+        points = laws.qq_between(*(distribution_of("group", torch.from_numpy(x)) for x in (a, b)))
         share = stats.norm.cdf(np.linspace(-1, 1, 201) * stats.norm.isf(0.5 / 2501))
         assert np.array_equal(points["sample"], np.quantile(a.astype(float), share, method="inverted_cdf"))
         assert np.array_equal(points["theoretical"], np.quantile(b.astype(float), share, method="inverted_cdf"))
@@ -151,7 +149,7 @@ class TestLaws:
     @pytest.mark.parametrize("name", ["all NaN", "zeros", "constant", "single", "empty", "huge", "subnormal"])
     def test_odd_tensors(self, name):
         d = distribution_of("x", odd_tensors()[name])
-        table = laws.laws_table([d])
+        table = laws.laws_table(d)
         assert table["ks"].between(0, 1).all() and len(table) == (4 if name in ("huge", "subnormal") else 0)
 
     def test_unknown_law(self):
@@ -462,7 +460,7 @@ class TestBoards:
 
     def test_results_and_what_their_operands_predict(self, catalog):
         where = Filter(quant_type=["mxfp4"])
-        table = results_compute.results(catalog, where).set_index(list(results_compute.PRODUCT))
+        table = results_compute.pooled(catalog.results(where)).set_index(list(results_compute.PRODUCT))
         assert set(table.index.get_level_values("gemm")) == {"forward", "dgrad", "wgrad"}
         exact, predicted = [], []
         for iteration in (0, 1):
@@ -485,7 +483,7 @@ class TestBoards:
                 predicted.append(10 ** (-errors(x, quant.fake_quantize(x, "mxfp4", axis)).sqnr_db / 10))
         assert backward["operands_db"] == pytest.approx(-10 * np.log10(np.sum(predicted) / 2), abs=1e-3)
         assert backward["result_db"] > 0
-        assert results_compute.results(catalog, Filter(quant_type=["bf16"])).empty
+        assert results_compute.pooled(catalog.results(Filter(quant_type=["bf16"]))).empty
 
     def test_block_history_is_that_of_the_blocks_in_the_files(self, catalog):
         where = Filter(quant_type=["mxfp4"], layer_index=[1], iteration=[1])

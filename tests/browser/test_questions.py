@@ -214,7 +214,7 @@ def test_would_another_format_fix_it(visitor: Visitor, catalog: Catalog, board: 
 def test_is_it_normal(visitor: Visitor, catalog: Catalog, board: pd.DataFrame):
     visitor.ask(registry.NORMALITY)
     d = distribution_of("x", catalog.load(board["tensor_id"].iloc[0]))
-    closest = laws.laws_table([d]).iloc[0]
+    closest = laws.laws_table(d).iloc[0]
     assert f"distance {closest['ks']:.3f}" in visitor.answer
     assert "exact" in visitor.title("qq")
     visitor.segment("Student’s t")
@@ -348,8 +348,8 @@ def test_what_costs_the_loss(visitor: Visitor, catalog: Catalog):
 
 def test_which_gemm_loses_it(visitor: Visitor, catalog: Catalog):
     visitor.ask(registry.RESULTS)
-    table = results_compute.results(catalog, Filter())
-    worst = results_compute.results(catalog, Filter(), ("gemm",)).sort_values("result_db").iloc[0]
+    table = results_compute.pooled(catalog.results())
+    worst = results_compute.pooled(catalog.results(), ("gemm",)).sort_values("result_db").iloc[0]
     assert visitor.answer.startswith(
         f"{worst['gemm']} has the most error: its results have {worst['result_db']:.1f} dB"
     )

@@ -51,10 +51,7 @@ def frontier(table: pd.DataFrame, bits: float, change: float, subtitle: str) -> 
     if change > 0 or not floor > 0:
         chosen = pd.DataFrame({"bits": [bits], "change": [change]})
         layers.append(alt.Chart(chosen).mark_point(size=260, strokeWidth=2.5, color=style.PALETTE[3]).encode(x=x, y=y))
-    result: alt.LayerChart | alt.FacetChart = alt.layer(*layers).properties(
-        title=style.title("Bits and predicted loss", subtitle)
-    )
-    return result
+    return alt.layer(*layers).properties(title=style.title("Bits and predicted loss", subtitle))
 
 
 def bits(table: pd.DataFrame, title: str, subtitle: str) -> alt.LayerChart:

@@ -44,24 +44,15 @@ def heads(x: Tensor) -> Heads | None:
 def entropy(p: Heads) -> pd.DataFrame:
     """By head: columns head (from 1), entropy (bits, −Σp·log2 p over the keys, mean over queries), lowest and highest
     (of a query), uniform (bits, if every key that a query may see had the same share: causal)."""
-    rows = []
     queries = torch.arange(p.x.shape[2]) * p.every
     uniform = float(torch.log2(queries + 1.0).mean())
-    for head in range(p.x.shape[1]):
-        x = p.x[:, head].double()
-        bits = -torch.xlogy(x, x).sum(-1) / math.log(2)
-        bits = bits[bits.isfinite()]
-        some = bits.numel() > 0
-        rows.append(
-            {
-                "head": head + 1,
-                "entropy": float(bits.mean()) if some else math.nan,
-                "lowest": float(bits.min()) if some else math.nan,
-                "highest": float(bits.max()) if some else math.nan,
-                "uniform": uniform,
-            }
-        )
-    return pd.DataFrame(rows)
+    rows = []
+    for number, x in enumerate(p.x.unbind(1), 1):
+        own = x.double()
+        bits = pd.Series((-torch.xlogy(own, own).sum(-1) / math.log(2)).flatten())
+        bits = bits[np.isfinite(bits)]
+        rows.append((number, bits.mean(), bits.min(), bits.max(), uniform))
+    return pd.DataFrame(rows, columns=["head", "entropy", "lowest", "highest", "uniform"])
 
 
 def flushed(p: Heads, fmt: str | Spec, dim: int = -1) -> pd.DataFrame:
@@ -69,29 +60,22 @@ def flushed(p: Heads, fmt: str | Spec, dim: int = -1) -> pd.DataFrame:
     probability that the flushed values held)."""
     q = quant.fake_quantize(p.x.contiguous(), fmt, dim)
     rows = []
-    for head in range(p.x.shape[1]):
-        x, y = p.x[:, head], q[:, head]
+    for number, (x, y) in enumerate(zip(p.x.unbind(1), q.unbind(1), strict=True), 1):
         gone = (x != 0) & (y == 0)
-        nonzero = int(x.count_nonzero())
-        total = float(x.double().nansum())
-        rows.append(
-            {
-                "head": head + 1,
-                "flush_to_zero": int(gone.sum()) / nonzero if nonzero else math.nan,
-                "mass": float(x[gone].double().sum()) / total if total else math.nan,
-            }
-        )
-    return pd.DataFrame(rows)
+        nonzero, total = int(x.count_nonzero()), float(x.double().nansum())
+        share = int(gone.sum()) / nonzero if nonzero else math.nan
+        rows.append((number, share, float(x[gone].double().sum()) / total if total else math.nan))
+    return pd.DataFrame(rows, columns=["head", "flush_to_zero", "mass"])
 
 
 def ranges(scores: Heads) -> pd.DataFrame:
     """By head, of the finite scores (a mask's infinities are left out): columns head, low, q1, median, q3, high."""
     rows = []
-    for head in range(scores.x.shape[1]):
-        own = scores.x[:, head].float()
+    for number, values in enumerate(scores.x.unbind(1), 1):
+        own = values.float()
         x = own[own.isfinite() & (own > torch.finfo(scores.x.dtype).min / 2)].numpy()
         marks = np.quantile(x, [0, 0.25, 0.5, 0.75, 1]) if len(x) else [math.nan] * 5
-        rows.append([head + 1, *map(float, marks)])
+        rows.append([number, *map(float, marks)])
     return pd.DataFrame(rows, columns=["head", "low", "q1", "median", "q3", "high"])
 
 

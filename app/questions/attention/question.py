@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -81,15 +82,10 @@ def maps_of(selected: SelectedTensor) -> Maps | None:
     """The maps of the tensor's layer, run, iteration, micro-batch and rank; None where none has values."""
     found, rows = {}, {}
     for name in NAMES:
-        row = _sibling(selected, name)
-        if row is None:
-            continue
-        try:
-            read = compute.heads(selected.opened.load(row["tensor_id"]))
-        except (CatalogError, TensorFileError):
-            read = None
-        if read is not None:
-            found[name], rows[name] = read, row
+        with suppress(CatalogError, TensorFileError):
+            row = _sibling(selected, name)
+            if row is not None and (read := compute.heads(selected.opened.load(row["tensor_id"]))):
+                found[name], rows[name] = read, row
     return Maps(found, rows) if found else None
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from binade.app.control import Control
 from binade.app.figure import Column, Controls, Drawn, Figure, Item, Table, source
-from binade.app.params import Known
+from binade.app.params import known_tensor
 from binade.app.questions.channels import charts, compute
 from binade.app.questions.depth import charts as depth_charts
 from binade.app.questions.question import Question
@@ -26,7 +26,7 @@ ONE = "Hot channels were recorded in one iteration, {}: record at least two to s
 HOT = Control(
     name="hot_in",
     label="Hot channels of",
-    param=lambda opened: Known(lambda name: not opened.rows_of([name]).empty),
+    param=known_tensor,
     widget="list",
     inline=True,
 )

@@ -35,7 +35,6 @@ def codes(table: pd.DataFrame, spec: Spec, subtitle: str | list[str]) -> alt.Cha
         legend=alt.Legend(title=None, orient="top", columns=3),
     )
     width = spec.format.element.bits
-    few = len(shown) <= 32
     shown["bits"] = [f"{code:0{width}b}" for code in shown["code"]]
     tooltip = [
         alt.Tooltip("text:N", title="value ÷ scale"),
@@ -45,25 +44,22 @@ def codes(table: pd.DataFrame, spec: Spec, subtitle: str | list[str]) -> alt.Cha
         alt.Tooltip("tier:N", title="precision"),
     ]
     y = alt.Y("share:Q", title="share of values", axis=alt.Axis(format="~%", tickCount=5))
-    title = style.title(f"Codes of {spec.format.title} that are used", subtitle)
-    if few:
+    if len(shown) <= 32:
         x = alt.X("text:O", title="code’s value, over the scale", sort=None, axis=alt.Axis(labelAngle=0))
         shown["text"] = [
             text if text != "0" or code == 0 else "−0" for text, code in zip(shown["text"], shown["code"], strict=True)
         ]
-        few_bars: alt.Chart = alt.Chart(shown).mark_bar().encode(x=x, y=y, color=color, tooltip=tooltip)
-        return few_bars.properties(title=title)
-    x = alt.X(
-        "order:Q",
-        title="codes, from the most negative value to the largest",
-        scale=alt.Scale(domain=[0, len(shown)], nice=False),
-        axis=alt.Axis(labels=False, ticks=False, grid=False),
-    )
-    bars = alt.Chart(shown).mark_rect(strokeWidth=0)
-    result: alt.Chart = bars.encode(x=x, x2="end:Q", y=y, y2="floor:Q", color=color, tooltip=tooltip).properties(
-        title=title
-    )
-    return result
+        bars = alt.Chart(shown).mark_bar().encode(x=x, y=y)
+    else:
+        x = alt.X(
+            "order:Q",
+            title="codes, from the most negative value to the largest",
+            scale=alt.Scale(domain=[0, len(shown)], nice=False),
+            axis=alt.Axis(labels=False, ticks=False, grid=False),
+        )
+        bars = alt.Chart(shown).mark_rect(strokeWidth=0).encode(x=x, x2="end:Q", y=y, y2="floor:Q")
+    title = style.title(f"Codes of {spec.format.title} that are used", subtitle)
+    return bars.encode(color=color, tooltip=tooltip).properties(title=title)
 
 
 def tiers(table: pd.DataFrame, subtitle: str | list[str]) -> alt.LayerChart:
@@ -73,12 +69,7 @@ def tiers(table: pd.DataFrame, subtitle: str | list[str]) -> alt.LayerChart:
         label=[f"{row.tier} · {row.used} of {row.codes}" for row in rows], text=[f"{row.share:.1%}" for row in rows]
     )
     base = alt.Chart(shown).encode(
-        y=alt.Y(
-            "label:N",
-            title=None,
-            sort=shown["label"].tolist(),
-            axis=alt.Axis(ticks=False, domain=False, labelLimit=240),
-        ),
+        y=style.names_axis("label", shown["label"]),
         tooltip=[
             alt.Tooltip("tier:N", title="precision"),
             alt.Tooltip("share:Q", title="share of values", format=".3~p"),
@@ -86,16 +77,10 @@ def tiers(table: pd.DataFrame, subtitle: str | list[str]) -> alt.LayerChart:
             alt.Tooltip("codes:Q", title="codes of the format"),
         ],
     )
-    x = alt.X(
-        "share:Q",
-        title="share of values",
-        axis=alt.Axis(format="~%", tickCount=4),
-        scale=alt.Scale(domain=[0, 1.5], nice=False),
-    )
-    x["axis"]["values"] = [0, 0.25, 0.5, 0.75, 1]
+    ticks = alt.Axis(format="~%", tickCount=4, values=[0, 0.25, 0.5, 0.75, 1])
+    x = alt.X("share:Q", title="share of values", axis=ticks, scale=alt.Scale(domain=[0, 1.5], nice=False))
     names = table["tier"].tolist()
     scale = alt.Scale(domain=names, range=[tier_color(name) for name in names])
     bars = base.mark_bar(size=18, cornerRadiusEnd=3).encode(x=x, color=alt.Color("tier:N", scale=scale, legend=None))
     text = base.mark_text(align="left", dx=5, color=style.GREY, fontSize=12).encode(x="share:Q", text="text:N")
-    result: alt.LayerChart = (bars + text).properties(title=style.title("Values by precision", subtitle))
-    return result
+    return (bars + text).properties(title=style.title("Values by precision", subtitle))

@@ -28,11 +28,9 @@ HIFP8 = Spec.of("hifp8")
 CLIPPED, THREE, TWO, ONE, DENORMAL, FLUSHED, ZERO = PRECISIONS = (
     "clipped", "3 mantissa bits", "2 mantissa bits", "1 mantissa bit", "denormal", "flushed to zero", "zero",
 )  # fmt: skip
-# Each precision's magnitudes as exponents: from 2**low, below 2**high.
-BANDS = (
-    (FLUSHED, -200, -23), (DENORMAL, -23, -15), (ONE, -15, -7), (TWO, -7, -3), (THREE, -3, 4), (TWO, 4, 8),
-    (ONE, 8, 15), (CLIPPED, 15, 200),
-)  # fmt: skip
+# The precision of the magnitudes between two of these powers of two, given by their exponents.
+EXPONENTS = (-np.inf, -23, -15, -7, -3, 4, 8, 15, np.inf)
+BANDS = (FLUSHED, DENORMAL, ONE, TWO, THREE, TWO, ONE, CLIPPED)
 
 
 def precision_shares(catalog: Catalog, where: Filter, by: str | None = None) -> pd.DataFrame:
@@ -47,10 +45,8 @@ def precision_shares(catalog: Catalog, where: Filter, by: str | None = None) -> 
     inner = sketch[["low", "high"]].abs().min(axis=1).to_numpy()
     with np.errstate(divide="ignore"):
         exponent = np.log2(inner)
-    band = np.full(len(sketch), FLUSHED, object)
-    for name, low, high in BANDS:
-        band[(exponent >= low) & (exponent < high)] = name
-    table = sketch.assign(group=sketch["group"].map(group_name), precision=band)
+    band = pd.cut(exponent, EXPONENTS, right=False, labels=BANDS, ordered=False)
+    table = sketch.assign(group=sketch["group"].map(group_name), precision=np.asarray(band))
     counts = table.groupby(["group", "precision"], sort=False)["count"].sum().unstack(fill_value=0)
     counts = counts.reindex(columns=list(PRECISIONS), fill_value=0)
     counts[ZERO] = [int(zeros[group]) for group in counts.index]
@@ -89,7 +85,7 @@ def _precisions_chart(table: pd.DataFrame, subtitle: str | list[str]) -> alt.Cha
     shown = table.assign(order=table["precision"].map({name: index for index, name in enumerate(COLORS)}))
     names = [name for name in COLORS if shown.loc[shown["precision"] == name, "count"].any()]
     scale = alt.Scale(domain=names, range=[COLORS[name] for name in names])
-    result: alt.Chart = (
+    return (
         alt.Chart(shown[shown["count"] > 0])
         .mark_bar(size=18)
         .encode(
@@ -100,12 +96,7 @@ def _precisions_chart(table: pd.DataFrame, subtitle: str | list[str]) -> alt.Cha
                 axis=alt.Axis(format="~%", tickCount=5),
                 scale=alt.Scale(domain=[0, 1], nice=False),
             ),
-            y=alt.Y(
-                "group:N",
-                title=None,
-                sort=style.groups_of(table),
-                axis=alt.Axis(ticks=False, domain=False, labelLimit=240),
-            ),
+            y=style.names_axis("group", style.groups_of(table)),
             color=alt.Color(
                 "precision:N", scale=scale, legend=alt.Legend(title=None, orient="bottom", columns=4, labelLimit=160)
             ),
@@ -119,12 +110,6 @@ def _precisions_chart(table: pd.DataFrame, subtitle: str | list[str]) -> alt.Cha
         )
         .properties(title=style.title("HiFloat8 precision by magnitude", subtitle))
     )
-    return result
-
-
-def _precisions_height(table: pd.DataFrame) -> int:
-    """Pixels that the bars need."""
-    return 175 + 28 * table["group"].nunique()
 
 
 GROUPS = 24
@@ -164,4 +149,4 @@ def precisions(opened: Catalog, where: Filter, by: str) -> Figure | None:
     chart = _precisions_chart(shown, f"by {TITLES[by].lower()} · from sketches{left}")
     what = f"{big(int(shown['count'].sum()))} values by {TITLES[by].lower()}, from sketches"
     caption = f"{source(where, what)}\n{LIMITS}"
-    return Figure(f"precisions_{by}", chart, shown, caption, height=_precisions_height(shown))
+    return Figure(f"precisions_{by}", chart, shown, caption, height=175 + 28 * len(kept))

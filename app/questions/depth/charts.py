@@ -21,7 +21,7 @@ def depth(table: pd.DataFrame, measure: Measure, title: str, subtitle: str | lis
     choice = style.choice("tensor_id")
     base = alt.Chart(shown).encode(
         x=alt.X("layer:O", title="layer", axis=alt.Axis(labelAngle=0, orient="top", labelOverlap=True)),
-        y=alt.Y("row:N", title=None, sort=order, axis=alt.Axis(labelLimit=240, ticks=False, domain=False)),
+        y=style.names_axis("row", order),
         tooltip=[
             alt.Tooltip("row:N", title="tensor"),
             alt.Tooltip("layer:O", title="layer"),
@@ -49,10 +49,7 @@ def depth(table: pd.DataFrame, measure: Measure, title: str, subtitle: str | lis
                 x=alt.X("layer:O"), y=alt.Y("row:N", sort=order), text="label:N", color=alt.Color("ink:N", scale=None)
             )
         )
-    result: alt.LayerChart = (
-        alt.layer(*layers).resolve_scale(color="independent").properties(title=style.title(title, subtitle))
-    )
-    return result
+    return alt.layer(*layers).resolve_scale(color="independent").properties(title=style.title(title, subtitle))
 
 
 def _ink(figure: pd.Series, measure: Measure, scale: alt.Scale) -> pd.Series:

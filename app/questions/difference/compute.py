@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict, replace
 
 import pandas as pd
 
 from binade.app import style
+from binade.data.cache import Done
 from binade.data.catalog import Catalog
 from binade.data.difference import Compared, Difference, difference
 from binade.data.filter import Filter
@@ -16,9 +16,7 @@ from binade.data.runs import read_run
 WORDS = tuple(Compared.__dataclass_fields__)
 
 
-def compared(
-    opened: Catalog, where: Filter, run_a: str, run_b: str, done: Callable[[int, int], None]
-) -> tuple[Difference, pd.DataFrame]:
+def compared(opened: Catalog, where: Filter, run_a: str, run_b: str, done: Done) -> tuple[Difference, pd.DataFrame]:
     """`data.difference` of the tensors of run_a that the filter selects, and its rows with `order`, from 1. Raises
     RunError."""
     chosen = None

@@ -15,6 +15,7 @@ from binade.app.questions.difference import charts, compute
 from binade.app.questions.question import Question, not_in_report
 from binade.app.questions.shared.runs import every_run, run_titles
 from binade.app.questions.shared.selection import Selection
+from binade.data.cache import Done
 from binade.data.catalog import Catalog
 from binade.data.difference import TOLERANCE, Difference
 from binade.data.runs import RunError
@@ -71,9 +72,7 @@ def _controls(selection: Selection, values: dict[str, Any]) -> Iterable[Control]
     ]
 
 
-def draw(
-    selection: Selection, values: dict[str, Any], done: Callable[[int, int], None] = lambda count, of: None
-) -> Drawn:
+def draw(selection: Selection, values: dict[str, Any], done: Done = lambda count, of: None) -> Drawn:
     run_a, run_b = values["run_a"], values["run_b"]
     if run_a is None or run_a == run_b:
         return Drawn(problems=("Choose two runs of the same model and data.",))

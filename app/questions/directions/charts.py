@@ -10,12 +10,10 @@ from binade.app.questions.shared.board_charts import BARS, axis_domain, bars, wi
 from binade.app.style import Measure
 
 
-def direction(
-    table: pd.DataFrame, measure: Measure, operation: str, subtitle: str | list[str], everything: pd.DataFrame
-) -> alt.LayerChart:
+def direction(table: pd.DataFrame, measure: Measure, operation: str, subtitle: str | list[str]) -> alt.LayerChart:
     """One operation of compute.directions; both operations share the axis, so that the two charts can be compared."""
-    shown = with_labels(table[table["operation"] == operation].head(BARS), measure)
-    domain = axis_domain(with_labels(everything, measure)["figure"])
+    everything = with_labels(table, measure)
+    shown, domain = everything[everything["operation"] == operation].head(BARS), axis_domain(everything["figure"])
     color = alt.value(style.OPERATIONS.get(operation, style.GREY))
     chart = bars(shown, measure, "row", shown["row"].tolist(), color, domain)
     return chart.properties(title=style.title(operation.capitalize(), subtitle))

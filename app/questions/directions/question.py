@@ -20,9 +20,8 @@ def draw(board: Board, values: dict[str, Any]) -> Drawn:
     table = compute.directions(board.opened, board.where, board.format, measure.key)
     if table.empty:
         return board.nothing
-    totals = compute.direction_totals(board.opened, board.where, board.format, measure.key).set_index("operation")[
-        "value"
-    ]
+    by_operation = compute.direction_totals(board.opened, board.where, board.format, measure.key)
+    totals = by_operation.set_index("operation")["value"]
     parts = [f"{name} {measure.quantity(totals[name])}" for name in ("forward", "backward") if name in totals]
     worst = table[table["operation"] == "backward"].head(1)
     words = f"{measure.label}: {', '.join(parts)}."
@@ -37,7 +36,7 @@ def draw(board: Board, values: dict[str, Any]) -> Drawn:
             continue
         figure = Figure(
             f"direction_{operation}",
-            charts.direction(table, measure, operation, f"{len(part)} tensors · {board.POOLED}", table),
+            charts.direction(table, measure, operation, f"{len(part)} tensors · {board.POOLED}"),
             part,
             board.caption(f"{operation}, all layers together"),
             height=ranking_charts.ranking_height(

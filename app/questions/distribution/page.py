@@ -99,5 +99,4 @@ def _table(total: int, where: Filter, rows: pd.DataFrame, shown: pd.DataFrame, c
     chosen = [index for index in event["selection"]["rows"] if index < len(rows)]
     if len(chosen) > MAX_SELECTED:
         st.warning(f"{len(chosen)} tensors are selected; the first {MAX_SELECTED} are drawn.", icon=":material/info:")
-    ids: list[str] = rows["tensor_id"].iloc[chosen[:MAX_SELECTED]].tolist()
-    return ids
+    return rows["tensor_id"].iloc[chosen[:MAX_SELECTED]].tolist()

@@ -143,19 +143,16 @@ def _exact(opened: Catalog, chosen: pd.DataFrame) -> Groups:
     labels = unique_labels(chosen, given_names(opened))
     found, not_kept, damaged = [], [], []
     for tensor_id, label in labels.items():
-        exact = None
         row = chosen[chosen["tensor_id"] == tensor_id].iloc[0]
         try:
-            exact = distributions.distribution_of(label, opened.load(tensor_id), (row["mean"], row["std"]))
+            found.append(distributions.distribution_of(label, opened.load(tensor_id), (row["mean"], row["std"])))
+            continue
         except CatalogError:
             not_kept.append(label)
         except TensorFileError as error:
             damaged.append((label, str(error)))
-        if exact is None:
-            for d in distributions.distributions(opened, Filter(), None, [tensor_id]):
-                found.append(replace(d, group=label))
-        else:
-            found.append(exact)
+        sketched = distributions.distributions(opened, Filter(), None, [tensor_id])
+        found += [replace(d, group=label) for d in sketched]
     own = sum(d.exact for d in found)
     fine = sum(not d.exact and d.bin_width == FINE_BIN for d in found)
     parts = [f"{own} tensor{'s' * (own != 1)}, exact"] if own else []

@@ -10,14 +10,14 @@ import pandas as pd
 from binade.app import style
 from binade.app.control import Control
 from binade.app.figure import Column, Drawn, Figure, Item, Table
-from binade.app.params import Known, Param
+from binade.app.params import known_run
 from binade.app.questions.drift import compute
 from binade.app.questions.question import Question, not_in_report
 from binade.app.questions.shared import distribution_charts
 from binade.app.questions.shared.distributions import log2_histogram
 from binade.app.questions.shared.runs import every_run, run_titles
 from binade.app.questions.shared.selection import SelectedTensor
-from binade.data.catalog import Catalog, CatalogError
+from binade.data.catalog import CatalogError
 from binade.data.store import TensorFileError
 from binade.quant.metrics import METRICS
 
@@ -81,11 +81,7 @@ def chosen_run(selected: SelectedTensor, runs: list[str], wanted: str | None) ->
     return selected.row["run_id"] if selected.row["run_id"] in runs else runs[0]
 
 
-def _run_in(opened: Catalog) -> Param:
-    return Known(lambda name: name in set(opened.runs()["run_id"]))
-
-
-RUN = Control(name="against", label="Quantized run", param=_run_in, widget="list")
+RUN = Control(name="against", label="Quantized run", param=known_run, widget="list")
 
 
 def _controls(selected: SelectedTensor, values: dict[str, Any]) -> list[Control]:

@@ -56,5 +56,4 @@ def scatter(table: pd.DataFrame, measure: Measure, title: str, subtitle: str | l
         .add_params(choice)
     )
     chart = zero + spread + points
-    result: alt.LayerChart = chart.properties(title=style.title(title, subtitle))
-    return result
+    return chart.properties(title=style.title(title, subtitle))

@@ -16,7 +16,7 @@ from binade.data.filter import Filter
 @dataclass(frozen=True)
 class Costs:
     """
-    table        of every place, the largest predicted change first: `boards.loss_changes` by PLACE, with place (its
+    table        of every place, the largest predicted change first: `boards.mean_changes` by PLACE, with place (its
                  name), sqnr_db and flush_to_zero in the format, rank and sqnr_rank, from 1
     agreement    Spearman's ρ between the ranks by predicted change and by SQNR; NaN for fewer than three places
     reliability  Spearman's ρ between the predictions of one half of the micro-batches and of the other; NaN for fewer

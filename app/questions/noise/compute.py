@@ -61,8 +61,7 @@ def came_back(rounded: np.ndarray) -> np.ndarray:
     """[times, weights] -> [weights] bool: whether a weight had a value, then another, then the first again. It has then
     changed more often than it has values besides the first."""
     changes, others = ((np.diff(x, axis=0) != 0).sum(0) for x in (rounded, np.sort(rounded, axis=0)))
-    found: np.ndarray = changes > others
-    return found
+    return changes > others
 
 
 def by_moment(table: pd.DataFrame, column: str) -> pd.DataFrame:
@@ -82,7 +81,7 @@ def gradients(catalog: Catalog, where: Filter, fmt: str) -> pd.DataFrame:
     by = (*PLACE, "iteration")
     rounded = catalog.errors(fmt, by, where) if fmt else pd.DataFrame(columns=[*by, "tensors", "sqnr_db", "tensor_id"])
     rounded = rounded[rounded["tensor_name"] == "grad_output"]
-    results = results_compute.results(catalog, where, ("layer_index", "module", "part", "gemm", "iteration"))
+    results = results_compute.pooled(catalog.results(where), (*results_compute.PRODUCT, "iteration"))
     results = results[(results["gemm"] == "wgrad") & results["part"].isin(("linear", "router"))]
     results = results.rename(columns={"results": "tensors", "result_db": "sqnr_db"})
     results = results.assign(tensor_name="grad_weight", operation="backward")

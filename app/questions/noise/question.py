@@ -22,8 +22,7 @@ NO_WEIGHTS = (
 )
 FEW = (
     "To tell whether weights oscillate, at least {} recorded iterations of a run are needed, and the filter selects "
-    "{}: record more "
-    "with --control-iter."
+    "{}: record more with --control-iter."
 )
 NO_GRADIENTS = (
     "The filter selects no gradient whose rounding noise is known: record a quantized run with a backward pass, with "

@@ -9,13 +9,13 @@ import pandas as pd
 
 from binade.app.control import Control
 from binade.app.figure import Column, Drawn, Figure, Table, Text
-from binade.app.params import Known, One, Param
+from binade.app.params import One, known_tensor
 from binade.app.questions.question import Question, not_in_report
 from binade.app.questions.shared import distribution_charts, distributions, laws
 from binade.app.questions.shared.distribution_charts import LAW_TITLES
 from binade.app.questions.shared.distributions import Distribution
 from binade.app.questions.shared.selection import SelectedTensor
-from binade.data.catalog import Catalog, CatalogError
+from binade.data.catalog import CatalogError
 from binade.data.filter import Filter
 from binade.data.store import TensorFileError
 from binade.data.text import short
@@ -31,12 +31,8 @@ COLUMNS = {
 }
 
 
-def _tensor_in(opened: Catalog) -> Param:
-    return Known(lambda name: not opened.rows_of([name]).empty)
-
-
 LAW = Control(name="law", label="Against", param=One(AGAINST), titles=TITLES)
-OTHER = Control(name="other", label="The other tensor", param=_tensor_in, widget="list")
+OTHER = Control(name="other", label="The other tensor", param=known_tensor, widget="list")
 
 
 def _controls(selected: SelectedTensor, values: dict[str, Any]) -> list[Control]:
@@ -72,7 +68,7 @@ def draw(selected: SelectedTensor, values: dict[str, Any]) -> Drawn:
 
 
 def _against_law(selected: SelectedTensor, own: Distribution, law: str, precision: str) -> Drawn:
-    table = laws.laws_table([own])
+    table = laws.laws_table(own)
     points = laws.qq([own], law)
     if points.empty:
         return Drawn(problems=("No Q–Q plot: all values are equal.",))
@@ -117,9 +113,9 @@ def _other(
 
 
 def _against(selected: SelectedTensor, own: Distribution, other: Distribution, precision: str) -> Drawn:
-    points = laws.qq_between([own], other)
-    if points.empty:
+    if not other.total:
         return Drawn(problems=("Nothing to draw: there are no finite values.",))
+    points = laws.qq_between(own, other)
     theirs = "exact" if other.exact else "from the sketch"
     distances = _distances(own, other)
     verdict = ", ".join(f"{METRICS[name].label} {short(value, 3)}" for name, value in distances.items()) + "."

@@ -40,7 +40,4 @@ def against(table: pd.DataFrame, column: str, subtitle: str) -> alt.LayerChart |
         x=x, y=y, text="recipe:N"
     )
     layers.append(names.mark_text(align="left", dx=8, dy=-7, color=style.GREY, fontSize=11))
-    result: alt.LayerChart | alt.FacetChart = alt.layer(*layers).properties(
-        title=style.title("Predicted and measured", subtitle)
-    )
-    return result
+    return alt.layer(*layers).properties(title=style.title("Predicted and measured", subtitle))

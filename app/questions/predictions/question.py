@@ -7,7 +7,7 @@ from typing import Any
 
 import pandas as pd
 
-from binade.app.figure import Column, Drawn, Figure, Item, Table, source
+from binade.app.figure import Column, Drawn, Figure, Table, source
 from binade.app.questions.predictions import charts, compute
 from binade.app.questions.predictions.compute import Correlation
 from binade.app.questions.question import Question
@@ -48,19 +48,11 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
         Figure(f"predictions_{name}", charts.against(table, name, title), table, words, height=400, group="predictions")
         for name, title in charts.GAPS.items()
     ]
-    items: tuple[Item, ...] = (
-        *figures,
-        Table("predictions", table.sort_values("predicted", ignore_index=True), COLUMNS),
+    listed = Table("predictions", table.sort_values("predicted", ignore_index=True), COLUMNS)
+    left_out = (
+        f"{left} recipes are left out: they round operands that were not recorded, or use formats that were not scored."
     )
-    problems = (
-        (
-            f"{left} recipes are left out: they round operands that were not recorded, or use formats that were not "
-            "scored.",
-        )
-        if left
-        else ()
-    )
-    return Drawn(items, _verdict(table), problems)
+    return Drawn((*figures, listed), _verdict(table), (left_out,) * bool(left))
 
 
 def _verdict(table: pd.DataFrame) -> str:

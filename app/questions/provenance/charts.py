@@ -39,10 +39,9 @@ def chain(table: pd.DataFrame, title: str, subtitle: str) -> alt.LayerChart:
     made = base.transform_filter(alt.datum.what == "made here").mark_point(
         size=260, strokeWidth=2.5, color=style.BAD, shape="circle"
     )
-    result: alt.LayerChart = (
+    return (
         alt.layer(lines, points, made).resolve_scale(color="independent").properties(title=style.title(title, subtitle))
     )
-    return result
 
 
 def chain_height(table: pd.DataFrame) -> int:
@@ -87,5 +86,4 @@ def before(table: pd.DataFrame, measure: Measure, iteration: int, title: str, su
         .mark_rule(strokeDash=[4, 3], color=style.BAD)
         .encode(x=alt.X("at:Q", title="iteration"))
     )
-    result: alt.LayerChart = (at + style.labelled(lines, groups)).properties(title=style.title(title, subtitle))
-    return result
+    return (at + style.labelled(lines, groups)).properties(title=style.title(title, subtitle))

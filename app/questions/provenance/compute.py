@@ -26,17 +26,8 @@ def runs_with_events(opened: Catalog) -> dict[str, list[Event]]:
 
 def of_ranks(events: Sequence[Event]) -> pd.DataFrame:
     """A row per event, the earliest in the order of execution first: rank, order, place, text, reached."""
-    rows = [
-        {
-            "rank": event.rank,
-            "order": event.order,
-            "place": event.place,
-            "text": event.text.removeprefix(f"{event.place}, "),
-            "reached": len(event.chain),
-        }
-        for event in events
-    ]
-    return pd.DataFrame(rows)
+    rows = [(e.rank, e.order, e.place, e.text.removeprefix(f"{e.place}, "), len(e.chain)) for e in events]
+    return pd.DataFrame(rows, columns=["rank", "order", "place", "text", "reached"])
 
 
 def chain(events: Sequence[Event]) -> pd.DataFrame:
@@ -52,19 +43,14 @@ def chain(events: Sequence[Event]) -> pd.DataFrame:
 def before(opened: Catalog, run: str, event: Event) -> tuple[pd.DataFrame, str]:
     """(statistics of the STEPS iterations up to the event by iteration and tensor: those of `Catalog.moments`; a
     description of the tensors: those of the module, else of its layer, else all). Empty if none was measured."""
-    everywhere = Filter(run_id=(run,))
-    layer = [] if event.layer is None else [replace(everywhere, layer_index=(event.layer,))]
-    module = [replace(each, module=(event.module,)) for each in layer if event.module]
-    named = zip(
-        (*module, *layer, everywhere),
-        (
-            *(f"layer {event.layer} {event.module}" for _ in module),
-            *(f"layer {event.layer}" for _ in layer),
-            "all layers",
-        ),
-        strict=True,
-    )
-    for where, name in named:
+    where = Filter(run_id=(run,))
+    places = [(where, "all layers")]
+    if event.layer is not None:
+        where = replace(where, layer_index=(event.layer,))
+        places.append((where, f"layer {event.layer}"))
+        if event.module:
+            places.append((replace(where, module=(event.module,)), f"layer {event.layer} {event.module}"))
+    for where, name in reversed(places):
         table = opened.moments(where, ("iteration", "tensor_name"))
         table = table[table["iteration"].between(event.iteration - STEPS, event.iteration)]
         table = table[~table["tensor_name"].fillna(KEPT).str.startswith(KEPT)]

@@ -9,10 +9,10 @@ from typing import Any
 from binade.app import style
 from binade.app.control import Control
 from binade.app.figure import Column, Drawn, Figure, Item, Table
-from binade.app.params import Known, Whole
+from binade.app.params import Whole, known_run
 from binade.app.questions.provenance import charts, compute
 from binade.app.questions.question import Question
-from binade.app.questions.shared.runs import every_run
+from binade.app.questions.shared.runs import labels_of
 from binade.app.questions.shared.selection import Selection
 from binade.app.report.section import ReportSelection, Section
 from binade.app.report.section import Table as ReportTable
@@ -20,10 +20,7 @@ from binade.app.style import MEASURES
 from binade.data.events import Event
 
 NOTHING = "No run in the filter has recorded a NaN or Inf. To look for one, record with find_nan=True or --find-nan."
-RUN = Control(
-    name="run", label="Run", param=lambda opened: Known(lambda run: run in set(opened.runs()["run_id"])), widget="list",
-    row="event", width=2,
-)  # fmt: skip
+RUN = Control(name="run", label="Run", param=known_run, widget="list", row="event", width=2)
 AT = Control(name="at", label="Iteration", param=Whole(0, 10**9), widget="list", row="event")
 RANKS = {
     "rank": Column("Rank", width=60),
@@ -59,13 +56,8 @@ def _controls(selection: Selection, values: dict[str, Any]) -> Iterator[Control]
     if not (found := _found(selection)):
         return
     _, iterations, _ = _chosen(found, values)
-    yield replace(RUN, options=tuple(found), titles=_labels(selection))
+    yield replace(RUN, options=tuple(found), titles=labels_of(selection.opened))
     yield replace(AT, options=tuple(iterations))
-
-
-def _labels(selection: Selection) -> dict[str, str]:
-    table = every_run(selection.opened)
-    return dict(zip(table["run_id"], table["label"], strict=True))
 
 
 def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
@@ -76,7 +68,7 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
     run, _, iteration = _chosen(found, values)
     events = [event for event in found[run] if event.iteration == iteration]  # the earliest in the step first
     first, ranks, chain = events[0], compute.of_ranks(events), compute.chain(events)
-    label = _labels(selection)[run]
+    label = labels_of(selection.opened)[run]
     words = f"Data: events of {run}, iteration {iteration}, in the order in which each rank executed its operations."
     items: list[Item] = [
         Figure(

@@ -10,7 +10,7 @@ from binade.app.questions.results.compute import GEMMS
 
 
 def against(table: pd.DataFrame, title: str, subtitle: str) -> alt.LayerChart:
-    """Chart of compute.results: measured against predicted SQNR, one point per product and GEMM; on the line both are
+    """Chart of compute.pooled: measured against predicted SQNR, one point per product and GEMM; on the line both are
     equal."""
     shown = table.rename(columns={"gemm": "group"}).dropna(subset=["operands_db"])
     shown = shown[shown["operands_db"].abs() < float("inf")]
@@ -41,5 +41,4 @@ def against(table: pd.DataFrame, title: str, subtitle: str) -> alt.LayerChart:
         )
         .add_params(choice)
     )
-    result: alt.LayerChart = (line.encode(x="at:Q", y="at:Q") + points).properties(title=style.title(title, subtitle))
-    return result
+    return (line.encode(x="at:Q", y="at:Q") + points).properties(title=style.title(title, subtitle))

@@ -5,27 +5,20 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
-from binade.data.catalog import Catalog
-from binade.data.filter import Filter
 from binade.data.tensor_kinds import Gemm
 
 PRODUCT = ("layer_index", "module", "part", "gemm")
 GEMMS = tuple(gemm.value for gemm in Gemm)
 
 
-def results(catalog: Catalog, where: Filter, by: tuple[str, ...] = PRODUCT) -> pd.DataFrame:
-    """Of each group: by's columns, results, result_db (SQNR of the results), operands_db (what it would be if the
-    errors of the two operands were independent: their noise ratios add), gain_db (result_db - operands_db) and the
-    tensor_id of the worst result.
+def pooled(table: pd.DataFrame, by: tuple[str, ...] = PRODUCT) -> pd.DataFrame:
+    """Of each group of the rows of `Catalog.results`: by's columns, results, result_db (SQNR of the results),
+    operands_db (what it would be if the errors of the two operands were independent: their noise ratios add), gain_db
+    (result_db - operands_db) and the tensor_id of the worst result.
 
     Noise ratios are averaged over a group's micro-batches and iterations. operands_db is NaN where an operand of the
     group was not recorded; results that have no error or that overflowed are left out.
     """
-    return pooled(catalog.results(where), by)
-
-
-def pooled(table: pd.DataFrame, by: tuple[str, ...]) -> pd.DataFrame:
-    """As `results`, of the rows of `Catalog.results`."""
     table = table[np.isfinite(table["result_sqnr_db"])]
     table = table.assign(noise=10 ** (-table["result_sqnr_db"] / 10))
     groups = table.groupby(list(by), dropna=False)
@@ -40,5 +33,4 @@ def pooled(table: pd.DataFrame, by: tuple[str, ...]) -> pd.DataFrame:
         found["result_db"] = -10 * np.log10(found["noise"].astype(float))
         found["operands_db"] = -10 * np.log10(found["operands"].astype(float))
     found["gain_db"] = found["result_db"] - found["operands_db"]
-    shown: pd.DataFrame = found.drop(columns=["noise", "operands"])
-    return shown
+    return found.drop(columns=["noise", "operands"])

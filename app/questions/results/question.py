@@ -36,7 +36,7 @@ COLUMNS = {
 
 def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
     found = selection.opened.results(selection.where)
-    table = compute.pooled(found, compute.PRODUCT)
+    table = compute.pooled(found)
     if table.empty:
         return Drawn(problems=(NOTHING,))
     name = table["module"].where(table["part"].isin(("linear", "router")), table["part"])

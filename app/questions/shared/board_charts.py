@@ -44,8 +44,7 @@ def bars(
         alt.Tooltip("tensors:Q", title="tensors", format=","),
     ]
     base = alt.Chart(shown.assign(end=shown["figure"].fillna(0.0).clip(lower=0.0))).encode(
-        y=alt.Y(f"{y}:N", title=None, sort=order, axis=alt.Axis(ticks=False, domain=False, labelLimit=240)),
-        tooltip=tooltip,
+        y=style.names_axis(y, order), tooltip=tooltip
     )
     x = alt.X("figure:Q", title=measure.axis, scale=alt.Scale(domain=domain, nice=False), axis=alt.Axis(tickCount=5))
     choice = style.choice("tensor_id")
@@ -55,8 +54,7 @@ def bars(
         .add_params(choice, style.only(*(name for name in PLACE if name in shown)))
     )
     text = base.mark_text(align="left", dx=5, color=style.GREY, fontSize=12).encode(x="end:Q", text="label:N")
-    result: alt.LayerChart = bars + text
-    return result
+    return bars + text
 
 
 def layer_color(layers: list[int]) -> alt.Color:

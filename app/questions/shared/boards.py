@@ -26,23 +26,18 @@ def of_format(metric: str) -> bool:
 def values(catalog: Catalog, where: Filter, fmt: str, metric: str, by: tuple[str, ...]) -> pd.DataFrame:
     """by's columns, tensors, value, tensor_id; for an error metric also all three of SHOWN_ERRORS."""
     if metric == LOSS_CHANGE:
-        return loss_changes(catalog, where, fmt, by)
+        return mean_changes(catalog.loss_changes(fmt, by, where), by)
     if metric in SHOWN_ERRORS:
         table = catalog.errors(fmt, by, where, metric)
         return table.assign(value=table[metric])
     return catalog.extremes(metric, by, where).rename(columns={metric: "value"})
 
 
-def loss_changes(catalog: Catalog, where: Filter, fmt: str, by: tuple[str, ...]) -> pd.DataFrame:
-    """The predicted change in the loss, the mean over micro-batches: by's columns, tensors, value, tensor_id (of the
-    largest), micro_batches, first and second (order), and spread, the standard error of value over micro-batches (NaN
-    for one). Micro-batches that several runs recorded at the same position of the same data count as one: the mean over
-    the runs."""
-    return mean_changes(catalog.loss_changes(fmt, by, where), by)
-
-
 def mean_changes(table: pd.DataFrame, by: tuple[str, ...]) -> pd.DataFrame:
-    """As `loss_changes`, of the rows of `Catalog.loss_changes`."""
+    """The mean over micro-batches of the rows of `Catalog.loss_changes`: by's columns, tensors, value, tensor_id (of
+    the largest), micro_batches, first and second (order), and spread, the standard error of value over micro-batches
+    (NaN for one). Micro-batches that several runs recorded at the same position of the same data count as one: the mean
+    over the runs."""
     table = table.assign(value=table["first"] + table["second"])
     worst = table.loc[table.groupby(list(by), dropna=False)["value"].idxmax().dropna()]
     terms = {name: (name, _mean) for name in ("first", "second", "value")}

@@ -83,12 +83,10 @@ def qq(
     return _qq(table, by, groups, titles, style.title(f"Q–Q against a {name}", subtitle))
 
 
-def qq_between(
-    table: pd.DataFrame, subtitle: str | list[str], by: str, other: str, groups: list[str] | None = None
-) -> alt.LayerChart:
+def qq_between(table: pd.DataFrame, subtitle: str | list[str], by: str, other: str) -> alt.LayerChart:
     """Chart of laws.qq_between, with the line for two equal distributions."""
     titles = (f"quantile of {other}", "quantile of the values", "the other", "values")
-    return _qq(table, by, groups, titles, style.title(f"Q–Q against {other}", subtitle))
+    return _qq(table, by, None, titles, style.title(f"Q–Q against {other}", subtitle))
 
 
 def _qq(
@@ -155,9 +153,8 @@ def boxes(
     groups, shown = groups or style.groups_of(table), style.groups_of(table)
     tooltip = [alt.Tooltip("group:N", title=by)]
     tooltip += [alt.Tooltip(f"{name}:Q", title=title, format=".4~g") for name, title in BOX_TITLES.items()]
-    y = alt.Y("group:N", title=None, sort=shown, axis=alt.Axis(labelLimit=320, domain=False, ticks=False))
     color = style.color(groups, by, shown=False)
-    base = alt.Chart(table).encode(y=y, tooltip=tooltip)
+    base = alt.Chart(table).encode(y=style.names_axis("group", shown, 320), tooltip=tooltip)
     x = alt.X(
         "p0_1:Q",
         title="log₂ |value| (binades)" if log2 else "value",

@@ -48,8 +48,14 @@ class Distribution:
 
     @property
     def smallest(self) -> float:
-        """The smallest magnitude that is distinguished from zero."""
+        """The smallest magnitude that is distinguished from zero: the sketch's bin of zero also holds the smallest
+        subnormals."""
         return 2.0**-149 if self.exact else 2.0**-126 * self.bin_width
+
+    @property
+    def inner(self) -> np.ndarray:
+        """The smallest magnitude of each bin."""
+        return np.minimum(np.abs(self.low), np.abs(self.high))
 
     @property
     def total(self) -> int:
@@ -66,7 +72,10 @@ def distribution_of(group: str, x: Tensor, moments: tuple[float, float] | None =
     if codes:
         values, counts = codes.values, codes.counts
     elif flat.numel() > MAX_EXACT_FLOAT32:
-        return _fine(group, flat.float(), moments)
+        if moments is None:
+            summary = summarize(flat.float())
+            moments = summary.mean, summary.std
+        return _of_upper(group, *upper_counts(flat.float()), moments)
     else:
         values, counts = np.unique(flat.float().numpy(), return_counts=True)
     values = values.astype(np.float64)
@@ -80,13 +89,6 @@ def distribution_of(group: str, x: Tensor, moments: tuple[float, float] | None =
     if len(values) == 1:  # exactly 0, without the rounding error of the mean
         mean, std = float(values[0]), 0.0
     return Distribution(group, values, values, counts, mean, std, exact=True)
-
-
-def _fine(group: str, x: Tensor, moments: tuple[float, float] | None) -> Distribution:
-    if moments is None:
-        summary = summarize(x)
-        moments = summary.mean, summary.std
-    return _of_upper(group, *upper_counts(x), moments)
 
 
 @dataclass
@@ -159,17 +161,11 @@ def each_by(catalog: Catalog, where: Filter, columns: tuple[str, ...]) -> dict[s
 
 def magnitudes(d: Distribution) -> Distribution:
     """log2 of the magnitudes of the nonzero values, mean and deviation not computed."""
-    outer, inner = np.maximum(np.abs(d.low), np.abs(d.high)), np.minimum(np.abs(d.low), np.abs(d.high))
-    nonzero = _nonzero(d, inner)
-    low, high, count = np.log2(inner[nonzero]), np.log2(outer[nonzero]), d.count[nonzero]
+    nonzero = d.inner >= d.smallest
+    outer = np.maximum(np.abs(d.low), np.abs(d.high))
+    low, high, count = np.log2(d.inner[nonzero]), np.log2(outer[nonzero]), d.count[nonzero]
     order = np.argsort(low, kind="stable")
     return Distribution(d.group, low[order], high[order], count[order], math.nan, math.nan, d.exact, d.bin_width)
-
-
-def _nonzero(d: Distribution, inner: np.ndarray) -> np.ndarray:
-    """Which bins hold nonzero values. The sketch's bin of zero also holds the smallest subnormals, which are treated as
-    zero."""
-    return inner >= d.smallest
 
 
 def quantiles(d: Distribution, p: np.ndarray) -> np.ndarray:
@@ -220,10 +216,9 @@ def log2_histogram(found: list[Distribution]) -> pd.DataFrame:
     """
     counted = []  # distributions, where they begin in eighths of a binade, the counts from there on
     for d in found:
-        inner = np.minimum(np.abs(d.low), np.abs(d.high))
-        nonzero = _nonzero(d, inner)
+        nonzero = d.inner >= d.smallest
         if nonzero.any():
-            mantissa, exponent = np.frexp(inner[nonzero])  # 0.5 <= mantissa < 1
+            mantissa, exponent = np.frexp(d.inner[nonzero])  # 0.5 <= mantissa < 1
             eighth = 8 * (exponent - 1) + np.floor((2 * mantissa - 1) * 8).astype(np.int64)
             counted.append((d, eighth.min(), np.bincount(eighth - eighth.min(), d.count[nonzero])))
     if not counted:

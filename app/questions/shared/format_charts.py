@@ -50,10 +50,7 @@ def _panels(table: pd.DataFrame, order: list[str], formats: list[str], what: str
         ]
         if "tensors" in table:
             tooltip.append(alt.Tooltip("tensors:Q", title="operands"))
-        base = alt.Chart(shown).encode(
-            y=alt.Y("row:N", title=None, sort=order, axis=alt.Axis(ticks=False, domain=False, labelLimit=260)),
-            tooltip=tooltip,
-        )
+        base = alt.Chart(shown).encode(y=style.names_axis("row", order, 260), tooltip=tooltip)
         x_axis = alt.X(
             "value:Q",
             title=unit,

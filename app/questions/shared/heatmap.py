@@ -20,10 +20,7 @@ SHARP = 640  # minimum size of a picture in pixels, so that the browser does not
 
 def _palette() -> np.ndarray:
     """255 colours along the ramp, and one for no value: uint8 [256, 3]."""
-    anchors = np.array([[int(c[i : i + 2], 16) for i in (1, 3, 5)] for c in style.RAMP], float)
-    at = np.linspace(0, len(anchors) - 1, 255)
-    mixed = np.stack([np.interp(at, np.arange(len(anchors)), anchors[:, k]) for k in range(3)], 1)
-    return np.concatenate([mixed.round().astype(np.uint8), np.array([NO_VALUE], np.uint8)])
+    return np.concatenate([style.mixed(style.RAMP, 255), np.array([NO_VALUE], np.uint8)])
 
 
 def _chunk(kind: bytes, content: bytes) -> bytes:
@@ -86,5 +83,4 @@ def heatmap(
     )
     color = alt.Color("value:Q", scale=scale, legend=bar)
     legend = alt.Chart(ends).mark_point(opacity=0, size=0).encode(x="x:Q", y="y:Q", color=color)
-    result: alt.LayerChart = (picture + legend).properties(title=title)
-    return result
+    return (picture + legend).properties(title=title)

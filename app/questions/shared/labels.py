@@ -51,13 +51,9 @@ def full_labels(rows: pd.DataFrame, names: Mapping[str, str]) -> dict[str, str]:
     module = rows["module"].fillna("").map(lambda v: f"{v} " if v else "")
     text = layer_names(rows["layer_index"]) + module + rows["tensor_name"].fillna(UNNAMED)
     text = text + _after(rows["operation"])
-    for column, title in (
-        ("iteration", "iteration"),
-        ("micro_batch", "micro-batch"),
-        ("rank", "rank"),
-        ("expert", "expert"),
-    ):
+    for column in ("iteration", "micro_batch", "rank", "expert"):
         if column == "iteration" or rows[column].nunique(dropna=False) > 1:
+            title = DISTINCTIONS[column]
             text = text + rows[column].map(lambda v, t=title: "" if pd.isna(v) else f" · {t} {int(v)}")
     text = text + _after(rows["recipe"].fillna(rows["quant_type"]))
     text = text + rows["stage"].map({"after": " · after quantization"}).fillna("")

@@ -125,19 +125,14 @@ def _points(d: Distribution, theoretical: np.ndarray, sample: np.ndarray, share:
     return pd.DataFrame({"group": d.group, **columns})
 
 
-def qq_between(found: list[Distribution], other: Distribution, points: int = 201) -> pd.DataFrame:
+def qq_between(d: Distribution, other: Distribution, points: int = 201) -> pd.DataFrame:
     """Quantiles against those of another distribution at the same shares, both in the values' unit: columns as `qq`.
 
-    The shares run as in `qq`, to the outermost value of the smaller of the two.
+    The shares run as in `qq`, to the outermost value of the smaller of the two. Neither may be empty.
     """
-    tables = []
-    for d in found:
-        if not d.total or not other.total:
-            continue
-        end = stats.norm.isf(min(0.5 / min(d.total, other.total), 0.4))
-        share = stats.norm.cdf(np.linspace(-end, end, points))
-        tables.append(_points(d, quantiles(other, share), quantiles(d, share), share))
-    return pd.concat(tables, ignore_index=True) if tables else pd.DataFrame(columns=COLUMNS)
+    end = stats.norm.isf(min(0.5 / min(d.total, other.total), 0.4))
+    share = stats.norm.cdf(np.linspace(-end, end, points))
+    return _points(d, quantiles(other, share), quantiles(d, share), share)
 
 
 def distance_to(d: Distribution, fitted: Fit) -> float:
@@ -149,12 +144,7 @@ def distance_to(d: Distribution, fitted: Fit) -> float:
     return float(np.maximum(low, high).max())
 
 
-def laws_table(found: list[Distribution]) -> pd.DataFrame:
+def laws_table(d: Distribution) -> pd.DataFrame:
     """How close each law comes: columns group, law, parameters, ks (see `distance_to`), closest first."""
-    rows = []
-    for d in found:
-        for law in LAWS:
-            if fitted := fit(d, law):
-                rows.append({"group": d.group, "law": law, "parameters": fitted.text, "ks": distance_to(d, fitted)})
-    table = pd.DataFrame(rows, columns=["group", "law", "parameters", "ks"])
-    return table.sort_values(["group", "ks"], ignore_index=True)
+    rows = [(d.group, law, fitted.text, distance_to(d, fitted)) for law in LAWS if (fitted := fit(d, law))]
+    return pd.DataFrame(rows, columns=["group", "law", "parameters", "ks"]).sort_values("ks", ignore_index=True)

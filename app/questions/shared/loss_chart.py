@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import altair as alt
 import pandas as pd
 
 from binade.app import style
+from binade.app.questions.shared.labels import thinned
 
 MOST_POINTS = 300  # that are marked, in addition to the line through them
+
+
+def loss_table(records: Mapping[str, Sequence[Mapping[str, Any]]], most: int) -> tuple[pd.DataFrame, int]:
+    """(for `losses`: group, iteration, loss, of at most about `most` rows; one iteration in how many is in it), from
+    the records of each group's loss.jsonl."""
+    rows = [(group, record["iteration"], record["loss"]) for group, found in records.items() for record in found]
+    return thinned(pd.DataFrame(rows, columns=["group", "iteration", "loss"]), most)
 
 
 def losses(table: pd.DataFrame, colors: Mapping[str, str] | None = None) -> alt.LayerChart:
@@ -40,7 +49,6 @@ def losses(table: pd.DataFrame, colors: Mapping[str, str] | None = None) -> alt.
         )
     )
     start = alt.Chart(pd.DataFrame({"x": [0]})).mark_rule(strokeDash=[4, 4], color=style.GREY).encode(x="x:Q")
-    result: alt.LayerChart = (start + style.labelled(lines, groups)).properties(
+    return (start + style.labelled(lines, groups)).properties(
         title=style.title("Training loss", "cross entropy of each iteration")
     )
-    return result

@@ -46,13 +46,14 @@ def runs_with_reference(runs: pd.DataFrame, parts: pd.DataFrame) -> pd.DataFrame
     wide: dict[Any, Any] = {(row.run_id, row.part): row.format or row.gradient_format for row in parts.itertuples()}
     for part in PARTS:
         table[part] = [wide.get((run_id, part), "bf16") for run_id in table["run_id"]]
-    table["quantized"] = [any(row[part] != "bf16" for part in PARTS) for _, row in table.iterrows()]
-    keys = [_key(config, SAME_DATA) for config in runs["config"]]
-    table["seed"] = [key[SAME_DATA.index("seed")] for key in keys]
-    table["data"] = keys
+    table["quantized"] = (table[list(PARTS)] != "bf16").any(axis=1)
+    table["data"] = [_key(config, SAME_DATA) for config in runs["config"]]
+    table["seed"] = table["data"].str[SAME_DATA.index("seed")]
     others = tuple(name for name in (*SAME_DATA, *OVERRIDES) if name != "seed")
     table["settings"] = [_key(config, others) for config in runs["config"]]
-    table["reference"] = [_reference(table, keys, index) for index in range(len(table))]
+    plain = table[(table["recipe"] == "bf16") & ~table["quantized"]]
+    newest = dict(zip(plain["data"], plain["run_id"], strict=True))
+    table["reference"] = [newest.get(data) for data in table["data"]]
     table["rounded"] = [_rounded(row) for _, row in table.iterrows()]
     table["name"] = runs["name"].fillna(table["rounded"])
     table["label"] = run_labels(table)
@@ -94,6 +95,12 @@ def _dot(color: str) -> str:
     return min(DOTS, key=lambda dot: math.dist(own, DOTS[dot]))
 
 
+def labels_of(opened: Catalog) -> dict[str, str]:
+    """The label of each run, by run_id."""
+    table = every_run(opened)
+    return dict(zip(table["run_id"], table["label"], strict=True))
+
+
 def run_colors(table: pd.DataFrame) -> dict[str, str]:
     """The colours that users chose, by the run's label. table: of `runs_with_reference`."""
     chosen = table.dropna(subset="color")
@@ -115,16 +122,7 @@ def _key(config: str, names: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(str(read.get(name)) for name in names)
 
 
-def _reference(table: pd.DataFrame, keys: list[tuple[str, ...]], index: int) -> str | None:
-    for other in reversed(range(len(table))):
-        if keys[other] == keys[index] and not table["quantized"].iloc[other] and table["recipe"].iloc[other] == "bf16":
-            result: str | None = table["run_id"].iloc[other]
-            return result
-    return None
-
-
 def _rounded(run: pd.Series) -> str:
     if run["recipe"] == "bf16" and run["quantized"]:
         return " + ".join(f"{part}_{run[part]}" for part in PARTS if run[part] != "bf16")
-    result: str = run["run_id"] if pd.isna(run["recipe"]) else run["recipe"]
-    return result
+    return run["run_id"] if pd.isna(run["recipe"]) else run["recipe"]

@@ -13,7 +13,7 @@ from binade.app.figure import Drawn, Figure, source
 from binade.app.params import One
 from binade.app.questions.question import Question
 from binade.app.questions.shared.event_marks import events_of
-from binade.app.questions.shared.runs import every_run, run_titles
+from binade.app.questions.shared.runs import every_run, labels_of, run_titles
 from binade.app.questions.shared.selection import Selection
 from binade.app.questions.surfaces import charts, compute
 from binade.app.style import MEASURES, Measure
@@ -74,11 +74,6 @@ def _runs(selection: Selection, kind: tuple[str, str], values: dict[str, Any]) -
     return compute.followed(selection.opened, where, in_force)
 
 
-def _labels(selection: Selection) -> dict[str, str]:
-    table = every_run(selection.opened)
-    return dict(zip(table["run_id"], table["label"], strict=True))
-
-
 def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
     opened, measure = selection.opened, MEASURES[values["statistic"]]
     kinds = compute.kinds(opened, selection.where)
@@ -94,7 +89,7 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
     where = compute.of_kind(selection.where, kind, shown)
     fmt = values["spec"] if measure.key in SHOWN_ERRORS and values["spec"] != IN_FORCE else ""
     table = compute.surface(opened, where, measure.key, fmt)
-    labels = _labels(selection)
+    labels = labels_of(opened)
     change = compute.difference(table, run, against, measure) if against and len(table) else table
     if change.empty:
         scored = f" in {fmt}" if fmt else ""
@@ -107,19 +102,17 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
     events = events_of({labels[each]: opened.root / each for each in shown})
     events = events[events["iteration"].between(change["iteration"].min(), change["last"].max())]
     width = int(change["last"].iloc[0] - change["iteration"].iloc[0]) + 1
-    several = (change["first_measured"] != change["last_measured"]).any()
+    several = bool((change["first_measured"] != change["last_measured"]).any())
     worst = "lowest" if measure.low_is_bad else "largest"
-    subtitle = labels[run]
-    if several:
-        subtitle += f" · the {worst} of each {width} iterations"
+    each = f" · the {worst} of each {width} iterations" * several
     if against:
-        subtitle = f"{labels[run]} compared with {labels[against]}" + subtitle.removeprefix(labels[run])
         names = labels[run], labels[against]
+        subtitle = f"{labels[run]} compared with {labels[against]}{each}"
         chart = charts.difference(change, measure, names, events, f"{title}: difference", subtitle)
         note = f"Red: {labels[run]} is worse than {labels[against]}."
         answer = _compared(change, measure, labels[against])
     else:
-        chart = charts.surface(change, measure, events, title, subtitle)
+        chart = charts.surface(change, measure, events, title, f"{labels[run]}{each}")
         note = f"{measure.label}: {measure.definition}. Brighter cells are worse."
         answer = _worst(change, measure)
     if len(events):

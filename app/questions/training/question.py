@@ -14,7 +14,7 @@ from binade.app.formatting import losses_of
 from binade.app.questions.question import Question
 from binade.app.questions.shared import loss_chart
 from binade.app.questions.shared.event_marks import with_events
-from binade.app.questions.shared.labels import thinned, thinned_note
+from binade.app.questions.shared.labels import thinned_note
 from binade.app.questions.shared.runs import every_run, run_colors
 from binade.app.questions.shared.selection import Board
 from binade.app.questions.training import charts, compute
@@ -66,14 +66,10 @@ def _losses(opened: Catalog, where: Filter) -> list[Figure]:
     table = every_run(opened)
     table = table[table["run_id"].isin(runs)].tail(style.MAX_GROUPS)
     records = losses_of(opened, table["run_id"].tolist())
-    rows = [
-        {"group": label, "iteration": record["iteration"], "loss": record["loss"]}
-        for run_id, label in zip(table["run_id"], table["label"], strict=True)
-        for record in records[run_id]
-    ]
-    if not rows:
+    labels = dict(zip(table["run_id"], table["label"], strict=True))
+    shown, step = loss_chart.loss_table({labels[run_id]: found for run_id, found in records.items()}, style.MARKS)
+    if shown.empty:
         return []
-    shown, step = thinned(pd.DataFrame(rows), style.MARKS)
     height = 340 + style.legend_height(style.groups_of(shown))
     words = f"{source(where, 'the runs of the filter')}\nLoss: cross entropy in nats per token."
     chart = loss_chart.losses(shown, run_colors(table))
