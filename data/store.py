@@ -154,8 +154,13 @@ def anchored(directory: Path) -> Iterator[Path]:
     if directory.is_symlink():
         raise OSError(errno.ELOOP, "it is a symbolic link", str(directory))
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    other = f"/proc/self/fd/{descriptor}"
     try:
-        yield Path(f"/proc/self/fd/{descriptor}")
+        yield Path(other)
+    except OSError as error:
+        if error.filename:
+            error.filename = str(error.filename).replace(other, str(directory))
+        raise
     finally:
         os.close(descriptor)
 

@@ -145,6 +145,15 @@ def test_links_are_not_followed(root, tmp_path, monkeypatch, linked):
     assert sorted(outside.rglob("*")) == before
 
 
+def test_an_error_names_the_path(root):
+    (run, *_) = root.glob("*first*")
+    file = run / "segments" / "rank00-000002" / "manifest.json"
+    file.unlink()
+    file.symlink_to(file.name)
+    (skipped,) = compact(root).skipped
+    assert str(file) in skipped and "/proc" not in skipped
+
+
 def test_a_resumed_run_deletes_its_own_leftovers_only(root):
     segments = next(root.glob("*first*/segments"))
     for name in (".rank00-000005.host.1-1.part", ".merged-000006.0abc.gone", ".snapshots"):
