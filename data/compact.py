@@ -47,7 +47,7 @@ from binade.data.segment import (
     segment_digest,
     with_columns_of,
 )
-from binade.data.store import locked, remove_directory, sha256, staged_directory, sweep, write_atomic
+from binade.data.store import anchored, locked, remove_directory, sha256, staged_directory, sweep, write_atomic
 from binade.data.text import describe
 
 SIZE = 128 << 20  # bytes of a segment that is large enough
@@ -95,11 +95,12 @@ def compact_ended(directory: Path) -> Compacted:
 def _compact(directory: Path, size: int, dry_run: bool, found: Compacted, fewest: int = 0) -> None:
     try:
         with ExitStack() as held:
+            place = held.enter_context(anchored(directory))
             if not dry_run:
-                held.enter_context(locked(directory, fcntl.LOCK_EX | fcntl.LOCK_NB))
+                held.enter_context(locked(place, fcntl.LOCK_EX | fcntl.LOCK_NB))
             run = read_run(directory)
-            if len(run.segments) >= fewest:
-                _compact_run(run, size, dry_run, found)
+            if run.segments and len(run.segments) >= fewest:
+                _compact_run(run, held.enter_context(anchored(place / "segments")), size, dry_run, found)
     except BlockingIOError:
         found.skipped.append(f"{directory.name} is in use by another process")
     except RunError as error:
@@ -108,7 +109,7 @@ def _compact(directory: Path, size: int, dry_run: bool, found: Compacted, fewest
         found.skipped.append(f"{directory.name}: {describe(error)}")
 
 
-def _compact_run(run: RunInfo, size: int, dry_run: bool, found: Compacted) -> None:
+def _compact_run(run: RunInfo, segments: Path, size: int, dry_run: bool, found: Compacted) -> None:
     if run.status.state == RUNNING or run.config.get("kind") == IMPORT:
         return
     if not run.config.get("checksums"):
@@ -117,15 +118,14 @@ def _compact_run(run: RunInfo, size: int, dry_run: bool, found: Compacted) -> No
     if run.status.state != DONE and (run.directory / CHECKPOINTS).is_dir():
         found.skipped.append(f"{run.run_id} can be resumed: binade run --resume, or delete its {CHECKPOINTS}")
         return
-    segments = run.directory / "segments"
     if not dry_run:
-        _clean(run)
+        _clean(segments)
     numbers = count(last_number(run.segments) + 1)
     for names in _groups(segments, run.segments, size):
         found.before, found.after = found.before + len(names), found.after + 1
         found.nbytes += sum(map(_size, (segments / name for name in names)))
         if not dry_run:
-            _merge(run, names, f"{MERGED}{next(numbers):06d}")
+            _merge(run, segments, names, f"{MERGED}{next(numbers):06d}")
 
 
 def _size(segment: Path) -> int:
@@ -149,9 +149,8 @@ def _groups(segments: Path, names: Sequence[str], size: int) -> Iterator[list[st
         yield group
 
 
-def _clean(run: RunInfo) -> None:
+def _clean(segments: Path) -> None:
     """Delete leftovers of a killed process: segments that a merged one has replaced, and parts of a merged one."""
-    segments = run.directory / "segments"
     sweep(segments, f".{MERGED}*")
     for gone in segments.glob(".*.gone"):
         remove_directory(gone)
@@ -169,15 +168,13 @@ def _delete(segments: Path, merged: str, replaced: set[str]) -> None:
         remove_directory(segments / name)
 
 
-def _merge(run: RunInfo, names: Sequence[str], merged: str) -> None:
+def _merge(run: RunInfo, segments: Path, names: Sequence[str], merged: str) -> None:
     """Publish the segment `merged`, and delete those of these names. Raises SegmentError if one is damaged."""
-    segments = run.directory / "segments"
     known: dict[str, str] = {}
     replaces = {}
     for name in names:
         segment = segments / name
-        written = run.manifest_of(name)
-        assert written is not None
+        written = read_manifest(segment, run.config.get("run_id"))
         written.check(segment)
         replaces[name] = Replaced(sha256(segment / MANIFEST), segment.stat().st_mtime_ns)
         known |= written.digests or {name: segment_digest(segment).hex()}

@@ -166,13 +166,15 @@ class Mirror:
         cache = Path(os.environ.get("BINADE_CACHE_DIR") or f"{home}/binade") / "roots"
         root = (cache / _key(address) / address.rpartition("/")[2]).absolute()
         try:
-            root.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            root.mkdir(exist_ok=True)
-            if not is_mirror(root):
-                write_atomic(root / ADDRESS, address.encode())  # others may be reading it
-            os.utime(root.parent)
-            mirror = _of(root)
-            _drop_unused(root.parent)
+            cache.mkdir(parents=True, exist_ok=True)
+            with locked(cache):  # or another process could delete the copy before it is open
+                root.parent.mkdir(mode=0o700, exist_ok=True)
+                root.mkdir(exist_ok=True)
+                if not is_mirror(root):
+                    write_atomic(root / ADDRESS, address.encode())  # others may be reading it
+                os.utime(root.parent)
+                mirror = _of(root)
+                _drop_unused(root.parent)
             return mirror
         except OSError as error:
             raise RunError(

@@ -342,8 +342,9 @@ class RunWriter:
             run_id = read_json(RunFile, directory / "run.json").get("run_id") or directory.name  # it may be renamed
         except ValueError as error:
             raise RunError(f"{directory.name} cannot be read: {error}") from error
-        for left in directory.glob("segments/.*"):  # by a killed process
-            shutil.rmtree(left, ignore_errors=True)
+        for end in ("part", "old", "gone"):  # of a killed process; `segments` may be a link to a folder with others
+            for left in directory.glob(f"segments/.*.{end}"):
+                shutil.rmtree(left, ignore_errors=True)
         writer = cls(
             run_id, directory, before, ranks=ranks, _segments=last_number(_written(directory, segment_names(directory)))
         )

@@ -106,11 +106,17 @@ def make(opened: Catalog, request: Request, progress: Progress) -> int:
             zipped = stack.enter_context(ZipFile(archive, "w", ZIP_DEFLATED)) if request.archive else None
             with _unchanged(opened):
                 charts = _draw(opened, request, session, Files(made, zipped), progress)
-        publish(made, request.output, before)
-        if request.archive:
-            request.archive.parent.mkdir(parents=True, exist_ok=True)  # within the report
-            with open(archive, "rb") as content, staged_file(request.archive) as file:  # perhaps on another disk
-                shutil.copyfileobj(content, file)
+        within = request.archive and request.archive.absolute().is_relative_to(output)
+        with ExitStack() as stack:
+            if request.archive and not within:  # perhaps on another disk, which may be full: before anything is moved
+                file = stack.enter_context(staged_file(request.archive))
+                with open(archive, "rb") as content:
+                    shutil.copyfileobj(content, file)
+                file.flush()
+            publish(made, request.output, before)
+        if request.archive and within:
+            request.archive.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(archive, request.archive)
     return charts
 
 

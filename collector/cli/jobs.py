@@ -11,7 +11,8 @@ import click
 
 from binade.collector.errors import ConfigError
 from binade.data.store import no_link
-from binade.terminal import CANCELLED, FAILED, Command, Option, resolve_root, root_option
+from binade.data.text import describe
+from binade.terminal import CANCELLED, FAILED, Command, Option, fail, resolve_root, root_option
 
 if TYPE_CHECKING:
     from binade.collector.jobs import JobView
@@ -166,6 +167,7 @@ def _serve(root: Path) -> None:
 
 def _print_jobs(root: Path, everything: bool) -> None:
     from binade.collector.jobs import State, at_once, listing, problems
+    from binade.data.runs import RunError
 
     views = listing(root)
     for problem in problems(root):
@@ -173,7 +175,10 @@ def _print_jobs(root: Path, everything: bool) -> None:
     if not views:
         print(f"no jobs in {root}: queue one with binade jobs add run --quantization mxfp8")
         return
-    _ensure_runner(root, views)
+    try:
+        _ensure_runner(root, views)
+    except (OSError, RunError) as error:  # a disk that is full or read-only
+        fail(f"waiting jobs are not started: {describe(error)}")
     ended = [view for view in views if not view.active]
     left_out = [] if everything else ended[:-LATEST]
     views = [view for view in views if view not in left_out]

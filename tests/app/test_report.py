@@ -631,6 +631,13 @@ def test_a_full_disk_is_said(command, capsys, root, small_disk):
     assert capsys.readouterr().err.strip().splitlines()[-1].startswith("binade: the disk is full")
 
 
+@pytest.mark.parametrize("small_disk", ["8k"], indirect=True)
+def test_without_room_for_the_zip_no_report_is_published(root, tmp_path, small_disk, overview_alone):
+    with pytest.raises(OSError, match="No space left"):
+        make(root, tmp_path / "draw", small_disk / "r.zip")
+    assert list(small_disk.iterdir()) == [] and list(tmp_path.iterdir()) == [small_disk]
+
+
 def test_a_renderer_that_dies_is_an_error():
     figure = Figure("x", BARS, pd.DataFrame({"a": [1]}), "c")
     request = (figure.caption_svg, {"card": "#fff", "quiet": "#000", "font": "Arial"})

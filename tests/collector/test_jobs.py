@@ -572,6 +572,14 @@ def test_bad_usage_is_one_line(command, capsys, arguments, expected):
     assert error.count("\n") == 1 and expected in error
 
 
+def test_jobs_are_listed_though_no_runner_can_be_started(command, capsys, tmp_path):
+    jobs.add(tmp_path / "runs", SHORT)
+    os.mkfifo(tmp_path / "runs" / ".jobs" / "runner.log")
+    assert command("jobs") == 0
+    out, err = capsys.readouterr()
+    assert "1   queued" in out and err.count("\n") == 1 and "runner.log" in err
+
+
 def test_every_field_of_a_run_can_be_asked_for():
     """A choice that the arguments dropped would be lost between the form and the run."""
     assert jobs.parse_runs(jobs.arguments_of(RunConfig())) == [RunConfig()]

@@ -123,6 +123,45 @@ def test_nothing_changes_but_the_files(root, monkeypatch):
         assert catalog.totals() == grown and not catalog.refused
 
 
+@pytest.mark.parametrize("linked", ["the segments", "the run", "the segments meanwhile"])
+def test_links_are_not_followed(root, tmp_path, monkeypatch, linked):
+    run = next(root.glob("*first*"))
+    place = run if linked == "the run" else run / "segments"
+    outside = shutil.copytree(place, tmp_path / "outside")
+    before = sorted(outside.rglob("*"))
+
+    def link(*_: object) -> None:
+        place.rename(tmp_path / "moved")
+        place.symlink_to(outside)
+
+    if linked == "the segments meanwhile":
+        monkeypatch.setattr("binade.data.compact._clean", link)  # once it has seen that there is no link
+        compact(root)
+        assert len(list((tmp_path / "moved").iterdir())) == 1
+    else:
+        link()
+        (skipped,) = compact(root).skipped
+        assert re.search(f"it is a symbolic link .*{place.name}", skipped)
+    assert sorted(outside.rglob("*")) == before
+
+
+def test_an_error_names_the_path(root):
+    (run, *_) = root.glob("*first*")
+    file = run / "segments" / "rank00-000002" / "manifest.json"
+    file.unlink()
+    file.symlink_to(file.name)
+    (skipped,) = compact(root).skipped
+    assert str(file) in skipped and "/proc" not in skipped
+
+
+def test_a_resumed_run_deletes_its_own_leftovers_only(root):
+    segments = next(root.glob("*first*/segments"))
+    for name in (".rank00-000005.host.1-1.part", ".merged-000006.0abc.gone", ".snapshots"):
+        (segments / name / "inside").mkdir(parents=True)
+    RunWriter.reopen(segments.parent)
+    assert [path.name for path in segments.glob(".*")] == [".snapshots"]
+
+
 def test_sizes(root):
     sizes = [sum(file.stat().st_size for file in segment.iterdir()) for segment in root.glob("*/segments/*")]
     assert compact(root, max(sizes) + 1).after == 4 and segments(root) == [2, 2]

@@ -1,6 +1,7 @@
 import os
 import re
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
@@ -159,6 +160,26 @@ def test_the_copies_that_nobody_has_open_make_room(store, tmp_path, monkeypatch)
     assert set(last.parents[1].iterdir()) == {copies[1], last.parent}, "both are open"
     with Catalog.open(addresses[0]) as catalog:
         assert catalog.totals().tensors == 7
+
+
+def test_a_copy_that_is_being_made_is_not_deleted(store, tmp_path, monkeypatch):
+    run = make_run(tmp_path, assorted(1))
+    for name in ("first", "second"):
+        store.upload(run.directory, f"{name}/{run.run_id}")
+    monkeypatch.setattr(remote, "COPIES", 0)
+    write = remote.write_atomic
+    other = threading.Thread(target=readable_root, args=["s3://bucket/second"])
+
+    def interrupted(path, content):
+        if content.endswith(b"first"):
+            other.start()
+            other.join(0.5)  # it waits until the first copy is open
+        write(path, content)
+
+    monkeypatch.setattr(remote, "write_atomic", interrupted)
+    first = readable_root("s3://bucket/first")
+    other.join()
+    assert len(list(first.parents[1].glob(f"*/*/{run.run_id}/run.json"))) == 2
 
 
 def test_keys_that_lead_out_of_the_copy_are_not_followed(store, tmp_path):
