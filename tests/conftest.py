@@ -87,6 +87,17 @@ def _interruptible() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
+@pytest.fixture(autouse=True)
+def _signals() -> Iterator[None]:
+    """binade in this process catches signals, and ignores them after the first: the processes of later tests would."""
+    before = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
+    hook = sys.unraisablehook
+    yield
+    for signum, handler in before.items():
+        signal.signal(signum, handler)
+    sys.unraisablehook = hook
+
+
 def start_python(*arguments: str | Path, env: Mapping[str, str] | None = None, **options) -> subprocess.Popen[str]:
     """This Python with arguments, in the project's directory, its output in pipes; env is beside what is set here."""
     usual = {"cwd": PROJECT, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -183,9 +194,8 @@ def catalog(collected: Path) -> Iterator[Catalog]:
 
 
 @pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[..., int]]:
+def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., int]:
     """binade in this process, on the root tmp_path/"runs": its exit status."""
-    before = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
     monkeypatch.setenv("TENSOR_SAVE_DIR", str(tmp_path / "runs"))
 
     from binade.cli import main  # not where only kernels are run
@@ -196,9 +206,7 @@ def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callabl
         except SystemExit as end:
             return end.code
 
-    yield call
-    for signum, handler in before.items():
-        signal.signal(signum, handler)
+    return call
 
 
 @pytest.fixture

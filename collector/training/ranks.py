@@ -10,6 +10,7 @@ import os
 import re
 import socket
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ LAUNCHER = "BINADE_LAUNCHER"
 STORE = "BINADE_STORE"
 LAUNCHER_GONE = "the process that started the ranks has exited"
 TIMEOUT = timedelta(minutes=30)
-NOTICE = 10.0  # seconds that a rank has to notice by itself that the launcher is gone
+NOTICE = 10.0  # seconds that a rank has to notice by itself that the launcher is gone, or another rank to end
 _joined = count()  # the runs of this process
 
 
@@ -88,10 +89,15 @@ class Ranks:
 
     @contextmanager
     def explaining(self) -> Iterator[None]:
-        """A context that, if the launcher is gone, reports this instead of the rank that ended first because of it."""
+        """A context that, if the launcher is gone, reports this instead of the rank that ended first because of it. If
+        it is not, a rank that lost another waits to be ended: the other may close its connections long before its
+        process ends, and the launcher must find that one first."""
         try:
             yield
         except PeerLostError:
+            end = time.monotonic() + NOTICE
+            while self.launcher_decides and time.monotonic() < end:
+                time.sleep(0.05)
             self.check_launcher()
             raise
 

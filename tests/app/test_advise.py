@@ -25,6 +25,7 @@ from binade.collector.recipes.files import to_toml
 from binade.collector.recipes.parse import parse_recipe
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
+from binade.data.runs import write_notes
 from tests.app import roots
 from tests.app.test_pages import Visit, rerun, words
 from tests.collector.test_jobs import end_all
@@ -39,6 +40,8 @@ GAPS = {
     "linear_hifp8": (0.02, 0.004),
     "linear_mxfp8": (0.004, 0.002),
 }
+
+NAMED = "the safe one, 8 bits"  # what a user calls the runs of linear_mxfp8
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +65,8 @@ def root(collected: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
             tensors = [] if name == "bf16" else [[(torch.eye(32), operand)]]
             settings = config | {"recipe": name, "recipe_toml": to_toml(recipe), "seed": 70 + seed}
             run = make_run(place, *tensors, **settings)
+            if name == "linear_mxfp8":
+                write_notes(run.directory, name=NAMED, color="#123456", note="")
             for iteration in range(2):
                 run.append_loss({"iteration": iteration, "loss": 5.0 - iteration + gap * (1.5 if iteration else 0.5)})
     return place
@@ -77,6 +82,7 @@ def test_what_trained_is_compared_with_what_was_predicted(opened):
     drawn = PREDICTIONS.draw(Selection(opened, Filter()), {})
     table = drawn.tables["predictions"].set_index("recipe")
     assert set(table.index) == set(GAPS) and drawn.problems == ()
+    assert table["name"].to_dict() == {name: name for name in GAPS} | {"linear_mxfp8": NAMED}
     found = costs(opened)
     for name, (mean, deviation) in GAPS.items():
         gaps = mean + deviation * (np.arange(4) - 1.5)

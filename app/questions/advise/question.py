@@ -108,7 +108,7 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
     verdict = found.sentence
     table, held = confirmed(selection.opened, found)
     if not table.empty:
-        columns = {"recipe": MEASURED["recipe"], "bits": BITS} | MEASURED
+        columns = {"name": MEASURED["name"], "bits": BITS} | MEASURED
         items.append(Table("advised_and_measured", table, columns, title="Predicted and measured"))
         verdict = f"{verdict} {held}"
     return Drawn(tuple(items), verdict)
@@ -128,10 +128,10 @@ def _held(advised: pd.Series, plain: pd.DataFrame) -> str:
     """Whether an advised recipe did better than the best single format with no more bits."""
     others = plain[plain["bits"] <= advised["bits"] + AS_MANY].sort_values("predicted")
     if others.empty:
-        return f"{advised['recipe']} was trained, but no single format with as few bits was."
+        return f"{advised['name']} was trained, but no single format with as few bits was."
     other = others.iloc[0]
-    gaps = f"{fixed(advised['gap'], 4, '+')}, {other['recipe']} one of {fixed(other['gap'], 4, '+')}"
-    text = f"{advised['recipe']} reached a mean gap of {gaps}: "
+    gaps = f"{fixed(advised['gap'], 4, '+')}, {other['name']} one of {fixed(other['gap'], 4, '+')}"
+    text = f"{advised['name']} reached a mean gap of {gaps}: "
     if not (advised["high"] < other["low"] or advised["low"] > other["high"]):
         seeds = int(min(advised["seeds"], other["seeds"]))
         return f"{text}{seeds} seed{'s' * (seeds != 1)} do{'es' * (seeds == 1)} not separate them."

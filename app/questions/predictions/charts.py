@@ -27,17 +27,18 @@ def against(table: pd.DataFrame, column: str, subtitle: str) -> alt.LayerChart |
         layers.append(bars.encode(x=x, y=alt.Y("low:Q", title=title), y2="high:Q"))
     base = alt.Chart(table).encode(x=x, y=y)
     tooltip = [
-        alt.Tooltip("recipe:N", title="recipe"),
+        alt.Tooltip("name:N", title="recipe"),
         alt.Tooltip("bits:Q", title="bits per forward value", format=".2f"),
         alt.Tooltip("predicted:Q", format="+.4f"),
         alt.Tooltip("first:Q", title="gap, first iteration", format="+.4f"),
         alt.Tooltip("gap:Q", title="mean gap", format="+.4f"),
         alt.Tooltip("seeds:Q"),
     ]
-    layers.append(base.mark_point(filled=True, size=80, color=style.PALETTE[0]).encode(tooltip=tooltip))
+    points = base.mark_point(filled=True, size=80, color=style.PALETTE[0]).encode(tooltip=tooltip)
+    layers.append(points.add_params(style.only("recipe")))
     largest = table.dropna(subset=[column]).sort_values(column, key=abs, ascending=False)
     names = alt.Chart(style.without_overlap(largest, "predicted", column, (high - low, high - low))).encode(
-        x=x, y=y, text="recipe:N"
+        x=x, y=y, text="name:N"
     )
     layers.append(names.mark_text(align="left", dx=8, dy=-7, color=style.GREY, fontSize=11))
     return alt.layer(*layers).properties(title=style.title("Predicted and measured", subtitle))

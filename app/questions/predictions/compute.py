@@ -61,7 +61,7 @@ def measured(opened: Catalog, found: Costs) -> tuple[pd.DataFrame, int]:
     """(the recipes that were trained together with a bf16 run on the same data, one row each; how many are left out for
     lack of a prediction).
 
-    Columns recipe (what was rounded, where its name does not say it), advised (whether the advisor made it), bits,
+    Columns name (that users gave it, or what was rounded), recipe, advised (whether the advisor made it), bits,
     predicted, seeds, first (the gap of the first iteration, before any step, mean over seeds), gap (mean over
     iterations and seeds), low, high (its 95 % interval, NaN of one seed).
     """
@@ -77,10 +77,11 @@ def measured(opened: Catalog, found: Costs) -> tuple[pd.DataFrame, int]:
     table = table.merge(by_run, left_on="run_id", right_index=True)
     configs = dict(zip(runs["run_id"], runs["config"], strict=True))
     rows, left = [], 0
-    for (recipe, _), own in table.groupby(["name", "settings"], sort=False):
+    for (name, _), own in table.groupby(["name", "settings"], sort=False):
+        recipe = str(own["recipe"].iloc[-1])
         try:
             config = json.loads(configs[own["run_id"].iloc[-1]])
-            made = draft_of(config["recipe_toml"], str(recipe)).recipe(str(recipe))
+            made = draft_of(config["recipe_toml"], recipe).recipe(recipe)
             at = placed(made, found, config.get("skip_layers") or "")
         except REFUSED:
             at = None
@@ -88,8 +89,8 @@ def measured(opened: Catalog, found: Costs) -> tuple[pd.DataFrame, int]:
             left += 1
             continue
         spread = Spread(tuple(own["mean"]))
-        row = {"recipe": recipe, "advised": made.about.title.startswith(ADVISED), "bits": at[0], "predicted": at[1]}
-        row |= {"seeds": spread.seeds, "first": own["first"].mean()}
+        row = {"name": name, "recipe": recipe, "advised": made.about.title.startswith(ADVISED)}
+        row |= {"bits": at[0], "predicted": at[1], "seeds": spread.seeds, "first": own["first"].mean()}
         rows.append(row | {"gap": spread.mean, "low": spread.low, "high": spread.high})
-    columns = ["recipe", "advised", "bits", "predicted", "seeds", "first", "gap", "low", "high"]
+    columns = ["name", "recipe", "advised", "bits", "predicted", "seeds", "first", "gap", "low", "high"]
     return pd.DataFrame(rows, columns=columns).replace([np.inf, -np.inf], np.nan), left

@@ -24,7 +24,7 @@ CAPTION = (
     "comes before any step: its gap is what rounding does to the forward pass alone."
 )
 COLUMNS = {
-    "recipe": Column("Recipe", width=220),
+    "name": Column("Recipe", width=220),
     "predicted": Column("Predicted (nats)", "%+.5f", 120),
     "first": Column("First gap (nats)", "%+.5f", 120),
     "gap": Column("Mean gap (nats)", "%+.5f", 120),
