@@ -190,8 +190,8 @@ class _Writer:
         for segment in run.segments:
             directory = run.directory / "segments" / segment
             written = run.manifest_of(segment)
-            if written:
-                written.check(directory)
+            for name, difference in written.differences(directory).items() if written else ():
+                raise SegmentError(f"{directory / name} {difference}")
             table = pq.read_table(directory / "tensor.parquet")
             paths = []
             for name, path in zip(table["tensor_id"].to_pylist(), table["path"].to_pylist(), strict=True):

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from weakref import WeakSet
 
 import duckdb
 
@@ -33,6 +34,8 @@ KINDS = {
 }
 INTERRUPTED = "Query interrupted"  # what DuckDB turns a KeyboardInterrupt during a query into
 _versions = itertools.count()
+_opened: WeakSet[Index] = WeakSet()  # those of one path share a database, and its limits
+_opening = threading.Lock()
 
 
 class Index:
@@ -78,6 +81,7 @@ class Index:
         with self._gate:
             self._gate.wait_for(lambda: not self._cursors)
             self._connection.close()
+        _opened.discard(self)
 
     def trim_memory(self) -> None:
         """Return to the system the memory that DuckDB has freed and its allocator keeps, up to 100 MB."""
@@ -87,9 +91,10 @@ class Index:
                     self._connection.execute(f"SET memory_limit = '{INDEX_MEMORY}'")  # the same as before
 
     def release_memory(self) -> None:
-        """Free the memory that DuckDB holds for later queries, unless a query is running."""
-        with self._gate:
-            if not (self._cursors or self.in_memory):
+        """Free the memory that DuckDB holds for later queries, unless a query is running or another Index of this
+        process has the database open."""
+        with self._gate, _opening:
+            if not (self._cursors or self.in_memory) and [each.path for each in _opened].count(self.path) == 1:
                 for statements in (
                     f"CHECKPOINT; SET memory_limit = '{AT_REST}'",
                     f"SET memory_limit = '{INDEX_MEMORY}'",
@@ -139,7 +144,9 @@ class Index:
             try:
                 # The leading dot keeps it from being mistaken for a run.
                 limits = {"memory_limit": INDEX_MEMORY, "temp_directory": str(self.root / SPILLED)}
-                connection = duckdb.connect(str(self.path), config=SETTINGS | limits)
+                with _opening:
+                    connection = duckdb.connect(str(self.path), config=SETTINGS | limits)
+                    _opened.add(self)
             except duckdb.Error as error:
                 if is_unavailable(error):
                     break

@@ -119,7 +119,8 @@ class Intake:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.refused: list[str] = []
+        self.refused: list[str] = []  # replaced as a whole: pages read it while a call fills the next one
+        self._skipped: list[str] = []
         self._settled: dict[str, _OnDisk] = {}
         self._found: Set[str] | None = None  # the runs that the last call found, None if it did not end
         self._damaged: dict[str, _Damage] = {}
@@ -131,13 +132,13 @@ class Intake:
 
         Raises duckdb.Error if the index cannot be read or written; the index is then unchanged or partly updated.
         """
-        self.refused, self._vanished = [], False
+        self._skipped, self._vanished = [], False
         before, self._settled = self._settled, {}
         names, self._found = self._found, None
         unchanged, changed = self._look(before)
         self.idle = not changed and unchanged.keys() == names
         if self.idle:
-            self._settled, self._found = unchanged, names
+            self._settled, self._found, self.refused = unchanged, names, self._skipped
             return 0
         known: dict[str, dict[str, int]] = {}
         for run_id, name, mtime in cursor.execute(
@@ -179,13 +180,13 @@ class Intake:
         for run_id in self._damaged.keys() - still:
             _drop(cursor, run_id)
             _put_runs(cursor, [[*_run_row(changed[run_id].run), self._damaged[run_id].reason]])
-        self.refused += [damage.reason for damage in self._damaged.values()]
+        self._skipped += [damage.reason for damage in self._damaged.values()]
         self._settled = unchanged | {
             run_id: found
             for run_id, found in changed.items()
             if found.settled and run_id not in incomplete and run_id not in self._damaged
         }
-        self._found = unchanged.keys() | changed.keys()
+        self._found, self.refused = unchanged.keys() | changed.keys(), self._skipped
         return added
 
     def _count(self, cursor: duckdb.DuckDBPyConnection, runs: list[_OnDisk]) -> None:
@@ -213,11 +214,11 @@ class Intake:
                 try:
                     changed.append(self._on_disk(directory))
                 except RunError as error:
-                    self.refused.append(str(error))
+                    self._skipped.append(str(error))
                 except FileNotFoundError:
                     continue  # segments were merged, or the run was deleted in the meantime
                 except OSError as error:  # the directory of another user
-                    self.refused.append(f"{name} cannot be read: {describe(error)}")
+                    self._skipped.append(f"{name} cannot be read: {describe(error)}")
                 break
         changed.sort(key=lambda found: (str(found.run.config.get("started")), found.run.run_id))
         return unchanged, {found.run.run_id: found for found in changed}
@@ -235,13 +236,13 @@ class Intake:
             what = "name and note"
             run = replace(run, notes=read_notes(directory))
         except (OSError, ValueError) as error:
-            self.refused.append(f"the {what} of {directory.name} are not shown: {describe(error)}")
+            self._skipped.append(f"the {what} of {directory.name} are not shown: {describe(error)}")
             mark = None  # it is reported again next time
         try:
             if run.status.state != RUNNING:
                 check_losses(directory)
         except (RunError, OSError) as error:
-            self.refused.append(f"some losses of {directory.name} are not shown: {describe(error)}")
+            self._skipped.append(f"some losses of {directory.name} are not shown: {describe(error)}")
             mark = None
         return _OnDisk(run, segments, mark)
 
@@ -252,7 +253,7 @@ class Intake:
         refused: set[str] = set()
 
         def refuse(run_id: str, error: Exception) -> None:
-            self.refused.append(f"{run_id!a} cannot be indexed: {describe(error)}")
+            self._skipped.append(f"{run_id!a} cannot be indexed: {describe(error)}")
             refused.add(run_id)
 
         for run in runs:

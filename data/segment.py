@@ -314,9 +314,9 @@ class Manifest:
         return found | dict.fromkeys(more, f"is not in {MANIFEST}")
 
     def check(self, segment: Path) -> None:
-        """Raise SegmentError for a file of the segment that has changed; OSError."""
+        """Raises SegmentError for a file of the segment that has changed, and OSError."""
         for name, difference in self.differences(segment).items():
-            raise SegmentError(f"{segment / name} {difference}")
+            raise SegmentError(f"{segment.name}/{name} {difference}")
 
 
 def manifest(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from binade.app import state
-from binade.data import cache
+from binade.data import cache, index
 from binade.data.catalog import Catalog
 from tests.conftest import until
 from tests.data.builder import assorted, make_run
@@ -42,3 +42,31 @@ def test_an_index_that_gives_memory_back_answers_as_before(tmp_path):
         with opened._index.cursor() as cursor:
             assert cursor.execute("SELECT current_setting('memory_limit')").fetchone() == limit
     opened.release_memory()  # after it was closed
+
+
+def test_memory_that_another_catalog_may_need_is_not_given_back(tmp_path, monkeypatch):
+    """Catalogs of one root in one process share a database and its limit. Giving back sets the limit."""
+    make_run(tmp_path, assorted(1))
+
+    def limit(of: Catalog) -> str:
+        with of._index.cursor() as cursor:
+            return cursor.execute("SELECT current_setting('memory_limit')").fetchone()[0]
+
+    with Catalog.open(tmp_path) as opened:
+        with Catalog.open(tmp_path) as other:
+            before = limit(other)
+            monkeypatch.setattr(index, "INDEX_MEMORY", "100MB")
+            opened.release_memory()
+            assert limit(other) == limit(opened) == before != "95.3 MiB"
+        opened.release_memory()
+        assert limit(opened) == "95.3 MiB"
+
+
+def test_what_was_refused_is_known_while_the_root_is_read_again(tmp_path, monkeypatch):
+    (make_run(tmp_path, assorted(1)).directory / "run.json").write_text("{")
+    with Catalog.open(tmp_path) as opened:
+        intake, before, seen = opened._index.intake, opened.refused, []
+        look = intake._look
+        monkeypatch.setattr(intake, "_look", lambda known: seen.append([*opened.refused]) or look(known))
+        opened.sync()
+        assert seen and all(each == before != [] for each in [*seen, opened.refused])
