@@ -199,7 +199,7 @@ def _list(root: str | None) -> None:
         fail(problem)
 
 
-BUNDLE: dict[str, Any] = {"cancelled": "cancelled: no bundle was written or imported", "failed": "the bundle failed"}
+BUNDLE: dict[str, Any] = {"cancelled": "cancelled: no bundle was written or imported", "failed": "the command failed"}
 serve = Command(
     "serve",
     params=[

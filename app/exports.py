@@ -1,4 +1,4 @@
-"""Files of a chart or a table that the browser cannot make: tables as text, and figures in the style of papers."""
+"""Files of a chart or a table that the browser cannot create: tables as text, and figures in a style for papers."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ TYPES = {
     "svg": "image/svg+xml",
     "pdf": "application/pdf",
 }
-TABLES = (".csv", ".md", ".tex")  # the ends of their files' names
-COLUMNS = {"84mm": 84, "174mm": 174}  # millimetres: one and two columns in Springer's instructions
+TABLES = (".csv", ".md", ".tex")  # suffixes of their files
+COLUMNS = {"84mm": 84, "174mm": 174}  # millimeters: one and two columns in Springer's instructions
 PAPERS = tuple(f"-{width}.{kind}" for width in COLUMNS for kind in ("svg", "pdf"))
 LETTERS = 12  # pixels of the letters of our charts
 POINTS = 8  # of the same letters on paper
 TITLE = 50  # pixels that a title takes, which a paper's caption replaces
 
-MOST_ROWS = 1000  # of a table in Markdown or LaTeX, which people read
+MOST_ROWS = 1000  # rows of a table in Markdown or LaTeX, which is for people
 
 _SIGNS = {ord("|"): r"\ensuremath{|}", ord("ᵀ"): r"\ensuremath{^{\mathsf{T}}}"}
 _ENCODER = UnicodeToLatexEncoder(

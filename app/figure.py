@@ -91,8 +91,8 @@ alt.SchemaBase.copy = _copy  # type: ignore[assignment,method-assign]
 
 
 def _if_debugging(validate: Any) -> Any:
-    """Altair's, which validates the properties of charts and the parts that are layered even where `disable_debug_mode`
-    says not to."""
+    """Altair's method, called only in debug mode. Altair itself validates charts and layers even where
+    `disable_debug_mode` turns validation off."""
 
     def when(cls: type[alt.SchemaBase], *args: Any, **options: Any) -> None:
         if schemapi.DEBUG_MODE:
@@ -106,8 +106,8 @@ for _name in ("validate", "validate_property"):
 
 
 def _view_name(self: alt.Chart) -> str:
-    """Altair's, which prints a table to tell its chart from others that look the same. Here only the table's numbers
-    count; Altair numbers the views that share a name."""
+    """Replaces Altair's method, which hashes a printed table to tell similar charts apart. Here only the table's
+    numbers are hashed; Altair numbers the views that share a name."""
     if not isinstance(self.data, pd.DataFrame) or "_cached_hash" in self._kwds:
         return _altairs_view_name(self)
     numbers = self.data.select_dtypes("number").to_numpy(float, na_value=np.nan)

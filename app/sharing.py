@@ -10,7 +10,7 @@ from pathlib import Path
 from binade.data.text import describe
 
 LOOPBACK = "127.0.0.1"
-USER = "binade_user"  # in Streamlit's st.user: what the proxy's header says
+USER = "binade_user"  # key in Streamlit's st.user: the user name in the proxy's header
 
 
 class SharingError(ValueError):
@@ -62,8 +62,8 @@ def sharing_of(
     login: bool = False,
     operators: str | None = None,
 ) -> Sharing:
-    """From the options of `binade serve`; None where an option is not given. Raises SharingError if they would admit
-    unauthenticated users or contradict each other."""
+    """The Sharing for the options of `binade serve`; None where an option is not given. Raises SharingError if they
+    would admit unauthenticated users or contradict each other."""
     for option, text in (("--trust-proxy-header", header), ("--proxy", proxy), ("--operators", operators)):
         if text is not None and not text.strip():
             raise SharingError(f"{option} is empty: give it a value, or leave the option out")

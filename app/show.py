@@ -146,7 +146,7 @@ COLUMNS = {
     "flush_to_zero": Column("Flushed (%)", "%.3f", 115, bar=True),
     "saturated": Column("Saturated (%)", "%.3f", 120, bar=True),
 }
-LOOK = 0.5  # seconds between two updates of a progress bar at the same percentage
+LOOK = 0.5  # seconds between two updates of a progress bar whose percentage has not changed
 LARGEST_SHOWN = 2.0**53  # the largest number that a table's number column shows
 
 
@@ -244,7 +244,7 @@ def progress(what: str, asked: Hashable = None) -> Iterator[Done]:
         percent = 100 * min(count, of) // max(of, 1)
         if percent != shown or time.monotonic() - at > LOOK:  # Streamlit handles clicks only while something is drawn
             shown, at = percent, time.monotonic()
-            bar.progress(percent, text=f"{what} … {percent} %")
+            bar.progress(percent, text=f"{what} … {percent}%")
 
     try:
         yield done

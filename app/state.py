@@ -24,8 +24,8 @@ from binade.data.runs import RunError, resolve_root, unusable_root
 from binade.data.sandbox import Sandbox
 
 SYNC_SECONDS = 2.0
-IDLE = 5  # times SYNC_SECONDS: a catalog that nobody has looked at for longer is synchronized before it is shown
-REST = 50.0  # seconds after the last look: what was computed is dropped and its memory returned to the system
+IDLE = 5  # times SYNC_SECONDS: a catalog that nobody has used for longer is synchronized before it is shown
+REST = 50.0  # seconds after the last use: what was computed is dropped and its memory returned to the system
 PATIENCE = 20  # the minimum time between two redraws of a page, as a multiple of the time that drawing took
 SHARED = 96 << 20  # bytes of results, tables and values that all sessions share
 # Where answers are computed: two at once, and one at a time of those that take long or a large tensor. The threads that

@@ -1,4 +1,4 @@
-"""One visual language: a format's colour, numbers, axis wording, legends and titles. No Streamlit here."""
+"""One visual language: a format's color, numbers, axis wording, legends and titles. No Streamlit here."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ FORMAT_COLORS = {
     "mxint8": "#059669",
     "nvfp4": "#15a678",
 }
-# For formats that have no colour above, in their order, so that a new format needs no change here.
+# For formats that have no color above, in their order, so that a new format needs no change here.
 SPARE = ("#9d5c8f", "#7c8a1f", "#4f7f9e", "#b5703c", "#c0508a", "#2f8f7a")
 FORMAT_COLORS |= dict(zip((name for name in FORMATS if name not in FORMAT_COLORS), cycle(SPARE), strict=False))
-# For groups that are not formats: none of the colours above. All are readable on light and on dark. The first six can
+# For groups that are not formats: none of the colors above. All are readable on light and on dark. The first six can
 # be told apart without red or green cones, as can the formats that runs are most often trained in.
 PALETTE = ["#6366f1", "#ab9218", "#18a0c6", "#ca1f85", "#4b6e22", "#cf7a78", "#a855c7", "#0d9488", "#b4633a", "#6b7a90"]
 MAX_GROUPS = len(PALETTE)
@@ -56,7 +56,7 @@ GREY = tensor_kinds.NEUTRAL  # of what belongs to no group: readable on light an
 NEUTRAL = {"as captured": GREY, "quantized run": PALETTE[2]}  # groups that are shown next to formats
 
 
-# Bright means much (or bad): the anchors of viridis, for heatmaps and for ordered groups such as layers.
+# Bright means large (or bad): the anchors of viridis, for heatmaps and for ordered groups such as layers.
 RAMP = ["#440154", "#46327e", "#365c8d", "#277f8e", "#1fa187", "#4ac16d", "#a0da39", "#fde725"]
 # For a difference: better, the same, worse.
 DIVERGING = ["#3457d5", "#9db2ee", "#e6e6ea", "#f0a3ad", "#c81e3f"]
@@ -113,7 +113,7 @@ OWN_METRICS = {
     "outlier_persistence": Metric(
         "Persistence",
         "Jaccard index (channels in both sets over channels in either) of the hot channels in two successive recorded "
-        "iterations: the 1 % with the largest absmax, but at least 8, and at most 64 or a quarter of all channels, "
+        "iterations: the 1% with the largest absmax, but at least 8, and at most 64 or a quarter of all channels, "
         "whichever is smaller",
     ),
     "hot_ratio": Metric("Hottest channel", "its absmax divided by that of the median channel"),
@@ -147,7 +147,7 @@ MEASURES = {
 
 
 def ordered_colors(n: int) -> list[str]:
-    """n colours that run from first to last, readable on light and on dark."""
+    """n colors that run from first to last, readable on light and on dark."""
     return ["#" + row.tobytes().hex() for row in mixed(ORDERED, n)]
 
 
@@ -165,14 +165,14 @@ def format_in(group: str) -> str | None:
 
 
 def color_of_spec(text: str) -> str:
-    """A spec's colour: that of its format."""
+    """A spec's color: that of its format."""
     return FORMAT_COLORS[Spec.of(text).format.name]
 
 
 def styles(groups: list[str], by: str = "") -> tuple[list[str], list[int]]:
-    """(colours, which dash or shape). If the chart is by tensor name, tensors have the colours of data.tensor_kinds;
-    all unknown names share one. A group that names a format has the format's colour. Recipes of one format differ by
-    dash or shape; if there are too many, and for other groups, colours come from the palette."""
+    """(colors, which dash or shape). If the chart is by tensor name, tensors have the colors of data.tensor_kinds; all
+    unknown names share one. A group that names a format has the format's color. Recipes of one format differ by dash or
+    shape; if there are too many, and for other groups, colors come from the palette."""
     if by == "tensor" and not set(groups).isdisjoint(tensor_names()):
         own = [color_of(name) for name in groups]
         return own, [own[:index].count(color) % len(DASHES) for index, color in enumerate(own)]
@@ -185,7 +185,7 @@ def styles(groups: list[str], by: str = "") -> tuple[list[str], list[int]]:
 
 
 def colors(groups: list[str], by: str = "", own: Mapping[str, str] | None = None) -> list[str]:
-    """One colour per group: the user's choice in `own`, else as `styles`."""
+    """One color per group: the user's choice in `own`, else as `styles`."""
     return [(own or {}).get(group, color) for group, color in zip(groups, styles(groups, by)[0], strict=True)]
 
 
@@ -199,10 +199,10 @@ DECADES = alt.Axis(labelOverlap=True, tickCount=6)  # of a logarithmic axis
 SYMBOL = 300  # square pixels of a line in a legend: as long as most dashes and their gaps
 LEGEND_WIDTH = 310  # pixels that every chart has for a legend above it, even on a phone
 LEGEND_LABEL = 380  # pixels of the longest label of a legend
-BESIDE = 18  # letters of the longest label of a legend beside the lines; with longer labels, it is above them
+BESIDE = 18  # characters of the longest label of a legend next to the lines; with longer labels, it is above them
 WITHIN = 6  # groups of a legend in a corner of the plot
 NARROWEST = 320, 180  # pixels of the plot of a chart that is next to another
-Place = Literal["right", "corner", "top"]  # of a legend: beside the plot, in its upper left corner, above it
+Place = Literal["right", "corner", "top"]  # of a legend: next to the plot, in its upper left corner, or above it
 DIRECT = 8  # lines that are labelled at their ends
 LABEL = 14  # pixels between two such labels
 LABEL_WIDTH, LABEL_HEIGHT = 0.3, 0.08  # of a point, as shares of the plot of a chart that is next to another
@@ -294,7 +294,7 @@ def color(
     own: Mapping[str, str] | None = None,
     place: Place = "right",
 ) -> alt.Color:
-    """The colour of the column group; shown: with a legend; own: as in `colors`; place: as in `legend`."""
+    """The color of the column group; shown: with a legend; own: as in `colors`; place: as in `legend`."""
     scale = alt.Scale(domain=groups, range=colors(groups, title, own))
     return alt.Color("group:N", scale=scale, legend=legend(groups, title, line, place) if shown else None)
 
@@ -328,7 +328,7 @@ def labelled(
     """The lines of the groups with their names at their ends in place of a legend, if they are few and the names short.
     titles: the names, by group.
 
-    A stroke with the colour and the dash of its line leads to each name. Where ends nearly coincide, the names move
+    A stroke with the color and the dash of its line leads to each name. Where ends nearly coincide, the names move
     apart. Positions in pixels are known only where the chart is drawn, hence Vega's expressions."""
     titles = titles or dict(zip(groups, groups, strict=True))
     x, y, group = (str(getattr(lines.encoding, name).shorthand).partition(":")[0] for name in ("x", "y", "color"))

@@ -1,6 +1,6 @@
 """How charts look outside the app, where Streamlit's theme does not apply: Vega-Lite configurations, light and dark.
 
-The colours of the page (text, background) are defined here too, so that pictures and reports agree.
+The colors of the page (text, background) are defined here too, so that pictures and reports agree.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ FONT = "Inter, 'Liberation Sans', 'Segoe UI', system-ui, 'Helvetica Neue', Arial
 
 @dataclass(frozen=True)
 class Theme:
-    """Colours of a page: background, cards, text, secondary text, lines and links."""
+    """Colors of a page: background, cards, text, secondary text, lines and links."""
 
     name: str
     ground: str

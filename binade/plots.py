@@ -48,7 +48,7 @@ _OF_PAGE = {
 def _expected(param: object) -> str:
     match param:
         case One(allowed):
-            return f"one of {', '.join(allowed)}" if allowed else "nothing, as none was recorded"
+            return f"one of {', '.join(allowed)}" if allowed else "no value, because none was recorded"
         case Many(allowed):
             return f"any of {', '.join(allowed)}"
         case Whole(low, high):

@@ -307,7 +307,7 @@ def _extract(source: Path, staged: Path, done: Done) -> tuple[dict[str, str], di
         entries = _entries(archive)
         hashes, files = _read_list(archive, entries)
         if set(files) != set(entries) - {LIST}:
-            _refuse("its files do not match its list")
+            _refuse("its files do not match its bundle.json")
         total = sum(file.bytes for file in files.values())
         if total > shutil.disk_usage(staged).free:
             _refuse(f"its {total:,} bytes do not fit on the disk")
@@ -394,7 +394,7 @@ def _read_list(
         if run_id.startswith("index.duckdb"):
             _refuse(f"{run_id} is not allowed as the name of a run")
     if {match["run"] for name in files if (match := _RUN_FILE.fullmatch(name))} != set(hashes):
-        _refuse("its runs do not match its list")
+        _refuse("its runs do not match its bundle.json")
     return hashes, files
 
 
@@ -425,7 +425,7 @@ def _unpack(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, listed: _File, tar
         sink.flush()
         os.fsync(sink.fileno())
     if size != listed.bytes or digest.hexdigest() != listed.sha256:
-        _refuse(f"{entry.filename!a} does not match the list")
+        _refuse(f"{entry.filename!a} does not match {LIST}")
 
 
 # What was unpacked
@@ -449,7 +449,7 @@ def _check_runs(runs: Path, hashes: dict[str, str]) -> None:
         if state == RUNNING:
             _refuse(f"the run {run_id} says that it is still running")
         if found != wanted:
-            _refuse(f"the run {run_id} does not match the list")
+            _refuse(f"the run {run_id} does not match {LIST}")
     if not hashes:
         return
     with Catalog.open(runs) as catalog:

@@ -388,8 +388,8 @@ class Catalog:
     def distribution(
         self, where: Filter | None = None, by: str | None = None, tensor_ids: list[str] | None = None
     ) -> pd.DataFrame:
-        """Return the merged binade sketch: columns group, bin, count, low, high (the bin's edges, float64), by bin's
-        value.
+        """Return the merged binade sketch: columns group, bin, count, low, high (the bin's edges, float64), sorted by
+        the values of the bins.
 
         by splits it by a column of `tensor` (a filter field, format or tensor_id), else group is "all". tensor_ids
         restricts further. Raises CatalogError for another column.
@@ -503,10 +503,10 @@ class Catalog:
         )
 
     def compared(self, where: Filter | None = None, tensor_ids: list[str] | None = None) -> pd.DataFrame:
-        """The error of each format over all values of the selection's operands: columns format, operands (scored in
-        it), tensors (those with an error), sqnr_db (of the summed powers), flush_to_zero (of all nonzero
-        elements), saturated (of all elements). A format that only some of the operands were scored in is left out: it
-        would be compared on a different set of tensors."""
+        """Return the error of each format over all values of the selection's operands: columns format, operands (scored
+        in it), tensors (those with an error), sqnr_db (of the summed powers), flush_to_zero (of all nonzero elements),
+        saturated (of all elements). A format that only some of the operands were scored in is left out: it would be
+        compared on a different set of tensors."""
         condition, parameters = self._selection(where, tensor_ids)
         return self._frame(
             f"""
@@ -733,9 +733,9 @@ class Catalog:
         return self._frame(f"SELECT DISTINCT {names} FROM tensor WHERE {condition} ORDER BY ALL", parameters)
 
     def surface(self, metric: str, width: int, where: Filter | None = None, fmt: str = "") -> pd.DataFrame:
-        """Return the worst of a metric by layer and `width` iterations over the selection's tensors, one row per run
-        and cell: run_id, layer_index, iteration (the first of the cell), tensors, value and tensor_id. If the filter
-        selects several runs, only the iterations that all of them have are included.
+        """Return the worst value of a metric by layer and `width` iterations over the selection's tensors, one row per
+        run and cell: run_id, layer_index, iteration (the first of the cell), tensors, value and tensor_id. If the
+        filter selects several runs, only the iterations that all of them have are included.
 
         metric: a key of STATISTICS, or one of SHOWN_ERRORS, in a format that the tensors are scored in; without one, in
         the active format. Tensors without a value are left out. Raises CatalogError for another metric.
@@ -829,7 +829,7 @@ class Catalog:
 
     @_repairing
     def table(self, name: str) -> pa.Table:
-        """A whole table of the index (see PUBLIC_TABLES), for `sandbox`. Raises CatalogError for another."""
+        """Return a whole table of the index (see PUBLIC_TABLES), for `sandbox`. Raises CatalogError for another."""
         if name not in PUBLIC_TABLES:
             raise CatalogError(f"there is no table {name!r}: expected one of {', '.join(PUBLIC_TABLES)}")
         with self._cursor() as cursor, transaction(cursor), self._sketches(cursor, name, "true", []):

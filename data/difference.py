@@ -134,7 +134,7 @@ class _Whole:
     def check(self) -> None:
         """Raise IncompleteError if a part is missing."""
         if self.kind != "whole" and len(self.rows) < self.rows[0]["tp_size"]:
-            raise IncompleteError("a tensor-parallel rank did not record its part")
+            raise IncompleteError("a tensor-parallel rank did not record its shard")
 
     @property
     def shape(self) -> tuple[int, ...]:

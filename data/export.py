@@ -104,7 +104,7 @@ class Histogram:
         return cls(edges, filled, record["min"], record["max"], mean * finite, rms * rms * finite)
 
     def coarse(self, longest: int) -> tuple[np.ndarray, np.ndarray]:
-        """Counts and edges, neighbours joined in pairs until there are at most `longest` bins."""
+        """Counts and edges, neighbors joined in pairs until there are at most `longest` bins."""
         counts, edges = self.counts, self.edges
         while len(counts) > longest:
             counts = np.add.reduceat(counts, np.arange(0, len(counts), 2))

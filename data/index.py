@@ -20,7 +20,7 @@ FILE = "index.duckdb"
 # DuckDB 2.0 groups each sketch by its tensor first, which makes no group smaller.
 SETTINGS: dict[str, str | bool | int | float | list[str]] = {"disabled_optimizers": "partial_aggregate_pushdown"}
 INDEX_MEMORY = "200MB"  # DuckDB's limit; larger operations spill to disk
-AT_REST = "16MB"  # of what it keeps while nobody asks
+AT_REST = "16MB"  # DuckDB's limit while no query runs
 SPILLED = ".index.duckdb.tmp"
 UNAVAILABLE = ("Could not set lock", "Permission denied", "Read-only file system", "No space left", "quota exceeded")
 # DuckDB's exceptions for damaged blocks of the file.

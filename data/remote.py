@@ -48,7 +48,7 @@ KEPT = 16 << 30  # bytes of tensor files
 COPIES = 64 << 30  # bytes of all copies
 THREADS = 16
 RECENT = 2.0  # seconds: a store reports times in whole seconds, so recent files may change unnoticed
-PAUSE = 20  # pause, as a multiple of the duration of the last synchronization: requests cost money
+PAUSE = 20  # pause between synchronizations, as a multiple of the duration of the last one: requests cost money
 PIECE = 1 << 20
 REASONS = {
     "NO_SUCH_BUCKET": "there is no such bucket",

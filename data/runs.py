@@ -3,7 +3,7 @@
     <root>/<run_id>/
       run.json       configuration, versions, device, command line, and their checksum; written once
       status.json    state, pid and its start time, progress, loss, heartbeat; replaced atomically
-      notes.json     the name, colour and note that users gave it; may be missing
+      notes.json     the name, color and note that users gave it; may be missing
       log.txt        what the collector printed
       loss.jsonl     one line per iteration, each with its checksum
       events.jsonl   other events: see data.events
@@ -74,7 +74,7 @@ Whole = Annotated[int, Field(gt=-(2**63), lt=2**63)]
 
 
 class RunError(ValueError):
-    """A run directory or root cannot be used. The message says what, and what to do."""
+    """A run directory or root cannot be used. The message says why, and what to do."""
 
     exit_status = 1
 
@@ -115,7 +115,7 @@ class RankStatus:
 
 @pydantic_dataclass(frozen=True, config=STRICT)
 class RunNotes:
-    """notes.json: the name, colour and note that users gave a run. Each may be empty."""
+    """notes.json: the name, color and note that users gave a run. Each may be empty."""
 
     name: Annotated[str, Field(max_length=80, pattern=r"^[^\x00-\x1f]*$")] = ""
     color: Annotated[str, Field(pattern="^(#[0-9a-f]{6})?$")] = ""
@@ -211,7 +211,8 @@ class RunInfo:
         return segment_names(self.directory)
 
     def manifest_of(self, segment: str) -> Manifest | None:
-        """None for a run of an earlier version, which has no checksums. Raises as `segment.read_manifest`."""
+        """The manifest of a segment; None for a run of an earlier version, which has no checksums. Raises as
+        `segment.read_manifest`."""
         if not self.config.get("checksums"):
             return None
         return read_manifest(self.directory / "segments" / segment, self.config.get("run_id"))
@@ -438,7 +439,7 @@ def rank_statuses(directory: Path) -> list[RankStatus]:
 
 
 def read_notes(directory: Path) -> RunNotes:
-    """The name, colour and note of a run. Raises OSError, and ValueError if the file is damaged."""
+    """The name, color and note of a run. Raises OSError, and ValueError if the file is damaged."""
     try:
         return read_json(RunNotes, directory / "notes.json")
     except FileNotFoundError:
@@ -446,7 +447,7 @@ def read_notes(directory: Path) -> RunNotes:
 
 
 def write_notes(directory: Path, *, name: str, color: str, note: str) -> None:
-    """Replace the name, colour and note of a run. Raises RunError for a value that is not allowed, ReadOnlyError, and
+    """Replace the name, color and note of a run. Raises RunError for a value that is not allowed, ReadOnlyError, and
     OSError."""
     check_writable("naming a run")
     try:

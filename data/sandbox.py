@@ -74,7 +74,7 @@ class Sandbox:
         return self._columns.copy()
 
     def select(self, sql: str, limit: int = ROWS, seconds: float = SECONDS) -> Answer:
-        """At most `limit` rows of a single SELECT. Raises QueryError."""
+        """Return at most `limit` rows of a single SELECT. Raises QueryError."""
         try:
             with self._slots, _Process(self._copy.fileno()) as process:
                 process.send({"sql": sql, "limit": limit, "files": self._files})
@@ -157,7 +157,7 @@ class _Process:
                 self._in.write(json.dumps(request).encode())
                 self._in.close()
             if self._out.readline() != statement.READY:
-                raise QueryError("its process did not start: try again, or restart the app")
+                raise QueryError("the query process did not start: try again, or restart the app")
 
     def rows(self, seconds: float) -> pa.Table:
         """The rows, within this time."""

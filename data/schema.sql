@@ -24,7 +24,7 @@ CREATE TABLE run (
     name          VARCHAR,              -- name, color (#rrggbb) and note given by users, else null
     color         VARCHAR,
     note          VARCHAR,
-    damage        VARCHAR               -- a sentence that says what is damaged on disk; the other tables then have no rows of the run
+    damage        VARCHAR               -- a sentence that says what is damaged on disk; the other tables then have no rows for the run
 );
 
 CREATE TABLE tensor (
@@ -99,7 +99,7 @@ CREATE TABLE tensor (
 );
 
 -- The binade sketch: bin is the top 12 bits of the value as IEEE binary32; finite values only. The rows stay in the
--- segments: a query that needs some reads them under this name (data/sketches.py), and no index has this table.
+-- segments, and queries read them from there under this name (data/sketches.py); the index has no such table.
 CREATE TABLE sketch (
     key           INTEGER,
     bin           SMALLINT,

@@ -32,7 +32,7 @@ MEMORY_BYTES = 512 * 10**6
 # and what the allocators of its threads hold in reserve.
 ADDRESS_SPACE = 2 * MEMORY_BYTES
 MAX_BYTES = 32 << 20  # of the rows that are returned
-COLUMNS = 1000  # more make the browser wait
+COLUMNS = 1000  # the browser becomes slow with more
 # Python has no dates after 9999, no infinite ones, and no numbers such as BIGNUM: these are returned as DuckDB's text.
 NUMBER_OR_TEXT = re.compile(r"BOOLEAN|VARCHAR|FLOAT|DOUBLE|U?(TINY|SMALL|BIG|HUGE)?INT(EGER)?|DECIMAL\(.*\)")
 VALUE = 64  # bytes that a value takes in Python besides its own
@@ -58,7 +58,7 @@ class RefusedError(ValueError):
 
 
 def answer(connection: duckdb.DuckDBPyConnection, sql: str, limit: int) -> pa.Table:
-    """At most limit + 1 rows of a single SELECT. Raises RefusedError."""
+    """Return at most limit + 1 rows of a single SELECT. Raises RefusedError."""
     statement = _single_select(sql)
     try:
         # The newline ends a comment on the last line.
@@ -111,7 +111,7 @@ def _without_semicolon(statement: str) -> str:
 
 
 def _confine() -> None:
-    """From here on: no more memory than ADDRESS_SPACE, no file written, no core dump."""
+    """Limit this process: no more memory than ADDRESS_SPACE, no files written, no core dump."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     most = pages * resource.getpagesize() + ADDRESS_SPACE
     resource.setrlimit(resource.RLIMIT_AS, (most, most))

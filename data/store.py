@@ -237,7 +237,7 @@ def save(path: Path, tensor: Tensor, metadata: dict[str, Any], tensor_info: dict
 
 
 def sha256(path: Path) -> str:
-    """Of a file's content. Raises OSError."""
+    """The SHA-256 of a file's content. Raises OSError."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

@@ -2,7 +2,7 @@
 
 To record another tensor of a product, add an entry to TENSOR_KINDS; nothing else changes. Tensors of products are
 recorded by default, other tensors of a step only if they are named. Any other tensor can be recorded under any name
-with `Recorder.record`, and is shown under that name in the colour NEUTRAL.
+with `Recorder.record`, and is shown under that name in the color NEUTRAL.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from enum import StrEnum
 
-NEUTRAL = "#737b91"  # the colour of names that are not in the table
+NEUTRAL = "#737b91"  # the color of names that are not in the table
 
 
 class Product(StrEnum):
@@ -76,7 +76,7 @@ class TensorKind:
                      of its scores, None for none
     size             the tensor whose number of elements it has: input, weight or output of a linear layer; query, key,
                      value, scores or output of attention; outside of products, see collector.models.shape.OtherSpec
-    color, label its colour and name in charts and texts; the same for a name that occurs in two products
+    color, label its color and name in charts and texts; the same for a name that occurs in two products
     """
 
     name: str

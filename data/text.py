@@ -16,7 +16,7 @@ _CELLS = re.compile(r"([,;])")  # separators of cells in different locales
 
 
 def one_line(message: object, longest: int = 400) -> str:
-    """A message without line breaks, terminal colours and the statement that DuckDB repeats after its own."""
+    """A message without line breaks, terminal colors and the statement that DuckDB repeats after its own."""
     text = re.sub(r"\x1b\[[0-9;]*m", "", str(message).split("\n\nLINE")[0])
     return " ".join(text.split())[:longest]
 

@@ -42,12 +42,12 @@ def main() -> None:
     table["kind"] = table["recipe"].str.replace(r", .*", "", regex=True)
     table["kind"] = table["kind"].where(table["recipe"].str.contains(","), "one format")
     base = alt.Chart(table).encode(x=alt.X("bits:Q", title="bits per value", scale=alt.Scale(zero=False, padding=30)))
-    colour = alt.Color("kind:N", title=None)
+    color = alt.Color("kind:N", title=None)
     marks = base.mark_point(filled=True, size=80).encode(
         y=alt.Y("gap:Q", title="loss above float32 (nats)", scale=alt.Scale(type="log", domain=[0.05, 2], nice=False)),
-        color=colour,
+        color=color,
     )
-    bars = base.mark_rule().encode(y="low:Q", y2="high:Q", color=colour)
+    bars = base.mark_rule().encode(y="low:Q", y2="high:Q", color=color)
     names = base.transform_filter("datum.kind == 'one format'").mark_text(dy=-12).encode(y="gap:Q", text="recipe:N")
     (bars + marks + names).properties(width=480, height=280).save(HERE / "recipes.png", scale_factor=1.2)
 

@@ -29,10 +29,10 @@ Tier = tuple[int, int]
 
 
 class Rounding(StrEnum):
-    """How a value between two neighbours of an element's grid is rounded."""
+    """How a value between two neighbors of an element's grid is rounded."""
 
     NEAREST = "nearest"
-    """To the nearest, ties to the neighbour with an even code (IEEE 754 roundTiesToEven)."""
+    """To the nearest, ties to the neighbor with an even code (IEEE 754 roundTiesToEven)."""
     HALF_AWAY = "half_away"
     """To the nearest, ties away from zero, as HiFloat8 defines it (arXiv 2409.16626)."""
     STOCHASTIC = "stochastic"

@@ -57,7 +57,7 @@ class ScaleRule(StrEnum):
     """Block scale 4/3 · 2^(floor(log2 absmax) - emax): no value saturates. Quartet's backward pass."""
     QUEST = "quest"
     """Block scale 2^floor(log2(0.487 · standard deviation of the block)). Quartet's forward pass, which rounds ties
-    towards zero."""
+    toward zero."""
     AMAX = "amax"
     """Float32 scale max / absmax, for a tensor, a row or a tile: current scaling of Transformer Engine. DeepGEMM's
     scale is the reciprocal, of an absmax that is at least 1e-4."""

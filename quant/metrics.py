@@ -440,7 +440,8 @@ def outlier_ratio(x: Tensor, k: float = 6.0) -> float:
 
 
 def channel_absmax(x: Tensor) -> Tensor:
-    """max|x| over all axes but the last, which is the channel: [..., channels] -> [channels] float32. NaN shows."""
+    """max|x| over all axes but the last, which is the channel: [..., channels] -> [channels] float32; NaN for a channel
+    with NaN."""
     if not x.dim() or not x.numel():
         raise ValueError(f"expected a tensor with a channel axis and at least one token, not shape {tuple(x.shape)}")
     rows = x.detach().reshape(-1, x.shape[-1])
@@ -455,8 +456,9 @@ def channel_absmax(x: Tensor) -> Tensor:
 
 
 def cell_absmax(x: Tensor, height: int, width: int) -> Tensor:
-    """max|x| of each cell of height × width values of a matrix on the CPU: [rows, columns] -> [cells, cells] float32.
-    NaN shows. The matrix, which may be mapped from a file, is read once, in pieces, on all threads of torch."""
+    """max|x| of each cell of height × width values of a matrix on the CPU: [rows, columns] -> [cells, cells] float32. A
+    cell with NaN gives NaN. The matrix, which may be mapped from a file, is read once, in pieces, on all threads of
+    torch."""
     x = x.detach()
     if x.dtype not in DTYPES:
         x = x.float()

@@ -30,8 +30,8 @@ def quantize_blocks(x: Tensor, spec: Spec, absmax: Tensor, u: Tensor | None = No
 
 def to_blocks(x: Tensor, dim: int, block: Block | None) -> Tensor:
     """x cut into blocks, padded with zeros to whole ones: [groups, rows · columns]. The groups follow the axes before
-    `dim`, the axes behind it, then `dim`; a tile's rows are neighbours in that order of lines along `dim`, whatever
-    axes they are of: tokens are [sequence, batch]. Without a block the whole axis is one."""
+    `dim`, the axes behind it, then `dim`; a tile's rows are neighbors in that order of lines along `dim`, whatever axes
+    they are of: tokens are [sequence, batch]. Without a block the whole axis is one."""
     moved = x.movedim(dim, -1) if x.dim() else x.reshape(1)
     if block == TENSOR:
         return moved.reshape(1, -1)

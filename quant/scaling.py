@@ -166,7 +166,7 @@ class FourThirds(Scaling):
 @dataclass(frozen=True)
 class Quest(Scaling):
     """2^floor(log2(0.4871 · σ + 1e-8)), σ the block's standard deviation about its mean, divided by n: the scale that
-    loses least on normal values. Quartet, `mxfp4.py` and `mxfp4_triton.py`, where ties round towards zero.
+    loses least on normal values. Quartet, `mxfp4.py` and `mxfp4_triton.py`, where ties round toward zero.
 
     σ² = Σx²/n - (Σx/n)² in float64, both sums as in `sum_in_order`. The zeros that pad a short block count: n is the
     size of a full block. float64 holds the squares exactly and cannot overflow; one pass gives both sums."""
@@ -368,8 +368,8 @@ class FourOverSix(NVFP4):
 class Eden(NVFP4):
     """MS-EDEN, Quartet II `quartet_2.py:34-185`: unbiased over random rotations, at half of stochastic rounding's
     error. Runs of 16 are rounded to nearest, ties away, with the targets 6 / (0.93 · 17/16) for 6 and 255.99 for 448,
-    so that some values clip. The scales of 128 neighbours are then multiplied by Σv² / Σ(v·q), v the scaled values and
-    q the elements, and rounded stochastically to E4M3."""
+    so that some values clip. The scales of 128 neighbors are then multiplied by Σv² / Σ(v·q), v the scaled values and q
+    the elements, and rounded stochastically to E4M3."""
 
     follows_largest = False
     TARGET: ClassVar[float] = 6.0 / (0.93 * 17.0 / 16.0)

@@ -32,8 +32,8 @@ class SpecError(ValueError):
 
 @dataclass(frozen=True)
 class Block:
-    """The values that share a scale: `columns` neighbours along the contracted axis in each of `rows` neighbouring
-    lines along it, all other axes taken as one. None is the whole length."""
+    """The values that share a scale: `columns` neighbors along the contracted axis in each of `rows` neighboring lines
+    along it, all other axes taken as one. None is the whole length."""
 
     rows: int | None
     columns: int | None
@@ -52,7 +52,7 @@ class Block:
 
     @classmethod
     def parse(cls, value: object) -> Block:
-        """Of 32, "32" or "1x32" (a run), "16x16" (a tile), "row" or "tensor". Raises SpecError."""
+        """Parse 32, "32" or "1x32" (a vector), "16x16" (a tile), "row" or "tensor". Raises SpecError."""
         if isinstance(value, Block):
             return value
         if value in ("row", "tensor"):
@@ -139,7 +139,7 @@ class Spec:
         return cls(**chosen)
 
     def run(self, axis: int) -> int | None:
-        """How many neighbours along a contracted axis of this length share a scale; None if a whole tensor does, or
+        """How many neighbors along a contracted axis of this length share a scale; None if a whole tensor does, or
         nothing is shared."""
         return None if self.block in (None, TENSOR) else self.block.columns or max(axis, 1)
 
@@ -289,7 +289,7 @@ OPTIONS = {
                lambda chosen: chosen["format"].overflow,
                lambda chosen: tuple(Overflow) if chosen["format"].element.has_infinity else (Overflow.SATURATE,),
                _enum("overflow", Overflow)),
-        Option("hadamard", "Rotate runs of this many values by a Hadamard matrix before rounding",
+        Option("hadamard", "Rotate groups of this many values by a Hadamard matrix before rounding",
                lambda chosen: 0,
                lambda chosen: "a power of two from 2 to 4096",
                _whole("hadamard"),

@@ -26,7 +26,8 @@ HOT_LEAST, HOT_MOST = 8, 64  # hot channels
 
 
 def hot_count(channels: int) -> int:
-    """k: one channel in 100, but at least 8, at most 64 and never more than a quarter of them."""
+    """The number of hot channels: one channel in 100, but at least 8, at most 64 and never more than a quarter of
+    them."""
     return min(max(HOT_LEAST, channels // 100), HOT_MOST, channels // 4)
 
 
@@ -51,8 +52,8 @@ def hot_channels_later(x: Tensor) -> Callable[[], tuple[np.ndarray, float]]:
 
 
 def positions(numel: int, count: int) -> np.ndarray:
-    """At most `count` places in a flattened tensor of `numel` values, ascending, the same whenever it is asked for: all
-    of them, or those of a Weyl sequence (multiples of the golden ratio), which spreads over rows and columns alike."""
+    """At most `count` places in a flattened tensor of `numel` values, ascending, the same at every call: all of them,
+    or those of a Weyl sequence (multiples of the golden ratio), which spreads over rows and columns alike."""
     if numel <= count:
         return np.arange(numel)
     turns = np.arange(count, dtype=np.uint64) * np.uint64(0x9E3779B9) % np.uint64(1 << 32)
@@ -70,9 +71,9 @@ class Sample:
     """
     values, rounded   float32, at `positions(numel, SAMPLE)`: before and after rounding, of a spec with a rotation in
                       rotated space
-    at_bin_edge       of `positions(numel, EDGE_SAMPLE)`, the share of values v·scale, rounded to c·scale, with
-                      |v - c| > 0.495 · width, where c's bin of that width reaches to halfway to either neighbour (of
-                      the outermost codes: as far out as in). TetraJet-v2, `oscillation_reset.py`. NaN where rounding is
+    at_bin_edge       of `positions(numel, EDGE_SAMPLE)`, the share of values v·scale, rounded to c·scale, with |v - c|
+                      > 0.495 · width, where c's bin of that width reaches to halfway to either neighbor (of the
+                      outermost codes: as far out as in). TetraJet-v2, `oscillation_reset.py`. NaN where rounding is
                       stochastic, or the values of a block have different scales
     """
 

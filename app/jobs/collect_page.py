@@ -84,7 +84,7 @@ def _fill(config: RunConfig, recipes: tuple[str, ...], seeds: int = 1, title: st
     for name, value in collecting.widgets_of(config).items():
         most = collecting.OPTIONS[name].option.form_maximum
         if most is not None and value is not None and value > most:
-            beyond.append(f"{name.replace('_', ' ')} {value} (at most {most} here)")
+            beyond.append(f"{name.replace('_', ' ')} {value} (at most {most})")
             value = most
         state[f"{PREFIX}{name}"] = value
     if beyond:
@@ -245,7 +245,7 @@ def _summary() -> None:
         b.metric("Tensors", f"{found.tensors:,}")
         free = "" if found.memory_free is None else f"; {bytes_text(found.memory_free)} are free"
         a.metric("Memory", bytes_text(found.memory), help=f"Weights, gradients, optimizer, activations{free}")
-        b.metric("Disk", bytes_text(found.disk), help=f"Of {bytes_text(found.disk_free)} free")
+        b.metric("Disk", bytes_text(found.disk), help=f"{bytes_text(found.disk_free)} are free")
         st.caption(plain(found.basis))
         if not found.within_budget:
             st.caption(

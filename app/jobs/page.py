@@ -208,7 +208,7 @@ def _title(root: Path, view: JobView) -> None:
         if view.run and view.run.segments:
             where = Filter(run_id=(view.run.run_id,))
             link("explore", "Open its tensors", where, ":material/query_stats:")
-            link("worst", "Worst tensors so far", where, ":material/trending_down:")
+            link("worst", "Worst tensors", where, ":material/trending_down:")
     if not read_only():
         _actions(root, view)
 
@@ -259,7 +259,7 @@ def _change(root: Path, number: int) -> None:
 def _delete(root: Path, view: JobView) -> None:
     job = view.job
     with st.popover("Delete", icon=":material/delete:"):
-        st.markdown(f"This removes job {job.id} and its log from the list. It cannot be undone.")
+        st.markdown(f"This removes job {job.id} and its log from the list. This cannot be undone.")
         with_run = False
         if view.run:
             status = view.run.status
@@ -267,7 +267,7 @@ def _delete(root: Path, view: JobView) -> None:
             with_run = st.checkbox(
                 "Delete its run as well", key=f"with_run_{job.id}", help="Otherwise it stays on the Runs page"
             )
-            st.caption(plain(f"This deletes run {view.run.run_id}: {goes}."))
+            st.caption(plain(f"If this is selected, run {view.run.run_id} is deleted, too: {goes}."))
         act = (partial(_remove, root, job.id, with_run), "Deleted")
         label = "Delete job and run" if with_run else "Delete job"
         st.button(label, type="primary", key=f"delete_{job.id}", on_click=_do, args=act)
@@ -318,7 +318,10 @@ def _progress(view: JobView, losses: pd.DataFrame) -> None:
     for event in read_events(view.run.directory)[-SHOWN_EVENTS:]:
         st.warning(plain(str(event)), icon=":material/notifications:")
     if status.tensors_without_raw:
-        st.caption(f"{status.tensors_without_raw:,} tensors were recorded without values: the byte budget is used up.")
+        st.caption(
+            f"{status.tensors_without_raw:,} tensors were recorded without values, which exceeded the byte budget or "
+            "were not requested."
+        )
 
 
 def _results(view: JobView, run_id: str, losses: pd.DataFrame, step: int) -> None:

@@ -30,7 +30,7 @@ NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 CHANGE = re.compile(r"[\w.\"-]+\s*=")  # in the name of a recipe, = occurs only in parentheses
 REFUSED = (RecipeError, UnknownFormatError, SpecError)
 EDITED = ", edited"
-BIASED = "biased, because it clips"
+BIASED = "biased, because values are clipped"
 
 
 def folder(root: Path) -> Path:

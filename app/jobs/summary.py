@@ -18,7 +18,7 @@ WAITS = (State.QUEUED, State.PENDING)
 
 
 class Badge(NamedTuple):
-    """The badge of a job's state, in Streamlit's names of colours and icons."""
+    """The badge of a job's state, in Streamlit's names of colors and icons."""
 
     color: str
     icon: str
@@ -66,7 +66,7 @@ def matching(views: Sequence[JobView], words: str) -> list[JobView]:
 
 
 def seconds_run(view: JobView) -> float | None:
-    """From its start to its end, or until now."""
+    """The seconds from the job's start to its end, or until now."""
     if view.started is None or view.state in WAITS:
         return None
     try:

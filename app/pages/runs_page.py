@@ -110,7 +110,7 @@ def _table(runs: pd.DataFrame, named: pd.DataFrame, course: Mapping[str, list[fl
             "Without values",
             format="localized",
             width=120,
-            help="Recorded with statistics only: the byte budget was used up, or values were not requested",
+            help="Statistics, sketches and scores are kept: the byte budget was used up, or values were not requested",
         ),
         "megabytes": number("Tensor files (MB)", format="%.1f", width=125),
         "loss_first": number("First loss", format="%.4f", width=80, help="nats per token"),

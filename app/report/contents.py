@@ -56,7 +56,7 @@ SECTIONS = (
     Section(
         "hifp8",
         "HiFloat8",
-        text="HiFloat8 has no scale: the precision of a value depends on its magnitude alone. "
+        text="Without a scale, the precision of a HiFloat8 value depends on its magnitude alone. "
         "First for all values, from sketches; then the codes that the worst tensors use, from their values.",
     ),
     Section(

@@ -81,7 +81,7 @@ class Renderers:
         png: bool = True,
         embedded: dict[str, Any] | None = None,
     ) -> Future[Picture]:
-        """Draw a Vega-Lite specification with its caption (`Figure.caption_svg`) in the theme's colours and font.
+        """Draw a Vega-Lite specification with its caption (`Figure.caption_svg`) in the theme's colors and font.
         embedded: the CSV that goes into a page with both, as "csv", and what is different in the specification there,
         as "spec". The future raises RenderError."""
         request = {"spec": spec, "caption": caption, "colors": colors, "png": png, "embedded": embedded or {}}

@@ -40,9 +40,9 @@ COLUMNS = {
     "parts": "Rounded", "iterations": "Iterations", "only": "Rounded alone", "loss": "Loss (nats)", "format": "Format",
     "theoretical": "Quantile of the distribution (in its scale)", "sample": "Quantile of the values (in its scale)",
     "share": "Share (%)", "mass": "Probability mass lost (%)", "head": "Head", "entropy": "Mean entropy (bits)",
-    "lowest": "Lowest entropy (bits)", "highest": "Highest entropy (bits)", "uniform": "Even attention (bits)",
+    "lowest": "Lowest entropy (bits)", "highest": "Highest entropy (bits)", "uniform": "Uniform attention (bits)",
     "precision": "Precision", "tier": "Precision", "code": "Code", "codes": "Codes", "used": "Codes used",
-    "count": "Values", "low": "Lowest", "q1": "25 %", "median": "Median", "q3": "75 %", "high": "Highest",
+    "count": "Values", "low": "Lowest", "q1": "25%", "median": "Median", "q3": "75%", "high": "Highest",
     "rung": "Step",
 }  # fmt: skip
 SHARES = ("share", "mass")
@@ -50,7 +50,7 @@ SHARES = ("share", "mass")
 PLACES = {
     "share": {"low": "From", "high": "To"},
     "p0_1": {
-        "min": "Min", "p0_1": "0.1 %", "q1": "25 %", "median": "Median", "q3": "75 %", "p99_9": "99.9 %", "max": "Max",
+        "min": "Min", "p0_1": "0.1%", "q1": "25%", "median": "Median", "q3": "75%", "p99_9": "99.9%", "max": "Max",
     },
 }  # fmt: skip
 

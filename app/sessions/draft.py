@@ -128,8 +128,8 @@ def save(opened: Catalog, session: Session) -> None:
         )
     if before and before.session.runs and (more := len({*saved.run_ids} - {*before.session.run_ids})):
         found.append(
-            f"The session includes {more} more run{'s' * (more != 1)} now: pins that name no run show "
-            f"{'them' if more != 1 else 'it'} too."
+            f"The session now includes {more} more run{'s' * (more != 1)}. Pins that do not select a run show "
+            f"{'them' if more != 1 else 'it'}, too."
         )
     notify(*found)
 
@@ -155,7 +155,9 @@ def show(view: View) -> NoReturn:
     """Go to a view; if its page is not served, go to the open session with a notice."""
     state = st.session_state
     if view.page not in state["pages"]:
-        notice = f"Viewers cannot open the session's page, {view.page.upper()}. Its notes and pins are here."
+        notice = (
+            f"Viewers cannot open the session's page, {view.page.upper()}. The notes and pins of the session are here."
+        )
         notify(*dict.fromkeys([*state.get("notices", []), notice]))
         view = View("sessions", {"part": ["open"]})
     state["page"] = None  # otherwise a view of the current page would be mistaken for a change of its widgets
@@ -175,7 +177,7 @@ def follow_link() -> None:
     try:
         version = storage.load(resolve_root(), session_id)
     except SessionError as error:
-        notify(f"The link does not open a session. {error}")
+        notify(f"This link cannot be opened. {error}")
         return
     open_version(version)
     if alone:

@@ -29,7 +29,7 @@ from binade.data.cache import Done
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 
-PARTS = {"saved": "Saved", "open": "Open session", "compare": "Compare", "import": "Import"}
+PARTS = {"saved": "Saved", "open": "Current session", "compare": "Compare", "import": "Import"}
 MAX_LISTED = 12  # sessions
 
 
@@ -174,7 +174,7 @@ def _more(opened: Catalog, one: Session) -> None:
     st.divider()
     st.caption(
         f"This deletes the session with its {count} version{'s' * (count != 1)}, {len(one.pins)} pins and its notes. "
-        f"Runs and tensors are kept. It cannot be undone."
+        f"Runs and tensors are kept. This cannot be undone."
     )
     sure = st.checkbox("Yes, delete it", key=f"sure_{one.id}")
     st.button("Delete", key=f"delete_{one.id}", disabled=not sure, on_click=_delete, args=(opened, one))
@@ -230,7 +230,7 @@ def _open(opened: Catalog) -> None:
 
 def _runs(one: Session) -> str:
     count = len(one.runs)
-    return f"shows {count} run{'s' * (count != 1)}" if count else "its runs are recorded when it is saved"
+    return f"shows {count} run{'s' * (count != 1)}" if count else "the runs that it shows are noted when it is saved"
 
 
 def _actions(opened: Catalog, now: Draft) -> None:

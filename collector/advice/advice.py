@@ -74,12 +74,12 @@ class Advice:
 
     @property
     def bits(self) -> float:
-        """Per forward value."""
+        """The bits per forward value."""
         return _mean_bits(self.forward)
 
     @property
     def change(self) -> float:
-        """Of the loss, as predicted."""
+        """The predicted change in the loss."""
         return float(self.forward["change"].sum())
 
     @property
@@ -129,12 +129,16 @@ class Advice:
         if self.costs.micro_batches == 1:
             found.append(
                 "One micro-batch was recorded: first-order terms cannot be separated from its noise and are left out. "
-                "Record several."
+                "Record several micro-batches."
             )
         elif not self.costs.reliability >= RELIABLE:
-            number = "unknown" if math.isnan(self.costs.reliability) else fixed(self.costs.reliability, 2)
+            number = (
+                "unknown"
+                if math.isnan(self.costs.reliability)
+                else f"{fixed(self.costs.reliability, 2)}, below {RELIABLE}"
+            )
             found.append(
-                f"Spearman's ρ between the rankings of two halves of the micro-batches is {number}, below {RELIABLE}: "
+                f"Spearman's ρ between the rankings of two halves of the micro-batches is {number}: "
                 "record more micro-batches before you rely on the ranking."
             )
         if self.costs.left:

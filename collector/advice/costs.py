@@ -86,11 +86,13 @@ def costs(catalog: Catalog, where: Filter | None = None, parts: Sequence[str] = 
     found = found[found["part"].isin(parts or PARTS)]
     if found.empty:
         raise AdviceError(
-            f"no operand of {', '.join(parts or PARTS)} was scored: record a run with scores, such as "
+            f"no operand of {', '.join(parts or PARTS)} was scored: record a run with scores, for example with "
             "binade run --quantization bf16"
         )
     if missing := [part for part in parts if part not in set(found["part"])]:
-        raise AdviceError(f"no operand of {', '.join(missing)} was recorded: record it, or change --parts")
+        raise AdviceError(
+            f"no operand of {', '.join(missing)} was recorded: record it, or choose other parts (--parts)"
+        )
     found = found.assign(field=_fields(found)).dropna(subset="field")
     table, left = _complete(found)
     forward = table[table["gemm"] == FORWARD]
@@ -109,7 +111,7 @@ def costs(catalog: Catalog, where: Filter | None = None, parts: Sequence[str] = 
         raise AdviceError(
             f"{len(bad)} predicted changes are not finite or were not recorded, such as that of layer "
             f"{int(row['layer_index'])} {row['module']} {row['tensor_name']} in {row['spec']}: a gradient is not "
-            "finite, or was not recorded; record the run again, or choose another with --run-id"
+            "finite, or was not recorded; record the run again, or filter by another run (--run-id)"
         )
     table["change"] = forward["change"]
     bf16 = table.drop_duplicates(OPERAND).assign(spec=BF16, noise=0.0)
@@ -129,7 +131,9 @@ def _runs(catalog: Catalog, where: Filter | None) -> tuple[str, ...]:
     runs = catalog.runs()
     chosen = runs[runs["run_id"].isin(catalog.facets(where).get("run_id", []))]
     if chosen.empty:
-        raise AdviceError("there is no run with recorded tensors: collect one, such as binade run --quantization bf16")
+        raise AdviceError(
+            "there is no run with recorded tensors: collect one, for example with binade run --quantization bf16"
+        )
     rounds_nothing = [catalog.operands(Filter(run_id=(run,)))["format"].isna().all() for run in chosen["run_id"]]
     if any(rounds_nothing):
         chosen = chosen[rounds_nothing]
@@ -137,7 +141,7 @@ def _runs(catalog: Catalog, where: Filter | None) -> tuple[str, ...]:
         if len(several := sorted(map(str, chosen[name].fillna("unknown").unique()))) > 1:
             raise AdviceError(
                 f"the runs have several {name}s ({', '.join(several)}), so their predicted losses cannot be added: "
-                f"choose with --{name} or --run-id"
+                f"restrict the filter to one {name} or run (--{name}, --run-id)"
             )
     return tuple(chosen["run_id"])
 

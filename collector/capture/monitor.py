@@ -38,7 +38,7 @@ class Monitor:
         self.fired: tuple[str, ...] = ()
         self._options, self._writer, self._alerts = options, writer, list(alerts)
         self._triggers = Triggers(options.triggers, options.cooldown)
-        # One more than requested: the step whose loss fires a trigger may already be in it.
+        # One step more than requested: the step whose loss fires a trigger may already be in the ring.
         self._ring: deque[tuple[int, list[TensorRow]]] = deque(maxlen=options.ring + 1)
         self._trigger = self._reason = ""  # of the last one that fired
         self._capture = range(0)

@@ -67,7 +67,7 @@ from binade.quant.traces import hot_channels_later, sample_later
 if TYPE_CHECKING:  # it imports the command line
     from binade.collector.training.resume import Resumed
 
-WORDS = ("model", "size", "dataset", "recipe")  # of a configuration: each row has them
+WORDS = ("model", "size", "dataset", "recipe")  # keys of a configuration that each row has
 STATUS_SECONDS = 1.0  # between two writes of the status of a run that records nothing
 
 ENABLED_VARIABLE = "TENSOR_SAVE_ENABLED"
@@ -245,7 +245,7 @@ class Recorder:
         self.micro_batch = 0
         self._first: int | None = None
         self._recorded: int | None = None  # the latest iteration of which a micro-batch was
-        self._asked = True  # whether `at` was asked to record
+        self._asked = True  # whether `at` was called with record=True
         self._captured_for = 0  # how many captures the triggers have requested that were begun
         self._capture = range(0)  # the iterations that are recorded in full since a trigger fired
         self._done: int | None = None  # the last iteration that ended, without `at`

@@ -36,7 +36,9 @@ TIMEOUT = timedelta(minutes=10)  # for a rank to answer, which may be evaluating
 FAR = 10.0
 FEW = 8  # at most one replica in this many keeps its rows for that reason
 
-Replica = tuple[int, int]  # its number, and which of the ranks that share it and its place (by context parallelism)
+Replica = tuple[
+    int, int
+]  # number of the replica; index of the rank among those with the same replica and place (context parallelism)
 Parts = dict[Replica, dict[int, TensorRow]]  # of one logical tensor: the slices by their index
 
 
@@ -162,7 +164,7 @@ def _median(values: Iterable[float]) -> float:
 
 def _limits(usual: Sequence[float]) -> tuple[float, float, float]:
     not_finite, absmax, low = usual
-    # Where most are all zero, or exact, nothing is far from them.
+    # If most replicas are all zero or have no error, none counts as an outlier.
     return math.inf if not_finite else 0.0, FAR * absmax or math.inf, low + FAR if math.isfinite(low) else math.inf
 
 
@@ -171,7 +173,7 @@ def _is_same_in_replicas(row: TensorRow) -> bool:
 
 
 def _merged(replicas: Sequence[Sequence[TensorRow]]) -> TensorRow:
-    """Of the slices of each replica."""
+    """Merge the slices of all replicas into one row."""
     every = [row for slices in replicas for row in slices]
     if len(every) == 1:
         return every[0]
@@ -194,8 +196,8 @@ def _merged(replicas: Sequence[Sequence[TensorRow]]) -> TensorRow:
 
 
 def _score(score: Score, parts: Sequence[TensorRow], every: Sequence[TensorRow], replicas: int) -> Score | None:
-    """Of all parts, None if one does not have it. The loss of the run is the mean of its replicas': a gradient there is
-    that many times the one of the run's loss."""
+    """Merge a score of all parts; None if one does not have it. The loss of the run is the mean of its replicas': a
+    gradient there is that many times the one of the run's loss."""
     kind = score.format, score.gemm, score.used
     found = {id(row): next((s for s in row.scores if (s.format, s.gemm, s.used) == kind), None) for row in every}
     error = _errors(parts, [each.error if (each := found[id(part)]) else None for part in parts])

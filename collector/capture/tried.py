@@ -82,7 +82,7 @@ def try_formats(
 def _measured(
     seen: Observed, spec: Spec, gemm: Gemm | None, blocks: bool, x: Tensor, q: Tensor | None, scales: Tensor | None
 ) -> Tried:
-    """Of x, the operand or its rotation, rounded to q; without q by the spec."""
+    """Measure the error of x (the operand or its rotation) rounded to q or, without q, by the spec."""
     used, plain = spec is seen.spec, unrotated(spec)
     absmax = seen.absmax if used else None
     if q is not None and not (blocks and scales is not None and x.numel()):

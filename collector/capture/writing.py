@@ -39,7 +39,7 @@ from binade.data.segment import TensorRow, write_segment
 from binade.data.store import encode, write_atomic
 from binade.data.text import describe as one_line
 
-# What a file takes beyond its values, at most: torch's zip archive and the description.
+# The maximum size of a file beyond its values: torch's zip archive and the description.
 OVERHEAD = 1 << 13
 # Values waiting to be written; callers that offer more block until there is room.
 IN_FLIGHT = 1 << 30

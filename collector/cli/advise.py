@@ -66,8 +66,8 @@ def _advise(
 ) -> None:
     """Choose a format for every operand: the smallest predicted loss change within a bit budget.
 
-    ROOT holds runs recorded with --measures loss and some --scores  [default: $TENSOR_SAVE_DIR, else data/runs]. Only
-    bf16 runs are used, if there are any. The choice is among the formats that the runs were scored in.
+    ROOT contains runs recorded with --measures loss and some --scores  [default: $TENSOR_SAVE_DIR, else data/runs].
+    Only bf16 runs are used, if there are any. The choice is among the formats that the runs were scored in.
     """
     from binade.collector.advice.advice import Request, queue_verification, verification
     from binade.collector.advice.advice import advise as choose
@@ -83,10 +83,10 @@ def _advise(
         wrong = "exists" if output.exists() else "does not end in .toml"
         raise ConfigError(f"--output {output} {wrong}: give the path to a new .toml file")
     if verify is not None and output is None:
-        raise ConfigError("--verify trains the recipe that --output writes: give --output FILE.toml")
+        raise ConfigError("--verify needs --output FILE.toml: it trains the recipe in that file")
     if target is not None:
         if verify is None:
-            raise ConfigError("--target is where the runs of --verify are trained: give --verify SEEDS")
+            raise ConfigError("--target needs --verify SEEDS: it says where these runs are trained")
         find_target(target)
     where = resolve_root(root)
     with Catalog.open(where) as catalog:
@@ -102,7 +102,7 @@ def _advise(
             return
         with staged_file(output) as staged:
             staged.write(to_toml(found.recipe(output.stem)).encode())
-        print_text(f"written to {output}: binade run --recipe {output}")
+        print_text(f"written to {output}; to train it: binade run --recipe {output}")
         if verify is not None:
             runs = verification(catalog, found, str(output.resolve()), verify, train_iters)
             for job in queue_verification(where, runs, output.stem, target):

@@ -138,8 +138,8 @@ class Row:
 
 @dataclass(frozen=True)
 class Section:
-    """Runs that can be compared. reference is the bf16 row that gaps are taken to, None if there is none. ladders are
-    of the recipes that are done; unreferenced are the seeds without a bf16 run."""
+    """Runs that can be compared. reference is the bf16 row that gaps are relative to, None if there is none. ladders
+    are of the recipes that are done; unreferenced are the seeds without a bf16 run."""
 
     settings: Settings
     rows: tuple[Row, ...]
@@ -149,7 +149,7 @@ class Section:
 
     @property
     def seeds(self) -> tuple[Value, ...]:
-        """Of all rows, each once."""
+        """The seeds of all rows, each once."""
         return tuple(dict.fromkeys(seed for row in self.rows for seed in row.seeds))
 
 

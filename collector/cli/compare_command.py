@@ -50,7 +50,7 @@ compare = Command(
         click.Argument(["root"], required=False, metavar="[ROOT]"),
         Option(["--format", "kind"], type=click.Choice(("text", "csv", "markdown")), default="text",
                help="Format of the output  [default: text]"),
-        Option(["--output"], type=Path, metavar="FILE", help="Write to FILE, not to the terminal"),
+        Option(["--output"], type=Path, metavar="FILE", help="Write to FILE instead of the terminal"),
     ],
     callback=_compare,
     cancelled="cancelled; nothing was written",

@@ -27,7 +27,7 @@ def _diff(run_a: str, run_b: str, root: str | None, tolerance: float | None, bit
     micro-batch, layer, module, operation and name, joined across ranks, and compared in the order in which RUN_A
     computed them: by their values if both runs have them, else by their statistics.
 
-    Exit status 0: no tensor differs, 1: one does, or there is none to compare.
+    Exit status: 0 if no tensor differs, 1 if one does or there is none to compare.
     """
     from binade.data.difference import TOLERANCE, difference
     from binade.data.runs import RunError
@@ -70,7 +70,7 @@ def _lines(found: Difference, limit: float | None, first: int | None) -> list[st
     if first is None:
         largest = max(rows, key=lambda row: row.difference, default=None)
         most = f"; largest difference: {_described(largest)}" if largest and largest.difference else ""
-        return [*lines, f"no tensor differs {beyond}{most}"]
+        return [*lines, f"no tensor differs{'' if limit is None else f' {beyond}'}{most}"]
     start = max(0, first - AROUND)
     count = sum(row.differs(limit) for row in rows)
     return [

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from binade.collector.jobs import JobView
 
 LATEST = 10  # ended jobs that are listed without --all
-INTERVAL = 0.3  # seconds between two looks at a job that is followed
+INTERVAL = 0.3  # seconds between two checks of a job that is followed
 SETTINGS: dict[str, Any] = {
     "cancelled": "stopped watching; the jobs continue",
     "failed": "the queue cannot be changed",
@@ -71,7 +71,7 @@ def _list(root: Path, everything: bool) -> None:
 @jobs.command("add", context_settings={"allow_interspersed_args": False})
 @click.argument("line", nargs=-1, type=click.UNPROCESSED, metavar="run|batch|quick ...")
 def _add(root: Path, line: tuple[str, ...]) -> None:
-    """Queue the runs of a command line, one job per run; with --target, on a cluster."""
+    """Queue the runs of a command line. There is one job per run; with --target, on a cluster."""
     if not line:
         raise ConfigError("jobs add needs a command line: binade jobs add run --quantization mxfp8")
     from binade.collector.jobs import add, start_runner
@@ -87,7 +87,7 @@ def _add(root: Path, line: tuple[str, ...]) -> None:
 @jobs.command("follow")
 @number_argument
 def _follow(root: Path, number: int) -> int:
-    """Print a job's log until the job ends. Ctrl-C stops the printing, not the job."""
+    """Print a job's log until the job ends. Ctrl-C stops printing, not the job."""
     from binade.collector.jobs import State, find, view_of
     from binade.collector.jobs.store import directory_of
 
@@ -137,7 +137,7 @@ def _retry(root: Path, number: int) -> None:
 @numbers_argument
 @click.option("--with-run", cls=Option, is_flag=True, help="Also delete their runs with all tensors")
 def _delete(root: Path, numbers: tuple[int, ...], with_run: bool) -> None:
-    """Delete ended jobs from the list. Their runs are kept."""
+    """Delete ended jobs from the list. Their runs are kept unless --with-run is given."""
     from binade.collector.jobs import delete, find
 
     for number in numbers:

@@ -187,10 +187,10 @@ def _check_recording(given: Mapping[str, Any]) -> None:
     ]
     if nothing and chosen:
         flag = declared(RunConfig)[chosen[0]].flag
-        raise ConfigError(f"{flag} has no effect with --no-save-tensors: give one")
+        raise ConfigError(f"{flag} has no effect with --no-save-tensors: leave one of them out")
     if "max_bytes" in given and (nothing or "raw" in given):
         flag = "--no-save-tensors" if nothing else "--no-raw"
-        raise ConfigError(f"--max-bytes has no effect with {flag}: give one")
+        raise ConfigError(f"--max-bytes has no effect with {flag}: leave one of them out")
 
 
 def _recipes(command: str, given: Mapping[str, Any]) -> tuple[str, ...]:

@@ -79,7 +79,7 @@ GRADIENT = (
     ("cosine", "gradient_cosine", ".4f", 1),
     ("bias", "gradient_bias", ".3g", 1),
 )
-SEEDS = ("seeds", "mean gap", "sd", "95 % interval", "change", "verdict")
+SEEDS = ("seeds", "mean gap", "sd", "95% interval", "change", "verdict")
 
 
 @dataclass(frozen=True)

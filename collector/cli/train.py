@@ -89,7 +89,7 @@ def describe(config: RunConfig, root: Path) -> str:
         f"vocabulary {shape.vocab}; {shape.parameters / 1e6:.1f} M weights",
         f"weights   {describe_weights(Path(config.model)) if config.has_path else f'random, seed {config.seed}'}",
         f"data      {describe_inputs(config.dataset, config.tokenizer_name)}, {tokens} tokens per iteration",
-        f"length    {config.warmup_iterations} warm-up iterations in bf16, then {config.iterations}",
+        f"length    {config.warmup_iterations} warm-up iterations in bf16, then {config.iterations} with the recipe",
         f"record    {recorded(config)}",
         f"device    {config.device}, {_ranks(config)}, operands quantized with {config.backend}",
         f"root      {root}",
@@ -121,8 +121,8 @@ def recorded(config: RunConfig) -> str:
     ]
     values = f"kept, {_size(config.max_bytes)} at most" if config.raw else "not kept"
     return (
-        f"{' '.join([', '.join(config.tensors) or 'every tensor', *places])}, {config.recorded_micro_batches} of "
-        f"{config.micro_batches} micro-batches of iterations {shown}; scores in "
+        f"{' '.join([', '.join(config.tensors) or 'all default tensors', *places])}, {config.recorded_micro_batches} "
+        f"of {config.micro_batches} micro-batches of iterations {shown}; scores in "
         f"{', '.join(config.scores) or 'no format'}; values {values}"
     )
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # they import pyarrow: --help does not wait for it
 
     Seen = dict[str, tuple[Status, str, set[Event]]]
 
-SECONDS = 1.0  # between two looks
+SECONDS = 1.0  # between two checks
 
 
 def _lines(root: Path, seen: Seen) -> Iterator[str]:

@@ -80,5 +80,5 @@ def describe_inputs(dataset: str, tokenizer: str) -> str:
     if source.format == TOKENIZED:
         return f"{dataset} (Megatron's .bin/.idx, tokenized already)"
     kind = "built in" if dataset in DATASETS else f".{source.format}"
-    tokens = "a token is a byte" if tokenizer == BYTE else f"tokens of {find_tokenizer(tokenizer)}"
+    tokens = "byte tokens" if tokenizer == BYTE else f"tokens of {find_tokenizer(tokenizer)}"
     return f"{dataset} ({kind}), {tokens}"

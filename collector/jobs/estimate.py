@@ -50,7 +50,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Of one run or several: seconds, bytes of memory (of the largest), bytes on disk.
+    """The cost of one run or several: seconds, bytes of memory (of the largest), bytes on disk.
 
     basis explains where the time comes from. refusals say what does not fit.
     """
@@ -83,7 +83,7 @@ def estimate(runs: Sequence[RunConfig], root: Path, target: str = "", at_once: i
         refusals.append(f"{error}.")
     if disk > disk_free:
         refusals.append(
-            f"It would write {_gib(disk)}, but only {_gib(disk_free)} are free in {root}: lower the byte budget, "
+            f"The runs would write {_gib(disk)}, but only {_gib(disk_free)} are free in {root}: lower the byte budget, "
             "record fewer tensors, or do not keep values."
         )
     unknown = [basis for _, basis, measured in times if not measured]

@@ -72,7 +72,7 @@ def marked(token: str) -> set[Process]:
     for entry in psutil.process_iter():
         try:
             carries = entry.environ().get(MARK) == token
-        except psutil.Error:  # gone, or another user's
+        except psutil.Error:  # it has ended, or belongs to another user
             continue
         if carries and entry.pid != os.getpid() and (process := Process.of(entry.pid)):
             found.add(process)

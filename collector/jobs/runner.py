@@ -50,7 +50,7 @@ from binade.data.store import no_link
 from binade.data.text import one_line
 
 TURN = 0.25  # seconds between two turns
-POLL = 3.0  # seconds between two looks at a cluster
+POLL = 3.0  # seconds between two queries of a cluster
 # Seconds until a job that should end gets the next signal: first to all of its processes, then SIGKILL.
 ASK_ALL, END_ALL = 12.0, 18.0
 NOTICE = 12.0  # seconds that the ranks have to notice that their launcher is gone, and to say so

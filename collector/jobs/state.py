@@ -39,8 +39,8 @@ from binade.data.runs import RunError, RunInfo, read_run, read_status, run_direc
 from binade.data.store import no_link
 
 ADVICE = {
-    State.FAILED: "Read the reason and the last lines below, correct the cause, and retry.",
-    State.CRASHED: "Retry. If it happens again, the last lines below show how far it got.",
+    State.FAILED: "Read the reason and the end of the log, correct the cause, and retry.",
+    State.CRASHED: "Retry. If it happens again, the end of the log shows how far it got.",
     State.KILLED: (
         "Its process was killed. Retry. If it happens again, find out what kills processes on this machine."
     ),
@@ -50,7 +50,7 @@ ADVICE = {
     State.NO_DISK: "Free space, or delete runs; a smaller byte budget, or recording without values, takes less space.",
     State.RESTARTED: "The machine went down while the job was running. Retry.",
     State.TIME_LIMIT: "What was recorded is kept. Request a longer limit with --time, or train fewer iterations.",
-    State.NODE_LOST: "Retry: the cluster will use another node.",
+    State.NODE_LOST: "Retry: the cluster may use another node.",
 }
 _NO_DISK = re.compile(r"No space left|Disk quota exceeded", re.I)
 _NO_MEMORY = re.compile(
@@ -217,7 +217,7 @@ def how_it_ended(
         return ENDS[cluster.state]
     if state == runs.CANCELLED or (run is None and exit_status == 130):
         return State.CANCELLED, None
-    # A run may fail while it is being cancelled: a rank reports that its neighbour has ended.
+    # A run may fail while it is being cancelled: a rank reports that its neighbor has ended.
     if cancelled is not None and not (run and state == runs.FAILED and (run.status.finished or "") < cancelled):
         return State.CANCELLED, None
     message = (run.status.reason if run and state == runs.FAILED else None) or last_words(root, job)

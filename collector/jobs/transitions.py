@@ -34,7 +34,7 @@ class State(StrEnum):
 class Event(Enum):
     """An event in the life of a job."""
 
-    SUBMIT = auto()  # a cluster has taken it
+    SUBMIT = auto()  # a cluster has accepted it
     START = auto()  # the runner, or the cluster, starts its process
     LOSE = auto()  # a runner was killed before it started the process
     RECORD = auto()  # the process has made its run directory

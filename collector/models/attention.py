@@ -109,8 +109,8 @@ class SelfAttention(nn.Module):
 
 
 class LatentAttention(nn.Module):
-    """Multi-head latent attention: keys and values are expanded from one small latent a token, and all heads share the
-    rotated part of the key.
+    """Multi-head latent attention: keys and values are expanded from one small latent per token, and all heads share
+    the rotated part of the key.
 
     The down projections are whole on every rank and see whole sequences, the up projections are split by heads.
     """

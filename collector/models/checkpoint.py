@@ -221,7 +221,7 @@ def _files(directory: Path) -> list[Path]:
 def _header(path: Path) -> dict[str, tuple[int, ...]]:
     try:
         with safe_open(path, framework="pt") as file:
-            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  (it is no mapping)
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  (it is not a mapping)
             sizes = {name: tuple(found.get_shape()) for name, found in slices.items()}
             dtypes = {name: found.get_dtype() for name, found in slices.items()}
     except (OSError, SafetensorError) as error:

@@ -54,12 +54,12 @@ class DeepseekShape(Shape):
 
     @property
     def head_dim(self) -> int:
-        """Of a query or key head."""
+        """The width of a query or key head."""
         return self.qk_nope + self.qk_rope
 
     @property
     def kv_heads(self) -> int:
-        """Every head has a key and a value of its own."""
+        """The number of heads: every head has its own key and value."""
         return self.heads
 
     def attention(self, layer: int) -> tuple[Spec, ...]:

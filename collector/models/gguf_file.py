@@ -40,7 +40,7 @@ class GgufFile:
 
     def __init__(self, path: Path) -> None:
         if not find_spec("gguf"):
-            raise ConfigError(f"checkpoint {path} needs the package gguf: pip install gguf, or Binade's extra hf")
+            raise ConfigError(f"checkpoint {path} needs the package gguf: pip install 'binade[hf]'")
         self.path, self._gguf = path, import_module("gguf")
         try:
             self._reader = self._gguf.GGUFReader(path)
@@ -94,7 +94,7 @@ class GgufFile:
         heads = {"attn_q": "head_count", "attn_k": "head_count_kv"}.get(name.split(".")[-2])
         if heads is None:
             return weight
-        # llama.cpp rotates neighbouring rows of a head, Hugging Face rows that are half a head apart.
+        # llama.cpp rotates neighboring rows of a head, Hugging Face rows that are half a head apart.
         count = self.get(f"{ARCHITECTURE}.attention.{heads}", self.get(f"{ARCHITECTURE}.attention.head_count"))
         return weight.reshape(count, -1, 2, weight.shape[-1]).swapaxes(1, 2).reshape(weight.shape)
 

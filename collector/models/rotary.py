@@ -28,6 +28,6 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def pairs_to_halves(x: Tensor) -> Tensor:
-    """The last axis with its even elements first. DeepSeek rotates neighbours together; this moves them half an axis
+    """The last axis with its even elements first. DeepSeek rotates neighbors together; this moves them half an axis
     apart, where `apply_rotary` expects them."""
     return torch.cat((x[..., 0::2], x[..., 1::2]), -1)

@@ -5,7 +5,8 @@ sizes. Adding a family is that module and its line in `registry`. Sites, estimat
 itself use only this description.
 
 A full model has the published numbers. A tiny one keeps the architecture and the ratios of its widths, these rounded to
-whole blocks of 32 where the published ones are, has fewer experts, and a vocabulary that holds the byte tokenizer's.
+whole blocks of 32 where the published ones are, has fewer experts, and a vocabulary large enough for the byte
+tokenizer.
 """
 
 from __future__ import annotations

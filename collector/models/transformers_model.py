@@ -66,7 +66,7 @@ class TransformersShape(Shape):
     build_feed_forward = build_attention
 
     def activation_bytes(self, layer: int) -> int:
-        """Roughly: input and output of each linear layer, in float32 and in bfloat16."""
+        """An estimate: input and output of each linear layer, in float32 and in bfloat16."""
         return sum(6 * (spec.inputs + spec.outputs) for spec in self.linears(layer))
 
     @property
@@ -88,9 +88,7 @@ class TransformersShape(Shape):
 def shape_of_transformers(path: Path, reason: str) -> TransformersShape:
     """The dimensions of the model in a directory. reason: why our layers cannot compute it. Raises ConfigError."""
     if not find_spec("transformers"):
-        raise ConfigError(
-            f"checkpoint {path} {reason}: only transformers can run it: pip install transformers, or Binade's extra hf"
-        )
+        raise ConfigError(f"checkpoint {path} {reason}: only transformers can run it: pip install 'binade[hf]'")
     return _shape(path, (path / "config.json").stat().st_mtime_ns)
 
 

@@ -23,7 +23,7 @@ INGREDIENTS = {
     "scale": "the format's default scale rule",
     "rounding": "to nearest instead of stochastic",
     "rotation": "no Hadamard rotation",
-    "tiles": "runs along the contracted axis instead of tiles",
+    "tiles": "vectors along the contracted axis instead of tiles",
     "rounded": "backward operands are rounded from the original, not from the rounded forward operand",
     "keep": "no layer stays in bf16",
     "schedule": "the recipe does not change during the run",
@@ -74,7 +74,7 @@ class Draft:
             self.overrides.pop(name, None)
 
     def set_gemm(self, gemm: str, text: str) -> None:
-        """Of every linear layer."""
+        """Set operands of every linear layer."""
         whole = formats_of(text)
         changed = [operand.field for operand in LINEAR_OPERANDS if operand.gemm == gemm]
         for name in self.linears:

@@ -1,6 +1,6 @@
 """The ladder of a recipe: the runs of its ablation, in the order in which papers print them. No torch.
 
-    bf16                what every gap is taken to
+    bf16                the reference of every gap
     forward             the recipe with dgrad and wgrad in bf16
     + dgrad             with wgrad in bf16
     + wgrad             the recipe itself
@@ -55,7 +55,7 @@ def ladder(recipe: str) -> Ladder:
     # Without its backward GEMMs a recipe may round nothing: that is bf16.
     texts = {off: text for off, text in texts.items() if parse_recipe(text).quantized}
     if len(texts) < 2:
-        raise RecipeError(f"recipe {recipe} has nothing to turn off: none of {', '.join(INGREDIENTS)}")
+        raise RecipeError(f"recipe {recipe} has no ingredient to leave out: expected one of {', '.join(INGREDIENTS)}")
     return _ladder(_text(base, common), texts)
 
 

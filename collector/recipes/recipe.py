@@ -154,7 +154,8 @@ class Recipe:
                     listed = ", ".join(dict.fromkeys(site.module for site in linear))
                     last = max((site.layer_index for site in linear), default=0)
                     raise RecipeError(
-                        f"recipe {self.name} is for module {module}: the model has {listed} in layers 1 to {last}"
+                        f"recipe {self.name} has a table for {module}, which the model lacks: it has {listed} in "
+                        f"layers 1 to {last}"
                     )
 
     def stages(self, iterations: int | None) -> list[tuple[int, Recipe]]:

@@ -98,7 +98,7 @@ class Selection:
         expression or an empty list."""
         items = [item for item in map(str.strip, SEPARATOR.split(layers)) if item]
         if layers and not items:
-            raise SelectionError(f"{layers!r} names no layer")
+            raise SelectionError(f"{layers!r} does not name a layer")
         return cls(tuple(map(Term.parse, items)), tuple(modules))
 
     def of(self, sites: Sequence[Site]) -> frozenset[Site]:

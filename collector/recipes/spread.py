@@ -7,10 +7,10 @@ import statistics
 from dataclasses import dataclass
 
 T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
-"""Two-sided 95 % quantiles of Student's t, for 1 to 10 degrees of freedom. For more, the last is a little too wide."""
+"""Two-sided 95% quantiles of Student's t, for 1 to 10 degrees of freedom. For more, the last is a little too wide."""
 
 SEPARATED = (
-    "Two means are separated if their 95 % intervals over seeds (mean ± t·sd/√n, Student’s t) do not overlap. One seed "
+    "Two means are separated if their 95% intervals over seeds (mean ± t·sd/√n, Student’s t) do not overlap. One seed "
     "separates nothing."
 )
 
@@ -36,7 +36,7 @@ class Spread:
 
     @property
     def margin(self) -> float:
-        """Half the 95 % interval of the mean; infinite for one seed."""
+        """Half the 95% interval of the mean; infinite for one seed."""
         if self.seeds == 1:
             return math.inf
         return T95[min(self.seeds - 1, len(T95)) - 1] * self.deviation / math.sqrt(self.seeds)

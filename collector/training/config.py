@@ -118,7 +118,7 @@ class RunConfig(WatchOptions):
     qk_quant: str | None = option(None, group=FORMAT, metavar="FORMAT", help="Format of the operands of QK^T")
     pv_quant: str | None = option(None, group=FORMAT, metavar="FORMAT", help="Format of the operands of PV")
     router_quant: str | None = option(None, group=FORMAT, metavar="FORMAT",
-        help="Format of the experts' router, which no recipe quantizes")
+        help="Format of the experts' router; by default, it is not quantized")
     forward_quant: str | None = option(None, group=FORMAT, metavar="FORMAT",
         help="Format of the linear layers' forward GEMM")
     dgrad_quant: str | None = option(None, group=FORMAT, metavar="FORMAT",
@@ -129,7 +129,7 @@ class RunConfig(WatchOptions):
         help="Formats of single operands, such as linear.dgrad.grad_output=mxfp6_e3m2,qk.forward.key=bf16. Here, "
         "mxfp8 means E4M3 for gradients as well; in the other options, it rounds gradients to mxfp8_e5m2")
     skip_layers: str = option("", group=FORMAT, metavar="LAYERS", help="Keep these layers in bf16",
-        label="Layers kept in bf16", form_help=FORM_LAYERS, placeholder="nothing")
+        label="Layers kept in bf16", form_help=FORM_LAYERS, placeholder="none")
 
     train_iters: int | None = option(None, group=LENGTH, metavar="N", minimum=1, label="Iterations trained",
         help="Iterations trained with the recipe", default_help="until the last recorded iteration",
@@ -170,7 +170,7 @@ class RunConfig(WatchOptions):
     unmerged_ranks: tuple[int, ...] = option((), group=RECORD, metavar="0,1,...", default_help="none",
         help="With merged ranks, the replicas that contain these ranks keep their own rows and values")
     scores: tuple[str, ...] = option(DEFAULT_SCORES, group=RECORD, metavar="A,B,...", label="Scored formats",
-        help="Formats to try on every recorded operand. This takes time, but little space", placeholder="no format")
+        help="Formats to score every recorded operand in. This takes time, but little space", placeholder="no format")
     measures: tuple[Measure, ...] = option(tuple(Measure), group=RECORD, metavar="A,B,...",
         help="Also measure the error of each GEMM's result, the effect of rounding on the loss, single blocks, and "
             "how channels and weights change over iterations",
@@ -307,7 +307,7 @@ def check(config: RunConfig) -> None:
     except (UnknownFormatError, SpecError) as error:
         raise ConfigError(str(error)) from None
     if config.layers is not None and config.layers > published.layers:
-        raise ConfigError(f"--layers is {config.layers}: {config.model_title} has 1 to {published.layers}")
+        raise ConfigError(f"--layers is {config.layers}: expected 1 to {published.layers} for {config.model_title}")
     if config.has_path and config.size != Size.FULL:
         raise ConfigError(f"--size is {config.size}: a model given by path has only the size {Size.FULL}")
     if isinstance(published, TransformersShape):
@@ -318,9 +318,11 @@ def check(config: RunConfig) -> None:
                     "layers nor split them across ranks"
                 )
     if config.has_path and config.vocab_size not in (None, published.vocab):
-        raise ConfigError(f"--vocab-size is {config.vocab_size}: {config.model_title} has {published.vocab}")
+        raise ConfigError(
+            f"--vocab-size is {config.vocab_size}: the vocabulary of {config.model_title} has {published.vocab} tokens"
+        )
     if config.sequence_length > published.max_sequence:
-        raise ConfigError(f"--sequence-length is {config.sequence_length}: at most {published.max_sequence}")
+        raise ConfigError(f"--sequence-length is {config.sequence_length}: expected at most {published.max_sequence}")
     if config.collect_micro_batches > config.micro_batches:
         raise ConfigError(
             f"--collect-micro-batches is {config.collect_micro_batches}, but an iteration has "
@@ -345,7 +347,7 @@ def _check_ranks(config: RunConfig) -> None:
         raise ConfigError("--sequence-parallel splits sequences among tensor-parallel ranks: it needs --tp 2 or more")
     if config.sequence_parallel and config.sequence_length % config.tp:
         raise ConfigError(
-            f"--sequence-length is {config.sequence_length}: with --sequence-parallel --tp {config.tp} must divide it"
+            f"--sequence-length is {config.sequence_length}: --sequence-parallel needs a multiple of --tp {config.tp}"
         )
     for flag, ranks in (("--ranks", config.ranks), ("--unmerged-ranks", config.unmerged_ranks)):
         for rank in ranks:
@@ -354,7 +356,7 @@ def _check_ranks(config: RunConfig) -> None:
     if idle := sorted({*config.unmerged_ranks} - {*config.recording_ranks}):
         raise ConfigError(f"--unmerged-ranks has {idle[0]}, which records nothing: add it to --ranks")
     if config.unmerged_ranks and not config.merges_ranks:
-        raise ConfigError("--unmerged-ranks is for merged ranks: add --merge-ranks on, and record several")
+        raise ConfigError("--unmerged-ranks needs merged ranks: add --merge-ranks on, and record several ranks")
 
 
 def _check_iterations(config: RunConfig) -> None:

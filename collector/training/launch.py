@@ -37,8 +37,8 @@ class RankFailedError(RuntimeError):
 
 
 def launch(argv: Sequence[str], root: Path, ranks: int) -> None:
-    """binade with these arguments on `ranks` ranks. Raises RankFailedError, KeyboardInterrupt, or ConfigError
-    if a rank refused its arguments."""
+    """Run binade with these arguments on `ranks` ranks. Raises RankFailedError, KeyboardInterrupt, or ConfigError if a
+    rank refused its arguments."""
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the message below is enough
     with tempfile.TemporaryDirectory(prefix="binade-ranks-") as scratch:
         # Rank 0 prints to the terminal; the output of the others goes to files.

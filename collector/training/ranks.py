@@ -1,7 +1,7 @@
 """The ranks of a run: which one this process is, and the communication outside the layers.
 
 A run on several ranks is started by torchrun (`launch`, or by hand). Ranks are laid out as Megatron lays them: the
-tensor-parallel ranks of one replica are neighbours, rank = replica · tp + tensor-parallel rank.
+tensor-parallel ranks of one replica are neighbors, rank = replica · tp + tensor-parallel rank.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from binade.collector.training.config import Device, RunConfig
 from binade.collector.training.option import Group, check_options, declared, option
 from binade.collector.training.targets import Target, find_target
 
-# As sbatch reads it: minutes, minutes:seconds, hours:minutes:seconds, days-hours and so on.
+# In sbatch's notation: minutes, minutes:seconds, hours:minutes:seconds, days-hours and so on.
 TIME = re.compile(r"[0-9]+(:[0-9]+){0,2}|[0-9]+-[0-9]+(:[0-9]+){0,2}|UNLIMITED")
 NAMES = re.compile(r"[\w.,:@/+-]+")
 START = Group("Cluster", "Except for --dry-run, these options require --target or --launcher slurm.")
@@ -112,6 +112,6 @@ def _placed(config: RunConfig, nodes: int | None, ranks_per_node: int | None, gp
     if config.device == Device.CUDA and gpus is not None and gpus < ranks_per_node:
         raise ConfigError(
             f"--gpus-per-node is {gpus}, but a node has {ranks_per_node} ranks and each takes a GPU: "
-            "raise it, or --nodes"
+            "raise --gpus-per-node or --nodes"
         )
     return nodes, ranks_per_node

@@ -3,8 +3,8 @@
 // adds up the error of a rounded tensor, or what it does to the loss, and counts its blocks by theirs; `score` rounds and
 // measures at once and keeps the sums alone. See cpu.py for the calls.
 //
-// A tensor is [outer, axis, inner], row-major; a block is `block` neighbours along the axis. With inner = 1 the loops run
-// along a block, else along up to STRIP neighbouring blocks, so that memory is read in order both ways. A tensor that shares
+// A tensor is [outer, axis, inner], row-major; a block is `block` neighbors along the axis. With inner = 1 the loops run
+// along a block, else along up to STRIP neighboring blocks, so that memory is read in order both ways. A tensor that shares
 // one set of factors is a single run, cut anywhere.
 //
 // Compiled once for each VALUE (float, or uint16_t for bfloat16), number of TIERS, ROUNDING (0 nearest, 1 half away,
@@ -307,7 +307,7 @@ inline float quantized(float x, const Scale& s, const Format& f, int32_t k) {
     return Divide ? y / s.divisor : y;
 }
 
-// Up to STRIP neighbouring blocks of one row of blocks, inner > 1: `length` rows of `width` values from `base` on. The
+// Up to STRIP neighboring blocks of one row of blocks, inner > 1: `length` rows of `width` values from `base` on. The
 // scales start at `scale`.
 struct Strip {
     int64_t base, length, width, scale;
@@ -616,7 +616,7 @@ struct Quantizer {
     }
 };
 
-// What `sum` calls for neighbouring runs: `count` from `run` on, value i of the n-th at from[i * stride + n].
+// What `sum` calls for neighboring runs: `count` from `run` on, value i of the n-th at from[i * stride + n].
 struct Errors {  // of each of `tried` factors, the sums of `add_errors`, the runs' of one after those of the other
     const Format f;
     const Factors* given;

@@ -193,7 +193,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class CpuRuns(Runs):
-    """By the functions of kernel(unit_of(spec, x.dtype))."""
+    """Runs on a CPU, by the functions of kernel(unit_of(spec, x.dtype))."""
 
     run: ctypes.CDLL
 

@@ -39,7 +39,7 @@ BUILD_AT = 1 << 22
 BUILD_AFTER = 1 << 25
 # The smallest number of values that is worth another thread.
 PER_THREAD = 1 << 16
-PAGE = 1 << 21  # a huge one
+PAGE = 1 << 21  # bytes of a huge page
 MADV_HUGEPAGE = 14
 
 

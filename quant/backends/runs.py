@@ -1,6 +1,6 @@
 """Computes scales and factors of any scheme from one number for each run of a tensor.
 
-A *run* is `columns` neighbours along the contracted axis: a block, or one line of a tile. A backend's kernels read the
+A *run* is `columns` neighbors along the contracted axis: a block, or one line of a tile. A backend's kernels read the
 tensor's values; everything that depends only on a run's largest magnitude, sums or error is computed here, in torch on
 small tensors, by the same `Scaling` methods as in `reference`. Runs are in the tensor's own order, [outer, runs along
 the axis, inner].

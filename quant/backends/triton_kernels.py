@@ -4,7 +4,7 @@ One kernel rounds in every format along either axis: by scales that it finds its
 factors that it is given. `runs` computes these from what the same kernel (LARGEST), `run_errors_kernel` and
 `run_moments_kernel` return for each run of values.
 
-A tensor is [outer, axis, inner], row-major; a *block* is `block_size` neighbours along the axis, and a program takes
+A tensor is [outer, axis, inner], row-major; a *block* is `block_size` neighbors along the axis, and a program takes
 `groups` blocks. With inner = 1 the tile is [groups, block] (a block's values are adjacent), else [block, groups]
 (adjacent blocks are), so that memory is read in order both ways.
 
@@ -105,8 +105,8 @@ def to_grid(v, k, TIERS: tl.constexpr, TAPER: tl.constexpr, EMAX: tl.constexpr, 
     """v, at most 2^(EMAX + 1) in magnitude or NaN, rounded to a multiple of its binade's ulp: ties to even, or up if
     its fraction, rounded to 16 bits, is more than 2^15 + k; then v must not be negative."""
     LOWEST: tl.constexpr = TIERS[0][0]
-    # Ulps. Adding so many leaves no bit of the fraction, or 16 bits. In the second case one ulp more is added, which
-    # `down` takes away again unless the fraction is more than 2^15 + k.
+    # In ulps. Adding this many leaves no bit of the fraction, or 16 bits. In the second case one ulp more is added,
+    # which `down` takes away again unless the fraction is more than 2^15 + k.
     ADDED: tl.constexpr = 129.0 if STOCHASTICALLY else 1.5 * 2.0**23
     TAKEN: tl.constexpr = 128.0 if STOCHASTICALLY else 1.5 * 2.0**23
     # 2^exponent is v without sign and mantissa; 0 for float32 subnormals, which lie below every lowest exponent.
@@ -433,7 +433,7 @@ def quantize_dequantize_kernel(
         if RULE == LARGEST:
             scale = largest(x, REDUCED).to(tl.float32)
         elif RULE == HIF4:
-            # 64 values as 8 · 2 · 4; eights and fours are of neighbours along that axis.
+            # 64 values as 8 · 2 · 4; eights and fours are of neighbors along that axis.
             AT: tl.constexpr = 1 if ADJACENT else 0
             parts = tl.reshape(x, (GROUPS, 8, 2, 4) if ADJACENT else (8, 2, 4, GROUPS))
             fours = largest(parts, AT + 2)
@@ -693,13 +693,13 @@ def _kinds(factors: Factors) -> tuple[int, ...]:
 
 
 def _runs_to_a_program(grid: Grid) -> int:
-    """Of the kernels that add up runs: four to a thread."""
+    """Blocks per program of the kernels that add up runs: four per thread."""
     return min(TILE if INTERPRETED else 512, int(triton.next_power_of_2(grid.blocks)))
 
 
 @dataclass(frozen=True)
 class TritonRuns(Runs):
-    """Runs of more values than SPLIT are cut where possible: a program's tile holds whole blocks, and neighbours of
+    """Runs of more values than SPLIT are cut where possible: a program's tile holds whole blocks, and neighbors of
     those if they do not lie along the last axis."""
 
     SPLIT = 1024

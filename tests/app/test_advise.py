@@ -99,7 +99,7 @@ def test_what_trained_is_compared_with_what_was_predicted(opened):
 
 
 def test_the_interval_of_a_rank_correlation_covers_it():
-    """Of normal pairs, whose ρ of ranks is 6/π·asin(ρ/2), about 95 % of the intervals hold it."""
+    """Of normal pairs, whose ρ of ranks is 6/π·asin(ρ/2), about 95% of the intervals hold it."""
     random, held = np.random.default_rng(0), 0
     true = 6 / np.pi * np.arcsin(0.7 / 2)
     for _ in range(400):
@@ -125,7 +125,7 @@ def test_where_nothing_can_be_advised_a_sentence_says_why(opened, odd_root):
     only = Filter(recipe=("mine",))
     drawn: Drawn = ADVISE.draw(Selection(opened, only), VALUES)
     assert drawn.problems == (
-        "No operand of linear was scored: record a run with scores, such as binade run --quantization bf16.",
+        "No operand of linear was scored: record a run with scores, for example with binade run --quantization bf16.",
     )
     with Catalog.open(odd_root) as catalog:
         for question in (ADVISE, PREDICTIONS):

@@ -185,7 +185,7 @@ class TestCollect:
         runs = chosen(at)
         assert [run.recipe for run in runs] == ["nvfp4(block=16x16, rounding=stochastic)", "nvidia_nvfp4"]
         assert runs[0].scores == ("nvfp4(scale=4over6, error=mae)",)
-        badge = "badge[stochastic rounding is biased, because it clips]"
+        badge = "badge[stochastic rounding is biased, because values are clipped]"
         assert sum(each.value.count(badge) for each in at.markdown) == 2
         assert "NVIDIA NVFP4 pre-training" in words(at) and "partly uncertain" in words(at)
         assert "arXiv 2509.25149 (excerpt)" in words(at)  # and so on, in the popover
@@ -276,7 +276,7 @@ class TestCollect:
         jobs.cancel(root, job.id)
         at = visit(root, "collect", **{"from": str(job.id)})
         assert "above the limits of this form" in at.warning[0].value.replace("\\", "")
-        for word in ("micro batches 5000 (at most 4096 here)", f"seed {2**60} (at most {2**53 - 1} here)"):
+        for word in ("micro batches 5000 (at most 4096)", f"seed {2**60} (at most {2**53 - 1})"):
             assert word in at.warning[0].value.replace("\\", "")
         (run,) = chosen(at)
         assert (run.micro_batches, run.seed) == (4096, 2**53 - 1)

@@ -235,11 +235,13 @@ class TestWarnings:
         assert recipe_table.warnings_of(recipe) == ["from memory, not checked against the source", "partly uncertain"]
         assert recipe_table.details(recipe) == {"Uncertain": ("which layers",)}
         assert recipe_table.warnings_of(parse_recipe("quartet2")) == []
-        assert recipe_table.warnings_of(parse_recipe("te_nvfp4")) == ["stochastic rounding is biased, because it clips"]
+        assert recipe_table.warnings_of(parse_recipe("te_nvfp4")) == [
+            "stochastic rounding is biased, because values are clipped"
+        ]
 
     def test_the_what_if_page_labels_it(self):
         (rounding,) = [control for control in question.CONTROLS if control.name == "rounding"]
-        assert "biased: it clips" in rounding.titles["stochastic"]
+        assert "biased in plain nvfp4" in rounding.titles["stochastic"]
 
 
 def test_published_recipes_are_offered():

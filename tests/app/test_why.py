@@ -92,4 +92,4 @@ def test_a_large_tensor_is_measured_whole_though_a_sample_is_drawn(spec, shape):
 def test_totals_of_a_sample_say_so():
     """No kernel measures rotated values without a copy."""
     x = torch.randn(MATRIX, generator=torch.Generator().manual_seed(1))
-    assert drawn_why(x, "mxfp4(hadamard=32)").verdict.startswith("In mxfp4(hadamard=32), of a sample: SQNR ")
+    assert drawn_why(x, "mxfp4(hadamard=32)").verdict.startswith("In mxfp4(hadamard=32) (a sample): SQNR ")

@@ -351,7 +351,7 @@ def test_which_gemm_loses_it(visitor: Visitor, catalog: Catalog):
     table = results_compute.pooled(catalog.results())
     worst = results_compute.pooled(catalog.results(), ("gemm",)).sort_values("result_db").iloc[0]
     assert visitor.answer.startswith(
-        f"{worst['gemm']} has the most error: its results have {worst['result_db']:.1f} dB"
+        f"{worst['gemm']} has the most error: its results have an SQNR of {worst['result_db']:.1f} dB"
     )
     assert len([mark for mark in visitor.marks("results") if "layer" in mark]) == len(table)
     known = table["operands_db"].notna().sum()
@@ -364,7 +364,7 @@ def test_do_blocks_fail_over_time(visitor: Visitor, catalog: Catalog):
     last = block_history_compute.summary(table, ("iteration",)).iloc[-1]
     assert f"{last['bad']:.2%} of the blocks" in visitor.answer or f"below {last['low']:.1f} dB" in visitor.answer
     visitor.segment("Scale exponent")
-    visitor.until("Scale exponent of 98 %")
+    visitor.until("Scale exponent of 98%")
 
 
 def test_are_outliers_the_same_channels(visitor: Visitor, catalog: Catalog):
@@ -381,7 +381,7 @@ def test_are_steps_more_than_noise(visitor: Visitor, catalog: Catalog):
     table = noise_compute.gradients(catalog, Filter(), "mxfp4")
     last = table[table["iteration"] == table["iteration"].max()]
     worst = last.loc[last["value"].idxmin()]
-    assert f"the lowest is {worst['place']} with {worst['value']:.2g} times" in visitor.answer
+    assert f"the lowest is {worst['place']} with a ratio of {worst['value']:.2g}" in visitor.answer
     points = noise_compute.lowest(table[table["tensor_name"] == "grad_weight"])
     assert len([mark for mark in visitor.marks("grad_weight_to_noise") if "layer" in mark]) >= len(points)
 

@@ -100,7 +100,7 @@ def test_built_by_clicking_saved_and_opened_elsewhere(visit: Visit, served: str,
     for name in ("histogram", "boxes"):
         assert drawn(other, name) == seen[name], name
     turn_to(other, "Sessions")
-    press(other, "Open session")
+    press(other, "Current session")
     assert drawn(other, "pin0_histogram") == seen["histogram"]
     assert drawn(other, "pin1_depth") == seen["depth"]
     assert not page.complaints and not other.complaints
@@ -146,7 +146,7 @@ def test_a_name_that_is_a_picture_loads_nothing(visit: Visit, served: str, own_r
     page = visit(f"/?session={one.id}", base=served)
     pin(page, "losses")
     turn_to(page, "Sessions")
-    press(page, "Open session")
+    press(page, "Current session")
     page.get_by_role("button", name="Save", exact=True).click()
     page.get_by_text(f"Saved “{name}”, version 2").first.wait_for()
     press(page, "Saved")
@@ -164,7 +164,7 @@ def test_notes_that_would_stop_the_browser_are_shown_as_text(visit: Visit, serve
     one, _ = storage.save(own_root, sessions.new("Deep", sessions.View("runs"), notes=">" * 50_000))
     page = visit(f"/?session={one.id}", base=served)
     turn_to(page, "Sessions")
-    press(page, "Open session")
+    press(page, "Current session")
     page.get_by_text("nested too deeply").first.wait_for()
     settle(page)
     assert "RangeError" not in page.locator("[data-testid=stApp]").inner_text() and not page.complaints
@@ -189,7 +189,7 @@ def test_someone_elses_session_is_shown_and_loads_nothing(visit: Visit, served: 
     page.goto(f"{served}/?session={whole['id']}")
     settle(page)
     turn_to(page, "Sessions")
-    press(page, "Open session")
+    press(page, "Current session")
     page.locator("strong", has_text="bold").first.wait_for()
     settle(page)
     assert drawn(page, "pin0_histogram")

@@ -280,8 +280,8 @@ def test_a_dataset_that_breaks_under_way_fails_the_run(command, capsys, tmp_path
 class TestSaid:
     def test_dry_run(self, command, capsys, tmp_path):
         shown = {
-            "wikipedia (built in), a token is a byte, 512": ("--dataset", "wikipedia"),
-            "x.parquet (.parquet), a token is a byte, 512": ("--dataset", str(parquet(tmp_path, text=["a"]))),
+            "wikipedia (built in), byte tokens, 512": ("--dataset", "wikipedia"),
+            "x.parquet (.parquet), byte tokens, 512": ("--dataset", str(parquet(tmp_path, text=["a"]))),
             "x (Megatron's .bin/.idx, tokenized already), 512": ("--dataset", str(pair(tmp_path))),
             f"tokens of {tmp_path / 'tokenizer.json'}, 512": ("--tokenizer", str(trained(tmp_path))),
             "head 32, vocabulary 1000; ": ("--vocab-size", "1000"),

@@ -167,9 +167,9 @@ def test_the_demo_of_the_makefile_is_a_command_that_parses(directory):
     ("options", "said"),
     [
         (["--size", "tiny"], "--size is tiny: a model given by path has only the size full"),
-        (["--vocab-size", "500"], "--vocab-size is 500: tiny-llama has 320"),
-        (["--layers", "3"], "--layers is 3: tiny-llama has 1 to 2"),
-        (["--sequence-length", "1024"], "--sequence-length is 1024: at most 512"),
+        (["--vocab-size", "500"], "--vocab-size is 500: the vocabulary of tiny-llama has 320 tokens"),
+        (["--layers", "3"], "--layers is 3: expected 1 to 2 for tiny-llama"),
+        (["--sequence-length", "1024"], "--sequence-length is 1024: expected at most 512"),
         (["--tokenizer", "nowhere"], "tokenizer nowhere does not exist"),
     ],
 )
@@ -302,7 +302,7 @@ def test_a_product_that_is_not_intercepted_is_one_line(tmp_path, capfd):
 
 def test_without_transformers_one_line_says_so(gpt2, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ConfigError, match="is a 'gpt2' model: only transformers can run it: pip install transformers"):
+    with pytest.raises(ConfigError, match="is a 'gpt2' model: only transformers can run it: pip install"):
         read(["run", "--model", str(gpt2)])
 
 

@@ -145,7 +145,7 @@ class TestAsking:
             (["run", "--nodes", "2"], "--nodes needs --target or --launcher slurm"),
             (["run", "--layerz", "1"], "--layerz"),
             (["run", "--dataset", "wikipdia"], "wikipdia"),
-            (["run", "--layers", "9"], "has 1 to 2"),
+            (["run", "--layers", "9"], "expected 1 to 2"),
         ],
     )
     def test_what_cannot_run_is_not_queued(self, tmp_path, line, expected):
@@ -209,7 +209,7 @@ class TestEstimate:
         large = jobs.parse_runs(["run", "--model", "llama31-8b", "--size", "full", "--max-bytes", "900T"])[0]
         found = estimate([replace(large, control_iter=100_000)], tmp_path)
         memory, disk = found.refusals
-        assert "for weights, gradients and optimizer" in memory and disk.startswith("It would write")
+        assert "for weights, gradients and optimizer" in memory and disk.startswith("The runs would write")
 
 
 class TestQueue:
@@ -560,7 +560,7 @@ class TestReadOnly:
     [
         (["cancel", "9"], "there is no job 9"),
         (["add"], "jobs add needs a command line"),
-        (["add", "run", "--layers", "3"], "has 1 to 2"),
+        (["add", "run", "--layers", "3"], "expected 1 to 2"),
         (["at-once", "0"], "expected 1 to"),
         (["frobnicate"], "frobnicate"),
     ],

@@ -103,7 +103,7 @@ def test_part_of_a_ladder_is_what_is_there():
 
 @pytest.mark.parametrize("recipe", ["bf16", "FA_mxfp8"])
 def test_nothing_to_turn_off_is_refused(recipe):
-    with pytest.raises(RecipeError, match=f"{recipe} has nothing to turn off"):
+    with pytest.raises(RecipeError, match=f"{recipe} has no ingredient to leave out"):
         ladder(recipe)
 
 

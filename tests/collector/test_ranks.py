@@ -309,7 +309,10 @@ def listening(pid: int) -> list[str]:
         (("--tp", "4"), "--tp is 4: it must divide llama32-1b tiny's 2 KV groups"),
         (("--model", "deepseek2_lite", "--tp", "16"), "--tp is 16: it must divide deepseek2_lite tiny's 8 heads"),
         (("--sequence-parallel",), "--sequence-parallel splits sequences among tensor-parallel ranks: it needs --tp 2"),
-        (("--tp", "2", "--sequence-parallel", "--sequence-length", "33"), "--sequence-length is 33: with"),
+        (
+            ("--tp", "2", "--sequence-parallel", "--sequence-length", "33"),
+            "--sequence-length is 33: --sequence-parallel",
+        ),
         (("--tp", "0"), "--tp is 0: it must be 1 or more"),
         (("--tp", "2", "--ranks", "0,2"), "--ranks has 2: the ranks of the run are 0 to 1"),
         (("--dp", "-1"), "--dp is -1: it must be 1 or more"),

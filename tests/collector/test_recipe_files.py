@@ -270,7 +270,7 @@ def test_a_module_that_the_model_has_not_is_refused(tmp_path):
         ("fc7", "[linear]\nforward = 'mxfp8'\n[[schedule]]\nfrom = 2\nmodules.fc7.forward = 'mxfp4'\n"),
     ):
         (tmp_path / "mine.toml").write_text(text)
-        with pytest.raises(InstrumentError, match=f"module {module}: the model has"):
+        with pytest.raises(InstrumentError, match=f"table for {module}, which the model lacks"):
             with instrument(build(), str(tmp_path / "mine.toml")):
                 pass
     with pytest.raises(InstrumentError, match="keeps last in bf16, which is every layer"):

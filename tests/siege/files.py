@@ -269,7 +269,7 @@ def damaged_runs(attempt: Attempt) -> None:
 SEGMENT_FILES = ["tensor.parquet", "sketch.parquet", "score.parquet"]
 
 
-@attack("Segments and tensor files that are not regular files: pages open and report them", tries=40)
+@attack("Pages open and report segments and tensor files that are not regular files", tries=40)
 def odd_segments(attempt: Attempt) -> None:
     how = attempt.choose([*KINDS, *CONTENTS])
     root = roots.copy(attempt.root, attempt.place / "runs")

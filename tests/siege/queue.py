@@ -166,7 +166,7 @@ def clock_jumps(attempt: Attempt) -> None:
         os.environ |= before
 
 
-@attack("An unrelated process with the same PID is neither signalled nor taken for the job", tries=60)
+@attack("An unrelated process with the same PID is neither signaled nor mistaken for the job", tries=60)
 def reused_pids(attempt: Attempt) -> None:
     root = attempt.place / "runs"
     with subprocess.Popen(["sleep", "600"]) as stranger:

@@ -14,7 +14,11 @@ from tests.siege.files import show
 from tests.siege.urls import WORDS
 
 
-@attack("Its texts are text in every chart and its page is drawn, or it is refused in a sentence", tries=200, share=2.0)
+@attack(
+    "The session is refused in one sentence, or its page is drawn and all of its texts are shown literally",
+    tries=200,
+    share=2.0,
+)
 def hostile_sessions(attempt: Attempt) -> None:
     chance, root = attempt.random, attempt.once("runs", make_hostile)
     page, view = attempt.choose(CASES)

@@ -31,7 +31,7 @@ NOTE = (
 BUDGETS = ("4.5", "5", "5.5", "6", "7", "8", "9", "10", "12", "14")
 DEFAULT = "5.5"
 BY = {"site": "Each linear layer", "layer": "Each layer", "module": "Each module", "model": "The model"}
-PARTS = {"linear": "Linear layers", "all": "Attention products too"}
+PARTS = {"linear": "Linear layers", "all": "Linear layers and attention"}
 CONTROLS = (
     Control(
         name="budget", label="Bits per value", param=One((DEFAULT, *(b for b in BUDGETS if b != DEFAULT))),
@@ -43,7 +43,8 @@ CONTROLS = (
         help="The part of the model that shares one choice of formats. Its GEMMs and operands can still get different "
         "formats",
     ),
-    Control(name="parts", label="Chosen for", param=One(tuple(PARTS)), titles=PARTS, widget="list", row="advise"),
+    Control(name="parts", label="Choose formats for", param=One(tuple(PARTS)), titles=PARTS, widget="list",
+            row="advise"),
 )  # fmt: skip
 OPERANDS = {
     "place": Column("Operand", width=190),

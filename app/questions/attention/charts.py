@@ -54,7 +54,7 @@ def flushed_by_head(table: pd.DataFrame, spec: Spec, subtitle: str | list[str]) 
 
 def score_ranges(table: pd.DataFrame, subtitle: str | list[str]) -> alt.LayerChart:
     """Chart of attention.ranges: quartile box, whiskers to the smallest and largest score."""
-    names = (("low", "lowest"), ("q1", "25 %"), ("median", "median"), ("q3", "75 %"), ("high", "highest"))
+    names = (("low", "lowest"), ("q1", "25%"), ("median", "median"), ("q3", "75%"), ("high", "highest"))
     tooltip = [alt.Tooltip("head:O", title="head")]
     tooltip += [alt.Tooltip(f"{name}:Q", title=title, format=".4~g") for name, title in names]
     base = alt.Chart(table).encode(x=BY_HEAD, tooltip=tooltip)

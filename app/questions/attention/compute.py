@@ -34,7 +34,7 @@ class Heads:
 
 
 def heads(x: Tensor) -> Heads | None:
-    """None for a tensor without these four axes."""
+    """The heads of a tensor; None if it does not have these four axes."""
     if x.dim() != 4 or not x.numel():
         return None
     every = max(1, -(-x.numel() // LIMIT))
@@ -42,8 +42,8 @@ def heads(x: Tensor) -> Heads | None:
 
 
 def entropy(p: Heads) -> pd.DataFrame:
-    """By head: columns head (from 1), entropy (bits, −Σp·log2 p over the keys, mean over queries), lowest and highest
-    (of a query), uniform (bits, if every key that a query may see had the same share: causal)."""
+    """Return a table by head: columns head (from 1), entropy (bits, −Σp·log2 p over the keys, mean over queries),
+    lowest and highest (of a query), uniform (bits, if every key that a query may see had the same share: causal)."""
     queries = torch.arange(p.x.shape[2]) * p.every
     uniform = float(torch.log2(queries + 1.0).mean())
     rows = []
@@ -56,8 +56,8 @@ def entropy(p: Heads) -> pd.DataFrame:
 
 
 def flushed(p: Heads, fmt: str | Spec, dim: int = -1) -> pd.DataFrame:
-    """By head: columns head, flush_to_zero (of the nonzero values, in this format along dim), mass (the share of all
-    probability that the flushed values held)."""
+    """Return a table by head: columns head, flush_to_zero (of the nonzero values, in this format along dim), mass (the
+    share of all probability that the flushed values held)."""
     q = quant.fake_quantize(p.x.contiguous(), fmt, dim)
     rows = []
     for number, (x, y) in enumerate(zip(p.x.unbind(1), q.unbind(1), strict=True), 1):
@@ -69,7 +69,8 @@ def flushed(p: Heads, fmt: str | Spec, dim: int = -1) -> pd.DataFrame:
 
 
 def ranges(scores: Heads) -> pd.DataFrame:
-    """By head, of the finite scores (a mask's infinities are left out): columns head, low, q1, median, q3, high."""
+    """Return a table by head, of the finite scores (a mask's infinities are left out): columns head, low, q1, median,
+    q3, high."""
     rows = []
     for number, values in enumerate(scores.x.unbind(1), 1):
         own = values.float()

@@ -29,8 +29,8 @@ def shares(table: pd.DataFrame, by: str) -> pd.DataFrame:
 
 
 def summary(table: pd.DataFrame, by: tuple[str, ...]) -> pd.DataFrame:
-    """Of each group of a `histogram`: by's columns, blocks, low, median and high (the 1st, 50th and 99th percentile, to
-    a bin's width) and bad, the share of blocks below BAD_DB (of SQNR)."""
+    """Summarize each group of a `histogram`: by's columns, blocks, low, median and high (the 1st, 50th and 99th
+    percentile, to a bin's width) and bad, the share of blocks below BAD_DB (of SQNR)."""
     rows = [
         {
             **dict(zip(by, key if isinstance(key, tuple) else (key,), strict=True)),

@@ -39,7 +39,7 @@ def draw(board: Board, values: dict[str, Any]) -> Drawn:
     shares = compute.shares(table, by)
     subtitle, last = f"{blocks:,} blocks, by {word}", what.bins[1] - 1
     if measure == "sqnr_db" and (exact := table.loc[table["bin"] == last, "count"].sum()):
-        subtitle += f"; not drawn: {100 * exact / blocks:.2g} % without error"
+        subtitle += f"; not drawn: {100 * exact / blocks:.2g}% without error"
         shares = shares[shares["low"] < last * what.width]
     items: list[Figure | Table] = [
         Figure(
@@ -60,7 +60,7 @@ def draw(board: Board, values: dict[str, Any]) -> Drawn:
         "iteration": Column("Iteration", width=90),
         "layer_index": Column("Layer", width=80),
         "blocks": Column("Blocks", "localized"),
-        **{name: Column(title, "%.1f") for name, title in (("low", "1 %"), ("median", "Median"), ("high", "99 %"))},
+        **{name: Column(title, "%.1f") for name, title in (("low", "1%"), ("median", "Median"), ("high", "99%"))},
     }
     if measure == "sqnr_db":
         columns["bad"] = Column(f"Below {compute.BAD_DB} dB", text=lambda row: f"{row['bad']:.2%}", align="right")
@@ -76,13 +76,14 @@ def _verdict(table: pd.DataFrame, measure: str, fmt: str) -> str:
     if measure == "sqnr_db":
         worst = compute.summary(table, (compute.LAYER,)).sort_values("bad").iloc[-1]
         if not worst["bad"]:
-            return f"No block is below {compute.BAD_DB} dB in {fmt}; 1 % are below {last['low']:.1f} dB {when[1]}."
-        text = f"{last['bad']:.2%} of the blocks are below {compute.BAD_DB} dB in {fmt} {when[1]}"
+            least = f"1% have less than {last['low']:.1f} dB {when[1]}"
+            return f"No block has less than {compute.BAD_DB} dB in {fmt}; {least}."
+        text = f"{last['bad']:.2%} of the blocks have an SQNR below {compute.BAD_DB} dB in {fmt} {when[1]}"
         text += f", {first['bad']:.2%} {when[0]}" if several else ""
-        return f"{text}. Most are in layer {int(worst['layer_index'])} ({worst['bad']:.2%})."
+        return f"{text}. Layer {int(worst['layer_index'])} has the largest share ({worst['bad']:.2%})."
     unit = BLOCK_MEASURES[measure].unit
     low, middle, high = (f"{last[name]:.1f}" for name in ("low", "median", "high"))
-    text = f"{TITLES[measure]} of 98 % of the blocks: {low} to {high} {unit}".rstrip() + f", median {middle}, {when[1]}"
+    text = f"{TITLES[measure]} of 98% of the blocks: {low} to {high} {unit}".rstrip() + f", median {middle}, {when[1]}"
     return f"{text}; median {first['median']:.1f} {when[0]}." if several else f"{text}."
 
 

@@ -19,7 +19,7 @@ BLOCK_TITLES = {
 
 
 def block_map(grid: np.ndarray, metric: str, lines: int, per_line: int, subtitle: str | list[str]) -> alt.LayerChart:
-    """Chart of compute.block_grid: lines of blocks, bright where it is bad; grey where a block is all zero."""
+    """Chart of compute.block_grid: lines of blocks, bright where a block is bad; gray where it is all zero."""
     name, unit, reverse = BLOCK_TITLES[metric]
     values = grid * 100 if metric in ("flush_to_zero", "saturated") else grid
     axes = ("block along the contracted axis", 0, per_line), ("line", 0, lines)

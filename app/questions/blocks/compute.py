@@ -50,7 +50,7 @@ def scale_histogram(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def block_values(found: Subject, block: int) -> pd.DataFrame:
-    """One block, a row a value: columns index, value, code (its number), bits, code_value, dequantized, error."""
+    """One block, one row per value: columns index, value, code (its number), bits, code_value, dequantized, error."""
     blocks = found.blocks
     keep = blocks.valid[block]
     x, y = blocks.x[block][keep].double().numpy(), blocks.y[block][keep].double().numpy()

@@ -36,7 +36,7 @@ WORST_COLUMNS = {
     "absmax": Column("absmax", "%.3g", 85),
 }
 VALUE_COLUMNS = {
-    "index": Column("Place", width=60),
+    "index": Column("Position", width=75),
     "value": Column("Value", text=lambda row: short(row["value"]), align="right"),
     "bits": Column("Code", help="The code’s bits"),
     "code_value": Column("Code’s value", "%.6g", help="On the format’s grid, before the scale"),
@@ -47,7 +47,7 @@ VALUE_COLUMNS = {
 
 @dataclass(frozen=True)
 class Blocks:
-    """A tensor in blocks: a row each, the worst of them, blocks in a line of the tensor, and the captions' words."""
+    """A tensor in blocks: one row per block, the worst blocks, the number of blocks in a line, and the caption."""
 
     subject: Subject
     table: pd.DataFrame
@@ -123,11 +123,11 @@ def overall(selected: SelectedTensor, found: Blocks, metric: str) -> Drawn:
 
 def _verdict(selected: SelectedTensor, table: pd.DataFrame, size: int) -> str:
     finite = table["sqnr_db"].dropna()
-    median = MEASURES["sqnr_db"].text(float(finite.median())) if len(finite) else "no value"
+    median = MEASURES["sqnr_db"].quantity(float(finite.median())) if len(finite) else "no value"
     low = int((finite < 10).sum())
     return (
-        f"{low:,} of {len(table):,} blocks of {size} values are below 10 dB in {selected.spec}; "
-        f"the median is {median} dB, the worst {MEASURES['sqnr_db'].text(float(finite.min()))} dB."
+        f"{low:,} of {len(table):,} blocks of {size} values have an SQNR below 10 dB in {selected.spec}; "
+        f"the median is {median}, the worst {MEASURES['sqnr_db'].quantity(float(finite.min()))}."
     )
 
 
@@ -143,8 +143,8 @@ def block_figure(selected: SelectedTensor, found: Blocks, number: int) -> Figure
     last = place * wide + (wide if tall > 1 else len(values)) - 1
     where = f"{lines}, values {place * wide:,} to {last:,} along the contracted axis"
     scale = "" if pd.isna(row["scale_exponent"]) else f" · scale {power_of_two(row['scale_exponent'])}"
-    text = MEASURES["sqnr_db"].text(row["sqnr_db"])
-    chart = charts.block_values(values, selected.spec, f"Block {number:,}: {text} dB{scale}", where)
+    text = MEASURES["sqnr_db"].quantity(row["sqnr_db"])
+    chart = charts.block_values(values, selected.spec, f"Block {number:,}: {text}{scale}", where)
     words = f"{found.caption}\nBlock {number:,}: {where}{scale}."
     note = "Ring: the value. Dot: what it was rounded to. Red: the error."
     return Figure("block_values", chart, values, words, note=note, height=330, group="drill", width=3)

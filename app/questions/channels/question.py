@@ -126,8 +126,8 @@ def _verdict(found: compute.Persistence) -> str:
     worst = hot.iloc[0]
     return (
         f"{text}. In {len(hot)} of {len(found.places)} tensors the hottest channel reaches {compute.OUTLIER} times the "
-        f"median channel’s absmax, most in {worst['place']}: {short(worst['hot_ratio'])} times, with a "
-        f"Jaccard index of {worst['value']:.2f}."
+        f"median channel’s absmax. The highest ratio is that of {worst['place']}: {short(worst['hot_ratio'])} times, "
+        f"with a Jaccard index of {worst['value']:.2f}."
     )
 
 

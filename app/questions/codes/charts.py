@@ -18,14 +18,14 @@ OTHER_COLORS = {DENORMAL: "#b4633a", ZERO: style.GREY, SPECIAL: "#db2777"}
 
 
 def tier_color(tier: str) -> str:
-    """The colour of a tier of precision, as `blocks.code_tiers` names it."""
+    """The color of a tier of precision, as `blocks.code_tiers` names it."""
     if tier in OTHER_COLORS:
         return OTHER_COLORS[tier]
     return MANTISSA_COLORS[min(int(tier.split()[0]), len(MANTISSA_COLORS) - 1)]
 
 
 def codes(table: pd.DataFrame, spec: Spec, subtitle: str | list[str]) -> alt.Chart:
-    """Chart of compute.codes: the share of each code, in order of value, coloured by the width of its mantissa."""
+    """Chart of compute.codes: the share of each code, in order of value, colored by the width of its mantissa."""
     finite = table[np.isfinite(table["value"])].reset_index(drop=True)
     shown = finite.assign(order=finite.index, end=finite.index + 1, floor=0.0, text=finite["value"].map(short))
     names = sorted(set(shown["tier"]), key=compute.tier_rank)

@@ -28,6 +28,6 @@ def compared(opened: Catalog, where: Filter, run_a: str, run_b: str, done: Done)
 
 
 def drawable(table: pd.DataFrame) -> pd.DataFrame:
-    """The rows that a chart has room for: of each group of neighbours the one that differs most."""
+    """The rows that a chart has room for: of each group of neighbors the one that differs most."""
     size = -(-len(table) // style.MARKS)
     return table.loc[table["difference"].groupby((table["order"] - 1) // size).idxmax()] if size > 1 else table

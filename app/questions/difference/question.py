@@ -107,10 +107,10 @@ def draw(selection: Selection, values: dict[str, Any], done: Done = lambda count
 
 
 def _verdict(found: Difference, table: pd.DataFrame, limit: float | None, first: int | None) -> str:
-    how = f"{int((table['by'] == 'values').sum()):,} were compared by value"
+    how = f"{int((table['by'] == 'values').sum()):,} were compared by their values"
     beyond = "in at least one bit" if limit is None else f"by more than {short(limit, 3)}"
     if first is None:
-        equal = "are bitwise identical" if limit is None else f"differ by at most {short(limit, 3)}"
+        equal = "have identical values or statistics" if limit is None else f"differ by at most {short(limit, 3)}"
         return f"All {len(table):,} tensors {equal}; {how}."
     row = found.rows[first]
     what = f"shapes {row.shape} and {row.shape_b}" if row.by == "shape" else short(row.difference, 3)

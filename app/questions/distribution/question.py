@@ -165,7 +165,7 @@ def _exact(opened: Catalog, chosen: pd.DataFrame) -> Groups:
 
 
 def values_lie(opened: Catalog, where: Filter, ids: list[str] | None, shown: Groups, axis: str, law: str) -> Drawn:
-    """Histogram, Q-Q plot and boxes. Each gets all groups, so that colours agree."""
+    """Histogram, Q-Q plot and boxes. Each gets all groups, so that colors agree."""
     found = shown.found
     if not found:
         return Drawn(problems=("Nothing to draw: there are no finite values.",))
@@ -194,7 +194,7 @@ def values_lie(opened: Catalog, where: Filter, ids: list[str] | None, shown: Gro
     log2 = axis != "linear"
     spread = distributions.boxes([distributions.magnitudes(d) for d in found] if log2 else found)
     if not spread.empty:
-        marks = "box: quartiles · line: 0.1 % to 99.9 % · dots: extremes"
+        marks = "box: quartiles · line: 0.1% to 99.9% · dots: extremes"
         chart = distribution_charts.boxes(spread, f"{marks} · {shown.subtitle}", shown.by, groups, log2=log2)
         figures.append(
             Figure("boxes", chart, spread, f"{caption}\n{marks}.", height=distribution_charts.boxes_height(spread))
@@ -212,7 +212,10 @@ def _how(found: list[Distribution]) -> str:
 
 def _law_note(found: list[Distribution], law: str) -> str:
     """How to read a Q-Q plot, and the fitted law if there is one group."""
-    reading = "Points on the dashed line follow the fitted distribution. Points above it on the right: a heavier tail."
+    reading = (
+        "If the points lie on the dashed line, the values follow the fitted distribution. Points above it on the "
+        "right: a heavier tail."
+    )
     if len(found) != 1 or not (fitted := fit(found[0], law)):
         return reading
     return f"{reading} Fitted: {fitted.text}; Kolmogorov–Smirnov distance {distance_to(found[0], fitted):.3f}."
@@ -224,7 +227,7 @@ def left_out(opened: Catalog, where: Filter, ids: list[str] | None, axis: str) -
     odd = [f"{int(row[name]):,} {title}" for name, title in (("nans", "NaN"), ("infs", "infinite")) if row[name]]
     also = f" Left out: {' and '.join(odd)}." if odd else ""
     if axis == "linear":
-        return f"The histogram's axis leaves out 0.01 % of the values, at its ends.{also}"
+        return f"The histogram's axis leaves out 0.01% of the values, at its ends.{also}"
     if not row["zeros"]:
         return f"No value is zero.{also}"
     share = row["zeros"] / row["numel"]

@@ -29,7 +29,7 @@ class ThreeWay:
 
     @property
     def verdict(self) -> str:
-        """In words: which of the two is larger, by their relative errors."""
+        """Say which of the two is larger, by their relative errors."""
         of = self.table.set_index("what")["relative_error"]
         rounding, drift = of["rounding"], of["drift"]
         if not (math.isfinite(rounding) and math.isfinite(drift)):

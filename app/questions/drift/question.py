@@ -59,7 +59,7 @@ class Candidates:
 
 
 def candidates(selected: SelectedTensor) -> Candidates | None:
-    """None where no quantized run and bf16 run of the same data have this tensor."""
+    """The runs to compare; None if no quantized run and bf16 run on the same data have this tensor."""
     table = every_run(selected.opened)
     of = table.set_index("run_id")
     twins = selected.opened.twins(selected.row["tensor_id"])

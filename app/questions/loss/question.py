@@ -85,7 +85,10 @@ def _verdict(found: compute.Costs, fmt: str) -> str:
         lines.append(f"; Spearman’s ρ between the two rankings is {fixed(found.agreement, 2)}")
     lines.append(". ")
     if math.isnan(found.reliability):
-        lines.append("The ranking comes from one micro-batch and holds only for its tokens: record several.")
+        lines.append(
+            "The ranking cannot be checked: that takes two micro-batches and three operands. It may hold only for "
+            "these tokens."
+        )
     elif found.reliability < RELIABLE:
         lines.append(
             f"Spearman’s ρ between two halves of the micro-batches is only {fixed(found.reliability, 2)}: record more "

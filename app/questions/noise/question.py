@@ -140,13 +140,15 @@ def _of_weights_verdict(weights: pd.DataFrame, iterations: int) -> str:
         return f"{at_edge}." if at_edge else ""
     first = places.iloc[0]
     text = (
-        f"{places['oscillating'].mean():.1%} of the sampled weights oscillate, most in {first['place']} "
+        f"{places['oscillating'].mean():.1%} of the sampled weights oscillate, the most in {first['place']} "
         f"({first['oscillating']:.1%}); the rounded value of {places['returned'].mean():.1%} changed and later "
         f"changed back"
     )
     text += f"; {at_edge}." if at_edge else "."
     if iterations <= compute.WINDOW:
-        text += f" These figures cover {iterations} recorded iterations; the definition uses {compute.WINDOW}."
+        text += (
+            f" These figures cover {iterations} recorded iterations; the definition sums over {compute.WINDOW} steps."
+        )
     return text
 
 
@@ -155,7 +157,7 @@ def _of_gradients_verdict(gradients: pd.DataFrame, fmt: str) -> str:
     when = f"in iteration {int(last['iteration'].iloc[0])}"
     lowest = last.loc[last["value"].idxmin()]
     rounded = f" in {fmt}" if lowest["tensor_name"] == "grad_output" else ""
-    worst = f"{lowest['place']}{rounded} with {lowest['value']:.2g} times"
+    worst = f"{lowest['place']}{rounded} with a ratio of {lowest['value']:.2g}"
     below = int((last["value"] < compute.NOISE_LINE).sum())
     if not below:
         return f"All {len(last)} gradients are above √3 times their rounding noise {when}; the lowest is {worst}."

@@ -31,7 +31,7 @@ COLUMNS = {
 }
 
 
-LAW = Control(name="law", label="Against", param=One(AGAINST), titles=TITLES)
+LAW = Control(name="law", label="Compare with", param=One(AGAINST), titles=TITLES)
 OTHER = Control(name="other", label="The other tensor", param=known_tensor, widget="list")
 
 
@@ -60,7 +60,7 @@ def draw(selected: SelectedTensor, values: dict[str, Any]) -> Drawn:
         first = _against(selected, own, other, precision) if other else Drawn()
         first = replace(first, items=(*map(Text, problem), *first.items)) if other else Drawn(problems=problem)
     table = distributions.boxes([d for d in (own, other) if d is not None and d.total])
-    marks = "box: quartiles · line: 0.1 % to 99.9 % · dots: extremes"
+    marks = "box: quartiles · line: 0.1% to 99.9% · dots: extremes"
     chart = distribution_charts.boxes(table, f"{marks} · {precision}", "which")
     height = distribution_charts.boxes_height(table)
     boxes = Figure("boxes", chart, table, f"{selected.source(precision)}\n{marks}.", height=height)
@@ -80,7 +80,7 @@ def _against_law(selected: SelectedTensor, own: Distribution, law: str, precisio
     fitted = laws.fit(own, law)
     note = f"Fitted {TITLES[law]}: {fitted.text if fitted else 'none'}."
     if law == "student_t":
-        note += f" ν is chosen so that the plot is straightest over {laws.FIT_POINTS} quantiles, 0.25 % to 99.75 %."
+        note += f" ν is chosen so that the plot is straightest over {laws.FIT_POINTS} quantiles, 0.25% to 99.75%."
     caption = f"{selected.source(precision)}\nQuantiles against a {TITLES[law]}. {note}"
     chart = distribution_charts.qq(points, f"{precision} · {own.total:,} values · {selected.label}", "tensor", law=law)
     figure = Figure("qq", chart, points, caption, note=note, height=420, group="law")

@@ -35,7 +35,7 @@ def costs_of(opened: Catalog, where: Filter, state: Hashable, parts: tuple[str, 
 
 @dataclass(frozen=True)
 class Correlation:
-    """Spearman's ρ with its 95 % interval: Fisher's z with the variance 1.06/(n - 3) of Fieller, Hartley and Pearson
+    """Spearman's ρ with its 95% interval: Fisher's z with the variance 1.06/(n - 3) of Fieller, Hartley and Pearson
     (1957). NaN for fewer than four."""
 
     rho: float
@@ -54,7 +54,7 @@ class Correlation:
 
     @property
     def text(self) -> str:
-        return f"{self.rho:.2f} (95 % interval {self.low:.2f} to {self.high:.2f})"
+        return f"{self.rho:.2f} (95% interval {self.low:.2f} to {self.high:.2f})"
 
 
 def measured(opened: Catalog, found: Costs) -> tuple[pd.DataFrame, int]:
@@ -63,7 +63,7 @@ def measured(opened: Catalog, found: Costs) -> tuple[pd.DataFrame, int]:
 
     Columns name (that users gave it, or what was rounded), recipe, advised (whether the advisor made it), bits,
     predicted, seeds, first (the gap of the first iteration, before any step, mean over seeds), gap (mean over
-    iterations and seeds), low, high (its 95 % interval, NaN of one seed).
+    iterations and seeds), low, high (its 95% interval, NaN of one seed).
     """
     runs = opened.runs()
     data = runs[["model", "size", "dataset"]]

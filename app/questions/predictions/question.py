@@ -28,8 +28,8 @@ COLUMNS = {
     "predicted": Column("Predicted (nats)", "%+.5f", 120),
     "first": Column("First gap (nats)", "%+.5f", 120),
     "gap": Column("Mean gap (nats)", "%+.5f", 120),
-    "low": Column("from", "%+.5f", 90, help="The 95 % interval of the mean over seeds"),
-    "high": Column("to", "%+.5f", 90, help="The 95 % interval of the mean over seeds"),
+    "low": Column("from", "%+.5f", 90, help="The 95% interval of the mean over seeds"),
+    "high": Column("to", "%+.5f", 90, help="The 95% interval of the mean over seeds"),
     "seeds": Column("Seeds", width=60),
 }
 
@@ -50,7 +50,7 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
     ]
     listed = Table("predictions", table.sort_values("predicted", ignore_index=True), COLUMNS)
     left_out = (
-        f"{left} recipes are left out: they round operands that were not recorded, or use formats that were not scored."
+        f"Recipes left out: {left}. They round operands that were not recorded, or use formats that were not scored."
     )
     return Drawn((*figures, listed), _verdict(table), (left_out,) * bool(left))
 

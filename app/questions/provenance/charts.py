@@ -36,7 +36,7 @@ def chain(table: pd.DataFrame, title: str, subtitle: str) -> alt.LayerChart:
     points = base.mark_point(filled=True, size=70, opacity=1).encode(
         color=alt.Color("operation:N", scale=scale, legend=alt.Legend(title="direction", orient="bottom"))
     )
-    made = base.transform_filter(alt.datum.what == "made here").mark_point(
+    made = base.transform_filter(alt.datum.what == "produced here").mark_point(
         size=260, strokeWidth=2.5, color=style.BAD, shape="circle"
     )
     return (

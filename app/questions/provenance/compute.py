@@ -35,7 +35,7 @@ def chain(events: Sequence[Event]) -> pd.DataFrame:
     rows = []
     for event in events:
         operation = "backward" if "backward:" in event.text or event.place == "loss" else "forward"
-        rows.append((event.rank, event.order, event.place, operation, "made here"))
+        rows.append((event.rank, event.order, event.place, operation, "produced here"))
         rows += [(event.rank, each.order, each.place, each.operation, "reached") for each in event.chain]
     return pd.DataFrame(rows, columns=["rank", "order", "place", "operation", "what"])
 

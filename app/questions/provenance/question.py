@@ -77,7 +77,7 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
             "result or gradient that is not finite; of nested modules, only the innermost is drawn.",
             height=charts.chain_height(chain),
         ),
-        Table("ranks", ranks, RANKS, title="By rank, earliest first"),
+        Table("ranks", ranks, RANKS, title="By rank, earliest event first"),
     ]  # fmt: skip
     table, of = compute.before(opened, run, first)
     for name in ("absmax", "sqnr_db"):

@@ -157,7 +157,7 @@ def ladder(table: pd.DataFrame, seeds: pd.DataFrame, name: str) -> alt.LayerChar
         alt.Tooltip("rung:N", title="step"),
         alt.Tooltip("recipe:N"),
         alt.Tooltip("gap:Q", title="mean gap (nats per token)", format="+.5f"),
-        alt.Tooltip("low:Q", title="95 % interval, from", format="+.5f"),
+        alt.Tooltip("low:Q", title="95% interval, from", format="+.5f"),
         alt.Tooltip("high:Q", title="to", format="+.5f"),
         alt.Tooltip("seeds:Q"),
         alt.Tooltip("verdict:N"),
@@ -176,7 +176,7 @@ def ladder(table: pd.DataFrame, seeds: pd.DataFrame, name: str) -> alt.LayerChar
     base = alt.Chart(shown)
     bars = base.mark_rule(strokeWidth=2).encode(x=alt.X("low:Q"), x2="high:Q", y=y, color=color, tooltip=tooltip)
     points = base.mark_point(filled=True, size=90, opacity=1).encode(x=x, y=y, color=color, tooltip=tooltip)
-    subtitle = "mean over seeds with its 95 % interval; small dots are the seeds"
+    subtitle = "mean over seeds with its 95% interval; small dots are the seeds"
     result: alt.LayerChart = (zero + dots + bars + points).properties(
         title=style.title(f"Ablation of {name}", subtitle)
     )

@@ -58,7 +58,7 @@ def costs(gaps: pd.DataFrame, table: pd.DataFrame) -> pd.DataFrame:
 
 
 def parts_alone(costs: pd.DataFrame) -> pd.DataFrame:
-    """Of `costs`, the runs in which one part alone is rounded, by part and format, largest gap first.
+    """The rows of `costs` for runs in which one part alone is rounded, by part and format, largest gap first.
 
     Columns only (the part), parts (it and the format, in words), gap (mean over the runs), runs.
     """
@@ -84,7 +84,7 @@ def rungs(runs: pd.DataFrame, ladder: Ladder) -> pd.DataFrame:
     """The runs of `ladder_runs`, a row per rung that was run, in the ladder's order, bf16 first.
 
     Columns rung (its title), recipe, seeds (with a gap), gap (mean over seeds), deviation (of the seeds), low, high
-    (the 95 % interval of the mean), change (from the rung that it is compared with), verdict (of the change, "" for
+    (the 95% interval of the mean), change (from the rung that it is compared with), verdict (of the change, "" for
     none), separated.
     """
     spreads = {str(recipe): Spread(tuple(part)) for recipe, part in runs.dropna(subset="gap").groupby("recipe")["gap"]}

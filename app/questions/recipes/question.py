@@ -174,8 +174,8 @@ def no_reference(table: pd.DataFrame) -> str:
     if table.empty:
         return "The filter selects no run."
     if not table["quantized"].any():
-        return "None of these runs was quantized in training: collect one to compare with, `binade quick mxfp4`."
-    return "No bf16 run saw the same data as these runs: collect one with the same options, `--quantization bf16`."
+        return "None of these runs was quantized in training: collect one to compare, such as by `binade quick mxfp4`."
+    return "No bf16 run saw the same data as these runs: collect one with the same options, but `--quantization bf16`."
 
 
 def cost(opened: Catalog, where: Filter, table: pd.DataFrame, base: str = BASE) -> Drawn:
@@ -191,7 +191,7 @@ def cost(opened: Catalog, where: Filter, table: pd.DataFrame, base: str = BASE) 
     part = f"the {len(latest)} runs with the largest gaps of {len(costs)} · " if len(costs) > len(latest) else ""
     labels = latest["label"].tolist()
     colors = dict(zip(labels, style.colors(labels, own=run_colors(table)), strict=True))
-    chart = charts.costs(latest, f"{part}mean over the recorded iterations", colors, base)
+    chart = charts.costs(latest, f"{part}mean over the iterations that both runs have", colors, base)
     height = charts.costs_height(latest)
     bars = Figure("costs", chart, latest, caption, note=_noise(costs), height=height, group="cost")
     shown, step = thinned(gaps[gaps["run_id"].isin(latest["run_id"])], style.MARKS)

@@ -12,9 +12,9 @@ GEMMS = tuple(gemm.value for gemm in Gemm)
 
 
 def pooled(table: pd.DataFrame, by: tuple[str, ...] = PRODUCT) -> pd.DataFrame:
-    """Of each group of the rows of `Catalog.results`: by's columns, results, result_db (SQNR of the results),
-    operands_db (what it would be if the errors of the two operands were independent: their noise ratios add), gain_db
-    (result_db - operands_db) and the tensor_id of the worst result.
+    """Return one row per group of the rows of `Catalog.results`: by's columns, results, result_db (SQNR of the
+    results), operands_db (what it would be if the errors of the two operands were independent: their noise ratios add),
+    gain_db (result_db - operands_db) and the tensor_id of the worst result.
 
     Noise ratios are averaged over a group's micro-batches and iterations. operands_db is NaN where an operand of the
     group was not recorded; results that have no error or that overflowed are left out.

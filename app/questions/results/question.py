@@ -25,7 +25,7 @@ DEFINITION = (
     "ratios of the two operands added, as if their errors were independent."
 )
 COLUMNS = {
-    "place": Column("Product", width=160),
+    "place": Column("Layer and module", width=160),
     "gemm": Column("GEMM", width=90),
     "result_db": Column("SQNR of the result", "%.1f"),
     "operands_db": Column("Predicted from the operands", "%.1f"),
@@ -41,7 +41,7 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
         return Drawn(problems=(NOTHING,))
     name = table["module"].where(table["part"].isin(("linear", "router")), table["part"])
     table = table.assign(place=layer_names(table["layer_index"]) + name, row=name + " " + table["gemm"])
-    words = f"{source(selection.where, f'{len(table):,} products and GEMMs')}\n{DEFINITION}"
+    words = f"{source(selection.where, f'{len(table):,} GEMMs')}\n{DEFINITION}"
     cells = table.assign(
         value=table["result_db"],
         operation=table["gemm"].map({"forward": "forward"}).fillna("backward"),
@@ -70,12 +70,12 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
 
 
 def _verdict(by_gemm: pd.DataFrame, table: pd.DataFrame) -> str:
-    """by_gemm: of all products together."""
+    """by_gemm: the results of all layers together, one row per GEMM."""
     found = by_gemm.set_index("gemm")["result_db"].sort_values()
     if len(found) == 1:
-        return f"Only results of {found.index[0]} were measured: {found.iloc[0]:.1f} dB."
+        return f"Only results of the {found.index[0]} GEMM were measured: SQNR {found.iloc[0]:.1f} dB."
     others = ", ".join(f"{name} {value:.1f}" for name, value in zip(found.index[1:], found.iloc[1:], strict=True))
-    text = f"{found.index[0]} has the most error: its results have {found.iloc[0]:.1f} dB, {others}."
+    text = f"{found.index[0]} has the most error: its results have an SQNR of {found.iloc[0]:.1f} dB ({others})."
     gains = table.dropna(subset=["gain_db"]).groupby("gemm")["gain_db"].median()
     near = [str(name) for name, gain in gains.items() if abs(gain) < 1]
     far = [

@@ -58,7 +58,7 @@ def bars(
 
 
 def layer_color(layers: list[int]) -> alt.Color:
-    """The colour of the column layer, for one line per layer: in the order of the layers."""
+    """The color of the column layer, for one line per layer: in the order of the layers."""
     scale = alt.Scale(domain=layers, range=style.ordered_colors(len(layers)))
     legend = alt.Legend(title="layer", orient="right", symbolType="stroke", columns=-(-len(layers) // 16))
     return alt.Color("layer:O", scale=scale, legend=legend if len(layers) > 1 else None)

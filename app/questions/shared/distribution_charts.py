@@ -27,7 +27,7 @@ def _outline(table: pd.DataFrame) -> pd.DataFrame:
 def histogram(
     table: pd.DataFrame, subtitle: str, by: str, groups: list[str] | None = None, linear: bool = False
 ) -> alt.LayerChart:
-    """Draws distributions.log2_histogram or linear_histogram. groups: those of the charts next to it, so that colours
+    """Draws distributions.log2_histogram or linear_histogram. groups: those of the charts next to it, so that colors
     agree.
 
     One group is drawn as filled bars, several as outlines, since overlapping bars are hard to read.
@@ -62,10 +62,10 @@ def histogram(
 
 
 def explained(subtitle: str | list[str], table: pd.DataFrame) -> str | list[str]:
-    """The subtitle, with an explanation of shares per binade above 100 % if there are any."""
+    """The subtitle, with an explanation of shares per binade above 100% if there are any."""
     if not (table["share"] > 1).any():
         return subtitle
-    dense = "shares per binade are densities: they exceed 100 % where values crowd into part of a binade"
+    dense = "shares per binade are densities: they exceed 100% where values crowd into part of a binade"
     return [*([subtitle] if isinstance(subtitle, str) else subtitle), dense]
 
 
@@ -134,11 +134,11 @@ IN_BIN = f"datum.high > datum.low ? {OVERLAP} / (datum.high - datum.low) : 0"
 IN_QQ = "at[0] <= datum.theoretical && datum.theoretical <= at[1] ? 1 : 0"
 BOX_TITLES = {
     "min": "minimum",
-    "p0_1": "0.1 %",
-    "q1": "25 %",
+    "p0_1": "0.1%",
+    "q1": "25%",
     "median": "median",
-    "q3": "75 %",
-    "p99_9": "99.9 %",
+    "q3": "75%",
+    "p99_9": "99.9%",
     "max": "maximum",
 }
 
@@ -146,7 +146,7 @@ BOX_TITLES = {
 def boxes(
     table: pd.DataFrame, subtitle: str, by: str, groups: list[str] | None = None, log2: bool = False
 ) -> alt.LayerChart | alt.FacetChart:
-    """Chart of distributions.boxes: quartile box, whiskers at 0.1 % and 99.9 %, dots at the extremes. groups: as above.
+    """Chart of distributions.boxes: quartile box, whiskers at 0.1% and 99.9%, dots at the extremes. groups: as above.
 
     log2: the table is of distributions.magnitudes.
     """

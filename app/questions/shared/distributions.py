@@ -110,7 +110,7 @@ class Pool:
 
 
 def _of_upper(group: str, bins: np.ndarray, counts: np.ndarray, moments: tuple[float, float]) -> Distribution:
-    """From the upper 16 bits of float32 values, and how often each occurs."""
+    """A distribution from the upper 16 bits of float32 values, and how often each occurs."""
     low, high = bin_edges(bins, 16)
     keep = np.isfinite(low) & np.isfinite(high)
     low, high, counts = low[keep], high[keep], counts[keep]
@@ -242,7 +242,7 @@ BOX_SHARES = np.array([0.0, 0.001, 0.25, 0.5, 0.75, 0.999, 1.0])
 
 
 def boxes(found: list[Distribution]) -> pd.DataFrame:
-    """Columns group, min, p0_1, q1, median, q3, p99_9, max: quartiles, and the 0.1 % and 99.9 % quantiles."""
+    """Columns group, min, p0_1, q1, median, q3, p99_9, max: quartiles, and the 0.1% and 99.9% quantiles."""
     names = ["min", "p0_1", "q1", "median", "q3", "p99_9", "max"]
     rows = [{"group": d.group, **dict(zip(names, quantiles(d, BOX_SHARES), strict=True))} for d in found if d.total]
     return pd.DataFrame(rows, columns=["group", *names])

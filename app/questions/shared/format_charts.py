@@ -25,7 +25,7 @@ def format_panels(table: pd.DataFrame) -> list[alt.LayerChart]:
 
 
 def trial_panels(table: pd.DataFrame) -> list[alt.LayerChart]:
-    """Chart of what_if.compute.try_formats: the same, one bar per trial, in its format's colour."""
+    """Chart of what_if.compute.try_formats: the same, one bar per trial, in its format's color."""
     order = table["label"].tolist()
     formats = known_specs(table["format"])
     return _panels(table.assign(row=table["label"]), order, formats, "trial")

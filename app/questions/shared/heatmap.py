@@ -1,5 +1,5 @@
 """Heatmaps as pictures: a single mark regardless of the number of cells, with axes and a legend in exactly the same
-colours."""
+colors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SHARP = 640  # minimum size of a picture in pixels, so that the browser does not
 
 
 def _palette() -> np.ndarray:
-    """255 colours along the ramp, and one for no value: uint8 [256, 3]."""
+    """255 colors along the ramp, and one for no value: uint8 [256, 3]."""
     return np.concatenate([style.mixed(style.RAMP, 255), np.array([NO_VALUE], np.uint8)])
 
 
@@ -28,9 +28,9 @@ def _chunk(kind: bytes, content: bytes) -> bytes:
 
 
 def png(values: np.ndarray, low: float, high: float, reverse: bool = False) -> bytes:
-    """A PNG of [rows, columns], its first row at the top: colours along the ramp from low to high, grey for NaN.
+    """A PNG of [rows, columns], its first row at the top: colors along the ramp from low to high, gray for NaN.
 
-    8 bits a pixel (ISO/IEC 15948, colour type 3). Small pictures are enlarged by whole pixels.
+    8 bits per pixel (ISO/IEC 15948, color type 3). Small pictures are enlarged by whole pixels.
     """
     place = (values - low) / (high - low) if high > low else np.where(np.isnan(values), np.nan, 0.5)
     place = np.clip(1 - place if reverse else place, 0, 1)

@@ -15,7 +15,7 @@ from binade.app.questions.shared.distributions import Distribution, quantiles
 from binade.data.text import short
 
 LAWS = ("normal", "laplace", "student_t", "uniform")
-FIT_POINTS = 199  # quantiles that Student's t is fitted to, 0.25 % to 99.75 %
+FIT_POINTS = 199  # quantiles that Student's t is fitted to, 0.25% to 99.75%
 MAX_FREEDOM = 200.0  # degrees of freedom beyond which t is called normal
 COLUMNS = ["group", "theoretical", "sample", "share", "count"]
 

@@ -34,7 +34,7 @@ def runs_with_reference(runs: pd.DataFrame, parts: pd.DataFrame) -> pd.DataFrame
     rounded    the recipe; what was rounded if its name does not say so; for an import, the run's id
     name       the one that users gave it, else `rounded`
     label      the name, unique
-    PARTS      a column each: its format, "bf16" if it is not rounded
+    PARTS      one column per part: its format, "bf16" if it is not rounded
     reference  the run_id of the newest bf16 run on the same data, or None
     quantized  whether any part is
     seed
@@ -74,7 +74,7 @@ def compared_with(table: pd.DataFrame, run_id: str) -> pd.DataFrame:
 
 
 def run_titles(table: pd.DataFrame) -> dict[str, str]:
-    """What a list of runs shows of each, and is searched by: a dot of the colour that a user chose, the label, the
+    """What a list of runs shows of each, and is searched by: a dot of the color that a user chose, the label, the
     recipe where the label does not name it, and when it started, if that is known. table: of `runs_with_reference`."""
     titles = {}
     for _, run in table.iterrows():
@@ -90,7 +90,7 @@ DOTS = {"🔴": (221, 46, 68), "🟠": (244, 144, 12), "🟡": (253, 203, 88), "
 
 
 def _dot(color: str) -> str:
-    """The coloured circle that is nearest: a list shows text only."""
+    """The colored circle that is nearest: a list shows text only."""
     own = [int(color[at : at + 2], 16) for at in (1, 3, 5)]
     return min(DOTS, key=lambda dot: math.dist(own, DOTS[dot]))
 
@@ -102,7 +102,7 @@ def labels_of(opened: Catalog) -> dict[str, str]:
 
 
 def run_colors(table: pd.DataFrame) -> dict[str, str]:
-    """The colours that users chose, by the run's label. table: of `runs_with_reference`."""
+    """The colors that users chose, by the run's label. table: of `runs_with_reference`."""
     chosen = table.dropna(subset="color")
     return dict(zip(chosen["label"], chosen["color"], strict=True))
 

@@ -39,7 +39,7 @@ class Board(Selection):
 
     @property
     def name(self) -> str:
-        """For the files of its figures: "sqnr_db_mxfp4", "absmax"."""
+        """A name for the files of its figures: "sqnr_db_mxfp4", "absmax"."""
         return f"{self.measure.key}_{plain_name(self.format)}" if self.format else self.measure.key
 
     def named(self, figures: Iterable[Figure]) -> list[Figure]:

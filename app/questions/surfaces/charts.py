@@ -53,8 +53,8 @@ def height(layers: int) -> int:
 
 
 def _paint(field: str, scale: alt.Scale, title: str) -> dict[str, Any]:
-    """The colour of cells; their strokes cover the seams between them. With `fill` in place of `color`, Vega-Lite would
-    merge the legends of both and draw circles in place of a colour bar."""
+    """The color of cells; their strokes cover the seams between them. With `fill` in place of `color`, Vega-Lite would
+    merge the legends of both and draw circles in place of a color bar."""
     legend = alt.Legend(title=title, orient="right", gradientLength=100)
     color = alt.Color(field, scale=scale, legend=legend)
     return {"color": color, "stroke": alt.Stroke(field, scale=scale, legend=None)}

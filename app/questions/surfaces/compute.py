@@ -27,7 +27,7 @@ def kinds(opened: Catalog, where: Filter | None = None) -> dict[str, tuple[str, 
 
 def followed(opened: Catalog, where: Filter | None = None, rounded: bool = False) -> list[str]:
     """Runs, newest first; those with a single iteration after those with several. rounded: only those in which a format
-    is in force."""
+    is active."""
     table = opened.distinct(("run_id", "iteration", *(["format"] if rounded else [])), where).dropna()
     measured = table["run_id"].value_counts()
     found = [run for run in opened.runs()["run_id"] if run in measured]
@@ -39,7 +39,7 @@ def of_kind(where: Filter, kind: tuple[str, str], runs: Sequence[str]) -> Filter
 
 
 def surface(opened: Catalog, where: Filter, metric: str, fmt: str = "") -> pd.DataFrame:
-    """Of the runs of the filter, in the iterations that all of them have: `Catalog.surface`, with as many iterations
+    """`Catalog.surface` for the runs of the filter, in the iterations that all of them have, with as many iterations
     per cell as needed for at most CELLS of them. Also last, the last iteration of the cell, and first_measured and
     last_measured, its first and last recorded iterations. Empty for fewer than two iterations.
     """
@@ -61,8 +61,8 @@ def surface(opened: Catalog, where: Filter, metric: str, fmt: str = "") -> pd.Da
 
 
 def difference(table: pd.DataFrame, run: str, against: str, measure: Measure) -> pd.DataFrame:
-    """From a `surface` of two runs: the first run's columns, with other and change. The change is the value minus the
-    other or, for a metric with a logarithmic axis, the base-2 logarithm of their ratio."""
+    """The difference of two runs, from their `surface`: the first run's columns, with other and change. The change is
+    the value minus the other or, for a metric with a logarithmic axis, the base-2 logarithm of their ratio."""
     sides = (table[table["run_id"] == each].set_index(["layer_index", "iteration"]) for each in (run, against))
     own, other = sides
     found = own.join(other["value"].rename("other"), how="inner").reset_index()

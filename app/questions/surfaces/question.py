@@ -153,7 +153,7 @@ def _compared(table: pd.DataFrame, measure: Measure, against: str) -> str:
         if measure.log
         else f"{short(cell['change'], 2, '+')} {measure.unit}".strip()
     )
-    return f"{text}, most in {_when(cell)}: {both} ({by})."
+    return f"{text}. The difference is largest in {_when(cell)}: {both} ({by})."
 
 
 SURFACES = Question(

@@ -13,7 +13,7 @@ from binade.app.style import Measure
 def training(
     table: pd.DataFrame, measure: Measure, title: str, subtitle: str | list[str]
 ) -> alt.Chart | alt.LayerChart:
-    """Chart of compute.training: one line per layer, in the order of their colours."""
+    """Chart of compute.training: one line per layer, in the order of their colors."""
     shown = with_labels(table, measure).dropna(subset=["figure"])
     shown["layer"] = shown["layer_index"].astype(int)
     layers = sorted(shown["layer"].unique().tolist())

@@ -47,7 +47,7 @@ HINTS = {
     "rounding": "nearest: ties to even. half_away: ties away from zero. stochastic: seeded; biased if values beyond "
     "the largest code are clipped, as with the default scales of nvfp4 and MX formats"
 }
-TITLES = {"rounding": {Rounding.STOCHASTIC: "stochastic (plain nvfp4 is biased: it clips)"}}
+TITLES = {"rounding": {Rounding.STOCHASTIC: "stochastic (biased in plain nvfp4, which clips)"}}
 CONTROLS = (
     Control(
         name="formats", label="Formats", param=Many(tuple(FORMATS), ("mxfp8", "mxfp4", "nvfp4", "hifp8")),
@@ -122,8 +122,8 @@ def plan(selected: SelectedTensor, values: dict[str, Any]) -> Plan:
             said.append(f"{title} does not apply to {', '.join(without)}: their defaults are used.")
     if biased := [one.label for one in trials if one.spec.biased]:
         said.append(
-            f"Stochastic rounding clips in {', '.join(biased)} and is therefore biased. With the scales rceil and "
-            "16over17 it does not clip."
+            f"Stochastic rounding is biased in {', '.join(biased)}, because large values are clipped. The scales rceil "
+            "and 16over17 avoid this."
         )
     trials = compute.with_defaults(trials)
     if over == "tensor":
@@ -192,7 +192,7 @@ def results(selected: SelectedTensor, made: Plan, tried: Tried) -> Drawn:
         f"{what}\n{definitions} With a rotation, flushed and saturated shares and codes refer to the rotated values."
     )
     height = format_charts.format_height(table)
-    said = (*made.said, f"Of {how}.") if sampled else made.said
+    said = (*made.said, f"Computed from {how}.") if sampled else made.said
     items: list[Item] = [Text(text) for text in said]
     items += [
         Figure(f"trials_{index}", panel, table, caption, height=height, group="trials")

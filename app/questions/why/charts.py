@@ -105,7 +105,7 @@ def channels(table: pd.DataFrame, subtitle: str | list[str]) -> alt.Chart:
 
 
 def tokens_by_channels(values: np.ndarray, shape: tuple[int, int], subtitle: str | list[str]) -> alt.LayerChart:
-    """A heat map of log2 of the largest magnitude of each cell of compute.pooled; cells of zeros are grey."""
+    """A heatmap of log2 of the largest magnitude of each cell of compute.pooled; cells of zeros are gray."""
     with np.errstate(divide="ignore"):
         log2 = np.log2(values)
     log2 = np.where(np.isfinite(log2), log2, np.nan)

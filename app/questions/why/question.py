@@ -62,7 +62,7 @@ def _totals(selected: SelectedTensor, found: Subject) -> tuple[float, float, flo
         return whole.sqnr_db, 0.0 if math.isnan(whole.flush_to_zero) else whole.flush_to_zero, whole.saturated, ""
     sums, zones = found.blocks.sums, compute.zones(found).set_index("zone")["share"]
     flushed = sums.flushed / max(sums.nonzero, 1)
-    return sqnr_db(sums.signal, sums.noise), flushed, float(zones["saturated"]), ", of a sample" * (found.every > 1)
+    return sqnr_db(sums.signal, sums.noise), flushed, float(zones["saturated"]), " (a sample)" * (found.every > 1)
 
 
 def _facts(selected: SelectedTensor) -> Facts:
@@ -103,7 +103,7 @@ def tokens(selected: SelectedTensor) -> Figure | None:
     taken = f"each cell is the largest of {cell[0]} × {cell[1]} values" if max(cell) > 1 else "one cell per value"
     chart = charts.tokens_by_channels(values, (matrix.shape[0], matrix.shape[1]), taken)
     caption = f"{selected.source()}\nlog2 of the largest magnitude of each cell ({taken}); gray: zero or not finite."
-    note = "Bright columns are outlier channels."
+    note = "Outlier channels appear as bright columns."
     return Figure("tokens", chart, grid(values), caption, note=note, height=330, group="axes")
 
 

@@ -86,7 +86,7 @@ def _ancestors(modules: dict[str, nn.Module], name: str) -> Iterator[nn.Module]:
 
 
 def layer_number(modules: dict[str, nn.Module], name: str) -> int | None:
-    """From 1, counted over the pipeline's stages; None outside a layer."""
+    """The layer's number from 1, counted over the pipeline's stages; None outside a layer."""
     for module in (modules[name], *_ancestors(modules, name)):
         number = getattr(module, "layer_number", None)
         if isinstance(number, int):

@@ -257,7 +257,7 @@ def test_dry_run_shows_what_is_skipped_and_recorded(command, capsys):
     assert command(*full, *recorded, "--skip-layers", r"first,last,layer3\.core") == 0
     out = capsys.readouterr().out
     assert line_of(out, "skip") == "layers 1, 16: bf16; layers 2, 4-15: as below; layer 3: core bf16, the rest as below"
-    assert line_of(out, "length") == "0 warm-up iterations in bf16, then 25"
+    assert line_of(out, "length") == "0 warm-up iterations in bf16, then 25 with the recipe"
     assert line_of(out, "record").startswith(
         "query, input of core, qkv of layers 2-4,last, 2 of 2 micro-batches of iterations 0, 3, ..., 24; "
     )

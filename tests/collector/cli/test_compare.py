@@ -411,7 +411,7 @@ def ablation(text: str) -> dict[str, list[str]]:
     """The cells of the table of an ablation by rung: two blanks or more part them."""
     (block,) = [block for block in text.split("\n\n") if block.startswith("Ablation of te_nvfp4: ")]
     lines = [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in block.splitlines()[1:]]
-    assert lines[0] == ["step", "seeds", "mean gap", "sd", "95 % interval", "change", "verdict"]
+    assert lines[0] == ["step", "seeds", "mean gap", "sd", "95% interval", "change", "verdict"]
     return {line[0]: line[1:] for line in lines[1:]}
 
 
