@@ -33,7 +33,10 @@ def entropy(table: pd.DataFrame, subtitle: str | list[str]) -> alt.LayerChart:
     )
     span = base.mark_rule(color=style.GREY, strokeWidth=1.2).encode(y="lowest:Q", y2="highest:Q")
     even = alt.Chart(table.head(1)).mark_rule(strokeDash=[5, 4], color=style.GREY).encode(y="uniform:Q")
-    return (span + bars + even).properties(title=style.title("Entropy of the probabilities", subtitle))
+    result: alt.LayerChart = (span + bars + even).properties(
+        title=style.title("Entropy of the probabilities", subtitle)
+    )
+    return result
 
 
 def flushed_by_head(table: pd.DataFrame, spec: Spec, subtitle: str | list[str]) -> alt.Chart:
@@ -49,7 +52,8 @@ def flushed_by_head(table: pd.DataFrame, spec: Spec, subtitle: str | list[str]) 
     y = alt.Y("percent:Q", title="flushed (% of nonzero values)", scale=scale)
     bars = alt.Chart(shown).mark_bar(color=style.FORMAT_COLORS[spec.format.name])
     title = style.title(f"Flushed attention probabilities in {spec}", subtitle)
-    return bars.encode(x=BY_HEAD, y=y, tooltip=tooltip).properties(title=title)
+    result: alt.Chart = bars.encode(x=BY_HEAD, y=y, tooltip=tooltip).properties(title=title)
+    return result
 
 
 def score_ranges(table: pd.DataFrame, subtitle: str | list[str]) -> alt.LayerChart:
@@ -61,7 +65,8 @@ def score_ranges(table: pd.DataFrame, subtitle: str | list[str]) -> alt.LayerCha
     line = base.mark_rule(color=style.FINE, strokeWidth=1.5).encode(y=alt.Y("low:Q", title="score"), y2="high:Q")
     box = base.mark_bar(color=style.FINE, opacity=0.4, size=16).encode(y="q1:Q", y2="q3:Q")
     middle = base.mark_tick(color=style.FINE, thickness=2.5, size=20, orient="horizontal").encode(y="median:Q")
-    return (line + box + middle).properties(title=style.title("Range of the scores", subtitle))
+    result: alt.LayerChart = (line + box + middle).properties(title=style.title("Range of the scores", subtitle))
+    return result
 
 
 def head_map(

@@ -29,7 +29,7 @@ def block_map(grid: np.ndarray, metric: str, lines: int, per_line: int, subtitle
 def scale_exponents(table: pd.DataFrame, spec: Spec, subtitle: str | list[str]) -> alt.Chart:
     """Chart of compute.scale_histogram."""
     shown = table.assign(low=table["exponent"] - 0.45, high=table["exponent"] + 0.45, floor=0.0)
-    return (
+    result: alt.Chart = (
         alt.Chart(shown)
         .mark_rect(color=style.FORMAT_COLORS[spec.format.name], strokeWidth=0)
         .encode(
@@ -49,6 +49,7 @@ def scale_exponents(table: pd.DataFrame, spec: Spec, subtitle: str | list[str]) 
         )
         .properties(title=style.title("Block scales", subtitle))
     )
+    return result
 
 
 def block_values(

@@ -23,7 +23,7 @@ def history(table: pd.DataFrame, title: str, subtitle: str) -> alt.Chart:
         legend=alt.Legend(title="share of tensors", format=".0%", gradientLength=150),
     )
     over, crossed = style.crosshair("channel", "iteration")
-    return (
+    result: alt.Chart = (
         alt.Chart(shown)
         .mark_rect(stroke="#8884")
         .encode(
@@ -41,3 +41,4 @@ def history(table: pd.DataFrame, title: str, subtitle: str) -> alt.Chart:
         .add_params(*over)
         .properties(title=style.title(title, subtitle))
     )
+    return result

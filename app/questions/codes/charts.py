@@ -59,7 +59,8 @@ def codes(table: pd.DataFrame, spec: Spec, subtitle: str | list[str]) -> alt.Cha
         )
         bars = alt.Chart(shown).mark_rect(strokeWidth=0).encode(x=x, x2="end:Q", y=y, y2="floor:Q")
     title = style.title(f"Codes of {spec.format.title} that are used", subtitle)
-    return bars.encode(color=color, tooltip=tooltip).properties(title=title)
+    result: alt.Chart = bars.encode(color=color, tooltip=tooltip).properties(title=title)
+    return result
 
 
 def tiers(table: pd.DataFrame, subtitle: str | list[str]) -> alt.LayerChart:
@@ -83,4 +84,5 @@ def tiers(table: pd.DataFrame, subtitle: str | list[str]) -> alt.LayerChart:
     scale = alt.Scale(domain=names, range=[tier_color(name) for name in names])
     bars = base.mark_bar(size=18, cornerRadiusEnd=3).encode(x=x, color=alt.Color("tier:N", scale=scale, legend=None))
     text = base.mark_text(align="left", dx=5, color=style.GREY, fontSize=12).encode(x="share:Q", text="text:N")
-    return (bars + text).properties(title=style.title("Values by precision", subtitle))
+    result: alt.LayerChart = (bars + text).properties(title=style.title("Values by precision", subtitle))
+    return result

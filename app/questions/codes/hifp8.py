@@ -85,7 +85,7 @@ def _precisions_chart(table: pd.DataFrame, subtitle: str | list[str]) -> alt.Cha
     shown = table.assign(order=table["precision"].map({name: index for index, name in enumerate(COLORS)}))
     names = [name for name in COLORS if shown.loc[shown["precision"] == name, "count"].any()]
     scale = alt.Scale(domain=names, range=[COLORS[name] for name in names])
-    return (
+    result: alt.Chart = (
         alt.Chart(shown[shown["count"] > 0])
         .mark_bar(size=18)
         .encode(
@@ -110,6 +110,7 @@ def _precisions_chart(table: pd.DataFrame, subtitle: str | list[str]) -> alt.Cha
         )
         .properties(title=style.title("HiFloat8 precision by magnitude", subtitle))
     )
+    return result
 
 
 GROUPS = 24

@@ -49,7 +49,10 @@ def depth(table: pd.DataFrame, measure: Measure, title: str, subtitle: str | lis
                 x=alt.X("layer:O"), y=alt.Y("row:N", sort=order), text="label:N", color=alt.Color("ink:N", scale=None)
             )
         )
-    return alt.layer(*layers).resolve_scale(color="independent").properties(title=style.title(title, subtitle))
+    result: alt.LayerChart = (
+        alt.layer(*layers).resolve_scale(color="independent").properties(title=style.title(title, subtitle))
+    )
+    return result
 
 
 def _ink(figure: pd.Series, measure: Measure, scale: alt.Scale) -> pd.Series:

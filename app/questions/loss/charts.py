@@ -56,4 +56,5 @@ def scatter(table: pd.DataFrame, measure: Measure, title: str, subtitle: str | l
         .add_params(choice)
     )
     chart = zero + spread + points
-    return chart.properties(title=style.title(title, subtitle))
+    result: alt.LayerChart = chart.properties(title=style.title(title, subtitle))
+    return result

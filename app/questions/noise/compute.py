@@ -61,7 +61,8 @@ def came_back(rounded: np.ndarray) -> np.ndarray:
     """[times, weights] -> [weights] bool: whether a weight had a value, then another, then the first again. This is so
     if it has changed at least as often as it has distinct values."""
     changes, others = ((np.diff(x, axis=0) != 0).sum(0) for x in (rounded, np.sort(rounded, axis=0)))
-    return changes > others
+    result: np.ndarray = changes > others
+    return result
 
 
 def by_moment(table: pd.DataFrame, column: str) -> pd.DataFrame:

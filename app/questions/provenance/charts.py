@@ -39,9 +39,10 @@ def chain(table: pd.DataFrame, title: str, subtitle: str) -> alt.LayerChart:
     made = base.transform_filter(alt.datum.what == "produced here").mark_point(
         size=260, strokeWidth=2.5, color=style.BAD, shape="circle"
     )
-    return (
+    result: alt.LayerChart = (
         alt.layer(lines, points, made).resolve_scale(color="independent").properties(title=style.title(title, subtitle))
     )
+    return result
 
 
 def chain_height(table: pd.DataFrame) -> int:
@@ -86,4 +87,5 @@ def before(table: pd.DataFrame, measure: Measure, iteration: int, title: str, su
         .mark_rule(strokeDash=[4, 3], color=style.BAD)
         .encode(x=alt.X("at:Q", title="iteration"))
     )
-    return (at + style.labelled(lines, groups)).properties(title=style.title(title, subtitle))
+    result: alt.LayerChart = (at + style.labelled(lines, groups)).properties(title=style.title(title, subtitle))
+    return result

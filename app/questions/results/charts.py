@@ -41,4 +41,5 @@ def against(table: pd.DataFrame, title: str, subtitle: str) -> alt.LayerChart:
         )
         .add_params(choice)
     )
-    return (line.encode(x="at:Q", y="at:Q") + points).properties(title=style.title(title, subtitle))
+    result: alt.LayerChart = (line.encode(x="at:Q", y="at:Q") + points).properties(title=style.title(title, subtitle))
+    return result

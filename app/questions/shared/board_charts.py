@@ -54,7 +54,8 @@ def bars(
         .add_params(choice, style.only(*(name for name in PLACE if name in shown)))
     )
     text = base.mark_text(align="left", dx=5, color=style.GREY, fontSize=12).encode(x="end:Q", text="label:N")
-    return bars + text
+    result: alt.LayerChart = bars + text
+    return result
 
 
 def layer_color(layers: list[int]) -> alt.Color:

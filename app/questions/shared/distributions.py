@@ -55,7 +55,8 @@ class Distribution:
     @property
     def inner(self) -> np.ndarray:
         """The smallest magnitude of each bin."""
-        return np.minimum(np.abs(self.low), np.abs(self.high))
+        result: np.ndarray = np.minimum(np.abs(self.low), np.abs(self.high))
+        return result
 
     @property
     def total(self) -> int:

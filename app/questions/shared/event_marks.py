@@ -79,8 +79,9 @@ def rules(events: pd.DataFrame, x: str = "iteration:Q", color: str = style.GREY)
     tooltip = [
         alt.Tooltip(f"{name}:N", title=title) for name, title in (("group", "run"), ("kind", "event"), ("text", "what"))
     ]
-    return (
+    result: alt.Chart = (
         alt.Chart(events)
         .mark_rule(strokeWidth=1.4, strokeDash=[2, 2], color=color)
         .encode(x=x, tooltip=[*tooltip, alt.Tooltip("iteration:Q", title="iteration")])
     )
+    return result

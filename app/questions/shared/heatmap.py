@@ -83,4 +83,5 @@ def heatmap(
     )
     color = alt.Color("value:Q", scale=scale, legend=bar)
     legend = alt.Chart(ends).mark_point(opacity=0, size=0).encode(x="x:Q", y="y:Q", color=color)
-    return (picture + legend).properties(title=title)
+    result: alt.LayerChart = (picture + legend).properties(title=title)
+    return result

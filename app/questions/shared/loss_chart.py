@@ -49,6 +49,7 @@ def losses(table: pd.DataFrame, colors: Mapping[str, str] | None = None) -> alt.
         )
     )
     start = alt.Chart(pd.DataFrame({"x": [0]})).mark_rule(strokeDash=[4, 4], color=style.GREY).encode(x="x:Q")
-    return (start + style.labelled(lines, groups)).properties(
+    result: alt.LayerChart = (start + style.labelled(lines, groups)).properties(
         title=style.title("Training loss", "cross entropy of each iteration")
     )
+    return result

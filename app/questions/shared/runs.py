@@ -125,4 +125,5 @@ def _key(config: str, names: tuple[str, ...]) -> tuple[str, ...]:
 def _rounded(run: pd.Series) -> str:
     if run["recipe"] == "bf16" and run["quantized"]:
         return " + ".join(f"{part}_{run[part]}" for part in PARTS if run[part] != "bf16")
-    return run["run_id"] if pd.isna(run["recipe"]) else run["recipe"]
+    result: str = run["run_id"] if pd.isna(run["recipe"]) else run["recipe"]
+    return result

@@ -73,7 +73,7 @@ def _cells(shown: pd.DataFrame, paint: dict[str, Any], tooltip: list[alt.Tooltip
     # The last cell is as wide as the others, and may reach beyond the last iteration.
     label = f"datum.value > {shown['last_measured'].max()} ? '' : datum.label"
     over, crossed = style.crosshair("layer", "start", fade=True)
-    return (
+    result: alt.Chart = (
         alt.Chart(shown)
         .mark_rect(cursor="pointer", strokeWidth=0.8)
         .encode(
@@ -88,6 +88,7 @@ def _cells(shown: pd.DataFrame, paint: dict[str, Any], tooltip: list[alt.Tooltip
         )
         .add_params(*over, choice, style.only("layer_index"))
     )
+    return result
 
 
 _FIT = alt.Scale(nice=False, zero=False)
@@ -96,4 +97,7 @@ _FIT = alt.Scale(nice=False, zero=False)
 def _with_events(layers: list[alt.Chart], events: pd.DataFrame, title: str, subtitle: str) -> alt.LayerChart:
     rules = event_marks.rules(events, color=style.BAD)
     marks = [rules.mark_rule(color="white", opacity=0.6, strokeWidth=3), rules] if len(events) else []
-    return alt.layer(*layers, *marks).resolve_scale(stroke="independent").properties(title=style.title(title, subtitle))
+    result: alt.LayerChart = (
+        alt.layer(*layers, *marks).resolve_scale(stroke="independent").properties(title=style.title(title, subtitle))
+    )
+    return result
