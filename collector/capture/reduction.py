@@ -36,9 +36,8 @@ TIMEOUT = timedelta(minutes=10)  # for a rank to answer, which may be evaluating
 FAR = 10.0
 FEW = 8  # at most one replica in this many keeps its rows for that reason
 
-Replica = tuple[
-    int, int
-]  # number of the replica; index of the rank among those with the same replica and place (context parallelism)
+# The number of the replica, and the index of the rank among those of the same replica and place (context parallelism).
+Replica = tuple[int, int]
 Parts = dict[Replica, dict[int, TensorRow]]  # of one logical tensor: the slices by their index
 
 

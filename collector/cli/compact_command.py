@@ -12,9 +12,8 @@ def _compact(root: str | None, size: int, dry_run: bool) -> int:
     """Merge the small segments of runs that have ended into large ones.
 
     ROOT contains the runs  [default: $TENSOR_SAVE_DIR, else data/runs]. Imports, and runs that are still being
-                            recorded,
-    are left unchanged. During the merge, the app can still read the root, and other runs can be recorded. Exit status 1
-    if a run was skipped; the reason is printed.
+    recorded, are left unchanged. During the merge, the app can still read the root, and other runs can be recorded.
+    Exit status 1 if a run was skipped; the reason is printed.
     """
     from binade.data.compact import compact  # imports pyarrow
 
