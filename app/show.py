@@ -218,8 +218,8 @@ def facts(facts: Facts) -> None:
     for cell, name in zip(cells, names, strict=True):
         measure = MEASURES[name]
         text = short(facts.values[name] * measure.factor)
-        unit = f" {measure.unit}" if measure.unit and text != "–" else ""
-        cell.metric(measure.label, f"{text}{unit}", help=measure.definition, border=True)
+        shown = text if text == "–" else measure.with_unit(text)
+        cell.metric(measure.label, shown, help=measure.definition, border=True)
 
 
 def problems(drawn: Drawn) -> None:

@@ -97,7 +97,10 @@ class Measure:
     def quantity(self, value: float | None) -> str:
         """A value with its unit; a value that is not finite is described in words, without a unit."""
         finite = value is not None and math.isfinite(value)
-        return f"{self.text(value)} {self.unit}" if self.unit and finite else self.text(value)
+        return self.with_unit(self.text(value)) if finite else self.text(value)
+
+    def with_unit(self, text: str) -> str:
+        return f"{text}{self.unit}" if self.unit == "%" else f"{text} {self.unit}".rstrip()
 
 
 OWN_METRICS = {

@@ -362,7 +362,7 @@ def test_do_blocks_fail_over_time(visitor: Visitor, catalog: Catalog):
     visitor.ask(registry.BLOCK_HISTORY)
     table = block_history_compute.histogram(catalog, Filter(), "mxfp4", "sqnr_db")
     last = block_history_compute.summary(table, ("iteration",)).iloc[-1]
-    assert f"{last['bad']:.2%} of the blocks" in visitor.answer or f"below {last['low']:.1f} dB" in visitor.answer
+    assert f"{last['bad']:.2%} of the blocks" in visitor.answer or f"less than {last['low']:.1f} dB" in visitor.answer
     visitor.segment("Scale exponent")
     visitor.until("Scale exponent of 98%")
 

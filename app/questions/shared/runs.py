@@ -48,7 +48,7 @@ def runs_with_reference(runs: pd.DataFrame, parts: pd.DataFrame) -> pd.DataFrame
         table[part] = [wide.get((run_id, part), "bf16") for run_id in table["run_id"]]
     table["quantized"] = (table[list(PARTS)] != "bf16").any(axis=1)
     table["data"] = [_key(config, SAME_DATA) for config in runs["config"]]
-    table["seed"] = table["data"].str[SAME_DATA.index("seed")]
+    table["seed"] = [data[SAME_DATA.index("seed")] for data in table["data"]]
     others = tuple(name for name in (*SAME_DATA, *OVERRIDES) if name != "seed")
     table["settings"] = [_key(config, others) for config in runs["config"]]
     plain = table[(table["recipe"] == "bf16") & ~table["quantized"]]

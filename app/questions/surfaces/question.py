@@ -151,7 +151,7 @@ def _compared(table: pd.DataFrame, measure: Measure, against: str) -> str:
     by = (
         f"a factor of {short(2 ** cell['change'], 3)}"
         if measure.log
-        else f"{short(cell['change'], 2, '+')} {measure.unit}".strip()
+        else measure.with_unit(short(cell["change"], 2, "+"))
     )
     return f"{text}. The difference is largest in {_when(cell)}: {both} ({by})."
 
