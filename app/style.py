@@ -155,7 +155,7 @@ def ordered_colors(n: int) -> list[str]:
 
 
 def mixed(anchors: Sequence[str], n: int) -> np.ndarray:
-    """n colours from the first of these to the last: uint8 [n, 3]."""
+    """n colors from the first of these to the last: uint8 [n, 3]."""
     channels = np.array([list(bytes.fromhex(color[1:])) for color in anchors], float)
     at = np.linspace(0, len(anchors) - 1, n)
     return np.stack([np.interp(at, np.arange(len(anchors)), channel) for channel in channels.T], 1).round().astype("u1")

@@ -190,8 +190,8 @@ class _Writer:
         for segment in run.segments:
             directory = run.directory / "segments" / segment
             written = run.manifest_of(segment)
-            for name, difference in written.differences(directory).items() if written else ():
-                raise SegmentError(f"{directory / name} {difference}")
+            if written:
+                written.check(directory)
             table = pq.read_table(directory / "tensor.parquet")
             paths = []
             for name, path in zip(table["tensor_id"].to_pylist(), table["path"].to_pylist(), strict=True):

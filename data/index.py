@@ -81,7 +81,8 @@ class Index:
         with self._gate:
             self._gate.wait_for(lambda: not self._cursors)
             self._connection.close()
-        _opened.discard(self)
+        with _opening:  # which `release_memory` holds while it counts
+            _opened.discard(self)
 
     def trim_memory(self) -> None:
         """Return to the system the memory that DuckDB has freed and its allocator keeps, up to 100 MB."""

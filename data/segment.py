@@ -316,7 +316,7 @@ class Manifest:
     def check(self, segment: Path) -> None:
         """Raises SegmentError for a file of the segment that has changed, and OSError."""
         for name, difference in self.differences(segment).items():
-            raise SegmentError(f"{segment.name}/{name} {difference}")
+            raise SegmentError(f"{segment / name} {difference}")
 
 
 def manifest(

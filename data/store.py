@@ -161,6 +161,11 @@ def anchored(directory: Path) -> Iterator[Path]:
         if error.filename:
             error.filename = str(error.filename).replace(other, str(directory))
         raise
+    except ValueError as error:  # of a damaged file, which the message names
+        error.args = tuple(
+            each.replace(other, str(directory)) if isinstance(each, str) else each for each in error.args
+        )
+        raise
     finally:
         os.close(descriptor)
 

@@ -43,8 +43,8 @@ def folder(root: Path) -> Path:
 
 def _directory(root: Path, session_id: str) -> Path:
     """Raises SessionError for a text that is not an ID."""
-    if not re.fullmatch(ID, session_id):
-        raise SessionError(f"{session_id[:40]!a} is not a session ID.")
+    if not isinstance(session_id, str) or not re.fullmatch(ID, session_id):
+        raise SessionError(f"{str(session_id)[:40]!a} is not a session ID.")
     return folder(root) / session_id
 
 
