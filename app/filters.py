@@ -66,6 +66,7 @@ def _list(name: str, counts: Mapping[Any, int], chosen: Sequence[Any], shown: Ca
         key=key(name),
         help=TERMS.get(TITLES[name].lower()),
         placeholder="all",
+        filter_mode="contains",  # else "mxfp4" finds mxfp8 as well, and Enter chooses both
         format_func=lambda value: f"{shown(value)} ({counts.get(value, 0):,})",
     )
 

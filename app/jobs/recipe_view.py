@@ -68,7 +68,7 @@ def picker(key: str) -> None:
         state[key] = list(dict.fromkeys([*state[key], path]))
     st.multiselect(
         "Recipes", _options(state[key]), key=key, help=HELP, format_func=label, accept_new_options=True,
-        placeholder="choose or type recipes",
+        placeholder="choose or type recipes", filter_mode="contains",
     )  # fmt: skip
 
 
@@ -167,7 +167,7 @@ def _operands(modules: Sequence[str]) -> pd.DataFrame:
     own = st.multiselect(
         "Modules with their own formats", list(dict.fromkeys([*modules, *state["collect_own"]])), key="collect_own",
         placeholder="none: the same for all linear layers", accept_new_options=True,
-        help="Linear layers that get their own rows",
+        help="Linear layers that get their own rows", filter_mode="contains",
     )  # fmt: skip
     if own != recipe_table.modules_of(state["recipe_operands"]):
         state["recipe_operands"] = recipe_table.with_modules(state["recipe_operands"], own)

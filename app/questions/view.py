@@ -69,7 +69,8 @@ def _widget(control: Control) -> None:
         st.number_input(control.label, low, high, step=1, placeholder=control.placeholder or None, **common)
         return
     if isinstance(control.param, Many):
-        st.multiselect(control.label, choices, placeholder=control.placeholder or None, **common)
+        common["placeholder"] = control.placeholder or None
+        st.multiselect(control.label, choices, filter_mode="contains", **common)
         return
     common["format_func"] = lambda value: str(control.titles.get(value, value))
     if control.widget == "list":
