@@ -11,14 +11,14 @@ INSTALL = { $(PIP) $(1); echo "status $$?"; } | awk '/^status / {exit $$2} \
 	/^ *Downloading / && $$NF == "MB)" && substr($$(NF - 1), 2) >= 10 {print "  downloading", $$2, $$(NF - 1), $$NF} \
 	/^Installing collected/ {print "  installing", NF - 3, "packages"} {fflush()}'
 BINADE := $(VENV)/bin/binade
-# Whole files to each worker: what a file's tests share is made once. Two workers more than cores: some always wait.
+# Each worker gets whole files, so that fixtures of a file are made once. Two more workers than cores: some always wait.
 WORKERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 2)
 PYTEST = $(PY) -m pytest -n $(WORKERS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 SHELL := /bin/sh
 export PYTHONUNBUFFERED := 1
 # On busy cores, OpenMP threads that spin at every barrier slow each other down tenfold.
 export OMP_WAIT_POLICY := passive
-# Dozens of processes import the same modules: unset, or each compiles them all again.
+# Dozens of processes import the same modules. If this variable were set, each would compile them all again.
 export PYTHONDONTWRITEBYTECODE :=
 # What `make run` collects when there are no runs yet: three formats everywhere, HiFloat8 with a scale too, and mxfp4 in each
 # part alone. After 40 steps at this large learning rate activations have grown and gradients shrunk, so that formats differ.
@@ -92,7 +92,7 @@ $(VENV)/.installed-tests: $(VENV)/.installed tests/requirements.txt
 $(VENV)/.installed-demo: $(VENV)/.installed
 	@echo "Installing $(DEMO_PACKAGES) into $(VENV) ..."
 	@$(call INSTALL,$(firstword $(DEMO_PACKAGES))) && $(PIP) --quiet --no-deps $(lastword $(DEMO_PACKAGES)) || \
-		{ echo "make: the demo's packages cannot be installed: it needs a package registry; make run needs none" >&2; exit 1; }
+		{ echo "make: the demo's packages cannot be installed: make demo needs a package registry, make run does not" >&2; exit 1; }
 	@touch $@
 
 lint: install-tests ## check style and types
@@ -104,7 +104,7 @@ format: install-tests ## sort imports and format the code
 	@$(PY) -m ruff check --fix .
 	@$(PY) -m ruff format .
 
-bench: install-tests ## run the benchmarks, which report ratios to something measured in the same run
+bench: install-tests ## run the benchmarks, which report ratios to a baseline measured in the same run
 	@$(PY) -m tests.bench.bench_quantize
 	@$(PY) -m tests.bench.bench_sass
 	@$(PY) -m tests.bench.bench_recipes

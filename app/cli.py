@@ -25,7 +25,7 @@ ARENA_MAX = -8  # M_ARENA_MAX of malloc.h
 
 
 def _cannot_bind(host: str, port: int) -> str:
-    """Why the app cannot listen there, or ""."""
+    """The reason why the app cannot listen on this address, or ""."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -91,7 +91,7 @@ def _serve(
         shared = replace(shared, hosts=(*shared.hosts, _login_host()))
     if read_only:
         os.environ[access.SETTING] = "1"
-    # Else uvicorn would believe what any program on this machine says about where a request comes from.
+    # Otherwise, uvicorn would believe what any program on this machine says about where a request comes from.
     os.environ["FORWARDED_ALLOW_IPS"] = ""
     sharing.current = shared
     # Each page is drawn by a thread of its own. With many arenas, what they free is never returned to the system.
@@ -162,7 +162,7 @@ def _report(context: click.Context, /, root: str | None, **given: Any) -> int:
 def _export(root: str | None, session: str, output: Path, values: str) -> int:
     """Write a saved session and its runs as one ZIP file."""
     if output.is_dir() or not output.name:
-        return fail(f"{output} is a folder: give --output a file's name", BAD_USAGE)
+        return fail(f"{output} is a folder: pass a file name to --output", BAD_USAGE)
     from binade.app.sessions import storage
     from binade.data.catalog import Catalog
 

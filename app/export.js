@@ -1,5 +1,5 @@
-// The menu of a chart or a table of the app: the chart as SVG or PNG, other files that the app makes, a pin. picture.js
-// stands before.
+// The menu of a chart or a table of the app: the chart as SVG or PNG, other files that the app makes, and pinning.
+// `show._exporter` puts picture.js, which defines save and savePicture, in front of this file.
 export default function ({ data, parentElement, setTriggerValue }) {
     const part = name => parentElement.querySelector(`.exports .${name}`);
     const [menu, saves] = [part('menu'), part('saves')];

@@ -26,11 +26,11 @@ TYPES = {
 TABLES = (".csv", ".md", ".tex")  # suffixes of their files
 COLUMNS = {"84mm": 84, "174mm": 174}  # millimeters: one and two columns in Springer's instructions
 PAPERS = tuple(f"-{width}.{kind}" for width in COLUMNS for kind in ("svg", "pdf"))
-LETTERS = 12  # pixels of the letters of our charts
-POINTS = 8  # of the same letters on paper
+LETTERS = 12  # font size of our charts, in pixels
+POINTS = 8  # font size of the same text on paper
 TITLE = 50  # pixels that a title takes, which a paper's caption replaces
 
-MOST_ROWS = 1000  # rows of a table in Markdown or LaTeX, which is for people
+MOST_ROWS = 1000  # rows of a table in Markdown or LaTeX, which people read
 
 _SIGNS = {ord("|"): r"\ensuremath{|}", ord("ᵀ"): r"\ensuremath{^{\mathsf{T}}}"}
 _ENCODER = UnicodeToLatexEncoder(

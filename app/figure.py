@@ -62,8 +62,8 @@ _altairs, schemapi._FromDict = schemapi._FromDict, _FromDict  # type: ignore[mis
 
 
 def _copy(self: alt.SchemaBase, deep: bool | Iterable[str] = True, ignore: list[str] | None = None) -> alt.SchemaBase:
-    """Altair's version builds each copy from its keywords again: thirty of a channel, few of which are set, and all the
-    layers of a chart. Charts are copied whenever they are changed or layered."""
+    """Altair's version rebuilds each copy from its keywords: a channel has thirty, few of which are set, and a chart
+    all its layers. Charts are copied whenever they are changed or layered."""
     made: alt.SchemaBase = object.__new__(type(self))
     kwds = _inside(self._kwds, ignore or []) if deep is True else dict(self._kwds)
     args = tuple(_inside(list(self._args), [])) if deep is True else self._args
@@ -170,7 +170,8 @@ class Figure(_Item):
 
     @cached_property
     def spec(self) -> dict[str, Any]:
-        """The Vega-Lite specification with all of its data, without its schema's address and a configuration."""
+        """The Vega-Lite specification with all of its data, without the URL of its schema and without a
+        configuration."""
         spec = self._spec(lambda table, stream: _records(table))
         return {name: value for name, value in spec.items() if name not in ("$schema", "config")}
 
@@ -182,7 +183,8 @@ class Figure(_Item):
         return spec | {"config": spec.get("config", {}) | CENTERED}
 
     def _spec(self, content: Callable[[pa.Table, bytes], Any]) -> dict[str, Any]:
-        """The specification. content: what `datasets` has of a table and its Arrow stream, whose hash is its name."""
+        """The specification. content: returns the entry of a table in `datasets`, from the table and its Arrow stream;
+        the entry is named after the stream's hash."""
         datasets: dict[str, Any] = {}
 
         def keep(data: Any) -> Any:
@@ -338,7 +340,7 @@ class Drawn:
                     print(figure.note)
 
     def prepared(self) -> Drawn:
-        """The same answer, with everything computed once that pages need from its figures."""
+        """The same answer, with everything that pages need from its figures already computed."""
         for figure in self.figures:
             _ = figure.page_spec
         return self

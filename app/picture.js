@@ -1,4 +1,4 @@
-// Saves charts: as SVG or PNG with the caption beneath, and files as they are. Part of the app's export and of reports.
+// Saves charts: as SVG or PNG with the caption below, and files unchanged. Used by the app's export menu and by reports.
 function save(content, type, name) {
     const link = document.createElement('a');
     link.href = URL.createObjectURL(new Blob([content], { type }));

@@ -2,7 +2,7 @@
 forget the widgets of earlier pages, and are removed when nobody can return to them.
 
 Streamlit's `AppSession` answers a rerun of a fragment with a new ScriptRunner if the last one has ended, and ignores
-what the last one has sent and the event loop not yet handled. On a busy server, the page's last elements and the
+what the last one has sent but the event loop has not yet handled. On a busy server, the page's last elements and the
 message that it is complete are lost: the page then stays half drawn until something else draws it.
 
 The session of a closed tab is stored for two minutes, in case its connection was lost. Streamlit removes it only when
@@ -11,9 +11,9 @@ memory until somebody else opens the app. Its loop still refers to the last sess
 emptied.
 
 Streamlit never forgets the callbacks of a widget, and these refer to the tables and charts of the page. Many widgets
-are new ones to it whenever the root has changed, since their options have, so that a page that stays open would keep
-what it showed at every version. The callbacks of the last two runs are kept: of the page as it is, and of the one that
-a user may just have clicked on.
+get a new identity whenever the root has changed, because their options have changed, so a page that stays open would
+keep what it showed at every version. The callbacks of the last two runs are kept: those of the current page, and those
+of the page that a user may just have clicked on.
 """
 
 from __future__ import annotations

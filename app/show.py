@@ -28,7 +28,7 @@ from binade.data.text import plain_name, short
 GESTURES = {  # by the selections that a chart has
     ONLY: "Shift-click: filter to this",
     "brush": "Drag: count the values in a range",
-    "zoom": "Ctrl-scroll: zoom, Alt-drag: move, double-click: back",
+    "zoom": "Ctrl-scroll: zoom, Alt-drag: move, double-click: reset",
 }
 
 
@@ -235,7 +235,7 @@ def progress(what: str, asked: Hashable = None) -> Iterator[Done]:
     place = st.empty()
     with place.container(horizontal=True, vertical_alignment="bottom"):
         bar = st.progress(0.0, text=f"{what} …")
-        # Any click ends what runs: the page is drawn again.
+        # Any click ends the computation, because the page is drawn again.
         st.button("Stop", icon=":material/stop_circle:", key=f"stop_{what}", on_click=_stop, args=(what, asked))
     shown, at = 0, time.monotonic()
 

@@ -43,7 +43,7 @@ FORMAT_COLORS |= dict(zip((name for name in FORMATS if name not in FORMAT_COLORS
 # be told apart without red or green cones, as can the formats that runs are most often trained in.
 PALETTE = ["#6366f1", "#ab9218", "#18a0c6", "#ca1f85", "#4b6e22", "#cf7a78", "#a855c7", "#0d9488", "#b4633a", "#6b7a90"]
 MAX_GROUPS = len(PALETTE)
-MARKS = 5000  # that a browser is given at most
+MARKS = 5000  # the most marks that a chart sends to a browser
 DASHES = ([1, 0], [6, 3], [2, 2], [10, 3, 2, 3], [1, 4])
 SHAPES = ("circle", "triangle-up", "cross", "square", "diamond")
 

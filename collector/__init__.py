@@ -24,4 +24,4 @@ __all__ = [name for name in _HOME if name != "TrainerCallback"]  # which needs t
 def __getattr__(name: str) -> Any:
     if name in _HOME:
         return getattr(import_module(f"binade.collector.{_HOME[name]}"), name)
-    raise AttributeError(f"module 'collector' has no attribute {name!r}")
+    raise AttributeError(f"module 'binade.collector' has no attribute {name!r}")

@@ -32,7 +32,7 @@ def restrict(reason: Callable[[], str]) -> None:
 def reason() -> str:
     """Why the current user has read-only access, or "" if they may change things."""
     if os.environ.get(SETTING, "").strip().lower() not in OFF:
-        return f"the app was started read-only ({SETTING} is set)"
+        return f"Binade is read-only ({SETTING} is set)"
     return _reason_of_user()
 
 

@@ -150,7 +150,7 @@ def release_memory() -> None:
 
 def size_of(value: object, outside: tuple[type, ...] = ()) -> int:
     """The bytes of an object and of everything that it refers to, at least 1. Arrays, tensors and tables count their
-    values, classes, functions, modules and objects of the types `outside` nothing."""
+    values; classes, functions, modules and objects of the types `outside` do not count."""
     skipped = (type, FunctionType, ModuleType, *outside)
     found, seen, total = [value], set(), 1
     while found:

@@ -141,7 +141,7 @@ class Catalog:
     @classmethod
     def open(cls, root: str | Path | None = None) -> Catalog:
         """Open the index of a root, a directory or s3://BUCKET/FOLDER, and bring it up to date; a directory that does
-        not exist is empty.
+        not exist is treated as empty.
 
         Raises RunError if the root is a file, or an object store that cannot be read.
         """
@@ -287,7 +287,7 @@ class Catalog:
 
     def runs(self, *, damaged: bool = False) -> pd.DataFrame:
         """Return every run, newest first: the columns of the table `run`. Runs that are damaged on disk are left out,
-        here and in every table, unless requested."""
+        as in every other table, unless `damaged` is true."""
         chosen = "run" if damaged else SOUND_RUNS
         runs = self._frame(f"SELECT * FROM {chosen} ORDER BY started DESC, run_id DESC", of=self.progress)
         return runs if self._only is None else runs[runs["run_id"].isin(self._only)].reset_index(drop=True)
@@ -566,9 +566,10 @@ class Catalog:
         format: by's columns and those of MICRO_BATCH, tensors, first and second (the terms of first and second order,
         in the loss' units), and the tensor_id of the largest change.
 
-        Several operands add up. The second order is of a loss that is a mean over the tokens of the micro-batch, which
-        are counted by its linear layers' inputs: NaN where none was recorded. Both are NaN if those of any operand are
-        NaN. Operands whose gradient was not recorded are left out. Raises CatalogError for another column.
+        Several operands add up. The second-order term assumes that the loss is a mean over the tokens of the
+        micro-batch, which are counted by its linear layers' inputs: NaN where none was recorded. Both are NaN if those
+        of any operand are NaN. Operands whose gradient was not recorded are left out. Raises CatalogError for another
+        column.
         """
         condition, parameters = self._selection(where)
         groups = dict.fromkeys((*map(self._column, by), *MICRO_BATCH))

@@ -2,8 +2,8 @@
 
 A merged segment appears all at once, and its manifest names the segments that it replaces. From then on, these are no
 longer listed (`segment.segment_names`), and an index that has their rows keeps them. They are deleted after the merged
-segment has been read back from disk and its checksums have been verified. If it is killed before the merged segment
-appears, nothing has changed; if it is killed later, the next call deletes what is left.
+segment has been read back from disk and its checksums have been verified. If the process is killed before the merged
+segment appears, nothing has changed; if it is killed later, the next call deletes what is left.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ from binade.data.store import anchored, locked, remove_directory, sha256, staged
 from binade.data.text import describe
 
 SIZE = 128 << 20  # bytes of a segment that is large enough
-MOST = 10_000  # segments that one replaces
-MANY = 64  # segments that are merged at the end of a run
+MOST = 10_000  # most segments that one merged segment replaces
+MANY = 64  # fewest segments of a run for a merge at its end
 ROWS = 1 << 20  # that are held in memory
 
 

@@ -226,7 +226,8 @@ def difference(
 
 
 def _tensors(run: RunInfo) -> dict[Key, _Whole]:
-    """A run's tensors in the order of execution. A key has how often the rank had recorded that identity before."""
+    """A run's tensors in the order of execution. A key ends with how often the rank had recorded that identity
+    before."""
     found: dict[Key, _Whole] = {}
     order: dict[Key, int] = {}
     places: Counter[int] = Counter()
@@ -248,7 +249,7 @@ def _tensors(run: RunInfo) -> dict[Key, _Whole]:
         seen[rank, identity] += 1
         found.setdefault(key, _Whole(run)).rows.append(row)
         places[rank] += 1
-        # A row that was reduced over ranks is where the first rank wrote it, with the number of another.
+        # The first rank writes the rows that were reduced over ranks, but a row has the number another rank gave it.
         number = RECORDED.fullmatch(row["tensor_id"])
         place = int(number[1]) if number else places[rank]
         order[key] = min(order.get(key, place), place)

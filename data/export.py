@@ -221,8 +221,8 @@ Open = Callable[[Path, str, Mapping[str, Any]], AbstractContextManager[Write]]
 
 @dataclass(frozen=True)
 class Target:
-    """An export format. open(directory, name, config) writes a run of that name into a new directory; package is what
-    must be installed for it, by the extra of the same name."""
+    """An export format. open(directory, name, config) writes a run of that name into a new directory; package is the
+    one that it needs; the extra of the same name installs it."""
 
     open: Open
     package: str | None = None
@@ -234,7 +234,8 @@ BIN_SCHEMA = pa.schema([*_PLACE, ("low", pa.float64()), ("high", pa.float64()), 
 
 
 def _tables(kind: str, make: Callable[[Any, pa.Schema], Any]) -> Open:
-    """values.KIND has a line per point and histograms.KIND one per nonempty bin; both appear when the run is whole."""
+    """values.KIND has a line per point and histograms.KIND one per nonempty bin; both appear when the run is
+    complete."""
 
     @contextmanager
     def opened(directory: Path, name: str, config: Mapping[str, Any]) -> Iterator[Write]:
@@ -263,7 +264,7 @@ def _tables(kind: str, make: Callable[[Any, pa.Schema], Any]) -> Open:
 
 class _CsvWriter(pyarrow.csv.CSVWriter):  # type: ignore[misc]
     def write(self, table: pa.Table) -> None:
-        """Write rows, in which no text is a formula to a spreadsheet."""
+        """Write rows, with text escaped that a spreadsheet would treat as a formula."""
         for index, column in enumerate(table.schema):
             if pa.types.is_string(column.type):
                 texts = table[index].combine_chunks().dictionary_encode()
@@ -448,6 +449,6 @@ class Sink:
         self._write(points_of_rows(rows, self.choice))
 
     def close(self, error: BaseException | None = None) -> None:
-        """End the run; after an error, files that are not whole are deleted. Another run can follow."""
+        """End the run; after an error, incomplete files are deleted. Another run can follow."""
         self._write = None
         self._stack.__exit__(type(error) if error else None, error, None)

@@ -75,7 +75,7 @@ def opened(path: Path, room: int | None = None) -> Iterator[Iterator[ForeignTens
     """
     readers = {".pt": _torch, ".safetensors": _safetensors, ".npy": _numpy}
     if path.suffix not in readers:
-        raise TensorFileError(f"not a tensor file: {', '.join(SUFFIXES)} are read")
+        raise TensorFileError(f"not a tensor file: expected {', '.join(SUFFIXES)}")
     descriptor = _open(path)
     try:
         before = os.fstat(descriptor)
@@ -154,7 +154,7 @@ def _reason(error: Exception) -> str:
 
 
 def _too_large(why: str, needed: int, room: int) -> str:
-    return f"{why}: {needed / 2**30:.1f} GiB, where {max(room, 0) / 2**30:.1f} GiB of memory are free"
+    return f"{why}: that takes {needed / 2**30:.1f} GiB, but only {max(room, 0) / 2**30:.1f} GiB of memory are free"
 
 
 def _torch(descriptor: int, size: int, room: int | None) -> Iterator[ForeignTensor]:

@@ -17,7 +17,7 @@ import duckdb
 from binade.data.intake import Intake, schema
 
 FILE = "index.duckdb"
-# DuckDB 2.0 groups each sketch by its tensor first, which makes no group smaller.
+# With it, DuckDB 2.0 first groups each sketch by its tensor, which does not reduce the number of rows.
 SETTINGS: dict[str, str | bool | int | float | list[str]] = {"disabled_optimizers": "partial_aggregate_pushdown"}
 INDEX_MEMORY = "200MB"  # DuckDB's limit; larger operations spill to disk
 AT_REST = "16MB"  # DuckDB's limit while no query runs
@@ -179,7 +179,7 @@ def _no_file(index: Path) -> str | None:
         except OSError:
             continue
         if not stat.S_ISREG(mode):
-            kind = KINDS.get(stat.S_IFMT(mode), "no file")
+            kind = KINDS.get(stat.S_IFMT(mode), "not a regular file")
             return f"{path} is {kind}: move it away. Until then the index is kept in memory and rebuilt at each start."
     return None
 

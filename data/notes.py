@@ -46,7 +46,7 @@ def notes(row: Mapping[str, Any], config: str = "{}") -> list[str]:
     known = "Its file name does not describe it."
     if pd.notna(version):  # V0 to V7, or a tool
         numbered = re.fullmatch(r"V\d[a-z]?", version)
-        known = f"Its file name follows version {version}." if numbered else f"Its file is {version}'s."
+        known = f"Its file name follows version {version}." if numbered else f"Its file was written by {version}."
     sentences = [f"Imported from another tool's log; nothing was copied. {known}"]
     if pd.notna(row["corrections"]):
         sentences += row["corrections"].split("\n")

@@ -585,8 +585,8 @@ def digests(directory: Path) -> dict[str, str]:
 
 def read_losses(directory: Path) -> list[Any]:
     """loss.jsonl as records: iteration (from 0 under the recipe, below 0 in warm-up), loss in nats per token, time as
-    seconds since 1970, the step's own seconds and whether tensors were recorded in it (older runs lack these two). A
-    line cut short by a crash or damaged ends them. They are not checked: `is_loss` says which are valid."""
+    seconds since 1970, the step's duration in seconds and whether tensors were recorded in it (older runs lack these
+    two). A line cut short by a crash or damaged ends them. They are not checked: `is_loss` says which are valid."""
     records = []
     for line in _loss_lines(directory):
         try:

@@ -38,7 +38,7 @@ AT_ONCE = 4  # statements: each may hold its memory
 # The directory's name is the run's id, as in the index: files are <root>/<run_id>/segments/<name>/sketch.parquet.
 SKETCH = """string_split(filename, '/')[-4] || '/' || tensor_id AS tensor_id, bin::SMALLINT AS bin,
     count::BIGINT AS count"""
-STARTUP = 60.0  # seconds until the process is ready, on a machine that is busy too
+STARTUP = 60.0  # seconds until the process is ready, even on a busy machine
 
 
 class QueryError(ValueError):

@@ -1,5 +1,5 @@
 -- The index of a root. Derived from the runs' segments: it can be deleted at any time and is rebuilt when next opened.
--- Units: counts are elements, nbytes and bytes are bytes, times are UTC, sqnr_db is decibel, fractions are 0 to 1.
+-- Units: counts are elements, nbytes and bytes are bytes, times are in UTC, sqnr_db is in decibels, fractions are 0 to 1.
 
 CREATE TABLE run (
     run_id        VARCHAR PRIMARY KEY,
@@ -8,9 +8,9 @@ CREATE TABLE run (
     dataset       VARCHAR,
     recipe        VARCHAR,
     state         VARCHAR,              -- running, done, failed, cancelled, crashed
-    reason        VARCHAR,              -- why it failed or was cancelled, else null
+    reason        VARCHAR,              -- why it failed or crashed, else null
     device        VARCHAR,
-    backend       VARCHAR,              -- what quantized the GEMM operands: triton, triton (interpreted), torch
+    backend       VARCHAR,              -- what quantized the GEMM operands: torch, or triton with its version, such as triton 3.4.0 (compiled)
     started       TIMESTAMP,
     finished      TIMESTAMP,            -- null while running
     iteration     INTEGER,              -- last iteration finished, warm-up not counted; -1 before the first
@@ -36,10 +36,10 @@ CREATE TABLE tensor (
     dataset       VARCHAR,
     recipe        VARCHAR,
     quant_type    VARCHAR,              -- the spec or the recipe that was requested where the tensor was captured
-    layer_type    VARCHAR,              -- attention, linear
+    layer_type    VARCHAR,              -- attention, linear; null for a tensor outside the GEMMs
     layer_index   INTEGER,              -- from 1
-    module        VARCHAR,              -- qkv proj fc1 fc2 core router shared_fc1 shared_fc2 q q_down q_up kv_down kv_up
-    component     VARCHAR,              -- FA, linear
+    module        VARCHAR,              -- qkv proj fc1 fc2 core router shared_fc1 shared_fc2 q q_down q_up kv_down kv_up, or a name from the path of the module
+    component     VARCHAR,              -- FA (attention), linear; null for a tensor outside the GEMMs
     operation     VARCHAR,              -- forward, backward, evaluation, optimizer
     phase         VARCHAR,              -- pre: input of the operation, post: output of it
     tensor_name   VARCHAR,
@@ -93,7 +93,7 @@ CREATE TABLE tensor (
     saturated     DOUBLE,               -- of all elements
     sketch_start  BIGINT,               -- rows sketch_start to sketch_stop - 1 of the sketches of its segment; null without a sketch
     sketch_stop   BIGINT,               -- see sketch_start; both exist only in the index
-    -- an axis is one that the shape has: pages count on it
+    -- an axis is one that the shape has: pages rely on it
     CHECK (contracted_axis IS NULL OR coalesce(contracted_axis BETWEEN -len(shape) AND len(shape) - 1, false)),
     CHECK (shard_axis IS NULL OR coalesce(shard_axis BETWEEN -len(shape) AND len(shape) - 1, false))
 );
@@ -113,7 +113,7 @@ CREATE TABLE score (
     gemm          VARCHAR,              -- forward, dgrad, wgrad; null if not known
     used          BOOLEAN,              -- whether that GEMM used the tensor in this format
     loss_first    DOUBLE,               -- predicted change in the loss: sum of gradient * error
-    loss_fisher   DOUBLE,               -- half the sum of (gradient * error)², for a weight token by token; to be multiplied by the number of tokens if the loss is their mean
+    loss_fisher   DOUBLE,               -- half the sum of (gradient * error)² (for a weight, over the gradients of the individual tokens); to be multiplied by the number of tokens if the loss is their mean
     sqnr_db       DOUBLE,
     mse           DOUBLE,
     relative_error DOUBLE,
@@ -144,7 +144,7 @@ CREATE TABLE trace (
     at_bin_edge   DOUBLE                -- share of the weights that lie at the edge of their bin
 );
 
--- Segments taken in. mtime_ns tells a replaced segment from a known one. Those that were merged later each have a row
+-- The indexed segments. A segment whose mtime_ns has changed was replaced. Those that were merged later each have a row
 -- with the name of the merged one.
 CREATE TABLE segment (
     number        INTEGER,              -- the key of its first tensor
@@ -156,7 +156,7 @@ CREATE TABLE segment (
 );
 
 -- The scores in each operand's own GEMM with their tensors, as terms of the sums of Catalog.errors: the sums of squares
--- of values and of errors, how many elements a share is of, and of each measure how bad it is, with the tensor's key.
+-- of values and of errors, how many elements a share is of, and each measure as a number that grows with the error, with the tensor's key.
 CREATE VIEW measured AS
 SELECT tensor.*, score.format AS spec, 1 AS tensors, tensor.key AS first,
        rms * rms * (numel - nans - infs) AS signal,
@@ -172,7 +172,7 @@ SELECT tensor.*, score.format AS spec, 1 AS tensors, tensor.key AS first,
 FROM score JOIN tensor USING (key)
 WHERE score.gemm IS NOT DISTINCT FROM tensor.gemm AND NOT isnan(score.mse) AND NOT isnan(rms);
 
--- What is summed up ahead: see data/intake.py, whose CUBES have more tables each, as `schema` there makes them.
+-- How far each of the CUBES of data/intake.py is summed up. `schema` there creates the other tables of each cube.
 CREATE TABLE cube (
     name          VARCHAR,
     upto          INTEGER,              -- the tensors with keys below this one are summed up

@@ -172,7 +172,9 @@ def anchored(directory: Path) -> Iterator[Path]:
 
 def _no_locks(directory: Path) -> str:
     kind = file_system(directory)
-    remedy = next((words for name, words in WITH_LOCKS.items() if kind.startswith(name)), "use a file system that has")
+    remedy = next(
+        (words for name, words in WITH_LOCKS.items() if kind.startswith(name)), "use a file system that has them"
+    )
     return f"its file system ({kind}) has no file locks: {remedy}"
 
 
@@ -263,7 +265,7 @@ def check_content(path: Path, expected: str) -> None:
 
 def load(path: Path, expected: str | None = None) -> Tensor:
     """The tensor of a file, memory-mapped: pages are read when touched. With `expected`, the SHA-256 of the file is
-    compared before. Raises TensorFileError."""
+    checked first. Raises TensorFileError."""
     import torch
 
     try:

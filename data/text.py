@@ -37,7 +37,7 @@ def describe(error: BaseException) -> str:
 
 
 def short_exponent(number: str) -> str:
-    """1.2e-7 of 1.2e-07, 1e5 of 1.0e+05."""
+    """1.2e-7 for 1.2e-07, 1e5 for 1.0e+05."""
     return re.sub(r"(\.0)?e(-?)\+?0*(?=\d)", r"e\2", number)
 
 

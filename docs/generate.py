@@ -55,7 +55,7 @@ def commands(group: click.Group, context: click.Context) -> Iterator[tuple[str, 
 
 
 def options() -> list[str]:
-    """Every command with its options; those that others share with `binade run`, once."""
+    """Every command with its options. Options that other commands share with `binade run` are listed once."""
     group = build()
     found = []
     filters = ""
@@ -93,7 +93,7 @@ def options() -> list[str]:
 
 
 def recipes() -> list[str]:
-    """Each published recipe: what it is, and where it differs from what it names."""
+    """Each published recipe: what it is, and how it differs from its source."""
     found = []
     for name in PUBLISHED:
         recipe = parse_recipe(name)

@@ -33,7 +33,7 @@ MANIFEST = FOLDER / "sources.json"
 
 
 def sources() -> dict[str, str]:
-    """A hash of what draws each picture. A picture is older than its page if the manifest has another."""
+    """A hash of the code that draws each picture. A picture is outdated if its hash in the manifest differs."""
     project = Path(__file__).parents[1]
     found = {}
     for name, (_, pattern) in PICTURES.items():

@@ -4,7 +4,7 @@
     y = quant.fake_quantize(x, "mxfp8", dim=-1)
     quant.compare(x, y)["sqnr_db"]
 
-`formats`, `elements` and `scaling` define the formats. `reference` defines how a tensor is rounded to it. `backends`
+`formats`, `elements` and `scaling` define the formats. `reference` defines how a tensor is rounded to one. `backends`
 gives the same bits faster. Names are imported when they are first used, so that `quant.formats` needs no torch.
 """
 

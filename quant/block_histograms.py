@@ -38,10 +38,14 @@ class BlockMeasure:
 
 BLOCK_MEASURES = {
     "scale_exponent": BlockMeasure(
-        "Scale exponent", "floor(log₂ scale) of the block; all-zero blocks left out", "", 1, (-160, 160)
+        "Scale exponent", "floor(log₂ scale) of the block; all-zero blocks are left out", "", 1, (-160, 160)
     ),
     "sqnr_db": BlockMeasure(
-        "SQNR by block", "10·log₁₀(Σx² / Σ(q−x)²) of the block; without error in the last bin", "dB", 2, (-20, 64)
+        "SQNR by block",
+        "10·log₁₀(Σx² / Σ(q−x)²) of the block; blocks without error are in the last bin",
+        "dB",
+        2,
+        (-20, 64),
     ),
     "crest_db": BlockMeasure("Crest factor by block", "20·log₁₀(max |x| / rms) of the block", "dB", 0.25, (0, 240)),
 }

@@ -45,7 +45,7 @@ class Observed:
     absmax     the scale that delayed scaling used
     shape      the shape to show the tensor in, where the product works on a reshaped one
     rounded    rounds a forward operand to the same values once more, rotated back
-    exact      the result of the same GEMM on operands that are not rounded; None where none is
+    exact      the result of the same GEMM on operands that are not rounded; None if neither operand is rounded
     """
 
     name: str

@@ -491,8 +491,8 @@ def cell_absmax(x: Tensor, height: int, width: int) -> Tensor:
 
 
 def _array(x: Tensor) -> np.ndarray:
-    """A tensor's memory as an array, for as long as the tensor lives. `Tensor.numpy` would forbid to resize its
-    storage, which FSDP does."""
+    """A tensor's memory as an array, for as long as the tensor lives. `Tensor.numpy` would forbid resizing its storage,
+    which FSDP does."""
     span = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) + 1
     memory = (ctypes.c_char * max(0, span * x.element_size())).from_address(x.data_ptr())
     strides = [stride * x.element_size() for stride in x.stride()]

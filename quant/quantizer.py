@@ -26,13 +26,13 @@ def check_tensor(x: Tensor, dim: int, seed: int = 0) -> None:
         raise TypeError(f"expected a torch.Tensor, not {type(x).__name__}")
     if x.dtype not in DTYPES:
         allowed = ", ".join(str(d).removeprefix("torch.") for d in DTYPES)
-        raise TypeError(f"dtype {str(x.dtype).removeprefix('torch.')} cannot be quantized: {allowed}")
+        raise TypeError(f"dtype {str(x.dtype).removeprefix('torch.')} cannot be quantized: expected one of {allowed}")
     for name, value in (("dim", dim), ("seed", seed)):
         if not isinstance(value, int) or isinstance(value, bool):
             raise TypeError(f"{name} must be an integer, not {type(value).__name__}")
     rank = max(x.dim(), 1)
     if not -rank <= dim < rank:
-        raise ValueError(f"dim {dim} is out of range for a tensor of {x.dim()} axes: {-rank} to {rank - 1}")
+        raise ValueError(f"dim {dim} is out of range for a tensor of {x.dim()} axes: expected {-rank} to {rank - 1}")
 
 
 def apply(
@@ -98,7 +98,7 @@ def fake_quantize(
     dtype; a value beyond the range of that dtype becomes Inf (possible in float16 with a large block scale).
 
     Raises:
-        TypeError: x is not a floating-point tensor.
+        TypeError: x is not a float32, bfloat16 or float16 tensor.
         ValueError: The format is unknown, an option does not apply or dim is out of range.
     """
     spec = Spec.of(fmt, **options)

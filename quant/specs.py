@@ -204,7 +204,7 @@ class Option:
             raise SpecError(f"{self.name}={value} does not apply to {what}")
         if str(value) not in allowed if isinstance(allowed, tuple) else not self.fits(value, chosen):
             listed = ", ".join(allowed) if isinstance(allowed, tuple) else allowed
-            raise SpecError(f"{self.name}={value} is not possible for {what}: {listed}")
+            raise SpecError(f"{self.name}={value} is not possible for {what}: expected {listed}")
 
 
 def _whole(name: str) -> Callable[[object], int]:
@@ -295,7 +295,7 @@ OPTIONS = {
                _whole("hadamard"),
                lambda size, chosen: 2 <= size <= 4096 and size & (size - 1) == 0),
         Option("signs", "Signs of the values before the rotation: none, fixed (Transformer Engine's vector of 16), "
-               "random (new in each call), or a seed",
+               "random (from the seed of the call), or a seed",
                lambda chosen: "none",
                lambda chosen: "none, fixed (with hadamard=16), random or a seed" if chosen["hadamard"] else "",
                str,

@@ -84,7 +84,9 @@ def summarize_later(
     if not isinstance(x, Tensor):
         raise TypeError(f"expected a torch.Tensor, not {type(x).__name__}")
     if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise TypeError(f"dtype {str(x.dtype).removeprefix('torch.')} cannot be summarized: float32, bfloat16, float16")
+        raise TypeError(
+            f"dtype {str(x.dtype).removeprefix('torch.')} cannot be summarized: expected float32, bfloat16 or float16"
+        )
     chosen = resolve_backend(backend, x)
     if chosen == Backend.TORCH and not sketch and (sums := moments.measured_later(x)):
         numel = x.numel()

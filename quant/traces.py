@@ -72,9 +72,9 @@ class Sample:
     values, rounded   float32, at `positions(numel, SAMPLE)`: before and after rounding, of a spec with a rotation in
                       rotated space
     at_bin_edge       of `positions(numel, EDGE_SAMPLE)`, the share of values v·scale, rounded to c·scale, with |v - c|
-                      > 0.495 · width, where c's bin of that width reaches to halfway to either neighbor (of the
-                      outermost codes: as far out as in). TetraJet-v2, `oscillation_reset.py`. NaN where rounding is
-                      stochastic, or the values of a block have different scales
+                      > 0.495 · width, where c's bin of that width reaches halfway to either neighbor (of the outermost
+                      codes: as far out as in). TetraJet-v2, `oscillation_reset.py`. NaN where rounding is stochastic,
+                      or the values of a block have different scales
     """
 
     values: np.ndarray

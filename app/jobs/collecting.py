@@ -86,7 +86,7 @@ def recipes_of(name: str, chosen: Sequence[str]) -> tuple[str, ...]:
         return preset.recipes
     try:
         return tuple(rung.recipe for rung in ladder(others[0]).rungs)
-    except ValueError:  # RecipeError, UnknownFormatError: typed by hand, or with nothing to turn off
+    except ValueError:  # RecipeError or UnknownFormatError: the recipe is misspelled or has no ingredients
         return preset.recipes
 
 

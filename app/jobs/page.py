@@ -39,7 +39,7 @@ SHOWN = 12  # jobs that have ended, before "Show more"
 LOG_LINES = 12
 PROBLEMS = 10  # damaged jobs that are named
 COMMAND = 78  # characters of a line of a command
-MANY = 8  # with more jobs than this there is a search
+MANY = 8  # with more jobs than this, a search field is shown
 FAILED = (JobError, ReadOnlyError, RunError, SubmissionError, OSError, ValueError)
 
 
@@ -83,7 +83,7 @@ def _empty(root: Path) -> None:
     st.page_link(st.session_state["pages"]["collect"], label="Launch one", icon=":material/play_circle:")
     st.markdown("or in a terminal:")
     st.code("binade jobs add quick mxfp8", language="shell")
-    st.caption(f"The queue of `{root}`.")
+    st.caption(f"This is the queue of `{root}`.")
 
 
 def _redraw_on_change(root: Path, shown: list[JobView], seen: tuple[Catalog, int] | None = None) -> None:
@@ -259,7 +259,7 @@ def _change(root: Path, number: int) -> None:
 def _delete(root: Path, view: JobView) -> None:
     job = view.job
     with st.popover("Delete", icon=":material/delete:"):
-        st.markdown(f"This removes job {job.id} and its log from the list. This cannot be undone.")
+        st.markdown(f"This deletes job {job.id} and its log. This cannot be undone.")
         with_run = False
         if view.run:
             status = view.run.status

@@ -146,7 +146,7 @@ def recipe_of(table: pd.DataFrame, schedule: pd.DataFrame, keep: str, start: Rec
 
 
 def _tables(table: pd.DataFrame) -> dict[str, Any]:
-    """The tables of a file, of the rows of operands."""
+    """The tables of a recipe file, from the rows of operands."""
     found: dict[str, Any] = {}
     for row in table.to_dict("records"):
         part, gemm, operand = row["operand"].rsplit(".", 2)

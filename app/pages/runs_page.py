@@ -25,7 +25,7 @@ from binade.data.notes import on_a_grid
 from binade.data.runs import IMPORT, RunError, write_notes
 from binade.data.text import one_line
 
-MOST_RUNS, MOST_EVENTS = 200, 200  # whose events and losses are read, and that are shown
+MOST_RUNS, MOST_EVENTS = 200, 200  # runs whose events and losses are read; events that are shown
 MOST_REASONS = 20  # of runs that did not end normally
 SPARKS = 40  # points of a small line in the table
 STATES = {
@@ -98,7 +98,7 @@ def _table(runs: pd.DataFrame, named: pd.DataFrame, course: Mapping[str, list[fl
         "state": text("State", width=95),
         "source": text("Imported from", width=220, help="Directory of the tensors that were imported"),
         "name": text("Name", width=220),
-        "recipe": text("Recipe", width=125, help="What was rounded, if the name of the recipe does not say so"),
+        "recipe": text("Recipe", width=125, help="The recipe, or what was rounded if its name does not say so"),
         "course": st.column_config.LineChartColumn("Loss", width=110),
         "model": text("Model", width=105),
         "size": text("Size", width=55),
@@ -110,7 +110,7 @@ def _table(runs: pd.DataFrame, named: pd.DataFrame, course: Mapping[str, list[fl
             "Without values",
             format="localized",
             width=120,
-            help="Statistics, sketches and scores are kept: the byte budget was used up, or values were not requested",
+            help="Over the byte budget, or values were not requested. Statistics, sketches and scores are complete",
         ),
         "megabytes": number("Tensor files (MB)", format="%.1f", width=125),
         "loss_first": number("First loss", format="%.4f", width=80, help="nats per token"),

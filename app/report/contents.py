@@ -1,7 +1,7 @@
 """What a report holds, whatever it is written to: what the questions of the registry add to its sections.
 
-Contributions are made one after the other, so that drawing begins with the first. Everything comes from the index but
-attention maps, codes and token maps of a few tensors, and gradients compared with bf16’s, which read values.
+Contributions are made one after the other, so that drawing begins with the first. Everything comes from the index
+except attention maps, codes and token maps of a few tensors, and gradients compared with bf16’s, which read values.
 """
 
 from __future__ import annotations

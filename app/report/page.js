@@ -1,9 +1,9 @@
-// Draws the report's charts when they come into view, in the page's scheme, and saves them. Nothing is fetched.
+// Draws the report's charts when they come into view, in the page's color scheme, and saves them. It makes no network requests.
 (() => {
     const themes = JSON.parse(document.getElementById('themes').textContent);
     const dark = matchMedia('(prefers-color-scheme: dark)');
     const root = document.documentElement;
-    // Paper is light, and as wide as page.css makes it.
+    // Printed charts use the light theme; page.css sets the width of the paper.
     const scheme = () => root.dataset.print ? 'light' : root.dataset.scheme || (dark.matches ? 'dark' : 'light');
     const charts = [...document.querySelectorAll('.chart')];
     async function chartOf(node) {
@@ -54,7 +54,7 @@
         root.dataset.scheme = scheme() === 'dark' ? 'light' : 'dark';
         again();
     });
-    // A browser prints what is drawn already: every chart is drawn before it is asked to.
+    // A browser prints only what has been drawn: the page draws every chart before it calls print().
     async function drawForPrint() {
         root.dataset.print = 'yes';
         await Promise.allSettled(charts.map(draw));
@@ -67,7 +67,7 @@
         event.preventDefault();
         printed();
     });
-    // From the browser's menu nothing waits for that: what is drawn in time is printed, all of it as on paper.
+    // Printing from the browser's menu does not wait: only charts drawn in time are printed. The print layout still applies.
     addEventListener('beforeprint', drawForPrint);
     addEventListener('afterprint', () => { delete root.dataset.print; again(); });
     // For scripts and tests: a chart's view.

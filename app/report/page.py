@@ -24,8 +24,8 @@ from binade.app.report.tables import axis_of, cells, shown
 from binade.app.theme import DARK, FONT, LIGHT, MONO, THEMES, Theme
 
 HERE = Path(__file__).parent
-LONG = 12  # lines of a text that is folded away
-SHOWN_ROWS, SHOWN_COLUMNS = 100, 24  # of a chart's numbers; of a table all
+LONG = 12  # a text with at least this many line breaks is folded
+SHOWN_ROWS, SHOWN_COLUMNS = 100, 24  # of a chart's numbers; tables are shown in full
 CSV_CELLS = 60_000  # a table with more is in the ZIP alone, if there is one
 
 

@@ -1,5 +1,5 @@
-"""Charts to PNG, SVG and PDF and to what a page holds of them, by as many processes as there are cores to use:
-vl-convert draws one chart at a time.
+"""Renders charts as PNG, SVG and PDF, and as the data that a page embeds, in one process per available core: vl-convert
+draws one chart at a time.
 
 The processes run this file as a script. It imports nothing of the project, so that each of them takes a fifth of the
 memory that the index and the analysis need, and they end when their input ends, even if their parent was killed.
@@ -132,7 +132,7 @@ def render(
 ) -> dict[str, str]:
     import vl_convert
 
-    # As text: a dictionary takes it longer.
+    # Passed as text, because vl-convert takes longer for a dictionary.
     svg = supported(captioned(_numbered(vl_convert.vegalite_to_svg(json.dumps(spec))), caption, colors))
     shown = {name: value for name, value in (spec | embedded.get("spec", {})).items() if name != "config"}
     content = {"spec": shown, "caption": caption, "csv": embedded.get("csv")}

@@ -149,7 +149,7 @@ def _check(opened: Catalog, request: Request) -> None:
             f"{request.output} is a file: give --output a new folder, or one that contains an earlier report"
         )
     if request.archive is not None and request.archive.is_dir():
-        raise UsageError(f"{request.archive} is a folder: give --zip a file's name")
+        raise UsageError(f"{request.archive} is a folder: pass a file name to --zip")
     if request.archive is not None:
         _check_archive(request.archive.absolute(), request.output.absolute())
 
@@ -186,7 +186,9 @@ def _refuse_foreign(output: Path, files: Iterable[str], before: set[str], folder
     foreign = {name for name in files if (lexists(output / name) and name not in before) or (output / name).is_dir()}
     wanted = {*folders, *(str(parent) for name in {*files, *before} for parent in PurePosixPath(name).parents[:-1])}
     there = {name: output / name for name in wanted if lexists(output / name)}
-    foreign |= {name for name, path in there.items() if path.is_symlink() or not path.is_dir()}  # a link leads anywhere
+    foreign |= {
+        name for name, path in there.items() if path.is_symlink() or not path.is_dir()
+    }  # a link can lead anywhere
     if foreign:
         raise UsageError(
             f"{output / min(foreign)} exists and was not written by a report: give --output another folder, or move it"

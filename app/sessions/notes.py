@@ -42,7 +42,7 @@ def safe(notes: str) -> str:
 def to_html(notes: str) -> str:
     """The notes as HTML for a page without Streamlit: `safe`, and with raw tags escaped."""
     reader = MarkdownIt("js-default", {"html": False})
-    reader.normalizeLinkText = str  # type: ignore[assignment, method-assign]  # else xn--... is shown as the letters that it means
+    reader.normalizeLinkText = str  # type: ignore[assignment, method-assign]  # otherwise xn--... would be shown decoded
     reader.add_render_rule("link_open", _link_open)
     return str(reader.render(safe(notes)))
 

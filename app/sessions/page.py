@@ -375,4 +375,4 @@ def _import_file(opened: Catalog, given: UploadedFile) -> tuple[Session | None, 
     if version is None:
         return None, done_with_runs
     session, number = version
-    return session, f"{done_with_runs} “{session.name}” is here as version {number}.".strip()
+    return session, f"{done_with_runs} “{session.name}” was imported as version {number}.".strip()

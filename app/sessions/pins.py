@@ -83,8 +83,8 @@ def draw(catalog: Catalog, pin: Pin, runs: Sequence[str] | None = None) -> Drawn
     runs: those of the session that it is kept in: it is drawn from these and from the runs that it names itself. With
     None, as before a session is saved, from what is here.
 
-    A page without charts (sql) has none, and neither has a pin of a run, a tensor or a setting that is not here. Never
-    raises because of a pin's content, which is reported as a problem instead.
+    Empty for a page without charts (sql), and if the pin refers to a missing run, tensor or setting. Never raises
+    because of a pin's content, which is reported as a problem instead.
     """
     key = ("view", pin.page, repr(sorted(pin.params.items())), runs if runs is None else tuple(runs), catalog.state())
     drawn, is_whole = catalog.kept(key, lambda: _view(catalog, pin, runs))

@@ -1,4 +1,4 @@
-"""The advisor: which spec for which operand, for the least predicted loss under a budget of bits.
+"""The advisor: which spec for which operand, for the smallest predicted loss change within a bit budget.
 
 costs.py    what each operand would cost in each scored spec, from the index
 choice.py   the cheapest choice, an integer linear program

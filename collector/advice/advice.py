@@ -143,8 +143,7 @@ class Advice:
             )
         if self.costs.left:
             found.append(
-                f"{', '.join(self.costs.left)} stay in bf16, because at least one of their operands was not recorded "
-                "or not scored."
+                f"Kept in bf16, because an operand was not recorded or not scored: {', '.join(self.costs.left)}."
             )
         if not self.backward.empty:
             found.append(

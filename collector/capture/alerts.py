@@ -31,7 +31,7 @@ def webhook(url: str) -> Callable[[Event], None]:
     except ValueError:
         valid = False
     if not valid:
-        raise ConfigError(f"webhook {url!r} is not a URL: expected http:// or https://")
+        raise ConfigError(f"webhook {url!r} is not an HTTP URL: expected http:// or https://")
 
     def post(event: Event) -> None:
         content = json.dumps(asdict(event) | {"text": f"binade: {event}"}).encode()

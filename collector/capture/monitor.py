@@ -108,7 +108,7 @@ class Monitor:
         self._fire(iteration, {place: {NAN: math.inf}})
 
     def captures(self, steps: range) -> None:
-        """These iterations are recorded in full, as requested."""
+        """Announce that these iterations are recorded in full, as requested."""
         self._capture = steps
         text = f"iterations {steps[0]} to {steps[-1]} are recorded in full because of {self._reason}"
         self.announce(EventKind.CAPTURE, steps[0], text, self._trigger, until=steps[-1])

@@ -37,7 +37,7 @@ def instrument_provider(
 
     Args:
         provider: Megatron's model provider.
-        recipe: See `instrument`. The default is CUSTOM_QUANT_TYPE.
+        recipe: See `instrument`. The default is $CUSTOM_QUANT_TYPE.
         root: See `Recorder`.
         iterations: The number of iterations to record, from the first on; None for all.
         micro_batches: The number of micro-batches to record in each; None for all.
@@ -64,7 +64,7 @@ def instrument_provider(
 
         try:
             yield build
-        except SystemExit as error:  # Megatron-LM exits so at its exit interval: the run is complete
+        except SystemExit as error:  # Megatron-LM exits this way at its exit interval: the run is complete
             if error.code:
                 raise
             success = error

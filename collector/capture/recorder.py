@@ -78,7 +78,7 @@ def saving_enabled() -> bool:
     """The value of TENSOR_SAVE_ENABLED; True if it is not set. Raises ValueError for a word not in SWITCH."""
     word = os.environ.get(ENABLED_VARIABLE) or "1"
     if word.lower() not in SWITCH:
-        raise ValueError(f"{ENABLED_VARIABLE}={word!r} is neither on nor off: {', '.join(SWITCH)}")
+        raise ValueError(f"{ENABLED_VARIABLE}={word!r} is neither on nor off: expected one of {', '.join(SWITCH)}")
     return SWITCH[word.lower()]
 
 
@@ -105,7 +105,7 @@ class Recorder:
     """Writes a run: its directory, tensor files and segments. A context manager; exiting it ends the run.
 
     Args:
-        root: The directory of the runs. The default is TENSOR_SAVE_DIR, or data/runs.
+        root: The directory of the runs. The default is $TENSOR_SAVE_DIR, else data/runs.
         label: Part of the run's id.
         config: Kept as run.json. Its model, size, dataset and recipe describe each tensor.
         tensors: Names of data.tensor_kinds to record. The default is all tensors of attention and linear layers.
@@ -139,11 +139,11 @@ class Recorder:
             that a trigger captures. The ranks exchange their rows at the end of each iteration, or of each `at`.
         unmerged_ranks: Ranks whose replicas keep rows and values of their own.
         alert: Functions to call with each data.events.Event, on the writer's thread, see capture.alerts.
-        enabled: If False, nothing is written, and the recipe still applies. The default is TENSOR_SAVE_ENABLED.
+        enabled: If False, nothing is written, and the recipe still applies. The default is $TENSOR_SAVE_ENABLED.
 
     Each forward pass of the instrumented model is a micro-batch, and the step of an optimizer that holds the model's
-    parameters ends an iteration; Megatron's own count is used if there is one. If your optimizer is not one of
-    torch, call `step` after each iteration. `with recorder.at(...)` around a micro-batch sets both numbers instead.
+    parameters ends an iteration; Megatron's own count is used if there is one. If your optimizer is not a torch
+    optimizer, call `step` after each iteration. `with recorder.at(...)` around a micro-batch sets both numbers instead.
 
     The run's final state is "done", "cancelled" after KeyboardInterrupt, or "failed" after any other exception, with
     the first line of its message. Data captured until then is kept. A Recorder can be entered again after it has
@@ -882,8 +882,8 @@ class _Observer:
 
 
 def _squares(x: Tensor, gradient: Tensor) -> Tensor:
-    """Of a weight: the root of the sum over tokens of the squares of each token's part of its gradient, [out, in]; of x
-    [..., in] and the gradient of the output [..., out]."""
+    """Of a weight: the root of the sum over tokens of the squares of each token's part of its gradient, [out, in]; from
+    x [..., in] and the gradient of the output [..., out]."""
     left, right = (each.detach().reshape(-1, each.shape[-1]).float().square() for each in (gradient, x))
     return (left.t() @ right).sqrt()
 

@@ -97,7 +97,7 @@ class Reduction:
 def reduced(rows: Iterable[TensorRow], keep_outlying: bool = False) -> list[TensorRow]:
     """One row per logical tensor: statistics, sketches, scores and blocks as of the concatenated parts; the absmax and
     other extremes are the largest. Its id and rank are those of the worst part: the lowest SQNR, without one the
-    largest absmax. keep_outlying: replicas that stand out keep their rows, which are then no part of the others. So do
+    largest absmax. keep_outlying: replicas that stand out keep their rows, which are then not part of the others. So do
     replicas that do not have all slices of a tensor."""
     tensors = _tensors(rows)
     kept = _outlying(tensors) if keep_outlying else set()

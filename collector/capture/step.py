@@ -60,7 +60,7 @@ def _nothing(_: Any) -> Detach:
 
 
 def _named(modules: dict[str, nn.Module], name: str) -> tuple[Site, Callable[[str], Shard], Any, str]:
-    """The rest of a Layer."""
+    """The other fields of a Layer: site, shard, attach and path."""
     where, path = place(modules, name)
     return where, whole, _nothing, path
 

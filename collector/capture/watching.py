@@ -15,8 +15,8 @@ from binade.collector.training.option import Group, check_options, option
 EVERY = re.compile(r"every (?:step|([1-9]\d{0,8}) steps)")
 WATCH = Group(
     "Watching a long run",
-    "A watched step is measured cheaply; it has no sketch and no values. A TRIGGER is a condition on a measured "
-    "property of a tensor, or on the loss: 'sqnr_db < 12 for 3', 'saturated > 1%', 'absmax > 8 x median(20)', "
+    "By default, a watched step is measured cheaply, without sketches and values. A TRIGGER is a condition on a "
+    "measured property of a tensor, or on the loss: 'sqnr_db < 12 for 3', 'saturated > 1%', 'absmax > 8 x median(20)', "
     "'loss > mean + 4 sd', nan. When one fires, the following steps are recorded in full.",
 )
 

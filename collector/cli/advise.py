@@ -64,7 +64,7 @@ def _advise(
     target: str | None,
     **filters: Any,
 ) -> None:
-    """Choose a format for every operand: the smallest predicted loss change within a bit budget.
+    """Choose a format for every operand to minimize the predicted loss change within a bit budget.
 
     ROOT contains runs recorded with --measures loss and some --scores  [default: $TENSOR_SAVE_DIR, else data/runs].
     Only bf16 runs are used, if there are any. The choice is among the formats that the runs were scored in.

@@ -30,7 +30,7 @@ compact = Command(
     "compact",
     params=[
         click.Argument(["root"], required=False, metavar="[ROOT]"),
-        Option(["--size"], type=click.IntRange(1, 4096), default=128, show_default=True, metavar="MB",
+        Option(["--size"], type=click.IntRange(1, 4096), default=128, show_default=True, metavar="MiB",
                help="Merge segments smaller than this into segments of at least this size"),
         Option(["--dry-run"], is_flag=True, help="Print what would be merged, and merge nothing"),
     ],

@@ -1,18 +1,18 @@
 """The costs and savings of each recipe: loss compared with bf16, error by kind of operand, size of the operands, time.
 
-`compare(root)` computes it from the index and the loss files; collector/tables.py shows it. No torch here.
+`compare(root)` computes it from the index and the loss files; collector/cli/tables.py shows it. No torch here.
 
-Runs are compared within a section: all that was trained there was the same (`Settings`) but for the recipe and the
-seed, so at each iteration those of one seed saw the same data from the same start. What was recorded may differ; that
-is noted, not hidden.
+Runs are compared within a section: its runs have the same `Settings` and differ only in the recipe and the seed, so at
+each iteration those of one seed saw the same data from the same start. What was recorded may differ; that is noted, not
+hidden.
 
-A row is a recipe, done; runs of it that are not done have a row of their own by state. Runs of one seed repeat one
+A row holds the finished runs of a recipe; its other runs have one row per state. Runs of one seed repeat one
 experiment, so their figures are not averaged: the longest counts, the newest of those, and `loss_spread` says how far
 they disagree. Of several seeds, the row shows the one that most rows have, and its `gaps` are those of all seeds, each
-to the bf16 run of the same seed. Losses, errors, sizes and times include only finished iterations.
+relative to the bf16 run of the same seed. Losses, errors, sizes and times include only finished iterations.
 
     gap        loss − bf16's loss at the same iteration, over every iteration from 0 that both finished: the last, and
-               the mean. Warm-up iterations are left out: they run in bf16 whatever the recipe, their gap is 0 by
+               the mean. Warm-up iterations are left out: they run in bf16 whatever the recipe, so their gap is 0 by
                construction. Whether tensors were recorded does not matter here. Both losses are of the same batch, so
                what they share cancels. The deviation of the gaps tells a gap from noise; successive gaps depend on each
                other, so it is not turned into a standard error.

@@ -75,7 +75,8 @@ def _lines(found: Difference, limit: float | None, first: int | None) -> list[st
     count = sum(row.differs(limit) for row in rows)
     return [
         *lines,
-        f"{count:,} differ {beyond}; first difference, after {first:,} tensors that do not: {_described(rows[first])}",
+        f"{count:,} tensor{'s' * (count != 1)} differ{'s' * (count == 1)} {beyond}; first difference, after {first:,} "
+        f"tensors that do not: {_described(rows[first])}",
         "",
         "  difference    largest  tensor",
         *(

@@ -71,7 +71,7 @@ def _list(root: Path, everything: bool) -> None:
 @jobs.command("add", context_settings={"allow_interspersed_args": False})
 @click.argument("line", nargs=-1, type=click.UNPROCESSED, metavar="run|batch|quick ...")
 def _add(root: Path, line: tuple[str, ...]) -> None:
-    """Queue the runs of a command line. There is one job per run; with --target, on a cluster."""
+    """Queue the runs of a command line, one job per run. With --target, they run on a cluster."""
     if not line:
         raise ConfigError("jobs add needs a command line: binade jobs add run --quantization mxfp8")
     from binade.collector.jobs import add, start_runner

@@ -33,7 +33,7 @@ CHUNK = 1 << 20  # sequences checked at once
 
 
 class IndexedDocuments:
-    """Documents by number, read from disk on demand. total is the number of tokens of all.
+    """Documents by number, read from disk on demand. total is the number of tokens in all of them.
 
     Raises ConfigError if the files violate the format or hold no token.
     """

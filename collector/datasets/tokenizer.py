@@ -23,7 +23,7 @@ from binade.collector.models.gguf_file import open_gguf
 END_OF_DOCUMENT = 256
 END_TOKENS = ("<|end_of_text|>", "<|endoftext|>", "<｜end▁of▁sentence｜>", "</s>", "<eos>", "[EOS]")
 CONFIG_FILE = "tokenizer_config.json"
-# How llama.cpp calls the ways in which byte-level BPE splits text first, and whether each digit is a word of its own.
+# What llama.cpp calls the ways in which byte-level BPE splits text first, and whether each digit is a word of its own.
 SPLITS = {"gpt-2": False, "smollm": True}
 CONTROL = 3  # llama.cpp's type of a special token
 

@@ -181,8 +181,8 @@ def _row(job: Job, tensor_id: str, found: ForeignTensor, x: Tensor, dtype: str, 
             raise TooLargeError(f"scoring it takes {needed / 2**30:.1f} GiB")
         scores = ()
         notes.append(
-            f"Not scored: that takes about {needed / 2**30:.1f} GiB, and {max(job.room, 0) / 2**30:.1f} GiB of memory "
-            "were free."
+            f"Not scored: that takes about {needed / 2**30:.1f} GiB, but only {max(job.room, 0) / 2**30:.1f} GiB of "
+            "memory were free."
         )
     words = {name: getattr(log, name) for name in Identity.__annotations__ if hasattr(log, name)}
     return TensorRow(
@@ -326,7 +326,7 @@ def _refusal(path: str, status: os.stat_result, source: Path) -> str | None:
     if suffix not in SUFFIXES:
         if (reason := beside(Path(path))) is not None:
             return reason
-        return f"not a tensor file: {', '.join(SUFFIXES)} are read"
+        return f"not a tensor file: expected {', '.join(SUFFIXES)}"
     return None if status.st_size else "it is empty (0 bytes)"
 
 
@@ -412,7 +412,7 @@ class _Import:
         for name, entries in self.ledger.items():
             stale = [e for e in entries if now.get(e.file, (e.size, e.mtime_ns)) != (e.size, e.mtime_ns)]
             if stale:
-                self.report(f"{len(stale)} files of segment {name} have changed since: they are imported again")
+                self.report(f"{len(stale)} files of segment {name} have changed and are imported again")
                 kept = [entry for entry in entries if entry not in stale]
                 drop_rows(self.segments, name, {i for entry in stale for i in entry.tensors}, _lines(kept))
                 self.ledger[name] = kept

@@ -71,7 +71,7 @@ class Importer:
     """A tool whose files can be imported.
 
     read    what a file of the tool says about a tensor (path, metadata, key); None for another tool's file
-    beside  of a file that holds no tensor: "" if the tool writes it beside the tensors and it is skipped, why it is
+    beside  of a file that holds no tensor: "" if the tool writes it next to the tensors and it is skipped, why it is
             refused if tensors should have been there, None if it is not the tool's
     """
 
@@ -117,7 +117,7 @@ def is_word(value: object) -> TypeGuard[str]:
 
 
 def integer(value: object, least: int) -> int | None:
-    """A whole number from `least` that fits 32 bits, also as text (safetensors keeps texts only), else None."""
+    """A whole number from `least` that fits in 32 bits, also as text (safetensors keeps texts only), else None."""
     if isinstance(value, str) and len(value) <= 20 and re.fullmatch(r"\d+", value, re.ASCII):
         value = int(value)
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= LARGEST:

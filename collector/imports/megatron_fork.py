@@ -203,7 +203,7 @@ def _compare(named: Mapping[str, Any], described: Mapping[str, Any], notes: list
         same = other == value or (name == "quant_type" and _quant_type(other, []) == _quant_type(value, []))
         if name != "captured" and not same:
             notes.append(
-                f"The file's name says {name} {value}, the metadata inside says {other}: the metadata is used."
+                f"The file's name says {name} {value}, but the metadata inside says {other}: the metadata is used."
             )
 
 

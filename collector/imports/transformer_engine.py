@@ -1,7 +1,7 @@
 """Transformer Engine's debug feature DumpTensors: tensor_dumps/rank_{r}/iter_{i:06d}/{layer}_{tensor}.pt, each a dict
 of `high_precision`, the tensor, and `quantized`, a pickled QuantizedTensor, which data.foreign does not unpickle.
 
-From transformer_engine/debug/features/dump_tensors.py of 2.20.0.dev0 (d0067d0); the feature exists since 2.15. The
+From transformer_engine/debug/features/dump_tensors.py of 2.20.0.dev0 (d0067d0); the feature has existed since 2.15. The
 layer's name has "_" for every "." of nvdlfw_inspect, which counts layers by Megatron's layer_number, from 1.
 """
 

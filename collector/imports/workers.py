@@ -54,7 +54,7 @@ class _Worker(Generic[J]):
             self.connection.send(job)
 
     def stop(self) -> int:
-        """End it, and its exit status."""
+        """Kill the process and return its exit status."""
         self.process.kill()
         self.process.join()
         self.connection.close()

@@ -104,7 +104,8 @@ SCALINGS: Mapping[str, type[RopeScaling]] = {"llama3": Llama3Scaling, "yarn": Ya
 
 
 def rope_settings(settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A config.json's rotary settings: rope_parameters since transformers 5, before rope_theta and rope_scaling."""
+    """A config.json's rotary settings: rope_parameters since transformers 5; before that, rope_theta and
+    rope_scaling."""
     nested: Mapping[str, Any] | None = settings.get("rope_parameters")
     return nested or {"rope_theta": settings["rope_theta"], **(settings.get("rope_scaling") or {})}
 

@@ -1,7 +1,7 @@
 """Models by path that our layers cannot compute: transformers builds and loads them, `instrument` intercepts them.
 
-Their dimensions are those of the model that transformers builds of the config.json without allocating it. Only the code
-of transformers runs, never a checkpoint's own, and weights are read from safetensors alone.
+Their dimensions are those of the model that transformers builds from the config.json without allocating it. Only the
+code of transformers runs, never a checkpoint's own, and weights are read from safetensors alone.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@
     [keep]
     layers = "first, last 2"            # as in --skip-layers
 
-    [[schedule]]                        # what changes from an iteration on, or from a part of them: 9000, "90%"
+    [[schedule]]                        # what changes from an iteration on, or from a share of them: 9000, "90%"
     from = "90%"
     linear.forward = "bf16"
 

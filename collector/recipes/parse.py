@@ -41,7 +41,7 @@ WITHOUT = re.compile(r",?\s*without=([^,()]*)")
 
 
 def _operand_formats(assignments: Iterable[str]) -> dict[str, str]:
-    """{"linear.dgrad.grad_output": "mxfp6_e3m2"} of "linear.dgrad.grad_output=mxfp6_e3m2"."""
+    """{"linear.dgrad.grad_output": "mxfp6_e3m2"} for "linear.dgrad.grad_output=mxfp6_e3m2"."""
     formats: dict[str, str] = {}
     for text in assignments:
         operand, equals, requested = (word.strip() for word in text.partition("="))
@@ -78,7 +78,7 @@ def _by_format(name: str) -> Draft:
 
 
 def split_without(name: str) -> tuple[str, list[str]]:
-    """("nvidia_nvfp4", ["rounding", "keep"]) of "nvidia_nvfp4(without=rounding+keep)". Raises RecipeError."""
+    """("nvidia_nvfp4", ["rounding", "keep"]) for "nvidia_nvfp4(without=rounding+keep)". Raises RecipeError."""
     found = WITHOUT.search(name)
     if not found:
         return name, []
@@ -91,7 +91,7 @@ def split_without(name: str) -> tuple[str, list[str]]:
 
 
 def without_none(name: str) -> str:
-    """ "nvidia_nvfp4" of "nvidia_nvfp4(without=rounding+keep)"."""
+    """ "nvidia_nvfp4" for "nvidia_nvfp4(without=rounding+keep)"."""
     return WITHOUT.sub("", name).replace("()", "")
 
 

@@ -143,7 +143,7 @@ def _modules(sites: Iterable[Site]) -> str:
 
 
 def _spans(numbers: Iterable[int]) -> str:
-    """1, 3-5 of 1, 3, 4, 5"""
+    """1, 3-5 for 1, 3, 4, 5"""
     spans: list[list[int]] = []
     for number in numbers:
         if spans and number == spans[-1][-1] + 1:

@@ -89,7 +89,7 @@ class Backend(StrEnum):
     """What quantizes operands. Both give the same bits."""
 
     TRITON = "triton"  # kernels, which are interpreted on a CPU
-    TORCH = "torch"  # plain torch
+    TORCH = "torch"  # compiled C++ on a CPU if a build is worthwhile, else plain torch
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ class RunConfig(WatchOptions):
     learning_rate: float = option(1e-3, group=LENGTH, metavar="X", minimum=0, maximum=sys.float_info.max,
         help="Learning rate of AdamW", label="Learning rate", form_help="", form_maximum=10.0)
     seed: int = option(1234, group=LENGTH, metavar="N", minimum=0, maximum=(1 << 63) - 1,
-        help="Seed of the weights and the data", label="Seed", form_maximum=(1 << 53) - 1)
+        help="Seed of the weights, the data and stochastic rounding", label="Seed", form_maximum=(1 << 53) - 1)
     device: Device = option(Device.CPU, group=WHERE, metavar="NAME", help="Device",
         label="Device", form_help="")
     backend: Backend = option(Backend.TRITON, group=WHERE, metavar="NAME", label="Quantized by",

@@ -28,7 +28,7 @@ from binade.data.runs import CANCELLED, FAILED
 
 PREFIX = "binade: "
 REFUSED = 2  # a rank's exit status for bad usage
-# How a rank ends because of another one: by an error in a collective operation, or by a signal.
+# Exit statuses of a rank that ended because of another one: after an error in a collective operation, or by a signal.
 FOLLOWED = (PeerLostError.exit_status, 130, -signal.SIGTERM)
 
 

@@ -56,7 +56,7 @@ def _end_in_time(signum: int, frame: FrameType | None) -> NoReturn:
 
 
 def first_host(nodes: str) -> str:
-    """The first host of a list in Slurm's notation: node07 of node[07-09,12],other."""
+    """The first host of a list in Slurm's notation: node07 for node[07-09,12],other."""
     first = re.match(r"(?:[^,\[]|\[[^]]*\])*", nodes)
     assert first  # the pattern always matches, possibly an empty text
     return re.sub(r"\[([^],-]*)[^]]*\]", r"\1", first[0])

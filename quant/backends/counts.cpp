@@ -24,7 +24,7 @@ void count_part(const uint16_t* x, int64_t n, int64_t stride, uint32_t* even, ui
 
 }  // namespace
 
-// Counts x[0], x[stride], ..., n of them, n < 2^32. The codes that occur go to `codes`, ascending, how often each does to
+// Counts x[0], x[stride], ..., n of them, n < 2^32. The codes that occur go to `codes`, ascending, and their counts to
 // `counts`; both have room for 65,536. Returns how many occur.
 extern "C" int64_t distinct(const uint16_t* x, int64_t n, int64_t stride, int64_t threads, uint16_t* codes,
                             int64_t* counts) {

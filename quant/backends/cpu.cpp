@@ -9,7 +9,7 @@
 //
 // Compiled once for each VALUE (float, or uint16_t for bfloat16), number of TIERS, ROUNDING (0 nearest, 1 half away,
 // 2 stochastic) and WIDE (1 for elements with float32's exponents), which are macros: a build of one combination takes
-// seconds, of all a minute.
+// seconds, a build of all of them a minute.
 // Needs strict IEEE float32: no contraction, no reassociation, subnormals and signed zeros kept.
 
 #include <algorithm>
@@ -48,7 +48,7 @@ extern "C" struct Format {
 // x; a NaN with bits in its lower half, as torch makes them, becomes one without, see `store`.
 inline float short_nan(float x) { return x == x ? x : NAN; }
 
-// What the values of a run are multiplied by before rounding, and multiplied by, multiplied by and divided by after it. Group
+// The four factors of a run: values are multiplied by the first before rounding, then by the second and the third, and divided by the fourth. Group
 // i finds each at from[...][i * step[...]]; a step of 0 is one for all, null is 1. A group is a run, or in tiles those of as
 // many lines as a tile has rows: runs follow each other as [outer, per_axis, inner], groups as [lines / rows, per_axis].
 extern "C" struct Factors {
@@ -192,7 +192,7 @@ inline float deviation(double total, double squares, const Format& f) {
     return static_cast<float>(std::sqrt(variance < 0 ? 0.0 : variance)) * static_cast<float>(2.92247856 / 6.0) + 1e-8f;
 }
 
-// absmax: QUEST: the deviation.
+// absmax: for QUEST, the deviation instead.
 inline int32_t scale_exponent(float absmax, const Format& f) {
     bool subnormal = absmax < 0x1p-126f;
     int32_t bits = to_bits(subnormal ? absmax * 0x1p24f : absmax);
@@ -205,7 +205,7 @@ inline int32_t scale_exponent(float absmax, const Format& f) {
     return exponent < -127 ? -127 : exponent > 127 ? 127 : exponent;
 }
 
-// What a run multiplies by on the way in, and on the way out in two steps, and what it then divides by.
+// The factors of a run: values are multiplied by `in`, rounded, multiplied by `out` and `last`, and divided by `divisor`.
 struct Scale {
     float in, out, last, divisor;
 };
@@ -617,7 +617,7 @@ struct Quantizer {
 };
 
 // What `sum` calls for neighboring runs: `count` from `run` on, value i of the n-th at from[i * stride + n].
-struct Errors {  // of each of `tried` factors, the sums of `add_errors`, the runs' of one after those of the other
+struct Errors {  // the sums of `add_errors` for all runs, for one of the `tried` factors after the other
     const Format f;
     const Factors* given;
     const int64_t tried, runs;
@@ -750,8 +750,8 @@ struct Sums {
     }
 };
 
-// log2 of a normal number within 2e-7 of itself, by the series of artanh; what is not normal is far outside all bins. libm's
-// takes a call for each.
+// log2 of a normal number within 2e-7 of itself, by the series of artanh; other numbers are far outside all bins. libm's
+// log2 would take a call for each value.
 inline float log2_of(float x) {
     const int32_t bits = to_bits(x) - 0x3F3504F3;  // of sqrt(1/2)
     const float m = from_bits((bits & 0x7FFFFF) + 0x3F3504F3), s = (m - 1.0f) / (m + 1.0f), t = s * s;

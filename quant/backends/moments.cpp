@@ -1,4 +1,4 @@
-// What `summary` says of a tensor but its sketch: sums of powers, extremes and counts, in one pass over it. Compiled once
+// The statistics of `summary` except the sketch: sums of powers, extremes and counts, in one pass over it. Compiled once
 // for each VALUE, a macro: float, or uint16_t for bfloat16.
 
 #include <algorithm>

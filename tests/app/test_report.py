@@ -596,7 +596,7 @@ def test_who_is_interrupted_leaves_nothing(collected, tmp_path, number):
 def test_a_bundle_is_no_folder(command, tmp_path, capsys, output):
     assert command("bundle", "export", "absent", "--output", output.format(tmp=tmp_path)) == 2
     error = capsys.readouterr().err
-    assert "is a folder: give --output a file's name" in error and error.count("\n") == 1
+    assert "is a folder: pass a file name to --output" in error and error.count("\n") == 1
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""How fast the explorer answers, each figure beside what it is compared with, timed in the same run.
+"""How fast the page Explore answers, compared with a baseline timed in the same run.
 
     python -m tests.bench.bench_explore [--values 268435456] [--tensors 10000]
 
@@ -6,7 +6,8 @@ huge    the first click on a float32 tensor on disk: statistics (from the index)
         np.histogram plus torch's mean and standard deviation of the same tensor; and the memory that it takes beyond
         the file's own pages
 index   from 500 tensors to the first figure, from the index alone
-filter  a change of the filter over 10,000 indexed tensors: all that the overview and the worst page ask of the server
+filter  a change of the filter over 10,000 indexed tensors: the work of the server for the overview, and for the ranking
+        (worst)
 """
 
 from __future__ import annotations

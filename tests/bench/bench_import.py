@@ -1,13 +1,13 @@
-"""How fast `binade import` is, against reading the same files and summarizing them in the same run.
+"""How fast `binade import` is, compared with reading and summarizing the same files in the same run.
 
     python -m tests.bench.bench_import
     python -m tests.bench.bench_import --files 2000 --values 16384     many small files
 
-Both work on the same files, which the system's cache holds, in turn: a plain loop of torch.load(weights_only=True) and
+Both take turns on the same files, which are in the system's cache: a plain loop of torch.load(weights_only=True) and
 quant.summarize in one process with all of torch's threads (with scores also quant.score in each format), and the whole
-command's work with a process a core, from listing the directory to the last segment. ratio = MB a second of the import,
-to those of the loop; the medians of the repeats. Starting the processes is a part of it: the less there is to read, the
-more it weighs.
+command's work with one process per core, from listing the directory to the last segment. ratio = MB per second of the
+import, divided by those of the loop, both medians of the repeats. The start of the processes is included: the less
+there is to read, the more it weighs.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""What instrumentation costs on an iteration that it neither quantizes nor records: that iteration's time, over that of
-the same model without.
+"""What instrumentation costs on an iteration that it neither quantizes nor records: the time of that iteration, divided
+by that of the same model without instrumentation.
 
     python -m tests.bench.bench_instrument [--repeats 120] [--layers 2] [--hidden 512] [--length 128] [--compile]
 
 Forward, backward and the recorder's step of a Llama of transformers and of collector's own, with bfloat16 activations,
 on one thread. An instrumented model and a plain copy of it take turns, so that a machine that slows down slows both;
-each ratio is the median of the pairs' ratios. "switched off" is a run without a file, "not recorded" an iteration after
-the last that is recorded.
+each ratio is the median of the pairs' ratios. "switched off" has a Recorder with enabled=False, "not recorded" an
+iteration after the last that is recorded.
 """
 
 from __future__ import annotations

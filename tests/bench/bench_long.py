@@ -1,4 +1,4 @@
-"""A long run that is watched: memory, segments and the index as it goes on, and a kill in the middle.
+"""Memory, segments and index of a long watched run as it progresses; optionally, it is killed in the middle.
 
     python -m tests.bench.bench_long [--iterations 20000] [--kill]
 

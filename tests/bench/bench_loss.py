@@ -6,23 +6,23 @@
 
 MODEL is a Hugging Face directory or a GGUF file of a Llama-like model, computed in float32, on text of python-docs; or
 the name of a model, whose tiny size is trained first, from a seed for N steps of 8 sequences. --apart: query, key,
-value, gate and up are layers of their own.
+value, gate and up are separate layers.
 
 Predicted: from one forward and backward pass of each batch, recorded unquantized, for the input or the weight of every
 linear layer, or of one layer in K (odd K takes all kinds of layers). Measured: the loss of the same batch with that one
-operand rounded, less the loss without. --signs measures the error's opposite, too: half the difference of the two is
-the change to odd orders, half the sum that to even ones. --others measures on N batches that follow instead, and
-compares means over batches; the reliability of the measurement is the correlation of its two halves, and with Spearman
-and Brown's formula that of all of it. Ctrl-C ends the measuring and prints what there is. All numbers but sums are
-Spearman's rank correlation over the layers.
+operand rounded, minus the loss without rounding. --signs measures the error's opposite, too: half the difference of the
+two is the change to odd orders, half the sum that to even ones. --others measures on N batches that follow instead, and
+compares means over batches; the reliability of the measurement is the correlation of its two halves, and with the
+Spearman-Brown formula that of all of it. Ctrl-C ends the measurement and prints the results so far. All numbers but
+sums are Spearman's rank correlations over the layers.
 
 --advise makes recipes for the forward GEMMs of all linear layers from the same recorded pass, under these budgets of
-bits, and measures their losses on the other batches beside those of single formats. For the largest budget there are
+bits, and measures their losses on the other batches next to those of single formats. For the largest budget there are
 also the choices that the same program makes by each operand's noise instead of its predicted loss, and at random.
 
 --backward rounds one backward operand of one layer at a time instead, and compares its noise with that of the gradient.
 
-Beside the product's predictions are two of other second-order terms. With δ the error of the GEMM's result and g the
+Next to Binade's predictions are two with other second-order terms. With δ the error of the GEMM's result and g the
 gradient of that result, of N tokens: `token` is N/2 · Σ over tokens of (g·δ)², `result` N/2 · Σ g²·δ².
 """
 

@@ -1,8 +1,8 @@
-"""How long the report of a session takes to draw, by pin.
+"""How long the report of a session takes, per pin.
 
     python -m tests.bench.bench_pins [--pins 200] [--tensors 64] [--values 262144] [--jobs N]
 
-The pins go through PINS, of one tensor after another. The report of a session with one pin, timed first, has the same
+The pins cycle through PINS, each for the next tensor. The report of a session with one pin, timed first, has the same
 page, view and start; the ratio is of the two times. Processor time is that of the command and its renderers.
 """
 

@@ -1,16 +1,16 @@
-"""How fast quantize-dequantize and summarize are, against a plain copy timed in the same run.
+"""How fast quantize-dequantize and summarize are, compared with a plain copy timed in the same run.
 
     python -m tests.bench.bench_quantize                  CPU, 4096×4096 float32, two threads
     python -m tests.bench.bench_quantize --device cuda    16384×8192 bfloat16
 
-Each line is the median of its repeats; the copy is timed again beside every line, so that a machine that slows down
+Each line is the median of its repeats; the copy is timed again next to every line, so that a machine that slows down
 meanwhile slows both. Kernels are built or compiled afresh: "first" is the first call, build included. Formats that
 share a kernel share its build, so only the first of them shows it.
 
-CPU   ratio = values a second, to torch.clone's. summarize is given in values a second.
-CUDA  ratio = bytes read and written a second, to those of a device-to-device copy of the same tensor. A tensor scale
-      needs its absmax first, and so do most block scales: those read the tensor twice, and twice is counted. summarize
-      reads once: its ratio is to the rate of the copy.
+CPU   ratio = values per second, divided by torch.clone's. summarize is given in values per second.
+CUDA  ratio = bytes read and written per second, divided by those of a device-to-device copy of the same tensor. A
+      tensor scale needs its absmax first, and so do most block scales: those read the tensor twice, and twice is
+      counted. summarize reads once: its ratio is to the rate of the copy.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How long the ten recipes take, one recorded iteration each, against a bare bf16 run timed beside them.
+"""How long the ten recipes take, one recorded iteration each, compared with a bare bf16 run timed next to them.
 
     python -m tests.bench.bench_recipes
 

@@ -1,16 +1,16 @@
-"""How fast and in how much memory `binade report` draws, beside a plain script that reads every file.
+"""How much time and memory `binade report` takes, compared with a plain script that reads every file.
 
     python -m tests.bench.bench_report [--tensors 500] [--values 1048576] [--pins 200]
 
 Both draw the same root of float32 tensors with the same kinds of charts, each as a process of its own with whatever
 processes it starts; time is wall clock from start to exit, memory the highest sum of the resident sets of all its
-processes, looked at twenty times a second for both (pages that processes share count for each).
+processes, sampled twenty times per second for both (pages that processes share count for each).
 
-The plain script is what one writes who has only the .pt files: it loads each once, keeps the tensors (every chart needs
-them again), and draws with matplotlib: the four panels, histograms of magnitudes and box plots by each grouping, Q-Q
-plots, heatmaps of statistics by layer and tensor, statistics as text and JSON, HiFloat8's precisions, attention maps.
-It does less than the report, so that the ratio is on the careful side: it rounds nothing to a format, so there are no
-SQNR charts, and it takes quantiles (Q-Q, boxes) by two groupings where the report takes them by all.
+The plain script is what someone writes who has only the .pt files: it loads each once, keeps the tensors (every chart
+needs them again), and draws with matplotlib: the four panels, histograms of magnitudes and box plots by each grouping,
+Q-Q plots, heatmaps of statistics by layer and tensor, statistics as text and JSON, HiFloat8's precisions, attention
+maps. It does less than the report, so the ratio is conservative: it rounds nothing to a format, so there are no SQNR
+charts, and it takes quantiles (Q-Q, boxes) by two groupings where the report takes them by all.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""How fast the index answers on a large root, each time beside a plain DuckDB scan of the same rows.
+"""How fast the index answers on a large root, compared with a plain DuckDB scan of the same rows.
 
     python -m tests.bench.make_root --tensors 100000 FOLDER
     python -m tests.bench.bench_scale FOLDER
 
 Prints a table: the median of REPEATS in milliseconds, that of the DuckDB statement timed next to it, and their ratio.
 The statements run on tables made from the root's Parquet files by CREATE TABLE AS, without keys or joins: the time that
-reading every row takes. The index is built anew, in a process of its own. Runs of one segment are added to the root,
-and deleted again. On a busy machine, --cpu gives the CPU time of all threads instead of the time that passes.
+reading every row takes. The index is rebuilt in a separate process. Runs of one segment are added to the root, and
+deleted again. On a busy machine, --cpu gives the CPU time of all threads instead of the wall-clock time.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""What recording costs: a training step, bare, quantized and recorded, beside what plain hooks do on the same tensors.
+"""What recording costs: a training step, bare, quantized and recorded, compared with plain hooks on the same tensors.
 
     python -m tests.bench.bench_step [--device cuda] [--full] [--layers N] [--rounds N] [--only watched]
 
-All variants train the same model on the same batch in turn, round after round; a ratio is of medians to the bare
+All variants train the same model on the same batch in turn, round after round; a ratio is that of medians to the bare
 step's. Plain hooks see every tensor that the recorder sees (inputs, weights, outputs and their gradients of every
 GEMM), and take its min, max, mean and std, or copy it to the host, or torch.save it, within the step. The recorder
-writes behind the step: `until written` also waits until all is on the disk (synchronized, which torch.save is not).
-`every 20th` is one such step waited for and 19 bare ones, over 20 bare ones. `processor` is the processor time of all
-threads until then, of the bare step's: on a busy machine it is the one to read.
+writes in the background: `until written` also waits until all is on the disk (synchronized, which torch.save is not).
+`every 20th` is the time of one such step until written and 19 bare ones, divided by that of 20 bare ones. `processor`
+is the processor time of all threads until then, divided by that of the bare step: use it on a busy machine.
 """
 
 from __future__ import annotations

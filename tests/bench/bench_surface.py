@@ -1,4 +1,4 @@
-"""How fast a surface of layers by steps is drawn, beside the same one binned by pandas from the tensors' rows.
+"""How fast a surface of layers by steps is drawn, compared with one binned by pandas from the tensors' rows.
 
 python -m tests.bench.bench_surface [--layers 100] [--steps 10000]
 """

@@ -1,5 +1,6 @@
-"""What "Why" costs of one large float32 tensor that is mapped from a file: processor time, and memory beyond the
-mapping, beside the same figures and totals computed from a whole tensor, its first GB at most, in plain torch.
+"""What the question "Why" costs for one large float32 tensor that is mapped from a file: processor time, and memory
+beyond the mapping, compared with the same figures and totals computed from a whole tensor, its first GB at most, in
+plain torch.
 
 python -m tests.bench.bench_why [--gb 1] [--format mxfp4]
 """

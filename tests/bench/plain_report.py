@@ -1,8 +1,9 @@
-"""The plain script that bench_report.py holds the report against: every .pt file, NumPy and matplotlib, none of ours.
+"""The plain script that bench_report.py compares the report with: every .pt file, NumPy and matplotlib, no code of
+Binade.
 
 python -m tests.bench.plain_report ROOT OUTPUT
 
-The words of a tensor (layer, name, operation) come from the rows in the segments, read as Parquet.
+The identity of a tensor (layer, name, operation) come from the rows in the segments, read as Parquet.
 """
 
 from __future__ import annotations

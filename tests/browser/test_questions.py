@@ -277,12 +277,12 @@ def test_which_part_costs_the_most_loss(visitor: Visitor, catalog: Catalog):
     costs = recipes_compute.costs(gaps, table)
     alone = costs[costs["only"].notna()]
     assert set(alone["only"]) == {"QK", "PV", "linear"}
-    assert visitor.answer.startswith(f"Rounded alone, {alone['only'].iloc[0]} raises the loss the most")
+    assert visitor.answer.startswith(f"Rounded alone, {alone['only'].iloc[0]} has the largest gap")
     bars = {mark["run"]: mark for mark in visitor.marks("costs") if "rounded" in mark}
     for row in costs.itertuples():
         assert number(bars[row.label]["mean gap to bf16 (nats per token)"]) == pytest.approx(row.gap, abs=6e-6)
     visitor.segment("Gradients")
-    visitor.until("Furthest from bf16")
+    visitor.until("are furthest from bf16")
     run = table[table["label"] == "mxfp4"].iloc[0]
     pairs = catalog.pairs(run["run_id"], run["reference"], Filter(tensor_name=["grad_weight"], iteration=[0]))
     found = gradient_errors(catalog, pairs)[0].set_index(["layer_index", "module"])
@@ -337,7 +337,7 @@ def test_what_costs_the_loss(visitor: Visitor, catalog: Catalog):
     found = loss_compute.costs(catalog, Filter(), "mxfp4")
     worst = found.table.iloc[0]
     assert visitor.answer.startswith(f"{worst['place']} costs the most in mxfp4: ")
-    assert f"SQNR ranks it {worst['sqnr_rank']:.0f} of {len(found.table)}" in visitor.answer
+    assert f"Its SQNR rank is {worst['sqnr_rank']:.0f} of {len(found.table)}" in visitor.answer
     points = {mark["tensor"]: mark for mark in visitor.marks("loss_against_sqnr") if "rank by loss" in mark}
     assert len(points) == len(found.table) and number(points[worst["place"]]["rank by loss"]) == 1
     assert number(points[worst["place"]]["SQNR (dB)"]) == pytest.approx(worst["sqnr_db"], abs=0.051)
@@ -373,7 +373,7 @@ def test_are_outliers_the_same_channels(visitor: Visitor, catalog: Catalog):
     assert f"mean Jaccard index of {found.pairs['jaccard'].mean():.2f}" in visitor.answer
     assert len([mark for mark in visitor.marks("channel_persistence") if "layer" in mark]) == len(found.places)
     history = channels_compute.channel_history(found, found.places.iloc[0]["place"])
-    assert len([mark for mark in visitor.marks("hot_channels") if "hot in" in mark]) == len(history)
+    assert len([mark for mark in visitor.marks("hot_channels") if "share over all iterations" in mark]) == len(history)
 
 
 def test_are_steps_more_than_noise(visitor: Visitor, catalog: Catalog):

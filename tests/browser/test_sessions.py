@@ -178,7 +178,7 @@ def test_someone_elses_session_is_shown_and_loads_nothing(visit: Visit, served: 
     )
     (tmp_path / "bad.json").write_text(json.dumps(whole | {"binade_session": 9}))
     (tmp_path / "good.json").write_text(json.dumps(whole))
-    for name, words in (("bad.json", "version is 9"), ("good.json", "is here as version 1")):
+    for name, words in (("bad.json", "version is 9"), ("good.json", "was imported as version 1")):
         page.locator("input[type=file]").set_input_files(tmp_path / name)
         page.get_by_text(name).first.wait_for()
         page.get_by_text("version is 9").wait_for(state="hidden")  # the page has taken notice of the file

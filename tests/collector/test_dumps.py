@@ -182,7 +182,7 @@ def test_import_of_each_tool(command, capsys, monkeypatch, tmp_path):
         values = [catalog.load(each) for each in table["tensor_id"]]
     assert list(table["file_key"].fillna("")) == ["model.norm", "value", "", "high_precision", "high_precision"]
     assert all(torch.equal(a, b) for a, b in zip(values, (x[4], x[3], x[2], x[0], x[1]), strict=True))
-    assert notes(table.iloc[-1])[0].endswith("Its file is TransformerEngine's.")
+    assert notes(table.iloc[-1])[0].endswith("Its file was written by TransformerEngine.")
     ((run,), _) = list_runs(tmp_path / "runs")
     refused = [json.loads(line) for line in (run.directory / "refused.jsonl").read_text().splitlines()]
     assert [(each["key"], " ".join(each["reason"].split()[:5])) for each in refused] == [

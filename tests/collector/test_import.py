@@ -125,7 +125,7 @@ def test_metadata_and_corrections_reach_the_card(bring, tmp_path, logs):
     assert said == notes(row.to_dict())
     assert said[0].endswith("Its file name follows version V3.")
     assert any("actually the key" in sentence for sentence in said)
-    assert any("name says layer_index 1, the metadata inside says 5" in sentence for sentence in said)
+    assert any("name says layer_index 1, but the metadata inside says 5" in sentence for sentence in said)
     assert "Its log spells the quant type mxfp_fp8_e4m3_quantized." in said
     assert "It was taken after it was quantized." in said and "Not recorded: module, micro-batch." in said
     with Catalog.open(tmp_path / "runs") as catalog:

@@ -75,7 +75,7 @@ def test_without_locks_runs_are_recorded_and_the_rest_is_refused_in_one_line(tmp
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, root, logs], cwd=PROJECT, capture_output=True, text=True, timeout=300
     )
-    said = f"its file system ({file_system(root)}) has no file locks: use a file system that has"
+    said = f"its file system ({file_system(root)}) has no file locks: use a file system that has them"
     verified = "1 run, 22 files read: none damaged"
     lines = [f"{name} {said}" for name in ("EOPNOTSUPP", "ENOSYS", "ENOLCK")]
     lines += ["14", verified, "0", "0 segments of 0 MB merged into 0", "1", "1", "1"]

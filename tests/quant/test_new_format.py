@@ -102,5 +102,5 @@ def test_a_scale_scheme_is_one_class(monkeypatch):
     x = torch.randn(320, generator=torch.Generator().manual_seed(4)) * 10
     found_by_every_function(x, "fp4_e5m2", torch.tensor(block_e5m2_numpy(x.numpy(), 16)))
     assert_same_bits(fake_quantize(x, "fp4_e5m2", backend="triton"), fake_quantize(x, "fp4_e5m2"))
-    with pytest.raises(ValueError, match=r"floor.*fp4_e5m2: e5m2"):
+    with pytest.raises(ValueError, match=r"floor.*fp4_e5m2: expected e5m2"):
         fake_quantize(x, "fp4_e5m2", scale="floor")

@@ -46,6 +46,7 @@ def test_helps_small_gradients() -> None:
 
 def test_only_a_tapered_format_has_it() -> None:
     with pytest.raises(
-        ValueError, match="scale=pow2 is not possible for mxfp8: floor, ceil, even, rceil, float32, e4m3, ue5m3"
+        ValueError,
+        match="scale=pow2 is not possible for mxfp8: expected floor, ceil, even, rceil, float32, e4m3, ue5m3",
     ):
         fake_quantize(torch.ones(4), "mxfp8", scale="pow2")

@@ -1,10 +1,10 @@
-"""The siege: attacks that nothing of Binade may give way to.
+"""Attack Binade, and print what failed.
 
     python -m tests.siege --minutes 30 [--only NAME] [--seed N] [--try K] [--markdown FILE]
 
-Each attack runs in a process of its own, two at a time, until it has made its tries or its share of the time is over.
-Exit status 1 if any try failed; the lines under the table repeat each one. Ctrl-C and SIGTERM end every process that
-was started, and leave no temporary file.
+Each attack runs in a process of its own, two at a time, until it has made its tries or has used its share of the time.
+Exit status 1 if any try failed; the lines under the table show how to repeat each one. Ctrl-C and SIGTERM end every
+process that was started, and leave no temporary file.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Bundles and logs from elsewhere that are made to do harm."""
+"""Bundles and logs that are made to do harm."""
 
 from __future__ import annotations
 

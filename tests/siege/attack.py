@@ -1,10 +1,10 @@
-"""Attacks: what they are, and how one of them is run.
+"""Defines attacks, and runs one.
 
 @attack("what must hold", tries=200)
 def name(attempt: Attempt) -> None: ...
 
-The function makes one try and raises if something does not hold. All that is random comes from `attempt.random`, so
-that the seed and the number of a try repeat it.
+The function makes one try and raises an exception if the requirement is violated. Random numbers come only from
+`attempt.random`, so that the seed and the number of a try reproduce it.
 """
 
 from __future__ import annotations

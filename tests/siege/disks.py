@@ -1,4 +1,4 @@
-"""Disks that are full, or take no more at any moment: what is there stays whole, and one line says so."""
+"""Disks that are full, or fill up at any moment: existing data stays intact, and one line reports the problem."""
 
 from __future__ import annotations
 

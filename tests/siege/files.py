@@ -1,4 +1,4 @@
-"""Damaged files of jobs, runs and sessions: each is named in a sentence, and what is sound goes on."""
+"""Damaged files of jobs, runs and sessions: each is reported in one sentence, and everything else keeps working."""
 
 from __future__ import annotations
 

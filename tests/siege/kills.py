@@ -1,4 +1,4 @@
-"""kill -9 of whatever writes, at any moment: no row is lost, none names what is not there, leftovers go."""
+"""kill -9 of any writing process, at any moment: no row is lost, no row names a missing file, leftovers are deleted."""
 
 from __future__ import annotations
 

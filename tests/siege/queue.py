@@ -1,5 +1,5 @@
 """The queue with real processes: cancels at random moments, several launchers, an app that is restarted, clocks that
-jump, and processes that only have another's number."""
+jump, and unrelated processes with the number of a job's process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sessions from someone else, over runs from someone else, whose texts are made to be run or fetched by Vega-Lite."""
+"""Sessions and runs from someone else, with texts that try to make Vega-Lite execute or fetch something."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""A server that is clicked for minutes, or for hours:
+"""Click through the app for minutes or hours, and measure the memory of its server.
 
     python -m tests.siege.soak --minutes 240 [--pause SECONDS] [--seed N] [--svg FILE]
 
-Prints the memory of the server and its children, and draws it; Ctrl-C ends it early.
+Prints the memory of the server and its children, and plots it; Ctrl-C ends it early.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""SQL that tries to leave the SQL page's sandbox, or returns what Python cannot hold."""
+"""SQL that tries to leave the SQL page's sandbox, or returns values that Python cannot represent."""
 
 from __future__ import annotations
 

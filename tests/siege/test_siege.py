@@ -1,4 +1,4 @@
-"""Single tries of attacks that no other test makes: what they found once."""
+"""Single tries that once failed, of attacks that no other test covers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""URLs that nobody would type, and patterns that take for ever in other engines."""
+"""URLs that nobody would type, and patterns that take forever in other regex engines."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def _recipe(selection: Selection, values: dict[str, Any]) -> None:
     name = columns[0].text_input("Name of the recipe", name, max_chars=64, key="advise_name").strip()
     seeds = columns[1].number_input("Seeds", 1, 100, 3, key="advise_seeds")
     iterations = columns[2].number_input("Iterations", 2, 10**6, 200, key="advise_iterations")
-    help = "Saves the recipe and trains bf16, the best single format with no more bits, and the recipe"
+    help = "Saves the recipe and trains bf16, the best single format with at most as many bits, and the recipe"
     if not columns[3].button("Verify", type="primary", icon=":material/fact_check:", help=help, width="stretch"):
         return
     root = selection.opened.root

@@ -1,5 +1,5 @@
-"""Which format for which operand? The least predicted loss under a budget of bits, and whether training confirmed
-it."""
+"""Which format for which operand? The smallest predicted loss change within a bit budget, and whether training
+confirmed it."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def _held(advised: pd.Series, plain: pd.DataFrame) -> str:
     """Whether an advised recipe did better than the best single format with no more bits."""
     others = plain[plain["bits"] <= advised["bits"] + AS_MANY].sort_values("predicted")
     if others.empty:
-        return f"{advised['name']} was trained, but no single format with as few bits was."
+        return f"{advised['name']} was trained, but no single format with at most as many bits was."
     other = others.iloc[0]
     gaps = f"{fixed(advised['gap'], 4, '+')}, {other['name']} one of {fixed(other['gap'], 4, '+')}"
     text = f"{advised['name']} reached a mean gap of {gaps}: "

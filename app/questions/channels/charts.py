@@ -34,8 +34,8 @@ def history(table: pd.DataFrame, title: str, subtitle: str) -> alt.Chart:
             tooltip=[
                 alt.Tooltip("channel:O", title="channel"),
                 alt.Tooltip("iteration:O", title="iteration"),
-                alt.Tooltip("share:Q", title="hot in", format=".0%"),
-                alt.Tooltip("of_all:Q", title="of all iterations", format=".0%"),
+                alt.Tooltip("share:Q", title="share of tensors", format=".0%"),
+                alt.Tooltip("of_all:Q", title="share over all iterations", format=".0%"),
             ],
         )
         .add_params(*over)

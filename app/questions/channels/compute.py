@@ -77,7 +77,7 @@ def by_iteration(found: Persistence) -> pd.DataFrame:
 
 def channel_history(found: Persistence, place: str, most: int = 20) -> pd.DataFrame:
     """The channels of one place that are hot most often, at most `most`: channel, iteration, share (of the runs, ranks
-    and micro-batches of that iteration, in how many it is hot) and of_all (the same over all iterations)."""
+    and micro-batches of that iteration, those in which it is hot) and of_all (the same over all iterations)."""
     hot = found.hot[found.hot["place"] == place]
     rows = hot[["iteration", "tensor_id", "hot_channels"]].explode("hot_channels").astype({"hot_channels": int})
     rows = rows.rename(columns={"hot_channels": "channel"})

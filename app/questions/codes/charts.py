@@ -45,7 +45,7 @@ def codes(table: pd.DataFrame, spec: Spec, subtitle: str | list[str]) -> alt.Cha
     ]
     y = alt.Y("share:Q", title="share of values", axis=alt.Axis(format="~%", tickCount=5))
     if len(shown) <= 32:
-        x = alt.X("text:O", title="code’s value, over the scale", sort=None, axis=alt.Axis(labelAngle=0))
+        x = alt.X("text:O", title="code’s value, before the scale", sort=None, axis=alt.Axis(labelAngle=0))
         shown["text"] = [
             text if text != "0" or code == 0 else "−0" for text, code in zip(shown["text"], shown["code"], strict=True)
         ]

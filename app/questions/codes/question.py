@@ -60,7 +60,7 @@ def report(selection: ReportSelection) -> Iterator[Section]:
     precisions = (hifp8.precisions(opened, where, by) for by in selection.dividing(PRECISIONS_BY))
     yield Section("hifp8", figures=[figure for figure in (hifp8.codebook(opened, where), *precisions) if figure])
     if "hifp8" not in selection.formats:
-        yield Section("hifp8", problems=["No operand was scored in hifp8: its codes are not counted."])
+        yield Section("hifp8", problems=["No operand was scored in hifp8, so no codes are counted."])
         return
     by_operation = selection.ranked("hifp8").groupby("operation", sort=False)
     worst = pd.concat([part.head(COUNTED) for _, part in by_operation]).head(2 * COUNTED)

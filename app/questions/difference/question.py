@@ -41,7 +41,7 @@ COLUMNS = {
 
 
 def _newest(first: int) -> Callable[[Catalog], One]:
-    """The runs, newest first but for the one that is the default."""
+    """The runs: the default, then the others, newest first."""
 
     def runs(opened: Catalog) -> One:
         names = opened.runs()["run_id"].tolist()
@@ -138,7 +138,7 @@ DIFFERENCE = Question(
     draw=draw,
     controls=CONTROLS,
     narrow=_controls,
-    slow="Tensors are compared",
+    slow="Comparing tensors",
     note=NOTE,
     on_overview=False,
     report=not_in_report,

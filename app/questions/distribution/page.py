@@ -86,7 +86,7 @@ def _table(total: int, where: Filter, rows: pd.DataFrame, shown: pd.DataFrame, c
     default = [index for index, tensor_id in enumerate(rows["tensor_id"]) if tensor_id in wanted]
     event = st.dataframe(
         shown,
-        # Another filter, other rows or a visit by another address: then the address says which rows are selected.
+        # If the filter or the rows change, or another URL is opened, the URL determines which rows are selected.
         key=f"tensors_{hash((where, tuple(rows['tensor_id']), st.session_state['visit']))}",
         hide_index=True,
         height=318,

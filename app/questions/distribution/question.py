@@ -59,8 +59,9 @@ COLUMNS = {
 
 @dataclass(frozen=True)
 class Groups:
-    """What is drawn: the distributions, what they are grouped by (field: of the filter), where they come from;
-    tensors whose values were not kept, and those whose file cannot be read, with the reason: both from the sketch."""
+    """found: the distributions; by: what they are grouped by; field: that field of the filter, if any; text: the
+    source; not_kept: tensors without values; damaged: unreadable files, with the reason. Both are drawn from their
+    sketches."""
 
     found: list[Distribution]
     by: str

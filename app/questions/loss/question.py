@@ -40,7 +40,7 @@ def draw(board: Board, values: dict[str, Any]) -> Drawn:
         return board.nothing
     table = found.table
     batches = int(table["micro_batches"].max())
-    over = f"the mean over {batches:,} micro-batches" if batches > 1 else "of one micro-batch"
+    over = f"the mean over {batches:,} micro-batches" if batches > 1 else "one micro-batch"
     bars = ranking_charts.ranking(
         table, measure, board.title(", largest first"), f"{min(len(table), BARS)} of {len(table):,} places · {over}"
     )
@@ -80,7 +80,9 @@ def _verdict(found: compute.Costs, fmt: str) -> str:
     worst, of = table.iloc[0], len(table)
     lines = [f"{worst['place']} costs the most in {fmt}: {short(worst['value'], 2, '+')} nats predicted"]
     total = table["value"].sum()
-    lines.append(f", {short(total, 2, '+')} over all {of:,} operands. SQNR ranks it {int(worst['sqnr_rank'])} of {of}")
+    lines.append(
+        f", {short(total, 2, '+')} over all {of:,} operands. Its SQNR rank is {int(worst['sqnr_rank'])} of {of}"
+    )
     if not math.isnan(found.agreement):
         lines.append(f"; Spearman’s ρ between the two rankings is {fixed(found.agreement, 2)}")
     lines.append(". ")
@@ -97,7 +99,7 @@ def _verdict(found: compute.Costs, fmt: str) -> str:
     else:
         lines.append(f"Between two halves of the micro-batches, ρ is {fixed(found.reliability, 2)}.")
     if unknown:
-        lines.append(f" For {unknown} operands nothing can be predicted: a gradient is not finite.")
+        lines.append(f" No change is predicted for {unknown} operand{'s' * (unknown != 1)}: a gradient is not finite.")
     return "".join(lines)
 
 

@@ -20,8 +20,8 @@ NOTHING = (
 )
 CAPTION = (
     "Predicted: the sum of the recorded terms over the forward operands, as on Worst › Loss. Gap: the run’s loss "
-    "minus the loss of the bf16 run of the same seed at the same iteration, in nats per token. The first iteration "
-    "comes before any step: its gap is what rounding does to the forward pass alone."
+    "minus the loss of the bf16 run of the same seed at the same iteration, in nats per token. The gap in the first "
+    "iteration is measured before any step: it shows the effect of rounding on the forward pass alone."
 )
 COLUMNS = {
     "name": Column("Recipe", width=220),

@@ -67,9 +67,9 @@ def parts_alone(costs: pd.DataFrame) -> pd.DataFrame:
 
 
 def ladder_runs(table: pd.DataFrame, gaps: pd.DataFrame, ladder: Ladder) -> tuple[pd.DataFrame, int]:
-    """(the runs of a ladder with column gap, the mean of `loss_gaps`, NaN without a bf16 run, bf16's left out; how many
-    of its runs are left out). If several runs have the same recipe and seed, the newest counts; of several settings,
-    those with the most rungs and, if equal, the newest."""
+    """(the runs of a ladder except bf16, with column gap: the mean of `loss_gaps`, NaN without a bf16 run; how many of
+    its runs are left out). If several runs have the same recipe and seed, the newest counts; of several settings, those
+    with the most rungs and, if equal, the newest."""
     own = table[table["recipe"].isin([rung.recipe for rung in ladder.rungs]) & (table["recipe"] != BF16)]
     if own.empty:
         return own.assign(gap=np.nan), 0

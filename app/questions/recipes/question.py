@@ -224,12 +224,12 @@ def _answer(costs: pd.DataFrame, base: str) -> str:
         named = [f"{row.parts} {_gap(row.gap)}" for row in alone.head(NAMED).itertuples()]
         rest = f" and {len(alone) - NAMED} more" * (len(alone) > NAMED)
         return (
-            f"Rounded alone, {alone['only'].iloc[0]} raises the loss the most: {', '.join(named)}{rest} "
+            f"Rounded alone, {alone['only'].iloc[0]} has the largest gap: {', '.join(named)}{rest} "
             f"(nats per token, mean gap to bf16{several})."
         )
     first = costs.iloc[0]
     advice = "To compare the parts, collect FA_… and linear_… recipes."
-    return f"{first['label']} raises the loss the most: {_gap(first['gap'])} nats per token. {advice}"
+    return f"{first['label']} has the largest mean gap to bf16: {_gap(first['gap'])} nats per token. {advice}"
 
 
 def _gap(value: Any) -> str:
@@ -264,8 +264,8 @@ def gradients(
     compared: Compare,
     done: Callable[[int, int], None] = lambda count, of: None,
 ) -> Drawn:
-    """How far each run's gradients of this name are from bf16's. compared: `compare`, or what remembers its answers;
-    done is called with the number of finished runs and of all."""
+    """How far each run's gradients of this name are from bf16's. compared: `compare`, or a version that caches its
+    results; done is called with the number of finished runs and of all."""
     runs = runs_compared(table)
     together, unread = _pairs(runs, "label", name, at, compared, done)
     if together.empty:
@@ -276,12 +276,12 @@ def gradients(
     summary = gradient_summary(together, ["group", "place"])
     worst = gradient_summary(together, ["group"]).sort_values("cosine").iloc[0]
     verdict = (
-        f"Furthest from bf16’s: {worst['group']}, mean cosine {fixed(worst['cosine'], 3)}, "
+        f"The gradients of {worst['group']} are furthest from bf16’s: mean cosine {fixed(worst['cosine'], 3)}, "
         f"gradient bias {short(worst['gradient_bias'], 3)}."
     )
     unscaled = [name for name in FORMATS if with_scale(name)]
     if runs.loc[runs["label"] == worst["group"], list(PARTS)].isin(unscaled).any(axis=None):
-        verdict += f" It rounds to HiFloat8 without a scale: {_with_scale(together, runs)}."
+        verdict += f" This run rounds to HiFloat8 without a scale: {_with_scale(together, runs)}."
     what = f"{len(together):,} pairs of {name} tensors, iteration {at}, exact"
     caption = (
         f"{source(where, what)}\nCosine: {MEASURES['cosine'].definition}, where x is bf16’s gradient of the same "
@@ -299,7 +299,7 @@ def gradients(
         notes.append(f"{unread} pairs could not be read and are left out.")
     comparable = len(comparable_runs(table))
     if comparable > style.MAX_GROUPS:
-        notes.append(f"The {style.MAX_GROUPS} newest of {comparable} runs; use the filter to choose others.")
+        notes.append(f"The {style.MAX_GROUPS} newest of {comparable} runs are shown; use the filter to choose others.")
     if at > min(iterations):
         notes.append("In later iterations the weights have drifted apart as well.")
     return Drawn((*figures, *map(Text, notes)), verdict)
@@ -455,7 +455,7 @@ def _weight_gradients(opened: Catalog, where: Filter, runs: pd.DataFrame) -> Dra
 
 
 def _values_read(opened: Catalog, runs: pd.DataFrame, name: str, iteration: int) -> int:
-    """How many values comparing these runs' gradients with bf16's reads."""
+    """The number of values that are read to compare these runs' gradients with bf16's."""
     where = Filter(tensor_name=(name,), iteration=(iteration,))
     pairs = (opened.pairs(run["run_id"], run["reference"], where) for _, run in runs.iterrows())
     return sum(int(each["numel"].sum()) for each in pairs)

@@ -67,8 +67,8 @@ def full_labels(rows: pd.DataFrame, names: Mapping[str, str]) -> dict[str, str]:
 
 
 def thinned(table: pd.DataFrame, most: int) -> tuple[pd.DataFrame, int]:
-    """No more than about `most` rows of a table of curves (columns group or label, and iteration): (one iteration in
-    how many, each curve's last among them; in how many)."""
+    """Thin a table of curves (columns group or label, and iteration) to about `most` rows. Returns (every n-th
+    iteration and the last of each curve, n)."""
     step = -(-len(table) // most) or 1
     if step == 1:
         return table, 1

@@ -16,8 +16,8 @@ MOST_POINTS = 300  # that are marked, in addition to the line through them
 
 
 def loss_table(records: Mapping[str, Sequence[Mapping[str, Any]]], most: int) -> tuple[pd.DataFrame, int]:
-    """(for `losses`: group, iteration, loss, of at most about `most` rows; one iteration in how many is in it), from
-    the records of each group's loss.jsonl."""
+    """(the table for `losses`, with columns group, iteration and loss, thinned to about `most` rows; n), from the
+    records of each group's loss.jsonl. Every n-th iteration is in the table."""
     rows = [(group, record["iteration"], record["loss"]) for group, found in records.items() for record in found]
     return thinned(pd.DataFrame(rows, columns=["group", "iteration", "loss"]), most)
 

@@ -53,8 +53,8 @@ class Board(Selection):
             if measure.key == boards.LOSS_CHANGE:
                 pooled = "their sum"
             else:
-                pooled = "of the summed powers" if measure.low_is_bad else "of all their elements"
-            return f"{measure.label} in {self.format}: {measure.definition}; several tensors together: {pooled}."
+                pooled = "from the summed powers" if measure.low_is_bad else "over all elements"
+            return f"{measure.label} in {self.format}: {measure.definition}; for several tensors: {pooled}."
         return f"{measure.label}: {measure.definition}; the largest of the tensors that are combined."
 
     def caption(self, what: str) -> str:

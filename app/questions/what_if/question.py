@@ -28,9 +28,9 @@ from binade.quant.metrics import METRICS
 from binade.quant.specs import OPTIONS
 
 OWN = "default"
-# A rule that is a format's only one is not a choice.
+# A rule that is the only one of its format is not offered.
 RULES = dict.fromkeys(rule for fmt in FORMATS.values() if len(fmt.scale_rules) > 1 for rule in fmt.scale_rules)
-# Of each option the values to choose from; what it means is in OPTIONS.
+# The values to choose from for each option; OPTIONS says what it means.
 VALUES = {
     "scale": ("Scale", tuple(map(str, RULES))),
     "block": ("Block", ("8", "16", "32", "64", "128", "16x16", "32x32", "128x128", "row", "tensor")),
@@ -119,7 +119,7 @@ def plan(selected: SelectedTensor, values: dict[str, Any]) -> Plan:
     trials = [compute.trial(name, **options) for name in formats]
     for name, (title, _) in VALUES.items():
         if without := [one.spec.format.name for one in trials if name in one.ignored]:
-            said.append(f"{title} does not apply to {', '.join(without)}: their defaults are used.")
+            said.append(f"{title} does not apply to {', '.join(without)}: the default is used.")
     if biased := [one.label for one in trials if one.spec.biased]:
         said.append(
             f"Stochastic rounding is biased in {', '.join(biased)}, because large values are clipped. The scales rceil "

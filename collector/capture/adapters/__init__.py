@@ -13,7 +13,7 @@
     passes.py         which forward pass a call belongs to: micro-batch, recomputation
     watch.py          the first forward pass, watched for products that no adapter intercepts
 
-`survey` calls them all. `find` refuses the modules that it cannot intercept by name: nothing is left out silently.
+`survey` calls them all. `find` refuses modules that it cannot intercept, and names them: nothing is left out silently.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Attention cores: intercepts the functions of torch that compute QKᵀ and PV while the forward of a core runs.
 
-Only the forward of that module runs under the mode, and only while there is something to quantize or record. Keys and
-values are recorded as they enter the products: copied to every head where the model copies them.
+A TorchFunctionMode replaces them: in the forward of a core only, and only while there is something to quantize or
+record. Keys and values are recorded as they enter the products: copied to every head where the model copies them.
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ def _linear(modules: dict[str, nn.Module], name: str, like: type[ColumnParallelL
     module: Any = modules[name]
     is_head = layer_number(modules, name) is None
     where = HEAD if is_head else site(modules, name)
-    # Each rank's part of a gated fc1 is its gate and its up: initialized or not, the weight need not say so.
+    # Each rank holds a part of gate and a part of up in a gated fc1, even where the weight has no partition_stride.
     gated = where.module.endswith("fc1") and module.config.gated_linear_unit
     stride = 2 if gated else max(1, getattr(module.weight, "partition_stride", 1))
 

@@ -10,7 +10,7 @@ The LM head stays as it is unless head=True: a linear layer whose weight is an e
 
 Not intercepted, and refused: nn.MultiheadAttention (and so nn.Transformer's layers), recurrent networks, nn.Bilinear,
 weights that are not plain floating-point tensors, and what torch.jit has compiled. A module whose attention is written
-out in matrix products is one of `cores`; where the recipe quantizes attention and does not name it, `watch` refuses it.
+out in matrix products must be named in `cores`; if it is not, and the recipe quantizes attention, `watch` refuses it.
 """
 
 from __future__ import annotations
