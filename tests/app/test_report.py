@@ -397,7 +397,7 @@ def test_a_sessions_report_tells_its_pins_and_notes(command, root, tmp_path):
         (["--tensor-save-dir", "{file}"], 1, "is a file"),
         (["--output", "{file}"], 2, "is a file: give --output a new folder"),
         (["--output", "/"], 2, "/ cannot be used for a report"),
-        (["--zip", "{tmp}"], 2, "is a folder: give --zip"),
+        (["--zip", "{tmp}"], 2, "is a folder: pass a file name to --zip"),
         (["--zip", "{tmp}/draw/heatmaps/x.zip"], 2, "is where the report writes its own files"),
         (["--zip", "{tmp}/absent/x.zip"], 2, "absent is not a folder"),
         (["--quant-type", "hifp8"], 1, "no tensor matches: quant type hifp8"),
