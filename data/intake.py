@@ -538,9 +538,8 @@ def _run_row(run: RunInfo) -> list[Any]:
         _time(config.get("started")),
         _time(status.finished),
         status.iteration,
-        config.get(
-            "train_iters", config.get("control_iter")
-        ),  # older runs trained only the iterations that they recorded
+        # Older runs trained only the iterations that they recorded.
+        config.get("train_iters", config.get("control_iter")),
         status.tensors,
         status.tensors_without_raw,
         status.bytes,

@@ -186,9 +186,8 @@ def _refuse_foreign(output: Path, files: Iterable[str], before: set[str], folder
     foreign = {name for name in files if (lexists(output / name) and name not in before) or (output / name).is_dir()}
     wanted = {*folders, *(str(parent) for name in {*files, *before} for parent in PurePosixPath(name).parents[:-1])}
     there = {name: output / name for name in wanted if lexists(output / name)}
-    foreign |= {
-        name for name, path in there.items() if path.is_symlink() or not path.is_dir()
-    }  # a link can lead anywhere
+    # A link can lead anywhere.
+    foreign |= {name for name, path in there.items() if path.is_symlink() or not path.is_dir()}
     if foreign:
         raise UsageError(
             f"{output / min(foreign)} exists and was not written by a report: give --output another folder, or move it"

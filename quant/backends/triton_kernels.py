@@ -61,9 +61,8 @@ if INTERPRETED:
 
 # Values a program takes if blocks lie along the last axis. The interpreter handles at most 2^20 elements in a tile.
 TILE = 1 << 17 if INTERPRETED else 1 << 12
-PER_THREAD = (
-    64  # values, twice as many along other axes; the fixed work of a thread per program is amortized over these
-)
+# Values, twice as many along other axes: they share the fixed work of a thread per program.
+PER_THREAD = 64
 
 FLOAT32_MAX = tl.constexpr(3.4028234663852886e38)
 NEAREST, HALF_AWAY, STOCHASTIC = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
