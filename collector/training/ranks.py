@@ -11,8 +11,8 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
@@ -34,6 +34,8 @@ STORE = "BINADE_STORE"
 LAUNCHER_GONE = "the process that started the ranks has exited"
 TIMEOUT = timedelta(minutes=30)
 NOTICE = 10.0  # seconds that a rank has to notice by itself that the launcher is gone, or another rank to end
+SILENCE = 60  # seconds without a heartbeat after which a rank on another host counts as lost
+LEFT = b"left"  # instead of a heartbeat, by a rank that is done
 _joined = count()  # the runs of this process
 
 
@@ -132,16 +134,63 @@ def settle_runs(root: Path, owner: int, state: RunState, reason: str | None) -> 
             settle(run.directory, state, reason)
 
 
-def _end_without_launcher(rank: int, launcher: int, root: Path, left: Event) -> None:
-    """End this process if the launcher is gone and the rank does not notice. gloo may not notice that a peer has died,
+class _Heartbeats:
+    """Tells whether other ranks are alive, through the store of torchrun: rank 0 follows all, the others follow rank 0.
+
+    Silence is counted in calls of `lost`, not in seconds: ranks that were suspended together do not lose each other.
+    """
+
+    def __init__(self, name: str, rank: int, size: int):
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        # A connection of its own: the other one may be waiting for something.
+        connection = dist.TCPStore(  # type: ignore[attr-defined]
+            os.environ["MASTER_ADDR"], _environment_number("MASTER_PORT"), is_master=False, timeout=TIMEOUT
+        )
+        self._store = dist.PrefixStore(f"heartbeats {attempt} {name}", connection)  # type: ignore[attr-defined]
+        self._key = str(rank)
+        self._silence = dict.fromkeys(map(str, range(1, size) if rank == 0 else [0]), 0)
+        self._left = Event()
+        # A thread of its own: without the host of the store, an exchange never ends.
+        self._thread = Thread(target=self._exchange, daemon=True)
+        self._thread.start()
+
+    def _exchange(self) -> None:
+        last = dict.fromkeys(self._silence, b"")
+        with suppress(RuntimeError):  # the store ends with the first host
+            for number in count():
+                self._store.set(self._key, str(number))
+                found = dict(zip(last, self._store.multi_get(list(last)), strict=True))
+                self._silence |= {rank: 0 for rank in last if found[rank] != last[rank]}
+                self._silence |= {rank: -sys.maxsize for rank in last if found[rank] == LEFT}
+                last = found
+                if self._left.wait(1.0):
+                    self._store.set(self._key, LEFT.decode())
+                    return
+
+    def lost(self) -> str | None:
+        """Called once a second. Returns what was lost, if anything."""
+        for rank in self._silence:
+            self._silence[rank] += 1
+            if self._silence[rank] > SILENCE:
+                return f"lost the connection to another rank: no heartbeat of rank {rank} for {SILENCE} s"
+        return None
+
+    def leave(self) -> None:
+        self._left.set()
+        self._thread.join(NOTICE)
+
+
+def _end_when_lost(lost: Callable[[], str | None], owner: int, rank: int, root: Path, left: Event) -> None:
+    """End this process if what it depends on is lost and it does not notice. gloo may not notice that a peer has died,
     and then waits for TIMEOUT in a call that no signal or exception can interrupt."""
-    while os.getppid() == launcher:
+    while not (reason := lost()):
         if left.wait(1.0):
             return
     if not left.wait(NOTICE):
         try:
+            print(f"binade: {reason}", file=sys.stderr)
             if rank == 0:
-                settle_runs(root, launcher, FAILED, LAUNCHER_GONE)
+                settle_runs(root, owner, FAILED, reason)
         finally:
             os._exit(PeerLostError.exit_status)
 
@@ -169,13 +218,17 @@ def join(config: RunConfig, root: Path) -> Iterator[Ranks]:
         "nccl" if config.device == Device.CUDA else "gloo", store=store, rank=rank, world_size=size, timeout=TIMEOUT
     )
     left = Event()
-    if launcher := Ranks().owner:
-        # It gets no process group: one that is alive when Python exits aborts the process.
-        Thread(target=_end_without_launcher, args=(rank, launcher, root, left), daemon=True).start()
+    launcher = Ranks().owner
+    heartbeats = None if STORE in os.environ else _Heartbeats(name, rank, size)
+    lost = heartbeats.lost if heartbeats else lambda: LAUNCHER_GONE if launcher and os.getppid() != launcher else None
+    # It gets no process group: one that is alive when Python exits aborts the process.
+    Thread(target=_end_when_lost, args=(lost, launcher or os.getpid(), rank, root, left), daemon=True).start()
     try:
         tensor = _new_group([range(first, first + config.tp) for first in range(0, size, config.tp)], rank)
         data = _new_group([range(first, size, config.tp) for first in range(config.tp)], rank)
         yield Ranks(rank, size, Group(tensor, config.sequence_parallel), Group(data))
+        if heartbeats:
+            heartbeats.leave()
     finally:
         dist.destroy_process_group()
         left.set()

@@ -91,15 +91,23 @@ def test_the_rows_of_both_hosts_arrive(tmp_path: Path):
     assert set(ranks) == {0, 1} and len(ranks) == run.status.tensors
 
 
-def test_the_death_of_a_host_ends_the_run_with_its_reason(tmp_path: Path):
+@pytest.mark.parametrize("unplugged", [False, True], ids=["killed", "unplugged"])
+def test_the_loss_of_a_host_ends_the_run_with_its_reason(tmp_path: Path, unplugged: bool):
     root, log = tmp_path / "runs", tmp_path / "log"
     started = start(root, log, "--control-iter", "1000000", "--capture-every", "100000")
+    second = list(NAMES)[1]
+    link = ["ip", "-n", second, "link", "set", LINKS[second]]
     try:
         until(lambda: any(run.status.iteration >= 0 for run in list_runs(root)[0]), "an iteration", 200)
-        kill(started[1])
+        if unplugged:  # gloo waits for the other host without noticing
+            subprocess.run([*link, "down"], check=True)
+            assert started[1].wait(200) != 0
+        else:
+            kill(started[1])
         assert started[0].wait(200) != 0
     finally:
         end(started)
+        subprocess.run([*link, "up"], check=True)
     (run,), _ = list_runs(root)
     assert (run.status.state, run.status.tensors > 0) == ("failed", True)
     assert "lost the connection to another rank" in run.status.reason
