@@ -199,7 +199,7 @@ def _interrupt_again(lost: Any) -> None:
 
 
 def names(text: str) -> tuple[str, ...]:
-    """The items of a list that is separated by commas, but not by those in parentheses, as the options of a spec."""
+    """The items of a comma-separated list. Commas in parentheses, as in a spec's options, do not separate items."""
     return tuple(part.strip() for part in re.split(r",(?![^()]*\))", text) if part.strip())
 
 

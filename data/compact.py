@@ -116,7 +116,9 @@ def _compact_run(run: RunInfo, segments: Path, size: int, dry_run: bool, found: 
         found.skipped.append(f"{run.run_id} has no checksums: it was recorded by an earlier version")
         return
     if run.status.state != DONE and (run.directory / CHECKPOINTS).is_dir():
-        found.skipped.append(f"{run.run_id} can be resumed: binade run --resume, or delete its {CHECKPOINTS}")
+        found.skipped.append(
+            f"{run.run_id} can be resumed: use binade run --resume {run.run_id}, or delete its {CHECKPOINTS}"
+        )
         return
     if not dry_run:
         _clean(segments)

@@ -46,7 +46,8 @@ class Event:
     trigger  the condition that fired, as written
     place    the tensor or module: "layer1.fc1 input"
     until    of a capture, its last iteration
-    order    of what is not finite: its place among the calls and gradients of the step, which tells ranks apart
+    order    of what is not finite: its place among the calls and gradients of the step, by which the events of all
+             ranks are sorted
     layer, module   of what is not finite, as the index names them; None for what belongs to no module
     chain    of what is not finite: what it reached after that in the same step, in order
     """

@@ -26,8 +26,8 @@ def on_a_grid(config: str) -> str | None:
     if not (kinds := (json.loads(config).get("weights") or {}).get("quantized")):
         return None
     return (
-        f"The weights were dequantized from {' and '.join(map(str, kinds))} and lie on those grids: the rounding "
-        "errors of weights are meaningless here. Activations and gradients are real."
+        f"The weights were dequantized from {' and '.join(map(str, kinds))} and lie on a quantization grid: the "
+        "rounding errors of weights are meaningless here. Those of activations and gradients are not affected."
     )
 
 

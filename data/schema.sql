@@ -93,7 +93,7 @@ CREATE TABLE tensor (
     saturated     DOUBLE,               -- of all elements
     sketch_start  BIGINT,               -- rows sketch_start to sketch_stop - 1 of the sketches of its segment; null without a sketch
     sketch_stop   BIGINT,               -- see sketch_start; both exist only in the index
-    -- an axis is one that the shape has: pages rely on it
+    -- an axis must be one that the shape has: pages rely on this
     CHECK (contracted_axis IS NULL OR coalesce(contracted_axis BETWEEN -len(shape) AND len(shape) - 1, false)),
     CHECK (shard_axis IS NULL OR coalesce(shard_axis BETWEEN -len(shape) AND len(shape) - 1, false))
 );

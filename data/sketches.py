@@ -132,8 +132,8 @@ def _sums(
 def _blocks(
     segments: Mapping[int, tuple[str, int]], segment: np.ndarray, start: np.ndarray, stop: np.ndarray
 ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """The sketches in these rows, which are in order, of these segments, some at a time: which of them each is of,
-    its bin and its count."""
+    """The sketches in these rows, which are in order, of these segments, some at a time: for each row the index of its
+    sketch, its bin and its count."""
     upto = np.concatenate([[0], np.cumsum(stop - start)])
     (breaks,) = ((segment[1:] != segment[:-1]) | (start[1:] != stop[:-1])).nonzero()
     first, last = np.concatenate([[0], breaks + 1]), np.concatenate([breaks, [len(start) - 1]])

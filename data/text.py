@@ -56,7 +56,7 @@ def fixed(value: float, decimals: int, sign: Literal["-", "+"] = "-") -> str:
 
 
 def markdown_text(text: str) -> str:
-    """A text as it is in Markdown, on one line: no cell, link, tag, character reference or emphasis is made of it."""
+    """Escape a text for Markdown, on one line: no cell, link, tag, character reference or emphasis is made of it."""
     return "".join(f"\\{c}" if c in "\\|*_`[]<>#&" else c for c in " ".join(text.split()))
 
 

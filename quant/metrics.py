@@ -331,8 +331,8 @@ def _score_counted(codes: Counted, spec: Spec) -> Errors:
 def errors_later(
     x: Tensor, q: Tensor, spec: Spec, scales: Tensor | None, dim: int, absmax: Tensor | None = None
 ) -> Callable[[], Errors]:
-    """As `score_later`, for a q that is already computed, with scales as `quantizer.apply` returns them. absmax: as it
-    was given to it."""
+    """As `score_later`, for a q that is already computed, with scales as `quantizer.apply` returns them. absmax: as
+    given to `quantizer.apply`."""
     numel = x.numel()
     if not numel:
         empty = errors(x, q)

@@ -101,7 +101,7 @@ def noise_blocks(x: Tensor, spec: Spec, dim: int, block: Block | None, seed: int
 
 def scales_along(scales: Tensor, x: Tensor, dim: int, block: Block) -> Tensor:
     """Block scales [groups, n] in the order of `to_blocks` -> [outer, blocks, inner] over x's axes before and after
-    `dim`: the first number of each, a tile's at each of its rows."""
+    `dim`: the first number of each block, repeated for each row of a tile."""
     dim = dim % x.dim() if x.dim() else 0
     columns = block.columns or max(x.shape[dim] if x.dim() else 1, 1)
     blocks = -(-(x.shape[dim] if x.dim() else 1) // columns)

@@ -1,10 +1,10 @@
 """The binade sketch: counts of values by the top 12 bits of their IEEE binary32 form, and statistics that can be
 computed from them.
 
-A bin is a sign, an exponent and 3 mantissa bits: an eighth of a binade. Every power of two and every format's range
-limit lies on an edge, counts are exact, and sketches merge by addition. The place of a value within its bin is unknown,
-so a result has the width of a bin as its error: at most an eighth of the value's magnitude (2^-129 for float32's
-subnormals). Each function states its own bound.
+A bin is a sign, an exponent and 3 mantissa bits: an eighth of a binade. Every power of two lies on an edge, and so
+do the range limits of all formats except the largest values of bf16, fp16 and MXINT8. Counts are exact, and sketches
+merge by addition. The place of a value within its bin is unknown, so a result has the width of a bin as its error: at
+most an eighth of the value's magnitude (2^-129 for float32's subnormals). Each function states its own bound.
 """
 
 from __future__ import annotations

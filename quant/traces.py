@@ -33,7 +33,7 @@ def hot_count(channels: int) -> int:
 
 def hot_channels_later(x: Tensor) -> Callable[[], tuple[np.ndarray, float]]:
     """The `hot_count` channels (indices of the last axis) of x [..., channels] with the largest absmax, the hottest
-    first, of equal ones the lower index; and the largest absmax over the median channel's.
+    first, and of equal ones the one with the lower index first; and the largest absmax divided by the median channel's.
 
     Channels that hold NaN or Inf or nothing but zeros are not among them. The ratio is NaN where the median is 0.
     Returns a function, so that nothing waits for a GPU until it is called.
@@ -69,8 +69,8 @@ def _places(numel: int, count: int, device: torch.device) -> Tensor:
 @dataclass(frozen=True)
 class Sample:
     """
-    values, rounded   float32, at `positions(numel, SAMPLE)`: before and after rounding, of a spec with a rotation in
-                      rotated space
+    values, rounded   float32, at `positions(numel, SAMPLE)`: before and after rounding; in rotated space
+                      for a spec with a rotation
     at_bin_edge       of `positions(numel, EDGE_SAMPLE)`, the share of values v·scale, rounded to c·scale, with |v - c|
                       > 0.495 · width, where c's bin of that width reaches halfway to either neighbor (of the outermost
                       codes: as far out as in). TetraJet-v2, `oscillation_reset.py`. NaN where rounding is stochastic,

@@ -40,7 +40,7 @@ class Costs:
     runs           the runs that it is from, all of one recipe
     micro_batches  the fewest that an operand was recorded in
     reliability    Spearman's ρ of the forward operands' changes, in the narrowest spec, between two halves of the
-                   micro-batches; NaN of one micro-batch or of fewer than three operands
+                   micro-batches; NaN for one micro-batch or for fewer than three operands
     left           GEMMs without advice, because not both operands were scored: "qk.dquery"
     """
 

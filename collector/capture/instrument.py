@@ -211,7 +211,7 @@ def instrument(
 class Covered:
     """Modules of one class whose paths differ in numbers alone, and what `instrument` does to them.
 
-    paths       as of `exclude`: "layers.*.mlp.up_proj"
+    paths       as in `exclude`: "layers.*.mlp.up_proj"
     recorded    what they are called in the index, * for the layer's number; "" if they are left as they are
     format      what the recipe quantizes them to
     reason      why they are left, or left in bf16

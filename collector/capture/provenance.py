@@ -54,7 +54,7 @@ class _Note:
         self.bad = math.isnan(low) or math.isinf(high) or (math.isinf(low) and not self.mask)
 
     def decided_on(self, device: torch.device) -> Tensor:
-        """`decide` there, without waiting: of one value."""
+        """The result of `decide` as a tensor of one value on this device, without waiting."""
         low, high = (x.to(device, non_blocking=True) for x in self.extremes)
         bad = ~(high < math.inf)  # so is NaN
         return bad if self.mask else bad | (low == -math.inf)
@@ -423,7 +423,7 @@ def _chain(calls: list[_Call], origin: int) -> tuple[Reached, ...]:
     """What is not finite after the origin: the results of modules that contain no other such module, and of the model,
     the loss, and the gradients that these modules compute."""
     found = []
-    # What returns its input, as the last module may, has the gradient of its input before that of its result.
+    # A module that returns its input, as the last one may, has the gradient of its input before that of its result.
     gradients = [at for call in calls for at, note in (*call.arriving, *call.leaving) if note.bad and at > origin]
     if any(_first(call.arriving) in gradients for call in calls if not call.name):
         found.append(Reached(min(gradients) - calls[0].started, "loss", BACKWARD))

@@ -753,8 +753,8 @@ class Recorder:
         return self._merges and self._reduction.works and not own
 
     def _publish_reduced(self) -> None:
-        """At the end of a step, or with `at` of a micro-batch: queue what was measured of it to be reduced over ranks.
-        All ranks call this at the same time, even if they have measured nothing."""
+        """At the end of a step, or of a micro-batch if `at` is used, queue what was measured in it to be reduced over
+        ranks. All ranks call this at the same time, even if they have measured nothing."""
         if not self.entered or self._reduction is None:
             return
         watched = self.watching.watches(self.iteration) and not (self.positioned and self.micro_batch)

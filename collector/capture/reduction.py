@@ -45,7 +45,7 @@ class Reduction:
     """Reduces the rows of these ranks, in a separate process group.
 
     merges     whether whole rows are reduced, not only statistics of watched steps
-    keeps_own  whether whole rows of this rank are left out, as all of its replica
+    keeps_own  whether whole rows of this rank are left out, like those of all ranks of its replica
     """
 
     def __init__(self, members: Sequence[int], group: dist.ProcessGroup, merges: bool, keeps_own: bool) -> None:
@@ -95,10 +95,10 @@ class Reduction:
 
 
 def reduced(rows: Iterable[TensorRow], keep_outlying: bool = False) -> list[TensorRow]:
-    """One row per logical tensor: statistics, sketches, scores and blocks as of the concatenated parts; the absmax and
-    other extremes are the largest. Its id and rank are those of the worst part: the lowest SQNR, without one the
-    largest absmax. keep_outlying: replicas that stand out keep their rows, which are then not part of the others. So do
-    replicas that do not have all slices of a tensor."""
+    """One row per logical tensor: statistics, sketches, scores and blocks are those of the concatenated parts; the
+    absmax and other extremes are the largest. Its id and rank are those of the worst part: the lowest SQNR, without one
+    the largest absmax. keep_outlying: replicas that stand out keep their rows, which are then not part of the others.
+    So do replicas that do not have all slices of a tensor."""
     tensors = _tensors(rows)
     kept = _outlying(tensors) if keep_outlying else set()
     found: list[TensorRow] = []
@@ -195,8 +195,8 @@ def _merged(replicas: Sequence[Sequence[TensorRow]]) -> TensorRow:
 
 
 def _score(score: Score, parts: Sequence[TensorRow], every: Sequence[TensorRow], replicas: int) -> Score | None:
-    """Merge a score of all parts; None if one does not have it. The loss of the run is the mean of its replicas': a
-    gradient there is that many times the one of the run's loss."""
+    """Merge a score of all parts; None if one does not have it. The loss of the run is the mean over its
+    replicas: a gradient on one replica is `replicas` times the gradient of the run's loss."""
     kind = score.format, score.gemm, score.used
     found = {id(row): next((s for s in row.scores if (s.format, s.gemm, s.used) == kind), None) for row in every}
     error = _errors(parts, [each.error if (each := found[id(part)]) else None for part in parts])
@@ -214,7 +214,7 @@ def _score(score: Score, parts: Sequence[TensorRow], every: Sequence[TensorRow],
 
 
 def _added(given: Sequence[Mapping[str, Histogram]]) -> dict[str, Histogram]:
-    """The sums of histograms; of a measure that one part does not have, none."""
+    """The sums of histograms, without measures that one of the parts lacks."""
     total = {}
     for name in given[0] if given else ():
         if all(name in each for each in given):

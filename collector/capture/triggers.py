@@ -145,7 +145,7 @@ class Triggers:
             if place == LOSS:
                 return "the loss is NaN or Inf" if value else ""
             count = "some" if math.isinf(value) else f"{value:,.0f}"  # only that there are some is known
-            return f"{count} values are NaN or Inf" if value else ""
+            return (f"{count} value is NaN or Inf" if value == 1 else f"{count} values are NaN or Inf") if value else ""
         past = self._past.setdefault((trigger, place), _Past(deque(maxlen=trigger.window)))
         if math.isnan(value):  # undefined, as the SQNR of zeros
             past.held = 0

@@ -25,7 +25,7 @@ class Stats(StrEnum):
     """What is recorded of a watched step."""
 
     BASIC = "basic"  # moments, counts and the error of the active format
-    FULL = "full"  # as of a recorded step
+    FULL = "full"  # as in a recorded step
 
 
 @dataclass(frozen=True)

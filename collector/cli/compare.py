@@ -139,7 +139,7 @@ class Row:
 @dataclass(frozen=True)
 class Section:
     """Runs that can be compared. reference is the bf16 row that gaps are relative to, None if there is none. ladders
-    are of the recipes that are done; unreferenced are the seeds without a bf16 run."""
+    are those of the recipes that are done; unreferenced are the seeds without a bf16 run."""
 
     settings: Settings
     rows: tuple[Row, ...]

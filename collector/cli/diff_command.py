@@ -76,7 +76,7 @@ def _lines(found: Difference, limit: float | None, first: int | None) -> list[st
     return [
         *lines,
         f"{count:,} tensor{'s' * (count != 1)} differ{'s' * (count == 1)} {beyond}; first difference, after {first:,} "
-        f"tensors that do not: {_described(rows[first])}",
+        f"tensor{'s' * (first != 1)} that do{'es' * (first == 1)} not: {_described(rows[first])}",
         "",
         "  difference    largest  tensor",
         *(

@@ -38,10 +38,11 @@ def _export(
         for reason in catalog.refused:
             fail(f"skipped: {reason}")
         done = export.export(catalog, to, output, choice)
+    runs = f"{done.runs} run{'s' * (done.runs != 1)}"
     if to == export.TABLES:
-        print_text(f"{done.runs} runs with {done.values} tensors written to {output}")
+        print_text(f"{runs} with {done.values} tensors written to {output}")
     else:
-        print_text(f"{done.runs} runs, {done.values} values and {done.histograms} histograms written to {output}")
+        print_text(f"{runs}, {done.values} values and {done.histograms} histograms written to {output}")
 
 
 export = Command(

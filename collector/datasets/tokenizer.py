@@ -85,8 +85,8 @@ def _read_gguf(path: Path) -> Tokenizer:
     kind, split = file.get("tokenizer.ggml.model"), file.get("tokenizer.ggml.pre")
     if kind != "gpt2" or split not in SPLITS:
         raise ConfigError(
-            f"tokenizer {path} has the type {kind} {split}, but only gpt2 {' or '.join(SPLITS)} is supported: give "
-            "the model's tokenizer.json to --tokenizer"
+            f"tokenizer {path} has the type {kind} with the pre-tokenizer {split}, but only gpt2 with "
+            f"{' or '.join(SPLITS)} is supported: give the model's tokenizer.json to --tokenizer"
         )
     tokens, types, merges = (file.get(f"tokenizer.ggml.{name}") for name in ("tokens", "token_type", "merges"))
     digits = [pre_tokenizers.Digits(individual_digits=True)] * SPLITS[split]

@@ -24,7 +24,8 @@ class DeepseekShape(Shape):
 
     qk_nope, qk_rope   the parts of a query or key head without and with position
     kv_lora_rank       width of the latent that keys and values are expanded from; q_lora_rank likewise, None for none
-    expert_ffn         width of one SwiGLU branch of an expert; shared experts are one MLP of shared_experts times it
+    expert_ffn         width of one SwiGLU branch of an expert; the shared experts are one MLP of shared_experts times
+                       this width
     routed_scale       what the chosen experts' probabilities are multiplied by (they are not normalized)
     balance_alpha      weight of the load-balancing loss in the training loss
     """

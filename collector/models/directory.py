@@ -62,8 +62,8 @@ def describe_weights(path: Path) -> str:
     file = gguf_of(path)
     quantized = open_gguf(file).quantized() if file else ()
     grid = (
-        f", dequantized from {' and '.join(quantized)}: their values lie on those grids, so the rounding errors of "
-        "weights are meaningless"
+        f", dequantized from {' and '.join(quantized)}: their values lie on a quantization grid, so the rounding "
+        "errors of weights are meaningless"
     )
     return f"from {path}{grid if quantized else ''}"
 

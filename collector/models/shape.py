@@ -112,7 +112,7 @@ class OtherSpec:
     """A part of the model that is recorded besides products, if it is named. layer_type is its place, see
     data.tensor_kinds.TensorKind.
 
-    width    of a norm; of experts, how many they are; of the LM head, the vocabulary; of a parameter, its last axis
+    width    of a norm; for experts, their number; for the LM head, the vocabulary; for a parameter, its last axis
     rows     of a parameter: its values are rows · width
     divided  whether the tensor-parallel ranks divide it
     tokens   whether sequence parallelism divides its tokens

@@ -358,8 +358,8 @@ def measure(
     x, y and gradient of one shape; scales as `quantize_dequantize` returns them. absmax is used by schemes that
     saturate and have a tensor scale. Without a spec nothing saturates.
 
-    With blocks, of a spec that has them in lines, the counts of all bins of BLOCK_MEASURES follow. With a gradient g
-    there are only two sums, of g·(y-x) in float32 and of its square.
+    With `blocks`, which needs a spec whose blocks are vectors, the counts of all bins of BLOCK_MEASURES follow. With a
+    gradient g there are only two sums, of g·(y-x) in float32 and of its square.
     """
     run = _summing(spec or ANY, blocks, x, y, gradient)
     if run is None:

@@ -794,7 +794,7 @@ def check_device(x: Tensor) -> None:
         have = "interpreted" if INTERPRETED else "compiled for CUDA"
         raise ValueError(
             f"the Triton kernels are {have} in this process, but the tensor is on {x.device}: "
-            "set TRITON_INTERPRET=1 before the process starts to run on CPU tensors, unset it for CUDA"
+            "to run on CPU tensors, set TRITON_INTERPRET=1 before the process starts; to run on CUDA tensors, unset it"
         )
 
 

@@ -16,6 +16,8 @@ from pypdfium2.raw import FPDF_PAGEOBJ_IMAGE, FS_MATRIX, FPDFText_GetFontSize, F
 from binade.app import exports, style
 from binade.app.figure import Figure
 
+pytestmark = pytest.mark.slow
+
 HOSTILE = ["a|b_c *d* <e> `f`", "50 % & $x$ #1 ~ ^ {} \\ 10·log₁₀ σ", "@SUM(1)"]
 TABLE = pd.DataFrame({"group": HOSTILE, "sqnr_db": [1.5, float("inf"), float("nan")], "flush_to_zero": [0.25, 0, 1]})
 LINES = (

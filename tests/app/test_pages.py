@@ -188,7 +188,7 @@ class TestRuns:
         with Recorder(tmp_path, config=config) as recorder:
             for name in ("input", "weight"):
                 recorder.record(name, torch.randn(8, 32), layer=1, module="fc1", operation="forward", phase="pre")
-        said = "dequantized from Q4_1 and Q8_0 and lie on those grids"
+        said = "dequantized from Q4_1 and Q8_0 and lie on a quantization grid"
         assert f"smol@01234567: The weights were {said}" in words(visit(tmp_path, "runs"))
         for name, there in (("weight", True), ("input", False)):
             assert (said in words(visit(tmp_path, "tensor", tensor_name=name))) == there

@@ -5,10 +5,13 @@ from __future__ import annotations
 from http.client import HTTPConnection
 from urllib.parse import urlsplit
 
+import pytest
 from playwright.sync_api import Browser
 
 from tests.browser.chromium import ARGUMENTS, install
 from tests.conftest import until
+
+pytestmark = pytest.mark.slow
 
 OPENS = """address => new Promise(done => {
     const socket = new WebSocket(address);

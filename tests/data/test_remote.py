@@ -16,6 +16,8 @@ from binade.data.store import TensorFileError
 from tests.data.builder import CONFIG, add_segment, assorted, make_run
 from tests.data.s3 import Store, serving
 
+pytestmark = pytest.mark.slow
+
 ADDRESS = "s3://bucket/deep/runs"
 
 

@@ -14,6 +14,8 @@ from binade.quant.quantizer import apply
 from binade.quant.specs import Spec
 from tests.quant.helpers import devices
 
+pytestmark = pytest.mark.slow
+
 
 def by_hand(lines: np.ndarray, rows: int, columns: int) -> dict[str, dict[int, int]]:
     """MXFP4 of float32 [lines, axis] in tiles, by OCP MX 1.0 section 6.3: scale 2^(floor(log2 absmax) - 2)."""

@@ -8,7 +8,7 @@
     engine.py         Transformer Engine's modules, which are watched only
     hugging_face.py   transformers: the attention interface, Conv1D, the LM head
     torch_modules.py  nn.Linear, modules that call F.scaled_dot_product_attention, and those that hold weights
-    weights.py        products that a module computes itself with a weight, as of experts
+    weights.py        products that a module computes itself with a weight, such as those of experts
     dtensor.py        linear layers and attention whose operands are DTensors
     passes.py         which forward pass a call belongs to: micro-batch, recomputation
     watch.py          the first forward pass, watched for products that no adapter intercepts

@@ -1,10 +1,11 @@
 """megatron.core: its parallel linear layers, routers and DotProductAttention, after the model is built.
 
-Column- and RowParallelLinear call `self._forward_impl` for the product between their communications. An instance that
-gets one of its own computes it here: with the same operands and, unquantized, by the same operations in the same
-order. What Megatron's own does to the gradient of a column's input is done outside the product: the sum over the ranks,
-and with sequence parallelism the gather and reduce-scatter (the gathered input is then kept for the backward pass).
-For that reason every rank of a tensor-parallel group instruments its model; each rank may record or not.
+Column- and RowParallelLinear call `self._forward_impl` for the product between their communications. An instrumented
+instance gets its own `_forward_impl`, which computes the product here: with the same operands and, unquantized, by
+the same operations in the same order. What Megatron's own does to the gradient of a column's input is done outside
+the product: the sum over the ranks, and with sequence parallelism the gather and reduce-scatter (the gathered input
+is then kept for the backward pass). For that reason every rank of a tensor-parallel group instruments its model; each
+rank may record or not.
 
 DotProductAttention computes with torch.baddbmm and torch.bmm, which are replaced while its forward runs.
 

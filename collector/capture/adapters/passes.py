@@ -119,9 +119,9 @@ class Listener:
         return part
 
     def _repeated(self, last: bool) -> Moment:
-        """The moment of the pass that is repeated: of those whose gradients have arrived the latest, as one backward
-        pass goes through several forward passes from the last to the first. Where that is unknown (results in no
-        tuple, list or mapping), the earliest. last: it is not repeated once more."""
+        """The moment of the pass that is repeated: the latest of those whose gradients have arrived, because one
+        backward pass goes through several forward passes from the last to the first. Where that is unknown (results in
+        no tuple, list or mapping), the earliest. last: it is not repeated once more."""
         if not self.passed:
             return self.recorder.moment()
         arrived = self.recorder.arrived

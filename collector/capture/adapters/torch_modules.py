@@ -141,8 +141,8 @@ def _refusal(module: nn.Module) -> str | None:
 
 
 def calls(module: nn.Module, *words: str | frozenset[str]) -> bool:
-    """Whether one of the module's own methods, or a function that they reach by name, uses each of these names, of a
-    set one of them; "@" is the operator."""
+    """Whether one of the module's own methods, or a function that they reach by name, uses each of these names, or
+    one name of each set; "@" is the operator."""
     wanted = [{each} if isinstance(each, str) else each for each in words]
     known = _reached(type(module))  # type: ignore[arg-type]  # mypy takes instances' __hash__
     reached = [*known, *(f for f in vars(module).values() if isinstance(f, FunctionType))]
@@ -151,7 +151,7 @@ def calls(module: nn.Module, *words: str | frozenset[str]) -> bool:
 
 @lru_cache(maxsize=1024)
 def _reached(kind: type[nn.Module]) -> tuple[FunctionType, ...]:
-    """The methods of a class of modules and, of other packages than torch and transformers, the functions that these
+    """The methods of a module class, and the functions outside torch and transformers that these
     reach: by a global name, from a closure, or as an attribute of a module or namespace of such a name."""
     found: dict[CodeType, FunctionType] = {}
     waiting: list[Any] = []

@@ -3,8 +3,8 @@
 
 While the module's forward runs, F.linear, matmul, bmm, addmm and grouped_mm with such a weight, a view or a cast of it
 are replaced by the products of linear layers: one, or one for each expert that tokens were routed to. This covers every
-family of experts in transformers, as `eager` and `grouped_mm`; their other implementations run as `eager` in the
-meantime. Other functions with the weight are left to `watch`, which refuses them.
+family of experts in transformers with the implementations `eager` and `grouped_mm`; other implementations run as
+`eager` while the module is instrumented. Other functions with the weight are left to `watch`, which refuses them.
 """
 
 from __future__ import annotations
@@ -146,7 +146,8 @@ class OwnProducts:
 
 
 def _in_sight(module: Any) -> Callable[..., Any]:
-    """The module's forward; of transformers' experts `eager`, which it decorates, unless `grouped_mm` is chosen."""
+    """The module's forward. For transformers' experts, this is the `eager` function that it decorates, unless
+    `grouped_mm` is chosen."""
     forward: Callable[..., Any] = module.forward
     eager = getattr(forward, "__wrapped__", None)
     if eager is None or not hasattr(module, "_apply_gate"):

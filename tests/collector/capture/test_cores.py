@@ -18,6 +18,8 @@ from binade.collector import coverage, instrument
 from binade.collector.capture.adapters.layer import InstrumentError
 from tests.collector.instrumented import CORE, Recorder, names, rows, same, score_products, value
 
+pytestmark = pytest.mark.slow
+
 HEADS, LENGTH, DIM = 2, 8, 16
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v [b, s, heads, d] -> [b, s, heads, d]
 

@@ -27,6 +27,8 @@ from binade.collector.capture.adapters.layer import InstrumentError
 from binade.data.catalog import Catalog
 from tests.collector.instrumented import CORE, LINEAR, Recorder, names, rounded, rows, state, value
 
+pytestmark = pytest.mark.slow
+
 WIDTH, HEADS, LENGTH = 64, 4, 8
 MODULES = ("layernorm_qkv", "core_attention", "proj", "fc1")
 

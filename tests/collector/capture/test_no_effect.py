@@ -14,6 +14,8 @@ from binade.collector.models.parallel import ParallelLinear
 from binade.data.catalog import Catalog
 from tests.collector.small_model import SCORES, build, gradients, step
 
+pytestmark = pytest.mark.slow
+
 
 def test_recipe_bf16_changes_nothing_to_the_bit(tmp_path):
     plain, recorded = build(), build()

@@ -45,6 +45,7 @@ class TestRecorder:
         with Catalog.open(tmp_path) as catalog:  # what was captured is kept
             assert catalog.totals().tensors == catalog.totals().with_values == 70
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(("steps", "left"), [(compact.MANY - 1, compact.MANY - 1), (compact.MANY, 1)])
     def test_many_segments_are_merged_when_the_run_ends(self, tmp_path, steps, left):
         values = torch.arange(steps, dtype=torch.float32)

@@ -21,6 +21,8 @@ from binade.data.catalog import Catalog
 from binade.data.tensor_kinds import Other, tensor_names
 from tests.collector.instrumented import rows, same
 
+pytestmark = pytest.mark.slow
+
 NAMES = tuple(name for place in Other for name in tensor_names(place))
 SHAPE = replace(
     MODELS["deepseek2_lite"]["tiny"], hidden=64, ffn=96, heads=4, kv_lora_rank=32, routed_experts=4, expert_ffn=32
