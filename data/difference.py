@@ -19,7 +19,7 @@ import pyarrow as pa
 
 from binade.data.cache import Done
 from binade.data.remote import fetched
-from binade.data.runs import IMPORT, RunError, RunInfo, sound_losses
+from binade.data.runs import IMPORT, RunError, RunInfo, read_steps
 from binade.data.segment import COUNTS, MOMENTS, read_tables
 from binade.data.store import TensorFileError, load
 from binade.data.text import describe
@@ -343,7 +343,7 @@ def _notes(a: RunInfo, b: RunInfo) -> Iterator[str]:
         listed = ", ".join(f"{name} ({_said(config_a, name)}, {_said(config_b, name)})" for name in changed)
         yield f"Settings that differ: {listed}."
     if "dp" in config_a and config_a.get("dp") == config_b.get("dp"):  # the digest is of what a replica reads
-        read = [{r["iteration"]: r.get("data_sha256") for r in sound_losses(run.directory)} for run in (a, b)]
+        read = [{r["iteration"]: r.get("data_sha256") for r in read_steps(run.directory)} for run in (a, b)]
         differing = [step for step in sorted(read[0].keys() & read[1].keys()) if read[0][step] != read[1][step]]
         if differing:
             yield f"The runs read different data from iteration {differing[0]} on."

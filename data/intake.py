@@ -27,7 +27,7 @@ import pyarrow.compute as pc
 
 from binade.data.events import check_events
 from binade.data.filter import FIELDS
-from binade.data.runs import RUNNING, RunError, RunInfo, check_losses, read_notes, read_run, run_names
+from binade.data.runs import RUNNING, RunError, RunInfo, check_losses, first_step, read_notes, read_run, run_names
 from binade.data.segment import MERGED, SegmentError, read_manifest, read_tables, segment_names
 from binade.data.sketches import PLACED, places, sketches
 from binade.data.text import describe
@@ -549,6 +549,7 @@ def _run_row(run: RunInfo) -> list[Any]:
         run.notes.name or None,
         run.notes.color or None,
         run.notes.note or None,
+        first_step(run.directory),
     ]
 
 

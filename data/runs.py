@@ -1,7 +1,8 @@
 """Run directories: the source of truth on disk, from which the index is derived.
 
     <root>/<run_id>/
-      run.json       configuration, versions, device, command line, and their checksum; written once
+      run.json       configuration, versions, device, command line, and their checksum; an instrumented run adds the
+                     recipe and the model once they are known
       status.json    state, pid and its start time, progress, loss, heartbeat; replaced atomically
       notes.json     the name, color and note that users gave it; may be missing
       log.txt        what the collector printed
@@ -177,15 +178,17 @@ class RunFile(TypedDict, total=False):
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
-class Loss(TypedDict):
+class Step(TypedDict):
     """A valid record of loss.jsonl; it may have other fields."""
 
     __pydantic_config__ = ConfigDict(strict=True, extra="allow")  # type: ignore[misc]
 
     iteration: Whole
-    loss: Finite
+    loss: Finite | None  # None if the loss of the iteration is unknown or not finite
     seconds: NotRequired[Finite | None]
     time: NotRequired[Finite | None]
+    data_sha256: NotRequired[str | None]
+    weights_sha256: NotRequired[str | None]
 
 
 SEGMENT = re.compile(r"(rank\d+-)\d{6,}")
@@ -389,6 +392,16 @@ class RunWriter:
         if self.rank == 0:
             self.update(state=state, reason=reason, finished=now())
 
+    def describe(self, facts: Mapping[str, Any]) -> None:
+        """Add facts to run.json, which is replaced atomically. Raises RunError if it would not be valid."""
+        if self.rank == 0:
+            config = dict(read_json(RunFile, self.directory / "run.json")) | dict(facts)
+            try:
+                parse_json(RunFile, json.dumps(config).encode())
+            except ValueError as error:
+                raise RunError(f"run.json: {error}") from None
+            write_run_file(self.directory, config)
+
     def append_loss(self, record: dict[str, Any]) -> None:
         if self.rank == 0:
             with open(self.directory / "loss.jsonl", "ab") as file:
@@ -586,7 +599,9 @@ def digests(directory: Path) -> dict[str, str]:
 def read_losses(directory: Path) -> list[Any]:
     """loss.jsonl as records: iteration (from 0 under the recipe, below 0 in warm-up), loss in nats per token, time as
     seconds since 1970, the step's duration in seconds and whether tensors were recorded in it (older runs lack these
-    two). A line cut short by a crash or damaged ends them. They are not checked: `is_loss` says which are valid."""
+    two), data_sha256 (of all data read so far) and, for instrumented runs, weights_sha256 (of a sample of the weights
+    at the start). A line cut short by a crash or damaged ends them. They are not checked: `is_step` says which are
+    valid."""
     records = []
     for line in _loss_lines(directory):
         try:
@@ -596,9 +611,27 @@ def read_losses(directory: Path) -> list[Any]:
     return records
 
 
-def sound_losses(directory: Path) -> list[dict[str, Any]]:
+def read_steps(directory: Path) -> list[dict[str, Any]]:
     """The valid records of `read_losses`. Raises OSError."""
-    return [record for record in read_losses(directory) if is_loss(record)]
+    return [record for record in read_losses(directory) if is_step(record)]
+
+
+def sound_losses(directory: Path) -> list[dict[str, Any]]:
+    """The records of `read_steps` that have a loss. Raises OSError."""
+    return [record for record in read_steps(directory) if record["loss"] is not None]
+
+
+def first_step(directory: Path) -> str | None:
+    """Of the first record of loss.jsonl, as JSON: the iteration, and the hashes of its data and of the weights before
+    it. None if there is no valid one."""
+    try:
+        with open(directory / "loss.jsonl", "rb") as file:
+            record = json.loads(unsealed(file.readline()))
+    except (OSError, ValueError, RecursionError):
+        return None
+    if not is_step(record):
+        return None
+    return json.dumps({name: record.get(name) for name in ("iteration", "data_sha256", "weights_sha256")})
 
 
 def check_losses(directory: Path) -> None:
@@ -614,14 +647,14 @@ def check_losses(directory: Path) -> None:
             if not line.endswith(b"\n") and b'"}' not in line:
                 return
             reason = f"is damaged: {describe(error)}"
-        if not is_loss(record):
+        if not is_step(record):
             raise RunError(f"line {number} of its loss.jsonl {reason}")
 
 
-def is_loss(record: object) -> bool:
-    """Whether a record of loss.jsonl is a `Loss`."""
+def is_step(record: object) -> bool:
+    """Whether a record of loss.jsonl is a `Step`."""
     try:
-        adapter_of(Loss).validate_python(record)
+        adapter_of(Step).validate_python(record)
     except ValidationError:
         return False
     return True

@@ -24,6 +24,7 @@ CREATE TABLE run (
     name          VARCHAR,              -- name, color (#rrggbb) and note given by users, else null
     color         VARCHAR,
     note          VARCHAR,
+    first_step    VARCHAR,              -- the first line of loss.jsonl: iteration, hashes of its data and of the weights; null without one
     damage        VARCHAR               -- a sentence that says what is damaged on disk; the other tables then have no rows for the run
 );
 

@@ -14,11 +14,13 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import torch
 from torch import nn
 
 from binade.collector.capture.adapters import around_forward, find, survey, without_compiling
-from binade.collector.capture.adapters.layer import InstrumentError, Layer, numbers_left_out, refusal
+from binade.collector.capture.adapters.layer import InstrumentError, Layer, is_a, numbers_left_out, refusal
 from binade.collector.capture.adapters.passes import Clock, Listener
 from binade.collector.capture.adapters.torch_modules import is_compiled
 from binade.collector.capture.adapters.watch import Watch
@@ -29,7 +31,8 @@ from binade.collector.capture.schedule import Pending, Switch
 from binade.collector.capture.step import others, recording
 from binade.collector.models.attention import CoreQuantization
 from binade.collector.models.parallel import Quantization
-from binade.collector.models.site import Site
+from binade.collector.models.site import WRAPPERS, Site
+from binade.collector.recipes.files import to_toml
 from binade.collector.recipes.parse import parse_recipe
 from binade.collector.recipes.recipe import BF16, Part, Recipe, RecipeError
 from binade.collector.recipes.selection import Selection
@@ -137,7 +140,7 @@ def instrument(
         return made
 
     if recorder:
-        recorder.config.setdefault("recipe", recipe.name)
+        recorder.describe(**_facts(models, recipe, recorder, skip, backend))
     watched = recorder is not None or attention or any(part != Part() for part in recipe.every_part())
     quantized = [
         CoreQuantization(
@@ -157,8 +160,8 @@ def instrument(
     ]
     # Where adapters exchange tensors, all ranks run the same code, whichever of them record.
     exchanges = any(layer.exchanges for layer in layers)
-    # The passes of a run that is watched are counted in every step; if the model is itself a layer, it stays attached.
-    counts = recorder is not None and recorder.watching.follows
+    # Passes are counted in every step, for the hashes of their data; if the model is itself a layer, it stays attached.
+    counts = recorder is not None and recorder.enabled
     eager = not exchanges or any(is_compiled(module) for each in models for module in each.modules())
     itself = counts and any(layer.module in models for layer in layers)
     fixed = exchanges or itself or any(part != Part() for part in recipe.every_part())
@@ -282,6 +285,39 @@ def coverage(
         Covered(paths, kind, count, recorded, fmt, reason)
         for (paths, kind, recorded, fmt, reason), count in rows.items()
     )
+
+
+def _facts(
+    models: Sequence[nn.Module], recipe: Recipe, recorder: Recorder, skip: Selection | str | None, backend: str
+) -> dict[str, Any]:
+    """What run.json says of an instrumented model, in the words of `binade run`."""
+    ranks, model = recorder.ranks, models[0]
+    facts: dict[str, Any] = {"recipe": recipe.name, "operands": recipe.lines(), "recipe_toml": to_toml(recipe)}
+    facts |= {"model": model_name(model), "backend": backend, "tp": ranks.tensor.size, "dp": ranks.replicas}
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    cuda = device.type == "cuda"
+    facts["device"] = (
+        torch.cuda.get_device_name(device) if cuda else f"{device.type}, {torch.get_num_threads()} threads"
+    )
+    if ranks.replicas == ranks.size and not any(is_fsdp1(module) for each in models for module in each.modules()):
+        facts["parameters"] = sum(p.numel() for p in {p for each in models for p in each.parameters()})
+    return facts | ({"skip_layers": str(skip)} if skip else {})
+
+
+def model_name(model: nn.Module) -> str:
+    """The name that transformers knows the model by, without the folder of a local one, else its class."""
+    while inner := next((vars(model)["_modules"].get(name) for name in WRAPPERS if name in model._modules), None):
+        model = inner
+    config: Any = getattr(model, "config", None)
+    given = str(getattr(config, "name_or_path", "") or "")
+    if given:
+        return Path(given).name if Path(given).is_absolute() or Path(given).exists() else given
+    kind = type(model)
+    return (kind.__mro__[2] if is_a("torch.distributed.fsdp", "FSDPModule", model) else kind).__name__
+
+
+def is_fsdp1(module: nn.Module) -> bool:
+    return is_a("torch.distributed.fsdp", "FullyShardedDataParallel", module)
 
 
 def _quantizes_attention(recipe: Recipe) -> bool:

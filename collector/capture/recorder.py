@@ -21,11 +21,12 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from binade.collector.capture.adapters.dtensor import is_dtensor
 from binade.collector.capture.adapters.layer import InstrumentError, Layer, Moment
 from binade.collector.capture.adapters.passes import counted_by_megatron, running_backward
+from binade.collector.capture.curves import Curves
 from binade.collector.capture.monitor import Alert, Monitor
 from binade.collector.capture.reduction import Reduction
 from binade.collector.capture.tried import Tried, try_formats
@@ -107,7 +108,8 @@ class Recorder:
     Args:
         root: The directory of the runs. The default is $TENSOR_SAVE_DIR, else data/runs.
         label: Part of the run's id.
-        config: Kept as run.json. Its model, size, dataset and recipe describe each tensor.
+        config: Kept as run.json. Its model, size, dataset and recipe describe each tensor. `instrument` adds the model,
+            the recipe and the number of parameters, unless they are given.
         tensors: Names of data.tensor_kinds to record. The default is all tensors of attention and linear layers.
         scores: Formats or specs in which every operand is scored; () for none. The default is that of `binade run`.
         measures: What else to measure of each GEMM, see data.tensor_kinds.Measure. The default is all.
@@ -230,6 +232,9 @@ class Recorder:
         self.enders: list[Callable[[int], None]] = []  # called when an iteration or micro-batch ends
         self.savers: list[Callable[[Path], None]] = []  # write what a later run may continue from to a directory
         self.resumed: Resumed | None = None  # the run to continue, in the place of a new one
+        self.writes_curves = True  # False if the training loop writes loss.jsonl itself
+        self._given = {name: value for name, value in self.config.items() if value is not None}
+        self._curves: Curves | None = None
         self._writer: RunWriter | None = None
         self._reset()
 
@@ -299,6 +304,7 @@ class Recorder:
         watches = bool(self.watching.every) and self.watching.stats == Stats.BASIC
         self._reduction = Reduction.of(ranks, watches, self.merges, self.rank in self.unmerged_ranks)
         self._writing = Writing(self.writer, self.max_bytes, self.sink, self._monitor, self._reduction, counts)
+        self._curves = Curves(self.writer, self._writing.run) if self.rank == 0 and self.writes_curves else None
         self.entered = True
         self._tell_followers()
         return self
@@ -318,6 +324,8 @@ class Recorder:
                     self._publish()
                 except Exception as refused:  # of an earlier write; the rest is still written
                     failure = refused
+                if self._curves:
+                    self._curves.close()
                 later = self._writing.close()
         except KeyboardInterrupt as cancelled:
             error = error or cancelled
@@ -434,11 +442,52 @@ class Recorder:
         for follow in self.followers:
             follow()
 
-    def report_loss(self, loss: float | Tensor) -> None:
-        """Report the loss of this iteration to the triggers, in nats per token. Does not wait for a GPU."""
-        if self.entered and self.watching.trigger:
-            iteration, value = self.iteration, loss.detach() if isinstance(loss, Tensor) else loss
+    def describe(self, **facts: Any) -> None:
+        """Add facts to run.json and to the rows that follow, except those that the Recorder's config gives."""
+        self.config |= facts | self._given
+        if self.entered:
+            self.writer.describe({name: value for name, value in facts.items() if name not in self._given})
+
+    def log(
+        self,
+        loss: float | Tensor | None = None,
+        *,
+        tokens: int | None = None,
+        grad_norm: float | Tensor | None = None,
+    ) -> None:
+        """Log values of this iteration, that of the last forward pass in training mode. They become a line of
+        loss.jsonl when the next iteration begins. Does not wait for a GPU. Every rank may call it; rank 0's values
+        count.
+
+            recorder.log(loss=loss, tokens=tokens.numel(), grad_norm=norm)
+
+        loss       in nats per token, the mean over the iteration's micro-batches; triggers see it
+        tokens     of the iteration
+        grad_norm  before clipping
+
+        Values of a later call in the same iteration replace earlier ones. Raises ConfigError for a tensor with more
+        than one value.
+        """
+        values = {
+            name: x for name, x in (("loss", loss), ("tokens", tokens), ("grad_norm", grad_norm)) if x is not None
+        }
+        for name, value in values.items():
+            if isinstance(value, Tensor):
+                if value.numel() != 1:
+                    raise ConfigError(f"{name} has the shape {tuple(value.shape)}: expected a single number")
+                values[name] = cast(Any, value).full_tensor() if is_dtensor(value) else value.detach()
+        if not self.entered:
+            return
+        if self._curves:
+            self._curves.log(self.iteration, values)
+        if "loss" in values and self.watching.trigger:
+            iteration, value = self.iteration, values["loss"]
             self._writing.run(lambda: self._monitor.see_loss(iteration, float(value)))
+
+    def begin_training(self, model: nn.Module, given: object) -> None:
+        """A forward pass of the model that trains begins, with these arguments."""
+        if self.entered and self._curves:
+            self._curves.begin(self.iteration, model, given)
 
     @property
     def triggers(self) -> tuple[str, ...]:
@@ -524,6 +573,8 @@ class Recorder:
         whole = self._whole
         if recording and whole:
             self._recorded = self.iteration
+            if self.entered and self._curves:
+                self._curves.record(self.iteration)
         return Moment(self.iteration, self.micro_batch, recording, self.evaluating, recording and not whole)
 
     def moment_of_step(self) -> Moment:

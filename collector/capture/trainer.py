@@ -20,7 +20,8 @@ class TrainerCallback(HuggingFaceCallback):  # type: ignore[misc]  # transformer
 
     recipe, recorder, options   as `instrument` takes them
 
-    The iteration is the Trainer's global_step, also after it resumed from a checkpoint. The model is
+    The iteration is the Trainer's global_step, also after it resumed from a checkpoint. The losses that the Trainer
+    logs become the run's: with logging_steps=10, each is the mean of ten iterations. The model is
     instrumented after accelerate has prepared it, until training ends. If training raises an exception, the model stays
     instrumented until the next training begins or `close` is called.
     """
@@ -42,6 +43,10 @@ class TrainerCallback(HuggingFaceCallback):  # type: ignore[misc]  # transformer
     def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         if self.recorder:
             self.recorder.step()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **given: Any) -> None:
+        if self.recorder and logs and "loss" in logs:
+            self.recorder.log(loss=logs["loss"], grad_norm=logs.get("grad_norm"))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         self.close()

@@ -2,16 +2,17 @@
 
 `compare(root)` computes it from the index and the loss files; collector/cli/tables.py shows it. No torch here.
 
-Runs are compared within a section: its runs have the same `Settings` and differ only in the recipe and the seed, so at
-each iteration those of one seed saw the same data from the same start. What was recorded may differ; that is noted, not
-hidden.
+Runs are compared within a section: its runs have the same `Settings` and differ only in the recipe and in the start:
+the seed, or the hashes of the weights and the data (`data.same_data`). Runs of one start saw the same data from the
+same weights. What was recorded may differ; that is noted, not hidden.
 
-A row holds the finished runs of a recipe; its other runs have one row per state. Runs of one seed repeat one
+A row holds the finished runs of a recipe; its other runs have one row per state. Runs of one start repeat one
 experiment, so their figures are not averaged: the longest counts, the newest of those, and `loss_spread` says how far
-they disagree. Of several seeds, the row shows the one that most rows have, and its `gaps` are those of all seeds, each
-relative to the bf16 run of the same seed. Losses, errors, sizes and times include only finished iterations.
+they disagree. Of several starts, the row shows the one that most rows have, and its `gaps` are those of all starts,
+each relative to the bf16 run of the same start. Losses, errors, sizes and times include only finished iterations.
 
-    gap        loss − bf16's loss at the same iteration, over every iteration from 0 that both finished: the last, and
+    gap        loss − bf16's loss at the same iteration, over every iteration from 0 that both finished, and at which
+               both had read the same data: the last, and
                the mean. Warm-up iterations are left out: they run in bf16 whatever the recipe, so their gap is 0 by
                construction. Whether tensors were recorded does not matter here. Both losses are of the same batch, so
                what they share cancels. The deviation of the gaps tells a gap from noise; successive gaps depend on each
@@ -19,8 +20,8 @@ relative to the bf16 run of the same seed. Losses, errors, sizes and times inclu
     rounding   SQNR of the summed powers over the recorded quantized operands, as `Catalog.moments`. Gradients are
                separate from forward operands, and attention from linear layers, because the larger would hide the
                smaller.
-    gradients  of the weight, against bf16's of the same seed: those of the first iteration that pairs of runs recorded,
-               all seeds together. The cosine is the mean over tensors, the bias ‖ĝ−g‖²/‖g‖² is of the summed powers.
+    gradients  of the weight, against bf16's of the same start: those of the first iteration that pairs of runs
+               recorded, all starts together. The cosine is the mean over tensors, the bias ‖ĝ−g‖²/‖g‖² is of the summed powers.
                The Recipes page shows the same.
     storage    the recorded operands, each in its exact format with block scales (`Spec.bits_per_value`), those not
                quantized in their own dtype.
@@ -50,6 +51,7 @@ from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 from binade.data.gradients import GRADIENTS, gradient_errors, gradient_summary
 from binade.data.runs import DONE, STATES, RunInfo, list_runs, sound_losses
+from binade.data.same_data import data_key_of, pairs_on_same_data, same_data
 from binade.quant.formats import UnknownFormatError
 from binade.quant.specs import Spec, SpecError
 
@@ -164,11 +166,13 @@ class Comparison:
 
 @dataclass(frozen=True)
 class _Run:
-    """A run with its finished iterations under the recipe. `last` is the last of them, -1 if none finished."""
+    """A run with its finished iterations under the recipe. `last` is the last of them, -1 if none finished. start is
+    the same for runs on the same data from the same weights; of a run whose data is unknown, it is its own."""
 
     info: RunInfo
     recipe: str
     seed: Value
+    start: str
     losses: dict[int, dict[str, Any]]
     last: int
 
@@ -245,33 +249,35 @@ def _read(run: RunInfo, refused: list[str]) -> _Run:
     reached = run.status.iteration
     if losses and max(losses) < reached:
         refused.append(f"{run.run_id}: loss.jsonl ends at iteration {max(losses)} of {reached}")
-    return _Run(run, _recipe(run.config), _plain(run.config.get("seed")), losses, max([reached, *losses]))
+    start = data_key_of(run.config, run.directory) or run.run_id
+    return _Run(run, _recipe(run.config), _plain(run.config.get("seed")), start, losses, max([reached, *losses]))
 
 
 def _section(catalog: Catalog, settings: Settings, runs: list[_Run], refused: list[str]) -> Section:
-    groups: dict[tuple[str, str], dict[Value, list[_Run]]] = {}
+    groups: dict[tuple[str, str], dict[str, list[_Run]]] = {}
     for run in sorted(runs, key=lambda run: run.age):
-        groups.setdefault((run.recipe, run.info.status.state), {}).setdefault(run.seed, []).append(run)
+        groups.setdefault((run.recipe, run.info.status.state), {}).setdefault(run.start, []).append(run)
     longest = {
-        key: {seed: max(each, key=lambda run: run.rank) for seed, each in group.items()}
+        key: {start: max(each, key=lambda run: run.rank) for start, each in group.items()}
         for key, group in groups.items()
     }
-    references = {seed: found for seed in {run.seed for run in runs} if (found := _reference(seed, longest))}
-    usual = Counter(seed for group in groups.values() for seed in group)
+    seeds = {run.start: run.seed for run in runs}
+    references = {start: found for start in seeds if (found := _reference(start, longest))}
+    usual = Counter(start for group in groups.values() for start in group)
     made = ladders(recipe for recipe, state in groups if state == DONE)
     places = {rung.recipe: place for place, rung in enumerate(rung for each in made for rung in each.rungs)}
     rows: list[Row] = []
     bf16 = None
     pairs = {
-        key: [(run, references[seed]) for seed, run in each.items() if run is not references.get(seed, run)]
+        key: [(run, references[start]) for start, run in each.items() if run is not references.get(start, run)]
         for key, each in longest.items()
     }
     gradients = _gradients(catalog, pairs, refused)
     for key in sorted(groups, key=lambda key: _order(key, places)):
-        shown = max(longest[key].values(), key=lambda run: (usual[run.seed], run.rank))
-        figures = _losses(shown, groups[key][shown.seed])
-        compared = {run.seed: _gap(run, reference) for run, reference in pairs[key]}
-        figures |= compared.get(shown.seed, {}) | gradients.get(key, {})
+        shown = max(longest[key].values(), key=lambda run: (usual[run.start], run.rank))
+        figures = _losses(shown, groups[key][shown.start])
+        compared = {run.start: _gap(run, reference) for run, reference in pairs[key]}
+        figures |= compared.get(shown.start, {}) | gradients.get(key, {})
         gaps = None
         if values := tuple(each["gap_mean_nats"] for each in compared.values() if each):
             gaps = Spread(values)
@@ -287,7 +293,7 @@ def _section(catalog: Catalog, settings: Settings, runs: list[_Run], refused: li
             reason=shown.info.status.reason,
             runs=sum(map(len, groups[key].values())),
             seed=shown.seed,
-            seeds=tuple(groups[key]),
+            seeds=tuple(seeds[start] for start in groups[key]),
             gaps=gaps,
             run_id=shown.info.run_id,
             backend=", ".join(str(shown.info.config.get(name) or "unknown") for name in ("backend", "device")),
@@ -295,15 +301,15 @@ def _section(catalog: Catalog, settings: Settings, runs: list[_Run], refused: li
             figures=figures,
         )
         rows.append(row)
-        if bf16 is None and any(references.get(seed) is run for seed, run in longest[key].items()):
+        if bf16 is None and any(references.get(start) is run for start, run in longest[key].items()):
             bf16 = row
-    unreferenced = tuple(seed for seed in usual if seed not in references)
+    unreferenced = tuple(dict.fromkeys(seeds[start] for start in usual if start not in references))
     return Section(settings, tuple(rows), bf16, tuple(made), unreferenced)
 
 
-def _reference(seed: Value, longest: Mapping[tuple[str, str], Mapping[Value, _Run]]) -> _Run | None:
-    """The bf16 run of a seed, a done one if there is one."""
-    own = [group[seed] for (recipe, _), group in longest.items() if recipe == BF16 and seed in group]
+def _reference(start: str, longest: Mapping[tuple[str, str], Mapping[str, _Run]]) -> _Run | None:
+    """The bf16 run of a start, a done one if there is one."""
+    own = [group[start] for (recipe, _), group in longest.items() if recipe == BF16 and start in group]
     return max(
         (run for run in own if run.losses), key=lambda run: (run.info.status.state == DONE, run.rank), default=None
     )
@@ -340,7 +346,8 @@ def _losses(run: _Run, group: list[_Run]) -> Figures:
 
 
 def _gap(run: _Run, bf16: _Run) -> Figures:
-    common = sorted(run.losses.keys() & bf16.losses.keys())
+    same = same_data(run.losses.values(), bf16.losses.values())
+    common = [iteration for iteration in sorted(run.losses.keys() & bf16.losses.keys()) if same(iteration)]
     if not common:
         return {}
     pairs = [(float(run.losses[i]["loss"]), float(bf16.losses[i]["loss"])) for i in common]
@@ -367,7 +374,7 @@ def _gradients(
         key: pd.concat(
             tensors[tensors["iteration"] <= min(run.last, bf16.last)]
             for run, bf16 in runs
-            for tensors in [catalog.pairs(run.info.run_id, bf16.info.run_id, where)]
+            for tensors in [pairs_on_same_data(catalog, run.info.run_id, bf16.info.run_id, where)]
         )
         for key, runs in pairs.items()
         if runs

@@ -177,6 +177,7 @@ def _run(
         **watching,
     )
     recorder.resumed = resumed
+    recorder.writes_curves = False
     with recorder:
         writer = recorder.writer
         with open(writer.directory / "log.txt", "ab", buffering=0) as log:
@@ -335,7 +336,7 @@ def _finish_iteration(
     """Record the loss. The last warm-up iteration is -1. data_sha256 is of all tokens read so far."""
     writer, loss = recorder.writer, step.loss
     if iteration >= 0:
-        recorder.report_loss(loss)
+        recorder.log(loss)
     if not math.isfinite(loss):
         raise DivergedError(f"the loss is {loss} at iteration {iteration}: training diverged")
     timed = {"time": time.time(), "seconds": step.seconds, "recorded": recorded}

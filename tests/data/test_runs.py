@@ -287,7 +287,7 @@ GOOD = b'{"iteration": 3, "loss": 5.0, "seconds": 0.5, "time": 1e9, "recorded": 
     "line",
     [
         *(b"[" * 200_000, b"17", b"{}", b'"x"'),
-        *(GOOD.replace(b"5.0", bad) for bad in (b'"high"', b"NaN", b"-Infinity", b"null", b"true", b"9" * 400)),
+        *(GOOD.replace(b"5.0", bad) for bad in (b'"high"', b"NaN", b"-Infinity", b"true", b"9" * 400)),
         *(GOOD.replace(b"3,", bad + b",") for bad in (b'"x"', b"1.5", b"null", b"9" * 30)),
         *(GOOD.replace(b"0.5", bad) for bad in (b'"long"', b"Infinity", b"[]")),
         GOOD.replace(b"1e9", b'"noon"'),

@@ -2,8 +2,7 @@
 
 `rungs` makes of runs with several seeds the table of a ladder: an ablation's recipes in order.
 
-Runs are matched by configuration: two runs that agree in SAME_DATA start from the same weights and read the same tokens
-in the same order.
+Runs are matched by what they have read, see data.same_data.
 """
 
 from __future__ import annotations
@@ -17,10 +16,11 @@ from binade.app.questions.shared.runs import PARTS
 from binade.collector.recipes.ladder import Ladder
 from binade.collector.recipes.recipe import BF16
 from binade.collector.recipes.spread import Spread, no_gap, verdict
+from binade.data.same_data import same_data
 
 
 def loss_gaps(table: pd.DataFrame, losses: dict[str, list[dict[str, Any]]]) -> pd.DataFrame:
-    """Each run's loss against its reference's at the same iteration, warm-up left out.
+    """Each run's loss against its reference's at the same iteration and on the same data, warm-up left out.
 
     Columns run_id, label, iteration, loss, gap (nats per token; positive: worse than bf16). Iterations that the
     reference does not have, and runs without a reference, are left out.
@@ -29,8 +29,9 @@ def loss_gaps(table: pd.DataFrame, losses: dict[str, list[dict[str, Any]]]) -> p
     found = []
     for _, run in table.iterrows():
         base = of.get(run["reference"], {})
+        same = same_data(losses.get(run["run_id"], []), losses.get(run["reference"], []))
         for iteration, loss in sorted(of.get(run["run_id"], {}).items()):
-            if iteration >= 0 and iteration in base:
+            if iteration >= 0 and iteration in base and same(iteration):
                 gap = {"iteration": iteration, "loss": loss, "gap": loss - base[iteration]}
                 found.append({"run_id": run["run_id"], "label": run["label"], **gap})
     return pd.DataFrame(found, columns=["run_id", "label", "iteration", "loss", "gap"])

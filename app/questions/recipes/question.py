@@ -38,6 +38,7 @@ from binade.collector.recipes.spread import SEPARATED
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 from binade.data.gradients import GRADIENTS, gradient_errors, gradient_summary
+from binade.data.same_data import pairs_on_same_data
 from binade.data.tensor_kinds import label_of
 from binade.data.text import fixed, short
 from binade.quant.formats import FORMATS
@@ -252,7 +253,7 @@ def iterations_of(opened: Catalog, name: str) -> list[int]:
 def compare(opened: Catalog, run_id: str, reference: str, name: str, at: int) -> tuple[pd.DataFrame, int]:
     """A run's gradients of one name and iteration against the reference's: as `gradient_errors`."""
     where = Filter(tensor_name=(name,), iteration=(at,))
-    return gradient_errors(opened, opened.pairs(run_id, reference, where))
+    return gradient_errors(opened, pairs_on_same_data(opened, run_id, reference, where))
 
 
 def gradients(
@@ -457,7 +458,7 @@ def _weight_gradients(opened: Catalog, where: Filter, runs: pd.DataFrame) -> Dra
 def _values_read(opened: Catalog, runs: pd.DataFrame, name: str, iteration: int) -> int:
     """The number of values that are read to compare these runs' gradients with bf16's."""
     where = Filter(tensor_name=(name,), iteration=(iteration,))
-    pairs = (opened.pairs(run["run_id"], run["reference"], where) for _, run in runs.iterrows())
+    pairs = (pairs_on_same_data(opened, run["run_id"], run["reference"], where) for _, run in runs.iterrows())
     return sum(int(each["numel"].sum()) for each in pairs)
 
 

@@ -1,7 +1,6 @@
 """Runs and the bf16 run that saw the same data.
 
-Runs are matched by configuration: two runs that agree in SAME_DATA start from the same weights and read the same
-tokens in the same order.
+Runs are matched by what they have read, see data.same_data.
 """
 
 from __future__ import annotations
@@ -14,11 +13,8 @@ import pandas as pd
 
 from binade.app.questions.shared.labels import run_labels
 from binade.data.catalog import Catalog
+from binade.data.same_data import CONFIGURATION, data_key
 
-SAME_DATA = (
-    "model", "size", "dataset", "corpus_sha256", "seed", "layers", "warmup_iterations", "micro_batches",
-    "micro_batch_size", "sequence_length", "learning_rate",
-)  # fmt: skip
 PARTS = ("linear", "QK", "PV", "router")
 # The settings that say what is quantized, besides the recipe.
 OVERRIDES = (
@@ -38,7 +34,7 @@ def runs_with_reference(runs: pd.DataFrame, parts: pd.DataFrame) -> pd.DataFrame
     reference  the run_id of the newest bf16 run on the same data, or None
     quantized  whether any part is
     seed
-    data       the same for runs on the same data
+    data       the same for runs on the same data from the same weights; None if that is unknown
     settings   all other settings that are the same in runs that differ in recipe and seed
     """
     runs = runs.sort_values(["started", "run_id"], ignore_index=True)
@@ -47,11 +43,14 @@ def runs_with_reference(runs: pd.DataFrame, parts: pd.DataFrame) -> pd.DataFrame
     for part in PARTS:
         table[part] = [wide.get((run_id, part), "bf16") for run_id in table["run_id"]]
     table["quantized"] = (table[list(PARTS)] != "bf16").any(axis=1)
-    table["data"] = [_key(config, SAME_DATA) for config in runs["config"]]
-    table["seed"] = [data[SAME_DATA.index("seed")] for data in table["data"]]
-    others = tuple(name for name in (*SAME_DATA, *OVERRIDES) if name != "seed")
-    table["settings"] = [_key(config, others) for config in runs["config"]]
-    plain = table[(table["recipe"] == "bf16") & ~table["quantized"]]
+    configs = [json.loads(config) for config in runs["config"]]
+    firsts = runs["first_step"].astype(object).where(runs["first_step"].notna(), None)
+    keys = [data_key(config, first) for config, first in zip(configs, firsts, strict=True)]
+    table["data"] = pd.Series(keys, table.index, object)
+    table["seed"] = [str(config.get("seed")) for config in configs]
+    others = tuple(name for name in (*CONFIGURATION, *OVERRIDES) if name != "seed")
+    table["settings"] = [tuple(str(config.get(name)) for name in others) for config in configs]
+    plain = table[(table["recipe"] == "bf16") & ~table["quantized"] & table["data"].notna()]
     newest = dict(zip(plain["data"], plain["run_id"], strict=True))
     table["reference"] = [newest.get(data) for data in table["data"]]
     table["rounded"] = [_rounded(row) for _, row in table.iterrows()]
@@ -69,7 +68,7 @@ def every_run(opened: Catalog) -> pd.DataFrame:
 def compared_with(table: pd.DataFrame, run_id: str) -> pd.DataFrame:
     """The table of `runs_with_reference` with this run as the reference of all others on the same data."""
     data = table.loc[table["run_id"] == run_id, "data"].iloc[0]
-    others = table["data"].map(lambda each: each == data) & (table["run_id"] != run_id)
+    others = (table["data"] == data) & (table["run_id"] != run_id)  # None equals nothing
     return table.assign(reference=others.map({True: run_id, False: None}), quantized=others)
 
 
@@ -115,11 +114,6 @@ def given_names(opened: Catalog) -> dict[str, str]:
         return dict(zip(named["run_id"], run_labels(named), strict=True))
 
     return dict(opened.kept(("given names", opened.state()), names))
-
-
-def _key(config: str, names: tuple[str, ...]) -> tuple[str, ...]:
-    read = json.loads(config)
-    return tuple(str(read.get(name)) for name in names)
 
 
 def _rounded(run: pd.Series) -> str:

@@ -23,12 +23,12 @@ import hashlib
 import sys
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from binade.collector.capture.adapters.layer import Layer, Moment
@@ -138,9 +138,9 @@ class Clock:
 
     The iteration is Megatron's where that is known: the training loop's own argument, else one iteration per
     get_num_microbatches() passes. Elsewhere it is the recorder's once `Recorder.step` was called. Before that, an
-    iteration is over when a pass begins after the model was updated: after a step of an optimizer that holds one of its
-    parameters (with several optimizers, all steps between two passes count as one), or after gradients were accumulated
-    and then cleared, as when a GradScaler has skipped the step or the optimizer is not a torch optimizer.
+    iteration is over when a pass begins after a step of an optimizer that holds one of the model's parameters; with
+    several optimizers, all steps between two passes count as one. Clearing gradients ends nothing: the loop may have
+    discarded a micro-batch.
 
     always: passes are counted even if nothing is recorded.
     """
@@ -149,7 +149,6 @@ class Clock:
         self.recorder, self.model, self.always = recorder, model, always
         self.iteration: int | None = None
         self.passes = Counter[bool]()  # of this iteration: trainings, and evaluations (True)
-        self.accumulated: Tensor | None = None  # a parameter with a gradient of this iteration
 
     @contextmanager
     def following_updates(self) -> Iterator[None]:
@@ -160,16 +159,11 @@ class Clock:
             if not held.isdisjoint(map(id, self.model.parameters())):  # the current ones: fully_shard replaces them
                 self.recorder.updated = True
 
-        def accumulated(parameter: Tensor) -> None:
-            self.accumulated = parameter
-
-        with ExitStack() as undo:
-            undo.callback(register_optimizer_step_post_hook(stepped).remove)
-            trained = next((p for p in self.model.parameters() if p.requires_grad and p.is_leaf), None)
-            if trained is not None:
-                handle = trained.register_post_accumulate_grad_hook(accumulated)  # type: ignore[no-untyped-call]
-                undo.callback(handle.remove)
+        handle = register_optimizer_step_post_hook(stepped)
+        try:
             yield
+        finally:
+            handle.remove()
 
     def begin(self, given: object) -> None:
         """A forward pass begins, with these arguments."""
@@ -181,19 +175,22 @@ class Clock:
         evaluation = recorder.evaluating = without or not self.model.training
         recorder.evaluations_left_out += recorder.paused
         if recorder.positioned:
+            if not evaluation:
+                recorder.begin_training(self.model, given)
             return
         megatrons, a_step = megatron_iteration(), megatron_micro_batches()
         if megatrons is not None:
             recorder.go_to(megatrons)
         elif not recorder.stepped and self.iteration == recorder.iteration:
-            cleared = self.accumulated is not None and self.accumulated.grad is None
-            is_over = recorder.updated or cleared if a_step is None else self.passes[False] >= a_step and not evaluation
+            is_over = recorder.updated if a_step is None else self.passes[False] >= a_step and not evaluation
             recorder.go_to(recorder.iteration + is_over)
         if self.iteration != recorder.iteration:
-            self.iteration, self.accumulated, recorder.updated = recorder.iteration, None, False
+            self.iteration, recorder.updated = recorder.iteration, False
             self.passes.clear()
         recorder.micro_batch = self.passes[evaluation]
         self.passes[evaluation] += 1
+        if not evaluation:
+            recorder.begin_training(self.model, given)
         if len(recorder.arrived) == PASSES_BEFORE_WARNING:
             recorder.check_steps()
 

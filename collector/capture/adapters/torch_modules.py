@@ -6,7 +6,8 @@ number to layer 0). Its module is one of collector's names if the path has a usu
 path. Prefixes that DistributedDataParallel, FSDP, torch.compile and PEFT add to a name are not part of it; LoRA's parts
 are "q.lora_A".
 
-The LM head stays as it is unless head=True: a linear layer whose weight is an embedding's, or that has a usual name.
+The LM head stays as it is unless head=True: a linear layer whose weight is an embedding's, or that has a usual name, or
+that comes last, outside of the numbered layers, and has the shape of an embedding's weight; see `heads`.
 
 Not intercepted, and refused: nn.MultiheadAttention (and so nn.Transformer's layers), recurrent networks, nn.Bilinear,
 weights that are not plain floating-point tensors, and what torch.jit has compiled. A module whose attention is written
@@ -18,7 +19,7 @@ from __future__ import annotations
 import dis
 import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -38,7 +39,7 @@ from binade.collector.models.site import HEAD, path_parts, site
 ATTENTION = frozenset(("scaled_dot_product_attention", "flex_attention"))
 Shapes = dict[nn.Module, dict[str, torch.Size]]  # by the weight's name
 NOT_PRODUCTS = (nn.Embedding, nn.EmbeddingBag, nn.modules.conv._ConvNd)
-HEADS = ("lm_head", "embed_out", "unembed", "output_head")
+HEADS = (["lm_head"], ["embed_out"], ["unembed"], ["output_head"])
 HIDDEN = (
     (nn.MultiheadAttention, "it computes its products itself: use F.scaled_dot_product_attention and nn.Linear"),
     (nn.RNNBase, "a recurrent network's products cannot be intercepted"),
@@ -52,7 +53,7 @@ HIDDEN = (
 def find(model: nn.Module) -> Iterator[Layer | Refused]:
     inside = ""
     modules = dict(model.named_modules())
-    tables = {module.weight for module in modules.values() if isinstance(module, nn.Embedding)}
+    output = heads(modules)
     shapes = own_shapes(modules.values())
     owners: dict[str, OwnProducts] = {}  # by the module's name
     for name, module in modules.items():
@@ -64,7 +65,7 @@ def find(model: nn.Module) -> Iterator[Layer | Refused]:
         elif isinstance(module, nn.Linear):
             found = linear_layer(name, module)
             parent, _, last = name.rpartition(".")
-            is_head = module.weight in tables or path_parts(name)[-1:] in [[head] for head in HEADS]
+            is_head = module in output
             if name and calls(modules[parent], last, "weight", NAMES):
                 owner = owners.setdefault(parent, OwnProducts(parent, modules[parent]))
                 found = replace(found, attach=_both(found.attach, partial(owner.attach, f"{last}.weight", 0)))
@@ -76,6 +77,36 @@ def find(model: nn.Module) -> Iterator[Layer | Refused]:
             yield core_layer(name, module, SdpaMode)
         if not isinstance(module, NOT_PRODUCTS) and calls(module, NAMES):
             yield from _own(modules, shapes, name, owners.setdefault(name, OwnProducts(name, module)))
+
+
+def heads(modules: Mapping[str, nn.Module]) -> set[nn.Module]:
+    """The linear layers that compute the logits, whatever they are called.
+
+    Such a layer shares its weight with an embedding, or has a usual name, or comes last: no other linear layer follows
+    it, except others like it, and it has the shape [vocabulary, width] of an embedding, or as many outputs as the
+    vocabulary if its width differs. A linear layer in a numbered layer ("layers.3.up") is none, but a numbered linear
+    layer ("heads.1") may be. LoRA's parts are none.
+    """
+    tables = [module for module in modules.values() if isinstance(module, nn.Embedding)]
+    weights = {table.weight for table in tables}
+    shapes = {(table.num_embeddings, table.embedding_dim) for table in tables}
+    vocabularies = {outputs for outputs, width in shapes if outputs != width}
+    linears = {
+        name: module
+        for name, module in modules.items()
+        if isinstance(module, nn.Linear) and not any(part.startswith("lora_") for part in path_parts(name))
+    }
+    found: set[nn.Module] = {
+        module for name, module in linears.items() if module.weight in weights or path_parts(name)[-1:] in HEADS
+    }
+    last = True
+    for name, module in reversed(linears.items()):
+        inside = any(part.isdecimal() for part in path_parts(name)[:-1])
+        shape = module.out_features, module.in_features
+        last = last and not inside and (shape in shapes or (not found and shape[0] in vocabularies))
+        if last:
+            found.add(module)
+    return found
 
 
 def own_shapes(modules: Iterable[nn.Module]) -> Shapes:

@@ -42,7 +42,7 @@ def trained(
         for step in range(steps):
             at_step(step, model)
             found = loss(model)
-            recorder.report_loss(found)
+            recorder.log(found)
             found.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -114,7 +114,7 @@ def measured(root, losses, **options) -> tuple[Recorder, pd.DataFrame]:
         for step, each in enumerate(losses):
             with recorder.at(step, 0, record=False):
                 recorder.record("x", x, layer=1, module="norm", operation="forward", phase="pre")
-            recorder.report_loss(each)
+            recorder.log(each)
         raise ZeroDivisionError
     with Catalog.open(root) as catalog:
         return recorder, catalog.tensors()

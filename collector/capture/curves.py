@@ -1,0 +1,132 @@
+"""The curves of an instrumented run, in loss.jsonl: one line per iteration, with what the training loop logged and the
+hashes by which runs on the same data are matched (data.same_data).
+
+A forward pass that trains is a micro-batch, identified by its integer tensors (token ids, labels), or else by the first
+tensor that enters the model. Tensors on a GPU are copied without waiting; the writer's thread hashes them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from binade.collector.capture.adapters.dtensor import is_dtensor
+from binade.collector.capture.adapters.products import tensors_in
+from binade.collector.capture.writing import copy_later
+from binade.data.runs import RunWriter
+
+SAMPLE = 64  # values of each parameter that are hashed at the start
+Copied = tuple[Tensor, Callable[[], None]]  # as `copy_later` returns them
+
+
+class Curves:
+    """Writes the curves of a run on rank 0. queue: runs a task on the writer's thread, in order."""
+
+    def __init__(self, writer: RunWriter, queue: Callable[[Callable[[], None]], None]) -> None:
+        self._writer, self._queue = writer, queue
+        self._model: nn.Module | None = None  # the first that trained: of several chunks, only this one is read
+        self._iteration: int | None = None  # whose line is not written yet
+        self._logged: dict[str, float | Copied] = {}
+        self._recorded = False
+        self._began: float | None = None
+        # Only the writer's thread writes the following variables.
+        self._sha = hashlib.sha256()
+        self._read: int | None = None  # the last iteration whose data is hashed
+        self._weights: str | None = None
+
+    def begin(self, iteration: int, model: nn.Module, given: object) -> None:
+        """A forward pass that trains begins with these arguments."""
+        self._go_to(iteration)
+        if self._began is None:
+            self._began = time.perf_counter()
+        if self._model is None:
+            self._model = model
+            sample = _copies(_sample(model))
+            self._queue(lambda: self._hash_weights(sample))
+        if model is self._model:
+            tensors = [x for x in tensors_in(given) if not is_dtensor(x)]
+            ids = [x for x in tensors if not x.is_floating_point() and x.dtype != torch.bool]
+            copies = _copies(ids or tensors[:1])
+            self._queue(lambda: self._hash(iteration, copies))
+
+    def record(self, iteration: int) -> None:
+        """A micro-batch of this iteration is recorded."""
+        if iteration == self._iteration:
+            self._recorded = True
+
+    def log(self, iteration: int, values: Mapping[str, float | Tensor]) -> None:
+        """Values of the iteration of the last pass, or of this one if there was no pass."""
+        if self._model is None:
+            self._go_to(iteration)
+        copied = {name: copy_later(x) if isinstance(x, Tensor) else x for name, x in values.items()}
+        self._logged |= {"time": time.time()} | copied
+
+    def _go_to(self, iteration: int) -> None:
+        if iteration != self._iteration:
+            self.close(time.perf_counter() - self._began if self._began is not None else None)
+            self._iteration = iteration
+
+    def close(self, seconds: float | None = None) -> None:
+        """Queue the line of the iteration that has ended, if it was logged or recorded."""
+        if self._iteration is not None and (self._logged or self._recorded):
+            line: dict[str, Any] = {"iteration": self._iteration, "loss": None, "time": time.time(), "seconds": seconds}
+            line |= {"recorded": self._recorded} | self._logged
+            self._queue(lambda: self._write(line))
+        self._iteration, self._logged, self._recorded, self._began = None, {}, False, None
+
+    # The writer's thread runs the methods below.
+
+    def _hash_weights(self, sample: Sequence[Copied]) -> None:
+        sha = hashlib.sha256()
+        _update(sha, sample)
+        self._weights = sha.hexdigest()
+
+    def _hash(self, iteration: int, copies: Sequence[Copied]) -> None:
+        _update(self._sha, copies)
+        self._read = iteration if copies else None
+
+    def _write(self, line: dict[str, Any]) -> None:
+        line = {name: _number(value) for name, value in line.items()}
+        if self._read == line["iteration"]:
+            line |= {"data_sha256": self._sha.hexdigest(), "weights_sha256": self._weights}
+        self._writer.append_loss(line)
+        changes: dict[str, Any] = {"iteration": max(line["iteration"], self._writer.status.iteration)}
+        if (loss := line["loss"]) is not None:
+            first = self._writer.status.loss_first
+            changes |= {"loss_first": loss if first is None else first, "loss_last": loss}
+        self._writer.update(**changes)
+
+
+def _sample(model: nn.Module) -> list[Tensor]:
+    """Some values of each parameter, evenly spaced."""
+    parameters: list[Any] = [p.detach() for p in model.parameters()]
+    flat = [(x.to_local() if is_dtensor(x) else x).reshape(-1) for x in parameters]
+    found: list[Tensor] = [x[:: max(1, len(x) // SAMPLE)][:SAMPLE].float() for x in flat if x.is_floating_point()]
+    devices = dict.fromkeys(x.device for x in found)
+    return [torch.cat([x for x in found if x.device == device]) for device in devices]
+
+
+def _copies(tensors: Sequence[Tensor]) -> list[Copied]:
+    return [copy_later(x) for x in tensors]
+
+
+def _update(sha: Any, copies: Sequence[Copied]) -> None:
+    for copy, arrived in copies:
+        arrived()
+        sha.update(f"{copy.dtype} {tuple(copy.shape)} ".encode())
+        sha.update(copy.reshape(-1).view(torch.uint8).numpy().tobytes())
+
+
+def _number(value: Any) -> Any:
+    """A value of a line: a number that JSON has, or None."""
+    if isinstance(value, tuple):
+        copy, arrived = value
+        arrived()
+        value = copy.item()
+    return None if isinstance(value, float) and not math.isfinite(value) else value

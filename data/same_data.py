@@ -1,0 +1,74 @@
+"""Which runs start from the same weights and read the same data, and up to which iteration.
+
+Each line of loss.jsonl has the SHA-256 of all data that the run has read so far, warm-up included. Two runs have read
+the same data at an iteration if these digests agree there; two runs may agree at first and differ later. Runs without
+digests match by their configuration, if it has all of CONFIGURATION. What is unknown never matches.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from binade.data.catalog import Catalog
+from binade.data.filter import Filter
+from binade.data.runs import first_step, read_steps
+
+# The settings that make two runs of `binade run` start from the same weights and read the same data.
+CONFIGURATION = (
+    "model", "size", "parameters", "dataset", "tokenizer", "seed", "learning_rate", "warmup_iterations",
+    "micro_batches", "micro_batch_size", "sequence_length",
+)  # fmt: skip
+Steps = Iterable[Mapping[str, Any]]
+
+
+def data_key(config: Mapping[str, Any], first: str | None) -> str | None:
+    """What a run has in common with all runs that start from the same weights and read the same data, None if that is
+    unknown. config: its run.json; first: `first_step` of the run. Settings that only one of two runs states differ."""
+    stated = {name: config[name] for name in CONFIGURATION if name in config}
+    step = json.loads(first) if first else {}
+    hashed = step.get("data_sha256") and (step.get("weights_sha256") or stated.get("seed") is not None)
+    if not hashed and len(stated) < len(CONFIGURATION):
+        return None
+    data = config.get("data")
+    corpus = data.get("corpus_sha256") or data.get("idx_sha256") if isinstance(data, dict) else None
+    known = [stated, config.get("dp") or 1, corpus, step if hashed else None]
+    return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
+
+
+def data_key_of(config: Mapping[str, Any], directory: Path) -> str | None:
+    """`data_key` of the run in a directory."""
+    return data_key(config, first_step(directory))
+
+
+def digests_of(steps: Steps) -> dict[int, str]:
+    """The digest of all data read until the end of each iteration, of those that have one."""
+    return {step["iteration"]: step["data_sha256"] for step in steps if step.get("data_sha256")}
+
+
+def same_data(a: Steps, b: Steps) -> Callable[[int], bool]:
+    """Whether two runs with the same `data_key` had read the same data at an iteration. a, b: their lines of
+    loss.jsonl."""
+    own, other = digests_of(a), digests_of(b)
+    if not own and not other:
+        return lambda iteration: True
+    return lambda iteration: iteration in own and own[iteration] == other.get(iteration)
+
+
+def pairs_on_same_data(catalog: Catalog, run_id: str, reference: str, where: Filter | None = None) -> pd.DataFrame:
+    """`Catalog.pairs` of two runs with the same `data_key`, at the iterations at which they had read the same data."""
+    same = same_data(*(_steps(catalog.root / name) for name in (run_id, reference)))
+    pairs = catalog.pairs(run_id, reference, where)
+    return pairs[pairs["iteration"].map(same).astype(bool)]
+
+
+def _steps(directory: Path) -> list[dict[str, Any]]:
+    try:
+        return read_steps(directory)
+    except OSError:
+        return []

@@ -1,0 +1,206 @@
+"""Instrumented runs that are compared: what run.json says of them, their curves, which of them saw the same data."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from binade.app.formatting import losses_of
+from binade.app.questions.recipes.compute import costs, loss_gaps
+from binade.app.questions.shared.runs import runs_with_reference
+from binade.collector import Recorder, TrainerCallback, coverage, instrument
+from binade.collector.cli.compare import compare
+from binade.collector.recipes.files import to_toml
+from binade.collector.recipes.parse import parse_recipe
+from binade.data.catalog import Catalog
+from binade.data.runs import RunError, RunInfo, check_losses, list_runs, read_run, read_steps
+
+VOCAB, WIDTH = 48, 32
+
+
+class Model(nn.Module):
+    def __init__(self, seed: int = 0, head: str = "output", tied: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embedding = nn.Embedding(VOCAB, WIDTH)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, VOCAB), nn.Linear(VOCAB, WIDTH)) for _ in range(2))
+        self.add_module(head, nn.Linear(WIDTH, VOCAB, bias=False))
+        self.head = [getattr(self, head)]
+        if tied:
+            self.head[0].weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = x + layer(x)
+        logits: torch.Tensor = self.head[0](x)
+        return logits
+
+
+def batch(number: int) -> torch.Tensor:
+    return torch.randint(VOCAB, (2, 9), generator=torch.Generator().manual_seed(number))
+
+
+def train(
+    root: Path, recipe: str, *, seed: int = 0, data: int = 0, steps: int = 3, change: int = 99, **options: Any
+) -> tuple[RunInfo, list[float]]:
+    """Two micro-batches a step, of which the first step is recorded. Other data from the step `change` on."""
+    model, losses = Model(seed), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Recorder(root, iterations=1, scores=(), **options) as recorder, instrument(model, recipe, recorder):
+        for step in range(steps):
+            total = torch.zeros(())
+            for micro_batch in range(2):
+                tokens = batch(100 * (data + (step >= change)) + 2 * step + micro_batch)
+                loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()) / 2
+                loss.backward()
+                total += loss.detach()
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            recorder.log(loss=total, tokens=32, grad_norm=norm)
+            losses.append(total.item())
+            total.zero_()  # as loops do that log a running loss
+    return read_run(recorder.writer.directory), losses
+
+
+def test_curves_and_description(tmp_path):
+    run, losses = train(tmp_path, "mxfp8")
+    recipe = parse_recipe("mxfp8")
+    wanted = {"recipe": "mxfp8", "operands": recipe.lines(), "recipe_toml": to_toml(recipe), "model": "Model"}
+    wanted |= {"parameters": sum(p.numel() for p in Model().parameters()), "tp": 1, "dp": 1}
+    assert {name: run.config[name] for name in wanted} == wanted
+    lines = read_steps(run.directory)
+    check_losses(run.directory)
+    assert [line["loss"] for line in lines] == losses and [line["iteration"] for line in lines] == [0, 1, 2]
+    assert [line["recorded"] for line in lines] == [True, False, False]
+    assert all(line["tokens"] == 32 and line["grad_norm"] > 0 for line in lines)
+    sha, digests = hashlib.sha256(), []
+    for number in range(6):
+        sha.update(b"torch.int64 (2, 8) " + batch(number)[:, :-1].contiguous().numpy().tobytes())
+        digests.append(sha.hexdigest())
+    assert [line["data_sha256"] for line in lines] == digests[1::2]
+    assert (run.status.iteration, run.status.loss_first, run.status.loss_last) == (2, losses[0], losses[-1])
+    with Catalog.open(tmp_path) as catalog:
+        assert set(catalog.tensors()["recipe"]) == {"mxfp8"} and set(catalog.tensors()["model"]) == {"Model"}
+
+
+def test_what_the_user_says_stays(tmp_path):
+    run, _ = train(tmp_path, "mxfp8", config={"model": "mine", "seed": 7})
+    assert (run.config["model"], run.config["seed"], run.config["recipe"]) == ("mine", 7, "mxfp8")
+
+
+def test_an_invalid_description_leaves_the_old_one(tmp_path):
+    with Recorder(tmp_path) as recorder:
+        with pytest.raises(RunError, match="recipe"):
+            recorder.describe(recipe=5)
+        assert read_run(recorder.writer.directory).config.get("recipe") is None
+
+
+def test_a_pair_shows_its_gap(tmp_path):
+    (base, plain), (own, quantized) = (train(tmp_path, recipe) for recipe in ("bf16", "mxfp8"))
+    gap = [a - b for a, b in zip(quantized, plain, strict=True)]
+    with Catalog.open(tmp_path) as catalog:
+        table = runs_with_reference(catalog.runs(), catalog.parts())
+        assert table.set_index("run_id")["reference"][own.run_id] == base.run_id
+        found = loss_gaps(table, losses_of(catalog, table["run_id"].tolist()))
+        assert found[found["run_id"] == own.run_id]["gap"].tolist() == gap
+        (row,) = costs(found, table).to_dict("records")
+        assert row["gap"] == pytest.approx(sum(gap) / 3) and row["iterations"] == 3
+    (section,) = compare(tmp_path).sections
+    assert section.reference and section.reference.run_id == base.run_id
+    figures = {each.recipe: each.figures for each in section.rows}["mxfp8"]
+    assert figures["gap_mean_nats"] == pytest.approx(sum(gap) / 3) and figures["gradient_pairs"] == 8
+
+
+@pytest.mark.parametrize("other", [{"seed": 1}, {"data": 1}], ids=str)
+def test_other_weights_or_data_do_not_match(tmp_path, other):
+    train(tmp_path, "bf16", **other)
+    train(tmp_path, "mxfp8")
+    with Catalog.open(tmp_path) as catalog:
+        assert runs_with_reference(catalog.runs(), catalog.parts())["reference"].isna().sum() == 1
+    assert all("gap_mean_nats" not in row.figures for section in compare(tmp_path).sections for row in section.rows)
+
+
+def test_runs_match_while_their_data_agrees(tmp_path):
+    train(tmp_path, "bf16", change=2)
+    train(tmp_path, "mxfp8")
+    (section,) = compare(tmp_path).sections
+    assert {row.recipe: row.figures.get("common_iterations") for row in section.rows} == {"bf16": None, "mxfp8": 2}
+
+
+def test_losses_without_data_do_not_match(tmp_path):
+    for recipe in ("bf16", "mxfp8"):
+        with Recorder(tmp_path, config={"recipe": recipe}) as recorder:
+            recorder.log(loss=1.0)
+            recorder.step()
+            recorder.log(loss=float("nan"))
+    assert [line["loss"] for line in read_steps(list_runs(tmp_path)[0][0].directory)] == [1.0, None]
+    (section,) = compare(tmp_path).sections
+    assert all("gap_mean_nats" not in row.figures for row in section.rows)
+
+
+def test_trainer_logs_by_itself(tmp_path):
+    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+    torch.manual_seed(0)
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, **sizes))
+    data = [{"input_ids": batch(i)[0], "labels": batch(i)[0]} for i in range(12)]
+    arguments = TrainingArguments(
+        str(tmp_path / "out"), max_steps=3, per_device_train_batch_size=2, gradient_accumulation_steps=2,
+        logging_steps=1, report_to=[], use_cpu=True, save_strategy="no", disable_tqdm=True,
+    )  # fmt: skip
+    with Recorder(tmp_path / "runs", iterations=1, scores=()) as recorder:
+        trainer = Trainer(model, arguments, train_dataset=data, callbacks=[TrainerCallback("mxfp8", recorder)])
+        trainer.train()
+    run = read_run(recorder.writer.directory)
+    lines, history = read_steps(run.directory), [each for each in trainer.state.log_history if "loss" in each]
+    assert [line["loss"] for line in lines] == [each["loss"] for each in history]
+    assert [line["grad_norm"] for line in lines] == [each["grad_norm"] for each in history]
+    assert [line["iteration"] for line in lines] == [0, 1, 2] and len({line["data_sha256"] for line in lines}) == 3
+    assert (run.config["model"], run.config["recipe"]) == ("LlamaForCausalLM", "mxfp8")
+
+
+def left(model: nn.Module) -> set[str]:
+    return {row.paths for row in coverage(model, "mxfp8") if row.reason.startswith("LM head")}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("name", ["output", "to_logits", "classifier", "decoder", "lm_head"])
+def test_a_head_is_found_whatever_its_name(name, tied):
+    assert left(Model(head=name, tied=tied)) == {name}
+
+
+def test_heads_with_other_places_and_widths():
+    table, up, down = nn.Embedding(256, 64), nn.Linear(64, 256), nn.Linear(256, 64)
+    assert left(nn.Sequential(table, up)) == {"*"}
+    assert left(nn.ModuleDict({"emb": table, "body": down, "decoder": nn.Linear(32, 256)})) == {"decoder"}
+    several = nn.ModuleList([nn.Linear(64, 256), nn.Linear(64, 256)])
+    assert left(nn.ModuleDict({"emb": table, "body": down, "heads": several})) == {"heads.*"}
+
+
+def test_an_ordinary_last_layer_is_no_head():
+    table, up, down = nn.Embedding(256, 64), nn.Linear(64, 256), nn.Linear(256, 64)
+    assert not left(nn.ModuleDict({"emb": table, "up": up, "down": down}))
+    layers = nn.ModuleList(nn.ModuleDict({"down": down, "up": nn.Linear(64, 256)}) for _ in range(2))
+    assert not left(nn.ModuleDict({"emb": table, "layers": layers}))
+    square = nn.ModuleDict({"emb": nn.Embedding(64, 64), "up": up, "down": down})  # its width is the vocabulary
+    assert not left(square)
+
+
+def test_head_can_be_quantized():
+    rows = {row.recorded: row.format for row in coverage(Model(), "mxfp8", head=True)}
+    assert rows["layer0.head"] == "mxfp8"
+
+
+def test_run_json_stays_sealed(tmp_path):
+    run, _ = train(tmp_path, "bf16")
+    assert "crc32" in json.loads((run.directory / "run.json").read_bytes())
