@@ -34,6 +34,7 @@ class Curves:
         self._iteration: int | None = None  # whose line is not written yet
         self._logged: dict[str, float | Copied] = {}
         self._recorded = False
+        self._at = 0  # the recorder's iteration in the last call of `log`
         self._began: float | None = None
         # Only the writer's thread writes the following variables.
         self._sha = hashlib.sha256()
@@ -64,6 +65,9 @@ class Curves:
         """Values of the iteration of the last pass, or of this one if there was no pass."""
         if self._model is None:
             self._go_to(iteration)
+        elif "loss" in self._logged and iteration != self._at:  # passes of compiled code are not seen
+            self._go_to(iteration - (self._at - (self._iteration or 0)))
+        self._at = iteration
         copied = {name: copy_later(x) if isinstance(x, Tensor) else x for name, x in values.items()}
         self._logged |= {"time": time.time()} | copied
 

@@ -21,8 +21,8 @@ each relative to the bf16 run of the same start. Losses, errors, sizes and times
                separate from forward operands, and attention from linear layers, because the larger would hide the
                smaller.
     gradients  of the weight, against bf16's of the same start: those of the first iteration that pairs of runs
-               recorded, all starts together. The cosine is the mean over tensors, the bias ‖ĝ−g‖²/‖g‖² is of the summed powers.
-               The Recipes page shows the same.
+               recorded, all starts together. The cosine is the mean over tensors, the bias ‖ĝ−g‖²/‖g‖² is of the
+               summed powers. The Recipes page shows the same.
     storage    the recorded operands, each in its exact format with block scales (`Spec.bits_per_value`), those not
                quantized in their own dtype.
     seconds    the median of an iteration's optimizer step, with capture and without.

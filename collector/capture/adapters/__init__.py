@@ -136,6 +136,8 @@ def around_forward(model: nn.Module, clock: Clock | None, watch: Watch | None) -
 
     @wraps(forward)
     def passing(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # by model.compile(), once nothing is recorded: such passes are not counted
+            return forward(*args, **kwargs)
         if clock:
             clock.begin((args, kwargs))
         if running_backward():

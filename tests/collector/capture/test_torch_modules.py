@@ -298,7 +298,7 @@ def test_one_vector_is_as_a_matrix_of_one_row(tmp_path, bias):
 
 def test_counts_are_limited_by_iterations_and_micro_batches(tmp_path):
     model = build()
-    before, states = state(model), []
+    layers, states = {name: each for name, each in state(model).items() if name}, []
 
     def after() -> None:
         recorder.step()
@@ -677,7 +677,7 @@ class Tied(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("name", "tied", "is_head"), [("out", True, True), ("lm_head", False, True), ("out", False, False)]
+    ("name", "tied", "is_head"), [("out", True, True), ("lm_head", False, True), ("out", False, True)]
 )
 def test_the_head_of_a_plain_model_stays_as_it_is(tmp_path: Path, name: str, tied: bool, is_head: bool):
     found = {}
