@@ -29,6 +29,7 @@ from binade.collector.capture.provenance import tracing
 from binade.collector.capture.recorder import Recorder
 from binade.collector.capture.schedule import Pending, Switch
 from binade.collector.capture.step import others, recording
+from binade.collector.capture.twin import Twins
 from binade.collector.models.attention import CoreQuantization
 from binade.collector.models.parallel import Quantization
 from binade.collector.models.site import WRAPPERS, Site
@@ -151,6 +152,15 @@ def instrument(
         else quantization(layer, Product.LINEAR, partial(Recipe.linear_of, names=layer.site.names))
         for layer in layers
     ]
+    parts = [
+        (f"{layer.site.name}.{product.value}", each)
+        for layer, how in zip(layers, quantized, strict=True)
+        for product, each in (
+            ((Product.QK, how.qk), (Product.PV, how.pv))
+            if isinstance(how, CoreQuantization)
+            else ((Product.LINEAR, how),)
+        )
+    ]
     if watched_only:
         raise InstrumentError(refusal({name: m for each in models for name, m in each.named_modules()}, watched_only))
     clocks = [Clock(counter, each, varies) if counter else None for each in models]
@@ -199,6 +209,8 @@ def instrument(
         for each, clock, watch in zip(models, clocks, watches, strict=True) if counts else ():
             undo.enter_context(around_forward(each, clock, watch))
         if recorder:
+            recorder.twins = Twins(models, dict(parts), seed)
+            undo.callback(setattr, recorder, "twins", None)
             recorder.followers.append(follow)
             undo.callback(recorder.followers.remove, follow)
             recorder.savers.append(scales.save)

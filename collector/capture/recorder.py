@@ -66,6 +66,7 @@ from binade.quant.summary import Summary, summarize_later
 from binade.quant.traces import hot_channels_later, sample_later
 
 if TYPE_CHECKING:  # it imports the command line
+    from binade.collector.capture.twin import Twin, Twins
     from binade.collector.training.resume import Resumed
 
 WORDS = ("model", "size", "dataset", "recipe")  # keys of a configuration that each row has
@@ -235,6 +236,8 @@ class Recorder:
         self.writes_curves = True  # False if the training loop writes loss.jsonl itself
         self._given = {name: value for name, value in self.config.items() if value is not None}
         self._curves: Curves | None = None
+        self.twins: Twins | None = None  # of the instrumented models
+        self.suspended = False  # within a twin step, which neither counts nor records
         self._writer: RunWriter | None = None
         self._reset()
 
@@ -484,6 +487,27 @@ class Recorder:
             iteration, value = self.iteration, values["loss"]
             self._writing.run(lambda: self._monitor.see_loss(iteration, float(value)))
 
+    def twin(self, loss: Callable[[], Tensor], times: int = 1) -> Twin:
+        """Run one micro-batch on the current weights without the recipe, and `times` times with it: see capture.twin.
+
+            twin = recorder.twin(lambda: model(**batch).loss, times=4)
+
+        loss runs the model's forward pass and returns the loss. A recipe that draws no random numbers is run once.
+        Training does not change: weights, gradients, buffers, random numbers and recorded tensors stay the same. Not
+        with reentrant checkpoints. Raises RecorderError without an instrumented model or with find_nan.
+        """
+        if self.twins is None:
+            raise RecorderError("nothing is instrumented: call twin within `with instrument(model, recipe, recorder)`")
+        if self.watching.find_nan:
+            raise RecorderError("a twin step cannot be run with find_nan, which would trace its passes")
+        if times < 1:
+            raise ConfigError(f"times is {times}: expected at least 1")
+        self.suspended = True
+        try:
+            return self.twins(loss, self.iteration, times)
+        finally:
+            self.suspended = False
+
     def begin_training(self, model: nn.Module, given: object) -> None:
         """A forward pass of the model that trains begins, with these arguments."""
         if self.entered and self._curves:
@@ -554,7 +578,7 @@ class Recorder:
 
     def idle(self) -> bool:
         """Whether nothing of this iteration is recorded, in any micro-batch."""
-        if self.paused or not self.enabled:
+        if self.paused or self.suspended or not self.enabled:
             return True
         return not self.positioned and self.over
 

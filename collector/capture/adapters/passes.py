@@ -168,7 +168,7 @@ class Clock:
     def begin(self, given: object) -> None:
         """A forward pass begins, with these arguments."""
         recorder = self.recorder
-        if running_backward():
+        if running_backward() or recorder.suspended:
             return
         # A checkpoint (reentrant) around the model runs it without gradients at first, on inputs that require some.
         without = not torch.is_grad_enabled() and not any(x.requires_grad for x in tensors_in(given))
@@ -196,6 +196,8 @@ class Clock:
 
     def end(self, result: Any) -> None:
         """A forward pass has ended. Note when its result's gradients arrive: then its layers may be recomputed."""
+        if self.recorder.suspended:
+            return
         moment, arrived, idle = self.recorder.moment(), self.recorder.arrived, self.recorder.idle()
         self.recorder.evaluating = False
         if idle and not self.always:
