@@ -60,6 +60,16 @@ def same_data(a: Steps, b: Steps) -> Callable[[int], bool]:
     return lambda iteration: iteration in own and own[iteration] == other.get(iteration)
 
 
+def equal_weights(root: Path, run_id: str, reference: str, iteration: int) -> bool:
+    """Whether two runs with the same `data_key` are known to have the same weights at the start of an iteration: the
+    first one under the recipe, after the same losses in the warm-up."""
+    before = [
+        [(step["iteration"], step["loss"]) for step in _steps(root / name) if step["iteration"] < 0]
+        for name in (run_id, reference)
+    ]
+    return iteration == 0 and before[0] == before[1]
+
+
 def pairs_on_same_data(catalog: Catalog, run_id: str, reference: str, where: Filter | None = None) -> pd.DataFrame:
     """`Catalog.pairs` of two runs with the same `data_key`, at the iterations at which they had read the same data."""
     same = same_data(*(_steps(catalog.root / name) for name in (run_id, reference)))

@@ -26,6 +26,7 @@ class ThreeWay:
     table: pd.DataFrame
     distributions: list[Distribution]
     format: str
+    equal_weights: bool = False  # then what differs is rounding that earlier layers pass on, not drift
 
     @property
     def verdict(self) -> str:
@@ -36,6 +37,12 @@ class ThreeWay:
             return "Undetermined: one of the three errors is not finite."
         if drift == 0:
             return "Rounding alone: the run has not drifted; its tensor is identical to that of bf16."
+        if self.equal_weights:
+            times = f", {drift / rounding:.2f} times the format’s own rounding error" if rounding else ""
+            return (
+                "Propagated rounding: both runs have the same weights here; what earlier layers pass on has a relative "
+                f"error of {short(drift, 3)}{times}."
+            )
         if rounding == 0:
             return f"The run has drifted (relative error {short(drift, 3)}); the format's rounding loses nothing here."
         ratio = drift / rounding
@@ -46,7 +53,7 @@ class ThreeWay:
         return f"Both: the drift is {ratio:.2f} times the rounding error."
 
 
-def three_way(reference: Tensor, own: Tensor, fmt: str, dim: int = -1) -> ThreeWay:
+def three_way(reference: Tensor, own: Tensor, fmt: str, dim: int = -1, equal_weights: bool = False) -> ThreeWay:
     """Is it the format's rounding, or has the run drifted? Both tensors of one shape; blocks along dim."""
     rounded, both = quant.fake_quantize(reference, fmt, dim), quant.fake_quantize(own, fmt, dim)
     rows = []
@@ -59,4 +66,4 @@ def three_way(reference: Tensor, own: Tensor, fmt: str, dim: int = -1) -> ThreeW
         )  # fmt: skip
     names = ("bf16 run", f"bf16 run, rounded to {fmt}", "quantized run")
     shown = [distribution_of(name, x) for name, x in zip(names, (reference, rounded, own), strict=True)]
-    return ThreeWay(pd.DataFrame(rows), shown, fmt)
+    return ThreeWay(pd.DataFrame(rows), shown, fmt, equal_weights)

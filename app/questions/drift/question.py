@@ -18,6 +18,7 @@ from binade.app.questions.shared.distributions import log2_histogram
 from binade.app.questions.shared.runs import every_run, run_titles
 from binade.app.questions.shared.selection import SelectedTensor
 from binade.data.catalog import CatalogError
+from binade.data.same_data import equal_weights
 from binade.data.store import TensorFileError
 from binade.quant.metrics import METRICS
 
@@ -35,6 +36,7 @@ WHAT = {
     "drift": "the quantized run’s tensor: the drift alone",
     "both": "the quantized run’s tensor, rounded: both",
 }
+EQUAL_WEIGHTS = {"drift": "the quantized run’s tensor: the rounding that earlier layers pass on"}
 COLUMNS = {
     "what": Column("Compared with bf16’s tensor", width=330, text=lambda row: WHAT[row["what"]]),
     "sqnr_db": Column(),
@@ -110,7 +112,12 @@ def compared(selected: SelectedTensor, given: Candidates, run: str) -> Drawn:
     if reference.shape != own.shape or not reference.numel():
         return Drawn(problems=("The two tensors have different shapes and cannot be compared.",))
     fmt = str(selected.spec) if pd.isna(twin["format"]) else twin["format"]
-    found = compute.three_way(reference, own, fmt, selected.dim)
+    equal = equal_weights(selected.opened.root, run, given.base.iloc[0]["run_id"], int(twin["iteration"]))
+    found = compute.three_way(reference, own, fmt, selected.dim, equal)
+    columns = COLUMNS
+    if equal:
+        what = replace(COLUMNS["what"], text=lambda row: EQUAL_WEIGHTS.get(row["what"], WHAT[row["what"]]))
+        columns = COLUMNS | {"what": what}
     label = given.labels[run]
     caption = (
         f"{selected.source()}\nThe same tensor (by identity) of {given.reference_label} and of {label}; rounded "
@@ -122,7 +129,7 @@ def compared(selected: SelectedTensor, given: Candidates, run: str) -> Drawn:
         groups = [d.group for d in found.distributions]
         chart = distribution_charts.histogram(histogram, f"{selected.label} · {label} compared with bf16", "values")
         items.append(Figure("three_way", chart, histogram, caption, height=360 + style.legend_height(groups)))
-    return Drawn((*items, Table("three_way", found.table, COLUMNS, note=NOTE)), found.verdict)
+    return Drawn((*items, Table("three_way", found.table, columns, note=NOTE)), found.verdict)
 
 
 DRIFT = Question(
