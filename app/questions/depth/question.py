@@ -13,7 +13,7 @@ from binade.app.questions.depth import charts, compute
 from binade.app.questions.question import Question
 from binade.app.questions.shared.selection import Board
 from binade.app.report.section import OF_VALUES, ReportSelection, Section
-from binade.app.style import Measure
+from binade.data.evidence import Measure
 
 
 def draw(board: Board, values: dict[str, Any]) -> Drawn:

@@ -10,7 +10,7 @@ import pandas as pd
 
 from binade.app import style
 from binade.app.questions.shared.boards import PLACE
-from binade.app.style import Measure
+from binade.data.evidence import Measure
 
 BARS = 20  # of a ranking that are drawn
 

@@ -11,8 +11,9 @@ from torch import Tensor
 from binade.app.figure import Drawn, Figure, source
 from binade.app.questions.shared import boards
 from binade.app.questions.shared.rounded import Subject, subject
-from binade.app.style import MEASURES, Measure
+from binade.app.style import MEASURES
 from binade.data.catalog import Catalog
+from binade.data.evidence import Measure
 from binade.data.filter import Filter
 from binade.data.text import plain_name
 from binade.quant.formats import FORMATS

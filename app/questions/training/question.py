@@ -19,8 +19,8 @@ from binade.app.questions.shared.runs import every_run, run_colors
 from binade.app.questions.shared.selection import Board
 from binade.app.questions.training import charts, compute
 from binade.app.report.section import ReportSelection, Section
-from binade.app.style import Measure
 from binade.data.catalog import Catalog
+from binade.data.evidence import Measure
 from binade.data.filter import Filter
 
 
