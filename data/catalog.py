@@ -25,7 +25,7 @@ from binade.data.cache import Cache
 from binade.data.difference import joined
 from binade.data.filter import FIELDS, Filter
 from binade.data.index import Index, is_unavailable
-from binade.data.intake import CUBES, RANKED, SUMMED, SUMS, same, sums, transaction
+from binade.data.intake import CUBES, SUMS, same, transaction
 from binade.data.remote import fetched, readable_root, refresh
 from binade.data.runs import IMPORT, RunError, unusable_root
 from binade.data.segment import ERROR_COLUMNS, TENSOR_SCHEMA, Identity, SegmentError
@@ -44,7 +44,7 @@ T = TypeVar("T")
 # The fields that identify a tensor within a rank, and that its parts on tensor-parallel ranks share.
 SAME_IN_SHARDS = ("run_id", "dp_rank", *(f.name for f in fields(Identity) if f.name != "rank"))
 GROUPABLE = (*FIELDS, "format", "tensor_id")
-SHOWN_ERRORS = RANKED
+SHOWN_ERRORS = ("sqnr_db", "flush_to_zero", "saturated")
 # Statistics of a tensor's own values, each as SQL over the table `tensor`; the names are those of quant.METRICS.
 STATISTICS = {
     "absmax": "absmax",
@@ -415,7 +415,7 @@ class Catalog:
         def ask() -> pd.DataFrame:
             with self._cursor() as cursor, transaction(cursor):
                 needed = fields if tensor_ids is None else ("tensor_id",)
-                cube, upto = _smallest(_cubes(cursor, "sketch"), self.narrowed(where), needed)
+                cube, upto = _smallest(_cubes(cursor), self.narrowed(where), needed)
                 # The sketches of each group get the key of one of its tensors, which has the group's columns.
                 groups = f"PARTITION BY {', '.join(fields)}" if fields else ""
                 fresh = f"{condition} AND key >= {upto}"
@@ -425,7 +425,7 @@ class Catalog:
                     if cube:
                         rows.append(f"{cube}_sketch JOIN {cube} AS tensor USING (key) WHERE {condition}")
                     union = _union(f"SELECT {columns}, bin, count FROM", rows)
-                    sql = f"SELECT * REPLACE ({sums('sketch')}) FROM ({union}) GROUP BY ALL"
+                    sql = f"SELECT * REPLACE ({SUMS}) FROM ({union}) GROUP BY ALL"
                     return cursor.execute(sql, parameters if cube else []).df()
 
         return self.kept(("merged", columns, condition, repr(parameters)), ask).copy(deep=False)
@@ -436,9 +436,10 @@ class Catalog:
         by: str | Sequence[str] | None = None,
         tensor_ids: list[str] | None = None,
     ) -> pd.DataFrame:
-        """Return statistics of the selection's combined values, one row per group: tensors, numel, finite, mean, std,
-        rms, min, max, absmax, absmin, zeros, nans, infs, and of the quantized operands sqnr_db (of the summed powers)
-        and flush_to_zero, saturated (shares of all elements concerned).
+        """Return statistics of the selection, one row per group: tensors; of all values together numel, finite, mean,
+        std, rms, min, max, absmax, absmin, zeros, nans, infs; and sqnr_db, flush_to_zero and saturated, the median over
+        the quantized operands, each counted once, with its 10th and 90th percentile (sqnr_db_low, sqnr_db_high, …);
+        lost, how many of these have no error because of NaN or Inf.
 
         by names one column, whose values are then in `group`, or a sequence of columns, each kept under its own name.
         Raises CatalogError for a column that cannot be grouped by.
@@ -454,9 +455,7 @@ class Catalog:
         return self._frame(
             f"""
             WITH chosen AS (
-                SELECT {named}*, (numel - nans - infs) AS finite,
-                       CASE WHEN sqnr_db IS NOT NULL THEN rms * rms * (numel - nans - infs) END AS power
-                FROM tensor WHERE {condition}
+                SELECT {named}*, (numel - nans - infs) AS finite FROM tensor WHERE {condition}
             ), totals AS (
                 SELECT {keys}, count(*) AS tensors, sum(numel)::BIGINT AS numel, sum(finite)::BIGINT AS finite,
                        sum(mean * finite) FILTER (finite > 0) / sum(finite) AS mean,
@@ -465,14 +464,11 @@ class Catalog:
                        max(absmax) FILTER (finite > 0) AS absmax,
                        min(absmin) FILTER (NOT isnan(absmin)) AS absmin,
                        sum(zeros)::BIGINT AS zeros, sum(nans)::BIGINT AS nans, sum(infs)::BIGINT AS infs,
-                       sum(power) FILTER (finite > 0) AS signal, sum(mse * finite) FILTER (finite > 0) AS noise,
-                       weighted(flush_to_zero, finite - zeros) AS flush_to_zero,
-                       weighted(saturated, numel) AS saturated
+                       {", ".join(map(quantiles, SHOWN_ERRORS))},
+                       count(*) FILTER (format IS NOT NULL AND isnan(mse) AND NOT rms = 0) AS lost
                 FROM chosen GROUP BY {keys}
             )
-            SELECT * EXCLUDE (signal, noise),
-                   CASE WHEN finite > 0 THEN sqrt(greatest(rms * rms - mean * mean, 0)) END AS std,
-                   decibel(signal, noise) AS sqnr_db
+            SELECT *, CASE WHEN finite > 0 THEN sqrt(greatest(rms * rms - mean * mean, 0)) END AS std
             FROM totals ORDER BY {keys}
             """,
             parameters,
@@ -503,63 +499,53 @@ class Catalog:
         )
 
     def compared(self, where: Filter | None = None, tensor_ids: list[str] | None = None) -> pd.DataFrame:
-        """Return the error of each format over all values of the selection's operands: columns format, operands (scored
-        in it), tensors (those with an error), sqnr_db (of the summed powers), flush_to_zero (of all nonzero elements),
-        saturated (of all elements). A format that only some of the operands were scored in is left out: it would be
-        compared on a different set of tensors."""
+        """Return the error of each format on the selection's operands: columns format, operands (scored in it), tensors
+        (those with an error), and the median, 10th and 90th percentile of each of SHOWN_ERRORS over these, each tensor
+        counted once: sqnr_db, sqnr_db_low, sqnr_db_high, …. A format that only some of the operands were scored in is
+        left out: it would be compared on a different set of tensors."""
         condition, parameters = self._selection(where, tensor_ids)
         return self._frame(
             f"""
             WITH scored AS (
-                SELECT score.format, NOT (isnan(score.mse) OR isnan(rms)) AS sound, rms, score.mse,
-                       score.flush_to_zero, score.saturated, numel, zeros, numel - nans - infs AS finite
+                SELECT score.format, isnan(score.mse) OR isnan(rms) AS bad, {_scored(sound=True)}
                 FROM score JOIN tensor USING (key) WHERE {condition} AND {OWN_SCORE}
             )
-            SELECT format, count(*) AS operands, count(*) FILTER (sound) AS tensors,
-                   decibel(sum(rms * rms * finite) FILTER (sound), sum(mse * finite) FILTER (sound)) AS sqnr_db,
-                   weighted(flush_to_zero, CASE WHEN sound THEN finite - zeros END) AS flush_to_zero,
-                   weighted(saturated, CASE WHEN sound THEN numel END) AS saturated
+            SELECT format, count(*) AS operands, count(*) FILTER (NOT bad) AS tensors,
+                   {", ".join(map(quantiles, SHOWN_ERRORS))}
             FROM scored GROUP BY format QUALIFY operands = max(operands) OVER () ORDER BY format
             """,
             parameters,
         )
 
-    @_repairing
     def errors(
         self, fmt: str, by: tuple[str, ...], where: Filter | None = None, worst: str = "sqnr_db"
     ) -> pd.DataFrame:
-        """Return the error of a format on the selection's operands, one row per group: by's columns, tensors, sqnr_db
-        (of the summed powers), flush_to_zero, saturated (shares of all elements concerned), and the tensor_id of the
-        worst operand in the group. `worst` names the metric that decides: sqnr_db, flush_to_zero or saturated. Operands
-        without a finite value are left out.
+        """Return the error of a format on the selection's operands, one row per group: by's columns, tensors, the
+        median, 10th and 90th percentile of each of SHOWN_ERRORS over the operands, each counted once (sqnr_db,
+        sqnr_db_low, sqnr_db_high, …), and the tensor_id of the worst operand in the group. `worst` names the metric
+        that decides. Operands without a finite value are left out.
 
         Raises CatalogError for another column or metric.
         """
         if worst not in SHOWN_ERRORS:
             raise CatalogError(f"operands cannot be ranked by {worst!r}: expected one of {', '.join(SHOWN_ERRORS)}")
         condition, parameters = self._selection(where)
-        columns = self._columns(by)
-        parameters.append(str(Spec.of(fmt)))
-
-        def ask() -> pd.DataFrame:
-            with self._cursor() as cursor, transaction(cursor):
-                cube, upto = _smallest(_cubes(cursor, "score"), self.narrowed(where), by)
-                rows = [f"measured AS tensor WHERE {condition} AND spec = ? AND key >= {upto}"]
-                if cube:
-                    rows.append(f"{cube}_score JOIN {cube} AS tensor USING (key) WHERE {condition} AND spec = ?")
-                union = _union(f"SELECT {columns}, spec, {', '.join(SUMS['score'])} FROM", rows)
-                groups = ", ".join(f"total.{name}" for name in by)
-                return cursor.execute(
-                    f"""
-                    WITH total AS (SELECT {", ".join(by)}, {sums("score")} FROM ({union}) GROUP BY ALL)
-                    SELECT {groups}, total.tensors, flushed / nullif(nonzero, 0) AS flush_to_zero,
-                           clipped / nullif(elements, 0) AS saturated, tensor_id, decibel(signal, noise) AS sqnr_db
-                    FROM total JOIN tensor ON tensor.key = coalesce(worst_{worst}, first) ORDER BY ALL
-                    """,
-                    parameters * len(rows),
-                ).df()
-
-        return self.kept(("errors", by, worst, condition, repr(parameters)), ask).copy(deep=False)
+        bad = f"-{worst}" if worst == "sqnr_db" else worst
+        return self._frame(
+            f"""
+            WITH scored AS (
+                SELECT {self._columns(by)}, tensor.key, {_scored()}
+                FROM score JOIN tensor USING (key)
+                WHERE {condition} AND {OWN_SCORE} AND score.format = ? AND NOT (isnan(score.mse) OR isnan(rms))
+            ), found AS (
+                SELECT {", ".join(by)}, count(*) AS tensors, {", ".join(map(quantiles, SHOWN_ERRORS))},
+                       coalesce(arg_max(key, {bad}) FILTER (NOT isnan({worst})), min(key)) AS key
+                FROM scored GROUP BY ALL
+            )
+            SELECT found.* EXCLUDE (key), tensor_id FROM found JOIN tensor USING (key) ORDER BY ALL
+            """,
+            [*parameters, str(Spec.of(fmt))],
+        )
 
     def loss_changes(self, fmt: str, by: tuple[str, ...], where: Filter | None = None) -> pd.DataFrame:
         """Return the predicted change of each micro-batch's loss from rounding the selection's forward operands to a
@@ -726,12 +712,13 @@ class Catalog:
             parameters,
         )
 
-    def distinct(self, columns: Sequence[str], where: Filter | None = None) -> pd.DataFrame:
-        """Return the combinations of these columns that the selection has, sorted. Raises CatalogError for another
-        column."""
+    def distinct(self, columns: Sequence[str], where: Filter | None = None, scored: bool = False) -> pd.DataFrame:
+        """Return the combinations of these columns that the selection has, sorted; scored: that its scored operands
+        have. Raises CatalogError for another column."""
         condition, parameters = self._selection(where)
         names = ", ".join(map(self._column, columns))
-        return self._frame(f"SELECT DISTINCT {names} FROM tensor WHERE {condition} ORDER BY ALL", parameters)
+        source = "tensor SEMI JOIN score USING (key)" if scored else "tensor"
+        return self._frame(f"SELECT DISTINCT {names} FROM {source} WHERE {condition} ORDER BY ALL", parameters)
 
     def surface(self, metric: str, width: int, where: Filter | None = None, fmt: str = "") -> pd.DataFrame:
         """Return the worst value of a metric by layer and `width` iterations over the selection's tensors, one row per
@@ -949,6 +936,14 @@ class Catalog:
         return ", ".join(f"tensor.{self._column(name)}" for name in names)
 
 
+def _scored(sound: bool = False) -> str:
+    """SQL for SHOWN_ERRORS of the table `score`; sound: null where the error is not finite."""
+    condition = "NOT (isnan(score.mse) OR isnan(rms))"
+    return ", ".join(
+        f"CASE WHEN {condition} THEN score.{name} END AS {name}" if sound else f"score.{name}" for name in SHOWN_ERRORS
+    )
+
+
 def _part() -> str:
     """SQL for the product that a tensor belongs to."""
     qk = ", ".join(f"'{kind.name}'" for kind in TENSOR_KINDS if kind.product is Product.QK)
@@ -966,11 +961,16 @@ def _public(name: str, ids: str) -> str:
     return f"SELECT {ids}, {name}.* EXCLUDE (key) FROM {name} JOIN tensor USING (key) WHERE true"
 
 
-def _cubes(cursor: duckdb.DuckDBPyConnection, table: str | None = None) -> list[tuple[str, int]]:
-    """The filled CUBES that have sums of this table, smallest first, each with the key of the first tensor that is not
-    in it."""
-    filled = cursor.execute("SELECT name, upto FROM cube WHERE upto > 0 ORDER BY size").fetchall()
-    return [(name, upto) for name, upto in filled if table is None or table in SUMMED[name]]
+def _cubes(cursor: duckdb.DuckDBPyConnection) -> list[tuple[str, int]]:
+    """The filled CUBES, smallest first, each with the key of the first tensor that is not in it."""
+    return cursor.execute("SELECT name, upto FROM cube WHERE upto > 0 ORDER BY size").fetchall()
+
+
+def quantiles(column: str, name: str | None = None) -> str:
+    """SQL for the median, the 10th and the 90th percentile of a column: NAME, NAME_low and NAME_high."""
+    name = name or column
+    parts = ((0.5, name), (0.1, f"{name}_low"), (0.9, f"{name}_high"))
+    return ", ".join(f"unbounded(quantile_of({column}, {q})) AS {each}" for q, each in parts)
 
 
 def _smallest(cubes: list[tuple[str, int]], where: Filter, fields: Sequence[str]) -> tuple[str | None, int]:
