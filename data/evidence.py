@@ -305,6 +305,12 @@ def listed(names: Sequence[str], most: int = NAMED) -> str:
 Named = tuple[str, Estimate]
 
 
+def each_of(items: Sequence[Named], what: str) -> Sentence:
+    """ "SQNR in mxfp4: forward 30.1 dB; backward 14.0 dB." No comparison."""
+    shown = "; ".join(f"{name} {estimate}" for name, estimate in items)
+    return Sentence(f"{what}: {shown}.", (estimate for _, estimate in items)) if items else Sentence()
+
+
 def leaders(items: Sequence[Named], *, lowest: bool) -> list[Named]:
     """The item with the lowest or highest estimate, and those that cannot be told from it, in order."""
     known = [item for item in items if not math.isnan(item[1].value)]
@@ -378,40 +384,49 @@ def effects(items: Sequence[Named], than: str, words: tuple[str, str] = ("higher
     return together(*found)
 
 
-def trends(items: Sequence[Named], what: str, over: str, *, low_is_bad: bool) -> Sentence:
-    """Which slopes are distinguishable from 0, all together at LEVEL (Holm). what: "SQNR"; over: "with depth"."""
+def largest(items: Mapping[str, Mapping[Any, float]], measure: Measure, what: str, of: str = "seeds") -> Sentence:
+    """Which of several has the largest mean, if its paired differences to all others can be told from 0 (Holm). items:
+    the values of each by seed. what: "The largest gap"."""
+    means = [(name, mean(measure, values.values(), of)) for name, values in items.items()]
+    means.sort(key=lambda item: -item[1].value)
+    (first, top), *rest = means
+    apart = holm([paired(measure, items[first], items[name], of) for name, _ in rest])
+    if all(apart):
+        others = [(name, estimate) for name, estimate in rest]
+        shown = "; ".join(f"{name} {estimate.text}" for name, estimate in others[:NAMED])
+        text = f"{what} is that of {first}, {top}; {shown}."
+        return Sentence(text, (estimate for _, estimate in means))
+    alike = [first, *(name for (name, _), is_apart in zip(rest, apart, strict=True) if not is_apart)]
+    text = "{what} cannot be named: {n} {of} do not tell {names} apart."
+    return say(text, what=what, n=top.n, of=of, names=listed(alike))
+
+
+def trends(items: Sequence[Named], what: str, over: str, of: str = "tensors") -> Sentence:
+    """Which slopes are distinguishable from 0, all together at LEVEL (Holm). what: "SQNR in mxfp4"; over: "with depth";
+    of: what the items are."""
     known = [item for item in items if not math.isnan(item[1].value)]
     if not known:
-        most = max((each.n for _, each in items), default=0)
-        of = items[0][1].of if items else "points"
+        points = max((estimate for _, estimate in items), key=lambda each: each.n, default=None)
+        if points is None:
+            return Sentence()
         return say(
-            "{most} {of} cannot show a trend {over}: at least {fewest} are needed.",
-            most=most, of=of if most != 1 else _one(of), over=over, fewest=FEWEST,
-        )  # fmt: skip
+            "{n} {of} cannot show a trend {over}: at least {fewest} are needed.",
+            n=points.n,
+            of=points.of if points.n != 1 else _one(points.of),
+            over=over,
+            fewest=FEWEST,
+        )
     apart = [item for item, is_apart in zip(known, holm([each for _, each in known]), strict=True) if is_apart]
-    worse = [item for item in apart if (item[1].value < 0) == low_is_bad]
-    better = [item for item in apart if item not in worse]
     if not apart:
-        return say(
-            "{what} has no trend {over} that is distinguishable from 0, in any of {of}.",
-            what=what, over=over, of=len(known),
-        )  # fmt: skip
+        text = "{what} has no trend {over} that can be told from chance, in any of {n} {of}."
+        return say(text, what=what, over=over, n=len(known), of=of)
     found = []
-    for part, word in ((worse, "worse"), (better, "better")):
-        if part:
+    for word, sign in (("falls", -1), ("rises", 1)):
+        if part := [item for item in apart if item[1].value * sign > 0]:
             name, steepest = max(part, key=lambda item: abs(item[1].value))
-            found.append(
-                say(
-                    "{what} gets {word} {over} in {count} of {of}; steepest: {name}, {slope}.",
-                    what=what,
-                    word=word,
-                    over=over,
-                    count=len(part),
-                    of=len(known),
-                    name=name,
-                    slope=steepest,
-                )
-            )
+            text = "{what} {word} {over} in {count} of {n} {of}; steepest: {name}, {slope}."
+            parts = {"what": what, "word": word, "over": over, "of": of, "name": name}
+            found.append(say(text, count=len(part), n=len(known), slope=steepest, **parts))
     if rest := len(known) - len(apart):
-        found.append(say("In the other {rest}, no trend is distinguishable from 0.", rest=rest))
+        found.append(say("In the other {rest}, no trend can be told from chance.", rest=rest))
     return together(*found)

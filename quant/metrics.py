@@ -56,7 +56,9 @@ METRICS = {
     "saturated": Metric(
         "Saturated", "share of the elements with |x/scale| above the format's largest finite value", "%", percent=True
     ),
-    "gradient_bias": Metric("Gradient bias", "‖q−x‖² / ‖x‖², x: the bf16 gradient of the same iteration and data"),
+    "relative_squared_error": Metric(
+        "Relative squared error", "‖q−x‖² / ‖x‖², where x is the bf16 gradient of the same iteration and data"
+    ),
     "codes_used": Metric("Codes used", "number of the format's codes that occur"),
     "code_entropy_bits": Metric("Code entropy", "−Σp·log₂ p over the codes", "bits"),
     "scale_exponent_min": Metric("Smallest scale exponent", "of the block scales; all-zero blocks are left out"),
@@ -230,7 +232,7 @@ def compare(
     return (
         found
         | used
-        | {"gradient_bias": found["relative_error"] ** 2, "outlier_ratio": outlier_ratio(x)}
+        | {"relative_squared_error": found["relative_error"] ** 2, "outlier_ratio": outlier_ratio(x)}
         | {name: getattr(own, name) for name in ("kurtosis", "crest_factor", "dynamic_range")}
         | {name: distance(own.sketch, other.sketch) for name, distance in DISTANCES.items()}
     )

@@ -85,7 +85,7 @@ def test_compare_holds_the_errors_and_the_distances():
     assert set(METRICS) == set(found)
     assert found["sqnr_db"] == errors(x, q).sqnr_db
     wide = x.double().numpy().ravel()
-    assert found["gradient_bias"] == pytest.approx(
+    assert found["relative_squared_error"] == pytest.approx(
         float((q.double() - x.double()).square().sum()) / (wide**2).sum(), rel=1e-12
     )
     assert found["kurtosis"] == pytest.approx(stats.kurtosis(wide, fisher=False), rel=1e-9)

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
+from binade.app.questions.shared.runs import labels_of
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 from binade.data.runs import DONE
 
+SHOWN = 3  # runs that a subtitle names
 OF_RUNS = ("recipe", "quant_type")  # with groups by one of these, a run of each recipe is kept
 
 
@@ -34,14 +36,21 @@ def scoped(opened: Catalog, where: Filter, apart: Collection[str] = (), scored: 
         chosen = runs.drop_duplicates("recipe")["run_id"].tolist()
     else:
         chosen = runs["run_id"].tolist()[:1]
-    if len(chosen) < pairs["run_id"].nunique() or where.run_id:
-        where = replace(where, run_id=tuple(chosen))
-    if "iteration" in apart:
-        return where
+    where = replace(where, run_id=tuple(chosen))
     own = pairs[pairs["run_id"].isin(chosen)].dropna()
+    if "iteration" in apart or own.empty:
+        return where
     counts = own["iteration"].value_counts()
-    shared = counts.index[counts == own["run_id"].nunique()] if len(own) else []
-    if not len(shared):
-        newest = own[own["run_id"] == chosen[0]]["iteration"]
-        shared = newest if len(newest) else own["iteration"]
-    return replace(where, iteration=(int(max(shared)),)) if len(shared) and len(counts) > 1 else where
+    shared = counts.index[counts == own["run_id"].nunique()]
+    if not len(shared):  # the runs have no iteration in common
+        shared = own["iteration"][own["run_id"] == own["run_id"].iloc[0]]
+    return replace(where, iteration=(int(max(shared)),))
+
+
+def scope_of(opened: Catalog, where: Filter) -> str:
+    """What a scoped filter selects, as a subtitle says it: "mxfp4 · iteration 11"."""
+    labels = labels_of(opened)
+    runs = [labels.get(run, run) for run in where.run_id]
+    shown = ", ".join(runs) if len(runs) <= SHOWN else f"{len(runs)} runs"
+    iterations = f"iteration {where.iteration[0]}" if len(where.iteration) == 1 else "each recorded iteration"
+    return " · ".join(filter(None, (shown, iterations)))
