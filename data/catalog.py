@@ -71,8 +71,8 @@ PUBLIC_TABLES = ("run", "tensor", "score", "sketch", "block", "trace")
 
 
 # The sums over operands of a term's orders; NaN if an operand lacks its second order.
-_ADDED = """sum(first) AS first, CASE WHEN count(second) = count(*) THEN sum(second) ELSE 'nan' END AS second"""
-_ERROR = "CASE WHEN count(first) > 1 THEN stddev_samp({0}) / sqrt(count(first)) ELSE 'nan' END"
+_ADDED = """sum(first) AS first, CASE WHEN count(second) = count(*) THEN sum(second) ELSE 'nan'::DOUBLE END AS second"""
+_ERROR = "CASE WHEN count(first) > 1 THEN stddev_samp({0}) / sqrt(count(first)) ELSE 'nan'::DOUBLE END"
 
 
 def _terms(columns: str, condition: str) -> str:
@@ -659,12 +659,12 @@ class Catalog:
                 FROM halves GROUP BY ALL
             ), listed AS (
                 SELECT * EXCLUDE (firsts, seconds, counts),
-                       CASE WHEN counts THEN list_transform(list_zip(firsts, seconds), x -> x[1] + x[2])
+                       CASE WHEN counts THEN list_transform(list_zip(firsts, seconds), lambda pair: pair[1] + pair[2])
                             ELSE seconds END AS by_sequence
                 FROM summed
             )
             SELECT {names}, micro_batches, sequences, values, noise, first, second, first_error, second_error, change,
-                   CASE WHEN sequences > 1 THEN list_stddev_samp(by_sequence) / sqrt(sequences) ELSE 'nan' END
+                   CASE WHEN sequences > 1 THEN list_stddev_samp(by_sequence) / sqrt(sequences) ELSE 'nan'::DOUBLE END
                        AS change_error, half, other, by_sequence, tensor_id
             FROM operand JOIN listed USING ({names}) ORDER BY ALL
             """,
