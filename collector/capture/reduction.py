@@ -199,7 +199,8 @@ def _score(score: Score, parts: Sequence[TensorRow], replicas: Sequence[Sequence
     kind = score.format, score.gemm, score.used
     found = {
         id(row): next((s for s in row.scores if (s.format, s.gemm, s.used) == kind), None)
-        for slices in replicas for row in slices
+        for slices in replicas
+        for row in slices
     }
     error = _errors(parts, [each.error if (each := found[id(part)]) else None for part in parts])
     if error is None:

@@ -249,7 +249,14 @@ def recipe_gaps(model: GPTModel, recipes: list[Recipe], batch: Batch) -> list[fl
 
 def print_gaps(recipes: list[Placed], gaps: np.ndarray) -> None:
     """gaps: [batches, recipes]."""
-    titles = "recipe", "bits", "predicted", "measured", "predicted / measured", "less the best single format of as many bits"
+    titles = (
+        "recipe",
+        "bits",
+        "predicted",
+        "measured",
+        "predicted / measured",
+        "less the best single format of as many bits",
+    )
     print(f"\n| {' | '.join(titles)} |\n|---|---|---|---|---|---|")
     single = [index for index, (name, *_) in enumerate(recipes) if "," not in name]
 
@@ -345,7 +352,10 @@ def backward_operands(
 
 
 def row(name: str, values: Sequence[float | str] | np.ndarray, sums: tuple[float, ...] = ()) -> None:
-    cells = [*(value if isinstance(value, str) else f"{value:.2f}" for value in values), *(f"{value:+.4f}" for value in sums)]
+    cells = [
+        *(value if isinstance(value, str) else f"{value:.2f}" for value in values),
+        *(f"{value:+.4f}" for value in sums),
+    ]
     print(f"| {name} | " + " | ".join(cells) + " |")
 
 
@@ -438,7 +448,10 @@ def main() -> None:
             halves = rho(truth[::2].mean(0), truth[1::2].mean(0))
             both = sums[..., list(SUMS).index("both")]
             interval = Correlation.of(*map(pd.Series, (predicted[fmt][..., 1].mean(0), truth.mean(0))))
-            values = [*(rho(each, truth.mean(0)) for each in sums.mean(0).T), f"{interval.low:.2f} to {interval.high:.2f}"]
+            values = [
+                *(rho(each, truth.mean(0)) for each in sums.mean(0).T),
+                f"{interval.low:.2f} to {interval.high:.2f}",
+            ]
             values += [halves, 2 * halves / (1 + halves), rho(both[::2].mean(0), both[1::2].mean(0))]
             row(fmt, values, (truth.mean(0).sum(), *predicted[fmt][..., :4].mean(0).sum(0)))
         return

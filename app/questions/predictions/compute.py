@@ -90,7 +90,25 @@ def measured(opened: Catalog, found: Costs) -> tuple[pd.DataFrame, int]:
             continue
         spread = Spread(tuple(own["mean"]))
         row = {"name": name, "recipe": recipe, "advised": made.about.title.startswith(ADVISED)}
-        row |= {"bits": at[0], "predicted": at[1], "predicted_error": at[2], "seeds": spread.seeds, "first": own["first"].mean()}
+        row |= {
+            "bits": at[0],
+            "predicted": at[1],
+            "predicted_error": at[2],
+            "seeds": spread.seeds,
+            "first": own["first"].mean(),
+        }
         rows.append(row | {"gap": spread.mean, "low": spread.low, "high": spread.high})
-    columns = ["name", "recipe", "advised", "bits", "predicted", "predicted_error", "seeds", "first", "gap", "low", "high"]
+    columns = [
+        "name",
+        "recipe",
+        "advised",
+        "bits",
+        "predicted",
+        "predicted_error",
+        "seeds",
+        "first",
+        "gap",
+        "low",
+        "high",
+    ]
     return pd.DataFrame(rows, columns=columns).replace([np.inf, -np.inf], np.nan), left

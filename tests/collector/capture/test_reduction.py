@@ -214,7 +214,7 @@ def test_merged_ranks_have_one_row_of_all_values(ranks: Path, tmp_path: Path):
         losses, whole = (each.loss_changes("mxfp4", keys, where).set_index(keys) for each in (merged, one))
         assert losses.index.equals(whole.index) and len(losses) == 6
         assert (2 * losses["first"]).tolist() == pytest.approx(whole["first"].tolist(), rel=1e-4)
-        assert (4 * losses["second"]).tolist() == pytest.approx(whole["second"].tolist(), rel=1e-4)
+        assert losses["second"].isna().all()  # there was no pass with sampled labels
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -87,7 +88,7 @@ def test_the_expectation_is_the_exact_fisher_information(tmp_path):
     for (module, name), (values, compute) in operands.items():
         fisher = exact_fisher(double, tokens, values, compute)
         error = fake_quantize(values.float(), "mxfp4").double() - values.double()
-        expected = float((fisher * error.square()).sum()) / 2
+        expected = (fisher * error.square()).sum().item() / 2
         rows = found[(found["module"] == module) & (found["tensor_name"] == name)]["second"]
         assert len(rows) == 200 and rows.sem() < 0.08 * expected
         assert abs(rows.mean() - expected) < 3 * rows.sem(), (module, name, rows.mean(), expected)
@@ -98,7 +99,9 @@ def test_labels_are_drawn_from_the_softmax_and_masked_tokens_get_none():
     valid = torch.arange(20000)[None] % 4 != 3
     gradient = sampled_gradient(logits, 1, valid)[0]
     drawn = logits[0].softmax(-1) - gradient * 15000**0.5
-    assert torch.equal(gradient[3::4], torch.zeros(5000, 5)) and torch.equal(gradient, sampled_gradient(logits, 1, valid)[0])
+    assert torch.equal(gradient[3::4], torch.zeros(5000, 5)) and torch.equal(
+        gradient, sampled_gradient(logits, 1, valid)[0]
+    )
     for row in range(3):
         share, p = drawn[row::4].mean(0), logits[0, row].softmax(-1)
         assert ((share - p).abs() < 4 * (p * (1 - p) / 5000).sqrt()).all()
@@ -165,6 +168,7 @@ def accumulated(root: Path, steps: int, scale: float, **options: object) -> pd.D
                 logits = model(tokens)
                 recorder.sensitivity(logits)
                 (F.cross_entropy(logits.flatten(0, 1), labels.flatten()) * scale / steps).backward()
+            recorder.step()
     return changes(root).drop(columns=["run_id", "tensor_id"])
 
 
@@ -191,7 +195,7 @@ def test_predictions_do_not_depend_on_accumulation_or_scaling(tmp_path):
 def test_a_total_has_the_standard_error_of_the_sums_of_each_sequence(tmp_path):
     accumulated(tmp_path, 1, 1.0)
     each, total = changes(tmp_path), changes(tmp_path, by=())
-    sums = torch.tensor(each["by_sequence"].tolist(), dtype=torch.float64).sum(0)
+    sums = torch.from_numpy(np.stack(each["by_sequence"])).sum(0)
     assert total["by_sequence"][0] == pytest.approx(sums.tolist(), rel=1e-6)
     assert total["error"][0] == pytest.approx(float(sums.std() / len(sums) ** 0.5), rel=1e-6)
     assert total["first"][0] + total["second"][0] == pytest.approx(float(sums.mean()), rel=1e-6)
