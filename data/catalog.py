@@ -59,12 +59,6 @@ STATISTICS = {
 # The score along the axis of the tensor's own GEMM, not of another GEMM that also uses it.
 OWN_SCORE = "score.gemm IS NOT DISTINCT FROM tensor.gemm"
 MICRO_BATCH = ("run_id", "iteration", "micro_batch", "dp_rank")
-# The tokens of each micro-batch, whose mean the loss is.
-_TOKENS = f"""batch AS (
-    SELECT {", ".join(MICRO_BATCH)}, max(numel / shape[-1]) AS tokens FROM tensor
-    WHERE tensor_name = 'input' AND layer_type = 'linear' GROUP BY ALL
-)"""
-_JOIN_TOKENS = f"LEFT JOIN batch ON {same('tensor', 'batch', MICRO_BATCH)}"
 # The fields that identify a tensor across iterations; weights are the same in all micro-batches.
 SAME_IN_ITERATIONS = ("rank", *(name for name in SAME_IN_SHARDS if name != "iteration"))
 # The fields that identify a tensor across runs.
@@ -74,6 +68,27 @@ SIGNIFICANT = 2.0  # standard errors
 SOUND_RUNS = "run WHERE damage IS NULL"
 HIDDEN = "key, sketch_start, sketch_stop"  # columns of `tensor` that exist only in the index
 PUBLIC_TABLES = ("run", "tensor", "score", "sketch", "block", "trace")
+
+
+# The sums over operands of a term's orders; NaN if an operand lacks its second order.
+_ADDED = """sum(first) AS first, CASE WHEN count(second) = count(*) THEN sum(second) ELSE 'nan'::DOUBLE END AS second"""
+_ERROR = "CASE WHEN count(first) > 1 THEN stddev_samp({0}) / sqrt(count(first)) ELSE 'nan'::DOUBLE END"
+
+
+def _terms(columns: str, condition: str) -> str:
+    """SQL of the table `term`: columns, and for each sequence its number and the predicted changes of first and second
+    order. A micro-batch counts as one sequence if the numbers of sequences of its operands differ."""
+    batch = ", ".join(f"tensor.{name}" for name in MICRO_BATCH)
+    mixed = f"min(len(a)) OVER (PARTITION BY {batch}) < max(len(a)) OVER (PARTITION BY {batch})"
+    return f"""term AS (
+        SELECT * EXCLUDE (a, b, mixed), unnest(CASE WHEN mixed THEN [list_avg(a)] WHEN a IS NULL THEN [NULL] ELSE a END) AS first,
+               unnest(CASE WHEN mixed THEN [list_avg(b)] WHEN b IS NULL THEN [NULL] ELSE b END) AS second,
+               generate_subscripts(CASE WHEN mixed OR a IS NULL THEN [0] ELSE a END, 1) AS sequence
+        FROM (
+            SELECT {columns}, loss_first_by_sequence AS a, loss_second_by_sequence AS b, {mixed} AS mixed
+            FROM score JOIN tensor USING (key) WHERE {condition}
+        )
+    )"""
 
 
 class CatalogError(ValueError):
@@ -550,42 +565,51 @@ class Catalog:
     def loss_changes(self, fmt: str, by: tuple[str, ...], where: Filter | None = None) -> pd.DataFrame:
         """Return the predicted change of each micro-batch's loss from rounding the selection's forward operands to a
         format: by's columns and those of MICRO_BATCH, tensors, first and second (the terms of first and second order,
-        in the loss' units), and the tensor_id of the largest change.
+        in nats per token), first_error, second_error and error (the standard errors over sequences of first, second and
+        their sum; NaN for one sequence), by_sequence (the changes of the sequences, both orders), and the tensor_id of
+        the largest change.
 
-        Several operands add up. The second-order term assumes that the loss is a mean over the tokens of the
-        micro-batch, which are counted by its linear layers' inputs: NaN where none was recorded. Both are NaN if those
-        of any operand are NaN. Operands whose gradient was not recorded are left out. Raises CatalogError for another
-        column.
+        Several operands add up, sequence by sequence; if those of one operand of the micro-batch are not known, it
+        counts as one sequence. A term is NaN if that of any operand is NaN or was not recorded. Operands whose gradient
+        was not recorded are left out. Raises CatalogError for another column.
         """
         condition, parameters = self._selection(where)
         groups = dict.fromkeys((*map(self._column, by), *MICRO_BATCH))
         columns = ", ".join(f"tensor.{name}" for name in groups)
+        names = ", ".join(groups)
         return self._frame(
             f"""
-            WITH {_TOKENS}, chosen AS (
-                SELECT {columns}, tensor.tensor_id, loss_first AS first, loss_fisher * coalesce(tokens, 'nan') AS second
-                FROM score JOIN tensor USING (key) {_JOIN_TOKENS}
-                WHERE {condition} AND score.gemm = 'forward' AND score.format = ? AND loss_first IS NOT NULL
+            WITH {_terms(f"{columns}, tensor.tensor_id", f"{condition} AND score.gemm = 'forward' AND score.format = ?")},
+            sequence AS (
+                SELECT {names}, sequence, count(DISTINCT tensor_id) AS tensors, {_ADDED},
+                       arg_max(tensor_id, first + second) AS tensor_id, max(first + second) AS largest
+                FROM term WHERE first IS NOT NULL GROUP BY ALL
             )
-            SELECT * EXCLUDE (tensor_id, first, second), count(*) AS tensors, sum(first) AS first,
-                   sum(second) AS second, arg_max(tensor_id, first + second) AS tensor_id
-            FROM chosen GROUP BY ALL ORDER BY ALL
+            SELECT {names}, max(tensors) AS tensors, avg(first) AS first, avg(second) AS second,
+                   {_ERROR.format("first")} AS first_error, {_ERROR.format("second")} AS second_error,
+                   {_ERROR.format("first + second")} AS error,
+                   list(first + second ORDER BY sequence) AS by_sequence, arg_max(tensor_id, largest) AS tensor_id
+            FROM sequence GROUP BY ALL ORDER BY ALL
             """,
             [*parameters, str(Spec.of(fmt))],
         )
 
     def operand_costs(self, where: Filter | None = None) -> pd.DataFrame:
         """Return the cost of each scored format for each operand of each GEMM of the selection, one row per
-        layer_index, module, part (linear, QK, PV, router), gemm, tensor_name and format, with means over micro-batches.
+        layer_index, module, part (linear, QK, PV, router), gemm, tensor_name and format, with means over sequences.
 
-        values: how many the operand has. noise: ‖e‖² / ‖x‖². first, second: the terms of `loss_changes`, null where no
-        gradient was recorded, NaN where one is not finite. change: second, and first where it raises the loss by more
-        than SIGNIFICANT standard errors; half, other: the same for two halves of the micro-batches (even and odd).
-        tensor_id: the operand with the largest noise. Experts and tensor-parallel ranks add up.
+        values: how many the operand has in a micro-batch. noise: ‖e‖² / ‖x‖². first, second: the terms of
+        `loss_changes`, null where no gradient was recorded, NaN where one is not finite or second order was not
+        measured. change: second, and first where it raises the loss by more than SIGNIFICANT standard errors; half,
+        other: the same for two halves of the sequences. first_error, second_error, change_error: standard errors over
+        sequences. by_sequence: the change of each sequence, in the same order for all operands. tensor_id: the operand
+        with the largest noise. Experts and tensor-parallel ranks add up.
         """
         condition, parameters = self._selection(where)
         place = f"tensor.layer_index, tensor.module, {_part()} AS part, score.gemm, tensor.tensor_name, score.format"
+        names = "layer_index, module, part, gemm, tensor_name, format"
         batch = ", ".join(f"tensor.{name}" for name in MICRO_BATCH)
+        order = ", ".join((*MICRO_BATCH, "sequence"))
 
         def change(of: str) -> str:
             error = f"stddev_samp(first) {of} / sqrt(count(first) {of})"
@@ -594,27 +618,43 @@ class Catalog:
 
         return self._frame(
             f"""
-            WITH {_TOKENS}, each AS (
+            WITH {_terms(f"{place}, {batch}", f"{condition} AND score.gemm IS NOT NULL")}, each AS (
                 SELECT {place}, {batch}, sum(numel) AS values,
                        sum(rms * rms * (numel - nans - infs)) AS signal,
                        sum(score.mse * (numel - nans - infs)) AS noise,
-                       CASE WHEN count(loss_first) = count(*) THEN sum(loss_first) END AS first,
-                       CASE WHEN count(loss_first) = count(*)
-                            THEN sum(loss_fisher * coalesce(tokens, 'nan')) END AS second,
                        arg_max(tensor_id, score.mse / nullif(rms * rms, 0)) AS tensor_id
-                FROM score JOIN tensor USING (key) {_JOIN_TOKENS}
+                FROM score JOIN tensor USING (key)
                 WHERE {condition} AND score.gemm IS NOT NULL GROUP BY ALL
+            ), operand AS (
+                SELECT {names}, count(*) AS micro_batches, avg(values) AS values,
+                       sum(noise) / nullif(sum(signal), 0) AS noise,
+                       arg_max(tensor_id, noise / nullif(signal, 0)) AS tensor_id
+                FROM each GROUP BY ALL
+            ), sequence AS (
+                SELECT {names}, {", ".join(MICRO_BATCH)}, sequence,
+                       {_ADDED.replace("CASE WHEN", "CASE WHEN count(first) < count(*) THEN NULL WHEN")}
+                FROM term GROUP BY ALL
             ), halves AS (
-                SELECT *, dense_rank() OVER (ORDER BY {", ".join(MICRO_BATCH)}) % 2 AS half FROM each
+                SELECT *, dense_rank() OVER (ORDER BY {order}) % 2 AS half FROM sequence
+            ), summed AS (
+                SELECT {names}, count(first) AS sequences, avg(first) AS first, avg(second) AS second,
+                       {_ERROR.format("first")} AS first_error, {_ERROR.format("second")} AS second_error,
+                       {change("")} AS change, avg(first) > {SIGNIFICANT} * first_error AS counts,
+                       {change("FILTER (half = 0)")} AS half, {change("FILTER (half = 1)")} AS other,
+                       list(first ORDER BY {order}) AS firsts, list(second ORDER BY {order}) AS seconds
+                FROM halves GROUP BY ALL
+            ), listed AS (
+                SELECT * EXCLUDE (firsts, seconds, counts),
+                       CASE WHEN counts THEN list_transform(list_zip(firsts, seconds), lambda pair: pair[1] + pair[2])
+                            ELSE seconds END AS by_sequence
+                FROM summed
             )
-            SELECT layer_index, module, part, gemm, tensor_name, format, count(*) AS micro_batches,
-                   avg(values) AS values, sum(noise) / nullif(sum(signal), 0) AS noise, avg(first) AS first,
-                   avg(second) AS second, {change("")} AS change,
-                   {change("FILTER (half = 0)")} AS half, {change("FILTER (half = 1)")} AS other,
-                   arg_max(tensor_id, noise / nullif(signal, 0)) AS tensor_id
-            FROM halves GROUP BY ALL ORDER BY ALL
+            SELECT {names}, micro_batches, sequences, values, noise, first, second, first_error, second_error, change,
+                   CASE WHEN sequences > 1 THEN list_stddev_samp(by_sequence) / sqrt(sequences) ELSE 'nan'::DOUBLE END
+                       AS change_error, half, other, by_sequence, tensor_id
+            FROM operand JOIN listed USING ({names}) ORDER BY ALL
             """,
-            parameters,
+            parameters * 2,
         )
 
     def results(self, where: Filter | None = None) -> pd.DataFrame:

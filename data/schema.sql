@@ -112,8 +112,8 @@ CREATE TABLE score (
     format        VARCHAR,
     gemm          VARCHAR,              -- forward, dgrad, wgrad; null if not known
     used          BOOLEAN,              -- whether that GEMM used the tensor in this format
-    loss_first    DOUBLE,               -- predicted change in the loss: sum of gradient * error
-    loss_fisher   DOUBLE,               -- half the sum of (gradient * error)² (for a weight, over the gradients of the individual tokens); to be multiplied by the number of tokens if the loss is their mean
+    loss_first_by_sequence DOUBLE[],    -- predicted change in each sequence's loss, in nats per token, to first order: sum of gradient * error; one number where sequences are not known; null without a gradient
+    loss_second_by_sequence DOUBLE[],   -- the same to second order: half the sum of (gradient * error)² with gradients of sampled labels; null if there was no pass with such labels
     sqnr_db       DOUBLE,
     mse           DOUBLE,
     relative_error DOUBLE,

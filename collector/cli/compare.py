@@ -403,7 +403,7 @@ def _operands(catalog: Catalog, finished: Filter, run_id: str, refused: list[str
     """What rounding did to the quantized operands of each side, and the size of all operands."""
     operands = catalog.operands(finished)
     found: Figures = {}
-    iterations = catalog.facets(finished).get("iteration", [])
+    iterations = finished.iteration or catalog.facets(finished).get("iteration", [])
     last = replace(finished, iteration=(max(iterations),)) if iterations else finished
     rounded = catalog.operands(last).dropna(subset="format")
     quantized = rounded.groupby(["component", "operation"])["tensors"].sum()

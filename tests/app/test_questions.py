@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -438,7 +439,7 @@ class TestBoards:
             assert part["value"].min() <= total[operation] <= part["value"].max()
 
     def test_loss_changes_of_several_micro_batches(self, catalog):
-        """Of an operand and its gradient in the files; N is the run's 128 tokens."""
+        """The first order of an operand and its gradient in the files; what follows from the recorded sequences."""
         where = Filter(quant_type=["mxfp4"])
         found = loss_compute.costs(catalog, where, "nvfp4")
         table = found.table.set_index("place")
@@ -447,12 +448,16 @@ class TestBoards:
             at = {"quant_type": ["mxfp4"], "layer_index": [2], "module": ["fc2"], "iteration": [iteration]}
             x, g = (catalog.load(first(catalog, tensor_name=[name], **at)) for name in ("input", "grad_input"))
             change = (quant.fake_quantize(x, "nvfp4").double() - x.double()) * g.double()
-            changes.append((change.sum().item(), 128 * change.square().sum().item() / 2))
-        row, both = table.loc["L2 fc2 input"], np.sum(changes, 1)
-        assert row["first"] == pytest.approx(np.mean(changes, 0)[0], rel=1e-4)
-        assert row["second"] == pytest.approx(np.mean(changes, 0)[1], rel=1e-5)
-        assert row["value"] == pytest.approx(both.mean(), rel=1e-4)
-        assert row["spread"] == pytest.approx(stats.sem(both), rel=1e-4) and row["micro_batches"] == 2
+            changes.append(change.sum().item())
+        row = table.loc["L2 fc2 input"]
+        at = {"layer_index": [2], "module": ["fc2"], "tensor_name": ["input"]}
+        recorded = catalog.loss_changes("nvfp4", (), replace(where, **at))
+        both = np.concatenate([*recorded["by_sequence"]])
+        assert row["first"] == pytest.approx(np.mean(changes), rel=1e-4)
+        assert row["second"] == pytest.approx(recorded["second"].mean(), rel=1e-9) and row["second"] > 0
+        assert row["value"] == pytest.approx(both.mean(), rel=1e-9)
+        assert row["spread"] == pytest.approx(stats.sem(both), rel=1e-9)
+        assert (row["micro_batches"], row["sequences"]) == (2, len(both))
         assert table["value"].is_monotonic_decreasing
         assert found.agreement == pytest.approx(stats.spearmanr(-table["value"], table["sqnr_db"]).statistic)
         of = [Filter(quant_type=["mxfp4"], iteration=[i]) for i in (0, 1)]

@@ -32,11 +32,12 @@ def costs_of(opened: Catalog, where: Filter, state: Hashable, parts: tuple[str, 
 
 def measured(opened: Catalog, found: Costs) -> tuple[pd.DataFrame, int]:
     """(the recipes that were trained together with a bf16 run on the same data, one row each; how many are left out for
-        lack of a prediction).
+    lack of a prediction).
 
-        Columns name (that users gave it, or what was rounded), recipe, advised (whether the advisor made it), bits,
-    predicted, seeds, first (the gap of the first iteration, before any step, mean over seeds), gap (mean over
-        iterations and seeds), low, high (its 95% interval, NaN for one seed), gaps (by seed).
+    Columns name (that users gave it, or what was rounded), recipe, advised (whether the advisor made it), bits,
+    predicted, predicted_error (its standard error over sequences), seeds, first (the gap of the first iteration, before
+    any step, mean over seeds), gap (mean over iterations and seeds), low, high (its 95% interval, NaN for one seed),
+    gaps (by seed).
     """
     runs = opened.runs()
     data = runs[["model", "size", "dataset"]]
@@ -64,7 +65,9 @@ def measured(opened: Catalog, found: Costs) -> tuple[pd.DataFrame, int]:
         gaps = dict(zip(own["seed"], own["mean"], strict=True))
         spread = evidence.mean(evidence.GAP, gaps.values())
         row = {"name": name, "recipe": recipe, "advised": made.about.title.startswith(ADVISED)}
-        row |= {"bits": at[0], "predicted": at[1], "seeds": spread.n, "first": own["first"].mean()}
-        rows.append(row | {"gap": spread.value, "low": spread.low, "high": spread.high, "gaps": gaps})
-    columns = ["name", "recipe", "advised", "bits", "predicted", "seeds", "first", "gap", "low", "high", "gaps"]
+        row |= {"bits": at[0], "predicted": at[1], "predicted_error": at[2], "seeds": spread.n}
+        row |= {"first": own["first"].mean(), "gap": spread.value, "low": spread.low, "high": spread.high}
+        rows.append(row | {"gaps": gaps})
+    columns = ["name", "recipe", "advised", "bits", "predicted", "predicted_error", "seeds", "first", "gap", "low"]
+    columns += ["high", "gaps"]
     return pd.DataFrame(rows, columns=columns).replace([np.inf, -np.inf], np.nan), left

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from binade.app.questions.shared.labels import UNNAMED, layer_names
@@ -41,16 +42,22 @@ def values(catalog: Catalog, where: Filter, fmt: str, metric: str, by: tuple[str
 
 def mean_changes(table: pd.DataFrame, by: tuple[str, ...]) -> pd.DataFrame:
     """The mean over micro-batches of the rows of `Catalog.loss_changes`: by's columns, tensors, value, tensor_id (of
-    the largest), micro_batches, first and second (order), and spread, the standard error of value over micro-batches
-    (NaN for one). Micro-batches that several runs recorded at the same position of the same data count as one: the mean
+    the largest), micro_batches, sequences, first and second (order), and spread, the standard error of value over
+    sequences (NaN for one). Micro-batches that several runs recorded at the same position of the same data count as one: the mean
     over the runs."""
     table = table.assign(value=table["first"] + table["second"])
     worst = table.loc[table.groupby(list(by), dropna=False)["value"].idxmax().dropna()]
     terms = {name: (name, _mean) for name in ("first", "second", "value")}
-    each = table.groupby(list(dict.fromkeys((*by, *DATA))), dropna=False).agg(tensors=("tensors", "sum"), **terms)
+    each = table.groupby(list(dict.fromkeys((*by, *DATA))), dropna=False).agg(
+        tensors=("tensors", "sum"), by_sequence=("by_sequence", _mean_of_lists), **terms
+    )
     groups = each.reset_index().groupby(list(by), dropna=False)
     found = groups.agg(
-        tensors=("tensors", "sum"), micro_batches=("value", "size"), spread=("value", "sem"), **terms
+        tensors=("tensors", "sum"),
+        micro_batches=("value", "size"),
+        sequences=("by_sequence", lambda lists: sum(map(len, lists))),
+        spread=("by_sequence", lambda lists: pd.Series(np.concatenate([*lists])).sem(skipna=False)),
+        **terms,
     ).reset_index()
     return found.merge(worst[[*by, "tensor_id"]], on=list(by), how="left")
 
@@ -69,6 +76,13 @@ def _estimate(row: dict[Any, Any], measure: Measure) -> Estimate:
     if measure.key == LOSS_CHANGE:
         return evidence.with_error(measure, row["value"], row["spread"], row["micro_batches"], "micro-batches")
     return evidence.spread(measure, row) if "low" in row else evidence.exact(measure, row["value"])
+
+
+def _mean_of_lists(lists: pd.Series) -> np.ndarray:
+    """The mean of lists of equal length; of others, the mean of each list's mean, as one number."""
+    if len({len(each) for each in lists}) == 1:
+        return np.mean([*lists], axis=0)
+    return np.array([np.mean([np.mean(each) for each in lists])])
 
 
 def place_names(table: pd.DataFrame) -> pd.Series:
