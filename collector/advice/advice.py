@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-from scipy.stats import t as student
 
 from binade.collector.advice.choice import GROUPS, choose, grouped, pairs
 from binade.collector.advice.costs import FORWARD, OPERAND, AdviceError, Costs, bits_of, error_of
@@ -26,10 +25,14 @@ from binade.collector.recipes.recipe import BF16, MODULES, About, Recipe
 from binade.collector.recipes.selection import Selection, SelectionError
 from binade.collector.training.config import RunConfig, check
 from binade.collector.training.slurm_options import SlurmOptions
+from binade.data import evidence
 from binade.data.catalog import Catalog
+from binade.data.evidence import Estimate, Measure
 from binade.data.text import fixed, short
 from binade.quant.specs import OPERAND_FIELDS, Spec
 
+CHANGE = Measure("loss_change", "Predicted loss change", "nats", signed=True)
+BITS = Measure("bits", "Bits per value", "bits", decimals=2)
 POINTS = 12  # of the frontier
 AS_MANY = 0.01  # tolerance in bits per value, since the advice may not use all of its budget
 RELIABLE = 0.8
@@ -90,10 +93,9 @@ class Advice:
         return error_of(self.forward["by_sequence"])
 
     @property
-    def interval(self) -> tuple[float, float]:
-        """The 95% t interval of the predicted change over sequences; NaN for one sequence."""
-        margin = float(student.ppf(0.975, max(self.costs.sequences - 1, 1))) * self.error
-        return self.change - margin, self.change + margin
+    def estimate(self) -> Estimate:
+        """The predicted change with its interval over sequences."""
+        return evidence.with_error(CHANGE, self.change, self.error, self.costs.sequences, "sequences")
 
     @property
     def forward(self) -> pd.DataFrame:
@@ -126,14 +128,16 @@ class Advice:
         return found.assign(place=[f"layer{layer}.{module} {tensor}" for layer, module, tensor in names])
 
     @property
-    def sentence(self) -> str:
+    def sentence(self) -> evidence.Sentence:
         """The choice in a sentence."""
-        change = short(self.change, 3, "+")
-        text = f"Advised: {self.bits:.2f} bits per forward value for a predicted loss change of {change}"
-        other = self.uniform
+        bits, other = evidence.exact(BITS, self.bits), self.uniform
+        parts: dict[str, Estimate | str] = {"bits": bits, "change": self.estimate}
+        text = "Advised: {bits} per forward value for a predicted loss change of {change}"
         if other is None:
-            return f"{text}; no single format takes as few bits."
-        return f"{text}; with {other['name']} alone, {other['bits']:.2f} bits, it is {short(other['change'], 3, '+')}."
+            return evidence.say(f"{text}; no single format takes as few bits.", **parts)
+        change = evidence.with_error(CHANGE, other["change"], other["error"], self.costs.sequences, "sequences")
+        parts |= {"other": str(other["name"]), "others": evidence.exact(BITS, other["bits"]), "than": change}
+        return evidence.say(f"{text}; with {{other}} alone, {{others}}, it is {{than}}.", **parts)
 
     @property
     def doubts(self) -> list[str]:

@@ -21,8 +21,8 @@ from binade.app.questions.shared.selection import Selection
 from binade.collector.advice.advice import AS_MANY, Advice, Request, advise
 from binade.collector.advice.choice import GROUPS
 from binade.collector.advice.costs import FORWARD, AdviceError, Costs
+from binade.data import evidence
 from binade.data.catalog import Catalog
-from binade.data.text import fixed
 
 NOTE = (
     "An integer linear program chooses the formats by their recorded costs. These come from the bf16 runs in the "
@@ -110,33 +110,38 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
     table, held = confirmed(selection.opened, found)
     if not table.empty:
         columns = {"name": MEASURED["name"], "bits": BITS} | MEASURED
-        items.append(Table("advised_and_measured", table, columns, title="Predicted and measured"))
-        verdict = f"{verdict} {held}"
+        items.append(Table("advised_and_measured", table.drop(columns="gaps"), columns, title="Predicted and measured"))
+        verdict = evidence.together(verdict, held)
     return Drawn(tuple(items), verdict)
 
 
-def confirmed(opened: Catalog, found: Advice) -> tuple[pd.DataFrame, str]:
+def confirmed(opened: Catalog, found: Advice) -> tuple[pd.DataFrame, evidence.Sentence]:
     """(predicted and measured figures of the advised and single-format recipes that were trained; whether the advice
     held)."""
     table, _ = compute.measured(opened, found.costs)
     advised = table["advised"]
     plain = table["recipe"].str.startswith(("linear_", "FA_linear_"))
     held = [_held(row, table[plain]) for _, row in table[advised].iterrows()]
-    return table[advised | plain].sort_values("predicted", ignore_index=True) if held else table[:0], " ".join(held)
+    return table[advised | plain].sort_values("predicted", ignore_index=True) if held else table[:0], evidence.together(
+        *held
+    )
 
 
-def _held(advised: pd.Series, plain: pd.DataFrame) -> str:
+def _held(advised: pd.Series, plain: pd.DataFrame) -> evidence.Sentence:
     """Whether an advised recipe did better than the best single format with no more bits."""
     others = plain[plain["bits"] <= advised["bits"] + AS_MANY].sort_values("predicted")
     if others.empty:
-        return f"{advised['name']} was trained, but no single format with at most as many bits was."
+        text = "{name} was trained, but no single format with at most as many bits was."
+        return evidence.say(text, name=str(advised["name"]))
     other = others.iloc[0]
-    gaps = f"{fixed(advised['gap'], 4, '+')}, {other['name']} one of {fixed(other['gap'], 4, '+')}"
-    text = f"{advised['name']} reached a mean gap of {gaps}: "
-    if not (advised["high"] < other["low"] or advised["low"] > other["high"]):
-        seeds = int(min(advised["seeds"], other["seeds"]))
-        return f"{text}{seeds} seed{'s' * (seeds != 1)} do{'es' * (seeds == 1)} not separate them."
-    return f"{text}the advice {'held' if advised['gap'] < other['gap'] else 'did not hold'}."
+    name = str(advised["name"])
+    change = evidence.paired(evidence.GAP, advised["gaps"], other["gaps"])
+    items = [(name, evidence.mean(evidence.GAP, advised["gaps"].values()))]
+    items.append((str(other["name"]), evidence.mean(evidence.GAP, other["gaps"].values())))
+    measured = evidence.each_of(items, "Mean gap to bf16 in training")
+    return evidence.together(
+        measured, evidence.effects([(name, change)], str(other["name"]), ("higher loss", "lower loss"))
+    )
 
 
 ADVISE = Question(

@@ -43,8 +43,8 @@ def values(catalog: Catalog, where: Filter, fmt: str, metric: str, by: tuple[str
 def mean_changes(table: pd.DataFrame, by: tuple[str, ...]) -> pd.DataFrame:
     """The mean over micro-batches of the rows of `Catalog.loss_changes`: by's columns, tensors, value, tensor_id (of
     the largest), micro_batches, sequences, first and second (order), and spread, the standard error of value over
-    sequences (NaN for one). Micro-batches that several runs recorded at the same position of the same data count as one: the mean
-    over the runs."""
+    sequences (NaN for one). Micro-batches that several runs recorded at the same position of the same data count as
+    one: the mean over the runs."""
     table = table.assign(value=table["first"] + table["second"])
     worst = table.loc[table.groupby(list(by), dropna=False)["value"].idxmax().dropna()]
     terms = {name: (name, _mean) for name in ("first", "second", "value")}
@@ -74,7 +74,7 @@ def estimates(table: pd.DataFrame, measure: Measure, name: str = "place") -> lis
 
 def _estimate(row: dict[Any, Any], measure: Measure) -> Estimate:
     if measure.key == LOSS_CHANGE:
-        return evidence.with_error(measure, row["value"], row["spread"], row["micro_batches"], "micro-batches")
+        return evidence.with_error(measure, row["value"], row["spread"], row["sequences"], "sequences")
     return evidence.spread(measure, row) if "low" in row else evidence.exact(measure, row["value"])
 
 
