@@ -62,8 +62,8 @@ def measured(opened: Catalog, found: Costs) -> tuple[pd.DataFrame, int]:
     lack of a prediction).
 
     Columns name (that users gave it, or what was rounded), recipe, advised (whether the advisor made it), bits,
-    predicted, predicted_error (its standard error over sequences), seeds, first (the gap of the first iteration, before any step, mean over seeds), gap (mean over
-    iterations and seeds), low, high (its 95% interval, NaN of one seed).
+    predicted, predicted_error (its standard error over sequences), seeds, first (the gap of the first iteration, before
+    any step, mean over seeds), gap (mean over iterations and seeds), low, high (its 95% interval, NaN of one seed).
     """
     runs = opened.runs()
     data = runs[["model", "size", "dataset"]]

@@ -37,8 +37,8 @@ def values(catalog: Catalog, where: Filter, fmt: str, metric: str, by: tuple[str
 def mean_changes(table: pd.DataFrame, by: tuple[str, ...]) -> pd.DataFrame:
     """The mean over micro-batches of the rows of `Catalog.loss_changes`: by's columns, tensors, value, tensor_id (of
     the largest), micro_batches, sequences, first and second (order), and spread, the standard error of value over
-    sequences (NaN for one). Micro-batches that several runs recorded at the same position of the same data count as one: the mean
-    over the runs."""
+    sequences (NaN for one). Micro-batches that several runs recorded at the same position of the same data count as
+    one: the mean over the runs."""
     table = table.assign(value=table["first"] + table["second"])
     worst = table.loc[table.groupby(list(by), dropna=False)["value"].idxmax().dropna()]
     terms = {name: (name, _mean) for name in ("first", "second", "value")}
