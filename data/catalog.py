@@ -81,7 +81,8 @@ def _terms(columns: str, condition: str) -> str:
     batch = ", ".join(f"tensor.{name}" for name in MICRO_BATCH)
     mixed = f"min(len(a)) OVER (PARTITION BY {batch}) < max(len(a)) OVER (PARTITION BY {batch})"
     return f"""term AS (
-        SELECT * EXCLUDE (a, b, mixed), unnest(CASE WHEN mixed THEN [list_avg(a)] WHEN a IS NULL THEN [NULL] ELSE a END) AS first,
+        SELECT * EXCLUDE (a, b, mixed),
+               unnest(CASE WHEN mixed THEN [list_avg(a)] WHEN a IS NULL THEN [NULL] ELSE a END) AS first,
                unnest(CASE WHEN mixed THEN [list_avg(b)] WHEN b IS NULL THEN [NULL] ELSE b END) AS second,
                generate_subscripts(CASE WHEN mixed OR a IS NULL THEN [0] ELSE a END, 1) AS sequence
         FROM (
@@ -577,9 +578,10 @@ class Catalog:
         groups = dict.fromkeys((*map(self._column, by), *MICRO_BATCH))
         columns = ", ".join(f"tensor.{name}" for name in groups)
         names = ", ".join(groups)
+        condition = f"{condition} AND score.gemm = 'forward' AND score.format = ?"
         return self._frame(
             f"""
-            WITH {_terms(f"{columns}, tensor.tensor_id", f"{condition} AND score.gemm = 'forward' AND score.format = ?")},
+            WITH {_terms(f"{columns}, tensor.tensor_id", condition)},
             sequence AS (
                 SELECT {names}, sequence, count(DISTINCT tensor_id) AS tensors, {_ADDED},
                        arg_max(tensor_id, first + second) AS tensor_id, max(first + second) AS largest

@@ -183,7 +183,8 @@ def loss_terms_later(
 
     Products in float32, sums in float64. Both are NaN where x, q or the gradient is not finite.
     """
-    x, found = x.detach(), []
+    x = x.detach()
+    found: list[Tensor | np.ndarray] = []
     if isinstance(q, Spec) and split is None and not q.hadamard and x.device.type == "cpu":
         for gradient in gradients():
             if (sums := cpu.score(x, q, dim, gradient=gradient.detach())) is None:

@@ -282,8 +282,9 @@ def _frontier(
 
 
 def placed(recipe: Recipe, costs: Costs, skip: str = "") -> tuple[float, float, float] | None:
-    """(bits per forward value, predicted loss change, its standard error over sequences) of a recipe on the operands of `costs`; None if one of its
-    forward specs was not scored, if it rounds other parts too, or if it has a schedule. skip: layers that stay in bf16.
+    """(bits per forward value, predicted loss change, its standard error over sequences) of a recipe on the operands of
+    `costs`; None if one of its forward specs was not scored, if it rounds other parts too, or if it has a schedule.
+    skip: layers that stay in bf16.
     """
     known, operands = costs.forward
     parts = set(operands["part"])

@@ -142,8 +142,8 @@ def costs(catalog: Catalog, where: Filter | None = None, parts: Sequence[str] = 
     halves = forward[forward["spec"] == narrowest].dropna(subset=["half", "other"])
     reliability = float(spearmanr(halves["half"], halves["other"]).statistic) if len(halves) > 2 else math.nan
     columns = [*OPERAND, "spec", "values", "bits", "change", "error", "by_sequence", "noise", "tensor_id"]
-    fewest = (int(forward[name].min()) for name in ("micro_batches", "sequences"))
-    return Costs(table[columns], runs, *fewest, reliability, left)
+    micro_batches, sequences = (int(forward[name].min()) for name in ("micro_batches", "sequences"))
+    return Costs(table[columns], runs, micro_batches, sequences, reliability, left)
 
 
 def _runs(catalog: Catalog, where: Filter | None) -> tuple[str, ...]:

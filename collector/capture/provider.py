@@ -20,8 +20,8 @@ Provider = Callable[..., nn.Module]
 
 
 def _predict(model: nn.Module, recorder: Recorder) -> Callable[[], None]:
-    """Call `Recorder.sensitivity` in each training pass, with the logits of the model's output layer, [s, b, v]. Returns
-    a function that ends this."""
+    """Call `Recorder.sensitivity` in each training pass, with the logits of the model's output layer, [s, b, v].
+    Returns a function that ends this."""
     head, config = getattr(model, "output_layer", None), getattr(model, "config", None)
     names = "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"
     sizes = (getattr(config, name, 1) for name in names)

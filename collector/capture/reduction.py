@@ -216,10 +216,10 @@ def _changes(replicas: Sequence[Sequence[Score | None]], name: str) -> list[floa
     where the sequences of a slice are not known. None if a slice lacks them."""
     found: list[list[list[float]]] = []
     for slices in replicas:
-        given = [getattr(score, name, None) for score in slices]
-        if None in given:
+        given = [changes for score in slices if (changes := getattr(score, name, None)) is not None]
+        if len(given) < len(slices):
             return None
-        found.append([list(each) for each in given])
+        found.append([[*changes] for changes in given])
     if any(len(changes) != len(slices[0]) for slices in found for changes in slices):
         found = [[[statistics.fmean(changes)] for changes in slices] for slices in found]
     return [sum(each) for slices in found for each in zip(*slices, strict=True)]

@@ -112,7 +112,8 @@ def measure_scale(logits: Tensor, valid: Tensor | None = None) -> Callable[[], f
     rows = logits.detach().flatten(0, -2)
     top, most = rows.max(-1)
     p = (top.float() - rows.float().logsumexp(-1)).exp()
-    node, number, sums = logits.grad_fn, logits.output_nr, []
+    sums: list[Tensor] = []
+    node, number = logits.grad_fn, logits.output_nr
     while node is not None and node.name().startswith("ToCopyBackward"):  # autocast's loss has the tensor before it
         node, number = node.next_functions[0]
     if node is None:

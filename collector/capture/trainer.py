@@ -49,11 +49,12 @@ class TrainerCallback(HuggingFaceCallback):  # type: ignore[misc]  # transformer
 
     def _passed(self, model: nn.Module, args: Any, given: dict[str, Any], result: Any) -> None:
         logits, labels = getattr(result, "logits", None), given.get("labels")
-        if self.recorder and model.training and isinstance(logits, Tensor) and isinstance(labels, Tensor):
-            if labels.shape == logits.shape[:2]:  # of a causal model: each token predicts the next
-                valid = torch.zeros_like(labels, dtype=torch.bool)
-                valid[:, :-1] = labels[:, 1:] != IGNORED
-                self.recorder.sensitivity(logits, valid)
+        if not (self.recorder and model.training and isinstance(logits, Tensor) and isinstance(labels, Tensor)):
+            return
+        if labels.shape == logits.shape[:2]:  # of a causal model: each token predicts the next
+            valid = torch.zeros_like(labels, dtype=torch.bool)
+            valid[:, :-1] = labels[:, 1:] != IGNORED
+            self.recorder.sensitivity(logits, valid)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         if self.recorder:

@@ -22,8 +22,9 @@ also the choices that the same program makes by each operand's noise instead of 
 
 --backward rounds one backward operand of one layer at a time instead, and compares its noise with that of the gradient.
 
-Next to Binade's predictions, which come from sampled labels, are two with other gradients: `labels` is N·½Σg²e² with the
-gradients of the true labels, summed over tokens for a weight; `signs` is ½Σg²e² with a random sign for each token's loss.
+Next to Binade's predictions, which come from sampled labels, are two with other gradients: `labels` is N·½Σg²e² with
+the gradients of the true labels, summed over tokens for a weight; `signs` is ½Σg²e² with a random sign for each token's
+loss.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ def _estimate(row: dict[Any, Any], measure: Measure) -> Estimate:
 def _mean_of_lists(lists: pd.Series) -> np.ndarray:
     """The mean of lists of equal length; of others, the mean of each list's mean, as one number."""
     if len({len(each) for each in lists}) == 1:
-        return np.mean([*lists], axis=0)
+        return np.asarray(np.mean([*lists], axis=0))
     return np.array([np.mean([np.mean(each) for each in lists])])
 
 
