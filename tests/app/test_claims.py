@@ -17,8 +17,8 @@ from binade.app.questions import registry
 from binade.app.questions.question import Question
 from binade.app.questions.shared.selection import Selection
 from binade.data.catalog import Catalog
-from binade.data.evidence import Sentence
 from binade.data.events import Event, EventKind, append_event
+from binade.data.evidence import Sentence
 from binade.data.filter import Filter
 from tests.data.builder import make_run
 
