@@ -82,6 +82,7 @@ def _sign(signed: bool) -> Literal["-", "+"]:
 
 
 GAP = Measure("gap", "Gap", "nats", "loss minus that of the reference run, in nats per token", decimals=4, signed=True)
+SHARE = Measure("share", "Share", "%", factor=100.0, decimals=2)
 RHO = Measure("rho", "Spearman’s ρ", decimals=2)
 
 
@@ -194,6 +195,24 @@ def spread(measure: Measure, row: Mapping[str, Any], of: str = "tensors") -> Est
     width = high - low if math.isfinite(high - low) else 0.0
     error = MEDIAN * width / DECILES / math.sqrt(n)
     return Estimate(measure, float(row["value"]), low, high, n, of, "median", error)
+
+
+def spread_of(measure: Measure, values: Iterable[float], of: str = "tensors") -> Estimate:
+    """`spread` of the tensors' own values; without those that are NaN."""
+    import numpy as np
+
+    known = sorted(float(value) for value in values if not math.isnan(float(value)))
+    if not known:
+        return Estimate(measure, math.nan, -math.inf, math.inf, 0, of, "median", math.nan)
+    low, high = (float(np.quantile(known, q, method="nearest")) for q in (0.1, 0.9))
+    middle = known[len(known) // 2] if math.isinf(known[len(known) // 2]) else statistics.median(known)
+    return spread(measure, {"value": middle, "low": low, "high": high, "tensors": len(known)}, of)
+
+
+def proportion(measure: Measure, share: float, n: int, of: str) -> Estimate:
+    """A share of n independent things, with the standard error of a binomial distribution."""
+    error = math.sqrt(share * (1 - share) / n) if n else math.nan
+    return with_error(measure, share, error, n, of)
 
 
 def mean(measure: Measure, values: Iterable[float], of: str = "seeds") -> Estimate:
@@ -326,10 +345,10 @@ def leaders(items: Sequence[Named], *, lowest: bool) -> list[Named]:
     return [item for item in ordered if not apart(item[1])]
 
 
-def extreme(items: Sequence[Named], what: str, *, lowest: bool) -> Sentence:
+def extreme(items: Sequence[Named], what: str, *, lowest: bool, first: Sequence[Named] | None = None) -> Sentence:
     """ "Lowest SQNR in mxfp4: L1 fc1 input, 16.9 dB." What cannot be told from the extreme is named with it; if that is
-    everything, no extreme is named. what: "SQNR in mxfp4"."""
-    first = leaders(items, lowest=lowest)
+    everything, no extreme is named. what: "SQNR in mxfp4". first: the `leaders`, if they were found in another way."""
+    first = leaders(items, lowest=lowest) if first is None else first
     if not first:
         return Sentence()
     names, estimates = [name for name, _ in first], [estimate for _, estimate in first]
