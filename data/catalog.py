@@ -205,8 +205,9 @@ class Catalog:
                 self._synchronize()
 
     def kept(self, request: Hashable, compute: Callable[[], T]) -> T:
-        """Return the result of compute at this version, from the cache if there is one."""
-        return self.cache.get(self.version, request, lambda done: compute()) if self.cache else compute()
+        """Return the result of compute at this version, for these runs, from the cache if there is one."""
+        key = self._only, request
+        return self.cache.get(self.version, key, lambda done: compute()) if self.cache else compute()
 
     @_repairing
     def _frame(self, sql: str, parameters: list[Any] | None = None, of: Hashable = None) -> pd.DataFrame:
@@ -344,7 +345,7 @@ class Catalog:
         """Return, for each field, the values that occur among the tensors that match every *other* field of the filter,
         so that each choice selects something. Sorted; fields without a value are left out."""
         where = where or Filter()
-        return dict(self.kept(("facets", where, self._only), lambda: self._facets(where)))
+        return dict(self.kept(("facets", where), lambda: self._facets(where)))
 
     def _facets(self, where: Filter) -> dict[str, list[Any]]:
         queries: dict[tuple[Any, ...], list[str]] = {}
@@ -366,7 +367,7 @@ class Catalog:
     def counts(self, where: Filter | None = None) -> dict[str, dict[Any, int]]:
         """Return `facets` with the number of tensors of each value that match every other field of the filter."""
         where = where or Filter()
-        return dict(self.kept(("counts", where, self._only), lambda: self._counts(where)))
+        return dict(self.kept(("counts", where), lambda: self._counts(where)))
 
     def _counts(self, where: Filter) -> dict[str, dict[Any, int]]:
         queries: dict[Filter, list[str]] = {}

@@ -3,7 +3,6 @@ confirmed it."""
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import pandas as pd
@@ -20,7 +19,7 @@ from binade.app.questions.shared.labels import layer_names
 from binade.app.questions.shared.selection import Selection
 from binade.collector.advice.advice import AS_MANY, Advice, Request, advise
 from binade.collector.advice.choice import GROUPS
-from binade.collector.advice.costs import FORWARD, AdviceError, Costs
+from binade.collector.advice.costs import FORWARD, AdviceError
 from binade.data.catalog import Catalog
 from binade.data.text import fixed
 
@@ -69,13 +68,9 @@ def advice_of(selection: Selection, values: dict[str, Any]) -> Advice:
     """Raises AdviceError."""
     opened, where = selection.opened, selection.where
     parts = ("linear",) if values["parts"] == "linear" else ()
-    costs = compute.costs_of(opened, where, opened.state(), parts)
-    return _advised(costs, Request(float(values["budget"]), by=values["by"]))
-
-
-@lru_cache(16)
-def _advised(costs: Costs, request: Request) -> Advice:
-    return advise(costs, request)
+    request = Request(float(values["budget"]), by=values["by"])
+    key = "advice", where, parts, request, opened.state()
+    return opened.kept(key, lambda: advise(compute.costs_of(opened, where, parts), request))
 
 
 def draw(selection: Selection, values: dict[str, Any]) -> Drawn:

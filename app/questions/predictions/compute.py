@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Hashable
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 import pandas as pd
@@ -27,10 +25,9 @@ from binade.quant.specs import SpecError
 REFUSED = (RecipeError, SpecError, KeyError)  # a run of an earlier version, or one that Binade did not train
 
 
-@lru_cache(8)
-def costs_of(opened: Catalog, where: Filter, state: Hashable, parts: tuple[str, ...] = ()) -> Costs:
+def costs_of(opened: Catalog, where: Filter, parts: tuple[str, ...] = ()) -> Costs:
     """Like `costs`, but cached as long as `Catalog.state` stays the same."""
-    return costs(opened, where, parts)
+    return opened.kept(("costs", where, parts, opened.state()), lambda: costs(opened, where, parts))
 
 
 @dataclass(frozen=True)

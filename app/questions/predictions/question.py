@@ -37,7 +37,7 @@ COLUMNS = {
 def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
     opened, where = selection.opened, selection.where
     try:
-        found = compute.costs_of(opened, where, opened.state())
+        found = compute.costs_of(opened, where)
     except AdviceError as error:
         return Drawn(problems=(error.sentence,))
     table, left = compute.measured(opened, found)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import pandas as pd
@@ -248,11 +248,11 @@ def iterations_of(opened: Catalog, name: str) -> list[int]:
     return opened.facets(Filter(tensor_name=(name,))).get("iteration", [])
 
 
-@lru_cache(64)
 def compare(opened: Catalog, run_id: str, reference: str, name: str, at: int) -> tuple[pd.DataFrame, int]:
     """A run's gradients of one name and iteration against the reference's: as `gradient_errors`."""
     where = Filter(tensor_name=(name,), iteration=(at,))
-    return gradient_errors(opened, opened.pairs(run_id, reference, where))
+    request = "gradients", run_id, reference, where
+    return opened.kept(request, lambda: gradient_errors(opened, opened.pairs(run_id, reference, where)))
 
 
 def gradients(
