@@ -46,9 +46,10 @@ def proceed(run: Path, seed: int) -> None:
     recipe = next(name for name in ("bf16", "hifp8", "mxfp8", "mxfp4") if f"_{name}_" in run.name)
     random = torch.Generator().manual_seed(seed)
     words = {"layer_index": 3, "recipe": recipe, "quant_type": recipe}
+    rounded = {} if recipe == "bf16" else {"format": recipe}
     made = [
-        (torch.randn(64, 96, generator=random) * 9, words | {"format": "mxfp4"}),
-        (torch.randn(64, 96, generator=random), words | BACKWARD | {"tensor_name": "grad_output", "format": "mxfp4"}),
+        (torch.randn(64, 96, generator=random) * 9, words | rounded),
+        (torch.randn(64, 96, generator=random), words | BACKWARD | {"tensor_name": "grad_output"} | rounded),
         (torch.randn(64, 96, generator=random), words | BACKWARD | {"tensor_name": "grad_weight", "phase": "post"}),
         (torch.randn(1, 4, 8, 8, generator=random).softmax(-1), words | {"tensor_name": "attention_probs"}),
     ]
@@ -81,4 +82,5 @@ def test_a_question_follows_its_runs(grown: list[tuple[Answer, Answer, Answer]],
 
 def test_what_was_added_is_seen(grown: list[tuple[Answer, Answer, Answer]]):
     changed = {name for name, (before, after, _) in zip(IDS, grown, strict=True) if before != after}
-    assert {"recipes-cost", "recipes-gradients", "distribution", "advise", "training-training"} <= changed, changed
+    assert {"recipes-cost", "recipes-gradients", "distribution"} <= changed
+    assert grown[IDS.index("recipes-gradients")][1][2], "no chart was compared"
