@@ -17,7 +17,7 @@ from torch import Tensor
 
 from binade.app.figure import Drawn
 from binade.app.pages.registry import PAGES
-from binade.app.params import TITLES, Params, read, read_filter
+from binade.app.params import TITLES, Params, read, read_filter, texts_of
 from binade.app.questions.recipes import question as recipes
 from binade.app.questions.shared.runs import every_run
 from binade.app.questions.shared.selection import Selection
@@ -44,6 +44,11 @@ def runs_of(catalog: Catalog, pins: Sequence[Pin]) -> list[str]:
         if pin.page == "recipes":
             selected |= set(recipes.runs_of(catalog, where)["run_id"])
         selected |= _named(catalog, pin)
+        params = _params(catalog, pin)
+        values, _ = read({name: param for name, param in params.items() if param.refers_to == "run"}, pin.params)
+        selected |= {
+            text for value in values.values() for text in texts_of(value)
+        }  # the runs that are shown by default
         if pin.page in ("recipes", "tensor"):
             selected |= {references[run] for run in selected if references.get(run)}
         found |= selected
@@ -52,8 +57,19 @@ def runs_of(catalog: Catalog, pins: Sequence[Pin]) -> list[str]:
 
 def _named(catalog: Catalog, pin: Pin) -> set[str]:
     """The runs that a pin names itself, by their id or by a tensor of theirs."""
-    named = {*pin.params.get("run_id", []), *pin.params.get("against", [])}
-    return named | set(catalog.rows_of(_tensors(pin))["run_id"])
+    named = {*pin.params.get("run_id", []), *_references(catalog, pin, "run")}
+    return named | set(catalog.rows_of(_tensors(catalog, pin))["run_id"])
+
+
+def _params(catalog: Catalog, pin: Pin) -> Params:
+    page = PAGES.get(pin.page)
+    return page.params(catalog) if page and page.params else {}
+
+
+def _references(catalog: Catalog, pin: Pin, kind: str) -> list[str]:
+    """The ids of this kind in a pin's parameters."""
+    names = [name for name, param in _params(catalog, pin).items() if param.refers_to == kind]
+    return [text for name in names for text in pin.params.get(name, [])]
 
 
 def tensors_of(catalog: Catalog, pins: Iterable[Pin], runs: Sequence[str] | None = None) -> list[str]:
@@ -69,12 +85,13 @@ def tensors_of(catalog: Catalog, pins: Iterable[Pin], runs: Sequence[str] | None
     watched.cache = None  # otherwise cached charts would load nothing
     for pin in pins:
         draw(watched, pin, runs)
-        loaded |= dict.fromkeys(_tensors(pin))
+        loaded |= dict.fromkeys(_tensors(catalog, pin))
     return list(loaded)
 
 
-def _tensors(pin: Pin) -> list[str]:
-    return [*pin.params.get("tensor", []), *pin.params.get("other", [])]
+def _tensors(catalog: Catalog, pin: Pin) -> list[str]:
+    """The tensors that a pin names: those chosen on its page, and those of its parameters."""
+    return list(dict.fromkeys([*pin.params.get("tensor", []), *_references(catalog, pin, "tensor")]))
 
 
 def draw(catalog: Catalog, pin: Pin, runs: Sequence[str] | None = None) -> Drawn:

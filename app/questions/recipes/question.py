@@ -69,7 +69,8 @@ LADDER = Control(
 )
 BASE = "bf16"
 AGAINST = Control(
-    name="against", label="Compare with", param=lambda opened: One((BASE, *opened.runs()["run_id"])), widget="list",
+    name="against", label="Compare with", param=lambda opened: One((BASE, *opened.runs()["run_id"]), "run"),
+    widget="list",
     titles={BASE: "bf16 on the same data"}, row="what",
 )  # fmt: skip
 PART_TITLES = {"linear": "Linear layers", "QK": "QKᵀ", "PV": "PV", "router": "Router"}
