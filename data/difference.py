@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -116,9 +116,10 @@ class Difference:
 
 @dataclass
 class _Whole:
-    """A tensor of a run, with a row for each rank that has it or a part of it."""
+    """A tensor of a run, with a row for each rank that has it or a part of it. load: as of `difference`."""
 
     run: RunInfo
+    load: Callable[[str], Tensor] | None
     rows: list[Row] = field(default_factory=list)
 
     @property
@@ -159,6 +160,8 @@ class _Whole:
         return joined([self._load(part) for part in parts], self.kind, axis, stride)
 
     def _load(self, row: Row) -> Tensor:
+        if self.load:
+            return self.load(f"{self.run.run_id}/{row['tensor_id']}")
         path = Path(row["path"])
         if not path.is_absolute():
             return load(fetched(self.run.directory / path), row["sha256"])
@@ -196,14 +199,17 @@ def difference(
     b: RunInfo,
     only: Collection[str] | None = None,
     done: Done = lambda count, of: None,
+    load: Callable[[str], Tensor] | None = None,
 ) -> Difference:
     """Compare two runs. Raises RunError for a damaged one.
 
     Args:
         only: The ids of the tensors of `a` to compare, run/tensor; None for all.
         done: Called with (how many tensors are compared, of how many).
+        load: Returns the values of a tensor, run/tensor, or raises IncompleteError; by default they are read from the
+            runs' directories.
     """
-    ours, theirs = _tensors(a), _tensors(b)
+    ours, theirs = _tensors(a, load), _tensors(b, load)
     if only is not None:
         ours = {
             key: whole for key, whole in ours.items() if any(f"{a.run_id}/{r['tensor_id']}" in only for r in whole.rows)
@@ -225,7 +231,7 @@ def difference(
     )
 
 
-def _tensors(run: RunInfo) -> dict[Key, _Whole]:
+def _tensors(run: RunInfo, load: Callable[[str], Tensor] | None) -> dict[Key, _Whole]:
     """A run's tensors in the order of execution. A key ends with how often the rank had recorded that identity
     before."""
     found: dict[Key, _Whole] = {}
@@ -247,7 +253,7 @@ def _tensors(run: RunInfo) -> dict[Key, _Whole]:
         identity = (*(row[name] for name in IDENTITY[:-1]), row["dp_rank"] or 0)
         key = (*identity, seen[rank, identity])
         seen[rank, identity] += 1
-        found.setdefault(key, _Whole(run)).rows.append(row)
+        found.setdefault(key, _Whole(run, load)).rows.append(row)
         places[rank] += 1
         # The first rank writes the rows that were reduced over ranks, but a row has the number another rank gave it.
         number = RECORDED.fullmatch(row["tensor_id"])

@@ -18,8 +18,8 @@ from torch import Tensor
 from binade.app.figure import Drawn
 from binade.app.pages.registry import PAGES
 from binade.app.params import TITLES, Params, read, read_filter, texts_of
-from binade.app.questions.recipes import question as recipes
-from binade.app.questions.shared.runs import every_run
+from binade.app.questions.question import Beyond
+from binade.app.questions.registry import QUESTIONS
 from binade.app.questions.shared.selection import Selection
 from binade.app.sessions.session import Pin, RunReference, Session
 from binade.data.catalog import Catalog
@@ -28,31 +28,28 @@ from binade.data.runs import RunError, fingerprint
 
 
 def runs_of(catalog: Catalog, pins: Sequence[Pin]) -> list[str]:
-    """The runs that pins show: those that their filters select, those of their tensors, and the bf16 runs that these
-    are compared with."""
+    """The runs that pins show: those that their filters select, that they name, or that are shown by default, and those
+    that their questions read beyond these."""
     runs, facets = catalog.runs(), catalog.facets()
-    table = every_run(catalog)
-    references = dict(zip(table["run_id"], table["reference"], strict=True))
     found: set[str] = set()
     for pin in pins:
-        if pin.page in ("runs", "sql"):
-            found |= set(runs["run_id"])
-            continue
         where, _ = read_filter(facets, pin.params)
         selected = set(catalog.facets(where).get("run_id", []))
         selected &= set(where.run_id) if where.run_id else selected
-        if pin.page == "recipes":
-            selected |= set(recipes.runs_of(catalog, where)["run_id"])
         selected |= _named(catalog, pin)
         params = _params(catalog, pin)
-        values, _ = read({name: param for name, param in params.items() if param.refers_to == "run"}, pin.params)
-        selected |= {
-            text for value in values.values() for text in texts_of(value)
-        }  # the runs that are shown by default
-        if pin.page in ("recipes", "tensor"):
-            selected |= {references[run] for run in selected if references.get(run)}
+        values, _ = read(params, pin.params)
+        selected.update(*(texts_of(values[name]) for name, param in params.items() if param.refers_to == "run"))
+        for beyond in _beyond(pin, str(values.get("view", ""))):
+            selected.update(beyond(catalog, where, selected))
         found |= selected
     return [run for run in runs["run_id"] if run in found]
+
+
+def _beyond(pin: Pin, view: str) -> list[Beyond]:
+    page = PAGES.get(pin.page)
+    shown = [question for question in QUESTIONS if question.page == pin.page and question.view in ("", view)]
+    return [each.beyond for each in (page, *shown) if each and each.beyond]
 
 
 def _named(catalog: Catalog, pin: Pin) -> set[str]:

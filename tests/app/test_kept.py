@@ -65,19 +65,7 @@ def bundled(collected: Path, tmp_path_factory: pytest.TempPathFactory) -> list[t
     return list(zip(drawn, saved, sent, strict=True))
 
 
-BEYOND = "reads runs beyond its filter, which the session does not keep"
-OPEN = {
-    "predictions-predictions": BEYOND,
-    "advise": BEYOND,
-    "difference": "reads values that are not in a bundle of the charts' tensors",
-}
-CASES = [
-    pytest.param(index, id=name, marks=[pytest.mark.xfail(reason=OPEN[name], strict=True)] if name in OPEN else [])
-    for index, name in enumerate(IDS)
-]
-
-
-@pytest.mark.parametrize("index", CASES)
+@pytest.mark.parametrize("index", range(len(VIEWS)), ids=IDS)
 def test_saved_and_bundled_it_shows_the_same(bundled: list[tuple[object, object, object]], index: int):
     drawn, saved, sent = bundled[index]
     assert saved == drawn

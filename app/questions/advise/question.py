@@ -16,6 +16,7 @@ from binade.app.questions.predictions import compute
 from binade.app.questions.predictions.question import COLUMNS as MEASURED
 from binade.app.questions.question import Question
 from binade.app.questions.shared.labels import layer_names
+from binade.app.questions.shared.runs import same_model
 from binade.app.questions.shared.selection import Selection
 from binade.collector.advice.advice import AS_MANY, Advice, Request, advise
 from binade.collector.advice.choice import GROUPS
@@ -142,6 +143,7 @@ ADVISE = Question(
     page="advise",
     draw=draw,
     of_runs=True,
+    beyond=same_model,
     controls=CONTROLS,
     note=NOTE,
     layout="binade.app.questions.advise.page",

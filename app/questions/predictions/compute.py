@@ -12,7 +12,7 @@ from scipy.stats import spearmanr
 
 from binade.app.formatting import losses_of
 from binade.app.questions.recipes.compute import loss_gaps
-from binade.app.questions.shared.runs import runs_with_reference
+from binade.app.questions.shared.runs import OF_MODEL, runs_with_reference
 from binade.collector.advice.advice import ADVISED, placed
 from binade.collector.advice.costs import Costs, costs
 from binade.collector.recipes.files import draft_of
@@ -63,7 +63,7 @@ def measured(opened: Catalog, found: Costs) -> tuple[pd.DataFrame, int]:
     iterations and seeds), low, high (its 95% interval, NaN of one seed).
     """
     runs = opened.runs()
-    data = runs[["model", "size", "dataset"]]
+    data = runs[list(OF_MODEL)]
     same = (data == data[runs["run_id"] == found.runs[0]].iloc[0]).all(axis=1)
     table = runs_with_reference(runs[same], opened.parts())
     table = table[table["quantized"] | (table["recipe"] != "bf16")].drop_duplicates(

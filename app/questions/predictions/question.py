@@ -11,6 +11,7 @@ from binade.app.figure import Column, Drawn, Figure, Table, source
 from binade.app.questions.predictions import charts, compute
 from binade.app.questions.predictions.compute import Correlation
 from binade.app.questions.question import Question
+from binade.app.questions.shared.runs import same_model
 from binade.app.questions.shared.selection import Selection
 from binade.collector.advice.costs import AdviceError
 
@@ -78,4 +79,5 @@ PREDICTIONS = Question(
     ignores=frozenset(("metric", "format")),
     draw=draw,
     of_runs=True,
+    beyond=same_model,
 )

@@ -3,7 +3,7 @@ on the same data."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -20,9 +20,11 @@ from binade.app.questions.recipes import charts, compute
 from binade.app.questions.shared.event_marks import with_events
 from binade.app.questions.shared.labels import thinned, thinned_note
 from binade.app.questions.shared.runs import (
+    OF_MODEL,
     PARTS,
     compared_with,
     every_run,
+    references_of,
     run_colors,
     run_titles,
     runs_with_reference,
@@ -46,7 +48,7 @@ NOTE = (
     "Runs are compared with the bf16 run of the same model, data, seed and warm-up, iteration by iteration. "
     "Only the filter’s run, recipe, model, size and dataset apply."
 )
-OF_DATA, OF_RUNS = ("model", "size", "dataset"), ("run_id", "recipe")  # the fields of the filter that apply
+OF_DATA, OF_RUNS = OF_MODEL, ("run_id", "recipe")  # the fields of the filter that apply
 VIEWS = {"cost": "Loss", "gradients": "Gradients", "ladder": "Ablation"}
 NO_ABLATION = "These runs include no ablation: queue one with binade ablate te_nvfp4 --train-iters 50 --seeds 3."
 NO_GAP = "No run of this ablation has an iteration in common with a bf16 run of its seed yet."
@@ -165,6 +167,12 @@ def runs_of(opened: Catalog, where: Filter) -> pd.DataFrame:
         if wanted := getattr(where, name):
             keep &= runs[name].isin(wanted) | plain
     return runs[keep]
+
+
+def _beyond(opened: Catalog, where: Filter, run_ids: Collection[str]) -> set[str]:
+    """All runs of the table, as most fields of the filter do not apply, and the bf16 runs of those chosen."""
+    shown = {*run_ids, *runs_of(opened, where)["run_id"]}
+    return shown.union(references_of(opened, where, shown))
 
 
 def has_reference(table: pd.DataFrame) -> bool:
@@ -484,6 +492,7 @@ RECIPES = Question(
     draw=draw,
     of_runs=True,
     of_fields=OF_DATA + OF_RUNS,
+    beyond=_beyond,
     controls=(VIEW, AGAINST, LADDER, GRADIENT, AT),
     narrow=_controls,
     slow="Comparing gradients",
