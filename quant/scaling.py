@@ -526,6 +526,10 @@ def block_scale_exponent(absmax: Tensor, element: Element, rule: str) -> Tensor:
     ceil    the same with log2 rounded up
     even    floor, after absmax is rounded to the element's mantissa (half an ulp added)
     rceil   the smallest k for which max · 2^k >= absmax
+
+    A block of subnormal values has k = -127, and they are rounded on its grid, as in torchao's `mx_tensor.py` today.
+    Implementations that multiply by 1 where the scale is coded as 0 (earlier ones of torchao, ports of Transformer
+    Engine's `exp2f_rcp`) make such a block 0; the specification has no such exception.
     """
     lifted, lift = lift_subnormals(absmax)
     bits = lifted.view(torch.int32)

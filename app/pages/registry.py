@@ -57,16 +57,10 @@ SHARED = {
         "worst", "Worst", ":material/trending_down:", "binade.app.pages.worst_page", worst.params, worst.draw, True
     ),
     "tensor": Page(
-        "tensor",
-        "Tensor",
-        ":material/grid_on:",
-        "binade.app.pages.tensor_page",
-        tensor.params,
-        tensor.draw,
-        True,
+        "tensor", "Tensor", ":material/grid_on:", "binade.app.pages.tensor_page", tensor.params, tensor.draw, True,
         beyond=references_of,
     ),
-}
+}  # fmt: skip
 
 
 def _every_run(opened: Catalog, where: Filter, run_ids: Collection[str]) -> Iterable[str]:
@@ -78,19 +72,13 @@ _HOME = Page(
 )
 _OTHERS = (
     Page(
-        "runs",
-        "Runs",
-        ":material/science:",
-        "binade.app.pages.runs_page",
-        runs.params,
-        runs.draw,
-        True,
+        "runs", "Runs", ":material/science:", "binade.app.pages.runs_page", runs.params, runs.draw, True,
         beyond=_every_run,
     ),
     Page("sessions", "Sessions", ":material/bookmarks:", "binade.app.sessions.page"),
     Page("sql", "SQL", ":material/database:", "binade.app.pages.sql_page", kept=True, writes=True, beyond=_every_run),
     Page("collect", "Collect", ":material/play_circle:", "binade.app.jobs.collect_page", writes=True),
     Page("jobs", "Jobs", ":material/list_alt:", "binade.app.jobs.page"),
-)
+)  # fmt: skip
 MORE = ("surfaces", "provenance", "difference")  # under "More" in the navigation: a narrow window has no room for them
 PAGES = {page.name: page for page in (_HOME, *map(_of, QUESTIONS), *_OTHERS)}
