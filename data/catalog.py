@@ -129,6 +129,7 @@ class Catalog:
     version   changes when tensors or runs are added or removed, and with the name or color of a run
     progress  changes when anything changes: also when a run proceeds or ends
     cache     if there is one, results come from it while the version stays the same
+    reads     called with the id of each tensor whose values are read
     """
 
     def __init__(self, root: Path, index: Index) -> None:
@@ -137,6 +138,7 @@ class Catalog:
         self._only: tuple[str, ...] | None = None
         self._lock = threading.Lock()
         self.cache: Cache | None = None
+        self.reads: Callable[[str], None] = lambda tensor_id: None
 
     @classmethod
     def open(cls, root: str | Path | None = None) -> Catalog:
@@ -892,6 +894,7 @@ class Catalog:
     def load(self, tensor_id: str) -> Tensor:
         """Return the tensor's values, memory-mapped where the file allows it. Raises CatalogError as `path`,
         TensorFileError for a file that is damaged or not what the run wrote."""
+        self.reads(tensor_id)
         return self.kept(("values", tensor_id), lambda: self._read(tensor_id))
 
     def _read(self, tensor_id: str) -> Tensor:

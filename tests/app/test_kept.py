@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from altair.utils.schemapi import debug_mode
 
 from binade.app.pages.registry import PAGES
 from binade.app.questions.registry import QUESTIONS
@@ -48,7 +49,7 @@ def test_what_names_a_run_or_a_tensor_says_so(catalog: Catalog):
 def bundled(collected: Path, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[object, object, object]]:
     """Each question's answer as it was pinned, in the saved session, and in a root that has imported the bundle."""
     place = tmp_path_factory.mktemp("bundled")
-    with Catalog.open(collected) as catalog:
+    with debug_mode(False), Catalog.open(collected) as catalog:  # tests/app/test_charts.py checks charts
         catalog.cache = Cache(1 << 30, outside=(Catalog,))
         made = pinned(catalog)
         view = View(made[0].page, made[0].params)
@@ -60,7 +61,7 @@ def bundled(collected: Path, tmp_path_factory: pytest.TempPathFactory) -> list[t
         storage.export_bundle(catalog, together, place / "all.zip")
     (place / "root").mkdir()
     storage.import_bundle(place / "root", place / "all.zip")
-    with Catalog.open(place / "root") as opened:
+    with debug_mode(False), Catalog.open(place / "root") as opened:
         sent = [answer(pins.draw(opened, each.pins[0], each.run_ids)) for each in kept]
     return list(zip(drawn, saved, sent, strict=True))
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 
 import pandas as pd
-from torch import Tensor
 
 from binade.app import style
 from binade.data.cache import Done
-from binade.data.catalog import Catalog, CatalogError
-from binade.data.difference import Compared, Difference, IncompleteError, difference
+from binade.data.catalog import Catalog
+from binade.data.difference import Compared, Difference, difference
 from binade.data.filter import Filter
 from binade.data.runs import read_run
 
@@ -20,17 +19,10 @@ WORDS = tuple(Compared.__dataclass_fields__)
 def compared(opened: Catalog, where: Filter, run_a: str, run_b: str, done: Done) -> tuple[Difference, pd.DataFrame]:
     """`data.difference` of the tensors of run_a that the filter selects, and its rows with `order`, from 1. Raises
     RunError."""
-
-    def load(tensor_id: str) -> Tensor:
-        try:
-            return opened.load(tensor_id)  # of the catalog, which knows what a view has read
-        except CatalogError as error:
-            raise IncompleteError(str(error)) from error
-
     chosen = None
     if where.without("run_id") != Filter():
         chosen = set(opened.tensors(replace(where, run_id=(run_a,)))["tensor_id"])
-    found = difference(read_run(opened.root / run_a), read_run(opened.root / run_b), chosen, done, load)
+    found = difference(read_run(opened.root / run_a), read_run(opened.root / run_b), chosen, done, opened.reads)
     table = pd.DataFrame([asdict(row) for row in found.rows], columns=list(WORDS))
     return found, table.assign(order=range(1, len(table) + 1))
 
