@@ -42,17 +42,19 @@ def answers(catalog: Catalog) -> list[Answer]:
 
 
 def proceed(run: Path, seed: int) -> None:
-    """Record a third layer of the first iteration in a run, and a loss."""
+    """Record a third layer of both iterations in a run, and a loss."""
     recipe = next(name for name in ("bf16", "hifp8", "mxfp8", "mxfp4") if f"_{name}_" in run.name)
     random = torch.Generator().manual_seed(seed)
-    words = {"layer_index": 3, "recipe": recipe, "quant_type": recipe}
     rounded = {} if recipe == "bf16" else {"format": recipe}
-    made = [
-        (torch.randn(64, 96, generator=random) * 9, words | rounded),
-        (torch.randn(64, 96, generator=random), words | BACKWARD | {"tensor_name": "grad_output"} | rounded),
-        (torch.randn(64, 96, generator=random), words | BACKWARD | {"tensor_name": "grad_weight", "phase": "post"}),
-        (torch.randn(1, 4, 8, 8, generator=random).softmax(-1), words | {"tensor_name": "attention_probs"}),
-    ]
+    made = []
+    for iteration in (0, 1):
+        words = {"iteration": iteration, "layer_index": 3, "recipe": recipe, "quant_type": recipe}
+        made += [
+            (torch.randn(64, 96, generator=random) * 9, words | rounded),
+            (torch.randn(64, 96, generator=random), words | BACKWARD | {"tensor_name": "grad_output"} | rounded),
+            (torch.randn(64, 96, generator=random), words | BACKWARD | {"tensor_name": "grad_weight", "phase": "post"}),
+            (torch.randn(1, 4, 8, 8, generator=random).softmax(-1), words | {"tensor_name": "attention_probs"}),
+        ]
     writer = RunWriter.reopen(run)
     add_segment(writer, made, first=5000)
     writer.append_loss({"iteration": 2, "loss": 4.0 + seed})
