@@ -80,11 +80,15 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
     except AdviceError as error:
         return Drawn(problems=(error.sentence,))
     words = f"{source(selection.where, ', '.join(found.costs.runs))}\n{CAPTION}"
-    chosen = found.chosen.assign(
-        place=layer_names(found.chosen["layer_index"]) + found.chosen["module"] + " " + found.chosen["tensor_name"],
-        width=found.chosen["bits"] / found.chosen["values"],
-        backward=found.chosen["gemm"] != FORWARD,
-    ).sort_values(["backward", "saved"], ascending=[True, False], ignore_index=True)
+    chosen = (
+        found.chosen.drop(columns="by_sequence")
+        .assign(
+            place=layer_names(found.chosen["layer_index"]) + found.chosen["module"] + " " + found.chosen["tensor_name"],
+            width=found.chosen["bits"] / found.chosen["values"],
+            backward=found.chosen["gemm"] != FORWARD,
+        )
+        .sort_values(["backward", "saved"], ascending=[True, False], ignore_index=True)
+    )
     forward = chosen[~chosen["backward"]]
     subtitle = f"ring: the advice, {found.bits:.2f} bits"
     frontier = charts.frontier(found.frontier, found.bits, found.change, subtitle)
