@@ -145,6 +145,7 @@ class Catalog:
     version   changes when tensors or runs are added or removed, and with the name or color of a run
     progress  changes when anything changes: also when a run proceeds or ends
     cache     if there is one, results come from it while the version stays the same
+    reads     called with the id of each tensor whose values are read
     """
 
     def __init__(self, root: Path, index: Index) -> None:
@@ -153,6 +154,7 @@ class Catalog:
         self._only: tuple[str, ...] | None = None
         self._lock = threading.Lock()
         self.cache: Cache | None = None
+        self.reads: Callable[[str], None] = lambda tensor_id: None
 
     @classmethod
     def open(cls, root: str | Path | None = None) -> Catalog:
@@ -221,8 +223,9 @@ class Catalog:
                 self._synchronize()
 
     def kept(self, request: Hashable, compute: Callable[[], T]) -> T:
-        """Return the result of compute at this version, from the cache if there is one."""
-        return self.cache.get(self.version, request, lambda done: compute()) if self.cache else compute()
+        """Return the result of compute at this version, for these runs, from the cache if there is one."""
+        key = self._only, request
+        return self.cache.get(self.version, key, lambda done: compute()) if self.cache else compute()
 
     @_repairing
     def _frame(self, sql: str, parameters: list[Any] | None = None, of: Hashable = None) -> pd.DataFrame:
@@ -360,7 +363,7 @@ class Catalog:
         """Return, for each field, the values that occur among the tensors that match every *other* field of the filter,
         so that each choice selects something. Sorted; fields without a value are left out."""
         where = where or Filter()
-        return dict(self.kept(("facets", where, self._only), lambda: self._facets(where)))
+        return dict(self.kept(("facets", where), lambda: self._facets(where)))
 
     def _facets(self, where: Filter) -> dict[str, list[Any]]:
         queries: dict[tuple[Any, ...], list[str]] = {}
@@ -382,7 +385,7 @@ class Catalog:
     def counts(self, where: Filter | None = None) -> dict[str, dict[Any, int]]:
         """Return `facets` with the number of tensors of each value that match every other field of the filter."""
         where = where or Filter()
-        return dict(self.kept(("counts", where, self._only), lambda: self._counts(where)))
+        return dict(self.kept(("counts", where), lambda: self._counts(where)))
 
     def _counts(self, where: Filter) -> dict[str, dict[Any, int]]:
         queries: dict[Filter, list[str]] = {}
@@ -920,6 +923,7 @@ class Catalog:
     def load(self, tensor_id: str) -> Tensor:
         """Return the tensor's values, memory-mapped where the file allows it. Raises CatalogError as `path`,
         TensorFileError for a file that is damaged or not what the run wrote."""
+        self.reads(tensor_id)
         return self.kept(("values", tensor_id), lambda: self._read(tensor_id))
 
     def _read(self, tensor_id: str) -> Tensor:

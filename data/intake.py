@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -522,4 +522,6 @@ def _run_row(run: RunInfo) -> list[Any]:
 
 
 def _time(text: str | None) -> datetime | None:
-    return datetime.fromisoformat(text).replace(tzinfo=None) if text else None
+    """A time in UTC, without its offset. One that was written without an offset is in UTC."""
+    time = datetime.fromisoformat(text) if text else None
+    return time.astimezone(UTC).replace(tzinfo=None) if time and time.tzinfo else time

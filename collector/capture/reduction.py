@@ -188,7 +188,7 @@ def _merged(replicas: Sequence[Sequence[TensorRow]]) -> TensorRow:
         summary=_summary([part.summary for part in parts]),
         error=_errors(parts, [part.error for part in parts]),
         scores=scores,
-        shard=Shard(replica=min((part.shard or Shard()).replica for part in parts)),
+        shard=_shard(parts, worst),
         recomputed=any(part.recomputed for part in parts),
         trace=every[0].trace if len(replicas[0]) == 1 else None,  # channels of slices are not those of the whole
     )
@@ -241,6 +241,13 @@ def _quality(row: TensorRow) -> float:
     measured = row.error.sqnr_db if row.error else row.result_sqnr_db
     value = -row.summary.absmax if measured is None else measured
     return math.inf if math.isnan(value) else value
+
+
+def _shard(parts: Sequence[TensorRow], worst: TensorRow) -> Shard:
+    """That of the merged row. The statistics of partial sums are not those of their sum, so they stay partial."""
+    replica = min((part.shard or Shard()).replica for part in parts)
+    shard = worst.shard or Shard()
+    return replace(shard, replica=replica) if shard.kind == "partial" else Shard(replica=replica)
 
 
 def _shape(parts: Sequence[TensorRow]) -> tuple[int, ...]:

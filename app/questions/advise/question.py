@@ -3,7 +3,6 @@ confirmed it."""
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import pandas as pd
@@ -17,10 +16,11 @@ from binade.app.questions.predictions import compute
 from binade.app.questions.predictions.question import COLUMNS as MEASURED
 from binade.app.questions.question import Question
 from binade.app.questions.shared.labels import layer_names
+from binade.app.questions.shared.runs import same_model
 from binade.app.questions.shared.selection import Selection
 from binade.collector.advice.advice import AS_MANY, Advice, Request, advise
 from binade.collector.advice.choice import GROUPS
-from binade.collector.advice.costs import FORWARD, AdviceError, Costs
+from binade.collector.advice.costs import FORWARD, AdviceError
 from binade.data import evidence
 from binade.data.catalog import Catalog
 
@@ -69,13 +69,9 @@ def advice_of(selection: Selection, values: dict[str, Any]) -> Advice:
     """Raises AdviceError."""
     opened, where = selection.opened, selection.where
     parts = ("linear",) if values["parts"] == "linear" else ()
-    costs = compute.costs_of(opened, where, opened.state(), parts)
-    return _advised(costs, Request(float(values["budget"]), by=values["by"]))
-
-
-@lru_cache(16)
-def _advised(costs: Costs, request: Request) -> Advice:
-    return advise(costs, request)
+    request = Request(float(values["budget"]), by=values["by"])
+    key = "advice", where, parts, request, opened.state()
+    return opened.kept(key, lambda: advise(compute.costs_of(opened, where, parts), request))
 
 
 def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
@@ -84,11 +80,15 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
     except AdviceError as error:
         return Drawn(problems=(error.sentence,))
     words = f"{source(selection.where, ', '.join(found.costs.runs))}\n{CAPTION}"
-    chosen = found.chosen.assign(
-        place=layer_names(found.chosen["layer_index"]) + found.chosen["module"] + " " + found.chosen["tensor_name"],
-        width=found.chosen["bits"] / found.chosen["values"],
-        backward=found.chosen["gemm"] != FORWARD,
-    ).sort_values(["backward", "saved"], ascending=[True, False], ignore_index=True)
+    chosen = (
+        found.chosen.drop(columns="by_sequence")
+        .assign(
+            place=layer_names(found.chosen["layer_index"]) + found.chosen["module"] + " " + found.chosen["tensor_name"],
+            width=found.chosen["bits"] / found.chosen["values"],
+            backward=found.chosen["gemm"] != FORWARD,
+        )
+        .sort_values(["backward", "saved"], ascending=[True, False], ignore_index=True)
+    )
     forward = chosen[~chosen["backward"]]
     subtitle = f"ring: the advice, {found.bits:.2f} bits"
     frontier = charts.frontier(found.frontier, found.bits, found.change, subtitle)
@@ -152,6 +152,7 @@ ADVISE = Question(
     page="advise",
     draw=draw,
     of_runs=True,
+    beyond=same_model,
     controls=CONTROLS,
     note=NOTE,
     layout="binade.app.questions.advise.page",

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Hashable
-from functools import lru_cache
 
 import numpy as np
 import pandas as pd
 
 from binade.app.formatting import losses_of
 from binade.app.questions.recipes.compute import loss_gaps
-from binade.app.questions.shared.runs import runs_with_reference
+from binade.app.questions.shared.runs import OF_MODEL, runs_with_reference
 from binade.collector.advice.advice import ADVISED, placed
 from binade.collector.advice.costs import Costs, costs
 from binade.collector.recipes.files import draft_of
@@ -24,10 +22,9 @@ from binade.quant.specs import SpecError
 REFUSED = (RecipeError, SpecError, KeyError)  # a run of an earlier version, or one that Binade did not train
 
 
-@lru_cache(8)
-def costs_of(opened: Catalog, where: Filter, state: Hashable, parts: tuple[str, ...] = ()) -> Costs:
+def costs_of(opened: Catalog, where: Filter, parts: tuple[str, ...] = ()) -> Costs:
     """Like `costs`, but cached as long as `Catalog.state` stays the same."""
-    return costs(opened, where, parts)
+    return opened.kept(("costs", where, parts, opened.state()), lambda: costs(opened, where, parts))
 
 
 def measured(opened: Catalog, found: Costs) -> tuple[pd.DataFrame, int]:
@@ -40,7 +37,7 @@ def measured(opened: Catalog, found: Costs) -> tuple[pd.DataFrame, int]:
     gaps (by seed).
     """
     runs = opened.runs()
-    data = runs[["model", "size", "dataset"]]
+    data = runs[list(OF_MODEL)]
     same = (data == data[runs["run_id"] == found.runs[0]].iloc[0]).all(axis=1)
     table = runs_with_reference(runs[same], opened.parts())
     table = table[table["quantized"] | (table["recipe"] != "bf16")].drop_duplicates(

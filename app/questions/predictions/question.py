@@ -10,6 +10,7 @@ import pandas as pd
 from binade.app.figure import Column, Drawn, Figure, Table, source
 from binade.app.questions.predictions import charts, compute
 from binade.app.questions.question import Question
+from binade.app.questions.shared.runs import same_model
 from binade.app.questions.shared.selection import Selection
 from binade.collector.advice.costs import AdviceError
 from binade.data import evidence
@@ -37,7 +38,7 @@ COLUMNS = {
 def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
     opened, where = selection.opened, selection.where
     try:
-        found = compute.costs_of(opened, where, opened.state())
+        found = compute.costs_of(opened, where)
     except AdviceError as error:
         return Drawn(problems=(error.sentence,))
     table, left = compute.measured(opened, found)
@@ -86,4 +87,5 @@ PREDICTIONS = Question(
     ignores=frozenset(("metric", "format")),
     draw=draw,
     of_runs=True,
+    beyond=same_model,
 )

@@ -4,9 +4,9 @@ on the same data."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import pandas as pd
@@ -21,9 +21,11 @@ from binade.app.questions.recipes import charts, compute
 from binade.app.questions.shared.event_marks import with_events
 from binade.app.questions.shared.labels import thinned, thinned_note
 from binade.app.questions.shared.runs import (
+    OF_MODEL,
     PARTS,
     compared_with,
     every_run,
+    references_of,
     run_colors,
     run_titles,
     runs_with_reference,
@@ -47,7 +49,7 @@ NOTE = (
     "Runs are compared with the bf16 run of the same model, data, seed and warm-up, iteration by iteration. "
     "Only the filter’s run, recipe, model, size and dataset apply."
 )
-OF_DATA, OF_RUNS = ("model", "size", "dataset"), ("run_id", "recipe")  # the fields of the filter that apply
+OF_DATA, OF_RUNS = OF_MODEL, ("run_id", "recipe")  # the fields of the filter that apply
 VIEWS = {"cost": "Loss", "gradients": "Gradients", "ladder": "Ablation"}
 NO_ABLATION = "These runs include no ablation: queue one with binade ablate te_nvfp4 --train-iters 50 --seeds 3."
 NO_GAP = "No run of this ablation has an iteration in common with a bf16 run of its seed yet."
@@ -71,7 +73,8 @@ LADDER = Control(
 )
 BASE = "bf16"
 AGAINST = Control(
-    name="against", label="Compare with", param=lambda opened: One((BASE, *opened.runs()["run_id"])), widget="list",
+    name="against", label="Compare with", param=lambda opened: One((BASE, *opened.runs()["run_id"]), "run"),
+    widget="list",
     titles={BASE: "bf16 on the same data"}, row="what",
 )  # fmt: skip
 PART_TITLES = {"linear": "Linear layers", "QK": "QKᵀ", "PV": "PV", "router": "Router"}
@@ -168,6 +171,12 @@ def runs_of(opened: Catalog, where: Filter) -> pd.DataFrame:
     return runs[keep]
 
 
+def _beyond(opened: Catalog, where: Filter, run_ids: Collection[str]) -> set[str]:
+    """All runs of the table, as most fields of the filter do not apply, and the bf16 runs of those chosen."""
+    shown = {*run_ids, *runs_of(opened, where)["run_id"]}
+    return shown.union(references_of(opened, where, shown))
+
+
 def has_reference(table: pd.DataFrame) -> bool:
     return bool(table["quantized"].any()) and bool(table.loc[table["quantized"], "reference"].notna().any())
 
@@ -234,11 +243,11 @@ def iterations_of(opened: Catalog, name: str) -> list[int]:
     return opened.facets(Filter(tensor_name=(name,))).get("iteration", [])
 
 
-@lru_cache(64)
 def compare(opened: Catalog, run_id: str, reference: str, name: str, at: int) -> tuple[pd.DataFrame, int]:
     """A run's gradients of one name and iteration against the reference's: as `gradient_errors`."""
     where = Filter(tensor_name=(name,), iteration=(at,))
-    return gradient_errors(opened, opened.pairs(run_id, reference, where))
+    request = "gradients", run_id, reference, where
+    return opened.kept(request, lambda: gradient_errors(opened, opened.pairs(run_id, reference, where)))
 
 
 def gradients(
@@ -502,6 +511,7 @@ RECIPES = Question(
     draw=draw,
     of_runs=True,
     of_fields=OF_DATA + OF_RUNS,
+    beyond=_beyond,
     controls=(VIEW, AGAINST, LADDER, GRADIENT, AT),
     narrow=_controls,
     slow="Comparing gradients",

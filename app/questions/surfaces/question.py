@@ -37,10 +37,11 @@ SPEC = Control(
     row="what", titles={IN_FORCE: "the active format"},
 )  # fmt: skip
 RUN = Control(
-    name="run", label="Run", param=lambda opened: One(tuple(compute.followed(opened))), widget="list", row="runs"
+    name="run", label="Run", param=lambda opened: One(tuple(compute.followed(opened)), "run"), widget="list", row="runs"
 )
 AGAINST = Control(
-    name="against", label="Compare with", param=lambda opened: One((NONE, *compute.followed(opened))), widget="list",
+    name="against", label="Compare with", param=lambda opened: One((NONE, *compute.followed(opened)), "run"),
+    widget="list",
     row="runs", titles={NONE: "no other run"},
 )  # fmt: skip
 

@@ -71,6 +71,20 @@ def test_what_ranks_have_in_common_counts_once():
     assert [found.summary.numel for found in reduced([*copies, *weights])] == [x.numel(), x.numel()]
 
 
+def test_partial_sums_are_not_called_whole():
+    """The rms of the parts together is 1; that of the tensor, which is their sum, is the square root of 2."""
+    random = torch.Generator().manual_seed(1)
+    halves = torch.randn(2, 64, 64, generator=random)
+    parts = [
+        replace(row("run", n, x, None, tensor_name="output", rank=n), shard=Shard(n, 2, "partial"))
+        for n, x in enumerate(halves)
+    ]
+    (found,) = reduced(parts)
+    assert found.summary.rms == pytest.approx(float(halves.double().square().mean().sqrt()), rel=1e-6)
+    assert float(halves.double().sum(0).square().mean().sqrt()) == pytest.approx(math.sqrt(2), rel=0.05)
+    assert found.shard == Shard(found.identity.rank, 2, "partial") and found.shape[1:] == (64,)
+
+
 def test_each_call_of_a_module_has_its_row():
     parts = tensors()["normal"].chunk(4)
     rows = [replace(row("run", n, x, None, rank=n // 2), shard=Shard(replica=n // 2)) for n, x in enumerate(parts)]
