@@ -185,7 +185,7 @@ def exact(measure: Measure, value: float, n: int = 1, of: str = "tensors") -> Es
     return Estimate(measure, float(value), float(value), float(value), n, of)
 
 
-def spread(measure: Measure, row: Mapping[str, Any], of: str = "tensors") -> Estimate:
+def spread(measure: Measure, row: Mapping[Any, Any], of: str = "tensors") -> Estimate:
     """The tensors of a group: median, 10th and 90th percentile of their own values, from a row with `value`, `low`,
     `high` and `tensors` (or the column that `of` names)."""
     n = int(row.get(of, row.get("tensors", 1)))
@@ -235,7 +235,7 @@ def with_error(measure: Measure, value: float, error: float, n: int, of: str) ->
     return _estimate(measure, float(value), float(error), n, of, "mean", max(n - 1, 1))
 
 
-def trend(measure: Measure, at: Sequence[float], values: Sequence[float], of: str) -> Estimate:
+def trend(measure: Measure, at: Iterable[float], values: Iterable[float], of: str) -> Estimate:
     """The Theil–Sen slope of values over `at` with its 95% interval, and Kendall's p-value. NaN for fewer than FEWEST
     finite points."""
     from scipy.stats import kendalltau, theilslopes
@@ -254,7 +254,7 @@ def trend(measure: Measure, at: Sequence[float], values: Sequence[float], of: st
     return Estimate(per, float(slope), float(low), float(high), len(points), of, "slope", error, p)
 
 
-def correlation(a: Sequence[float], b: Sequence[float], of: str) -> Estimate:
+def correlation(a: Iterable[float], b: Iterable[float], of: str) -> Estimate:
     """Spearman's ρ with its 95% interval: Fisher's z with the variance 1.06/(n - 3) of Fieller, Hartley and Pearson
     (1957). NaN for fewer than four pairs, or if one side is constant."""
     from scipy.stats import spearmanr

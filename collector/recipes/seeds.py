@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from binade.collector.recipes.recipe import BF16
 from binade.data import evidence
@@ -13,7 +14,7 @@ JUDGED = (
     "A change counts if Student’s t over the seeds, paired, and corrected for the number of changes (Holm), tells it "
     "from 0 at the 5% level. One seed tells nothing."
 )
-Gaps = Mapping[str, Mapping[object, float]]
+Gaps = Mapping[str, Mapping[Any, float]]
 """The mean gap to bf16 by recipe and seed."""
 
 

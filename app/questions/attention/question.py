@@ -140,7 +140,8 @@ ENTROPY = Measure("entropy", "Entropy", "bits", decimals=2)
 
 def _verdict(flushed: pd.DataFrame, entropy: pd.DataFrame, spec: str) -> Sentence:
     """Heads by the probability mass that they lose: tiny values are many, and hold little of it."""
-    lost = [(f"head {row.head}", exact(MASS, row.mass)) for row in flushed.itertuples() if not math.isnan(row.mass)]
+    masses = zip(flushed["head"], flushed["mass"].astype(float), strict=True)
+    lost = [(f"head {head}", exact(MASS, mass)) for head, mass in masses if not math.isnan(mass)]
     most = say("In {spec}, no head loses probability mass to zero.", spec=spec) if lost else Sentence()
     if any(estimate.value > 0 for _, estimate in lost):
         most = extreme(lost, f"probability mass flushed to zero in {spec}", lowest=False)
@@ -149,7 +150,8 @@ def _verdict(flushed: pd.DataFrame, entropy: pd.DataFrame, spec: str) -> Sentenc
             share = flushed.set_index("head")["flush_to_zero"][int(first[0][0].split()[-1])]
             held = say("It is {share} of its nonzero probabilities.", share=exact(SHARE, share))
             most = together(most, held)
-    bits = [(f"head {row.head}", exact(ENTROPY, row.entropy)) for row in entropy.itertuples()]
+    means = zip(entropy["head"], entropy["entropy"].astype(float), strict=True)
+    bits = [(f"head {head}", exact(ENTROPY, mean)) for head, mean in means]
     return together(most, extreme(bits, "entropy, mean over queries", lowest=True))
 
 

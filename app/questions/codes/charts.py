@@ -65,10 +65,12 @@ def codes(table: pd.DataFrame, spec: Spec, subtitle: str | list[str]) -> alt.Cha
 
 def tiers(table: pd.DataFrame, subtitle: str | list[str]) -> alt.LayerChart:
     """Chart of compute.tiers: the share of the values that have each precision."""
-    rows = list(table.itertuples())
+    rows = table.to_dict("records")
     shown = table.assign(
-        label=[f"{row.tier} · {row.used} of {row.codes}" if row.codes else row.tier for row in rows],
-        text=[f"{row.share:.1%}" for row in rows],
+        label=[
+            f"{row['tier']} · {row['used']} of {row['codes']}" if row["codes"] else str(row["tier"]) for row in rows
+        ],
+        text=[f"{row['share']:.1%}" for row in rows],
     )
     base = alt.Chart(shown).encode(
         y=style.names_axis("label", shown["label"]),

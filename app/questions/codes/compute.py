@@ -46,7 +46,8 @@ def tiers(table: pd.DataFrame, flushed: float = 0.0) -> pd.DataFrame:
     found = found.reset_index()
     if flushed:
         found["share"] -= (found["tier"] == ZERO) * flushed
-        found.loc[len(found)] = [FLUSHED, 0, 0, flushed]
+        row = {"tier": [FLUSHED], "codes": [0], "used": [0], "share": [flushed]}
+        found = pd.concat([found, pd.DataFrame(row)], ignore_index=True)
     return found.sort_values("tier", key=lambda names: names.map(tier_rank), ignore_index=True)
 
 

@@ -49,8 +49,8 @@ def costs(catalog: Catalog, where: Filter, fmt: str) -> Costs:
 def _halves(changes: pd.DataFrame) -> Estimate:
     """The agreement of every other sequence with the rest, over the places that all sequences have."""
     changes = changes.sort_values(DATA)
-    by_place = changes.groupby(list(PLACE), dropna=False)["by_sequence"].agg(lambda lists: np.concatenate([*lists]))
+    by_place = [np.concatenate([*lists]) for _, lists in changes.groupby(list(PLACE), dropna=False)["by_sequence"]]
     most = max(map(len, by_place), default=0)
     complete = [each for each in by_place if len(each) == most > 1]
-    halves = [[float(np.mean(each[half::2])) for each in complete] for half in (0, 1)]
-    return evidence.correlation(*halves, "operands")
+    even, odd = ([float(np.mean(each[half::2])) for each in complete] for half in (0, 1))
+    return evidence.correlation(even, odd, "operands")

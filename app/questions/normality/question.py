@@ -97,7 +97,8 @@ MANY_ZEROS = 0.05  # a share that is told, since no continuous law has it
 def _fits(table: pd.DataFrame, n: int) -> Sentence:
     """Which of the laws of `laws.laws_table` fit, if any does. Of n values, chance alone reaches CRITICAL_KS/√n."""
     limit = exact(KS, max(LARGEST_KS, CRITICAL_KS / math.sqrt(n)))
-    first = leaders([(TITLES[row.law], exact(KS, row.ks)) for row in table.itertuples()], lowest=True)
+    distances = zip(table["law"].astype(str), table["ks"].astype(float), strict=True)
+    first = leaders([(TITLES[law], exact(KS, ks)) for law, ks in distances], lowest=True)
     names, closest = listed([name for name, _ in first]), first[0][1]
     if closest.value > limit.value:
         return say(

@@ -37,7 +37,7 @@ from binade.app.report.section import Table as ReportTable
 from binade.app.style import MEASURES
 from binade.collector.recipes.ladder import Ladder, ladders
 from binade.collector.recipes.recipe import BF16
-from binade.collector.recipes.seeds import JUDGED
+from binade.collector.recipes.seeds import JUDGED, Judged
 from binade.data import evidence
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
@@ -346,13 +346,15 @@ def ladder(
 
 def _separated(rungs: pd.DataFrame, chosen: Ladder) -> evidence.Sentence:
     """Which changes the seeds tell from 0, and which they do not."""
-    judged = [(row.rung, row.judged) for row in rungs.itertuples() if row.verdict]
-    most = max((each.change.n for _, each in judged), default=0)
+    judged: list[tuple[str, Judged]] = [
+        (str(row["rung"]), row["judged"]) for row in rungs.to_dict("records") if row["verdict"]
+    ]
+    most = max((each.change.n for _, each in judged if each.change), default=0)
     if most < 2:
         return evidence.say(
             "One seed tells no recipe from another. To collect more: binade ablate {name} --seeds 3.", name=chosen.name
         )
-    apart = [(f"{rung} is {each.verdict},", each.change) for rung, each in judged if each.is_apart]
+    apart = [(f"{rung} is {each.verdict},", each.change) for rung, each in judged if each.is_apart and each.change]
     alike = [f"{rung} is {each.verdict}" for rung, each in judged if not each.is_apart]
     if not apart:
         return evidence.say("{seeds} seeds tell no step from the one that it is compared with.", seeds=most)
@@ -410,7 +412,7 @@ def _of_runs(by_run: pd.DataFrame, name: str) -> list[evidence.Named]:
     """One of COMPARED by run: median and spread over its tensors."""
     ends = {name: "value", f"{name}_low": "low", f"{name}_high": "high"}
     rows = by_run[["group", "tensors", *ends]].rename(columns=ends).dropna(subset=["value"]).to_dict("records")
-    return [(str(row["group"]), evidence.spread(MEASURES[name], {**row})) for row in rows]
+    return [(str(row["group"]), evidence.spread(MEASURES[name], row)) for row in rows]
 
 
 def _with_scale(worst: str, cosine: list[evidence.Named], runs: pd.DataFrame) -> evidence.Sentence:

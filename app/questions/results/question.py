@@ -81,7 +81,7 @@ def _verdict(by_gemm: pd.DataFrame) -> evidence.Sentence:
     def of(column: str, measure: Measure) -> list[evidence.Named]:
         ends = {column: "value", f"{column}_low": "low", f"{column}_high": "high"}
         rows = by_gemm[["gemm", "results", *ends]].rename(columns=ends).dropna(subset=["value"]).to_dict("records")
-        return [(row["gemm"], evidence.spread(measure, {**row}, "results")) for row in rows]
+        return [(row["gemm"], evidence.spread(measure, row, "results")) for row in rows]
 
     results = of("result_db", SQNR)
     if len(results) == 1:

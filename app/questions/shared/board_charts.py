@@ -27,7 +27,8 @@ def with_labels(table: pd.DataFrame, measure: Measure) -> pd.DataFrame:
         several = table["tensors"] > 1
         drawn |= {name: drawn[name].where(several) for name in ("figure_low", "figure_high")}
         ends = zip(table["low"], table["high"], several, strict=True)
-        drawn["between"] = [f"{measure.text(a)} to {measure.text(b)}" if s else "" for a, b, s in ends]
+        texts = [f"{measure.text(a)} to {measure.text(b)}" if s else "" for a, b, s in ends]
+        drawn["between"] = pd.Series(texts, table.index, dtype=object)
     return table.assign(**drawn, label=table["value"].map(measure.text))
 
 
@@ -66,17 +67,18 @@ def bars(
         .add_params(choice, style.only(*(name for name in PLACE if name in shown)))
     )
     text = base.mark_text(align="left", dx=5, color=style.GREY, fontSize=12).encode(x="end:Q", text="label:N")
-    layers = [bars, text]
+    layers: list[alt.Chart] = [bars, text]
     if "figure_low" in shown and shown["figure_low"].notna().any():
         layers.insert(1, whiskers(shown, alt.Y(f"{y}:N", sort=order)))
-    result: alt.LayerChart = alt.layer(*layers)
+    result: alt.LayerChart = alt.LayerChart(layer=layers)
     return result
 
 
 def whiskers(shown: pd.DataFrame, y: alt.Y, x: str = "figure") -> alt.Chart:
     """A thin line from the 10th to the 90th percentile of each bar's tensors, from columns X_low and X_high."""
-    several = shown.dropna(subset=[f"{x}_low", f"{x}_high"])
-    return alt.Chart(several).mark_rule(color=style.GREY, strokeWidth=1.5).encode(x=f"{x}_low:Q", x2=f"{x}_high:Q", y=y)
+    several = alt.Chart(shown.dropna(subset=[f"{x}_low", f"{x}_high"]))
+    rule: alt.Chart = several.mark_rule(color=style.GREY, strokeWidth=1.5).encode(x=f"{x}_low:Q", x2=f"{x}_high:Q", y=y)
+    return rule
 
 
 def layer_color(layers: list[int]) -> alt.Color:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import altair as alt
+import numpy as np
 import pandas as pd
 
 from binade.app import style
@@ -50,8 +51,9 @@ def _panels(table: pd.DataFrame, order: list[str], formats: list[str], what: str
             drawn = table[f"{column}_{end}"] * factor
             shown[f"value_{end}"] = drawn.where((drawn.abs() < math.inf) & (table["tensors"] > 1))
         shown["end"] = (shown["value_high"].fillna(shown["value"]) if several else shown["value"]).fillna(0.0)
-        ends = shown.filter(regex="^value").stack()
-        lowest, largest = (min(float(ends.min()), 0.0), ends.max()) if len(ends) else (0.0, 0.0)
+        ends = shown.filter(regex="^value").to_numpy(float).ravel()
+        ends = ends[~np.isnan(ends)]
+        lowest, largest = (min(float(ends.min()), 0.0), float(ends.max())) if len(ends) else (0.0, 0.0)
         tooltip = [
             alt.Tooltip("row:N", title=what),
             alt.Tooltip("value:Q", title=f"{name} ({unit})", format=".4~g"),
@@ -67,7 +69,7 @@ def _panels(table: pd.DataFrame, order: list[str], formats: list[str], what: str
         x_axis = alt.X(
             "value:Q",
             title=unit,
-            scale=alt.Scale(domain=[lowest * 1.1, float(largest) * 1.35 if largest > 0 else 1.0], nice=False),
+            scale=alt.Scale(domain=[lowest * 1.1, largest * 1.35 if largest > 0 else 1.0], nice=False),
             axis=None,  # the values are next to the bars
         )
         bars = base.mark_bar(size=18, cornerRadiusEnd=3).encode(
@@ -78,7 +80,7 @@ def _panels(table: pd.DataFrame, order: list[str], formats: list[str], what: str
         if several:
             layers.insert(1, whiskers(shown, alt.Y("row:N", sort=order), "value"))
         panels.append(
-            alt.layer(*layers).properties(
+            alt.LayerChart(layer=layers).properties(
                 title=alt.TitleParams(name, subtitle=unit, anchor="start", fontSize=13, subtitleColor=style.GREY)
             )
         )
