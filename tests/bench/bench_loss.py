@@ -38,14 +38,12 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 import torch
 import torch.nn.functional as F
 from scipy.stats import spearmanr
 from torch import Tensor, nn
 
 from binade.app.questions.loss.compute import costs
-from binade.app.questions.predictions.compute import Correlation
 from binade.app.questions.shared.boards import PLACE
 from binade.collector.advice import costs as advice
 from binade.collector.advice.advice import Request, advise, placed
@@ -63,6 +61,7 @@ from binade.collector.models.site import Site
 from binade.collector.recipes.parse import parse_recipe
 from binade.collector.recipes.recipe import Recipe
 from binade.collector.training.config import MODELS
+from binade.data import evidence
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 from binade.quant import fake_quantize
@@ -448,7 +447,7 @@ def main() -> None:
             truth, sums = measured[fmt][..., 0], predicted[fmt] @ WEIGHTS
             halves = rho(truth[::2].mean(0), truth[1::2].mean(0))
             both = sums[..., list(SUMS).index("both")]
-            interval = Correlation.of(*map(pd.Series, (predicted[fmt][..., 1].mean(0), truth.mean(0))))
+            interval = evidence.correlation(predicted[fmt][..., 1].mean(0), truth.mean(0), "operands")
             values = [
                 *(rho(each, truth.mean(0)) for each in sums.mean(0).T),
                 f"{interval.low:.2f} to {interval.high:.2f}",
