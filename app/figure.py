@@ -10,10 +10,9 @@ import hashlib
 import json
 import textwrap
 import threading
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any, Literal
 from xml.sax.saxutils import escape
 
@@ -43,79 +42,6 @@ INNER_WIDTH = 600  # pixels, of a chart without its axes and legend, if it is no
 _altair = threading.Lock()  # all threads share its data transformers
 NARROW = 400  # pixels: a narrower chart has its title broken into lines
 LETTER, LINE, MARGIN = 5.7, 16, 12  # pixels: average width of a caption's letter, height of a line, and margin
-
-
-class _FromDict(schemapi._FromDict):
-    """Altair's version walks its 570 classes and hashes their schemas for every channel given as text; this one does so
-    once."""
-
-    def __init__(self, _: Iterable[type[alt.SchemaBase]], /) -> None:
-        self.class_dict = _by_schema()
-
-
-@cache
-def _by_schema() -> dict[int, list[type[alt.SchemaBase]]]:
-    return _altairs(alt.VegaLiteSchema._default_wrapper_classes()).class_dict
-
-
-_altairs, schemapi._FromDict = schemapi._FromDict, _FromDict  # type: ignore[misc]
-
-
-def _copy(self: alt.SchemaBase, deep: bool | Iterable[str] = True, ignore: list[str] | None = None) -> alt.SchemaBase:
-    """Altair's version rebuilds each copy from its keywords: a channel has thirty, few of which are set, and a chart
-    all its layers. Charts are copied whenever they are changed or layered."""
-    made: alt.SchemaBase = object.__new__(type(self))
-    kwds = _inside(self._kwds, ignore or []) if deep is True else dict(self._kwds)
-    args = tuple(_inside(list(self._args), [])) if deep is True else self._args
-    made.__dict__.update(self.__dict__, _args=args, _kwds=kwds)
-    for name in [] if isinstance(deep, bool) else deep:
-        kwds[name] = schemapi._shallow_copy(kwds.get(name, alt.Undefined))
-    return made
-
-
-def _inside(value: Any, by_ref: list[str]) -> Any:
-    if isinstance(value, alt.SchemaBase):
-        return value.copy(ignore=by_ref)
-    if isinstance(value, list):
-        return [_inside(each, by_ref) if isinstance(each, _NESTED) else each for each in value]
-    if isinstance(value, dict):
-        return {
-            name: _inside(each, by_ref) if isinstance(each, _NESTED) and name not in by_ref else each
-            for name, each in value.items()
-        }
-    return value
-
-
-_NESTED = (list, dict, alt.SchemaBase)
-alt.SchemaBase.copy = _copy  # type: ignore[assignment,method-assign]
-
-
-def _if_debugging(validate: Any) -> Any:
-    """Altair's method, called only in debug mode. Altair itself validates charts and layers even where
-    `disable_debug_mode` turns validation off."""
-
-    def when(cls: type[alt.SchemaBase], *args: Any, **options: Any) -> None:
-        if schemapi.DEBUG_MODE:
-            validate.__func__(cls, *args, **options)
-
-    return classmethod(when)
-
-
-for _name in ("validate", "validate_property"):
-    setattr(alt.SchemaBase, _name, _if_debugging(vars(alt.SchemaBase)[_name]))
-
-
-def _view_name(self: alt.Chart) -> str:
-    """Replaces Altair's method, which hashes a printed table to tell similar charts apart. Here only the table's
-    numbers are hashed; Altair numbers the views that share a name."""
-    if not isinstance(self.data, pd.DataFrame) or "_cached_hash" in self._kwds:
-        return _altairs_view_name(self)
-    numbers = self.data.select_dtypes("number").to_numpy(float, na_value=np.nan)
-    look = (self.mark, self.encoding, self.transform, *self.data.columns)
-    return f"view_{zlib.crc32(numbers.tobytes(), zlib.crc32(repr(look).encode())):08x}"
-
-
-_altairs_view_name, alt.Chart._compute_hash = alt.Chart._compute_hash, _view_name  # type: ignore[method-assign]
 
 
 @dataclass(frozen=True, kw_only=True)

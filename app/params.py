@@ -17,7 +17,10 @@ TITLES = {name: LABELS.get(name, name).capitalize() for name in FIELDS}
 
 
 class Param:
-    """A parameter. It has its default where the address gives no usable value."""
+    """A parameter. It has its default where the address gives no usable value. refers_to: "run" or "tensor" if its
+    values are ids of these, so that sessions and bundles keep what it names; "" otherwise."""
+
+    refers_to: str = ""
 
     @property
     def default(self) -> Any:
@@ -39,9 +42,10 @@ class Param:
 
 @dataclass(frozen=True)
 class One(Param):
-    """One of these; the first is the default."""
+    """One of these; the first is the default. If they are runs, others may be among them."""
 
     allowed: tuple[str, ...]
+    refers_to: str = ""
 
     @property
     def default(self) -> str | None:
@@ -83,6 +87,7 @@ class Known(Param):
     """A name that `known` knows; None by default."""
 
     known: Callable[[str], bool]
+    refers_to: str = ""
 
     def value_of(self, text: str) -> str | None:
         return text if self.known(text) else None
@@ -90,12 +95,12 @@ class Known(Param):
 
 def known_tensor(opened: Catalog) -> Known:
     """The id of a tensor of the root."""
-    return Known(lambda name: not opened.rows_of([name]).empty)
+    return Known(lambda name: not opened.rows_of([name]).empty, "tensor")
 
 
 def known_run(opened: Catalog) -> Known:
     """The id of a run of the root."""
-    return Known(lambda name: name in set(opened.runs()["run_id"]))
+    return Known(lambda name: name in set(opened.runs()["run_id"]), "run")
 
 
 Params = Mapping[str, Param]

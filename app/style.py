@@ -7,7 +7,6 @@ import math
 import re
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import cycle
 from typing import Any, Literal
 
@@ -16,8 +15,8 @@ import numpy as np
 import pandas as pd
 
 from binade.data import tensor_kinds
+from binade.data.evidence import Measure
 from binade.data.tensor_kinds import color_of, tensor_names
-from binade.data.text import fixed, short
 from binade.quant.formats import FORMATS
 from binade.quant.metrics import METRICS, Metric
 from binade.quant.specs import Spec
@@ -67,42 +66,6 @@ BAD, CLIPPED, FINE = "#e0455f", "#c2850c", "#4f46e5"
 OPERATIONS = {"forward": "#0d9488", "backward": "#a855c7", "optimizer": GREY, "evaluation": "#3b8ea5"}
 
 
-@dataclass(frozen=True)
-class Measure:
-    """How a metric is shown. factor: 100 for shares, which are shown in percent; low_is_bad: as for SQNR; log: whether
-    its axis is logarithmic; decimals: of its values, which otherwise have three digits."""
-
-    key: str
-    label: str
-    unit: str
-    definition: str
-    factor: float = 1.0
-    low_is_bad: bool = False
-    log: bool = False
-    decimals: int | None = None
-
-    @property
-    def axis(self) -> str:
-        return f"{self.label} ({self.unit})" if self.unit else self.label
-
-    def text(self, value: float | None) -> str:
-        """A value as shown next to a bar or in a sentence, without the unit."""
-        if value is None or math.isnan(value):
-            return "no value"
-        if math.isinf(value):
-            return ("no error" if value > 0 else "overflows") if self.low_is_bad else "∞"
-        shown = value * self.factor
-        return short(shown, 3) if self.decimals is None else fixed(shown, self.decimals)
-
-    def quantity(self, value: float | None) -> str:
-        """A value with its unit; a value that is not finite is described in words, without a unit."""
-        finite = value is not None and math.isfinite(value)
-        return self.with_unit(self.text(value)) if finite else self.text(value)
-
-    def with_unit(self, text: str) -> str:
-        return f"{text}{self.unit}" if self.unit == "%" else f"{text} {self.unit}".rstrip()
-
-
 OWN_METRICS = {
     "loss_change": Metric(
         "Predicted loss change",
@@ -143,7 +106,16 @@ LOG = ("absmax", "std", "rms", "gradient_to_noise")
 DECIMALS = {"sqnr_db": 1, "outlier_persistence": 2}
 MEASURES = {
     key: Measure(
-        key, m.label, m.unit, m.definition, 100.0 if m.percent else 1.0, key == "sqnr_db", key in LOG, DECIMALS.get(key)
+        key,
+        m.label,
+        m.unit,
+        m.definition,
+        factor=100.0 if m.percent else 1.0,
+        low_is_bad=key == "sqnr_db",
+        log=key in LOG,
+        decimals=DECIMALS.get(key),
+        signed=key == "loss_change",
+        resolution=0.1 if key == "sqnr_db" else 0.0,  # dB
     )
     for key, m in (METRICS | OWN_METRICS).items()
 }

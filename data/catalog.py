@@ -25,7 +25,7 @@ from binade.data.cache import Cache
 from binade.data.difference import joined
 from binade.data.filter import FIELDS, Filter
 from binade.data.index import Index, is_unavailable
-from binade.data.intake import CUBES, RANKED, SUMMED, SUMS, same, sums, transaction
+from binade.data.intake import CUBES, SUMS, same, transaction
 from binade.data.remote import fetched, readable_root, refresh
 from binade.data.runs import IMPORT, RunError, unusable_root
 from binade.data.segment import ERROR_COLUMNS, TENSOR_SCHEMA, Identity, SegmentError
@@ -44,7 +44,7 @@ T = TypeVar("T")
 # The fields that identify a tensor within a rank, and that its parts on tensor-parallel ranks share.
 SAME_IN_SHARDS = ("run_id", "dp_rank", *(f.name for f in fields(Identity) if f.name != "rank"))
 GROUPABLE = (*FIELDS, "format", "tensor_id")
-SHOWN_ERRORS = RANKED
+SHOWN_ERRORS = ("sqnr_db", "flush_to_zero", "saturated")
 # Statistics of a tensor's own values, each as SQL over the table `tensor`; the names are those of quant.METRICS.
 STATISTICS = {
     "absmax": "absmax",
@@ -59,12 +59,6 @@ STATISTICS = {
 # The score along the axis of the tensor's own GEMM, not of another GEMM that also uses it.
 OWN_SCORE = "score.gemm IS NOT DISTINCT FROM tensor.gemm"
 MICRO_BATCH = ("run_id", "iteration", "micro_batch", "dp_rank")
-# The tokens of each micro-batch, whose mean the loss is.
-_TOKENS = f"""batch AS (
-    SELECT {", ".join(MICRO_BATCH)}, max(numel / shape[-1]) AS tokens FROM tensor
-    WHERE tensor_name = 'input' AND layer_type = 'linear' GROUP BY ALL
-)"""
-_JOIN_TOKENS = f"LEFT JOIN batch ON {same('tensor', 'batch', MICRO_BATCH)}"
 # The fields that identify a tensor across iterations; weights are the same in all micro-batches.
 SAME_IN_ITERATIONS = ("rank", *(name for name in SAME_IN_SHARDS if name != "iteration"))
 # The fields that identify a tensor across runs.
@@ -74,6 +68,28 @@ SIGNIFICANT = 2.0  # standard errors
 SOUND_RUNS = "run WHERE damage IS NULL"
 HIDDEN = "key, sketch_start, sketch_stop"  # columns of `tensor` that exist only in the index
 PUBLIC_TABLES = ("run", "tensor", "score", "sketch", "block", "trace")
+
+
+# The sums over operands of a term's orders; NaN if an operand lacks its second order.
+_ADDED = """sum(first) AS first, CASE WHEN count(second) = count(*) THEN sum(second) ELSE 'nan'::DOUBLE END AS second"""
+_ERROR = "CASE WHEN count(first) > 1 THEN stddev_samp({0}) / sqrt(count(first)) ELSE 'nan'::DOUBLE END"
+
+
+def _terms(columns: str, condition: str) -> str:
+    """SQL of the table `term`: columns, and for each sequence its number and the predicted changes of first and second
+    order. A micro-batch counts as one sequence if the numbers of sequences of its operands differ."""
+    batch = ", ".join(f"tensor.{name}" for name in MICRO_BATCH)
+    mixed = f"min(len(a)) OVER (PARTITION BY {batch}) < max(len(a)) OVER (PARTITION BY {batch})"
+    return f"""term AS (
+        SELECT * EXCLUDE (a, b, mixed),
+               unnest(CASE WHEN mixed THEN [list_avg(a)] WHEN a IS NULL THEN [NULL] ELSE a END) AS first,
+               unnest(CASE WHEN mixed THEN [list_avg(b)] WHEN b IS NULL THEN [NULL] ELSE b END) AS second,
+               generate_subscripts(CASE WHEN mixed OR a IS NULL THEN [0] ELSE a END, 1) AS sequence
+        FROM (
+            SELECT {columns}, loss_first_by_sequence AS a, loss_second_by_sequence AS b, {mixed} AS mixed
+            FROM score JOIN tensor USING (key) WHERE {condition}
+        )
+    )"""
 
 
 class CatalogError(ValueError):
@@ -129,6 +145,7 @@ class Catalog:
     version   changes when tensors or runs are added or removed, and with the name or color of a run
     progress  changes when anything changes: also when a run proceeds or ends
     cache     if there is one, results come from it while the version stays the same
+    reads     called with the id of each tensor whose values are read
     """
 
     def __init__(self, root: Path, index: Index) -> None:
@@ -137,6 +154,7 @@ class Catalog:
         self._only: tuple[str, ...] | None = None
         self._lock = threading.Lock()
         self.cache: Cache | None = None
+        self.reads: Callable[[str], None] = lambda tensor_id: None
 
     @classmethod
     def open(cls, root: str | Path | None = None) -> Catalog:
@@ -205,8 +223,9 @@ class Catalog:
                 self._synchronize()
 
     def kept(self, request: Hashable, compute: Callable[[], T]) -> T:
-        """Return the result of compute at this version, from the cache if there is one."""
-        return self.cache.get(self.version, request, lambda done: compute()) if self.cache else compute()
+        """Return the result of compute at this version, for these runs, from the cache if there is one."""
+        key = self._only, request
+        return self.cache.get(self.version, key, lambda done: compute()) if self.cache else compute()
 
     @_repairing
     def _frame(self, sql: str, parameters: list[Any] | None = None, of: Hashable = None) -> pd.DataFrame:
@@ -344,7 +363,7 @@ class Catalog:
         """Return, for each field, the values that occur among the tensors that match every *other* field of the filter,
         so that each choice selects something. Sorted; fields without a value are left out."""
         where = where or Filter()
-        return dict(self.kept(("facets", where, self._only), lambda: self._facets(where)))
+        return dict(self.kept(("facets", where), lambda: self._facets(where)))
 
     def _facets(self, where: Filter) -> dict[str, list[Any]]:
         queries: dict[tuple[Any, ...], list[str]] = {}
@@ -366,7 +385,7 @@ class Catalog:
     def counts(self, where: Filter | None = None) -> dict[str, dict[Any, int]]:
         """Return `facets` with the number of tensors of each value that match every other field of the filter."""
         where = where or Filter()
-        return dict(self.kept(("counts", where, self._only), lambda: self._counts(where)))
+        return dict(self.kept(("counts", where), lambda: self._counts(where)))
 
     def _counts(self, where: Filter) -> dict[str, dict[Any, int]]:
         queries: dict[Filter, list[str]] = {}
@@ -415,7 +434,7 @@ class Catalog:
         def ask() -> pd.DataFrame:
             with self._cursor() as cursor, transaction(cursor):
                 needed = fields if tensor_ids is None else ("tensor_id",)
-                cube, upto = _smallest(_cubes(cursor, "sketch"), self.narrowed(where), needed)
+                cube, upto = _smallest(_cubes(cursor), self.narrowed(where), needed)
                 # The sketches of each group get the key of one of its tensors, which has the group's columns.
                 groups = f"PARTITION BY {', '.join(fields)}" if fields else ""
                 fresh = f"{condition} AND key >= {upto}"
@@ -425,7 +444,7 @@ class Catalog:
                     if cube:
                         rows.append(f"{cube}_sketch JOIN {cube} AS tensor USING (key) WHERE {condition}")
                     union = _union(f"SELECT {columns}, bin, count FROM", rows)
-                    sql = f"SELECT * REPLACE ({sums('sketch')}) FROM ({union}) GROUP BY ALL"
+                    sql = f"SELECT * REPLACE ({SUMS}) FROM ({union}) GROUP BY ALL"
                     return cursor.execute(sql, parameters if cube else []).df()
 
         return self.kept(("merged", columns, condition, repr(parameters)), ask).copy(deep=False)
@@ -436,9 +455,10 @@ class Catalog:
         by: str | Sequence[str] | None = None,
         tensor_ids: list[str] | None = None,
     ) -> pd.DataFrame:
-        """Return statistics of the selection's combined values, one row per group: tensors, numel, finite, mean, std,
-        rms, min, max, absmax, absmin, zeros, nans, infs, and of the quantized operands sqnr_db (of the summed powers)
-        and flush_to_zero, saturated (shares of all elements concerned).
+        """Return statistics of the selection, one row per group: tensors; of all values together numel, finite, mean,
+        std, rms, min, max, absmax, absmin, zeros, nans, infs; and sqnr_db, flush_to_zero and saturated, the median over
+        the quantized operands, each counted once, with its 10th and 90th percentile (sqnr_db_low, sqnr_db_high, …);
+        lost, how many of these have no error because of NaN or Inf.
 
         by names one column, whose values are then in `group`, or a sequence of columns, each kept under its own name.
         Raises CatalogError for a column that cannot be grouped by.
@@ -454,9 +474,7 @@ class Catalog:
         return self._frame(
             f"""
             WITH chosen AS (
-                SELECT {named}*, (numel - nans - infs) AS finite,
-                       CASE WHEN sqnr_db IS NOT NULL THEN rms * rms * (numel - nans - infs) END AS power
-                FROM tensor WHERE {condition}
+                SELECT {named}*, (numel - nans - infs) AS finite FROM tensor WHERE {condition}
             ), totals AS (
                 SELECT {keys}, count(*) AS tensors, sum(numel)::BIGINT AS numel, sum(finite)::BIGINT AS finite,
                        sum(mean * finite) FILTER (finite > 0) / sum(finite) AS mean,
@@ -465,14 +483,11 @@ class Catalog:
                        max(absmax) FILTER (finite > 0) AS absmax,
                        min(absmin) FILTER (NOT isnan(absmin)) AS absmin,
                        sum(zeros)::BIGINT AS zeros, sum(nans)::BIGINT AS nans, sum(infs)::BIGINT AS infs,
-                       sum(power) FILTER (finite > 0) AS signal, sum(mse * finite) FILTER (finite > 0) AS noise,
-                       weighted(flush_to_zero, finite - zeros) AS flush_to_zero,
-                       weighted(saturated, numel) AS saturated
+                       {", ".join(map(quantiles, SHOWN_ERRORS))},
+                       count(*) FILTER (format IS NOT NULL AND isnan(mse) AND NOT rms = 0) AS lost
                 FROM chosen GROUP BY {keys}
             )
-            SELECT * EXCLUDE (signal, noise),
-                   CASE WHEN finite > 0 THEN sqrt(greatest(rms * rms - mean * mean, 0)) END AS std,
-                   decibel(signal, noise) AS sqnr_db
+            SELECT *, CASE WHEN finite > 0 THEN sqrt(greatest(rms * rms - mean * mean, 0)) END AS std
             FROM totals ORDER BY {keys}
             """,
             parameters,
@@ -503,103 +518,103 @@ class Catalog:
         )
 
     def compared(self, where: Filter | None = None, tensor_ids: list[str] | None = None) -> pd.DataFrame:
-        """Return the error of each format over all values of the selection's operands: columns format, operands (scored
-        in it), tensors (those with an error), sqnr_db (of the summed powers), flush_to_zero (of all nonzero elements),
-        saturated (of all elements). A format that only some of the operands were scored in is left out: it would be
-        compared on a different set of tensors."""
+        """Return the error of each format on the selection's operands: columns format, operands (scored in it), tensors
+        (those with an error), and the median, 10th and 90th percentile of each of SHOWN_ERRORS over these, each tensor
+        counted once: sqnr_db, sqnr_db_low, sqnr_db_high, …. A format that only some of the operands were scored in is
+        left out: it would be compared on a different set of tensors."""
         condition, parameters = self._selection(where, tensor_ids)
         return self._frame(
             f"""
             WITH scored AS (
-                SELECT score.format, NOT (isnan(score.mse) OR isnan(rms)) AS sound, rms, score.mse,
-                       score.flush_to_zero, score.saturated, numel, zeros, numel - nans - infs AS finite
+                SELECT score.format, isnan(score.mse) OR isnan(rms) AS bad, {_scored(sound=True)}
                 FROM score JOIN tensor USING (key) WHERE {condition} AND {OWN_SCORE}
             )
-            SELECT format, count(*) AS operands, count(*) FILTER (sound) AS tensors,
-                   decibel(sum(rms * rms * finite) FILTER (sound), sum(mse * finite) FILTER (sound)) AS sqnr_db,
-                   weighted(flush_to_zero, CASE WHEN sound THEN finite - zeros END) AS flush_to_zero,
-                   weighted(saturated, CASE WHEN sound THEN numel END) AS saturated
+            SELECT format, count(*) AS operands, count(*) FILTER (NOT bad) AS tensors,
+                   {", ".join(map(quantiles, SHOWN_ERRORS))}
             FROM scored GROUP BY format QUALIFY operands = max(operands) OVER () ORDER BY format
             """,
             parameters,
         )
 
-    @_repairing
     def errors(
         self, fmt: str, by: tuple[str, ...], where: Filter | None = None, worst: str = "sqnr_db"
     ) -> pd.DataFrame:
-        """Return the error of a format on the selection's operands, one row per group: by's columns, tensors, sqnr_db
-        (of the summed powers), flush_to_zero, saturated (shares of all elements concerned), and the tensor_id of the
-        worst operand in the group. `worst` names the metric that decides: sqnr_db, flush_to_zero or saturated. Operands
-        without a finite value are left out.
+        """Return the error of a format on the selection's operands, one row per group: by's columns, tensors, the
+        median, 10th and 90th percentile of each of SHOWN_ERRORS over the operands, each counted once (sqnr_db,
+        sqnr_db_low, sqnr_db_high, …), and the tensor_id of the worst operand in the group. `worst` names the metric
+        that decides. Operands without a finite value are left out.
 
         Raises CatalogError for another column or metric.
         """
         if worst not in SHOWN_ERRORS:
             raise CatalogError(f"operands cannot be ranked by {worst!r}: expected one of {', '.join(SHOWN_ERRORS)}")
         condition, parameters = self._selection(where)
-        columns = self._columns(by)
-        parameters.append(str(Spec.of(fmt)))
-
-        def ask() -> pd.DataFrame:
-            with self._cursor() as cursor, transaction(cursor):
-                cube, upto = _smallest(_cubes(cursor, "score"), self.narrowed(where), by)
-                rows = [f"measured AS tensor WHERE {condition} AND spec = ? AND key >= {upto}"]
-                if cube:
-                    rows.append(f"{cube}_score JOIN {cube} AS tensor USING (key) WHERE {condition} AND spec = ?")
-                union = _union(f"SELECT {columns}, spec, {', '.join(SUMS['score'])} FROM", rows)
-                groups = ", ".join(f"total.{name}" for name in by)
-                return cursor.execute(
-                    f"""
-                    WITH total AS (SELECT {", ".join(by)}, {sums("score")} FROM ({union}) GROUP BY ALL)
-                    SELECT {groups}, total.tensors, flushed / nullif(nonzero, 0) AS flush_to_zero,
-                           clipped / nullif(elements, 0) AS saturated, tensor_id, decibel(signal, noise) AS sqnr_db
-                    FROM total JOIN tensor ON tensor.key = coalesce(worst_{worst}, first) ORDER BY ALL
-                    """,
-                    parameters * len(rows),
-                ).df()
-
-        return self.kept(("errors", by, worst, condition, repr(parameters)), ask).copy(deep=False)
+        bad = f"-{worst}" if worst == "sqnr_db" else worst
+        return self._frame(
+            f"""
+            WITH scored AS (
+                SELECT {self._columns(by)}, tensor.key, {_scored()}
+                FROM score JOIN tensor USING (key)
+                WHERE {condition} AND {OWN_SCORE} AND score.format = ? AND NOT (isnan(score.mse) OR isnan(rms))
+            ), found AS (
+                SELECT {", ".join(by)}, count(*) AS tensors, {", ".join(map(quantiles, SHOWN_ERRORS))},
+                       coalesce(arg_max(key, {bad}) FILTER (NOT isnan({worst})), min(key)) AS key
+                FROM scored GROUP BY ALL
+            )
+            SELECT found.* EXCLUDE (key), tensor_id FROM found JOIN tensor USING (key) ORDER BY ALL
+            """,
+            [*parameters, str(Spec.of(fmt))],
+        )
 
     def loss_changes(self, fmt: str, by: tuple[str, ...], where: Filter | None = None) -> pd.DataFrame:
         """Return the predicted change of each micro-batch's loss from rounding the selection's forward operands to a
         format: by's columns and those of MICRO_BATCH, tensors, first and second (the terms of first and second order,
-        in the loss' units), and the tensor_id of the largest change.
+        in nats per token), first_error, second_error and error (the standard errors over sequences of first, second and
+        their sum; NaN for one sequence), by_sequence (the changes of the sequences, both orders), and the tensor_id of
+        the largest change.
 
-        Several operands add up. The second-order term assumes that the loss is a mean over the tokens of the
-        micro-batch, which are counted by its linear layers' inputs: NaN where none was recorded. Both are NaN if those
-        of any operand are NaN. Operands whose gradient was not recorded are left out. Raises CatalogError for another
-        column.
+        Several operands add up, sequence by sequence; if those of one operand of the micro-batch are not known, it
+        counts as one sequence. A term is NaN if that of any operand is NaN or was not recorded. Operands whose gradient
+        was not recorded are left out. Raises CatalogError for another column.
         """
         condition, parameters = self._selection(where)
         groups = dict.fromkeys((*map(self._column, by), *MICRO_BATCH))
         columns = ", ".join(f"tensor.{name}" for name in groups)
+        names = ", ".join(groups)
+        condition = f"{condition} AND score.gemm = 'forward' AND score.format = ?"
         return self._frame(
             f"""
-            WITH {_TOKENS}, chosen AS (
-                SELECT {columns}, tensor.tensor_id, loss_first AS first, loss_fisher * coalesce(tokens, 'nan') AS second
-                FROM score JOIN tensor USING (key) {_JOIN_TOKENS}
-                WHERE {condition} AND score.gemm = 'forward' AND score.format = ? AND loss_first IS NOT NULL
+            WITH {_terms(f"{columns}, tensor.tensor_id", condition)},
+            sequence AS (
+                SELECT {names}, sequence, count(DISTINCT tensor_id) AS tensors, {_ADDED},
+                       arg_max(tensor_id, first + second) AS tensor_id, max(first + second) AS largest
+                FROM term WHERE first IS NOT NULL GROUP BY ALL
             )
-            SELECT * EXCLUDE (tensor_id, first, second), count(*) AS tensors, sum(first) AS first,
-                   sum(second) AS second, arg_max(tensor_id, first + second) AS tensor_id
-            FROM chosen GROUP BY ALL ORDER BY ALL
+            SELECT {names}, max(tensors) AS tensors, avg(first) AS first, avg(second) AS second,
+                   {_ERROR.format("first")} AS first_error, {_ERROR.format("second")} AS second_error,
+                   {_ERROR.format("first + second")} AS error,
+                   list(first + second ORDER BY sequence) AS by_sequence, arg_max(tensor_id, largest) AS tensor_id
+            FROM sequence GROUP BY ALL ORDER BY ALL
             """,
             [*parameters, str(Spec.of(fmt))],
         )
 
     def operand_costs(self, where: Filter | None = None) -> pd.DataFrame:
         """Return the cost of each scored format for each operand of each GEMM of the selection, one row per
-        layer_index, module, part (linear, QK, PV, router), gemm, tensor_name and format, with means over micro-batches.
+        layer_index, module, part (linear, QK, PV, router), gemm, tensor_name and format, with means over sequences.
 
-        values: how many the operand has. noise: ‖e‖² / ‖x‖². first, second: the terms of `loss_changes`, null where no
-        gradient was recorded, NaN where one is not finite. change: second, and first where it raises the loss by more
-        than SIGNIFICANT standard errors; half, other: the same for two halves of the micro-batches (even and odd).
-        tensor_id: the operand with the largest noise. Experts and tensor-parallel ranks add up.
+        values: how many the operand has in a micro-batch. noise: ‖e‖² / ‖x‖². first, second: the terms of
+        `loss_changes`, null where no gradient was recorded, NaN where one is not finite or second order was not
+        measured. change: second, and first where it raises the loss by more than SIGNIFICANT standard errors; half,
+        other: the same for two halves of the sequences. first_error, second_error, change_error: standard errors over
+        sequences. by_sequence: the change of each sequence, in the same order for all operands. tensor_id: the operand
+        with the largest noise. Experts and tensor-parallel ranks add up.
         """
         condition, parameters = self._selection(where)
         place = f"tensor.layer_index, tensor.module, {_part()} AS part, score.gemm, tensor.tensor_name, score.format"
+        names = "layer_index, module, part, gemm, tensor_name, format"
         batch = ", ".join(f"tensor.{name}" for name in MICRO_BATCH)
+        order = ", ".join((*MICRO_BATCH, "sequence"))
 
         def change(of: str) -> str:
             error = f"stddev_samp(first) {of} / sqrt(count(first) {of})"
@@ -608,27 +623,43 @@ class Catalog:
 
         return self._frame(
             f"""
-            WITH {_TOKENS}, each AS (
+            WITH {_terms(f"{place}, {batch}", f"{condition} AND score.gemm IS NOT NULL")}, each AS (
                 SELECT {place}, {batch}, sum(numel) AS values,
                        sum(rms * rms * (numel - nans - infs)) AS signal,
                        sum(score.mse * (numel - nans - infs)) AS noise,
-                       CASE WHEN count(loss_first) = count(*) THEN sum(loss_first) END AS first,
-                       CASE WHEN count(loss_first) = count(*)
-                            THEN sum(loss_fisher * coalesce(tokens, 'nan')) END AS second,
                        arg_max(tensor_id, score.mse / nullif(rms * rms, 0)) AS tensor_id
-                FROM score JOIN tensor USING (key) {_JOIN_TOKENS}
+                FROM score JOIN tensor USING (key)
                 WHERE {condition} AND score.gemm IS NOT NULL GROUP BY ALL
+            ), operand AS (
+                SELECT {names}, count(*) AS micro_batches, avg(values) AS values,
+                       sum(noise) / nullif(sum(signal), 0) AS noise,
+                       arg_max(tensor_id, noise / nullif(signal, 0)) AS tensor_id
+                FROM each GROUP BY ALL
+            ), sequence AS (
+                SELECT {names}, {", ".join(MICRO_BATCH)}, sequence,
+                       {_ADDED.replace("CASE WHEN", "CASE WHEN count(first) < count(*) THEN NULL WHEN")}
+                FROM term GROUP BY ALL
             ), halves AS (
-                SELECT *, dense_rank() OVER (ORDER BY {", ".join(MICRO_BATCH)}) % 2 AS half FROM each
+                SELECT *, dense_rank() OVER (ORDER BY {order}) % 2 AS half FROM sequence
+            ), summed AS (
+                SELECT {names}, count(first) AS sequences, avg(first) AS first, avg(second) AS second,
+                       {_ERROR.format("first")} AS first_error, {_ERROR.format("second")} AS second_error,
+                       {change("")} AS change, avg(first) > {SIGNIFICANT} * first_error AS counts,
+                       {change("FILTER (half = 0)")} AS half, {change("FILTER (half = 1)")} AS other,
+                       list(first ORDER BY {order}) AS firsts, list(second ORDER BY {order}) AS seconds
+                FROM halves GROUP BY ALL
+            ), listed AS (
+                SELECT * EXCLUDE (firsts, seconds, counts),
+                       CASE WHEN counts THEN list_transform(list_zip(firsts, seconds), lambda pair: pair[1] + pair[2])
+                            ELSE seconds END AS by_sequence
+                FROM summed
             )
-            SELECT layer_index, module, part, gemm, tensor_name, format, count(*) AS micro_batches,
-                   avg(values) AS values, sum(noise) / nullif(sum(signal), 0) AS noise, avg(first) AS first,
-                   avg(second) AS second, {change("")} AS change,
-                   {change("FILTER (half = 0)")} AS half, {change("FILTER (half = 1)")} AS other,
-                   arg_max(tensor_id, noise / nullif(signal, 0)) AS tensor_id
-            FROM halves GROUP BY ALL ORDER BY ALL
+            SELECT {names}, micro_batches, sequences, values, noise, first, second, first_error, second_error, change,
+                   CASE WHEN sequences > 1 THEN list_stddev_samp(by_sequence) / sqrt(sequences) ELSE 'nan'::DOUBLE END
+                       AS change_error, half, other, by_sequence, tensor_id
+            FROM operand JOIN listed USING ({names}) ORDER BY ALL
             """,
-            parameters,
+            parameters * 2,
         )
 
     def results(self, where: Filter | None = None) -> pd.DataFrame:
@@ -726,12 +757,13 @@ class Catalog:
             parameters,
         )
 
-    def distinct(self, columns: Sequence[str], where: Filter | None = None) -> pd.DataFrame:
-        """Return the combinations of these columns that the selection has, sorted. Raises CatalogError for another
-        column."""
+    def distinct(self, columns: Sequence[str], where: Filter | None = None, scored: bool = False) -> pd.DataFrame:
+        """Return the combinations of these columns that the selection has, sorted; scored: that its scored operands
+        have. Raises CatalogError for another column."""
         condition, parameters = self._selection(where)
         names = ", ".join(map(self._column, columns))
-        return self._frame(f"SELECT DISTINCT {names} FROM tensor WHERE {condition} ORDER BY ALL", parameters)
+        source = "tensor SEMI JOIN score USING (key)" if scored else "tensor"
+        return self._frame(f"SELECT DISTINCT {names} FROM {source} WHERE {condition} ORDER BY ALL", parameters)
 
     def surface(self, metric: str, width: int, where: Filter | None = None, fmt: str = "") -> pd.DataFrame:
         """Return the worst value of a metric by layer and `width` iterations over the selection's tensors, one row per
@@ -891,6 +923,7 @@ class Catalog:
     def load(self, tensor_id: str) -> Tensor:
         """Return the tensor's values, memory-mapped where the file allows it. Raises CatalogError as `path`,
         TensorFileError for a file that is damaged or not what the run wrote."""
+        self.reads(tensor_id)
         return self.kept(("values", tensor_id), lambda: self._read(tensor_id))
 
     def _read(self, tensor_id: str) -> Tensor:
@@ -949,6 +982,14 @@ class Catalog:
         return ", ".join(f"tensor.{self._column(name)}" for name in names)
 
 
+def _scored(sound: bool = False) -> str:
+    """SQL for SHOWN_ERRORS of the table `score`; sound: null where the error is not finite."""
+    condition = "NOT (isnan(score.mse) OR isnan(rms))"
+    return ", ".join(
+        f"CASE WHEN {condition} THEN score.{name} END AS {name}" if sound else f"score.{name}" for name in SHOWN_ERRORS
+    )
+
+
 def _part() -> str:
     """SQL for the product that a tensor belongs to."""
     qk = ", ".join(f"'{kind.name}'" for kind in TENSOR_KINDS if kind.product is Product.QK)
@@ -966,11 +1007,16 @@ def _public(name: str, ids: str) -> str:
     return f"SELECT {ids}, {name}.* EXCLUDE (key) FROM {name} JOIN tensor USING (key) WHERE true"
 
 
-def _cubes(cursor: duckdb.DuckDBPyConnection, table: str | None = None) -> list[tuple[str, int]]:
-    """The filled CUBES that have sums of this table, smallest first, each with the key of the first tensor that is not
-    in it."""
-    filled = cursor.execute("SELECT name, upto FROM cube WHERE upto > 0 ORDER BY size").fetchall()
-    return [(name, upto) for name, upto in filled if table is None or table in SUMMED[name]]
+def _cubes(cursor: duckdb.DuckDBPyConnection) -> list[tuple[str, int]]:
+    """The filled CUBES, smallest first, each with the key of the first tensor that is not in it."""
+    return cursor.execute("SELECT name, upto FROM cube WHERE upto > 0 ORDER BY size").fetchall()
+
+
+def quantiles(column: str, name: str | None = None) -> str:
+    """SQL for the median, the 10th and the 90th percentile of a column: NAME, NAME_low and NAME_high."""
+    name = name or column
+    parts = ((0.5, name), (0.1, f"{name}_low"), (0.9, f"{name}_high"))
+    return ", ".join(f"unbounded(quantile_of({column}, {q})) AS {each}" for q, each in parts)
 
 
 def _smallest(cubes: list[tuple[str, int]], where: Filter, fields: Sequence[str]) -> tuple[str | None, int]:

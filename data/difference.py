@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -116,9 +116,10 @@ class Difference:
 
 @dataclass
 class _Whole:
-    """A tensor of a run, with a row for each rank that has it or a part of it."""
+    """A tensor of a run, with a row for each rank that has it or a part of it. reads: as of `difference`."""
 
     run: RunInfo
+    reads: Callable[[str], None]
     rows: list[Row] = field(default_factory=list)
 
     @property
@@ -159,6 +160,7 @@ class _Whole:
         return joined([self._load(part) for part in parts], self.kind, axis, stride)
 
     def _load(self, row: Row) -> Tensor:
+        self.reads(f"{self.run.run_id}/{row['tensor_id']}")
         path = Path(row["path"])
         if not path.is_absolute():
             return load(fetched(self.run.directory / path), row["sha256"])
@@ -196,14 +198,16 @@ def difference(
     b: RunInfo,
     only: Collection[str] | None = None,
     done: Done = lambda count, of: None,
+    reads: Callable[[str], None] = lambda tensor_id: None,
 ) -> Difference:
     """Compare two runs. Raises RunError for a damaged one.
 
     Args:
         only: The ids of the tensors of `a` to compare, run/tensor; None for all.
         done: Called with (how many tensors are compared, of how many).
+        reads: Called with the id of each tensor whose values are read, run/tensor.
     """
-    ours, theirs = _tensors(a), _tensors(b)
+    ours, theirs = _tensors(a, reads), _tensors(b, reads)
     if only is not None:
         ours = {
             key: whole for key, whole in ours.items() if any(f"{a.run_id}/{r['tensor_id']}" in only for r in whole.rows)
@@ -225,7 +229,7 @@ def difference(
     )
 
 
-def _tensors(run: RunInfo) -> dict[Key, _Whole]:
+def _tensors(run: RunInfo, reads: Callable[[str], None]) -> dict[Key, _Whole]:
     """A run's tensors in the order of execution. A key ends with how often the rank had recorded that identity
     before."""
     found: dict[Key, _Whole] = {}
@@ -247,7 +251,7 @@ def _tensors(run: RunInfo) -> dict[Key, _Whole]:
         identity = (*(row[name] for name in IDENTITY[:-1]), row["dp_rank"] or 0)
         key = (*identity, seen[rank, identity])
         seen[rank, identity] += 1
-        found.setdefault(key, _Whole(run)).rows.append(row)
+        found.setdefault(key, _Whole(run, reads)).rows.append(row)
         places[rank] += 1
         # The first rank writes the rows that were reduced over ranks, but a row has the number another rank gave it.
         number = RECORDED.fullmatch(row["tensor_id"])

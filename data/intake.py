@@ -5,7 +5,7 @@ has ended costs one `stat` of each of its files and segments, to see that nothin
 
 A run with a damaged or missing segment is left out: only its row in the table `run` exists, with the reason.
 
-Sketches and scores are also summed up in advance, over the fields that queries use least: see CUBES.
+Sketches are also summed up in advance, over the fields that queries use least: see CUBES.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -41,22 +41,10 @@ CUBES = {
     for name, left_out in {
         "place": {"iteration", "micro_batch", "rank"},
         "history": {"layer_index", "module", "expert", "micro_batch", "rank"},
-        "layer": {"module", "tensor_name", "expert", "micro_batch", "rank"},
     }.items()
 }
 SEGMENT = ("number", "run_id", "name", "mtime_ns", "shift", "sketch_rows")  # columns of the table
-SUMMED = {"place": ("sketch", "score"), "history": ("sketch",), "layer": ("score",)}
-RANKED = ("sqnr_db", "flush_to_zero", "saturated")
-# Of each summed table: the rows that are added up, what they are kept apart by, and the columns with their sums.
-SOURCES = {"sketch": "sketch", "score": "measured"}
-APART = {"sketch": "bin", "score": "spec"}
-SUMS = {
-    "sketch": {"count": "sum(count)::BIGINT"},
-    "score": {"tensors": "sum(tensors)::BIGINT", "first": "min(first)"}
-    | {name: f"sum({name})" for name in ("signal", "noise", "flushed", "nonzero", "clipped", "elements")}
-    | {f"worst_{name}": f"arg_max(worst_{name}, bad_{name})" for name in RANKED}
-    | {f"bad_{name}": f"max(bad_{name})" for name in RANKED},
-}
+SUMS = "sum(count)::BIGINT AS count"  # adds up the rows of sketches
 SCHEMA = Path(__file__).with_name("schema.sql")
 ATTEMPTS = 5  # to list a run's segments while they are merged
 RECENT = 2.0  # seconds: a file that changed this recently may change again without a new modification time
@@ -66,14 +54,11 @@ DATA_ERRORS = (duckdb.DataError, duckdb.IntegrityError, duckdb.InvalidInputExcep
 
 def schema() -> str:
     """The SQL that makes the tables of an empty index. A row of a cube holds the fields that some tensors have in
-    common; the tables named after the cube have the sums of their sketches and scores, in one or several rows per bin
-    or spec."""
+    common; <cube>_sketch has the sums of their sketches, in one or several rows per bin."""
     cubes = []
     for name, fields in CUBES.items():
         cubes.append(f"CREATE TABLE {name} AS SELECT key, {', '.join(fields)} FROM tensor;")
-        for table in SUMMED[name]:
-            columns = f"key, {APART[table]}, {sums(table)}"
-            cubes.append(f"CREATE TABLE {name}_{table} AS SELECT {columns} FROM {SOURCES[table]} GROUP BY ALL;")
+        cubes.append(f"CREATE TABLE {name}_sketch AS SELECT key, bin, {SUMS} FROM sketch GROUP BY ALL;")
         cubes.append(f"INSERT INTO cube VALUES ('{name}', 0, 0, 0, 0);")
     return "\n".join([SCHEMA.read_text(), *cubes, "DROP TABLE sketch;"])
 
@@ -81,11 +66,6 @@ def schema() -> str:
 def same(a: str, b: str, fields: Iterable[str]) -> str:
     """The condition that rows of two tables have the same values, or none, in these fields."""
     return " AND ".join(f"{a}.{name} IS NOT DISTINCT FROM {b}.{name}" for name in fields)
-
-
-def sums(table: str) -> str:
-    """The aggregates that add up rows of a summed table, named as its columns."""
-    return ", ".join(f"{aggregate} AS {name}" for name, aggregate in SUMS[table].items())
 
 
 @dataclass(frozen=True)
@@ -426,7 +406,7 @@ def _next_key(cursor: duckdb.DuckDBPyConnection) -> int:
 
 
 def _sum_up(cursor: duckdb.DuckDBPyConnection, root: Path) -> None:
-    """Add the sketches or scores of new tensors to each cube if there are many."""
+    """Add the sketches of new tensors to each cube if there are many."""
     end = _next_key(cursor)
     for cube, upto, tried, merged in cursor.execute("SELECT name, upto, tried, merged FROM cube").fetchall():
         if end - upto >= max(TAIL, 2 * (tried - upto)):
@@ -444,7 +424,7 @@ def _sum_up_in(cursor: duckdb.DuckDBPyConnection, root: Path, cube: str, upto: i
     cursor.execute("UPDATE cube SET tried = ? WHERE name = ?", [end, cube])
     if tensors < 2 * rows:
         return
-    # Without a cube queries read the sketches and scores: where sums need more than 64 bits, or more memory than there
+    # Without a cube queries read the sketches: where sums need more than 64 bits, or more memory than there
     # is, or a segment was merged in the meantime.
     with suppress(duckdb.DataError, duckdb.OutOfMemoryException, SegmentError), transaction(cursor):
         cursor.execute(
@@ -454,26 +434,16 @@ def _sum_up_in(cursor: duckdb.DuckDBPyConnection, root: Path, cube: str, upto: i
             f" FROM (SELECT {names}, min(key) AS first {new} GROUP BY ALL) AS tensor ANTI JOIN {cube} ON {alike}"
         )
         part = f"SELECT {PLACED}, {cube}.key AS other FROM tensor JOIN {cube} ON {alike} WHERE tensor.key >= {upto}"
-        size = 0
-        for table in SUMMED[cube]:
-            if table == "sketch":
-                with sketches(cursor, root, part) as added_up:
-                    cursor.execute(f"INSERT INTO {cube}_{table} FROM {added_up}")
-            else:
-                cursor.execute(
-                    f"INSERT INTO {cube}_{table} SELECT part.other AS key, {APART[table]}, {sums(table)}"
-                    f" FROM measured JOIN ({part}) AS part USING (key) WHERE measured.key >= {upto}"
-                    " GROUP BY ALL ORDER BY ALL"
-                )
-            size += _count(cursor, f"{cube}_{table}")
+        with sketches(cursor, root, part) as added_up:
+            cursor.execute(f"INSERT INTO {cube}_sketch FROM {added_up}")
+        size = _count(cursor, f"{cube}_sketch")
         merged = merged or size
         if size > 4 * merged:
-            for table in SUMMED[cube]:
-                cursor.execute(
-                    f"CREATE OR REPLACE TABLE {cube}_{table} AS SELECT key, {APART[table]}, {sums(table)}"
-                    f" FROM {cube}_{table} GROUP BY ALL ORDER BY ALL"
-                )
-            merged = sum(_count(cursor, f"{cube}_{table}") for table in SUMMED[cube])
+            cursor.execute(
+                f"CREATE OR REPLACE TABLE {cube}_sketch AS SELECT key, bin, {SUMS}"
+                f" FROM {cube}_sketch GROUP BY ALL ORDER BY ALL"
+            )
+            merged = _count(cursor, f"{cube}_sketch")
         cursor.execute(
             "UPDATE cube SET upto = ?, merged = ?, size = ? WHERE name = ?", [end, merged, _count(cursor, cube), cube]
         )
@@ -488,11 +458,10 @@ def _drop(cursor: duckdb.DuckDBPyConnection, run_id: str) -> None:
     with transaction(cursor):
         for table in ("score", "block", "trace"):
             cursor.execute(f"DELETE FROM {table} WHERE key IN (SELECT key FROM tensor WHERE run_id = ?)", [run_id])
-        for cube, tables in SUMMED.items():
-            for table in tables:
-                cursor.execute(
-                    f"DELETE FROM {cube}_{table} WHERE key IN (SELECT key FROM {cube} WHERE run_id = ?)", [run_id]
-                )
+        for cube in CUBES:
+            cursor.execute(
+                f"DELETE FROM {cube}_sketch WHERE key IN (SELECT key FROM {cube} WHERE run_id = ?)", [run_id]
+            )
         for table in ("tensor", "segment", "run", *CUBES):
             cursor.execute(f"DELETE FROM {table} WHERE run_id = ?", [run_id])
 
@@ -554,4 +523,6 @@ def _run_row(run: RunInfo) -> list[Any]:
 
 
 def _time(text: str | None) -> datetime | None:
-    return datetime.fromisoformat(text).replace(tzinfo=None) if text else None
+    """A time in UTC, without its offset. One that was written without an offset is in UTC."""
+    time = datetime.fromisoformat(text) if text else None
+    return time.astimezone(UTC).replace(tzinfo=None) if time and time.tzinfo else time

@@ -319,7 +319,7 @@ class RunWriter:
         except ValueError as error:
             raise RunError(f"run.json: {error}") from None
         named = UNNAMEABLE.sub("-", label).lstrip(".")[:LONGEST_LABEL] or "run"
-        run_id = f"{datetime.now():%Y%m%d_%H%M%S}_{named}_{secrets.token_hex(3)}"
+        run_id = f"{datetime.now(UTC):%Y%m%d_%H%M%S}_{named}_{secrets.token_hex(3)}"
         status = Status(RUNNING, **_process(owner))
         try:
             with staged_directory(root / run_id) as part:

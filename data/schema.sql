@@ -113,8 +113,8 @@ CREATE TABLE score (
     format        VARCHAR,
     gemm          VARCHAR,              -- forward, dgrad, wgrad; null if not known
     used          BOOLEAN,              -- whether that GEMM used the tensor in this format
-    loss_first    DOUBLE,               -- predicted change in the loss: sum of gradient * error
-    loss_fisher   DOUBLE,               -- half the sum of (gradient * error)² (for a weight, over the gradients of the individual tokens); to be multiplied by the number of tokens if the loss is their mean
+    loss_first_by_sequence DOUBLE[],    -- predicted change in each sequence's loss, in nats per token, to first order: sum of gradient * error; one number where sequences are not known; null without a gradient
+    loss_second_by_sequence DOUBLE[],   -- the same to second order: half the sum of (gradient * error)² with gradients of sampled labels; null if there was no pass with such labels
     sqnr_db       DOUBLE,
     mse           DOUBLE,
     relative_error DOUBLE,
@@ -156,23 +156,6 @@ CREATE TABLE segment (
     sketch_rows   BIGINT                -- how many it has
 );
 
--- The scores in each operand's own GEMM with their tensors, as terms of the sums of Catalog.errors: the sums of squares
--- of values and of errors, how many elements a share is of, and each measure as a number that grows with the error, with the tensor's key.
-CREATE VIEW measured AS
-SELECT tensor.*, score.format AS spec, 1 AS tensors, tensor.key AS first,
-       rms * rms * (numel - nans - infs) AS signal,
-       score.mse * (numel - nans - infs) AS noise,
-       CASE WHEN NOT isnan(score.flush_to_zero) THEN (numel - nans - infs - zeros)::DOUBLE END AS nonzero,
-       score.flush_to_zero * nonzero AS flushed,
-       CASE WHEN NOT isnan(score.saturated) THEN numel::DOUBLE END AS elements,
-       score.saturated * elements AS clipped,
-       CASE WHEN NOT isnan(score.sqnr_db) THEN -score.sqnr_db END AS bad_sqnr_db, tensor.key AS worst_sqnr_db,
-       CASE WHEN NOT isnan(score.flush_to_zero) THEN score.flush_to_zero END AS bad_flush_to_zero,
-       tensor.key AS worst_flush_to_zero,
-       CASE WHEN NOT isnan(score.saturated) THEN score.saturated END AS bad_saturated, tensor.key AS worst_saturated
-FROM score JOIN tensor USING (key)
-WHERE score.gemm IS NOT DISTINCT FROM tensor.gemm AND NOT isnan(score.mse) AND NOT isnan(rms);
-
 -- How far each of the CUBES of data/intake.py is summed up. `schema` there creates the other tables of each cube.
 CREATE TABLE cube (
     name          VARCHAR,
@@ -182,10 +165,8 @@ CREATE TABLE cube (
     size          BIGINT                -- rows of the table of this name
 );
 
--- SQNR of two sums of squares, of values and of errors.
-CREATE MACRO decibel(signal, noise) AS
-    CASE WHEN signal = 0 THEN 'nan'::DOUBLE WHEN noise = 0 THEN 'inf'::DOUBLE ELSE 10 * log10(signal / noise) END;
-
--- The mean of shares that are not NaN, each weighted by how many elements it is a share of.
-CREATE MACRO weighted(share, of) AS
-    sum(share * of) FILTER (NOT isnan(share)) / nullif(sum(of) FILTER (NOT isnan(share)), 0);
+-- A quantile of values that are not NaN; infinite where it lies among infinite values.
+CREATE MACRO quantile_of(x, q) AS
+    quantile_cont(greatest(least(x, 1e300), -1e300), q) FILTER (NOT isnan(x));
+CREATE MACRO unbounded(x) AS
+    CASE WHEN x > 1e200 THEN 'inf'::DOUBLE WHEN x < -1e200 THEN '-inf'::DOUBLE ELSE x END;

@@ -105,7 +105,10 @@ class Score:
 
     gemm         forward, dgrad or wgrad; None for a tensor that is the operand of no known GEMM
     used         whether the GEMM used the tensor rounded to this format
-    loss_first, loss_fisher   see quant.metrics.loss_change_later; None where the tensor's gradient is not known
+    loss_first_by_sequence, loss_second_by_sequence
+                 the predicted change of each sequence's loss in nats per token, to first and to second order, or one
+                 number for the micro-batch where sequences are not known: the mean is the change of the micro-batch's
+                 loss. None where no gradient, or none of sampled labels, was seen
     blocks       see quant.block_histograms; empty where they were not measured
     """
 
@@ -113,8 +116,8 @@ class Score:
     error: Errors
     gemm: str | None = None
     used: bool = False
-    loss_first: float | None = None
-    loss_fisher: float | None = None
+    loss_first_by_sequence: Sequence[float] | None = None
+    loss_second_by_sequence: Sequence[float] | None = None
     blocks: Mapping[str, Histogram] = field(default_factory=dict)
 
 
@@ -194,7 +197,13 @@ _ORIGIN = (
     ("corrections", _TEXT, "correction_lines"),
     ("file_key", _TEXT, "key"),
 )
-_SCORE = (("gemm", _TEXT), ("used", pa.bool_()), ("loss_first", _REAL), ("loss_fisher", _REAL))  # fields of a Score
+_BY_SEQUENCE = pa.list_(_REAL)
+_SCORE = (  # fields of a Score
+    ("gemm", _TEXT),
+    ("used", pa.bool_()),
+    ("loss_first_by_sequence", _BY_SEQUENCE),
+    ("loss_second_by_sequence", _BY_SEQUENCE),
+)
 # Columns that the segments of an earlier version lack: null there.
 ADDED_LATER = frozenset(
     (*(name for name, *_ in (*_SHARD, *_ORIGIN, *_SCORE)), "recomputed", "result_sqnr_db", "sha256")

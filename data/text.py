@@ -52,7 +52,7 @@ def short(value: float | None, digits: int = 4, sign: Literal["-", "+"] = "-") -
 
 def fixed(value: float, decimals: int, sign: Literal["-", "+"] = "-") -> str:
     """A number with this many decimals, for people. sign: as in `short`."""
-    return f"{value:{sign}.{decimals}f}".replace("-", "−")
+    return f"{round(value, decimals) + 0.0:{sign}.{decimals}f}".replace("-", "−")  # no "−0.0"
 
 
 def markdown_text(text: str) -> str:

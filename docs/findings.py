@@ -12,7 +12,7 @@ import altair as alt
 import pandas as pd
 
 from binade import Catalog, Filter
-from binade.app.questions.results.compute import results
+from binade.app.questions.results.compute import by_product
 from binade.app.questions.shared.labels import layer_names
 
 HERE = Path(__file__).parent / "findings"
@@ -65,9 +65,10 @@ def main() -> None:
             table = table.assign(place=place(table))
             charts[name] = dots(table, "sqnr_db", f"{title}: SQNR by format", "SQNR (dB)")
             print(table.pivot(index="place", columns="format", values="sqnr_db").round(1).to_string())
-            pooled = formats(catalog, where, specs, ("tensor_name",))
-            print(pooled[["format", "sqnr_db", "flush_to_zero", "saturated"]].round(5).to_string())
-        gemms = results(catalog, Filter(recipe=("mxfp4",)), (*PLACE, "part", "gemm"))
+            medians = formats(catalog, where, specs, ("tensor_name",))
+            ends = ["sqnr_db", "sqnr_db_low", "sqnr_db_high", "flush_to_zero", "saturated"]
+            print(medians[["format", "tensors", *ends]].round(5).to_string())
+        gemms = by_product(catalog.results(Filter(recipe=("mxfp4",))), (*PLACE, "part", "gemm"))
         gemms = gemms[gemms["part"] == "linear"].assign(place=place, format=lambda table: table["gemm"])
         charts["gemms"] = dots(gemms, "result_db", "Results of GEMMs in mxfp4: SQNR", "SQNR of the result (dB)")
         print(gemms.pivot(index="place", columns="gemm", values="result_db").round(1).to_string())

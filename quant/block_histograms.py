@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from binade.quant.reference import to_blocks
-from binade.quant.rounding import floor_log2
+from binade.quant.rounding import floor_log2, pow2
 from binade.quant.specs import TENSOR, Spec
 
 CHUNK = 1 << 18  # values measured at once
@@ -59,7 +59,8 @@ def block_histograms_later(
     """The histogram of each of BLOCK_MEASURES over the blocks of x, which was rounded to q along `dim`.
 
     x, q: of one shape, float32, bfloat16 or float16; of a spec with a rotation both rotated. scales: as
-    `quantizer.apply` returns them. Blocks that hold NaN or Inf, or zeros only, are left out. Sums in float32.
+    `quantizer.apply` returns them. Blocks that hold NaN or Inf, or zeros only, are left out. Sums in
+    float32, of values that are divided by a power of two near their block's largest.
     Returns a function, so that nothing waits for a GPU until it is called. Raises ValueError for a spec without blocks.
     """
     block = spec.block
@@ -76,9 +77,12 @@ def block_histograms_later(
     step = max(1, CHUNK // xs.shape[-1])
     for start, end in pairwise((*range(0, len(xs), step), len(xs))):
         some, rounded = xs[start:end].float(), qs[start:end].to(torch.float32, copy=True)
-        error = rounded.sub_(some)
+        error, peak = rounded.sub_(some), some.abs().amax(-1)
+        # A power of two that brings the largest magnitude near 1, so that no sum of squares underflows or overflows.
+        factor = pow2((-floor_log2(torch.where(peak.isfinite() & (peak > 0), peak, 1.0))).clamp(-126, 127))
+        some, error, peak = some * factor[:, None], error.mul_(factor[:, None]), peak * factor
         signal, noise = torch.linalg.vecdot(some, some), torch.linalg.vecdot(error, error)
-        crest = some.abs().amax(-1).square() * (xs.shape[-1] if counts is None else counts[start:end]) / signal
+        crest = peak.square() * (xs.shape[-1] if counts is None else counts[start:end]) / signal
         used = signal.isfinite() & noise.isfinite() & (signal > 0)
         scale = stored[start:end]
         scaled = scale.isfinite() & (scale > 0)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import repeat
 from threading import Lock
 
 import numpy as np
@@ -56,7 +57,9 @@ METRICS = {
     "saturated": Metric(
         "Saturated", "share of the elements with |x/scale| above the format's largest finite value", "%", percent=True
     ),
-    "gradient_bias": Metric("Gradient bias", "‖q−x‖² / ‖x‖², x: the bf16 gradient of the same iteration and data"),
+    "relative_squared_error": Metric(
+        "Relative squared error", "‖q−x‖² / ‖x‖², where x is the bf16 gradient of the same iteration and data"
+    ),
     "codes_used": Metric("Codes used", "number of the format's codes that occur"),
     "code_entropy_bits": Metric("Code entropy", "−Σp·log₂ p over the codes", "bits"),
     "scale_exponent_min": Metric("Smallest scale exponent", "of the block scales; all-zero blocks are left out"),
@@ -162,34 +165,43 @@ def sqnr_later(x: Tensor, q: Tensor) -> Callable[[], float]:
     return lambda: sqnr_db(float(sums[0]), float(sums[3]))
 
 
-def loss_change_later(
-    x: Tensor, q: Tensor | Spec, gradient: Tensor, dim: int = -1
-) -> Callable[[], tuple[float, float]]:
-    """The predicted effect on the loss of rounding x to q, from the gradient of the loss with respect to x: tensors of
-    one shape. With a spec, q is x rounded along `dim`.
+def loss_terms_later(
+    x: Tensor,
+    q: Tensor | Spec,
+    gradients: Callable[[], Iterable[Tensor]],
+    dim: int = -1,
+    split: Callable[[Tensor], Sequence[Tensor]] | None = None,
+) -> Callable[[], list[tuple[float, float]]]:
+    """The terms of the predicted effect on the loss of rounding x to q, for each of several gradients of x. With a
+    spec, q is x rounded along `dim`. split: each gradient is that of one part of x, which this function returns.
 
-    Returns a function, so that nothing waits for a GPU until it is called. It gives, in the units of the loss:
+    Returns a function, so that nothing waits for a GPU until it is called. It gives for each gradient g, in the units
+    of the loss, with e = q - x:
 
-        first    Σ g·e, e = q - x: the change to first order
-        fisher   ½ Σ g²·e²: the change to second order, if the loss is a sum over independent terms and the squared
-                 gradients stand for the diagonal of its Hessian. For a mean over N terms, N times this
+        first    Σ g·e
+        second   ½ Σ g²·e²
 
-    Products in float32, sums in float64. Both are NaN where x, q or the gradient is not finite. Definitions: the
-    `loss_shift_first` and `loss_shift_fisher` of common pruning and quantization papers.
+    Products in float32, sums in float64. Both are NaN where x, q or the gradient is not finite.
     """
-    x, gradient = x.detach(), gradient.detach()
-    total: Tensor | np.ndarray | None = None
-    if isinstance(q, Spec) and not q.hadamard:
-        total = cpu.score(x, q, dim, gradient=gradient)
-    if total is None:
-        q = apply(x, q, dim)[0] if isinstance(q, Spec) else q.detach()
-        total = cpu.measure(x, q, gradient=gradient)
-        total = _change_sums(x, q, gradient) if total is None else total
-    sums = total[:2]
+    x = x.detach()
+    found: list[Tensor | np.ndarray] = []
+    if isinstance(q, Spec) and split is None and not q.hadamard and x.device.type == "cpu":
+        for gradient in gradients():
+            if (sums := cpu.score(x, q, dim, gradient=gradient.detach())) is None:
+                found.clear()
+                break
+            found.append(sums)
+    if not found:
+        rounded = apply(x, q, dim)[0] if isinstance(q, Spec) else q.detach()
+        parts = zip(split(x), split(rounded), strict=True) if split else repeat((x, rounded))
+        for (own, other), gradient in zip(parts, gradients(), strict=False):
+            gradient = gradient.detach()
+            sums = cpu.measure(own, other, gradient=gradient)
+            found.append(_change_sums(own, other, gradient) if sums is None else sums)
 
-    def fetch() -> tuple[float, float]:
-        first, squares = sums.tolist()
-        return (first, squares / 2) if math.isfinite(first) and math.isfinite(squares) else (math.nan, math.nan)
+    def fetch() -> list[tuple[float, float]]:
+        pairs = (sums[:2].tolist() for sums in found)
+        return [(a, b / 2) if math.isfinite(a) and math.isfinite(b) else (math.nan, math.nan) for a, b in pairs]
 
     return fetch
 
@@ -230,7 +242,7 @@ def compare(
     return (
         found
         | used
-        | {"gradient_bias": found["relative_error"] ** 2, "outlier_ratio": outlier_ratio(x)}
+        | {"relative_squared_error": found["relative_error"] ** 2, "outlier_ratio": outlier_ratio(x)}
         | {name: getattr(own, name) for name in ("kurtosis", "crest_factor", "dynamic_range")}
         | {name: distance(own.sketch, other.sketch) for name, distance in DISTANCES.items()}
     )

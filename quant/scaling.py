@@ -190,9 +190,9 @@ class Amax(Scaling):
     """A float32 scale S = target / absmax for a tensor, a row or a tile; `pow2` clears its mantissa. S is 1 where
     absmax is 0, and the largest float32 where it overflows. The default target is the element's largest value.
 
-    A tensor or a row: an element is read back as v / S; without `pow2`, a target and a history, absmax is at least
-    1e-12. Transformer Engine's current scaling; torchao's `float8_utils.py`, whose quotient in float64 rounds to the
-    same S, and whose absmax is at least 1e-12 with powers of two, too.
+    A tensor or a row: an element is read back as v / S; absmax is at least 1e-12, unless there is a target, a history,
+    or a tensor's S is a power of two. Transformer Engine's current scaling; torchao's `float8_utils.py`, whose quotient
+    in float64 rounds to the same S.
     Tiles: an element is read back as v · float32(1/S). Transformer Engine, `quantize_scale_calc.py`. DeepGEMM keeps
     s = max(absmax, 1e-4) / 448, rounds x · float32(1/s), and reads back v · s.
     """
@@ -214,7 +214,7 @@ class Amax(Scaling):
             target = 2.0 ** (spec.format.element.precise_emax + 1) * (1 - 2.0**-24)  # HiFloat8: just below 2^4
         whole = spec.block in (ROW, TENSOR)
         # With a Python number in place of either tensor, CUDA would multiply by a rounded reciprocal.
-        clamped = whole and not (self.pow2 or self.target or spec.history)
+        clamped = whole and not (self.target or spec.history or (self.pow2 and spec.block == TENSOR))
         divisor = largest.clamp(min=1e-12) if clamped else largest
         scale = (torch.full_like(largest, target) / divisor).clamp(max=FLOAT32_MAX)
         scale = torch.where(largest == 0, torch.ones_like(scale), scale)
@@ -526,6 +526,10 @@ def block_scale_exponent(absmax: Tensor, element: Element, rule: str) -> Tensor:
     ceil    the same with log2 rounded up
     even    floor, after absmax is rounded to the element's mantissa (half an ulp added)
     rceil   the smallest k for which max · 2^k >= absmax
+
+    A block of subnormal values has k = -127, and they are rounded on its grid, as in torchao's `mx_tensor.py` today.
+    Implementations that multiply by 1 where the scale is coded as 0 (earlier ones of torchao, ports of Transformer
+    Engine's `exp2f_rcp`) make such a block 0; the specification has no such exception.
     """
     lifted, lift = lift_subnormals(absmax)
     bits = lifted.view(torch.int32)

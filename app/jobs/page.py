@@ -348,7 +348,7 @@ def _results(view: JobView, run_id: str, losses: pd.DataFrame, step: int) -> Non
 
 def _worst(opened: Catalog, where: Filter, fmt: str) -> Figure | None:
     def compute(done: Done) -> Drawn:
-        worst = overview.worst(opened, where, fmt, "what the job has recorded so far")
+        worst = overview.worst(opened, where, fmt)
         if worst is None:
             return Drawn()
         return Drawn((replace(worst, name="job_worst", height=max(300, worst.height or 0), hint=""),)).prepared()

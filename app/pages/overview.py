@@ -11,6 +11,7 @@ from binade.app.params import One, Param
 from binade.app.questions.ranking import compute as ranking_compute
 from binade.app.questions.ranking.charts import ranking, ranking_height
 from binade.app.questions.shared import distribution_charts, distributions
+from binade.app.questions.shared.scope import scope_of, scoped
 from binade.app.questions.shared.selection import Selection
 from binade.app.style import MEASURES
 from binade.data.catalog import Catalog
@@ -40,7 +41,8 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
 
 
 def panels(opened: Catalog, where: Filter) -> list[Figure]:
-    """One of PANELS each; those with nothing to draw are left out."""
+    """One of PANELS each, of one run and iteration; those with nothing to draw are left out."""
+    where = scoped(opened, where)
     each = distributions.each_by(opened, where, tuple(by for by, _ in PANELS[1:]))
     figures = []
     for by, title in PANELS:
@@ -49,7 +51,7 @@ def panels(opened: Catalog, where: Filter) -> list[Figure]:
         table = distributions.log2_histogram(found)
         if table.empty:
             continue
-        subtitle = f"{title} · {big(sum(d.total for d in found))} values · from sketches"
+        subtitle = f"{title} · {big(sum(d.total for d in found))} values · {scope_of(opened, where)} · from sketches"
         figure = Figure(
             f"panel_{by}",
             distribution_charts.histogram(table, subtitle, title.removeprefix("By ")),
@@ -63,17 +65,15 @@ def panels(opened: Catalog, where: Filter) -> list[Figure]:
     return figures
 
 
-def worst(
-    opened: Catalog, where: Filter, fmt: str, subtitle: str = "all runs and iterations in the filter, combined"
-) -> Figure | None:
-    """The places with the lowest SQNR; None where no operand is scored."""
-    measure = MEASURES["sqnr_db"]
+def worst(opened: Catalog, where: Filter, fmt: str) -> Figure | None:
+    """The places with the lowest SQNR in one run and iteration; None where no operand is scored."""
+    measure, where = MEASURES["sqnr_db"], scoped(opened, where, scored=True)
     table = ranking_compute.ranking(opened, where, fmt, "sqnr_db").head(WORST)
     if table.empty:
         return None
     return Figure(
         "worst",
-        ranking(table, measure, f"Lowest SQNR in {fmt}", subtitle),
+        ranking(table, measure, f"Lowest SQNR in {fmt}", scope_of(opened, where)),
         table,
         source(where, f"each place’s operands, rounded to {fmt}") + f"\nSQNR: {measure.definition}.",
         hint="Click a bar to open its worst tensor.",

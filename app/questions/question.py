@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +11,9 @@ from binade.app.figure import Drawn
 from binade.app.params import Param
 from binade.app.report.section import ReportSelection, Section
 from binade.data.catalog import Catalog
+from binade.data.filter import Filter
+
+Beyond = Callable[[Catalog, Filter, Collection[str]], Iterable[str]]
 
 
 def not_in_report(selection: ReportSelection) -> Iterable[Section]:
@@ -35,6 +38,8 @@ class Question:
                  with (steps done, steps in all)
     of_runs      whether the answer also depends on how far runs are: on their losses and states
     of_fields    the fields of the filter that the answer depends on; () for all
+    beyond       the runs that the answer reads besides those that its filter selects or its parameters name: (the root,
+                 the filter, these) -> run ids. Sessions and bundles keep them too. None if there are no others
     of_values    whether the answer depends on a tensor's row and values alone, so that it stays when the root changes
     link         parameters that the overview's link sets
     note         shown under the title if the question has its own page, in place of the filter
@@ -56,6 +61,7 @@ class Question:
     slow: str = ""
     of_runs: bool = False
     of_fields: tuple[str, ...] = ()
+    beyond: Beyond | None = None
     of_values: bool = False
     link: dict[str, str] = field(default_factory=dict)
     note: str = ""

@@ -13,13 +13,11 @@ from copy import copy
 from dataclasses import replace
 from pathlib import Path
 
-from torch import Tensor
-
 from binade.app.figure import Drawn
 from binade.app.pages.registry import PAGES
-from binade.app.params import TITLES, Params, read, read_filter
-from binade.app.questions.recipes import question as recipes
-from binade.app.questions.shared.runs import every_run
+from binade.app.params import TITLES, Params, read, read_filter, texts_of
+from binade.app.questions.question import Beyond
+from binade.app.questions.registry import QUESTIONS
 from binade.app.questions.shared.selection import Selection
 from binade.app.sessions.session import Pin, RunReference, Session
 from binade.data.catalog import Catalog
@@ -28,53 +26,63 @@ from binade.data.runs import RunError, fingerprint
 
 
 def runs_of(catalog: Catalog, pins: Sequence[Pin]) -> list[str]:
-    """The runs that pins show: those that their filters select, those of their tensors, and the bf16 runs that these
-    are compared with."""
+    """The runs that pins show: those that their filters select, that they name, or that are shown by default, and those
+    that their questions read beyond these."""
     runs, facets = catalog.runs(), catalog.facets()
-    table = every_run(catalog)
-    references = dict(zip(table["run_id"], table["reference"], strict=True))
     found: set[str] = set()
     for pin in pins:
-        if pin.page in ("runs", "sql"):
-            found |= set(runs["run_id"])
-            continue
         where, _ = read_filter(facets, pin.params)
         selected = set(catalog.facets(where).get("run_id", []))
         selected &= set(where.run_id) if where.run_id else selected
-        if pin.page == "recipes":
-            selected |= set(recipes.runs_of(catalog, where)["run_id"])
         selected |= _named(catalog, pin)
-        if pin.page in ("recipes", "tensor"):
-            selected |= {references[run] for run in selected if references.get(run)}
+        params = _params(catalog, pin)
+        values, _ = read(params, pin.params)
+        selected.update(*(texts_of(values[name]) for name, param in params.items() if param.refers_to == "run"))
+        for beyond in _beyond(pin, str(values.get("view", ""))):
+            selected.update(beyond(catalog, where, selected))
         found |= selected
     return [run for run in runs["run_id"] if run in found]
 
 
+def _beyond(pin: Pin, view: str) -> list[Beyond]:
+    page = PAGES.get(pin.page)
+    shown = [question for question in QUESTIONS if question.page == pin.page and question.view in ("", view)]
+    return [each.beyond for each in (page, *shown) if each and each.beyond]
+
+
 def _named(catalog: Catalog, pin: Pin) -> set[str]:
     """The runs that a pin names itself, by their id or by a tensor of theirs."""
-    named = {*pin.params.get("run_id", []), *pin.params.get("against", [])}
-    return named | set(catalog.rows_of(_tensors(pin))["run_id"])
+    named = {*pin.params.get("run_id", []), *_references(catalog, pin, "run")}
+    return named | set(catalog.rows_of(_tensors(catalog, pin))["run_id"])
+
+
+def _params(catalog: Catalog, pin: Pin) -> Params:
+    page = PAGES.get(pin.page)
+    return page.params(catalog) if page and page.params else {}
+
+
+def _references(catalog: Catalog, pin: Pin, kind: str) -> list[str]:
+    """The ids of this kind in a pin's parameters."""
+    names = [name for name, param in _params(catalog, pin).items() if param.refers_to == kind]
+    return [text for name in names for text in pin.params.get(name, [])]
 
 
 def tensors_of(catalog: Catalog, pins: Iterable[Pin], runs: Sequence[str] | None = None) -> list[str]:
     """The tensors whose values it takes to draw pins, of these runs (as `draw`): found by drawing them."""
     loaded: dict[str, None] = {}
 
-    def load(tensor_id: str) -> Tensor:
-        loaded[tensor_id] = None
-        return catalog.load(tensor_id)
-
     watched = copy(catalog)
-    watched.load = load  # type: ignore[method-assign]
+    watched.reads = lambda tensor_id: loaded.setdefault(tensor_id)
     watched.cache = None  # otherwise cached charts would load nothing
     for pin in pins:
         draw(watched, pin, runs)
-        loaded |= dict.fromkeys(_tensors(pin))
+        loaded |= dict.fromkeys(_tensors(catalog, pin))
     return list(loaded)
 
 
-def _tensors(pin: Pin) -> list[str]:
-    return [*pin.params.get("tensor", []), *pin.params.get("other", [])]
+def _tensors(catalog: Catalog, pin: Pin) -> list[str]:
+    """The tensors that a pin names: those chosen on its page, and those of its parameters."""
+    return list(dict.fromkeys([*pin.params.get("tensor", []), *_references(catalog, pin, "tensor")]))
 
 
 def draw(catalog: Catalog, pin: Pin, runs: Sequence[str] | None = None) -> Drawn:

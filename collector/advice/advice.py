@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 
 from binade.collector.advice.choice import GROUPS, choose, grouped, pairs
-from binade.collector.advice.costs import FORWARD, OPERAND, AdviceError, Costs, bits_of
+from binade.collector.advice.costs import FORWARD, OPERAND, AdviceError, Costs, bits_of, error_of
 from binade.collector.errors import ConfigError
 from binade.collector.jobs import Job, add_runs, parse_runs, start_runner
 from binade.collector.models.site import Site
@@ -25,15 +25,19 @@ from binade.collector.recipes.recipe import BF16, MODULES, About, Recipe
 from binade.collector.recipes.selection import Selection, SelectionError
 from binade.collector.training.config import RunConfig, check
 from binade.collector.training.slurm_options import SlurmOptions
+from binade.data import evidence
 from binade.data.catalog import Catalog
+from binade.data.evidence import Estimate, Measure
 from binade.data.text import fixed, short
 from binade.quant.specs import OPERAND_FIELDS, Spec
 
+CHANGE = Measure("loss_change", "Predicted loss change", "nats", signed=True)
+BITS = Measure("bits", "Bits per value", "bits", decimals=2)
 POINTS = 12  # of the frontier
 AS_MANY = 0.01  # tolerance in bits per value, since the advice may not use all of its budget
 RELIABLE = 0.8
 ADVISED = "Advised"  # begins the title of the recipes made here
-COLUMNS = ["kind", "name", "bits", "change"]
+COLUMNS = ["kind", "name", "bits", "change", "error"]
 
 
 @dataclass(frozen=True)
@@ -59,10 +63,11 @@ class Request:
 @dataclass(frozen=True)
 class Advice:
     """
-    chosen    a row for each operand: OPERAND, spec, values, bits, change, noise, group, and saved: by how much the
-              loss, or for a backward operand its noise, would be worse in the narrowest spec
-    frontier  kind (advised, uniform or published), name, bits per forward value, change (of the loss): the choices
-              under other budgets, one spec for all, and the published recipes whose specs were all scored
+    chosen    a row for each operand: OPERAND, spec, values, bits, change, error, by_sequence, noise, group, and saved:
+              by how much the loss, or for a backward operand its noise, would be worse in the narrowest spec
+    frontier  kind (advised, uniform or published), name, bits per forward value, change (of the loss) and error (its
+              standard error over sequences): the choices under other budgets, one spec for all, and the published
+              recipes whose specs were all scored
     unplaced  the published recipes whose forward specs were not all scored
     """
 
@@ -81,6 +86,16 @@ class Advice:
     def change(self) -> float:
         """The predicted change in the loss."""
         return float(self.forward["change"].sum())
+
+    @property
+    def error(self) -> float:
+        """The standard error of the predicted change over sequences; NaN for one sequence."""
+        return error_of(self.forward["by_sequence"])
+
+    @property
+    def estimate(self) -> Estimate:
+        """The predicted change with its interval over sequences."""
+        return evidence.with_error(CHANGE, self.change, self.error, self.costs.sequences, "sequences")
 
     @property
     def forward(self) -> pd.DataFrame:
@@ -113,23 +128,25 @@ class Advice:
         return found.assign(place=[f"layer{layer}.{module} {tensor}" for layer, module, tensor in names])
 
     @property
-    def sentence(self) -> str:
+    def sentence(self) -> evidence.Sentence:
         """The choice in a sentence."""
-        change = short(self.change, 3, "+")
-        text = f"Advised: {self.bits:.2f} bits per forward value for a predicted loss change of {change}"
-        other = self.uniform
+        bits, other = evidence.exact(BITS, self.bits), self.uniform
+        parts: dict[str, Estimate | str] = {"bits": bits, "change": self.estimate}
+        text = "Advised: {bits} per forward value for a predicted loss change of {change}"
         if other is None:
-            return f"{text}; no single format takes as few bits."
-        return f"{text}; with {other['name']} alone, {other['bits']:.2f} bits, it is {short(other['change'], 3, '+')}."
+            return evidence.say(f"{text}; no single format takes as few bits.", **parts)
+        change = evidence.with_error(CHANGE, other["change"], other["error"], self.costs.sequences, "sequences")
+        parts |= {"other": str(other["name"]), "others": evidence.exact(BITS, other["bits"]), "than": change}
+        return evidence.say(f"{text}; with {{other}} alone, {{others}}, it is {{than}}.", **parts)
 
     @property
     def doubts(self) -> list[str]:
         """A sentence for each reason not to rely on it."""
         found = []
-        if self.costs.micro_batches == 1:
+        if self.costs.sequences == 1:
             found.append(
-                "One micro-batch was recorded: first-order terms cannot be separated from its noise and are left out. "
-                "Record several micro-batches."
+                "One sequence was recorded: first-order terms cannot be separated from its noise and are left out. "
+                "Record several sequences."
             )
         elif not self.costs.reliability >= RELIABLE:
             number = (
@@ -138,8 +155,8 @@ class Advice:
                 else f"{fixed(self.costs.reliability, 2)}, below {RELIABLE}"
             )
             found.append(
-                f"Spearman's ρ between the rankings of two halves of the micro-batches is {number}: "
-                "record more micro-batches before you rely on the ranking."
+                f"Spearman's ρ between the rankings of two halves of the sequences is {number}: "
+                "record more sequences before you rely on the ranking."
             )
         if self.costs.left:
             found.append(
@@ -208,9 +225,10 @@ def advise(costs: Costs, request: Request) -> Advice:
     chosen = chosen.merge(_narrowest(table, specs), on=OPERAND)
     measured = chosen["change"].where(chosen["gemm"] == FORWARD, chosen["noise"])
     chosen = chosen.assign(saved=chosen.pop("narrowest") - measured)
-    rows = [*_frontier(options, request)]
+    rows = [*_frontier(options, request, forward)]
     for spec, own in forward.groupby("spec"):
-        rows.append(("uniform", str(spec), _mean_bits(own), float(own["change"].sum())))
+        total = float(own["change"].sum()), error_of(own["by_sequence"])
+        rows.append(("uniform", str(spec), _mean_bits(own), *total))
     published = {name: placed(parse_recipe(name), costs) for name in PUBLISHED}
     rows += [("published", name, *at) for name, at in published.items() if at]
     unplaced = tuple(name for name, at in published.items() if not at)
@@ -248,7 +266,9 @@ def _mean_bits(rows: pd.DataFrame) -> float:
     return float(rows["bits"].sum() / rows["values"].sum())
 
 
-def _frontier(options: pd.DataFrame, request: Request) -> Iterator[tuple[str, str, float, float]]:
+def _frontier(
+    options: pd.DataFrame, request: Request, forward: pd.DataFrame
+) -> Iterator[tuple[str, str, float, float, float]]:
     """The choices for other budgets, from the narrowest to bf16."""
     values = options.groupby("group")["values"].first().sum()
     least = options.groupby("group")["bits"].min().sum() / values
@@ -257,12 +277,14 @@ def _frontier(options: pd.DataFrame, request: Request) -> Iterator[tuple[str, st
             best = choose(options, bits=float(bits) + 1e-9, most_bf16=request.most_bf16)
         except AdviceError:  # only so many layers may be in bf16
             continue
-        yield "advised", f"{bits:.1f} bits", float(best["bits"].sum() / values), float(best["cost"].sum())
+        total = float(best["cost"].sum()), error_of(_rows(forward, best)["by_sequence"])
+        yield "advised", f"{bits:.1f} bits", float(best["bits"].sum() / values), *total
 
 
-def placed(recipe: Recipe, costs: Costs, skip: str = "") -> tuple[float, float] | None:
-    """(bits per forward value, predicted loss change) of a recipe on the operands of `costs`; None if one of its
-    forward specs was not scored, if it rounds other parts too, or if it has a schedule. skip: layers that stay in bf16.
+def placed(recipe: Recipe, costs: Costs, skip: str = "") -> tuple[float, float, float] | None:
+    """(bits per forward value, predicted loss change, its standard error over sequences) of a recipe on the operands of
+    `costs`; None if one of its forward specs was not scored, if it rounds other parts too, or if it has a schedule.
+    skip: layers that stay in bf16.
     """
     known, operands = costs.forward
     parts = set(operands["part"])
@@ -282,7 +304,8 @@ def placed(recipe: Recipe, costs: Costs, skip: str = "") -> tuple[float, float] 
     if not set(taken) <= set(known.index):
         return None
     own = known.loc[taken]
-    return float(own["bits"].sum() / operands["values"].sum()), float(own["change"].sum())
+    bits = float(own["bits"].sum() / operands["values"].sum())
+    return bits, float(own["change"].sum()), error_of(own["by_sequence"])
 
 
 def verification(catalog: Catalog, advice: Advice, recipe: str, seeds: int, iterations: int) -> list[RunConfig]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
 import pandas as pd
 from scipy.stats import spearmanr
 
@@ -36,25 +37,28 @@ class AdviceError(ConfigError):
 class Costs:
     """
     table          a row for each of OPERAND and spec, bf16 among them: spec, values (per micro-batch), bits (of all
-                   its values), change (of the loss, forward operands only), noise (‖e‖²/‖x‖²), tensor_id
+                   its values), change (of the loss, forward operands only), error (its standard error over sequences),
+                   by_sequence (the changes of the sequences, in one order), noise (‖e‖²/‖x‖²), tensor_id
     runs           the runs that it is from, all of one recipe
     micro_batches  the fewest that an operand was recorded in
+    sequences      the fewest sequences that an operand's change was predicted from
     reliability    Spearman's ρ of the forward operands' changes, in the narrowest spec, between two halves of the
-                   micro-batches; NaN for one micro-batch or for fewer than three operands
+                   sequences; NaN for one sequence or for fewer than three operands
     left           GEMMs without advice, because not both operands were scored: "qk.dquery"
     """
 
     table: pd.DataFrame
     runs: tuple[str, ...]
     micro_batches: int
+    sequences: int
     reliability: float
     left: tuple[str, ...]
 
     @cached_property
     def forward(self) -> tuple[pd.DataFrame, pd.DataFrame]:
-        """(bits and change of each forward operand and spec, by OPERAND and spec; a row for each operand)."""
+        """(bits, change and by_sequence of each forward operand and spec, by OPERAND and spec; a row for each)."""
         rows = self.table[self.table["gemm"] == FORWARD]
-        return rows.set_index([*OPERAND, "spec"])[["bits", "change"]], rows.drop_duplicates(OPERAND)
+        return rows.set_index([*OPERAND, "spec"])[["bits", "change", "by_sequence"]], rows.drop_duplicates(OPERAND)
 
     @property
     def values(self) -> float:
@@ -71,6 +75,16 @@ class Costs:
 def bits_of(spec: str) -> float:
     """Bits per value."""
     return BF16_BITS if spec == BF16 else Spec.of(spec).bits_per_value
+
+
+def error_of(changes: Iterable[Sequence[float]]) -> float:
+    """The standard error over sequences of the sum of operands' changes, each given by sequence: those of one sequence
+    are correlated. NaN for one sequence, or if the operands' numbers of sequences differ."""
+    given = [np.asarray(each, float) for each in changes if len(each)]
+    if len({len(each) for each in given}) != 1 or len(given[0]) < 2:
+        return 0.0 if not given else math.nan
+    total = np.sum(given, axis=0)
+    return float(total.std(ddof=1) / math.sqrt(len(total)))
 
 
 def costs(catalog: Catalog, where: Filter | None = None, parts: Sequence[str] = ()) -> Costs:
@@ -106,6 +120,11 @@ def costs(catalog: Catalog, where: Filter | None = None, parts: Sequence[str] = 
             "no gradient of a forward operand was recorded, so no change in the loss is predicted: record a run with "
             "a backward pass and --measures loss"
         )
+    if forward["second"].isna().all():
+        raise AdviceError(
+            "no second order was measured, so no change in the loss is predicted: record a run with this version, and "
+            "in your own loop call recorder.sensitivity(logits) before the backward pass"
+        )
     if (bad := forward[forward[["first", "second"]].isna().any(axis=1)]).size:
         row = bad.iloc[0]
         raise AdviceError(
@@ -113,17 +132,18 @@ def costs(catalog: Catalog, where: Filter | None = None, parts: Sequence[str] = 
             f"{int(row['layer_index'])} {row['module']} {row['tensor_name']} in {row['spec']}: a gradient is not "
             "finite, or was not recorded; record the run again, or filter by another run (--run-id)"
         )
-    table["change"] = forward["change"]
-    bf16 = table.drop_duplicates(OPERAND).assign(spec=BF16, noise=0.0)
+    table["change"], table["error"] = forward["change"], forward["change_error"]
+    bf16 = table.drop_duplicates(OPERAND).assign(spec=BF16, noise=0.0, error=0.0)
+    bf16["by_sequence"] = [[] for _ in range(len(bf16))]
     bf16["change"] = bf16["change"].where(bf16["gemm"] != FORWARD, 0.0)
     table = pd.concat([table, bf16], ignore_index=True)
     table["bits"] = table["values"] * table["spec"].map({spec: bits_of(spec) for spec in set(table["spec"])})
     narrowest = min(set(table["spec"]), key=lambda spec: (bits_of(spec), spec))
     halves = forward[forward["spec"] == narrowest].dropna(subset=["half", "other"])
     reliability = float(spearmanr(halves["half"], halves["other"]).statistic) if len(halves) > 2 else math.nan
-    columns = [*OPERAND, "spec", "values", "bits", "change", "noise", "tensor_id"]
-    fewest = int(forward["micro_batches"].min())
-    return Costs(table[columns], runs, fewest, reliability, left)
+    columns = [*OPERAND, "spec", "values", "bits", "change", "error", "by_sequence", "noise", "tensor_id"]
+    micro_batches, sequences = (int(forward[name].min()) for name in ("micro_batches", "sequences"))
+    return Costs(table[columns], runs, micro_batches, sequences, reliability, left)
 
 
 def _runs(catalog: Catalog, where: Filter | None) -> tuple[str, ...]:

@@ -32,6 +32,7 @@ from binade.collector.capture.recorder import Recorder, version_of
 from binade.collector.capture.writing import copy_later
 from binade.collector.models.site import Site
 from binade.data.events import Reached
+from binade.quant.gemm import sampling
 from binade.quant.quantizer import DTYPES
 
 FORWARD, BACKWARD = "forward", "backward"
@@ -287,6 +288,8 @@ class Provenance:
 
     def _arrived(self, call: _Call, gradient: Tensor) -> None:
         """The gradient of a result of the call."""
+        if sampling():
+            return
         note = self._gradient(call.arriving, gradient)
         if note and self.largest and not self.kept:
             self.largest.see(gradient.detach(), note)
@@ -295,6 +298,8 @@ class Provenance:
 
     def _left(self, call: _Call, gradient: Tensor) -> None:
         """The gradient of an input of the call."""
+        if sampling():
+            return
         self._made(call, gradient)
         call.awaited -= 1
         if not call.awaited:
@@ -302,7 +307,7 @@ class Provenance:
             call.gradients.clear()
 
     def _parameter(self, module: nn.Module, gradient: Tensor) -> None:
-        if call := self.last.get(module):
+        if not sampling() and (call := self.last.get(module)):
             self._made(call, gradient)
 
     def _made(self, call: _Call, gradient: Tensor) -> None:

@@ -8,14 +8,34 @@ from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
+from binade.collector.capture.adapters.passes import running_backward
 from binade.collector.capture.instrument import instrument
 from binade.collector.capture.recorder import Recorder
 from binade.collector.recipes.recipe import Recipe
 from binade.collector.training.config import DEFAULT_SCORES
 
 Provider = Callable[..., nn.Module]
+
+
+def _predict(model: nn.Module, recorder: Recorder) -> Callable[[], None]:
+    """Call `Recorder.sensitivity` in each training pass, with the logits of the model's output layer, [s, b, v].
+    Returns a function that ends this."""
+    head, config = getattr(model, "output_layer", None), getattr(model, "config", None)
+    names = "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"
+    sizes = (getattr(config, name, 1) for name in names)
+    if not isinstance(head, nn.Module) or any(size not in (None, 1) for size in sizes):
+        return lambda: None
+    if getattr(config, "gradient_accumulation_fusion", False):  # the head would add to the training's gradients
+        return lambda: None
+
+    def passed(_: nn.Module, args: Any, result: Any) -> None:
+        logits = result[0] if isinstance(result, tuple) else result
+        if model.training and isinstance(logits, Tensor) and logits.requires_grad and not running_backward():
+            recorder.sensitivity(logits, batch_axis=1)
+
+    return head.register_forward_hook(passed).remove
 
 
 @contextmanager
@@ -45,6 +65,9 @@ def instrument_provider(
         scores: See `Recorder`.
         **options: Further options of `instrument`.
 
+    Changes in the loss are predicted as with `Recorder.sensitivity`, if the model is not divided among tensor- or
+    pipeline-parallel ranks and does not fuse the accumulation of gradients.
+
     The call of the provider raises the errors of `instrument` and `Recorder`.
     """
     given = {"model": "megatron"} | (config or {})
@@ -60,6 +83,7 @@ def instrument_provider(
             if recorder is None:
                 recorder = contexts.enter_context(start(label=str(given["model"])))
             contexts.enter_context(instrument(model, recipe, recorder, **options))
+            contexts.callback(_predict(model, recorder))
             return model
 
         try:

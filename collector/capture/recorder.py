@@ -11,7 +11,7 @@ import os
 import re
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -25,10 +25,11 @@ from torch import Tensor, nn
 
 from binade.collector.capture.adapters.dtensor import is_dtensor
 from binade.collector.capture.adapters.layer import InstrumentError, Layer, Moment
-from binade.collector.capture.adapters.passes import counted_by_megatron, running_backward
+from binade.collector.capture.adapters.passes import counted_by_megatron, running_backward, seed_of
 from binade.collector.capture.curves import Curves
 from binade.collector.capture.monitor import Alert, Monitor
 from binade.collector.capture.reduction import Reduction
+from binade.collector.capture.sensitivity import ONE, Sequences, backward, measure_scale, sampled_gradient
 from binade.collector.capture.tried import Tried, try_formats
 from binade.collector.capture.watching import Stats, WatchOptions
 from binade.collector.capture.writing import Pending, Writing, signals_later
@@ -58,7 +59,7 @@ from binade.data.tensor_kinds import (
 )
 from binade.data.text import describe, plain_name
 from binade.quant.backends.counts import counted
-from binade.quant.gemm import Observed, Tap
+from binade.quant.gemm import Observed, Tap, sampling
 from binade.quant.metrics import sqnr_later
 from binade.quant.quantizer import DTYPES
 from binade.quant.specs import Spec
@@ -114,8 +115,9 @@ class Recorder:
         tensors: Names of data.tensor_kinds to record. The default is all tensors of attention and linear layers.
         scores: Formats or specs in which every operand is scored; () for none. The default is that of `binade run`.
         measures: What else to measure of each GEMM, see data.tensor_kinds.Measure. The default is all.
-        loss_scale: The factor by which the loss is multiplied before its backward pass, such as 1 / accumulated
-            micro-batches, or a function that returns it, such as GradScaler.get_scale.
+        loss_scale: The factor by which the mean cross entropy of a micro-batch is multiplied before its backward pass,
+            such as 1 / accumulated micro-batches, or a function that returns it and is called once per iteration. By
+            default it is measured where `sensitivity` is called, and 1 elsewhere.
         raw: Whether to keep values, not only statistics, sketches and scores.
         max_bytes: The size limit for this rank's tensor files; `binade run --max-bytes` is the limit for all ranks
             together. Beyond it, values are not kept.
@@ -168,7 +170,7 @@ class Recorder:
         tensors: Sequence[str] = (),
         scores: Sequence[str] = DEFAULT_SCORES,
         measures: Sequence[str] = tuple(Measure),
-        loss_scale: float | Callable[[], float] = 1.0,
+        loss_scale: float | Callable[[], float] | None = None,
         raw: bool = True,
         max_bytes: int = 4 << 30,
         ranks: Ranks | None = None,
@@ -262,6 +264,9 @@ class Recorder:
         self.arrived: set[Moment] = set()  # forward passes of this iteration whose backward pass has begun
         self._captured: list[Captured] = []
         self._measured: dict[tuple[Site, Product, Moment], dict[str, list[Tried]]] = {}
+        self.sequences: dict[Moment, Sequences] = {}  # of the micro-batches that `sensitivity` was called for
+        self._scales: dict[Moment, Callable[[], float]] = {}
+        self._asked_scale: tuple[int, float] | None = None  # the iteration that loss_scale was called in, its result
         self._shown: set[str] = set()  # what was recorded besides products
         self._count = 0
 
@@ -522,6 +527,63 @@ class Recorder:
     def fired(self) -> tuple[str, ...]:
         """The triggers known to have fired in this run."""
         return self._monitor.fired if self.entered else ()
+
+    def sensitivity(self, logits: Tensor, valid: Tensor | None = None, *, batch_axis: int = 0) -> None:
+        """Run the backward pass that predictions of the loss need: see docs/loss.md. Call it in each micro-batch
+        between the forward pass and the backward pass:
+
+            logits = model(tokens)
+            recorder.sensitivity(logits)
+            F.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
+
+        The loss of this pass is the cross entropy of labels drawn from the model's own softmax. It changes neither
+        gradients nor torch's random state, and returns at once where nothing is predicted. From the backward pass that
+        follows, it also measures loss_scale if the Recorder was not given one.
+
+        logits      [b, s, v], as they enter the loss; [s, b, v] with batch_axis=1
+        valid       which tokens are in the loss, bool [b, s] or [s, b]; all if None
+        """
+        if not self.entered or self.paused or Measure.LOSS not in self.measures or not logits.requires_grad:
+            return
+        moment = self.moment()
+        if not moment.recording or moment.basic or moment.evaluation or moment in self.sequences:
+            return
+        if is_dtensor(logits):
+            self._without_second_order("the logits are a DTensor")
+            return
+        place = self.config.get("seed", 0), moment.iteration, moment.micro_batch, self.replica
+        gradient = sampled_gradient(logits, seed_of("labels", *place), valid)
+        self.sequences[moment] = Sequences.of(logits, batch_axis)
+        if self.loss_scale is None:
+            measured = measure_scale(logits, valid)
+            self._scales[moment] = lambda: measured() or 1.0
+        self.second_order(logits, gradient)
+
+    def second_order(self, logits: Tensor, gradient: Tensor) -> None:
+        """Take second-order terms from a backward pass with this gradient of the logits."""
+        before = set(self.arrived)
+        try:
+            backward(logits, gradient)
+        except RuntimeError as error:
+            if "heckpoint" not in str(error):
+                raise
+            self._without_second_order("activations are recomputed with use_reentrant=True")
+        self.arrived.intersection_update(before)
+
+    def _without_second_order(self, reason: str) -> None:
+        warnings.warn(f"changes in the loss are predicted to first order only: {reason}", stacklevel=3)
+
+    def loss_scale_of(self, moment: Moment) -> Callable[[], float]:
+        """The factor of that micro-batch's loss, as a function that is called after its backward pass."""
+        given = self.loss_scale
+        if given is None:
+            return self._scales.get(moment, lambda: 1.0)
+        if callable(given):
+            if self._asked_scale is None or self._asked_scale[0] != moment.iteration:
+                self._asked_scale = moment.iteration, float(given())
+            given = self._asked_scale[1]
+        scale = given
+        return lambda: scale
 
     def changed(self, text: str, trigger: str | None) -> None:
         """Write an event: what is quantized has changed with this iteration."""
@@ -854,6 +916,8 @@ class Recorder:
             return
         rows, self._captured = [self._pending(each) for each in self._captured], []
         self._measured.clear()
+        self.sequences.clear()
+        self._scales.clear()
         self._recomputed = {(site, moment) for site, moment in self._recomputed if moment.iteration >= self.iteration}
         self._published_at = time.monotonic()
         done = {} if self._done is None else {"iteration": self._done}
@@ -867,7 +931,7 @@ class _Observer:
     rows       the scores of each operand that was recorded, by the name that it has in the product
     operands   forward operands that wait for their gradient: as shown, and the version of the values. They are kept
                alive by the backward pass, which needs them
-    factors    of a linear layer: its input, then the gradient of its output
+    factors    of a linear layer: its input, then the gradient of its output; a weight's gradients follow from them
     """
 
     recorder: Recorder
@@ -878,7 +942,7 @@ class _Observer:
     rows: dict[str, list[Tried]]
     again: bool
     operands: dict[str, tuple[Observed, int]] = field(default_factory=dict)
-    factors: list[Tensor] = field(default_factory=list)
+    factors: list[Observed] = field(default_factory=list)
     result_sqnr: Callable[[], float] | None = None
 
     def __call__(self, seen: Observed) -> None:
@@ -886,6 +950,10 @@ class _Observer:
         if self.layer.site.expert is not None and not seen.tensor.numel():  # no token was routed to it
             return
         if self.moment.basic and name in LATER:
+            return
+        if sampling():
+            if Measure.LOSS in recorder.measures and not self.moment.basic:
+                self._wait_for_gradient(seen)
             return
         kind = recorder.kinds.get((self.product, LATER.get(name, name)))
         if not self.moment.basic and seen.exact and Measure.RESULT in recorder.measures:
@@ -934,33 +1002,43 @@ class _Observer:
         return recorder._record(seen, site, identity, moment, scores, kind.gemm, axis, shard, sqnr)
 
     def _wait_for_gradient(self, seen: Observed) -> None:
-        """Keep a forward operand; with its gradient, predict what its errors do to the loss."""
+        """Keep a forward operand; with its gradients, predict what its errors do to the loss."""
         if seen.name in ("a", "b"):
             self.operands[seen.name] = seen, version_of(seen.tensor)
-            self.factors = [seen.tensor] if seen.name == "a" else self.factors
+            self.factors = [seen] if seen.name == "a" else self.factors
         elif seen.name == "grad" and self.product == Product.LINEAR:
-            self.factors = [*self.factors[:1], seen.tensor]
-        elif seen.name in ("grad_a", "grad_b") and (kept := self.operands.pop(seen.name[-1], None)):
+            self.factors = [*self.factors[:1], seen]
+        elif seen.name in ("grad_a", "grad_b") and (kept := self.operands.get(seen.name[-1])):
+            if not sampling():
+                del self.operands[seen.name[-1]]
             operand, version = kept
             if version_of(operand.tensor) != version:  # overwritten since then: its error is no longer known
                 return
-            scale = self.recorder.loss_scale
-            scale = scale() if callable(scale) else scale
-            squares = None
-            if seen.name == "grad_b" and len(self.factors) == 2:  # none for an expert without tokens
-                squares = _squares(*self.factors)
-                if squares.shape != operand.tensor.shape:  # of several weights shown as one
-                    return
+            scale = None if sampling() else self.recorder.loss_scale_of(self.moment)
+            gradients, split = self._by_sequence(operand, seen)
             for tried in self.rows.get(operand.name, []):
                 if tried.gemm == Gemm.FORWARD:
-                    tried.predict(operand, seen.tensor, scale, squares)
+                    tried.predict(operand, gradients, split, scale)
+
+    def _by_sequence(
+        self, operand: Observed, gradient: Observed
+    ) -> tuple[Callable[[], Iterable[Tensor]], Callable[[Tensor], Sequence[Tensor]] | None]:
+        """(the gradients of an operand, one for each sequence if those are known; how the operand is split likewise)"""
+        sequences = self.recorder.sequences.get(self.moment, ONE)
+        whole, shape = gradient.tensor.reshape(operand.tensor.shape), operand.shape or operand.tensor.shape
+        if sequences.count > 1 and gradient.name == "grad_b" and len(self.factors) == 2:
+            x, dy = (sequences.split(each.tensor.reshape(each.shape or each.tensor.shape)) for each in self.factors)
+            if x and dy and (dy[0].shape[-1], x[0].shape[-1]) == shape:
+                return lambda: map(_weight_gradient, x, dy), None
+        elif sequences.count > 1 and (parts := sequences.split(whole.reshape(shape))):
+            return lambda: parts, lambda y: sequences.split(y.reshape(shape)) or [y]
+        return lambda: [whole], None
 
 
-def _squares(x: Tensor, gradient: Tensor) -> Tensor:
-    """Of a weight: the root of the sum over tokens of the squares of each token's part of its gradient, [out, in]; from
-    x [..., in] and the gradient of the output [..., out]."""
-    left, right = (each.detach().reshape(-1, each.shape[-1]).float().square() for each in (gradient, x))
-    return (left.t() @ right).sqrt()
+def _weight_gradient(x: Tensor, gradient: Tensor) -> Tensor:
+    """[out, in], float32, from the input [..., in] and the gradient of the output [..., out]."""
+    left, right = (each.reshape(-1, each.shape[-1]).float() for each in (gradient, x))
+    return left.t() @ right
 
 
 def _trace_later(seen: Observed, shown: Tensor, name: str | None) -> Callable[[], Trace]:

@@ -178,7 +178,7 @@ def _merged(replicas: Sequence[Sequence[TensorRow]]) -> TensorRow:
         return every[0]
     parts = replicas[0] if _is_same_in_replicas(every[0]) else every
     worst = min(parts, key=_quality)
-    scores = [score for each in worst.scores if (score := _score(each, parts, every, len(replicas)))]
+    scores = [score for each in worst.scores if (score := _score(each, parts, replicas))]
     if len(parts) == 1:
         return replace(worst, scores=scores)
     return replace(
@@ -188,29 +188,41 @@ def _merged(replicas: Sequence[Sequence[TensorRow]]) -> TensorRow:
         summary=_summary([part.summary for part in parts]),
         error=_errors(parts, [part.error for part in parts]),
         scores=scores,
-        shard=Shard(replica=min((part.shard or Shard()).replica for part in parts)),
+        shard=_shard(parts, worst),
         recomputed=any(part.recomputed for part in parts),
         trace=every[0].trace if len(replicas[0]) == 1 else None,  # channels of slices are not those of the whole
     )
 
 
-def _score(score: Score, parts: Sequence[TensorRow], every: Sequence[TensorRow], replicas: int) -> Score | None:
-    """Merge a score of all parts; None if one does not have it. The loss of the run is the mean over its
-    replicas: a gradient on one replica is `replicas` times the gradient of the run's loss."""
+def _score(score: Score, parts: Sequence[TensorRow], replicas: Sequence[Sequence[TensorRow]]) -> Score | None:
+    """Merge a score of all parts; None if one does not have it. The loss of the run is the mean over its replicas."""
     kind = score.format, score.gemm, score.used
-    found = {id(row): next((s for s in row.scores if (s.format, s.gemm, s.used) == kind), None) for row in every}
+    found = {
+        id(row): next((s for s in row.scores if (s.format, s.gemm, s.used) == kind), None)
+        for slices in replicas
+        for row in slices
+    }
     error = _errors(parts, [each.error if (each := found[id(part)]) else None for part in parts])
     if error is None:
         return None
-    first, fisher = (
-        None if None in given else sum(value for value in given if value is not None) / replicas**power
-        for power, given in (
-            (1, [each.loss_first if each else None for each in found.values()]),
-            (2, [each.loss_fisher if each else None for each in found.values()]),
-        )
-    )
+    by_replica = [[found[id(row)] for row in slices] for slices in replicas]
+    first, second = (_changes(by_replica, name) for name in ("loss_first_by_sequence", "loss_second_by_sequence"))
     blocks = _added([each.blocks for part in parts if (each := found[id(part)])])
-    return Score(score.format, error, score.gemm, score.used, first, fisher, blocks)
+    return Score(score.format, error, score.gemm, score.used, first, second, blocks)
+
+
+def _changes(replicas: Sequence[Sequence[Score | None]], name: str) -> list[float] | None:
+    """The changes of the sequences of all replicas, each summed over a replica's slices; of one number for each replica
+    where the sequences of a slice are not known. None if a slice lacks them."""
+    found: list[list[list[float]]] = []
+    for slices in replicas:
+        given = [changes for score in slices if (changes := getattr(score, name, None)) is not None]
+        if len(given) < len(slices):
+            return None
+        found.append([[*changes] for changes in given])
+    if any(len(changes) != len(slices[0]) for slices in found for changes in slices):
+        found = [[[statistics.fmean(changes)] for changes in slices] for slices in found]
+    return [sum(each) for slices in found for each in zip(*slices, strict=True)]
 
 
 def _added(given: Sequence[Mapping[str, Histogram]]) -> dict[str, Histogram]:
@@ -229,6 +241,13 @@ def _quality(row: TensorRow) -> float:
     measured = row.error.sqnr_db if row.error else row.result_sqnr_db
     value = -row.summary.absmax if measured is None else measured
     return math.inf if math.isnan(value) else value
+
+
+def _shard(parts: Sequence[TensorRow], worst: TensorRow) -> Shard:
+    """That of the merged row. The statistics of partial sums are not those of their sum, so they stay partial."""
+    replica = min((part.shard or Shard()).replica for part in parts)
+    shard = worst.shard or Shard()
+    return replace(shard, replica=replica) if shard.kind == "partial" else Shard(replica=replica)
 
 
 def _shape(parts: Sequence[TensorRow]) -> tuple[int, ...]:

@@ -28,6 +28,7 @@ from binade.collector.models.parallel import linear_shard
 from binade.collector.models.site import HEAD, Site
 from binade.data.segment import Shard
 from binade.data.tensor_kinds import TENSOR_KINDS, Other, TensorKind
+from binade.quant.gemm import sampling
 
 NORM = re.compile(r"(Layer|RMS)Norm$")  # ends the names of their classes
 # For a norm in a sequence-parallel region, whose gain has Megatron's mark: each rank has a part of the tokens.
@@ -138,7 +139,9 @@ def _norm(recorder: Recorder, layer: Layer, kinds: dict[str, TensorKind]) -> Cal
         result = forward(*args, **kwargs)
         y = next(tensors_in((result,)))
         if gain is not None and gain.requires_grad and y.requires_grad and kinds["grad_b"].name in recorder.tensors:
-            y.register_hook(lambda _: _next_gradient(gain, show_gradient))  # type: ignore[no-untyped-call]
+            y.register_hook(  # type: ignore[no-untyped-call]
+                lambda _: None if sampling() else _next_gradient(gain, show_gradient)
+            )
 
         def show_gradient(gradient: Tensor) -> None:
             recorder.show(kinds["grad_b"], layer, gradient, moment)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -12,7 +12,7 @@ from binade.data.tensor_kinds import Gemm
 from binade.quant.backends.counts import Counted
 from binade.quant.block_histograms import Histogram
 from binade.quant.gemm import Observed
-from binade.quant.metrics import Errors, errors_later, loss_change_later, score_blocks_later, score_later
+from binade.quant.metrics import Errors, errors_later, loss_terms_later, score_blocks_later, score_later
 from binade.quant.quantizer import unrotated
 from binade.quant.rotation import rotate
 from binade.quant.specs import TENSOR, Spec
@@ -27,28 +27,32 @@ class Tried:
     used: bool
     errors: Callable[[], Errors]
     blocks: Callable[[], dict[str, Histogram]] | None = None
-    loss: Callable[[], tuple[float, float]] | None = None
+    first: Callable[[], list[float]] | None = None
+    second: Callable[[], list[float]] | None = None
 
-    def predict(self, operand: Observed, gradient: Tensor, loss_scale: float, squares: Tensor | None = None) -> None:
-        """Predict the change in the loss from the operand's gradient, which holds the loss times loss_scale. squares:
-        of an operand that all tokens share, the root of the sum of their squared gradients; the square of their sum
-        would count what they have in common once for each pair of tokens."""
+    def predict(
+        self,
+        operand: Observed,
+        gradients: Callable[[], Iterable[Tensor]],
+        split: Callable[[Tensor], Sequence[Tensor]] | None,
+        scale: Callable[[], float] | None,
+    ) -> None:
+        """Predict the change in the loss from the gradients of the operand, or of its parts (`split`), one for each
+        sequence. scale: the factor by which the loss was multiplied; None for gradients of sampled labels."""
         x = operand.tensor
         again = operand.rounded if self.used else None
         q = again() if again else Spec.of(self.format)
-        change = loss_change_later(x, q, gradient.reshape(x.shape), operand.dim)
-        own = change if squares is None else loss_change_later(x, q, squares.reshape(x.shape), operand.dim)
-
-        def scaled() -> tuple[float, float]:
-            first, fisher = change()[0], own()[1]
-            return first / loss_scale, fisher / loss_scale**2
-
-        self.loss = scaled
+        terms = loss_terms_later(x, q, gradients, operand.dim, split)
+        if scale is None:
+            self.second = lambda: [second * len(found) for found in (terms(),) for _, second in found]
+        else:
+            factor = scale
+            self.first = lambda: [first * len(found) / factor() for found in (terms(),) for first, _ in found]
 
     def score(self) -> Score:
-        first, fisher = self.loss() if self.loss else (None, None)
+        first, second = (each() if each else None for each in (self.first, self.second))
         blocks = self.blocks() if self.blocks else {}
-        return Score(self.format, self.errors(), self.gemm, self.used, first, fisher, blocks)
+        return Score(self.format, self.errors(), self.gemm, self.used, first, second, blocks)
 
 
 def try_formats(
@@ -70,7 +74,7 @@ def try_formats(
         x = seen.tensor
         same = next((each for each in before if each.format == str(spec) and not each.used), None)
         if same and spec.block in (None, TENSOR) and not spec.hadamard:
-            found.append(replace(same, gemm=gemm, blocks=None, loss=None))
+            found.append(replace(same, gemm=gemm, blocks=None, first=None, second=None))
         elif blocks and x.numel() and spec.block not in (None, TENSOR):
             coded = rotate(x, spec, seen.dim, 0).to(x.dtype) if spec.hadamard else x
             found.append(_measured(seen, spec, gemm, blocks, coded, None, None))

@@ -17,12 +17,11 @@ each relative to the bf16 run of the same start. Losses, errors, sizes and times
                construction. Whether tensors were recorded does not matter here. Both losses are of the same batch, so
                what they share cancels. The deviation of the gaps tells a gap from noise; successive gaps depend on each
                other, so it is not turned into a standard error.
-    rounding   SQNR of the summed powers over the recorded quantized operands, as `Catalog.moments`. Gradients are
-               separate from forward operands, and attention from linear layers, because the larger would hide the
-               smaller.
+    rounding   the median over the quantized operands of the last recorded iteration, each counted once. Gradients are
+               separate from forward operands, and attention from linear layers.
     gradients  of the weight, against bf16's of the same start: those of the first iteration that pairs of runs
-               recorded, all starts together. The cosine is the mean over tensors, the bias ‖ĝ−g‖²/‖g‖² is of the
-               summed powers. The Recipes page shows the same.
+               recorded, all starts together: the medians over tensors of the cosine and of the relative squared error
+               ‖ĝ−g‖²/‖g‖². The Recipes page shows the same.
     storage    the recorded operands, each in its exact format with block scales (`Spec.bits_per_value`), those not
                quantized in their own dtype.
     seconds    the median of an iteration's optimizer step, with capture and without.
@@ -45,8 +44,8 @@ import pandas as pd
 from binade.collector.recipes.ladder import Ladder, ladders
 from binade.collector.recipes.parse import without_none
 from binade.collector.recipes.recipe import BF16, TEN_RECIPES
-from binade.collector.recipes.spread import Spread
 from binade.collector.training.config import MODELS, OVERRIDES
+from binade.data import evidence
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 from binade.data.gradients import GRADIENTS, gradient_errors, gradient_summary
@@ -79,7 +78,7 @@ FIGURES = (
     *("loss_at_common_iteration_nats", "bf16_loss_at_common_iteration_nats", "gap_at_common_iteration_nats"),
     *("gap_mean_nats", "gap_deviation_nats", "perplexity_ratio"),
     *("gap_seeds", "gap_mean_over_seeds_nats", "gap_deviation_over_seeds_nats"),
-    *("gradient_iteration", "gradient_pairs", "gradient_cosine", "gradient_bias"),
+    *("gradient_iteration", "gradient_pairs", "gradient_cosine", "gradient_relative_squared_error"),
     *("operands", "operand_values", "operand_bits_per_value", "operand_bytes", "operand_bytes_in_bf16"),
     *("recorded_iteration_median_seconds", "recorded_iterations_timed"),
     *("unrecorded_iteration_median_seconds", "unrecorded_iterations_timed"),
@@ -119,7 +118,7 @@ class Settings:
 class Row:
     """A recipe in a state. The figures are of the run `run_id`, one of `runs`: those of FIGURES, without any that
     there is nothing to compute from. iterations are those finished under the recipe. seed is that of the run shown,
-    seeds those of all; gaps is the mean gap over the seeds that have a bf16 run, None if none has."""
+    seeds those of all; gaps is the mean gap of each start that has a bf16 run."""
 
     recipe: str
     state: str
@@ -127,7 +126,7 @@ class Row:
     runs: int
     seed: Value
     seeds: tuple[Value, ...]
-    gaps: Spread | None
+    gaps: Mapping[str, float]
     run_id: str
     backend: str
     iterations: int
@@ -278,11 +277,11 @@ def _section(catalog: Catalog, settings: Settings, runs: list[_Run], refused: li
         figures = _losses(shown, groups[key][shown.start])
         compared = {run.start: _gap(run, reference) for run, reference in pairs[key]}
         figures |= compared.get(shown.start, {}) | gradients.get(key, {})
-        gaps = None
-        if values := tuple(each["gap_mean_nats"] for each in compared.values() if each):
-            gaps = Spread(values)
-            figures |= {"gap_seeds": gaps.seeds, "gap_mean_over_seeds_nats": gaps.mean}
-            figures |= {"gap_deviation_over_seeds_nats": gaps.deviation} if gaps.seeds > 1 else {}
+        gaps = {start: each["gap_mean_nats"] for start, each in compared.items() if each}
+        if gaps:
+            over = evidence.mean(evidence.GAP, gaps.values())
+            figures |= {"gap_seeds": over.n, "gap_mean_over_seeds_nats": over.value}
+            figures |= {"gap_deviation_over_seeds_nats": statistics.stdev(gaps.values())} if over.n > 1 else {}
         if finished := _finished(catalog, shown):
             figures |= _operands(catalog, finished, shown.info.run_id, refused)
         for kind in ("recorded", "unrecorded"):
@@ -393,7 +392,8 @@ def _gradients(
             refused.append(f"{key[0]}: {unread} of its gradients cannot be read")
         for row in gradient_summary(errors, ["tensor_name"]).to_dict("records"):
             figures[key] = {"gradient_iteration": first, "gradient_pairs": row["tensors"]}
-            figures[key] |= {"gradient_cosine": row["cosine"], "gradient_bias": row["gradient_bias"]}
+            figures[key]["gradient_cosine"] = row["cosine"]
+            figures[key]["gradient_relative_squared_error"] = row["relative_squared_error"]
     return figures
 
 
@@ -410,11 +410,14 @@ def _operands(catalog: Catalog, finished: Filter, run_id: str, refused: list[str
     """What rounding did to the quantized operands of each side, and the size of all operands."""
     operands = catalog.operands(finished)
     found: Figures = {}
-    quantized = operands[operands["format"].notna()].groupby(["component", "operation"])["tensors"].sum()
-    pooled = catalog.moments(finished, by=("component", "operation")).set_index(["component", "operation"])
-    measures = pooled.astype(dict.fromkeys(MEASURES, float))[list(MEASURES)].to_dict("index")
+    iterations = finished.iteration or catalog.facets(finished).get("iteration", [])
+    last = replace(finished, iteration=(max(iterations),)) if iterations else finished
+    rounded = catalog.operands(last).dropna(subset="format")
+    quantized = rounded.groupby(["component", "operation"])["tensors"].sum()
+    medians = catalog.moments(last, by=("component", "operation")).set_index(["component", "operation"])
+    measures = medians.astype(dict.fromkeys(MEASURES, float))[list(MEASURES)].to_dict("index")
     for side, place in SIDES.items():
-        if place in quantized:
+        if place in quantized and place in measures:
             found |= {rounding_figure(side, name): float(measures[place][key]) for key, name in MEASURES.items()}
             found[rounding_figure(side, "operands")] = int(quantized[place])
     try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import io
+import statistics
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -24,7 +25,7 @@ from binade.collector.cli.compare import (
     rounding_figure,
 )
 from binade.collector.recipes.recipe import BF16
-from binade.collector.recipes.spread import SEPARATED, Spread, no_gap, verdict
+from binade.collector.recipes.seeds import JUDGED, Gaps, judged
 from binade.data.runs import DONE
 from binade.data.text import csv_cell, markdown_table, markdown_text
 from binade.terminal import one_line
@@ -36,16 +37,16 @@ LEGEND = (
     "gap: loss − loss of bf16 at the same iteration on the same data; mean gap: mean over the recipe's iterations "
     "that both runs finished (common), excluding warm-up; sd: the standard deviation of those gaps; perplexity: "
     "exp(mean gap), relative to bf16.",
-    "SQNR: from the summed powers of the recorded operands that the recipe quantizes (for gradients, those that enter "
-    "dgrad); flushed: share of the nonzero values that became 0; saturated: share of all values beyond the format's "
-    "largest.",
-    "Gradients: of the weights, over all seeds, each compared with that of the bf16 run with the same seed; cosine: "
-    "mean over the tensors; bias: ‖ĝ−g‖²/‖g‖² from the summed powers, where g is bf16's.",
+    "SQNR: the median over the operands that the recipe quantizes (for gradients, those that enter dgrad) in the last "
+    "recorded iteration; flushed, saturated: the medians of the shares of the nonzero values that became 0, and of all "
+    "values beyond the format's largest. Plain mxfp8 rounds gradients to mxfp8_e5m2.",
+    "Gradients: of the weights, over all seeds, each compared with that of the bf16 run with the same seed: medians "
+    "over the tensors of the cosine and of the relative squared error ‖ĝ−g‖²/‖g‖², where g is bf16's.",
     "Size: the recorded operands, in their exact formats with block scales, or in their own dtype where not quantized. "
     "Time: the median of n optimizer steps, with tensors recorded and without; rounding is emulated, so times say "
     "nothing about hardware that supports the format.",
     "Over seeds: each seed's mean gap is relative to the bf16 run with that seed; sd: the standard deviation of these "
-    f"gaps. {SEPARATED} A step of an ablation is compared with the step before, or with the full recipe.",
+    f"gaps. {JUDGED} A step of an ablation is compared with the step before, or with the full recipe.",
     f"{NOTHING}: not quantized, not recorded or not finished; for times, no such step, or steps that were not timed.",
 )
 
@@ -77,7 +78,7 @@ COST = (
 GRADIENT = (
     ("pairs", "gradient_pairs", "", 1),
     ("cosine", "gradient_cosine", ".4f", 1),
-    ("bias", "gradient_bias", ".3g", 1),
+    ("rel. sq. error", "gradient_relative_squared_error", ".3g", 1),
 )
 SEEDS = ("seeds", "mean gap", "sd", "95% interval", "change", "verdict")
 
@@ -165,39 +166,40 @@ def _over_seeds(section: Section) -> Iterator[Table]:
     """A table for each ladder, and one for the other recipes where one of them has several seeds."""
     done = {row.recipe: row for row in section.rows if row.state == DONE}
     gaps = {row.recipe: row.gaps for row in done.values() if row.gaps}
-    if bf16 := [seed for seed in section.seeds if seed not in section.unreferenced]:
-        gaps[BF16] = no_gap(len(bf16))
     for ladder in section.ladders:
         rungs = [rung for rung in ladder.rungs if rung.recipe in done]
         titles = {rung.recipe: rung.title for rung in rungs}
+        cells = _over(gaps, [(rung.recipe, rung.against) for rung in rungs], titles)
         yield Table(
             f"Ablation of {one_line(ladder.name)}: mean gap to bf16 over seeds, in nats per token",
             ("step", *SEEDS),
-            tuple((rung.title, *_spread(gaps, rung.recipe, rung.against, titles)) for rung in rungs),
+            tuple((rung.title, *own) for rung, own in zip(rungs, cells, strict=True)),
         )
     on_ladders = {rung.recipe for ladder in section.ladders for rung in ladder.rungs}
     others = [recipe for recipe in gaps if recipe not in on_ladders and recipe != BF16]
-    if any(gaps[recipe].seeds > 1 for recipe in others):
+    if any(len(gaps[recipe]) > 1 for recipe in others):
+        cells = _over(gaps, [(recipe, BF16) for recipe in others], {BF16: BF16})
         yield Table(
             "Mean gap to bf16 over seeds, in nats per token",
             ("recipe", *SEEDS),
-            tuple((one_line(recipe), *_spread(gaps, recipe, BF16, {BF16: BF16})) for recipe in others),
+            tuple((one_line(recipe), *own) for recipe, own in zip(others, cells, strict=True)),
         )
 
 
-def _spread(gaps: Mapping[str, Spread], recipe: str, against: str, titles: Mapping[str, str]) -> list[str]:
-    """The cells of SEEDS."""
-    own, other = gaps.get(recipe), gaps.get(against)
-    cells = [NOTHING] * len(SEEDS)
-    if own is not None:
-        cells[0] = str(own.seeds)
-    if own is not None and recipe != BF16:
-        cells[1] = f"{own.mean:+.4f}"
-        if own.seeds > 1:
-            cells[2:4] = f"{own.deviation:.4f}", f"{own.low:+.4f} to {own.high:+.4f}"
-        if other is not None and against in titles:
-            cells[4:] = f"{own.mean - other.mean:+.4f}", verdict(own, other, titles[against])
-    return cells
+def _over(gaps: Gaps, pairs: Sequence[tuple[str, str]], titles: Mapping[str, str]) -> Iterator[list[str]]:
+    """The cells of SEEDS of each pair of a recipe and the one that it is compared with."""
+    for (recipe, _), each in zip(pairs, judged(gaps, pairs, titles), strict=True):
+        cells = [NOTHING] * len(SEEDS)
+        if each.own:
+            cells[0] = str(each.own.n)
+        if each.own and recipe != BF16:
+            cells[1] = f"{each.own.value:+.4f}"
+            if each.own.n > 1:
+                deviation = statistics.stdev(gaps[recipe].values())
+                cells[2:4] = f"{deviation:.4f}", f"{each.own.low:+.4f} to {each.own.high:+.4f}"
+        if each.change:
+            cells[4:] = f"{each.change.value:+.4f}", each.verdict
+        yield cells
 
 
 def _cells(row: Row, columns: Sequence[tuple[str, str, str, float]]) -> Iterator[str]:
@@ -218,10 +220,8 @@ def notes(section: Section) -> list[str]:
     if section.reference is not None and section.reference.state != DONE:
         found.append(f"The bf16 run is {section.reference.state}: gaps cover only the iterations that it finished.")
     gaps = [row.gaps for row in section.rows if row.gaps]
-    if gaps and all(each.seeds == 1 for each in gaps):
-        found.append(
-            "With one seed, no two gaps can be separated. To collect more seeds: binade ablate RECIPE --seeds N."
-        )
+    if gaps and all(len(each) == 1 for each in gaps):
+        found.append("One seed cannot tell a gap from chance. To collect more seeds: binade ablate RECIPE --seeds N.")
     usual = section.rows[0].seed
     if len(section.seeds) > 1:
         found.append(f"Seeds {', '.join(map(str, section.seeds))}: tables that do not combine seeds show seed {usual}.")

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, fields
+from functools import partial
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from binade.collector.capture.adapters.layer import InstrumentError
 from binade.collector.capture.instrument import instrument
 from binade.collector.capture.recorder import Recorder
+from binade.collector.capture.sensitivity import backward
 from binade.collector.capture.watching import WatchOptions
 from binade.collector.datasets.loading import open_dataset
 from binade.collector.datasets.samples import SampleStream, open_stream
@@ -43,6 +45,7 @@ from binade.collector.training.ranks import (
     started_as_rank,
 )
 from binade.collector.training.resume import Checkpoints, Resumed, check_unchanged, open_resumed
+from binade.data.tensor_kinds import Measure
 
 Say = Callable[[str], None]
 Progress = Callable[[int, int], None]  # iterations done, of how many
@@ -311,7 +314,10 @@ def _step(
         tokens, labels = (t.to(device) for t in stream.batch(config.micro_batch_size))
         record = records and index < config.recorded_micro_batches
         with recorder.at(iteration, index, record) if recorder else nullcontext():
-            loss = _backward(model, tokens, labels, config.micro_batches)
+            measure = None
+            if recorder and config.records(iteration) and index < config.recorded_micro_batches:
+                measure = partial(_sensitivity, recorder, record, config)
+            loss = _backward(model, tokens, labels, config.micro_batches, measure)
         total += loss / config.micro_batches
     finish_gradients(model, ranks)
     clip_gradients(model, ranks, 1.0)
@@ -321,9 +327,26 @@ def _step(
     return Step(mean_over_replicas(total, ranks), time.perf_counter() - start)
 
 
-def _backward(model: GPTModel | CausalLM, tokens: Tensor, labels: Tensor, micro_batches: int) -> float:
-    """The cross entropy in nats per token; the gradient is that of its sum with the experts' balance loss."""
+def _sensitivity(recorder: Recorder, record: bool, config: RunConfig, logits: Tensor) -> None:
+    """The pass of `Recorder.sensitivity`, in which the ranks of a replica take part whichever of them record."""
+    if record:
+        recorder.sensitivity(logits)
+    elif recorder.ranks.tensor.size > 1 and Measure.LOSS in config.measures:
+        backward(logits, torch.zeros_like(logits))
+
+
+def _backward(
+    model: GPTModel | CausalLM,
+    tokens: Tensor,
+    labels: Tensor,
+    micro_batches: int,
+    measure: Callable[[Tensor], None] | None = None,
+) -> float:
+    """The cross entropy in nats per token; the gradient is that of its sum with the experts' balance loss. measure is
+    called with the logits before the backward pass."""
     logits, balance = model.logits_and_balance(tokens)
+    if measure:
+        measure(logits)
     loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
     total = loss if balance is None else loss + balance
     torch.autograd.backward(total / micro_batches)

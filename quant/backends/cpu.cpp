@@ -759,6 +759,11 @@ inline float log2_of(float x) {
     return static_cast<float>(bits >> 23) + 2.8853900817779268f * s * series;  // 2 / ln 2
 }
 
+// A power of two that brings a run's largest magnitude near 1, so that no sum of squares underflows or overflows.
+inline float toward_one(float peak) {
+    return pow2(std::min(127, std::max(-126, 127 - (to_bits(peak) >> 23))));
+}
+
 // Counts runs by the bins of their scale exponent, SQNR and crest factor, see block_histograms.py.
 struct Histograms {
     const Bins* bins;
@@ -796,15 +801,19 @@ struct Histograms {
             for (int64_t n = 0; n < together; n++) {
                 const int64_t at = grid.at(b + n), length = grid.length(b + n);
                 float xx = 0, ee = 0, peak = 0;
-#pragma omp simd reduction(+ : xx, ee) reduction(max : peak)
+#pragma omp simd reduction(max : peak)
                 for (int64_t i = 0; i < length; i++) {
-                    const float value = load(x + at + i), error = load(y + (at - origin) + i) - value;
-                    const float size = from_bits(magnitude_of(value));
-                    xx += value * value;
-                    ee += error * error;
+                    const float size = from_bits(magnitude_of(load(x + at + i)));
                     peak = size > peak ? size : peak;
                 }
-                signal[n] = xx, noise[n] = ee, most[n] = peak, lengths[n] = length;
+                const float factor = toward_one(peak);
+#pragma omp simd reduction(+ : xx, ee)
+                for (int64_t i = 0; i < length; i++) {
+                    const float value = load(x + at + i), error = (load(y + (at - origin) + i) - value) * factor;
+                    xx += (value * factor) * (value * factor);
+                    ee += error * error;
+                }
+                signal[n] = xx, noise[n] = ee, most[n] = peak * factor, lengths[n] = length;
             }
             count(scales + b, together);
         }
@@ -815,16 +824,24 @@ struct Histograms {
         const Strip strip = grid.strip(s);
         for (int64_t j = 0; j < strip.width; j++) signal[j] = noise[j] = most[j] = 0, lengths[j] = strip.length;
         for (int64_t i = 0; i < strip.length; i++) {
-            const int64_t at = strip.base + i * grid.inner;
-            const VALUE *from = x + at, *to = packed ? y + i * STRIP : y + at;
+            const VALUE* from = x + strip.base + i * grid.inner;
             for (int64_t j = 0; j < strip.width; j++) {
-                const float value = load(from + j), error = load(to + j) - value;
-                const float size = from_bits(magnitude_of(value));
-                signal[j] += value * value;
-                noise[j] += error * error;
+                const float size = from_bits(magnitude_of(load(from + j)));
                 most[j] = size > most[j] ? size : most[j];
             }
         }
+        float factors[STRIP];
+        for (int64_t j = 0; j < strip.width; j++) factors[j] = toward_one(most[j]);
+        for (int64_t i = 0; i < strip.length; i++) {
+            const int64_t at = strip.base + i * grid.inner;
+            const VALUE *from = x + at, *to = packed ? y + i * STRIP : y + at;
+            for (int64_t j = 0; j < strip.width; j++) {
+                const float value = load(from + j) * factors[j], error = (load(to + j) - load(from + j)) * factors[j];
+                signal[j] += value * value;
+                noise[j] += error * error;
+            }
+        }
+        for (int64_t j = 0; j < strip.width; j++) most[j] *= factors[j];
         count(scales + strip.scale, strip.width);
     }
 };

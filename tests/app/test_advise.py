@@ -7,14 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 import pytest
 import scipy.stats
 import torch
 
 from binade.app.figure import Drawn
 from binade.app.questions.advise.question import ADVISE
-from binade.app.questions.predictions.compute import Correlation
 from binade.app.questions.predictions.question import PREDICTIONS
 from binade.app.questions.shared.selection import Selection
 from binade.collector import jobs
@@ -23,6 +21,7 @@ from binade.collector.advice.costs import costs
 from binade.collector.jobs import store
 from binade.collector.recipes.files import to_toml
 from binade.collector.recipes.parse import parse_recipe
+from binade.data import evidence
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 from binade.data.runs import write_notes
@@ -104,7 +103,7 @@ def test_the_interval_of_a_rank_correlation_covers_it():
     true = 6 / np.pi * np.arcsin(0.7 / 2)
     for _ in range(400):
         a, b = random.multivariate_normal([0, 0], [[1, 0.7], [0.7, 1]], 30).T
-        found = Correlation.of(pd.Series(a), pd.Series(b))
+        found = evidence.correlation(a, b, "pairs")
         held += found.low <= true <= found.high
     assert 0.92 < held / 400 < 0.98
 
@@ -114,7 +113,9 @@ def test_advice_is_drawn_and_judged_by_the_runs_that_tested_it(opened):
     frontier, operands = drawn.get("frontier").table, drawn.tables["operands"]
     assert {"advised", "uniform"} <= set(frontier["kind"]) and drawn.problems == ()
     assert operands["width"].max() <= 16 and not operands["backward"].iloc[0]
-    assert "mine reached a mean gap of +0.0100, linear_nvfp4 one of +0.0300: the advice held." in drawn.verdict
+    assert "Mean gap to bf16 in training: mine +0.0100 nats (95% interval " in drawn.verdict
+    assert "; linear_nvfp4 +0.0300 nats (" in drawn.verdict
+    assert "Lower loss than linear_nvfp4: mine −0.0200 nats (" in drawn.verdict
     measured = drawn.tables["advised_and_measured"].set_index("recipe")
     assert measured.loc["mine", "predicted"] <= measured.loc["linear_nvfp4", "predicted"]
     wide: Drawn = ADVISE.draw(Selection(opened, Filter()), VALUES | {"budget": "4.5"})

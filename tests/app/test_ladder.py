@@ -123,21 +123,24 @@ class TestTable:
         for title in GAPS:
             pairs = [[gradient(name, seed).double().flatten() for name in ("bf16", title)] for seed in range(4)]
             cosines = [float(a @ b / a.norm() / b.norm()) for a, b in pairs]
-            bias = sum(float((b - a).square().sum()) for a, b in pairs) / sum(float(a.square().sum()) for a, _ in pairs)
-            assert table.loc[title, "cosine"] == pytest.approx(np.mean(cosines), rel=1e-6)
-            assert table.loc[title, "gradient_bias"] == pytest.approx(bias, rel=1e-5)
+            squared = [float((b - a).square().sum() / a.square().sum()) for a, b in pairs]
+            assert table.loc[title, "cosine"] == pytest.approx(np.median(cosines), rel=1e-6)
+            assert table.loc[title, "relative_squared_error"] == pytest.approx(np.median(squared), rel=1e-5)
         with Catalog.open(root) as opened:
             rows = opened.tensors(Filter(recipe=("te_nvfp4",), tensor_name=("input",)))
-        power = (rows["rms"] ** 2 * rows["numel"]).sum()
-        error = (rows["mse"] * rows["numel"]).sum()
         assert len(rows) == 4
-        assert table.loc["+ wgrad", "forward_sqnr_db"] == pytest.approx(10 * np.log10(power / error), rel=1e-9)
+        expected = np.median(10 * np.log10(rows["rms"] ** 2 / rows["mse"]))
+        assert table.loc["+ wgrad", "forward_sqnr_db"] == pytest.approx(expected, rel=1e-9)
         assert table.loc["bf16", ["cosine", "forward_sqnr_db"]].isna().all()
 
     def test_binade_compare_prints_the_same(self, drawn, root):
         (section,) = compare(root).sections
         rows = {row.recipe: row.figures for row in section.rows}
-        same = {"gap": "gap_mean_over_seeds_nats", "cosine": "gradient_cosine", "gradient_bias": "gradient_bias"}
+        same = {
+            "gap": "gap_mean_over_seeds_nats",
+            "cosine": "gradient_cosine",
+            "relative_squared_error": "gradient_relative_squared_error",
+        }
         for row in drawn.tables["ladder"].iloc[1:].to_dict("records"):
             expected = [row[column] for column in same]
             assert [rows[row["recipe"]][name] for name in same.values()] == pytest.approx(expected, rel=1e-9)
@@ -146,18 +149,34 @@ class TestTable:
 
 class TestVerdict:
     def test_names_what_is_separated_and_what_is_not(self, drawn):
-        assert drawn.verdict == (
-            "Separated: forward is higher than bf16 (+0.0100); + wgrad is higher than + dgrad (+0.0380); without "
-            "rounding is higher than + wgrad (+0.0400); without tiles is lower than + wgrad (−0.0300) (nats per token)."
-            " By the spread over 4 seeds, + dgrad is not separated from forward; without rotation is not separated from"
-            " + wgrad."
+        told, rest = drawn.verdict.split(" By 4 seeds, ")
+        assert told.startswith("Told from chance: forward is higher than bf16, +0.0100 nats (95% interval +0.0090 to ")
+        assert [part.split(",")[0].removeprefix("Told from chance: ") for part in told.split("; ")] == [
+            "forward is higher than bf16",
+            "+ wgrad is higher than + dgrad",
+            "without rounding is higher than + wgrad",
+            "without tiles is lower than + wgrad",
+        ]
+        assert rest == (
+            "+ dgrad is not distinguishable from forward; without rotation is not distinguishable from + wgrad."
         )
+
+    def test_changes_are_paired_by_seed(self, drawn):
+        table = drawn.tables["ladder"].set_index("rung")
+        judged = drawn.verdict.evidence[1]  # + wgrad
+        a, b = (GAPS[title][0] + GAPS[title][1] * noise(title, 4) for title in ("+ wgrad", "+ dgrad"))
+        assert judged.p == pytest.approx(scipy.stats.ttest_rel(a, b).pvalue, rel=1e-3)
+        assert judged.value == pytest.approx(table.loc["+ wgrad", "change"])
+
+    def test_nothing_is_missing(self, drawn):
         assert drawn.problems == ()
 
     def test_one_seed_separates_nothing(self, tmp_path, draw):
         make_ladder(tmp_path, [3])
         drawn = draw()
-        assert drawn.verdict.startswith("One seed cannot separate recipes.") and "te_nvfp4 --seeds" in drawn.verdict
+        assert (
+            drawn.verdict.startswith("One seed tells no recipe from another.") and "te_nvfp4 --seeds" in drawn.verdict
+        )
         table = drawn.tables["ladder"]
         assert table["deviation"][1:].isna().all() and not table["separated"].any()
         assert drawn.figures[0].spec["layer"]
@@ -167,7 +186,7 @@ class TestVerdict:
             make_rung(tmp_path, "+ wgrad", seed, gap)
             make_rung(tmp_path, "without tiles", seed, 2 * gap)
             make_rung(tmp_path, "bf16", seed, 0.0)
-        assert draw().verdict == "The spread over 3 seeds separates no step from the one it is compared with."
+        assert draw().verdict == "3 seeds tell no step from the one that it is compared with."
 
     def test_what_is_missing_is_named(self, tmp_path, draw):
         make_ladder(tmp_path, [0, 1, 2], ["forward", "+ dgrad", "+ wgrad"], bf16=[0, 1])
@@ -177,7 +196,7 @@ class TestVerdict:
             "There is no bf16 run on the same data for seed 2, so runs with that seed have no gap.",
             "Not every step has 2 seeds: without tiles 1.",
         )
-        assert "without tiles is not separated" in drawn.verdict or "separates no step" in drawn.verdict
+        assert "without tiles is not distinguishable from + wgrad" in drawn.verdict
 
     def test_without_bf16_there_is_no_ladder(self, tmp_path, draw):
         make_ladder(tmp_path, [0, 1], bf16=[])
@@ -214,7 +233,7 @@ def test_the_filter_chooses_the_runs(root: Path, draw: Draw):
 
 def test_the_page_shows_one_chart_one_table_and_the_sentence(visit: Visit, root: Path):
     at = visit(root, "recipes", view="ladder")
-    assert charts(at) == 1 and "Separated: forward is higher than bf16" in words(at)
+    assert charts(at) == 1 and "Told from chance: forward is higher than bf16" in words(at)
     assert at.dataframe[0].value.iloc[:, 0].tolist() == ["bf16", *GAPS]
 
 
@@ -243,7 +262,7 @@ def test_a_report_has_the_ladder(root: Path):
     with Catalog.open(root) as opened:
         sections = list(report(ReportSelection(opened, Filter())))
     (figure,) = [figure for section in sections for figure in section.figures if figure.name == "ladder_te_nvfp4"]
-    assert figure.note.startswith("Separated: forward is higher than bf16")
+    assert figure.note.startswith("Told from chance: forward is higher than bf16")
     (table,) = [table for section in sections for table in section.tables if table.name == "ladder_te_nvfp4"]
     assert table.frame["rung"].tolist() == ["bf16", *GAPS]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -11,6 +12,8 @@ import torch
 from scipy import stats
 
 from binade import quant
+from binade.app import style
+from binade.app.pages import worst
 from binade.app.questions.attention import compute as attention_compute
 from binade.app.questions.block_history import compute as block_history_compute
 from binade.app.questions.blocks import compute as blocks_compute
@@ -26,6 +29,8 @@ from binade.app.questions.shared import boards, distributions, laws
 from binade.app.questions.shared.distributions import distribution_of
 from binade.app.questions.shared.rounded import subject
 from binade.app.questions.shared.runs import PARTS, runs_with_reference
+from binade.app.questions.shared.scope import scoped
+from binade.app.questions.shared.selection import Selection
 from binade.app.questions.training import compute as training_compute
 from binade.app.questions.what_if import compute as what_if_compute
 from binade.app.questions.why import compute as why_compute
@@ -419,10 +424,8 @@ class TestBoards:
         for row in training.itertuples():
             scores = catalog.scores(Filter(layer_index=[2], quant_type=["mxfp4"], iteration=[int(row.iteration)]))
             part = scores[scores["format"] == "mxfp4"]
-            power = part["rms"] ** 2 * part["finite"]
-            assert row.value == pytest.approx(
-                10 * np.log10(power.sum() / (part["mse"] * part["finite"]).sum()), rel=1e-9
-            )
+            assert row.value == pytest.approx(np.median(part["sqnr_db"]), rel=1e-12)
+            assert row.low == pytest.approx(np.quantile(part["sqnr_db"], 0.1), rel=1e-12)
 
     def test_directions(self, catalog):
         table = directions_compute.directions(catalog, Filter(), "mxfp4", "flush_to_zero")
@@ -436,7 +439,7 @@ class TestBoards:
             assert part["value"].min() <= total[operation] <= part["value"].max()
 
     def test_loss_changes_of_several_micro_batches(self, catalog):
-        """Of an operand and its gradient in the files; N is the run's 128 tokens."""
+        """The first order of an operand and its gradient in the files; what follows from the recorded sequences."""
         where = Filter(quant_type=["mxfp4"])
         found = loss_compute.costs(catalog, where, "nvfp4")
         table = found.table.set_index("place")
@@ -445,12 +448,16 @@ class TestBoards:
             at = {"quant_type": ["mxfp4"], "layer_index": [2], "module": ["fc2"], "iteration": [iteration]}
             x, g = (catalog.load(first(catalog, tensor_name=[name], **at)) for name in ("input", "grad_input"))
             change = (quant.fake_quantize(x, "nvfp4").double() - x.double()) * g.double()
-            changes.append((change.sum().item(), 128 * change.square().sum().item() / 2))
-        row, both = table.loc["L2 fc2 input"], np.sum(changes, 1)
-        assert row["first"] == pytest.approx(np.mean(changes, 0)[0], rel=1e-4)
-        assert row["second"] == pytest.approx(np.mean(changes, 0)[1], rel=1e-5)
-        assert row["value"] == pytest.approx(both.mean(), rel=1e-4)
-        assert row["spread"] == pytest.approx(stats.sem(both), rel=1e-4) and row["micro_batches"] == 2
+            changes.append(change.sum().item())
+        row = table.loc["L2 fc2 input"]
+        at = {"layer_index": [2], "module": ["fc2"], "tensor_name": ["input"]}
+        recorded = catalog.loss_changes("nvfp4", (), replace(where, **at))
+        both = np.concatenate([*recorded["by_sequence"]])
+        assert row["first"] == pytest.approx(np.mean(changes), rel=1e-4)
+        assert row["second"] == pytest.approx(recorded["second"].mean(), rel=1e-9) and row["second"] > 0
+        assert row["value"] == pytest.approx(both.mean(), rel=1e-9)
+        assert row["spread"] == pytest.approx(stats.sem(both), rel=1e-9)
+        assert (row["micro_batches"], row["sequences"]) == (2, len(both))
         assert table["value"].is_monotonic_decreasing
         assert found.agreement == pytest.approx(stats.spearmanr(-table["value"], table["sqnr_db"]).statistic)
         of = [Filter(quant_type=["mxfp4"], iteration=[i]) for i in (0, 1)]
@@ -460,7 +467,7 @@ class TestBoards:
 
     def test_results_and_what_their_operands_predict(self, catalog):
         where = Filter(quant_type=["mxfp4"])
-        table = results_compute.pooled(catalog.results(where)).set_index(list(results_compute.PRODUCT))
+        table = results_compute.by_product(catalog.results(where)).set_index(list(results_compute.PRODUCT))
         assert set(table.index.get_level_values("gemm")) == {"forward", "dgrad", "wgrad"}
         exact, predicted = [], []
         for iteration in (0, 1):
@@ -470,20 +477,23 @@ class TestBoards:
             x, dy = x.flatten(0, -2), dy.flatten(0, -2)
             exact.append(errors(dy.T @ x, dw).sqnr_db)
             noise = [errors(a, quant.fake_quantize(a, "mxfp4", 0)).sqnr_db for a in (x, dy)]
-            predicted.append(np.sum(10 ** (-np.array(noise) / 10)))
+            predicted.append(-10 * np.log10(np.sum(10 ** (-np.array(noise) / 10))))
         row = table.loc[(1, "fc1", "linear", "wgrad")]
         assert row["results"] == 2
-        assert row["result_db"] == pytest.approx(-10 * np.log10(np.mean(10 ** (-np.array(exact) / 10))), abs=1e-3)
-        assert row["operands_db"] == pytest.approx(-10 * np.log10(np.mean(predicted)), abs=1e-3)
+        assert row["result_db"] == pytest.approx(np.median(exact), abs=1e-3)
+        assert row["operands_db"] == pytest.approx(np.median(predicted), abs=1e-3)
+        assert row["gain_db_low"] == pytest.approx(np.quantile(np.subtract(exact, predicted), 0.1), abs=1e-3)
         backward, predicted = table.loc[(1, "core", "QK", "dgrad")], []
         for iteration in (0, 1):
             at = {"quant_type": ["mxfp4"], "layer_index": [1], "module": ["core"], "iteration": [iteration]}
+            noise = 0.0
             for name, axis in (("grad_scores", -1), ("key", -2)):
                 x = catalog.load(first(catalog, tensor_name=[name], **at))
-                predicted.append(10 ** (-errors(x, quant.fake_quantize(x, "mxfp4", axis)).sqnr_db / 10))
-        assert backward["operands_db"] == pytest.approx(-10 * np.log10(np.sum(predicted) / 2), abs=1e-3)
+                noise += 10 ** (-errors(x, quant.fake_quantize(x, "mxfp4", axis)).sqnr_db / 10)
+            predicted.append(-10 * np.log10(noise))
+        assert backward["operands_db"] == pytest.approx(np.median(predicted), abs=1e-3)
         assert backward["result_db"] > 0
-        assert results_compute.pooled(catalog.results(Filter(quant_type=["bf16"]))).empty
+        assert results_compute.by_product(catalog.results(Filter(quant_type=["bf16"]))).empty
 
     def test_block_history_is_that_of_the_blocks_in_the_files(self, catalog):
         where = Filter(quant_type=["mxfp4"], layer_index=[1], iteration=[1])
@@ -500,17 +510,43 @@ class TestBoards:
         assert block_history_compute.shares(table, "layer_index")["share"].sum() == pytest.approx(1)
         assert block_history_compute.histogram(catalog, where, "hifp8", "sqnr_db").empty
 
-    def test_slope(self):
+    def test_trends_over_layers(self):
+        falling = [9.0, 8.8, 8.1, 7.0, 6.5, 5.9, 5.0, 4.1]
         table = pd.DataFrame(
             {
-                "layer_index": [1, 2, 3, 1, 3],
-                "row": list("aaabb"),
+                "layer_index": [*range(1, 9), 1, 2, 3],
+                "row": ["a"] * 8 + ["b"] * 3,
                 "operation": "forward",
-                "value": [5.0, 9.0, 1.0, 2.0, 4.0],
+                "value": [*falling, 1.0, 2.0, 3.0],
             }
         )
-        found = depth_compute.slope(table)
-        assert found[["row", "change"]].values.tolist() == [["a", -4.0], ["b", 2.0]]
+        (a, found), (b, short) = depth_compute.trends(table, style.MEASURES["sqnr_db"])
+        assert (a, b) == ("a", "b") and math.isnan(short.value) and short.n == 3
+        expected = stats.theilslopes(falling, range(8))
+        assert (found.value, found.low, found.high) == pytest.approx((expected[0], expected[2], expected[3]))
+
+
+class TestScope:
+    """Runs and iterations are not mixed: an answer is about one of each, unless it keeps them apart."""
+
+    def test_the_newest_finished_run_and_its_last_iteration(self, catalog):
+        newest = catalog.runs()["run_id"][0]
+        assert scoped(catalog, Filter()) == Filter(run_id=[newest], iteration=[1])
+        assert scoped(catalog, Filter(iteration=[0])) == Filter(run_id=[newest], iteration=[0])
+        mxfp8 = catalog.runs().set_index("recipe")["run_id"]["mxfp8"]
+        assert scoped(catalog, Filter(recipe=["mxfp8"]), ("iteration",)) == Filter(recipe=["mxfp8"], run_id=[mxfp8])
+        assert len(scoped(catalog, Filter(), ("recipe",)).run_id) == 4
+        assert scoped(catalog, Filter(module=["none"])) == Filter(module=["none"])
+
+    def test_another_run_changes_nothing_of_a_run(self, catalog):
+        run = catalog.runs().set_index("recipe")["run_id"]["mxfp8"]
+        alone = catalog.restricted([run])
+        for view in ("board", "depth", "directions", "gemms", "training", "loss"):
+            values = {"view": view, "metric": "sqnr_db", "format": "mxfp4", "of_blocks": "sqnr_db"}
+            found = [worst.draw(Selection(opened, Filter(run_id=[run])), values) for opened in (catalog, alone)]
+            assert found[0].verdict == found[1].verdict and found[0].figures, view
+            for mine, theirs in zip(*(each.figures for each in found), strict=True):
+                pd.testing.assert_frame_equal(mine.table, theirs.table)
 
 
 class TestRecipes:
@@ -556,14 +592,19 @@ class TestRecipes:
         costs = recipes_compute.costs(gaps, table)
         assert costs["gap"].is_monotonic_decreasing and set(costs["label"]) == {"hifp8", "mxfp8", "mxfp4"}
 
-    def test_parts_rounded_alone_are_the_means_of_their_runs(self):
-        costs = pd.DataFrame(
-            [("QK", "QK mxfp4", 0.1), ("PV", "PV mxfp4", 0.5), ("QK", "QK mxfp4", 0.3), (None, "QK x, PV x", 9.0)],
-            columns=["only", "parts", "gap"],
-        )
-        found = recipes_compute.parts_alone(costs)
-        assert found[["only", "runs"]].values.tolist() == [["PV", 1], ["QK", 2]]
-        assert found["gap"].tolist() == pytest.approx([0.5, 0.2])
+    def test_recipes_have_the_gaps_of_their_seeds(self):
+        rows = [
+            ("a", "PV_mxfp4", "s", "1", 0.1, "PV", "mxfp4"),
+            ("b", "QK_mxfp4", "s", "1", 0.5, "QK", "mxfp4"),
+            ("c", "PV_mxfp4", "s", "2", 0.3, "PV", "mxfp4"),
+            ("d", "PV_mxfp4", "s", "2", 0.4, "PV", "mxfp4"),
+        ]
+        columns = ["run_id", "name", "settings", "data", "gap", "only", "spec"]
+        costs = pd.DataFrame(rows, columns=columns).assign(label=lambda table: table["name"] + table["run_id"])
+        qk, pv = recipes_compute.by_recipe(costs)
+        assert (qk.label, pv.label) == ("QK_mxfp4b", "PV_mxfp4") and pv.gaps == {"1": 0.1, "2": 0.4}
+        expected = stats.ttest_1samp([0.1, 0.4], 0).confidence_interval(0.95)
+        assert (pv.gap.low, pv.gap.high) == pytest.approx(tuple(expected)) and math.isinf(qk.gap.high)
 
     def test_gradients_are_numpys_cosine_and_bias(self, catalog, table):
         run = table[table["recipe"] == "mxfp4"].iloc[0]
@@ -573,13 +614,12 @@ class TestRecipes:
         for row in found.itertuples():
             a, b = (catalog.load(i).double().numpy().reshape(-1) for i in (row.reference_id, row.tensor_id))
             assert row.cosine == pytest.approx(a @ b / np.linalg.norm(a) / np.linalg.norm(b), rel=1e-9)
-            assert row.gradient_bias == pytest.approx(((b - a) ** 2).sum() / (a**2).sum(), rel=1e-9)
+            assert row.relative_squared_error == pytest.approx(((b - a) ** 2).sum() / (a**2).sum(), rel=1e-9)
         whole = gradient_summary(found, ["tensor_name"]).iloc[0]
-        pairs_of = [[catalog.load(i).double() for i in (r.reference_id, r.tensor_id)] for r in found.itertuples()]
-        error = sum(float((b - a).square().sum()) for a, b in pairs_of)
-        assert whole["gradient_bias"] == pytest.approx(
-            error / sum(float(a.square().sum()) for a, _ in pairs_of), rel=1e-6
-        )
+        assert whole["tensors"] == len(found)
+        for name in ("cosine", "relative_squared_error"):
+            expected = np.quantile(found[name], [0.1, 0.5, 0.9])
+            assert [whole[f"{name}_low"], whole[name], whole[f"{name}_high"]] == pytest.approx(expected, rel=1e-12)
 
     def test_three_way(self, catalog, table):
         runs = table.set_index("recipe")["run_id"]

@@ -99,7 +99,7 @@ def test_a_run_that_came_later_is_said_and_not_in_its_pins(visit: Visit, root: P
     assert at.title[0].value == "Explore" and "1 run in this root does not belong to this session" in words(at)
     at = press(visit(root, "sessions"), "Read")
     spec = json.loads(at.get("vega_lite_chart")[0].proto.spec)
-    assert spec["title"]["subtitle"] == seen.chart.title.subtitle
+    assert spec["title"]["subtitle"] == seen.page_spec["title"]["subtitle"]
     at.text_area[0].set_value("a word")
     press(rerun(at), "Save")
     now = storage.load(root, one.id).session

@@ -22,15 +22,16 @@ also the choices that the same program makes by each operand's noise instead of 
 
 --backward rounds one backward operand of one layer at a time instead, and compares its noise with that of the gradient.
 
-Next to Binade's predictions are two with other second-order terms. With δ the error of the GEMM's result and g the
-gradient of that result, of N tokens: `token` is N/2 · Σ over tokens of (g·δ)², `result` N/2 · Σ g²·δ².
+Next to Binade's predictions, which come from sampled labels, are two with other gradients: `labels` is N·½Σg²e² with
+the gradients of the true labels, summed over tokens for a weight; `signs` is ½Σg²e² with a random sign for each token's
+loss.
 """
 
 from __future__ import annotations
 
 import argparse
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -48,6 +49,7 @@ from binade.collector.advice import costs as advice
 from binade.collector.advice.advice import Request, advise, placed
 from binade.collector.capture.instrument import instrument
 from binade.collector.capture.recorder import Recorder
+from binade.collector.capture.sensitivity import backward
 from binade.collector.datasets.loading import open_dataset
 from binade.collector.datasets.samples import SampleStream
 from binade.collector.models.checkpoint import open_checkpoint
@@ -59,6 +61,7 @@ from binade.collector.models.site import Site
 from binade.collector.recipes.parse import parse_recipe
 from binade.collector.recipes.recipe import Recipe
 from binade.collector.training.config import MODELS
+from binade.data import evidence
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 from binade.quant import fake_quantize
@@ -66,13 +69,14 @@ from tests.bench.bench_quantize import versions
 
 Batch = tuple[Tensor, Tensor]
 ADVISED = ("mxfp4", "nvfp4", "mxfp6_e2m3")
-TERMS = ("first", "second", "token", "result", "noise")
+SCORED = (*ADVISED, "mxfp8")
+TERMS = ("first", "second", "labels", "signs", "noise")
 SUMS = {
     "first order": (1, 0, 0, 0, 0),
     "second order": (0, 1, 0, 0, 0),
     "both": (1, 1, 0, 0, 0),
-    "with token": (1, 0, 1, 0, 0),
-    "with result": (1, 0, 0, 1, 0),
+    "true labels": (0, 0, 1, 0, 0),
+    "random signs": (0, 0, 0, 1, 0),
     "−SQNR": (0, 0, 0, 0, 1),
 }
 WEIGHTS = np.array(list(SUMS.values())).T
@@ -127,25 +131,48 @@ def rounded(layer: ParallelLinear, operand: str, fmt: str, sign: int = 1) -> Ite
     hook.remove()
 
 
-@contextmanager
-def other_terms(layers: list[ParallelLinear], operand: str, found: dict[str, np.ndarray]) -> Iterator[None]:
-    """Within it, a pass fills in the columns `token` and `result` of found, [layers, TERMS] of each format."""
+class Others:
+    """Within its context, passes fill in the columns of TERMS that come from other gradients: while `column` is that of
+    `labels` or `signs`, and the gradient is to be multiplied by `factor`."""
 
-    def keep(index: int, layer: ParallelLinear, args: tuple[Tensor], y: Tensor) -> None:
-        x = args[0].detach()
+    def __init__(self, layers: list[ParallelLinear], operand: str, found: dict[str, np.ndarray]) -> None:
+        self.layers, self.operand, self.found = layers, operand, found
+        self.column, self.factor = "", 1.0
+
+    def __enter__(self) -> Others:
+        self.hooks = [layer.register_forward_hook(partial(self.keep, at)) for at, layer in enumerate(self.layers)]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self.hooks:
+            hook.remove()
+
+    def keep(self, at: int, layer: ParallelLinear, args: tuple[Tensor], y: Tensor) -> None:
+        x, weight = args[0].detach(), layer.weight.detach()
 
         def add(grad: Tensor) -> None:
-            for fmt, terms in found.items():
-                change = (grad * result_error(layer, operand, fmt, x)).flatten(0, -2)
-                squares = change.sum(-1).square().sum(), change.square().sum()
-                terms[index, 2:4] = [len(change) / 2 * float(each) for each in squares]
+            if not self.column:
+                return
+            grad = grad.detach() * self.factor
+            if self.operand == "input":
+                squares = (grad @ weight).square()
+            else:
+                left, right = (each.flatten(0, -2).square() for each in (grad, x))
+                squares = left.T @ right
+            operand = x if self.operand == "input" else weight
+            for fmt, terms in self.found.items():
+                error = fake_quantize(operand, fmt) - operand
+                terms[at, TERMS.index(self.column)] = float((squares * error.square()).sum()) / 2
 
         y.register_hook(add)
 
-    hooks = [layer.register_forward_hook(partial(keep, index)) for index, layer in enumerate(layers)]
-    yield
-    for hook in hooks:
-        hook.remove()
+
+def signed_gradient(logits: Tensor, labels: Tensor, seed: int) -> Tensor:
+    """The gradient of n^½ times the mean of the n tokens' losses, each with a random sign."""
+    gradient = logits.detach().softmax(-1)
+    gradient.scatter_add_(-1, labels[..., None], -torch.ones_like(gradient[..., :1]))
+    signs = torch.randint(2, labels.shape, generator=torch.Generator().manual_seed(seed)) * 2 - 1
+    return gradient * signs[..., None] / labels.numel() ** 0.5
 
 
 def record(
@@ -165,9 +192,16 @@ def record(
     with Recorder(root, **options) as recorder, instrument(model, "bf16", recorder):
         for number, batch in enumerate(batches):
             own = {fmt: each[number] for fmt, each in found.items()}
-            with recorder.at(number, 0), other_terms(layers, operand, own):
+            with recorder.at(number, 0), Others(layers, operand, own) as others:
                 model.zero_grad(set_to_none=True)
-                loss_of(model, *batch).backward()
+                logits, labels = model(batch[0]), batch[1]
+                recorder.sensitivity(logits)
+                others.column = "signs"
+                with torch.no_grad():
+                    gradient = signed_gradient(logits, labels, number)
+                backward(logits, gradient)
+                others.column, others.factor = "labels", labels.numel() ** 0.5
+                F.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
             print(f"recorded {number + 1}/{len(batches)}", end="\r", flush=True)
     with Catalog.open(root) as catalog:
         for fmt, terms in found.items():
@@ -179,12 +213,15 @@ def record(
     return found
 
 
-def recipes_of(root: str, budgets: list[float]) -> list[tuple[str, Recipe, float, float]]:
-    """(name, recipe, bits, predicted change), single formats first."""
+Placed = tuple[str, Recipe, float, float, float]  # name, recipe, bits, predicted change, its standard error
+
+
+def recipes_of(root: str, budgets: list[float]) -> list[Placed]:
+    """Single formats, then the choices."""
     with Catalog.open(root) as catalog:
         found = advice.costs(catalog, parts=("linear",))
     table = found.table
-    print(f"\nTwo halves of the recorded batches agree on the ranking with {found.reliability:.2f}.")
+    print(f"\nTwo halves of the recorded sequences agree on the ranking with {found.reliability:.2f}.")
     site = table.groupby(["layer_index", "module"]).ngroup()
     chance = np.exp(2 * np.random.default_rng(0).standard_normal(site.max() + 1))[site]
     rules = {
@@ -196,7 +233,7 @@ def recipes_of(root: str, budgets: list[float]) -> list[tuple[str, Recipe, float
     named = list(zip(found.specs, made, strict=True))
     for bits in budgets:
         for name, change in rules.items() if bits == max(budgets) else [("advised", table["change"])]:
-            chosen = advise(replace(found, table=table.assign(change=change)), Request(bits=bits))
+            chosen = advise(replace(found, table=table.assign(change=change)), Request(bits=bits, specs=ADVISED))
             named.append((f"{name}, {bits:g}", chosen.recipe(name.replace(" ", "_"))))
     return [(name, recipe, *placed(recipe, found)) for name, recipe in named]
 
@@ -210,19 +247,27 @@ def recipe_gaps(model: GPTModel, recipes: list[Recipe], batch: Batch) -> list[fl
     return [loss - found[0] for loss in found[1:]]
 
 
-def print_gaps(recipes: list[tuple[str, Recipe, float, float]], gaps: np.ndarray) -> None:
+def print_gaps(recipes: list[Placed], gaps: np.ndarray) -> None:
     """gaps: [batches, recipes]."""
-    titles = "recipe", "bits", "predicted", "measured", "less the best single format of as many bits"
-    print(f"\n| {' | '.join(titles)} |\n|---|---|---|---|---|")
+    titles = (
+        "recipe",
+        "bits",
+        "predicted",
+        "measured",
+        "predicted / measured",
+        "less the best single format of as many bits",
+    )
+    print(f"\n| {' | '.join(titles)} |\n|---|---|---|---|---|---|")
     single = [index for index, (name, *_) in enumerate(recipes) if "," not in name]
 
     def text(values: np.ndarray) -> str:
         return f"{values.mean():+.4f} ± {values.std(ddof=1) / len(values) ** 0.5:.4f}"
 
-    for index, (name, _, bits, predicted) in enumerate(recipes):
+    for index, (name, _, bits, predicted, error) in enumerate(recipes):
         best = min((k for k in single if recipes[k][2] <= bits + 0.01), key=lambda k: gaps[:, k].mean())
         less = "" if best == index else f"{text(gaps[:, index] - gaps[:, best])} ({recipes[best][0]})"
-        print(f"| {name} | {bits:.2f} | {predicted:+.4f} | {text(gaps[:, index])} | {less} |")
+        ratio = f"{predicted / gaps[:, index].mean():.2f}"
+        print(f"| {name} | {bits:.2f} | {predicted:+.4f} ± {error:.4f} | {text(gaps[:, index])} | {ratio} | {less} |")
 
 
 def measure(
@@ -306,8 +351,11 @@ def backward_operands(
     return {key: np.array(rows) for key, rows in found.items()}
 
 
-def row(name: str, values: list[float] | np.ndarray, sums: tuple[float, ...] = ()) -> None:
-    cells = [*(f"{value:.2f}" for value in values), *(f"{value:+.4f}" for value in sums)]
+def row(name: str, values: Sequence[float | str] | np.ndarray, sums: tuple[float, ...] = ()) -> None:
+    cells = [
+        *(value if isinstance(value, str) else f"{value:.2f}" for value in values),
+        *(f"{value:+.4f}" for value in sums),
+    ]
     print(f"| {name} | " + " | ".join(cells) + " |")
 
 
@@ -320,6 +368,7 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--operand", choices=("input", "weight"), default="input")
     parser.add_argument("--formats", default="mxfp4")
+    parser.add_argument("--dataset", default="python-docs")
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--batches", type=int, default=1)
     parser.add_argument("--others", type=int, default=0)
@@ -341,7 +390,7 @@ def main() -> None:
     else:
         open_checkpoint(path, shape).load_into(model)
     tokenizer = "byte" if given.model in MODELS else given.model
-    stream = SampleStream(open_dataset("python-docs", tokenizer, shape.vocab).documents, given.tokens, 0, 0, 1)
+    stream = SampleStream(open_dataset(given.dataset, tokenizer, shape.vocab).documents, given.tokens, 0, 0, 1)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
     for _ in range(given.steps):
         optimizer.zero_grad()
@@ -368,11 +417,11 @@ def main() -> None:
             print(f"| {' | '.join((*key, *ranks, *sizes))} |")
         return
     with tempfile.TemporaryDirectory() as root:
-        scores = list(ADVISED) if given.advise else []
+        scores = list(SCORED) if given.advise else []
         predicted = record(model, root, layers, given.operand, formats, batches, scores)
         recipes = recipes_of(root, given.advise) if given.advise else []
     kept = {"names": [layer.site.name for layer in layers], "predicted": [*predicted.values()]}
-    kept |= {"recipes": [name for name, *_ in recipes], "bits": [bits for _, _, bits, _ in recipes]}
+    kept |= {"recipes": [name for name, *_ in recipes], "bits": [bits for _, _, bits, *_ in recipes]}
     changes, gaps = [], []
     try:
         with torch.no_grad():
@@ -392,13 +441,19 @@ def main() -> None:
         print_gaps(recipes, np.array(gaps))
 
     if others:
-        head("On other tokens", *SUMS, "halves of the measurement", "all of it", "halves of the prediction")
+        titles = "95% interval of second order", "halves of the measurement", "all of it", "halves of the prediction"
+        head("On other tokens", *SUMS, *titles, *(f"sum: {name}" for name in ("measured", *TERMS[:4])))
         for fmt in formats:
             truth, sums = measured[fmt][..., 0], predicted[fmt] @ WEIGHTS
             halves = rho(truth[::2].mean(0), truth[1::2].mean(0))
             both = sums[..., list(SUMS).index("both")]
-            values = [*(rho(each, truth.mean(0)) for each in sums.mean(0).T), halves, 2 * halves / (1 + halves)]
-            row(fmt, [*values, rho(both[::2].mean(0), both[1::2].mean(0))])
+            interval = evidence.correlation(predicted[fmt][..., 1].mean(0), truth.mean(0), "operands")
+            values = [
+                *(rho(each, truth.mean(0)) for each in sums.mean(0).T),
+                f"{interval.low:.2f} to {interval.high:.2f}",
+            ]
+            values += [halves, 2 * halves / (1 + halves), rho(both[::2].mean(0), both[1::2].mean(0))]
+            row(fmt, values, (truth.mean(0).sum(), *predicted[fmt][..., :4].mean(0).sum(0)))
         return
     head("On the same tokens", *SUMS, "sum predicted", "measured")
     for fmt in formats:

@@ -118,7 +118,7 @@ def test_the_recipe_is_the_choice(found, tmp_path):
     for row in advice.chosen.itertuples():
         part = recipe.linear_of((f"layer{row.layer_index}.{row.module}", row.module))
         assert part.rounded_to(row.field) == row.spec
-    assert placed(recipe, found) == pytest.approx((advice.bits, advice.change))
+    assert placed(recipe, found) == pytest.approx((advice.bits, advice.change, advice.error))
     assert len({row.spec for row in advice.chosen.itertuples() if row.gemm == FORWARD}) > 1
 
 
@@ -137,9 +137,11 @@ def test_the_layers_of_a_module_can_differ(tmp_path):
 
 
 def test_published_recipes_are_placed_where_all_their_formats_were_scored(found):
-    bits, change = placed(parse_recipe("linear_mxfp4"), found)
+    bits, change, error = placed(parse_recipe("linear_mxfp4"), found)
     uniform = advise(found, Request(6)).frontier.query("name == 'mxfp4'").iloc[0]
-    assert (bits, change) == pytest.approx((uniform["bits"], uniform["change"])) and bits == 4.25
+    assert (bits, change, error) == pytest.approx(
+        (uniform["bits"], uniform["change"], uniform["error"])
+    ) and bits == 4.25
     assert placed(parse_recipe("mxfp4"), found) is None  # rounds attention too
     assert placed(parse_recipe("linear_nvint4"), found) is None  # not scored
     half = placed(parse_recipe("linear_mxfp4"), found, skip="first")

@@ -15,7 +15,7 @@ from binade.collector.recipes.files import PUBLISHED
 from binade.collector.recipes.ladder import Rung, ladder, ladders, without
 from binade.collector.recipes.parse import parse_recipe
 from binade.collector.recipes.recipe import RecipeError
-from binade.collector.recipes.spread import T95, Spread, verdict
+from binade.collector.recipes.seeds import judged
 
 OWN = """
 [linear]
@@ -107,21 +107,20 @@ def test_nothing_to_turn_off_is_refused(recipe):
         ladder(recipe)
 
 
-@pytest.mark.parametrize("seeds", range(2, 14))
-def test_the_interval_is_scipys(seeds):
-    draw = random.Random(seeds)
-    values = [draw.gauss(0.01, 0.003) for _ in range(seeds)]
-    found = Spread(tuple(values))
-    low, high = scipy.stats.t.interval(0.95, seeds - 1, scipy.stats.tmean(values), scipy.stats.sem(values))
-    assert found.deviation == pytest.approx(scipy.stats.tstd(values), rel=1e-12)
-    if seeds <= len(T95) + 1:
-        assert (found.low, found.high) == pytest.approx((low, high), rel=1e-3)
-    assert found.high - found.low >= (high - low) * 0.999  # never narrower
-
-
-def test_what_is_separated():
-    near, far, one = Spread((1.0, 1.1, 1.2)), Spread((3.0, 3.1, 3.2)), Spread((9.0,))
-    assert verdict(far, near, "x") == "higher than x" and verdict(near, far, "y") == "lower than y"
-    assert verdict(near, Spread((1.2, 1.3, 1.4)), "x") == "not separated from x"
-    assert math.isnan(one.deviation) and one.margin == math.inf
-    assert verdict(one, near, "x") == verdict(near, one, "x") == "not separated from x"
+def test_changes_are_paired_by_seed_and_judged_together():
+    gaps = {
+        "forward": {1: 0.1, 2: 0.2, 3: 0.15, 4: 0.18},
+        "full": {1: 0.31, 2: 0.42, 3: 0.35, 4: 0.39, 5: 9.0},
+        "lone": {1: 5.0},
+    }
+    titles = {"bf16": "bf16", "forward": "forward", "full": "full recipe"}
+    found = judged(gaps, [("forward", "bf16"), ("full", "forward"), ("lone", "full"), ("gone", "bf16")], titles)
+    assert [each.verdict for each in found] == [
+        "higher than bf16",
+        "higher than forward",
+        "not distinguishable from full recipe",
+        "",
+    ]
+    pairs = [[gaps[name][seed] for seed in range(1, 5)] for name in ("full", "forward")]
+    assert found[1].change.p == pytest.approx(scipy.stats.ttest_rel(*pairs).pvalue)
+    assert found[1].change.n == 4 and found[1].own.n == 5 and math.isnan(found[2].change.p)

@@ -7,9 +7,12 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import asdict, fields, replace
+from datetime import UTC, datetime
 from pathlib import Path
 
+import pandas as pd
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -324,3 +327,17 @@ def test_the_root_is_the_given_one_then_the_environment_then_the_default(tmp_pat
         resolve_root(os.fsdecode(b"a\xff"))
     with pytest.raises(RunError, match="~nobody-of-that-name is not a user's home"):
         resolve_root("~nobody-of-that-name")
+
+
+def test_times_are_in_utc_wherever_the_machine_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TZ", "Asia/Kolkata")
+    time.tzset()
+    try:
+        before = f"{datetime.now(UTC):%Y%m%d_%H%M%S}"
+        writer = make_run(tmp_path, assorted(1), started="2026-01-02T03:04:05+05:30")
+        assert before <= writer.run_id[:15] <= f"{datetime.now(UTC):%Y%m%d_%H%M%S}"
+        with Catalog.open(tmp_path) as catalog:
+            assert catalog.runs()["started"].tolist() == [pd.Timestamp("2026-01-01 21:34:05")]
+    finally:
+        monkeypatch.undo()
+        time.tzset()

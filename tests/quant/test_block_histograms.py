@@ -25,7 +25,7 @@ def by_hand(lines: np.ndarray, rows: int, columns: int) -> dict[str, dict[int, i
             block = lines[top : top + rows, left : left + columns].astype(np.float64)
             if not np.isfinite(block).all() or not block.any():
                 continue
-            exponent = np.floor(np.log2(np.abs(block).max())) - 2
+            exponent = max(np.floor(np.log2(np.abs(block).max())) - 2, -127)
             scaled = np.clip(block / 2.0**exponent, -6, 6)
             rounded = scaled.astype(ml_dtypes.float4_e2m1fn).astype(np.float64) * 2.0**exponent
             signal, noise = (block**2).sum(), ((rounded - block) ** 2).sum()
@@ -61,6 +61,19 @@ def test_against_blocks_cut_by_hand(spec, dim, device):
     lines = x.cpu().numpy() if dim else x.cpu().numpy().T
     expected = by_hand(lines, parsed.block.rows or 1, parsed.block.columns)
     assert counts(block_histograms_later(x, q, parsed, scales, dim)()) == expected
+
+
+@pytest.mark.parametrize("exponent", [-126, -100, 100])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_tiny_and_huge_blocks_are_counted(exponent: int, dim: int):
+    """Values near 1e-38, 1e-30 and 1e30, whose squares float32 does not have."""
+    x, parsed = values() * 2.0**exponent, Spec.of("mxfp4")
+    expected = by_hand(x.numpy() if dim else x.numpy().T, 1, 32)
+    q, scales = apply(x, parsed, dim, want_scales=True)
+    assert counts(block_histograms_later(x, q, parsed, scales, dim)()) == expected
+    if native.compiler() is not None:
+        for given in ((), (q, scales)):
+            assert counts(score_blocks_later(x, parsed, dim, *given)[1]()) == expected
 
 
 @pytest.mark.skipif(native.compiler() is None, reason="no C++ compiler")

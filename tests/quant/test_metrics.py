@@ -19,7 +19,7 @@ from binade.quant.metrics import (
     channel_absmax,
     errors,
     errors_later,
-    loss_change_later,
+    loss_terms_later,
     outlier_ratio,
     score_later,
     sqnr_db,
@@ -85,7 +85,7 @@ def test_compare_holds_the_errors_and_the_distances():
     assert set(METRICS) == set(found)
     assert found["sqnr_db"] == errors(x, q).sqnr_db
     wide = x.double().numpy().ravel()
-    assert found["gradient_bias"] == pytest.approx(
+    assert found["relative_squared_error"] == pytest.approx(
         float((q.double() - x.double()).square().sum()) / (wide**2).sum(), rel=1e-12
     )
     assert found["kurtosis"] == pytest.approx(stats.kurtosis(wide, fisher=False), rel=1e-9)
@@ -176,11 +176,13 @@ def test_loss_changes_are_numpys(dtype, compiled, monkeypatch):
         q = fake_quantize(x, text, dim)
         change = g.double().numpy() * (q.double().numpy() - x.double().numpy())
         for given in (q, Spec.of(text)):
-            first, fisher = loss_change_later(x, given, g, dim)()
-            assert first == pytest.approx(change.sum(), abs=1e-7 * np.abs(change).sum()), text
-            assert fisher == pytest.approx((change**2).sum() / 2, rel=1e-6), text
+            whole = loss_terms_later(x, given, lambda: [g], dim)()
+            parts = loss_terms_later(x, given, lambda: g.unbind(0), dim, lambda each: each.unbind(0))()
+            for own, (first, second) in zip([change, *change], [*whole, *parts], strict=True):
+                assert first == pytest.approx(own.sum(), abs=1e-7 * np.abs(own).sum()), text
+                assert second == pytest.approx((own**2).sum() / 2, rel=1e-6), text
     g[0, 3, 4] = math.inf
-    assert all(map(math.isnan, loss_change_later(x, Spec.of("nvfp4"), g)()))
+    assert all(map(math.isnan, loss_terms_later(x, Spec.of("nvfp4"), lambda: [g])()[0]))
 
 
 def test_a_format_means_its_defaults():

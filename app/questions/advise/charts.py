@@ -10,7 +10,7 @@ import pandas as pd
 
 from binade.app import style
 from binade.app.questions.depth import charts as depth_charts
-from binade.app.style import Measure
+from binade.data.evidence import Measure
 
 KINDS = {"advised": "advised under other budgets", "uniform": "one format for all", "published": "published recipes"}
 BITS = Measure("bits", "Bits per value", "", "of the advised format", decimals=2)

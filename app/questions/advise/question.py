@@ -3,7 +3,6 @@ confirmed it."""
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import pandas as pd
@@ -17,12 +16,13 @@ from binade.app.questions.predictions import compute
 from binade.app.questions.predictions.question import COLUMNS as MEASURED
 from binade.app.questions.question import Question
 from binade.app.questions.shared.labels import layer_names
+from binade.app.questions.shared.runs import same_model
 from binade.app.questions.shared.selection import Selection
 from binade.collector.advice.advice import AS_MANY, Advice, Request, advise
 from binade.collector.advice.choice import GROUPS
-from binade.collector.advice.costs import FORWARD, AdviceError, Costs
+from binade.collector.advice.costs import FORWARD, AdviceError
+from binade.data import evidence
 from binade.data.catalog import Catalog
-from binade.data.text import fixed
 
 NOTE = (
     "An integer linear program chooses the formats by their recorded costs. These come from the bf16 runs in the "
@@ -69,13 +69,9 @@ def advice_of(selection: Selection, values: dict[str, Any]) -> Advice:
     """Raises AdviceError."""
     opened, where = selection.opened, selection.where
     parts = ("linear",) if values["parts"] == "linear" else ()
-    costs = compute.costs_of(opened, where, opened.state(), parts)
-    return _advised(costs, Request(float(values["budget"]), by=values["by"]))
-
-
-@lru_cache(16)
-def _advised(costs: Costs, request: Request) -> Advice:
-    return advise(costs, request)
+    request = Request(float(values["budget"]), by=values["by"])
+    key = "advice", where, parts, request, opened.state()
+    return opened.kept(key, lambda: advise(compute.costs_of(opened, where, parts), request))
 
 
 def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
@@ -84,11 +80,15 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
     except AdviceError as error:
         return Drawn(problems=(error.sentence,))
     words = f"{source(selection.where, ', '.join(found.costs.runs))}\n{CAPTION}"
-    chosen = found.chosen.assign(
-        place=layer_names(found.chosen["layer_index"]) + found.chosen["module"] + " " + found.chosen["tensor_name"],
-        width=found.chosen["bits"] / found.chosen["values"],
-        backward=found.chosen["gemm"] != FORWARD,
-    ).sort_values(["backward", "saved"], ascending=[True, False], ignore_index=True)
+    chosen = (
+        found.chosen.drop(columns="by_sequence")
+        .assign(
+            place=layer_names(found.chosen["layer_index"]) + found.chosen["module"] + " " + found.chosen["tensor_name"],
+            width=found.chosen["bits"] / found.chosen["values"],
+            backward=found.chosen["gemm"] != FORWARD,
+        )
+        .sort_values(["backward", "saved"], ascending=[True, False], ignore_index=True)
+    )
     forward = chosen[~chosen["backward"]]
     subtitle = f"ring: the advice, {found.bits:.2f} bits"
     frontier = charts.frontier(found.frontier, found.bits, found.change, subtitle)
@@ -110,33 +110,38 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
     table, held = confirmed(selection.opened, found)
     if not table.empty:
         columns = {"name": MEASURED["name"], "bits": BITS} | MEASURED
-        items.append(Table("advised_and_measured", table, columns, title="Predicted and measured"))
-        verdict = f"{verdict} {held}"
+        items.append(Table("advised_and_measured", table.drop(columns="gaps"), columns, title="Predicted and measured"))
+        verdict = evidence.together(verdict, held)
     return Drawn(tuple(items), verdict)
 
 
-def confirmed(opened: Catalog, found: Advice) -> tuple[pd.DataFrame, str]:
+def confirmed(opened: Catalog, found: Advice) -> tuple[pd.DataFrame, evidence.Sentence]:
     """(predicted and measured figures of the advised and single-format recipes that were trained; whether the advice
     held)."""
     table, _ = compute.measured(opened, found.costs)
     advised = table["advised"]
     plain = table["recipe"].str.startswith(("linear_", "FA_linear_"))
     held = [_held(row, table[plain]) for _, row in table[advised].iterrows()]
-    return table[advised | plain].sort_values("predicted", ignore_index=True) if held else table[:0], " ".join(held)
+    return table[advised | plain].sort_values("predicted", ignore_index=True) if held else table[:0], evidence.together(
+        *held
+    )
 
 
-def _held(advised: pd.Series, plain: pd.DataFrame) -> str:
+def _held(advised: pd.Series, plain: pd.DataFrame) -> evidence.Sentence:
     """Whether an advised recipe did better than the best single format with no more bits."""
     others = plain[plain["bits"] <= advised["bits"] + AS_MANY].sort_values("predicted")
     if others.empty:
-        return f"{advised['name']} was trained, but no single format with at most as many bits was."
+        text = "{name} was trained, but no single format with at most as many bits was."
+        return evidence.say(text, name=str(advised["name"]))
     other = others.iloc[0]
-    gaps = f"{fixed(advised['gap'], 4, '+')}, {other['name']} one of {fixed(other['gap'], 4, '+')}"
-    text = f"{advised['name']} reached a mean gap of {gaps}: "
-    if not (advised["high"] < other["low"] or advised["low"] > other["high"]):
-        seeds = int(min(advised["seeds"], other["seeds"]))
-        return f"{text}{seeds} seed{'s' * (seeds != 1)} do{'es' * (seeds == 1)} not separate them."
-    return f"{text}the advice {'held' if advised['gap'] < other['gap'] else 'did not hold'}."
+    name = str(advised["name"])
+    change = evidence.paired(evidence.GAP, advised["gaps"], other["gaps"])
+    items = [(name, evidence.mean(evidence.GAP, advised["gaps"].values()))]
+    items.append((str(other["name"]), evidence.mean(evidence.GAP, other["gaps"].values())))
+    measured = evidence.each_of(items, "Mean gap to bf16 in training")
+    return evidence.together(
+        measured, evidence.effects([(name, change)], str(other["name"]), ("higher loss", "lower loss"))
+    )
 
 
 ADVISE = Question(
@@ -147,6 +152,7 @@ ADVISE = Question(
     page="advise",
     draw=draw,
     of_runs=True,
+    beyond=same_model,
     controls=CONTROLS,
     note=NOTE,
     layout="binade.app.questions.advise.page",

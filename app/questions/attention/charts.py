@@ -47,9 +47,9 @@ def flushed_by_head(table: pd.DataFrame, spec: Spec, subtitle: str | list[str]) 
         alt.Tooltip("percent:Q", title="flushed (% of nonzero values)", format=".3~g"),
         alt.Tooltip("mass_percent:Q", title="probability mass lost (%)", format=".3~g"),
     ]
-    top = float(shown["percent"].max())
+    top = float(shown["mass_percent"].max())
     scale = alt.Scale(domain=[0, 1]) if not top > 0 else alt.Undefined
-    y = alt.Y("percent:Q", title="flushed (% of nonzero values)", scale=scale)
+    y = alt.Y("mass_percent:Q", title="probability mass lost (%)", scale=scale)
     bars = alt.Chart(shown).mark_bar(color=style.FORMAT_COLORS[spec.format.name])
     title = style.title(f"Flushed attention probabilities in {spec}", subtitle)
     result: alt.Chart = bars.encode(x=BY_HEAD, y=y, tooltip=tooltip).properties(title=title)

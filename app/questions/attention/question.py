@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -17,6 +18,7 @@ from binade.app.questions.question import Question
 from binade.app.questions.shared.selection import SelectedTensor
 from binade.app.report.section import ReportSelection, Section, slug
 from binade.data.catalog import CatalogError
+from binade.data.evidence import SHARE, Measure, Sentence, exact, extreme, leaders, say, together
 from binade.data.filter import Filter
 from binade.data.store import TensorFileError
 from binade.data.tensor_kinds import label_of
@@ -107,19 +109,13 @@ def _sibling(selected: SelectedTensor, name: str) -> pd.Series | None:
 
 def heads(selected: SelectedTensor, maps: Maps) -> Drawn:
     """Entropy and flush by head, where probabilities were recorded; the scores' range, where scores were."""
-    figures, verdict = [], ""
+    figures, verdict = [], Sentence()
     if (probs := maps.heads.get("attention_probs")) is not None:
         row = maps.rows["attention_probs"]
         entropy = compute.entropy(probs)
         axis = -1 if pd.isna(row["contracted_axis"]) else int(row["contracted_axis"])
         flushed = compute.flushed(probs, selected.spec, axis)
-        worst = flushed.iloc[int(flushed["flush_to_zero"].fillna(-1).argmax())]
-        focused = entropy.iloc[int(entropy["entropy"].fillna(1e9).argmin())]
-        verdict = (
-            f"In {selected.spec}, head {worst['head']:.0f} loses the most: {worst['flush_to_zero']:.2%} of its "
-            f"nonzero probabilities are flushed; they make up {worst['mass']:.2%} of the probability mass. "
-            f"Most focused: head {focused['head']:.0f}, {focused['entropy']:.2f} bits."
-        )
+        verdict = _verdict(flushed, entropy, str(selected.spec))
         first = maps.source("attention_probs")
         caption = f"{first}\nEntropy: −Σp·log₂ p over the keys, mean over queries."
         note = "Dashed: uniform attention over all visible keys. Thin lines: the range over queries."
@@ -127,7 +123,7 @@ def heads(selected: SelectedTensor, maps: Maps) -> Drawn:
         figures.append(
             Figure("entropy", chart, entropy, caption, note, 330, "head", "Click a head to see its map.", group="probs")
         )
-        held = "Flushed: the share of the nonzero probabilities that become 0."
+        held = "Lost: the share of all probability that the flushed values held. Flushed: nonzero values that become 0."
         bars = charts.flushed_by_head(flushed, selected.spec, maps.words)
         figures.append(Figure("flushed", bars, flushed, f"{first}\n{held}", held, 330, group="probs"))
     if (scores := maps.heads.get("attention_scores")) is not None:
@@ -136,6 +132,27 @@ def heads(selected: SelectedTensor, maps: Maps) -> Drawn:
         chart = charts.score_ranges(table, maps.words)
         figures.append(Figure("scores", chart, table, caption, height=330, group="maps"))
     return Drawn(tuple(figures), verdict)
+
+
+MASS = Measure("mass", "Probability mass lost", "%", factor=100.0)
+ENTROPY = Measure("entropy", "Entropy", "bits", decimals=2)
+
+
+def _verdict(flushed: pd.DataFrame, entropy: pd.DataFrame, spec: str) -> Sentence:
+    """Heads by the probability mass that they lose: tiny values are many, and hold little of it."""
+    masses = zip(flushed["head"], flushed["mass"].astype(float), strict=True)
+    lost = [(f"head {head}", exact(MASS, mass)) for head, mass in masses if not math.isnan(mass)]
+    most = say("In {spec}, no head loses probability mass to zero.", spec=spec) if lost else Sentence()
+    if any(estimate.value > 0 for _, estimate in lost):
+        most = extreme(lost, f"probability mass flushed to zero in {spec}", lowest=False)
+        first = leaders(lost, lowest=False)
+        if len(first) == 1:
+            share = flushed.set_index("head")["flush_to_zero"][int(first[0][0].split()[-1])]
+            held = say("It is {share} of its nonzero probabilities.", share=exact(SHARE, share))
+            most = together(most, held)
+    means = zip(entropy["head"], entropy["entropy"].astype(float), strict=True)
+    bits = [(f"head {head}", exact(ENTROPY, mean)) for head, mean in means]
+    return together(most, extreme(bits, "entropy, mean over queries", lowest=True))
 
 
 def head_map(maps: Maps, name: str, head: int, sequence: int) -> Figure:

@@ -15,6 +15,7 @@ from binade.app.questions.question import Question, not_in_report
 from binade.app.questions.shared.rounded import Subject, about_format
 from binade.app.questions.shared.selection import SelectedTensor
 from binade.app.style import MEASURES, power_of_two
+from binade.data.evidence import Sentence, exact, say, spread_of, together
 from binade.data.text import short
 from binade.quant.metrics import METRICS
 
@@ -121,14 +122,25 @@ def overall(selected: SelectedTensor, found: Blocks, metric: str) -> Drawn:
     return Drawn(tuple(figures), _verdict(selected, table, size), tuple(problems))
 
 
-def _verdict(selected: SelectedTensor, table: pd.DataFrame, size: int) -> str:
-    finite = table["sqnr_db"].dropna()
-    median = MEASURES["sqnr_db"].quantity(float(finite.median())) if len(finite) else "no value"
-    low = int((finite < 10).sum())
-    return (
-        f"{low:,} of {len(table):,} blocks of {size} values have an SQNR below 10 dB in {selected.spec}; "
-        f"the median is {median}, the worst {MEASURES['sqnr_db'].quantity(float(finite.min()))}."
+def _verdict(selected: SelectedTensor, table: pd.DataFrame, size: int) -> Sentence:
+    measure, scored = MEASURES["sqnr_db"], table["sqnr_db"].dropna()
+    without = (
+        say("{n} blocks are all zero or not finite.", n=len(table) - len(scored)) if len(scored) < len(table) else ""
     )
+    if scored.empty:
+        return together(without)
+    worst = scored.min()
+    equal = int((scored <= worst + measure.resolution).sum())
+    return together(
+        say(
+            "{low} of {n} blocks of {size} values have an SQNR below 10 dB in {spec}; the median is {median}, the "
+            "worst {worst}{equal}.",
+            low=int((scored < 10).sum()), n=len(scored), size=size, spec=str(selected.spec),
+            median=spread_of(measure, scored, "blocks"), worst=exact(measure, worst),
+            equal=say(" in {equal} blocks that are equal", equal=equal) if equal > 1 else "",
+        ),
+        without,
+    )  # fmt: skip
 
 
 def block_figure(selected: SelectedTensor, found: Blocks, number: int) -> Figure:

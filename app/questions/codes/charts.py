@@ -14,7 +14,7 @@ from binade.quant.specs import Spec
 
 # By the bits of the mantissa; the last for more.
 MANTISSA_COLORS = ("#0d9488", "#0d9488", "#0284c7", "#4f46e5", "#4338ca", "#3b34b6", "#3730a3")
-OTHER_COLORS = {DENORMAL: "#b4633a", ZERO: style.GREY, SPECIAL: "#db2777"}
+OTHER_COLORS = {DENORMAL: "#b4633a", compute.FLUSHED: style.BAD, ZERO: style.GREY, SPECIAL: "#db2777"}
 
 
 def tier_color(tier: str) -> str:
@@ -65,9 +65,12 @@ def codes(table: pd.DataFrame, spec: Spec, subtitle: str | list[str]) -> alt.Cha
 
 def tiers(table: pd.DataFrame, subtitle: str | list[str]) -> alt.LayerChart:
     """Chart of compute.tiers: the share of the values that have each precision."""
-    rows = list(table.itertuples())
+    rows = table.to_dict("records")
     shown = table.assign(
-        label=[f"{row.tier} · {row.used} of {row.codes}" for row in rows], text=[f"{row.share:.1%}" for row in rows]
+        label=[
+            f"{row['tier']} · {row['used']} of {row['codes']}" if row["codes"] else str(row["tier"]) for row in rows
+        ],
+        text=[f"{row['share']:.1%}" for row in rows],
     )
     base = alt.Chart(shown).encode(
         y=style.names_axis("label", shown["label"]),

@@ -11,6 +11,8 @@ import torch
 from binade.app.questions.shared.rounded import Subject
 from binade.quant.blocks import DENORMAL, SPECIAL, ZERO, code_tiers
 
+FLUSHED = "flushed to zero"
+
 
 def codes(found: Subject) -> pd.DataFrame:
     """Every code of the format: columns code, value, tier, count, share; in order of value, −0 before 0, Inf and NaN
@@ -28,17 +30,30 @@ def codes(found: Subject) -> pd.DataFrame:
     return table.iloc[order].reset_index(drop=True)
 
 
-def tiers(table: pd.DataFrame) -> pd.DataFrame:
-    """A `codes` table by tier, widest mantissa first: columns tier, codes (in the format), used, share (of values)."""
+def flushed(found: Subject) -> float:
+    """Of the values that `codes` counts, the share that is not zero but has a code of zero."""
+    blocks = found.blocks
+    used = blocks.valid & blocks.y.isfinite()
+    return int((used & (blocks.x != 0) & (blocks.values == 0)).sum()) / max(int(used.sum()), 1)
+
+
+def tiers(table: pd.DataFrame, flushed: float = 0.0) -> pd.DataFrame:
+    """A `codes` table by tier, widest mantissa first: columns tier, codes (in the format), used, share (of values).
+    flushed: that share of the values, in a row of its own; zero is then what was zero already."""
     found = table.groupby("tier", sort=False).agg(
         codes=("code", "size"), used=("count", lambda counts: int((counts > 0).sum())), share=("share", "sum")
     )
-    return found.reset_index().sort_values("tier", key=lambda names: names.map(tier_rank), ignore_index=True)
+    found = found.reset_index()
+    if flushed:
+        found["share"] -= (found["tier"] == ZERO) * flushed
+        row = {"tier": [FLUSHED], "codes": [0], "used": [0], "share": [flushed]}
+        found = pd.concat([found, pd.DataFrame(row)], ignore_index=True)
+    return found.sort_values("tier", key=lambda names: names.map(tier_rank), ignore_index=True)
 
 
 def tier_rank(tier: str) -> int:
     """The sort key of a tier: the widest mantissa first, then denormal, zero and special codes."""
-    return {DENORMAL: 97, ZERO: 98, SPECIAL: 99}.get(tier) or -int(tier.split()[0])
+    return {DENORMAL: 96, FLUSHED: 97, ZERO: 98, SPECIAL: 99}.get(tier) or -int(tier.split()[0])
 
 
 def entropy_bits(table: pd.DataFrame) -> float:

@@ -61,7 +61,8 @@ def zones(table: pd.DataFrame) -> pd.DataFrame:
     share = table.set_index("precision")["share"]
     rows = {"flushed": share[FLUSHED], "saturated": share[CLIPPED], "zero": share[ZERO], "lost": 0.0}
     rows["kept"] = 1.0 - sum(rows.values())
-    return pd.DataFrame({"zone": [*rows], "share": [*rows.values()]})
+    table = pd.DataFrame({"zone": [*rows], "share": [*rows.values()]})
+    return table.assign(of_nonzero=table["share"] / ((1.0 - rows["zero"]) or 1.0))
 
 
 def magnitudes(found: Distribution) -> pd.DataFrame:
@@ -132,7 +133,7 @@ def codebook(opened: Catalog, where: Filter) -> Figure | None:
     chart = draw_codebook(table, shares, HIFP8, edges, what)
     caption = (
         f"{source(where, f'{what}; bins of 1/8 binade')}\n{about_format(HIFP8)}. Flushed: nonzero values below "
-        "half the smallest code. Saturated: 2¹⁵ and above. Shares are of all finite values."
+        "half the smallest code, as a share of the nonzero values. Saturated: 2¹⁵ and above, as a share of all."
     )
     return Figure("codebook", chart, table, caption, height=400)
 

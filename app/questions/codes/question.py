@@ -14,10 +14,12 @@ from binade.app.questions.question import Question
 from binade.app.questions.shared.rounded import about_format
 from binade.app.questions.shared.selection import SelectedTensor
 from binade.app.report.section import ReportSelection, Section
+from binade.data.evidence import SHARE, Measure, exact, say, together
 from binade.quant.blocks import DENORMAL, ZERO
 from binade.quant.metrics import METRICS
 
 PRECISIONS_BY = ("quant_type", "tensor_name", "module", "operation", "layer_index")
+ENTROPY = Measure("code_entropy_bits", "Code entropy", decimals=2)
 COUNTED = 2  # tensors of each operation whose codes a report counts
 
 
@@ -29,10 +31,14 @@ def draw(selected: SelectedTensor, values: dict[str, Any]) -> Drawn:
     element = selected.spec.format.element
     used, entropy = int((table["count"] > 0).sum()), compute.entropy_bits(table)
     share = table.groupby("tier")["share"].sum()
-    verdict = (
-        f"{used:,} of {1 << element.bits:,} codes are used; their entropy is {entropy:.2f} of {element.bits} bits. "
-        f"Zero: {share.get(ZERO, 0):.1%}, denormal: {share.get(DENORMAL, 0):.1%} of the values."
-    )
+    flushed = compute.flushed(found)
+    shares = {"already": share.get(ZERO, 0) - flushed, "flushed": flushed, "denormal": share.get(DENORMAL, 0)}
+    verdict = say(
+        "{used} of {codes} codes are used; their entropy is {entropy} of {bits} bits. {already} of the values were "
+        "zero already, {flushed} are flushed to zero, and {denormal} get a denormal code.",
+        used=used, codes=1 << element.bits, entropy=exact(ENTROPY, entropy), bits=element.bits,
+        **{name: exact(SHARE, max(value, 0.0)) for name, value in shares.items()},
+    )  # fmt: skip
     caption = (
         f"{selected.source(found.note or 'exact')}\n{about_format(selected.spec)}. "
         f"{METRICS['code_entropy_bits'].label}: {METRICS['code_entropy_bits'].definition}."
@@ -49,7 +55,7 @@ def draw(selected: SelectedTensor, values: dict[str, Any]) -> Drawn:
         group="codes",
         width=3,
     )
-    tiers = compute.tiers(table)
+    tiers = compute.tiers(table, flushed)
     chart = charts.tiers(tiers, f"{counted} · codes used, of all codes")
     parts = Figure("tiers", chart, tiers, caption, height=120 + 40 * len(tiers), group="codes", width=2)
     return Drawn((bars, parts), verdict)
@@ -71,7 +77,7 @@ def report(selection: ReportSelection) -> Iterator[Section]:
             continue
         drawn = draw(selected, {})
         figures = [replace(figure, name=f"{figure.name}_{number}") for figure in drawn.figures]
-        verdict = f"{selected.label}: {drawn.verdict}"
+        verdict = together(f"{selected.label}:", drawn.verdict)
         yield Section("hifp8", figures=figures, verdict=verdict, problems=drawn.problems)
 
 

@@ -9,7 +9,7 @@ import pandas as pd
 from binade.app import style
 from binade.app.questions.shared.board_charts import color_scale, with_labels
 from binade.app.questions.shared.boards import PLACE
-from binade.app.style import Measure
+from binade.data.evidence import Measure
 
 
 def depth(table: pd.DataFrame, measure: Measure, title: str, subtitle: str | list[str]) -> alt.LayerChart:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pandas as pd
 
 from binade.app.questions.shared.boards import PLACE, tensor_names, values
+from binade.data import evidence
 from binade.data.catalog import Catalog
+from binade.data.evidence import Measure, Named
 from binade.data.filter import Filter
 
 
@@ -16,10 +18,9 @@ def depth(catalog: Catalog, where: Filter, fmt: str, metric: str) -> pd.DataFram
     return table.assign(row=tensor_names(table)).reset_index(drop=True)
 
 
-def slope(table: pd.DataFrame) -> pd.DataFrame:
-    """How the metric changes with depth, from a `depth` table: columns row, operation, first, last (values in the first
-    and last layer), change; the rows that occur in both, by change."""
-    ends = table["layer_index"].min(), table["layer_index"].max()
-    first, last = (table[table["layer_index"] == end].set_index(["row", "operation"])["value"] for end in ends)
-    found = pd.DataFrame({"first": first, "last": last}).dropna().reset_index()
-    return found.assign(change=found["last"] - found["first"]).sort_values("change", ignore_index=True)
+def trends(table: pd.DataFrame, measure: Measure) -> list[Named]:
+    """The slope of the metric over layers, per layer, of each row and operation of a `depth` table."""
+    return [
+        (str(row), evidence.trend(measure, part["layer_index"].tolist(), part["value"].tolist(), "layers"))
+        for (row, _), part in table.groupby(["row", "operation"], sort=False)
+    ]

@@ -45,7 +45,7 @@ def _newest(first: int) -> Callable[[Catalog], One]:
 
     def runs(opened: Catalog) -> One:
         names = opened.runs()["run_id"].tolist()
-        return One(tuple(dict.fromkeys([*names[first : first + 1], *names])))
+        return One(tuple(dict.fromkeys([*names[first : first + 1], *names])), "run")
 
     return runs
 

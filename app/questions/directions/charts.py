@@ -7,7 +7,7 @@ import pandas as pd
 
 from binade.app import style
 from binade.app.questions.shared.board_charts import BARS, axis_domain, bars, with_labels
-from binade.app.style import Measure
+from binade.data.evidence import Measure
 
 
 def direction(table: pd.DataFrame, measure: Measure, operation: str, subtitle: str | list[str]) -> alt.LayerChart:

@@ -10,23 +10,23 @@ from binade.app.figure import Drawn, Figure, Text
 from binade.app.questions.directions import charts, compute
 from binade.app.questions.question import Question
 from binade.app.questions.ranking import charts as ranking_charts
-from binade.app.questions.shared import board_charts
+from binade.app.questions.shared import board_charts, boards
 from binade.app.questions.shared.selection import Board
 from binade.app.report.section import ReportSelection, Section
+from binade.data import evidence
 
 
 def draw(board: Board, values: dict[str, Any]) -> Drawn:
-    measure = board.measure
+    measure, board = board.measure, board.scoped()
     table = compute.directions(board.opened, board.where, board.format, measure.key)
     if table.empty:
         return board.nothing
-    by_operation = compute.direction_totals(board.opened, board.where, board.format, measure.key)
-    totals = by_operation.set_index("operation")["value"]
-    parts = [f"{name} {measure.quantity(totals[name])}" for name in ("forward", "backward") if name in totals]
-    worst = table[table["operation"] == "backward"].head(1)
-    words = f"{measure.label}: {', '.join(parts)}."
-    if not worst.empty:
-        words += f" Worst in the backward pass: {worst['row'].iloc[0]} ({measure.quantity(worst['value'].iloc[0])})."
+    totals = compute.direction_totals(board.opened, board.where, board.format, measure.key)
+    by_operation = dict(boards.estimates(totals, measure, "operation"))
+    operations = [(name, by_operation[name]) for name in ("forward", "backward") if name in by_operation]
+    backward = table[table["operation"] == "backward"]
+    what = f"{board.title()} in the backward pass"
+    worst = evidence.extreme(boards.estimates(backward, measure, "row"), what, lowest=measure.low_is_bad)
     figures: list[Figure] = []
     problems = []
     for operation in ("forward", "backward"):
@@ -36,7 +36,7 @@ def draw(board: Board, values: dict[str, Any]) -> Drawn:
             continue
         figure = Figure(
             f"direction_{operation}",
-            charts.direction(table, measure, operation, f"{len(part)} tensors · {board.POOLED}"),
+            charts.direction(table, measure, operation, f"{len(part)} tensors · {board.scope}"),
             part,
             board.caption(f"{operation}, all layers together"),
             height=ranking_charts.ranking_height(
@@ -47,7 +47,9 @@ def draw(board: Board, values: dict[str, Any]) -> Drawn:
         )
         figures.append(figure)
     note = Text(f"{board.definition} Click a bar to open its worst tensor.", "hint")
-    return Drawn((*figures, note), words, tuple(problems))
+    return Drawn(
+        (*figures, note), evidence.together(evidence.each_of(operations, board.title()), worst), tuple(problems)
+    )
 
 
 def report(selection: ReportSelection) -> Iterator[Section]:

@@ -20,6 +20,7 @@ from binade.app.questions.shared.distributions import FINE_BIN, Distribution
 from binade.app.questions.shared.labels import group_name, unique_labels
 from binade.app.questions.shared.laws import LAWS, distance_to, fit, qq
 from binade.app.questions.shared.runs import given_names
+from binade.app.questions.shared.scope import scope_of, scoped
 from binade.app.questions.shared.selection import Selection
 from binade.app.report.section import ReportSelection, Section, slug
 from binade.app.report.section import Table as ReportTable
@@ -43,17 +44,18 @@ LAW = Control(
 COLUMNS = {
     "tensors": Column("Tensors", "localized", 70),
     "numel": Column("Values", "localized", 125),
-    "mean": Column("Mean", "%.3g", 85),
-    "std": Column("Std", "%.3g", 80),
+    "mean": Column("Mean", "%.3g", 85, help="Of all values of the group together"),
+    "std": Column("Std", "%.3g", 80, help="Of all values of the group together"),
     "min": Column("Min", "%.3g", 80),
     "max": Column("Max", "%.3g", 80),
     "absmin": Column("Smallest |x| > 0", "%.2e", 130),
     "zeros": Column("Zeros", "localized", 115),
     "nans": Column("NaN", "localized", 60),
     "infs": Column("Inf", "localized", 60),
-    "sqnr_db": Column(help=f"{METRICS['sqnr_db'].definition}, of the operands that were quantized, powers summed"),
-    "flush_to_zero": Column(),
-    "saturated": Column(),
+    "sqnr_db": Column(help=f"{METRICS['sqnr_db'].definition}; the median over the operands that were quantized"),
+    "flush_to_zero": Column(help="The median over the operands that were quantized"),
+    "saturated": Column(help="The median over the operands that were quantized"),
+    "lost": Column("Lost", "localized", 60, help="Operands without an error, because they contain NaN or Inf"),
 }
 
 
@@ -99,7 +101,8 @@ def _controls(selection: Selection, values: dict[str, Any]) -> list[Control]:
 
 
 def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
-    opened, where, tensors, by = selection.opened, selection.where, list(selection.tensors), values["by"]
+    opened, tensors, by = selection.opened, list(selection.tensors), values["by"]
+    where = scoped(opened, selection.where, (by,))
     chosen = opened.rows_of(tensors[:MAX_SELECTED])
     ids = chosen["tensor_id"].tolist() or None
     groups = groups_of(opened, where, chosen, by)
@@ -118,7 +121,7 @@ def _compared_formats(opened: Catalog, where: Filter, ids: list[str] | None) -> 
         return [Text("No format comparison: only the operands of a GEMM are scored, and none is selected.")]
     heading = (
         f"**Error of each format** · {operands:,} operand{'s' * (operands != 1)}, "
-        "each rounded along the axis that its GEMM contracts"
+        "each rounded along the axis that its GEMM contracts; bars are medians, lines the 10th to 90th percentile"
     )
     hint = (
         "SQNR alone does not show how a format fails. Read it together with the shares flushed to zero and saturated."
@@ -135,7 +138,7 @@ def groups_of(opened: Catalog, where: Filter, chosen: pd.DataFrame, by: str) -> 
     if groups > MAX_SELECTED:
         least = sorted(d.total for d in found)[-MAX_SELECTED]
         found = [d for d in found if d.total >= least][:MAX_SELECTED]
-    text = f"{total:,} tensor{'s' * (total != 1)} · from sketches"
+    text = f"{total:,} tensor{'s' * (total != 1)} · {scope_of(opened, where)} · from sketches"
     return Groups([d for d in found if d.total], TITLES[by].lower(), text, groups, field=by)
 
 
@@ -259,7 +262,8 @@ def formats(opened: Catalog, where: Filter, ids: list[str] | None) -> tuple[list
     if compared.empty:
         return [], 0
     operands, table = int(compared["operands"][0]), compared.drop(columns="operands")
-    words = source(where, f"{operands:,} operand{'s' * (operands != 1)}, from the index") + "".join(
+    what = f"medians over {operands:,} operand{'s' * (operands != 1)}, each counted once, from the index"
+    words = source(where, what) + "".join(
         f"\n{METRICS[name].label}: {METRICS[name].definition}." for name, *_ in format_charts.ERROR_PANELS
     )
     height = format_charts.format_height(table)

@@ -15,7 +15,7 @@ from binade.app.questions.drift import compute
 from binade.app.questions.question import Question, not_in_report
 from binade.app.questions.shared import distribution_charts
 from binade.app.questions.shared.distributions import log2_histogram
-from binade.app.questions.shared.runs import every_run, run_titles
+from binade.app.questions.shared.runs import compared_to, every_run, run_titles
 from binade.app.questions.shared.selection import SelectedTensor
 from binade.data.catalog import CatalogError
 from binade.data.same_data import equal_weights
@@ -142,5 +142,6 @@ DRIFT = Question(
     draw=draw,
     controls=(RUN,),
     narrow=_controls,
+    beyond=compared_to,  # without a run in its address, the first
     report=not_in_report,
 )

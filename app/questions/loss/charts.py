@@ -7,7 +7,8 @@ import pandas as pd
 
 from binade.app import style
 from binade.app.questions.shared.board_charts import with_labels
-from binade.app.style import MEASURES, Measure
+from binade.app.style import MEASURES
+from binade.data.evidence import Measure
 
 
 def scatter(table: pd.DataFrame, measure: Measure, title: str, subtitle: str | list[str]) -> alt.LayerChart:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
+import numpy as np
 import pandas as pd
-from scipy.stats import spearmanr
 
-from binade.app.questions.shared.boards import DATA, PLACE, mean_changes, place_names
+from binade.app.questions.shared.boards import DATA, LOSS_CHANGE, PLACE, mean_changes, place_names
+from binade.app.style import MEASURES
+from binade.data import evidence
 from binade.data.catalog import Catalog
+from binade.data.evidence import Estimate
 from binade.data.filter import Filter
 
 
@@ -18,14 +20,15 @@ class Costs:
     """
     table        of every place, the largest predicted change first: `boards.mean_changes` by PLACE, with place (its
                  name), sqnr_db and flush_to_zero in the format, rank and sqnr_rank, from 1
-    agreement    Spearman's ρ between the ranks by predicted change and by SQNR; NaN for fewer than three places
-    reliability  Spearman's ρ between the predictions of one half of the micro-batches and of the other; NaN for fewer
-                 than two micro-batches or three places
+    total        of all places together, from the sums of the sequences
+    agreement    Spearman's ρ between the predicted changes and SQNR, low SQNR first
+    reliability  Spearman's ρ between the predictions of one half of the sequences and of the other
     """
 
     table: pd.DataFrame
-    agreement: float
-    reliability: float
+    total: Estimate
+    agreement: Estimate
+    reliability: Estimate
 
 
 def costs(catalog: Catalog, where: Filter, fmt: str) -> Costs:
@@ -37,25 +40,17 @@ def costs(catalog: Catalog, where: Filter, fmt: str) -> Costs:
     table = table.assign(place=place_names(table), sqnr_rank=table["sqnr_db"].rank(method="min"))
     table = table.sort_values(["value", "place"], ascending=[False, True], na_position="last", ignore_index=True)
     table["rank"] = range(1, len(table) + 1)
-    agreement = _rho(-table["value"], table["sqnr_db"])
-    return Costs(table, agreement, _halves(changes))
+    sums = catalog.loss_changes(fmt, (), where)["by_sequence"]
+    total = evidence.mean(MEASURES[LOSS_CHANGE], np.concatenate([*sums]) if len(sums) else (), "sequences")
+    agreement = evidence.correlation(-table["value"].astype(float), table["sqnr_db"].astype(float), "operands")
+    return Costs(table, total, agreement, _halves(changes))
 
 
-def _halves(table: pd.DataFrame) -> float:
-    """The agreement of every other micro-batch with the rest. Runs on the same data are in the same half."""
-    batch = table.groupby(DATA, dropna=False, sort=True).ngroup()
-    if batch.nunique() < 2:
-        return math.nan
-    change = table["first"] + table["second"]
-    halves = [
-        change[batch % 2 == half].groupby([table[name] for name in PLACE], dropna=False).mean() for half in (0, 1)
-    ]
-    both = pd.concat(halves, axis=1).dropna()
-    return _rho(both.iloc[:, 0], both.iloc[:, 1])
-
-
-def _rho(a: pd.Series, b: pd.Series) -> float:
-    known = a.notna() & b.notna()
-    if known.sum() < 3 or a[known].nunique() < 2 or b[known].nunique() < 2:
-        return math.nan
-    return float(spearmanr(a[known], b[known]).statistic)
+def _halves(changes: pd.DataFrame) -> Estimate:
+    """The agreement of every other sequence with the rest, over the places that all sequences have."""
+    changes = changes.sort_values(DATA)
+    by_place = [np.concatenate([*lists]) for _, lists in changes.groupby(list(PLACE), dropna=False)["by_sequence"]]
+    most = max(map(len, by_place), default=0)
+    complete = [each for each in by_place if len(each) == most > 1]
+    even, odd = ([float(np.mean(each[half::2])) for each in complete] for half in (0, 1))
+    return evidence.correlation(even, odd, "operands")

@@ -12,12 +12,14 @@ from binade.app.figure import Column, Drawn, Figure, Table
 from binade.app.questions.loss import charts, compute
 from binade.app.questions.question import Question
 from binade.app.questions.ranking import charts as ranking_charts
+from binade.app.questions.shared import boards
 from binade.app.questions.shared.board_charts import BARS
 from binade.app.questions.shared.boards import LOSS_CHANGE
 from binade.app.questions.shared.selection import Board
 from binade.app.report.section import ReportSelection, Section
 from binade.app.style import MEASURES
-from binade.data.text import fixed, short
+from binade.data import evidence
+from binade.data.evidence import Measure
 
 RELIABLE = 0.8  # between halves of the micro-batches, from which a ranking is called reliable
 COLUMNS = {
@@ -34,7 +36,7 @@ COLUMNS = {
 
 def draw(board: Board, values: dict[str, Any]) -> Drawn:
     measure = MEASURES[LOSS_CHANGE]
-    board = replace(board, measure=measure)
+    board = replace(board, measure=measure).scoped()
     found = compute.costs(board.opened, board.where, board.format) if board.format else None
     if found is None or found.table.empty:
         return board.nothing
@@ -66,41 +68,45 @@ def draw(board: Board, values: dict[str, Any]) -> Drawn:
         choose="tensor_id",
     )
     places = Table("loss_places", table, COLUMNS, height=min(38 + 35 * len(table), 420), choose="tensor_id")
-    return Drawn((ranked, against, places), _verdict(found, board.format))
+    return Drawn((ranked, against, places), _verdict(found, board.format, measure))
 
 
-def _verdict(found: compute.Costs, fmt: str) -> str:
+def _verdict(found: compute.Costs, fmt: str, measure: Measure) -> evidence.Sentence:
     table = found.table
     unknown = int(table["value"].isna().sum())
     if unknown == len(table):
-        return (
-            "No change can be predicted: gradients are not finite, or the number of tokens in a micro-batch is "
-            "unknown (record the inputs of linear layers)."
+        return evidence.say(
+            "No change can be predicted: gradients are not finite, or no pass with sampled labels was recorded."
         )
-    worst, of = table.iloc[0], len(table)
-    lines = [f"{worst['place']} costs the most in {fmt}: {short(worst['value'], 2, '+')} nats predicted"]
-    total = table["value"].sum()
-    lines.append(
-        f", {short(total, 2, '+')} over all {of:,} operands. Its SQNR rank is {int(worst['sqnr_rank'])} of {of}"
-    )
-    if not math.isnan(found.agreement):
-        lines.append(f"; Spearman’s ρ between the two rankings is {fixed(found.agreement, 2)}")
-    lines.append(". ")
-    if math.isnan(found.reliability):
-        lines.append(
-            "The ranking cannot be checked: that takes two micro-batches and three operands. It may hold only for "
-            "these tokens."
-        )
-    elif found.reliability < RELIABLE:
-        lines.append(
-            f"Spearman’s ρ between two halves of the micro-batches is only {fixed(found.reliability, 2)}: record more "
-            "tokens before you rely on the ranking."
+    what = f"{measure.label} in {fmt}"
+    known = table.dropna(subset=["value"])
+    if known["spread"].isna().all():
+        first = evidence.say(
+            "One sequence cannot tell operands apart: record several sequences (--micro-batch-size, "
+            "--collect-micro-batches)."
         )
     else:
-        lines.append(f"Between two halves of the micro-batches, ρ is {fixed(found.reliability, 2)}.")
+        first = evidence.extreme(boards.estimates(known, measure), what, lowest=False)
+    lines: list[str] = [first]
+    if not math.isnan(found.total.value):
+        lines.append(evidence.say("All {n} operands together: {total}.", n=len(known), total=found.total))
+    if not math.isnan(found.agreement.value):
+        text = "Spearman’s ρ between this ranking and that by SQNR is {rho}."
+        lines.append(evidence.say(text, rho=found.agreement))
+    if math.isnan(found.reliability.value):
+        lines.append(evidence.say("The ranking cannot be checked: that takes two sequences and four operands."))
+    elif found.reliability.value < RELIABLE:
+        text = (
+            "Spearman’s ρ between two halves of the sequences is only {rho}: record more before you rely on the "
+            "ranking."
+        )
+        lines.append(evidence.say(text, rho=found.reliability))
+    else:
+        lines.append(evidence.say("Between two halves of the sequences, ρ is {rho}.", rho=found.reliability))
     if unknown:
-        lines.append(f" No change is predicted for {unknown} operand{'s' * (unknown != 1)}: a gradient is not finite.")
-    return "".join(lines)
+        text = "No change is predicted for {n} operands: a gradient is not finite, or was not recorded."
+        lines.append(evidence.say(text, n=unknown))
+    return evidence.together(*lines)
 
 
 def report(selection: ReportSelection) -> Iterator[Section]:

@@ -7,7 +7,7 @@ import pandas as pd
 
 from binade.app import style
 from binade.app.questions.training import charts as training_charts
-from binade.app.style import Measure
+from binade.data.evidence import Measure
 
 
 def to_noise(table: pd.DataFrame, measure: Measure, line: float, title: str, subtitle: str) -> alt.LayerChart:

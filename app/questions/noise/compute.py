@@ -82,7 +82,7 @@ def gradients(catalog: Catalog, where: Filter, fmt: str) -> pd.DataFrame:
     by = (*PLACE, "iteration")
     rounded = catalog.errors(fmt, by, where) if fmt else pd.DataFrame(columns=[*by, "tensors", "sqnr_db", "tensor_id"])
     rounded = rounded[rounded["tensor_name"] == "grad_output"]
-    results = results_compute.pooled(catalog.results(where), (*results_compute.PRODUCT, "iteration"))
+    results = results_compute.by_product(catalog.results(where), (*results_compute.PRODUCT, "iteration"))
     results = results[(results["gemm"] == "wgrad") & results["part"].isin(("linear", "router"))]
     results = results.rename(columns={"results": "tensors", "result_db": "sqnr_db"})
     results = results.assign(tensor_name="grad_weight", operation="backward")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -15,10 +16,11 @@ from binade.app.questions.shared import distribution_charts, distributions, laws
 from binade.app.questions.shared.distribution_charts import LAW_TITLES
 from binade.app.questions.shared.distributions import Distribution
 from binade.app.questions.shared.selection import SelectedTensor
+from binade.app.style import MEASURES
 from binade.data.catalog import CatalogError
+from binade.data.evidence import SHARE, Measure, Sentence, exact, leaders, listed, say, together, with_error
 from binade.data.filter import Filter
 from binade.data.store import TensorFileError
-from binade.data.text import short
 from binade.quant import sketch
 from binade.quant.metrics import METRICS
 
@@ -72,11 +74,7 @@ def _against_law(selected: SelectedTensor, own: Distribution, law: str, precisio
     points = laws.qq([own], law)
     if points.empty:
         return Drawn(problems=("No Q–Q plot: all values are equal.",))
-    closest = table.iloc[0]
-    verdict = (
-        f"Best fit of four distributions: {TITLES[closest['law']]}, Kolmogorov–Smirnov distance {closest['ks']:.3f}. "
-        f"Kurtosis {short(selected.row['kurtosis'], 3)}, 3 for a normal distribution."
-    )
+    verdict = together(_fits(table, own.total), _tails(selected.row, own.total))
     fitted = laws.fit(own, law)
     note = f"Fitted {TITLES[law]}: {fitted.text if fitted else 'none'}."
     if law == "student_t":
@@ -87,6 +85,46 @@ def _against_law(selected: SelectedTensor, own: Distribution, law: str, precisio
     title = "**Fit of each distribution**"
     note = "KS: the largest difference between the two cumulative distributions; 0: identical, 1: no overlap."
     return Drawn((figure, Table("laws", table, COLUMNS, title, note, group="law")), verdict)
+
+
+KS = Measure("ks", "Kolmogorov–Smirnov distance", decimals=3, resolution=0.005)
+LARGEST_KS = 0.05  # of a law that fits: no share of the values below a limit is off by more
+CRITICAL_KS = 1.358  # over √n: Kolmogorov's asymptotic 5% limit; smaller if, as here, parameters are fitted
+TAILS = 0.1  # a kurtosis nearer to 3 is called that of a normal distribution
+MANY_ZEROS = 0.05  # a share that is told, since no continuous law has it
+
+
+def _fits(table: pd.DataFrame, n: int) -> Sentence:
+    """Which of the laws of `laws.laws_table` fit, if any does. Of n values, chance alone reaches CRITICAL_KS/√n."""
+    limit = exact(KS, max(LARGEST_KS, CRITICAL_KS / math.sqrt(n)))
+    distances = zip(table["law"].astype(str), table["ks"].astype(float), strict=True)
+    first = leaders([(TITLES[law], exact(KS, ks)) for law, ks in distances], lowest=True)
+    names, closest = listed([name for name, _ in first]), first[0][1]
+    if closest.value > limit.value:
+        return say(
+            "None of four distributions fits: the closest, {names}, has a Kolmogorov–Smirnov distance of {closest}, "
+            "and more than {limit} is no fit.",
+            names=names, closest=closest, limit=limit,
+        )  # fmt: skip
+    return say(
+        "Best fit of four distributions: {names}, Kolmogorov–Smirnov distance {closest} (at most {limit} is a fit).",
+        names=names, closest=closest, limit=limit,
+    )  # fmt: skip
+
+
+def _tails(row: pd.Series, n: int) -> Sentence:
+    """The kurtosis, with its standard error √(24/n) for normal values, and what it says of the tails."""
+    excess = with_error(MEASURES["kurtosis"], row["kurtosis"] - 3, math.sqrt(24 / n), n, "values")
+    near = abs(excess.value) <= TAILS or excess.low <= 0 <= excess.high
+    word = "as heavy as" if near else "heavier than" if excess.value > 0 else "lighter than"
+    zeros = row["zeros"] / row["numel"]
+    return together(
+        say(
+            "Kurtosis {kurtosis}: the tails are {word} those of a normal distribution, which has 3.",
+            kurtosis=exact(MEASURES["kurtosis"], row["kurtosis"]), word=word,
+        ) if math.isfinite(row["kurtosis"]) else "",
+        say("{zeros} of the values are 0.", zeros=exact(SHARE, zeros)) if zeros > MANY_ZEROS else "",
+    )  # fmt: skip
 
 
 def _other(
@@ -118,7 +156,9 @@ def _against(selected: SelectedTensor, own: Distribution, other: Distribution, p
     points = laws.qq_between(own, other)
     theirs = "exact" if other.exact else "from the sketch"
     distances = _distances(own, other)
-    verdict = ", ".join(f"{METRICS[name].label} {short(value, 3)}" for name, value in distances.items()) + "."
+    shown = [say("{name} {value}", name=MEASURES[name].label, value=exact(MEASURES[name], value))
+             for name, value in distances.items()]  # fmt: skip
+    verdict = Sentence(", ".join(shown) + ".", (each for part in shown for each in part.evidence))
     caption = f"{selected.source(precision)}\nQuantiles against those of {other.group} ({theirs}). " + " ".join(
         f"{METRICS[name].label}: {METRICS[name].definition}." for name in distances
     )

@@ -9,10 +9,11 @@ import pandas as pd
 
 from binade.app.figure import Column, Drawn, Figure, Table, source
 from binade.app.questions.predictions import charts, compute
-from binade.app.questions.predictions.compute import Correlation
 from binade.app.questions.question import Question
+from binade.app.questions.shared.runs import same_model
 from binade.app.questions.shared.selection import Selection
 from binade.collector.advice.costs import AdviceError
+from binade.data import evidence
 
 NOTHING = (
     "There is nothing to compare: this needs runs of recipes whose formats were all scored, and a bf16 run on the "
@@ -37,7 +38,7 @@ COLUMNS = {
 def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
     opened, where = selection.opened, selection.where
     try:
-        found = compute.costs_of(opened, where, opened.state())
+        found = compute.costs_of(opened, where)
     except AdviceError as error:
         return Drawn(problems=(error.sentence,))
     table, left = compute.measured(opened, found)
@@ -48,6 +49,7 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
         Figure(f"predictions_{name}", charts.against(table, name, title), table, words, height=400, group="predictions")
         for name, title in charts.GAPS.items()
     ]
+    table = table.drop(columns="gaps")
     listed = Table("predictions", table.sort_values("predicted", ignore_index=True), COLUMNS)
     left_out = (
         f"Recipes left out: {left}. They round operands that were not recorded, or use formats that were not scored."
@@ -55,17 +57,24 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
     return Drawn((*figures, listed), _verdict(table), (left_out,) * bool(left))
 
 
-def _verdict(table: pd.DataFrame) -> str:
-    first, mean = (Correlation.of(table["predicted"], table[name]) for name in ("first", "gap"))
-    if math.isnan(mean.rho):
-        return f"Only {len(table)} recipes can be compared: at least four are needed to check the ranking."
-    text = (
-        f"Over {len(table)} recipes, Spearman’s ρ between the prediction and the measured gap is {first.text} in the "
-        f"first iteration and {mean.text} for the mean over training."
+def _verdict(table: pd.DataFrame) -> evidence.Sentence:
+    first, mean = (
+        evidence.correlation(table["predicted"], table[name].astype(float), "recipes") for name in ("first", "gap")
+    )
+    if math.isnan(mean.value):
+        text = "Only {n} recipes can be compared: at least four are needed to check the ranking."
+        return evidence.say(text, n=len(table))
+    found = evidence.say(
+        "Spearman’s ρ between the prediction and the measured gap is {first} in the first iteration and {mean} for the "
+        "mean over training.",
+        first=first,
+        mean=mean,
     )
     if mean.low <= 0:
-        return f"{text} For training, these runs do not show that the prediction holds: do not rely on it."
-    return f"{text} Each recipe has only one seed; repeat with more seeds." if table["seeds"].max() == 1 else text
+        doubt = "For training, these runs do not show that the prediction holds: do not rely on it."
+        return evidence.together(found, evidence.say(doubt))
+    one = evidence.say("Each recipe has only one seed; repeat with more seeds.") if table["seeds"].max() == 1 else ""
+    return evidence.together(found, one)
 
 
 PREDICTIONS = Question(
@@ -78,4 +87,5 @@ PREDICTIONS = Question(
     ignores=frozenset(("metric", "format")),
     draw=draw,
     of_runs=True,
+    beyond=same_model,
 )

@@ -6,7 +6,7 @@ import altair as alt
 import pandas as pd
 
 from binade.app import style
-from binade.app.style import Measure
+from binade.data.evidence import Measure
 
 MOST_PLACES = 60  # of the chart
 

@@ -18,6 +18,7 @@ from binade.app.report.section import ReportSelection, Section
 from binade.app.report.section import Table as ReportTable
 from binade.app.style import MEASURES
 from binade.data.events import Event
+from binade.data.evidence import say
 
 NOTHING = "No run in the filter has recorded a NaN or Inf. To look for one, record with find_nan=True or --find-nan."
 RUN = Control(name="run", label="Run", param=known_run, widget="list", row="event", width=2)
@@ -95,7 +96,10 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
     nothing = " No tensor was measured in the preceding steps: watch more steps, or keep the last ones with --ring."
     steps = "" if len(table) else nothing
     rank = f" on rank {first.rank}" if len({event.rank for event in events}) > 1 or first.rank else ""
-    return Drawn(tuple(items), f"Iteration {iteration}{rank}: {first.text}.{steps}")
+    verdict = say(
+        "Iteration {iteration}{rank}: {text}.{steps}", iteration=iteration, rank=rank, text=first.text, steps=steps
+    )
+    return Drawn(tuple(items), verdict)
 
 
 def report(selection: ReportSelection) -> Iterator[Section]:

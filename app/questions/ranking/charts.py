@@ -7,7 +7,7 @@ import pandas as pd
 
 from binade.app import style
 from binade.app.questions.shared.board_charts import BARS, axis_domain, bars, with_labels
-from binade.app.style import Measure
+from binade.data.evidence import Measure
 
 
 def ranking(table: pd.DataFrame, measure: Measure, title: str, subtitle: str | list[str]) -> alt.LayerChart:

@@ -10,11 +10,12 @@ import pandas as pd
 from binade.app.figure import Column, Drawn, Figure, Table
 from binade.app.questions.question import Question
 from binade.app.questions.ranking import charts, compute
-from binade.app.questions.shared import board_charts
+from binade.app.questions.shared import board_charts, boards
 from binade.app.questions.shared.selection import Board
-from binade.app.questions.shared.unscaled import with_scale, would_be
+from binade.app.questions.shared.unscaled import with_scale
 from binade.app.report.section import OF_VALUES, ReportSelection, Section
 from binade.app.report.section import Table as ReportTable
+from binade.data import evidence
 from binade.data.catalog import SHOWN_ERRORS
 from binade.data.text import plain_name
 
@@ -22,19 +23,21 @@ MAX_WORST = 200  # places in a report's table
 
 
 def draw(board: Board, values: dict[str, Any]) -> Drawn:
-    measure = board.measure
+    measure, board = board.measure, board.scoped()
     table = compute.ranking(board.opened, board.where, board.format, measure.key)
     if table.empty:
         return board.nothing
-    worst = table.iloc[0]
-    extreme = "lowest" if measure.low_is_bad else "highest"
-    verdict = f"{measure.label}: {extreme} in {worst['place']}, {measure.quantity(worst['value'])}."
-    scaled = with_scale(board.format) if measure.key == "sqnr_db" and worst["flush_to_zero"] else None
-    if scaled and str(scaled) in board.opened.scored_formats():
-        same = compute.ranking(board.opened, board.where, str(scaled), measure.key).set_index("place")["value"]
-        verdict += would_be(scaled, same.get(worst["place"]))
+    verdict = evidence.extreme(boards.estimates(table, measure), board.title(), lowest=measure.low_is_bad)
+    scaled = with_scale(board.format) if measure.key == "sqnr_db" and table["flush_to_zero"].iloc[0] else None
+    if scaled and str(scaled) in board.opened.scored_formats(board.where):
+        same = dict(boards.estimates(compute.ranking(board.opened, board.where, str(scaled), "sqnr_db"), measure))
+        place = table["place"].iloc[0]
+        if place in same:
+            text = "With a tensor scale, {spec}, {place} has {value}."
+            added = evidence.say(text, spec=str(scaled), place=place, value=same[place])
+            verdict = evidence.together(verdict, added)
     title = board.title(", worst first")
-    subtitle = f"{min(len(table), board_charts.BARS)} of {len(table):,} places · {board.POOLED}"
+    subtitle = f"{min(len(table), board_charts.BARS)} of {len(table):,} places · {board.scope}"
     figure = Figure(
         "ranking",
         charts.ranking(table, measure, title, subtitle),

@@ -55,23 +55,25 @@ def gaps(
 def costs(
     table: pd.DataFrame, subtitle: str | list[str], colors: Mapping[str, str] | None = None, base: str = "bf16"
 ) -> alt.LayerChart:
-    """The mean gap of each run, from `costs`, the largest at the top. colors: chosen by users, by run."""
+    """The mean gap of each recipe with the interval over its seeds, the largest at the top: columns label, gap, low,
+    high, seeds and text. colors: by label."""
     order = table["label"].tolist()
-    shown = table.assign(text=table["gap"].map(lambda v: fixed(v, 4, "+")), color=style.colors(order, own=colors))
-    shown["at"] = shown["gap"].clip(lower=0.0)
+    shown = table.assign(color=[(colors or {})[label] for label in order])
+    shown["at"] = shown["high"].fillna(shown["gap"]).clip(lower=0.0)
+    shown["short"] = shown["gap"].map(lambda v: fixed(v, 4, "+"))
+    y = alt.Y("label:N", title=None, sort=order, axis=alt.Axis(ticks=False, domain=False, labelLimit=260))
     rows = alt.Chart(shown).encode(
-        y=alt.Y("label:N", title=None, sort=order, axis=alt.Axis(ticks=False, domain=False, labelLimit=260)),
+        y=y,
         tooltip=[
-            alt.Tooltip("label:N", title="run"),
-            alt.Tooltip("parts:N", title="rounded"),
-            alt.Tooltip("gap:Q", title=f"mean {_gap(base)} (nats per token)", format="+.5f"),
-            alt.Tooltip("last:Q", title="gap at the last iteration", format="+.5f"),
-            alt.Tooltip("iterations:Q", title="iterations compared"),
+            alt.Tooltip("label:N", title="recipe"),
+            alt.Tooltip("text:N", title=f"mean {_gap(base)} per token"),
+            alt.Tooltip("seeds:Q", title="seeds"),
         ],
     )
-    most = float(table["gap"].abs().max()) or 1.0
-    low = min(float(table["gap"].min()), 0.0)
-    domain = [low - 0.05 * most, max(float(table["gap"].max()), 0.0) + 0.5 * most]
+    ends = pd.concat([table["gap"], table["low"], table["high"]]).dropna()
+    most = float(ends.abs().max()) or 1.0
+    low = min(float(ends.min()), 0.0)
+    domain = [low - 0.05 * most, max(float(ends.max()), 0.0) + 0.5 * most]
     x = alt.X(
         "gap:Q",
         title="mean gap (nats per token)",
@@ -80,8 +82,10 @@ def costs(
     )
     bars = rows.mark_bar(size=18, cornerRadiusEnd=3).encode(x=x, color=alt.Color("color:N", scale=None))
     bars = bars.add_params(style.only("run_id"))
-    text = rows.mark_text(align="left", dx=5, color=style.GREY, fontSize=12).encode(x="at:Q", text="text:N")
-    result: alt.LayerChart = (bars + text).properties(title=style.title("What each recipe costs", subtitle))
+    text = rows.mark_text(align="left", dx=5, color=style.GREY, fontSize=12).encode(x="at:Q", text="short:N")
+    several = alt.Chart(shown.dropna(subset=["low"]))
+    interval = several.mark_rule(color=style.GREY, strokeWidth=1.5).encode(x="low:Q", x2="high:Q", y=y)
+    result: alt.LayerChart = (bars + interval + text).properties(title=style.title("What each recipe costs", subtitle))
     return result
 
 
@@ -92,7 +96,7 @@ def costs_height(table: pd.DataFrame) -> int:
 
 AGREEMENT = {
     "cosine": ("Cosine to bf16’s gradient", "cosine (1: same direction)"),
-    "gradient_bias": ("Gradient bias", "‖ĝ−g‖² / ‖g‖² (0: identical)"),
+    "relative_squared_error": ("Relative squared error", "‖ĝ−g‖² / ‖g‖² (0: identical)"),
 }
 
 
@@ -137,7 +141,7 @@ def ladder(table: pd.DataFrame, seeds: pd.DataFrame, name: str) -> alt.LayerChar
     rule is bf16 itself. The table is that of `rungs` in compute.py."""
     order = table["rung"].tolist()
     shown = table.dropna(subset="gap").assign(
-        state=["separated" if separated else "not separated" for separated in table.dropna(subset="gap")["separated"]]
+        state=[TOLD if separated else NOT_TOLD for separated in table.dropna(subset="gap")["separated"]]
     )
     shown.loc[shown["rung"] == order[0], "state"] = "bf16"
     y = alt.Y(
@@ -183,7 +187,8 @@ def ladder(table: pd.DataFrame, seeds: pd.DataFrame, name: str) -> alt.LayerChar
     return result
 
 
-LADDER = {"bf16": style.GREY, "separated": style.PALETTE[3], "not separated": style.PALETTE[0]}
+TOLD, NOT_TOLD = "distinguishable", "not distinguishable"
+LADDER = {"bf16": style.GREY, TOLD: style.PALETTE[3], NOT_TOLD: style.PALETTE[0]}
 
 
 def ladder_height(table: pd.DataFrame) -> int:

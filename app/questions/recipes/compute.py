@@ -7,6 +7,8 @@ Runs are matched by what they have read, see data.same_data.
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,7 +17,9 @@ import pandas as pd
 from binade.app.questions.shared.runs import PARTS
 from binade.collector.recipes.ladder import Ladder
 from binade.collector.recipes.recipe import BF16
-from binade.collector.recipes.spread import Spread, no_gap, verdict
+from binade.collector.recipes.seeds import judged
+from binade.data import evidence
+from binade.data.evidence import GAP, Estimate
 from binade.data.same_data import same_data
 
 
@@ -40,8 +44,8 @@ def loss_gaps(table: pd.DataFrame, losses: dict[str, list[dict[str, Any]]]) -> p
 def costs(gaps: pd.DataFrame, table: pd.DataFrame) -> pd.DataFrame:
     """A row per quantized run, largest gap first.
 
-    Columns run_id, label, parts (what is rounded, in words), gap (mean over the iterations that both have), last (at
-    the last), iterations, only (the part, where only one is rounded).
+    Columns run_id, label, name, settings, data, parts (what is rounded, in words), gap (mean over the iterations that
+    both have), last (at the last), iterations, only (the part, where only one is rounded), spec (its format).
     """
     quantized = table[table["quantized"]].set_index("run_id")
     rows = []
@@ -49,22 +53,40 @@ def costs(gaps: pd.DataFrame, table: pd.DataFrame) -> pd.DataFrame:
         run = quantized.loc[run_id]
         rounded = {name: run[name] for name in PARTS if run[name] != "bf16"}
         last = part.sort_values("iteration")["gap"].iloc[-1]
-        text = ", ".join(f"{name} {fmt}" for name, fmt in rounded.items())
-        rows.append(
-            {"run_id": run_id, "label": run["label"], "parts": text, "gap": part["gap"].mean(), "last": last,
-             "iterations": len(part), "only": next(iter(rounded)) if len(rounded) == 1 else None}
-        )  # fmt: skip
-    columns = ["run_id", "label", "parts", "gap", "last", "iterations", "only"]
+        only, spec = next(iter(rounded.items())) if len(rounded) == 1 else (None, None)
+        row = {"run_id": run_id} | {name: run[name] for name in ("label", "name", "settings", "data")}
+        row |= {"parts": ", ".join(f"{name} {fmt}" for name, fmt in rounded.items()), "gap": part["gap"].mean()}
+        rows.append(row | {"last": last, "iterations": len(part), "only": only, "spec": spec})
+    columns = ["run_id", "label", "name", "settings", "data", "parts", "gap", "last", "iterations", "only", "spec"]
     return pd.DataFrame(rows, columns=columns).sort_values("gap", ascending=False, ignore_index=True)
 
 
-def parts_alone(costs: pd.DataFrame) -> pd.DataFrame:
-    """The rows of `costs` for runs in which one part alone is rounded, by part and format, largest gap first.
+@dataclass(frozen=True)
+class Recipe:
+    """Runs of one recipe and of the same settings: the gap on each data and start (of the newest run), and the part and format,
+    if only one part is rounded. label: of the only run, else the recipe's name."""
 
-    Columns only (the part), parts (it and the format, in words), gap (mean over the runs), runs.
-    """
-    alone = costs[costs["only"].notna()].groupby(["only", "parts"], as_index=False)
-    return alone.agg(gap=("gap", "mean"), runs=("gap", "size")).sort_values("gap", ascending=False, ignore_index=True)
+    label: str
+    gaps: dict[Any, float]
+    run_id: str
+    only: str | None
+    spec: str | None
+
+    @property
+    def gap(self) -> Estimate:
+        return evidence.mean(GAP, self.gaps.values())
+
+
+def by_recipe(costs: pd.DataFrame) -> list[Recipe]:
+    """`costs` by recipe and settings, the largest mean gap first."""
+    found = []
+    for (name, _), runs in costs.groupby(["name", "settings"], sort=False):
+        runs = runs.sort_values("run_id").drop_duplicates("data", keep="last")
+        newest = runs.iloc[-1]
+        label = newest["label"] if len(runs) == 1 else str(name)
+        gaps = dict(zip(runs["data"], runs["gap"], strict=True))
+        found.append(Recipe(label, gaps, newest["run_id"], newest["only"], newest["spec"]))
+    return sorted(found, key=lambda recipe: -recipe.gap.value)
 
 
 def ladder_runs(table: pd.DataFrame, gaps: pd.DataFrame, ladder: Ladder) -> tuple[pd.DataFrame, int]:
@@ -85,22 +107,27 @@ def rungs(runs: pd.DataFrame, ladder: Ladder) -> pd.DataFrame:
     """The runs of `ladder_runs`, a row per rung that was run, in the ladder's order, bf16 first.
 
     Columns rung (its title), recipe, seeds (with a gap), gap (mean over seeds), deviation (of the seeds), low, high
-    (the 95% interval of the mean), change (from the rung that it is compared with), verdict (of the change, "" for
-    none), separated.
+    (the 95% interval of the mean), change (from the rung that it is compared with, paired by seed), verdict (of the
+    change, "" for none), separated (whether it can be told from 0), judged (the change as a Judged).
     """
-    spreads = {str(recipe): Spread(tuple(part)) for recipe, part in runs.dropna(subset="gap").groupby("recipe")["gap"]}
-    spreads[BF16] = no_gap(max((spread.seeds for spread in spreads.values()), default=1))
+    gaps = {
+        str(recipe): dict(zip(part["seed"], part["gap"], strict=True))
+        for recipe, part in runs.dropna(subset="gap").groupby("recipe")
+    }
+    most = max(map(len, gaps.values()), default=1)
     titles = {rung.recipe: rung.title for rung in ladder.rungs}
+    pairs = [(rung.recipe, rung.against) for rung in ladder.rungs]
     rows = []
-    for rung in ladder.rungs:
-        own, other = spreads.get(rung.recipe), spreads.get(rung.against)
-        row: dict[str, Any] = {"rung": rung.title, "recipe": rung.recipe, "seeds": own.seeds if own else 0}
-        row |= {"verdict": "", "separated": False}
-        if own:
-            row |= {"gap": own.mean, "deviation": own.deviation, "low": own.low, "high": own.high}
-        if own and other:
-            row |= {"change": own.mean - other.mean, "separated": own.separated(other)}
-            row["verdict"] = verdict(own, other, titles[rung.against])
+    for rung, found in zip(ladder.rungs, judged(gaps, pairs, titles), strict=True):
+        row: dict[str, Any] = {"rung": rung.title, "recipe": rung.recipe, "seeds": len(gaps.get(rung.recipe, {}))}
+        row |= {"verdict": found.verdict, "separated": found.is_apart}
+        if rung.recipe == BF16:
+            row |= {"seeds": most, "gap": 0.0}
+        if own := found.own:
+            deviation = own.error * math.sqrt(own.n)
+            row |= {"gap": own.value, "deviation": deviation, "low": own.low, "high": own.high}
+        if found.change:
+            row |= {"change": found.change.value, "judged": found}
         rows.append(row)
-    columns = ["rung", "recipe", "seeds", "gap", "deviation", "low", "high", "change", "verdict", "separated"]
+    columns = ["rung", "recipe", "seeds", "gap", "deviation", "low", "high", "change", "verdict", "separated", "judged"]
     return pd.DataFrame(rows, columns=columns).replace([np.inf, -np.inf], np.nan)

@@ -3,9 +3,10 @@ on the same data."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import pandas as pd
@@ -20,9 +21,11 @@ from binade.app.questions.recipes import charts, compute
 from binade.app.questions.shared.event_marks import with_events
 from binade.app.questions.shared.labels import thinned, thinned_note
 from binade.app.questions.shared.runs import (
+    OF_MODEL,
     PARTS,
     compared_with,
     every_run,
+    references_of,
     run_colors,
     run_titles,
     runs_with_reference,
@@ -34,24 +37,25 @@ from binade.app.report.section import Table as ReportTable
 from binade.app.style import MEASURES
 from binade.collector.recipes.ladder import Ladder, ladders
 from binade.collector.recipes.recipe import BF16
-from binade.collector.recipes.spread import SEPARATED
+from binade.collector.recipes.seeds import JUDGED, Judged
+from binade.data import evidence
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
-from binade.data.gradients import GRADIENTS, gradient_errors, gradient_summary
+from binade.data.gradients import COMPARED, GRADIENTS, gradient_errors, gradient_summary
 from binade.data.same_data import pairs_on_same_data
 from binade.data.tensor_kinds import label_of
-from binade.data.text import fixed, short
 from binade.quant.formats import FORMATS
 
 NOTE = (
     "Runs are compared with the bf16 run of the same model, data, seed and warm-up, iteration by iteration. "
     "Only the filter’s run, recipe, model, size and dataset apply."
 )
-OF_DATA, OF_RUNS = ("model", "size", "dataset"), ("run_id", "recipe")  # the fields of the filter that apply
+OF_DATA, OF_RUNS = OF_MODEL, ("run_id", "recipe")  # the fields of the filter that apply
 VIEWS = {"cost": "Loss", "gradients": "Gradients", "ladder": "Ablation"}
 NO_ABLATION = "These runs include no ablation: queue one with binade ablate te_nvfp4 --train-iters 50 --seeds 3."
 NO_GAP = "No run of this ablation has an iteration in common with a bf16 run of its seed yet."
-NAMED = 4  # parts in the answer
+NAMED = 4  # runs in the answer
+ONE_SEED = "The gaps of successive iterations depend on each other, so one seed has no interval."
 MAX_GRADIENT_VALUES = 1 << 26  # that a report reads to compare gradients with bf16's
 Compare = Callable[[str, str, str, int], tuple[pd.DataFrame, int]]
 VIEW = Control(name="view", label="View", param=One(tuple(VIEWS)), titles=VIEWS, row="what")
@@ -70,7 +74,8 @@ LADDER = Control(
 )
 BASE = "bf16"
 AGAINST = Control(
-    name="against", label="Compare with", param=lambda opened: One((BASE, *opened.runs()["run_id"])), widget="list",
+    name="against", label="Compare with", param=lambda opened: One((BASE, *opened.runs()["run_id"]), "run"),
+    widget="list",
     titles={BASE: "bf16 on the same data"}, row="what",
 )  # fmt: skip
 PART_TITLES = {"linear": "Linear layers", "QK": "QKᵀ", "PV": "PV", "router": "Router"}
@@ -93,15 +98,15 @@ RUNGS = {
         "Change",
         "%+.5f",
         85,
-        help="Change from the previous step; for a recipe without one ingredient, from the full recipe",
+        help="Change from the previous step, paired by seed; for a recipe without one ingredient, from the full recipe",
     ),
-    "verdict": Column("Verdict", width=220, help=SEPARATED),
+    "verdict": Column("Verdict", width=220, help=JUDGED),
     "cosine": Column("Cosine", "%.4f", 75, help=f"With bf16’s gradient: {MEASURES['cosine'].definition}"),
-    "gradient_bias": Column("Gradient bias", "%.3g", 105, help=MEASURES["gradient_bias"].definition),
-    "forward_sqnr_db": Column("SQNR forward (dB)", "%.2f", 140, help="From the summed powers of the recorded operands"),
-    "backward_sqnr_db": Column(
-        "SQNR gradients (dB)", "%.2f", 150, help="From the summed powers of the gradients that enter dgrad"
+    "relative_squared_error": Column(
+        "Rel. squared error", "%.3g", 125, help=MEASURES["relative_squared_error"].definition
     ),
+    "forward_sqnr_db": Column("SQNR forward (dB)", "%.2f", 140, help="Median over the recorded operands"),
+    "backward_sqnr_db": Column("SQNR gradients (dB)", "%.2f", 150, help="Median over the gradients that enter dgrad"),
     "recipe": Column("Recipe", width=280),
 }
 
@@ -167,6 +172,12 @@ def runs_of(opened: Catalog, where: Filter) -> pd.DataFrame:
     return runs[keep]
 
 
+def _beyond(opened: Catalog, where: Filter, run_ids: Collection[str]) -> set[str]:
+    """All runs of the table, as most fields of the filter do not apply, and the bf16 runs of those chosen."""
+    shown = {*run_ids, *runs_of(opened, where)["run_id"]}
+    return shown.union(references_of(opened, where, shown))
+
+
 def has_reference(table: pd.DataFrame) -> bool:
     return bool(table["quantized"].any()) and bool(table.loc[table["quantized"], "reference"].notna().any())
 
@@ -185,75 +196,59 @@ def cost(opened: Catalog, where: Filter, table: pd.DataFrame, base: str = BASE) 
     costs = compute.costs(gaps, table)
     if costs.empty:
         return Drawn(problems=(f"No run has an iteration in common with {base} yet.",))
-    latest = costs.head(style.MAX_GROUPS)
+    recipes = compute.by_recipe(costs)
+    latest = recipes[: style.MAX_GROUPS]
     against = "their bf16 runs" if base == BASE else base
     first = source(where, f"{len(costs)} runs and {against}, from loss.jsonl")
     caption = f"{first}\nGap: the run’s loss minus that of {base} at the same iteration, in nats per token."
-    part = f"the {len(latest)} runs with the largest gaps of {len(costs)} · " if len(costs) > len(latest) else ""
-    labels = latest["label"].tolist()
+    part = f"the {len(latest)} recipes with the largest gaps of {len(recipes)} · " if len(recipes) > len(latest) else ""
+    bars = pd.DataFrame(
+        {"label": each.label, "run_id": each.run_id, "gap": each.gap.value, "low": each.gap.low, "high": each.gap.high,
+         "seeds": each.gap.n, "text": str(each.gap)}
+        for each in latest
+    ).replace([math.inf, -math.inf], math.nan)  # fmt: skip
+    labels = list(dict.fromkeys([*bars["label"], *costs["label"]]))
     colors = dict(zip(labels, style.colors(labels, own=run_colors(table)), strict=True))
-    chart = charts.costs(latest, f"{part}mean over the iterations that both runs have", colors, base)
-    height = charts.costs_height(latest)
-    bars = Figure("costs", chart, latest, caption, note=_noise(costs), height=height, group="cost")
-    shown, step = thinned(gaps[gaps["run_id"].isin(latest["run_id"])], style.MARKS)
+    chart = charts.costs(bars, f"{part}mean over the iterations that both runs have, and over seeds", colors, base)
+    height = charts.costs_height(bars)
+    figures = [Figure("costs", chart, bars, caption, note=ONE_SEED, height=height, group="cost")]
+    newest = gaps[gaps["run_id"].isin([each.run_id for each in latest])]
+    shown, step = thinned(newest, style.MARKS)
     height = max(height, 360) + style.legend_height(list(dict.fromkeys(shown["label"])))
-    chart = charts.gaps(shown, f"above the dashed line: worse than {base}", colors, base)
-    lines = Figure("gaps", chart, shown, caption, note=thinned_note(step), height=height, group="cost")
-    shown = costs.merge(table[["run_id", *PARTS]], on="run_id")
-    unused = [part for part in PARTS if (shown[part] == "bf16").all()]
-    columns = {name: column for name, column in COLUMNS.items() if name not in unused}
-    answer = Drawn((bars, lines, Table("costs", shown, columns)), _answer(costs, base))
-    return with_events(answer, opened, Filter(run_id=tuple(latest["run_id"])))
-
-
-def _with_scale(together: pd.DataFrame, runs: pd.DataFrame) -> str:
-    """What the gradients of the hifp8_scaled run show, if there is one."""
-    scaled = together[together["group"].isin(runs.loc[runs["recipe"] == "hifp8_scaled", "label"])]
-    if scaled.empty:
-        return "to see it with one, collect the recipe hifp8_scaled"
-    return f"with one, hifp8_scaled has a mean cosine of {fixed(scaled['cosine'].mean(), 3)}"
-
-
-def _answer(costs: pd.DataFrame, base: str) -> str:
-    """Which part costs most, of the runs in which one part alone is rounded; else which run."""
-    alone = compute.parts_alone(costs)
-    if base != BASE:
-        first = costs.iloc[0]
-        return f"Largest mean gap to {base}: {first['label']}, {_gap(first['gap'])} nats per token."
-    if len(alone):
-        several = " of several runs" * bool((alone["runs"] > 1).any())
-        named = [f"{row.parts} {_gap(row.gap)}" for row in alone.head(NAMED).itertuples()]
-        rest = f" and {len(alone) - NAMED} more" * (len(alone) > NAMED)
-        return (
-            f"Rounded alone, {alone['only'].iloc[0]} has the largest gap: {', '.join(named)}{rest} "
-            f"(nats per token, mean gap to bf16{several})."
-        )
-    first = costs.iloc[0]
-    advice = "To compare the parts, collect FA_… and linear_… recipes."
-    return f"{first['label']} has the largest mean gap to bf16: {_gap(first['gap'])} nats per token. {advice}"
-
-
-def _gap(value: Any) -> str:
-    return fixed(value, 4, "+")
-
-
-def _noise(costs: pd.DataFrame) -> str:
-    iterations = int(costs["iterations"].max())
-    return (
-        f"Over {iterations} iteration{'s' * (iterations != 1)}: gaps of a few thousandths of a nat can be due to "
-        "chance. Train more iterations (`--train-iters`)."
+    chart = charts.gaps(
+        shown, f"above the dashed line: worse than {base} · the newest run of each recipe", colors, base
     )
+    figures.append(Figure("gaps", chart, shown, caption, note=thinned_note(step), height=height, group="cost"))
+    listed = costs.merge(table[["run_id", *PARTS]], on="run_id")
+    unused = [part for part in PARTS if (listed[part] == "bf16").all()]
+    columns = {name: column for name, column in COLUMNS.items() if name not in unused}
+    answer = Drawn((*figures, Table("costs", listed, columns)), _answer(recipes, base))
+    return with_events(answer, opened, Filter(run_id=tuple(each.run_id for each in latest)))
+
+
+def _answer(recipes: list[compute.Recipe], base: str) -> evidence.Sentence:
+    """Which recipes’ gaps can be told from 0, and, of one part rounded alone, which part costs the most."""
+    found: list[str] = [
+        evidence.effects([(each.label, each.gap) for each in recipes], base, ("higher loss", "lower loss"))
+    ]
+    for spec in dict.fromkeys(each.spec for each in recipes if each.only and each.spec):
+        alone = {str(each.only): each.gaps for each in recipes if each.only and each.spec == spec}
+        if len(alone) > 1 and max(map(len, alone.values())) > 1:
+            found.append(evidence.largest(alone, evidence.GAP, f"Rounded alone to {spec}, the largest gap"))
+    if all(len(each.gaps) == 1 for each in recipes):
+        found.append(evidence.Sentence("Repeat them with other seeds to tell the gaps from chance."))
+    return evidence.together(*found)
 
 
 def iterations_of(opened: Catalog, name: str) -> list[int]:
     return opened.facets(Filter(tensor_name=(name,))).get("iteration", [])
 
 
-@lru_cache(64)
 def compare(opened: Catalog, run_id: str, reference: str, name: str, at: int) -> tuple[pd.DataFrame, int]:
     """A run's gradients of one name and iteration against the reference's: as `gradient_errors`."""
     where = Filter(tensor_name=(name,), iteration=(at,))
-    return gradient_errors(opened, pairs_on_same_data(opened, run_id, reference, where))
+    request = "gradients", run_id, reference, where
+    return opened.kept(request, lambda: gradient_errors(opened, pairs_on_same_data(opened, run_id, reference, where)))
 
 
 def gradients(
@@ -275,27 +270,31 @@ def gradients(
         f"L{int(layer)} {module}" for layer, module in zip(together["layer_index"], together["module"], strict=True)
     ]
     summary = gradient_summary(together, ["group", "place"])
-    worst = gradient_summary(together, ["group"]).sort_values("cosine").iloc[0]
-    verdict = (
-        f"The gradients of {worst['group']} are furthest from bf16’s: mean cosine {fixed(worst['cosine'], 3)}, "
-        f"gradient bias {short(worst['gradient_bias'], 3)}."
+    by_run = gradient_summary(together, ["group"])
+    cosine, squared = (_of_runs(by_run, name) for name in COMPARED)
+    label = f"cosine with bf16’s {label_of(name)}, iteration {at}"
+    verdict = evidence.together(
+        evidence.extreme(cosine, label, lowest=True),
+        evidence.each_of(squared[:NAMED], f"Relative squared error of {label_of(name)}"),
     )
+    worst = by_run.sort_values("cosine").iloc[0]
     unscaled = [name for name in FORMATS if with_scale(name)]
     if runs.loc[runs["label"] == worst["group"], list(PARTS)].isin(unscaled).any(axis=None):
-        verdict += f" This run rounds to HiFloat8 without a scale: {_with_scale(together, runs)}."
+        verdict = evidence.together(verdict, _with_scale(str(worst["group"]), cosine, runs))
     what = f"{len(together):,} pairs of {name} tensors, iteration {at}, exact"
     caption = (
         f"{source(where, what)}\nCosine: {MEASURES['cosine'].definition}, where x is bf16’s gradient of the same "
-        f"iteration and data. Gradient bias: {MEASURES['gradient_bias'].definition}."
+        f"iteration and data. Relative squared error: {MEASURES['relative_squared_error'].definition}. Of several "
+        "tensors: the median."
     )
     subtitle = f"{label_of(name)} · iteration {at} · {len(together):,} pairs"
     height = charts.agreement_height(summary)
     colors = run_colors(table)
     figures = []
-    for column in ("cosine", "gradient_bias"):
+    for column in COMPARED:
         chart = charts.agreement(summary, column, subtitle, colors)
         figures.append(Figure(column, chart, summary, caption, height=height, group="gradients"))
-    notes = [f"Gradient bias: {MEASURES['gradient_bias'].definition}."]
+    notes = [f"Relative squared error: {MEASURES['relative_squared_error'].definition}."]
     if unread:
         notes.append(f"{unread} pairs could not be read and are left out.")
     comparable = len(comparable_runs(table))
@@ -303,6 +302,8 @@ def gradients(
         notes.append(f"The {style.MAX_GROUPS} newest of {comparable} runs are shown; use the filter to choose others.")
     if at > min(iterations):
         notes.append("In later iterations the weights have drifted apart as well.")
+    if rounds_to_e5m2(runs):
+        notes.append("Plain mxfp8 rounds gradients to mxfp8_e5m2.")
     return Drawn((*figures, *map(Text, notes)), verdict)
 
 
@@ -321,6 +322,8 @@ def ladder(
     gaps = compute.loss_gaps(table, losses_of(opened, table["run_id"].tolist()))
     runs, left_out = compute.ladder_runs(table, gaps, chosen)
     rungs = compute.rungs(runs, chosen)
+    answer = _separated(rungs, chosen)
+    rungs = rungs.drop(columns="judged")
     if not runs["gap"].notna().any():
         return Drawn(problems=(no_reference(table) if not has_reference(table) else NO_GAP,))
     errors, notes = _gradient_errors(opened, runs, name, at, compared, done)
@@ -330,29 +333,34 @@ def ladder(
     what = f"{len(runs)} runs of {runs['seed'].nunique()} seeds and their bf16 runs, from loss.jsonl"
     caption = (
         f"{source(where, what)}\nGap: the run’s loss minus the loss of the bf16 run of the same seed at the same "
-        f"iteration, mean over the iterations, in nats per token.\n{SEPARATED}"
+        f"iteration, mean over the iterations, in nats per token.\n{JUDGED}"
     )
     chart = charts.ladder(rungs, seeds, chosen.name)
-    figure = Figure("ladder", chart, rungs, caption, note=SEPARATED, height=charts.ladder_height(rungs))
+    figure = Figure("ladder", chart, rungs, caption, note=JUDGED, height=charts.ladder_height(rungs))
     problems = _missing(runs, rungs)
     if left_out:
         runs_are = "run of these recipes is" if left_out == 1 else "runs of these recipes are"
         notes = [*notes, f"{left_out} {runs_are} left out: their settings differ, or a newer run has the same seed."]
     shown = Table("ladder", rungs, columns)
-    return Drawn((figure, shown, *map(Text, notes)), _separated(rungs, chosen), tuple(problems))
+    return Drawn((figure, shown, *map(Text, notes)), answer, tuple(problems))
 
 
-def _separated(rungs: pd.DataFrame, chosen: Ladder) -> str:
-    """What the spread over seeds separates, and what it does not."""
-    judged = rungs[rungs["verdict"] != ""]
-    if judged["seeds"].max() == 1:
-        return f"One seed cannot separate recipes. To collect more: binade ablate {chosen.name} --seeds 3."
-    apart = [f"{row.rung} is {row.verdict} ({_gap(row.change)})" for row in judged[judged["separated"]].itertuples()]
-    alike = [f"{row.rung} is {row.verdict}" for row in judged[~judged["separated"]].itertuples()]
+def _separated(rungs: pd.DataFrame, chosen: Ladder) -> evidence.Sentence:
+    """Which changes the seeds tell from 0, and which they do not."""
+    judged: list[tuple[str, Judged]] = [
+        (str(row["rung"]), row["judged"]) for row in rungs.to_dict("records") if row["verdict"]
+    ]
+    most = max((each.change.n for _, each in judged if each.change), default=0)
+    if most < 2:
+        return evidence.say(
+            "One seed tells no recipe from another. To collect more: binade ablate {name} --seeds 3.", name=chosen.name
+        )
+    apart = [(f"{rung} is {each.verdict},", each.change) for rung, each in judged if each.is_apart and each.change]
+    alike = [f"{rung} is {each.verdict}" for rung, each in judged if not each.is_apart]
     if not apart:
-        return f"The spread over {judged['seeds'].max()} seeds separates no step from the one it is compared with."
-    together = f" By the spread over {judged['seeds'].max()} seeds, {'; '.join(alike)}." * bool(alike)
-    return f"Separated: {'; '.join(apart)} (nats per token).{together}"
+        return evidence.say("{seeds} seeds tell no step from the one that it is compared with.", seeds=most)
+    rest = evidence.say("By {seeds} seeds, {alike}.", seeds=most, alike="; ".join(alike)) if alike else ""
+    return evidence.together(evidence.each_of(apart, "Told from chance"), rest)
 
 
 def _missing(runs: pd.DataFrame, rungs: pd.DataFrame) -> list[str]:
@@ -370,8 +378,8 @@ def _missing(runs: pd.DataFrame, rungs: pd.DataFrame) -> list[str]:
 
 def _sqnr(opened: Catalog, runs: pd.DataFrame) -> pd.DataFrame:
     """The rounding error of each recipe: columns recipe, forward_sqnr_db, backward_sqnr_db, where there are any."""
-    pooled = opened.moments(Filter(run_id=tuple(runs["run_id"])), by=("recipe", "operation"))
-    wide = pooled.pivot_table(index="recipe", columns="operation", values="sqnr_db", aggfunc="first")
+    medians = opened.moments(Filter(run_id=tuple(runs["run_id"])), by=("recipe", "operation"))
+    wide = medians.pivot_table(index="recipe", columns="operation", values="sqnr_db", aggfunc="first")
     return wide.add_suffix("_sqnr_db").reset_index()
 
 
@@ -383,7 +391,7 @@ def _gradient_errors(
     compared: Compare,
     done: Callable[[int, int], None],
 ) -> tuple[pd.DataFrame, list[str]]:
-    """(columns recipe, cosine and gradient_bias, over all seeds; what to say of them)."""
+    """(columns recipe, cosine and relative_squared_error, over all seeds; what to say of them)."""
     nothing = pd.DataFrame(columns=["recipe"])
     if not name:
         return nothing, ["Gradients are not compared here: too many values would be read. See Recipes in the app."]
@@ -399,6 +407,28 @@ def _gradient_errors(
         notes.append(f"{unread} pairs could not be read and are left out.")
     summary = gradient_summary(together, ["group"]).rename(columns={"group": "recipe"})
     return summary.drop(columns="tensors"), notes
+
+
+def _of_runs(by_run: pd.DataFrame, name: str) -> list[evidence.Named]:
+    """One of COMPARED by run: median and spread over its tensors."""
+    ends = {name: "value", f"{name}_low": "low", f"{name}_high": "high"}
+    rows = by_run[["group", "tensors", *ends]].rename(columns=ends).dropna(subset=["value"]).to_dict("records")
+    return [(str(row["group"]), evidence.spread(MEASURES[name], row)) for row in rows]
+
+
+def _with_scale(worst: str, cosine: list[evidence.Named], runs: pd.DataFrame) -> evidence.Sentence:
+    """What the gradients of the hifp8_scaled run show, if there is one."""
+    scaled = set(runs.loc[runs["recipe"] == "hifp8_scaled", "label"])
+    found = next((each for each in cosine if each[0] in scaled), None)
+    if found is None:
+        text = "{worst} rounds to HiFloat8 without a scale: to see it with one, collect the recipe hifp8_scaled."
+        return evidence.say(text, worst=worst)
+    text = "{worst} rounds to HiFloat8 without a scale; with one, {scaled} has a cosine of {cosine}."
+    return evidence.say(text, worst=worst, scaled=found[0], cosine=found[1])
+
+
+def rounds_to_e5m2(runs: pd.DataFrame) -> bool:
+    return bool((runs[list(PARTS)] == "mxfp8").any(axis=None))
 
 
 def comparable_runs(table: pd.DataFrame) -> pd.DataFrame:
@@ -484,6 +514,7 @@ RECIPES = Question(
     draw=draw,
     of_runs=True,
     of_fields=OF_DATA + OF_RUNS,
+    beyond=_beyond,
     controls=(VIEW, AGAINST, LADDER, GRADIENT, AT),
     narrow=_controls,
     slow="Comparing gradients",

@@ -10,8 +10,8 @@ from binade.app.questions.results.compute import GEMMS
 
 
 def against(table: pd.DataFrame, title: str, subtitle: str) -> alt.LayerChart:
-    """Chart of compute.pooled: measured against predicted SQNR, one point per layer, module and GEMM; on the line both
-    are equal."""
+    """Chart of compute.by_product: measured against predicted SQNR, one point per layer, module and GEMM; on the line
+    both are equal."""
     shown = table.rename(columns={"gemm": "group"}).dropna(subset=["operands_db"])
     shown = shown[shown["operands_db"].abs() < float("inf")]
     known = shown[["operands_db", "result_db"]]

@@ -3,6 +3,7 @@ operands."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pandas as pd
@@ -13,9 +14,13 @@ from binade.app.questions.depth import charts as depth_charts
 from binade.app.questions.question import Question
 from binade.app.questions.results import charts, compute
 from binade.app.questions.shared.labels import layer_names
+from binade.app.questions.shared.scope import scope_of, scoped
 from binade.app.questions.shared.selection import Selection
 from binade.app.style import MEASURES
+from binade.data import evidence
+from binade.data.evidence import Measure
 
+SQNR = MEASURES["sqnr_db"]
 NOTHING = (
     "The filter selects no result of a quantized GEMM whose error was measured: choose a quantized run that was "
     "recorded with “result” under Also measured (--measures result)."
@@ -35,22 +40,23 @@ COLUMNS = {
 
 
 def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
-    found = selection.opened.results(selection.where)
-    table = compute.pooled(found)
+    opened = selection.opened
+    where = scoped(opened, selection.where)
+    found = opened.results(where)
+    table = compute.by_product(found)
     if table.empty:
         return Drawn(problems=(NOTHING,))
     name = table["module"].where(table["part"].isin(("linear", "router")), table["part"])
     table = table.assign(place=layer_names(table["layer_index"]) + name, row=name + " " + table["gemm"])
-    words = f"{source(selection.where, f'{len(table):,} GEMMs')}\n{DEFINITION}"
+    words = f"{source(where, f'{len(table):,} GEMMs')}\n{DEFINITION}"
     cells = table.assign(
         value=table["result_db"],
         operation=table["gemm"].map({"forward": "forward"}).fillna("backward"),
         tensors=table["results"],
     )
-    measure = MEASURES["sqnr_db"]
     heat = Figure(
         "results",
-        depth_charts.depth(cells, measure, "SQNR of GEMM results", "all runs and iterations in the filter, combined"),
+        depth_charts.depth(cells, SQNR, "SQNR of GEMM results", scope_of(opened, where)),
         table,
         words,
         note="Brighter cells are worse.",
@@ -66,27 +72,26 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
         )
         items.append(Figure("results_against_operands", chart, table, words, height=height, choose="tensor_id"))
     items.append(Table("results", table.sort_values("result_db", ignore_index=True), COLUMNS, choose="tensor_id"))
-    return Drawn(tuple(items), _verdict(compute.pooled(found, ("gemm",)), table))
+    return Drawn(tuple(items), _verdict(compute.by_product(found, ("gemm",))))
 
 
-def _verdict(by_gemm: pd.DataFrame, table: pd.DataFrame) -> str:
-    """by_gemm: the results of all layers together, one row per GEMM."""
-    found = by_gemm.set_index("gemm")["result_db"].sort_values()
-    if len(found) == 1:
-        return f"Only results of the {found.index[0]} GEMM were measured: SQNR {found.iloc[0]:.1f} dB."
-    others = ", ".join(f"{name} {value:.1f}" for name, value in zip(found.index[1:], found.iloc[1:], strict=True))
-    text = f"{found.index[0]} has the most error: its results have an SQNR of {found.iloc[0]:.1f} dB ({others})."
-    gains = table.dropna(subset=["gain_db"]).groupby("gemm")["gain_db"].median()
-    near = [str(name) for name, gain in gains.items() if abs(gain) < 1]
-    far = [
-        f"{name} results are {abs(gain):.1f} dB {'better' if gain > 0 else 'worse'}"
-        for name, gain in gains.items()
-        if str(name) not in near
-    ]
-    if near:
-        text += f" The sum of the operands’ noise ratios predicts {' and '.join(near)} results within 1 dB"
-        return f"{text}; {', '.join(far)} than predicted." if far else f"{text}."
-    return f"{text} Compared with the sum of the operands’ noise ratios, {', '.join(far)}." if far else text
+def _verdict(by_gemm: pd.DataFrame) -> evidence.Sentence:
+    """by_gemm: the results of all layers and modules, one row per GEMM."""
+
+    def of(column: str, measure: Measure) -> list[evidence.Named]:
+        ends = {column: "value", f"{column}_low": "low", f"{column}_high": "high"}
+        rows = by_gemm[["gemm", "results", *ends]].rename(columns=ends).dropna(subset=["value"]).to_dict("records")
+        return [(row["gemm"], evidence.spread(measure, row, "results")) for row in rows]
+
+    results = of("result_db", SQNR)
+    if len(results) == 1:
+        name, value = results[0]
+        first = evidence.say("Only {gemm} results were measured: SQNR {value}.", gemm=name, value=value)
+    else:
+        worst = evidence.extreme(results, "SQNR of GEMM results", lowest=True)
+        first = evidence.together(worst, evidence.each_of(results, "SQNR"))
+    gain = replace(SQNR, key="gain_db", low_is_bad=False, signed=True)
+    return evidence.together(first, evidence.each_of(of("gain_db", gain), "Measured minus predicted from the operands"))
 
 
 RESULTS = Question(

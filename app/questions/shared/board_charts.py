@@ -10,15 +10,26 @@ import pandas as pd
 
 from binade.app import style
 from binade.app.questions.shared.boards import PLACE
-from binade.app.style import Measure
+from binade.data.evidence import Measure
 
 BARS = 20  # of a ranking that are drawn
 
 
 def with_labels(table: pd.DataFrame, measure: Measure) -> pd.DataFrame:
-    """The table with figure (as drawn: percent, finite) and label (as text)."""
-    figure = (table["value"] * measure.factor).where(table["value"].abs() < math.inf)
-    return table.assign(figure=figure, label=table["value"].map(measure.text))
+    """The table with figure (as drawn: percent, finite), label (as text) and, where there are low and high, figure_low
+    and figure_high (missing for a single tensor), and between (as text)."""
+    drawn = {
+        name: (table[column] * measure.factor).where(table[column].abs() < math.inf)
+        for name, column in (("figure", "value"), ("figure_low", "low"), ("figure_high", "high"))
+        if column in table
+    }
+    if "figure_low" in drawn:
+        several = table["tensors"] > 1
+        drawn |= {name: drawn[name].where(several) for name in ("figure_low", "figure_high")}
+        ends = zip(table["low"], table["high"], several, strict=True)
+        texts = [f"{measure.text(a)} to {measure.text(b)}" if s else "" for a, b, s in ends]
+        drawn["between"] = pd.Series(texts, table.index, dtype=object)
+    return table.assign(**drawn, label=table["value"].map(measure.text))
 
 
 def scale_type(shown: pd.DataFrame, measure: Measure) -> Literal["log", "linear"]:
@@ -41,9 +52,11 @@ def bars(
         alt.Tooltip(f"{y}:N", title="tensor"),
         alt.Tooltip("operation:N", title="operation"),
         alt.Tooltip("label:N", title=measure.axis),
+        *([alt.Tooltip("between:N", title="10th to 90th percentile")] if "between" in shown else []),
         alt.Tooltip("tensors:Q", title="tensors", format=","),
     ]
-    base = alt.Chart(shown.assign(end=shown["figure"].fillna(0.0).clip(lower=0.0))).encode(
+    end = shown["figure_high"].fillna(shown["figure"]) if "figure_high" in shown else shown["figure"]
+    base = alt.Chart(shown.assign(end=end.fillna(0.0).clip(lower=0.0))).encode(
         y=style.names_axis(y, order), tooltip=tooltip
     )
     x = alt.X("figure:Q", title=measure.axis, scale=alt.Scale(domain=domain, nice=False), axis=alt.Axis(tickCount=5))
@@ -54,8 +67,18 @@ def bars(
         .add_params(choice, style.only(*(name for name in PLACE if name in shown)))
     )
     text = base.mark_text(align="left", dx=5, color=style.GREY, fontSize=12).encode(x="end:Q", text="label:N")
-    result: alt.LayerChart = bars + text
+    layers: list[alt.Chart] = [bars, text]
+    if "figure_low" in shown and shown["figure_low"].notna().any():
+        layers.insert(1, whiskers(shown, alt.Y(f"{y}:N", sort=order)))
+    result: alt.LayerChart = alt.LayerChart(layer=layers)
     return result
+
+
+def whiskers(shown: pd.DataFrame, y: alt.Y, x: str = "figure") -> alt.Chart:
+    """A thin line from the 10th to the 90th percentile of each bar's tensors, from columns X_low and X_high."""
+    several = alt.Chart(shown.dropna(subset=[f"{x}_low", f"{x}_high"]))
+    rule: alt.Chart = several.mark_rule(color=style.GREY, strokeWidth=1.5).encode(x=f"{x}_low:Q", x2=f"{x}_high:Q", y=y)
+    return rule
 
 
 def layer_color(layers: list[int]) -> alt.Color:

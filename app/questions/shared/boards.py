@@ -1,14 +1,20 @@
 """Worst tensors: any metric by place (layer, module, operation, tensor), depth, iteration or direction.
 
-Everything is aggregated in DuckDB. A table's `value` is the metric, its `tensor_id` the tensor that is worst by it.
+Everything is aggregated in DuckDB. A table's `value` is the metric (of several tensors, the median of their own), its
+`tensor_id` the tensor that is worst by it.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pandas as pd
 
 from binade.app.questions.shared.labels import UNNAMED, layer_names
+from binade.data import evidence
 from binade.data.catalog import MICRO_BATCH, SHOWN_ERRORS, STATISTICS, Catalog
+from binade.data.evidence import Estimate, Measure, Named
 from binade.data.filter import Filter
 
 PLACE = ("layer_index", "module", "operation", "tensor_name")
@@ -24,27 +30,34 @@ def of_format(metric: str) -> bool:
 
 
 def values(catalog: Catalog, where: Filter, fmt: str, metric: str, by: tuple[str, ...]) -> pd.DataFrame:
-    """by's columns, tensors, value, tensor_id; for an error metric also all three of SHOWN_ERRORS."""
+    """by's columns, tensors, value, tensor_id; for an error metric also low and high, the 10th and 90th percentile of
+    the tensors' own values, and the columns of `Catalog.errors`."""
     if metric == LOSS_CHANGE:
         return mean_changes(catalog.loss_changes(fmt, by, where), by)
     if metric in SHOWN_ERRORS:
         table = catalog.errors(fmt, by, where, metric)
-        return table.assign(value=table[metric])
+        return table.assign(value=table[metric], low=table[f"{metric}_low"], high=table[f"{metric}_high"])
     return catalog.extremes(metric, by, where).rename(columns={metric: "value"})
 
 
 def mean_changes(table: pd.DataFrame, by: tuple[str, ...]) -> pd.DataFrame:
     """The mean over micro-batches of the rows of `Catalog.loss_changes`: by's columns, tensors, value, tensor_id (of
-    the largest), micro_batches, first and second (order), and spread, the standard error of value over micro-batches
-    (NaN for one). Micro-batches that several runs recorded at the same position of the same data count as one: the mean
-    over the runs."""
+    the largest), micro_batches, sequences, first and second (order), and spread, the standard error of value over
+    sequences (NaN for one). Micro-batches that several runs recorded at the same position of the same data count as
+    one: the mean over the runs."""
     table = table.assign(value=table["first"] + table["second"])
     worst = table.loc[table.groupby(list(by), dropna=False)["value"].idxmax().dropna()]
     terms = {name: (name, _mean) for name in ("first", "second", "value")}
-    each = table.groupby(list(dict.fromkeys((*by, *DATA))), dropna=False).agg(tensors=("tensors", "sum"), **terms)
+    each = table.groupby(list(dict.fromkeys((*by, *DATA))), dropna=False).agg(
+        tensors=("tensors", "sum"), by_sequence=("by_sequence", _mean_of_lists), **terms
+    )
     groups = each.reset_index().groupby(list(by), dropna=False)
     found = groups.agg(
-        tensors=("tensors", "sum"), micro_batches=("value", "size"), spread=("value", "sem"), **terms
+        tensors=("tensors", "sum"),
+        micro_batches=("value", "size"),
+        sequences=("by_sequence", lambda lists: sum(map(len, lists))),
+        spread=("by_sequence", lambda lists: pd.Series(np.concatenate([*lists])).sem(skipna=False)),
+        **terms,
     ).reset_index()
     return found.merge(worst[[*by, "tensor_id"]], on=list(by), how="left")
 
@@ -52,6 +65,24 @@ def mean_changes(table: pd.DataFrame, by: tuple[str, ...]) -> pd.DataFrame:
 def _mean(values: pd.Series) -> float:
     """NaN if any is NaN: the mean of the others would be over different data."""
     return float(values.mean(skipna=False))
+
+
+def estimates(table: pd.DataFrame, measure: Measure, name: str = "place") -> list[Named]:
+    """The rows of `values`, by the column `name`, as estimates."""
+    return [(str(row[name]), _estimate(row, measure)) for row in table.to_dict("records")]
+
+
+def _estimate(row: dict[Any, Any], measure: Measure) -> Estimate:
+    if measure.key == LOSS_CHANGE:
+        return evidence.with_error(measure, row["value"], row["spread"], row["sequences"], "sequences")
+    return evidence.spread(measure, row) if "low" in row else evidence.exact(measure, row["value"])
+
+
+def _mean_of_lists(lists: pd.Series) -> np.ndarray:
+    """The mean of lists of equal length; of others, the mean of each list's mean, as one number."""
+    if len({len(each) for each in lists}) == 1:
+        return np.asarray(np.mean([*lists], axis=0))
+    return np.array([np.mean([np.mean(each) for each in lists])])
 
 
 def place_names(table: pd.DataFrame) -> pd.Series:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 
 import altair as alt
+import numpy as np
 import pandas as pd
 
 from binade.app import style
+from binade.app.questions.shared.board_charts import whiskers
 from binade.quant.specs import known_specs
 
 ERROR_PANELS = (
@@ -17,9 +19,12 @@ ERROR_PANELS = (
 )
 
 
+ENDS = (("low", "10th"), ("high", "90th"))
+
+
 def format_panels(table: pd.DataFrame) -> list[alt.LayerChart]:
-    """Chart of Catalog.compared: SQNR, flush and saturation, one bar per format, with the figure next to the
-    bar."""
+    """Chart of Catalog.compared: the medians of SQNR, flush and saturation, one bar per format, with the figure next to
+    the bar and a line from the 10th to the 90th percentile."""
     order = known_specs(table["format"])
     return _panels(table.assign(row=table["format"]), order, order, "format")
 
@@ -41,12 +46,22 @@ def _panels(table: pd.DataFrame, order: list[str], formats: list[str], what: str
             shown["tensors"] = table["tensors"]
         shown["label"] = table[column].map(measure.text)
         shown["value"] = shown["value"].where(shown["value"].abs() < math.inf)
-        shown["end"] = shown["value"].fillna(0.0)
-        lowest = min(float(shown["value"].min()), 0.0) if shown["value"].notna().any() else 0.0
-        largest = shown["value"].max()
+        several = f"{column}_low" in table and bool((table["tensors"] > 1).any())
+        for end in ("low", "high") if several else ():
+            drawn = table[f"{column}_{end}"] * factor
+            shown[f"value_{end}"] = drawn.where((drawn.abs() < math.inf) & (table["tensors"] > 1))
+        shown["end"] = (shown["value_high"].fillna(shown["value"]) if several else shown["value"]).fillna(0.0)
+        ends = shown.filter(regex="^value").to_numpy(float).ravel()
+        ends = ends[~np.isnan(ends)]
+        lowest, largest = (min(float(ends.min()), 0.0), float(ends.max())) if len(ends) else (0.0, 0.0)
         tooltip = [
             alt.Tooltip("row:N", title=what),
             alt.Tooltip("value:Q", title=f"{name} ({unit})", format=".4~g"),
+            *(
+                [alt.Tooltip(f"value_{end}:Q", title=f"{nth} percentile", format=".4~g") for end, nth in ENDS]
+                if several
+                else []
+            ),
         ]
         if "tensors" in table:
             tooltip.append(alt.Tooltip("tensors:Q", title="operands"))
@@ -54,15 +69,18 @@ def _panels(table: pd.DataFrame, order: list[str], formats: list[str], what: str
         x_axis = alt.X(
             "value:Q",
             title=unit,
-            scale=alt.Scale(domain=[lowest * 1.1, float(largest) * 1.35 if largest > 0 else 1.0], nice=False),
+            scale=alt.Scale(domain=[lowest * 1.1, largest * 1.35 if largest > 0 else 1.0], nice=False),
             axis=None,  # the values are next to the bars
         )
         bars = base.mark_bar(size=18, cornerRadiusEnd=3).encode(
             x=x_axis, color=alt.Color("format:N", scale=colors, legend=None)
         )
         text = base.mark_text(align="left", dx=5, color=style.GREY, fontSize=12).encode(x="end:Q", text="label:N")
+        layers = [bars, text]
+        if several:
+            layers.insert(1, whiskers(shown, alt.Y("row:N", sort=order), "value"))
         panels.append(
-            (bars + text).properties(
+            alt.LayerChart(layer=layers).properties(
                 title=alt.TitleParams(name, subtitle=unit, anchor="start", fontSize=13, subtitleColor=style.GREY)
             )
         )

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Collection
 from typing import Any
 
 import pandas as pd
 
 from binade.app.questions.shared.labels import run_labels
 from binade.data.catalog import Catalog
+from binade.data.filter import Filter
 from binade.data.same_data import CONFIGURATION, data_key
 
+OF_MODEL = ("model", "size", "dataset")
 PARTS = ("linear", "QK", "PV", "router")
 # The settings that say what is quantized, besides the recipe.
 OVERRIDES = (
@@ -63,6 +66,32 @@ def every_run(opened: Catalog) -> pd.DataFrame:
     """`runs_with_reference` of all runs, which all sessions share."""
     key = "every run", opened.state()
     return opened.kept(key, lambda: runs_with_reference(opened.runs(), opened.parts())).copy(deep=False)
+
+
+# What a question may read besides the runs of its filter: see `Question.beyond`
+
+
+def references_of(opened: Catalog, where: Filter, run_ids: Collection[str]) -> list[str]:
+    """The bf16 runs that these are compared with."""
+    table = every_run(opened)
+    return list(table.loc[table["run_id"].isin(run_ids), "reference"].dropna().unique())
+
+
+def compared_to(opened: Catalog, where: Filter, run_ids: Collection[str]) -> list[str]:
+    """The runs that are compared with one of these as their bf16 run."""
+    table = every_run(opened)
+    return list(table.loc[table["quantized"] & table["reference"].isin(run_ids), "run_id"])
+
+
+def same_model(opened: Catalog, where: Filter, run_ids: Collection[str]) -> list[str]:
+    """All runs of the models, sizes and datasets that these have."""
+    runs = opened.runs()
+    of = [tuple(row) for row in runs[list(OF_MODEL)].astype(str).itertuples(index=False)]
+    here = {each for each, run in zip(of, runs["run_id"], strict=True) if run in run_ids}
+    return [run for each, run in zip(of, runs["run_id"], strict=True) if each in here]
+
+
+# Tables and titles
 
 
 def compared_with(table: pd.DataFrame, run_id: str) -> pd.DataFrame:

@@ -11,8 +11,10 @@ from torch import Tensor
 from binade.app.figure import Drawn, Figure, source
 from binade.app.questions.shared import boards
 from binade.app.questions.shared.rounded import Subject, subject
-from binade.app.style import MEASURES, Measure
+from binade.app.questions.shared.scope import scope_of, scoped
+from binade.app.style import MEASURES
 from binade.data.catalog import Catalog
+from binade.data.evidence import Measure
 from binade.data.filter import Filter
 from binade.data.text import plain_name
 from binade.quant.formats import FORMATS
@@ -35,7 +37,15 @@ class Board(Selection):
     format: str
     measure: Measure
 
-    POOLED = "all runs and iterations in the filter, combined"
+    def scoped(self, *apart: str) -> Board:
+        """The same board of one run and iteration, unless the answer keeps these fields apart: see `scope.scoped`."""
+        where = scoped(self.opened, self.where, apart, boards.of_format(self.measure.key))
+        return replace(self, where=where)
+
+    @property
+    def scope(self) -> str:
+        """Its run and iteration."""
+        return scope_of(self.opened, self.where)
 
     @property
     def name(self) -> str:
@@ -50,12 +60,9 @@ class Board(Selection):
     def definition(self) -> str:
         measure = self.measure
         if boards.of_format(measure.key):
-            if measure.key == boards.LOSS_CHANGE:
-                pooled = "their sum"
-            else:
-                pooled = "from the summed powers" if measure.low_is_bad else "over all elements"
-            return f"{measure.label} in {self.format}: {measure.definition}; for several tensors: {pooled}."
-        return f"{measure.label}: {measure.definition}; the largest of the tensors that are combined."
+            several = "their sum" if measure.key == boards.LOSS_CHANGE else "their median"
+            return f"{measure.label} in {self.format}: {measure.definition}; for several tensors: {several}."
+        return f"{measure.label}: {measure.definition}; for several tensors: the largest."
 
     def caption(self, what: str) -> str:
         return f"{source(self.where, what)}\n{self.definition}"

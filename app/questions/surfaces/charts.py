@@ -10,7 +10,7 @@ import pandas as pd
 from binade.app import style
 from binade.app.questions.shared import event_marks
 from binade.app.questions.shared.board_charts import color_scale, with_labels
-from binade.app.style import Measure
+from binade.data.evidence import Measure
 
 
 def surface(table: pd.DataFrame, measure: Measure, events: pd.DataFrame, title: str, subtitle: str) -> alt.LayerChart:

@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 
-from binade.app.style import Measure
 from binade.data.catalog import Catalog
+from binade.data.evidence import Measure
 from binade.data.filter import Filter
 from binade.data.tensor_kinds import tensor_names
 

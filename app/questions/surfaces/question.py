@@ -16,8 +16,9 @@ from binade.app.questions.shared.event_marks import events_of
 from binade.app.questions.shared.runs import every_run, labels_of, run_titles
 from binade.app.questions.shared.selection import Selection
 from binade.app.questions.surfaces import charts, compute
-from binade.app.style import MEASURES, Measure
+from binade.app.style import MEASURES
 from binade.data.catalog import SHOWN_ERRORS, STATISTICS
+from binade.data.evidence import Measure
 from binade.data.text import short
 
 NONE, IN_FORCE = "none", "in_force"
@@ -36,10 +37,11 @@ SPEC = Control(
     row="what", titles={IN_FORCE: "the active format"},
 )  # fmt: skip
 RUN = Control(
-    name="run", label="Run", param=lambda opened: One(tuple(compute.followed(opened))), widget="list", row="runs"
+    name="run", label="Run", param=lambda opened: One(tuple(compute.followed(opened)), "run"), widget="list", row="runs"
 )
 AGAINST = Control(
-    name="against", label="Compare with", param=lambda opened: One((NONE, *compute.followed(opened))), widget="list",
+    name="against", label="Compare with", param=lambda opened: One((NONE, *compute.followed(opened)), "run"),
+    widget="list",
     row="runs", titles={NONE: "no other run"},
 )  # fmt: skip
 

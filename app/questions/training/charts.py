@@ -7,7 +7,7 @@ import pandas as pd
 
 from binade.app import style
 from binade.app.questions.shared.board_charts import layer_color, scale_type, with_labels, with_layer_names
-from binade.app.style import Measure
+from binade.data.evidence import Measure
 
 
 def training(

@@ -19,19 +19,19 @@ from binade.app.questions.shared.runs import every_run, run_colors
 from binade.app.questions.shared.selection import Board
 from binade.app.questions.training import charts, compute
 from binade.app.report.section import ReportSelection, Section
-from binade.app.style import Measure
+from binade.data import evidence
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 
 
 def draw(board: Board, values: dict[str, Any]) -> Drawn:
-    measure = board.measure
+    measure, board = board.measure, board.scoped("iteration")
     table = compute.training(board.opened, board.where, board.format, measure.key)
     if table.empty:
         return board.nothing
     figure = Figure(
         "training",
-        charts.training(table, measure, board.title(" by iteration"), "all tensors of a layer together"),
+        charts.training(table, measure, board.title(" by iteration"), board.scope),
         table,
         board.caption(f"{len(table):,} points of iteration and layer"),
         note=board.definition,
@@ -39,23 +39,27 @@ def draw(board: Board, values: dict[str, Any]) -> Drawn:
         height=420,
         choose="tensor_id",
     )
-    answer = Drawn((figure, *_losses(board.opened, board.where)), _training_verdict(table, measure))
+    places = compute.by_place(board.opened, board.where, board.format, measure.key)
+    answer = Drawn((figure, *_losses(board.opened, board.where)), _verdict(places, board))
     return with_events(answer, board.opened, board.where)
 
 
-def _training_verdict(table: pd.DataFrame, measure: Measure) -> str:
+def _verdict(table: pd.DataFrame, board: Board) -> evidence.Sentence:
+    """table: `compute.by_place`."""
     iterations = sorted(table["iteration"].unique())
     if len(iterations) < 2:
-        return f"The filter selects only iteration {int(iterations[0])}: there is nothing to compare."
-    ends = [
-        table[table["iteration"] == end].set_index("layer_index")["value"] for end in (iterations[0], iterations[-1])
-    ]
-    change = (ends[1] - ends[0]).dropna()
-    worse = change < 0 if measure.low_is_bad else change > 0
-    return (
-        f"From iteration {int(iterations[0])} to {int(iterations[-1])}, {measure.label} gets worse in "
-        f"{int(worse.sum())} of {len(change)} layers."
-    )
+        return evidence.say("Only iteration {at} is selected: there is nothing to compare.", at=int(iterations[0]))
+    change = compute.changes(table)
+    found: list[str] = []
+    if len(change):
+        low, middle, high = change.quantile([0.1, 0.5, 0.9])
+        row = {"value": middle, "low": low, "high": high, "tensors": len(change)}
+        spread = evidence.spread(replace(board.measure, signed=True), row)
+        text = "From iteration {first} to {last}, {what} changes by {spread}."
+        ends = {"first": int(iterations[0]), "last": int(iterations[-1])}
+        found.append(evidence.say(text, what=board.title(), spread=spread, **ends))
+    trends = compute.trends(table, board.measure)
+    return evidence.together(*found, evidence.trends(trends, board.title(), "over iterations"))
 
 
 def _losses(opened: Catalog, where: Filter) -> list[Figure]:

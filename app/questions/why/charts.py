@@ -22,8 +22,9 @@ def codebook(
     table: pd.DataFrame, zones: pd.DataFrame, spec: Spec, edges: tuple[float, float], subtitle: str | list[str]
 ) -> alt.LayerChart | alt.FacetChart:
     """A histogram of the magnitudes over their scale, with the format's codes as ticks below. The ranges that are
-    flushed and saturated are shaded and labelled in percent. The tables: compute.codebook_histogram and zones."""
-    share = zones.set_index("zone")["share"]
+    flushed and saturated are shaded and labelled in percent: of the nonzero values, and of all values. The tables:
+    compute.codebook_histogram and zones."""
+    share, of_nonzero = (zones.set_index("zone")[name] for name in ("share", "of_nonzero"))
     flush, clip = edges
     tail = table["low"][((table["high"] - table["low"]) * table["share"]).cumsum() >= TAIL]
     low = min(float(tail.min()) if len(tail) else flush - 2, flush - 2)
@@ -31,8 +32,20 @@ def codebook(
     top = float(table["share"].max()) * 1.22
     bands = pd.DataFrame(
         [
-            {"zone": "flushed", "from": low, "to": flush, "text": f"flushed {share['flushed']:.2%}", "at": low},
-            {"zone": "saturated", "from": clip, "to": high, "text": f"saturated {share['saturated']:.2%}", "at": high},
+            {
+                "zone": "flushed",
+                "from": low,
+                "to": flush,
+                "text": f"flushed {of_nonzero['flushed']:.2%} of nonzero",
+                "at": low,
+            },
+            {
+                "zone": "saturated",
+                "from": clip,
+                "to": high,
+                "text": f"saturated {share['saturated']:.2%} of all",
+                "at": high,
+            },
         ]
     ).assign(top=top, floor=0.0)
     ticks = pd.DataFrame({"log2": compute.code_magnitudes(spec.format.element)})

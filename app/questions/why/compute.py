@@ -43,8 +43,8 @@ def codebook_histogram(found: Subject) -> pd.DataFrame:
 
 
 def zones(found: Subject) -> pd.DataFrame:
-    """The shares of the values by outcome, which sum to 1: columns zone, share. The zones are flushed, kept, saturated,
-    zero and lost (NaN, Inf, or in a block with one)."""
+    """The values by outcome: columns zone, share (of all values; they sum to 1) and of_nonzero (of the nonzero finite
+    values). The zones are flushed, kept, saturated, zero and lost (NaN, Inf, or in a block with one)."""
     blocks = found.blocks
     n = int(blocks.valid.sum())
     lost = blocks.valid & ~(blocks.x.isfinite() & blocks.y.isfinite())
@@ -58,7 +58,11 @@ def zones(found: Subject) -> pd.DataFrame:
         "lost": int(lost.sum()),
     }
     counts["kept"] = n - sum(counts.values())
-    return pd.DataFrame({"zone": [*counts], "share": [count / max(n, 1) for count in counts.values()]})
+    nonzero = int((blocks.valid & (blocks.x != 0) & blocks.x.isfinite()).sum())
+    shares = {
+        name: [count / max(of, 1) for count in counts.values()] for name, of in (("share", n), ("of_nonzero", nonzero))
+    }
+    return pd.DataFrame({"zone": [*counts], **shares})
 
 
 def code_magnitudes(element: Element) -> np.ndarray:

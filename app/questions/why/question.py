@@ -13,11 +13,12 @@ from binade.app.figure import Drawn, Facts, Figure, Item, grid
 from binade.app.questions.question import Question
 from binade.app.questions.shared.rounded import Subject, about_format
 from binade.app.questions.shared.selection import SelectedTensor
-from binade.app.questions.shared.unscaled import with_scale, would_be
+from binade.app.questions.shared.unscaled import with_scale, with_scale_it_has
 from binade.app.questions.why import charts, compute
 from binade.app.report.section import ReportSelection, Section
 from binade.app.style import MEASURES
-from binade.data.text import plain_name, short
+from binade.data.evidence import SHARE, Sentence, exact, say, together
+from binade.data.text import plain_name
 from binade.quant.metrics import outlier_ratio, sqnr_db, streamed_score
 
 LARGE = 1 << 24  # values whose outliers take too long to count
@@ -28,18 +29,22 @@ def draw(selected: SelectedTensor, values: dict[str, Any]) -> Drawn:
     zones = compute.zones(found)
     share = zones.set_index("zone")["share"]
     sqnr, flushed, saturated, of_sample = _totals(selected, found)
-    lost = f", lost to NaN or Inf {share['lost']:.2%}" if share["lost"] else ""
-    verdict = (
-        f"In {selected.spec}{of_sample}: SQNR {MEASURES['sqnr_db'].quantity(sqnr)}, {flushed:.2%} of the nonzero "
-        f"values flushed to zero, {saturated:.2%} of all values saturated{lost}."
-    )
+    lost = say(", lost to NaN or Inf {lost}", lost=exact(SHARE, share["lost"])) if share["lost"] else Sentence()
+    own = say(
+        "In {spec}{sample}: SQNR {sqnr}, {flushed} of the nonzero values flushed to zero, {saturated} of all values "
+        "saturated",
+        spec=str(selected.spec), sample=of_sample, sqnr=exact(MEASURES["sqnr_db"], sqnr),
+        flushed=exact(SHARE, flushed), saturated=exact(SHARE, saturated),
+    )  # fmt: skip
+    verdict = Sentence(f"{own}{lost}.", (*own.evidence, *lost.evidence))
     if flushed and (scaled := with_scale(selected.spec)):
         sqnr, of, *_ = _totals(selected, selected.rounded(scaled))
-        verdict += would_be(scaled, sqnr, of)
+        verdict = together(verdict, with_scale_it_has(scaled, exact(MEASURES["sqnr_db"], sqnr), of))
     table = compute.codebook_histogram(found)
     caption = (
         f"{selected.source(found.note or 'exact')}\n{about_format(selected.spec)}. Flushed: nonzero values below "
-        "half the smallest code. Saturated: above the largest. Shares are of all values."
+        "half the smallest code, as a share of the nonzero values. Saturated: above the largest, as a share of "
+        "all."
     )
     items: list[Item] = [_facts(selected)]
     problems = []
@@ -47,10 +52,14 @@ def draw(selected: SelectedTensor, values: dict[str, Any]) -> Drawn:
         problems.append("Nothing to draw: there are no finite nonzero values.")
     else:
         edges = compute.zone_edges(selected.spec.format.element, selected.spec.rounding)
-        zero = f" Zeros, {share['zero']:.1%} of the values, have no magnitude." if share["zero"] else ""
+        zero = (
+            say("Zeros, {zero} of the values, have no magnitude.", zero=exact(SHARE, share["zero"]))
+            if share["zero"]
+            else ""
+        )
         chart = charts.codebook(table, zones, selected.spec, edges, f"{selected.label} · {found.note or 'all values'}")
-        words = f"{about_format(selected.spec)}. Ticks beneath: its codes. Shares are of all values.{zero}"
-        items.append(Figure("codebook", chart, table, caption, note=words, height=400))
+        words = f"{about_format(selected.spec)}. Ticks beneath: its codes. Bars: share of all values."
+        items.append(Figure("codebook", chart, table, caption, note=together(words, zero), height=400))
         items += filter(None, (_channels(selected), tokens(selected)))
     return Drawn(tuple(items), verdict, tuple(problems))
 
@@ -87,7 +96,8 @@ def _channels(selected: SelectedTensor) -> Figure | None:
     taken = f" · each bar is the largest of {run} channels" if run > 1 else ""
     finite = table.loc[np.isfinite(table["absmax"]), "absmax"]
     middle = float(finite.median()) if len(finite) > 1 else math.nan
-    note = f"The largest channel is {short(finite.max() / middle)} times the median one." if middle > 0 else ""
+    ratio = exact(MEASURES["hot_ratio"], finite.max() / middle) if middle > 0 else None
+    note = say("The largest channel is {ratio} times the median one.", ratio=ratio) if ratio else ""
     caption = f"{selected.source()}\nabsmax: the largest magnitude over all tokens; the last axis is the channel."
     chart = charts.channels(table, f"{count:,} channels{taken}")
     return Figure("channels", chart, table, caption, note=note, height=330, group="axes")

@@ -29,7 +29,7 @@ from binade.collector.models.attention import CoreQuantization
 from binade.collector.models.parallel import Group, Quantization, heads_shard, linear_shard
 from binade.collector.models.site import Site, site
 from binade.data.segment import Shard
-from binade.quant.gemm import Observed, Tap
+from binade.quant.gemm import Observed, Tap, sampling
 
 KERNELS = (
     "can only be recorded, because Transformer Engine has its own kernels: use the recipe bf16, and TE's own recipes"
@@ -148,11 +148,16 @@ def _with_weight_gradients(weights: list[nn.Parameter], tap: Tap, show: Tap) -> 
 
     def listener(at: int) -> Callable[[Tensor], None]:
         def arrive(gradient: Tensor) -> None:
-            if running:
+            nonlocal running
+            if not running:
+                return
+            arrived[at] = gradient.detach()
+            if not sampling():
                 handles[at].remove()
-                arrived[at] = gradient.detach()
-                if len(arrived) == len(weights):
-                    tap(Observed("grad_b", torch.cat([arrived[i] for i in range(len(weights))])))
+            if len(arrived) == len(weights):
+                tap(Observed("grad_b", torch.cat([arrived[i] for i in range(len(weights))])))
+                arrived.clear()
+                running = False
 
         return arrive
 

@@ -36,7 +36,7 @@ from binade.collector.capture.adapters.products import tensors_in
 from binade.collector.models.parallel import Pass, Quantization
 from binade.collector.recipes.recipe import Part
 from binade.data.tensor_kinds import Product
-from binade.quant.gemm import Tap
+from binade.quant.gemm import Tap, sampling
 
 if TYPE_CHECKING:
     from binade.collector.capture.recorder import Recorder
@@ -127,7 +127,7 @@ class Listener:
         arrived = self.recorder.arrived
         at = next((i for i in reversed(range(len(self.passed))) if self.passed[i] in arrived), 0)
         moment = self.passed[at]
-        if last:
+        if last and not sampling():
             del self.passed[at]
         return moment
 

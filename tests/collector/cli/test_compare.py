@@ -148,33 +148,33 @@ class TestRealRuns:
         if recipe == "bf16":
             assert chosen == [] and [row[key] for key in keys] == [""] * 4
             return
-        signal = noise = 0.0
-        nonzero = flushed = clipped = total = 0
+        chosen = [r for r in chosen if r["iteration"] == 1]  # the last
+        own = []
         for r in chosen:
             tensor = torch.load(run / r["path"], weights_only=True)["tensor"]
             axis = r["contracted_axis"]
             x, q = tensor.double().numpy(), fake_quantize(tensor, r["format"], axis).double().numpy()
-            signal, noise = signal + (x**2).sum(), noise + ((q - x) ** 2).sum()
-            nonzero, flushed = nonzero + (x != 0).sum(), flushed + ((x != 0) & (q == 0)).sum()
-            clipped, total = clipped + saturated(x, r["format"], axis), total + x.size
-        expected = [10 * np.log10(signal / noise), flushed / nonzero, clipped / total, len(chosen)]
+            flushed = ((x != 0) & (q == 0)).sum() / (x != 0).sum()
+            sqnr = 10 * np.log10((x**2).sum() / ((q - x) ** 2).sum())
+            own.append((sqnr, flushed, saturated(x, r["format"], axis) / x.size))
+        expected = [*np.median(own, 0), len(chosen)]
         assert [float(row[key]) for key in keys] == pytest.approx(expected, rel=1e-9)
-        assert len(chosen) == {"linear_forward": 32, "linear_gradients": 16, "fa_forward": 16, "fa_gradients": 8}[name]
+        assert len(chosen) == {"linear_forward": 16, "linear_gradients": 8, "fa_forward": 8, "fa_gradients": 4}[name]
 
     @pytest.mark.parametrize("recipe", RECIPES)
     def test_gradient_errors_are_those_of_the_raw_tensors(self, by_recipe, copy, recipe):
         row = by_recipe[recipe]
-        names = ("iteration", "pairs", "cosine", "bias")
+        names = ("iteration", "pairs", "cosine", "relative_squared_error")
         if recipe == "bf16":
             assert {row[f"gradient_{name}"] for name in names} == {""}
             return
         own, bf16 = (gradients(copy / by_recipe[name]["run_id"]) for name in (recipe, "bf16"))
         pairs = [(own[site], bf16[site]) for site in own]
         cosines = [float(a @ b) / math.sqrt(float(a @ a) * float(b @ b)) for a, b in pairs]
-        bias = sum(float(((a - b) ** 2).sum()) for a, b in pairs) / sum(float(b @ b) for _, b in pairs)
+        squared = [float(((a - b) ** 2).sum() / (b @ b)) for a, b in pairs]
         assert (row["gradient_iteration"], row["gradient_pairs"]) == ("0", str(len(pairs))) and len(pairs) == 8
         assert [float(row[f"gradient_{name}"]) for name in names[2:]] == pytest.approx(
-            [statistics.fmean(cosines), bias], rel=1e-6
+            [np.median(cosines), np.median(squared)], rel=1e-6
         )
 
     @pytest.mark.parametrize("recipe", RECIPES)
@@ -258,7 +258,8 @@ def check_shown(shown: list[list[list[str]]], by_recipe: dict[str, dict[str, str
     assert list(loss) == list(rounding) == list(cost) == list(by_recipe) == ["bf16", *gradient]
     for recipe, row in by_recipe.items():
         for title, cell in list(gradient.get(recipe, {}).items())[1:]:
-            assert float(cell) == pytest.approx(float(row[f"gradient_{title}"]), rel=5.1e-3, abs=0.5001e-4)
+            name = {"rel. sq. error": "relative_squared_error"}.get(title, title)
+            assert float(cell) == pytest.approx(float(row[f"gradient_{name}"]), rel=5.1e-3, abs=0.5001e-4)
         expected = {
             "loss": "loss_nats",
             "loss (common)": "loss_at_common_iteration_nats",
@@ -427,7 +428,7 @@ class TestSeeds:
             assert figures["gap_mean_over_seeds_nats"] == pytest.approx(RUNGS[recipe][0], rel=1e-9)
             assert figures["gap_deviation_over_seeds_nats"] == pytest.approx(statistics.stdev(expected), rel=1e-9)
             assert figures[MEAN] == pytest.approx(expected[rows[recipe].seed])
-        assert rows["bf16"].gaps is None and len({row.seed for row in rows.values()}) == 1
+        assert not rows["bf16"].gaps and len({row.seed for row in rows.values()}) == 1
         assert [row["seeds"] for row in read_csv(render(compared(), "csv"))] == ["0 1 2 3"] * 7
 
     def test_what_the_spread_separates_is_ordered_and_nothing_else(self, made, compared):
@@ -437,10 +438,10 @@ class TestSeeds:
         assert {rung: cells[-1] for rung, cells in table.items()} == {
             "bf16": "–",
             "forward": "higher than bf16",
-            "+ dgrad": "not separated from forward",
+            "+ dgrad": "not distinguishable from forward",
             "+ wgrad": "higher than + dgrad",
             "without rounding": "higher than + wgrad",
-            "without rotation": "not separated from + wgrad",
+            "without rotation": "not distinguishable from + wgrad",
             "without tiles": "lower than + wgrad",
         }
         for recipe, (rung, cells) in zip(RUNGS, list(table.items())[1:], strict=True):
@@ -458,8 +459,15 @@ class TestSeeds:
         make_ladder(made, 1)
         text = render(compared(), "text")
         assert all("higher" not in line and "lower" not in line for line in text.splitlines())
-        assert ablation(text)["without rounding"] == ["1", "+0.0900", "–", "–", "+0.0400", "not separated from + wgrad"]
-        assert "With one seed, no two gaps can be separated." in text
+        assert ablation(text)["without rounding"] == [
+            "1",
+            "+0.0900",
+            "–",
+            "–",
+            "+0.0400",
+            "not distinguishable from + wgrad",
+        ]
+        assert "One seed cannot tell a gap from chance." in text
 
     def test_a_seed_without_bf16_has_no_gap_and_is_named(self, made, compared):
         for seed, loss in ((1, 5.5), (2, 5.25), (3, 9.0)):
@@ -468,12 +476,12 @@ class TestSeeds:
             made("bf16", [5.0], seed=seed)
         made("mxfp4", [7.0], seed=3)
         rows = only(compared())
-        assert rows["mxfp8"].gaps.values == (0.5, 0.25) and rows["mxfp8"].seeds == (1, 2, 3)
-        assert rows["mxfp4"].gaps is None
+        assert [*rows["mxfp8"].gaps.values()] == [0.5, 0.25] and rows["mxfp8"].seeds == (1, 2, 3)
+        assert not rows["mxfp4"].gaps
         text = render(compared(), "text")
         assert "No bf16 run with seed 3 finished an iteration, so runs with that seed have no gap." in text
         (block,) = [block for block in text.split("\n\n") if block.startswith("Mean gap to bf16 over seeds")]
-        assert block.splitlines()[2].split("  ")[0] == "mxfp8" and "not separated from bf16" in block
+        assert block.splitlines()[2].split("  ")[0] == "mxfp8" and "not distinguishable from bf16" in block
         assert "Ablation of" not in text
 
     def test_repeats_of_a_seed_are_no_further_seed(self, made, compared):
@@ -481,7 +489,7 @@ class TestSeeds:
         for loss in (5.5, 5.25):
             made("mxfp8", [loss], seed=1)
         (_, row) = only(compared()).values()
-        assert row.runs == 2 and row.gaps.values == (0.25,)
+        assert row.runs == 2 and [*row.gaps.values()] == [0.25]
         assert "2 runs; the longest is shown (ties go to the newest)" in " ".join(render(compared(), "text").split())
 
     def test_layers_kept_in_bf16_make_no_other_bf16(self, made, compared):
@@ -529,7 +537,8 @@ class TestRows:
         quantized = {"format": "mxfp8"}
         made("mxfp8", [5.0], state, [(TENSOR, quantized | {"iteration": i}) for i in (0, 1, 1)])
         (row,) = only(compared()).values()
-        assert row.figures["operands"] == row.figures["linear_forward_operands"] == (3 if state == DONE else 1)
+        assert row.figures["operands"] == (3 if state == DONE else 1)
+        assert row.figures["linear_forward_operands"] == (2 if state == DONE else 1)  # of the last iteration
 
     def test_nothing_finished_has_no_error_and_no_size(self, made, compared):
         made("mxfp8", [], FAILED, [(TENSOR, {"format": "mxfp8"})])

@@ -1,0 +1,56 @@
+"""Which run and iteration an answer is about: runs and iterations are never mixed unless the user groups by them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+
+from binade.app.questions.shared.runs import labels_of
+from binade.data.catalog import Catalog
+from binade.data.filter import Filter
+from binade.data.runs import DONE
+
+SHOWN = 3  # runs that a subtitle names
+OF_RUNS = ("recipe", "quant_type")  # with groups by one of these, a run of each recipe is kept
+
+
+def scoped(opened: Catalog, where: Filter, apart: Collection[str] = (), scored: bool = False) -> Filter:
+    """The filter, restricted to one run and iteration: the newest finished run (else the newest), and the last recorded
+    iteration of it.
+
+    apart: the fields that the answer keeps apart. With run_id, all runs are kept; with recipe or quant_type, the newest
+    run of each recipe; with iteration, all iterations. Several runs are shown at the last iteration that all have.
+    scored: only runs and iterations with scored operands count, if there are any.
+    """
+    pairs = opened.distinct(("run_id", "iteration"), where, scored)
+    if pairs.empty:
+        pairs = opened.distinct(("run_id", "iteration"), where)
+    if pairs.empty:
+        return where
+    runs = opened.runs()
+    runs = runs[runs["run_id"].isin(pairs["run_id"])]  # newest first
+    runs = runs.iloc[(runs["state"] != DONE).argsort(kind="stable")]
+    if "run_id" in apart:
+        chosen = runs["run_id"].tolist()
+    elif not set(apart).isdisjoint(OF_RUNS):
+        chosen = runs.drop_duplicates("recipe")["run_id"].tolist()
+    else:
+        chosen = runs["run_id"].tolist()[:1]
+    where = replace(where, run_id=tuple(chosen))
+    own = pairs[pairs["run_id"].isin(chosen)].dropna()
+    if "iteration" in apart or own.empty:
+        return where
+    counts = own["iteration"].value_counts()
+    shared = counts.index[counts == own["run_id"].nunique()]
+    if not len(shared):  # the runs have no iteration in common
+        shared = own["iteration"][own["run_id"] == own["run_id"].iloc[0]]
+    return replace(where, iteration=(int(max(shared)),))
+
+
+def scope_of(opened: Catalog, where: Filter) -> str:
+    """What a scoped filter selects, as a subtitle says it: "mxfp4 · iteration 11"."""
+    labels = labels_of(opened)
+    runs = [labels.get(run, run) for run in where.run_id]
+    shown = ", ".join(runs) if len(runs) <= SHOWN else f"{len(runs)} runs"
+    iterations = f"iteration {where.iteration[0]}" if len(where.iteration) == 1 else "each recorded iteration"
+    return " · ".join(filter(None, (shown, iterations)))

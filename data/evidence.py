@@ -1,0 +1,451 @@
+"""Estimates with their uncertainty, and the sentences that may be made from them.
+
+Numbers become sentences only here. An Estimate says what was estimated, from how many of what, how, and how far to
+trust it. The functions below compare estimates: what they cannot tell apart, their sentence calls not distinguishable.
+Drawn and the command line take Sentences, so that no caller can compare bare numbers.
+
+| data | estimate | interval |
+|---|---|---|
+| one tensor | its value | none: exact |
+| several tensors | median of their own values, each counted once | 10th to 90th percentile: a spread, not an error |
+| seeds | mean | Student's t, 95%; one seed has none |
+| sequences or micro-batches | mean or total | from the standard error over them, Student's t, 95% |
+| layers or iterations | Theil–Sen slope | of the slope, 95%; its p-value is Kendall's |
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from binade.data.text import fixed, short
+
+LEVEL = 0.05  # the share of sentences that may name a difference where there is none
+DETECTABLE = 2.8  # standard errors of a difference that is found in four of five experiments, at LEVEL
+FEWEST = 5  # points of a trend: with four, Kendall's p-value cannot be below LEVEL
+NAMED = 4  # things that a sentence names
+EQUAL = 0.01  # relative difference of two exact values that are called equal
+DECILES = 2.563  # standard deviations between the 10th and the 90th percentile of a normal distribution
+MEDIAN = 1.253  # standard error of a median relative to that of the mean, for a normal distribution
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A quantity, and how its values are written.
+
+    factor      100 for shares, which are written in percent
+    low_is_bad  as for SQNR
+    log         whether its axis is logarithmic
+    decimals    of its values, which otherwise have three digits
+    signed      whether a plus sign marks positive values
+    resolution  two values that differ by less are called equal
+    """
+
+    key: str
+    label: str
+    unit: str = ""
+    definition: str = ""
+    factor: float = 1.0
+    low_is_bad: bool = False
+    log: bool = False
+    decimals: int | None = None
+    signed: bool = False
+    resolution: float = 0.0
+
+    @property
+    def axis(self) -> str:
+        return f"{self.label} ({self.unit})" if self.unit else self.label
+
+    def text(self, value: float | None) -> str:
+        """A value as shown next to a bar or in a sentence, without the unit."""
+        if value is None or math.isnan(value):
+            return "no value"
+        if math.isinf(value):
+            return ("no error" if value > 0 else "overflows") if self.low_is_bad else "∞"
+        shown, sign = value * self.factor, _sign(self.signed)
+        return short(shown, 3, sign) if self.decimals is None else fixed(shown, self.decimals, sign)
+
+    def quantity(self, value: float | None) -> str:
+        """A value with its unit; a value that is not finite is described in words, without a unit."""
+        finite = value is not None and math.isfinite(value)
+        return self.with_unit(self.text(value)) if finite else self.text(value)
+
+    def with_unit(self, text: str) -> str:
+        return f"{text}{self.unit}" if self.unit == "%" else f"{text} {self.unit}".rstrip()
+
+
+def _sign(signed: bool) -> Literal["-", "+"]:
+    return "+" if signed else "-"
+
+
+GAP = Measure("gap", "Gap", "nats", "loss minus that of the reference run, in nats per token", decimals=4, signed=True)
+SHARE = Measure("share", "Share", "%", factor=100.0, decimals=2)
+RHO = Measure("rho", "Spearman’s ρ", decimals=2)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A value and what the data say about it.
+
+    value, low, high  the value, and its interval; equal if it is exact, infinite if one value has no interval
+    n, of             how many of what it is from: 3, "seeds"
+    how               in words, as in the module's table
+    error             standard error; 0 if exact, NaN if unknown
+    p                 p-value of the hypothesis that it is 0; NaN if there is none
+    degrees           degrees of freedom of the error, infinite for a normal distribution
+    """
+
+    measure: Measure
+    value: float
+    low: float
+    high: float
+    n: int = 1
+    of: str = "tensors"
+    how: str = "exact"
+    error: float = 0.0
+    p: float = math.nan
+    degrees: float = math.inf
+
+    @property
+    def is_spread(self) -> bool:
+        return self.how == "median"
+
+    @property
+    def text(self) -> str:
+        """The value with its unit."""
+        return self.measure.quantity(self.value)
+
+    @property
+    def interval(self) -> str:
+        """What follows the value in parentheses; "" if it is exact."""
+        if self.how == "exact" or not self.n:
+            return ""
+        counted = f"{self.n:,} {self.of if self.n != 1 else _one(self.of)}"
+        if not math.isfinite(self.high - self.low):
+            return f"{counted}: no interval"
+        ends = f"{self.measure.text(self.low)} to {self.measure.text(self.high)}"
+        if self.is_spread:
+            return counted if self.n == 1 else f"10th to 90th percentile {ends}, {counted}"
+        return f"95% interval {ends}, {counted}"
+
+    def __str__(self) -> str:
+        return f"{self.text} ({self.interval})" if self.interval and (self.n > 1 or not self.is_spread) else self.text
+
+    @property
+    def detectable(self) -> float:
+        """The smallest difference from 0 that as many values with this deviation show in four of five experiments."""
+        return DETECTABLE * self.error
+
+    def minus(self, other: Estimate) -> Estimate:
+        """The difference of two independent estimates, with the degrees of freedom of Welch."""
+        error = math.hypot(self.error, other.error)
+        parts = [
+            (each.error**4 / each.degrees) if each.error and math.isfinite(each.degrees) else 0.0
+            for each in (self, other)
+        ]
+        degrees = error**4 / sum(parts) if sum(parts) and math.isfinite(error) else math.inf
+        n = min(self.n, other.n)
+        signed = replace(self.measure, signed=True)
+        return _estimate(signed, self.value - other.value, error, n, self.of, "difference", degrees)
+
+    def is_larger(self, other: Estimate, comparisons: int = 1) -> bool:
+        """Whether it is larger by more than chance and the measure's resolution, at LEVEL over so many comparisons."""
+        if not (math.isfinite(self.value) and math.isfinite(other.value)):
+            return self.value > other.value
+        change = self.minus(other)
+        if self.how == "exact" and other.how == "exact" and not self.measure.resolution:
+            return change.value > EQUAL * max(abs(self.value), abs(other.value))
+        if change.value <= self.measure.resolution or math.isnan(change.error):
+            return False
+        return change.error == 0 or change.p <= LEVEL / comparisons
+
+
+def _one(of: str) -> str:
+    return {"micro-batches": "micro-batch"}.get(of, of.removesuffix("s"))
+
+
+def _estimate(
+    measure: Measure, value: float, error: float, n: int, of: str, how: str, degrees: float = math.inf
+) -> Estimate:
+    """An estimate with the 95% interval of its standard error."""
+    if math.isnan(error) or math.isnan(value):
+        return Estimate(measure, value, -math.inf, math.inf, n, of, how, math.nan, math.nan, degrees)
+    from scipy.stats import t
+
+    margin = float(t.ppf(1 - LEVEL / 2, degrees)) * error if error else 0.0
+    p = float(2 * t.sf(abs(value) / error, degrees)) if error else float(value == 0)
+    return Estimate(measure, value, value - margin, value + margin, n, of, how, error, p, degrees)
+
+
+def exact(measure: Measure, value: float, n: int = 1, of: str = "tensors") -> Estimate:
+    """A value that is known exactly: of one tensor, or a count's share."""
+    return Estimate(measure, float(value), float(value), float(value), n, of)
+
+
+def spread(measure: Measure, row: Mapping[Any, Any], of: str = "tensors") -> Estimate:
+    """The tensors of a group: median, 10th and 90th percentile of their own values, from a row with `value`, `low`,
+    `high` and `tensors` (or the column that `of` names)."""
+    n = int(row.get(of, row.get("tensors", 1)))
+    low, high = float(row["low"]), float(row["high"])
+    if n == 1:
+        return exact(measure, float(row["value"]))
+    width = high - low if math.isfinite(high - low) else 0.0
+    error = MEDIAN * width / DECILES / math.sqrt(n)
+    return Estimate(measure, float(row["value"]), low, high, n, of, "median", error)
+
+
+def spread_of(measure: Measure, values: Iterable[float], of: str = "tensors") -> Estimate:
+    """`spread` of the tensors' own values; without those that are NaN."""
+    import numpy as np
+
+    known = sorted(float(value) for value in values if not math.isnan(float(value)))
+    if not known:
+        return Estimate(measure, math.nan, -math.inf, math.inf, 0, of, "median", math.nan)
+    low, high = (float(np.quantile(known, q, method="nearest")) for q in (0.1, 0.9))
+    middle = known[len(known) // 2] if math.isinf(known[len(known) // 2]) else statistics.median(known)
+    return spread(measure, {"value": middle, "low": low, "high": high, "tensors": len(known)}, of)
+
+
+def proportion(measure: Measure, share: float, n: int, of: str) -> Estimate:
+    """A share of n independent things, with the standard error of a binomial distribution."""
+    error = math.sqrt(share * (1 - share) / n) if n else math.nan
+    return with_error(measure, share, error, n, of)
+
+
+def mean(measure: Measure, values: Iterable[float], of: str = "seeds") -> Estimate:
+    """The mean of independent values, with Student's interval; of one value, there is none."""
+    given = [float(value) for value in values]
+    n = len(given)
+    if not n:
+        return Estimate(measure, math.nan, -math.inf, math.inf, 0, of, "mean", math.nan)
+    error = statistics.stdev(given) / math.sqrt(n) if n > 1 else math.nan
+    return _estimate(measure, statistics.fmean(given), error, n, of, "mean", max(n - 1, 1))
+
+
+def paired(measure: Measure, own: Mapping[Any, float], other: Mapping[Any, float], of: str = "seeds") -> Estimate:
+    """The mean difference over the keys (seeds) that both have."""
+    return mean(measure, (own[key] - other[key] for key in own if key in other), of)
+
+
+def with_error(measure: Measure, value: float, error: float, n: int, of: str) -> Estimate:
+    """A value with a known standard error over n of something; NaN error: unknown."""
+    return _estimate(measure, float(value), float(error), n, of, "mean", max(n - 1, 1))
+
+
+def trend(measure: Measure, at: Iterable[float], values: Iterable[float], of: str) -> Estimate:
+    """The Theil–Sen slope of values over `at` with its 95% interval, and Kendall's p-value. NaN for fewer than FEWEST
+    finite points."""
+    from scipy.stats import kendalltau, theilslopes
+
+    points = [
+        (float(x), float(y)) for x, y in zip(at, values, strict=True) if y is not None and math.isfinite(float(y))
+    ]
+    per = replace(measure, unit=f"{measure.unit} per {_one(of)}".strip(), signed=True, decimals=None, resolution=0.0)
+    if len(points) < FEWEST or len({x for x, _ in points}) < FEWEST:
+        return Estimate(per, math.nan, -math.inf, math.inf, len(points), of, "slope", math.nan)
+    x, y = zip(*points, strict=True)
+    slope, _, low, high = theilslopes(y, x, alpha=1 - LEVEL)
+    p = float(kendalltau(x, y).pvalue)
+    p = 1.0 if math.isnan(p) else p  # all values are equal
+    error = (float(high) - float(low)) / 3.92
+    return Estimate(per, float(slope), float(low), float(high), len(points), of, "slope", error, p)
+
+
+def correlation(a: Iterable[float], b: Iterable[float], of: str) -> Estimate:
+    """Spearman's ρ with its 95% interval: Fisher's z with the variance 1.06/(n - 3) of Fieller, Hartley and Pearson
+    (1957). NaN for fewer than four pairs, or if one side is constant."""
+    from scipy.stats import spearmanr
+
+    pairs = [(x, y) for x, y in zip(a, b, strict=True) if math.isfinite(x) and math.isfinite(y)]
+    n = len(pairs)
+    if n < 4 or any(len(set(side)) < 2 for side in zip(*pairs, strict=True)):
+        return Estimate(RHO, math.nan, -math.inf, math.inf, n, of, "correlation", math.nan)
+    found = spearmanr(*zip(*pairs, strict=True))
+    rho, error = float(found.statistic), math.sqrt(1.06 / (n - 3))
+    middle = math.atanh(min(max(rho, -1 + 1e-12), 1 - 1e-12))
+    low, high = math.tanh(middle - 1.96 * error), math.tanh(middle + 1.96 * error)
+    return Estimate(RHO, rho, low, high, n, of, "correlation", (high - low) / 3.92, float(found.pvalue))
+
+
+def holm(estimates: Sequence[Estimate]) -> list[bool]:
+    """Which estimates differ from 0 at LEVEL, all together (Holm 1979). One without a p-value does not."""
+    order = sorted(range(len(estimates)), key=lambda index: (math.isnan(estimates[index].p), estimates[index].p))
+    tests = sum(not math.isnan(each.p) for each in estimates)
+    found = [False] * len(estimates)
+    for place, index in enumerate(order[:tests]):
+        if estimates[index].p > LEVEL / (tests - place):
+            break
+        found[index] = True
+    return found
+
+
+class Sentence(str):
+    """A text with the estimates that it is made from."""
+
+    evidence: tuple[Estimate, ...]
+
+    def __new__(cls, text: str = "", evidence: Iterable[Estimate] = ()) -> Sentence:
+        made = super().__new__(cls, text)
+        made.evidence = tuple(evidence)
+        return made
+
+
+Part = Estimate | str | int
+
+
+def say(template: str, /, **parts: Part) -> Sentence:
+    """A sentence from a template such as "{place} has an SQNR of {sqnr}". A part is a name, a count or an Estimate;
+    "{sqnr.text}" leaves its interval out.
+
+    Raises TypeError for another number: it would have no evidence.
+    """
+    for name, part in parts.items():
+        if not isinstance(part, (Estimate, str, int)):
+            raise TypeError(f"{name}={part!r} is a bare number: a sentence takes an Estimate, a count or a name")
+    shown = {name: f"{part:,}" if isinstance(part, int) else part for name, part in parts.items()}
+    return Sentence(template.format(**shown), (part for part in parts.values() if isinstance(part, Estimate)))
+
+
+def together(*sentences: str) -> Sentence:
+    """Sentences one after the other; empty ones are left out."""
+    given = [each for each in sentences if each]
+    return Sentence(" ".join(given), (e for each in given if isinstance(each, Sentence) for e in each.evidence))
+
+
+def listed(names: Sequence[str], most: int = NAMED) -> str:
+    """ "a, b and c"; "a, b, c and 14 more"."""
+    shown = [*names[: most - 1], f"{len(names) - most + 1} more"] if len(names) > most else list(names)
+    return shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} and {shown[-1]}" if shown else ""
+
+
+Named = tuple[str, Estimate]
+
+
+def each_of(items: Sequence[Named], what: str) -> Sentence:
+    """ "SQNR in mxfp4: forward 30.1 dB; backward 14.0 dB." No comparison."""
+    shown = "; ".join(f"{name} {estimate}" for name, estimate in items)
+    return Sentence(f"{what}: {shown}.", (estimate for _, estimate in items)) if items else Sentence()
+
+
+def leaders(items: Sequence[Named], *, lowest: bool) -> list[Named]:
+    """The item with the lowest or highest estimate, and those that cannot be told from it, in order."""
+    known = [item for item in items if not math.isnan(item[1].value)]
+    ordered = sorted(known, key=lambda item: item[1].value, reverse=not lowest)
+    if not ordered:
+        return []
+    first, comparisons = ordered[0][1], max(len(ordered) - 1, 1)
+
+    def apart(other: Estimate) -> bool:
+        pair = (other, first) if lowest else (first, other)
+        return pair[0].is_larger(pair[1], comparisons)
+
+    return [item for item in ordered if not apart(item[1])]
+
+
+def extreme(items: Sequence[Named], what: str, *, lowest: bool, first: Sequence[Named] | None = None) -> Sentence:
+    """ "Lowest SQNR in mxfp4: L1 fc1 input, 16.9 dB." What cannot be told from the extreme is named with it; if that is
+    everything, no extreme is named. what: "SQNR in mxfp4". first: the `leaders`, if they were found in another way."""
+    first = leaders(items, lowest=lowest) if first is None else first
+    if not first:
+        return Sentence()
+    names, estimates = [name for name, _ in first], [estimate for _, estimate in first]
+    word = "Lowest" if lowest else "Highest"
+    if len(first) == 1:
+        return say("{word} {what}: {name}, {value}.", word=word, what=what, name=names[0], value=estimates[0])
+    low, high = (edge(estimates, key=lambda each: each.value) for edge in (min, max))
+    ends = Sentence(low.text if low.text == high.text else f"{low.measure.text(low.value)} to {high.text}", (low, high))
+    if len(first) == len(items):
+        text = f"{what}: {listed(names)} cannot be told apart, {ends}."
+        return Sentence(text[:1].upper() + text[1:], ends.evidence)
+    return Sentence(f"{word} {what}: {listed(names)}, which cannot be told apart, {ends}.", ends.evidence)
+
+
+def effects(items: Sequence[Named], than: str, words: tuple[str, str] = ("higher", "lower")) -> Sentence:
+    """Which estimates of a difference to `than` are distinguishable from 0, all together at LEVEL (Holm), and which are
+    not. words: for positive and negative ones, "higher" and "lower" loss."""
+    if not items:
+        return Sentence()
+    apart = holm([estimate for _, estimate in items])
+    found: list[str] = []
+    for word, sign in zip(words, (1, -1), strict=True):
+        own = [
+            (name, each)
+            for (name, each), is_apart in zip(items, apart, strict=True)
+            if is_apart and each.value * sign > 0
+        ]
+        own.sort(key=lambda item: -abs(item[1].value))
+        if own:
+            more = f" and {len(own) - NAMED} more" * (len(own) > NAMED)
+            shown = "; ".join(f"{name} {each}" for name, each in own[:NAMED])
+            found.append(Sentence(f"{word.capitalize()} than {than}: {shown}{more}.", (each for _, each in own)))
+    alike = [item for item, is_apart in zip(items, apart, strict=True) if not is_apart]
+    single = [item for item in alike if math.isnan(item[1].error)]
+    several = [item for item in alike if not math.isnan(item[1].error)]
+    if single:
+        shown = "; ".join(f"{name} {each.text}" for name, each in single[:NAMED])
+        more = f" and {len(single) - NAMED} more" * (len(single) > NAMED)
+        of = _one(single[0][1].of)
+        found.append(Sentence(f"One {of} cannot tell these from {than}: {shown}{more}.", (each for _, each in single)))
+    if several:
+        least = max((each for _, each in several), key=lambda each: each.detectable)
+        smallest = replace(least.measure, signed=False).quantity(least.detectable)
+        names = listed([name for name, _ in several])
+        found.append(
+            Sentence(
+                f"Not distinguishable from {than}: {names} ({least.n} {least.of}; a difference of {smallest} would "
+                "probably have shown).",
+                [replace(least, value=least.detectable), *(each for _, each in several)],
+            )
+        )
+    return together(*found)
+
+
+def largest(items: Mapping[str, Mapping[Any, float]], measure: Measure, what: str, of: str = "seeds") -> Sentence:
+    """Which of several has the largest mean, if its paired differences to all others can be told from 0 (Holm). items:
+    the values of each by seed. what: "The largest gap"."""
+    means = [(name, mean(measure, values.values(), of)) for name, values in items.items()]
+    means.sort(key=lambda item: -item[1].value)
+    (first, top), *rest = means
+    apart = holm([paired(measure, items[first], items[name], of) for name, _ in rest])
+    if all(apart):
+        others = [(name, estimate) for name, estimate in rest]
+        shown = "; ".join(f"{name} {estimate.text}" for name, estimate in others[:NAMED])
+        text = f"{what} is that of {first}, {top}; {shown}."
+        return Sentence(text, (estimate for _, estimate in means))
+    alike = [first, *(name for (name, _), is_apart in zip(rest, apart, strict=True) if not is_apart)]
+    text = "{what} cannot be named: {n} {of} do not tell {names} apart."
+    return say(text, what=what, n=top.n, of=of, names=listed(alike))
+
+
+def trends(items: Sequence[Named], what: str, over: str, of: str = "tensors") -> Sentence:
+    """Which slopes are distinguishable from 0, all together at LEVEL (Holm). what: "SQNR in mxfp4"; over: "with depth";
+    of: what the items are."""
+    known = [item for item in items if not math.isnan(item[1].value)]
+    if not known:
+        points = max((estimate for _, estimate in items), key=lambda each: each.n, default=None)
+        if points is None:
+            return Sentence()
+        return say(
+            "{n} {of} cannot show a trend {over}: at least {fewest} are needed.",
+            n=points.n,
+            of=points.of if points.n != 1 else _one(points.of),
+            over=over,
+            fewest=FEWEST,
+        )
+    apart = [item for item, is_apart in zip(known, holm([each for _, each in known]), strict=True) if is_apart]
+    if not apart:
+        text = "{what} has no trend {over} that can be told from chance, in any of {n} {of}."
+        return say(text, what=what, over=over, n=len(known), of=of)
+    found = []
+    for word, sign in (("falls", -1), ("rises", 1)):
+        if part := [item for item in apart if item[1].value * sign > 0]:
+            name, steepest = max(part, key=lambda item: abs(item[1].value))
+            text = "{what} {word} {over} in {count} of {n} {of}; steepest: {name}, {slope}."
+            parts = {"what": what, "word": word, "over": over, "of": of, "name": name}
+            found.append(say(text, count=len(part), n=len(known), slope=steepest, **parts))
+    if rest := len(known) - len(apart):
+        found.append(say("In the other {rest}, no trend can be told from chance.", rest=rest))
+    return together(*found)

@@ -1,0 +1,77 @@
+"""Every question, saved in a session and sent as a bundle, shows what it showed when it was pinned."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from altair.utils.schemapi import debug_mode
+
+from binade.app.pages.registry import PAGES
+from binade.app.questions.registry import QUESTIONS
+from binade.app.sessions import pins, session, storage
+from binade.app.sessions.session import Pin, View
+from binade.data.cache import Cache
+from binade.data.catalog import Catalog
+from tests.app.test_live import IDS, VIEWS, answer
+
+pytestmark = pytest.mark.slow
+
+
+def pinned(catalog: Catalog) -> list[Pin]:
+    """Each question of the mxfp4 run, with the run or the tensor that a parameter refers to chosen from another run."""
+    runs = catalog.runs().set_index("recipe")["run_id"]
+    tensors = catalog.tensors().query("tensor_name == 'input' and layer_index == 1").set_index("run_id")["tensor_id"]
+    chosen = {"run": ["mxfp8", "hifp8"], "tensor": ["mxfp8", "hifp8"]}
+    made = []
+    for question, address in VIEWS:
+        params = {name: [text] for name, text in address.items()} | {"run_id": [runs["mxfp4"]]}
+        left = {kind: list(names) for kind, names in chosen.items()}
+        for name, param in question.params(catalog).items():
+            if param.refers_to:
+                run = runs[left[param.refers_to].pop(0)]
+                params[name] = [run if param.refers_to == "run" else tensors[run].iloc[0]]
+        made.append(Pin(question.page, params))
+    return made
+
+
+def test_what_names_a_run_or_a_tensor_says_so(catalog: Catalog):
+    """A parameter that takes the id of a run, or of a tensor, refers to it."""
+    runs = catalog.runs()["run_id"].tolist()
+    tensor = str(catalog.tensors(limit=1)["tensor_id"].iloc[0])
+    for page in PAGES.values():
+        for name, param in (page.params(catalog) if page.params else {}).items():
+            kinds = [kind for kind, text in (("run", runs[0]), ("tensor", tensor)) if param.read([text])[0] == text]
+            assert [param.refers_to] == (kinds or [param.refers_to]), (page.name, name)
+
+
+@pytest.fixture(scope="module")
+def bundled(collected: Path, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[object, object, object]]:
+    """Each question's answer as it was pinned, in the saved session, and in a root that has imported the bundle."""
+    place = tmp_path_factory.mktemp("bundled")
+    with debug_mode(False), Catalog.open(collected) as catalog:  # tests/app/test_charts.py checks charts
+        catalog.cache = Cache(1 << 30, outside=(Catalog,))
+        made = pinned(catalog)
+        view = View(made[0].page, made[0].params)
+        drawn = [answer(pins.draw(catalog, pin)) for pin in made]
+        kept = [pins.refreshed(catalog, session.new("kept", View(pin.page, pin.params), pins=(pin,))) for pin in made]
+        kept = [session.parse(session.to_json(each).encode()) for each in kept]
+        saved = [answer(pins.draw(catalog, each.pins[0], each.run_ids)) for each in kept]
+        together = pins.refreshed(catalog, session.new("together", view, pins=tuple(made)))
+        storage.export_bundle(catalog, together, place / "all.zip")
+    (place / "root").mkdir()
+    storage.import_bundle(place / "root", place / "all.zip")
+    with debug_mode(False), Catalog.open(place / "root") as opened:
+        sent = [answer(pins.draw(opened, each.pins[0], each.run_ids)) for each in kept]
+    return list(zip(drawn, saved, sent, strict=True))
+
+
+@pytest.mark.parametrize("index", range(len(VIEWS)), ids=IDS)
+def test_saved_and_bundled_it_shows_the_same(bundled: list[tuple[object, object, object]], index: int):
+    drawn, saved, sent = bundled[index]
+    assert saved == drawn
+    assert sent == drawn
+
+
+def test_all_questions_are_kept():
+    assert {question.name for question, _ in VIEWS} == {question.name for question in QUESTIONS}

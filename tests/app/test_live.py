@@ -1,0 +1,88 @@
+"""Every question of a root that grows: once the catalog has synchronized, it answers as a fresh one does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from binade.app.figure import Drawn
+from binade.app.questions.registry import QUESTIONS
+from binade.app.sessions import pins
+from binade.app.sessions.session import Pin
+from binade.data.cache import Cache
+from binade.data.catalog import Catalog
+from binade.data.runs import DONE, RunWriter
+from tests.app import roots
+from tests.app.test_pins import drawn_again
+from tests.data.builder import add_segment
+
+pytestmark = pytest.mark.slow
+
+VIEWS = [
+    (question, question.address | view)
+    for question in QUESTIONS
+    for view in ([{"view": name} for name in ("cost", "gradients", "ladder")] if question.name == "recipes" else [{}])
+]
+IDS = [f"{question.name}-{address.get('view', '')}".strip("-") for question, address in VIEWS]
+BACKWARD = {"operation": "backward"}
+Answer = tuple[str, tuple[str, ...], Any, Any]
+
+
+def answer(drawn: Drawn) -> Answer:
+    tables = {name: frame.to_json() for name, frame in drawn.tables.items()}
+    return drawn.verdict, drawn.problems, drawn_again(drawn.figures), tables
+
+
+def answers(catalog: Catalog) -> list[Answer]:
+    asked = [Pin(question.page, {name: [text] for name, text in address.items()}) for question, address in VIEWS]
+    return [answer(pins.draw(catalog, pin)) for pin in asked]
+
+
+def proceed(run: Path, seed: int) -> None:
+    """Record a third layer of both iterations in a run, and a loss."""
+    recipe = next(name for name in ("bf16", "hifp8", "mxfp8", "mxfp4") if f"_{name}_" in run.name)
+    random = torch.Generator().manual_seed(seed)
+    rounded = {} if recipe == "bf16" else {"format": recipe}
+    made = []
+    for iteration in (0, 1):
+        words = {"iteration": iteration, "layer_index": 3, "recipe": recipe, "quant_type": recipe}
+        made += [
+            (torch.randn(64, 96, generator=random) * 9, words | rounded),
+            (torch.randn(64, 96, generator=random), words | BACKWARD | {"tensor_name": "grad_output"} | rounded),
+            (torch.randn(64, 96, generator=random), words | BACKWARD | {"tensor_name": "grad_weight", "phase": "post"}),
+            (torch.randn(1, 4, 8, 8, generator=random).softmax(-1), words | {"tensor_name": "attention_probs"}),
+        ]
+    writer = RunWriter.reopen(run)
+    add_segment(writer, made, first=5000)
+    writer.append_loss({"iteration": 2, "loss": 4.0 + seed})
+    writer.finish(DONE)
+
+
+@pytest.fixture(scope="module")
+def grown(collected: Path, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Answer, Answer, Answer]]:
+    """Each question's answer before the runs proceed, after it, and of a catalog that is opened then."""
+    root = roots.copy(collected, tmp_path_factory.mktemp("live"))
+    with Catalog.open(root) as live:
+        live.cache = Cache(1 << 30, outside=(Catalog,))
+        before = answers(live)
+        for seed, run in enumerate(roots.runs_of(root)):
+            proceed(run, seed)
+        live.sync()
+        after = answers(live)
+    with Catalog.open(root) as fresh:
+        return list(zip(before, after, answers(fresh), strict=True))
+
+
+@pytest.mark.parametrize("index", range(len(VIEWS)), ids=IDS)
+def test_a_question_follows_its_runs(grown: list[tuple[Answer, Answer, Answer]], index: int):
+    _, after, fresh = grown[index]
+    assert after == fresh
+
+
+def test_what_was_added_is_seen(grown: list[tuple[Answer, Answer, Answer]]):
+    changed = {name for name, (before, after, _) in zip(IDS, grown, strict=True) if before != after}
+    assert {"recipes-cost", "recipes-gradients", "distribution"} <= changed
+    assert grown[IDS.index("recipes-gradients")][1][2], "no chart was compared"

@@ -1,0 +1,115 @@
+"""Estimates against scipy, and what sentences say of them."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from binade.data import evidence
+from binade.data.evidence import GAP, Measure, Sentence, say
+
+DB = Measure("sqnr_db", "SQNR", "dB", low_is_bad=True, decimals=1, resolution=0.1)
+SHARE = Measure("flush_to_zero", "Flushed", "%", factor=100.0)
+
+
+def row(values):
+    low, value, high = np.quantile(values, [0.1, 0.5, 0.9])
+    return {"value": value, "low": low, "high": high, "tensors": len(values)}
+
+
+class TestEstimates:
+    def test_a_mean_over_seeds_has_students_interval(self):
+        values = [0.012, 0.034, 0.02, 0.051]
+        found = evidence.mean(GAP, values)
+        expected = stats.ttest_1samp(values, 0)
+        low, high = expected.confidence_interval(0.95)
+        assert found.value == pytest.approx(np.mean(values)) and found.n == 4
+        assert (found.low, found.high, found.p) == pytest.approx((low, high, expected.pvalue))
+
+    def test_paired_seeds(self):
+        own, other = {1: 0.5, 2: 0.7, 3: 0.65, 9: 4.0}, {1: 0.4, 2: 0.65, 3: 0.6}
+        found, expected = evidence.paired(GAP, own, other), stats.ttest_rel([0.5, 0.7, 0.65], [0.4, 0.65, 0.6])
+        assert found.n == 3 and found.p == pytest.approx(expected.pvalue)
+
+    def test_two_means_differ_as_by_welch(self):
+        rng = np.random.default_rng(0)
+        a, b = rng.normal(0.1, 0.02, 6), rng.normal(0.02, 0.05, 4)
+        found = evidence.mean(GAP, a).minus(evidence.mean(GAP, b))
+        expected = stats.ttest_ind(a, b, equal_var=False)
+        assert (found.p, found.degrees) == pytest.approx((expected.pvalue, expected.df))
+
+    def test_a_trend_is_theil_and_sens(self):
+        at, values = range(12), [30.0, 29.5, 29.7, 29.1, 28.8, 28.9, 28.2, 28.0, 27.9, 27.2, 27.4, 26.9]
+        found, expected = evidence.trend(DB, at, values, "layers"), stats.theilslopes(values, at, alpha=0.95)
+        assert (found.value, found.low, found.high) == pytest.approx((expected[0], expected[2], expected[3]))
+        assert found.p == pytest.approx(stats.kendalltau(at, values).pvalue)
+        assert found.measure.quantity(found.value) == f"−{abs(expected[0]):.3g} dB per layer"
+
+    def test_four_points_are_no_trend(self):
+        assert math.isnan(evidence.trend(DB, range(4), [4.0, 3.0, 2.0, 1.0], "layers").value)
+        assert math.isnan(evidence.trend(DB, range(5), [4.0, math.nan, 3.0, 2.0, 1.0], "layers").value)
+
+    def test_holm(self):
+        """R: p.adjust(c(0.001, 0.2, 0.012, 0.03, 0.004), "holm") is 0.005, 0.2, 0.036, 0.06, 0.016."""
+        values = (0.001, 0.2, 0.012, 0.03, 0.004)
+        items = [evidence.Estimate(GAP, 1.0, 0.0, 2.0, 5, "seeds", "mean", 0.1, p) for p in values]
+        assert evidence.holm(items) == [True, False, True, False, True]
+        assert evidence.holm([evidence.mean(GAP, [3.0])]) == [False]  # one seed
+
+
+class TestSentences:
+    def test_a_number_needs_evidence(self):
+        with pytest.raises(TypeError, match=r"gap=0.5 is a bare number"):
+            say("The gap is {gap}.", gap=0.5)
+        found = say("The gap of {n} runs is {gap}.", n=1200, gap=evidence.mean(GAP, [0.1, 0.2]))
+        assert found == "The gap of 1,200 runs is +0.1500 nats (95% interval −0.4853 to +0.7853, 2 seeds)."
+        assert [each.n for each in found.evidence] == [2]
+
+    def test_exact_values_within_the_resolution_are_equal(self):
+        items = [("a", evidence.exact(DB, 16.93)), ("b", evidence.exact(DB, 16.99)), ("c", evidence.exact(DB, 20.0))]
+        said = evidence.extreme(items, "SQNR in mxfp4", lowest=True)
+        assert said == "Lowest SQNR in mxfp4: a and b, which cannot be told apart, 16.9 to 17.0 dB."
+        items[1] = ("b", evidence.exact(DB, 17.2))
+        assert evidence.extreme(items, "SQNR in mxfp4", lowest=True) == "Lowest SQNR in mxfp4: a, 16.9 dB."
+        equal = [(name, evidence.exact(DB, 8.0)) for name in "abcdef"]
+        assert evidence.extreme(equal, "SQNR", lowest=True) == "SQNR: a, b, c and 3 more cannot be told apart, 8.0 dB."
+
+    def test_groups_whose_spread_hides_the_difference_are_not_ranked(self):
+        rng = np.random.default_rng(1)
+        near = [(name, evidence.spread(DB, row(rng.normal(20, 2, 24)))) for name in ("a", "b")]
+        assert len(evidence.leaders(near, lowest=True)) == 2
+        far = [*near, ("c", evidence.spread(DB, row(rng.normal(12, 2, 24))))]
+        assert [name for name, _ in evidence.leaders(far, lowest=True)] == ["c"]
+
+    def test_one_seed_separates_nothing(self):
+        items = [(name, evidence.mean(GAP, [gap])) for name, gap in (("PV", 0.0066), ("QK", 0.001))]
+        said = evidence.effects(items, "bf16")
+        assert said == "One seed cannot tell these from bf16: PV +0.0066 nats; QK +0.0010 nats."
+
+    def test_effects_are_judged_together(self):
+        items = [
+            ("mxfp4", evidence.mean(GAP, [0.5, 0.52, 0.49, 0.51])),
+            ("PV", evidence.mean(GAP, [0.01, -0.02, 0.012, 0.003])),
+        ]
+        said = evidence.effects(items, "bf16")
+        assert said.startswith("Higher than bf16: mxfp4 +0.5050 nats (95% interval +0.4845 to +0.5255, 4 seeds).")
+        assert "Not distinguishable from bf16: PV (4 seeds; a difference of 0.02" in said
+
+    def test_false_alarms_stay_below_the_level(self):
+        """Of 1,000 sentences about five recipes without an effect, at most 5% may name one (95% of such samples have at
+        most 61)."""
+        rng = np.random.default_rng(2)
+        named = sum(
+            "igher than" in said or "ower than" in said
+            for _ in range(1000)
+            if (said := evidence.effects([(n, evidence.mean(GAP, rng.normal(0, 1, 4))) for n in "abcde"], "bf16"))
+        )
+        assert named <= 61
+
+    def test_together_keeps_the_evidence(self):
+        first, second = say("{a}", a=evidence.exact(SHARE, 0.5)), say("{b}", b=evidence.exact(SHARE, 0.25))
+        both = evidence.together(first, "", second)
+        assert isinstance(both, Sentence) and both == "50% 25%" and len(both.evidence) == 2
