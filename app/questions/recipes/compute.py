@@ -63,8 +63,8 @@ def costs(gaps: pd.DataFrame, table: pd.DataFrame) -> pd.DataFrame:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Runs of one recipe and of the same settings: the gap on each data and start (of the newest run), and the part and format,
-    if only one part is rounded. label: of the only run, else the recipe's name."""
+    """Runs of one recipe and of the same settings: the gap on each data and start (of the newest run), and the part and
+    format, if only one part is rounded. label: of the only run, else the recipe's name."""
 
     label: str
     gaps: dict[Any, float]
