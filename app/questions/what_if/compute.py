@@ -149,7 +149,7 @@ def _row(one: Trial, total: _Sum) -> dict[str, object]:
 
 
 def _spreads(errors: dict[str, list[float]]) -> dict[str, float]:
-    found = {}
+    found: dict[str, float] = {}
     for name, values in errors.items():
         each = spread_of(style.MEASURES[name], values)
         low, high = (each.low, each.high) if each.n else (math.nan, math.nan)
