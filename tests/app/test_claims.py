@@ -23,7 +23,18 @@ from binade.data.filter import Filter
 from tests.data.builder import make_run
 
 # Questions whose sentences are made from estimates; the others are to follow.
-CLAIMING = ("why", "normality", "blocks", "attention", "codes", "provenance")
+CLAIMING = (
+    "why",
+    "normality",
+    "blocks",
+    "attention",
+    "codes",
+    "provenance",
+    "what_if",
+    "difference",
+    "surfaces",
+    "channels",
+)
 QUESTIONS = {question.name: question for question in registry.QUESTIONS}
 FOLDER = Path(registry.__file__).parent
 NUMBER = re.compile(r"[+−-]?\d[\d,]*(?:\.\d+(?:e−?\d+)?%?|%)")

@@ -71,7 +71,8 @@ def test_two_runs_are_compared_in_the_iterations_that_both_have(catalog: Catalog
     expected = np.log2((worst[run] / worst[against]).dropna())
     assert found.set_index(["layer_index", "iteration"])["change"].to_dict() == pytest.approx(expected.to_dict())
     drawn = plots.surfaces(catalog, statistic="absmax", run=run, against=against)
-    assert f"{(expected > 0).sum()} of {len(expected)} cells" in drawn.verdict
+    worse, better = ((sign * expected > np.log2(1.01)).sum() for sign in (1, -1))
+    assert f"in {worse} of {len(expected)} cells, and better in {better}" in drawn.verdict
 
 
 def test_cells_are_few_and_without_gaps(catalog: Catalog, monkeypatch: pytest.MonkeyPatch):
@@ -96,9 +97,9 @@ def test_the_page_has_its_controls_and_a_click_opens_a_tensor(root: Path, visit)
     at = visit(root, "surfaces", statistic="absmax")
     labels = [box.label for box in at.main.get("selectbox")]
     assert labels == ["Statistic", "Tensor", "Format", "Run", "Compare with"]
-    assert any("Largest absmax" in text.value for text in at.markdown)
+    assert any("ighest absmax of" in text.value for text in at.markdown)
     at.selectbox(key="against").select_index(1).run()
-    assert any("Worse than" in text.value for text in at.markdown)
+    assert any("is worse than in" in text.value for text in at.markdown)
 
 
 def test_what_cannot_be_drawn_is_said(catalog: Catalog):

@@ -27,7 +27,7 @@ def test_rounding_of_a_selection(visit: Callable[..., Page], tmp_path: Path):
         settle(page)
         assert page.get_by_test_id("stVegaLiteChart").count() == 0
         page.get_by_role("button", name="Start again").click()
-        expect(page.get_by_text("Best of these by SQNR")).to_be_visible(timeout=240_000)
+        expect(page.get_by_text("SQNR with")).to_be_visible(timeout=240_000)
         settle(page)
         assert page.get_by_text("stopped").count() == 0 and page.get_by_test_id("stVegaLiteChart").count() > 0
         assert page.get_by_test_id("stException").count() == 0

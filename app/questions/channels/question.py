@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import pandas as pd
+
 from binade.app.control import Control
 from binade.app.figure import Column, Controls, Drawn, Figure, Item, Table, source
 from binade.app.params import known_tensor
@@ -15,8 +17,8 @@ from binade.app.questions.shared.event_marks import with_events
 from binade.app.questions.shared.selection import Selection
 from binade.app.questions.training import charts as training_charts
 from binade.app.style import MEASURES
+from binade.data.evidence import Estimate, Sentence, each_of, exact, extreme, say, spread_of, together
 from binade.data.tensor_kinds import label_of
-from binade.data.text import short
 
 NOTHING = (
     "The filter selects no tensor whose hot channels were recorded: choose a run recorded with “trace” under Also "
@@ -107,28 +109,33 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
     return with_events(answer, selection.opened, selection.where)
 
 
-def _verdict(found: compute.Persistence) -> str:
-    by_name = found.places.groupby("tensor_name")["value"].mean().sort_values()
-    chance = found.places["chance"].mean()
-    text = (
-        f"The hot channels of two successive recorded iterations have a mean Jaccard index of "
-        f"{found.pairs['jaccard'].mean():.2f} ({chance:.2f} by chance)"
-    )
+def _verdict(found: compute.Persistence) -> Sentence:
+    """Each place counts once: its mean over iterations, runs and micro-batches."""
+    measure, ratio, places = MEASURES["outlier_persistence"], MEASURES["hot_ratio"], found.places
+
+    def over(table: pd.DataFrame, name: str = "value") -> Estimate:
+        return spread_of(measure, table[name].astype(float), "places")
+
+    text = say(
+        "The hot channels of two successive recorded iterations have a Jaccard index of {value}; by chance, {chance}.",
+        value=over(places), chance=over(places, "chance"),
+    )  # fmt: skip
+    by_name = [(label_of(str(name)), over(part)) for name, part in places.groupby("tensor_name")]
     if len(by_name) > 1:
-        least, most = by_name.iloc[0], by_name.iloc[-1]
-        text += f": {label_of(by_name.index[-1])} {most:.2f}, {label_of(by_name.index[0])} {least:.2f}"
-    hot = found.places[found.places["hot_ratio"] >= compute.OUTLIER]
+        text = together(text, each_of(by_name, "By tensor"))
+    hot = places[places["hot_ratio"] >= compute.OUTLIER]
     if hot.empty:
-        return (
-            f"{text}. No tensor has outlier channels: no channel’s absmax reaches {compute.OUTLIER} times "
-            "the median channel’s."
+        none = say(
+            "No tensor has outlier channels: no channel’s absmax reaches {limit} times the median channel’s.",
+            limit=compute.OUTLIER,
         )
-    worst = hot.iloc[0]
-    return (
-        f"{text}. In {len(hot)} of {len(found.places)} tensors the hottest channel reaches {compute.OUTLIER} times the "
-        f"median channel’s absmax. The highest ratio is that of {worst['place']}: {short(worst['hot_ratio'])} times, "
-        f"with a Jaccard index of {worst['value']:.2f}."
-    )
+        return together(text, none)
+    count = say(
+        "In {count} of {total} places the hottest channel reaches {limit} times the median channel’s absmax.",
+        count=len(hot), total=len(places), limit=compute.OUTLIER,
+    )  # fmt: skip
+    ratios = [(str(row["place"]), exact(ratio, row["hot_ratio"])) for row in places.to_dict("records")]
+    return together(text, count, extreme(ratios, "ratio to the median channel’s absmax", lowest=False))
 
 
 CHANNELS = Question(

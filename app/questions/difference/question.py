@@ -18,8 +18,8 @@ from binade.app.questions.shared.selection import Selection
 from binade.data.cache import Done
 from binade.data.catalog import Catalog
 from binade.data.difference import TOLERANCE, Difference
+from binade.data.evidence import Measure, Sentence, exact, extreme, say, together
 from binade.data.runs import RunError
-from binade.data.text import short
 
 NOTE = (
     "Matches the tensors of two runs of the same model and data, after joining the shards of all ranks, and compares "
@@ -106,18 +106,33 @@ def draw(selection: Selection, values: dict[str, Any], done: Done = lambda count
     return Drawn(tuple(items), _verdict(found, table, limit, first), tuple(problems))
 
 
-def _verdict(found: Difference, table: pd.DataFrame, limit: float | None, first: int | None) -> str:
-    how = f"{int((table['by'] == 'values').sum()):,} were compared by their values"
-    beyond = "in at least one bit" if limit is None else f"by more than {short(limit, 3)}"
+RELATIVE = Measure("relative", "Relative difference")
+
+
+def _verdict(found: Difference, table: pd.DataFrame, limit: float | None, first: int | None) -> Sentence:
+    total = len(found.rows)
+    how = say("{values} were compared by their values.", values=int((table["by"] == "values").sum()))
+    if all(row.equal for row in found.rows):
+        alike = say("The two runs are not distinguishable: all {total} tensors are equal to the bit.", total=total)
+        return together(alike, how)
+    tolerance = exact(RELATIVE, limit or 0.0)
     if first is None:
-        equal = "have identical values or statistics" if limit is None else f"differ by at most {short(limit, 3)}"
-        return f"All {len(table):,} tensors {equal}; {how}."
-    row = found.rows[first]
-    what = f"shapes {row.shape} and {row.shape_b}" if row.by == "shape" else short(row.difference, 3)
-    count = sum(each.differs(limit) for each in found.rows)
-    after = f", after {first:,} that do not" if first else ""
-    total = f"{count:,} of {len(table):,} tensors differ; {how}."
-    return f"The first tensor that differs {beyond}: {row.place} ({what}){after}. {total}"
+        most = say("All {total} tensors differ by at most {limit}.", total=total, limit=tolerance)
+    else:
+        row, counts = found.rows[first], {"count": sum(each.differs(limit) for each in found.rows), "total": total}
+        if limit is None:
+            start = say("The first tensor that differs in at least one bit: {place}", place=row.place)
+            most = say("{count} of {total} tensors differ in at least one bit.", **counts)
+        else:
+            start = say("The first tensor that differs by more than {limit}: {place}", limit=tolerance, place=row.place)
+            most = say("{count} of {total} tensors differ by more than {limit}.", limit=tolerance, **counts)
+        size = exact(RELATIVE, row.difference)
+        what = say("({size}).", size=size)
+        if row.by == "shape":
+            what = say("(shapes {a} and {b}).", a=str(row.shape), b=str(row.shape_b))
+        most = together(start, what, most)
+    sizes = [(row.place, exact(RELATIVE, row.difference)) for row in found.rows if row.by != "shape"]
+    return together(most, how, extreme(sizes, "relative difference", lowest=False))
 
 
 def _missing(found: Difference) -> Iterable[str]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -18,9 +19,9 @@ from binade.app.questions.shared.selection import Selection
 from binade.app.questions.surfaces import charts, compute
 from binade.app.style import MEASURES
 from binade.data.catalog import SHOWN_ERRORS, STATISTICS
-from binade.data.evidence import Measure
-from binade.data.text import short
+from binade.data.evidence import EQUAL, Measure, Sentence, exact, extreme, say, together
 
+RATIO = Measure("ratio", "Ratio", "times")
 NONE, IN_FORCE = "none", "in_force"
 METRICS = (*SHOWN_ERRORS, *STATISTICS)
 NOTHING = "The filter selects no tensor that belongs to a layer: widen it."
@@ -112,11 +113,11 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
         subtitle = f"{labels[run]} compared with {labels[against]}{each}"
         chart = charts.difference(change, measure, names, events, f"{title}: difference", subtitle)
         note = f"Red: {labels[run]} is worse than {labels[against]}."
-        answer = _compared(change, measure, labels[against])
+        answer = _compared(change, measure, f"{title}, {labels[run]},", labels[against])
     else:
         chart = charts.surface(change, measure, events, title, f"{labels[run]}{each}")
         note = f"{measure.label}: {measure.definition}. Brighter cells are worse."
-        answer = _worst(change, measure)
+        answer = _worst(change, measure, f"{title}, {labels[run]}")
     if len(events):
         note += " Dashed lines: triggers, NaN or Inf, precision changes."
     layers = change["layer_index"].nunique()
@@ -128,34 +129,43 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
     return Drawn((figure,), answer)
 
 
-def _when(cell: pd.Series) -> str:
+def _when(cell: Mapping[Any, Any]) -> str:
     first, last = int(cell["first_measured"]), int(cell["last_measured"])
     when = f"iteration {first}" if first == last else f"iterations {first} to {last}"
     return f"layer {int(cell['layer_index'])}, {when}"
 
 
-def _worst(table: pd.DataFrame, measure: Measure) -> str:
-    at = table["value"].to_numpy().argmin() if measure.low_is_bad else table["value"].to_numpy().argmax()
-    cell, word = table.iloc[at], "Lowest" if measure.low_is_bad else "Largest"
-    return f"{word} {measure.label}: {measure.quantity(cell['value'])} in {_when(cell)}."
+def _worst(table: pd.DataFrame, measure: Measure, what: str) -> Sentence:
+    known = table.dropna(subset=["value"])
+    cells = [(_when(cell), exact(measure, cell["value"])) for cell in known.to_dict("records")]
+    return extreme(cells, what, lowest=measure.low_is_bad)
 
 
-def _compared(table: pd.DataFrame, measure: Measure, against: str) -> str:
+def _compared(table: pd.DataFrame, measure: Measure, what: str, against: str) -> Sentence:
+    """Cells by the change of their values, which are exact: those that differ by less than the resolution are equal."""
     known = table.dropna(subset=["change"])
     if known.empty:
-        return ""
-    worse = -known["change"] if measure.low_is_bad else known["change"]
-    cell = known.iloc[worse.to_numpy().argmax()]
-    text = f"Worse than {against} in {int((worse > 0).sum()):,} of {len(known):,} cells"
-    if worse.max() <= 0:
-        return f"{text}."
-    both = f"{measure.quantity(cell['value'])} against {measure.quantity(cell['other'])}"
-    by = (
-        f"a factor of {short(2 ** cell['change'], 3)}"
-        if measure.log
-        else measure.with_unit(short(cell["change"], 2, "+"))
-    )
-    return f"{text}. The difference is largest in {_when(cell)}: {both} ({by})."
+        return Sentence()
+    sign, least = -1 if measure.low_is_bad else 1, math.log2(1 + EQUAL) if measure.log else measure.resolution
+    worse = sign * known["change"]
+    parts: dict[str, str | int] = {"what": what, "against": against, "total": len(known)}
+    count, fewer = int((worse > least).sum()), int((worse < -least).sum())
+    if not count and not fewer:
+        return say("{what} is not distinguishable from {against} in any of {total} cells.", **parts)
+    text = say(
+        "{what} is worse than in {against} in {count} of {total} cells, and better in {fewer}.",
+        count=count, fewer=fewer, **parts,
+    )  # fmt: skip
+    if not count:
+        return text
+    by = RATIO if measure.log else replace(measure, signed=True, decimals=None, factor=1.0)
+    changes = 2.0 ** known["change"] if measure.log else known["change"]
+    cells = known.assign(change=changes)[worse > least].to_dict("records")
+    named = [(_when(cell), exact(by, cell["change"])) for cell in cells]
+    if len(named) == 1:
+        ((name, change),) = named
+        return together(text, say("There, in {name}, by {change}.", name=name, change=change))
+    return together(text, extreme(named, "ratio" if measure.log else "change", lowest=measure.low_is_bad))
 
 
 SURFACES = Question(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -12,12 +12,15 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from binade.app import style
 from binade.app.questions.shared.distributions import Distribution, Pool, distribution_of
+from binade.data.evidence import spread_of
 from binade.quant.blocks import look, sample
 from binade.quant.metrics import sqnr_db
 from binade.quant.scaling import scale_nbytes
 from binade.quant.specs import OPTIONS, Spec, SpecError
 
+ERRORS = ("sqnr_db", "flush_to_zero", "saturated")
 LIMIT = 1 << 20  # values of a tensor that are tried; a larger one is sampled by whole lines
 
 
@@ -51,14 +54,9 @@ def with_defaults(trials: list[Trial]) -> list[Trial]:
 
 @dataclass
 class _Sum:
-    """Sums over the tensors of a selection."""
+    """The errors of each tensor of a selection, which may differ in scale, and sums of what can be added."""
 
-    signal: float = 0.0
-    noise: float = 0.0
-    flushed: float = 0.0
-    nonzero: float = 0.0
-    saturated: float = 0.0
-    values: int = 0
+    errors: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in ERRORS})
     nbytes: float = 0.0
     codes: np.ndarray | None = None
     exponents: tuple[float, float] = (math.inf, -math.inf)
@@ -74,8 +72,9 @@ def try_formats(
 ) -> tuple[pd.DataFrame, list[Distribution]]:
     """Round every (tensor, contracted axis) by every trial: (a row per trial, the distributions after rounding).
 
-    Columns: label, format, sqnr_db (of the summed powers), flush_to_zero (of the nonzero values), saturated,
-    codes_used, codes_total, code_entropy_bits, element_bits, scale_exponent_min and _max (of the block scales, NVFP4's
+    Columns: label, format, sqnr_db, flush_to_zero (of the nonzero values) and saturated (the medians of the tensors'
+    own, with _low and _high, the 10th and 90th percentile), tensors, each (the SQNR of each tensor), codes_used,
+    codes_total, code_entropy_bits, element_bits, scale_exponent_min and _max (of the block scales, NVFP4's
     with its tensor scale), nbytes (of all the values in this format), bits_per_value. With a rotation, everything
     refers to the rotated values, which are the ones coded; their SQNR is that of the original values.
 
@@ -110,12 +109,13 @@ def _add(x: Tensor, dim: int, spec: Spec, total: _Sum) -> Tensor:
     found = look(x, spec, dim)
     sums = found.sums
     if not math.isnan(sums.noise):
-        total.signal += sums.signal
-        total.noise += sums.noise
-        total.flushed += sums.flushed
-        total.nonzero += sums.nonzero
-        total.saturated += sums.saturated
-        total.values += x.numel()
+        own = (
+            sqnr_db(sums.signal, sums.noise),
+            sums.flushed / sums.nonzero if sums.nonzero else math.nan,
+            sums.saturated / x.numel() if x.numel() else math.nan,
+        )
+        for name, value in zip(ERRORS, own, strict=True):
+            total.errors[name].append(value)
     bits = spec.format.element.bits
     counts = torch.bincount(found.codes[found.valid & ~found.scale.isnan()], minlength=1 << bits).numpy()
     total.codes = counts if total.codes is None else total.codes + counts
@@ -134,9 +134,9 @@ def _row(one: Trial, total: _Sum) -> dict[str, object]:
     return {
         "label": one.label,
         "format": spec.format.name,
-        "sqnr_db": sqnr_db(total.signal, total.noise),
-        "flush_to_zero": total.flushed / total.nonzero if total.nonzero else math.nan,
-        "saturated": total.saturated / total.values if total.values else math.nan,
+        **_spreads(total.errors),
+        "tensors": len(total.errors["sqnr_db"]),
+        "each": total.errors["sqnr_db"],
         "codes_used": int((codes > 0).sum()),
         "codes_total": 1 << spec.format.element.bits,
         "code_entropy_bits": max(0.0, float(-(p * np.log2(p)).sum())),
@@ -146,3 +146,12 @@ def _row(one: Trial, total: _Sum) -> dict[str, object]:
         "nbytes": total.nbytes,
         "bits_per_value": spec.bits_per_value,
     }
+
+
+def _spreads(errors: dict[str, list[float]]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for name, values in errors.items():
+        each = spread_of(style.MEASURES[name], values)
+        low, high = (each.low, each.high) if each.n else (math.nan, math.nan)
+        found |= {name: each.value, f"{name}_low": low, f"{name}_high": high}
+    return found

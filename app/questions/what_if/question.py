@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pandas as pd
 from torch import Tensor
 
@@ -20,6 +22,7 @@ from binade.app.questions.shared.distributions import Distribution, log2_histogr
 from binade.app.questions.shared.selection import SelectedTensor
 from binade.app.questions.what_if import compute
 from binade.data.catalog import Catalog, CatalogError
+from binade.data.evidence import Named, Sentence, extreme, holm, leaders, paired, say, spread_of, together
 from binade.data.store import TensorFileError
 from binade.data.text import fixed
 from binade.quant.elements import Overflow, Rounding
@@ -83,6 +86,7 @@ COLUMNS = {
     ),
 }  # fmt: skip
 MOST_TENSORS = 12
+MOST_DB = 200.0  # an SQNR without error counts as this
 EACH = 1 << 16  # values tried of each tensor of a selection
 Tried = tuple[pd.DataFrame, list[Distribution]]
 
@@ -155,7 +159,7 @@ def tried(opened: Catalog, made: Plan, done: Callable[[int, int], None]) -> Trie
             done=lambda count: done(count, steps),
         )  # fmt: skip
 
-    key = ("what_if", *made.ids, *(one.label for one in made.trials))
+    key = ("what_if_each", *made.ids, *(one.label for one in made.trials))
     return opened.cache.get(None, key, found) if opened.cache else found()  # values do not change with the version
 
 
@@ -174,12 +178,8 @@ def _tensors(opened: Catalog, made: Plan) -> Iterator[tuple[Tensor, int]]:
 def results(selected: SelectedTensor, made: Plan, tried: Tried) -> Drawn:
     """The table and charts of the trials."""
     table, shown = tried
-    best = table.iloc[int(table["sqnr_db"].fillna(-1e9).argmax())]
-    sqnr, flushed = (style.MEASURES[name].quantity(best[name]) for name in ("sqnr_db", "flush_to_zero"))
-    verdict = (
-        f"Best of these by SQNR: {best['label']}, {sqnr}, at {best['bits_per_value']:g} bits per value "
-        f"({flushed} flushed)."
-    )
+    verdict = _verdict(table)
+    table = table.drop(columns="each")
     sampled = selected.x.numel() > made.limit if len(made.ids) == 1 else True
     how = f"a sample of whole lines, at most {made.limit:,} values per tensor" if sampled else "exact"
     what = (
@@ -188,9 +188,9 @@ def results(selected: SelectedTensor, made: Plan, tried: Tried) -> Drawn:
     definitions = " ".join(
         f"{METRICS[name].label}: {METRICS[name].definition}." for name, *_ in format_charts.ERROR_PANELS
     )
-    caption = (
-        f"{what}\n{definitions} With a rotation, flushed and saturated shares and codes refer to the rotated values."
-    )
+    spread = " Of several operands: medians of their own values; the lines reach from the 10th to the 90th percentile."
+    rotated = " With a rotation, flushed and saturated shares and codes refer to the rotated values."
+    caption = f"{what}\n{definitions}{spread if len(made.ids) > 1 else ''}{rotated}"
     height = format_charts.format_height(table)
     said = (*made.said, f"Computed from {how}.") if sampled else made.said
     items: list[Item] = [Text(text) for text in said]
@@ -208,6 +208,45 @@ def results(selected: SelectedTensor, made: Plan, tried: Tried) -> Drawn:
         words = f"{what}\nShares of all values per binade; zeros have no magnitude."
         items.append(Figure("trial_histogram", chart, histogram, words, height=height))
     return Drawn(tuple(items), verdict)
+
+
+def _verdict(table: pd.DataFrame) -> Sentence:
+    """The formats with the highest SQNR among those with as many whole bits per value: more bits always help."""
+    measure, said = style.MEASURES["sqnr_db"], []
+    for bits, group in table.groupby(table["bits_per_value"].astype(int)):
+        rows = group.to_dict("records")
+        each = {row["label"]: row["each"] for row in rows}
+        items = [(label, spread_of(measure, values)) for label, values in each.items() if values]
+        low = int(str(bits))
+        if len(items) == 1:
+            (name, sqnr), *_ = items
+            between = {"low": low, "high": low + 1}
+            said.append(
+                say("SQNR with {low} to {high} bits per value: {name}, {sqnr}.", name=name, sqnr=sqnr, **between)
+            )
+        elif items:
+            what = f"SQNR with {low} to {low + 1} bits per value"
+            said.append(extreme(items, what, lowest=False, first=_leaders(items, each)))
+    return together(*said)
+
+
+def _leaders(items: list[Named], each: dict[str, list[float]]) -> list[Named]:
+    """`evidence.leaders`; of several tensors, by the differences of each tensor's own SQNR."""
+    known = [item for item in items if not math.isnan(item[1].value)]
+    if not known or known[0][1].n == 1:
+        return leaders(known, lowest=False)
+    known.sort(key=lambda item: -item[1].value)
+    (best, top), *rest = known
+    own = dict(enumerate(np.clip(each[best], -MOST_DB, MOST_DB)))
+    changes = [
+        paired(top.measure, own, dict(enumerate(np.clip(each[name], -MOST_DB, MOST_DB))), "tensors") for name, _ in rest
+    ]
+    alike = [
+        item
+        for item, change, apart in zip(rest, changes, holm(changes), strict=True)
+        if not apart or abs(change.value) <= top.measure.resolution
+    ]
+    return [known[0], *alike]
 
 
 def _range(low: float, high: float) -> str:
