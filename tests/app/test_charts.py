@@ -335,7 +335,7 @@ def test_numbers_of_any_size_are_short(value, text):
 @pytest.mark.parametrize("name", ["a\\", 'a\\"', 'say "a"'])
 def test_a_runs_name_may_hold_what_ends_a_string(name):
     table = pd.DataFrame({"label": ["b"], "run_id": ["b"], "iteration": [1], "loss": [1.0], "gap": [0.1]})
-    table = table.assign(parts="", last=0.1, iterations=1)
+    table = table.assign(low=math.nan, high=math.nan, seeds=1, text="")
     for draw in (recipe_charts.gaps, recipe_charts.costs):
         assert vl_convert.vegalite_to_svg(draw(table, "", base=name).to_dict())
 

@@ -27,6 +27,8 @@ ALLOWED = {
     ("collector/capture/delayed_scales.py", "save"): "a checkpoint of the training script",
     ("collector/capture/reduction.py", "of"): "once, when a recorder is entered",
     ("collector/capture/provenance.py", "_judge"): "on the thread that writes, of a copy that has arrived",
+    ("collector/capture/curves.py", "_number"): "the same, of a loss that was logged",
+    ("collector/capture/twin.py", "_pass"): "a twin step, which the user asks for and which trains nothing",
     ("quant/block_histograms.py", "block_histograms_later"): "in the function that it returns",
     ("quant/metrics.py", "errors"): "the public function; a step uses errors_later",
     ("quant/metrics.py", "usage"): "a public function",

@@ -58,7 +58,7 @@ def costs(
     """The mean gap of each recipe with the interval over its seeds, the largest at the top: columns label, gap, low,
     high, seeds and text. colors: by label."""
     order = table["label"].tolist()
-    shown = table.assign(color=[(colors or {})[label] for label in order])
+    shown = table.assign(color=style.colors(order, own=colors))
     shown["at"] = shown["high"].fillna(shown["gap"]).clip(lower=0.0)
     shown["short"] = shown["gap"].map(lambda v: fixed(v, 4, "+"))
     y = alt.Y("label:N", title=None, sort=order, axis=alt.Axis(ticks=False, domain=False, labelLimit=260))
