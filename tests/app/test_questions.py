@@ -457,11 +457,14 @@ class TestBoards:
         assert row["spread"] == pytest.approx(stats.sem(both), rel=1e-9)
         assert (row["micro_batches"], row["sequences"]) == (2, len(both))
         assert table["value"].is_monotonic_decreasing
-        assert found.agreement == pytest.approx(stats.spearmanr(-table["value"], table["sqnr_db"]).statistic)
+        totals = np.concatenate([*catalog.loss_changes("nvfp4", (), where)["by_sequence"]])
+        assert found.total.value == pytest.approx(totals.mean()) and found.total.value > 0
+        assert found.total.value == pytest.approx(table["value"].sum(), rel=1e-9)
+        assert found.agreement.value == pytest.approx(stats.spearmanr(-table["value"], table["sqnr_db"]).statistic)
         of = [Filter(quant_type=["mxfp4"], iteration=[i]) for i in (0, 1)]
         both = pd.merge(*(loss_compute.costs(catalog, each, "nvfp4").table for each in of), on="place")
-        assert found.reliability == pytest.approx(stats.spearmanr(both["value_x"], both["value_y"]).statistic)
-        assert math.isnan(loss_compute.costs(catalog, of[0], "nvfp4").reliability)
+        assert found.reliability.value == pytest.approx(stats.spearmanr(both["value_x"], both["value_y"]).statistic)
+        assert math.isnan(loss_compute.costs(catalog, of[0], "nvfp4").reliability.value)
 
     def test_results_and_what_their_operands_predict(self, catalog):
         where = Filter(quant_type=["mxfp4"])
