@@ -13,6 +13,7 @@ from binade.app.questions.ranking import compute as ranking
 from binade.app.questions.registry import params_of, views_of
 from binade.app.questions.shared.labels import full_labels
 from binade.app.questions.shared.runs import given_names
+from binade.app.questions.shared.scope import scoped
 from binade.app.questions.shared.selection import SelectedTensor, Selection, formats_first
 from binade.data.catalog import Catalog, CatalogError
 from binade.data.filter import Filter
@@ -66,6 +67,7 @@ def in_filter(opened: Catalog, where: Filter, wanted: str | None, fmt: str) -> s
         return wanted
     scored = opened.scored_formats(where)
     if scored:
+        where = scoped(opened, where, scored=True)
         table = ranking.ranking(opened, where, fmt if fmt in scored else scored[0], "sqnr_db")
         if not table.empty:
             return str(table.iloc[0]["tensor_id"])
