@@ -195,11 +195,12 @@ def record(
             with recorder.at(number, 0), Others(layers, operand, own) as others:
                 model.zero_grad(set_to_none=True)
                 logits, labels = model(batch[0]), batch[1]
-                recorder.sensitivity(logits)
                 others.column = "signs"
                 with torch.no_grad():
                     gradient = signed_gradient(logits, labels, number)
                 backward(logits, gradient)
+                others.column = ""
+                recorder.sensitivity(logits)  # last, since it replaces what the recorder took from the pass before
                 others.column, others.factor = "labels", labels.numel() ** 0.5
                 F.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
             print(f"recorded {number + 1}/{len(batches)}", end="\r", flush=True)
