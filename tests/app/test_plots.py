@@ -15,6 +15,7 @@ from binade import plots
 from binade.app.pages.registry import PAGES
 from binade.app.questions.question import Question
 from binade.app.questions.registry import QUESTIONS, views_of
+from binade.app.questions.shared.scope import scoped
 from binade.app.sessions import pins
 from binade.app.sessions.session import Pin
 from binade.data.catalog import Catalog
@@ -47,7 +48,7 @@ def test_filter_and_parameters(catalog: Catalog):
     backward = Filter(operation=["backward"])
     answer = plots.ranking(catalog, backward, metric="absmax")
     places = answer.tables["places"]
-    rows = catalog.tensors(backward)
+    rows = catalog.tensors(scoped(catalog, backward))
     assert places["operation"].eq("backward").all()
     assert places["value"].iloc[0] == rows["absmax"].max()
     assert "absmax" in answer.charts[0].to_dict()["title"]["text"].lower()
