@@ -229,7 +229,7 @@ def test_is_it_normal(visitor: Visitor, catalog: Catalog, board: pd.DataFrame):
     visitor.ask(registry.NORMALITY)
     d = distribution_of("x", catalog.load(board["tensor_id"].iloc[0]))
     closest = laws.laws_table(d).iloc[0]
-    assert f"distance {closest['ks']:.3f}" in visitor.answer
+    assert f"distance of {closest['ks']:.3f}" in visitor.answer
     assert "exact" in visitor.title("qq")
     visitor.segment("Student’s t")
     visitor.until("Fitted Student’s t")
@@ -327,7 +327,7 @@ def test_which_blocks_fail(visitor: Visitor, catalog: Catalog, board: pd.DataFra
     seen = quant.look(x, "mxfp4")
     finite = seen.sqnr_db[~seen.sqnr_db.isnan()]
     worst = f"{float(finite.min()):.1f}".replace("-", "−")
-    assert f"of {len(seen.x):,} blocks of 32" in visitor.answer and f"the worst {worst} dB" in visitor.answer
+    assert f"of {len(finite):,} blocks of 32" in visitor.answer and f"the worst {worst} dB" in visitor.answer
     assert visitor.chart("block_map").locator("image").count() == 1
     assert "Block scales" in visitor.title("scales")
     table = visitor.page.get_by_test_id("stDataFrame").first
