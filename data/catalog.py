@@ -1012,10 +1012,9 @@ def _cubes(cursor: duckdb.DuckDBPyConnection) -> list[tuple[str, int]]:
     return cursor.execute("SELECT name, upto FROM cube WHERE upto > 0 ORDER BY size").fetchall()
 
 
-def quantiles(column: str, name: str | None = None) -> str:
-    """SQL for the median, the 10th and the 90th percentile of a column: NAME, NAME_low and NAME_high."""
-    name = name or column
-    parts = ((0.5, name), (0.1, f"{name}_low"), (0.9, f"{name}_high"))
+def quantiles(column: str) -> str:
+    """SQL for the median, the 10th and the 90th percentile of a column: COLUMN, COLUMN_low and COLUMN_high."""
+    parts = ((0.5, column), (0.1, f"{column}_low"), (0.9, f"{column}_high"))
     return ", ".join(f"unbounded(quantile_of({column}, {q})) AS {each}" for q, each in parts)
 
 

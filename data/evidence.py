@@ -1,8 +1,7 @@
 """Estimates with their uncertainty, and the sentences that may be made from them.
 
-Numbers become sentences only here. An Estimate says what was estimated, from how many of what, how, and how far to
+An Estimate says what was estimated, from how many of what, how, and how far to
 trust it. The functions below compare estimates: what they cannot tell apart, their sentence calls not distinguishable.
-Drawn and the command line take Sentences, so that no caller can compare bare numbers.
 
 | data | estimate | interval |
 |---|---|---|
@@ -128,11 +127,11 @@ class Estimate:
             return f"{counted}: no interval"
         ends = f"{self.measure.text(self.low)} to {self.measure.text(self.high)}"
         if self.is_spread:
-            return counted if self.n == 1 else f"10th to 90th percentile {ends}, {counted}"
+            return f"10th to 90th percentile {ends}, {counted}"
         return f"95% interval {ends}, {counted}"
 
     def __str__(self) -> str:
-        return f"{self.text} ({self.interval})" if self.interval and (self.n > 1 or not self.is_spread) else self.text
+        return f"{self.text} ({self.interval})" if self.interval else self.text
 
     @property
     def detectable(self) -> float:
@@ -207,12 +206,6 @@ def spread_of(measure: Measure, values: Iterable[float], of: str = "tensors") ->
     low, high = (float(np.quantile(known, q, method="nearest")) for q in (0.1, 0.9))
     middle = known[len(known) // 2] if math.isinf(known[len(known) // 2]) else statistics.median(known)
     return spread(measure, {"value": middle, "low": low, "high": high, "tensors": len(known)}, of)
-
-
-def proportion(measure: Measure, share: float, n: int, of: str) -> Estimate:
-    """A share of n independent things, with the standard error of a binomial distribution."""
-    error = math.sqrt(share * (1 - share) / n) if n else math.nan
-    return with_error(measure, share, error, n, of)
 
 
 def mean(measure: Measure, values: Iterable[float], of: str = "seeds") -> Estimate:

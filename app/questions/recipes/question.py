@@ -236,7 +236,7 @@ def _answer(recipes: list[compute.Recipe], base: str) -> evidence.Sentence:
         if len(alone) > 1 and max(map(len, alone.values())) > 1:
             found.append(evidence.largest(alone, evidence.GAP, f"Rounded alone to {spec}, the largest gap"))
     if all(len(each.gaps) == 1 for each in recipes):
-        found.append(evidence.Sentence("Repeat them with other seeds to tell the gaps from chance."))
+        found.append(evidence.say("Repeat them with other seeds to tell the gaps from chance."))
     return evidence.together(*found)
 
 
