@@ -143,7 +143,7 @@ def test_python_runs(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch):
             model(**batch, labels=batch["input_ids"]).loss.backward()
             optimizer.step()
 
-    names = {"model": model, "batches": batches, "optimizer": optimizer, "train": train}
+    names = {"torch": torch, "model": model, "batches": batches, "optimizer": optimizer, "train": train}
     for block in PYTHON[name]:
         code = compile(block, name, "exec")
         if not any(text in block for text in ONLY_COMPILED):

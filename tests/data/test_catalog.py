@@ -625,6 +625,7 @@ class TestIndexFile:
             "string": "VARCHAR", "int16": "SMALLINT", "int32": "INTEGER", "int64": "BIGINT", "double": "DOUBLE",
             "bool": "BOOLEAN",
             "timestamp[us]": "TIMESTAMP", "list<element: int64>": "BIGINT[]", "list<item: int64>": "BIGINT[]",
+            "list<item: double>": "DOUBLE[]",
         }  # fmt: skip
         with duckdb.connect() as connection:
             connection.execute(intake.SCHEMA.read_text())

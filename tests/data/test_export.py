@@ -301,7 +301,7 @@ def test_the_command_exports_what_is_chosen(command, root, made, tmp_path, monke
     assert command("export", "--to", "parquet", "--output", str(tmp_path / "new"), *chosen) == 0
     values = pd.read_parquet(tmp_path / "new" / made / "values.parquet")
     assert set(values["format"]) == {"hifp8"} and set(values["iteration"]) == {7}
-    assert f"1 runs, {len(values)} values and 0 histograms" in capsys.readouterr().out
+    assert f"1 run, {len(values)} values and 0 histograms" in capsys.readouterr().out
 
 
 def test_tables_are_those_of_the_segments(catalog, root, tmp_path):
