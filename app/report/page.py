@@ -20,7 +20,7 @@ from jinja2 import Environment, FileSystemLoader
 
 from binade.app.figure import HEIGHT, Figure
 from binade.app.report.section import Section
-from binade.app.report.tables import axis_of, cells, shown
+from binade.app.report.tables import axis_of, cells, shown, with_intervals
 from binade.app.theme import DARK, FONT, LIGHT, MONO, THEMES, Theme
 
 HERE = Path(__file__).parent
@@ -94,6 +94,6 @@ def _first_numbers(figure: Figure) -> tuple[dict[str, Any], str]:
 
 
 def _rows(frame: pd.DataFrame, axis: str = "") -> dict[str, Any]:
-    frame = shown(frame, axis)
+    frame = with_intervals(shown(frame, axis))
     numeric = [pd.api.types.is_numeric_dtype(kind) for kind in frame.dtypes]
     return {"names": list(frame.columns), "numeric": numeric, "cells": cells(frame)}

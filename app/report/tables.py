@@ -23,6 +23,9 @@ def shown(frame: pd.DataFrame, axis: str = "") -> pd.DataFrame:
         if name in MEASURES and pd.api.types.is_float_dtype(values):
             measure = MEASURES[name]
             values, name = values * measure.factor, measure.axis
+        elif (bound := str(name).rpartition("_"))[2] in BOUNDS and bound[0] in MEASURES:
+            measure = MEASURES[bound[0]]
+            values, name = values * measure.factor, f"{measure.axis}, {BOUNDS[bound[2]]}"
         elif name in TITLES:
             name = TITLES[name]
         else:
@@ -46,8 +49,10 @@ COLUMNS = {
     "rung": "Step",
 }  # fmt: skip
 SHARES = ("share", "mass")
+BOUNDS = {"low": "10%", "high": "90%"}  # percentiles of the tensors' values: sqnr_db_low
 # What places are called in a table that has this column; their unit is that of the chart's axis.
 PLACES = {
+    "value": {"low": f"Value, {BOUNDS['low']}", "high": f"Value, {BOUNDS['high']}"},
     "share": {"low": "From", "high": "To"},
     "p0_1": {
         "min": "Min", "p0_1": "0.1%", "q1": "25%", "median": "Median", "q3": "75%", "p99_9": "99.9%", "max": "Max",
@@ -68,6 +73,20 @@ def axis_of(spec: Any) -> str:
 def _words(name: str) -> str:
     """A readable name for a column that has no entry here: "Column 3" for "column 3"."""
     return name[:1].upper() + name[1:].replace("_", " ")
+
+
+def with_intervals(frame: pd.DataFrame) -> pd.DataFrame:
+    """A shown table with a median and its percentiles in one column, as "30.1 (21.4 to 40.2)"."""
+    bounds = {name: [f"{name}, {bound}" for bound in BOUNDS.values()] for name in frame.columns}
+    bounds = {name: both for name, both in bounds.items() if set(both) <= set(frame.columns)}
+    columns: dict[str, Any] = {}
+    for name in frame.columns.difference([each for both in bounds.values() for each in both], sort=False):
+        if name in bounds:
+            texts = zip(*(map(_text, frame[each]) for each in (name, *bounds[name])), strict=True)
+            columns[f"{name}, median (10% to 90%)"] = [f"{median} ({low} to {high})" for median, low, high in texts]
+        else:
+            columns[name] = frame[name]
+    return pd.DataFrame(columns)
 
 
 def cells(frame: pd.DataFrame) -> list[list[str]]:

@@ -140,7 +140,7 @@ def pretend() -> None:
         vars(module)["INTERPRETED"] = False
         vars(module).update({f"{name}_kernel": Launches() for name in kernels})
     torch.cuda.Event = Event
-    torch.cuda.get_device_properties = lambda device: SimpleNamespace(multi_processor_count=132)
+    torch.cuda.get_device_properties = lambda device: SimpleNamespace(name="none", multi_processor_count=132)
     torch.cuda.current_device = lambda: 0
     delayed_scales.save = lambda tensors: b""  # at the end of a run: fake values cannot be written
 

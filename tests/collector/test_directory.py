@@ -403,7 +403,7 @@ def test_the_tokenizer_of_a_gguf_file_is_that_of_transformers(made):
     ("changed", "said"),
     [
         ({"arch": "qwen2"}, "of a 'qwen2' model, but only llama is supported"),
-        ({"pre": "llama-bpe"}, "gpt2 llama-bpe"),
+        ({"pre": "llama-bpe"}, "the pre-tokenizer llama-bpe, but only"),
     ],
 )
 def test_a_gguf_file_of_another_kind_is_refused(changed, said, tmp_path):

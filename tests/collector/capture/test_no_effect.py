@@ -54,7 +54,7 @@ def counted_step(model: GPTModel) -> Counter[str]:
 
 
 def test_off_the_recorded_iterations_recording_costs_nothing(tmp_path):
-    """The same operations as without a recorder, and nothing on disk."""
+    """The same operations as without a recorder, and nothing on disk. Only the micro-batch is copied, for its hash."""
     model = build()
     layers = [m for m in model.modules() if isinstance(m, ParallelLinear)]
     with instrument(model, "mxfp4", backend="torch"):
@@ -63,7 +63,8 @@ def test_off_the_recorded_iterations_recording_costs_nothing(tmp_path):
     with Recorder(tmp_path, scores=SCORES) as recorder, instrument(model, "mxfp4", recorder, backend="torch"):
         with recorder.at(0, 0, False):
             assert [layer.quantization.tap() for layer in layers] == [None] * len(layers)
-            assert counted_step(model) == alone
+            step(model)  # the first one is sampled for the hash of the weights
+            assert counted_step(model) - alone == Counter({"aten.detach.default": 1, "aten._to_copy.default": 1})
         assert list(tmp_path.rglob("*.pt")) == list(tmp_path.rglob("*.parquet")) == []
         with recorder.at(1, 0, True):
             assert None not in [layer.quantization.tap() for layer in layers]
