@@ -21,6 +21,9 @@ bits, and measures their losses on the other batches next to those of single for
 also the choices that the same program makes by each operand's noise instead of its predicted loss, and at random.
 
 --backward rounds one backward operand of one layer at a time instead, and compares its noise with that of the gradient.
+With --others, it predicts what that does to the loss after a step of the optimizer, Δ = −lr·⟨g, P(ĝ − g)⟩, with Adam's
+P = 1/(√v + ε), where v is the mean of g² over the batches and g and ĝ are of the first of them; and measures it on the
+other batches: the loss after the step with ĝ for that operand, less that after the step with g. ρ are over the layers.
 
 Next to Binade's predictions, which come from sampled labels, are two with other gradients: `labels` is N·½Σg²e² with
 the gradients of the true labels, summed over tokens for a weight; `signs` is ½Σg²e² with a random sign for each token's
@@ -33,8 +36,9 @@ import argparse
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 
 import numpy as np
@@ -79,6 +83,7 @@ SUMS = {
     "random signs": (0, 0, 0, 1, 0),
     "−SQNR": (0, 0, 0, 0, 1),
 }
+RATE = 1e-4  # of the step that --backward predicts
 WEIGHTS = np.array(list(SUMS.values())).T
 
 
@@ -303,18 +308,59 @@ def measure(
     return found
 
 
+@dataclass(frozen=True)
+class Step:
+    """One step of Adam from the gradients g, and what a change in g does to the loss after it."""
+
+    model: GPTModel
+    others: list[Batch]
+    exact: dict[nn.Parameter, Tensor]  # g
+    scale: dict[nn.Parameter, Tensor]  # lr·P
+
+    @classmethod
+    def of(cls, model: GPTModel, batches: list[Batch], others: list[Batch]) -> Step:
+        squares: dict[nn.Parameter, Tensor] = {}
+        exact: dict[nn.Parameter, Tensor] = {}
+        for batch in reversed(batches):
+            model.zero_grad()
+            loss_of(model, *batch).backward()
+            exact = {p: p.grad.clone() for p in model.parameters() if p.grad is not None}
+            squares = {p: squares.get(p, 0) + g.square() / len(batches) for p, g in exact.items()}
+        model.zero_grad()
+        return cls(model, others, exact, {p: RATE / (v.sqrt() + 1e-8) for p, v in squares.items()})
+
+    def predicted(self, change: dict[nn.Parameter, Tensor]) -> float:
+        return -sum(float((self.exact[p] * self.scale[p] * delta).sum()) for p, delta in change.items())
+
+    @torch.no_grad()
+    def losses(self, change: dict[nn.Parameter, Tensor]) -> np.ndarray:
+        """On the other batches, after the step from g + change."""
+        kept = {p: p.data for p in self.exact}  # not changed in place: the graph of the recorded pass needs it
+        for p, g in self.exact.items():
+            p.data = p.data - self.scale[p] * (g + change[p] if p in change else g)
+        found = []
+        for tokens, labels in self.others:
+            logits = self.model(tokens).flatten(0, 1).double()
+            found.append(F.cross_entropy(logits, labels.flatten()).item())
+        for p, value in kept.items():
+            p.data = value
+        return np.array(found)
+
+
 def backward_operands(
-    model: GPTModel, layers: list[ParallelLinear], formats: list[str], batch: Batch
+    model: GPTModel, layers: list[ParallelLinear], formats: list[str], batch: Batch, step: Step | None
 ) -> dict[tuple[str, str, str], np.ndarray]:
     """By GEMM, operand and format, a row for each layer: the operand's noise ‖e‖²/‖x‖²; the noise of the GEMM's result
     if errors are independent; the noise that it makes in the gradient of weights; and the cosine of that gradient with
-    the exact one. Of wgrad these are the layer's own weights, of dgrad those of all blocks before it."""
+    the exact one. Of wgrad these are the layer's own weights, of dgrad those of all blocks before it. With a step, also
+    the predicted change in the loss after it and the measured one on each of the other batches."""
     seen: dict[ParallelLinear, tuple[Tensor, Tensor]] = {}
 
     def keep(layer: ParallelLinear, args: tuple[Tensor], y: Tensor) -> None:
         y.retain_grad()
         seen[layer] = args[0], y
 
+    plain = step.losses({}) if step else np.zeros(0)
     hooks = [layer.register_forward_hook(keep) for layer in layers]
     loss_of(model, *batch).backward(retain_graph=True)
     for hook in hooks:
@@ -322,7 +368,7 @@ def backward_operands(
     found: dict[tuple[str, str, str], list[tuple[float, ...]]] = {}
     for at, (layer, (x, y)) in enumerate(seen.items()):
         a, grad, weight = x.detach().flatten(0, -2), y.grad.flatten(0, -2), layer.weight.detach()
-        before = list(model.layers[: layer.site.layer_index - 1].parameters())
+        before = [p for p in model.layers[: layer.site.layer_index - 1].parameters() if p.grad is not None]
         operands = {  # both with the contracted axis first; rounded, other
             ("wgrad", "grad_output"): (grad, a),
             ("wgrad", "input"): (a, grad),
@@ -336,20 +382,45 @@ def backward_operands(
                 error = fake_quantize(operand, fmt, dim=0) - operand
                 own, signal = error.norm() ** 2 / operand.norm() ** 2, (operand.T @ other).norm() ** 2
                 independent = (error.square().sum(1) @ other.square().sum(1)) / signal
-                change, exact = [error.T @ other], [operand.T @ other]
+                moved = error.T @ other
                 if gemm == "dgrad":
-                    moved = (change[0] if name == "grad_output" else change[0].T).reshape(x.shape)
-                    change = list(torch.autograd.grad(x, before, moved, retain_graph=True))
-                    exact = [each.grad for each in before]
+                    moved = (moved if name == "grad_output" else moved.T).reshape(x.shape)
+                    deltas = torch.autograd.grad(x, before, moved, retain_graph=True)
+                    change = dict(zip(before, deltas, strict=True))
+                else:
+                    change = {layer.weight: moved if name == "grad_output" else moved.T}
                 noise, signal, both = (
-                    sum(float((u * v).sum()) for u, v in zip(left, right, strict=True))
-                    for left, right in ((change, change), (exact, exact), (change, exact))
+                    sum(float((left(p) * right(p)).sum()) for p in change)
+                    for left, right in (
+                        (change.get, change.get),
+                        (attrgetter("grad"), attrgetter("grad")),
+                        (change.get, attrgetter("grad")),
+                    )
                 )
                 cosine = (signal + both) / (signal * (signal + 2 * both + noise)) ** 0.5
-                values = float(own), float(independent), noise / signal, cosine
-                found.setdefault((gemm, name, fmt), []).append(values)
+                values = [float(own), float(independent), noise / signal, cosine]
+                if step:
+                    values += [step.predicted(change), *(step.losses(change) - plain)]
+                found.setdefault((gemm, name, fmt), []).append(tuple(values))
         print(f"layers {at + 1}/{len(layers)}", end="\r", flush=True)
     return {key: np.array(rows) for key, rows in found.items()}
+
+
+def print_steps(operands: dict[tuple[str, str, str], np.ndarray]) -> None:
+    """How well predictions, and the operands' noise, rank the layers by the change in the loss after a step."""
+    titles = "ρ of the prediction", "ρ of its noise", "of the halves", "sum predicted", "sum measured"
+    print(f"\n| GEMM | operand | format | {' | '.join(titles)} |\n" + "|---" * (3 + len(titles)) + "|")
+    for key, rows in operands.items():
+        predicted, measured = rows[:, 4], rows[:, 5:]
+        truth = measured.mean(1)
+        ranks = [evidence.correlation(values, truth, "layers") for values in (predicted, rows[:, 0])]
+        each = [
+            *(f"{rank.value:.2f} ({rank.low:.2f} to {rank.high:.2f})" for rank in ranks),
+            f"{rho(measured[:, ::2].mean(1), measured[:, 1::2].mean(1)):.2f}",
+            f"{predicted.sum():+.2e}",
+            f"{truth.sum():+.2e} ± {measured.sum(0).std(ddof=1) / measured.shape[1] ** 0.5:.0e}",
+        ]
+        print(f"| {' | '.join((*key, *each))} |")
 
 
 def row(name: str, values: Sequence[float | str] | np.ndarray, sums: tuple[float, ...] = ()) -> None:
@@ -412,10 +483,14 @@ def main() -> None:
     if given.backward:
         titles = "ρ of its noise", "ρ if independent", "its noise", "if independent", "gradient's", "cosine", "lowest"
         print(f"\n| GEMM | operand | format | {' | '.join(titles)} |\n" + "|---" * (3 + len(titles)) + "|")
-        for key, rows in backward_operands(model, layers, formats, batches[0]).items():
+        step = Step.of(model, batches, others) if others else None
+        operands = backward_operands(model, layers, formats, batches[0], step)
+        for key, rows in operands.items():
             ranks = [f"{rho(rows[:, k], rows[:, 2]):.2f}" for k in (0, 1)]
-            sizes = [f"{value:.4f}" for value in (*np.median(rows, 0), rows[:, 3].min())]
+            sizes = [f"{value:.4f}" for value in (*np.median(rows[:, :4], 0), rows[:, 3].min())]
             print(f"| {' | '.join((*key, *ranks, *sizes))} |")
+        if step:
+            print_steps(operands)
         return
     with tempfile.TemporaryDirectory() as root:
         scores = list(SCORED) if given.advise else []
