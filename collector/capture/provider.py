@@ -24,10 +24,13 @@ def _predict(model: nn.Module, recorder: Recorder) -> Callable[[], None]:
     Returns a function that ends this."""
     head, config = getattr(model, "output_layer", None), getattr(model, "config", None)
     names = "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"
-    sizes = (getattr(config, name, 1) for name in names)
-    if not isinstance(head, nn.Module) or any(size not in (None, 1) for size in sizes):
+    if any(getattr(config, name, 1) not in (None, 1) for name in names):
+        recorder.without_second_order("the model is divided among tensor-, pipeline- or context-parallel ranks")
         return lambda: None
     if getattr(config, "gradient_accumulation_fusion", False):  # the head would add to the training's gradients
+        recorder.without_second_order("the accumulation of gradients is fused")
+        return lambda: None
+    if not isinstance(head, nn.Module):
         return lambda: None
 
     def passed(_: nn.Module, args: Any, result: Any) -> None:
@@ -65,8 +68,8 @@ def instrument_provider(
         scores: See `Recorder`.
         **options: Further options of `instrument`.
 
-    Changes in the loss are predicted as with `Recorder.sensitivity`, if the model is not divided among tensor- or
-    pipeline-parallel ranks and does not fuse the accumulation of gradients.
+    Changes in the loss are predicted as with `Recorder.sensitivity`; to first order only, with a warning, if the model
+    is divided among tensor-, pipeline- or context-parallel ranks or fuses the accumulation of gradients.
 
     The call of the provider raises the errors of `instrument` and `Recorder`.
     """

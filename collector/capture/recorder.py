@@ -549,7 +549,7 @@ class Recorder:
         if not moment.recording or moment.basic or moment.evaluation or moment in self.sequences:
             return
         if is_dtensor(logits):
-            self._without_second_order("the logits are a DTensor")
+            self.without_second_order("the logits are a DTensor")
             return
         place = self.config.get("seed", 0), moment.iteration, moment.micro_batch, self.replica
         gradient = sampled_gradient(logits, seed_of("labels", *place), valid)
@@ -567,11 +567,13 @@ class Recorder:
         except RuntimeError as error:
             if "heckpoint" not in str(error):
                 raise
-            self._without_second_order("activations are recomputed with use_reentrant=True")
+            self.without_second_order("activations are recomputed with use_reentrant=True")
         self.arrived.intersection_update(before)
 
-    def _without_second_order(self, reason: str) -> None:
-        warnings.warn(f"changes in the loss are predicted to first order only: {reason}", stacklevel=3)
+    def without_second_order(self, reason: str) -> None:
+        """Warn if changes in the loss were to be predicted."""
+        if Measure.LOSS in self.measures:
+            warnings.warn(f"changes in the loss are predicted to first order only: {reason}", stacklevel=3)
 
     def loss_scale_of(self, moment: Moment) -> Callable[[], float]:
         """The factor of that micro-batch's loss, as a function that is called after its backward pass."""

@@ -492,3 +492,22 @@ def test_predictions_do_not_depend_on_the_number_of_micro_batches(tmp_path):
         for column in ("first", "second", "error"):
             one, other = found[1][column], found[number][column]
             assert one.notna().all() and (other - one).abs().max() < 1e-5 * one.abs().max(), (number, column)
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ({"pipeline_model_parallel_size": 2}, "divided among tensor-, pipeline- or context-parallel ranks"),
+        ({"gradient_accumulation_fusion": True}, "accumulation of gradients is fused"),
+    ],
+)
+def test_a_model_without_second_order_is_reported(tmp_path, setting, said):
+    def provider(**_: object) -> torch.nn.Module:
+        model = model_of()
+        for name, value in setting.items():
+            setattr(model.config, name, value)
+        return model
+
+    with instrument_provider(provider, "bf16", root=tmp_path, scores=("mxfp4",)) as build:
+        with pytest.warns(UserWarning, match=f"to first order only: .*{said}"):
+            build()
