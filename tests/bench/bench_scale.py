@@ -28,6 +28,7 @@ import duckdb
 from binade.app.questions.depth.compute import depth
 from binade.app.questions.ranking.compute import ranking
 from binade.app.questions.shared.distributions import distributions, each_by
+from binade.app.questions.shared.scope import scoped
 from binade.app.questions.training.compute import training
 from binade.data.catalog import Catalog
 from binade.data.filter import FIELDS, Filter
@@ -35,7 +36,7 @@ from tests.bench.make_root import SEGMENT, make_root
 
 REPEATS = 5
 SKETCH = "SELECT bin, sum(count) FROM sketch GROUP BY bin"
-SCORE = "SELECT format, sum(mse), avg(flush_to_zero), avg(saturated) FROM score GROUP BY format"
+SCORE = "SELECT format, median(mse), median(flush_to_zero), median(saturated) FROM score GROUP BY format"
 TENSOR = f"SELECT count(*), sum(numel), {', '.join(f'count(DISTINCT {name})' for name in FIELDS)} FROM tensor"
 PLACE = Filter(layer_index=[3], module=["fc1"], tensor_name=["input"])
 SOME = SKETCH.replace(
@@ -47,6 +48,11 @@ def cases(catalog: Catalog) -> dict[str, tuple[Callable[[], object], str]]:
     """What is timed, and the statement beside it."""
     runs = catalog.runs()["run_id"].tolist()
     ids = catalog.tensors(PLACE, limit=200)["tensor_id"].tolist()
+
+    def one() -> Filter:
+        """What a page without filters shows: one run and iteration."""
+        return scoped(catalog, Filter(), scored=True)
+
     return {
         "facets and totals": (lambda: (catalog.facets(), catalog.totals()), TENSOR),
         "facets and totals of a place": (lambda: (catalog.facets(PLACE), catalog.totals(PLACE)), TENSOR),
@@ -63,11 +69,12 @@ def cases(catalog: Catalog) -> dict[str, tuple[Callable[[], object], str]]:
         "  of a place in a run": (lambda: catalog.distribution(Filter(run_id=runs[:1], **PLACE.to_dict())), SOME),
         "  of a place on rank 0": (lambda: catalog.distribution(Filter(rank=[0], **PLACE.to_dict())), SOME),
         "  of 200 tensors": (lambda: catalog.distribution(tensor_ids=ids), SOME),
-        "formats compared": (lambda: catalog.compared(), SCORE),
-        "ranking": (lambda: ranking(catalog, Filter(), "mxfp4", "sqnr_db"), SCORE),
-        "  of a place": (lambda: ranking(catalog, PLACE, "mxfp4", "sqnr_db"), SCORE),
-        "depth": (lambda: depth(catalog, Filter(), "mxfp4", "sqnr_db"), SCORE),
-        "training": (lambda: training(catalog, Filter(), "mxfp4", "sqnr_db"), SCORE),
+        "formats compared, of an iteration": (lambda: catalog.compared(one()), SCORE),
+        "  of all runs": (lambda: catalog.compared(), SCORE),
+        "ranking, of an iteration": (lambda: ranking(catalog, one(), "mxfp4", "sqnr_db"), SCORE),
+        "ranking, of all runs": (lambda: ranking(catalog, Filter(), "mxfp4", "sqnr_db"), SCORE),
+        "depth, of an iteration": (lambda: depth(catalog, one(), "mxfp4", "sqnr_db"), SCORE),
+        "training, of a run": (lambda: training(catalog, Filter(run_id=runs[:1]), "mxfp4", "sqnr_db"), SCORE),
     }  # fmt: skip
 
 
