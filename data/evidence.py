@@ -191,8 +191,7 @@ def spread(measure: Measure, row: Mapping[Any, Any], of: str = "tensors") -> Est
     low, high = float(row["low"]), float(row["high"])
     if n == 1:
         return exact(measure, float(row["value"]))
-    width = high - low if math.isfinite(high - low) else 0.0
-    error = MEDIAN * width / DECILES / math.sqrt(n)
+    error = MEDIAN * (high - low) / DECILES / math.sqrt(n) if math.isfinite(high - low) else math.nan
     return Estimate(measure, float(row["value"]), low, high, n, of, "median", error)
 
 

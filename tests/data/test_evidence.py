@@ -84,6 +84,12 @@ class TestSentences:
         far = [*near, ("c", evidence.spread(DB, row(rng.normal(12, 2, 24))))]
         assert [name for name, _ in evidence.leaders(far, lowest=True)] == ["c"]
 
+    def test_a_group_with_tensors_without_error_is_not_certain(self):
+        """Some of its tensors are exact in the format, so that its 90th percentile is infinite."""
+        some = evidence.spread_of(DB, [20.0, 21.0, 22.0, math.inf, math.inf])
+        assert not some.is_larger(evidence.spread_of(DB, [19.0, 20.0, 21.0]))
+        assert evidence.spread_of(DB, [math.inf] * 3).is_larger(some)
+
     def test_one_seed_separates_nothing(self):
         items = [(name, evidence.mean(GAP, [gap])) for name, gap in (("PV", 0.0066), ("QK", 0.001))]
         said = evidence.effects(items, "bf16")
