@@ -1,7 +1,7 @@
 """Twin steps: what a recipe does to one micro-batch on the same weights. One line per step in a run's twin.jsonl.
 
-With g the gradient without the recipe and ĝ the gradients of M passes with it, per parameter and for all of them as one
-vector:
+With g the gradient without the recipe and ĝ the gradients of M passes with it, for each parameter, and for those of
+each layer and all of them as one vector:
 
     bias            ‖mean(ĝ) − g‖ / ‖g‖
     bias_corrected  the root of bias² − variance / M, which is the square of the bias without the noise of M passes
@@ -19,7 +19,7 @@ import math
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, Field
 from pydantic.dataclasses import dataclass
 
 from binade.data.json_files import STRICT, adapter_of, parse_json, unsealed
@@ -34,7 +34,7 @@ Number = Annotated[float, BeforeValidator(lambda value: math.nan if value is Non
 @dataclass(frozen=True, config=STRICT)
 class GradientTwin:
     """What rounding does to the gradient of a parameter; None for what is unknown. layer_index, module and expert are
-    as in the index, None for the whole step and for parameters that have no place of their own. norm: ‖g‖."""
+    as in the index; a layer has no module, and the whole step has none of them. norm: ‖g‖."""
 
     name: str
     layer_index: Whole | None
@@ -56,14 +56,26 @@ class Twin:
     loss        of the micro-batch, without the recipe
     changes     the losses of the passes with the recipe, minus that one
     draws       whether the recipe draws random numbers; if not, there is one pass
-    gradients   all together first, then one per parameter
+    gradients   of the whole step, then one per layer, then one per parameter
     """
 
     iteration: Whole
     loss: Number
     changes: tuple[Number, ...]
     draws: bool
-    gradients: tuple[GradientTwin, ...]
+    gradients: Annotated[tuple[GradientTwin, ...], Field(min_length=1)]
+
+    @property
+    def step(self) -> GradientTwin:
+        return self.gradients[0]
+
+    @property
+    def layers(self) -> tuple[GradientTwin, ...]:
+        return tuple(row for row in self.gradients[1:] if row.layer_index and row.module is None)
+
+    @property
+    def parameters(self) -> tuple[GradientTwin, ...]:
+        return tuple(row for row in self.gradients[1:] if not row.layer_index or row.module is not None)
 
 
 def append_twin(directory: Path, twin: Twin) -> None:

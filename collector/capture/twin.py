@@ -73,11 +73,22 @@ class Twins:
             [_sum((m - g).square()) for m, g in zip(means, gradients, strict=True)], dtype=torch.float64
         )
         parts = torch.stack([spread, dots, squares, pairs])
+        layers: dict[int, list[int]] = {}  # the parameters of each
+        for at, (_, site, _) in enumerate(named):
+            if site and site.layer_index:
+                layers.setdefault(site.layer_index, []).append(at)
+
+        def row(name: str, which: list[int], layer: int | None = None, site: Site | None = None) -> GradientTwin:
+            module, expert = (site.module, site.expert) if site else (None, None)
+            empty = GradientTwin(name, layer, module, expert, float(power[which].sum().sqrt()))
+            return _measured(empty, power[which].sum(), error[which].sum(), parts[:, which].sum(1), draws)
+
         rows = [
-            _row(name, where, power[at], error[at], parts[:, at], draws) for at, (name, where, _) in enumerate(named)
+            row(STEP, list(range(len(named)))),
+            *(row(f"layer{layer}", layers[layer], layer) for layer in sorted(layers)),
+            *(row(name, [at], site.layer_index if site else None, site) for at, (name, site, _) in enumerate(named)),
         ]
-        whole = _row(STEP, None, power.sum(), error.sum(), parts.sum(1), draws)
-        return Twin(iteration, exact, tuple(changes), draws, (whole, *rows))
+        return Twin(iteration, exact, tuple(changes), draws, tuple(rows))
 
     def _pass(
         self,
@@ -134,12 +145,10 @@ def _sum(x: Tensor) -> float:
     return float(x.sum(dtype=torch.float64))
 
 
-def _row(name: str, site: Site | None, power: Tensor, error: Tensor, parts: Tensor, draws: bool) -> GradientTwin:
+def _measured(row: GradientTwin, power: Tensor, error: Tensor, parts: Tensor, draws: bool) -> GradientTwin:
     """power: ‖g‖². error: ‖mean(ĝ) − g‖². parts, by pass: the increase of Σ‖ĝ − mean(ĝ)‖² (each after the first has the
     expectation of the variance, and they are uncorrelated); g·ĝ; ‖ĝ‖²; and (ĝ − g)·(ĝ′ − g) for a second pass ĝ and the
     one before, whose expectation is the square of the bias."""
-    layer, module, expert = (site.layer_index, site.module, site.expert) if site else (None, None, None)
-    row = GradientTwin(name, layer, module, expert, float(power.sqrt()))
     if not power > 0:
         return row
     spread, dots, squares, pairs = parts

@@ -42,8 +42,8 @@ def test_against_two_runs_from_the_same_weights(collect: Callable[..., RunInfo])
     plain = collect("--quantization", "bf16")
     (found,) = read_twins(twin.directory)
     assert found.loss == losses(plain)[0] and found.loss + found.changes[0] == pytest.approx(losses(twin)[0], rel=1e-6)
-    rows = {(row.layer_index, row.module): row for row in found.gradients}
-    assert len(rows) == len(found.gradients)
+    rows = {(row.layer_index, row.module): row for row in found.parameters}
+    assert len(rows) == len(found.parameters) == 8
     with Catalog.open(twin.directory.parent) as catalog:
         pairs = catalog.pairs(twin.run_id, plain.run_id, Filter(tensor_name=["grad_weight"]))
         assert sorted(pairs["module"]) == ["fc1", "fc2", "proj", "qkv"]
@@ -53,10 +53,12 @@ def test_against_two_runs_from_the_same_weights(collect: Callable[..., RunInfo])
             assert row.norm == pytest.approx(g.norm().item(), rel=1e-3)
             assert row.bias == row.bias_corrected == pytest.approx(((q - g).norm() / g.norm()).item(), rel=1e-3)
             assert row.cosine == pytest.approx(torch.cosine_similarity(q.flatten(), g.flatten(), 0).item(), rel=1e-4)
-    whole = rows.pop((None, None))
-    power = sum(row.norm**2 for row in rows.values())
-    assert whole.norm**2 == pytest.approx(power)
-    assert whole.bias**2 * power == pytest.approx(sum((row.bias * row.norm) ** 2 for row in rows.values()))
+    assert [row.layer_index for row in found.layers] == [1]
+    for whole in (found.step, *found.layers):
+        own = [row for row in found.parameters if whole.layer_index in (None, row.layer_index)]
+        power = sum(row.norm**2 for row in own)
+        assert whole.norm**2 == pytest.approx(power)
+        assert whole.bias**2 * power == pytest.approx(sum((row.bias * row.norm) ** 2 for row in own))
 
 
 @pytest.mark.parametrize(

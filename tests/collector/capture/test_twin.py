@@ -50,7 +50,7 @@ def test_against_autograd_by_hand(tmp_path: Path):
         assert row.bias == row.bias_corrected == pytest.approx(((q - g).norm() / g.norm()).item(), rel=1e-5)
         assert row.variance == 0
         assert row.cosine == pytest.approx(torch.cosine_similarity(q.flatten(), g.flatten(), 0).item(), rel=1e-5)
-    assert [row.name for row in twin.gradients] == ["step", "0.weight"]
+    assert [row.name for row in twin.gradients] == ["step", "layer1", "0.weight"]
 
 
 def test_the_bias_of_stochastic_rounding_shrinks_to_the_true_one(tmp_path: Path):
@@ -113,6 +113,7 @@ def test_an_instrumented_loop_writes_its_twin_steps(tmp_path: Path):
     assert all(len(twin.changes) == 1 and not twin.draws for twin in twins)
     assert [(row.name, row.layer_index, row.module) for row in twins[0].gradients] == [
         ("step", None, None),
+        ("layer2", 2, None),
         ("layers.1.fc1.weight", 2, "fc1"),
         ("layers.1.fc1.bias", 2, "fc1.bias"),
         ("layers.1.fc2.weight", 2, "fc2"),
