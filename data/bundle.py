@@ -56,7 +56,7 @@ MOST_PACKED = 100  # a file's size over its size in the archive: texts reach 20,
 CHUNK = 1 << 20
 # The exceptions of zipfile and zlib for a damaged archive.
 DAMAGED = (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, ValueError, OverflowError, struct.error)
-RUN_FILES = ("run.json", "status.json", "loss.jsonl", "log.txt", "events.jsonl", "notes.json")
+RUN_FILES = ("run.json", "status.json", "loss.jsonl", "log.txt", "events.jsonl", "twin.jsonl", "notes.json")
 _NAME = r"[A-Za-z0-9_+=@,~-][A-Za-z0-9_+=@,.~-]{0,200}"
 _RUN_FILE = re.compile(
     rf"runs/(?P<run>{_NAME})/(?:{'|'.join(map(re.escape, RUN_FILES))}"
@@ -224,7 +224,7 @@ class _Writer:
             merged = self._temporary(f"events-{run.run_id}")
             merged.write_text("".join(f"{json.dumps(asdict(event))}\n" for event in events))
             files.append((f"{prefix}/events.jsonl", merged))
-        for name in ("run.json", "loss.jsonl", "log.txt", "notes.json"):
+        for name in ("run.json", "loss.jsonl", "twin.jsonl", "log.txt", "notes.json"):
             if (run.directory / name).is_file():
                 files.append((f"{prefix}/{name}", run.directory / name))
         return _Plan(files, digests, tensors, len(raw), left_out)

@@ -8,7 +8,7 @@ trust it. The functions below compare estimates: what they cannot tell apart, th
 | one tensor | its value | none: exact |
 | several tensors | median of their own values, each counted once | 10th to 90th percentile: a spread, not an error |
 | seeds | mean | Student's t, 95%; one seed has none |
-| sequences or micro-batches | mean or total | from the standard error over them, Student's t, 95% |
+| sequences, micro-batches, passes | mean or total | from the standard error over them, Student's t, 95% |
 | layers or iterations | Theil–Sen slope | of the slope, 95%; its p-value is Kendall's |
 """
 
@@ -163,7 +163,8 @@ class Estimate:
 
 
 def _one(of: str) -> str:
-    return {"micro-batches": "micro-batch"}.get(of, of.removesuffix("s"))
+    one = {"micro-batches": "micro-batch", "passes": "pass", "pairs of passes": "pair of passes"}
+    return one.get(of, of.removesuffix("s"))
 
 
 def _estimate(

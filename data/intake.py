@@ -31,6 +31,8 @@ from binade.data.runs import RUNNING, RunError, RunInfo, check_losses, first_ste
 from binade.data.segment import MERGED, SegmentError, read_manifest, read_tables, segment_names
 from binade.data.sketches import PLACED, places, sketches
 from binade.data.text import describe
+from binade.data.twin import FILE as TWINS
+from binade.data.twin import check_twins
 
 T = TypeVar("T")
 BATCH = 1 << 13  # tensors that are held in memory and added in one transaction
@@ -218,12 +220,13 @@ class Intake:
         except (OSError, ValueError) as error:
             self._skipped.append(f"the {what} of {directory.name} are not shown: {describe(error)}")
             mark = None  # it is reported again next time
-        try:
-            if run.status.state != RUNNING:
-                check_losses(directory)
-        except (RunError, OSError) as error:
-            self._skipped.append(f"some losses of {directory.name} are not shown: {describe(error)}")
-            mark = None
+        checks = {"losses": check_losses, "twin steps": check_twins} if run.status.state != RUNNING else {}
+        for what, check in checks.items():
+            try:
+                check(directory)
+            except (RunError, OSError) as error:
+                self._skipped.append(f"some {what} of {directory.name} are not shown: {describe(error)}")
+                mark = None
         return _OnDisk(run, segments, mark)
 
     def _write_runs(self, cursor: duckdb.DuckDBPyConnection, runs: list[RunInfo]) -> set[str]:
@@ -471,8 +474,7 @@ def _mark(directory: str, segments: Iterable[str]) -> tuple[int, ...] | None:
     mark: list[int] = []
     times = []
     names = ["", "run.json", "status.json", "segments", *(f"segments/{name}" for name in segments)]
-    if os.path.exists(f"{directory}/loss.jsonl"):
-        names.append("loss.jsonl")
+    names += [name for name in ("loss.jsonl", TWINS) if os.path.exists(f"{directory}/{name}")]
     try:
         for name in names:
             found = os.stat(f"{directory}/{name}")

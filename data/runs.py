@@ -8,6 +8,7 @@
       log.txt        what the collector printed
       loss.jsonl     one line per iteration, each with its checksum
       events.jsonl   other events: see data.events
+      twin.jsonl     twin steps: see data.twin
       tensors/       tensor files      segments/   their rows
       ranks/         of a run on several ranks: the process of each and what it has recorded; rank 0 adds them up
 
@@ -25,7 +26,7 @@ import secrets
 import shutil
 import socket
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
@@ -404,8 +405,7 @@ class RunWriter:
 
     def append_loss(self, record: dict[str, Any]) -> None:
         if self.rank == 0:
-            with open(self.directory / "loss.jsonl", "ab") as file:
-                file.write(sealed(json.dumps(record).encode()) + b"\n")
+            append_line(self.directory / "loss.jsonl", json.dumps(record).encode())
 
     @property
     def segments(self) -> int:
@@ -603,7 +603,7 @@ def read_losses(directory: Path) -> list[Any]:
     at the start). A line cut short by a crash or damaged ends them. They are not checked: `is_step` says which are
     valid."""
     records = []
-    for line in _loss_lines(directory):
+    for line in lines_of(directory / "loss.jsonl"):
         try:
             records.append(json.loads(unsealed(line)))
         except (ValueError, RecursionError):
@@ -637,18 +637,7 @@ def first_step(directory: Path) -> str | None:
 def check_losses(directory: Path) -> None:
     """Raise RunError for a line that is not a loss or has a wrong checksum, except for a last line that a crash cut
     short; OSError."""
-    for number, line in enumerate(_loss_lines(directory), 1):
-        record, reason = None, "is not a loss"
-        try:
-            record = json.loads(unsealed(line))
-        except RecursionError:
-            pass
-        except ValueError as error:
-            if not line.endswith(b"\n") and b'"}' not in line:
-                return
-            reason = f"is damaged: {describe(error)}"
-        if not is_step(record):
-            raise RunError(f"line {number} of its loss.jsonl {reason}")
+    check_lines(directory / "loss.jsonl", "loss", lambda line: is_step(json.loads(line)))
 
 
 def is_step(record: object) -> bool:
@@ -660,6 +649,29 @@ def is_step(record: object) -> bool:
     return True
 
 
-def _loss_lines(directory: Path) -> list[bytes]:
-    path = directory / "loss.jsonl"
+def append_line(path: Path, record: bytes) -> None:
+    """Add a JSON object with its checksum to a file of lines. Raises OSError."""
+    with open(path, "ab") as file:
+        file.write(sealed(record) + b"\n")
+
+
+def lines_of(path: Path) -> list[bytes]:
+    """The lines of a file, each with its checksum; none if there is no file. Raises OSError."""
     return read_file(path).splitlines(keepends=True) if path.exists() else []
+
+
+def check_lines(path: Path, what: str, is_sound: Callable[[bytes], bool]) -> None:
+    """Raise RunError for a line with a wrong checksum, or whose content is not sound or raises ValueError, except for a
+    last line that a crash cut short; OSError. what: a line's content, in words."""
+    for number, line in enumerate(lines_of(path), 1):
+        sound, reason = False, f"is not a {what}"
+        try:
+            sound = is_sound(unsealed(line))
+        except RecursionError:
+            pass
+        except ValueError as error:
+            if not line.endswith(b"\n") and b'"}' not in line:
+                return
+            reason = f"is damaged: {describe(error)}"
+        if not sound:
+            raise RunError(f"line {number} of its {path.name} {reason}")

@@ -21,6 +21,7 @@ from binade.data.runs import RUNNING, RunError, RunInfo, check_losses, check_roo
 from binade.data.segment import read_tables, table_files
 from binade.data.store import locked, sha256
 from binade.data.text import describe
+from binade.data.twin import check_twins
 
 UNREADABLE = (OSError, ValueError, TypeError, pa.ArrowException)
 
@@ -80,10 +81,11 @@ def verify(
                 rows += _check_segment(run, name, found, refuse)
                 count += 1
                 done(min(count, total), total)
-            try:
-                check_losses(run.directory)
-            except (RunError, OSError) as error:
-                refuse(run.directory, f"is damaged: {describe(error)}")
+            for check in (check_losses, check_twins):
+                try:
+                    check(run.directory)
+                except (RunError, OSError) as error:
+                    refuse(run.directory, f"is damaged: {describe(error)}")
             missing = run.missing(segments, rows)
         if before == len(found.damaged) and missing:
             refuse(run.directory, f"is damaged: {missing}")

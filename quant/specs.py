@@ -371,9 +371,14 @@ class GemmFormats:
         return any(self[name] is not None for name in OPERAND_FIELDS)
 
     @property
+    def random(self) -> bool:
+        """Whether rounding draws random numbers."""
+        return any(spec.random for name in OPERAND_FIELDS if (spec := self[name]))
+
+    @property
     def varies(self) -> bool:
         """Whether rounding equal operands may differ between passes, because of a seed or of earlier passes."""
-        return any(spec.random or spec.history > 0 for name in OPERAND_FIELDS if (spec := self[name]))
+        return self.random or any(spec.history > 0 for name in OPERAND_FIELDS if (spec := self[name]))
 
 
 OPERAND_FIELDS = ("forward_a", "forward_b", "dgrad_grad", "dgrad_b", "wgrad_grad", "wgrad_a")

@@ -28,7 +28,7 @@ from binade.collector.capture.delayed_scales import DelayedScales
 from binade.collector.capture.provenance import tracing
 from binade.collector.capture.recorder import Recorder
 from binade.collector.capture.schedule import Pending, Switch
-from binade.collector.capture.step import others, recording
+from binade.collector.capture.step import others, parameter_sites, recording
 from binade.collector.capture.twin import Twins
 from binade.collector.models.attention import CoreQuantization
 from binade.collector.models.parallel import Quantization
@@ -208,8 +208,11 @@ def instrument(
             change()
         for each, clock, watch in zip(models, clocks, watches, strict=True) if counts else ():
             undo.enter_context(around_forward(each, clock, watch))
-        if recorder:
-            recorder.twins = Twins(models, dict(parts), seed)
+        if recorder and (clock := clocks[0]):
+            surveys = dict(zip(models, found, strict=True))
+            recorder.twins = Twins(
+                models, clock, dict(parts), seed, lambda model: parameter_sites(model, surveys[model])
+            )
             undo.callback(setattr, recorder, "twins", None)
             recorder.followers.append(follow)
             undo.callback(recorder.followers.remove, follow)

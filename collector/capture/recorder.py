@@ -58,6 +58,7 @@ from binade.data.tensor_kinds import (
     tensor_names,
 )
 from binade.data.text import describe, plain_name
+from binade.data.twin import Twin, append_twin
 from binade.quant.backends.counts import counted
 from binade.quant.gemm import Observed, Tap, sampling
 from binade.quant.metrics import sqnr_later
@@ -67,7 +68,7 @@ from binade.quant.summary import Summary, summarize_later
 from binade.quant.traces import hot_channels_later, sample_later
 
 if TYPE_CHECKING:  # it imports the command line
-    from binade.collector.capture.twin import Twin, Twins
+    from binade.collector.capture.twin import Twins
     from binade.collector.training.resume import Resumed
 
 WORDS = ("model", "size", "dataset", "recipe")  # keys of a configuration that each row has
@@ -498,8 +499,9 @@ class Recorder:
             twin = recorder.twin(lambda: model(**batch).loss, times=4)
 
         loss runs the model's forward pass and returns the loss. A recipe that draws no random numbers is run once.
-        Training does not change: weights, gradients, buffers, random numbers and recorded tensors stay the same. Not
-        with reentrant checkpoints. Raises RecorderError without an instrumented model or with find_nan.
+        Training does not change: weights, gradients, buffers, random numbers and recorded tensors stay the same. The
+        result is also added to the run's twin.jsonl, unless the run has several ranks: gradients are those of this
+        rank. Not with reentrant checkpoints. Raises RecorderError without an instrumented model or with find_nan.
         """
         if self.twins is None:
             raise RecorderError("nothing is instrumented: call twin within `with instrument(model, recipe, recorder)`")
@@ -507,11 +509,15 @@ class Recorder:
             raise RecorderError("a twin step cannot be run with find_nan, which would trace its passes")
         if times < 1:
             raise ConfigError(f"times is {times}: expected at least 1")
+        self.twins.clock.advance()
         self.suspended = True
         try:
-            return self.twins(loss, self.iteration, times)
+            twin = self.twins(loss, times)
         finally:
             self.suspended = False
+        if self.entered and self.ranks.size == 1:
+            self._writing.run(partial(append_twin, self.writer.directory, twin))
+        return twin
 
     def begin_training(self, model: nn.Module, given: object) -> None:
         """A forward pass of the model that trains begins, with these arguments."""

@@ -66,6 +66,12 @@ def _named(modules: dict[str, nn.Module], name: str) -> tuple[Site, Callable[[st
     return where, whole, _nothing, path
 
 
+def parameter_sites(model: nn.Module, found: Found) -> dict[str, Site]:
+    """Where the parameters of a model are, by name; without those that are not recorded."""
+    layers = _parameters(model, dict(model.named_modules()), found)
+    return {layer.name: layer.site for layer in distinct(list(layers))}
+
+
 def _parameters(model: nn.Module, modules: dict[str, nn.Module], found: Found) -> Iterator[Layer]:
     if any(is_a("torch.distributed.fsdp", "FullyShardedDataParallel", module) for module in modules.values()):
         return

@@ -1,11 +1,6 @@
 """The twin step: one micro-batch on the same weights, without the recipe and with it, once per rounding seed.
 
-It separates what rounding does to a gradient now from how far two runs have drifted apart. With g the gradient without
-the recipe and ĝ the gradients of M passes with it, per parameter and for all of them as one vector:
-
-    bias        ‖mean(ĝ) − g‖ / ‖g‖, and corrected: the square of the plain one is too large by variance / M
-    variance    Σ‖ĝ − mean(ĝ)‖² / (M − 1) / ‖g‖², an unbiased estimate; 0 if nothing is drawn, unknown for M = 1
-    cosine      of g and ĝ, the mean over the passes
+It separates what rounding does to a gradient now from how far two runs have drifted apart: see data.twin.
 
 Nothing changes for training: gradients are computed without accumulating them, buffers and torch's random numbers are
 restored, and the passes draw from seeds of their own and use copies of the scale histories.
@@ -17,57 +12,51 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-from binade.collector.capture.adapters.passes import Listener, running_backward, seed_of
+from binade.collector.capture.adapters.passes import Clock, Listener, running_backward, seed_of
 from binade.collector.models.parallel import Pass, Quantization
+from binade.collector.models.site import Site
+from binade.data.twin import STEP, GradientTwin, Twin
 from binade.quant.specs import GemmFormats
 
-STEP = "step"  # the name of all parameters together
-
-
-@dataclass(frozen=True)
-class GradientTwin:
-    """What rounding does to the gradient of a parameter; None for what is unknown."""
-
-    name: str
-    norm: float
-    bias: float | None
-    bias_corrected: float | None
-    variance: float | None
-    cosine: float | None
-
-
-@dataclass(frozen=True)
-class Twin:
-    """A twin step: the loss without the recipe, the losses of the passes with it minus that one, and the gradients, all
-    together first."""
-
-    iteration: int
-    loss: float
-    changes: tuple[float, ...]
-    gradients: tuple[GradientTwin, ...]
+Sites = Mapping[str, Site]  # by a parameter's name
 
 
 class Twins:
-    """Runs twin steps of instrumented models. quantizations: of their products, by a name that is unique."""
+    """Runs twin steps of instrumented models. clock: of one of them. quantizations: of their products, by a name that
+    is unique. sites: returns where a model's parameters are."""
 
-    def __init__(self, models: Sequence[nn.Module], quantizations: Mapping[str, Quantization], seed: int) -> None:
-        self.models, self.quantizations, self.seed = models, quantizations, seed
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        clock: Clock,
+        quantizations: Mapping[str, Quantization],
+        seed: int,
+        sites: Callable[[nn.Module], Sites],
+    ) -> None:
+        self.models, self.clock, self.quantizations, self.seed, self.sites = models, clock, quantizations, seed, sites
 
-    def __call__(self, loss: Callable[[], Tensor], iteration: int, times: int) -> Twin:
-        named = [(name, p) for model in self.models for name, p in model.named_parameters() if p.requires_grad]
-        parameters = [p for _, p in named]
+    def __call__(self, loss: Callable[[], Tensor], times: int) -> Twin:
+        iteration = self.clock.recorder.iteration
+        named = [
+            (name, sites.get(name), p)
+            for model, sites in ((model, self.sites(model)) for model in self.models)
+            for name, p in model.named_parameters()
+            if p.requires_grad
+        ]
+        parameters = [p for *_, p in named]
         formats = {name: _formats(each, iteration) for name, each in self.quantizations.items()}
-        passes = times if any(each.varies for each in formats.values()) else 1
+        draws = any(each.random for each in formats.values())
+        passes = times if draws else 1
         exact, gradients = self._pass(loss, parameters, {}, 0)
         changes: list[float] = []
         means = [torch.zeros_like(g) for g in gradients]
-        spread, dots, squares = (torch.zeros(len(named), passes, dtype=torch.float64) for _ in range(3))
+        spread, dots, squares, pairs = (torch.zeros(len(named), passes, dtype=torch.float64) for _ in range(4))
+        before = gradients
         for number in range(passes):
             value, own = self._pass(loss, parameters, formats, seed_of(self.seed, "twin", iteration, number))
             changes.append(value - exact)
@@ -76,17 +65,30 @@ class Twins:
                 mean += apart / (number + 1)
                 spread[at, number] = _sum(apart * (q - mean))
                 dots[at, number], squares[at, number] = _sum(q * g), _sum(q * q)
+                if number % 2:
+                    pairs[at, number] = _sum((q - g) * (before[at] - g))
+            before = own
         power = torch.tensor([_sum(g * g) for g in gradients], dtype=torch.float64)
         error = torch.tensor(
             [_sum((m - g).square()) for m, g in zip(means, gradients, strict=True)], dtype=torch.float64
         )
-        drawn = any(each.varies for each in formats.values())
+        parts = torch.stack([spread, dots, squares, pairs])
+        layers: dict[int, list[int]] = {}  # the parameters of each
+        for at, (_, site, _) in enumerate(named):
+            if site and site.layer_index:
+                layers.setdefault(site.layer_index, []).append(at)
+
+        def row(name: str, which: list[int], layer: int | None = None, site: Site | None = None) -> GradientTwin:
+            module, expert = (site.module, site.expert) if site else (None, None)
+            empty = GradientTwin(name, layer, module, expert, float(power[which].sum().sqrt()))
+            return _measured(empty, power[which].sum(), error[which].sum(), parts[:, which].sum(1), draws)
+
         rows = [
-            _row(name, power[at], error[at], spread[at].sum(), dots[at], squares[at], passes, drawn)
-            for at, (name, _) in enumerate(named)
+            row(STEP, list(range(len(named)))),
+            *(row(f"layer{layer}", layers[layer], layer) for layer in sorted(layers)),
+            *(row(name, [at], site.layer_index if site else None, site) for at, (name, site, _) in enumerate(named)),
         ]
-        whole = _row(STEP, power.sum(), error.sum(), spread.sum(), dots.sum(0), squares.sum(0), passes, drawn)
-        return Twin(iteration, exact, tuple(changes), (whole, *rows))
+        return Twin(iteration, exact, tuple(changes), draws, tuple(rows))
 
     def _pass(
         self,
@@ -143,14 +145,34 @@ def _sum(x: Tensor) -> float:
     return float(x.sum(dtype=torch.float64))
 
 
-def _row(
-    name: str, power: Any, error: Any, spread: Any, dots: Tensor, squares: Tensor, passes: int, drawn: bool
-) -> GradientTwin:
-    power, error = float(power), float(error)
+def _measured(row: GradientTwin, power: Tensor, error: Tensor, parts: Tensor, draws: bool) -> GradientTwin:
+    """power: ‖g‖². error: ‖mean(ĝ) − g‖². parts, by pass: the increase of Σ‖ĝ − mean(ĝ)‖² (each after the first has the
+    expectation of the variance, and they are uncorrelated); g·ĝ; ‖ĝ‖²; and (ĝ − g)·(ĝ′ − g) for a second pass ĝ and the
+    one before, whose expectation is the square of the bias."""
     if not power > 0:
-        return GradientTwin(name, math.sqrt(power), None, None, None, None)
-    variance = float(spread) / (passes - 1) if passes > 1 else None if drawn else 0.0
-    corrected = None if variance is None else math.sqrt(max(error - variance / passes, 0.0) / power)
+        return row
+    spread, dots, squares, pairs = parts
+    increases, products = spread[1:] / power, pairs[1::2] / power
     cosine = float((dots / (power * squares).sqrt()).nan_to_num(0.0).mean())
-    variance = None if variance is None else variance / power
-    return GradientTwin(name, math.sqrt(power), math.sqrt(error / power), corrected, variance, cosine)
+    bias = float((error / power).sqrt())
+    row = replace(row, bias=bias, cosine=cosine)
+    if not draws:
+        return replace(row, bias_corrected=bias, bias_error=0.0, variance=0.0, variance_error=0.0)
+    if not len(increases):
+        return row
+    variance = float(increases.mean())
+    squared = max(float(error / power) - variance / len(spread), 0.0)
+    of_squared = _standard_error(products)
+    # The change of the root for one standard error of the square, which stays finite at 0.
+    of_bias = None if of_squared is None else math.sqrt(squared + of_squared) - math.sqrt(squared)
+    return replace(
+        row,
+        bias_corrected=math.sqrt(squared),
+        bias_error=of_bias,
+        variance=variance,
+        variance_error=_standard_error(increases),
+    )
+
+
+def _standard_error(values: Tensor) -> float | None:
+    return float(values.std() / math.sqrt(len(values))) if len(values) > 1 else None

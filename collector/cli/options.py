@@ -182,7 +182,7 @@ def _check_recording(given: Mapping[str, Any]) -> None:
         raise ConfigError("--save-tensors and --no-save-tensors contradict each other: give one")
     chosen = [
         name
-        for name in ("tensors", "modules", "capture_layers", "ranks", "watch", "trigger", "ring", "find_nan")
+        for name in ("tensors", "modules", "capture_layers", "ranks", "twin", "watch", "trigger", "ring", "find_nan")
         if given.get(name)
     ]
     if nothing and chosen:

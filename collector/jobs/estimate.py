@@ -255,12 +255,20 @@ def _scaled(config: RunConfig, plan: Plan, run: EarlierRun) -> float:
         plain = run.warm_up  # in bf16, iterations under the recipe are the same
     extra = 0.0
     if plain is None:
-        plain = run.recorded or 0.0  # the share of recording is unknown
+        plain = (run.recorded or 0.0) / _passes(other)  # the share of recording is unknown
     elif run.recorded is not None:
-        extra = max(run.recorded - plain, 0.0) * _recording(config, plan) / max(1.0, _recording(other, planned(other)))
+        beyond = max(run.recorded - plain * _passes(other), 0.0)
+        extra = beyond * _recording(config, plan) / max(1.0, _recording(other, planned(other)))
     warm_up = min(plain * grown, _by_weights(config)) if run.warm_up is None else run.warm_up * grown
     recorded = len(config.recorded_iterations)
+    extra += plain * grown * (_passes(config) - 1)
     return config.warmup_iterations * warm_up + config.iterations * plain * grown + recorded * extra
+
+
+def _passes(config: RunConfig) -> float:
+    """The passes of a recorded iteration with its twin step, relative to those without. Upper limit: a recipe that
+    draws nothing has one pass."""
+    return 1 + (1 + config.twin) / config.micro_batches if config.twin else 1.0
 
 
 def _recording(config: RunConfig, plan: Plan) -> float:
@@ -273,7 +281,7 @@ def config_of(found: Mapping[str, Any]) -> RunConfig:
     names = (
         *("model", "size", "layers", "vocab_size", "micro_batches", "micro_batch_size", "sequence_length", "raw"),
         *("control_iter", "capture_every", "collect_micro_batches", "train_iters", "save_tensors", "capture_layers"),
-        *("tp", "dp", "max_bytes", "warmup_iterations", "merge_ranks"),
+        *("tp", "dp", "max_bytes", "warmup_iterations", "merge_ranks", "twin"),
     )
     several = ("tensors", "modules", "ranks", "unmerged_ranks", "scores")
     lists: dict[str, Any] = {name: tuple(found.get(name) or ()) for name in several}
@@ -300,4 +308,5 @@ def _by_rule(config: RunConfig, plan: Plan, lines: Sequence[str]) -> float:
     quantize = _quantized(lines) / len(lines) * passing * rate / config.tp
     record = plan.values * (1 + len(config.scores)) * RECORD[config.device] / config.world_size
     iterations = config.warmup_iterations + config.iterations
+    iterations += round(len(config.recorded_iterations) * (_passes(config) - 1))
     return iterations * _by_weights(config) + config.iterations * quantize + record

@@ -13,8 +13,8 @@ from binade.data.text import describe
 
 @dataclass(frozen=True, config=STRICT)
 class Position:
-    """The position of a rank's part of a run. losses and events are the sizes of these files in bytes; recorded counts
-    the tensors in the order of their ids; the rest is as in status.json."""
+    """The position of a rank's part of a run. losses, events and twins are the sizes of these files in bytes; recorded
+    counts the tensors in the order of their ids; the rest is as in status.json."""
 
     arguments: tuple[str, ...]
     done: Count
@@ -28,6 +28,7 @@ class Position:
     iteration: Whole
     loss_first: float | None
     loss_last: float | None
+    twins: Count = 0
 
     @property
     def counts(self) -> dict[str, int]:

@@ -175,6 +175,11 @@ class RunConfig(WatchOptions):
         help="Also measure the error of each GEMM's result, the effect of rounding on the loss, single blocks, and "
             "how channels and weights change over iterations",
         label="Also measured", form_help="", placeholder="nothing")
+    twin: int = option(0, group=RECORD, metavar="M", minimum=0, maximum=1024, label="Twin passes", default_help="none",
+        help="In each recorded iteration, also run the first micro-batch once without the recipe and M times with it "
+        "(once if the recipe draws no random numbers), and record the changes of the loss and of each gradient",
+        form_help="In each recorded iteration: one pass without the recipe and this many with it; 0: none",
+        form_maximum=1024)
     raw: bool = option(True, group=RECORD, label="Keep values",
         form_help="Otherwise statistics, sketches and scores only",
         help="Record statistics, sketches and scores, without the values")
@@ -330,6 +335,7 @@ def check(config: RunConfig) -> None:
         )
     _check_iterations(config)
     _check_ranks(config)
+    _check_twin(config)
     _check_sites(config)
     for name in config.scores:
         try:
@@ -357,6 +363,16 @@ def _check_ranks(config: RunConfig) -> None:
         raise ConfigError(f"--unmerged-ranks has {idle[0]}, which records nothing: add it to --ranks")
     if config.unmerged_ranks and not config.merges_ranks:
         raise ConfigError("--unmerged-ranks needs merged ranks: add --merge-ranks on, and record several ranks")
+
+
+def _check_twin(config: RunConfig) -> None:
+    if config.twin and config.world_size > 1:
+        raise ConfigError(
+            f"--twin runs on one rank, but --tp {config.tp} and --dp {config.dp} make {config.world_size}, each with a "
+            "part of the gradient: leave out --twin, or --tp and --dp"
+        )
+    if config.twin and config.find_nan:
+        raise ConfigError("--twin and --find-nan cannot be combined: leave one of them out")
 
 
 def _check_iterations(config: RunConfig) -> None:

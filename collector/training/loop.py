@@ -314,6 +314,8 @@ def _step(
         tokens, labels = (t.to(device) for t in stream.batch(config.micro_batch_size))
         record = records and index < config.recorded_micro_batches
         with recorder.at(iteration, index, record) if recorder else nullcontext():
+            if recorder and records and config.twin and not index:
+                recorder.twin(partial(_objective, model, tokens, labels), config.twin)
             measure = None
             if recorder and config.records(iteration) and index < config.recorded_micro_batches:
                 measure = partial(_sensitivity, recorder, record, config)
@@ -347,10 +349,20 @@ def _backward(
     logits, balance = model.logits_and_balance(tokens)
     if measure:
         measure(logits)
-    loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
-    total = loss if balance is None else loss + balance
+    loss, total = _losses(logits, balance, labels)
     torch.autograd.backward(total / micro_batches)
     return loss.item()
+
+
+def _objective(model: GPTModel | CausalLM, tokens: Tensor, labels: Tensor) -> Tensor:
+    """What is minimized, for one micro-batch."""
+    return _losses(*model.logits_and_balance(tokens), labels)[1]
+
+
+def _losses(logits: Tensor, balance: Tensor | None, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """The cross entropy in nats per token, and its sum with the experts' balance loss."""
+    loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    return loss, loss if balance is None else loss + balance
 
 
 def _finish_iteration(

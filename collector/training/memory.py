@@ -16,6 +16,9 @@ from binade.collector.training.config import ConfigError, RunConfig
 # Bytes per weight: float32 value, gradient and Adam's two moments; and its bfloat16 copy, from forward to backward.
 PER_WEIGHT = 16
 PER_COPY = 2
+# What a twin step adds, before the step has a gradient of its own: the float32 gradients without the recipe and of two
+# passes with it, and their mean.
+PER_TWIN = 12
 # Bytes per logit: bfloat16 and float32 values, their log-softmax, and the gradients of two of them.
 PER_LOGIT = 14
 # Bytes per value of a norm: three float32 tensors.
@@ -47,7 +50,8 @@ def needed(config: RunConfig) -> Memory:
     linears = sum(shape.activation_bytes(layer) for layer in range(1, shape.layers + 1))
     layers = norms / (config.tp if config.sequence_parallel else 1) + (cores + linears) / config.tp
     activations = tokens * (layers + PER_LOGIT * shape.vocab)
-    return Memory((PER_WEIGHT + PER_COPY) * weights, int(activations))
+    per_weight = PER_WEIGHT + PER_COPY + PER_TWIN * bool(config.twin)
+    return Memory(per_weight * weights, int(activations))
 
 
 def check_memory(config: RunConfig, available: int, ranks: int = 1) -> None:

@@ -34,6 +34,7 @@ from binade.data.json_files import write_json
 from binade.data.runs import CHECKPOINTS, SEGMENT, RunError, RunInfo, RunWriter, read_run
 from binade.data.store import remove_directory, staged_file
 from binade.data.text import describe
+from binade.data.twin import FILE as TWINS
 
 KEPT = 2  # a rank may write the next one while another has not written this one
 
@@ -121,6 +122,7 @@ class Resumed:
         yield events_file(self.run.directory, rank), self.positions[rank].events
         if rank == 0:
             yield self.run.directory / "loss.jsonl", self.positions[rank].losses
+            yield self.run.directory / TWINS, self.positions[rank].twins
 
 
 def find(root: Path, name: str) -> Resumed:
@@ -185,6 +187,7 @@ class Checkpoints:
             done=done,
             **position,
             losses=_size(self.directory / "loss.jsonl"),
+            twins=_size(self.directory / TWINS),
             events=_size(events_file(self.directory, self.rank)),
             iteration=status.iteration,
             loss_first=status.loss_first,

@@ -26,6 +26,7 @@ from binade.data.runs import (
     read_run,
     write_run_file,
 )
+from binade.data.twin import read_twins
 from binade.data.verify import verify
 from tests.collector.forked import run_forked
 
@@ -78,6 +79,7 @@ def assert_same(whole: RunInfo, resumed: RunInfo) -> None:
     """Every loss, row and value is the same, and none is there twice."""
     assert resumed.status.state == DONE
     assert losses(resumed) == losses(whole)
+    assert read_twins(resumed.directory) == read_twins(whole.directory)
     found = difference(whole, resumed)
     assert found.first(None) is None and not (found.only_a or found.only_b or found.incomplete)
     assert len(found.rows) == whole.status.tensors // int(whole.config["tp"])
@@ -101,7 +103,7 @@ def assert_same(whole: RunInfo, resumed: RunInfo) -> None:
     ids=["delayed", "stochastic"],
 )
 def test_a_killed_run_goes_on_to_the_bit(tmp_path: Path, recipe: str, kills: tuple[str, ...], options: tuple[str, ...]):
-    line = (*SMALL, "--quantization", recipe, *options)
+    line = (*SMALL, "--quantization", recipe, "--twin", "2", *options)
     assert run(tmp_path / "whole", *line) == 0
     root, arguments = tmp_path / "killed", line
     for kill in kills:

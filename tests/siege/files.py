@@ -22,6 +22,7 @@ from binade.collector.jobs import runner, store
 from binade.collector.jobs.processes import Process, host
 from binade.data.events import Event, EventKind, append_event
 from binade.data.runs import boot, list_runs
+from binade.data.twin import GradientTwin, Twin, append_twin
 from tests.app import roots
 from tests.app.conftest import close_pages, open_page
 from tests.siege.attack import Attempt, attack, check_sentence
@@ -231,7 +232,7 @@ def linked_queues(attempt: Attempt) -> None:
     assert {path: path.read_bytes() for path in [other, *other.rglob("*")] if path.is_file()} == before
 
 
-RUN_FILES = ["run.json", "status.json", "loss.jsonl", "log.txt", "events.jsonl"]
+RUN_FILES = ["run.json", "status.json", "loss.jsonl", "log.txt", "events.jsonl", "twin.jsonl"]
 
 
 @attack("Every page opens; intact runs are shown, and the damaged one is shown or reported", tries=150, share=3.0)
@@ -248,6 +249,7 @@ def damaged_runs(attempt: Attempt) -> None:
     for other in others:  # a batch is one process: only the first run is this job's
         roots.change_status(other, pid=1 << 22)
     append_event(run, Event(EventKind.TRIGGER, 0, "absmax is 9", started, place="layer1.fc1 input", order=1))
+    append_twin(run, Twin(0, 5.0, (0.1,), False, (GradientTwin("step", None, None, None, 1.0, 0.1),)))
     done = damage(run / name, how, attempt.random)
     attempt.case = f"{name}: {done}"
     found, refused = list_runs(root)

@@ -17,7 +17,7 @@ from binade.collector import jobs
 from binade.collector.jobs import processes, runner, state, store
 from binade.data.catalog import Catalog
 from binade.data.events import read_events
-from binade.data.runs import RunWriter, boot, list_runs
+from binade.data.runs import DONE, RunWriter, boot, list_runs
 from tests.conftest import start_python, until
 from tests.siege import files, urls
 from tests.siege.attack import ATTACKS, Attempt
@@ -86,14 +86,15 @@ def test_a_clock_that_is_set_back_parts_no_job_from_its_run(tmp_path, monkeypatc
     assert state.run_of(tmp_path, store.Execution(processes.host(), "another", job.created, process=process)) is None
 
 
-@pytest.mark.parametrize("name", ["run.json", "status.json", "loss.jsonl", "events.jsonl"])
+@pytest.mark.parametrize("name", ["run.json", "status.json", "loss.jsonl", "events.jsonl", "twin.jsonl"])
 def test_a_fifo_in_a_run_is_not_waited_for(tmp_path, name: str):
     writer = RunWriter.create(tmp_path, "mine", {})
     (writer.directory / name).unlink(missing_ok=True)
     os.mkfifo(writer.directory / name)
     found, refused = list_runs(tmp_path)
-    if name == "events.jsonl":
+    if name in ("events.jsonl", "twin.jsonl"):
         assert read_events(writer.directory) == []
+        writer.finish(DONE)
         with Catalog.open(tmp_path) as catalog:
             refused = catalog.refused
     assert [name in line and "not a regular file" in line for line in refused] == [True] * (name != "loss.jsonl")

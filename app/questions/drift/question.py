@@ -1,4 +1,5 @@
-"""Is it the format's rounding, or has the run drifted? Three tensors, matched by identity."""
+"""Is it the format's rounding, or has the run drifted? A twin step of the run tells; without one, three tensors,
+matched by identity."""
 
 from __future__ import annotations
 
@@ -11,25 +12,29 @@ from binade.app import style
 from binade.app.control import Control
 from binade.app.figure import Column, Drawn, Figure, Item, Table
 from binade.app.params import known_run
-from binade.app.questions.drift import compute
+from binade.app.questions.drift import charts, compute, twin
 from binade.app.questions.question import Question, not_in_report
 from binade.app.questions.shared import distribution_charts
 from binade.app.questions.shared.distributions import log2_histogram
-from binade.app.questions.shared.runs import compared_to, every_run, run_titles
+from binade.app.questions.shared.runs import compared_to, every_run, labels_of, run_titles
 from binade.app.questions.shared.selection import SelectedTensor
 from binade.data.catalog import CatalogError
 from binade.data.same_data import equal_weights
 from binade.data.store import TensorFileError
+from binade.data.twin import Twin, read_twins
 from binade.quant.metrics import METRICS
 
 NOTHING = (
     "There is nothing to compare: this needs a bf16 run and a quantized run on the same data, both with this "
     "tensor. Collect them with the same options."
 )
-
+NO_TWIN = (
+    "To see what rounding does to the gradients on the same weights, record a twin step: with --twin 16 or, in your "
+    "own loop, with recorder.twin."
+)
 NOTE = (
     "The quantized run’s tensor is shown before its own rounding. It differs from the bf16 run’s tensor only because "
-    "operands of earlier GEMMs were rounded, in this iteration or a previous one."
+    f"operands of earlier GEMMs were rounded, in this iteration or a previous one. {NO_TWIN}"
 )
 WHAT = {
     "rounding": "bf16’s tensor, rounded: the format alone",
@@ -46,6 +51,19 @@ COLUMNS = {
     "ks": Column("KS distance", "%.4f", help=METRICS["ks"].definition + ", on bins of 1/8 binade"),
 }
 
+TWIN_COLUMNS = {
+    "layer": Column("Layer", "%d", 60),
+    "module": Column("Module", width=170),
+    "expert": Column("Expert", "%d", 65),
+    "norm": Column("‖g‖", "%.4g", 85, help="Norm of the gradient without the recipe"),
+    "bias": Column("Bias (%)", "%.3g", 85, help=twin.BIAS.definition),
+    "bias_low": Column("from", "%.3g", 75, help="The 95% interval of the bias over the passes"),
+    "bias_high": Column("to", "%.3g", 75, help="The 95% interval of the bias over the passes"),
+    "noise": Column("√variance (%)", "%.3g", 110, help=twin.NOISE.definition),
+    "cosine": Column(format="%.5f"),
+    "change": Column("Δloss", width=230, help=twin.CHANGE.definition),
+}
+
 
 @dataclass(frozen=True)
 class Candidates:
@@ -55,7 +73,7 @@ class Candidates:
     runs: list[str]
     labels: dict[str, str]
     titles: dict[str, str]
-    twins: pd.DataFrame
+    quantized: pd.DataFrame
     base: pd.DataFrame
     reference_label: str
 
@@ -95,24 +113,57 @@ def _controls(selected: SelectedTensor, values: dict[str, Any]) -> list[Control]
 
 def draw(selected: SelectedTensor, values: dict[str, Any]) -> Drawn:
     found = candidates(selected)
+    run = chosen_run(selected, found.runs, values["against"]) if found else selected.row["run_id"]
+    if step := twin_step(selected, run):
+        return of_twin(selected, run, step)
     if found is None:
-        return Drawn(problems=(NOTHING,))
-    return compared(selected, found, chosen_run(selected, found.runs, values["against"]))
+        return Drawn(problems=(NOTHING, NO_TWIN))
+    return compared(selected, found, run)
+
+
+def twin_step(selected: SelectedTensor, run: str) -> Twin | None:
+    """The twin step of a run in the tensor's iteration, else its last one."""
+    try:
+        steps = read_twins(selected.opened.root / run)
+    except OSError:  # the catalog says so
+        return None
+    here = (step for step in steps if step.iteration == selected.row["iteration"])
+    return next(here, steps[-1] if steps else None)
+
+
+def of_twin(selected: SelectedTensor, run: str, step: Twin) -> Drawn:
+    """What the recipe does to the gradients of a micro-batch, by layer and by parameter."""
+    layers, table, label = twin.by_layer(step), twin.by_parameter(step), labels_of(selected.opened).get(run, run)
+    passes = "1 pass" if len(step.changes) == 1 else f"{len(step.changes)} passes"
+    drawn = passes if step.draws else "the recipe draws no random numbers: exact for this micro-batch"
+    of = f"{label} · iteration {step.iteration} · {drawn}"
+    measures = ". ".join(f"{each.label}: {each.definition}" for each in (twin.BIAS, twin.NOISE))
+    caption = (
+        f"Data: twin step of {run}, iteration {step.iteration}, first micro-batch, {passes} with the recipe and one "
+        f"without. g: gradient without the recipe. ĝ: with it.\n{measures}."
+    )
+    title = "Error of each layer’s gradient"
+    items: list[Item] = []
+    if not layers.empty:
+        items.append(Figure("twin", charts.by_layer(layers, title, of), layers, caption, height=360))
+    columns = {name: each for name, each in TWIN_COLUMNS.items() if table[name].notna().any()}
+    items.append(Table("twin", table, columns, f"**Gradients by parameter** · {of}", note=caption.splitlines()[1]))
+    return Drawn(tuple(items), twin.verdict(step))
 
 
 def compared(selected: SelectedTensor, given: Candidates, run: str) -> Drawn:
     if given.base.empty:
         return Drawn(problems=("The bf16 run did not record this tensor.",))
-    twin = given.twins[given.twins["run_id"] == run].iloc[0]
-    ids = given.base.iloc[0]["tensor_id"], twin["tensor_id"]
+    other = given.quantized[given.quantized["run_id"] == run].iloc[0]
+    ids = given.base.iloc[0]["tensor_id"], other["tensor_id"]
     try:
         reference, own = (selected.opened.load(tensor_id) for tensor_id in ids)
     except (CatalogError, TensorFileError) as error:
         return Drawn(problems=(f"The values of one of the two tensors cannot be read: {error}.",))
     if reference.shape != own.shape or not reference.numel():
         return Drawn(problems=("The two tensors have different shapes and cannot be compared.",))
-    fmt = str(selected.spec) if pd.isna(twin["format"]) else twin["format"]
-    equal = equal_weights(selected.opened.root, run, given.base.iloc[0]["run_id"], int(twin["iteration"]))
+    fmt = str(selected.spec) if pd.isna(other["format"]) else other["format"]
+    equal = equal_weights(selected.opened.root, run, given.base.iloc[0]["run_id"], int(other["iteration"]))
     found = compute.three_way(reference, own, fmt, selected.dim, equal)
     columns = COLUMNS
     if equal:
@@ -136,12 +187,14 @@ DRIFT = Question(
     text="Is the difference rounding or drift?",
     title="Rounding or drift",
     icon=":material/alt_route:",
-    help="The bf16 run’s tensor, the same tensor rounded, and the quantized run’s",
+    help="The bias and variance of gradients in a twin step; without one, the bf16 run’s tensor, the same tensor "
+    "rounded, and the quantized run’s",
     page="tensor",
     view="drift",
     draw=draw,
     controls=(RUN,),
     narrow=_controls,
+    of_runs=True,
     beyond=compared_to,  # without a run in its address, the first
     report=not_in_report,
 )

@@ -178,6 +178,19 @@ class Clock:
             if not evaluation:
                 recorder.begin_training(self.model, given)
             return
+        self.advance(evaluation)
+        recorder.micro_batch = self.passes[evaluation]
+        self.passes[evaluation] += 1
+        if not evaluation:
+            recorder.begin_training(self.model, given)
+        if len(recorder.arrived) == PASSES_BEFORE_WARNING:
+            recorder.check_steps()
+
+    def advance(self, evaluation: bool = False) -> None:
+        """Go to the iteration of the pass that is next, unless `Recorder.at` sets it."""
+        recorder = self.recorder
+        if recorder.positioned:
+            return
         megatrons, a_step = megatron_iteration(), megatron_micro_batches()
         if megatrons is not None:
             recorder.go_to(megatrons)
@@ -187,12 +200,6 @@ class Clock:
         if self.iteration != recorder.iteration:
             self.iteration, recorder.updated = recorder.iteration, False
             self.passes.clear()
-        recorder.micro_batch = self.passes[evaluation]
-        self.passes[evaluation] += 1
-        if not evaluation:
-            recorder.begin_training(self.model, given)
-        if len(recorder.arrived) == PASSES_BEFORE_WARNING:
-            recorder.check_steps()
 
     def end(self, result: Any) -> None:
         """A forward pass has ended. Note when its result's gradients arrive: then its layers may be recomputed."""

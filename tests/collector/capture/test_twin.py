@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from binade import quant
 from binade.collector import Recorder, instrument
 from binade.collector.capture.recorder import RecorderError
+from binade.data.twin import read_twins
 
 WEIGHT = torch.randn(16, 32, generator=torch.Generator().manual_seed(0))
 X = torch.randn(64, 32, generator=torch.Generator().manual_seed(1))
@@ -49,7 +50,7 @@ def test_against_autograd_by_hand(tmp_path: Path):
         assert row.bias == row.bias_corrected == pytest.approx(((q - g).norm() / g.norm()).item(), rel=1e-5)
         assert row.variance == 0
         assert row.cosine == pytest.approx(torch.cosine_similarity(q.flatten(), g.flatten(), 0).item(), rel=1e-5)
-    assert [row.name for row in twin.gradients] == ["step", "0.weight"]
+    assert [row.name for row in twin.gradients] == ["step", "layer1", "0.weight"]
 
 
 def test_the_bias_of_stochastic_rounding_shrinks_to_the_true_one(tmp_path: Path):
@@ -69,6 +70,54 @@ def test_the_bias_of_stochastic_rounding_shrinks_to_the_true_one(tmp_path: Path)
     assert many.variance == pytest.approx(variance, rel=0.05)
     assert abs(few.bias_corrected - bias) < 0.2 * (few.bias - bias)
     assert many.bias**2 - many.bias_corrected**2 == pytest.approx(many.variance / 256, rel=1e-6)
+
+
+def test_the_errors_are_those_of_repeated_twin_steps(tmp_path: Path):
+    """Each iteration draws from seeds of its own."""
+    (tmp_path / "mine.toml").write_text(STOCHASTIC)
+    recipe, model = str(tmp_path / "mine.toml"), build()
+    with Recorder(tmp_path / "runs") as recorder, instrument(model, recipe, recorder, backend="torch"):
+        true = recorder.twin(lambda: loss(model), times=400).gradients[0]
+        found = []
+        for _ in range(60):
+            recorder.step()
+            found.append(recorder.twin(lambda: loss(model), times=8).gradients[0])
+        three, two = (recorder.twin(lambda: loss(model), times=m).gradients[0] for m in (3, 2))
+    bias, variance = ([getattr(row, name) for row in found] for name in ("bias_corrected", "variance"))
+    mean = torch.tensor(variance).mean().item()
+    assert mean == pytest.approx(true.variance, rel=0.02)
+    typical = torch.tensor([row.variance_error for row in found]).mean().item()
+    assert typical == pytest.approx(torch.tensor(variance).std().item(), rel=0.25)
+    t = 3.18  # four pairs of passes
+    inside = [abs(b - true.bias_corrected) < t * row.bias_error for b, row in zip(bias, found, strict=True)]
+    assert sum(inside) >= 55
+    assert three.variance_error is not None and three.bias_error is None
+    assert two.variance_error is None and two.bias_corrected is not None
+
+
+def test_an_instrumented_loop_writes_its_twin_steps(tmp_path: Path):
+    """Delayed scales vary between passes of training, but not between those of a twin step."""
+    model, inner = nn.Sequential(), nn.Sequential()
+    for name, part in (("fc1", nn.Linear(32, 16)), ("fc2", nn.Linear(16, 16, bias=False))):
+        inner.add_module(name, part)
+    model.add_module("layers", nn.ModuleList([nn.Identity(), inner]))
+    model.forward = lambda x: inner(x)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    twins = []
+    with Recorder(tmp_path) as recorder, instrument(model, "te_delayed", recorder, backend="torch"):
+        for _ in range(2):
+            twins.append(recorder.twin(lambda: loss(model), times=3))
+            loss(model).backward()
+            optimizer.step()
+    assert read_twins(recorder.writer.directory) == twins and [twin.iteration for twin in twins] == [0, 1]
+    assert all(len(twin.changes) == 1 and not twin.draws for twin in twins)
+    assert [(row.name, row.layer_index, row.module) for row in twins[0].gradients] == [
+        ("step", None, None),
+        ("layer2", 2, None),
+        ("layers.1.fc1.weight", 2, "fc1"),
+        ("layers.1.fc1.bias", 2, "fc1.bias"),
+        ("layers.1.fc2.weight", 2, "fc2"),
+    ]
 
 
 def test_training_does_not_change(tmp_path: Path):

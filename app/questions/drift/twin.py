@@ -1,0 +1,124 @@
+"""A twin step: what a recipe does to the loss and the gradients of one micro-batch, on the same weights."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pandas as pd
+
+from binade.data import evidence
+from binade.data.evidence import Estimate, Measure, Sentence, exact, say, together, with_error
+from binade.data.twin import GradientTwin, Twin
+
+CHANGE = Measure("change", "Δloss", definition="the loss with the recipe minus the loss without it", signed=True)
+BIAS = Measure("bias", "Bias", "%", "‖mean(ĝ) − g‖ / ‖g‖, without the noise of the passes", factor=100.0)
+NOISE = Measure("noise", "√variance", "%", "√(Σ‖ĝ − mean(ĝ)‖² / (M − 1)) / ‖g‖ over M passes", factor=100.0)
+ERROR = Measure("error", "Relative error", "%", "‖ĝ − g‖ / ‖g‖ of one pass", factor=100.0)
+
+
+def change_of(twin: Twin) -> Estimate:
+    """The mean change of the loss; exact if every pass has the same loss, as where the forward pass draws nothing."""
+    if not twin.draws or (len(twin.changes) > 1 and len(set(twin.changes)) == 1):
+        return exact(CHANGE, twin.changes[0])
+    return evidence.mean(CHANGE, twin.changes, "passes")
+
+
+def bias_of(twin: Twin, row: GradientTwin) -> Estimate:
+    """The bias of a gradient. It is exact if nothing in it is drawn, and an error with noise if there is one pass."""
+    if row.bias is None or not row.norm:
+        return exact(BIAS, math.nan)
+    if row.bias_corrected is None:
+        return with_error(ERROR, row.bias, math.nan, 1, "passes")
+    if not row.variance:
+        return exact(BIAS, row.bias_corrected)
+    pairs, error = len(twin.changes) // 2, row.bias_error
+    if error is None:
+        return with_error(BIAS, row.bias_corrected, math.nan, len(twin.changes), "passes")
+    found = with_error(BIAS, row.bias_corrected, error, pairs, "pairs of passes")
+    return replace(found, low=max(found.low, 0.0))
+
+
+def noise_of(twin: Twin, row: GradientTwin) -> Estimate:
+    """√variance of a gradient."""
+    if row.variance is None:
+        return with_error(NOISE, math.nan, math.nan, len(twin.changes), "passes")
+    value, passes = math.sqrt(row.variance), len(twin.changes)
+    if not value:
+        return exact(NOISE, 0.0)
+    error = math.nan if row.variance_error is None else row.variance_error / (2 * value)
+    found = with_error(NOISE, value, error, passes - 1, "passes")  # so many independent differences
+    return replace(found, n=passes, low=max(found.low, 0.0))
+
+
+def verdict(twin: Twin) -> Sentence:
+    """What the recipe does to the whole step, and which parameter's gradient has the largest bias if one has."""
+    change, bias, noise = change_of(twin), bias_of(twin, twin.step), noise_of(twin, twin.step)
+    if math.isnan(bias.value):
+        return say("The gradient of this micro-batch is zero or not finite: its error is unknown.")
+    first = say("On the same weights and micro-batch, the recipe changes the loss by {change}.", change=change)
+    if bias.measure is ERROR:
+        return together(
+            first,
+            say(
+                "The step’s gradient has a relative error of {error}. One pass does not separate bias from variance.",
+                error=bias,
+            ),
+        )
+    if noise.value:
+        whole = say(
+            "The step’s gradient has a bias of {bias} and a √variance of {noise}, relative to its norm.",
+            bias=bias,
+            noise=noise,
+        )
+    else:
+        whole = say("The step’s gradient has a bias of {bias}, relative to its norm.", bias=bias)
+    items = [(name_of(row), bias_of(twin, row)) for row in twin.parameters]
+    return together(first, whole, evidence.extreme(items, "bias of a parameter’s gradient", lowest=False))
+
+
+def name_of(row: GradientTwin) -> str:
+    """L2 fc1"""
+    layer = f"L{row.layer_index} " if row.layer_index else ""
+    expert = "" if row.expert is None else f"expert{row.expert}."
+    return f"{layer}{expert}{row.module}" if row.module else row.name
+
+
+def by_layer(twin: Twin) -> pd.DataFrame:
+    """One row per layer and group (bias, or error of one pass; √variance where something is drawn): layer, group,
+    value, low and high in percent, missing where there is no interval, and text."""
+    rows = []
+    for row in twin.layers:
+        for estimate in (bias_of(twin, row), noise_of(twin, row)):
+            if math.isnan(estimate.value) or (estimate.measure is NOISE and not twin.draws):
+                continue
+            ends = [x * 100 if math.isfinite(x) else math.nan for x in (estimate.low, estimate.high)]
+            label = estimate.measure.label
+            rows.append((row.layer_index, label, estimate.value * 100, *ends, str(estimate)))
+    return pd.DataFrame(rows, columns=["layer", "group", "value", "low", "high", "text"])
+
+
+def by_parameter(twin: Twin) -> pd.DataFrame:
+    """The whole step, then each parameter: layer, module, expert, parameter, norm, bias, bias_low, bias_high and noise
+    (where something is drawn) in percent, cosine, change (as text, of the step)."""
+    rows = []
+    for row in (twin.step, *twin.parameters):
+        is_step = row is twin.step
+        bias, noise = bias_of(twin, row), noise_of(twin, row)
+        rows.append(
+            {
+                "layer": row.layer_index or None,
+                "module": "whole step" if is_step else row.module or row.name,
+                "expert": row.expert,
+                "parameter": row.name,
+                "norm": row.norm,
+                "bias": bias.value * 100,
+                "bias_low": bias.low * 100 if bias.interval else math.nan,
+                "bias_high": bias.high * 100 if bias.interval else math.nan,
+                "noise": noise.value * 100 if twin.draws else math.nan,
+                "cosine": math.nan if row.cosine is None else row.cosine,
+                "change": str(change_of(twin)) if is_step else "",
+            }
+        )
+    table = pd.DataFrame(rows).astype({"layer": "Int64", "expert": "Int64"})
+    return table.replace([math.inf, -math.inf], math.nan)
