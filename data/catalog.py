@@ -717,16 +717,18 @@ class Catalog:
 
     def sampled_weights(self, where: Filter | None = None, most: int = 1 << 24) -> pd.DataFrame:
         """Return the selection's samples of rounded weights, one row per weight and iteration: the columns of
-        SAME_IN_ITERATIONS, iteration, tensor_id, format, sampled and sampled_rounded (lists), at_bin_edge; those of one
-        weight together, by iteration. Only the first of several micro-batches is returned, since they have the same
-        weights. If there are many rows, the lists are thinned evenly, to about `most` values in all."""
+        SAME_IN_ITERATIONS, iteration, tensor_id, format, dtype, numel, std, absmax, columns (the length of the axis
+        that it was rounded along), sampled and sampled_rounded (lists), at_bin_edge; those of one weight together, by
+        iteration. Only the first of several micro-batches is returned, since they have the same weights. If there are
+        many rows, the lists are thinned evenly, to about `most` values in all."""
         condition, parameters = self._selection(where)
         columns = ", ".join(f"tensor.{name}" for name in SAME_IN_ITERATIONS)
         weight = ", ".join(f"tensor.{name}" for name in SAME_IN_ITERATIONS if name != "micro_batch")
         return self._frame(
             f"""
             WITH chosen AS (
-                SELECT {columns}, iteration, tensor_id, tensor.format, sampled, sampled_rounded, at_bin_edge
+                SELECT {columns}, iteration, tensor_id, tensor.format, dtype, numel, std, absmax,
+                       shape[coalesce(contracted_axis, -1)] AS columns, sampled, sampled_rounded, at_bin_edge
                 FROM trace JOIN tensor USING (key)
                 WHERE {condition} AND iteration IS NOT NULL AND len(sampled) > 0
                 QUALIFY row_number() OVER (PARTITION BY {weight}, iteration ORDER BY micro_batch, tensor_id) = 1
