@@ -702,6 +702,17 @@ class Catalog:
             [*parameters, str(Spec.of(fmt)), measure],
         )
 
+    def overflowing(self, fmt: str, where: Filter | None = None) -> int:
+        """Return how many of the selection's operands hold NaN or Inf, before or after rounding to a format: `blocks`
+        has none of their blocks that do."""
+        condition, parameters = self._selection(where)
+        found = self._frame(
+            "SELECT count(DISTINCT tensor_id) AS count FROM score JOIN tensor USING (key)"
+            f" WHERE {condition} AND score.format = ? AND (nans + infs > 0 OR NOT isfinite(score.mse))",
+            [*parameters, str(Spec.of(fmt))],
+        )
+        return int(found["count"].iloc[0])
+
     def hot_channels(self, where: Filter | None = None) -> pd.DataFrame:
         """Return the selection's tensors with hot channels, one row each: those of SAME_IN_ITERATIONS, iteration,
         tensor_id, channels (how many), hot_channels (lists) and hot_ratio; those of one tensor together, by iteration.
