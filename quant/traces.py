@@ -5,6 +5,7 @@ Both are small and depend on a single iteration, so that recording keeps no stat
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -106,14 +107,15 @@ def sample_later(
 
 def edge_by_chance(spec: Spec, deviation: float, absmax: float, dtype: torch.dtype, columns: int) -> float:
     """The share at the edge of a bin (see `Sample`) that normally distributed values have, in rows of `columns` values
-    along which they are rounded, with a tensor's standard deviation and, where one scale is for all of it, its absmax.
+    along which they are rounded, with a tensor's standard deviation and, where a scale is for all of it, its absmax.
 
     Seeded: equal arguments give the same share. Only where a tensor's scale meets values of 16 bits does every digit of
     the two statistics matter; elsewhere the standard deviation is rounded to 1/16 binade, so that results are reused.
     """
     if spec.random or not (0 < deviation < math.inf and math.isfinite(absmax)):
         return math.nan
-    if spec.block != TENSOR or dtype.itemsize > 2:
+    of_tensor = TENSOR in (spec.block, SCALINGS[spec.scale].outer)
+    if not of_tensor or dtype.itemsize > 2:
         deviation, absmax = 2 ** (round(16 * math.log2(deviation)) / 16), 0.0
     return _edge_by_chance(unrotated(spec), deviation, absmax, dtype, min(columns, CHANCE_COLUMNS))
 
@@ -123,7 +125,8 @@ def _edge_by_chance(spec: Spec, deviation: float, absmax: float, dtype: torch.dt
     """absmax: 0 for that of the values that are drawn."""
     spec = Spec.of(spec, history=0) if spec.history else spec
     rows = max(-(-CHANCE_SAMPLE // columns), spec.block.rows or 1 if spec.block else 1)
-    x = (torch.randn(rows, columns, generator=torch.Generator().manual_seed(0)) * deviation).to(dtype)
+    seed = zlib.crc32(repr((deviation, absmax)).encode())  # so that the errors of several tensors do not agree
+    x = (torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)) * deviation).to(dtype)
     shared = torch.tensor(absmax) if absmax else None
     q, scales = apply(x, spec, want_scales=True, absmax=shared)
     at = _places(x.numel(), CHANCE_SAMPLE, x.device)
