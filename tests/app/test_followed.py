@@ -22,6 +22,7 @@ from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 from binade.quant.traces import positions
 from tests.app import roots
+from tests.app.test_claims import claims
 from tests.collector.small_model import build, loss
 from tests.data.builder import without_checksums
 
@@ -159,7 +160,7 @@ def test_the_answers(opened: Catalog):
     ]
     found = drawn(opened, "noise")
     assert "oscillate" in found.verdict and f"over {STEPS} recorded iterations" in found.verdict
-    assert "√3" in found.verdict and not found.problems and len(found.figures) == 4
+    assert "√3" in found.verdict and not found.problems and len(found.figures) == 4 and not claims(found)
 
 
 def test_only_weights_that_were_put_at_the_edge_of_a_bin_are_named(tmp_path: Path):

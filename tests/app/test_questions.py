@@ -45,6 +45,7 @@ from binade.quant.blocks import look
 from binade.quant.formats import FORMATS
 from binade.quant.metrics import errors
 from tests.app.roots import odd_tensors
+from tests.app.test_claims import claims
 
 SAMPLES = {
     "normal": stats.norm(2, 3),
@@ -529,7 +530,9 @@ class TestBoards:
                 recorder.step()
         with Catalog.open(tmp_path) as catalog:
             values = read(worst.params(catalog), {"view": ["blocks"], "format": ["mxfp4"]})[0]
-            found = worst.draw(Selection(catalog, Filter()), values).verdict
+            answer = worst.draw(Selection(catalog, Filter()), values)
+        found = answer.verdict
+        assert not claims(answer)
         assert "falls over iterations in 1 of 3 layers; steepest: layer 2, −" in found
         assert "In the other 2, no trend can be told from chance." in found
         assert re.search(r"Lowest 1st percentile of SQNR by block in mxfp4: layer 2, ", found)

@@ -95,18 +95,15 @@ def _verdict(table: pd.DataFrame, measure: str, board: Board) -> Sentence:
 
 def _bad(by_iteration: list[dict[Hashable, Any]], fmt: str) -> Sentence:
     """How many blocks are below BAD_DB in the last iteration, and in the first."""
-    texts = ["In iteration {at}, {count} of {blocks} measured blocks ({share}) have an SQNR below {limit} dB in {fmt}."]
-    texts += ["In iteration {at}: {count} of {blocks} ({share})."] * (len(by_iteration) > 1)
-    return evidence.together(
-        *(
-            say(
-                text,
-                at=int(row["iteration"]), count=round(row["bad"] * row["blocks"]), blocks=int(row["blocks"]),
-                share=exact(SHARE, row["bad"], of="blocks"), limit=compute.BAD_DB, fmt=fmt,
-            )
-            for text, row in zip(texts, (by_iteration[-1], by_iteration[0]), strict=False)
-        )
+    last, first = (
+        {"at": int(row["iteration"]), "count": round(row["bad"] * row["blocks"]), "blocks": int(row["blocks"]),
+         "share": exact(SHARE, row["bad"], of="blocks")}
+        for row in (by_iteration[-1], by_iteration[0])
     )  # fmt: skip
+    text = "In iteration {at}, {count} of {blocks} measured blocks ({share}) have an SQNR below {limit} dB in {fmt}."
+    found = say(text, limit=compute.BAD_DB, fmt=fmt, **last)
+    before = say("In iteration {at}: {count} of {blocks} ({share}).", **first)
+    return evidence.together(found, before) if len(by_iteration) > 1 else found
 
 
 def _range(last: dict[Hashable, Any], measure: str) -> Sentence:

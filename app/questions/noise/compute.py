@@ -57,22 +57,25 @@ def weights(catalog: Catalog, where: Filter) -> pd.DataFrame:
         oscillating[at[LEAST - 1 :]] = (ratios(values, rounded)[LEAST - 1 :] >= RATIO).mean(1)
         returned[at[-1]] = came_back(rounded[-WINDOW - 1 :]).mean()
     table = table.assign(before=before, oscillating=oscillating, returned=returned, place=place_names(table))
-    table = table.assign(sampled=table["sampled"].map(len), by_chance=_by_chance(table))
-    edge, chance = table["at_bin_edge"], table["by_chance"]
-    counted = table["numel"].clip(upper=EDGE_SAMPLE)
-    error = np.sqrt(edge * (1 - edge) / counted + chance * (1 - chance) / CHANCE_SAMPLE)
-    table = table.assign(counted=counted, edge_excess=edge - chance, edge_error=error)
+    table = with_chance(table.assign(sampled=table["sampled"].map(len)))
     columns = ["format", "sampled", "before", "at_bin_edge", "by_chance", "counted", "edge_excess", "edge_error"]
     columns += ["oscillating", "returned"]
     return table[[*PLACE, "place", "iteration", "tensor_id", *columns]]
 
 
-def _by_chance(table: pd.DataFrame) -> list[float]:
-    rows = table[["format", "std", "absmax", "dtype", "columns"]].itertuples(index=False)
-    return [
-        edge_by_chance(Spec.of(fmt), std, absmax, getattr(torch, dtype), int(columns))
-        for fmt, std, absmax, dtype, columns in rows
-    ]
+def with_chance(table: pd.DataFrame) -> pd.DataFrame:
+    """The rows of `Catalog.sampled_weights` with by_chance, counted, edge_excess and edge_error: see `weights`."""
+    names = ["format", "std", "absmax", "dtype", "columns"]
+    chance = np.array(
+        [
+            edge_by_chance(Spec.of(fmt), std, absmax, getattr(torch, dtype), int(columns))
+            for fmt, std, absmax, dtype, columns in table[names].itertuples(index=False)
+        ],
+        float,
+    )
+    edge, counted = table["at_bin_edge"], table["numel"].clip(upper=EDGE_SAMPLE)
+    error = np.sqrt(edge * (1 - edge) / counted + chance * (1 - chance) / CHANCE_SAMPLE)
+    return table.assign(by_chance=chance, counted=counted, edge_excess=edge - chance, edge_error=error)
 
 
 def places(weights: pd.DataFrame) -> pd.DataFrame:
