@@ -233,9 +233,9 @@ def proportion(measure: Measure, share: float, n: int, of: str) -> Estimate:
     """A share of n independent values, with Wilson's 95% interval."""
     if not n or math.isnan(share):
         return Estimate(measure, math.nan, -math.inf, math.inf, 0, of, "share", math.nan)
-    z = 1.96
-    middle, whole = (share + z * z / (2 * n)) / (1 + z * z / n), n + z * z
-    error = math.sqrt(middle * (1 - middle) / whole)
+    z = 1.959964
+    shrunk = 1 + z * z / n
+    middle, error = (share + z * z / (2 * n)) / shrunk, math.sqrt(share * (1 - share) / n + (z / (2 * n)) ** 2) / shrunk
     low, high = max(middle - z * error, 0.0), min(middle + z * error, 1.0)
     return Estimate(measure, share, low, high, n, of, "share", error)
 
