@@ -24,6 +24,7 @@ import pyarrow.compute as pc
 from altair.utils import schemapi
 
 from binade.app.control import Control
+from binade.data.evidence import Sentence
 from binade.data.filter import Filter
 from binade.data.text import csv_table
 
@@ -229,13 +230,19 @@ class Drawn:
     """What a view shows.
 
     items     in the order in which a page shows them
-    verdict   the answer in words, "" where there is none
+    verdict   the answer in words, with the estimates that it is made from; empty where there is none
     problems  a sentence for each thing that is missing, left out or cannot be drawn
+
+    Raises TypeError for a verdict that is not a Sentence: its numbers would have no evidence.
     """
 
     items: tuple[Item, ...] = field(default=(), repr=False)
-    verdict: str = ""
+    verdict: Sentence = field(default_factory=Sentence)
     problems: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.verdict, Sentence):
+            raise TypeError(f"the verdict {self.verdict!r} is a plain string: make it with binade.data.evidence")
 
     @property
     def figures(self) -> tuple[Figure, ...]:

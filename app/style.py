@@ -91,13 +91,22 @@ OWN_METRICS = {
     ),
     "at_bin_edge": Metric(
         "Weights at a bin’s edge",
-        "share of the sampled weights (up to 8,192 per tensor) with |w − q| > 0.495 times the width of q’s bin",
+        "share of the sampled weights (up to 8,192 per tensor) with |w − q| > 0.495 times the width of q’s bin; "
+        "clipped weights are not at an edge",
+        "%",
+        percent=True,
+    ),
+    "edge_excess": Metric(
+        "At a bin’s edge beyond chance",
+        "share of the weights at a bin’s edge, minus the share of normally distributed values with the same standard "
+        "deviation, dtype and format",
         "%",
         percent=True,
     ),
     "gradient_to_noise": Metric(
         "Gradient to noise",
-        "‖g‖ / ‖ĝ − g‖ = 10^(SQNR/20), where ĝ is the gradient with rounding; below √3, noise dominates the step",
+        "‖g‖ / ‖ĝ − g‖ = 10^(SQNR/20), where g is the gradient of a single micro-batch and ĝ the same with rounding; "
+        "of M accumulated micro-batches it is up to √M times larger if their noise is independent",
     ),
     "zero_share": Metric("Zeros", "share of the elements that are exactly 0", "%", percent=True),
     "non_finite": Metric("NaN and Inf", "share of the elements that are NaN or infinite", "%", percent=True),
@@ -114,7 +123,7 @@ MEASURES = {
         low_is_bad=key == "sqnr_db",
         log=key in LOG,
         decimals=DECIMALS.get(key),
-        signed=key == "loss_change",
+        signed=key in ("loss_change", "edge_excess"),
         resolution=0.1 if key == "sqnr_db" else 0.0,  # dB
     )
     for key, m in (METRICS | OWN_METRICS).items()

@@ -702,6 +702,17 @@ class Catalog:
             [*parameters, str(Spec.of(fmt)), measure],
         )
 
+    def overflowing(self, fmt: str, where: Filter | None = None) -> int:
+        """Return how many of the selection's operands hold NaN or Inf, before or after rounding to a format: `blocks`
+        has none of their blocks that do."""
+        condition, parameters = self._selection(where)
+        found = self._frame(
+            "SELECT count(DISTINCT tensor_id) AS count FROM score JOIN tensor USING (key)"
+            f" WHERE {condition} AND score.format = ? AND (nans + infs > 0 OR NOT isfinite(score.mse))",
+            [*parameters, str(Spec.of(fmt))],
+        )
+        return int(found["count"].iloc[0])
+
     def hot_channels(self, where: Filter | None = None) -> pd.DataFrame:
         """Return the selection's tensors with hot channels, one row each: those of SAME_IN_ITERATIONS, iteration,
         tensor_id, channels (how many), hot_channels (lists) and hot_ratio; those of one tensor together, by iteration.
@@ -717,16 +728,18 @@ class Catalog:
 
     def sampled_weights(self, where: Filter | None = None, most: int = 1 << 24) -> pd.DataFrame:
         """Return the selection's samples of rounded weights, one row per weight and iteration: the columns of
-        SAME_IN_ITERATIONS, iteration, tensor_id, format, sampled and sampled_rounded (lists), at_bin_edge; those of one
-        weight together, by iteration. Only the first of several micro-batches is returned, since they have the same
-        weights. If there are many rows, the lists are thinned evenly, to about `most` values in all."""
+        SAME_IN_ITERATIONS, iteration, tensor_id, format, dtype, numel, std, absmax, columns (the length of the axis
+        that it was rounded along), sampled and sampled_rounded (lists), at_bin_edge; those of one weight together, by
+        iteration. Only the first of several micro-batches is returned, since they have the same weights. If there are
+        many rows, the lists are thinned evenly, to about `most` values in all."""
         condition, parameters = self._selection(where)
         columns = ", ".join(f"tensor.{name}" for name in SAME_IN_ITERATIONS)
         weight = ", ".join(f"tensor.{name}" for name in SAME_IN_ITERATIONS if name != "micro_batch")
         return self._frame(
             f"""
             WITH chosen AS (
-                SELECT {columns}, iteration, tensor_id, tensor.format, sampled, sampled_rounded, at_bin_edge
+                SELECT {columns}, iteration, tensor_id, tensor.format, dtype, numel, std, absmax,
+                       shape[coalesce(contracted_axis, -1)] AS columns, sampled, sampled_rounded, at_bin_edge
                 FROM trace JOIN tensor USING (key)
                 WHERE {condition} AND iteration IS NOT NULL AND len(sampled) > 0
                 QUALIFY row_number() OVER (PARTITION BY {weight}, iteration ORDER BY micro_batch, tensor_id) = 1

@@ -8,6 +8,7 @@ trust it. The functions below compare estimates: what they cannot tell apart, th
 | one tensor | its value | none: exact |
 | several tensors | median of their own values, each counted once | 10th to 90th percentile: a spread, not an error |
 | seeds | mean | Student's t, 95%; one seed has none |
+| values of a sample | share | Wilson's, 95% |
 | sequences, micro-batches, passes | mean or total | from the standard error over them, Student's t, 95% |
 | layers or iterations | Theil–Sen slope | of the slope, 95%; its p-value is Kendall's |
 """
@@ -228,6 +229,17 @@ def with_error(measure: Measure, value: float, error: float, n: int, of: str) ->
     return _estimate(measure, float(value), float(error), n, of, "mean", max(n - 1, 1))
 
 
+def proportion(measure: Measure, share: float, n: int, of: str) -> Estimate:
+    """A share of n independent values, with Wilson's 95% interval."""
+    if not n or math.isnan(share):
+        return Estimate(measure, math.nan, -math.inf, math.inf, 0, of, "share", math.nan)
+    z = 1.959964
+    shrunk = 1 + z * z / n
+    middle, error = (share + z * z / (2 * n)) / shrunk, math.sqrt(share * (1 - share) / n + (z / (2 * n)) ** 2) / shrunk
+    low, high = max(middle - z * error, 0.0), min(middle + z * error, 1.0)
+    return Estimate(measure, share, low, high, n, of, "share", error)
+
+
 def trend(measure: Measure, at: Iterable[float], values: Iterable[float], of: str) -> Estimate:
     """The Theil–Sen slope of values over `at` with its 95% interval, and Kendall's p-value. NaN for fewer than FEWEST
     finite points."""
@@ -388,7 +400,7 @@ def effects(items: Sequence[Named], than: str, words: tuple[str, str] = ("higher
         names = listed([name for name, _ in several])
         found.append(
             Sentence(
-                f"Not distinguishable from {than}: {names} ({least.n} {least.of}; a difference of {smallest} would "
+                f"Not distinguishable from {than}: {names} ({least.n:,} {least.of}; a difference of {smallest} would "
                 "probably have shown).",
                 [replace(least, value=least.detectable), *(each for _, each in several)],
             )

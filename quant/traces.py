@@ -5,6 +5,7 @@ Both are small and depend on a single iteration, so that recording keeps no stat
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -15,12 +16,13 @@ from torch import Tensor
 
 from binade.quant.elements import Element
 from binade.quant.metrics import channel_absmax
-from binade.quant.quantizer import outer_absmax, unrotated
+from binade.quant.quantizer import apply, outer_absmax, unrotated
 from binade.quant.scaling import SCALINGS
-from binade.quant.specs import Spec
+from binade.quant.specs import TENSOR, Spec
 
 SAMPLE = 512  # values that are kept of a tensor
 EDGE_SAMPLE = 8192  # values that the share at the edge of a bin is counted of
+CHANCE_SAMPLE, CHANCE_COLUMNS = 1 << 16, 1 << 10  # values that the share by chance is counted of, and their longest row
 EDGE = 0.495  # of a bin's width, from its code
 HOT_LEAST, HOT_MOST = 8, 64  # hot channels
 
@@ -73,8 +75,9 @@ class Sample:
                       for a spec with a rotation
     at_bin_edge       of `positions(numel, EDGE_SAMPLE)`, the share of values v·scale, rounded to c·scale, with |v - c|
                       > 0.495 · width, where c's bin of that width reaches halfway to either neighbor (of the outermost
-                      codes: as far out as in). TetraJet-v2, `oscillation_reset.py`. NaN where rounding is stochastic,
-                      or the values of a block have different scales
+                      codes: as far out as in). TetraJet-v2, `oscillation_reset.py`. A value beyond the outermost codes
+                      is clipped, not at an edge. NaN where rounding is stochastic, or the values of a block have
+                      different scales
     """
 
     values: np.ndarray
@@ -102,6 +105,35 @@ def sample_later(
     return fetch
 
 
+def edge_by_chance(spec: Spec, deviation: float, absmax: float, dtype: torch.dtype, columns: int) -> float:
+    """The share at the edge of a bin (see `Sample`) that normally distributed values have, in rows of `columns` values
+    along which they are rounded, with a tensor's standard deviation and, where a scale is for all of it, its absmax.
+
+    Seeded: equal arguments give the same share. Only where a tensor's scale meets values of 16 bits does every digit of
+    the two statistics matter; elsewhere the standard deviation is rounded to 1/16 binade, so that results are reused.
+    """
+    if spec.random or not (0 < deviation < math.inf and math.isfinite(absmax)):
+        return math.nan
+    of_tensor = TENSOR in (spec.block, SCALINGS[spec.scale].outer)
+    if not of_tensor or dtype.itemsize > 2:
+        deviation, absmax = 2 ** (round(16 * math.log2(deviation)) / 16), 0.0
+    return _edge_by_chance(unrotated(spec), deviation, absmax, dtype, min(columns, CHANCE_COLUMNS))
+
+
+@lru_cache(maxsize=1 << 14)
+def _edge_by_chance(spec: Spec, deviation: float, absmax: float, dtype: torch.dtype, columns: int) -> float:
+    """absmax: 0 for that of the values that are drawn."""
+    spec = Spec.of(spec, history=0) if spec.history else spec
+    rows = max(-(-CHANCE_SAMPLE // columns), spec.block.rows or 1 if spec.block else 1)
+    seed = zlib.crc32(repr((deviation, absmax)).encode())  # so that the errors of several tensors do not agree
+    x = (torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)) * deviation).to(dtype)
+    shared = torch.tensor(absmax) if absmax else None
+    q, scales = apply(x, spec, want_scales=True, absmax=shared)
+    at = _places(x.numel(), CHANCE_SAMPLE, x.device)
+    scale = _scale(at, x, spec, scales, -1, shared)
+    return math.nan if scale is None else float(_at_edge(x.take(at), q.take(at), scale, spec.format.element))
+
+
 def _scale(at: Tensor, x: Tensor, spec: Spec, scales: Tensor | None, dim: int, absmax: Tensor | None) -> Tensor | None:
     """The factor of a code at these places of x, float64 [n] or [1]; None if it differs within a block."""
     scaling = SCALINGS[spec.scale]
@@ -127,10 +159,11 @@ def _bin_widths(element: Element, device: torch.device) -> tuple[Tensor, Tensor]
 
 
 def _at_edge(values: Tensor, rounded: Tensor, scale: Tensor, element: Element) -> Tensor:
-    """The share of the finite values at the edge of their bin."""
+    """The share of the finite values at the edge of their bin; clipped ones are not."""
     grid, widths = _bin_widths(element, values.device)
     v, c = values.double() / scale, rounded.double() / scale
     ok = v.isfinite() & c.isfinite() & (scale > 0)
     index = torch.searchsorted((grid[1:] + grid[:-1]) / 2, torch.where(ok, c, 0.0).contiguous())
     # May differ from c: a dequantized value that the tensor's dtype cannot hold was rounded again.
-    return (ok & ((v - grid[index]).abs() > EDGE * widths[index])).sum() / ok.sum()
+    inside = ok & (v >= grid[0]) & (v <= grid[-1])
+    return (inside & ((v - grid[index]).abs() > EDGE * widths[index])).sum() / ok.sum()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -18,6 +18,7 @@ from binade.app.questions.shared.runs import given_names
 from binade.app.questions.shared.selection import Board, SelectedTensor, Selection
 from binade.app.style import MEASURES
 from binade.data.catalog import CatalogError
+from binade.data.evidence import Sentence
 from binade.data.store import TensorFileError
 from binade.quant.specs import Spec
 
@@ -45,7 +46,7 @@ class Section:
 
     name      of its folder too: letters, digits and "_", as the names of its figures
     text      what it shows
-    verdict   the answer in words, "" where there is none
+    verdict   the answer in words, empty where there is none
     problems  a sentence for each thing that is missing or left out; if_empty: if it has no figure
     texts     (title, text shown as it is)
     """
@@ -55,7 +56,7 @@ class Section:
     figures: Sequence[Figure] = ()
     tables: Sequence[Table] = ()
     text: str = ""
-    verdict: str = ""
+    verdict: Sentence = field(default_factory=Sentence)
     problems: Sequence[str] = ()
     texts: Sequence[tuple[str, str]] = ()
     if_empty: str = ""

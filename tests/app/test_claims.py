@@ -7,34 +7,32 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import pandas as pd
 import pytest
 import torch
+from scipy import stats
 
 from binade.app.figure import Drawn
 from binade.app.pages import tensor, worst
 from binade.app.params import read
 from binade.app.questions import registry
+from binade.app.questions.noise import compute as noise
 from binade.app.questions.question import Question
 from binade.app.questions.shared.selection import Selection
 from binade.data.catalog import Catalog
 from binade.data.events import Event, EventKind, append_event
-from binade.data.evidence import Sentence
+from binade.data.evidence import Sentence, effects
 from binade.data.filter import Filter
+from binade.quant import quantizer
+from binade.quant.specs import Spec
+from binade.quant.traces import sample_later
 from tests.data.builder import make_run
 
-# Questions whose sentences are made from estimates; the others are to follow.
-CLAIMING = (
-    "why",
-    "normality",
-    "blocks",
-    "attention",
-    "codes",
-    "provenance",
-    "what_if",
-    "difference",
-    "surfaces",
-    "channels",
-)
+# Questions without a verdict, and why.
+SILENT = {"distribution": "it shows the values of any selection, and compares nothing"}
+CLAIMING = [question.name for question in registry.QUESTIONS if question.name not in SILENT]
+# What makes sentences in data.evidence.
+SPEAKING = {"say", "Sentence", "together", "each_of", "extreme", "effects", "largest", "trends"}
 QUESTIONS = {question.name: question for question in registry.QUESTIONS}
 FOLDER = Path(registry.__file__).parent
 NUMBER = re.compile(r"[+−-]?\d[\d,]*(?:\.\d+(?:e−?\d+)?%?|%)")
@@ -99,18 +97,56 @@ def test_every_number_of_a_verdict_is_an_estimate(opened: Catalog, collected: Pa
         assert not claims(answer), answer.verdict
 
 
-@pytest.mark.parametrize("name", [*CLAIMING, "drift"])
+def calls_in(function: ast.AST) -> Iterator[tuple[str, ast.Call]]:
+    """The calls of functions that make sentences, with their names."""
+    for node in ast.walk(function):
+        if isinstance(node, ast.Call):
+            name = getattr(node.func, "id", getattr(node.func, "attr", ""))
+            if name in SPEAKING:
+                yield name, node
+
+
+@pytest.mark.parametrize("name", QUESTIONS)
 def test_sentences_are_made_from_templates(name: str):
     """A number that was formatted before it reaches `say` would have no evidence."""
-    calls = [
-        node
-        for file in sorted((FOLDER / name).glob("*.py"))
-        for node in ast.walk(ast.parse(file.read_text("utf-8")))
-        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "say"
-    ]
-    assert calls
-    for call in calls:
-        assert isinstance(call.args[0], ast.Constant) and isinstance(call.args[0].value, str), ast.unparse(call)
-        for part in (*call.args[1:], *(keyword.value for keyword in call.keywords)):
-            specs = [each for each in ast.walk(part) if isinstance(each, ast.FormattedValue) and each.format_spec]
-            assert not specs, ast.unparse(call)
+    trees = [ast.parse(file.read_text("utf-8")) for file in sorted((FOLDER / name).glob("*.py"))]
+    functions = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    assert any(True for function in functions for _ in calls_in(function)) != (name in SILENT)
+    for function in functions:
+        assigned: dict[str, list[ast.expr]] = {}
+        for node in ast.walk(function):
+            for target in node.targets if isinstance(node, ast.Assign) else ():
+                assigned.setdefault(ast.unparse(target), []).append(node.value)
+        for called, call in calls_in(function):
+            if called == "say":
+                texts = assigned.get(ast.unparse(call.args[0]), [call.args[0]])
+                assert all(isinstance(getattr(text, "value", None), str) for text in texts), ast.unparse(call)
+            for part in (*call.args, *(keyword.value for keyword in call.keywords)):
+                specs = [each for each in ast.walk(part) if isinstance(each, ast.FormattedValue) and each.format_spec]
+                assert not specs, ast.unparse(call)
+
+
+def test_a_verdict_has_estimates():
+    with pytest.raises(TypeError, match="SQNR 30 dB"):
+        Drawn(verdict="SQNR 30 dB")  # type: ignore[arg-type]
+
+
+def test_weights_of_a_normal_distribution_are_seldom_named():
+    """In no more than 5% of sentences about four of them."""
+    random, named = torch.Generator().manual_seed(1), []
+    for _ in range(60):
+        rows = []
+        for fmt in ("mxfp4", "nvfp4", "mxfp8", "hifp8"):
+            x = (torch.randn(128, 256, generator=random) * torch.rand((), generator=random)).bfloat16()
+            spec = Spec.of(fmt)
+            q, scales = quantizer.apply(x, spec, want_scales=True)
+            sample = sample_later(x, q, spec, scales, -1)
+            assert sample
+            statistics = {"std": float(x.double().std(correction=0)), "absmax": float(x.abs().max())}
+            rows.append(
+                {"place": fmt, "format": fmt, "dtype": "bfloat16", "numel": x.numel(), "columns": 256, **statistics}
+                | {"at_bin_edge": sample().at_bin_edge}
+            )
+        sentence = effects(noise.edge_excess(noise.with_chance(pd.DataFrame(rows))), "chance")
+        named.append("igher than" in sentence or "ower than" in sentence)
+    assert stats.binomtest(sum(named), len(named), 0.05, alternative="greater").pvalue > 0.01, named

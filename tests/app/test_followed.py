@@ -3,6 +3,7 @@ against numpy over its tensor files."""
 
 from __future__ import annotations
 
+import re
 from itertools import pairwise
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 from binade.quant.traces import positions
 from tests.app import roots
+from tests.app.test_claims import claims
 from tests.collector.small_model import build, loss
 from tests.data.builder import without_checksums
 
@@ -158,7 +160,28 @@ def test_the_answers(opened: Catalog):
     ]
     found = drawn(opened, "noise")
     assert "oscillate" in found.verdict and f"over {STEPS} recorded iterations" in found.verdict
-    assert "√3" in found.verdict and not found.problems and len(found.figures) == 4
+    assert "√3" in found.verdict and not found.problems and len(found.figures) == 4 and not claims(found)
+
+
+def test_only_weights_that_were_put_at_the_edge_of_a_bin_are_named(tmp_path: Path):
+    model, random = build(), torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.normal_(0, 0.02, generator=random)
+        moved = dict(model.named_parameters())["layers.1.mlp.linear_fc1.weight"]
+        blocks = moved.view(-1, 32)
+        scale = 2 ** (blocks.abs().amax(1, keepdim=True).log2().floor() - 2)
+        near = (blocks / scale - 0.75).abs() < 0.1  # between the codes 0.5 and 1
+        blocks.copy_(torch.where(near, 0.751 * scale, blocks))
+    config = {"model": "m", "size": "s", "dataset": "d", "recipe": "linear_mxfp4"}
+    with Recorder(tmp_path, config=config, tensors=("weight",)) as recorder:
+        with instrument(model, "linear_mxfp4", recorder, backend="torch"):
+            loss(model).backward()
+    with Catalog.open(tmp_path) as catalog:
+        found = drawn(catalog, "noise").verdict
+    (named,) = re.findall(r"More at a bin’s edge than normally distributed weights: (.*?)%", found)
+    assert named.startswith("L2 fc1 weight +") and "Not distinguishable from normally distributed weights: L" in found
+    assert "Fewer" not in found
 
 
 def test_what_is_missing_is_said(opened: Catalog, tmp_path: Path, root: Path):

@@ -31,12 +31,13 @@ QUESTION = """
 from binade.app.figure import Drawn, Figure, Table, source
 from binade.app.questions.question import Question
 from binade.app.questions.FOLDER import charts, compute
+from binade.data.evidence import say
 
 
 def draw(selection, values):
     table = compute.count(selection.opened, selection.where)
     figure = Figure("toy_bars", charts.bars(table), table, source(selection.where, "the index"))
-    return Drawn((figure, Table("Names", table)), f"{len(table)} names.")
+    return Drawn((figure, Table("Names", table)), say("{count} names.", count=len(table)))
 
 
 TOY = Question(

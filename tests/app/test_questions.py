@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -14,6 +15,7 @@ from scipy import stats
 from binade import quant
 from binade.app import style
 from binade.app.pages import worst
+from binade.app.params import read
 from binade.app.questions.attention import compute as attention_compute
 from binade.app.questions.block_history import compute as block_history_compute
 from binade.app.questions.blocks import compute as blocks_compute
@@ -34,6 +36,7 @@ from binade.app.questions.shared.selection import Selection
 from binade.app.questions.training import compute as training_compute
 from binade.app.questions.what_if import compute as what_if_compute
 from binade.app.questions.why import compute as why_compute
+from binade.collector import Recorder
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 from binade.data.gradients import gradient_errors, gradient_summary
@@ -42,6 +45,7 @@ from binade.quant.blocks import look
 from binade.quant.formats import FORMATS
 from binade.quant.metrics import errors
 from tests.app.roots import odd_tensors
+from tests.app.test_claims import claims
 
 SAMPLES = {
     "normal": stats.norm(2, 3),
@@ -511,6 +515,29 @@ class TestBoards:
         assert block_history_compute.shares(table, "layer_index")["share"].sum() == pytest.approx(1)
         assert block_history_compute.histogram(catalog, where, "hifp8", "sqnr_db").empty
 
+    def test_only_the_layer_whose_blocks_get_worse_is_named(self, tmp_path):
+        random = torch.Generator().manual_seed(0)
+        with Recorder(tmp_path, scores=("mxfp4",), measures=("blocks",)) as recorder:
+            for iteration in range(7):
+                for layer in (1, 2, 3):
+                    x = torch.randn(64, 256, generator=random)
+                    if layer == 2:
+                        x[:, ::32] *= 4 + 4 * iteration  # an outlier in each block: the others are flushed to zero
+                    if (iteration, layer) == (4, 3):
+                        x[0, 0] = torch.nan
+                    where = {"layer": layer, "module": "fc1", "operation": "forward", "phase": "pre", "dim": -1}
+                    recorder.record("input", x, **where)
+                recorder.step()
+        with Catalog.open(tmp_path) as catalog:
+            values = read(worst.params(catalog), {"view": ["blocks"], "format": ["mxfp4"]})[0]
+            answer = worst.draw(Selection(catalog, Filter()), values)
+        found = answer.verdict
+        assert not claims(answer)
+        assert "falls over iterations in 1 of 3 layers; steepest: layer 2, −" in found
+        assert "In the other 2, no trend can be told from chance." in found
+        assert re.search(r"Lowest 1st percentile of SQNR by block in mxfp4: layer 2, ", found)
+        assert "In iteration 6, " in found and "operands that hold some: 1" in found
+
     def test_trends_over_layers(self):
         falling = [9.0, 8.8, 8.1, 7.0, 6.5, 5.9, 5.0, 4.1]
         table = pd.DataFrame(
@@ -542,7 +569,7 @@ class TestScope:
     def test_another_run_changes_nothing_of_a_run(self, catalog):
         run = catalog.runs().set_index("recipe")["run_id"]["mxfp8"]
         alone = catalog.restricted([run])
-        for view in ("board", "depth", "directions", "gemms", "training", "loss"):
+        for view in ("board", "depth", "directions", "gemms", "training", "loss", "blocks", "noise"):
             values = {"view": view, "metric": "sqnr_db", "format": "mxfp4", "of_blocks": "sqnr_db"}
             found = [worst.draw(Selection(opened, Filter(run_id=[run])), values) for opened in (catalog, alone)]
             assert found[0].verdict == found[1].verdict and found[0].figures, view

@@ -119,3 +119,10 @@ class TestSentences:
         first, second = say("{a}", a=evidence.exact(SHARE, 0.5)), say("{b}", b=evidence.exact(SHARE, 0.25))
         both = evidence.together(first, "", second)
         assert isinstance(both, Sentence) and both == "50% 25%" and len(both.evidence) == 2
+
+
+@pytest.mark.parametrize(("count", "n"), [(0, 512), (7, 512), (512, 512)])
+def test_a_proportion_has_wilsons_interval(count: int, n: int):
+    found = evidence.proportion(evidence.SHARE, count / n, n, "values")
+    expected = stats.binomtest(count, n).proportion_ci(method="wilson")
+    assert (found.low, found.high) == pytest.approx((expected.low, expected.high), abs=1e-6)

@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import pytest
+import scipy.stats
 import torch
 
 from binade import quant
@@ -13,7 +14,17 @@ from binade.quant.blocks import look
 from binade.quant.quantizer import apply, unrotated
 from binade.quant.rotation import rotate
 from binade.quant.specs import Spec
-from binade.quant.traces import EDGE_SAMPLE, SAMPLE, Sample, hot_channels_later, hot_count, positions, sample_later
+from binade.quant.traces import (
+    CHANCE_SAMPLE,
+    EDGE_SAMPLE,
+    SAMPLE,
+    Sample,
+    edge_by_chance,
+    hot_channels_later,
+    hot_count,
+    positions,
+    sample_later,
+)
 from tests.app.roots import odd_tensors
 
 # TetraJet-v2's widths of the bins of E2M1, by magnitude.
@@ -88,7 +99,8 @@ def test_weights_at_the_edge_of_a_bin(fmt, block):
     v = np.abs(wide / scale)
     codes = np.array(list(E2M1_WIDTHS))
     nearest = np.abs(v[..., None] - codes).argmin(-1)
-    expected = np.abs(v - codes[nearest]) > 0.495 * np.array(list(E2M1_WIDTHS.values()))[nearest]
+    edge = np.abs(v - codes[nearest]) > 0.495 * np.array(list(E2M1_WIDTHS.values()))[nearest]
+    expected = edge & (v <= 6)  # the others are clipped
     assert sampled(x, fmt).at_bin_edge == pytest.approx(expected.mean(), abs=1e-6) and 0.02 < expected.mean() < 0.1
 
 
@@ -104,7 +116,40 @@ def test_the_edge_along_any_axis_and_block(fmt, dim):
     near = np.abs(grid - code[:, None]).argmin(1)
     outer = np.concatenate([[2 * grid[0] - grid[1]], grid, [2 * grid[-1] - grid[-2]]])
     width = (outer[near + 2] - outer[near]) / 2
-    assert sampled(x, fmt, dim).at_bin_edge == pytest.approx((np.abs(v - code) > 0.495 * width).mean(), abs=1e-6)
+    edge = (np.abs(v - code) > 0.495 * width) & (v >= grid[0]) & (v <= grid[-1])
+    assert sampled(x, fmt, dim).at_bin_edge == pytest.approx(edge.mean(), abs=1e-6)
+
+
+@pytest.mark.parametrize("fmt", ["hifp8", "fp8_e4m3(scale=none)"])
+def test_the_share_by_chance_is_that_of_the_normal_distribution(fmt):
+    grid, deviation = np.array(Spec.of(fmt).format.element.finite_values), 2 ** (-87 / 16)
+    outer = np.concatenate([[2 * grid[0] - grid[1]], grid, [2 * grid[-1] - grid[-2]]])
+    low, high = (outer[:-2] + grid) / 2, (outer[2:] + grid) / 2
+    inner = 0.495 * (high - low)
+    below, above = np.maximum(low, grid - inner), np.minimum(high, grid + inner)  # what is not at the edge
+    cdf = scipy.stats.norm(0, deviation).cdf
+    expected = (cdf(high) - cdf(low) - cdf(above) + cdf(below)).sum()
+    found = edge_by_chance(Spec.of(fmt), deviation * 1.01, 0.1, torch.float32, 4096)
+    assert found == pytest.approx(expected, abs=4 * math.sqrt(expected / CHANCE_SAMPLE))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "fmt",
+    [
+        *("mxfp4", "nvfp4", "nvfp4(block=16x16)", "nvfp4(hadamard=16)", "mxfp8", "hifp8"),
+        *("fp8_e4m3(scale=amax)", "fp8_e4m3(block=row)", "fp8_e4m3(block=128x128, scale=pow2)"),
+    ],
+)
+def test_normally_distributed_weights_have_the_share_by_chance(fmt, dtype):
+    excess = []
+    for seed in range(1, 7):
+        x = (torch.randn(512, 512, generator=torch.Generator().manual_seed(seed)) * 0.02 * 2 ** (seed / 8)).to(dtype)
+        chance = edge_by_chance(Spec.of(fmt), float(x.float().std()), float(x.abs().max()), dtype, 512)
+        excess.append(
+            (sampled(x, fmt).at_bin_edge - chance) / math.sqrt(chance * (1 / EDGE_SAMPLE + 1 / CHANCE_SAMPLE))
+        )
+    assert np.abs(excess).max() < 3.5, excess
 
 
 def test_where_there_is_no_edge_or_no_sample():

@@ -7,7 +7,9 @@ import math
 import numpy as np
 import pandas as pd
 
+from binade.data import evidence
 from binade.data.catalog import Catalog
+from binade.data.evidence import Measure, Named
 from binade.data.filter import Filter
 from binade.quant.block_histograms import BLOCK_MEASURES
 
@@ -41,6 +43,27 @@ def summary(table: pd.DataFrame, by: tuple[str, ...]) -> pd.DataFrame:
         for key, part in table.groupby(list(by))
     ]
     return pd.DataFrame(rows, columns=[*by, "blocks", "low", "median", "high", "bad"])
+
+
+def quantity(name: str) -> Measure:
+    """One of BLOCK_MEASURES. A percentile is known to a bin's width."""
+    one = BLOCK_MEASURES[name]
+    bad = name == "sqnr_db"
+    return Measure(name, one.label, one.unit, one.definition, low_is_bad=bad, decimals=1, resolution=one.width)
+
+
+def levels(summary: pd.DataFrame, column: str, measure: Measure) -> list[Named]:
+    """A column of a `summary` by iteration and layer: for each layer, its median over iterations."""
+    layers = summary.astype({LAYER: int}).groupby(LAYER)
+    return [(f"layer {layer}", evidence.spread_of(measure, part[column], "iterations")) for layer, part in layers]
+
+
+def trends(summary: pd.DataFrame, column: str, measure: Measure) -> list[Named]:
+    """The slope over iterations, per iteration, of the same."""
+    return [
+        (f"layer {layer}", evidence.trend(measure, part[ITERATION], part[column], "iterations"))
+        for layer, part in summary.astype({LAYER: int}).groupby(LAYER)
+    ]
 
 
 def quantile(part: pd.DataFrame, q: float) -> float:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pandas as pd
@@ -13,16 +14,21 @@ from binade.app.params import One
 from binade.app.questions.block_history import charts, compute
 from binade.app.questions.question import Question
 from binade.app.questions.shared.event_marks import with_events
+from binade.app.questions.shared.scope import scoped
 from binade.app.questions.shared.selection import Board
 from binade.app.report.section import ReportSelection, Section
+from binade.data import evidence
+from binade.data.evidence import SHARE, Sentence, exact, say
 from binade.quant.block_histograms import BLOCK_MEASURES
 
 TITLES = {"sqnr_db": "SQNR", "scale_exponent": "Scale exponent", "crest_db": "Crest factor"}
+DRAWN = {"sqnr_db": ("low", "1st percentile"), "scale_exponent": ("median", "median"), "crest_db": ("median", "median")}
 QUANTITY = Control(name="of_blocks", label="Block statistic", param=One(tuple(TITLES)), titles=TITLES)
 
 
 def draw(board: Board, values: dict[str, Any]) -> Drawn:
     measure = values["of_blocks"]
+    board = replace(board, where=scoped(board.opened, board.where, ("iteration",), scored=True))
     table = compute.histogram(board.opened, board.where, board.format, measure) if board.format else pd.DataFrame()
     if table.empty:
         return Drawn(
@@ -37,7 +43,7 @@ def draw(board: Board, values: dict[str, Any]) -> Drawn:
     blocks = int(table["count"].sum())
     caption = f"{source(board.where, f'{blocks:,} blocks in {board.format}')}\n{what.label}: {what.definition}."
     shares = compute.shares(table, by)
-    subtitle, last = f"{blocks:,} blocks, by {word}", what.bins[1] - 1
+    subtitle, last = f"{blocks:,} blocks, by {word} · {board.scope}", what.bins[1] - 1
     if measure == "sqnr_db" and (exact := table.loc[table["bin"] == last, "count"].sum()):
         subtitle += f"; not drawn: {100 * exact / blocks:.2g}% without error"
         shares = shares[shares["low"] < last * what.width]
@@ -53,8 +59,9 @@ def draw(board: Board, values: dict[str, Any]) -> Drawn:
     ]
     summary = compute.summary(table, (compute.ITERATION, compute.LAYER))
     if by == compute.ITERATION:
-        column, which = ("low", "1st percentile") if measure == "sqnr_db" else ("median", "Median")
-        chart = charts.lines(summary, column, axis, f"{which} of the blocks", "all operands of a layer together")
+        column, which = DRAWN[measure]
+        title = f"{which[:1].upper()}{which[1:]} of the blocks"
+        chart = charts.lines(summary, column, axis, title, "all operands of a layer together")
         items.append(Figure("block_lines", chart, summary, caption, height=360))
     columns = {
         "iteration": Column("Iteration", width=90),
@@ -65,26 +72,49 @@ def draw(board: Board, values: dict[str, Any]) -> Drawn:
     if measure == "sqnr_db":
         columns["bad"] = Column(f"Below {compute.BAD_DB} dB", text=lambda row: f"{row['bad']:.2%}", align="right")
     items.append(Table("block_summary", summary, columns, height=min(38 + 35 * len(summary), 420)))
-    return with_events(Drawn(tuple(items), _verdict(table, measure, board.format)), board.opened, board.where)
+    return with_events(Drawn(tuple(items), _verdict(table, measure, board)), board.opened, board.where)
 
 
-def _verdict(table: pd.DataFrame, measure: str, fmt: str) -> str:
-    by_iteration = compute.summary(table, (compute.ITERATION,))
-    first, last = by_iteration.iloc[0], by_iteration.iloc[-1]
-    when = [f"in iteration {int(row['iteration'])}" for row in (first, last)]
-    several = len(by_iteration) > 1
+def _verdict(table: pd.DataFrame, measure: str, board: Board) -> Sentence:
+    """table: `compute.histogram`."""
+    by_iteration = compute.summary(table, (compute.ITERATION,)).to_dict("records")
+    by_layer = compute.summary(table, (compute.ITERATION, compute.LAYER))
+    found = [_bad(by_iteration, board.format) if measure == "sqnr_db" else _range(by_iteration[-1], measure)]
+    quantity = compute.quantity(measure)
+    column, which = DRAWN[measure]
+    what = f"{which} of {quantity.label} in {board.format}"
     if measure == "sqnr_db":
-        worst = compute.summary(table, (compute.LAYER,)).sort_values("bad").iloc[-1]
-        if not worst["bad"]:
-            least = f"1% have less than {last['low']:.1f} dB {when[1]}"
-            return f"No block has less than {compute.BAD_DB} dB in {fmt}; {least}."
-        text = f"{last['bad']:.2%} of the blocks have an SQNR below {compute.BAD_DB} dB in {fmt} {when[1]}"
-        text += f", {first['bad']:.2%} {when[0]}" if several else ""
-        return f"{text}. Layer {int(worst['layer_index'])} has the largest share ({worst['bad']:.2%})."
-    unit = BLOCK_MEASURES[measure].unit
-    low, middle, high = (f"{last[name]:.1f}" for name in ("low", "median", "high"))
-    text = f"{TITLES[measure]} of 98% of the blocks: {low} to {high} {unit}".rstrip() + f", median {middle}, {when[1]}"
-    return f"{text}; median {first['median']:.1f} {when[0]}." if several else f"{text}."
+        found.append(evidence.extreme(compute.levels(by_layer, column, quantity), what, lowest=True))
+    if len(by_iteration) > 1:
+        slopes = compute.trends(by_layer, column, quantity)
+        found.append(evidence.trends(slopes, f"The {what}", "over iterations", "layers"))
+    if lost := board.opened.overflowing(board.format, board.where):
+        found.append(say("Blocks with NaN or Inf are not measured (operands that hold some: {lost}).", lost=lost))
+    return evidence.together(*found)
+
+
+def _bad(by_iteration: list[dict[Hashable, Any]], fmt: str) -> Sentence:
+    """How many blocks are below BAD_DB in the last iteration, and in the first."""
+    last, first = (
+        {"at": int(row["iteration"]), "count": round(row["bad"] * row["blocks"]), "blocks": int(row["blocks"]),
+         "share": exact(SHARE, row["bad"], of="blocks")}
+        for row in (by_iteration[-1], by_iteration[0])
+    )  # fmt: skip
+    text = "In iteration {at}, {count} of {blocks} measured blocks ({share}) have an SQNR below {limit} dB in {fmt}."
+    found = say(text, limit=compute.BAD_DB, fmt=fmt, **last)
+    before = say("In iteration {at}: {count} of {blocks} ({share}).", **first)
+    return evidence.together(found, before) if len(by_iteration) > 1 else found
+
+
+def _range(last: dict[Hashable, Any], measure: str) -> Sentence:
+    quantity = compute.quantity(measure)
+    return say(
+        "In iteration {at}, {what} is between {low} and {high} for all blocks but the lowest and highest 1 in 100; "
+        "median {median}.",
+        at=int(last["iteration"]),
+        what=quantity.label,
+        **{name: exact(quantity, last[name], of="blocks") for name in ("low", "median", "high")},
+    )
 
 
 def report(selection: ReportSelection) -> Iterator[Section]:

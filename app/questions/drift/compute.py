@@ -10,9 +10,12 @@ from torch import Tensor
 
 from binade import quant
 from binade.app.questions.shared.distributions import Distribution, distribution_of
-from binade.data.text import short
+from binade.app.style import MEASURES
+from binade.data.evidence import Measure, Sentence, exact, say, together
 from binade.quant import sketch as sketches
 from binade.quant.metrics import errors
+
+TIMES = Measure("ratio", "Ratio", "times")
 
 
 @dataclass(frozen=True)
@@ -29,28 +32,31 @@ class ThreeWay:
     equal_weights: bool = False  # then what differs is rounding that earlier layers pass on, not drift
 
     @property
-    def verdict(self) -> str:
+    def verdict(self) -> Sentence:
         """Say which of the two is larger, by their relative errors."""
         of = self.table.set_index("what")["relative_error"]
         rounding, drift = of["rounding"], of["drift"]
         if not (math.isfinite(rounding) and math.isfinite(drift)):
-            return "Undetermined: one of the three errors is not finite."
+            return say("Undetermined: one of the three errors is not finite.")
         if drift == 0:
-            return "Rounding alone: the run has not drifted; its tensor is identical to that of bf16."
+            return say("Rounding alone: the run has not drifted; its tensor is identical to that of bf16.")
+        error, ratio = exact(MEASURES["relative_error"], drift), drift / rounding if rounding else math.inf
         if self.equal_weights:
-            times = f", {drift / rounding:.2f} times the format’s own rounding error" if rounding else ""
-            return (
+            passed_on = say(
                 "Propagated rounding: both runs have the same weights here; what earlier layers pass on has a relative "
-                f"error of {short(drift, 3)}{times}."
+                "error of {error}.",
+                error=error,
             )
+            own = say("That is {times} the format’s own rounding error.", times=exact(TIMES, ratio))
+            return together(passed_on, own if rounding else "")
         if rounding == 0:
-            return f"The run has drifted (relative error {short(drift, 3)}); the format's rounding loses nothing here."
-        ratio = drift / rounding
+            text = "The run has drifted (relative error {error}); the format's rounding loses nothing here."
+            return say(text, error=error)
         if ratio > 2:
-            return f"Mostly drift: the drift is {ratio:.1f} times the rounding error."
+            return say("Mostly drift: the drift is {times} the rounding error.", times=exact(TIMES, ratio))
         if ratio < 0.5:
-            return f"Mostly rounding: the rounding error is {1 / ratio:.1f} times the drift."
-        return f"Both: the drift is {ratio:.2f} times the rounding error."
+            return say("Mostly rounding: the rounding error is {times} the drift.", times=exact(TIMES, 1 / ratio))
+        return say("Both: the drift is {times} the rounding error.", times=exact(TIMES, ratio))
 
 
 def three_way(reference: Tensor, own: Tensor, fmt: str, dim: int = -1, equal_weights: bool = False) -> ThreeWay:

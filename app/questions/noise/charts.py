@@ -1,4 +1,4 @@
-"""Gradient to noise by iteration, with the line below which noise dominates the step."""
+"""Gradient to noise by iteration, with the line at √3."""
 
 from __future__ import annotations
 

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pandas as pd
+import torch
 
 from binade.app.questions.results import compute as results_compute
 from binade.app.questions.shared.boards import PLACE, place_names
+from binade.app.questions.shared.scope import scoped
+from binade.app.style import MEASURES
+from binade.data import evidence
 from binade.data.catalog import SAME_IN_ITERATIONS, Catalog
+from binade.data.evidence import Named
 from binade.data.filter import Filter
+from binade.quant.specs import Spec
+from binade.quant.traces import CHANCE_SAMPLE, EDGE_SAMPLE, edge_by_chance
 
 RATIO = 16  # a weight with at least this ratio is called oscillating: TetraJet-v2's default
 WINDOW = 50  # iterations that the ratio is summed over, TetraJet-v2's
@@ -17,11 +26,19 @@ NOISE_LINE = 3**0.5  # of gradient to noise: an SQNR of 4.77 dB
 MOMENT = ("iteration", "layer_index")
 
 
+def one_run(catalog: Catalog, where: Filter) -> Filter:
+    """The filter, restricted to one run, whose operands are rounded if there is one: see `scoped`."""
+    rounded = catalog.distinct(("run_id", "format"), where).dropna()["run_id"].unique()
+    return scoped(catalog, replace(where, run_id=tuple(rounded)) if len(rounded) else where, ("iteration",))
+
+
 def weights(catalog: Catalog, where: Filter) -> pd.DataFrame:
     """Every sampled weight tensor in every recorded iteration: PLACE, place, iteration, tensor_id, format, sampled (how
-    many values), before (recorded iterations of the same weight before this one), at_bin_edge, oscillating (the share
-    of values with a ratio of RATIO or more over the window that ends here, NaN before LEAST iterations), and returned
-    (over the window, the share whose rounded value changed and later changed back; for the last iteration only)."""
+    many values), before (recorded iterations of the same weight before this one), at_bin_edge, by_chance (what it is of
+    normally distributed values), counted (of how many values), edge_excess (the difference), edge_error (its standard
+    error), oscillating (the share of values with a ratio of RATIO or more over the window that ends here, NaN before
+    LEAST iterations), and returned (over the window, the share whose rounded value changed and later changed back; for
+    the last iteration only)."""
     table = catalog.sampled_weights(where)
     table = table[table["layer_index"].notna()].reset_index(drop=True)
     keys = [name for name in SAME_IN_ITERATIONS if name != "micro_batch"]
@@ -40,9 +57,58 @@ def weights(catalog: Catalog, where: Filter) -> pd.DataFrame:
         oscillating[at[LEAST - 1 :]] = (ratios(values, rounded)[LEAST - 1 :] >= RATIO).mean(1)
         returned[at[-1]] = came_back(rounded[-WINDOW - 1 :]).mean()
     table = table.assign(before=before, oscillating=oscillating, returned=returned, place=place_names(table))
-    table = table.assign(sampled=table["sampled"].map(len))
-    columns = ["format", "sampled", "before", "at_bin_edge", "oscillating", "returned"]
+    table = with_chance(table.assign(sampled=table["sampled"].map(len)))
+    columns = ["format", "sampled", "before", "at_bin_edge", "by_chance", "counted", "edge_excess", "edge_error"]
+    columns += ["oscillating", "returned"]
     return table[[*PLACE, "place", "iteration", "tensor_id", *columns]]
+
+
+def with_chance(table: pd.DataFrame) -> pd.DataFrame:
+    """The rows of `Catalog.sampled_weights` with by_chance, counted, edge_excess and edge_error: see `weights`."""
+    names = ["format", "std", "absmax", "dtype", "columns"]
+    chance = np.array(
+        [
+            edge_by_chance(Spec.of(fmt), std, absmax, getattr(torch, dtype), int(columns))
+            for fmt, std, absmax, dtype, columns in table[names].itertuples(index=False)
+        ],
+        float,
+    )
+    edge, counted = table["at_bin_edge"], table["numel"].clip(upper=EDGE_SAMPLE)
+    error = np.sqrt(edge * (1 - edge) / counted + chance * (1 - chance) / CHANCE_SAMPLE)
+    return table.assign(by_chance=chance, counted=counted, edge_excess=edge - chance, edge_error=error)
+
+
+def places(weights: pd.DataFrame) -> pd.DataFrame:
+    """One row per weight: its last iteration, with the mean over ranks and experts."""
+    last = weights[weights["iteration"] == weights.groupby("place")["iteration"].transform("max")]
+    means = {name: (name, "mean") for name in ("oscillating", "returned", "at_bin_edge", "by_chance", "edge_excess")}
+    shown = last.groupby("place", sort=False).agg(
+        **means,
+        edge_error=("edge_error", lambda errors: float(np.linalg.norm(errors)) / len(errors)),
+        iterations=("before", lambda before: int(before.max()) + 1),
+        sampled=("sampled", "sum"),
+        counted=("counted", "sum"),
+        tensor_id=("tensor_id", "first"),
+    )
+    order = "oscillating" if shown["oscillating"].notna().any() else "edge_excess"
+    return shown.reset_index().sort_values(order, ascending=False, ignore_index=True)
+
+
+def oscillating(places: pd.DataFrame) -> list[Named]:
+    """The share of each of `places` that oscillates."""
+    known = places.dropna(subset=["oscillating"]).to_dict("records")
+    measure = MEASURES["oscillating"]
+    return [(row["place"], evidence.proportion(measure, row["oscillating"], row["sampled"], "values")) for row in known]
+
+
+def edge_excess(places: pd.DataFrame) -> list[Named]:
+    """The share of each of `places` at a bin's edge, beyond chance."""
+    known = places.dropna(subset=["edge_excess"]).to_dict("records")
+    measure = MEASURES["edge_excess"]
+    return [
+        (row["place"], evidence.with_error(measure, row["edge_excess"], row["edge_error"], row["counted"], "values"))
+        for row in known
+    ]
 
 
 def ratios(values: np.ndarray, rounded: np.ndarray) -> np.ndarray:
@@ -77,19 +143,37 @@ def by_moment(table: pd.DataFrame, column: str) -> pd.DataFrame:
 
 def gradients(catalog: Catalog, where: Filter, fmt: str) -> pd.DataFrame:
     """Gradients with the noise that rounding adds to them, by place and iteration: PLACE, place, iteration, tensors,
-    sqnr_db, value (‖g‖ / ‖noise‖) and tensor_id. tensor_name is grad_output, rounded to a format, or grad_weight, the
+    sqnr_db, value (‖g‖ / ‖noise‖) and tensor_id; of several micro-batches, the median, and low and high, the 10th and
+    90th percentile. tensor_name is grad_output, rounded to a format, or grad_weight, the
     result of wgrad, with the noise of the operands that the run rounded. Gradients without noise are left out."""
     by = (*PLACE, "iteration")
-    rounded = catalog.errors(fmt, by, where) if fmt else pd.DataFrame(columns=[*by, "tensors", "sqnr_db", "tensor_id"])
+    columns = [*by, "tensors", "sqnr_db", "sqnr_db_low", "sqnr_db_high", "tensor_id"]
+    rounded = catalog.errors(fmt, by, where) if fmt else pd.DataFrame(columns=columns)
     rounded = rounded[rounded["tensor_name"] == "grad_output"]
     results = results_compute.by_product(catalog.results(where), (*results_compute.PRODUCT, "iteration"))
     results = results[(results["gemm"] == "wgrad") & results["part"].isin(("linear", "router"))]
-    results = results.rename(columns={"results": "tensors", "result_db": "sqnr_db"})
+    results = results.rename(
+        columns=lambda name: {"results": "tensors"}.get(name, name.replace("result_db", "sqnr_db"))
+    )
     results = results.assign(tensor_name="grad_weight", operation="backward")
-    columns = [*by, "tensors", "sqnr_db", "tensor_id"]
     found = pd.concat([part[columns] for part in (results, rounded) if len(part)] or [rounded[columns]])
     found = found[np.isfinite(found["sqnr_db"].astype(float)) & found["layer_index"].notna()].reset_index(drop=True)
-    return found.assign(value=10 ** (found["sqnr_db"].astype(float) / 20), place=place_names(found))
+    ratio = {
+        name: 10 ** (found[column].astype(float) / 20)
+        for name, column in (("value", "sqnr_db"), ("low", "sqnr_db_low"), ("high", "sqnr_db_high"))
+    }
+    return found.assign(**ratio, place=place_names(found))
+
+
+def to_noise(gradients: pd.DataFrame, fmt: str) -> list[Named]:
+    """The ratio of each of `gradients`, of one iteration; those of outputs are rounded to fmt."""
+    return [
+        (
+            f"{row['place']}{f' in {fmt}' if row['tensor_name'] == 'grad_output' else ''}",
+            evidence.spread(MEASURES["gradient_to_noise"], row),
+        )
+        for row in gradients.to_dict("records")
+    ]
 
 
 def lowest(table: pd.DataFrame) -> pd.DataFrame:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pandas as pd
@@ -13,8 +14,9 @@ from binade.app.questions.shared.event_marks import with_events
 from binade.app.questions.shared.selection import Board
 from binade.app.questions.training import charts as training_charts
 from binade.app.style import MEASURES
+from binade.data import evidence
+from binade.data.evidence import Sentence
 from binade.data.tensor_kinds import label_of
-from binade.quant.traces import EDGE_SAMPLE
 
 NO_WEIGHTS = (
     "The filter selects no weight that was sampled before and after rounding: choose a quantized run recorded with "
@@ -37,7 +39,9 @@ WEIGHT_COLUMNS = {
         text=lambda row: "" if pd.isna(row["returned"]) else f"{row['returned']:.1%}",
         align="right",
     ),
+    "edge_excess": Column(format="%+.2f"),
     "at_bin_edge": Column(format="%.2f"),
+    "by_chance": Column("By chance", "%.2f", metric="at_bin_edge", help="of normally distributed values"),
     "iterations": Column("Iterations", "localized", 90),
     "sampled": Column("Sampled", "localized", 90, help="values of each tensor that are tracked"),
 }
@@ -51,10 +55,12 @@ GRADIENT_COLUMNS = {
 
 
 def draw(board: Board, values: dict[str, Any]) -> Drawn:
+    board = replace(board, where=compute.one_run(board.opened, board.where))
     weights = compute.weights(board.opened, board.where)
     gradients = compute.gradients(board.opened, board.where, board.format)
     items: list[Item] = []
-    verdicts, problems = [], []
+    verdicts: list[Sentence] = []
+    problems: list[str] = []
     if weights.empty:
         problems.append(NO_WEIGHTS)
     else:
@@ -68,22 +74,7 @@ def draw(board: Board, values: dict[str, Any]) -> Drawn:
     else:
         items += _of_gradients(board, gradients)
         verdicts.append(_of_gradients_verdict(gradients, board.format))
-    return with_events(Drawn(tuple(items), " ".join(verdicts), tuple(problems)), board.opened, board.where)
-
-
-def _places(weights: pd.DataFrame) -> pd.DataFrame:
-    """One row per weight: its last iteration, with the mean over runs, ranks and experts."""
-    last = weights[weights["iteration"] == weights.groupby("place")["iteration"].transform("max")]
-    shown = last.groupby("place", sort=False).agg(
-        oscillating=("oscillating", "mean"),
-        returned=("returned", "mean"),
-        at_bin_edge=("at_bin_edge", "mean"),
-        iterations=("before", lambda before: int(before.max()) + 1),
-        sampled=("sampled", "max"),
-        tensor_id=("tensor_id", "first"),
-    )
-    order = "oscillating" if shown["oscillating"].notna().any() else "at_bin_edge"
-    return shown.reset_index().sort_values(order, ascending=False, ignore_index=True)
+    return with_events(Drawn(tuple(items), evidence.together(*verdicts), tuple(problems)), board.opened, board.where)
 
 
 def _of_weights(board: Board, weights: pd.DataFrame) -> list[Item]:
@@ -92,7 +83,7 @@ def _of_weights(board: Board, weights: pd.DataFrame) -> list[Item]:
     what = f"{len(weights):,} samples of weights rounded to {formats}"
     for name, subtitle in (
         ("oscillating", f"over the last {compute.WINDOW} recorded iterations, or all so far if there are fewer"),
-        ("at_bin_edge", "all weights of a layer together"),
+        ("edge_excess", "all weights of a layer together"),
     ):
         table, measure = compute.by_moment(weights, name), MEASURES[name]
         if table.empty:
@@ -103,7 +94,7 @@ def _of_weights(board: Board, weights: pd.DataFrame) -> list[Item]:
         found.append(
             Figure(name, chart, table, caption, note=definition, height=340, choose="tensor_id", group="weights")
         )
-    places = _places(weights)
+    places = compute.places(weights)
     height = min(38 + 35 * len(places), 420)
     return [*found, Table("oscillating_weights", places, WEIGHT_COLUMNS, "Weights", height=height, choose="tensor_id")]
 
@@ -131,40 +122,44 @@ def _of_gradients(board: Board, gradients: pd.DataFrame) -> list[Item]:
     return [*found, Table("gradients_to_noise", table, GRADIENT_COLUMNS, title, height=height, choose="tensor_id")]
 
 
-def _of_weights_verdict(weights: pd.DataFrame, iterations: int) -> str:
-    places = _places(weights)
-    edge = places["at_bin_edge"].mean()
-    sampled = f"sampled weights (up to {EDGE_SAMPLE:,} per tensor)"
-    at_edge = f"{edge:.1%} of the {sampled} lie at the edge of their bin" if pd.notna(edge) else ""
-    if places["oscillating"].isna().all():
-        return f"{at_edge}." if at_edge else ""
-    first = places.iloc[0]
-    text = (
-        f"{places['oscillating'].mean():.1%} of the sampled weights oscillate, the most in {first['place']} "
-        f"({first['oscillating']:.1%}); the rounded value of {places['returned'].mean():.1%} changed and later "
-        f"changed back"
+def _of_weights_verdict(weights: pd.DataFrame, iterations: int) -> Sentence:
+    places = compute.places(weights)
+    edge = evidence.effects(
+        compute.edge_excess(places),
+        "normally distributed weights",
+        ("more at a bin’s edge", "fewer at a bin’s edge"),
     )
-    text += f"; {at_edge}." if at_edge else "."
-    if iterations <= compute.WINDOW:
-        text += (
-            f" These figures cover {iterations} recorded iterations; the definition sums over {compute.WINDOW} steps."
-        )
-    return text
+    if not (shares := compute.oscillating(places)):
+        return edge
+    measure = MEASURES["oscillating"]
+    text = evidence.say(
+        "Of a weight’s sampled values, {share} oscillate; the rounded value of {returned} changed and later changed "
+        "back.",
+        share=evidence.spread_of(measure, places["oscillating"]),
+        returned=evidence.spread_of(measure, places["returned"]),
+    )
+    most = evidence.extreme(shares, "share of oscillating values", lowest=False)
+    if iterations > compute.WINDOW:
+        return evidence.together(text, most, edge)
+    few = evidence.say(
+        "These shares cover {iterations} recorded iterations; the definition sums over {window} steps.",
+        iterations=iterations,
+        window=compute.WINDOW,
+    )
+    return evidence.together(text, most, few, edge)
 
 
-def _of_gradients_verdict(gradients: pd.DataFrame, fmt: str) -> str:
-    last = gradients[gradients["iteration"] == gradients["iteration"].max()]
-    when = f"in iteration {int(last['iteration'].iloc[0])}"
-    lowest = last.loc[last["value"].idxmin()]
-    rounded = f" in {fmt}" if lowest["tensor_name"] == "grad_output" else ""
-    worst = f"{lowest['place']}{rounded} with a ratio of {lowest['value']:.2g}"
+def _of_gradients_verdict(gradients: pd.DataFrame, fmt: str) -> Sentence:
+    at = int(gradients["iteration"].max())
+    last = gradients[gradients["iteration"] == at]
     below = int((last["value"] < compute.NOISE_LINE).sum())
-    if not below:
-        return f"All {len(last)} gradients are above √3 times their rounding noise {when}; the lowest is {worst}."
-    return (
-        f"{below} of {len(last)} gradients are below √3 times their rounding noise {when}, so that noise dominates the "
-        f"step; the lowest is {worst}."
+    counted = evidence.say(
+        "In iteration {at}, gradient to noise of single micro-batches is below √3 for {below} of {count} gradients.",
+        at=at,
+        below=below,
+        count=len(last),
     )
+    return evidence.together(counted, evidence.extreme(compute.to_noise(last, fmt), "gradient to noise", lowest=True))
 
 
 NOISE = Question(

@@ -3,7 +3,6 @@ do."""
 
 from __future__ import annotations
 
-from binade.app.style import MEASURES
 from binade.data.evidence import SHARE, Estimate, Sentence, exact, say
 from binade.quant.formats import ScaleRule
 from binade.quant.specs import Spec
@@ -16,14 +15,8 @@ def with_scale(spec: Spec | str) -> Spec | None:
     return Spec.of(spec, scale=ScaleRule.AMAX8) if without else None
 
 
-def would_be(spec: Spec, sqnr_db: float | None, flushed: float | None = None) -> str:
-    """A sentence to follow a verdict. flushed: the share of the nonzero values."""
-    share = "" if flushed is None else f" and {flushed:.2%} flushed"
-    return f" With a tensor scale, {spec}: {MEASURES['sqnr_db'].quantity(sqnr_db)}{share}."
-
-
 def with_scale_it_has(spec: Spec, sqnr: Estimate, flushed: float) -> Sentence:
-    """The same as a sentence of its own. flushed: the share of the nonzero values."""
+    """flushed: the share of the nonzero values."""
     return say(
         "With a tensor scale, {spec}: {sqnr} and {flushed} flushed.",
         spec=str(spec), sqnr=sqnr, flushed=exact(SHARE, flushed),

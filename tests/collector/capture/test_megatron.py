@@ -504,8 +504,8 @@ def test_predictions_do_not_depend_on_the_number_of_micro_batches(tmp_path):
 def test_a_model_without_second_order_is_reported(tmp_path, setting, said):
     def provider(**_: object) -> torch.nn.Module:
         model = model_of()
-        for name, value in setting.items():
-            setattr(model.config, name, value)
+        for name, given in setting.items():
+            setattr(model.config, name, given)
         return model
 
     with instrument_provider(provider, "bf16", root=tmp_path, scores=("mxfp4",)) as build:
