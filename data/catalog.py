@@ -1027,8 +1027,8 @@ def _cubes(cursor: duckdb.DuckDBPyConnection) -> list[tuple[str, int]]:
 
 def quantiles(column: str) -> str:
     """SQL for the median, the 10th and the 90th percentile of a column: COLUMN, COLUMN_low and COLUMN_high."""
-    parts = ((0.5, column), (0.1, f"{column}_low"), (0.9, f"{column}_high"))
-    return ", ".join(f"unbounded(quantile_of({column}, {q})) AS {each}" for q, each in parts)
+    parts = ((2, column), (1, f"{column}_low"), (3, f"{column}_high"))
+    return ", ".join(f"unbounded(deciles_of({column})[{index}]) AS {each}" for index, each in parts)
 
 
 def _smallest(cubes: list[tuple[str, int]], where: Filter, fields: Sequence[str]) -> tuple[str | None, int]:

@@ -165,8 +165,10 @@ CREATE TABLE cube (
     size          BIGINT                -- rows of the table of this name
 );
 
--- A quantile of values that are not NaN; infinite where it lies among infinite values.
-CREATE MACRO quantile_of(x, q) AS
-    quantile_cont(greatest(least(x, 1e300), -1e300), q) FILTER (NOT isnan(x));
+-- The 10th percentile, the median and the 90th percentile of values that are not NaN, for `unbounded`. One aggregate: each
+-- keeps a copy of all values in memory.
+CREATE MACRO deciles_of(x) AS
+    quantile_cont(greatest(least(x, 1e300), -1e300), [0.1, 0.5, 0.9]) FILTER (NOT isnan(x));
+-- Infinite where a quantile lies among infinite values.
 CREATE MACRO unbounded(x) AS
     CASE WHEN x > 1e200 THEN 'inf'::DOUBLE WHEN x < -1e200 THEN '-inf'::DOUBLE ELSE x END;
