@@ -118,6 +118,7 @@ bench: install-tests ## run the benchmarks, which report ratios to a baseline me
 	@$(PY) -m tests.bench.bench_import
 	@$(PY) -m tests.bench.bench_report
 	@$(PY) -m tests.bench.bench_pins
+	@$(PY) -m tests.bench.bench_claims
 
 docs: install ## build the documentation site in build/site
 	@$(PIP) --quiet -r docs/requirements.txt

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shlex
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +15,7 @@ import pandas as pd
 from binade.collector.advice.choice import GROUPS, choose, grouped, pairs
 from binade.collector.advice.costs import FORWARD, OPERAND, AdviceError, Costs, bits_of, error_of
 from binade.collector.errors import ConfigError
-from binade.collector.jobs import Job, add_runs, parse_runs, start_runner
+from binade.collector.jobs import Job, add_runs, start_runner, trained_with
 from binade.collector.models.site import Site
 from binade.collector.recipes.draft import Draft
 from binade.collector.recipes.files import PUBLISHED
@@ -316,12 +315,10 @@ def verification(catalog: Catalog, advice: Advice, recipe: str, seeds: int, iter
     """
     runs = catalog.runs().set_index("run_id")
     run = advice.costs.runs[-1]
-    command = json.loads(str(runs["config"][run])).get("command")
     try:
-        base = parse_runs(shlex.split(str(command or ""))[1:])[0]
+        base = trained_with(run, json.loads(str(runs["config"][run])))
     except ConfigError as error:
-        why = f"cannot be repeated here: {error}" if command else "was not trained by binade run"
-        raise AdviceError(f"run {run} {why}; train bf16, the single format and the recipe yourself") from None
+        raise AdviceError(f"{error}; train bf16, the single format and the recipe yourself") from None
     plain = replace(base, train_iters=iterations, save_tensors=False, collect_micro_batches=0)
     recipes = dict.fromkeys([BF16, *filter(None, [advice.uniform_recipe]), recipe])
     return [replace(plain, recipe=each, seed=base.seed + number) for number in range(seeds) for each in recipes]

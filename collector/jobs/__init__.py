@@ -14,6 +14,7 @@ its run directory and its processes (collector.jobs.state); the possible transit
 from binade.collector.jobs.actions import cancel, delete, resume, retry
 from binade.collector.jobs.command_line import arguments_of, command_line, modules_of, parse_runs, recipes
 from binade.collector.jobs.estimate import Estimate, estimate
+from binade.collector.jobs.repeats import trained_with, with_further_seeds
 from binade.collector.jobs.runner import start_runner
 from binade.collector.jobs.slurm import ClusterJob, SubmissionError
 from binade.collector.jobs.state import JobView, Progress, has_runner, listing, log_tail, progress, resumable, view_of
@@ -69,5 +70,7 @@ __all__ = [
     "retry",
     "set_at_once",
     "start_runner",
+    "trained_with",
     "view_of",
+    "with_further_seeds",
 ]

@@ -89,6 +89,14 @@ def by_recipe(costs: pd.DataFrame) -> list[Recipe]:
     return sorted(found, key=lambda recipe: -recipe.gap.value)
 
 
+def with_one_seed(table: pd.DataFrame) -> list[str]:
+    """The newest run of each recipe and settings that were compared on one seed only, after their reference runs."""
+    compared = table[table["quantized"] & table["reference"].notna()]
+    groups = [runs for _, runs in compared.groupby(["rounded", "settings"], sort=False)]
+    newest = [runs.iloc[-1] for runs in groups if runs["data"].nunique() == 1]
+    return list(dict.fromkeys([*(run["reference"] for run in newest), *(run["run_id"] for run in newest)]))
+
+
 def ladder_runs(table: pd.DataFrame, gaps: pd.DataFrame, ladder: Ladder) -> tuple[pd.DataFrame, int]:
     """(the runs of a ladder except bf16, with column gap: the mean of `loss_gaps`, NaN without a bf16 run; how many of
     its runs are left out). If several runs have the same recipe and seed, the newest counts; of several settings, those

@@ -134,16 +134,13 @@ def draw(
     table = runs_with_reference(runs_of(opened, where), opened.parts())
     if values["view"] == "ladder":
         found = {ladder.name: ladder for ladder in ladders(table["recipe"].dropna())}
-        if not found:
+        if (chosen := _chosen(found, values["ladder"])) is None:
             return Drawn(problems=(NO_ABLATION,))
-        chosen = found.get(values["ladder"]) or next(iter(found.values()))  # the filter may leave it out
         return ladder(opened, where, table, chosen, values["gradient"], values["at"], partial(compare, opened), done)
     base = BASE
     if values["view"] == "cost" and values["against"] != BASE:
-        every = every_run(opened)
-        base = every.set_index("run_id")["label"][values["against"]]
-        kept = every["run_id"].isin([*table["run_id"], values["against"]])
-        table = compared_with(every[kept].reset_index(drop=True), values["against"])
+        base = every_run(opened).set_index("run_id")["label"][values["against"]]
+        table = runs_in(selection, values)
         if not has_reference(table):
             return Drawn(problems=(f"No other run in the filter saw the same data as {base}.",))
     if not has_reference(table):
@@ -170,6 +167,26 @@ def runs_of(opened: Catalog, where: Filter) -> pd.DataFrame:
         if wanted := getattr(where, name):
             keep &= runs[name].isin(wanted) | plain
     return runs[keep]
+
+
+def runs_in(selection: Selection, values: dict[str, Any]) -> pd.DataFrame:
+    """The runs that these values of the controls compare: of `runs_with_reference`."""
+    opened, where = selection.opened, selection.where
+    table = runs_with_reference(runs_of(opened, where), opened.parts())
+    if values["view"] == "ladder":
+        found = {ladder.name: ladder for ladder in ladders(table["recipe"].dropna())}
+        chosen = _chosen(found, values["ladder"])
+        return table[table["recipe"].isin([rung.recipe for rung in chosen.rungs] if chosen else [])]
+    if values["view"] == "cost" and values["against"] != BASE:
+        every = every_run(opened)
+        kept = every["run_id"].isin([*table["run_id"], values["against"]])
+        return compared_with(every[kept].reset_index(drop=True), values["against"])
+    return table
+
+
+def _chosen(found: dict[str, Ladder], name: str | None) -> Ladder | None:
+    """The ladder of this name, else the first: the filter may leave it out."""
+    return found.get(name or "") or next(iter(found.values()), None)
 
 
 def _beyond(opened: Catalog, where: Filter, run_ids: Collection[str]) -> set[str]:
@@ -519,5 +536,6 @@ RECIPES = Question(
     narrow=_controls,
     slow="Comparing gradients",
     note=NOTE,
+    layout="binade.app.questions.recipes.page",
     report=report,
 )

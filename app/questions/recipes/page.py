@@ -1,0 +1,93 @@
+"""The page Recipes: its answer, and a button that repeats the runs of one seed with more seeds."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from contextlib import suppress
+from typing import Any
+
+import streamlit as st
+
+from binade.app.address import link, plain, write
+from binade.app.params import Params
+from binade.app.questions.recipes import compute
+from binade.app.questions.recipes.question import NOTE, OF_DATA, OF_RUNS, RECIPES, runs_in
+from binade.app.questions.shared.selection import Selection
+from binade.app.questions.view import show_question
+from binade.app.state import view_page
+from binade.collector import jobs
+from binade.collector.recipes.files import label
+from binade.collector.training.config import ConfigError, RunConfig
+from binade.data.access import ReadOnlyError, read_only
+from binade.data.catalog import Catalog
+from binade.data.filter import FIELDS, Filter
+from binade.data.runs import DONE
+
+SEEDS = 3
+FAILED = (ConfigError, jobs.JobError, jobs.SubmissionError, ReadOnlyError, OSError)
+
+
+@view_page("recipes", RECIPES.title, RECIPES.params, RECIPES.of_fields)
+def page(opened: Catalog, where: Filter, params: Params) -> None:
+    write(where, params)
+    st.caption(NOTE)
+    selection = Selection(opened, where.without(*set(FIELDS).difference(OF_DATA + OF_RUNS)))
+    show_question(RECIPES, selection, {name: st.session_state[name] for name in params})
+    write(where, params)
+    _repeat(selection, {name: st.session_state[name] for name in params})
+
+
+def _repeat(selection: Selection, values: dict[str, Any]) -> None:
+    """Offer to queue the runs that are compared by one seed with further seeds."""
+    opened = selection.opened
+    run_ids = compute.with_one_seed(runs_in(selection, values))
+    if not run_ids:
+        return
+    described = opened.runs().set_index("run_id")["config"]
+    try:
+        originals = [jobs.trained_with(run, json.loads(described[run])) for run in run_ids]
+        runs = jobs.with_further_seeds(originals, SEEDS)
+    except ConfigError as error:
+        st.caption(plain(f"There is no button to repeat these runs with {SEEDS} seeds: {error}."))
+        return
+    known = _known(opened, {config.seed for config in runs})
+    runs = [config for config in runs if config not in known]
+    if not runs:
+        st.caption(f"Their repetitions with {SEEDS} seeds are queued.")
+        link("jobs", "See them on the Jobs page", Filter(), ":material/list_alt:", "")
+        return
+    st.caption(f"To repeat what has one seed in a terminal, with {SEEDS} seeds in all:")
+    where = f"--tensor-save-dir {shlex.quote(str(opened.root))}"
+    commands = [f"{line} {where}" for line in jobs.command_line(runs).splitlines()]
+    st.code("\n".join(commands), language="shell", wrap_lines=True)
+    if read_only():
+        return
+    help = f"Queues {len(runs)} runs that differ from these only in their seeds"
+    if not st.button(f"Repeat with {SEEDS} seeds", type="primary", icon=":material/repeat:", help=help, key="repeat"):
+        return
+    titles = [f"{label(config.recipe)} · seed {config.seed}" for config in runs]
+    try:
+        jobs.add_runs(opened.root, runs, titles=titles, tags=["more seeds"])
+        jobs.start_runner(opened.root)
+    except FAILED as error:
+        st.error(plain(f"Nothing was queued: {error}."), icon=":material/error:")
+        return
+    st.success(f"{len(runs)} runs are queued. When they are done, this page compares them.", icon=":material/check:")
+    link("jobs", "See them on the Jobs page", Filter(), ":material/list_alt:", "")
+
+
+def _known(opened: Catalog, seeds: set[int]) -> set[RunConfig]:
+    """What has been trained with these seeds, or is queued."""
+    found = set()
+    runs = opened.runs()
+    for run in runs[runs["state"] == DONE].to_dict("records"):
+        description = json.loads(run["config"])
+        if description.get("seed") in seeds:
+            with suppress(ConfigError):
+                found.add(jobs.trained_with(run["run_id"], description))
+    for view in jobs.listing(opened.root):
+        if view.state in jobs.ACTIVE:
+            with suppress(ConfigError):
+                found.add(view.job.config)
+    return found

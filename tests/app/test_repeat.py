@@ -1,0 +1,77 @@
+"""Recipes › Repeat with 3 seeds: what it queues, and where it says why it cannot."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from binade.app.questions.recipes.page import SEEDS
+from binade.collector import jobs
+from binade.collector.errors import ConfigError
+from binade.collector.jobs import store
+from tests.app import roots
+from tests.app.test_ladder import make_ladder
+from tests.app.test_pages import Visit, rerun, words
+from tests.collector.test_jobs import end_all
+from tests.data.builder import make_run
+
+pytestmark = pytest.mark.slow
+
+
+def described(root: Path) -> dict[str, dict]:
+    return {run.name: json.loads((run / "run.json").read_text()) for run in roots.runs_of(root)}
+
+
+@pytest.mark.parametrize("query", [{}, {"against": "mxfp4"}], ids=["loss", "compare"])
+def test_a_click_queues_the_same_runs_with_further_seeds(visit: Visit, collected: Path, tmp_path: Path, query):
+    root = roots.copy(collected, tmp_path / "runs")
+    originals = [jobs.trained_with(run_id, config) for run_id, config in described(root).items()]
+    names = {str(config["recipe"]): run_id for run_id, config in described(root).items()}
+    at = visit(root, "recipes", **{name: names[recipe] for name, recipe in query.items()})
+    shown = next(code.value for code in at.code if "--tensor-save-dir" in code.value)
+    expected = {replace(each, seed=each.seed + more) for each in originals for more in range(1, SEEDS)}
+    assert {each for line in shown.splitlines() for each in jobs.parse_runs(shlex.split(line)[1:])} == expected
+    try:
+        at.button(key="repeat").click()
+        rerun(at)
+        assert len(at.success) == 1 and not at.error
+        queued = [jobs.parse_runs(job.arguments)[0] for job in store.read_jobs(root)]
+        assert len(queued) == len(expected) and set(queued) == expected
+        rerun(at)
+        assert "Their repetitions with 3 seeds are queued." in words(at)
+        assert not [button for button in at.button if button.key == "repeat"]
+    finally:
+        for job in reversed(store.read_jobs(root)):
+            jobs.cancel(root, job.id)
+        end_all(root)
+
+
+def test_where_runs_cannot_be_repeated_a_line_says_why(visit: Visit, tmp_path: Path):
+    for recipe in ("bf16", "mxfp4"):
+        operand = (torch.eye(32), {"format": "mxfp4", "recipe": recipe})
+        run = make_run(tmp_path / "runs", *([[operand]] if recipe != "bf16" else []), recipe=recipe, seed=1)
+        run.append_loss({"iteration": 0, "loss": 5.0, "time": 0.0})
+    at = visit(tmp_path / "runs", "recipes")
+    assert "no button to repeat these runs with 3 seeds" in words(at) and "was not trained by binade run" in words(at)
+    assert not [button for button in at.button if button.key == "repeat"]
+
+
+def test_an_ablation_of_one_seed(visit: Visit, tmp_path: Path):
+    make_ladder(tmp_path / "one", [0])
+    assert "There is no button to repeat these runs with 3 seeds" in words(
+        visit(tmp_path / "one", "recipes", view="ladder")
+    )
+    make_ladder(tmp_path / "three", [0, 1, 2])
+    assert "no button" not in words(visit(tmp_path / "three", "recipes", view="ladder"))
+
+
+def test_changed_settings_are_not_repeated(collected: Path):
+    """A command line that no longer gives what run.json says, such as one that continued a run."""
+    run_id, config = next(iter(described(collected).items()))
+    with pytest.raises(ConfigError, match="does not give the settings"):
+        jobs.trained_with(run_id, config | {"learning_rate": 0.5})
