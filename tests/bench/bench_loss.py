@@ -22,8 +22,9 @@ also the choices that the same program makes by each operand's noise instead of 
 
 --backward rounds one backward operand of one layer at a time instead, and compares its noise with that of the gradient.
 With --others, it predicts what that does to the loss after a step of the optimizer, Δ = −lr·⟨g, P(ĝ − g)⟩, with Adam's
-P = 1/(√v + ε), where v is the mean of g² over the batches and g and ĝ are of the first of them; and measures it on the
-other batches: the loss after the step with ĝ for that operand, less that after the step with g. ρ are over the layers.
+P = 1/(√v + ε), where v is the mean of g² over the batches and ĝ is of the first of them; and measures it on the other
+batches: the loss after the step with ĝ for that operand, less that after the step with g. The outer g is that of the
+first batch, whose rounding errors depend on it, or the mean of the rest. ρ are over the layers.
 
 Next to Binade's predictions, which come from sampled labels, are two with other gradients: `labels` is N·½Σg²e² with
 the gradients of the true labels, summed over tokens for a weight; `signs` is ½Σg²e² with a random sign for each token's
@@ -308,29 +309,36 @@ def measure(
     return found
 
 
+def gradients(model: GPTModel, batch: Batch) -> dict[nn.Parameter, Tensor]:
+    model.zero_grad()
+    loss_of(model, *batch).backward()
+    found = {p: p.grad for p in model.parameters() if p.grad is not None}
+    model.zero_grad()
+    return found
+
+
 @dataclass(frozen=True)
 class Step:
     """One step of Adam from the gradients g, and what a change in g does to the loss after it."""
 
     model: GPTModel
     others: list[Batch]
-    exact: dict[nn.Parameter, Tensor]  # g
+    exact: dict[nn.Parameter, Tensor]  # g of the first batch
+    rest: dict[nn.Parameter, Tensor]  # the mean g of the other batches
     scale: dict[nn.Parameter, Tensor]  # lr·P
 
     @classmethod
     def of(cls, model: GPTModel, batches: list[Batch], others: list[Batch]) -> Step:
-        squares: dict[nn.Parameter, Tensor] = {}
-        exact: dict[nn.Parameter, Tensor] = {}
-        for batch in reversed(batches):
-            model.zero_grad()
-            loss_of(model, *batch).backward()
-            exact = {p: p.grad.clone() for p in model.parameters() if p.grad is not None}
-            squares = {p: squares.get(p, 0) + g.square() / len(batches) for p, g in exact.items()}
-        model.zero_grad()
-        return cls(model, others, exact, {p: RATE / (v.sqrt() + 1e-8) for p, v in squares.items()})
+        exact, *more = (gradients(model, batch) for batch in batches)
+        rest = {p: sum(g[p] for g in more) / len(more) for p in exact}
+        squares = {p: sum(g[p].square() for g in (exact, *more)) / len(batches) for p in exact}
+        return cls(model, others, exact, rest, {p: RATE / (v.sqrt() + 1e-8) for p, v in squares.items()})
 
-    def predicted(self, change: dict[nn.Parameter, Tensor]) -> float:
-        return -sum(float((self.exact[p] * self.scale[p] * delta).sum()) for p, delta in change.items())
+    def predicted(self, change: dict[nn.Parameter, Tensor]) -> list[float]:
+        return [
+            -sum(float((g[p] * self.scale[p] * delta).sum()) for p, delta in change.items())
+            for g in (self.exact, self.rest)
+        ]
 
     @torch.no_grad()
     def losses(self, change: dict[nn.Parameter, Tensor]) -> np.ndarray:
@@ -400,7 +408,7 @@ def backward_operands(
                 cosine = (signal + both) / (signal * (signal + 2 * both + noise)) ** 0.5
                 values = [float(own), float(independent), noise / signal, cosine]
                 if step:
-                    values += [step.predicted(change), *(step.losses(change) - plain)]
+                    values += [*step.predicted(change), *(step.losses(change) - plain)]
                 found.setdefault((gemm, name, fmt), []).append(tuple(values))
         print(f"layers {at + 1}/{len(layers)}", end="\r", flush=True)
     return {key: np.array(rows) for key, rows in found.items()}
@@ -408,16 +416,16 @@ def backward_operands(
 
 def print_steps(operands: dict[tuple[str, str, str], np.ndarray]) -> None:
     """How well predictions, and the operands' noise, rank the layers by the change in the loss after a step."""
-    titles = "ρ of the prediction", "ρ of its noise", "of the halves", "sum predicted", "sum measured"
+    titles = "ρ, g of its batch", "ρ, g of the rest", "ρ of its noise", "of the halves", "sums predicted", "measured"
     print(f"\n| GEMM | operand | format | {' | '.join(titles)} |\n" + "|---" * (3 + len(titles)) + "|")
     for key, rows in operands.items():
-        predicted, measured = rows[:, 4], rows[:, 5:]
+        predicted, measured = rows[:, 4:6], rows[:, 6:]
         truth = measured.mean(1)
-        ranks = [evidence.correlation(values, truth, "layers") for values in (predicted, rows[:, 0])]
+        ranks = [evidence.correlation(values, truth, "layers") for values in (*predicted.T, rows[:, 0])]
         each = [
             *(f"{rank.value:.2f} ({rank.low:.2f} to {rank.high:.2f})" for rank in ranks),
             f"{rho(measured[:, ::2].mean(1), measured[:, 1::2].mean(1)):.2f}",
-            f"{predicted.sum():+.2e}",
+            ", ".join(f"{total:+.2e}" for total in predicted.sum(0)),
             f"{truth.sum():+.2e} ± {measured.sum(0).std(ddof=1) / measured.shape[1] ** 0.5:.0e}",
         ]
         print(f"| {' | '.join((*key, *each))} |")

@@ -290,9 +290,10 @@ def gradients(
     by_run = gradient_summary(together, ["group"])
     cosine, squared = (_of_runs(by_run, name) for name in COMPARED)
     label = f"cosine with bf16’s {label_of(name)}, iteration {at}"
+    lowest = [run for run, _ in evidence.leaders(cosine, lowest=True)]
     verdict = evidence.together(
         evidence.extreme(cosine, label, lowest=True),
-        evidence.each_of(squared[:NAMED], f"Relative squared error of {label_of(name)}"),
+        evidence.each_of([item for item in squared if item[0] in lowest[:NAMED]], "Relative squared error"),
     )
     worst = by_run.sort_values("cosine").iloc[0]
     unscaled = [name for name in FORMATS if with_scale(name)]
