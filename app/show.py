@@ -23,6 +23,7 @@ from binade.app.state import catalog
 from binade.app.style import CHOSEN, MEASURES, ONLY
 from binade.data.access import read_only
 from binade.data.cache import Done
+from binade.data.evidence import Sentence
 from binade.data.text import plain_name, short
 
 GESTURES = {  # by the selections that a chart has
@@ -266,6 +267,6 @@ def _stop(what: str, asked: Hashable) -> None:
     st.session_state[f"stopped_{what}"] = asked
 
 
-def verdict(text: str) -> None:
-    """The answer in words, above the charts that show it."""
-    st.markdown(f"**{plain(text)}**")
+def verdict(text: Sentence) -> None:
+    """The answer in words, above the charts that show it: its headline in bold."""
+    st.markdown(f"**{plain(text.headline)}** {plain(text.rest)}")

@@ -288,14 +288,19 @@ def holm(estimates: Sequence[Estimate]) -> list[bool]:
 
 
 class Sentence(str):
-    """A text with the estimates that it is made from."""
+    """A text with the estimates that it is made from. headline: its first sentence; the others add to it."""
 
     evidence: tuple[Estimate, ...]
+    headline: str
 
-    def __new__(cls, text: str = "", evidence: Iterable[Estimate] = ()) -> Sentence:
+    def __new__(cls, text: str = "", evidence: Iterable[Estimate] = (), headline: str = "") -> Sentence:
         made = super().__new__(cls, text)
-        made.evidence = tuple(evidence)
+        made.evidence, made.headline = tuple(evidence), headline or text
         return made
+
+    @property
+    def rest(self) -> str:
+        return self[len(self.headline) :].strip()
 
 
 Part = Estimate | str | int
@@ -316,8 +321,9 @@ def say(template: str, /, **parts: Part) -> Sentence:
 
 def together(*sentences: str) -> Sentence:
     """Sentences one after the other; empty ones are left out."""
-    given = [each for each in sentences if each]
-    return Sentence(" ".join(given), (e for each in given if isinstance(each, Sentence) for e in each.evidence))
+    given = [each if isinstance(each, Sentence) else Sentence(each) for each in sentences if each]
+    headline = given[0].headline if given else ""
+    return Sentence(" ".join(given), (e for each in given for e in each.evidence), headline)
 
 
 def listed(names: Sequence[str], most: int = NAMED) -> str:

@@ -126,6 +126,19 @@ def test_sentences_are_made_from_templates(name: str):
                 assert not specs, ast.unparse(call)
 
 
+def test_predicted_loss_changes_are_those_of_a_run_that_rounds_nothing(collected: Path):
+    """In a rounded run, the newest here, gradients are those of another model: its changes are not added up."""
+    with Catalog.open(collected) as catalog:
+        newest, runs = catalog.runs()["run_id"].iloc[0], catalog.runs().set_index("recipe")["run_id"]
+        answer = drawn(QUESTIONS["loss"], catalog, Filter())
+        run_of = catalog.tensors().set_index("tensor_id")["run_id"]
+        (own,) = run_of[answer.tables["loss_places"]["tensor_id"]].unique()
+        rounded = drawn(QUESTIONS["loss"], catalog, Filter(run_id=(runs["mxfp4"],)))
+    assert own == runs["bf16"] != newest
+    assert "operands together" in answer.verdict and "rounds its operands" not in answer.verdict
+    assert "operands together" not in rounded.verdict and "This run rounds its operands" in rounded.verdict
+
+
 def test_a_verdict_has_estimates():
     with pytest.raises(TypeError, match="SQNR 30 dB"):
         Drawn(verdict="SQNR 30 dB")  # type: ignore[arg-type]

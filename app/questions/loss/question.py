@@ -68,10 +68,11 @@ def draw(board: Board, values: dict[str, Any]) -> Drawn:
         choose="tensor_id",
     )
     places = Table("loss_places", table, COLUMNS, height=min(38 + 35 * len(table), 420), choose="tensor_id")
-    return Drawn((ranked, against, places), _verdict(found, board.format, measure))
+    rounds = bool(board.opened.operands(board.where)["format"].notna().any())
+    return Drawn((ranked, against, places), _verdict(found, board.format, measure, rounds))
 
 
-def _verdict(found: compute.Costs, fmt: str, measure: Measure) -> evidence.Sentence:
+def _verdict(found: compute.Costs, fmt: str, measure: Measure, rounds: bool) -> evidence.Sentence:
     table = found.table
     unknown = int(table["value"].isna().sum())
     if unknown == len(table):
@@ -88,7 +89,13 @@ def _verdict(found: compute.Costs, fmt: str, measure: Measure) -> evidence.Sente
     else:
         first = evidence.extreme(boards.estimates(known, measure), what, lowest=False)
     lines: list[str] = [first]
-    if not math.isnan(found.total.value):
+    if rounds:
+        text = (
+            "This run rounds its operands, so the gradients are those of a model that is rounded already: the changes "
+            "do not add up to what its recipe costs. Record a bf16 run to predict that."
+        )
+        lines.append(evidence.say(text))
+    elif not math.isnan(found.total.value):
         lines.append(evidence.say("All {n} operands together: {total}.", n=len(known), total=found.total))
     if not math.isnan(found.agreement.value):
         text = "Spearman’s ρ between this ranking and that by SQNR is {rho}."

@@ -30,6 +30,7 @@ NO_GRADIENTS = (
     "The filter selects no gradient whose rounding noise is known: record a quantized run with a backward pass, with "
     "“result” under Also measured (--measures result) or with scores."
 )
+LISTED = 12  # weights up to which those at bins' edges are named
 WEIGHT_COLUMNS = {
     "place": Column("Weight", width=160),
     "oscillating": Column(format="%.2f"),
@@ -81,15 +82,16 @@ def _of_weights(board: Board, weights: pd.DataFrame) -> list[Item]:
     found: list[Item] = []
     formats = ", ".join(sorted(set(weights["format"])))
     what = f"{len(weights):,} samples of weights rounded to {formats}"
-    for name, subtitle in (
-        ("oscillating", f"over the last {compute.WINDOW} recorded iterations, or all so far if there are fewer"),
-        ("edge_excess", "all weights of a layer together"),
+    window = f"over the last {compute.WINDOW} recorded iterations, or all so far if there are fewer"
+    for name, title, subtitle in (
+        ("oscillating", "Oscillating weights", window),
+        ("edge_excess", "Weights at a bin’s edge", "beyond chance; all weights of a layer together"),
     ):
         table, measure = compute.by_moment(weights, name), MEASURES[name]
         if table.empty:
             continue
         definition = f"{measure.label}: {measure.definition}."
-        chart = training_charts.training(table, measure, f"{measure.label} by iteration", subtitle)
+        chart = training_charts.training(table, measure, title, subtitle)
         caption = f"{source(board.where, what)}\n{definition}"
         found.append(
             Figure(name, chart, table, caption, note=definition, height=340, choose="tensor_id", group="weights")
@@ -124,29 +126,43 @@ def _of_gradients(board: Board, gradients: pd.DataFrame) -> list[Item]:
 
 def _of_weights_verdict(weights: pd.DataFrame, iterations: int) -> Sentence:
     places = compute.places(weights)
-    edge = evidence.effects(
-        compute.edge_excess(places),
-        "normally distributed weights",
-        ("more at a bin’s edge", "fewer at a bin’s edge"),
-    )
+    edge = _at_edge(compute.edge_excess(places))
     if not (shares := compute.oscillating(places)):
         return edge
     measure = MEASURES["oscillating"]
     text = evidence.say(
         "Of a weight’s sampled values, {share} oscillate; the rounded value of {returned} changed and later changed "
-        "back.",
+        "back, over {iterations} recorded iterations.",
         share=evidence.spread_of(measure, places["oscillating"]),
         returned=evidence.spread_of(measure, places["returned"]),
+        iterations=min(iterations, compute.WINDOW),
     )
-    most = evidence.extreme(shares, "share of oscillating values", lowest=False)
-    if iterations > compute.WINDOW:
-        return evidence.together(text, most, edge)
-    few = evidence.say(
-        "These shares cover {iterations} recorded iterations; the definition sums over {window} steps.",
-        iterations=iterations,
-        window=compute.WINDOW,
+    first = evidence.leaders(shares, lowest=False)
+    apart = evidence.extreme(shares, "share of oscillating values", lowest=False, first=first)
+    return evidence.together(text, apart if len(first) < len(shares) else "", edge)
+
+
+def _at_edge(excess: list[evidence.Named]) -> Sentence:
+    """Which weights have more values at a bin's edge than by chance; of more than LISTED, how many. They are judged
+    together."""
+    if len(excess) <= LISTED:
+        words = "more at a bin’s edge", "fewer at a bin’s edge"
+        return evidence.effects(excess, "normally distributed weights", words)
+    estimates = [estimate for _, estimate in excess]
+    apart = [each for each, is_apart in zip(estimates, evidence.holm(estimates), strict=True) if is_apart]
+    if not apart:
+        return evidence.say(
+            "At the edges of bins, none of {of} weights differs from normally distributed ones.", of=len(excess)
+        )
+    return evidence.say(
+        "At the edges of bins, {more} of {of} weights have more values than normally distributed ones, and {fewer} "
+        "have fewer ({low.text} to {high.text}).",
+        more=sum(each.value > 0 for each in apart),
+        fewer=sum(each.value < 0 for each in apart),
+        of=len(excess),
+        low=min(apart, key=lambda each: each.value),
+        high=max(apart, key=lambda each: each.value),
     )
-    return evidence.together(text, most, few, edge)
 
 
 def _of_gradients_verdict(gradients: pd.DataFrame, fmt: str) -> Sentence:

@@ -81,10 +81,15 @@ def whiskers(shown: pd.DataFrame, y: alt.Y, x: str = "figure") -> alt.Chart:
     return rule
 
 
+LEGEND_LAYERS = 10
+
+
 def layer_color(layers: list[int]) -> alt.Color:
-    """The color of the column layer, for one line per layer: in the order of the layers."""
+    """The color of the column layer, for one line per layer: in the order of the layers, of which the legend names
+    LEGEND_LAYERS at most."""
     scale = alt.Scale(domain=layers, range=style.ordered_colors(len(layers)))
-    legend = alt.Legend(title="layer", orient="right", symbolType="stroke", columns=-(-len(layers) // 16))
+    named = layers[:: -(-len(layers) // LEGEND_LAYERS)]
+    legend = alt.Legend(title="layer", orient="right", symbolType="stroke", values=named)
     return alt.Color("layer:O", scale=scale, legend=legend if len(layers) > 1 else None)
 
 

@@ -47,6 +47,15 @@ def scoped(opened: Catalog, where: Filter, apart: Collection[str] = (), scored: 
     return replace(where, iteration=(int(max(shared)),))
 
 
+def unrounded(opened: Catalog, where: Filter) -> Filter:
+    """The filter, restricted to runs that round no operand; unchanged if there are none. Predicted loss changes hold
+    for these: elsewhere, gradients are those of a model that is rounded already."""
+    found = opened.distinct(("run_id", "format"), where)
+    rounding = set(found.loc[found["format"].notna(), "run_id"])
+    chosen = [run for run in dict.fromkeys(found["run_id"]) if run not in rounding]
+    return replace(where, run_id=tuple(chosen)) if chosen and rounding else where
+
+
 def scope_of(opened: Catalog, where: Filter) -> str:
     """What a scoped filter selects, as a subtitle says it: "mxfp4 · iteration 11"."""
     labels = labels_of(opened)

@@ -11,7 +11,7 @@ from torch import Tensor
 from binade.app.figure import Drawn, Figure, source
 from binade.app.questions.shared import boards
 from binade.app.questions.shared.rounded import Subject, subject
-from binade.app.questions.shared.scope import scope_of, scoped
+from binade.app.questions.shared.scope import scope_of, scoped, unrounded
 from binade.app.style import MEASURES
 from binade.data.catalog import Catalog
 from binade.data.evidence import Measure
@@ -39,8 +39,9 @@ class Board(Selection):
 
     def scoped(self, *apart: str) -> Board:
         """The same board of one run and iteration, unless the answer keeps these fields apart: see `scope.scoped`."""
-        where = scoped(self.opened, self.where, apart, boards.of_format(self.measure.key))
-        return replace(self, where=where)
+        of_loss = self.measure.key == boards.LOSS_CHANGE
+        where = unrounded(self.opened, self.where) if of_loss else self.where
+        return replace(self, where=scoped(self.opened, where, apart, boards.of_format(self.measure.key)))
 
     @property
     def scope(self) -> str:
