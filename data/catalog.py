@@ -605,10 +605,11 @@ class Catalog:
 
         values: how many the operand has in a micro-batch. noise: ‖e‖² / ‖x‖². first, second: the terms of
         `loss_changes`, null where no gradient was recorded, NaN where one is not finite or second order was not
-        measured. change: second, and first where it raises the loss by more than SIGNIFICANT standard errors; half,
-        other: the same for two halves of the sequences. first_error, second_error, change_error: standard errors over
-        sequences. by_sequence: the change of each sequence, in the same order for all operands. tensor_id: the operand
-        with the largest noise. Experts and tensor-parallel ranks add up.
+        measured. change: second, and first where it exceeds SIGNIFICANT standard errors, of either sign; cost: the same
+        without first terms that lower the loss, by which a choice among many would pick chance; half, other: change of
+        two halves of the sequences. first_error, second_error, change_error: standard errors over sequences.
+        by_sequence: the change of each sequence, in the same order for all operands. tensor_id: the operand with the
+        largest noise. Experts and tensor-parallel ranks add up.
         """
         condition, parameters = self._selection(where)
         place = f"tensor.layer_index, tensor.module, {_part()} AS part, score.gemm, tensor.tensor_name, score.format"
@@ -618,7 +619,7 @@ class Catalog:
 
         def change(of: str) -> str:
             error = f"stddev_samp(first) {of} / sqrt(count(first) {of})"
-            first = f"CASE WHEN avg(first) {of} > {SIGNIFICANT} * {error} THEN avg(first) {of} ELSE 0 END"
+            first = f"CASE WHEN abs(avg(first) {of}) > {SIGNIFICANT} * {error} THEN avg(first) {of} ELSE 0 END"
             return f"avg(second) {of} + {first}"
 
         return self._frame(
@@ -644,7 +645,7 @@ class Catalog:
             ), summed AS (
                 SELECT {names}, count(first) AS sequences, avg(first) AS first, avg(second) AS second,
                        {_ERROR.format("first")} AS first_error, {_ERROR.format("second")} AS second_error,
-                       {change("")} AS change, avg(first) > {SIGNIFICANT} * first_error AS counts,
+                       {change("")} AS change, abs(avg(first)) > {SIGNIFICANT} * first_error AS counts,
                        {change("FILTER (half = 0)")} AS half, {change("FILTER (half = 1)")} AS other,
                        list(first ORDER BY {order}) AS firsts, list(second ORDER BY {order}) AS seconds
                 FROM halves GROUP BY ALL
@@ -655,6 +656,7 @@ class Catalog:
                 FROM summed
             )
             SELECT {names}, micro_batches, sequences, values, noise, first, second, first_error, second_error, change,
+                   CASE WHEN first < 0 THEN second ELSE change END AS cost,
                    CASE WHEN sequences > 1 THEN list_stddev_samp(by_sequence) / sqrt(sequences) ELSE 'nan'::DOUBLE END
                        AS change_error, half, other, by_sequence, tensor_id
             FROM operand JOIN listed USING ({names}) ORDER BY ALL
@@ -730,8 +732,8 @@ class Catalog:
         """Return the selection's samples of rounded weights, one row per weight and iteration: the columns of
         SAME_IN_ITERATIONS, iteration, tensor_id, format, dtype, numel, std, absmax, columns (the length of the axis
         that it was rounded along), sampled and sampled_rounded (lists), at_bin_edge; those of one weight together, by
-        iteration. Only the first of several micro-batches is returned, since they have the same weights. If there are
-        many rows, the lists are thinned evenly, to about `most` values in all."""
+        iteration. Only the first of several micro-batches and data-parallel replicas is returned, since they have the
+        same weights. If there are many rows, the lists are thinned evenly, to about `most` values in all."""
         condition, parameters = self._selection(where)
         columns = ", ".join(f"tensor.{name}" for name in SAME_IN_ITERATIONS)
         weight = ", ".join(f"tensor.{name}" for name in SAME_IN_ITERATIONS if name != "micro_batch")
@@ -743,6 +745,7 @@ class Catalog:
                 FROM trace JOIN tensor USING (key)
                 WHERE {condition} AND iteration IS NOT NULL AND len(sampled) > 0
                 QUALIFY row_number() OVER (PARTITION BY {weight}, iteration ORDER BY micro_batch, tensor_id) = 1
+                    AND coalesce(dp_rank, 0) = min(coalesce(dp_rank, 0)) OVER (PARTITION BY run_id, iteration)
             ), thinned AS (SELECT greatest(ceil(sum(2 * len(sampled)) / ?), 1)::BIGINT AS step FROM chosen)
             SELECT chosen.* REPLACE (sampled[:-:step] AS sampled, sampled_rounded[:-:step] AS sampled_rounded)
             FROM chosen, thinned ORDER BY {weight.replace("tensor.", "")}, iteration

@@ -215,6 +215,8 @@ def mean(measure: Measure, values: Iterable[float], of: str = "seeds") -> Estima
     n = len(given)
     if not n:
         return Estimate(measure, math.nan, -math.inf, math.inf, 0, of, "mean", math.nan)
+    if not all(map(math.isfinite, given)):
+        return Estimate(measure, math.nan, -math.inf, math.inf, n, of, "mean", math.nan)
     error = statistics.stdev(given) / math.sqrt(n) if n > 1 else math.nan
     return _estimate(measure, statistics.fmean(given), error, n, of, "mean", max(n - 1, 1))
 
@@ -326,6 +328,13 @@ def together(*sentences: str) -> Sentence:
     return Sentence(" ".join(given), (e for each in given for e in each.evidence), headline)
 
 
+def prefixed(prefix: str, sentence: Sentence) -> Sentence:
+    """A sentence with these words before it; empty if the sentence is."""
+    if not sentence:
+        return sentence
+    return Sentence(f"{prefix}{sentence}", sentence.evidence, f"{prefix}{sentence.headline}")
+
+
 def listed(names: Sequence[str], most: int = NAMED) -> str:
     """ "a, b and c"; "a, b, c and 14 more"."""
     shown = [*names[: most - 1], f"{len(names) - most + 1} more"] if len(names) > most else list(names)
@@ -342,12 +351,13 @@ def each_of(items: Sequence[Named], what: str) -> Sentence:
 
 
 def leaders(items: Sequence[Named], *, lowest: bool) -> list[Named]:
-    """The item with the lowest or highest estimate, and those that cannot be told from it, in order."""
+    """The item with the lowest or highest estimate, and those that cannot be told from it, in order. As the data choose
+    the item, each comparison is corrected for all pairs (Bonferroni)."""
     known = [item for item in items if not math.isnan(item[1].value)]
     ordered = sorted(known, key=lambda item: item[1].value, reverse=not lowest)
     if not ordered:
         return []
-    first, comparisons = ordered[0][1], max(len(ordered) - 1, 1)
+    first, comparisons = ordered[0][1], max(len(ordered) * (len(ordered) - 1) // 2, 1)
 
     def apart(other: Estimate) -> bool:
         pair = (other, first) if lowest else (first, other)
@@ -358,12 +368,16 @@ def leaders(items: Sequence[Named], *, lowest: bool) -> list[Named]:
 
 def extreme(items: Sequence[Named], what: str, *, lowest: bool, first: Sequence[Named] | None = None) -> Sentence:
     """ "Lowest SQNR in mxfp4: L1 fc1 input, 16.9 dB." What cannot be told from the extreme is named with it; if that is
-    everything, no extreme is named. what: "SQNR in mxfp4". first: the `leaders`, if they were found in another way."""
+    everything, or there is only one item, no extreme is named. what: "SQNR in mxfp4". first: the `leaders`, if they
+    were found in another way."""
+    items = [item for item in items if not math.isnan(item[1].value)]
     first = leaders(items, lowest=lowest) if first is None else first
     if not first:
         return Sentence()
     names, estimates = [name for name, _ in first], [estimate for _, estimate in first]
     word = "Lowest" if lowest else "Highest"
+    if len(items) == 1:
+        return each_of(items, f"{what[:1].upper()}{what[1:]}")
     if len(first) == 1:
         return say("{word} {what}: {name}, {value}.", word=word, what=what, name=names[0], value=estimates[0])
     low, high = (edge(estimates, key=lambda each: each.value) for edge in (min, max))

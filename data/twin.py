@@ -44,7 +44,7 @@ class GradientTwin:
     bias: float | None = None
     bias_corrected: float | None = None
     bias_error: float | None = None
-    variance: float | None = None
+    variance: Annotated[float, Field(ge=0)] | None = None
     variance_error: float | None = None
     cosine: float | None = None
 
@@ -53,7 +53,7 @@ class GradientTwin:
 class Twin:
     """A twin step.
 
-    loss        of the micro-batch, without the recipe
+    loss        of the micro-batch, without the recipe; what training minimizes, with the experts' balance loss
     changes     the losses of the passes with the recipe, minus that one
     draws       whether the recipe draws random numbers; if not, there is one pass
     gradients   of the whole step, then one per layer, then one per parameter
@@ -61,7 +61,7 @@ class Twin:
 
     iteration: Whole
     loss: Number
-    changes: tuple[Number, ...]
+    changes: Annotated[tuple[Number, ...], Field(min_length=1)]
     draws: bool
     gradients: Annotated[tuple[GradientTwin, ...], Field(min_length=1)]
 

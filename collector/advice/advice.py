@@ -216,7 +216,7 @@ def advise(costs: Costs, request: Request) -> Advice:
     parts = [_rows(forward, best)]
     if not backward.empty:
         # A mean over values, as Adam moves every weight alike.
-        noise = backward.assign(change=backward["noise"] * backward["values"])
+        noise = backward.assign(cost=backward["noise"] * backward["values"])
         limit = request.bits if request.bits is not None else _mean_bits(parts[0])
         others = pairs(noise, specs, request.tiles)
         parts.append(_rows(backward, choose(others, bits=limit, most_bf16=request.most_bf16)))
@@ -276,7 +276,8 @@ def _frontier(
             best = choose(options, bits=float(bits) + 1e-9, most_bf16=request.most_bf16)
         except AdviceError:  # only so many layers may be in bf16
             continue
-        total = float(best["cost"].sum()), error_of(_rows(forward, best)["by_sequence"])
+        chosen = _rows(forward, best)
+        total = float(chosen["change"].sum()), error_of(chosen["by_sequence"])
         yield "advised", f"{bits:.1f} bits", float(best["bits"].sum() / values), *total
 
 

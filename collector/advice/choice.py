@@ -45,7 +45,7 @@ def pairs(table: pd.DataFrame, specs: Sequence[str], tiles: bool = False) -> pd.
     """The pairs of specs that each group's GEMMs can take: group, layer, a and b (the specs of the first and second
     operand), cost, bits, values.
 
-    table: of `grouped`; its column change is the cost. specs: those allowed besides bf16. tiles: weights are rounded in
+    table: of `grouped`. specs: those allowed besides bf16. tiles: weights are rounded in
     tiles only.
     """
     chosen = table[table["spec"].isin([*specs, BF16])]
@@ -54,7 +54,7 @@ def pairs(table: pd.DataFrame, specs: Sequence[str], tiles: bool = False) -> pd.
         chosen = chosen[(chosen["tensor_name"] != "weight") | fits]
     keys = ["group", "first", "spec"]
     summed = chosen.groupby(keys, as_index=False).agg(
-        layer=("layer_index", "first"), cost=("change", "sum"), bits=("bits", "sum"), values=("values", "sum")
+        layer=("layer_index", "first"), cost=("cost", "sum"), bits=("bits", "sum"), values=("values", "sum")
     )
     both = summed[summed["first"]].merge(summed[~summed["first"]], on=["group", "layer"])
     families = {spec: family(spec) for spec in (*specs, BF16)}

@@ -91,8 +91,8 @@ def costs(catalog: Catalog, where: Filter | None = None, parts: Sequence[str] = 
     """The costs from the filter's bf16 runs, or from its only recipe if it has no bf16 run. parts: of recipe.PARTS; all
     that were recorded if empty.
 
-    A forward operand's change is its second-order term plus its first-order one, if that raises the loss by more than
-    two standard errors: terms that lower the loss, or may be chance, are ignored. Raises AdviceError.
+    A forward operand's change is its second-order term plus its first-order one, if that exceeds two standard errors;
+    its cost leaves out one that lowers the loss. Raises AdviceError.
     """
     runs = _runs(catalog, where)
     found = catalog.operand_costs(Filter(run_id=runs))
@@ -132,16 +132,16 @@ def costs(catalog: Catalog, where: Filter | None = None, parts: Sequence[str] = 
             f"{int(row['layer_index'])} {row['module']} {row['tensor_name']} in {row['spec']}: a gradient is not "
             "finite, or was not recorded; record the run again, or filter by another run (--run-id)"
         )
-    table["change"], table["error"] = forward["change"], forward["change_error"]
+    table["change"], table["cost"], table["error"] = forward["change"], forward["cost"], forward["change_error"]
     bf16 = table.drop_duplicates(OPERAND).assign(spec=BF16, noise=0.0, error=0.0)
     bf16["by_sequence"] = [[] for _ in range(len(bf16))]
-    bf16["change"] = bf16["change"].where(bf16["gemm"] != FORWARD, 0.0)
+    bf16[["change", "cost"]] = bf16[["change", "cost"]].where(bf16["gemm"] != FORWARD, 0.0)
     table = pd.concat([table, bf16], ignore_index=True)
     table["bits"] = table["values"] * table["spec"].map({spec: bits_of(spec) for spec in set(table["spec"])})
     narrowest = min(set(table["spec"]), key=lambda spec: (bits_of(spec), spec))
     halves = forward[forward["spec"] == narrowest].dropna(subset=["half", "other"])
     reliability = float(spearmanr(halves["half"], halves["other"]).statistic) if len(halves) > 2 else math.nan
-    columns = [*OPERAND, "spec", "values", "bits", "change", "error", "by_sequence", "noise", "tensor_id"]
+    columns = [*OPERAND, "spec", "values", "bits", "change", "cost", "error", "by_sequence", "noise", "tensor_id"]
     micro_batches, sequences = (int(forward[name].min()) for name in ("micro_batches", "sequences"))
     return Costs(table[columns], runs, micro_batches, sequences, reliability, left)
 

@@ -153,7 +153,7 @@ def _measured(row: GradientTwin, power: Tensor, error: Tensor, parts: Tensor, dr
         return row
     spread, dots, squares, pairs = parts
     increases, products = spread[1:] / power, pairs[1::2] / power
-    cosine = float((dots / (power * squares).sqrt()).nan_to_num(0.0).mean())
+    cosine = float(torch.where(squares == 0, 0.0, dots / (power * squares).sqrt()).mean())
     bias = float((error / power).sqrt())
     row = replace(row, bias=bias, cosine=cosine)
     if not draws:

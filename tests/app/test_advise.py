@@ -94,7 +94,7 @@ def test_what_trained_is_compared_with_what_was_predicted(opened):
         if name != "mine":
             assert row["predicted"] == pytest.approx(placed(parse_recipe(name), found)[1])
     rho = scipy.stats.spearmanr(table["predicted"], table["gap"]).statistic
-    assert f"measured gap is {rho:.2f}" in drawn.verdict
+    assert f"measured gap is {rho:.2f}".replace("-", "−") in drawn.verdict
 
 
 def test_the_interval_of_a_rank_correlation_covers_it():

@@ -65,8 +65,8 @@ def test_without_a_twin_step_the_page_says_how_to_record_one(tmp_path: Path):
 def test_the_largest_bias_is_named_if_it_can_be_told(tmp_path: Path):
     exact = step(gradient(1, "fc1", 0.1), gradient(1, "fc2", 0.2), gradient(2, "fc1", 0.3))
     found = answer(tmp_path / "exact", exact)
-    assert "changes the loss by +0.25." in found.verdict and "bias of 20%, relative" in found.verdict
-    assert found.verdict.endswith("Highest bias of a parameter’s gradient: L2 fc1, 30%.")
+    assert "changes the loss by +0.25." in found.verdict and "relative error of 20%." in found.verdict
+    assert found.verdict.endswith("Highest relative error of a parameter’s gradient: L2 fc1, 30%.")
     near = [gradient(1, "fc1", 0.28, 0.5, 0.02), gradient(2, "fc1", 0.3, 0.5, 0.02), gradient(2, "fc2", 0.1, 0.5, 0.02)]
     changes = tuple(0.1 * n for n in range(8))
     found = answer(tmp_path / "near", step(*near, changes=changes))
@@ -111,6 +111,19 @@ def test_what_is_not_finite_has_no_verdict_of_its_own(tmp_path: Path):
     assert "unknown" in found.verdict and not found.figures and len(found.tables["twin"]) == 1
 
 
+def test_a_pass_that_overflows_is_reported(tmp_path: Path):
+    """The gradient without the recipe is finite: nothing is said to be wrong with the micro-batch."""
+    lost = [replace(gradient(2, "fc1", 0.1), bias=math.nan, bias_corrected=math.nan, variance=None, cosine=math.nan)]
+    lost += [replace(lost[0], name="step", layer_index=None, module=None), gradient(1, "fc1", 0.1, 0.5, 0.02)]
+    twin = Twin(0, 5.0, (0.1, math.inf, 0.2, 0.3), True, (lost[1], lost[0], lost[2]))
+    found = answer(tmp_path, twin)
+    assert found.verdict == (
+        "With the recipe, the loss is not finite in 1 of 4 passes. "
+        "The gradients of 1 of 2 parameters are not finite with the recipe: L2 fc1."
+    )
+    assert found.tables["twin"]["cosine"].isna().tolist() == [True, True, False]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["linear_mxfp4", "nvidia_nvfp4(without=keep)"])
 def test_a_real_run(command: Callable[..., int], tmp_path: Path, recipe: str):
@@ -121,17 +134,18 @@ def test_a_real_run(command: Callable[..., int], tmp_path: Path, recipe: str):
         found = drawn(DRIFT, catalog, Filter())
     assert isinstance(found.verdict, Sentence) and not claims(found) and not found.problems
     whole, *rows = record["gradients"]
-    assert f"bias of {whole['bias_corrected'] * 100:.3g}%" in found.verdict
+    name, column = ("bias", "bias") if len(record["changes"]) > 1 else ("relative error", "error")
+    assert f"{name} of {whole['bias_corrected'] * 100:.3g}%" in found.verdict
     assert ("√variance" in found.verdict) == (len(record["changes"]) == 4)
     table = found.tables["twin"]
     parameters = [row for row in rows if row["module"]]
     assert table["parameter"].tolist() == ["step", *(row["name"] for row in parameters)]
-    assert table["bias"].tolist() == pytest.approx([x["bias_corrected"] * 100 for x in (whole, *parameters)])
+    assert table[column].tolist() == pytest.approx([x["bias_corrected"] * 100 for x in (whole, *parameters)])
     chart = found.get("twin").table
     layers = [row for row in rows if row["layer_index"] and not row["module"]]
     biases = {row["layer_index"]: row["bias_corrected"] * 100 for row in layers}
-    shown = chart[chart["group"] == "Bias"].set_index("layer")["value"]
+    shown = chart[chart["group"] == name.capitalize()].set_index("layer")["value"]
     assert shown.to_dict() == pytest.approx(biases) and len(biases) == 2
     largest = max(parameters, key=lambda row: row["bias_corrected"])
-    match = re.search(r"bias of a parameter’s gradient: (.*)", found.verdict, re.IGNORECASE)
+    match = re.search(rf"{name} of a parameter’s gradient: (.*)", found.verdict, re.IGNORECASE)
     assert match and largest["module"] in match[1]

@@ -232,15 +232,15 @@ def recipes_of(root: str, budgets: list[float]) -> list[Placed]:
     site = table.groupby(["layer_index", "module"]).ngroup()
     chance = np.exp(2 * np.random.default_rng(0).standard_normal(site.max() + 1))[site]
     rules = {
-        "advised": table["change"],
+        "advised": table["cost"],
         "by noise": table["noise"] * table["values"],
         "at random": table.groupby("spec")["noise"].transform("mean") * table["values"] * chance,
     }
     made = [parse_recipe("bf16", forward=fmt) for fmt in found.specs]
     named = list(zip(found.specs, made, strict=True))
     for bits in budgets:
-        for name, change in rules.items() if bits == max(budgets) else [("advised", table["change"])]:
-            chosen = advise(replace(found, table=table.assign(change=change)), Request(bits=bits, specs=ADVISED))
+        for name, cost in rules.items() if bits == max(budgets) else [("advised", table["cost"])]:
+            chosen = advise(replace(found, table=table.assign(cost=cost)), Request(bits=bits, specs=ADVISED))
             named.append((f"{name}, {bits:g}", chosen.recipe(name.replace(" ", "_"))))
     return [(name, recipe, *placed(recipe, found)) for name, recipe in named]
 

@@ -72,12 +72,16 @@ def test_costs_are_the_predicted_changes_and_noises_that_were_recorded(collected
         scores = catalog.scores(Filter(run_id=found.runs, tensor_name=("weight",), module=("fc1",), layer_index=(1,)))
     keys = ["layer_index", "module", "tensor_name"]
 
-    def changed(part: pd.DataFrame) -> pd.Series:
+    def changed(part: pd.DataFrame, least: float = -math.inf) -> pd.Series:
         first = part.groupby(keys)["first"].agg(["mean", "sem"])
-        return first["mean"].where(first["mean"] > 2 * first["sem"], 0) + part.groupby(keys)["second"].mean()
+        counts = (first["mean"].abs() > 2 * first["sem"]) & (first["mean"] > least)
+        return first["mean"].where(counts, 0) + part.groupby(keys)["second"].mean()
 
     expected = changed(changes)
-    table = found.table.query("gemm == 'forward' and spec == 'mxfp4'").set_index(keys)["change"]
+    rows = found.table.query("gemm == 'forward' and spec == 'mxfp4'").set_index(keys)
+    table = rows["change"]
+    assert rows["cost"].to_dict() == pytest.approx(changed(changes, 0).loc[table.index].to_dict(), rel=1e-9)
+    assert (rows["cost"] >= table).all() and (rows["cost"] > table).any() and (rows["cost"] > 0).all()
     half = changes.groupby(list(MICRO_BATCH)).ngroup() % 2
     between = stats.spearmanr(*(changed(changes[half == each]).loc[table.index] for each in (0, 1))).statistic
     assert found.specs[0] == "mxfp4" and found.reliability == pytest.approx(between)
@@ -96,17 +100,18 @@ def test_advice_keeps_its_limits(found, by):
     advice = advise(found, Request(6, by=by))
     assert (
         advice.bits <= 6 + 1e-3
-        and advice.change >= 0
+        and advice.forward["cost"].sum() >= 0
         and len(advice.chosen) == len(found.table.drop_duplicates(OPERAND))
     )
     for _, own in advice.chosen.groupby(["layer_index", "module", "gemm"]):
         assert own["spec"].map(choice.family).nunique() == 1  # both operands of a GEMM
     apart = {"site": ["layer_index", "module"], "layer": ["layer_index"], "module": ["module"], "model": []}[by]
     assert advice.chosen.groupby([*apart, "field"])["spec"].nunique().max() == 1
-    uniform = advice.frontier.query("kind == 'uniform' and bits <= 6")
-    assert by == "model" or advice.change <= uniform["change"].min() * 1.001
-    frontier = advice.frontier.query("kind == 'advised'").sort_values("bits")
-    assert (np.diff(frontier["change"]) <= 1e-9).all()
+    uniform = found.table[found.table["gemm"] == FORWARD].groupby("spec")[["bits", "cost", "values"]].sum()
+    uniform = uniform[uniform["bits"] <= 6 * uniform["values"]]
+    assert by == "model" or advice.forward["cost"].sum() <= uniform["cost"].min() * 1.001
+    costs = [advise(found, Request(bits, by=by)).forward["cost"].sum() for bits in (5, 8, 12, 16)]
+    assert (np.diff(costs) <= 1e-9).all() and costs[-1] == 0
 
 
 def test_the_recipe_is_the_choice(found, tmp_path):
@@ -145,7 +150,8 @@ def test_published_recipes_are_placed_where_all_their_formats_were_scored(found)
     assert placed(parse_recipe("mxfp4"), found) is None  # rounds attention too
     assert placed(parse_recipe("linear_nvint4"), found) is None  # not scored
     half = placed(parse_recipe("linear_mxfp4"), found, skip="first")
-    assert half[0] > bits and half[1] < change
+    operands = found.table.query("gemm == 'forward' and spec == 'mxfp4' and layer_index != 1")
+    assert half[0] > bits and half[1] == pytest.approx(operands["change"].sum())
 
 
 WRONG = {

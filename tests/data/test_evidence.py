@@ -90,6 +90,22 @@ class TestSentences:
         assert not some.is_larger(evidence.spread_of(DB, [19.0, 20.0, 21.0]))
         assert evidence.spread_of(DB, [math.inf] * 3).is_larger(some)
 
+    def test_equal_groups_are_seldom_told_apart(self):
+        """In at most 5% of sentences about many, although the data choose the extreme."""
+        rng, named = np.random.default_rng(5), 0
+        for _ in range(200):
+            items = [(str(at), evidence.with_error(GAP, rng.normal(), 1.0, 10**6, "values")) for at in range(20)]
+            named += len(evidence.leaders(items, lowest=False)) < len(items)
+        assert stats.binomtest(named, 200, 0.05, alternative="greater").pvalue > 0.01, named
+
+    def test_what_is_unknown_is_not_compared(self):
+        one, unknown = ("a", evidence.exact(DB, 12.0)), ("c", evidence.exact(DB, math.nan))
+        assert evidence.extreme([one, unknown], "SQNR", lowest=True) == "SQNR: a 12.0 dB."
+        equal = [one, ("b", evidence.exact(DB, 12.0)), unknown]
+        assert evidence.extreme(equal, "SQNR", lowest=True) == "SQNR: a and b cannot be told apart, 12.0 dB."
+        lost = evidence.mean(GAP, [0.1, math.inf, 0.2])
+        assert math.isnan(lost.value) and lost.n == 3
+
     def test_one_seed_separates_nothing(self):
         items = [(name, evidence.mean(GAP, [gap])) for name, gap in (("PV", 0.0066), ("QK", 0.001))]
         said = evidence.effects(items, "bf16")

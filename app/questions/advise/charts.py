@@ -19,7 +19,8 @@ BITS = Measure("bits", "Bits per value", "", "of the advised format", decimals=2
 def frontier(table: pd.DataFrame, bits: float, change: float, subtitle: str) -> alt.LayerChart | alt.FacetChart:
     """Draws Advice.frontier, and the advice itself as a ring. The axis of losses is logarithmic if possible."""
     shown = table.assign(group=table["kind"].map(KINDS))
-    floor = float(shown.loc[shown["change"] > 0, "change"].min()) if (shown["change"] > 0).any() else np.nan
+    negative = bool((shown["change"] < 0).any())
+    floor = np.nan if negative else float(shown["change"].replace(0, np.nan).min())
     scale = alt.Scale(type="log") if floor > 0 else alt.Scale(type="linear")
     shown = shown[shown["change"] > 0] if floor > 0 else shown
     x = alt.X("bits:Q", title="bits per forward value", scale=alt.Scale(zero=False, nice=False, padding=24))

@@ -59,9 +59,9 @@ OPERANDS = {
 }  # fmt: skip
 BITS = Column("Bits per forward value", "%.2f", 150)
 CAPTION = (
-    "Predicted loss change: the second-order terms of all forward operands, and the first-order ones that raise the "
-    "loss by more than two standard errors. The formats of backward operands are chosen for the least noise in "
-    "gradients, within the same budget."
+    "Predicted loss change: the second-order terms of all forward operands, and first-order ones of more than two "
+    "standard errors; those that lower the loss do not count in the choice. The formats of backward operands are "
+    "chosen for the least noise in gradients, within the same budget."
 )
 
 

@@ -53,9 +53,12 @@ def quantity(name: str) -> Measure:
 
 
 def levels(summary: pd.DataFrame, column: str, measure: Measure) -> list[Named]:
-    """A column of a `summary` by iteration and layer: for each layer, its median over iterations."""
-    layers = summary.astype({LAYER: int}).groupby(LAYER)
-    return [(f"layer {layer}", evidence.spread_of(measure, part[column], "iterations")) for layer, part in layers]
+    """A column of a `summary` by iteration and layer: of each layer, in the last iteration."""
+    last = summary[summary[ITERATION] == summary[ITERATION].max()].astype({LAYER: int})
+    return [
+        (f"layer {layer}", evidence.exact(measure, value, of="blocks"))
+        for layer, value in zip(last[LAYER], last[column], strict=True)
+    ]
 
 
 def trends(summary: pd.DataFrame, column: str, measure: Measure) -> list[Named]:

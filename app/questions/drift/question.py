@@ -57,6 +57,7 @@ TWIN_COLUMNS = {
     "expert": Column("Expert", "%d", 65),
     "norm": Column("‖g‖", "%.4g", 85, help="Norm of the gradient without the recipe"),
     "bias": Column("Bias (%)", "%.3g", 85, help=twin.BIAS.definition),
+    "error": Column("Error (%)", "%.3g", 85, help=twin.ERROR.definition),
     "bias_low": Column("from", "%.3g", 75, help="The 95% interval of the bias over the passes"),
     "bias_high": Column("to", "%.3g", 75, help="The 95% interval of the bias over the passes"),
     "noise": Column("√variance (%)", "%.3g", 110, help=twin.NOISE.definition),
@@ -134,13 +135,15 @@ def twin_step(selected: SelectedTensor, run: str) -> Twin | None:
 def of_twin(selected: SelectedTensor, run: str, step: Twin) -> Drawn:
     """What the recipe does to the gradients of a micro-batch, by layer and by parameter."""
     layers, table, label = twin.by_layer(step), twin.by_parameter(step), labels_of(selected.opened).get(run, run)
+    several = step.draws and len(step.changes) > 1
     passes = "1 pass" if len(step.changes) == 1 else f"{len(step.changes)} passes"
     drawn = passes if step.draws else "the recipe draws no random numbers: exact for this micro-batch"
     of = f"{label} · iteration {step.iteration} · {drawn}"
-    measures = ". ".join(f"{each.label}: {each.definition}" for each in (twin.BIAS, twin.NOISE))
+    measures = (twin.BIAS, twin.NOISE) if several else (twin.ERROR,)
+    definitions = ". ".join(f"{each.label}: {each.definition}" for each in measures)
     caption = (
-        f"Data: twin step of {run}, iteration {step.iteration}, first micro-batch, {passes} with the recipe and one "
-        f"without. g: gradient without the recipe. ĝ: with it.\n{measures}."
+        f"Data: twin step of {run}, iteration {step.iteration}, one micro-batch, {passes} with the recipe and one "
+        f"without. g: gradient without the recipe. ĝ: with it.\n{definitions}."
     )
     title = "Error of each layer’s gradient"
     items: list[Item] = []

@@ -11,7 +11,12 @@ from binade.data import evidence
 from binade.data.evidence import Estimate, Measure, Sentence, exact, say, together, with_error
 from binade.data.twin import GradientTwin, Twin
 
-CHANGE = Measure("change", "Δloss", definition="the loss with the recipe minus the loss without it", signed=True)
+CHANGE = Measure(
+    "change",
+    "Δloss",
+    definition="the loss with the recipe minus the loss without it; of experts, with their balance loss",
+    signed=True,
+)
 BIAS = Measure("bias", "Bias", "%", "‖mean(ĝ) − g‖ / ‖g‖, without the noise of the passes", factor=100.0)
 NOISE = Measure("noise", "√variance", "%", "√(Σ‖ĝ − mean(ĝ)‖² / (M − 1)) / ‖g‖ over M passes", factor=100.0)
 ERROR = Measure("error", "Relative error", "%", "‖ĝ − g‖ / ‖g‖ of one pass", factor=100.0)
@@ -25,9 +30,12 @@ def change_of(twin: Twin) -> Estimate:
 
 
 def bias_of(twin: Twin, row: GradientTwin) -> Estimate:
-    """The bias of a gradient. It is exact if nothing in it is drawn, and an error with noise if there is one pass."""
+    """The bias of a gradient; its relative error if the recipe draws nothing, which is exact for the micro-batch, or if
+    there is one pass."""
     if row.bias is None or not row.norm:
-        return exact(BIAS, math.nan)
+        return exact(BIAS if twin.draws else ERROR, math.nan)
+    if not twin.draws:
+        return exact(ERROR, row.bias)
     if row.bias_corrected is None:
         return with_error(ERROR, row.bias, math.nan, 1, "passes")
     if not row.variance:
@@ -54,17 +62,22 @@ def noise_of(twin: Twin, row: GradientTwin) -> Estimate:
 def verdict(twin: Twin) -> Sentence:
     """What the recipe does to the whole step, and which parameter's gradient has the largest bias if one has."""
     change, bias, noise = change_of(twin), bias_of(twin, twin.step), noise_of(twin, twin.step)
-    if math.isnan(bias.value):
-        return say("The gradient of this micro-batch is zero or not finite: its error is unknown.")
+    if not 0 < twin.step.norm < math.inf:
+        return say("The gradient of this micro-batch is zero or not finite without the recipe: its error is unknown.")
     first = say("On the same weights and micro-batch, the recipe changes the loss by {change}.", change=change)
+    if math.isnan(change.value):
+        lost = sum(not math.isfinite(each) for each in twin.changes)
+        first = say("With the recipe, the loss is not finite in {lost} of {n} passes.", lost=lost, n=len(twin.changes))
+    if math.isnan(bias.value):
+        names = [name_of(row) for row in twin.parameters if row.norm > 0 and math.isnan(bias_of(twin, row).value)]
+        text = "The gradients of {n} of {of} parameters are not finite with the recipe: {names}."
+        return together(first, say(text, n=len(names), of=len(twin.parameters), names=evidence.listed(names)))
     if bias.measure is ERROR:
-        return together(
-            first,
-            say(
-                "The step’s gradient has a relative error of {error}. One pass does not separate bias from variance.",
-                error=bias,
-            ),
-        )
+        whole = say("The step’s gradient has a relative error of {error}.", error=bias)
+        if twin.draws:
+            return together(first, whole, "One pass does not separate bias from variance.")
+        items = [(name_of(row), bias_of(twin, row)) for row in twin.parameters]
+        return together(first, whole, evidence.extreme(items, "relative error of a parameter’s gradient", lowest=False))
     if noise.value:
         whole = say(
             "The step’s gradient has a bias of {bias} and a √variance of {noise}, relative to its norm.",
@@ -99,8 +112,8 @@ def by_layer(twin: Twin) -> pd.DataFrame:
 
 
 def by_parameter(twin: Twin) -> pd.DataFrame:
-    """The whole step, then each parameter: layer, module, expert, parameter, norm, bias, bias_low, bias_high and noise
-    (where something is drawn) in percent, cosine, change (as text, of the step)."""
+    """The whole step, then each parameter: layer, module, expert, parameter, norm, bias (with several random
+    passes; else error), bias_low, bias_high and noise in percent, cosine, change (as text, of the step)."""
     rows = []
     for row in (twin.step, *twin.parameters):
         is_step = row is twin.step
@@ -112,7 +125,8 @@ def by_parameter(twin: Twin) -> pd.DataFrame:
                 "expert": row.expert,
                 "parameter": row.name,
                 "norm": row.norm,
-                "bias": bias.value * 100,
+                "bias": bias.value * 100 if bias.measure is BIAS else math.nan,
+                "error": bias.value * 100 if bias.measure is ERROR else math.nan,
                 "bias_low": bias.low * 100 if bias.interval else math.nan,
                 "bias_high": bias.high * 100 if bias.interval else math.nan,
                 "noise": noise.value * 100 if twin.draws else math.nan,

@@ -36,9 +36,9 @@ def weights(catalog: Catalog, where: Filter) -> pd.DataFrame:
     """Every sampled weight tensor in every recorded iteration: PLACE, place, iteration, tensor_id, format, sampled (how
     many values), before (recorded iterations of the same weight before this one), at_bin_edge, by_chance (what it is of
     normally distributed values), counted (of how many values), edge_excess (the difference), edge_error (its standard
-    error), oscillating (the share of values with a ratio of RATIO or more over the window that ends here, NaN before
-    LEAST iterations), and returned (over the window, the share whose rounded value changed and later changed back; for
-    the last iteration only)."""
+    error if it is by chance), oscillating (the share of values with a ratio of RATIO or more over the window that ends
+    here, NaN before LEAST iterations), and returned (over the window, the share whose rounded value changed and later
+    changed back; for the last iteration only)."""
     table = catalog.sampled_weights(where)
     table = table[table["layer_index"].notna()].reset_index(drop=True)
     keys = [name for name in SAME_IN_ITERATIONS if name != "micro_batch"]
@@ -74,7 +74,7 @@ def with_chance(table: pd.DataFrame) -> pd.DataFrame:
         float,
     )
     edge, counted = table["at_bin_edge"], table["numel"].clip(upper=EDGE_SAMPLE)
-    error = np.sqrt(edge * (1 - edge) / counted + chance * (1 - chance) / CHANCE_SAMPLE)
+    error = np.sqrt(chance * (1 - chance) * (1 / counted + 1 / CHANCE_SAMPLE))
     return table.assign(by_chance=chance, counted=counted, edge_excess=edge - chance, edge_error=error)
 
 

@@ -71,7 +71,7 @@ def report(selection: ReportSelection) -> Iterator[Section]:
         figures = board.named(drawn.figures)
         tables, verdict, fmt = [], evidence.Sentence(), board.format
         if fmt:
-            verdict = evidence.together(f"{fmt}:", drawn.verdict)
+            verdict = evidence.prefixed(f"{fmt}: ", drawn.verdict)
             places = [figure.table.head(MAX_WORST).drop(columns=["value"]) for figure in figures]
             tables = [ReportTable(f"ranking_{plain_name(fmt)}", f"Worst in {fmt}", table) for table in places]
         yield Section("statistics", figures=figures, tables=tables, verdict=verdict)
