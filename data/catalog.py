@@ -606,7 +606,7 @@ class Catalog:
         values: how many the operand has in a micro-batch. noise: ‖e‖² / ‖x‖². first, second: the terms of
         `loss_changes`, null where no gradient was recorded, NaN where one is not finite or second order was not
         measured. change: second, and first where it exceeds SIGNIFICANT standard errors, of either sign; cost: the same
-        without first terms that lower the loss, by which a choice among many would pick chance; half, other: change of
+        without first terms that lower the loss, by which a choice among many would pick chance; half, other: cost of
         two halves of the sequences. first_error, second_error, change_error: standard errors over sequences.
         by_sequence: the change of each sequence, in the same order for all operands. tensor_id: the operand with the
         largest noise. Experts and tensor-parallel ranks add up.
@@ -617,9 +617,9 @@ class Catalog:
         batch = ", ".join(f"tensor.{name}" for name in MICRO_BATCH)
         order = ", ".join((*MICRO_BATCH, "sequence"))
 
-        def change(of: str) -> str:
+        def cost(of: str) -> str:
             error = f"stddev_samp(first) {of} / sqrt(count(first) {of})"
-            first = f"CASE WHEN abs(avg(first) {of}) > {SIGNIFICANT} * {error} THEN avg(first) {of} ELSE 0 END"
+            first = f"CASE WHEN avg(first) {of} > {SIGNIFICANT} * {error} THEN avg(first) {of} ELSE 0 END"
             return f"avg(second) {of} + {first}"
 
         return self._frame(
@@ -645,8 +645,9 @@ class Catalog:
             ), summed AS (
                 SELECT {names}, count(first) AS sequences, avg(first) AS first, avg(second) AS second,
                        {_ERROR.format("first")} AS first_error, {_ERROR.format("second")} AS second_error,
-                       {change("")} AS change, abs(avg(first)) > {SIGNIFICANT} * first_error AS counts,
-                       {change("FILTER (half = 0)")} AS half, {change("FILTER (half = 1)")} AS other,
+                       abs(avg(first)) > {SIGNIFICANT} * first_error AS counts,
+                       avg(second) + CASE WHEN counts THEN avg(first) ELSE 0 END AS change, {cost("")} AS cost,
+                       {cost("FILTER (half = 0)")} AS half, {cost("FILTER (half = 1)")} AS other,
                        list(first ORDER BY {order}) AS firsts, list(second ORDER BY {order}) AS seconds
                 FROM halves GROUP BY ALL
             ), listed AS (
@@ -656,7 +657,7 @@ class Catalog:
                 FROM summed
             )
             SELECT {names}, micro_batches, sequences, values, noise, first, second, first_error, second_error, change,
-                   CASE WHEN first < 0 THEN second ELSE change END AS cost,
+                   cost,
                    CASE WHEN sequences > 1 THEN list_stddev_samp(by_sequence) / sqrt(sequences) ELSE 'nan'::DOUBLE END
                        AS change_error, half, other, by_sequence, tensor_id
             FROM operand JOIN listed USING ({names}) ORDER BY ALL

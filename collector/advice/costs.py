@@ -42,7 +42,7 @@ class Costs:
     runs           the runs that it is from, all of one recipe
     micro_batches  the fewest that an operand was recorded in
     sequences      the fewest sequences that an operand's change was predicted from
-    reliability    Spearman's ρ of the forward operands' changes, in the narrowest spec, between two halves of the
+    reliability    Spearman's ρ of the forward operands' costs, in the narrowest spec, between two halves of the
                    sequences; NaN for one sequence or for fewer than three operands
     left           GEMMs without advice, because not both operands were scored: "qk.dquery"
     """
