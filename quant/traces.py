@@ -109,14 +109,16 @@ def edge_by_chance(spec: Spec, deviation: float, absmax: float, dtype: torch.dty
     """The share at the edge of a bin (see `Sample`) that normally distributed values have, in rows of `columns` values
     along which they are rounded, with a tensor's standard deviation and, where a scale is for all of it, its absmax.
 
-    Seeded: equal arguments give the same share. Only where a tensor's scale meets values of 16 bits does every digit of
-    the two statistics matter; elsewhere the standard deviation is rounded to 1/16 binade, so that results are reused.
+    Seeded: equal arguments give the same share. The standard deviation is rounded to 1/16 binade, so that results are
+    reused; where a tensor's scale meets values of 16 bits, to 1/64, and every digit of absmax matters.
     """
     if spec.random or not (0 < deviation < math.inf and math.isfinite(absmax)):
         return math.nan
     of_tensor = TENSOR in (spec.block, SCALINGS[spec.scale].outer)
-    if not of_tensor or dtype.itemsize > 2:
-        deviation, absmax = 2 ** (round(16 * math.log2(deviation)) / 16), 0.0
+    exact = of_tensor and dtype.itemsize <= 2
+    steps = 64 if exact else 16
+    deviation = 2 ** (round(steps * math.log2(deviation)) / steps)
+    absmax = absmax if exact else 0.0
     return _edge_by_chance(unrotated(spec), deviation, absmax, dtype, min(columns, CHANCE_COLUMNS))
 
 

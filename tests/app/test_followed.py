@@ -4,6 +4,7 @@ against numpy over its tensor files."""
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
@@ -182,6 +183,28 @@ def test_only_weights_that_were_put_at_the_edge_of_a_bin_are_named(tmp_path: Pat
     (named,) = re.findall(r"More at a bin’s edge than normally distributed weights: (.*?)%", found)
     assert named.startswith("L2 fc1 weight +") and "Not distinguishable from normally distributed weights: L" in found
     assert "Fewer" not in found
+
+
+def test_replicas_of_a_weight_are_one_sample(command: Callable[..., int], tmp_path: Path):
+    size = (
+        "--layers",
+        "1",
+        "--micro-batch-size",
+        "1",
+        "--sequence-length",
+        "32",
+        "--train-iters",
+        "2",
+        "--backend",
+        "torch",
+    )
+    what = ("--quantization", "linear_mxfp4", "--measures", "trace", "--no-raw", "--tensors", "weight")
+    iterations = ("--control-iter", "2", "--capture-every", "1")
+    assert command("run", *size, *what, *iterations, "--dp", "2", "--tensor-save-dir", str(tmp_path)) == 0
+    with Catalog.open(tmp_path) as catalog:
+        assert set(catalog.tensors()["rank"]) == {0, 1}
+        sampled = catalog.sampled_weights()
+    assert len(sampled) == 8 and not sampled.duplicated(["module", "iteration"]).any()  # four weights
 
 
 def test_what_is_missing_is_said(opened: Catalog, tmp_path: Path, root: Path):

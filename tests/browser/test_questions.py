@@ -30,7 +30,7 @@ from binade.app.questions.results import compute as results_compute
 from binade.app.questions.shared import laws
 from binade.app.questions.shared.distributions import distribution_of
 from binade.app.questions.shared.runs import runs_with_reference
-from binade.app.questions.shared.scope import scoped
+from binade.app.questions.shared.scope import scoped, unrounded
 from binade.app.questions.shared.selection import Selection
 from binade.app.questions.training import compute as training_compute
 from binade.app.questions.what_if import compute as what_if_compute
@@ -147,7 +147,7 @@ class Visitor:
 
     @property
     def answer(self) -> str:
-        return self.page.locator("[data-testid=stMain] [data-testid=stMarkdown] strong").first.inner_text()
+        return self.page.locator("[data-testid=stMain] [data-testid=stMarkdown] p:has(> strong)").first.inner_text()
 
     def title(self, name: str) -> str:
         """All the words of a chart."""
@@ -348,7 +348,7 @@ def test_which_blocks_fail(visitor: Visitor, catalog: Catalog, board: pd.DataFra
 
 def test_what_costs_the_loss(visitor: Visitor, catalog: Catalog):
     visitor.ask(registry.LOSS)
-    found = loss_compute.costs(catalog, shown(catalog), "mxfp4")
+    found = loss_compute.costs(catalog, scoped(catalog, unrounded(catalog, Filter()), scored=True), "mxfp4")
     worst = found.table.iloc[0]
     assert visitor.answer == said(catalog, "loss")
     assert f"All {len(found.table)} operands together: {found.total}." in visitor.answer

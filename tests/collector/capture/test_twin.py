@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from pathlib import Path
 
@@ -12,7 +13,8 @@ from torch import Tensor, nn
 from binade import quant
 from binade.collector import Recorder, instrument
 from binade.collector.capture.recorder import RecorderError
-from binade.data.twin import read_twins
+from binade.collector.capture.twin import _measured
+from binade.data.twin import GradientTwin, read_twins
 
 WEIGHT = torch.randn(16, 32, generator=torch.Generator().manual_seed(0))
 X = torch.randn(64, 32, generator=torch.Generator().manual_seed(1))
@@ -51,6 +53,15 @@ def test_against_autograd_by_hand(tmp_path: Path):
         assert row.variance == 0
         assert row.cosine == pytest.approx(torch.cosine_similarity(q.flatten(), g.flatten(), 0).item(), rel=1e-5)
     assert [row.name for row in twin.gradients] == ["step", "layer1", "0.weight"]
+
+
+def test_a_pass_that_is_not_finite_is_not_counted_as_orthogonal():
+    power, row = torch.tensor(1.0, dtype=torch.float64), GradientTwin("w", 1, "fc1", None, 1.0)
+    dots, squares = torch.tensor([[0.9, 0.9, 0.0, 0.9], [1.0, 1.0, 0.0, 1.0]], dtype=torch.float64)
+    parts = torch.stack([torch.zeros(4), dots, squares, torch.zeros(4)])
+    assert _measured(row, power, power * 0, parts, True).cosine == pytest.approx(0.675)  # one gradient is zero
+    parts[1:3, 2] = torch.nan
+    assert math.isnan(_measured(row, power, power * 0, parts, True).cosine)
 
 
 def test_the_bias_of_stochastic_rounding_shrinks_to_the_true_one(tmp_path: Path):
