@@ -97,7 +97,7 @@ OWN_METRICS = {
         percent=True,
     ),
     "edge_excess": Metric(
-        "At a bin’s edge beyond chance",
+        "Excess at a bin’s edge",
         "share of the weights at a bin’s edge, minus the share of normally distributed values with the same standard "
         "deviation, dtype and format",
         "%",

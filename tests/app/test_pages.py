@@ -37,12 +37,13 @@ Visit = Callable[..., AppTest]
 
 
 def words(at: AppTest) -> str:
-    """All prose of a page, Markdown's escapes taken out."""
+    """All prose of a page, without Markdown's escapes and bold."""
     texts = []
     for kind in ("title", "caption", "markdown", "info", "warning", "error", "text", "code", "expander"):
         for element in at.get(kind):
             texts.append(str(getattr(element, "label" if kind == "expander" else "value", "")))
-    return re.sub(r"\\([^A-Za-z0-9\s])", r"\1", "\n".join(texts))
+    plain = re.sub(r"(?<!\\)\*\*", "", "\n".join(texts))
+    return re.sub(r"\\([^A-Za-z0-9\s])", r"\1", plain)
 
 
 def metrics(at: AppTest) -> dict[str, str]:
