@@ -45,8 +45,7 @@ def pairs(table: pd.DataFrame, specs: Sequence[str], tiles: bool = False) -> pd.
     """The pairs of specs that each group's GEMMs can take: group, layer, a and b (the specs of the first and second
     operand), cost, bits, values.
 
-    table: of `grouped`. specs: those allowed besides bf16. tiles: weights are rounded in
-    tiles only.
+    table: of `grouped`. specs: those allowed besides bf16. tiles: weights are rounded in tiles only.
     """
     chosen = table[table["spec"].isin([*specs, BF16])]
     if tiles:

@@ -44,8 +44,8 @@ def draw(board: Board, values: dict[str, Any]) -> Drawn:
     caption = f"{source(board.where, f'{blocks:,} blocks in {board.format}')}\n{what.label}: {what.definition}."
     shares = compute.shares(table, by)
     subtitle, last = f"{blocks:,} blocks, by {word} · {board.scope}", what.bins[1] - 1
-    if measure == "sqnr_db" and (exact := table.loc[table["bin"] == last, "count"].sum()):
-        subtitle += f"; not drawn: {100 * exact / blocks:.2g}% without error"
+    if measure == "sqnr_db" and (lossless := table.loc[table["bin"] == last, "count"].sum()):
+        subtitle += f"; not drawn: {100 * lossless / blocks:.2g}% without error"
         shares = shares[shares["low"] < last * what.width]
     items: list[Figure | Table] = [
         Figure(
@@ -72,13 +72,12 @@ def draw(board: Board, values: dict[str, Any]) -> Drawn:
     if measure == "sqnr_db":
         columns["bad"] = Column(f"Below {compute.BAD_DB} dB", text=lambda row: f"{row['bad']:.2%}", align="right")
     items.append(Table("block_summary", summary, columns, height=min(38 + 35 * len(summary), 420)))
-    return with_events(Drawn(tuple(items), _verdict(table, measure, board)), board.opened, board.where)
+    return with_events(Drawn(tuple(items), _verdict(table, summary, measure, board)), board.opened, board.where)
 
 
-def _verdict(table: pd.DataFrame, measure: str, board: Board) -> Sentence:
-    """table: `compute.histogram`."""
+def _verdict(table: pd.DataFrame, by_layer: pd.DataFrame, measure: str, board: Board) -> Sentence:
+    """table: `compute.histogram`. by_layer: its summary by iteration and layer."""
     by_iteration = compute.summary(table, (compute.ITERATION,)).to_dict("records")
-    by_layer = compute.summary(table, (compute.ITERATION, compute.LAYER))
     found = [_bad(by_iteration, board.format) if measure == "sqnr_db" else _range(by_iteration[-1], measure)]
     quantity = compute.quantity(measure)
     column, which = DRAWN[measure]

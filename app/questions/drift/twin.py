@@ -76,9 +76,7 @@ def verdict(twin: Twin) -> Sentence:
         whole = say("The step’s gradient has a relative error of {error}.", error=bias)
         if twin.draws:
             return together(first, whole, "One pass does not separate bias from variance.")
-        items = [(name_of(row), bias_of(twin, row)) for row in twin.parameters]
-        return together(first, whole, evidence.extreme(items, "relative error of a parameter’s gradient", lowest=False))
-    if noise.value:
+    elif noise.value:
         whole = say(
             "The step’s gradient has a bias of {bias} and a √variance of {noise}, relative to its norm.",
             bias=bias,
@@ -87,7 +85,8 @@ def verdict(twin: Twin) -> Sentence:
     else:
         whole = say("The step’s gradient has a bias of {bias}, relative to its norm.", bias=bias)
     items = [(name_of(row), bias_of(twin, row)) for row in twin.parameters]
-    return together(first, whole, evidence.extreme(items, "bias of a parameter’s gradient", lowest=False))
+    what = f"{bias.measure.label.lower()} of a parameter’s gradient"
+    return together(first, whole, evidence.extreme(items, what, lowest=False))
 
 
 def name_of(row: GradientTwin) -> str:

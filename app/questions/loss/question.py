@@ -15,6 +15,7 @@ from binade.app.questions.ranking import charts as ranking_charts
 from binade.app.questions.shared import boards
 from binade.app.questions.shared.board_charts import BARS
 from binade.app.questions.shared.boards import LOSS_CHANGE
+from binade.app.questions.shared.scope import rounding
 from binade.app.questions.shared.selection import Board
 from binade.app.report.section import ReportSelection, Section
 from binade.app.style import MEASURES
@@ -68,7 +69,7 @@ def draw(board: Board, values: dict[str, Any]) -> Drawn:
         choose="tensor_id",
     )
     places = Table("loss_places", table, COLUMNS, height=min(38 + 35 * len(table), 420), choose="tensor_id")
-    rounds = bool(board.opened.operands(board.where)["format"].notna().any())
+    rounds = bool(rounding(board.opened, board.where))
     return Drawn((ranked, against, places), _verdict(found, board.format, measure, rounds))
 
 

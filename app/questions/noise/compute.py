@@ -10,7 +10,7 @@ import torch
 
 from binade.app.questions.results import compute as results_compute
 from binade.app.questions.shared.boards import PLACE, place_names
-from binade.app.questions.shared.scope import scoped
+from binade.app.questions.shared.scope import rounding, scoped
 from binade.app.style import MEASURES
 from binade.data import evidence
 from binade.data.catalog import SAME_IN_ITERATIONS, Catalog
@@ -28,8 +28,8 @@ MOMENT = ("iteration", "layer_index")
 
 def one_run(catalog: Catalog, where: Filter) -> Filter:
     """The filter, restricted to one run, whose operands are rounded if there is one: see `scoped`."""
-    rounded = catalog.distinct(("run_id", "format"), where).dropna()["run_id"].unique()
-    return scoped(catalog, replace(where, run_id=tuple(rounded)) if len(rounded) else where, ("iteration",))
+    rounded = rounding(catalog, where)
+    return scoped(catalog, replace(where, run_id=rounded) if rounded else where, ("iteration",))
 
 
 def weights(catalog: Catalog, where: Filter) -> pd.DataFrame:
@@ -144,8 +144,8 @@ def by_moment(table: pd.DataFrame, column: str) -> pd.DataFrame:
 def gradients(catalog: Catalog, where: Filter, fmt: str) -> pd.DataFrame:
     """Gradients with the noise that rounding adds to them, by place and iteration: PLACE, place, iteration, tensors,
     sqnr_db, value (‖g‖ / ‖noise‖) and tensor_id; of several micro-batches, the median, and low and high, the 10th and
-    90th percentile. tensor_name is grad_output, rounded to a format, or grad_weight, the
-    result of wgrad, with the noise of the operands that the run rounded. Gradients without noise are left out."""
+    90th percentile. tensor_name is grad_output, rounded to a format, or grad_weight, the result of wgrad, with the
+    noise of the operands that the run rounded. Gradients without noise are left out."""
     by = (*PLACE, "iteration")
     columns = [*by, "tensors", "sqnr_db", "sqnr_db_low", "sqnr_db_high", "tensor_id"]
     rounded = catalog.errors(fmt, by, where) if fmt else pd.DataFrame(columns=columns)

@@ -68,8 +68,9 @@ def draw(board: Board, values: dict[str, Any]) -> Drawn:
         iterations = int(weights["before"].max()) + 1
         if iterations < compute.LEAST:
             problems.append(FEW.format(compute.LEAST, iterations))
-        items += _of_weights(board, weights)
-        verdicts.append(_of_weights_verdict(weights, iterations))
+        places = compute.places(weights)
+        items += _of_weights(board, weights, places)
+        verdicts.append(_of_weights_verdict(places, iterations))
     if gradients.empty:
         problems.append(NO_GRADIENTS)
     else:
@@ -78,7 +79,7 @@ def draw(board: Board, values: dict[str, Any]) -> Drawn:
     return with_events(Drawn(tuple(items), evidence.together(*verdicts), tuple(problems)), board.opened, board.where)
 
 
-def _of_weights(board: Board, weights: pd.DataFrame) -> list[Item]:
+def _of_weights(board: Board, weights: pd.DataFrame, places: pd.DataFrame) -> list[Item]:
     found: list[Item] = []
     formats = ", ".join(sorted(set(weights["format"])))
     what = f"{len(weights):,} samples of weights rounded to {formats}"
@@ -96,7 +97,6 @@ def _of_weights(board: Board, weights: pd.DataFrame) -> list[Item]:
         found.append(
             Figure(name, chart, table, caption, note=definition, height=340, choose="tensor_id", group="weights")
         )
-    places = compute.places(weights)
     height = min(38 + 35 * len(places), 420)
     return [*found, Table("oscillating_weights", places, WEIGHT_COLUMNS, "Weights", height=height, choose="tensor_id")]
 
@@ -124,8 +124,7 @@ def _of_gradients(board: Board, gradients: pd.DataFrame) -> list[Item]:
     return [*found, Table("gradients_to_noise", table, GRADIENT_COLUMNS, title, height=height, choose="tensor_id")]
 
 
-def _of_weights_verdict(weights: pd.DataFrame, iterations: int) -> Sentence:
-    places = compute.places(weights)
+def _of_weights_verdict(places: pd.DataFrame, iterations: int) -> Sentence:
     edge = _at_edge(compute.edge_excess(places))
     if not (shares := compute.oscillating(places)):
         return edge

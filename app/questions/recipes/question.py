@@ -139,8 +139,7 @@ def draw(
         return ladder(opened, where, table, chosen, values["gradient"], values["at"], partial(compare, opened), done)
     base = BASE
     if values["view"] == "cost" and values["against"] != BASE:
-        base = every_run(opened).set_index("run_id")["label"][values["against"]]
-        table = runs_in(selection, values)
+        table, base = _against(opened, table, values["against"])
         if not has_reference(table):
             return Drawn(problems=(f"No other run in the filter saw the same data as {base}.",))
     if not has_reference(table):
@@ -178,10 +177,15 @@ def runs_in(selection: Selection, values: dict[str, Any]) -> pd.DataFrame:
         chosen = _chosen(found, values["ladder"])
         return table[table["recipe"].isin([rung.recipe for rung in chosen.rungs] if chosen else [])]
     if values["view"] == "cost" and values["against"] != BASE:
-        every = every_run(opened)
-        kept = every["run_id"].isin([*table["run_id"], values["against"]])
-        return compared_with(every[kept].reset_index(drop=True), values["against"])
+        return _against(opened, table, values["against"])[0]
     return table
+
+
+def _against(opened: Catalog, table: pd.DataFrame, run_id: str) -> tuple[pd.DataFrame, str]:
+    """(the runs of the table, compared with this run instead of bf16; its label)."""
+    every = every_run(opened)
+    kept = every[every["run_id"].isin([*table["run_id"], run_id])].reset_index(drop=True)
+    return compared_with(kept, run_id), every.set_index("run_id")["label"][run_id]
 
 
 def _chosen(found: dict[str, Ladder], name: str | None) -> Ladder | None:

@@ -50,10 +50,14 @@ def scoped(opened: Catalog, where: Filter, apart: Collection[str] = (), scored: 
 def unrounded(opened: Catalog, where: Filter) -> Filter:
     """The filter, restricted to runs that round no operand; unchanged if there are none. Predicted loss changes hold
     for these: elsewhere, gradients are those of a model that is rounded already."""
-    found = opened.distinct(("run_id", "format"), where)
-    rounding = set(found.loc[found["format"].notna(), "run_id"])
-    chosen = [run for run in dict.fromkeys(found["run_id"]) if run not in rounding]
-    return replace(where, run_id=tuple(chosen)) if chosen and rounding else where
+    rounded = rounding(opened, where)
+    chosen = [run for run in opened.distinct(("run_id",), where)["run_id"] if run not in rounded]
+    return replace(where, run_id=tuple(chosen)) if chosen and rounded else where
+
+
+def rounding(opened: Catalog, where: Filter) -> tuple[str, ...]:
+    """The runs of the filter that round operands."""
+    return tuple(opened.distinct(("run_id", "format"), where).dropna()["run_id"].unique())
 
 
 def scope_of(opened: Catalog, where: Filter) -> str:
