@@ -36,7 +36,6 @@ COMMANDS = {
         "export": "collector.cli.export_command:export",
         "bundle": "app.cli:bundle",
         "verify": "collector.cli.verify_command:verify",
-        "compact": "collector.cli.compact_command:compact",
     },
 }
 PLACES = {name: place for commands in COMMANDS.values() for name, place in commands.items()}

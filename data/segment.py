@@ -3,7 +3,7 @@
 segments/rank00-000001/  tensor.parquet  sketch.parquet  score.parquet  block.parquet  trace.parquet
                          files.jsonl     of an import: the files that the rows come from
                          manifest.json   size and SHA-256 of these files, with the names of the segment and its run
-segments/merged-000057/  several segments in one: see data/compact.py
+segments/merged-000057/  several segments in one: see data/merge.py
 """
 
 from __future__ import annotations
@@ -12,19 +12,20 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime
 from io import BufferedReader
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+from pydantic import Field
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from binade.data.json_files import STRICT, read_json
@@ -255,6 +256,8 @@ GROUP_ROWS = {name: 1 << 14 if name == "sketch" else 1 << 20 for name in TABLES}
 MANIFEST = "manifest.json"
 DIGESTED = 1 << 12  # rows of a segment that are Python objects at once
 MERGED = "merged-"  # how the names of merged segments begin
+Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]  # a SHA-256
+FileName = Annotated[str, Field(pattern=r"^[a-z]+\.(parquet|jsonl)$")]  # of a segment, which may be untrusted input
 
 
 class SegmentError(ValueError):
@@ -268,7 +271,7 @@ class Checksum:
     """The checksum of a file: its size in bytes and the SHA-256 of its content."""
 
     bytes: int
-    sha256: str
+    sha256: Digest
 
     @classmethod
     def of(cls, file: Path) -> Checksum:
@@ -304,9 +307,9 @@ class Manifest:
 
     run_id: str | None
     name: str
-    files: dict[str, Checksum]
+    files: dict[FileName, Checksum]
     replaces: dict[str, Replaced] = field(default_factory=dict)
-    digests: dict[str, str] = field(default_factory=dict)
+    digests: dict[str, Digest] = field(default_factory=dict)
 
     def differences(self, segment: Path) -> dict[str, str]:
         """The files of the segment that have changed, with the difference. Raises OSError."""
@@ -419,13 +422,13 @@ def read_tables(
                 raise ValueError(f"{file.name} has rows of tensors that are not in tensor.parquet")
             schema = pa.schema([("row", _INT), *list(schema)[1:]])
             table = table.set_column(table.column_names.index("tensor_id"), "row", rows)
-        tables[name] = with_columns_of(schema, table)
+        tables[name] = _with_columns_of(schema, table)
         if name == "tensor":
             known = tables[name]["tensor_id"].combine_chunks()
     return tables
 
 
-def with_columns_of(schema: pa.Schema, table: pa.Table) -> pa.Table:
+def _with_columns_of(schema: pa.Schema, table: pa.Table) -> pa.Table:
     """The columns of a schema, null in those that the table lacks."""
     for column in schema:
         if column.name not in table.column_names:
@@ -548,23 +551,18 @@ def segment_names(run_directory: Path) -> list[str]:
     if not directory.is_dir():
         return []
     names = {entry.name for entry in directory.iterdir() if entry.is_dir() and not entry.name.startswith(".")}
-    return sorted(names - replaced_names(directory, names))
+    replaced = set()  # and not deleted yet
+    for merged in names:
+        if merged.startswith(MERGED):
+            with suppress(OSError, ValueError):  # a damaged manifest is reported when its rows are read
+                replaces = read_json(Manifest, directory / merged / MANIFEST).replaces
+                replaced |= {name for name in replaces.keys() & names if _is_same(directory / name, replaces[name])}
+    return sorted(names - replaced)
 
 
 def last_number(names: Iterable[str]) -> int:
     """The largest number at the end of the names of some segments; 0 if none has one."""
     return max((int(found[1]) for name in names if (found := re.search(r"-([0-9]{1,9})$", name))), default=0)
-
-
-def replaced_names(directory: Path, names: Set[str]) -> set[str]:
-    """The segments of a run that a merged one has replaced and that will be deleted."""
-    found = set()
-    for merged in names:
-        if merged.startswith(MERGED):
-            with suppress(OSError, ValueError):  # a damaged manifest is reported when its rows are read
-                replaces = read_json(Manifest, directory / merged / MANIFEST).replaces
-                found |= {name for name in replaces.keys() & names if _is_same(directory / name, replaces[name])}
-    return found
 
 
 def _is_same(segment: Path, written: Replaced) -> bool:

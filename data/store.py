@@ -147,29 +147,6 @@ def locked(directory: Path, options: int = fcntl.LOCK_EX) -> Iterator[None]:
         os.close(descriptor)
 
 
-@contextmanager
-def anchored(directory: Path) -> Iterator[Path]:
-    """Another path of a directory: it names the same directory even if the first path is replaced meanwhile. Raises
-    OSError, also for a symbolic link."""
-    if directory.is_symlink():
-        raise OSError(errno.ELOOP, "it is a symbolic link", str(directory))
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    other = f"/proc/self/fd/{descriptor}"
-    try:
-        yield Path(other)
-    except OSError as error:
-        if error.filename:
-            error.filename = str(error.filename).replace(other, str(directory))
-        raise
-    except ValueError as error:  # of a damaged file, which the message names
-        error.args = tuple(
-            each.replace(other, str(directory)) if isinstance(each, str) else each for each in error.args
-        )
-        raise
-    finally:
-        os.close(descriptor)
-
-
 def _no_locks(directory: Path) -> str:
     kind = file_system(directory)
     remedy = next(

@@ -6,20 +6,17 @@ everything.
 
 from __future__ import annotations
 
-import fcntl
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from binade.data.cache import Done
 from binade.data.remote import fetched
 from binade.data.runs import RUNNING, RunError, RunInfo, check_losses, check_root, read_run, run_directories
-from binade.data.segment import read_tables, table_files
-from binade.data.store import locked, sha256
+from binade.data.segment import TABLES, read_tables, table_files
+from binade.data.store import sha256
 from binade.data.text import describe
 from binade.data.twin import check_twins
 
@@ -68,40 +65,42 @@ def verify(
             except RunError as error:
                 refuse(directory, f"cannot be read: {error}")
     count, total = 0, sum(len(segments) for _, segments in runs)
-    for run, segments in runs:
+    for run, names in runs:
         found.runs += 1
         if not run.config.get("checksums"):
             found.unchecked.append(run.run_id)
-        before, rows = len(found.damaged), 0
-        with ExitStack() as held:
-            with suppress(OSError):  # the file system has no locks, so nothing can merge segments either
-                held.enter_context(locked(run.directory, fcntl.LOCK_SH))  # no segments are merged in the meantime
-            segments = run.segments if run.status.state != RUNNING else segments
-            for name in segments:
-                rows += _check_segment(run, name, found, refuse)
+        before, rows = len(found.damaged), dict[str, int]()
+        while new := [name for name in names if name not in rows]:
+            for name in new:
+                rows[name] = _check_segment(run, name, found, refuse)
                 count += 1
                 done(min(count, total), total)
-            for check in (check_losses, check_twins):
-                try:
-                    check(run.directory)
-                except (RunError, OSError) as error:
-                    refuse(run.directory, f"is damaged: {describe(error)}")
-            missing = run.missing(segments, rows)
+            if run.status.state != RUNNING:
+                names = run.segments  # some may have been merged meanwhile
+        for check in (check_losses, check_twins):
+            try:
+                check(run.directory)
+            except (RunError, OSError) as error:
+                refuse(run.directory, f"is damaged: {describe(error)}")
+        missing = run.missing(names, sum(rows[name] for name in names))
         if before == len(found.damaged) and missing:
             refuse(run.directory, f"is damaged: {missing}")
     return found
 
 
 def _check_segment(run: RunInfo, name: str, found: Verified, refuse: Callable[[Path, str], None]) -> int:
-    """Check a segment's files and the tensor files that it names; returns the number of its tensors."""
+    """Check a segment's files and the tensor files that it names; returns the number of its tensors. A segment that
+    disappears meanwhile is not damaged: it was merged or, by an import, dropped."""
     segment = run.directory / "segments" / name
     try:
         written = run.manifest_of(name)
         damaged = {} if written is None else written.differences(segment)
         if "tensor.parquet" not in damaged:
-            rows = pq.read_table(segment / "tensor.parquet") if written else read_tables(segment)["tensor"]
+            rows = read_tables(segment, names=("tensor",) if written else tuple(TABLES))["tensor"]
+        if damaged and run.manifest_of(name) != written:  # an import has replaced it meanwhile
+            return _check_segment(run, name, found, refuse)
     except UNREADABLE as error:
-        if segment.exists() or run.status.state != RUNNING:  # an import may have dropped or replaced it
+        if segment.exists():
             refuse(segment, f"is damaged: {describe(error)}")
         return 0
     for file, reason in damaged.items():

@@ -38,10 +38,10 @@ from binade.collector.models.site import Site
 from binade.collector.recipes.recipe import BF16, Part
 from binade.collector.training.config import DEFAULT_SCORES, ConfigError, MergeRanks
 from binade.collector.training.ranks import Ranks, current_ranks
-from binade.data.compact import compact_ended
 from binade.data.events import EventKind
 from binade.data.export import Sink
-from binade.data.runs import CANCELLED, DONE, FAILED, RunWriter, resolve_root
+from binade.data.merge import merge_segments
+from binade.data.runs import CANCELLED, DONE, FAILED, RunWriter, read_run, resolve_root
 from binade.data.segment import Identity, Shard, TensorRow, Trace
 from binade.data.tensor_kinds import (
     LATER,
@@ -357,8 +357,10 @@ class Recorder:
         except OSError as refused:  # the disk has no room for a status: the run will be shown as crashed
             failure, cause = failure or refused, cause or refused
         if state == DONE and failure is None and self.rank == 0:
-            for skipped in compact_ended(self.writer.directory).skipped:
-                warnings.warn(f"segments were not merged: {skipped}", stacklevel=2)
+            try:
+                merge_segments(read_run(self.writer.directory))
+            except Exception as refused:  # the run is complete without it
+                warnings.warn(f"segments were not merged: {describe(refused)}", stacklevel=2)
         if kind is None and cause:
             raise cause
         if error is None:

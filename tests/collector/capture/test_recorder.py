@@ -18,7 +18,7 @@ from binade.collector import Recorder, instrument
 from binade.collector.capture.adapters.layer import InstrumentError
 from binade.collector.capture.recorder import RecorderError
 from binade.collector.training.config import ConfigError
-from binade.data import compact
+from binade.data import merge
 from binade.data.catalog import Catalog
 from binade.data.runs import CANCELLED, DONE, FAILED, read_run
 from binade.quant.formats import UnknownFormatError
@@ -46,7 +46,7 @@ class TestRecorder:
             assert catalog.totals().tensors == catalog.totals().with_values == 70
 
     @pytest.mark.slow
-    @pytest.mark.parametrize(("steps", "left"), [(compact.MANY - 1, compact.MANY - 1), (compact.MANY, 1)])
+    @pytest.mark.parametrize(("steps", "left"), [(merge.MANY - 1, merge.MANY - 1), (merge.MANY, 1)])
     def test_many_segments_are_merged_when_the_run_ends(self, tmp_path, steps, left):
         values = torch.arange(steps, dtype=torch.float32)
         with Recorder(tmp_path, scores=(), raw=False) as recorder:
