@@ -112,7 +112,6 @@ bench: install-tests ## run the benchmarks, which report ratios to a baseline me
 	@$(PY) -m tests.bench.bench_users --users 4 --seconds 60
 	@$(PY) -m tests.bench.bench_long --kill
 	@$(PY) -m tests.bench.bench_explore
-	@$(PY) -m tests.bench.bench_surface
 	@$(PY) -m tests.bench.bench_why
 	@$(PY) -m tests.bench.bench_instrument
 	@$(PY) -m tests.bench.bench_import

@@ -1,103 +1,83 @@
-"""The address bar holds the view: every page's parameters, and the filter that all pages share.
-
-A page declares its parameters (`One`, `Many`, `Whole`, `Known`). `follow` copies the address into the session state,
-widgets then change the state under the parameter's own name, and `write` copies the state into the address, without the
-parameters at their default. A page that is opened again shows its last state, with the current filter.
-"""
+"""The view in the address bar. It is read at the start of each run of a page; widgets and links replace it by another
+view, and the page is drawn again from that."""
 
 from __future__ import annotations
 
-import re
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import streamlit as st
 
-from binade.app.params import Params, read, read_filter, texts_of
-from binade.data.catalog import Catalog
+from binade.app.view import SCOPE, View
 from binade.data.filter import FIELDS, Filter
 
+VIEW = "shown_view"  # the view that the page shows, in the session's state
+SESSION = "session"  # the id of the open session: in the address, and in the session's state
+LAST = "last_views"  # the last view of each page and of each part
 
-def key(field: str) -> str:
-    """The name of a field of the filter in the session state."""
-    return f"filter_{field}"
+
+def current(page: str) -> View:
+    """The view of the address. A page that is opened without parameters, as from the navigation, shows the part that it
+    showed last, with the filter and scope of the page before."""
+    query, before = _query(), shown()
+    if before is None or before.page == page:
+        return View(page, query)
+    stale = query == before.to_query()  # what the browser sends when a user goes back to another page
+    return opened(before, page) if stale or not query else View(page, query)
 
 
-def follow(catalog: Catalog, page: str, params: Params) -> None:
-    """Copy the address into the state, unless this page wrote the address itself and only its widgets have changed
-    since then. The sidebar lists the values of the address that do not exist."""
+def _query() -> dict[str, list[str]]:
+    return {name: st.query_params.get_all(name) for name in st.query_params if name != SESSION}
+
+
+def _address(view: View) -> dict[str, list[str]]:
+    """The parameters of a view, and the open session."""
+    session = st.session_state.get(SESSION)
+    return view.to_query() | ({SESSION: [session]} if session else {})
+
+
+def opened(before: View, page: str, part: str = "") -> View:
+    """Another page or part with the filter and scope of this view, and otherwise as it was shown last."""
+    last = st.session_state.get(LAST, {}).get((page, part))
+    if last is None:
+        return before.at(page, part)
+    shared = {*FIELDS, *SCOPE, *(["tensor"] if page == before.page else [])}
+    own = {name: texts for name, texts in last.params.items() if name not in shared}
+    return before.at(page, last.part).changed(**own)
+
+
+def write(view: View) -> None:
+    """Show this view from now on: in the address bar and in the session's state."""
     state = st.session_state
-    here = state.get("page") == page
-    if here and key(FIELDS[0]) in state and state.get("address") == _address():
-        for name in (*map(key, FIELDS), *params):
-            if name in state:
-                state[name] = state[name]  # otherwise Streamlit drops it if its widget is not drawn in this run
-        for name, param in params.items():  # a value that another choice has ruled out is reset to the default
-            value, bad = param.read(texts_of(state.get(name)))
-            if bad or name not in state:
-                state[name] = value
-        return
-    if not here and not st.query_params and "left" in state:
-        st.query_params.from_dict(state["left"].get(page, {}) | state["filter"])
-    query = _address()
-    where, problems = read_filter(catalog.facets(), query)
-    for name in FIELDS:
-        state[key(name)] = list(getattr(where, name))
-    values, bad = read(params, query)
-    state.update(values)
-    wanted = [] if "tensor" in params else query.get("tensor", [])
-    known = set(catalog.rows_of(wanted)["tensor_id"]) if wanted else set()
-    missing = [name for name in wanted if name not in known]
-    state["page"] = page
-    state["filter_problems"] = [
-        *problems,
-        *bad,
-        *(f"The URL refers to tensor {name[:80]!r}, which is not in this root." for name in missing),
-    ]
-    state["visit"] = state.get("visit", 0) + 1
+    state[VIEW] = view
+    state[LAST] = state.get(LAST, {}) | {(view.page, ""): view, (view.page, view.part): view}
+    query = _address(view)
+    if {name: st.query_params.get_all(name) for name in st.query_params} != query:
+        st.query_params.from_dict(query)
 
 
-def chosen_filter() -> Filter:
-    return Filter(**{name: st.session_state.get(key(name), []) for name in FIELDS})
+def shown() -> View | None:
+    view = st.session_state.get(VIEW)
+    return view if isinstance(view, View) else None
 
 
-def write(where: Filter, params: Params, **more: list[str]) -> None:
-    """Write the filter, the page's parameters that are not at their default, and more parameters to the address."""
-    state = st.session_state
-    values = {name: texts_of(state.get(name)) for name in params}
-    given = {name: texts for name, texts in (values | more).items() if texts}
-    own = {name: texts for name, texts in given.items() if name in more or texts != texts_of(params[name].default)}
-    wanted = where.to_query() | own
-    if _address() != wanted:
-        st.query_params.from_dict(wanted)
-    state["address"], state["filter"], state["shown"] = wanted, where.to_query(), where.to_query() | given
-    state.setdefault("left", {})[state["page"]] = own
+def change(**values: Any) -> None:
+    """Change parameters of the view, as the callback of a widget."""
+    if view := shown():
+        write(view.changed(**values))
 
 
-def go(page: str, where: Filter, **params: str) -> NoReturn:
-    """Open another page with the filter and these parameters."""
-    st.switch_page(st.session_state["pages"][page], query_params=_query(where, params))
+def narrow(where: Filter) -> None:
+    """Replace the filter, as the callback of a widget."""
+    if view := shown():
+        write(view.filtered(where))
 
 
-def link(page: str, label: str, where: Filter, icon: str | None = None, help: str | None = None, **params: str) -> None:
-    """A link to another page with the filter and these parameters."""
-    target = st.session_state["pages"][page]
-    st.page_link(target, label=label, icon=icon, help=help, query_params=_query(where, params))
+def go(view: View) -> NoReturn:
+    """Open a view."""
+    st.switch_page(st.session_state["pages"][view.page], query_params=_address(view))
 
 
-def _query(where: Filter, params: dict[str, str]) -> dict[str, str | list[str]]:
-    return {**where.to_query(), **{name: text for name, text in params.items() if text}}
-
-
-def clear_filter() -> None:
-    for name in FIELDS:
-        st.session_state[key(name)] = []
-    st.session_state["filter_problems"] = []
-
-
-def _address() -> dict[str, list[str]]:
-    return {name: st.query_params.get_all(name) for name in st.query_params}
-
-
-def plain(text: str) -> str:
-    """Escape a text for Markdown, so that it is shown literally."""
-    return re.sub(r"([\\`*_{}\[\]()<>#+!|~$:-])", r"\\\1", text)
+def link(view: View, label: str, icon: str | None = None, help: str | None = None, **options: Any) -> None:
+    """A link to a view."""
+    page = st.session_state["pages"][view.page]
+    st.page_link(page, label=label, icon=icon, help=help, query_params=_address(view), **options)

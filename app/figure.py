@@ -128,9 +128,14 @@ class Figure(_Item):
         _label_numbers(spec)
         return spec | {"datasets": spec.get("datasets", {}) | datasets}
 
+    @property
+    def is_several(self) -> bool:
+        """Whether it consists of several plots, which have sizes of their own."""
+        return not {"concat", "hconcat", "vconcat", "facet"}.isdisjoint(self.spec)
+
     def sized_spec(self, width: float | str) -> dict[str, Any]:
         """The specification at a size that holds title, axes and legend; concatenated charts keep their own sizes."""
-        if not {"concat", "hconcat", "vconcat"}.isdisjoint(self.spec):
+        if self.is_several:
             return self.spec
         fit = {"type": "fit", "contains": "padding"}
         return self.spec | {"width": width, "height": self.height or HEIGHT, "autosize": fit}

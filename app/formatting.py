@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from binade.data.catalog import Catalog
@@ -48,3 +49,8 @@ def duration_text(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60} min {whole % 60} s" if whole < 600 else f"{round(whole / 60)} min"
     return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+def plain(text: str) -> str:
+    """Escape a text for Markdown, so that it is shown literally."""
+    return re.sub(r"([\\`*_{}\[\]()<>#+!|~$:-])", r"\\\1", text)

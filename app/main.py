@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
 
 import streamlit as st
+from streamlit.runtime.scriptrunner import RerunException
 
-from binade.app import uploads, users
-from binade.app.pages import question_page
-from binade.app.pages.registry import MORE, PAGES, Page
+from binade.app import address, frame, palette_view, uploads, users
+from binade.app.pages.registry import OLD_PAGES, PAGES
 from binade.app.sessions import draft
-from binade.data.access import read_only
+from binade.app.view import View
 from binade.data.catalog import DamagedIndexError
 
 # Drawn here: Streamlit's own icons would be fetched from another host.
@@ -23,62 +21,74 @@ ICON = (
 )
 
 
-def _shown(page: Page) -> Callable[[], None]:
-    """The function that shows a page. Streamlit takes the page's address from its name."""
-    return import_module(page.layout).page if page.layout else question_page.page_of(page)
+def _header(presenting: bool) -> None:
+    """The pages, each with the scope and the filter of the view that is shown, and the menus that belong to no page."""
+    if presenting:
+        with st.container(key="present"):
+            _presentation("End presentation", ":material/close:", False)
+        return
+    view = address.shown()
+    with st.container(key="header", horizontal=True, vertical_alignment="center", gap="small"):
+        st.markdown("**Binade**", width="content")
+        for page in PAGES.values():
+            label = f"**{page.title}**" if view and page.name == view.page else page.title
+            address.link(address.opened(view, page.name) if view else View(page.name), label, width="content")
+        st.space("stretch")
+        palette_view.show()
+        users.panel()
+        draft.panel()
+        _presentation("Present", ":material/slideshow:", True)
 
 
-def _presentation(on: bool) -> None:
-    """A button that hides everything except the answer and enlarges it, and one to go back."""
-    place = st.container(key="present") if on else st.sidebar
-    title, icon = ("End presentation", ":material/close:") if on else ("Present", ":material/slideshow:")
-    place.button(
-        title,
-        icon=icon,
-        type="tertiary",
-        key="presentation",
-        on_click=st.session_state.update,
-        args=({"presenting": not on},),
-    )
+def _presentation(title: str, icon: str, on: bool) -> None:
+    """A button that hides everything except the answer and enlarges it, or goes back."""
+    change = st.session_state.update
+    st.button(title, icon=icon, type="tertiary", key="presentation", on_click=change, args=({"presenting": on},))
 
 
-def navigate(default: str = "overview") -> None:
+def navigate(default: str = "map") -> None:
     """Declare the pages, so that they can link to each other, and run the page of the address."""
-    st.set_page_config(page_title="Binade", page_icon=ICON, layout="wide")
+    st.set_page_config(page_title="Binade", page_icon=ICON, layout="wide", initial_sidebar_state="collapsed")
     st.html(Path(__file__).with_name("app.css"))
     presenting = st.session_state.get("presenting", False)
     if presenting:
         st.html(Path(__file__).with_name("presentation.css"))
     known = users.sign_in()
+    shows = {name: frame.page_of(name) for name in PAGES} | {name: frame.old_page(name) for name in OLD_PAGES}
+    shows["home"] = frame.old_page(default)  # the address of the page that needs none
     declared = {
-        page.name: st.Page(
-            _shown(page),
-            title=page.title,
-            icon=page.icon,
-            url_path=None if page.name == default else page.name,
-            default=page.name == default,
+        name: st.Page(
+            show,
+            title=PAGES[name].title if name in PAGES else name.capitalize(),
+            url_path=None if name == default else default if name == "home" else name,
+            default=name == default,
         )
-        for page in PAGES.values()
-        if not (page.writes and read_only())
+        for name, show in shows.items()
     }
     st.session_state["pages"] = declared
-    menu = {
-        "": [page for name, page in declared.items() if name not in MORE],
-        "More": [page for name, page in declared.items() if name in MORE],
-    }
-    chosen = st.navigation(menu, position="top" if known else "hidden")
+    chosen = st.navigation(list(declared.values()), position="hidden")
     if not known:
         return
-    users.panel()  # before the page, which may end the run with st.stop
     with uploads.page():
         try:
             draft.follow_link()
+            header = st.container()
             draft.notices()
-            chosen.run()
+            leaves = False
+            try:
+                chosen.run()
+                st.session_state.pop("pin_first", None)
+                if view := address.shown():  # a pin may have opened a session
+                    address.write(view)
+            except RerunException:
+                leaves = True
+                raise
+            finally:
+                if not leaves:
+                    with header:  # after the page, which knows the view
+                        _header(presenting)
         except DamagedIndexError as error:
             st.error(f"{error}.", icon=":material/error:")
-        draft.panel()
-        _presentation(presenting)
 
 
 if __name__ == "__main__":

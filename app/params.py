@@ -12,6 +12,8 @@ from typing import Any
 
 from binade.data.catalog import Catalog
 from binade.data.filter import FIELDS, LABELS, Filter
+from binade.quant.formats import UnknownFormatError
+from binade.quant.specs import Spec, SpecError
 
 TITLES = {name: LABELS.get(name, name).capitalize() for name in FIELDS}
 
@@ -84,23 +86,56 @@ class Whole(Param):
 
 @dataclass(frozen=True)
 class Known(Param):
-    """A name that `known` knows; None by default."""
+    """A name that `known` knows, None by default; with several, any number of them."""
 
     known: Callable[[str], bool]
     refers_to: str = ""
+    several: bool = False
+
+    @property
+    def default(self) -> list[str] | None:
+        return [] if self.several else None
 
     def value_of(self, text: str) -> str | None:
         return text if self.known(text) else None
 
+    def _chosen(self, values: list[str | int]) -> Any:
+        return values if self.several else super()._chosen(values)
 
-def known_tensor(opened: Catalog) -> Known:
-    """The id of a tensor of the root."""
-    return Known(lambda name: not opened.rows_of([name]).empty, "tensor")
+
+@dataclass(frozen=True)
+class AnySpec(Param):
+    """A format, with or without options, under the name that Binade writes it; None by default."""
+
+    def value_of(self, text: str) -> str | None:
+        try:
+            return str(Spec.of(text))
+        except (SpecError, UnknownFormatError):
+            return None
+
+
+@dataclass(frozen=True)
+class AnyText(Param):
+    """Any text; None by default."""
+
+    def value_of(self, text: str) -> str:
+        return text
+
+
+def known_tensor(opened: Catalog, several: bool = False) -> Known:
+    """The id of a tensor of the root, or several ids."""
+    return Known(lambda name: not opened.rows_of([name]).empty, "tensor", several)
 
 
 def known_run(opened: Catalog) -> Known:
     """The id of a run of the root."""
     return Known(lambda name: name in set(opened.runs()["run_id"]), "run")
+
+
+def run_or_format(opened: Catalog) -> Known:
+    """The id of a run of the root, or a format."""
+    run = known_run(opened)
+    return Known(lambda name: run.known(name) or AnySpec().value_of(name) is not None, "run")
 
 
 Params = Mapping[str, Param]

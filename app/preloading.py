@@ -14,8 +14,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 def import_pages() -> None:
     import_module("binade.app.main")
     for page in import_module("binade.app.pages.registry").PAGES.values():
-        if page.layout:
-            import_module(page.layout)
+        for part in page.parts.values():
+            import_module(part.layout)
 
 
 @dataclass(frozen=True)

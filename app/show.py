@@ -14,9 +14,9 @@ import pandas as pd
 import streamlit as st
 
 from binade.app import exports
-from binade.app.address import plain
+from binade.app.bar import only
 from binade.app.figure import Column, Drawn, Facts, Figure, Table
-from binade.app.filters import only
+from binade.app.formatting import plain
 from binade.app.report.rendering import RenderError
 from binade.app.sessions import draft
 from binade.app.state import catalog
@@ -81,11 +81,13 @@ def draw(
     data = {
         "chart": f"chart_{name}",
         "caption": figure.caption_svg,
-        "pin": pin and draft.on_a_view() and not read_only(),
+        "pin": pin and draft.shown_view() is not None and not read_only(),
         "gestures": [text for kind, text in GESTURES.items() if any(each.startswith(kind) for each in every)],
     }
     with card:
         _menu(name, data, lambda end: exports.of_figure(figure, end), on_pinned_change=lambda: draft.pin(figure))
+    if pin and st.session_state.pop("pin_first", False):  # the key p
+        draft.pin(figure)
     if not choose:
         return None
     return _picked(event, choose)
@@ -213,14 +215,13 @@ def displayed(frame: pd.DataFrame, columns: Mapping[str, Column]) -> tuple[pd.Da
 
 
 def facts(facts: Facts) -> None:
-    """Single numbers, three in a row."""
-    names = list(facts.values)
-    cells = [cell for row in range(0, len(names), 3) for cell in st.columns(3)[: len(names) - row]]
-    for cell, name in zip(cells, names, strict=True):
-        measure = MEASURES[name]
-        text = short(facts.values[name] * measure.factor)
-        shown = text if text == "–" else measure.with_unit(text)
-        cell.metric(measure.label, shown, help=measure.definition, border=True)
+    """Single numbers in one strip."""
+    with st.container(key="facts", horizontal=True, gap="medium"):
+        for name, value in facts.values.items():
+            measure = MEASURES[name]
+            text = short(value * measure.factor)
+            shown = text if text == "–" else measure.with_unit(text)
+            st.metric(measure.label, shown, help=measure.definition, width="content")
 
 
 def problems(drawn: Drawn) -> None:

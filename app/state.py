@@ -7,19 +7,18 @@ import gc
 import threading
 import time
 from collections.abc import Callable, Hashable
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from functools import wraps
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 import streamlit as st
 
-from binade.app.address import follow, plain, write
-from binade.app.filters import explain_nothing, hides_everything, sidebar
-from binade.app.params import Params
+from binade.app.address import link
+from binade.app.formatting import plain
+from binade.app.pages.registry import PART
+from binade.app.view import View
 from binade.data.access import check_writable, read_only
-from binade.data.cache import Cache, Done, release_memory
+from binade.data.cache import Cache, release_memory
 from binade.data.catalog import Catalog
-from binade.data.filter import Filter
 from binade.data.runs import RunError, resolve_root, unusable_root
 from binade.data.sandbox import Sandbox
 
@@ -28,12 +27,6 @@ IDLE = 5  # times SYNC_SECONDS: a catalog that nobody has used for longer is syn
 REST = 50.0  # seconds after the last use: what was computed is dropped and its memory returned to the system
 PATIENCE = 20  # the minimum time between two redraws of a page, as a multiple of the time that drawing took
 SHARED = 96 << 20  # bytes of results, tables and values that all sessions share
-# Where answers are computed: two at once, and one at a time of those that take long or a large tensor. The threads that
-# serve sessions wait, and a reader can stop waiting.
-QUICK, SLOW = ThreadPoolExecutor(2, "quick"), ThreadPoolExecutor(1, "slow")
-
-LARGE = 1 << 24  # values of a tensor that take more than a moment to read
-
 T = TypeVar("T")
 
 
@@ -108,20 +101,6 @@ def catalog() -> Catalog:
         st.stop()
 
 
-def shared(
-    opened: Catalog,
-    request: Hashable,
-    compute: Callable[[Done], T],
-    pool: Executor = QUICK,
-    step: Done = lambda count, of: None,
-    stays: bool = False,
-) -> T:
-    """The result of compute for a request at the catalog's version (or at any, with stays), computed once for all
-    sessions; see `Cache.get`."""
-    assert opened.cache
-    return opened.cache.get(None if stays else opened.version, request, compute, pool, step)
-
-
 @st.cache_resource(max_entries=1, show_spinner="Copying the index …")
 def _sandbox(_opened: Catalog, state: Hashable) -> Sandbox:
     return Sandbox(_opened)
@@ -133,64 +112,11 @@ def sandbox(opened: Catalog) -> Sandbox:
     return _sandbox(opened, opened.state())
 
 
-def catalog_page(
-    title: str, *, needs_tensors: bool = True, shows: str | None = None
-) -> Callable[[Callable[[Catalog], None]], Callable[[], None]]:
-    """Turn a function of the catalog into a page: its title, the runs that cannot be read, then whatever the function
-    draws. On a root without tensors, the page explains instead how to record some, unless needs_tensors is False.
-
-    shows: the attribute of the catalog whose change draws the page again."""
-
-    def decorate(draw: Callable[[Catalog], None]) -> Callable[[], None]:
-        @wraps(draw)
-        def page() -> None:
-            opened = catalog()
-            start, before = time.monotonic(), getattr(opened, shows or "version")
-            st.title(title, anchor=False)
-            _explain_refused(opened)
-            if needs_tensors and not opened.totals().tensors:
-                explain_empty(opened)
-            else:
-                draw(opened)
-            _tell(opened)
-            if shows:
-                _redraw_on_change(opened, shows, before, PATIENCE * (time.monotonic() - start))
-
-        return page
-
-    return decorate
-
-
-def view_page(
-    name: str, title: str, params: Callable[[Catalog], Params], of_fields: tuple[str, ...] = ()
-) -> Callable[[Callable[[Catalog, Filter, Params], None]], Callable[[], None]]:
-    """Turn a function of the catalog, the filter and the page's parameters into a page with the filter in its sidebar.
-    The function is called only if the filter selects a tensor; otherwise the page says that none matches.
-
-    name: of the page in PAGES; params: the parameters that `address.follow` reads and the function passes to
-    `address.write`; of_fields: as in `Question`; a filter that selects no tensor may select runs."""
-
-    def decorate(draw: Callable[[Catalog, Filter, Params], None]) -> Callable[[], None]:
-        @catalog_page(title, shows="version")
-        @wraps(draw)
-        def page(opened: Catalog) -> None:
-            declared = params(opened)
-            follow(opened, name, declared)
-            where = sidebar(opened)
-            if hides_everything() and not of_fields:
-                write(where, declared)
-                explain_nothing(where)
-            else:
-                draw(opened, where, declared)
-
-        return page
-
-    return decorate
-
-
-def _redraw_on_change(opened: Catalog, shows: str, before: int, pause: float) -> None:
-    """Draw the page again when an attribute of the catalog has changed, after a pause."""
+def redraw_on_change(opened: Catalog, shows: str, before: int, start: float) -> None:
+    """Draw the page again when an attribute of the catalog has changed, after a pause. before: the attribute's value;
+    start: when drawing began."""
     at = time.monotonic()
+    pause = PATIENCE * (at - start)
     redraw_when(lambda: has_changed(opened, shows, before) and time.monotonic() - at > pause, SYNC_SECONDS)
 
 
@@ -221,7 +147,7 @@ def redraw_when(changed: Callable[[], bool], every: float) -> None:
     look_again()
 
 
-def _explain_refused(opened: Catalog) -> None:
+def explain_refused(opened: Catalog) -> None:
     """List the runs that could not be read, if there are any."""
     if opened.refused:
         count = len(opened.refused)
@@ -233,7 +159,7 @@ def _explain_refused(opened: Catalog) -> None:
                 st.text(line)
 
 
-def _tell(opened: Catalog) -> None:
+def tell(opened: Catalog) -> None:
     """Show the problems with the index since this session last checked."""
     seen = st.session_state.setdefault("index_notices", 0)
     for notice in opened.notices[seen:]:
@@ -244,19 +170,19 @@ def _tell(opened: Catalog) -> None:
 def explain_empty(opened: Catalog) -> None:
     """The page of a root without runs."""
     st.info(f"No runs yet in `{opened.root}`.", icon=":material/inbox:")
-    pages = st.session_state.get("pages", {})
     collect, bring, demo = (cell.container(border=True, height="stretch") for cell in st.columns(3))
     with collect:
         st.markdown("**Collect**")
         st.markdown("Train a small model in several formats. It takes about a minute.")
-        if not read_only() and "collect" in pages:
-            st.page_link(pages["collect"], label="Open Collect", icon=":material/play_circle:")
+        if not read_only():
+            link(View("runs", {PART: ["collect"]}), "New collection", ":material/play_circle:")
         st.code("binade batch --quantization bf16,hifp8,mxfp8,mxfp4", language="shell", wrap_lines=True)
     with bring:
         st.markdown("**Import**")
         st.markdown("Index tensors that another tool has logged, or add a colleague’s bundle.")
-        if not read_only() and "sessions" in pages:
-            st.page_link(pages["sessions"], label="Upload a bundle", icon=":material/upload:")
+        if not read_only():
+            bundle = View("notebook", {PART: ["sessions"], "part": ["import"]})
+            link(bundle, "Upload a bundle", ":material/upload:")
         st.code("binade import LOGS", language="shell", wrap_lines=True)
     with demo:
         st.markdown("**Demo**")

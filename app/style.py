@@ -73,6 +73,16 @@ OWN_METRICS = {
         "rounding error and N the number of tokens in the micro-batch",
         "nats",
     ),
+    "result_sqnr_db": Metric(
+        "SQNR of the result",
+        "10·log₁₀(‖AB‖² / ‖Q(A)Q(B) − AB‖²) of a GEMM, both products in the tensors’ dtype",
+        "dB",
+    ),
+    "scale_spread": Metric(
+        "Spread of block scales",
+        "log₂ of the largest block scale over the smallest, without the lowest and highest 1% of the blocks",
+        "binades",
+    ),
     "absmax": Metric("absmax", "largest magnitude"),
     "std": Metric("Standard deviation", "population standard deviation: divided by n, not n − 1"),
     "rms": Metric("rms", "square root of the mean square of the finite values"),
@@ -112,7 +122,8 @@ OWN_METRICS = {
     "non_finite": Metric("NaN and Inf", "share of the elements that are NaN or infinite", "%", percent=True),
 }
 LOG = ("absmax", "std", "rms", "gradient_to_noise")
-DECIMALS = {"sqnr_db": 1, "outlier_persistence": 2}
+IN_DECIBELS = ("sqnr_db", "result_sqnr_db")
+DECIMALS = {"sqnr_db": 1, "result_sqnr_db": 1, "scale_spread": 0, "outlier_persistence": 2}
 MEASURES = {
     key: Measure(
         key,
@@ -120,11 +131,11 @@ MEASURES = {
         m.unit,
         m.definition,
         factor=100.0 if m.percent else 1.0,
-        low_is_bad=key == "sqnr_db",
+        low_is_bad=key in IN_DECIBELS,
         log=key in LOG,
         decimals=DECIMALS.get(key),
         signed=key in ("loss_change", "edge_excess"),
-        resolution=0.1 if key == "sqnr_db" else 0.0,  # dB
+        resolution=0.1 if key in IN_DECIBELS else float(key == "scale_spread"),
     )
     for key, m in (METRICS | OWN_METRICS).items()
 }
@@ -414,6 +425,13 @@ def brushed(
     )
     result: alt.LayerChart = chart.add_params(brush, zoom, only("group", chart=name)) + counts
     return result.properties(title=title)
+
+
+def operation_scale(present: Iterable[str]) -> alt.Scale:
+    """The colors of those operations that are present; GREY for one without a color of its own."""
+    names = set(present)
+    domain = [name for name in OPERATIONS if name in names] + sorted(names - set(OPERATIONS))
+    return alt.Scale(domain=domain, range=[OPERATIONS.get(name, GREY) for name in domain])
 
 
 def title(text: str, subtitle: str | list[str]) -> alt.TitleParams:

@@ -83,7 +83,7 @@ def begin(session: str, length: str | None) -> tuple[int, str]:
     room."""
     with _lock:
         if session not in _held:
-            return 403, "Open Sessions > Import before you upload a file"
+            return 403, "Open Notebook > Sessions > Import before you upload a file"
         if length is None or not length.isdecimal():
             return 411, "The request has no Content-Length header"
         if (size := int(length)) > LARGEST:

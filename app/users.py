@@ -5,7 +5,7 @@ from __future__ import annotations
 import streamlit as st
 
 from binade.app import sharing
-from binade.app.address import plain
+from binade.app.formatting import plain
 from binade.data.access import read_only
 
 
@@ -42,10 +42,10 @@ def sign_in() -> bool:
 
 
 def panel() -> None:
-    """Show who is signed in, in the sidebar, with a button to sign out if the app itself handles sign-in."""
+    """Show who is signed in, in the header, with a button to sign out if the app itself handles sign-in."""
     if not sharing.current.has_users:
         return
-    with st.sidebar.container(horizontal=True, vertical_alignment="center", key="user"):
-        st.caption(plain(f"{name()} · {'viewer' if read_only() else 'operator'}"))
+    with st.container(horizontal=True, vertical_alignment="center", width="content", key="user"):
+        st.caption(plain(f"{name()} · {'viewer' if read_only() else 'operator'}"), width="content")
         if sharing.current.login:
             st.button("Sign out", type="tertiary", on_click=st.logout)

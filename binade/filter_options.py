@@ -11,7 +11,7 @@ import click
 from binade.data.filter import FIELDS, INTEGER_FIELDS, LABELS, Filter
 from binade.terminal import Option, names
 
-FILTER = ("Filter", "These are the filters of the app's sidebar. Separate values with commas.")
+FILTER = ("Filter", "These are the fields of the app's filter. Separate values with commas.")
 
 
 def texts(text: str) -> list[str]:

@@ -3,11 +3,11 @@
     from binade import Catalog, Filter, plots
 
     catalog = Catalog.open("data/runs")
-    plots.ranking(catalog, Filter(operation=["backward"]), format="mxfp4")
+    plots.map(catalog, Filter(operation=["backward"]), format="mxfp4")
     plots.why(catalog).charts[0].save("why.png")
 
 Each question has a function, named like its folder in `binade.app.questions`; `help(plots)` lists them, and
-`help(plots.ranking)` lists the parameters of one. Every function returns a `Drawn`, which Jupyter displays: `charts`
+`help(plots.map)` lists the parameters of one. Every function returns a `Drawn`, which Jupyter displays: `charts`
 (Altair charts, in order), `tables` (DataFrames by name), `verdict` (the answer in words) and `problems` (what cannot be
 drawn, and why). They are the same as in the app.
 """
@@ -21,27 +21,37 @@ from typing import Any
 
 from binade.app.control import Control
 from binade.app.figure import Drawn
-from binade.app.pages.registry import PAGES
-from binade.app.params import Known, Many, One, Param, Whole, read, texts_of
+from binade.app.pages.registry import PART
+from binade.app.params import AnySpec, Many, One, Whole, texts_of
+from binade.app.questions.map.compute import METRICS
 from binade.app.questions.question import Question
 from binade.app.questions.registry import QUESTIONS
-from binade.app.questions.shared.boards import METRICS
-from binade.app.questions.shared.selection import Selection
+from binade.app.questions.shared.selection import Of
+from binade.app.view import View
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 
-# The parameters that come with a question's page, in words; its own are its controls.
-_OF_PAGE = {
-    "worst": {
-        "metric": f"One of {', '.join(METRICS)}. By default {{metric}}.",
-        "format": "A format that tensors were scored in. By default the one with the fewest bits per value.",
+# What a question is asked of has parameters, too; its own are its controls.
+_OF: dict[Of, dict[str, str]] = {
+    Of.SELECTION: {
+        "format": "A format that tensors were scored in. By default the run’s own, or the one with the "
+        "fewest bits per value."
     },
-    "tensor": {
+    Of.BOARD: {
+        "format": "A format that tensors were scored in. By default the run’s own, or the one with the fewest bits per "
+        "value.",
+    },
+    Of.TENSOR: {
         "tensor": "The tensor_id of a tensor of the filter. By default the one with the lowest SQNR.",
-        "format": "The format it is rounded to. By default, of those that tensors were scored in, the one with the "
-        "fewest bits per value.",
+        "format": "The format it is rounded to, with or without options. By default the run’s own, or of those that "
+        "tensors were scored in, the one with the fewest bits per value.",
     },
-    "explore": {"tensor": "The tensor_ids of tensors to compare. By default the whole filter."},
+}
+
+
+_SCOPE = {
+    "metric": f"One of {', '.join(METRICS)}. By default {METRICS[0]}.",
+    "versus": "A format or the id of a run: the difference to it. By default nothing.",
 }
 
 
@@ -51,6 +61,8 @@ def _expected(param: object) -> str:
             return f"one of {', '.join(allowed)}" if allowed else "no value, because none was recorded"
         case Many(allowed):
             return f"any of {', '.join(allowed)}"
+        case AnySpec():
+            return "a format, with or without options"
         case Whole(low, high):
             return f"a whole number from {low} to {high:,}"
     return "a name that the catalog has"
@@ -68,30 +80,24 @@ def _indented(text: str) -> str:
 
 def _parameters(question: Question) -> dict[str, str]:
     """A description of each parameter of a question."""
-    of_page = {
-        name: text.format(metric=question.link.get("metric", METRICS[0]))
-        for name, text in _OF_PAGE.get(question.page, {}).items()
-        if name not in question.ignores
-    }
-    return of_page | {control.name: _about(control) for control in question.controls}
+    of = {name: text for name, text in (_OF[question.of] | _SCOPE).items() if name in question.uses}
+    taken = dict.fromkeys(question.takes, "The tensor_ids of tensors to compare. By default the whole filter.")
+    return of | taken | {control.name: _about(control) for control in question.controls}
 
 
 def _answer(question: Question, catalog: Catalog, where: Filter, given: dict[str, list[str]]) -> Drawn:
-    page, names = PAGES[question.page], _parameters(question)
-    assert page.params and page.draw
-    params = page.params(catalog)
-    checked: dict[str, Param] = {"tensor": Known(lambda name: not catalog.rows_of([name]).empty)} | params
+    names = _parameters(question)
+    view = View(question.page, {PART: [question.view]} | given).filtered(where)
+    params = view.params_in(catalog)
     for name, texts in given.items():
         if name not in names:
             takes = ", ".join(names) or "none"
             raise ValueError(f"plots.{question.name} has no parameter {name!r}. Its parameters: {takes}")
-        if bad := checked[name].read(texts)[1]:
-            raise ValueError(f"plots.{question.name}: {name} is {bad[0]!r}, expected {_expected(checked[name])}")
+        if bad := params[name].read(texts)[1]:
+            raise ValueError(f"plots.{question.name}: {name} is {bad[0]!r}, expected {_expected(params[name])}")
     if not catalog.totals(where).tensors:
         return Drawn(problems=(f"No tensor in {catalog.root} matches: {where.sentence()}.",))
-    values, _ = read(params, {name: [text] for name, text in question.address.items()} | given)
-    tensors = () if "tensor" in params else tuple(given.get("tensor", ()))
-    return page.draw(Selection(catalog, catalog.narrowed(where), tensors), values)
+    return view.draw(catalog)
 
 
 def _function(question: Question) -> Callable[..., Drawn]:

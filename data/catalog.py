@@ -245,6 +245,14 @@ class Catalog:
 
         return list(self.kept(("rows", sql, repr(parameters)), ask))
 
+    def ask(self, sql: str, parameters: list[Any]) -> pd.DataFrame:
+        """Return the rows of a query with one caller, which is defined with its question."""
+        return self._frame(sql, parameters)
+
+    def condition(self, where: Filter | None = None) -> tuple[str, list[Any]]:
+        """Return the filter as a condition on the table `tensor`, with its parameters, for `ask`."""
+        return self._selection(where)
+
     # Synchronization with the disk
 
     def sync(self) -> int:
@@ -315,6 +323,24 @@ class Catalog:
         """Return the root and the progress of each of its runs. Results from the catalog remain valid while this stays
         the same."""
         return str(self.root), self._only, self.progress
+
+    @property
+    def part(self) -> tuple[str, ...] | None:
+        """The runs that `restricted` has left; None for all of the root."""
+        return self._only
+
+    def versions(self, run_ids: Iterable[str] = ()) -> Hashable:
+        """Return what changes when rows of these runs are added or removed, or the name or color of any run; () for all
+        runs of this catalog. Results that depend on these runs alone remain valid while this stays the same."""
+        counted = self.kept("versions", self._versions)
+        names, rows = counted
+        chosen = tuple(run_ids) or self._only
+        return str(self.root), names, tuple((run, rows.get(run)) for run in chosen) if chosen else self.version
+
+    def _versions(self) -> tuple[Hashable, dict[str, Hashable]]:
+        names = self._rows("SELECT count(*), bit_xor(hash(run_id, name, color)) FROM run")
+        rows = self._rows("SELECT run_id, count(*), bit_xor(hash(name, mtime_ns)) FROM segment GROUP BY run_id")
+        return tuple(names), {str(run): tuple(counted) for run, *counted in rows}
 
     def restricted(self, run_ids: Iterable[str]) -> Catalog:
         """Return a view of this catalog that contains only these runs. It affects `runs` and every method that takes a
@@ -612,7 +638,7 @@ class Catalog:
         largest noise. Experts and tensor-parallel ranks add up.
         """
         condition, parameters = self._selection(where)
-        place = f"tensor.layer_index, tensor.module, {_part()} AS part, score.gemm, tensor.tensor_name, score.format"
+        place = f"tensor.layer_index, tensor.module, {part()} AS part, score.gemm, tensor.tensor_name, score.format"
         names = "layer_index, module, part, gemm, tensor_name, format"
         batch = ", ".join(f"tensor.{name}" for name in MICRO_BATCH)
         order = ", ".join((*MICRO_BATCH, "sequence"))
@@ -675,11 +701,11 @@ class Catalog:
         return self._frame(
             f"""
             WITH operand AS (
-                SELECT {columns}, {_part()} AS part, score.gemm, tensor.tensor_id,
+                SELECT {columns}, {part()} AS part, score.gemm, tensor.tensor_id,
                        sum(pow(10, -score.sqnr_db / 10)) FILTER (score.used) AS noise
                 FROM score JOIN tensor USING (key) GROUP BY ALL
             ), result AS (
-                SELECT {columns}, {_part()} AS part, gemm, tensor_id, result_sqnr_db
+                SELECT {columns}, {part()} AS part, gemm, tensor_id, result_sqnr_db
                 FROM tensor WHERE result_sqnr_db IS NOT NULL AND {condition}
             )
             SELECT result.tensor_id, result.run_id, result.layer_index, result.module, result.part, result.gemm,
@@ -782,48 +808,6 @@ class Catalog:
         source = "tensor SEMI JOIN score USING (key)" if scored else "tensor"
         return self._frame(f"SELECT DISTINCT {names} FROM {source} WHERE {condition} ORDER BY ALL", parameters)
 
-    def surface(self, metric: str, width: int, where: Filter | None = None, fmt: str = "") -> pd.DataFrame:
-        """Return the worst value of a metric by layer and `width` iterations over the selection's tensors, one row per
-        run and cell: run_id, layer_index, iteration (the first of the cell), tensors, value and tensor_id. If the
-        filter selects several runs, only the iterations that all of them have are included.
-
-        metric: a key of STATISTICS, or one of SHOWN_ERRORS, in a format that the tensors are scored in; without one, in
-        the active format. Tensors without a value are left out. Raises CatalogError for another metric.
-        """
-        if metric not in (*STATISTICS, *SHOWN_ERRORS):
-            raise CatalogError(
-                f"there is no metric {metric!r}: expected one of {', '.join((*SHOWN_ERRORS, *STATISTICS))}"
-            )
-        condition, parameters = self._selection(where)
-        shared = max(len(self.narrowed(where).run_id), 1)
-        source, value = "tensor", STATISTICS.get(metric, f"tensor.{metric}")
-        chosen, own = condition, list(parameters)
-        if fmt and metric in SHOWN_ERRORS:
-            source, value = "score JOIN tensor USING (key)", f"score.{metric}"
-            chosen, own = f"{condition} AND {OWN_SCORE} AND score.format = ?", [*parameters, str(Spec.of(fmt))]
-        if shared > 1:
-            chosen += (
-                f" AND iteration IN (SELECT iteration FROM tensor WHERE {condition}"
-                " GROUP BY iteration HAVING count(DISTINCT run_id) = ?)"
-            )
-            own += [*parameters, shared]
-        worst = "min" if metric == "sqnr_db" else "max"
-        return self._frame(
-            f"""
-            WITH chosen AS (
-                SELECT run_id, layer_index, iteration // ? AS cell, tensor.key, {value} AS value
-                FROM {source} WHERE iteration IS NOT NULL AND layer_index IS NOT NULL AND {chosen}
-            ), cells AS (
-                SELECT run_id, layer_index, cell, count(*) AS tensors, {worst}(value) AS value,
-                       arg_{worst}(key, value) AS key
-                FROM chosen WHERE NOT isnan(value) GROUP BY ALL
-            )
-            SELECT cells.run_id, cells.layer_index, cell * ? AS iteration, tensors, value, tensor_id
-            FROM cells JOIN tensor USING (key) ORDER BY ALL
-            """,
-            [width, *own, width],
-        )
-
     def scored_formats(self, where: Filter | None = None) -> list[str]:
         """Return the formats that the selection's operands were scored with, as texts of specs, in the order of
         FORMATS."""
@@ -863,7 +847,7 @@ class Catalog:
         QK, PV, router), format (forward operands), gradient_format. A part that was not quantized has no row."""
         return self._frame(
             f"""
-            SELECT run_id, {_part()} AS part,
+            SELECT run_id, {part()} AS part,
                    min(format) FILTER (operation = 'forward') AS format,
                    min(format) FILTER (operation = 'backward') AS gradient_format
             FROM tensor WHERE format IS NOT NULL GROUP BY ALL ORDER BY ALL
@@ -1007,7 +991,7 @@ def _scored(sound: bool = False) -> str:
     )
 
 
-def _part() -> str:
+def part() -> str:
     """SQL for the product that a tensor belongs to."""
     qk = ", ".join(f"'{kind.name}'" for kind in TENSOR_KINDS if kind.product is Product.QK)
     return f"""CASE WHEN tensor.layer_type = 'attention' THEN if(tensor.tensor_name IN ({qk}), 'QK', 'PV')

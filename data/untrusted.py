@@ -90,11 +90,6 @@ def parse(kind: type[T], content: bytes, marker: str, version: int, most_values:
         )
     if _count(given, most_values) > most_values:
         raise RefusedError(f"it contains more than {most_values:,} values")
-    return validate(kind, given)
-
-
-def validate(kind: type[T], given: Any) -> T:
-    """A record from values of JSON. Raises RefusedError."""
     try:
         return adapter_of(kind).validate_python(given)
     except ValidationError as error:

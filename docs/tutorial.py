@@ -20,13 +20,14 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.browser.driver import launch, new_page, settle
 
 TENSOR = "format=hifp8&layer_index=2&module=proj&tensor_name=grad_output"
-# Each picture's address, and the folder or files that draw what it shows.
+CELL = "wgrad/proj/grad_output/2"
+# Each picture's address, and the folder that draws what it shows.
 PICTURES = {
-    "overview": ("/", "app/pages/overview*.py"),
-    "worst": ("/worst?format=hifp8", "app/questions/ranking"),
+    "map": ("/", "app/questions/map"),
+    "hifp8": (f"/?format=hifp8&cell={CELL}", "app/questions/map"),
     "why": (f"/tensor?view=why&{TENSOR}", "app/questions/why"),
     "what-if": (f"/tensor?view=whatif&{TENSOR}", "app/questions/what_if"),
-    "recipes": ("/recipes?view=gradients", "app/questions/recipes"),
+    "recipes": ("/compare?view=recipes&of=gradients", "app/questions/recipes"),
 }
 FOLDER = Path(__file__).parent / "tutorial"
 MANIFEST = FOLDER / "sources.json"
@@ -37,7 +38,7 @@ def sources() -> dict[str, str]:
     project = Path(__file__).parents[1]
     found = {}
     for name, (_, pattern) in PICTURES.items():
-        files = sorted(project.glob(pattern if pattern.endswith(".py") else f"{pattern}/*.py"))
+        files = sorted(file for end in ("py", "js", "css") for file in project.glob(f"{pattern}/*.{end}"))
         found[name] = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
     return found
 

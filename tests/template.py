@@ -58,6 +58,7 @@ def _main() -> None:
 
     import_pages()
     gc.freeze()
+    atexit.register(gc.unfreeze)  # as `binade.app.state`: else nanobind reports what is left of DuckDB on stderr
     gc.enable()
     requests = socket.socket(fileno=int(sys.argv[1]))
     while True:

@@ -122,12 +122,12 @@ def test_app_takes_only_config_recipes_jobs_and_advice_from_the_collector():
         (
             "streamlit",
             lambda path: (
-                (path.startswith("app/") and path.endswith(("page.py", "view.py")))
+                (path.startswith("app/") and path.endswith(("page.py", "_view.py")))
                 or path
                 in (
-                    *("app/main.py", "app/address.py", "app/filters.py", "app/show.py", "app/state.py", "app/cli.py"),
-                    *("app/server.py", "app/users.py", "app/uploads.py", "app/reruns.py"),
-                    "app/sessions/draft.py",
+                    *("app/main.py", "app/address.py", "app/bar.py", "app/frame.py", "app/show.py", "app/state.py"),
+                    *("app/cli.py", "app/server.py", "app/users.py", "app/uploads.py", "app/reruns.py"),
+                    *("app/sessions/draft.py", "app/pages/tensor_notes.py", "app/questions/layout.py"),
                 )
             ),
         ),

@@ -7,10 +7,12 @@ from typing import Any
 
 import streamlit as st
 
-from binade.app.address import plain
-from binade.app.formatting import bytes_text, duration_text
+from binade.app import address
+from binade.app.formatting import bytes_text, duration_text, plain
 from binade.app.jobs import collecting, recipe_view
 from binade.app.jobs.collecting import wrapped
+from binade.app.pages.registry import PART
+from binade.app.view import Reading, View
 from binade.collector import jobs
 from binade.collector.jobs import JobError, SubmissionError
 from binade.collector.jobs.command_line import parse
@@ -19,6 +21,7 @@ from binade.collector.training.config import DATASETS, ConfigError, RunConfig
 from binade.collector.training.slurm_options import Launcher, SlurmOptions
 from binade.collector.training.targets import read_targets
 from binade.data.access import ReadOnlyError, reason
+from binade.data.catalog import Catalog
 from binade.data.runs import RunError, resolve_root
 from binade.quant.formats import FORMATS
 
@@ -34,13 +37,11 @@ HERE, CLUSTER = "", "--launcher slurm"  # the choices besides the targets: this 
 PLACES = {HERE: "this machine", CLUSTER: "Slurm, without a target"}
 
 
-def page() -> None:
-    st.title("Collect", anchor=False)
+def show(opened: Catalog, view: View, reading: Reading) -> None:
     if why := reason() or jobs.no_queue(resolve_root()):
         st.info(plain(f"Runs cannot be launched here: {why}."), icon=":material/lock:")
-        st.stop()
-    st.session_state["page"] = "collect"
-    _begin()
+        return
+    _begin(next(iter(view.params.get("from", ())), ""))
     _presets()
     form, summary = st.columns([1.75, 1], gap="large")
     with form:
@@ -50,10 +51,9 @@ def page() -> None:
     st.session_state[LEFT] = {name: value for name, value in st.session_state.items() if str(name).startswith(PREFIX)}
 
 
-def _begin() -> None:
+def _begin(number: str) -> None:
     """Fill the fields from the job in the address, or with their last values, or from the quick preset."""
     state = st.session_state
-    number = st.query_params.get("from")
     if number and state.get("collect_from") != number:
         state["collect_from"] = number
         try:
@@ -109,7 +109,7 @@ def _fill_start(start: SlurmOptions) -> None:
 def _choose_preset(name: str) -> None:
     preset = collecting.PRESETS[name]
     _fill(preset.config, collecting.recipes_of(name, _value("recipes")), preset.seeds)
-    st.query_params.clear()
+    address.change(**{"from": None})
 
 
 def _presets() -> None:
@@ -310,4 +310,4 @@ def _launch(runs: list[RunConfig], start: SlurmOptions) -> None:
         st.error(plain(f"Nothing was launched: {error}."), icon=":material/error:")
         return
     st.session_state["collect_from"] = None
-    st.switch_page(st.session_state["pages"]["jobs"], query_params={"job": str(made[0].id)})
+    address.go(View("runs", {PART: ["jobs"], "job": [str(made[0].id)]}))

@@ -12,27 +12,26 @@ from pathlib import Path
 import pandas as pd
 import streamlit as st
 
-from binade.app import show
-from binade.app.address import link, plain
-from binade.app.figure import Drawn, Figure
-from binade.app.formatting import bytes_text, duration_text, first_formats
+from binade.app import address
+from binade.app import show as show_items
+from binade.app.figure import Figure
+from binade.app.formatting import bytes_text, duration_text, plain
 from binade.app.jobs import summary
 from binade.app.jobs.collecting import wrapped
 from binade.app.jobs.summary import WAITS
-from binade.app.pages import overview
+from binade.app.pages.registry import PART
+from binade.app.questions.layout import open_tensor
 from binade.app.questions.shared import loss_chart
 from binade.app.questions.shared.event_marks import events_of, marked
 from binade.app.questions.shared.labels import thinned_note
-from binade.app.questions.view import open_tensor
-from binade.app.state import catalog, has_changed, redraw_when, shared
+from binade.app.state import has_changed, redraw_when
+from binade.app.view import Reading, View
 from binade.collector import jobs
 from binade.collector.jobs import Job, JobError, JobView, State, SubmissionError
 from binade.data.access import ReadOnlyError, read_only, reason
-from binade.data.cache import Done
 from binade.data.catalog import Catalog
 from binade.data.events import read_events
-from binade.data.filter import Filter
-from binade.data.runs import RunError, resolve_root
+from binade.data.runs import RunError
 
 PULSE, IDLE = 2.0, 10.0  # seconds between checks while something runs, and while nothing does
 SHOWN = 12  # jobs that have ended, before "Show more"
@@ -43,10 +42,8 @@ MANY = 8  # with more jobs than this, a search field is shown
 FAILED = (JobError, ReadOnlyError, RunError, SubmissionError, OSError, ValueError)
 
 
-def page() -> None:
-    root = resolve_root()
-    st.title("Jobs", anchor=False)
-    st.session_state["page"] = "jobs"
+def show(opened: Catalog, view: View, reading: Reading) -> None:
+    root = opened.root
     views = jobs.listing(root)
     if problems := jobs.problems(root):
         st.warning("\n\n".join(plain(f"{problem}.") for problem in problems[:PROBLEMS]), icon=":material/warning:")
@@ -56,7 +53,7 @@ def page() -> None:
         return
     _ensure_runner(root, views)
     _head(root, views)
-    chosen = _chosen(views)
+    chosen = _chosen(views, view.params.get("job", [""])[0])
     left, right = st.columns([1, 2.1], gap="large")
     with left:
         words = ""
@@ -69,10 +66,10 @@ def page() -> None:
                 label_visibility="collapsed",
             )
         _queue(views, chosen, words)
-    seen = ((opened := catalog()), opened.version) if chosen.run else None
+    seen = (opened, opened.version) if chosen.run else None
     with right:
         _title(root, chosen)
-        _details(root, chosen)
+        _details(opened, chosen)
     _redraw_on_change(root, views, seen)
 
 
@@ -80,7 +77,7 @@ def _empty(root: Path) -> None:
     st.info("No jobs yet.", icon=":material/inbox:")
     if read_only():
         return
-    st.page_link(st.session_state["pages"]["collect"], label="Launch one", icon=":material/play_circle:")
+    address.link(View("runs", {PART: ["collect"]}), "Launch one", ":material/play_circle:")
     st.markdown("or in a terminal:")
     st.code("binade jobs add quick mxfp8", language="shell")
     st.caption(f"This is the queue of `{root}`.")
@@ -134,7 +131,7 @@ def _head(root: Path, views: list[JobView]) -> None:
                     args=(partial(_set_at_once, root),),
                 )
                 if st.button("New job", icon=":material/add:", type="primary", key="jobs_new"):
-                    st.switch_page(st.session_state["pages"]["collect"])
+                    address.go(View("runs", {PART: ["collect"]}))
 
 
 def _set_at_once(root: Path) -> None:
@@ -142,9 +139,8 @@ def _set_at_once(root: Path) -> None:
     jobs.start_runner(root)
 
 
-def _chosen(views: list[JobView]) -> JobView:
-    """The job that the address names, else the first of the list."""
-    number = st.query_params.get("job", "")
+def _chosen(views: list[JobView], number: str) -> JobView:
+    """The job of this number, else the first of the list."""
     for view in views:
         if str(view.job.id) == number:
             return view
@@ -206,9 +202,9 @@ def _title(root: Path, view: JobView) -> None:
             st.error(f"**{text}.** {plain(view.advice or '')}", icon=":material/error:")
     with st.container(horizontal=True, gap="small"):
         if view.run and view.run.segments:
-            where = Filter(run_id=(view.run.run_id,))
-            link("explore", "Open its tensors", where, ":material/query_stats:")
-            link("worst", "Worst tensors", where, ":material/trending_down:")
+            run = {"run_id": [view.run.run_id]}
+            address.link(View("map", run), "Open in the Map", ":material/grid_on:")
+            address.link(View("compare", run), "Open its tensors", ":material/query_stats:")
     if not read_only():
         _actions(root, view)
 
@@ -233,7 +229,7 @@ def _actions(root: Path, view: JobView) -> None:
             st.button("Resume", icon=":material/resume:", key=f"resume_{job.id}", on_click=_do, args=act, help=text)
         if st.button("Clone and change", icon=":material/content_copy:", key=f"clone_{job.id}"):
             st.session_state.pop("collect_from", None)
-            st.switch_page(st.session_state["pages"]["collect"], query_params={"from": str(job.id)})
+            address.go(View("runs", {PART: ["collect"], "from": [str(job.id)]}))
         with st.popover("Rename and tag", icon=":material/edit:"):
             st.text_input("Title", job.title, key=f"title_{job.id}", max_chars=120)
             st.text_input("Tags", ", ".join(job.tags), key=f"tags_{job.id}", placeholder="separated by commas")
@@ -244,7 +240,7 @@ def _actions(root: Path, view: JobView) -> None:
 
 
 def _choose(number: int) -> None:
-    st.query_params.from_dict({"job": str(number)})
+    address.change(job=str(number))
 
 
 def _again(act: Callable[[Path, int], Job], root: Path, number: int) -> None:
@@ -275,7 +271,7 @@ def _delete(root: Path, view: JobView) -> None:
 
 def _remove(root: Path, number: int, with_run: bool) -> None:
     jobs.delete(root, number, with_run=with_run)
-    st.query_params.clear()
+    address.change(job=None)
 
 
 def _do(action: Callable[[], object], done: str = "") -> None:
@@ -289,12 +285,12 @@ def _do(action: Callable[[], object], done: str = "") -> None:
             st.toast(done, icon=":material/check:")
 
 
-def _details(root: Path, view: JobView) -> None:
+def _details(opened: Catalog, view: JobView) -> None:
     losses, step = summary.losses(view)
     _progress(view, losses)
     if view.run:
-        _results(view, view.run.run_id, losses, step)
-    _log(root, view)
+        _results(opened, view, view.run.run_id, losses, step)
+    _log(opened.root, view)
 
 
 SHOWN_EVENTS = 5  # the last ones
@@ -324,10 +320,10 @@ def _progress(view: JobView, losses: pd.DataFrame) -> None:
         )
 
 
-def _results(view: JobView, run_id: str, losses: pd.DataFrame, step: int) -> None:
-    opened, where = catalog(), Filter(run_id=(run_id,))
-    formats = first_formats(opened, where)
-    worst = _worst(opened, where, formats[0]) if formats else None
+def _results(opened: Catalog, view: JobView, run_id: str, losses: pd.DataFrame, step: int) -> None:
+    run = View("map", {"run_id": [run_id]})
+    worst = run.draw(opened).get("ranking")
+    worst = worst and replace(worst, name="job_worst", hint="")
     height = worst.height if worst else 300
     several = len(losses) > 1  # a single loss is not a curve, and is shown above
     cells = st.columns(1 + several, gap="medium")
@@ -337,23 +333,12 @@ def _results(view: JobView, run_id: str, losses: pd.DataFrame, step: int) -> Non
         with cells[0]:
             events = events_of({losses["group"].iloc[0]: view.run.directory} if view.run else {})
             chart = marked(loss_chart.losses(losses), events)
-            show.draw(Figure("job_losses", chart, losses, caption, note, height), pin=False)
+            show_items.draw(Figure("job_losses", chart, losses, caption, note, height), pin=False)
     with cells[-1]:
         if worst:
-            tensor_id = show.draw(worst, pin=False)
-            open_tensor(tensor_id, where, {"format": formats[0]})
+            open_tensor(show_items.draw(worst, pin=False), run)
         elif view.active:
             st.caption("The worst tensors appear here once some have been recorded and scored.")
-
-
-def _worst(opened: Catalog, where: Filter, fmt: str) -> Figure | None:
-    def compute(done: Done) -> Drawn:
-        worst = overview.worst(opened, where, fmt)
-        if worst is None:
-            return Drawn()
-        return Drawn((replace(worst, name="job_worst", height=max(300, worst.height or 0), hint=""),)).prepared()
-
-    return shared(opened, ("job_worst", where, fmt), compute).get("job_worst")
 
 
 def _log(root: Path, view: JobView) -> None:

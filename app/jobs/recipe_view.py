@@ -10,7 +10,7 @@ from typing import Any
 import pandas as pd
 import streamlit as st
 
-from binade.app.address import plain
+from binade.app.formatting import plain
 from binade.app.jobs import recipe_table
 from binade.collector import jobs
 from binade.collector.recipes.files import label, to_toml

@@ -1,84 +1,133 @@
-"""All pages of the app, in the order of the navigation. No Streamlit here: what a page shows is imported by name."""
+"""The five pages of the app and their parts. No Streamlit here: what shows a part is imported by name.
+
+A part answers a question, or is a tool, such as the queue of jobs. Its address is that of its page with `view=NAME`;
+the first part of a page needs none.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 
-from binade.app.figure import Drawn
-from binade.app.pages import overview, runs, tensor, worst
-from binade.app.params import Param
+from binade.app.params import AnyText, One, Param
 from binade.app.questions.question import Beyond, Question
 from binade.app.questions.registry import QUESTIONS
-from binade.app.questions.shared.runs import references_of
-from binade.app.questions.shared.selection import Selection
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 
+PART = "view"  # the parameter that names a part of a page
+DEFAULT_LAYOUT = "binade.app.questions.layout"
+LAYOUTS = {"tensor": "binade.app.pages.tensor_page"}  # of pages whose parts share one
+
 
 @dataclass(frozen=True)
-class Page:
-    """A page of the app.
+class Part:
+    """A part of a page.
 
-    name, title, icon   in the address and in the navigation
-    layout              the module whose `page()` shows it; "" if `question` is shown in the default way
-    params, draw        its parameters and its figures, if the page can be drawn again elsewhere
-    kept                whether a session can keep it
-    writes              whether it is left out of a read-only app
-    question            the question that it answers, if the page has a single one
-    beyond              the runs that its views may read besides those shown, as `Question.beyond`
+    layout    the module whose `show` shows it
+    question  that it answers, if any
+    takes     parameters of a tool, as `Question.takes`
+    kept      whether a session can keep it
+    writes    whether it is left out of a read-only app
+    empty     whether it is shown for a root without tensors, too
+    beyond    the runs that a tool may read besides those shown, as `Question.beyond`
     """
 
     name: str
     title: str
     icon: str
-    layout: str
-    params: Callable[[Catalog], dict[str, Param]] | None = None
-    draw: Callable[[Selection, dict[str, Any]], Drawn] | None = None
+    layout: str = DEFAULT_LAYOUT
+    question: Question | None = None
+    takes: Mapping[str, Callable[[Catalog], Param]] = field(default_factory=dict)
     kept: bool = False
     writes: bool = False
-    question: Question | None = None
+    empty: bool = False
     beyond: Beyond | None = None
 
-
-def _of(question: Question) -> Page:
-    """The page that answers a question: the page that it is a view of, or its own page."""
-    if question.page in SHARED:
-        return SHARED[question.page]
-    return Page(
-        question.page, question.title, question.icon, question.layout, question.params, question.draw, True,
-        question=question,
-    )  # fmt: skip
+    def params(self, opened: Catalog) -> dict[str, Param]:
+        """The parameters of its own, besides filter and scope."""
+        if self.question:
+            return self.question.params(opened)
+        return {name: make(opened) for name, make in self.takes.items()}
 
 
-SHARED = {
-    "worst": Page(
-        "worst", "Worst", ":material/trending_down:", "binade.app.pages.worst_page", worst.params, worst.draw, True
+@dataclass(frozen=True)
+class Page:
+    """A page of the app: its address, its title, and its parts by name."""
+
+    name: str
+    title: str
+    icon: str
+    parts: Mapping[str, Part]
+
+    @property
+    def first(self) -> str:
+        return next(iter(self.parts))
+
+
+def every_run(opened: Catalog, where: Filter, run_ids: Collection[str]) -> Iterable[str]:
+    return opened.runs()["run_id"]
+
+
+SESSION_PARTS = ("saved", "open", "compare", "import")
+TOOLS = {
+    "runs": (
+        Part("jobs", "Jobs", ":material/list_alt:", "binade.app.jobs.page", takes={"job": lambda opened: AnyText()},
+             empty=True),
+        Part("collect", "New collection", ":material/play_circle:", "binade.app.jobs.collect_page", writes=True,
+             takes={"from": lambda opened: AnyText()}, empty=True),
     ),
-    "tensor": Page(
-        "tensor", "Tensor", ":material/grid_on:", "binade.app.pages.tensor_page", tensor.params, tensor.draw, True,
-        beyond=references_of,
+    "notebook": (
+        Part("sessions", "Sessions", ":material/bookmarks:", "binade.app.sessions.page",
+             takes={"part": lambda opened: One(SESSION_PARTS)}, empty=True),
+        Part("sql", "SQL", ":material/database:", "binade.app.pages.sql_page", takes={"q": lambda opened: AnyText()},
+             kept=True, writes=True, beyond=every_run),
     ),
 }  # fmt: skip
 
 
-def _every_run(opened: Catalog, where: Filter, run_ids: Collection[str]) -> Iterable[str]:
-    return opened.runs()["run_id"]
+def _page(name: str, title: str, icon: str) -> Page:
+    questions = [
+        Part(q.view, q.title, q.icon, q.layout or LAYOUTS.get(name, DEFAULT_LAYOUT), q, kept=True, empty=q.empty)
+        for q in QUESTIONS
+        if q.page == name
+    ]
+    return Page(name, title, icon, {part.name: part for part in (*questions, *TOOLS.get(name, ()))})
 
 
-_HOME = Page(
-    "overview", "Overview", ":material/home:", "binade.app.pages.overview_page", overview.params, overview.draw, True
-)
-_OTHERS = (
-    Page(
-        "runs", "Runs", ":material/science:", "binade.app.pages.runs_page", runs.params, runs.draw, True,
-        beyond=_every_run,
-    ),
-    Page("sessions", "Sessions", ":material/bookmarks:", "binade.app.sessions.page"),
-    Page("sql", "SQL", ":material/database:", "binade.app.pages.sql_page", kept=True, writes=True, beyond=_every_run),
-    Page("collect", "Collect", ":material/play_circle:", "binade.app.jobs.collect_page", writes=True),
-    Page("jobs", "Jobs", ":material/list_alt:", "binade.app.jobs.page"),
-)  # fmt: skip
-MORE = ("surfaces", "provenance", "difference")  # under "More" in the navigation: a narrow window has no room for them
-PAGES = {page.name: page for page in (_HOME, *map(_of, QUESTIONS), *_OTHERS)}
+PAGES = {
+    page.name: page
+    for page in (
+        _page("map", "Map", ":material/grid_on:"),
+        _page("tensor", "Tensor", ":material/search_insights:"),
+        _page("compare", "Compare", ":material/compare:"),
+        _page("runs", "Runs", ":material/science:"),
+        _page("notebook", "Notebook", ":material/bookmarks:"),
+    )
+}
+
+# Addresses of earlier versions: page and part to page, part, and the new names of parameters.
+_MOVED: dict[tuple[str, str], tuple[str, str]] = {
+    ("overview", ""): ("map", ""),
+    **{("worst", view): ("map", "") for view in ("", "board", "depth", "training", "directions")},
+    **{("worst", q.view): (q.page, q.view) for q in QUESTIONS if q.page != "tensor"},
+    ("surfaces", ""): ("map", ""),
+    ("explore", ""): ("compare", "explore"),
+    **{(name, ""): ("compare", name) for name in ("recipes", "difference", "provenance")},
+    ("advise", ""): ("map", "advise"),
+    **{(name, ""): ("runs", name) for name in ("jobs", "collect")},
+    **{(name, ""): ("notebook", name) for name in ("sessions", "sql")},
+}
+OLD_PAGES = tuple(dict.fromkeys(page for page, _ in _MOVED))
+
+
+def moved(page: str, params: Mapping[str, list[str]]) -> tuple[str, dict[str, list[str]]]:
+    """The page and parameters that an address of an earlier version has now; those of a current one as they are."""
+    if page not in OLD_PAGES:
+        return page, dict(params)
+    named = next(iter(params.get(PART, ())), "")
+    place = _MOVED.get((page, named)) or _MOVED[page, ""]
+    given = {name: list(texts) for name, texts in params.items() if name != PART}
+    if page == "recipes" and named:
+        given["of"] = [named]
+    return place[0], given | ({PART: [place[1]]} if place[1] else {})

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import streamlit as st
 
-from binade.app.address import plain
-from binade.app.state import catalog_page, explain_empty, sandbox
-from binade.data.access import reason
+from binade.app import address
+from binade.app.formatting import plain
+from binade.app.state import sandbox
+from binade.app.view import Reading, View
 from binade.data.catalog import Catalog
 from binade.data.sandbox import MEMORY, ROWS, SECONDS, QueryError
 from binade.data.text import csv_table
@@ -20,28 +21,21 @@ LIMIT 20"""
 LONGEST = 4000  # characters of a statement that the address can hold
 
 
-@catalog_page("SQL", needs_tensors=False)
-def page(opened: Catalog) -> None:
-    if why := reason():
-        st.info(plain(f"SQL is off: {why}."), icon=":material/lock:")
-        return
-    if not opened.totals().tensors:
-        explain_empty(opened)
-        return
+def show(opened: Catalog, view: View, reading: Reading) -> None:
     st.caption(
         "Run one read-only SELECT on a copy of the index, in DuckDB’s SQL dialect. Queries cannot access the "
         f"network, or files other than the runs’ sketches, and are limited to {MEMORY} of memory, {SECONDS:g} s and "
         f"{ROWS:,} rows."
     )
-    if st.session_state.get("page") != "sql":
-        st.session_state["page"] = "sql"
-        st.session_state["statement"] = st.query_params.get("q", EXAMPLE)
+    wanted = reading.values["q"] or EXAMPLE
+    if st.session_state.get("statement_of") != wanted:
+        st.session_state["statement"] = st.session_state["statement_of"] = wanted
     with st.form("query", border=False):
         sql = st.text_area("Statement", key="statement", height=190, max_chars=LONGEST)
         st.form_submit_button("Run", type="primary", icon=":material/play_arrow:")
-    st.session_state["shown"] = {"q": [sql]} if sql else {}
-    if sql and sql != EXAMPLE:
-        st.query_params.from_dict({"q": sql})
+    if sql != wanted:
+        st.session_state["statement_of"] = sql
+        address.write(view.changed(q=sql if sql not in ("", EXAMPLE) else None))
     try:
         box = sandbox(opened)
     except QueryError as error:

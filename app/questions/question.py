@@ -1,4 +1,4 @@
-"""What a question is: the facts that the navigation, the overview, sessions, reports and the docs read."""
+"""What a question is: the facts that the navigation, the palette, sessions, reports and the docs read."""
 
 from __future__ import annotations
 
@@ -8,12 +8,16 @@ from typing import Any
 
 from binade.app.control import Control
 from binade.app.figure import Drawn
-from binade.app.params import Param
+from binade.app.params import Param, known_tensor
+from binade.app.questions.shared.selection import Of
 from binade.app.report.section import ReportSelection, Section
 from binade.data.catalog import Catalog
-from binade.data.filter import Filter
+from binade.data.filter import FIELDS, Filter
 
 Beyond = Callable[[Catalog, Filter, Collection[str]], Iterable[str]]
+
+
+SCOPE_OF = {Of.SELECTION: (), Of.BOARD: ("format",), Of.TENSOR: ("format",)}
 
 
 def not_in_report(selection: ReportSelection) -> Iterable[Section]:
@@ -24,27 +28,29 @@ def not_in_report(selection: ReportSelection) -> Iterable[Section]:
 class Question:
     """A question that the app answers.
 
-    text         the question, as the overview shows it
-    title        a short name for it, in the navigation or among the views of its page
+    text         the question, as the palette and the docs show it
+    title        a short name for it, among the parts of its page
     icon, help   shown with it
-    page, view   where it is answered, as in the address: the view of "worst" or "tensor", else the name of its own page
-    draw         the function that answers it, without Streamlit: (the selection, the parameters' values) -> Drawn. The
-                 selection is a Board on the page worst, a SelectedTensor on the page tensor, else a Selection
-    controls     the parameters of its own, besides those of the page, and the widgets that set them
+    page, view   where it is answered, as in the address: the page and the part of it
+    of           what it is asked of
+    draw         the function that answers it, without Streamlit: (what it is asked of, the parameters' values) -> Drawn
+    controls     the parameters of its own, and the widgets that set them
     narrow       the controls above the answer where they depend on what is selected and on the values; by default all
                  that are not inline
-    ignores      parameters of its page that the answer does not depend on: their controls are not shown
+    ignores      parameters of the scope that the answer does not depend on
+    scoped       the parameters of the scope that the answer depends on, if not those that `of` implies
+    takes        further parameters without a control: by name, a function of the catalog that returns the parameter
+    selects      the same for what is selected in the answer, on which it does not depend
     slow         a title for the slow part of draw, "" if there is none. draw then also takes `done`, which it calls
                  with (steps done, steps in all)
     of_runs      whether the answer also depends on how far runs are: on their losses and states
     of_fields    the fields of the filter that the answer depends on; () for all
     beyond       the runs that the answer reads besides those that its filter selects or its parameters name: (the root,
                  the filter, these) -> run ids. Sessions and bundles keep them too. None if there are no others
+    empty        whether there is an answer for a root without tensors, too
     of_values    whether the answer depends on a tensor's row and values alone, so that it stays when the root changes
-    link         parameters that the overview's link sets
-    note         shown under the title if the question has its own page, in place of the filter
-    layout       the module whose `page()` shows a page of its own that is not laid out like the others
-    on_overview  whether the overview lists it
+    note         shown above the answer
+    layout       the module whose `show(catalog, view, reading)` shows it, if it is not laid out like the others
     report       what it adds to a report's sections; None: a section of its own, drawn with the default parameters
     """
 
@@ -53,20 +59,23 @@ class Question:
     icon: str
     help: str
     page: str
+    view: str
     draw: Callable[..., Drawn]
-    view: str = ""
+    of: Of = Of.SELECTION
     controls: tuple[Control, ...] = ()
     narrow: Callable[[Any, dict[str, Any]], Iterable[Control]] | None = None
     ignores: frozenset[str] = frozenset()
+    scoped: tuple[str, ...] = ()
+    takes: dict[str, Callable[[Catalog], Param]] = field(default_factory=dict)
+    selects: dict[str, Callable[[Catalog], Param]] = field(default_factory=dict)
     slow: str = ""
     of_runs: bool = False
     of_fields: tuple[str, ...] = ()
     beyond: Beyond | None = None
+    empty: bool = False
     of_values: bool = False
-    link: dict[str, str] = field(default_factory=dict)
     note: str = ""
     layout: str = ""
-    on_overview: bool = True
     report: Callable[[ReportSelection], Iterable[Section]] | None = None
 
     @property
@@ -77,15 +86,33 @@ class Question:
     @property
     def place(self) -> str:
         """Where it is answered, as shown in the navigation."""
-        return f"{self.page.capitalize()} › {self.title}" if self.view else self.title
+        return f"{self.page.capitalize()} › {self.title}"
 
     @property
     def address(self) -> dict[str, str]:
         """The parameters of a link to it."""
-        return ({"view": self.view} if self.view else {}) | self.link
+        return {"view": self.view}
+
+    @property
+    def scope(self) -> tuple[str, ...]:
+        """The parameters of the scope that its answer depends on."""
+        return self.scoped or tuple(name for name in SCOPE_OF[self.of] if name not in self.ignores)
+
+    @property
+    def uses(self) -> tuple[str, ...]:
+        """All parameters that its answer depends on, besides the filter."""
+        own = [*(["tensor"] if self.of is Of.TENSOR else []), *self.takes, *(each.name for each in self.controls)]
+        return (*self.scope, *own)
+
+    @property
+    def ignored_fields(self) -> tuple[str, ...]:
+        return tuple(name for name in FIELDS if self.of_fields and name not in self.of_fields)
 
     def params(self, opened: Catalog) -> dict[str, Param]:
-        return {control.name: control.param_in(opened) for control in self.controls}
+        """The parameters of its own, besides the scope."""
+        chosen: dict[str, Param] = {"tensor": known_tensor(opened)} if self.of is Of.TENSOR else {}
+        taken = {name: make(opened) for name, make in (self.takes | self.selects).items()}
+        return chosen | taken | {control.name: control.param_in(opened) for control in self.controls}
 
     def controls_of(self, selected: Any, values: dict[str, Any]) -> list[Control]:
         """The controls above the answer."""

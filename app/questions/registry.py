@@ -1,61 +1,53 @@
-"""All questions, in the order in which the overview and the views of a page show them."""
+"""All questions, in the order in which the parts of a page are shown."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from binade.app.params import Param
 from binade.app.questions.advise.question import ADVISE
 from binade.app.questions.attention.question import ATTENTION
 from binade.app.questions.block_history.question import BLOCK_HISTORY
 from binade.app.questions.blocks.question import BLOCKS
 from binade.app.questions.channels.question import CHANNELS
 from binade.app.questions.codes.question import CODES
-from binade.app.questions.depth.question import DEPTH
 from binade.app.questions.difference.question import DIFFERENCE
-from binade.app.questions.directions.question import DIRECTIONS
 from binade.app.questions.distribution.question import DISTRIBUTION
 from binade.app.questions.drift.question import DRIFT
 from binade.app.questions.loss.question import LOSS
+from binade.app.questions.map.question import MAP
+from binade.app.questions.multiples.question import MULTIPLES
 from binade.app.questions.noise.question import NOISE
 from binade.app.questions.normality.question import NORMALITY
 from binade.app.questions.predictions.question import PREDICTIONS
 from binade.app.questions.provenance.question import PROVENANCE
 from binade.app.questions.question import Question
-from binade.app.questions.ranking.question import RANKING
 from binade.app.questions.recipes.question import RECIPES
 from binade.app.questions.results.question import RESULTS
-from binade.app.questions.surfaces.question import SURFACES
-from binade.app.questions.training.question import TRAINING
+from binade.app.questions.runs.question import RUNS
 from binade.app.questions.what_if.question import WHAT_IF
 from binade.app.questions.why.question import WHY
-from binade.data.catalog import Catalog
 from binade.data.text import markdown_table
 
 QUESTIONS: tuple[Question, ...] = (
-    DISTRIBUTION,
-    RANKING,
-    LOSS,
-    RESULTS,
-    PREDICTIONS,
-    SURFACES,
-    PROVENANCE,
+    MAP,
+    ADVISE,
     WHY,
     WHAT_IF,
     NORMALITY,
-    DEPTH,
-    TRAINING,
-    DIRECTIONS,
-    BLOCK_HISTORY,
-    CHANNELS,
-    NOISE,
-    RECIPES,
-    ADVISE,
     DRIFT,
     BLOCKS,
     ATTENTION,
     CODES,
+    DISTRIBUTION,
+    MULTIPLES,
+    RECIPES,
+    LOSS,
+    PREDICTIONS,
+    RESULTS,
+    BLOCK_HISTORY,
+    CHANNELS,
+    NOISE,
+    PROVENANCE,
     DIFFERENCE,
+    RUNS,
 )
 
 
@@ -64,12 +56,7 @@ def views_of(page: str) -> dict[str, Question]:
     return {question.view: question for question in QUESTIONS if question.page == page}
 
 
-def params_of(views: Mapping[str, Question], opened: Catalog) -> dict[str, Param]:
-    """The parameters of all views of a page."""
-    return {name: param for question in views.values() for name, param in question.params(opened).items()}
-
-
 def describe() -> str:
     """The questions as a Markdown table, for the docs."""
     rows = [(question.text, question.place, f"`{question.name}`", question.help) for question in QUESTIONS]
-    return markdown_table(("Question", "Page › view", "Function of `binade.plots`", "What it shows"), rows)
+    return markdown_table(("Question", "Page › part", "Function of `binade.plots`", "What it shows"), rows)

@@ -12,13 +12,12 @@ from dataclasses import replace
 import altair as alt
 
 from binade.app.figure import Figure
-from binade.app.pages import overview
-from binade.app.pages.registry import PAGES
-from binade.app.params import read
+from binade.app.pages.registry import PART
 from binade.app.questions.question import Question
 from binade.app.questions.registry import QUESTIONS
-from binade.app.report import runs
+from binade.app.report import overview, runs
 from binade.app.report.section import ReportSelection, Section, Table, slug
+from binade.app.view import View
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 
@@ -83,10 +82,8 @@ def contributions(opened: Catalog, where: Filter, command: str) -> Iterator[Sect
 
 def _as_on_its_page(selection: ReportSelection, question: Question) -> Section:
     """A question in a section of its own, as its page shows it with the default parameters."""
-    page = PAGES[question.page]
-    assert page.params and page.draw
-    address = {name: [text] for name, text in question.address.items()}
-    drawn = page.draw(selection, read(page.params(selection.opened), address)[0])
+    view = View(question.page, {PART: [question.view]}).filtered(selection.where)
+    drawn = view.draw(selection.opened)
     tables = [Table(slug(title), title, table) for title, table in drawn.tables.items()]
     text = f"{question.text} {question.help}."
     name = slug(question.title)

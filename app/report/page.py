@@ -70,10 +70,9 @@ def fits(figure: Figure) -> bool:
 
 def of_page(figure: Figure) -> dict[str, Any]:
     """The figure's CSV and what its specification differs in on the page, for `Renderers.render`."""
-    spec = {
-        "width": "container", "height": figure.height or HEIGHT, "autosize": {"type": "fit", "contains": "padding"},
-    }  # fmt: skip
-    return {"spec": spec, "csv": figure.csv() if fits(figure) else None}
+    fit = {"type": "fit", "contains": "padding"}
+    sized = {"width": "container", "height": figure.height or HEIGHT, "autosize": fit}
+    return {"spec": {} if figure.is_several else sized, "csv": figure.csv() if fits(figure) else None}
 
 
 def note(figure: Figure) -> str:

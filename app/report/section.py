@@ -10,17 +10,14 @@ from typing import Any
 
 import pandas as pd
 
-from binade.app.figure import Figure
+from binade.app.figure import Drawn, Figure
 from binade.app.formatting import first_formats
-from binade.app.questions.ranking.compute import ranking
+from binade.app.questions.shared.boards import ranking
 from binade.app.questions.shared.labels import full_labels
 from binade.app.questions.shared.runs import given_names
-from binade.app.questions.shared.selection import Board, SelectedTensor, Selection
+from binade.app.questions.shared.selection import Board, Of, SelectedTensor, Selection, select
 from binade.app.style import MEASURES
-from binade.data.catalog import CatalogError
 from binade.data.evidence import Sentence
-from binade.data.store import TensorFileError
-from binade.quant.specs import Spec
 
 OF_VALUES = ("absmax", "std", "kurtosis", "crest_factor", "dynamic_range", "zero_share")
 
@@ -116,11 +113,8 @@ class ReportSelection(Selection):
 
     def tensor(self, tensor_id: str, fmt: str) -> tuple[SelectedTensor | None, list[str]]:
         """(a tensor with its values, None where they cannot be read; the problem)."""
-        rows = self.opened.rows_of([tensor_id])
-        labels = full_labels(rows, given_names(self.opened))
-        try:
-            x = self.opened.load(tensor_id)
-        except (CatalogError, TensorFileError) as error:
-            return None, [f"{labels[tensor_id]}: its values cannot be read ({error})."]
-        row, spec = rows.iloc[0], Spec.of(fmt)
-        return SelectedTensor(self.opened, self.where, row=row, x=x, spec=spec, labels=labels), []
+        selected = select(Of.TENSOR, self.opened, self.where, {"tensor": tensor_id, "format": fmt})
+        if isinstance(selected, SelectedTensor):
+            return selected, []
+        label = full_labels(self.opened.rows_of([tensor_id]), given_names(self.opened))[tensor_id]
+        return None, [f"{label}: {problem}" for problem in selected.problems] if isinstance(selected, Drawn) else []

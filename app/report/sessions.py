@@ -10,7 +10,6 @@ from dataclasses import replace
 import pandas as pd
 
 from binade.app.figure import Drawn, Figure
-from binade.app.params import read_filter
 from binade.app.report import runs as run_tables
 from binade.app.report.section import Section, Table
 from binade.app.sessions.pins import draw, missing_runs
@@ -23,7 +22,7 @@ DRAWERS = 2  # threads that draw pins: half of their time is spent in torch, num
 
 def filter_of(opened: Catalog, session: Session) -> Filter:
     """The filter of the session's view, as far as it applies here."""
-    return read_filter(opened.facets(), session.view.params)[0]
+    return session.view.read(opened).where
 
 
 def contributions(opened: Catalog, session: Session, command: str) -> Iterator[Section]:

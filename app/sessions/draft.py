@@ -1,6 +1,7 @@
 """The session that is open in this browser tab: every page can pin charts to it, and the user saves it.
 
-Until it is saved, it exists only in the tab's state: `Draft.changed` says whether closing the tab would lose something.
+What is not saved yet is kept as a draft on disk as it is made, and the address names the session: a reload, a restart
+or a closed tab loses nothing.
 """
 
 from __future__ import annotations
@@ -11,18 +12,21 @@ from urllib.parse import urlsplit
 
 import streamlit as st
 
-from binade.app.address import plain
+from binade.app import address
 from binade.app.figure import Figure
+from binade.app.formatting import plain
+from binade.app.pages.registry import PAGES, PART
 from binade.app.sessions import pins, storage
 from binade.app.sessions import session as sessions
-from binade.app.sessions.session import Pin, Session, SessionError, View
+from binade.app.sessions.session import Pin, Session, SessionError
 from binade.app.sessions.storage import Version
 from binade.app.state import catalog
-from binade.data.access import ReadOnlyError, reason
+from binade.app.view import View
+from binade.data.access import ReadOnlyError, read_only, reason
 from binade.data.catalog import Catalog, DamagedIndexError
 from binade.data.runs import RunError, resolve_root
 
-LINK = "session"  # the address parameter that opens a saved session
+OPEN = View("notebook", {PART: ["sessions"], "part": ["open"]})  # the open session's page
 
 
 @dataclass(frozen=True)
@@ -40,7 +44,7 @@ class Draft:
     def state(self) -> str:
         """A description of whether it is saved."""
         if self.saved is None:
-            return "not saved yet"
+            return "draft"
         return f"{'changed since' if self.changed else 'saved as'} version {self.saved.number}"
 
 
@@ -48,21 +52,36 @@ def current() -> Draft | None:
     return st.session_state.get("draft")
 
 
-def on_a_view() -> bool:
-    """Whether the page is one whose figures can be drawn again."""
-    return st.session_state.get("page") in sessions.pages()
-
-
 def shown_view() -> View | None:
-    """The view that the page shows; None on a page that is not a view."""
-    state = st.session_state
-    if not on_a_view() or "shown" not in state:
-        return None
-    return View(state["page"], {name: list(texts) for name, texts in state["shown"].items()})
+    """The view that the page shows; None on a page that a session cannot keep."""
+    view = address.shown()
+    part = view and PAGES[view.page].parts.get(view.part)
+    return view.explicit(catalog()) if view and part and part.kept else None
 
 
 def set_current(draft: Draft | None) -> None:
-    st.session_state["draft"] = draft
+    """Open a session, or none. What is not saved is kept as a draft on disk, and the address names the session, so that
+    nothing is lost with the tab."""
+    state, before = st.session_state, current()
+    state["draft"], state[address.SESSION] = draft, draft.session.id if draft else None
+    if draft is None or read_only():
+        return
+    try:
+        if draft.changed and draft != before:
+            storage.keep(resolve_root(), draft.session)
+    except (SessionError, ReadOnlyError) as error:
+        notify(str(error))
+
+
+def discard() -> None:
+    """Close the open session without what was not saved."""
+    draft = current()
+    set_current(None)
+    if draft and not read_only():
+        try:
+            storage.drop_draft(resolve_root(), draft.session.id)
+        except (SessionError, ReadOnlyError) as error:
+            notify(str(error))
 
 
 def change(**changes: Any) -> None:
@@ -94,11 +113,16 @@ def toast(text: str, icon: str) -> None:
 
 def pin(figure: Figure) -> None:
     """Pin a chart of the view that is shown, in a new session if none is open."""
+    pin_chart(figure.name, figure.title)
+
+
+def pin_chart(chart: str, title: str) -> None:
+    """Pin a chart of the view that is shown by its name, with its title as the caption."""
     view = shown_view()
     if view is None:
         return
     draft = current() or Draft(sessions.new("Untitled", view))
-    added = Pin(view.page, view.params, figure.name, figure.title)
+    added = Pin(view.page, view.params, chart, title)
     if len(draft.session.pins) >= sessions.MOST_PINS:
         toast(f"A session can have at most {sessions.MOST_PINS} pins.", ":material/error:")
     elif added in draft.session.pins:
@@ -106,7 +130,7 @@ def pin(figure: Figure) -> None:
     else:
         set_current(draft)
         change(pins=(*draft.session.pins, added))
-        toast(f"Pinned to “{draft.session.name}”: {figure.title or figure.name}", ":material/push_pin:")
+        toast(f"Pinned to “{draft.session.name}”: {title or chart}", ":material/push_pin:")
 
 
 def save(opened: Catalog, session: Session) -> None:
@@ -114,6 +138,7 @@ def save(opened: Catalog, session: Session) -> None:
     before = draft.saved if (draft := current()) else None
     try:
         version = storage.save(opened.root, pins.refreshed(opened, session, before and before.session))
+        storage.drop_draft(opened.root, session.id)
     except (SessionError, ReadOnlyError, RunError, DamagedIndexError) as error:
         notify(str(error))
         return
@@ -134,10 +159,18 @@ def save(opened: Catalog, session: Session) -> None:
     notify(*found)
 
 
-def open_version(version: Version) -> None:
-    """Open a saved version, with a notice for each of its runs that is missing."""
-    set_current(Draft(version.session, version))
+def open_version(version: Version, with_draft: bool = True) -> None:
+    """Open a saved version, with its draft if there is one. A notice names each of its runs that is missing."""
+    try:
+        draft = storage.draft_of(resolve_root(), version.session.id)
+    except SessionError as error:
+        draft = None
+        notify(str(error))
+    saved = version if version.number else None
+    set_current(Draft(draft if draft and with_draft else version.session, saved))
     found = pins.missing_runs(resolve_root(), version.session)
+    if draft and not with_draft:
+        found.append("This session has unsaved changes, kept as a draft. Changes to this version would replace them.")
     try:
         more = len(pins.other_runs(catalog(), version.session))
     except DamagedIndexError as error:
@@ -152,42 +185,41 @@ def open_version(version: Version) -> None:
 
 
 def show(view: View) -> NoReturn:
-    """Go to a view; if its page is not served, go to the open session with a notice."""
-    state = st.session_state
-    if view.page not in state["pages"]:
-        notice = (
-            f"Viewers cannot open the session's page, {view.page.upper()}. The notes and pins of the session are here."
-        )
-        notify(*dict.fromkeys([*state.get("notices", []), notice]))
-        view = View("sessions", {"part": ["open"]})
-    state["page"] = None  # otherwise a view of the current page would be mistaken for a change of its widgets
-    for name in ("left", "filter"):
-        state.pop(name, None)
-    st.switch_page(state["pages"][view.page], query_params=view.params)
+    """Go to a view; if its part is not served, go to the open session with a notice."""
+    part = PAGES[view.page].parts.get(view.part)
+    if part and part.writes and read_only():
+        notice = f"Viewers cannot open the session's page, {part.title}. The notes and pins of the session are here."
+        notify(*dict.fromkeys([*st.session_state.get("notices", []), notice]))
+        view = OPEN
+    address.go(view)
 
 
 def follow_link() -> None:
-    """Open the session that the address names. If the address has other parameters, its view stays; else the session's
-    view is shown. If there is no such session, a notice says so above the page."""
-    session_id = st.query_params.get(LINK)
-    if session_id is None:
+    """Open the session that the address names. If the address has other parameters, its view stays; else the session
+    itself is shown, with its pins and notes. If there is no such session, a notice says so above the page."""
+    session_id, draft = st.query_params.get(address.SESSION), current()
+    if session_id is None or (draft and draft.session.id == session_id):
         return
     alone = len(st.query_params) == 1
-    del st.query_params[LINK]
     try:
         version = storage.load(resolve_root(), session_id)
     except SessionError as error:
+        del st.query_params[address.SESSION]
         notify(f"This link cannot be opened. {error}")
         return
     open_version(version)
     if alone:
-        show(version.session.view)
+        address.go(OPEN)
 
 
 def link_to(session_id: str) -> str:
     """The link that opens a session in this app."""
     parts = urlsplit(st.context.url or "")
-    return f"{parts.scheme}://{parts.netloc}/?{LINK}={session_id}" if parts.netloc else f"/?{LINK}={session_id}"
+    return (
+        f"{parts.scheme}://{parts.netloc}/?{address.SESSION}={session_id}"
+        if parts.netloc
+        else f"/?{address.SESSION}={session_id}"
+    )
 
 
 def notices() -> None:
@@ -201,44 +233,41 @@ def notices() -> None:
 
 
 def panel() -> None:
-    """The open session in the sidebar: its state, Save, and a link to the Sessions page."""
-    view = shown_view()
+    """The open session in the header: its state, and Save."""
+    view, draft = shown_view(), current()
+    if draft:
+        count = len(draft.session.pins)
+        text = f"**{plain(draft.session.name)}** · {count} pin{'s' * (count != 1)} · {draft.state}"
+        st.caption(text, width="content")
     if view is None:
         return
-    draft = current()
-    with st.sidebar:
-        st.subheader("Session", anchor=False)
-        if draft:
-            count = len(draft.session.pins)
-            st.caption(f"**{plain(draft.session.name)}** · {count} pin{'s' * (count != 1)} · {draft.state}")
-        else:
-            st.caption("No session open. Pin a chart or save this view to start one.")
-        left, right = st.columns(2, vertical_alignment="center")
-        with left:
-            if why := reason():
-                st.button("Save", disabled=True, help=plain(f"Not possible: {why}"), width="stretch")
-            else:
-                _save(draft, view)
-        with right:
-            st.page_link(st.session_state["pages"]["sessions"], label="Sessions", icon=":material/bookmarks:")
+    if why := reason():
+        st.button("Save", disabled=True, help=plain(f"Not possible: {why}"))
+    else:
+        _save(draft, view)
 
 
 def _save(draft: Draft | None, view: View) -> None:
-    with st.popover("Save", icon=":material/save:", width="stretch"):
-        name = st.text_input(
-            "Name", draft.session.name if draft else "", max_chars=120, placeholder="What did you find?"
-        )
+    with st.popover("Save", icon=":material/save:", width="content"):
+        name = draft.session.name if draft else ""
+        key = f"save_name_{draft.session.id if draft else ''}"
+        st.text_input("Name", name, key=key, max_chars=120, placeholder="What did you find?")
         st.caption("Saves this page with its filter and settings, the pins and the notes.")
-        unnamed = not name.strip()
 
         def write(as_new: bool) -> None:
-            base = draft.session if draft else sessions.new(name.strip(), view)
-            named = replace(base, name=name.strip(), view=view)
-            save(catalog(), sessions.copied(named, name.strip()) if as_new else named)
+            typed = st.session_state[key].strip()  # as it is now: it may have been typed just before the click
+            if not typed:
+                toast("Give the session a name.", ":material/error:")
+                return
+            base = draft.session if draft else sessions.new(typed, view)
+            named = replace(base, name=typed, view=view)
+            if as_new and draft and not draft.saved:
+                discard()  # the draft gets an id that begins like its name
+            save(catalog(), sessions.copied(named, typed) if as_new else named)
 
         saved = draft and draft.saved
-        st.button("Save session", type="primary", on_click=write, args=(not saved,), disabled=unnamed)
+        st.button("Save session", type="primary", on_click=write, args=(not saved,))
         if draft and saved:
-            st.button("Save as new", on_click=write, args=(True,), disabled=unnamed)
+            st.button("Save as new", on_click=write, args=(True,))
             st.caption("Its link:")
             st.code(link_to(draft.session.id), language=None)

@@ -11,43 +11,41 @@ import pandas as pd
 import streamlit as st
 from streamlit.runtime.uploaded_file_manager import UploadedFile
 
-from binade.app import show, uploads
-from binade.app.address import chosen_filter, follow, plain, write
+from binade.app import address, uploads
+from binade.app import show as show_items
 from binade.app.figure import Drawn
-from binade.app.formatting import bytes_text
-from binade.app.params import One
+from binade.app.formatting import bytes_text, plain
+from binade.app.pages.registry import PAGES, SESSION_PARTS
 from binade.app.report import writer
 from binade.app.sessions import draft, notes, pins, storage
 from binade.app.sessions import session as sessions
 from binade.app.sessions.draft import Draft
-from binade.app.sessions.session import Pin, Session, SessionError, View
+from binade.app.sessions.session import Pin, Session, SessionError
 from binade.app.sessions.storage import Version
-from binade.app.state import catalog_page, shared
+from binade.app.view import Reading, View
 from binade.data.access import ReadOnlyError, read_only, reason
 from binade.data.bundle import BundleError
 from binade.data.cache import Done
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 
-PARTS = {"saved": "Saved", "open": "Current session", "compare": "Compare", "import": "Import"}
+PARTS = dict(zip(SESSION_PARTS, ("Saved", "Current session", "Compare", "Import"), strict=True))
 MAX_LISTED = 12  # sessions
 
 
-@catalog_page("Sessions", needs_tensors=False)
-def page(opened: Catalog) -> None:
-    params = {"part": One(tuple(PARTS))}
-    follow(opened, "sessions", params)
-    part = st.segmented_control(
-        "Part", PARTS, key="part", required=True, format_func=lambda name: PARTS[name], label_visibility="collapsed"
-    )
-    write(chosen_filter(), params)
+def show(opened: Catalog, view: View, reading: Reading) -> None:
+    st.session_state["part"] = reading.values["part"]
+    st.segmented_control(
+        "Part", PARTS, key="part", required=True, format_func=lambda name: PARTS[name], label_visibility="collapsed",
+        on_change=lambda: _turn_to(st.session_state["part"]),
+    )  # fmt: skip
     if why := reason():
         st.caption(plain(f"Sessions can be opened, but not saved or deleted: {why}."))
-    {"saved": _saved, "open": _open, "compare": _compare, "import": _import}[part or "saved"](opened)
+    {"saved": _saved, "open": _open, "compare": _compare, "import": _import}[reading.values["part"]](opened)
 
 
 def _turn_to(part: str) -> None:
-    st.session_state["part"] = part
+    address.change(part=part)
 
 
 # Saved
@@ -61,8 +59,7 @@ def _saved(opened: Catalog) -> None:
         st.info("No saved sessions yet.", icon=":material/bookmarks:")
         st.markdown(
             "A session saves what you are looking at: the page with its filter and settings, the charts you pin, and "
-            "your notes. Pin a chart with **Pin to session** in its menu (⋯), or choose **Save** in the sidebar of any "
-            "page."
+            "your notes. Pin a chart with **Pin to session** in its menu (⋯), or choose **Save** above any page."
         )
         return
     if len(found) > MAX_LISTED:
@@ -80,8 +77,9 @@ def _entry(opened: Catalog, version: Version) -> None:
     with st.container(border=True):
         left, right = st.columns([3, 2], vertical_alignment="center")
         count = len(one.pins)
+        state = f"version {version.number} · saved" if version.number else "draft ·"
         facts = (
-            f"{one.view.page.capitalize()} · {count} pin{'s' * (count != 1)} · version {version.number} · saved "
+            f"{PAGES[one.view.page].title} · {count} pin{'s' * (count != 1)} · {state} "
             f"{one.saved[:16].replace('T', ' ')} UTC · {one.id}"
         )
         left.markdown(f"**{plain(one.name)}**{' · open' * is_open}  \n:small[:gray[{plain(facts)}]]")
@@ -96,8 +94,8 @@ def _entry(opened: Catalog, version: Version) -> None:
             _more(opened, one)
 
 
-def _read(version: Version) -> None:
-    draft.open_version(version)
+def _read(version: Version, newest: bool = True) -> None:
+    draft.open_version(version, with_draft=newest)
     _turn_to("open")
 
 
@@ -148,7 +146,7 @@ def _bundle(opened: Catalog, one: Session, values: str) -> None:
 
 def _offer(what: str, make: Callable[[Path, Done], None], *files: tuple[str, str, str, str]) -> None:
     """Make files in a temporary folder and offer them: (path, the button's label, the name to save as, MIME type)."""
-    with tempfile.TemporaryDirectory() as folder, show.progress(what) as done:
+    with tempfile.TemporaryDirectory() as folder, show_items.progress(what) as done:
         try:
             make(Path(folder), done)
         except (writer.ReportError, writer.RenderError, BundleError, SessionError, OSError) as error:
@@ -165,7 +163,9 @@ def _more(opened: Catalog, one: Session) -> None:
     versions, problems = storage.history(opened.root, one.id)
     for version in versions:
         label = f"Version {version.number} · {version.session.saved[:16].replace('T', ' ')} UTC"
-        st.button(label, key=f"version_{one.id}_{version.number}", on_click=_read, args=(version,), type="tertiary")
+        st.button(
+            label, key=f"version_{one.id}_{version.number}", on_click=_read, args=(version, False), type="tertiary"
+        )
     for problem in problems:
         st.caption(plain(problem))
     if read_only():
@@ -234,18 +234,14 @@ def _runs(one: Session) -> str:
 
 
 def _actions(opened: Catalog, now: Draft) -> None:
-    cells = st.columns(3)
-    if cells[0].button("Open page", width="stretch", help="The page as saved"):
-        draft.show(now.session.view)
-    cells[1].button(
-        "Save",
-        type="primary",
-        width="stretch",
-        disabled=read_only() or not now.changed,
-        on_click=draft.save,
-        args=(opened, now.session),
-    )
-    cells[2].button("Close", width="stretch", help="Unsaved changes are lost", on_click=draft.set_current, args=(None,))
+    with st.container(horizontal=True, gap="small"):
+        if st.button("Open page", help="The page as saved"):
+            draft.show(now.session.view)
+        unchanged = read_only() or not now.changed
+        st.button("Save", type="primary", disabled=unchanged, on_click=draft.save, args=(opened, now.session))
+        st.button("Close", help="The draft is kept", on_click=draft.set_current, args=(None,))
+        if not unchanged:
+            st.button("Discard", help="Close it without unsaved changes", on_click=draft.discard)
 
 
 def _rename(key: str) -> None:
@@ -281,7 +277,7 @@ def _pin(opened: Catalog, one: Session, index: int, key: str) -> None:
         for problem in drawn.problems:
             st.caption(plain(problem))
         for figure in drawn.figures:
-            show.draw(figure, pin=False)
+            show_items.draw(figure, pin=False)
 
 
 def _recaption(index: int, key: str) -> None:
@@ -292,12 +288,9 @@ def _recaption(index: int, key: str) -> None:
 
 
 def _drawn(opened: Catalog, pin: Pin, runs: tuple[str, ...] | None, index: int) -> Drawn:
-    def compute(done: Done) -> Drawn:
-        drawn = pins.draw(opened, pin, runs)
-        named = [replace(figure, name=f"pin{index}_{figure.name}", choose=None) for figure in drawn.figures]
-        return replace(drawn, items=tuple(named)).prepared()
-
-    return shared(opened, ("pin", repr(pin), runs, index, opened.progress), compute)
+    drawn = pins.draw(opened, pin, runs)
+    named = [replace(figure, name=f"pin{index}_{figure.name}", choose=None) for figure in drawn.figures]
+    return replace(drawn, items=tuple(named))
 
 
 # Compare
@@ -367,7 +360,7 @@ def _import_file(opened: Catalog, given: UploadedFile) -> tuple[Session | None, 
     if given.name.lower().endswith(".json"):
         version: Version | None = storage.import_session(opened.root, sessions.parse(given.getvalue()))
     else:
-        with tempfile.TemporaryDirectory() as folder, show.progress("Importing") as done:
+        with tempfile.TemporaryDirectory() as folder, show_items.progress("Importing") as done:
             source = Path(folder) / "bundle.zip"
             source.write_bytes(given.getbuffer())
             imported, version = storage.import_bundle(opened.root, source, done)

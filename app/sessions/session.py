@@ -11,13 +11,13 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any, NamedTuple
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
-from binade.app.pages.registry import PAGES
 from binade.app.params import TITLES
+from binade.app.view import View
 from binade.data import untrusted
 from binade.data.runs import now
 from binade.data.untrusted import LINE, LINES, Record, RefusedError, at_most
@@ -32,21 +32,7 @@ ID = "^[a-z0-9]{1,40}(-[a-z0-9]{1,40}){0,9}$"
 TIME = r"^[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}(\.[0-9]{1,6})?(\+00:00|Z)$"
 
 
-def pages() -> tuple[str, ...]:
-    """The pages that a session can show."""
-    return tuple(page.name for page in PAGES.values() if page.kept)
-
-
-def _known_page(page: str) -> str:
-    if page not in pages():
-        raise ValueError(f"is not one of {', '.join(pages())}")
-    return page
-
-
-Page = Annotated[str, AfterValidator(_known_page)]
 Time = Annotated[str, Field(max_length=40, pattern=TIME)]
-Texts = Annotated[list[Annotated[str, Field(max_length=4000), LINES]], at_most(1000)]
-Params = Annotated[dict[Annotated[str, Field(max_length=40, pattern=r"^[a-z_]+$")], Texts], at_most(64)]
 
 
 class SessionError(ValueError):
@@ -57,20 +43,9 @@ class SessionError(ValueError):
 
 
 @dataclass(frozen=True)
-class View(Record):
-    """A page and its parameters, as its address has them, those at their default included."""
+class Pin(View):
+    """A view that is kept: one of its charts by name, or all of it (""), and a caption."""
 
-    page: Page
-    params: Params = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Pin(Record):
-    """A chart that is kept: the page and the parameters of its view, the chart's name there ("" for all of the view),
-    and a caption."""
-
-    page: Page
-    params: Params = field(default_factory=dict)
     chart: Annotated[str, Field(max_length=100, pattern="^[a-z0-9_]*$")] = ""
     caption: Annotated[str, Field(max_length=2000), LINES] = ""
 
@@ -173,6 +148,7 @@ def parse(content: bytes) -> Session:
     try:
         if len(content) > LONGEST_FILE:
             raise RefusedError(f"it is {len(content):,} bytes long; the limit is {LONGEST_FILE:,}")
-        return untrusted.parse(Session, content, MARKER, VERSION, MOST_VALUES)
+        session = untrusted.parse(Session, content, MARKER, VERSION, MOST_VALUES)
+        return replace(session, view=session.view.current, pins=tuple(pin.current for pin in session.pins))
     except RefusedError as error:
         raise SessionError(f"{REFUSED}: {error}.") from None

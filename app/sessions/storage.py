@@ -1,4 +1,4 @@
-"""Sessions on disk, <root>/.sessions/<id>/0001.json, 0002.json ..., and as bundles with their runs (data.bundle).
+"""Sessions on disk, <root>/.sessions/<id>/0001.json, 0002.json ..., draft.json, and as bundles with their runs.
 
 Saving never changes an earlier version, and of two writers at once each gets a number of its own. No Streamlit here.
 """
@@ -23,15 +23,16 @@ from binade.data.bundle import Imported, Written
 from binade.data.cache import Done
 from binade.data.catalog import Catalog
 from binade.data.runs import now
-from binade.data.store import regular, remove_directory
+from binade.data.store import regular, remove_directory, write_atomic
 
 FOLDER = ".sessions"
 SESSION = "session.json"  # in a bundle
 MOST_VERSIONS = 9999
+DRAFT = "draft.json"  # the session as it is being edited, if that differs from the newest version
 
 
 class Version(NamedTuple):
-    """A saved session and the number of this version of it, from 1."""
+    """A saved session and the number of this version of it, from 1; 0 for a draft that was never saved."""
 
     session: Session
     number: int
@@ -79,6 +80,36 @@ def save(root: Path, session: Session) -> Version:
     raise SessionError(f"The session has {MOST_VERSIONS} versions, which is the limit: save it as a new one.")
 
 
+def keep(root: Path, session: Session) -> None:
+    """Keep a session that is being edited, in place of its last draft. Raises SessionError, ReadOnlyError."""
+    check_writable("Keeping a session")
+    directory = _directory(root, session.id)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        write_atomic(directory / DRAFT, to_json(session).encode())
+    except OSError as error:
+        text = f"Unsaved changes cannot be kept in {directory}: {error.strerror or error}."
+        raise SessionError(text) from error
+
+
+def draft_of(root: Path, session_id: str) -> Session | None:
+    """The kept draft of a session; None if there is none. Raises SessionError if it cannot be read."""
+    path = _directory(root, session_id) / DRAFT
+    return _parsed(path, session_id, "The draft") if path.exists() else None
+
+
+def drop_draft(root: Path, session_id: str) -> None:
+    """Delete the draft of a session, and its directory if nothing was saved. Raises SessionError, ReadOnlyError."""
+    check_writable("Deleting a draft")
+    directory = _directory(root, session_id)
+    try:
+        (directory / DRAFT).unlink(missing_ok=True)
+        with suppress(OSError):  # versions were saved
+            directory.rmdir()
+    except OSError as error:
+        raise SessionError(f"The draft of {session_id!r} cannot be deleted: {error.strerror or error}.") from error
+
+
 def import_session(root: Path, session: Session) -> Version:
     """Save a session from elsewhere as the next version of its id, unless an equal version exists. Raises as `save`."""
     for version in history(root, session.id)[0]:
@@ -92,6 +123,8 @@ def load(root: Path, session_id: str, number: int | None = None) -> Version:
     be read."""
     directory = _directory(root, session_id)
     numbers = _numbers(directory)
+    if not numbers and number is None and (draft := draft_of(root, session_id)):
+        return Version(draft, 0)
     if not numbers:
         raise SessionError(f"There is no session {session_id!r} in {root}: it was deleted, or belongs to another root.")
     if number is not None and number not in numbers:
@@ -144,15 +177,19 @@ def _numbers(directory: Path) -> list[int]:
 
 
 def _read(directory: Path, number: int) -> Version:
-    path = directory / f"{number:04d}.json"
+    return Version(_parsed(directory / f"{number:04d}.json", directory.name, f"Version {number}"), number)
+
+
+def _parsed(path: Path, session_id: str, what: str) -> Session:
+    """A session from a file. what: of the session it is, for messages. Raises SessionError."""
     try:
         with open(path, "rb", opener=regular) as file:
             session = parse(file.read(LONGEST_FILE + 1))
     except (OSError, SessionError) as error:
-        raise SessionError(f"Version {number} of {directory.name} cannot be read: {error}") from None
-    if session.id != directory.name:
-        raise SessionError(f"Version {number} of {directory.name} has the ID {session.id}.")
-    return Version(session, number)
+        raise SessionError(f"{what} of {session_id} cannot be read: {error}") from None
+    if session.id != session_id:
+        raise SessionError(f"{what} of {session_id} has the ID {session.id}.")
+    return session
 
 
 VALUES = {

@@ -11,13 +11,15 @@ from streamlit.components.v2 import manifest_scanner
 from streamlit.testing.v1 import AppTest
 
 from binade.app import state
+from binade.app.pages.registry import moved
+from binade.app.params import texts_of
 from tests.app import roots
 
 # Every AppTest looks for components in all installed packages, which takes longer than many a page: once is enough.
 manifest_scanner.scan_component_manifests = functools.cache(manifest_scanner.scan_component_manifests)
 
 
-def open_page(page: str, query: Mapping[str, str | list[str]]) -> AppTest:
+def open_page(page: str, query: Mapping[str, list[str]]) -> AppTest:
     """The page of the root TENSOR_SAVE_DIR as it is after its first run. It must not have failed."""
     at = AppTest.from_string(f"from binade.app.main import navigate\nnavigate({page!r})")
     at.default_timeout = 600  # on busy cores a page may take long
@@ -48,7 +50,7 @@ def visited() -> Iterator[set[str]]:
 
 @pytest.fixture
 def visit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, visited: set[str]) -> Iterator[Callable[..., AppTest]]:
-    """visit(root, page="explore", **query): `open_page` of the root."""
+    """visit(root, page="explore", **query): `open_page` of the root. One of an earlier version opens its successor."""
 
     earlier = set(visited)
 
@@ -58,7 +60,7 @@ def visit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, visited: set[str]) ->
             earlier.remove(str(root))
             state._open(str(root)).opened.sync()
         visited.add(str(root))
-        return open_page(page, query)
+        return open_page(*moved(page, {name: texts_of(value) for name, value in query.items()}))
 
     yield open_page_of
     own = {root for root in visited if Path(root).is_relative_to(tmp_path)}

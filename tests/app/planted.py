@@ -13,19 +13,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from binade.app.pages import tensor as tensor_page
-from binade.app.pages import worst
-from binade.app.params import read
+from binade.app.figure import Drawn
+from binade.app.pages.registry import PART
 from binade.app.questions.attention.question import ATTENTION
 from binade.app.questions.blocks.question import BLOCKS
-from binade.app.questions.depth.question import DEPTH
-from binade.app.questions.directions.question import DIRECTIONS
+from binade.app.questions.map.question import MAP
 from binade.app.questions.normality.question import NORMALITY
 from binade.app.questions.question import Question
-from binade.app.questions.ranking.question import RANKING
 from binade.app.questions.recipes.question import RECIPES
-from binade.app.questions.shared.selection import Selection
-from binade.app.questions.training.question import TRAINING
+from binade.app.view import View
 from binade.collector.recipes.ladder import ladder
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
@@ -36,22 +32,17 @@ Make = Callable[[Path], Any]
 Placed = tuple[Tensor, dict[str, Any]]
 
 
-def answer(opened: Catalog, question: Question, where: Filter, **query: str) -> str:
-    """The sentence of a question with these parameters."""
-    asked = {name: [value] for name, value in query.items()}
-    selection = Selection(opened, where)
-    if question.page in ("worst", "tensor"):
-        page = {"worst": worst, "tensor": tensor_page}[question.page]
-        drawn = page.draw(selection, read(page.params(opened), asked | {"view": [question.view]})[0])
-    else:
-        drawn = question.draw(selection, read(question.params(opened), asked)[0])
-    return str(drawn.verdict)
+def drawn(question: Question, opened: Catalog, where: Filter | None = None, **query: str) -> Drawn:
+    """The answer to a question with these parameters, as its page shows it."""
+    texts = {name: [text] for name, text in query.items()}
+    view = View(question.page, {PART: [question.view]} | texts)
+    return (view.filtered(where) if where else view).draw(opened)
 
 
-def board(
-    opened: Catalog, question: Question, metric: str = "sqnr_db", fmt: str = "mxfp4", where: Filter | None = None
-) -> str:
-    return answer(opened, question, where or Filter(), metric=metric, format=fmt)
+def worst_cells(map_drawn: Drawn) -> list[str]:
+    """The cells of a map with their values, worst first."""
+    table = map_drawn.tables["places"]
+    return [f"{place} {label}" for place, label in zip(table["place"], table["label"], strict=True)]
 
 
 # Tensors and runs
@@ -101,7 +92,7 @@ def over_seeds(mean: float, deviation: float, seeds: int = 5) -> list[float]:
     return [float(each) for each in mean + deviation * (values - values.mean()) / values.std(ddof=1)]
 
 
-PART = {
+PLACES = {
     "linear": {},
     "QK": {"layer_type": "attention", "module": "core", "component": "FA", "tensor_name": "query"},
     "PV": {"layer_type": "attention", "module": "core", "component": "FA", "tensor_name": "value"},
@@ -110,7 +101,7 @@ PART = {
 
 def parts(root: Path, means: Mapping[str, float]) -> None:
     """Runs in which one part alone is rounded to mxfp4, with these mean gaps."""
-    tensors = {f"{part}_only": [operand(normal(1, 32, 64), recipe=f"{part}_only", **PART[part])] for part in means}
+    tensors = {f"{part}_only": [operand(normal(1, 32, 64), recipe=f"{part}_only", **PLACES[part])] for part in means}
     make_losses(root, {f"{part}_only": over_seeds(mean, 0.004) for part, mean in means.items()}, tensors)
 
 
@@ -151,6 +142,13 @@ def flushed_head(root: Path) -> None:
 
 
 def out_of_range(root: Path) -> None:
+    """Two kinds of operands in six layers: fc2's input is outside hifp8's range."""
+    of_fc2 = {"module": "fc2"}
+    make_run(root, [operand(normal(layer, 32, 64), layer) for layer in range(1, 7)]
+        + [operand(normal(9 + layer, 32, 64, scale=2.0**24), layer, **of_fc2) for layer in range(1, 7)])  # fmt: skip
+
+
+def one_layer_out_of_range(root: Path) -> None:
     make_run(root, [operand(normal(layer, 32, 64, scale=2.0**24 if layer == 3 else 1.0), layer) for layer in (1, 2, 3)])
 
 
@@ -163,21 +161,45 @@ def small_gradients(root: Path) -> None:
     make_run(root, made)
 
 
-def falls_in_training(root: Path) -> None:
-    """The second layer's outliers grow with iterations; the others only draw other values."""
-    amounts = {layer: (lambda at: 2.0 ** (at / 2 + 1)) if layer == 2 else (lambda at: 8.0) for layer in (1, 2, 3)}
-    make_run(
-        root,
-        [
-            operand(noisy(100 * layer + at, amounts[layer](at)), layer, at)
-            for at in range(8)
-            for layer in (1, 2, 3)
-        ],
-    )  # fmt: skip
+def grows_in_training(root: Path) -> None:
+    """The outliers of fc2's input grow with iterations; those of fc1's only draw other values."""
+    amounts = {"fc1": lambda at: 2.0, "fc2": lambda at: 2.0 ** (at / 2 + 1)}
+    made = [
+        operand(noisy(100 * number + 10 * layer + at, amount(at)), layer, at, module=module)
+        for at in range(8)
+        for layer in (1, 2, 3)
+        for number, (module, amount) in enumerate(amounts.items())
+    ]
+    make_run(root, made)
 
 
-def falls_with_depth(root: Path) -> None:
-    make_run(root, [operand(noisy(layer, 1.0 + layer), layer) for layer in range(1, 13)])
+def grows_with_depth(root: Path) -> None:
+    make_run(root, [operand(noisy(layer, 2.0 ** (layer / 2)), layer) for layer in range(1, 13)])
+
+
+def fine_in_hifp8(root: Path) -> None:
+    """The weights have outliers, which mxfp4 rounds with the other values of their block; those below hifp8's range
+    are flushed in both formats."""
+    names = {"input": (8.0, 2.0**-20), "weight": (64.0, 1.0), "bias": (8.0, 1.0)}
+    made = [
+        operand(noisy(10 * layer + number, amount) * scale, layer, tensor_name=name)
+        for layer in range(1, 7)
+        for number, (name, (amount, scale)) in enumerate(names.items())
+    ]
+    make_run(root, made)
+
+
+def worse_than_a_run(root: Path) -> dict[str, str]:
+    """Two runs of one seed, in the second of which the weights have outliers."""
+    runs = {}
+    for recipe, amount in (("calm", 2.0), ("spiky", 40.0)):
+        made = [
+            operand(noisy(10 * layer + number, amount if name == "weight" else 8.0), layer, tensor_name=name)
+            for layer in range(1, 7)
+            for number, name in enumerate(("input", "weight"))
+        ]
+        runs[recipe] = make_run(root, [(x, words | {"recipe": recipe}) for x, words in made], recipe=recipe).run_id
+    return {"versus": runs["calm"], "run_id": runs["spiky"]}
 
 
 def heavy_tails(root: Path) -> None:
@@ -193,7 +215,8 @@ def failing_block(root: Path) -> None:
 
 @dataclass(frozen=True)
 class Effect:
-    """A planted effect: the question, the parameters, and what its sentence must contain."""
+    """A planted effect: the question, the parameters, and what its sentence must contain; of a map, the worst cell.
+    make may return further parameters."""
 
     question: str
     what: str
@@ -201,36 +224,48 @@ class Effect:
     asked: Question
     names: str
     query: Mapping[str, str]
+    worst: str = ""
 
     def problem(self, folder: Path) -> str:
-        self.make(folder)
+        more = self.make(folder) or {}
         with Catalog.open(folder) as opened:
-            text = answer(opened, self.asked, Filter(), **self.query)
-        return "" if self.names in text else f"expected {self.names!r} in: {text}"
+            answer = drawn(self.asked, opened, **self.query | more)
+        if self.names not in answer.verdict:
+            return f"expected {self.names!r} in: {answer.verdict}"
+        worst = next(iter(worst_cells(answer)), "") if self.worst else ""
+        return "" if worst.startswith(self.worst) else f"expected {self.worst!r} first: {worst}"
 
 
 IN_MXFP4 = {"metric": "sqnr_db", "format": "mxfp4"}
+FLUSHED = IN_MXFP4 | {"metric": "flush_to_zero"}
 EFFECTS = (
-    Effect("Worst › Ranking", "an operand outside hifp8's range", out_of_range, RANKING,
-        "Lowest SQNR in hifp8: L3 fc1 input, ", {"metric": "sqnr_db", "format": "hifp8"}),
-    Effect("Worst › Directions", "gradients below hifp8's range", small_gradients, DIRECTIONS,
-        "Highest Flushed to zero in hifp8 in the backward pass: fc2 grad_output, ",
-        {"metric": "flush_to_zero", "format": "hifp8"}),
-    Effect("Worst › Training", "a layer whose SQNR falls with iterations", falls_in_training, TRAINING,
-        "SQNR in mxfp4 falls over iterations in 1 of 3 tensors; steepest: L2 fc1 input, ", IN_MXFP4),
-    Effect("Worst › Depth", "an SQNR that falls with depth", falls_with_depth, DEPTH,
-        "SQNR in mxfp4 falls with depth in 1 of 1 tensors; steepest: fc1 input, ", IN_MXFP4),
+    Effect("Map", "operands outside hifp8's range", out_of_range, MAP, "Lowest SQNR in hifp8: fc2 input, ",
+        {"metric": "sqnr_db", "format": "hifp8"}),
+    Effect("Map", "operands of large magnitude", out_of_range, MAP, "Highest absmax: fc2 input, ",
+        {"metric": "absmax"}),
+    Effect("Map", "a layer outside hifp8's range", one_layer_out_of_range, MAP, "SQNR in hifp8: fc1 input ",
+        {"metric": "sqnr_db", "format": "hifp8"}, "L3 fc1 input, "),
+    Effect("Map", "gradients below hifp8's range", small_gradients, MAP,
+        "Highest Flushed to zero in hifp8: fc2 grad output, ", {"metric": "flush_to_zero", "format": "hifp8"}),
+    Effect("Map", "an operand that flushes more with each iteration", grows_in_training, MAP,
+        "Highest Flushed to zero in mxfp4: fc2 input, ", FLUSHED | {"across": "iteration"}, "iteration 7 fc2 input, "),
+    Effect("Map", "an operand that flushes more with each layer", grows_with_depth, MAP,
+        "Flushed to zero in mxfp4: fc1 input ", FLUSHED, "L12 fc1 input, "),
+    Effect("Map", "an operand that mxfp4 flushes and hifp8 does not", fine_in_hifp8, MAP,
+        "Highest Flushed to zero in mxfp4, difference to hifp8: fc1 weight, +", FLUSHED | {"versus": "hifp8"}),
+    Effect("Map", "an operand that another run does not lose", worse_than_a_run, MAP,
+        "Lowest SQNR in mxfp4, difference to calm: fc1 weight, −", IN_MXFP4),
     Effect("Recipes › Loss", "a gap of 0.05 nats, sd 0.02, 5 seeds",
         lambda root: make_losses(root, {"costly": over_seeds(0.05, 0.02), "cheap": over_seeds(0.001, 0.02)},
             {name: [operand(normal(1, 32, 64), recipe=name)] for name in ("costly", "cheap")}),
-        RECIPES, "Higher loss than bf16: costly +0.0500 nats (95% interval ", {"view": "cost"}),
+        RECIPES, "Higher loss than bf16: costly +0.0500 nats (95% interval ", {"of": "cost"}),
     Effect("Recipes › Loss", "PV costs 0.03 nats more than QK and linear",
         lambda root: parts(root, {"linear": 0.01, "QK": 0.011, "PV": 0.04}), RECIPES,
-        "Rounded alone to mxfp4, the largest gap is that of PV, ", {"view": "cost"}),
+        "Rounded alone to mxfp4, the largest gap is that of PV, ", {"of": "cost"}),
     Effect("Recipes › Ablation", "wgrad costs 0.04 nats", steps, RECIPES,
-        "; + wgrad is higher than + dgrad, +0.0421 nats (", {"view": "ladder"}),
+        "; + wgrad is higher than + dgrad, +0.0421 nats (", {"of": "ladder"}),
     Effect("Recipes › Gradients", "weight gradients clipped at half their sd", clipped_gradients, RECIPES,
-        "Lowest cosine with bf16’s gradient of weight, iteration 0: clipped, ", {"view": "gradients"}),
+        "Lowest cosine with bf16’s gradient of weight, iteration 0: clipped, ", {"of": "gradients"}),
     Effect("Tensor › Attention", "a head whose probabilities flush in mxfp4", flushed_head, ATTENTION,
         "Highest probability mass flushed to zero in mxfp4: head 3, ", {"format": "mxfp4"}),
     Effect("Tensor › Normality", "Student's t with 3 degrees of freedom", heavy_tails, NORMALITY,
@@ -256,12 +291,21 @@ def layers(scale: int = 0, order: Iterable[int] = range(1, 7)) -> list[Placed]:
     return made
 
 
-BOARDS = (RANKING, DEPTH, TRAINING, DIRECTIONS)
+# What the map of mxfp4 shows: nothing of it depends on the scale of a tensor.
+MAPS: tuple[dict[str, str], ...] = (
+    IN_MXFP4,
+    IN_MXFP4 | {"across": "iteration"},
+    FLUSHED,
+    {"metric": "crest_factor"},
+    {"metric": "kurtosis", "across": "iteration"},
+)
 
 
-def _boards(root: Path, run_id: str, questions: Iterable[Question] = BOARDS) -> list[str]:
+def _maps(root: Path, run_id: str, maps: Iterable[dict[str, str]] = MAPS) -> list[str]:
+    """The sentences of maps of a run, and their cells."""
     with Catalog.open(root) as opened:
-        return [board(opened, question, where=Filter(run_id=(run_id,))) for question in questions]
+        answers = [drawn(MAP, opened, Filter(run_id=(run_id,)), **query) for query in maps]
+        return [text for each in answers for text in (str(each.verdict), *worst_cells(each))]
 
 
 def _different(before: Iterable[str], after: Iterable[str]) -> str:
@@ -273,9 +317,10 @@ def _different(before: Iterable[str], after: Iterable[str]) -> str:
 
 def another_run(folder: Path) -> str:
     run = make_run(folder, layers())
-    before = _boards(folder, run.run_id)
+    maps = [*MAPS, IN_MXFP4 | {"versus": "hifp8"}, {"metric": "absmax"}]
+    before = _maps(folder, run.run_id, maps)
     make_run(folder, layers(scale=9), label="other", seed=8)
-    return _different(before, _boards(folder, run.run_id))
+    return _different(before, _maps(folder, run.run_id, maps))
 
 
 def another_recipe(folder: Path) -> str:
@@ -284,7 +329,7 @@ def another_recipe(folder: Path) -> str:
 
     def sentence() -> list[str]:
         with Catalog.open(folder) as opened:
-            return [answer(opened, RECIPES, Filter(recipe=("costly",)), view="cost")]
+            return [str(drawn(RECIPES, opened, Filter(recipe=("costly",)), of="cost").verdict)]
 
     before = sentence()
     make_losses(folder, {"other": over_seeds(0.5, 0.01)}, {"other": [operand(normal(1, 32, 64), recipe="other")]})
@@ -292,20 +337,18 @@ def another_recipe(folder: Path) -> str:
 
 
 def other_names(folder: Path) -> str:
-    """Not Depth: it is about the layers' numbers."""
     order = (4, 6, 1, 5, 2, 3)
-    questions = [question for question in BOARDS if question is not DEPTH]
     plain, renamed = make_run(folder / "plain", layers()), make_run(folder / "renamed", layers(order=order))
-    before = _boards(folder / "plain", plain.run_id, questions)
+    before = _maps(folder / "plain", plain.run_id)
     as_named = [re.sub(r"\bL(\d)\b", lambda found: f"L{order[int(found[1]) - 1]}", text) for text in before]
-    return _different(as_named, _boards(folder / "renamed", renamed.run_id, questions))
+    return _different(as_named, _maps(folder / "renamed", renamed.run_id))
 
 
 def another_scale(folder: Path) -> str:
     found = []
     for name, scale in (("plain", 0), ("up", 11), ("down", -13)):
         run = make_run(folder / name, layers(scale))
-        found.append(_boards(folder / name, run.run_id))
+        found.append(_maps(folder / name, run.run_id))
     return _different(found[0], found[1]) or _different(found[0], found[2])
 
 
@@ -322,8 +365,8 @@ class Invariance:
 
 
 INVARIANCES = (
-    Invariance("Worst", "another run in the same root", another_run),
+    Invariance("Map", "another run in the same root", another_run),
     Invariance("Recipes › Loss", "runs of another recipe", another_recipe),
-    Invariance("Worst", "other numbers of the layers", other_names),
-    Invariance("Worst", "a layer times 2^11 or 2^-13, in mxfp4", another_scale),
+    Invariance("Map", "other numbers of the layers", other_names),
+    Invariance("Map", "a layer times 2^11 or 2^-13, in mxfp4", another_scale),
 )

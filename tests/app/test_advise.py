@@ -1,4 +1,4 @@
-"""The pages Advise and Worst › Predictions: what they draw, what they say of runs that trained, and what they queue."""
+"""Map › Advise and Compare › Predictions: what they draw, what they say of runs that trained, and what they queue."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ import torch
 from binade.app.figure import Drawn
 from binade.app.questions.advise.question import ADVISE
 from binade.app.questions.predictions.question import PREDICTIONS
-from binade.app.questions.shared.selection import Selection
+from binade.app.questions.question import Question
+from binade.app.view import View
 from binade.collector import jobs
 from binade.collector.advice.advice import Request, advise, placed
-from binade.collector.advice.costs import costs
+from binade.collector.advice.costs import OPERAND, costs
 from binade.collector.jobs import store
 from binade.collector.recipes.files import to_toml
 from binade.collector.recipes.parse import parse_recipe
@@ -31,7 +32,6 @@ from tests.collector.test_jobs import end_all
 from tests.data.builder import make_run
 
 pytestmark = pytest.mark.slow
-VALUES = {"budget": "6", "by": "site", "parts": "linear"}
 # The mean gap of each recipe over seeds, and its deviation.
 GAPS = {
     "mine": (0.010, 0.001),
@@ -77,8 +77,15 @@ def opened(root: Path) -> Iterator[Catalog]:
         yield catalog
 
 
+def draw(question: Question, catalog: Catalog, where: Filter | None = None, budget: str = "6") -> Drawn:
+    texts = {"view": [question.view]} | (
+        {"budget": [budget], "by": ["site"], "parts": ["linear"]} if question is ADVISE else {}
+    )
+    return View(question.page, texts).filtered(where or Filter()).draw(catalog)
+
+
 def test_what_trained_is_compared_with_what_was_predicted(opened):
-    drawn = PREDICTIONS.draw(Selection(opened, Filter()), {})
+    drawn = draw(PREDICTIONS, opened)
     table = drawn.tables["predictions"].set_index("recipe")
     assert set(table.index) == set(GAPS) and drawn.problems == ()
     assert table["name"].to_dict() == {name: name for name in GAPS} | {"linear_mxfp8": NAMED}
@@ -109,34 +116,39 @@ def test_the_interval_of_a_rank_correlation_covers_it():
 
 
 def test_advice_is_drawn_and_judged_by_the_runs_that_tested_it(opened):
-    drawn: Drawn = ADVISE.draw(Selection(opened, Filter()), VALUES)
+    drawn = draw(ADVISE, opened)
     frontier, operands = drawn.get("frontier").table, drawn.tables["operands"]
     assert {"advised", "uniform"} <= set(frontier["kind"]) and drawn.problems == ()
     assert operands["width"].max() <= 16 and not operands["backward"].iloc[0]
     assert "Mean gap to bf16 in training: mine +0.0100 nats (95% interval " in drawn.verdict
     assert "; linear_nvfp4 +0.0300 nats (" in drawn.verdict
     assert "Lower loss than linear_nvfp4: mine −0.0200 nats (" in drawn.verdict
+    # The choice minimizes the cost, which does not count first-order terms that lower the loss: the prediction does.
+    found = costs(opened, Filter(), ("linear",))
+    forward = found.table[found.table["gemm"] == "forward"]
+    chosen = advise(found, Request(6.0, by="site")).forward.merge(forward[[*OPERAND, "spec", "cost"]])
+    assert chosen["cost"].sum() <= forward.loc[forward["spec"] == "nvfp4", "cost"].sum()
     measured = drawn.tables["advised_and_measured"].set_index("recipe")
-    assert measured.loc["mine", "predicted"] <= measured.loc["linear_nvfp4", "predicted"]
-    wide: Drawn = ADVISE.draw(Selection(opened, Filter()), VALUES | {"budget": "4.5"})
+    assert {"mine", "linear_nvfp4"} <= set(measured.index)
+    wide = draw(ADVISE, opened, budget="4.5")
     assert "4.25 bits" in wide.verdict or wide.verdict.startswith("Advised: 4.")
 
 
 def test_where_nothing_can_be_advised_a_sentence_says_why(opened, odd_root):
     only = Filter(recipe=("mine",))
-    drawn: Drawn = ADVISE.draw(Selection(opened, only), VALUES)
+    drawn = draw(ADVISE, opened, only)
     assert drawn.problems == (
         "No operand of linear was scored: record a run with scores, for example with binade run --quantization bf16.",
     )
     with Catalog.open(odd_root) as catalog:
         for question in (ADVISE, PREDICTIONS):
-            drawn = question.draw(Selection(catalog, Filter()), VALUES)
+            drawn = draw(question, catalog)
             assert len(drawn.problems) == 1 and not drawn.items and not drawn.verdict
 
 
 def test_the_button_saves_the_recipe_and_queues_the_runs(visit: Visit, collected, tmp_path):
     root = roots.copy(collected, tmp_path / "runs")
-    at = visit(root, "advise", budget="6")
+    at = visit(root, "map", view="advise", budget="6")
     assert "Advised: " in words(at)
     at.text_input(key="advise_name").set_value("mine")
     at.number_input(key="advise_seeds").set_value(2)

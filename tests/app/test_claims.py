@@ -13,12 +13,9 @@ import torch
 from scipy import stats
 
 from binade.app.figure import Drawn
-from binade.app.pages import tensor, worst
-from binade.app.params import read
 from binade.app.questions import registry
+from binade.app.questions.map.compute import METRICS
 from binade.app.questions.noise import compute as noise
-from binade.app.questions.question import Question
-from binade.app.questions.shared.selection import Selection
 from binade.data.catalog import Catalog
 from binade.data.events import Event, EventKind, append_event
 from binade.data.evidence import Sentence, effects
@@ -26,10 +23,15 @@ from binade.data.filter import Filter
 from binade.quant import quantizer
 from binade.quant.specs import Spec
 from binade.quant.traces import sample_later
+from tests.app.planted import drawn
 from tests.data.builder import make_run
 
 # Questions without a verdict, and why.
-SILENT = {"distribution": "it shows the values of any selection, and compares nothing"}
+SILENT = {
+    "multiples": "it draws distributions of any selection side by side, and compares nothing",
+    "distribution": "it shows the values of any selection, and compares nothing",
+    "runs": "it lists the runs and what they have recorded",
+}
 CLAIMING = [question.name for question in registry.QUESTIONS if question.name not in SILENT]
 # What makes sentences in data.evidence.
 SPEAKING = {"say", "Sentence", "together", "each_of", "extreme", "effects", "largest", "trends"}
@@ -61,25 +63,16 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Catalog]:
         yield catalog
 
 
-def drawn(question: Question, catalog: Catalog, where: Filter, **query: str) -> Drawn:
-    """As its page draws it, with the default parameters but those of the query."""
-    asked = {name: [value] for name, value in query.items()}
-    if question.page in ("worst", "tensor"):
-        page = {"worst": worst, "tensor": tensor}[question.page]
-        return page.draw(Selection(catalog, where), read(page.params(catalog), asked | {"view": [question.view]})[0])
-    return question.draw(Selection(catalog, where), read(question.params(catalog), asked)[0])
-
-
 def claims(answer: Drawn) -> list[str]:
     """Numbers with decimals or in percent that no estimate of the sentence has."""
     if not answer.verdict:
         return []
     assert isinstance(answer.verdict, Sentence), answer.verdict
-    known = {number.lstrip("+") for each in answer.verdict.evidence for number in NUMBER.findall(f"{each} {each.text}")}
-    known |= {
-        number
+    known = {
+        number.lstrip("+")
         for each in answer.verdict.evidence
-        for number in map(each.measure.text, (each.value, each.low, each.high))
+        for text in (f"{each} {each.text}", *map(each.measure.text, (each.value, each.low, each.high)))
+        for number in (*NUMBER.findall(text), text)
     }
     text = answer.verdict
     for name in ("0.5% are NaN",):  # of the event: a text that was recorded
@@ -95,6 +88,22 @@ def test_every_number_of_a_verdict_is_an_estimate(opened: Catalog, collected: Pa
     assert any(answer.verdict for answer in answers), [answer.problems for answer in answers]
     for answer in answers:
         assert not claims(answer), answer.verdict
+
+
+@pytest.mark.parametrize("across", ["layer_index", "iteration"])
+@pytest.mark.parametrize("metric", METRICS)
+def test_so_is_every_number_of_a_map(opened: Catalog, collected: Path, metric: str, across: str):
+    """In each format, and as a difference to a format and to a run."""
+    with Catalog.open(collected) as catalog:
+        answers = []
+        for made, where in ((opened, None), (catalog, Filter(quant_type=("mxfp4",)))):
+            for versus in ("", "mxfp8", "hifp8", made.runs()["run_id"].iloc[-1]):
+                query = {"metric": metric, "format": "mxfp4", "across": across} | ({"versus": versus} if versus else {})
+                answers.append(drawn(QUESTIONS["map"], made, where, **query))
+    said = [answer for answer in answers if answer.verdict]
+    assert said or (across == "iteration" and metric == "loss_change"), answers[0].problems
+    for answer in answers:
+        assert bool(answer.verdict) != bool(answer.problems) and not claims(answer), answer.verdict
 
 
 def calls_in(function: ast.AST) -> Iterator[tuple[str, ast.Call]]:

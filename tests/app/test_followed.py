@@ -13,11 +13,9 @@ import pytest
 import torch
 
 from binade import quant
-from binade.app.pages import worst
-from binade.app.params import read
 from binade.app.questions.channels import compute as channels
 from binade.app.questions.noise import compute as noise
-from binade.app.questions.shared.selection import Selection
+from binade.app.view import View
 from binade.collector import Recorder, instrument
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
@@ -150,7 +148,7 @@ def test_stochastic_rounding_has_the_noise_of_the_formula():
 
 
 def drawn(catalog: Catalog, view: str, **where):
-    return worst.draw(Selection(catalog, Filter(**where)), read(worst.params(catalog), {"view": [view]})[0])
+    return View("compare", {"view": [view]}).filtered(Filter(**where)).draw(catalog)
 
 
 def test_the_answers(opened: Catalog):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from streamlit.testing.v1 import AppTest
 
-from binade.app.pages import tensor as page
+from binade.app.pages.registry import PAGES
 from binade.collector import Recorder
 from binade.collector.capture.adapters.layer import Moment
 from binade.collector.imports.importer import import_logs
@@ -97,7 +97,7 @@ def test_before_and_after_quantization_are_told_apart(visit: Visit, imported: Pa
 
 
 @pytest.mark.parametrize("end", ["hostile.pt", f"{IMAGE}.npy"])
-@pytest.mark.parametrize("view", page.VIEWS)
+@pytest.mark.parametrize("view", PAGES["tensor"].parts)
 def test_what_a_log_says_is_text(visit: Visit, imported: Path, end: str, view: str):
     at, sentences, words = card(visit, imported, end, view=view)
     told = "\n".join(interpreted(at))
@@ -107,9 +107,11 @@ def test_what_a_log_says_is_text(visit: Visit, imported: Path, end: str, view: s
     assert pd.isna(words["Layer"]) and max(map(len, sentences)) <= 1000
 
 
-@pytest.mark.parametrize("name", ["overview", "explore", "worst", "recipes", "runs"])
-def test_pages_over_imports_alone(visit: Visit, imported: Path, name: str):
-    told = "\n".join(interpreted(visit(imported, name)))
+@pytest.mark.parametrize(
+    ("page", "view"), [("map", "map"), ("compare", "explore"), ("compare", "recipes"), ("runs", "table")]
+)
+def test_pages_over_imports_alone(visit: Visit, imported: Path, page: str, view: str):
+    told = "\n".join(interpreted(visit(imported, page, view=view)))
     assert IMAGE not in told and LINK not in told and "www.evil.example" not in told
 
 

@@ -12,9 +12,10 @@ import pytest
 import vl_convert
 
 from binade.app.figure import Drawn
-from binade.app.pages.registry import PAGES
+from binade.app.pages.registry import PAGES, PART
 from binade.app.sessions import pins
 from binade.app.sessions.session import Pin
+from binade.app.view import View
 from binade.data.catalog import Catalog
 from binade.data.filter import FIELDS
 from tests.app.reports import tensors
@@ -94,9 +95,10 @@ def test_payloads_in_runs_are_text(opened: Catalog):
 
 def test_payloads_in_pins_are_refused(opened: Catalog):
     """A pin that asks for what is not here draws what it draws without it, or nothing, and says so."""
-    for page in (page for page in PAGES.values() if page.draw and page.params):
-        for number, name in enumerate((*FIELDS, "tensor", *page.params(opened))):
+    for view in (View(page.name, {PART: [name]}) for page in PAGES.values() for name in page.parts):
+        names = {*FIELDS, *view.params_in(opened)} - {"cell"}  # which can be any text: nothing is drawn from it
+        for number, name in enumerate(sorted(names)):
             payload = f"{PAYLOADS[number % len(PAYLOADS)]} or another"
-            drawn = pins.draw(opened, Pin(page.name, {name: [payload]}, caption=payload))
+            drawn = pins.draw(opened, Pin(view.page, view.params | {name: [payload]}, caption=payload))
             check(drawn)
             assert "another" not in json.dumps([figure.spec for figure in drawn.figures]) and drawn.problems

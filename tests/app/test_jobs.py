@@ -359,14 +359,10 @@ class TestReadOnly:
         at = visit(root, "jobs")
         assert {button.key for button in at.button} == {f"open_{job.id}", "presentation"} and not at.number_input
         at.run()
-        assert set(at.session_state["pages"]) == {
-            "overview", "explore", "worst", "tensor", "recipes", "advise", "surfaces", "provenance", "difference",
-            "runs", "sessions", "jobs",
-        }  # fmt: skip
-        for module in ("jobs.collect_page", "pages.sql_page"):
-            alone = AppTest.from_string(f"from binade.app.{module} import page\npage()", default_timeout=60)
-            alone.run()
-            assert not alone.exception and "read-only" in words(alone) and not alone.button and not alone.code
+        assert at.segmented_control(key="page_part").options == ["Runs", "Jobs"]
+        for part in ("collect", "sql"):
+            at = visit(root, part)
+            assert "read-only" in words(at) and [button.key for button in at.button] == ["presentation"] and not at.code
         with Catalog.open(root) as catalog, pytest.raises(ReadOnlyError, match="SQL"):
             state.sandbox(catalog)
         monkeypatch.delenv("BINADE_READ_ONLY")

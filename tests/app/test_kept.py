@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 from altair.utils.schemapi import debug_mode
 
-from binade.app.pages.registry import PAGES
+from binade.app.pages.registry import PAGES, PART
+from binade.app.params import AnyText
 from binade.app.questions.registry import QUESTIONS
 from binade.app.sessions import pins, session, storage
-from binade.app.sessions.session import Pin, View
+from binade.app.sessions.session import Pin
+from binade.app.view import View
 from binade.data.cache import Cache
 from binade.data.catalog import Catalog
 from tests.app.test_live import IDS, VIEWS, answer
@@ -27,8 +29,8 @@ def pinned(catalog: Catalog) -> list[Pin]:
     for question, address in VIEWS:
         params = {name: [text] for name, text in address.items()} | {"run_id": [runs["mxfp4"]]}
         left = {kind: list(names) for kind, names in chosen.items()}
-        for name, param in question.params(catalog).items():
-            if param.refers_to:
+        for name, param in View(question.page, params).params_in(catalog).items():
+            if name in question.uses and param.refers_to:
                 run = runs[left[param.refers_to].pop(0)]
                 params[name] = [run if param.refers_to == "run" else tensors[run].iloc[0]]
         made.append(Pin(question.page, params))
@@ -39,10 +41,10 @@ def test_what_names_a_run_or_a_tensor_says_so(catalog: Catalog):
     """A parameter that takes the id of a run, or of a tensor, refers to it."""
     runs = catalog.runs()["run_id"].tolist()
     tensor = str(catalog.tensors(limit=1)["tensor_id"].iloc[0])
-    for page in PAGES.values():
-        for name, param in (page.params(catalog) if page.params else {}).items():
-            kinds = [kind for kind, text in (("run", runs[0]), ("tensor", tensor)) if param.read([text])[0] == text]
-            assert [param.refers_to] == (kinds or [param.refers_to]), (page.name, name)
+    for view in (View(page.name, {PART: [part]}) for page in PAGES.values() for part in page.parts):
+        for name, param in view.params_in(catalog).items():
+            kinds = [kind for kind, text in (("run", runs[0]), ("tensor", tensor)) if param.value_of(text) == text]
+            assert isinstance(param, AnyText) or [param.refers_to] == (kinds or [param.refers_to]), (view, name)
 
 
 @pytest.fixture(scope="module")

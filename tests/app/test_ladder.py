@@ -1,4 +1,4 @@
-"""The view Ablation of the page Recipes: what it makes of several seeds, and what it says is missing."""
+"""Compare › Recipes, its view Ablation: what it makes of several seeds, and what it says is missing."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import scipy.stats
 import torch
 
 from binade.app.figure import Drawn
-from binade.app.questions.recipes.question import RECIPES, report, runs_of
-from binade.app.questions.shared.selection import Selection
+from binade.app.questions.recipes.question import report, runs_of
 from binade.app.report.section import ReportSelection
 from binade.app.sessions import pins
 from binade.app.sessions.session import Pin
+from binade.app.view import View
 from binade.collector.cli.compare import compare
 from binade.collector.recipes.ladder import ladder
 from binade.data.catalog import Catalog
@@ -35,6 +35,7 @@ GAPS = {
     "without tiles": (0.020, 0.002),
 }
 RECIPE = {rung.title: rung.recipe for rung in ladder("te_nvfp4").rungs}
+LADDER = View("compare", {"view": ["recipes"], "of": ["ladder"], "gradient": ["grad_weight"], "at": ["0"]})
 SETTINGS = {"layers": 1, "warmup_iterations": 0, "micro_batches": 1, "learning_rate": 0.001}
 GRADIENT = {"tensor_name": "grad_weight", "operation": "backward", "phase": "post"}
 
@@ -84,9 +85,8 @@ Draw = Callable[..., Drawn]
 @pytest.fixture
 def draw(tmp_path: Path) -> Draw:
     def of(where: Filter | None = None, **values: Any) -> Drawn:
-        usual = {"view": "ladder", "ladder": None, "gradient": "grad_weight", "at": 0}
         with Catalog.open(tmp_path) as opened:
-            return RECIPES.draw(Selection(opened, where or Filter()), usual | values)
+            return LADDER.changed(**values).filtered(where or Filter()).draw(opened)
 
     return of
 
@@ -101,8 +101,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def drawn(root: Path) -> Drawn:
     with Catalog.open(root) as opened:
-        values = {"view": "ladder", "ladder": None, "gradient": "grad_weight", "at": 0}
-        return RECIPES.draw(Selection(opened, Filter()), values)
+        return LADDER.draw(opened)
 
 
 class TestTable:
@@ -226,13 +225,12 @@ def test_runs_of_other_settings_and_repeats_are_left_out_and_counted(tmp_path, d
 def test_the_filter_chooses_the_runs(root: Path, draw: Draw):
     with Catalog.open(root) as opened:
         recipes = ("te_nvfp4", "te_nvfp4(without=tiles)")
-        values = {"view": "ladder", "ladder": "te_nvfp4", "gradient": "grad_weight", "at": 0}
-        drawn = RECIPES.draw(Selection(opened, Filter(recipe=recipes)), values)
+        drawn = LADDER.changed(ladder="te_nvfp4").filtered(Filter(recipe=recipes)).draw(opened)
     assert drawn.tables["ladder"]["rung"].tolist() == ["bf16", "full recipe", "without tiles"]
 
 
 def test_the_page_shows_one_chart_one_table_and_the_sentence(visit: Visit, root: Path):
-    at = visit(root, "recipes", view="ladder")
+    at = visit(root, "compare", view="recipes", of="ladder")
     assert charts(at) == 1 and "Told from chance: forward is higher than bf16" in words(at)
     assert at.dataframe[0].value.iloc[:, 0].tolist() == ["bf16", *GAPS]
 
@@ -242,18 +240,25 @@ def test_of_several_ablations_one_is_chosen(visit: Visit, tmp_path: Path):
     for recipe in ("linear_mxfp8", "linear_mxfp8(without=wgrad)"):
         run = make_run(tmp_path, **SETTINGS | {"recipe": recipe, "seed": 0})
         run.append_loss({"iteration": 0, "loss": 5.5, "time": 0.0})
-    at = visit(tmp_path, "recipes", view="ladder", ladder="te_nvfp4")
+    at = visit(tmp_path, "compare", view="recipes", of="ladder", ladder="te_nvfp4")
     assert at.selectbox(key="ladder").options == ["linear_mxfp8", "te_nvfp4"]
     assert at.dataframe[0].value["rung"].tolist() == ["bf16", "full recipe", "without tiles"]
     at.selectbox(key="ladder").set_value("linear_mxfp8").run()
     assert at.dataframe[0].value["rung"].tolist() == ["bf16", "without wgrad", "+ wgrad"]
-    at = visit(tmp_path, "recipes", view="ladder", ladder="linear_mxfp8", recipe=["te_nvfp4", RECIPE["without tiles"]])
+    at = visit(
+        tmp_path,
+        "compare",
+        view="recipes",
+        of="ladder",
+        ladder="linear_mxfp8",
+        recipe=["te_nvfp4", RECIPE["without tiles"]],
+    )
     assert at.dataframe[0].value["rung"].tolist() == ["bf16", "full recipe", "without tiles"]
 
 
 def test_a_pin_draws_the_ladder_again(root: Path, drawn: Drawn):
     with Catalog.open(root) as opened:
-        again = pins.draw(opened, Pin("recipes", {"view": ["ladder"]}, "ladder"))
+        again = pins.draw(opened, Pin("compare", LADDER.params, "ladder"))
     (figure,) = again.figures
     assert figure.table.equals(drawn.figures[0].table) and again.verdict == drawn.verdict
 

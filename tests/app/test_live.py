@@ -24,9 +24,9 @@ pytestmark = pytest.mark.slow
 VIEWS = [
     (question, question.address | view)
     for question in QUESTIONS
-    for view in ([{"view": name} for name in ("cost", "gradients", "ladder")] if question.name == "recipes" else [{}])
+    for view in ([{"of": name} for name in ("cost", "gradients", "ladder")] if question.name == "recipes" else [{}])
 ]
-IDS = [f"{question.name}-{address.get('view', '')}".strip("-") for question, address in VIEWS]
+IDS = [f"{question.name}-{address.get('of', '')}".strip("-") for question, address in VIEWS]
 BACKWARD = {"operation": "backward"}
 Answer = tuple[str, tuple[str, ...], Any, Any]
 

@@ -1,4 +1,4 @@
-"""A question is added with one folder and one line: on the overview, in the navigation, in a pin and in a report."""
+"""A question is added with one folder and one line: on its page, in a pin, in a report and in `plots`."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ QUESTION = """
 from binade.app.figure import Drawn, Figure, Table, source
 from binade.app.questions.question import Question
 from binade.app.questions.FOLDER import charts, compute
+from binade.app.questions.shared.selection import Of
 from binade.data.evidence import say
 
 
@@ -42,7 +43,7 @@ def draw(selection, values):
 
 TOY = Question(
     text="How many are there on PAGE?", title="Toy PAGE", icon=":material/tag:", help="Tensors by name",
-    page="PAGE", view="VIEW", draw=draw,
+    page="PAGE", view="VIEW", draw=draw, of=Of.OF,
 )
 """
 CHECK = """
@@ -53,7 +54,7 @@ from binade import plots
 from binade.app.pages.registry import PAGES
 from binade.app.questions.registry import describe
 from binade.app.report import contents
-from binade.app.sessions import pins, session
+from binade.app.sessions import pins
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 
@@ -67,29 +68,24 @@ def visit(name, **query):
     return at
 
 
-overview = visit("overview")
-links = [link.proto.label for link in overview.main.get("page_link")]
 contents.QUESTIONS = [question for question in contents.QUESTIONS if question.title.startswith("Toy")]  # to save time
 with Catalog.open(Path(sys.argv[1])) as catalog:
     reported = {one.title: one for one in contents.contributions(catalog, Filter(), "here")}
-for page, view in PLACES:
+for page, view, _ in PLACES:
     question, title = f"How many are there on {page}?", f"Toy {page}"
-    assert question in links and question in describe()
-    assert page in overview.session_state["pages"] and page in session.pages()
-    at = visit(page, **({"view": view} if view else {}))
+    assert question in describe() and PAGES[page].parts[view].kept
+    at = visit(page, view=view)
+    assert at.title[0].value == f"{PAGES[page].title} › {title}"
     assert any("names." in text.value for text in at.markdown), "the page has no verdict"
-    if view:
-        assert title in next(one for one in at.get("button_group") if one.proto.id.endswith("view")).options
-    else:
-        assert PAGES[page].title == title
+    assert title in next(one for one in at.get("button_group") if one.proto.id.endswith("page_part")).options
     with Catalog.open(Path(sys.argv[1])) as catalog:
-        pin = pins.draw(catalog, pins.Pin(page, {"view": [view]} if view else {}, "toy_bars"))
+        pin = pins.draw(catalog, pins.Pin(page, {"view": [view]}, "toy_bars"))
         assert getattr(plots, f"{page}_toy")(catalog).verdict == pin.verdict
     assert [figure.name for figure in pin.figures] == ["toy_bars"], pin.problems
     section = reported[title]
     assert section.figures and section.tables and section.verdict == pin.verdict
 """
-PLACES = (("toy", ""), ("worst", "toy"), ("tensor", "toy"))  # a page of its own, and a view of two kinds of page
+PLACES = (("map", "toy", "SELECTION"), ("compare", "toy", "BOARD"), ("tensor", "toy", "TENSOR"))
 
 
 def test_a_new_question_is_one_folder_and_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -101,11 +97,11 @@ def test_a_new_question_is_one_folder_and_one_line(tmp_path: Path, monkeypatch: 
         (package / name).symlink_to(PROJECT / name)
     shutil.copytree(PROJECT / "app", package / "app")  # with what is compiled of it
     registry = package / "app" / "questions" / "registry.py"
-    for page, view in PLACES:
+    for page, view, of in PLACES:
         folder = package / "app" / "questions" / f"{page}_toy"
         folder.mkdir()
         for name, text in (("compute", COMPUTE), ("charts", CHARTS), ("question", QUESTION)):
-            filled = text.replace("FOLDER", folder.name).replace("PAGE", page).replace("VIEW", view)
+            filled = text.replace("FOLDER", folder.name).replace("PAGE", page).replace("VIEW", view).replace("OF", of)
             (folder / f"{name}.py").write_text(filled)
         toy = f"    __import__('binade.app.questions.{folder.name}.question', fromlist=['TOY']).TOY,\n"
         registry.write_text(registry.read_text().replace("    CODES,\n", "    CODES,\n" + toy))

@@ -16,11 +16,12 @@ import torch
 from streamlit.runtime.scriptrunner import RerunException, StopException
 from streamlit.runtime.scriptrunner_utils.script_requests import RerunData
 from streamlit.testing.v1 import AppTest
+from streamlit.testing.v1.element_tree import ButtonGroup
 
 from binade.app import state, uploads
-from binade.app.address import plain
-from binade.app.pages import runs_page
+from binade.app.formatting import plain
 from binade.app.params import TITLES
+from binade.app.questions.runs import page as runs_page
 from binade.app.questions.shared.labels import group_name
 from binade.app.sessions import draft
 from binade.collector import Recorder
@@ -52,6 +53,12 @@ def metrics(at: AppTest) -> dict[str, str]:
 
 def charts(at: AppTest) -> int:
     return len(at.get("vega_lite_chart"))
+
+
+def chips(at: AppTest) -> ButtonGroup[str]:
+    """The values of the filter, each with a cross."""
+    (found,) = [each for each in at.get("button_group") if each.key == "chips"]
+    return found
 
 
 def rerun(at: AppTest) -> AppTest:
@@ -110,11 +117,11 @@ class TestExplore:
 
     def test_clear(self, visit: Visit, collected: Path):
         at = visit(collected, quant_type="mxfp8", layer_index="7")
-        assert at.warning
-        at.button[0].click()
+        assert at.error and not metrics(at) and charts(at) == 0  # not the tensors of other layers
+        at.button(key="clear_filter").click()
         rerun(at)
         assert metrics(at) == metrics(visit(collected))
-        assert not at.warning and not at.query_params
+        assert not at.error and not at.query_params
 
     def test_unknown_values_in_the_address_are_named(self, visit: Visit, collected: Path):
         at = visit(
@@ -133,14 +140,24 @@ class TestExplore:
         for asked in ("mxfp9", "one", "loss", "log", "no/such", "99999999999999"):
             assert f"'{asked}'" in problems, asked
         assert at.multiselect(key="filter_quant_type").value == ["mxfp8"]
-        assert len(at.warning) == 1
+        assert len(at.error) == 1 and charts(at) == 0
         assert "nonsense" not in at.query_params
+        at.button(key="without_what_is_gone").click()
+        assert charts(rerun(at)) == 6 and not at.error and not at.query_params
+
+    def test_what_exists_is_drawn_beside_a_warning_about_the_rest(self, visit: Visit, collected: Path):
+        at = visit(collected, quant_type=["mxfp8", "mxfp9"])
+        assert "'mxfp9', which is not in this root" in words(at) and len(at.warning) == 1 and not at.error
+        assert metrics(at) == metrics(visit(collected, quant_type="mxfp8")) and charts(at) == 6
 
     @pytest.mark.parametrize("text", ["<script>alert(1)</script>", "**bold**", "$x$", "x" * 3000, "", "a\nb", "'\"%00"])
     def test_nothing_in_the_address_is_taken_for_more_than_text(self, visit: Visit, collected: Path, text: str):
-        at = visit(collected, model=text, layer_index=text, tensor=text, by=text)
-        assert len(at.warning) == 1 and len(words(at)) < 3000
-        assert "**bold**" not in at.warning[0].value
+        for query in ({"model": text, "layer_index": text, "tensor": text, "by": text}, {"view": text}):
+            at = visit(collected, "compare", **query)
+            assert len(at.error) == 1 and len(words(at)) < 3000
+            assert "**bold**" not in at.error[0].value and "$x$" not in at.error[0].value
+        at = visit(collected, "sessions", part=text)
+        assert len(at.warning) == 1 and "**bold**" not in at.warning[0].value
 
     def test_a_filter_that_matches_nothing(self, visit: Visit, collected: Path):
         at = visit(collected, quant_type="mxfp8", operation="forward", tensor_name="grad_input")
@@ -229,8 +246,10 @@ class TestRuns:
         scale = json.loads(at.get("vega_lite_chart")[0].proto.spec)
         assert '"#aa3377"' in json.dumps(scale) and "floor **scales**" in json.dumps(scale)
         assert "floor **scales**" in visit(root, "recipes").dataframe[0].value["label"].tolist()
-        chips = visit(root, "explore", run_id=run.name).get("button_group")
-        assert any(plain(f"{TITLES['run_id']}: floor **scales** ✕") in each.options for each in chips)
+        chosen = visit(root, "explore", run_id=run.name).selectbox(key="filter_scope_run_id")
+        assert chosen.value == run.name and any("floor **scales**" in option for option in chosen.options)
+        at = visit(root, "explore", run_id=[each.name for each in roots.runs_of(root)])
+        assert plain(f"{TITLES['run_id']}: floor **scales** ✕") in chips(at).options
 
     def test_notes_that_are_damaged_do_not_hide_the_run(self, visit: Visit, collected: Path, tmp_path: Path):
         root = roots.copy(collected, tmp_path / "runs")
@@ -262,7 +281,7 @@ class FailingTensor(torch.Tensor):
         raise MemoryError
 
 
-@pytest.mark.parametrize("page", ["overview", "explore", "worst", "tensor", "recipes", "runs", "sql"])
+@pytest.mark.parametrize("page", ["map", "explore", "tensor", "recipes", "runs", "sql"])
 class TestNoRuns:
     @pytest.mark.parametrize("there", [True, False], ids=["empty", "missing"])
     def test_root_without_runs(self, visit: Visit, tmp_path: Path, page: str, there: bool):
@@ -291,25 +310,15 @@ def test_a_root_that_a_file_replaces_while_the_app_runs(visit: Visit, tmp_path: 
     assert "is a file" in at.error[0].value and "No runs yet" not in words(at)
 
 
-def test_the_tour_can_be_hidden(visit: Visit, collected: Path):
-    at = visit(collected, "overview")
-    assert "New to Binade?" in words(at)
-    at.button(key="tour_hide").click()
-    rerun(at)
-    assert "New to Binade?" not in words(at)
-    assert not at.exception and at.metric[0].value == str(len(RECIPES))
-
-
 def test_chips_show_names_as_they_are_and_not_too_many(visit: Visit, tmp_path: Path):
     model = "![x](http://example.org/x.png)"
     with Recorder(tmp_path, config={"model": model}) as recorder:
         for number in range(24):
             recorder.record("input", torch.ones(4), layer=0, module=f"fc{number}", operation="forward", phase="pre")
     at = visit(tmp_path, "explore", model=model, module=[f"fc{number}" for number in range(24)])
-    (chips,) = [each for each in at.get("button_group") if any("✕" in option for option in each.options)]
-    assert len(chips.options) == 20 and "and 5 more" in words(at)
-    assert model not in "".join(chips.options)
-    chips.select(f"{TITLES['model']}: {model} ✕")
+    assert len(chips(at).options) == 12 and "and 13 more" in words(at)
+    assert model not in "".join(chips(at).options)
+    chips(at).select(f"{TITLES['model']}: {model} ✕")
     assert "model" not in rerun(at).query_params
 
 

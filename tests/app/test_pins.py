@@ -16,34 +16,35 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 from streamlit.testing.v1 import AppTest
 
-from binade.app.figure import Figure
-from binade.app.pages import worst
-from binade.app.pages.tensor import VIEWS
+from binade.app.figure import Drawn, Figure
+from binade.app.pages.registry import OLD_PAGES, PAGES
 from binade.app.questions.registry import QUESTIONS
-from binade.app.sessions import pins, session
+from binade.app.questions.shared.selection import Of
+from binade.app.sessions import pins
 from binade.app.sessions.session import Pin
 from binade.data.catalog import Catalog
 from binade.data.filter import FIELDS
 from tests.app import roots
-from tests.app.test_pages import Visit, first, words
+from tests.app.test_pages import Visit, first, rerun, words
 
 pytestmark = pytest.mark.slow
 
-# Of every question, and of the pages that answer none.
-VIEWS_OF = {
-    "overview": [{}],
-    "explore": [{"by": "layer_index", "quant_type": "mxfp4", "axis": "linear"}, {"law": "laplace"}],
-    "worst": [{"view": view} for view in worst.VIEWS],
-    "tensor": [{"view": view, "format": "mxfp8", "recipe": "mxfp4"} for view in VIEWS],
-    "recipes": [{"view": "cost"}, {"view": "gradients", "gradient": "grad_input"}],
-    "advise": [{}],
-    "surfaces": [{}],
+# Parameters of each question: other than the defaults where these show little.
+ASKED = {
+    "map": [{}, {"metric": "absmax", "across": "iteration"}, {"format": "mxfp4", "versus": "mxfp8"}],
+    "distribution": [{"by": "layer_index", "quant_type": "mxfp4", "axis": "linear"}, {"law": "laplace"}],
+    "recipes": [{"of": "cost"}, {"of": "gradients", "gradient": "grad_input"}],
     "difference": [{"tolerance": "bitwise"}],
-    "runs": [{}],
 }
-CASES = [(page, view) for page, views in VIEWS_OF.items() for view in views]
+OF_TENSOR = [{"format": "mxfp8", "recipe": "mxfp4"}]
+CASES = [
+    (question.page, question.address | more)
+    for question in QUESTIONS
+    if question.name != "provenance"  # of other runs: test_provenance
+    for more in ASKED.get(question.name, OF_TENSOR if question.of is Of.TENSOR else [{}])
+]
 
-
+MAP = "binade_map"  # the component of the Map
 DRESS = {"config", "$schema", "datasets", "width", "height", "autosize", "padding", "usermeta", "name", "views"}
 
 
@@ -104,29 +105,29 @@ def lists(view: dict[str, str]) -> dict[str, list[str]]:
     return {name: [text] for name, text in view.items()}
 
 
-def test_every_question_is_drawn_again():
-    viewed = {(page, view.get("view", "")) for page, view in CASES}
-    for question in QUESTIONS:
-        if question.name == "provenance":  # of other runs: test_provenance
-            continue
-        assert (question.page, question.view) in viewed or (not question.view and question.page in VIEWS_OF)
-
-
 @pytest.mark.parametrize(("page", "view"), CASES, ids=[f"{page}-{'-'.join(view.values())}" for page, view in CASES])
 def test_a_view_drawn_again_is_what_the_page_shows(
     visit: Visit, collected: Path, catalog: Catalog, page: str, view: dict[str, str]
 ):
     at = visit(collected, page, **view)
-    saved = {name: list(texts) for name, texts in at.session_state["shown"].items()}
+    shown_view = at.session_state["shown_view"].explicit(catalog)
+    assert shown_view.page == page and shown_view.params["view"] == [view["view"]]
+    saved = dict(shown_view.params)
     drawn = pins.draw(catalog, Pin(page, saved))
-    shown, again = shown_on(at), drawn_again(drawn.figures)
-    assert shown and [chart for chart, _ in again] == [chart for chart, _ in shown]
-    assert [data for _, data in again] == [data for _, data in shown]
+    if view["view"] == "map":
+        check_map(at, drawn)
+    else:
+        shown, again = shown_on(at), drawn_again(drawn.figures)
+        assert shown and [chart for chart, _ in again] == [chart for chart, _ in shown]
+        assert [data for _, data in again] == [data for _, data in shown]
     page_words = words(at)
     assert drawn.verdict in page_words and all(sentence in page_words for sentence in drawn.problems)
-    if page not in ("overview", "runs"):
+    if page != "runs":
+        if view["view"] == "map":
+            at.toggle(key="map_tables").set_value(True)
+            rerun(at)
         tables = [element.value for element in at.dataframe]
-        assert len(tables) == len(drawn.tables) + (page == "explore")  # which lists the tensors to choose from
+        assert len(tables) == len(drawn.tables) + (view["view"] == "explore")  # which lists the tensors to choose from
         for wanted in drawn.tables.values():
             assert any(same_rows(wanted, table) for table in tables)
     one = pins.draw(catalog, Pin(page, saved, drawn.figures[-1].name))
@@ -134,10 +135,33 @@ def test_a_view_drawn_again_is_what_the_page_shows(
     assert not [problem for problem in drawn.problems if "asks for" in problem]
 
 
+def check_map(at: AppTest, drawn: Drawn) -> None:
+    """The component has the cells of the figure: row, column, color, value in words, and number of tensors."""
+    (sent,) = (json.loads(each.proto.json) for each in at.get("bidi_component") if each.proto.component_name == MAP)
+    cells = {
+        (row["id"], column, *cell[:2], cell[3])
+        for block in sent["blocks"]
+        for row in block["rows"]
+        for column, cell in zip(sent["columns"], row["cells"], strict=True)
+        if cell
+    }
+    figure = drawn.get("map")
+    across = "iteration" if sent["word"] == "iteration" else "layer_index"
+    marks = [mark for data in figure.spec["datasets"].values() for mark in data]
+    shades = [None if mark["shade"] is None else round(mark["shade"], 3) for mark in marks]
+    assert len(cells) == len(marks) == len(figure.table)
+    assert cells == {
+        (mark["row"], mark[across], shade, mark["label"], mark["tensors"])
+        for mark, shade in zip(marks, shades, strict=True)
+    }
+    assert sent["metric"] == figure.title.split("\n")[0]
+
+
 def test_chosen_tensors_are_drawn_from_their_values(catalog: Catalog, collected: Path):
     tensor_id = first(collected, tensor_name=["weight"])
-    drawn = pins.draw(catalog, Pin("explore", {"tensor": [tensor_id, "gone/r00-000001"]}, "histogram"))
-    assert "exact" in drawn.figures[0].caption and "'gone/r00-000001' is missing" in drawn.problems[0]
+    chosen = {"view": ["explore"], "tensor": [tensor_id, "gone/r00-000001"]}
+    drawn = pins.draw(catalog, Pin("compare", chosen, "histogram"))
+    assert "exact" in drawn.figures[0].caption and "'gone/r00-000001'" in drawn.problems[0]
 
 
 @pytest.fixture(scope="module")
@@ -151,13 +175,14 @@ def smaller(collected: Path, tmp_path_factory: pytest.TempPathFactory):
         yield opened
 
 
+EXPLORE, DRIFT = {"view": ["explore"]}, {"view": ["drift"], "recipe": ["mxfp8"]}
 KEPT = [
-    ("overview", {}),
-    ("explore", {}),
-    ("explore", {"by": ["recipe"], "layer_index": ["1"]}),
-    ("worst", {"view": ["training"]}),
-    ("tensor", {"view": ["drift"], "recipe": ["mxfp8"]}),
-    ("recipes", {"quant_type": ["mxfp8"]}),
+    ("map", {}),
+    ("map", {"across": ["iteration"]}),
+    ("compare", EXPLORE),
+    ("compare", EXPLORE | {"by": ["recipe"], "layer_index": ["1"]}),
+    ("tensor", DRIFT),
+    ("compare", {"view": ["recipes"], "quant_type": ["mxfp8"]}),
     ("runs", {}),
 ]
 
@@ -169,7 +194,7 @@ def test_a_sessions_pin_shows_what_its_keeper_saw(catalog: Catalog, smaller: Cat
     ours = pins.draw(catalog, Pin(page, params), runs)
     assert theirs.figures and drawn_again(ours.figures) == drawn_again(theirs.figures)
     assert ours.verdict == theirs.verdict and ours.problems == theirs.problems
-    if page in ("overview", "explore", "worst"):  # the caption is all that tells what they are of: some of these runs
+    if page == "map" or params.get("view") == ["explore"]:  # only the caption says which runs they are of
         every = set(catalog.runs()["run_id"])
         for figure in ours.figures:
             named = {run for run in every if run in figure.caption}
@@ -178,28 +203,30 @@ def test_a_sessions_pin_shows_what_its_keeper_saw(catalog: Catalog, smaller: Cat
 
 def test_runs_of_a_session_that_are_gone_are_said(catalog: Catalog, smaller: Catalog):
     runs = smaller.runs()["run_id"].tolist()
-    half = pins.draw(catalog, Pin("explore", {}, "histogram"), [runs[0], "gone"])
+    half = pins.draw(catalog, Pin("compare", EXPLORE, "histogram"), [runs[0], "gone"])
     assert half.figures and half.problems == ("1 of its session's 2 runs is missing.",)
-    assert not pins.draw(catalog, Pin("explore", {}, "histogram"), ["gone"]).figures
-    named = pins.draw(catalog, Pin("explore", {"run_id": [runs[1]]}, "histogram"), runs[:1])
+    assert not pins.draw(catalog, Pin("compare", EXPLORE, "histogram"), ["gone"]).figures
+    named = pins.draw(catalog, Pin("compare", EXPLORE | {"run_id": [runs[1]]}, "histogram"), runs[:1])
     assert named.figures and not named.problems and runs[1] in named.figures[0].caption
 
 
 def test_nothing_is_drawn_in_the_stead_of_what_is_gone(catalog: Catalog, collected: Path):
     here = first(collected, tensor_name=["weight"])
     for page, params in (
-        ("explore", {"run_id": ["gone_run"]}),
-        ("explore", {"quant_type": ["mxfp8"], "layer_index": ["77", "x"]}),
-        ("explore", {"tensor": ["nope/x"]}),
+        ("compare", EXPLORE | {"run_id": ["gone_run"]}),
+        ("compare", EXPLORE | {"quant_type": ["mxfp8"], "layer_index": ["77", "x"]}),
+        ("compare", EXPLORE | {"tensor": ["nope/x"]}),
+        ("compare", {"view": ["of another time"]}),
         ("tensor", {"tensor": ["nope/x"]}),
         ("tensor", {"tensor": [here], "view": ["law"], "law": ["tensor"], "other": ["nope/x"]}),
         ("tensor", {"tensor": [here], "view": ["drift"], "against": ["gone_run"]}),
         ("tensor", {"tensor": [here], "tensor_name": ["query"]}),
-        ("worst", {"view": ["depth"], "metric": ["of another time"]}),
+        ("map", {"metric": ["of another time"]}),
+        ("map", {"versus": ["gone_run"]}),
     ):
         drawn = pins.draw(catalog, Pin(page, params))
         assert not drawn.figures and drawn.problems, (page, params)
-    assert pins.draw(catalog, Pin("explore", {"layer_index": ["1", "77"]}, "histogram")).figures
+    assert pins.draw(catalog, Pin("compare", EXPLORE | {"layer_index": ["1", "77"]}, "histogram")).figures
 
 
 @pytest.mark.parametrize(
@@ -218,23 +245,52 @@ def test_a_head_or_a_block_beyond_the_last(
 
 def test_the_runs_and_tensors_behind_a_pin(catalog: Catalog):
     runs = catalog.runs().set_index("recipe")["run_id"]
-    assert pins.runs_of(catalog, [Pin("worst", {"recipe": ["mxfp4"]})]) == [runs["mxfp4"]]
-    assert set(pins.runs_of(catalog, [Pin("recipes", {"recipe": ["mxfp4"]})])) == {runs["mxfp4"], runs["bf16"]}
-    assert set(pins.runs_of(catalog, [Pin("sql", {"q": ["SELECT 1"]})])) == set(runs)
-    assert pins.runs_of(catalog, []) == [] == pins.tensors_of(catalog, [Pin("worst", {}), Pin("explore", {})])
+    recipes = Pin("compare", {"view": ["recipes"], "recipe": ["mxfp4"]})
+    assert pins.runs_of(catalog, [Pin("map", {"recipe": ["mxfp4"]})]) == [runs["mxfp4"]]
+    assert set(pins.runs_of(catalog, [recipes])) == {runs["mxfp4"], runs["bf16"]}
+    assert set(pins.runs_of(catalog, [Pin("notebook", {"view": ["sql"], "q": ["SELECT 1"]})])) == set(runs)
+    assert pins.runs_of(catalog, []) == [] == pins.tensors_of(catalog, [Pin("map", {}), Pin("compare", EXPLORE)])
     read = pins.tensors_of(catalog, [Pin("tensor", {"view": ["drift"], "recipe": ["mxfp4"]}, "three_way")])
     assert {tensor_id.partition("/")[0] for tensor_id in read} == {runs["mxfp4"], runs["bf16"]}
 
 
 ODD = ("mxfp4", "1", "-1", "9" * 30, "grad_input", "sequence", "off")
-OWN = ("view", "metric", "format", "formats", "tensor", "other", "block", "head", "law", "over", "at", "hadamard")
+OWN = (
+    "metric",
+    "format",
+    "versus",
+    "across",
+    "formats",
+    "tensor",
+    "other",
+    "block",
+    "head",
+    "law",
+    "over",
+    "at",
+    "cell",
+)
+PARTS = [(page, part) for page, each in PAGES.items() for part in each.parts] + [("compare", "x"), ("tensor", "")]
 texts = some.lists(some.text(max_size=12) | some.sampled_from(ODD), max_size=3)
 asked = some.dictionaries(some.sampled_from([*FIELDS, *OWN]), texts, max_size=4)
 
 
-@settings(max_examples=60)
-@given(page=some.sampled_from(session.pages()), params=asked, chart=some.sampled_from(["", "qq", "x"]))
-def test_whatever_a_pin_asks_is_drawn_or_said(catalog: Catalog, page: str, params: dict[str, list[str]], chart: str):
-    drawn = pins.draw(catalog, Pin(page, params, chart))
+@settings(max_examples=80)
+@given(place=some.sampled_from(PARTS), params=asked, chart=some.sampled_from(["", "qq", "x"]))
+def test_whatever_a_pin_asks_is_drawn_or_said(
+    catalog: Catalog, place: tuple[str, str], params: dict[str, list[str]], chart: str
+):
+    page, part = place
+    drawn = pins.draw(catalog, Pin(page, params | {"view": [part]}, chart))
     assert drawn.figures or drawn.problems
     assert all("\n" not in problem and len(problem) < 400 for problem in drawn.problems)
+
+
+@pytest.mark.parametrize("page", OLD_PAGES)
+def test_a_pin_of_an_earlier_version_is_drawn(catalog: Catalog, page: str):
+    """Its page and part have a place here; without a part, it is the part that the page showed first."""
+    pin = Pin(page, {"recipe": ["mxfp4"]}, caption="as it was").current
+    assert (pin.page, pin.part) in PARTS and pin.caption == "as it was" and pin.params["recipe"] == ["mxfp4"]
+    part = PAGES[pin.page].parts[pin.part]
+    if part.question and part.question.name not in ("difference", "provenance"):  # of two runs, of an event
+        assert pins.draw(catalog, pin).figures

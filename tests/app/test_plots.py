@@ -12,12 +12,13 @@ import pytest
 from nbclient import NotebookClient
 
 from binade import plots
-from binade.app.pages.registry import PAGES
+from binade.app.pages.registry import PART
 from binade.app.questions.question import Question
-from binade.app.questions.registry import QUESTIONS, views_of
+from binade.app.questions.registry import QUESTIONS
 from binade.app.questions.shared.scope import scoped
 from binade.app.sessions import pins
 from binade.app.sessions.session import Pin
+from binade.app.view import SCOPE, View
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 from binade.data.python import package_environment
@@ -32,25 +33,28 @@ pytestmark = pytest.mark.slow
 def test_a_question_answers_alone_as_the_app_does(question: Question, catalog: Catalog):
     ask = getattr(plots, question.name)
     answer = ask(catalog)
-    shown = pins.draw(catalog, Pin(question.page, {name: [text] for name, text in question.address.items()}))
+    view = View(question.page, {PART: [question.view]})
+    shown = pins.draw(catalog, Pin(view.page, view.params))
     assert (answer.verdict, answer.sentences) == (shown.verdict, shown.problems)
     assert answer.charts and all(chart.to_dict() for chart in answer.charts)  # no more rows than Altair takes
-    views = views_of(question.page).values() if question.view else []
-    others = {control.name for view in views for control in view.controls if view is not question}
-    own = {*question.params(catalog)} | {*PAGES[question.page].params(catalog)} - others - question.ignores
     takes = [*inspect.signature(ask).parameters][2:]
-    assert set(takes) - {"tensor"} == own - {"tensor"} - ({"view"} if question.view else set())
+    unused = {PART, *question.selects, *SCOPE} - {*question.scope}
+    assert {*takes} == {*view.params_in(catalog)} - unused
     assert question.text in ask.__doc__ and all(f"    {name}: " in ask.__doc__ for name in takes)
     assert question.name in dir(plots)
 
 
 def test_filter_and_parameters(catalog: Catalog):
     backward = Filter(operation=["backward"])
-    answer = plots.ranking(catalog, backward, metric="absmax")
+    answer = plots.map(catalog, backward, metric="absmax")
     places = answer.tables["places"]
     rows = catalog.tensors(scoped(catalog, backward))
-    assert places["operation"].eq("backward").all()
-    assert places["value"].iloc[0] == rows["absmax"].max()
+    operands = rows[rows["contracted_axis"].notna()]
+    assert set(places["tensor_id"]) <= set(operands["tensor_id"])
+    assert places["value"].iloc[0] == operands["absmax"].max()
+    versus = plots.map(catalog, format="mxfp4", versus="mxfp8").get("map").table  # scored tensor by tensor
+    apart = (versus["own"] - versus["other"]).to_numpy()
+    assert (apart < -5).mean() > 0.9 and (versus["value"] == apart).all()
     assert "absmax" in answer.charts[0].to_dict()["title"]["text"].lower()
     two = rows["tensor_id"].iloc[:2].tolist()
     assert plots.distribution(catalog, tensor=two).tables.popitem()[1]["tensors"].tolist() == [1, 1]
@@ -62,9 +66,11 @@ def test_filter_and_parameters(catalog: Catalog):
 @pytest.mark.parametrize(
     ("name", "given", "named"),
     [
-        ("ranking", {"formt": "mxfp4"}, "'formt'.* metric, format"),
-        ("ranking", {"view": "depth"}, "'view'"),
-        ("ranking", {"format": "mxfp9"}, r"'mxfp9'.* mxfp4, .*mxfp8"),
+        ("map", {"formt": "mxfp4"}, "'formt'.* metric, versus"),
+        ("map", {"view": "map"}, "'view'"),
+        ("map", {"format": "mxfp9"}, r"'mxfp9'.* a format"),
+        ("map", {"metric": "sqnr"}, r"'sqnr'.* sqnr_db, .*absmax"),
+        ("map", {"versus": "gone"}, "'gone'"),
         ("what_if", {"formats": ["mxfp4", "int2"]}, "'int2'.* mxfp4"),
         ("why", {"tensor": "no/r00-1"}, "'no/r00-1'"),
         ("distribution", {"tensor": ["no/r00-1"]}, "'no/r00-1'"),
@@ -75,7 +81,7 @@ def test_filter_and_parameters(catalog: Catalog):
 def test_what_is_not_known_is_refused(catalog: Catalog, name: str, given: dict[str, object], named: str):
     with pytest.raises(ValueError, match=re.compile(f"^plots.{name}.*{named}")):
         getattr(plots, name)(catalog, **given)
-    with pytest.raises(AttributeError, match=r"'rankin'.* ranking"):
+    with pytest.raises(AttributeError, match=r"'rankin'.* map, "):
         _ = plots.rankin
 
 

@@ -13,18 +13,13 @@ import torch
 from scipy import stats
 
 from binade import quant
-from binade.app import style
-from binade.app.pages import worst
-from binade.app.params import read
 from binade.app.questions.attention import compute as attention_compute
 from binade.app.questions.block_history import compute as block_history_compute
 from binade.app.questions.blocks import compute as blocks_compute
 from binade.app.questions.codes import compute as codes_compute
-from binade.app.questions.depth import compute as depth_compute
-from binade.app.questions.directions import compute as directions_compute
 from binade.app.questions.drift import compute as drift_compute
 from binade.app.questions.loss import compute as loss_compute
-from binade.app.questions.ranking import compute as ranking_compute
+from binade.app.questions.map.compute import METRICS as MAP_METRICS
 from binade.app.questions.recipes import compute as recipes_compute
 from binade.app.questions.results import compute as results_compute
 from binade.app.questions.shared import boards, distributions, laws
@@ -32,12 +27,11 @@ from binade.app.questions.shared.distributions import distribution_of
 from binade.app.questions.shared.rounded import subject
 from binade.app.questions.shared.runs import PARTS, runs_with_reference
 from binade.app.questions.shared.scope import scoped
-from binade.app.questions.shared.selection import Selection
-from binade.app.questions.training import compute as training_compute
 from binade.app.questions.what_if import compute as what_if_compute
 from binade.app.questions.why import compute as why_compute
+from binade.app.view import View
 from binade.collector import Recorder
-from binade.data.catalog import Catalog
+from binade.data.catalog import SHOWN_ERRORS, STATISTICS, Catalog
 from binade.data.filter import Filter
 from binade.data.gradients import gradient_errors, gradient_summary
 from binade.data.runs import read_losses
@@ -47,6 +41,7 @@ from binade.quant.metrics import errors
 from tests.app.roots import odd_tensors
 from tests.app.test_claims import claims
 
+METRICS = (*SHOWN_ERRORS, boards.LOSS_CHANGE, *STATISTICS)  # of a board
 SAMPLES = {
     "normal": stats.norm(2, 3),
     "laplace": stats.laplace(-1, 0.5),
@@ -409,36 +404,12 @@ class TestAttention:
 
 class TestBoards:
     def test_ranking_is_worst_first(self, catalog):
-        for metric in boards.METRICS:
-            table = ranking_compute.ranking(catalog, Filter(), "mxfp4", metric)
+        for metric in METRICS:
+            table = boards.ranking(catalog, Filter(), "mxfp4", metric)
             values = table["value"].dropna()
             assert values.is_monotonic_increasing if metric == "sqnr_db" else values.is_monotonic_decreasing, metric
             assert table["place"].is_unique or not boards.of_format(metric)
             assert table["rank"].tolist() == list(range(1, len(table) + 1))
-
-    def test_depth_and_training_are_cuts_of_the_same(self, catalog):
-        where = Filter(layer_index=[2], quant_type=["mxfp4"])
-        depth = depth_compute.depth(catalog, where, "mxfp4", "flush_to_zero")
-        ranked = ranking_compute.ranking(catalog, where, "mxfp4", "flush_to_zero")
-        assert sorted(depth["value"]) == sorted(ranked["value"])
-        training = training_compute.training(catalog, where, "mxfp4", "sqnr_db")
-        assert training["iteration"].tolist() == [0, 1]
-        for row in training.itertuples():
-            scores = catalog.scores(Filter(layer_index=[2], quant_type=["mxfp4"], iteration=[int(row.iteration)]))
-            part = scores[scores["format"] == "mxfp4"]
-            assert row.value == pytest.approx(np.median(part["sqnr_db"]), rel=1e-12)
-            assert row.low == pytest.approx(np.quantile(part["sqnr_db"], 0.1), rel=1e-12)
-
-    def test_directions(self, catalog):
-        table = directions_compute.directions(catalog, Filter(), "mxfp4", "flush_to_zero")
-        assert set(table["operation"]) == {"forward", "backward"}
-        assert set(table.loc[table["operation"] == "backward", "tensor_name"]) == {"grad_output", "grad_scores"}
-        total = directions_compute.direction_totals(catalog, Filter(), "mxfp4", "flush_to_zero").set_index("operation")[
-            "value"
-        ]
-        for operation, part in table.groupby("operation"):
-            assert part["value"].is_monotonic_decreasing
-            assert part["value"].min() <= total[operation] <= part["value"].max()
 
     def test_loss_changes_of_several_micro_batches(self, catalog):
         """The first order of an operand and its gradient in the files; what follows from the recorded sequences."""
@@ -529,29 +500,13 @@ class TestBoards:
                     recorder.record("input", x, **where)
                 recorder.step()
         with Catalog.open(tmp_path) as catalog:
-            values = read(worst.params(catalog), {"view": ["blocks"], "format": ["mxfp4"]})[0]
-            answer = worst.draw(Selection(catalog, Filter()), values)
+            answer = View("compare", {"view": ["blocks"], "format": ["mxfp4"]}).draw(catalog)
         found = answer.verdict
         assert not claims(answer)
         assert "falls over iterations in 1 of 3 layers; steepest: layer 2, −" in found
         assert "In the other 2, no trend can be told from chance." in found
         assert re.search(r"Lowest 1st percentile of SQNR by block in mxfp4: layer 2, ", found)
         assert "In iteration 6, " in found and "operands that hold some: 1" in found
-
-    def test_trends_over_layers(self):
-        falling = [9.0, 8.8, 8.1, 7.0, 6.5, 5.9, 5.0, 4.1]
-        table = pd.DataFrame(
-            {
-                "layer_index": [*range(1, 9), 1, 2, 3],
-                "row": ["a"] * 8 + ["b"] * 3,
-                "operation": "forward",
-                "value": [*falling, 1.0, 2.0, 3.0],
-            }
-        )
-        (a, found), (b, short) = depth_compute.trends(table, style.MEASURES["sqnr_db"])
-        assert (a, b) == ("a", "b") and math.isnan(short.value) and short.n == 3
-        expected = stats.theilslopes(falling, range(8))
-        assert (found.value, found.low, found.high) == pytest.approx((expected[0], expected[2], expected[3]))
 
 
 class TestScope:
@@ -569,9 +524,12 @@ class TestScope:
     def test_another_run_changes_nothing_of_a_run(self, catalog):
         run = catalog.runs().set_index("recipe")["run_id"]["mxfp8"]
         alone = catalog.restricted([run])
-        for view in ("board", "depth", "directions", "gemms", "training", "loss", "blocks", "noise"):
-            values = {"view": view, "metric": "sqnr_db", "format": "mxfp4", "of_blocks": "sqnr_db"}
-            found = [worst.draw(Selection(opened, Filter(run_id=[run])), values) for opened in (catalog, alone)]
+        views = [View("compare", {"view": [name]}) for name in ("gemms", "loss", "blocks", "noise")]
+        views += [View("map", {"metric": [metric]}) for metric in MAP_METRICS]
+        views += [View("map", {"across": ["iteration"]}), View("map", {"versus": ["nvfp4"]})]
+        for view in views:
+            view = view.changed(format="mxfp4").filtered(Filter(run_id=[run]))
+            found = [view.draw(opened) for opened in (catalog, alone)]
             assert found[0].verdict == found[1].verdict and found[0].figures, view
             for mine, theirs in zip(*(each.figures for each in found), strict=True):
                 pd.testing.assert_frame_equal(mine.table, theirs.table)

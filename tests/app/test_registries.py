@@ -10,14 +10,15 @@ from streamlit.material_icon_names import ALL_MATERIAL_ICONS
 
 from binade.app import style
 from binade.app.jobs import summary
-from binade.app.pages import registry, runs_page
+from binade.app.pages import registry
 from binade.app.params import TITLES
 from binade.app.questions import registry as questions
 from binade.app.questions.codes import charts, compute
 from binade.app.questions.question import Question
 from binade.app.questions.registry import QUESTIONS
+from binade.app.questions.runs import page as runs_page
 from binade.app.questions.shared.rounded import about_format
-from binade.app.sessions import session
+from binade.app.view import View
 from binade.collector.jobs.state import ADVICE
 from binade.collector.jobs.transitions import ENDED, State
 from binade.data.catalog import Catalog
@@ -54,26 +55,33 @@ def test_every_width_of_a_mantissa_has_a_color(bits: int):
 def test_every_question_has_what_its_readers_need(question: Question, collected):
     assert question.text.endswith("?") and question.title and question.help
     assert question.icon.startswith(":material/")
-    page = registry.PAGES[question.page]
-    assert page.kept and page.draw and page.params and question.page in session.pages()
+    part = registry.PAGES[question.page].parts[question.view]
+    assert part.question is question and part.kept
     with Catalog.open(collected) as catalog:
-        params = page.params(catalog)
-        assert set(question.params(catalog)) | set(question.address) <= set(params)
-        assert all(not params[name].read([text])[1] for name, text in question.address.items())
-    if question.layout:
-        module = import_module(question.layout)
-        assert hasattr(module, "show_view") or hasattr(module, "page")
+        view = View(question.page).changed(**question.address)
+        reading = view.read(catalog)
+        assert reading.question is question and not reading.problems and set(question.uses) <= set(reading.values)
+        assert set(question.params(catalog)) <= set(view.params_in(catalog))
     assert f"| {question.text} |" in questions.describe() and question.help in questions.describe()
 
 
 def test_no_two_questions_share_a_place():
     assert len({(question.page, question.view) for question in QUESTIONS}) == len(QUESTIONS)
+    assert len({question.name for question in QUESTIONS}) == len(QUESTIONS)
 
 
 @pytest.mark.parametrize("page", registry.PAGES.values(), ids=registry.PAGES)
-def test_every_page_can_be_shown(page: registry.Page):
-    assert page.title and page.icon.startswith(":material/")
-    assert (callable(import_module(page.layout).page)) if page.layout else page.question
+def test_every_part_of_a_page_can_be_shown(page: registry.Page):
+    assert page.title and page.icon.startswith(":material/") and not page.parts[page.first].writes
+    for part in page.parts.values():
+        assert part.title and part.icon.startswith(":material/") and callable(import_module(part.layout).show)
+
+
+@pytest.mark.parametrize("page", registry.OLD_PAGES)
+def test_addresses_of_earlier_versions_name_parts_that_exist(page: str):
+    for view in [each for name, each in registry._MOVED if name == page] + ["no such view"]:
+        name, params = registry.moved(page, {"view": [view], "layer_index": ["1"]})
+        assert View(name, params).part in registry.PAGES[name].parts and params["layer_index"] == ["1"]
 
 
 @pytest.mark.parametrize("state", State)

@@ -40,6 +40,7 @@ from binade.app.sessions.pins import refreshed
 from binade.app.sessions.session import Pin
 from binade.app.style import MEASURES
 from binade.app.theme import THEMES
+from binade.app.view import View
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 from binade.data.runs import process_start
@@ -357,10 +358,10 @@ def test_a_sessions_report_tells_its_pins_and_notes(command, root, tmp_path):
     notes = f"# Found\n\n**fc1** is *worst* {HOSTILE} ![p](http://a.b/c.png) [go](javascript:alert(1)) <b>raw</b>"
     notes += " [bank](https://evil.example/d)"
     pins = (
-        Pin("worst", {"view": ["board"], "metric": ["absmax"]}, "ranking", "The worst\nof all"),
-        Pin("worst", {}, "no_such_chart", ""),
+        Pin("map", {"metric": ["absmax"]}, "ranking", "The worst\nof all"),
+        Pin("map", {}, "no_such_chart", ""),
     )
-    view = sessions.View("explore", {"quant_type": ["mxfp8"]})
+    view = View("compare", {"view": ["explore"], "quant_type": ["mxfp8"]})
     with Catalog.open(root) as opened:
         kept = refreshed(opened, sessions.new(f"Report {HOSTILE}", view, notes=notes, pins=pins))
         saved, _ = storage.save(root, kept)
@@ -613,7 +614,7 @@ def test_a_bundle_that_is_interrupted_leaves_nothing(tmp_path, verb, number):
         with open(run.directory / "log.txt", "ab") as log:
             log.truncate(4 << 30)  # takes a while to pack
         with Catalog.open(root) as opened:
-            made = refreshed(opened, sessions.new("Long", sessions.View("explore", {})))
+            made = refreshed(opened, sessions.new("Long", View("compare", {"view": ["explore"]})))
             saved, _ = storage.save(root, made)
         arguments, watched = [saved.id, "--output", str(out / "x.zip")], out
     process = start_binade("bundle", verb, *arguments, "--tensor-save-dir", root)

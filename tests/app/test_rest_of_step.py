@@ -6,14 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from binade.app.pages import tensor, worst
+from binade.app.pages.registry import PAGES
+from binade.app.view import View
 from binade.cli import main
 from binade.collector.jobs.estimate import planned
 from binade.collector.training.config import RunConfig
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 from binade.data.tensor_kinds import Other, tensor_names
-from tests.app.test_pages import Visit, charts, words
+from tests.app.test_pages import Visit, charts
 
 pytestmark = pytest.mark.slow
 NAMES = tuple(name for place in Other for name in tensor_names(place))
@@ -41,20 +42,26 @@ def test_all_of_them_are_estimated_chosen_and_ranked(root: Path):
         assert "exp_avg_sq" in set(catalog.errors("mxfp8", ("tensor_name",))["tensor_name"])
 
 
-@pytest.mark.parametrize("page", ["overview", "explore", "recipes", "runs"])
-def test_pages(visit: Visit, root: Path, page: str):
-    assert not visit(root, page).error
+PARTS = [(page, view) for page in ("map", "compare", "runs") for view in PAGES[page].parts if view != "collect"]
 
 
-@pytest.mark.parametrize("view", worst.VIEWS)
-def test_worst(visit: Visit, root: Path, view: str):
-    for metric in ("absmax", "sqnr_db"):
-        at = visit(root, "worst", view=view, metric=metric, operation="optimizer")
-        assert not at.error and (charts(at) or at.info)
-        assert view != "board" or any(word in words(at) for word in ("Highest absmax", "Lowest SQNR"))
+@pytest.mark.parametrize(("page", "view"), PARTS)
+def test_pages(visit: Visit, root: Path, page: str, view: str):
+    at = visit(root, page, view=view, operation="optimizer")
+    assert not at.error and at.markdown
 
 
-@pytest.mark.parametrize("view", tensor.VIEWS)
+@pytest.mark.parametrize("metric", ["absmax", "sqnr_db"])
+def test_the_map_of_an_optimizers_state(root: Path, metric: str):
+    view = View("map", {"metric": [metric], "format": ["mxfp8"], "operation": ["optimizer"]})
+    with Catalog.open(root) as catalog:
+        drawn = view.draw(catalog)
+    assert set(drawn.get("map").table["tensor"]) >= {"exp_avg_sq"} and any(
+        word in drawn.verdict for word in ("absmax", "SQNR")
+    )
+
+
+@pytest.mark.parametrize("view", PAGES["tensor"].parts)
 @pytest.mark.parametrize("name", ["exp_avg_sq", "router_load"])
 def test_tensor(visit: Visit, root: Path, view: str, name: str):
     with Catalog.open(root) as catalog:

@@ -24,7 +24,7 @@ from binade.app.sessions.session import Pin, RunReference, Session, SessionError
 
 pytestmark = pytest.mark.slow
 
-VIEW = View("explore", {"quant_type": ["mxfp8"], "by": ["layer_index"]})
+VIEW = View("compare", {"view": ["explore"], "quant_type": ["mxfp8"], "by": ["layer_index"]})
 
 # What a session may hold, said once more and apart from its schema.
 letters = some.characters(exclude_categories=("Cs", "Cc"))
@@ -32,7 +32,7 @@ lines = some.text(some.one_of(letters, some.just("\n")), max_size=60)
 params = some.dictionaries(
     some.text("abcdefghijklmnopqrstuvwxyz_", min_size=1, max_size=20), some.lists(lines, max_size=4), max_size=5
 )
-pages = some.sampled_from(session.pages())
+pages = some.sampled_from([*PAGES])
 pins = some.builds(Pin, pages, params, some.text("abc_019", max_size=20), lines)
 marks = some.builds(
     RunReference, some.text(letters, min_size=1, max_size=40), some.text("0123456789abcdef", min_size=64, max_size=64)
@@ -62,7 +62,7 @@ anything = some.recursive(
 
 def content(**changes: Any) -> dict[str, Any]:
     whole = json.loads(
-        session.to_json(session.new("A finding", VIEW, notes="It *flushes*.", pins=(Pin("worst", {}, "ranking"),)))
+        session.to_json(session.new("A finding", VIEW, notes="It *flushes*.", pins=(Pin("map", {}, "ranking"),)))
     )
     return whole | changes
 
@@ -169,11 +169,11 @@ def test_hostile_files(raw: bytes, words: str):
         ({"notes": 3}, "notes is not a string"),
         ({"notes": "\ud800"}, "an unpaired surrogate"),
         ({"notes": "x" * 50_001}, "notes is longer than 50000"),
-        ({"pins": [{"page": "worst"}]}, "pins.0 lacks params, chart, caption"),
+        ({"pins": [{"page": "map"}]}, "pins.0 lacks params, chart, caption"),
         ({"pins": [{}] * 201}, "pins has more than 200"),
         ({"view": {"page": "admin", "params": {}}}, "view.page is not one of"),
-        ({"view": {"page": "sql", "params": {"q": ["x" * 4001]}}}, "view.params.q.0 is longer than 4000"),
-        ({"view": {"page": "sql", "params": {"__proto__ ": []}}}, "not have the expected form"),
+        ({"view": {"page": "notebook", "params": {"q": ["x" * 4001]}}}, "view.params.q.0 is longer than 4000"),
+        ({"view": {"page": "notebook", "params": {"__proto__ ": []}}}, "not have the expected form"),
         ({"extra": 1}, "unknown name"),
         ({"saved": "yesterday"}, "saved does not have the expected form"),
         ({"runs": [{"run_id": "r", "hash": "z" * 64}]}, "runs.0.hash does not have the expected form"),
@@ -184,7 +184,7 @@ def test_refusals_say_what_and_where(changes: dict[str, Any], words: str):
 
 
 def _view(params: dict[str, Any]) -> dict[str, Any]:
-    return {"view": {"page": "explore", "params": params}}
+    return {"view": {"page": "compare", "params": params}}
 
 
 LARGE = {
@@ -193,7 +193,7 @@ LARGE = {
     "texts": _view({"a": [1] * 600_000}),
     "names": _view({f"A{index}": [] for index in range(120_000)}),
     "every": {
-        "pins": [{"page": "explore", "params": {name: ["x"] * 600 for name in "abc"}, "chart": "", "caption": ""}] * 199
+        "pins": [{"page": "compare", "params": {name: ["x"] * 600 for name in "abc"}, "chart": "", "caption": ""}] * 199
     },
     "within": {"pins": [{"page": "x", "params": {name: [1] * 240 for name in "a"}, "chart": "", "caption": ""}] * 199},
 }
@@ -208,9 +208,18 @@ def test_a_large_file_is_refused_at_once(changes: dict[str, Any]):
     assert time.process_time() - start < 2  # finding all that is wrong takes up to 12 s
 
 
-def test_the_pages_are_those_that_can_be_drawn():
-    drawn = {name for name, page in PAGES.items() if page.draw}
-    assert set(session.pages()) == drawn | {"sql"}
+def test_the_views_of_an_earlier_version_have_their_place():
+    pins = [
+        {"page": page, "params": params, "chart": "ranking", "caption": "c"}
+        for page, params in (("worst", {"view": ["noise"], "rank": ["0"]}), ("recipes", {"view": ["cost"]}))
+    ]
+    view = {"page": "overview", "params": {"quant_type": ["mxfp8"]}}
+    taken = session.parse(json.dumps(content(view=view, pins=pins)).encode())
+    assert taken.view == View("map", {"quant_type": ["mxfp8"]})
+    assert taken.pins == (
+        Pin("compare", {"rank": ["0"], "view": ["noise"]}, "ranking", "c"),
+        Pin("compare", {"of": ["cost"], "view": ["recipes"]}, "ranking", "c"),
+    )
 
 
 @settings(max_examples=250)
@@ -288,9 +297,9 @@ def test_what_cannot_be_saved_leaves_nothing(tmp_path: Path, monkeypatch: pytest
 
 
 def test_differences_are_told(tmp_path: Path):
-    first = session.new("a", VIEW, pins=(Pin("worst", {}, "ranking", "look"), Pin("explore", {}, "qq")))
+    first = session.new("a", VIEW, pins=(Pin("map", {}, "ranking", "look"), Pin("compare", {}, "qq")))
     assert session.differences(first, first) == []
-    changed = View("explore", {"quant_type": ["mxfp8", "mxfp4"], "law": ["laplace"]})
+    changed = View("compare", {"view": ["explore"], "quant_type": ["mxfp8", "mxfp4"], "law": ["laplace"]})
     second = replace(first, name="b", view=changed, pins=first.pins[:1], notes="new")
     told = {one.what: (one.first, one.second) for one in session.differences(first, second)}
     assert told == {
@@ -299,7 +308,7 @@ def test_differences_are_told(tmp_path: Path):
         "Parameter: by": ("layer_index", "–"),
         "Parameter: law": ("–", "laplace"),
         "Notes": ("–", "new"),
-        "Pin: explore qq": ("pinned", "–"),
+        "Pin: compare qq": ("pinned", "–"),
     }
     assert {"quant_type"} <= set(TITLES)
 

@@ -12,7 +12,8 @@ from markdown_it import MarkdownIt
 from binade.app.report import sessions as report
 from binade.app.sessions import pins, session, storage
 from binade.app.sessions.pins import draw
-from binade.app.sessions.session import Pin, RunReference, View
+from binade.app.sessions.session import Pin, RunReference
+from binade.app.view import View
 from binade.cli import main
 from binade.data.catalog import Catalog
 from tests.app import roots
@@ -20,7 +21,8 @@ from tests.app.test_pages import Visit, charts, rerun, words
 
 pytestmark = pytest.mark.slow
 
-VIEW = View("worst", {"view": ["depth"], "quant_type": ["mxfp4"], "metric": ["sqnr_db"], "format": ["mxfp4"]})
+VIEW = View("map", {"quant_type": ["mxfp4"], "metric": ["saturated"], "format": ["mxfp4"]})
+EXPLORE = {"view": ["explore"]}
 
 
 @pytest.fixture
@@ -34,8 +36,12 @@ def saved(root: Path, name: str = "A finding", **more) -> session.Session:
     return storage.save(root, marked)[0]
 
 
+def sessions_page(visit: Visit, root: Path):
+    return visit(root, "notebook", view="sessions")
+
+
 def turn_to(at, part: str):
-    at.session_state["part"] = part
+    at.button_group(key="part").set_value(part)
     return rerun(at)
 
 
@@ -52,37 +58,41 @@ def latest(root: Path) -> session.Session:
 
 def test_a_root_without_sessions_or_runs(visit: Visit, collected: Path, tmp_path: Path):
     for place in (collected, tmp_path / "nothing"):
-        at = visit(place, "sessions")
+        at = sessions_page(visit, place)
         assert "No saved sessions yet" in words(at)
         assert "No session is open" in words(turn_to(at, "open"))
         assert "nothing to compare" in words(turn_to(at, "compare"))
 
 
 def test_saving_a_view_from_its_page(visit: Visit, root: Path):
-    at = visit(root, "worst", view="training", quant_type="mxfp8")
+    at = visit(root, "map", across="iteration", quant_type="mxfp8")
     (name,) = (field for field in at.text_input if field.key != "filter_name")
     name.set_value("Drift of mxfp8")
     at = press(rerun(at), "Save session")
     one = latest(root)
-    assert one.name == "Drift of mxfp8" and one.view.page == "worst" and one.id.startswith("drift-of-mxfp8-")
-    assert one.view.params["view"] == ["training"] and one.view.params["quant_type"] == ["mxfp8"]
+    assert one.name == "Drift of mxfp8" and one.view.page == "map" and one.id.startswith("drift-of-mxfp8-")
+    own = {"view": ["map"], "across": ["iteration"], "quant_type": ["mxfp8"]}
+    scope = {"metric": ["sqnr_db"], "format": ["mxfp8"], "experts": ["none"]}  # the defaults that it was saved with
+    assert one.view.params == own | scope
     assert [run.run_id for run in one.runs] == [run.name for run in roots.runs_of(root) if "mxfp8" in run.name]
     at = press(at, "Save as new")
     assert len(storage.list_sessions(root)[0]) == 2
 
 
 def test_a_link_shows_the_view_and_says_what_differs(visit: Visit, root: Path):
-    one = saved(root, pins=(Pin("worst", VIEW.params, "depth"),))
-    at = visit(root, "overview", session=one.id)
-    assert at.title[0].value == "Worst tensors" and not at.warning
-    assert at.session_state["view"] == "depth" and at.session_state["filter_quant_type"] == ["mxfp4"]
+    one = saved(root, pins=(Pin("map", VIEW.params, "map"),))
+    at = visit(root, "runs", session=one.id)
+    assert at.title[0].value == "Notebook › Sessions" and not at.warning and charts(at) == 1  # its pins and notes
+    at = press(at, "Open page")
+    assert at.title[0].value == "Map › Map" and at.session_state["shown_view"] == VIEW
+    assert at.session_state["filter_metric"] == "saturated" and at.session_state["filter_quant_type"] == ["mxfp4"]
     storage.save(root, replace(one, runs=(*one.runs, RunReference("elsewhere", "0" * 64))))
     config = next(path for path in root.glob("*mxfp4*/run.json"))
     roots.replace(config, config.read_bytes() + b"\n")
-    text = words(visit(root, "overview", session=one.id))
+    text = words(visit(root, "runs", session=one.id))
     assert "Run elsewhere is missing" in text and "has changed since the session was saved" in text
-    beside = visit(root, "explore", session=one.id, quant_type="mxfp8")  # the address's own view stays
-    assert beside.title[0].value == "Explore" and beside.session_state["filter_quant_type"] == ["mxfp8"]
+    beside = visit(root, "compare", session=one.id, view="explore", quant_type="mxfp8")  # the address's own view stays
+    assert beside.title[0].value == "Compare › Explore" and beside.session_state["filter_quant_type"] == ["mxfp8"]
     assert "A finding" in words(beside)
 
 
@@ -90,14 +100,14 @@ def test_a_run_that_came_later_is_said_and_not_in_its_pins(visit: Visit, root: P
     late = next(run for run in roots.runs_of(root) if "mxfp4" in run.name)
     late.rename(tmp_path / late.name)
     with Catalog.open(root) as catalog:
-        view = View("explore")
-        wanted = session.new("All of it", view, pins=(Pin("explore", {}, "histogram"),))
+        wanted = session.new("All of it", View("compare", EXPLORE), pins=(Pin("compare", EXPLORE, "histogram"),))
         one, _ = storage.save(root, pins.refreshed(catalog, wanted))
         seen = draw(catalog, one.pins[0]).figures[0]
     (tmp_path / late.name).rename(late)
-    at = visit(root, "overview", session=one.id)
-    assert at.title[0].value == "Explore" and "1 run in this root does not belong to this session" in words(at)
-    at = press(visit(root, "sessions"), "Read")
+    at = visit(root, "map", session=one.id)
+    assert at.title[0].value == "Notebook › Sessions"
+    assert "1 run in this root does not belong to this session" in words(at)
+    at = press(sessions_page(visit, root), "Read")
     spec = json.loads(at.get("vega_lite_chart")[0].proto.spec)
     assert spec["title"]["subtitle"] == seen.page_spec["title"]["subtitle"]
     at.text_area[0].set_value("a word")
@@ -109,20 +119,21 @@ def test_a_run_that_came_later_is_said_and_not_in_its_pins(visit: Visit, root: P
         assert len(pins.refreshed(catalog, wanted).runs) == 4
         pinned = next(report.contributions(catalog, now, "")).figures[0]
     assert written.runs == 3 and pinned.chart.title.subtitle == seen.chart.title.subtitle
-    at = press(visit(root, "overview", session=one.id), "Save session")  # the page as it is now, with the late run
+    page = visit(root, "compare", session=one.id, view="explore")
+    at = press(page, "Save session")  # the page as it is now, with the late run
     assert "now includes 1 more run" in words(at)
 
 
 @pytest.mark.parametrize("asked", ["gone", "../../etc", "", "A" * 5000])
 def test_a_link_to_nothing_shows_the_page(visit: Visit, root: Path, asked: str):
-    at = visit(root, "overview", session=asked)
-    assert at.title[0].value == "Overview" and charts(at) == 5
+    at = visit(root, "map", session=asked)
+    assert at.title[0].value == "Map › Map" and "session" not in at.query_params
     assert "This link cannot be opened" in words(at)
 
 
 def test_reading_changing_and_saving(visit: Visit, root: Path):
-    one = saved(root, notes="was", pins=(Pin("worst", VIEW.params, "depth", "cap"), Pin("runs", {}, "losses")))
-    at = press(visit(root, "sessions"), "Read")
+    one = saved(root, notes="was", pins=(Pin("map", VIEW.params, "map", "cap"), Pin("runs", {}, "losses")))
+    at = press(sessions_page(visit, root), "Read")
     assert charts(at) == 2 and "saved as version 1" in words(at).lower()
     at.text_area[0].set_value("![x](http://a/b.png) *now*")
     at = rerun(at)
@@ -132,7 +143,7 @@ def test_reading_changing_and_saving(visit: Visit, root: Path):
     [field for field in at.text_input if field.label == "Caption"][1].set_value("new words")
     at = press(rerun(at), "Save")
     now = latest(root)
-    assert now.notes.endswith("*now*") and [pin.chart for pin in now.pins] == ["losses", "depth"]
+    assert now.notes.endswith("*now*") and [pin.chart for pin in now.pins] == ["losses", "map"]
     assert now.pins[1].caption == "new words" and now.id == one.id
     assert storage.load(root, one.id, 1).session == one
     at.button(key="unpin_0").click()
@@ -141,7 +152,7 @@ def test_reading_changing_and_saving(visit: Visit, root: Path):
 
 def test_a_save_elsewhere_meanwhile_is_said_and_kept(visit: Visit, root: Path):
     one = saved(root)
-    at = press(visit(root, "sessions"), "Read")
+    at = press(sessions_page(visit, root), "Read")
     storage.save(root, replace(one, notes="theirs"))
     at.text_area[0].set_value("ours")
     at = press(rerun(at), "Save")
@@ -152,7 +163,7 @@ def test_a_save_elsewhere_meanwhile_is_said_and_kept(visit: Visit, root: Path):
 def test_comparing_and_deleting(visit: Visit, root: Path):
     one = saved(root)
     storage.save(root, replace(one, notes="more"))
-    at = turn_to(visit(root, "sessions"), "compare")
+    at = turn_to(sessions_page(visit, root), "compare")
     assert at.dataframe[0].value.values.tolist() == [["Notes", "more", "–"]]
     at = turn_to(at, "saved")
     assert "2 versions" in words(at)
@@ -169,9 +180,11 @@ def test_comparing_and_deleting(visit: Visit, root: Path):
 def test_read_only(visit: Visit, root: Path, monkeypatch: pytest.MonkeyPatch):
     one = saved(root)
     monkeypatch.setenv("BINADE_READ_ONLY", "1")
-    at = visit(root, "worst")
+    at = visit(root, "map")
     assert [button.disabled for button in at.button if button.label == "Save"] == [True]
-    at = visit(root, "sessions")
+    components = {each.proto.component_name: json.loads(each.proto.json) for each in at.get("bidi_component")}
+    assert components["binade_map"]["pin"] is False
+    at = sessions_page(visit, root)
     assert not [button for button in at.button if button.label == "Delete"]
     at = press(at, "Read")
     assert [button.disabled for button in at.button if button.label == "Save"] == [True]
@@ -180,20 +193,23 @@ def test_read_only(visit: Visit, root: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_session_of_a_page_that_is_not_served(visit: Visit, root: Path, monkeypatch: pytest.MonkeyPatch):
-    view, pin = View("sql", {"q": ["SELECT 1"]}), Pin("worst", VIEW.params, "depth")
+    view, pin = View("notebook", {"view": ["sql"], "q": ["SELECT 1"]}), Pin("map", VIEW.params, "map")
     one, _ = storage.save(root, session.new("By SQL", view, pins=(pin,)))
-    assert visit(root, "overview", session=one.id).title[0].value == "SQL"
+    assert press(visit(root, "map", session=one.id), "Open page").title[0].value == "Notebook › SQL"
     monkeypatch.setenv("BINADE_READ_ONLY", "1")
-    at = visit(root, "overview", session=one.id)
-    assert at.title[0].value == "Sessions" and charts(at) == 1
+    at = press(visit(root, "map", session=one.id), "Open page")
+    assert at.title[0].value == "Notebook › Sessions" and charts(at) == 1
     assert "Viewers cannot open the session's page, SQL." in words(at)
     at = press(at, "Open page")
-    assert at.title[0].value == "Sessions" and words(at).count("Viewers cannot open the session's page, SQL.") == 1
+    assert (
+        at.title[0].value == "Notebook › Sessions"
+        and words(at).count("Viewers cannot open the session's page, SQL.") == 1
+    )
 
 
 def test_a_name_is_text_wherever_it_is_told(visit: Visit, root: Path):
     one = saved(root, "![p](http://203.0.113.7/n.png) <b>*x*</b> [a](b)")
-    at = press(visit(root, "sessions"), "Read")
+    at = press(sessions_page(visit, root), "Read")
     at.text_area[0].set_value("changed")
     at = press(rerun(at), "Save")
     told = [toast.value for toast in at.toast]
@@ -211,15 +227,15 @@ def test_a_name_is_text_wherever_it_is_told(visit: Visit, root: Path):
 def test_a_damaged_session_is_named(visit: Visit, root: Path):
     one = saved(root)
     (storage.folder(root) / one.id / "0001.json").write_bytes(b"{")
-    at = visit(root, "sessions")
+    at = sessions_page(visit, root)
     assert "Version 1" in words(at) and "not JSON" in words(at)
 
 
 def test_a_session_goes_to_another_root_with_its_runs(root: Path, tmp_path: Path):
-    one = saved(root, pins=(Pin("tensor", {"view": ["why"], "recipe": ["mxfp4"]}, "codebook"),))
+    one = saved(root, pins=(Pin("tensor", {"view": ["drift"], "recipe": ["mxfp4"]}, "three_way"),))
     with Catalog.open(root) as catalog:
         written = storage.export_bundle(catalog, one, tmp_path / "a.zip")
-    assert (written.runs, written.with_values) == (2, 1)  # the tensor's run, and the bf16 run it may be held against
+    assert (written.runs, written.with_values) == (2, 2)  # the tensor's run, and the bf16 run it is compared with
     taken, version = storage.import_bundle(tmp_path / "other", tmp_path / "a.zip")
     assert len(taken.added) == 2 and version and version.number == 1
     session_ = version.session

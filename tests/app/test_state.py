@@ -16,8 +16,8 @@ def test_nothing_is_kept_for_nobody(tmp_path, monkeypatch):
     monkeypatch.setattr(state, "REST", 3.0)
     with Catalog.open(tmp_path) as opened:
         watched = state.Watched(opened)
-        state.shared(opened, "x", lambda done: np.zeros(1 << 20, np.uint8))
         assert opened.cache
+        opened.cache.get(None, "x", lambda done: np.zeros(1 << 20, np.uint8))
         assert opened.cache.nbytes >= 1 << 20
         watched.look()
         assert watched._sync

@@ -20,7 +20,8 @@ from binade.data.evidence import Sentence
 from binade.data.filter import Filter
 from binade.data.runs import list_runs
 from binade.data.twin import GradientTwin, Twin, append_twin
-from tests.app.test_claims import claims, drawn
+from tests.app.planted import drawn
+from tests.app.test_claims import claims
 from tests.data.builder import make_run
 
 SMALL = (

@@ -13,7 +13,7 @@ from tests.browser.driver import serving
 from tests.conftest import until
 
 pytestmark = pytest.mark.slow
-IMPORT = ("sessions", "part=import")
+IMPORT = ("notebook", "part=import")
 
 
 @pytest.fixture(scope="module")

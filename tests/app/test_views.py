@@ -2,73 +2,146 @@
 
 from __future__ import annotations
 
-import re
+import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from streamlit.testing.v1 import AppTest
 
-from binade.app.pages import tensor, worst
-from binade.app.questions.registry import QUESTIONS
-from binade.app.questions.shared.selection import Selection
+from binade.app.pages.registry import PAGES
+from binade.app.params import texts_of
+from binade.app.questions.map.compute import METRICS
+from binade.app.view import View
 from binade.collector import Recorder
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 from tests.app import roots
-from tests.app.test_pages import Visit, charts, first, words
+from tests.app.conftest import open_page
+from tests.app.test_pages import Visit, charts, first, rerun, words
 
 pytestmark = pytest.mark.slow
 
-
-def test_the_overview_asks_all_questions(visit: Visit, collected: Path):
-    at = visit(collected, "overview")
-    links = [link.proto.label for link in at.main.get("page_link")]
-    assert [link for link in links if not link[0].isdigit()] == [  # those with numbers are the tour's
-        question.text for question in QUESTIONS if question.on_overview
-    ]
-    assert charts(at) == 5 and "Every tensor has its values" in words(at)
+VIEWS = tuple(PAGES["tensor"].parts)
 
 
-@pytest.mark.parametrize("view", worst.VIEWS)
-@pytest.mark.parametrize("metric", ["flush_to_zero", "kurtosis"])
-def test_worst(visit: Visit, collected: Path, view: str, metric: str):
-    at = visit(collected, "worst", view=view, metric=metric, quant_type="mxfp4")
-    assert charts(at) == {"board": 1, "depth": 1, "channels": 3, "noise": 3}.get(view, 2)
-    assert not at.warning and "quant type mxfp4" in words(at)
+def address(at: AppTest) -> dict[str, list[str]]:
+    return {name: texts_of(value) for name, value in at.query_params.items()}
+
+
+def drawn_map(at: AppTest) -> dict[str, Any] | None:
+    """What the map shows; None if there is none."""
+    data = [json.loads(each.proto.json) for each in at.get("bidi_component") if each.proto.json]
+    return next((each for each in data if "blocks" in each), None)
+
+
+@pytest.mark.parametrize(
+    ("metric", "across"),
+    [*((metric, "layer_index") for metric in METRICS), ("sqnr_db", "iteration"), ("loss_change", "iteration")],
+)
+def test_map(visit: Visit, collected: Path, metric: str, across: str):
+    at = visit(collected, "map", metric=metric, across=across, quant_type="mxfp4")
+    if (metric, across) == ("loss_change", "iteration"):
+        assert not drawn_map(at) and "not shown by iteration" in at.info[0].value
+        return
+    shown = drawn_map(at)
+    assert shown and not at.warning and not at.info
+    with Catalog.open(collected) as catalog:
+        tensors = catalog.tensors(Filter(quant_type=["mxfp4"]))
+        view = View("map", {"metric": [metric], "across": [across], "quant_type": ["mxfp4"]})
+        cells = view.draw(catalog).tables["places"]
+    assert shown["columns"] == sorted(tensors[across].unique())
+    filled = [cell for block in shown["blocks"] for row in block["rows"] for cell in row["cells"] if cell]
+    assert len(filled) == len(cells) > 0
+    assert sorted(cell[1] for cell in filled) == sorted(cells["label"])
+    at.toggle(key="map_tables").set_value(True)
+    assert len(rerun(at).dataframe[0].value) == len(cells) and len(at.get("vega_lite_chart")) == 1
+
+
+def test_the_map_in_another_format_iteration_and_as_a_difference(visit: Visit, collected: Path):
+    at = visit(collected, "map")
+    assert drawn_map(at)["metric"] == "SQNR in mxfp4" and drawn_map(at)["iterations"]["current"] == 1
+    at.selectbox(key="filter_format").set_value("mxfp8")
+    at.selectbox(key="filter_scope_iteration").set_value(0)
+    rerun(at)
+    assert address(at) == {"format": ["mxfp8"], "iteration": ["0"]}
+    shown = drawn_map(at)
+    assert shown["metric"] == "SQNR in mxfp8" and shown["iterations"]["current"] == 0
+    at.selectbox(key="filter_versus").set_value("hifp8")
+    rerun(at)
+    assert drawn_map(at)["metric"] == "SQNR in mxfp8, difference to hifp8" and drawn_map(at)["legend"]["difference"]
+    at.selectbox(key="filter_metric").set_value("absmax")
+    assert "does not depend on a format: compare with another run" in words(rerun(at))
+
+
+@pytest.mark.parametrize("part", PAGES["compare"].parts)
+def test_compare(visit: Visit, collected: Path, part: str):
+    at = visit(collected, "compare", view=part, quant_type="mxfp4", layer_index="1")
+    wanted = {"explore": 6, "channels": 3, "noise": 3, "provenance": 0, "difference": 0, "multiples": 1}
+    assert charts(at) == wanted.get(part, 2) and not at.warning and not at.error
+    if part not in ("recipes", "provenance", "difference"):
+        assert "quant type mxfp4" in words(at)
+
+
+@pytest.mark.parametrize(
+    ("page", "query", "title", "new"),
+    [
+        ("overview", {"layer_index": ["1"]}, "Map › Map", {"layer_index": ["1"]}),
+        ("worst", {"view": ["training"], "format": ["mxfp8"]}, "Map › Map", {"format": ["mxfp8"]}),
+        ("worst", {"view": ["channels"]}, "Compare › Hot channels", {"view": ["channels"]}),
+        ("recipes", {"view": ["gradients"]}, "Compare › Recipes", {"view": ["recipes"], "of": ["gradients"]}),
+        ("explore", {"by": ["module"]}, "Compare › Explore", {"by": ["module"]}),
+    ],
+)
+def test_addresses_of_earlier_versions_are_followed(monkeypatch, visited, collected: Path, page, query, title, new):
+    monkeypatch.setenv("TENSOR_SAVE_DIR", str(collected))
+    visited.add(str(collected))
+    at = open_page(page, query)
+    assert at.title[0].value == title and address(at) == new and not at.error
+
+
+def test_parts_keep_the_scope_and_what_each_showed_last(visit: Visit, collected: Path):
+    at = visit(collected, "compare", layer_index="1", by="module")
+    at.segmented_control(key="page_part").set_value("channels")
+    rerun(at)
+    assert address(at) == {"layer_index": ["1"], "view": ["channels"]} and "Hot channels" in at.title[0].value
+    at.segmented_control(key="page_part").set_value("explore")
+    assert address(rerun(at)) == {"layer_index": ["1"], "by": ["module"]}
 
 
 def test_what_is_there_instead_of_scores_is_said(visit: Visit, collected: Path, tmp_path: Path):
-    at = visit(collected, "worst", phase="post", layer_type="linear")
-    assert re.match(r"The filter selects [\d,]+ tensors, but no operand of a GEMM;", at.info[0].value)
+    at = visit(collected, "map", phase="post", layer_type="linear")
+    assert at.info[0].value.startswith("The filter selects no operand of a GEMM")
     assert "The filter hides what this view shows." in words(at)
     with Recorder(tmp_path) as recorder:
         for layer, scores in ((1, ()), (1, ()), (2, ("mxfp4",))):
             where = {"layer": layer, "module": "fc1", "operation": "forward", "phase": "pre", "dim": -1}
             recorder.record("input", torch.ones(2, 32), **where, scores=scores)
     with Catalog.open(tmp_path) as catalog:
-        unscored = Selection(catalog, Filter(layer_index=(1,)))
-        said = worst.draw(unscored, {"view": "board", "metric": "sqnr_db", "format": "mxfp4"}).problems[0]
+        unscored = View("map", {"metric": ["sqnr_db"], "format": ["mxfp4"], "layer_index": ["1"]})
+        said = unscored.draw(catalog).problems[0]
         assert "2 selected operands were recorded with scores=()" in said and "absmax" in said
-        assert worst.draw(unscored, {"view": "board", "metric": "absmax", "format": "mxfp4"}).figures
-        other = worst.draw(Selection(catalog, Filter()), {"view": "board", "metric": "sqnr_db", "format": "nvfp4"})
-        assert "3 selected operands are scored in mxfp4, not in nvfp4" in other.problems[0]
+        assert unscored.changed(metric="absmax").draw(catalog).figures
+        other = unscored.changed(layer_index=None, format="nvfp4").draw(catalog)
+        assert "operands are scored in mxfp4, not in nvfp4" in other.problems[0]
 
 
-@pytest.mark.parametrize("page", ["overview", "worst", "surfaces", "difference"])
+@pytest.mark.parametrize("page", ["map", "advise", "explore", "difference", "tensor"])
 def test_a_filter_without_tensors_is_said_on_every_page(visit: Visit, collected: Path, page: str):
     at = visit(collected, page, operation="backward", tensor_name="input")
     assert [info.value for info in at.info] == ["No tensor matches: operation backward, tensor input."]
-    assert charts(at) == 0 and any(button.label.startswith("Clear the filter: ") for button in at.button)
+    assert charts(at) == 0 and at.button(key="offer_to_clear")
 
 
 def test_what_was_not_recorded_is_not_blamed_on_the_filter(visit: Visit, collected: Path):
     at = visit(collected, "provenance", layer_index="1")
     assert "has recorded a NaN" in at.info[0].value and "not due to the filter" in words(at)
-    assert not any(button.label.startswith("Clear the filter: ") for button in at.button)
+    assert not any(button.key == "offer_to_clear" for button in at.button)
 
 
-@pytest.mark.parametrize("view", tensor.VIEWS)
+@pytest.mark.parametrize("view", VIEWS)
 def test_tensor(visit: Visit, collected: Path, view: str):
     at = visit(collected, "tensor", view=view, quant_type="mxfp4")
     assert charts(at) >= 1 and not at.error
@@ -78,7 +151,7 @@ def test_tensor(visit: Visit, collected: Path, view: str):
     assert row["quant_type"] == "mxfp4"
 
 
-@pytest.mark.parametrize("view", tensor.VIEWS)
+@pytest.mark.parametrize("view", VIEWS)
 @pytest.mark.parametrize("name", ["all NaN", "zeros", "some NaN", "huge", "single", "empty"])
 def test_odd_tensors(visit: Visit, odd_root: Path, view: str, name: str):
     layer = list(roots.odd_tensors()).index(name) + 1
@@ -107,24 +180,22 @@ def test_what_if_over_the_selection_with_every_knob(visit: Visit, collected: Pat
     assert not at.exception
 
 
-def test_a_tensor_outside_the_filter_gives_way_to_the_filters_worst(visit: Visit, collected: Path):
+def test_a_tensor_outside_the_filter_is_not_replaced_by_another(visit: Visit, collected: Path):
     asked = first(collected, quant_type=["hifp8"])
     at = visit(collected, "tensor", tensor=asked, quant_type="mxfp4")
-    with Catalog.open(collected) as catalog:
-        ids = set(catalog.tensors(Filter(quant_type=["mxfp4"]))["tensor_id"])
-    assert at.session_state["tensor"] in ids
+    assert at.session_state["tensor"] == asked and charts(at) == 0
+    assert f"The tensor {asked} does not match the filter: quant type mxfp4." in words(at)
 
 
 def test_values_that_were_not_kept(visit: Visit, tmp_path: Path):
     roots.record(tmp_path, [roots.odd_tensors()["some NaN"]], raw=False)
     at = visit(tmp_path, "tensor")
     assert "were not kept" in at.info[0].value
-    assert "have no values on disk" in words(visit(tmp_path, "overview"))
 
 
-@pytest.mark.parametrize("view", ["cost", "gradients"])
-def test_recipes(visit: Visit, collected: Path, view: str):
-    at = visit(collected, "recipes", view=view)
+@pytest.mark.parametrize("of", ["cost", "gradients"])
+def test_recipes(visit: Visit, collected: Path, of: str):
+    at = visit(collected, "recipes", of=of)
     assert charts(at) == 2 and not at.info
 
 
@@ -144,9 +215,9 @@ def damaged_root(collected: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     return root
 
 
-@pytest.mark.parametrize("page", ["overview", "runs", "recipes", "worst", "collect"])
+@pytest.mark.parametrize("page", ["map", "runs", "recipes", "advise", "collect"])
 def test_damaged_runs_break_no_page(visit: Visit, damaged_root: Path, page: str):
-    at = visit(damaged_root, page, **({"view": "training"} if page == "worst" else {}))
+    at = visit(damaged_root, page)
     assert page == "collect" or "capture_every" in words(at) + str([text.value for text in at.text])
 
 

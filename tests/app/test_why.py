@@ -21,11 +21,18 @@ from binade.quant.metrics import streamed_score
 from binade.quant.specs import Spec
 
 
+class Alone(SelectedTensor):
+    """A tensor that is in no catalog."""
+
+    @property
+    def labels(self) -> dict[str, str]:
+        return {"t": "L1 fc1 input"}
+
+
 def drawn_why(x: torch.Tensor, spec: str) -> Drawn:
     summary = vars(summarize(x)) | {"numel": x.numel()}
     row = pd.Series({"contracted_axis": -1, "dtype": "float32", "tensor_id": "t", **summary})
-    labels = {"t": "L1 fc1 input"}
-    return why.draw(SelectedTensor(None, Filter(), row=row, x=x, spec=Spec.of(spec), labels=labels), {})
+    return why.draw(Alone(None, Filter(), row=row, x=x, spec=Spec.of(spec)), {})
 
 
 def test_hifp8_without_a_scale_says_what_it_would_do_with_one():

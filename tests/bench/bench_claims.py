@@ -5,13 +5,13 @@ that exist. Exits with 1 if a line fails.
 
 null        runs of the collector (the tiny model, fast) that differ only in what cannot matter: the order of reduction
             (tensor parallelism 2 and 1) or the seed of stochastic rounding, on the same weights and data. A comparison
-            is one sentence about a group of 3, 4 or 6 seeds, or, on the page Worst, about one recorded run: there two
+            is one sentence about a group of 3, 4 or 6 seeds, or, on the map, about one recorded run: there two
             runs of one seed differ if each sentence names a single extreme, and not the same. Groups of one size are
             disjoint; groups of different sizes, and questions, share runs. Where 5% are expected by design, a line
             exceeds them half of the time, so that it fails above the 95th percentile of as many comparisons, each
             false with 5%; all lines together fail above 5%
 power       planted effects: the sentence must name each of them
-invariance  another run, other names of layers, a tensor times 2^k: no sentence about anything else may change
+invariance  another run, other names of layers, a tensor times 2^k: no sentence or cell about anything else may change
 
 The last two are also tests: tests/app/test_claims_planted.py.
 """
@@ -37,14 +37,12 @@ import pandas as pd
 import torch
 from scipy.stats import binom
 
-from binade.app.questions.depth.question import DEPTH
-from binade.app.questions.directions.question import DIRECTIONS
+from binade.app.questions.block_history.question import BLOCK_HISTORY
+from binade.app.questions.map.question import MAP
 from binade.app.questions.question import Question
-from binade.app.questions.ranking.question import RANKING
 from binade.app.questions.recipes import question as recipes
 from binade.app.questions.results.question import RESULTS
 from binade.app.questions.shared.runs import PARTS, runs_with_reference
-from binade.app.questions.training.question import TRAINING
 from binade.collector.recipes.ladder import Ladder, Rung
 from binade.collector.training import loop
 from binade.collector.training.config import Backend, RunConfig, defaults
@@ -52,7 +50,7 @@ from binade.collector.training.launch import _environment
 from binade.data.catalog import Catalog
 from binade.data.evidence import LEVEL
 from binade.data.filter import Filter
-from tests.app.planted import EFFECTS, INVARIANCES, board, layers_alike
+from tests.app.planted import EFFECTS, INVARIANCES, drawn, layers_alike
 
 STOCHASTIC = "mxfp4(rounding=stochastic)"
 ROUNDINGS = 3  # seeds of stochastic rounding
@@ -65,8 +63,10 @@ NAMES = {
     "parts": re.compile("the largest gap is that of"),
     "ablation": re.compile("Told from chance"),
     "gradients": re.compile("Lowest cosine"),
-    "trend": re.compile(r" (?:falls|rises) (?:with|over)"),
+    "trend": re.compile(r" (?:falls|rises) over"),
+    "extreme": re.compile("(?:Lowest|Highest) "),
 }
+OF_MAP = ("sqnr_db", "flush_to_zero", "kurtosis")
 EXTREME = re.compile(r"(?:Lowest|Highest) (?P<what>[^:]*): (?P<name>[^,:;]*), (?P<value>[−\d][^ ]*)")
 
 
@@ -110,6 +110,7 @@ def plan(seeds: int) -> dict[str, list[dict[str, Any]]]:
             single.append({"variant": START, "rounding": 0, "config": first})
             split.append({"variant": START_SPLIT, "rounding": 0, "config": first | {"tp": 2}})
             still = own | {"learning_rate": 0.0, "warmup_iterations": 0, "control_iter": 0, "raw": False}
+            still |= {"measures": ("blocks",), "linear_quant": "mxfp4"}
             single.append({"variant": STILL, "rounding": 0, "config": still})
     return {"single": single, "split": split}
 
@@ -232,31 +233,34 @@ def null(opened: Catalog, variants: dict[str, str], folder: Path) -> list[Line]:
     compared = [sentence_of_gradients(opened, of([PLAIN, *rounding], [seed]), "grad_weight") for seed in recorded]
     add("Recipes › Gradients", "rounding seeds, of one seed", compared, "gradients")
     by_step, by_rounding = [(START, START_SPLIT)], [*combinations(rounding, 2)]
-    for question in (RANKING, DIRECTIONS, RESULTS):
+    maps = [(MAP, {"metric": metric, "across": across}) for metric in OF_MAP for across in ("layer_index", "iteration")]
+    for question, query in (*maps, (RESULTS, {})):
         for pairs, what in ((by_step, "TP 2 and TP 1"), (by_rounding, "two rounding seeds")):
             if question is RESULTS and pairs is by_step:
                 continue  # no result of a bf16 GEMM has an error
             names = dict.fromkeys(name for pair in pairs for name in pair)
-            said = [{name: board_of(opened, question, of([name], [seed])) for name in names} for seed in recorded]
+            said = [{name: sentence_of(opened, question, of([name], [seed]), **query) for name in names}
+                    for seed in recorded]  # fmt: skip
             both = [(text[first], text[second]) for text in said for first, second in pairs]
             other = [" / ".join(pair) for pair in both if contradict(*pair)]
-            lines.append(Line(f"Worst › {question.title}", f"{what} name different extremes", len(both), len(other)))
+            title = " ".join((question.title, *query.values())).replace("_index", "")
+            lines.append(Line(title, f"{what} name different extremes", len(both), len(other)))
             for text in other:
-                print(f"    {question.title}: {text}", flush=True)
-    still = [board_of(opened, TRAINING, of([STILL], [s]), fmt) for s in recorded for fmt in ("mxfp4", "nvfp4")]
-    add("Worst › Training", "trends of a run with learning rate 0", still, "trend")
+                print(f"    {title}: {text}", flush=True)
+    still = [sentence_of(opened, BLOCK_HISTORY, of([STILL], [seed])) for seed in recorded]
+    add("Compare › Blocks", "trends of a run with learning rate 0", still, "trend")
     alike = []
     for seed in range(40):
         root = layers_alike(folder / f"alike{seed}", seed)
         with Catalog.open(root) as made_root:
-            alike.append(board(made_root, DEPTH))
-    add("Worst › Depth", "trends of layers from one distribution", alike, "trend")
+            alike.append(str(drawn(MAP, made_root, metric="sqnr_db", format="mxfp4").verdict))
+    add("Map", "operands from one distribution", alike, "extreme")
     return lines
 
 
-def board_of(opened: Catalog, question: Question, runs: pd.DataFrame, fmt: str = "mxfp4") -> str:
+def sentence_of(opened: Catalog, question: Question, runs: pd.DataFrame, **query: str) -> str:
     (run,) = runs["run_id"]
-    return board(opened, question, fmt=fmt, where=Filter(run_id=(run,)))
+    return str(drawn(question, opened, Filter(run_id=(run,)), format="mxfp4", **query).verdict)
 
 
 def main() -> int:

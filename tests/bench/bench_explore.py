@@ -6,8 +6,7 @@ huge    the first click on a float32 tensor on disk: statistics (from the index)
         np.histogram plus torch's mean and standard deviation of the same tensor; and the memory that it takes beyond
         the file's own pages
 index   from 500 tensors to the first figure, from the index alone
-filter  a change of the filter over 10,000 indexed tensors: the work of the server for the overview, and for the ranking
-        (worst)
+filter  a change of the filter over 10,000 indexed tensors: the work of the server for Explore, and for the Map
 """
 
 from __future__ import annotations
@@ -21,11 +20,8 @@ import numpy as np
 import torch
 from altair.utils.schemapi import disable_debug_mode
 
-from binade.app.questions.depth import compute as depth_compute
-from binade.app.questions.directions import compute as directions_compute
-from binade.app.questions.ranking import compute as ranking_compute
 from binade.app.questions.shared import distribution_charts, distributions, laws
-from binade.app.questions.training import compute as training_compute
+from binade.app.view import View
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 from binade.data.store import load, save
@@ -88,21 +84,16 @@ def filter_change(root: Path) -> dict[str, float]:
     with Catalog.open(root) as catalog:
         where = Filter(operation=["forward"], layer_index=[1, 2, 3, 4])
 
-        def overview() -> None:
+        def explore() -> None:
             catalog.facets(), catalog.facets(where), catalog.totals(where)
-            for found in distributions.each_by(catalog, where, ("quant_type", "layer_type", "operation")).values():
-                distribution_charts.histogram(distributions.log2_histogram(found), "x", "group").to_dict()
-            ranking_compute.ranking(catalog, where, "mxfp4", "sqnr_db")
+            View("compare").filtered(where).draw(catalog)
 
-        def worst() -> None:
+        def atlas() -> None:
             catalog.facets(), catalog.facets(where)
-            ranking_compute.ranking(catalog, where, "mxfp4", "sqnr_db")
-            depth_compute.depth(catalog, where, "mxfp4", "sqnr_db")
-            training_compute.training(catalog, where, "mxfp4", "sqnr_db")
-            directions_compute.directions(catalog, where, "mxfp4", "sqnr_db")
+            View("map", {"format": ["mxfp4"]}).filtered(where).draw(catalog)
 
-        overview(), worst()
-        return {"overview": timed(overview, "cpu"), "worst": timed(worst, "cpu")}
+        explore(), atlas()
+        return {"Explore": timed(explore, "cpu"), "Map": timed(atlas, "cpu")}
 
 
 def main() -> None:

@@ -1,8 +1,8 @@
 """How long the app's pages take in a real browser, and what this costs the server and the browser.
 
-    python -m tests.bench.bench_pages [--rounds 5] [--pause 3] [--pages overview,explore] ROOT
+    python -m tests.bench.bench_pages [--rounds 5] [--pause 3] [--pages map,compare] ROOT
 
-Each round starts `binade serve` on the root and a browser with nothing in its cache. It opens the Overview --pause
+Each round starts `binade serve` on the root and a browser with nothing in its cache. It opens the Map --pause
 seconds after the app first answers (0 if not given), then each page twice, of which it measures the second. The table
 has the medians of the rounds: seconds until the page is at rest, and CPU seconds of the server and of the browser
 meanwhile. "start" is from the command until the app answers, "load" that of the machine at the end. The root is not
@@ -26,10 +26,9 @@ from playwright.sync_api import Browser, Playwright, sync_playwright
 
 from tests.bench.bench_users import server
 from tests.browser.chromium import ARGUMENTS, install
-from tests.browser.driver import new_page, settle
-from tests.browser.test_explore import choose
+from tests.browser.driver import choose, new_page, settle
 
-PAGES = ("overview", "explore", "worst", "tensor", "recipes", "runs")
+PAGES = ("map", "tensor", "compare", "compare?view=recipes", "runs")
 Times = dict[str, list[tuple[float, float, float]]]
 
 
@@ -68,15 +67,15 @@ def one_round(playwright: Playwright, root: Path, pages: list[str], pause: float
         page = new_page(browser.new_context(viewport={"width": 1280, "height": 900}))
 
         def visit(name: str) -> None:
-            page.goto(f"http://{address}/{name if name != 'overview' else ''}")
+            page.goto(f"http://{address}/{name if name != 'map' else ''}")
             settle(page)
 
-        measure(times, "first page", app, lambda: visit("overview"))
+        measure(times, "first page", app, lambda: visit("map"))
         for name in pages:
             visit(name)
             measure(times, f"{name}, reload", app, lambda name=name: visit(name))
-            if name == "explore":
-                measure(times, "explore, filter", app, lambda: choose(page, "Operation", "forward"))
+            if name == "compare":
+                measure(times, "compare, filter", app, lambda: choose(page, "Operation", "forward"))
         times.setdefault("memory, MB", []).append((app.memory_info().rss / 1e6, 0.0, 0.0))
         times.setdefault("load", []).append((os.getloadavg()[0], 0.0, 0.0))
     browser.close()

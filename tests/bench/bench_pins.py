@@ -28,9 +28,9 @@ from tests.bench.bench_report import make_root
 
 # (page, its parameters, chart); of the pages but the tensor's, with a filter for the tensor's layer and name.
 PINS = (
-    ("explore", {}, "histogram"),
-    ("explore", {}, "qq"),
-    ("worst", {"format": ["mxfp4"]}, "ranking"),
+    ("compare", {}, "histogram"),
+    ("compare", {}, "qq"),
+    ("map", {"format": ["mxfp4"]}, "ranking"),
     ("tensor", {"format": ["mxfp4"], "view": ["why"]}, "codebook"),
     ("tensor", {"format": ["mxfp4"], "view": ["why"]}, "tokens"),
     ("tensor", {"format": ["mxfp4"], "view": ["whatif"]}, "trial_histogram"),
@@ -51,7 +51,7 @@ def pins_of(catalog: Catalog) -> Iterator[Pin]:
 def report(root: Path, pins: list[Pin], output: Path, jobs: int | None) -> tuple[float, float]:
     """(seconds, seconds of processor time) that the report of a session takes. Raises RuntimeError if a pin lacks."""
     with Catalog.open(root) as catalog:
-        one = refreshed(catalog, session.new("Pins", View("overview"), pins=tuple(pins)))
+        one = refreshed(catalog, session.new("Pins", View("map"), pins=tuple(pins)))
         saved = storage.save(root, one).session
     spent, start = processor_time(), time.perf_counter()
     with Catalog.open(root) as catalog:

@@ -121,7 +121,7 @@ def save_session(root: Path, count: int) -> str:
             for view, charts in PINNED.items()
             for chart in charts
         ]
-        one = refreshed(catalog, session.new("Pins", View("overview"), pins=tuple(pins[:count])))
+        one = refreshed(catalog, session.new("Pins", View("map"), pins=tuple(pins[:count])))
         return storage.save(root, one).session.id
 
 

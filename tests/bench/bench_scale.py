@@ -25,11 +25,9 @@ from pathlib import Path
 
 import duckdb
 
-from binade.app.questions.depth.compute import depth
-from binade.app.questions.ranking.compute import ranking
-from binade.app.questions.shared.distributions import distributions, each_by
+from binade.app.questions.map.compute import ITERATION, LAYER, cells
+from binade.app.questions.shared.distributions import distributions
 from binade.app.questions.shared.scope import scoped
-from binade.app.questions.training.compute import training
 from binade.data.catalog import Catalog
 from binade.data.filter import FIELDS, Filter
 from tests.bench.make_root import SEGMENT, make_root
@@ -62,19 +60,17 @@ def cases(catalog: Catalog) -> dict[str, tuple[Callable[[], object], str]]:
         "  by iteration": (lambda: catalog.distribution(by="iteration"), SKETCH),
         "  of a layer, by iteration": (lambda: catalog.distribution(Filter(layer_index=[3]), by="iteration"), SKETCH),
         "  and moments, by layer": (lambda: distributions(catalog, Filter(), "layer_index"), SKETCH),
-        "  crossed, of the Overview": (
-            lambda: each_by(catalog, Filter(), ("quant_type", "layer_type", "operation")),
-            SKETCH,
-        ),
         "  of a place in a run": (lambda: catalog.distribution(Filter(run_id=runs[:1], **PLACE.to_dict())), SOME),
         "  of a place on rank 0": (lambda: catalog.distribution(Filter(rank=[0], **PLACE.to_dict())), SOME),
         "  of 200 tensors": (lambda: catalog.distribution(tensor_ids=ids), SOME),
         "formats compared, of an iteration": (lambda: catalog.compared(one()), SCORE),
         "  of all runs": (lambda: catalog.compared(), SCORE),
-        "ranking, of an iteration": (lambda: ranking(catalog, one(), "mxfp4", "sqnr_db"), SCORE),
-        "ranking, of all runs": (lambda: ranking(catalog, Filter(), "mxfp4", "sqnr_db"), SCORE),
-        "depth, of an iteration": (lambda: depth(catalog, one(), "mxfp4", "sqnr_db"), SCORE),
-        "training, of a run": (lambda: training(catalog, Filter(run_id=runs[:1]), "mxfp4", "sqnr_db"), SCORE),
+        "map, of an iteration": (lambda: cells(catalog, one(), "mxfp4", "sqnr_db", LAYER), SCORE),
+        "map, of all runs": (lambda: cells(catalog, Filter(), "mxfp4", "sqnr_db", LAYER), SCORE),
+        "map by iteration, of a run": (
+            lambda: cells(catalog, Filter(run_id=runs[:1]), "mxfp4", "sqnr_db", ITERATION),
+            SCORE,
+        ),
     }  # fmt: skip
 
 

@@ -39,7 +39,7 @@ from binade.data.runs import RunWriter
 from binade.data.segment import write_tables
 from tests.bench.make_root import EVERY, SCORED, Prototypes, make_root, rows
 
-PAGES = ("overview", "explore", "worst", "tensor", "jobs")
+PAGES = ("map", "tensor", "compare", "runs", "notebook")
 WITH_VALUES = 32  # tensors, of VALUES values each
 VALUES = 1 << 18
 SEGMENT, WRITES = 256, 5.0
@@ -68,7 +68,7 @@ class User:
         self._tensor = tensor
         self._hashes: dict[str, str] = {}
         self._timers: dict[str, asyncio.Task[None]] = {}
-        self._wanted, self._shown = "overview", ""
+        self._wanted, self._shown = PAGES[0], ""
         self._query = ""
         self._complete = asyncio.Event()
         self._reader = asyncio.create_task(self._read())
@@ -159,7 +159,7 @@ async def use(address: str, number: int, tensor: str, until: float, every: float
     async with connect(f"ws://{address}/_stcore/stream", **options) as connection:
         user = User(connection, tensor)
         try:
-            await user.open("overview")
+            await user.open(PAGES[0])
             for step in count(number):
                 await asyncio.sleep(every * random.uniform(0.5, 1.5))
                 if time.monotonic() > until:

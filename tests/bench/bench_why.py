@@ -31,6 +31,14 @@ CELLS = 400
 LOOK = 0.01  # seconds between looks at the memory
 
 
+class Alone(SelectedTensor):
+    """A tensor of no catalog."""
+
+    @property
+    def labels(self) -> dict[str, str]:
+        return {"t": "weight"}
+
+
 def anonymous() -> int:
     """Bytes in memory that belong to no file."""
     (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
@@ -83,9 +91,7 @@ def main() -> None:
         row = pd.Series({"contracted_axis": -1, "dtype": "float32", "tensor_id": "t", **summary})
 
         def why(values: Tensor) -> None:
-            question.draw(
-                SelectedTensor(None, Filter(), row=row, x=values, spec=Spec.of(args.format), labels={"t": "weight"}), {}
-            )
+            question.draw(Alone(None, Filter(), row=row, x=values, spec=Spec.of(args.format)), {})
 
         why(x[: 1 << 13])  # builds the kernel, and imports
         first = x[: min(rows, GB // 4 // CHANNELS)]

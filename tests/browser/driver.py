@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import subprocess
 import tempfile
@@ -21,12 +22,14 @@ from tests.browser.chromium import ARGUMENTS, install
 from tests.conftest import start_binade, until
 
 PATIENCE = 120  # seconds: on busy cores a page may take long
-# At rest: the script has ended, nothing is stale, no skeleton is left, every chart has its canvas.
+# At rest: the script has ended, nothing is stale, no skeleton is left, every chart and the Map are drawn.
 AT_REST = """() => {
     const app = document.querySelector('[data-testid=stApp]');
     if (!app || app.dataset.testScriptState !== 'notRunning') return false;
     if (!document.querySelector('h1')) return false;
     if (document.querySelector('[data-testid=stSkeleton], [data-stale=true]')) return false;
+    const parts = [...document.querySelectorAll('[data-testid=stBidiComponentIsolated]')].map(part => part.shadowRoot);
+    if (!parts.every(part => part && part.querySelector('.map')?.childElementCount !== 0)) return false;
     const charts = [...document.querySelectorAll('[data-testid=stVegaLiteChart]')];
     return charts.every(chart => chart.querySelector('canvas, svg.marks'));
 }"""
@@ -129,3 +132,41 @@ def settle(page: Page) -> None:
         page.evaluate("() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
         until(lambda: not WATCHED[page] or page.wait_for_timeout(100), "the app to answer")  # frames come meanwhile
         page.wait_for_function(AT_REST)
+
+
+def turn_to(page: Page, title: str, part: str = "") -> None:
+    """Open a page from the navigation, and one of its parts."""
+    page.locator(".st-key-header").get_by_role("link", name=title, exact=True).click()
+    page.get_by_role("heading", name=re.compile(f"^{title} › ")).wait_for()
+    settle(page)
+    if part:
+        press(page, part)
+        page.get_by_role("heading", name=f"{title} › {part}", exact=True).wait_for()
+
+
+def press(page: Page, title: str) -> None:
+    """Choose one of a segmented control."""
+    page.get_by_role("radio", name=title, exact=True).click()
+    settle(page)
+
+
+def pick(page: Page, title: str, value: str) -> None:
+    """Choose a value of a list as a user does: open it, click."""
+    page.get_by_test_id("stSelectbox").filter(has=page.get_by_text(title, exact=True)).locator("input").click()
+    page.get_by_role("option", name=value, exact=True).click()
+    settle(page)
+
+
+def choose(page: Page, title: str, value: str) -> None:
+    """Choose a value of a field in the menu of the filter, and close it."""
+    menu = page.locator(".st-key-filter_menu").get_by_role("button", name="Filter")
+    menu.click()
+    box = page.get_by_test_id("stMultiSelect").filter(has=page.get_by_text(title, exact=True))
+    box.locator("input").click()
+    counted = re.compile(rf"^{re.escape(value)} \([\d,]+\)$")
+    page.get_by_role("option", name=counted).click()
+    page.keyboard.press("Escape")
+    box.get_by_text(counted).first.wait_for()
+    settle(page)
+    menu.click()
+    box.wait_for(state="hidden")

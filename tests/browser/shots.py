@@ -1,4 +1,4 @@
-"""python -m tests.browser.shots URL OUTDIR: pictures of every page and view, whole, at two widths, light and dark.
+"""python -m tests.browser.shots URL OUTDIR: pictures of every part of every page, whole, at two widths, light and dark.
 
 URL may carry a filter; it is kept for the page it names and left out for the others. --page takes one of them.
 """
@@ -12,26 +12,16 @@ from urllib.parse import urlsplit, urlunsplit
 
 from playwright.sync_api import Browser, Page, sync_playwright
 
-from binade.app.pages import tensor, worst
+from binade.app.pages.registry import PAGES
 from tests.browser.driver import launch, new_page, settle
 
-PAGES = {
-    "overview": "/",
-    "explore": "/explore",
-    **{f"worst-{view}": f"/worst?view={view}" for view in worst.VIEWS},
-    **{f"tensor-{view}": f"/tensor?view={view}" for view in tensor.VIEWS},
-    "recipes-cost": "/recipes",
-    "recipes-gradients": "/recipes?view=gradients",
-    "recipes-ladder": "/recipes?view=ladder",
-    "advise": "/advise",
-    "surfaces": "/surfaces",
-    "provenance": "/provenance",
-    "difference": "/difference?tolerance=bitwise",
-    "runs": "/runs",
-    "sessions": "/sessions",
-    "sql": "/sql",
-    "collect": "/collect",
-    "jobs": "/jobs",
+# Every part of every page, and views of a part that look different.
+ADDRESSES = {
+    **{f"{page}-{part}": f"/{page}?view={part}" for page in PAGES for part in PAGES[page].parts},
+    **{f"map-{part}": f"/?view={part}" for part in PAGES["map"].parts},  # the page at the root's address
+    "compare-gradients": "/compare?view=recipes&of=gradients",
+    "compare-ladder": "/compare?view=recipes&of=ladder",
+    "compare-difference": "/compare?view=difference&tolerance=bitwise",
 }
 WIDTHS = (1280, 1920)
 SCHEMES = ("light", "dark")
@@ -63,10 +53,10 @@ def shoot(browser: Browser, url: str, file: Path, width: int, scheme: str, heigh
 
 
 def addresses(url: str) -> dict[str, str]:
-    """Page to address: of the page that the URL names with its query, of the others without."""
+    """Name to address: of the page that the URL names with its query, of the others without."""
     parts = urlsplit(url)
     found = {}
-    for name, address in PAGES.items():
+    for name, address in ADDRESSES.items():
         path, _, view = address.partition("?")
         given = parts.query if path == (parts.path or "/") else ""
         query = "&".join(filter(None, (view, given)))
@@ -78,7 +68,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="shots", description="Take pictures of every page of a running app.")
     parser.add_argument("url", help="for example http://127.0.0.1:8501/?quant_type=mxfp8")
     parser.add_argument("outdir", type=Path)
-    parser.add_argument("--page", choices=[*PAGES], help="this page only")
+    parser.add_argument("--page", choices=[*ADDRESSES], help="this page only")
     parser.add_argument("--quick", action="store_true", help="one width and the light scheme only")
     given = parser.parse_args(argv)
     given.outdir.mkdir(parents=True, exist_ok=True)

@@ -13,7 +13,7 @@ from playwright.sync_api import Page, expect
 from binade.collector import jobs
 from binade.collector.jobs import processes
 from binade.collector.recipes.parse import parse_recipe
-from tests.browser.driver import serving, settle
+from tests.browser.driver import press, serving, settle, turn_to
 from tests.collector.test_jobs import ENDLESS, end_all, launch
 from tests.conftest import until
 
@@ -41,12 +41,11 @@ def root(own_root: Path) -> Iterator[Path]:
     end_all(own_root)
 
 
-def enter(visit: Visit, app: str, title: str, **profile: bool) -> Page:
-    """A page, through the front door: opened at once, Streamlit first asks in vain beneath that page's own path."""
+def enter(visit: Visit, app: str, part: str, **profile: bool) -> Page:
+    """A part of the page Runs, through the front door: opened at once, Streamlit first asks in vain beneath that page's
+    own path."""
     page = visit(base=app, **profile)
-    page.get_by_test_id("stTopNavLink").filter(has_text=title).click()
-    page.get_by_role("heading", name=title, exact=True).wait_for()
-    settle(page)
+    turn_to(page, "Runs", part)
     return page
 
 
@@ -69,7 +68,7 @@ def cancel(page: Page, root: Path, job: jobs.Job) -> None:
 
 
 def test_a_run_launched_by_clicking_is_watched_and_opened(visit: Visit, app: str, root: Path):
-    page, other = enter(visit, app, "Collect"), enter(visit, app, "Jobs")
+    page, other = enter(visit, app, "New collection"), enter(visit, app, "Jobs")
     expect(other.get_by_text("No jobs yet.")).to_be_visible()
     page.get_by_role("button", name="Quick").click()
     settle(page)
@@ -78,15 +77,15 @@ def test_a_run_launched_by_clicking_is_watched_and_opened(visit: Visit, app: str
     layers.press("Enter")
     expect(page.get_by_test_id("stCode").filter(has_text="--layers 1")).to_be_visible()
     page.get_by_role("button", name="Launch").click()
-    expect(page.get_by_role("heading", name="Jobs")).to_be_visible()
+    expect(page.get_by_role("heading", name="Runs › Jobs")).to_be_visible()
     expect(badge(page, "done")).to_be_visible(timeout=PATIENCE)
     (view,) = jobs.listing(root)
     assert view.state == "done"
     assert jobs.parse_runs(view.job.arguments) == jobs.parse_runs(["quick", "mxfp8", "--layers", "1"])
-    expect(page.get_by_text("Lowest SQNR in mxfp4").first).to_be_visible()  # it is drawn anew as rows come
+    expect(page.get_by_text("SQNR in mxfp8, worst first").first).to_be_visible()  # it is drawn anew as rows come
     expect(badge(other, "done")).to_be_visible(timeout=PATIENCE)
     page.get_by_role("link", name="Open its tensors").click()
-    expect(page.get_by_role("heading", name="Explore")).to_be_visible()
+    expect(page.get_by_role("heading", name="Compare › Explore")).to_be_visible()
     settle(page)
     shown = page.get_by_test_id("stMetric").filter(has_text="Tensors").first
     assert f"{view.run.status.tensors:,}" in shown.inner_text()
@@ -125,7 +124,7 @@ def test_two_browsers_on_a_job_that_another_process_started(visit: Visit, app: s
 
 
 def test_a_recipe_is_edited_and_saved(visit: Visit, app: str, root: Path):
-    page = enter(visit, app, "Collect")
+    page = enter(visit, app, "New collection")
     page.get_by_text("Edit a recipe").click()
     start = page.get_by_role("combobox", name="Start from")
     start.fill("te_block")
@@ -158,10 +157,8 @@ def test_a_recipe_is_edited_and_saved(visit: Visit, app: str, root: Path):
     name.fill("mine")
     name.press("Enter")
     settle(page)
-    for other in ("Jobs", "Collect"):  # what was edited survives a look at another page
-        page.get_by_test_id("stTopNavLink").filter(has_text=other).click()
-        page.get_by_role("heading", name=other, exact=True).wait_for()
-        settle(page)
+    press(page, "Jobs")  # what was edited survives a look at another part
+    press(page, "New collection")
     expect(toml).to_contain_text('forward.input = "mxfp8(scale=rceil)"')
     page.get_by_role("button", name="Save").click()
     path = root / ".recipes" / "mine.toml"

@@ -1,4 +1,4 @@
-"""The twelve questions, asked in a real browser on the runs that `make run` collects: each within five clicks."""
+"""The questions, asked in a real browser on the runs that `make run` collects: each within five clicks."""
 
 from __future__ import annotations
 
@@ -7,45 +7,38 @@ import shlex
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from urllib.parse import parse_qs, urlsplit
 
 import pandas as pd
 import pytest
 from playwright.sync_api import Browser, Locator, Page
 
 from binade import quant
-from binade.app.pages import worst as worst_page
-from binade.app.questions import registry
+from binade.app.pages.registry import PAGES
 from binade.app.questions.block_history import compute as block_history_compute
 from binade.app.questions.channels import compute as channels_compute
-from binade.app.questions.depth import compute as depth_compute
-from binade.app.questions.directions import compute as directions_compute
 from binade.app.questions.drift import compute as drift_compute
 from binade.app.questions.loss import compute as loss_compute
 from binade.app.questions.noise import compute as noise_compute
-from binade.app.questions.question import Question
-from binade.app.questions.ranking import compute as ranking_compute
 from binade.app.questions.recipes import compute as recipes_compute
 from binade.app.questions.results import compute as results_compute
 from binade.app.questions.shared import laws
 from binade.app.questions.shared.distributions import distribution_of
 from binade.app.questions.shared.runs import runs_with_reference
 from binade.app.questions.shared.scope import scoped, unrounded
-from binade.app.questions.shared.selection import Selection
-from binade.app.questions.training import compute as training_compute
+from binade.app.questions.shared.selection import lowest
 from binade.app.questions.what_if import compute as what_if_compute
+from binade.app.view import View
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 from binade.data.gradients import gradient_errors
 from binade.data.runs import read_losses
-from tests.browser.driver import new_page, serving, settle
+from tests.browser.driver import new_page, serving, settle, turn_to
 from tests.browser.test_explore import number
 from tests.conftest import PROJECT, run_collector
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 MOST_CLICKS = 5
 SMALLER = ("--sequence-length", "32", "--warmup-iterations", "12", "--train-iters", "2", "--capture-every", "1")
-PLACE = ("layer_index", "module", "operation", "tensor_name")
 
 
 @pytest.fixture(scope="session")
@@ -68,24 +61,24 @@ def catalog(first_runs: Path) -> Iterator[Catalog]:
 
 
 @pytest.fixture(scope="module")
-def board(catalog: Catalog) -> pd.DataFrame:
-    return ranking_compute.ranking(catalog, shown(catalog), "mxfp4", "sqnr_db")
+def worst(catalog: Catalog) -> str:
+    """The tensor that the page Tensor shows if none is chosen."""
+    return str(lowest(catalog, Filter(), "mxfp4"))
 
 
 def shown(catalog: Catalog, *apart: str) -> Filter:
-    """What the page shows without a filter: one run and iteration."""
+    """What a page shows without a filter: one run and iteration."""
     return scoped(catalog, Filter(), apart, scored=True)
 
 
-def said(catalog: Catalog, view: str, metric: str = "sqnr_db") -> str:
-    """The answer of a view, drawn without the app."""
-    values = {"view": view, "metric": metric, "format": "mxfp4", "of_blocks": "sqnr_db"}
-    return worst_page.draw(Selection(catalog, Filter()), values).verdict
+def said(catalog: Catalog, page: str, part: str, **params: str) -> str:
+    """The answer of a part, drawn without the app."""
+    return str(View(page, {"view": [part]} | {name: [text] for name, text in params.items()}).draw(catalog).verdict)
 
 
 @pytest.fixture(scope="module")
 def window(browser: Browser, first_runs: Path) -> Iterator[Page]:
-    """One page in one browser for all questions: it shows the overview first."""
+    """One page in one browser for all questions: it shows the Map first."""
     with serving(first_runs) as address:
         context = browser.new_context(viewport={"width": 1280, "height": 1000}, base_url=address)
         page = new_page(context)
@@ -97,34 +90,21 @@ def window(browser: Browser, first_runs: Path) -> Iterator[Page]:
         context.close()
 
 
-@pytest.fixture(scope="module")
-def links(window: Page) -> dict[str, str]:
-    """Where the overview's link to each question leads. One is clicked; to draw the overview for each takes longer than
-    most questions."""
-    drawn = window.get_by_role("link").evaluate_all("links => links.map(link => [link.innerText, link.href])")
-    found = {asked.text: address for asked in registry.QUESTIONS for text, address in drawn if asked.text in text}
-    window.get_by_role("link", name=registry.RANKING.text).click()
-    window.wait_for_function("() => document.querySelector('h1')?.innerText === 'Worst tensors'")
-    settle(window)
-    return found
-
-
 class Visitor:
-    """A newcomer who counts clicks. Every question starts from its link on the overview."""
+    """A newcomer who counts clicks. Every question starts from the Map."""
 
-    def __init__(self, page: Page, links: dict[str, str]) -> None:
-        self.page, self.links, self.clicks = page, links, 0
+    def __init__(self, page: Page) -> None:
+        self.page, self.clicks = page, 0
 
     def click(self, what: Locator) -> None:
         self.clicks += 1
         assert self.clicks <= MOST_CLICKS
         what.click()
 
-    def ask(self, asked: Question) -> None:
-        """Follow the overview's link to a question, and wait for its page."""
-        assert urlsplit(self.links[asked.text]).path == f"/{asked.page}"
-        self.clicks += 1
-        self.page.goto(self.links[asked.text])
+    def ask(self, page: str, part: str) -> None:
+        """Open a part: its page is one click, the part another, which `test_every_part_...` does."""
+        self.clicks += (page != "map") + (part != PAGES[page].first)
+        self.page.goto(f"/{page}?view={part}" if page != "map" else f"/?view={part}")
         settle(self.page)
 
     def choose(self, title: str, value: str) -> None:
@@ -147,7 +127,7 @@ class Visitor:
 
     @property
     def answer(self) -> str:
-        return self.page.locator("[data-testid=stMain] [data-testid=stMarkdown] p:has(> strong)").first.inner_text()
+        return self.page.locator("[data-testid=stMarkdown]:not(.st-key-header *) p:has(> strong)").first.inner_text()
 
     def title(self, name: str) -> str:
         """All the words of a chart."""
@@ -164,36 +144,56 @@ class Visitor:
 
 
 @pytest.fixture
-def visitor(window: Page, links: dict[str, str]) -> Iterator[Visitor]:
-    yield Visitor(window, links)
+def visitor(window: Page) -> Iterator[Visitor]:
+    yield Visitor(window)
     assert window.complaints == []  # type: ignore[attr-defined]
 
 
-def first(catalog: Catalog, **where) -> str:
-    return catalog.tensors(Filter(**where)).iloc[0]["tensor_id"]
+def test_every_part_is_within_two_clicks(window: Page):
+    for page in PAGES.values():
+        turn_to(window, page.title)
+        titles = [part.title for part in page.parts.values()]
+        assert window.locator("h1").inner_text() == f"{page.title} › {titles[0]}"
+        if page.name == "map":
+            window.get_by_role("link", name="What should I use?").click()
+            window.get_by_role("heading", name="Map › Advise").wait_for()
+            settle(window)
+        assert window.locator(".st-key-page_part").get_by_role("radio").all_inner_texts() == titles
 
 
-def test_which_tensors_lose_the_most_precision(visitor: Visitor, catalog: Catalog, board: pd.DataFrame):
-    visitor.ask(registry.RANKING)
-    worst = board.iloc[0]
-    assert visitor.answer == said(catalog, "board") and f"{worst['value']:.1f} dB" in visitor.answer
-    bars = [mark for mark in visitor.marks("ranking") if "operation" in mark and "tensors" in mark]
-    assert bars[0]["tensor"] == worst["place"]
-    assert number(bars[0]["SQNR (dB)"]) == pytest.approx(worst["value"], abs=0.051)
-    drawn = list(dict.fromkeys(mark["tensor"] for mark in bars))
-    assert drawn == board["place"].head(20).tolist()
-    visitor.choose("Metric", "Flushed to zero (%)")
-    visitor.until("Flushed to zero in mxfp4, worst first|Flushed to zero: highest")
-    assert "metric=flush_to_zero" in visitor.page.url
-
-
-def test_why(visitor: Visitor, catalog: Catalog, board: pd.DataFrame):
-    visitor.ask(registry.RANKING)
-    visitor.click(visitor.chart("ranking").locator("path[aria-label]").first)
+def test_what_does_the_format_break(visitor: Visitor, catalog: Catalog):
+    """The worst operand is chosen at first; why it is, is two clicks away."""
+    visitor.ask("map", "map")
+    assert visitor.answer == said(catalog, "map", "map")
+    condition, parameters = catalog.condition(shown(catalog))
+    table = catalog.ask(
+        f"""SELECT arg_min(tensor_id, score.sqnr_db) AS tensor_id, median(score.sqnr_db) AS sqnr_db
+        FROM score JOIN tensor USING (key) WHERE {condition} AND score.format = 'mxfp4' AND layer_index IS NOT NULL
+        GROUP BY score.gemm, module, tensor_name, layer_index ORDER BY sqnr_db""",
+        parameters,
+    )
+    assert visitor.page.locator(".map .cell[data-id]").count() == len(table)
+    assert f"SQNR\n{table['sqnr_db'].iloc[0]:.1f} dB" in visitor.page.locator(".map .panel").inner_text()
+    visitor.click(visitor.page.get_by_role("button", name="Open tensor"))
     visitor.page.wait_for_url(re.compile("/tensor"))
-    visitor.until("Magnitudes over the codebook|nonzero values flushed")
-    x = catalog.load(board["tensor_id"].iloc[0])
-    wanted = quant.score(x, "mxfp4")
+    visitor.until("nonzero values flushed")
+    assert f"tensor={table['tensor_id'].iloc[0].replace('/', '%2F')}" in visitor.page.url
+
+
+def test_which_gradients_flush_to_zero(visitor: Visitor, catalog: Catalog):
+    visitor.ask("map", "map")
+    visitor.choose("Color", "Flushed to zero")
+    visitor.until("Flushed to zero in mxfp4")
+    assert visitor.answer == said(catalog, "map", "map", metric="flush_to_zero")
+    kinds = View("map", {"metric": ["flush_to_zero"]}).draw(catalog).tables["kinds"]["kind"].str.replace("_", " ")
+    assert visitor.page.locator(".map .dots .name").all_inner_texts() == kinds.head(14).tolist()
+    for gemm in ("forward", "dgrad", "wgrad"):
+        assert visitor.page.locator(".map h4").get_by_text(f"{gemm} GEMM", exact=True).is_visible()
+
+
+def test_why(visitor: Visitor, catalog: Catalog, worst: str):
+    visitor.ask("tensor", "why")
+    wanted = quant.score(catalog.load(worst), "mxfp4")
     assert visitor.answer == (
         f"In mxfp4: SQNR {wanted.sqnr_db:.1f} dB, {wanted.flush_to_zero:.2%} of the nonzero values flushed to zero, "
         f"{wanted.saturated:.2%} of all values saturated."
@@ -206,11 +206,11 @@ def test_why(visitor: Visitor, catalog: Catalog, board: pd.DataFrame):
         assert visitor.page.get_by_test_id("stMetric").filter(has_text=name).is_visible()
 
 
-def test_would_another_format_fix_it(visitor: Visitor, catalog: Catalog, board: pd.DataFrame):
-    visitor.ask(registry.WHAT_IF)
+def test_would_another_format_fix_it(visitor: Visitor, catalog: Catalog, worst: str):
+    visitor.ask("tensor", "whatif")
     visitor.choose("Hadamard", "32")
     visitor.until("hadamard=32")
-    x = catalog.load(board["tensor_id"].iloc[0])
+    x = catalog.load(worst)
     trials = what_if_compute.with_defaults(
         [what_if_compute.trial(name, hadamard=32) for name in ("mxfp8", "mxfp4", "nvfp4", "hifp8")]
     )
@@ -225,9 +225,9 @@ def test_would_another_format_fix_it(visitor: Visitor, catalog: Catalog, board: 
         assert visitor.page.get_by_text(knob, exact=True).first.is_visible()
 
 
-def test_is_it_normal(visitor: Visitor, catalog: Catalog, board: pd.DataFrame):
-    visitor.ask(registry.NORMALITY)
-    d = distribution_of("x", catalog.load(board["tensor_id"].iloc[0]))
+def test_is_it_normal(visitor: Visitor, catalog: Catalog, worst: str):
+    visitor.ask("tensor", "law")
+    d = distribution_of("x", catalog.load(worst))
     closest = laws.laws_table(d).iloc[0]
     assert f"distance of {closest['ks']:.3f}" in visitor.answer
     assert "exact" in visitor.title("qq")
@@ -242,49 +242,8 @@ def test_is_it_normal(visitor: Visitor, catalog: Catalog, board: pd.DataFrame):
     assert "the selection from the sketch" in visitor.title("qq") and "this tensor exact" in visitor.title("qq")
 
 
-def test_does_it_get_worse_with_depth(visitor: Visitor, catalog: Catalog):
-    visitor.ask(registry.DEPTH)
-    table = depth_compute.depth(catalog, shown(catalog), "mxfp4", "sqnr_db")
-    assert visitor.answer == "2 layers cannot show a trend with depth: at least 5 are needed."
-    cells = [mark for mark in visitor.marks("depth") if "layer" in mark]
-    assert len(cells) == len(table)
-    marks = visitor.chart("depth").locator("path[aria-label]")
-    marks.first.hover()
-    outlined = "cell => cell.getAttribute('stroke-width') === '2.5'"
-    visitor.page.wait_for_function(outlined, arg=marks.first.element_handle())
-    crossed = [cells[0]["tensor"] == mark["tensor"] or cells[0]["layer"] == mark["layer"] for mark in cells]
-    assert marks.evaluate_all(f"cells => cells.map({outlined})")[: len(cells)] == crossed
-    visitor.click(visitor.chart("depth").locator("path[aria-label]").first)
-    visitor.page.wait_for_url(re.compile(r"/tensor\?.*tensor="))
-    visitor.until("In mxfp4: SQNR")
-
-
-def test_does_it_change_in_training(visitor: Visitor, catalog: Catalog):
-    visitor.ask(registry.TRAINING)
-    table = training_compute.training(catalog, shown(catalog, "iteration"), "mxfp4", "sqnr_db")
-    assert visitor.answer == said(catalog, "training") and "cannot show a trend" in visitor.answer
-    points = [mark for mark in visitor.marks("training") if "tensors" in mark]
-    drawn = {(int(mark["layer"]), int(mark["iteration"])): number(mark["SQNR (dB)"]) for mark in points}
-    assert drawn == {
-        (int(row.layer_index), int(row.iteration)): pytest.approx(row.value, abs=0.051) for row in table.itertuples()
-    }
-    losses = [mark for mark in visitor.marks("losses") if "loss (nats per token)" in mark]
-    assert {mark["run"] for mark in losses} == {"PV_mxfp4"}  # the newest run
-
-
-def test_which_gradients_flush_to_zero(visitor: Visitor, catalog: Catalog):
-    visitor.ask(registry.DIRECTIONS)
-    table = directions_compute.directions(catalog, shown(catalog), "mxfp4", "flush_to_zero")
-    assert visitor.answer == said(catalog, "directions", "flush_to_zero")
-    for operation in ("forward", "backward"):
-        part = table[table["operation"] == operation]
-        drawn = [mark for mark in visitor.marks(f"direction_{operation}") if "tensor" in mark]
-        assert list(dict.fromkeys(mark["tensor"] for mark in drawn)) == part["row"].tolist()
-        assert number(drawn[0]["Flushed to zero (%)"]) == pytest.approx(part["value"].iloc[0] * 100, rel=6e-3)
-
-
 def test_which_part_costs_the_most_loss(visitor: Visitor, catalog: Catalog):
-    visitor.ask(registry.RECIPES)
+    visitor.ask("compare", "recipes")
     table = runs_with_reference(catalog.runs(), catalog.parts())
     gaps = recipes_compute.loss_gaps(table, {run_id: read_losses(catalog.root / run_id) for run_id in table["run_id"]})
     costs = recipes_compute.costs(gaps, table)
@@ -306,9 +265,9 @@ def test_which_part_costs_the_most_loss(visitor: Visitor, catalog: Catalog):
     )
 
 
-def test_rounding_or_drift(visitor: Visitor, catalog: Catalog, board: pd.DataFrame):
-    visitor.ask(registry.DRIFT)
-    row = catalog.rows_of([board["tensor_id"].iloc[0]]).iloc[0]
+def test_rounding_or_drift(visitor: Visitor, catalog: Catalog, worst: str):
+    visitor.ask("tensor", "drift")
+    row = catalog.rows_of([worst]).iloc[0]
     twins = catalog.twins(row["tensor_id"]).set_index("run_id")
     table = runs_with_reference(catalog.runs(), catalog.parts()).set_index("run_id")
     run = row["run_id"] if table.loc[row["run_id"], "quantized"] else None
@@ -321,13 +280,13 @@ def test_rounding_or_drift(visitor: Visitor, catalog: Catalog, board: pd.DataFra
         assert name in visitor.title("three_way")
 
 
-def test_which_blocks_fail(visitor: Visitor, catalog: Catalog, board: pd.DataFrame):
-    visitor.ask(registry.BLOCKS)
-    x = catalog.load(board["tensor_id"].iloc[0])
+def test_which_blocks_fail(visitor: Visitor, catalog: Catalog, worst: str):
+    visitor.ask("tensor", "blocks")
+    x = catalog.load(worst)
     seen = quant.look(x, "mxfp4")
     finite = seen.sqnr_db[~seen.sqnr_db.isnan()]
-    worst = f"{float(finite.min()):.1f}".replace("-", "−")
-    assert f"of {len(finite):,} blocks of 32" in visitor.answer and f"the worst {worst} dB" in visitor.answer
+    lowest_db = f"{float(finite.min()):.1f}".replace("-", "−")
+    assert f"of {len(finite):,} blocks of 32" in visitor.answer and f"the worst {lowest_db} dB" in visitor.answer
     assert visitor.chart("block_map").locator("image").count() == 1
     assert "Block scales" in visitor.title("scales")
     table = visitor.page.get_by_test_id("stDataFrame").first
@@ -347,30 +306,30 @@ def test_which_blocks_fail(visitor: Visitor, catalog: Catalog, board: pd.DataFra
 
 
 def test_what_costs_the_loss(visitor: Visitor, catalog: Catalog):
-    visitor.ask(registry.LOSS)
+    visitor.ask("compare", "loss")
     found = loss_compute.costs(catalog, scoped(catalog, unrounded(catalog, Filter()), scored=True), "mxfp4")
-    worst = found.table.iloc[0]
-    assert visitor.answer == said(catalog, "loss")
+    first = found.table.iloc[0]
+    assert visitor.answer == said(catalog, "compare", "loss")
     assert f"All {len(found.table)} operands together: {found.total}." in visitor.answer
     points = {mark["tensor"]: mark for mark in visitor.marks("loss_against_sqnr") if "rank by loss" in mark}
-    assert len(points) == len(found.table) and number(points[worst["place"]]["rank by loss"]) == 1
-    assert number(points[worst["place"]]["SQNR (dB)"]) == pytest.approx(worst["sqnr_db"], abs=0.051)
-    assert not visitor.page.get_by_text("Metric", exact=True).count()  # it is the loss here
+    assert len(points) == len(found.table) and number(points[first["place"]]["rank by loss"]) == 1
+    assert number(points[first["place"]]["SQNR (dB)"]) == pytest.approx(first["sqnr_db"], abs=0.051)
+    assert not visitor.page.get_by_text("Color", exact=True).count()  # it is the loss here
     visitor.click(visitor.chart("loss_ranking").locator("path[aria-label]").first)
     visitor.page.wait_for_url(re.compile(r"/tensor\?.*tensor="))
 
 
 def test_which_gemm_loses_it(visitor: Visitor, catalog: Catalog):
-    visitor.ask(registry.RESULTS)
+    visitor.ask("compare", "gemms")
     table = results_compute.by_product(catalog.results(scoped(catalog, Filter())))
-    assert visitor.answer == said(catalog, "gemms")
+    assert visitor.answer == said(catalog, "compare", "gemms")
     assert len([mark for mark in visitor.marks("results") if "layer" in mark]) == len(table)
     known = table["operands_db"].notna().sum()
     assert len([mark for mark in visitor.marks("results_against_operands") if "GEMM" in mark]) == known
 
 
 def test_do_blocks_fail_over_time(visitor: Visitor, catalog: Catalog):
-    visitor.ask(registry.BLOCK_HISTORY)
+    visitor.ask("compare", "blocks")
     where = scoped(catalog, Filter(), ("iteration",), scored=True)
     table = block_history_compute.histogram(catalog, where, "mxfp4", "sqnr_db")
     last = block_history_compute.summary(table, ("iteration",)).iloc[-1]
@@ -380,7 +339,7 @@ def test_do_blocks_fail_over_time(visitor: Visitor, catalog: Catalog):
 
 
 def test_are_outliers_the_same_channels(visitor: Visitor, catalog: Catalog):
-    visitor.ask(registry.CHANNELS)
+    visitor.ask("compare", "channels")
     found = channels_compute.persistence(catalog, Filter())
     assert f"a Jaccard index of {found.places['value'].median():.2f}" in visitor.answer
     assert len([mark for mark in visitor.marks("channel_persistence") if "layer" in mark]) == len(found.places)
@@ -389,8 +348,8 @@ def test_are_outliers_the_same_channels(visitor: Visitor, catalog: Catalog):
 
 
 def test_are_steps_more_than_noise(visitor: Visitor, catalog: Catalog):
-    visitor.ask(registry.NOISE)
-    assert visitor.answer == said(catalog, "noise")
+    visitor.ask("compare", "noise")
+    assert visitor.answer == said(catalog, "compare", "noise")
     where = noise_compute.one_run(catalog, Filter())
     table = noise_compute.gradients(catalog, where, "mxfp4")
     below = (table.loc[table["iteration"] == table["iteration"].max(), "value"] < 3**0.5).sum()
@@ -400,7 +359,7 @@ def test_are_steps_more_than_noise(visitor: Visitor, catalog: Catalog):
 
 
 def test_what_happens_inside_attention(visitor: Visitor):
-    visitor.ask(registry.ATTENTION)
+    visitor.ask("tensor", "attention")
     assert re.search(r"[Pp]robability mass (flushed )?to zero", visitor.answer) and "Lowest entropy" in visitor.answer
     assert "Range of the scores" in visitor.title("scores")
     assert "Flushed attention" in visitor.title("flushed")
@@ -412,38 +371,20 @@ def test_what_happens_inside_attention(visitor: Visitor):
     assert visitor.chart("head_map").locator("image").count() == 1
 
 
-def test_what_is_the_format_really_using(visitor: Visitor, catalog: Catalog, board: pd.DataFrame):
-    visitor.ask(registry.CODES)
-    visitor.choose("Rounded to", "hifp8")
+def test_what_is_the_format_really_using(visitor: Visitor, catalog: Catalog):
+    visitor.ask("tensor", "codes")
+    visitor.choose("Format", "hifp8")
     visitor.until("of 256 codes are used")
-    used = quant.usage(catalog.load(board["tensor_id"].iloc[0]), "hifp8")
+    used = quant.usage(catalog.load(str(lowest(catalog, Filter(), "hifp8"))), "hifp8")
     assert visitor.answer.startswith(
         f"{used.codes_used} of 256 codes are used; their entropy is {used.code_entropy_bits:.2f} of 8 bits."
     )
     assert "denormal" in visitor.title("tiers") and "3 mantissa bits" in visitor.title("tiers")
 
 
-def test_a_cell_of_a_surface_opens_its_tensor_at_that_step(visitor: Visitor, catalog: Catalog):
-    visitor.ask(registry.SURFACES)
-    cells = visitor.chart("surface").locator("path[aria-label*='from iteration']")
-    cell = cells.last
-    cell.hover()  # in another layer and iteration than the first
-    faded = "cell => cell.getAttribute('fill-opacity') === '0.45'"
-    visitor.page.wait_for_function(faded, arg=cells.first.element_handle())
-    assert not cell.evaluate(faded)
-    words = dict(part.split(": ", 1) for part in cell.get_attribute("aria-label").split("; "))
-    visitor.click(cell)
-    visitor.page.wait_for_url(re.compile("/tensor"))
-    visitor.until("In .*: SQNR")
-    (tensor,) = parse_qs(urlsplit(visitor.page.url).query)["tensor"]
-    row = catalog.rows_of([tensor]).iloc[0]
-    assert [row["layer_index"], row["iteration"]] == [int(words["layer"]), number(words["from iteration"])]
-    assert row["iteration"] > 0
-
-
 def test_every_chart_can_be_saved_with_its_caption(visitor: Visitor, catalog: Catalog, tmp_path: Path):
-    visitor.ask(registry.RANKING)
-    saved = {}
+    visitor.ask("compare", "loss")
+    where, saved = scoped(catalog, unrounded(catalog, Filter()), scored=True), {}
     ends = {"PNG": ".png", "SVG": ".svg", "CSV": ".csv", "LaTeX": ".tex", "84 mm wide as PDF": "-84mm.pdf"}
     for kind, end in ends.items():
         with visitor.page.expect_download() as download:
@@ -453,13 +394,26 @@ def test_every_chart_can_be_saved_with_its_caption(visitor: Visitor, catalog: Ca
         path = tmp_path / download.value.suggested_filename
         download.value.save_as(path)
         saved[kind] = path.read_bytes()
-        assert path.name == f"binade-ranking{end}"
+        assert path.name == f"binade-loss-ranking{end}"
     assert b"\\toprule" in saved["LaTeX"] and saved["84 mm wide as PDF"].startswith(b"%PDF")
     assert saved["PNG"].startswith(b"\x89PNG") and len(saved["PNG"]) > 10_000
     svg, table = saved["SVG"].decode(), saved["CSV"].decode()
     for text in (svg, table):
-        for words in (f"run {shown(catalog).run_id[0]}", "SQNR in mxfp4: 10·log₁₀", "Data: "):
+        for words in (f"run {where.run_id[0]}", "Predicted loss change in mxfp4: mean over", "Data: "):
             assert words in text, words
-    assert "<svg" in svg and "SQNR in mxfp4, worst first" in svg
-    rows = pd.read_csv(tmp_path / "binade-ranking.csv", comment="#")
+    assert "<svg" in svg and "Predicted loss change in mxfp4, largest first" in svg
+    rows = pd.read_csv(tmp_path / "binade-loss-ranking.csv", comment="#")
     assert rows["rank"].tolist() == list(range(1, len(rows) + 1)) and {"sqnr_db", "tensor_id"} <= set(rows)
+
+
+def test_do_the_predictions_hold(visitor: Visitor, catalog: Catalog):
+    """Of two charts side by side, the second does not repeat the title of their common axis."""
+    visitor.ask("compare", "predictions")
+    assert visitor.answer == said(catalog, "compare", "predictions")
+    shown = [
+        visitor.chart(name)
+        .get_by_text("measured gap (nats)", exact=True)
+        .evaluate("text => getComputedStyle(text).visibility")
+        for name in ("predictions_gap", "predictions_first")
+    ]
+    assert shown == ["visible", "hidden"]

@@ -20,8 +20,7 @@ from binade.data.catalog import Catalog
 from tests.app import roots
 from tests.app.reports import MadeOnce, reported
 from tests.app.test_exports import letter_size
-from tests.browser.driver import PATIENCE, serving
-from tests.browser.test_sessions import turn_to
+from tests.browser.driver import PATIENCE, serving, turn_to
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
@@ -130,14 +129,14 @@ def test_light_and_dark(page):
 def test_a_sessions_report_travels(collected: Path, visit: Callable[..., Page], browser: Browser, tmp_path: Path):
     """Made by clicking in the app; the file alone, offline, shows the pinned chart with the numbers of the app's."""
     root = roots.copy(collected, tmp_path / "root")
-    pins = (Pin("explore", {"quant_type": ["mxfp4"], "by": ["layer_index"]}, "histogram", "Layer **by** layer"),)
+    pins = (Pin("compare", {"quant_type": ["mxfp4"], "by": ["layer_index"]}, "histogram", "Layer **by** layer"),)
     with Catalog.open(root) as opened:
-        kept = sessions.new("It travels", sessions.View("worst", {"view": ["board"]}), notes="**Look** here", pins=pins)
+        kept = sessions.new("It travels", sessions.View("map"), notes="**Look** here", pins=pins)
         storage.save(root, refreshed(opened, kept))
         table = draw(opened, pins[0]).figures[0].table
     with serving(root) as address:
         page = visit("/", base=address)
-        turn_to(page, "Sessions")
+        turn_to(page, "Notebook")
         page.get_by_role("button", name="Share").first.click()
         page.get_by_role("button", name="Create report").click()
         page.get_by_role("button", name="Save the report (HTML)").wait_for(timeout=120_000)

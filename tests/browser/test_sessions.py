@@ -12,8 +12,8 @@ from playwright.sync_api import Page
 from binade.app.sessions import session as sessions
 from binade.app.sessions import storage
 from tests.app import roots
-from tests.browser.driver import serving, settle
-from tests.browser.test_explore import choose, marks
+from tests.browser.driver import choose, press, serving, settle, turn_to
+from tests.browser.test_explore import marks
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 Visit = Callable[..., Page]
@@ -49,34 +49,20 @@ def pin(page: Page, name: str) -> None:
     settle(page)
 
 
-def turn_to(page: Page, title: str) -> None:
-    page.get_by_role("link", name=title).first.click()
-    page.locator("h1").get_by_text(title).first.wait_for()
-    settle(page)
-
-
-def press(page: Page, title: str) -> None:
-    """Choose one of a segmented control."""
-    page.get_by_role("radio", name=title, exact=True).or_(page.get_by_role("button", name=title, exact=True)).click()
-    settle(page)
-
-
 def test_built_by_clicking_saved_and_opened_elsewhere(visit: Visit, served: str, own_root: Path):
     page = visit("/", base=served)
-    turn_to(page, "Explore")
+    turn_to(page, "Compare")
     choose(page, "Quant type", "mxfp4")
-    page.get_by_role("radio", name="Layer", exact=True).or_(
-        page.get_by_role("button", name="Layer", exact=True)
-    ).click()
-    settle(page)
+    press(page, "Layer")
     seen = {"histogram": drawn(page, "histogram"), "boxes": drawn(page, "boxes")}
     assert seen["histogram"] and seen["boxes"]
     pin(page, "histogram")
-    turn_to(page, "Worst")
-    press(page, "Depth")
-    seen["depth"] = drawn(page, "depth")
-    pin(page, "depth")
-    turn_to(page, "Explore")
+    turn_to(page, "Map")
+    cells = page.locator(".map .cell[data-id]").count()
+    page.get_by_role("button", name="Pin", exact=True).click()
+    page.get_by_text("Pinned to", exact=False).first.wait_for()
+    settle(page)
+    turn_to(page, "Compare")
     page.get_by_role("button", name="Save", exact=True).click()
     page.get_by_role("textbox", name="Name").fill("Where mxfp4 flushes")
     page.keyboard.press("Tab")
@@ -88,35 +74,41 @@ def test_built_by_clicking_saved_and_opened_elsewhere(visit: Visit, served: str,
 
     (version,), problems = storage.list_sessions(own_root)
     assert not problems and link == f"{served}/?session={version.session.id}"
-    assert [one.chart for one in version.session.pins] == ["histogram", "depth"]
+    assert [one.chart for one in version.session.pins] == ["histogram", "map"]
     assert version.session.view.params["quant_type"] == ["mxfp4"] and len(version.session.runs) == 1
 
     other = visit(link.removeprefix(served), base=served, own=True)
-    assert (
-        other.locator("h1").inner_text() == "Explore"
-        and "quant_type=mxfp4" in other.url
-        and "session=" not in other.url
-    )
+    assert other.locator("h1").inner_text() == "Notebook › Sessions"
+    assert drawn(other, "pin0_histogram") == seen["histogram"]
+    assert len([mark for mark in drawn(other, "pin1_map") if "operand" in mark]) == cells
+    other.get_by_role("button", name="Open page", exact=True).click()
+    settle(other)
+    assert other.locator("h1").inner_text() == "Compare › Explore"
+    assert "quant_type=mxfp4" in other.url and f"session={version.session.id}" in other.url
     for name in ("histogram", "boxes"):
         assert drawn(other, name) == seen[name], name
-    turn_to(other, "Sessions")
-    press(other, "Current session")
-    assert drawn(other, "pin0_histogram") == seen["histogram"]
-    assert drawn(other, "pin1_depth") == seen["depth"]
     assert not page.complaints and not other.complaints
     assert all(url.startswith((served, "data:", "blob:", "ws")) for url in page.requests + other.requests)
 
 
-def test_a_link_to_what_is_absent_shows_the_rest(visit: Visit, served: str, own_root: Path):
-    view = sessions.View("worst", {"view": ["board"], "run_id": ["gone"], "metric": ["sqnr_db"]})
+def test_a_link_to_what_is_absent_says_so(visit: Visit, served: str, own_root: Path):
+    view = sessions.View("map", {"run_id": ["gone"], "metric": ["sqnr_db"]})
     run = sessions.RunReference("gone", "0" * 64)
     one, _ = storage.save(own_root, sessions.new("Half of it", view, runs=(run,)))
     page = visit(f"/?session={one.id}", base=served)
-    assert page.locator("h1").inner_text() == "Worst tensors" and drawn(page, "ranking")
-    text = page.locator("[data-testid=stApp]").inner_text()
-    assert "Run gone is missing" in text and "run 'gone', which is not in this root" in text
+    assert page.locator("h1").inner_text() == "Notebook › Sessions"
+    assert "Run gone is missing" in page.locator("[data-testid=stApp]").inner_text()
+    page.get_by_role("button", name="Open page", exact=True).click()
+    settle(page)
+    assert page.locator("h1").inner_text() == "Map › Map"
+    assert "run 'gone', which is not in this root" in page.locator("[data-testid=stApp]").inner_text()
+    assert page.locator(".map").count() == 0  # nothing is shown in its place
+    page.get_by_role("button", name="Open the page without it").click()
+    page.wait_for_url(lambda url: "gone" not in url)
+    settle(page)
+    assert page.locator(".map .cell.on").count() == 1
     page = visit("/?session=never-was", base=served)
-    assert page.locator("h1").inner_text() == "Overview" and drawn(page, "panel_all")
+    assert page.locator(".map .cell.on").count() == 1
     assert "There is no session 'never-was'" in page.locator("[data-testid=stApp]").inner_text()
 
 
@@ -134,8 +126,8 @@ VEGA = (
     '{"embedOptions": {"patch": "http://203.0.113.1/p.json"}}}'
 )
 PINS = (
-    sessions.Pin("explore", {}, "histogram", f"{VEGA} {HOSTILE}"),
-    sessions.Pin("worst", {name: [VEGA, HOSTILE] for name in ("metric", "format", "module")}, "ranking", VEGA),
+    sessions.Pin("compare", {}, "histogram", f"{VEGA} {HOSTILE}"),
+    sessions.Pin("map", {name: [VEGA, HOSTILE] for name in ("metric", "format", "module")}, "ranking", VEGA),
 )
 
 
@@ -144,8 +136,9 @@ def test_a_name_that_is_a_picture_loads_nothing(visit: Visit, served: str, own_r
     name = "![p](http://203.0.113.7/n.png)"
     one, _ = storage.save(own_root, sessions.new(name, sessions.View("runs")))
     page = visit(f"/?session={one.id}", base=served)
+    page.get_by_role("button", name="Open page", exact=True).click()
     pin(page, "losses")
-    turn_to(page, "Sessions")
+    turn_to(page, "Notebook")
     press(page, "Current session")
     page.get_by_role("button", name="Save", exact=True).click()
     page.get_by_text(f"Saved “{name}”, version 2").first.wait_for()
@@ -163,7 +156,7 @@ def test_a_name_that_is_a_picture_loads_nothing(visit: Visit, served: str, own_r
 def test_notes_that_would_stop_the_browser_are_shown_as_text(visit: Visit, served: str, own_root: Path):
     one, _ = storage.save(own_root, sessions.new("Deep", sessions.View("runs"), notes=">" * 50_000))
     page = visit(f"/?session={one.id}", base=served)
-    turn_to(page, "Sessions")
+    turn_to(page, "Notebook")
     press(page, "Current session")
     page.get_by_text("nested too deeply").first.wait_for()
     settle(page)
@@ -171,10 +164,10 @@ def test_notes_that_would_stop_the_browser_are_shown_as_text(visit: Visit, serve
 
 
 def test_someone_elses_session_is_shown_and_loads_nothing(visit: Visit, served: str, own_root: Path, tmp_path: Path):
-    page = visit("/sessions", base=served)
+    page = visit("/notebook", base=served)
     press(page, "Import")
     whole = json.loads(
-        sessions.to_json(sessions.new("<b>theirs</b>", sessions.View("explore"), notes=HOSTILE, pins=PINS))
+        sessions.to_json(sessions.new("<b>theirs</b>", sessions.View("compare"), notes=HOSTILE, pins=PINS))
     )
     (tmp_path / "bad.json").write_text(json.dumps(whole | {"binade_session": 9}))
     (tmp_path / "good.json").write_text(json.dumps(whole))
@@ -188,7 +181,7 @@ def test_someone_elses_session_is_shown_and_loads_nothing(visit: Visit, served: 
         settle(page)
     page.goto(f"{served}/?session={whole['id']}")
     settle(page)
-    turn_to(page, "Sessions")
+    turn_to(page, "Notebook")
     press(page, "Current session")
     page.locator("strong", has_text="bold").first.wait_for()
     settle(page)

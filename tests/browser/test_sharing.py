@@ -18,7 +18,7 @@ from playwright.sync_api import Browser, BrowserContext, Locator, Page, expect
 from binade.collector import jobs
 from tests.app.tab import Tab
 from tests.browser.conftest import SIZE
-from tests.browser.driver import free_port, new_page, serving, settle
+from tests.browser.driver import free_port, new_page, serving, settle, turn_to
 from tests.collector.test_jobs import end_all
 from tests.conftest import until
 
@@ -107,22 +107,22 @@ def test_behind_a_proxy(browser: Browser, root: Path, tmp_path: Path):
         assert status(own) == 401
         for user, accepted in (("bob", 403), ("ada", 204)):
             with Tab(app, PROXY, **{HEADER: user}) as tab:
-                tab.visit("sessions", "part=import")
+                tab.visit("notebook", "part=import")
                 assert tab.put(b"x") == accepted
         with browser.new_context(
             viewport=SIZE, http_credentials=credentials("bob"), extra_http_headers=named
         ) as context:
             page = opened(context, own)  # the browser claims to be ada
             expect(page.get_by_text("bob · viewer")).to_be_visible()
-            expect(link(page, "Runs")).to_be_visible()
-            expect(link(page, "Collect")).to_have_count(0)
+            turn_to(page, "Runs")
+            expect(part(page, "Jobs")).to_be_visible()
+            expect(part(page, "New collection")).to_have_count(0)
         with browser.new_context(viewport=SIZE, http_credentials=credentials("ada")) as context:
             page = opened(context, own)
             expect(page.get_by_text("ada · operator")).to_be_visible()
-            link(page, "Collect").click()
-            settle(page)
+            turn_to(page, "Runs", "New collection")
             page.get_by_role("button", name="Launch").click()
-            expect(page.get_by_role("heading", name="Jobs")).to_be_visible()
+            expect(page.get_by_role("heading", name="Runs › Jobs")).to_be_visible()
             assert len(jobs.listing(root)) == 1
 
 
@@ -137,8 +137,8 @@ def opened(context: BrowserContext, address: str) -> Page:
     return page
 
 
-def link(page: Page, title: str) -> Locator:
-    return page.get_by_test_id("stTopNavLink").filter(has_text=title)
+def part(page: Page, title: str) -> Locator:
+    return page.get_by_role("radio", name=title, exact=True)
 
 
 SECRETS = """[auth]
@@ -164,11 +164,12 @@ def test_signing_in(browser: Browser, root: Path, tmp_path: Path):
         with serving(root, *options, env={"HOME": str(tmp_path)}, port=port):
             with browser.new_context(viewport=SIZE) as context:
                 for user, role in (("eve", "eve · viewer"), ("ada", "ada@example.org · operator")):
-                    page = opened(context, f"http://localhost:{port}/jobs")
+                    page = opened(context, f"http://localhost:{port}/runs?view=jobs")
                     expect(page.get_by_text("Sign in to see the runs.")).to_be_visible()
                     expect(page.get_by_text("No jobs yet.")).to_have_count(0)
                     page.get_by_role("button", name="Sign in").click()
                     page.get_by_role("button", name=user, exact=True).click()
                     expect(page.get_by_text(role)).to_be_visible()
-                    expect(link(page, "Collect")).to_have_count(int(user == "ada"))
+                    turn_to(page, "Runs")
+                    expect(part(page, "New collection")).to_have_count(int(user == "ada"))
                     context.clear_cookies()

@@ -135,6 +135,13 @@ def command(root: Path, *arguments: str) -> tuple[int, str, str]:
     return status, texts[0], texts[1]
 
 
+# Parts of pages that are laid out differently.
+PARTS = (
+    ("map", "map"), ("tensor", "why"), ("compare", "explore"), ("compare", "recipes"), ("compare", "loss"),
+    ("runs", "table"), ("runs", "jobs"), ("runs", "collect"), ("notebook", "sessions"),
+)  # fmt: skip
+
+
 def show(root: Path, page: str, /, **query: str | list[str]) -> AppTest:
     """A page of the root, which must not have failed."""
     os.environ["TENSOR_SAVE_DIR"] = str(root)
@@ -191,7 +198,7 @@ def damaged_jobs(attempt: Attempt) -> None:
     worker._start = lambda job: None  # type: ignore[method-assign]  # a job whose process.json is gone is queued again
     worker.turn()
     if attempt.number % 4 == 0:
-        shown = show(root, "jobs", job="2")
+        shown = show(root, "runs", view="jobs", job="2")
         assert len(shown.warning) >= bool(problems)
 
 
@@ -225,7 +232,7 @@ def linked_queues(attempt: Attempt) -> None:
         assert views == [] and err.count("\n") == 1
         status, _, err = command(root, "jobs", "add", *LINE)
         assert status == 1 and err.count("\n") == 1
-    show(root, "jobs")
+    show(root, "runs", view="jobs")
     worker = runner.Runner(root)
     worker._start = lambda job: None  # type: ignore[method-assign]
     worker.turn()
@@ -261,9 +268,9 @@ def damaged_runs(attempt: Attempt) -> None:
     status, _, err = command(root, "compare")
     assert status in (0, 1, 2) and "Traceback" not in err and err.count("\n") <= 3
     try:
-        for page in ("jobs", attempt.choose(["runs", "overview", "explore", "recipes", "worst", "tensor", "collect"])):
-            attempt.case = f"{name}: {done}; page {page}"
-            show(root, page, **({"job": "3"} if page == "jobs" else {}))
+        for page, part in (("runs", "jobs"), attempt.choose(PARTS)):
+            attempt.case = f"{name}: {done}; page {page}, {part}"
+            show(root, page, view=part, **({"job": "3"} if part == "jobs" else {}))
     finally:
         close_pages([str(root)])
 
@@ -282,17 +289,17 @@ def odd_segments(attempt: Attempt) -> None:
     damage(path, how, attempt.random)
     damage(tensor, how, attempt.random)
     try:
-        shown = show(root, attempt.choose(["explore", "overview", "tensor", "worst"]))
+        shown = show(root, attempt.choose(["map", "compare", "tensor"]))
         assert shown.expander, "nothing is said of it"
     finally:
         close_pages([str(root)])
 
 
 def make_session(root: Path) -> None:
-    save(root, new("a session", View("explore", {})))
+    save(root, new("a session", View("compare", {})))
 
 
-@attack("The *Sessions* page opens and reports the damaged file", tries=120)
+@attack("The page *Notebook* opens and reports the damaged file", tries=120)
 def damaged_sessions(attempt: Attempt) -> None:
     root = attempt.place / "runs"
     shutil.copytree(attempt.once("session", make_session), root)
@@ -304,7 +311,7 @@ def damaged_sessions(attempt: Attempt) -> None:
         check_sentence(problem)
     assert len(found) + len(problems) == 1
     try:
-        shown = show(root, "sessions")
+        shown = show(root, "notebook")
         assert bool(problems) == bool(shown.warning), (problems, shown.warning)
     finally:
         close_pages([str(root)])
@@ -313,14 +320,14 @@ def damaged_sessions(attempt: Attempt) -> None:
 @attack("For a root that is a file or cannot be read, every page shows one sentence", tries=12, seconds=60)
 def odd_roots(attempt: Attempt) -> None:
     how = attempt.choose(["a file", "a FIFO", "a link to itself", "a link to nothing", "a link to a device"])
-    page = attempt.choose(["overview", "explore", "worst", "tensor", "recipes", "runs", "sessions", "jobs", "collect"])
+    page, part = attempt.choose(PARTS)
     root = attempt.place / "runs"
-    attempt.case = f"{page}: {how}"
+    attempt.case = f"{page}, {part}: {how}"
     if how == "a file":
         root.write_text("")
     else:
         KINDS[how](root)
-    shown = show(root, page)
+    shown = show(root, page, view=part)
     said = [each.value for each in (*shown.error, *shown.warning, *shown.info) if "must be a directory" in each.value]
     assert len(said) == 1
     check_sentence(said[0])

@@ -118,7 +118,7 @@ def restarted_apps(attempt: Attempt) -> None:
             try:
                 until(lambda app=app, port=port: answers(app.pid, f"http://127.0.0.1:{port}"), "the app to answer")
                 with Tab(f"http://127.0.0.1:{port}") as tab:
-                    page = tab.visit("jobs", f"job={job.id}")
+                    page = tab.visit("runs", f"view=jobs&job={job.id}")
                 assert "Cancel the job" in page and "Retry" not in page
             finally:
                 app.kill()

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from binade.app.pages.registry import PAGES
+from binade.app.pages.registry import PAGES, PART
 from binade.app.sessions import pins, storage
 from binade.app.sessions.session import Pin, SessionError, View, new
 from binade.data.catalog import Catalog
 from binade.data.filter import FIELDS
 from tests.app.test_injection import PAYLOADS, check, check_pictures, make_hostile
-from tests.app.test_pins import CASES
 from tests.siege.attack import Attempt, attack, check_sentence
 from tests.siege.files import show
 from tests.siege.urls import WORDS
@@ -21,13 +20,14 @@ from tests.siege.urls import WORDS
 )
 def hostile_sessions(attempt: Attempt) -> None:
     chance, root = attempt.random, attempt.once("runs", make_hostile)
-    page, view = attempt.choose(CASES)
+    page, part = attempt.choose(
+        [(page, name) for page in PAGES for name, part in PAGES[page].parts.items() if part.kept]
+    )
     texts = [*PAYLOADS, *PAYLOADS, *WORDS]
     with Catalog.open(root) as opened:
-        declared = PAGES[page].params
-        assert declared
-        names = chance.sample([*FIELDS, "tensor", *declared(opened)], chance.randrange(4))
-        params = {name: [text] for name, text in view.items()} | {name: [chance.choice(texts)] for name in names}
+        declared = View(page, {PART: [part]}).params_in(opened)
+        names = chance.sample([*FIELDS, *declared], chance.randrange(4))
+        params = {PART: [part]} | {name: [chance.choice(texts)] for name in names}
         attempt.case = f"{page}?{ascii(params)[:200]}"
         pin = Pin(page, params, caption=chance.choice(texts))
         drawn = pins.draw(opened, pin)
@@ -39,6 +39,6 @@ def hostile_sessions(attempt: Attempt) -> None:
     except SessionError as error:
         check_sentence(error)
         return
-    show(root, "sessions", part="saved")
-    show(root, "sessions", session=saved.id)
+    show(root, "notebook", part="saved")
+    show(root, "notebook", session=saved.id)
     storage.delete(root, saved.id)

@@ -6,7 +6,7 @@ import json
 import time
 from pathlib import Path
 
-from binade.app.pages.registry import PAGES
+from binade.app.pages.registry import OLD_PAGES, PAGES
 from binade.collector import jobs
 from binade.collector.jobs import runner, store
 from tests.app import roots
@@ -17,8 +17,8 @@ NAMES = (
     "model", "size", "dataset", "recipe", "quant_type", "layer_type", "layer_index", "module", "component",
     "operation",
     "phase", "tensor_name", "iteration", "micro_batch", "rank", "run_id", "tensor", "axis", "by", "format", "formats",
-    "measure", "question", "view", "session", "version", "job", "from", "q", "compare", "gemm", "x", "color", "page",
-    "embed",
+    "metric", "versus", "across", "experts", "cell", "measure", "view", "of", "session", "version", "job", "from", "q",
+    "part", "gemm", "x", "color", "page", "embed",
 )  # fmt: skip
 WORDS = (
     "mxfp8", "bf16", "mxfp4", "1", "2", "0", "-1", "forward", "attention", "input", "log2", "linear", "sqnr_db",
@@ -44,7 +44,7 @@ def _open_root(attempt: Attempt) -> Path:
 @attack("The page is drawn; nothing in a URL is executed or raises an exception", tries=2000, share=6.0)
 def urls(attempt: Attempt) -> None:
     chance = attempt.random
-    page = attempt.choose(list(PAGES))
+    page = attempt.choose([*PAGES, *OLD_PAGES])
     words = [*WORDS, *(str(value) for value in VALUES if isinstance(value, str | int))]
     query = {
         name: [chance.choice(words) for _ in range(chance.choice([1, 1, 1, 2, 30]))]

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from binade.app import style
-from binade.app.questions.depth import charts as depth_charts
+from binade.app.questions.shared import layer_chart
 from binade.data.evidence import Measure
 
 KINDS = {"advised": "advised under other budgets", "uniform": "one format for all", "published": "published recipes"}
@@ -59,4 +59,4 @@ def bits(table: pd.DataFrame, title: str, subtitle: str) -> alt.LayerChart:
     """The bits of each operand by layer; brighter means more bits."""
     row = table["module"] + " " + table["tensor_name"]
     cells = table.assign(value=table["bits"] / table["values"], row=row, operation=table["gemm"], tensors=1)
-    return depth_charts.depth(cells, BITS, title, subtitle)
+    return layer_chart.by_layer(cells, BITS, title, subtitle)

@@ -6,13 +6,13 @@ from typing import Any
 
 import streamlit as st
 
-from binade.app.address import link, plain, write
+from binade.app.address import link
+from binade.app.formatting import plain
 from binade.app.jobs import recipe_table
-from binade.app.params import Params
-from binade.app.questions.advise.question import ADVISE, NOTE, advice_of
+from binade.app.questions import layout
+from binade.app.questions.advise.question import advice_of
 from binade.app.questions.shared.selection import Selection
-from binade.app.questions.view import show_question
-from binade.app.state import view_page
+from binade.app.view import Reading, View
 from binade.collector import jobs
 from binade.collector.advice.advice import queue_verification, verification
 from binade.collector.advice.costs import AdviceError
@@ -21,22 +21,16 @@ from binade.collector.recipes.recipe import RecipeError
 from binade.collector.training.config import ConfigError
 from binade.data.access import ReadOnlyError, read_only
 from binade.data.catalog import Catalog
-from binade.data.filter import Filter
 
 FAILED = (AdviceError, ConfigError, RecipeError, jobs.JobError, ReadOnlyError, OSError)
 
 
-@view_page("advise", ADVISE.title, ADVISE.params)
-def page(opened: Catalog, where: Filter, params: Params) -> None:
-    write(where, params)
-    st.caption(NOTE)
-    selection = Selection(opened, where)
-    show_question(ADVISE, selection, {name: st.session_state[name] for name in params})
-    write(where, params)
-    _recipe(selection, {name: st.session_state[name] for name in params})
+def show(opened: Catalog, view: View, reading: Reading) -> None:
+    layout.show(opened, view, reading)
+    _recipe(Selection(opened, reading.where), reading.values, view)
 
 
-def _recipe(selection: Selection, values: dict[str, Any]) -> None:
+def _recipe(selection: Selection, values: dict[str, Any], view: View) -> None:
     """The recipe's file, a button that saves it, and one that queues the runs that test it."""
     try:
         found = advice_of(selection, values)
@@ -68,4 +62,4 @@ def _recipe(selection: Selection, values: dict[str, Any]) -> None:
         st.error(plain(f"Nothing was queued: {error}."), icon=":material/error:")
         return
     st.success(f"{len(runs)} runs are queued. When they are done, this page compares them.", icon=":material/check:")
-    link("jobs", "See them on the Jobs page", Filter(), ":material/list_alt:", "")
+    link(view.at("runs", "jobs"), "See them among the jobs", ":material/list_alt:")

@@ -11,10 +11,10 @@ from binade.app.control import Control
 from binade.app.figure import Column, Drawn, Figure, Table, Text, source
 from binade.app.params import One
 from binade.app.questions.advise import charts
-from binade.app.questions.depth.charts import depth_height
 from binade.app.questions.predictions import compute
 from binade.app.questions.predictions.question import COLUMNS as MEASURED
 from binade.app.questions.question import Question
+from binade.app.questions.shared import layer_chart
 from binade.app.questions.shared.labels import layer_names
 from binade.app.questions.shared.runs import same_model
 from binade.app.questions.shared.selection import Selection
@@ -93,7 +93,7 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
     subtitle = f"ring: the advice, {found.bits:.2f} bits"
     frontier = charts.frontier(found.frontier, found.bits, found.change, subtitle)
     heat = charts.bits(forward, "Bits that forward operands get", "bright: more bits")
-    height = max(420, depth_height(forward.assign(row=forward["module"] + forward["tensor_name"])))
+    height = max(420, layer_chart.height(forward.assign(row=forward["module"] + forward["tensor_name"])))
     items: list[Any] = [
         Figure("frontier", frontier, found.frontier, words, height=height, group="advice"),
         Figure(
@@ -149,7 +149,8 @@ ADVISE = Question(
     title="Advise",
     icon=":material/tune:",
     help="The smallest predicted loss change within a bit budget, as a recipe to train",
-    page="advise",
+    page="map",
+    view="advise",
     draw=draw,
     of_runs=True,
     beyond=same_model,

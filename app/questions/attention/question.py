@@ -15,7 +15,7 @@ from binade.app.figure import Controls, Drawn, Figure, grid, source
 from binade.app.params import One, Whole
 from binade.app.questions.attention import charts, compute
 from binade.app.questions.question import Question
-from binade.app.questions.shared.selection import SelectedTensor
+from binade.app.questions.shared.selection import Of, SelectedTensor
 from binade.app.report.section import ReportSelection, Section, slug
 from binade.data.catalog import CatalogError
 from binade.data.evidence import SHARE, Measure, Sentence, exact, extreme, leaders, say, together
@@ -208,6 +208,7 @@ ATTENTION = Question(
     icon=":material/visibility:",
     help="Probabilities, entropy and scores, head by head",
     page="tensor",
+    of=Of.TENSOR,
     view="attention",
     draw=draw,
     controls=(MAP, HEAD, SEQUENCE),

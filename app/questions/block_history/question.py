@@ -15,7 +15,7 @@ from binade.app.questions.block_history import charts, compute
 from binade.app.questions.question import Question
 from binade.app.questions.shared.event_marks import with_events
 from binade.app.questions.shared.scope import scoped
-from binade.app.questions.shared.selection import Board
+from binade.app.questions.shared.selection import Board, Of
 from binade.app.report.section import ReportSelection, Section
 from binade.data import evidence
 from binade.data.evidence import SHARE, Sentence, exact, say
@@ -125,12 +125,12 @@ def report(selection: ReportSelection) -> Iterator[Section]:
 
 BLOCK_HISTORY = Question(
     text="Which blocks fail over time?",
-    title="Blocks",
+    title="Blocks over time",
     icon=":material/grid_view:",
     help="SQNR, scales and crest factors of blocks, over iterations and layers",
-    page="worst",
+    page="compare",
+    of=Of.BOARD,
     view="blocks",
-    ignores=frozenset(("metric",)),
     controls=(QUANTITY,),
     draw=draw,
     of_runs=True,

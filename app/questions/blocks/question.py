@@ -13,7 +13,7 @@ from binade.app.params import One, Whole
 from binade.app.questions.blocks import charts, compute
 from binade.app.questions.question import Question, not_in_report
 from binade.app.questions.shared.rounded import Subject, about_format
-from binade.app.questions.shared.selection import SelectedTensor
+from binade.app.questions.shared.selection import Of, SelectedTensor
 from binade.app.style import MEASURES, power_of_two
 from binade.data.evidence import Sentence, exact, say, spread_of, together
 from binade.data.text import short
@@ -168,6 +168,7 @@ BLOCKS = Question(
     icon=":material/view_module:",
     help="Scales and SQNR block by block, down to the values",
     page="tensor",
+    of=Of.TENSOR,
     view="blocks",
     draw=draw,
     of_values=True,

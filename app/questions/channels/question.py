@@ -11,11 +11,10 @@ from binade.app.control import Control
 from binade.app.figure import Column, Controls, Drawn, Figure, Item, Table, source
 from binade.app.params import known_tensor
 from binade.app.questions.channels import charts, compute
-from binade.app.questions.depth import charts as depth_charts
 from binade.app.questions.question import Question
+from binade.app.questions.shared import board_charts, layer_chart
 from binade.app.questions.shared.event_marks import with_events
 from binade.app.questions.shared.selection import Selection
-from binade.app.questions.training import charts as training_charts
 from binade.app.style import MEASURES
 from binade.data.evidence import Estimate, Sentence, each_of, exact, extreme, say, spread_of, together
 from binade.data.tensor_kinds import label_of
@@ -70,18 +69,18 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
     iterations = found.hot["iteration"].nunique()
     heat = Figure(
         "channel_persistence",
-        depth_charts.depth(places, measure, f"{title} by layer and tensor", f"mean over {iterations:,} iterations"),
+        layer_chart.by_layer(places, measure, f"{title} by layer and tensor", f"mean over {iterations:,} iterations"),
         places,
         caption,
         note=f"{measure.label}: {measure.definition}. Bright: the same channels stay hot.",
         hint="Click a cell to open its hottest tensor.",
-        height=depth_charts.depth_height(places),
+        height=layer_chart.height(places),
         choose="tensor_id",
     )
     table = compute.by_iteration(found)
     lines = Figure(
         "channel_persistence_lines",
-        training_charts.training(
+        board_charts.by_iteration(
             table, measure, f"{title} by iteration", "compared with the previous recorded iteration"
         ),
         table,
@@ -140,12 +139,11 @@ def _verdict(found: compute.Persistence) -> Sentence:
 
 CHANNELS = Question(
     text="Do outlier channels persist?",
-    title="Channels",
+    title="Hot channels",
     icon=":material/view_column:",
     help="Hot channels over iterations, and how many of them stay hot, by layer",
-    page="worst",
+    page="compare",
     view="channels",
-    ignores=frozenset(("metric", "format")),
     controls=(HOT,),
     draw=draw,
     of_runs=True,

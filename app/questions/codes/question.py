@@ -12,7 +12,7 @@ from binade.app.figure import Drawn, Figure
 from binade.app.questions.codes import charts, compute, hifp8
 from binade.app.questions.question import Question
 from binade.app.questions.shared.rounded import about_format
-from binade.app.questions.shared.selection import SelectedTensor
+from binade.app.questions.shared.selection import Of, SelectedTensor
 from binade.app.report.section import ReportSelection, Section
 from binade.data.evidence import SHARE, Measure, exact, say, together
 from binade.quant.blocks import DENORMAL, ZERO
@@ -87,6 +87,7 @@ CODES = Question(
     icon=":material/tag:",
     help="Codes, their precision and their entropy",
     page="tensor",
+    of=Of.TENSOR,
     view="codes",
     draw=draw,
     of_values=True,

@@ -20,12 +20,8 @@ def differences(table: pd.DataFrame, limit: float | None, first: int | None, sub
     shown = table.drop(columns=["shape", "shape_b", "at"]).assign(
         drawn=table["difference"].clip(low, high), label=table["difference"].map(lambda value: short(value, 3))
     )
-    operations = [name for name in style.OPERATIONS if name in set(shown["operation"])]
-    color = alt.Color(
-        "operation:N",
-        scale=alt.Scale(domain=operations, range=[style.OPERATIONS[name] for name in operations]),
-        legend=style.legend(operations, "operation"),
-    )
+    scale = style.operation_scale(shown["operation"])
+    color = alt.Color("operation:N", scale=scale, legend=style.legend(scale.domain, "operation"))
     marks = (
         alt.Chart(shown)
         .mark_circle(size=45, cursor="pointer", opacity=0.9)

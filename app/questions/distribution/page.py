@@ -7,15 +7,13 @@ from typing import Any
 import pandas as pd
 import streamlit as st
 
-from binade.app import show
-from binade.app.address import plain, write
+from binade.app import address
+from binade.app import show as show_items
 from binade.app.figure import Column
-from binade.app.formatting import big, bytes_text
-from binade.app.params import Params
-from binade.app.questions.distribution.question import DISTRIBUTION, MAX_SELECTED
-from binade.app.questions.shared.selection import Selection
-from binade.app.questions.view import show_question
-from binade.app.state import view_page
+from binade.app.formatting import big, bytes_text, plain
+from binade.app.questions import layout
+from binade.app.questions.distribution.question import MAX_SELECTED
+from binade.app.view import Reading, View
 from binade.data.catalog import Catalog, Totals
 from binade.data.filter import Filter
 
@@ -46,15 +44,13 @@ COLUMNS = {
 }
 
 
-@view_page("explore", "Explore", DISTRIBUTION.params)
-def page(opened: Catalog, where: Filter, params: Params) -> None:
+def show(opened: Catalog, view: View, reading: Reading) -> None:
+    where = reading.where
     totals = opened.totals(where)
     _totals(totals, where)
     rows, shown, config = opened.kept(("displayed", where), lambda: _displayed(opened, where))
-    chosen = _table(totals.tensors, where, rows, shown, config)
-    write(where, params, tensor=chosen)
-    values = {name: st.session_state[name] for name in params}
-    show_question(DISTRIBUTION, Selection(opened, where, tuple(chosen)), values)
+    _table(totals.tensors, view, rows, shown, config)
+    layout.show_question(opened, view, reading)
 
 
 def _totals(totals: Totals, where: Filter) -> None:
@@ -75,28 +71,40 @@ def _displayed(opened: Catalog, where: Filter) -> tuple[pd.DataFrame, pd.DataFra
     """The filter's tensors, and what `show.displayed` makes of them."""
     rows = opened.tensors(where, limit=MAX_ROWS)
     shapes = rows["shape"].map(lambda shape: " × ".join(map(str, shape)))
-    return rows, *show.displayed(rows.assign(shape=shapes), COLUMNS)
+    return rows, *show_items.displayed(rows.assign(shape=shapes), COLUMNS)
 
 
-def _table(total: int, where: Filter, rows: pd.DataFrame, shown: pd.DataFrame, config: dict[str, Any]) -> list[str]:
-    """The tensors as a table; the ids of those that are selected in it."""
+def _table(total: int, view: View, rows: pd.DataFrame, shown: pd.DataFrame, config: dict[str, Any]) -> None:
+    """The tensors as a table; those that the view names are selected in it."""
     note = f" The first {MAX_ROWS:,} of {total:,} are listed; charts cover all." if total > MAX_ROWS else ""
     st.markdown(f"**Tensors** · select rows to see single tensors, or none to see all of them.{note}")
-    wanted = st.query_params.get_all("tensor")[:MAX_SELECTED]
-    default = [index for index, tensor_id in enumerate(rows["tensor_id"]) if tensor_id in wanted]
-    event = st.dataframe(
+    ids = rows["tensor_id"].tolist()
+    wanted = view.params.get("tensor", [])
+    default = [index for index, tensor_id in enumerate(ids) if tensor_id in wanted]
+    state = st.session_state
+    # If the rows change, or the view was changed elsewhere, the view determines which rows are selected.
+    known = (hash(tuple(ids)), tuple(wanted))
+    if state.get("tensors_known") != known:
+        state["tensors_visit"] = state.get("tensors_visit", 0) + 1
+        state["tensors_known"] = known
+    key = f"tensors_{state['tensors_visit']}"
+
+    def choose() -> None:
+        chosen = [ids[index] for index in state[key]["selection"]["rows"] if index < len(ids)]
+        if len(chosen) > MAX_SELECTED:
+            st.toast(f"{len(chosen)} tensors are selected; the first {MAX_SELECTED} are drawn.", icon=":material/info:")
+        chosen = chosen[:MAX_SELECTED]
+        state["tensors_known"] = (known[0], tuple(chosen))
+        address.change(tensor=chosen)
+
+    st.dataframe(
         shown,
-        # If the filter or the rows change, or another URL is opened, the URL determines which rows are selected.
-        key=f"tensors_{hash((where, tuple(rows['tensor_id']), st.session_state['visit']))}",
+        key=key,
         hide_index=True,
         height=318,
         placeholder="–",
-        on_select="rerun",
+        on_select=choose,
         selection_mode="multi-row",
         selection_default={"selection": {"rows": default}} if default else None,
         column_config=config,
     )
-    chosen = [index for index in event["selection"]["rows"] if index < len(rows)]
-    if len(chosen) > MAX_SELECTED:
-        st.warning(f"{len(chosen)} tensors are selected; the first {MAX_SELECTED} are drawn.", icon=":material/info:")
-    return rows["tensor_id"].iloc[chosen[:MAX_SELECTED]].tolist()

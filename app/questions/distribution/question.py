@@ -13,19 +13,19 @@ from binade.app import style
 from binade.app.control import Control
 from binade.app.figure import Chart, Column, Drawn, Figure, Item, Table, Text, source
 from binade.app.formatting import big
-from binade.app.params import TITLES, One
+from binade.app.params import TITLES, One, known_tensor
 from binade.app.questions.question import Question
 from binade.app.questions.shared import distribution_charts, distributions, format_charts
 from binade.app.questions.shared.distributions import FINE_BIN, Distribution
 from binade.app.questions.shared.labels import group_name, unique_labels
 from binade.app.questions.shared.laws import LAWS, distance_to, fit, qq
-from binade.app.questions.shared.runs import given_names
+from binade.app.questions.shared.runs import given_names, labels_of
 from binade.app.questions.shared.scope import scope_of, scoped
 from binade.app.questions.shared.selection import Selection
 from binade.app.report.section import ReportSelection, Section, slug
 from binade.app.report.section import Table as ReportTable
 from binade.data.catalog import Catalog, CatalogError
-from binade.data.filter import Filter
+from binade.data.filter import INTEGER_FIELDS, Filter
 from binade.data.store import TensorFileError
 from binade.data.text import one_line
 from binade.quant.metrics import METRICS
@@ -78,7 +78,9 @@ class Groups:
         """What is not drawn, or is drawn from sketches."""
         found = []
         if self.of > MAX_SELECTED:
-            found.append(Text(f"{self.of} groups: the {MAX_SELECTED} with the most values are drawn."))
+            most = f"the {MAX_SELECTED} with the most values"
+            which = f"{MAX_SELECTED}, spread evenly," if self.field in INTEGER_FIELDS else most
+            found.append(Text(f"{self.of} groups: {which} are drawn."))
         if self.not_kept:
             names = "; ".join(self.not_kept)
             found.append(Text(f"The values of {names} were not kept: drawn from the sketch instead.", "problem"))
@@ -94,14 +96,14 @@ class Groups:
 
 
 def _controls(selection: Selection, values: dict[str, Any]) -> list[Control]:
-    if not selection.tensors:
+    if not values["tensor"]:
         return [BY, AXIS, LAW]
     help = "Each selected tensor is shown separately. Clear the selection to compare groups"
     return [replace(BY, disabled=True, help=help), AXIS, LAW]
 
 
 def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
-    opened, tensors, by = selection.opened, list(selection.tensors), values["by"]
+    opened, tensors, by = selection.opened, list(values["tensor"]), values["by"]
     where = scoped(opened, selection.where, (by,))
     chosen = opened.rows_of(tensors[:MAX_SELECTED])
     ids = chosen["tensor_id"].tolist() or None
@@ -135,7 +137,9 @@ def groups_of(opened: Catalog, where: Filter, chosen: pd.DataFrame, by: str) -> 
         return _exact(opened, chosen)
     found = distributions.distributions(opened, where, by)
     total, groups = opened.totals(where).tensors, len(found)
-    if groups > MAX_SELECTED:
+    if groups > MAX_SELECTED and by in INTEGER_FIELDS:  # they have an order, and often as many values each
+        found = [found[index * (groups - 1) // (MAX_SELECTED - 1)] for index in range(MAX_SELECTED)]
+    elif groups > MAX_SELECTED:
         least = sorted(d.total for d in found)[-MAX_SELECTED]
         found = [d for d in found if d.total >= least][:MAX_SELECTED]
     text = f"{total:,} tensor{'s' * (total != 1)} · {scope_of(opened, where)} · from sketches"
@@ -249,7 +253,7 @@ def moments(opened: Catalog, where: Filter, chosen: pd.DataFrame, by: str) -> pd
     """`Catalog.moments` of the groups, or of each chosen tensor; `group` is its name."""
     if chosen.empty:
         table = opened.moments(where, by)
-        names = given_names(opened) if by == "run_id" else None
+        names = labels_of(opened) if by == "run_id" else None
         return table.assign(group=table["group"].map(partial(group_name, names=names)))
     ids = chosen["tensor_id"].tolist()
     table = opened.moments(Filter(), "tensor_id", ids).set_index("group").loc[ids].reset_index()
@@ -314,11 +318,12 @@ DISTRIBUTION = Question(
     title="Explore",
     icon=":material/query_stats:",
     help="Histograms, Q–Q plots, boxes and statistics of any selection",
-    page="explore",
+    page="compare",
+    view="explore",
     draw=draw,
     controls=(BY, AXIS, LAW),
+    takes={"tensor": partial(known_tensor, several=True)},
     narrow=_controls,
-    on_overview=False,
     layout="binade.app.questions.distribution.page",
     report=report,
 )

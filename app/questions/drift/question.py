@@ -3,6 +3,7 @@ matched by identity."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,9 +17,10 @@ from binade.app.questions.drift import charts, compute, twin
 from binade.app.questions.question import Question, not_in_report
 from binade.app.questions.shared import distribution_charts
 from binade.app.questions.shared.distributions import log2_histogram
-from binade.app.questions.shared.runs import compared_to, every_run, labels_of, run_titles
-from binade.app.questions.shared.selection import SelectedTensor
-from binade.data.catalog import CatalogError
+from binade.app.questions.shared.runs import compared_to, every_run, labels_of, references_of, run_titles
+from binade.app.questions.shared.selection import Of, SelectedTensor
+from binade.data.catalog import Catalog, CatalogError
+from binade.data.filter import Filter
 from binade.data.same_data import equal_weights
 from binade.data.store import TensorFileError
 from binade.data.twin import Twin, read_twins
@@ -186,6 +188,11 @@ def compared(selected: SelectedTensor, given: Candidates, run: str) -> Drawn:
     return Drawn((*items, Table("three_way", found.table, columns, note=NOTE)), found.verdict)
 
 
+def _beyond(opened: Catalog, where: Filter, run_ids: Collection[str]) -> Iterable[str]:
+    """The bf16 runs of these; of a bf16 run, its quantized runs, the first of which is shown if none is chosen."""
+    return [*references_of(opened, where, run_ids), *compared_to(opened, where, run_ids)]
+
+
 DRIFT = Question(
     text="Is the difference rounding or drift?",
     title="Rounding or drift",
@@ -193,11 +200,12 @@ DRIFT = Question(
     help="The bias and variance of gradients in a twin step; without one, the bf16 run’s tensor, the same tensor "
     "rounded, and the quantized run’s",
     page="tensor",
+    of=Of.TENSOR,
     view="drift",
     draw=draw,
     controls=(RUN,),
     narrow=_controls,
     of_runs=True,
-    beyond=compared_to,  # without a run in its address, the first
+    beyond=_beyond,
     report=not_in_report,
 )

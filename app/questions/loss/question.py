@@ -11,12 +11,11 @@ from binade.app import style
 from binade.app.figure import Column, Drawn, Figure, Table
 from binade.app.questions.loss import charts, compute
 from binade.app.questions.question import Question
-from binade.app.questions.ranking import charts as ranking_charts
-from binade.app.questions.shared import boards
+from binade.app.questions.shared import board_charts, boards
 from binade.app.questions.shared.board_charts import BARS
 from binade.app.questions.shared.boards import LOSS_CHANGE
 from binade.app.questions.shared.scope import rounding
-from binade.app.questions.shared.selection import Board
+from binade.app.questions.shared.selection import Board, Of
 from binade.app.report.section import ReportSelection, Section
 from binade.app.style import MEASURES
 from binade.data import evidence
@@ -44,7 +43,7 @@ def draw(board: Board, values: dict[str, Any]) -> Drawn:
     table = found.table
     batches = int(table["micro_batches"].max())
     over = f"the mean over {batches:,} micro-batches" if batches > 1 else "one micro-batch"
-    bars = ranking_charts.ranking(
+    bars = board_charts.ranking(
         table, measure, board.title(", largest first"), f"{min(len(table), BARS)} of {len(table):,} places · {over}"
     )
     ranked = Figure(
@@ -54,7 +53,7 @@ def draw(board: Board, values: dict[str, Any]) -> Drawn:
         board.caption(f"{len(table):,} places (layer, module, tensor)"),
         note=board.definition,
         hint="Click a bar to open its tensor.",
-        height=ranking_charts.ranking_height(table),
+        height=board_charts.ranking_height(table),
         choose="tensor_id",
     )
     height = 380 + style.legend_height(sorted(set(table["tensor_name"].dropna())))
@@ -129,9 +128,9 @@ LOSS = Question(
     title="Loss",
     icon=":material/trending_down:",
     help="Predicted change in the loss by operand, and its SQNR",
-    page="worst",
+    page="compare",
+    of=Of.BOARD,
     view="loss",
-    ignores=frozenset(("metric",)),
     draw=draw,
     report=report,
 )

@@ -10,9 +10,9 @@ import pandas as pd
 from binade.app.figure import Column, Drawn, Figure, Item, Table, Text, source
 from binade.app.questions.noise import charts, compute
 from binade.app.questions.question import Question
+from binade.app.questions.shared import board_charts
 from binade.app.questions.shared.event_marks import with_events
-from binade.app.questions.shared.selection import Board
-from binade.app.questions.training import charts as training_charts
+from binade.app.questions.shared.selection import Board, Of
 from binade.app.style import MEASURES
 from binade.data import evidence
 from binade.data.evidence import Sentence
@@ -92,7 +92,7 @@ def _of_weights(board: Board, weights: pd.DataFrame, places: pd.DataFrame) -> li
         if table.empty:
             continue
         definition = f"{measure.label}: {measure.definition}."
-        chart = training_charts.training(table, measure, title, subtitle)
+        chart = board_charts.by_iteration(table, measure, title, subtitle)
         caption = f"{source(board.where, what)}\n{definition}"
         found.append(
             Figure(name, chart, table, caption, note=definition, height=340, choose="tensor_id", group="weights")
@@ -183,9 +183,9 @@ NOISE = Question(
     icon=":material/ssid_chart:",
     help="Weights that flip between rounded values or lie at a bin’s edge, and gradients compared with their rounding "
     "noise",
-    page="worst",
+    page="compare",
+    of=Of.BOARD,
     view="noise",
-    ignores=frozenset(("metric",)),
     draw=draw,
     of_runs=True,
 )

@@ -15,7 +15,7 @@ from binade.app.questions.question import Question, not_in_report
 from binade.app.questions.shared import distribution_charts, distributions, laws
 from binade.app.questions.shared.distribution_charts import LAW_TITLES
 from binade.app.questions.shared.distributions import Distribution
-from binade.app.questions.shared.selection import SelectedTensor
+from binade.app.questions.shared.selection import Of, SelectedTensor
 from binade.app.style import MEASURES
 from binade.data.catalog import CatalogError
 from binade.data.evidence import SHARE, Measure, Sentence, exact, leaders, listed, say, together, with_error
@@ -189,6 +189,7 @@ NORMALITY = Question(
     icon=":material/show_chart:",
     help="Q–Q plots against theoretical distributions, other tensors and selections",
     page="tensor",
+    of=Of.TENSOR,
     view="law",
     draw=draw,
     controls=(LAW, OTHER),

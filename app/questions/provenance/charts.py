@@ -31,8 +31,7 @@ def chain(table: pd.DataFrame, title: str, subtitle: str) -> alt.LayerChart:
     lines = base.mark_line(strokeWidth=1.4, opacity=0.6).encode(
         color=style.color(groups, "rank", line=True), order="order:Q"
     )
-    directions = list(dict.fromkeys(shown["operation"]))
-    scale = alt.Scale(domain=directions, range=[style.OPERATIONS[each] for each in directions])
+    scale = style.operation_scale(shown["operation"])
     points = base.mark_point(filled=True, size=70, opacity=1).encode(
         color=alt.Color("operation:N", scale=scale, legend=alt.Legend(title="direction", orient="bottom"))
     )

@@ -10,36 +10,30 @@ from typing import Any
 
 import streamlit as st
 
-from binade.app.address import link, plain, write
-from binade.app.params import Params
+from binade.app.address import link
+from binade.app.formatting import plain
+from binade.app.questions import layout
 from binade.app.questions.recipes import compute
-from binade.app.questions.recipes.question import NOTE, OF_DATA, OF_RUNS, RECIPES, runs_in
+from binade.app.questions.recipes.question import RECIPES, runs_in
 from binade.app.questions.shared.selection import Selection
-from binade.app.questions.view import show_question
-from binade.app.state import view_page
+from binade.app.view import Reading, View
 from binade.collector import jobs
 from binade.collector.recipes.files import label
 from binade.collector.training.config import ConfigError, RunConfig
 from binade.data.access import ReadOnlyError, read_only
 from binade.data.catalog import Catalog
-from binade.data.filter import FIELDS, Filter
 from binade.data.runs import DONE
 
 SEEDS = 3
 FAILED = (ConfigError, jobs.JobError, jobs.SubmissionError, ReadOnlyError, OSError)
 
 
-@view_page("recipes", RECIPES.title, RECIPES.params, RECIPES.of_fields)
-def page(opened: Catalog, where: Filter, params: Params) -> None:
-    write(where, params)
-    st.caption(NOTE)
-    selection = Selection(opened, where.without(*set(FIELDS).difference(OF_DATA + OF_RUNS)))
-    show_question(RECIPES, selection, {name: st.session_state[name] for name in params})
-    write(where, params)
-    _repeat(selection, {name: st.session_state[name] for name in params})
+def show(opened: Catalog, view: View, reading: Reading) -> None:
+    layout.show(opened, view, reading)
+    _repeat(Selection(opened, reading.where.without(*RECIPES.ignored_fields)), reading.values, view)
 
 
-def _repeat(selection: Selection, values: dict[str, Any]) -> None:
+def _repeat(selection: Selection, values: dict[str, Any], view: View) -> None:
     """Offer to queue the runs that are compared by one seed with further seeds."""
     opened = selection.opened
     run_ids = compute.with_one_seed(runs_in(selection, values))
@@ -56,7 +50,7 @@ def _repeat(selection: Selection, values: dict[str, Any]) -> None:
     runs = [config for config in runs if config not in known]
     if not runs:
         st.caption(f"Their repetitions with {SEEDS} seeds are queued.")
-        link("jobs", "See them on the Jobs page", Filter(), ":material/list_alt:", "")
+        link(view.at("runs", "jobs"), "See them among the jobs", ":material/list_alt:")
         return
     st.caption(f"To repeat what has one seed in a terminal, with {SEEDS} seeds in all:")
     where = f"--tensor-save-dir {shlex.quote(str(opened.root))}"
@@ -75,7 +69,7 @@ def _repeat(selection: Selection, values: dict[str, Any]) -> None:
         st.error(plain(f"Nothing was queued: {error}."), icon=":material/error:")
         return
     st.success(f"{len(runs)} runs are queued. When they are done, this page compares them.", icon=":material/check:")
-    link("jobs", "See them on the Jobs page", Filter(), ":material/list_alt:", "")
+    link(view.at("runs", "jobs"), "See them among the jobs", ":material/list_alt:")
 
 
 def _trained_with(opened: Catalog, run_id: str, description: Mapping[str, Any]) -> RunConfig:

@@ -58,7 +58,7 @@ NAMED = 4  # runs in the answer
 ONE_SEED = "The gaps of successive iterations depend on each other, so one seed has no interval."
 MAX_GRADIENT_VALUES = 1 << 26  # that a report reads to compare gradients with bf16's
 Compare = Callable[[str, str, str, int], tuple[pd.DataFrame, int]]
-VIEW = Control(name="view", label="View", param=One(tuple(VIEWS)), titles=VIEWS, row="what")
+VIEW = Control(name="of", label="View", param=One(tuple(VIEWS)), titles=VIEWS, row="what")
 GRADIENT = Control(
     name="gradient", label="Gradient", param=One(GRADIENTS), titles={name: label_of(name) for name in GRADIENTS},
     row="gradients", width=2,
@@ -114,11 +114,11 @@ RUNGS = {
 def _controls(selection: Selection, values: dict[str, Any]) -> list[Control]:
     runs = every_run(selection.opened)
     against = replace(AGAINST, options=(BASE, *runs["run_id"][::-1]), titles=run_titles(runs) | dict(AGAINST.titles))
-    if values["view"] == "cost":
+    if values["of"] == "cost":
         return [VIEW, against]
     iterations = iterations_of(selection.opened, values["gradient"])
     at = [replace(AT, options=iterations)] if len(iterations) > 1 else []
-    if values["view"] == "gradients":
+    if values["of"] == "gradients":
         return [VIEW, GRADIENT, *at]
     names = [ladder.name for ladder in ladders(runs_of(selection.opened, selection.where)["recipe"].dropna())]
     if not names:
@@ -132,19 +132,19 @@ def draw(
 ) -> Drawn:
     opened, where = selection.opened, selection.where
     table = runs_with_reference(runs_of(opened, where), opened.parts())
-    if values["view"] == "ladder":
+    if values["of"] == "ladder":
         found = {ladder.name: ladder for ladder in ladders(table["recipe"].dropna())}
         if (chosen := _chosen(found, values["ladder"])) is None:
             return Drawn(problems=(NO_ABLATION,))
         return ladder(opened, where, table, chosen, values["gradient"], values["at"], partial(compare, opened), done)
     base = BASE
-    if values["view"] == "cost" and values["against"] != BASE:
+    if values["of"] == "cost" and values["against"] != BASE:
         table, base = _against(opened, table, values["against"])
         if not has_reference(table):
             return Drawn(problems=(f"No other run in the filter saw the same data as {base}.",))
     if not has_reference(table):
         return Drawn(problems=(no_reference(table),))
-    if values["view"] == "cost":
+    if values["of"] == "cost":
         return cost(opened, where, table, base)
     name = values["gradient"]
     iterations = iterations_of(opened, name)
@@ -172,11 +172,11 @@ def runs_in(selection: Selection, values: dict[str, Any]) -> pd.DataFrame:
     """The runs that these values of the controls compare: of `runs_with_reference`."""
     opened, where = selection.opened, selection.where
     table = runs_with_reference(runs_of(opened, where), opened.parts())
-    if values["view"] == "ladder":
+    if values["of"] == "ladder":
         found = {ladder.name: ladder for ladder in ladders(table["recipe"].dropna())}
         chosen = _chosen(found, values["ladder"])
         return table[table["recipe"].isin([rung.recipe for rung in chosen.rungs] if chosen else [])]
-    if values["view"] == "cost" and values["against"] != BASE:
+    if values["of"] == "cost" and values["against"] != BASE:
         return _against(opened, table, values["against"])[0]
     return table
 
@@ -243,7 +243,9 @@ def cost(opened: Catalog, where: Filter, table: pd.DataFrame, base: str = BASE) 
     listed = costs.merge(table[["run_id", *PARTS]], on="run_id")
     unused = [part for part in PARTS if (listed[part] == "bf16").all()]
     columns = {name: column for name, column in COLUMNS.items() if name not in unused}
-    answer = Drawn((*figures, Table("costs", listed, columns)), _answer(recipes, base))
+    without = table.loc[table["quantized"] & table["reference"].isna(), "label"].tolist()
+    left = (f"Left out, because no bf16 run saw the same data: {evidence.listed(without)}.",) * bool(without)
+    answer = Drawn((*figures, Table("costs", listed, columns)), _answer(recipes, base), left)
     return with_events(answer, opened, Filter(run_id=tuple(each.run_id for each in latest)))
 
 
@@ -532,7 +534,8 @@ RECIPES = Question(
     title="Recipes",
     icon=":material/balance:",
     help="QK, PV or linear layers: the loss and gradients of each recipe compared with bf16, and its ablation",
-    page="recipes",
+    page="compare",
+    view="recipes",
     draw=draw,
     of_runs=True,
     of_fields=OF_DATA + OF_RUNS,

@@ -10,9 +10,9 @@ import pandas as pd
 
 from binade.app import style
 from binade.app.figure import Column, Drawn, Figure, Table, source
-from binade.app.questions.depth import charts as depth_charts
 from binade.app.questions.question import Question
 from binade.app.questions.results import charts, compute
+from binade.app.questions.shared import layer_chart
 from binade.app.questions.shared.labels import layer_names
 from binade.app.questions.shared.scope import scope_of, scoped
 from binade.app.questions.shared.selection import Selection
@@ -56,12 +56,12 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
     )
     heat = Figure(
         "results",
-        depth_charts.depth(cells, SQNR, "SQNR of GEMM results", scope_of(opened, where)),
+        layer_chart.by_layer(cells, SQNR, "SQNR of GEMM results", scope_of(opened, where)),
         table,
         words,
         note="Brighter cells are worse.",
         hint="Click a cell to open its result.",
-        height=depth_charts.depth_height(cells),
+        height=layer_chart.height(cells),
         choose="tensor_id",
     )
     items: list[Figure | Table] = [heat]
@@ -99,8 +99,7 @@ RESULTS = Question(
     title="GEMMs",
     icon=":material/calculate:",
     help="Errors of results in forward, dgrad and wgrad, compared with those of their operands",
-    page="worst",
+    page="compare",
     view="gemms",
-    ignores=frozenset(("metric", "format")),
     draw=draw,
 )

@@ -103,3 +103,49 @@ def axis_domain(figures: pd.Series) -> list[float]:
     low = min(float(low), 0.0) if pd.notna(low) else 0.0
     high = max(float(high), 0.0) if pd.notna(high) else 0.0
     return [low * 1.1, high * 1.3 if high > low else low + 1.0]
+
+
+def ranking(table: pd.DataFrame, measure: Measure, title: str, subtitle: str | list[str]) -> alt.LayerChart:
+    """The first BARS rows of `boards.ranking` as bars, worst at the top, colored by operation."""
+    shown = with_labels(table.head(BARS), measure)
+    scale = style.operation_scale(shown["operation"])
+    legend = alt.Legend(title=None, orient="top", offset=0) if shown["operation"].nunique() > 1 else None
+    color = alt.Color("operation:N", scale=scale, legend=legend)
+    chart = bars(shown, measure, "place", shown["place"].tolist(), color, axis_domain(shown["figure"]))
+    return chart.properties(title=style.title(title, subtitle))
+
+
+def ranking_height(table: pd.DataFrame) -> int:
+    """Height of a ranking in pixels."""
+    return 150 + 24 * min(len(table), BARS)
+
+
+def by_iteration(
+    table: pd.DataFrame, measure: Measure, title: str, subtitle: str | list[str]
+) -> alt.Chart | alt.LayerChart:
+    """Chart of values by iteration and layer: one line per layer, in the order of their colors."""
+    shown = with_labels(table, measure).dropna(subset=["figure"])
+    shown["layer"] = shown["layer_index"].astype(int)
+    layers = sorted(shown["layer"].unique().tolist())
+    choice = style.choice("tensor_id")
+    kind = scale_type(shown, measure)
+    y_scale = alt.Scale(type="log") if kind == "log" else alt.Scale(zero=False)
+    x_axis = alt.Axis(tickMinStep=1, format="d")
+    lines: alt.Chart = (
+        alt.Chart(shown)
+        .mark_line(strokeWidth=1.8, point=alt.OverlayMarkDef(size=45, cursor="pointer"))
+        .encode(
+            x=alt.X("iteration:Q", title="iteration", axis=x_axis, scale=alt.Scale(nice=False, padding=16)),
+            y=alt.Y("figure:Q", title=measure.axis, scale=y_scale),
+            color=layer_color(layers),
+            tooltip=[
+                alt.Tooltip("layer:O", title="layer"),
+                alt.Tooltip("iteration:Q", title="iteration"),
+                alt.Tooltip("label:N", title=measure.axis),
+                alt.Tooltip("tensors:Q", title="tensors", format=","),
+            ],
+        )
+        .add_params(choice, style.only("layer_index"))
+        .properties(title=style.title(title, subtitle))
+    )
+    return with_layer_names(lines, layers)

@@ -13,7 +13,7 @@ import pandas as pd
 
 from binade.app.questions.shared.labels import UNNAMED, layer_names
 from binade.data import evidence
-from binade.data.catalog import MICRO_BATCH, SHOWN_ERRORS, STATISTICS, Catalog
+from binade.data.catalog import MICRO_BATCH, SHOWN_ERRORS, Catalog
 from binade.data.evidence import Estimate, Measure, Named
 from binade.data.filter import Filter
 
@@ -21,7 +21,6 @@ PLACE = ("layer_index", "module", "operation", "tensor_name")
 LOSS_CHANGE = "loss_change"
 # Identifies a place in the data, which runs of one seed share.
 DATA = [name for name in MICRO_BATCH if name != "run_id"]
-METRICS = (*SHOWN_ERRORS, LOSS_CHANGE, *STATISTICS)
 
 
 def of_format(metric: str) -> bool:
@@ -93,3 +92,14 @@ def place_names(table: pd.DataFrame) -> pd.Series:
 def tensor_names(table: pd.DataFrame) -> pd.Series:
     """ "fc1 input"."""
     return table["module"].fillna("") + " " + table["tensor_name"].fillna(UNNAMED)
+
+
+def ranking(catalog: Catalog, where: Filter, fmt: str, metric: str) -> pd.DataFrame:
+    """Every place of the selection, worst first: `values` by PLACE, with place (its name) and rank from 1.
+
+    Places without a value (all zero: nothing to lose) come last.
+    """
+    table = values(catalog, where, fmt, metric, PLACE)
+    table = table.assign(place=place_names(table))
+    table = table.sort_values(["value", "place"], ascending=[metric == "sqnr_db", True], na_position="last")
+    return table.reset_index(drop=True).assign(rank=range(1, len(table) + 1))

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from binade.app.questions.shared.labels import group_name
-from binade.app.questions.shared.runs import given_names
+from binade.app.questions.shared.runs import labels_of
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 from binade.quant.backends.counts import counted, upper_counts
@@ -128,7 +128,7 @@ def distributions(
     """
     sketch = catalog.distribution(where, by, tensor_ids)
     moments = catalog.moments(where, by, tensor_ids)
-    name = partial(group_name, names=given_names(catalog) if by == "run_id" else None)
+    name = partial(group_name, names=labels_of(catalog) if by == "run_id" else None)
     moments.index = pd.Index(moments["group"].map(name))
     found = []
     for group, bins in sketch.groupby("group", sort=True, dropna=False):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
+from binade.app.formatting import first_formats
 from binade.app.questions.shared.runs import labels_of
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
@@ -67,3 +68,15 @@ def scope_of(opened: Catalog, where: Filter) -> str:
     shown = ", ".join(runs) if len(runs) <= SHOWN else f"{len(runs)} runs"
     iterations = f"iteration {where.iteration[0]}" if len(where.iteration) == 1 else "each recorded iteration"
     return " · ".join(filter(None, (shown, iterations)))
+
+
+def default_format(opened: Catalog, where: Filter) -> str:
+    """The format that is shown where none is chosen: that of the run in question, or for a run that rounds nothing the
+    scored format with the fewest bits per value. "" where nothing is scored."""
+    scored = first_formats(opened, where) or first_formats(opened)
+    own = {spec for spec in _formats_of(opened, scoped(opened, where, scored=True)) if spec in scored}
+    return next((spec for spec in scored if spec in own), next(iter(scored), ""))
+
+
+def _formats_of(opened: Catalog, where: Filter) -> list[str]:
+    return [str(spec) for spec in opened.distinct(("format",), where)["format"].dropna()]

@@ -2,32 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Any
 
 import pandas as pd
 from torch import Tensor
 
 from binade.app.figure import Drawn, Figure, source
 from binade.app.questions.shared import boards
+from binade.app.questions.shared.labels import full_labels
 from binade.app.questions.shared.rounded import Subject, subject
+from binade.app.questions.shared.runs import given_names
 from binade.app.questions.shared.scope import scope_of, scoped, unrounded
 from binade.app.style import MEASURES
-from binade.data.catalog import Catalog
+from binade.data.catalog import Catalog, CatalogError
 from binade.data.evidence import Measure
 from binade.data.filter import Filter
+from binade.data.store import TensorFileError
 from binade.data.text import plain_name
-from binade.quant.formats import FORMATS
 from binade.quant.specs import Spec
+
+MOST_LISTED = 5000  # tensors to choose from
+UNSCORED = "mxfp4"  # the format that a tensor is rounded to where none is chosen and nothing is scored
+
+
+class Of(StrEnum):
+    """What a question is asked of: the first argument of its `draw`."""
+
+    SELECTION = "selection"  # the filter's tensors: a Selection
+    BOARD = "board"  # a metric over the filter's tensors: a Board
+    TENSOR = "tensor"  # one tensor: a SelectedTensor
 
 
 @dataclass(frozen=True)
 class Selection:
-    """A catalog and a filter. tensors: the ids of tensors chosen one by one, if the page allows it."""
+    """A catalog and a filter."""
 
     opened: Catalog
     where: Filter
-    tensors: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,19 +116,20 @@ class Board(Selection):
 
 @dataclass(frozen=True, kw_only=True)
 class SelectedTensor(Selection):
-    """One tensor: its row in the index, its values, and the spec that it is rounded to.
-
-    labels: of the tensors that can be selected, by id; this one is among them.
-    """
+    """One tensor: its row in the index, its values, and the spec that it is rounded to."""
 
     row: pd.Series
     x: Tensor
     spec: Spec
-    labels: dict[str, str]
 
     @property
     def label(self) -> str:
         return self.labels[self.row["tensor_id"]]
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """The labels of the tensors that can be selected, by id; this one is among them."""
+        return listed(self.opened, self.where, self.row["tensor_id"])
 
     @property
     def dim(self) -> int:
@@ -135,6 +150,53 @@ class SelectedTensor(Selection):
         return subject(self.x, spec or self.spec, self.dim)
 
 
-def formats_first(scored: tuple[str, ...]) -> tuple[str, ...]:
-    """All formats and those that tensors were scored with, the first of these first."""
-    return tuple(dict.fromkeys((*(scored[:1] or ("mxfp4",)), *FORMATS, *scored)))
+def select(of: Of, opened: Catalog, where: Filter, values: Mapping[str, Any]) -> Selection | Drawn:
+    """What a question is asked of, for these values of the scope; the answer itself if that does not exist."""
+    if of is Of.BOARD:
+        return Board(opened, where, format=values["format"] or "", measure=MEASURES["sqnr_db"])
+    return _tensor(opened, where, values) if of is Of.TENSOR else Selection(opened, where)
+
+
+def _tensor(opened: Catalog, where: Filter, values: Mapping[str, Any]) -> SelectedTensor | Drawn:
+    if not opened.totals(where).tensors:
+        return Drawn(problems=(f"No tensor matches: {where.sentence()}.",))
+    spec, tensor_id = Spec.of(values["format"] or UNSCORED), values["tensor"]
+    if opened.moments(where, "tensor_id", [tensor_id]).empty:
+        return Drawn(problems=(f"The tensor {tensor_id} does not match the filter: {where.sentence()}.",))
+    try:
+        x = opened.load(tensor_id)
+    except CatalogError:
+        text = "The values of this tensor were not kept. Its distribution can be drawn from its sketch, on Compare."
+        return Drawn(problems=(text,))
+    except TensorFileError as error:
+        return Drawn(problems=(f"The values of the tensor cannot be read: {error}.",))
+    return SelectedTensor(opened, where, row=opened.rows_of([tensor_id]).iloc[0], x=x, spec=spec)
+
+
+def lowest(opened: Catalog, where: Filter, fmt: str) -> str | None:
+    """The worst tensor of the place with the lowest SQNR in a format, or in the first that any is scored in; the first
+    tensor of the filter if none is scored, None if there is none."""
+    scored = opened.scored_formats(where)
+    if scored:
+        within = scoped(opened, where, scored=True)
+        table = opened.errors(fmt if fmt in scored else scored[0], boards.PLACE, within)
+        if not table.empty:
+            named = table.assign(place=boards.place_names(table)).sort_values(["sqnr_db", "place"])
+            return str(named.iloc[0]["tensor_id"])
+    first = opened.tensors(where, limit=1)
+    return None if first.empty else str(first.iloc[0]["tensor_id"])
+
+
+def listed(opened: Catalog, where: Filter, tensor_id: str) -> dict[str, str]:
+    """The label of each tensor of the filter, by its id, if they are not too many; the selected one is among them."""
+    names = given_names(opened)
+
+    def labels(other: str = "") -> dict[str, str]:
+        rows = opened.tensors(where, limit=MOST_LISTED)
+        if other:
+            rows = pd.concat([opened.rows_of([other]), rows], ignore_index=True)
+        return full_labels(rows, names)
+
+    key = "labels", where, tuple(names.items())
+    found = opened.kept(key, labels)
+    return found if tensor_id in found else opened.kept((*key, tensor_id), lambda: labels(tensor_id))

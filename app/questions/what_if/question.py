@@ -19,7 +19,7 @@ from binade.app.params import Many, One
 from binade.app.questions.question import Question, not_in_report
 from binade.app.questions.shared import distribution_charts, format_charts
 from binade.app.questions.shared.distributions import Distribution, log2_histogram
-from binade.app.questions.shared.selection import SelectedTensor
+from binade.app.questions.shared.selection import Of, SelectedTensor
 from binade.app.questions.what_if import compute
 from binade.data.catalog import Catalog, CatalogError
 from binade.data.evidence import Named, Sentence, extreme, holm, leaders, paired, say, spread_of, together
@@ -259,6 +259,7 @@ WHAT_IF = Question(
     icon=":material/experiment:",
     help="Round the tensor to any formats, with any options",
     page="tensor",
+    of=Of.TENSOR,
     view="whatif",
     draw=draw,
     controls=CONTROLS,

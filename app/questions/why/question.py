@@ -12,7 +12,7 @@ import numpy as np
 from binade.app.figure import Drawn, Facts, Figure, Item, grid
 from binade.app.questions.question import Question
 from binade.app.questions.shared.rounded import Subject, about_format
-from binade.app.questions.shared.selection import SelectedTensor
+from binade.app.questions.shared.selection import Of, SelectedTensor
 from binade.app.questions.shared.unscaled import with_scale, with_scale_it_has
 from binade.app.questions.why import charts, compute
 from binade.app.report.section import ReportSelection, Section
@@ -135,6 +135,7 @@ WHY = Question(
     icon=":material/search_insights:",
     help="Magnitudes over the format’s codebook, channels, tokens",
     page="tensor",
+    of=Of.TENSOR,
     view="why",
     draw=draw,
     of_values=True,

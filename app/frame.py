@@ -1,0 +1,117 @@
+"""The frame of every page: the runs that cannot be read, the scope and the filter, the parts of the page, and the part
+that the address names. What the address asks for and does not exist is said in place of the part."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from importlib import import_module
+
+import streamlit as st
+
+from binade.app import address
+from binade.app.bar import bar, explain_nothing
+from binade.app.formatting import plain
+from binade.app.pages.registry import PAGES, moved
+from binade.app.params import read
+from binade.app.state import catalog, explain_empty, explain_refused, redraw_on_change, tell
+from binade.app.view import View
+from binade.data.access import read_only, reason
+from binade.data.filter import FIELDS
+
+
+def page_of(name: str) -> Callable[[], None]:
+    """The function that shows a page."""
+
+    def shown() -> None:
+        _show(name)
+
+    return shown
+
+
+def old_page(name: str) -> Callable[[], None]:
+    """The function that opens what an address of an earlier version names."""
+
+    def redirect() -> None:
+        query = {each: st.query_params.get_all(each) for each in st.query_params}
+        address.go(View(*moved(name, query)))
+
+    return redirect
+
+
+def _show(name: str) -> None:
+    page, view = PAGES[name], address.current(name)
+    part = page.parts.get(view.part)
+    st.title(page.title if part is None else f"{page.title} › {part.title}", anchor=False)
+    if part is None:
+        _parts(name, view)
+        st.error(plain(f"{page.title} has no part {view.part[:40]!r}."), icon=":material/link_off:")
+        return
+    module = import_module(part.layout)
+    if part.writes and read_only():
+        _parts(name, view)
+        st.info(plain(f"{part.title} is off: {reason()}."), icon=":material/lock:")
+        return
+    opened = catalog()
+    start = time.monotonic()
+    shows = "progress" if part.empty and part.question else "version"
+    before = getattr(opened, shows)
+    view = view.short(opened)
+    address.write(view)
+    explain_refused(opened)
+    if not part.empty and not opened.totals().tensors:
+        explain_empty(opened)
+        tell(opened)
+        redraw_on_change(opened, shows, before, start)
+        return
+    reading = view.read(opened)
+    if part.question:
+        found = bar(opened, view, reading)
+        _parts(name, view)
+        if reading.gone:
+            _explain_gone(view, reading.problems)
+        elif not found and not part.question.of_fields and not part.empty:
+            explain_nothing(reading.where)
+        else:
+            _warn(reading.problems)
+            module.show(opened, view, reading)
+    else:
+        _parts(name, view)
+        _warn(read(part.params(opened), view.params)[1])  # a tool has no filter
+        module.show(opened, view, reading)
+    tell(opened)
+    if part.question:
+        redraw_on_change(opened, shows, before, start)
+
+
+def _parts(name: str, view: View) -> None:
+    """The parts of a page, side by side."""
+    parts = [part for part in PAGES[name].parts.values() if not (part.writes and read_only())]
+    if len(parts) < 2 or (name == "map" and view.part == PAGES[name].first):  # the map links to its other part itself
+        return
+    titles = {part.name: part.title for part in parts}
+    st.session_state["page_part"] = view.part if view.part in titles else None
+    st.segmented_control(
+        "Part of the page", list(titles), key="page_part", format_func=lambda part: titles[part],
+        on_change=_open_part, args=(name, view), label_visibility="collapsed",
+    )  # fmt: skip
+
+
+def _open_part(name: str, view: View) -> None:
+    address.write(address.opened(view, name, st.session_state["page_part"] or view.part))
+
+
+def _warn(problems: Iterable[str]) -> None:
+    for problem in problems:
+        st.warning(plain(problem), icon=":material/link_off:")
+
+
+def _explain_gone(view: View, problems: tuple[str, ...]) -> None:
+    """What the address asks for and does not exist, and the way out."""
+    st.error("\n\n".join(map(plain, problems)), icon=":material/link_off:")
+    st.caption("Nothing else is shown in its place. It may belong to another root, or may have been deleted.")
+    kept = {name: None for name in (*FIELDS, *view.params) if name != "view"}
+    st.button(
+        "Open the page without it", icon=":material/restart_alt:", key="without_what_is_gone", on_click=address.write,
+        args=(view.changed(**kept),),
+    )  # fmt: skip

@@ -1,0 +1,142 @@
+"""What the palette finds, and what keys do: each is a view to open. No Streamlit."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+
+import pandas as pd
+
+from binade.app.pages.registry import PAGES
+from binade.app.questions.map.compute import METRICS
+from binade.app.questions.registry import QUESTIONS
+from binade.app.questions.shared.labels import full_labels
+from binade.app.questions.shared.runs import every_run, given_names, run_titles
+from binade.app.questions.shared.scope import scoped
+from binade.app.questions.shared.selection import listed
+from binade.app.style import MEASURES
+from binade.app.view import View
+from binade.data.access import read_only
+from binade.data.catalog import Catalog
+from binade.data.filter import Filter
+from binade.quant.formats import FORMATS
+from binade.quant.specs import known_specs
+
+MOST = 7  # of each kind
+KEYS = {
+    "Ctrl K": "search tensors, runs, formats, pages and questions",
+    "j, k": "next and previous tensor",
+    "[, ]": "the same operand in the previous and in the next layer",
+    "f": "next format that operands were scored in",
+    "p": "pin the first chart",
+    "?": "this list",
+    "← → ↑ ↓, Enter": "on the Map: move the selection, open the tensor",
+}
+LAYER = re.compile(r"l(?:ayer)?(\d{1,4})", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Something to open. kind: what it is, in a word."""
+
+    kind: str
+    title: str
+    detail: str
+    view: View
+
+
+def find(opened: Catalog, view: View, text: str) -> list[Entry]:
+    """What matches all words of a text: tensors of the view's run first if it names any, then everything else. For an
+    empty text, the pages and the questions."""
+    words = text.lower().split()
+    named = list(islice(_tensors(opened, view, words), MOST)) if words else []
+    found = [entry for entry in _others(opened, view) if all(word in _words_of(entry) for word in words)]
+    if not words:
+        return [entry for entry in found if entry.kind in ("page", "question", "action")]
+    kinds = dict.fromkeys(entry.kind for entry in found)
+    return [*named, *(each for kind in kinds for each in islice((e for e in found if e.kind == kind), MOST))]
+
+
+def _words_of(entry: Entry) -> str:
+    return f"{entry.kind} {entry.title} {entry.detail}".lower()
+
+
+def _others(opened: Catalog, view: View) -> Iterator[Entry]:
+    for page in PAGES.values():
+        for part in page.parts.values():
+            if part.writes and read_only():
+                continue
+            title = page.title if part.name == page.first else f"{page.title} › {part.title}"
+            if not part.question:
+                yield Entry("page", title, "", view.at(page.name, part.name))
+    for question in QUESTIONS:
+        yield Entry("question", question.text, question.place, view.at(question.page, question.view))
+    if not read_only():
+        yield Entry("action", "New collection", "train a model and record its tensors", view.at("runs", "collect"))
+    for spec in known_specs(dict.fromkeys((*opened.scored_formats(), *FORMATS))):
+        yield Entry("format", spec, "on the Map", view.at("map", format=spec))
+    for metric in METRICS:
+        yield Entry("metric", MEASURES[metric].label, "as color of the Map", view.at("map", metric=metric))
+    for run_id, title in run_titles(every_run(opened)).items():
+        yield Entry("run", title, run_id, view.at("map", run_id=run_id))
+
+
+def _tensors(opened: Catalog, view: View, words: list[str]) -> Iterator[Entry]:
+    """The tensors of the view's run and iteration that match all words; "L18" is the layer."""
+    where = scoped(opened, view.read(opened).where)
+    condition, parameters = opened.condition(where)
+    clauses = [condition]
+    for word in words:
+        if layer := LAYER.fullmatch(word):
+            clauses.append("layer_index = ?")
+            parameters = [*parameters, int(layer[1])]
+        else:
+            clauses.append("contains(lower(concat_ws(' ', module, tensor_name, operation, phase, layer_type)), ?)")
+            parameters = [*parameters, word]
+    rows = opened.ask(
+        f"SELECT tensor_id FROM tensor WHERE {' AND '.join(clauses)}"
+        " ORDER BY layer_index, module, tensor_name, micro_batch, tensor_id LIMIT ?",
+        [*parameters, MOST],
+    )
+    if rows.empty:
+        return
+    table = opened.rows_of(rows["tensor_id"].tolist())
+    labels = full_labels(table, given_names(opened))
+    for tensor_id in rows["tensor_id"]:
+        yield Entry("tensor", labels[tensor_id], "", view.at("tensor", tensor=tensor_id))
+
+
+def pressed(opened: Catalog, view: View, key: str) -> View | None:
+    """The view that a key opens; None if it means nothing here."""
+    reading = view.read(opened)
+    if key == "f":
+        scored = opened.scored_formats(reading.where)
+        if not scored:
+            return None
+        at = scored.index(reading.values["format"]) + 1 if reading.values["format"] in scored else 0
+        return view.changed(format=scored[at % len(scored)])
+    if view.page != "tensor":
+        return None
+    tensor_id = reading.values.get("tensor")
+    if tensor_id is None:
+        return None
+    if key in "jk":
+        ids = list(listed(opened, reading.where, tensor_id))
+        at = ids.index(tensor_id) + (1 if key == "j" else -1)
+        return view.changed(tensor=ids[at]) if 0 <= at < len(ids) else None
+    return _other_layer(opened, view, tensor_id, -1 if key == "[" else 1)
+
+
+def _other_layer(opened: Catalog, view: View, tensor_id: str, step: int) -> View | None:
+    """The view of the same tensor in the next layer that has it."""
+    row = opened.rows_of([tensor_id]).iloc[0]
+    names = ("run_id", "iteration", "module", "operation", "phase", "tensor_name", "micro_batch", "rank", "expert")
+    same = Filter(**{name: (row[name],) for name in names if pd.notna(row[name])})
+    rows = opened.tensors(same).sort_values("layer_index")
+    layers = rows["layer_index"].astype(float)
+    beyond = rows[layers > float(row["layer_index"])] if step > 0 else rows[layers < float(row["layer_index"])]
+    if beyond.empty:
+        return None
+    return view.changed(tensor=str(beyond.iloc[0 if step > 0 else -1]["tensor_id"]))

@@ -1,0 +1,185 @@
+"""How a page shows the answer to a question: its controls, then what `View.draw` returns, in order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from functools import partial
+from itertools import groupby
+from typing import Any, Literal
+
+import streamlit as st
+
+from binade.app import address
+from binade.app import show as show_items
+from binade.app.bar import offer_to_clear
+from binade.app.control import Control
+from binade.app.figure import Controls, Drawn, Facts, Figure, Item, Table, Text
+from binade.app.formatting import plain
+from binade.app.params import Many, Whole
+from binade.app.questions.shared.selection import Of, select
+from binade.app.view import Reading, View
+from binade.data.catalog import Catalog
+from binade.data.filter import Filter
+
+
+def show(opened: Catalog, view: View, reading: Reading) -> None:
+    """Show the answer of a view, with its note and the controls above it."""
+    question = reading.question
+    assert question
+    st.caption(plain(question.note or f"Shown: {reading.where.sentence()}."))
+    show_question(opened, view, reading)
+
+
+def show_question(opened: Catalog, view: View, reading: Reading) -> None:
+    """Show the controls and the answer of a view."""
+    question = reading.question
+    assert question
+    selected = selected_of(opened, reading)
+    if not isinstance(selected, Drawn):
+        show_controls(question.controls_of(selected, reading.values), reading.values, gap="large")
+    drawn = _draw(opened, view, question.slow)
+    if drawn is not None:
+        show_answer(opened, drawn, view, reading)
+        if not drawn.figures and not drawn.tables and question.of is not Of.TENSOR:
+            explain_absence(opened, view, reading)
+
+
+def explain_absence(opened: Catalog, view: View, reading: Reading) -> None:
+    """Say whether there is an answer without the filter, and offer to clear it if there may be one."""
+    if not reading.where.items():
+        return
+    if reading.question and reading.question.slow:
+        offer_to_clear()
+    elif view.filtered(Filter()).draw(opened).figures:
+        st.info("The filter hides what this view shows.", icon=":material/filter_alt_off:")
+        offer_to_clear()
+    else:
+        st.caption("This is not due to the filter: there is nothing to show without it, either.")
+
+
+def selected_of(opened: Catalog, reading: Reading) -> Any:
+    """What the question of a view is asked of; a Drawn if that does not exist."""
+    assert reading.question
+    return select(reading.question.of, opened, reading.where, reading.values)
+
+
+def show_controls(
+    controls: Iterable[Control], values: Mapping[str, Any], gap: Literal["small", "large"] = "small"
+) -> None:
+    """Show controls with their values, those of one row side by side."""
+    for _, row in groupby(controls, key=lambda control: control.row or control.name):
+        together = list(row)
+        columns = st.columns([each.width for each in together], gap=gap if len(together) < 3 else "small")
+        for cell, control in zip(columns, together, strict=True):
+            with cell:
+                show_control(control, values[control.name])
+
+
+def show_control(control: Control, value: Any, **more: Any) -> None:
+    """A widget with the parameter's value, limited to what is possible here."""
+    name, choices = control.name, control.choices
+    st.session_state[name] = control.possible(value)
+    common: dict[str, Any] = {"key": name, "help": control.help, "disabled": control.disabled}
+    common |= {"on_change": _changed, "args": (name,)} | more
+    if isinstance(control.param, Whole) and not choices:
+        common["value"] = None if control.param.default is None else "min"
+        low, high = control.param.low, control.param.high
+        st.number_input(control.label, low, high, step=1, placeholder=control.placeholder or None, **common)
+        return
+    if isinstance(control.param, Many):
+        common["placeholder"] = control.placeholder or None
+        st.multiselect(control.label, choices, filter_mode="contains", **common)
+        return
+    common["format_func"] = lambda value: str(control.titles.get(value, value))
+    if control.widget == "list":
+        st.selectbox(control.label, choices, **common)
+    elif control.widget == "slider":
+        st.select_slider(control.label, choices, **common)
+    else:
+        st.segmented_control(control.label, choices, required=True, **common)
+
+
+def _changed(name: str) -> None:
+    address.change(**{name: st.session_state[name]})
+
+
+def _draw(opened: Catalog, view: View, slow: str) -> Drawn | None:
+    """The answer; of a slow question with a progress bar and a stop button. None if the user has stopped it."""
+    if not slow:
+        return view.draw(opened)
+    wanted = repr(view)
+    if show_items.stopped(slow, wanted):
+        return None
+    with ExitStack() as stack:
+        bar = None
+
+        def done(count: int, of: int) -> None:
+            nonlocal bar
+            bar = bar or stack.enter_context(show_items.progress(slow, wanted))
+            bar(count, of)
+
+        return view.draw(opened, done)
+
+
+def show_answer(opened: Catalog, drawn: Drawn, view: View, reading: Reading) -> None:
+    """Show the verdict, the problems, and the items in order, those of one group side by side."""
+    if drawn.verdict:
+        show_items.verdict(drawn.verdict)
+    for problem in drawn.problems:
+        if problem not in reading.problems:  # these are shown above
+            st.info(plain(problem), icon=":material/block:")
+    for _, group in groupby(drawn.items, key=lambda item: item.group or id(item)):
+        cells: list[list[Item]] = []
+        for item in group:
+            if cells and isinstance(cells[-1][-1], Controls):
+                cells[-1].append(item)
+            else:
+                cells.append([item])
+        widths = [max(item.width for item in cell) for cell in cells]
+        places = st.columns(widths, gap="large" if len(cells) < 3 else "small")
+        for place, cell, left in zip(places, cells, [[], *cells], strict=False):
+            with place:
+                for index, item in enumerate(cell):
+                    _show(opened, item, view, reading, left[index] if index < len(left) else None)
+
+
+def _show(opened: Catalog, item: Item, view: View, reading: Reading, left: Item | None) -> None:
+    match item:
+        case Figure() | Table():
+            chosen = partial(_set, item.choose) if item.choose not in (None, "tensor_id") else None
+            beside = left if isinstance(left, Figure) else None
+            picked = (
+                show_items.draw(item, chosen, left=beside)
+                if isinstance(item, Figure)
+                else show_items.table(item, chosen)
+            )
+            if item.choose == "tensor_id":
+                open_tensor(picked, view)
+        case Controls():
+            show_controls(item.controls, reading.values)
+        case Facts():
+            show_items.facts(item)
+        case Text(kind="heading"):
+            st.markdown(item.text)
+        case Text(kind="error"):
+            st.error(plain(item.text), icon=":material/broken_image:")
+        case Text(kind="problem"):
+            st.info(plain(item.text), icon=":material/info:")
+        case Text():
+            st.caption(plain(item.text))
+    if isinstance(item, Text) and item.details:
+        with st.expander("Details"):
+            for line in item.details:
+                st.text(line)
+
+
+def open_tensor(tensor_id: str | None, view: View) -> None:
+    """Open the page of the chosen tensor, if any."""
+    if tensor_id:
+        address.go(view.at("tensor", tensor=tensor_id))
+
+
+def _set(name: str, value: Any) -> None:
+    """Set the parameter of this name."""
+    address.change(**{name: int(value)})

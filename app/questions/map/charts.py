@@ -1,0 +1,128 @@
+"""The map as a chart: a heat map of each GEMM, and the values of each kind of operand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import altair as alt
+import numpy as np
+import pandas as pd
+
+from binade.app import style
+from binade.app.questions.map.compute import GEMMS, OTHER, Row
+from binade.data.evidence import Measure
+
+# From no loss to total loss, on light and on dark ground.
+HEAT = ["#eceae8", "#f9cdbb", "#f7906f", "#ee4f35", "#b3131f", "#67000d"]
+HEAT_DARK = ["#262b36", "#54302c", "#8f3a2c", "#d9482f", "#f78a62", "#ffd9c4"]
+TITLES = {gemm: f"{gemm} GEMM" for gemm in GEMMS} | {OTHER: "other tensors"}
+FIXED = {"sqnr_db": (0.0, 40.0), "result_sqnr_db": (0.0, 40.0), "flush_to_zero": (0.0, 1.0), "saturated": (0.0, 1.0)}
+CELL, ROW, DOTS = 15, 15, 300  # pixels: width and height of a cell, and the width of the dots
+
+
+def domain(values: pd.Series, measure: Measure, difference: bool) -> tuple[float, float]:
+    """The values of no and of full color: the same for all iterations and formats where the metric has natural ends."""
+    finite = values[np.isfinite(values.astype(float))]
+    if difference:
+        most = float(finite.abs().max()) if len(finite) else 1.0
+        return -(most or 1.0), most or 1.0
+    if measure.key in FIXED:
+        return FIXED[measure.key]
+    if finite.empty:
+        return 0.0, 1.0
+    low, high = float(finite.min()), float(finite.max())
+    return (low, high) if high > low else (low - 0.5, high + 0.5)
+
+
+def shade(values: pd.Series, measure: Measure, difference: bool) -> pd.Series:
+    """How bad each value is, from 0 to 1, as colors show it; of a difference from -1 (better) to 1 (worse)."""
+    low, high = domain(values, measure, difference)
+    number = values.astype(float).replace([np.inf], high).replace([-np.inf], low)
+    if difference:
+        signed: pd.Series = (number / high).clip(-1, 1) * (-1 if measure.low_is_bad else 1)
+        return signed
+    if measure.log and low > 0:
+        place = np.log(number / low) / np.log(high / low)
+    elif measure.factor == 100:  # most shares are small
+        place = np.sqrt((number - low).clip(lower=0) / (high - low))
+    else:
+        place = (number - low) / (high - low)
+    place = 1 - place if measure.low_is_bad else place
+    clipped: pd.Series = place.clip(0, 1)
+    return clipped
+
+
+def atlas(
+    table: pd.DataFrame, rows: list[Row], across: str, measure: Measure, difference: bool, title: alt.TitleParams
+) -> alt.VConcatChart:
+    """Chart of compute.cells with shade and label: one heat map per GEMM, two side by side."""
+    columns = sorted(table[across].unique().tolist())
+    parts = []
+    for gemm in (*GEMMS, OTHER):
+        own = [row for row in rows if row.gemm == gemm]
+        if own:
+            parts.append(_heat(table[table["gemm"] == gemm], own, columns, across, measure, difference))
+    pairs = [alt.hconcat(*parts[index : index + 2], spacing=30) for index in range(0, len(parts), 2)]
+    chart: alt.VConcatChart = alt.vconcat(*pairs, spacing=24).properties(title=title)
+    return chart
+
+
+def _heat(
+    table: pd.DataFrame, rows: list[Row], columns: list[int], across: str, measure: Measure, difference: bool
+) -> alt.Chart:
+    names = [label(row) for row in rows]
+    shown = table.assign(operand=table["row"].map(dict(zip((row.key for row in rows), names, strict=True))))
+    ramp = [*style.DIVERGING] if difference else HEAT
+    scale = alt.Scale(domain=[-1, 1] if difference else [0, 1], range=ramp, interpolate="rgb")
+    word = "layer" if across == "layer_index" else "iteration"
+    gemm = TITLES[rows[0].gemm]
+    operands = alt.Axis(ticks=False, domain=False, labelLimit=200, labelOverlap=False, labelFontSize=11)
+    chart: alt.Chart = (
+        alt.Chart(shown)
+        .mark_rect(stroke="#ffffff", strokeWidth=0.6)
+        .encode(
+            x=alt.X(f"{across}:O", title=word, axis=alt.Axis(labelAngle=0, labelOverlap=True, ticks=False)),
+            y=alt.Y("operand:N", sort=names, title=None, axis=operands),
+            color=alt.Color("shade:Q", scale=scale, legend=None),
+            tooltip=[
+                alt.Tooltip("operand:N", title="operand"),
+                alt.Tooltip(f"{across}:O", title=word),
+                alt.Tooltip("label:N", title=measure.axis),
+                alt.Tooltip("tensors:Q", title="tensors", format=","),
+            ],
+        )
+        .properties(
+            width=max(160, min(520, CELL * len(columns))), height=ROW * len(names),
+            title=alt.TitleParams(gemm, anchor="start", fontSize=13),
+        )
+    )  # fmt: skip
+    return chart
+
+
+def label(row: Row) -> str:
+    """The name of a row: "fc1 grad output"."""
+    product = {"QK": "QKᵀ"}.get(row.product, row.product)
+    expert = f" expert {row.expert}" if row.expert else ""
+    return f"{product}{expert} {row.tensor.replace('_', ' ')}"
+
+
+def height(rows: list[Row]) -> int:
+    """Pixels that the chart needs."""
+    counts = [sum(row.gemm == gemm for row in rows) for gemm in (*GEMMS, OTHER)]
+    counts = [count for count in counts if count]
+    pairs: list[int] = [max(counts[index : index + 2]) for index in range(0, len(counts), 2)]
+    return 90 + sum(70 + ROW * count for count in pairs)
+
+
+def ticks(low: float, high: float) -> list[float]:
+    """At most six round numbers between two."""
+    step = 10.0 ** np.floor(np.log10((high - low) / 4)) if high > low else 1.0
+    step = next(step * factor for factor in (1, 2, 5, 10) if (high - low) / (step * factor) <= 5)
+    return [float(tick) for tick in np.arange(np.ceil(low / step), np.floor(high / step) + 1) * step]
+
+
+def legend(measure: Measure, values: pd.Series, difference: bool) -> dict[str, Any]:
+    """What the ends of the colors mean."""
+    low, high = domain(values, measure, difference)
+    good, bad = (high, low) if measure.low_is_bad else (low, high)
+    return {"good": measure.quantity(good), "bad": measure.quantity(bad), "difference": difference}

@@ -1,0 +1,200 @@
+"""A metric of each operand of each GEMM, by layer or by iteration, as the cells of a map."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from binade.data.catalog import SHOWN_ERRORS, STATISTICS, Catalog, part, quantiles
+from binade.data.evidence import Measure
+from binade.data.filter import Filter
+from binade.data.tensor_kinds import TENSOR_KINDS, Gemm
+from binade.quant.block_histograms import BLOCK_MEASURES
+from binade.quant.specs import Spec
+
+LOSS_CHANGE, RESULT, SPREAD = "loss_change", "result_sqnr_db", "scale_spread"
+# What a map can show: of a format, the errors first; then statistics of the values, which depend on no format.
+METRICS = (*SHOWN_ERRORS, LOSS_CHANGE, RESULT, SPREAD, *STATISTICS)
+GEMMS = tuple(gemm.value for gemm in Gemm)
+OTHER = "other"  # where a tensor is the operand of no known GEMM
+# The products in the order of the network: modules, and the two products of attention.
+PRODUCTS = ("q_down", "q", "q_up", "kv_down", "kv_up", "qkv", "QK", "PV", "proj", "router", "fc1", "fc2",
+            "shared_fc1", "shared_fc2")  # fmt: skip
+# The operands of a GEMM: the gradient first, then the first operand of the forward product, then the second.
+_OBSERVED = ("grad", "a", "b")
+_OPERANDS = {kind.name: _OBSERVED.index(kind.observed) for kind in TENSOR_KINDS if kind.observed in _OBSERVED}
+LAYER, ITERATION = "layer_index", "iteration"
+EXTREMES = 0.01  # of the blocks at each end that the spread of scales leaves out
+
+
+@dataclass(frozen=True)
+class Row:
+    """An operand of a GEMM in all layers. product: its module, or QK or PV; expert: "" for all together."""
+
+    gemm: str
+    product: str
+    tensor: str
+    expert: str = ""
+
+    @property
+    def key(self) -> str:
+        return "/".join(filter(None, (self.gemm, self.product, self.tensor, self.expert)))
+
+    @property
+    def order(self) -> tuple[int, int, str, int, str, str]:
+        known = PRODUCTS.index(self.product) if self.product in PRODUCTS else len(PRODUCTS)
+        gemm = (*GEMMS, OTHER).index(self.gemm)
+        return gemm, known, self.product, _OPERANDS.get(self.tensor, 3), self.tensor, self.expert.zfill(6)
+
+
+def cells(catalog: Catalog, where: Filter, fmt: str, metric: str, across: str, expanded: str = "") -> pd.DataFrame:
+    """The cells of a map: gemm, product, tensor, expert, `across` (layer_index or iteration), value, low, high, tensors
+    (how many), tensor_id (of the worst).
+
+    value is the median of the tensors' own values, low and high their 10th and 90th percentile; of the predicted loss
+    change it is the sum over experts and ranks, the mean over sequences, with twice its standard error at both sides.
+    expanded: the product whose experts have rows of their own. Tensors of no layer are left out.
+    """
+    if metric == LOSS_CHANGE:
+        table = _loss_changes(catalog, where, fmt)
+    elif metric == RESULT:
+        table = _results(catalog, where, across)
+    elif metric == SPREAD:
+        table = _spreads(catalog, where, fmt, across)
+    else:
+        table = _values(catalog, where, fmt, metric, across, expanded)
+    return table.dropna(subset=[across]).reset_index(drop=True).astype({across: int})
+
+
+def _values(catalog: Catalog, where: Filter, fmt: str, metric: str, across: str, expanded: str = "") -> pd.DataFrame:
+    condition, parameters = catalog.condition(where)
+    scored = metric in SHOWN_ERRORS
+    worst = "arg_min" if metric == "sqnr_db" else "arg_max"
+    if scored:
+        value, source = f"score.{metric}", "score JOIN tensor USING (key)"
+        only = "score.format = ? AND NOT (isnan(score.mse) OR isnan(rms))"
+        parameters = [*parameters, str(Spec.of(fmt))]
+    else:  # a tensor has one value in all GEMMs that take it, whatever the format
+        value = STATISTICS[metric]
+        source = "tensor LEFT JOIN (SELECT DISTINCT key, gemm, true AS scored FROM score) AS score USING (key)"
+        only = "(tensor.contracted_axis IS NOT NULL OR scored)"
+    return catalog.ask(
+        f"""
+        WITH operand AS (
+            SELECT coalesce(score.gemm, tensor.gemm, '{OTHER}') AS gemm, {_product()} AS product,
+                   coalesce(tensor.tensor_name, 'unnamed') AS tensor,
+                   CASE WHEN tensor.module = ? THEN tensor.expert END AS expert, tensor.{across}, key, {value} AS value
+            FROM {source} WHERE {condition} AND {only} AND tensor.layer_index IS NOT NULL
+        ), found AS (
+            SELECT gemm, product, tensor, expert, {across}, {quantiles("value")}, count(*) AS tensors,
+                   coalesce({worst}(key, value) FILTER (NOT isnan(value)), min(key)) AS key
+            FROM operand GROUP BY ALL
+        )
+        SELECT found.* EXCLUDE (key) RENAME (value_low AS low, value_high AS high), tensor_id
+        FROM found JOIN tensor USING (key) ORDER BY ALL
+        """,
+        [expanded, *parameters],
+    )
+
+
+def _product() -> str:
+    """SQL for the product of a tensor: its module, or QK or PV."""
+    return f"CASE WHEN {part()} IN ('QK', 'PV') THEN {part()} ELSE coalesce(tensor.module, 'none') END"
+
+
+def _loss_changes(catalog: Catalog, where: Filter, fmt: str) -> pd.DataFrame:
+    table = catalog.operand_costs(where)
+    table = table[(table["format"] == fmt) & (table["gemm"] == Gemm.FORWARD.value) & table["change"].notna()]
+    error = 2 * table["change_error"].astype(float)
+    return table.assign(
+        product=table["part"].where(table["part"].isin(("QK", "PV")), table["module"]),
+        tensor=table["tensor_name"], expert=None, value=table["change"],
+        low=table["change"] - error, high=table["change"] + error, tensors=table["micro_batches"],
+    )[["gemm", "product", "tensor", "expert", LAYER, "value", "low", "high", "tensors", "tensor_id"]]  # fmt: skip
+
+
+def _results(catalog: Catalog, where: Filter, across: str) -> pd.DataFrame:
+    """Of the result of each GEMM, which has a row of its own."""
+    condition, parameters = catalog.condition(where)
+    return catalog.ask(
+        f"""
+        SELECT gemm, {_product()} AS product, tensor_name AS tensor, NULL AS expert, {across},
+               {quantiles("result_sqnr_db")}, count(*) AS tensors, arg_min(tensor_id, result_sqnr_db) AS tensor_id
+        FROM tensor WHERE result_sqnr_db IS NOT NULL AND layer_index IS NOT NULL AND {condition} GROUP BY ALL
+        ORDER BY ALL
+        """,
+        parameters,
+    ).rename(columns={"result_sqnr_db": "value", "result_sqnr_db_low": "low", "result_sqnr_db_high": "high"})
+
+
+def _spreads(catalog: Catalog, where: Filter, fmt: str, across: str) -> pd.DataFrame:
+    """The spread of the block scales of each operand, in binades, without the lowest and highest of EXTREMES."""
+    condition, parameters = catalog.condition(where)
+    bins = catalog.ask(
+        f"""
+        SELECT coalesce(tensor.gemm, '{OTHER}') AS gemm, {_product()} AS product, tensor.tensor_name AS tensor,
+               tensor.{across}, tensor.tensor_id, bin, sum(count)::BIGINT AS count
+        FROM block JOIN tensor USING (key)
+        WHERE {condition} AND block.format = ? AND measure = 'scale_exponent' AND layer_index IS NOT NULL
+        GROUP BY ALL ORDER BY ALL
+        """,
+        [*parameters, str(Spec.of(fmt))],
+    )
+    by = ["gemm", "product", "tensor", across]
+    columns = [*by, "expert", "value", "low", "high", "tensors", "tensor_id"]
+    if bins.empty:
+        return pd.DataFrame(columns=columns)
+    below = bins.groupby("tensor_id")["count"].cumsum() / bins.groupby("tensor_id")["count"].transform("sum")
+    inside = bins[(below > EXTREMES) & (below - bins["count"] / bins.groupby("tensor_id")["count"].transform("sum")
+                                        < 1 - EXTREMES)]  # fmt: skip
+    width = BLOCK_MEASURES["scale_exponent"].width
+    each = inside.groupby([*by, "tensor_id"])["bin"].agg(lambda found: (found.max() - found.min()) * width)
+    groups = each.reset_index(name="value").sort_values("value", ascending=False).groupby(by, dropna=False)
+    found = groups["value"].quantile(np.array([0.1, 0.5, 0.9])).unstack().set_axis(["low", "value", "high"], axis=1)
+    found["tensors"], found["tensor_id"] = groups.size(), groups["tensor_id"].first()
+    return found.reset_index().assign(expert=None)[columns]
+
+
+def difference(own: pd.DataFrame, other: pd.DataFrame, across: str, measure: Measure) -> pd.DataFrame:
+    """The cells of one table minus those of another, where both have a value; of a metric with a logarithmic axis, log₂
+    of their ratio. value of the two: own and other."""
+    by = ["gemm", "product", "tensor", "expert", across]
+    both = own.merge(other[[*by, "value"]].rename(columns={"value": "other"}), on=by)
+    values, others = both["value"].to_numpy(float), both["other"].to_numpy(float)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        change = np.log2(values / others) if measure.log else values - others
+    return both.assign(own=values, value=np.where(np.isfinite(change), change, np.nan), low=np.nan, high=np.nan)
+
+
+def rows_of(table: pd.DataFrame) -> list[Row]:
+    """The rows of a map in the order of the network."""
+    names = table[["gemm", "product", "tensor", "expert"]].drop_duplicates()
+    return sorted(map(row_of, names.to_dict("records")), key=lambda row: row.order)
+
+
+def row_of(cell: Mapping[Any, Any]) -> Row:
+    """The row that a cell is in."""
+    expert = "" if pd.isna(cell["expert"]) else str(int(cell["expert"]))
+    return Row(str(cell["gemm"]), str(cell["product"]), str(cell["tensor"]), expert)
+
+
+def with_rows(table: pd.DataFrame) -> pd.DataFrame:
+    """The cells with the column row, the key of their Row."""
+    return table.assign(row=[row_of(cell).key for cell in table.to_dict("records")])
+
+
+def kinds(table: pd.DataFrame) -> pd.DataFrame:
+    """One row per kind of operand over all cells: kind ("fc1 grad_output"), product, tensor, value (the median of the
+    cells), low, high (their 10th and 90th percentile), tensors (how many cells), and layers or iterations (how many of
+    these have a cell, whatever the number of GEMMs and experts); the GEMMs of an operand together."""
+    own = table.dropna(subset=["value"])
+    own = own.assign(kind=own["product"] + " " + own["tensor"])
+    groups = own.groupby(["kind", "product", "tensor"])["value"]
+    ends = groups.quantile(np.array([0.1, 0.5, 0.9])).unstack().set_axis(["low", "value", "high"], axis=1)
+    across, of = (LAYER, "layers") if LAYER in own else (ITERATION, "iterations")
+    ends[of] = own.groupby(["kind", "product", "tensor"])[across].nunique()
+    return ends.assign(tensors=groups.size(), least=groups.min(), most=groups.max()).reset_index()

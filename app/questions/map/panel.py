@@ -1,0 +1,132 @@
+"""The panel beside the map: one operand of one layer, its values over the format's grid, and the same operand in the
+other formats that it was scored in."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from torch import Tensor
+
+from binade.app.questions.map import charts, compute
+from binade.app.questions.map.compute import GEMMS, Row
+from binade.app.questions.map.question import Map
+from binade.app.questions.shared.rounded import subject
+from binade.app.questions.why import compute as grid
+from binade.app.style import MEASURES, power_of_two
+from binade.data.catalog import Catalog, CatalogError
+from binade.data.store import TensorFileError
+from binade.data.text import short
+from binade.quant.formats import ScaleRule
+from binade.quant.specs import Spec
+
+SAMPLE = 1 << 16  # values that the histogram shows
+BINS = 90  # bars of the histogram
+
+
+def panel(opened: Catalog, found: Map, cell: pd.Series, fmt: str) -> dict[str, Any]:
+    """What the panel shows of a cell, as JSON."""
+    row = opened.rows_of([cell["tensor_id"]]).iloc[0]
+    scored = _scores(opened, str(cell["tensor_id"]), str(cell["gemm"]))
+    own = scored[scored["format"] == fmt]
+    word = "L" if found.across == compute.LAYER else "iteration "
+    name = charts.label(Row(str(cell["gemm"]), str(cell["product"]), str(cell["tensor"])))
+    tensors = int(cell["tensors"])
+    drawn = _values(opened, row, str(cell["gemm"]), fmt) if fmt else None
+    return {
+        "title": f"{word}{int(cell[found.across])} {name}",
+        "gemm": charts.TITLES.get(str(cell["gemm"]), ""),
+        "note": f"The tensor with the worst value of {tensors:,} in this cell." if tensors > 1 else "",
+        "facts": _facts(found, cell, row, own),
+        "values": drawn,
+        "values_note": f"Values over the grid of {fmt}" if drawn else "",
+        "formats": [_format(each, fmt) for each in scored.to_dict("records")],
+    }  # fmt: skip
+
+
+def _format(score: dict[Any, Any], fmt: str) -> dict[str, Any]:
+    sqnr, name = float(score["sqnr_db"]), str(score["format"])
+    return {
+        "name": name,
+        "value": sqnr if math.isfinite(sqnr) else None,
+        "text": MEASURES["sqnr_db"].quantity(sqnr),
+        "own": name == fmt,
+        "bits": f"{Spec.of(name).bits_per_value:.4g} bits",
+    }
+
+
+def _scores(opened: Catalog, tensor_id: str, gemm: str) -> pd.DataFrame:
+    """The errors of each format in one GEMM: format, sqnr_db, flush_to_zero, saturated; the highest SQNR first."""
+    table = opened.ask(
+        "SELECT score.format, score.gemm, score.sqnr_db, score.flush_to_zero, score.saturated"
+        " FROM score JOIN tensor USING (key) WHERE tensor_id = ?",
+        [tensor_id],
+    )
+    table = table[table["gemm"] == gemm] if gemm in GEMMS else table[table["gemm"].isna()]
+    return table.sort_values("sqnr_db", ascending=False, ignore_index=True)
+
+
+def _facts(found: Map, cell: pd.Series, row: pd.Series, own: pd.DataFrame) -> list[list[str]]:
+    facts = [[found.measure.label, str(cell["label"])]]
+    if len(own):
+        for name in ("sqnr_db", "flush_to_zero", "saturated"):
+            facts.append([MEASURES[name].label, MEASURES[name].quantity(float(own[name].iloc[0]))])
+    if found.measure.key != "absmax":
+        facts.append(["absmax", short(float(row["absmax"]), 3)])
+    return [fact for index, fact in enumerate(facts) if fact[0] not in [other[0] for other in facts[:index]]][:4]
+
+
+def _values(opened: Catalog, row: pd.Series, gemm: str, fmt: str) -> dict[str, Any] | None:
+    """The magnitudes over their scale as shares by bin, and the edges of the format's grid, as log₂. Without values, of
+    a format that has no scale, from the sketch; of any other the scales are not known, and None is returned."""
+    spec = Spec.of(fmt)
+    try:
+        matrix, dim = _along(opened.load(row["tensor_id"]), row, gemm)
+    except (CatalogError, TensorFileError):
+        return _from_sketch(opened, row, spec) if spec.scale == ScaleRule.NONE else None
+    sample = subject(matrix, spec, dim, SAMPLE)
+    table = grid.codebook_histogram(sample)
+    shares = table["share"] * (table["high"] - table["low"])
+    what = "a sample of the values" if sample.every > 1 else "all values"
+    return _histogram(spec, table.assign(share=shares), what)
+
+
+def _from_sketch(opened: Catalog, row: pd.Series, spec: Spec) -> dict[str, Any] | None:
+    found = opened.distribution(None, None, [str(row["tensor_id"])])
+    magnitude = found[["low", "high"]].abs()
+    inner, outer = magnitude.min(axis=1), magnitude.max(axis=1)
+    known = found.assign(low=np.log2(inner.where(inner > 0)), high=np.log2(outer.where(outer > 0))).dropna()
+    table = known[np.isfinite(known["high"])].assign(share=known["count"] / max(int(row["numel"]), 1))
+    return _histogram(spec, table, "all values, from the sketch")
+
+
+def _histogram(spec: Spec, table: pd.DataFrame, what: str) -> dict[str, Any] | None:
+    """table: low and high as log₂, and share, of all values."""
+    if table.empty:
+        return None
+    low_edge, high_edge = grid.zone_edges(spec.format.element, spec.rounding)
+    low, high = min(float(table["low"].min()), low_edge - 2), max(float(table["high"].max()), high_edge + 1)
+    edges = np.linspace(low, high, BINS + 1)
+    shares, _ = np.histogram((table["low"] + table["high"]) / 2, edges, weights=table["share"])
+    return {
+        "low": low,
+        "high": high,
+        "bars": [round(float(share), 7) for share in shares],
+        "flushed_below": low_edge,
+        "saturated_above": high_edge,
+        "ticks": [[tick, power_of_two(tick)] for tick in charts.ticks(low, high) if tick == round(tick)],
+        "sample": what,
+    }
+
+
+def _along(x: Tensor, row: pd.Series, gemm: str) -> tuple[Tensor, int]:
+    """(the values, the axis that this GEMM contracts). A tensor's own GEMM contracts the recorded axis; the other GEMM
+    that takes it contracts its other axis: of a linear layer the tokens of all sequences together."""
+    own = -1 if pd.isna(row["contracted_axis"]) else int(row["contracted_axis"])
+    if gemm == row["gemm"] or gemm not in GEMMS or x.dim() < 2:
+        return x, own
+    if row["layer_type"] == "linear":
+        return x.flatten(0, -2), 0
+    return x, -2 if own == -1 else -1

@@ -1,0 +1,287 @@
+"""What does a format break? Every operand of every GEMM, by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pandas as pd
+
+from binade.app import style
+from binade.app.control import Control
+from binade.app.figure import Column, Drawn, Figure, Table, source
+from binade.app.params import AnyText, One
+from binade.app.questions.map import charts, compute
+from binade.app.questions.map.compute import ITERATION, LAYER, LOSS_CHANGE, Row
+from binade.app.questions.question import Question
+from binade.app.questions.shared import board_charts
+from binade.app.questions.shared.runs import OF_MODEL, every_run
+from binade.app.questions.shared.scope import OF_RUNS, scope_of, scoped, unrounded
+from binade.app.questions.shared.selection import Selection
+from binade.app.questions.shared.unscaled import with_scale
+from binade.app.report.section import OF_VALUES, ReportSelection, Section
+from binade.app.report.section import Table as ReportTable
+from binade.app.style import MEASURES
+from binade.data import evidence
+from binade.data.catalog import SHOWN_ERRORS, Catalog
+from binade.data.evidence import Measure
+from binade.data.filter import Filter
+from binade.data.text import plain_name
+from binade.quant.specs import Spec
+
+MOST_RANKED = 200  # cells in a report's table
+MOST_COLUMNS = 240
+OF_FORMAT = (*SHOWN_ERRORS, LOSS_CHANGE, compute.SPREAD)
+ACROSS = Control(
+    name="across", label="Columns", param=One((LAYER, ITERATION)), titles={LAYER: "layers", ITERATION: "iterations"},
+    row="map",
+)  # fmt: skip
+EXPERTS = Control(
+    name="experts", label="Experts of", param=lambda opened: One(("none", *_routed(opened))), widget="list", row="map",
+    titles={"none": "all together"},
+)  # fmt: skip
+
+
+def _routed(opened: Catalog) -> list[str]:
+    """The modules that have experts."""
+    found = opened.distinct(("module", "expert")).dropna()
+    return sorted(set(found["module"].astype(str)))
+
+
+@dataclass(frozen=True)
+class Map:
+    """
+    where       the run and the iterations that are shown
+    measure     the metric; fmt: the format, "" if the metric does not depend on one
+    across      what the columns are: layer_index or iteration
+    table       `compute.cells` with row, shade and label, of the difference where the scope has another format or run
+    rows        in order
+    against     what it is compared with, in words; "" for none
+    left_out    which iterations are shown, if these are too many for columns
+    """
+
+    where: Filter
+    measure: Measure
+    fmt: str
+    across: str
+    table: pd.DataFrame
+    rows: list[Row]
+    against: str = ""
+    left_out: str = ""
+
+    @property
+    def title(self) -> str:
+        fmt = f" in {self.fmt}" if self.fmt else ""
+        return f"{self.measure.label}{fmt}" + (f", difference to {self.against}" if self.against else "")
+
+
+def map_of(opened: Catalog, where: Filter, values: dict[str, Any]) -> Map | str:
+    """The map of these parameters, or the reason why there is none."""
+    metric, across = values["metric"], values["across"]
+    measure, fmt = MEASURES[metric], values["format"] if values["metric"] in OF_FORMAT else ""
+    if metric == LOSS_CHANGE:
+        where = unrounded(opened, where)
+    where = scoped(opened, where, (ITERATION,) if across == ITERATION else (), scored=metric in OF_FORMAT)
+    if metric in OF_FORMAT and not fmt:
+        return "No operand is scored in any format. Choose a statistic of the values, such as absmax, as metric."
+    if metric == LOSS_CHANGE and across == ITERATION:
+        return "The predicted loss change is a sum over a recording, not shown by iteration."
+    left_out = ""
+    if across == ITERATION:
+        recorded = sorted(opened.distinct((ITERATION,), where)[ITERATION].dropna().astype(int))
+        if len(recorded) > MOST_COLUMNS:
+            places = range(MOST_COLUMNS)
+            kept = [recorded[place * (len(recorded) - 1) // (MOST_COLUMNS - 1)] for place in places]
+            where = replace(where, iteration=tuple(kept))
+            left_out = f"{MOST_COLUMNS} of {len(recorded):,} recorded iterations are shown, spread evenly."
+    experts = values["experts"] if values["experts"] != "none" else ""
+    table = compute.cells(opened, where, fmt, metric, across, experts)
+    if table.empty:
+        return _nothing(opened, where, metric, fmt)
+    against = values["versus"] or ""
+    if against:
+        other = _other(opened, where, fmt, metric, against)
+        if isinstance(other, str):
+            return other
+        other_where, other_fmt, against = other
+        reference = compute.cells(opened, other_where, other_fmt, metric, across, experts)
+        table = compute.difference(table, reference, across, measure)
+        if table.empty:
+            return f"{measure.label} is not known for {against} in any of these cells."
+    table = compute.with_rows(table)
+    table = table.assign(shade=charts.shade(table["value"], measure, bool(against)))
+    signed = replace(measure, signed=True, log=False) if against else measure
+    table = table.assign(label=table["value"].map(signed.quantity))
+    return Map(where, signed, fmt, across, table, compute.rows_of(table), against, left_out)
+
+
+def _other(opened: Catalog, where: Filter, fmt: str, metric: str, against: str) -> tuple[Filter, str, str] | str:
+    """(the filter, the format and the name of what the map is compared with), or why that is not possible. What the
+    filter says of the run itself, such as its recipe, does not apply to another run."""
+    runs = every_run(opened).set_index("run_id")["label"]
+    if against in runs.index:
+        return replace(where.without(*OF_MODEL, *OF_RUNS), run_id=(against,)), fmt, str(runs[against])
+    if metric not in OF_FORMAT:
+        return f"{MEASURES[metric].label} does not depend on a format: compare with another run."
+    other = str(Spec.of(against))
+    return where, other, other
+
+
+def _nothing(opened: Catalog, where: Filter, metric: str, fmt: str) -> str:
+    """Why a map is empty, and what to do."""
+    if metric == compute.RESULT:
+        return (
+            "No result of a quantized GEMM was measured: choose a quantized run recorded with “result” under Also "
+            "measured (--measures result)."
+        )
+    if metric == compute.SPREAD:
+        return (
+            f"No block scales were measured in {fmt}: choose a format with block scales, and a run recorded with "
+            "“blocks” under Also measured (--measures blocks)."
+        )
+    if metric == LOSS_CHANGE:
+        return (
+            f"No gradient was recorded for operands that are scored in {fmt}: record a run with a backward pass and "
+            "with “loss” under Also measured (--measures loss)."
+        )
+    formats = ", ".join(opened.scored_formats(where))
+    if metric in SHOWN_ERRORS and formats:
+        return f"The operands are scored in {formats}, not in {fmt}."
+    operands = int(opened.operands(where)["tensors"].sum())
+    if metric in SHOWN_ERRORS and operands:
+        return (
+            f'The {operands:,} selected operands were recorded with scores=() or --scores "": none is scored. Choose a '
+            "statistic of the values, such as absmax, as metric."
+        )
+    return f"The filter selects no operand of a GEMM: {where.sentence()}."
+
+
+def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
+    opened = selection.opened
+    found = map_of(opened, selection.where, values)
+    if isinstance(found, str):
+        return Drawn(problems=(found,))
+    measure, scope = found.measure, scope_of(opened, found.where)
+    title = style.title(found.title, f"{scope} · {len(found.table):,} cells")
+    several = "the mean over sequences of their sum" if measure.key == LOSS_CHANGE else "their median"
+    definition = f"{measure.label}: {measure.definition}; of several tensors in a cell, {several}."
+    figure = Figure(
+        "map",
+        charts.atlas(found.table, found.rows, found.across, measure, bool(found.against), title),
+        found.table.drop(columns=["shade"]),
+        f"{source(found.where, f'{len(found.table):,} cells')}\n{definition}",
+        note=definition,
+        height=charts.height(found.rows),
+    )
+    kinds = compute.kinds(found.table)
+    kinds = kinds.sort_values("value", ascending=measure.low_is_bad, ignore_index=True)
+    answer = verdict(opened, found, kinds)
+    tables = places(found), Table("kinds", kinds, columns_of(measure))
+    return Drawn((figure, ranked(found, scope), *tables), answer, (found.left_out,) * bool(found.left_out))
+
+
+def worst_first(found: Map) -> pd.DataFrame:
+    """The cells, worst first, with place (their name), rank from 1, and operation (their GEMM)."""
+    word = "L" if found.across == LAYER else "iteration "
+    names = {row.key: charts.label(row) for row in found.rows}
+    table = found.table.sort_values("shade", ascending=False, na_position="last", kind="stable", ignore_index=True)
+    place = word + table[found.across].astype(str) + " " + table["row"].map(names) + ", " + table["gemm"]
+    operation = table["gemm"].where(table["gemm"].isin(("forward", compute.OTHER)), "backward")
+    return table.assign(place=place, operation=operation, rank=range(1, len(table) + 1))
+
+
+def ranked(found: Map, scope: str) -> Figure:
+    """The worst cells as bars."""
+    table = worst_first(found)
+    few = f"{min(len(table), board_charts.BARS)} of {len(table):,} cells · {scope}"
+    chart = board_charts.ranking(table, found.measure, f"{found.title}, worst first", few)
+    return Figure(
+        "ranking", chart, table.drop(columns=["shade"]), source(found.where, f"{len(table):,} cells"),
+        hint="Click a bar to open its worst tensor.", height=board_charts.ranking_height(table), choose="tensor_id",
+    )  # fmt: skip
+
+
+def places(found: Map) -> Table:
+    """Every cell, worst first; a row opens its worst tensor."""
+    table = worst_first(found)
+    columns = {
+        "rank": Column("Rank", width=60),
+        "place": Column("Operand", width=280),
+        "label": Column(found.measure.label, width=150, align="right"),
+        "tensors": Column("Tensors", "localized", 80),
+    }
+    frame = table[["rank", "place", "label", "value", "low", "high", "tensors", "tensor_id"]]
+    return Table("places", frame, columns, height=min(38 + 35 * len(table), 420), choose="tensor_id")
+
+
+def columns_of(measure: Measure) -> dict[str, Column]:
+    def text(name: str) -> Callable[[pd.Series], str]:
+        return lambda row: measure.quantity(row[name])
+
+    titles = (("value", f"{measure.label}, median"), ("low", "10%"), ("high", "90%"))
+    own = {name: Column(title, text=text(name), align="right", width=130) for name, title in titles}
+    return {"kind": Column("Operand", width=220)} | own | {"tensors": Column("Cells", "localized", 70)}
+
+
+def verdict(opened: Catalog, found: Map, table: pd.DataFrame) -> evidence.Sentence:
+    """What the format breaks: the kind of operand with the worst median over layers, and the range of its layers."""
+    measure, of = found.measure, "layers" if found.across == LAYER else "iterations"
+    rows = table.to_dict("records")
+    items = [(str(row["kind"]).replace("_", " "), evidence.spread(measure, row, of)) for row in rows]
+    sentence = evidence.extreme(items, found.title, lowest=measure.low_is_bad)
+    scaled = with_scale(found.fmt) if measure.key == "sqnr_db" and found.fmt and not found.against else None
+    if scaled and str(scaled) in opened.scored_formats(found.where) and len(table):
+        worst = table.iloc[0]
+        same = compute.kinds(compute.cells(opened, found.where, str(scaled), "sqnr_db", found.across))
+        same = same[same["kind"] == worst["kind"]]
+        if len(same):
+            text = "With a tensor scale, {spec}, {kind} has {value}."
+            value = evidence.spread(measure, same.to_dict("records")[0], of)
+            added = evidence.say(text, spec=str(scaled), kind=str(worst["kind"]).replace("_", " "), value=value)
+            sentence = evidence.together(sentence, added)
+    return sentence
+
+
+def report(selection: ReportSelection) -> Iterator[Section]:
+    """The map of each format's errors with its ranking, and that of the statistics of the values."""
+    wanted = [(metric, fmt) for fmt in selection.formats for metric in ("sqnr_db", "flush_to_zero", "saturated")]
+    for metric, fmt in [*wanted, *((metric, "") for metric in OF_VALUES)]:
+        values = {"metric": metric, "format": fmt, "versus": None, "across": LAYER, "experts": "none"}
+        drawn = draw(selection, values)
+        name = f"{metric}_{plain_name(fmt)}" if fmt else metric
+        atlas, bars = drawn.get("map"), drawn.get("ranking")
+        if not atlas or not bars or (metric == "saturated" and not (atlas.table["value"] > 0).any()):
+            continue
+        yield Section("heatmaps", figures=[replace(atlas, name=f"map_{name}")])
+        if metric == "sqnr_db" or not fmt:
+            tables, verdict = [], evidence.Sentence()
+            if fmt:
+                verdict = evidence.prefixed(f"{fmt}: ", drawn.verdict)
+                frame = drawn.tables["places"].drop(columns=["label"]).head(MOST_RANKED)
+                tables = [ReportTable(f"ranking_{plain_name(fmt)}", f"Worst in {fmt}", frame)]
+            yield Section("statistics", figures=[replace(bars, name=f"ranking_{name}")], tables=tables, verdict=verdict)
+
+
+def _controls(selection: Selection, values: dict[str, Any]) -> Iterator[Control]:
+    yield ACROSS
+    if routed := _routed(selection.opened):
+        yield replace(EXPERTS, options=("none", *routed))
+
+
+MAP = Question(
+    text="What does a format break?",
+    title="Map",
+    icon=":material/grid_on:",
+    help="Every operand of every GEMM by layer, in any metric, format and iteration",
+    page="map",
+    view="map",
+    draw=draw,
+    controls=(ACROSS, EXPERTS),
+    narrow=_controls,
+    scoped=("metric", "format", "versus"),
+    selects={"cell": lambda opened: AnyText()},
+    of_runs=True,
+    layout="binade.app.questions.map.page",
+    report=report,
+)

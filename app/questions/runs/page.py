@@ -1,0 +1,236 @@
+"""Runs: what was collected, how it ended, and its loss."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import streamlit as st
+
+from binade.app import address, style
+from binade.app.formatting import bytes_text, losses_of, plain
+from binade.app.questions import layout
+from binade.app.questions.recipes import compute as recipes
+from binade.app.questions.shared.runs import run_titles, runs_with_reference
+from binade.app.state import explain_empty
+from binade.app.view import Reading, View
+from binade.data.access import ReadOnlyError, read_only
+from binade.data.catalog import Catalog
+from binade.data.events import read_events
+from binade.data.notes import on_a_grid
+from binade.data.runs import IMPORT, RunError, write_notes
+from binade.data.text import one_line
+
+MOST_RUNS, MOST_EVENTS = 200, 200  # runs whose events and losses are read; events that are shown
+MOST_REASONS = 20  # of runs that did not end normally
+SPARKS = 40  # points of a small line in the table
+STATES = {
+    "done": "✓ done",
+    "running": "● running",
+    "failed": "✕ failed",
+    "cancelled": "◌ cancelled",
+    "crashed": "✕ crashed",
+}
+
+
+def show(opened: Catalog, view: View, reading: Reading) -> None:
+    runs = opened.runs()
+    every = opened.runs(damaged=True)
+    if every.empty:
+        explain_empty(opened)
+        return
+    _totals(runs)
+    named = runs_with_reference(runs, opened.parts())
+    course, against = opened.kept(("losses of runs", opened.progress), lambda: _course(opened, runs, named))
+    _table(view, every, named, course, against)
+    _notes(opened, runs, named)
+    _events(opened, runs)
+    for model, config in runs.drop_duplicates("model")[["model", "config"]].itertuples(index=False):
+        if note := on_a_grid(config):
+            st.caption(plain(f"{model}: {note}"))
+    layout.show_answer(opened, view.draw(opened), view, reading)
+
+
+def _totals(runs: pd.DataFrame) -> None:
+    counts = runs["state"].value_counts()
+    states = ", ".join(f"{counts[state]:,} {state}" for state in STATES if state in counts)
+    st.caption(
+        f"{len(runs):,} run{'s' * (len(runs) != 1)} ({states}) · {int(runs['tensors'].sum()):,} tensors · "
+        f"{bytes_text(float(runs['bytes'].sum()))} in tensor files"
+    )
+
+
+def _course(
+    opened: Catalog, runs: pd.DataFrame, named: pd.DataFrame
+) -> tuple[dict[str, list[float]], dict[str, dict[str, Any]]]:
+    """(the losses of the newest runs by run_id, at most SPARKS points per run; by run_id and column of the table, how
+    they compare with their bf16 runs)."""
+    found = losses_of(opened, runs["run_id"].head(MOST_RUNS).tolist())
+    every = {run: [record["loss"] for record in records] for run, records in found.items()}
+    gaps = recipes.loss_gaps(named, found)
+    costs = recipes.costs(gaps, named)
+    interval = {each.run_id: each.gap.interval for each in recipes.by_recipe(costs)}
+    against: dict[str, dict[str, Any]] = {
+        "gap": dict(zip(costs["run_id"], costs["gap"], strict=True)),
+        "interval": interval,
+        "left": recipes.left_at(gaps, named),
+        "baseline": dict.fromkeys(named["reference"].dropna(), "● baseline"),
+    }
+    return {run: losses[:: -(-len(losses) // SPARKS) or 1] for run, losses in every.items()}, against
+
+
+def _table(
+    view: View,
+    runs: pd.DataFrame,
+    named: pd.DataFrame,
+    course: Mapping[str, list[float]],
+    against: Mapping[str, Mapping[str, Any]],
+) -> None:
+    names = named["rounded"].where(named["recipe"].notna())  # an import has no recipe
+    source = runs["config"].map(_source).astype(object)
+    seconds = (runs["finished"] - runs["started"]).dt.total_seconds()
+    table = runs.assign(
+        state=runs["state"].map(STATES).where(runs["damage"].isna(), "✕ damaged"),
+        reason=runs["damage"].fillna(runs["reason"]),
+        recipe=runs["run_id"].map(dict(zip(named["run_id"], names, strict=True))).astype(object).fillna(runs["recipe"]),
+        source=source,
+        seconds=seconds.where(source.isna()),  # an import may have been continued days later
+        megabytes=runs["bytes"] / 1e6,
+        course=runs["run_id"].map(course),
+        **{name: runs["run_id"].map(dict(values)) for name, values in against.items()},
+    )
+    number, text = st.column_config.NumberColumn, st.column_config.TextColumn
+    columns = {
+        "state": text("State", width=95),
+        "source": text("Imported from", width=220, help="Directory of the tensors that were imported"),
+        "name": text("Name", width=220),
+        "recipe": text("Recipe", width=125, help="The recipe, or what was rounded if its name does not say so"),
+        "course": st.column_config.LineChartColumn("Loss", width=110),
+        "loss_last": number("Last loss", format="%.4f", width=85, help="nats per token"),
+        "gap": number(
+            "Gap to bf16",
+            format="%+.4f",
+            width=95,
+            help="Mean loss minus that of the bf16 run on the same data, over the iterations that both have, in nats "
+            "per token",
+        ),
+        "interval": text("Over seeds", width=150, help="95% interval of the recipe’s mean gap over its seeds"),
+        "left": number(
+            "Differs from",
+            format="%d",
+            width=95,
+            help="Iteration from which the recipe’s gap over its seeds differs from 0 up to the last iteration",
+        ),
+        "baseline": text("Baseline", width=95, help="Other runs are compared with it"),
+        "model": text("Model", width=105),
+        "size": text("Size", width=55),
+        "dataset": text("Dataset", width=95),
+        "started": st.column_config.DatetimeColumn("Started (UTC)", format="YYYY-MM-DD HH:mm:ss", width=170),
+        "seconds": number("Time (s)", format="%.1f", width=75),
+        "tensors": number("Tensors", format="localized", width=75),
+        "tensors_without_raw": number(
+            "Without values",
+            format="localized",
+            width=120,
+            help="Over the byte budget, or values were not requested. Statistics, sketches and scores are complete",
+        ),
+        "megabytes": number("Tensor files (MB)", format="%.1f", width=125),
+        "loss_first": number("First loss", format="%.4f", width=80, help="nats per token"),
+        "backend": text("Quantized by", width=180),
+        "note": text("Note", width=220),
+        "run_id": text("Run", width=330),
+    }
+    optional = ("source", "name", "note", *against)
+    shown = [name for name in columns if name not in optional or table[name].notna().any()]
+    event = st.dataframe(
+        table, hide_index=True, placeholder="–", column_order=shown, column_config=columns, key="runs_table",
+        on_select="rerun", selection_mode="multi-row",
+    )  # fmt: skip
+    _actions(view, [table["run_id"].iloc[row] for row in event["selection"]["rows"] if row < len(table)])
+    for run in table.dropna(subset=["reason"]).head(MOST_REASONS).itertuples():  # too long for a cell
+        st.caption(plain(f"{run.state} · {run.run_id}: {run.reason}"))
+
+
+def _actions(view: View, chosen: list[str]) -> None:
+    """What can be done with the selected runs."""
+    if not chosen:
+        st.caption("Select runs to compare them, or to open them in the Map.")
+        return
+    with st.container(horizontal=True, gap="small"):
+        one, several = len(chosen) == 1, len(chosen) == 2
+        first, last = chosen[0], chosen[-1]
+        address.link(view.at("map", run_id=first), "Open in the Map", ":material/grid_on:", disabled=not one)
+        address.link(view.at("map", run_id=first, versus=last), "Map of the difference", disabled=not several)
+        address.link(view.at("compare", "recipes", run_id=chosen), "Compare losses", ":material/balance:")
+        address.link(view.at("compare", "explore", run_id=chosen, by="run_id"), "Compare distributions")
+        difference = view.at("compare", "difference", run_a=first, run_b=last, run_id=None)
+        address.link(difference, "First difference", ":material/difference:", disabled=not several)
+
+
+def _notes(opened: Catalog, runs: pd.DataFrame, named: pd.DataFrame) -> None:
+    """A form for the name, note and color of a run, which all pages use."""
+    if runs.empty or read_only():
+        return
+    with st.expander("Name a run"):
+        labels = dict(zip(named["run_id"], named["label"], strict=True))
+        titles = run_titles(named)
+        ids: list[str] = runs["run_id"].tolist()
+        run_id = st.selectbox("Run", ids, key="named_run", format_func=lambda name: titles[name])
+        row = runs[runs["run_id"] == run_id].iloc[0]
+        run = {field: "" if pd.isna(row[field]) else str(row[field]) for field in ("name", "color", "note")}
+        with st.form(f"notes_{run_id}", border=False):
+            name_cell, own_cell, color_cell = st.columns([4, 1.2, 1], vertical_alignment="bottom")
+            name = name_cell.text_input(
+                "Name", run["name"], max_chars=80, placeholder=labels[run_id], key=f"name_{run_id}"
+            )
+            own = own_cell.checkbox("Custom color", bool(run["color"]), key=f"own_{run_id}", help="In charts of runs")
+            color = color_cell.color_picker("Color", run["color"] or style.PALETTE[0], key=f"color_{run_id}")
+            note = st.text_area("Note", run["note"], max_chars=10_000, key=f"note_{run_id}")
+            saved = st.form_submit_button("Save")
+    if saved:
+        try:
+            write_notes(opened.root / run_id, name=name or "", color=color if own else "", note=note or "")
+            opened.sync()
+        except (RunError, ReadOnlyError, OSError) as error:
+            st.error(plain(f"The name was not saved: {one_line(error)}."), icon=":material/error:")
+        else:
+            st.rerun()
+
+
+def _events(opened: Catalog, runs: pd.DataFrame) -> None:
+    """What happened in the newest runs, the latest first."""
+    newest = runs["run_id"].head(MOST_RUNS)
+    found, count = opened.kept(("events", opened.progress), lambda: _latest(opened.root, newest))
+    if count:
+        shown = ["kind", "iteration", "rank", "trigger", "text", "time", "run"]
+        st.subheader("Events", anchor=False)
+        st.dataframe(
+            found,
+            hide_index=True,
+            placeholder="–",
+            column_order=shown,
+            column_config={
+                **{name: st.column_config.Column(name.capitalize()) for name in shown},
+                "text": st.column_config.TextColumn("What happened", width=600),
+            },
+        )
+        if count > MOST_EVENTS:
+            st.caption(f"The latest {MOST_EVENTS} of {count:,} events.")
+
+
+def _latest(root: Path, runs: Iterable[str]) -> tuple[pd.DataFrame, int]:
+    """(the latest MOST_EVENTS events of runs, how many there are)."""
+    found = [(event, run_id) for run_id in runs for event in reversed(read_events(root / run_id))]
+    found.sort(key=lambda each: each[0].time, reverse=True)
+    rows = [asdict(event) | {"kind": event.kind.value, "run": run_id} for event, run_id in found[:MOST_EVENTS]]
+    return pd.DataFrame(rows), len(found)
+
+
+def _source(config: str) -> str | None:
+    """The directory that an import refers to."""
+    read = json.loads(config)
+    return str(read.get("source")) if read.get("kind") == IMPORT else None

@@ -1,0 +1,238 @@
+"""A view: a page and the parameters of its address, as one frozen value.
+
+The address bar, a link, a pin, a report and `binade.plots` hold views, and all of them draw with `View.draw`, so they
+cannot differ. The parameters are the fields of the filter, the scope (format, metric, what it is compared with), the
+part of the page, and the parameters of that part. A view is read against a catalog: what it names and the catalog does
+not have is said, and nothing else takes its place. No Streamlit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, Self
+
+from pydantic import AfterValidator, Field
+
+from binade.app.figure import Drawn
+from binade.app.pages.registry import OLD_PAGES, PAGES, PART, Part, moved
+from binade.app.params import TITLES, AnySpec, One, Param, Params, read, read_filter, run_or_format, texts_of
+from binade.app.questions.map.compute import METRICS
+from binade.app.questions.question import Question
+from binade.app.questions.shared.scope import default_format
+from binade.app.questions.shared.selection import Of, lowest, select
+from binade.data.cache import Done
+from binade.data.catalog import Catalog
+from binade.data.filter import FIELDS, Filter
+from binade.data.untrusted import LINES, Record, at_most
+
+# Where answers are computed: two at once, and one at a time of those that take long or a large tensor. The threads that
+# serve sessions wait, and a reader can stop waiting.
+QUICK, SLOW = ThreadPoolExecutor(2, "quick"), ThreadPoolExecutor(1, "slow")
+LARGE = 1 << 24  # values of a tensor that take more than a moment to read
+SCOPE: dict[str, Callable[[Catalog], Param]] = {
+    "format": lambda opened: AnySpec(),
+    "metric": lambda opened: One(METRICS),
+    "versus": run_or_format,
+}
+
+
+def _known_page(page: str) -> str:
+    if page not in (*PAGES, *OLD_PAGES):
+        raise ValueError(f"is not one of {', '.join(PAGES)}")
+    return page
+
+
+Page = Annotated[str, AfterValidator(_known_page)]
+Texts = Annotated[list[Annotated[str, Field(max_length=4000), LINES]], at_most(1000)]
+TextsByName = Annotated[dict[Annotated[str, Field(max_length=40, pattern=r"^[a-z_]+$")], Texts], at_most(64)]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a view means in a catalog.
+
+    part      of the page; None if the view names one that does not exist
+    where     the filter; run and iteration of the scope are fields of it
+    values    of the parameters, by name
+    problems  a sentence for each text that does not exist or makes no sense
+    gone      what the view names and the catalog does not have at all: such a view is not drawn
+    """
+
+    part: Part | None
+    where: Filter
+    values: dict[str, Any]
+    problems: tuple[str, ...] = ()
+    gone: tuple[str, ...] = ()
+
+    @property
+    def question(self) -> Question | None:
+        return self.part.question if self.part else None
+
+    @property
+    def refusal(self) -> Drawn | None:
+        """The answer if the view cannot be drawn as it is."""
+        if self.gone:
+            return Drawn(problems=(*self.problems, f"Not drawn: {', '.join(self.gone)}."))
+        return None
+
+
+@dataclass(frozen=True)
+class View(Record):
+    """A page and the texts of its parameters, as its address has them."""
+
+    page: Page
+    params: TextsByName = field(default_factory=dict)
+
+    @property
+    def part(self) -> str:
+        """The name of its part of the page."""
+        return next(iter(self.params.get(PART, ())), PAGES[self.page].first)
+
+    @property
+    def current(self) -> Self:
+        """The view with the names of this version, if it is from an earlier one."""
+        page, params = moved(self.page, self.params)
+        return replace(self, page=page, params=params)
+
+    def to_query(self) -> dict[str, list[str]]:
+        return {name: list(texts) for name, texts in self.params.items() if texts}
+
+    def changed(self, **values: Any) -> Self:
+        """The view with other values of some parameters; None for the default."""
+        merged = {**self.params, **{name: texts_of(value) for name, value in values.items()}}
+        return replace(self, params={name: list(texts) for name, texts in merged.items() if texts})
+
+    def filtered(self, where: Filter) -> Self:
+        """The view with another filter."""
+        kept = {name: texts for name, texts in self.params.items() if name not in FIELDS}
+        return replace(self, params=where.to_query() | kept)
+
+    def at(self, page: str, part: str = "", **values: Any) -> View:
+        """Another page or part with the same filter and scope, and these parameters."""
+        kept = {name: list(self.params[name]) for name in (*FIELDS, *SCOPE) if name in self.params}
+        if page == self.page and "tensor" in self.params:
+            kept["tensor"] = self.params["tensor"]
+        named = {PART: part} if part and part != PAGES[page].first else {}
+        return View(page, kept).changed(**named, **values)
+
+    def short(self, catalog: Catalog) -> Self:
+        """The view without parameters that its part does not have or that are at their default: its address."""
+        params = self.params_in(catalog)
+        kept = {
+            n: t for n, t in self.params.items() if n in FIELDS or (n in params and t != texts_of(params[n].default))
+        }
+        return replace(self, params=kept)
+
+    def explicit(self, catalog: Catalog) -> Self:
+        """The view with every parameter, so that it stays the same when defaults change."""
+        reading = self.read(catalog)
+        names = [PART, *(reading.question.uses if reading.question else ())]
+        return self.changed(**{name: reading.values[name] for name in names if name in reading.values})
+
+    def params_in(self, catalog: Catalog) -> Params:
+        """The parameters that this view can have, besides the filter."""
+        page = PAGES[self.page]
+        part = page.parts.get(self.part)
+        own = part.params(catalog) if part else {}
+        return {PART: One(tuple(page.parts))} | {name: make(catalog) for name, make in SCOPE.items()} | own
+
+    def read(self, catalog: Catalog) -> Reading:
+        """What the view means in a catalog."""
+        where, absent = read_filter(catalog.facets(), self.params)
+        params = self.params_in(catalog)
+        values, unknown = read(params, self.params)
+        part = PAGES[self.page].parts.get(self.part)
+        values["format"] = values["format"] or default_format(catalog, where)
+        if part and part.question and part.question.of is Of.TENSOR and not values["tensor"]:
+            values["tensor"] = lowest(catalog, where, values["format"])
+        gone = [TITLES[name].lower() for name in FIELDS if self.params.get(name) and not getattr(where, name)]
+        for name, param in params.items():
+            texts = self.params.get(name, [])
+            if texts and len(param.read(texts)[1]) == len(texts):
+                gone.append(name)
+        return Reading(part, where, values, (*absent, *unknown), tuple(gone))
+
+    def draw(self, catalog: Catalog, step: Done = lambda count, of: None) -> Drawn:
+        """The answer to its question, computed once for all identical requests. step: called with (steps done, steps in
+        all). Never raises because of the view's content, which is reported as a problem instead."""
+        reading = self.read(catalog)
+        question = reading.question
+        if question is None:
+            return Drawn(problems=(f"{self.page.capitalize()} › {self.part[:40]} has no charts.",))
+        if not catalog.totals().tensors and not question.empty:
+            return Drawn(problems=(f"There are no runs in {catalog.root}.",))
+        return reading.refusal or draw(catalog, question, reading.where, reading.values, reading.problems, step)
+
+    def runs(self, catalog: Catalog) -> list[str]:
+        """The runs that it shows, newest first: those that its filter selects, that it names or that are shown by
+        default, and those that its question reads beyond these."""
+        reading = self.read(catalog)
+        where = reading.where
+        selected = set(catalog.facets(where).get("run_id", []))
+        selected &= set(where.run_id) if where.run_id else selected
+        selected |= self.named_runs(catalog)
+        for name, param in self.params_in(catalog).items():
+            if param.refers_to == "run":
+                selected.update(texts_of(reading.values[name]))
+        if reading.part:
+            for each in (reading.part, reading.question):
+                if each and each.beyond:
+                    selected.update(each.beyond(catalog, where, selected))
+        return [run for run in catalog.runs()["run_id"] if run in selected]
+
+    def named_runs(self, catalog: Catalog) -> set[str]:
+        """The runs that it names itself, by their id or by a tensor of theirs."""
+        named = {*self.params.get("run_id", []), *self._named(catalog, "run")}
+        return named | set(catalog.rows_of(self.tensors(catalog))["run_id"])
+
+    def tensors(self, catalog: Catalog) -> list[str]:
+        """The tensors that it names."""
+        return list(dict.fromkeys(self._named(catalog, "tensor")))
+
+    def _named(self, catalog: Catalog, kind: str) -> list[str]:
+        names = [name for name, param in self.params_in(catalog).items() if param.refers_to == kind]
+        return [text for name in names for text in self.params.get(name, [])]
+
+
+def draw(
+    catalog: Catalog,
+    question: Question,
+    where: Filter,
+    values: Mapping[str, Any],
+    problems: tuple[str, ...] = (),
+    step: Done = lambda count, of: None,
+) -> Drawn:
+    """The answer to a question for these values of its parameters."""
+    where = where.without(*question.ignored_fields)
+    own = tuple((name, values[name]) for name in sorted(question.uses))
+    others = question.beyond or ("versus" in question.uses and values["versus"])  # runs that the filter does not name
+    versions = catalog.versions(() if others else where.run_id)
+    of = None if question.of_values else (versions, catalog.progress * question.of_runs)
+
+    def compute(done: Done) -> Drawn:
+        narrowed = where if where.run_id else catalog.narrowed(where)  # captions state the filter
+        selected = select(question.of, catalog, narrowed, dict(values))
+        if isinstance(selected, Drawn):
+            return selected
+        chosen = dict(values) | {
+            each.name: each.possible(values[each.name]) for each in question.controls_of(selected, dict(values))
+        }
+        steps = (done,) if question.slow else ()
+        answer: Drawn = question.draw(selected, chosen, *steps)
+        return answer.prepared()
+
+    request = ("view", question.name, where, repr(own), of, catalog.part)
+    if catalog.cache:
+        pool: Executor = SLOW if question.slow or _values(catalog, values) > LARGE else QUICK
+        drawn = catalog.cache.get(None, request, compute, pool, step)
+    else:
+        drawn = compute(step)
+    return replace(drawn, problems=(*problems, *drawn.problems)) if problems else drawn
+
+
+def _values(catalog: Catalog, values: Mapping[str, Any]) -> int:
+    """The number of values of the tensor that is shown, if one is named."""
+    names = texts_of(values.get("tensor"))
+    return int(catalog.rows_of(names)["numel"].sum()) if names else 0

@@ -1,0 +1,418 @@
+"""The map: its cells against numpy, torch and the quantizer over the tensor files, its order, and what it says is
+missing."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from scipy import stats
+from torch import Tensor
+
+from binade import quant
+from binade.app.figure import Drawn
+from binade.app.questions.map.compute import METRICS
+from binade.app.questions.map.panel import panel
+from binade.app.questions.map.question import MOST_COLUMNS, map_of
+from binade.app.view import View
+from binade.collector import Recorder
+from binade.data.catalog import STATISTICS, Catalog
+from binade.data.filter import Filter
+from binade.quant.blocks import look
+from binade.quant.formats import FORMATS
+from tests.data.builder import make_run
+
+MXFP4 = Filter(quant_type=["mxfp4"])
+# The axis that each GEMM contracts: Y = X·Wᵀ, dX = dY·W, dW = dYᵀ·X; S = Q·Kᵀ, dQ = dS·K, dK = dSᵀ·Q; O = P·V,
+# dP = dO·Vᵀ, dV = Pᵀ·dO. -2 of a linear layer: the tokens of all sequences.
+CONTRACTED = {
+    "forward": {"input": -1, "weight": -1, "query": -1, "key": -1, "attention_probs": -1, "value": -2},
+    "dgrad": {"grad_output": -1, "weight": -2, "grad_scores": -1, "key": -2, "value": -1},
+    "wgrad": {"grad_output": -2, "input": -2, "grad_scores": -2, "query": -2, "attention_probs": -2},
+}
+CELL = ["gemm", "product", "tensor", "layer_index"]
+
+
+def drawn(catalog: Catalog, where: Filter | None = None, **query: str) -> Drawn:
+    return View("map", {name: [text] for name, text in query.items()}).filtered(where or Filter()).draw(catalog)
+
+
+def cells(catalog: Catalog, where: Filter | None = None, **query: str) -> pd.DataFrame:
+    """The cells of a map; of the collected runs, unless a format is named, in mxfp4."""
+    answer = drawn(catalog, where, **{"format": "mxfp4"} | query)
+    figure = answer.get("map")
+    assert figure, answer.problems
+    return figure.table
+
+
+def along(x: Tensor, gemm: str, product: str, tensor: str) -> tuple[Tensor, int]:
+    """The operand as its GEMM takes it, and the axis that the GEMM contracts."""
+    axis = CONTRACTED[gemm][tensor]
+    return (x.flatten(0, -2), axis) if product not in ("QK", "PV") else (x, axis)
+
+
+@pytest.mark.parametrize("fmt", ["mxfp4", "mxfp8", "hifp8"])
+@pytest.mark.parametrize("metric", ["sqnr_db", "flush_to_zero", "saturated"])
+def test_a_cell_is_the_operand_scored_along_the_axis_of_its_gemm(catalog: Catalog, metric: str, fmt: str):
+    table = cells(catalog, MXFP4, metric=metric, format=fmt)
+    products = {"qkv", "QK", "PV", "proj", "fc1", "fc2"}
+    assert set(table["product"]) == products and set(table["tensor"]) == {
+        name for of in CONTRACTED.values() for name in of
+    }
+    assert len(table) == 2 * 3 * 2 * len(products) and table["tensors"].eq(1).all()  # layers, GEMMs, operands
+    for cell in table[(table["layer_index"] == 1) & table["product"].isin(("fc1", "QK", "PV"))].itertuples():
+        x, dim = along(catalog.load(cell.tensor_id), cell.gemm, cell.product, cell.tensor)
+        expected = getattr(quant.score(x, fmt, dim), metric)
+        assert [cell.value, cell.low, cell.high] == pytest.approx([expected] * 3, rel=1e-9), cell
+        row = catalog.rows_of([cell.tensor_id]).iloc[0]
+        assert (row["tensor_name"], row["layer_index"], row["iteration"]) == (cell.tensor, 1, 1)
+
+
+def of_torch(x: Tensor, metric: str) -> float:
+    """A statistic of the values by its definition."""
+    x = x.double().flatten()
+    absmax, rms = x.abs().max().item(), x.square().mean().sqrt().item()
+    return {
+        "absmax": absmax,
+        "std": x.std(correction=0).item(),
+        "rms": rms,
+        "kurtosis": float(stats.kurtosis(x.numpy(), fisher=False)),
+        "crest_factor": absmax / rms,
+        "dynamic_range": math.log2(absmax / x[x != 0].abs().min().item()),
+        "zero_share": (x == 0).double().mean().item(),
+        "non_finite": (~x.isfinite()).double().mean().item(),
+    }[metric]
+
+
+@pytest.mark.parametrize("metric", STATISTICS)
+def test_a_statistic_is_torchs_and_the_same_in_each_gemm(catalog: Catalog, metric: str):
+    table = cells(catalog, MXFP4, metric=metric)
+    keys = set(cells(catalog, MXFP4)[CELL].itertuples(index=False, name=None))
+    assert set(table[CELL].itertuples(index=False, name=None)) == keys
+    own = table[table["product"].isin(("fc1", "QK"))]
+    for tensor_id, same in own.groupby("tensor_id"):
+        assert set(same["value"]) == {same["value"].iloc[0]}
+        expected = of_torch(catalog.load(tensor_id), metric)
+        assert same["value"].iloc[0] == pytest.approx(expected, rel=1e-6, abs=1e-12), same
+    grads = own.loc[own["tensor"] == "grad_output"].groupby(["layer_index", "product"])["gemm"].agg(set)
+    assert grads.map(lambda gemms: gemms == {"dgrad", "wgrad"}).all()
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Catalog]:
+    """Two runs of five micro-batches of two operands in three layers at three iterations; the second is larger."""
+    root, random = tmp_path_factory.mktemp("parts"), torch.Generator().manual_seed(0)
+    for number, recipe in enumerate(("calm", "wild")):
+        made = [
+            (
+                torch.randn(16, 64, generator=random) * torch.randn(64, generator=random).exp2() * 2.0**-number,
+                {"layer_index": layer, "iteration": iteration, "micro_batch": batch, "module": "fc2", "recipe": recipe,
+                 "tensor_name": name, "operation": operation, "format": "mxfp4", "quant_type": "mxfp4"},
+            )
+            for iteration in (0, 4, 8)
+            for layer in (1, 2, 3)
+            for batch in range(5)
+            for name, operation in (("input", "forward"), ("grad_output", "backward"))
+        ]  # fmt: skip
+        make_run(root, made, recipe=recipe)
+    with Catalog.open(root) as catalog:
+        yield catalog
+
+
+def by_hand(catalog: Catalog, where: Filter, metric: str, fmt: str, by: list[str]) -> pd.core.groupby.SeriesGroupBy:
+    """A metric of each tensor, measured from its file."""
+    rows = catalog.tensors(where)
+    rows["value"] = [
+        of_torch(x, metric) if metric in STATISTICS else getattr(quant.score(x, fmt), metric)
+        for x in map(catalog.load, rows["tensor_id"])
+    ]
+    return rows.set_index("tensor_id").groupby(by)["value"]
+
+
+@pytest.mark.parametrize("across", ["layer_index", "iteration"])
+@pytest.mark.parametrize(
+    ("metric", "fmt"),
+    [("sqnr_db", "mxfp4"), ("sqnr_db", "hifp8"), ("flush_to_zero", "mxfp4"), ("absmax", ""), ("kurtosis", "")],
+)
+def test_of_several_tensors_a_cell_has_numpys_quantiles(parts: Catalog, metric: str, fmt: str, across: str):
+    run, at = parts.runs().set_index("recipe")["run_id"]["calm"], () if across == "iteration" else (8,)
+    query = {"metric": metric, "across": across} | ({"format": fmt} if fmt else {})
+    table = cells(parts, Filter(recipe=["calm"]), **query)
+    expected = by_hand(parts, Filter(run_id=[run], iteration=at), metric, fmt, ["tensor_name", across])
+    assert len(table) == len(expected) == 6 and set(table[across]) == ({1, 2, 3} if at else {0, 4, 8})
+    for cell in table.itertuples():
+        own = expected.get_group((cell.tensor, getattr(cell, across)))
+        assert cell.tensors == len(own) == (5 if at else 15)
+        assert [cell.low, cell.value, cell.high] == pytest.approx(np.quantile(own, [0.1, 0.5, 0.9]), rel=1e-6)
+        assert cell.tensor_id == (own.idxmin() if metric == "sqnr_db" else own.idxmax())
+
+
+@pytest.mark.parametrize("across", ["layer_index", "iteration"])
+@pytest.mark.parametrize("metric", ["sqnr_db", "flush_to_zero", "absmax", "crest_factor"])
+def test_versus_a_run_is_the_difference_of_the_cells(parts: Catalog, metric: str, across: str):
+    """Of a metric with a logarithmic axis, log₂ of the ratio."""
+    calm = parts.runs().set_index("recipe")["run_id"]["calm"]
+    own, other = (cells(parts, Filter(recipe=[name]), metric=metric, across=across) for name in ("wild", "calm"))
+    answer = drawn(parts, Filter(recipe=["wild"]), metric=metric, across=across, format="mxfp4", versus=calm)
+    table = answer.get("map").table
+    assert ", difference to calm" in answer.verdict and not answer.problems
+    expected = np.log2(own["value"] / other["value"]) if metric == "absmax" else own["value"] - other["value"]
+    assert table["value"].tolist() == pytest.approx(expected.tolist(), rel=1e-12)
+    assert (table["own"] == own["value"]).all() and (table["other"] == other["value"]).all()
+    assert table["tensor_id"].tolist() == own["tensor_id"].tolist()
+    assert table["label"].str.match(r"^[+−]|^0$").all()
+
+
+@pytest.mark.parametrize("versus", ["hifp8", "mxfp8"])
+def test_versus_a_format_is_the_difference_of_the_cells(catalog: Catalog, versus: str):
+    own, other = (cells(catalog, MXFP4, format=fmt).set_index("row")["value"] for fmt in ("mxfp4", versus))
+    table = cells(catalog, MXFP4, versus=versus)
+    assert table["value"].tolist() == pytest.approx((own - other).tolist(), rel=1e-12)
+    assert versus == "hifp8" or (table["value"] < 0).all()  # hifp8 has no scale
+    assert f"SQNR in mxfp4, difference to {versus}" in drawn(catalog, MXFP4, format="mxfp4", versus=versus).verdict
+
+
+def test_results_are_the_catalogs(catalog: Catalog):
+    table = cells(catalog, MXFP4, metric="result_sqnr_db").set_index("tensor_id")["value"]
+    rows = catalog.results(Filter(quant_type=["mxfp4"], iteration=[1])).set_index("tensor_id")["result_sqnr_db"]
+    assert table.sort_index().to_dict() == pytest.approx(rows.sort_index().to_dict()) and len(table) == 2 * 3 * 6 - 2
+    iterations = cells(catalog, MXFP4, metric="result_sqnr_db", across="iteration")
+    rows = catalog.results(Filter(quant_type=["mxfp4"], iteration=[0]))
+    own = rows[(rows["module"] == "fc1") & (rows["gemm"] == "wgrad")]["result_sqnr_db"]
+    (cell,) = iterations.query("product == 'fc1' and gemm == 'wgrad' and iteration == 0").itertuples()
+    assert cell.value == pytest.approx(np.median(own)) and cell.tensors == len(own) == 2
+
+
+def test_the_spread_of_scales_is_that_of_the_blocks_in_the_files(catalog: Catalog):
+    table = cells(catalog, MXFP4, metric="scale_spread")
+    assert len(table) == 2 * (4 * 3 + 6)
+    for cell in table[table["layer_index"] == 2].itertuples():
+        axis = CONTRACTED[cell.gemm][cell.tensor]
+        blocks = look(catalog.load(cell.tensor_id), "mxfp4", axis)
+        exponents = torch.log2(blocks.scale[blocks.x.abs().amax(-1) > 0].flatten().double()).numpy()
+        low, high = np.quantile(exponents, [0.01, 0.99], method="inverted_cdf")
+        assert cell.value == pytest.approx(high - low, abs=1), cell
+
+
+def test_the_predicted_loss_change_is_that_of_a_run_that_rounds_nothing(catalog: Catalog):
+    figure = drawn(catalog, metric="loss_change", format="nvfp4").get("map")
+    table = figure.table
+    assert figure.note.endswith("of several tensors in a cell, the mean over sequences of their sum.")
+    bf16 = catalog.runs().set_index("recipe")["run_id"]["bf16"]
+    rows = catalog.operand_costs(Filter(run_id=[bf16], iteration=[1]))
+    rows = rows[(rows["format"] == "nvfp4") & (rows["gemm"] == "forward")]
+    assert set(catalog.rows_of(table["tensor_id"].tolist())["run_id"]) == {bf16}
+    assert table["gemm"].eq("forward").all() and len(table) == len(rows) == 2 * 12
+    assert table.set_index("tensor_id")["value"].to_dict() == rows.set_index("tensor_id")["change"].to_dict()
+    found = drawn(catalog, metric="loss_change", across="iteration", format="nvfp4")
+    assert found.problems == ("The predicted loss change is a sum over a recording, not shown by iteration.",)
+
+
+def test_experts_are_one_row_until_they_are_expanded(tmp_path: Path):
+    random = torch.Generator().manual_seed(0)
+    values = {expert: torch.randn(32, 64, generator=random) * 2.0**expert for expert in (0, 2, 11)}
+    place: dict[str, Any] = {"operation": "forward", "phase": "pre", "dim": -1}
+    with Recorder(tmp_path, scores=("mxfp4",)) as recorder:
+        for layer in (1, 2):
+            for expert, x in values.items():
+                recorder.record("input", x, layer=layer, module="fc1", expert=expert, **place)
+            recorder.record("input", values[0], layer=layer, module="router", **place)
+    with Catalog.open(tmp_path) as catalog:
+        together = cells(catalog, metric="absmax")
+        apart = cells(catalog, metric="absmax", experts="fc1")
+        absmax = {expert: x.abs().max().item() for expert, x in values.items()}
+        both = together[together["layer_index"] == 2].set_index("product")
+        assert both["tensors"].to_dict() == {"fc1": 3, "router": 1} and both["expert"].isna().all()
+        assert both.loc["fc1", "value"] == np.median([*absmax.values()])
+        assert catalog.rows_of([both.loc["fc1", "tensor_id"]])["expert"].tolist() == [11]
+        own = apart[(apart["layer_index"] == 1) & (apart["product"] == "fc1")]
+        assert own.set_index("expert")["value"].to_dict() == absmax and own["tensors"].eq(1).all()
+        assert set(apart["row"]) - set(together["row"]) == {f"other/fc1/input/{expert}" for expert in values}
+        found = map_of(catalog, Filter(), View("map", {"experts": ["fc1"], "metric": ["absmax"]}).read(catalog).values)
+        assert [row.expert for row in found.rows] == ["", "0", "2", "11"]
+        assert "fc1 expert 11 input" in drawn(catalog, metric="absmax", experts="fc1").tables["places"]["place"][0]
+        gone = drawn(catalog, metric="absmax", experts="router")
+        assert "'router'" in gone.problems[0] and not gone.items
+
+
+def test_rows_are_in_the_order_of_the_network(catalog: Catalog):
+    found = map_of(catalog, MXFP4, View("map").read(catalog).values)
+    products = ("qkv", "QK", "PV", "proj", "fc1", "fc2")
+    operands = {
+        "forward": (("input", "weight"), ("query", "key"), ("attention_probs", "value")),
+        "dgrad": (("grad_output", "weight"), ("grad_scores", "key"), ("grad_output", "value")),
+        "wgrad": (("grad_output", "input"), ("grad_scores", "query"), ("grad_output", "attention_probs")),
+    }
+    expected = [
+        (gemm, product, tensor)
+        for gemm, (of_linear, of_qk, of_pv) in operands.items()
+        for product in products
+        for tensor in {"QK": of_qk, "PV": of_pv}.get(product, of_linear)
+    ]
+    assert [(row.gemm, row.product, row.tensor) for row in found.rows] == expected
+
+
+@pytest.mark.parametrize("across", ["layer_index", "iteration"])
+@pytest.mark.parametrize("metric", METRICS)
+def test_the_worst_cell_is_first_and_opens_its_tensor(catalog: Catalog, metric: str, across: str):
+    answer = drawn(catalog, MXFP4, metric=metric, across=across, format="mxfp4")
+    if metric == "loss_change" and across == "iteration":
+        return
+    table, places = answer.get("map").table, answer.tables["places"]
+    assert places["rank"].tolist() == list(range(1, len(table) + 1)) and places["place"].is_unique
+    values = places["value"] if metric not in ("sqnr_db", "result_sqnr_db") else -places["value"]
+    assert values.iloc[0] == values.max()
+    shown = values[places["value"].clip(0, 40) == places["value"]] if metric in ("sqnr_db",) else values
+    assert metric in ("flush_to_zero", "saturated") or shown.round(9).is_monotonic_decreasing
+    assert set(places["tensor_id"]) <= set(catalog.tensors(MXFP4)["tensor_id"])
+    assert {figure.name: figure.choose for figure in answer.figures} == {"map": None, "ranking": "tensor_id"}
+    where = ["L1 ", "L2 "] if across == "layer_index" else ["iteration 0 ", "iteration 1 "]
+    assert places["place"].str.startswith(tuple(where)).all()
+    datasets = json.loads(json.dumps(answer.get("map").spec, allow_nan=False))["datasets"].values()
+    assert sum(len(rows) for rows in datasets if rows and "shade" in rows[0]) == len(table)
+
+
+def test_the_verdict_is_of_the_medians_of_each_kind(parts: Catalog):
+    answer = drawn(parts, Filter(recipe=["calm"]), format="mxfp4")
+    kinds, table = answer.tables["kinds"].set_index("kind"), answer.get("map").table
+    assert set(kinds.index) == {"fc2 input", "fc2 grad_output"}
+    for kind, own in table.groupby(table["product"] + " " + table["tensor"]):
+        expected = np.quantile(own["value"], [0.1, 0.5, 0.9])
+        assert kinds.loc[kind, ["low", "value", "high"]].tolist() == pytest.approx(expected, rel=1e-12)
+    assert {(each.n, each.of) for each in answer.verdict.evidence} == {(3, "layers")}
+
+
+def test_an_operand_of_two_gemms_does_not_count_its_layers_twice(catalog: Catalog):
+    """The SQNR of a weight in the forward GEMM and in dgrad are values of the same layer."""
+    for metric in ("sqnr_db", "absmax"):
+        answer = drawn(catalog, MXFP4, metric=metric, format="mxfp4")
+        kinds = answer.tables["kinds"].set_index("kind")
+        assert kinds.loc["fc1 weight", "tensors"] == 4 and kinds.loc["fc1 weight", "layers"] == 2
+        assert {each.n for each in answer.verdict.evidence} == {2}
+
+
+def test_hifp8_without_a_scale_says_what_it_would_do_with_one(tmp_path: Path):
+    x = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)) * 2.0**-24
+    with Recorder(tmp_path, scores=("hifp8", "hifp8(scale=amax8)")) as recorder:
+        recorder.record("input", x, layer=1, module="fc1", operation="forward", phase="pre", dim=-1)
+    with Catalog.open(tmp_path) as catalog:
+        scaled = quant.score(x, "hifp8(scale=amax8)").sqnr_db
+        verdict = drawn(catalog, format="hifp8").verdict
+        assert verdict.endswith(f"With a tensor scale, hifp8(scale=amax8), fc1 input has {scaled:.1f} dB.")
+        assert "With a tensor scale" not in drawn(catalog, format="hifp8(scale=amax8)").verdict
+        assert "With a tensor scale" not in drawn(catalog, format="hifp8", metric="absmax").verdict
+
+
+@pytest.mark.parametrize("fmt", ["mxfp4", "hifp8"])
+def test_the_panel_shows_the_values_of_a_cell_as_its_gemm_takes_them(catalog: Catalog, fmt: str):
+    values = View("map", {"format": [fmt]}).read(catalog).values
+    found = map_of(catalog, MXFP4, values)
+    for _, cell in found.table[found.table["row"].str.contains("fc1/|PV/")].iterrows():
+        shown = panel(catalog, found, cell, fmt)
+        x, dim = along(catalog.load(cell["tensor_id"]), cell["gemm"], cell["product"], cell["tensor"])
+        within = 1e-5 if shown["values"]["sample"] == "all values" else 0.02
+        assert sum(shown["values"]["bars"]) == pytest.approx((x != 0).double().mean().item(), abs=within)
+        scores = {each["name"]: each["value"] for each in shown["formats"]}
+        assert fmt in scores and [*scores.values()] == sorted(scores.values(), reverse=True)
+        for name, value in scores.items():
+            assert value == pytest.approx(quant.score(x, name, dim).sqnr_db, rel=1e-9)
+        assert [each["name"] for each in shown["formats"] if each["own"]] == [fmt]
+        assert shown["facts"][0] == ["SQNR", cell["label"]]
+
+
+@pytest.mark.parametrize("metric", METRICS)
+def test_odd_tensors(odd_root: Path, metric: str):
+    """Nothing finite, zeros, Inf: whatever has a value is drawn, as JSON without NaN."""
+    with Catalog.open(odd_root) as catalog:
+        for across in ("layer_index", "iteration"):
+            for versus in ({}, {"versus": "mxfp8"}, {"versus": catalog.runs()["run_id"][0]}):
+                answer = drawn(catalog, metric=metric, format="mxfp4", across=across, **versus)
+                assert bool(answer.figures) != bool(answer.problems)
+                for figure in answer.figures:
+                    json.dumps(figure.spec, allow_nan=False)
+        if metric == "absmax":
+            assert set(cells(catalog, metric=metric)["layer_index"]) == set(range(1, len(catalog.tensors()) + 1))
+
+
+class TestWhatIsMissing:
+    @pytest.fixture(scope="class")
+    def unscored(self, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Catalog]:
+        root = tmp_path_factory.mktemp("unscored")
+        with Recorder(root, scores=()) as recorder:
+            for name, dim in (("input", -1), ("output", None)):
+                x = torch.ones(8, 32)
+                recorder.record(name, x, layer=1, module="fc1", operation="forward", phase="pre", dim=dim)
+        with Catalog.open(root) as catalog:
+            yield catalog
+
+    def test_nothing_is_scored(self, unscored: Catalog):
+        said = drawn(unscored).problems[0]
+        assert "No operand is scored in any format" in said and "absmax" in said
+        assert drawn(unscored, metric="absmax").get("map").table["value"].tolist() == [1.0]
+
+    def test_no_operand_is_selected(self, catalog: Catalog):
+        where = Filter(tensor_name=["grad_weight"])
+        for metric in ("sqnr_db", "absmax"):
+            assert (
+                drawn(catalog, where, metric=metric).problems[0].startswith("The filter selects no operand of a GEMM")
+            )
+
+    def test_the_format_is_not_scored(self, catalog: Catalog):
+        said = drawn(catalog, format="mxint8").problems[0]
+        assert said.startswith("The operands are scored in ") and said.endswith(", not in mxint8.") and "nvfp4" in said
+
+    @pytest.mark.parametrize(
+        ("metric", "option"), [("result_sqnr_db", "result"), ("scale_spread", "blocks"), ("loss_change", "loss")]
+    )
+    def test_a_measurement_that_was_not_made(self, parts: Catalog, metric: str, option: str):
+        found = drawn(parts, metric=metric, format="mxfp4")
+        assert not found.items and f"--measures {option}" in found.problems[0]
+
+    @pytest.mark.parametrize(
+        ("query", "said"),
+        [
+            ({"metric": "absmax", "versus": "mxfp8"}, "absmax does not depend on a format: compare with another run."),
+            ({"versus": "mxint8"}, "SQNR is not known for mxint8 in any of these cells."),
+        ],
+    )
+    def test_what_it_cannot_be_compared_with(self, catalog: Catalog, query: dict[str, str], said: str):
+        found = drawn(catalog, format="mxfp4", **query)
+        assert found.problems == (said,) and not found.items and not found.verdict
+
+    @pytest.mark.parametrize("name", ["metric", "format", "across", "experts", "versus"])
+    def test_an_unknown_parameter_is_named_and_nothing_is_drawn(self, catalog: Catalog, name: str):
+        found = drawn(catalog, **{name: "loss; DROP TABLE run"})
+        assert "'loss; DROP TABLE run'" in found.problems[0] and not found.items and not found.verdict
+        assert name == "versus" or found.problems[-1] == f"Not drawn: {name}."
+
+    def test_another_run_has_none_of_the_cells(self, parts: Catalog):
+        wild = parts.runs().set_index("recipe")["run_id"]["wild"]
+        where = Filter(recipe=["calm"], iteration=[4])
+        assert drawn(parts, where, format="mxfp4", versus=wild).figures
+        found = drawn(parts, Filter(recipe=["calm"]), format="nvfp4", versus=wild)
+        assert found.problems == ("The operands are scored in hifp8, mxfp4, not in nvfp4.",)
+
+
+def test_every_scored_format_can_be_shown(catalog: Catalog):
+    for fmt in catalog.scored_formats(MXFP4):
+        assert len(cells(catalog, MXFP4, format=fmt)) and (fmt in FORMATS or "(" in fmt)
+
+
+def test_many_iterations_are_thinned_evenly_and_it_is_said(tmp_path: Path):
+    with Recorder(tmp_path, scores=("mxfp4",)) as recorder:
+        for _ in range(MOST_COLUMNS + 21):
+            recorder.record("input", torch.ones(2, 32), layer=1, module="fc1", operation="forward", phase="pre", dim=-1)
+            recorder.step()
+    with Catalog.open(tmp_path) as catalog:
+        found = drawn(catalog, across="iteration")
+        columns = found.get("map").table["iteration"].to_numpy()
+    assert len(columns) == MOST_COLUMNS and columns[0] == 0 and columns[-1] == MOST_COLUMNS + 20
+    assert set(np.diff(np.sort(columns))) == {1, 2}
+    assert "240 of 261 recorded iterations" in found.problems[0]

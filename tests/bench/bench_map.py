@@ -1,0 +1,145 @@
+"""How fast the Map answers in a real browser: from a click until what it asked for is drawn.
+
+    python -m tests.bench.bench_map FOLDER [--tries 7]
+
+FOLDER is a root, such as `tests.bench.make_root` makes. Of each action the median of several tries is printed, in
+seconds, and its ratio to a click on a button of a Streamlit page that shows a counter, in the same browser and run:
+what any click takes. Each try asks for something that was not shown before, as far as the root has it.
+
+first      a new tab opens the address until the map and its panel are drawn; the ratio is to opening that page
+format     another format is chosen in the bar until the map shows it
+metric     another metric
+cell       a cell is clicked until the panel shows it
+iteration  the slider moves to another iteration until the map shows it
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+from playwright.sync_api import BrowserContext, Page, sync_playwright
+
+from tests.bench.bench_pages import launch
+from tests.browser.driver import answers, free_port, new_page, serving, settle
+from tests.conftest import until
+
+LEGEND, PANEL = ".map .legend", ".map .panel h3"
+COUNTER = """import streamlit as st
+st.session_state.n = st.session_state.get("n", 0)
+st.button("more", on_click=lambda: st.session_state.update(n=st.session_state.n + 1))
+st.title(f"{st.session_state.n}")
+"""
+
+
+@contextmanager
+def counter() -> Iterator[str]:
+    """The address of a Streamlit page with a button and a counter."""
+    with tempfile.TemporaryDirectory() as folder:
+        script, port = Path(folder) / "counter.py", free_port()
+        script.write_text(COUNTER)
+        options = ["--server.port", str(port), "--server.headless", "true", "--browser.gatherUsageStats", "false"]
+        app = subprocess.Popen([sys.executable, "-m", "streamlit", "run", str(script), *options], cwd=folder)
+        try:
+            address = f"http://127.0.0.1:{port}"
+            until(lambda: answers(app.pid, address), f"Streamlit to answer at {address}")
+            yield address
+        finally:
+            app.terminate()
+            app.wait()
+
+
+def waited(page: Page, locator: str, act: Callable[[], object]) -> float:
+    """Seconds from an action until the text of an element has changed."""
+    element = page.locator(locator)
+    before, start = element.inner_text(), time.monotonic()
+    act()
+    while element.inner_text() == before:
+        page.wait_for_timeout(2)
+        assert time.monotonic() - start < 60, f"nothing changed in {locator}"
+    return time.monotonic() - start
+
+
+def opened(context: BrowserContext, address: str, locator: str) -> tuple[Page, float]:
+    page, start = new_page(context), time.monotonic()
+    page.goto(address)
+    page.locator(locator).wait_for()
+    return page, time.monotonic() - start
+
+
+def choose(page: Page, name: str, option: str) -> Callable[[], None]:
+    """An action: another option of the bar. The list is open when it starts."""
+    page.locator(f".st-key-filter_{name} input").click()
+    return page.get_by_role("option", name=option, exact=True).click
+
+
+def measure(root: Path, tries: int) -> dict[str, tuple[list[float], list[float]]]:
+    """By action: (seconds of each try, those of the page with the counter)."""
+    times: dict[str, list[float]] = {}
+    with sync_playwright() as playwright, counter() as plain, serving(root) as address:
+        browser = launch(playwright)
+        first, click = [], []
+        for _ in range(tries):
+            context = browser.new_context(viewport={"width": 1440, "height": 900})
+            page, seconds = opened(context, plain, "h1")
+            first.append(seconds)
+            settle(page)
+            click.append(waited(page, "h1", page.get_by_role("button", name="more").click))
+            page, seconds = opened(context, address, PANEL)
+            times.setdefault("first", []).append(seconds)
+            settle(page)
+            context.close()
+        context = browser.new_context(viewport={"width": 1440, "height": 900})
+        page, _ = opened(context, address, PANEL)
+        settle(page)
+        scored = page.locator(".map .panel .formats .name").all_inner_texts()
+        own = page.locator(".map .panel .formats .name.own").inner_text()
+        formats = [name for name in scored if name != own] + [own]
+        for attempt in range(tries):
+            act = choose(page, "format", formats[attempt % len(formats)])
+            times.setdefault("format", []).append(waited(page, LEGEND, act))
+            settle(page)
+        for metric in ("Flushed to zero", "Saturated", "absmax", "Crest factor", "Kurtosis", "rms", "SQNR")[:tries]:
+            times.setdefault("metric", []).append(waited(page, LEGEND, choose(page, "metric", metric)))
+            settle(page)
+        cells = page.locator(".map .cell[data-id]")
+        count = cells.count()
+        for attempt in range(tries):
+            cell = cells.nth((attempt + 1) * count // (tries + 2))
+            times.setdefault("cell", []).append(waited(page, PANEL, cell.click))
+            settle(page)
+        slider = page.locator(".map .time input")
+        if slider.count() and slider.is_enabled():
+            slider.focus()
+            back = False
+            for _ in range(tries):
+                back = slider.input_value() == "0" or (back and slider.input_value() != slider.get_attribute("max"))
+                key = "ArrowRight" if back else "ArrowLeft"
+                seconds = waited(page, LEGEND, partial(page.keyboard.press, key))
+                times.setdefault("iteration", []).append(seconds)
+                settle(page)
+                slider.focus()
+        browser.close()
+    return {name: (seconds, first if name == "first" else click) for name, seconds in times.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("root", type=Path)
+    parser.add_argument("--tries", type=int, default=7)
+    args = parser.parse_args()
+    for name, (seconds, base) in measure(args.root, args.tries).items():
+        middle, plain = statistics.median(seconds), statistics.median(base)
+        print(f"{name:10} {middle:.2f} s ({min(seconds):.2f} to {max(seconds):.2f}), ratio {middle / plain:.1f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+"""The Map in a real browser: what a user points at, clicks, types and plays, against what the catalog has."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+from playwright.sync_api import Locator, Page
+
+from binade import quant
+from binade.data.catalog import Catalog
+from binade.data.filter import Filter
+from tests.browser.driver import choose, pick, press, settle, turn_to
+
+pytestmark = [pytest.mark.browser, pytest.mark.slow]
+Visit = Callable[..., Page]
+CELL = "forward/fc1/input/2"  # a cell: GEMM, module, tensor, layer
+
+
+@pytest.fixture(scope="module")
+def run(catalog: Catalog) -> str:
+    """The run that the map shows if none is chosen: the newest."""
+    return str(catalog.runs()["run_id"].iloc[0])
+
+
+def cell(page: Page, name: str) -> Locator:
+    return page.locator(f".map .cell[data-id='{name}']")
+
+
+def panel(page: Page) -> str:
+    return page.locator(".map .panel").inner_text()
+
+
+def query(page: Page) -> dict[str, str]:
+    return {name: texts[0] for name, texts in parse_qs(urlsplit(page.url).query).items()}
+
+
+def tooltip(page: Page, name: str) -> list[str]:
+    cell(page, name).hover()
+    tip = page.locator(".map .tip")
+    tip.wait_for()
+    return tip.inner_text().splitlines()
+
+
+def press_key(page: Page, key: str) -> None:
+    """A key on the map, which waits for the last of several before it asks for the cell's panel."""
+    before = page.url
+    page.keyboard.press(key)
+    page.wait_for_function("before => location.href !== before", arg=before)
+    settle(page)
+
+
+def fc1_input(catalog: Catalog, run: str, layer: int, iteration: int) -> str:
+    where = Filter(run_id=(run,), layer_index=(layer,), module=("fc1",), tensor_name=("input",), iteration=(iteration,))
+    (tensor_id,) = catalog.tensors(where)["tensor_id"]
+    return str(tensor_id)
+
+
+def test_a_cell_is_read_chosen_and_opened(visit: Visit, catalog: Catalog, run: str):
+    page = visit()
+    sqnr = {layer: quant.score(catalog.load(fc1_input(catalog, run, layer, 1)), "mxfp4").sqnr_db for layer in (1, 2)}
+    assert tooltip(page, CELL) == ["fc1 input · forward GEMM", "layer 2", f"{sqnr[2]:.1f} dB"]
+
+    cell(page, CELL).click()
+    page.wait_for_url("**cell=**")
+    settle(page)
+    assert query(page) == {"cell": CELL}
+    assert "L2 fc1 input · forward GEMM" in panel(page) and f"SQNR\n{sqnr[2]:.1f} dB" in panel(page)
+    assert page.locator(".map .cell.on").get_attribute("data-id") == CELL
+
+    page.locator(".map .grid").focus()
+    for key, name in (("ArrowLeft", "L1 fc1 input"), ("ArrowDown", "L1 fc1 weight"), ("ArrowUp", "L1 fc1 input")):
+        press_key(page, key)
+        assert f"{name} · forward GEMM" in panel(page)
+    assert query(page) == {"cell": "forward/fc1/input/1"} and f"{sqnr[1]:.1f} dB" in panel(page)
+
+    page.reload()
+    settle(page)
+    assert query(page) == {"cell": "forward/fc1/input/1"} and "L1 fc1 input · forward GEMM" in panel(page)
+
+    page.get_by_role("button", name="Open tensor").click()
+    page.wait_for_url("**/tensor?**")
+    settle(page)
+    assert query(page) == {"tensor": fc1_input(catalog, run, 1, 1)}
+    assert page.get_by_text(f"In mxfp4: SQNR {sqnr[1]:.1f} dB").is_visible()
+    page.go_back()
+    settle(page)
+    assert query(page) == {"cell": "forward/fc1/input/1"} and "L1 fc1 input · forward GEMM" in panel(page)
+    page.locator(".map .grid").focus()
+    page.keyboard.press("Enter")
+    page.wait_for_url("**/tensor?**")
+
+
+def test_the_scope_is_chosen_in_the_bar_and_stays(visit: Visit, catalog: Catalog, run: str):
+    """Format, metric and iteration, each of which the browser's Back undoes; another page has the same scope."""
+    page = visit(f"/?cell={CELL}")
+    pick(page, "Format", "nvfp4")
+    pick(page, "Color", "Flushed to zero")
+    legend = page.locator(".map .legend")
+    assert re.match(r"Flushed to zero in nvfp4\n.* · iteration 1\n0%\n100%$", legend.inner_text())
+    chosen = {"cell": CELL, "format": "nvfp4", "metric": "flush_to_zero"}
+    assert query(page) == chosen
+
+    def flushed(iteration: int) -> str:
+        share = quant.score(catalog.load(fc1_input(catalog, run, 2, iteration)), "nvfp4").flush_to_zero
+        return tooltip(page, CELL)[2] if f"{100 * share:.3g}%" == tooltip(page, CELL)[2] else f"not {100 * share:.3g}%"
+
+    slider = page.get_by_role("slider", name="iteration")
+    slider.focus()
+    page.keyboard.press("ArrowLeft")
+    page.wait_for_url("**iteration=0")
+    settle(page)
+    assert query(page) == chosen | {"iteration": "0"}
+    first = flushed(0)
+    page.get_by_role("button", name="Play").click()  # to the last iteration, where it stops
+    page.wait_for_url("**iteration=1")
+    settle(page)
+    page.get_by_role("button", name="Play").wait_for()
+    last = flushed(1)
+    assert first.endswith("%") and last.endswith("%") and "not" not in first + last
+
+    page.reload()
+    settle(page)
+    assert query(page) == chosen | {"iteration": "1"} and legend.inner_text().startswith("Flushed to zero in nvfp4")
+    assert "L2 fc1 input · forward GEMM" in panel(page) and slider.input_value() == "1"
+    page.go_back()
+    settle(page)
+    assert query(page) == chosen | {"iteration": "0"} and tooltip(page, CELL)[2] == first
+    turn_to(page, "Tensor")
+    assert {name: query(page)[name] for name in ("format", "iteration")} == {"format": "nvfp4", "iteration": "0"}
+    turn_to(page, "Map")
+    assert query(page) == chosen | {"iteration": "0"}
+
+
+def test_a_difference_and_columns_of_iterations(visit: Visit, catalog: Catalog, run: str):
+    page = visit("/?format=mxfp8")
+    pick(page, "minus", "mxfp4")
+    x = catalog.load(fc1_input(catalog, run, 2, 1))
+    gain = quant.score(x, "mxfp8").sqnr_db - quant.score(x, "mxfp4").sqnr_db
+    assert tooltip(page, CELL)[2] == f"+{gain:.1f} dB" and query(page) == {"format": "mxfp8", "versus": "mxfp4"}
+    choose(page, "Layer", "2")
+    press(page, "iterations")
+    assert query(page) == {"format": "mxfp8", "versus": "mxfp4", "layer_index": "2", "across": "iteration"}
+    x = catalog.load(fc1_input(catalog, run, 2, 0))
+    gain = quant.score(x, "mxfp8").sqnr_db - quant.score(x, "mxfp4").sqnr_db
+    assert tooltip(page, "forward/fc1/input/0")[1:] == ["iteration 0", f"+{gain:.1f} dB"]
+    assert not page.complaints
