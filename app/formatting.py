@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 from binade.data.runs import sound_losses
 from binade.quant.specs import Spec
+
+T = TypeVar("T")
 
 
 def first_formats(opened: Catalog, where: Filter | None = None) -> tuple[str, ...]:
@@ -26,6 +29,13 @@ def losses_of(opened: Catalog, run_ids: list[str]) -> dict[str, list[dict[str, A
         except OSError:
             found[run_id] = []
     return found
+
+
+def evenly(values: Sequence[T], most: int) -> Sequence[T]:
+    """At most this many (two or more) of some values in order, spread evenly from the first to the last."""
+    if len(values) <= most:
+        return values
+    return [values[index * (len(values) - 1) // (most - 1)] for index in range(most)]
 
 
 def big(number: float, unit: str = "") -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -16,7 +16,6 @@ from binade.app.questions.shared.boards import ranking
 from binade.app.questions.shared.labels import full_labels
 from binade.app.questions.shared.runs import given_names
 from binade.app.questions.shared.selection import Board, Of, SelectedTensor, Selection, select
-from binade.app.style import MEASURES
 from binade.data.evidence import Sentence
 
 OF_VALUES = ("absmax", "std", "kurtosis", "crest_factor", "dynamic_range", "zero_share")
@@ -88,11 +87,9 @@ class ReportSelection(Selection):
         """The formats that the selection was scored with, the coarsest first."""
         return first_formats(self.opened, self.where)
 
-    def boards(self, of_errors: Sequence[str], of_values: Sequence[str] = ()) -> Iterator[Board]:
-        """Each metric of errors in each format, then each metric of the values."""
-        pairs = [(fmt, metric) for fmt in self.formats for metric in of_errors]
-        for fmt, metric in [*pairs, *(("", metric) for metric in of_values)]:
-            yield Board(self.opened, self.where, format=fmt, measure=MEASURES[metric])
+    def boards(self) -> list[Board]:
+        """The selection in each format."""
+        return [Board(self.opened, self.where, format=fmt) for fmt in self.formats]
 
     def values_of(self, field: str) -> list[Any]:
         """The values of a field that occur in the selection: `facets` leaves each field's own restriction out."""

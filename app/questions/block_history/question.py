@@ -117,10 +117,10 @@ def _range(last: dict[Hashable, Any], measure: str) -> Sentence:
 
 
 def report(selection: ReportSelection) -> Iterator[Section]:
-    for board in selection.boards(("sqnr_db",)):
+    for board in selection.boards():
         drawn = draw(board, {"of_blocks": "sqnr_db"})
         if drawn.figures:
-            yield Section("statistics", figures=board.named(drawn.figures[:1]), verdict=drawn.verdict)
+            yield Section("statistics", figures=board.named(drawn.figures[:1], "sqnr_db"), verdict=drawn.verdict)
 
 
 BLOCK_HISTORY = Question(

@@ -12,7 +12,7 @@ import pandas as pd
 from binade.app import style
 from binade.app.control import Control
 from binade.app.figure import Chart, Column, Drawn, Figure, Item, Table, Text, source
-from binade.app.formatting import big
+from binade.app.formatting import big, evenly
 from binade.app.params import TITLES, One, known_tensor
 from binade.app.questions.question import Question
 from binade.app.questions.shared import distribution_charts, distributions, format_charts
@@ -138,7 +138,7 @@ def groups_of(opened: Catalog, where: Filter, chosen: pd.DataFrame, by: str) -> 
     found = distributions.distributions(opened, where, by)
     total, groups = opened.totals(where).tensors, len(found)
     if groups > MAX_SELECTED and by in INTEGER_FIELDS:  # they have an order, and often as many values each
-        found = [found[index * (groups - 1) // (MAX_SELECTED - 1)] for index in range(MAX_SELECTED)]
+        found = [*evenly(found, MAX_SELECTED)]
     elif groups > MAX_SELECTED:
         least = sorted(d.total for d in found)[-MAX_SELECTED]
         found = [d for d in found if d.total >= least][:MAX_SELECTED]

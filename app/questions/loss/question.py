@@ -8,13 +8,13 @@ from dataclasses import replace
 from typing import Any
 
 from binade.app import style
-from binade.app.figure import Column, Drawn, Figure, Table
+from binade.app.figure import Column, Drawn, Figure, Table, source
 from binade.app.questions.loss import charts, compute
 from binade.app.questions.question import Question
 from binade.app.questions.shared import board_charts, boards
 from binade.app.questions.shared.board_charts import BARS
 from binade.app.questions.shared.boards import LOSS_CHANGE
-from binade.app.questions.shared.scope import rounding
+from binade.app.questions.shared.scope import rounding, scoped, unrounded
 from binade.app.questions.shared.selection import Board, Of
 from binade.app.report.section import ReportSelection, Section
 from binade.app.style import MEASURES
@@ -36,22 +36,23 @@ COLUMNS = {
 
 def draw(board: Board, values: dict[str, Any]) -> Drawn:
     measure = MEASURES[LOSS_CHANGE]
-    board = replace(board, measure=measure).scoped()
+    board = replace(board, where=scoped(board.opened, unrounded(board.opened, board.where), scored=True))
     found = compute.costs(board.opened, board.where, board.format) if board.format else None
     if found is None or found.table.empty:
-        return board.nothing
+        return _nothing(board)
     table = found.table
     batches = int(table["micro_batches"].max())
     over = f"the mean over {batches:,} micro-batches" if batches > 1 else "one micro-batch"
-    bars = board_charts.ranking(
-        table, measure, board.title(", largest first"), f"{min(len(table), BARS)} of {len(table):,} places · {over}"
-    )
+    definition = f"{measure.label} in {board.format}: {measure.definition}; for several tensors: their sum."
+    caption = f"{source(board.where, f'{len(table):,} places (layer, module, tensor)')}\n{definition}"
+    title = f"{measure.label} in {board.format}, largest first"
+    bars = board_charts.ranking(table, measure, title, f"{min(len(table), BARS)} of {len(table):,} places · {over}")
     ranked = Figure(
         "loss_ranking",
         bars,
         table,
-        board.caption(f"{len(table):,} places (layer, module, tensor)"),
-        note=board.definition,
+        caption,
+        note=definition,
         hint="Click a bar to open its tensor.",
         height=board_charts.ranking_height(table),
         choose="tensor_id",
@@ -61,7 +62,7 @@ def draw(board: Board, values: dict[str, Any]) -> Drawn:
         "loss_against_sqnr",
         charts.scatter(table, measure, f"Loss and SQNR in {board.format}", over),
         table,
-        board.caption(f"{len(table):,} places (layer, module, tensor)"),
+        caption,
         note="If SQNR predicted the loss, the points would fall from left to right.",
         hint="Click a point to open its tensor.",
         height=height,
@@ -70,6 +71,27 @@ def draw(board: Board, values: dict[str, Any]) -> Drawn:
     places = Table("loss_places", table, COLUMNS, height=min(38 + 35 * len(table), 420), choose="tensor_id")
     rounds = bool(rounding(board.opened, board.where))
     return Drawn((ranked, against, places), _verdict(found, board.format, measure, rounds))
+
+
+def _nothing(board: Board) -> Drawn:
+    """The answer if no operand has a predicted loss change: what the filter selects instead, and what to do."""
+    if board.format:
+        text = (
+            f"No gradient was recorded for the selected operands that are scored in {board.format}: record a run with "
+            "a backward pass and with “loss” under Also measured (--measures loss)."
+        )
+        return Drawn(problems=(text,))
+    operands = int(board.opened.operands(board.where)["tensors"].sum())
+    if operands:
+        there = f'The {operands:,} selected operands were recorded with scores=() or --scores "": none is scored.'
+    else:
+        tensors = board.opened.totals(board.where).tensors
+        there = f"The filter selects {tensors:,} tensors, but no operand of a GEMM; only operands are scored."
+    return Drawn(
+        problems=(
+            f"{there} To rank every tensor, choose a statistic of the values, such as {MEASURES['absmax'].label}.",
+        )
+    )
 
 
 def _verdict(found: compute.Costs, fmt: str, measure: Measure, rounds: bool) -> evidence.Sentence:
@@ -117,10 +139,10 @@ def _verdict(found: compute.Costs, fmt: str, measure: Measure, rounds: bool) -> 
 
 
 def report(selection: ReportSelection) -> Iterator[Section]:
-    for board in selection.boards((LOSS_CHANGE,)):
+    for board in selection.boards():
         drawn = draw(board, {})
         if drawn.figures:
-            yield Section("statistics", figures=board.named(drawn.figures), verdict=drawn.verdict)
+            yield Section("statistics", figures=board.named(drawn.figures, LOSS_CHANGE), verdict=drawn.verdict)
 
 
 LOSS = Question(

@@ -99,11 +99,15 @@ def _heat(
     return chart
 
 
+def product(row: Row) -> str:
+    """The name of its product."""
+    return {"QK": "QKᵀ"}.get(row.product, row.product)
+
+
 def label(row: Row) -> str:
     """The name of a row: "fc1 grad output"."""
-    product = {"QK": "QKᵀ"}.get(row.product, row.product)
     expert = f" expert {row.expert}" if row.expert else ""
-    return f"{product}{expert} {row.tensor.replace('_', ' ')}"
+    return f"{product(row)}{expert} {row.tensor.replace('_', ' ')}"
 
 
 def height(rows: list[Row]) -> int:

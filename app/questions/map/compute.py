@@ -148,15 +148,21 @@ def _spreads(catalog: Catalog, where: Filter, fmt: str, across: str) -> pd.DataF
     columns = [*by, "expert", "value", "low", "high", "tensors", "tensor_id"]
     if bins.empty:
         return pd.DataFrame(columns=columns)
-    below = bins.groupby("tensor_id")["count"].cumsum() / bins.groupby("tensor_id")["count"].transform("sum")
-    inside = bins[(below > EXTREMES) & (below - bins["count"] / bins.groupby("tensor_id")["count"].transform("sum")
-                                        < 1 - EXTREMES)]  # fmt: skip
+    counts = bins.groupby("tensor_id")["count"]
+    total, through = counts.transform("sum"), counts.cumsum()
+    inside = bins[(through / total > EXTREMES) & (through / total - bins["count"] / total < 1 - EXTREMES)]
     width = BLOCK_MEASURES["scale_exponent"].width
     each = inside.groupby([*by, "tensor_id"])["bin"].agg(lambda found: (found.max() - found.min()) * width)
     groups = each.reset_index(name="value").sort_values("value", ascending=False).groupby(by, dropna=False)
-    found = groups["value"].quantile(np.array([0.1, 0.5, 0.9])).unstack().set_axis(["low", "value", "high"], axis=1)
+    found = _deciles(groups["value"])
     found["tensors"], found["tensor_id"] = groups.size(), groups["tensor_id"].first()
     return found.reset_index().assign(expert=None)[columns]
+
+
+def _deciles(groups: Any) -> pd.DataFrame:
+    """value, low and high of each group: its median, 10th and 90th percentile. groups: a grouped column."""
+    found: pd.DataFrame = groups.quantile(np.array([0.1, 0.5, 0.9])).unstack()
+    return found.set_axis(["low", "value", "high"], axis=1)
 
 
 def difference(own: pd.DataFrame, other: pd.DataFrame, across: str, measure: Measure) -> pd.DataFrame:
@@ -194,7 +200,7 @@ def kinds(table: pd.DataFrame) -> pd.DataFrame:
     own = table.dropna(subset=["value"])
     own = own.assign(kind=own["product"] + " " + own["tensor"])
     groups = own.groupby(["kind", "product", "tensor"])["value"]
-    ends = groups.quantile(np.array([0.1, 0.5, 0.9])).unstack().set_axis(["low", "value", "high"], axis=1)
+    ends = _deciles(groups)
     across, of = (LAYER, "layers") if LAYER in own else (ITERATION, "iterations")
     ends[of] = own.groupby(["kind", "product", "tensor"])[across].nunique()
     return ends.assign(tensors=groups.size(), least=groups.min(), most=groups.max()).reset_index()

@@ -40,12 +40,8 @@ def _component() -> Callable[..., Any]:
     return st.components.v2.component("binade_map", html='<div class="map"></div>', css=css, js=js)
 
 
-def show(opened: Catalog, view: View, reading: Reading) -> None:
-    _atlas(opened, view, reading)
-
-
 @st.fragment
-def _atlas(opened: Catalog, view: View, reading: Reading) -> None:
+def show(opened: Catalog, view: View, reading: Reading) -> None:
     """The map and its panel. A click on a cell draws only these again, any other change the whole page."""
     now = address.shown() or view
     if now.changed(cell=None) != view.changed(cell=None):
@@ -58,8 +54,7 @@ def _atlas(opened: Catalog, view: View, reading: Reading) -> None:
         st.info(plain(found), icon=":material/block:")
         layout.explain_absence(opened, view, reading)
         return
-    kinds = compute.kinds(found.table).sort_values("value", ascending=found.measure.low_is_bad, ignore_index=True)
-    answer: Sentence = opened.kept(("map verdict", key), lambda: verdict(opened, found, kinds))
+    answer: Sentence = opened.kept(("map verdict", key), lambda: verdict(opened, found))
     with st.container(horizontal=True, vertical_alignment="center", key="map_head"):
         show_items.verdict(answer)
         address.link(view.at("map", "advise"), "What should I use?", ":material/tune:", width="content")
@@ -74,7 +69,7 @@ def _atlas(opened: Catalog, view: View, reading: Reading) -> None:
     if cell is not None:
         at = ("map panel", str(cell["tensor_id"]), str(cell["row"]), int(cell[found.across]), fmt, key)
         shown = opened.kept(at, lambda: panel(opened, found, cell, fmt))
-    data = opened.kept(("map data", key, opened.progress), lambda: _data(opened, found, kinds))
+    data = opened.kept(("map data", key, opened.progress), lambda: _data(opened, found))
     data = data | {"selected": None if cell is None else _name(cell, found.across), "panel": shown}
     data["pin"] = not read_only()
     result = _component()(
@@ -94,7 +89,7 @@ def _atlas(opened: Catalog, view: View, reading: Reading) -> None:
         if chart := view.draw(opened).get("map"):
             show_items.draw(chart, pin=False)
         layout.open_tensor(show_items.table(places(found)), view)
-        show_items.table(Table("kinds", kinds, columns_of(found.measure)))
+        show_items.table(Table("kinds", found.kinds, columns_of(found.measure)))
 
 
 def _select() -> None:
@@ -119,7 +114,7 @@ def _chosen(found: Map, name: str) -> pd.Series | None:
     return named.iloc[0] if len(named) else None
 
 
-def _data(opened: Catalog, found: Map, kinds: pd.DataFrame) -> dict[str, Any]:
+def _data(opened: Catalog, found: Map) -> dict[str, Any]:
     """What the component draws, as JSON: rows and their cells by GEMM, the kinds of operands, and the iterations."""
     table, measure = found.table, found.measure
     columns = sorted(table[found.across].unique().tolist())
@@ -146,15 +141,14 @@ def _data(opened: Catalog, found: Map, kinds: pd.DataFrame) -> dict[str, Any]:
         "columns": columns,
         "blocks": blocks,
         "legend": charts.legend(measure, table["value"], bool(found.against)),
-        "dots": _dots(found, kinds),
+        "dots": _dots(found),
         "iterations": _iterations(opened, found),
         "scope": scope_of(opened, found.where),
     }
 
 
 def _group(row: Row) -> str:
-    product = {"QK": "QKᵀ"}.get(row.product, row.product)
-    return f"{product} {row.expert}".strip()
+    return f"{charts.product(row)} {row.expert}".strip()
 
 
 def _between(cell: dict[Any, Any], found: Map) -> str:
@@ -165,7 +159,7 @@ def _between(cell: dict[Any, Any], found: Map) -> str:
     return f"{found.measure.text(cell['low'])} to {found.measure.text(cell['high'])}, {word}"
 
 
-def _dots(found: Map, kinds: pd.DataFrame) -> dict[str, Any]:
+def _dots(found: Map) -> dict[str, Any]:
     """One dot per column and kind of operand, the worst kinds first; places from 0 to 1."""
     table = found.table.assign(kind=found.table["product"] + " " + found.table["tensor"])
     number = table["value"].astype(float)
@@ -177,7 +171,7 @@ def _dots(found: Map, kinds: pd.DataFrame) -> dict[str, Any]:
     span = (high - low) or 1.0
     rows = []
     by_kind = dict(iter(table.assign(place=(place - low) / span).dropna(subset=["place"]).groupby("kind")))
-    for kind in kinds["kind"].head(KINDS):
+    for kind in found.kinds["kind"].head(KINDS):
         own = by_kind[kind][["place", found.across, "label"]].to_numpy(object)
         rows.append(
             {"name": str(kind).replace("_", " "), "dots": [[round(at, 4), int(x), text] for at, x, text in own]}
@@ -185,7 +179,7 @@ def _dots(found: Map, kinds: pd.DataFrame) -> dict[str, Any]:
     ticks = charts.ticks(low, high) if high > low else []
     texts = [short(10**tick, 2) if log else found.measure.with_unit(short(tick, 3)) for tick in ticks]
     return {
-        "rows": rows, "more": max(0, len(kinds) - KINDS),
+        "rows": rows, "more": max(0, len(found.kinds) - KINDS),
         "ticks": [[(tick - low) / span, text] for tick, text in zip(ticks, texts, strict=True)],
     }  # fmt: skip
 

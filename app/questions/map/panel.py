@@ -69,13 +69,11 @@ def _scores(opened: Catalog, tensor_id: str, gemm: str) -> pd.DataFrame:
 
 
 def _facts(found: Map, cell: pd.Series, row: pd.Series, own: pd.DataFrame) -> list[list[str]]:
-    facts = [[found.measure.label, str(cell["label"])]]
-    if len(own):
-        for name in ("sqnr_db", "flush_to_zero", "saturated"):
-            facts.append([MEASURES[name].label, MEASURES[name].quantity(float(own[name].iloc[0]))])
-    if found.measure.key != "absmax":
-        facts.append(["absmax", short(float(row["absmax"]), 3)])
-    return [fact for index, fact in enumerate(facts) if fact[0] not in [other[0] for other in facts[:index]]][:4]
+    facts = {found.measure.label: str(cell["label"])}
+    for name in ("sqnr_db", "flush_to_zero", "saturated") if len(own) else ():
+        facts.setdefault(MEASURES[name].label, MEASURES[name].quantity(float(own[name].iloc[0])))
+    facts.setdefault("absmax", short(float(row["absmax"]), 3))
+    return [list(fact) for fact in facts.items()][:4]
 
 
 def _values(opened: Catalog, row: pd.Series, gemm: str, fmt: str) -> dict[str, Any] | None:

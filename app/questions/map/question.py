@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import pandas as pd
@@ -11,6 +12,7 @@ import pandas as pd
 from binade.app import style
 from binade.app.control import Control
 from binade.app.figure import Column, Drawn, Figure, Table, source
+from binade.app.formatting import evenly
 from binade.app.params import AnyText, One
 from binade.app.questions.map import charts, compute
 from binade.app.questions.map.compute import ITERATION, LAYER, LOSS_CHANGE, Row
@@ -75,6 +77,22 @@ class Map:
         fmt = f" in {self.fmt}" if self.fmt else ""
         return f"{self.measure.label}{fmt}" + (f", difference to {self.against}" if self.against else "")
 
+    @cached_property
+    def kinds(self) -> pd.DataFrame:
+        """`compute.kinds`, worst first."""
+        found = compute.kinds(self.table)
+        return found.sort_values("value", ascending=self.measure.low_is_bad, ignore_index=True)
+
+    @cached_property
+    def worst_first(self) -> pd.DataFrame:
+        """The cells, worst first, with place (their name), rank from 1, and operation (their GEMM)."""
+        word = "L" if self.across == LAYER else "iteration "
+        names = {row.key: charts.label(row) for row in self.rows}
+        table = self.table.sort_values("shade", ascending=False, na_position="last", kind="stable", ignore_index=True)
+        place = word + table[self.across].astype(str) + " " + table["row"].map(names) + ", " + table["gemm"]
+        operation = table["gemm"].where(table["gemm"].isin(("forward", compute.OTHER)), "backward")
+        return table.assign(place=place, operation=operation, rank=range(1, len(table) + 1))
+
 
 def map_of(opened: Catalog, where: Filter, values: dict[str, Any]) -> Map | str:
     """The map of these parameters, or the reason why there is none."""
@@ -91,9 +109,7 @@ def map_of(opened: Catalog, where: Filter, values: dict[str, Any]) -> Map | str:
     if across == ITERATION:
         recorded = sorted(opened.distinct((ITERATION,), where)[ITERATION].dropna().astype(int))
         if len(recorded) > MOST_COLUMNS:
-            places = range(MOST_COLUMNS)
-            kept = [recorded[place * (len(recorded) - 1) // (MOST_COLUMNS - 1)] for place in places]
-            where = replace(where, iteration=tuple(kept))
+            where = replace(where, iteration=tuple(evenly(recorded, MOST_COLUMNS)))
             left_out = f"{MOST_COLUMNS} of {len(recorded):,} recorded iterations are shown, spread evenly."
     experts = values["experts"] if values["experts"] != "none" else ""
     table = compute.cells(opened, where, fmt, metric, across, experts)
@@ -174,26 +190,14 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
         note=definition,
         height=charts.height(found.rows),
     )
-    kinds = compute.kinds(found.table)
-    kinds = kinds.sort_values("value", ascending=measure.low_is_bad, ignore_index=True)
-    answer = verdict(opened, found, kinds)
-    tables = places(found), Table("kinds", kinds, columns_of(measure))
+    answer = verdict(opened, found)
+    tables = places(found), Table("kinds", found.kinds, columns_of(measure))
     return Drawn((figure, ranked(found, scope), *tables), answer, (found.left_out,) * bool(found.left_out))
-
-
-def worst_first(found: Map) -> pd.DataFrame:
-    """The cells, worst first, with place (their name), rank from 1, and operation (their GEMM)."""
-    word = "L" if found.across == LAYER else "iteration "
-    names = {row.key: charts.label(row) for row in found.rows}
-    table = found.table.sort_values("shade", ascending=False, na_position="last", kind="stable", ignore_index=True)
-    place = word + table[found.across].astype(str) + " " + table["row"].map(names) + ", " + table["gemm"]
-    operation = table["gemm"].where(table["gemm"].isin(("forward", compute.OTHER)), "backward")
-    return table.assign(place=place, operation=operation, rank=range(1, len(table) + 1))
 
 
 def ranked(found: Map, scope: str) -> Figure:
     """The worst cells as bars."""
-    table = worst_first(found)
+    table = found.worst_first
     few = f"{min(len(table), board_charts.BARS)} of {len(table):,} cells · {scope}"
     chart = board_charts.ranking(table, found.measure, f"{found.title}, worst first", few)
     return Figure(
@@ -204,7 +208,7 @@ def ranked(found: Map, scope: str) -> Figure:
 
 def places(found: Map) -> Table:
     """Every cell, worst first; a row opens its worst tensor."""
-    table = worst_first(found)
+    table = found.worst_first
     columns = {
         "rank": Column("Rank", width=60),
         "place": Column("Operand", width=280),
@@ -224,15 +228,17 @@ def columns_of(measure: Measure) -> dict[str, Column]:
     return {"kind": Column("Operand", width=220)} | own | {"tensors": Column("Cells", "localized", 70)}
 
 
-def verdict(opened: Catalog, found: Map, table: pd.DataFrame) -> evidence.Sentence:
+def verdict(opened: Catalog, found: Map) -> evidence.Sentence:
     """What the format breaks: the kind of operand with the worst median over layers, and the range of its layers."""
     measure, of = found.measure, "layers" if found.across == LAYER else "iterations"
-    rows = table.to_dict("records")
-    items = [(str(row["kind"]).replace("_", " "), evidence.spread(measure, row, of)) for row in rows]
+    items = [
+        (str(row["kind"]).replace("_", " "), evidence.spread(measure, row, of))
+        for row in found.kinds.to_dict("records")
+    ]
     sentence = evidence.extreme(items, found.title, lowest=measure.low_is_bad)
     scaled = with_scale(found.fmt) if measure.key == "sqnr_db" and found.fmt and not found.against else None
-    if scaled and str(scaled) in opened.scored_formats(found.where) and len(table):
-        worst = table.iloc[0]
+    if scaled and str(scaled) in opened.scored_formats(found.where) and len(found.kinds):
+        worst = found.kinds.iloc[0]
         same = compute.kinds(compute.cells(opened, found.where, str(scaled), "sqnr_db", found.across))
         same = same[same["kind"] == worst["kind"]]
         if len(same):

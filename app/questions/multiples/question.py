@@ -13,6 +13,7 @@ import pandas as pd
 from binade.app import style
 from binade.app.control import Control
 from binade.app.figure import Drawn, Figure, source
+from binade.app.formatting import evenly
 from binade.app.params import TITLES, One
 from binade.app.questions.question import Question, not_in_report
 from binade.app.questions.shared.distributions import Distribution, log2_histogram
@@ -80,8 +81,7 @@ def distributions(
         every = sorted(crossed[field].dropna().unique().tolist())
         if len(every) > MOST[place]:
             left.append((place, TITLES[field], len(every)))
-            kept = [every[index * (len(every) - 1) // (MOST[place] - 1)] for index in range(MOST[place])]
-            crossed = crossed[crossed[field].isin(kept)]
+            crossed = crossed[crossed[field].isin(evenly(every, MOST[place]))]
     found: list[Distribution] = []
     names: list[dict[str, Any]] = []
     keys = list(fields)

@@ -23,11 +23,6 @@ LOSS_CHANGE = "loss_change"
 DATA = [name for name in MICRO_BATCH if name != "run_id"]
 
 
-def of_format(metric: str) -> bool:
-    """Whether the metric describes the error of a format, not the values themselves."""
-    return metric in SHOWN_ERRORS or metric == LOSS_CHANGE
-
-
 def values(catalog: Catalog, where: Filter, fmt: str, metric: str, by: tuple[str, ...]) -> pd.DataFrame:
     """by's columns, tensors, value, tensor_id; for an error metric also low and high, the 10th and 90th percentile of
     the tensors' own values, and the columns of `Catalog.errors`."""

@@ -15,10 +15,8 @@ from binade.app.questions.shared import boards
 from binade.app.questions.shared.labels import full_labels
 from binade.app.questions.shared.rounded import Subject, subject
 from binade.app.questions.shared.runs import given_names
-from binade.app.questions.shared.scope import scope_of, scoped, unrounded
-from binade.app.style import MEASURES
+from binade.app.questions.shared.scope import scope_of, scoped
 from binade.data.catalog import Catalog, CatalogError
-from binade.data.evidence import Measure
 from binade.data.filter import Filter
 from binade.data.store import TensorFileError
 from binade.data.text import plain_name
@@ -32,7 +30,7 @@ class Of(StrEnum):
     """What a question is asked of: the first argument of its `draw`."""
 
     SELECTION = "selection"  # the filter's tensors: a Selection
-    BOARD = "board"  # a metric over the filter's tensors: a Board
+    BOARD = "board"  # the filter's tensors in a format: a Board
     TENSOR = "tensor"  # one tensor: a SelectedTensor
 
 
@@ -46,72 +44,19 @@ class Selection:
 
 @dataclass(frozen=True, kw_only=True)
 class Board(Selection):
-    """A metric over the filter's tensors; of a metric that says what a format does, in this format."""
+    """The filter's tensors, and the format that they are shown in; "" where nothing is scored."""
 
     format: str
-    measure: Measure
-
-    def scoped(self, *apart: str) -> Board:
-        """The same board of one run and iteration, unless the answer keeps these fields apart: see `scope.scoped`."""
-        of_loss = self.measure.key == boards.LOSS_CHANGE
-        where = unrounded(self.opened, self.where) if of_loss else self.where
-        return replace(self, where=scoped(self.opened, where, apart, boards.of_format(self.measure.key)))
 
     @property
     def scope(self) -> str:
         """Its run and iteration."""
         return scope_of(self.opened, self.where)
 
-    @property
-    def name(self) -> str:
-        """A name for the files of its figures: "sqnr_db_mxfp4", "absmax"."""
-        return f"{self.measure.key}_{plain_name(self.format)}" if self.format else self.measure.key
-
-    def named(self, figures: Iterable[Figure]) -> list[Figure]:
-        """The figures of this board renamed to include the board, so that they differ from those of other boards."""
-        return [replace(figure, name=f"{figure.name}_{self.name}") for figure in figures]
-
-    @property
-    def definition(self) -> str:
-        measure = self.measure
-        if boards.of_format(measure.key):
-            several = "their sum" if measure.key == boards.LOSS_CHANGE else "their median"
-            return f"{measure.label} in {self.format}: {measure.definition}; for several tensors: {several}."
-        return f"{measure.label}: {measure.definition}; for several tensors: the largest."
-
-    def caption(self, what: str) -> str:
-        return f"{source(self.where, what)}\n{self.definition}"
-
-    def title(self, rest: str = "") -> str:
-        scored = boards.of_format(self.measure.key)
-        return f"{self.measure.label} in {self.format}{rest}" if scored else f"{self.measure.label}{rest}"
-
-    @property
-    def nothing(self) -> Drawn:
-        """The answer if no tensor has a value: what the filter selects instead, and what to do."""
-        tensors = self.opened.totals(self.where).tensors
-        if not boards.of_format(self.measure.key):
-            return Drawn(problems=(f"None of the {tensors:,} selected tensors has a value for this metric.",))
-        if self.measure.key == boards.LOSS_CHANGE and self.format:
-            return Drawn(
-                problems=(
-                    f"No gradient was recorded for the selected operands that are scored in {self.format}: record a "
-                    f"run with a backward pass and with “loss” under Also measured (--measures loss).",
-                )
-            )
-        operands = int(self.opened.operands(self.where)["tensors"].sum())
-        formats = ", ".join(self.opened.scored_formats(self.where))
-        if not operands:
-            there = f"The filter selects {tensors:,} tensors, but no operand of a GEMM; only operands are scored."
-        elif formats:
-            there = f"The {operands:,} selected operands are scored in {formats}, not in {self.format}."
-        else:
-            there = f'The {operands:,} selected operands were recorded with scores=() or --scores "": none is scored.'
-        return Drawn(
-            problems=(
-                f"{there} To rank every tensor, choose a statistic of the values, such as {MEASURES['absmax'].label}.",
-            )
-        )
+    def named(self, figures: Iterable[Figure], metric: str) -> list[Figure]:
+        """The figures of this board renamed to include a metric and the format, so that they differ from those of other
+        boards."""
+        return [replace(figure, name=f"{figure.name}_{metric}_{plain_name(self.format)}") for figure in figures]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,7 +98,7 @@ class SelectedTensor(Selection):
 def select(of: Of, opened: Catalog, where: Filter, values: Mapping[str, Any]) -> Selection | Drawn:
     """What a question is asked of, for these values of the scope; the answer itself if that does not exist."""
     if of is Of.BOARD:
-        return Board(opened, where, format=values["format"] or "", measure=MEASURES["sqnr_db"])
+        return Board(opened, where, format=values["format"] or "")
     return _tensor(opened, where, values) if of is Of.TENSOR else Selection(opened, where)
 
 
