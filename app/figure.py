@@ -330,7 +330,9 @@ def _encodings(spec: dict[str, Any], channel: str) -> Iterator[dict[str, Any]]:
 
 def _wrap_titles(spec: dict[str, Any]) -> None:
     """Break a chart's title into lines where it is as narrow as on a phone. A title that is too long would leave the
-    chart less room."""
+    chart less room. A faceted chart has no width of its own."""
+    if "facet" in spec:
+        return
     for layer in spec.get("layer", []):
         _wrap_titles(layer)
     title = spec.get("title")

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
+from typing import Any
 
 import pandas as pd
 
@@ -34,6 +35,7 @@ KEYS = {
     "?": "this list",
     "← → ↑ ↓, Enter": "on the Map: move the selection, open the tensor",
 }
+FILTERED = ("module", "operation", "tensor_name", "phase", "quant_type", "layer_type")  # fields that words may name
 LAYER = re.compile(r"l(?:ayer)?(\d{1,4})", re.IGNORECASE)
 
 
@@ -48,15 +50,19 @@ class Entry:
 
 
 def find(opened: Catalog, view: View, text: str) -> list[Entry]:
-    """What matches all words of a text: tensors of the view's run first if it names any, then everything else. For an
-    empty text, the pages and the questions."""
+    """What matches all words of a text: tensors of the view's run first if it names any, then everything else. A filter
+    of values that the words name comes before, unless they name a tensor. For an empty text, the pages and the
+    questions."""
     words = text.lower().split()
     named = list(islice(_tensors(opened, view, words), MOST)) if words else []
+    filters = _filters(opened, view, words)
     found = [entry for entry in _others(opened, view) if all(word in _words_of(entry) for word in words)]
     if not words:
         return [entry for entry in found if entry.kind in ("page", "question", "action")]
     kinds = dict.fromkeys(entry.kind for entry in found)
-    return [*named, *(each for kind in kinds for each in islice((e for e in found if e.kind == kind), MOST))]
+    if filters and "tensor_name" not in filters[0].view.params:
+        named, filters = [*filters, *named], []
+    return [*named, *filters, *(each for kind in kinds for each in islice((e for e in found if e.kind == kind), MOST))]
 
 
 def _words_of(entry: Entry) -> str:
@@ -81,6 +87,24 @@ def _others(opened: Catalog, view: View) -> Iterator[Entry]:
         yield Entry("metric", MEASURES[metric].label, "as color of the Map", view.at("map", metric=metric))
     for run_id, title in run_titles(every_run(opened)).items():
         yield Entry("run", title, run_id, view.at("map", run_id=run_id))
+
+
+def _filters(opened: Catalog, view: View, words: list[str]) -> list[Entry]:
+    """The filter of the values that the words name, if every word names one: "L2 backward"."""
+    facets = opened.facets()
+    chosen: dict[str, list[Any]] = {}
+    for word in words:
+        if layer := LAYER.fullmatch(word):
+            field, value = "layer_index", int(layer[1])
+        else:
+            field, value = next(((f, v) for f in FILTERED for v in facets.get(f, []) if v.lower() == word), ("", word))
+        if value not in facets.get(field, []):
+            return []
+        chosen.setdefault(field, []).append(value)
+    where = Filter(**chosen)
+    shows = view.page in ("map", "tensor", "compare")
+    at = view if shows else view.at("map")
+    return [Entry("filter", where.sentence(), "" if shows else "on the Map", at.changed(**chosen))] if words else []
 
 
 def _tensors(opened: Catalog, view: View, words: list[str]) -> Iterator[Entry]:

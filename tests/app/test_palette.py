@@ -37,6 +37,17 @@ def test_finds_the_tensors_that_have_all_words(catalog: Catalog, text: str, wher
     assert set(found["tensor_id"]) == set(rows["tensor_id"][rows["tensor_name"].str.contains(name)])
 
 
+def test_values_of_fields_are_a_filter(catalog: Catalog):
+    view = View("compare", {"view": ["explore"]})
+    first = palette.find(catalog, view, "L2 backward")[0]
+    assert (first.kind, first.title) == ("filter", Filter(layer_index=[2], operation=["backward"]).sentence())
+    assert first.view == view.changed(layer_index=[2], operation="backward")
+    named = palette.find(catalog, view, "fc2 grad_output L2")
+    assert named[0].kind == "tensor" and [entry.kind for entry in named].count("filter") == 1
+    for text in ("L2 backwards", "L7 backward", "L2 mxfp5"):  # not all words are values
+        assert "filter" not in {entry.kind for entry in palette.find(catalog, view, text)}
+
+
 def test_a_layer_is_not_a_part_of_a_number(catalog: Catalog):
     assert tensors(catalog, "fc1 L1") and not tensors(catalog, "fc1 L11")
 

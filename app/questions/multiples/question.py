@@ -28,12 +28,12 @@ from binade.quant.summary import bin_edges
 
 NONE = "none"
 FIELDS = ("layer_index", "operation", "module", "tensor_name", "quant_type", "recipe", "run_id", "iteration")
-KINDS = {"histogram": "magnitudes", "qq": "Q–Q against a normal"}
+KINDS = {"histogram": "magnitudes", "qq": "Q–Q, normal"}
 MOST = {"rows": 12, "columns": 8, "color": style.MAX_GROUPS}  # values of each field that are drawn
 WIDE, HIGH = 1060, 120  # pixels of all columns together, and of a panel
 TITLED = TITLES | {NONE: "none"}
 CONTROLS = (
-    Control(name="plot", label="Chart", param=One(tuple(KINDS)), titles=KINDS, widget="list", row="facets"),
+    Control(name="plot", label="Chart", param=One(tuple(KINDS)), titles=KINDS, row="facets"),
     Control(name="rows", label="Rows", param=One((*FIELDS, NONE)), titles=TITLED, widget="list", row="facets"),
     Control(
         name="columns", label="Columns", param=One(("operation", *(f for f in FIELDS if f != "operation"), NONE)),
