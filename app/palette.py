@@ -36,7 +36,7 @@ KEYS = {
     "← → ↑ ↓, Enter": "on the Map: move the selection, open the tensor",
 }
 FILTERED = ("module", "operation", "tensor_name", "phase", "quant_type", "layer_type")  # fields that words may name
-LAYER = re.compile(r"l(?:ayer)?(\d{1,4})", re.IGNORECASE)
+LAYER = re.compile(r"^l(?:ayer)?0*(\d{1,4})$", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -92,15 +92,13 @@ def _others(opened: Catalog, view: View) -> Iterator[Entry]:
 def _filters(opened: Catalog, view: View, words: list[str]) -> list[Entry]:
     """The filter of the values that the words name, if every word names one: "L2 backward"."""
     facets = opened.facets()
-    chosen: dict[str, list[Any]] = {}
+    values: dict[str, tuple[str, Any]] = {v.lower(): (f, v) for f in reversed(FILTERED) for v in facets.get(f, [])}
+    values |= {f"l{layer}": ("layer_index", layer) for layer in facets.get("layer_index", [])}
+    chosen: dict[str, Any] = {}
     for word in words:
-        if layer := LAYER.fullmatch(word):
-            field, value = "layer_index", int(layer[1])
-        else:
-            field, value = next(((f, v) for f in FILTERED for v in facets.get(f, []) if v.lower() == word), ("", word))
-        if value not in facets.get(field, []):
+        if (found := values.get(LAYER.sub(r"l\1", word))) is None:
             return []
-        chosen.setdefault(field, []).append(value)
+        chosen[found[0]] = [*chosen.get(found[0], []), found[1]]
     where = Filter(**chosen)
     shows = view.page in ("map", "tensor", "compare")
     at = view if shows else view.at("map")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
-from urllib.parse import urlsplit
 
 import streamlit as st
 
@@ -16,7 +15,7 @@ from binade.app import address
 from binade.app.figure import Figure
 from binade.app.formatting import plain
 from binade.app.pages.registry import PAGES, PART
-from binade.app.sessions import pins, storage
+from binade.app.sessions import pins, share_view, storage
 from binade.app.sessions import session as sessions
 from binade.app.sessions.session import Pin, Session, SessionError
 from binade.app.sessions.storage import Version
@@ -212,16 +211,6 @@ def follow_link() -> None:
         address.go(OPEN)
 
 
-def link_to(session_id: str) -> str:
-    """The link that opens a session in this app."""
-    parts = urlsplit(st.context.url or "")
-    return (
-        f"{parts.scheme}://{parts.netloc}/?{address.SESSION}={session_id}"
-        if parts.netloc
-        else f"/?{address.SESSION}={session_id}"
-    )
-
-
 def notices() -> None:
     """The notices about the open session or the link, above the page, until they are closed."""
     if found := st.session_state.get("notices"):
@@ -265,9 +254,8 @@ def _save(draft: Draft | None, view: View) -> None:
                 discard()  # the draft gets an id that begins like its name
             save(catalog(), sessions.copied(named, typed) if as_new else named)
 
-        saved = draft and draft.saved
+        saved = draft.saved if draft else None
         st.button("Save session", type="primary", on_click=write, args=(not saved,))
-        if draft and saved:
+        if saved:
             st.button("Save as new", on_click=write, args=(True,))
-            st.caption("Its link:")
-            st.code(link_to(draft.session.id), language=None)
+            share_view.show(catalog(), saved.session)
