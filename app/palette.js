@@ -28,6 +28,7 @@ function build(root, state) {
     root.querySelector('.open').onclick = () => open(state);
     for (const dialog of [state.box, state.keys]) dialog.onclick = event => { if (event.target === dialog) dialog.close(); };
     state.input.oninput = () => {
+        state.waits = false;
         clearTimeout(state.timer);
         state.timer = setTimeout(() => state.setStateValue('text', state.input.value), 120);
     };
@@ -54,6 +55,7 @@ function build(root, state) {
 function open(state) {
     state.input.value = '';
     state.at = 0;
+    state.waits = false;
     if (state.data.text) state.setStateValue('text', '');
     state.box.showModal();
     state.input.focus();
@@ -85,6 +87,7 @@ function list(state) {
         state.list.append(none);
     }
     mark(state);
+    if (state.waits && state.box.open) choose(state, 0);
 }
 
 function mark(state) {
@@ -93,10 +96,11 @@ function mark(state) {
     state.input.setAttribute('aria-activedescendant', `found-${state.at}`);
 }
 
-// What is typed may not have been answered yet: then Python searches first.
+// What is typed may not have been answered yet: then Python searches first, and the first of what it finds is chosen.
 function choose(state, index) {
-    const { text } = state.data;
-    if (state.input.value !== text) return;
+    const { text, entries } = state.data;
+    state.waits = state.input.value !== text;
+    if (state.waits || !entries.length) return;
     state.box.close();
     state.setTriggerValue('chosen', { text, index });
 }
