@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import pandas as pd
 import pytest
 import torch
 from scipy import stats
+from streamlit.testing.v1 import AppTest
 from torch import Tensor
 
 from binade import quant
@@ -215,7 +216,7 @@ def test_the_predicted_loss_change_is_that_of_a_run_that_rounds_nothing(catalog:
     assert found.problems == ("The predicted loss change is a sum over a recording, not shown by iteration.",)
 
 
-def test_experts_are_one_row_until_they_are_expanded(tmp_path: Path):
+def test_experts_are_one_row_until_they_are_expanded(tmp_path: Path, visit: Callable[..., AppTest]):
     random = torch.Generator().manual_seed(0)
     values = {expert: torch.randn(32, 64, generator=random) * 2.0**expert for expert in (0, 2, 11)}
     place: dict[str, Any] = {"operation": "forward", "phase": "pre", "dim": -1}
@@ -240,6 +241,12 @@ def test_experts_are_one_row_until_they_are_expanded(tmp_path: Path):
         assert "fc1 expert 11 input" in drawn(catalog, metric="absmax", experts="fc1").tables["places"]["place"][0]
         gone = drawn(catalog, metric="absmax", experts="router")
         assert "'router'" in gone.problems[0] and not gone.items
+    at = visit(tmp_path, "map", metric="absmax")
+    assert not at.exception
+    expand = at.selectbox(key="experts")
+    assert expand.options == ["experts together", "each expert of fc1"]
+    expand.select("fc1").run()
+    assert not at.exception and at.query_params["experts"] == "fc1"
 
 
 def test_rows_are_in_the_order_of_the_network(catalog: Catalog):

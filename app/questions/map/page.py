@@ -60,7 +60,8 @@ def show(opened: Catalog, view: View, reading: Reading) -> None:
         address.link(view.at("map", "advise"), "What should I use?", ":material/tune:", width="content")
         st.space("stretch")
         for control in MAP.controls_of(layout.selected_of(opened, reading), reading.values):
-            layout.show_control(control, reading.values[control.name], label_visibility="collapsed", width="content")
+            width = 190 if control.widget == "list" else "content"
+            layout.show_control(control, reading.values[control.name], label_visibility="collapsed", width=width)
     if found.left_out:
         st.caption(found.left_out)
     cell = _chosen(found, next(iter(view.params.get("cell", ())), ""))

@@ -32,13 +32,15 @@ def panel(opened: Catalog, found: Map, cell: pd.Series, fmt: str) -> dict[str, A
     scored = _scores(opened, str(cell["tensor_id"]), str(cell["gemm"]))
     own = scored[scored["format"] == fmt]
     word = "L" if found.across == compute.LAYER else "iteration "
-    name = charts.label(Row(str(cell["gemm"]), str(cell["product"]), str(cell["tensor"])))
+    expert = "" if pd.isna(row["expert"]) else str(row["expert"])
+    name = charts.label(Row(str(cell["gemm"]), str(cell["product"]), str(cell["tensor"]), expert))
     tensors = int(cell["tensors"])
-    drawn = _values(opened, row, str(cell["gemm"]), fmt) if fmt else None
+    notes = [f"The tensor with the worst value of {tensors:,} in this cell."] if tensors > 1 else []
+    drawn, why = _values(opened, row, str(cell["gemm"]), fmt) if fmt else (None, "")
     return {
         "title": f"{word}{int(cell[found.across])} {name}",
         "gemm": charts.TITLES.get(str(cell["gemm"]), ""),
-        "note": f"The tensor with the worst value of {tensors:,} in this cell." if tensors > 1 else "",
+        "note": " ".join(filter(None, (*notes, why))),
         "facts": _facts(found, cell, row, own),
         "values": drawn,
         "values_note": f"Values over the grid of {fmt}" if drawn else "",
@@ -76,14 +78,16 @@ def _facts(found: Map, cell: pd.Series, row: pd.Series, own: pd.DataFrame) -> li
     return [list(fact) for fact in facts.items()][:4]
 
 
-def _values(opened: Catalog, row: pd.Series, gemm: str, fmt: str) -> dict[str, Any] | None:
-    """The magnitudes over their scale as shares by bin, and the edges of the format's grid, as log₂. Without values, of
-    a format that has no scale, from the sketch; of any other the scales are not known, and None is returned."""
+def _values(opened: Catalog, row: pd.Series, gemm: str, fmt: str) -> tuple[dict[str, Any] | None, str]:
+    """(the magnitudes over their scale as shares by bin, and the edges of the format's grid, as log₂; why there are
+    none). Without values, of a format that has no scale, from the sketch; of any other the scales are not known."""
     spec = Spec.of(fmt)
     try:
         matrix, dim = _along(opened.load(row["tensor_id"]), row, gemm)
     except (CatalogError, TensorFileError):
-        return _from_sketch(opened, row, spec) if spec.scale == ScaleRule.NONE else None
+        if spec.scale != ScaleRule.NONE:
+            return None, f"No histogram: without values on disk, the scales in {fmt} are not known."
+        return _from_sketch(opened, row, spec)
     sample = subject(matrix, spec, dim, SAMPLE)
     table = grid.codebook_histogram(sample)
     shares = table["share"] * (table["high"] - table["low"])
@@ -91,7 +95,7 @@ def _values(opened: Catalog, row: pd.Series, gemm: str, fmt: str) -> dict[str, A
     return _histogram(spec, table.assign(share=shares), what)
 
 
-def _from_sketch(opened: Catalog, row: pd.Series, spec: Spec) -> dict[str, Any] | None:
+def _from_sketch(opened: Catalog, row: pd.Series, spec: Spec) -> tuple[dict[str, Any] | None, str]:
     found = opened.distribution(None, None, [str(row["tensor_id"])])
     magnitude = found[["low", "high"]].abs()
     inner, outer = magnitude.min(axis=1), magnitude.max(axis=1)
@@ -100,10 +104,10 @@ def _from_sketch(opened: Catalog, row: pd.Series, spec: Spec) -> dict[str, Any] 
     return _histogram(spec, table, "all values, from the sketch")
 
 
-def _histogram(spec: Spec, table: pd.DataFrame, what: str) -> dict[str, Any] | None:
+def _histogram(spec: Spec, table: pd.DataFrame, what: str) -> tuple[dict[str, Any] | None, str]:
     """table: low and high as log₂, and share, of all values."""
     if table.empty:
-        return None
+        return None, "No histogram: there are no finite nonzero values."
     low_edge, high_edge = grid.zone_edges(spec.format.element, spec.rounding)
     low, high = min(float(table["low"].min()), low_edge - 2), max(float(table["high"].max()), high_edge + 1)
     edges = np.linspace(low, high, BINS + 1)
@@ -116,7 +120,7 @@ def _histogram(spec: Spec, table: pd.DataFrame, what: str) -> dict[str, Any] | N
         "saturated_above": high_edge,
         "ticks": [[tick, power_of_two(tick)] for tick in charts.ticks(low, high) if tick == round(tick)],
         "sample": what,
-    }
+    }, ""
 
 
 def _along(x: Tensor, row: pd.Series, gemm: str) -> tuple[Tensor, int]:

@@ -41,13 +41,13 @@ ACROSS = Control(
 )  # fmt: skip
 EXPERTS = Control(
     name="experts", label="Experts of", param=lambda opened: One(("none", *_routed(opened))), widget="list", row="map",
-    titles={"none": "all together"},
+    titles={"none": "experts together"},
 )  # fmt: skip
 
 
-def _routed(opened: Catalog) -> list[str]:
+def _routed(opened: Catalog, where: Filter | None = None) -> list[str]:
     """The modules that have experts."""
-    found = opened.distinct(("module", "expert")).dropna()
+    found = opened.distinct(("module", "expert"), where).dropna()
     return sorted(set(found["module"].astype(str)))
 
 
@@ -271,8 +271,9 @@ def report(selection: ReportSelection) -> Iterator[Section]:
 
 def _controls(selection: Selection, values: dict[str, Any]) -> Iterator[Control]:
     yield ACROSS
-    if routed := _routed(selection.opened):
-        yield replace(EXPERTS, options=("none", *routed))
+    if routed := _routed(selection.opened, scoped(selection.opened, selection.where)):
+        titles = EXPERTS.titles | {module: f"each expert of {module}" for module in routed}
+        yield replace(EXPERTS, options=("none", *routed), titles=titles)
 
 
 MAP = Question(
