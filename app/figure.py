@@ -62,7 +62,11 @@ class Figure(_Item):
     note     what readers need in addition to the title
     height   pixels, unless the chart sets its own height
     choose   the field of a mark that can be clicked: "tensor_id" opens the tensor, any other sets the parameter of
-             this name; hint: what that does
+             this name
+    brush    the parameter that a drag over the x axis sets, if the chart has `style.drag`
+    marked   the value of one of these parameters, if the chart marks it. To click it again, or to double-click a range,
+             clears it
+    hint     what a click or a drag does
     by       the field of the filter whose values are the chart's groups, where `style.only` selects a group
     """
 
@@ -75,6 +79,8 @@ class Figure(_Item):
     choose: str | None = None
     hint: str = ""
     by: str = ""
+    brush: str = ""
+    marked: Any = None
 
     @property
     def title(self) -> str:

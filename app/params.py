@@ -1,11 +1,12 @@
 """The parameters of views, read from the texts of an address or a session. No Streamlit.
 
-A page declares its parameters (`One`, `Many`, `Whole`, `Known`). Reading never fails: a parameter whose text makes no
-sense is left at its default, and a sentence says so.
+A page declares its parameters (`One`, `Many`, `Whole`, `Range`, `Known`). Reading never fails: a parameter whose text
+makes no sense is left at its default, and a sentence says so.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,20 @@ from binade.quant.specs import Spec, SpecError
 TITLES = {name: LABELS.get(name, name).capitalize() for name in FIELDS}
 
 
+@dataclass(frozen=True)
+class Interval:
+    """From low up to, but not including, high."""
+
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return "..".join(repr(end).removesuffix(".0") for end in (self.low, self.high))
+
+
+Value = str | int | Interval
+
+
 class Param:
     """A parameter. It has its default where the address gives no usable value. refers_to: "run" or "tensor" if its
     values are ids of these, so that sessions and bundles keep what it names; "" otherwise."""
@@ -28,7 +43,7 @@ class Param:
     def default(self) -> Any:
         return None
 
-    def value_of(self, text: str) -> str | int | None:
+    def value_of(self, text: str) -> Value | None:
         """The value of a text; None if it makes no sense."""
         raise NotImplementedError
 
@@ -38,7 +53,7 @@ class Param:
         good = [value for value in found.values() if value is not None]
         return self._chosen(good), [text for text in texts if found[text] is None]
 
-    def _chosen(self, values: list[str | int]) -> Any:
+    def _chosen(self, values: list[Value]) -> Any:
         return values[0] if values else self.default
 
 
@@ -67,7 +82,7 @@ class Many(Param):
     def value_of(self, text: str) -> str | None:
         return text if text in self.allowed else None
 
-    def _chosen(self, values: list[str | int]) -> list[str | int]:
+    def _chosen(self, values: list[Value]) -> list[Value]:
         return values or list(self.default)
 
 
@@ -85,6 +100,19 @@ class Whole(Param):
 
 
 @dataclass(frozen=True)
+class Range(Param):
+    """An Interval, written "-24.5..-22"; None by default."""
+
+    def value_of(self, text: str) -> Interval | None:
+        low, _, high = text.partition("..")
+        try:
+            interval = Interval(float(low), float(high))
+        except ValueError:
+            return None
+        return interval if -math.inf < interval.low < interval.high < math.inf else None
+
+
+@dataclass(frozen=True)
 class Known(Param):
     """A name that `known` knows, None by default; with several, any number of them."""
 
@@ -99,7 +127,7 @@ class Known(Param):
     def value_of(self, text: str) -> str | None:
         return text if self.known(text) else None
 
-    def _chosen(self, values: list[str | int]) -> Any:
+    def _chosen(self, values: list[Value]) -> Any:
         return values if self.several else super()._chosen(values)
 
 

@@ -17,20 +17,26 @@ from binade.app import exports
 from binade.app.bar import only
 from binade.app.figure import Column, Drawn, Facts, Figure, Table
 from binade.app.formatting import plain
+from binade.app.params import Interval
 from binade.app.report.rendering import RenderError
 from binade.app.sessions import draft
 from binade.app.state import catalog
-from binade.app.style import CHOSEN, MEASURES, ONLY
+from binade.app.style import CHOSEN, CLEARED, DRAGGED, MEASURES, ONLY
 from binade.data.access import read_only
 from binade.data.cache import Done
 from binade.data.evidence import Sentence
 from binade.data.text import plain_name, short
 
 GESTURES = {  # by the selections that a chart has
+    CHOSEN: "Click: open or choose this",
+    DRAGGED: "Drag: select a range",
+    CLEARED: "Double-click the range: clear it",
     ONLY: "Shift-click: filter to this",
     "brush": "Drag: count the values in a range",
     "zoom": "Ctrl-scroll: zoom, Alt-drag: move, double-click: reset",
 }
+
+CLEAR = ":material/close:"
 
 
 @st.cache_resource
@@ -44,6 +50,7 @@ def _exporter() -> Callable[..., Any]:
 def draw(
     figure: Figure,
     on_choose: Callable[[Any], None] | None = None,
+    on_brush: Callable[[Interval | None], None] | None = None,
     *,
     pin: bool = True,
     left: Figure | None = None,
@@ -57,16 +64,19 @@ def draw(
     left, below: the figures next to it. A title of an axis that they have too is not repeated.
 
     If marks can be clicked, the field of the clicked one is returned, or None; on_choose is called with it before the
-    page is drawn again.
+    page is drawn again, as is on_brush with the range that was dragged over. They are called with None for what the
+    figure marks.
     """
     name, choose = figure.name, figure.choose
     options: dict[str, Any] = {}
     every = [param["name"] for param in figure.page_spec.get("params", ()) if "select" in param]
-    modes = [mode for mode in every if (mode == CHOSEN and choose) or (mode.startswith(ONLY) and pin)]
-    # Streamlit keeps a chart's selections when its data change, so a chart that has narrowed the filter gets a new key.
-    key = f"figure_{name}_{st.session_state.get(_narrowed(figure), 0)}"
+    told = {CHOSEN: choose, DRAGGED: on_brush, CLEARED: on_brush}
+    modes = [mode for mode in every if told.get(mode) or (mode.startswith(ONLY) and pin)]
+    # Streamlit keeps a chart's selections when its data change, so a chart that has narrowed the filter or marks
+    # something else gets a new key.
+    key = f"figure_{name}_{st.session_state.get(_narrowed(figure), 0)}_{figure.marked}"
     if modes:
-        options = {"on_select": lambda: _tell(figure, key, modes, on_choose), "selection_mode": modes}
+        options = {"on_select": lambda: _tell(figure, key, modes, on_choose, on_brush), "selection_mode": modes}
     if figure.height:
         options["height"] = figure.height
     card = st.container(key=f"card_{name}", gap="xsmall")
@@ -76,13 +86,20 @@ def draw(
         box = st.container(key=f"chart_{name}")
     with box:
         event = st.vega_lite_chart(spec=figure.page_spec, key=key, alt=_alt(figure), **options)
-    if note := f"{figure.note} {figure.hint if choose else ''}".strip():
+    if note := f"{figure.note} {figure.hint if choose or on_brush else ''}".strip():
         card.caption(note)
+    if figure.marked is not None and (clear := on_brush or on_choose):
+        label = f"Clear the {figure.brush or choose}"
+        card.button(label, key=f"clear_{name}", on_click=clear, args=(None,), type="tertiary", icon=CLEAR)
     data = {
         "chart": f"chart_{name}",
         "caption": figure.caption_svg,
         "pin": pin and draft.shown_view() is not None and not read_only(),
-        "gestures": [text for kind, text in GESTURES.items() if any(each.startswith(kind) for each in every)],
+        "gestures": [
+            text
+            for kind, text in GESTURES.items()
+            if any(each.startswith(kind) for each in (modes if kind in told else every))
+        ],
     }
     with card:
         _menu(name, data, lambda end: exports.of_figure(figure, end), on_pinned_change=lambda: draft.pin(figure))
@@ -125,8 +142,15 @@ def _narrowed(figure: Figure) -> str:
     return f"narrowed_{figure.name}"
 
 
-def _tell(figure: Figure, key: str, modes: list[str], on_choose: Callable[[Any], None] | None) -> None:
-    """Narrow the filter to a mark that was Shift-clicked, or report a mark that was clicked without Shift."""
+def _tell(
+    figure: Figure,
+    key: str,
+    modes: list[str],
+    on_choose: Callable[[Any], None] | None,
+    on_brush: Callable[[Interval | None], None] | None,
+) -> None:
+    """Narrow the filter to a mark that was Shift-clicked, or report a mark that was clicked without Shift or a range
+    that was dragged over."""
     event = st.session_state[key]
     for mode in modes:
         picked = event["selection"].get(mode) or []
@@ -135,7 +159,13 @@ def _tell(figure: Figure, key: str, modes: list[str], on_choose: Callable[[Any],
             st.session_state[_narrowed(figure)] = st.session_state.get(_narrowed(figure), 0) + 1
             return
     if on_choose and figure.choose and (value := _picked(event, figure.choose)) is not None:
-        on_choose(value)
+        on_choose(None if value == figure.marked else value)
+    if on_brush and event["selection"].get(CLEARED):
+        on_brush(None)
+    elif on_brush and (ranges := event["selection"].get(DRAGGED)):
+        low, high = (round(float(end), 2) for end in next(iter(ranges.values())))  # finer than a pixel
+        if low < high:
+            on_brush(Interval(low, high))
 
 
 def _alt(figure: Figure) -> str:

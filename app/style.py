@@ -43,6 +43,7 @@ FORMAT_COLORS |= dict(zip((name for name in FORMATS if name not in FORMAT_COLORS
 PALETTE = ["#6366f1", "#ab9218", "#18a0c6", "#ca1f85", "#4b6e22", "#cf7a78", "#a855c7", "#0d9488", "#b4633a", "#6b7a90"]
 MAX_GROUPS = len(PALETTE)
 MARKS = 5000  # the most marks that a chart sends to a browser
+BAND = 0.25  # opacity of a selected range
 DASHES = ([1, 0], [6, 3], [2, 2], [10, 3, 2, 3], [1, 4])
 SHAPES = ("circle", "triangle-up", "cross", "square", "diamond")
 
@@ -62,6 +63,7 @@ DIVERGING = ["#3457d5", "#9db2ee", "#e6e6ea", "#f0a3ad", "#c81e3f"]
 # For ordered groups drawn as lines: the ramp without the ends that are invisible on dark or on light.
 ORDERED = ["#7b5bd6", "#3f7fd0", "#1f9a8a", "#5a9e2f", "#b38600", "#d2622a"]
 CHOSEN, ONLY = "chosen", "only"  # the selections that a click on a chart makes, without and with Shift
+DRAGGED, CLEARED = "dragged", "cleared"  # those of a drag, and of a double click on what a drag selected
 BAD, CLIPPED, FINE = "#e0455f", "#c2850c", "#4f46e5"
 OPERATIONS = {"forward": "#0d9488", "backward": "#a855c7", "optimizer": GREY, "evaluation": "#3b8ea5"}
 
@@ -217,8 +219,8 @@ POWERS_OF_TWO = (
 
 
 def power_of_two(exponent: float) -> str:
-    """2⁻¹²"""
-    return "2" + f"{exponent:.0f}".translate(str.maketrans("-0123456789", f"⁻{_DIGITS}"))
+    """2⁻¹², 2⁻¹²·⁵"""
+    return "2" + f"{exponent:.6g}".translate(str.maketrans("-.0123456789", f"⁻·{_DIGITS}"))
 
 
 def binades(title: str, ticks: int = 8) -> alt.Axis:
@@ -307,6 +309,17 @@ def shape(groups: list[str], title: str, place: Place = "right") -> alt.Shape:
 def choice(field: str) -> alt.Parameter:
     """Make marks clickable: the selection CHOSEN holds the field of the clicked one."""
     return alt.selection_point(name=CHOSEN, fields=[field], on="click[!event.shiftKey]", toggle=False, empty=True)
+
+
+def drag() -> alt.Parameter:
+    """Make a range of x selectable with a drag: the selection DRAGGED holds its ends."""
+    mark = alt.BrushConfig(fill=GREY, fillOpacity=BAND, stroke=GREY)
+    return alt.selection_interval(name=DRAGGED, encodings=["x"], zoom=False, mark=mark)
+
+
+def clear(field: str) -> alt.Parameter:
+    """Make the mark of a selected range clearable: the selection CLEARED is that of a double click on it."""
+    return alt.selection_point(name=CLEARED, fields=[field], on="dblclick", toggle=False, clear=False)
 
 
 def only(*fields: str, chart: str = "") -> alt.Parameter:

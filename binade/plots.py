@@ -22,7 +22,7 @@ from typing import Any
 from binade.app.control import Control
 from binade.app.figure import Drawn
 from binade.app.pages.registry import PART
-from binade.app.params import AnySpec, Many, One, Whole, texts_of
+from binade.app.params import AnySpec, Many, One, Range, Whole, texts_of
 from binade.app.questions.map.compute import METRICS
 from binade.app.questions.question import Question
 from binade.app.questions.registry import QUESTIONS
@@ -65,6 +65,8 @@ def _expected(param: object) -> str:
             return "a format, with or without options"
         case Whole(low, high):
             return f"a whole number from {low} to {high:,}"
+        case Range():
+            return "a range such as -24.5..-22"
     return "a name that the catalog has"
 
 

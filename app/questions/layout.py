@@ -16,7 +16,7 @@ from binade.app.bar import offer_to_clear
 from binade.app.control import Control
 from binade.app.figure import Controls, Drawn, Facts, Figure, Item, Table, Text
 from binade.app.formatting import plain
-from binade.app.params import Many, Whole
+from binade.app.params import Interval, Many, Whole
 from binade.app.questions.shared.selection import Of, select
 from binade.app.view import Reading, View
 from binade.data.catalog import Catalog
@@ -150,7 +150,7 @@ def _show(opened: Catalog, item: Item, view: View, reading: Reading, left: Item 
             chosen = partial(_set, item.choose) if item.choose not in (None, "tensor_id") else None
             beside = left if isinstance(left, Figure) else None
             picked = (
-                show_items.draw(item, chosen, left=beside)
+                show_items.draw(item, chosen, partial(_set, item.brush) if item.brush else None, left=beside)
                 if isinstance(item, Figure)
                 else show_items.table(item, chosen)
             )
@@ -181,5 +181,5 @@ def open_tensor(tensor_id: str | None, view: View) -> None:
 
 
 def _set(name: str, value: Any) -> None:
-    """Set the parameter of this name."""
-    address.change(**{name: int(value)})
+    """Set the parameter of this name to a whole number or a range; None clears it."""
+    address.change(**{name: value if value is None or isinstance(value, Interval) else int(value)})

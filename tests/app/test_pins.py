@@ -35,6 +35,7 @@ ASKED = {
     "distribution": [{"by": "layer_index", "quant_type": "mxfp4", "axis": "linear"}, {"law": "laplace"}],
     "recipes": [{"of": "cost"}, {"of": "gradients", "gradient": "grad_input"}],
     "difference": [{"tolerance": "bitwise"}],
+    "why": [{"format": "mxfp8", "recipe": "mxfp4"}, {"format": "mxfp4", "range": "-3.5..1", "channel": "3"}],
 }
 OF_TENSOR = [{"format": "mxfp8", "recipe": "mxfp4"}]
 CASES = [

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 import re
+from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
 
 from binade.app.figure import Drawn
+from binade.app.params import Interval, Range, read, texts_of
 from binade.app.questions.shared.rounded import subject
 from binade.app.questions.shared.selection import SelectedTensor
 from binade.app.questions.why import question as why
@@ -29,10 +32,10 @@ class Alone(SelectedTensor):
         return {"t": "L1 fc1 input"}
 
 
-def drawn_why(x: torch.Tensor, spec: str) -> Drawn:
+def drawn_why(x: torch.Tensor, spec: str, dim: int = -1, **values: Any) -> Drawn:
     summary = vars(summarize(x)) | {"numel": x.numel()}
-    row = pd.Series({"contracted_axis": -1, "dtype": "float32", "tensor_id": "t", **summary})
-    return why.draw(Alone(None, Filter(), row=row, x=x, spec=Spec.of(spec)), {})
+    row = pd.Series({"contracted_axis": dim, "dtype": "float32", "tensor_id": "t", **summary})
+    return why.draw(Alone(None, Filter(), row=row, x=x, spec=Spec.of(spec)), values)
 
 
 def test_hifp8_without_a_scale_says_what_it_would_do_with_one():
@@ -100,3 +103,114 @@ def test_totals_of_a_sample_say_so():
     """No kernel measures rotated values without a copy."""
     x = torch.randn(MATRIX, generator=torch.Generator().manual_seed(1))
     assert drawn_why(x, "mxfp4(hadamard=32)").verdict.startswith("In mxfp4(hadamard=32) (a sample): SQNR ")
+
+
+def scales(x: np.ndarray, spec: str) -> np.ndarray:
+    """The scale of each value of [lines, axis], by the definition of the format."""
+    if spec == "hifp8":
+        return np.ones_like(x)
+    size = 32 if spec == "mxfp4" else 16
+    largest = np.abs(np.nan_to_num(x)).reshape(len(x), -1, size).max(-1).repeat(size, 1)
+    if spec == "mxfp4":  # OCP MX 1.0: the exponent of the largest value, less that of the largest code, 4
+        return np.exp2(np.floor(np.log2(largest)) - 2)
+    whole = np.float32(largest.max() / (448 * 6))  # NVFP4: E4M3 scales, and one of the tensor above them
+    return whole * torch.from_numpy(largest / 6 / whole).to(torch.float8_e4m3fn).double().numpy()
+
+
+@pytest.mark.parametrize("spec", ["hifp8", "mxfp4", "nvfp4"])
+@pytest.mark.parametrize("dim", [-1, 0])
+def test_a_range_counts_the_values_that_numpy_finds(spec: str, dim: int):
+    """Of a tensor with zeros and of channels, tokens and blocks that hold none of them."""
+    random = torch.Generator().manual_seed(1)
+    x = torch.randn(64, 2, 96, generator=random) * torch.logspace(-9, 0, 96, base=2)
+    x[:, :, 5] = 0
+    x[7] = 1e-20
+    lines = x.movedim(dim, -1).reshape(-1, x.shape[dim]).double().numpy()
+    with np.errstate(divide="ignore", invalid="ignore"):  # a block of zeros, and one whose scale underflows
+        log2 = np.log2(np.abs(lines) / scales(lines.astype(np.float32), spec))
+    low, high = np.round(np.quantile(log2[np.isfinite(log2)], (0.2, 0.4)), 2)
+    inside = (log2 >= low) & (log2 < high)
+    size = {"hifp8": 32, "mxfp4": 32, "nvfp4": 16}[spec]
+    blocks = inside.reshape(len(lines), -1, size).any(-1)
+    moved = np.moveaxis(inside.reshape(x.movedim(dim, -1).shape), -1, dim)  # [tokens, channels]
+    cells = moved.reshape(-1, 96)
+    drawn = drawn_why(x, spec, dim, range=Interval(low, high), channel=60)
+    (text,) = drawn.sentences
+    share = (lines[inside] ** 2).sum() / (lines**2).sum()
+    count, own = int(inside.sum()), int(cells[:, 60].sum())
+    assert 0 < own < count and cells.any(0).sum() < 96 and cells.any(1).sum() < 128
+    assert text.partition(": ")[2] == (
+        f"{count:,} values, {count / x.numel() * 100:.3g}% of all, in {cells.any(0).sum()} of 96 channels, "
+        f"{cells.any(1).sum()} of 128 tokens, {blocks.sum():,} of {blocks.size:,} "
+        f"{'runs of 32 values' if spec == 'hifp8' else 'blocks'}; they hold {share * 100:.3g}% of the sum of squares. "
+        f"{own:,} of them are in channel 60: {own / 128 * 100:.3g}% of the 128 values there."
+    )
+    histogram, channels, tokens = drawn.figures
+    for figure in drawn.figures:  # a pin or a picture says what it counts
+        assert " ≤ |value / scale| < 2" in figure.caption
+    assert channels.table["values"].tolist() == cells.sum(0).tolist() and set(channels.table["of"]) == {128}
+    assert np.array_equal(tokens.table.to_numpy(), cells)
+    assert f"{count:,} of {x.numel():,} values" in channels.page_spec["title"]["subtitle"]
+    assert histogram.title.endswith(": channel 60 only") and histogram.marked == Interval(low, high)
+    table, place = histogram.table, np.moveaxis(log2.reshape(x.movedim(dim, -1).shape), -1, dim).reshape(-1, 96)[:, 60]
+    edges = np.append(table["low"], table["high"].iloc[-1])
+    shares = (table["share"] * (table["high"] - table["low"])).cumsum()
+    assert shares.iloc[-1] == pytest.approx(np.isfinite(place).mean())
+    for edge, below in zip(edges[1:], shares, strict=True):
+        assert below == pytest.approx((place < edge).mean(), abs=1.01 / 128)
+
+
+def test_the_range_of_a_sample_and_of_channels_that_are_combined():
+    x = torch.randn(MATRIX, generator=torch.Generator().manual_seed(1))
+    drawn = drawn_why(x, "hifp8", range=Interval(-3, -1.5), channel=1001)
+    part = np.log2(np.abs(x[::2].double().numpy()))
+    inside = (part >= -3) & (part < -1.5)
+    text, (histogram, channels, tokens) = drawn.sentences[0], drawn.figures
+    assert text.startswith(f"2⁻³ to 2⁻¹·⁵ (in the sample): {inside.sum():,} values, ")
+    assert "of 1,024 channels" in text and "of 550 tokens" in text
+    assert f"{inside[:, 1000:1002].sum()} of them are in channels 1,000 to 1,001" in text
+    assert channels.table["values"].tolist() == inside.reshape(len(inside), 512, 2).sum((0, 2)).tolist()
+    assert channels.marked == 1000 and histogram.title.endswith("channels 1,000 to 1,001 only")
+    share = tokens.table.to_numpy()
+    assert share.shape == (367, 342) and not np.isnan(share).any()
+    assert share[0, 0] == inside[:2, :3].mean()  # cells of 3 × 3 values, of which rows 0 and 2 are in the sample
+    columns = drawn_why(x.reshape(-1, 512), "mxfp4", 0, channel=1)  # whole channels are in the sample, or not
+    assert columns.problems == ("Channel 1 is not in the sample.",) and columns.figures[0].marked is None
+
+
+def test_values_without_a_magnitude_are_in_no_range():
+    x = torch.tensor([[math.nan, math.inf, 0.0, 1.0, -1.0, 2.0, 0.5, 0.0]])
+    (text,) = drawn_why(x, "hifp8", range=Interval(-1000, 1000)).sentences
+    assert text.startswith("2⁻¹⁰⁰⁰ to 2¹⁰⁰⁰: 4 values, 50% of all, in 4 of 8 channels, 1 of 1 tokens")
+    (text,) = drawn_why(x, "hifp8", range=Interval(0, 1)).sentences  # 1 and -1, but not 2
+    assert ": 2 values, 25% of all" in text
+    (text,) = drawn_why(x, "hifp8", range=Interval(5, 6)).sentences
+    assert text == "2⁵ to 2⁶: 0 of 8 values."
+
+
+def test_what_cannot_be_chosen_is_said_and_nothing_else_changes():
+    x = torch.randn(64, 64, generator=torch.Generator().manual_seed(1))
+    plain, beyond = drawn_why(x, "mxfp4"), drawn_why(x, "mxfp4", channel=64)
+    assert beyond.problems == ("There is no channel 64: the last is 63.",)
+    assert [figure.page_spec for figure in beyond.figures] == [figure.page_spec for figure in plain.figures]
+    rotated = drawn_why(x, "mxfp4(hadamard=32)", range=Interval(-1, 1), channel=1)
+    assert rotated.problems == (
+        "mxfp4(hadamard=32) rotates the values: no channel or range of magnitudes can be chosen.",
+    )
+    assert not any("select" in param for figure in rotated.figures for param in figure.page_spec.get("params", ()))
+
+
+@pytest.mark.parametrize("text", ["-24.5..-22", "0..1", "-0.25..1e-05", "3..1000"])
+def test_a_range_survives_the_address(text: str):
+    values, problems = read({"range": Range()}, {"range": [text]})
+    assert texts_of(values["range"]) == [text] and not problems
+    assert (values["range"].low, values["range"].high) == tuple(map(float, text.split("..")))
+
+
+@pytest.mark.parametrize(
+    "text", ["", "1", "1..", "..1", "2..1", "1..1", "nan..1", "-inf..1", "0..inf", "a..b", "1..2..3"]
+)
+def test_a_text_that_is_no_range_is_said(text: str):
+    assert read({"range": Range()}, {"range": [text]}) == (
+        {"range": None}, [f"The URL asks for range {text!r}, which does not exist."],
+    )  # fmt: skip

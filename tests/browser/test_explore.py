@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs, quote, urlsplit
 
+import numpy as np
 import pytest
 from playwright.sync_api import Page
 from torch import Tensor
@@ -256,3 +257,51 @@ def test_a_click_with_shift_filters_by_the_mark(visit: Visit, catalog: Catalog):
     where = Filter(quant_type=[clicked], layer_index=[1], operation=["forward"])
     assert query(page) == where.to_query()
     assert metrics(page)["Tensors"] == str(catalog.totals(where).tensors)
+
+
+def test_a_drag_over_magnitudes_finds_their_channels_and_a_click_on_one_its_magnitudes(visit: Visit, catalog: Catalog):
+    tensor_id = catalog.tensors(Filter(module=["fc1"], tensor_name=["input"])).iloc[0]["tensor_id"]
+    x = catalog.load(tensor_id).double().numpy()
+    with np.errstate(divide="ignore"):
+        log2 = np.log2(np.abs(x.reshape(-1, x.shape[-1])))  # HiFloat8 has no scale
+    page = visit(f"/tensor?view=why&format=hifp8&tensor={quote(tensor_id)}")
+    drawn = bars(page)
+    first, last = len(drawn) // 2, len(drawn) * 3 // 4
+    left, right = (drawn[index][1] for index in (first, last))
+    page.mouse.move(left["x"] + left["width"] / 2, left["bottom"] - 2)
+    page.mouse.down()
+    page.mouse.move(right["x"] + right["width"] / 2, left["bottom"] - 2, steps=8)
+    page.mouse.up()
+    page.wait_for_function("() => location.search.includes('range=')")
+    settle(page)
+    low, high = (float(end) for end in query(page)["range"][0].split(".."))
+    assert drawn[first][0] < low < drawn[first + 1][0] and drawn[last][0] < high < drawn[last + 1][0]
+    inside = (log2 >= low) & (log2 < high)
+    said = page.get_by_text("of the sum of squares.")
+    counted = f": {inside.sum():,} values, {inside.mean() * 100:.3g}% of all, in {inside.any(0).sum()} of "
+    assert counted in said.inner_text() and inside.sum() > 0
+    page.reload()
+    settle(page)
+    assert counted in said.inner_text()
+
+    counts = inside.sum(0)
+    channel = int(counts.argmax())
+    channels = page.locator(".st-key-chart_channels")
+    bar = channels.locator(f"path[aria-label^='channel (last axis): {channel};']")
+    assert f"values in the range: {counts[channel]};" in bar.get_attribute("aria-label")
+    bar.click()
+    page.wait_for_function("() => location.search.includes('channel=')")
+    settle(page)
+    assert query(page)["channel"] == [str(channel)]
+    assert f"channel {channel} only" in chart_text(page)
+    assert f" {counts[channel]:,} of them are in channel {channel}: " in said.inner_text()
+    bar.click()
+    page.wait_for_function("() => !location.search.includes('channel=')")
+    settle(page)
+    assert "only" not in chart_text(page)
+    page.mouse.dblclick(right["x"] - 3, right["bottom"] - 150)  # on the range
+    page.wait_for_function("() => !location.search.includes('range=')")
+    settle(page)
+    assert said.count() == 0 and "Largest magnitude by channel" in channels.locator("svg.marks").evaluate(
+        "svg => svg.textContent"
+    )

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from binade.data.text import short
-from binade.quant.blocks import Blocks, look, sample
-from binade.quant.reference import absmax_over
+from binade.quant.blocks import GROUP, Blocks, look, sample
+from binade.quant.reference import absmax_over, to_blocks
 from binade.quant.scaling import SCALINGS
-from binade.quant.specs import ROW, TENSOR, Spec
+from binade.quant.specs import ROW, TENSOR, Block, Spec
 
 MAX_SIDE = 400  # pixels of a heatmap, each way
+LIMIT = 1 << 20  # values of a larger tensor are sampled
 
 
 @dataclass(frozen=True)
@@ -32,16 +34,37 @@ class Subject:
         return f"a sample: {held:,} of {self.total:,} values, one line of blocks in {self.every}"
 
 
-def subject(x: Tensor, fmt: str | Spec, dim: int = -1, limit: int = 1 << 20) -> Subject:
+def subject(x: Tensor, fmt: str | Spec, dim: int = -1, limit: int = LIMIT) -> Subject:
     """x rounded to a format, blocks along dim; of a tensor of more than `limit` values, a sample of lines, with the
     scale of the whole tensor if the format has one."""
     spec = Spec.of(fmt)
-    shares = {spec.block, SCALINGS[spec.scale].outer}
-    part, every = sample(x, dim, limit, cut=ROW not in shares)
+    part, every = _part(x, spec, dim, limit)
     if every == 1:
         return Subject(look(x, spec, dim), 1, x.numel())
-    whole = TENSOR in shares and not spec.history and not spec.hadamard
+    whole = TENSOR in _shares(spec) and not spec.history and not spec.hadamard
     return Subject(look(part, spec, -1, absmax=absmax_over(x, -1, TENSOR) if whole else None), every, x.numel())
+
+
+def _shares(spec: Spec) -> set[Block | None]:
+    return {spec.block, SCALINGS[spec.scale].outer}
+
+
+def _part(x: Tensor, spec: Spec, dim: int, limit: int = LIMIT) -> tuple[Tensor, int]:
+    return sample(x, dim, limit, cut=ROW not in _shares(spec))
+
+
+def coordinates(x: Tensor, spec: Spec, dim: int = -1) -> tuple[Tensor, Tensor]:
+    """(token, channel) of each value of `subject(x, spec, dim)`, int64 [groups, block], 0 in the padding: the channel
+    is the index along the last axis, the token that of all others. Rotated values have none."""
+    shape = x.shape if x.dim() else torch.Size((1,))
+    block = GROUP if spec.block in (None, TENSOR) else spec.block
+
+    def placed(index: Tensor) -> Tensor:
+        part, every = _part(index.expand(shape), spec, dim)
+        return to_blocks(part, dim if every == 1 else -1, block)
+
+    tokens = torch.arange(shape[:-1].numel()).reshape(*shape[:-1], 1)
+    return placed(tokens), placed(torch.arange(shape[-1]))
 
 
 def about_format(spec: Spec) -> str:

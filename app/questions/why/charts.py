@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 
 from binade.app import style
+from binade.app.params import Interval
 from binade.app.questions.shared.distribution_charts import explained
 from binade.app.questions.shared.heatmap import heatmap
 from binade.app.questions.why import compute
@@ -19,17 +20,26 @@ ZONES = {"flushed": style.BAD, "saturated": style.CLIPPED}
 
 
 def codebook(
-    table: pd.DataFrame, zones: pd.DataFrame, spec: Spec, edges: tuple[float, float], subtitle: str | list[str]
-) -> alt.LayerChart | alt.FacetChart:
+    table: pd.DataFrame,
+    zones: pd.DataFrame,
+    spec: Spec,
+    edges: tuple[float, float],
+    subtitle: str | list[str],
+    only: str = "",
+    behind: pd.DataFrame | None = None,
+    marked: Interval | None = None,
+) -> alt.LayerChart:
     """A histogram of the magnitudes over their scale, with the format's codes as ticks below. The ranges that are
     flushed and saturated are shaded and labelled in percent: of the nonzero values, and of all values. The tables:
-    compute.codebook_histogram and zones."""
+    compute.codebook_histogram and zones. only: what part of the tensor they are of; behind: the histogram of all, drawn
+    in grey; marked: a range."""
+    whole = table if behind is None else behind
     share, of_nonzero = (zones.set_index("zone")[name] for name in ("share", "of_nonzero"))
     flush, clip = edges
-    tail = table["low"][((table["high"] - table["low"]) * table["share"]).cumsum() >= TAIL]
+    tail = whole["low"][((whole["high"] - whole["low"]) * whole["share"]).cumsum() >= TAIL]
     low = min(float(tail.min()) if len(tail) else flush - 2, flush - 2)
-    high = max(float(table["high"].max()), clip + 1.5)
-    top = float(table["share"].max()) * 1.22
+    high = max(float(whole["high"].max()), clip + 1.5)
+    top = float(pd.concat([table["share"], whole["share"]]).max()) * 1.22
     bands = pd.DataFrame(
         [
             {
@@ -63,7 +73,9 @@ def codebook(
     )
     color = alt.Color("zone:N", scale=alt.Scale(domain=list(ZONES), range=list(ZONES.values())), legend=None)
     shading = (
-        alt.Chart(bands).mark_rect(opacity=0.16).encode(x=x, x2="to:Q", y=alt.Y("floor:Q"), y2="top:Q", color=color)
+        alt.Chart(bands)
+        .mark_rect(opacity=0.16, tooltip=False)
+        .encode(x=x, x2="to:Q", y=alt.Y("floor:Q"), y2="top:Q", color=color)
     )
     bars = (
         alt.Chart(table)
@@ -91,30 +103,53 @@ def codebook(
         .encode(x="at:Q", y="top:Q", text="text:N", color=color)
         for zone, align, dx in sides
     ]
-    title = style.title(f"Magnitudes over the codebook of {spec.format.title}", explained(subtitle, table))
-    return alt.layer(shading, bars, marks, *words).properties(title=title)
+    layers = [shading, bars, marks, *words]
+    if behind is not None:
+        layers.insert(1, bars.properties(data=behind).mark_rect(strokeWidth=0, color=style.GREY, clip=True))
+    if marked:
+        band = alt.Chart(pd.DataFrame({"from": [marked.low], "to": [marked.high]})).encode(x=x, x2="to:Q")
+        band = band.mark_rect(color=style.GREY, opacity=style.BAND, tooltip=False, clip=True)
+        layers.insert(0, band.add_params(style.clear("from")))
+    name = f"Magnitudes over the codebook of {spec.format.title}{f': {only}' if only else ''}"
+    return alt.LayerChart(layer=layers, title=style.title(name, explained(subtitle, table)))
 
 
-def channels(table: pd.DataFrame, subtitle: str | list[str]) -> alt.Chart:
-    """The largest magnitude of each channel, from compute.channels."""
+def channels(
+    table: pd.DataFrame, title: str, subtitle: str | list[str], chosen: int | None = None, clickable: bool = True
+) -> alt.Chart | alt.LayerChart:
+    """A bar for each channel: the largest magnitude, from compute.channels, or the number of values in a range, from
+    Held.by_channel. chosen: the first channel of the bar that is marked."""
     runs = bool((table["last"] > table["channel"]).any())
     tooltip = [alt.Tooltip("channel:Q", title="channel" if not runs else "channels from", format=",")]
     tooltip += [alt.Tooltip("last:Q", title="to", format=",")] if runs else []
-    tooltip += [alt.Tooltip("absmax:Q", title="absmax", format=".4~g")]
+    if "absmax" in table:
+        y = alt.Y("absmax:Q", title="absmax")
+        tooltip.append(alt.Tooltip("absmax:Q", title="absmax", format=".4~g"))
+    else:
+        y = alt.Y("values:Q", title="values in the range", axis=alt.Axis(tickMinStep=1))
+        tooltip += [alt.Tooltip("values:Q", title="values in the range", format=","), alt.Tooltip("of:Q", format=",")]
     high = float(table["last"].max()) + 1
-    result: alt.Chart = (
+    bars: alt.Chart = (
         alt.Chart(table.assign(end=table["last"] + 1, floor=0.0))
-        .mark_rect(color=style.FINE, strokeWidth=0)
+        .mark_rect(color=style.FINE, strokeWidth=0, cursor="pointer" if clickable else alt.Undefined)
         .encode(
             x=alt.X("channel:Q", title="channel (last axis)", scale=alt.Scale(domain=[0, high], nice=False)),
             x2="end:Q",
-            y=alt.Y("absmax:Q", title="absmax"),
+            y=y,
             y2="floor:Q",
             tooltip=tooltip,
         )
-        .properties(title=style.title("Largest magnitude by channel", subtitle))
     )
-    return result
+    named = style.title(title, subtitle)
+    if clickable:
+        bars = bars.add_params(style.choice("channel"))
+    if chosen is None:
+        return bars.properties(title=named)
+    bars = bars.encode(opacity=alt.condition(alt.datum.channel == chosen, alt.value(1), alt.value(0.5)))
+    last = float(table["last"][table["channel"] == chosen].iloc[0])
+    rule = alt.Chart(pd.DataFrame({"channel": [(chosen + last + 1) / 2]}))
+    rule = rule.mark_rule(strokeDash=[4, 3], color=style.GREY, tooltip=False).encode(x="channel:Q")
+    return alt.LayerChart(layer=[rule, bars], title=named)
 
 
 def tokens_by_channels(values: np.ndarray, shape: tuple[int, int], subtitle: str | list[str]) -> alt.LayerChart:
@@ -123,5 +158,14 @@ def tokens_by_channels(values: np.ndarray, shape: tuple[int, int], subtitle: str
         log2 = np.log2(values)
     log2 = np.where(np.isfinite(log2), log2, np.nan)
     title = style.title("Magnitude by token and channel", subtitle)
-    axes = ("channel (last axis)", 0, shape[1]), ("token (the other axes)", 0, shape[0])
-    return heatmap(log2, title, *axes, "log₂ |value|")
+    return heatmap(log2, title, *_axes(shape), "log₂ |value|")
+
+
+def range_by_cell(share: np.ndarray, shape: tuple[int, int], words: str, subtitle: str | list[str]) -> alt.LayerChart:
+    """A heatmap of the share of each cell's values that lie in a range, from Held.by_cell."""
+    title = style.title(f"Share of values in {words} by token and channel", subtitle)
+    return heatmap(share * 100, title, *_axes(shape), "% of values")
+
+
+def _axes(shape: tuple[int, int]) -> tuple[tuple[str, int, int], tuple[str, int, int]]:
+    return ("channel (last axis)", 0, shape[1]), ("token (the other axes)", 0, shape[0])

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
 from torch import Tensor
 
+from binade.app.params import Interval
 from binade.app.questions.shared.rounded import MAX_SIDE, Subject
 from binade.quant.elements import Element
 from binade.quant.metrics import cell_absmax
@@ -23,14 +25,15 @@ def zone_edges(element: Element, rounding: str) -> tuple[float, float]:
     return math.log2(element.smallest / 2), math.log2(element.max)
 
 
-def codebook_histogram(found: Subject) -> pd.DataFrame:
+def codebook_histogram(found: Subject, of: Tensor | None = None) -> pd.DataFrame:
     """The magnitudes over their scale by log2: columns low, high, share (of all values, per binade). Zeros left out.
 
-    Eighths of a binade; whole binades where that would be more than 1,000 bars.
+    of: [groups, block] bool, those of the values that are counted; by default all. Eighths of a binade; whole binades
+    where that would be more than 1,000 bars.
     """
-    magnitudes = found.blocks.magnitudes.reshape(-1)
+    magnitudes = found.blocks.magnitudes[found.blocks.valid if of is None else of]
     values = magnitudes[magnitudes > 0].numpy()
-    total = int(found.blocks.valid.sum())
+    total = len(magnitudes)
     if not len(values):
         return pd.DataFrame(columns=["low", "high", "share"])
     mantissa, exponent = np.frexp(values)
@@ -42,15 +45,18 @@ def codebook_histogram(found: Subject) -> pd.DataFrame:
     return pd.DataFrame({"low": low, "high": high, "share": counts / total / (high - low)})
 
 
-def zones(found: Subject) -> pd.DataFrame:
+def zones(found: Subject, of: Tensor | None = None) -> pd.DataFrame:
     """The values by outcome: columns zone, share (of all values; they sum to 1) and of_nonzero (of the nonzero finite
-    values). The zones are flushed, kept, saturated, zero and lost (NaN, Inf, or in a block with one)."""
+    values). The zones are flushed, kept, saturated, zero and lost (NaN, Inf, or in a block with one). of: as above."""
     blocks = found.blocks
-    n = int(blocks.valid.sum())
-    lost = blocks.valid & ~(blocks.x.isfinite() & blocks.y.isfinite())
-    zero = blocks.valid & (blocks.x == 0) & ~lost
-    flushed = blocks.valid & (blocks.x != 0) & (blocks.y == 0) & ~lost
-    saturated = blocks.clipped & ~flushed & ~lost  # where even the scaled-back value underflows, it is flushed
+    counted = blocks.valid if of is None else of
+    n = int(counted.sum())
+    lost = counted & ~(blocks.x.isfinite() & blocks.y.isfinite())
+    zero = counted & (blocks.x == 0) & ~lost
+    flushed = counted & (blocks.x != 0) & (blocks.y == 0) & ~lost
+    saturated = (
+        counted & blocks.clipped & ~flushed & ~lost
+    )  # where even the scaled-back value underflows, it is flushed
     counts = {
         "flushed": int(flushed.sum()),
         "saturated": int(saturated.sum()),
@@ -58,7 +64,7 @@ def zones(found: Subject) -> pd.DataFrame:
         "lost": int(lost.sum()),
     }
     counts["kept"] = n - sum(counts.values())
-    nonzero = int((blocks.valid & (blocks.x != 0) & blocks.x.isfinite()).sum())
+    nonzero = int((counted & (blocks.x != 0) & blocks.x.isfinite()).sum())
     shares = {
         name: [count / max(of, 1) for count in counts.values()] for name, of in (("share", n), ("of_nonzero", nonzero))
     }
@@ -85,7 +91,7 @@ def pooled(x: Tensor, rows: int = MAX_SIDE, columns: int = MAX_SIDE) -> np.ndarr
     matrix = rows_by_channels(x.detach())
     if not matrix.numel():
         return np.zeros((0, 0), np.float32)
-    height, width = (max(1, -(-n // most)) for n, most in zip(matrix.shape, (rows, columns), strict=True))
+    height, width = _cell((matrix.shape[0], matrix.shape[1]), (rows, columns))
     return cell_absmax(matrix, height, width).numpy()
 
 
@@ -97,9 +103,97 @@ def channels(x: Tensor) -> pd.DataFrame:
     matrix = rows_by_channels(x.detach())
     if not matrix.numel():
         return pd.DataFrame(columns=["channel", "last", "absmax"])
-    rows, count = matrix.shape
-    run = -(-count // MAX_CHANNELS)
-    absmax = cell_absmax(matrix, rows, run)[0]
-    first = np.arange(len(absmax)) * run
-    last = np.minimum(first + run, count) - 1
-    return pd.DataFrame({"channel": first, "last": last, "absmax": absmax.numpy().astype(np.float64)})
+    bars = channel_bars(matrix.shape[1])
+    absmax = cell_absmax(matrix, matrix.shape[0], run_of(matrix.shape[1]))[0]
+    return bars.assign(absmax=absmax.numpy().astype(np.float64))
+
+
+def run_of(count: int) -> int:
+    """How many of so many channels a bar stands for."""
+    return max(1, -(-count // MAX_CHANNELS))
+
+
+def channel_bars(count: int) -> pd.DataFrame:
+    """The bars for so many channels: columns channel, last."""
+    first = np.arange(0, count, run_of(count))
+    return pd.DataFrame({"channel": first, "last": np.minimum(first + run_of(count), count) - 1})
+
+
+def _cell(shape: tuple[int, int], most: tuple[int, int] = (MAX_SIDE, MAX_SIDE)) -> tuple[int, int]:
+    """Rows and columns of a cell of a grid of at most so many."""
+    height, width = (max(1, -(-n // m)) for n, m in zip(shape, most, strict=True))
+    return height, width
+
+
+@dataclass(frozen=True)
+class Held:
+    """Where the values of a range are. All counts are of the examined part of the tensor; tensors are [groups, block].
+
+    inside                     whether a value lies in the range
+    token, channel             of each value
+    values, of_values          how many lie in it, and of how many; zeros and values that are not finite never do
+    channels, tokens, blocks   how many of these hold such a value: (count, of how many)
+    squares                    their share of the sum of squares; NaN if that is 0
+    """
+
+    found: Subject
+    inside: Tensor
+    token: Tensor
+    channel: Tensor
+
+    @property
+    def values(self) -> int:
+        return int(self.inside.sum())
+
+    @property
+    def of_values(self) -> int:
+        return int(self.found.blocks.valid.sum())
+
+    @property
+    def channels(self) -> tuple[int, int]:
+        return self._distinct(self.channel)
+
+    @property
+    def tokens(self) -> tuple[int, int]:
+        return self._distinct(self.token)
+
+    @property
+    def blocks(self) -> tuple[int, int]:
+        return int(self.inside.any(-1).sum()), int(self.found.blocks.valid.any(-1).sum())
+
+    def _distinct(self, index: Tensor) -> tuple[int, int]:
+        held, of = (len(np.unique(index[mask].numpy())) for mask in (self.inside, self.found.blocks.valid))
+        return held, of
+
+    @property
+    def squares(self) -> float:
+        x = self.found.blocks.x[self.inside].double()
+        signal = self.found.blocks.sums.signal
+        return float(x @ x) / signal if signal else math.nan
+
+    def by_channel(self, count: int) -> pd.DataFrame:
+        """Columns channel, last, values (of the range), of (all that are examined), for each bar with such."""
+        bars, run = channel_bars(count), run_of(count)
+        values, of = (_counts(self.channel[mask] // run, len(bars)) for mask in (self.inside, self.found.blocks.valid))
+        return bars.assign(values=values, of=of)[of > 0].reset_index(drop=True)
+
+    def by_cell(self, shape: tuple[int, int]) -> np.ndarray:
+        """The share of each cell's values that lie in the range, in the grid of `pooled`; NaN for a cell without
+        examined values."""
+        height, width = _cell(shape)
+        rows, columns = -(-shape[0] // height), -(-shape[1] // width)
+        cell = self.token // height * columns + self.channel // width
+        values, of = (_counts(cell[mask], rows * columns) for mask in (self.inside, self.found.blocks.valid))
+        share: np.ndarray = np.where(of > 0, values / np.maximum(of, 1), math.nan).reshape(rows, columns)
+        return share
+
+
+def _counts(index: Tensor, size: int) -> np.ndarray:
+    counts: np.ndarray = np.bincount(index.numpy(), minlength=size)
+    return counts
+
+
+def held(found: Subject, interval: Interval, token: Tensor, channel: Tensor) -> Held:
+    """Where the values are whose log2 |value / scale| lies in an interval."""
+    log2 = found.blocks.magnitudes.log2()
+    return Held(found, (log2 >= interval.low) & (log2 < interval.high), token, channel)

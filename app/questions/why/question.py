@@ -4,24 +4,66 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import pandas as pd
+from torch import Tensor
 
-from binade.app.figure import Drawn, Facts, Figure, Item, grid
+from binade.app.control import Control
+from binade.app.figure import Drawn, Facts, Figure, Item, Text, grid
+from binade.app.params import Interval, Range, Whole
 from binade.app.questions.question import Question
-from binade.app.questions.shared.rounded import Subject, about_format
+from binade.app.questions.shared.rounded import Subject, about_format, coordinates
 from binade.app.questions.shared.selection import Of, SelectedTensor
 from binade.app.questions.shared.unscaled import with_scale, with_scale_it_has
 from binade.app.questions.why import charts, compute
 from binade.app.report.section import ReportSelection, Section
-from binade.app.style import MEASURES
-from binade.data.evidence import SHARE, Sentence, exact, say, together
+from binade.app.style import MEASURES, drag, power_of_two
+from binade.data.evidence import SHARE, Measure, Sentence, exact, say, together
 from binade.data.text import plain_name
 from binade.quant.metrics import outlier_ratio, sqnr_db, streamed_score
+from binade.quant.specs import TENSOR
 
 LARGE = 1 << 24  # values whose outliers take too long to count
+PART = Measure("share", "Share", "%", factor=100.0)  # of a range, which may hold little
+RANGE = Control(
+    name="range", label="Range of magnitudes", param=Range(), inline=True,
+    help="log₂ of |value / scale|, from low up to but not including high: which channels, tokens and blocks hold it",
+)  # fmt: skip
+CHANNEL = Control(
+    name="channel", label="Channel", param=Whole(0, 10**9), inline=True,
+    help="Index along the last axis: the histogram is of its values only",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The parts of a tensor that are linked; None where nothing is chosen.
+
+    range, held  the magnitudes, and where they are
+    bar, of      the first and last channel of the bar that is chosen, and the mask of their values
+    """
+
+    range: Interval | None = None
+    held: compute.Held | None = None
+    bar: tuple[int, int] | None = None
+    of: Tensor | None = None
+
+    @property
+    def words(self) -> str:
+        return f"{power_of_two(self.range.low)} to {power_of_two(self.range.high)}" if self.range else ""
+
+    @property
+    def definition(self) -> str:
+        low, _, high = self.words.partition(" to ")
+        return f"{low} ≤ |value / scale| < {high}; zeros and values that are not finite are outside."
+
+    @property
+    def channel(self) -> str:
+        first, last = self.bar or (0, 0)
+        return f"channel {first:,}" if first == last else f"channels {first:,} to {last:,}"
 
 
 def draw(selected: SelectedTensor, values: dict[str, Any]) -> Drawn:
@@ -47,21 +89,130 @@ def draw(selected: SelectedTensor, values: dict[str, Any]) -> Drawn:
         "all."
     )
     items: list[Item] = [_facts(selected)]
-    problems = []
+    chosen, problems = _chosen(selected, found, values)
     if table.empty:
         problems.append("Nothing to draw: there are no finite nonzero values.")
     else:
-        edges = compute.zone_edges(selected.spec.format.element, selected.spec.rounding)
-        zero = (
-            say("Zeros, {zero} of the values, have no magnitude.", zero=exact(SHARE, share["zero"]))
-            if share["zero"]
-            else ""
-        )
-        chart = charts.codebook(table, zones, selected.spec, edges, f"{selected.label} · {found.note or 'all values'}")
-        words = f"{about_format(selected.spec)}. Ticks beneath: its codes. Bars: share of all values."
-        items.append(Figure("codebook", chart, table, caption, note=together(words, zero), height=400))
-        items += filter(None, (_channels(selected), tokens(selected)))
+        items.append(_codebook(selected, found, table, zones, chosen, caption))
+        if chosen.held:
+            items.append(Text(_where(selected, chosen)))
+            items += filter(None, (_range_by_channel(selected, chosen), _range_by_token(selected, chosen)))
+        else:
+            items += filter(None, (_channels(selected, chosen.bar), tokens(selected)))
     return Drawn(tuple(items), verdict, tuple(problems))
+
+
+def _chosen(selected: SelectedTensor, found: Subject, values: dict[str, Any]) -> tuple[Chosen, list[str]]:
+    """(what is chosen, a sentence for each choice that is not possible)."""
+    interval, channel, x = values.get("range"), values.get("channel"), selected.x
+    if interval is None and channel is None:
+        return Chosen(), []
+    if selected.spec.hadamard:
+        return Chosen(), [f"{selected.spec} rotates the values: no channel or range of magnitudes can be chosen."]
+    token, channels = coordinates(x, selected.spec, selected.dim)
+    chosen, problems = Chosen(), []
+    if interval is not None:
+        chosen = Chosen(interval, compute.held(found, interval, token, channels))
+    if channel is not None:
+        bars = compute.channel_bars(x.shape[-1] if x.dim() else 1)
+        bar = bars[(bars["channel"] <= channel) & (bars["last"] >= channel)]
+        if bar.empty:
+            problems.append(f"There is no channel {channel:,}: the last is {bars['last'].iloc[-1]:,}.")
+        else:
+            first, last = (int(end) for end in bar.iloc[0])
+            of = found.blocks.valid & (channels >= first) & (channels <= last)
+            if of.any():
+                chosen = replace(chosen, bar=(first, last), of=of)
+            else:
+                problems.append(f"Channel {channel:,} is not in the sample.")
+    return chosen, problems
+
+
+def _codebook(
+    selected: SelectedTensor, found: Subject, table: pd.DataFrame, zones: pd.DataFrame, chosen: Chosen, caption: str
+) -> Figure:
+    """The histogram of all values, or of those of a channel with all values behind them. table, zones: of all."""
+    only, behind, of, grey = "", None, "all values", ""
+    label = f"{selected.label} · {found.note or 'all values'}"
+    if chosen.of is not None:
+        only, behind = f"{chosen.channel} only", table
+        table, zones = compute.codebook_histogram(found, chosen.of), compute.zones(found, chosen.of)
+        of, grey = f"the {int(chosen.of.sum()):,} values of {chosen.channel}", " Grey: of all values."
+        label = f"{selected.label} · {of}{f' in {found.note}' if found.note else ''}"
+        caption += f"\nBars, flushed and saturated: of {of}. Grey: of all values."
+    zeros = float(zones.set_index("zone")["share"]["zero"])
+    zero = say("Zeros, {zero} of the values, have no magnitude.", zero=exact(SHARE, zeros)) if zeros else ""
+    edges = compute.zone_edges(selected.spec.format.element, selected.spec.rounding)
+    chart = charts.codebook(table, zones, selected.spec, edges, label, only, behind, chosen.range)
+    if chosen.held:
+        caption += f"\nMarked: {chosen.definition} {_counted(chosen.held)}."
+    brush = "" if selected.spec.hadamard else "range"
+    if brush:
+        chart = chart.add_params(drag())
+    words = f"{about_format(selected.spec)}. Ticks beneath: its codes. Bars: share of {of}.{grey}"
+    return Figure(
+        "codebook", chart, table, caption, note=together(words, zero), height=400,
+        hint="Drag over a range to see which channels and tokens hold it.",
+        brush=brush, marked=chosen.range,
+    )  # fmt: skip
+
+
+def _counted(held: compute.Held) -> str:
+    sample = " in the sample" if held.found.every > 1 else ""
+    return f"{held.values:,} of {held.of_values:,} values{sample}"
+
+
+def _where(selected: SelectedTensor, chosen: Chosen) -> Sentence:
+    """Where the values of the range are, in counts of the whole tensor or of the sample."""
+    held = chosen.held
+    assert held
+    if not held.values:
+        return say("{range}: {counted}.", range=chosen.words, counted=_counted(held))
+    pairs = zip(("channels", "tokens", "blocks"), (held.channels, held.tokens, held.blocks), strict=True)
+    counts = {name: f"{count:,} of {of:,}" for name, (count, of) in pairs}
+    where = say(
+        "{range}{sample}: {values} values, {share} of all, in {channels} channels, {tokens} tokens, {blocks} {what}; "
+        "they hold {squares} of the sum of squares.",
+        range=chosen.words, sample=" (in the sample)" * (held.found.every > 1), values=held.values,
+        share=exact(PART, held.values / held.of_values), squares=exact(PART, held.squares),
+        what="runs of 32 values" if selected.spec.block in (None, TENSOR) else "blocks", **counts,
+    )  # fmt: skip
+    if chosen.of is None:
+        return where
+    inside, of = int((held.inside & chosen.of).sum()), int(chosen.of.sum())
+    own = say(
+        "{values} of them are in {channel}: {share} of the {of} values there.",
+        values=inside, channel=chosen.channel, share=exact(PART, inside / of), of=of,
+    )  # fmt: skip
+    return together(where, own)
+
+
+def _range_by_channel(selected: SelectedTensor, chosen: Chosen) -> Figure | None:
+    if not selected.x.dim():
+        return None
+    assert chosen.held
+    count, held = selected.x.shape[-1], chosen.held
+    table = held.by_channel(count)
+    run = compute.run_of(count)
+    taken = f" · each bar is the sum of {run} channels" if run > 1 else ""
+    caption = f"{selected.source(held.found.note or 'exact')}\nBars: {chosen.definition}"
+    subtitle = f"{_counted(held)} · {len(table) if run == 1 else count:,} channels{taken}"
+    chart = charts.channels(table, f"Values of {chosen.words} by channel", subtitle, chosen.bar and chosen.bar[0])
+    marked = chosen.bar and chosen.bar[0]
+    return Figure("channels", chart, table, caption, "", 330, "channel", CLICK, marked=marked, group="axes")
+
+
+def _range_by_token(selected: SelectedTensor, chosen: Chosen) -> Figure:
+    assert chosen.held
+    held, matrix = chosen.held, compute.rows_by_channels(selected.x)
+    shape = matrix.shape[0], matrix.shape[1]
+    share = held.by_cell(shape)
+    cell = tuple(-(-n // m) for n, m in zip(shape, share.shape, strict=True))
+    subtitle = f"of each cell of {cell[0]} × {cell[1]} values" if max(cell) > 1 else "one cell per value"
+    subtitle += " · gray: not in the sample" if held.found.every > 1 else ""
+    chart = charts.range_by_cell(share, shape, chosen.words, subtitle)
+    caption = f"{selected.source(held.found.note or 'exact')}\nShare of each cell’s values: {chosen.definition}"
+    return Figure("tokens", chart, grid(share), caption, height=330, group="axes")
 
 
 def _totals(selected: SelectedTensor, found: Subject) -> tuple[float, float, float, str]:
@@ -87,20 +238,26 @@ def _facts(selected: SelectedTensor) -> Facts:
     return Facts(values | {"zero_share": row["zeros"] / row["numel"] if row["numel"] else math.nan})
 
 
-def _channels(selected: SelectedTensor) -> Figure | None:
+CLICK = "Click a bar for the histogram of its values."
+
+
+def _channels(selected: SelectedTensor, bar: tuple[int, int] | None) -> Figure | None:
     table = compute.channels(selected.x)
     if table.empty or not selected.x.dim():
         return None
     count = selected.x.shape[-1]
-    run = int(table["last"].iloc[0] - table["channel"].iloc[0]) + 1
+    run = compute.run_of(count)
     taken = f" · each bar is the largest of {run} channels" if run > 1 else ""
     finite = table.loc[np.isfinite(table["absmax"]), "absmax"]
     middle = float(finite.median()) if len(finite) > 1 else math.nan
     ratio = exact(MEASURES["hot_ratio"], finite.max() / middle) if middle > 0 else None
     note = say("The largest channel is {ratio} times the median one.", ratio=ratio) if ratio else ""
     caption = f"{selected.source()}\nabsmax: the largest magnitude over all tokens; the last axis is the channel."
-    chart = charts.channels(table, f"{count:,} channels{taken}")
-    return Figure("channels", chart, table, caption, note=note, height=330, group="axes")
+    clickable = not selected.spec.hadamard
+    title = "Largest magnitude by channel"
+    chart = charts.channels(table, title, f"{count:,} channels{taken}", bar and bar[0], clickable)
+    choose = "channel" if clickable else None
+    return Figure("channels", chart, table, caption, note, 330, choose, CLICK, marked=bar and bar[0], group="axes")
 
 
 def tokens(selected: SelectedTensor) -> Figure | None:
@@ -138,6 +295,7 @@ WHY = Question(
     of=Of.TENSOR,
     view="why",
     draw=draw,
+    controls=(RANGE, CHANNEL),
     of_values=True,
     report=report,
 )
