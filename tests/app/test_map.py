@@ -348,17 +348,18 @@ def test_odd_tensors(odd_root: Path, metric: str):
             assert set(cells(catalog, metric=metric)["layer_index"]) == set(range(1, len(catalog.tensors()) + 1))
 
 
-class TestWhatIsMissing:
-    @pytest.fixture(scope="class")
-    def unscored(self, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Catalog]:
-        root = tmp_path_factory.mktemp("unscored")
-        with Recorder(root, scores=()) as recorder:
-            for name, dim in (("input", -1), ("output", None)):
-                x = torch.ones(8, 32)
-                recorder.record(name, x, layer=1, module="fc1", operation="forward", phase="pre", dim=dim)
-        with Catalog.open(root) as catalog:
-            yield catalog
+@pytest.fixture(scope="module")
+def unscored(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Catalog]:
+    root = tmp_path_factory.mktemp("unscored")
+    with Recorder(root, scores=()) as recorder:
+        for name, dim in (("input", -1), ("output", None)):
+            x = torch.ones(8, 32)
+            recorder.record(name, x, layer=1, module="fc1", operation="forward", phase="pre", dim=dim)
+    with Catalog.open(root) as catalog:
+        yield catalog
 
+
+class TestWhatIsMissing:
     def test_nothing_is_scored(self, unscored: Catalog):
         said = drawn(unscored).problems[0]
         assert "No operand is scored in any format" in said and "absmax" in said
