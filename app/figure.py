@@ -112,8 +112,9 @@ class Figure(_Item):
     def page_spec(self) -> dict[str, Any]:
         """The specification for a page, with its data as Arrow streams in `datasets`."""
         spec = self._spec(lambda table, stream: stream)
-        _wrap_titles(spec)
-        return spec | {"config": spec.get("config", {}) | CENTERED}
+        if "spec" not in spec:  # the signal width of a facet is not that of the chart
+            _wrap_titles(spec)
+        return spec | {"config": spec.get("config", {}) | OVER_STREAMLIT}
 
     def _spec(self, content: Callable[[pa.Table, bytes], Any]) -> dict[str, Any]:
         """The specification. content: returns the entry of a table in `datasets`, from the table and its Arrow stream;
@@ -293,8 +294,9 @@ class Drawn:
         return next((figure for figure in self.figures if figure.name == name), None)
 
 
-# Streamlit's theme moves the first and the last label of an axis into the plot, away from their ticks and cells.
-CENTERED = {name: {"labelFlush": False} for name in ("axisY", "axisXDiscrete")}
+# Streamlit's theme moves the first and the last label of an axis into the plot, away from their ticks and cells, and
+# shows the fields of a mark that has no tooltip under the names of their columns.
+OVER_STREAMLIT = {name: {"labelFlush": False} for name in ("axisY", "axisXDiscrete")} | {"mark": {"tooltip": None}}
 # By type of scale. A linear axis that ends at 0.00002 shows 2e−5, one that ends at 5200000 shows 5.2M. A logarithmic
 # one shows 0.1, 1, 10, or 1e-8, 1e-6 if its ends are smaller or larger; some of its ticks have no label.
 NUMBER_LABELS = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import math
+import re
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -237,6 +238,8 @@ def displayed(frame: pd.DataFrame, columns: Mapping[str, Column]) -> tuple[pd.Da
                 values, options = values.map(lambda v: "" if pd.isna(v) else f"{v:.3g}"), {"alignment": "right"}
             else:
                 kind, options = st.column_config.NumberColumn, {"format": column.format or given.format}
+                if decimals := re.fullmatch(r"%\+?\.(\d)f", column.format or given.format or ""):
+                    values = values.round(int(decimals[1])) + 0.0  # no "-0.0"
                 if (column.bar or given.bar) and (most := values.max()) > 0 and values.min() >= 0 and most < math.inf:
                     kind, options = st.column_config.ProgressColumn, options | {"min_value": 0.0, "max_value": most}
         help = column.help or (measure.definition if measure else None)

@@ -351,25 +351,46 @@ def labelled(
     shift = _apart([float(value) for value in ends[y]])
     ends = ends[[x, y, group]].assign(place=range(len(ends)), name=ends[group].map(titles))
     base = alt.Chart(ends).encode(y=lines.encoding.y, color=lines.encoding.color)
-    strokes = base.mark_rule(
-        strokeWidth=1.8, opacity=0.8, aria=False, x2Offset=20, y2Offset=shift, tooltip=False
-    ).encode(x=lines.encoding.x, x2=alt.value("width"), y2=f"{y}:Q", strokeDash=lines.encoding.strokeDash)
-    names = base.mark_text(align="left", dx=24, dy=shift, fontSize=12, fontWeight=600, tooltip=False).encode(
+    strokes = base.mark_rule(strokeWidth=1.8, opacity=0.8, aria=False, x2Offset=20, y2Offset=shift).encode(
+        x=lines.encoding.x, x2=alt.value("width"), y2=f"{y}:Q", strokeDash=lines.encoding.strokeDash
+    )
+    names = base.mark_text(align="left", dx=24, dy=shift, fontSize=12, fontWeight=600).encode(
         x=alt.value("width"), text="name:N"
     )
     title, lines.title = lines.title, alt.Undefined
     return alt.LayerChart(layer=[lines, strokes, names], title=title)
 
 
-def without_overlap(points: pd.DataFrame, x: str, y: str, span: tuple[float, float]) -> pd.DataFrame:
-    """The points whose labels, to the right of each, do not overlap, chosen in the order of the rows. span: of the
-    chart's axes, in units of x and y."""
-    place = points[[x, y]].to_numpy(float)
-    kept: list[int] = []
+def named_points(
+    points: pd.DataFrame, x: str, y: str, x_ends: tuple[float, float], y_ends: tuple[float, float]
+) -> pd.DataFrame:
+    """The points that have room for a name, chosen in the order of the rows, with the column side: the name is to the
+    "right" of the point or to the "left", where it covers no other name, no point and no axis. x_ends, y_ends: of the
+    axes. For marks of `NAME`."""
+    low, high = np.transpose([x_ends, y_ends])
+    place = (points[[x, y]].to_numpy(float) - low) / np.where(high > low, high - low, 1.0)
+    size = np.array([LABEL_WIDTH, LABEL_HEIGHT])
+    chosen: dict[int, str] = {}
+    names: list[np.ndarray] = []  # lower left corners
     for index, at in enumerate(place):
-        if (np.abs(place[kept] - at) >= np.multiply(span, (LABEL_WIDTH, LABEL_HEIGHT))).any(1).all():
-            kept.append(index)
-    return points.iloc[kept]
+        others = np.delete(place, index, axis=0)
+        for side, corner in (("right", at), ("left", at - (LABEL_WIDTH, 0.0))):
+            inside = ((others > corner - (0.0, size[1] / 4)) & (others < corner + size)).all(1).any()
+            clear = all((np.abs(corner - name) >= size).any() for name in names)
+            if not inside and clear and (side == "right" or corner[0] >= 0):
+                chosen[index] = side
+                names.append(corner)
+                break
+    return points.iloc[[*chosen]].assign(side=[*chosen.values()])
+
+
+NAME: dict[str, Any] = {
+    "align": alt.ExprRef("datum.side == 'left' ? 'right' : 'left'"),
+    "dx": alt.ExprRef("datum.side == 'left' ? -8 : 8"),
+    "dy": -7,
+    "fontSize": 11,
+    "color": GREY,
+}
 
 
 def _apart(values: list[float]) -> alt.ExprRef:
@@ -433,7 +454,7 @@ def brushed(
             row=f"12 + 16 * indexof({json.dumps(groups)}, datum.group)",
             text=f"format(datum.shared, '.3~p') + '  ' + format(datum.counted, '.3~s'){named}",
         )
-        .mark_text(align="left", fontSize=12, fontWeight=600, tooltip=False)
+        .mark_text(align="left", fontSize=12, fontWeight=600)
         .encode(x=alt.value(right), y=alt.Y("row:Q", scale=None, axis=None), text="text:N", color=chart.encoding.color)
     )
     result: alt.LayerChart = chart.add_params(brush, zoom, only("group", chart=name)) + counts

@@ -35,10 +35,15 @@ IDENTITY = (
     "iteration", "micro_batch", "layer_index", "module", "expert", "layer_type", "component", "operation", "phase",
     "tensor_name", "stage", "dp_rank",
 )  # fmt: skip
-# The fields of run.json that are the same in two runs of the same model and data.
+# The fields of run.json that say what is quantized, besides the recipe.
+OVERRIDES = (
+    "linear_quant", "qk_quant", "pv_quant", "router_quant", "forward_quant", "dgrad_quant", "wgrad_quant",
+    "operand_quant", "skip_layers",
+)  # fmt: skip
+# Those that are the same in two runs of the same model, data and recipe.
 SETTINGS = (
     "model", "size", "layers", "vocab_size", "dataset", "seed", "recipe", "learning_rate", "warmup_iterations",
-    "micro_batches", "micro_batch_size", "sequence_length",
+    "micro_batches", "micro_batch_size", "sequence_length", *OVERRIDES,
 )  # fmt: skip
 RECORDED = re.compile(r"r\d+-(\d+)")  # an id, with the number of the tensor among those that its rank recorded
 CHUNK = 1 << 24  # values that are compared at once
@@ -337,12 +342,13 @@ def _same(x: float, y: float) -> bool:
 
 
 def _said(config: Mapping[str, Any], name: str) -> object:
-    return "not set" if config.get(name) is None else config[name]
+    value = config.get(name)
+    return "not set" if value in (None, "", []) else value
 
 
 def _notes(a: RunInfo, b: RunInfo) -> Iterator[str]:
     config_a, config_b = dict(a.config), dict(b.config)
-    changed = [name for name in SETTINGS if config_a.get(name) != config_b.get(name)]
+    changed = [name for name in SETTINGS if _said(config_a, name) != _said(config_b, name)]
     if changed:
         listed = ", ".join(f"{name} ({_said(config_a, name)}, {_said(config_b, name)})" for name in changed)
         yield f"Settings that differ: {listed}."

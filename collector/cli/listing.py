@@ -65,7 +65,7 @@ def _recipes() -> str:
     return "\n".join(
         [
             *lines,
-            "    any format after FA_, linear_ or FA_linear_; without a prefix, everything is quantized",
+            "    any format after FA_ (QKᵀ, not PV), linear_ or FA_linear_; without a prefix, everything is quantized",
             "    the path to a .toml file: see docs/recipes.md",
             "    RECIPE(without=A+B) leaves ingredients out:",
             *(f"        {name:<11} {meaning}" for name, meaning in INGREDIENTS.items()),

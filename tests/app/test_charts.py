@@ -412,6 +412,13 @@ def test_logarithmic_axes_have_short_numbers(low: float, high: float, labels: se
     assert labels <= shown and not any("+" in text or "e0" in text for text in shown)
 
 
+def test_a_linear_axis_of_values_says_10():
+    table = distributions.boxes([distributions.distribution_of("x", torch.linspace(-11, 11, 500))])
+    chart = distribution_charts.boxes(table, "", "tensor")
+    svg = vl_convert.vegalite_to_svg(Figure("boxes", chart, table, "").sized_spec(600))
+    assert ">10</text>" in svg and "1e+1" not in svg
+
+
 UNTOUCHED = """
 import altair as alt
 from altair.utils import schemapi
@@ -465,3 +472,18 @@ def test_figures_drawn_by_two_threads_keep_their_own_data():
         specs += drawn.result()
     for each in specs:
         assert list(each["datasets"]) == [each["data"]["name"]]
+
+
+def test_names_of_points_cover_no_point_and_no_other_name():
+    points = pd.DataFrame(np.random.default_rng(3).random((40, 2)), columns=["x", "y"])
+    named = style.named_points(points, "x", "y", (0.0, 1.0), (0.0, 1.0))
+    assert {*named["side"]} == {"left", "right"}
+    left = named["x"] - (named["side"] == "left") * style.LABEL_WIDTH
+    boxes = list(zip(left, named["y"], named.index, strict=True))
+    for number, (x, y, own) in enumerate(boxes):
+        others = points.drop(index=own)
+        assert not (
+            others["x"].between(x, x + style.LABEL_WIDTH) & others["y"].between(y, y + style.LABEL_HEIGHT)
+        ).any()
+        for x2, y2, _ in boxes[:number]:
+            assert abs(x - x2) >= style.LABEL_WIDTH or abs(y - y2) >= style.LABEL_HEIGHT

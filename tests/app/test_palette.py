@@ -25,6 +25,7 @@ def tensors(catalog: Catalog, text: str, view: View = HOME) -> list[str]:
     ("text", "where", "name"),
     [
         ("fc2 grad L2", {"module": ["fc2"], "layer_index": [2]}, "grad"),
+        ("fc2 grad_output L2", {"module": ["fc2"], "layer_index": [2]}, "grad_output"),
         ("l1 qkv weight", {"module": ["qkv"], "layer_index": [1]}, "weight"),
         ("grad_output layer2 proj", {"module": ["proj"], "layer_index": [2]}, "grad_output"),
     ],

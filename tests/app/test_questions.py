@@ -21,6 +21,7 @@ from binade.app.questions.drift import compute as drift_compute
 from binade.app.questions.loss import compute as loss_compute
 from binade.app.questions.map.compute import METRICS as MAP_METRICS
 from binade.app.questions.recipes import compute as recipes_compute
+from binade.app.questions.recipes.question import cost
 from binade.app.questions.results import compute as results_compute
 from binade.app.questions.shared import boards, distributions, laws
 from binade.app.questions.shared.distributions import distribution_of
@@ -577,6 +578,12 @@ class TestRecipes:
             assert row.gap == own[row.iteration] - base[row.iteration]
         costs = recipes_compute.costs(gaps, table)
         assert costs["gap"].is_monotonic_decreasing and set(costs["label"]) == {"hifp8", "mxfp8", "mxfp4"}
+
+    def test_a_run_without_a_baseline_is_named(self, catalog, table):
+        alone = table.assign(reference=table["reference"].where(table["label"] != "mxfp4"))
+        found = cost(catalog, Filter(), alone)
+        assert found.problems == ("Left out, because no bf16 run saw the same data: mxfp4.",)
+        assert set(found.tables["costs"]["label"]) == {"hifp8", "mxfp8"}
 
     def test_recipes_have_the_gaps_of_their_seeds(self):
         rows = [

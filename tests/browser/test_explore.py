@@ -305,3 +305,18 @@ def test_a_drag_over_magnitudes_finds_their_channels_and_a_click_on_one_its_magn
     assert said.count() == 0 and "Largest magnitude by channel" in channels.locator("svg.marks").evaluate(
         "svg => svg.textContent"
     )
+
+
+def test_hovering_over_a_heat_map_says_what_it_shows(visit: Callable[..., Page]):
+    """Its cells in words, in place of the picture's URL; the toolbar of the chart covers nothing above the chart."""
+    page = visit("/tensor?view=why")
+    chart = page.locator(".st-key-chart_tokens")
+    chart.hover()
+    shown = page.locator("#vg-tooltip-element.visible")
+    shown.wait_for()
+    assert re.fullmatch(
+        r"token\s+[\d,]+( to [\d,]+)?\s+channel\s+\d+( to \d+)?\s+log₂ \|value\|\s+.*", shown.inner_text()
+    )
+    toolbar = chart.locator("[data-testid=stElementToolbar]").bounding_box()
+    card = page.locator(".st-key-card_tokens").bounding_box()
+    assert toolbar and card and toolbar["y"] >= card["y"] - 1

@@ -45,9 +45,9 @@ def frontier(table: pd.DataFrame, bits: float, change: float, subtitle: str) -> 
     )
     at = shown.assign(place=np.log(shown["change"]) if floor > 0 else shown["change"])
     others = at[at["kind"] != "advised"].sort_values(["bits", "change"])
-    span = float(np.ptp(at["bits"])), float(np.ptp(at["place"]))
-    names = alt.Chart(style.without_overlap(others, "bits", "place", span)).encode(x=x, y=y, text="name:N")
-    labels = names.mark_text(align="left", dx=8, dy=-6, fontSize=11, color=style.GREY)
+    ends = [(float(at[name].min()), float(at[name].max())) for name in ("bits", "place")]
+    names = alt.Chart(style.named_points(others, "bits", "place", *ends)).encode(x=x, y=y, text="name:N")
+    labels = names.mark_text(**style.NAME)
     layers: list[Any] = [line, points, labels]
     if change > 0 or not floor > 0:
         chosen = pd.DataFrame({"bits": [bits], "change": [change]})

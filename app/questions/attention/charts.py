@@ -79,9 +79,9 @@ def head_map(
         with np.errstate(divide="ignore", invalid="ignore"):
             shown = np.log2(shown)
         shown, unit = np.where(np.isfinite(shown), shown, np.nan), "log₂ P"
-    axes = ("key", 0, size[1]), ("query", 0, size[0])
+    axes = ("key", size[1]), ("query", size[0])
     limits = None
     if probs and np.isfinite(shown).any():
         top = float(np.nanmax(shown))
         limits = (max(float(np.nanmin(shown)), top - 24), top)
-    return heatmap(shown, style.title(name, subtitle), *axes, unit, limits=limits)
+    return heatmap(shown, style.title(name, subtitle), *axes, unit, limits, missing="zero or masked")

@@ -160,7 +160,7 @@ def head_map(maps: Maps, name: str, head: int, sequence: int) -> Figure:
     heads = maps.heads[name]
     values = compute.head_map(heads, sequence - 1, head - 1)
     title = f"{label_of(name).capitalize()} of head {head}"
-    size = (maps.shape[3], int(maps.rows[name]["shape"][2]))
+    size = (int(maps.rows[name]["shape"][2]), maps.shape[3])
     subtitle = f"sequence {sequence} · queries down, keys across"
     chart = charts.head_map(values, size, title, subtitle, name == "attention_probs")
     caption = f"{maps.source(name)}\nHead {head}, sequence {sequence}; gray: zero or masked."

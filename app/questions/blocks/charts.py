@@ -22,8 +22,10 @@ def block_map(grid: np.ndarray, metric: str, lines: int, per_line: int, subtitle
     """Chart of compute.block_grid: lines of blocks, bright where a block is bad; gray where it is all zero."""
     name, unit, reverse = BLOCK_TITLES[metric]
     values = grid * 100 if metric in ("flush_to_zero", "saturated") else grid
-    axes = ("block along the contracted axis", 0, per_line), ("line", 0, lines)
-    return heatmap(values.astype(float), style.title(name, subtitle), *axes, unit, reverse=reverse)
+    axes = ("block along the contracted axis", per_line), ("line", lines)
+    return heatmap(
+        values.astype(float), style.title(name, subtitle), *axes, unit, reverse=reverse, missing="not scored"
+    )
 
 
 def scale_exponents(table: pd.DataFrame, spec: Spec, subtitle: str | list[str]) -> alt.Chart:

@@ -29,12 +29,12 @@ METRIC_TITLES = {
 METRIC = Control(name="block_metric", label="Metric", param=One(tuple(METRIC_TITLES)), titles=METRIC_TITLES)
 BLOCK = Control(name="block", label="Block", param=Whole(0, 10**9), inline=True)
 WORST_COLUMNS = {
-    "block": Column("Block", "%d", 80),
-    "sqnr_db": Column(),
-    "flush_to_zero": Column(format="%.1f"),
-    "saturated": Column(format="%.1f"),
-    "scale_exponent": Column("log₂ scale", "%d", 85),
-    "absmax": Column("absmax", "%.3g", 85),
+    "block": Column("Block", "%d", 65),
+    "sqnr_db": Column(width=105),
+    "flush_to_zero": Column(format="%.1f", width=100),
+    "saturated": Column(format="%.1f", width=105),
+    "scale_exponent": Column("log₂ scale", "%d", 75),
+    "absmax": Column("absmax", "%.3g", 70),
 }
 VALUE_COLUMNS = {
     "index": Column("Position", width=75),
@@ -72,7 +72,7 @@ def draw(selected: SelectedTensor, values: dict[str, Any]) -> Drawn:
     title = f"**The {len(found.worst)} worst blocks** · choose one"
     items: list[Item] = [
         *whole.items,
-        Table("worst blocks", found.worst, WORST_COLUMNS, title, height=330, choose="block", group="drill", width=2),
+        Table("worst blocks", found.worst, WORST_COLUMNS, title, height=330, choose="block", group="drill", width=3),
         Controls((block,), group="drill", width=3),
     ]
     if values["block"] is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -61,8 +62,7 @@ def persistence(catalog: Catalog, where: Filter) -> Persistence:
     )
     means = pairs.groupby(list(PLACE), dropna=False)[["jaccard", "kept", "chance"]].mean()
     places = places.join(means.rename(columns={"jaccard": "value"}), how="inner").reset_index()
-    hottest = hot.loc[groups["hot_ratio"].idxmax().dropna(), [*PLACE, "tensor_id"]]
-    places = places.merge(hottest, on=list(PLACE), how="inner")
+    places = places.merge(_hottest(hot, PLACE), on=list(PLACE), how="inner")
     return Persistence(hot, pairs, places.sort_values("hot_ratio", ascending=False, ignore_index=True))
 
 
@@ -71,8 +71,13 @@ def by_iteration(found: Persistence) -> pd.DataFrame:
     the hottest tensor of the layer in that iteration."""
     by = ["iteration", "layer_index"]
     table = found.pairs.groupby(by).agg(value=("jaccard", "mean"), tensors=("jaccard", "size")).reset_index()
-    hottest = found.hot.loc[found.hot.groupby(by)["hot_ratio"].idxmax().dropna(), [*by, "tensor_id"]]
-    return table.merge(hottest, on=by, how="left")
+    return table.merge(_hottest(found.hot, by), on=by, how="left")
+
+
+def _hottest(hot: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
+    """The tensor with the largest hot_ratio of each group that has one: columns by and tensor_id."""
+    known = hot.dropna(subset="hot_ratio")
+    return known.loc[known.groupby(list(by), dropna=False)["hot_ratio"].idxmax(), [*by, "tensor_id"]]
 
 
 def channel_history(found: Persistence, place: str, most: int = 20) -> pd.DataFrame:

@@ -82,7 +82,7 @@ def tiers(table: pd.DataFrame, subtitle: str | list[str]) -> alt.LayerChart:
         ],
     )
     ticks = alt.Axis(format="~%", tickCount=4, values=[0, 0.25, 0.5, 0.75, 1])
-    x = alt.X("share:Q", title="share of values", axis=ticks, scale=alt.Scale(domain=[0, 1.5], nice=False))
+    x = alt.X("share:Q", title="share of values", axis=ticks, scale=alt.Scale(domain=[0, 1], nice=False))
     names = table["tier"].tolist()
     scale = alt.Scale(domain=names, range=[tier_color(name) for name in names])
     bars = base.mark_bar(size=18, cornerRadiusEnd=3).encode(x=x, color=alt.Color("tier:N", scale=scale, legend=None))

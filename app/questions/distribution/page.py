@@ -21,25 +21,25 @@ MAX_ROWS = 5000
 
 
 COLUMNS = {
-    "layer_index": Column("Layer", width=60),
-    "module": Column("Module", width=75),
-    "tensor_name": Column("Tensor", width=135),
-    "operation": Column("Operation", width=90),
-    "phase": Column("Phase", width=60),
-    "quant_type": Column("Quant type", width=90),
+    "layer_index": Column("Layer", width=55),
+    "module": Column("Module", width=65),
+    "tensor_name": Column("Tensor", width=130),
+    "recipe": Column("Recipe", width=105),
+    "iteration": Column("Iteration", width=72),
     "format": Column(
-        "Rounded to", width=100, help="The exact format this operand was rounded to; empty for results and bf16"
+        "Rounded to", width=90, help="The exact format this operand was rounded to; empty for results and bf16"
     ),
-    "sqnr_db": Column(),
-    "flush_to_zero": Column(),
-    "saturated": Column(),
-    "absmax": Column("absmax", "%.3g", 85),
-    "std": Column("Std", "%.3g", 85),
-    "kurtosis": Column("Kurtosis", "%.2f", 85),
+    "sqnr_db": Column(width=105),
+    "flush_to_zero": Column(width=105),
+    "saturated": Column(width=110),
+    "absmax": Column("absmax", "%.3g", 75),
+    "std": Column("Std", "%.3g", 75),
+    "kurtosis": Column("Kurtosis", "%.2f", 75),
+    "operation": Column("Operation", width=85),
+    "phase": Column("Phase", width=55),
+    "quant_type": Column("Quant type", width=90),
     "shape": Column("Shape", width=135),
     "dtype": Column("dtype", width=85),
-    "iteration": Column("Iteration", width=80),
-    "recipe": Column("Recipe", width=110),
     "run_id": Column("Run", width=330),
 }
 

@@ -43,18 +43,20 @@ LAW = Control(
 )  # fmt: skip
 COLUMNS = {
     "tensors": Column("Tensors", "localized", 70),
-    "numel": Column("Values", "localized", 125),
+    "numel": Column("Values", "localized", 105),
+    "sqnr_db": Column(
+        width=105, help=f"{METRICS['sqnr_db'].definition}; the median over the operands that were quantized"
+    ),
+    "flush_to_zero": Column(width=105, help="The median over the operands that were quantized"),
+    "saturated": Column(width=110, help="The median over the operands that were quantized"),
     "mean": Column("Mean", "%.3g", 85, help="Of all values of the group together"),
     "std": Column("Std", "%.3g", 80, help="Of all values of the group together"),
     "min": Column("Min", "%.3g", 80),
     "max": Column("Max", "%.3g", 80),
-    "absmin": Column("Smallest |x| > 0", "%.2e", 130),
-    "zeros": Column("Zeros", "localized", 115),
-    "nans": Column("NaN", "localized", 60),
-    "infs": Column("Inf", "localized", 60),
-    "sqnr_db": Column(help=f"{METRICS['sqnr_db'].definition}; the median over the operands that were quantized"),
-    "flush_to_zero": Column(help="The median over the operands that were quantized"),
-    "saturated": Column(help="The median over the operands that were quantized"),
+    "absmin": Column("Smallest |x| > 0", "%.2e", 125),
+    "zeros": Column("Zeros", "localized", 95),
+    "nans": Column("NaN", "localized", 55),
+    "infs": Column("Inf", "localized", 55),
     "lost": Column("Lost", "localized", 60, help="Operands without an error, because they contain NaN or Inf"),
 }
 
@@ -80,7 +82,7 @@ class Groups:
         if self.of > MAX_SELECTED:
             most = f"the {MAX_SELECTED} with the most values"
             which = f"{MAX_SELECTED}, spread evenly," if self.field in INTEGER_FIELDS else most
-            found.append(Text(f"{self.of} groups: {which} are drawn."))
+            found.append(Text(f"{self.of} groups: {which} are drawn, since a chart has {MAX_SELECTED} colors."))
         if self.not_kept:
             names = "; ".join(self.not_kept)
             found.append(Text(f"The values of {names} were not kept: drawn from the sketch instead.", "problem"))

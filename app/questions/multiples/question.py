@@ -146,7 +146,7 @@ def multiples(
         return {place.removesuffix("s"): kind(f"{place}:O", header=header)} if place in by else {}
 
     given = facet("rows") | facet("columns")
-    result: alt.FacetChart = line.facet(**given, spacing=10) if given else line
+    result: alt.FacetChart = line.facet(**given, spacing={"row": 18, "column": 10}) if given else line
     return result.properties(title=title)
 
 

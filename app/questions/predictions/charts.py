@@ -29,16 +29,16 @@ def against(table: pd.DataFrame, column: str, subtitle: str) -> alt.LayerChart |
     tooltip = [
         alt.Tooltip("name:N", title="recipe"),
         alt.Tooltip("bits:Q", title="bits per forward value", format=".2f"),
-        alt.Tooltip("predicted:Q", format="+.4f"),
-        alt.Tooltip("first:Q", title="gap, first iteration", format="+.4f"),
-        alt.Tooltip("gap:Q", title="mean gap", format="+.4f"),
-        alt.Tooltip("seeds:Q"),
+        alt.Tooltip("predicted:Q", title="predicted loss change (nats)", format="+.4f"),
+        alt.Tooltip("first:Q", title="gap, first iteration (nats)", format="+.4f"),
+        alt.Tooltip("gap:Q", title="mean gap (nats)", format="+.4f"),
+        alt.Tooltip("seeds:Q", title="seeds"),
     ]
     points = base.mark_point(filled=True, size=80, color=style.PALETTE[0]).encode(tooltip=tooltip)
     layers.append(points.add_params(style.only("recipe")))
     largest = table.dropna(subset=[column]).sort_values(column, key=abs, ascending=False)
-    names = alt.Chart(style.without_overlap(largest, "predicted", column, (high - low, high - low))).encode(
+    names = alt.Chart(style.named_points(largest, "predicted", column, (low, high), (low, high))).encode(
         x=x, y=y, text="name:N"
     )
-    layers.append(names.mark_text(align="left", dx=8, dy=-7, color=style.GREY, fontSize=11))
+    layers.append(names.mark_text(**style.NAME))
     return alt.layer(*layers).properties(title=style.title("Predicted and measured", subtitle))

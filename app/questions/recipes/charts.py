@@ -159,12 +159,12 @@ def ladder(table: pd.DataFrame, seeds: pd.DataFrame, name: str) -> alt.LayerChar
     )
     tooltip = [
         alt.Tooltip("rung:N", title="step"),
-        alt.Tooltip("recipe:N"),
+        alt.Tooltip("recipe:N", title="recipe"),
         alt.Tooltip("gap:Q", title="mean gap (nats per token)", format="+.5f"),
         alt.Tooltip("low:Q", title="95% interval, from", format="+.5f"),
         alt.Tooltip("high:Q", title="to", format="+.5f"),
-        alt.Tooltip("seeds:Q"),
-        alt.Tooltip("verdict:N"),
+        alt.Tooltip("seeds:Q", title="seeds"),
+        alt.Tooltip("verdict:N", title="verdict"),
     ]
     color = alt.Color(
         "state:N",
@@ -175,7 +175,15 @@ def ladder(table: pd.DataFrame, seeds: pd.DataFrame, name: str) -> alt.LayerChar
     dots = (
         alt.Chart(seeds)
         .mark_point(filled=True, size=26, opacity=0.6, color=style.GREY, yOffset=9)
-        .encode(x=x, y=y, tooltip=[alt.Tooltip("rung:N", title="step"), "seed:N", alt.Tooltip("gap:Q", format="+.5f")])
+        .encode(
+            x=x,
+            y=y,
+            tooltip=[
+                alt.Tooltip("rung:N", title="step"),
+                alt.Tooltip("seed:N", title="seed"),
+                alt.Tooltip("gap:Q", title="mean gap (nats per token)", format="+.5f"),
+            ],
+        )
     )
     base = alt.Chart(shown)
     bars = base.mark_rule(strokeWidth=2).encode(x=alt.X("low:Q"), x2="high:Q", y=y, color=color, tooltip=tooltip)

@@ -80,13 +80,16 @@ AGAINST = Control(
 )  # fmt: skip
 PART_TITLES = {"linear": "Linear layers", "QK": "QKᵀ", "PV": "PV", "router": "Router"}
 COLUMNS = {
-    "label": Column("Run", width=160),
-    **{part: Column(PART_TITLES[part], width=110) for part in PARTS},
+    "label": Column("Run", width=130),
+    **{part: Column(PART_TITLES[part], width=145) for part in PARTS},
     "gap": Column(
-        "Mean gap (nats)", "%+.5f", help="Mean over iterations of the loss minus that of the run it is compared with"
+        "Mean gap (nats)",
+        "%+.5f",
+        125,
+        help="Mean over iterations of the loss minus that of the run it is compared with",
     ),
-    "last": Column("Last gap (nats)", "%+.5f"),
-    "iterations": Column("Iterations", width=90),
+    "last": Column("Last gap (nats)", "%+.5f", 120),
+    "iterations": Column("Iterations", width=85),
     "run_id": Column("Directory", width=330),
 }
 RUNGS = {

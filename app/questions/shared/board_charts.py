@@ -98,11 +98,13 @@ def with_layer_names(lines: alt.Chart, layers: list[int]) -> alt.Chart | alt.Lay
     return style.labelled(lines, layers, {layer: f"layer {layer}" for layer in layers})
 
 
-def axis_domain(figures: pd.Series) -> list[float]:
+def axis_domain(figures: pd.Series, measure: Measure) -> list[float]:
+    """From 0, with room for the labels of the bars, but no share above 100%."""
     low, high = figures.min(), figures.max()
     low = min(float(low), 0.0) if pd.notna(low) else 0.0
     high = max(float(high), 0.0) if pd.notna(high) else 0.0
-    return [low * 1.1, high * 1.3 if high > low else low + 1.0]
+    end = high * 1.3 if high > low else low + 1.0
+    return [low * 1.1, min(end, 100.0) if measure.unit == "%" else end]
 
 
 def ranking(table: pd.DataFrame, measure: Measure, title: str, subtitle: str | list[str]) -> alt.LayerChart:
@@ -111,7 +113,7 @@ def ranking(table: pd.DataFrame, measure: Measure, title: str, subtitle: str | l
     scale = style.operation_scale(shown["operation"])
     legend = alt.Legend(title=None, orient="top", offset=0) if shown["operation"].nunique() > 1 else None
     color = alt.Color("operation:N", scale=scale, legend=legend)
-    chart = bars(shown, measure, "place", shown["place"].tolist(), color, axis_domain(shown["figure"]))
+    chart = bars(shown, measure, "place", shown["place"].tolist(), color, axis_domain(shown["figure"], measure))
     return chart.properties(title=style.title(title, subtitle))
 
 

@@ -40,7 +40,8 @@ def mean_changes(table: pd.DataFrame, by: tuple[str, ...]) -> pd.DataFrame:
     sequences (NaN for one). Micro-batches that several runs recorded at the same position of the same data count as
     one: the mean over the runs."""
     table = table.assign(value=table["first"] + table["second"])
-    worst = table.loc[table.groupby(list(by), dropna=False)["value"].idxmax().dropna()]
+    known = table.dropna(subset="value")
+    worst = known.loc[known.groupby(list(by), dropna=False)["value"].idxmax()]
     terms = {name: (name, _mean) for name in ("first", "second", "value")}
     each = table.groupby(list(dict.fromkeys((*by, *DATA))), dropna=False).agg(
         tensors=("tensors", "sum"), by_sequence=("by_sequence", _mean_of_lists), **terms

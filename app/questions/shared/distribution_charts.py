@@ -36,7 +36,7 @@ def histogram(
     x, y = (
         ("value", "share of values in the bin") if linear else ("log₂ |value| (binades)", "share of values per binade")
     )
-    ticks = alt.Axis(tickCount=8, format="~g") if linear else style.binades("|value|")
+    ticks = alt.Axis(tickCount=8) if linear else style.binades("|value|")
     log, number = ("", ".4~g") if linear else ("log₂ ", ".3~f")
     title = style.title(
         "Distribution of values" if linear else "Distribution of magnitudes", explained(subtitle, table)
@@ -159,7 +159,7 @@ def boxes(
         "p0_1:Q",
         title="log₂ |value| (binades)" if log2 else "value",
         scale=alt.Scale(zero=False, nice=False, padding=16),
-        axis=style.binades("|value|") if log2 else alt.Axis(tickCount=8, format="~g"),
+        axis=style.binades("|value|") if log2 else alt.Axis(tickCount=8),
     )
     whisker = base.mark_rule(strokeWidth=1.5).encode(x=x, x2="p99_9:Q", color=color)
     size = 14 if len(shown) > 4 else 20

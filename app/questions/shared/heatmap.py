@@ -1,5 +1,5 @@
 """Heatmaps as pictures: a single mark regardless of the number of cells, with axes and a legend in exactly the same
-colors."""
+colors. Invisible rectangles above it have the tooltips."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ import numpy as np
 import pandas as pd
 
 from binade.app import style
+from binade.data.text import short
 
-NO_VALUE = (0x9A, 0xA1, 0xB2)
+NO_VALUE = (0x80, 0x88, 0x99, 0x30)  # RGBA: close to the card that it is drawn on, light or dark
+HOVER = 48  # rectangles with a tooltip, each way
 SHARP = 640  # minimum size of a picture in pixels, so that the browser does not blur its cells
 
 
 def _palette() -> np.ndarray:
     """255 colors along the ramp, and one for no value: uint8 [256, 3]."""
-    return np.concatenate([style.mixed(style.RAMP, 255), np.array([NO_VALUE], np.uint8)])
+    return np.concatenate([style.mixed(style.RAMP, 255), np.array([NO_VALUE[:3]], np.uint8)])
 
 
 def _chunk(kind: bytes, content: bytes) -> bytes:
@@ -40,42 +42,77 @@ def png(values: np.ndarray, low: float, high: float, reverse: bool = False) -> b
     rows, columns = index.shape
     lines = np.concatenate([np.zeros((rows, 1), np.uint8), index], 1).tobytes()
     header = struct.pack(">IIBBBBB", columns, rows, 8, 3, 0, 0, 0)
-    parts = ((b"IHDR", header), (b"PLTE", _palette().tobytes()), (b"IDAT", zlib.compress(lines, 6)), (b"IEND", b""))
+    alpha = bytes([*[255] * 255, NO_VALUE[3]])
+    parts = (
+        (b"IHDR", header), (b"PLTE", _palette().tobytes()), (b"tRNS", alpha), (b"IDAT", zlib.compress(lines, 6)),
+        (b"IEND", b""),
+    )  # fmt: skip
     return b"\x89PNG\r\n\x1a\n" + b"".join(_chunk(*part) for part in parts)
+
+
+def _spans(cells: int, count: int) -> pd.DataFrame:
+    """The cells of an axis of `count` rows or columns in at most HOVER groups: columns at (the first cell), low
+    and high (on the axis), words (the rows or columns)."""
+    at = np.arange(0, cells, -(-cells // HOVER))
+    after, each = np.append(at[1:], cells), -(-count // cells)
+    ends = zip(at * each, np.minimum(after * each, count) - 1, strict=True)
+    words = [f"{first:,}" if first == last else f"{first:,} to {last:,}" for first, last in ends]
+    return pd.DataFrame({"at": at, "low": at * count / cells, "high": after * count / cells, "words": words})
+
+
+def _tooltips(values: np.ndarray, rows: int, columns: int, missing: str) -> pd.DataFrame:
+    """At most HOVER × HOVER rectangles: columns x, x2, y, y2, rows, columns and values (in words)."""
+    down, across = _spans(values.shape[0], rows), _spans(values.shape[1], columns)
+
+    def over(reduce: np.ufunc, cells: np.ndarray) -> np.ndarray:
+        result: np.ndarray = reduce.reduceat(reduce.reduceat(cells, down["at"], axis=0), across["at"], axis=1).ravel()
+        return result
+
+    def text(low: float, high: float, gap: bool) -> str:
+        if math.isnan(low):
+            return missing
+        span = short(low) if low == high else f"lowest {short(low)}, highest {short(high)}"
+        return f"{span}, in part {missing}" if gap else span
+
+    found = over(np.fmin, values), over(np.fmax, values), over(np.logical_or, np.isnan(values))
+    table = down.merge(across, how="cross", suffixes=("_y", "_x"))
+    names = {"low_x": "x", "high_x": "x2", "low_y": "y", "high_y": "y2", "words_y": "rows", "words_x": "columns"}
+    return table.rename(columns=names)[[*names.values()]].assign(values=[*map(text, *found)])
 
 
 def heatmap(
     values: np.ndarray,
     title: alt.TitleParams,
-    x: tuple[str, float, float],
-    y: tuple[str, float, float],
+    x: tuple[str, int],
+    y: tuple[str, int],
     value_title: str,
     limits: tuple[float, float] | None = None,
     reverse: bool = False,
+    missing: str = "no value",
 ) -> alt.LayerChart:
-    """A picture of [rows, columns] with axes (title, first, last) and a legend; its first row at the top.
+    """A picture of [rows, columns] with axes (title, number of rows or columns) and a legend; its first row at the top.
 
     limits: the values at the ends of the ramp; by default the smallest and largest finite ones. reverse: the ramp's
-    bright end is low.
+    bright end is low. missing: what NaN means, in words.
     """
     finite = values[np.isfinite(values)]
     low, high = limits or ((float(finite.min()), float(finite.max())) if finite.size else (0.0, 1.0))
     shown = np.where(np.isposinf(values), high, np.where(np.isneginf(values), low, values))
     url = "data:image/png;base64," + base64.b64encode(png(shown, low, high, reverse)).decode()
-    corner = pd.DataFrame({"x": [x[1]], "x2": [x[2]], "y": [y[1]], "y2": [y[2]], "url": [url]})
-    whole = alt.Axis(tickMinStep=1)  # rows and columns are counted
+    corner = pd.DataFrame({"x": [0], "x2": [x[1]], "y": [0], "y2": [y[1]], "url": [url]})
+    whole = alt.Axis(tickMinStep=1, grid=False)  # rows and columns are counted
     picture = (
         alt.Chart(corner)
         .mark_image(aspect=False)
         .encode(
-            x=alt.X("x:Q", title=x[0], axis=whole, scale=alt.Scale(domain=[x[1], x[2]], nice=False, zero=False)),
+            x=alt.X("x:Q", title=x[0], axis=whole, scale=alt.Scale(domain=[0, x[1]], nice=False, zero=False)),
             x2="x2:Q",
-            y=alt.Y("y:Q", title=y[0], axis=whole, scale=alt.Scale(domain=[y[2], y[1]], nice=False, zero=False)),
+            y=alt.Y("y:Q", title=y[0], axis=whole, scale=alt.Scale(domain=[y[1], 0], nice=False, zero=False)),
             y2="y2:Q",
             url="url:N",
         )
     )
-    ends = pd.DataFrame({"x": [x[1], x[1]], "y": [y[1], y[1]], "value": [low, high if high > low else low + 1]})
+    ends = pd.DataFrame({"x": [0, 0], "y": [0, 0], "value": [low, high if high > low else low + 1]})
     ramp = style.RAMP[::-1] if reverse else style.RAMP
     scale = alt.Scale(domain=[low, high if high > low else low + 1], range=ramp, interpolate="rgb")
     bar = alt.Legend(
@@ -83,5 +120,12 @@ def heatmap(
     )
     color = alt.Color("value:Q", scale=scale, legend=bar)
     legend = alt.Chart(ends).mark_point(opacity=0, size=0).encode(x="x:Q", y="y:Q", color=color)
-    result: alt.LayerChart = (picture + legend).properties(title=title)
+    tooltip = [
+        alt.Tooltip("rows:N", title=y[0].partition(" (")[0]),
+        alt.Tooltip("columns:N", title=x[0].partition(" (")[0]),
+        alt.Tooltip("values:N", title=value_title),
+    ]
+    cells = alt.Chart(_tooltips(values, y[1], x[1], missing)).mark_rect(opacity=0, aria=False)
+    cells = cells.encode(x="x:Q", x2="x2:Q", y="y:Q", y2="y2:Q", tooltip=tooltip)
+    result: alt.LayerChart = (picture + legend + cells).properties(title=title)
     return result

@@ -30,7 +30,7 @@ def by_layer(table: pd.DataFrame, measure: Measure, title: str, subtitle: str | 
             alt.Tooltip("tensors:Q", title="tensors", format=","),
         ],
     )
-    legend = alt.Legend(title=measure.axis, orient="right", gradientLength=180)
+    legend = alt.Legend(title=measure.axis, orient="right", gradientLength=min(180, _cells(table) - 30))
     over, crossed = style.crosshair("row", "layer")
     cells = (
         base.mark_rect(cursor="pointer", stroke=style.GREY)
@@ -66,4 +66,9 @@ def _ink(figure: pd.Series, measure: Measure, scale: alt.Scale) -> pd.Series:
 
 def height(table: pd.DataFrame) -> int:
     """Pixels that the chart needs."""
-    return 150 + 22 * table["row"].nunique()
+    return 150 + _cells(table)
+
+
+def _cells(table: pd.DataFrame) -> int:
+    """Pixels of all rows together: at least as many as the legend beside them needs."""
+    return max(22 * table["row"].nunique(), 110)

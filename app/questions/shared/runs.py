@@ -14,16 +14,12 @@ import pandas as pd
 
 from binade.app.questions.shared.labels import run_labels
 from binade.data.catalog import Catalog
+from binade.data.difference import OVERRIDES
 from binade.data.filter import Filter
 from binade.data.same_data import CONFIGURATION, data_key
 
 OF_MODEL = ("model", "size", "dataset")
 PARTS = ("linear", "QK", "PV", "router")
-# The settings that say what is quantized, besides the recipe.
-OVERRIDES = (
-    "linear_quant", "qk_quant", "pv_quant", "router_quant", "forward_quant", "dgrad_quant", "wgrad_quant",
-    "operand_quant", "skip_layers",
-)  # fmt: skip
 
 
 def runs_with_reference(runs: pd.DataFrame, parts: pd.DataFrame) -> pd.DataFrame:

@@ -158,14 +158,14 @@ def tokens_by_channels(values: np.ndarray, shape: tuple[int, int], subtitle: str
         log2 = np.log2(values)
     log2 = np.where(np.isfinite(log2), log2, np.nan)
     title = style.title("Magnitude by token and channel", subtitle)
-    return heatmap(log2, title, *_axes(shape), "log₂ |value|")
+    return heatmap(log2, title, *_axes(shape), "log₂ |value|", missing="zero or not finite")
 
 
 def range_by_cell(share: np.ndarray, shape: tuple[int, int], words: str, subtitle: str | list[str]) -> alt.LayerChart:
     """A heatmap of the share of each cell's values that lie in a range, from Held.by_cell."""
     title = style.title(f"Share of values in {words} by token and channel", subtitle)
-    return heatmap(share * 100, title, *_axes(shape), "% of values")
+    return heatmap(share * 100, title, *_axes(shape), "% of values", missing="not in the sample")
 
 
-def _axes(shape: tuple[int, int]) -> tuple[tuple[str, int, int], tuple[str, int, int]]:
-    return ("channel (last axis)", 0, shape[1]), ("token (the other axes)", 0, shape[0])
+def _axes(shape: tuple[int, int]) -> tuple[tuple[str, int], tuple[str, int]]:
+    return ("channel (last axis)", shape[1]), ("token (the other axes)", shape[0])

@@ -145,10 +145,10 @@ def test_rows_reduced_over_ranks_are_in_the_order_of_execution(tmp_path: Path):
 def test_settings_and_data_that_differ(layouts: list[RunInfo], tmp_path: Path, command, capsys):
     one, copy = layouts[0], tmp_path / "copy"
     shutil.copytree(one.directory, copy)
-    write_run_file(copy, {**read_run(copy).config, "seed": 5})
+    write_run_file(copy, {**read_run(copy).config, "seed": 5, "pv_quant": "mxfp4"})
     lines = (copy / "loss.jsonl").read_bytes().replace(b'"data_sha256": "', b'"data_sha256": "0').splitlines()
     (copy / "loss.jsonl").write_bytes(b"".join(sealed(line.rpartition(MARK)[0] + b"}") + b"\n" for line in lines))
     assert command("diff", str(one.directory), str(copy)) == 0
     printed = capsys.readouterr().out
-    assert "note: Settings that differ: seed (1234, 5)." in printed
+    assert "note: Settings that differ: seed (1234, 5), pv_quant (not set, mxfp4)." in printed
     assert "note: The runs read different data from iteration 0 on." in printed

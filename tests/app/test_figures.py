@@ -1,0 +1,136 @@
+"""Every figure of every question, over real and odd tensors: its tooltips and its axes. What is visible of tables."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import vl_convert
+
+from binade.app.figure import Column, Figure
+from binade.app.params import One
+from binade.app.questions.blocks import question as blocks
+from binade.app.questions.difference import question as difference
+from binade.app.questions.distribution import page as distribution_page
+from binade.app.questions.distribution import question as distribution
+from binade.app.questions.recipes import question as recipes
+from binade.app.questions.registry import QUESTIONS
+from binade.app.questions.results import question as results
+from binade.app.questions.shared.heatmap import HOVER, heatmap
+from binade.app.show import COLUMNS, displayed
+from binade.app.style import title
+from binade.app.view import View
+from binade.data.catalog import Catalog
+
+pytestmark = pytest.mark.slow
+AXIS = re.compile(r"aria-label=\"[XY]-axis titled '([^\"]*)' for a linear scale with values from \S+ to ([^\s\"]+)")
+
+
+def walked(catalog: Catalog) -> dict[str, Figure]:
+    """The figures of each question with its defaults, and with each value of the parameters that change its charts."""
+    figures = {}
+    for question in QUESTIONS:
+        view = View(question.page, {"view": [question.view]})
+        params = {} if question.name in ("what_if", "advise", "multiples") else view.params_in(catalog)
+        several = {name: params[name] for name in question.uses if isinstance(params.get(name), One)}
+        choices = [(name, text) for name, param in several.items() if not param.refers_to for text in param.allowed]
+        for changed in (view, *(view.changed(**{name: text}) for name, text in choices)):
+            for figure in changed.draw(catalog).figures:
+                figures[f"{changed.params} {figure.name}"] = figure
+    return figures
+
+
+@pytest.fixture(scope="module")
+def figures(collected: Path, odd_root: Path) -> dict[str, Figure]:
+    found = {}
+    for root in (collected, odd_root):
+        with Catalog.open(root) as catalog:
+            found |= {f"{root.name} {name}": figure for name, figure in walked(catalog).items()}
+    return found
+
+
+def layers(spec: dict[str, Any], above: dict[str, Any] | None = None) -> Iterator[tuple[dict[str, Any], Any]]:
+    """(layer, its tooltip) of a specification."""
+    encoding = (above or {}) | spec.get("encoding", {})
+    inner = [
+        *spec.get("layer", ()),
+        *(part for name in ("hconcat", "vconcat", "concat") for part in spec.get(name, ())),
+    ]
+    for each in [*inner, *([spec["spec"]] if "spec" in spec else [])]:
+        yield from layers(each, encoding)
+    if "mark" in spec:
+        yield spec, encoding.get("tooltip")
+
+
+def test_a_tooltip_names_what_it_shows(figures: dict[str, Figure]):
+    """In Streamlit's theme, a mark without a tooltip shows the names of columns unless the page turns that off."""
+    assert len({name.split("'")[3] for name in figures}) > 15
+    for name, figure in figures.items():
+        assert figure.page_spec["config"]["mark"] == {"tooltip": None}, name
+        for _, tooltip in layers(figure.page_spec):
+            assert all(each.get("title") for each in tooltip or ()), (name, tooltip)
+
+
+def test_no_axis_of_shares_goes_past_100_percent(figures: dict[str, Figure]):
+    checked = set()
+    for name, figure in figures.items():
+        spec = figure.sized_spec(600)
+        shares = re.search("%|share", json.dumps(spec | {"datasets": {}}))
+        for words, last in AXIS.findall(vl_convert.vegalite_to_svg(spec)) if shares else ():
+            if re.search("%|share", words + last) and "per binade" not in words:
+                assert float(last.rstrip("%")) <= 100, (name, words, last)
+                checked.add(words)
+    assert len(checked) > 3
+
+
+@pytest.mark.parametrize(
+    ("columns", "last", "wide"),
+    [(distribution_page.COLUMNS, "kurtosis", 1), (distribution.COLUMNS, "std", 1), (blocks.WORST_COLUMNS, "absmax", 2),
+     (recipes.COLUMNS, "iterations", 1), (difference.COLUMNS, "by", 1), (results.COLUMNS, "results", 1)],
+)  # fmt: skip
+def test_important_columns_are_visible_at_1280_pixels(columns: dict[str, Column], last: str, wide: int):
+    """The page is 1208 pixels wide; wide: how many share a row. A row's checkbox takes 34."""
+    names = [*columns]
+    shown = names[: names.index(last) + 1]
+    widths = [columns[name].width or (COLUMNS[name].width if name in COLUMNS else 150) for name in shown]
+    assert sum(widths) + 34 <= (1208 - 36 * (wide - 1)) / wide, widths
+
+
+def test_a_table_shows_no_negative_zero():
+    frame = pd.DataFrame({"gain": [-0.04, -0.06], "spread": [-1e-9, 1e-9]})
+    shown, _ = displayed(frame, {"gain": Column(format="%+.1f"), "spread": Column(format="%.2e")})
+    assert [f"{value:+.1f}" for value in shown["gain"]] == ["+0.0", "-0.1"]
+    assert shown["spread"].tolist() == frame["spread"].tolist()
+
+
+@pytest.mark.parametrize(("rows", "columns", "each"), [(3, 5, 1), (48, 48, 1), (60, 401, 1), (400, 7, 3)])
+def test_hovering_over_a_picture_says_which_cells_and_their_values(rows: int, columns: int, each: int):
+    """Every cell lies in one rectangle, whose words are numpy's of the cells that the rectangle covers."""
+    values = np.random.default_rng(1).normal(size=(rows, columns))
+    values[1:3] = np.nan
+    chart = heatmap(
+        values, title("T", "s"), ("channel (last axis)", columns), ("token", rows * each), "dB", missing="zero"
+    )
+    found = [(layer, tooltip) for layer, tooltip in layers(chart.to_dict()) if tooltip]
+    assert len(found) == 1 and found[0][0]["mark"]["type"] == "rect"
+    assert [shown["title"] for shown in found[0][1]] == ["token", "channel", "dB"]
+    covered = np.zeros((rows, columns))
+    for cell in chart.layer[2].data.to_dict("records"):
+        top, bottom, left, right = (round(cell[name]) for name in ("y", "y2", "x", "x2"))
+        for words, low, high in ((cell["rows"], top, bottom), (cell["columns"], left, right)):
+            assert words == (f"{low:,} to {high - 1:,}" if high - low > 1 else f"{low}")
+        inside = np.s_[top // each : bottom // each, left:right]
+        covered[inside] += 1
+        known = values[inside][~np.isnan(values[inside])]
+        numbers = [float(n.replace("−", "-")) for n in re.findall(r"(?<![\w])[−\d][\d.e−]*", cell["values"])]
+        assert ("zero" in cell["values"]) == np.isnan(values[inside]).any()
+        assert numbers == pytest.approx(
+            [known.min(), known.max()][: len(known)] if known.size else [], rel=1e-3, abs=0.05
+        )
+    assert (covered == 1).all() and len(chart.layer[2].data) <= HOVER**2
