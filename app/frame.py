@@ -92,7 +92,7 @@ def _parts(name: str, view: View) -> None:
     titles = {part.name: part.title for part in parts}
     st.session_state["page_part"] = view.part if view.part in titles else None
     st.segmented_control(
-        "Part of the page", list(titles), key="page_part", format_func=lambda part: titles[part],
+        "Part of the page", list(titles), key="page_part", required=True, format_func=lambda part: titles[part],
         on_change=_open_part, args=(name, view), label_visibility="collapsed",
     )  # fmt: skip
 

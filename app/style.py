@@ -6,6 +6,7 @@ import json
 import math
 import re
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import cycle
 from typing import Any, Literal
@@ -42,6 +43,7 @@ FORMAT_COLORS |= dict(zip((name for name in FORMATS if name not in FORMAT_COLORS
 # be told apart without red or green cones, as can the formats that runs are most often trained in.
 PALETTE = ["#6366f1", "#ab9218", "#18a0c6", "#ca1f85", "#4b6e22", "#cf7a78", "#a855c7", "#0d9488", "#b4633a", "#6b7a90"]
 MAX_GROUPS = len(PALETTE)
+ALIKE = 75  # distance of two colors in RGB, below which lines of both are hard to tell apart
 MARKS = 5000  # the most marks that a chart sends to a browser
 BAND = 0.25  # opacity of a selected range
 DASHES = ([1, 0], [6, 3], [2, 2], [10, 3, 2, 3], [1, 4])
@@ -62,6 +64,7 @@ RAMP = ["#440154", "#46327e", "#365c8d", "#277f8e", "#1fa187", "#4ac16d", "#a0da
 DIVERGING = ["#3457d5", "#9db2ee", "#e6e6ea", "#f0a3ad", "#c81e3f"]
 # For ordered groups drawn as lines: the ramp without the ends that are invisible on dark or on light.
 ORDERED = ["#7b5bd6", "#3f7fd0", "#1f9a8a", "#5a9e2f", "#b38600", "#d2622a"]
+Looks = Mapping[str, tuple[str, int]]  # of groups: the color, and which dash or shape
 CHOSEN, ONLY = "chosen", "only"  # the selections that a click on a chart makes, without and with Shift
 DRAGGED, CLEARED = "dragged", "cleared"  # those of a drag, and of a double click on what a drag selected
 BAD, CLIPPED, FINE = "#e0455f", "#c2850c", "#4f46e5"
@@ -166,13 +169,17 @@ def color_of_spec(text: str) -> str:
     return FORMAT_COLORS[Spec.of(text).format.name]
 
 
-def styles(groups: list[str], by: str = "") -> tuple[list[str], list[int]]:
-    """(colors, which dash or shape). If the chart is by tensor name, tensors have the colors of data.tensor_kinds; all
-    unknown names share one. A group that names a format has the format's color. Recipes of one format differ by dash or
-    shape; if there are too many, and for other groups, colors come from the palette."""
+def styles(groups: list[str], by: str = "", own: Looks | None = None) -> tuple[list[str], list[int]]:
+    """(colors, which dash or shape). own: of groups that have them already, such as runs. For the others: if the chart
+    is by tensor name, tensors have the colors of data.tensor_kinds; all unknown names share one. A group that names a
+    format has the format's color. Recipes of one format differ by dash or shape; if there are too many, and for other
+    groups, colors come from the palette."""
+    if own:
+        looks = [own.get(group, (color, nth)) for group, color, nth in zip(groups, *styles(groups, by), strict=True)]
+        return [color for color, _ in looks], [nth for _, nth in looks]
     if by == "tensor" and not set(groups).isdisjoint(tensor_names()):
-        own = [color_of(name) for name in groups]
-        return own, [own[:index].count(color) % len(DASHES) for index, color in enumerate(own)]
+        kinds = [color_of(name) for name in groups]
+        return kinds, [kinds[:index].count(color) % len(DASHES) for index, color in enumerate(kinds)]
     formats = [group if group in NEUTRAL else format_in(group) for group in groups]
     most = len(DASHES) if all(group in NEUTRAL or _RECIPE.fullmatch(group) for group in groups) else 1
     if None in formats or max((formats.count(name) for name in formats), default=0) > most:
@@ -181,14 +188,45 @@ def styles(groups: list[str], by: str = "") -> tuple[list[str], list[int]]:
     return [(NEUTRAL | FORMAT_COLORS)[name] for name in formats if name], nth
 
 
-def colors(groups: list[str], by: str = "", own: Mapping[str, str] | None = None) -> list[str]:
-    """One color per group: the user's choice in `own`, else as `styles`."""
-    return [(own or {}).get(group, color) for group, color in zip(groups, styles(groups, by)[0], strict=True)]
+def run_styles(runs: Sequence[tuple[str, str | None]]) -> list[tuple[str, int]]:
+    """The color and the dash of each run, given (what it rounds to, the color that a user chose) in order, so that
+    runs added later change nothing. bf16 has its own color, and the first run of each other format that of the format;
+    all others have the palette's. A color that is used again, or is hard to tell from one in use, has another dash."""
+    used = Counter(color for _, color in runs if color)
+    looks: list[tuple[str, int]] = []
+
+    def near(color: str) -> int:
+        rgb = bytes.fromhex(color[1:])
+        return sum(count for other, count in used.items() if math.dist(rgb, bytes.fromhex(other[1:])) < ALIKE)
+
+    for rounded, chosen in runs:
+        if chosen:
+            looks.append((chosen, sum(color == chosen for color, _ in looks) % len(DASHES)))
+            continue
+        color = FORMAT_COLORS.get(format_in(rounded) or "", PALETTE[0])
+        if used[color] and rounded != "bf16":
+            color = min(PALETTE, key=lambda each: (used[each], near(each)))
+        looks.append((color, near(color) % len(DASHES)))
+        used[color] += 1
+    return looks
+
+
+def colors(groups: list[str], by: str = "", own: Looks | None = None) -> list[str]:
+    """One color per group, as `styles`."""
+    return styles(groups, by, own)[0]
+
+
+def _shortened(pixels: int) -> str:
+    """The labels of an axis or a legend, as one of Vega's expressions: names that are longer than this lose letters of
+    their middle, since names that begin alike differ at their ends. Vega itself would cut off the ends."""
+    half = pixels // WIDEST // 2
+    cut = f"slice(datum.label, 0, {half}) + '…' + slice(datum.label, 1 - {half})"
+    return f"length(datum.label) > {2 * half} ? {cut} : datum.label"
 
 
 def names_axis(field: str, order: Iterable[str], longest: int = 240) -> alt.Y:
     """The axis of a field of names, one row each. longest: pixels of a name."""
-    axis = alt.Axis(ticks=False, domain=False, labelLimit=longest)
+    axis = alt.Axis(ticks=False, domain=False, labelLimit=longest, labelExpr=_shortened(longest))
     return alt.Y(f"{field}:N", title=None, sort=list(order), axis=axis)
 
 
@@ -200,6 +238,7 @@ BESIDE = 18  # characters of the longest label of a legend next to the lines; wi
 WITHIN = 6  # groups of a legend in a corner of the plot
 NARROWEST = 320, 180  # pixels of the plot of a chart that is next to another
 Place = Literal["right", "corner", "top"]  # of a legend: next to the plot, in its upper left corner, or above it
+WIDEST = 8  # pixels of a letter of a long name
 DIRECT = 8  # lines that are labelled at their ends
 LABEL = 14  # pixels between two such labels
 LABEL_WIDTH, LABEL_HEIGHT = 0.3, 0.08  # of a point, as shares of the plot of a chart that is next to another
@@ -276,6 +315,7 @@ def legend(groups: list[str], title: str, line: bool = False, place: Place = "ri
         columns=columns(groups) if above else 1,
         offset={"top": 2, "right": 10, "top-left": 4}[orient],
         labelLimit=LEGEND_LABEL,
+        labelExpr=_shortened(LEGEND_LABEL),
         rowPadding=1,
         symbolOpacity=1,
         symbolType="stroke" if line else alt.Undefined,
@@ -288,21 +328,21 @@ def color(
     title: str,
     shown: bool = True,
     line: bool = False,
-    own: Mapping[str, str] | None = None,
+    own: Looks | None = None,
     place: Place = "right",
 ) -> alt.Color:
-    """The color of the column group; shown: with a legend; own: as in `colors`; place: as in `legend`."""
+    """The color of the column group; shown: with a legend; own: as in `styles`; place: as in `legend`."""
     scale = alt.Scale(domain=groups, range=colors(groups, title, own))
     return alt.Color("group:N", scale=scale, legend=legend(groups, title, line, place) if shown else None)
 
 
-def dash(groups: list[str], title: str, place: Place = "right") -> alt.StrokeDash:
-    scale = alt.Scale(domain=groups, range=[DASHES[n] for n in styles(groups, title)[1]])
+def dash(groups: list[str], title: str, place: Place = "right", own: Looks | None = None) -> alt.StrokeDash:
+    scale = alt.Scale(domain=groups, range=[DASHES[n] for n in styles(groups, title, own)[1]])
     return alt.StrokeDash("group:N", scale=scale, legend=legend(groups, title, True, place))
 
 
-def shape(groups: list[str], title: str, place: Place = "right") -> alt.Shape:
-    scale = alt.Scale(domain=groups, range=[SHAPES[n] for n in styles(groups, title)[1]])
+def shape(groups: list[str], title: str, place: Place = "right", own: Looks | None = None) -> alt.Shape:
+    scale = alt.Scale(domain=groups, range=[SHAPES[n] for n in styles(groups, title, own)[1]])
     return alt.Shape("group:N", scale=scale, legend=legend(groups, title, place=place))
 
 
@@ -350,11 +390,20 @@ def labelled(
             channel.legend = None
     shift = _apart([float(value) for value in ends[y]])
     ends = ends[[x, y, group]].assign(place=range(len(ends)), name=ends[group].map(titles))
+    at = {"width": f"scale('x', datum['{x}'])", "height": f"scale('y', datum['{y}'])"}
+    right, down = (f"(round(clamp({place}, 0, {size}) - {place}) || 0)" for size, place in at.items())  # where zoomed
     base = alt.Chart(ends).encode(y=lines.encoding.y, color=lines.encoding.color)
-    strokes = base.mark_rule(strokeWidth=1.8, opacity=0.8, aria=False, x2Offset=20, y2Offset=shift).encode(
-        x=lines.encoding.x, x2=alt.value("width"), y2=f"{y}:Q", strokeDash=lines.encoding.strokeDash
-    )
-    names = base.mark_text(align="left", dx=24, dy=shift, fontSize=12, fontWeight=600).encode(
+    strokes = base.mark_rule(
+        strokeWidth=1.8,
+        opacity=alt.ExprRef(f"{right} || {down} ? 0 : 0.8"),
+        aria=False,
+        clip=False,
+        xOffset=alt.ExprRef(right),
+        yOffset=alt.ExprRef(down),
+        x2Offset=20,
+        y2Offset=shift,
+    ).encode(x=lines.encoding.x, x2=alt.value("width"), y2=f"{y}:Q", strokeDash=lines.encoding.strokeDash)
+    names = base.mark_text(align="left", clip=False, dx=24, dy=shift, fontSize=12, fontWeight=600).encode(
         x=alt.value("width"), text="name:N"
     )
     title, lines.title = lines.title, alt.Undefined
@@ -409,6 +458,17 @@ def _apart(values: list[float]) -> alt.ExprRef:
 DRAG = "[pointerdown{}, window:pointerup] > window:pointermove!"
 
 
+def zoom(name: str) -> alt.Parameter:
+    """Zoom with a pinch or Ctrl and the wheel, move with Alt. name: of the chart, among those next to it."""
+    return alt.selection_interval(
+        name=f"zoom{name}",
+        bind="scales",
+        on=DRAG.format("[event.altKey]"),
+        translate=DRAG.format("[event.altKey]"),
+        zoom="wheel![event.ctrlKey]",
+    )
+
+
 def brushed(
     chart: alt.Chart,
     groups: list[str],
@@ -434,13 +494,6 @@ def brushed(
         zoom=False,
         empty=False,
     )
-    zoom = alt.selection_interval(
-        name=f"zoom{name}",
-        bind="scales",
-        on=DRAG.format("[event.altKey]"),
-        translate=DRAG.format("[event.altKey]"),
-        zoom="wheel![event.ctrlKey]",
-    )
     corner = len(groups) > 1 and _orient(groups, place) == "top-left"
     named = " + '  ' + datum.group" if len(groups) > 1 else " + ' values'"
     right = _within(groups) if corner else 8  # of a legend
@@ -457,7 +510,7 @@ def brushed(
         .mark_text(align="left", fontSize=12, fontWeight=600)
         .encode(x=alt.value(right), y=alt.Y("row:Q", scale=None, axis=None), text="text:N", color=chart.encoding.color)
     )
-    result: alt.LayerChart = chart.add_params(brush, zoom, only("group", chart=name)) + counts
+    result: alt.LayerChart = chart.add_params(brush, zoom(name), only("group", chart=name)) + counts
     return result.properties(title=title)
 
 

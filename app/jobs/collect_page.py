@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -12,11 +13,13 @@ from binade.app.formatting import bytes_text, duration_text, plain
 from binade.app.jobs import collecting, recipe_view
 from binade.app.jobs.collecting import wrapped
 from binade.app.pages.registry import PART
+from binade.app.questions.shared.runs import every_run
 from binade.app.view import Reading, View
 from binade.collector import jobs
 from binade.collector.jobs import JobError, SubmissionError
 from binade.collector.jobs.command_line import parse
 from binade.collector.recipes.files import label
+from binade.collector.recipes.recipe import BF16
 from binade.collector.training.config import DATASETS, ConfigError, RunConfig
 from binade.collector.training.slurm_options import Launcher, SlurmOptions
 from binade.collector.training.targets import read_targets
@@ -47,7 +50,7 @@ def show(opened: Catalog, view: View, reading: Reading) -> None:
     with form:
         _fields()
     with summary, st.container(key="collect_summary"):
-        _summary()
+        _summary(opened)
     st.session_state[LEFT] = {name: value for name, value in st.session_state.items() if str(name).startswith(PREFIX)}
 
 
@@ -216,7 +219,7 @@ def _field(place: Any, name: str, *, maximum: float | None = None, **settings: A
         place.text_input(option.label, **settings)
 
 
-def _summary() -> None:
+def _summary(opened: Catalog) -> None:
     """The estimate, the command and the button for the chosen runs."""
     root = resolve_root()
     values = {name: _value(name) for name in collecting.FIELDS}
@@ -228,6 +231,7 @@ def _summary() -> None:
         st.button("Launch", type="primary", disabled=True, width="stretch", key="launch_refused")
         return
     count = len(runs)
+    _propose_baseline(opened, runs)
     with st.container(border=True):
         start = _start()
         try:
@@ -271,6 +275,20 @@ def _summary() -> None:
     if kept := [*collecting.kept_options(base), *replace(start, target=None).arguments()]:
         st.caption(plain(f"Kept from the cloned job: {' '.join(kept)}"))
     st.caption(f"The runs are written to `{root}`.")
+
+
+def _propose_baseline(opened: Catalog, runs: list[RunConfig]) -> None:
+    """Offer to add bf16 if the loss of a run could be compared with none."""
+    table = every_run(opened)
+    plain_runs = set(table.loc[(table["recipe"] == BF16) & ~table["quantized"], "run_id"])
+    every = opened.runs()
+    if collecting.lacks_baseline(runs, map(json.loads, every.loc[every["run_id"].isin(plain_runs), "config"])):
+        st.caption("No bf16 run has the same data and settings, so there is no loss to compare with.")
+        st.button("Add the bf16 baseline", icon=":material/add:", key="add_baseline", on_click=_add_baseline)
+
+
+def _add_baseline() -> None:
+    st.session_state[_key("recipes")] = [BF16, *_value("recipes")]
 
 
 def _start() -> SlurmOptions | None:

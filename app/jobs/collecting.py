@@ -7,7 +7,7 @@ are kept when a job is cloned, and shown.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -16,10 +16,12 @@ from binade.collector.jobs import TEN_RECIPES, arguments_of, parse_runs
 from binade.collector.recipes.ladder import ladder
 from binade.collector.recipes.recipe import BF16
 from binade.collector.training.config import Backend, ConfigError, RunConfig, declared, defaults
+from binade.data.same_data import CONFIGURATION
 from binade.quant.formats import FORMATS
 
 MEGABYTE = 1 << 20
 OPTIONS = declared(RunConfig)
+SAME_DATA = ("dp", "layers", "vocab_size", *(name for name in CONFIGURATION if name in OPTIONS))
 FIELDS = tuple(name for name, each in OPTIONS.items() if each.option.label)
 
 
@@ -124,6 +126,17 @@ def runs_of(values: Mapping[str, Any], recipes: list[str], base: RunConfig, seed
         replace(config, recipe=recipe, seed=config.seed + number) for number in range(seeds) for recipe in recipes
     ]
     return [run for each in configs for run in parse_runs(arguments_of(each))]
+
+
+def lacks_baseline(runs: Sequence[RunConfig], existing: Iterable[Mapping[str, Any]]) -> bool:
+    """Whether a quantized run reads other data, or starts from other weights, than every bf16 run among these and among
+    the existing ones, given by their run.json."""
+
+    def settings(config: Mapping[str, Any]) -> tuple[str, ...]:
+        return tuple(str(config.get(name) or "") for name in SAME_DATA)
+
+    known = {settings(run.to_dict()) for run in runs if run.recipe == BF16} | set(map(settings, existing))
+    return any(settings(run.to_dict()) not in known for run in runs if run.recipe != BF16)
 
 
 def kept_options(base: RunConfig) -> list[str]:

@@ -22,8 +22,9 @@ from binade.app.jobs.summary import WAITS
 from binade.app.pages.registry import PART
 from binade.app.questions.layout import open_tensor
 from binade.app.questions.shared import loss_chart
-from binade.app.questions.shared.event_marks import events_of, marked
+from binade.app.questions.shared.event_marks import events_of
 from binade.app.questions.shared.labels import thinned_note
+from binade.app.questions.shared.runs import every_run
 from binade.app.state import has_changed, redraw_when
 from binade.app.view import Reading, View
 from binade.collector import jobs
@@ -68,7 +69,7 @@ def show(opened: Catalog, view: View, reading: Reading) -> None:
         _queue(views, chosen, words)
     seen = (opened, opened.version) if chosen.run else None
     with right:
-        _title(root, chosen)
+        _title(root, chosen, views)
         _details(opened, chosen)
     _redraw_on_change(root, views, seen)
 
@@ -184,7 +185,7 @@ def _tags(job: Job) -> str:
 # One job
 
 
-def _title(root: Path, view: JobView) -> None:
+def _title(root: Path, view: JobView, views: list[JobView]) -> None:
     job = view.job
     with st.container(key="jobtitle", horizontal=True, vertical_alignment="center", horizontal_alignment="distribute"):
         st.subheader(plain(job.title), anchor=False, width="content")
@@ -205,6 +206,10 @@ def _title(root: Path, view: JobView) -> None:
             run = {"run_id": [view.run.run_id]}
             address.link(View("map", run), "Open in the Map", ":material/grid_on:")
             address.link(View("compare", run), "Open its tensors", ":material/query_stats:")
+        together = [each for each in views if each.job.created == job.created]
+        if ids := summary.runs_to_compare(together):
+            losses = View("compare", {PART: ["recipes"], "run_id": ids})
+            address.link(losses, f"Compare losses of {len(ids)} runs", ":material/balance:")
     if not read_only():
         _actions(root, view)
 
@@ -306,11 +311,12 @@ def _progress(view: JobView, losses: pd.DataFrame) -> None:
     if not view.run:
         return
     status = view.run.status
-    cells = st.columns(4)
+    loss = "–" if losses.empty else f"{losses['loss'].iloc[-1]:.4f}"
+    cells = st.columns([1, 1, 1.35, 1.1], gap="small")  # so that no number is cut off in a window of 1280 pixels
     cells[0].metric("Iterations", f"{done.done:,}", border=True)
     cells[1].metric("Tensors", f"{status.tensors:,}", border=True)
     cells[2].metric("Tensor files", bytes_text(status.bytes), border=True)
-    cells[3].metric("Loss", "–" if losses.empty else f"{losses['loss'].iloc[-1]:.4f}", border=True)
+    cells[3].metric("Loss", loss, border=True)
     for event in read_events(view.run.directory)[-SHOWN_EVENTS:]:
         st.warning(plain(str(event)), icon=":material/notifications:")
     if status.tensors_without_raw:
@@ -332,7 +338,9 @@ def _results(opened: Catalog, view: JobView, run_id: str, losses: pd.DataFrame, 
         caption = f"Data: run {run_id}, from its loss.jsonl. Loss: cross entropy in nats per token. {note}".strip()
         with cells[0]:
             events = events_of({losses["group"].iloc[0]: view.run.directory} if view.run else {})
-            chart = marked(loss_chart.losses(losses), events)
+            runs = every_run(opened)
+            look = dict(zip(runs["run_id"], runs["look"], strict=True)).get(run_id)
+            chart = loss_chart.losses(losses, {losses["group"].iloc[0]: look} if look else None, events)
             show_items.draw(Figure("job_losses", chart, losses, caption, note, height), pin=False)
     with cells[-1]:
         if worst:

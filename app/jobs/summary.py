@@ -102,6 +102,13 @@ def line(view: JobView, done: Progress) -> str:
     return " · ".join(parts)
 
 
+def runs_to_compare(together: Sequence[JobView]) -> list[str]:
+    """The runs of jobs that were queued together, in order, if all have ended and several have trained."""
+    runs = [view.run for view in sorted(together, key=lambda view: view.job.id) if view.run]
+    trained = [run.run_id for run in runs if losses_of(run)]
+    return [] if len(trained) < 2 or any(view.active for view in together) else trained
+
+
 def losses(view: JobView) -> tuple[pd.DataFrame, int]:
     """As `loss_chart.loss_table`, with the recipe as the group."""
     found = {str(view.run.config.get("recipe")): losses_of(view.run)} if view.run else {}

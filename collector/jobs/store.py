@@ -63,7 +63,8 @@ class JobError(ValueError):
 @dataclass(frozen=True, config=STRICT)
 class Job:
     """job.json. token marks the job's processes; directory is the working directory of the command; created is ISO 8601
-    in UTC; retry_of is the number of the job that this one repeats or continues."""
+    in UTC, the same for jobs that were queued together; retry_of is the number of the job that this one repeats or
+    continues."""
 
     id: Count
     token: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
@@ -336,7 +337,7 @@ def add_runs(
     target = start.for_run(runs[0])
     if target:
         check_submits()
-    working = directory or Path.cwd()
+    working, created = directory or Path.cwd(), now()
     with locked(root):
         queue = _queue(root)
         first = _next_number(root)
@@ -346,7 +347,7 @@ def add_runs(
                 secrets.token_hex(8),
                 (*arguments_of(config), *(["--resume", resume] if resume else []), *start.arguments()),
                 str(working),
-                now(),
+                created,
                 _title(title) or f"{label(config.recipe)} · {config.model_title}",
                 _tags(tags),
                 retry_of,

@@ -24,8 +24,11 @@ from binade.app.figure import Figure
 from binade.app.questions.recipes import charts as recipe_charts
 from binade.app.questions.shared import distribution_charts, distributions, event_marks, format_charts, laws, loss_chart
 from binade.app.questions.shared.distribution_charts import _outline as outline
+from binade.app.view import View
 from binade.collector.recipes.recipe import TEN_RECIPES
+from binade.data.catalog import Catalog
 from binade.data.events import Event, EventKind, append_event
+from binade.data.runs import read_steps
 from binade.data.segment import TENSOR_SCHEMA
 from binade.data.text import short
 from tests.conftest import PROJECT, run_python
@@ -132,7 +135,7 @@ def test_nothing_shown_is_a_column_name(specs):
     for name, made in specs.items():
         shown = [node["title"] for node in walk(made) if isinstance(node.get("title"), str)]
         shown += [made["title"]["text"], made["title"]["subtitle"]]
-        for text in shown:
+        for text in set(shown) - set(color_of(made)):  # runs, in the tooltip of their losses
             assert text not in raw and "_" not in text, (name, text)
         for channel, encoding in encodings(made):
             if channel == "tooltip":
@@ -487,3 +490,50 @@ def test_names_of_points_cover_no_point_and_no_other_name():
         ).any()
         for x2, y2, _ in boxes[:number]:
             assert abs(x - x2) >= style.LABEL_WIDTH or abs(y - y2) >= style.LABEL_HEIGHT
+
+
+@pytest.mark.parametrize("smooth", [5, 25])
+def test_smoothed_losses_are_centered_means_that_leave_warm_up_apart(smooth):
+    steps = np.arange(-30, 40)
+    loss = np.random.default_rng(0).normal(size=len(steps))
+    records = {"a": [{"iteration": int(i), "loss": float(v)} for i, v in zip(steps, loss, strict=True)]}
+    table, _ = loss_chart.loss_table(records, 1000, smooth)
+    for i, found in zip(table["iteration"], table["mean"], strict=True):
+        inside = (abs(steps - i) <= smooth // 2) & ((steps < 0) == (i < 0))
+        assert found == pytest.approx(loss[inside].mean())
+    made = json.dumps(spec(loss_chart.losses(table, smooth=smooth)), ensure_ascii=False)
+    assert f"loss (centered mean of {smooth} iterations, nats per token)" in made
+
+
+def test_the_runs_page_hides_warm_up_and_shows_it(catalog: Catalog):
+    def table(**params: str) -> pd.DataFrame:
+        drawn = View("runs", {name: [text] for name, text in params.items()}).draw(catalog)
+        assert ("Warm-up is hidden." in drawn.figures[0].caption) == ("warmup" not in params)
+        return drawn.figures[0].table
+
+    records = sum(len(read_steps(catalog.root / run)) for run in catalog.runs()["run_id"])
+    assert len(table(warmup="show")) == records > len(table()) and table()["iteration"].min() == 0
+    assert np.isfinite(table(smooth="5")["mean"]).all() and "mean" not in table()
+
+
+def test_losses_zoom_and_events_lie_above_the_crosshair():
+    events = pd.DataFrame({"group": ["a"], "iteration": [1], "kind": ["trigger"], "text": ["low"]})
+    made = spec(loss_chart.losses(losses(["a", "b"]), events=events))
+    assert {param["name"] for param in made["params"]} == {"zoom_losses", "nearest"}
+    (below, rules) = made["layer"]
+    assert rules["encoding"]["tooltip"][0]["title"] == "run"
+    assert [layer["mark"]["type"] for layer in below["layer"][-2:]] == ["rule", "point"]
+
+
+def test_a_long_name_keeps_its_end_in_axes_and_legends():
+    """Runs often differ there only. Drawn with Vega, whose own limit cuts off ends."""
+    names = [f"{'the same long beginning of a name ' * 2}seed {seed}" for seed in range(3)]
+    each = [distributions.distribution_of(name, torch.randn(100)) for name in names]
+    for chart in (
+        distribution_charts.boxes(distributions.boxes(each), "x", "run"),
+        distribution_charts.histogram(distributions.log2_histogram(each), "x", "run"),
+    ):
+        svg = vl_convert.vegalite_to_svg(chart.properties(width=600, height=200).to_dict())
+        shown = [text.text or "" for text in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")]
+        for seed in range(3):
+            assert any(text.startswith("the same") and text.endswith(f"seed {seed}") for text in shown), shown

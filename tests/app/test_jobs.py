@@ -13,7 +13,7 @@ import pytest
 from streamlit.testing.v1 import AppTest
 
 from binade.app import state
-from binade.app.jobs import collecting
+from binade.app.jobs import collecting, summary
 from binade.collector import jobs
 from binade.collector.jobs import processes, runner, store
 from binade.collector.jobs.command_line import parse
@@ -366,3 +366,40 @@ class TestReadOnly:
         with Catalog.open(root) as catalog, pytest.raises(ReadOnlyError, match="SQL"):
             state.sandbox(catalog)
         monkeypatch.delenv("BINADE_READ_ONLY")
+
+
+class TestBaseline:
+    def test_it_is_added_with_one_click(self, visit: Visit, root: Path):
+        at = press(visit(root, "collect"), "add_baseline")
+        bf16, mxfp8 = chosen(at)
+        assert [mxfp8] == jobs.parse_runs(["quick", "mxfp8"]) and bf16 == replace(mxfp8, recipe="bf16")
+        assert "add_baseline" not in [button.key for button in at.button]
+
+    def test_only_a_bf16_run_on_the_same_data_and_weights_is_one(self, collected: Path):
+        with Catalog.open(collected) as opened:
+            runs = opened.runs()
+            existing = [json.loads(config) for config in runs.loc[runs["recipe"] == "bf16", "config"]]
+        fast = ["batch", "--training-config", "fast", "--warmup-iterations", "2", "--control-iter", "2"]
+        for options, lacks in (
+            ([], False), (["--train-iters", "30"], False), (["--seed", "7"], True), (["--layers", "1"], True),
+            (["--warmup-iterations", "3"], True), (["--quantization", "bf16,mxfp4", "--seed", "7"], False),
+            (["--quantization", "bf16", "--seed", "7"], False),
+        ):  # fmt: skip
+            planned = jobs.parse_runs([*fast, "--quantization", "mxfp4", *options])
+            assert collecting.lacks_baseline(planned, existing) == lacks, options
+            assert collecting.lacks_baseline(planned, []) == ("bf16" not in [run.recipe for run in planned])
+
+
+def test_jobs_that_were_queued_together_are_compared_once_all_have_ended(collected: Path, tmp_path: Path):
+    root = roots.copy(collected, tmp_path / "runs")
+    runs, _ = list_runs(root)
+    together = jobs.add_runs(root, jobs.parse_runs(["batch", "--quantization", "bf16,mxfp8"]))
+    (other,) = jobs.add_runs(root, jobs.parse_runs(["quick", "mxfp4"]))
+    assert len({job.created for job in together}) == 1 and other.created != together[0].created
+    views = [
+        replace(jobs.view_of(root, job), run=run, state=jobs.State.DONE)
+        for job, run in zip(together, runs, strict=False)
+    ]
+    assert summary.runs_to_compare(views[::-1]) == [run.run_id for run in runs[:2]]
+    assert summary.runs_to_compare(views[:1]) == []
+    assert summary.runs_to_compare([*views, replace(views[0], state=jobs.State.QUEUED)]) == []

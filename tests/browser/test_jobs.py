@@ -13,6 +13,7 @@ from playwright.sync_api import Page, expect
 from binade.collector import jobs
 from binade.collector.jobs import processes
 from binade.collector.recipes.parse import parse_recipe
+from binade.data.runs import read_steps
 from tests.browser.driver import press, serving, settle, turn_to
 from tests.collector.test_jobs import ENDLESS, end_all, launch
 from tests.conftest import until
@@ -90,6 +91,47 @@ def test_a_run_launched_by_clicking_is_watched_and_opened(visit: Visit, app: str
     shown = page.get_by_test_id("stMetric").filter(has_text="Tensors").first
     assert f"{view.run.status.tensors:,}" in shown.inner_text()
     assert page.complaints == [] and other.complaints == []
+
+
+def test_a_baseline_is_added_and_both_losses_are_read_at_one_iteration(visit: Visit, app: str, root: Path):
+    page = enter(visit, app, "New collection")
+    page.get_by_role("button", name="Quick").click()
+    settle(page)
+    page.get_by_role("button", name="Add the bf16 baseline").click()
+    settle(page)
+    recipes = page.get_by_test_id("stMultiSelect").filter(has=page.get_by_text("Recipes", exact=True))
+    for recipe in ("bf16", "mxfp8"):
+        expect(recipes.get_by_text(recipe, exact=True)).to_be_visible()
+    expect(page.get_by_role("button", name="Add the bf16 baseline")).to_have_count(0)
+    layers = page.get_by_label("Layers", exact=True)
+    layers.fill("1")
+    layers.press("Enter")
+    settle(page)
+    page.get_by_role("button", name="Launch 2 jobs").click()
+    compare = page.get_by_role("link", name="Compare losses of 2 runs")
+    expect(compare).to_be_visible(timeout=PATIENCE)
+    runs = [view.run for view in sorted(jobs.listing(root), key=lambda view: view.job.id)[-2:]]
+    press(page, "Runs")
+    press(page, "shown")
+    press(page, "shown")  # a second click keeps it
+    assert "warmup=show" in page.url
+    chart = page.locator(".st-key-chart_losses")
+    box = chart.locator("canvas, svg.marks").first.bounding_box()
+    assert box
+    tooltip = page.locator("#vg-tooltip-element.visible")
+    for place in (0.5, 0.51):
+        page.mouse.move(box["x"] + place * box["width"], box["y"] + 0.5 * box["height"])
+    expect(tooltip).to_be_visible()
+    rows = [row.inner_text().split("\t") for row in tooltip.get_by_role("row").all()]
+    (title, at), *shown = [(name.strip(), value.strip()) for name, value in rows]
+    assert title == "loss at iteration" and at == "−1"
+    losses = [step["loss"] for run in runs for step in read_steps(run.directory) if step["iteration"] == -1]
+    assert {value for _, value in shown} >= {f"{loss:.4f}" for loss in losses}
+    press(page, "Jobs")
+    compare.click()
+    expect(page.get_by_role("heading", name="Compare › Recipes")).to_be_visible()
+    assert [run.run_id in page.url for run in runs] == [True, True]
+    assert page.complaints == []
 
 
 def test_two_browsers_on_a_job_that_another_process_started(visit: Visit, app: str, root: Path):

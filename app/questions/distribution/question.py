@@ -19,7 +19,7 @@ from binade.app.questions.shared import distribution_charts, distributions, form
 from binade.app.questions.shared.distributions import FINE_BIN, Distribution
 from binade.app.questions.shared.labels import group_name, unique_labels
 from binade.app.questions.shared.laws import LAWS, distance_to, fit, qq
-from binade.app.questions.shared.runs import given_names, labels_of
+from binade.app.questions.shared.runs import every_run, given_names, labels_of, run_looks
 from binade.app.questions.shared.scope import scope_of, scoped
 from binade.app.questions.shared.selection import Selection
 from binade.app.report.section import ReportSelection, Section, slug
@@ -182,6 +182,7 @@ def values_lie(opened: Catalog, where: Filter, ids: list[str] | None, shown: Gro
     note = left_out(opened, where, ids, axis) + _resolution(found, axis)
     caption = source(where, f"{shown.subtitle} ({_how(found)})")
     groups = [d.group for d in found]
+    looks = run_looks(every_run(opened)) if shown.field == "run_id" else None
     height = CHART + style.legend_height(groups)
     figures: list[Figure] = []
     problems: list[str] = []
@@ -191,21 +192,21 @@ def values_lie(opened: Catalog, where: Filter, ids: list[str] | None, shown: Gro
         problems.append(f"No magnitudes to draw: all values are zero. {note}")
     else:
         words = f"{caption}\nShares are of all values of a group. {note}"
-        chart = distribution_charts.histogram(table, shown.subtitle, shown.by, groups, axis == "linear")
+        chart = distribution_charts.histogram(table, shown.subtitle, shown.by, groups, axis == "linear", looks)
         figures.append(Figure("histogram", chart, table, words, note=note, height=height, group="lie", by=shown.field))
     points = qq(found, law)
     if points.empty:
         problems.append("No Q–Q plot: all values are equal.")
     else:
         words = f"{caption}\nQuantiles against a fitted {distribution_charts.LAW_TITLES[law]}."
-        chart = distribution_charts.qq(points, shown.subtitle, shown.by, groups, law)
+        chart = distribution_charts.qq(points, shown.subtitle, shown.by, groups, law, looks)
         note = _law_note(found, law)
         figures.append(Figure("qq", chart, points, words, note=note, height=height, group="lie", by=shown.field))
     log2 = axis != "linear"
     spread = distributions.boxes([distributions.magnitudes(d) for d in found] if log2 else found)
     if not spread.empty:
         marks = "box: quartiles · line: 0.1% to 99.9% · dots: extremes"
-        chart = distribution_charts.boxes(spread, f"{marks} · {shown.subtitle}", shown.by, groups, log2=log2)
+        chart = distribution_charts.boxes(spread, f"{marks} · {shown.subtitle}", shown.by, groups, log2, looks)
         figures.append(
             Figure("boxes", chart, spread, f"{caption}\n{marks}.", height=distribution_charts.boxes_height(spread))
         )

@@ -19,7 +19,7 @@ from binade.app.questions.question import Question, not_in_report
 from binade.app.questions.shared.distributions import Distribution, log2_histogram
 from binade.app.questions.shared.labels import group_name
 from binade.app.questions.shared.laws import qq
-from binade.app.questions.shared.runs import labels_of
+from binade.app.questions.shared.runs import every_run, labels_of, run_looks
 from binade.app.questions.shared.scope import scope_of, scoped
 from binade.app.questions.shared.selection import Selection
 from binade.data.catalog import Catalog
@@ -62,7 +62,8 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
     )  # fmt: skip
     words = f"{source(where, f'{len(found)} distributions, from sketches')}\nAll panels share their axes."
     rows, columns = names["rows"].nunique(), names["columns"].nunique()
-    chart = multiples(table, by, values["plot"], columns, title)
+    looks = run_looks(every_run(opened)) if by.get("color") == "run_id" else None
+    chart = multiples(table, by, values["plot"], columns, title, looks)
     height = 130 + rows * (HIGH + 34)
     problems = [f"{title}: {MOST[place]} of {count} are drawn." for place, title, count in left]
     return Drawn((Figure("multiples", chart, table, words, height=height),), problems=tuple(problems))
@@ -110,13 +111,20 @@ def _text(value: Any, field: str, labels: dict[str, str]) -> Any:
 
 
 def multiples(
-    table: pd.DataFrame, by: dict[str, str], plot: str, columns: int, title: alt.TitleParams
+    table: pd.DataFrame,
+    by: dict[str, str],
+    plot: str,
+    columns: int,
+    title: alt.TitleParams,
+    looks: style.Looks | None = None,
 ) -> alt.FacetChart:
     groups = sorted({str(value) for value in table["color"]})
     table = table.assign(color=table["color"].astype(str))
     by_color = TITLES[by["color"]].lower() if "color" in by else ""
     legend = style.legend(groups, by_color, line=True, place="top")
-    color = alt.Color("color:N", scale=alt.Scale(domain=groups, range=style.colors(groups, by_color)), legend=legend)
+    colors, dashes = style.styles(groups, by_color, looks)
+    color = alt.Color("color:N", scale=alt.Scale(domain=groups, range=colors), legend=legend)
+    strokes = alt.Scale(domain=groups, range=[style.DASHES[n] for n in dashes])
     if plot == "qq":
         x, y = ("theoretical:Q", "normal quantile (σ)"), ("sample:Q", "quantile (σ)")
     else:
@@ -134,6 +142,7 @@ def multiples(
         .encode(
             x=alt.X(x[0], title=x[1], axis=axis, scale=alt.Scale(nice=False, zero=False)),
             y=alt.Y(y[0], title=y[1], axis=number), color=color, tooltip=tooltip,
+            strokeDash=alt.StrokeDash("color:N", scale=strokes, legend=legend),
         )
         .properties(width=max(90, WIDE // columns - 40), height=HIGH)
     )  # fmt: skip

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import altair as alt
 import pandas as pd
 
@@ -18,9 +16,9 @@ def _gap(base: str) -> str:
 
 
 def gaps(
-    table: pd.DataFrame, subtitle: str | list[str], colors: Mapping[str, str] | None = None, base: str = "bf16"
+    table: pd.DataFrame, subtitle: str | list[str], looks: style.Looks | None = None, base: str = "bf16"
 ) -> alt.LayerChart:
-    """Each run’s loss minus that of `base`, from `loss_gaps`; the rule is `base`. colors: chosen by users, by run."""
+    """Each run’s loss minus that of `base`, from `loss_gaps`; the rule is `base`. looks: of runs."""
     shown = table.rename(columns={"label": "group"})
     groups = style.groups_of(shown)
     lines = (
@@ -34,8 +32,8 @@ def gaps(
                 scale=alt.Scale(nice=False, padding=16),
             ),
             y=alt.Y("gap:Q", title=f"{_gap(base)} (nats per token)"),
-            color=style.color(groups, "run", line=True, own=colors),
-            strokeDash=style.dash(groups, "run"),
+            color=style.color(groups, "run", line=True, own=looks),
+            strokeDash=style.dash(groups, "run", own=looks),
             tooltip=[
                 alt.Tooltip("group:N", title="run"),
                 alt.Tooltip("iteration:Q", title="iteration"),
@@ -53,12 +51,12 @@ def gaps(
 
 
 def costs(
-    table: pd.DataFrame, subtitle: str | list[str], colors: Mapping[str, str] | None = None, base: str = "bf16"
+    table: pd.DataFrame, subtitle: str | list[str], looks: style.Looks | None = None, base: str = "bf16"
 ) -> alt.LayerChart:
     """The mean gap of each recipe with the interval over its seeds, the largest at the top: columns label, gap, low,
-    high, seeds and text. colors: by label."""
+    high, seeds and text. looks: by label."""
     order = table["label"].tolist()
-    shown = table.assign(color=style.colors(order, own=colors))
+    shown = table.assign(color=style.colors(order, own=looks))
     shown["at"] = shown["high"].fillna(shown["gap"]).clip(lower=0.0)
     shown["short"] = shown["gap"].map(lambda v: fixed(v, 4, "+"))
     y = alt.Y("label:N", title=None, sort=order, axis=alt.Axis(ticks=False, domain=False, labelLimit=260))
@@ -101,9 +99,9 @@ AGREEMENT = {
 
 
 def agreement(
-    table: pd.DataFrame, column: str, subtitle: str | list[str], colors: Mapping[str, str] | None = None
+    table: pd.DataFrame, column: str, subtitle: str | list[str], looks: style.Looks | None = None
 ) -> alt.Chart:
-    """A dot for each group (a run) and place of `gradient_summary`. colors: chosen by users, by run."""
+    """A dot for each group (a run) and place of `gradient_summary`. looks: of runs."""
     name, axis = AGREEMENT[column]
     groups = style.groups_of(table)
     result: alt.Chart = (
@@ -117,8 +115,8 @@ def agreement(
                 sort=list(dict.fromkeys(table["place"])),
                 axis=alt.Axis(grid=True, labelLimit=240),
             ),
-            color=style.color(groups, "run", own=colors),
-            shape=style.shape(groups, "run"),
+            color=style.color(groups, "run", own=looks),
+            shape=style.shape(groups, "run", own=looks),
             tooltip=[
                 alt.Tooltip("group:N", title="run"),
                 alt.Tooltip("place:N", title="gradient"),

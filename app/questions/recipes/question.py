@@ -26,9 +26,9 @@ from binade.app.questions.shared.runs import (
     compared_with,
     every_run,
     references_of,
-    run_colors,
+    run_looks,
     run_titles,
-    runs_with_reference,
+    some_runs,
 )
 from binade.app.questions.shared.selection import Selection
 from binade.app.questions.shared.unscaled import with_scale
@@ -134,7 +134,7 @@ def draw(
     selection: Selection, values: dict[str, Any], done: Callable[[int, int], None] = lambda count, of: None
 ) -> Drawn:
     opened, where = selection.opened, selection.where
-    table = runs_with_reference(runs_of(opened, where), opened.parts())
+    table = some_runs(opened, runs_of(opened, where))
     if values["of"] == "ladder":
         found = {ladder.name: ladder for ladder in ladders(table["recipe"].dropna())}
         if (chosen := _chosen(found, values["ladder"])) is None:
@@ -172,9 +172,9 @@ def runs_of(opened: Catalog, where: Filter) -> pd.DataFrame:
 
 
 def runs_in(selection: Selection, values: dict[str, Any]) -> pd.DataFrame:
-    """The runs that these values of the controls compare: of `runs_with_reference`."""
+    """The runs that these values of the controls compare: of `some_runs`."""
     opened, where = selection.opened, selection.where
-    table = runs_with_reference(runs_of(opened, where), opened.parts())
+    table = some_runs(opened, runs_of(opened, where))
     if values["of"] == "ladder":
         found = {ladder.name: ladder for ladder in ladders(table["recipe"].dropna())}
         chosen = _chosen(found, values["ladder"])
@@ -231,17 +231,15 @@ def cost(opened: Catalog, where: Filter, table: pd.DataFrame, base: str = BASE) 
          "seeds": each.gap.n, "text": str(each.gap)}
         for each in latest
     ).replace([math.inf, -math.inf], math.nan)  # fmt: skip
-    labels = list(dict.fromkeys([*bars["label"], *costs["label"]]))
-    colors = dict(zip(labels, style.colors(labels, own=run_colors(table)), strict=True))
-    chart = charts.costs(bars, f"{part}mean over the iterations that both runs have, and over seeds", colors, base)
+    look = dict(zip(table["run_id"], table["look"], strict=True))
+    looks = run_looks(table) | {each.label: look[each.run_id] for each in latest}
+    chart = charts.costs(bars, f"{part}mean over the iterations that both runs have, and over seeds", looks, base)
     height = charts.costs_height(bars)
     figures = [Figure("costs", chart, bars, caption, note=ONE_SEED, height=height, group="cost")]
     newest = gaps[gaps["run_id"].isin([each.run_id for each in latest])]
     shown, step = thinned(newest, style.MARKS)
     height = max(height, 360) + style.legend_height(list(dict.fromkeys(shown["label"])))
-    chart = charts.gaps(
-        shown, f"above the dashed line: worse than {base} · the newest run of each recipe", colors, base
-    )
+    chart = charts.gaps(shown, f"above the dashed line: worse than {base} · the newest run of each recipe", looks, base)
     figures.append(Figure("gaps", chart, shown, caption, note=thinned_note(step), height=height, group="cost"))
     listed = costs.merge(table[["run_id", *PARTS]], on="run_id")
     unused = [part for part in PARTS if (listed[part] == "bf16").all()]
@@ -316,10 +314,10 @@ def gradients(
     )
     subtitle = f"{label_of(name)} · iteration {at} · {len(together):,} pairs"
     height = charts.agreement_height(summary)
-    colors = run_colors(table)
+    looks = run_looks(table)
     figures = []
     for column in COMPARED:
-        chart = charts.agreement(summary, column, subtitle, colors)
+        chart = charts.agreement(summary, column, subtitle, looks)
         figures.append(Figure(column, chart, summary, caption, height=height, group="gradients"))
     notes = [f"Relative squared error: {MEASURES['relative_squared_error'].definition}."]
     if unread:
@@ -482,7 +480,7 @@ def runs_compared(table: pd.DataFrame) -> pd.DataFrame:
 
 def report(selection: ReportSelection) -> Iterator[Section]:
     opened, where = selection.opened, selection.where
-    runs = runs_with_reference(runs_of(opened, where), opened.parts())
+    runs = some_runs(opened, runs_of(opened, where))
     if not has_reference(runs):
         yield Section("comparisons", problems=[no_reference(runs).replace("`", "")])
         return

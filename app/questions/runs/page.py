@@ -11,7 +11,7 @@ from typing import Any
 import pandas as pd
 import streamlit as st
 
-from binade.app import address, style
+from binade.app import address
 from binade.app.formatting import bytes_text, losses_of, plain
 from binade.app.questions import layout
 from binade.app.questions.recipes import compute as recipes
@@ -52,7 +52,7 @@ def show(opened: Catalog, view: View, reading: Reading) -> None:
     for model, config in runs.drop_duplicates("model")[["model", "config"]].itertuples(index=False):
         if note := on_a_grid(config):
             st.caption(plain(f"{model}: {note}"))
-    layout.show_answer(opened, view.draw(opened), view, reading)
+    layout.show_question(opened, view, reading)
 
 
 def _totals(runs: pd.DataFrame) -> None:
@@ -177,7 +177,7 @@ def _notes(opened: Catalog, runs: pd.DataFrame, named: pd.DataFrame) -> None:
         return
     with st.expander("Name a run"):
         labels = dict(zip(named["run_id"], named["label"], strict=True))
-        titles = run_titles(named)
+        titles, looks = run_titles(named), dict(zip(named["run_id"], named["look"], strict=True))
         ids: list[str] = runs["run_id"].tolist()
         run_id = st.selectbox("Run", ids, key="named_run", format_func=lambda name: titles[name])
         row = runs[runs["run_id"] == run_id].iloc[0]
@@ -188,7 +188,7 @@ def _notes(opened: Catalog, runs: pd.DataFrame, named: pd.DataFrame) -> None:
                 "Name", run["name"], max_chars=80, placeholder=labels[run_id], key=f"name_{run_id}"
             )
             own = own_cell.checkbox("Custom color", bool(run["color"]), key=f"own_{run_id}", help="In charts of runs")
-            color = color_cell.color_picker("Color", run["color"] or style.PALETTE[0], key=f"color_{run_id}")
+            color = color_cell.color_picker("Color", run["color"] or looks[run_id][0], key=f"color_{run_id}")
             note = st.text_area("Note", run["note"], max_chars=10_000, key=f"note_{run_id}")
             saved = st.form_submit_button("Save")
     if saved:

@@ -2,42 +2,70 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterable
 from typing import Any
 
+import pandas as pd
+
 from binade.app import style
+from binade.app.control import Control
 from binade.app.figure import Drawn, Figure
 from binade.app.formatting import losses_of
+from binade.app.params import One
 from binade.app.questions.question import Question, not_in_report
 from binade.app.questions.shared import loss_chart
-from binade.app.questions.shared.event_marks import events_of, marked
+from binade.app.questions.shared.event_marks import events_of
 from binade.app.questions.shared.labels import thinned_note
-from binade.app.questions.shared.runs import run_colors, runs_with_reference
+from binade.app.questions.shared.runs import run_looks, some_runs
 from binade.app.questions.shared.selection import Selection
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
+
+SMOOTH = Control(
+    name="smooth", label="Mean over", param=One(("1", "5", "25")), row="loss",
+    titles={"1": "each iteration", "5": "5 iterations", "25": "25 iterations"},
+    help="The mean of as many iterations before each as after it; each iteration stays behind it",
+)  # fmt: skip
+WARMUP = Control(
+    name="warmup", label="Warm-up", param=One(("hide", "show")), titles={"hide": "hidden", "show": "shown"}, row="loss",
+    width=2, help="The iterations below 0, before what is quantized",
+)  # fmt: skip
+
+
+def _trained(opened: Catalog) -> pd.DataFrame:
+    runs = opened.runs()
+    return runs[runs["recipe"].notna()]  # an import has no start time and no loss
+
+
+def _controls(selection: Selection, values: dict[str, Any]) -> list[Control]:
+    firsts = [json.loads(step)["iteration"] for step in _trained(selection.opened)["first_step"].dropna()]
+    return [SMOOTH, *[WARMUP] * (min(firsts) < 0)] if firsts else []
 
 
 def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
     """All runs, regardless of the filter."""
     opened = selection.opened
-    runs = opened.runs()
-    runs = runs[runs["recipe"].notna()]  # an import has no start time and no loss
-    latest = runs_with_reference(runs.head(style.MAX_GROUPS), opened.parts())
+    runs = _trained(opened)
+    latest = some_runs(opened, runs.head(style.MAX_GROUPS))
     found = losses_of(opened, latest["run_id"].tolist())
     labels = dict(zip(latest["run_id"], latest["label"], strict=True))
     after = {run: [record for record in records if record["iteration"] >= 0] for run, records in found.items()}
-    warm_up = any(len(after[run]) < len(found[run]) for run in found) and any(after.values())
-    found = after if warm_up else found
-    table, step = loss_chart.loss_table({labels[run_id]: records for run_id, records in found.items()}, style.MARKS)
+    hidden = values["warmup"] == "hide" and after != found and any(after.values())
+    found = after if hidden else found
+    smooth = int(values["smooth"])
+    records = {labels[run_id]: lines for run_id, lines in found.items()}
+    table, step = loss_chart.loss_table(records, style.MARKS, smooth)
     if table.empty:
         return Drawn()
     note = f"Losses of the {len(latest)} newest of {len(runs)} runs." if len(runs) > len(latest) else ""
     height = 380 + style.legend_height(list(dict.fromkeys(table["group"])))
-    drawn = " ".join(filter(None, (thinned_note(step), "Warm-up is not drawn." * warm_up)))
+    half = smooth // 2
+    mean = f"Mean: of {smooth} iterations: one, the {half} before and the {half} after it; fewer at both ends."
+    drawn = " ".join(filter(None, (thinned_note(step), mean * (smooth > 1), "Warm-up is hidden." * hidden)))
     words = f"Data: {len(latest)} runs, from their loss.jsonl. Loss: cross entropy in nats per token. {drawn}".strip()
     events = events_of({labels[run_id]: opened.root / run_id for run_id in found})
-    chart = marked(loss_chart.losses(table, run_colors(latest)), events)
+    chart = loss_chart.losses(table, run_looks(latest), events, smooth)
     figure = Figure("losses", chart, table, words, note=drawn, height=height)
     return Drawn((figure,), problems=(note,) * bool(note))
 
@@ -54,6 +82,8 @@ RUNS = Question(
     page="runs",
     view="table",
     draw=draw,
+    controls=(SMOOTH, WARMUP),
+    narrow=_controls,
     of_runs=True,
     empty=True,
     beyond=_every,

@@ -25,10 +25,15 @@ def _outline(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def histogram(
-    table: pd.DataFrame, subtitle: str, by: str, groups: list[str] | None = None, linear: bool = False
+    table: pd.DataFrame,
+    subtitle: str,
+    by: str,
+    groups: list[str] | None = None,
+    linear: bool = False,
+    looks: style.Looks | None = None,
 ) -> alt.LayerChart:
     """Draws distributions.log2_histogram or linear_histogram. groups: those of the charts next to it, so that colors
-    agree.
+    agree. looks: of groups that have one already.
 
     One group is drawn as filled bars, several as outlines, since overlapping bars are hard to read.
     """
@@ -49,14 +54,16 @@ def histogram(
     x_axis = alt.X("low:Q", title=x, scale=alt.Scale(nice=False, zero=False), axis=ticks)
     y_axis = alt.Y("share:Q", title=y, axis=alt.Axis(format="~%", tickCount=5), stack=None)
     place = style.free_place(table["low"].to_numpy(float), table["share"].to_numpy(float), groups)
-    color = style.color(groups, by, line=True, place=place)
+    color = style.color(groups, by, line=True, own=looks, place=place)
     if len(groups) == 1:
         bars = alt.Chart(table).mark_rect(strokeWidth=0)
         drawn = bars.encode(x=x_axis, x2="high:Q", y=y_axis, y2=alt.datum(0), color=color, tooltip=tooltip)
     else:
         tooltip = [alt.Tooltip("group:N", title=by), *tooltip]
         lines = alt.Chart(_outline(table)).mark_line(interpolate="step-after", strokeWidth=1.8)
-        drawn = lines.encode(x=x_axis, y=y_axis, color=color, strokeDash=style.dash(groups, by, place), tooltip=tooltip)
+        drawn = lines.encode(
+            x=x_axis, y=y_axis, color=color, strokeDash=style.dash(groups, by, place, looks), tooltip=tooltip
+        )
     share = "datum.share" if linear else "datum.share * (datum.high - datum.low)"
     return style.brushed(drawn, groups, "low", IN_BIN, title, place, share)
 
@@ -74,13 +81,18 @@ LAW_SCALES = {"normal": "σ", "laplace": "scale b", "student_t": "scale", "unifo
 
 
 def qq(
-    table: pd.DataFrame, subtitle: str | list[str], by: str, groups: list[str] | None = None, law: str = "normal"
+    table: pd.DataFrame,
+    subtitle: str | list[str],
+    by: str,
+    groups: list[str] | None = None,
+    law: str = "normal",
+    looks: style.Looks | None = None,
 ) -> alt.LayerChart:
     """Chart of laws.qq, with the line on which values that follow the law lie. groups as in the histograms."""
     name, scale = LAW_TITLES[law], LAW_SCALES[law]
     centre = "mean" if law == "normal" else "location"
     titles = (f"{name} quantile ({scale})", f"value − {centre} ({scale})", f"{name} ({scale})", f"values ({scale})")
-    return _qq(table, by, groups, titles, style.title(f"Q–Q against a {name}", subtitle))
+    return _qq(table, by, groups, titles, style.title(f"Q–Q against a {name}", subtitle), looks)
 
 
 def qq_between(table: pd.DataFrame, subtitle: str | list[str], by: str, other: str) -> alt.LayerChart:
@@ -95,6 +107,7 @@ def _qq(
     groups: list[str] | None,
     titles: tuple[str, str, str, str],
     title: alt.TitleParams,
+    looks: style.Looks | None = None,
 ) -> alt.LayerChart:
     groups = groups or style.groups_of(table)
     ends = [float(table["theoretical"].min()), float(table["theoretical"].max())]
@@ -118,8 +131,8 @@ def _qq(
                 "theoretical:Q", title=titles[0], scale=alt.Scale(nice=False, zero=False), axis=alt.Axis(tickCount=8)
             ),
             y=alt.Y("sample:Q", title=titles[1], scale=alt.Scale(zero=False), axis=alt.Axis(tickCount=5)),
-            color=style.color(groups, by, place=place),
-            shape=style.shape(groups, by, place),
+            color=style.color(groups, by, own=looks, place=place),
+            shape=style.shape(groups, by, place, looks),
             tooltip=tooltip,
         )
     )
@@ -144,7 +157,12 @@ BOX_TITLES = {
 
 
 def boxes(
-    table: pd.DataFrame, subtitle: str, by: str, groups: list[str] | None = None, log2: bool = False
+    table: pd.DataFrame,
+    subtitle: str,
+    by: str,
+    groups: list[str] | None = None,
+    log2: bool = False,
+    looks: style.Looks | None = None,
 ) -> alt.LayerChart | alt.FacetChart:
     """Chart of distributions.boxes: quartile box, whiskers at 0.1% and 99.9%, dots at the extremes. groups: as above.
 
@@ -153,7 +171,7 @@ def boxes(
     groups, shown = groups or style.groups_of(table), style.groups_of(table)
     tooltip = [alt.Tooltip("group:N", title=by)]
     tooltip += [alt.Tooltip(f"{name}:Q", title=title, format=".4~g") for name, title in BOX_TITLES.items()]
-    color = style.color(groups, by, shown=False)
+    color = style.color(groups, by, shown=False, own=looks)
     base = alt.Chart(table).encode(y=style.names_axis("group", shown, 320), tooltip=tooltip)
     x = alt.X(
         "p0_1:Q",

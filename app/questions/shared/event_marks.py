@@ -50,9 +50,10 @@ def with_events(drawn: Drawn, opened: Catalog, where: Filter) -> Drawn:
     return replace(drawn, items=tuple(items))
 
 
-def marked(chart: C, events: pd.DataFrame) -> C | alt.LayerChart:
+def marked(chart: C, events: pd.DataFrame, above: bool = False) -> C | alt.LayerChart:
     """A chart whose x is the field "iteration" with a rule at each event within its iterations, or at the next of the
-    iterations that it draws, if they are ordinal. Any other chart is returned unchanged."""
+    iterations that it draws, if they are ordinal. Any other chart is returned unchanged. above: whether the
+    rules cover the chart."""
     for x, drawn in _iterations(chart):
         found = events[events["iteration"].between(drawn.min(), drawn.max())]
         if x.endswith(":O"):
@@ -60,7 +61,8 @@ def marked(chart: C, events: pd.DataFrame) -> C | alt.LayerChart:
         if len(found):
             below = chart.copy(deep=False)
             below.title = alt.Undefined
-            return alt.LayerChart(layer=[rules(found, x), below], title=chart.title)
+            layers = [rules(found, x), below]
+            return alt.LayerChart(layer=layers[::-1] if above else layers, title=chart.title)
     return chart
 
 

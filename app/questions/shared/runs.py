@@ -12,6 +12,7 @@ from typing import Any
 
 import pandas as pd
 
+from binade.app import style
 from binade.app.questions.shared.labels import run_labels
 from binade.data.catalog import Catalog
 from binade.data.difference import OVERRIDES
@@ -26,6 +27,7 @@ def runs_with_reference(runs: pd.DataFrame, parts: pd.DataFrame) -> pd.DataFrame
     """Every run, oldest first, with the columns
 
     run_id, recipe, color
+    look       its color and dash among these runs, as `style.run_styles`
     rounded    the recipe; what was rounded if its name does not say so; for an import, the run's id
     name       the one that users gave it, else `rounded`
     label      the name, unique
@@ -55,6 +57,8 @@ def runs_with_reference(runs: pd.DataFrame, parts: pd.DataFrame) -> pd.DataFrame
     table["rounded"] = [_rounded(row) for _, row in table.iterrows()]
     table["name"] = runs["name"].fillna(table["rounded"])
     table["label"] = run_labels(table)
+    chosen = table["color"].astype(object).where(table["color"].notna(), None)
+    table["look"] = pd.Series(style.run_styles([*zip(table["rounded"], chosen, strict=True)]), table.index, object)
     return table
 
 
@@ -62,6 +66,12 @@ def every_run(opened: Catalog) -> pd.DataFrame:
     """`runs_with_reference` of all runs, which all sessions share."""
     key = "every run", opened.state()
     return opened.kept(key, lambda: runs_with_reference(opened.runs(), opened.parts())).copy(deep=False)
+
+
+def some_runs(opened: Catalog, runs: pd.DataFrame) -> pd.DataFrame:
+    """`runs_with_reference` of some of the runs, with the looks that they have among all."""
+    table = runs_with_reference(runs, opened.parts())
+    return table.assign(look=table["run_id"].map(every_run(opened).set_index("run_id")["look"]))
 
 
 # What a question may read besides the runs of its filter: see `Question.beyond`
@@ -125,10 +135,9 @@ def labels_of(opened: Catalog) -> dict[str, str]:
     return dict(zip(table["run_id"], table["label"], strict=True))
 
 
-def run_colors(table: pd.DataFrame) -> dict[str, str]:
-    """The colors that users chose, by the run's label. table: of `runs_with_reference`."""
-    chosen = table.dropna(subset="color")
-    return dict(zip(chosen["label"], chosen["color"], strict=True))
+def run_looks(table: pd.DataFrame) -> dict[str, tuple[str, int]]:
+    """The color and dash of each run, by its label. table: of `every_run` or `some_runs`."""
+    return dict(zip(table["label"], table["look"], strict=True))
 
 
 def given_names(opened: Catalog) -> dict[str, str]:
