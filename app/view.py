@@ -147,6 +147,8 @@ class View(Record):
         values["format"] = values["format"] or default_format(catalog, where)
         if part and part.question and part.question.of is Of.TENSOR and not values["tensor"]:
             values["tensor"] = lowest(catalog, where, values["format"])
+        for name, default in part.question.defaults.items() if part and part.question else ():
+            values[name] = values[name] or default(catalog, values)
         gone = [TITLES[name].lower() for name in FIELDS if self.params.get(name) and not getattr(where, name)]
         for name, param in params.items():
             texts = self.params.get(name, [])
@@ -176,6 +178,8 @@ class View(Record):
         for name, param in self.params_in(catalog).items():
             if param.refers_to == "run":
                 selected.update(texts_of(reading.values[name]))
+            if param.refers_to == "tensor":
+                selected.update(catalog.rows_of(texts_of(reading.values[name]))["run_id"])
         if reading.part:
             for each in (reading.part, reading.question):
                 if each and each.beyond:

@@ -80,8 +80,8 @@ TOOLS = {
     "notebook": (
         Part("sessions", "Sessions", ":material/bookmarks:", "binade.app.sessions.page",
              takes={"part": lambda opened: One(SESSION_PARTS)}, empty=True),
-        Part("sql", "SQL", ":material/database:", "binade.app.pages.sql_page", takes={"q": lambda opened: AnyText()},
-             kept=True, writes=True, beyond=every_run),
+        Part("sql", "SQL", ":material/database:", "binade.app.pages.sql_page", kept=True, writes=True,
+             takes={name: lambda opened: AnyText() for name in ("q", "x", "y", "color")}, beyond=every_run),
     ),
 }  # fmt: skip
 

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+import pandas as pd
 import streamlit as st
 
 from binade.app import address
+from binade.app import show as show_items
+from binade.app.control import Control
 from binade.app.formatting import plain
+from binade.app.pages import sql_chart
+from binade.app.params import One
+from binade.app.questions import layout
 from binade.app.state import sandbox
 from binade.app.view import Reading, View
 from binade.data.catalog import Catalog
@@ -28,7 +37,7 @@ def show(opened: Catalog, view: View, reading: Reading) -> None:
         f"{ROWS:,} rows."
     )
     wanted = reading.values["q"] or EXAMPLE
-    if st.session_state.get("statement_of") != wanted:
+    if st.session_state.get("statement_of") != wanted or "statement" not in st.session_state:  # or back from elsewhere
         st.session_state["statement"] = st.session_state["statement_of"] = wanted
     with st.form("query", border=False):
         sql = st.text_area("Statement", key="statement", height=190, max_chars=LONGEST)
@@ -54,5 +63,45 @@ def show(opened: Catalog, view: View, reading: Reading) -> None:
     more = f"; there are more than {ROWS:,}" if answer.more else ""
     rows = len(answer.rows)
     st.caption(f"{rows:,} row{'s' * (rows != 1)}{more} · {answer.seconds:.2f} s")
-    st.dataframe(answer.rows, hide_index=True, placeholder="")
-    st.download_button("Save as CSV", lambda: csv_table(answer.rows, sql), "binade-query.csv", on_click="ignore")
+    linked = not {"tensor_id", "run_id"}.isdisjoint(answer.rows)
+    event: Any = st.dataframe(
+        answer.rows, key=f"answer_{hash(sql)}", hide_index=True, placeholder="", selection_mode="single-row",
+        on_select="rerun" if linked else "ignore",
+    )  # fmt: skip
+    with st.container(horizontal=True, vertical_alignment="center"):
+        st.download_button("Save as CSV", lambda: csv_table(answer.rows, sql), "binade-query.csv", on_click="ignore")
+        for row in event["selection"]["rows"] if linked else []:
+            _links(opened, answer.rows.iloc[row])
+    _chart(answer.rows, reading.values, f"{sql}{more}")
+
+
+def _links(opened: Catalog, row: pd.Series) -> None:
+    """Links to the tensor and to the run of a row."""
+    tensor, run = (str(row.get(name, "")) for name in ("tensor_id", "run_id"))
+    if len(opened.rows_of([tensor])):
+        address.link(
+            View("tensor").changed(tensor=tensor), "Open tensor", ":material/search_insights:", width="content"
+        )
+    if run in set(opened.runs()["run_id"]):
+        address.link(View("map").changed(run_id=run), "Open in the Map", ":material/grid_on:", width="content")
+
+
+def _chart(rows: pd.DataFrame, values: Mapping[str, Any], source: str) -> None:
+    """The columns to draw, and their chart."""
+    columns, numbers = list(rows), [name for name in rows if sql_chart.is_number(rows[name])]
+    if not numbers or rows.empty:
+        return
+    chosen = {"x": columns, "y": numbers, "color": columns}
+    titles = {"x": "x", "y": "y", "color": "Color"}
+    controls = [
+        Control(name=name, label=titles[name], param=One((), ""), options=[None, *options], titles={None: "none"},
+                widget="list", row="chart", placeholder="none")
+        for name, options in chosen.items()
+    ]  # fmt: skip
+    layout.show_controls(controls, values)
+    for name, options in chosen.items():
+        if values[name] is not None and values[name] not in options:
+            st.warning(f"{titles[name]}: the result has no column {values[name]!r} that can be drawn.")
+    x, y, color = (values[name] if values[name] in options else None for name, options in chosen.items())
+    if x and y:
+        show_items.draw(sql_chart.figure(rows, x, y, color, source), pin=False)

@@ -93,7 +93,7 @@ def show_control(control: Control, value: Any, **more: Any) -> None:
         return
     common["format_func"] = lambda value: str(control.titles.get(value, value))
     if control.widget == "list":
-        st.selectbox(control.label, choices, **common)
+        st.selectbox(control.label, choices, placeholder=control.placeholder or None, **common)
     elif control.widget == "slider":
         st.select_slider(control.label, choices, **common)
     else:

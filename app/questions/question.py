@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,6 +40,7 @@ class Question:
     ignores      parameters of the scope that the answer does not depend on
     scoped       the parameters of the scope that the answer depends on, if not those that `of` implies
     takes        further parameters without a control: by name, a function of the catalog that returns the parameter
+    defaults     of parameters that depend on the others: by name, a function of the catalog and the values
     selects      the same for what is selected in the answer, on which it does not depend
     slow         a title for the slow part of draw, "" if there is none. draw then also takes `done`, which it calls
                  with (steps done, steps in all)
@@ -67,6 +68,7 @@ class Question:
     ignores: frozenset[str] = frozenset()
     scoped: tuple[str, ...] = ()
     takes: dict[str, Callable[[Catalog], Param]] = field(default_factory=dict)
+    defaults: dict[str, Callable[[Catalog, Mapping[str, Any]], Any]] = field(default_factory=dict)
     selects: dict[str, Callable[[Catalog], Param]] = field(default_factory=dict)
     slow: str = ""
     of_runs: bool = False

@@ -272,7 +272,7 @@ def report(selection: ReportSelection) -> Iterator[Section]:
 def _controls(selection: Selection, values: dict[str, Any]) -> Iterator[Control]:
     yield ACROSS
     if routed := _routed(selection.opened, scoped(selection.opened, selection.where)):
-        titles = EXPERTS.titles | {module: f"each expert of {module}" for module in routed}
+        titles = {**EXPERTS.titles, **{module: f"each expert of {module}" for module in routed}}
         yield replace(EXPERTS, options=("none", *routed), titles=titles)
 
 

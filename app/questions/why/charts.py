@@ -73,9 +73,7 @@ def codebook(
     )
     color = alt.Color("zone:N", scale=alt.Scale(domain=list(ZONES), range=list(ZONES.values())), legend=None)
     shading = (
-        alt.Chart(bands)
-        .mark_rect(opacity=0.16, tooltip=False)
-        .encode(x=x, x2="to:Q", y=alt.Y("floor:Q"), y2="top:Q", color=color)
+        alt.Chart(bands).mark_rect(opacity=0.16).encode(x=x, x2="to:Q", y=alt.Y("floor:Q"), y2="top:Q", color=color)
     )
     bars = (
         alt.Chart(table)
@@ -108,7 +106,7 @@ def codebook(
         layers.insert(1, bars.properties(data=behind).mark_rect(strokeWidth=0, color=style.GREY, clip=True))
     if marked:
         band = alt.Chart(pd.DataFrame({"from": [marked.low], "to": [marked.high]})).encode(x=x, x2="to:Q")
-        band = band.mark_rect(color=style.GREY, opacity=style.BAND, tooltip=False, clip=True)
+        band = band.mark_rect(color=style.GREY, opacity=style.BAND, clip=True)
         layers.insert(0, band.add_params(style.clear("from")))
     name = f"Magnitudes over the codebook of {spec.format.title}{f': {only}' if only else ''}"
     return alt.LayerChart(layer=layers, title=style.title(name, explained(subtitle, table)))
@@ -148,17 +146,23 @@ def channels(
     bars = bars.encode(opacity=alt.condition(alt.datum.channel == chosen, alt.value(1), alt.value(0.5)))
     last = float(table["last"][table["channel"] == chosen].iloc[0])
     rule = alt.Chart(pd.DataFrame({"channel": [(chosen + last + 1) / 2]}))
-    rule = rule.mark_rule(strokeDash=[4, 3], color=style.GREY, tooltip=False).encode(x="channel:Q")
+    rule = rule.mark_rule(strokeDash=[4, 3], color=style.GREY).encode(x="channel:Q")
     return alt.LayerChart(layer=[rule, bars], title=named)
 
 
-def tokens_by_channels(values: np.ndarray, shape: tuple[int, int], subtitle: str | list[str]) -> alt.LayerChart:
+def tokens_by_channels(
+    values: np.ndarray,
+    shape: tuple[int, int],
+    subtitle: str | list[str],
+    title: str = "Magnitude by token and channel",
+    of: str = "value",
+) -> alt.LayerChart:
     """A heatmap of log2 of the largest magnitude of each cell of compute.pooled; cells of zeros are gray."""
     with np.errstate(divide="ignore"):
         log2 = np.log2(values)
     log2 = np.where(np.isfinite(log2), log2, np.nan)
-    title = style.title("Magnitude by token and channel", subtitle)
-    return heatmap(log2, title, *_axes(shape), "log₂ |value|", missing="zero or not finite")
+    missing = "zero or not finite"
+    return heatmap(log2, style.title(title, subtitle), *_axes(shape), f"log₂ |{of}|", missing=missing)
 
 
 def range_by_cell(share: np.ndarray, shape: tuple[int, int], words: str, subtitle: str | list[str]) -> alt.LayerChart:

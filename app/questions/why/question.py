@@ -70,7 +70,7 @@ def draw(selected: SelectedTensor, values: dict[str, Any]) -> Drawn:
     found = selected.rounded()
     zones = compute.zones(found)
     share = zones.set_index("zone")["share"]
-    sqnr, flushed, saturated, of_sample = _totals(selected, found)
+    sqnr, flushed, saturated, of_sample = totals(selected, found)
     lost = say(", lost to NaN or Inf {lost}", lost=exact(SHARE, share["lost"])) if share["lost"] else Sentence()
     own = say(
         "In {spec}{sample}: SQNR {sqnr}, {flushed} of the nonzero values flushed to zero, {saturated} of all values "
@@ -80,7 +80,7 @@ def draw(selected: SelectedTensor, values: dict[str, Any]) -> Drawn:
     )  # fmt: skip
     verdict = Sentence(f"{own}{lost}.", (*own.evidence, *lost.evidence))
     if flushed and (scaled := with_scale(selected.spec)):
-        sqnr, of, *_ = _totals(selected, selected.rounded(scaled))
+        sqnr, of, *_ = totals(selected, selected.rounded(scaled))
         verdict = together(verdict, with_scale_it_has(scaled, exact(MEASURES["sqnr_db"], sqnr), of))
     table = compute.codebook_histogram(found)
     caption = (
@@ -88,7 +88,7 @@ def draw(selected: SelectedTensor, values: dict[str, Any]) -> Drawn:
         "half the smallest code, as a share of the nonzero values. Saturated: above the largest, as a share of "
         "all."
     )
-    items: list[Item] = [_facts(selected)]
+    items: list[Item] = [facts(selected)]
     chosen, problems = _chosen(selected, found, values)
     if table.empty:
         problems.append("Nothing to draw: there are no finite nonzero values.")
@@ -215,7 +215,7 @@ def _range_by_token(selected: SelectedTensor, chosen: Chosen) -> Figure:
     return Figure("tokens", chart, grid(share), caption, height=330, group="axes")
 
 
-def _totals(selected: SelectedTensor, found: Subject) -> tuple[float, float, float, str]:
+def totals(selected: SelectedTensor, found: Subject) -> tuple[float, float, float, str]:
     """SQNR in dB, the share of nonzero values that are flushed and the share of all values that saturate: of the whole
     tensor, or of the sample, as the text says, if no kernel measures without a copy."""
     if found.every > 1 and (whole := streamed_score(selected.x, found.blocks.spec, selected.dim)):
@@ -225,7 +225,7 @@ def _totals(selected: SelectedTensor, found: Subject) -> tuple[float, float, flo
     return sqnr_db(sums.signal, sums.noise), flushed, float(zones["saturated"]), " (a sample)" * (found.every > 1)
 
 
-def _facts(selected: SelectedTensor) -> Facts:
+def facts(selected: SelectedTensor) -> Facts:
     row = selected.row
     values = {
         "absmax": row["absmax"],

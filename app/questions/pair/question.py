@@ -1,0 +1,192 @@
+"""How does a tensor differ from another? Statistics, distributions, and the difference by element."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pandas as pd
+
+from binade.app.control import Control
+from binade.app.figure import Column, Drawn, Figure, Item, Table, grid
+from binade.app.params import known_tensor
+from binade.app.questions.pair import compute
+from binade.app.questions.pair.compute import Between
+from binade.app.questions.question import Question, not_in_report
+from binade.app.questions.shared import distribution_charts, distributions, laws
+from binade.app.questions.shared.distributions import Distribution
+from binade.app.questions.shared.labels import full_labels
+from binade.app.questions.shared.runs import given_names
+from binade.app.questions.shared.selection import Of, SelectedTensor, listed
+from binade.app.questions.why.charts import tokens_by_channels
+from binade.app.questions.why.compute import rows_by_channels
+from binade.app.questions.why.question import facts, totals
+from binade.app.style import MEASURES
+from binade.data.catalog import CatalogError
+from binade.data.evidence import Measure, Sentence, exact, say, together
+from binade.data.store import TensorFileError
+from binade.data.text import short
+
+NONE = (
+    "No other run, iteration or layer has this operand with its values on disk. Choose a tensor to compare this one "
+    "with."
+)
+OF_RUNS = ("run_id", "model", "size", "dataset", "recipe", "quant_type", "iteration")  # any of these may differ
+OTHER = Control(name="other", label="Compare with", param=known_tensor, widget="list", placeholder="choose a tensor")
+RELATIVE = Measure("relative", "Relative difference", "%", "‖a − b‖ / ‖a‖", factor=100.0)
+CHANGE = "The other’s value over this tensor’s; of values with a unit, their difference"
+LARGEST = Measure("largest", "Largest difference", definition="the largest |a − b|")
+VALUE = Measure("value", "Value")
+COSINE = Measure("cosine", "Cosine", decimals=6)
+
+
+def _controls(selected: SelectedTensor, values: dict[str, Any]) -> list[Control]:
+    own, other = selected.row["tensor_id"], values["other"]
+    labels = listed(selected.opened, selected.where.without(*OF_RUNS), other or own)
+    titles: dict[Any, str] = {name: label for name, label in labels.items() if name == other or name != own}
+    if other is None:
+        titles = {None: "none", **titles}
+    return [replace(OTHER, options=list(titles), titles=titles)]
+
+
+def draw(selected: SelectedTensor, values: dict[str, Any]) -> Drawn:
+    own, name = selected.row["tensor_id"], values["other"]
+    if name in (None, own):
+        return Drawn(problems=("This is the same tensor: choose another one." if name else NONE,))
+    rows = selected.opened.rows_of([own, name])
+    labels = full_labels(rows, given_names(selected.opened))
+    try:
+        other = replace(selected, row=rows.iloc[1], x=selected.opened.load(name))
+    except (CatalogError, TensorFileError) as error:
+        return Drawn(problems=(f"The other tensor, {labels[name]}, cannot be compared: {error}.",))
+    pair = {labels[own]: selected, labels[name]: other}
+    found = None
+    if selected.x.shape == other.x.shape and selected.x.numel():
+        found = compute.between(selected.x, other.x)
+    verdict = _verdict(found, pair) if found else say(
+        "The shapes are {a} and {b}: only statistics and distributions are compared.",
+        a=selected.shape, b=other.shape,
+    )  # fmt: skip
+    source = f"{selected.source()}\n{other.source()}"
+    heat = [_heat(found, selected, source)] if found and found.largest else []
+    lie = [
+        distributions.distribution_of(label, each.x, (each.row["mean"], each.row["std"]))
+        for label, each in pair.items()
+    ]
+    items: tuple[Item, ...] = (*_magnitudes(lie, source), _statistics(pair), *_quantiles(lie, source), *heat)
+    nothing = "No distribution is drawn: neither tensor has a finite value."
+    return Drawn(items, verdict, () if any(each.total for each in lie) else (nothing,))
+
+
+def _verdict(found: Between, pair: dict[str, SelectedTensor]) -> Sentence:
+    own, other = pair.values()
+    if not found.differing:
+        dtypes = sorted({own.row["dtype"], other.row["dtype"]})
+        return together(
+            say("The two tensors are identical."),
+            say("Their dtypes are {a} and {b}.", a=dtypes[0], b=dtypes[1]) if len(dtypes) > 1 else "",
+        )
+    if not found.error:
+        relative = say("in each of these pairs, a value is NaN or Inf")
+    elif not found.norm:
+        relative = say("this tensor is zero")
+    else:
+        share = exact(RELATIVE, found.error / found.norm)
+        relative = say("the difference has {share} of the norm of this tensor", share=share)
+    first = say(
+        "{differing} of {total} values differ from those of {other}; {relative}.",
+        differing=found.differing, total=found.total, other=list(pair)[1], relative=relative,
+    )  # fmt: skip
+    a, b = (float(each.x[found.at]) for each in (own, other))
+    largest = say(
+        "Largest difference: {largest} at [{at}], where the values are {a} and {b}.",
+        largest=exact(LARGEST, found.largest), at=", ".join(map(str, found.at)), a=exact(VALUE, a), b=exact(VALUE, b),
+    )  # fmt: skip
+    return together(
+        Sentence(first, (*relative.evidence, *first.evidence)),
+        largest if found.largest else "",
+        say("Cosine: {cosine}.", cosine=exact(COSINE, found.cosine)),
+        say("{count} pairs with NaN or Inf are left out of norm, largest difference and cosine.",
+            count=found.not_finite) if found.not_finite else "",
+    )  # fmt: skip
+
+
+def _heat(found: Between, selected: SelectedTensor, source: str) -> Figure:
+    """|a − b| by token and channel."""
+    rows, columns = rows_by_channels(selected.x).shape
+    cell = tuple(-(-n // m) for n, m in zip((rows, columns), found.cells.shape, strict=True))
+    taken = f"each cell is the largest of {cell[0]} × {cell[1]} values" if max(cell) > 1 else "one cell per value"
+    chart = tokens_by_channels(found.cells, (rows, columns), taken, "Difference by token and channel", "a − b")
+    caption = f"{source}\nlog2 of the largest |a − b| of each cell ({taken}); gray: no difference, NaN or Inf."
+    return Figure("apart", chart, grid(found.cells), caption, note="Gray: no difference.", height=330, group="places")
+
+
+def _magnitudes(lie: list[Distribution], source: str) -> list[Figure]:
+    """The distributions of both on shared axes."""
+    table = distributions.log2_histogram([each for each in lie if each.total])
+    if table.empty:
+        return []
+    chart = distribution_charts.histogram(table, "zeros have no magnitude", "tensor")
+    caption = f"{source}\nShares of all values per binade; zeros have no magnitude."
+    return [Figure("magnitudes", chart, table, caption, height=400, group="values", width=1.4)]
+
+
+def _quantiles(lie: list[Distribution], source: str) -> list[Figure]:
+    """The quantiles of this tensor against those of the other."""
+    if not all(each.total for each in lie):
+        return []
+    points = laws.qq_between(lie[0], lie[1])
+    chart = distribution_charts.qq_between(points, "dashed: equal distributions", "tensor", "the other tensor")
+    caption = f"{source}\nQuantiles against those of the other tensor."
+    return [Figure("qq", chart, points, caption, height=330, group="places")]
+
+
+def _statistics(pair: dict[str, SelectedTensor]) -> Table:
+    a, b = map(_of, pair.values())
+    rows = [(MEASURES[name].axis, name, value, b[name]) for name, value in a.items()]
+    table = pd.DataFrame(rows, columns=["statistic", "name", "a", "b"])
+    columns = {
+        "statistic": Column("Statistic", width=180),
+        "a": Column("This tensor", text=lambda row: MEASURES[row["name"]].text(row["a"]), align="right"),
+        "b": Column("The other", text=lambda row: MEASURES[row["name"]].text(row["b"]), align="right"),
+        "change": Column("Change", help=CHANGE, text=_change, align="right"),
+    }
+    spec = next(iter(pair.values())).spec
+    title = f"**Statistics** · SQNR and flushed values in {spec}"
+    return Table("Statistics", table, columns, title, height=38 + 35 * len(table), group="values")
+
+
+def _of(selected: SelectedTensor) -> dict[str, float]:
+    sqnr, flushed, *_ = totals(selected, selected.rounded())
+    return {
+        "rms": float(selected.row["rms"]),
+        **facts(selected).values,
+        "non_finite": (selected.row["nans"] + selected.row["infs"]) / max(selected.x.numel(), 1),
+        "sqnr_db": sqnr,
+        "flush_to_zero": flushed,
+    }
+
+
+def _change(row: pd.Series) -> str:
+    """The second value minus the first; of quantities without a unit, their ratio."""
+    measure = MEASURES[row["name"]]
+    if not measure.unit:
+        return f"× {short(row['b'] / row['a'], 3)}" if row["a"] else "–"
+    return replace(measure, signed=True, low_is_bad=False).text(row["b"] - row["a"])
+
+
+PAIR = Question(
+    text="How does it differ from another tensor?",
+    title="Two tensors",
+    icon=":material/compare_arrows:",
+    help="Statistics and distributions of two tensors, and their difference by token and channel",
+    page="tensor",
+    of=Of.TENSOR,
+    view="pair",
+    draw=draw,
+    controls=(OTHER,),
+    narrow=_controls,
+    defaults={"other": compute.default_other},
+    of_values=True,
+    report=not_in_report,
+)
