@@ -61,8 +61,11 @@ def shown() -> View | None:
 
 
 def change(**values: Any) -> None:
-    """Change parameters of the view, as the callback of a widget."""
+    """Change parameters of the view, as the callback of a widget. In another format, the tensor that is shown stays,
+    though another one may be the worst."""
     if view := shown():
+        if view.page == "tensor" and "format" in values:
+            values.setdefault("tensor", st.session_state.get("tensor"))
         write(view.changed(**values))
 
 

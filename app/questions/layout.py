@@ -181,5 +181,5 @@ def open_tensor(tensor_id: str | None, view: View) -> None:
 
 
 def _set(name: str, value: Any) -> None:
-    """Set the parameter of this name to a whole number or a range; None clears it."""
-    address.change(**{name: value if value is None or isinstance(value, Interval) else int(value)})
+    """Set the parameter of this name to a text, a whole number or a range; None clears it."""
+    address.change(**{name: value if value is None or isinstance(value, str | Interval) else int(value)})

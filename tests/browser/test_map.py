@@ -147,3 +147,18 @@ def test_a_difference_and_columns_of_iterations(visit: Visit, catalog: Catalog, 
     gain = quant.score(x, "mxfp8").sqnr_db - quant.score(x, "mxfp4").sqnr_db
     assert tooltip(page, "forward/fc1/input/0")[1:] == ["iteration 0", f"+{gain:.1f} dB"]
     assert not page.complaints
+
+
+def test_a_variant_chosen_in_what_if_holds_on_other_pages(visit: Visit, catalog: Catalog, run: str):
+    tensor_id = fc1_input(catalog, run, 2, 1)
+    page = visit(f"/tensor?view=whatif&formats=mxfp4&block_size=16x16&tensor={tensor_id}")
+    page.get_by_test_id("stDataFrame").click(position={"x": 18, "y": 35 * 2 + 17})  # the second row's box
+    page.wait_for_url("**format=**")
+    settle(page)
+    assert query(page)["format"] == "mxfp4(block=16x16)" and query(page)["tensor"] == tensor_id
+    press(page, "Why")
+    sqnr = quant.score(catalog.load(tensor_id), "mxfp4(block=16x16)").sqnr_db
+    assert page.get_by_text(f"In mxfp4(block=16x16): SQNR {sqnr:.1f} dB").is_visible()
+    turn_to(page, "Map")
+    assert query(page)["format"] == "mxfp4(block=16x16)"
+    assert "mxfp4(block=16x16)" in page.get_by_test_id("stApp").inner_text()

@@ -199,7 +199,9 @@ def results(selected: SelectedTensor, made: Plan, tried: Tried) -> Drawn:
         for index, panel in enumerate(format_charts.trial_panels(table))
     ]
     label = Column("Format", width=max(90, min(330, 20 + 7 * int(table["label"].str.len().max()))))
-    items.append(Table("trials", table, COLUMNS | {"label": label}))
+    rows = table.assign(format=table["label"])
+    note = "Choose a row to see its format on every page."
+    items.append(Table("trials", rows, COLUMNS | {"label": label}, note=note, choose="format"))
     histogram = log2_histogram([d for d in shown if d.total])
     if not histogram.empty:
         of = f" · {len(made.ids)} operands together" if len(made.ids) > 1 else ""

@@ -13,6 +13,7 @@ from binade.app.params import Interval
 from binade.app.questions.shared.distribution_charts import explained
 from binade.app.questions.shared.heatmap import heatmap
 from binade.app.questions.why import compute
+from binade.quant.formats import ScaleRule
 from binade.quant.specs import Spec
 
 TAIL = 1e-4  # the share of the smallest values that may lie left of the axis
@@ -58,12 +59,13 @@ def codebook(
             },
         ]
     ).assign(top=top, floor=0.0)
+    magnitude = "|value|" if spec.scale == ScaleRule.NONE else "|value / scale|"
     ticks = pd.DataFrame({"log2": compute.code_magnitudes(spec.format.element)})
     x = alt.X(
         "from:Q",
-        title=f"log₂ |value / {'scale' if spec.scale != 'none' else '1'}| (binades)",
+        title=f"log₂ {magnitude} (binades)",
         scale=alt.Scale(domain=[low, high], nice=False, zero=False),
-        axis=style.binades(f"|value / {'scale' if spec.scale != 'none' else '1'}|", 12),
+        axis=style.binades(magnitude, 12),
     )
     y = alt.Y(
         "share:Q",
