@@ -8,12 +8,15 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from torch import Tensor
 
-from binade.data.catalog import SHOWN_ERRORS, STATISTICS, Catalog, part, quantiles
+from binade.data.catalog import SHOWN_ERRORS, STATISTICS, Catalog, CatalogError, part, quantiles
 from binade.data.evidence import Measure
 from binade.data.filter import Filter
+from binade.data.store import TensorFileError
 from binade.data.tensor_kinds import TENSOR_KINDS, Gemm
 from binade.quant.block_histograms import BLOCK_MEASURES
+from binade.quant.metrics import score
 from binade.quant.specs import Spec
 
 LOSS_CHANGE, RESULT, SPREAD = "loss_change", "result_sqnr_db", "scale_spread"
@@ -28,6 +31,7 @@ PRODUCTS = ("q_down", "q", "q_up", "kv_down", "kv_up", "qkv", "QK", "PV", "proj"
 _OBSERVED = ("grad", "a", "b")
 _OPERANDS = {kind.name: _OBSERVED.index(kind.observed) for kind in TENSOR_KINDS if kind.observed in _OBSERVED}
 LAYER, ITERATION = "layer_index", "iteration"
+MOST_ROUNDED = 1 << 28  # values that are rounded for a map; with a rotation a 32nd of them, as it takes longer
 EXTREMES = 0.01  # of the blocks at each end that the spread of scales leaves out
 
 
@@ -99,6 +103,55 @@ def _values(catalog: Catalog, where: Filter, fmt: str, metric: str, across: str,
         """,
         [expanded, *parameters],
     )
+
+
+def computed(
+    catalog: Catalog, where: Filter, fmt: str, metric: str, across: str, expanded: str = ""
+) -> tuple[pd.DataFrame, int, int]:
+    """`cells` of an error in a format that nothing was scored in, from the values on disk: (the cells, tensors with
+    values, values to round in all GEMMs). The cells are empty if these are more than MOST_ROUNDED."""
+    condition, parameters = catalog.condition(where)
+    operands = catalog.ask(
+        f"""
+        SELECT coalesce(scored.gemm, tensor.gemm, '{OTHER}') AS gemm, {_product()} AS product,
+               coalesce(tensor_name, 'unnamed') AS tensor, CASE WHEN module = ? THEN expert END AS expert, {across},
+               tensor_id, numel, contracted_axis, layer_type, tensor.gemm AS own_gemm
+        FROM tensor LEFT JOIN (SELECT DISTINCT key, gemm FROM score) AS scored USING (key)
+        WHERE {condition} AND path IS NOT NULL AND numel > 0 AND layer_index IS NOT NULL
+              AND (contracted_axis IS NOT NULL OR scored.key IS NOT NULL)
+        ORDER BY ALL
+        """,
+        [expanded, *parameters],
+    )
+    spec, values = Spec.of(fmt), int(operands["numel"].sum())
+    if operands.empty or values > MOST_ROUNDED // (32 if spec.hadamard else 1):
+        return operands.head(0), operands["tensor_id"].nunique(), values
+    found = []
+    for tensor_id, gemms in operands.groupby("tensor_id"):
+        try:
+            x = catalog.load(str(tensor_id))
+        except (CatalogError, TensorFileError):
+            continue
+        for operand in gemms.to_dict("records"):
+            part, dim = along(x, operand | {"gemm": operand["own_gemm"]}, operand["gemm"])
+            found.append(operand | {"value": getattr(score(part, spec, dim), metric)})
+    by = ["gemm", "product", "tensor", "expert", across]
+    each = pd.DataFrame(found, columns=[*operands, "value"]).astype({"value": float})
+    groups = each.sort_values("value", ascending=metric == "sqnr_db", kind="stable").groupby(by, dropna=False)
+    table = _deciles(groups["value"])
+    table["tensors"], table["tensor_id"] = groups.size(), groups["tensor_id"].first()
+    return table.reset_index().astype({across: int}), each["tensor_id"].nunique(), values
+
+
+def along(x: Tensor, row: Mapping[Any, Any] | pd.Series, gemm: str) -> tuple[Tensor, int]:
+    """(the values, the axis that this GEMM contracts). A tensor's own GEMM contracts the recorded axis; the other GEMM
+    that takes it contracts its other axis: of a linear layer the tokens of all sequences together."""
+    own = -1 if pd.isna(row["contracted_axis"]) else int(row["contracted_axis"])
+    if gemm == row["gemm"] or gemm not in GEMMS or x.dim() < 2:
+        return x, own
+    if row["layer_type"] == "linear":
+        return x.flatten(0, -2), 0
+    return x, -2 if own == -1 else -1
 
 
 def _product() -> str:

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from torch import Tensor
 
 from binade.app.questions.map import charts, compute
 from binade.app.questions.map.compute import GEMMS, Row
@@ -83,7 +82,7 @@ def _values(opened: Catalog, row: pd.Series, gemm: str, fmt: str) -> tuple[dict[
     none). Without values, of a format that has no scale, from the sketch; of any other the scales are not known."""
     spec = Spec.of(fmt)
     try:
-        matrix, dim = _along(opened.load(row["tensor_id"]), row, gemm)
+        matrix, dim = compute.along(opened.load(row["tensor_id"]), row, gemm)
     except (CatalogError, TensorFileError):
         if spec.scale != ScaleRule.NONE:
             return None, f"No histogram: without values on disk, the scales in {fmt} are not known."
@@ -121,14 +120,3 @@ def _histogram(spec: Spec, table: pd.DataFrame, what: str) -> tuple[dict[str, An
         "ticks": [[tick, power_of_two(tick)] for tick in charts.ticks(low, high) if tick == round(tick)],
         "sample": what,
     }, ""
-
-
-def _along(x: Tensor, row: pd.Series, gemm: str) -> tuple[Tensor, int]:
-    """(the values, the axis that this GEMM contracts). A tensor's own GEMM contracts the recorded axis; the other GEMM
-    that takes it contracts its other axis: of a linear layer the tokens of all sequences together."""
-    own = -1 if pd.isna(row["contracted_axis"]) else int(row["contracted_axis"])
-    if gemm == row["gemm"] or gemm not in GEMMS or x.dim() < 2:
-        return x, own
-    if row["layer_type"] == "linear":
-        return x.flatten(0, -2), 0
-    return x, -2 if own == -1 else -1

@@ -60,7 +60,7 @@ class Map:
     table       `compute.cells` with row, shade and label, of the difference where the scope has another format or run
     rows        in order
     against     what it is compared with, in words; "" for none
-    left_out    which iterations are shown, if these are too many for columns
+    left_out    which iterations are shown, if these are too many for columns; what was computed, not recorded
     """
 
     where: Filter
@@ -112,7 +112,10 @@ def map_of(opened: Catalog, where: Filter, values: dict[str, Any]) -> Map | str:
             where = replace(where, iteration=tuple(evenly(recorded, MOST_COLUMNS)))
             left_out = f"{MOST_COLUMNS} of {len(recorded):,} recorded iterations are shown, spread evenly."
     experts = values["experts"] if values["experts"] != "none" else ""
-    table = compute.cells(opened, where, fmt, metric, across, experts)
+    own = _cells(opened, where, fmt, metric, across, experts)
+    if isinstance(own, str):
+        return own
+    table, said = own
     if table.empty:
         return _nothing(opened, where, metric, fmt)
     against = values["versus"] or ""
@@ -121,15 +124,34 @@ def map_of(opened: Catalog, where: Filter, values: dict[str, Any]) -> Map | str:
         if isinstance(other, str):
             return other
         other_where, other_fmt, against = other
-        reference = compute.cells(opened, other_where, other_fmt, metric, across, experts)
-        table = compute.difference(table, reference, across, measure)
+        reference = _cells(opened, other_where, other_fmt, metric, across, experts)
+        if isinstance(reference, str):
+            return reference
+        table = compute.difference(table, reference[0], across, measure)
+        said = " ".join(dict.fromkeys(filter(None, (said, reference[1]))))
         if table.empty:
             return f"{measure.label} is not known for {against} in any of these cells."
     table = compute.with_rows(table)
     table = table.assign(shade=charts.shade(table["value"], measure, bool(against)))
     signed = replace(measure, signed=True, log=False) if against else measure
     table = table.assign(label=table["value"].map(signed.quantity))
-    return Map(where, signed, fmt, across, table, compute.rows_of(table), against, left_out)
+    return Map(where, signed, fmt, across, table, compute.rows_of(table), against, f"{left_out} {said}".strip())
+
+
+def _cells(
+    opened: Catalog, where: Filter, fmt: str, metric: str, across: str, experts: str
+) -> tuple[pd.DataFrame, str] | str:
+    """(the cells as recorded, or else computed from the values; what was computed), or why there are none."""
+    table = compute.cells(opened, where, fmt, metric, across, experts)
+    if not table.empty or metric not in SHOWN_ERRORS:
+        return table, ""
+    table, tensors, values = compute.computed(opened, where, fmt, metric, across, experts)
+    if table.empty and tensors:
+        return (
+            f"Nothing was scored in {fmt} when it was recorded, and the {tensors:,} operands on disk have {values:,} "
+            f"values, more than are rounded here. Narrow the filter, or record with --scores {fmt}."
+        )
+    return table, f"Not scored in {fmt} when recorded: computed from {tensors:,} tensors on disk."
 
 
 def _other(opened: Catalog, where: Filter, fmt: str, metric: str, against: str) -> tuple[Filter, str, str] | str:
@@ -163,7 +185,7 @@ def _nothing(opened: Catalog, where: Filter, metric: str, fmt: str) -> str:
         )
     formats = ", ".join(opened.scored_formats(where))
     if metric in SHOWN_ERRORS and formats:
-        return f"The operands are scored in {formats}, not in {fmt}."
+        return f"The operands are scored in {formats}, not in {fmt}, and have no values on disk to round to it."
     operands = int(opened.operands(where)["tensors"].sum())
     if metric in SHOWN_ERRORS and operands:
         return (
