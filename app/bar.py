@@ -174,7 +174,8 @@ def _list(name: str, counts: Mapping[Any, int], chosen: Sequence[Any], shown: Ca
         key=key(name),
         help=TERMS.get(TITLES[name].lower()),
         placeholder="all",
-        filter_mode="contains",  # else "mxfp4" finds mxfp8 as well, and Enter chooses both
+        filter_mode="contains",  # else "mxfp4" finds mxfp8 as well
+        select_all=False,  # else Enter chooses everything that contains what was typed
         format_func=lambda value: f"{shown(value)} ({counts.get(value, 0):,})",
         on_change=_choose,
         args=(name,),

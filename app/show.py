@@ -239,7 +239,7 @@ def displayed(frame: pd.DataFrame, columns: Mapping[str, Column]) -> tuple[pd.Da
             else:
                 kind, options = st.column_config.NumberColumn, {"format": column.format or given.format}
                 if decimals := re.fullmatch(r"%\+?\.(\d)f", column.format or given.format or ""):
-                    values = values.round(int(decimals[1])) + 0.0  # no "-0.0"
+                    values = values.mask(values.abs() < 0.5 * 10.0 ** -int(decimals[1]), 0.0)  # no "-0.0"
                 if (column.bar or given.bar) and (most := values.max()) > 0 and values.min() >= 0 and most < math.inf:
                     kind, options = st.column_config.ProgressColumn, options | {"min_value": 0.0, "max_value": most}
         help = column.help or (measure.definition if measure else None)

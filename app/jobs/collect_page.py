@@ -214,7 +214,10 @@ def _field(place: Any, name: str, *, maximum: float | None = None, **settings: A
     elif (options := settings.pop("options", option.allowed)) is not None:
         if option.or_path:
             options, settings = list(dict.fromkeys([*options, _value(name)])), settings | {"accept_new_options": True}
-        (place.multiselect if each.is_list else place.selectbox)(option.label, list(options), **settings)
+        if each.is_list:
+            place.multiselect(option.label, list(options), select_all=False, **settings)
+        else:
+            place.selectbox(option.label, list(options), **settings)
     else:
         place.text_input(option.label, **settings)
 

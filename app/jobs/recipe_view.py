@@ -19,6 +19,7 @@ from binade.collector.recipes.recipe import Recipe, RecipeError
 from binade.collector.training.config import FORM_LAYERS
 from binade.data.access import ReadOnlyError
 from binade.data.runs import resolve_root
+from binade.quant.formats import FORMATS
 
 CHOOSE = "recipe_to_choose"  # in the picker, when the page is drawn again
 HELP = (
@@ -58,7 +59,9 @@ STAGES = {
 
 
 def _options(chosen: Sequence[str]) -> list[str]:
-    return list(dict.fromkeys([*jobs.recipes(), *recipe_table.saved(resolve_root()), *chosen]))
+    """Formats first: else "mxfp4" and Enter would choose FA_mxfp4, which contains it."""
+    names = sorted(jobs.recipes(), key=lambda name: name not in ("bf16", *FORMATS))
+    return list(dict.fromkeys([*names, *recipe_table.saved(resolve_root()), *chosen]))
 
 
 def picker(key: str) -> None:
@@ -68,7 +71,7 @@ def picker(key: str) -> None:
         state[key] = list(dict.fromkeys([*state[key], path]))
     st.multiselect(
         "Recipes", _options(state[key]), key=key, help=HELP, format_func=label, accept_new_options=True,
-        placeholder="choose or type recipes", filter_mode="contains",
+        placeholder="choose or type recipes", filter_mode="contains", select_all=False,
     )  # fmt: skip
 
 
@@ -167,7 +170,7 @@ def _operands(modules: Sequence[str]) -> pd.DataFrame:
     own = st.multiselect(
         "Modules with their own formats", list(dict.fromkeys([*modules, *state["collect_own"]])), key="collect_own",
         placeholder="none: the same for all linear layers", accept_new_options=True,
-        help="Linear layers that get their own rows", filter_mode="contains",
+        help="Linear layers that get their own rows", filter_mode="contains", select_all=False,
     )  # fmt: skip
     if own != recipe_table.modules_of(state["recipe_operands"]):
         state["recipe_operands"] = recipe_table.with_modules(state["recipe_operands"], own)

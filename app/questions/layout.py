@@ -89,7 +89,7 @@ def show_control(control: Control, value: Any, **more: Any) -> None:
         return
     if isinstance(control.param, Many):
         common["placeholder"] = control.placeholder or None
-        st.multiselect(control.label, choices, filter_mode="contains", **common)
+        st.multiselect(control.label, choices, filter_mode="contains", select_all=False, **common)
         return
     common["format_func"] = lambda value: str(control.titles.get(value, value))
     if control.widget == "list":
