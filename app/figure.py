@@ -345,7 +345,7 @@ def _wrap_titles(spec: dict[str, Any]) -> None:
         _wrap_titles(layer)
     title = spec.get("title")
     if isinstance(title, dict):
-        for name, letters in (("text", NARROW // 13), ("subtitle", NARROW // 8)):
+        for name, letters in (("text", NARROW // 10), ("subtitle", NARROW // 7)):
             lines = [title[name]] if isinstance(title.get(name), str) else title.get(name, [])
             if any(len(line) > letters for line in lines):
                 broken = [part for line in lines for part in textwrap.wrap(line, letters)]

@@ -168,8 +168,9 @@ def tell(opened: Catalog) -> None:
 
 
 def explain_empty(opened: Catalog) -> None:
-    """The page of a root without runs."""
-    st.info(f"No runs yet in `{opened.root}`.", icon=":material/inbox:")
+    """The page of a root without tensors."""
+    found = "No run can be read" if len(opened.runs(damaged=True)) > len(opened.runs()) else "No runs yet"
+    st.info(f"{found} in `{opened.root}`.", icon=":material/inbox:")
     collect, bring, demo = (cell.container(border=True, height="stretch") for cell in st.columns(3))
     with collect:
         st.markdown("**Collect**")

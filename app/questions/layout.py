@@ -27,7 +27,8 @@ def show(opened: Catalog, view: View, reading: Reading) -> None:
     """Show the answer of a view, with its note and the controls above it."""
     question = reading.question
     assert question
-    st.caption(plain(question.note or f"Shown: {reading.where.sentence()}."))
+    if question.note:
+        st.caption(plain(question.note))
     show_question(opened, view, reading)
 
 

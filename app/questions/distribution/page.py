@@ -10,7 +10,7 @@ import streamlit as st
 from binade.app import address
 from binade.app import show as show_items
 from binade.app.figure import Column
-from binade.app.formatting import big, bytes_text, plain
+from binade.app.formatting import big, bytes_text
 from binade.app.questions import layout
 from binade.app.questions.distribution.question import MAX_SELECTED
 from binade.app.view import Reading, View
@@ -54,7 +54,6 @@ def show(opened: Catalog, view: View, reading: Reading) -> None:
 
 
 def _totals(totals: Totals, where: Filter) -> None:
-    st.caption(f"Shown: {plain(where.sentence())}.")
     cells = st.columns(4)
     cells[0].metric("Tensors", f"{totals.tensors:,}", border=True)
     cells[1].metric("Values", big(totals.elements), border=True)
@@ -76,7 +75,7 @@ def _displayed(opened: Catalog, where: Filter) -> tuple[pd.DataFrame, pd.DataFra
 
 def _table(total: int, view: View, rows: pd.DataFrame, shown: pd.DataFrame, config: dict[str, Any]) -> None:
     """The tensors as a table; those that the view names are selected in it."""
-    note = f" The first {MAX_ROWS:,} of {total:,} are listed; charts cover all." if total > MAX_ROWS else ""
+    note = f" The first {MAX_ROWS:,} of {total:,} are listed." if total > MAX_ROWS else ""
     st.markdown(f"**Tensors** · select rows to see single tensors, or none to see all of them.{note}")
     ids = rows["tensor_id"].tolist()
     wanted = view.params.get("tensor", [])

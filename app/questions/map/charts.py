@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import altair as alt
@@ -61,20 +62,27 @@ def atlas(
     for gemm in (*GEMMS, OTHER):
         own = [row for row in rows if row.gemm == gemm]
         if own:
-            parts.append(_heat(table[table["gemm"] == gemm], own, columns, across, measure, difference))
-    pairs = [alt.hconcat(*parts[index : index + 2], spacing=30) for index in range(0, len(parts), 2)]
-    chart: alt.VConcatChart = alt.vconcat(*pairs, spacing=24).properties(title=title)
+            parts.append(_heat(table, own, columns, across, measure, difference))
+    pairs = [
+        alt.hconcat(*parts[index : index + 2], spacing=30).resolve_scale(color="shared")
+        for index in range(0, len(parts), 2)
+    ]
+    chart: alt.VConcatChart = alt.vconcat(*pairs, spacing=24).properties(title=title).resolve_scale(color="shared")
     return chart
 
 
 def _heat(
     table: pd.DataFrame, rows: list[Row], columns: list[int], across: str, measure: Measure, difference: bool
 ) -> alt.Chart:
-    names = [label(row) for row in rows]
+    names, values = [label(row) for row in rows], table["value"]
+    table = table[table["gemm"] == rows[0].gemm]
     shown = table.assign(operand=table["row"].map(dict(zip((row.key for row in rows), names, strict=True))))
     ramp = [*style.DIVERGING] if difference else HEAT
     scale = alt.Scale(domain=[-1, 1] if difference else [0, 1], range=ramp, interpolate="rgb")
     word = "layer" if across == "layer_index" else "iteration"
+    ends = legend(measure, values, difference)
+    good = f"datum.value > {scale.domain[0]} ? {json.dumps(ends['bad'])} : {json.dumps(ends['good'])}"
+    key = alt.Legend(title=measure.axis, values=scale.domain, labelExpr=good, gradientLength=150)
     gemm = TITLES[rows[0].gemm]
     operands = alt.Axis(ticks=False, domain=False, labelLimit=200, labelOverlap=False, labelFontSize=11)
     chart: alt.Chart = (
@@ -83,7 +91,7 @@ def _heat(
         .encode(
             x=alt.X(f"{across}:O", title=word, axis=alt.Axis(labelAngle=0, labelOverlap=True, ticks=False)),
             y=alt.Y("operand:N", sort=names, title=None, axis=operands),
-            color=alt.Color("shade:Q", scale=scale, legend=None),
+            color=alt.Color("shade:Q", scale=scale, legend=key),
             tooltip=[
                 alt.Tooltip("operand:N", title="operand"),
                 alt.Tooltip(f"{across}:O", title=word),
@@ -92,7 +100,7 @@ def _heat(
             ],
         )
         .properties(
-            width=max(160, min(520, CELL * len(columns))), height=ROW * len(names),
+            width=max(320, min(430, CELL * len(columns))), height=ROW * len(names),
             title=alt.TitleParams(gemm, anchor="start", fontSize=13),
         )
     )  # fmt: skip
@@ -115,14 +123,14 @@ def height(rows: list[Row]) -> int:
     counts = [sum(row.gemm == gemm for row in rows) for gemm in (*GEMMS, OTHER)]
     counts = [count for count in counts if count]
     pairs: list[int] = [max(counts[index : index + 2]) for index in range(0, len(counts), 2)]
-    return 90 + sum(70 + ROW * count for count in pairs)
+    return 90 + sum(100 + ROW * count for count in pairs)
 
 
 def ticks(low: float, high: float) -> list[float]:
     """At most six round numbers between two."""
     step = 10.0 ** np.floor(np.log10((high - low) / 4)) if high > low else 1.0
     step = next(step * factor for factor in (1, 2, 5, 10) if (high - low) / (step * factor) <= 5)
-    return [float(tick) for tick in np.arange(np.ceil(low / step), np.floor(high / step) + 1) * step]
+    return [float(tick) + 0.0 for tick in np.arange(np.ceil(low / step), np.floor(high / step) + 1) * step]  # no -0
 
 
 def legend(measure: Measure, values: pd.Series, difference: bool) -> dict[str, Any]:

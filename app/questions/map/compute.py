@@ -25,7 +25,7 @@ METRICS = (*SHOWN_ERRORS, LOSS_CHANGE, RESULT, SPREAD, *STATISTICS)
 GEMMS = tuple(gemm.value for gemm in Gemm)
 OTHER = "other"  # where a tensor is the operand of no known GEMM
 # The products in the order of the network: modules, and the two products of attention.
-PRODUCTS = ("q_down", "q", "q_up", "kv_down", "kv_up", "qkv", "QK", "PV", "proj", "router", "fc1", "fc2",
+PRODUCTS = ("q_down", "q", "q_up", "k", "v", "kv_down", "kv_up", "qkv", "QK", "PV", "proj", "router", "fc1", "fc2",
             "shared_fc1", "shared_fc2")  # fmt: skip
 # The operands of a GEMM: the gradient first, then the first operand of the forward product, then the second.
 _OBSERVED = ("grad", "a", "b")

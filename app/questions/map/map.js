@@ -135,7 +135,7 @@ function drawDots(state) {
     const axis = element('div', { class: 'axis', style: 'grid-column:2;margin:0 7px' });
     for (const [place, text] of dots.ticks) axis.append(element('span', { text, style: `left:${100 * place}%` }));
     rows.append(axis);
-    const title = `${dots.more ? 'worst' : 'all'} operands · one dot per ${word}`;
+    const title = `${dots.more ? 'worst' : 'all'} operands · one dot per ${word} and GEMM`;
     return element('section', {}, element('h4', { text: title }), rows);
 }
 
@@ -285,7 +285,7 @@ function drawValues(values) {
     });
     chart.append(drawing('text', { x: 2, y: 12 }, 'flushed to zero'),
         drawing('text', { x: width - 2, y: 12, 'text-anchor': 'end' }, 'saturated'));
-    for (const [at, text] of values.ticks) chart.append(drawing('text', { x: x(at), y: height - 4, 'text-anchor': 'middle' }, text));
+    for (const [at, text] of values.ticks) chart.append(drawing('text', { x: clamp(x(at), 12, width - 12), y: height - 4, 'text-anchor': 'middle' }, text));
     const box = element('div', { class: 'values' });
     box.append(chart, element('div', { class: 'keys', text: `share of ${values.sample} by log₂ of |x| over its scale; shaded: outside the grid` }));
     return box;

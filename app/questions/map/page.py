@@ -162,7 +162,9 @@ def _between(cell: dict[Any, Any], found: Map) -> str:
 
 def _dots(found: Map) -> dict[str, Any]:
     """One dot per column and kind of operand, the worst kinds first; places from 0 to 1."""
+    kinds = found.kinds["kind"].head(KINDS)
     table = found.table.assign(kind=found.table["product"] + " " + found.table["tensor"])
+    table = table[table["kind"].isin(kinds)]
     number = table["value"].astype(float)
     finite = number[number.abs() < math.inf]
     log = found.measure.log and bool((finite > 0).all()) and len(finite) > 0
@@ -172,7 +174,7 @@ def _dots(found: Map) -> dict[str, Any]:
     span = (high - low) or 1.0
     rows = []
     by_kind = dict(iter(table.assign(place=(place - low) / span).dropna(subset=["place"]).groupby("kind")))
-    for kind in found.kinds["kind"].head(KINDS):
+    for kind in kinds:
         own = by_kind[kind][["place", found.across, "label"]].to_numpy(object)
         rows.append(
             {"name": str(kind).replace("_", " "), "dots": [[round(at, 4), int(x), text] for at, x, text in own]}

@@ -70,7 +70,9 @@ def _scores(opened: Catalog, tensor_id: str, gemm: str) -> pd.DataFrame:
 
 
 def _facts(found: Map, cell: pd.Series, row: pd.Series, own: pd.DataFrame) -> list[list[str]]:
-    facts = {found.measure.label: str(cell["label"])}
+    name = f"{found.measure.label}, difference" if found.against else found.measure.label
+    name = f"{name}, median" if cell["tensors"] > 1 and found.measure.key != compute.LOSS_CHANGE else name
+    facts = {name: str(cell["label"])}
     for name in ("sqnr_db", "flush_to_zero", "saturated") if len(own) else ():
         facts.setdefault(MEASURES[name].label, MEASURES[name].quantity(float(own[name].iloc[0])))
     facts.setdefault("absmax", short(float(row["absmax"]), 3))

@@ -257,7 +257,7 @@ def verdict(opened: Catalog, found: Map) -> evidence.Sentence:
         (str(row["kind"]).replace("_", " "), evidence.spread(measure, row, of))
         for row in found.kinds.to_dict("records")
     ]
-    sentence = evidence.extreme(items, found.title, lowest=measure.low_is_bad)
+    sentence = evidence.extreme(items, f"median {found.title}", lowest=measure.low_is_bad)
     scaled = with_scale(found.fmt) if measure.key == "sqnr_db" and found.fmt and not found.against else None
     if scaled and str(scaled) in opened.scored_formats(found.where) and len(found.kinds):
         worst = found.kinds.iloc[0]

@@ -128,7 +128,7 @@ def multiples(
     if plot == "qq":
         x, y = ("theoretical:Q", "normal quantile (σ)"), ("sample:Q", "quantile (σ)")
     else:
-        x, y = ("low:Q", "log₂ |value|"), ("share:Q", "share per binade")
+        x, y = ("low:Q", "|value|"), ("share:Q", "share per binade")
     axis = alt.Axis(tickCount=4) if plot == "qq" else style.binades(x[1], 4)
     number = alt.Axis(tickCount=3) if plot == "qq" else alt.Axis(format="~%", tickCount=3)
     tooltip = [

@@ -211,7 +211,7 @@ def no_reference(table: pd.DataFrame) -> str:
         return "The filter selects no run."
     if not table["quantized"].any():
         return "None of these runs was quantized in training: collect one, for example with `binade quick mxfp4`."
-    return "No bf16 run saw the same data as these runs: collect one with the same options, but `--quantization bf16`."
+    return "No bf16 run saw the same data as these runs: collect one with the same options and --quantization bf16."
 
 
 def cost(opened: Catalog, where: Filter, table: pd.DataFrame, base: str = BASE) -> Drawn:

@@ -56,6 +56,9 @@ def show(opened: Catalog, view: View, reading: Reading) -> None:
 
 
 def _totals(runs: pd.DataFrame) -> None:
+    if runs.empty:
+        st.caption("No run can be read.")
+        return
     counts = runs["state"].value_counts()
     states = ", ".join(f"{counts[state]:,} {state}" for state in STATES if state in counts)
     st.caption(

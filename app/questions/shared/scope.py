@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from binade.app.formatting import first_formats
-from binade.app.questions.shared.runs import labels_of
+from binade.app.questions.shared.runs import every_run, labels_of
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 from binade.data.runs import DONE
@@ -20,7 +20,8 @@ def scoped(opened: Catalog, where: Filter, apart: Collection[str] = (), scored: 
     iteration of it.
 
     apart: the fields that the answer keeps apart. With run_id, all runs are kept; with recipe or quant_type, the newest
-    run of each recipe; with iteration, all iterations. Several runs are shown at the last iteration that all have.
+    run of each recipe, one that rounds what its name says if there is any; with iteration, all iterations. Several runs
+    are shown at the last iteration that all have.
     scored: only runs and iterations with scored operands count, if there are any.
     """
     pairs = opened.distinct(("run_id", "iteration"), where, scored)
@@ -34,7 +35,9 @@ def scoped(opened: Catalog, where: Filter, apart: Collection[str] = (), scored: 
     if "run_id" in apart:
         chosen = runs["run_id"].tolist()
     elif not set(apart).isdisjoint(OF_RUNS):
-        chosen = runs.drop_duplicates("recipe")["run_id"].tolist()
+        rounded = every_run(opened).set_index("run_id")["rounded"]
+        other = runs["run_id"].map(rounded) != runs["recipe"]  # a run of bf16 with PV in mxfp4 is not what bf16 means
+        chosen = runs.iloc[other.argsort(kind="stable")].drop_duplicates("recipe")["run_id"].tolist()
     else:
         chosen = runs["run_id"].tolist()[:1]
     where = replace(where, run_id=tuple(chosen))

@@ -96,12 +96,15 @@ def codebook(
         thickness=1, size=9, orient="vertical", color=style.GREY, clip=True
     )
     marks = marks.encode(x="log2:Q", y="y:Q", tooltip=[alt.Tooltip("log2:Q", title="a code at log₂", format=".3~f")])
-    sides: tuple[tuple[str, Literal["left", "right"], int], ...] = (("flushed", "left", 6), ("saturated", "right", -6))
+    sides: tuple[tuple[str, Literal["left", "right"], int, int], ...] = (
+        ("flushed", "left", 6, 8),
+        ("saturated", "right", -6, 24),
+    )
     words = [
         alt.Chart(bands[bands["zone"] == zone])
-        .mark_text(align=align, dx=dx, dy=10, baseline="top", fontSize=12, fontWeight=600)
+        .mark_text(align=align, dx=dx, dy=dy, baseline="top", fontSize=12, fontWeight=600)
         .encode(x="at:Q", y="top:Q", text="text:N", color=color)
-        for zone, align, dx in sides
+        for zone, align, dx, dy in sides
     ]
     layers = [shading, bars, marks, *words]
     if behind is not None:
