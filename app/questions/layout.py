@@ -27,8 +27,8 @@ def show(opened: Catalog, view: View, reading: Reading) -> None:
     """Show the answer of a view, with its note and the controls above it."""
     question = reading.question
     assert question
-    if question.note:
-        st.caption(plain(question.note))
+    if words := question.note or f"Filter: {reading.where.sentence()}." * bool(reading.where.items()):
+        st.caption(plain(words))
     show_question(opened, view, reading)
 
 

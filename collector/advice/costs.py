@@ -149,7 +149,7 @@ def costs(catalog: Catalog, where: Filter | None = None, parts: Sequence[str] = 
 def _runs(catalog: Catalog, where: Filter | None) -> tuple[str, ...]:
     """The bf16 runs of the filter, or those of its one recipe, that saw the same model and data."""
     runs = catalog.runs()
-    chosen = runs[runs["run_id"].isin(catalog.facets(where).get("run_id", []))]
+    chosen = runs[runs["run_id"].isin(catalog.distinct(("run_id",), where)["run_id"])]
     if chosen.empty:
         raise AdviceError(
             "there is no run with recorded tensors: collect one, for example with binade run --quantization bf16"

@@ -89,6 +89,7 @@ def test_a_filter_set_by_clicking_is_in_the_address_and_a_copy_shows_the_same(vi
     address = page.url
     assert metrics(page)["Tensors"] == str(catalog.totals(WHERE).tensors)
     assert query(page) == WHERE.to_query()
+    assert page.get_by_text("Filter: quant type mxfp8, layer 1, operation forward.").is_visible()
     assert chips(page) == ["Quant type: mxfp8 ✕", "Layer: 1 ✕", "Operation: forward ✕"]
 
     copy = visit(address.removeprefix(address.split("/compare?")[0]))

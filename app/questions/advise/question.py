@@ -16,7 +16,8 @@ from binade.app.questions.predictions.question import COLUMNS as MEASURED
 from binade.app.questions.question import Question
 from binade.app.questions.shared import layer_chart
 from binade.app.questions.shared.labels import layer_names
-from binade.app.questions.shared.runs import same_model
+from binade.app.questions.shared.runs import labels_of, same_model
+from binade.app.questions.shared.scope import scoped, unrounded
 from binade.app.questions.shared.selection import Selection
 from binade.collector.advice.advice import AS_MANY, Advice, Request, advise
 from binade.collector.advice.choice import GROUPS
@@ -25,8 +26,8 @@ from binade.data import evidence
 from binade.data.catalog import Catalog
 
 NOTE = (
-    "An integer linear program chooses the formats by their recorded costs. These come from the bf16 runs in the "
-    "filter. If there are none, the filter must select a single recipe."
+    "An integer linear program chooses the formats by the costs recorded in one run, over all its iterations: the "
+    "chosen run or, if none is chosen, the newest bf16 run."
 )
 BUDGETS = ("4.5", "5", "5.5", "6", "7", "8", "9", "10", "12", "14")
 DEFAULT = "5.5"
@@ -68,6 +69,8 @@ CAPTION = (
 def advice_of(selection: Selection, values: dict[str, Any]) -> Advice:
     """Raises AdviceError."""
     opened, where = selection.opened, selection.where
+    if not where.run_id:
+        where = scoped(opened, unrounded(opened, where), ("iteration",))
     parts = ("linear",) if values["parts"] == "linear" else ()
     request = Request(float(values["budget"]), by=values["by"])
     key = "advice", where, parts, request, opened.state()
@@ -95,6 +98,7 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
     heat = charts.bits(forward, "Bits that forward operands get", "bright: more bits")
     height = max(420, layer_chart.height(forward.assign(row=forward["module"] + forward["tensor_name"])))
     items: list[Any] = [
+        Text(f"Costs of {', '.join(labels_of(selection.opened)[run] for run in found.costs.runs)}."),
         Figure("frontier", frontier, found.frontier, words, height=height, group="advice"),
         Figure(
             "bits", heat, forward, words, height=height, group="advice", choose="tensor_id",

@@ -10,7 +10,7 @@ import streamlit as st
 from binade.app import address
 from binade.app import show as show_items
 from binade.app.figure import Column
-from binade.app.formatting import big, bytes_text
+from binade.app.formatting import big, bytes_text, plain
 from binade.app.questions import layout
 from binade.app.questions.distribution.question import MAX_SELECTED
 from binade.app.view import Reading, View
@@ -47,6 +47,8 @@ COLUMNS = {
 def show(opened: Catalog, view: View, reading: Reading) -> None:
     where = reading.where
     totals = opened.totals(where)
+    if where.items():
+        st.caption(plain(f"Filter: {where.sentence()}."))
     _totals(totals, where)
     rows, shown, config = opened.kept(("displayed", where), lambda: _displayed(opened, where))
     _table(totals.tensors, view, rows, shown, config)

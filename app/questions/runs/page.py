@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from binade.app import address
 from binade.app.formatting import bytes_text, losses_of, plain
 from binade.app.questions import layout
 from binade.app.questions.recipes import compute as recipes
-from binade.app.questions.shared.runs import run_titles, runs_with_reference
+from binade.app.questions.shared.runs import every_run, run_titles
 from binade.app.state import explain_empty
 from binade.app.view import Reading, View
 from binade.data.access import ReadOnlyError, read_only
@@ -27,6 +29,7 @@ from binade.data.text import one_line
 
 MOST_RUNS, MOST_EVENTS = 200, 200  # runs whose events and losses are read; events that are shown
 MOST_REASONS = 20  # of runs that did not end normally
+DIVERGED = 2  # times the first loss, above which a run has diverged
 SPARKS = 40  # points of a small line in the table
 STATES = {
     "done": "✓ done",
@@ -38,14 +41,18 @@ STATES = {
 
 
 def show(opened: Catalog, view: View, reading: Reading) -> None:
-    runs = opened.runs()
     every = opened.runs(damaged=True)
     if every.empty:
         explain_empty(opened)
         return
+    if reading.where.items():
+        every = every[every["run_id"].isin(opened.distinct(("run_id",), reading.where)["run_id"])]
+    runs = every[every["damage"].isna()]
     _totals(runs)
-    named = runs_with_reference(runs, opened.parts())
-    course, against = opened.kept(("losses of runs", opened.progress), lambda: _course(opened, runs, named))
+    named = every_run(opened)
+    named = named[named["run_id"].isin(runs["run_id"])]
+    key = "losses of runs", opened.progress, tuple(runs["run_id"])
+    course, against = opened.kept(key, lambda: _course(opened, runs, named))
     _table(view, every, named, course, against)
     _notes(opened, runs, named)
     _events(opened, runs)
@@ -72,7 +79,9 @@ def _course(
 ) -> tuple[dict[str, list[float]], dict[str, dict[str, Any]]]:
     """(the losses of the newest runs by run_id, at most SPARKS points per run; by run_id and column of the table, how
     they compare with their bf16 runs)."""
-    found = losses_of(opened, runs["run_id"].head(MOST_RUNS).tolist())
+    newest = runs["run_id"].head(MOST_RUNS)
+    steps = losses_of(opened, list(dict.fromkeys([*newest, *named["reference"].dropna()])), lost=True)
+    found = {run: [record for record in records if record["loss"] is not None] for run, records in steps.items()}
     every = {run: [record["loss"] for record in records] for run, records in found.items()}
     gaps = recipes.loss_gaps(named, found)
     costs = recipes.costs(gaps, named)
@@ -80,10 +89,18 @@ def _course(
     against: dict[str, dict[str, Any]] = {
         "gap": dict(zip(costs["run_id"], costs["gap"], strict=True)),
         "interval": interval,
+        "diverged": {run: at for run, records in steps.items() if (at := diverged_at(records)) is not None},
         "left": recipes.left_at(gaps, named),
         "baseline": dict.fromkeys(named["reference"].dropna(), "● baseline"),
     }
     return {run: losses[:: -(-len(losses) // SPARKS) or 1] for run, losses in every.items()}, against
+
+
+def diverged_at(steps: Sequence[Mapping[str, Any]]) -> int | None:
+    """The first iteration from which the loss is not finite, or above DIVERGED times the first one, up to the last."""
+    first = next((step["loss"] for step in steps if step["loss"] is not None), math.inf)
+    lost = takewhile(lambda step: step["loss"] is None or step["loss"] > DIVERGED * first, reversed(steps))
+    return min((int(step["iteration"]) for step in lost), default=None)
 
 
 def _table(
@@ -115,11 +132,17 @@ def _table(
         "course": st.column_config.LineChartColumn("Loss", width=110),
         "loss_last": number("Last loss", format="%.4f", width=85, help="nats per token"),
         "gap": number(
-            "Gap to bf16",
+            "Mean gap to bf16",
             format="%+.4f",
-            width=95,
+            width=130,
             help="Mean loss minus that of the bf16 run on the same data, over the iterations that both have, in nats "
             "per token",
+        ),
+        "diverged": number(
+            "Diverged at",
+            format="%d",
+            width=95,
+            help=f"Iteration from which the loss is not finite or above {DIVERGED} times the first one, up to the last",
         ),
         "interval": text("Over seeds", width=150, help="95% interval of the recipe’s mean gap over its seeds"),
         "left": number(
@@ -207,7 +230,7 @@ def _notes(opened: Catalog, runs: pd.DataFrame, named: pd.DataFrame) -> None:
 def _events(opened: Catalog, runs: pd.DataFrame) -> None:
     """What happened in the newest runs, the latest first."""
     newest = runs["run_id"].head(MOST_RUNS)
-    found, count = opened.kept(("events", opened.progress), lambda: _latest(opened.root, newest))
+    found, count = opened.kept(("events", opened.progress, tuple(newest)), lambda: _latest(opened.root, newest))
     if count:
         shown = ["kind", "iteration", "rank", "trigger", "text", "time", "run"]
         st.subheader("Events", anchor=False)

@@ -44,9 +44,10 @@ def _controls(selection: Selection, values: dict[str, Any]) -> list[Control]:
 
 
 def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
-    """All runs, regardless of the filter."""
     opened = selection.opened
     runs = _trained(opened)
+    if selection.where.items():
+        runs = runs[runs["run_id"].isin(opened.distinct(("run_id",), selection.where)["run_id"])]
     latest = some_runs(opened, runs.head(style.MAX_GROUPS))
     found = losses_of(opened, latest["run_id"].tolist())
     labels = dict(zip(latest["run_id"], latest["label"], strict=True))
