@@ -103,7 +103,8 @@ def test_so_is_every_number_of_a_map(opened: Catalog, collected: Path, metric: s
     said = [answer for answer in answers if answer.verdict]
     assert said or (across == "iteration" and metric == "loss_change"), answers[0].problems
     for answer in answers:
-        assert bool(answer.verdict) != bool(answer.problems) and not claims(answer), answer.verdict
+        problems = [each for each in answer.problems if not each.startswith("Not scored in mxfp8 when recorded")]
+        assert bool(answer.verdict) != bool(problems) and not claims(answer), answer.verdict
 
 
 def calls_in(function: ast.AST) -> Iterator[tuple[str, ast.Call]]:

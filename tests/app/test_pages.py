@@ -80,7 +80,6 @@ class TestExplore:
         assert metrics(at)["Tensors"] == metrics(at)["With values"] == f"{totals.tensors:,}"
         assert len(at.dataframe[0].value) == totals.tensors
         assert charts(at) == 6
-        assert "all tensors" in words(at)
 
     def test_filter_narrows_everything_and_the_address_follows(self, visit: Visit, collected: Path):
         at = visit(collected)

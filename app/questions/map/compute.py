@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +33,7 @@ _OBSERVED = ("grad", "a", "b")
 _OPERANDS = {kind.name: _OBSERVED.index(kind.observed) for kind in TENSOR_KINDS if kind.observed in _OBSERVED}
 LAYER, ITERATION = "layer_index", "iteration"
 MOST_ROUNDED = 1 << 28  # values that are rounded for a map; with a rotation a 32nd of them, as it takes longer
+HUGE = 1e300  # stands for infinity, between which and a number pandas finds no quantile
 EXTREMES = 0.01  # of the blocks at each end that the spread of scales leaves out
 
 
@@ -137,6 +139,9 @@ def computed(
             found.append(operand | {"value": getattr(score(part, spec, dim), metric)})
     by = ["gemm", "product", "tensor", "expert", across]
     each = pd.DataFrame(found, columns=[*operands, "value"]).astype({"value": float})
+    if each.empty:
+        return each, 0, values
+    each = each.assign(value=each["value"].clip(-HUGE, HUGE))
     groups = each.sort_values("value", ascending=metric == "sqnr_db", kind="stable").groupby(by, dropna=False)
     table = _deciles(groups["value"])
     table["tensors"], table["tensor_id"] = groups.size(), groups["tensor_id"].first()
@@ -213,8 +218,11 @@ def _spreads(catalog: Catalog, where: Filter, fmt: str, across: str) -> pd.DataF
 
 
 def _deciles(groups: Any) -> pd.DataFrame:
-    """value, low and high of each group: its median, 10th and 90th percentile. groups: a grouped column."""
-    found: pd.DataFrame = groups.quantile(np.array([0.1, 0.5, 0.9])).unstack()
+    """value, low and high of each group: its median, 10th and 90th percentile. groups: a grouped column, without
+    infinite values but ±HUGE."""
+    shares = [0.1, 0.5, 0.9]
+    found: pd.DataFrame = groups.quantile(np.array(shares)).unstack().reindex(columns=shares)
+    found = found.mask(found > HUGE / 1e9, math.inf).mask(found < -HUGE / 1e9, -math.inf)
     return found.set_axis(["low", "value", "high"], axis=1)
 
 
@@ -251,9 +259,9 @@ def kinds(table: pd.DataFrame) -> pd.DataFrame:
     cells), low, high (their 10th and 90th percentile), tensors (how many cells), and layers or iterations (how many of
     these have a cell, whatever the number of GEMMs and experts); the GEMMs of an operand together."""
     own = table.dropna(subset=["value"])
-    own = own.assign(kind=own["product"] + " " + own["tensor"])
+    own = own.assign(kind=own["product"] + " " + own["tensor"], value=own["value"].clip(-HUGE, HUGE))
     groups = own.groupby(["kind", "product", "tensor"])["value"]
     ends = _deciles(groups)
     across, of = (LAYER, "layers") if LAYER in own else (ITERATION, "iterations")
     ends[of] = own.groupby(["kind", "product", "tensor"])[across].nunique()
-    return ends.assign(tensors=groups.size(), least=groups.min(), most=groups.max()).reset_index()
+    return ends.assign(tensors=groups.size()).reset_index()
