@@ -241,7 +241,7 @@ FLUSHED = IN_MXFP4 | {"metric": "flush_to_zero"}
 EFFECTS = (
     Effect("Map", "operands outside hifp8's range", out_of_range, MAP, "Lowest median SQNR in hifp8: fc2 input, ",
         {"metric": "sqnr_db", "format": "hifp8"}),
-    Effect("Map", "operands of large magnitude", out_of_range, MAP, "Highest absmax: fc2 input, ",
+    Effect("Map", "operands of large magnitude", out_of_range, MAP, "Highest median absmax: fc2 input, ",
         {"metric": "absmax"}),
     Effect("Map", "a layer outside hifp8's range", one_layer_out_of_range, MAP, "SQNR in hifp8: fc1 input ",
         {"metric": "sqnr_db", "format": "hifp8"}, "L3 fc1 input, "),
