@@ -37,6 +37,7 @@ KEYS = {
 }
 FILTERED = ("module", "operation", "tensor_name", "phase", "quant_type", "layer_type")  # fields that words may name
 LAYER = re.compile(r"^l(?:ayer)?0*(\d{1,4})$", re.IGNORECASE)
+TWO_WORDS = re.compile(r"\blayer\s+(?=\d)")
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ def find(opened: Catalog, view: View, text: str) -> list[Entry]:
     """What matches all words of a text: tensors of the view's run first if it names any, then everything else. A filter
     of values that the words name comes before, unless they name a tensor. For an empty text, the pages and the
     questions."""
-    words = text.lower().split()
+    words = TWO_WORDS.sub("layer", text.lower()).split()
     named = list(islice(_tensors(opened, view, words), MOST)) if words else []
     filters = _filters(opened, view, words)
     found = [entry for entry in _others(opened, view) if all(word in _words_of(entry) for word in words)]

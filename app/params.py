@@ -83,7 +83,15 @@ class Many(Param):
         return text if text in self.allowed else None
 
     def _chosen(self, values: list[Value]) -> list[Value]:
-        return values or list(self.default)
+        return list(dict.fromkeys(values)) or list(self.default)
+
+
+@dataclass(frozen=True)
+class Specs(Many):
+    """Any formats, with or without options. allowed: those that are listed."""
+
+    def value_of(self, text: str) -> str | None:
+        return AnySpec().value_of(text)
 
 
 @dataclass(frozen=True)

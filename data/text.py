@@ -45,14 +45,22 @@ def short(value: float | None, digits: int = 4, sign: Literal["-", "+"] = "-") -
     """A number of any size, for people: "0.0123", "1.2e−7". sign: "+" to mark positive numbers too."""
     if value is None or math.isnan(value):
         return "–"
-    exponent = value != 0 and not 1e-3 <= abs(value) < 1e5
+    if value == 0:
+        return "0"  # without a sign
+    exponent = not 1e-3 <= abs(value) < 1e5
     text = short_exponent(f"{value:{sign}.1e}") if exponent else f"{value:{sign}.{digits}g}"
     return text.replace("-", "−")
 
 
 def fixed(value: float, decimals: int, sign: Literal["-", "+"] = "-") -> str:
     """A number with this many decimals, for people. sign: as in `short`."""
-    return f"{round(value, decimals) + 0.0:{sign}.{decimals}f}".replace("-", "−")  # no "−0.0"
+    shown = round(value, decimals) + 0.0  # no "−0.0"
+    return f"{shown:{sign if shown else '-'}.{decimals}f}".replace("-", "−")
+
+
+def counted(number: int, noun: str) -> str:
+    """ "1 run", "1,024 runs"."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 def markdown_text(text: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,6 @@ from binade.app import address
 from binade.app.formatting import bytes_text, duration_text, plain
 from binade.app.jobs import collecting, recipe_view
 from binade.app.jobs.collecting import wrapped
-from binade.app.pages.registry import PART
 from binade.app.questions.shared.runs import every_run
 from binade.app.view import Reading, View
 from binade.collector import jobs
@@ -30,6 +30,7 @@ from binade.quant.formats import FORMATS
 
 PREFIX = "collect_"
 LEFT = "left_on_collect"  # a copy of the fields, which Streamlit drops while another page is shown
+LIMITS = "limits_"  # of a number field: its label, and the lowest and highest value
 MOST_SEEDS = 20
 SEEDS = "Number of runs per recipe, each with its own seed. Their spread shows which differences are due to chance"
 TARGETS = "The targets of binade.toml. Jobs for a cluster are submitted as one array"
@@ -50,7 +51,7 @@ def show(opened: Catalog, view: View, reading: Reading) -> None:
     with form:
         _fields()
     with summary, st.container(key="collect_summary"):
-        _summary(opened)
+        _summary(opened, view)
     st.session_state[LEFT] = {name: value for name, value in st.session_state.items() if str(name).startswith(PREFIX)}
 
 
@@ -163,7 +164,7 @@ def _fields() -> None:
         recipe_view.about(_value("recipes"))
         left, right = st.columns([3, 1])
         _field(left, "skip_layers")
-        right.number_input("Seeds", 1, MOST_SEEDS, key=_key("seeds"), help=SEEDS)
+        _number(right, "Seeds", "seeds", 1, MOST_SEEDS, help=SEEDS)
         recipe_view.editor(_key("recipes"), [name for name in modules if name not in ("core", "router")])
     with st.container(border=True):
         st.markdown("**Training**")
@@ -205,12 +206,13 @@ def _field(place: Any, name: str, *, maximum: float | None = None, **settings: A
         place.toggle(option.label, **settings)
     elif each.kind in (int, float) and not each.is_list:
         maximum = option.form_maximum if maximum is None else maximum
-        if maximum is not None and (_value(name) or 0) > maximum:  # after another choice of model
+        limits = 1 if option.unit else each.kind(option.minimum or 0), math.inf if maximum is None else maximum
+        another = st.session_state.get(f"{LIMITS}{name}", limits) != (option.label, *limits)  # after a choice of model
+        if another and (_value(name) or 0) > limits[1]:
             st.session_state[_key(name)] = maximum
         if each.default is None:
             settings["value"] = None
-        settings |= {"min_value": 1 if option.unit else each.kind(option.minimum or 0), "max_value": maximum}
-        place.number_input(option.label, **settings)
+        _number(place, option.label, name, *limits, **settings)
     elif (options := settings.pop("options", option.allowed)) is not None:
         if option.or_path:
             options, settings = list(dict.fromkeys([*options, _value(name)])), settings | {"accept_new_options": True}
@@ -222,12 +224,33 @@ def _field(place: Any, name: str, *, maximum: float | None = None, **settings: A
         place.text_input(option.label, **settings)
 
 
-def _summary(opened: Catalog) -> None:
+def _number(place: Any, label: str, name: str, low: float, high: float, **settings: Any) -> None:
+    """A number, whose limits `_outside` checks: a browser that knows them does not send a value beyond them."""
+    st.session_state[f"{LIMITS}{name}"] = label, low, high
+    widest = type(low)((1 << 53) - 1)
+    place.number_input(label, -widest, widest, **{"key": _key(name)} | settings)
+
+
+def _outside() -> str:
+    """The first number that is outside its limits, in words; "" if none is."""
+    for key, limits in st.session_state.items():
+        if str(key).startswith(LIMITS):
+            title, low, high = limits
+            value = _value(str(key).removeprefix(LIMITS))
+            if value is not None and not low <= value <= high:
+                most = f" and at most {high:,}" if high < math.inf else ""
+                return f"{title} is {value:,}: it must be at least {low:,}{most}"
+    return ""
+
+
+def _summary(opened: Catalog, view: View) -> None:
     """The estimate, the command and the button for the chosen runs."""
     root = resolve_root()
     values = {name: _value(name) for name in collecting.FIELDS}
     base = st.session_state[_key("base")]
     try:
+        if outside := _outside():
+            raise ConfigError(outside)
         runs = collecting.runs_of(values, _value("recipes"), base, _value("seeds"))
     except REFUSED as error:
         st.error(plain(f"{str(error)[:1].upper()}{str(error)[1:]}."), icon=":material/edit:")
@@ -271,7 +294,7 @@ def _summary(opened: Catalog) -> None:
             key="launch",
             disabled=bool(found.refusals),
         ):
-            _launch(runs, start)
+            _launch(runs, start, view)
     st.caption("The same in a terminal:")
     commands = [wrapped(line, COMMAND) for line in jobs.command_line(runs, start).splitlines()]
     st.code("\n".join(commands), language="shell", wrap_lines=True)
@@ -315,7 +338,7 @@ def _start() -> SlurmOptions | None:
     return SlurmOptions() if name == HERE else replace(kept, target=None if name == CLUSTER else name)
 
 
-def _launch(runs: list[RunConfig], start: SlurmOptions) -> None:
+def _launch(runs: list[RunConfig], start: SlurmOptions, view: View) -> None:
     root = resolve_root()
     title, tags = _value("title").strip(), _value("tags").split(",")
     titles = [
@@ -331,4 +354,4 @@ def _launch(runs: list[RunConfig], start: SlurmOptions) -> None:
         st.error(plain(f"Nothing was launched: {error}."), icon=":material/error:")
         return
     st.session_state["collect_from"] = None
-    address.go(View("runs", {PART: ["jobs"], "job": [str(made[0].id)]}))
+    address.go(view.at("runs", "jobs", job=made[0].id))

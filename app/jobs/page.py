@@ -49,7 +49,7 @@ def show(opened: Catalog, view: View, reading: Reading) -> None:
     if problems := jobs.problems(root):
         st.warning("\n\n".join(plain(f"{problem}.") for problem in problems[:PROBLEMS]), icon=":material/warning:")
     if not views:
-        _empty(root)
+        _empty(root, view)
         _redraw_on_change(root, views)
         return
     _ensure_runner(root, views)
@@ -74,11 +74,11 @@ def show(opened: Catalog, view: View, reading: Reading) -> None:
     _redraw_on_change(root, views, seen)
 
 
-def _empty(root: Path) -> None:
+def _empty(root: Path, view: View) -> None:
     st.info("No jobs yet.", icon=":material/inbox:")
     if read_only():
         return
-    address.link(View("runs", {PART: ["collect"]}), "Launch one", ":material/play_circle:")
+    address.link(view.at("runs", "collect"), "Launch one", ":material/play_circle:")
     st.markdown("or in a terminal:")
     st.code("binade jobs add quick mxfp8", language="shell")
     st.caption(f"This is the queue of `{root}`.")
@@ -132,7 +132,12 @@ def _head(root: Path, views: list[JobView]) -> None:
                     args=(partial(_set_at_once, root),),
                 )
                 if st.button("New job", icon=":material/add:", type="primary", key="jobs_new"):
-                    address.go(View("runs", {PART: ["collect"]}))
+                    _collect()
+
+
+def _collect(**values: int) -> None:
+    """Open New collection with the scope of this page."""
+    address.go((address.shown() or View("runs")).at("runs", "collect", **values))
 
 
 def _set_at_once(root: Path) -> None:
@@ -234,7 +239,7 @@ def _actions(root: Path, view: JobView) -> None:
             st.button("Resume", icon=":material/resume:", key=f"resume_{job.id}", on_click=_do, args=act, help=text)
         if st.button("Clone and change", icon=":material/content_copy:", key=f"clone_{job.id}"):
             st.session_state.pop("collect_from", None)
-            address.go(View("runs", {PART: ["collect"], "from": [str(job.id)]}))
+            _collect(**{"from": job.id})
         with st.popover("Rename and tag", icon=":material/edit:"):
             st.text_input("Title", job.title, key=f"title_{job.id}", max_chars=120)
             st.text_input("Tags", ", ".join(job.tags), key=f"tags_{job.id}", placeholder="separated by commas")

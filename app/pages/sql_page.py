@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,9 +16,12 @@ from binade.app.formatting import plain
 from binade.app.pages import sql_chart
 from binade.app.params import One
 from binade.app.questions import layout
+from binade.app.questions.map import compute
+from binade.app.questions.map.compute import LAYER
 from binade.app.state import sandbox
 from binade.app.view import Reading, View
 from binade.data.catalog import Catalog
+from binade.data.filter import FIELDS, Filter
 from binade.data.sandbox import MEMORY, ROWS, SECONDS, QueryError
 from binade.data.text import csv_table
 
@@ -66,7 +70,7 @@ def show(opened: Catalog, view: View, reading: Reading) -> None:
     linked = not {"tensor_id", "run_id"}.isdisjoint(answer.rows)
     event: Any = st.dataframe(
         answer.rows, key=f"answer_{hash(sql)}", hide_index=True, placeholder="", selection_mode="single-row",
-        on_select="rerun" if linked else "ignore",
+        on_select="rerun" if linked else "ignore", column_config=_digits(answer.rows),
     )  # fmt: skip
     with st.container(horizontal=True, vertical_alignment="center"):
         st.download_button("Save as CSV", lambda: csv_table(answer.rows, sql), "binade-query.csv", on_click="ignore")
@@ -75,15 +79,36 @@ def show(opened: Catalog, view: View, reading: Reading) -> None:
     _chart(answer.rows, reading.values, f"{sql}{more}")
 
 
+def _digits(rows: pd.DataFrame) -> dict[str, Any]:
+    """Five digits for columns of fractions: without a format, Streamlit shows 1.99e-10 as 0.0000000002."""
+    found: dict[str, Any] = {}
+    for name in map(str, rows.select_dtypes("float")):
+        known = rows[name].abs().replace(math.inf, math.nan).dropna()
+        if (known % 1).any():
+            found[name] = st.column_config.NumberColumn(format="%.5g" if known.max() < 1e5 else "%.4e")
+    return found
+
+
 def _links(opened: Catalog, row: pd.Series) -> None:
-    """Links to the tensor and to the run of a row."""
+    """Links to the tensor of a row, and to its cell of the Map or to the Map of its run."""
     tensor, run = (str(row.get(name, "")) for name in ("tensor_id", "run_id"))
-    if len(opened.rows_of([tensor])):
+    at = View("map").changed(run_id=run)
+    if len(rows := opened.rows_of([tensor])):
+        run, at = rows["run_id"].iloc[0], _in_map(opened, rows.iloc[0])
         address.link(
             View("tensor").changed(tensor=tensor), "Open tensor", ":material/search_insights:", width="content"
         )
     if run in set(opened.runs()["run_id"]):
-        address.link(View("map").changed(run_id=run), "Open in the Map", ":material/grid_on:", width="content")
+        address.link(at, "Open in the Map", ":material/grid_on:", width="content")
+
+
+def _in_map(opened: Catalog, tensor: pd.Series) -> View:
+    """The Map of a tensor's run and iteration; at its cell, if it is an operand."""
+    same = {name: tensor[name] for name in FIELDS if name in tensor and pd.notna(tensor[name])}
+    at = View("map").changed(run_id=same["run_id"], iteration=same.get("iteration"))
+    cells = compute.cells(opened, Filter(**{n: (v,) for n, v in same.items()}), "", "absmax", LAYER)
+    rows = compute.rows_of(cells)  # a weight is an operand of two GEMMs: the first
+    return at.changed(cell=f"{rows[0].key}/{same[LAYER]}") if rows else at
 
 
 def _chart(rows: pd.DataFrame, values: Mapping[str, Any], source: str) -> None:

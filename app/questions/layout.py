@@ -16,7 +16,7 @@ from binade.app.bar import offer_to_clear
 from binade.app.control import Control
 from binade.app.figure import Controls, Drawn, Facts, Figure, Item, Table, Text
 from binade.app.formatting import plain
-from binade.app.params import Interval, Many, Whole
+from binade.app.params import Interval, Many, Specs, Whole
 from binade.app.questions.shared.selection import Of, select
 from binade.app.view import Reading, View
 from binade.data.catalog import Catalog
@@ -90,7 +90,11 @@ def show_control(control: Control, value: Any, **more: Any) -> None:
         return
     if isinstance(control.param, Many):
         common["placeholder"] = control.placeholder or None
-        st.multiselect(control.label, choices, filter_mode="contains", select_all=False, **common)
+        choices = list(dict.fromkeys([*choices, *value]))
+        new = isinstance(control.param, Specs)
+        st.multiselect(
+            control.label, choices, filter_mode="contains", select_all=False, accept_new_options=new, **common
+        )
         return
     common["format_func"] = lambda value: str(control.titles.get(value, value))
     if control.widget == "list":

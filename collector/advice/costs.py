@@ -130,7 +130,7 @@ def costs(catalog: Catalog, where: Filter | None = None, parts: Sequence[str] = 
         raise AdviceError(
             f"{len(bad)} predicted changes are not finite or were not recorded, such as that of layer "
             f"{int(row['layer_index'])} {row['module']} {row['tensor_name']} in {row['spec']}: a gradient is not "
-            "finite, or was not recorded; record the run again, or filter by another run (--run-id)"
+            "finite, or was not recorded; record the run again, or filter by another run"
         )
     table["change"], table["cost"], table["error"] = forward["change"], forward["cost"], forward["change_error"]
     bf16 = table.drop_duplicates(OPERAND).assign(spec=BF16, noise=0.0, error=0.0)
@@ -161,7 +161,7 @@ def _runs(catalog: Catalog, where: Filter | None) -> tuple[str, ...]:
         if len(several := sorted(map(str, chosen[name].fillna("unknown").unique()))) > 1:
             raise AdviceError(
                 f"the runs have several {name}s ({', '.join(several)}), so their predicted losses cannot be added: "
-                f"restrict the filter to one {name} or run (--{name}, --run-id)"
+                f"restrict the filter to one {name} or one run"
             )
     return tuple(chosen["run_id"])
 

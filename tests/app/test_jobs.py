@@ -80,9 +80,10 @@ class TestForm:
         jobs.add(root, ["run", "--model", str(model), "--sequence-length", "64"])
         at = visit(root, "collect", **{"from": "1"})
         assert "Size" not in [box.label for box in at.selectbox]
-        assert at.number_input(key="collect_sequence_length").max == 96
         (run,) = chosen(at)
         assert (run.model, run.size, run.shape().layers) == (str(model), "full", 5)
+        at.number_input(key="collect_sequence_length").set_value(97)
+        assert "Sequence length is 97" in words(rerun(at)) and at.button(key="launch_refused").disabled
         (model / "config.json").unlink()
         assert "has no config.json" in words(rerun(at))
 
@@ -165,6 +166,25 @@ class TestCollect:
         assert [(run.seed, run.recipe) for run in chosen(at)] == [(s, rung) for s in (1234, 1235) for rung in rungs]
         runs = chosen(press(at, "preset_ablation"))  # of several: te_nvfp4's
         assert runs[3].recipe == "te_nvfp4" and len(runs) == 3 * 7 and len({run.iterations for run in runs}) == 1
+
+    @pytest.mark.parametrize(
+        ("name", "value", "words"),
+        [
+            ("learning_rate", 50.0, "Learning rate is 50.0: it must be at least 0.0 and at most 10.0"),
+            ("layers", 99, "Layers is 99: it must be at least 1 and at most 2"),
+            ("micro_batches", 0, "Micro-batches is 0: it must be at least 1 and at most 4,096"),
+            ("seeds", 21, "Seeds is 21: it must be at least 1 and at most 20"),
+        ],
+    )
+    def test_a_number_outside_its_limits_is_not_launched(
+        self, visit: Visit, root: Path, name: str, value: float, words: str
+    ):
+        at = visit(root, "collect")
+        at.number_input(key=f"collect_{name}").set_value(value)
+        rerun(at)
+        assert [each.value.replace("\\", "") for each in at.error] == [f"{words}."]
+        assert at.button(key="launch_refused").disabled and not at.code
+        assert at.number_input(key=f"collect_{name}").value == value
 
     def test_what_cannot_run_is_named_and_not_launched(self, visit: Visit, root: Path):
         at = visit(root, "collect")

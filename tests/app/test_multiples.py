@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
 
 import numpy as np
 import pytest
+from vl_convert import vegalite_to_svg
 
 from binade.app.figure import Drawn
 from binade.app.view import View
@@ -56,3 +58,13 @@ def test_what_is_left_out_is_said(catalog: Catalog):
     names = catalog.distinct(("tensor_name",))["tensor_name"].nunique()
     assert names > 12 and found.problems == (f"Tensor: 12 of {names} are drawn.",)
     assert found.figures[0].table["rows"].nunique() == 12
+
+
+@pytest.mark.parametrize("field", ["layer_index", "iteration"])
+def test_rows_are_named_with_one_title_of_their_axis(catalog: Catalog, field: str):
+    word, values = field.removesuffix("_index"), catalog.facets()[field]
+    figure = drawn(catalog, plot="qq", rows=field).figures[0]
+    svg = vegalite_to_svg(figure.spec | {"$schema": "https://vega.github.io/schema/vega-lite/v6.json"})
+    labels = [text for text in re.findall(">([^<>]+)<", svg) if text.startswith(f"{word} ")]
+    assert labels == [f"{word} {value}" for value in sorted(values)]
+    assert svg.count(">quantile (σ)<") == 1 and svg.count('stroke-dasharray="5,4"') >= len(values)  # x = y in each

@@ -27,6 +27,8 @@ def tensors(catalog: Catalog, text: str, view: View = HOME) -> list[str]:
         ("fc2 grad L2", {"module": ["fc2"], "layer_index": [2]}, "grad"),
         ("fc2 grad_output L2", {"module": ["fc2"], "layer_index": [2]}, "grad_output"),
         ("l1 qkv weight", {"module": ["qkv"], "layer_index": [1]}, "weight"),
+        ("layer 2 fc2", {"module": ["fc2"], "layer_index": [2]}, ""),
+        ("fc2 grad layer 2", {"module": ["fc2"], "layer_index": [2]}, "grad"),
         ("grad_output layer2 proj", {"module": ["proj"], "layer_index": [2]}, "grad_output"),
     ],
 )

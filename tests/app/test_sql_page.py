@@ -10,7 +10,9 @@ import pandas as pd
 import pytest
 from vl_convert import vegalite_to_svg
 
-from binade.app.pages import sql_chart
+from binade.app.pages import sql_chart, sql_page
+from binade.data.catalog import Catalog
+from binade.data.filter import Filter
 from tests.app.test_pages import Visit, charts, words
 
 HOSTILE = ("<b>bold</b>", "a.b[0]", 'it\'s "quoted"', "\\", "datum['x']")
@@ -77,3 +79,16 @@ def test_the_page_draws_the_columns_of_its_address(visit: Visit, collected: Path
     again = visit(collected, "sql", q=sql, x="<b>", y="gone")
     assert charts(again) == 0 and "no column 'gone'" in words(again)
     assert not visit(collected, "sql", q="SELECT 'a' AS module").selectbox
+
+
+def test_an_operand_is_opened_at_its_cell_of_the_map(catalog: Catalog):
+    rows = catalog.tensors(Filter(quant_type=["mxfp4"], tensor_name=["weight", "query"]))
+    for _, row in rows.iterrows():
+        view = sql_page._in_map(catalog, row)
+        reading = view.read(catalog)
+        assert reading.where.run_id == (row["run_id"],) and reading.where.iteration == (row["iteration"],)
+        gemm, product, tensor, layer = view.params["cell"][0].split("/")
+        assert (tensor, layer) == (row["tensor_name"], str(row["layer_index"]))
+        assert gemm == "forward" and product == {"core": "QK"}.get(row["module"], row["module"])
+    result = catalog.tensors(Filter(tensor_name=["output"]), limit=1).iloc[0]
+    assert "cell" not in sql_page._in_map(catalog, result).params

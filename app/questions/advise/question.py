@@ -52,9 +52,9 @@ OPERANDS = {
     "gemm": Column("GEMM", width=80),
     "spec": Column("Format", width=220),
     "width": Column("Bits per value", "%.2f", 105),
-    "change": Column("Predicted (nats)", "%+.1e", 120, help="Predicted change in the loss; forward operands only"),
+    "change": Column("Predicted (nats)", "%.2g", 120, help="Predicted change in the loss; forward operands only"),
     "saved": Column(
-        "Saved", "%.1e", 90,
+        "Saved", "%.2g", 90,
         help="How much the loss, or the noise ‖e‖² / ‖x‖² of a backward operand, would grow in the narrowest format",
     ),
 }  # fmt: skip

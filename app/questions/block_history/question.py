@@ -38,22 +38,25 @@ def draw(board: Board, values: dict[str, Any]) -> Drawn:
             )
         )
     what = BLOCK_MEASURES[measure]
+    definition = f"{what.label}: {what.definition}."
     axis = f"{what.label} ({what.unit})" if what.unit else what.label
     by, word = (compute.ITERATION, "iteration") if table["iteration"].nunique() > 1 else (compute.LAYER, "layer")
     blocks = int(table["count"].sum())
-    caption = f"{source(board.where, f'{blocks:,} blocks in {board.format}')}\n{what.label}: {what.definition}."
+    words = f"{source(board.where, f'{blocks:,} blocks in {board.format}')}\n"
+    caption = f"{words}{definition}"
     shares = compute.shares(table, by)
     subtitle, last = f"{blocks:,} blocks, by {word} · {board.scope}", what.bins[1] - 1
     if measure == "sqnr_db" and (lossless := table.loc[table["bin"] == last, "count"].sum()):
-        subtitle += f"; not drawn: {100 * lossless / blocks:.2g}% without error"
-        shares = shares[shares["low"] < last * what.width]
+        high = last * what.width
+        subtitle += f"; not drawn: {100 * lossless / blocks:.2g}% without error or above {high:g} dB"
+        shares, definition = shares[shares["low"] < high], f"{definition.partition(';')[0]}."
     items: list[Figure | Table] = [
         Figure(
             "block_distribution",
             charts.distribution(shares, by, word, axis, f"{axis} in {board.format}", subtitle),
             shares,
-            caption,
-            note=f"{what.label}: {what.definition}.",
+            f"{words}{definition}",
+            note=definition,
             height=400,
         )
     ]

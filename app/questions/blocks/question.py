@@ -16,7 +16,7 @@ from binade.app.questions.shared.rounded import Subject, about_format
 from binade.app.questions.shared.selection import Of, SelectedTensor
 from binade.app.style import MEASURES, power_of_two
 from binade.data.evidence import Sentence, exact, say, spread_of, together
-from binade.data.text import short
+from binade.data.text import counted, short
 from binade.quant.metrics import METRICS
 
 METRIC_TITLES = {
@@ -81,7 +81,7 @@ def draw(selected: SelectedTensor, values: dict[str, Any]) -> Drawn:
         problem = f"There is no block {number:,}: the last is {last:,}."
         return replace(whole, items=tuple(items), problems=(*whole.problems, problem))
     figure = block_figure(selected, found, number)
-    title = f"The {len(figure.table)} values of block {number:,}, with codes and errors"
+    title = f"The {counted(len(figure.table), 'value')} of block {number:,}, with codes and errors"
     table = Table("block values", figure.table, VALUE_COLUMNS, title, height=320, foldable=True)
     return replace(whole, items=(*items, figure, table))
 

@@ -16,7 +16,7 @@ from binade.app.questions.shared import board_charts, layer_chart
 from binade.app.questions.shared.event_marks import with_events
 from binade.app.questions.shared.selection import Selection
 from binade.app.style import MEASURES
-from binade.data.evidence import Estimate, Sentence, each_of, exact, extreme, say, spread_of, together
+from binade.data.evidence import Estimate, Sentence, exact, extreme, say, spread_of, together
 from binade.data.tensor_kinds import label_of
 
 NOTHING = (
@@ -93,13 +93,14 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
     chosen = values.get("hot_in") if values.get("hot_in") in names else next(iter(names))
     history = compute.channel_history(found, names[chosen])
     k = round(found.hot.loc[found.hot["place"] == names[chosen], "hot_channels"].map(len).median())
-    shown = f"the {history['channel'].nunique()} that are hot most often; {k} are hot at a time"
+    count = history["channel"].nunique()
+    shown = f"the {count} that are hot most often; {k} are hot at a time"
     map_ = Figure(
         "hot_channels",
         charts.history(history, f"Hot channels of {names[chosen]}", shown),
         history,
         caption,
-        height=400,
+        height=max(400, 130 + 18 * count),  # a line for each label
         group="iterations",
     )
     control = Controls((replace(HOT, options=list(names), titles=names),))
@@ -121,7 +122,7 @@ def _verdict(found: compute.Persistence) -> Sentence:
     )  # fmt: skip
     by_name = [(label_of(str(name)), over(part)) for name, part in places.groupby("tensor_name")]
     if len(by_name) > 1:
-        text = together(text, each_of(by_name, "By tensor"))
+        text = together(text, extreme(by_name, "Jaccard index by tensor", lowest=True))
     hot = places[places["hot_ratio"] >= compute.OUTLIER]
     if hot.empty:
         none = say(

@@ -15,6 +15,7 @@ from binade.app.questions.shared.rounded import about_format
 from binade.app.questions.shared.selection import Of, SelectedTensor
 from binade.app.report.section import ReportSelection, Section
 from binade.data.evidence import SHARE, Measure, exact, say, together
+from binade.data.text import counted
 from binade.quant.blocks import DENORMAL, ZERO
 from binade.quant.metrics import METRICS
 
@@ -43,11 +44,11 @@ def draw(selected: SelectedTensor, values: dict[str, Any]) -> Drawn:
         f"{selected.source(found.note or 'exact')}\n{about_format(selected.spec)}. "
         f"{METRICS['code_entropy_bits'].label}: {METRICS['code_entropy_bits'].definition}."
     )
-    counted = f"{int(table['count'].sum()):,} values" + (f" · {found.note}" if found.note else "")
+    number = counted(int(table["count"].sum()), "value") + (f" · {found.note}" if found.note else "")
     note = f"{about_format(selected.spec)}. Codes that never occur have no bar."
     bars = Figure(
         "codes",
-        charts.codes(table, selected.spec, counted),
+        charts.codes(table, selected.spec, number),
         table,
         caption,
         note=note,
@@ -56,7 +57,7 @@ def draw(selected: SelectedTensor, values: dict[str, Any]) -> Drawn:
         width=3,
     )
     tiers = compute.tiers(table, flushed)
-    chart = charts.tiers(tiers, f"{counted} · codes used, of all codes")
+    chart = charts.tiers(tiers, f"{number} · codes used, of all codes")
     parts = Figure("tiers", chart, tiers, caption, height=120 + 40 * len(tiers), group="codes", width=2)
     return Drawn((bars, parts), verdict)
 

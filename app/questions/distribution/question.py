@@ -49,10 +49,10 @@ COLUMNS = {
     ),
     "flush_to_zero": Column(width=105, help="The median over the operands that were quantized"),
     "saturated": Column(width=110, help="The median over the operands that were quantized"),
-    "mean": Column("Mean", "%.3g", 85, help="Of all values of the group together"),
-    "std": Column("Std", "%.3g", 80, help="Of all values of the group together"),
-    "min": Column("Min", "%.3g", 80),
-    "max": Column("Max", "%.3g", 80),
+    "mean": Column("Mean", "%.3g", 100, help="Of all values of the group together"),
+    "std": Column("Std", "%.3g", 100, help="Of all values of the group together"),
+    "min": Column("Min", "%.3g", 100),
+    "max": Column("Max", "%.3g", 100),
     "absmin": Column("Smallest |x| > 0", "%.2e", 125),
     "zeros": Column("Zeros", "localized", 95),
     "nans": Column("NaN", "localized", 55),
@@ -94,7 +94,8 @@ class Groups:
 
     @property
     def subtitle(self) -> str:
-        return f"{big(sum(d.total for d in self.found))} values · {self.text}"
+        total = sum(d.total for d in self.found)
+        return f"{big(total)} value{'s' * (total != 1)} · {self.text}"
 
 
 def _controls(selection: Selection, values: dict[str, Any]) -> list[Control]:

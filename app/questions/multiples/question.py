@@ -16,6 +16,7 @@ from binade.app.figure import Drawn, Figure, source
 from binade.app.formatting import evenly
 from binade.app.params import TITLES, One
 from binade.app.questions.question import Question, not_in_report
+from binade.app.questions.shared import distribution_charts
 from binade.app.questions.shared.distributions import Distribution, log2_histogram
 from binade.app.questions.shared.labels import group_name
 from binade.app.questions.shared.laws import qq
@@ -110,6 +111,11 @@ def _text(value: Any, field: str, labels: dict[str, str]) -> Any:
     return group_name(value, labels if field == "run_id" else None)
 
 
+def _order(value: Any) -> tuple[bool, Any]:
+    """Numbers, then the word for none."""
+    return isinstance(value, str), value
+
+
 def multiples(
     table: pd.DataFrame,
     by: dict[str, str],
@@ -117,9 +123,13 @@ def multiples(
     columns: int,
     title: alt.TitleParams,
     looks: style.Looks | None = None,
-) -> alt.FacetChart:
+) -> alt.FacetChart | alt.LayerChart:
     groups = sorted({str(value) for value in table["color"]})
-    table = table.assign(color=table["color"].astype(str))
+    names = {
+        place: {value: f"{TITLES[by[place]].lower()} {value}" for value in sorted(table[place].unique(), key=_order)}
+        for place in ("rows", "columns") if by.get(place) in INTEGER_FIELDS
+    }  # fmt: skip
+    table = table.assign(color=table["color"].astype(str), **{p: table[p].map(found) for p, found in names.items()})
     by_color = TITLES[by["color"]].lower() if "color" in by else ""
     legend = style.legend(groups, by_color, line=True, place="top")
     colors, dashes = style.styles(groups, by_color, looks)
@@ -136,26 +146,36 @@ def multiples(
         alt.Tooltip(x[0], title=x[1], format=".3~f"),
         alt.Tooltip(y[0], title=y[1], format=".3~f" if plot == "qq" else ".3~p"),
     ]  # fmt: skip
-    line = (
-        alt.Chart(table)
+    places = {
+        "x": alt.X(x[0], title=x[1], axis=axis, scale=alt.Scale(nice=False, zero=False)),
+        "y": alt.Y(y[0], title=None if "rows" in by else y[1], axis=number),  # once for all rows
+    }
+    lines = (
+        alt.Chart()
         .mark_line(interpolate="linear" if plot == "qq" else "step-after", strokeWidth=1.4, clip=True)
         .encode(
-            x=alt.X(x[0], title=x[1], axis=axis, scale=alt.Scale(nice=False, zero=False)),
-            y=alt.Y(y[0], title=y[1], axis=number), color=color, tooltip=tooltip,
+            **places, color=color, tooltip=tooltip,
             strokeDash=alt.StrokeDash("color:N", scale=strokes, legend=legend),
         )
-        .properties(width=max(90, WIDE // columns - 40), height=HIGH)
     )  # fmt: skip
+    ends = [float(end(table["theoretical"])) for end in (min, max)] if plot == "qq" else []
+    equal = alt.Chart(pd.DataFrame({"theoretical": ends, "sample": ends}))
+    layers = [equal.mark_line(**distribution_charts.EQUAL, clip=True).encode(**places)] if ends else []
+    panel = alt.layer(*layers, lines, data=table).properties(width=max(90, WIDE // columns - 40), height=HIGH)
 
     def facet(place: str) -> dict[str, Any]:
-        header = alt.Header(title=None, labelFontSize=12, labelFontWeight="bold", labelOrient="left", labelAngle=0)
-        if place == "columns":
-            header = alt.Header(title=None, labelFontSize=12, labelFontWeight="bold")
+        look: dict[str, Any] = {"title": None, "labelFontSize": 12, "labelFontWeight": "bold"}
+        if place == "rows":
+            look |= {"title": y[1], "titleFontWeight": "normal", "labelOrient": "left", "labelAngle": 0}
+        header = alt.Header(**look)
         kind = {"rows": alt.Row, "columns": alt.Column}[place]
-        return {place.removesuffix("s"): kind(f"{place}:O", header=header)} if place in by else {}
+        sort = list(names[place].values()) if place in names else "ascending"
+        return {place.removesuffix("s"): kind(f"{place}:O", header=header, sort=sort)} if place in by else {}
 
     given = facet("rows") | facet("columns")
-    result: alt.FacetChart = line.facet(**given, spacing={"row": 18, "column": 10}) if given else line
+    result: alt.FacetChart | alt.LayerChart = (
+        panel.facet(**given, spacing={"row": 18, "column": 10}) if given else panel
+    )
     return result.properties(title=title)
 
 

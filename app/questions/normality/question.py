@@ -21,6 +21,7 @@ from binade.data.catalog import CatalogError
 from binade.data.evidence import SHARE, Measure, Sentence, exact, leaders, listed, say, together, with_error
 from binade.data.filter import Filter
 from binade.data.store import TensorFileError
+from binade.data.text import counted
 from binade.quant import sketch
 from binade.quant.metrics import METRICS
 
@@ -80,7 +81,9 @@ def _against_law(selected: SelectedTensor, own: Distribution, law: str, precisio
     if law == "student_t":
         note += f" ν is chosen so that the plot is straightest over {laws.FIT_POINTS} quantiles, 0.25% to 99.75%."
     caption = f"{selected.source(precision)}\nQuantiles against a {TITLES[law]}. {note}"
-    chart = distribution_charts.qq(points, f"{precision} · {own.total:,} values · {selected.label}", "tensor", law=law)
+    chart = distribution_charts.qq(
+        points, f"{precision} · {counted(own.total, 'value')} · {selected.label}", "tensor", law=law
+    )
     figure = Figure("qq", chart, points, caption, note=note, height=420, group="law")
     title = "**Fit of each distribution**"
     note = "KS: the largest difference between the two cumulative distributions; 0: identical, 1: no overlap."

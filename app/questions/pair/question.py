@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -171,7 +172,8 @@ def _change(row: pd.Series) -> str:
     """The second value minus the first; of quantities without a unit, their ratio."""
     measure = MEASURES[row["name"]]
     if not measure.unit:
-        return f"× {short(row['b'] / row['a'], 3)}" if row["a"] else "–"
+        ratio = row["b"] / row["a"] if row["a"] else math.nan
+        return "–" if math.isnan(ratio) else f"× {short(ratio, 3)}"
     return replace(measure, signed=True, low_is_bad=False).text(row["b"] - row["a"])
 
 

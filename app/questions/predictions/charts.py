@@ -19,7 +19,7 @@ def against(table: pd.DataFrame, column: str, subtitle: str) -> alt.LayerChart |
     line = pd.DataFrame({"x": [low, high], "y": [low, high]})
     diagonal = alt.Chart(line).mark_line(color=style.GREY, strokeDash=[4, 3], strokeWidth=1).encode(x="x:Q", y="y:Q")
     x = alt.X("predicted:Q", title="predicted loss change (nats)", scale=alt.Scale(nice=False, padding=20))
-    title = "measured gap (nats)"
+    title = f"{'mean' if column == 'gap' else 'first'} gap (nats)"
     y = alt.Y(f"{column}:Q", title=title)
     layers: list[Any] = [diagonal]
     if column == "gap":
@@ -41,4 +41,6 @@ def against(table: pd.DataFrame, column: str, subtitle: str) -> alt.LayerChart |
         x=x, y=y, text="name:N"
     )
     layers.append(names.mark_text(**style.NAME))
-    return alt.layer(*layers).properties(title=style.title("Predicted and measured", subtitle))
+    return alt.layer(*layers).properties(
+        title=style.title(f"Predicted change and {title.partition(' (')[0]}", subtitle)
+    )

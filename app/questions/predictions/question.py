@@ -14,6 +14,7 @@ from binade.app.questions.shared.runs import same_model
 from binade.app.questions.shared.selection import Selection
 from binade.collector.advice.costs import AdviceError
 from binade.data import evidence
+from binade.data.text import counted
 
 NOTHING = (
     "There is nothing to compare: this needs runs of recipes whose formats were all scored, and a bf16 run on the "
@@ -44,7 +45,8 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
     table, left = compute.measured(opened, found)
     if table.empty:
         return Drawn(problems=(NOTHING,))
-    words = f"{source(where, f'{len(table)} recipes, predicted from {len(found.runs)} runs')}\n{CAPTION}"
+    what = f"{counted(len(table), 'recipe')}, predicted from {counted(len(found.runs), 'run')}"
+    words = f"{source(where, what)}\n{CAPTION}"
     figures = [
         Figure(f"predictions_{name}", charts.against(table, name, title), table, words, height=400, group="predictions")
         for name, title in charts.GAPS.items()

@@ -44,6 +44,7 @@ from binade.data.filter import Filter
 from binade.data.gradients import COMPARED, GRADIENTS, gradient_errors, gradient_summary
 from binade.data.same_data import pairs_on_same_data
 from binade.data.tensor_kinds import label_of
+from binade.data.text import counted
 from binade.quant.formats import FORMATS
 
 NOTE = (
@@ -223,7 +224,7 @@ def cost(opened: Catalog, where: Filter, table: pd.DataFrame, base: str = BASE) 
     recipes = compute.by_recipe(costs)
     latest = recipes[: style.MAX_GROUPS]
     against = "their bf16 runs" if base == BASE else base
-    first = source(where, f"{len(costs)} runs and {against}, from loss.jsonl")
+    first = source(where, f"{counted(len(costs), 'run')} and {against}, from loss.jsonl")
     caption = f"{first}\nGap: the run’s loss minus that of {base} at the same iteration, in nats per token."
     part = f"the {len(latest)} recipes with the largest gaps of {len(recipes)} · " if len(recipes) > len(latest) else ""
     bars = pd.DataFrame(
@@ -355,7 +356,9 @@ def ladder(
     rungs = rungs.merge(errors, on="recipe", how="left").merge(_sqnr(opened, runs), on="recipe", how="left")
     columns = {key: column for key, column in RUNGS.items() if key in rungs and rungs[key].notna().any()}
     seeds = runs.dropna(subset="gap").merge(rungs[["recipe", "rung"]], on="recipe")[["rung", "seed", "gap"]]
-    what = f"{len(runs)} runs of {runs['seed'].nunique()} seeds and their bf16 runs, from loss.jsonl"
+    what = (
+        f"{counted(len(runs), 'run')} of {counted(runs['seed'].nunique(), 'seed')} and their bf16 runs, from loss.jsonl"
+    )
     caption = (
         f"{source(where, what)}\nGap: the run’s loss minus the loss of the bf16 run of the same seed at the same "
         f"iteration, mean over the iterations, in nats per token.\n{JUDGED}"

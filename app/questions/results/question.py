@@ -34,7 +34,7 @@ COLUMNS = {
     "gemm": Column("GEMM", width=90),
     "result_db": Column("SQNR of the result", "%.1f"),
     "operands_db": Column("Predicted from the operands", "%.1f"),
-    "gain_db": Column("Difference", "%+.1f", help="Above 0: the result has less error than predicted"),
+    "gain_db": Column("Difference", "%.1f", help="Above 0: the result has less error than predicted"),
     "results": Column("Results", "localized", 90),
 }
 

@@ -21,6 +21,7 @@ from binade.app.questions.shared.runs import run_looks, some_runs
 from binade.app.questions.shared.selection import Selection
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
+from binade.data.text import counted
 
 SMOOTH = Control(
     name="smooth", label="Mean over", param=One(("1", "5", "25")), row="loss",
@@ -64,7 +65,8 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
     half = smooth // 2
     mean = f"Mean: of {smooth} iterations: one, the {half} before and the {half} after it; fewer at both ends."
     drawn = " ".join(filter(None, (thinned_note(step), mean * (smooth > 1), "Warm-up is hidden." * hidden)))
-    words = f"Data: {len(latest)} runs, from their loss.jsonl. Loss: cross entropy in nats per token. {drawn}".strip()
+    data = f"Data: {counted(len(latest), 'run')}, from loss.jsonl"
+    words = f"{data}. Loss: cross entropy in nats per token. {drawn}".strip()
     events = events_of({labels[run_id]: opened.root / run_id for run_id in found})
     chart = loss_chart.losses(table, run_looks(latest), events, smooth)
     figure = Figure("losses", chart, table, words, note=drawn, height=height)

@@ -76,6 +76,7 @@ def explained(subtitle: str | list[str], table: pd.DataFrame) -> str | list[str]
     return [*([subtitle] if isinstance(subtitle, str) else subtitle), dense]
 
 
+EQUAL: dict[str, Any] = {"strokeDash": [5, 4], "color": style.GREY, "strokeWidth": 1.5}  # the line of equal quantiles
 LAW_TITLES = {"normal": "normal", "laplace": "Laplace", "student_t": "Student’s t", "uniform": "uniform"}
 LAW_SCALES = {"normal": "σ", "laplace": "scale b", "student_t": "scale", "uniform": "half width"}
 
@@ -114,9 +115,7 @@ def _qq(
     on_line = np.linspace(ends[0], ends[1], 20)
     x, y = (np.append(table[name].to_numpy(float), on_line) for name in ("theoretical", "sample"))
     place = style.free_place(x, y, groups)
-    line = alt.Chart(pd.DataFrame({"x": ends, "y": ends})).mark_line(
-        strokeDash=[5, 4], color=style.GREY, strokeWidth=1.5
-    )
+    line = alt.Chart(pd.DataFrame({"x": ends, "y": ends})).mark_line(**EQUAL)
     tooltip = [
         alt.Tooltip("theoretical:Q", title=titles[2], format=".4~g"),
         alt.Tooltip("sample:Q", title=titles[3], format=".4~g"),

@@ -15,7 +15,7 @@ from binade.app import style
 from binade.app.control import Control
 from binade.app.figure import Column, Drawn, Figure, Item, Table, Text, source
 from binade.app.formatting import bytes_text
-from binade.app.params import Many, One
+from binade.app.params import One, Specs
 from binade.app.questions.question import Question, not_in_report
 from binade.app.questions.shared import distribution_charts, format_charts
 from binade.app.questions.shared.distributions import Distribution, log2_histogram
@@ -53,8 +53,9 @@ HINTS = {
 TITLES = {"rounding": {Rounding.STOCHASTIC: "stochastic (biased in plain nvfp4, which clips)"}}
 CONTROLS = (
     Control(
-        name="formats", label="Formats", param=Many(tuple(FORMATS), ("mxfp8", "mxfp4", "nvfp4", "hifp8")),
+        name="formats", label="Formats", param=Specs(tuple(FORMATS), ("mxfp8", "mxfp4", "nvfp4", "hifp8")),
         placeholder="choose formats",
+        help="Type a format with its options, such as mxfp4(block=16), to add it",
     ),
     *(
         Control(
