@@ -7,26 +7,21 @@ from typing import Any, NoReturn
 
 import streamlit as st
 
+from binade.app.pages.registry import PAGES
 from binade.app.view import SCOPE, View
 from binade.data.filter import FIELDS, Filter
 
 VIEW = "shown_view"  # the view that the page shows, in the session's state
 SESSION = "session"  # the id of the open session: in the address, and in the session's state
 LAST = "last_views"  # the last view of each page and of each part
+GO = "to"  # in an address on the way to another page, which history.js replaces: the name of that page
 
 
 def current(page: str) -> View:
-    """The view of the address. A page that is opened without parameters, as from the navigation, shows the part that it
-    showed last, with the filter and scope of the page before."""
-    query, before = _query(), shown()
-    if before is None or before.page == page:
-        return View(page, query)
-    stale = query == before.to_query()  # what the browser sends when a user goes back to another page
-    return opened(before, page) if stale or not query else View(page, query)
-
-
-def _query() -> dict[str, list[str]]:
-    return {name: st.query_params.get_all(name) for name in st.query_params if name != SESSION}
+    """The view of the address. On the way to another page, whose parameters it has, the page as it was shown last."""
+    if st.query_params.get(GO, page) != page:
+        return opened(shown() or View(page), page)
+    return View(page, {name: st.query_params.get_all(name) for name in st.query_params if name not in (SESSION, GO)})
 
 
 def _address(view: View) -> dict[str, list[str]]:
@@ -49,7 +44,8 @@ def write(view: View) -> None:
     """Show this view from now on: in the address bar and in the session's state."""
     state = st.session_state
     state[VIEW] = view
-    state[LAST] = state.get(LAST, {}) | {(view.page, ""): view, (view.page, view.part): view}
+    if view.part in PAGES[view.page].parts:
+        state[LAST] = state.get(LAST, {}) | {(view.page, ""): view, (view.page, view.part): view}
     query = _address(view)
     if {name: st.query_params.get_all(name) for name in st.query_params} != query:
         st.query_params.from_dict(query)
@@ -77,10 +73,11 @@ def narrow(where: Filter) -> None:
 
 def go(view: View) -> NoReturn:
     """Open a view."""
-    st.switch_page(st.session_state["pages"][view.page], query_params=_address(view))
+    st.switch_page(st.session_state["pages"][view.page], query_params=_address(view) | {GO: view.page})
 
 
 def link(view: View, label: str, icon: str | None = None, help: str | None = None, **options: Any) -> None:
-    """A link to a view."""
-    page = st.session_state["pages"][view.page]
-    st.page_link(page, label=label, icon=icon, help=help, query_params=_address(view), **options)
+    """A link to a view. Within a page it is marked as well: Streamlit shows the address only if the app changes it."""
+    page, now = st.session_state["pages"][view.page], shown()
+    query = _address(view) | ({GO: view.page} if now and now.page == view.page else {})
+    st.page_link(page, label=label, icon=icon, help=help, query_params=query, **options)

@@ -14,7 +14,7 @@ import streamlit as st
 from binade.app import address, saved_filters
 from binade.app.formatting import plain
 from binade.app.glossary import TERMS
-from binade.app.params import TITLES
+from binade.app.params import TITLES, AnySpec
 from binade.app.questions.map.compute import METRICS
 from binade.app.questions.shared.labels import group_name
 from binade.app.questions.shared.runs import every_run, given_names, labels_of, run_titles
@@ -77,7 +77,9 @@ def _is_of_one(reading: Reading) -> bool:
 
 def _choose(name: str, widget: str = "") -> None:
     value = st.session_state[key(widget or name)]
-    if value != SEVERAL:
+    if name == "format" and value and AnySpec().value_of(value) is None:
+        st.toast(plain(f"There is no format {value[:40]!r}."), icon=":material/error:")
+    elif value != SEVERAL:
         address.change(**{name: value})
 
 

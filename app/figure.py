@@ -377,9 +377,9 @@ def _records(table: pa.Table) -> list[dict[str, Any]]:
     return rows
 
 
-def source(where: Filter, what: str) -> str:
-    """The first line of a caption: what the data are, and the filter that selected them."""
-    return f"Data: {what}. Filter: {where.sentence()}."
+def source(where: Filter | None, what: str) -> str:
+    """The first line of a caption: what the data are, and the filter that selected them, if any did."""
+    return f"Data: {what}." + (f" Filter: {where.sentence()}." if where is not None else "")
 
 
 def grid(values: np.ndarray) -> pd.DataFrame:

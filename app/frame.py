@@ -41,6 +41,7 @@ def old_page(name: str) -> Callable[[], None]:
 
 def _show(name: str) -> None:
     page, view = PAGES[name], address.current(name)
+    st.session_state[address.VIEW] = view  # of the header, also if the part is refused
     part = page.parts.get(view.part)
     st.title(page.title if part is None else f"{page.title} › {part.title}", anchor=False)
     if part is None:
@@ -59,14 +60,16 @@ def _show(name: str) -> None:
     view = view.short(opened)
     address.write(view)
     explain_refused(opened)
-    if not part.empty and not opened.totals().tensors:
+    recorded = bool(opened.totals().tensors)
+    if not part.empty and not recorded:
+        _parts(name, view)
         explain_empty(opened)
         tell(opened)
         redraw_on_change(opened, shows, before, start)
         return
     reading = view.read(opened)
     if part.question:
-        found = bar(opened, view, reading)
+        found = recorded and bar(opened, view, reading)
         _parts(name, view)
         if reading.gone:
             _explain_gone(view, reading.problems)

@@ -192,11 +192,18 @@ def path_of(root: Path, name: str) -> Path:
     path = folder(root) / f"{name}.toml"
     if names(str(path)) != (str(path),):
         raise RecipeError(f"{root} has a comma in its name, and commas separate recipes: use a root without one")
+    if is_recipe(name):
+        raise RecipeError(f"{name} is already the name of a built-in recipe: choose another name")
+    return path
+
+
+def is_recipe(name: str) -> bool:
+    """Whether a name is that of a built-in recipe or of a format."""
     try:
         parse_recipe(name)
     except REFUSED:
-        return path
-    raise RecipeError(f"{name} is already the name of a built-in recipe: choose another name")
+        return False
+    return True
 
 
 def save(path: Path, recipe: Recipe, *, replace: bool = False) -> None:

@@ -8,6 +8,7 @@ import pandas as pd
 import streamlit as st
 
 from binade.app import address
+from binade.app.bar import offer_to_clear
 from binade.app.formatting import plain
 from binade.app.pages.tensor_notes import show_notes
 from binade.app.questions import layout
@@ -33,6 +34,10 @@ def show(opened: Catalog, view: View, reading: Reading) -> None:
             if question.note:
                 st.caption(plain(question.note))
             layout.show_question(opened, view, reading)
+    if opened.moments(where, "tensor_id", [tensor_id]).empty:  # the address names it
+        with st.container(horizontal=True):
+            st.button("Show the worst tensor of the filter", on_click=address.change, kwargs={"tensor": None})
+            offer_to_clear()
     if pd.isna(row["path"]):
         address.link(view.at("compare", "explore", tensor=tensor_id), "Show its distribution", ":material/query_stats:")
 

@@ -33,7 +33,8 @@ def selected(opened: Catalog, where: Filter) -> pd.DataFrame:
 
 def section(opened: Catalog, runs: pd.DataFrame) -> Section:
     """Some rows of `Catalog.runs` as a table, with their configurations and commands."""
-    table = runs[list(COLUMNS)].assign(started=runs["started"].dt.strftime("%Y-%m-%d %H:%M:%S UTC"))
+    columns = [*COLUMNS, *[name for name in ("shown",) if name in runs]]
+    table = runs[columns].assign(started=runs["started"].dt.strftime("%Y-%m-%d %H:%M:%S UTC"))
     texts = []
     for row in runs.head(MAX_CONFIGS).itertuples():
         config = json.loads(str(row.config))

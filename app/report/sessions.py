@@ -12,7 +12,7 @@ import pandas as pd
 from binade.app.figure import Drawn, Figure
 from binade.app.report import runs as run_tables
 from binade.app.report.section import Section, Table
-from binade.app.sessions.pins import draw, missing_runs
+from binade.app.sessions.pins import draw, missing_runs, views_of
 from binade.app.sessions.session import Pin, Session
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
@@ -72,9 +72,19 @@ def _view(opened: Catalog, session: Session) -> Section:
     return Section("view", "The view", drawn.figures, tables, text, drawn.verdict, drawn.problems)
 
 
-def _runs(opened: Catalog, session: Session) -> Section:
+def runs_of(opened: Catalog, session: Session) -> pd.DataFrame:
+    """The rows of `Catalog.runs` of the session's runs, with the column shown: "selected" if its view or a pin selects
+    or names the run, "baseline only" if others are compared with it."""
     runs = opened.runs()
-    section = run_tables.section(opened, runs[runs["run_id"].isin({run.run_id for run in session.runs})])
+    runs = runs[runs["run_id"].isin(session.run_ids)]
+    selected: set[str] = set()
+    for view in views_of(session):
+        selected.update(run_tables.selected(opened, view.read(opened).where)["run_id"], view.named_runs(opened))
+    return runs.assign(shown=runs["run_id"].isin(selected).map({True: "selected", False: "baseline only"}))
+
+
+def _runs(opened: Catalog, session: Session) -> Section:
+    section = run_tables.section(opened, runs_of(opened, session))
     hashes = pd.DataFrame([{"run_id": run.run_id, "SHA-256 when saved": run.hash} for run in session.runs])
     tables = [*section.tables, *([Table("fingerprints", "Fingerprints", hashes)] if len(hashes) else [])]
     return replace(section, tables=tables, problems=[*missing_runs(opened.root, session), *section.problems])

@@ -332,10 +332,15 @@ def _top(opened: Catalog, where: Filter, session: Session | None) -> dict[str, o
             ("Values", big(totals.elements)),
             ("With values on disk", f"{totals.with_values:,}"),
             ("Size", bytes_text(totals.nbytes)),
-            ("Runs", f"{totals.runs:,}"),
+            ("Runs", _count_runs(opened, session) if session else f"{totals.runs:,}"),
         ),
         "notes": notes.to_html(session.notes) if session else "",
     }
+
+
+def _count_runs(opened: Catalog, session: Session) -> str:
+    shown = sessions.runs_of(opened, session)["shown"].value_counts()
+    return " + ".join(f"{count:,} {kind}" for kind, count in shown.items())
 
 
 def _manifest(opened: Catalog, request: Request, files: list[str]) -> str:

@@ -7,6 +7,7 @@ or a closed tab loses nothing.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from html import escape
 from typing import Any, NoReturn
 
 import streamlit as st
@@ -195,16 +196,19 @@ def show(view: View) -> NoReturn:
 
 def follow_link() -> None:
     """Open the session that the address names. If the address has other parameters, its view stays; else the session
-    itself is shown, with its pins and notes. If there is no such session, a notice says so above the page."""
+    itself is shown, with its pins and notes. If there is no such session, a notice says so above the page. Where the
+    browser goes back to an address, the view stays, and a session that was deleted is left out."""
     session_id, draft = st.query_params.get(address.SESSION), current()
     if session_id is None or (draft and draft.session.id == session_id):
         return
-    alone = len(st.query_params) == 1
+    entered = not address.shown()
+    alone = entered and len(st.query_params) == 1
     try:
         version = storage.load(resolve_root(), session_id)
     except SessionError as error:
         del st.query_params[address.SESSION]
-        notify(f"This link cannot be opened. {error}")
+        if entered:
+            notify(f"This link cannot be opened. {error}")
         return
     open_version(version)
     if alone:
@@ -226,9 +230,9 @@ def panel() -> None:
     view, draft = shown_view(), current()
     if draft:
         count = len(draft.session.pins)
-        text = f"**{plain(draft.session.name)}** · {count} pin{'s' * (count != 1)} · {draft.state}"
-        st.caption(text, width="content")
-    if view is None:
+        name, state = escape(draft.session.name), f"{count} pin{'s' * (count != 1)} · {draft.state}"
+        st.html(f'<div class="session" title="{name} · {state}"><b>{name}</b> · {state}</div>', width="content")
+    if view is None or not catalog().totals().tensors:
         return
     if why := reason():
         st.button("Save", disabled=True, help=plain(f"Not possible: {why}"))

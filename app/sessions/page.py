@@ -55,7 +55,7 @@ def _saved(opened: Catalog) -> None:
         st.info("No saved sessions yet.", icon=":material/bookmarks:")
         st.markdown(
             "A session saves what you are looking at: the page with its filter and settings, the charts you pin, and "
-            "your notes. Pin a chart with **Pin to session** in its menu (⋯), or choose **Save** above any page."
+            "your notes. Pin a chart with **Pin to session** in its menu (⋯), or **Save** above a page with charts."
         )
         return
     if len(found) > MAX_LISTED:
@@ -84,9 +84,9 @@ def _entry(opened: Catalog, version: Version) -> None:
             draft.open_version(version)
             draft.show(one.view)
         cells[1].button("Read", key=f"read_{one.id}", on_click=_read, args=(version,), width="stretch")
-        with cells[2].popover("Share", width="stretch"):
+        with cells[2].popover("Share", width="stretch", key=f"share_{one.id}"):
             share_view.show(opened, one)
-        with cells[3].popover("More", width="stretch"):
+        with cells[3].popover("More", width="stretch", key=f"more_{one.id}"):
             _more(opened, one)
 
 
@@ -123,9 +123,11 @@ def _delete(opened: Catalog, one: Session) -> None:
     except (SessionError, ReadOnlyError) as error:
         draft.notify(str(error))
         return
+    stays = ""
     if (now := draft.current()) and now.session.id == one.id:
-        draft.set_current(Draft(now.session))  # what is open stays open, unsaved
-    draft.toast(f"Deleted “{one.name}”", ":material/delete:")
+        draft.set_current(Draft(now.session) if now.saved else None)
+        stays = ". It stays open as a draft." if now.saved else ""
+    draft.toast(f"Deleted “{one.name}”{stays}", ":material/delete:")
 
 
 # The open session

@@ -250,6 +250,18 @@ class TestRuns:
         at = visit(root, "explore", run_id=[each.name for each in roots.runs_of(root)])
         assert plain(f"{TITLES['run_id']}: floor **scales** ✕") in chips(at).options
 
+    def test_a_name_that_is_another_recipes_is_refused(self, visit: Visit, collected: Path, tmp_path: Path):
+        root = roots.copy(collected, tmp_path / "runs")
+        run = next(run for run in roots.runs_of(root) if "mxfp8" in run.name)
+        at = visit(root, "runs")
+        at.selectbox("named_run").select(run.name)
+        for name, refused in (("bf16", True), ("mxfp4", True), ("linear_nvfp4", True), ("mxfp8", False)):
+            rerun(at).text_input(f"name_{run.name}").input(name)
+            next(button for button in at.button if button.label == "Save").click()
+            rerun(at)
+            assert [f"{name} is the name of a recipe" in each.value for each in at.error] == [True] * refused
+            assert (run / "notes.json").exists() == (not refused)
+
     def test_notes_that_are_damaged_do_not_hide_the_run(self, visit: Visit, collected: Path, tmp_path: Path):
         root = roots.copy(collected, tmp_path / "runs")
         for run, content in zip(roots.runs_of(root), ('{"name": 3}', "[]", "{", '{"color": "red"}'), strict=True):

@@ -62,6 +62,14 @@ def test_a_root_without_sessions_or_runs(visit: Visit, collected: Path, tmp_path
         assert "No saved sessions yet" in words(at)
         assert "No session is open" in words(turn_to(at, "open"))
         assert "nothing to compare" in words(turn_to(at, "compare"))
+    assert [each.label for each in visit(collected, "map").button if each.label == "Save session"]
+
+
+@pytest.mark.parametrize("page", ["map", "tensor", "compare", "runs"])
+def test_an_empty_root_has_parts_and_nothing_to_save_or_filter(visit: Visit, tmp_path: Path, page: str):
+    at = visit(tmp_path / "nothing", page)
+    assert "No runs yet" in words(at) and not [each for each in at.button if each.label in ("Save session", "Clear")]
+    assert (page == "map") != bool([each for each in at.get("button_group") if each.key == "page_part"])
 
 
 def test_saving_a_view_from_its_page(visit: Visit, root: Path):
@@ -93,7 +101,7 @@ def test_a_link_shows_the_view_and_says_what_differs(visit: Visit, root: Path):
     assert "Run elsewhere is missing" in text and "has changed since the session was saved" in text
     beside = visit(root, "compare", session=one.id, view="explore", quant_type="mxfp8")  # the address's own view stays
     assert beside.title[0].value == "Compare › Explore" and beside.session_state["filter_quant_type"] == ["mxfp8"]
-    assert "A finding" in words(beside)
+    assert "A finding" in "".join(each.proto.body for each in beside.get("html"))
 
 
 def test_a_run_that_came_later_is_said_and_not_in_its_pins(visit: Visit, root: Path, tmp_path: Path):
@@ -177,6 +185,20 @@ def test_comparing_and_deleting(visit: Visit, root: Path):
     assert roots.runs_of(root)
 
 
+def test_deleting_what_is_open(visit: Visit, root: Path):
+    """A saved session stays open as a draft, which the address may name; a draft is closed."""
+    one = saved(root)
+    at = turn_to(press(sessions_page(visit, root), "Read"), "saved")
+    for there in (True, False):
+        at.checkbox(key=f"sure_{one.id}").check()
+        at = rerun(at)
+        at.button(key=f"delete_{one.id}").click()
+        at = rerun(at)
+        assert (storage.folder(root) / one.id / "draft.json").exists() == there
+        assert ("session" in at.query_params) == (at.session_state["draft"] is not None) == there
+    assert "A finding" not in "".join(each.proto.body for each in at.get("html"))
+
+
 def test_read_only(visit: Visit, root: Path, monkeypatch: pytest.MonkeyPatch):
     one = saved(root)
     monkeypatch.setenv("BINADE_READ_ONLY", "1")
@@ -229,6 +251,15 @@ def test_a_damaged_session_is_named(visit: Visit, root: Path):
     (storage.folder(root) / one.id / "0001.json").write_bytes(b"{")
     at = sessions_page(visit, root)
     assert "Version 1" in words(at) and "not JSON" in words(at)
+
+
+def test_a_report_says_which_runs_are_only_baselines(root: Path):
+    one = saved(root, pins=(Pin("tensor", {"view": ["drift"], "recipe": ["mxfp4"]}, "three_way"),))
+    with Catalog.open(root) as catalog:
+        runs = report.runs_of(catalog, one).set_index("recipe")["shown"]
+        (table, *_) = [t for s in report.contributions(catalog, one, "") for t in s.tables if t.name == "runs"]
+    assert runs.to_dict() == {"mxfp4": "selected", "bf16": "baseline only"}
+    assert table.frame.set_index("recipe")["shown"].to_dict() == runs.to_dict()
 
 
 def test_a_session_goes_to_another_root_with_its_runs(root: Path, tmp_path: Path):

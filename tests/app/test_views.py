@@ -11,6 +11,7 @@ import pytest
 import torch
 from streamlit.testing.v1 import AppTest
 
+from binade.app.formatting import plain
 from binade.app.pages.registry import PAGES
 from binade.app.params import texts_of
 from binade.app.questions.map.compute import METRICS
@@ -185,6 +186,28 @@ def test_a_tensor_outside_the_filter_is_not_replaced_by_another(visit: Visit, co
     at = visit(collected, "tensor", tensor=asked, quant_type="mxfp4")
     assert at.session_state["tensor"] == asked and charts(at) == 0
     assert f"The tensor {asked} does not match the filter: quant type mxfp4." in words(at)
+    (worst,) = [button for button in at.button if button.label == "Show the worst tensor of the filter"]
+    worst.click()
+    at.run()
+    shown = at.session_state["tensor"]
+    with Catalog.open(collected) as catalog:
+        assert shown in catalog.tensors(Filter(quant_type=["mxfp4"]))["tensor_id"].tolist()
+    assert "tensor" not in at.query_params and charts(at) and not at.exception
+    at = visit(collected, "tensor", tensor=asked, quant_type="mxfp4")
+    at.button(key="offer_to_clear").click()
+    at.run()
+    assert at.session_state["tensor"] == asked and charts(at) and "quant_type" not in at.query_params
+
+
+def test_a_format_that_does_not_exist_is_refused_and_the_page_stays(visit: Visit, collected: Path):
+    at = visit(collected, "map", format="mxfp8")
+    box = at.selectbox(key="filter_format")
+    box.options.append("mxfp99")  # as typed
+    box.set_value("mxfp99")
+    at.run()
+    assert [toast.value for toast in at.toast] == [plain("There is no format 'mxfp99'.")]
+    assert at.session_state["filter_format"] == "mxfp8" and at.query_params["format"] in ("mxfp8", ["mxfp8"])
+    assert not at.error and not at.exception
 
 
 def test_values_that_were_not_kept(visit: Visit, tmp_path: Path):

@@ -58,7 +58,7 @@ class Maps:
         row = self.rows[name]
         shape = " × ".join(str(n) for n in row["shape"])
         note = self.heads[name].note or "exact"
-        return source(Filter(), f"{row['tensor_name']}, {row['tensor_id']}, {shape} ({note})")
+        return source(None, f"{row['tensor_name']}, {row['tensor_id']}, {shape} ({note})")
 
 
 def draw(selected: SelectedTensor, values: dict[str, Any]) -> Drawn:

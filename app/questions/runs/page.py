@@ -15,6 +15,7 @@ import streamlit as st
 
 from binade.app import address
 from binade.app.formatting import bytes_text, losses_of, plain
+from binade.app.jobs.recipe_table import is_recipe
 from binade.app.questions import layout
 from binade.app.questions.recipes import compute as recipes
 from binade.app.questions.shared.runs import every_run, run_titles
@@ -218,7 +219,10 @@ def _notes(opened: Catalog, runs: pd.DataFrame, named: pd.DataFrame) -> None:
             note = st.text_area("Note", run["note"], max_chars=10_000, key=f"note_{run_id}")
             saved = st.form_submit_button("Save")
     if saved:
+        given, recipes = (name or "").strip(), named.set_index("run_id")[["recipe", "rounded"]]
         try:
+            if given not in {*recipes.loc[run_id]} and (is_recipe(given) or given in {*recipes.to_numpy().flat}):
+                raise RunError(f"{given} is the name of a recipe or a format, and not of this run’s")
             write_notes(opened.root / run_id, name=name or "", color=color if own else "", note=note or "")
             opened.sync()
         except (RunError, ReadOnlyError, OSError) as error:

@@ -88,7 +88,7 @@ class SelectedTensor(Selection):
 
     def source(self, note: str = "exact") -> str:
         """The first line of a caption."""
-        return source(Filter(), f"{self.label}, {self.shape}, {self.row['dtype']}, {self.row['tensor_id']} ({note})")
+        return source(None, f"{self.label}, {self.shape}, {self.row['dtype']}, {self.row['tensor_id']} ({note})")
 
     def rounded(self, spec: Spec | None = None) -> Subject:
         """The values, or a sample of them, rounded to a spec; default: `spec`."""
