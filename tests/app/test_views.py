@@ -116,7 +116,7 @@ def test_what_is_there_instead_of_scores_is_said(visit: Visit, collected: Path, 
     at = visit(collected, "map", phase="post", layer_type="linear")
     assert at.info[0].value.startswith("The filter selects no operand of a GEMM")
     assert "The filter hides what this view shows." in words(at)
-    with Recorder(tmp_path) as recorder:
+    with Recorder(tmp_path, raw=False) as recorder:
         for layer, scores in ((1, ()), (1, ()), (2, ("mxfp4",))):
             where = {"layer": layer, "module": "fc1", "operation": "forward", "phase": "pre", "dim": -1}
             recorder.record("input", torch.ones(2, 32), **where, scores=scores)

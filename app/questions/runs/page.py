@@ -135,7 +135,7 @@ def _table(
         "gap": number(
             "Mean gap to bf16",
             format="%+.4f",
-            width=130,
+            width=138,
             help="Mean loss minus that of the bf16 run on the same data, over the iterations that both have, in nats "
             "per token",
         ),
@@ -145,7 +145,7 @@ def _table(
             width=95,
             help=f"Iteration from which the loss is not finite or above {DIVERGED} times the first one, up to the last",
         ),
-        "interval": text("Over seeds", width=150, help="95% interval of the recipe’s mean gap over its seeds"),
+        "interval": text("Over seeds", width=140, help="95% interval of the recipe’s mean gap over its seeds"),
         "left": number(
             "Differs from",
             format="%d",
