@@ -92,7 +92,6 @@ STEPS: tuple[Callable[[Page], None], ...] = (
 
 def test_back_undoes_one_step_at_a_time(visit: Visit, served: str):
     page = visit("/", base=served, own=True)
-    page.set_default_timeout(20000)
     places = [place(page)]
     for step in STEPS:
         step(page)
