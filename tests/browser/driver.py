@@ -152,7 +152,10 @@ def press(page: Page, title: str) -> None:
 
 def pick(page: Page, title: str, value: str) -> None:
     """Choose a value of a list as a user does: open it, click."""
-    page.get_by_test_id("stSelectbox").filter(has=page.get_by_text(title, exact=True)).locator("input").click()
+    box = page.get_by_test_id("stSelectbox").filter(has=page.get_by_text(title, exact=True)).locator("input")
+    box.evaluate("input => input.scrollIntoView({block: 'center'})")
+    page.wait_for_timeout(200)  # to scroll closes a list
+    box.click()
     page.get_by_role("option", name=value, exact=True).click()
     settle(page)
 

@@ -152,7 +152,11 @@ def test_a_difference_and_columns_of_iterations(visit: Visit, catalog: Catalog, 
 def test_a_variant_chosen_in_what_if_holds_on_other_pages(visit: Visit, catalog: Catalog, run: str):
     tensor_id = fc1_input(catalog, run, 2, 1)
     page = visit(f"/tensor?view=whatif&formats=mxfp4&block_size=16x16&tensor={tensor_id}")
-    page.get_by_test_id("stDataFrame").click(position={"x": 18, "y": 35 * 2 + 17})  # the second row's box
+    table = page.get_by_test_id("stDataFrame")
+    table.locator("canvas").first.wait_for()
+    table.scroll_into_view_if_needed()
+    page.wait_for_timeout(500)  # a table is drawn after it is there
+    table.click(position={"x": 18, "y": 35 * 2 + 17})  # the second row's box
     page.wait_for_url("**format=**")
     settle(page)
     assert query(page)["format"] == "mxfp4(block=16x16)" and query(page)["tensor"] == tensor_id
