@@ -168,7 +168,7 @@ def test_versus_a_run_is_the_difference_of_the_cells(parts: Catalog, metric: str
     assert table["value"].tolist() == pytest.approx(expected.tolist(), rel=1e-12)
     assert (table["own"] == own["value"]).all() and (table["other"] == other["value"]).all()
     assert table["tensor_id"].tolist() == own["tensor_id"].tolist()
-    assert table["label"].str.match(r"^[+−]|^0$").all()
+    assert table["label"].str.match(r"^[+−]|^0(\.0+)?( dB|%)?$").all()
 
 
 @pytest.mark.parametrize("versus", ["hifp8", "mxfp8"])
