@@ -100,7 +100,7 @@ def _heat(
             ],
         )
         .properties(
-            width=max(320, min(430, CELL * len(columns))), height=ROW * len(names),
+            width=max(260, min(520, CELL * len(columns))), height=ROW * len(names),
             title=alt.TitleParams(gemm, anchor="start", fontSize=13),
         )
     )  # fmt: skip
