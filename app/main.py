@@ -9,7 +9,7 @@ from streamlit.runtime.scriptrunner import RerunException
 
 from binade.app import address, frame, palette_view, uploads, users
 from binade.app.pages.registry import OLD_PAGES, PAGES
-from binade.app.sessions import draft
+from binade.app.sessions import draft, share_view
 from binade.app.view import View
 from binade.data.catalog import DamagedIndexError
 
@@ -36,7 +36,7 @@ def _header(presenting: bool) -> None:
         st.space("stretch")
         palette_view.show()
         users.panel()
-        draft.panel()
+        share_view.panel()
         _presentation("Present", ":material/slideshow:", True)
 
 

@@ -7,7 +7,6 @@ or a closed tab loses nothing.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from html import escape
 from typing import Any, NoReturn
 
 import streamlit as st
@@ -16,13 +15,13 @@ from binade.app import address
 from binade.app.figure import Figure
 from binade.app.formatting import plain
 from binade.app.pages.registry import PAGES, PART
-from binade.app.sessions import pins, share_view, storage
+from binade.app.sessions import pins, storage
 from binade.app.sessions import session as sessions
 from binade.app.sessions.session import Pin, Session, SessionError
 from binade.app.sessions.storage import Version
 from binade.app.state import catalog
 from binade.app.view import View
-from binade.data.access import ReadOnlyError, read_only, reason
+from binade.data.access import ReadOnlyError, read_only
 from binade.data.catalog import Catalog, DamagedIndexError
 from binade.data.runs import RunError, resolve_root
 
@@ -223,43 +222,3 @@ def notices() -> None:
         more = f"\n\nand {len(found) - 6} more." if len(found) > 6 else ""
         left.warning(text + more, icon=":material/link_off:")
         right.button("Close", key="close_notices", on_click=notify)
-
-
-def panel() -> None:
-    """The open session in the header: its state, and Save."""
-    view, draft = shown_view(), current()
-    if draft:
-        count = len(draft.session.pins)
-        name, state = escape(draft.session.name), f"{count} pin{'s' * (count != 1)} · {draft.state}"
-        st.html(f'<div class="session" title="{name} · {state}"><b>{name}</b> · {state}</div>', width="content")
-    if view is None or not catalog().totals().tensors:
-        return
-    if why := reason():
-        st.button("Save", disabled=True, help=plain(f"Not possible: {why}"))
-    else:
-        _save(draft, view)
-
-
-def _save(draft: Draft | None, view: View) -> None:
-    with st.popover("Save", icon=":material/save:", width="content"):
-        name = draft.session.name if draft else ""
-        key = f"save_name_{draft.session.id if draft else ''}"
-        st.text_input("Name", name, key=key, max_chars=120, placeholder="What did you find?")
-        st.caption("Saves this page with its filter and settings, the pins and the notes.")
-
-        def write(as_new: bool) -> None:
-            typed = st.session_state[key].strip()  # as it is now: it may have been typed just before the click
-            if not typed:
-                toast("Give the session a name.", ":material/error:")
-                return
-            base = draft.session if draft else sessions.new(typed, view)
-            named = replace(base, name=typed, view=view)
-            if as_new and draft and not draft.saved:
-                discard()  # the draft gets an id that begins like its name
-            save(catalog(), sessions.copied(named, typed) if as_new else named)
-
-        saved = draft.saved if draft else None
-        st.button("Save session", type="primary", on_click=write, args=(not saved,))
-        if saved:
-            st.button("Save as new", on_click=write, args=(True,))
-            share_view.show(catalog(), saved.session)

@@ -1,9 +1,11 @@
-"""Sharing a saved session: its link, and the files that hold it."""
+"""Saving the open session from the header, and sharing a saved one: its link, and the files that hold it."""
 
 from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
+from html import escape
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -13,9 +15,13 @@ from binade.app import address
 from binade.app import show as show_items
 from binade.app.formatting import bytes_text, plain
 from binade.app.report import writer
+from binade.app.sessions import draft, storage
 from binade.app.sessions import session as sessions
-from binade.app.sessions import storage
+from binade.app.sessions.draft import Draft
 from binade.app.sessions.session import Session, SessionError
+from binade.app.state import catalog
+from binade.app.view import View
+from binade.data.access import reason
 from binade.data.bundle import BundleError
 from binade.data.cache import Done
 from binade.data.catalog import Catalog
@@ -89,3 +95,43 @@ def _offer(what: str, make: Callable[[Path, Done], None], *files: tuple[str, str
     for content, (_, label, name, kind) in zip(contents, files, strict=True):
         label = label.format(size=bytes_text(len(content)))
         st.download_button(label, content, name, kind, on_click="ignore", key=f"save_{name}")
+
+
+def panel() -> None:
+    """The open session in the header: its state, and Save."""
+    view, now = draft.shown_view(), draft.current()
+    if now:
+        count = len(now.session.pins)
+        name, state = escape(now.session.name), f"{count} pin{'s' * (count != 1)} · {now.state}"
+        st.html(f'<div class="session" title="{name} · {state}"><b>{name}</b> · {state}</div>', width="content")
+    if view is None or not catalog().totals().tensors:
+        return
+    if why := reason():
+        st.button("Save", disabled=True, help=plain(f"Not possible: {why}"))
+    else:
+        _save(now, view)
+
+
+def _save(now: Draft | None, view: View) -> None:
+    with st.popover("Save", icon=":material/save:", width="content"):
+        name = now.session.name if now else ""
+        key = f"save_name_{now.session.id if now else ''}"
+        st.text_input("Name", name, key=key, max_chars=120, placeholder="What did you find?")
+        st.caption("Saves this page with its filter and settings, the pins and the notes.")
+
+        def write(as_new: bool) -> None:
+            typed = st.session_state[key].strip()  # as it is now: it may have been typed just before the click
+            if not typed:
+                draft.toast("Give the session a name.", ":material/error:")
+                return
+            base = now.session if now else sessions.new(typed, view)
+            named = replace(base, name=typed, view=view)
+            if as_new and now and not now.saved:
+                draft.discard()  # the draft gets an id that begins like its name
+            draft.save(catalog(), sessions.copied(named, typed) if as_new else named)
+
+        saved = now.saved if now else None
+        st.button("Save session", type="primary", on_click=write, args=(not saved,))
+        if saved:
+            st.button("Save as new", on_click=write, args=(True,))
+            show(catalog(), saved.session)
