@@ -1,9 +1,14 @@
 """Changes to Streamlit's sessions: they keep what a page's run has drawn when an automatic rerun overtakes its end,
-forget the widgets of earlier pages, and are removed when nobody can return to them.
+ignore the reruns of a page that was left, forget the widgets of earlier pages, and are removed when nobody can return
+to them.
 
 Streamlit's `AppSession` answers a rerun of a fragment with a new ScriptRunner if the last one has ended, and ignores
 what the last one has sent but the event loop has not yet handled. On a busy server, the page's last elements and the
 message that it is complete are lost: the page then stays half drawn until something else draws it.
+
+A rerun of a fragment can arrive while the page that follows is drawn. Streamlit runs it afterwards, does not find the
+fragment, but tells the browser that the page which was left is shown again: the browser empties the page, and the next
+automatic rerun fails there with "Bad delta path index". Such a rerun does not begin.
 
 The session of a closed tab is stored for two minutes, in case its connection was lost. Streamlit removes it only when
 the next one is stored: the sessions of the last users, with everything that their pages have drawn, would stay in
@@ -23,6 +28,7 @@ from collections.abc import Callable
 from streamlit.components.v2.bidi_component.constants import EVENT_DELIM
 from streamlit.runtime.app_session import AppSession, AppSessionState
 from streamlit.runtime.memory_session_storage import MemorySessionStorage
+from streamlit.runtime.scriptrunner.script_runner import ScriptRunner
 from streamlit.runtime.scriptrunner_utils.script_requests import RerunData
 from streamlit.runtime.scriptrunner_utils.script_run_context import get_script_run_ctx
 from streamlit.runtime.session_manager import SessionInfo
@@ -33,8 +39,9 @@ SHOWN = "widgets_shown"  # the key in a session's state
 
 
 def install(gone: Callable[[], object]) -> None:
-    """Let sessions wait until the last run's messages are handled before they run a fragment, forget the widgets that
-    they no longer show, and remove stored ones in time. gone: called when one was removed, on the event loop."""
+    """Let sessions wait until the last run's messages are handled before they run a fragment, begin no rerun of
+    fragments that are gone, forget the widgets that they no longer show, and remove stored ones in time. gone: called
+    when one was removed, on the event loop."""
     create = AppSession._create_scriptrunner
 
     def create_after_the_last(self: AppSession, initial_rerun_data: RerunData) -> None:
@@ -47,6 +54,15 @@ def install(gone: Callable[[], object]) -> None:
             self._event_loop.call_later(AGAIN, create_after_the_last, self, initial_rerun_data)
 
     AppSession._create_scriptrunner = create_after_the_last  # type: ignore[method-assign]
+
+    run_script = ScriptRunner._run_script
+
+    def run_what_is_shown(self: ScriptRunner, rerun_data: RerunData) -> None:
+        asked = rerun_data.fragment_id_queue
+        if not asked or any(self._fragment_storage.contains(each) for each in asked):
+            run_script(self, rerun_data)
+
+    ScriptRunner._run_script = run_what_is_shown  # type: ignore[method-assign]
 
     store = MemorySessionStorage.save
 

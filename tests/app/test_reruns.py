@@ -18,6 +18,7 @@ from streamlit.runtime.app_session import AppSession
 from streamlit.runtime.memory_media_file_storage import MemoryMediaFileStorage
 from streamlit.runtime.memory_session_storage import MemorySessionStorage
 from streamlit.runtime.memory_uploaded_file_manager import MemoryUploadedFileManager
+from streamlit.runtime.scriptrunner.script_runner import ScriptRunner
 from streamlit.runtime.state.session_state import SessionState
 
 from binade.app import reruns
@@ -32,6 +33,27 @@ if "drawn" in st.query_params:
 st.fragment(run_every=2)(lambda: None)()
 st.write("last")
 """
+
+PAGES = """
+import streamlit as st
+from tests.app.test_reruns import TURNING
+
+def first():
+    st.fragment(run_every=2)(lambda: None)()
+    st.fragment(turn)()
+
+def turn():
+    if st.button("turn"):
+        st.switch_page(pages[1])
+
+def second():
+    TURNING.wait(30)
+    st.write("second")
+
+pages = [st.Page(first, default=True), st.Page(second)]
+st.navigation(pages).run()
+"""
+TURNING = threading.Event()  # set: the second page may go on
 
 
 class Kept:
@@ -83,6 +105,7 @@ def script_threads() -> list[threading.Thread]:
 @pytest.fixture
 def runtime(tmp_path, monkeypatch):
     monkeypatch.setattr(AppSession, "_create_scriptrunner", AppSession._create_scriptrunner)  # put back afterwards
+    monkeypatch.setattr(ScriptRunner, "_run_script", ScriptRunner._run_script)
     monkeypatch.setattr(MemorySessionStorage, "save", MemorySessionStorage.save)
     monkeypatch.setattr(SessionState, "_remove_stale_widgets", SessionState._remove_stale_widgets)
     monkeypatch.setattr(Runtime, "_instance", None)
@@ -122,6 +145,43 @@ def test_an_automatic_rerun_does_not_take_the_end_of_a_page(runtime):
     # In a thread of its own: Playwright keeps an event loop in this one.
     found = ThreadPoolExecutor(1).submit(lambda: asyncio.run(asyncio.wait_for(visit(), 60))).result()
     assert found == ["first", "last", "FINISHED_SUCCESSFULLY", "FINISHED_FRAGMENT_RUN_SUCCESSFULLY"]
+
+
+def test_an_automatic_rerun_of_the_page_that_was_left_does_not_empty_the_next_one(runtime, tmp_path):
+    (tmp_path / "page.py").write_text(PAGES)
+    TURNING.clear()
+
+    async def visit() -> tuple[list[str], list[str]]:
+        await runtime.start()
+        tab = Tab()
+        session = runtime.connect_session(tab, user_info={})
+        runtime.handle_backmsg(session, rerun())
+        await tab.until(ForwardMsg.FINISHED_SUCCESSFULLY)
+        every = next(each.auto_rerun.fragment_id for each in tab.seen if each.HasField("auto_rerun"))
+        button = next(each.delta for each in tab.seen if each.delta.new_element.button.label == "turn")
+        wait_for(lambda: not script_threads())
+        tab.seen.clear()
+        click = rerun(button.fragment_id, pressed=button.new_element.button.id)
+        click.rerun_script.is_auto_rerun = False
+        runtime.handle_backmsg(session, click)
+        while sum(each.HasField("new_session") for each in tab.seen) < 2:  # the fragment, then the second page
+            await asyncio.sleep(0.01)
+        left = tab.seen[0].new_session.page_script_hash
+        late = rerun(every)
+        late.rerun_script.page_script_hash = left
+        runtime.handle_backmsg(session, late)
+        TURNING.set()
+        while script_threads():
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        runtime.stop()
+        await runtime.stopped
+        shown = [each.new_session.page_script_hash for each in tab.seen if each.HasField("new_session")]
+        return [left], shown
+
+    (left,), shown = ThreadPoolExecutor(1).submit(lambda: asyncio.run(asyncio.wait_for(visit(), 60))).result()
+    assert shown[0] == left and shown[1] != left
+    assert left not in shown[1:]
 
 
 def test_the_session_of_a_closed_tab_goes_when_nobody_can_come_back_to_it(runtime):
