@@ -12,6 +12,7 @@ from binade.app.formatting import duration_text
 from binade.app.questions.shared import loss_chart
 from binade.collector.jobs import Job, JobView, Progress, State
 from binade.collector.jobs.state import losses_of
+from binade.data.text import counted
 
 MOST_POINTS = 600
 WAITS = (State.QUEUED, State.PENDING)
@@ -91,8 +92,7 @@ def line(view: JobView, done: Progress) -> str:
         of = f" of {done.total:,}" if done.done < done.total else ""
         parts.append(f"{done.done:,}{of} iteration{'s' * (max(done.done, done.total) != 1)}")
     if view.run:
-        tensors = view.run.status.tensors
-        parts.append(f"{tensors:,} tensor{'s' * (tensors != 1)}")
+        parts.append(counted(view.run.status.tensors, "tensor"))
     if done.seconds_left is not None:
         parts.append(f"{duration_text(done.seconds_left)} left")
     elif not view.active and (took := seconds_run(view)) is not None:

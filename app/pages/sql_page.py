@@ -23,7 +23,7 @@ from binade.app.view import Reading, View
 from binade.data.catalog import Catalog
 from binade.data.filter import FIELDS, Filter
 from binade.data.sandbox import MEMORY, ROWS, SECONDS, QueryError
-from binade.data.text import csv_table
+from binade.data.text import counted, csv_table
 
 EXAMPLE = """SELECT layer_index, module, tensor_name, avg(sqnr_db) AS sqnr_db, max(flush_to_zero) AS flushed
 FROM tensor
@@ -65,8 +65,7 @@ def show(opened: Catalog, view: View, reading: Reading) -> None:
         st.error(plain(str(error)), icon=":material/error:")
         return
     more = f"; there are more than {ROWS:,}" if answer.more else ""
-    rows = len(answer.rows)
-    st.caption(f"{rows:,} row{'s' * (rows != 1)}{more} · {answer.seconds:.2f} s")
+    st.caption(f"{counted(len(answer.rows), 'row')}{more} · {answer.seconds:.2f} s")
     linked = not {"tensor_id", "run_id"}.isdisjoint(answer.rows)
     event: Any = st.dataframe(
         answer.rows, key=f"answer_{hash(sql)}", hide_index=True, placeholder="", selection_mode="single-row",

@@ -145,8 +145,8 @@ def bars(page: Page) -> list[tuple[float, dict[str, float]]]:
     return sorted(zip(starts, [box for _, box in found], strict=True), key=lambda bar: bar[0])
 
 
-def a_range_that_is_dragged_over_shows_how_many_values_lie_in_it(page: Page, x: Tensor) -> None:
-    exponents = x.float().abs().log2()
+def drag_over_bars(page: Page) -> tuple[list[tuple[float, dict[str, float]]], int, int]:
+    """Drag from the middle of a bar to that of another: (all bars, the index of the first of the two, the last)."""
     drawn = bars(page)
     first, last = len(drawn) // 2, len(drawn) * 3 // 4
     left, right = (drawn[index][1] for index in (first, last))
@@ -154,6 +154,12 @@ def a_range_that_is_dragged_over_shows_how_many_values_lie_in_it(page: Page, x: 
     page.mouse.down()
     page.mouse.move(right["x"] + right["width"] / 2, left["bottom"] - 2, steps=8)
     page.mouse.up()
+    return drawn, first, last
+
+
+def a_range_that_is_dragged_over_shows_how_many_values_lie_in_it(page: Page, x: Tensor) -> None:
+    exponents = x.float().abs().log2()
+    drawn, first, last = drag_over_bars(page)
     texts = page.locator("[data-testid=stVegaLiteChart]").first.locator("svg text")
     counted = texts.filter(has_text=re.compile(r"%  .* values$")).first
     counted.wait_for()
@@ -265,13 +271,7 @@ def test_a_drag_over_magnitudes_finds_their_channels_and_a_click_on_one_its_magn
     with np.errstate(divide="ignore"):
         log2 = np.log2(np.abs(x.reshape(-1, x.shape[-1])))  # HiFloat8 has no scale
     page = visit(f"/tensor?view=why&format=hifp8&tensor={quote(tensor_id)}")
-    drawn = bars(page)
-    first, last = len(drawn) // 2, len(drawn) * 3 // 4
-    left, right = (drawn[index][1] for index in (first, last))
-    page.mouse.move(left["x"] + left["width"] / 2, left["bottom"] - 2)
-    page.mouse.down()
-    page.mouse.move(right["x"] + right["width"] / 2, left["bottom"] - 2, steps=8)
-    page.mouse.up()
+    drawn, first, last = drag_over_bars(page)
     page.wait_for_function("() => location.search.includes('range=')")
     settle(page)
     low, high = (float(end) for end in query(page)["range"][0].split(".."))
@@ -299,7 +299,7 @@ def test_a_drag_over_magnitudes_finds_their_channels_and_a_click_on_one_its_magn
     page.wait_for_function("() => !location.search.includes('channel=')")
     settle(page)
     assert "only" not in chart_text(page)
-    page.mouse.dblclick(right["x"] - 3, right["bottom"] - 150)  # on the range
+    page.mouse.dblclick(drawn[last][1]["x"] - 3, drawn[last][1]["bottom"] - 150)  # on the range
     page.wait_for_function("() => !location.search.includes('range=')")
     settle(page)
     assert said.count() == 0 and "Largest magnitude by channel" in channels.locator("svg.marks").evaluate(

@@ -27,7 +27,7 @@ from binade.app.report.section import Table as ReportTable
 from binade.data.catalog import Catalog, CatalogError
 from binade.data.filter import INTEGER_FIELDS, Filter
 from binade.data.store import TensorFileError
-from binade.data.text import one_line
+from binade.data.text import counted, one_line
 from binade.quant.metrics import METRICS
 
 MAX_SELECTED = style.MAX_GROUPS
@@ -125,7 +125,7 @@ def _compared_formats(opened: Catalog, where: Filter, ids: list[str] | None) -> 
     if not figures:
         return [Text("No format comparison: only the operands of a GEMM are scored, and none is selected.")]
     heading = (
-        f"**Error of each format** · {operands:,} operand{'s' * (operands != 1)}, "
+        f"**Error of each format** · {counted(operands, 'operand')}, "
         "each rounded along the axis that its GEMM contracts; bars are medians, lines the 10th to 90th percentile"
     )
     hint = (
@@ -145,7 +145,7 @@ def groups_of(opened: Catalog, where: Filter, chosen: pd.DataFrame, by: str) -> 
     elif groups > MAX_SELECTED:
         least = sorted(d.total for d in found)[-MAX_SELECTED]
         found = [d for d in found if d.total >= least][:MAX_SELECTED]
-    text = f"{total:,} tensor{'s' * (total != 1)} · {scope_of(opened, where)} · from sketches"
+    text = f"{counted(total, 'tensor')} · {scope_of(opened, where)} · from sketches"
     return Groups([d for d in found if d.total], TITLES[by].lower(), text, groups, field=by)
 
 
@@ -270,7 +270,7 @@ def formats(opened: Catalog, where: Filter, ids: list[str] | None) -> tuple[list
     if compared.empty:
         return [], 0
     operands, table = int(compared["operands"][0]), compared.drop(columns="operands")
-    what = f"medians over {operands:,} operand{'s' * (operands != 1)}, each counted once, from the index"
+    what = f"medians over {counted(operands, 'operand')}, each counted once, from the index"
     words = source(where, what) + "".join(
         f"\n{METRICS[name].label}: {METRICS[name].definition}." for name, *_ in format_charts.ERROR_PANELS
     )

@@ -12,8 +12,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from binade.app.questions.shared.rounded import MAX_SIDE
-from binade.app.questions.why.compute import rows_by_channels
+from binade.app.questions.why.compute import cell_of, rows_by_channels
 from binade.data.catalog import TWIN_FIELDS, Catalog
 from binade.data.filter import Filter
 from binade.quant.metrics import cell_absmax
@@ -74,7 +73,7 @@ class Between:
 def between(a: Tensor, b: Tensor) -> Between:
     """Compare two tensors of one shape, which may not be empty, in float64 and in pieces."""
     x, y = rows_by_channels(a.detach()), rows_by_channels(b.detach())
-    height, width = (-(-n // MAX_SIDE) for n in x.shape)
+    height, width = cell_of(x.shape)
     step = height * max(1, CHUNK // (height * x.shape[1]))
     differing = not_finite = place = 0
     largest, cells = 0.0, []

@@ -20,7 +20,7 @@ from binade.app.questions.shared.labels import full_labels
 from binade.app.questions.shared.runs import given_names
 from binade.app.questions.shared.selection import Of, SelectedTensor, listed
 from binade.app.questions.why.charts import tokens_by_channels
-from binade.app.questions.why.compute import rows_by_channels
+from binade.app.questions.why.compute import rows_by_channels, taken
 from binade.app.questions.why.question import facts, totals
 from binade.app.style import MEASURES
 from binade.data.catalog import CatalogError
@@ -115,10 +115,9 @@ def _verdict(found: Between, pair: dict[str, SelectedTensor]) -> Sentence:
 def _heat(found: Between, selected: SelectedTensor, source: str) -> Figure:
     """|a − b| by token and channel."""
     rows, columns = rows_by_channels(selected.x).shape
-    cell = tuple(-(-n // m) for n, m in zip((rows, columns), found.cells.shape, strict=True))
-    taken = f"each cell is the largest of {cell[0]} × {cell[1]} values" if max(cell) > 1 else "one cell per value"
-    chart = tokens_by_channels(found.cells, (rows, columns), taken, "Difference by token and channel", "a − b")
-    caption = f"{source}\nlog2 of the largest |a − b| of each cell ({taken}); gray: no difference, NaN or Inf."
+    cells = taken((rows, columns))
+    chart = tokens_by_channels(found.cells, (rows, columns), cells, "Difference by token and channel", "a − b")
+    caption = f"{source}\nlog2 of the largest |a − b| of each cell ({cells}); gray: no difference, NaN or Inf."
     return Figure("apart", chart, grid(found.cells), caption, note="Gray: no difference.", height=330, group="places")
 
 

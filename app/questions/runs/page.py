@@ -26,7 +26,7 @@ from binade.data.catalog import Catalog
 from binade.data.events import read_events
 from binade.data.notes import on_a_grid
 from binade.data.runs import IMPORT, RunError, write_notes
-from binade.data.text import one_line
+from binade.data.text import counted, one_line
 
 MOST_RUNS, MOST_EVENTS = 200, 200  # runs whose events and losses are read; events that are shown
 MOST_REASONS = 20  # of runs that did not end normally
@@ -70,7 +70,7 @@ def _totals(runs: pd.DataFrame) -> None:
     counts = runs["state"].value_counts()
     states = ", ".join(f"{counts[state]:,} {state}" for state in STATES if state in counts)
     st.caption(
-        f"{len(runs):,} run{'s' * (len(runs) != 1)} ({states}) · {int(runs['tensors'].sum()):,} tensors · "
+        f"{counted(len(runs), 'run')} ({states}) · {int(runs['tensors'].sum()):,} tensors · "
         f"{bytes_text(float(runs['bytes'].sum()))} in tensor files"
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -54,9 +55,7 @@ def zones(found: Subject, of: Tensor | None = None) -> pd.DataFrame:
     lost = counted & ~(blocks.x.isfinite() & blocks.y.isfinite())
     zero = counted & (blocks.x == 0) & ~lost
     flushed = counted & (blocks.x != 0) & (blocks.y == 0) & ~lost
-    saturated = (
-        counted & blocks.clipped & ~flushed & ~lost
-    )  # where even the scaled-back value underflows, it is flushed
+    saturated = counted & blocks.clipped & ~flushed & ~lost  # flushed: where even the scaled-back value underflows
     counts = {
         "flushed": int(flushed.sum()),
         "saturated": int(saturated.sum()),
@@ -91,7 +90,7 @@ def pooled(x: Tensor, rows: int = MAX_SIDE, columns: int = MAX_SIDE) -> np.ndarr
     matrix = rows_by_channels(x.detach())
     if not matrix.numel():
         return np.zeros((0, 0), np.float32)
-    height, width = _cell((matrix.shape[0], matrix.shape[1]), (rows, columns))
+    height, width = cell_of(matrix.shape, (rows, columns))
     return cell_absmax(matrix, height, width).numpy()
 
 
@@ -119,10 +118,16 @@ def channel_bars(count: int) -> pd.DataFrame:
     return pd.DataFrame({"channel": first, "last": np.minimum(first + run_of(count), count) - 1})
 
 
-def _cell(shape: tuple[int, int], most: tuple[int, int] = (MAX_SIDE, MAX_SIDE)) -> tuple[int, int]:
-    """Rows and columns of a cell of a grid of at most so many."""
+def cell_of(shape: Sequence[int], most: tuple[int, int] = (MAX_SIDE, MAX_SIDE)) -> tuple[int, int]:
+    """Rows and columns of a matrix of this shape that a cell of a grid of at most so many cells stands for."""
     height, width = (max(1, -(-n // m)) for n, m in zip(shape, most, strict=True))
     return height, width
+
+
+def taken(shape: Sequence[int]) -> str:
+    """What a cell of `pooled` shows of a matrix of this shape, in words."""
+    height, width = cell_of(shape)
+    return f"each cell is the largest of {height} × {width} values" if max(height, width) > 1 else "one cell per value"
 
 
 @dataclass(frozen=True)
@@ -180,7 +185,7 @@ class Held:
     def by_cell(self, shape: tuple[int, int]) -> np.ndarray:
         """The share of each cell's values that lie in the range, in the grid of `pooled`; NaN for a cell without
         examined values."""
-        height, width = _cell(shape)
+        height, width = cell_of(shape)
         rows, columns = -(-shape[0] // height), -(-shape[1] // width)
         cell = self.token // height * columns + self.channel // width
         values, of = (_counts(cell[mask], rows * columns) for mask in (self.inside, self.found.blocks.valid))

@@ -197,8 +197,8 @@ def _range_by_channel(selected: SelectedTensor, chosen: Chosen) -> Figure | None
     taken = f" · each bar is the sum of {run} channels" if run > 1 else ""
     caption = f"{selected.source(held.found.note or 'exact')}\nBars: {chosen.definition}"
     subtitle = f"{_counted(held)} · {len(table) if run == 1 else count:,} channels{taken}"
-    chart = charts.channels(table, f"Values of {chosen.words} by channel", subtitle, chosen.bar and chosen.bar[0])
     marked = chosen.bar and chosen.bar[0]
+    chart = charts.channels(table, f"Values of {chosen.words} by channel", subtitle, marked)
     return Figure("channels", chart, table, caption, "", 330, "channel", CLICK, marked=marked, group="axes")
 
 
@@ -207,7 +207,7 @@ def _range_by_token(selected: SelectedTensor, chosen: Chosen) -> Figure:
     held, matrix = chosen.held, compute.rows_by_channels(selected.x)
     shape = matrix.shape[0], matrix.shape[1]
     share = held.by_cell(shape)
-    cell = tuple(-(-n // m) for n, m in zip(shape, share.shape, strict=True))
+    cell = compute.cell_of(shape)
     subtitle = f"of each cell of {cell[0]} × {cell[1]} values" if max(cell) > 1 else "one cell per value"
     subtitle += " · gray: not in the sample" if held.found.every > 1 else ""
     chart = charts.range_by_cell(share, shape, chosen.words, subtitle)
@@ -254,10 +254,10 @@ def _channels(selected: SelectedTensor, bar: tuple[int, int] | None) -> Figure |
     note = say("The largest channel is {ratio} times the median one.", ratio=ratio) if ratio else ""
     caption = f"{selected.source()}\nabsmax: the largest magnitude over all tokens; the last axis is the channel."
     clickable = not selected.spec.hadamard
-    title = "Largest magnitude by channel"
-    chart = charts.channels(table, title, f"{count:,} channels{taken}", bar and bar[0], clickable)
+    title, marked = "Largest magnitude by channel", bar and bar[0]
+    chart = charts.channels(table, title, f"{count:,} channels{taken}", marked, clickable)
     choose = "channel" if clickable else None
-    return Figure("channels", chart, table, caption, note, 330, choose, CLICK, marked=bar and bar[0], group="axes")
+    return Figure("channels", chart, table, caption, note, 330, choose, CLICK, marked=marked, group="axes")
 
 
 def tokens(selected: SelectedTensor) -> Figure | None:
@@ -266,8 +266,7 @@ def tokens(selected: SelectedTensor) -> Figure | None:
     if not matrix.numel():
         return None
     values = compute.pooled(selected.x)
-    cell = tuple(-(-n // m) for n, m in zip(matrix.shape, values.shape, strict=True))
-    taken = f"each cell is the largest of {cell[0]} × {cell[1]} values" if max(cell) > 1 else "one cell per value"
+    taken = compute.taken(matrix.shape)
     chart = charts.tokens_by_channels(values, (matrix.shape[0], matrix.shape[1]), taken)
     caption = f"{selected.source()}\nlog2 of the largest magnitude of each cell ({taken}); gray: zero or not finite."
     note = "Outlier channels appear as bright columns."
