@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import re
 from collections.abc import Iterator
@@ -12,6 +14,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import vl_convert
+from PIL import Image, ImageColor
 
 from binade.app.figure import Column, Figure
 from binade.app.params import One
@@ -134,3 +137,16 @@ def test_hovering_over_a_picture_says_which_cells_and_their_values(rows: int, co
             [known.min(), known.max()][: len(known)] if known.size else [], rel=1e-3, abs=0.05
         )
     assert (covered == 1).all() and len(chart.layer[2].data) <= HOVER**2
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_a_picture_of_equal_values_has_the_color_that_its_legend_gives_them(reverse: bool):
+    """They had that of the legend's middle."""
+    chart = heatmap(np.full((2, 3), 7.0), title("T", "s"), ("channel", 3), ("token", 2), "dB", reverse=reverse)
+    url = chart.layer[0].data["url"].iloc[0]
+    picture = Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))).convert("RGBA")
+    scale = chart.to_dict()["layer"][1]["encoding"]["color"]["scale"]
+    low, high = scale["domain"]
+    assert 7.0 in (low, high)
+    color = ImageColor.getcolor(scale["range"][0 if low == 7.0 else -1], "RGBA")
+    assert picture.getcolors() == [(picture.width * picture.height, color)]

@@ -184,8 +184,9 @@ def test_values_without_a_magnitude_are_in_no_range():
     assert text.startswith("2⁻¹⁰⁰⁰ to 2¹⁰⁰⁰: 4 values, 50% of all, in 4 of 8 channels, 1 of 1 tokens")
     (text,) = drawn_why(x, "hifp8", range=Interval(0, 1)).sentences  # 1 and -1, but not 2
     assert ": 2 values, 25% of all" in text
-    (text,) = drawn_why(x, "hifp8", range=Interval(5, 6)).sentences
-    assert text == "2⁵ to 2⁶: 0 of 8 values."
+    empty, plain = drawn_why(x, "hifp8", range=Interval(5, 6)), drawn_why(x, "hifp8")
+    assert empty.sentences == ("2⁵ to 2⁶: 0 of 8 values.",)
+    assert [figure.title for figure in empty.figures[1:]] == [figure.title for figure in plain.figures[1:]]
 
 
 def test_what_cannot_be_chosen_is_said_and_nothing_else_changes():

@@ -30,11 +30,12 @@ def _chunk(kind: bytes, content: bytes) -> bytes:
 
 
 def png(values: np.ndarray, low: float, high: float, reverse: bool = False) -> bytes:
-    """A PNG of [rows, columns], its first row at the top: colors along the ramp from low to high, gray for NaN.
+    """A PNG of [rows, columns], its first row at the top: colors along the ramp from low to high, which is larger, gray
+    for NaN.
 
     8 bits per pixel (ISO/IEC 15948, color type 3). Small pictures are enlarged by whole pixels.
     """
-    place = (values - low) / (high - low) if high > low else np.where(np.isnan(values), np.nan, 0.5)
+    place = (values - low) / (high - low)
     place = np.clip(1 - place if reverse else place, 0, 1)
     index = np.where(np.isnan(place), 255, np.nan_to_num(place) * 254).round().astype(np.uint8)
     for axis in (0, 1):
@@ -97,6 +98,7 @@ def heatmap(
     """
     finite = values[np.isfinite(values)]
     low, high = limits or ((float(finite.min()), float(finite.max())) if finite.size else (0.0, 1.0))
+    high = high if high > low else low + 1
     shown = np.where(np.isposinf(values), high, np.where(np.isneginf(values), low, values))
     url = "data:image/png;base64," + base64.b64encode(png(shown, low, high, reverse)).decode()
     corner = pd.DataFrame({"x": [0], "x2": [x[1]], "y": [0], "y2": [y[1]], "url": [url]})
@@ -112,9 +114,9 @@ def heatmap(
             url="url:N",
         )
     )
-    ends = pd.DataFrame({"x": [0, 0], "y": [0, 0], "value": [low, high if high > low else low + 1]})
+    ends = pd.DataFrame({"x": [0, 0], "y": [0, 0], "value": [low, high]})
     ramp = style.RAMP[::-1] if reverse else style.RAMP
-    scale = alt.Scale(domain=[low, high if high > low else low + 1], range=ramp, interpolate="rgb")
+    scale = alt.Scale(domain=[low, high], range=ramp, interpolate="rgb")
     bar = alt.Legend(
         title=value_title, orient="right", gradientLength=180, labelExpr="format(datum.value, '.4~g')", tickCount=5
     )

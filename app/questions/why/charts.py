@@ -171,9 +171,10 @@ def tokens_by_channels(
 
 
 def range_by_cell(share: np.ndarray, shape: tuple[int, int], words: str, subtitle: str | list[str]) -> alt.LayerChart:
-    """A heatmap of the share of each cell's values that lie in a range, from Held.by_cell."""
+    """A heatmap of the share of each cell's values that lie in a range, from Held.by_cell: not zero everywhere."""
     title = style.title(f"Share of values in {words} by token and channel", subtitle)
-    return heatmap(share * 100, title, *_axes(shape), "% of values", missing="not in the sample")
+    limits = 0.0, float(np.nanmax(share)) * 100
+    return heatmap(share * 100, title, *_axes(shape), "% of values", limits, missing="not in the sample")
 
 
 def _axes(shape: tuple[int, int]) -> tuple[tuple[str, int], tuple[str, int]]:

@@ -96,6 +96,7 @@ def draw(selected: SelectedTensor, values: dict[str, Any]) -> Drawn:
         items.append(_codebook(selected, found, table, zones, chosen, caption))
         if chosen.held:
             items.append(Text(_where(selected, chosen)))
+        if chosen.held and chosen.held.values:
             items += filter(None, (_range_by_channel(selected, chosen), _range_by_token(selected, chosen)))
         else:
             items += filter(None, (_channels(selected, chosen.bar), tokens(selected)))
