@@ -16,11 +16,13 @@ from binade.app.jobs.collecting import wrapped
 from binade.app.questions.shared.runs import every_run
 from binade.app.view import Reading, View
 from binade.collector import jobs
+from binade.collector.datasets.inputs import DATASETS
+from binade.collector.errors import ConfigError
 from binade.collector.jobs import JobError, SubmissionError
 from binade.collector.jobs.command_line import parse
 from binade.collector.recipes.files import label
 from binade.collector.recipes.recipe import BF16
-from binade.collector.training.config import DATASETS, ConfigError, RunConfig
+from binade.collector.training.config import RunConfig
 from binade.collector.training.slurm_options import Launcher, SlurmOptions
 from binade.collector.training.targets import read_targets
 from binade.data.access import ReadOnlyError, reason

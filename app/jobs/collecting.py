@@ -12,10 +12,12 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
+from binade.collector.errors import ConfigError
 from binade.collector.jobs import TEN_RECIPES, arguments_of, parse_runs
 from binade.collector.recipes.ladder import ladder
 from binade.collector.recipes.recipe import BF16
-from binade.collector.training.config import Backend, ConfigError, RunConfig, declared, defaults
+from binade.collector.settings import Backend, declared
+from binade.collector.training.config import RunConfig, defaults
 from binade.data.same_data import CONFIGURATION
 from binade.quant.formats import FORMATS
 

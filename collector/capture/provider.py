@@ -14,7 +14,7 @@ from binade.collector.capture.adapters.passes import running_backward
 from binade.collector.capture.instrument import instrument
 from binade.collector.capture.recorder import Recorder
 from binade.collector.recipes.recipe import Recipe
-from binade.collector.training.config import DEFAULT_SCORES
+from binade.collector.settings import DEFAULT_SCORES
 
 Provider = Callable[..., nn.Module]
 

@@ -31,13 +31,13 @@ from binade.collector.capture.monitor import Alert, Monitor
 from binade.collector.capture.reduction import Reduction
 from binade.collector.capture.sensitivity import ONE, Sequences, backward, measure_scale, sampled_gradient
 from binade.collector.capture.tried import Tried, try_formats
-from binade.collector.capture.watching import Stats, WatchOptions
+from binade.collector.capture.watching import WatchOptions
 from binade.collector.capture.writing import Pending, Writing, signals_later
-from binade.collector.models.parallel import PeerLostError
+from binade.collector.errors import ConfigError
 from binade.collector.models.site import Site
+from binade.collector.ranks import PeerLostError, Ranks, current_ranks
 from binade.collector.recipes.recipe import BF16, Part
-from binade.collector.training.config import DEFAULT_SCORES, ConfigError, MergeRanks
-from binade.collector.training.ranks import Ranks, current_ranks
+from binade.collector.settings import DEFAULT_SCORES, MergeRanks, Stats
 from binade.data.events import EventKind
 from binade.data.export import Sink
 from binade.data.merge import merge_segments

@@ -20,8 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from binade.collector.models.parallel import Group
-from binade.collector.training.ranks import Ranks
+from binade.collector.ranks import Group, Ranks
 from binade.data.segment import Score, Shard, TensorRow
 from binade.data.tensor_kinds import Operation
 from binade.data.text import describe

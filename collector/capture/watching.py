@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from enum import StrEnum
 
 from binade.collector.capture.triggers import Trigger
-from binade.collector.training.option import Group, check_options, option
+from binade.collector.settings import Group, Stats, check_options, option
 
 EVERY = re.compile(r"every (?:step|([1-9]\d{0,8}) steps)")
 WATCH = Group(
@@ -19,13 +18,6 @@ WATCH = Group(
     "measured property of a tensor, or on the loss: 'sqnr_db < 12 for 3', 'saturated > 1%', 'absmax > 8 x median(20)', "
     "'loss > mean + 4 sd', nan. When one fires, the following steps are recorded in full.",
 )
-
-
-class Stats(StrEnum):
-    """What is recorded of a watched step."""
-
-    BASIC = "basic"  # moments, counts and the error of the active format
-    FULL = "full"  # as in a recorded step
 
 
 @dataclass(frozen=True)

@@ -41,10 +41,11 @@ from typing import Any
 
 import pandas as pd
 
+from binade.collector.models.registry import MODELS
 from binade.collector.recipes.ladder import Ladder, ladders
 from binade.collector.recipes.parse import without_none
 from binade.collector.recipes.recipe import BF16, TEN_RECIPES
-from binade.collector.training.config import MODELS, OVERRIDES
+from binade.collector.training.config import OVERRIDES
 from binade.data import evidence
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter

@@ -6,11 +6,12 @@ from collections.abc import Callable
 
 import click
 
+from binade.collector.datasets.inputs import BYTE, DATASETS
+from binade.collector.models.registry import MODELS
 from binade.collector.recipes.draft import INGREDIENTS
 from binade.collector.recipes.files import PUBLISHED
 from binade.collector.recipes.parse import parse_recipe
 from binade.collector.recipes.recipe import OPERANDS, TEN_RECIPES
-from binade.collector.training.config import BYTE, DATASETS, MODELS
 from binade.data.tensor_kinds import tensor_names
 from binade.quant.formats import FORMATS, Format
 from binade.quant.specs import OPTIONS, Spec

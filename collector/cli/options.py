@@ -16,18 +16,8 @@ from binade.collector.capture.watching import WATCH
 from binade.collector.cli.megatron_fork import PASS_ON
 from binade.collector.errors import ConfigError
 from binade.collector.recipes.recipe import TEN_RECIPES
-from binade.collector.training.config import (
-    DEFAULT_SCORES,
-    FORMAT,
-    LENGTH,
-    RECORD,
-    WHERE,
-    RunConfig,
-    Size,
-    check,
-    defaults,
-)
-from binade.collector.training.option import Declared, Group, declared
+from binade.collector.settings import DEFAULT_SCORES, Declared, Group, Size, declared
+from binade.collector.training.config import FORMAT, LENGTH, RECORD, WHERE, RunConfig, check, defaults
 from binade.collector.training.slurm_options import SlurmOptions
 from binade.terminal import Command, Option, names, root_option
 

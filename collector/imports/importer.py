@@ -27,10 +27,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from binade.collector.errors import ConfigError
 from binade.collector.imports.log import Log
 from binade.collector.imports.registry import beside, interpret
 from binade.collector.imports.workers import Death, scatter
-from binade.collector.training.config import ConfigError
 from binade.collector.training.memory import available_host_memory
 from binade.data.access import check_writable
 from binade.data.foreign import SUFFIXES, ForeignTensor, TooLargeError, opened

@@ -12,8 +12,8 @@ from binade.collector.cli.options import Request, read
 from binade.collector.errors import ConfigError
 from binade.collector.recipes.files import PUBLISHED
 from binade.collector.recipes.recipe import BF16, TEN_RECIPES
+from binade.collector.settings import declared
 from binade.collector.training.config import RunConfig
-from binade.collector.training.option import declared
 from binade.collector.training.slurm_options import SlurmOptions
 from binade.quant.formats import FORMATS
 from binade.terminal import usage_message

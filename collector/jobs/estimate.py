@@ -19,9 +19,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from binade.collector.capture.watching import Stats
+from binade.collector.errors import ConfigError
 from binade.collector.models.shape import OtherSpec, Spec
-from binade.collector.training.config import ConfigError, Device, RunConfig, check
+from binade.collector.settings import Device, Stats
+from binade.collector.training.config import RunConfig, check
 from binade.collector.training.memory import available_host_memory, check_memory, needed
 from binade.data.runs import DONE, list_runs, sound_losses
 from binade.data.tensor_kinds import TENSOR_KINDS, Other

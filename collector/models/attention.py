@@ -11,9 +11,7 @@ from torch import Tensor, nn
 
 from binade.collector.models.norm import RMSNorm
 from binade.collector.models.parallel import (
-    SINGLE,
     STACKED,
-    Group,
     Quantization,
     build_linear,
     copy_to_ranks,
@@ -25,6 +23,7 @@ from binade.collector.models.parallel import (
 from binade.collector.models.rotary import apply_rotary, pairs_to_halves
 from binade.collector.models.shape import CoreSpec, LinearSpec
 from binade.collector.models.site import Site
+from binade.collector.ranks import SINGLE, Group
 from binade.data.segment import Shard
 from binade.quant.gemm import Observed, matmul
 

@@ -22,9 +22,9 @@ from binade.collector.models.causal_lm import CausalLM, load
 from binade.collector.models.directory import CONFIG, gguf_of, read_json, read_shape
 from binade.collector.models.gguf_file import open_gguf
 from binade.collector.models.model import GPTModel
-from binade.collector.models.parallel import SINGLE, Group
 from binade.collector.models.shape import Shape
 from binade.collector.models.transformers_model import TransformersShape
+from binade.collector.ranks import SINGLE, Group
 from binade.data.text import describe
 
 WEIGHTS = "model.safetensors"

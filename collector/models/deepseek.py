@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from binade.collector.models.attention import LatentAttention
-    from binade.collector.models.parallel import Group
+    from binade.collector.ranks import Group
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,8 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from binade.collector.models.norm import Point
-from binade.collector.models.parallel import Group, build_linear, gather_whole_sequence, scatter_sequence
+from binade.collector.models.parallel import build_linear, gather_whole_sequence, scatter_sequence
 from binade.collector.models.shape import LinearSpec
+from binade.collector.ranks import Group
 from binade.data.tensor_kinds import Other
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from binade.collector.models.site import Site
 if TYPE_CHECKING:
     from binade.collector.models.attention import SelfAttention
     from binade.collector.models.feedforward import MLP
-    from binade.collector.models.parallel import Group
+    from binade.collector.ranks import Group
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,10 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from binade.collector.models.norm import Point, RMSNorm
-from binade.collector.models.parallel import SINGLE, Group, ParallelLinear, gather_whole_sequence, scatter_sequence
+from binade.collector.models.parallel import ParallelLinear, gather_whole_sequence, scatter_sequence
 from binade.collector.models.rotary import rotary_angles
 from binade.collector.models.shape import Shape
 from binade.collector.models.site import HEAD
+from binade.collector.ranks import SINGLE, Group
 from binade.data.tensor_kinds import Other
 
 

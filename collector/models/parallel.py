@@ -17,83 +17,20 @@ ReplicatedLinear all of it.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from binade.collector.models.shape import LinearSpec, Split
 from binade.collector.models.site import Site
+from binade.collector.ranks import SINGLE, Group
 from binade.data.segment import Shard
 from binade.quant.delayed import ScaleHistory
 from binade.quant.gemm import Rounding, Tap, linear
 from binade.quant.specs import GemmFormats
-
-
-class PeerLostError(RuntimeError):
-    """A collective operation failed because the connection to another rank was lost."""
-
-    exit_status = 75  # tells the launcher that another rank failed first
-
-    @classmethod
-    def after(cls, error: RuntimeError) -> PeerLostError:
-        reason = re.sub(r"^\[[^]]*\] *", "", str(error).splitlines()[0])  # gloo begins with its source line
-        return cls(f"lost the connection to another rank: {reason.partition('. ')[0]}")
-
-
-@dataclass(frozen=True)
-class Group:
-    """The ranks that share a model's layers, or its batches. handle None is a single rank."""
-
-    handle: dist.ProcessGroup | None = None
-    sequence_parallel: bool = False
-
-    @property
-    def size(self) -> int:
-        return 1 if self.handle is None else dist.get_world_size(self.handle)
-
-    @property
-    def rank(self) -> int:
-        """This rank's index in the group."""
-        return 0 if self.handle is None else dist.get_rank(self.handle)
-
-    def sum_(self, x: Tensor) -> Tensor:
-        """x summed over the ranks, in place. Raises PeerLostError."""
-        if self.size > 1:
-            _collective(dist.all_reduce, x, group=self.handle)
-        return x
-
-    def gather(self, x: Tensor) -> Tensor:
-        """The ranks' x, concatenated along axis 0."""
-        whole = x.new_empty(self.size * len(x), *x.shape[1:])
-        _collective(dist.all_gather_into_tensor, whole, x.contiguous(), group=self.handle)
-        return whole
-
-    def part(self, x: Tensor) -> Tensor:
-        """This rank's part of x along axis 0."""
-        return x.chunk(self.size)[self.rank].contiguous()
-
-    def reduce_scatter(self, x: Tensor) -> Tensor:
-        """This rank's part of the sum of the ranks' x. Gloo has no reduce-scatter: there it is sum, then part."""
-        if dist.get_backend(self.handle) == dist.Backend.GLOO:
-            return self.part(self.sum_(x.clone()))
-        part = x.new_empty(len(x) // self.size, *x.shape[1:])
-        _collective(dist.reduce_scatter_tensor, part, x.contiguous(), group=self.handle)
-        return part
-
-
-SINGLE = Group()
-
-
-def _collective(operation: Callable[..., object], *tensors: Tensor, **options: Any) -> None:
-    try:
-        operation(*tensors, **options)
-    except RuntimeError as error:
-        raise PeerLostError.after(error) from error
 
 
 @dataclass(frozen=True)

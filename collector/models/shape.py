@@ -26,7 +26,7 @@ from binade.data.tensor_kinds import Other, named_places
 if TYPE_CHECKING:
     from torch import nn
 
-    from binade.collector.models.parallel import Group
+    from binade.collector.ranks import Group
 
 WHOLE = Fraction(1)
 

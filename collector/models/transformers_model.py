@@ -21,7 +21,7 @@ from binade.data.tensor_kinds import Other, tensor_names
 from binade.data.text import one_line
 
 if TYPE_CHECKING:
-    from binade.collector.models.parallel import Group
+    from binade.collector.ranks import Group
 
 T = TypeVar("T")
 MOST_LAYERS = 1000  # far more than any published model has

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from dataclasses import asdict, dataclass, replace
-from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -18,29 +17,11 @@ from binade.collector.models.transformers_model import TransformersShape
 from binade.collector.recipes.parse import parse_recipe
 from binade.collector.recipes.recipe import Part, Recipe
 from binade.collector.recipes.selection import Selection, SelectionError
-from binade.collector.training.option import Group, declared, option
+from binade.collector.settings import DEFAULT_SCORES, FEW_RANKS, Backend, Device, Group, MergeRanks, Size, option
 from binade.data.tensor_kinds import Measure, tensor_names
 from binade.quant.formats import UnknownFormatError
 from binade.quant.specs import Spec, SpecError
 
-__all__ = [
-    "BYTE",
-    "DATASETS",
-    "DEFAULT_SCORES",
-    "MODELS",
-    "Backend",
-    "ConfigError",
-    "Device",
-    "MergeRanks",
-    "RunConfig",
-    "Size",
-    "check",
-    "declared",
-    "defaults",
-]
-
-DEFAULT_SCORES = ("hifp8", "hifp8(scale=amax8)", "mxfp8", "mxfp4", "nvfp4")
-FEW_RANKS = 8
 LAYERS = (
     "LAYERS is first, last 2, 3, 2-4, or a regular expression that is searched for in names such as layer1.qkv, "
     "layer1.core and layer2.expert3.fc1; a leading ! selects all other layers. Separate several choices with commas; "
@@ -60,41 +41,9 @@ OVERRIDES = ("linear", "qk", "pv", "router", "forward", "dgrad", "wgrad")  # --l
 FORM_LAYERS = "Layers: first, last 2, 3, 2-4, or a regular expression that is searched for in names such as layer1.qkv"
 
 
-class Size(StrEnum):
-    """The dimensions of a model."""
-
-    TINY = "tiny"  # the same architecture, narrow enough for a CPU
-    FULL = "full"  # the published dimensions
-
-
-class Device(StrEnum):
-    """Where a run trains."""
-
-    CPU = "cpu"
-    CUDA = "cuda"  # one GPU for each rank
-
-
-class MergeRanks(StrEnum):
-    """Whether the rows of a tensor on several ranks become one."""
-
-    AUTO = "auto"  # for more ranks than FEW_RANKS
-    ON = "on"
-    OFF = "off"
-
-    def applies(self, ranks: int) -> bool:
-        return ranks > (FEW_RANKS if self is MergeRanks.AUTO else 1) and self is not MergeRanks.OFF
-
-
-class Backend(StrEnum):
-    """What quantizes operands. Both give the same bits."""
-
-    TRITON = "triton"  # kernels, which are interpreted on a CPU
-    TORCH = "torch"  # compiled C++ on a CPU if a build is worthwhile, else plain torch
-
-
 @dataclass(frozen=True)
 class RunConfig(WatchOptions):
-    """One run. Each field declares its option; see collector.training.option."""
+    """One run. Each field declares its option; see collector.settings."""
 
     # fmt: off
     model: str = option("llama32-1b", group=MODEL, metavar="NAME|PATH", choices=MODELS, or_path=True, label="Model",

@@ -21,8 +21,8 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from binade.collector.errors import ConfigError
-from binade.collector.models.parallel import PeerLostError
-from binade.collector.training.ranks import LAUNCHER, STORE, settle_runs
+from binade.collector.ranks import LAUNCHER, PeerLostError
+from binade.collector.training.ranks import STORE, settle_runs
 from binade.data.python import package_environment
 from binade.data.runs import CANCELLED, FAILED
 

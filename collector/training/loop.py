@@ -28,22 +28,18 @@ from binade.collector.capture.sensitivity import backward
 from binade.collector.capture.watching import WatchOptions
 from binade.collector.datasets.loading import open_dataset
 from binade.collector.datasets.samples import SampleStream, open_stream
+from binade.collector.errors import ConfigError
 from binade.collector.models.causal_lm import CausalLM
 from binade.collector.models.checkpoint import Checkpoint, open_checkpoint
 from binade.collector.models.directory import describe_weights
 from binade.collector.models.model import GPTModel, initialized
+from binade.collector.ranks import Ranks
 from binade.collector.recipes.files import to_toml
 from binade.collector.recipes.recipe import Recipe
-from binade.collector.training.config import Backend, ConfigError, Device, MergeRanks, RunConfig, check
+from binade.collector.settings import Backend, Device, MergeRanks
+from binade.collector.training.config import RunConfig, check
 from binade.collector.training.memory import available_host_memory, check_memory
-from binade.collector.training.ranks import (
-    Ranks,
-    clip_gradients,
-    finish_gradients,
-    join,
-    mean_over_replicas,
-    started_as_rank,
-)
+from binade.collector.training.ranks import clip_gradients, finish_gradients, join, mean_over_replicas, started_as_rank
 from binade.collector.training.resume import Checkpoints, Resumed, check_unchanged, open_resumed
 from binade.data.tensor_kinds import Measure
 

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import psutil
 
-from binade.collector.training.config import ConfigError, RunConfig
+from binade.collector.errors import ConfigError
+from binade.collector.training.config import RunConfig
 
 # Bytes per weight: float32 value, gradient and Adam's two moments; and its bfloat16 copy, from forward to backward.
 PER_WEIGHT = 16

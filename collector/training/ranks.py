@@ -1,7 +1,6 @@
-"""The ranks of a run: which one this process is, and the communication outside the layers.
+"""How the ranks of `binade run` meet, notice that another one is lost, and combine gradients outside the layers.
 
-A run on several ranks is started by torchrun (`launch`, or by hand). Ranks are laid out as Megatron lays them: the
-tensor-parallel ranks of one replica are neighbors, rank = replica · tp + tensor-parallel rank.
+A run on several ranks is started by torchrun (`launch`, or by hand).
 """
 
 from __future__ import annotations
@@ -10,10 +9,8 @@ import os
 import re
 import socket
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from itertools import count
@@ -24,107 +21,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from binade.collector.models.parallel import SINGLE, Group, PeerLostError
-from binade.collector.training.config import ConfigError, Device, RunConfig
+from binade.collector.errors import ConfigError
+from binade.collector.ranks import LAUNCHER_GONE, NOTICE, Group, PeerLostError, Ranks
+from binade.collector.settings import Device
+from binade.collector.training.config import RunConfig
 from binade.data.runs import DONE, FAILED, RunState, list_runs, settle
 
-# Set by `launch` for the ranks that it starts: its process, and a file to meet at that no other machine can reach.
-LAUNCHER = "BINADE_LAUNCHER"
-STORE = "BINADE_STORE"
-LAUNCHER_GONE = "the process that started the ranks has exited"
+STORE = (
+    "BINADE_STORE"  # set by `launch` for the ranks that it starts: a file to meet at that no other machine can reach
+)
 TIMEOUT = timedelta(minutes=30)
-NOTICE = 10.0  # seconds that a rank has to notice by itself that the launcher is gone, or another rank to end
 SILENCE = 60  # seconds without a heartbeat after which a rank on another host counts as lost
 LEFT = b"left"  # instead of a heartbeat, by a rank that is done
 _joined = count()  # the runs of this process
 
 
-@dataclass(frozen=True)
-class Ranks:
-    """tensor is the group that shares this replica's layers, data the group that shares this rank's weights."""
-
-    rank: int = 0
-    size: int = 1
-    tensor: Group = SINGLE
-    data: Group = SINGLE
-
-    @property
-    def replica(self) -> int:
-        """Which data-parallel copy of the model this rank belongs to."""
-        return self.data.rank
-
-    @property
-    def replicas(self) -> int:
-        return self.data.size
-
-    @property
-    def owner(self) -> int | None:
-        """The process that the run depends on, if it is not rank 0's own."""
-        return int(os.environ[LAUNCHER]) if LAUNCHER in os.environ else None
-
-    def share(self, text: str | None) -> str | None:
-        """Broadcast rank 0's text to every rank. Raises PeerLostError."""
-        if self.size == 1:
-            return text
-        shared = [text]
-        try:
-            dist.broadcast_object_list(shared, src=0)
-        except RuntimeError as error:
-            raise PeerLostError.after(error) from error
-        return shared[0]
-
-    def wait(self) -> None:
-        """Wait for every rank. Raises PeerLostError."""
-        if self.size > 1:
-            self.share(None)
-            Group(dist.group.WORLD).sum_(torch.zeros(1, device=self.device))
-
-    @property
-    def launcher_decides(self) -> bool:
-        """Whether `launch`, if it still lives, records how the run ended: only it knows which rank failed first."""
-        return self.owner is not None and os.getppid() == self.owner
-
-    def check_launcher(self) -> None:
-        """Raises PeerLostError if the process that started the ranks has exited: nothing else would end them."""
-        if self.owner is not None and not self.launcher_decides:
-            raise PeerLostError(LAUNCHER_GONE)
-
-    @contextmanager
-    def explaining(self) -> Iterator[None]:
-        """A context that, if the launcher is gone, reports this instead of the rank that ended first because of it. If
-        it is not, a rank that lost another waits to be ended: the other may close its connections long before its
-        process ends, and the launcher must find that one first."""
-        try:
-            yield
-        except PeerLostError:
-            end = time.monotonic() + NOTICE
-            while self.launcher_decides and time.monotonic() < end:
-                time.sleep(0.05)
-            self.check_launcher()
-            raise
-
-    @property
-    def device(self) -> torch.device:
-        """The device of tensors in collective operations."""
-        on_gpu = self.size > 1 and dist.get_backend() == dist.Backend.NCCL
-        return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-
-
 def started_as_rank() -> bool:
     """Whether torchrun started this process."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
-def current_ranks() -> Ranks:
-    """This process among those of torch.distributed, laid out as megatron.core has it if it is initialized, else as
-    replicas; a single one without them."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return Ranks()
-    rank, size = dist.get_rank(), dist.get_world_size()
-    state = sys.modules.get("megatron.core.parallel_state")
-    if state is None or not state.is_initialized():
-        return Ranks(rank, size, data=Group(dist.group.WORLD))
-    return Ranks(rank, size, Group(state.get_tensor_model_parallel_group()), Group(state.get_data_parallel_group()))
 
 
 def settle_runs(root: Path, owner: int, state: RunState, reason: str | None) -> None:

@@ -27,8 +27,9 @@ from torch import nn
 
 from binade.collector.errors import ConfigError
 from binade.collector.jobs.command_line import arguments_of, parse_runs
+from binade.collector.settings import Device
 from binade.collector.training.checkpoints import Position, check_resumable, last
-from binade.collector.training.config import Device, RunConfig
+from binade.collector.training.config import RunConfig
 from binade.data.events import events_file
 from binade.data.json_files import write_json
 from binade.data.runs import CHECKPOINTS, SEGMENT, RunError, RunInfo, RunWriter, read_run

@@ -8,8 +8,8 @@ from enum import StrEnum
 from typing import Any
 
 from binade.collector.errors import ConfigError
-from binade.collector.training.config import Device, RunConfig
-from binade.collector.training.option import Group, check_options, declared, option
+from binade.collector.settings import Device, Group, check_options, declared, option
+from binade.collector.training.config import RunConfig
 from binade.collector.training.targets import Target, find_target
 
 # In sbatch's notation: minutes, minutes:seconds, hours:minutes:seconds, days-hours and so on.

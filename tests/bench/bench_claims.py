@@ -44,8 +44,9 @@ from binade.app.questions.recipes import question as recipes
 from binade.app.questions.results.question import RESULTS
 from binade.app.questions.shared.runs import PARTS, runs_with_reference
 from binade.collector.recipes.ladder import Ladder, Rung
+from binade.collector.settings import Backend
 from binade.collector.training import loop
-from binade.collector.training.config import Backend, RunConfig, defaults
+from binade.collector.training.config import RunConfig, defaults
 from binade.collector.training.launch import _environment
 from binade.data.catalog import Catalog
 from binade.data.evidence import LEVEL

@@ -23,7 +23,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as `make bench` and the c
 import torch
 
 from binade.collector.imports.importer import import_logs
-from binade.collector.training.config import DEFAULT_SCORES
+from binade.collector.settings import DEFAULT_SCORES
 from binade.quant import score, summarize
 from tests.bench.bench_quantize import timed, versions
 

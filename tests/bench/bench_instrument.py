@@ -25,7 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from binade.collector import Recorder, instrument
 from binade.collector.models.model import GPTModel
-from binade.collector.training.config import MODELS
+from binade.collector.models.registry import MODELS
 
 WARMUP = 5  # pairs; an instrumented model's first pass is watched
 

@@ -61,11 +61,11 @@ from binade.collector.models.checkpoint import open_checkpoint
 from binade.collector.models.directory import read_shape
 from binade.collector.models.model import GPTModel
 from binade.collector.models.parallel import ParallelLinear, ReplicatedLinear
+from binade.collector.models.registry import MODELS
 from binade.collector.models.shape import LinearSpec
 from binade.collector.models.site import Site
 from binade.collector.recipes.parse import parse_recipe
 from binade.collector.recipes.recipe import Recipe
-from binade.collector.training.config import MODELS
 from binade.data import evidence
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter

@@ -34,7 +34,7 @@ from binade.collector.capture.recorder import Recorder
 from binade.collector.models.model import GPTModel
 from binade.collector.models.registry import MODELS
 from binade.collector.models.shape import Shape
-from binade.collector.training.config import DEFAULT_SCORES
+from binade.collector.settings import DEFAULT_SCORES
 from binade.data.tensor_kinds import LATER, Measure
 from binade.quant.gemm import Observed
 from tests.bench.bench_quantize import versions

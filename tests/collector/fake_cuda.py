@@ -76,7 +76,7 @@ from binade.collector.capture import delayed_scales  # noqa: E402
 from binade.collector.capture.instrument import instrument  # noqa: E402
 from binade.collector.capture.recorder import Recorder  # noqa: E402
 from binade.collector.models.model import GPTModel  # noqa: E402
-from binade.collector.training.config import DEFAULT_SCORES  # noqa: E402
+from binade.collector.settings import DEFAULT_SCORES  # noqa: E402
 from binade.quant import rotation  # noqa: E402
 from binade.quant.backends import triton_kernels, triton_summary  # noqa: E402
 from tests.collector.small_model import SHAPE  # noqa: E402

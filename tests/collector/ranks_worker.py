@@ -13,9 +13,10 @@ from binade.collector.datasets.loading import open_dataset
 from binade.collector.datasets.samples import SampleStream
 from binade.collector.models.model import GPTModel
 from binade.collector.models.parallel import ParallelLinear
+from binade.collector.ranks import Ranks
 from binade.collector.training.config import RunConfig
 from binade.collector.training.loop import _optimizer
-from binade.collector.training.ranks import Ranks, clip_gradients, finish_gradients, join, mean_over_replicas
+from binade.collector.training.ranks import clip_gradients, finish_gradients, join, mean_over_replicas
 
 STEPS = 2
 MICRO_BATCHES = 2

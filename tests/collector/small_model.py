@@ -15,7 +15,7 @@ from binade.collector import Recorder
 from binade.collector.models.attention import CoreAttention
 from binade.collector.models.model import GPTModel
 from binade.collector.models.parallel import ParallelLinear
-from binade.collector.training.config import MODELS
+from binade.collector.models.registry import MODELS
 from binade.quant.formats import FORMATS
 
 SHAPE = replace(MODELS["llama32-1b"]["tiny"], hidden=64, ffn=128, heads=4, kv_heads=2, head_dim=16)

@@ -12,7 +12,7 @@ import pytest
 
 from binade.collector.datasets.indexed import IndexedDocuments
 from binade.collector.datasets.inputs import find_dataset
-from binade.collector.training.config import ConfigError
+from binade.collector.errors import ConfigError
 from tests.collector.files import megatron, read_pair, write_pair
 
 DTYPES = [np.uint8, np.int8, np.int16, np.int32, np.int64, np.uint16]

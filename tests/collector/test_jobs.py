@@ -18,10 +18,11 @@ import psutil
 import pytest
 
 from binade.collector import jobs
+from binade.collector.errors import ConfigError
 from binade.collector.jobs import processes, runner, state, store, transitions
 from binade.collector.jobs.estimate import estimate, planned
 from binade.collector.jobs.transitions import Event, State
-from binade.collector.training.config import ConfigError, RunConfig
+from binade.collector.training.config import RunConfig
 from binade.data.access import ReadOnlyError
 from binade.data.catalog import Catalog
 from binade.data.runs import list_runs

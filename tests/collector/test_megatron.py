@@ -36,13 +36,14 @@ from binade.collector.models.attention import CoreAttention
 from binade.collector.models.deepseek import DeepseekShape
 from binade.collector.models.llama import LlamaShape
 from binade.collector.models.model import GPTModel
+from binade.collector.models.registry import MODELS
 from binade.collector.models.rope_scaling import Llama3Scaling, YarnScaling
 from binade.collector.models.rotary import apply_rotary, rotary_angles
 from binade.collector.models.shape import Shape
 from binade.collector.models.site import Site
-from binade.collector.training.config import MODELS, RunConfig
+from binade.collector.ranks import Ranks
+from binade.collector.training.config import RunConfig
 from binade.collector.training.loop import _backward, _optimizer, _step
-from binade.collector.training.ranks import Ranks
 from tests.collector.megatron_cpu import (
     LatentCore,
     Training,

@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 
 from binade.collector.capture.instrument import instrument
+from binade.collector.errors import ConfigError
 from binade.collector.models.model import GPTModel
-from binade.collector.training.config import ConfigError, RunConfig
+from binade.collector.training.config import RunConfig
 from binade.collector.training.memory import PER_COPY, PER_LOGIT, PER_WEIGHT, check_memory, needed
 
 

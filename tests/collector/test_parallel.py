@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from binade.collector.models.parallel import ColumnParallelLinear, Group, RowParallelLinear
+from binade.collector.models.parallel import ColumnParallelLinear, RowParallelLinear
 from binade.collector.models.site import Site
+from binade.collector.ranks import Group
 from tests.collector.forked import forked, ranks_of
 
 pytestmark = pytest.mark.slow

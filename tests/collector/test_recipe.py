@@ -8,9 +8,9 @@ import torch.nn.functional as F
 
 from binade.collector.capture.instrument import instrument
 from binade.collector.models.model import GPTModel
+from binade.collector.models.registry import MODELS
 from binade.collector.recipes.parse import parse_recipe
 from binade.collector.recipes.recipe import OPERANDS, TEN_RECIPES, RecipeError
-from binade.collector.training.config import MODELS
 from binade.quant import fake_quantize, gemm
 from binade.quant.formats import FORMATS, UnknownFormatError
 from binade.quant.specs import OPERAND_FIELDS, GemmFormats, SpecError

@@ -20,8 +20,8 @@ from binade.collector.datasets.loading import TokenizedTexts, open_dataset
 from binade.collector.datasets.samples import SampleStream, open_stream
 from binade.collector.datasets.texts import ListedTexts
 from binade.collector.datasets.tokenizer import BYTES, END_OF_DOCUMENT
-from binade.collector.errors import DataError
-from binade.collector.training.config import ConfigError, RunConfig
+from binade.collector.errors import ConfigError, DataError
+from binade.collector.training.config import RunConfig
 from tests.collector.files import train_tokenizer, write_pair
 
 

@@ -15,10 +15,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from binade.collector.datasets.inputs import find_dataset
+from binade.collector.datasets.inputs import DATASETS, find_dataset
 from binade.collector.datasets.texts import Texts, open_texts
-from binade.collector.errors import DataError
-from binade.collector.training.config import DATASETS, ConfigError
+from binade.collector.errors import ConfigError, DataError
 from tests.conftest import run_python
 
 # The keys of the published data sets: Hugging Face's wikimedia/wikipedia and allenai/dolma.

@@ -11,8 +11,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from binade.collector.datasets.inputs import find_dataset
 from binade.collector.datasets.texts import open_texts
 from binade.collector.datasets.tokenizer import END_TOKENS, open_tokenizer
-from binade.collector.errors import DataError
-from binade.collector.training.config import ConfigError
+from binade.collector.errors import ConfigError, DataError
 from tests.collector.files import train_tokenizer
 
 

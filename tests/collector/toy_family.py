@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from binade.collector.models.feedforward import MLP
-    from binade.collector.models.parallel import Group
+    from binade.collector.ranks import Group
 
 
 def squared_relu(x: Tensor) -> Tensor:

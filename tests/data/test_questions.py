@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from binade.collector.training.config import DEFAULT_SCORES
+from binade.collector.settings import DEFAULT_SCORES
 from binade.data.catalog import STATISTICS, CatalogError
 from binade.data.filter import Filter
 from binade.quant.metrics import compare

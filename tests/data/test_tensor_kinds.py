@@ -13,8 +13,9 @@ import pytest
 
 from binade.app import style
 from binade.cli import main
+from binade.collector.errors import ConfigError
 from binade.collector.jobs.estimate import planned
-from binade.collector.training.config import ConfigError, RunConfig, check
+from binade.collector.training.config import RunConfig, check
 from binade.data.catalog import Catalog
 from binade.data.tensor_kinds import (
     FORWARD,

@@ -16,9 +16,9 @@ from binade.app.view import Reading, View
 from binade.collector import jobs
 from binade.collector.advice.advice import queue_verification, verification
 from binade.collector.advice.costs import AdviceError
+from binade.collector.errors import ConfigError
 from binade.collector.recipes.files import to_toml
 from binade.collector.recipes.recipe import RecipeError
-from binade.collector.training.config import ConfigError
 from binade.data.access import ReadOnlyError, read_only
 from binade.data.catalog import Catalog
 

@@ -18,8 +18,9 @@ from binade.app.questions.recipes.question import RECIPES, runs_in
 from binade.app.questions.shared.selection import Selection
 from binade.app.view import Reading, View
 from binade.collector import jobs
+from binade.collector.errors import ConfigError
 from binade.collector.recipes.files import label
-from binade.collector.training.config import ConfigError, RunConfig
+from binade.collector.training.config import RunConfig
 from binade.data.access import ReadOnlyError, read_only
 from binade.data.catalog import Catalog
 from binade.data.runs import DONE

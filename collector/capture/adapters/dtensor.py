@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from binade.collector.capture.adapters.layer import InstrumentError, is_a
-from binade.collector.models.parallel import ColumnParallelLinear, Group, RowParallelLinear, heads_shard, linear_shard
+from binade.collector.models.parallel import ColumnParallelLinear, RowParallelLinear, heads_shard, linear_shard
+from binade.collector.ranks import Group
 from binade.data.segment import Shard
 
 

@@ -26,8 +26,9 @@ from binade.collector.capture.adapters.attention import _attention_backward, _pr
 from binade.collector.capture.adapters.layer import InstrumentError, Layer, Refused, replaces
 from binade.collector.capture.adapters.products import listen_to_result, listened, showing_operands
 from binade.collector.models.attention import CoreQuantization
-from binade.collector.models.parallel import Group, Quantization, heads_shard, linear_shard
+from binade.collector.models.parallel import Quantization, heads_shard, linear_shard
 from binade.collector.models.site import Site, site
+from binade.collector.ranks import Group
 from binade.data.segment import Shard
 from binade.quant.gemm import Observed, Tap, sampling
 

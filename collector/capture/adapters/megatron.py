@@ -30,7 +30,6 @@ from binade.collector.capture.adapters.layer import Detach, InstrumentError, Lay
 from binade.collector.capture.adapters.products import UNQUANTIZED, computing, linear
 from binade.collector.models.parallel import (
     ColumnParallelLinear,
-    Group,
     Quantization,
     RowParallelLinear,
     heads_shard,
@@ -38,6 +37,7 @@ from binade.collector.models.parallel import (
     reshaped,
 )
 from binade.collector.models.site import HEAD, Site
+from binade.collector.ranks import Group
 from binade.data.segment import Shard
 from binade.quant.gemm import Tap
 

@@ -36,8 +36,8 @@ from torch import Tensor, nn
 from binade.collector import instrument, instrument_provider
 from binade.collector.capture.adapters.layer import InstrumentError
 from binade.collector.models.model import GPTModel as OurModel
+from binade.collector.models.registry import MODELS
 from binade.collector.models.shape import Shape
-from binade.collector.training.config import MODELS
 from binade.data.catalog import Catalog
 from binade.data.runs import DONE, list_runs
 from tests.collector.instrumented import (

@@ -16,7 +16,7 @@ from binade.collector import Recorder, instrument
 from binade.collector.capture import provenance
 from binade.collector.capture.adapters.products import tensors_in
 from binade.collector.models.model import GPTModel
-from binade.collector.training.config import MODELS
+from binade.collector.models.registry import MODELS
 from binade.data.catalog import Catalog
 from binade.data.events import read_events
 from tests.collector.small_model import batch, build, end_step

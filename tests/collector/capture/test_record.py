@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from binade import quant
 from binade.collector import Recorder, instrument
 from binade.collector.capture.recorder import RecorderError
-from binade.collector.training.config import ConfigError
+from binade.collector.errors import ConfigError
 from binade.data.catalog import Catalog
 from tests.collector.instrumented import rows
 

@@ -17,7 +17,7 @@ import torch
 from binade.collector import Recorder, instrument
 from binade.collector.capture.adapters.layer import InstrumentError
 from binade.collector.capture.recorder import RecorderError
-from binade.collector.training.config import ConfigError
+from binade.collector.errors import ConfigError
 from binade.data import merge
 from binade.data.catalog import Catalog
 from binade.data.runs import CANCELLED, DONE, FAILED, read_run

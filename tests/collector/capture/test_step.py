@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from binade import quant
 from binade.collector import Recorder, instrument
 from binade.collector.models.model import GPTModel
-from binade.collector.training.config import MODELS
+from binade.collector.models.registry import MODELS
 from binade.data.catalog import Catalog
 from binade.data.tensor_kinds import Other, tensor_names
 from tests.collector.instrumented import rows, same

@@ -13,7 +13,7 @@ import torch
 
 from binade.collector import Recorder, instrument
 from binade.collector.capture.monitor import Monitor
-from binade.collector.training.config import ConfigError
+from binade.collector.errors import ConfigError
 from binade.data.catalog import Catalog
 from binade.data.events import EventKind, read_events
 from binade.data.runs import read_status

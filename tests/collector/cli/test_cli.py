@@ -12,8 +12,10 @@ import pytest
 
 from binade.collector.cli.megatron_fork import resolve
 from binade.collector.cli.options import read
+from binade.collector.datasets.inputs import DATASETS
+from binade.collector.models.registry import MODELS
 from binade.collector.recipes.recipe import OPERANDS, TEN_RECIPES
-from binade.collector.training.config import DATASETS, MODELS, RunConfig, check
+from binade.collector.training.config import RunConfig, check
 from binade.data.runs import list_runs
 from binade.data.tensor_kinds import tensor_names
 from binade.quant.formats import FORMATS

@@ -15,8 +15,8 @@ from binade.app.jobs import collecting
 from binade.collector import jobs
 from binade.collector.cli.options import read
 from binade.collector.errors import ConfigError
+from binade.collector.settings import Declared, check_options, declared
 from binade.collector.training.config import RunConfig, check
-from binade.collector.training.option import Declared, check_options, declared
 from binade.collector.training.slurm_options import SlurmOptions
 from tests.conftest import PROJECT
 

@@ -1,4 +1,5 @@
-"""Declares an option once, as metadata of a dataclass field: its help, limits, choices and label.
+"""The settings that several parts of the collector share, and how an option is declared: once, as metadata of a
+dataclass field, with its help, limits, choices and label.
 
 The command line, the Collect form, `check` and the documentation read the same declaration. No torch, no Click.
 """
@@ -17,6 +18,47 @@ from binade.collector.errors import ConfigError
 T = TypeVar("T")
 METADATA = "option"
 MOST = 10**9  # the default upper limit: a larger count is a typing error
+DEFAULT_SCORES = ("hifp8", "hifp8(scale=amax8)", "mxfp8", "mxfp4", "nvfp4")
+FEW_RANKS = 8
+
+
+class Size(StrEnum):
+    """The dimensions of a model."""
+
+    TINY = "tiny"  # the same architecture, narrow enough for a CPU
+    FULL = "full"  # the published dimensions
+
+
+class Device(StrEnum):
+    """Where a run trains."""
+
+    CPU = "cpu"
+    CUDA = "cuda"  # one GPU for each rank
+
+
+class Backend(StrEnum):
+    """What quantizes operands. Both give the same bits."""
+
+    TRITON = "triton"  # kernels, which are interpreted on a CPU
+    TORCH = "torch"  # compiled C++ on a CPU if a build is worthwhile, else plain torch
+
+
+class Stats(StrEnum):
+    """What is recorded of a watched step."""
+
+    BASIC = "basic"  # moments, counts and the error of the active format
+    FULL = "full"  # as in a recorded step
+
+
+class MergeRanks(StrEnum):
+    """Whether the rows of a tensor on several ranks become one."""
+
+    AUTO = "auto"  # for more ranks than FEW_RANKS
+    ON = "on"
+    OFF = "off"
+
+    def applies(self, ranks: int) -> bool:
+        return ranks > (FEW_RANKS if self is MergeRanks.AUTO else 1) and self is not MergeRanks.OFF
 
 
 @dataclass(frozen=True)
