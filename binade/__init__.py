@@ -16,7 +16,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from binade.collector import Recorder, coverage, instrument, instrument_provider, schedule
+    from binade.collector import Merge, Recorder, Watch, coverage, instrument, instrument_provider, schedule
     from binade.collector import TrainerCallback as TrainerCallback  # not in __all__: it needs transformers
     from binade.data.catalog import Catalog
     from binade.data.export import Sink
@@ -30,8 +30,10 @@ _HOME = {
     "compare": "quant",
     "fake_quantize": "quant",
     "quantize": "quant",
+    "Merge": "collector",
     "Recorder": "collector",
     "TrainerCallback": "collector",
+    "Watch": "collector",
     "coverage": "collector",
     "instrument": "collector",
     "instrument_provider": "collector",
@@ -45,8 +47,10 @@ __all__ = [
     "FORMATS",
     "Catalog",
     "Filter",
+    "Merge",
     "Recorder",
     "Sink",
+    "Watch",
     "compare",
     "coverage",
     "fake_quantize",

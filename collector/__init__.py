@@ -10,9 +10,11 @@ from typing import Any
 
 _HOME = {
     "InstrumentError": "capture.adapters.layer",
+    "Merge": "capture.options",
     "Recorder": "capture.recorder",
     "TrainerCallback": "capture.trainer",
     "coverage": "capture.instrument",
+    "Watch": "capture.options",
     "instrument": "capture.instrument",
     "instrument_provider": "capture.provider",
     "schedule": "capture.schedule",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,14 +26,16 @@ Copied = tuple[Tensor, Callable[[], None]]  # as `copy_later` returns them
 
 
 class Curves:
-    """Writes the curves of a run on rank 0. queue: runs a task on the writer's thread, in order."""
+    """Writes the curves of a run on rank 0. queue: runs a task on the writer's thread, in order. recorded: the latest
+    iterations that were recorded in full."""
 
-    def __init__(self, writer: RunWriter, queue: Callable[[Callable[[], None]], None]) -> None:
-        self._writer, self._queue = writer, queue
+    def __init__(
+        self, writer: RunWriter, queue: Callable[[Callable[[], None]], None], recorded: Collection[int]
+    ) -> None:
+        self._writer, self._queue, self._recorded = writer, queue, recorded
         self._model: nn.Module | None = None  # the first that trained: of several chunks, only this one is read
         self._iteration: int | None = None  # whose line is not written yet
         self._logged: dict[str, float | Copied] = {}
-        self._recorded = False
         self._at = 0  # the recorder's iteration in the last call of `log`
         self._began: float | None = None
         # Only the writer's thread writes the following variables.
@@ -56,11 +58,6 @@ class Curves:
             copies = _copies(ids or tensors[:1])
             self._queue(lambda: self._hash(iteration, copies))
 
-    def record(self, iteration: int) -> None:
-        """A micro-batch of this iteration is recorded."""
-        if iteration == self._iteration:
-            self._recorded = True
-
     def log(self, iteration: int, values: Mapping[str, float | Tensor]) -> None:
         """Values of the iteration of the last pass, or of this one if there was no pass."""
         if self._model is None:
@@ -78,11 +75,12 @@ class Curves:
 
     def close(self, seconds: float | None = None) -> None:
         """Queue the line of the iteration that has ended, if it was logged or recorded."""
-        if self._iteration is not None and (self._logged or self._recorded):
+        recorded = self._iteration in self._recorded
+        if self._iteration is not None and (self._logged or recorded):
             line: dict[str, Any] = {"iteration": self._iteration, "loss": None, "time": time.time(), "seconds": seconds}
-            line |= {"recorded": self._recorded} | self._logged
+            line |= {"recorded": recorded} | self._logged
             self._queue(lambda: self._write(line))
-        self._iteration, self._logged, self._recorded, self._began = None, {}, False, None
+        self._iteration, self._logged, self._began = None, {}, None
 
     # The writer's thread runs the methods below.
 

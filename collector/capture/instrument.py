@@ -9,35 +9,34 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from binade.collector.capture.adapters import around_forward, find, survey, without_compiling
 from binade.collector.capture.adapters.layer import InstrumentError, Layer, is_a, numbers_left_out, refusal
-from binade.collector.capture.adapters.passes import Clock, Listener
 from binade.collector.capture.adapters.torch_modules import is_compiled
 from binade.collector.capture.adapters.watch import Watch
+from binade.collector.capture.clock import Moment, PassCounter
 from binade.collector.capture.delayed_scales import DelayedScales
+from binade.collector.capture.observer import Hook
 from binade.collector.capture.provenance import tracing
 from binade.collector.capture.recorder import Recorder
 from binade.collector.capture.schedule import Pending, Switch
 from binade.collector.capture.step import others, parameter_sites, recording
+from binade.collector.capture.survey import Found, around_forward, find, survey, without_compiling
 from binade.collector.capture.twin import Twins
-from binade.collector.models.attention import CoreQuantization
-from binade.collector.models.parallel import Quantization
+from binade.collector.models.attention import CoreBegin
 from binade.collector.models.site import WRAPPERS, Site
 from binade.collector.recipes.files import to_toml
 from binade.collector.recipes.parse import parse_recipe
 from binade.collector.recipes.recipe import BF16, Part, Recipe, RecipeError
 from binade.collector.recipes.selection import Selection
-from binade.data.tensor_kinds import Product
+from binade.data.tensor_kinds import Other, Product
 from binade.data.text import markdown_table
 
 RECIPE_VARIABLE = "CUSTOM_QUANT_TYPE"
@@ -97,131 +96,187 @@ def instrument(
     """
     recipe = _recipe(recipe)
     models = [model] if isinstance(model, nn.Module) else list(model)
-    attention = _quantizes_attention(recipe)
-    found = [find(each, exclude=exclude, head=head, cores=cores, attention=attention) for each in models]
-    layers = [layer for each in found for layer in each.layers]
+    attention, quantizes = _quantizes_attention(recipe), any(part != Part() for part in recipe.every_part())
+    surveys = [find(each, exclude=exclude, head=head, cores=cores, attention=attention) for each in models]
+    layers = [layer for found in surveys for layer in found.layers]
+    names = recorder.tensors if recorder else ()
+    named = [others(each, found, names) for each, found in zip(models, surveys, strict=True)]
     sites = [layer.site for layer in layers]
-    skipped = _unquantized(recipe, skip, sites)
-    named = recorder.tensors if recorder else ()
-    rest = [others(each, seen, named) for each, seen in zip(models, found, strict=True)]
-    recordable = [*sites, *(layer.site for each in rest for _, layer in each)]
+    recordable = [*sites, *(layer.site for each in named for _, layer in each)]
     recorded = _chosen(capture, recordable) if capture else frozenset(recordable)
-    rest = [[(product, layer) for product, layer in each if layer.site in recorded] for each in rest]
     try:
         recipe.check_modules(sites)
     except RecipeError as error:
         raise InstrumentError(str(error)) from None
-
-    stages = recipe.stages(iterations)
-    pending = Pending({switch: [] for switch in schedule})
     for switch in schedule:
         if switch.when is not None and switch.when not in (recorder.triggers if recorder else ()):
             raise InstrumentError(f"schedule waits for the trigger {switch.when!r}, which the Recorder does not have")
-    varies = bool(schedule) or len(stages) > 1 or any(part.formats.varies for part in recipe.every_part())
-    counter = recorder or (Recorder(enabled=False) if varies else None)
-    scales = DelayedScales(scales_of, recorder.rank if recorder else 0)
-
-    watched_only: dict[str, str] = {}
-
-    def quantization(layer: Layer, product: Product, part_of: Callable[[Recipe], Part]) -> Quantization:
-        parts = [(start, part_of(stage)) for start, stage in stages] if layer.site not in skipped else [(0, Part())]
-        changes = [switch for switch in schedule if layer.site in switch.sites(sites)]
-        for switch in changes:
-            parts = parts if switch.at is None else switch.applied(parts, switch.at)
-        observed = recorder is not None and layer.site in recorded
-        if layer.kernels and any(part != Part() for _, part in parts):
-            watched_only[layer.name] = layer.kernels
-        histories = scales.of(layer.site, product, (part.formats for _, part in parts))
-        made = Quantization(parts[0][1].formats, backend, histories=histories)
-        if counter is not None and (observed or changes or len(parts) > 1 or made.formats.varies):
-            made.tap = listener = Listener(counter, layer, parts, product, observed, seed, made, bool(changes))
-            for switch in changes:
-                pending.listeners[switch].append(listener)
-            made.running = listener.running
-        return made
-
+    scales = DelayedScales(scales_of, recorder.ranks.rank if recorder else 0)
+    counter = recorder or Recorder(enabled=False)  # which counts passes, but has no run
+    stages = _stages(recipe, iterations, layers, _unquantized(recipe, skip, sites), schedule)
+    _check_kernels(models, stages)
+    hooks = [
+        Hook(
+            counter.policy,
+            layer,
+            product,
+            of_product,
+            backend,
+            recorder.observing if recorder and layer.site in recorded else None,
+            seed,
+            counter.ranks.rank,
+            scales.of(layer.site, product, (part.formats for _, part in of_product)),
+            changes=any(layer.site in switch.sites(sites) for switch in schedule),
+        )
+        for layer, product, of_product in stages
+    ]
+    counts = recorder is not None or any(hook.varies for hook in hooks)
+    instrumented = [
+        _Model(
+            each,
+            found,
+            [(place, layer) for place, layer in besides if layer.site in recorded],
+            _passes(counter, each, any(hook.varies for hook in hooks)) if counts else None,
+            Watch(each, found.layers, found.left, attention) if found.watched and (recorder or quantizes) else None,
+        )
+        for each, found, besides in zip(models, surveys, named, strict=True)
+    ]
     if recorder:
         recorder.describe(**_facts(models, recipe, recorder, skip, backend))
-    watched = recorder is not None or attention or any(part != Part() for part in recipe.every_part())
-    quantized = [
-        CoreQuantization(
-            quantization(layer, Product.QK, lambda stage: stage.qk),
-            quantization(layer, Product.PV, lambda stage: stage.pv),
-        )
-        if layer.is_core
-        else quantization(layer, Product.LINEAR, partial(Recipe.linear_of, names=layer.site.names))
-        for layer in layers
-    ]
-    parts = [
-        (f"{layer.site.name}.{product.value}", each)
-        for layer, how in zip(layers, quantized, strict=True)
-        for product, each in (
-            ((Product.QK, how.qk), (Product.PV, how.pv))
-            if isinstance(how, CoreQuantization)
-            else ((Product.LINEAR, how),)
-        )
-    ]
-    if watched_only:
-        raise InstrumentError(refusal({name: m for each in models for name, m in each.named_modules()}, watched_only))
-    clocks = [Clock(counter, each, varies) if counter else None for each in models]
-    watches = [
-        Watch(each, seen.layers, seen.left, attention) if watched and seen.watched else None
-        for each, seen in zip(models, found, strict=True)
-    ]
+    pending = Pending(
+        {switch: [hook for hook in hooks if hook.layer.site in switch.sites(sites)] for switch in schedule}
+    )
+    with ExitStack() as undo:
+        undo.enter_context(_attached(instrumented, hooks, recorder, fixed=quantizes))
+        undo.enter_context(pending.following(counter))
+        if recorder:
+            undo.enter_context(_serving(recorder, instrumented, hooks, scales, seed))
+        yield
+
+
+Stages = list[tuple[Layer, Product, Sequence[tuple[int, Part]]]]
+
+
+def _stages(
+    recipe: Recipe,
+    iterations: int | None,
+    layers: Sequence[Layer],
+    skipped: Collection[Site],
+    schedule: Sequence[Switch],
+) -> Stages:
+    """The products of the layers, and the parts of the recipe that each has, by the iteration from which they hold."""
+    sites = [layer.site for layer in layers]
+    found: Stages = []
+    for layer in layers:
+        for product in (Product.QK, Product.PV) if layer.is_core else (Product.LINEAR,):
+            stages = [(0, Part())]
+            if layer.site not in skipped:
+                stages = [(at, stage.part_of(product, layer.site.names)) for at, stage in recipe.stages(iterations)]
+            for switch in schedule:
+                if switch.at is not None and layer.site in switch.sites(sites):
+                    stages = switch.applied(stages, switch.at)
+            found.append((layer, product, stages))
+    return found
+
+
+def _check_kernels(models: Sequence[nn.Module], stages: Stages) -> None:
+    """Raises InstrumentError for layers that can only be recorded, if the recipe quantizes them."""
+    names = {
+        layer.name: layer.kernels
+        for layer, _, of_product in stages
+        if layer.kernels and any(part != Part() for _, part in of_product)
+    }
+    if names:
+        raise InstrumentError(refusal({name: m for each in models for name, m in each.named_modules()}, names))
+
+
+@dataclass(frozen=True)
+class _Model:
+    """A model that is instrumented: its layers, what is recorded besides products, and what counts and watches its
+    forward passes."""
+
+    module: nn.Module
+    found: Found
+    others: Sequence[tuple[Other, Layer]]
+    passes: PassCounter | None
+    watch: Watch | None
+
+
+def _passes(recorder: Recorder, model: nn.Module, always: bool) -> PassCounter:
+    """always: passes are counted even if nothing is recorded."""
+    policy = recorder.policy
+
+    def moment() -> Moment | None:
+        return policy.moment() if always or not policy.idle else None
+
+    return PassCounter(recorder.clock, model, recorder.go_to, recorder.begin_pass, moment)
+
+
+@contextmanager
+def _attached(
+    models: Sequence[_Model], hooks: Sequence[Hook], recorder: Recorder | None, fixed: bool
+) -> Iterator[None]:
+    """A context in which the hooks begin the calls of their layers: as long as something is recorded or, if fixed, all
+    the time. Then the model is restored."""
+    by_layer: dict[int, list[Hook]] = {}
+    for hook in hooks:
+        by_layer.setdefault(id(hook.layer), []).append(hook)
+    modules = [each.module for each in models]
     # Where adapters exchange tensors, all ranks run the same code, whichever of them record.
-    exchanges = any(layer.exchanges for layer in layers)
+    exchanges = any(hook.layer.exchanges for hook in hooks)
     # Passes are counted in every step, for the hashes of their data; if the model is itself a layer, it stays attached.
     counts = recorder is not None and recorder.enabled
-    eager = not exchanges or any(is_compiled(module) for each in models for module in each.modules())
-    itself = counts and any(layer.module in models for layer in layers)
-    fixed = exchanges or itself or any(part != Part() for part in recipe.every_part())
+    eager = not exchanges or any(is_compiled(module) for each in modules for module in each.modules())
+    itself = counts and any(hook.layer.module in modules for hook in hooks)
+    fixed = fixed or exchanges or itself
     with ExitStack() as undo:
         attached, is_attached = undo.enter_context(ExitStack()), False
 
         def follow() -> None:
-            """Attach to the layers, or detach if nothing is recorded or quantized, which restores the model."""
             nonlocal is_attached
-            before, is_attached = is_attached, fixed or (recorder is not None and not recorder.over)
+            before, is_attached = is_attached, fixed or (recorder is not None and not recorder.policy.over)
             if before and not is_attached:
                 attached.close()
             if before or not is_attached:
                 return
             if eager:
                 attached.enter_context(without_compiling())
-            for layer, how in zip(layers, quantized, strict=True):
-                attached.callback(layer.attach(how))
-            for each, clock, watch, besides in zip(models, clocks, watches, rest, strict=True):
+            for of_layer in by_layer.values():
+                begins = [hook.begin for hook in of_layer]
+                attached.callback(of_layer[0].layer.attach(CoreBegin(*begins) if len(begins) > 1 else begins[0]))
+            for each in models:
                 if not counts:
-                    attached.enter_context(around_forward(each, clock, watch))
-                if recorder and besides:
-                    attached.enter_context(recording(each, recorder, besides))
-
-        def change() -> None:
-            for switch in pending.due(counter.iteration, counter.fired) if counter else ():
-                if recorder:
-                    recorder.changed(switch.text, switch.when)
+                    attached.enter_context(around_forward(each.module, each.passes, each.watch))
+                if recorder and each.others:
+                    attached.enter_context(recording(each.module, recorder, each.others))
 
         follow()
-        if counter and schedule:
-            counter.followers.append(change)
-            undo.callback(counter.followers.remove, change)
-            change()
-        for each, clock, watch in zip(models, clocks, watches, strict=True) if counts else ():
-            undo.enter_context(around_forward(each, clock, watch))
-        if recorder and (clock := clocks[0]):
-            surveys = dict(zip(models, found, strict=True))
+        if recorder:
+            recorder.clock.followers.append(follow)
+            undo.callback(recorder.clock.followers.remove, follow)
+        for each in models if counts else ():
+            undo.enter_context(around_forward(each.module, each.passes, each.watch))
+        yield
+
+
+@contextmanager
+def _serving(
+    recorder: Recorder, models: Sequence[_Model], hooks: Sequence[Hook], scales: DelayedScales, seed: int
+) -> Iterator[None]:
+    """A context in which the recorder runs twin steps, writes delayed scales and, if it is to, finds the first NaN."""
+    surveys = {each.module: each.found for each in models}
+    with ExitStack() as undo:
+        if passes := models[0].passes:
             recorder.twins = Twins(
-                models, clock, dict(parts), seed, lambda model: parameter_sites(model, surveys[model])
+                list(surveys), passes, hooks, seed, lambda model: parameter_sites(model, surveys[model])
             )
-            undo.callback(setattr, recorder, "twins", None)
-            recorder.followers.append(follow)
-            undo.callback(recorder.followers.remove, follow)
-            recorder.savers.append(scales.save)
-            undo.callback(recorder.savers.remove, scales.save)
-            undo.callback(recorder.save_state)
-            for each, seen in zip(models, found, strict=True) if recorder.watching.find_nan else ():
-                paths = {layer.name: layer.site for layer in seen.layers if not layer.part}
-                undo.enter_context(tracing(each, recorder, paths))
+        undo.callback(setattr, recorder, "twins", None)
+        recorder.savers.append(scales.save)
+        undo.callback(recorder.savers.remove, scales.save)
+        undo.callback(recorder.save_state)
+        for model, found in surveys.items() if recorder.watch.find_nan else ():
+            paths = {layer.name: layer.site for layer in found.layers if not layer.part}
+            undo.enter_context(tracing(model, recorder, paths))
         yield
 
 
@@ -282,7 +337,8 @@ def coverage(
         for layer in layers.get(module, ()):
             reason, site = unquantized.get(layer.site, ""), layer.site
             recorded = re.sub(r"^layer[1-9]\d*", "layer*", re.sub(r"expert\d+", "expert*", site.name))
-            used = (recipe.qk, recipe.pv) if layer.is_core else (recipe.linear_of(site.names),)
+            products = (Product.QK, Product.PV) if layer.is_core else (Product.LINEAR,)
+            used = [recipe.part_of(product, site.names) for product in products]
             fmt = BF16 if reason else ", ".join(dict.fromkeys(part.quant_type for part in used))
             if layer.kernels and fmt != BF16:
                 recorded, fmt, reason = "", "", layer.kernels

@@ -8,10 +8,11 @@ import logging
 import math
 import warnings
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from binade.collector.capture.options import Alert
 from binade.collector.capture.triggers import LOSS, NAN, Triggers
 from binade.collector.capture.watching import WatchOptions
 from binade.collector.models.site import Site
@@ -22,7 +23,6 @@ from binade.data.tensor_kinds import Operation
 from binade.data.text import describe
 
 LOG = logging.getLogger("binade")
-Alert = Callable[[Event], None]
 ROW_BYTES = 2048  # approximate size of a row of the ring
 
 

@@ -24,11 +24,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from binade.collector.capture.adapters import without_compiling
 from binade.collector.capture.adapters.dtensor import is_dtensor
 from binade.collector.capture.adapters.engine import place
 from binade.collector.capture.adapters.products import tensors_in
-from binade.collector.capture.recorder import Recorder, version_of
+from binade.collector.capture.observer import version_of
+from binade.collector.capture.recorder import Recorder
+from binade.collector.capture.survey import without_compiling
 from binade.collector.capture.writing import copy_later
 from binade.collector.models.site import Site
 from binade.data.events import Reached
@@ -259,7 +260,7 @@ class Provenance:
         if not name:
             self.open.clear()  # of a pass that raised
             if len(self.ended) > MOST_CALLS:  # where nothing tells the steps apart
-                self.end(self.recorder.iteration)
+                self.end(self.recorder.clock.iteration)
         own = [p for p in module.parameters(recurse=False) if not p.is_meta]
         call = _Call(name, self._next(), self._notes((args, kwargs)), self._notes(own))
         if not self.kept and torch.is_grad_enabled():
@@ -463,12 +464,12 @@ def tracing(model: nn.Module, recorder: Recorder, sites: Mapping[str, Site]) -> 
     with ExitStack() as undo:
         undo.enter_context(without_compiling())
         traced.attach(undo)
-        recorder.enders.append(traced.end)
-        undo.callback(recorder.enders.remove, traced.end)
+        recorder.clock.enders.append(traced.end)
+        undo.callback(recorder.clock.enders.remove, traced.end)
         try:
             yield
         finally:  # also of a step that raises
-            traced.end(recorder.iteration)
+            traced.end(recorder.clock.iteration)
             if traced.later:
                 recorder.settle()
                 traced.keep_largest()

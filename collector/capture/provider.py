@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from binade.collector.capture.adapters.passes import running_backward
+from binade.collector.capture.clock import running_backward
 from binade.collector.capture.instrument import instrument
 from binade.collector.capture.recorder import Recorder
 from binade.collector.recipes.recipe import Recipe

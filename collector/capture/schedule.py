@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
-from binade.collector.capture.adapters.passes import Listener
+from binade.collector.capture.observer import Hook
+from binade.collector.capture.recorder import Recorder
 from binade.collector.capture.triggers import Trigger
 from binade.collector.errors import ConfigError
 from binade.collector.models.site import Site
@@ -34,7 +36,7 @@ class Switch:
         return Selection.parse(self.layers).of(sites)
 
     def applied(self, stages: Sequence[tuple[int, Part]], start: int) -> list[tuple[int, Part]]:
-        """The stages of a product (see adapters.passes.Listener), with this change from iteration `start` on."""
+        """The stages of a product (see observer.Hook), with this change from iteration `start` on."""
         before = [stage for stage in stages if stage[0] < start]
         current = next((part for at, part in reversed(stages) if at <= start), stages[0][1])
         later = [(at, part.without(self.gemm)) for at, part in stages if at > start]
@@ -69,18 +71,31 @@ def schedule(*, layers: str = "", gemm: str = "", at: int | None = None, when: s
 class Pending:
     """The changes of an instrumented model that have not been made yet.
 
-    listeners   of the products of each change
+    hooks   of the products of each change
     """
 
-    listeners: dict[Switch, list[Listener]]
+    hooks: dict[Switch, list[Hook]]
 
-    def due(self, iteration: int, fired: Sequence[str]) -> list[Switch]:
+    @contextmanager
+    def following(self, recorder: Recorder) -> Iterator[None]:
+        """A context in which the changes are made when they are due, and written to the run as events."""
+
+        def change() -> None:
+            for switch in self._due(recorder.clock.iteration, recorder.fired):
+                recorder.changed(switch.text, switch.when)
+
+        recorder.clock.followers.append(change)
+        change()
+        try:
+            yield
+        finally:
+            recorder.clock.followers.remove(change)
+
+    def _due(self, iteration: int, fired: Sequence[str]) -> list[Switch]:
         """Make the changes that are due, and return them. fired: the triggers that have."""
-        found = [
-            each for each in self.listeners if (each.at is not None and each.at <= iteration) or each.when in fired
-        ]
+        found = [each for each in self.hooks if (each.at is not None and each.at <= iteration) or each.when in fired]
         for switch in found:
-            for listener in self.listeners.pop(switch):
+            for hook in self.hooks.pop(switch):
                 if switch.when is not None:
-                    listener.stages = switch.applied(listener.stages, iteration)
+                    hook.stages = switch.applied(hook.stages, iteration)
         return found

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from binade.collector.capture.clock import Moment
 from binade.quant.gemm import sampled_backward, sampling
 
 ELEMENTS = 1 << 24  # of the logits that are worked on at a time
@@ -54,6 +55,38 @@ class Sequences:
 
 
 ONE = Sequences(1, 0)
+
+
+@dataclass(eq=False)
+class Predictions:
+    """What the predictions of a step's loss changes need besides gradients, for the micro-batches that
+    `Recorder.sensitivity` was called for.
+
+    loss_scale   that of the Recorder
+    measured     the factors of the losses, where they are measured
+    """
+
+    loss_scale: float | Callable[[], float] | None
+    sequences: dict[Moment, Sequences] = field(default_factory=dict)
+    measured: dict[Moment, Callable[[], float]] = field(default_factory=dict)
+    given: tuple[int, float] | None = None  # the iteration that loss_scale was called in, its result
+
+    def scale_of(self, moment: Moment) -> Callable[[], float]:
+        """The factor of that micro-batch's loss, as a function that is called after its backward pass."""
+        scale = self.loss_scale
+        if scale is None:
+            return self.measured.get(moment, lambda: 1.0)
+        if callable(scale):
+            if self.given is None or self.given[0] != moment.iteration:
+                self.given = moment.iteration, float(scale())
+            scale = self.given[1]
+        factor = scale
+        return lambda: factor
+
+    def forget(self) -> None:
+        """The steps of these micro-batches have ended."""
+        self.sequences.clear()
+        self.measured.clear()
 
 
 def sampled_gradient(logits: Tensor, seed: int, valid: Tensor | None = None) -> Tensor:

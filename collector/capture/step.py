@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from binade.collector.capture.adapters import EXCLUDED, Found
 from binade.collector.capture.adapters.engine import place
 from binade.collector.capture.adapters.layer import Detach, Layer, distinct, is_a, set_on, whole
-from binade.collector.capture.adapters.passes import running_backward
 from binade.collector.capture.adapters.products import tensors_in
+from binade.collector.capture.clock import running_backward
 from binade.collector.capture.recorder import Recorder
+from binade.collector.capture.survey import EXCLUDED, Found
 from binade.collector.models.norm import Point
 from binade.collector.models.parallel import linear_shard
 from binade.collector.models.site import HEAD, Site
@@ -116,8 +116,8 @@ def _result(recorder: Recorder, layer: Layer, kinds: dict[str, TensorKind]) -> C
 
     def watched(*args: Any, **kwargs: Any) -> Any:
         result = forward(*args, **kwargs)
-        if not (recorder.idle() or running_backward()):
-            recorder.show(kind, layer, next(tensors_in((result,))), recorder.moment())
+        if not (recorder.policy.idle or running_backward()):
+            recorder.show(kind, layer, next(tensors_in((result,))), recorder.policy.begin())
         return result
 
     return watched
@@ -134,7 +134,7 @@ def _norm(recorder: Recorder, layer: Layer, kinds: dict[str, TensorKind]) -> Cal
     layer = replace(layer, shard=shard)
 
     def watched(*args: Any, **kwargs: Any) -> Any:
-        moment = recorder.moment() if not recorder.idle() else None
+        moment = None if recorder.policy.idle else recorder.policy.begin()
         if moment is None or not moment.recording:
             return forward(*args, **kwargs)
         gain: Tensor | None = getattr(layer.module, "weight", None)
@@ -183,11 +183,11 @@ def _optimizer(
 
     def begins(optimizer: Optimizer, *_: Any) -> None:
         before.clear()
-        if compares and recorder.moment_of_step().recording:
+        if compares and recorder.policy.moment_of_step().recording:
             before.update((parameter, parameter.detach().clone()) for parameter, _ in held(optimizer))
 
     def ended(optimizer: Optimizer, *_: Any) -> None:
-        moment = recorder.moment_of_step()
+        moment = recorder.policy.moment_of_step()
         if not moment.recording:
             return
         for parameter, layer in held(optimizer):

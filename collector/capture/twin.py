@@ -17,31 +17,34 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from binade.collector.capture.adapters.passes import Clock, Listener, running_backward, seed_of
-from binade.collector.models.parallel import Pass, Quantization
+from binade.collector.capture.clock import PassCounter, running_backward, seed_of
+from binade.collector.capture.observer import Hook, part_at
+from binade.collector.models.parallel import Call
 from binade.collector.models.site import Site
 from binade.data.twin import STEP, GradientTwin, Twin
+from binade.quant.gemm import Rounding
 from binade.quant.specs import GemmFormats
 
 Sites = Mapping[str, Site]  # by a parameter's name
 
 
 class Twins:
-    """Runs twin steps of instrumented models. clock: of one of them. quantizations: of their products, by a name that
-    is unique. sites: returns where a model's parameters are."""
+    """Runs twin steps of instrumented models. passes: of one of them. hooks: of their products. sites: returns where a
+    model's parameters are."""
 
     def __init__(
         self,
         models: Sequence[nn.Module],
-        clock: Clock,
-        quantizations: Mapping[str, Quantization],
+        passes: PassCounter,
+        hooks: Sequence[Hook],
         seed: int,
         sites: Callable[[nn.Module], Sites],
     ) -> None:
-        self.models, self.clock, self.quantizations, self.seed, self.sites = models, clock, quantizations, seed, sites
+        self.models, self.passes, self.hooks, self.seed, self.sites = models, passes, hooks, seed, sites
 
     def __call__(self, loss: Callable[[], Tensor], times: int) -> Twin:
-        iteration = self.clock.recorder.iteration
+        self.passes.advance()
+        iteration = self.passes.clock.iteration
         named = [
             (name, sites.get(name), p)
             for model, sites in ((model, self.sites(model)) for model in self.models)
@@ -49,7 +52,7 @@ class Twins:
             if p.requires_grad
         ]
         parameters = [p for *_, p in named]
-        formats = {name: _formats(each, iteration) for name, each in self.quantizations.items()}
+        formats = {id(hook): part_at(hook.stages, iteration).formats for hook in self.hooks}
         draws = any(each.random for each in formats.values())
         passes = times if draws else 1
         exact, gradients = self._pass(loss, parameters, {}, 0)
@@ -94,38 +97,26 @@ class Twins:
         self,
         loss: Callable[[], Tensor],
         parameters: Sequence[nn.Parameter],
-        formats: Mapping[str, GemmFormats],
+        formats: Mapping[int, GemmFormats],
         seed: int,
     ) -> tuple[float, list[Tensor]]:
         """The loss and the gradients, float32, of one pass; without formats, nothing is rounded."""
+        histories = {id(hook): deepcopy(hook.histories) for hook in self.hooks}
+
+        def begin(hook: Hook) -> Call:
+            used = formats.get(id(hook)) or GemmFormats()
+            of_hook = seed_of(seed, f"{hook.layer.site.name}.{hook.product.value}")
+            return Call(Rounding(used, hook.backend, of_hook, histories[id(hook)], running_backward()))
+
         with ExitStack() as undo:
             undo.enter_context(torch.random.fork_rng())
             undo.enter_context(_kept([b for model in self.models for b in model.buffers()]))
-            for name, quantization in self.quantizations.items():
-                undo.enter_context(_running(quantization, formats.get(name) or GemmFormats(), seed_of(seed, name)))
+            undo.callback(setattr, self.passes.clock, "twin", None)
+            self.passes.clock.twin = begin
             value = loss()
             found = torch.autograd.grad(value, list(parameters), allow_unused=True)
         zeros = (torch.zeros_like(p) if g is None else g for g, p in zip(found, parameters, strict=True))
         return value.item(), [g.detach().float() for g in zeros]
-
-
-def _formats(quantization: Quantization, iteration: int) -> GemmFormats:
-    listener = quantization.tap
-    if not isinstance(listener, Listener):
-        return quantization.formats
-    return [part for start, part in listener.stages if start <= iteration or not start][-1].formats
-
-
-@contextmanager
-def _running(quantization: Quantization, formats: GemmFormats, seed: int) -> Iterator[None]:
-    before = replace(quantization)
-    quantization.formats, quantization.histories = formats, deepcopy(before.histories)
-    quantization.tap, quantization.running = lambda: None, lambda: Pass(seed, running_backward())
-    try:
-        yield
-    finally:
-        for name, value in vars(before).items():
-            setattr(quantization, name, value)
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from binade.collector.models.norm import RMSNorm
 from binade.collector.models.parallel import (
     STACKED,
-    Quantization,
+    Begin,
     build_linear,
     copy_to_ranks,
     gather_whole_sequence,
     heads_shard,
+    plain,
     reshaped,
     scatter_sequence,
 )
@@ -31,19 +32,19 @@ if TYPE_CHECKING:
     from binade.collector.models.deepseek import DeepseekShape
 
 
-@dataclass
-class CoreQuantization:
-    """The attention core's two products: qk contracts the head size, pv the keys."""
+@dataclass(frozen=True)
+class CoreBegin:
+    """Begins calls of the attention core's two products: qk contracts the head size, pv the keys."""
 
-    qk: Quantization = field(default_factory=Quantization)
-    pv: Quantization = field(default_factory=Quantization)
+    qk: Begin = plain
+    pv: Begin = plain
 
 
 class CoreAttention(nn.Module):
     """softmax(QKᵀ · scale) V with a causal mask. Keys and values are kept once per group, not copied to each head.
 
     head_dim is d, that of queries and keys; scale is 1 / √d unless given.
-    The taps of `quantization.qk` see query, key and, by the name "scores", the scaled scores before the mask.
+    The taps of `begin.qk` see query, key and, by the name "scores", the scaled scores before the mask.
     """
 
     def __init__(self, site: Site, head_dim: int, scale: float | None = None, group: Group = SINGLE) -> None:
@@ -51,7 +52,7 @@ class CoreAttention(nn.Module):
         self.site = site
         self.group = group
         self.scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
-        self.quantization = CoreQuantization()
+        self.begin = CoreBegin()
 
     def shard(self, name: str) -> Shard:
         return heads_shard(self.group)
@@ -60,24 +61,23 @@ class CoreAttention(nn.Module):
         """query [b, heads, s, d], key [b, groups, s, d], value [b, groups, s, v] -> [b, heads, s, v]"""
         batch, heads, length, dim = query.shape
         groups = key.shape[1]
-        qk, pv = self.quantization.qk, self.quantization.pv
+        qk, pv = self.begin.qk(), self.begin.pv()
         stacked = query.reshape(batch, groups, heads // groups * length, dim)
-        tap = qk.tap()
 
         def by_head(seen: Tensor) -> tuple[int, ...]:
             return batch, heads, length, seen.shape[-1]
 
-        shown = reshaped(tap, by_head, STACKED)
-        scores = matmul(stacked, key, qk.rounding(), transpose_b=True, tap=shown)
+        shown = reshaped(qk.tap, by_head, STACKED)
+        scores = matmul(stacked, key, qk.rounding, transpose_b=True, tap=shown)
         scores = scores * self.scale
         scores = scores.view(batch, heads, length, length)
-        if tap:
-            tap(Observed("scores", scores.detach()))
+        if qk.tap:
+            qk.tap(Observed("scores", scores.detach()))
         future = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)
         probs = scores.float().masked_fill(future, -torch.inf).softmax(-1).to(query.dtype)
         probs = probs.view(batch, groups, heads // groups * length, length)
-        shown = reshaped(pv.tap(), by_head, STACKED)
-        output = matmul(probs, value, pv.rounding(), tap=shown)
+        shown = reshaped(pv.tap, by_head, STACKED)
+        output = matmul(probs, value, pv.rounding, tap=shown)
         return output.view(batch, heads, length, -1)
 
 

@@ -1,7 +1,7 @@
 """The model of any family, in Megatron's terms. The family's Shape builds attention and feed-forward.
 
 Activations are [sequence, batch, hidden] in the model's compute dtype (bfloat16 by default), weights float32 masters.
-The GEMMs of a layer are those of its ParallelLinear modules and of CoreAttention, and run as their `quantization` says.
+The GEMMs of a layer are those of its ParallelLinear modules and of CoreAttention, and run as their `begin` says.
 Embedding and LM head are plain, and whole on every tensor-parallel rank.
 """
 

@@ -18,7 +18,7 @@ ReplicatedLinear all of it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -28,38 +28,37 @@ from binade.collector.models.shape import LinearSpec, Split
 from binade.collector.models.site import Site
 from binade.collector.ranks import SINGLE, Group
 from binade.data.segment import Shard
-from binade.quant.delayed import ScaleHistory
 from binade.quant.gemm import Rounding, Tap, linear
 from binade.quant.specs import GemmFormats
 
+UNQUANTIZED = GemmFormats()
+UNROUNDED = Rounding(UNQUANTIZED)
+
 
 @dataclass(frozen=True)
-class Pass:
-    """A forward pass of one product: the seed of its rounding, and whether it is recomputed."""
+class Call:
+    """One call of a product: how its operands are rounded, and the tap that observes it (None: nothing is recorded)."""
 
-    seed: int = 0
-    again: bool = False
+    rounding: Rounding = UNROUNDED
+    tap: Tap | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the call is neither quantized nor recorded."""
+        return self.tap is None and not self.quantizes
+
+    @property
+    def quantizes(self) -> bool:
+        return self.rounding.formats != UNQUANTIZED
 
 
-@dataclass
-class Quantization:
-    """How a layer's GEMMs run.
+PLAIN = Call()
+Begin = Callable[[], Call]  # begins a call of a product
 
-    tap         begins a call: gives its observer, or None when nothing is recorded
-    running     the pass of the call that `tap` began last
-    histories   of the operands with delayed scaling, see `quant.gemm.Rounding`
-    """
 
-    formats: GemmFormats = field(default_factory=GemmFormats)
-    backend: str = "auto"
-    tap: Callable[[], Tap | None] = lambda: None
-    running: Callable[[], Pass] = Pass
-    histories: dict[str, ScaleHistory] = field(default_factory=dict)
-
-    def rounding(self) -> Rounding:
-        """How the operands of the call that `tap` began are rounded."""
-        running = self.running()
-        return Rounding(self.formats, self.backend, running.seed, self.histories, running.again)
+def plain() -> Call:
+    """Begins a call that is neither quantized nor recorded."""
+    return PLAIN
 
 
 # What a tap sees of a product whose first operand is stacked or reshaped.
@@ -134,7 +133,7 @@ gather_whole_sequence = _function(Group.gather, Group.part, "GatherWholeSequence
 
 
 class ParallelLinear(nn.Module):
-    """A linear layer without bias whose three GEMMs run as `quantization` says.
+    """A linear layer without bias whose three GEMMs run as the call that `begin` begins says.
 
     The weight is kept in float32 (the optimizer's master copy) and used in the input's dtype. split_axis is the axis
     of the weight that is divided among the ranks, None if every rank holds all of it; `stride` as in Megatron: the
@@ -150,7 +149,7 @@ class ParallelLinear(nn.Module):
         self.site = site
         self.group = group
         self.stride = stride
-        self.quantization = Quantization()
+        self.begin: Begin = plain
         self.whole_shape = (outputs, inputs)
         shape = list(self.whole_shape)
         if self.split_axis is not None:
@@ -170,8 +169,8 @@ class ParallelLinear(nn.Module):
         return linear_shard(self.shards, name, self.group, self.stride)
 
     def _multiply(self, x: Tensor) -> Tensor:
-        tap = self.quantization.tap()
-        return linear(x, self.weight.to(x.dtype), self.quantization.rounding(), tap=tap)
+        call = self.begin()
+        return linear(x, self.weight.to(x.dtype), call.rounding, tap=call.tap)
 
 
 class ColumnParallelLinear(ParallelLinear):

@@ -98,8 +98,8 @@ def _shape(path: Path, modified: int) -> TransformersShape:
     import torch
     from transformers import AutoConfig
 
-    from binade.collector.capture.adapters import find
     from binade.collector.capture.step import others
+    from binade.collector.capture.survey import find
     from binade.collector.models.causal_lm import CausalLM
 
     auto: Any = import_module("transformers").AutoModelForCausalLM  # its types are incomplete

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from binade.collector.errors import ConfigError
 from binade.collector.models.site import Site
+from binade.data.tensor_kinds import Product
 from binade.quant.specs import OPERAND_FIELDS, GemmFormats
 
 BF16 = "bf16"
@@ -135,6 +136,10 @@ class Recipe:
         own = dict(self.modules)
         other = self.router if names[-1] == "router" else self.linear
         return next((own[name] for name in names if name in own), other)
+
+    def part_of(self, product: Product, names: Sequence[str]) -> Part:
+        """The part of a product of a layer with these names."""
+        return self.linear_of(names) if product is Product.LINEAR else self.qk if product is Product.QK else self.pv
 
     @property
     def keeps_all(self) -> str:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from binade.collector.capture.adapters.layer import InstrumentError
 from binade.collector.capture.instrument import instrument
+from binade.collector.capture.options import Merge, Watch
 from binade.collector.capture.recorder import Recorder
 from binade.collector.capture.sensitivity import backward
 from binade.collector.capture.watching import WatchOptions
@@ -158,7 +159,8 @@ def _run(
         check_unchanged(resumed.run, description)
     start = time.monotonic()
     watches = ranks.rank in config.recording_ranks
-    watching = {each.name: getattr(config, each.name) for each in fields(WatchOptions) if watches}
+    watch = Watch(**{each.name: getattr(config, each.name) for each in fields(WatchOptions) if watches})
+    merges = watches and config.save_tensors and config.merges_ranks
     recorder = Recorder(
         root,
         label=f"{config.model_name}_{recipe.name}",
@@ -167,16 +169,12 @@ def _run(
         scores=config.scores,
         measures=config.measures,
         loss_scale=1 / config.micro_batches,
-        raw=config.raw,
-        max_bytes=config.max_bytes // max(len(config.ranks_with_values), 1),
-        ranks=ranks,
-        merge_ranks=MergeRanks.ON if watches and config.save_tensors and config.merges_ranks else MergeRanks.OFF,
-        unmerged_ranks=config.unmerged_ranks,
+        max_bytes=config.max_bytes // max(len(config.ranks_with_values), 1) if config.raw else 0,
+        watch=watch,
+        merge=Merge(MergeRanks.ON if merges else MergeRanks.OFF, config.unmerged_ranks, ranks),
         enabled=True,
-        **watching,
     )
-    recorder.resumed = resumed
-    recorder.writes_curves = False
+    recorder.of_training(resumed.continued(ranks.rank) if resumed else None)
     with recorder:
         writer = recorder.writer
         with open(writer.directory / "log.txt", "ab", buffering=0) as log:
@@ -193,7 +191,7 @@ def _run(
             try:
                 report(f"data: {dataset}")
                 with ranks.explaining():
-                    _train(config, stream, recipe, device, recorder, report, progress, checkpoint)
+                    _train(config, stream, recipe, device, recorder, report, progress, checkpoint, resumed)
             except BaseException as error:
                 with suppress(OSError):  # a full disk must not hide what happened
                     write_log(f"ended early: {type(error).__name__}: {error}")
@@ -212,6 +210,7 @@ def _train(
     report: Say,
     progress: Progress,
     checkpoint: Checkpoint | None,
+    resumed: Resumed | None,
 ) -> None:
     torch.manual_seed(config.seed)
     shape = config.shape()
@@ -225,7 +224,7 @@ def _train(
     )
     if checkpoint:
         report(f"weights {describe_weights(checkpoint.path)}")
-    start, warm_up, resumed = 0, config.warmup_iterations, recorder.resumed
+    start, warm_up = 0, config.warmup_iterations
     if resumed:
         start = resumed.done
         resumed.restore(model, optimizer, ranks.rank)
@@ -238,7 +237,7 @@ def _train(
     if kept := config.kept_layers:
         report(f"kept in bf16: {kept}")
     total = warm_up + config.iterations
-    recorder.recording = False
+    recorder.policy.recording = False
     for done in range(start, warm_up):
         step = _step(model, optimizer, stream, config, device, ranks)
         number = done - warm_up

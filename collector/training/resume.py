@@ -25,6 +25,7 @@ import pyarrow.parquet as pq
 import torch
 from torch import nn
 
+from binade.collector.capture.session import Continued
 from binade.collector.errors import ConfigError
 from binade.collector.jobs.command_line import arguments_of, parse_runs
 from binade.collector.settings import Device
@@ -56,6 +57,11 @@ class Resumed:
     @property
     def done(self) -> int:
         return self.positions[0].done
+
+    def continued(self, rank: int) -> Continued:
+        """What a Session needs of a rank."""
+        position = self.positions[rank]
+        return Continued(self.reopen, position.segments, position.recorded, position.counts)
 
     def scales(self, rank: int) -> Path | None:
         """The directory of the delayed scales, if there are any."""

@@ -386,7 +386,7 @@ class TestNotScored:
         assert not found.items and "more than are rounded here. Narrow the filter" in found.problems[0]
 
     def test_no_values(self, tmp_path: Path):
-        with Recorder(tmp_path, scores=("hifp8",), raw=False) as recorder:
+        with Recorder(tmp_path, scores=("hifp8",), max_bytes=0) as recorder:
             recorder.record("input", torch.ones(8, 32), layer=1, module="fc1", operation="forward", phase="pre", dim=-1)
         with Catalog.open(tmp_path) as found:
             said = drawn(found, format="mxint8").problems

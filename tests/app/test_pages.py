@@ -455,7 +455,7 @@ class TestFilesThatCannotBeRead:
 
     def test_not_kept(self, visit: Visit, tmp_path: Path):
         odd = roots.odd_tensors()
-        ids = roots.record(tmp_path, [odd["huge"], odd["constant"]], raw=False)
+        ids = roots.record(tmp_path, [odd["huge"], odd["constant"]], max_bytes=0)
         at = visit(tmp_path, tensor=ids)
         assert metrics(at)["With values"] == "0"
         assert plain("were not kept: drawn from the sketch instead") in at.info[0].value

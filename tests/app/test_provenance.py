@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from binade import plots
 from binade.app.sessions import pins
 from binade.app.sessions.session import Pin
-from binade.collector import Recorder, instrument
+from binade.collector import Recorder, Watch, instrument
 from binade.data.catalog import Catalog
 from binade.data.events import Event, EventKind, append_event, read_events
 from tests.collector.small_model import batch, build
@@ -28,7 +28,7 @@ def recorded(tmp_path_factory) -> tuple[Path, list[str]]:
     root, model = tmp_path_factory.mktemp("provenance"), build(layers=2)
     tokens, labels = batch()
     reached: list[str] = []
-    with Recorder(root, find_nan=True, watch="every step") as recorder, instrument(model, "mxfp8", recorder):
+    with Recorder(root, watch=Watch("every step", find_nan=True)) as recorder, instrument(model, "mxfp8", recorder):
         for step in range(STEP + 1):
             if step == STEP:
 
@@ -89,7 +89,7 @@ def test_the_answer_has_the_chain_the_ranks_and_the_steps_before(recorded, catal
 
 def test_what_a_backward_pass_took_is_shown(tmp_path):
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)).half()
-    with Recorder(tmp_path, find_nan=True) as recorder, instrument(model, "bf16", recorder):
+    with Recorder(tmp_path, watch=Watch(find_nan=True)) as recorder, instrument(model, "bf16", recorder):
         (model(torch.ones(40, 8).half()).float() * 6e4).sum().backward()
     with Catalog.open(tmp_path) as catalog:
         drawn = plots.provenance(catalog)

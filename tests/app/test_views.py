@@ -116,7 +116,7 @@ def test_what_is_there_instead_of_scores_is_said(visit: Visit, collected: Path, 
     at = visit(collected, "map", phase="post", layer_type="linear")
     assert at.info[0].value.startswith("The filter selects no operand of a GEMM")
     assert "The filter hides what this view shows." in words(at)
-    with Recorder(tmp_path, raw=False) as recorder:
+    with Recorder(tmp_path, max_bytes=0) as recorder:
         for layer, scores in ((1, ()), (1, ()), (2, ("mxfp4",))):
             where = {"layer": layer, "module": "fc1", "operation": "forward", "phase": "pre", "dim": -1}
             recorder.record("input", torch.ones(2, 32), **where, scores=scores)
@@ -211,7 +211,7 @@ def test_a_format_that_does_not_exist_is_refused_and_the_page_stays(visit: Visit
 
 
 def test_values_that_were_not_kept(visit: Visit, tmp_path: Path):
-    roots.record(tmp_path, [roots.odd_tensors()["some NaN"]], raw=False)
+    roots.record(tmp_path, [roots.odd_tensors()["some NaN"]], max_bytes=0)
     at = visit(tmp_path, "tensor")
     assert "were not kept" in at.info[0].value
 

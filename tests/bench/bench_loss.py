@@ -194,7 +194,7 @@ def record(
     found = {fmt: np.zeros((len(batches), len(layers), len(TERMS))) for fmt in formats}
     places = [(layer.site.layer_index, layer.site.module) for layer in layers]
     tensors = ("input", "weight") if scores else ("input", operand)
-    options = {"tensors": tensors, "scores": [*formats, *scores], "measures": ("loss",), "raw": False}
+    options = {"tensors": tensors, "scores": [*formats, *scores], "measures": ("loss",), "max_bytes": 0}
     with Recorder(root, **options) as recorder, instrument(model, "bf16", recorder):
         for number, batch in enumerate(batches):
             own = {fmt: each[number] for fmt, each in found.items()}

@@ -20,7 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as the collector does
@@ -28,8 +28,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as the collector does
 import torch
 import torch.nn.functional as F
 
-from binade.collector.capture.adapters.layer import Moment
 from binade.collector.capture.instrument import instrument
+from binade.collector.capture.options import Watch
 from binade.collector.capture.recorder import Recorder
 from binade.collector.models.model import GPTModel
 from binade.collector.models.registry import MODELS
@@ -44,18 +44,11 @@ TRIGGERS = ("sqnr_db < 12 for 3", "saturated > 99%", "absmax > 800 x median(20)"
 ALL = tuple(Measure)  # the results' errors first
 
 
-class PlainHooks(Recorder):
-    """Stands where a Recorder stands, and does with each tensor what users' own hooks do."""
+@dataclass(frozen=True)
+class PlainHooks:
+    """Stands where a Recorder's Observing stands, and does with each tensor what users' own hooks do."""
 
-    def __init__(self, use: Callable[[torch.Tensor], object]) -> None:
-        super().__init__(enabled=False)
-        self.use = use
-
-    def idle(self) -> bool:
-        return False
-
-    def moment(self) -> Moment:
-        return Moment(0, 0, True)
+    use: Callable[[torch.Tensor], object]
 
     def tap(self, *_: object) -> Callable[[Observed], None]:
         def see(seen: Observed) -> None:
@@ -119,11 +112,13 @@ def main() -> None:
         (root / "saved").mkdir()
 
         def recorder(**options: object) -> Recorder:
-            return stack.enter_context(Recorder(root / "runs", max_bytes=1 << 40, **{"scores": ()} | options))
+            return stack.enter_context(Recorder(root / "runs", **{"scores": (), "max_bytes": 1 << 40} | options))
 
         def hooked(use: Callable[[torch.Tensor], object]) -> Callable[[], None]:
             def run() -> None:
-                with instrument(step.model, "bf16", PlainHooks(use)):
+                plain = Recorder(enabled=True)
+                plain.observing = PlainHooks(use)
+                with instrument(step.model, "bf16", plain):
                     step()
 
             return run
@@ -146,7 +141,7 @@ def main() -> None:
 
         def watched(name: str, recipe: str = "bf16", **options: object) -> None:
             """A model of its own that stays instrumented; its recorder watches every step, or none of these."""
-            own, keep = build(shape, device, given.sequence_length), recorder(**options)
+            own, keep = build(shape, device, given.sequence_length), recorder(watch=Watch(**options))
             stack.enter_context(instrument(own.model, recipe, keep, backend="torch"))
             number = iter(range(1, 1 << 30))
 
@@ -165,8 +160,8 @@ def main() -> None:
             f"{RECIPE} by Triton": quantized("triton"),
         }
         settle: dict[str, Callable[[], None]] = {}
-        scored = {"raw": False, "scores": DEFAULT_SCORES}
-        recorded("recorded: statistics, sketch", raw=False, scores=(), measures=())
+        scored = {"max_bytes": 0, "scores": DEFAULT_SCORES}
+        recorded("recorded: statistics, sketch", max_bytes=0, scores=(), measures=())
         recorded(f"recorded: + {len(DEFAULT_SCORES)} scores along two axes", **scored, measures=())
         recorded("recorded: + blocks", **scored, measures=("blocks",))
         recorded("recorded: + loss changes", **scored, measures=("blocks", "loss"))

@@ -171,7 +171,7 @@ def recorded(model: GPTModel, recipe: str) -> str:
         Recorder(root, scores=DEFAULT_SCORES) as recorder,
         instrument(model, recipe, recorder),
     ):
-        stopped, tasks = threading.Event(), recorder._writing._tasks
+        stopped, tasks = threading.Event(), recorder.session.writing._tasks
         tasks.put(lambda: stopped.wait())  # the thread would fetch what was measured
         before = Launches.count
         try:
@@ -179,10 +179,10 @@ def recorded(model: GPTModel, recipe: str) -> str:
             with NoWaiting():
                 recorder.step()
                 backward(model)
-                captured = len(recorder._captured)
+                captured = len(recorder.observing.measurer.drafts.drafts)
                 recorder.step()
         finally:
-            recorder._captured.clear()
+            recorder.observing.measurer.drafts.drafts.clear()
             while not tasks.empty():  # fake values cannot be written
                 tasks.get()
             stopped.set()

@@ -191,7 +191,7 @@ def test_joined_bins_keep_counts():
 def record(root: Path, sink: Sink) -> Path:
     """Two iterations of a small model, recorded with a sink; the run's directory."""
     model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 32))
-    with binade.Recorder(root, scores=("mxfp4", "nvfp4(block=16x16)"), sink=sink) as recorder:
+    with binade.Recorder(root, scores=("mxfp4", "nvfp4(block=16x16)"), watch=binade.Watch(sink=sink)) as recorder:
         with binade.instrument(model, "mxfp8", recorder):
             for _ in range(2):
                 model(torch.randn(8, 64)).square().mean().backward()

@@ -139,7 +139,7 @@ def _training(shape: Shape, on: str) -> Iterator[tuple[str, float, float]]:
             yield recipe, *times(step)
     if cuda:
         numbers = iter(range(1 << 30))
-        with tempfile.TemporaryDirectory() as root, Recorder(root, raw=False) as recorder:
+        with tempfile.TemporaryDirectory() as root, Recorder(root, max_bytes=0) as recorder:
 
             def recorded() -> None:
                 with instrument(step.model, "bf16", recorder), recording(recorder, numbers):

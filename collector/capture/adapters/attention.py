@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from binade.collector.capture.adapters.dtensor import core_on_parts
 from binade.collector.capture.adapters.layer import InstrumentError
 from binade.collector.capture.adapters.products import (
-    UNQUANTIZED,
     Interception,
     Product,
     computing,
@@ -33,8 +32,8 @@ from binade.collector.capture.adapters.products import (
     product_dtype,
     tensors_in,
 )
-from binade.collector.models.attention import CoreQuantization
-from binade.collector.models.parallel import STACKED, Quantization, reshaped
+from binade.collector.models.attention import CoreBegin
+from binade.collector.models.parallel import STACKED, Call, reshaped
 from binade.quant.gemm import Observed, Tap, matmul
 
 ATTRIBUTES = ("__get__", "size", "dim")
@@ -53,12 +52,10 @@ class CoreMode(Interception):
 
     replaced: ClassVar[Mapping[Callable[..., Any], str]]
 
-    def __init__(
-        self, name: str, module: nn.Module, quantization: CoreQuantization, qk: Tap | None, pv: Tap | None
-    ) -> None:
+    def __init__(self, name: str, module: nn.Module, qk: Call, pv: Call) -> None:
         self.name, self.module = name, module
         self.calls: Counter[Callable[..., Any]] = Counter()
-        self.quantization, self.qk, self.pv = quantization, qk, pv
+        self.qk, self.pv = qk, pv
         self.dropped: tuple[Tensor, Tensor] | None = None
 
     @abstractmethod
@@ -68,7 +65,7 @@ class CoreMode(Interception):
     def missing(self, what: str) -> None:
         """Raises InstrumentError, or warns if these products are only recorded."""
         message = f"{self.name} ({type(self.module).__name__}) {what}: leave it out with exclude=[{self.name!r}]"
-        if not (self.quantization.qk.formats == UNQUANTIZED == self.quantization.pv.formats):
+        if self.qk.quantizes or self.pv.quantizes:
             raise InstrumentError(message)
         warnings.warn(message, stacklevel=2)
 
@@ -91,19 +88,17 @@ class CoreMode(Interception):
         return before.reshape(probs.shape)
 
 
-def core_forward(
-    name: str, module: nn.Module, mode: type[CoreMode]
-) -> Callable[[CoreQuantization], Callable[..., Any]]:
-    """The module's forward under a mode, for a quantization; without one while nothing is quantized or recorded."""
+def core_forward(name: str, module: nn.Module, mode: type[CoreMode]) -> Callable[[CoreBegin], Callable[..., Any]]:
+    """The module's forward under a mode; without one while nothing is quantized or recorded."""
 
-    def method(quantization: CoreQuantization) -> Callable[..., Any]:
+    def method(begin: CoreBegin) -> Callable[..., Any]:
         forward = module.forward
 
         def intercepted(*args: Any, **kwargs: Any) -> Any:
-            qk, pv = quantization.qk.tap(), quantization.pv.tap()
-            if quantization.qk.formats == UNQUANTIZED == quantization.pv.formats and qk is None is pv:
+            qk, pv = begin.qk(), begin.pv()
+            if qk.is_plain and pv.is_plain:
                 return forward(*args, **kwargs)
-            with mode(name, module, quantization, qk, pv) as core:
+            with mode(name, module, qk, pv) as core:
                 result = forward(*args, **kwargs)
             core.check()
             return result
@@ -113,27 +108,18 @@ def core_forward(
     return method
 
 
-def product(
-    original: Product,
-    a: Tensor,
-    b: Tensor,
-    how: Quantization,
-    tap: Tap | None,
-    *,
-    transpose_b: bool,
-    scale: float = 1.0,
-) -> Tensor:
+def product(original: Product, a: Tensor, b: Tensor, call: Call, *, transpose_b: bool, scale: float = 1.0) -> Tensor:
     """a [..., m, k] · b [..., k, n] (bᵀ with b [..., n, k] if transpose_b) · scale, as `original(a, b)` computes it."""
     with computing:
-        if how.formats != UNQUANTIZED:
+        if call.quantizes:
             a, b = a.to(product_dtype(a)), b.to(product_dtype(b))
             batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])  # type: ignore[no-untyped-call]
             a, b = a.expand(*batch, *a.shape[-2:]), b.expand(*batch, *b.shape[-2:])
-            y = matmul(a, b, how.rounding(), transpose_b=transpose_b, tap=tap)
+            y = matmul(a, b, call.rounding, transpose_b=transpose_b, tap=call.tap)
             return y if scale == 1.0 else y * scale
-        if tap is None:
+        if call.tap is None:
             return original(a, b)
-        return observed_product(original, a, b, _unscaled(tap, scale), -1 if transpose_b else -2)
+        return observed_product(original, a, b, _unscaled(call.tap, scale), -1 if transpose_b else -2)
 
 
 def _unscaled(tap: Tap, scale: float) -> Tap:
@@ -144,18 +130,18 @@ def _unscaled(tap: Tap, scale: float) -> Tap:
     return lambda seen: tap(replace(seen, tensor=seen.tensor * scale) if seen.name in gradients else seen)
 
 
-def context(
-    original: Product, probs: Tensor, before: Tensor, value: Tensor, how: Quantization, tap: Tap | None
-) -> Tensor:
+def context(original: Product, probs: Tensor, before: Tensor, value: Tensor, call: Call) -> Tensor:
     """probs [..., s, t] · value [..., t, v]. before: the probabilities before dropout, which are what is recorded."""
+    tap = call.tap
     if tap is None or before is probs:
-        return product(original, probs, value, how, tap, transpose_b=False)
-    y = product(original, probs, value, how, lambda seen: None if seen.name == "a" else tap(seen), transpose_b=False)
+        return product(original, probs, value, call, transpose_b=False)
+    without_a = replace(call, tap=lambda seen: None if seen.name == "a" else tap(seen))
+    y = product(original, probs, value, without_a, transpose_b=False)
     with computing:
-        if how.formats == UNQUANTIZED:
+        if not call.quantizes:
             tap(Observed("a", before.detach()))
         else:
-            replace(how.rounding(), again=True).operand(before.to(product_dtype(before)), "forward_a", -1, tap, "a")
+            replace(call.rounding, again=True).operand(before.to(product_dtype(before)), "forward_a", -1, tap, "a")
     return y
 
 
@@ -177,12 +163,12 @@ class SdpaMode(CoreMode):
         from torch._higher_order_ops.flex_attention import math_attention
 
         self.calls[func] += 1
-        with WrittenMode(self.name, self.module, self.quantization, self.qk, self.pv):
+        with WrittenMode(self.name, self.module, self.qk, self.pv):
             return math_attention(*args, **kwargs)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         def on_parts(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return attend(self.quantization, self.qk, self.pv, q, k, v, *args, **kwargs)
+            return attend(self.qk, self.pv, q, k, v, *args, **kwargs)
 
         with computing:
             return core_on_parts(self.name, on_parts, query, key, value)
@@ -263,7 +249,7 @@ class WrittenMode(SdpaMode):
             self._see(self.unscaled)
             probs = next(x for x in tensors_in((args, kwargs)) if x.dim() > 2)
             before = written.a if (kept := self.before_dropout(probs)) is probs else kept.permute(*written.order_a)
-            y = context(written.compute, written.a, before, written.b, self.quantization.pv, self.pv)
+            y = context(written.compute, written.a, before, written.b, self.pv)
             return y.permute(*written.order)
         used = bool(args) and args[0] is self.unscaled and getattr(func, "__name__", "") not in ATTRIBUTES
         if self.unscaled is None or not used:
@@ -287,23 +273,22 @@ class WrittenMode(SdpaMode):
         def compute(query: Tensor, key: Tensor) -> Tensor:
             return written.compute(query, key.transpose(-1, -2))
 
-        how, key = self.quantization.qk, written.b.transpose(-1, -2)
-        scores = product(compute, written.a, key, how, self.qk, transpose_b=True, scale=written.factor)
-        if written.added is not None and how.formats != UNQUANTIZED:
+        key = written.b.transpose(-1, -2)
+        scores = product(compute, written.a, key, self.qk, transpose_b=True, scale=written.factor)
+        if written.added is not None and self.qk.quantizes:
             scores = scores + written.added
         self.unscaled = scores.permute(*written.order)
         return self.unscaled
 
     def _see(self, scores: Tensor | None) -> None:
         if scores is not None:
-            show_scores(self.qk, scores)
+            show_scores(self.qk.tap, scores)
         self.unscaled = None
 
 
 def attend(
-    quantization: CoreQuantization,
-    qk: Tap | None,
-    pv: Tap | None,
+    qk: Call,
+    pv: Call,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -321,25 +306,26 @@ def attend(
     """
     options: Any = {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal, "enable_gqa": enable_gqa}
     factor = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
-    if quantization.qk.formats == UNQUANTIZED == quantization.pv.formats:
-        if qk is None or pv is None:
+    if not (qk.quantizes or pv.quantizes):
+        if qk.tap is None or pv.tap is None:
             return F.scaled_dot_product_attention(query, key, value, scale=scale, **options)
-        watched = listened(query, qk, "grad_a"), listened(key, qk, "grad_b"), listened(value, pv, "grad_b")
+        taps = qk.tap, pv.tap
+        watched = listened(query, qk.tap, "grad_a"), listened(key, qk.tap, "grad_b"), listened(value, pv.tap, "grad_b")
         output = F.scaled_dot_product_attention(*watched, scale=scale, **options)
         with torch.no_grad():
-            plain = Quantization()
-            _, probs = _probabilities(plain, qk, query, key, factor, attn_mask, is_causal, enable_gqa)
-        pv(Observed("a", probs))
-        pv(Observed("b", value.detach(), dim=-2))
-        pv(Observed("y", output.detach()))
-        listen_to_result(output, _attention_backward(qk, pv, query, key, value, probs, factor, dropout_p > 0))
+            _, probs = _probabilities(qk, query, key, factor, attn_mask, is_causal, enable_gqa)
+        pv.tap(Observed("a", probs))
+        pv.tap(Observed("b", value.detach(), dim=-2))
+        pv.tap(Observed("y", output.detach()))
+        listen_to_result(output, _attention_backward(*taps, query, key, value, probs, factor, dropout_p > 0))
         return output
     query, key, value = (x.to(product_dtype(x)) for x in (query, key, value))
-    _, probs = _probabilities(quantization.qk, qk, query, key, factor, attn_mask, is_causal, enable_gqa)
+    _, probs = _probabilities(qk, query, key, factor, attn_mask, is_causal, enable_gqa)
     dropped = F.dropout(probs, dropout_p) if dropout_p else probs
     stacked, by_head = _stacked(dropped, value, enable_gqa)
     before = _stacked(probs, value, enable_gqa)[0] if dropout_p else stacked
-    output = context(torch.matmul, stacked, before, value, quantization.pv, reshaped(pv, by_head, STACKED))
+    by_heads = replace(pv, tap=reshaped(pv.tap, by_head, STACKED))
+    output = context(torch.matmul, stacked, before, value, by_heads)
     return output.reshape(*probs.shape[:-1], value.shape[-1])
 
 
@@ -372,8 +358,7 @@ def _attention_backward(
 
 
 def _probabilities(
-    how: Quantization,
-    tap: Tap | None,
+    call: Call,
     query: Tensor,
     key: Tensor,
     scale: float,
@@ -383,11 +368,11 @@ def _probabilities(
 ) -> tuple[Tensor, Tensor]:
     """Scaled scores and softmax [..., heads, s, t]; rows that may see nothing are all 0, as torch has them."""
     stacked, by_head = _stacked(query, key, grouped)
-    shown = reshaped(tap, by_head, STACKED)
-    raw = product(lambda a, b: a @ b.transpose(-1, -2), stacked, key, how, shown, transpose_b=True)
+    shown = replace(call, tap=reshaped(call.tap, by_head, STACKED))
+    raw = product(lambda a, b: a @ b.transpose(-1, -2), stacked, key, shown, transpose_b=True)
     batch = raw.shape[:-2] if stacked is query else query.shape[:-2]
     scores = (raw * scale).reshape(*batch, query.shape[-2], key.shape[-2])
-    show_scores(tap, scores)
+    show_scores(call.tap, scores)
     masked = scores.float()
     if causal:
         allowed = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()

@@ -25,8 +25,8 @@ from binade.collector.capture.adapters import megatron
 from binade.collector.capture.adapters.attention import _attention_backward, _probabilities
 from binade.collector.capture.adapters.layer import InstrumentError, Layer, Refused, replaces
 from binade.collector.capture.adapters.products import listen_to_result, listened, showing_operands
-from binade.collector.models.attention import CoreQuantization
-from binade.collector.models.parallel import Quantization, heads_shard, linear_shard
+from binade.collector.models.attention import CoreBegin
+from binade.collector.models.parallel import Begin, Call, heads_shard, linear_shard
 from binade.collector.models.site import Site, site
 from binade.collector.ranks import Group
 from binade.data.segment import Shard
@@ -86,11 +86,11 @@ def _linear(modules: dict[str, nn.Module], name: str, normalizes: bool, grouped:
     where, path = place(modules, name)
     gated = where.module.endswith("fc1") and getattr(getattr(module, "config", None), "gated_linear_unit", False)
 
-    def method(quantization: Quantization) -> Callable[..., Any]:
+    def method(begin: Begin) -> Callable[..., Any]:
         forward = module.forward
 
         def watched(*args: Any, **kwargs: Any) -> Any:
-            tap = quantization.tap()
+            tap = begin().tap
             if tap is None:
                 return forward(*args, **kwargs)
             bound = inspect.signature(forward).bind(*args, **kwargs)
@@ -180,11 +180,11 @@ def _core(modules: dict[str, nn.Module], name: str) -> Layer:
     module: Any = modules[name]
     where, path = place(modules, name, "core")
 
-    def method(quantization: CoreQuantization) -> Callable[..., Any]:
+    def method(begin: CoreBegin) -> Callable[..., Any]:
         forward = module.forward
 
         def watched(*args: Any, **kwargs: Any) -> Any:
-            qk, pv = quantization.qk.tap(), quantization.pv.tap()
+            qk, pv = begin.qk().tap, begin.pv().tap
             if qk is None or pv is None:
                 return forward(*args, **kwargs)
             bound = inspect.signature(forward).bind(*args, **kwargs)
@@ -229,7 +229,7 @@ def _attend(name: str, module: Any, forward: Callable[..., Any], bound: Any, qk:
     output: Tensor = forward(*bound.args, **bound.kwargs)  # [s, b, h · d]
     scale = module.unfused_attention.softmax_scale or 1.0 / math.sqrt(query.shape[-1])
     with torch.no_grad():
-        _, probs = _probabilities(Quantization(), qk, query, key, scale, None, mask == "causal", True)
+        _, probs = _probabilities(Call(tap=qk), query, key, scale, None, mask == "causal", True)
 
     def by_head(x: Tensor) -> Tensor:
         return x.reshape(*x.shape[:2], -1, value.shape[-1]).permute(axes)

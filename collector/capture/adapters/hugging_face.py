@@ -20,7 +20,7 @@ from binade.collector.capture.adapters.attention import SdpaMode, WrittenMode
 from binade.collector.capture.adapters.layer import Layer, Refused, replaces, whole
 from binade.collector.capture.adapters.products import linear
 from binade.collector.capture.adapters.torch_modules import calls, core_layer, linear_layer
-from binade.collector.models.parallel import Quantization
+from binade.collector.models.parallel import Begin
 from binade.collector.models.site import HEAD, site
 
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"
@@ -65,13 +65,13 @@ def _implementation(module: Any) -> str:
 def _conv(name: str, module: Any) -> Layer:
     """Conv1D: a linear layer with its weight [in, out]; shown, as others are, as [out, in]."""
 
-    def method(quantization: Quantization) -> Callable[[Tensor], Tensor]:
+    def method(begin: Begin) -> Callable[[Tensor], Tensor]:
         def forward(x: Tensor) -> Tensor:
             def as_conv(a: Tensor, b: Tensor) -> Tensor:
                 flat = torch.addmm(module.bias, a.view(-1, a.size(-1)), b.t())
                 return flat.view(*a.shape[:-1], int(module.nf))
 
-            return linear(as_conv, x, module.weight.t(), quantization, module.bias)
+            return linear(as_conv, x, module.weight.t(), begin(), module.bias)
 
         return forward
 

@@ -17,21 +17,8 @@ from torch import nn
 from binade.collector.models.site import Site
 from binade.data.segment import Shard
 
-
-@dataclass(frozen=True)
-class Moment:
-    """The iteration and micro-batch of a forward pass, whether it is recorded, whether it is an evaluation, and whether
-    only the basic statistics are recorded."""
-
-    iteration: int
-    micro_batch: int
-    recording: bool
-    evaluation: bool = False
-    basic: bool = False
-
-
 Detach = Callable[[], None]
-Attach = Callable[[Any], Detach]  # given a CoreQuantization for a core, else a Quantization
+Attach = Callable[[Any], Detach]  # given what begins a call: for a core a CoreBegin, else a Begin
 
 
 class InstrumentError(ValueError):
@@ -44,7 +31,7 @@ class Layer:
 
     name     the module's path in the model
     shard    how this rank's part of a tensor, by the name that a tap sees, relates to the whole
-    attach   makes the module's products run as the given quantization says, and returns the undo function
+    attach   makes the module's products run as the calls that are begun say, and returns the undo function
     path     the module's name in its site where two layers of the model would have the same site
     is_head  whether it is the LM head, which is left alone unless requested
     kernels  why it can only be recorded, if it cannot be quantized
@@ -162,8 +149,8 @@ def set_on(module: nn.Module, name: str, value: Callable[..., Any]) -> Detach:
 
 
 def replaces(module: nn.Module, name: str, method: Callable[[Any], Callable[..., Any]]) -> Attach:
-    """A function that attaches a quantization by replacing one method of the module with `method(quantization)`."""
-    return lambda quantization: set_on(module, name, method(quantization))
+    """A function that replaces one method of the module with `method(begin)`, where begin begins its calls."""
+    return lambda begin: set_on(module, name, method(begin))
 
 
 def distinct(layers: Sequence[Layer]) -> tuple[Layer, ...]:

@@ -27,10 +27,11 @@ from torch import Tensor, nn
 
 from binade.collector.capture.adapters.attention import CoreMode, context, core_forward, product, show_scores
 from binade.collector.capture.adapters.layer import Detach, InstrumentError, Layer, Refused, replaces, set_on
-from binade.collector.capture.adapters.products import UNQUANTIZED, computing, linear
+from binade.collector.capture.adapters.products import computing, linear
 from binade.collector.models.parallel import (
+    Begin,
+    Call,
     ColumnParallelLinear,
-    Quantization,
     RowParallelLinear,
     heads_shard,
     linear_shard,
@@ -39,7 +40,6 @@ from binade.collector.models.parallel import (
 from binade.collector.models.site import HEAD, Site
 from binade.collector.ranks import Group
 from binade.data.segment import Shard
-from binade.quant.gemm import Tap
 
 # Of a router under sequence parallelism, which multiplies a rank's tokens by a whole weight.
 TOKENS = {"a": "rows", "y": "rows", "grad": "rows", "grad_a": "rows", "grad_b": "partial"}
@@ -124,14 +124,14 @@ def _linear(modules: dict[str, nn.Module], name: str, like: type[ColumnParallelL
     def shard(tensor: str) -> Shard:
         return linear_shard(like.shards, tensor, Group(module.tp_group), stride)
 
-    def attach(quantization: Quantization) -> Detach:
+    def attach(begin: Begin) -> Detach:
         original, forward = module._forward_impl, module.forward
         passed = 0
 
         def intercepted(input: Tensor, weight: Tensor, bias: Tensor | None = None, **options: Any) -> Tensor:
             nonlocal passed
             passed += 1
-            return _product(original, input, weight, bias, quantization, options)
+            return _product(original, input, weight, bias, begin(), options)
 
         def checked(*args: Any, **kwargs: Any) -> Any:
             before = passed
@@ -153,7 +153,7 @@ def _product(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    how: Quantization,
+    call: Call,
     options: dict[str, Any],
 ) -> Tensor:
     """What _forward_impl computes. With communication in it the product is taken apart in the same way on every call,
@@ -167,25 +167,24 @@ def _product(
     elif reduced:
         x = tensor_parallel.copy_to_tensor_model_parallel_region(x, group=group)
     options = {**options, "allreduce_dgrad": False, "sequence_parallel": False}
-    return linear(lambda a, b: original(input=a, weight=b, bias=bias, **options), x, weight, how, bias)
+    return linear(lambda a, b: original(input=a, weight=b, bias=bias, **options), x, weight, call, bias)
 
 
 def _router(modules: dict[str, nn.Module], name: str) -> Layer:
     module: Any = modules[name]
 
-    def method(quantization: Quantization) -> Callable[[Tensor], Any]:
+    def method(begin: Begin) -> Callable[[Tensor], Any]:
         gating = module.gating
 
         def gated(x: Tensor) -> Any:
-            tap = quantization.tap()
-            if quantization.formats == UNQUANTIZED and tap is None:
+            call = begin()
+            if call.is_plain:
                 with computing:
                     return gating(x)
             dtype = {"fp32": torch.float32, "fp64": torch.float64}.get(module.config.moe_router_dtype, x.dtype)
             bias, weight = getattr(module, "bias", None), module.weight.to(dtype)
             megatrons = sys.modules["megatron.core.transformer.moe.router"].router_gating_linear
-            how = replace(quantization, tap=lambda: tap)
-            return linear(lambda a, b: megatrons(a, b, bias, dtype), x.to(dtype), weight, how, bias)
+            return linear(lambda a, b: megatrons(a, b, bias, dtype), x.to(dtype), weight, call, bias)
 
         return gated
 
@@ -224,21 +223,19 @@ class MegatronCore(CoreMode):
                 "so its products were not intercepted"
             )
 
-    def by_head(self, tap: Tap | None) -> Tap | None:
+    def by_head(self, call: Call) -> Call:
         module: Any = self.module
         heads = int(module.num_attention_heads_per_partition)
-        return reshaped(tap, lambda seen: (seen.shape[0] // heads, heads, *seen.shape[1:]))
+        return replace(call, tap=reshaped(call.tap, lambda seen: (seen.shape[0] // heads, heads, *seen.shape[1:])))
 
     def scores(self, buffer: Tensor, query: Tensor, key_t: Tensor, *, beta: float, alpha: float) -> Tensor:
         def as_megatron(a: Tensor, b: Tensor) -> Tensor:
             return torch.baddbmm(buffer, a, b.transpose(1, 2), beta=beta, alpha=alpha)
 
-        tap = self.by_head(self.qk)
-        key = key_t.transpose(1, 2)
-        scores = product(as_megatron, query, key, self.quantization.qk, tap, transpose_b=True, scale=alpha)
-        show_scores(tap, scores)
+        call = self.by_head(self.qk)
+        scores = product(as_megatron, query, key_t.transpose(1, 2), call, transpose_b=True, scale=alpha)
+        show_scores(call.tap, scores)
         return scores
 
     def context(self, probs: Tensor, value: Tensor) -> Tensor:
-        before, tap = self.before_dropout(probs), self.by_head(self.pv)
-        return context(torch.bmm, probs, before, value, self.quantization.pv, tap)
+        return context(torch.bmm, probs, self.before_dropout(probs), value, self.by_head(self.pv))

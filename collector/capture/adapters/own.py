@@ -1,4 +1,4 @@
-"""The models of collector.models: the adapter sets the attribute `quantization` of their layers."""
+"""The models of collector.models: the adapter sets the attribute `begin` of their layers."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ def find(model: nn.Module) -> Iterator[Layer]:
 
 
 def _layer(name: str, module: ParallelLinear | CoreAttention) -> Layer:
-    def attach(quantization: Any) -> Detach:
-        before, module.quantization = module.quantization, quantization
+    def attach(begin: Any) -> Detach:
+        before, module.begin = module.begin, begin
 
         def detach() -> None:
-            if module.quantization is not quantization:
+            if module.begin is not begin:
                 raise InstrumentError(
                     f"{name} was instrumented again in the meantime: exit the later `with` block first"
                 )
-            module.quantization = before
+            module.begin = before
 
         return detach
 

@@ -17,12 +17,10 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from binade.collector.models.parallel import STACKED, Quantization, reshaped
+from binade.collector.models.parallel import STACKED, Call, reshaped
 from binade.quant import gemm
 from binade.quant.gemm import Observed, Tap
-from binade.quant.specs import GemmFormats
 
-UNQUANTIZED = GemmFormats()
 Product = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -63,23 +61,23 @@ def tensors_in(value: object) -> Iterator[Tensor]:
             yield from tensors_in(each)
 
 
-def linear(original: Product, x: Tensor, weight: Tensor, how: Quantization, bias: Tensor | None = None) -> Tensor:
+def linear(original: Product, x: Tensor, weight: Tensor, call: Call, bias: Tensor | None = None) -> Tensor:
     """x [..., in] · weightᵀ [in, out] + bias -> [..., out]. original computes it as the model does, bias included.
 
     Under autocast a quantized or recorded product takes its operands in autocast's dtype, as torch's linear does.
     """
     with computing:
-        tap = how.tap()
-        if how.formats == UNQUANTIZED and tap is None:
+        tap = call.tap
+        if call.is_plain:
             return original(x, weight)
         dtype = product_dtype(x)
-        if how.formats == UNQUANTIZED and tap:
+        if tap and not call.quantizes:
             return observed_product(original, x.to(dtype), weight.to(dtype), tap)
         inner = tap if bias is None else _but_result(tap)
         rows = x.to(dtype) if x.dim() > 1 else x.to(dtype)[None]
         if x.dim() == 1:
             inner = reshaped(inner, lambda seen: tuple(seen.shape[1:]), STACKED)
-        y = gemm.linear(rows, weight.to(dtype), how.rounding(), tap=inner)
+        y = gemm.linear(rows, weight.to(dtype), call.rounding, tap=inner)
         y = y if x.dim() > 1 else y[0]
         if bias is None:
             return y

@@ -33,7 +33,7 @@ from binade.collector.capture.adapters.attention import CoreMode, SdpaMode, core
 from binade.collector.capture.adapters.dtensor import core_shard_of, shard_of
 from binade.collector.capture.adapters.layer import Attach, Detach, Layer, Refused, is_a, replaces, whole
 from binade.collector.capture.adapters.weights import NAMES, OwnProducts, functional_linear
-from binade.collector.models.parallel import Quantization
+from binade.collector.models.parallel import Begin
 from binade.collector.models.site import HEAD, path_parts, site
 
 ATTENTION = frozenset(("scaled_dot_product_attention", "flex_attention"))
@@ -147,10 +147,10 @@ def is_router(modules: dict[str, nn.Module], shapes: Shapes, name: str, outputs:
 
 
 def _both(first: Attach, second: Attach) -> Attach:
-    def attach(quantization: Quantization) -> Detach:
+    def attach(begin: Begin) -> Detach:
         undo = ExitStack()
-        undo.callback(first(quantization))
-        undo.callback(second(quantization))
+        undo.callback(first(begin))
+        undo.callback(second(begin))
         return undo.close
 
     return attach
@@ -222,8 +222,8 @@ def _names(code: CodeType) -> frozenset[str]:
 
 
 def linear_layer(name: str, module: nn.Linear) -> Layer:
-    def forward(quantization: Quantization) -> Callable[..., Tensor]:
-        return lambda input: functional_linear(name, quantization, input, module.weight, module.bias)
+    def forward(begin: Begin) -> Callable[..., Tensor]:
+        return lambda input: functional_linear(name, begin(), input, module.weight, module.bias)
 
     where, path = site(name)
     plain = type(module).forward is nn.Linear.forward and "forward" not in vars(module)

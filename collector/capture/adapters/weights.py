@@ -13,7 +13,6 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -24,7 +23,6 @@ from torch import Tensor, nn
 from binade.collector.capture.adapters.dtensor import is_dtensor, linear_on_parts
 from binade.collector.capture.adapters.layer import Detach, InstrumentError, set_on
 from binade.collector.capture.adapters.products import (
-    UNQUANTIZED,
     Interception,
     Product,
     computing,
@@ -32,7 +30,7 @@ from binade.collector.capture.adapters.products import (
     observed_product,
     tensors_in,
 )
-from binade.collector.models.parallel import Quantization
+from binade.collector.models.parallel import Begin, Call
 from binade.quant.gemm import Observed, Tap
 
 MATMULS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm, torch.bmm, Tensor.bmm)
@@ -94,13 +92,11 @@ def _part(x: Tensor, of: Tensor, source: Source, cast: bool) -> Source:
     return replace(source, first=source.first + (x.storage_offset() - of.storage_offset()) // of.stride(0))
 
 
-def functional_linear(
-    name: str, how: Quantization, input: Tensor, weight: Tensor, bias: Tensor | None = None
-) -> Tensor:
-    """F.linear computed by `how`, on this rank's parts if the weight is a DTensor."""
+def functional_linear(name: str, call: Call, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """F.linear as the call says, on this rank's parts if the weight is a DTensor."""
 
     def on_parts(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        return linear(lambda a, b: F.linear(a, b, bias), x, weight, how, bias)
+        return linear(lambda a, b: F.linear(a, b, bias), x, weight, call, bias)
 
     return linear_on_parts(name, on_parts, input, weight, bias)
 
@@ -110,30 +106,30 @@ class OwnProducts:
 
     def __init__(self, name: str, module: nn.Module) -> None:
         self.name, self.module = name, module
-        self.how: dict[tuple[str, int], Quantization] = {}
+        self.begins: dict[tuple[str, int], Begin] = {}
         self.forward = ExitStack()
 
-    def attach(self, weight: str, expert: int, quantization: Quantization) -> Detach:
-        if not self.how:
+    def attach(self, weight: str, expert: int, begin: Begin) -> Detach:
+        if not self.begins:
             self.forward.callback(set_on(self.module, "forward", self._intercepted(_in_sight(self.module))))
-        self.how[weight, expert] = quantization
+        self.begins[weight, expert] = begin
 
         def detach() -> None:
-            del self.how[weight, expert]
-            if not self.how:
+            del self.begins[weight, expert]
+            if not self.begins:
                 self.forward.close()
 
         return detach
 
     def _intercepted(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         def intercepted(*args: Any, **kwargs: Any) -> Any:
-            weights = {name: attrgetter(name)(self.module) for name in {name for name, _ in self.how}}
+            weights = {name: attrgetter(name)(self.module) for name in {name for name, _ in self.begins}}
             if divided := [name for name, weight in weights.items() if weight.dim() == 3 and is_dtensor(weight)]:
                 raise InstrumentError(
                     f"{self.name or 'the model'} has a three-dimensional DTensor as its {divided[0]}, and GEMMs on "
                     f"its local shards cannot be intercepted: leave it out with exclude=[{self.name!r}]"
                 )
-            with WeightsMode(self.name, weights, self.how) as mode:
+            with WeightsMode(self.name, weights, self.begins) as mode:
                 result = forward(*args, **kwargs)
             if isinstance(self.module, nn.Linear) and not mode.products:
                 raise InstrumentError(
@@ -163,8 +159,8 @@ def _in_sight(module: Any) -> Callable[..., Any]:
 class WeightsMode(Interception):
     """One pass through a module whose products with these weights are replaced."""
 
-    def __init__(self, name: str, weights: Mapping[str, Tensor], how: Mapping[tuple[str, int], Quantization]) -> None:
-        self.name, self.weights, self.how = name, Weights(weights.items()), how
+    def __init__(self, name: str, weights: Mapping[str, Tensor], begins: Mapping[tuple[str, int], Begin]) -> None:
+        self.name, self.weights, self.begins = name, Weights(weights.items()), begins
         self.products = 0
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -180,52 +176,52 @@ class WeightsMode(Interception):
         self.weights.follow(func, list(tensors_in((args, kwargs))), result)
         return result
 
-    def _how(self, weight: Tensor) -> Quantization | None:
-        """How the product with a weight of two axes runs; None if it is not one of those replaced."""
+    def _call(self, weight: Tensor) -> Call | None:
+        """The call of the product with a weight of two axes, begun; None if it is not one of those replaced."""
         source = self.weights.source(weight) if weight.dim() == 2 else None
-        found = self.how.get((source.name, source.first)) if source and source.first is not None else None
-        self.products += found is not None
-        return found
+        begin = self.begins.get((source.name, source.first)) if source and source.first is not None else None
+        self.products += begin is not None
+        return begin() if begin else None
 
-    def _stacked(self, weight: Tensor) -> list[Quantization]:
-        """The same for each expert of a weight with three axes."""
+    def _stacked(self, weight: Tensor) -> list[Begin]:
+        """What begins a call for each expert of a weight with three axes."""
         source = self.weights.source(weight) if weight.dim() == 3 else None
         if source is None or source.first is None:
             return []
-        found = [self.how.get((source.name, source.first + i)) for i in range(len(weight))]
+        found = [self.begins.get((source.name, source.first + i)) for i in range(len(weight))]
         return [each for each in found if each] if all(found) else []
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        how = self._how(weight)
-        if how is None:
+        call = self._call(weight)
+        if call is None:
             return F.linear(input, weight, bias)
-        return functional_linear(self.name, how, input, weight, bias)
+        return functional_linear(self.name, call, input, weight, bias)
 
     def _matmul(self, func: Product, a: Tensor, b: Tensor) -> Tensor:
-        if how := self._how(b):
-            return linear(lambda x, w: func(x, w.mT), a, b.mT, how)
-        if a.dim() == 2 <= b.dim() and (how := self._how(a)):
-            return linear(lambda x, w: func(w, x.mT).mT, b.mT, a, how).mT
-        if a.dim() == 3 and len(a) == len(b) and (hows := self._stacked(b)):
-            return _by_expert(lambda x, w: func(x, w.mT), a, b.mT, hows, None)
+        if call := self._call(b):
+            return linear(lambda x, w: func(x, w.mT), a, b.mT, call)
+        if a.dim() == 2 <= b.dim() and (call := self._call(a)):
+            return linear(lambda x, w: func(w, x.mT).mT, b.mT, a, call).mT
+        if a.dim() == 3 and len(a) == len(b) and (begins := self._stacked(b)):
+            return _by_expert(lambda x, w: func(x, w.mT), a, b.mT, begins, None)
         return func(a, b)
 
     def _addmm(self, func: Callable[..., Tensor], bias: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        how = self._how(b)
-        return linear(lambda x, w: func(bias, x, w.mT), a, b.mT, how, bias) if how else func(bias, a, b)
+        call = self._call(b)
+        return linear(lambda x, w: func(bias, x, w.mT), a, b.mT, call, bias) if call else func(bias, a, b)
 
     def _grouped(
         self, func: Callable[..., Tensor], a: Tensor, b: Tensor, offs: Tensor | None = None, **options: Any
     ) -> Tensor:
-        hows = self._stacked(b) if offs is not None and a.dim() == 2 else []
-        if not hows or offs is None:
+        begins = self._stacked(b) if offs is not None and a.dim() == 2 else []
+        if not begins or offs is None:
             return func(a, b, offs, **options) if offs is not None else func(a, b, **options)
         with torch.autocast(a.device.type, enabled=False):  # which grouped_mm does not support
-            return _by_expert(lambda x, w: func(x, w.mT, offs=offs, **options), a, b.mT, hows, offs.tolist())
+            return _by_expert(lambda x, w: func(x, w.mT, offs=offs, **options), a, b.mT, begins, offs.tolist())
 
 
 def _by_expert(
-    original: Product, x: Tensor, weight: Tensor, hows: Sequence[Quantization], ends: Sequence[int] | None
+    original: Product, x: Tensor, weight: Tensor, begins: Sequence[Begin], ends: Sequence[int] | None
 ) -> Tensor:
     """One product for each expert: x [tokens, in], those of each expert up to its end, or without ends
     [experts, tokens, in], · weightᵀ [experts, out, in]; tokens after the last end get zeros. Experts without tokens
@@ -236,14 +232,13 @@ def _by_expert(
         places = [slice(start, end) for start, end in zip((0, *ends[:-1]), ends, strict=True)]
     hit = [i for i, place in enumerate(places) if ends is None or place.start < place.stop]
     with computing:
-        taps = {i: hows[i].tap() for i in hit}
-        if all(hows[i].formats == UNQUANTIZED for i in hit):
-            observed = any(taps.values())
-            return observed_product(original, x, weight, _spread(taps, places)) if observed else original(x, weight)
+        calls = {i: begins[i]() for i in hit}
+        if all(call.is_plain for call in calls.values()):
+            return original(x, weight)
+        if not any(call.quantizes for call in calls.values()):
+            return observed_product(original, x, weight, _spread({i: calls[i].tap for i in hit}, places))
         matrices = weight.unbind()
-        parts = {
-            i: linear(F.linear, x[places[i]], matrices[i], replace(hows[i], tap=partial(taps.get, i))) for i in hit
-        }
+        parts = {i: linear(F.linear, x[places[i]], matrices[i], calls[i]) for i in hit}
         if ends is None:
             return torch.stack([parts[i] for i in hit])
         rest = x.new_zeros(len(x) - ends[-1], weight.shape[1])

@@ -87,7 +87,7 @@ def test_an_architecture(tmp_path, kind):
     row = row_of(kind, model)
     assert row in PAGE.read_text().splitlines()
     plain = results(model)
-    with Recorder(tmp_path / "bf16", raw=False, measures=()) as recorder:
+    with Recorder(tmp_path / "bf16", max_bytes=0, measures=()) as recorder:
         with instrument(model := build(kind), "bf16", recorder, cores=cores):
             assert same(results(model), plain)
     recipe = "mxfp8" if " core " in row else "linear_mxfp8"

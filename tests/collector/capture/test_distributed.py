@@ -203,7 +203,8 @@ def trained(name: str, directory: Path, recipe: str | None, rank: int) -> tuple[
     model = case.model()
     mesh = init_device_mesh("cpu", case.mesh, mesh_dim_names=("dp", "tp"))
     with ExitStack() as contexts:
-        options = {"config": {"model": name}, "raw": recipe == "mxfp8" or case.tp, "iterations": 1, "micro_batches": 1}
+        most = 4 << 30 if recipe == "mxfp8" or case.tp else 0
+        options = {"config": {"model": name}, "max_bytes": most, "iterations": 1, "micro_batches": 1}
         recorder = contexts.enter_context(Recorder(directory, **options)) if recipe else None
         wrapped = model if case.before else case.wrap(model, mesh)
         if recipe:

@@ -85,7 +85,7 @@ def test_recording_changes_no_bit(tmp_path, attention, recompute):
     plain = train(llama(attention, dtype, recompute), loss, micro_batches=2)
     model = llama(attention, dtype, recompute)
     before = state(model)
-    with Recorder(tmp_path, raw=False) as recorder, instrument(model, None, recorder):
+    with Recorder(tmp_path, max_bytes=0) as recorder, instrument(model, None, recorder):
         recorded = train(model, loss, micro_batches=2, after=recorder.step)
     assert same(recorded, plain)
     assert state(model) == before
@@ -240,7 +240,7 @@ def test_lora_records_the_base_and_its_adapters(tmp_path):
         return get_peft_model(model, LoraConfig(r=32, target_modules=["q_proj", "down_proj", "lm_head"]))
 
     plain = train(adapted(), loss)
-    with Recorder(tmp_path / "bf16", raw=False) as recorder, instrument(model := adapted(), None, recorder):
+    with Recorder(tmp_path / "bf16", max_bytes=0) as recorder, instrument(model := adapted(), None, recorder):
         assert same(train(model, loss), plain)
     with Recorder(tmp_path / "mxfp8") as recorder, instrument(model := adapted(), "mxfp8", recorder, backend="torch"):
         train(model, loss, steps=2)
@@ -269,7 +269,7 @@ def test_the_callback_of_a_trainer(tmp_path):
     tokens = torch.arange(LENGTH) % VOCAB
     data = [{"input_ids": tokens, "labels": tokens}] * 12
     model = llama("sdpa")
-    with Recorder(tmp_path, tensors=("weight",), raw=False, iterations=2) as recorder:
+    with Recorder(tmp_path, tensors=("weight",), max_bytes=0, iterations=2) as recorder:
         callback = TrainerCallback("linear_mxfp8", recorder)
         Trainer(model, arguments, train_dataset=data, eval_dataset=data[:2], callbacks=[callback]).train()
     assert not any(is_instrumented(module) for module in model.modules())

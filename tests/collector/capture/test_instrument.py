@@ -16,34 +16,34 @@ from tests.collector.small_model import SHAPE, batch, build, step
 
 
 class TestInstrument:
-    def quantizations(self, model: GPTModel) -> list[int]:
-        return [id(m.quantization) for m in model.modules() if isinstance(m, (ParallelLinear, CoreAttention))]
+    def begins(self, model: GPTModel) -> list[int]:
+        return [id(m.begin) for m in model.modules() if isinstance(m, (ParallelLinear, CoreAttention))]
 
     def test_puts_the_model_back(self):
         model = build()
-        before, logits = self.quantizations(model), step(model)
+        before, logits = self.begins(model), step(model)
         with instrument(model, "mxfp4"):
-            assert not set(self.quantizations(model)) & set(before)
+            assert not set(self.begins(model)) & set(before)
             assert not torch.equal(step(model), logits)
-        assert self.quantizations(model) == before
+        assert self.begins(model) == before
         assert torch.equal(step(model), logits)
 
     def test_puts_the_model_back_after_an_exception(self):
         model = build()
-        before = self.quantizations(model)
+        before = self.begins(model)
         with pytest.raises(ZeroDivisionError), instrument(model, "mxfp4"):
             raise ZeroDivisionError
         with pytest.raises(KeyboardInterrupt), instrument(model, "mxfp4"):
             raise KeyboardInterrupt
-        assert self.quantizations(model) == before
+        assert self.begins(model) == before
 
     def test_can_be_nested(self):
         model = build()
         with instrument(model, "hifp8"):
-            outer, logits = self.quantizations(model), step(model)
+            outer, logits = self.begins(model), step(model)
             with instrument(model, "bf16"):
                 assert not torch.equal(step(model), logits)
-            assert self.quantizations(model) == outer and torch.equal(step(model), logits)
+            assert self.begins(model) == outer and torch.equal(step(model), logits)
 
     def test_blocks_left_in_another_order_are_refused(self):
         model = build()
@@ -79,11 +79,11 @@ class TestInstrument:
 
     def test_unknown_recipes_and_layers_are_refused(self):
         model = build()
-        before = self.quantizations(model)
+        before = self.begins(model)
         with pytest.raises(ValueError, match="unknown recipe 'nope'"), instrument(model, "nope"):
             pass
         for layers in ({"skip": "3"}, {"capture": "router"}):
             with pytest.raises(SelectionError, match="the model, which has layers 1 to 2"):
                 with instrument(model, "mxfp8", **layers):
                     pass
-        assert self.quantizations(model) == before
+        assert self.begins(model) == before

@@ -115,7 +115,7 @@ def test_recording_changes_no_bit(tmp_path, dtype, recomputed):
     plain = train(model_of(dtype=dtype, **settings), loss, micro_batches=2)
     model = model_of(dtype=dtype, **settings)
     before = state(model)
-    with Recorder(tmp_path, raw=False) as recorder, instrument(model, None, recorder):
+    with Recorder(tmp_path, max_bytes=0) as recorder, instrument(model, None, recorder):
         recorded = train(model, loss, micro_batches=2, after=recorder.step)
     assert same(recorded, plain)
     assert state(model) == before
@@ -329,7 +329,7 @@ def test_the_three_lines_of_the_example(tmp_path, monkeypatch, megatron_lm, micr
 def test_iterations_are_megatrons(tmp_path, micro_batches):
     model = model_of()
     with (
-        Recorder(tmp_path, tensors=("input",), raw=False) as recorder,
+        Recorder(tmp_path, tensors=("input",), max_bytes=0) as recorder,
         instrument(model, "linear_mxfp8", recorder, backend="torch"),
     ):
         schedule(lambda **_: model, 2, micro_batches)

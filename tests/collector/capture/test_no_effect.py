@@ -62,12 +62,12 @@ def test_off_the_recorded_iterations_recording_costs_nothing(tmp_path):
         alone = counted_step(model)
     with Recorder(tmp_path, scores=SCORES) as recorder, instrument(model, "mxfp4", recorder, backend="torch"):
         with recorder.at(0, 0, False):
-            assert [layer.quantization.tap() for layer in layers] == [None] * len(layers)
+            assert [layer.begin().tap for layer in layers] == [None] * len(layers)
             step(model)  # the first one is sampled for the hash of the weights
             assert counted_step(model) - alone == Counter({"aten.detach.default": 1, "aten._to_copy.default": 1})
         assert list(tmp_path.rglob("*.pt")) == list(tmp_path.rglob("*.parquet")) == []
         with recorder.at(1, 0, True):
-            assert None not in [layer.quantization.tap() for layer in layers]
+            assert None not in [layer.begin().tap for layer in layers]
             assert counted_step(model).total() > alone.total()
     with Catalog.open(tmp_path) as catalog:
         assert set(catalog.tensors()["iteration"]) == {1}

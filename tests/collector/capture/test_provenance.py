@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from binade.collector import Recorder, instrument
+from binade.collector import Recorder, Watch, instrument
 from binade.collector.capture import provenance
 from binade.collector.capture.adapters.products import tensors_in
 from binade.collector.models.model import GPTModel
@@ -67,7 +67,7 @@ def planted(module: nn.Module, where: str):
 
 def culprits(root, model, steps, recipe="bf16", **options) -> list[str]:
     """The places that are named, of the steps: functions that run the model forward and backward."""
-    with Recorder(root, find_nan=True, iterations=0, cooldown=0, **options) as recorder:
+    with Recorder(root, watch=Watch(find_nan=True, cooldown=0, **options), iterations=0) as recorder:
         with instrument(model, recipe, recorder, backend="torch"):
             for step in steps:
                 step()
@@ -253,7 +253,7 @@ def test_a_scalar_among_the_operands(tmp_path, monkeypatch):
 
 def test_a_copy_of_the_model_is_not_traced(tmp_path):
     model, x = Small(), torch.full((4, 8), torch.nan)
-    with Recorder(tmp_path, find_nan=True, iterations=0) as recorder, instrument(model, "bf16", recorder):
+    with Recorder(tmp_path, watch=Watch(find_nan=True), iterations=0) as recorder, instrument(model, "bf16", recorder):
         model(torch.ones(4, 8)).sum().backward()
         copy = deepcopy(model)
         copy(x).sum().backward()
@@ -265,8 +265,8 @@ def test_a_copy_of_the_model_is_not_traced(tmp_path):
 
 def test_what_is_found_fires_the_trigger_nan(tmp_path):
     model = Small()
-    options = {"find_nan": True, "iterations": 0, "trigger": ("nan",), "capture_steps": 1}
-    with Recorder(tmp_path, **options) as recorder, instrument(model, "bf16", recorder):
+    watch = Watch(find_nan=True, trigger=("nan",), capture_steps=1)
+    with Recorder(tmp_path, watch=watch, iterations=0) as recorder, instrument(model, "bf16", recorder):
         for factor in (1.0, torch.inf, 1.0, 1.0):
             model.factor = factor
             model(torch.ones(4, 8)).sum().backward()

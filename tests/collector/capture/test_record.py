@@ -61,7 +61,7 @@ def test_a_row_has_the_words_values_and_statistics_of_its_tensor(tmp_path: Path,
 def test_known_names_have_their_layer_type(
     tmp_path: Path, name: str, module: str, layer_type: str | None, component: str | None
 ) -> None:
-    with Recorder(tmp_path, scores=("mxfp8",), raw=False) as recorder:
+    with Recorder(tmp_path, scores=("mxfp8",), max_bytes=0) as recorder:
         recorder.record(
             name, torch.ones(4), layer=1, module=module, operation="optimizer", phase="pre", expert=5, scores=()
         )

@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from binade.collector import Recorder, instrument
+from binade.collector import Recorder, Watch, instrument
 from binade.collector.capture.adapters.layer import InstrumentError
+from binade.collector.capture.measure import Measurer
 from binade.collector.capture.recorder import RecorderError
 from binade.collector.errors import ConfigError
 from binade.data import merge
@@ -49,11 +50,11 @@ class TestRecorder:
     @pytest.mark.parametrize(("steps", "left"), [(merge.MANY - 1, merge.MANY - 1), (merge.MANY, 1)])
     def test_many_segments_are_merged_when_the_run_ends(self, tmp_path, steps, left):
         values = torch.arange(steps, dtype=torch.float32)
-        with Recorder(tmp_path, scores=(), raw=False) as recorder:
+        with Recorder(tmp_path, scores=(), max_bytes=0) as recorder:
             for iteration in range(steps):
                 with recorder.at(iteration, 0):
                     recorder.record("x", values[iteration].repeat(8), layer=0, module="norm", **WORDS)
-                recorder._writing.settle()
+                recorder.settle()
         assert len(read_run(recorder.writer.directory).segments) == left
         with Catalog.open(tmp_path) as catalog:
             assert catalog.tensors().sort_values("iteration")["absmax"].tolist() == values.tolist()
@@ -173,18 +174,18 @@ class TestRecorder:
             assert model[1](model[0](x).double()).dtype == torch.float64
         assert read_run(recorder.writer.directory).status.tensors == 3
 
-    def test_a_capture_broken_off_leaves_no_file_without_a_row(self, tmp_path):
+    def test_a_capture_broken_off_leaves_no_file_without_a_row(self, tmp_path, monkeypatch):
         """Interrupted between writing a file and noting its row: the moment of a SIGTERM, chosen."""
-        model = build()
+        model, save = build(), Measurer._save
 
-        class Interrupting(Recorder):
-            def _save(self, *arguments):
-                path = super()._save(*arguments)
-                if self._count == 40:
-                    raise KeyboardInterrupt
-                return path
+        def interrupted(measurer, *arguments):
+            path = save(measurer, *arguments)
+            if measurer.count == 41:
+                raise KeyboardInterrupt
+            return path
 
-        with pytest.raises(KeyboardInterrupt), Interrupting(tmp_path) as recorder, instrument(model, "bf16", recorder):
+        monkeypatch.setattr(Measurer, "_save", interrupted)
+        with pytest.raises(KeyboardInterrupt), Recorder(tmp_path) as recorder, instrument(model, "bf16", recorder):
             step(model)
         files = list(tmp_path.rglob("*.pt"))
         with Catalog.open(tmp_path) as catalog:
@@ -207,7 +208,10 @@ class TestRecorder:
 
         before = signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
-            with pytest.raises(error or KeyboardInterrupt), Recorder(tmp_path, sink=Slow(), scores=()) as recorder:
+            with (
+                pytest.raises(error or KeyboardInterrupt),
+                Recorder(tmp_path, watch=Watch(sink=Slow()), scores=()) as recorder,
+            ):
                 recorder.record("x", torch.ones(8), layer=0, module="norm", **WORDS)
                 if error:
                     raise error("bad")

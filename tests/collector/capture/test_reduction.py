@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 from torch import nn
 
-from binade.collector import Recorder, instrument
+from binade.collector import Merge, Recorder, Watch, instrument
 from binade.collector.capture.reduction import reduced
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
@@ -146,7 +146,7 @@ def test_slices_are_merged_where_a_replica_has_all_of_them():
 def train(root: Path, x: torch.Tensor, watch: str | None = "every 2 steps") -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32))
-    with Recorder(root, watch=watch, iterations=0, ring=1) as recorder, instrument(model, "mxfp8", recorder):
+    with Recorder(root, watch=Watch(watch, ring=1), iterations=0) as recorder, instrument(model, "mxfp8", recorder):
         for _ in range(4):
             model(x).square().sum().backward()
             recorder.step()
@@ -171,8 +171,8 @@ def _rank(rank: int, directory: Path) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(str(directory / "store"), 2), rank=rank, world_size=2)
     train(directory / "ranks", batch().chunk(2)[rank])
     train(directory / "first", batch(), None if rank else "every 2 steps")
-    record(directory / "merged", batch().chunk(2)[rank], merge_ranks="on")
-    record(directory / "kept", batch().chunk(2)[rank], merge_ranks="on", unmerged_ranks=(1,))
+    record(directory / "merged", batch().chunk(2)[rank], merge=Merge("on"))
+    record(directory / "kept", batch().chunk(2)[rank], merge=Merge("on", unmerged=(1,)))
     dist.destroy_process_group()
 
 

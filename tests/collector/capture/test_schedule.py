@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import binade
-from binade.collector import Recorder, instrument
+from binade.collector import Recorder, Watch, instrument
 from binade.collector.capture.adapters.layer import InstrumentError
 from binade.collector.errors import ConfigError
 from binade.collector.recipes.parse import parse_recipe
@@ -26,7 +26,7 @@ def losses(root, recipes: dict[int, str], schedule=(), skip=None, **options) -> 
     model, found = build(layers=1), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     starts = [*recipes, STEPS]
-    with Recorder(root, **{"iterations": 0, "tensors": ("weight",), "scores": ()} | options) as recorder:
+    with Recorder(root, watch=Watch(**options), iterations=0, tensors=("weight",), scores=()) as recorder:
         for start, end in pairwise(starts):
             with instrument(
                 model, recipes[start], recorder, backend="torch", schedule=schedule, skip=skip if start else None

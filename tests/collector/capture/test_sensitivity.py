@@ -62,7 +62,7 @@ def exact_fisher(model: Tiny, tokens: Tensor, values: Tensor, compute: Callable[
 
 def test_the_expectation_is_the_exact_fisher_information(tmp_path):
     model, tokens = tiny()
-    with Recorder(tmp_path, scores=("mxfp4",), raw=False) as recorder, instrument(model, "bf16", recorder):
+    with Recorder(tmp_path, scores=("mxfp4",), max_bytes=0) as recorder, instrument(model, "bf16", recorder):
         for draw in range(200):
             with recorder.at(0, draw):
                 logits = model(tokens)
@@ -161,7 +161,7 @@ def test_the_pass_changes_no_bit_of_training_and_no_row(tmp_path, recipe):
 def accumulated(root: Path, steps: int, scale: float, **options: object) -> pd.DataFrame:
     """Predictions for the same micro-batch as one of so many whose mean loss, times a factor, is trained on."""
     model = build()
-    with Recorder(root, scores=("mxfp4",), raw=False, micro_batches=1, **options) as recorder:
+    with Recorder(root, scores=("mxfp4",), max_bytes=0, micro_batches=1, **options) as recorder:
         with instrument(model, "bf16", recorder):
             for _ in range(steps):
                 tokens, labels = batch()
@@ -215,7 +215,7 @@ def test_predictions_of_a_trainer_do_not_depend_on_accumulation(tmp_path, bf16):
         options = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": steps, "max_steps": 1}
         options |= {"save_strategy": "no", "report_to": [], "use_cpu": True, "bf16": bf16, "disable_tqdm": True}
         arguments = TrainingArguments(tmp_path / "trainer", train_sampling_strategy="sequential", **options)
-        with Recorder(root, scores=("mxfp4",), raw=False, micro_batches=1) as recorder:
+        with Recorder(root, scores=("mxfp4",), max_bytes=0, micro_batches=1) as recorder:
             callback = TrainerCallback("bf16", recorder)
             Trainer(llama("sdpa"), arguments, train_dataset=data, callbacks=[callback]).train()
         found[steps] = changes(root)

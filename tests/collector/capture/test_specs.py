@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from binade.collector import Recorder, instrument
-from binade.collector.capture.adapters.passes import seed_of
+from binade.collector.capture.clock import seed_of
 from binade.data.catalog import Catalog
 from binade.data.text import plain_name
 from binade.quant import fake_quantize, score

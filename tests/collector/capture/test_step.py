@@ -47,7 +47,7 @@ class Trained:
         self.inputs: dict[str, list[Tensor]] = {}
         self.outputs: dict[str, list[Tensor]] = {}
         self.logits: list[Tensor] = []
-        with Recorder(root, raw=True, enabled=root is not None, **options) as recorder:
+        with Recorder(root, enabled=root is not None, **options) as recorder:
             with instrument(self.model, recipe, recorder, backend="torch"):
                 self.step(recorder, 0)
                 self.handles = [self.watch(name, module) for name, module in self.model.named_modules()]
@@ -177,7 +177,7 @@ def test_nothing_is_attached_unless_it_is_named(tmp_path):
         assert not any("forward" in vars(each) for name, each in model.named_modules() if name)
     with Recorder(tmp_path, tensors=("exp_avg",)) as recorder, instrument(model, None, recorder):
         assert not any("forward" in vars(each) for name, each in model.named_modules() if name)
-        assert not recorder.places & {"linear", "attention"}
+        assert not recorder.observing.places & {"linear", "attention"}
 
 
 class Mine(nn.Module):

@@ -112,7 +112,7 @@ def test_recording_changes_no_bit(tmp_path, recompute):
     plain = train(build(recompute), loss, micro_batches=2)
     model = build(recompute)
     before = state(model)
-    with Recorder(tmp_path, raw=False) as recorder, instrument(model, None, recorder):
+    with Recorder(tmp_path, max_bytes=0) as recorder, instrument(model, None, recorder):
         recorded = train(model, loss, micro_batches=2, after=recorder.step)
     assert same(recorded, plain)
     assert state(model) == before
@@ -304,7 +304,7 @@ def test_counts_are_limited_by_iterations_and_micro_batches(tmp_path):
         recorder.step()
         states.append({name: each for name, each in state(model).items() if name} == layers)
 
-    with Recorder(tmp_path, iterations=2, micro_batches=1, raw=False) as recorder, instrument(model, None, recorder):
+    with Recorder(tmp_path, iterations=2, micro_batches=1, max_bytes=0) as recorder, instrument(model, None, recorder):
         train(model, loss, steps=4, micro_batches=2, after=after)
     assert names(rows(tmp_path, values=False)) == counts(2)
     assert states == [False, True, True, True]  # layers of which nothing is recorded any more are left alone

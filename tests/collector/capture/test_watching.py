@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 import torch
 
-from binade.collector import Recorder, instrument
+from binade.collector import Recorder, Watch, instrument
 from binade.collector.capture.monitor import Monitor
 from binade.collector.errors import ConfigError
 from binade.data.catalog import Catalog
@@ -30,13 +30,13 @@ Found = dict[int, dict[str, int]]
 
 
 def trained(
-    root, steps: int, at_step=lambda step, model: None, **options
+    root, steps: int, at_step=lambda step, model: None, more=None, **options
 ) -> tuple[Recorder, dict[int, dict[str, int]]]:
-    """Train under mxfp8; of each iteration what is on the disk."""
+    """Train under mxfp8; of each iteration what is on the disk. options of Watch, more of Recorder."""
     model = build(layers=1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with (
-        Recorder(root, **{"tensors": NAMES, "scores": ()} | options) as recorder,
+        Recorder(root, watch=Watch(**options), **{"tensors": NAMES, "scores": ()} | (more or {})) as recorder,
         instrument(model, "mxfp8", recorder, backend="torch"),
     ):
         for step in range(steps):
@@ -56,9 +56,9 @@ def trained(
 
 
 def test_a_watched_step_has_the_statistics_of_a_recorded_one_without_sketch_and_values(tmp_path):
-    _, found = trained(tmp_path / "watched", 7, watch="every 3 steps", tensors=())
+    _, found = trained(tmp_path / "watched", 7, more={"tensors": ()}, watch="every 3 steps")
     assert found == {step: BASIC | {"tensors": 35} for step in (0, 3, 6)}
-    trained(tmp_path / "recorded", 4, raw=False, measures=(), tensors=())
+    trained(tmp_path / "recorded", 4, more={"max_bytes": 0, "measures": (), "tensors": ()})
     tables = []
     for root in ("watched", "recorded"):
         with Catalog.open(tmp_path / root) as catalog:
@@ -110,7 +110,7 @@ def measured(root, losses, **options) -> tuple[Recorder, pd.DataFrame]:
     """A tensor of each step, without a model, and its loss: the last one ends the run."""
     x = torch.randn(64, generator=torch.Generator().manual_seed(0))
     x[:4] = 1e3
-    with suppress(ZeroDivisionError), Recorder(root, scores=(), **options) as recorder:
+    with suppress(ZeroDivisionError), Recorder(root, scores=(), watch=Watch(**options)) as recorder:
         for step, each in enumerate(losses):
             with recorder.at(step, 0, record=False):
                 recorder.record("x", x, layer=1, module="norm", operation="forward", phase="pre")
@@ -158,9 +158,9 @@ def test_an_alert_that_fails_is_dropped(tmp_path):
     [({"watch": "often"}, "every 100 steps"), ({"stats": "some"}, "basic, full"), ({"ring": -1}, "0 or more"),
      ({"trigger": "nan"}, "tuple"), ({"trigger": ("foo",)}, "LIMIT")],
 )  # fmt: skip
-def test_refuses_what_it_cannot_do(tmp_path, option, text):
+def test_refuses_what_it_cannot_do(option, text):
     with pytest.raises(ConfigError, match=text):
-        Recorder(tmp_path, **option)
+        Watch(**option)
 
 
 def test_triggers_are_checked_without_assertions():

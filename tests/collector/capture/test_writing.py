@@ -168,7 +168,7 @@ def test_a_recorded_step_waits_for_nothing(tmp_path, device):
         recorder.step()
         recorder.settle()
         stopped = threading.Event()
-        recorder._writing._tasks.put(lambda: stopped.wait(60))
+        recorder.session.writing._tasks.put(lambda: stopped.wait(60))
         try:
             if device == "cuda":
                 torch.cuda.set_sync_debug_mode("error")

@@ -103,7 +103,8 @@ def test_a_planted_difference_is_found_there_and_nowhere_before(record: Record, 
         with torch.no_grad():
             model.layers[1].mlp.linear_fc1.weight[3, 5] += 2.0
 
-    sound, planted = record(raw=raw), record(plant, raw=raw)
+    kept = {} if raw else {"max_bytes": 0}
+    sound, planted = record(**kept), record(plant, **kept)
     found = difference(sound, planted)
     first = found.rows[found.first(TOLERANCE)]
     assert (first.layer_index, first.module, first.tensor_name) == (2, "fc1", "weight")

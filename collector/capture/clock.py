@@ -1,0 +1,199 @@
+"""Which iteration, micro-batch and pass of a training loop this is.
+
+Each forward pass of the model is a micro-batch, unless `Recorder.at` sets the position. Evaluations are counted on
+their own. Whether a pass is an evaluation is decided where the model's own forward begins: within a layer, the first
+pass of a checkpoint has no gradients either.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+from binade.collector.capture.adapters.products import tensors_in
+from binade.collector.models.parallel import Call
+
+# Forward passes of a layer that may still be recomputed: as many micro-batches as a pipeline has in flight at most.
+IN_FLIGHT = 1024
+PASSES_BEFORE_WARNING = 64  # forward and backward passes without an update of the model
+
+
+@dataclass(frozen=True)
+class Moment:
+    """The iteration and micro-batch of a forward pass, whether it is recorded, whether it is an evaluation, and whether
+    only the basic statistics are recorded."""
+
+    iteration: int
+    micro_batch: int
+    recording: bool
+    evaluation: bool = False
+    basic: bool = False
+
+
+class Clock:
+    """The position of a training loop.
+
+    evaluating   within a forward pass that does not train
+    positioned   the position is set by `Recorder.at`, once that was used
+    stepped      iterations are counted by `Recorder.step`, once that was called
+    updated      the model was updated since the last forward pass
+    arrived      the forward passes of this iteration whose backward pass has begun
+    twin         within a twin step, which neither counts nor records: begins the calls of a Hook in its place
+    followers    functions to call when an iteration or micro-batch begins
+    enders       functions to call when one ends, with the iteration
+    """
+
+    def __init__(self) -> None:
+        self.twin: Callable[[Any], Call] | None = None
+        self.followers: list[Callable[[], None]] = []
+        self.enders: list[Callable[[int], None]] = []
+        self.reset()
+
+    def reset(self) -> None:
+        """Reset all counts, as before the first run."""
+        self.iteration = self.micro_batch = 0
+        self.evaluating = self.positioned = self.stepped = self.updated = False
+        self.arrived: set[Moment] = set()
+
+    def end(self) -> None:
+        """An iteration or micro-batch ends."""
+        for end in self.enders:
+            end(self.iteration)
+
+    def begin(self) -> None:
+        """An iteration or micro-batch has begun, or the run has."""
+        for follow in self.followers:
+            follow()
+
+    @property
+    def lacks_steps(self) -> bool:
+        """Whether several forward and backward passes have run without anything that separates iterations."""
+        known = self.stepped or self.positioned or self.updated or self.iteration or counted_by_megatron()
+        return len(self.arrived) > 1 and not known
+
+
+class PassCounter:
+    """Counts the forward passes of a model as micro-batches of the clock, unless `Recorder.at` sets them.
+
+    The iteration is Megatron's where that is known: the training loop's own argument, else one iteration per
+    get_num_microbatches() passes. Elsewhere it is the clock's once `Recorder.step` was called. Before that, an
+    iteration is over when a pass begins after a step of an optimizer that holds one of the model's parameters; with
+    several optimizers, all steps between two passes count as one. Clearing gradients ends nothing: the loop may have
+    discarded a micro-batch.
+
+    go_to    begins another iteration of the clock
+    begins   called with the model and its arguments when a pass begins, once it is counted
+    moment   returns the clock's current Moment; None while nothing needs it
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        model: nn.Module,
+        go_to: Callable[[int], None],
+        begins: Callable[[nn.Module, object], None],
+        moment: Callable[[], Moment | None],
+    ) -> None:
+        self.clock, self.model, self.go_to, self.begins, self.moment = clock, model, go_to, begins, moment
+        self.iteration: int | None = None
+        self.passes = Counter[bool]()  # of this iteration: trainings, and evaluations (True)
+
+    @contextmanager
+    def following_updates(self) -> Iterator[None]:
+        """A context in which updates of the model are noticed."""
+
+        def stepped(optimizer: Optimizer, *_: Any) -> None:
+            held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            if not held.isdisjoint(map(id, self.model.parameters())):  # the current ones: fully_shard replaces them
+                self.clock.updated = True
+
+        handle = register_optimizer_step_post_hook(stepped)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def begin(self, given: object) -> None:
+        """A forward pass begins, with these arguments."""
+        clock = self.clock
+        if running_backward() or clock.twin:
+            return
+        # A checkpoint (reentrant) around the model runs it without gradients at first, on inputs that require some.
+        without = not torch.is_grad_enabled() and not any(x.requires_grad for x in tensors_in(given))
+        evaluation = clock.evaluating = without or not self.model.training
+        if not clock.positioned:
+            self.advance(evaluation)
+            clock.micro_batch = self.passes[evaluation]
+            self.passes[evaluation] += 1
+        self.begins(self.model, given)
+
+    def advance(self, evaluation: bool = False) -> None:
+        """Go to the iteration of the pass that is next, unless `Recorder.at` sets it."""
+        clock = self.clock
+        if clock.positioned:
+            return
+        megatrons, a_step = megatron_iteration(), megatron_micro_batches()
+        if megatrons is not None:
+            self.go_to(megatrons)
+        elif not clock.stepped and self.iteration == clock.iteration:
+            is_over = clock.updated if a_step is None else self.passes[False] >= a_step and not evaluation
+            self.go_to(clock.iteration + is_over)
+        if self.iteration != clock.iteration:
+            self.iteration, clock.updated = clock.iteration, False
+            self.passes.clear()
+
+    def end(self, result: Any) -> None:
+        """A forward pass has ended. Note when its result's gradients arrive: then its layers may be recomputed."""
+        if self.clock.twin:
+            return
+        moment, arrived = self.moment(), self.clock.arrived
+        self.clock.evaluating = False
+        if moment is None:
+            return
+        if len(arrived) > 2 * IN_FLIGHT or any(each.iteration != moment.iteration for each in arrived):
+            arrived.clear()
+
+        def note(*_: Any) -> None:
+            arrived.add(moment)
+
+        for node in {x.grad_fn for x in tensors_in(result) if x.grad_fn is not None}:
+            node.register_prehook(note)
+
+
+def running_backward() -> bool:
+    """Whether this code runs within a backward pass, in which any forward pass is a recomputation."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def seed_of(*place: object) -> int:
+    """A seed for the random numbers of a place, below 2^29: a product derives six seeds of 32 bits from it."""
+    return int.from_bytes(hashlib.blake2b(repr(place).encode(), digest_size=4).digest()) >> 3
+
+
+def counted_by_megatron() -> bool:
+    """Whether Megatron says which iteration it is."""
+    return megatron_iteration() is not None or megatron_micro_batches() is not None
+
+
+def megatron_iteration() -> int | None:
+    """The iteration of Megatron-LM's training loop, from 0; None without one."""
+    variables = sys.modules.get("megatron.training.global_vars")
+    arguments = getattr(variables, "_GLOBAL_ARGS", None)
+    return getattr(arguments, "curr_iteration", None)
+
+
+def megatron_micro_batches() -> int | None:
+    """Micro-batches per iteration, where megatron.core knows them."""
+    calculator: Any = sys.modules.get("megatron.core.num_microbatches_calculator")
+    if getattr(calculator, "_GLOBAL_NUM_MICROBATCHES_CALCULATOR", None) is None:
+        return None
+    return int(calculator.get_num_microbatches())

@@ -1,0 +1,211 @@
+"""An observed tensor becomes a draft row: its statistics, sketch and scores, and a copy of its values.
+
+All is computed at once, on the tensor's device; the writer's thread fetches it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from functools import cache
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from binade.collector.capture.clock import Moment
+from binade.collector.capture.rows import Draft, Drafts
+from binade.collector.capture.tried import Tried, try_formats
+from binade.collector.models.site import Site
+from binade.collector.ranks import Ranks
+from binade.collector.recipes.recipe import BF16
+from binade.data.segment import Identity, Shard, Trace
+from binade.data.tensor_kinds import MAPS, Gemm, Measure, Operation
+from binade.data.text import plain_name
+from binade.quant.backends.counts import counted
+from binade.quant.gemm import Observed
+from binade.quant.summary import Summary, summarize_later
+from binade.quant.traces import hot_channels_later, sample_later
+
+WORDS = ("model", "size", "dataset", "recipe")  # keys of a configuration that each row has
+
+
+class Run(Protocol):
+    """The run that rows belong to, see `capture.session.Session`."""
+
+    @property
+    def run_id(self) -> str: ...
+
+    def offer(self, path: Path, x: Tensor, describe: Callable[[], tuple[dict[str, Any], dict[str, Any]]]) -> bool: ...
+
+    def is_merged(self, moment: Moment) -> bool: ...
+
+
+@dataclass(eq=False)
+class Measurer:
+    """Measures tensors of this rank.
+
+    words      the configuration's WORDS
+    run        None outside the Recorder's context
+    keeps      whether values are kept
+    replica    which data-parallel copy of the model this rank belongs to
+    part       which of a replica's ranks this is, of how many
+    """
+
+    ranks: Ranks
+    measures: frozenset[str]
+    keeps: bool
+    words: Mapping[str, Any]
+    drafts: Drafts
+
+    def __post_init__(self) -> None:
+        self.run: Run | None = None
+        self.replica = self.ranks.replica
+        self.part = self.ranks.tensor.rank, self.ranks.tensor.size
+        self.reset()
+
+    def reset(self) -> None:
+        """Reset all counts, as before the first run."""
+        self.count = 0  # tensors so far
+        self.drafts.reset()
+
+    def identity(self, site: Site, moment: Moment, **words: str | None) -> Identity:
+        """words: tensor_name, operation and phase; of a tensor of a product also layer_type, component, quant_type."""
+        words = {"layer_type": None, "component": None, "quant_type": BF16} | words
+        if moment.evaluation and words["operation"] == Operation.FORWARD:
+            words["operation"] = Operation.EVALUATION.value
+        return Identity(
+            **{word: self.words.get(word) for word in WORDS},
+            **words,
+            layer_index=site.layer_index,
+            module=site.module,
+            iteration=moment.iteration,
+            micro_batch=None if words["operation"] == Operation.OPTIMIZER else moment.micro_batch,
+            rank=self.ranks.rank,
+            expert=site.expert,
+        )
+
+    def measure(
+        self,
+        seen: Observed,
+        site: Site,
+        identity: Callable[[], Identity],
+        moment: Moment,
+        scores: Sequence[str],
+        gemm: Gemm | None,
+        contracted_axis: int | None,
+        shard: Shard,
+        result_sqnr: Callable[[], float] | None = None,
+        merged: bool = True,
+    ) -> list[Tried]:
+        """Measure and copy a tensor; on a GPU, asynchronously. Returns its scores: those of later GEMMs may be added
+        to them until the step ends. In a watched step, whatever needs no values is left to the writer's thread: here,
+        between the GEMMs of a step, Python takes several times as long.
+
+        merged: whether ranks may merge it. Raises RecorderError outside the Recorder's context.
+        """
+        if self.run is None:
+            raise RecorderError("the Recorder has no run to write to: call the model within `with Recorder(...)`")
+        x, whole = seen.tensor, not moment.basic
+        shape, dtype, nbytes = tuple(seen.shape or x.shape), x.dtype, x.numel() * x.element_size()
+        if whole:
+            identity = cache(identity)  # the file has it too
+        traced = whole and Measure.TRACE in self.measures and identity().tensor_name not in MAPS
+        trace = _trace_later(seen, x.reshape(shape), identity().tensor_name) if traced else None
+        codes = counted(x) if whole and x.device.type == "cpu" else None
+        summary = summarize_later(x, codes=codes, sketch=whole)
+        summary = cache(summary) if whole else summary  # the file has it too
+        tried = try_formats(seen, scores if whole else (), gemm, whole and Measure.BLOCKS in self.measures, codes)
+        captured = datetime.now(UTC)
+        if shard.count > 1 and self.ranks.tensor.size == 1:  # a DTensor's mesh knows ranks that Ranks does not
+            self.replica, self.part = shard.replica, (shard.index, shard.count)
+        if shard.kind == "whole":  # the ranks of a replica have it in common
+            shard = replace(shard, index=self.part[0], count=self.part[1])
+        merged = merged and self.run.is_merged(moment)
+        self.count += 1
+        fmt = next((each.format for each in tried if each.used), None)
+        path = None
+        if whole and self.keeps and not merged:
+            path = self._save(self.run, x.reshape(shape), identity(), summary, fmt, captured)
+        self.drafts.drafts.append(
+            Draft(
+                during=(site, moment),
+                tensor_id=f"r{self.ranks.rank:02d}-{self.count:06d}",
+                identity=identity,
+                captured=captured,
+                format=fmt,
+                shape=shape,
+                dtype=dtype_name(dtype),
+                nbytes=nbytes,
+                path=path,
+                contracted_axis=contracted_axis,
+                gemm=gemm,
+                summary=summary,
+                tried=tried,
+                result_sqnr=result_sqnr,
+                shard=shard if shard.replica == self.replica else replace(shard, replica=self.replica),
+                trace=trace,
+                merged=merged,
+            )
+        )
+        return tried
+
+    def _save(
+        self,
+        run: Run,
+        x: Tensor,
+        identity: Identity,
+        summary: Callable[[], Summary],
+        fmt: str | None,
+        captured: datetime,
+    ) -> Path | None:
+        """Queue the values if they fit the budget; the file's path relative to the run."""
+        i = identity
+        stamp, quant_type = captured.astimezone(), plain_name(str(i.quant_type))
+        name = (
+            f"{stamp:%Y%m%d_%H%M%S}_{self.count:04d}_iter{i.iteration:03d}_{i.layer_type or 'other'}"
+            f"_L{i.layer_index}_{i.operation}_{i.phase}_{i.component or 'other'}_{quant_type}_rank{i.rank:02d}"
+            f"_sample{i.micro_batch or 0:03d}_group{i.expert or 0:03d}_{i.tensor_name}.pt"
+        )
+        metadata = {
+            "layer_type": i.layer_type,
+            "layer_idx": i.layer_index,
+            "module": i.module,
+            "operation": i.operation,
+            "phase": i.phase,
+            "component": i.component,
+            "quant_type": i.quant_type,
+            "format": fmt,
+            "tensor_name": i.tensor_name,
+            "iteration": i.iteration,
+            "sample_idx": i.micro_batch,
+            "rank": i.rank,
+            "expert": i.expert,
+            "save_time": f"{stamp:%Y-%m-%d %H:%M:%S}",
+            "run_id": run.run_id,
+        }
+        info = {"shape": list(x.shape), "dtype": str(x.dtype), "device": str(x.device)}
+
+        def description() -> tuple[dict[str, Any], dict[str, Any]]:
+            return metadata, info | {key: getattr(summary(), key) for key in ("min", "max", "mean", "std")}
+
+        relative = Path("tensors", quant_type, name)
+        return relative if run.offer(relative, x, description) else None
+
+
+class RecorderError(RuntimeError):
+    """A Recorder is used outside its context, or entered twice."""
+
+
+def _trace_later(seen: Observed, shown: Tensor, name: str | None) -> Callable[[], Trace]:
+    """The values for following the tensor over iterations."""
+    hot, sample = hot_channels_later(shown), None
+    if name == "weight" and seen.spec and seen.coded is not None and seen.quantized is not None:
+        sample = sample_later(seen.coded, seen.quantized, seen.spec, seen.scales, seen.dim, seen.absmax)
+    return lambda: Trace(*hot(), sample() if sample else None)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

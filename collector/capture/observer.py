@@ -1,0 +1,267 @@
+"""Begins the calls of a product, and observes the tensors of one call.
+
+The random numbers of a pass depend only on its place, so that a repeated pass draws the same ones.
+
+Activation recomputation runs a layer's forward pass twice, the second time during the backward pass. Both are computed
+in the same way. The operands and results of the forward pass are recorded in the first, regardless of the kind of
+checkpoint; the second adds only the gradients, and marks the layer as recomputed. So each tensor is recorded once.
+
+    torch.utils.checkpoint, use_reentrant=True     the first pass is under no_grad, gradients belong to the second
+    megatron's checkpoint, CheckpointWithoutOutput likewise
+    torch.utils.checkpoint, use_reentrant=False    gradients belong to the first, the second only restores its operands
+
+The gradients show which pass a second one repeats: `PassCounter.end` notes when those of a pass's results arrive, and
+of the passes whose gradients have arrived, the latest is repeated first.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from binade.collector.capture.adapters.layer import InstrumentError, Layer
+from binade.collector.capture.clock import IN_FLIGHT, Moment, running_backward, seed_of
+from binade.collector.capture.measure import Measurer, dtype_name
+from binade.collector.capture.policy import Policy
+from binade.collector.capture.sensitivity import ONE, Predictions
+from binade.collector.capture.tried import Tried, try_formats
+from binade.collector.models.parallel import Call
+from binade.collector.recipes.recipe import Part
+from binade.data.tensor_kinds import LATER, Gemm, Measure, Product, TensorKind
+from binade.quant.delayed import ScaleHistory
+from binade.quant.gemm import Observed, Rounding, Tap, sampling
+from binade.quant.metrics import sqnr_later
+from binade.quant.quantizer import DTYPES
+from binade.quant.specs import GemmFormats
+
+FORWARD = frozenset(("a", "b", "y", "scores"))  # what a product shows in its forward pass
+Stages = Sequence[tuple[int, Part]]  # parts of a recipe, each with the iteration from which it holds
+
+
+def part_at(stages: Stages, iteration: int) -> Part:
+    """The part that holds in an iteration."""
+    return [part for start, part in stages if start <= iteration or not start][-1]
+
+
+@dataclass(frozen=True)
+class Observing:
+    """What the products of a model are observed with.
+
+    kinds    the tensors to record, by what a product shows
+    places   of these tensors, see `TensorKind.place`
+    scores   specs in which each operand is scored
+    """
+
+    kinds: Mapping[tuple[object, str], TensorKind]
+    places: frozenset[str]
+    scores: tuple[str, ...]
+    measurer: Measurer
+    predictions: Predictions
+
+    @property
+    def predicts(self) -> bool:
+        return Measure.LOSS in self.measurer.measures
+
+    def tap(self, layer: Layer, part: Part, product: Product, moment: Moment, again: bool) -> Tap | None:
+        """The observer of one call of one product at that moment; None if that is not recorded. again: the forward
+        product is a recomputation, for which only the gradients are recorded."""
+        if not moment.recording or ("attention" if layer.is_core else "linear") not in self.places:
+            return None
+        drafts = self.measurer.drafts
+        if again:
+            drafts.recomputed.add((layer.site, moment))
+        key = layer.site, product, moment
+        scores = drafts.scores.get(key, {}) if again else {}
+        drafts.scores[key] = scores
+        return Observer(self, layer, part, product, moment, scores, again)
+
+
+@dataclass(eq=False)
+class Hook:
+    """Begins the calls of one product of one layer.
+
+    stages      the parts that the recipe gives the product; a Switch may replace them
+    observing   None if the product is not recorded
+    seed        of the run
+    histories   of the operands with delayed scaling, see `quant.gemm.Rounding`
+    changes     whether `stages` may change in the run
+    """
+
+    policy: Policy
+    layer: Layer
+    product: Product
+    stages: Stages
+    backend: str = "auto"
+    observing: Observing | None = None
+    seed: int = 0
+    rank: int = 0
+    histories: MutableMapping[str, ScaleHistory] = field(default_factory=dict)
+    changes: bool = False
+
+    def __post_init__(self) -> None:
+        first = self.stages[0][1].formats
+        self.varies = self.changes or len(self.stages) > 1 or first.varies
+        self.passed: deque[Moment] = deque(maxlen=IN_FLIGHT)
+        self._fixed = Call(self.rounding(first))
+
+    def rounding(self, formats: GemmFormats, seed: int = 0, again: bool = False) -> Rounding:
+        return Rounding(formats, self.backend, seed, self.histories, again)
+
+    def begin(self) -> Call:
+        """The call that begins now."""
+        policy = self.policy
+        if twin := policy.clock.twin:
+            return twin(self)
+        observing = None if policy.idle else self.observing
+        if not (observing or self.varies):
+            return self._fixed
+        again = running_backward()
+        # Without gradients this is the first pass of a checkpoint within another: gradients come with the next.
+        last = not again or torch.is_grad_enabled()
+        moment = self._repeated(last) if again else policy.begin()
+        if not again and self.layer.module.training and not moment.evaluation:
+            while self.passed and self.passed[0].iteration != moment.iteration:
+                self.passed.popleft()
+            self.passed.append(moment)
+        part = part_at(self.stages, moment.iteration)
+        tap = observing.tap(self.layer, part, self.product, moment, again) if observing and last else None
+        if not self.varies:
+            return Call(self._fixed.rounding, tap)
+        place = self.rank, moment.iteration, moment.micro_batch, self.layer.site.name, self.product.value
+        return Call(self.rounding(part.formats, seed_of(self.seed, *place), again), tap)
+
+    def _repeated(self, last: bool) -> Moment:
+        """The moment of the pass that is repeated: the latest of those whose gradients have arrived, because one
+        backward pass goes through several forward passes from the last to the first. Where that is unknown (results in
+        no tuple, list or mapping), the earliest. last: it is not repeated once more."""
+        if not self.passed:
+            return self.policy.begin()
+        arrived = self.policy.clock.arrived
+        at = next((i for i in reversed(range(len(self.passed))) if self.passed[i] in arrived), 0)
+        moment = self.passed[at]
+        if last and not sampling():
+            del self.passed[at]
+        return moment
+
+
+@dataclass(eq=False)
+class Observer:
+    """The tap of one call of one product.
+
+    scores     of each operand that was recorded, by the name that it has in the product
+    operands   forward operands that wait for their gradient: as shown, and the version of the values. They are kept
+               alive by the backward pass, which needs them
+    factors    of a linear layer: its input, then the gradient of its output; a weight's gradients follow from them
+    """
+
+    observing: Observing
+    layer: Layer
+    part: Part
+    product: Product
+    moment: Moment
+    scores: dict[str, list[Tried]]
+    again: bool
+    operands: dict[str, tuple[Observed, int]] = field(default_factory=dict)
+    factors: list[Observed] = field(default_factory=list)
+    result_sqnr: Callable[[], float] | None = None
+
+    def __call__(self, seen: Observed) -> None:
+        name, observing = seen.name, self.observing
+        if self.layer.site.expert is not None and not seen.tensor.numel():  # no token was routed to it
+            return
+        if self.moment.basic and name in LATER:
+            return
+        predicts = observing.predicts and not self.moment.basic
+        if sampling():
+            if predicts:
+                self._wait_for_gradient(seen)
+            return
+        kind = observing.kinds.get((self.product, LATER.get(name, name)))
+        if not self.moment.basic and seen.exact and Measure.RESULT in observing.measurer.measures:
+            self.result_sqnr = sqnr_later(seen.exact(), seen.tensor)
+        if name in LATER:
+            if kind and kind.observed in self.scores:
+                gemm = Gemm(name.partition("_")[0])
+                scores = self.scores[kind.observed]
+                # Where the GEMM rounds what the forward pass had rounded, it is not the same tensor.
+                same = [] if name in self.part.formats.of_rounded else scores
+                scores += try_formats(seen, observing.scores, gemm, before=same)
+        elif kind and not (self.again and name in FORWARD):
+            self.scores[name] = self._record(seen, kind)
+        if predicts:
+            self._wait_for_gradient(seen)
+
+    def _record(self, seen: Observed, kind: TensorKind) -> list[Tried]:
+        measurer, site = self.observing.measurer, self.layer.site
+        if seen.tensor.dtype not in DTYPES:
+            raise InstrumentError(
+                f"{self.layer.name} ({site.name}) computes in {dtype_name(seen.tensor.dtype)}, which is not recorded: "
+                "convert the model and its inputs to float32, bfloat16 or float16, or leave this layer out of `capture`"
+            )
+        identity = partial(
+            measurer.identity,
+            site,
+            self.moment,
+            quant_type=self.part.quant_type_of(kind.operand),
+            layer_type=kind.layer_type,
+            component=kind.component,
+            operation=kind.operation.value,
+            phase=kind.phase.value,
+            tensor_name=kind.name,
+        )
+        is_operand = kind.contracted_axis is not None
+        scores, axis = (self.observing.scores, seen.dim) if is_operand else ((), None)
+        sqnr = None
+        if not is_operand:
+            sqnr, self.result_sqnr = self.result_sqnr, None
+        shard = self.layer.shard(seen.name)
+        return measurer.measure(seen, site, identity, self.moment, scores, kind.gemm, axis, shard, sqnr)
+
+    def _wait_for_gradient(self, seen: Observed) -> None:
+        """Keep a forward operand; with its gradients, predict what its errors do to the loss."""
+        if seen.name in ("a", "b"):
+            self.operands[seen.name] = seen, version_of(seen.tensor)
+            self.factors = [seen] if seen.name == "a" else self.factors
+        elif seen.name == "grad" and self.product == Product.LINEAR:
+            self.factors = [*self.factors[:1], seen]
+        elif seen.name in ("grad_a", "grad_b") and (waiting := self.operands.get(seen.name[-1])):
+            if not sampling():
+                del self.operands[seen.name[-1]]
+            operand, version = waiting
+            if version_of(operand.tensor) != version:  # overwritten since then: its error is no longer known
+                return
+            scale = None if sampling() else self.observing.predictions.scale_of(self.moment)
+            gradients, split = self._by_sequence(operand, seen)
+            for tried in self.scores.get(operand.name, []):
+                if tried.gemm == Gemm.FORWARD:
+                    tried.predict(operand, gradients, split, scale)
+
+    def _by_sequence(
+        self, operand: Observed, gradient: Observed
+    ) -> tuple[Callable[[], Iterable[Tensor]], Callable[[Tensor], Sequence[Tensor]] | None]:
+        """(the gradients of an operand, one for each sequence if those are known; how the operand is split likewise)"""
+        sequences = self.observing.predictions.sequences.get(self.moment, ONE)
+        whole, shape = gradient.tensor.reshape(operand.tensor.shape), operand.shape or operand.tensor.shape
+        if sequences.count > 1 and gradient.name == "grad_b" and len(self.factors) == 2:
+            x, dy = (sequences.split(each.tensor.reshape(each.shape or each.tensor.shape)) for each in self.factors)
+            if x and dy and (dy[0].shape[-1], x[0].shape[-1]) == shape:
+                return lambda: map(_weight_gradient, x, dy), None
+        elif sequences.count > 1 and (parts := sequences.split(whole.reshape(shape))):
+            return lambda: parts, lambda y: sequences.split(y.reshape(shape)) or [y]
+        return lambda: [whole], None
+
+
+def _weight_gradient(x: Tensor, gradient: Tensor) -> Tensor:
+    """[out, in], float32, from the input [..., in] and the gradient of the output [..., out]."""
+    left, right = (each.reshape(-1, each.shape[-1]).float() for each in (gradient, x))
+    return left.t() @ right
+
+
+def version_of(x: Tensor) -> int:
+    """Counts how often x's values were overwritten."""
+    return 0 if x.is_inference() else x._version

@@ -1,0 +1,74 @@
+"""The grouped options of a Recorder: what is watched in a long run, and how ranks are merged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from binade.collector.capture.watching import WatchOptions
+from binade.collector.errors import ConfigError
+from binade.collector.ranks import Ranks
+from binade.collector.settings import MergeRanks
+from binade.data.events import Event
+from binade.data.export import Sink
+
+Alert = Callable[[Event], None]
+
+
+@dataclass(frozen=True)
+class Watch(WatchOptions):
+    """How a long run is followed, see docs/watching.md. Raises ConfigError for a value that is not allowed.
+
+    watch           which steps to watch, such as "every 100 steps"
+    stats           what to record of a watched step: "basic" or "full"
+    trigger         conditions under which the next steps are recorded in full, such as "sqnr_db < 12 for 3"
+    capture_steps   the number of steps to record in full after a trigger fires
+    ring            how many of the steps before a trigger fires are recorded, too
+    ring_bytes      the memory limit for these steps
+    find_nan        whether to find the operation that produces the first NaN or Inf, in every step
+    cooldown        for how many steps a trigger that has fired does not fire again
+    capture_bytes   the disk space limit for captures
+    alert           functions to call with each data.events.Event, on the writer's thread, see capture.alerts
+    sink            where else to send the rows once they are on the disk: TensorBoard, Weights & Biases or a file, see
+                    `Sink`. If it fails, Binade warns once and continues to record
+    """
+
+    alert: Alert | Sequence[Alert] = ()
+    sink: Sink | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "trigger", words("trigger", self.trigger))
+        self.check()
+
+    @property
+    def alerts(self) -> tuple[Alert, ...]:
+        return tuple(self.alert) if isinstance(self.alert, Sequence) else (self.alert,)
+
+
+@dataclass(frozen=True)
+class Merge:
+    """Whether to write one row for the shards and replicas of a tensor on all ranks. Raises ConfigError.
+
+    Such a row has no values; values are kept for unmerged ranks and for steps that a trigger captures. The ranks
+    exchange their rows at the end of each iteration, or of each `Recorder.at`.
+
+    when       "on", "off", or "auto" for more than 8 ranks
+    unmerged   ranks whose replicas keep rows and values of their own
+    ranks      the ranks of the run; each has a Recorder, and rank 0 makes the directory. The default is those of
+               torch.distributed and megatron.core, if they are initialized
+    """
+
+    when: str = MergeRanks.AUTO
+    unmerged: Sequence[int] = ()
+    ranks: Ranks | None = None
+
+    def __post_init__(self) -> None:
+        if self.when not in tuple(MergeRanks):
+            raise ConfigError(f"when={self.when!r} of Merge: expected one of {', '.join(MergeRanks)}")
+
+
+def words(option: str, given: Sequence[str]) -> tuple[str, ...]:
+    """Raises ConfigError for a single string: its letters would be taken as names."""
+    if isinstance(given, str):
+        raise ConfigError(f"{option}={given!r} is a single string: expected a tuple, such as {option}=({given!r},)")
+    return tuple(given)

@@ -1,0 +1,112 @@
+"""The rows of the steps that have not ended: drafts, to which the scores of later GEMMs are added until the step ends.
+
+Then they are frozen, once, and handed to the writer's thread, which fetches their results and makes rows of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+
+from binade.collector.capture.clock import Moment
+from binade.collector.capture.tried import Tried
+from binade.collector.capture.writing import Pending
+from binade.collector.models.site import Site
+from binade.data.segment import Identity, Shard, TensorRow, Trace
+from binade.data.tensor_kinds import Gemm, Product
+from binade.quant.summary import Summary
+
+Pass = tuple[Site, Moment]  # a layer's forward pass
+
+
+@dataclass(frozen=True, eq=False)
+class Draft:
+    """The row of a tensor whose step has not ended; what needs the device's results is a function.
+
+    during   the pass of its layer
+    path     of its values, relative to the run
+    format   that it was rounded to
+    tried    its scores
+    merged   whether it becomes part of a row of all ranks
+    """
+
+    during: Pass
+    tensor_id: str
+    identity: Callable[[], Identity]
+    captured: datetime
+    format: str | None
+    shape: tuple[int, ...]
+    dtype: str
+    nbytes: int
+    path: Path | None
+    contracted_axis: int | None
+    gemm: Gemm | None
+    summary: Callable[[], Summary]
+    tried: list[Tried]
+    result_sqnr: Callable[[], float] | None
+    shard: Shard
+    trace: Callable[[], Trace] | None
+    merged: bool
+
+    def row(self, run_id: str, recomputed: bool) -> TensorRow:
+        """recomputed: whether the pass was computed again in the backward pass."""
+        scores = [tried.score() for tried in self.tried]
+        return TensorRow(
+            tensor_id=self.tensor_id,
+            run_id=run_id,
+            identity=self.identity(),
+            captured=self.captured.replace(tzinfo=None),
+            shape=self.shape,
+            dtype=self.dtype,
+            nbytes=self.nbytes,
+            path=str(self.path) if self.path else None,
+            contracted_axis=self.contracted_axis,
+            summary=self.summary(),
+            format=self.format,
+            error=next((score.error for score in scores if score.used and score.gemm == self.gemm), None),
+            scores=scores,
+            gemm=self.gemm,
+            result_sqnr_db=self.result_sqnr() if self.result_sqnr else None,
+            shard=self.shard,
+            recomputed=recomputed,
+            trace=self.trace() if self.trace else None,
+        )
+
+
+@dataclass(eq=False)
+class Drafts:
+    """The drafts of the steps that have not ended.
+
+    recomputed   the passes that were computed again in the backward pass
+    scores       of each call of a product: those of its operands, by the name that an operand has in the product
+    """
+
+    drafts: list[Draft] = field(default_factory=list)
+    recomputed: set[Pass] = field(default_factory=set)
+    scores: dict[tuple[Site, Product, Moment], dict[str, list[Tried]]] = field(default_factory=dict)
+
+    def take(self, merged: bool) -> list[Draft]:
+        """Remove the drafts that become part of rows of all ranks, or the others."""
+        taken = [draft for draft in self.drafts if draft.merged == merged]
+        self.drafts = [draft for draft in self.drafts if draft.merged != merged]
+        return taken
+
+    def freeze(self, drafts: Iterable[Draft], run_id: str, in_ring: Callable[[Moment], bool]) -> list[Pending]:
+        """These drafts, for the writer. in_ring: whether the rows of a moment are kept in memory only."""
+        return [
+            Pending(draft.path, partial(draft.row, run_id, draft.during in self.recomputed), in_ring(draft.during[1]))
+            for draft in drafts
+        ]
+
+    def reset(self) -> None:
+        self.drafts.clear()
+        self.recomputed.clear()
+        self.scores.clear()
+
+    def forget(self, iteration: int) -> None:
+        """The steps before this iteration have ended."""
+        self.scores.clear()
+        self.recomputed = {(site, moment) for site, moment in self.recomputed if moment.iteration >= iteration}

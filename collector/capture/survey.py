@@ -1,0 +1,157 @@
+"""All layers of a model, as the adapters find them. `find` refuses modules that it cannot intercept, and names them:
+nothing is left out silently.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import wraps
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+
+from binade.collector.capture.adapters import engine, hugging_face, megatron, own, torch_modules
+from binade.collector.capture.adapters.attention import WrittenMode
+from binade.collector.capture.adapters.layer import (
+    InstrumentError,
+    Layer,
+    Refused,
+    distinct,
+    is_instrumented,
+    refusal,
+    set_on,
+)
+from binade.collector.capture.adapters.watch import Watch
+from binade.collector.capture.clock import PassCounter, running_backward
+
+EXCLUDED = "excluded"
+
+
+@dataclass(frozen=True)
+class Found:
+    """The modules of a model, as the adapters classify them.
+
+    layers    those that are intercepted
+    left      the modules that stay as they are on purpose, with the reason
+    refused   the names of those that cannot be intercepted, with the reason
+    unseen    the modules whose attention cannot be intercepted and is not quantized, with the reason
+    heads     the LM heads among those that are left
+    watched   whether the first forward pass is watched for products that no adapter intercepts
+    """
+
+    layers: tuple[Layer, ...]
+    left: dict[nn.Module, str]
+    refused: dict[str, str]
+    unseen: dict[nn.Module, str]
+    heads: tuple[Layer, ...]
+    watched: bool
+
+
+def survey(
+    model: nn.Module, exclude: Sequence[str] = (), head: bool = False, cores: Sequence[str] = (), attention: bool = True
+) -> Found:
+    """The layers of a model, each with a site of its own where its path gives it one.
+
+    exclude     paths of modules, * for any letters, that are neither quantized nor recorded
+    head        whether the LM head is a layer too
+    cores       paths of modules whose forward is an attention core in two products of its own
+    attention   whether the recipe quantizes attention: then what cannot be intercepted of it is refused
+
+    Raises InstrumentError for a pattern that no module has, and for a model that is instrumented already.
+    """
+    ours = list(own.find(model))
+    if ours and head:
+        raise InstrumentError("the LM head of collector's own models stays in bf16: leave head=True out")
+    modules = dict(model.named_modules())
+    for option, patterns in (("exclude", exclude), ("cores", cores)):
+        for pattern in patterns:
+            if not any(fnmatchcase(name, pattern) for name in modules):
+                raise InstrumentError(
+                    f"{option}={pattern!r} matches no module of {type(model).__name__}: give a module path, in which * "
+                    "matches any part"
+                )
+    left = {module: EXCLUDED for name, module in modules.items() if any(fnmatchcase(name, each) for each in exclude)}
+    named = [name for name in modules if any(fnmatchcase(name, each) for each in cores)]
+    written = (torch_modules.core_layer(name, modules[name], WrittenMode) for name in named)
+    layers: dict[tuple[nn.Module, str], Layer] = {}
+    refused: dict[str, str] = {}
+    unseen: dict[nn.Module, str] = {}
+    heads: dict[nn.Module, Layer] = {}
+    adapters = (megatron, engine, hugging_face, torch_modules)
+    for each in chain(ours, written, *(adapter.find(model) for adapter in adapters)):
+        if isinstance(each, Refused):
+            module = modules[each.name]
+            if each.is_core and (not attention or each.name in named):
+                unseen[module] = each.reason
+            elif module not in left:
+                refused[each.name] = each.reason
+        elif each.is_head and not head:
+            if left.setdefault(each.module, "LM head, unless head=True") != EXCLUDED:
+                heads.setdefault(each.module, each)
+        elif is_instrumented(each.module):
+            raise InstrumentError(f"{each.name or 'the model'} is already instrumented: exit that `with` block first")
+        elif each.module not in left:
+            layers.setdefault((each.module, each.part), each)
+    return Found(distinct(list(layers.values())), left, refused, unseen, tuple(heads.values()), watched=not ours)
+
+
+def find(model: nn.Module, **options: Any) -> Found:
+    """`survey`. Raises InstrumentError as it does, for modules that cannot be intercepted, all of them in one line, and
+    if there is nothing to instrument."""
+    found = survey(model, **options)
+    if found.refused:
+        reasons = {name: f"cannot be intercepted: {reason}" for name, reason in found.refused.items()}
+        raise InstrumentError(refusal(dict(model.named_modules()), reasons))
+    if not found.layers:
+        raise InstrumentError(
+            f"{type(model).__name__} has no layer to instrument: no linear layer or attention of collector, "
+            "megatron.core, transformers or torch.nn"
+        )
+    return found
+
+
+@contextmanager
+def around_forward(model: nn.Module, passes: PassCounter | None, watch: Watch | None) -> Iterator[None]:
+    """A context in which the model's forward passes and updates are counted, and its first pass is watched."""
+    forward: Callable[..., Any] = model.forward
+
+    @wraps(forward)
+    def passing(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # by model.compile(), once nothing is recorded: such passes are not counted
+            return forward(*args, **kwargs)
+        if passes:
+            passes.begin((args, kwargs))
+        if running_backward():
+            return forward(*args, **kwargs)
+        with watch if watch and not watch.done else nullcontext():
+            result = forward(*args, **kwargs)
+        if passes:
+            passes.end(result)
+        return result
+
+    with ExitStack() as undo:
+        undo.callback(set_on(model, "forward", passing))
+        if passes:
+            undo.enter_context(passes.following_updates())
+        yield
+
+
+_eager: list[Any] = []  # the torch.compile stance, shared by all contexts that need eager code
+
+
+@contextmanager
+def without_compiling() -> Iterator[None]:
+    """A context in which compiled functions run as their original Python code, whose products can be intercepted.
+    Contexts may overlap in any order."""
+    _eager.append(_eager[0] if _eager else torch.compiler.set_stance("force_eager"))
+    try:
+        yield
+    finally:
+        stance = _eager.pop()  # the same object for each
+        if not _eager:
+            stance.__exit__(None, None, None)
