@@ -5,6 +5,7 @@ All is computed at once, on the tensor's device; the writer's thread fetches it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -18,14 +19,16 @@ from torch import Tensor
 from binade.collector.capture.clock import Moment
 from binade.collector.capture.rows import Draft, Drafts
 from binade.collector.capture.tried import Tried, try_formats
+from binade.collector.errors import ConfigError
 from binade.collector.models.site import Site
 from binade.collector.ranks import Ranks
 from binade.collector.recipes.recipe import BF16
 from binade.data.segment import Identity, Shard, Trace
-from binade.data.tensor_kinds import MAPS, Gemm, Measure, Operation
+from binade.data.tensor_kinds import MAPS, Gemm, Measure, Operation, Phase
 from binade.data.text import plain_name
 from binade.quant.backends.counts import counted
 from binade.quant.gemm import Observed
+from binade.quant.quantizer import DTYPES
 from binade.quant.summary import Summary, summarize_later
 from binade.quant.traces import hot_channels_later, sample_later
 
@@ -209,3 +212,31 @@ def _trace_later(seen: Observed, shown: Tensor, name: str | None) -> Callable[[]
 
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def check_record(
+    name: str, tensor: Tensor, layer: int, module: str, operation: str, phase: str, expert: int | None, dim: int | None
+) -> int:
+    """The axis to compute scores along, from the end. Raises ConfigError."""
+    if not (isinstance(name, str) and re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}", name)):
+        raise ConfigError(f"name={name!r} is not a tensor name: expected at most 64 letters, digits, _ . and -")
+    if not isinstance(tensor, Tensor):
+        raise ConfigError(f"{name} is a {type(tensor).__name__}: expected a torch.Tensor")
+    if tensor.dtype not in DTYPES:
+        raise ConfigError(
+            f"{name} is {dtype_name(tensor.dtype)}, which is not recorded: convert it to float32 or bfloat16"
+        )
+    if not tensor.dim():
+        raise ConfigError(f"{name} is a scalar: expected a tensor with at least one axis, such as x.reshape(1)")
+    for option, value in (("layer", layer), ("expert", expert)):
+        if not (isinstance(value, int) and 0 <= value < 2**31) and (option, value) != ("expert", None):
+            raise ConfigError(f"{option}={value!r} of {name} is not an index: expected a non-negative integer")
+    if not (isinstance(module, str) and module):
+        raise ConfigError(f"module={module!r} of {name} is not a module: expected a word, such as module='norm'")
+    for option, word, known in (("operation", operation, tuple(Operation)), ("phase", phase, tuple(Phase))):
+        if word not in known:
+            raise ConfigError(f"{option}={word!r} of {name}: expected one of {', '.join(known)}")
+    axis = -1 if dim is None else dim
+    if not -tensor.dim() <= axis < tensor.dim():
+        raise ConfigError(f"dim={dim} of {name} is not an axis of its shape {tuple(tensor.shape)}")
+    return axis if axis < 0 else axis - tensor.dim()

@@ -1,7 +1,8 @@
-"""The grouped options of a Recorder: what is watched in a long run, and how ranks are merged."""
+"""The grouped options of a Recorder: what is watched in a long run, and how ranks are merged; and its switch."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -12,6 +13,8 @@ from binade.collector.settings import MergeRanks
 from binade.data.events import Event
 from binade.data.export import Sink
 
+ENABLED_VARIABLE = "TENSOR_SAVE_ENABLED"
+SWITCH = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 Alert = Callable[[Event], None]
 
 
@@ -72,3 +75,11 @@ def words(option: str, given: Sequence[str]) -> tuple[str, ...]:
     if isinstance(given, str):
         raise ConfigError(f"{option}={given!r} is a single string: expected a tuple, such as {option}=({given!r},)")
     return tuple(given)
+
+
+def saving_enabled() -> bool:
+    """The value of TENSOR_SAVE_ENABLED; True if it is not set. Raises ValueError for a word not in SWITCH."""
+    word = os.environ.get(ENABLED_VARIABLE) or "1"
+    if word.lower() not in SWITCH:
+        raise ValueError(f"{ENABLED_VARIABLE}={word!r} is neither on nor off: expected one of {', '.join(SWITCH)}")
+    return SWITCH[word.lower()]

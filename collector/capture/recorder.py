@@ -7,8 +7,6 @@ files and rows (writing), those of a micro-batch as one segment: only there are 
 
 from __future__ import annotations
 
-import os
-import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,12 +20,12 @@ from torch import Tensor, nn
 from binade.collector.capture.adapters.dtensor import is_dtensor
 from binade.collector.capture.adapters.layer import InstrumentError, Layer
 from binade.collector.capture.clock import PASSES_BEFORE_WARNING, Clock, Moment, running_backward, seed_of
-from binade.collector.capture.measure import WORDS, Measurer, RecorderError, dtype_name
+from binade.collector.capture.measure import WORDS, Measurer, RecorderError, check_record, dtype_name
 from binade.collector.capture.observer import Observing
-from binade.collector.capture.options import Merge, Watch, words
+from binade.collector.capture.options import Merge, Watch, saving_enabled, words
 from binade.collector.capture.policy import Policy
 from binade.collector.capture.rows import Drafts
-from binade.collector.capture.sensitivity import Predictions, Sequences, backward, measure_scale, sampled_gradient
+from binade.collector.capture.sensitivity import Predictions
 from binade.collector.capture.session import Continued, Session
 from binade.collector.errors import ConfigError
 from binade.collector.models.site import Site
@@ -51,19 +49,9 @@ from binade.quant.gemm import Observed
 from binade.quant.quantizer import DTYPES
 from binade.quant.specs import Spec
 
-ENABLED_VARIABLE = "TENSOR_SAVE_ENABLED"
-SWITCH = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 WATCH = Watch()
 MERGE = Merge()
 RunTwin = Callable[[Callable[[], Tensor], int], Twin]  # of a loss and a number of passes
-
-
-def saving_enabled() -> bool:
-    """The value of TENSOR_SAVE_ENABLED; True if it is not set. Raises ValueError for a word not in SWITCH."""
-    word = os.environ.get(ENABLED_VARIABLE) or "1"
-    if word.lower() not in SWITCH:
-        raise ValueError(f"{ENABLED_VARIABLE}={word!r} is neither on nor off: expected one of {', '.join(SWITCH)}")
-    return SWITCH[word.lower()]
 
 
 class Recorder:
@@ -424,18 +412,9 @@ class Recorder:
         if is_dtensor(logits):
             self.without_second_order("the logits are a DTensor")
             return
-        place = self.config.get("seed", 0), moment.iteration, moment.micro_batch, self.observing.measurer.replica
-        gradient = sampled_gradient(logits, seed_of("labels", *place), valid)
-        predictions.sequences[moment] = Sequences.of(logits, batch_axis)
-        if predictions.loss_scale is None:
-            measured = measure_scale(logits, valid)
-            predictions.measured[moment] = lambda: measured() or 1.0
+        seed = self.config.get("seed", 0), moment.iteration, moment.micro_batch, self.observing.measurer.replica
         arrived = set(self.clock.arrived)
-        try:
-            backward(logits, gradient)
-        except RuntimeError as error:
-            if "heckpoint" not in str(error):
-                raise
+        if not predictions.begin(moment, logits, seed_of("labels", *seed), valid, batch_axis):
             self.without_second_order("activations are recomputed with use_reentrant=True")
         self.clock.arrived.intersection_update(arrived)
 
@@ -501,7 +480,7 @@ class Recorder:
 
         Raises ConfigError for an argument that cannot be recorded, RecorderError outside the Recorder's context.
         """
-        axis = _check_record(name, tensor, layer, module, operation, phase, expert, dim)
+        axis = check_record(name, tensor, layer, module, operation, phase, expert, dim)
         formats = self.observing.scores if scores is None else _formats(scores)
         moment = self.policy.begin()
         if not moment.recording or (operation == Operation.FORWARD and running_backward()):
@@ -544,31 +523,3 @@ class Recorder:
 
 def _formats(scores: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(str(Spec.of(name)) for name in words("scores", scores)))
-
-
-def _check_record(
-    name: str, tensor: Tensor, layer: int, module: str, operation: str, phase: str, expert: int | None, dim: int | None
-) -> int:
-    """The axis to compute scores along, from the end. Raises ConfigError."""
-    if not (isinstance(name, str) and re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}", name)):
-        raise ConfigError(f"name={name!r} is not a tensor name: expected at most 64 letters, digits, _ . and -")
-    if not isinstance(tensor, Tensor):
-        raise ConfigError(f"{name} is a {type(tensor).__name__}: expected a torch.Tensor")
-    if tensor.dtype not in DTYPES:
-        raise ConfigError(
-            f"{name} is {dtype_name(tensor.dtype)}, which is not recorded: convert it to float32 or bfloat16"
-        )
-    if not tensor.dim():
-        raise ConfigError(f"{name} is a scalar: expected a tensor with at least one axis, such as x.reshape(1)")
-    for option, value in (("layer", layer), ("expert", expert)):
-        if not (isinstance(value, int) and 0 <= value < 2**31) and (option, value) != ("expert", None):
-            raise ConfigError(f"{option}={value!r} of {name} is not an index: expected a non-negative integer")
-    if not (isinstance(module, str) and module):
-        raise ConfigError(f"module={module!r} of {name} is not a module: expected a word, such as module='norm'")
-    for option, word, known in (("operation", operation, tuple(Operation)), ("phase", phase, tuple(Phase))):
-        if word not in known:
-            raise ConfigError(f"{option}={word!r} of {name}: expected one of {', '.join(known)}")
-    axis = -1 if dim is None else dim
-    if not -tensor.dim() <= axis < tensor.dim():
-        raise ConfigError(f"dim={dim} of {name} is not an axis of its shape {tuple(tensor.shape)}")
-    return axis if axis < 0 else axis - tensor.dim()

@@ -71,6 +71,22 @@ class Predictions:
     measured: dict[Moment, Callable[[], float]] = field(default_factory=dict)
     given: tuple[int, float] | None = None  # the iteration that loss_scale was called in, its result
 
+    def begin(self, moment: Moment, logits: Tensor, seed: int, valid: Tensor | None, batch_axis: int) -> bool:
+        """Run the pass for a micro-batch, whose labels are drawn with the seed; see `Recorder.sensitivity`. Returns
+        False if a checkpoint prevents it: then there is no second-order term."""
+        gradient = sampled_gradient(logits, seed, valid)
+        self.sequences[moment] = Sequences.of(logits, batch_axis)
+        if self.loss_scale is None:
+            measured = measure_scale(logits, valid)
+            self.measured[moment] = lambda: measured() or 1.0
+        try:
+            backward(logits, gradient)
+        except RuntimeError as error:
+            if "heckpoint" not in str(error):
+                raise
+            return False
+        return True
+
     def scale_of(self, moment: Moment) -> Callable[[], float]:
         """The factor of that micro-batch's loss, as a function that is called after its backward pass."""
         scale = self.loss_scale
