@@ -17,6 +17,7 @@ from torch import Tensor
 
 from binade.quant.backends import Backend, moments, resolve_backend
 from binade.quant.backends.counts import Counted, counted
+from binade.quant.backends.moments import Pass
 from binade.quant.sketch import BINS, INFINITY_BIN, SIGN_BIN, Sketch, bin_edges
 
 __all__ = ["BINS", "INFINITY_BIN", "SIGN_BIN", "Sketch", "Summary", "bin_edges", "summarize"]
@@ -90,7 +91,7 @@ def summarize_later(
     chosen = resolve_backend(backend, x)
     if chosen == Backend.TORCH and not sketch and (sums := moments.measured_later(x)):
         numel = x.numel()
-        return lambda: _from_pass(numel, Pass.of(sums()))
+        return lambda: _from_pass(numel, sums())
     x = x.detach().reshape(-1)
     if chosen == Backend.TRITON and x.numel():
         from binade.quant.backends import triton_summary  # imported at its first use, as only this needs triton
@@ -166,28 +167,6 @@ def _summary(
         bins=bins.astype(np.int16),
         counts=counts,
     )
-
-
-@dataclass(frozen=True)
-class Pass:
-    """The result of one pass over a tensor: counts [BINS] of the finite values, or none, sums of their (x - shift)^k
-    for k = 1 to 4, their extremes (infinite without any), and how many values are zero, NaN and infinite."""
-
-    counts: np.ndarray
-    sums: np.ndarray
-    shift: float
-    low: float
-    high: float
-    absmin: float
-    zeros: int
-    nans: int
-    infs: int
-
-    @classmethod
-    def of(cls, found: np.ndarray) -> Pass:
-        """A Pass from the result of `moments.measured_later`."""
-        *_, low, high, absmin, zeros, nans, infs, shift = found.tolist()
-        return cls(np.zeros(0, np.int64), found[:4], shift, low, high, absmin, int(zeros), int(nans), int(infs))
 
 
 def _one_pass(x: Tensor) -> Pass:

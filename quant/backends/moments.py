@@ -1,9 +1,11 @@
-"""Sums of powers, extremes and counts of a tensor on the CPU, by moments.cpp if `native` finds a build worthwhile."""
+"""The result of one pass over a tensor, see `summary`, and the pass of the CPU that needs no sketch: moments.cpp, if
+`native` finds a build worthwhile."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -22,9 +24,25 @@ ARGUMENTS = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, Su
 PART = 1 << 18  # starting another thread costs as much as this many values
 
 
-def measured_later(x: Tensor) -> Callable[[], np.ndarray] | None:
-    """A function that returns float64 [11], see moments.cpp, of x as it is now; None if x is empty, float16 or not on
-    the CPU, or a build is not worth it."""
+@dataclass(frozen=True)
+class Pass:
+    """The result of one pass over a tensor: counts [BINS] of the finite values, or none, sums of their (x - shift)^k
+    for k = 1 to 4, their extremes (infinite without any), and how many values are zero, NaN and infinite."""
+
+    counts: np.ndarray
+    sums: np.ndarray
+    shift: float
+    low: float
+    high: float
+    absmin: float
+    zeros: int
+    nans: int
+    infs: int
+
+
+def measured_later(x: Tensor) -> Callable[[], Pass] | None:
+    """A function that returns the Pass of x as it is now, without counts; None if x is empty, float16 or not on the
+    CPU, or a build is not worth it."""
     unit = UNITS.get(x.dtype)
     size = x.numel()
     library = native.built(unit, size) if unit and size and x.device.type == "cpu" else None
@@ -46,12 +64,12 @@ def measured_later(x: Tensor) -> Callable[[], np.ndarray] | None:
     return lambda: _added_up(np.array(parts))
 
 
-def _added_up(parts: np.ndarray) -> np.ndarray:
-    """[parts, 11] -> [11], in a fixed order, regardless of the threads."""
-    total: np.ndarray = parts.sum(0)
-    total[4:7] = parts[:, 4].min(), parts[:, 5].max(), parts[:, 6].min()
-    total[10] = parts[0, 10]
-    return total
+def _added_up(parts: np.ndarray) -> Pass:
+    """parts: float64 [parts, 11], see moments.cpp; added in a fixed order, regardless of the threads."""
+    low, high, absmin = parts[:, 4].min(), parts[:, 5].max(), parts[:, 6].min()
+    total = parts.sum(0)
+    counts = (int(count) for count in total[7:10])
+    return Pass(np.zeros(0, np.int64), total[:4], float(parts[0, 10]), float(low), float(high), float(absmin), *counts)
 
 
 @cache

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from binade.quant.backends.moments import Pass
 from binade.quant.backends.triton_kernels import INTERPRETED, check_device, tl, triton
 from binade.quant.sketch import BINS, INFINITY_BIN, SIGN_BIN
-from binade.quant.summary import Pass
 
 TILE = 1 << 15 if INTERPRETED else 1 << 14
 WARPS = 16
