@@ -20,6 +20,7 @@ from binade.data import catalog
 from binade.data.tensor_kinds import TENSOR_KINDS
 from binade.data.text import markdown_table
 from binade.quant.formats import FORMATS
+from binade.quant.scaling import SCALINGS
 from binade.quant.specs import Spec
 from binade.terminal import Option
 
@@ -134,6 +135,18 @@ def tables() -> list[str]:
     return found
 
 
+def scalings() -> list[tuple[str, str, str]]:
+    """Each scale scheme: its name, the formats that allow it, and what it is."""
+    return [
+        (
+            f"`{name}`",
+            ", ".join(f"`{f.name}`" for f in FORMATS.values() if name in f.scale_rules),
+            scaling.about.replace("|", "\\|"),
+        )
+        for name, scaling in SCALINGS.items()
+    ]
+
+
 def page() -> str:
     tensors = [(f"`{k.name}`", k.product, k.operation, k.phase, k.label) for k in TENSOR_KINDS]
     formats = [
@@ -154,6 +167,10 @@ def page() -> str:
         *recipes(),
         "## Formats",
         markdown_table(("Name", "Format", "Bits per value", "Largest", "Rounding", "Defined by"), formats),
+        "## Scale schemes",
+        "How the scale of a block or a tensor is computed: the option `scale`, as in `mxfp8(scale=rceil)`. emax is the "
+        "exponent of the element's largest value, max.",
+        markdown_table(("Scale", "Formats", "Meaning"), scalings()),
         "## Metrics",
         "x is the tensor before rounding, q the tensor after rounding, and e = q − x.",
         markdown_table(

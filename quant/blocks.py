@@ -20,7 +20,6 @@ from binade.quant.quantizer import outer_absmax
 from binade.quant.reference import from_blocks, noise_blocks, per_group, quantize_blocks, to_blocks
 from binade.quant.rotation import rotate, rotate_back
 from binade.quant.rounding import floor_log2
-from binade.quant.scaling import SCALINGS
 from binade.quant.specs import TENSOR, Block, Spec
 
 GROUP = Block(1, 32)
@@ -96,7 +95,7 @@ class Blocks:
     def clipped(self) -> Tensor:
         """[groups, block] bool: |x / scale| above the largest finite value. The margin covers the rounding of the
         quotient; two float32 values differ by more."""
-        if not SCALINGS[self.spec.scale].saturates:
+        if not self.spec.scaling.saturates:
             return torch.zeros_like(self.valid)
         return self.magnitudes > self.spec.format.max * (1 + 1e-12)
 
@@ -137,7 +136,7 @@ def look(
     u = noise_blocks(coded, spec, dim, block, seed)
     blocks = to_blocks(coded, dim, block).float()
     values, scale, y = quantize_blocks(blocks, spec, absmax, u)
-    scale = SCALINGS[spec.scale].multiplier(scale, spec, absmax)
+    scale = spec.scaling.multiplier(scale, spec, absmax)
     valid = to_blocks(torch.ones_like(coded, dtype=torch.bool), dim, block)
     back = from_blocks(y.to(coded.dtype), coded, dim, block)
     if spec.hadamard:

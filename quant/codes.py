@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from functools import lru_cache
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from binade.quant.elements import Element
+from binade.quant.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @lru_cache(maxsize=32)

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from binade.quant.reference import absmax_over
-from binade.quant.scaling import SCALINGS
 from binade.quant.specs import TENSOR, Spec
 
 
@@ -38,7 +37,7 @@ class ScaleHistory:
         self.amaxes = torch.where(absmax == 0, self.amaxes, shifted)
         known = torch.where(self.amaxes.isnan(), 0.0, self.amaxes)
         largest = known.amax() if self.spec.algorithm == "max" else self.amaxes[0]
-        wanted = SCALINGS[self.spec.scale].of_largest(largest * 2.0**self.spec.margin, self.spec, largest)
+        wanted = self.spec.scaling.of_largest(largest * 2.0**self.spec.margin, self.spec, largest)
         self.scale = torch.where(wanted.isfinite() & (largest > 0), wanted, self.scale)
         return used
 

@@ -1,8 +1,8 @@
 """The number formats as data: FORMATS[name] is a frozen descriptor.
 
-A format is an `Element` (how one value is coded, see `elements`), the values that share a scale, and the rules by which
-that scale may be found (see `scaling`). Adding a format of a known family is one entry in FORMATS. With every option
-decided it is a `Spec` (see `specs`). This module imports no torch.
+A format is an `Element` (how one value is coded, see `elements`), the values that share a scale, and the schemes by
+which that scale may be computed (see `scaling`). Adding a format of a known family is one entry in FORMATS. With every
+option decided it is a `Spec` (see `specs`). This module imports no torch.
 
 Differences from other libraries, on purpose
     * ml_dtypes turns an E4M3 overflow into NaN and an E5M2 overflow into Inf, en_dtypes a HiFloat8 overflow into Inf.
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 
 from binade.quant.elements import (
     E1M2,
@@ -36,74 +35,15 @@ from binade.quant.elements import (
     Rounding,
 )
 
-
-class ScaleRule(StrEnum):
-    """How the scale of a block or a tensor is computed. `scaling.SCALINGS` holds the arithmetic of each."""
-
-    NONE = "none"
-    """No scale: values are rounded as they are. HiFloat8 is published without one."""
-    FLOOR = "floor"
-    """Block scale 2^(floor(log2 absmax) - emax), E8M0: the largest values may saturate. MX specification 6.3; NVIDIA's
-    MXFP8 training uses rceil instead (arXiv 2506.08027)."""
-    CEIL = "ceil"
-    """Block scale 2^(ceil(log2 absmax) - emax), E8M0: fewer values saturate. torchao, ScaleCalculationMode.CEIL."""
-    EVEN = "even"
-    """As floor, after absmax is rounded to the element's mantissa, E8M0. torchao, ScaleCalculationMode.EVEN."""
-    RCEIL = "rceil"
-    """Block scale 2^ceil(log2(absmax / max)), E8M0: no value saturates. NVIDIA cuDNN, Transformer Engine, torchao's
-    RCEIL. Transformer Engine's kernel for tiles multiplies by float32(1/max): another scale within an ulp of max · 2^k.
-    """
-    FOUR_THIRDS = "4over3"
-    """Block scale 4/3 · 2^(floor(log2 absmax) - emax): no value saturates. Quartet's backward pass."""
-    QUEST = "quest"
-    """Block scale 2^floor(log2(0.487 · standard deviation of the block)). Quartet's forward pass, which rounds ties
-    toward zero."""
-    AMAX = "amax"
-    """Float32 scale max / absmax, for a tensor, a row or a tile: current scaling of Transformer Engine. DeepGEMM's
-    scale is the reciprocal, of an absmax that is at least 1e-4."""
-    POW2 = "pow2"
-    """As amax, rounded down to a power of two: Transformer Engine's use_power_2_scales, torchao's rowwise recipes.
-    DeepGEMM's ue8m0 is the same where absmax is at least 1e-4."""
-    AMAX8 = "amax8"
-    """Float32 scale that maps absmax to 8, so that large values keep HiFloat8's 3 mantissa bits. fake_quant_ops
-    3617c05, hifp.py; the target of Huawei's own training is not known."""
-    AMAX15 = "amax15"
-    """As amax8, with 15, which comments in fake_quant_ops mention as a target."""
-    E4M3 = "e4m3"
-    """Block scale absmax / max rounded to E4M3, without a tensor scale: for quotients from 2^-9 to 448."""
-    UE5M3 = "ue5m3"
-    """Block scale absmax / max rounded to UE5M3, without a tensor scale. No document fixes UE5M3: here it is unsigned,
-    has bias 15 and the largest value 114688."""
-    FLOAT32 = "float32"
-    """Block scale absmax / max in float32, without a tensor scale."""
-    NVFP4 = "nvfp4"
-    """E4M3 block scale, absmax / max, over a float32 tensor scale, tensor absmax / (448 · max). Transformer Engine."""
-    NVFP4_ROW = "nvfp4_row"
-    """As nvfp4 with one float32 scale for each row. Transformer Engine, row_scaled_activation."""
-    NVFP4_128 = "nvfp4_1x128"
-    """As nvfp4 with one float32 scale for every 128 values. TetraJet-v2, whose stochastic rounding takes block scales
-    of at least 2^-9."""
-    FOUR_OVER_SIX = "4over6"
-    """As nvfp4, each block scaled to 6 or to 4, whichever has the smaller error. arXiv 2512.02010; `FourOverSix` in
-    `scaling` says where libraries differ."""
-    UNCLIPPED = "16over17"
-    """As nvfp4, with absmax at 16/17 of the largest element, so that a scale rounded down clips nothing and stochastic
-    rounding is unbiased. Quartet II, fouroversix; Transformer Engine and torchao clip instead."""
-    EDEN = "eden"
-    """MS-EDEN of Quartet II: nearest rounding that may clip, corrected by block scales that are rounded
-    stochastically; unbiased over random rotations."""
-    HIF4 = "hif4"
-    """One E6M2 scale for 64 values, and a one-bit exponent for every 8 and every 4 of them. arXiv 2602.11287."""
-
-
-POW2_RULES = (ScaleRule.FLOOR, ScaleRule.CEIL, ScaleRule.EVEN, ScaleRule.RCEIL)
-OTHER_BLOCK_RULES = (ScaleRule.FLOAT32, ScaleRule.E4M3, ScaleRule.UE5M3)
-TENSOR_RULES = (ScaleRule.AMAX, ScaleRule.POW2, ScaleRule.NONE)
-TAPERED_RULES = (ScaleRule.NONE, ScaleRule.POW2, ScaleRule.AMAX8, ScaleRule.AMAX15)
+# Names of scale schemes, see scaling.SCALINGS.
+POW2_RULES = ("floor", "ceil", "even", "rceil")
+OTHER_BLOCK_RULES = ("float32", "e4m3", "ue5m3")
+TENSOR_RULES = ("amax", "pow2", "none")
+TAPERED_RULES = ("none", "pow2", "amax8", "amax15")
 MX_RULES = POW2_RULES + OTHER_BLOCK_RULES
-MXFP4_RULES = (*MX_RULES, ScaleRule.FOUR_THIRDS, ScaleRule.QUEST)
-NV_RULES = (ScaleRule.NVFP4, ScaleRule.NVFP4_ROW, ScaleRule.NVFP4_128, *OTHER_BLOCK_RULES, *POW2_RULES)
-NVFP4_RULES = (NV_RULES[0], ScaleRule.FOUR_OVER_SIX, ScaleRule.UNCLIPPED, ScaleRule.EDEN, *NV_RULES[1:])
+MXFP4_RULES = (*MX_RULES, "4over3", "quest")
+NV_RULES = ("nvfp4", "nvfp4_row", "nvfp4_1x128", *OTHER_BLOCK_RULES, *POW2_RULES)
+NVFP4_RULES = ("nvfp4", "4over6", "16over17", "eden", *NV_RULES[1:])
 
 
 @dataclass(frozen=True)
@@ -111,8 +51,7 @@ class Format:
     """One number format.
 
     Attributes:
-        scale_rules: The scale rules that may be chosen, the default first: members of ScaleRule or keys of
-            `scaling.SCALINGS`.
+        scale_rules: The scale schemes that may be chosen, the default first: names in `scaling.SCALINGS`.
         block_size: How many values along the contracted axis share a scale; None if, by default, a whole tensor does or
             nothing is shared.
         rounding: The default rounding mode.
@@ -123,7 +62,7 @@ class Format:
     name: str
     title: str
     element: Element
-    scale_rules: tuple[str, ...] = (ScaleRule.NONE,)
+    scale_rules: tuple[str, ...] = ("none",)
     block_size: int | None = None
     rounding: Rounding = Rounding.NEAREST
     overflow: Overflow = Overflow.SATURATE
@@ -188,9 +127,9 @@ FORMATS = Formats(
         Format("mxfp4", "MXFP4 E2M1", E2M1, MXFP4_RULES, 32, source=_MX),
         Format("mxint8", "MXINT8", INT8, MX_RULES, 32, source=_MX),
         Format("nvfp4", "NVFP4 E2M1", E2M1, NVFP4_RULES, 16, source="Transformer Engine, quantize_nvfp4"),
-        Format("hif4", "HiFloat4", E1M2, (ScaleRule.HIF4,), 64, Rounding.HALF_AWAY, source="arXiv 2602.11287"),
+        Format("hif4", "HiFloat4", E1M2, ("hif4",), 64, Rounding.HALF_AWAY, source="arXiv 2602.11287"),
         Format("nvint4", "NVINT4", INT4, NV_RULES, 16, source=_INT4),
-        Format("mxint4", "MXINT4", INT4, (ScaleRule.RCEIL, *MX_RULES[:3], *OTHER_BLOCK_RULES), 32, source=_INT4),
+        Format("mxint4", "MXINT4", INT4, ("rceil", *MX_RULES[:3], *OTHER_BLOCK_RULES), 32, source=_INT4),
     ],
     aliases={"mxfp8_e4m3": "mxfp8"},
 )

@@ -25,7 +25,6 @@ from binade.quant.quantizer import DTYPES, apply, check_tensor, outer_absmax, qu
 from binade.quant.reference import absmax_over, per_group, to_blocks
 from binade.quant.rotation import rotate
 from binade.quant.rounding import floor_log2
-from binade.quant.scaling import SCALINGS
 from binade.quant.specs import TENSOR, Block, Spec
 from binade.quant.summary import summarize
 
@@ -256,12 +255,12 @@ def _saturated(x: Tensor, spec: Spec, scales: Tensor | None, dim: int, absmax: T
     absmax has none. A block whose scale underflows to 0 is flushed, not saturated. NaN and Inf do not count. scales:
     as `quantizer.apply` returns them.
     """
-    if not SCALINGS[spec.scale].saturates and not spec.history:
+    if not spec.scaling.saturates and not spec.history:
         return torch.zeros((), device=x.device)
     absmax = outer_absmax(x, spec, dim) if absmax is None else absmax
-    if SCALINGS[spec.scale].per_element:
+    if spec.scaling.per_element:
         return look(x, spec, dim).clipped.sum()
-    left, right = SCALINGS[spec.scale].saturation(spec, absmax)
+    left, right = spec.scaling.saturation(spec, absmax)
     magnitude = x.detach().abs()
     magnitude = torch.where(magnitude.isfinite(), magnitude, torch.zeros_like(magnitude))
     run = spec.run(x.shape[dim] if x.dim() else 1)
@@ -277,7 +276,7 @@ def _saturated(x: Tensor, spec: Spec, scales: Tensor | None, dim: int, absmax: T
 
 def _absmax(x: Tensor, spec: Spec) -> float | None:
     """The tensor's largest magnitude, 0 for a spec that does not need it; None if it differs for each row."""
-    outer = SCALINGS[spec.scale].outer
+    outer = spec.scaling.outer
     if outer not in (None, TENSOR) or spec.history:
         return None
     return float(absmax_over(x.detach(), -1, TENSOR)) if outer or spec.block == TENSOR else 0.0
@@ -328,7 +327,7 @@ def _score_counted(codes: Counted, spec: Spec) -> Errors:
     x, counts = codes.values[finite].astype(np.float64), codes.counts[finite]
     q = apply(values, spec)[0].double().numpy()[finite]
     numel = int(codes.counts.sum())
-    left, right = SCALINGS[spec.scale].saturation(spec, outer_absmax(values, spec, -1))
+    left, right = spec.scaling.saturation(spec, outer_absmax(values, spec, -1))
     over = counts[np.abs(x) * left > float(right)].sum()
     if not len(x):
         return _from_sums([0.0] * 8, numel, 0.0)
@@ -432,7 +431,7 @@ def usage(x: Tensor, fmt: str | Format | Spec, dim: int = -1, *, seed: int = 0, 
     elif stored.scales is not None:
         coded = rotate(x, spec, dim, seed) if spec.hadamard else x.detach()
         valid = to_blocks(torch.ones_like(coded, dtype=torch.bool), dim, spec.block)
-        scales = SCALINGS[spec.scale].from_bytes(stored.scales)[:, :1]
+        scales = spec.scaling.from_bytes(stored.scales)[:, :1]
         codes = codes[valid & scales.isfinite()]
         nonzero = (to_blocks(coded, dim, spec.block) != 0).any(-1, keepdim=True)
         exponents = floor_log2(scales[nonzero & scales.isfinite() & (scales > 0)])

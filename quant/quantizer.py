@@ -15,7 +15,8 @@ from binade.quant.formats import Format
 from binade.quant.reference import from_blocks, noise_blocks, per_group, quantize_blocks, to_blocks
 from binade.quant.reference import outer_absmax as outer_absmax
 from binade.quant.rotation import rotate, rotate_back
-from binade.quant.scaling import SCALINGS, read_back, scale_nbytes
+from binade.quant.scaling import scale_nbytes
+from binade.quant.scheme import read_back
 from binade.quant.specs import TENSOR, Spec
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -148,7 +149,7 @@ class Quantized:
         """The values, in the original shape and dtype: bit for bit what fake_quantize returns."""
         if not self.shape.numel():
             return torch.empty(self.shape, dtype=self.dtype, device=self.codes.device)
-        scaling = SCALINGS[self.spec.scale]
+        scaling = self.spec.scaling
         values = decode_table(self.spec.format.element).to(self.codes.device)[self.unpacked_codes()]
         scales = (
             scaling.block_scale(values, self.spec, self.absmax)
@@ -176,10 +177,10 @@ def quantize(x: Tensor, fmt: str | Format | Spec, dim: int = -1, *, seed: int = 
     absmax = per_group(absmax, coded, dim, spec.block) if absmax.dim() and coded.numel() else absmax
     u = noise_blocks(coded, spec, dim, spec.block, seed)
     values, scales, _ = quantize_blocks(to_blocks(coded, dim, spec.block).float(), spec, absmax, u)
-    if spec.scale != "none":  # a block whose scale is NaN has no codes of its own
+    if spec.block:  # a block whose scale is NaN has no codes of its own
         values = torch.where(values.isnan(), 0.0, values)
     element = spec.format.element
     codes = pack(encode(values.reshape(-1), element), element.bits)
     shared = spec.block in (None, TENSOR)
-    stored = None if shared else SCALINGS[spec.scale].to_bytes(scales)
+    stored = None if shared else spec.scaling.to_bytes(scales)
     return Quantized(spec, dim, x.shape, x.dtype, codes, stored, absmax, seed)

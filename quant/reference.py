@@ -12,10 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from binade.quant.elements import Rounding
-from binade.quant.formats import ScaleRule
 from binade.quant.rounding import noise
-from binade.quant.scaling import SCALINGS, pad_end
+from binade.quant.scheme import pad_end
 from binade.quant.specs import ROW, TENSOR, Block, Spec
 
 
@@ -25,7 +23,7 @@ def quantize_blocks(x: Tensor, spec: Spec, absmax: Tensor, u: Tensor | None = No
     absmax is the one that `Scaling.outer` needs, see `outer_absmax`. Block scales are [groups, 1]. u: see
     `noise_blocks`. A block that holds NaN or Inf gets the scale NaN and is NaN throughout.
     """
-    return SCALINGS[spec.scale].quantize(x, spec, absmax, u)
+    return spec.scaling.quantize(x, spec, absmax, u)
 
 
 def to_blocks(x: Tensor, dim: int, block: Block | None) -> Tensor:
@@ -86,7 +84,7 @@ def absmax_over(x: Tensor, dim: int, block: Block) -> Tensor:
 
 def outer_absmax(x: Tensor, spec: Spec, dim: int) -> Tensor:
     """The absmax for `Scaling` methods, at each element (x's shape), or a scalar for the whole tensor."""
-    outer = TENSOR if spec.block == TENSOR else SCALINGS[spec.scale].outer
+    outer = TENSOR if spec.block == TENSOR else spec.scaling.outer
     if spec.history:
         return torch.ones((), device=x.device)  # the scale before any iteration
     return absmax_over(x, dim, outer) if outer else torch.zeros((), device=x.device)
@@ -94,7 +92,7 @@ def outer_absmax(x: Tensor, spec: Spec, dim: int) -> Tensor:
 
 def noise_blocks(x: Tensor, spec: Spec, dim: int, block: Block | None, seed: int) -> Tensor | None:
     """Noise for stochastic rounding as [groups, block], drawn by an element's place in x; None if none is needed."""
-    if spec.rounding != Rounding.STOCHASTIC and spec.scale != ScaleRule.EDEN:
+    if not spec.noisy:
         return None
     return to_blocks(noise(x.numel(), seed, x.device).reshape(x.shape), dim, block)
 

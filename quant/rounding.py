@@ -5,10 +5,13 @@ Every operation is exact or a single IEEE 754 rounding, so that any backend can 
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from binade.quant.elements import Element, Overflow, Rounding
+from binade.quant.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def floor_log2(x: Tensor) -> Tensor:

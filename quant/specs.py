@@ -18,80 +18,29 @@ from functools import cached_property
 from typing import Any
 
 from binade.quant.elements import Overflow, Rounding
-from binade.quant.formats import FORMATS, Format, ScaleRule, UnknownFormatError
+from binade.quant.formats import FORMATS, Format, UnknownFormatError
+from binade.quant.options import ROW, TENSOR, Block, Options, SpecError
+from binade.quant.scaling import SCALINGS
+from binade.quant.scheme import Scaling
+
+__all__ = [
+    "OPERAND_FIELDS",
+    "OPTIONS",
+    "ROW",
+    "TENSOR",
+    "Block",
+    "GemmFormats",
+    "Spec",
+    "SpecError",
+    "known_specs",
+]
 
 TEXT = re.compile(r"\s*([\w-]+)\s*(?:\((.*)\)\s*)?", re.DOTALL)
-TENSOR_OR_BLOCK = (ScaleRule.AMAX, ScaleRule.POW2, ScaleRule.AMAX8, ScaleRule.AMAX15)
-
-
-class SpecError(ValueError):
-    """An option is unknown or impossible for the format. The message says what is allowed."""
-
-    exit_status = 2  # of a command
 
 
 @dataclass(frozen=True)
-class Block:
-    """The values that share a scale: `columns` neighbors along the contracted axis in each of `rows` neighboring lines
-    along it, all other axes taken as one. None is the whole length."""
-
-    rows: int | None
-    columns: int | None
-
-    def __str__(self) -> str:
-        if self.columns is None:
-            return "row" if self.rows else "tensor"
-        return f"{self.rows}x{self.columns}"
-
-    @property
-    def words(self) -> str:
-        """The block in a sentence: "the tensor", "each row", "every 32 values"."""
-        if self.columns is None:
-            return "each row" if self.rows else "the tensor"
-        return f"every {self.columns} values" if self.rows == 1 else f"every {self.rows} × {self.columns} values"
-
-    @classmethod
-    def parse(cls, value: object) -> Block:
-        """Parse 32, "32" or "1x32" (a vector), "16x16" (a tile), "row" or "tensor". Raises SpecError."""
-        if isinstance(value, Block):
-            return value
-        if value in ("row", "tensor"):
-            return ROW if value == "row" else TENSOR
-        sizes = re.fullmatch(r"(?:([1-9]\d{0,8})x)?([1-9]\d{0,8})", "" if isinstance(value, bool) else str(value))
-        if not sizes:
-            raise SpecError(f"block={value} is not a block: expected 32 (a vector), 16x16 (a tile), row or tensor")
-        return cls(int(sizes[1] or 1), int(sizes[2]))
-
-
-ROW, TENSOR = Block(1, None), Block(None, None)
-
-
-SCALE_BITS: dict[str, int] = dict.fromkeys((*TENSOR_OR_BLOCK, ScaleRule.FLOAT32, ScaleRule.HIF4), 32)
-"""Bits of a block's scale where they are not 8."""
-
-CLIPPING = (
-    *(ScaleRule.FLOOR, ScaleRule.EVEN, ScaleRule.QUEST, ScaleRule.E4M3, ScaleRule.UE5M3),
-    *(ScaleRule.NVFP4, ScaleRule.NVFP4_ROW, ScaleRule.NVFP4_128, ScaleRule.FOUR_OVER_SIX),
-)
-"""The rules whose scale may be too small for a block's largest value, for example because it is rounded down."""
-
-
-@dataclass(frozen=True)
-class Spec:
+class Spec(Options):
     """A format with every option decided. Made by `Spec.of`, which checks them; the options are those of OPTIONS."""
-
-    format: Format
-    block: Block | None
-    scale: str
-    error: str | None
-    bound: int | None
-    rounding: Rounding
-    overflow: Overflow
-    hadamard: int
-    signs: str
-    history: int
-    algorithm: str | None
-    margin: int
 
     @classmethod
     def of(cls, fmt: str | Format | Spec, **options: object) -> Spec:
@@ -144,22 +93,31 @@ class Spec:
         return None if self.block in (None, TENSOR) else self.block.columns or max(axis, 1)
 
     @property
+    def scaling(self) -> Scaling:
+        """The scheme of its scales."""
+        return SCALINGS[self.scale]
+
+    @property
     def bits_per_value(self) -> float:
         """Bits stored per value, with its share of the scales. Scales of a row or a tensor do not count."""
-        shared = (self.block.rows or 1) * self.block.columns if self.block and self.block.columns else 0
-        bits = self.format.element.bits + (SCALE_BITS.get(self.scale, 8) / shared if shared else 0)
-        return bits + (32 / 128 if self.scale == ScaleRule.NVFP4_128 else 0)
+        scales = ((self.block, self.scaling.scale_bits), (self.scaling.outer, 32))
+        return self.format.element.bits + sum(bits / block.size for block, bits in scales if block and block.size)
+
+    @property
+    def noisy(self) -> bool:
+        """Whether rounding draws random numbers."""
+        return self.rounding == Rounding.STOCHASTIC or self.scaling.stochastic
 
     @property
     def random(self) -> bool:
         """Whether the result depends on a seed."""
-        return self.rounding == Rounding.STOCHASTIC or self.scale == ScaleRule.EDEN or self.signs == "random"
+        return self.noisy or self.signs == "random"
 
     @property
     def biased(self) -> bool:
         """Whether stochastic rounding is biased: the scale lets values exceed the largest code, which clips them. With
         delayed scaling, values outgrow the scale."""
-        return self.rounding == Rounding.STOCHASTIC and (self.scale in CLIPPING or self.history > 0)
+        return self.rounding == Rounding.STOCHASTIC and (self.scaling.clips or self.history > 0)
 
     def options(self) -> dict[str, object]:
         """The options that are not at their defaults, in the order of the text."""
@@ -216,41 +174,15 @@ def _whole(name: str) -> Callable[[object], int]:
     return read
 
 
-RUNS = {ScaleRule.NVFP4_128: 16, ScaleRule.EDEN: 16, ScaleRule.HIF4: 64}
-"""The length of the run, for rules that allow one block only."""
-
-
-def _blocks(chosen: Chosen) -> str:
-    if chosen["scale"] == ScaleRule.NONE:
-        return ""
-    if size := RUNS.get(chosen["scale"]):
-        return f"1x{size}"
-    if chosen["scale"] == ScaleRule.NVFP4_ROW:
-        return "a vector such as 16"
-    return "a vector such as 32, a tile such as 16x16" + (", row, tensor" if chosen["scale"] in TENSOR_OR_BLOCK else "")
-
-
-def _block_fits(block: Block, chosen: Chosen) -> bool:
-    if size := RUNS.get(chosen["scale"]):
-        return block == Block(1, size)
-    if chosen["scale"] == ScaleRule.NVFP4_ROW:  # each row has its own scale, which a tile would cross
-        return block.rows == 1 and block.columns is not None
-    return block.columns is not None or chosen["scale"] in TENSOR_OR_BLOCK
+def _scaling(chosen: Chosen) -> Scaling:
+    return SCALINGS[chosen["scale"]]
 
 
 def _default_block(chosen: Chosen) -> Block | None:
-    if chosen["scale"] == ScaleRule.NONE:
+    if not _scaling(chosen).blocks:
         return None
     size = chosen["format"].block_size
     return Block(1, size) if size else TENSOR
-
-
-def _only(condition: Callable[[Chosen], bool], *values: str) -> Callable[[Chosen], tuple[str, ...]]:
-    return lambda chosen: values if condition(chosen) else ()
-
-
-def _four_over_six(chosen: Chosen) -> bool:
-    return bool(chosen["scale"] == ScaleRule.FOUR_OVER_SIX)
 
 
 def _delayed(chosen: Chosen) -> bool:
@@ -266,24 +198,30 @@ def _enum(name: str, values: type[Rounding] | type[Overflow]) -> Callable[[objec
     return read
 
 
+def _of_scheme(name: str, help: str, read: Callable[[Any], Any] = str) -> Option:
+    """An option of some schemes only."""
+
+    def values(chosen: Chosen) -> tuple[str, ...]:
+        return _scaling(chosen).options.get(name, ())
+
+    return Option(name, help, lambda chosen: next(map(read, values(chosen)), None), values, read)
+
+
 OPTIONS = {
     option.name: option
     for option in (
         Option("scale", "How the scale is computed",
                lambda chosen: chosen["format"].scale_rules[0],
                lambda chosen: chosen["format"].scale_rules),
-        Option("block", "The values that share a scale", _default_block, _blocks, Block.parse, _block_fits),
-        Option("error", "The error that chooses between 4 and 6",
-               lambda chosen: "mse" if _four_over_six(chosen) else None,
-               _only(_four_over_six, "mse", "mae")),
-        Option("bound", "The largest scale of a block that 4over6 scales to 6",
-               lambda chosen: 256 if _four_over_six(chosen) else None,
-               _only(_four_over_six, "256", "448"),
-               _whole("bound")),
+        Option("block", "The values that share a scale", _default_block,
+               lambda chosen: ", ".join(map(str, _scaling(chosen).blocks)),
+               Block.parse,
+               lambda block, chosen: _scaling(chosen).fits(block)),
+        _of_scheme("error", "The error that chooses between 4 and 6"),
+        _of_scheme("bound", "The largest scale of a block that 4over6 scales to 6", _whole("bound")),
         Option("rounding", "How a value between two codes is rounded",
-               lambda chosen: Rounding.HALF_AWAY if chosen["scale"] == ScaleRule.EDEN else chosen["format"].rounding,
-               lambda chosen: (Rounding.HALF_AWAY,) if chosen["scale"] in (ScaleRule.EDEN, ScaleRule.HIF4)
-               else tuple(Rounding),
+               lambda chosen: min(_scaling(chosen).roundings, key=lambda value: value != chosen["format"].rounding),
+               lambda chosen: _scaling(chosen).roundings,
                _enum("rounding", Rounding)),
         Option("overflow", "What a value beyond the largest code becomes",
                lambda chosen: chosen["format"].overflow,
@@ -304,11 +242,11 @@ OPTIONS = {
         Option("history", "Delayed scaling: number of previous absmax values from which the tensor's scale is computed",
                lambda chosen: 0,
                lambda chosen: "a number of iterations, for a tensor scale"
-               if chosen["block"] == TENSOR and chosen["scale"] in TENSOR_OR_BLOCK else "",
+               if chosen["block"] == TENSOR else "",
                _whole("history")),
         Option("algorithm", "Which absmax of the history is used",
                lambda chosen: "max" if _delayed(chosen) else None,
-               _only(_delayed, "max", "most_recent")),
+               lambda chosen: ("max", "most_recent") if _delayed(chosen) else ()),
         Option("margin", "A delayed scale is divided by 2^margin",
                lambda chosen: 0,
                lambda chosen: "a whole number up to 127, with history" if _delayed(chosen) else "",

@@ -17,7 +17,6 @@ from torch import Tensor
 from binade.quant.elements import Element
 from binade.quant.metrics import channel_absmax
 from binade.quant.quantizer import apply, outer_absmax, unrotated
-from binade.quant.scaling import SCALINGS
 from binade.quant.specs import TENSOR, Spec
 
 SAMPLE = 512  # values that are kept of a tensor
@@ -114,7 +113,7 @@ def edge_by_chance(spec: Spec, deviation: float, absmax: float, dtype: torch.dty
     """
     if spec.random or not (0 < deviation < math.inf and math.isfinite(absmax)):
         return math.nan
-    of_tensor = TENSOR in (spec.block, SCALINGS[spec.scale].outer)
+    of_tensor = TENSOR in (spec.block, spec.scaling.outer)
     exact = of_tensor and dtype.itemsize <= 2
     steps = 64 if exact else 16
     deviation = 2 ** (round(steps * math.log2(deviation)) / steps)
@@ -138,7 +137,7 @@ def _edge_by_chance(spec: Spec, deviation: float, absmax: float, dtype: torch.dt
 
 def _scale(at: Tensor, x: Tensor, spec: Spec, scales: Tensor | None, dim: int, absmax: Tensor | None) -> Tensor | None:
     """The factor of a code at these places of x, float64 [n] or [1]; None if it differs within a block."""
-    scaling = SCALINGS[spec.scale]
+    scaling = spec.scaling
     if scaling.per_element:
         return None
     outer = outer_absmax(x, spec, dim) if absmax is None else absmax

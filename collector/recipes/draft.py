@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 
 from binade.collector.recipes.recipe import BF16, LINEAR_OPERANDS, MODULES, PARTS, About, Part, Recipe
 from binade.quant.elements import Rounding
-from binade.quant.formats import ScaleRule
 from binade.quant.specs import OPERAND_FIELDS, Block, GemmFormats, Spec, SpecError
 
 Formats = dict[str, Spec | None]  # by the fields of GemmFormats
@@ -133,7 +132,7 @@ def _without(ingredient: str, field: str, spec: Spec) -> Spec | None:
     dropped: set[str] = set()
     if ingredient == "scale":
         dropped = {"scale", "error", "bound", "history", "algorithm", "margin", *(["block"] * (plain.block is None))}
-    elif ingredient == "rounding" and spec.scale == ScaleRule.EDEN:  # whose scales are rounded stochastically
+    elif ingredient == "rounding" and spec.scaling.stochastic:
         dropped = {"scale"}
     elif ingredient == "rounding" and spec.rounding == Rounding.STOCHASTIC:
         dropped = {"rounding"}

@@ -25,24 +25,16 @@ from binade.quant.backends import native
 from binade.quant.backends.runs import Runs
 from binade.quant.block_histograms import BLOCK_MEASURES, COUNTS
 from binade.quant.elements import Element, Overflow, Rounding
-from binade.quant.formats import ScaleRule
 from binade.quant.reference import absmax_over, outer_absmax
 from binade.quant.rounding import round_to_element
-from binade.quant.scaling import NVFP4, SCALINGS, Factors, has_kernel, kernel_of
+from binade.quant.scaling import has_kernel, kernel_of
+from binade.quant.scheme import Factors
 from binade.quant.specs import TENSOR, Block, Spec
 
 MAX_TIERS = 8
 STRIP = 256  # as in cpu.cpp
 ROUNDINGS = {Rounding.NEAREST: 0, Rounding.HALF_AWAY: 1, Rounding.STOCHASTIC: 2}
 GIVEN = 0
-# Rules of cpu.cpp for runs that the Triton kernels lack.
-RULES: dict[str, int] = {
-    ScaleRule.NVFP4_ROW: 5,
-    ScaleRule.NVFP4_128: 5,
-    ScaleRule.UNCLIPPED: 7,
-    ScaleRule.FOUR_OVER_SIX: 8,
-    ScaleRule.QUEST: 9,
-}
 VALUES = {torch.float32: "float", torch.bfloat16: "uint16_t"}
 ANY = Spec.of("mxfp8")  # the build for functions that need no particular one: the most common build
 # For how many groups torch computes the factors at once, so that they fit in a core's cache; less than
@@ -293,12 +285,10 @@ class _Call:
     def of(
         cls, x: Tensor, spec: Spec, dim: int, absmax: Tensor | None, want_scales: bool, seed: int, run: ctypes.CDLL
     ) -> _Call:
-        layout, rule, scaling = Layout.of(x, spec, dim), kernel_of(spec), SCALINGS[spec.scale]
+        layout, rule, scaling = Layout.of(x, spec, dim), kernel_of(spec), spec.scaling
         element, overflow = spec.format.element, spec.overflow
         lines = x if x.dim() else x.reshape(1)
         runs = CpuRuns(lines, spec, dim % lines.dim(), run)
-        if rule is None and spec.block and spec.block.rows == 1 and spec.block.columns:
-            rule = RULES.get(spec.scale)
         if scaling.outer not in (None, TENSOR):
             absmax = runs.above(scaling.outer) if absmax is None else runs.outer(runs.largest(), absmax)
             absmax = absmax.contiguous()
@@ -308,9 +298,7 @@ class _Call:
         if rule is not None:
             absmax = outer_absmax(x, spec, dim) if absmax is None else absmax
             scales = torch.empty(layout.rows * layout.inner) if want_scales else None
-            columns = spec.block.columns if spec.block else None
-            limit = scaling.limit(spec) if isinstance(scaling, NVFP4) else float(columns or 0)
-            described = _describe(element, overflow, rule, limit, spec.error == "mse")
+            described = _describe(element, overflow, rule, scaling.kernel_constant(spec), spec.error == "mse")
             return cls(layout, described, None, None, scales, absmax, seed)
         factors, scales = runs.factors(absmax, want_scales)
         described = _describe(element, overflow, GIVEN)
@@ -380,7 +368,7 @@ def score(
     if run is None:
         return None
     x, gradient = x.contiguous(), None if gradient is None else gradient.contiguous()
-    absmax = absmax_over(x, -1, TENSOR) if SCALINGS[spec.scale].outer or spec.block == TENSOR else torch.zeros(())
+    absmax = absmax_over(x, -1, TENSOR) if spec.scaling.outer or spec.block == TENSOR else torch.zeros(())
     call = _Call.of(x, spec, dim, absmax, True, seed, run)
     limits = _limits(spec, float(absmax))
     pointers = *call.head, x.data_ptr(), _address(gradient), _address(call.scales)
@@ -403,12 +391,12 @@ def _summing(spec: Spec, blocks: bool, x: Tensor, *others: Tensor | None) -> cty
 
 def _one_limit(spec: Spec) -> bool:
     """Whether values saturate beyond one number times their block's scale, or not at all."""
-    scaling = SCALINGS[spec.scale]
+    scaling = spec.scaling
     return scaling.outer in (None, TENSOR) and not scaling.per_element and not spec.history
 
 
 def _limits(spec: Spec, absmax: float) -> tuple[float, float]:
-    left, right = SCALINGS[spec.scale].saturation(spec, torch.tensor(absmax, dtype=torch.float64))
+    left, right = spec.scaling.saturation(spec, torch.tensor(absmax, dtype=torch.float64))
     return float(left), float(right)
 
 
@@ -442,7 +430,7 @@ def _bins() -> _Bins:
 def in_pieces(x: Tensor, spec: Spec, dim: int, absmax: Tensor | None, seed: int) -> tuple[Tensor, Tensor | None]:
     """As `reference.quantize_dequantize`, one piece of the tensor after another."""
     absmax = outer_absmax(x, spec, dim) if absmax is None else absmax
-    together = spec.rounding == Rounding.STOCHASTIC or spec.scale == ScaleRule.EDEN or absmax.dim() > 0
+    together = spec.noisy or absmax.dim() > 0
     if together or x.numel() <= PIECE:
         return reference.quantize_dequantize(x, spec, dim, absmax, seed)
     shared = spec.block in (None, TENSOR)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from binade.quant.elements import Element
 from binade.quant.reference import absmax_over, from_blocks, outer_absmax, to_blocks
-from binade.quant.scaling import SCALINGS, Factors, pad_end, sum_in_order
+from binade.quant.scheme import Factors, Follows, pad_end, sum_in_order
 from binade.quant.specs import TENSOR, Block, Spec
 
 
@@ -59,14 +59,14 @@ class Runs(ABC):
     def factors(self, absmax: Tensor | None, want_scales: bool) -> tuple[Factors, Tensor | None]:
         """(factors, scales), contiguous: each factor a scalar, [runs] or None, the scales [runs], or None without
         blocks or unless wanted. absmax as in `reference.outer_absmax`, computed here if None."""
-        spec, scaling = self.spec, SCALINGS[self.spec.scale]
+        spec, scaling = self.spec, self.spec.scaling
         if spec.block is None:
             return Factors(), None
         if spec.block == TENSOR:
             absmax = outer_absmax(self.x, spec, self.dim) if absmax is None else absmax
             scale = scaling.block_scale(self.x, spec, absmax).reshape(())
             return scaling.factors(scale, spec, absmax), None
-        if scaling.follows_moments:
+        if scaling.follows is Follows.MOMENTS:
             outer = torch.zeros((), device=self.x.device)
             total, squares = (self._sums(of_runs) for of_runs in self.moments())
             (scale,) = self._in_parts(lambda a, b: (scaling.of_moments(a, b, spec),), total, squares)
@@ -90,14 +90,14 @@ class Runs(ABC):
 
     def _tried(self, largest: Tensor, absmax: Tensor) -> tuple[Tensor, ...]:
         """The scales of groups with these largest magnitudes, from which `_scale` chooses."""
-        scaling = SCALINGS[self.spec.scale]
+        scaling = self.spec.scaling
         wanted, stored = scaling.wanted(largest, self.spec, absmax), scaling.stored
         if not wanted:
             return (scaling.of_largest(largest, self.spec, absmax),)
         return tuple(self.stored(scale, stored) for scale in wanted) if stored else wanted
 
     def _factors(self, scale: Tensor, absmax: Tensor) -> Factors:
-        scaling = SCALINGS[self.spec.scale]
+        scaling = self.spec.scaling
         return Factors(*self._in_parts(lambda *of: scaling.factors(of[0], self.spec, of[1]), scale, absmax))
 
     def _sums(self, of_runs: Tensor) -> Tensor:
@@ -131,7 +131,7 @@ class Runs(ABC):
 
     def outer(self, largest: Tensor, absmax: Tensor | None) -> Tensor:
         """absmax as `Scaling` methods take it: a scalar or [groups, 1]."""
-        outer, run = SCALINGS[self.spec.scale].outer, self.spec.run(self.x.shape[self.dim])
+        outer, run = self.spec.scaling.outer, self.spec.run(self.x.shape[self.dim])
         if outer is None:
             return torch.zeros((), device=self.x.device)
         if absmax is not None and absmax.dim():

@@ -31,8 +31,9 @@ from torch import Tensor
 from binade.quant.backends.runs import Runs
 from binade.quant.elements import E4M3, Element, Overflow, Rounding, Tier
 from binade.quant.reference import outer_absmax
-from binade.quant.scaling import SCALINGS, Factors, kernel_of
-from binade.quant.specs import Spec
+from binade.quant.scaling import kernel_of
+from binade.quant.scheme import Factors, Kernel
+from binade.quant.specs import TENSOR, Spec
 
 INTERPRETED = {"1": True, "0": False}.get(os.environ.get("TRITON_INTERPRET", ""), not torch.cuda.is_available())
 if INTERPRETED:
@@ -66,7 +67,7 @@ PER_THREAD = 64
 
 FLOAT32_MAX = tl.constexpr(3.4028234663852886e38)
 NEAREST, HALF_AWAY, STOCHASTIC = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-GIVEN, FLOOR, CEIL, EVEN, RCEIL, NVFP4, HIF4, LARGEST = (tl.constexpr(i) for i in range(8))  # see scaling.SCALINGS
+GIVEN, FLOOR, CEIL, EVEN, RCEIL, NVFP4, HIF4, LARGEST = (tl.constexpr(i) for i in range(8))  # see scheme.Kernel
 ALL, EACH = tl.constexpr(1), tl.constexpr(2)  # a factor of all blocks, or one for each; 0: there is none
 IN_NUMPY = tl.constexpr(INTERPRETED)
 
@@ -769,7 +770,7 @@ class TritonRuns(Runs):
             return runs.repeat_interleave(together, 1)[:, : grid.per_row].reshape(-1)
 
         spec, factors = self.spec, Factors(*map(of_pieces, factors))
-        bounded = not (SCALINGS[spec.scale].saturates or spec.history) and spec.rounding != Rounding.STOCHASTIC
+        bounded = not (spec.scaling.saturates or spec.history) and spec.rounding != Rounding.STOCHASTIC
         overflow = Overflow.SATURATE if bounded else spec.overflow
         given = spec.format.element, GIVEN.value, spec.rounding, overflow, factors
         return _launch(self.x, grid, *given, seed=seed, bounded=bounded)
@@ -798,6 +799,12 @@ def check_device(x: Tensor) -> None:
         )
 
 
+def rule_of(spec: Spec) -> Kernel | None:
+    """How the kernel finds a spec's scales by itself; None if it cannot."""
+    rule = kernel_of(spec)
+    return rule if rule and rule <= Kernel.HIF4 and spec.scaling.outer in (None, TENSOR) else None
+
+
 def quantize_dequantize(
     x: Tensor, spec: Spec, dim: int, absmax: Tensor | None, want_scales: bool, seed: int
 ) -> tuple[Tensor, Tensor | None]:
@@ -811,7 +818,7 @@ def quantize_dequantize(
     x = x.float() if INTERPRETED else x
     x = x if x.dim() else x.reshape(1)
     dim = dim % x.dim()
-    rule, element = kernel_of(spec), spec.format.element
+    rule, element = rule_of(spec), spec.format.element
     if rule is None:
         runs = TritonRuns(x, spec, dim)
         factors, scales = runs.factors(absmax, want_scales)
@@ -819,6 +826,6 @@ def quantize_dequantize(
     absmax = outer_absmax(x, spec, dim) if absmax is None else absmax
     grid = Grid.of(x, dim, spec.run(x.shape[dim]))
     scales = torch.empty(grid.blocks, dtype=torch.float32, device=x.device) if want_scales else None
-    stored = SCALINGS[spec.scale].stored or E4M3
+    stored = spec.scaling.stored or E4M3
     y = _launch(x, grid, element, rule, spec.rounding, spec.overflow, NO_FACTORS, absmax, scales, stored, seed)
     return y.to(dtype).reshape(shape), scales

@@ -27,7 +27,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from binade.quant.scaling import SCALINGS, kernel_of
 from binade.quant.specs import Spec
 
 
@@ -112,11 +111,13 @@ def cpu_table(formats: list[str], repeats: int, size: int, dtypes: list[str]) ->
 
 def _passes(spec: Spec) -> int:
     """How often the tensor is read or written at the least, by the way in which the kernels work."""
+    from binade.quant.backends.triton_kernels import rule_of  # the interpreter or a GPU is chosen at its import
+
     if spec.block is None or spec.history:
         return 2
     if spec.error:
         return 5  # largest magnitudes, the errors of two scales, the rounding
-    return 2 if kernel_of(spec) and not SCALINGS[spec.scale].outer else 3
+    return 2 if rule_of(spec) and not spec.scaling.outer else 3
 
 
 def cuda_table(formats: list[str], repeats: int, shape: tuple[int, int]) -> None:

@@ -13,7 +13,8 @@ from binade.quant.elements import Rounding
 from binade.quant.metrics import Errors, errors_later, score
 from binade.quant.quantizer import apply, outer_absmax
 from binade.quant.reference import quantize_dequantize
-from binade.quant.scaling import SCALINGS, Scaling, has_kernel
+from binade.quant.scaling import SCALINGS, has_kernel
+from binade.quant.scheme import Scaling
 from binade.quant.specs import Spec, SpecError
 from tests.quant.helpers import assert_same_bits, awkward, by_reference, devices
 

@@ -18,7 +18,6 @@ from binade.app.style import MEASURES, power_of_two
 from binade.data.catalog import Catalog, CatalogError
 from binade.data.store import TensorFileError
 from binade.data.text import short
-from binade.quant.formats import ScaleRule
 from binade.quant.specs import Spec
 
 SAMPLE = 1 << 16  # values that the histogram shows
@@ -86,7 +85,7 @@ def _values(opened: Catalog, row: pd.Series, gemm: str, fmt: str) -> tuple[dict[
     try:
         matrix, dim = compute.along(opened.load(row["tensor_id"]), row, gemm)
     except (CatalogError, TensorFileError):
-        if spec.scale != ScaleRule.NONE:
+        if spec.block:
             return None, f"No histogram: without values on disk, the scales in {fmt} are not known."
         return _from_sketch(opened, row, spec)
     sample = subject(matrix, spec, dim, SAMPLE)

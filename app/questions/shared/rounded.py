@@ -10,7 +10,6 @@ from torch import Tensor
 from binade.data.text import short
 from binade.quant.blocks import GROUP, Blocks, look, sample
 from binade.quant.reference import absmax_over, to_blocks
-from binade.quant.scaling import SCALINGS
 from binade.quant.specs import ROW, TENSOR, Block, Spec
 
 MAX_SIDE = 400  # pixels of a heatmap, each way
@@ -46,7 +45,7 @@ def subject(x: Tensor, fmt: str | Spec, dim: int = -1, limit: int = LIMIT) -> Su
 
 
 def _shares(spec: Spec) -> set[Block | None]:
-    return {spec.block, SCALINGS[spec.scale].outer}
+    return {spec.block, spec.scaling.outer}
 
 
 def _part(x: Tensor, spec: Spec, dim: int, limit: int = LIMIT) -> tuple[Tensor, int]:
@@ -69,7 +68,7 @@ def coordinates(x: Tensor, spec: Spec, dim: int = -1) -> tuple[Tensor, Tensor]:
 
 def about_format(spec: Spec) -> str:
     """A spec in one line."""
-    fmt, shared = spec.format, SCALINGS[spec.scale].shares
+    fmt, shared = spec.format, spec.scaling.shares
     if spec.block:
         shared = shared.format(block=spec.block.words)
     options = "" if str(spec) == fmt.name else f" as {spec}"

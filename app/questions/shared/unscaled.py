@@ -4,15 +4,14 @@ do."""
 from __future__ import annotations
 
 from binade.data.evidence import SHARE, Estimate, Sentence, exact, say
-from binade.quant.formats import ScaleRule
 from binade.quant.specs import Spec
 
 
 def with_scale(spec: Spec | str) -> Spec | None:
     """The spec with a tensor scale that maps absmax to 8, if it is a HiFloat8 spec without a scale."""
     spec = Spec.of(spec)
-    without = spec.scale == ScaleRule.NONE and ScaleRule.AMAX8 in spec.format.scale_rules
-    return Spec.of(spec, scale=ScaleRule.AMAX8) if without else None
+    without = spec.scale == "none" and "amax8" in spec.format.scale_rules
+    return Spec.of(spec, scale="amax8") if without else None
 
 
 def with_scale_it_has(spec: Spec, sqnr: Estimate, flushed: float) -> Sentence:

@@ -13,7 +13,6 @@ from binade.app.params import Interval
 from binade.app.questions.shared.distribution_charts import explained
 from binade.app.questions.shared.heatmap import heatmap
 from binade.app.questions.why import compute
-from binade.quant.formats import ScaleRule
 from binade.quant.specs import Spec
 
 TAIL = 1e-4  # the share of the smallest values that may lie left of the axis
@@ -59,7 +58,7 @@ def codebook(
             },
         ]
     ).assign(top=top, floor=0.0)
-    magnitude = "|value|" if spec.scale == ScaleRule.NONE else "|value / scale|"
+    magnitude = "|value / scale|" if spec.block else "|value|"
     ticks = pd.DataFrame({"log2": compute.code_magnitudes(spec.format.element)})
     x = alt.X(
         "from:Q",

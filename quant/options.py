@@ -1,0 +1,74 @@
+"""The values of a spec's options, as data. `specs` reads, checks and writes them. This module imports no torch."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from binade.quant.elements import Overflow, Rounding
+from binade.quant.formats import Format
+
+
+class SpecError(ValueError):
+    """An option is unknown or impossible for the format. The message says what is allowed."""
+
+    exit_status = 2  # of a command
+
+
+@dataclass(frozen=True)
+class Block:
+    """The values that share a scale: `columns` neighbors along the contracted axis in each of `rows` neighboring lines
+    along it, all other axes taken as one. None is the whole length."""
+
+    rows: int | None
+    columns: int | None
+
+    def __str__(self) -> str:
+        if self.columns is None:
+            return "row" if self.rows else "tensor"
+        return f"{self.rows}x{self.columns}"
+
+    @property
+    def words(self) -> str:
+        """The block in a sentence: "the tensor", "each row", "every 32 values"."""
+        if self.columns is None:
+            return "each row" if self.rows else "the tensor"
+        return f"every {self.columns} values" if self.rows == 1 else f"every {self.rows} × {self.columns} values"
+
+    @property
+    def size(self) -> int | None:
+        """The number of values; None for a row or a tensor."""
+        return (self.rows or 1) * self.columns if self.columns else None
+
+    @classmethod
+    def parse(cls, value: object) -> Block:
+        """Parse 32, "32" or "1x32" (a vector), "16x16" (a tile), "row" or "tensor". Raises SpecError."""
+        if isinstance(value, Block):
+            return value
+        if value in ("row", "tensor"):
+            return ROW if value == "row" else TENSOR
+        sizes = re.fullmatch(r"(?:([1-9]\d{0,8})x)?([1-9]\d{0,8})", "" if isinstance(value, bool) else str(value))
+        if not sizes:
+            raise SpecError(f"block={value} is not a block: expected 32 (a vector), 16x16 (a tile), row or tensor")
+        return cls(int(sizes[1] or 1), int(sizes[2]))
+
+
+ROW, TENSOR = Block(1, None), Block(None, None)
+
+
+@dataclass(frozen=True)
+class Options:
+    """A format, and the value of each option of `specs.OPTIONS`."""
+
+    format: Format
+    block: Block | None
+    scale: str
+    error: str | None
+    bound: int | None
+    rounding: Rounding
+    overflow: Overflow
+    hadamard: int
+    signs: str
+    history: int
+    algorithm: str | None
+    margin: int
