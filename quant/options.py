@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 
@@ -39,6 +40,15 @@ class Block:
     def size(self) -> int | None:
         """The number of values; None for a row or a tensor."""
         return (self.rows or 1) * self.columns if self.columns else None
+
+    def count(self, shape: tuple[int, ...], dim: int) -> int:
+        """How many blocks a tensor of this shape is cut into, along `dim`."""
+        lengths = [*shape] or [1]
+        columns = lengths.pop(dim)
+        rows = math.prod(lengths)
+        if self.columns is None:
+            return rows if self.rows else 1
+        return -(-rows // (self.rows or 1)) * -(-columns // self.columns)
 
     @classmethod
     def parse(cls, value: object) -> Block:

@@ -6,7 +6,6 @@ module imports torch at its first computation, see `lazy`.
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, ClassVar
 
 from binade.quant.codes import decode_table, encode
@@ -522,15 +521,5 @@ def has_kernel(spec: Options) -> bool:
 def scale_nbytes(spec: Options, shape: tuple[int, ...], dim: int) -> float:
     """Bytes of all scales of a tensor: of its blocks, and of the outer blocks, four each."""
     scaling = SCALINGS[spec.scale]
-    blocks = 0.0 if spec.block is None else _count(spec.block, shape, dim)
-    return blocks * scaling.scale_bits / 8 + (4 * _count(scaling.outer, shape, dim) if scaling.outer else 0)
-
-
-def _count(block: Block, shape: tuple[int, ...], dim: int) -> int:
-    """How many blocks a tensor of this shape is cut into."""
-    lengths = [*shape] or [1]
-    columns = lengths.pop(dim)
-    rows = math.prod(lengths)
-    if block.columns is None:
-        return 1 if block == TENSOR else rows
-    return -(-rows // (block.rows or 1)) * -(-columns // block.columns)
+    scales = ((spec.block, scaling.scale_bits / 8), (scaling.outer, 4))
+    return sum((block.count(shape, dim) * nbytes for block, nbytes in scales if block), 0.0)

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from binade.quant.elements import Element
-from binade.quant.metrics import channel_absmax
 from binade.quant.quantizer import apply, outer_absmax, unrotated
 from binade.quant.specs import TENSOR, Spec
+from binade.quant.statistics import channel_absmax
 
 SAMPLE = 512  # values that are kept of a tensor
 EDGE_SAMPLE = 8192  # values that the share at the edge of a bin is counted of

@@ -14,19 +14,15 @@ from binade.quant.backends import cpu, native
 from binade.quant.backends.counts import counted
 from binade.quant.metrics import (
     METRICS,
-    block_crest_factor,
-    cell_absmax,
-    channel_absmax,
     errors,
     errors_later,
     loss_terms_later,
-    outlier_ratio,
     score_later,
     sqnr_db,
-    stable_rank,
 )
 from binade.quant.quantizer import apply
 from binade.quant.specs import Spec
+from binade.quant.statistics import block_crest_factor, cell_absmax, channel_absmax, outlier_ratio, stable_rank
 from tests.quant.helpers import MX, RULES, awkward, formats
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from binade.app.params import Interval
 from binade.app.questions.shared.rounded import MAX_SIDE, Subject
 from binade.quant.elements import Element
-from binade.quant.metrics import cell_absmax
+from binade.quant.statistics import cell_absmax
 
 MAX_CHANNELS = 1000
 

@@ -23,8 +23,9 @@ from binade.app.report.section import ReportSelection, Section
 from binade.app.style import MEASURES, drag, power_of_two
 from binade.data.evidence import SHARE, Measure, Sentence, exact, say, together
 from binade.data.text import plain_name
-from binade.quant.metrics import outlier_ratio, sqnr_db, streamed_score
+from binade.quant.metrics import sqnr_db, streamed_score
 from binade.quant.specs import TENSOR
+from binade.quant.statistics import outlier_ratio
 
 LARGE = 1 << 24  # values whose outliers take too long to count
 PART = Measure("share", "Share", "%", factor=100.0)  # of a range, which may hold little
