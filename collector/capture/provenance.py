@@ -5,16 +5,15 @@ module, in the order of execution, whose operands are finite and whose result is
 before those that contain it. Whatever a module computes between the calls of its submodules counts as its own.
 
 On a GPU the notes stay there until the step ends, and are fetched in one asynchronous copy; so the operands of that
-operation are gone by the time it is known. Their largest values are kept: the GPU itself notes those of the first
-pass whose operands are finite and whose result is not. Whole operands are kept on a CPU, and on a GPU if it happens
-again in the steps after that. For the backward pass, a call holds its inputs until the gradients have passed it.
+operation are gone by the time it is known. The event states their largest magnitude. The operands are kept on a CPU,
+and on a GPU if it happens again in the steps after that. For the backward pass, a call holds its inputs until the
+gradients have passed it.
 """
 
 from __future__ import annotations
 
 import math
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -40,8 +39,6 @@ FORWARD, BACKWARD = "forward", "backward"
 GRADIENT, OPERAND, RESULT = "grad_output", "operand", "result"  # prefixes of the names of what is kept
 MOST_CALLS = 1 << 16  # of modules, that a step may have
 MOST_REACHED = 256  # operations that an event lists
-WORST = 1024  # values of an operand that a GPU keeps
-CHUNK = 256  # values of which the largest is looked for first
 
 
 @dataclass
@@ -51,15 +48,11 @@ class _Note:
     extremes: tuple[Tensor, Tensor]
     mask: bool
     bad: bool = False
+    absmax: float = math.inf
 
     def decide(self, low: float, high: float) -> None:
+        self.absmax = max(-low, high)
         self.bad = math.isnan(low) or math.isinf(high) or (math.isinf(low) and not self.mask)
-
-    def decided_on(self, device: torch.device) -> Tensor:
-        """The result of `decide` as a tensor of one value on this device, without waiting."""
-        low, high = (x.to(device, non_blocking=True) for x in self.extremes)
-        bad = ~(high < math.inf)  # so is NaN
-        return bad if self.mask else bad | (low == -math.inf)
 
 
 @dataclass
@@ -76,7 +69,6 @@ class _Call:
     inputs: list[tuple[Tensor, int]] = field(default_factory=list)  # with the version of the values
     gradients: list[Tensor] = field(default_factory=list)  # of its results
     awaited: int = 0  # gradients of its inputs that are still to come
-    unsound: Tensor | None = None  # on a GPU: whether an operand, a parameter or a result is not finite
 
     def made(self, operation: str) -> list[tuple[int, _Note]]:
         return self.results if operation == FORWARD else self.leaving
@@ -91,16 +83,15 @@ class _Call:
             if not self.name:
                 yield self.started, "data", "the model's input is not finite: the NaN or Inf comes from the data"
         elif (at := _first(self.results)) is not None:
-            yield at, name, f"{name}, {FORWARD}: its inputs are finite, but its result is not"
+            taken = _range((*self.operands, *self.parameters))
+            yield at, name, f"{name}, {FORWARD}: its inputs are finite{taken}, but its result is not"
         elif (at := _first(self.arriving)) is not None:
             if not self.name:
                 yield at, "loss", "the gradient of the model's result is not finite: the NaN or Inf comes from the loss"
         elif (at := _first(self.leaving)) is not None:
-            yield (
-                at,
-                name,
-                f"{name}, {BACKWARD}: the gradient of its result is finite, but the one that it computes is not",
-            )
+            arrived = _range(note for _, note in self.arriving)
+            text = f"the gradient of its result is finite{arrived}, but the one that it computes is not"
+            yield at, name, f"{name}, {BACKWARD}: {text}"
 
 
 def stays(x: Tensor) -> bool:
@@ -112,94 +103,10 @@ def _first(notes: Sequence[tuple[int, _Note]]) -> int | None:
     return min((at for at, note in notes if note.bad), default=None)
 
 
-def largest(x: Tensor) -> tuple[Tensor, Tensor]:
-    """(the WORST values of largest magnitude, NaN first, and then zeros; where they are in x, flat). In one pass and
-    without waiting: they are among those of the WORST chunks whose largest values are the largest."""
-    flat = x.detach().reshape(-1)
-    whole = len(flat) // CHUNK * CHUNK
-    found = torch.arange(whole, len(flat), device=x.device)
-    if whole:
-        low, high = flat[:whole].view(-1, CHUNK).aminmax(dim=1)
-        chunks = torch.maximum(-low, high).topk(min(WORST, len(low))).indices
-        found = torch.cat([(chunks[:, None] * CHUNK + torch.arange(CHUNK, device=x.device)).flatten(), found])
-    values = flat[found].float()
-    best = values.abs().topk(min(WORST, len(found))).indices
-    lacks = (0, WORST - len(best))
-    return nn.functional.pad(values[best], lacks), nn.functional.pad(found[best], lacks)
-
-
-class _Largest:
-    """The largest values of the operands of the first pass of a step that produced a value that is not finite;
-    determined and kept on the GPU."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.made = torch.zeros((), dtype=torch.bool, device=device)
-        self.order = torch.zeros((), dtype=torch.int64, device=device)
-        self.kept: list[tuple[Tensor, Tensor]] = []  # of each operand: values, places
-        self.known: dict[int, tuple[Tensor, Tensor, torch.Size]] = {}  # by note
-        self.operands: dict[int, tuple[str, list[tuple[str, torch.Size]]]] = {}  # of each pass, by its order
-
-    def see(self, x: Tensor, note: _Note) -> None:
-        if x.dim() and x.device == self.made.device and id(note) not in self.known:
-            self.known[id(note)] = *largest(x), x.shape
-
-    def bad(self, notes: Sequence[_Note]) -> Tensor:
-        """Whether one of them is not finite."""
-        device = self.made.device  # a model may be on several
-        return torch.stack([note.decided_on(device) for note in notes]).any()
-
-    def ended(self, call: _Call, order: int) -> None:
-        """The forward pass of a call."""
-        before, after = (*call.operands, *call.parameters), [note for _, note in call.results]
-        if not (before and after):
-            return
-        bad, made = self.bad(before), self.bad(after)
-        call.unsound = bad | made
-        self._follow(order, FORWARD, made & ~bad, {OPERAND: before})
-
-    def left(self, call: _Call, order: int, note: _Note) -> None:
-        """A gradient has left the call."""
-        if call.unsound is not None and call.arriving:
-            arrived = [each for _, each in call.arriving]
-            operands = {GRADIENT: arrived, OPERAND: (*call.operands, *call.parameters)}
-            self._follow(order, BACKWARD, self.bad([note]) & ~call.unsound & ~self.bad(arrived), operands)
-
-    def _follow(self, order: int, operation: str, made: Tensor, operands: Mapping[str, Sequence[_Note]]) -> None:
-        first = made & ~self.made
-        self.made |= first
-        self.order = torch.where(first, order, self.order)
-        shown = {
-            f"{what}{number}": self.known[id(note)]
-            for what, notes in operands.items()
-            for number, note in enumerate((each for each in notes if id(each) in self.known), 1)
-        }
-        self.operands[order] = operation, [(name, shape) for name, (_, _, shape) in shown.items()]
-        for number, (values, at, _) in enumerate(shown.values()):
-            if number == len(self.kept):
-                self.kept.append((values, at))
-            before = self.kept[number]
-            self.kept[number] = torch.where(first, values, before[0]), torch.where(first, at, before[1])
-
-    def copied(self) -> Callable[[int], tuple[str, list[tuple[str, Tensor, Tensor]]]]:
-        """A function for the writer's thread: the operation, and the name, values and coordinates of each operand of
-        the pass with this order, none if another was the first."""
-        tensors = (self.order, torch.stack([v for v, _ in self.kept]), torch.stack([i for _, i in self.kept]))
-        copies = [copy_later(x) for x in tensors]
-
-        def of(order: int) -> tuple[str, list[tuple[str, Tensor, Tensor]]]:
-            for _, arrive in copies:
-                arrive()
-            first, values, places = (x for x, _ in copies)
-            operation, operands = self.operands.get(order, (FORWARD, []))
-            found = []
-            operands = operands if bool(first == order) else []
-            for (name, shape), value, flat in zip(operands, values, places, strict=False):
-                count = min(WORST, shape.numel())
-                coordinates = torch.stack(torch.unravel_index(flat[:count], shape), dim=1)
-                found.append((name, value[:count].clone(), coordinates.float()))
-            return operation, found
-
-        return of
+def _range(notes: Iterable[_Note]) -> str:
+    """The largest magnitude of finite tensors, in words."""
+    known = [note.absmax for note in notes if math.isfinite(note.absmax)]
+    return f" (absmax {max(known):.3g})" if known else ""
 
 
 class Provenance:
@@ -213,11 +120,8 @@ class Provenance:
         self.last: dict[nn.Module, _Call] = {}
         self.waiting: list[_Note] = []  # notes on a GPU
         self.known: dict[int, tuple[weakref.ref[Tensor], int, _Note]] = {}
-        self.largest: _Largest | None = None  # of this step, on a GPU
-        self.later = False  # whether any step had one
         self.kept = False
-        self.found = False  # only the writer's thread writes it, and this:
-        self.to_keep = deque[tuple[int, str, str, Tensor, Site]]()  # iteration, operation, name, values
+        self.found = False  # only the writer's thread writes it
 
     def __deepcopy__(self, _: object) -> Provenance:
         return self  # a copy of the model also has the hooks, which do nothing there
@@ -292,9 +196,7 @@ class Provenance:
         if sampling():
             return
         note = self._gradient(call.arriving, gradient)
-        if note and self.largest and not self.kept:
-            self.largest.see(gradient.detach(), note)
-        elif note and call.inputs:
+        if note and call.inputs:
             call.gradients.append(gradient.detach())
 
     def _left(self, call: _Call, gradient: Tensor) -> None:
@@ -316,8 +218,6 @@ class Provenance:
         note = self._gradient(call.leaving, gradient)
         if note is None or self.kept or not self.recorder.entered:
             return
-        if self.largest:
-            self.largest.left(call, self.order, note)
         before = (*call.operands, *call.parameters, *(each for _, each in (*call.results, *call.arriving)))
         if note.bad and call.arriving and not any(each.bad for each in before):
             inputs = [x for x, version in call.inputs if version_of(x) == version]  # those that are not written over
@@ -337,13 +237,6 @@ class Provenance:
         if not any(y.requires_grad for y in tensors_in(result)):
             call.inputs.clear()  # no backward pass will come
         self.ended.append(call)
-        if self.waiting and not self.kept and self.recorder.entered:
-            device = self.waiting[0].extremes[0].device
-            self.largest = self.largest or _Largest(device)
-            for x in (*tensors_in((args, kwargs)), *module.parameters(recurse=False)):
-                if note := self._note(x):
-                    self.largest.see(x.detach(), note)
-            self.largest.ended(call, at)
         made = _first(call.results) is not None and not any(note.bad for note in (*call.operands, *call.parameters))
         if made and not self.kept and self.recorder.entered:
             self._keep(call.name, FORWARD, [], tensors_in((args, kwargs)), tensors_in(result))
@@ -369,10 +262,8 @@ class Provenance:
 
     def end(self, iteration: int) -> None:
         """A step has ended: pass it to the writer's thread."""
-        self.keep_largest()
         ended, self.ended = self.ended, []
         waiting, self.waiting = self.waiting, []
-        values, self.largest = self.largest, None
         self.known.clear()
         self.last = {module: call for module, call in self.last.items() if call in self.open}
         if not self.recorder.entered or not (waiting or any(True for call in ended for _ in call.origins())):
@@ -382,15 +273,7 @@ class Provenance:
             device = waiting[0].extremes[0].device
             flat = [x.to(device, non_blocking=True) for note in waiting for x in note.extremes]
             arrived = copy_later(torch.stack([x.float() for x in flat]))
-        worst = values.copied() if values and values.kept else None
-        self.later = self.later or worst is not None
-        self.recorder.later(partial(self._judge, iteration, ended, waiting, arrived, worst))
-
-    def keep_largest(self) -> None:
-        """Record what the writer's thread has selected."""
-        while self.to_keep:
-            iteration, operation, name, x, site = self.to_keep.popleft()
-            self.recorder.keep(name, x, site, operation, iteration)
+        self.recorder.later(partial(self._judge, iteration, ended, waiting, arrived))
 
     def _judge(
         self,
@@ -398,7 +281,6 @@ class Provenance:
         calls: list[_Call],
         waiting: list[_Note],
         arrived: tuple[Tensor, Callable[[], None]] | None,
-        worst: Callable[[int], tuple[str, list[tuple[str, Tensor, Tensor]]]] | None,
     ) -> None:
         """On the writer's thread."""
         if arrived:
@@ -409,11 +291,6 @@ class Provenance:
             self.found = True
             order, where, text = origins[0]
             site = self._site(where) if where in self.modules else None
-            operation, operands = worst(order) if worst else (FORWARD, [])
-            for operand, values, coordinates in operands:
-                name, at = f"non_finite_{operand}_largest", self._site(where)
-                for each, x in ((name, values), (f"{name}_at", coordinates)):
-                    self.to_keep.append((iteration, operation, each, x, at))
             self.recorder.found_non_finite(
                 iteration,
                 text,
@@ -470,6 +347,3 @@ def tracing(model: nn.Module, recorder: Recorder, sites: Mapping[str, Site]) -> 
             yield
         finally:  # also of a step that raises
             traced.end(recorder.clock.iteration)
-            if traced.later:
-                recorder.settle()
-                traced.keep_largest()

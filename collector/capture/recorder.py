@@ -436,10 +436,9 @@ class Recorder:
         """Write an event: a step's first NaN or Inf appeared here. Called on the writer's thread."""
         self.session.monitor.found_non_finite(iteration, text, place, **where)
 
-    def keep(self, name: str, x: Tensor, site: Site, operation: str, iteration: int | None = None) -> None:
-        """Record a tensor of the current pass, or of an earlier iteration's first one, even if others are not."""
-        now = self.clock.iteration, self.clock.micro_batch
-        moment = Moment(*(now if iteration is None else (iteration, 0)), True)
+    def keep(self, name: str, x: Tensor, site: Site, operation: str) -> None:
+        """Record a tensor of the current pass, even if others are not."""
+        moment = Moment(self.clock.iteration, self.clock.micro_batch, True)
         measurer = self.observing.measurer
         identity = partial(
             measurer.identity, site, moment, tensor_name=name, operation=operation, phase=Phase.PRE.value
