@@ -60,6 +60,14 @@ def same_data(a: Steps, b: Steps) -> Callable[[int], bool]:
     return lambda iteration: iteration in own and own[iteration] == other.get(iteration)
 
 
+def losses_on_same_data(run: Steps, reference: Steps) -> list[tuple[int, float, float]]:
+    """(iteration, the run's loss, the reference's), in nats per token, of each iteration from 0 that both have
+    finished, and at which they had read the same data. Both have the same `data_key`."""
+    same, other = same_data(run, reference), {step["iteration"]: step["loss"] for step in reference}
+    common = {step["iteration"]: float(step["loss"]) for step in run if step["iteration"] in other}
+    return [(i, loss, float(other[i])) for i, loss in sorted(common.items()) if i >= 0 and same(i)]
+
+
 def equal_weights(root: Path, run_id: str, reference: str, iteration: int) -> bool:
     """Whether two runs with the same `data_key` are known to have the same weights at the start of an iteration: the
     first one under the recipe, after the same losses in the warm-up."""

@@ -11,20 +11,8 @@ experiment, so their figures are not averaged: the longest counts, the newest of
 they disagree. Of several starts, the row shows the one that most rows have, and its `gaps` are those of all starts,
 each relative to the bf16 run of the same start. Losses, errors, sizes and times include only finished iterations.
 
-    gap        loss − bf16's loss at the same iteration, over every iteration from 0 that both finished, and at which
-               both had read the same data: the last, and
-               the mean. Warm-up iterations are left out: they run in bf16 whatever the recipe, so their gap is 0 by
-               construction. Whether tensors were recorded does not matter here. Both losses are of the same batch, so
-               what they share cancels. The deviation of the gaps tells a gap from noise; successive gaps depend on each
-               other, so it is not turned into a standard error.
-    rounding   the median over the quantized operands of the last recorded iteration, each counted once. Gradients are
-               separate from forward operands, and attention from linear layers.
-    gradients  of the weight, against bf16's of the same start: those of the first iteration that pairs of runs
-               recorded, all starts together: the medians over tensors of the cosine and of the relative squared error
-               ‖ĝ−g‖²/‖g‖². The Recipes page shows the same.
-    storage    the recorded operands, each in its exact format with block scales (`Spec.bits_per_value`), those not
-               quantized in their own dtype.
-    seconds    the median of an iteration's optimizer step, with capture and without.
+tables.LEGEND defines the figures. Warm-up iterations have no gap: they run in bf16 whatever the recipe. Successive gaps
+depend on each other, so their deviation is not turned into a standard error.
 """
 
 from __future__ import annotations
@@ -45,18 +33,19 @@ from binade.collector.models.registry import MODELS
 from binade.collector.recipes.ladder import Ladder, ladders
 from binade.collector.recipes.parse import without_none
 from binade.collector.recipes.recipe import BF16, TEN_RECIPES
-from binade.collector.training.config import OVERRIDES
 from binade.data import evidence
 from binade.data.catalog import Catalog
+from binade.data.difference import OVERRIDES
 from binade.data.filter import Filter
-from binade.data.gradients import GRADIENTS, gradient_errors, gradient_summary
+from binade.data.gradients import COMPARED, GRADIENTS, gradient_errors, gradient_summary
 from binade.data.runs import DONE, STATES, RunInfo, list_runs, sound_losses
-from binade.data.same_data import data_key_of, pairs_on_same_data, same_data
+from binade.data.same_data import data_key_of, losses_on_same_data, pairs_on_same_data
 from binade.quant.formats import UnknownFormatError
 from binade.quant.specs import Spec, SpecError
 
 BF16_BITS = 16
 MAX_GRADIENT_VALUES = 1 << 28  # that are read for a section
+OVERRIDE_NAMES = {"qk_quant": "QK", "pv_quant": "PV", "operand_quant": "operands", "skip_layers": "bf16 in layers"}
 # What rounding is shown for: component and operation.
 SIDES = {
     "linear forward": ("linear", "forward"),
@@ -224,20 +213,15 @@ def _plain(value: Any) -> Value:
 
 def _recipe(config: Mapping[str, Any]) -> str:
     """The recipe with what overrides it: "linear_mxfp8, PV mxfp4"."""
-    overrides = (
-        *((part, f"{part}_quant") for part in OVERRIDES),
-        ("operands", "operand_quant"),
-        ("bf16 in layers", "skip_layers"),
-    )
-    names = {"qk": "QK", "pv": "PV"}
-    changed = [f"{names.get(part, part)} {_listed(config[key])}" for part, key in overrides if config.get(key)]
-    if config.get("recipe") == BF16 and [key for _, key in overrides if config.get(key)] == ["skip_layers"]:
+    changed = {name: config[name] for name in OVERRIDES if config.get(name)}
+    if config.get("recipe") == BF16 and [*changed] == ["skip_layers"]:
         return BF16  # nothing is quantized in the other layers either
-    return ", ".join([str(config.get("recipe") or "unnamed"), *changed])
-
-
-def _listed(value: Any) -> str:
-    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+    words = (
+        f"{OVERRIDE_NAMES.get(name, name.removesuffix('_quant'))} "
+        + (" ".join(map(str, value)) if isinstance(value, list) else str(value))
+        for name, value in changed.items()
+    )
+    return ", ".join([str(config.get("recipe") or "unnamed"), *words])
 
 
 def _read(run: RunInfo, refused: list[str]) -> _Run:
@@ -346,18 +330,17 @@ def _losses(run: _Run, group: list[_Run]) -> Figures:
 
 
 def _gap(run: _Run, bf16: _Run) -> Figures:
-    same = same_data(run.losses.values(), bf16.losses.values())
-    common = [iteration for iteration in sorted(run.losses.keys() & bf16.losses.keys()) if same(iteration)]
+    common = losses_on_same_data(run.losses.values(), bf16.losses.values())
     if not common:
         return {}
-    pairs = [(float(run.losses[i]["loss"]), float(bf16.losses[i]["loss"])) for i in common]
-    gaps = [loss - reference for loss, reference in pairs]
+    last, loss, reference = common[-1]
+    gaps = [own - other for _, own, other in common]
     mean = statistics.fmean(gaps)
     return {
         "common_iterations": len(common),
-        "common_iteration": common[-1],
-        "loss_at_common_iteration_nats": pairs[-1][0],
-        "bf16_loss_at_common_iteration_nats": pairs[-1][1],
+        "common_iteration": last,
+        "loss_at_common_iteration_nats": loss,
+        "bf16_loss_at_common_iteration_nats": reference,
         "gap_at_common_iteration_nats": gaps[-1],
         "gap_mean_nats": mean,
         "perplexity_ratio": math.exp(mean) if mean < math.log(sys.float_info.max) else math.inf,
@@ -370,38 +353,36 @@ def _gradients(
 ) -> dict[tuple[str, str], Figures]:
     """How far the gradients of each recipe's runs are from their bf16 runs'."""
     where = Filter(tensor_name=GRADIENTS[:1])
-    found = {
-        key: pd.concat(
-            tensors[tensors["iteration"] <= min(run.last, bf16.last)]
-            for run, bf16 in runs
-            for tensors in [pairs_on_same_data(catalog, run.info.run_id, bf16.info.run_id, where)]
-        )
-        for key, runs in pairs.items()
-        if runs
-    }
-    first = min((int(tensors["iteration"].min()) for tensors in found.values() if len(tensors)), default=0)
-    found = {key: tensors[tensors["iteration"] == first] for key, tensors in found.items()}
-    figures: dict[tuple[str, str], Figures] = {}
-    if (values := sum(int(tensors["numel"].sum()) for tensors in found.values())) > MAX_GRADIENT_VALUES:
+    tables = [
+        tensors[tensors["iteration"] <= min(run.last, bf16.last)].assign(row=index)
+        for index, runs in enumerate(pairs.values())
+        for run, bf16 in runs
+        for tensors in [pairs_on_same_data(catalog, run.info.run_id, bf16.info.run_id, where)]
+    ]
+    if not (tensors := pd.concat(tables) if tables else pd.DataFrame()).size:
+        return {}
+    first = int(tensors["iteration"].min())
+    tensors = tensors[tensors["iteration"] == first]
+    if (values := int(tensors["numel"].sum())) > MAX_GRADIENT_VALUES:
         refused.append(
             f"gradients: {values:,} values are too many to compare here; the Recipes page of the app compares them"
         )
-        return figures
-    for key, tensors in found.items():
-        errors, unread = gradient_errors(catalog, tensors)
+        return {}
+    figures: dict[tuple[str, str], Figures] = {}
+    for index, key in enumerate(pairs):
+        errors, unread = gradient_errors(catalog, tensors[tensors["row"] == index])
         if unread:
             refused.append(f"{key[0]}: {unread} of its gradients cannot be read")
-        for row in gradient_summary(errors, ["tensor_name"]).to_dict("records"):
+        for row in gradient_summary(errors, ["row"]).to_dict("records"):
             figures[key] = {"gradient_iteration": first, "gradient_pairs": row["tensors"]}
-            figures[key]["gradient_cosine"] = row["cosine"]
-            figures[key]["gradient_relative_squared_error"] = row["relative_squared_error"]
+            figures[key] |= {f"gradient_{name}": row[name] for name in COMPARED}
     return figures
 
 
 def _times(run: _Run, kind: str) -> Figures:
     """The median seconds of the optimizer steps with or without capture, and how many there were."""
-    steps = [record for record in run.losses.values() if record.get("recorded") is (kind == "recorded")]
-    times = [float(record["seconds"]) for record in steps if record.get("seconds") is not None]
+    steps = (step for step in run.losses.values() if step.get("recorded") is (kind == "recorded"))
+    times = [float(step["seconds"]) for step in steps if step.get("seconds") is not None]
     if not times:
         return {}
     return {f"{kind}_iteration_median_seconds": statistics.median(times), f"{kind}_iterations_timed": len(times)}

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import csv
 import io
-import statistics
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 
 from binade.collector.cli.compare import (
@@ -51,7 +50,8 @@ LEGEND = (
 )
 
 
-# Columns of numbers: title, figure, format, divisor.
+NumberColumn = tuple[str, str, str, float]
+"""Title, figure, format, divisor."""
 LOSS = (
     ("loss", "loss_nats", ".4f", 1),
     ("common", "common_iterations", "", 1),
@@ -124,85 +124,57 @@ def heading(section: Section) -> str:
 def tables(section: Section) -> list[Table]:
     """Loss; gaps over seeds if there are several, or an ablation; any rounding and gradients; size and time."""
     rows = section.rows
-    found = [
-        Table(
-            "Loss, in nats per token",
-            ("recipe", "state", "runs", "steps", *(title for title, *_ in LOSS)),
-            tuple(
-                (one_line(row.recipe), row.state, str(row.runs), str(row.iterations), *_cells(row, LOSS))
-                for row in rows
-            ),
-            left=2,
-        ),
-        *_over_seeds(section),
-    ]
+    loss = ((one_line(row.recipe), row.state, str(row.runs), str(row.iterations), *_cells(row, LOSS)) for row in rows)
+    header = ("recipe", "state", "runs", "steps", *(title for title, *_ in LOSS))
+    shown = [Table("Loss, in nats per token", header, tuple(loss), left=2), *_over_seeds(section)]
     if sides := [side for side in SIDES if any(rounding_figure(side, "operands") in row.figures for row in rows)]:
-        found.append(
-            Table(
-                "Rounding: SQNR, dB / flushed to zero, % / saturated, %",
-                ("recipe", *sides),
-                tuple((one_line(row.label), *(_rounding(row, side) for side in sides)) for row in rows),
-            )
-        )
+        cells = ((one_line(row.label), *(_rounding(row, side) for side in sides)) for row in rows)
+        title = "Rounding: SQNR, dB / flushed to zero, % / saturated, %"
+        shown.append(Table(title, ("recipe", *sides), tuple(cells)))
     if compared := [row for row in rows if "gradient_cosine" in row.figures]:
-        found.append(
-            Table(
-                f"Gradients compared with bf16, iteration {compared[0].figures['gradient_iteration']}",
-                ("recipe", *(title for title, *_ in GRADIENT)),
-                tuple((one_line(row.label), *_cells(row, GRADIENT)) for row in compared),
-            )
-        )
-    return [
-        *found,
-        Table(
-            "Size of the recorded operands and time per iteration",
-            ("recipe", *(title for title, *_ in COST)),
-            tuple((one_line(row.label), *_cells(row, COST)) for row in rows),
-        ),
-    ]
+        title = f"Gradients compared with bf16, iteration {compared[0].figures['gradient_iteration']}"
+        shown.append(_table(title, compared, GRADIENT))
+    return [*shown, _table("Size of the recorded operands and time per iteration", rows, COST)]
+
+
+def _table(title: str, rows: Iterable[Row], columns: Sequence[NumberColumn]) -> Table:
+    cells = tuple((one_line(row.label), *_cells(row, columns)) for row in rows)
+    return Table(title, ("recipe", *(column for column, *_ in columns)), cells)
 
 
 def _over_seeds(section: Section) -> Iterator[Table]:
     """A table for each ladder, and one for the other recipes where one of them has several seeds."""
-    done = {row.recipe: row for row in section.rows if row.state == DONE}
-    gaps = {row.recipe: row.gaps for row in done.values() if row.gaps}
+    gaps = {row.recipe: row.gaps for row in section.rows if row.state == DONE}
     for ladder in section.ladders:
-        rungs = [rung for rung in ladder.rungs if rung.recipe in done]
+        rungs = [rung for rung in ladder.rungs if rung.recipe in gaps]
         titles = {rung.recipe: rung.title for rung in rungs}
-        cells = _over(gaps, [(rung.recipe, rung.against) for rung in rungs], titles)
-        yield Table(
-            f"Ablation of {one_line(ladder.name)}: mean gap to bf16 over seeds, in nats per token",
-            ("step", *SEEDS),
-            tuple((rung.title, *own) for rung, own in zip(rungs, cells, strict=True)),
-        )
+        cells = _judged(gaps, [(rung.recipe, rung.against) for rung in rungs], titles)
+        title = f"Ablation of {one_line(ladder.name)}: mean gap to bf16 over seeds, in nats per token"
+        yield Table(title, ("step", *SEEDS), tuple((rung.title, *own) for rung, own in zip(rungs, cells, strict=True)))
     on_ladders = {rung.recipe for ladder in section.ladders for rung in ladder.rungs}
-    others = [recipe for recipe in gaps if recipe not in on_ladders and recipe != BF16]
+    others = [recipe for recipe in gaps if gaps[recipe] and recipe not in on_ladders and recipe != BF16]
     if any(len(gaps[recipe]) > 1 for recipe in others):
-        cells = _over(gaps, [(recipe, BF16) for recipe in others], {BF16: BF16})
-        yield Table(
-            "Mean gap to bf16 over seeds, in nats per token",
-            ("recipe", *SEEDS),
-            tuple((one_line(recipe), *own) for recipe, own in zip(others, cells, strict=True)),
-        )
+        cells = _judged(gaps, [(recipe, BF16) for recipe in others], {BF16: BF16})
+        rows = tuple((one_line(recipe), *own) for recipe, own in zip(others, cells, strict=True))
+        yield Table("Mean gap to bf16 over seeds, in nats per token", ("recipe", *SEEDS), rows)
 
 
-def _over(gaps: Gaps, pairs: Sequence[tuple[str, str]], titles: Mapping[str, str]) -> Iterator[list[str]]:
+def _judged(gaps: Gaps, pairs: Sequence[tuple[str, str]], titles: Mapping[str, str]) -> Iterator[list[str]]:
     """The cells of SEEDS of each pair of a recipe and the one that it is compared with."""
-    for (recipe, _), each in zip(pairs, judged(gaps, pairs, titles), strict=True):
+    for (recipe, _), result in zip(pairs, judged(gaps, pairs, titles), strict=True):
         cells = [NOTHING] * len(SEEDS)
-        if each.own:
-            cells[0] = str(each.own.n)
-        if each.own and recipe != BF16:
-            cells[1] = f"{each.own.value:+.4f}"
-            if each.own.n > 1:
-                deviation = statistics.stdev(gaps[recipe].values())
-                cells[2:4] = f"{deviation:.4f}", f"{each.own.low:+.4f} to {each.own.high:+.4f}"
-        if each.change:
-            cells[4:] = f"{each.change.value:+.4f}", each.verdict
+        if own := result.own:
+            cells[0] = str(own.n)
+        if own and recipe != BF16:
+            cells[1] = f"{own.value:+.4f}"
+            if own.n > 1:
+                cells[2:4] = f"{result.deviation:.4f}", f"{own.low:+.4f} to {own.high:+.4f}"
+        if result.change:
+            cells[4:] = f"{result.change.value:+.4f}", result.verdict
         yield cells
 
 
-def _cells(row: Row, columns: Sequence[tuple[str, str, str, float]]) -> Iterator[str]:
+def _cells(row: Row, columns: Sequence[NumberColumn]) -> Iterator[str]:
     for _, name, spec, divisor in columns:
         value = row.figures.get(name)
         yield NOTHING if value is None else format(value if divisor == 1 else value / divisor, spec)
@@ -260,15 +232,39 @@ def _percent(share: float) -> str:
 # Text and Markdown
 
 
-def _text(comparison: Comparison) -> str:
+def _document(
+    comparison: Comparison,
+    head: Callable[[str], str],
+    table: Callable[[Table], str],
+    note: Callable[[str], str],
+    legend: Callable[[str], str],
+) -> str:
+    """The sections and the legend, each part written by its function."""
     blocks = []
     for section in comparison.sections:
-        blocks.append(_wrapped(heading(section)))
-        blocks += [f"{table.title}\n{_aligned(table)}" for table in tables(section)]
+        blocks += [head(heading(section)), *map(table, tables(section))]
         if remarks := notes(section):
-            blocks.append("\n".join(_wrapped(note, "* ") for note in remarks))
-    blocks.append("\n".join(_wrapped(line) for line in LEGEND))
-    return "\n\n".join(blocks) + "\n"
+            blocks.append("\n".join(map(note, remarks)))
+    return "\n\n".join([*blocks, "\n".join(map(legend, LEGEND))]) + "\n"
+
+
+def _text(comparison: Comparison) -> str:
+    return _document(comparison, _wrapped, _aligned, lambda note: _wrapped(note, "* "), _wrapped)
+
+
+def _markdown(comparison: Comparison) -> str:
+    def table(shown: Table) -> str:
+        rows = [[markdown_text(cell) for cell in row] for row in shown.rows]
+        alignment = "l" * shown.left + "r" * (len(shown.header) - shown.left)
+        return f"{shown.title}:\n\n{markdown_table(shown.header, rows, alignment)}"
+
+    return _document(
+        comparison,
+        lambda text: f"### {markdown_text(text)}",
+        table,
+        lambda text: f"* {markdown_text(text)}",
+        "* {}".format,
+    )
 
 
 def _wrapped(text: str, first: str = "") -> str:
@@ -278,27 +274,14 @@ def _wrapped(text: str, first: str = "") -> str:
 def _aligned(table: Table) -> str:
     lines = (table.header, *table.rows)
     widths = [max(len(cell) for cell in column) for column in zip(*lines, strict=True)]
-    return "\n".join(
+    aligned = (
         "  ".join(
             cell.ljust(width) if place < table.left else cell.rjust(width)
             for place, (cell, width) in enumerate(zip(line, widths, strict=True))
         ).rstrip()
         for line in lines
     )
-
-
-def _markdown(comparison: Comparison) -> str:
-    blocks = []
-    for section in comparison.sections:
-        blocks.append(f"### {markdown_text(heading(section))}")
-        for table in tables(section):
-            blocks.append(f"{table.title}:")
-            rows = [[markdown_text(cell) for cell in row] for row in table.rows]
-            blocks.append(markdown_table(table.header, rows, "l" * table.left + "r" * (len(table.header) - table.left)))
-        if remarks := notes(section):
-            blocks.append("\n".join(f"* {markdown_text(note)}" for note in remarks))
-    blocks.append("\n".join(f"* {line}" for line in LEGEND))
-    return "\n\n".join(blocks) + "\n"
+    return "\n".join([table.title, *aligned])
 
 
 # CSV

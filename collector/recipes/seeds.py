@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,11 @@ class Judged:
     change: Estimate | None = None
     is_apart: bool = False
     than: str = ""
+
+    @property
+    def deviation(self) -> float:
+        """The standard deviation of the own gaps; NaN for one seed."""
+        return self.own.error * math.sqrt(self.own.n) if self.own else math.nan
 
     @property
     def verdict(self) -> str:

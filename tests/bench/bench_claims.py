@@ -28,7 +28,6 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -187,15 +186,13 @@ def sentence_of_ablation(opened: Catalog, table: pd.DataFrame) -> str:
     reference = table[table["variant"] == PLAIN].set_index("data")["run_id"]
     table = table.assign(recipe=table["variant"], reference=table["data"].map(reference)).reset_index(drop=True)
     chosen = Ladder("equal steps", (Rung("bf16", "bf16"), *rungs))
-    compared = partial(recipes.compare, opened)
-    return str(recipes.ladder(opened, Filter(), table, chosen, "", None, compared).verdict)
+    return str(recipes.ladder(opened, Filter(), table, chosen, "", None).verdict)
 
 
 def sentence_of_gradients(opened: Catalog, table: pd.DataFrame, name: str) -> str:
     reference = table[table["variant"] == PLAIN].set_index("data")["run_id"]
     table = table.assign(reference=table["data"].map(reference), quantized=table["variant"] != PLAIN)
-    compared = partial(recipes.compare, opened)
-    return str(recipes.gradients(Filter(), table.reset_index(drop=True), name, 0, [0], compared).verdict)
+    return str(recipes.gradients(opened, Filter(), table.reset_index(drop=True), name, 0, [0]).verdict)
 
 
 def contradict(first: str, second: str) -> bool:

@@ -7,7 +7,6 @@ Runs are matched by what they have read, see data.same_data.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +19,7 @@ from binade.collector.recipes.recipe import BF16
 from binade.collector.recipes.seeds import judged
 from binade.data import evidence
 from binade.data.evidence import GAP, Estimate
-from binade.data.same_data import same_data
+from binade.data.same_data import losses_on_same_data
 
 
 def loss_gaps(table: pd.DataFrame, losses: dict[str, list[dict[str, Any]]]) -> pd.DataFrame:
@@ -29,16 +28,14 @@ def loss_gaps(table: pd.DataFrame, losses: dict[str, list[dict[str, Any]]]) -> p
     Columns run_id, label, iteration, loss, gap (nats per token; positive: worse than bf16). Iterations that the
     reference does not have, and runs without a reference, are left out.
     """
-    of = {run_id: {row["iteration"]: row["loss"] for row in rows} for run_id, rows in losses.items()}
-    found = []
-    for _, run in table.iterrows():
-        base = of.get(run["reference"], {})
-        same = same_data(losses.get(run["run_id"], []), losses.get(run["reference"], []))
-        for iteration, loss in sorted(of.get(run["run_id"], {}).items()):
-            if iteration >= 0 and iteration in base and same(iteration):
-                gap = {"iteration": iteration, "loss": loss, "gap": loss - base[iteration]}
-                found.append({"run_id": run["run_id"], "label": run["label"], **gap})
-    return pd.DataFrame(found, columns=["run_id", "label", "iteration", "loss", "gap"])
+    rows = [
+        (run["run_id"], run["label"], iteration, loss, loss - other)
+        for _, run in table.iterrows()
+        for iteration, loss, other in losses_on_same_data(
+            losses.get(run["run_id"], []), losses.get(run["reference"], [])
+        )
+    ]
+    return pd.DataFrame(rows, columns=["run_id", "label", "iteration", "loss", "gap"])
 
 
 def costs(gaps: pd.DataFrame, table: pd.DataFrame) -> pd.DataFrame:
@@ -147,16 +144,15 @@ def rungs(runs: pd.DataFrame, ladder: Ladder) -> pd.DataFrame:
     titles = {rung.recipe: rung.title for rung in ladder.rungs}
     pairs = [(rung.recipe, rung.against) for rung in ladder.rungs]
     rows = []
-    for rung, found in zip(ladder.rungs, judged(gaps, pairs, titles), strict=True):
+    for rung, result in zip(ladder.rungs, judged(gaps, pairs, titles), strict=True):
         row: dict[str, Any] = {"rung": rung.title, "recipe": rung.recipe, "seeds": len(gaps.get(rung.recipe, {}))}
-        row |= {"verdict": found.verdict, "separated": found.is_apart}
+        row |= {"verdict": result.verdict, "separated": result.is_apart}
         if rung.recipe == BF16:
             row |= {"seeds": most, "gap": 0.0}
-        if own := found.own:
-            deviation = own.error * math.sqrt(own.n)
-            row |= {"gap": own.value, "deviation": deviation, "low": own.low, "high": own.high}
-        if found.change:
-            row |= {"change": found.change.value, "judged": found}
+        if own := result.own:
+            row |= {"gap": own.value, "deviation": result.deviation, "low": own.low, "high": own.high}
+        if result.change:
+            row |= {"change": result.change.value, "judged": result}
         rows.append(row)
     columns = ["rung", "recipe", "seeds", "gap", "deviation", "low", "high", "change", "verdict", "separated", "judged"]
     return pd.DataFrame(rows, columns=columns).replace([np.inf, -np.inf], np.nan)

@@ -4,7 +4,7 @@ on the same data."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -58,7 +58,7 @@ NO_GAP = "No run of this ablation has an iteration in common with a bf16 run of 
 NAMED = 4  # runs in the answer
 ONE_SEED = "The gaps of successive iterations depend on each other, so one seed has no interval."
 MAX_GRADIENT_VALUES = 1 << 26  # that a report reads to compare gradients with bf16's
-Compare = Callable[[str, str, str, int], tuple[pd.DataFrame, int]]
+Done = Callable[[int, int], None]  # of the runs whose gradients are compared: how many, of how many
 VIEW = Control(name="of", label="View", param=One(tuple(VIEWS)), titles=VIEWS, row="what")
 GRADIENT = Control(
     name="gradient", label="Gradient", param=One(GRADIENTS), titles={name: label_of(name) for name in GRADIENTS},
@@ -124,38 +124,32 @@ def _controls(selection: Selection, values: dict[str, Any]) -> list[Control]:
     at = [replace(AT, options=iterations)] if len(iterations) > 1 else []
     if values["of"] == "gradients":
         return [VIEW, GRADIENT, *at]
-    names = [ladder.name for ladder in ladders(runs_of(selection.opened, selection.where)["recipe"].dropna())]
+    names = [each.name for each in ladders(runs_of(selection.opened, selection.where)["recipe"].dropna())]
     if not names:
         return [VIEW]
     several = [replace(LADDER, options=names)] if len(names) > 1 else []
     return [VIEW, *several, *([GRADIENT, *at] if iterations else [])]
 
 
-def draw(
-    selection: Selection, values: dict[str, Any], done: Callable[[int, int], None] = lambda count, of: None
-) -> Drawn:
-    opened, where = selection.opened, selection.where
+def draw(selection: Selection, values: dict[str, Any], done: Done = lambda count, of: None) -> Drawn:
+    opened, where, view = selection.opened, selection.where, values["of"]
     table = some_runs(opened, runs_of(opened, where))
-    if values["of"] == "ladder":
-        found = {ladder.name: ladder for ladder in ladders(table["recipe"].dropna())}
-        if (chosen := _chosen(found, values["ladder"])) is None:
+    if view == "ladder":
+        if (chosen := _chosen(table, values["ladder"])) is None:
             return Drawn(problems=(NO_ABLATION,))
-        return ladder(opened, where, table, chosen, values["gradient"], values["at"], partial(compare, opened), done)
-    base = BASE
-    if values["of"] == "cost" and values["against"] != BASE:
-        table, base = _against(opened, table, values["against"])
-        if not has_reference(table):
-            return Drawn(problems=(f"No other run in the filter saw the same data as {base}.",))
-    if not has_reference(table):
-        return Drawn(problems=(no_reference(table),))
-    if values["of"] == "cost":
+        return ladder(opened, where, table, chosen, values["gradient"], values["at"], done)
+    table, base = _against(opened, table, values)
+    if problem := no_reference(table):
+        other = f"No other run in the filter saw the same data as {base}."
+        return Drawn(problems=(problem if base == BASE else other,))
+    if view == "cost":
         return cost(opened, where, table, base)
     name = values["gradient"]
     iterations = iterations_of(opened, name)
     if not iterations:
         return Drawn(problems=(f"No {label_of(name)} was recorded.",))
     at = values["at"] if values["at"] in iterations else iterations[0]
-    return gradients(where, table, name, at, iterations, partial(compare, opened), done)
+    return gradients(opened, where, table, name, at, iterations, done)
 
 
 def runs_of(opened: Catalog, where: Filter) -> pd.DataFrame:
@@ -177,24 +171,25 @@ def runs_in(selection: Selection, values: dict[str, Any]) -> pd.DataFrame:
     opened, where = selection.opened, selection.where
     table = some_runs(opened, runs_of(opened, where))
     if values["of"] == "ladder":
-        found = {ladder.name: ladder for ladder in ladders(table["recipe"].dropna())}
-        chosen = _chosen(found, values["ladder"])
+        chosen = _chosen(table, values["ladder"])
         return table[table["recipe"].isin([rung.recipe for rung in chosen.rungs] if chosen else [])]
-    if values["of"] == "cost" and values["against"] != BASE:
-        return _against(opened, table, values["against"])[0]
-    return table
+    return _against(opened, table, values)[0]
 
 
-def _against(opened: Catalog, table: pd.DataFrame, run_id: str) -> tuple[pd.DataFrame, str]:
-    """(the runs of the table, compared with this run instead of bf16; its label)."""
+def _against(opened: Catalog, table: pd.DataFrame, values: Mapping[str, Any]) -> tuple[pd.DataFrame, str]:
+    """(the runs of the table, compared with the chosen run; its label). BASE compares each with its bf16 run."""
+    run_id = values["against"]
+    if values["of"] != "cost" or run_id == BASE:
+        return table, BASE
     every = every_run(opened)
-    kept = every[every["run_id"].isin([*table["run_id"], run_id])].reset_index(drop=True)
-    return compared_with(kept, run_id), every.set_index("run_id")["label"][run_id]
+    own = every[every["run_id"].isin([*table["run_id"], run_id])].reset_index(drop=True)
+    return compared_with(own, run_id), every.set_index("run_id")["label"][run_id]
 
 
-def _chosen(found: dict[str, Ladder], name: str | None) -> Ladder | None:
+def _chosen(table: pd.DataFrame, name: str | None) -> Ladder | None:
     """The ladder of this name, else the first: the filter may leave it out."""
-    return found.get(name or "") or next(iter(found.values()), None)
+    by_name = {each.name: each for each in ladders(table["recipe"].dropna())}
+    return by_name.get(name or "") or next(iter(by_name.values()), None)
 
 
 def _beyond(opened: Catalog, where: Filter, run_ids: Collection[str]) -> set[str]:
@@ -203,16 +198,15 @@ def _beyond(opened: Catalog, where: Filter, run_ids: Collection[str]) -> set[str
     return shown.union(references_of(opened, where, shown))
 
 
-def has_reference(table: pd.DataFrame) -> bool:
-    return bool(table["quantized"].any()) and bool(table.loc[table["quantized"], "reference"].notna().any())
-
-
 def no_reference(table: pd.DataFrame) -> str:
+    """Why none of the runs can be compared, "" if one can."""
     if table.empty:
         return "The filter selects no run."
     if not table["quantized"].any():
         return "None of these runs was quantized in training: collect one, for example with `binade quick mxfp4`."
-    return "No bf16 run saw the same data as these runs: collect one with the same options and --quantization bf16."
+    if comparable_runs(table).empty:
+        return "No bf16 run saw the same data as these runs: collect one with the same options and --quantization bf16."
+    return ""
 
 
 def cost(opened: Catalog, where: Filter, table: pd.DataFrame, base: str = BASE) -> Drawn:
@@ -269,26 +263,18 @@ def iterations_of(opened: Catalog, name: str) -> list[int]:
     return opened.facets(Filter(tensor_name=(name,))).get("iteration", [])
 
 
-def compare(opened: Catalog, run_id: str, reference: str, name: str, at: int) -> tuple[pd.DataFrame, int]:
-    """A run's gradients of one name and iteration against the reference's: as `gradient_errors`."""
-    where = Filter(tensor_name=(name,), iteration=(at,))
-    request = "gradients", run_id, reference, where
-    return opened.kept(request, lambda: gradient_errors(opened, pairs_on_same_data(opened, run_id, reference, where)))
-
-
 def gradients(
+    opened: Catalog,
     where: Filter,
     table: pd.DataFrame,
     name: str,
     at: int,
     iterations: list[int],
-    compared: Compare,
-    done: Callable[[int, int], None] = lambda count, of: None,
+    done: Done = lambda count, of: None,
 ) -> Drawn:
-    """How far each run's gradients of this name are from bf16's. compared: `compare`, or a version that caches its
-    results; done is called with the number of finished runs and of all."""
+    """How far each run's gradients of this name are from bf16's."""
     runs = runs_compared(table)
-    together, unread = _pairs(runs, "label", name, at, compared, done)
+    together, unread = _pairs(opened, runs, "label", name, at, done)
     if together.empty:
         return Drawn(problems=("No gradient of these runs has a counterpart with values in its bf16 run.",))
     together["place"] = [
@@ -340,19 +326,18 @@ def ladder(
     chosen: Ladder,
     name: str,
     at: int | None,
-    compared: Compare,
-    done: Callable[[int, int], None] = lambda count, of: None,
+    done: Done = lambda count, of: None,
 ) -> Drawn:
     """An ablation: what each rung of the ladder costs, and whether the seeds separate it. name, at: of the gradients
-    that are compared, "" for none; compared and done are as in `gradients`."""
+    that are compared, "" for none."""
     gaps = compute.loss_gaps(table, losses_of(opened, table["run_id"].tolist()))
     runs, left_out = compute.ladder_runs(table, gaps, chosen)
     rungs = compute.rungs(runs, chosen)
     answer = _separated(rungs, chosen)
     rungs = rungs.drop(columns="judged")
     if not runs["gap"].notna().any():
-        return Drawn(problems=(no_reference(table) if not has_reference(table) else NO_GAP,))
-    errors, notes = _gradient_errors(opened, runs, name, at, compared, done)
+        return Drawn(problems=(no_reference(table) or NO_GAP,))
+    errors, notes = _gradient_errors(opened, runs, name, at, done)
     rungs = rungs.merge(errors, on="recipe", how="left").merge(_sqnr(opened, runs), on="recipe", how="left")
     columns = {key: column for key, column in RUNGS.items() if key in rungs and rungs[key].notna().any()}
     seeds = runs.dropna(subset="gap").merge(rungs[["recipe", "rung"]], on="recipe")[["rung", "seed", "gap"]]
@@ -412,12 +397,7 @@ def _sqnr(opened: Catalog, runs: pd.DataFrame) -> pd.DataFrame:
 
 
 def _gradient_errors(
-    opened: Catalog,
-    runs: pd.DataFrame,
-    name: str,
-    at: int | None,
-    compared: Compare,
-    done: Callable[[int, int], None],
+    opened: Catalog, runs: pd.DataFrame, name: str, at: int | None, done: Done
 ) -> tuple[pd.DataFrame, list[str]]:
     """(columns recipe, cosine and relative_squared_error, over all seeds; what to say of them)."""
     nothing = pd.DataFrame(columns=["recipe"])
@@ -427,7 +407,7 @@ def _gradient_errors(
     if not iterations:
         return nothing, [f"No {label_of(name)} was recorded: there is no gradient error."]
     at = at if at in iterations else iterations[0]
-    together, unread = _pairs(runs[runs["reference"].notna()], "recipe", name, at, compared, done)
+    together, unread = _pairs(opened, runs[runs["reference"].notna()], "recipe", name, at, done)
     if together.empty:
         return nothing, [f"No {label_of(name)} has a counterpart with values in bf16: there is no gradient error."]
     notes = [f"Gradients: {len(together):,} pairs of {name} tensors of iteration {at}, all seeds together."]
@@ -463,17 +443,17 @@ def comparable_runs(table: pd.DataFrame) -> pd.DataFrame:
     return table[table["quantized"] & table["reference"].notna()]
 
 
-def _pairs(
-    runs: pd.DataFrame, by: str, name: str, at: int, compared: Compare, done: Callable[[int, int], None]
-) -> tuple[pd.DataFrame, int]:
-    """(the pairs of all runs' gradients with those of their references, group being the run's `by`; how many could not
-    be read)."""
+def _pairs(opened: Catalog, runs: pd.DataFrame, by: str, name: str, at: int, done: Done) -> tuple[pd.DataFrame, int]:
+    """(the `gradient_errors` of all runs to their references, group being the run's `by`; how many pairs could not be
+    read)."""
     parts, unread = [], 0
-    for count, (_, run) in enumerate(runs.iterrows()):
-        found, missing = compared(run["run_id"], run["reference"], name, at)
-        parts.append(found.assign(group=run[by]))
+    for count, run in enumerate(runs.to_dict("records"), 1):
+        pairs = run["run_id"], run["reference"], Filter(tensor_name=(name,), iteration=(at,))
+        read = partial(lambda pairs: gradient_errors(opened, pairs_on_same_data(opened, *pairs)), pairs)
+        errors, missing = opened.kept(("gradients", *pairs), read)
+        parts.append(errors.assign(group=run[by]))
         unread += missing
-        done(count + 1, len(runs))
+        done(count, len(runs))
     return pd.concat(parts, ignore_index=True), unread
 
 
@@ -484,33 +464,33 @@ def runs_compared(table: pd.DataFrame) -> pd.DataFrame:
 def report(selection: ReportSelection) -> Iterator[Section]:
     opened, where = selection.opened, selection.where
     runs = some_runs(opened, runs_of(opened, where))
-    if not has_reference(runs):
-        yield Section("comparisons", problems=[no_reference(runs).replace("`", "")])
+    if problem := no_reference(runs):
+        yield Section("comparisons", problems=[problem.replace("`", "")])
         return
-    found = cost(opened, where, runs)
+    losses = cost(opened, where, runs)
     tables = [
         ReportTable(name, "Loss compared with bf16", frame.drop(columns=[*PARTS]))
-        for name, frame in found.tables.items()
+        for name, frame in losses.tables.items()
     ]
-    yield Section("comparisons", "", found.figures, tables, verdict=found.verdict, problems=found.problems)
-    for each in ladders(runs["recipe"].dropna()):
-        yield _ladder_section(selection, runs, each)
-    of_weights = _weight_gradients(opened, where, runs)
-    figures = [replace(figure, name=f"gradients_{figure.name}") for figure in of_weights.figures]
-    yield Section("comparisons", figures=figures, problems=of_weights.sentences)
-
-
-def _weight_gradients(opened: Catalog, where: Filter, runs: pd.DataFrame) -> Drawn:
-    """Those of the first iteration, unless that would read too many values."""
+    yield Section("comparisons", "", losses.figures, tables, verdict=losses.verdict, problems=losses.problems)
     name = GRADIENTS[0]
     iterations = iterations_of(opened, name)
+    for chosen in ladders(runs["recipe"].dropna()):
+        own = comparable_runs(runs[runs["recipe"].isin([rung.recipe for rung in chosen.rungs])])
+        too_many = bool(iterations) and _values_read(opened, own, name, iterations[0]) > MAX_GRADIENT_VALUES
+        drawn, key = ladder(opened, where, runs, chosen, "" if too_many else name, None), f"ladder_{slug(chosen.name)}"
+        figures = [replace(each, name=key, note=f"{drawn.verdict} {each.note}") for each in drawn.figures]
+        tables = [ReportTable(key, f"Ablation of {chosen.name}", frame) for frame in drawn.tables.values()]
+        yield Section("comparisons", figures=figures, tables=tables, problems=drawn.problems)
     if not iterations:
-        return Drawn(problems=(f"No {label_of(name)} was recorded.",))
-    values = _values_read(opened, runs_compared(runs), name, iterations[0])
-    if values > MAX_GRADIENT_VALUES:
+        drawn = Drawn(problems=(f"No {label_of(name)} was recorded.",))
+    elif (values := _values_read(opened, runs_compared(runs), name, iterations[0])) > MAX_GRADIENT_VALUES:
         problem = f"Gradients are not compared here: {big(values)} values would be read. See Recipes in the app."
-        return Drawn(problems=(problem,))
-    return gradients(where, runs, name, iterations[0], iterations, partial(compare, opened))
+        drawn = Drawn(problems=(problem,))
+    else:
+        drawn = gradients(opened, where, runs, name, iterations[0], iterations)
+    figures = [replace(figure, name=f"gradients_{figure.name}") for figure in drawn.figures]
+    yield Section("comparisons", figures=figures, problems=drawn.sentences)
 
 
 def _values_read(opened: Catalog, runs: pd.DataFrame, name: str, iteration: int) -> int:
@@ -518,19 +498,6 @@ def _values_read(opened: Catalog, runs: pd.DataFrame, name: str, iteration: int)
     where = Filter(tensor_name=(name,), iteration=(iteration,))
     pairs = (pairs_on_same_data(opened, run["run_id"], run["reference"], where) for _, run in runs.iterrows())
     return sum(int(each["numel"].sum()) for each in pairs)
-
-
-def _ladder_section(selection: ReportSelection, runs: pd.DataFrame, chosen: Ladder) -> Section:
-    """An ablation, with gradients of the first iteration unless that would read too many values."""
-    opened, name = selection.opened, GRADIENTS[0]
-    own = comparable_runs(runs[runs["recipe"].isin([rung.recipe for rung in chosen.rungs])])
-    iterations = iterations_of(opened, name)
-    too_many = bool(iterations) and _values_read(opened, own, name, iterations[0]) > MAX_GRADIENT_VALUES
-    drawn = ladder(opened, selection.where, runs, chosen, "" if too_many else name, None, partial(compare, opened))
-    key = f"ladder_{slug(chosen.name)}"
-    figures = [replace(each, name=key, note=f"{drawn.verdict} {each.note}") for each in drawn.figures]
-    tables = [ReportTable(key, f"Ablation of {chosen.name}", frame) for frame in drawn.tables.values()]
-    return Section("comparisons", figures=figures, tables=tables, problems=drawn.problems)
 
 
 RECIPES = Question(
