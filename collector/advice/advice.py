@@ -79,17 +79,17 @@ class Advice:
     @property
     def bits(self) -> float:
         """The bits per forward value."""
-        return _mean_bits(self.forward)
+        return _totals(self.forward)[0]
 
     @property
     def change(self) -> float:
         """The predicted change in the loss."""
-        return float(self.forward["change"].sum())
+        return _totals(self.forward)[1]
 
     @property
     def error(self) -> float:
         """The standard error of the predicted change over sequences; NaN for one sequence."""
-        return error_of(self.forward["by_sequence"])
+        return _totals(self.forward)[2]
 
     @property
     def estimate(self) -> Estimate:
@@ -217,7 +217,7 @@ def advise(costs: Costs, request: Request) -> Advice:
     if not backward.empty:
         # A mean over values, as Adam moves every weight alike.
         noise = backward.assign(cost=backward["noise"] * backward["values"])
-        limit = request.bits if request.bits is not None else _mean_bits(parts[0])
+        limit = request.bits if request.bits is not None else _totals(parts[0])[0]
         others = pairs(noise, specs, request.tiles)
         parts.append(_rows(backward, choose(others, bits=limit, most_bf16=request.most_bf16)))
     chosen = pd.concat(parts, ignore_index=True)
@@ -225,9 +225,7 @@ def advise(costs: Costs, request: Request) -> Advice:
     measured = chosen["change"].where(chosen["gemm"] == FORWARD, chosen["noise"])
     chosen = chosen.assign(saved=chosen.pop("narrowest") - measured)
     rows = [*_frontier(options, request, forward)]
-    for spec, own in forward.groupby("spec"):
-        total = float(own["change"].sum()), error_of(own["by_sequence"])
-        rows.append(("uniform", str(spec), _mean_bits(own), *total))
+    rows += [("uniform", str(spec), *_totals(own)) for spec, own in forward.groupby("spec")]
     published = {name: placed(parse_recipe(name), costs) for name in PUBLISHED}
     rows += [("published", name, *at) for name, at in published.items() if at]
     unplaced = tuple(name for name, at in published.items() if not at)
@@ -261,8 +259,10 @@ def _narrowest(table: pd.DataFrame, specs: Sequence[str]) -> pd.DataFrame:
     return own[OPERAND].assign(narrowest=own["change"].where(own["gemm"] == FORWARD, own["noise"]))
 
 
-def _mean_bits(rows: pd.DataFrame) -> float:
-    return float(rows["bits"].sum() / rows["values"].sum())
+def _totals(rows: pd.DataFrame) -> tuple[float, float, float]:
+    """(bits per value, change in the loss, its standard error over sequences) of a row for each operand."""
+    bits = float(rows["bits"].sum() / rows["values"].sum())
+    return bits, float(rows["change"].sum()), error_of(rows["by_sequence"])
 
 
 def _frontier(
@@ -276,9 +276,7 @@ def _frontier(
             best = choose(options, bits=float(bits) + 1e-9, most_bf16=request.most_bf16)
         except AdviceError:  # only so many layers may be in bf16
             continue
-        chosen = _rows(forward, best)
-        total = float(chosen["change"].sum()), error_of(chosen["by_sequence"])
-        yield "advised", f"{bits:.1f} bits", float(best["bits"].sum() / values), *total
+        yield "advised", f"{bits:.1f} bits", *_totals(_rows(forward, best))
 
 
 def placed(recipe: Recipe, costs: Costs, skip: str = "") -> tuple[float, float, float] | None:

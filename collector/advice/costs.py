@@ -40,7 +40,6 @@ class Costs:
                    its values), change (of the loss, forward operands only), error (its standard error over sequences),
                    by_sequence (the changes of the sequences, in one order), noise (‖e‖²/‖x‖²), tensor_id
     runs           the runs that it is from, all of one recipe
-    micro_batches  the fewest that an operand was recorded in
     sequences      the fewest sequences that an operand's change was predicted from
     reliability    Spearman's ρ of the forward operands' costs, in the narrowest spec, between two halves of the
                    sequences; NaN for one sequence or for fewer than three operands
@@ -49,7 +48,6 @@ class Costs:
 
     table: pd.DataFrame
     runs: tuple[str, ...]
-    micro_batches: int
     sequences: int
     reliability: float
     left: tuple[str, ...]
@@ -110,6 +108,42 @@ def costs(catalog: Catalog, where: Filter | None = None, parts: Sequence[str] = 
     found = found.assign(field=_fields(found)).dropna(subset="field")
     table, left = _complete(found)
     forward = table[table["gemm"] == FORWARD]
+    _check_predicted(forward)
+    table["change"], table["cost"], table["error"] = forward["change"], forward["cost"], forward["change_error"]
+    bf16 = table.drop_duplicates(OPERAND).assign(spec=BF16, noise=0.0, error=0.0)
+    bf16["by_sequence"] = [[] for _ in range(len(bf16))]
+    bf16[["change", "cost"]] = bf16[["change", "cost"]].where(bf16["gemm"] != FORWARD, 0.0)
+    table = pd.concat([table, bf16], ignore_index=True)
+    table["bits"] = table["values"] * table["spec"].map({spec: bits_of(spec) for spec in set(table["spec"])})
+    narrowest = min(set(table["spec"]), key=lambda spec: (bits_of(spec), spec))
+    halves = forward[forward["spec"] == narrowest].dropna(subset=["half", "other"])
+    reliability = float(spearmanr(halves["half"], halves["other"]).statistic) if len(halves) > 2 else math.nan
+    columns = [*OPERAND, "spec", "values", "bits", "change", "cost", "error", "by_sequence", "noise", "tensor_id"]
+    return Costs(table[columns], runs, int(forward["sequences"].min()), reliability, left)
+
+
+def _runs(catalog: Catalog, where: Filter | None) -> tuple[str, ...]:
+    """The bf16 runs of the filter, or those of its one recipe, that saw the same model and data."""
+    runs = catalog.runs()
+    chosen = runs[runs["run_id"].isin(catalog.distinct(("run_id",), where)["run_id"])]
+    if chosen.empty:
+        raise AdviceError(
+            "there is no run with recorded tensors: collect one, for example with binade run --quantization bf16"
+        )
+    rounds_nothing = [catalog.operands(Filter(run_id=(run,)))["format"].isna().all() for run in chosen["run_id"]]
+    if any(rounds_nothing):
+        chosen = chosen[rounds_nothing]
+    for name in ("recipe", "model", "size", "dataset"):
+        if len(several := sorted(map(str, chosen[name].fillna("unknown").unique()))) > 1:
+            raise AdviceError(
+                f"the runs have several {name}s ({', '.join(several)}), so their predicted losses cannot be added: "
+                f"restrict the filter to one {name} or one run"
+            )
+    return tuple(chosen["run_id"])
+
+
+def _check_predicted(forward: pd.DataFrame) -> None:
+    """Raise AdviceError if a change in the loss cannot be predicted for each forward operand."""
     if forward.empty:
         raise AdviceError(
             "no forward GEMM has both operands recorded and scored: record inputs and weights, as binade run does "
@@ -132,38 +166,6 @@ def costs(catalog: Catalog, where: Filter | None = None, parts: Sequence[str] = 
             f"{int(row['layer_index'])} {row['module']} {row['tensor_name']} in {row['spec']}: a gradient is not "
             "finite, or was not recorded; record the run again, or filter by another run"
         )
-    table["change"], table["cost"], table["error"] = forward["change"], forward["cost"], forward["change_error"]
-    bf16 = table.drop_duplicates(OPERAND).assign(spec=BF16, noise=0.0, error=0.0)
-    bf16["by_sequence"] = [[] for _ in range(len(bf16))]
-    bf16[["change", "cost"]] = bf16[["change", "cost"]].where(bf16["gemm"] != FORWARD, 0.0)
-    table = pd.concat([table, bf16], ignore_index=True)
-    table["bits"] = table["values"] * table["spec"].map({spec: bits_of(spec) for spec in set(table["spec"])})
-    narrowest = min(set(table["spec"]), key=lambda spec: (bits_of(spec), spec))
-    halves = forward[forward["spec"] == narrowest].dropna(subset=["half", "other"])
-    reliability = float(spearmanr(halves["half"], halves["other"]).statistic) if len(halves) > 2 else math.nan
-    columns = [*OPERAND, "spec", "values", "bits", "change", "cost", "error", "by_sequence", "noise", "tensor_id"]
-    micro_batches, sequences = (int(forward[name].min()) for name in ("micro_batches", "sequences"))
-    return Costs(table[columns], runs, micro_batches, sequences, reliability, left)
-
-
-def _runs(catalog: Catalog, where: Filter | None) -> tuple[str, ...]:
-    """The bf16 runs of the filter, or those of its one recipe, that saw the same model and data."""
-    runs = catalog.runs()
-    chosen = runs[runs["run_id"].isin(catalog.distinct(("run_id",), where)["run_id"])]
-    if chosen.empty:
-        raise AdviceError(
-            "there is no run with recorded tensors: collect one, for example with binade run --quantization bf16"
-        )
-    rounds_nothing = [catalog.operands(Filter(run_id=(run,)))["format"].isna().all() for run in chosen["run_id"]]
-    if any(rounds_nothing):
-        chosen = chosen[rounds_nothing]
-    for name in ("recipe", "model", "size", "dataset"):
-        if len(several := sorted(map(str, chosen[name].fillna("unknown").unique()))) > 1:
-            raise AdviceError(
-                f"the runs have several {name}s ({', '.join(several)}), so their predicted losses cannot be added: "
-                f"restrict the filter to one {name} or one run"
-            )
-    return tuple(chosen["run_id"])
 
 
 def _fields(table: pd.DataFrame) -> pd.Series:

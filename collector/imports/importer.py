@@ -15,7 +15,6 @@ import json
 import os
 import re
 import signal
-import stat
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -28,23 +27,22 @@ import torch
 from torch import Tensor
 
 from binade.collector.errors import ConfigError
+from binade.collector.imports.files import File, Refusal, checked, walk
 from binade.collector.imports.log import Log
-from binade.collector.imports.registry import beside, interpret
+from binade.collector.imports.registry import interpret
 from binade.collector.imports.workers import Death, scatter
 from binade.collector.training.memory import available_host_memory
 from binade.data.access import check_writable
-from binade.data.foreign import SUFFIXES, ForeignTensor, TooLargeError, opened
+from binade.data.foreign import ForeignTensor, TooLargeError, opened
 from binade.data.json_files import parse_json, read_json
 from binade.data.runs import (
     CANCELLED,
     DONE,
     FAILED,
     IMPORT,
-    RUNNING,
     RunError,
     RunFile,
     RunWriter,
-    is_unicode,
     list_runs,
     write_run_file,
 )
@@ -65,17 +63,6 @@ SECONDS_A_SEGMENT = 5.0
 SCORE_BYTES = 28  # that scoring takes, for each element, at its peak
 SMALL = 1 << 25  # a smaller file is read without asking whether there is memory for it
 SHARE = 0.8  # of the free memory may be used
-PICKLE = "a pickle can run code when it is opened, so it is not opened"
-
-
-@dataclass(frozen=True)
-class File:
-    """A tensor file as it was found: an absolute path, and a name relative to the imported directory."""
-
-    path: str
-    name: str
-    size: int
-    mtime_ns: int
 
 
 @dataclass(frozen=True)
@@ -89,19 +76,6 @@ class Job:
     scores: tuple[str, ...]
     room: int | None = None
     alone: bool = False
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """A file, or one tensor of it, that was not imported."""
-
-    file: str
-    reason: str
-    key: str | None = None
-
-    @property
-    def line(self) -> str:
-        return f"{self.file}{f' [{self.key}]' if self.key else ''}: {self.reason}"
 
 
 @dataclass(frozen=True)
@@ -224,7 +198,7 @@ def import_logs(
     imported kept.
     """
     start = time.monotonic()
-    source = _checked(source, root)
+    source = checked(source, root)
     scores = tuple(dict.fromkeys(str(Spec.of(name)) for name in scores))
     if workers is not None and workers < 1:
         raise ConfigError(f"--workers is {workers}: it must be 1 or more")
@@ -245,89 +219,12 @@ def import_logs(
             task = _Import(writer, scores, workers or len(os.sched_getaffinity(0)), refused, report, progress)
             task.run(found)
         except BaseException as error:
-            if writer.status.state == RUNNING:  # the import failed before `run`
-                writer.finish(FAILED, str(error))
+            cancelled = isinstance(error, KeyboardInterrupt)
+            writer.finish(CANCELLED if cancelled else FAILED, None if cancelled else describe(error))
             with suppress(OSError):  # a full disk must not hide what happened
                 note(f"ended early: {type(error).__name__}: {error}")
             raise
     return task.result(time.monotonic() - start)
-
-
-def _checked(source: Path, root: Path) -> Path:
-    source = Path(os.path.expanduser(source))
-    if not os.path.exists(source):
-        raise ConfigError(f"there is no directory {source}: give one that contains tensor logs")
-    if not os.path.isdir(source):
-        raise ConfigError(f"{source} is not a directory: give the one that contains the tensor logs")
-    source = source.resolve()
-    if not is_unicode(str(source)):
-        raise ConfigError(
-            "the directory's name is not valid Unicode: rename it or the parent directory that causes this"
-        )
-    if source == root.resolve():
-        raise ConfigError(f"{source} is the root of the runs, which are indexed already: give a directory of logs")
-    return source
-
-
-def walk(source: Path, root: Path) -> tuple[list[File], list[Refusal]]:
-    """The tensor files under a directory in the order of their names, and the refusals of all other files except those
-    that a tool writes next to its tensors.
-
-    Links are not followed: targets inside the directory are found anyway. The root of the runs is left out.
-    """
-    files: list[File] = []
-    refused: list[Refusal] = []
-    ours = str(root.resolve())
-    prefix = len(os.path.join(source, ""))
-
-    def refuse(path: str, reason: str) -> None:
-        refused.append(Refusal(path[prefix:].encode(errors="backslashreplace").decode() or ".", reason))
-
-    def refuse_listing(error: OSError) -> None:
-        refuse(error.filename, f"cannot be listed: {(error.strerror or '').lower()}")
-
-    for directory, below, names in os.walk(str(source), onerror=refuse_listing):
-        entries, below[:] = sorted([*below, *names]), []
-        for entry in entries:
-            path = os.path.join(directory, entry)
-            try:
-                status = os.lstat(path)
-            except OSError as error:
-                refuse(path, (error.strerror or "cannot be accessed").lower())
-                continue
-            if not is_unicode(entry):
-                refuse(path, "its name is not valid Unicode")
-            elif stat.S_ISDIR(status.st_mode):
-                if path != ours:
-                    below.append(entry)
-            elif (reason := _refusal(path, status, source)) is not None:
-                if reason:
-                    refuse(path, reason)
-            else:
-                files.append(File(path, path[prefix:], status.st_size, status.st_mtime_ns))
-    return files, refused
-
-
-def _refusal(path: str, status: os.stat_result, source: Path) -> str | None:
-    """Why an entry other than a directory is not read, "" if this need not be reported; None for a tensor file."""
-    if stat.S_ISLNK(status.st_mode):
-        try:
-            target = Path(os.path.realpath(path, strict=True))
-        except OSError:
-            return "a symbolic link whose target does not exist, or that points to itself"
-        if not target.is_relative_to(source):
-            return "a symbolic link out of the directory: links are not followed"
-        return "a symbolic link: its target is found separately"
-    if not stat.S_ISREG(status.st_mode):
-        return "it is not a regular file"
-    suffix = os.path.splitext(path)[1]
-    if suffix in (".pkl", ".pickle"):
-        return PICKLE
-    if suffix not in SUFFIXES:
-        if (reason := beside(Path(path))) is not None:
-            return reason
-        return f"not a tensor file: expected {', '.join(SUFFIXES)}"
-    return None if status.st_size else "it is empty (0 bytes)"
 
 
 @contextmanager
@@ -391,14 +288,10 @@ class _Import:
                 self._take(job, result, done, len(fresh))
             self._publish()
             self._conclude()
-        except BaseException as error:
+        except BaseException:
             with suppress(OSError):  # of a full disk: published segments stay
                 self._publish()
                 self._conclude()
-            if isinstance(error, KeyboardInterrupt):
-                self.writer.finish(CANCELLED)
-            else:
-                self.writer.finish(FAILED, describe(error))
             raise
         nothing = not (self.added or self.known)
         self.writer.finish(FAILED if nothing else DONE, "every file was refused: refused.jsonl" if nothing else None)
