@@ -117,7 +117,10 @@ def test_app_takes_only_config_recipes_jobs_and_advice_from_the_collector():
             "duckdb",
             lambda path: (
                 path
-                in {f"data/{name}.py" for name in ("catalog", "index", "intake", "sandbox", "sketches", "statement")}
+                in {
+                    f"data/{name}.py"
+                    for name in ("catalog", "index", "intake", "open_index", "sandbox", "sketches", "statement")
+                }
             ),
         ),
         (

@@ -348,7 +348,7 @@ class TestCubes:
         make_run(tmp_path, assorted(1, raw=False))
         with Catalog.open(tmp_path) as catalog:
             assert catalog._rows("SELECT sum(upto) FROM cube") == [(0,)]
-            assert len(catalog._frame("FROM place_sketch UNION ALL FROM history_sketch")) == 0
+            assert len(catalog.ask("FROM place_sketch UNION ALL FROM history_sketch")) == 0
 
 
 class TestSketches:

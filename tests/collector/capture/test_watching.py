@@ -48,7 +48,7 @@ def trained(
             optimizer.zero_grad()
             end_step(recorder)
     with Catalog.open(root) as catalog:
-        counts = catalog._frame(
+        counts = catalog.ask(
             "SELECT iteration, count(*) AS tensors, count(path) AS kept, count(sketch_start)::BIGINT AS sketched"
             " FROM tensor GROUP BY ALL ORDER BY ALL"
         )
