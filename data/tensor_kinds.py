@@ -75,7 +75,7 @@ class TensorKind:
     contracted_axis  the axis that this GEMM contracts, from the end; None for a result. Outside of products, the axis
                      of its scores, None for none
     size             the tensor whose number of elements it has: input, weight or output of a linear layer; query, key,
-                     value, scores or output of attention; outside of products, see collector.models.shape.OtherSpec
+                     value, scores or output of attention; outside of products, see collector.models.specs.OtherSpec
     color, label its color and name in charts and texts; the same for a name that occurs in two products
     """
 

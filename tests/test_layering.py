@@ -98,6 +98,14 @@ def test_imports_run_one_way(package):
     assert found and not {path: names for path, names in found.items() if names}
 
 
+def test_models_know_nothing_of_capture_and_training():
+    """Of the collector they import its leaves; models by path, which transformers may run, are above capture."""
+    paths = [path for path in SOURCES if path.startswith("collector/models/")]
+    allowed = ("collector.models", "collector.errors")
+    above = {p: {n for n in imports_of(p) if n.startswith("collector.") and not n.startswith(allowed)} for p in paths}
+    assert paths and not {path: names for path, names in above.items() if names}
+
+
 def test_app_takes_only_config_recipes_jobs_and_advice_from_the_collector():
     paths = [path for path in SOURCES if path.startswith("app/")]
     taken = {name for path in paths for name in imports_of(path) if name.startswith("collector.")}

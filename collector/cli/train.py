@@ -15,7 +15,7 @@ from binade.collector.cli.console import console
 from binade.collector.cli.options import request_of, training_params
 from binade.collector.datasets.inputs import describe_inputs
 from binade.collector.errors import ConfigError
-from binade.collector.models.directory import describe_weights
+from binade.collector.pretrained.directory import describe_weights
 from binade.collector.recipes.selection import Selection, by_layer
 from binade.collector.training.config import RunConfig
 from binade.collector.training.slurm_options import SlurmOptions

@@ -17,8 +17,7 @@ import numpy as np
 
 from binade.collector.datasets.inputs import BYTE, find_tokenizer
 from binade.collector.errors import ConfigError, DataError
-from binade.collector.models.directory import GGUF
-from binade.collector.models.gguf_file import open_gguf
+from binade.collector.pretrained.gguf_file import GGUF, open_gguf
 
 END_OF_DOCUMENT = 256
 END_TOKENS = ("<|end_of_text|>", "<|endoftext|>", "<｜end▁of▁sentence｜>", "</s>", "<eos>", "[EOS]")

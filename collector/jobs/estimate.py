@@ -20,7 +20,7 @@ from statistics import median
 from typing import Any
 
 from binade.collector.errors import ConfigError
-from binade.collector.models.shape import OtherSpec, Spec
+from binade.collector.models.specs import OtherSpec, Spec
 from binade.collector.settings import Device, Stats
 from binade.collector.training.config import RunConfig, check
 from binade.collector.training.memory import available_host_memory, check_memory, needed

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from binade.collector.models.norm import RMSNorm
 from binade.collector.models.parallel import (
     STACKED,
     Begin,
@@ -22,14 +21,11 @@ from binade.collector.models.parallel import (
     scatter_sequence,
 )
 from binade.collector.models.rotary import apply_rotary, pairs_to_halves
-from binade.collector.models.shape import CoreSpec, LinearSpec
 from binade.collector.models.site import Site
+from binade.collector.models.specs import CoreSpec, LinearSpec, Spec
 from binade.collector.ranks import SINGLE, Group
 from binade.data.segment import Shard
 from binade.quant.gemm import Observed, matmul
-
-if TYPE_CHECKING:
-    from binade.collector.models.deepseek import DeepseekShape
 
 
 @dataclass(frozen=True)
@@ -109,28 +105,35 @@ class SelfAttention(nn.Module):
 
 class LatentAttention(nn.Module):
     """Multi-head latent attention: keys and values are expanded from one small latent per token, and all heads share
-    the rotated part of the key.
+    the rotated part of the key. Queries may be expanded from a latent too.
 
     The down projections are whole on every rank and see whole sequences, the up projections are split by heads.
+    specs are the linear layers q or q_down and q_up, kv_down, kv_up, proj, and the core; build_norm builds the norm of
+    a latent from its width.
     """
 
-    def __init__(self, shape: DeepseekShape, layer: int, group: Group) -> None:
+    def __init__(
+        self, specs: Sequence[Spec], scale: float, build_norm: Callable[[int], nn.Module], group: Group
+    ) -> None:
         super().__init__()
-        self.shape, self.group = shape, group
+        self.group = group
         group = replace(group, sequence_parallel=False)
-        self.heads = shape.heads // group.size
-        linear = {spec.site.module: spec for spec in shape.linears(layer)}
-        if shape.q_lora_rank is None:
+        linear = {spec.site.module: spec for spec in specs if isinstance(spec, LinearSpec)}
+        (core,) = (spec for spec in specs if isinstance(spec, CoreSpec))
+        down, up = linear["kv_down"], linear["kv_up"]
+        self.heads = core.heads // group.size
+        self.latent, self.qk_rope, self.v_head = up.inputs, down.outputs - up.inputs, core.value_dim
+        self.qk_nope = core.head_dim - self.qk_rope
+        if "q" in linear:
             self.linear_q = build_linear(linear["q"], group)
         else:
             self.linear_q_down = build_linear(linear["q_down"], group)
-            self.q_layernorm = RMSNorm(shape.q_lora_rank, shape.norm_eps)
+            self.q_layernorm = build_norm(linear["q_down"].outputs)
             self.linear_q_up = build_linear(linear["q_up"], group)
-        self.linear_kv_down = build_linear(linear["kv_down"], group)
-        self.kv_layernorm = RMSNorm(shape.kv_lora_rank, shape.norm_eps)
-        self.linear_kv_up = build_linear(linear["kv_up"], group)
-        scale = (shape.rope_scaling.softmax_scale if shape.rope_scaling else 1.0) / math.sqrt(shape.head_dim)
-        self.core_attention = CoreAttention(Site(layer, "core"), shape.head_dim, scale, group)
+        self.linear_kv_down = build_linear(down, group)
+        self.kv_layernorm = build_norm(self.latent)
+        self.linear_kv_up = build_linear(up, group)
+        self.core_attention = CoreAttention(core.site, core.head_dim, scale, group)
         self.linear_proj = build_linear(linear["proj"], group)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -140,17 +143,16 @@ class LatentAttention(nn.Module):
         return self._attend(x, cos, sin)
 
     def _attend(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        shape = self.shape
         length, batch, _ = x.shape
         by_head = (length, batch, self.heads, -1)
-        if shape.q_lora_rank is None:
+        if hasattr(self, "linear_q"):
             query = self.linear_q(x)
         else:
             query = self.linear_q_up(self.q_layernorm(self.linear_q_down(x)))
-        q_nope, q_rope = query.view(by_head).split((shape.qk_nope, shape.qk_rope), -1)
-        latent, k_rope = self.linear_kv_down(x).split((shape.kv_lora_rank, shape.qk_rope), -1)
+        q_nope, q_rope = query.view(by_head).split((self.qk_nope, self.qk_rope), -1)
+        latent, k_rope = self.linear_kv_down(x).split((self.latent, self.qk_rope), -1)
         expanded = self.linear_kv_up(self.kv_layernorm(latent)).view(by_head)
-        k_nope, value = expanded.split((shape.qk_nope, shape.v_head), -1)
+        k_nope, value = expanded.split((self.qk_nope, self.v_head), -1)
         k_rope = copy_to_ranks(k_rope, self.group).unsqueeze(2)  # one for all heads
         q_rope, k_rope = (apply_rotary(pairs_to_halves(part), cos, sin) for part in (q_rope, k_rope))
         query = torch.cat((q_nope, q_rope), -1)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from binade.collector.models.rope_scaling import YarnScaling
-from binade.collector.models.shape import CoreSpec, LinearSpec, NormSpec, Shape, Spec, Split, mlp_linears
+from binade.collector.models.shape import Shape
 from binade.collector.models.site import Site
+from binade.collector.models.specs import CoreSpec, LinearSpec, NormSpec, Spec, Split, mlp_linears
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
     from binade.collector.models.attention import LatentAttention
     from binade.collector.ranks import Group
@@ -117,8 +120,10 @@ class DeepseekShape(Shape):
 
     def build_attention(self, layer: int, group: Group) -> LatentAttention:
         from binade.collector.models.attention import LatentAttention
+        from binade.collector.models.norm import RMSNorm
 
-        return LatentAttention(self, layer, group)
+        scale = (self.rope_scaling.softmax_scale if self.rope_scaling else 1.0) / math.sqrt(self.head_dim)
+        return LatentAttention(self.attention(layer), scale, partial(RMSNorm, eps=self.norm_eps), group)
 
     def build_feed_forward(self, layer: int, group: Group) -> nn.Module:
         from binade.collector.models.feedforward import MLP, MixtureOfExperts, swiglu
@@ -126,7 +131,17 @@ class DeepseekShape(Shape):
         if layer <= self.dense_layers:
             fc1, fc2 = self.feed_forward(layer)
             return MLP(fc1, fc2, swiglu, group)
-        return MixtureOfExperts(self, layer, group)
+        return MixtureOfExperts(self.feed_forward(layer), self.route, swiglu, group)
+
+    def route(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Softmax over all experts; the largest are taken greedily and not normalized. As MoEGate in
+        modeling_deepseek.py.
+
+        logits [s, b, experts] -> weights and indices of each token's experts [s, b, k], and the balance loss
+        """
+        probs = logits.softmax(-1)
+        weights, chosen = probs.topk(self.experts_per_token, -1)
+        return weights * self.routed_scale, chosen, balance_loss(probs, chosen) * self.balance_alpha
 
     def activation_bytes(self, layer: int) -> int:
         attention = 6 * self.heads * (2 * self.head_dim + self.v_head) + 14 * self.kv_lora_rank
@@ -169,6 +184,19 @@ class DeepseekShape(Shape):
             routed_scale=settings["routed_scaling_factor"],
             balance_alpha=settings.get("aux_loss_alpha", 0.0),
         )
+
+
+def balance_loss(probs: Tensor, chosen: Tensor) -> Tensor:
+    """How unevenly tokens are routed, averaged over the sequences: 1 when even. The gradient flows through the
+    probabilities only. As MoEGate with seq_aux in DeepSeek-V2-Lite's modeling_deepseek.py.
+
+    probs [s, b, experts], chosen int64 [s, b, k] -> float32 scalar
+    """
+    _, batch, experts = probs.shape
+    picks = chosen.transpose(0, 1).flatten(1)  # [b, s · k]
+    counts = probs.new_zeros(batch, experts).scatter_add_(1, picks, probs.new_ones(picks.shape))
+    load = counts * experts / picks.shape[1]  # 1 for each expert when even
+    return (load * probs.mean(0)).sum(1).mean()
 
 
 # config.json of deepseek-ai/DeepSeek-V2-Lite

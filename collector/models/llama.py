@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self
 
 from binade.collector.models.rope_scaling import Llama3Scaling
-from binade.collector.models.shape import CoreSpec, LinearSpec, Shape, Split, mlp_linears
+from binade.collector.models.shape import Shape
 from binade.collector.models.site import Site
+from binade.collector.models.specs import CoreSpec, LinearSpec, Split, mlp_linears
 
 if TYPE_CHECKING:
     from binade.collector.models.attention import SelfAttention

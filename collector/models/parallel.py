@@ -24,8 +24,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from binade.collector.models.shape import LinearSpec, Split
 from binade.collector.models.site import Site
+from binade.collector.models.specs import LinearSpec, Split
 from binade.collector.ranks import SINGLE, Group
 from binade.data.segment import Shard
 from binade.quant.gemm import Rounding, Tap, linear

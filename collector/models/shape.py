@@ -14,150 +14,18 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from enum import StrEnum
-from fractions import Fraction
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from binade.collector.models.rope_scaling import RopeScaling, read_scaling, rope_settings
 from binade.collector.models.site import HEAD, Site
+from binade.collector.models.specs import LinearSpec, NormSpec, OtherSpec, Spec, Split
 from binade.data.tensor_kinds import Other, named_places
 
 if TYPE_CHECKING:
     from torch import nn
 
     from binade.collector.ranks import Group
-
-WHOLE = Fraction(1)
-
-
-class Split(StrEnum):
-    """How tensor-parallel ranks divide a linear layer, in Megatron's terms."""
-
-    COLUMN = "column"  # each rank computes a part of the outputs
-    ROW = "row"  # each rank takes a part of the inputs, and the results are summed
-    REPLICATED = "replicated"  # each rank computes all of it
-
-
-@dataclass(frozen=True)
-class LinearSpec:
-    """A linear layer [outputs, inputs] without bias.
-
-    path     of its module within our TransformerLayer
-    tensors  the modules of a Hugging Face layer that its weight is joined from, with their rows
-    groups   rows of `tensors` are taken in turns, this many times the next of each, as Megatron lays out a group's
-             queries, key and value; with one group, one tensor after the other
-    stride   the weight is that many matrices, one after the other, each divided among the ranks (2 for SwiGLU's gate
-             and up)
-    share    of a micro-batch's tokens, how many reach it on average: less than 1 for a routed expert
-    """
-
-    layer_type: ClassVar = "linear"
-
-    site: Site
-    inputs: int
-    outputs: int
-    split: Split
-    path: str
-    tensors: Mapping[str, int]
-    groups: int = 1
-    stride: int = 1
-    share: Fraction = WHOLE
-
-    def elements(self, batch: int, length: int, ranks: int) -> dict[str, int]:
-        """The elements of its tensors, by `TensorKind.size`, on all tensor-parallel ranks together: tensors that are
-        not divided are recorded by every rank."""
-        tokens = max(1, int(batch * length * self.share))
-        weight = self.inputs * self.outputs * (ranks if self.split == Split.REPLICATED else 1)
-        taken = tokens * self.inputs * (1 if self.split == Split.ROW else ranks)
-        given = tokens * self.outputs * (1 if self.split == Split.COLUMN else ranks)
-        return {"input": taken, "weight": weight, "output": given}
-
-
-@dataclass(frozen=True)
-class CoreSpec:
-    """An attention core: softmax(QKᵀ) V. head_dim is the width of a query or key head, value_dim of a value head."""
-
-    layer_type: ClassVar = "attention"
-
-    site: Site
-    heads: int
-    kv_heads: int
-    head_dim: int
-    value_dim: int
-
-    def elements(self, batch: int, length: int, ranks: int) -> dict[str, int]:
-        """As for LinearSpec. All are divided by heads."""
-        tokens = batch * length
-        return {
-            "query": tokens * self.heads * self.head_dim,
-            "key": tokens * self.kv_heads * self.head_dim,
-            "value": tokens * self.kv_heads * self.value_dim,
-            "output": tokens * self.heads * self.value_dim,
-            "scores": tokens * self.heads * length,
-        }
-
-
-@dataclass(frozen=True)
-class NormSpec:
-    """An RMSNorm of a layer. path is that of our module, tensor that of Hugging Face's, both within the layer."""
-
-    path: str
-    width: int
-    tensor: str
-
-
-@dataclass(frozen=True)
-class OtherSpec:
-    """A part of the model that is recorded besides products, if it is named. layer_type is its place, see
-    data.tensor_kinds.TensorKind.
-
-    width    of a norm; for experts, their number; for the LM head, the vocabulary; for a parameter, its last axis
-    rows     of a parameter: its values are rows · width
-    divided  whether the tensor-parallel ranks divide it
-    tokens   whether sequence parallelism divides its tokens
-    """
-
-    site: Site
-    layer_type: str
-    width: int
-    rows: int = 1
-    divided: bool = False
-    tokens: bool = False
-
-    def elements(self, batch: int, length: int, ranks: int, sequence_parallel: bool = False) -> dict[str, int]:
-        """As for LinearSpec."""
-        tokens = 1 if self.layer_type == Other.EXPERTS else batch * length
-        copies = 1 if self.divided else ranks
-        weight = self.rows * self.width * copies
-        whole = tokens * self.width * (1 if self.tokens and sequence_parallel else copies)
-        return {"input": whole, "output": whole, "weight": weight, "rows": self.rows * copies}
-
-
-Spec = LinearSpec | CoreSpec
-
-
-def mlp_linears(
-    layer: int,
-    hidden: int,
-    ffn: int,
-    *,
-    gated: bool = True,
-    path: str = "mlp",
-    prefix: str = "",
-    expert: int | None = None,
-    share: Fraction = WHOLE,
-) -> tuple[LinearSpec, LinearSpec]:
-    """fc1 and fc2 of `feedforward.MLP`. gated: fc1 holds gate and up. path is the same here and at Hugging Face, prefix
-    is put before the sites' modules."""
-    rows = {f"{path}.{name}_proj": ffn for name in (("gate", "up") if gated else ("up",))}
-    fc1, fc2 = (Site(layer, f"{prefix}{module}", expert) for module in ("fc1", "fc2"))
-    return (
-        LinearSpec(
-            fc1, hidden, len(rows) * ffn, Split.COLUMN, f"{path}.linear_fc1", rows, stride=len(rows), share=share
-        ),
-        LinearSpec(fc2, ffn, hidden, Split.ROW, f"{path}.linear_fc2", {f"{path}.down_proj": hidden}, share=share),
-    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,10 +10,10 @@ from typing import Any
 from binade.collector.capture.watching import WatchOptions
 from binade.collector.datasets.inputs import BYTE, DATASETS, check_inputs
 from binade.collector.errors import ConfigError
-from binade.collector.models.directory import gguf_of, name_of, shape_of
 from binade.collector.models.registry import MODELS
 from binade.collector.models.shape import Shape
-from binade.collector.models.transformers_model import TransformersShape
+from binade.collector.pretrained.directory import gguf_of, name_of, shape_of
+from binade.collector.pretrained.transformers_model import TransformersShape
 from binade.collector.recipes.parse import parse_recipe
 from binade.collector.recipes.recipe import Part, Recipe
 from binade.collector.recipes.selection import Selection, SelectionError

@@ -30,10 +30,10 @@ from binade.collector.capture.watching import WatchOptions
 from binade.collector.datasets.loading import open_dataset
 from binade.collector.datasets.samples import SampleStream, open_stream
 from binade.collector.errors import ConfigError
-from binade.collector.models.causal_lm import CausalLM
-from binade.collector.models.checkpoint import Checkpoint, open_checkpoint
-from binade.collector.models.directory import describe_weights
 from binade.collector.models.model import GPTModel, initialized
+from binade.collector.pretrained.causal_lm import CausalLM
+from binade.collector.pretrained.checkpoint import Checkpoint, open_checkpoint
+from binade.collector.pretrained.directory import describe_weights
 from binade.collector.ranks import Ranks
 from binade.collector.recipes.files import to_toml
 from binade.collector.recipes.recipe import Recipe

@@ -57,13 +57,13 @@ from binade.collector.capture.recorder import Recorder
 from binade.collector.capture.sensitivity import backward
 from binade.collector.datasets.loading import open_dataset
 from binade.collector.datasets.samples import SampleStream
-from binade.collector.models.checkpoint import open_checkpoint
-from binade.collector.models.directory import read_shape
 from binade.collector.models.model import GPTModel
 from binade.collector.models.parallel import ParallelLinear, ReplicatedLinear
 from binade.collector.models.registry import MODELS
-from binade.collector.models.shape import LinearSpec
 from binade.collector.models.site import Site
+from binade.collector.models.specs import LinearSpec
+from binade.collector.pretrained.checkpoint import open_checkpoint
+from binade.collector.pretrained.directory import read_shape
 from binade.collector.recipes.parse import parse_recipe
 from binade.collector.recipes.recipe import Recipe
 from binade.data import evidence

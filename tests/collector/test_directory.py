@@ -45,9 +45,9 @@ from binade.collector.datasets.samples import open_stream
 from binade.collector.datasets.tokenizer import open_tokenizer
 from binade.collector.errors import ConfigError
 from binade.collector.jobs.estimate import estimate, planned
-from binade.collector.models.checkpoint import open_checkpoint
-from binade.collector.models.directory import read_shape
 from binade.collector.models.model import GPTModel
+from binade.collector.pretrained.checkpoint import open_checkpoint
+from binade.collector.pretrained.directory import read_shape
 from binade.collector.training.config import RunConfig
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter

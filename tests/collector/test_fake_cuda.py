@@ -15,8 +15,8 @@ from tests.conftest import PROJECT, run_python
 
 WAITS = {"item", "tolist", "cpu", "nonzero", "is_nonzero", "synchronize"}
 STEP = (
-    *("collector/capture/*.py", "collector/capture/adapters/*.py", "collector/models/[a-f]*.py"),
-    *("collector/models/m*.py", "collector/models/[n-p]*.py", "quant/backends/runs.py", "quant/backends/triton_*.py"),
+    *("collector/capture/*.py", "collector/capture/adapters/*.py", "collector/models/*.py"),
+    *("collector/pretrained/causal_lm.py", "quant/backends/runs.py", "quant/backends/triton_*.py"),
     *(f"quant/{name}.py" for name in ("gemm", "quantizer", "rotation", "rounding", "scaling", "delayed", "reference")),
     *("quant/metrics.py", "quant/block_histograms.py", "quant/traces.py"),
 )

@@ -13,9 +13,9 @@ from transformers import ArceeConfig, ArceeForCausalLM
 
 from binade.cli import main
 from binade.collector.jobs.estimate import estimate
-from binade.collector.models.checkpoint import open_checkpoint
 from binade.collector.models.model import GPTModel
 from binade.collector.models.registry import MODELS
+from binade.collector.pretrained.checkpoint import open_checkpoint
 from binade.collector.training.config import RunConfig, check
 from binade.collector.training.memory import PER_COPY, PER_WEIGHT, needed
 from binade.data.catalog import Catalog

@@ -40,10 +40,7 @@ from binade.collector.capture.instrument import instrument
 from binade.collector.capture.recorder import Recorder
 from binade.collector.capture.tried import Tried
 from binade.collector.errors import ConfigError
-from binade.collector.models.checkpoint import open_checkpoint, sources
-from binade.collector.models.deepseek import DeepseekShape
-from binade.collector.models.directory import read_shape
-from binade.collector.models.feedforward import balance_loss
+from binade.collector.models.deepseek import DeepseekShape, balance_loss
 from binade.collector.models.llama import LlamaShape
 from binade.collector.models.model import GPTModel
 from binade.collector.models.registry import MODELS
@@ -51,7 +48,9 @@ from binade.collector.models.rope_scaling import Llama3Scaling, YarnScaling
 from binade.collector.models.rotary import rotary_angles
 from binade.collector.models.shape import Shape
 from binade.collector.models.site import Site
-from binade.collector.models.transformers_model import TransformersShape
+from binade.collector.pretrained.checkpoint import open_checkpoint, sources
+from binade.collector.pretrained.directory import read_shape
+from binade.collector.pretrained.transformers_model import TransformersShape
 from binade.collector.recipes.parse import parse_recipe
 from binade.collector.recipes.recipe import TEN_RECIPES, Recipe
 from binade.collector.training.loop import _backward

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from binade.collector.models.llama import LlamaShape
-from binade.collector.models.shape import LinearSpec, mlp_linears
+from binade.collector.models.specs import LinearSpec, mlp_linears
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -18,6 +18,7 @@ import numpy as np
 from binade.collector.errors import ConfigError
 from binade.data.text import describe
 
+GGUF = ".gguf"  # ends the names of such files
 ARCHITECTURE = "llama"  # Mistral's too
 # The settings of a config.json, by their names in the metadata.
 SETTINGS = {

@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from binade.collector.errors import ConfigError
-from binade.collector.models.gguf_file import open_gguf
 from binade.collector.models.registry import MODELS
 from binade.collector.models.rope_scaling import UnfitError
 from binade.collector.models.shape import Shape
-from binade.collector.models.transformers_model import MOST_LAYERS, shape_of_transformers
+from binade.collector.pretrained.gguf_file import GGUF, open_gguf
+from binade.collector.pretrained.transformers_model import MOST_LAYERS, shape_of_transformers
 
 CONFIG = "config.json"
-GGUF = ".gguf"
 MOST = 10**9
 KINDS = {
     int: ((int,), f"an integer from 0 to {MOST}"),

@@ -16,16 +16,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
 
 from binade.collector.errors import ConfigError
-from binade.collector.models.shape import CoreSpec, LinearSpec, OtherSpec, Shape, Spec, Split
+from binade.collector.models.shape import Shape
+from binade.collector.models.specs import CoreSpec, LinearSpec, OtherSpec, Spec, Split
 from binade.data.tensor_kinds import Other, tensor_names
 from binade.data.text import one_line
 
 if TYPE_CHECKING:
+    from binade.collector.pretrained.causal_lm import CausalLM
     from binade.collector.ranks import Group
 
 T = TypeVar("T")
 MOST_LAYERS = 1000  # far more than any published model has
 MOST = 10**9  # tokens, if positions have no limit
+ADAPTER = "adapter_config.json"
 LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 
 
@@ -100,7 +103,7 @@ def _shape(path: Path, modified: int) -> TransformersShape:
 
     from binade.collector.capture.step import others
     from binade.collector.capture.survey import find
-    from binade.collector.models.causal_lm import CausalLM
+    from binade.collector.pretrained.causal_lm import CausalLM
 
     auto: Any = import_module("transformers").AutoModelForCausalLM  # its types are incomplete
 
@@ -138,6 +141,29 @@ def _shape(path: Path, modified: int) -> TransformersShape:
         )
 
     return explained(path, build)
+
+
+def load(path: Path) -> CausalLM:
+    """The model in a directory with its weights, float32. Raises ConfigError."""
+    if (path / ADAPTER).exists():
+        raise ConfigError(f"checkpoint {path} contains an adapter ({ADAPTER}): merge it into its base model first")
+    import torch
+
+    from binade.collector.pretrained.causal_lm import CausalLM
+
+    transformers: Any = import_module("transformers")  # its type annotations are incomplete
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+
+    def read() -> CausalLM:
+        settings = LOCAL | {"use_safetensors": True, "dtype": torch.float32, "output_loading_info": True}
+        model, found = transformers.AutoModelForCausalLM.from_pretrained(path, **settings)
+        if missing := sorted(found["missing_keys"]):
+            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+            raise ConfigError(f"checkpoint {path} lacks the tensor {missing[0]}{more}")
+        return CausalLM(model.train())
+
+    return explained(path, read)
 
 
 def _linear(layer: Any, config: Any) -> LinearSpec:

@@ -18,12 +18,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from binade.collector.errors import ConfigError
-from binade.collector.models.causal_lm import CausalLM, load
-from binade.collector.models.directory import CONFIG, gguf_of, read_json, read_shape
-from binade.collector.models.gguf_file import open_gguf
 from binade.collector.models.model import GPTModel
 from binade.collector.models.shape import Shape
-from binade.collector.models.transformers_model import TransformersShape
+from binade.collector.pretrained.causal_lm import CausalLM
+from binade.collector.pretrained.directory import CONFIG, gguf_of, read_json, read_shape
+from binade.collector.pretrained.gguf_file import open_gguf
+from binade.collector.pretrained.transformers_model import TransformersShape, load
 from binade.collector.ranks import SINGLE, Group
 from binade.data.text import describe
 
