@@ -75,21 +75,21 @@ def parameter_sites(model: nn.Module, found: Found) -> dict[str, Site]:
 def _parameters(model: nn.Module, modules: dict[str, nn.Module], found: Found) -> Iterator[Layer]:
     if any(is_a("torch.distributed.fsdp", "FullyShardedDataParallel", module) for module in modules.values()):
         return
-    linear = {f"{layer.name}.weight": layer for layer in found.layers if not (layer.is_core or layer.part)}
+    linear = {layer.name: layer for layer in found.layers if not (layer.is_core or layer.part)}
     for name, parameter in model.named_parameters():
         owner, _, last = name.rpartition(".")
         if type(parameter) is not nn.Parameter or found.left.get(modules[owner]) == EXCLUDED:
             continue
-        if name in linear:
-            yield replace(linear[name], name=name, shard=partial(_shard_of_weight, linear[name]))
-        else:
-            where, *rest = _named(modules, owner)
-            module = where.module if last == "weight" else f"{where.module}.{last}"
-            yield Layer(name, modules[owner], replace(where, module=module), *rest)
+        layer = linear.get(owner) or Layer(owner, modules[owner], *_named(modules, owner))
+        module = layer.site.module if last == "weight" else f"{layer.site.module}.{last}"
+        shard = partial(_shard_of, layer, last)
+        yield replace(layer, name=name, site=replace(layer.site, module=module), shard=shard)
 
 
-def _shard_of_weight(layer: Layer, _: str) -> Shard:
-    return layer.shard("b")
+def _shard_of(layer: Layer, parameter: str, _: str) -> Shard:
+    """The shard of a layer's weight, or of another of its parameters, which has the first axis of the weight alone."""
+    shard = layer.shard("b")
+    return shard if parameter == "weight" or shard.axis != -1 else replace(shard, kind="whole", axis=None)
 
 
 @contextmanager

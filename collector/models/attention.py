@@ -20,7 +20,7 @@ from binade.collector.models.parallel import (
     reshaped,
     scatter_sequence,
 )
-from binade.collector.models.rotary import apply_rotary, pairs_to_halves
+from binade.collector.models.positions import Rotation, apply_rotary, pairs_to_halves
 from binade.collector.models.site import Site
 from binade.collector.models.specs import CoreSpec, LinearSpec, Spec
 from binade.collector.ranks import SINGLE, Group
@@ -77,27 +77,35 @@ class CoreAttention(nn.Module):
         return output.view(batch, heads, length, -1)
 
 
-class SelfAttention(nn.Module):
-    """Grouped-query attention."""
+def _by_module(specs: Sequence[Spec]) -> tuple[dict[str, LinearSpec], CoreSpec]:
+    """The linear layers of an attention by their modules, and its core."""
+    (core,) = (spec for spec in specs if isinstance(spec, CoreSpec))
+    return {spec.site.module: spec for spec in specs if isinstance(spec, LinearSpec)}, core
 
-    def __init__(self, qkv: LinearSpec, core: CoreSpec, proj: LinearSpec, group: Group) -> None:
+
+class SelfAttention(nn.Module):
+    """Grouped-query attention. specs are the linear layers qkv and proj, and the core."""
+
+    def __init__(self, specs: Sequence[Spec], group: Group) -> None:
         super().__init__()
+        linear, core = _by_module(specs)
         self.heads, self.kv_heads = core.heads // group.size, core.kv_heads // group.size
         self.head_dim = core.head_dim
-        self.linear_qkv = build_linear(qkv, group)
+        self.linear_qkv = build_linear(linear["qkv"], group)
         self.core_attention = CoreAttention(core.site, core.head_dim, group=group)
-        self.linear_proj = build_linear(proj, group)
+        self.linear_proj = build_linear(linear["proj"], group)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, x: Tensor, rotation: Rotation) -> Tensor:
+        """x [s, b, hidden] -> the same"""
         mixed = self.linear_qkv(x)
         length, batch, _ = mixed.shape
         # Megatron's layout: for each group its query heads, then its key, then its value.
         per_group = self.heads // self.kv_heads
         mixed = mixed.view(length, batch, self.kv_heads, per_group + 2, self.head_dim)
         query = mixed[:, :, :, :per_group].reshape(length, batch, self.heads, self.head_dim)
-        query = apply_rotary(query, cos, sin)
-        key = apply_rotary(mixed[:, :, :, per_group], cos, sin)
-        value = mixed[:, :, :, per_group + 1]
+        key, value = mixed[:, :, :, per_group], mixed[:, :, :, per_group + 1]
+        if rotation:
+            query, key = apply_rotary(query, *rotation), apply_rotary(key, *rotation)
         context = self.core_attention(*(t.permute(1, 2, 0, 3).contiguous() for t in (query, key, value)))
         y: Tensor = self.linear_proj(context.permute(2, 0, 1, 3).reshape(length, batch, -1))
         return y
@@ -118,8 +126,7 @@ class LatentAttention(nn.Module):
         super().__init__()
         self.group = group
         group = replace(group, sequence_parallel=False)
-        linear = {spec.site.module: spec for spec in specs if isinstance(spec, LinearSpec)}
-        (core,) = (spec for spec in specs if isinstance(spec, CoreSpec))
+        linear, core = _by_module(specs)
         down, up = linear["kv_down"], linear["kv_up"]
         self.heads = core.heads // group.size
         self.latent, self.qk_rope, self.v_head = up.inputs, down.outputs - up.inputs, core.value_dim
@@ -136,13 +143,13 @@ class LatentAttention(nn.Module):
         self.core_attention = CoreAttention(core.site, core.head_dim, scale, group)
         self.linear_proj = build_linear(linear["proj"], group)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """x [s, b, hidden], cos and sin [s, 1, 1, qk_rope] -> [s, b, hidden]"""
+    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+        """x [s, b, hidden], rotation of width qk_rope -> [s, b, hidden]"""
         if self.group.sequence_parallel:
-            return scatter_sequence(self._attend(gather_whole_sequence(x, self.group), cos, sin), self.group)
-        return self._attend(x, cos, sin)
+            return scatter_sequence(self._attend(gather_whole_sequence(x, self.group), rotation), self.group)
+        return self._attend(x, rotation)
 
-    def _attend(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def _attend(self, x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
         length, batch, _ = x.shape
         by_head = (length, batch, self.heads, -1)
         if hasattr(self, "linear_q"):
@@ -154,7 +161,7 @@ class LatentAttention(nn.Module):
         expanded = self.linear_kv_up(self.kv_layernorm(latent)).view(by_head)
         k_nope, value = expanded.split((self.qk_nope, self.v_head), -1)
         k_rope = copy_to_ranks(k_rope, self.group).unsqueeze(2)  # one for all heads
-        q_rope, k_rope = (apply_rotary(pairs_to_halves(part), cos, sin) for part in (q_rope, k_rope))
+        q_rope, k_rope = (apply_rotary(pairs_to_halves(part), *rotation) for part in (q_rope, k_rope))
         query = torch.cat((q_nope, q_rope), -1)
         key = torch.cat((k_nope, k_rope.expand(by_head)), -1)
         context = self.core_attention(*(t.permute(1, 2, 0, 3).contiguous() for t in (query, key, value)))

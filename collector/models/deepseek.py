@@ -6,11 +6,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from binade.collector.models.rope_scaling import YarnScaling
-from binade.collector.models.shape import Shape
+from binade.collector.models.shape import RotaryShape
 from binade.collector.models.site import Site
 from binade.collector.models.specs import CoreSpec, LinearSpec, NormSpec, Spec, Split, mlp_linears
 
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeepseekShape(Shape):
+class DeepseekShape(RotaryShape):
     """A DeepSeek-V2's dimensions.
 
     qk_nope, qk_rope   the parts of a query or key head without and with position
@@ -36,7 +35,7 @@ class DeepseekShape(Shape):
     family = "DeepSeek-V2"
     model_type = "deepseek_v2"
     fixed: ClassVar = {
-        **Shape.fixed,
+        **RotaryShape.fixed,
         "topk_method": "greedy",
         "norm_topk_prob": False,
         "scoring_func": "softmax",
@@ -120,18 +119,16 @@ class DeepseekShape(Shape):
 
     def build_attention(self, layer: int, group: Group) -> LatentAttention:
         from binade.collector.models.attention import LatentAttention
-        from binade.collector.models.norm import RMSNorm
 
         scale = (self.rope_scaling.softmax_scale if self.rope_scaling else 1.0) / math.sqrt(self.head_dim)
-        return LatentAttention(self.attention(layer), scale, partial(RMSNorm, eps=self.norm_eps), group)
+        return LatentAttention(self.attention(layer), scale, self.build_norm, group)
 
     def build_feed_forward(self, layer: int, group: Group) -> nn.Module:
-        from binade.collector.models.feedforward import MLP, MixtureOfExperts, swiglu
+        from binade.collector.models.feedforward import MixtureOfExperts
 
         if layer <= self.dense_layers:
-            fc1, fc2 = self.feed_forward(layer)
-            return MLP(fc1, fc2, swiglu, group)
-        return MixtureOfExperts(self.feed_forward(layer), self.route, swiglu, group)
+            return super().build_feed_forward(layer, group)
+        return MixtureOfExperts(self.feed_forward(layer), self.route, self.activation, group)
 
     def route(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Softmax over all experts; the largest are taken greedily and not normalized. As MoEGate in

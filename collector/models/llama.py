@@ -4,21 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from binade.collector.models.rope_scaling import Llama3Scaling
-from binade.collector.models.shape import Shape
+from binade.collector.models.shape import RotaryShape
 from binade.collector.models.site import Site
 from binade.collector.models.specs import CoreSpec, LinearSpec, Split, mlp_linears
 
-if TYPE_CHECKING:
-    from binade.collector.models.attention import SelfAttention
-    from binade.collector.models.feedforward import MLP
-    from binade.collector.ranks import Group
-
 
 @dataclass(frozen=True, kw_only=True)
-class LlamaShape(Shape):
+class LlamaShape(RotaryShape):
     """A Llama's dimensions. kv_heads is the number of groups that share keys and values."""
 
     family = "Llama"
@@ -43,16 +38,6 @@ class LlamaShape(Shape):
 
     def feed_forward(self, layer: int) -> tuple[LinearSpec, LinearSpec]:
         return mlp_linears(layer, self.hidden, self.ffn)
-
-    def build_attention(self, layer: int, group: Group) -> SelfAttention:
-        from binade.collector.models.attention import SelfAttention
-
-        return SelfAttention(*self.attention(layer), group)
-
-    def build_feed_forward(self, layer: int, group: Group) -> MLP:
-        from binade.collector.models.feedforward import MLP, swiglu
-
-        return MLP(*self.feed_forward(layer), swiglu, group)
 
     def activation_bytes(self, layer: int) -> int:
         return 6 * (self.heads + 2 * self.kv_heads) * self.head_dim + 8 * self.ffn

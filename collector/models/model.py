@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from binade.collector.models.norm import Point, RMSNorm
+from binade.collector.models.norm import Point
 from binade.collector.models.parallel import ParallelLinear, gather_whole_sequence, scatter_sequence
-from binade.collector.models.rotary import rotary_angles
+from binade.collector.models.positions import Rotation
 from binade.collector.models.shape import Shape
 from binade.collector.models.site import HEAD
 from binade.collector.ranks import SINGLE, Group
@@ -29,14 +29,14 @@ class TransformerLayer(nn.Module):
     def __init__(self, layer: int, shape: Shape, group: Group) -> None:
         super().__init__()
         split = group.sequence_parallel
-        self.input_layernorm = RMSNorm(shape.hidden, shape.norm_eps, sequence_parallel=split)
+        self.input_layernorm = shape.build_norm(shape.hidden, sequence_parallel=split)
         self.self_attention = shape.build_attention(layer, group)
-        self.pre_mlp_layernorm = RMSNorm(shape.hidden, shape.norm_eps, sequence_parallel=split)
+        self.pre_mlp_layernorm = shape.build_norm(shape.hidden, sequence_parallel=split)
         self.mlp = shape.build_feed_forward(layer, group)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor | None]:
+    def forward(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor | None]:
         """x [s, b, hidden] -> the same, and the balance loss if the layer has one"""
-        x = x + self.self_attention(self.input_layernorm(x), cos, sin)
+        x = x + self.self_attention(self.input_layernorm(x), rotation)
         y = self.mlp(self.pre_mlp_layernorm(x))
         y, balance = y if isinstance(y, tuple) else (y, None)
         return x + y, balance
@@ -51,8 +51,9 @@ class GPTModel(nn.Module):
         self.group = group
         self.compute_dtype = compute_dtype
         self.embedding = nn.Embedding(shape.vocab, shape.hidden)
+        self.position_embedding = shape.build_positions()
         self.layers = nn.ModuleList(TransformerLayer(i + 1, shape, group) for i in range(shape.layers))
-        self.final_layernorm = RMSNorm(shape.hidden, shape.norm_eps, sequence_parallel=group.sequence_parallel)
+        self.final_layernorm = shape.build_norm(shape.hidden, sequence_parallel=group.sequence_parallel)
         self.output_layer = self.embedding if shape.tied_embedding else nn.Embedding(shape.vocab, shape.hidden)
         self.logits = Point(HEAD, Other.HEAD)
 
@@ -60,23 +61,24 @@ class GPTModel(nn.Module):
     def set_weights(self, whole: Callable[[str, torch.Size], Tensor]) -> None:
         """Overwrite every weight with this rank's part of what `whole` returns for a parameter's name and whole shape;
         called in the order of named_parameters."""
-        layers = {layer.weight: layer for layer in self.modules() if isinstance(layer, ParallelLinear)}
+        linears = [module for module in self.modules() if isinstance(module, ParallelLinear)]
+        layers = {parameter: layer for layer in linears for parameter in layer.parameters()}
         for name, parameter in self.named_parameters():
             layer = layers.get(parameter)
             if layer is None:
                 parameter.copy_(whole(name, parameter.shape))
             else:
-                parameter.copy_(layer.part(whole(name, torch.Size(layer.whole_shape))))
+                parameter.copy_(layer.part(whole(name, torch.Size(layer.whole_shape[: parameter.dim()]))))
 
     def initialize(self, seed: int, std: float = 0.02) -> None:
         """Normal weights as Megatron draws them: std, divided by sqrt(2 · layers) for layers that write to the residual
-        stream; norms 1. The whole weights are the same for any number of ranks."""
+        stream; norms 1 and biases 0. The whole weights are the same for any number of ranks."""
         device = self.embedding.weight.device
         generator = torch.Generator(device=device).manual_seed(seed)
 
         def draw(name: str, shape: torch.Size) -> Tensor:
             if len(shape) < 2:
-                return torch.ones(shape, device=device)
+                return torch.full(shape, 0.0 if name.endswith(".bias") else 1.0, device=device)
             residual = name.endswith(("linear_proj.weight", "linear_fc2.weight"))
             spread = std / math.sqrt(2 * self.shape.layers) if residual else std
             return torch.empty(shape, device=device).normal_(0.0, spread, generator=generator)
@@ -89,14 +91,13 @@ class GPTModel(nn.Module):
     def logits_and_balance(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
         """The logits, and the sum of the layers' load-balancing losses, weighted, to be added to the training loss: a
         float32 scalar, or None where nothing is routed."""
-        shape = self.shape
-        x = self.embedding(tokens.t()).to(self.compute_dtype)  # [s, b, hidden]
-        cos, sin = rotary_angles(len(x), shape.rotary_dim, shape.rope_theta, x.device, shape.rope_scaling)
+        x, rotation = self.position_embedding(self.embedding(tokens.t()))
+        x = x.to(self.compute_dtype)  # [s, b, hidden]
         if self.group.sequence_parallel:
             x = scatter_sequence(x, self.group)
         balance: list[Tensor] = []
         for layer in self.layers:
-            x, loss = layer(x, cos, sin)
+            x, loss = layer(x, rotation)
             if loss is not None:
                 balance.append(loss)
         x = self.final_layernorm(x)

@@ -132,19 +132,32 @@ gather_sequence = _function(Group.gather, Group.reduce_scatter, "GatherSequence"
 gather_whole_sequence = _function(Group.gather, Group.part, "GatherWholeSequence")
 
 
-class ParallelLinear(nn.Module):
-    """A linear layer without bias whose three GEMMs run as the call that `begin` begins says.
+def parameter(x: Tensor, **marks: bool) -> nn.Parameter:
+    """A parameter with Megatron's marks. tensor_model_parallel: the tensor-parallel ranks divide it. sequence_parallel:
+    each of them has the gradient of its part of the tokens."""
+    made = nn.Parameter(x)
+    for name, mark in marks.items():
+        setattr(made, name, mark)
+    return made
 
-    The weight is kept in float32 (the optimizer's master copy) and used in the input's dtype. split_axis is the axis
-    of the weight that is divided among the ranks, None if every rank holds all of it; `stride` as in Megatron: the
-    weight is that many matrices, one after the other along the axis, and each is divided (2 for SwiGLU's gate and up).
+
+class ParallelLinear(nn.Module):
+    """A linear layer whose three GEMMs run as the call that `begin` begins says. A bias is no part of them: it is added
+    to the result, as in Megatron, and what is recorded as output is without it.
+
+    Weight and bias are kept in float32 (the optimizer's master copy) and used in the input's dtype. split_axis is the
+    axis of the weight that is divided among the ranks, None if every rank holds all of it; `stride` as in Megatron:
+    the weight is that many matrices, one after the other along the axis, and each is divided (2 for SwiGLU's gate and
+    up).
     """
 
     split_axis: int | None = None
     # How the ranks' tensors of a GEMM make the whole, by the name that the tap sees.
     shards: ClassVar[dict[str, str]] = {}
 
-    def __init__(self, site: Site, inputs: int, outputs: int, group: Group = SINGLE, stride: int = 1) -> None:
+    def __init__(
+        self, site: Site, inputs: int, outputs: int, group: Group = SINGLE, stride: int = 1, *, bias: bool = False
+    ) -> None:
         super().__init__()
         self.site = site
         self.group = group
@@ -152,18 +165,22 @@ class ParallelLinear(nn.Module):
         self.begin: Begin = plain
         self.whole_shape = (outputs, inputs)
         shape = list(self.whole_shape)
+        divided = self.split_axis is not None and group.size > 1
         if self.split_axis is not None:
             shape[self.split_axis] //= group.size
-        self.weight = nn.Parameter(torch.empty(shape))
-        divided = self.split_axis is not None and group.size > 1
-        self.weight.tensor_model_parallel = divided  # type: ignore[attr-defined]  # Megatron's mark
+        self.weight = parameter(torch.empty(shape), tensor_model_parallel=divided)
+        self.bias: nn.Parameter | None = None
+        if bias:
+            by_row, summed = divided and self.split_axis == 0, group.sequence_parallel and self.split_axis == 1
+            self.bias = parameter(torch.empty(shape[0]), tensor_model_parallel=by_row, sequence_parallel=summed)
 
     def part(self, whole: Tensor) -> Tensor:
-        """This rank's part of a weight [outputs, inputs]."""
-        if self.split_axis is None or self.group.size == 1:
+        """This rank's part of a weight [outputs, inputs] or bias [outputs]."""
+        axis = self.split_axis
+        if axis is None or axis >= whole.dim() or self.group.size == 1:
             return whole
-        pieces = whole.chunk(self.stride, self.split_axis)
-        return torch.cat([p.chunk(self.group.size, self.split_axis)[self.group.rank] for p in pieces], self.split_axis)
+        pieces = whole.chunk(self.stride, axis)
+        return torch.cat([piece.chunk(self.group.size, axis)[self.group.rank] for piece in pieces], axis)
 
     def shard(self, name: str) -> Shard:
         return linear_shard(self.shards, name, self.group, self.stride)
@@ -171,6 +188,12 @@ class ParallelLinear(nn.Module):
     def _multiply(self, x: Tensor) -> Tensor:
         call = self.begin()
         return linear(x, self.weight.to(x.dtype), call.rounding, tap=call.tap)
+
+    def _add_bias(self, y: Tensor) -> Tensor:
+        if self.bias is None:
+            return y
+        # Two axes: the bias' gradient is then one sum over tokens, in the order in which torch and Megatron take it.
+        return (y.flatten(0, -2) + self.bias.to(y.dtype)).view(y.shape)
 
 
 class ColumnParallelLinear(ParallelLinear):
@@ -181,12 +204,12 @@ class ColumnParallelLinear(ParallelLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.group.sequence_parallel:
-            return self._multiply(gather_sequence(x, self.group))
-        return self._multiply(copy_to_ranks(x, self.group))
+            return self._add_bias(self._multiply(gather_sequence(x, self.group)))
+        return self._add_bias(self._multiply(copy_to_ranks(x, self.group)))
 
 
 class RowParallelLinear(ParallelLinear):
-    """This rank's [..., inputs / ranks] -> [..., outputs], summed over the ranks."""
+    """This rank's [..., inputs / ranks] -> [..., outputs], summed over the ranks. The bias is whole on every rank."""
 
     split_axis = 1
     shards: ClassVar = {"a": "columns", "b": "columns", "grad_a": "columns", "grad_b": "columns", "y": "partial"}
@@ -194,19 +217,19 @@ class RowParallelLinear(ParallelLinear):
     def forward(self, x: Tensor) -> Tensor:
         y = self._multiply(x)
         if self.group.sequence_parallel:
-            return reduce_scatter_sequence(y, self.group)
-        return reduce_from_ranks(y, self.group)
+            return self._add_bias(reduce_scatter_sequence(y, self.group))
+        return self._add_bias(reduce_from_ranks(y, self.group))
 
 
 class ReplicatedLinear(ParallelLinear):
     """[..., inputs] -> [..., outputs], whole on every rank."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._multiply(x)
+        return self._add_bias(self._multiply(x))
 
 
 _LINEARS = {Split.COLUMN: ColumnParallelLinear, Split.ROW: RowParallelLinear, Split.REPLICATED: ReplicatedLinear}
 
 
 def build_linear(spec: LinearSpec, group: Group = SINGLE) -> ParallelLinear:
-    return _LINEARS[spec.split](spec.site, spec.inputs, spec.outputs, group, spec.stride)
+    return _LINEARS[spec.split](spec.site, spec.inputs, spec.outputs, group, spec.stride, bias=spec.bias)

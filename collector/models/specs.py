@@ -4,7 +4,7 @@ No torch."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from fractions import Fraction
 from typing import ClassVar
@@ -25,12 +25,13 @@ class Split(StrEnum):
 
 @dataclass(frozen=True)
 class LinearSpec:
-    """A linear layer [outputs, inputs] without bias.
+    """A linear layer [outputs, inputs].
 
     path     of its module within our TransformerLayer
     tensors  the modules of a Hugging Face layer that its weight is joined from, with their rows
     groups   rows of `tensors` are taken in turns, this many times the next of each, as Megatron lays out a group's
              queries, key and value; with one group, one tensor after the other
+    fused    each of `tensors` is that many of them, one after the other (3 for GPT-2's queries, keys and values)
     stride   the weight is that many matrices, one after the other, each divided among the ranks (2 for SwiGLU's gate
              and up)
     share    of a micro-batch's tokens, how many reach it on average: less than 1 for a routed expert
@@ -47,6 +48,8 @@ class LinearSpec:
     groups: int = 1
     stride: int = 1
     share: Fraction = WHOLE
+    bias: bool = False
+    fused: int = 1
 
     def elements(self, batch: int, length: int, ranks: int) -> dict[str, int]:
         """The elements of its tensors, by `TensorKind.size`, on all tensor-parallel ranks together: tensors that are
@@ -84,11 +87,54 @@ class CoreSpec:
 
 @dataclass(frozen=True)
 class NormSpec:
-    """An RMSNorm of a layer. path is that of our module, tensor that of Hugging Face's, both within the layer."""
+    """A norm of a layer. path is that of our module, tensor that of Hugging Face's, both within the layer."""
 
     path: str
     width: int
     tensor: str
+
+
+@dataclass(frozen=True)
+class WeightSpec:
+    """A parameter of GPTModel, whole.
+
+    name        in GPTModel
+    site        where the optimizer's step records it
+    rows        the tensors of a Hugging Face checkpoint that it is joined from, with their rows; groups and fused as in
+                LinearSpec
+    divided     whether the tensor-parallel ranks divide it
+    transposed  whether the checkpoint has it as [inputs, outputs]
+    """
+
+    name: str
+    site: Site
+    size: tuple[int, ...]
+    rows: Mapping[str, int]
+    divided: bool = False
+    groups: int = 1
+    fused: int = 1
+    transposed: bool = False
+
+    @property
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """The tensors of the checkpoint with their sizes there."""
+        sizes = {name: (rows, *self.size[1:]) for name, rows in self.rows.items()}
+        return {name: size[::-1] if self.transposed else size for name, size in sizes.items()}
+
+    def bias(self, *, divided: bool = False) -> WeightSpec:
+        """The bias of this weight's outputs."""
+
+        def renamed(name: str) -> str:
+            return f"{name.removesuffix('weight')}bias"
+
+        return replace(
+            self,
+            name=renamed(self.name),
+            site=replace(self.site, module=f"{self.site.module}.bias"),
+            size=self.size[:1],
+            rows={renamed(name): rows for name, rows in self.rows.items()},
+            divided=divided,
+        )
 
 
 @dataclass(frozen=True)

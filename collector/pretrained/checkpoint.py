@@ -20,6 +20,7 @@ from torch import Tensor
 from binade.collector.errors import ConfigError
 from binade.collector.models.model import GPTModel
 from binade.collector.models.shape import Shape
+from binade.collector.models.specs import WeightSpec
 from binade.collector.pretrained.causal_lm import CausalLM
 from binade.collector.pretrained.directory import CONFIG, gguf_of, read_json, read_shape
 from binade.collector.pretrained.gguf_file import open_gguf
@@ -32,44 +33,20 @@ INDEX = "model.safetensors.index.json"
 
 # Values of other dtypes are quantized, and meaningless without their scales.
 DTYPES = ("F64", "F32", "F16", "BF16")
-# Tensors that a file may hold and no model uses: buffers of old checkpoints, and the LM head of a tied embedding.
-UNUSED = ".rotary_emb.inv_freq"
-HEAD = "lm_head.weight"
+HEAD = "lm_head.weight"  # which a file may hold for a tied embedding too
 
 
-@dataclass(frozen=True)
-class Source:
-    """The tensors of a checkpoint that one weight of the model is joined from, as names and shapes.
+def join(weight: WeightSpec, read: Mapping[str, Tensor]) -> Tensor:
+    """The whole parameter from its tensors.
 
     Rows are taken in turns, `groups` times the next of each, as Megatron lays a group's queries, key and value out.
     With one group that is one tensor after the other.
     """
-
-    tensors: Mapping[str, tuple[int, ...]]
-    groups: int = 1
-
-    def join(self, read: Mapping[str, Tensor]) -> Tensor:
-        parts = [read[name] for name in self.tensors]
-        if len(parts) == 1:
-            return parts[0]
-        return torch.cat([part.view(self.groups, -1, *part.shape[1:]) for part in parts], 1).flatten(0, 1)
-
-
-def sources(shape: Shape) -> dict[str, Source]:
-    """Where each parameter of GPTModel(shape) comes from in a Hugging Face checkpoint, by the parameter's name."""
-    table = (shape.vocab, shape.hidden)
-    found = {"embedding.weight": Source({"model.embed_tokens.weight": table})}
-    for layer in range(shape.layers):
-        ours, theirs = f"layers.{layer}", f"model.layers.{layer}"
-        for norm in shape.norms(layer + 1):
-            found[f"{ours}.{norm.path}.weight"] = Source({f"{theirs}.{norm.tensor}.weight": (norm.width,)})
-        for spec in shape.linears(layer + 1):
-            parts = {f"{theirs}.{name}.weight": (rows, spec.inputs) for name, rows in spec.tensors.items()}
-            found[f"{ours}.{spec.path}.weight"] = Source(parts, spec.groups)
-    found["final_layernorm.weight"] = Source({"model.norm.weight": (shape.hidden,)})
-    if not shape.tied_embedding:
-        found["output_layer.weight"] = Source({HEAD: table})
-    return found
+    tensors = [read[name].t() if weight.transposed else read[name] for name in weight.tensors]
+    parts = [part for tensor in tensors for part in tensor.chunk(weight.fused)]
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat([part.view(weight.groups, -1, *part.shape[1:]) for part in parts], 1).flatten(0, 1)
 
 
 class Tensors(ABC):
@@ -104,11 +81,10 @@ class Checkpoint:
 
     def load_into(self, model: GPTModel) -> None:
         """Overwrite every weight, cast to the parameter's dtype. Raises ConfigError if a file can no longer be read."""
-        known = sources(self.shape)
+        weights = {weight.name: weight for weight in self.shape.weights()}
 
         def whole(name: str, _: torch.Size) -> Tensor:
-            source = known[name]
-            return source.join({theirs: self.tensors.read(theirs) for theirs in source.tensors})
+            return join(weights[name], {tensor: self.tensors.read(tensor) for tensor in weights[name].tensors})
 
         model.set_weights(whole)
 
@@ -128,20 +104,21 @@ def open_checkpoint(path: str | Path, shape: Shape) -> Checkpoint:
     if isinstance(shape, TransformersShape):
         return Checkpoint(path, shape, SafetensorsFiles(path), load(path))
     whole = replace(shape, layers=read_shape(path).layers)
-    expected = {name: size for source in sources(whole).values() for name, size in source.tensors.items()}
+    expected = {name: size for weight in whole.weights() for name, size in weight.tensors.items()}
     file = gguf_of(path)
-    tensors = GgufTensors(file, expected, whole.layers) if file else SafetensorsFiles(path)
-    _compare(path, tensors.sizes, expected, shape.tied_embedding)
+    base = shape.modules["layers"].partition(".")[0]
+    tensors = GgufTensors(file, expected, whole.layers) if file else SafetensorsFiles(path, f"{base}.")
+    _compare(path, tensors.sizes, expected, (*shape.unused, *([HEAD] if shape.tied_embedding else [])))
     return Checkpoint(path, shape, tensors)
 
 
 def _compare(
-    path: Path, sizes: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]], tied: bool
+    path: Path, sizes: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]], unused: tuple[str, ...]
 ) -> None:
-    unused = {name for name in sizes if name.endswith(UNUSED) or (tied and name == HEAD)}
+    left_out = {name for name in sizes if name.endswith(unused)}
     for problem, names in (
         ("lacks the tensor", sorted(expected.keys() - sizes.keys())),
-        ("contains tensors that the model does not have:", sorted(sizes.keys() - expected.keys() - unused)),
+        ("contains tensors that the model does not have:", sorted(sizes.keys() - expected.keys() - left_out)),
     ):
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
@@ -172,12 +149,15 @@ class GgufTensors(Tensors):
 
 
 class SafetensorsFiles(Tensors):
-    """The tensors of the safetensors files in a directory."""
+    """The tensors of the safetensors files in a directory. base: what the names begin with; a file of a model without
+    LM head, such as the published GPT-2's, leaves it out."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, base: str = "") -> None:
         headers = {path: _header(path) for path in _files(directory)}
+        names = [name for header in headers.values() for name in header]
+        self._base = "" if any(name.startswith(base) for name in names) else base
         self.files = (directory / CONFIG, *headers)
-        self.sizes = {name: size for header in headers.values() for name, size in header.items()}
+        self.sizes = {self._base + name: size for header in headers.values() for name, size in header.items()}
         self._places: dict[str, Path] = {}
         for path, header in headers.items():
             for name in header:
@@ -187,10 +167,10 @@ class SafetensorsFiles(Tensors):
                     )
 
     def read(self, name: str) -> Tensor:
-        path = self._places[name]
+        path = self._places[name.removeprefix(self._base)]
         try:
             with safe_open(path, framework="pt") as file:
-                weight: Tensor = file.get_tensor(name)
+                weight: Tensor = file.get_tensor(name.removeprefix(self._base))
                 return weight
         except (OSError, SafetensorError) as error:
             raise ConfigError(f"checkpoint {path} cannot be read: {error}") from error

@@ -23,7 +23,6 @@ from binade.data.text import one_line
 
 if TYPE_CHECKING:
     from binade.collector.pretrained.causal_lm import CausalLM
-    from binade.collector.ranks import Group
 
 T = TypeVar("T")
 MOST_LAYERS = 1000  # far more than any published model has
@@ -34,8 +33,8 @@ LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 
 @dataclass(frozen=True, kw_only=True)
 class TransformersShape(Shape):
-    """The dimensions of a model of transformers. found are its layers as `instrument` finds them, and the other parts
-    that are recorded if named."""
+    """The dimensions of a model of transformers. found are its layers as `instrument` finds them, besides the other
+    parts that are recorded if named, count its weights."""
 
     family = "transformers"
     model_type = ""
@@ -45,7 +44,7 @@ class TransformersShape(Shape):
     head_dim: int
     found: tuple[Spec, ...]
     besides: tuple[OtherSpec, ...]
-    weights: int
+    count: int
 
     def specs(self) -> tuple[Spec, ...]:
         return self.found
@@ -55,7 +54,7 @@ class TransformersShape(Shape):
 
     @property
     def parameters(self) -> int:
-        return self.weights
+        return self.count
 
     def attention(self, layer: int) -> tuple[Spec, ...]:
         return tuple(spec for spec in self.found if spec.site.layer_index == layer)
@@ -63,18 +62,12 @@ class TransformersShape(Shape):
     def feed_forward(self, layer: int) -> tuple[LinearSpec, ...]:
         return ()  # in attention only the names distinguish them
 
-    def build_attention(self, layer: int, group: Group) -> NoReturn:
+    def build_positions(self) -> NoReturn:
         raise NotImplementedError("transformers builds the model")
-
-    build_feed_forward = build_attention
 
     def activation_bytes(self, layer: int) -> int:
         """An estimate: input and output of each linear layer, in float32 and in bfloat16."""
         return sum(6 * (spec.inputs + spec.outputs) for spec in self.linears(layer))
-
-    @property
-    def rotary_dim(self) -> int:
-        return self.head_dim
 
     @property
     def divided(self) -> dict[str, int]:
@@ -128,7 +121,6 @@ def _shape(path: Path, modified: int) -> TransformersShape:
             heads=heads,
             vocab=text.vocab_size,
             max_sequence=getattr(text, "max_position_embeddings", None) or MOST,
-            rope_theta=0.0,
             norm_eps=0.0,
             tied_embedding=text.tie_word_embeddings,
             kv_heads=kv_heads,
@@ -137,7 +129,7 @@ def _shape(path: Path, modified: int) -> TransformersShape:
                 CoreSpec(layer.site, *core) if layer.is_core else _linear(layer, text) for layer in found.layers
             ),
             besides=tuple(_other(model, text, *each) for each in others(model, found, names)),
-            weights=sum(weight.numel() for weight in model.parameters()),
+            count=sum(weight.numel() for weight in model.parameters()),
         )
 
     return explained(path, build)

@@ -22,8 +22,6 @@ PER_COPY = 2
 PER_TWIN = 12
 # Bytes per logit: bfloat16 and float32 values, their log-softmax, and the gradients of two of them.
 PER_LOGIT = 14
-# Bytes per value of a norm: three float32 tensors.
-PER_NORM = 12
 # Bytes per attention probability: it is kept twice, in float32 and in bfloat16.
 PER_PROBABILITY = 6
 
@@ -43,10 +41,10 @@ class Memory:
 def needed(config: RunConfig) -> Memory:
     """The peak of one rank of a run, without the short-lived buffers of recording."""
     shape = config.shape()
-    outside = shape.vocab * shape.hidden * (1 if shape.tied_embedding else 2)  # whole on every rank
+    outside = sum(shape.tables.values()) * shape.hidden  # whole on every rank
     weights = outside + (shape.parameters - outside) // config.tp
     tokens = config.micro_batch_size * config.sequence_length
-    norms = PER_NORM * 2 * shape.hidden * shape.layers
+    norms = shape.norm_bytes * 2 * shape.hidden * shape.layers
     cores = PER_PROBABILITY * shape.heads * config.sequence_length * shape.layers
     linears = sum(shape.activation_bytes(layer) for layer in range(1, shape.layers + 1))
     layers = norms / (config.tp if config.sequence_parallel else 1) + (cores + linears) / config.tp

@@ -52,6 +52,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from binade.collector.models.deepseek import DeepseekShape
+from binade.collector.models.gpt2 import GPT2Shape
 from binade.collector.models.llama import LlamaShape
 from binade.collector.models.rope_scaling import Llama3Scaling
 from binade.collector.models.shape import Shape
@@ -172,20 +173,26 @@ def build(shape: Shape, dtype: torch.dtype = torch.float32, **settings: Any) -> 
             raise ValueError(f"megatron-core stretches by a factor from 8192 positions only, not by {scaling}")
         config = TransformerConfig(**common, num_query_groups=shape.kv_heads, kv_channels=shape.head_dim)
         spec: Any = get_gpt_layer_local_spec(normalization="RMSNorm")
-        rotary = {
+        positions = {
             "position_embedding_type": "rope",
             "rotary_base": shape.rope_theta,
             "rope_scaling": scaling is not None,
             "rope_scaling_factor": scaling.factor if scaling else 1.0,
         }
+    elif isinstance(shape, GPT2Shape):
+        common |= {"normalization": "LayerNorm", "gated_linear_unit": False, "add_bias_linear": True}
+        config = TransformerConfig(**common | {"activation_func": partial(F.gelu, approximate="tanh")})
+        spec = get_gpt_layer_local_spec()
+        positions = {"position_embedding_type": "learned_absolute"}
     else:
         config = MLATransformerConfig(**common, **_latent(shape), **_experts(shape))
         spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
         for layer in spec.layer_specs:
             layer.submodules.self_attention.submodules.core_attention = LatentCore
-        rotary = {"position_embedding_type": "rope"}
+        positions = {"position_embedding_type": "rope"}
     tied = shape.tied_embedding
-    model = GPTModel(config, spec, shape.vocab, shape.max_sequence, share_embeddings_and_output_weights=tied, **rotary)
+    options = {"share_embeddings_and_output_weights": tied, **positions}
+    model = GPTModel(config, spec, shape.vocab, shape.max_sequence, **options)
     return model.to(dtype)
 
 
@@ -234,6 +241,8 @@ def name_of(ours: str) -> str:
     """Megatron's name for one of our parameters."""
     if ours == "embedding.weight":
         return "embedding.word_embeddings.weight"
+    if ours == "position_embedding.weight":
+        return "embedding.position_embeddings.weight"
     if ours == "output_layer.weight":
         return ours
     for part in ("q", "q_down", "q_up", "kv_down", "kv_up"):
@@ -245,17 +254,24 @@ def load(model: GPTModel, weights: Mapping[str, Tensor]) -> None:
     """Copy whole weights, by our names, into Megatron's model: this rank's part of them, every one exactly once."""
     rank = parallel_state.get_tensor_model_parallel_rank()
     ranks = parallel_state.get_tensor_model_parallel_world_size()
-    model.load_state_dict({name_of(name): part(name, whole, rank, ranks) for name, whole in weights.items()})
+    gated = model.config.gated_linear_unit
+    model.load_state_dict({name_of(name): part(name, whole, rank, ranks, gated) for name, whole in weights.items()})
 
 
-def part(name: str, whole: Tensor, rank: int, ranks: int) -> Tensor:
-    """What a rank holds of a Llama's weight: whole norms, columns of what is row-parallel, rows of all else, and of fc1
-    rows of the gate and of the other half."""
-    if whole.dim() == 1:
+def is_divided(name: str, parameter: Tensor) -> bool:
+    """Whether tensor-parallel ranks divide a parameter of Llama or GPT-2: not norms, positions and biases of what is
+    row-parallel."""
+    return name.endswith(("qkv.bias", "fc1.bias")) or (parameter.dim() > 1 and "position_embedding" not in name)
+
+
+def part(name: str, whole: Tensor, rank: int, ranks: int, gated: bool) -> Tensor:
+    """What a rank holds of a weight of Llama or GPT-2: columns of what is row-parallel, rows of all else, and of a
+    Llama's fc1 rows of the gate and of the other half."""
+    if not is_divided(name, whole):
         return whole
     if name.endswith(("linear_proj.weight", "linear_fc2.weight")):
         return whole.chunk(ranks, 1)[rank]
-    if name.endswith("linear_fc1.weight"):
+    if name.endswith("linear_fc1.weight") and gated:
         return torch.cat([half.chunk(ranks)[rank] for half in whole.chunk(2)])
     return whole.chunk(ranks)[rank]
 
@@ -287,9 +303,9 @@ def step(model: GPTModel, optimizer: torch.optim.Optimizer, batches: Sequence[tu
 
 
 def _clip(model: nn.Module) -> None:
-    """Scale gradients to a norm of CLIP at most: that of the whole model, whose matrices are split over the ranks."""
-    split = sum(p.grad.square().sum() for p in model.parameters() if p.dim() > 1)
-    whole = sum(p.grad.square().sum() for p in model.parameters() if p.dim() == 1)
+    """Scale gradients to a norm of CLIP at most: that of the whole model."""
+    split = sum(p.grad.square().sum() for name, p in model.named_parameters() if is_divided(name, p))
+    whole = sum(p.grad.square().sum() for name, p in model.named_parameters() if not is_divided(name, p))
     dist.all_reduce(split, group=parallel_state.get_tensor_model_parallel_group())
     scale = min(1.0, CLIP / (math.sqrt(split + whole) + 1e-6))
     for parameter in model.parameters():
@@ -305,7 +321,7 @@ def adamw(model: nn.Module, learning_rate: float) -> torch.optim.AdamW:
 class Training:
     """What to train: whole weights by our names, and the steps, each of them its micro-batches of tokens and labels."""
 
-    shape: LlamaShape
+    shape: Shape
     weights: dict[str, Tensor]
     steps: list[list[tuple[Tensor, Tensor]]]
     learning_rate: float
@@ -323,7 +339,9 @@ def tensor_parallel_losses(trainings: Sequence[Training], directory: Path, ranks
     return losses[0]
 
 
-def _train_rank(rank: int, ranks: int, settings: Sequence[tuple[LlamaShape, float]], directory: Path) -> None:
+def _train_rank(
+    rank: int, ranks: int, settings: Sequence[tuple[LlamaShape | GPT2Shape, float]], directory: Path
+) -> None:
     torch.set_num_threads(1)
     losses = []
     with megatron_on_cpu(directory / "store", rank, ranks):

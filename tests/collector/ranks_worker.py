@@ -41,7 +41,12 @@ class Case:
 
 CASES = [
     Case(model, recipe, **ranks)
-    for model, recipe in (("llama32-1b", "bf16"), ("llama31-8b", "linear_mxfp8"), ("deepseek2_lite", "bf16"))
+    for model, recipe in (
+        ("llama32-1b", "bf16"),
+        ("llama31-8b", "linear_mxfp8"),
+        ("deepseek2_lite", "bf16"),
+        ("gpt2", "bf16"),
+    )
     for ranks in ({"tp": 2}, {"tp": 2, "sequence_parallel": True}, {"dp": 2})
 ]
 
@@ -74,9 +79,11 @@ def train(case: Case, ranks: Ranks) -> dict:
             seen["losses"].append(mean_over_replicas(total, ranks))
     seen["weights"] = {name: p.detach() for name, p in model.named_parameters()}
     seen["divided"] = {
-        f"{name}.weight": (layer.split_axis, layer.stride)
+        f"{name}.{parameter}": (layer.split_axis, layer.stride)
         for name, layer in model.named_modules()
-        if isinstance(layer, ParallelLinear) and layer.split_axis is not None and ranks.tensor.size > 1
+        if isinstance(layer, ParallelLinear)
+        for parameter, x in layer.named_parameters()
+        if x.tensor_model_parallel
     }
     return seen
 

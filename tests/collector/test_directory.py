@@ -26,8 +26,8 @@ from transformers import (
     BertModel,
     BloomConfig,
     BloomForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -183,25 +183,23 @@ def test_what_does_not_fit_a_path_is_one_line(options, said, directory):
 
 
 @pytest.fixture(scope="module")
-def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("models") / "tiny-gpt2"
-    still = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+def neox(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("models") / "tiny-neox"
     torch.manual_seed(0)
-    config = GPT2Config(n_embd=64, n_layer=2, n_head=4, n_positions=512, vocab_size=320, **still)
-    GPT2LMHeadModel(config).save_pretrained(made)
+    GPTNeoXForCausalLM(GPTNeoXConfig(**SIZES | {"num_key_value_heads": 4})).save_pretrained(made)
     return made
 
 
-GPT2_RUN = ["run", "--tokenizer", "byte", "--backend", "torch", "--sequence-length", "32", "--dataset", "python-docs"]
+BYTE_RUN = ["run", "--tokenizer", "byte", "--backend", "torch", "--sequence-length", "32", "--dataset", "python-docs"]
 
 
-def test_other_models_are_run_by_transformers(gpt2, tmp_path):
+def test_other_models_are_run_by_transformers(neox, tmp_path):
     """Its loss is that of transformers on the same tokens, and what is recorded is what was estimated."""
-    options = ["--model", str(gpt2), "--recipe", "bf16", "--train-iters", "2"]
-    assert main([*GPT2_RUN, *options, "--tensor-save-dir", str(tmp_path)]) == 0
-    (config,) = read([*GPT2_RUN, *options]).runs
+    options = ["--model", str(neox), "--recipe", "bf16", "--train-iters", "2"]
+    assert main([*BYTE_RUN, *options, "--tensor-save-dir", str(tmp_path)]) == 0
+    (config,) = read([*BYTE_RUN, *options]).runs
     shape = config.shape()
-    theirs = GPT2LMHeadModel.from_pretrained(gpt2)
+    theirs = GPTNeoXForCausalLM.from_pretrained(neox)
     assert shape.parameters == theirs.num_parameters() and (shape.layers, shape.hidden, shape.heads) == (2, 64, 4)
     inputs, labels = open_stream(config, open_dataset("python-docs", "byte", 320)).batch(config.micro_batch_size)
     with torch.autocast("cpu", torch.bfloat16):
@@ -216,7 +214,7 @@ def test_other_models_are_run_by_transformers(gpt2, tmp_path):
     assert sites == {(layer, name) for layer in (1, 2) for name in ("qkv", "core", "proj", "fc1", "fc2")}
     plan = planned(config)
     assert len(rows) == plan.tensors and rows["numel"].sum() == plan.values
-    assert set(rows["dtype"]) == {"bfloat16"}
+    assert set(rows[rows["layer_type"] == "linear"]["dtype"]) == {"bfloat16"}
 
 
 def test_norms_without_a_gain_are_run(tmp_path):
@@ -225,19 +223,18 @@ def test_norms_without_a_gain_are_run(tmp_path):
     OlmoForCausalLM(OlmoConfig(**SIZES)).save_pretrained(made)
     options = ["--model", str(made), "--recipe", "bf16", "--train-iters", "2", "--tensors", "norm_input,norm_gain"]
     with pytest.warns(UserWarning, match="nothing was recorded as norm_gain:"):
-        assert main([*GPT2_RUN, *options, "--tensor-save-dir", str(tmp_path / "runs")]) == 0
+        assert main([*BYTE_RUN, *options, "--tensor-save-dir", str(tmp_path / "runs")]) == 0
     with Catalog.open(tmp_path / "runs") as catalog:
         found = catalog.tensors()
     assert len(found) == 5 and {tuple(s)[-1] for s in found["shape"]} == {64}
 
 
-def test_a_buffer_of_integers_is_no_quantized_weight(gpt2, tmp_path):
+def test_a_buffer_of_integers_is_no_quantized_weight(neox, tmp_path):
     """Checkpoints of former versions hold masks and positions."""
-    directory = shutil.copytree(gpt2, tmp_path / "tiny-gpt2")
+    directory = shutil.copytree(neox, tmp_path / "tiny-neox")
     path = directory / "model.safetensors"
-    save_file(
-        load_file(path) | {"transformer.h.0.attn.bias": torch.ones(1, 1, 512, 512).long()}, path, {"format": "pt"}
-    )
+    mask = {"gpt_neox.layers.0.attention.bias": torch.ones(1, 1, 512, 512).long()}
+    save_file(load_file(path) | mask, path, {"format": "pt"})
     assert open_checkpoint(directory, read_shape(directory)).loaded
 
 
@@ -256,7 +253,7 @@ def edit(directory: Path, **settings: Any) -> None:
 def drop(directory: Path) -> None:
     path = directory / "model.safetensors"
     weights = load_file(path)
-    del weights["transformer.h.1.mlp.c_fc.weight"]
+    del weights["gpt_neox.layers.1.mlp.dense_h_to_4h.weight"]
     save_file(weights, path, {"format": "pt"})
 
 
@@ -264,28 +261,28 @@ def drop(directory: Path) -> None:
     ("damage", "options", "said"),
     [
         (lambda d: (d / "model.safetensors").rename(d / "pytorch_model.bin"), [], "contains no weights"),
-        (drop, [], r"lacks the tensor transformer\.h\.1\.mlp\.c_fc\.weight"),
-        (lambda d: edit(d, n_embd=128), [], "cannot be run by transformers"),
+        (drop, [], r"lacks the tensor gpt_neox\.layers\.1\.mlp\.dense_h_to_4h\.weight"),
+        (lambda d: edit(d, hidden_size=128), [], "cannot be run by transformers"),
         (lambda d: edit(d, model_type="gpt1000"), [], "cannot be run by transformers"),
-        (lambda d: edit(d, n_layer=3_000_000), [], "has 3000000 layers: expected at most 1000"),
+        (lambda d: edit(d, num_hidden_layers=3_000_000), [], "has 3000000 layers: expected at most 1000"),
         (untouched, [], "cannot be run by transformers"),
         (lambda d: (d / "adapter_config.json").touch(), [], "contains an adapter"),
         (
             lambda d: None,
             ["--layers", "1"],
-            "--layers is 1: tiny-gpt2 runs in transformers, where Binade can neither drop layers nor split them",
+            "--layers is 1: tiny-neox runs in transformers, where Binade can neither drop layers nor split them",
         ),
         (
             lambda d: None,
             ["--tp", "2"],
-            "--tp is 2: tiny-gpt2 runs in transformers, where Binade can neither drop layers nor split them",
+            "--tp is 2: tiny-neox runs in transformers, where Binade can neither drop layers nor split them",
         ),
     ],
 )
-def test_what_transformers_cannot_run_is_one_line(damage, options, said, gpt2, tmp_path, capfd):
-    directory = shutil.copytree(gpt2, tmp_path / "tiny-gpt2")
+def test_what_transformers_cannot_run_is_one_line(damage, options, said, neox, tmp_path, capfd):
+    directory = shutil.copytree(neox, tmp_path / "tiny-neox")
     damage(directory)
-    assert main([*GPT2_RUN, "--model", str(directory), *options, "--tensor-save-dir", str(tmp_path / "runs")]) == 2
+    assert main([*BYTE_RUN, "--model", str(directory), *options, "--tensor-save-dir", str(tmp_path / "runs")]) == 2
     line = capfd.readouterr().err.splitlines()[-1]
     assert line.startswith("binade: ") and re.search(said, line)
     assert not (directory / "ran").exists() and not (tmp_path / "runs").exists()
@@ -295,15 +292,15 @@ def test_a_product_that_is_not_intercepted_is_one_line(tmp_path, capfd):
     config = BloomConfig(hidden_size=64, n_layer=1, n_head=4, vocab_size=320, bos_token_id=0, eos_token_id=0)
     BloomForCausalLM(config).save_pretrained(tmp_path / "bloom")
     options = ["--model", str(tmp_path / "bloom"), "--recipe", "mxfp8", "--tensor-save-dir", str(tmp_path / "runs")]
-    assert main([*GPT2_RUN, *options]) == 2
+    assert main([*BYTE_RUN, *options]) == 2
     line = capfd.readouterr().err.splitlines()[-1]
     assert re.match(r"binade: bloom cannot be trained by binade run, .*: .*by baddbmm that is not", line)
 
 
-def test_without_transformers_one_line_says_so(gpt2, monkeypatch):
+def test_without_transformers_one_line_says_so(neox, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ConfigError, match="is a 'gpt2' model: only transformers can run it: pip install"):
-        read(["run", "--model", str(gpt2)])
+    with pytest.raises(ConfigError, match="is a 'gpt_neox' model: only transformers can run it: pip install"):
+        read(["run", "--model", str(neox)])
 
 
 def test_the_example_collects_an_encoder(tmp_path, monkeypatch):

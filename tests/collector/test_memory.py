@@ -38,6 +38,8 @@ CASES = {
     "Llama, as wide as published": RunConfig(size="full", layers=1, sequence_length=512, vocab_size=384),
     "Llama, long sequences": RunConfig(sequence_length=1024),
     "Llama, two sequences, three layers": RunConfig(layers=3, sequence_length=256, micro_batch_size=2),
+    "GPT-2": RunConfig(model="gpt2", sequence_length=512),
+    "GPT-2, as wide as published": RunConfig(model="gpt2", size="full", layers=1, sequence_length=512, vocab_size=384),
     "DeepSeek": RunConfig(model="deepseek2_lite", sequence_length=512, layers=3),
 }
 

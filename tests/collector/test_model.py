@@ -14,8 +14,8 @@ from binade.collector.models.attention import CoreAttention
 from binade.collector.models.model import GPTModel
 from binade.collector.models.norm import RMSNorm
 from binade.collector.models.parallel import ColumnParallelLinear
+from binade.collector.models.positions import apply_rotary, rotary_angles
 from binade.collector.models.registry import MODELS
-from binade.collector.models.rotary import apply_rotary, rotary_angles
 from binade.collector.models.site import Site
 from binade.collector.ranks import SINGLE
 

@@ -32,23 +32,34 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import DeepseekV2Config, DeepseekV2ForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedConfig,
+)
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2RotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from binade.collector.capture.instrument import instrument
 from binade.collector.capture.recorder import Recorder
+from binade.collector.capture.step import others
+from binade.collector.capture.survey import find
 from binade.collector.capture.tried import Tried
 from binade.collector.errors import ConfigError
 from binade.collector.models.deepseek import DeepseekShape, balance_loss
+from binade.collector.models.gpt2 import GPT2Shape
 from binade.collector.models.llama import LlamaShape
 from binade.collector.models.model import GPTModel
+from binade.collector.models.positions import rotary_angles
 from binade.collector.models.registry import MODELS
 from binade.collector.models.rope_scaling import Llama3Scaling, YarnScaling
-from binade.collector.models.rotary import rotary_angles
-from binade.collector.models.shape import Shape
+from binade.collector.models.shape import RotaryShape, Shape
 from binade.collector.models.site import Site
-from binade.collector.pretrained.checkpoint import open_checkpoint, sources
+from binade.collector.pretrained.checkpoint import join, open_checkpoint
 from binade.collector.pretrained.directory import read_shape
 from binade.collector.pretrained.transformers_model import TransformersShape
 from binade.collector.recipes.parse import parse_recipe
@@ -57,10 +68,15 @@ from binade.collector.training.loop import _backward
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 from binade.data.segment import Identity
+from binade.data.tensor_kinds import Other, tensor_names
 from binade.quant.gemm import Observed
 
 pytestmark = pytest.mark.slow
-PUBLISHED_WEIGHTS = {"llama31-8b": 8_030_261_248, "llama32-1b": 1_235_814_400, "deepseek2_lite": 15_706_484_224}
+PUBLISHED_WEIGHTS = {
+    "llama31-8b": 8_030_261_248, "llama32-1b": 1_235_814_400, "deepseek2_lite": 15_706_484_224,
+    "gpt2": 124_439_808, "gpt2-medium": 354_823_168, "gpt2-large": 774_030_080, "gpt2-xl": 1_557_611_200,
+}  # fmt: skip
+REFERENCES = {LlamaShape: LlamaForCausalLM, DeepseekShape: DeepseekV2ForCausalLM, GPT2Shape: GPT2LMHeadModel}
 
 # The two sum the same float32 products in another order: each result is off by a few roundings (2^-24 = 6e-8), which
 # the layers pass on. Measured at most 1.7e-6 of a gradient's norm, 6.6e-7 of the logits'; a setting that is wrong moves
@@ -69,7 +85,12 @@ TOLERANCE = 5e-6
 
 LLAMA_ROPE = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"type": "yarn", "beta_fast": 32, "beta_slow": 1, "mscale": 0.707, "mscale_all_dim": 0.707}
-# config.json as published, of meta-llama/Llama-3.1-8B, meta-llama/Llama-3.2-1B and deepseek-ai/DeepSeek-V2-Lite.
+GPT2 = {
+    "model_type": "gpt2", "activation_function": "gelu_new", "attn_pdrop": 0.1, "embd_pdrop": 0.1, "resid_pdrop": 0.1,
+    "layer_norm_epsilon": 1e-05, "n_ctx": 1024, "n_positions": 1024, "vocab_size": 50257,
+}  # fmt: skip
+# config.json as published, of meta-llama/Llama-3.1-8B, meta-llama/Llama-3.2-1B, deepseek-ai/DeepSeek-V2-Lite and
+# openai-community/gpt2.
 PUBLISHED: dict[str, dict[str, Any]] = {
     "llama31-8b": {
         "model_type": "llama", "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 14336,
@@ -96,11 +117,28 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "seq_aux": True, "tie_word_embeddings": False, "topk_group": 1, "topk_method": "greedy", "v_head_dim": 128,
         "vocab_size": 102400,
     },
+    "gpt2": {**GPT2, "n_embd": 768, "n_head": 12, "n_layer": 12},
+    "gpt2-medium": {**GPT2, "n_embd": 1024, "n_head": 16, "n_layer": 24},
+    "gpt2-large": {**GPT2, "n_embd": 1280, "n_head": 20, "n_layer": 36},
+    "gpt2-xl": {**GPT2, "n_embd": 1600, "n_head": 25, "n_layer": 48},
 }  # fmt: skip
 
 
-def theirs(shape: Shape) -> LlamaConfig | DeepseekV2Config:
+def theirs(shape: Shape) -> PreTrainedConfig:
     """transformers' configuration of a shape."""
+    if isinstance(shape, GPT2Shape):
+        return GPT2Config(
+            n_layer=shape.layers,
+            n_embd=shape.hidden,
+            n_inner=shape.ffn,
+            n_head=shape.heads,
+            n_positions=shape.max_sequence,
+            vocab_size=shape.vocab,
+            layer_norm_epsilon=shape.norm_eps,
+            tie_word_embeddings=shape.tied_embedding,
+            attn_implementation="eager",
+            **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
+        )
     common = {
         "hidden_size": shape.hidden,
         "intermediate_size": shape.ffn,
@@ -144,14 +182,16 @@ def rope_parameters(shape: Shape) -> dict[str, Any]:
 
 def random_reference(shape: Shape, seed: int = 0) -> nn.Module:
     """transformers' model with weights that keep activations near 1, norms included: nothing is left at its default."""
-    model = (LlamaForCausalLM if isinstance(shape, LlamaShape) else DeepseekV2ForCausalLM)(theirs(shape))
+    model = REFERENCES[type(shape)](theirs(shape))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1:
-                parameter.uniform_(0.5, 1.5, generator=generator)
+                low, high = (-0.5, 0.5) if name.endswith(".bias") else (0.5, 1.5)
+                parameter.uniform_(low, high, generator=generator)
             else:
-                spread = 1.0 if "embed_tokens" in name else parameter.shape[-1] ** -0.5
+                inputs = parameter.shape[0 if isinstance(shape, GPT2Shape) else -1]
+                spread = 1.0 if "embed_tokens" in name or ".wpe" in name else inputs**-0.5
                 parameter.normal_(0.0, spread, generator=generator)
     return model.train()
 
@@ -183,12 +223,13 @@ def tokens_of(shape: Shape, batch: int = 2, length: int = 48) -> tuple[Tensor, T
     return drawn[:, :-1], drawn[:, 1:]
 
 
-TINY = {name: sizes["tiny"] for name, sizes in MODELS.items()}
+TINY = {name: sizes["tiny"] for name, sizes in MODELS.items() if not name.startswith("gpt2-")}  # as small as gpt2's
 # Scaling that bites within the 48 tokens compared, where the published one sets in after thousands.
 SHORT_LLAMA3 = Llama3Scaling(8.0, 1.0, 4.0, 16)
 SHORT_YARN = YarnScaling(40.0, 4.0, 1.0, mscale=1.0, mscale_all_dim=0.707, original_max_position_embeddings=64)
 COMPARED: dict[str, Shape] = {
     **TINY,
+    "gpt2, untied": replace(TINY["gpt2"], tied_embedding=False, ffn=320, heads=2),
     "llama, scaled": replace(TINY["llama31-8b"], rope_scaling=SHORT_LLAMA3),
     "llama, unscaled": replace(TINY["llama32-1b"], rope_scaling=None),
     "deepseek, scaled": replace(TINY["deepseek2_lite"], rope_scaling=SHORT_YARN),
@@ -220,7 +261,7 @@ def test_full_models_have_the_published_number_of_weights(name):
     shape = MODELS[name]["full"]
     with torch.device("meta"):
         ours = sum(p.numel() for p in GPTModel(shape).parameters())
-        reference = (LlamaForCausalLM if isinstance(shape, LlamaShape) else DeepseekV2ForCausalLM)(theirs(shape))
+        reference = REFERENCES[type(shape)](theirs(shape))
     assert ours == shape.parameters == sum(p.numel() for p in reference.parameters()) == PUBLISHED_WEIGHTS[name]
 
 
@@ -229,6 +270,21 @@ def test_counted_weights_are_those_of_the_model(name):
     with torch.device("meta"):
         model = GPTModel(COMPARED[name])
     assert COMPARED[name].parameters == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", COMPARED)
+def test_other_parts_are_those_that_capture_finds(name):
+    shape = COMPARED[name]
+    with torch.device("meta"):
+        model = GPTModel(shape)
+    parts = others(model, find(model), tensor_names())
+    assert Counter((product, layer.site) for product, layer in parts) == Counter(
+        (spec.layer_type, spec.site) for spec in shape.others()
+    )
+    sizes = {spec.site: spec.width * spec.rows for spec in shape.others() if spec.layer_type == Other.PARAMETER}
+    for product, layer in parts:
+        if product is Other.PARAMETER:
+            assert model.get_parameter(layer.name).numel() == sizes[layer.site]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -242,7 +298,7 @@ def test_tiny_models_keep_the_architecture(name):
     tiny, full = MODELS[name]["tiny"], MODELS[name]["full"]
     assert type(tiny) is type(full)
     for same in ("rope_scaling", "rope_theta", "norm_eps", "tied_embedding", "max_sequence"):
-        assert getattr(tiny, same) == getattr(full, same)
+        assert getattr(tiny, same, None) == getattr(full, same, None)
     assert tiny.heads / tiny.kv_heads == full.heads / full.kv_heads
     assert tiny.ffn / tiny.hidden == pytest.approx(full.ffn / full.hidden, rel=0.01)
     if isinstance(full, DeepseekShape):
@@ -265,12 +321,38 @@ def test_logits_and_every_gradient_agree_with_transformers(name, tmp_path):
     F.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
     assert off(logits, wanted) < TOLERANCE
     read = gradients(reference)
-    compared = {ours: off(p.grad, sources(shape)[ours].join(read)) for ours, p in model.named_parameters()}
+    weights = {weight.name: weight for weight in shape.weights()}
+    compared = {ours: off(p.grad, join(weights[ours], read)) for ours, p in model.named_parameters()}
     assert {ours: error for ours, error in compared.items() if not error < TOLERANCE} == {}
-    assert sum(len(source.tensors) for source in sources(shape).values()) == len(read)
+    assert sum(len(weight.tensors) for weight in shape.weights()) == len(read)
 
 
-@pytest.mark.parametrize("name", MODELS)
+def test_a_gpt2_in_bfloat16_is_as_close_to_float32_as_that_of_transformers(tmp_path):
+    shape = TINY["gpt2"]
+    reference = random_reference(shape)
+    reference.save_pretrained(tmp_path)
+    model = GPTModel(shape)
+    open_checkpoint(tmp_path, shape).load_into(model)
+    tokens, _ = tokens_of(shape)
+    with torch.no_grad():
+        wanted, ours = reference(tokens).logits, model(tokens)
+        assert off(ours, wanted) < 1.5 * off(reference.to(torch.bfloat16)(tokens).logits, wanted)
+
+
+def test_a_gpt2_as_published_loads(tmp_path):
+    """Its names lack those of the module around the layers, and masks are saved with it."""
+    shape = TINY["gpt2"]
+    reference = random_reference(shape)
+    reference.save_pretrained(tmp_path)
+    whole = load(tmp_path, shape).state_dict()
+    path = tmp_path / "model.safetensors"
+    masks = {f"h.{layer}.attn.bias": torch.ones(1, 1, 1024, 1024) for layer in range(shape.layers)}
+    save_file({k.removeprefix("transformer."): v for k, v in load_file(path).items()} | masks, path)
+    read = load(tmp_path, shape).state_dict()
+    assert whole.keys() == read.keys() and all(torch.equal(whole[name], weight) for name, weight in read.items())
+
+
+@pytest.mark.parametrize("name", [name for name, shape in TINY.items() if isinstance(shape, RotaryShape)])
 def test_rotary_angles_of_the_full_models_agree_with_transformers(name):
     shape, length = MODELS[name]["full"], 8192
     cos, sin = (t[:, 0, 0] for t in rotary_angles(
@@ -298,6 +380,8 @@ def test_rotary_angles_of_the_full_models_agree_with_transformers(name):
         ("deepseek, scaled", {"rope_scaling": replace(SHORT_YARN, beta_slow=0.25)}),
         ("deepseek, routing", {"experts_per_token": 5}),
         ("deepseek, routing", {"routed_scale": 1.0}),
+        ("gpt2", {"norm_eps": 1e-2}),
+        ("gpt2", {"heads": 8}),
     ],
 )
 def test_a_wrong_setting_shows(name, wrong, tmp_path):
@@ -409,7 +493,7 @@ def expected_sites(shape: Shape) -> set[tuple[int, str]]:
     found = set()
     for layer in range(1, shape.layers + 1):
         modules = {"core", "proj", "fc1", "fc2"}
-        if isinstance(shape, LlamaShape):
+        if not isinstance(shape, DeepseekShape):
             modules |= {"qkv"}
         else:
             modules |= {"kv_down", "kv_up"} | ({"q"} if shape.q_lora_rank is None else {"q_down", "q_up"})
@@ -430,7 +514,7 @@ def sites(rows: pd.DataFrame) -> dict[tuple[int, str, int | None], set[str]]:
 
 
 @pytest.mark.parametrize("recipe", [*TEN_RECIPES, "nvfp4"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", TINY)
 def test_every_recipe_records_every_tensor_of_every_model(name, recipe, tmp_path):
     shape = TINY[name]
     model = GPTModel(shape)
@@ -529,7 +613,7 @@ def test_experts_without_a_token_get_zero_gradients(recipe, tmp_path):
             assert bool(linear.weight.grad.any()) == (index in busy)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", TINY)
 def test_layers_shorten_a_model_and_its_checkpoint(name, saved):
     shape = replace(TINY[name], layers=1)
     model = GPTModel(shape)

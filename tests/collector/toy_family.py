@@ -14,9 +14,6 @@ from binade.collector.models.specs import LinearSpec, mlp_linears
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from binade.collector.models.feedforward import MLP
-    from binade.collector.ranks import Group
-
 
 def squared_relu(x: Tensor) -> Tensor:
     return x.relu().square()
@@ -27,14 +24,10 @@ class ArceeShape(LlamaShape):
     family = "Arcee"
     model_type = "arcee"
     fixed: ClassVar = {**LlamaShape.fixed, "hidden_act": "relu2"}
+    activation = staticmethod(squared_relu)
 
     def feed_forward(self, layer: int) -> tuple[LinearSpec, LinearSpec]:
         return mlp_linears(layer, self.hidden, self.ffn, gated=False)
-
-    def build_feed_forward(self, layer: int, group: Group) -> MLP:
-        from binade.collector.models.feedforward import MLP
-
-        return MLP(*self.feed_forward(layer), squared_relu, group)
 
     def activation_bytes(self, layer: int) -> int:
         return super().activation_bytes(layer) - 4 * self.ffn  # two bfloat16 tensors, SwiGLU keeps four

@@ -1,11 +1,39 @@
-"""Rotary positions: the angles and the rotation itself."""
+"""Position encodings: rotary ones, with their angles and the rotation itself, and learned ones.
+
+Each is a module that turns embeddings [s, b, hidden] into the input of the first layer, and into the rotation of every
+layer's queries and keys: cos and sin, float32 [s, 1, 1, rotary_dim], or None.
+"""
 
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from binade.collector.models.rope_scaling import RopeScaling
+
+Rotation = tuple[Tensor, Tensor] | None
+
+
+class RotaryPositions(nn.Module):
+    """Leaves the embeddings as they are. The arguments are those of `rotary_angles`."""
+
+    def __init__(self, rotary_dim: int, theta: float, scaling: RopeScaling | None) -> None:
+        super().__init__()
+        self.rotary_dim, self.theta, self.scaling = rotary_dim, theta, scaling
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Rotation]:
+        return x, rotary_angles(len(x), self.rotary_dim, self.theta, x.device, self.scaling)
+
+
+class LearnedPositions(nn.Module):
+    """Adds a vector of weights for each position, and rotates nothing."""
+
+    def __init__(self, length: int, hidden: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(length, hidden))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Rotation]:
+        return x + self.weight[: len(x), None], None
 
 
 def rotary_angles(
