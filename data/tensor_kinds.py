@@ -1,8 +1,8 @@
 """The tensors that a collection records, as one table: capture, `--tensors`, estimates, the index and the app read it.
 
-To record another tensor of a product, add an entry to TENSOR_KINDS; nothing else changes. Tensors of products are
-recorded by default, other tensors of a step only if they are named. Any other tensor can be recorded under any name
-with `Recorder.record`, and is shown under that name in the color NEUTRAL.
+To record another tensor of a product, or of another part of a step, add an entry to TENSOR_KINDS; nothing else changes.
+Tensors of products are recorded by default, other tensors of a step only if they are named. Any other tensor can be
+recorded under any name with `Recorder.record`, and is shown under that name in the color NEUTRAL.
 """
 
 from __future__ import annotations
@@ -69,7 +69,10 @@ class TensorKind:
     """A tensor of a product, or of another part of a step.
 
     name             tensor_name in the index
-    observed         its name in the product, see quant.gemm.Observed; "scores" are the scaled scores of attention
+    observed         its name in the product, see quant.gemm.Observed; "scores" are the scaled scores of attention. Of
+                     a module outside of products: its input "a", weight "b" and result "y", the gradients "grad" of
+                     the result and "grad_b" of the weight. Of a parameter: "weight", one of capture.step.CHANGES, or
+                     its name in the state of the optimizer
     operand          the field of GemmFormats that holds its format; for a result, that of its GEMM's first operand; ""
                      outside of products
     contracted_axis  the axis that this GEMM contracts, from the end; None for a result. Outside of products, the axis
@@ -143,7 +146,7 @@ TENSOR_KINDS: list[TensorKind] = [
     TensorKind("norm_input", NORM, "a", FORWARD, PRE, "", -1, "input", "#686840", "input of norm"),
     TensorKind("norm_gain", NORM, "b", FORWARD, PRE, "", -1, "weight", "#00a800", "gain of norm"),
     TensorKind("grad_norm_gain", NORM, "grad_b", BACKWARD, POST, "", None, "weight", "#b08080", "gradient of gain"),
-    TensorKind("router_load", EXPERTS, "load", FORWARD, POST, "", None, "output", "#f800d0", "tokens of each expert"),
+    TensorKind("router_load", EXPERTS, "y", FORWARD, POST, "", None, "weight", "#f800d0", "tokens of each expert"),
     TensorKind("logits", HEAD, "y", FORWARD, POST, "", None, "output", "#a800f8", "logits"),
     TensorKind("master_weight", PARAMETER, "weight", OPTIMIZER, POST, "", -1, "weight", "#8f6200", "updated weight"),
     TensorKind("exp_avg", PARAMETER, "exp_avg", OPTIMIZER, POST, "", -1, "weight", "#0888f8", "first moment"),

@@ -32,7 +32,7 @@ from binade.quant.gemm import sampling
 
 NORM = re.compile(r"(Layer|RMS)Norm$")  # ends the names of their classes
 # For a norm in a sequence-parallel region, whose gain has Megatron's mark: each rank has a part of the tokens.
-SHARDS = {"a": "rows", "grad_b": "partial"}
+SHARDS = {"a": "rows", "y": "rows", "grad": "rows", "grad_b": "partial"}
 
 
 def others(model: nn.Module, found: Found, names: Collection[str]) -> list[tuple[Other, Layer]]:
@@ -95,63 +95,60 @@ def _shard_of(layer: Layer, parameter: str, _: str) -> Shard:
 @contextmanager
 def recording(model: nn.Module, recorder: Recorder, found: Sequence[tuple[Other, Layer]]) -> Iterator[None]:
     """A context in which the layers found by `others` are recorded."""
+    parameters = {layer.name: layer for product, layer in found if product is Other.PARAMETER}
     with ExitStack() as undo:
         for product, layer in found:
             if product is not Other.PARAMETER:
-                method = _norm if product is Other.NORM else _result
-                undo.callback(set_on(layer.module, "forward", method(recorder, layer, _kinds(product))))
-        if parameters := {layer.name: layer for product, layer in found if product is Other.PARAMETER}:
-            undo.enter_context(_optimizer(model, recorder, parameters, _kinds(Other.PARAMETER)))
+                shown = (
+                    replace(layer, shard=partial(_shard_of_norm, recorder, layer)) if product is Other.NORM else layer
+                )
+                undo.callback(set_on(layer.module, "forward", _forward(recorder, shown, _kinds(recorder, product))))
+        if parameters:
+            undo.enter_context(_optimizer(model, recorder, parameters, _kinds(recorder, Other.PARAMETER)))
         yield
 
 
-def _kinds(product: Other) -> dict[str, TensorKind]:
-    return {kind.observed: kind for kind in TENSOR_KINDS if kind.product is product}
+def _kinds(recorder: Recorder, product: Other) -> dict[str, TensorKind]:
+    """The kinds that are named, by what is observed."""
+    return {kind.observed: kind for kind in TENSOR_KINDS if kind.product is product and kind.name in recorder.tensors}
 
 
-def _result(recorder: Recorder, layer: Layer, kinds: dict[str, TensorKind]) -> Callable[..., Any]:
-    """The module's forward, whose result is recorded."""
+def _shard_of_norm(recorder: Recorder, layer: Layer, name: str) -> Shard:
+    split = getattr(getattr(layer.module, "weight", None), "sequence_parallel", False)
+    return linear_shard(SHARDS if split else {}, name, recorder.ranks.tensor, 1)
+
+
+def _forward(recorder: Recorder, layer: Layer, kinds: dict[str, TensorKind]) -> Callable[..., Any]:
+    """The module's forward. Recorded are the first tensor among its arguments ("a"), its weight ("b"), its result ("y")
+    and, once they arrive, the gradients of the result ("grad") and the weight ("grad_b")."""
     forward: Callable[..., Any] = layer.module.forward
-    (kind,) = kinds.values()
-
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        result = forward(*args, **kwargs)
-        if not (recorder.policy.idle or running_backward()):
-            recorder.show(kind, layer, next(tensors_in((result,))), recorder.policy.begin())
-        return result
-
-    return watched
-
-
-def _norm(recorder: Recorder, layer: Layer, kinds: dict[str, TensorKind]) -> Callable[..., Any]:
-    """A norm's forward, whose input, gain and, once it arrives, gradient of the gain are recorded."""
-    forward: Callable[..., Any] = layer.module.forward
-
-    def shard(name: str) -> Shard:
-        split = getattr(getattr(layer.module, "weight", None), "sequence_parallel", False)
-        return linear_shard(SHARDS if split else {}, name, recorder.ranks.tensor, 1)
-
-    layer = replace(layer, shard=shard)
 
     def watched(*args: Any, **kwargs: Any) -> Any:
         moment = None if recorder.policy.idle else recorder.policy.begin()
         if moment is None or not moment.recording:
             return forward(*args, **kwargs)
-        gain: Tensor | None = getattr(layer.module, "weight", None)
-        if not running_backward():
-            recorder.show(kinds["a"], layer, next(tensors_in((args, kwargs))), moment)
-            if gain is not None:
-                recorder.show(kinds["b"], layer, gain, moment)
+
+        def show(name: str, x: Tensor | None) -> None:
+            if name in kinds and x is not None:
+                recorder.show(kinds[name], layer, x, moment)
+
+        def arrived(gradient: Tensor) -> None:
+            if not sampling():
+                show("grad", gradient)
+                if "grad_b" in kinds and weight is not None and weight.requires_grad:
+                    _next_gradient(weight, partial(show, "grad_b"))
+
+        weight: Tensor | None = getattr(layer.module, "weight", None)
+        first_pass = not running_backward()
+        if first_pass:
+            show("a", next(tensors_in((args, kwargs)), None))
+            show("b", weight)
         result = forward(*args, **kwargs)
         y = next(tensors_in((result,)))
-        if gain is not None and gain.requires_grad and y.requires_grad and kinds["grad_b"].name in recorder.tensors:
-            y.register_hook(  # type: ignore[no-untyped-call]
-                lambda _: None if sampling() else _next_gradient(gain, show_gradient)
-            )
-
-        def show_gradient(gradient: Tensor) -> None:
-            recorder.show(kinds["grad_b"], layer, gradient, moment)
-
+        if first_pass:
+            show("y", y)
+        if y.requires_grad and not kinds.keys().isdisjoint(("grad", "grad_b")):
+            y.register_hook(arrived)  # type: ignore[no-untyped-call]
         return result
 
     return watched
@@ -171,8 +168,8 @@ def _next_gradient(x: Tensor, show: Callable[[Tensor], None]) -> None:
 def _optimizer(
     model: nn.Module, recorder: Recorder, layers: dict[str, Layer], kinds: dict[str, TensorKind]
 ) -> Iterator[None]:
-    """A context in which optimizer steps are recorded: their state, these parameters by name, and their updates."""
-    compares = not recorder.tensors.isdisjoint((kinds["update"].name, kinds["ratio"].name))
+    """A context in which optimizer steps are recorded: these parameters by name, what CHANGES computes of them, and
+    their state in the optimizer by its own names."""
     before: dict[Tensor, Tensor] = {}
 
     def held(optimizer: Optimizer) -> Iterator[tuple[Tensor, Layer]]:
@@ -183,7 +180,7 @@ def _optimizer(
 
     def begins(optimizer: Optimizer, *_: Any) -> None:
         before.clear()
-        if compares and recorder.policy.moment_of_step().recording:
+        if not CHANGES.keys().isdisjoint(kinds) and recorder.policy.moment_of_step().recording:
             before.update((parameter, parameter.detach().clone()) for parameter, _ in held(optimizer))
 
     def ended(optimizer: Optimizer, *_: Any) -> None:
@@ -191,14 +188,14 @@ def _optimizer(
         if not moment.recording:
             return
         for parameter, layer in held(optimizer):
-            state = optimizer.state.get(parameter, {})
-            shown = {"weight": parameter.detach()} | {name: state.get(name) for name in ("exp_avg", "exp_avg_sq")}
-            if (old := before.pop(parameter, None)) is not None:
-                shown["update"] = parameter.detach().float() - old.float()
-                shown["ratio"] = _norms(shown["update"]) / _norms(old)
-            for name, x in shown.items():
+            state, old = optimizer.state.get(parameter, {}), before.pop(parameter, None)
+            for name, kind in kinds.items():
+                if name in CHANGES:
+                    x = None if old is None else CHANGES[name](old, parameter.detach())
+                else:
+                    x = parameter if name == "weight" else state.get(name)
                 if isinstance(x, Tensor) and x.numel():
-                    recorder.show(kinds[name], layer, x, moment)
+                    recorder.show(kind, layer, x, moment)
         recorder.publish_step()
 
     with ExitStack() as undo:
@@ -211,3 +208,14 @@ def _norms(x: Tensor) -> Tensor:
     """The L2 norm along the last axis: [rows], float32; [1] of a vector or a scalar."""
     found: Tensor = torch.linalg.vector_norm(x.float().reshape(-1, x.shape[-1] if x.dim() else 1), dim=1)
     return found
+
+
+def _update(old: Tensor, new: Tensor) -> Tensor:
+    return new.float() - old.float()
+
+
+# Functions of a parameter before and after a step.
+CHANGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "update": _update,
+    "ratio": lambda old, new: _norms(_update(old, new)) / _norms(old),
+}

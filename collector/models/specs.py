@@ -10,7 +10,6 @@ from fractions import Fraction
 from typing import ClassVar
 
 from binade.collector.models.site import Site
-from binade.data.tensor_kinds import Other
 
 WHOLE = Fraction(1)
 
@@ -157,10 +156,9 @@ class OtherSpec:
 
     def elements(self, batch: int, length: int, ranks: int, sequence_parallel: bool = False) -> dict[str, int]:
         """As for LinearSpec."""
-        tokens = 1 if self.layer_type == Other.EXPERTS else batch * length
         copies = 1 if self.divided else ranks
         weight = self.rows * self.width * copies
-        whole = tokens * self.width * (1 if self.tokens and sequence_parallel else copies)
+        whole = batch * length * self.width * (1 if self.tokens and sequence_parallel else copies)
         return {"input": whole, "output": whole, "weight": weight, "rows": self.rows * copies}
 
 

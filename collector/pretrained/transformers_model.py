@@ -112,7 +112,6 @@ def _shape(path: Path, modified: int) -> TransformersShape:
         head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
         core = heads, kv_heads, head_dim, head_dim
         found = find(model)
-        names = [name for place in (Other.NORM, Other.HEAD, Other.PARAMETER) for name in tensor_names(place)]
         return TransformersShape(
             kind=config.model_type,
             layers=text.num_hidden_layers,
@@ -128,7 +127,7 @@ def _shape(path: Path, modified: int) -> TransformersShape:
             found=tuple(
                 CoreSpec(layer.site, *core) if layer.is_core else _linear(layer, text) for layer in found.layers
             ),
-            besides=tuple(_other(model, text, *each) for each in others(model, found, names)),
+            besides=tuple(_other(model, text, *each) for each in others(model, found, tensor_names())),
             count=sum(weight.numel() for weight in model.parameters()),
         )
 

@@ -7,20 +7,30 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
+import torch.nn.functional as F
 
 from binade.app import style
 from binade.cli import main
 from binade.collector.errors import ConfigError
 from binade.collector.jobs.estimate import planned
+from binade.collector.training import loop
 from binade.collector.training.config import RunConfig, check
 from binade.data.catalog import Catalog
 from binade.data.tensor_kinds import (
+    BACKWARD,
     FORWARD,
+    HEAD,
     NEUTRAL,
+    NORM,
+    OPTIMIZER,
+    PARAMETER,
     POST,
+    PRE,
     QK,
     TENSOR_KINDS,
     Product,
@@ -31,6 +41,7 @@ from binade.data.tensor_kinds import (
 )
 from binade.quant.specs import OPERAND_FIELDS
 from tests.app.test_charts import luminance
+from tests.collector.instrumented import rows
 from tests.conftest import PROJECT
 
 # QKᵀ before it is scaled: the product shows it, and no entry of the table asks for it.
@@ -112,3 +123,64 @@ class TestAdded:
     def test_the_app_draws_it_in_its_colour(self) -> None:
         assert style.colors(["input", "raw_scores"], "tensor") == [color_of("input"), "#f80000"]
         assert label_of("raw_scores") == "unscaled scores"
+
+
+# Tensors outside of products, each with a kind of the table that has its place and size.
+STEP = {
+    "norm_input": TensorKind("norm_output", NORM, "y", FORWARD, POST, "", -1, "output", "#f80000", "output of norm"),
+    "logits": TensorKind(
+        "grad_logits", HEAD, "grad", BACKWARD, PRE, "", None, "output", "#f80000", "gradient of logits"
+    ),
+    "exp_avg_sq": TensorKind(
+        "max_exp_avg_sq",
+        PARAMETER,
+        "max_exp_avg_sq",
+        OPTIMIZER,
+        POST,
+        "",
+        -1,
+        "weight",
+        "#f80000",
+        "largest second moment",
+    ),
+}
+
+
+@pytest.mark.parametrize("like", STEP)
+def test_a_tensor_outside_of_products_is_one_entry(like: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    new = STEP[like]
+    TENSOR_KINDS.append(new)
+    monkeypatch.setattr(loop, "_AdamW", partial(torch.optim.AdamW, amsgrad=True))
+    try:
+        config = RunConfig(tensors=(new.name,))
+        check(config)
+        assert planned(config) == planned(replace(config, tensors=(like,)))
+        line = f"run --tensor-save-dir {tmp_path} --sequence-length 32 --backend torch --tensors {new.name},{like}"
+        assert main(line.split()) == 0
+        recorded = rows(tmp_path)
+    finally:
+        TENSOR_KINDS.remove(new)
+    keys = ["layer_index", "module"]
+    ours, others = (recorded[recorded["tensor_name"] == name].sort_values(keys) for name in (new.name, like))
+    assert len(ours) == len(others) > 0 and (ours[keys].to_numpy() == others[keys].to_numpy()).all()
+    assert set(ours["operation"]) == {new.operation.value}
+    for x, y in zip(ours["tensor"], others["tensor"], strict=True):
+        EXPECTED[like](x.float(), y.float())
+
+
+def is_normalized(x: torch.Tensor, given: torch.Tensor) -> None:
+    """Gains are 1 in the first step."""
+    torch.testing.assert_close(x, F.rms_norm(given, given.shape[-1:], eps=1e-5), rtol=2**-8, atol=1e-6)
+
+
+def is_gradient_of_cross_entropy(x: torch.Tensor, logits: torch.Tensor) -> None:
+    chosen = logits.softmax(-1) - x * logits[..., 0].numel()
+    torch.testing.assert_close(chosen.sort(-1).values[..., -1], torch.ones(logits.shape[:-1]), rtol=1e-4, atol=1e-4)
+    assert chosen.sort(-1).values[..., :-1].abs().max() < 1e-4
+
+
+EXPECTED = {
+    "norm_input": is_normalized,
+    "logits": is_gradient_of_cross_entropy,
+    "exp_avg_sq": partial(torch.testing.assert_close, rtol=0, atol=0),  # equal in the first step
+}
