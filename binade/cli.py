@@ -38,14 +38,15 @@ COMMANDS = {
         "verify": "collector.cli.verify_command:verify",
     },
 }
-PLACES = {name: place for commands in COMMANDS.values() for name, place in commands.items()}
+HIDDEN = {"slurm-rank": "collector.cli.slurm_rank:slurm_rank"}
+PLACES = {name: place for commands in (*COMMANDS.values(), HIDDEN) for name, place in commands.items()}
 
 
 class Binade(click.Group):
     """The commands, in the order of COMMANDS."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(PLACES)
+        return [name for name in PLACES if name not in HIDDEN]
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
         if name not in PLACES:

@@ -7,12 +7,10 @@ import site
 import sysconfig
 from pathlib import Path
 
-import binade
-
 
 def package_path() -> Path | None:
     """The directory that another Python needs on its path; None if binade is installed where Python finds it."""
-    found = Path(binade.__file__).absolute().parents[1]
+    found = Path(__file__).absolute().parents[2]
     installed = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), site.getusersitepackages()]
     return None if str(found) in (*installed, *site.getsitepackages()) else found
 

@@ -56,6 +56,7 @@ from binade.data.store import process_start as process_start
 from binade.data.store import read_file, remove_directory, staged_directory, write_atomic
 from binade.data.text import describe
 
+RUN_FILE = "run.json"
 IMPORT = "import"  # run.json's "kind" of a run whose tensors another tool logged
 CHECKPOINTS = "checkpoints"  # the folder of a run that can be resumed from them
 DEFAULT_ROOT = Path("data/runs")
@@ -147,6 +148,8 @@ class RunFile(TypedDict, total=False):
     checksums: bool | None
     kind: Text
     command: Text
+    job: Text
+    config: dict[str, Any] | None
     model: Text
     size: Text
     dataset: Text
@@ -344,7 +347,7 @@ class RunWriter:
         check_writable("recording a run")
         try:
             before = read_status(directory)
-            run_id = read_json(RunFile, directory / "run.json").get("run_id") or directory.name  # it may be renamed
+            run_id = read_json(RunFile, directory / RUN_FILE).get("run_id") or directory.name  # it may be renamed
         except ValueError as error:
             raise RunError(f"{directory.name} cannot be read: {error}") from error
         for end in ("part", "old", "gone"):  # of a killed process; `segments` may be a link to a folder with others
@@ -396,7 +399,7 @@ class RunWriter:
     def describe(self, facts: Mapping[str, Any]) -> None:
         """Add facts to run.json, which is replaced atomically. Raises RunError if it would not be valid."""
         if self.rank == 0:
-            config = dict(read_json(RunFile, self.directory / "run.json")) | dict(facts)
+            config = dict(read_json(RunFile, self.directory / RUN_FILE)) | dict(facts)
             try:
                 parse_json(RunFile, json.dumps(config).encode())
             except ValueError as error:
@@ -434,7 +437,7 @@ def _written(directory: Path, segments: Iterable[str]) -> set[str]:
 
 def write_run_file(directory: Path, config: Mapping[str, Any]) -> None:
     """Write run.json. Raises OSError."""
-    write_atomic(directory / "run.json", sealed(json.dumps(config, indent=1).encode()))
+    write_atomic(directory / RUN_FILE, sealed(json.dumps(config, indent=1).encode()))
 
 
 def read_status(directory: Path) -> Status:
@@ -494,7 +497,7 @@ def settle(directory: Path, state: RunState, reason: str | None) -> None:
 def read_run(directory: Path) -> RunInfo:
     """A run's configuration and state. Raises RunError if the directory is not a run or its files are damaged."""
     try:
-        config = read_json(RunFile, directory / "run.json")
+        config = read_json(RunFile, directory / RUN_FILE)
         status = read_status(directory)
     except FileNotFoundError as error:
         raise RunError(f"{directory.name} is not a run: {Path(error.filename).name} is missing") from None
@@ -577,7 +580,7 @@ def fingerprint(directory: Path) -> str:
     has the same fingerprint when it is bundled without its values. Raises RunError if a file is missing or damaged."""
     total = hashlib.sha256()
     try:
-        total.update(hashlib.sha256((directory / "run.json").read_bytes()).digest())
+        total.update(hashlib.sha256((directory / RUN_FILE).read_bytes()).digest())
         for name, digest in sorted(digests(directory).items()):
             total.update(name.encode() + b"\0" + bytes.fromhex(digest))
     except (OSError, ValueError) as error:

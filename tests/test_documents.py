@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from binade.cli import build
-from binade.collector.cli.options import read
+from binade.collector.cli.options import parse
 from binade.data.catalog import PUBLIC_TABLES
 from tests.conftest import PROJECT
 
@@ -119,5 +119,5 @@ def test_the_pytorchjob_has_what_its_definition_requires():
         volumes = {volume["name"] for volume in pod["volumes"] if volume["persistentVolumeClaim"]["claimName"]}
         assert volumes == {mount["name"] for mount in container["volumeMounts"] if mount["mountPath"]}
         assert all(isinstance(word, str) for word in container["command"])
-        request = read(container["command"][3:])  # after python -m binade
+        request = parse(container["command"][3:])  # after python -m binade
         assert request.runs[0].world_size == sum(each["replicas"] for each in replicas.values())

@@ -98,19 +98,60 @@ def test_imports_run_one_way(package):
     assert found and not {path: names for path, names in found.items() if names}
 
 
-def test_models_know_nothing_of_capture_and_training():
-    """Of the collector they import its leaves; models by path, which transformers may run, are above capture."""
-    paths = [path for path in SOURCES if path.startswith("collector/models/")]
-    allowed = ("collector.models", "collector.errors")
-    above = {p: {n for n in imports_of(p) if n.startswith("collector.") and not n.startswith(allowed)} for p in paths}
-    assert paths and not {path: names for path, names in above.items() if names}
+def module_of(path: str) -> str:
+    return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def test_no_file_imports_itself_by_way_of_others():
+    """Imports in functions and for types count, those of packages only where a name is imported from them."""
+    modules = {module_of(path): path for path in SOURCES}
+    graph: dict[str, set[str]] = {name: set() for name in modules}
+    for name, path in modules.items():
+        for node in ast.walk(ast.parse((PROJECT / path).read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("binade."):
+                home = node.module.removeprefix("binade.")
+                targets = {f"{home}.{alias.name}" for alias in node.names}
+                graph[name] |= {target if target in modules else home for target in targets} & modules.keys()
+    while free := [name for name, imports in graph.items() if not imports & graph.keys()]:
+        for name in free:  # what imports nothing that is left is in no circle
+            del graph[name]
+    assert not {name: sorted(imports & graph.keys()) for name, imports in graph.items()}
+
+
+def test_the_collector_imports_downward():
+    levels = (
+        *("errors", "settings", "ranks", "models", "recipes", "capture", "pretrained", "datasets", "training"),
+        *("jobs", "imports", "advice", "cli"),
+    )
+    found = {}
+    for path in SOURCES:
+        own, *below = path.removesuffix(".py").split("/")
+        if own != "collector" or below == ["__init__"]:
+            continue
+        above = levels[levels.index(below[0]) + 1 :]
+        upward = {name for name in imports_of(path) if name.startswith("collector.") and name.split(".")[1] in above}
+        if upward:
+            found[path] = upward
+    assert not found
+
+
+def test_nothing_imports_the_package_or_the_command():
+    """Only what runs in a terminal imports binade.terminal."""
+    users = {path: imports_of(path) for path in SOURCES}
+    for path, names in users.items():
+        named = {name for name in names if name.split(".")[0] not in OURS and name not in ("binade", "terminal")}
+        assert "cli" not in named and not re.search("^ *import binade$", (PROJECT / path).read_text(), re.MULTILINE), (
+            path
+        )
+    terminal = {path for path, names in users.items() if "terminal" in names}
+    assert not {path for path in terminal if not path.startswith("collector/cli/")} - {"app/cli.py"}
 
 
 def test_app_takes_only_config_recipes_jobs_and_advice_from_the_collector():
     paths = [path for path in SOURCES if path.startswith("app/")]
     taken = {name for path in paths for name in imports_of(path) if name.startswith("collector.")}
     leaves = ("collector.errors", "collector.settings", "collector.datasets.inputs")
-    training = ("collector.training.config", "collector.training.slurm_options", "collector.training.targets")
+    training = tuple(f"collector.training.{name}" for name in ("config", "plan", "slurm_options", "targets"))
     allowed = (*leaves, *training, "collector.recipes", "collector.jobs", "collector.advice")
     homes = {*allowed, *(name.rpartition(".")[0] for name in allowed)}  # `from a.b import c` names a.b as well
     strangers = {n for n in taken if n not in homes and not any(n.startswith(a + ".") for a in allowed)}

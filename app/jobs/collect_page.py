@@ -19,10 +19,10 @@ from binade.collector import jobs
 from binade.collector.datasets.inputs import DATASETS
 from binade.collector.errors import ConfigError
 from binade.collector.jobs import JobError, SubmissionError
-from binade.collector.jobs.command_line import parse
 from binade.collector.recipes.files import label
 from binade.collector.recipes.recipe import BF16
 from binade.collector.training.config import RunConfig
+from binade.collector.training.plan import Plan, plan
 from binade.collector.training.slurm_options import Launcher, SlurmOptions
 from binade.collector.training.targets import read_targets
 from binade.data.access import ReadOnlyError, reason
@@ -66,13 +66,12 @@ def _begin(number: str) -> None:
             if not (number.isdecimal() and len(number) < 10):
                 raise JobError("expected a job number")
             job = jobs.find(resolve_root(), int(number))
-            request = parse(job.arguments)
-            config = request.runs[0]
+            config, start = job.config, job.start
         except (*REFUSED, *FAILED) as error:
             st.warning(plain(f"Job {number[:20]} cannot be cloned: {error}."), icon=":material/warning:")
         else:
             _fill(config, (config.recipe,), title=job.title, tags=", ".join(job.tags))
-            _fill_start(request.start)
+            _fill_start(start)
             return
     if f"{PREFIX}model" not in state:
         preset = collecting.PRESETS["quick"]
@@ -143,8 +142,8 @@ def _value(name: str) -> Any:
 def _fields() -> None:
     config = collecting.config_of({name: _value(name) for name in ("model", "size")}, RunConfig())
     try:
-        shape, modules = config.shape(), jobs.modules_of(config)
-        layers, most = shape.layers, shape.max_sequence
+        planned = plan(config)
+        layers, most, modules = planned.shape.layers, planned.shape.max_sequence, planned.modules
     except ConfigError:  # a path without a model: the summary shows the error
         layers, most, modules = None, None, ()
     st.session_state[_key("modules")] = [name for name in _value("modules") if name in modules]
@@ -253,11 +252,12 @@ def _summary(opened: Catalog, view: View) -> None:
     try:
         if outside := _outside():
             raise ConfigError(outside)
-        runs = collecting.runs_of(values, _value("recipes"), base, _value("seeds"))
+        plans = collecting.runs_of(values, _value("recipes"), base, _value("seeds"))
     except REFUSED as error:
         st.error(plain(f"{str(error)[:1].upper()}{str(error)[1:]}."), icon=":material/edit:")
         st.button("Launch", type="primary", disabled=True, width="stretch", key="launch_refused")
         return
+    runs = [each.config for each in plans]
     count = len(runs)
     _propose_baseline(opened, runs)
     with st.container(border=True):
@@ -271,7 +271,7 @@ def _summary(opened: Catalog, view: View) -> None:
             st.button("Launch", type="primary", disabled=True, width="stretch", key="launch_refused")
             return
         at_once = (target.at_once or count) if target else 1
-        found = jobs.estimate(runs, root, start.target or "", at_once)
+        found = jobs.estimate(plans, root, start.target or "", at_once)
         st.markdown(f"**{count} job{'s' * (count != 1)}**, one run each" if count > 1 else "**One job**, one run")
         a, b = st.columns(2)
         a.metric("Time", duration_text(found.seconds))
@@ -296,7 +296,7 @@ def _summary(opened: Catalog, view: View) -> None:
             key="launch",
             disabled=bool(found.refusals),
         ):
-            _launch(runs, start, view)
+            _launch(plans, start, view)
     st.caption("The same in a terminal:")
     commands = [wrapped(line, COMMAND) for line in jobs.command_line(runs, start).splitlines()]
     st.code("\n".join(commands), language="shell", wrap_lines=True)
@@ -340,17 +340,17 @@ def _start() -> SlurmOptions | None:
     return SlurmOptions() if name == HERE else replace(kept, target=None if name == CLUSTER else name)
 
 
-def _launch(runs: list[RunConfig], start: SlurmOptions, view: View) -> None:
+def _launch(plans: list[Plan], start: SlurmOptions, view: View) -> None:
     root = resolve_root()
     title, tags = _value("title").strip(), _value("tags").split(",")
     titles = [
-        f"{title} · {label(run.recipe)}{f' · seed {run.seed}' * (_value('seeds') > 1)}"
-        if title and len(runs) > 1
+        f"{title} · {label(each.config.recipe)}{f' · seed {each.config.seed}' * (_value('seeds') > 1)}"
+        if title and len(plans) > 1
         else title
-        for run in runs
+        for each in plans
     ]
     try:
-        made = jobs.add_runs(root, runs, start, titles, tags=tags)
+        made = jobs.add_runs(root, plans, start, titles, tags=tags)
         jobs.start_runner(root)
     except (*REFUSED, *FAILED) as error:
         st.error(plain(f"Nothing was launched: {error}."), icon=":material/error:")

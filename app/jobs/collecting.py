@@ -13,11 +13,12 @@ from itertools import pairwise
 from typing import Any
 
 from binade.collector.errors import ConfigError
-from binade.collector.jobs import TEN_RECIPES, arguments_of, parse_runs
+from binade.collector.jobs import TEN_RECIPES
 from binade.collector.recipes.ladder import ladder
 from binade.collector.recipes.recipe import BF16
 from binade.collector.settings import Backend, declared
 from binade.collector.training.config import RunConfig, defaults
+from binade.collector.training.plan import Plan, plan
 from binade.data.same_data import CONFIGURATION
 from binade.quant.formats import FORMATS
 
@@ -118,16 +119,15 @@ def _option_value(name: str, value: Any) -> Any:
     return value.strip() if isinstance(value, str) else value
 
 
-def runs_of(values: Mapping[str, Any], recipes: list[str], base: RunConfig, seeds: int = 1) -> list[RunConfig]:
-    """A checked run for each recipe and seed. Seeds are counted from the one in values. Raises ConfigError, RecipeError
+def runs_of(values: Mapping[str, Any], recipes: list[str], base: RunConfig, seeds: int = 1) -> list[Plan]:
+    """A run for each recipe and seed. Seeds are counted from the one in values. Raises ConfigError, RecipeError
     or UnknownFormatError for the first that cannot be run."""
     if not recipes:
         raise ConfigError("choose at least one recipe")
     config = config_of(values, base)
-    configs = [
-        replace(config, recipe=recipe, seed=config.seed + number) for number in range(seeds) for recipe in recipes
+    return [
+        plan(replace(config, recipe=recipe, seed=config.seed + number)) for number in range(seeds) for recipe in recipes
     ]
-    return [run for each in configs for run in parse_runs(arguments_of(each))]
 
 
 def lacks_baseline(runs: Sequence[RunConfig], existing: Iterable[Mapping[str, Any]]) -> bool:
@@ -145,7 +145,7 @@ def kept_options(base: RunConfig) -> list[str]:
     """The options of a configuration that the page has no field for, as command-line arguments."""
     plain = RunConfig()
     shown = {name: getattr(plain, name) for name in (*FIELDS, "recipe")}
-    return arguments_of(replace(base, **shown))[3:]
+    return replace(base, **shown).arguments()[3:]
 
 
 def wrapped(command: str, letters: int) -> str:

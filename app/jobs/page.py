@@ -196,7 +196,7 @@ def _title(root: Path, view: JobView, views: list[JobView]) -> None:
         st.subheader(plain(job.title), anchor=False, width="content")
         st.markdown(summary.badge(view.state), width="content")
     created = datetime.fromisoformat(job.created).strftime("%Y-%m-%d %H:%M:%S UTC")
-    again = f" · {'continues' if job.resumes else 'repeats'} job {job.retry_of}" if job.retry_of else ""
+    again = f" · {'continues' if job.resume else 'repeats'} job {job.retry_of}" if job.retry_of else ""
     took = "" if view.active or (took := summary.seconds_run(view)) is None else f" · took {duration_text(took)}"
     slurm = f" · Slurm job {plain(view.cluster.id)}" if view.cluster else ""
     st.caption(f"Job {job.id} · created {created}{took}{again}{slurm} {_tags(job)}")

@@ -12,7 +12,8 @@ from binade.collector.cli.options import request_of, training_params
 from binade.collector.cli.train import queue
 from binade.collector.jobs import command_line
 from binade.collector.recipes.ladder import Ladder, ladder
-from binade.collector.training.config import FORMAT, LAYERS, RunConfig, check
+from binade.collector.training.config import FORMAT, LAYERS, RunConfig
+from binade.collector.training.plan import Plan, plan
 from binade.collector.training.slurm_options import SlurmOptions
 from binade.terminal import Command, Option, fail, print_text, resolve_root
 
@@ -35,7 +36,11 @@ def _seeds(text: str) -> tuple[int, ...] | int:
 
 def _params() -> list[click.Parameter]:
     """The parameters of `run`, without those that choose formats: the ladder sets these."""
-    params = [p for p in training_params("run") if getattr(p, "title", "") != FORMAT.title or p.name == "skip_layers"]
+    params = [
+        p
+        for p in training_params("run")
+        if p.name != "config" and (getattr(p, "title", "") != FORMAT.title or p.name == "skip_layers")
+    ]
     for param in params:
         if isinstance(param, Option) and param.name == "skip_layers":
             param.about = LAYERS
@@ -48,17 +53,15 @@ def _params() -> list[click.Parameter]:
     return [click.Argument(["recipe"], metavar="RECIPE"), seeds, *params]
 
 
-def runs_of(found: Ladder, params: dict[str, Any]) -> tuple[list[RunConfig], SlurmOptions]:
-    """The checked runs, seed by seed, and where they run. Raises ConfigError."""
+def runs_of(found: Ladder, params: dict[str, Any]) -> tuple[list[Plan], SlurmOptions]:
+    """The runs, seed by seed, and where they run. Raises ConfigError."""
     seeds = params.pop("seeds") or 1
     request = request_of("run", {"operand_quant": ()} | params)
     (base,) = request.runs
     listed = range(base.seed, base.seed + seeds) if isinstance(seeds, int) else seeds
-    runs = [replace(base, recipe=rung.recipe, seed=seed) for seed in listed for rung in found.rungs]
-    for config in runs:
-        check(config)
-    request.start.for_run(runs[0])
-    return runs, request.start
+    plans = [plan(replace(base, recipe=rung.recipe, seed=seed)) for seed in listed for rung in found.rungs]
+    request.start.for_run(base)
+    return plans, request.start
 
 
 def _ablate(recipe: str, **params: Any) -> None:
@@ -74,7 +77,8 @@ def _ablate(recipe: str, **params: Any) -> None:
     found = ladder(recipe)
     dry_run = params.get("dry_run")
     root = resolve_root(params.get("root"))
-    runs, start = runs_of(found, params)
+    plans, start = runs_of(found, params)
+    runs = [each.config for each in plans]
     if runs[0].iterations == 1:
         fail(
             "only one iteration is trained, and its loss is computed before any backward pass: dgrad and wgrad affect "
@@ -85,7 +89,7 @@ def _ablate(recipe: str, **params: Any) -> None:
         return
     titles = {rung.recipe: rung.title for rung in found.rungs}
     named = [f"{found.name} · {titles[config.recipe]} · seed {config.seed}" for config in runs]
-    queue(root, runs, start, named, tags=[f"ablation {found.name}"])
+    queue(root, plans, start, named, tags=[f"ablation {found.name}"])
 
 
 def _described(found: Ladder, runs: list[RunConfig], start: SlurmOptions) -> str:

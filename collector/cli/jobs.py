@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from binade.collector.cli.options import parse, parse_runs
 from binade.collector.errors import ConfigError
 from binade.data.store import no_link
 from binade.data.text import describe
 from binade.terminal import CANCELLED, FAILED, Command, Option, fail, resolve_root, root_option
 
 if TYPE_CHECKING:
-    from binade.collector.jobs import JobView
+    from binade.collector.jobs import Job, JobView
 
 LATEST = 10  # ended jobs that are listed without --all
 INTERVAL = 0.3  # seconds between two checks of a job that is followed
@@ -74,14 +76,34 @@ def _add(root: Path, line: tuple[str, ...]) -> None:
     """Queue the runs of a command line, one job per run. With --target, they run on a cluster."""
     if not line:
         raise ConfigError("jobs add needs a command line: binade jobs add run --quantization mxfp8")
-    from binade.collector.jobs import add, start_runner
-    from binade.collector.jobs.command_line import parse
+    from binade.collector.jobs import start_runner
 
     named = parse(line).root
     root = resolve_root(named) if named else root
-    for job in add(root, line):
+    for job in add_line(root, line):
         print(f"job {job.id} queued: {job.title}")
     start_runner(root)
+
+
+def add_line(root: Path, line: Sequence[str], *, title: str = "", tags: Sequence[str] = ()) -> list[Job]:
+    """Queue a command line of run, batch or quick: one job per run, in their order.
+
+    Raises ConfigError or a similar error for a command line that cannot be run; ReadOnlyError, RunError, OSError.
+    """
+    from binade.collector.jobs import add_runs
+    from binade.collector.training.checkpoints import last
+    from binade.collector.training.plan import plan
+    from binade.data.runs import read_run
+
+    request = parse(line)
+    plans = request.plans
+    if request.resume:
+        name = Path(request.resume).name
+        config = last(read_run(root / name))[1][0].config
+        if request.runs not in ([config], parse_runs(["run"])):
+            raise ConfigError(f"{name} was started with other options: leave out all options but --resume")
+        plans = [plan(config)]
+    return add_runs(root, plans, request.start, [title] * len(plans), tags=tags, resume=request.resume)
 
 
 @jobs.command("follow")

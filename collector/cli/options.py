@@ -5,22 +5,26 @@ No torch.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import click
 from click.shell_completion import CompletionItem
 
 from binade.collector.capture.watching import WATCH
-from binade.collector.cli.megatron_fork import PASS_ON
 from binade.collector.errors import ConfigError
 from binade.collector.recipes.recipe import TEN_RECIPES
 from binade.collector.settings import DEFAULT_SCORES, Declared, Group, Size, declared
-from binade.collector.training.config import FORMAT, LENGTH, RECORD, WHERE, RunConfig, check, defaults
+from binade.collector.training.config import FORMAT, LENGTH, RECORD, WHERE, RunConfig, defaults
+from binade.collector.training.plan import Plan, plan
 from binade.collector.training.slurm_options import SlurmOptions
-from binade.terminal import Command, Option, names, root_option
+from binade.data.text import describe
+from binade.terminal import Command, Option, names, root_option, usage_message
 
+COMMANDS = ("run", "batch", "quick")
 UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
@@ -104,6 +108,9 @@ def training_params(command: str) -> list[click.Parameter]:
             _option(LENGTH, "--resume", metavar="RUN",
                     help="Continue a run, for example one that was killed, from its last checkpoint, with the options "
                         "that it was started with"),
+            _option(LENGTH, "--config", metavar="FILE",
+                    help="Read the configuration from a JSON file, such as the entry config of a run's run.json; "
+                        "other options of the run have no effect with it"),
         ] if command == "run" else [],
     }  # fmt: skip
     shown = defaults(command)
@@ -131,16 +138,52 @@ def scores_option() -> Option:
 class Request:
     """The request of a command line of run, batch or quick."""
 
-    runs: list[RunConfig]
+    plans: list[Plan]
     start: SlurmOptions
     root: str | None
     resume: str | None = None
 
+    @property
+    def runs(self) -> list[RunConfig]:
+        return [plan.config for plan in self.plans]
 
-def read(line: Sequence[str]) -> Request:
-    """Parse a command line of run, batch or quick. Raises click.UsageError, and ConfigError as `request_of`."""
+
+def parse_runs(line: Sequence[str]) -> list[RunConfig]:
+    """The runs of a command line of run, batch or quick, checked. Raises ConfigError, as `parse` does."""
+    return parse(line).runs
+
+
+def parse(line: Sequence[str]) -> Request:
+    """The request of a command line of run, batch or quick, for a job.
+
+    Raises ConfigError for what cannot be run or queued: another command, --dry-run.
+    """
+    if not line or line[0] not in COMMANDS:
+        raise ConfigError(f"a job is a command line of {', '.join(COMMANDS)}, such as: run --quantization mxfp8")
     command = Command(line[0], params=training_params(line[0]))
-    return request_of(line[0], command.make_context(f"binade {line[0]}", list(line[1:])).params)
+    try:
+        request = request_of(line[0], command.make_context(f"binade {line[0]}", list(line[1:])).params)
+    except click.UsageError as error:
+        raise ConfigError(usage_message(error)) from None
+    if request.start.dry_run:
+        raise ConfigError("--dry-run runs nothing: leave it out, or call binade with it directly")
+    return request
+
+
+def read_configs(path: str) -> list[Plan]:
+    """The plans of the configurations in a JSON file: one, or a list. Raises ConfigError."""
+    from binade.data.json_files import MOST_BYTES, parse_json  # pydantic, for which --help does not wait
+    from binade.data.store import read_file
+
+    try:
+        content = json.loads(read_file(Path(path), MOST_BYTES))
+        records = content if isinstance(content, list) else [content]
+        configs = [parse_json(RunConfig, json.dumps(record).encode()) for record in records]
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--config {path} cannot be read: {describe(error)}") from None
+    if not configs:
+        raise ConfigError(f"--config {path} is empty: expected the configuration of a run, as in a run's run.json")
+    return [plan(config) for config in configs]
 
 
 def request_of(command: str, params: Mapping[str, Any]) -> Request:
@@ -159,10 +202,15 @@ def request_of(command: str, params: Mapping[str, Any]) -> Request:
     if "micro_batches" not in given:
         base = replace(base, micro_batches=max(1, base.collect_micro_batches))
     start = SlurmOptions(**{name: given[name] for name in declared(SlurmOptions) if name in given})
-    runs = [replace(base, recipe=recipe) for recipe in _recipes(command, given)]
-    for config in runs:
-        check(config)
-    return Request(runs, start, given.get("root"), given.get("resume"))
+    if path := given.get("config"):
+        others = given.keys() - {"config", "root", "resume", *declared(SlurmOptions)}
+        if others:
+            flag = next(each.flag for name, each in declared(RunConfig).items() if name in others)
+            raise ConfigError(f"--config has all options of the run: leave {flag} out")
+        plans = read_configs(path)
+    else:
+        plans = [plan(replace(base, recipe=recipe)) for recipe in _recipes(command, given)]
+    return Request(plans, start, given.get("root"), given.get("resume"))
 
 
 def _check_recording(given: Mapping[str, Any]) -> None:
@@ -198,9 +246,3 @@ def _recipes(command: str, given: Mapping[str, Any]) -> tuple[str, ...]:
     if len(recipes) > 1 and command != "batch":
         raise ConfigError(f"{command} takes one recipe, not {len(recipes)}: use batch for several")
     return recipes
-
-
-def job_arguments(argv: Sequence[str]) -> list[str]:
-    """The command line without the options that say where it runs."""
-    parser = click.Command("binade", params=start_params(), add_help_option=False, context_settings=PASS_ON)
-    return list(parser.make_context("binade", list(argv)).args)

@@ -17,9 +17,12 @@ from binade.collector.datasets.inputs import describe_inputs
 from binade.collector.errors import ConfigError
 from binade.collector.pretrained.directory import describe_weights
 from binade.collector.recipes.selection import Selection, by_layer
+from binade.collector.training.checkpoints import last
 from binade.collector.training.config import RunConfig
+from binade.collector.training.plan import Plan, plan
 from binade.collector.training.slurm_options import SlurmOptions
-from binade.terminal import Command, line_of, print_text, resolve_root
+from binade.data.runs import read_run
+from binade.terminal import Command, print_text, resolve_root
 
 HELP = {
     "run": "Train with one recipe and record tensors.",
@@ -41,44 +44,42 @@ def _command(name: str) -> Command:
 
 @click.pass_context
 def _run(context: click.Context, /, **params: Any) -> None:
-    argv: list[str] = context.find_root().obj
     request = request_of(context.command.name or "", params)
-    root, runs = resolve_root(request.root), request.runs
+    root, plans = resolve_root(request.root), request.plans
     if request.resume and not any(params[name] for name in params.keys() - {"resume", "root", "dry_run"}):
-        from binade.collector.training.resume import find  # imports torch
-
-        runs = [find(root, request.resume).config]
-    if request.resume and request.start.for_run(runs[0]) is not None:
+        plans = [plan(last(read_run(root / Path(request.resume).name))[1][0].config)]
+    on_cluster = request.start.for_run(plans[0].config) is not None
+    if request.resume and on_cluster:
         raise ConfigError("--resume continues a run on this machine: leave out --target and --launcher")
-    if request.start.for_run(runs[0]) is None:
+    if not on_cluster:
         if request.start.dry_run:
-            print_text("\n\n".join(describe(config, root) for config in runs))
+            print_text("\n\n".join(describe(each, root) for each in plans))
         else:
-            collect(runs, root, argv, request.resume)
+            collect(plans, root, request.resume)
         return
     from binade.collector.jobs.store import next_script
 
     if request.start.dry_run:
-        shown = [describe(config, root) for config in runs]
-        print_text("\n\n".join([*shown, f"sbatch script:\n{next_script(root, runs, request.start)}"]))
+        shown = [describe(each, root) for each in plans]
+        print_text("\n\n".join([*shown, f"sbatch script:\n{next_script(root, plans, request.start)}"]))
     else:
-        queue(root, runs, request.start)
+        queue(root, plans, request.start)
 
 
 def queue(
-    root: Path, runs: list[RunConfig], start: SlurmOptions, titles: Sequence[str] = (), tags: Sequence[str] = ()
+    root: Path, plans: list[Plan], start: SlurmOptions, titles: Sequence[str] = (), tags: Sequence[str] = ()
 ) -> None:
     """Queue the runs here or on a cluster, print their jobs, and start the runner that follows them."""
     from binade.collector.jobs import add_runs, start_runner, view_of
 
-    for job in add_runs(root, runs, start, titles, tags=tags):
+    for job in add_runs(root, plans, start, titles, tags=tags):
         cluster = view_of(root, job).cluster
         print_text(f"job {job.id} queued{f' as Slurm job {cluster.id}' if cluster else ''}: {job.title}")
     start_runner(root)
 
 
-def describe(config: RunConfig, root: Path) -> str:
-    shape, recipe = config.shape(), config.parsed_recipe()
+def describe(plan: Plan, root: Path) -> str:
+    config, shape, recipe = plan.config, plan.shape, plan.recipe
     tokens = config.dp * config.micro_batches * config.micro_batch_size * config.sequence_length
     rows = [
         f"recipe    {recipe.name}{f': {recipe.about.title}' * bool(recipe.about.title)}",
@@ -94,7 +95,7 @@ def describe(config: RunConfig, root: Path) -> str:
         f"device    {config.device}, {_ranks(config)}, operands quantized with {config.backend}",
         f"root      {root}",
     ]
-    if kept := config.kept_layers:
+    if kept := plan.kept_layers:
         model = shape.sites()
         rows.append(f"skip      {'; '.join(by_layer(model, Selection.parse(kept).of(model), 'bf16', 'as below'))}")
     rows.append("operand by operand (part.GEMM.operand, contracted axis, format):")
@@ -135,41 +136,38 @@ def _size(number: int) -> str:
     return f"{number} bytes"
 
 
-def collect(runs: list[RunConfig], root: Path, argv: Sequence[str], resume: str | None = None) -> None:
-    """Train each configuration in this process, or start the ranks that do. resume: a run to continue."""
+def collect(plans: list[Plan], root: Path, resume: str | None = None) -> None:
+    """Train each run in this process, or start the ranks that do. resume: a run to continue."""
     from binade.collector.training.loop import prepare, train
     from binade.collector.training.ranks import started_as_rank
 
-    ranks = runs[0].world_size
-    if ranks > 1 and not started_as_rank():
+    if plans[0].config.world_size > 1 and not started_as_rank():
         from binade.collector.training.launch import launch
 
-        for config in runs:
-            prepare(config)
-        launch(argv, root, ranks)
+        for each in plans:
+            prepare(each)
+        launch(plans, root, resume)
         return
     first_rank = os.environ.get("RANK", "0") == "0"
-    lengths = [config.warmup_iterations + config.iterations for config in runs]
+    lengths = [each.config.warmup_iterations + each.config.iterations for each in plans]
     start = time.monotonic()
-    with console("", "it", sum(lengths), bar=not started_as_rank(), brief=len(runs) > 1) as shown:
+    with console("", "it", sum(lengths), bar=not started_as_rank(), brief=len(plans) > 1) as shown:
 
         def advance(before: int, done: int, of: int) -> None:
             shown.progress(before + done, sum(lengths))
 
-        for number, config in enumerate(runs, 1):
-            before = sum(lengths[: number - 1])
-            title = f"[{number}/{len(runs)}] {config.recipe}" if len(runs) > 1 else config.recipe
+        for number, each in enumerate(plans, 1):
+            before, recipe = sum(lengths[: number - 1]), each.config.recipe
+            title = f"[{number}/{len(plans)}] {recipe}" if len(plans) > 1 else recipe
             if first_rank:
                 shown.title(title)
-            result = train(
-                config, root, say=shown.say, progress=partial(advance, before), command=line_of(argv), resume=resume
-            )
+            result = train(each, root, say=shown.say, progress=partial(advance, before), resume=resume)
             if first_rank:
                 left = (time.monotonic() - start) / (before + lengths[number - 1]) * sum(lengths[number:])
                 shown.print(
                     f"{result.run_id}: loss {result.loss_first:.4f} to {result.loss_last:.4f}, {result.tensors} "
                     f"tensors, {result.bytes / 1e6:.1f} MB in {result.seconds:.1f} s"
-                    f"{f'; about {left:.0f} s left' * (number < len(runs))}"
+                    f"{f'; about {left:.0f} s left' * (number < len(plans))}"
                 )
 
 

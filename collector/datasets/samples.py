@@ -19,21 +19,20 @@ import torch
 from torch import Tensor
 
 from binade.collector.datasets.indexed import IndexedDocuments
-from binade.collector.datasets.loading import Dataset, Documents
+from binade.collector.datasets.loading import Documents
 from binade.collector.errors import ConfigError, DataError
-from binade.collector.training.config import RunConfig
 
 CHUNK = 1 << 20  # tokens checked at once
 
 
-def open_stream(config: RunConfig, dataset: Dataset, rank: int = 0, ranks: int = 1) -> SampleStream:
-    """The samples of a run. Raises ConfigError if the run would read a token that the model does not have."""
+def open_samples(
+    documents: Documents, length: int, seed: int, read: int, vocab: int, rank: int = 0, ranks: int = 1
+) -> SampleStream:
+    """The samples of a run that reads so many tokens. Raises ConfigError if one of them is not in the vocabulary."""
     try:
-        stream = SampleStream(dataset.documents, config.sequence_length, config.seed, rank, ranks)
-        if isinstance(dataset.documents, IndexedDocuments):
-            batches = ranks * config.micro_batches * (config.warmup_iterations + config.iterations)
-            read = batches * config.micro_batch_size * config.sequence_length + 1
-            _check_ids(dataset.documents, config.seed, read, config.shape().vocab)
+        stream = SampleStream(documents, length, seed, rank, ranks)
+        if isinstance(documents, IndexedDocuments):
+            _check_ids(documents, seed, read, vocab)
     except DataError as error:
         raise ConfigError(str(error)) from error
     return stream

@@ -1,6 +1,6 @@
 """Jobs: runs that are queued, started one after another, followed and cancelled. No torch here.
 
-    job = add(root, ["run", "--quantization", "mxfp8"])[0]
+    job = add_runs(root, [plan(RunConfig(recipe="mxfp8"))])[0]
     start_runner(root)
     view_of(root, job).state
     cancel(root, job.id)
@@ -12,7 +12,7 @@ its run directory and its processes (collector.jobs.state); the possible transit
 """
 
 from binade.collector.jobs.actions import cancel, delete, resume, retry
-from binade.collector.jobs.command_line import arguments_of, command_line, modules_of, parse_runs, recipes
+from binade.collector.jobs.command_line import command_line, recipes
 from binade.collector.jobs.estimate import Estimate, estimate
 from binade.collector.jobs.repeats import trained_with, with_further_seeds
 from binade.collector.jobs.runner import start_runner
@@ -22,7 +22,6 @@ from binade.collector.jobs.store import (
     MOST_AT_ONCE,
     Job,
     JobError,
-    add,
     add_runs,
     at_once,
     change,
@@ -46,9 +45,7 @@ __all__ = [
     "Progress",
     "State",
     "SubmissionError",
-    "add",
     "add_runs",
-    "arguments_of",
     "at_once",
     "cancel",
     "change",
@@ -59,9 +56,7 @@ __all__ = [
     "has_runner",
     "listing",
     "log_tail",
-    "modules_of",
     "no_queue",
-    "parse_runs",
     "problems",
     "progress",
     "recipes",

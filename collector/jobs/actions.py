@@ -12,7 +12,7 @@ from binade.collector.jobs.store import (
     Execution,
     Job,
     JobError,
-    add,
+    add_runs,
     directory_of,
     find,
     locked,
@@ -20,6 +20,8 @@ from binade.collector.jobs.store import (
     write_execution,
 )
 from binade.collector.jobs.transitions import Event, State, after, allows
+from binade.collector.training.checkpoints import last
+from binade.collector.training.plan import plan
 from binade.data.access import check_writable
 from binade.data.runs import delete_run, now
 from binade.data.store import remove_directory
@@ -43,21 +45,33 @@ def cancel(root: Path, number: int) -> None:
 
 
 def retry(root: Path, number: int) -> Job:
-    """Queue the same job again. Raises as `find` and `add`."""
+    """Queue the same job again. Raises as `find` and `add_runs`."""
     job = find(root, number)
-    (again,) = add(root, job.arguments, title=job.title, tags=job.tags, directory=Path(job.directory), retry_of=job.id)
-    start_runner(root)
-    return again
+    return _again(root, job, job.resume)
 
 
 def resume(root: Path, number: int) -> Job:
-    """Queue a job that continues the run of a job that has ended early. Raises as `find` and `add`."""
+    """Queue a job that continues the run of a job that has ended early. Raises as `find` and `add_runs`."""
     job = find(root, number)
     run = view_of(root, job).run
     if run is None:
         raise JobError(f"job {number} has no run to resume: retry it")
-    line = ("run", "--resume", run.run_id)
-    (again,) = add(root, line, title=job.title, tags=job.tags, directory=Path(job.directory), retry_of=job.id)
+    last(run)  # raises RunError if there is nothing to continue from
+    return _again(root, job, run.run_id)
+
+
+def _again(root: Path, job: Job, resume: str | None) -> Job:
+    directory = Path(job.directory)
+    (again,) = add_runs(
+        root,
+        [plan(job.config)],
+        job.start,
+        [job.title],
+        tags=job.tags,
+        directory=directory,
+        retry_of=job.id,
+        resume=resume,
+    )
     start_runner(root)
     return again
 

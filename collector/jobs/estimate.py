@@ -22,8 +22,9 @@ from typing import Any
 from binade.collector.errors import ConfigError
 from binade.collector.models.specs import OtherSpec, Spec
 from binade.collector.settings import Device, Stats
-from binade.collector.training.config import RunConfig, check
+from binade.collector.training.config import RunConfig, trained_config
 from binade.collector.training.memory import available_host_memory, check_memory, needed
+from binade.collector.training.plan import Plan, plan
 from binade.data.runs import DONE, list_runs, sound_losses
 from binade.data.tensor_kinds import TENSOR_KINDS, Other
 
@@ -39,7 +40,7 @@ RECENT = 5  # earlier runs that are used
 
 
 @dataclass(frozen=True)
-class Plan:
+class Volume:
     """What a run records on all ranks: tensors, their values, bytes of tensor files, and all bytes on disk."""
 
     tensors: int
@@ -67,19 +68,19 @@ class Estimate:
     refusals: tuple[str, ...]
 
 
-def estimate(runs: Sequence[RunConfig], root: Path, target: str = "", at_once: int = 1) -> Estimate:
-    """The estimate for these runs under this root, with this many at the same time. The configurations must have passed
-    `check`. On a target, only earlier runs there are used, and the memory of its nodes is unknown."""
-    plans = [planned(config) for config in runs]
-    history = [run for run in earlier_runs(root) if (run.config.get("target") or "") == target]
-    times = [duration(config, plan, history) for config, plan in zip(runs, plans, strict=True)]
-    free, disk_free = None if target else memory_free(runs[0].device), free_space(root)
-    disk = sum(plan.disk for plan in plans)
+def estimate(plans: Sequence[Plan], root: Path, target: str = "", at_once: int = 1) -> Estimate:
+    """The estimate for these runs under this root, with this many at the same time. On a target, only earlier runs
+    there are used, and the memory of its nodes is unknown."""
+    volumes = [volume_of(each) for each in plans]
+    history = [run for run in earlier_runs(root) if (run.description.get("target") or "") == target]
+    times = [duration(each, volume, history) for each, volume in zip(plans, volumes, strict=True)]
+    free, disk_free = None if target else memory_free(plans[0].config.device), free_space(root)
+    disk = sum(volume.disk for volume in volumes)
     refusals = []
     try:
-        for config in runs:
+        for each in plans:
             if free is not None:
-                check_memory(config, free, _sharing(config))
+                check_memory(each, free, _sharing(each.config))
     except ConfigError as error:
         refusals.append(f"{error}.")
     if disk > disk_free:
@@ -90,13 +91,13 @@ def estimate(runs: Sequence[RunConfig], root: Path, target: str = "", at_once: i
     unknown = [basis for _, basis, measured in times if not measured]
     return Estimate(
         seconds=max(sum(seconds for seconds, _, _ in times) / at_once, *(seconds for seconds, _, _ in times)),
-        memory=max(needed(config).total * _sharing(config) for config in runs),
+        memory=max(needed(each).total * _sharing(each.config) for each in plans),
         memory_free=free,
         disk=disk,
         disk_free=disk_free,
-        tensors=sum(plan.tensors for plan in plans),
+        tensors=sum(volume.tensors for volume in volumes),
         basis=unknown[0] if unknown else times[0][1],
-        within_budget=all(plan.within_budget for plan in plans),
+        within_budget=all(volume.within_budget for volume in volumes),
         refusals=tuple(refusals),
     )
 
@@ -131,12 +132,10 @@ def memory_free(device: str) -> int | None:
 # What is recorded
 
 
-def planned(config: RunConfig) -> Plan:
+def volume_of(plan: Plan) -> Volume:
     """The tensors that a run records, computed from the layers of its model. For triggers, the ring is counted once;
     the size of captures is unknown."""
-    shape = config.shape()
-    specs = shape.recordable(config.tensors)
-    chosen = config.capture().of([spec.site for spec in specs]) if config.save_tensors else ()
+    config = plan.config
     recorded, replicas = config.recorded_iterations, len(config.recording_ranks) / config.tp
     # Of a watched step, the first micro-batch is measured.
     watched = sum(each not in recorded for each in range(0, config.iterations, config.every)) if config.every else 0
@@ -145,7 +144,7 @@ def planned(config: RunConfig) -> Plan:
     kept = len(config.ranks_with_values)  # these have their own rows; the others share one for each tensor
     rows_of_each = kept + 1 if config.merges_ranks else kept
     total = basic = values = nbytes = files = 0.0
-    for spec in (each for each in specs if each.site in chosen):
+    for spec in plan.recorded:
         elements = elements_of(config, spec, config.tensors)
         a_step = spec.layer_type == Other.PARAMETER  # recorded once for all micro-batches
         times = len(recorded) * (1 if a_step else config.recorded_micro_batches) + full
@@ -156,7 +155,7 @@ def planned(config: RunConfig) -> Plan:
     tensors, values, rows = round(total), round(values), round(basic)
     wanted = (round(nbytes) + FILE * round(files)) if config.raw else 0
     kept_bytes = min(wanted, config.max_bytes)
-    return Plan(
+    return Volume(
         tensors + rows, values, kept_bytes, kept_bytes + ROW * tensors + BASIC_ROW * rows, wanted <= config.max_bytes
     )
 
@@ -174,9 +173,11 @@ def elements_of(config: RunConfig, spec: Spec | OtherSpec, names: Sequence[str] 
 
 @dataclass(frozen=True)
 class EarlierRun:
-    """Seconds of a warm-up, an unrecorded and a recorded iteration of an earlier run, None where it had none."""
+    """Seconds of a warm-up, an unrecorded and a recorded iteration of an earlier run, None where it had none.
+    description is its run.json."""
 
-    config: Mapping[str, Any]
+    description: Mapping[str, Any]
+    plan: Plan
     warm_up: float | None
     plain: float | None
     recorded: float | None
@@ -199,46 +200,42 @@ def earlier_runs(root: Path) -> list[EarlierRun]:
             continue
         try:
             kinds = step_times(sound_losses(run.directory))
-            check(config_of(run.config))
+            planned = plan(trained_config(run.config))
         except (OSError, ValueError, TypeError, KeyError):
             continue
         if any(kinds):
             # The first iteration of a kind also compiles and fills caches: it counts only if there is no other.
-            found.append(EarlierRun(run.config, *(median(k[1:] or k) if k else None for k in kinds)))
+            found.append(EarlierRun(run.config, planned, *(median(k[1:] or k) if k else None for k in kinds)))
     return found
 
 
-def duration(config: RunConfig, plan: Plan, history: Sequence[EarlierRun]) -> tuple[float, str, bool]:
+def duration(plan: Plan, volume: Volume, history: Sequence[EarlierRun]) -> tuple[float, str, bool]:
     """(seconds of a run from start to end, what they are based on, whether they were measured)."""
-    lines = config.parsed_recipe().lines()
-    similar = [run for run in history if _similar(config, run.config, _quantized(lines) > 0)]
+    config, lines = plan.config, plan.recipe.lines()
+    similar = [run for run in history if _similar(config, run.plan.config, _quantized(lines) > 0)]
     if not similar:
         basis = "No similar run yet, so this is only an order-of-magnitude estimate."
-        return STARTUP + _by_rule(config, plan, lines), basis, False
-    same = [run for run in similar if run.config.get("operands") == lines]
+        return STARTUP + _by_rule(plan, volume, lines), basis, False
+    same = [run for run in similar if run.plan.recipe.lines() == lines]
     if same:
         used = same[:RECENT]
         basis = f"Estimated from {len(used)} earlier run{'s' * (len(used) != 1)} of this model and recipe."
     else:
         quantized = _quantized(lines)
-        distance = {id(run): abs(_quantized(run.config.get("operands") or []) - quantized) for run in similar}
+        distance = {id(run): abs(_quantized(run.plan.recipe.lines()) - quantized) for run in similar}
         used = [run for run in similar if distance[id(run)] == min(distance.values())][:RECENT]
-        other = used[0].config.get("recipe")
+        other = used[0].plan.recipe.name
         basis = f"No run of this recipe yet: estimated from {other}, which quantizes a similar number of operands."
-    return STARTUP + median(_scaled(config, plan, run) for run in used), basis, True
+    return STARTUP + median(_scaled(plan, volume, run) for run in used), basis, True
 
 
-def _similar(config: RunConfig, other: Mapping[str, Any], quantized: bool) -> bool:
+def _similar(config: RunConfig, other: RunConfig, quantized: bool) -> bool:
     """Whether an earlier run's times apply to a run; quantized: whether the run rounds anything."""
-    kind = "torch" if other.get("backend") == "torch" else "triton"
-    device = "cpu" if str(other.get("device")).startswith("cpu") else "cuda"
-    path = (other.get("weights") or {}).get("path")
+    model, its_model = (Path(each.model).resolve() if each.has_path else each.model for each in (config, other))
     return (
-        (str(Path(config.model).resolve()) == path if config.has_path else other.get("model") == config.model)
-        and (other.get("size"), device) == (config.size, config.device)
-        and (kind == config.backend or not quantized)
-        and other.get("tp", 1) == config.tp
-        and other.get("dp", 1) == config.dp
+        model == its_model
+        and (other.size, other.device, other.tp, other.dp) == (config.size, config.device, config.tp, config.dp)
+        and (other.backend == config.backend or not quantized)
     )
 
 
@@ -247,20 +244,20 @@ def _quantized(lines: Sequence[str]) -> int:
     return sum(not line.rstrip().endswith("bf16") for line in lines)
 
 
-def _scaled(config: RunConfig, plan: Plan, run: EarlierRun) -> float:
+def _scaled(plan: Plan, volume: Volume, run: EarlierRun) -> float:
     """The seconds of a run's iterations, scaled from those of an earlier run."""
-    other = config_of(run.config)
-    grown = _tokens(config) / _tokens(other) * config.shape().layers / other.shape().layers
+    config, other = plan.config, run.plan.config
+    grown = _tokens(config) / _tokens(other) * plan.shape.layers / run.plan.shape.layers
     plain = run.plain
-    if plain is None and not _quantized(run.config.get("operands") or []):
+    if plain is None and not _quantized(run.plan.recipe.lines()):
         plain = run.warm_up  # in bf16, iterations under the recipe are the same
     extra = 0.0
     if plain is None:
         plain = (run.recorded or 0.0) / _passes(other)  # the share of recording is unknown
     elif run.recorded is not None:
         beyond = max(run.recorded - plain * _passes(other), 0.0)
-        extra = beyond * _recording(config, plan) / max(1.0, _recording(other, planned(other)))
-    warm_up = min(plain * grown, _by_weights(config)) if run.warm_up is None else run.warm_up * grown
+        extra = beyond * _recording(config, volume) / max(1.0, _recording(other, volume_of(run.plan)))
+    warm_up = min(plain * grown, _by_weights(plan)) if run.warm_up is None else run.warm_up * grown
     recorded = len(config.recorded_iterations)
     extra += plain * grown * (_passes(config) - 1)
     return config.warmup_iterations * warm_up + config.iterations * plain * grown + recorded * extra
@@ -272,24 +269,9 @@ def _passes(config: RunConfig) -> float:
     return 1 + (1 + config.twin) / config.micro_batches if config.twin else 1.0
 
 
-def _recording(config: RunConfig, plan: Plan) -> float:
+def _recording(config: RunConfig, volume: Volume) -> float:
     """The values to record in an iteration, counted once for their statistics and once for each scored format."""
-    return plan.values / max(1, len(config.recorded_iterations)) * (1 + len(config.scores))
-
-
-def config_of(found: Mapping[str, Any]) -> RunConfig:
-    """The part of a run.json that determines the number and the size of its iterations."""
-    names = (
-        *("model", "size", "layers", "vocab_size", "micro_batches", "micro_batch_size", "sequence_length", "raw"),
-        *("control_iter", "capture_every", "collect_micro_batches", "train_iters", "save_tensors", "capture_layers"),
-        *("tp", "dp", "max_bytes", "warmup_iterations", "merge_ranks", "twin"),
-    )
-    several = ("tensors", "modules", "ranks", "unmerged_ranks", "scores")
-    lists: dict[str, Any] = {name: tuple(found.get(name) or ()) for name in several}
-    known = {name: found[name] for name in names if found.get(name) is not None}
-    if path := (found.get("weights") or {}).get("path"):
-        known["model"] = path
-    return RunConfig(**known, **lists)
+    return volume.values / max(1, len(config.recorded_iterations)) * (1 + len(config.scores))
 
 
 def _tokens(config: RunConfig) -> int:
@@ -297,17 +279,19 @@ def _tokens(config: RunConfig) -> int:
     return config.micro_batches * config.micro_batch_size * config.sequence_length
 
 
-def _by_weights(config: RunConfig) -> float:
+def _by_weights(plan: Plan) -> float:
     """Seconds of an iteration in bf16 by the rule of thumb: 6 FLOP per weight and token."""
-    return 6 * config.shape().parameters * _tokens(config) / FLOPS[config.device] / config.tp
+    config = plan.config
+    return 6 * plan.shape.parameters * _tokens(config) / FLOPS[config.device] / config.tp
 
 
-def _by_rule(config: RunConfig, plan: Plan, lines: Sequence[str]) -> float:
+def _by_rule(plan: Plan, volume: Volume, lines: Sequence[str]) -> float:
     """The seconds of a run's iterations by rules of thumb; lines: of its recipe."""
-    passing = sum(sum(elements_of(config, spec)) for spec in config.shape().specs()) * config.micro_batches
+    config = plan.config
+    passing = sum(sum(elements_of(config, spec)) for spec in plan.shape.specs()) * config.micro_batches
     rate = QUANTIZE[config.device, config.backend]
     quantize = _quantized(lines) / len(lines) * passing * rate / config.tp
-    record = plan.values * (1 + len(config.scores)) * RECORD[config.device] / config.world_size
+    record = volume.values * (1 + len(config.scores)) * RECORD[config.device] / config.world_size
     iterations = config.warmup_iterations + config.iterations
     iterations += round(len(config.recorded_iterations) * (_passes(config) - 1))
-    return iterations * _by_weights(config) + config.iterations * quantize + record
+    return iterations * _by_weights(plan) + config.iterations * quantize + record

@@ -17,11 +17,10 @@ from pathlib import Path
 import psutil
 from pydantic.dataclasses import dataclass
 
+from binade.collector.settings import JOB_VARIABLE
 from binade.data.json_files import STRICT, Pid
 from binade.data.runs import boot as boot
 from binade.data.runs import process_start
-
-MARK = "BINADE_JOB"  # an environment variable of every process of a job, inherited by what these start
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -71,7 +70,7 @@ def marked(token: str) -> set[Process]:
     found = set()
     for entry in psutil.process_iter():
         try:
-            carries = entry.environ().get(MARK) == token
+            carries = entry.environ().get(JOB_VARIABLE) == token
         except psutil.Error:  # it has ended, or belongs to another user
             continue
         if carries and entry.pid != os.getpid() and (process := Process.of(entry.pid)):

@@ -21,9 +21,10 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from binade.collector.jobs import slurm
-from binade.collector.jobs.processes import MARK, Process, boot, host, marked, out_of_memory_kills
+from binade.collector.jobs.processes import Process, boot, host, marked, out_of_memory_kills
 from binade.collector.jobs.state import how_it_ended, run_of, state_of
 from binade.collector.jobs.store import (
+    CONFIG,
     End,
     Execution,
     Job,
@@ -36,12 +37,12 @@ from binade.collector.jobs.store import (
     locked,
     numbers,
     read_execution,
-    read_if_sound,
     read_job,
     write_execution,
     write_runner,
 )
 from binade.collector.jobs.transitions import Event, State, after
+from binade.collector.settings import JOB_VARIABLE
 from binade.data import runs
 from binade.data.access import check_writable
 from binade.data.python import package_environment
@@ -188,13 +189,14 @@ class Runner:
         """Start its process. The files say at every moment whether there may be a process."""
         execution = Execution(host(), boot(), now(), out_of_memory_kills(), runner=self.process)
         write_execution(self.root, job, execution)
-        command = [sys.executable, "-P", "-m", "binade", *job.arguments, "--tensor-save-dir", str(self.root)]
+        what = ["--resume", job.resume] if job.resume else ["--config", str(directory_of(self.root, job) / CONFIG)]
+        command = [sys.executable, "-P", "-m", "binade", "run", *what, "--tensor-save-dir", str(self.root)]
         try:
             with open(directory_of(self.root, job) / "log.txt", "ab", opener=no_link) as log:
                 child = subprocess.Popen(
                     command,
                     cwd=job.directory,
-                    env=_environment() | {MARK: job.token},
+                    env=_environment() | {JOB_VARIABLE: job.token},
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
@@ -227,9 +229,7 @@ class Runner:
         if execution is None or execution.cluster is None:
             self._lose(job)
             return
-        now_known = found.get(execution.cluster.id, execution.cluster)
-        rank = now_known.rank or read_if_sound(slurm.RankProcess, directory_of(self.root, job) / "rank.json")
-        cluster = replace(now_known, rank=rank)
+        cluster = found.get(execution.cluster.id, execution.cluster)
         if cluster != execution.cluster:
             execution = replace(execution, cluster=cluster)
             write_execution(self.root, job, execution)
@@ -288,7 +288,7 @@ class Runner:
     def _processes(self, job: Job, execution: Execution) -> set[Process]:
         """Every live process of the job: the first one, those with its mark, and the ranks recorded by its run."""
         found = marked(job.token) | ({execution.process} if execution.process else set())
-        run = run_of(self.root, execution)
+        run = run_of(self.root, job)
         for rank in rank_statuses(run.directory) if run else []:
             if rank.host == host():
                 found.add(Process(rank.pid, rank.pid_started))
@@ -310,7 +310,7 @@ class Runner:
 
     def _settle(self, job: Job, execution: Execution, exit_status: int | None) -> None:
         """Record how a job ended whose last process is gone. Raises OSError."""
-        run = run_of(self.root, execution)
+        run = run_of(self.root, job)
         with locked(self.root):  # a cancellation comes before this or is refused
             before = state_of(run, cancelled_at(self.root, job), execution.cluster)
             end, reason = how_it_ended(self.root, job, execution, run, exit_status)

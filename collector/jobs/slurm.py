@@ -3,7 +3,6 @@
 A task of the array is a job of the queue. It writes to the job's directory, which the nodes must share:
 
     log.txt     the output of all ranks
-    rank.json   rank 0's process, by which the job's run is found
 
 Slurm's command line is used and not its REST service or Python modules: it is on every machine that can submit.
 """
@@ -22,7 +21,6 @@ from pathlib import Path
 from pydantic.dataclasses import dataclass
 
 from binade.collector.errors import ConfigError
-from binade.collector.jobs.processes import Process
 from binade.collector.jobs.transitions import State
 from binade.collector.training.targets import Target
 from binade.data.json_files import STRICT
@@ -52,14 +50,6 @@ class SubmissionError(RuntimeError):
 
 
 @dataclass(frozen=True, config=STRICT)
-class RankProcess:
-    """rank.json, which does not exist before rank 0 has started."""
-
-    host: str
-    process: Process
-
-
-@dataclass(frozen=True, config=STRICT)
 class ClusterJob:
     """A job as Slurm knows it. id is that of an array's task, such as 123_4; state is squeue's; reason says why it
     waits; position is its place in the queue of its partition, from 1."""
@@ -69,7 +59,6 @@ class ClusterJob:
     reason: str = ""
     partition: str = ""
     position: int | None = None
-    rank: RankProcess | None = None
 
     @property
     def waits(self) -> bool:
@@ -118,7 +107,7 @@ def script(target: Target, root: Path, folder: Path, working: Path, first: int, 
         words += ["apptainer", "exec", *target.container_options, target.container]
     elif target.container:
         words += [f"--container-image={target.container}", *target.container_options]
-    words += [target.python or sys.executable, "-u", "-m", "binade.collector.training.slurm_rank"]
+    words += [target.python or sys.executable, "-u", "-m", "binade", "slurm-rank"]
     lines = [
         "#!/bin/bash",
         *(f"#SBATCH --{name}={value}" for name, value in settings.items() if value is not None),
@@ -185,7 +174,7 @@ def poll(jobs: Collection[ClusterJob]) -> dict[str, ClusterJob]:
             continue
         state, partition, reason = known.get(job.id) or (ended[job.id], job.partition, "")
         position = places.get(job.id) if state in WAITING else None
-        found[job.id] = ClusterJob(job.id, state, reason, partition, position, job.rank)
+        found[job.id] = ClusterJob(job.id, state, reason, partition, position)
     return found
 
 

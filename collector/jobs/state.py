@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from binade.collector.jobs.estimate import config_of, step_times
+from binade.collector.jobs.estimate import step_times
 from binade.collector.jobs.processes import boot, host, marked, out_of_memory_kills
 from binade.collector.jobs.slurm import ENDS, ClusterJob
 from binade.collector.jobs.store import (
@@ -35,7 +35,7 @@ from binade.collector.jobs.transitions import ACTIVE, Event, State, after
 from binade.collector.training.checkpoints import last
 from binade.collector.training.config import RunConfig
 from binade.data import runs
-from binade.data.runs import RunError, RunInfo, read_run, read_status, run_directories, sound_losses
+from binade.data.runs import RUN_FILE, RunError, RunInfo, read_run, run_directories, sound_losses
 from binade.data.store import no_link
 
 ADVICE = {
@@ -100,27 +100,25 @@ class Progress:
         return min(self.done / self.total, 1.0) if self.total else 0.0
 
 
-Owner = tuple[int, float, str]  # pid, its start, its host
-_owners: dict[Path, tuple[tuple[int, int], Owner]] = {}  # by run directory: which status was read, and who wrote it
+_jobs: dict[Path, tuple[tuple[int, int], str | None]] = {}  # by run directory: which run.json was read, and its job
 
 
-def owners(root: Path) -> dict[Owner, Path]:
-    """The run directory that each process created or resumed last, by pid, start time and host."""
+def runs_by_job(root: Path) -> dict[str | None, Path]:
+    """The run directory of each job, by the job's token."""
     found = {}
     for entry in reversed(run_directories(root)):  # for copied runs, the first by name
-        with suppress(OSError, ValueError):  # no run, damaged, or just deleted
-            written = (entry / "status.json").stat()
+        with suppress(RunError, OSError):  # no run, damaged, or just deleted
+            written = (entry / RUN_FILE).stat()
             mark = written.st_ino, written.st_mtime_ns
-            if entry not in _owners or _owners[entry][0] != mark:
-                status = read_status(entry)
-                _owners[entry] = mark, (status.pid, status.pid_started, status.host)
-            found[_owners[entry][1]] = entry
+            if entry not in _jobs or _jobs[entry][0] != mark:
+                _jobs[entry] = mark, read_run(entry).config.get("job")
+            found[_jobs[entry][1]] = entry
     return found
 
 
-def view_of(root: Path, job: Job, known: dict[Owner, Path] | None = None) -> JobView:
-    """The current state of the job. known: `owners` of the root, if they have been read already. Raises JobError if the
-    job's files are damaged."""
+def view_of(root: Path, job: Job, known: dict[str | None, Path] | None = None) -> JobView:
+    """The current state of the job. known: `runs_by_job` of the root, if that has been read already. Raises JobError if
+    the job's files are damaged."""
     execution = read_execution(root, job)
     if execution is None:
         return JobView(job, State.QUEUED)
@@ -133,10 +131,10 @@ def view_of(root: Path, job: Job, known: dict[Owner, Path] | None = None) -> Job
     lives = execution.end is None and _lives(job, execution)
     if not lives:  # nothing writes any more: the files are final
         execution = read_execution(root, job) or execution
-    run = run_of(root, execution, known)
+    run = run_of(root, job, known)
     if run is None and not lives:
-        run = run_of(root, execution)
-    started = (run.config.get("started") if run and not job.resumes else None) or execution.at
+        run = run_of(root, job)
+    started = (run.config.get("started") if run and not job.resume else None) or execution.at
     if lives and (cluster or execution.host == host() or run is None or run.status.state == runs.RUNNING):
         return JobView(job, state_of(run, cancelled, cluster), None, run, started, cluster=cluster)
     end = execution.end
@@ -174,18 +172,12 @@ def state_of(run: RunInfo | None, cancelled: str | None, cluster: ClusterJob | N
     return after(State.QUEUED, *events)
 
 
-def run_of(root: Path, execution: Execution, known: dict[Owner, Path] | None = None) -> RunInfo | None:
-    """The run that the job's process has created."""
-    owner = execution.owner
-    directory = (owners(root) if known is None else known).get(owner) if owner else None
-    if directory is None:
-        return None
-    try:
-        run = read_run(directory)
-    except RunError:
-        return None
-    another_boot = run.status.host == execution.host and run.status.boot != execution.boot
-    return None if another_boot else run  # the numbers may belong to another process
+def run_of(root: Path, job: Job, known: dict[str | None, Path] | None = None) -> RunInfo | None:
+    """The run that the job has created or continued last."""
+    directory = (runs_by_job(root) if known is None else known).get(job.token)
+    with suppress(RunError):
+        return read_run(directory) if directory else None
+    return None
 
 
 def has_runner(root: Path) -> bool:
@@ -289,7 +281,7 @@ def log_tail(root: Path, job: Job, lines: int = 40) -> list[str]:
 def listing(root: Path) -> list[JobView]:
     """The current state of every job that can be read, in the order of the queue; `problems` names the others."""
     jobs, views = read_jobs(root), []
-    known = owners(root) if jobs else {}
+    known = runs_by_job(root) if jobs else {}
     for job in jobs:
         with suppress(JobError):
             views.append(view_of(root, job, known))
@@ -301,7 +293,7 @@ def progress(view: JobView) -> Progress:
     its kind: warm-up, recorded, not recorded."""
     if view.run is None:
         return Progress(0, 0, None)
-    config, losses = config_of(view.run.config), losses_of(view.run)
+    config, losses = view.job.config, losses_of(view.run)
     left = seconds_left(config, losses) if view.state is State.RUNNING else None
     return Progress(len(losses), config.warmup_iterations + config.iterations, left)
 

@@ -6,7 +6,8 @@
       runner.lock           held by the runner for as long as it lives
       runner.json           the runner's process
       runner.log            the runner's output
-      <id>/job.json         what was requested: arguments as a list, title, tags
+      <id>/job.json         what was requested: the run's configuration, title, tags
+      <id>/config.json      that configuration, for the process that trains the run
       <id>/process.json     the process that was started for it and, once that is gone, how the job ended
       <id>/cancel.json      when the user cancelled it
       <id>/log.txt          the collector's output
@@ -18,7 +19,6 @@ Files are replaced atomically, and changed under the lock, so that several apps 
 from __future__ import annotations
 
 import fcntl
-import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -26,28 +26,28 @@ from pathlib import Path
 from typing import Annotated, TypeVar
 
 from filelock import FileLock
-from pydantic import AfterValidator, Field
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from binade.collector.cli.options import Request
 from binade.collector.errors import ConfigError
-from binade.collector.jobs.command_line import arguments_of, check_arguments, parse, parse_runs
 from binade.collector.jobs.processes import Process, boot, host
 from binade.collector.jobs.slurm import ClusterJob, check_submits, script, submit
 from binade.collector.jobs.transitions import State
 from binade.collector.recipes.files import label
-from binade.collector.training.checkpoints import last
+from binade.collector.settings import new_token
 from binade.collector.training.config import RunConfig
+from binade.collector.training.plan import Plan
 from binade.collector.training.slurm_options import SlurmOptions
 from binade.collector.training.targets import Target
 from binade.data.access import check_writable
 from binade.data.json_files import STRICT, Count, Text, Time, read_json, write_json
-from binade.data.runs import RunError, now, read_run, unusable_root
+from binade.data.runs import RunError, now, unusable_root
 from binade.data.store import locked as held
 from binade.data.store import remove_directory, staged_directory
 from binade.data.text import describe
 
 FOLDER = ".jobs"
+CONFIG = "config.json"
 LONGEST_TITLE = 120
 MOST_AT_ONCE = 64
 HERE = SlurmOptions()
@@ -62,13 +62,15 @@ class JobError(ValueError):
 
 @dataclass(frozen=True, config=STRICT)
 class Job:
-    """job.json. token marks the job's processes; directory is the working directory of the command; created is ISO 8601
-    in UTC, the same for jobs that were queued together; retry_of is the number of the job that this one repeats or
-    continues."""
+    """job.json. token marks the job's processes and its run; resume names the run to continue, if any; directory is the
+    working directory of the command; created is ISO 8601 in UTC, the same for jobs that were queued together; retry_of
+    is the number of the job that this one repeats or continues."""
 
     id: Count
     token: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
-    arguments: Annotated[tuple[Text, ...], AfterValidator(check_arguments)]
+    config: RunConfig
+    start: SlurmOptions
+    resume: str | None
     directory: Text
     created: Time
     title: str = ""
@@ -76,18 +78,14 @@ class Job:
     retry_of: int | None = None
 
     @property
-    def config(self) -> RunConfig:
-        """Raises ConfigError or a similar error if the arguments are no longer valid."""
-        return parse_runs(self.arguments)[0]
-
-    @property
-    def resumes(self) -> bool:
-        """Whether it continues a run."""
-        return "--resume" in self.arguments
-
-    @property
     def on_cluster(self) -> bool:
-        return any(word in self.arguments for word in ("--target", "--launcher"))
+        return self.start.on_cluster
+
+    @property
+    def arguments(self) -> list[str]:
+        """The command line that does the same, for people."""
+        line = ["run", "--resume", self.resume] if self.resume else self.config.arguments()
+        return [*line, *self.start.arguments()]
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -130,14 +128,6 @@ class Execution:
     @property
     def alive(self) -> bool:
         return self.here and self.process is not None and self.process.alive
-
-    @property
-    def owner(self) -> tuple[int, float, str] | None:
-        """The process that makes the run, as the run's status names it: pid, its start, its host."""
-        if self.cluster:
-            rank = self.cluster.rank
-            return (rank.process.pid, rank.process.pid_started, rank.host) if rank else None
-        return (self.process.pid, self.process.pid_started, self.host) if self.process else None
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -285,43 +275,9 @@ def set_at_once(root: Path, count: int) -> None:
         write_json(folder(root) / "queue.json", replace(_queue(root), at_once=count))
 
 
-def add(
-    root: Path,
-    line: Sequence[str],
-    *,
-    title: str = "",
-    tags: Sequence[str] = (),
-    directory: Path | None = None,
-    retry_of: int | None = None,
-) -> list[Job]:
-    """Queue a command line of run, batch or quick: one job per run, in their order. They start only after
-    `runner.start_runner`.
-
-    Raises ConfigError or a similar error for a command line that cannot be run; ReadOnlyError, RunError, OSError.
-    """
-    request = parse(line)
-    runs = [_resumed(root, request)] if request.resume else request.runs
-    titles = [title] * len(runs)
-    return add_runs(
-        root, runs, request.start, titles, tags=tags, directory=directory, retry_of=retry_of, resume=request.resume
-    )
-
-
-def _resumed(root: Path, request: Request) -> RunConfig:
-    """The configuration of the run to continue. Raises RunError, and ConfigError for other options."""
-    name = Path(request.resume or "").name
-    _, positions = last(read_run(root / name))
-    (config,) = parse_runs(positions[0].arguments)
-    if request.runs not in ([config], parse_runs(["run"])):
-        raise ConfigError(f"{name} was started with other options: leave out all options but --resume")
-    if request.start.for_run(config):
-        raise ConfigError("--resume continues a run on this machine: leave out --target and --launcher")
-    return config
-
-
 def add_runs(
     root: Path,
-    runs: Sequence[RunConfig],
+    plans: Sequence[Plan],
     start: SlurmOptions = HERE,
     titles: Sequence[str] = (),
     *,
@@ -330,11 +286,13 @@ def add_runs(
     retry_of: int | None = None,
     resume: str | None = None,
 ) -> list[Job]:
-    """Queue these runs, one job for each. On a cluster they are submitted as one array before this returns, so that a
-    refusal is reported at once. resume: the run to continue, if there is only one configuration. Raises as `add`, and
-    SubmissionError."""
+    """Queue these runs, one job for each, in their order. They start only after `runner.start_runner`. On a cluster
+    they are submitted as one array before this returns, so that a refusal is reported at once. resume: the run to
+    continue, if there is only one. Raises ConfigError, ReadOnlyError, RunError, OSError, SubmissionError."""
     check_writable("starting a run")
-    target = start.for_run(runs[0])
+    target = start.for_run(plans[0].config)
+    if target and resume:
+        raise ConfigError("--resume continues a run on this machine: leave out --target and --launcher")
     if target:
         check_submits()
     working, created = directory or Path.cwd(), now()
@@ -344,20 +302,23 @@ def add_runs(
         made = [
             Job(
                 first + index,
-                secrets.token_hex(8),
-                (*arguments_of(config), *(["--resume", resume] if resume else []), *start.arguments()),
+                new_token(),
+                plan.config,
+                start,
+                resume,
                 str(working),
                 created,
-                _title(title) or f"{label(config.recipe)} · {config.model_title}",
+                _title(title) or f"{label(plan.config.recipe)} · {plan.config.model_title}",
                 _tags(tags),
                 retry_of,
             )
-            for index, (config, title) in enumerate(zip(runs, titles or [""] * len(runs), strict=True))
+            for index, (plan, title) in enumerate(zip(plans, titles or [""] * len(plans), strict=True))
         ]
         write_json(folder(root) / "queue.json", replace(queue, next_id=first + len(made)))
         for job in made:
             with staged_directory(directory_of(root, job)) as part:
                 write_json(part / "job.json", job)
+                write_json(part / CONFIG, job.config)
         if target:
             _submit(root, made, script_of(root, target, start, working, first, len(made)))
     return made
@@ -368,10 +329,10 @@ def script_of(root: Path, target: Target, start: SlurmOptions, working: Path, fi
     return script(target, root, folder(root), working, first, count, start.target or "")
 
 
-def next_script(root: Path, runs: Sequence[RunConfig], start: SlurmOptions) -> str | None:
+def next_script(root: Path, plans: Sequence[Plan], start: SlurmOptions) -> str | None:
     """The script that `add_runs` would submit; None for runs on this machine. Raises ConfigError."""
-    target = start.for_run(runs[0])
-    return script_of(root, target, start, Path.cwd(), _next_number(root), len(runs)) if target else None
+    target = start.for_run(plans[0].config)
+    return script_of(root, target, start, Path.cwd(), _next_number(root), len(plans)) if target else None
 
 
 def _next_number(root: Path) -> int:

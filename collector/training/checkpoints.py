@@ -6,6 +6,7 @@ from pathlib import Path
 
 from pydantic.dataclasses import dataclass
 
+from binade.collector.training.config import RunConfig
 from binade.data.json_files import STRICT, Count, read_json
 from binade.data.runs import CHECKPOINTS, COUNTS, DONE, RUNNING, RunError, RunInfo, Whole
 from binade.data.text import describe
@@ -13,10 +14,10 @@ from binade.data.text import describe
 
 @dataclass(frozen=True, config=STRICT)
 class Position:
-    """The position of a rank's part of a run. losses, events and twins are the sizes of these files in bytes; recorded
-    counts the tensors in the order of their ids; the rest is as in status.json."""
+    """The position of a rank's part of a run, with the run's configuration. losses, events and twins are the sizes of
+    these files in bytes; recorded counts the tensors in the order of their ids; the rest is as in status.json."""
 
-    arguments: tuple[str, ...]
+    config: RunConfig
     done: Count
     segments: Count
     recorded: Count

@@ -1,26 +1,33 @@
-"""The configuration of a run: one frozen RunConfig, and `check`. No torch here."""
+"""The configuration of a run: one frozen RunConfig. It travels as JSON, to jobs and ranks, in checkpoints and run.json;
+its command line is only shown to people. No torch here.
+"""
 
 from __future__ import annotations
 
+import json
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from binade.collector.capture.watching import WatchOptions
-from binade.collector.datasets.inputs import BYTE, DATASETS, check_inputs
+from binade.collector.datasets.inputs import BYTE, DATASETS
 from binade.collector.errors import ConfigError
 from binade.collector.models.registry import MODELS
-from binade.collector.models.shape import Shape
-from binade.collector.pretrained.directory import gguf_of, name_of, shape_of
-from binade.collector.pretrained.transformers_model import TransformersShape
-from binade.collector.recipes.parse import parse_recipe
-from binade.collector.recipes.recipe import Part, Recipe
-from binade.collector.recipes.selection import Selection, SelectionError
-from binade.collector.settings import DEFAULT_SCORES, FEW_RANKS, Backend, Device, Group, MergeRanks, Size, option
+from binade.collector.pretrained.directory import gguf_of, name_of
+from binade.collector.settings import (
+    DEFAULT_SCORES,
+    FEW_RANKS,
+    Backend,
+    Device,
+    Group,
+    MergeRanks,
+    Size,
+    declared,
+    option,
+)
 from binade.data.tensor_kinds import Measure, tensor_names
-from binade.quant.formats import UnknownFormatError
-from binade.quant.specs import Spec, SpecError
 
 LAYERS = (
     "LAYERS is first, last 2, 3, 2-4, or a regular expression that is searched for in names such as layer1.qkv, "
@@ -44,6 +51,8 @@ FORM_LAYERS = "Layers: first, last 2, 3, 2-4, or a regular expression that is se
 @dataclass(frozen=True)
 class RunConfig(WatchOptions):
     """One run. Each field declares its option; see collector.settings."""
+
+    __pydantic_config__: ClassVar = {"strict": True, "extra": "forbid"}  # of its JSON
 
     # fmt: off
     model: str = option("llama32-1b", group=MODEL, metavar="NAME|PATH", choices=MODELS, or_path=True, label="Model",
@@ -152,10 +161,6 @@ class RunConfig(WatchOptions):
         help="Sequence parallelism as in Megatron: outside the GEMMs, split sequences across the tensor-parallel ranks")
     # fmt: on
 
-    def parsed_recipe(self) -> Recipe:
-        formats: dict[str, Any] = {name: getattr(self, f"{name}_quant") for name in OVERRIDES}
-        return parse_recipe(self.recipe, operands=self.operand_quant, **formats)
-
     @property
     def has_path(self) -> bool:
         """Whether the model is given by its path, and has weights and a tokenizer of its own."""
@@ -177,24 +182,6 @@ class RunConfig(WatchOptions):
         own = str(gguf_of(Path(self.model)) or self.model) if self.has_path else BYTE
         return self.tokenizer or own
 
-    def shape(self) -> Shape:
-        """The dimensions of the model."""
-        published = shape_of(self.model, self.size)
-        return replace(published, layers=self.layers or published.layers, vocab=self.vocab_size or published.vocab)
-
-    def skip(self) -> Selection | None:
-        """The layers that stay in bf16, None for none. Raises SelectionError, as `capture` does."""
-        return Selection.parse(self.skip_layers) if self.skip_layers else None
-
-    @property
-    def kept_layers(self) -> str:
-        """The layers that stay in bf16, those that the recipe keeps included."""
-        return ", ".join(filter(None, (self.parsed_recipe().keep, self.skip_layers)))
-
-    def capture(self) -> Selection:
-        """The layers that are recorded."""
-        return Selection.parse(self.capture_layers, self.modules)
-
     @property
     def world_size(self) -> int:
         """How many ranks train."""
@@ -215,6 +202,18 @@ class RunConfig(WatchOptions):
             return self.recording_ranks
         replicas = {rank // self.tp for rank in self.unmerged_ranks}
         return tuple(rank for rank in self.recording_ranks if rank // self.tp in replicas)
+
+    def arguments(self) -> list[str]:
+        """The command line: `run` with the options that differ from their defaults."""
+        line = ["run", "--quantization", self.recipe]
+        defaults = {"micro_batches": max(1, self.collect_micro_batches), "recipe": self.recipe}
+        if not (self.raw and self.save_tensors):
+            defaults["max_bytes"] = self.max_bytes
+        for name, each in declared(RunConfig).items():
+            value = getattr(self, name)
+            if value != defaults.get(name, each.default):
+                line += [each.flag] if each.kind is bool else [each.flag, each.text(value)]
+        return line
 
     def to_dict(self) -> dict[str, Any]:
         """The configuration for run.json: plain values, train_iters as a number."""
@@ -251,118 +250,15 @@ def defaults(command: str, training_config: str | None = None) -> RunConfig:
     return replace(config, micro_batch_size=1, sequence_length=128) if is_fast else config  # a quarter of the tokens
 
 
-def check(config: RunConfig) -> None:
-    """Raise ConfigError for the first invalid setting."""
-    config.check()
-    published = shape_of(config.model, config.size)
-    check_inputs(config.dataset, config.tokenizer, config.tokenizer_name)
+def trained_config(description: Mapping[str, Any]) -> RunConfig:
+    """The configuration that `binade run` trained a run with. description: its run.json. Raises ConfigError for a run
+    that was not trained so."""
+    from binade.data.json_files import parse_json  # pydantic, for which --help does not wait
+
+    record = description.get("config")
+    if not isinstance(record, Mapping):
+        raise ConfigError("it was not trained by binade run")
     try:
-        config.parsed_recipe()
-    except (UnknownFormatError, SpecError) as error:
-        raise ConfigError(str(error)) from None
-    if config.layers is not None and config.layers > published.layers:
-        raise ConfigError(f"--layers is {config.layers}: expected 1 to {published.layers} for {config.model_title}")
-    if config.has_path and config.size != Size.FULL:
-        raise ConfigError(f"--size is {config.size}: a model given by path has only the size {Size.FULL}")
-    if isinstance(published, TransformersShape):
-        for flag, value, only in (("--layers", config.layers, None), ("--tp", config.tp, 1)):
-            if value != only:
-                raise ConfigError(
-                    f"{flag} is {value}: {config.model_title} runs in transformers, where Binade can neither drop "
-                    "layers nor split them across ranks"
-                )
-    if config.has_path and config.vocab_size not in (None, published.vocab):
-        raise ConfigError(
-            f"--vocab-size is {config.vocab_size}: the vocabulary of {config.model_title} has {published.vocab} tokens"
-        )
-    if config.sequence_length > published.max_sequence:
-        raise ConfigError(f"--sequence-length is {config.sequence_length}: expected at most {published.max_sequence}")
-    if config.collect_micro_batches > config.micro_batches:
-        raise ConfigError(
-            f"--collect-micro-batches is {config.collect_micro_batches}, but an iteration has "
-            f"{config.micro_batches}: raise --micro-batches"
-        )
-    _check_iterations(config)
-    _check_ranks(config)
-    _check_twin(config)
-    _check_sites(config)
-    for name in config.scores:
-        try:
-            Spec.of(name)
-        except (UnknownFormatError, SpecError) as error:
-            raise ConfigError(f"--scores: {error}") from None
-
-
-def _check_ranks(config: RunConfig) -> None:
-    shape = config.shape()
-    for what, value in shape.divided.items():
-        if value % config.tp:
-            raise ConfigError(f"--tp is {config.tp}: it must divide {config.model_title}'s {value} {what}")
-    if config.sequence_parallel and config.tp == 1:
-        raise ConfigError("--sequence-parallel splits sequences among tensor-parallel ranks: it needs --tp 2 or more")
-    if config.sequence_parallel and config.sequence_length % config.tp:
-        raise ConfigError(
-            f"--sequence-length is {config.sequence_length}: --sequence-parallel needs a multiple of --tp {config.tp}"
-        )
-    for flag, ranks in (("--ranks", config.ranks), ("--unmerged-ranks", config.unmerged_ranks)):
-        for rank in ranks:
-            if not 0 <= rank < config.world_size:
-                raise ConfigError(f"{flag} has {rank}: the ranks of the run are 0 to {config.world_size - 1}")
-    if idle := sorted({*config.unmerged_ranks} - {*config.recording_ranks}):
-        raise ConfigError(f"--unmerged-ranks has {idle[0]}, which records nothing: add it to --ranks")
-    if config.unmerged_ranks and not config.merges_ranks:
-        raise ConfigError("--unmerged-ranks needs merged ranks: add --merge-ranks on, and record several ranks")
-
-
-def _check_twin(config: RunConfig) -> None:
-    if config.twin and config.world_size > 1:
-        raise ConfigError(
-            f"--twin runs on one rank, but --tp {config.tp} and --dp {config.dp} make {config.world_size}, each with a "
-            "part of the gradient: leave out --twin, or --tp and --dp"
-        )
-    if config.twin and config.find_nan:
-        raise ConfigError("--twin and --find-nan cannot be combined: leave one of them out")
-
-
-def _check_iterations(config: RunConfig) -> None:
-    if config.train_iters is None:
-        if config.control_iter == 0:
-            raise ConfigError(
-                "--control-iter 0 records every iteration: set the number of iterations with --train-iters"
-            )
-    elif config.train_iters < config.needed_iterations:
-        raise ConfigError(
-            f"--train-iters is {config.train_iters}, but --control-iter {config.control_iter} with --capture-every "
-            f"{config.capture_every} requires {config.needed_iterations}: raise --train-iters, or lower the others"
-        )
-
-
-def _check_sites(config: RunConfig) -> None:
-    """Check that the model has the layers, modules and tensors."""
-    shape = config.shape()
-    model = shape.sites()
-    if config.parsed_recipe().router != Part() and not any(site.module == "router" for site in model):
-        raise ConfigError(
-            f"the router is given a format, but {config.model_title} with {config.shape().layers} layers has no router"
-        )
-    recipe = config.parsed_recipe()
-    recipe.check_modules(model)
-    option = "the recipe's layers to keep"
-    try:
-        if recipe.keep and Selection.parse(recipe.keep).of(model) == frozenset(model):
-            raise ConfigError(recipe.keeps_all)
-        option = "--skip-layers"
-        if skip := config.skip():
-            skip.of(model)
-        option = "--capture-layers and --modules"
-        recordable = shape.recordable(config.tensors)
-        chosen = config.capture().of([spec.site for spec in recordable])
-    except SelectionError as error:
-        raise ConfigError(f"{option}: {error}") from None
-    places = dict.fromkeys(spec.layer_type for spec in recordable if spec.site in chosen)
-    names = tuple(dict.fromkeys(name for place in places for name in tensor_names(place)))
-    if config.tensors and not set(config.tensors) & set(names):
-        raise ConfigError(
-            f"--tensors {','.join(config.tensors)} matches no tensor of "
-            f"{', '.join(sorted({s.module for s in chosen}))}: expected one of {', '.join(names)}"
-        )
+        return parse_json(RunConfig, json.dumps(record).encode())
+    except ValueError as error:
+        raise ConfigError(f"its configuration is not valid: {error}") from None

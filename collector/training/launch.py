@@ -1,12 +1,13 @@
 """Start the ranks of a run on this machine as torchrun does, wait for them, and say how the run ended.
 
-Each rank runs the same command line in a process of its own, with the environment variables that torchrun sets. The
+Each rank reads the same configurations in a process of its own, with the environment variables that torchrun sets. The
 ranks meet at a file, so nothing listens but gloo or NCCL. When one fails, torchrun's process manager ends the others;
 only then is it known which rank failed first, and recorded in the run's status.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import signal
@@ -14,6 +15,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std, start_processes
@@ -22,6 +24,8 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from binade.collector.errors import ConfigError
 from binade.collector.ranks import LAUNCHER, PeerLostError
+from binade.collector.settings import JOB_VARIABLE, new_token
+from binade.collector.training.plan import Plan
 from binade.collector.training.ranks import STORE, settle_runs
 from binade.data.python import package_environment
 from binade.data.runs import CANCELLED, FAILED
@@ -36,25 +40,32 @@ class RankFailedError(RuntimeError):
     """A rank ended the run. The message says which and why."""
 
 
-def launch(argv: Sequence[str], root: Path, ranks: int) -> None:
-    """Run binade with these arguments on `ranks` ranks. Raises RankFailedError, KeyboardInterrupt, or ConfigError if a
-    rank refused its arguments."""
+def launch(plans: Sequence[Plan], root: Path, resume: str | None = None) -> None:
+    """Train the runs, one after the other, on their ranks. resume: a run to continue. Raises RankFailedError,
+    KeyboardInterrupt, or ConfigError if a rank refused its configuration."""
+    ranks, job = plans[0].config.world_size, os.environ.get(JOB_VARIABLE) or new_token()
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the message below is enough
     with tempfile.TemporaryDirectory(prefix="binade-ranks-") as scratch:
+        config = Path(scratch, "config.json")
+        config.write_text(json.dumps([asdict(each.config) for each in plans]))
+        line = ["run", "--config", str(config), "--tensor-save-dir", str(root)]
+        line += ["--resume", resume] if resume else []
         # Rank 0 prints to the terminal; the output of the others goes to files.
         quiet = {rank: Std.ALL if rank else Std.ERR for rank in range(ranks)}
         processes = start_processes(
             name="rank",
             entrypoint=sys.executable,
-            args=dict.fromkeys(range(ranks), ("-P", "-m", "binade", *argv)),
-            envs={rank: _environment(rank, ranks, Path(scratch, "store")) for rank in range(ranks)},
+            args=dict.fromkeys(range(ranks), ("-P", "-m", "binade", *line)),
+            envs={
+                rank: _environment(rank, ranks, Path(scratch, "store")) | {JOB_VARIABLE: job} for rank in range(ranks)
+            },
             logs_specs=DefaultLogsSpecs(log_dir=str(Path(scratch, "logs")), redirects=quiet),
         )
         try:
             result = processes.wait()
         except SignalException as cancelled:
             processes.close(cancelled.sigval)
-            settle_runs(root, os.getpid(), CANCELLED, None)
+            settle_runs(root, job, CANCELLED, None)
             raise KeyboardInterrupt from None
         if result and result.failures:
             rank, failure = _first(result.failures)
@@ -62,7 +73,7 @@ def launch(argv: Sequence[str], root: Path, ranks: int) -> None:
                 message = f"rank {rank} was killed by {signal.Signals(-failure.exitcode).name}"
             else:
                 message = f"rank {rank}: {_last_line(failure, result.stderrs[rank])}"
-            settle_runs(root, os.getpid(), FAILED, message)
+            settle_runs(root, job, FAILED, message)
             if failure.exitcode == REFUSED:
                 raise ConfigError(message.removeprefix(f"rank {rank}: "))
             raise RankFailedError(f"the run failed: {message}")

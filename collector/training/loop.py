@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import os
 import platform
-import sys
+import shlex
 import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -27,8 +27,8 @@ from binade.collector.capture.options import Merge, Watch
 from binade.collector.capture.recorder import Recorder
 from binade.collector.capture.sensitivity import backward
 from binade.collector.capture.watching import WatchOptions
-from binade.collector.datasets.loading import open_dataset
-from binade.collector.datasets.samples import SampleStream, open_stream
+from binade.collector.datasets.loading import Dataset, open_dataset
+from binade.collector.datasets.samples import SampleStream, open_samples
 from binade.collector.errors import ConfigError
 from binade.collector.models.model import GPTModel, initialized
 from binade.collector.pretrained.causal_lm import CausalLM
@@ -36,10 +36,10 @@ from binade.collector.pretrained.checkpoint import Checkpoint, open_checkpoint
 from binade.collector.pretrained.directory import describe_weights
 from binade.collector.ranks import Ranks
 from binade.collector.recipes.files import to_toml
-from binade.collector.recipes.recipe import Recipe
-from binade.collector.settings import Backend, Device, MergeRanks
-from binade.collector.training.config import RunConfig, check
+from binade.collector.settings import JOB_VARIABLE, Backend, Device, MergeRanks
+from binade.collector.training.config import RunConfig
 from binade.collector.training.memory import available_host_memory, check_memory
+from binade.collector.training.plan import Plan
 from binade.collector.training.ranks import clip_gradients, finish_gradients, join, mean_over_replicas, started_as_rank
 from binade.collector.training.resume import Checkpoints, Resumed, check_unchanged, open_resumed
 from binade.data.tensor_kinds import Measure
@@ -73,21 +73,21 @@ class DivergedError(RuntimeError):
     """The loss is no longer finite."""
 
 
-def prepare(config: RunConfig) -> None:
-    """Raise errors that can be detected before a run exists. Raises ConfigError and its like.
+def prepare(plan: Plan) -> None:
+    """Raise errors that can be detected on this machine before a run exists. Raises ConfigError.
 
     On a CPU the ranks share the memory: their launcher checks it, not each of them.
     """
-    check(config)
+    config = plan.config
     if config.backend == Backend.TRITON and not find_spec("triton"):
         raise ConfigError("backend 'triton' needs the package triton: install it, or use --backend torch")
     if config.device == Device.CUDA:
         if not torch.cuda.is_available():
             raise ConfigError("device 'cuda' was requested, but torch sees no GPU here: use --device cpu")
-        check_memory(config, torch.cuda.mem_get_info()[0])
+        check_memory(plan, torch.cuda.mem_get_info()[0])
     else:
         if not started_as_rank():
-            check_memory(config, available_host_memory(), config.world_size)
+            check_memory(plan, available_host_memory(), config.world_size)
         if config.backend == Backend.TRITON:
             # On a machine with a GPU the kernels would be compiled for it; decided before they are imported.
             os.environ["TRITON_INTERPRET"] = "1"
@@ -109,36 +109,43 @@ def backend_name(config: RunConfig) -> str:
 
 
 def train(
-    config: RunConfig,
+    plan: Plan,
     root: Path,
     *,
     say: Say,
     progress: Progress = lambda done, total: None,
-    command: str = "",
     resume: str | None = None,
 ) -> Result:
     """Train a run on this rank: a new one, or the one named `resume` that is continued. Rank 0's `say` gets the lines
     of the run's log. Raises ConfigError and its like before anything is written; later OSError, DivergedError or
     KeyboardInterrupt, with the run marked accordingly."""
-    prepare(config)
-    resumed = open_resumed(root, config, resume)
+    prepare(plan)
+    config, resumed = plan.config, open_resumed(root, plan.config, resume)
     with join(config, root) as ranks:
         try:
-            return _run(config, root, ranks, say, progress, command, resumed)
+            return _run(plan, root, ranks, say, progress, resumed)
         except InstrumentError as error:  # a model of transformers, in its first forward pass
             raise ConfigError(
                 f"{config.model_title} cannot be trained by binade run, only instrumented in your own script: {error}"
             ) from error
 
 
-def _run(
-    config: RunConfig, root: Path, ranks: Ranks, say: Say, progress: Progress, command: str, resumed: Resumed | None
-) -> Result:
-    shape, recipe = config.shape(), config.parsed_recipe()
+def open_stream(plan: Plan, dataset: Dataset, rank: int = 0, ranks: int = 1) -> SampleStream:
+    """The samples of a replica of a run. Raises ConfigError if the run would read a token that the model does not
+    have."""
+    config = plan.config
+    batches = ranks * config.micro_batches * (config.warmup_iterations + config.iterations)
+    read = batches * config.micro_batch_size * config.sequence_length + 1
+    documents, length = dataset.documents, config.sequence_length
+    return open_samples(documents, length, config.seed, read, plan.shape.vocab, rank, ranks)
+
+
+def _run(plan: Plan, root: Path, ranks: Ranks, say: Say, progress: Progress, resumed: Resumed | None) -> Result:
+    config, shape, recipe = plan.config, plan.shape, plan.recipe
     checkpoint = open_checkpoint(config.model, shape) if config.has_path else None
     weights = checkpoint.identity() if checkpoint else None
     dataset = open_dataset(config.dataset, config.tokenizer_name, shape.vocab)
-    stream = open_stream(config, dataset, rank=ranks.replica, ranks=ranks.replicas)
+    stream = open_stream(plan, dataset, ranks.replica, ranks.replicas)
     device = torch.device("cuda", torch.cuda.current_device()) if config.device == Device.CUDA else torch.device("cpu")
     description = config.to_dict() | {
         "model": f"{config.model_name}@{weights['sha256'][:8]}" if weights else config.model,
@@ -150,7 +157,9 @@ def _run(
         "operands": recipe.lines(),
         "recipe_toml": to_toml(recipe),
         "parameters": shape.parameters,
-        "command": command or " ".join(sys.argv),
+        "config": asdict(config),
+        "command": shlex.join(["binade", *config.arguments()]),
+        "job": os.environ.get(JOB_VARIABLE),
         "target": os.environ.get("BINADE_TARGET") or None,
         "versions": {name: _version(name) for name in ("torch", "triton", "numpy")}
         | {"python": platform.python_version()},
@@ -177,6 +186,8 @@ def _run(
     recorder.of_training(resumed.continued(ranks.rank) if resumed else None)
     with recorder:
         writer = recorder.writer
+        if resumed and not ranks.rank:
+            writer.describe({"job": description["job"]})
         with open(writer.directory / "log.txt", "ab", buffering=0) as log:
             prefix = f"rank {ranks.rank}: " if ranks.rank else ""
 
@@ -191,7 +202,7 @@ def _run(
             try:
                 report(f"data: {dataset}")
                 with ranks.explaining():
-                    _train(config, stream, recipe, device, recorder, report, progress, checkpoint, resumed)
+                    _train(plan, stream, device, recorder, report, progress, checkpoint, resumed)
             except BaseException as error:
                 with suppress(OSError):  # a full disk must not hide what happened
                     write_log(f"ended early: {type(error).__name__}: {error}")
@@ -202,9 +213,8 @@ def _run(
 
 
 def _train(
-    config: RunConfig,
+    plan: Plan,
     stream: SampleStream,
-    recipe: Recipe,
     device: torch.device,
     recorder: Recorder,
     report: Say,
@@ -212,9 +222,8 @@ def _train(
     checkpoint: Checkpoint | None,
     resumed: Resumed | None,
 ) -> None:
+    config, shape, recipe, ranks = plan.config, plan.shape, plan.recipe, recorder.ranks
     torch.manual_seed(config.seed)
-    shape = config.shape()
-    ranks = recorder.ranks
     with device:
         model = checkpoint.build(ranks.tensor) if checkpoint else initialized(shape, config.seed, ranks.tensor)
     optimizer = _optimizer(model, config)
@@ -234,7 +243,7 @@ def _train(
     directory = recorder.writer.directory
     checkpoints = Checkpoints(config, directory, ranks.rank, recorder.position, recorder.save_state)
     report(f"recipe {recipe.name}: {recipe.describe()}")
-    if kept := config.kept_layers:
+    if kept := plan.kept_layers:
         report(f"kept in bf16: {kept}")
     total = warm_up + config.iterations
     recorder.policy.recording = False
@@ -250,8 +259,8 @@ def _train(
         recipe,
         recorder,
         backend=config.backend,
-        skip=config.skip(),
-        capture=config.capture(),
+        skip=plan.skip,
+        capture=plan.capture,
         seed=config.seed,
         iterations=config.iterations,
         scales_of=resumed.scales(ranks.rank) if resumed else None,

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 
 from binade.collector.errors import ConfigError
-from binade.collector.training.config import RunConfig
+from binade.collector.training.plan import Plan
 
 # Bytes per weight: float32 value, gradient and Adam's two moments; and its bfloat16 copy, from forward to backward.
 PER_WEIGHT = 16
@@ -38,9 +38,9 @@ class Memory:
         return self.weights + self.activations
 
 
-def needed(config: RunConfig) -> Memory:
+def needed(plan: Plan) -> Memory:
     """The peak of one rank of a run, without the short-lived buffers of recording."""
-    shape = config.shape()
+    config, shape = plan.config, plan.shape
     outside = sum(shape.tables.values()) * shape.hidden  # whole on every rank
     weights = outside + (shape.parameters - outside) // config.tp
     tokens = config.micro_batch_size * config.sequence_length
@@ -53,13 +53,13 @@ def needed(config: RunConfig) -> Memory:
     return Memory(per_weight * weights, int(activations))
 
 
-def check_memory(config: RunConfig, available: int, ranks: int = 1) -> None:
+def check_memory(plan: Plan, available: int, ranks: int = 1) -> None:
     """Raise ConfigError if `ranks` ranks together exceed the available bytes."""
-    memory = needed(config)
+    config, memory = plan.config, needed(plan)
     if ranks * memory.total > available:
         each = f" on each of {ranks} ranks" if ranks > 1 else ""
         raise ConfigError(
-            f"{config.model_title} with {config.shape().layers} layers needs "
+            f"{config.model_title} with {plan.shape.layers} layers needs "
             f"{memory.weights / 2**30:.1f} GiB for weights, gradients and optimizer and "
             f"{memory.activations / 2**30:.1f} GiB for activations{each}, but only {available / 2**30:.1f} GiB are "
             f"free on {config.device}: use {'--size tiny, ' * (not config.has_path)}fewer --layers, or a shorter "

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -23,7 +22,7 @@ from torch import Tensor, nn
 
 from binade.collector.errors import ConfigError
 from binade.collector.ranks import LAUNCHER_GONE, NOTICE, Group, PeerLostError, Ranks
-from binade.collector.settings import Device
+from binade.collector.settings import JOB_VARIABLE, Device, new_token
 from binade.collector.training.config import RunConfig
 from binade.data.runs import DONE, FAILED, RunState, list_runs, settle
 
@@ -41,10 +40,10 @@ def started_as_rank() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def settle_runs(root: Path, owner: int, state: RunState, reason: str | None) -> None:
-    """Record the end of the unfinished run that the process `owner` started here."""
+def settle_runs(root: Path, job: str, state: RunState, reason: str | None) -> None:
+    """Record the end of a job's unfinished run."""
     for run in list_runs(root)[0]:
-        if run.status.pid == owner and run.status.host == socket.gethostname() and run.status.state != DONE:
+        if run.config.get("job") == job and run.status.state != DONE:
             settle(run.directory, state, reason)
 
 
@@ -94,7 +93,7 @@ class _Heartbeats:
         self._thread.join(NOTICE)
 
 
-def _end_when_lost(lost: Callable[[], str | None], owner: int, rank: int, root: Path, left: Event) -> None:
+def _end_when_lost(lost: Callable[[], str | None], job: str, rank: int, root: Path, left: Event) -> None:
     """End this process if what it depends on is lost and it does not notice. gloo may not notice that a peer has died,
     and then waits for TIMEOUT in a call that no signal or exception can interrupt."""
     while not (reason := lost()):
@@ -104,7 +103,7 @@ def _end_when_lost(lost: Callable[[], str | None], owner: int, rank: int, root: 
         try:
             print(f"binade: {reason}", file=sys.stderr)
             if rank == 0:
-                settle_runs(root, owner, FAILED, reason)
+                settle_runs(root, job, FAILED, reason)
         finally:
             os._exit(PeerLostError.exit_status)
 
@@ -132,11 +131,12 @@ def join(config: RunConfig, root: Path) -> Iterator[Ranks]:
         "nccl" if config.device == Device.CUDA else "gloo", store=store, rank=rank, world_size=size, timeout=TIMEOUT
     )
     left = Event()
+    os.environ.setdefault(JOB_VARIABLE, new_token())  # rank 0's is in run.json
     launcher = Ranks().owner
     heartbeats = None if STORE in os.environ else _Heartbeats(name, rank, size)
     lost = heartbeats.lost if heartbeats else lambda: LAUNCHER_GONE if launcher and os.getppid() != launcher else None
     # It gets no process group: one that is alive when Python exits aborts the process.
-    Thread(target=_end_when_lost, args=(lost, launcher or os.getpid(), rank, root, left), daemon=True).start()
+    Thread(target=_end_when_lost, args=(lost, os.environ[JOB_VARIABLE], rank, root, left), daemon=True).start()
     try:
         tensor = _new_group([range(first, first + config.tp) for first in range(0, size, config.tp)], rank)
         data = _new_group([range(first, size, config.tp) for first in range(config.tp)], rank)

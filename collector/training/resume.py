@@ -27,7 +27,6 @@ from torch import nn
 
 from binade.collector.capture.session import Continued
 from binade.collector.errors import ConfigError
-from binade.collector.jobs.command_line import arguments_of, parse_runs
 from binade.collector.settings import Device
 from binade.collector.training.checkpoints import Position, check_resumable, last
 from binade.collector.training.config import RunConfig
@@ -51,8 +50,8 @@ class Resumed:
 
     @property
     def config(self) -> RunConfig:
-        """The configuration that the run was started with. Raises ConfigError if it is no longer valid."""
-        return parse_runs(self.positions[0].arguments)[0]
+        """The configuration that the run was started with."""
+        return self.positions[0].config
 
     @property
     def done(self) -> int:
@@ -172,7 +171,7 @@ class Checkpoints:
     ) -> None:
         self.every, self.directory, self.rank = config.checkpoint_every, directory, rank
         self.on_gpu = config.device == Device.CUDA
-        self.arguments = tuple(arguments_of(config))
+        self.config = config
         self.position, self.save_scales = position, save_scales
 
     def write(self, done: int, model: nn.Module, optimizer: torch.optim.Optimizer, writer: RunWriter) -> None:
@@ -190,7 +189,7 @@ class Checkpoints:
         self.save_scales(folder)
         status = writer.status
         words = Position(
-            arguments=self.arguments,
+            config=self.config,
             done=done,
             **position,
             losses=_size(self.directory / "loss.jsonl"),

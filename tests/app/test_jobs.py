@@ -15,9 +15,11 @@ from streamlit.testing.v1 import AppTest
 from binade.app import state
 from binade.app.jobs import collecting, summary
 from binade.collector import jobs
+from binade.collector.cli.jobs import add_line
+from binade.collector.cli.options import parse, parse_runs
 from binade.collector.jobs import processes, runner, store
-from binade.collector.jobs.command_line import parse
 from binade.collector.training.config import RunConfig
+from binade.collector.training.plan import plan
 from binade.collector.training.slurm_options import SlurmOptions
 from binade.collector.training.targets import CONFIG
 from binade.data.access import ReadOnlyError
@@ -40,7 +42,7 @@ def root(tmp_path: Path) -> Iterator[Path]:
 def chosen(at: AppTest) -> list[RunConfig]:
     """The runs of the command that the page shows, as the collector reads it."""
     lines = at.code[0].value.replace("\\\n", " ").splitlines()
-    return [run for line in lines for run in jobs.parse_runs(shlex.split(line)[1:])]
+    return [run for line in lines for run in parse_runs(shlex.split(line)[1:])]
 
 
 def started(at: AppTest) -> SlurmOptions:
@@ -62,7 +64,7 @@ class TestForm:
         assert [run.recipe for run in runs] == list(preset.recipes)
         assert collecting.kept_options(preset.config) == []
         if name == "quick":
-            assert runs == jobs.parse_runs(["quick", "mxfp8"])
+            assert runs == parse_runs(["quick", "mxfp8"])
         if name == "sweep":
             assert {run.skip_layers for run in runs} == {"!layer1[.]fc1$"} and len(runs) == len(FORMATS)
 
@@ -77,25 +79,25 @@ class TestForm:
         model.mkdir()
         (model / "config.json").write_text(json.dumps(settings))
         (model / "tokenizer.json").touch()
-        jobs.add(root, ["run", "--model", str(model), "--sequence-length", "64"])
+        add_line(root, ["run", "--model", str(model), "--sequence-length", "64"])
         at = visit(root, "collect", **{"from": "1"})
         assert "Size" not in [box.label for box in at.selectbox]
         (run,) = chosen(at)
-        assert (run.model, run.size, run.shape().layers) == (str(model), "full", 5)
+        assert (run.model, run.size, plan(run).shape.layers) == (str(model), "full", 5)
         at.number_input(key="collect_sequence_length").set_value(97)
         assert "Sequence length is 97" in words(rerun(at)) and at.button(key="launch_refused").disabled
         (model / "config.json").unlink()
         assert "has no config.json" in words(rerun(at))
 
     def test_what_has_no_field_is_kept(self):
-        base = jobs.parse_runs(["run", "--operand-quant", "qk.forward.key=mxfp4", "--seed", "7", "--layers", "1"])[0]
+        base = parse_runs(["run", "--operand-quant", "qk.forward.key=mxfp4", "--seed", "7", "--layers", "1"])[0]
         (again,) = collecting.runs_of(collecting.widgets_of(base), [base.recipe], base)
         assert again == base
         assert collecting.kept_options(base) == ["--operand-quant", "qk.forward.key=mxfp4"]
 
     def test_a_wrapped_command_is_the_same_command(self):
         odd = ["--skip-layers", "!a --b|layer1[.]fc1"]
-        line = jobs.command_line(jobs.parse_runs(["batch", "--seed", "7", "--layers", "1", *odd]))
+        line = jobs.command_line(parse_runs(["batch", "--seed", "7", "--layers", "1", *odd]))
         broken = collecting.wrapped(line, 30)
         assert broken.count("\n") >= 2 and shlex.split(broken.replace("\\\n", "")) == shlex.split(line)
 
@@ -103,7 +105,7 @@ class TestForm:
 class TestCollect:
     def test_starts_with_the_smallest_useful_run(self, visit: Visit, root: Path):
         at = visit(root, "collect")
-        assert chosen(at) == jobs.parse_runs(["quick", "mxfp8"])
+        assert chosen(at) == parse_runs(["quick", "mxfp8"])
         assert "No similar run yet" in words(at) and metrics(at)["Tensors"] == "70"
         assert not root.exists()  # looking changes nothing
 
@@ -139,7 +141,7 @@ class TestCollect:
         monkeypatch.setenv(CONFIG, str(tmp_path / "binade.toml"))
         targets = tmp_path / "binade.toml"
         targets.write_text('[targets.gpu]\nlauncher = "slurm"\n')
-        path = store.directory_of(root, jobs.add(root, SHORT)[0]) / "job.json"
+        path = store.directory_of(root, add_line(root, SHORT)[0]) / "job.json"
         job = json.loads(path.read_text())
         for start in (["--launcher", "slurm", "--time", "90"], ["--target", "gpu", "--time", "90"]):
             path.write_text(json.dumps(job | {"arguments": [*job["arguments"], *start]}))
@@ -234,8 +236,8 @@ class TestCollect:
         path = root / ".recipes" / "mine.toml"
         assert path.read_text().rstrip() == shown and 'layers = "last"' in shown and "[modules.fc2]" in shown
         assert at.multiselect(key="collect_recipes").value == ["mxfp8", str(path)]
-        run = jobs.parse_runs(shlex.split(at.code[1].value.replace("\\\n", " "))[1:])[1]
-        assert run.recipe == str(path) and run.parsed_recipe().keep == "last"
+        run = parse_runs(shlex.split(at.code[1].value.replace("\\\n", " "))[1:])[1]
+        assert run.recipe == str(path) and plan(run).recipe.keep == "last"
         assert at.button(key="recipe_Saved").disabled
         at.text_input(key="collect_keep").set_value("first")
         rerun(at)
@@ -272,16 +274,16 @@ class TestCollect:
         first, second = store.read_jobs(root)
         assert [job.title for job in (first, second)] == ["mine · bf16", "mine · mxfp4"]
         assert first.tags == second.tags == ("a", "b")
-        assert [jobs.parse_runs(job.arguments)[0] for job in (first, second)] == wanted
+        assert [job.config for job in (first, second)] == wanted
         jobs.cancel(root, second.id)
         jobs.cancel(root, first.id)
         until(lambda: not any(view.active for view in jobs.listing(root)), "the jobs to end")
 
     def test_clones_a_job(self, visit: Visit, root: Path):
-        (job,) = jobs.add(root, [*SHORT, "--operand-quant", "qk.forward.key=mxfp4"], title="an old one")
+        (job,) = add_line(root, [*SHORT, "--operand-quant", "qk.forward.key=mxfp4"], title="an old one")
         jobs.cancel(root, job.id)
         at = visit(root, "collect", **{"from": str(job.id)})
-        assert chosen(at) == jobs.parse_runs(job.arguments)
+        assert chosen(at) == [job.config]
         assert at.text_input(key="collect_title").value == "an old one"
         assert "--operand-quant qk.forward.key=mxfp4" in words(at)
 
@@ -289,10 +291,10 @@ class TestCollect:
     def test_what_is_no_job_is_said(self, visit: Visit, root: Path, number: str):
         at = visit(root, "collect", **{"from": number})
         assert f"Job {number[:20]} cannot be cloned" in at.warning[0].value.replace("\\", "")
-        assert chosen(at) == jobs.parse_runs(["quick", "mxfp8"])
+        assert chosen(at) == parse_runs(["quick", "mxfp8"])
 
     def test_what_is_beyond_the_form_is_said(self, visit: Visit, root: Path):
-        (job,) = jobs.add(root, [*SHORT, "--seed", str(2**60), "--micro-batches", "5000", "--no-raw"])
+        (job,) = add_line(root, [*SHORT, "--seed", str(2**60), "--micro-batches", "5000", "--no-raw"])
         jobs.cancel(root, job.id)
         at = visit(root, "collect", **{"from": str(job.id)})
         assert "above the limits of this form" in at.warning[0].value.replace("\\", "")
@@ -305,7 +307,7 @@ class TestCollect:
 
 def make_ended(root: Path, exit_status: int | None, log: str = "", boot: str | None = None) -> jobs.Job:
     """A job whose process is gone, as the runner leaves it."""
-    (job,) = jobs.add(root, SHORT)
+    (job,) = add_line(root, SHORT)
     (store.directory_of(root, job) / "log.txt").write_text(log)
     gone = processes.Process(1 << 22, 1.0)
     execution = store.Execution(processes.host(), boot or processes.boot(), job.created, 1 << 40, gone)
@@ -338,7 +340,7 @@ class TestJobs:
         assert f"cancel_{job.id}" not in {button.key for button in at.button}
 
     def test_rename_tag_and_cancel_in_the_queue(self, visit: Visit, root: Path):
-        (job,) = jobs.add(root, SHORT)
+        (job,) = add_line(root, SHORT)
         me = processes.Process.of(os.getpid())
         store.write_runner(root, me)  # the page need not start one: the job stays queued
         jobs.set_at_once(root, 12)
@@ -392,7 +394,7 @@ class TestBaseline:
     def test_it_is_added_with_one_click(self, visit: Visit, root: Path):
         at = press(visit(root, "collect"), "add_baseline")
         bf16, mxfp8 = chosen(at)
-        assert [mxfp8] == jobs.parse_runs(["quick", "mxfp8"]) and bf16 == replace(mxfp8, recipe="bf16")
+        assert [mxfp8] == parse_runs(["quick", "mxfp8"]) and bf16 == replace(mxfp8, recipe="bf16")
         assert "add_baseline" not in [button.key for button in at.button]
 
     def test_only_a_bf16_run_on_the_same_data_and_weights_is_one(self, collected: Path):
@@ -405,7 +407,7 @@ class TestBaseline:
             (["--warmup-iterations", "3"], True), (["--quantization", "bf16,mxfp4", "--seed", "7"], False),
             (["--quantization", "bf16", "--seed", "7"], False),
         ):  # fmt: skip
-            planned = jobs.parse_runs([*fast, "--quantization", "mxfp4", *options])
+            planned = parse_runs([*fast, "--quantization", "mxfp4", *options])
             assert collecting.lacks_baseline(planned, existing) == lacks, options
             assert collecting.lacks_baseline(planned, []) == ("bf16" not in [run.recipe for run in planned])
 
@@ -413,8 +415,8 @@ class TestBaseline:
 def test_jobs_that_were_queued_together_are_compared_once_all_have_ended(collected: Path, tmp_path: Path):
     root = roots.copy(collected, tmp_path / "runs")
     runs, _ = list_runs(root)
-    together = jobs.add_runs(root, jobs.parse_runs(["batch", "--quantization", "bf16,mxfp8"]))
-    (other,) = jobs.add_runs(root, jobs.parse_runs(["quick", "mxfp4"]))
+    together = jobs.add_runs(root, parse_runs(["batch", "--quantization", "bf16,mxfp8"]))
+    (other,) = jobs.add_runs(root, parse_runs(["quick", "mxfp4"]))
     assert len({job.created for job in together}) == 1 and other.created != together[0].created
     views = [
         replace(jobs.view_of(root, job), run=run, state=jobs.State.DONE)

@@ -10,10 +10,11 @@ import pytest
 from binade.app.jobs import recipe_table
 from binade.app.questions.what_if import question
 from binade.collector import jobs
+from binade.collector.cli.options import parse_runs
 from binade.collector.recipes.files import PUBLISHED, label, to_toml
 from binade.collector.recipes.parse import parse_recipe
 from binade.collector.recipes.recipe import Recipe, RecipeError
-from binade.collector.training.config import check
+from binade.collector.training.plan import plan
 from binade.data.access import ReadOnlyError
 from binade.data.runs import list_runs
 from binade.quant.specs import SpecError
@@ -203,9 +204,9 @@ class TestFiles:
         path = recipe_table.path_of(root, "mine")
         recipe_table.save(path, parse_recipe("quartet"))
         assert recipe_table.saved(root) == [str(path)] and label(f"{path}(without=dgrad)") == "mine.toml(without=dgrad)"
-        (run,) = jobs.parse_runs(["quick", "--recipe", str(path)])
-        check(run)
-        assert run.parsed_recipe().linear.formats == parse_recipe("quartet").linear.formats
+        (run,) = parse_runs(["quick", "--recipe", str(path)])
+        plan(run)
+        assert plan(run).recipe.linear.formats == parse_recipe("quartet").linear.formats
         assert list_runs(root) == ([], []) and jobs.listing(root) == []  # not taken for a run or a job
 
     def test_a_file_is_replaced_only_on_request(self, tmp_path: Path):

@@ -12,6 +12,7 @@ import torch
 
 from binade.app.questions.recipes.page import SEEDS
 from binade.collector import jobs
+from binade.collector.cli.options import parse_runs
 from binade.collector.errors import ConfigError
 from binade.collector.jobs import store
 from tests.app import roots
@@ -30,17 +31,17 @@ def described(root: Path) -> dict[str, dict]:
 @pytest.mark.parametrize("query", [{}, {"against": "mxfp4"}], ids=["loss", "compare"])
 def test_a_click_queues_the_same_runs_with_further_seeds(visit: Visit, collected: Path, tmp_path: Path, query):
     root = roots.copy(collected, tmp_path / "runs")
-    originals = [jobs.trained_with(run_id, config) for run_id, config in described(root).items()]
+    originals = [jobs.trained_with(run_id, config).config for run_id, config in described(root).items()]
     names = {str(config["recipe"]): run_id for run_id, config in described(root).items()}
     at = visit(root, "recipes", **{name: names[recipe] for name, recipe in query.items()})
     shown = next(code.value for code in at.code if "--tensor-save-dir" in code.value)
     expected = {replace(each, seed=each.seed + more) for each in originals for more in range(1, SEEDS)}
-    assert {each for line in shown.splitlines() for each in jobs.parse_runs(shlex.split(line)[1:])} == expected
+    assert {each for line in shown.splitlines() for each in parse_runs(shlex.split(line)[1:])} == expected
     try:
         at.button(key="repeat").click()
         rerun(at)
         assert len(at.success) == 1 and not at.error
-        queued = [jobs.parse_runs(job.arguments)[0] for job in store.read_jobs(root)]
+        queued = [job.config for job in store.read_jobs(root)]
         assert len(queued) == len(expected) and set(queued) == expected
         rerun(at)
         assert "Their repetitions with 3 seeds are queued." in words(at)
@@ -71,7 +72,9 @@ def test_an_ablation_of_one_seed(visit: Visit, tmp_path: Path):
 
 
 def test_changed_settings_are_not_repeated(collected: Path):
-    """A command line that no longer gives what run.json says, such as one that continued a run."""
-    run_id, config = next(iter(described(collected).items()))
-    with pytest.raises(ConfigError, match="does not give the settings"):
-        jobs.trained_with(run_id, config | {"learning_rate": 0.5})
+    """A recipe that means something else now, and options that this version does not have."""
+    run_id, described_as = next(iter(described(collected).items()))
+    config = described_as["config"]
+    for changed, said in ((config | {"qk_quant": "mxfp4"}, "another meaning"), (config | {"layerz": 1}, "layerz")):
+        with pytest.raises(ConfigError, match=said):
+            jobs.trained_with(run_id, described_as | {"config": changed})

@@ -9,8 +9,9 @@ import pytest
 from binade.app.pages.registry import PAGES
 from binade.app.view import View
 from binade.cli import main
-from binade.collector.jobs.estimate import planned
+from binade.collector.jobs.estimate import volume_of
 from binade.collector.training.config import RunConfig
+from binade.collector.training.plan import plan
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 from binade.data.tensor_kinds import Other, tensor_names
@@ -34,7 +35,8 @@ def test_all_of_them_are_estimated_chosen_and_ranked(root: Path):
     config = RunConfig(model="deepseek2_lite", sequence_length=16, control_iter=2, tensors=NAMES, modules=MODULES)
     with Catalog.open(root) as catalog:
         found = catalog.totals()
-        assert (planned(config).tensors, planned(config).values) == (found.tensors, found.elements)
+        volume = volume_of(plan(config))
+        assert (volume.tensors, volume.values) == (found.tensors, found.elements)
         assert set(catalog.facets()["tensor_name"]) == set(NAMES)
         assert set(catalog.facets()["operation"]) == {"forward", "backward", "optimizer"}
         for metric in ("absmax", "kurtosis"):

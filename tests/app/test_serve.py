@@ -12,7 +12,7 @@ from streamlit.web import bootstrap, cli
 from binade.app.cli import _options, _settings
 from binade.app.sharing import SharingError, address_of, sharing_of
 from binade.cli import main
-from binade.collector import jobs
+from binade.collector.cli.jobs import add_line
 from binade.data import access
 from tests.browser.driver import free_port
 
@@ -85,7 +85,7 @@ def test_a_viewer_can_launch_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(access, "_reason_of_user", str)
     access.restrict(lambda: "bob is a viewer")
     with pytest.raises(access.ReadOnlyError, match="bob is a viewer"):
-        jobs.add(tmp_path, ["quick", "mxfp8"])
+        add_line(tmp_path, ["quick", "mxfp8"])
     assert not [*tmp_path.iterdir()]
 
 

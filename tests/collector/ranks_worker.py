@@ -16,6 +16,7 @@ from binade.collector.models.parallel import ParallelLinear
 from binade.collector.ranks import Ranks
 from binade.collector.training.config import RunConfig
 from binade.collector.training.loop import _optimizer
+from binade.collector.training.plan import plan
 from binade.collector.training.ranks import clip_gradients, finish_gradients, join, mean_over_replicas
 
 STEPS = 2
@@ -54,9 +55,9 @@ CASES = [
 def train(case: Case, ranks: Ranks) -> dict:
     """Losses, and the largest deviation of a gradient and a weight from the whole ones are compared elsewhere."""
     config = RunConfig(model=case.model, learning_rate=1e-3)
-    model = GPTModel(config.shape(), ranks.tensor, compute_dtype=torch.float32)
+    model = GPTModel(plan(config).shape, ranks.tensor, compute_dtype=torch.float32)
     model.initialize(config.seed)
-    documents = open_dataset(config.dataset, config.tokenizer, config.shape().vocab).documents
+    documents = open_dataset(config.dataset, config.tokenizer, plan(config).shape.vocab).documents
     stream = SampleStream(documents, 32, config.seed, rank=ranks.replica, ranks=ranks.replicas)
     optimizer = _optimizer(model, config)
     seen: dict = {"losses": [], "gradients": {}}

@@ -16,6 +16,7 @@ import torch
 from binade.collector.datasets.inputs import find_dataset
 from binade.collector.datasets.texts import open_texts
 from binade.collector.training.config import RunConfig
+from binade.collector.training.plan import plan
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 from binade.data.runs import list_runs, read_losses
@@ -132,7 +133,7 @@ def test_a_model_takes_the_vocabulary_it_is_given(collect, tmp_path):
     prefix = write_pair(tmp_path / "x", [[list(range(1000))]])
     run = collect("--dataset", str(prefix), "--vocab-size", "1000", "--tensors", "grad_weight")
     assert run.config["vocab_size"] == 1000
-    assert run.config["parameters"] == RunConfig(layers=1).shape().parameters + 256 * (1000 - 384)
+    assert run.config["parameters"] == plan(RunConfig(layers=1)).shape.parameters + 256 * (1000 - 384)
     with Catalog.open(tmp_path / "runs") as catalog:
         rows = catalog.tensors(Filter(tensor_name=["grad_weight"]))
         assert len(rows) and all(bool(torch.isfinite(catalog.load(row)).all()) for row in rows["tensor_id"])

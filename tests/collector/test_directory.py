@@ -39,16 +39,17 @@ from transformers import (
 
 from binade.app.jobs import collecting
 from binade.cli import main
-from binade.collector.cli.options import read
+from binade.collector.cli.options import parse_runs
 from binade.collector.datasets.loading import open_dataset
-from binade.collector.datasets.samples import open_stream
 from binade.collector.datasets.tokenizer import open_tokenizer
 from binade.collector.errors import ConfigError
-from binade.collector.jobs.estimate import estimate, planned
+from binade.collector.jobs.estimate import estimate, volume_of
 from binade.collector.models.model import GPTModel
 from binade.collector.pretrained.checkpoint import open_checkpoint
 from binade.collector.pretrained.directory import read_shape
 from binade.collector.training.config import RunConfig
+from binade.collector.training.loop import open_stream
+from binade.collector.training.plan import plan
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 from tests.conftest import PROJECT
@@ -147,10 +148,10 @@ def test_models_of_one_name_are_told_apart_by_their_weights(directory, tmp_path)
 def test_the_form_and_the_estimate_take_a_path(directory, tmp_path):
     values = collecting.widgets_of(RunConfig()) | {"model": str(directory), "dataset": "python-docs"}
     (run,) = collecting.runs_of(values, ["bf16"], RunConfig())
-    assert run.size == "full" and run.shape() == read_shape(directory)
-    before = estimate([run], tmp_path)
+    assert run.size == "full" and plan(run).shape == read_shape(directory)
+    before = estimate([plan(run)], tmp_path)
     collected(tmp_path, "--model", os.path.relpath(directory))
-    assert before.basis.startswith("No similar run yet") and estimate([run], tmp_path).basis.startswith(
+    assert before.basis.startswith("No similar run yet") and estimate([plan(run)], tmp_path).basis.startswith(
         "Estimated from 1"
     )
 
@@ -158,7 +159,7 @@ def test_the_form_and_the_estimate_take_a_path(directory, tmp_path):
 def test_the_demo_of_the_makefile_is_a_command_that_parses(directory):
     (words,) = re.findall(r"^DEMO_RUNS := ((?:.*\\\n)*.*)", (PROJECT / "Makefile").read_text(), re.M)
     options = shlex.split(words.replace("\\\n", " ").replace("2,15,30", "2"))
-    runs = read(["batch", "--model", str(directory), *options]).runs
+    runs = parse_runs(["batch", "--model", str(directory), *options])
     assert [run.recipe for run in runs] == ["bf16", "mxfp8", "mxfp4", "nvfp4", "hifp8"]
     assert all("weight" not in run.tensors and list(run.recorded_iterations) == [0, 3] for run in runs)
 
@@ -175,7 +176,7 @@ def test_the_demo_of_the_makefile_is_a_command_that_parses(directory):
 )
 def test_what_does_not_fit_a_path_is_one_line(options, said, directory):
     with pytest.raises(ConfigError, match=said) as caught:
-        read(["run", "--model", str(directory), *options])
+        parse_runs(["run", "--model", str(directory), *options])
     assert "\n" not in str(caught.value)
 
 
@@ -197,11 +198,11 @@ def test_other_models_are_run_by_transformers(neox, tmp_path):
     """Its loss is that of transformers on the same tokens, and what is recorded is what was estimated."""
     options = ["--model", str(neox), "--recipe", "bf16", "--train-iters", "2"]
     assert main([*BYTE_RUN, *options, "--tensor-save-dir", str(tmp_path)]) == 0
-    (config,) = read([*BYTE_RUN, *options]).runs
-    shape = config.shape()
+    (config,) = parse_runs([*BYTE_RUN, *options])
+    shape = plan(config).shape
     theirs = GPTNeoXForCausalLM.from_pretrained(neox)
     assert shape.parameters == theirs.num_parameters() and (shape.layers, shape.hidden, shape.heads) == (2, 64, 4)
-    inputs, labels = open_stream(config, open_dataset("python-docs", "byte", 320)).batch(config.micro_batch_size)
+    inputs, labels = open_stream(plan(config), open_dataset("python-docs", "byte", 320)).batch(config.micro_batch_size)
     with torch.autocast("cpu", torch.bfloat16):
         loss = F.cross_entropy(theirs(inputs).logits.float().flatten(0, 1), labels.flatten())
     (losses,) = (path.read_text().splitlines() for path in tmp_path.glob("*/loss.jsonl"))
@@ -212,8 +213,8 @@ def test_other_models_are_run_by_transformers(neox, tmp_path):
     sites = {(row.layer_index, row.module) for row in rows.itertuples()}
     assert sites == {(site.layer_index, site.module) for site in shape.sites()}
     assert sites == {(layer, name) for layer in (1, 2) for name in ("qkv", "core", "proj", "fc1", "fc2")}
-    plan = planned(config)
-    assert len(rows) == plan.tensors and rows["numel"].sum() == plan.values
+    volume = volume_of(plan(config))
+    assert len(rows) == volume.tensors and rows["numel"].sum() == volume.values
     assert set(rows[rows["layer_type"] == "linear"]["dtype"]) == {"bfloat16"}
 
 
@@ -300,7 +301,7 @@ def test_a_product_that_is_not_intercepted_is_one_line(tmp_path, capfd):
 def test_without_transformers_one_line_says_so(neox, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ConfigError, match="is a 'gpt_neox' model: only transformers can run it: pip install"):
-        read(["run", "--model", str(neox)])
+        parse_runs(["run", "--model", str(neox)])
 
 
 def test_the_example_collects_an_encoder(tmp_path, monkeypatch):

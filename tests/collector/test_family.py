@@ -16,8 +16,9 @@ from binade.collector.jobs.estimate import estimate
 from binade.collector.models.model import GPTModel
 from binade.collector.models.registry import MODELS
 from binade.collector.pretrained.checkpoint import open_checkpoint
-from binade.collector.training.config import RunConfig, check
+from binade.collector.training.config import RunConfig
 from binade.collector.training.memory import PER_COPY, PER_WEIGHT, needed
+from binade.collector.training.plan import plan
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 from tests.collector import toy_family
@@ -73,10 +74,10 @@ def test_its_weights_are_counted():
 
 
 def test_its_memory_and_its_tensors_are_estimated(tmp_path: Path):
-    check(CONFIG)
-    check_activations(CONFIG)
-    assert needed(CONFIG).weights == (PER_WEIGHT + PER_COPY) * sum(p.numel() for p in GPTModel(TINY).parameters())
-    assert estimate([CONFIG], tmp_path).tensors == TINY.layers * (4 * 6 + 11)
+    plan(CONFIG)
+    check_activations(plan(CONFIG))
+    assert needed(plan(CONFIG)).weights == (PER_WEIGHT + PER_COPY) * sum(p.numel() for p in GPTModel(TINY).parameters())
+    assert estimate([plan(CONFIG)], tmp_path).tensors == TINY.layers * (4 * 6 + 11)
 
 
 def test_its_checkpoint_is_read_and_its_gradients_are_those_of_transformers(reference: nn.Module, tmp_path: Path):
@@ -104,5 +105,5 @@ def test_it_trains_quantized_and_every_tensor_is_recorded(reference: nn.Module, 
     assert {(row.layer_index, row.module) for row in rows.itertuples()} == {
         (site.layer_index, site.module) for site in TINY.sites()
     }
-    assert len(rows) == estimate([CONFIG], tmp_path).tensors
+    assert len(rows) == estimate([plan(CONFIG)], tmp_path).tensors
     assert set(rows[rows.module == "fc1"].quant_type) == {"mxfp8"}

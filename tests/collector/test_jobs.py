@@ -18,11 +18,14 @@ import psutil
 import pytest
 
 from binade.collector import jobs
+from binade.collector.cli.jobs import add_line
+from binade.collector.cli.options import parse_runs
 from binade.collector.errors import ConfigError
 from binade.collector.jobs import processes, runner, state, store, transitions
-from binade.collector.jobs.estimate import estimate, planned
+from binade.collector.jobs.estimate import estimate, volume_of
 from binade.collector.jobs.transitions import Event, State
 from binade.collector.training.config import RunConfig
+from binade.collector.training.plan import plan
 from binade.data.access import ReadOnlyError
 from binade.data.catalog import Catalog
 from binade.data.runs import list_runs
@@ -58,7 +61,7 @@ def end_all(place: Path) -> None:
 
 
 def launch(root: Path, line: tuple[str, ...]) -> jobs.Job:
-    (job,) = jobs.add(root, line)
+    (job,) = add_line(root, line)
     jobs.start_runner(root)
     return job
 
@@ -126,16 +129,16 @@ class TestAsking:
         ],
     )
     def test_arguments_are_the_configuration_again(self, line):
-        runs = jobs.parse_runs(line.split())
-        assert [jobs.parse_runs(jobs.arguments_of(config)) for config in runs] == [[config] for config in runs]
+        runs = parse_runs(line.split())
+        assert [parse_runs(config.arguments()) for config in runs] == [[config] for config in runs]
 
     def test_a_budget_for_values_that_are_not_kept_is_left_out(self):
-        assert jobs.parse_runs(jobs.arguments_of(RunConfig(raw=False, max_bytes=1))) == [RunConfig(raw=False)]
+        assert parse_runs(RunConfig(raw=False, max_bytes=1).arguments()) == [RunConfig(raw=False)]
 
     def test_a_shown_command_asks_for_the_same_runs(self):
-        runs = jobs.parse_runs(["batch", "--quantization", "bf16,FA_mxfp4", "--skip-layers", "^layer1[.](qkv|core)$"])
+        runs = parse_runs(["batch", "--quantization", "bf16,FA_mxfp4", "--skip-layers", "^layer1[.](qkv|core)$"])
         words = shlex.split(jobs.command_line(runs))
-        assert words[:2] == ["binade", "batch"] and jobs.parse_runs(words[1:]) == runs
+        assert words[:2] == ["binade", "batch"] and parse_runs(words[1:]) == runs
 
     @pytest.mark.parametrize(
         ("line", "expected"),
@@ -151,7 +154,7 @@ class TestAsking:
     )
     def test_what_cannot_run_is_not_queued(self, tmp_path, line, expected):
         with pytest.raises(ConfigError, match=expected):
-            jobs.add(tmp_path, line)
+            add_line(tmp_path, line)
         assert list(tmp_path.iterdir()) == []
 
 
@@ -159,15 +162,15 @@ class TestEstimate:
     def test_disk_and_tensors_are_those_of_the_real_run(self, collected):
         """The disk's own count of the files that were written."""
         runs, _ = list_runs(collected)
-        config = jobs.parse_runs(
+        config = parse_runs(
             ["run", "--training-config", "fast", "--warmup-iterations", "2", "--control-iter", "2"]
         )[0]  # fmt: skip
-        plan = planned(config)
+        volume = volume_of(plan(config))
         for run in runs:
             written = sum(path.stat().st_size for path in run.directory.rglob("*") if path.is_file())
-            assert plan.tensors == run.status.tensors
-            assert plan.files == pytest.approx(run.status.bytes, rel=0.01)
-            assert plan.disk == pytest.approx(written, rel=0.02)
+            assert volume.tensors == run.status.tensors
+            assert volume.files == pytest.approx(run.status.bytes, rel=0.01)
+            assert volume.disk == pytest.approx(written, rel=0.02)
 
     @pytest.mark.parametrize(
         "line",
@@ -183,32 +186,32 @@ class TestEstimate:
         size = ("--micro-batch-size", "1", "--sequence-length", "64", "--backend", "torch", "--scores", "")
         assert run_forked(tmp_path / "runs", *size, *line, ranks=2 if "--tp" in line else 1) == 0
         (run,), _ = list_runs(tmp_path / "runs")
-        plan = planned(jobs.parse_runs(["run", *size, *line])[0])
-        assert plan.tensors == pytest.approx(run.status.tensors, rel=0.05)  # an expert may get no token
-        assert plan.files == pytest.approx(run.status.bytes, rel=0.05)
+        volume = volume_of(plan(parse_runs(["run", *size, *line])[0]))
+        assert volume.tensors == pytest.approx(run.status.tensors, rel=0.05)  # an expert may get no token
+        assert volume.files == pytest.approx(run.status.bytes, rel=0.05)
         if "--watch" in line:
             written = sum(path.stat().st_size for path in run.directory.rglob("*") if path.is_file())
-            assert plan.disk == pytest.approx(written, rel=0.1)
+            assert volume.disk == pytest.approx(written, rel=0.1)
 
     def test_time_comes_from_former_runs(self, collected, tmp_path):
         length = ("--training-config", "fast", "--warmup-iterations", "2", "--control-iter", "2")
         line = ["run", "--backend", "torch", *length]
-        config = jobs.parse_runs([*line, "--quantization", "mxfp8"])[0]
-        unknown, known = estimate([config], tmp_path), estimate([config], collected)
+        config = parse_runs([*line, "--quantization", "mxfp8"])[0]
+        unknown, known = estimate([plan(config)], tmp_path), estimate([plan(config)], collected)
         assert unknown.basis.startswith("No similar run yet")
         assert known.basis == "Estimated from 1 earlier run of this model and recipe."
         (run,) = [run for run in list_runs(collected)[0] if run.config["recipe"] == "mxfp8"]
         # The first of each kind does not count.
         _, warm_up, _, recorded = (record["seconds"] for record in jobs.state.losses_of(run))
         assert known.seconds - 8.0 == pytest.approx(2 * warm_up + 2 * recorded)
-        longer = estimate([replace(config, train_iters=10, control_iter=10)], collected)
+        longer = estimate([plan(replace(config, train_iters=10, control_iter=10))], collected)
         assert longer.seconds > known.seconds
-        other = jobs.parse_runs([*line, "--quantization", "linear_mxfp4"])[0]
-        assert estimate([other], collected).basis.startswith("No run of this recipe yet: estimated from ")
+        other = parse_runs([*line, "--quantization", "linear_mxfp4"])[0]
+        assert estimate([plan(other)], collected).basis.startswith("No run of this recipe yet: estimated from ")
 
     def test_what_cannot_fit_is_refused(self, tmp_path):
-        large = jobs.parse_runs(["run", "--model", "llama31-8b", "--size", "full", "--max-bytes", "900T"])[0]
-        found = estimate([replace(large, control_iter=100_000)], tmp_path)
+        large = parse_runs(["run", "--model", "llama31-8b", "--size", "full", "--max-bytes", "900T"])[0]
+        found = estimate([plan(replace(large, control_iter=100_000))], tmp_path)
         memory, disk = found.refusals
         assert "for weights, gradients and optimizer" in memory and disk.startswith("The runs would write")
 
@@ -217,14 +220,14 @@ class TestQueue:
     def test_two_writers_lose_nothing(self, root):
         code = (
             "import sys; from pathlib import Path; from binade.collector import jobs\n"
-            "for i in range(20): jobs.add(Path(sys.argv[1]), ['run', '--seed', str(i)], title=sys.argv[2])"
+            "for i in range(20): add_line(Path(sys.argv[1]), ['run', '--seed', str(i)], title=sys.argv[2])"
         )
         writers = [start_python("-c", code, root, name) for name in ("one", "two")]
         assert [writer.wait(PATIENCE) for writer in writers] == [0, 0]
         found = store.read_jobs(root)
         assert [job.id for job in found] == list(range(1, 41)) and len({job.token for job in found}) == 40
         for name in ("one", "two"):
-            seeds = [jobs.parse_runs(job.arguments)[0].seed for job in found if job.title == name]
+            seeds = [job.config.seed for job in found if job.title == name]
             assert seeds == list(range(20))
         for job in found:
             jobs.cancel(root, job.id)
@@ -275,14 +278,14 @@ class TestQueue:
         missing = run_collector("jobs", "delete", "2", "99", root=root)
         assert missing.returncode == 2 and "there is no job 99" in missing.stderr and jobs.find(root, 2)
         ended(root, again)
-        assert jobs.add(root, SHORT)[0].id == 3  # numbers are not given twice
+        assert add_line(root, SHORT)[0].id == 3  # numbers are not given twice
         jobs.cancel(root, 3)
 
 
 class TestProgress:
     def test_time_left_counts_each_kind_of_iteration(self):
         """Against a plain walk over the iterations that RunConfig says are recorded."""
-        config = jobs.parse_runs(["run", "--warmup-iterations", "4", "--control-iter", "3", "--capture-every", "5"])[0]
+        config = parse_runs(["run", "--warmup-iterations", "4", "--control-iter", "3", "--capture-every", "5"])[0]
         seconds = {"warm-up": 1.0, "recorded": 100.0, "plain": 10.0}
 
         def kind(iteration: int) -> str:
@@ -299,7 +302,7 @@ class TestProgress:
         assert state.seconds_left(config, losses[:3]) is None
 
     def test_an_endless_run_is_told_at_once(self):
-        config = jobs.parse_runs(["run", "--control-iter", "1000000000", "--capture-every", "1000"])[0]
+        config = parse_runs(["run", "--control-iter", "1000000000", "--capture-every", "1000"])[0]
         start = time.process_time()  # a walk over the iterations takes minutes
         assert state.seconds_left(config, [{"iteration": 0, "seconds": 1.0, "recorded": True}]) > 1e9
         assert time.process_time() - start < 60
@@ -340,7 +343,7 @@ class TestEnds:
         """All its processes are stopped, so that none can obey: they are ended by force, and the run is settled."""
         monkeypatch.setattr(runner, "ASK_ALL", 0.5)
         monkeypatch.setattr(runner, "END_ALL", 1.0)
-        (job,) = jobs.add(root, ENDLESS)
+        (job,) = add_line(root, ENDLESS)
         worker = runner.Runner(root)
         until(lambda: worker.turn() and (run := now(root, job).run) and run.status.iteration >= 0, "an iteration")
         first_process(root, job).send(signal.SIGSTOP)
@@ -386,7 +389,7 @@ class TestEnds:
         """Its data vanish while it waits in the queue."""
         data = tmp_path / "few.jsonl"
         data.write_text(json.dumps({"text": "a text of some words " * 40}) + "\n")
-        (job,) = jobs.add(root, [*SHORT, "--dataset", str(data)])
+        (job,) = add_line(root, [*SHORT, "--dataset", str(data)])
         data.unlink()
         jobs.start_runner(root)
         view = ended(root, job)
@@ -394,7 +397,7 @@ class TestEnds:
 
     def test_machine_restarted(self, root):
         """What a job of another boot looks like: no process of this one is taken for it."""
-        (job,) = jobs.add(root, SHORT)
+        (job,) = add_line(root, SHORT)
         set_process(root, job, processes.Process.of(os.getpid()), boot="another")
         assert now(root, job).state == "machine restarted"
         runner.Runner(root).turn()
@@ -403,7 +406,7 @@ class TestEnds:
     def test_never_signals_a_process_that_only_has_the_number(self, root):
         with subprocess.Popen(["sleep", "600"]) as stranger:
             try:
-                (job,) = jobs.add(root, SHORT)
+                (job,) = add_line(root, SHORT)
                 theirs = processes.Process.of(stranger.pid)
                 set_process(root, job, processes.Process(theirs.pid, theirs.pid_started - 1))
                 store.write_cancellation(root, job)
@@ -428,7 +431,7 @@ class TestOrder:
     def test_a_process_of_which_one_thread_is_left_is_waited_for(self, root):
         """A killed process looks like this until the kernel has ended all of its threads; only then is its exit status
         known."""
-        (job,) = jobs.add(root, SHORT)
+        (job,) = add_line(root, SHORT)
         worker = runner.Runner(root)
         child = subprocess.Popen([sys.executable, "-c", HALF_GONE])
         try:
@@ -476,7 +479,7 @@ class TestOrder:
         (store.folder(root) / "runner.json").unlink()
 
     def test_a_job_cancelled_while_a_dead_runner_started_it_is_not_queued_again(self, root):
-        (job,) = jobs.add(root, SHORT)
+        (job,) = add_line(root, SHORT)
         set_process(root, job, None)
         assert now(root, job).state == "starting"
         store.write_cancellation(root, job)
@@ -529,12 +532,12 @@ class TestTransitions:
 
 class TestReadOnly:
     def test_nothing_can_be_done(self, root, monkeypatch):
-        (job,) = jobs.add(root, SHORT)
+        (job,) = add_line(root, SHORT)
         jobs.cancel(root, job.id)
         before = sorted((path, path.stat().st_mtime_ns) for path in root.rglob("*"))
         monkeypatch.setenv("BINADE_READ_ONLY", "1")
         for act in (
-            lambda: jobs.add(root, SHORT),
+            lambda: add_line(root, SHORT),
             lambda: jobs.cancel(root, job.id),
             lambda: jobs.retry(root, job.id),
             lambda: jobs.delete(root, job.id),
@@ -574,7 +577,7 @@ def test_bad_usage_is_one_line(command, capsys, arguments, expected):
 
 
 def test_jobs_are_listed_though_no_runner_can_be_started(command, capsys, tmp_path):
-    jobs.add(tmp_path / "runs", SHORT)
+    add_line(tmp_path / "runs", SHORT)
     os.mkfifo(tmp_path / "runs" / ".jobs" / "runner.log")
     assert command("jobs") == 0
     out, err = capsys.readouterr()
@@ -583,4 +586,4 @@ def test_jobs_are_listed_though_no_runner_can_be_started(command, capsys, tmp_pa
 
 def test_every_field_of_a_run_can_be_asked_for():
     """A choice that the arguments dropped would be lost between the form and the run."""
-    assert jobs.parse_runs(jobs.arguments_of(RunConfig())) == [RunConfig()]
+    assert parse_runs(RunConfig().arguments()) == [RunConfig()]

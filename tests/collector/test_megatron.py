@@ -30,7 +30,6 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from torch import Tensor, nn
 
 from binade.collector.datasets.loading import open_dataset
-from binade.collector.datasets.samples import open_stream
 from binade.collector.models import attention
 from binade.collector.models.attention import CoreAttention
 from binade.collector.models.deepseek import DeepseekShape
@@ -44,7 +43,8 @@ from binade.collector.models.shape import Shape
 from binade.collector.models.site import Site
 from binade.collector.ranks import Ranks
 from binade.collector.training.config import RunConfig
-from binade.collector.training.loop import _backward, _optimizer, _step
+from binade.collector.training.loop import _backward, _optimizer, _step, open_stream
+from binade.collector.training.plan import plan
 from tests.collector.megatron_cpu import (
     LatentCore,
     Training,
@@ -227,14 +227,14 @@ def test_a_wrong_weight_of_the_balance_loss_shows():
 def train_settings(name: str) -> tuple[RunConfig, list[list[tuple[Tensor, Tensor]]]]:
     """Settings of a run and the micro-batches of its first three steps."""
     config = RunConfig(model=name, micro_batches=2, micro_batch_size=2, sequence_length=48)
-    stream = open_stream(config, open_dataset(config.dataset, config.tokenizer, config.shape().vocab))
+    stream = open_stream(plan(config), open_dataset(config.dataset, config.tokenizer, plan(config).shape.vocab))
     return config, [[stream.batch(config.micro_batch_size) for _ in range(config.micro_batches)] for _ in range(3)]
 
 
 def our_losses(model: GPTModel, config: RunConfig, steps: int) -> Iterator[float]:
     """Train ours as train.py does: the loss of each step."""
     optimizer = _optimizer(model, config)
-    stream = open_stream(config, open_dataset(config.dataset, config.tokenizer, config.shape().vocab))
+    stream = open_stream(plan(config), open_dataset(config.dataset, config.tokenizer, plan(config).shape.vocab))
     for _ in range(steps):
         yield _step(model, optimizer, stream, config, torch.device("cpu"), Ranks()).loss
 

@@ -13,11 +13,12 @@ from binade.collector.errors import ConfigError
 from binade.collector.models.model import GPTModel
 from binade.collector.training.config import RunConfig
 from binade.collector.training.memory import PER_COPY, PER_LOGIT, PER_WEIGHT, check_memory, needed
+from binade.collector.training.plan import Plan, plan
 
 
-def kept(config: RunConfig) -> tuple[int, int]:
+def kept(planned: Plan) -> tuple[int, int]:
     """(bytes of the storages that a forward pass keeps, parameters aside; number of parameters)."""
-    shape = config.shape()
+    config, shape = planned.config, planned.shape
     model = GPTModel(shape)
     model.initialize(0)
     found: dict[int, int] = {}
@@ -37,17 +38,17 @@ def kept(config: RunConfig) -> tuple[int, int]:
 CASES = {
     "Llama, as wide as published": RunConfig(size="full", layers=1, sequence_length=512, vocab_size=384),
     "Llama, long sequences": RunConfig(sequence_length=1024),
-    "Llama, two sequences, three layers": RunConfig(layers=3, sequence_length=256, micro_batch_size=2),
+    "Llama, two sequences": RunConfig(sequence_length=256, micro_batch_size=2),
     "GPT-2": RunConfig(model="gpt2", sequence_length=512),
     "GPT-2, as wide as published": RunConfig(model="gpt2", size="full", layers=1, sequence_length=512, vocab_size=384),
-    "DeepSeek": RunConfig(model="deepseek2_lite", sequence_length=512, layers=3),
+    "DeepSeek": RunConfig(model="deepseek2_lite", sequence_length=512),
 }
 
 
-def check_activations(config: RunConfig) -> None:
+def check_activations(planned: Plan) -> None:
     """Assert that the estimate is what autograd keeps."""
-    shape, memory = config.shape(), needed(config)
-    measured, parameters = kept(config)
+    config, shape, memory = planned.config, planned.shape, needed(planned)
+    measured, parameters = kept(planned)
     assert memory.weights == (PER_WEIGHT + PER_COPY) * parameters
     logits = config.micro_batch_size * config.sequence_length * shape.vocab
     estimate = memory.activations - (PER_LOGIT - 4) * logits + PER_COPY * parameters  # no gradients yet
@@ -56,21 +57,23 @@ def check_activations(config: RunConfig) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_activations_are_what_autograd_keeps(name: str) -> None:
-    check_activations(CASES[name])
+    planned = plan(CASES[name])
+    layers = planned.shape.layers + (planned.config.layers is None)  # one more than the tiny models have
+    check_activations(replace(planned, shape=replace(planned.shape, layers=layers)))
 
 
 def test_tensor_parallel_ranks_share_layers_but_not_the_embedding():
     config = RunConfig(size="full")
-    whole, half = needed(config), needed(replace(config, tp=2))
-    embedding = config.shape().vocab * config.shape().hidden
-    assert half.weights == (PER_WEIGHT + PER_COPY) * (embedding + (config.shape().parameters - embedding) // 2)
+    whole, half = needed(plan(config)), needed(plan(replace(config, tp=2)))
+    embedding = plan(config).shape.vocab * plan(config).shape.hidden
+    assert half.weights == (PER_WEIGHT + PER_COPY) * (embedding + (plan(config).shape.parameters - embedding) // 2)
     assert whole.activations / 2 < half.activations < whole.activations
-    assert needed(replace(config, tp=2, sequence_parallel=True)).activations < half.activations
+    assert needed(plan(replace(config, tp=2, sequence_parallel=True))).activations < half.activations
 
 
 def test_ranks_of_one_machine_count_together():
     config = RunConfig(size="full", dp=2)
-    each = needed(config).total
-    check_memory(config, 2 * each, ranks=2)
+    each = needed(plan(config)).total
+    check_memory(plan(config), 2 * each, ranks=2)
     with pytest.raises(ConfigError, match=r"^llama32-1b full with 16 layers needs 20.7 GiB .* on each of 2 ranks, "):
-        check_memory(config, 2 * each - 1, ranks=2)
+        check_memory(plan(config), 2 * each - 1, ranks=2)

@@ -17,9 +17,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from binade.collector.capture.instrument import instrument
-from binade.collector.cli.options import read
+from binade.collector.cli.options import parse
 from binade.collector.models.model import GPTModel
 from binade.collector.recipes.recipe import TEN_RECIPES
+from binade.collector.training.plan import plan
 from binade.quant import fake_quantize
 from tests.collector.small_model import SHAPE, Hooks, batch
 from tests.collector.test_recipe import EXPECTED
@@ -131,8 +132,8 @@ CASES = {name: (name, EXPECTED[name]) for name in (*TEN_RECIPES, "mxfp8", "nvfp4
 def test_every_gemm_gets_exactly_what_the_recipe_says(case):
     asked, (linear, qk, pv) = CASES[case]
     if case == "mixed":
-        (config,) = read(asked).runs
-        asked = config.parsed_recipe()
+        (config,) = parse(asked).runs
+        asked = plan(config).recipe
     step = Step(asked)
     operands = {module: (step.linear(module), linear) for module in LINEARS}
     operands |= {part: (six, {"qk": qk, "pv": pv}[part]) for part, six in step.core().items()}

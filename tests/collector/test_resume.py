@@ -11,7 +11,7 @@ from pkgutil import resolve_name
 
 import pytest
 
-from binade.collector import jobs
+from binade.collector.cli.jobs import add_line
 from binade.collector.errors import ConfigError
 from binade.data.difference import difference
 from binade.data.json_files import write_json
@@ -151,7 +151,7 @@ def test_what_cannot_be_resumed(tmp_path: Path, capfd: pytest.CaptureFixture[str
     assert refused("--resume", "nothing") == "1 binade: nothing is not a run: run.json is missing"
     assert "was started with other options" in refused("--resume", name, "--seed", "3")
     with pytest.raises(ConfigError, match="leave out all options but --resume"):
-        jobs.add(tmp_path, ["run", "--resume", name, "--seed", "3"])
+        add_line(tmp_path, ["run", "--resume", name, "--seed", "3"])
     config = dict(read_run(tmp_path / name).config)
     write_run_file(tmp_path / name, config | {"recipe_toml": ""})
     assert refused("--resume", name).endswith("cannot be resumed: the recipe has changed since it started")

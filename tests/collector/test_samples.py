@@ -17,11 +17,13 @@ import pytest
 import torch
 
 from binade.collector.datasets.loading import TokenizedTexts, open_dataset
-from binade.collector.datasets.samples import SampleStream, open_stream
+from binade.collector.datasets.samples import SampleStream
 from binade.collector.datasets.texts import ListedTexts
 from binade.collector.datasets.tokenizer import BYTES, END_OF_DOCUMENT
 from binade.collector.errors import ConfigError, DataError
 from binade.collector.training.config import RunConfig
+from binade.collector.training.loop import open_stream
+from binade.collector.training.plan import plan
 from tests.collector.files import train_tokenizer, write_pair
 
 
@@ -107,7 +109,7 @@ class TestOrder:
         with pytest.raises(DataError, match="contains no token"):
             SampleStream(dataset.documents, 8, 0)
         with pytest.raises(ConfigError, match="contains no token"):
-            open_stream(config, dataset)
+            open_stream(plan(config), dataset)
 
 
 class TestReaders:
@@ -155,7 +157,7 @@ class TestIds:
 
     def open(self, tmp_path, tokens: list[int], **changes) -> SampleStream:
         config = replace(self.CONFIG, dataset=str(write_pair(tmp_path / "x", [[tokens]], np.int64)), **changes)
-        return open_stream(config, open_dataset(config.dataset, None, config.shape().vocab))
+        return open_stream(plan(config), open_dataset(config.dataset, None, plan(config).shape.vocab))
 
     def test_the_largest_id_of_the_vocabulary_is_fine(self, tmp_path):
         assert row(self.open(tmp_path, [0, 383]), 1, 1) == [0, 383] * 4
@@ -188,9 +190,9 @@ class TestIds:
             dataset = open_dataset(config.dataset, None, 384)
             if refused:
                 with pytest.raises(ConfigError, match="token id 999"):
-                    open_stream(config, dataset, ranks=ranks)
+                    open_stream(plan(config), dataset, ranks=ranks)
             else:
-                open_stream(config, dataset, ranks=ranks)
+                open_stream(plan(config), dataset, ranks=ranks)
 
     def test_more_tokens_than_are_looked_at_together(self, tmp_path, monkeypatch):
         monkeypatch.setattr("binade.collector.datasets.samples.CHUNK", 7)

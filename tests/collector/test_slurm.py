@@ -10,14 +10,13 @@ import re
 import shlex
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from binade.collector.cli.options import job_arguments
-from binade.collector.jobs import arguments_of, runner, slurm, store, view_of
-from binade.collector.jobs.command_line import parse
+from binade.collector.cli.jobs import add_line
+from binade.collector.cli.options import parse
+from binade.collector.jobs import runner, slurm, store, view_of
 from binade.collector.training.config import RunConfig
 from binade.collector.training.slurm_options import SlurmOptions
 from binade.collector.training.targets import CONFIG
@@ -67,7 +66,7 @@ def test_the_script_asks_for_what_was_asked(command, capsys, tmp_path: Path):
         "time": "1-12:30", "job-name": "binade", "signal": "USR1@90", "array": "0-0", "chdir": os.getcwd(),
         "output": f"{tmp_path}/runs/.jobs/0001/batch_%a.txt",
     }  # fmt: skip
-    task = [sys.executable, "-u", "-m", "binade.collector.training.slurm_rank", "$job"]
+    task = [sys.executable, "-u", "-m", "binade", "slurm-rank", "$job"]
     assert task_of(script) == task and not (tmp_path / "runs").exists()
     assert set(settings_of(dry_script(command, capsys, *SLURM))) == {
         "nodes", "ntasks-per-node", "job-name", "signal", "array", "chdir", "output",
@@ -111,12 +110,11 @@ def test_a_target_gives_what_the_command_does_not(command, capsys, tmp_path: Pat
 
 def test_a_job_keeps_how_it_starts(tmp_path: Path):
     start = SlurmOptions(target="gpu", partition="a100", time="1:30:00", nodes=2)
-    arguments = (*arguments_of(RunConfig(tp=2)), *start.arguments())
-    write_json(tmp_path / "job.json", store.Job(1, "0" * 16, arguments, "/", "2026-01-01"))
+    write_json(tmp_path / "job.json", store.Job(1, "0" * 16, RunConfig(tp=2), start, None, "/", "2026-01-01"))
     job = read_json(store.Job, tmp_path / "job.json")
-    assert job.arguments == arguments and parse(job.arguments).start == start and job.on_cluster
-    with pytest.raises(ValueError, match="--dry-run"):
-        replace(job, arguments=(*arguments, "--dry-run"))
+    assert (job.config, job.start) == (RunConfig(tp=2), start) and job.on_cluster
+    request = parse(job.arguments)
+    assert (request.runs, request.start) == ([job.config], start)
 
 
 @pytest.mark.parametrize(
@@ -162,20 +160,6 @@ def test_ranks_are_divided_among_the_nodes(command, capsys, options, nodes: str,
     assert (asked["nodes"], asked["ntasks-per-node"]) == (nodes, tasks)
 
 
-@pytest.mark.parametrize(
-    ("given", "passed"),
-    [
-        ("run --launcher slurm --tp 2", "run --tp 2"),
-        ("run --nodes=2 --tp=2 --launcher=slurm --time 1:00 --seed 7 --dry-run", "run --tp=2 --seed 7"),
-        ("quick mxfp8 --account a --partition b --no-raw", "quick mxfp8 --no-raw"),
-        ("quick --gpus-per-node 1 mxfp8 --ranks-per-node 1", "quick mxfp8"),
-        ("--mode batch --launcher slurm --quantization bf16,mxfp8 --nodes 1", "--mode batch --quantization bf16,mxfp8"),
-    ],
-)
-def test_a_task_is_given_the_rest_in_its_order(given: str, passed: str):
-    assert job_arguments(given.split()) == passed.split()
-
-
 def test_what_a_user_wrote_is_quoted(command, capsys, tmp_path: Path):
     """bash itself reads the script, with a srun that prints what it is given."""
     root = tmp_path / HOSTILE
@@ -207,11 +191,11 @@ def test_a_task_learns_its_place(tmp_path: Path, slurm: tuple[str, ...], told: l
     """By the variables that srun sets, whatever was set where the job was submitted. In place of the command a function
     prints what it would see."""
     program = (
-        "import os; from binade.collector.training import slurm_rank as rank\n"
-        f"rank.main = lambda argv: print(*(os.environ.get(name) for name in {TOLD}))\n"
-        f"rank.run_rank([{str(tmp_path)!r}])"
+        "import os; from binade.collector.cli import slurm_rank as rank\n"
+        f"rank.collect = lambda plans, root: print(*(os.environ.get(name) for name in {TOLD}))\n"
+        f"rank.slurm_rank.main([{str(tmp_path)!r}], standalone_mode=False)"
     )
-    (tmp_path / "job.json").write_text('{"arguments": []}')
+    write_json(tmp_path / "job.json", store.Job(1, "0" * 16, RunConfig(), store.HERE, None, "/", "2026-01-01"))
     names = (
         "SLURM_JOB_NODELIST",
         "SLURM_JOB_NUM_NODES",
@@ -261,7 +245,7 @@ def test_a_cluster_that_names_no_job(command, capsys, tmp_path: Path, monkeypatc
 def test_a_submission_that_was_interrupted(tmp_path: Path, monkeypatch):
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     executable(tmp_path, "sbatch", "print(7)")
-    (job,) = store.add(tmp_path / "runs", SLURM)
+    (job,) = add_line(tmp_path / "runs", SLURM)
     store.drop_execution(tmp_path / "runs", job)
     assert view_of(tmp_path / "runs", job).state == "queued"
     runner.Runner(tmp_path / "runs").turn()
@@ -274,7 +258,7 @@ def test_a_job_that_cannot_be_followed_is_reported_and_the_others_go_on(tmp_path
     executable(tmp_path, "sbatch", "print(7)")
     executable(tmp_path, "squeue", "print('7_0|RUNNING|gpu|a', '7_1|RUNNING|gpu|a', sep='\\n')")
     root = tmp_path / "runs"
-    damaged, sound = store.add(root, ["batch", "--launcher", "slurm", "--quantization", "bf16,mxfp8"])
+    damaged, sound = add_line(root, ["batch", "--launcher", "slurm", "--quantization", "bf16,mxfp8"])
     write = runner.write_execution
 
     def refused(where, job, execution):
@@ -357,9 +341,9 @@ def test_without_sbatch(command, capsys, monkeypatch, tmp_path: Path):
 
 def test_a_rank_outside_a_job():
     done = subprocess.run(
-        [sys.executable, "-m", "binade.collector.training.slurm_rank", "run"],
+        [sys.executable, "-m", "binade", "slurm-rank", "run"],
         cwd=PROJECT, capture_output=True, text=True,
         env={name: value for name, value in os.environ.items() if not name.startswith("SLURM_")},
     )  # fmt: skip
     assert done.returncode == 2 and done.stderr.count("\n") == 1
-    assert done.stderr.startswith("binade: slurm_rank is for tasks of srun")
+    assert done.stderr.startswith("binade: slurm-rank is for tasks of srun")

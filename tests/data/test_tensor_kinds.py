@@ -17,9 +17,10 @@ import torch.nn.functional as F
 from binade.app import style
 from binade.cli import main
 from binade.collector.errors import ConfigError
-from binade.collector.jobs.estimate import planned
+from binade.collector.jobs.estimate import volume_of
 from binade.collector.training import loop
-from binade.collector.training.config import RunConfig, check
+from binade.collector.training.config import RunConfig
+from binade.collector.training.plan import plan
 from binade.data.catalog import Catalog
 from binade.data.tensor_kinds import (
     BACKWARD,
@@ -84,10 +85,10 @@ def test_charts_by_tensor_name_have_the_colours_of_the_table() -> None:
 
 
 def test_what_a_model_does_not_have_is_refused() -> None:
-    check(RunConfig(model="deepseek2_lite", tensors=("router_load",)))
+    plan(RunConfig(model="deepseek2_lite", tensors=("router_load",)))
     for wrong in ({"tensors": ("router_load",)}, {"tensors": ("exp_avg",), "modules": ("core",)}):
         with pytest.raises(ConfigError, match=f"--tensors {wrong['tensors'][0]} matches no tensor of "):
-            check(RunConfig(**wrong))
+            plan(RunConfig(**wrong))
 
 
 @pytest.mark.usefixtures("added")
@@ -105,17 +106,17 @@ class TestAdded:
 
     def test_a_run_is_checked_and_estimated(self) -> None:
         config = RunConfig(tensors=("raw_scores",), scores=())
-        check(config)
+        plan(config)
         with pytest.raises(ConfigError, match="matches no tensor of fc1"):
-            check(replace(config, modules=("fc1",)))
-        assert planned(config) == planned(replace(config, tensors=("attention_scores",)))
+            plan(replace(config, modules=("fc1",)))
+        assert volume_of(plan(config)) == volume_of(plan(replace(config, tensors=("attention_scores",))))
 
     def test_it_is_recorded(self, tmp_path: Path) -> None:
         line = f"run --tensor-save-dir {tmp_path} --quantization FA_mxfp4 --sequence-length 32 --tensors raw_scores"
         assert main(line.split()) == 0
         with Catalog.open(tmp_path) as catalog:
             rows = catalog.tensors()
-        shape = RunConfig().shape()
+        shape = plan(RunConfig()).shape
         assert len(rows) == shape.layers and set(rows["tensor_name"]) == {"raw_scores"}
         assert {tuple(each) for each in rows["shape"]} == {(2, shape.heads, 32, 32)}
         assert set(rows["operation"]) == {"forward"} and rows["contracted_axis"].isna().all()
@@ -153,8 +154,8 @@ def test_a_tensor_outside_of_products_is_one_entry(like: str, monkeypatch: pytes
     monkeypatch.setattr(loop, "_AdamW", partial(torch.optim.AdamW, amsgrad=True))
     try:
         config = RunConfig(tensors=(new.name,))
-        check(config)
-        assert planned(config) == planned(replace(config, tensors=(like,)))
+        plan(config)
+        assert volume_of(plan(config)) == volume_of(plan(replace(config, tensors=(like,))))
         line = f"run --tensor-save-dir {tmp_path} --sequence-length 32 --backend torch --tensors {new.name},{like}"
         assert main(line.split()) == 0
         recorded = rows(tmp_path)

@@ -13,6 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from binade.collector import jobs
+from binade.collector.cli.jobs import add_line
 from binade.collector.jobs import processes, runner, store
 from binade.data.runs import boot
 from tests.app import roots
@@ -58,7 +59,7 @@ def cancels(attempt: Attempt) -> None:
     with queue(attempt.place / "runs") as root:
         jobs.set_at_once(root, 4)
         lines = [attempt.random.choice([ENDLESS, ENDLESS, TWO_RANKS]) for _ in range(8)]
-        added = [jobs.add(root, line)[0] for line in lines]
+        added = [add_line(root, line)[0] for line in lines]
         jobs.start_runner(root)
         attempt.times = len(added)
         left = {job.id: attempt.random.uniform(0, 12) for job in added}
@@ -85,7 +86,7 @@ def launchers_at_once(attempt: Attempt) -> None:
     app = (
         "import sys; from pathlib import Path; from binade.collector import jobs\n"
         "root = Path(sys.argv[1]); input()\n"
-        "jobs.add(root, sys.argv[2:]); jobs.start_runner(root)"
+        "add_line(root, sys.argv[2:]); jobs.start_runner(root)"
     )
     with queue(attempt.place / "runs") as root:
         apps = [start_python("-c", app, root, *SHORT, stdin=subprocess.PIPE) for _ in range(2)]
@@ -142,8 +143,8 @@ def clock_jumps(attempt: Attempt) -> None:
     try:
         with queue(attempt.place / "runs") as root:
             jobs.set_at_once(root, 2)
-            (short,) = jobs.add(root, [*SHORT, "--control-iter", "20"])
-            (long,) = jobs.add(root, ENDLESS)
+            (short,) = add_line(root, [*SHORT, "--control-iter", "20"])
+            (long,) = add_line(root, ENDLESS)
             jobs.start_runner(root)
 
             def jump() -> None:
@@ -178,7 +179,7 @@ def reused_pids(attempt: Attempt) -> None:
             ]
             ticks, other = attempt.choose([*cases, (0.0, "boot"), (0.0, "host")])
             attempt.case = f"started {ticks:+} ticks, another {other or 'time'}"
-            job, waiting = jobs.add(root, LINE)[0], jobs.add(root, LINE)[0]
+            job, waiting = add_line(root, LINE)[0], add_line(root, LINE)[0]
             process = processes.Process(stranger.pid, theirs.pid_started + ticks)
             names = {"host": processes.host(), "boot": boot()} | ({other: "another"} if other else {})
             store.write_execution(root, job, store.Execution(**names, at=job.created, process=process, runner=process))

@@ -14,7 +14,10 @@ import pytest
 
 from binade.app import state as app_state
 from binade.collector import jobs
+from binade.collector.cli.jobs import add_line
+from binade.collector.cli.options import parse_runs
 from binade.collector.jobs import processes, runner, state, store
+from binade.collector.settings import JOB_VARIABLE
 from binade.data.catalog import Catalog
 from binade.data.events import read_events
 from binade.data.runs import DONE, RunWriter, boot, list_runs
@@ -77,7 +80,7 @@ def test_a_text_is_the_value_of_its_option(besiege, text: str):
 
 def test_a_clock_that_is_set_back_parts_no_job_from_its_run(tmp_path, monkeypatch):
     """A run that has started an hour before its process, by the clock on the wall."""
-    (job,) = jobs.add(tmp_path, files.LINE)
+    (job,) = add_line(tmp_path, files.LINE)
     writer = RunWriter.create(tmp_path, "mine", {})
     process = processes.Process(writer.status.pid, writer.status.pid_started)
     execution = store.Execution(processes.host(), boot(), "2999-01-01", process=process)
@@ -103,11 +106,11 @@ def test_a_fifo_in_a_run_is_not_waited_for(tmp_path, name: str):
 
 def test_many_negations_are_no_recursion():
     with pytest.raises(ValueError, match="layer99"):
-        jobs.parse_runs([*files.LINE, "--skip-layers", "!" * 5001 + "layer99"])
+        parse_runs([*files.LINE, "--skip-layers", "!" * 5001 + "layer99"])
 
 
 def test_a_real_time_signal_has_no_name(tmp_path):
-    (job,) = jobs.add(tmp_path, files.LINE)
+    (job,) = add_line(tmp_path, files.LINE)
     execution = store.Execution(processes.host(), boot(), job.created, process=files.GONE)
     runner.Runner(tmp_path)._settle(job, execution, -int(signal.SIGRTMIN) - 3)
     assert jobs.view_of(tmp_path, job).reason == "the collector was ended by signal 37"
@@ -126,7 +129,7 @@ def test_a_siege_that_is_stopped_leaves_nothing(tmp_path):
 
     command = ("-m", "tests.siege", "--only", "cancels", "--root", tmp_path, "--seed", "1")
     siege = start_python(*command, env={"TMPDIR": str(tmp_path)})
-    until(lambda: ours(processes.MARK), "a job to be started")
+    until(lambda: ours(JOB_VARIABLE), "a job to be started")
     siege.terminate()
     assert siege.communicate(timeout=60)[1].endswith("siege: stopped: what it had started was ended\n")
     assert siege.returncode == 130 and not ours("TMPDIR") and list(tmp_path.iterdir()) == []

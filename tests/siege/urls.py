@@ -8,6 +8,8 @@ from pathlib import Path
 
 from binade.app.pages.registry import OLD_PAGES, PAGES
 from binade.collector import jobs
+from binade.collector.cli.jobs import add_line
+from binade.collector.cli.options import parse_runs
 from binade.collector.jobs import runner, store
 from tests.app import roots
 from tests.siege.attack import Attempt, attack, check_sentence
@@ -35,7 +37,7 @@ WORDS = (
 def _open_root(attempt: Attempt) -> Path:
     def make(root: Path) -> None:
         roots.copy(attempt.root, root)
-        (job,) = jobs.add(root, LINE)
+        (job,) = add_line(root, LINE)
         jobs.cancel(root, job.id)
 
     return attempt.once("root", make)
@@ -77,7 +79,7 @@ def slow_patterns(attempt: Attempt) -> None:
     attempt.case = f"{option} {pattern[:60]!a}"
     start = time.process_time()
     try:
-        jobs.parse_runs([*LINE, option, pattern])
+        parse_runs([*LINE, option, pattern])
     except ValueError as error:
         check_sentence(str(error)[:2000])  # it repeats the pattern
     assert time.process_time() - start < 10
@@ -100,14 +102,14 @@ def options_of_jobs(attempt: Attempt) -> None:
     attempt.case = f"{flag} {text[:40]!a}"
     root = attempt.place / "runs"
     try:
-        added = jobs.add(root, [*LINE, flag, text])
+        added = add_line(root, [*LINE, flag, text])
     except ValueError as error:
         check_sentence(error)
         assert not root.exists() or not jobs.listing(root)
     else:
         (job,) = added
-        (again,) = jobs.parse_runs(job.arguments)
-        (asked,) = jobs.parse_runs([*LINE, flag, text])
+        (again,) = [job.config]
+        (asked,) = parse_runs([*LINE, flag, text])
         assert again == asked
         assert command(root, "jobs", "cancel", "1")[0] == 0
     assert not new.exists()
@@ -123,7 +125,7 @@ def lines_of_jobs(attempt: Attempt) -> None:
     )  # fmt: skip
     line = attempt.choose(lines)
     attempt.case = str(line)
-    (job,) = jobs.add(root, LINE)
+    (job,) = add_line(root, LINE)
     path = store.directory_of(root, job) / "job.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"arguments": line}))
     worker = runner.Runner(root)

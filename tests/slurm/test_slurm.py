@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from binade.collector import jobs
+from binade.collector.cli.jobs import add_line
 from binade.collector.jobs import JobView, State, store
 from binade.collector.training.targets import CONFIG
 from binade.data.runs import list_runs
@@ -58,7 +59,7 @@ def root(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 
 def add(root: Path, *line: str) -> list[int]:
-    made = jobs.add(root, line)
+    made = add_line(root, line)
     jobs.start_runner(root)
     return [job.id for job in made]
 
@@ -158,7 +159,7 @@ def test_a_rank_that_is_killed_and_a_submission_that_is_refused(root: Path):
         for process in psutil.process_iter(["cmdline", "environ"])
         if f"{token:04d}" in " ".join(process.info["cmdline"] or []).rpartition("/")[2]
         and (process.info["environ"] or {}).get("SLURM_PROCID") == "1"
-        and "slurm_rank" in " ".join(process.info["cmdline"] or [])
+        and "slurm-rank" in " ".join(process.info["cmdline"] or [])
     ]
     victims[0].send_signal(signal.SIGKILL)
     view = ended(root, number)

@@ -43,12 +43,13 @@ def _repeat(selection: Selection, values: dict[str, Any], view: View) -> None:
     described = opened.runs().set_index("run_id")["config"]
     try:
         originals = [_trained_with(opened, run, json.loads(described[run])) for run in run_ids]
-        runs = opened.kept(("further seeds", *run_ids), lambda: jobs.with_further_seeds(originals, SEEDS))
+        plans = opened.kept(("further seeds", *run_ids), lambda: jobs.with_further_seeds(originals, SEEDS))
     except ConfigError as error:
         st.caption(plain(f"There is no button to repeat these runs with {SEEDS} seeds: {error}."))
         return
-    known = _known(opened, {config.seed for config in runs})
-    runs = [config for config in runs if config not in known]
+    known = _known(opened, {each.config.seed for each in plans})
+    plans = [each for each in plans if each.config not in known]
+    runs = [each.config for each in plans]
     if not runs:
         st.caption(f"Their repetitions with {SEEDS} seeds are queued.")
         link(view.at("runs", "jobs"), "See them among the jobs", ":material/list_alt:")
@@ -64,7 +65,7 @@ def _repeat(selection: Selection, values: dict[str, Any], view: View) -> None:
         return
     titles = [f"{label(config.recipe)} · seed {config.seed}" for config in runs]
     try:
-        jobs.add_runs(opened.root, runs, titles=titles, tags=["more seeds"])
+        jobs.add_runs(opened.root, plans, titles=titles, tags=["more seeds"])
         jobs.start_runner(opened.root)
     except FAILED as error:
         st.error(plain(f"Nothing was queued: {error}."), icon=":material/error:")
@@ -75,7 +76,7 @@ def _repeat(selection: Selection, values: dict[str, Any], view: View) -> None:
 
 def _trained_with(opened: Catalog, run_id: str, description: Mapping[str, Any]) -> RunConfig:
     """`jobs.trained_with`, which takes about 20 ms for each run, once and not in every rerun of the page."""
-    return opened.kept(("trained with", run_id), lambda: jobs.trained_with(run_id, description))
+    return opened.kept(("trained with", run_id), lambda: jobs.trained_with(run_id, description).config)
 
 
 def _known(opened: Catalog, seeds: set[int]) -> set[RunConfig]:
@@ -89,6 +90,5 @@ def _known(opened: Catalog, seeds: set[int]) -> set[RunConfig]:
                 found.add(_trained_with(opened, run["run_id"], description))
     for view in jobs.listing(opened.root):
         if view.state in jobs.ACTIVE:
-            with suppress(ConfigError):
-                found.add(view.job.config)
+            found.add(view.job.config)
     return found

@@ -11,11 +11,12 @@ import click
 import pytest
 
 from binade.collector.cli.megatron_fork import resolve
-from binade.collector.cli.options import read
+from binade.collector.cli.options import parse
 from binade.collector.datasets.inputs import DATASETS
 from binade.collector.models.registry import MODELS
 from binade.collector.recipes.recipe import OPERANDS, TEN_RECIPES
-from binade.collector.training.config import RunConfig, check
+from binade.collector.training.config import RunConfig
+from binade.collector.training.plan import plan
 from binade.data.runs import list_runs
 from binade.data.tensor_kinds import tensor_names
 from binade.quant.formats import FORMATS
@@ -330,7 +331,7 @@ PLAIN = {
 
 @pytest.mark.parametrize("old", PLAIN, ids=" ".join)
 def test_old_spellings_mean_the_new_ones(old):
-    assert read(resolve(old)).runs == read(PLAIN[old]).runs
+    assert parse(resolve(old)).runs == parse(PLAIN[old]).runs
 
 
 FORK = (PROJECT / "docs" / "megatron_fork.md").read_text().partition("## Visualization")[0]
@@ -344,7 +345,7 @@ def test_lines_of_the_megatron_fork_work_or_name_the_new_one(old, new):
         found = resolve(old.split())
     except click.UsageError as error:
         said = error.message
-    assert f"binade {new}" in said if said else found == expected or read(found) == read(expected)
+    assert f"binade {new}" in said if said else found == expected or parse(found) == parse(expected)
 
 
 def test_help_tells_old_spellings_and_precedence(command, capsys):
@@ -374,7 +375,7 @@ def test_explicit_sizes_win_over_fast(command, capsys):
     [("0", 0), ("1073741824", 1 << 30), ("500M", 500 << 20), ("4g", 4 << 30), ("1.5K", 1536), ("2T", 2 << 40)],
 )
 def test_sizes(text, size):
-    assert read(["run", "--max-bytes", text]).runs[0].max_bytes == size
+    assert parse(["run", "--max-bytes", text]).runs[0].max_bytes == size
 
 
 def test_output_that_is_no_terminal_is_plain_lines(command, capsys, tmp_path):
@@ -459,7 +460,7 @@ def test_the_run_remembers_what_it_was_asked(command, tmp_path):
 
 
 def test_the_defaults_can_be_run():
-    check(RunConfig())
+    plan(RunConfig())
 
 
 @pytest.mark.parametrize(
@@ -476,7 +477,7 @@ def test_the_defaults_can_be_run():
 )
 def test_which_iterations_are_recorded(given, iterations, recorded):
     config = RunConfig(**given)
-    check(config)
+    plan(config)
     assert config.iterations == config.to_dict()["train_iters"] == iterations
     assert [i for i in range(iterations) if config.records(i)] == recorded == list(config.recorded_iterations)
 

@@ -12,11 +12,11 @@ import pytest
 
 from binade import cli
 from binade.app.jobs import collecting
-from binade.collector import jobs
-from binade.collector.cli.options import read
+from binade.collector.cli.options import parse_runs
 from binade.collector.errors import ConfigError
 from binade.collector.settings import Declared, check_options, declared
-from binade.collector.training.config import RunConfig, check
+from binade.collector.training.config import RunConfig
+from binade.collector.training.plan import plan
 from binade.collector.training.slurm_options import SlurmOptions
 from tests.conftest import PROJECT
 
@@ -81,9 +81,9 @@ def test_a_field_alone_makes_an_option(name):
     """The recipe has three spellings, and tests of its own."""
     each = OPTIONS[name]
     config = replace(RunConfig(), **TOGETHER.get(name, {}), **{name: other(each)})
-    check(config)
-    line = jobs.arguments_of(config)
-    assert each.flag in line and jobs.parse_runs(line) == [config]
+    plan(config)
+    line = config.arguments()
+    assert each.flag in line and parse_runs(line) == [config]
 
 
 @pytest.mark.parametrize("name", [name for name, each in OPTIONS.items() if each.option.minimum is not None])
@@ -125,12 +125,14 @@ def test_training_commands_have_every_declared_option(command):
 def test_help_of_binade_fits_one_screen(capsys):
     assert cli.main(["--help"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) <= 40 and all(any(f"  {name} " in line for line in lines) for name in cli.PLACES)
+    assert len(lines) <= 40 and all(
+        any(f"  {name} " in line for line in lines) for group in cli.COMMANDS.values() for name in group
+    )
 
 
 def test_options_are_not_abbreviated():
-    with pytest.raises(click.UsageError, match="--quantiz"):
-        read(["run", "--quantiz", "mxfp8"])
+    with pytest.raises(ConfigError, match="--quantiz"):
+        parse_runs(["run", "--quantiz", "mxfp8"])
 
 
 def examples() -> list[str]:
