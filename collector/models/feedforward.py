@@ -60,11 +60,13 @@ class MixtureOfExperts(nn.Module):
         self.route, self.group = route, group
         group = replace(group, sequence_parallel=False)
         router, *rest = linears
-        *experts, shared = [MLP(fc1, fc2, activation, group) for fc1, fc2 in zip(rest[::2], rest[1::2], strict=True)]
+        pairs = list(zip(rest[::2], rest[1::2], strict=True))
+        mlps = [MLP(fc1, fc2, activation, group) for fc1, fc2 in pairs]
+        routed = sum(fc1.site.expert is not None for fc1, _ in pairs)
         self.router = build_linear(router, group)
         self.load = Point(router.site, Other.EXPERTS)
-        self.experts = nn.ModuleList(experts)
-        self.shared_experts = shared
+        self.experts = nn.ModuleList(mlps[:routed])
+        self.shared_experts = mlps[routed] if mlps[routed:] else None
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [s, b, hidden] -> the same, and the balance loss"""
@@ -82,4 +84,5 @@ class MixtureOfExperts(nn.Module):
         outputs = torch.cat([expert(tokens) for expert, tokens in zip(self.experts, grouped, strict=True)])
         outputs = outputs[order.argsort()].view(*chosen.shape, -1)  # [s, b, k, hidden]
         routed = (outputs.float() * weights.unsqueeze(-1)).sum(-2)
-        return routed.to(x.dtype) + self.shared_experts(x), balance
+        y = routed.to(x.dtype)
+        return y + self.shared_experts(x) if self.shared_experts else y, balance

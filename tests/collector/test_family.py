@@ -9,13 +9,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import ArceeConfig, ArceeForCausalLM
+from transformers import ArceeConfig, ArceeForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from binade.cli import main
 from binade.collector.jobs.estimate import estimate
 from binade.collector.models.model import GPTModel
 from binade.collector.models.registry import MODELS
 from binade.collector.pretrained.checkpoint import open_checkpoint
+from binade.collector.pretrained.directory import read_shape
 from binade.collector.training.config import RunConfig
 from binade.collector.training.memory import PER_COPY, PER_WEIGHT, needed
 from binade.collector.training.plan import plan
@@ -107,3 +108,36 @@ def test_it_trains_quantized_and_every_tensor_is_recorded(reference: nn.Module, 
     }
     assert len(rows) == estimate([plan(CONFIG)], tmp_path).tensors
     assert set(rows[rows.module == "fc1"].quant_type) == {"mxfp8"}
+
+
+def test_another_mixture_of_experts_is_one_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    shape = toy_family.MIXTRAL
+    monkeypatch.setitem(MODELS, "mixtral", {"tiny": shape})
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        hidden_size=shape.hidden,
+        intermediate_size=shape.ffn,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        vocab_size=shape.vocab,
+        max_position_embeddings=shape.max_sequence,
+        rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta},
+        num_local_experts=shape.experts,
+        initializer_range=0.2,
+        attn_implementation="eager",
+        experts_implementation="eager",
+    )
+    published = MixtralForCausalLM(config)
+    published.save_pretrained(tmp_path)
+    assert read_shape(tmp_path) == shape
+    model = GPTModel(shape, compute_dtype=torch.float32)
+    open_checkpoint(tmp_path, shape).load_into(model)
+    tokens = torch.randint(shape.vocab, (2, 32), generator=torch.Generator().manual_seed(1))
+    ours, theirs = model(tokens), published(tokens).logits
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    for logits in (ours, theirs):
+        logits.square().mean().backward()
+    for layer, reference in zip(model.layers, published.model.layers, strict=True):
+        torch.testing.assert_close(layer.mlp.router.weight.grad, reference.mlp.gate.weight.grad, rtol=1e-3, atol=1e-5)
