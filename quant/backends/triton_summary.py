@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from binade.quant.backends.moments import Pass
-from binade.quant.backends.triton_kernels import INTERPRETED, check_device, tl, triton
+from binade.quant.backends.triton_arithmetic import INTERPRETED, tl, triton
+from binade.quant.backends.triton_kernels import check_device
 from binade.quant.sketch import BINS, INFINITY_BIN, SIGN_BIN
 
 TILE = 1 << 15 if INTERPRETED else 1 << 14

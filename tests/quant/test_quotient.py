@@ -1,4 +1,4 @@
-"""`triton_kernels.quotient` divides without a division: the same bits as IEEE 754's quotient."""
+"""`triton_arithmetic.quotient` divides without a division: the same bits as IEEE 754's quotient."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from binade.quant.backends.triton_kernels import INTERPRETED, quotient, tl, triton
+from binade.quant.backends.triton_arithmetic import INTERPRETED, quotient, tl, triton
 from tests.quant.helpers import assert_same_bits
 
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
