@@ -111,7 +111,8 @@ class Rounding:
                 tap(Observed(name, x.detach(), dim=dim))
             return x
         index = OPERAND_FIELDS.index(which)
-        coded = rotate(x, spec, dim, self.seed * 3 + index // 2).to(x.dtype) if spec.hadamard else x.detach()
+        signs = self.seed * 3 + index // 2
+        coded = rotate(x, spec, dim, signs).to(x.dtype) if spec.hadamard else x.detach()
         scale = None
         if spec.history:
             histories = self.histories if self.histories is not None else {}
@@ -120,13 +121,11 @@ class Rounding:
         seed, plain = self.seed * len(OPERAND_FIELDS) + index, unrotated(spec)
         q, scales = apply(coded, plain, dim, self.backend, tap is not None, seed, scale)
         if tap:
-            signs = self.seed * 3 + index // 2
 
             def rounded() -> Tensor:
-                if not spec.hadamard:
-                    return apply(x.detach(), plain, dim, seed=seed, absmax=scale)[0]
-                turned = apply(rotate(x, spec, dim, signs).to(x.dtype), plain, dim, seed=seed, absmax=scale)[0]
-                return rotate_back(turned, x, spec, dim, signs)
+                operand = rotate(x, spec, dim, signs).to(x.dtype) if spec.hadamard else x.detach()
+                again = apply(operand, plain, dim, seed=seed, absmax=scale)[0]
+                return rotate_back(again, x, spec, dim, signs) if spec.hadamard else again
 
             tap(Observed(name, x.detach(), spec, q, coded, scales, dim, scale, rounded=rounded))
         return q

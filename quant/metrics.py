@@ -19,7 +19,7 @@ from binade.quant.blocks import look
 from binade.quant.elements import Rounding
 from binade.quant.formats import Format
 from binade.quant.quantizer import apply, check_tensor, outer_absmax, quantize, unrotated
-from binade.quant.reference import absmax_over, per_group, to_blocks
+from binade.quant.reference import per_group, to_blocks
 from binade.quant.rotation import rotate
 from binade.quant.rounding import floor_log2
 from binade.quant.specs import TENSOR, Block, Spec
@@ -269,14 +269,6 @@ def _saturated(x: Tensor, spec: Spec, scales: Tensor | None, dim: int, absmax: T
     return (over & (scales > 0)).sum()
 
 
-def _absmax(x: Tensor, spec: Spec) -> float | None:
-    """The tensor's largest magnitude, 0 for a spec that does not need it; None if it differs for each row."""
-    outer = spec.scaling.outer
-    if outer not in (None, TENSOR) or spec.history:
-        return None
-    return float(absmax_over(x.detach(), -1, TENSOR)) if outer or spec.block == TENSOR else 0.0
-
-
 def score(
     x: Tensor, fmt: str | Format | Spec, dim: int = -1, *, backend: str = "auto", seed: int = 0, **options: object
 ) -> Errors:
@@ -343,10 +335,8 @@ def errors_later(
     if not numel:
         empty = errors(x, q)
         return lambda: empty
-    if x.device.type == "cpu" and (largest := _absmax(x, spec)) is not None:
-        found = cpu.measure(x, q, spec, dim, scales, largest)
-        if found is not None:
-            return lambda: _measured(found, numel)
+    if (found := cpu.measure(x.detach(), q, spec, dim, scales)) is not None:
+        return lambda: _measured(found, numel)
     over = _saturated(x, spec, scales, dim, absmax)
     sums = torch.cat((_error_sums(x, q), over.double().reshape(1)))
 
@@ -362,11 +352,8 @@ def score_blocks_later(
 ) -> tuple[Callable[[], Errors], Callable[[], dict[str, Histogram]]]:
     """As `errors_later` and `block_histograms_later`, for a nonempty x, in one pass if there is a kernel for both.
     Without q, x is rounded here."""
-    found = None
-    if q is None:
-        found = cpu.score(x.detach(), spec, dim, blocks=True)
-    elif x.device.type == "cpu" and (largest := _absmax(x, spec)) is not None:
-        found = cpu.measure(x.detach(), q, spec, dim, scales, largest, blocks=True)
+    x = x.detach()
+    found = cpu.score(x, spec, dim, blocks=True) if q is None else cpu.measure(x, q, spec, dim, scales, blocks=True)
     if found is not None:
         errors, counts = _measured(found, x.numel()), found[9:]
         return lambda: errors, lambda: histograms(counts)

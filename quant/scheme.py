@@ -159,8 +159,7 @@ class Scaling:
         best, *others = self.tried(largest, spec, absmax)
         error = self._error(x, best, spec, absmax, rows)
         for scale in others:
-            other = self._error(x, scale, spec, absmax, rows)
-            best, error = torch.where(other < error, scale, best), torch.where(other < error, other, error)
+            best, error = better(best, error, scale, self._error(x, scale, spec, absmax, rows))
         return best
 
     def _error(self, x: Tensor, scale: Tensor, spec: Options, absmax: Tensor, rows: int) -> Tensor:
@@ -213,6 +212,12 @@ class Scaling:
 def nearest(x: Tensor, element: Element) -> Tensor:
     """x on the element's grid: ties to even, saturating."""
     return round_to_element(x, element, Rounding.NEAREST, Overflow.SATURATE)
+
+
+def better(scale: Tensor, error: Tensor, other: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
+    """The scale with the smaller error, and that error; the first one if they are equal."""
+    closer = others < error
+    return torch.where(closer, other, scale), torch.where(closer, others, error)
 
 
 def scaled(x: Tensor, factors: Factors) -> Tensor:

@@ -335,7 +335,6 @@ def measure(
     spec: Spec | None = None,
     dim: int = -1,
     scales: Tensor | None = None,
-    absmax: float = 0.0,
     blocks: bool = False,
     gradient: Tensor | None = None,
 ) -> np.ndarray | None:
@@ -343,8 +342,7 @@ def measure(
     elements of x are finite, nonzero, flushed to zero in y, and saturated. Returns None if no kernel supports this spec
     and these tensors, a build is not worth it, or saturation depends on more than a block's scale.
 
-    x, y and gradient of one shape; scales as `quantize_dequantize` returns them. absmax is used by schemes that
-    saturate and have a tensor scale. Without a spec nothing saturates.
+    x, y and gradient of one shape; scales as `quantize_dequantize` returns them. Without a spec nothing saturates.
 
     With `blocks`, which needs a spec whose blocks are vectors, the counts of all bins of BLOCK_MEASURES follow. With a
     gradient g there are only two sums, of g·(y-x) in float32 and of its square.
@@ -356,7 +354,7 @@ def measure(
     layout = Layout.of(x, spec, dim) if spec else Layout(x.numel(), 1, 0, 0, x.numel(), 1)
     scales = scales.contiguous() if scales is not None and layout.rows else None
     pointers = x.data_ptr(), y.data_ptr(), _address(gradient), _address(scales)
-    limits = _limits(spec, absmax) if spec else (0.0, 0.0)
+    limits = _limits(spec, _absmax(x, spec)) if spec else (0.0, 0.0)
     return _added_up(layout, blocks, lambda *rest: run.measure(*pointers, *layout.sizes, *limits, *rest))
 
 
@@ -368,9 +366,9 @@ def score(
     if run is None:
         return None
     x, gradient = x.contiguous(), None if gradient is None else gradient.contiguous()
-    absmax = absmax_over(x, -1, TENSOR) if spec.scaling.outer or spec.block == TENSOR else torch.zeros(())
+    absmax = _absmax(x, spec)
     call = _Call.of(x, spec, dim, absmax, True, seed, run)
-    limits = _limits(spec, float(absmax))
+    limits = _limits(spec, absmax)
     pointers = *call.head, x.data_ptr(), _address(gradient), _address(call.scales)
     return _added_up(call.layout, blocks, lambda *rest: run.score(*pointers, *call.tail, *limits, *rest))
 
@@ -395,8 +393,13 @@ def _one_limit(spec: Spec) -> bool:
     return scaling.outer in (None, TENSOR) and not scaling.per_element and not spec.history
 
 
-def _limits(spec: Spec, absmax: float) -> tuple[float, float]:
-    left, right = spec.scaling.saturation(spec, torch.tensor(absmax, dtype=torch.float64))
+def _absmax(x: Tensor, spec: Spec) -> Tensor:
+    """The largest magnitude of the tensor; 0 for a spec that does not need it."""
+    return absmax_over(x, -1, TENSOR) if spec.scaling.outer or spec.block == TENSOR else torch.zeros(())
+
+
+def _limits(spec: Spec, absmax: Tensor) -> tuple[float, float]:
+    left, right = spec.scaling.saturation(spec, absmax.double())
     return float(left), float(right)
 
 

@@ -18,14 +18,8 @@ from torch import Tensor
 
 from binade.quant.elements import Element
 from binade.quant.reference import absmax_over, from_blocks, outer_absmax, to_blocks
-from binade.quant.scheme import Factors, Follows, pad_end, sum_in_order
+from binade.quant.scheme import Factors, Follows, better, pad_end, sum_in_order
 from binade.quant.specs import TENSOR, Block, Spec
-
-
-def _better(first: Tensor, error: Tensor, other: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
-    """The scale with the smaller error; the first one if they are equal."""
-    closer = others < error
-    return torch.where(closer, other, first), torch.where(closer, others, error)
 
 
 @dataclass(frozen=True)
@@ -85,7 +79,7 @@ class Runs(ABC):
         factors = [self._of_runs(self._factors(scale, absmax)) for scale in tried]
         error, *others = (self._sums(errors) for errors in self.errors(factors, self.spec.error == "mse"))
         for scale, errors in zip(tried[1:], others, strict=True):
-            best, error = self._in_parts(_better, best, error, scale, errors)
+            best, error = self._in_parts(better, best, error, scale, errors)
         return best
 
     def _tried(self, largest: Tensor, absmax: Tensor) -> tuple[Tensor, ...]:
