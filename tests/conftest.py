@@ -1,11 +1,10 @@
-"""Shared by all tests: real runs, collected once by the real command; one thread per process; the slow files first.
-
-Several workers (`pytest -n 2 --dist loadfile`, as `make test` does) each take whole files.
-"""
+"""Shared by all tests: real runs, collected once by the real command; one thread per process; what `make test` leaves
+out."""
 
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import re
 import shutil
@@ -40,21 +39,12 @@ else:
 PROJECT = Path(__file__).parents[1]
 Done = subprocess.CompletedProcess[str]
 RECIPES = ("bf16", "hifp8", "mxfp8", "mxfp4")
-# Files that take longer than a minute, in processor time or because they wait, the longest first.
-LONGEST = (
-    "slurm/test_slurm.py",
-    "browser/test_questions.py",
-    "collector/test_jobs.py",
-    "collector/test_ranks.py",
-    "quant/test_backends.py",
-    "quant/test_spec_backends.py",
-)
 ALL_SLOW = re.compile(r"^pytestmark = .*pytest\.mark\.slow", re.MULTILINE)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Where slow tests are left out, files of nothing else are not imported, which takes as long as many a test."""
-    chosen = config.option.markexpr == "not slow" and collection_path.suffix == ".py"
+    chosen = "not slow" in config.option.markexpr and collection_path.suffix == ".py"
     return True if chosen and ALL_SLOW.search(collection_path.read_text()) else None
 
 
@@ -72,11 +62,17 @@ def pytest_unconfigure() -> None:
     gc.unfreeze()  # what lives in C++ is taken down with the rest at the end
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m deselects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with slow tests first, of these the longest, so that no worker is left with a long one at the end."""
-    slow = {item.path for item in items if item.get_closest_marker("slow")}
-    rank = {PROJECT / "tests" / name: number for number, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: (rank.get(item.path, len(rank)), item.path not in slow))
+    """Of `sampled` tests, mark as thorough all but so many cases that each word of their ids occurs."""
+    sampled = [item for item in items if item.get_closest_marker("sampled")]
+    for _, cases in itertools.groupby(sampled, lambda item: item.nodeid.partition("[")[0]):
+        words = {item: set(re.findall(r"[^-(), \[\]]+", item.nodeid.partition("[")[2])) for item in cases}
+        seen: set[str] = set()
+        while words and not words[newest := max(words, key=lambda item: len(words[item] - seen))] <= seen:
+            seen |= words.pop(newest)
+        for item in words:
+            item.add_marker("thorough")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -67,6 +67,7 @@ def check_all(x: torch.Tensor, name: str, dim: int, device: str, **chosen) -> No
     assert_same_bits(quantize(x, name, dim, **chosen).dequantize(), want, x)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("device", devices())
 @pytest.mark.parametrize(("name", "chosen"), EVERY_OPTION)
 def test_every_option_both_axes(name, chosen, device):
@@ -77,6 +78,7 @@ def test_every_option_both_axes(name, chosen, device):
         check_all(x, name, dim, device, seed=7, **chosen)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("device", devices())
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", formats())
@@ -119,6 +121,7 @@ def test_non_contiguous(name, device):
             assert_same_bits(quantize(view, name, dim).dequantize(), want, view)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("device", devices())
 @pytest.mark.parametrize("block", [1, 2, 7, 16, 64, 100, 1000, "7x9"])
 @pytest.mark.parametrize("name", ["mxfp8", "mxint8", "nvfp4", "nvint4"])
@@ -185,6 +188,7 @@ def test_gradient_passes_straight_through(name):
     assert torch.equal(x.grad, grad)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("device", devices())
 @pytest.mark.parametrize(
     ("name", "chosen"),

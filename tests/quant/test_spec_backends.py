@@ -67,6 +67,7 @@ def by_cpp(x: Tensor, spec: Spec, dim: int, seed: int = 9) -> tuple[Tensor, Tens
     return cpu.compiled(x, spec, dim, None, True, run, seed)
 
 
+@pytest.mark.sampled
 @needs_compiler
 @pytest.mark.parametrize(
     ("spec", "shape"),
@@ -103,6 +104,7 @@ def test_cpp_in_threads_and_views(monkeypatch):
                 assert_same_bits(got, by_reference(view, Spec.of(text), dim, seed=9), view)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("device", devices())
 @pytest.mark.parametrize("spec", ROUNDED, ids=str)
 def test_triton(spec, device, monkeypatch):
@@ -120,6 +122,7 @@ def test_triton(spec, device, monkeypatch):
             assert_same_bits(got, want, x)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("text", SPECS)
 def test_scales(text):
     """[outer, blocks, inner] of every backend, and of the reference's own first numbers."""
@@ -136,6 +139,7 @@ def test_scales(text):
             assert_same_bits(scales.contiguous(), want.contiguous())
 
 
+@pytest.mark.sampled
 @needs_compiler
 @pytest.mark.parametrize("text", [*SPECS, "nvfp4(rounding=stochastic)", "nvfp4(scale=16over17, rounding=stochastic)"])
 def test_errors_in_one_pass(text, monkeypatch):

@@ -91,6 +91,7 @@ def test_the_rows_of_both_hosts_arrive(tmp_path: Path):
     assert set(ranks) == {0, 1} and len(ranks) == run.status.tensors
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("unplugged", [False, True], ids=["killed", "unplugged"])
 def test_the_loss_of_a_host_ends_the_run_with_its_reason(tmp_path: Path, unplugged: bool):
     root, log = tmp_path / "runs", tmp_path / "log"

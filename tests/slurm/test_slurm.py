@@ -100,7 +100,7 @@ def limited(root: Path) -> int:
     return number
 
 
-def test_two_ranks_on_two_nodes(root: Path, limited: int, command, capsys):
+def test_two_ranks_on_two_nodes(root: Path, command, capsys):
     assert command("run", *SMALL, "--tp", "2", "--nodes", "2", "--target", "two", "--tensor-save-dir", str(root)) == 0
     out = capsys.readouterr().out
     (number,) = (view.job.id for view in jobs.listing(root) if "--tp" in view.job.arguments)
@@ -112,7 +112,8 @@ def test_two_ranks_on_two_nodes(root: Path, limited: int, command, capsys):
     assert "iteration 0 (bf16): loss" in "\n".join(jobs.log_tail(root, view.job))
 
 
-def test_a_batch_is_an_array_of_which_one_runs_at_once_and_a_failed_member_is_retried_alone(root: Path):
+@pytest.mark.thorough
+def test_a_batch_is_an_array_of_which_one_runs_at_once_and_a_failed_member_is_retried_alone(root: Path, limited: int):
     batch = ("batch", *SMALL, "--no-raw", "--quantization", "bf16,mxfp8", "--target", "few", "--partition", "all")
     one, two = add(root, *batch)
     clusters = [now(root, number).cluster for number in (one, two)]
@@ -132,6 +133,7 @@ def test_a_batch_is_an_array_of_which_one_runs_at_once_and_a_failed_member_is_re
     assert ended(root, again.id).state == State.CANCELLED
 
 
+@pytest.mark.thorough
 def test_a_job_that_is_cancelled_keeps_what_it_recorded(root: Path):
     (number,) = add(root, *RUN, "few", *ENDLESS)
     reaches(root, number, trains, "an iteration")
@@ -141,6 +143,7 @@ def test_a_job_that_is_cancelled_keeps_what_it_recorded(root: Path):
     assert view.run.status.tensors > 0
 
 
+@pytest.mark.thorough
 def test_failures_say_why(root: Path):
     (short_of_memory,) = add(root, *RUN, "tight", *ENDLESS)
     (broken,) = add(root, *RUN, "broken")
@@ -150,6 +153,7 @@ def test_failures_say_why(root: Path):
     assert view.state == State.NO_MEMORY and "memory limit" in view.reason, said(root, view)
 
 
+@pytest.mark.thorough
 def test_a_rank_that_is_killed_and_a_submission_that_is_refused(root: Path):
     (number,) = add(root, *RUN, "two", "--tp", "2", "--nodes", "2", *ENDLESS)
     reaches(root, number, trains, "an iteration")
@@ -171,6 +175,7 @@ def test_a_rank_that_is_killed_and_a_submission_that_is_refused(root: Path):
     assert store.numbers(root) == before
 
 
+@pytest.mark.thorough
 def test_a_job_ends_before_its_time_limit(root: Path, limited: int):
     view = ended(root, limited)
     assert view.state == State.TIME_LIMIT, said(root, view)
@@ -178,6 +183,7 @@ def test_a_job_ends_before_its_time_limit(root: Path, limited: int):
     assert view.run.status.tensors > 0
 
 
+@pytest.mark.thorough
 def test_a_node_that_goes_away(root: Path, cluster: Cluster):
     (number,) = add(root, *RUN, "two", *ENDLESS)
     view = reaches(root, number, trains, "an iteration")
