@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import math
 import os
 import re
 import shutil
@@ -64,15 +65,25 @@ def pytest_unconfigure() -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before -m deselects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of `sampled` tests, mark as thorough all but so many cases that each word of their ids occurs."""
+    """Mark as thorough what `sampled` tests leave out: all cases but n, evenly spread, or without n, all but so many
+    that each word of their ids occurs."""
     sampled = [item for item in items if item.get_closest_marker("sampled")]
-    for _, cases in itertools.groupby(sampled, lambda item: item.nodeid.partition("[")[0]):
-        words = {item: set(re.findall(r"[^-(), \[\]]+", item.nodeid.partition("[")[2])) for item in cases}
-        seen: set[str] = set()
-        while words and not words[newest := max(words, key=lambda item: len(words[item] - seen))] <= seen:
-            seen |= words.pop(newest)
-        for item in words:
+    for _, group in itertools.groupby(sampled, lambda item: item.nodeid.partition("[")[0]):
+        cases = list(group)
+        for item in set(cases) - set(_sample(cases, *cases[0].get_closest_marker("sampled").args)):
             item.add_marker("thorough")
+
+
+def _sample(cases: list[pytest.Item], count: int | None = None) -> list[pytest.Item]:
+    if count is not None:
+        return cases[:: math.ceil(len(cases) / count)]
+    words = {item: set(re.findall(r"[^-(), \[\]]+", item.nodeid.partition("[")[2])) for item in cases}
+    chosen: list[pytest.Item] = []
+    seen: set[str] = set()
+    while not words[newest := max(cases, key=lambda item: len(words[item] - seen))] <= seen:
+        seen |= words[newest]
+        chosen.append(newest)
+    return chosen
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
+from altair.utils.schemapi import disable_debug_mode
 from streamlit.components.v2 import manifest_scanner
 from streamlit.testing.v1 import AppTest
 
@@ -17,6 +18,7 @@ from tests.app import roots
 
 # Every AppTest looks for components in all installed packages, which takes longer than many a page: once is enough.
 manifest_scanner.scan_component_manifests = functools.cache(manifest_scanner.scan_component_manifests)
+disable_debug_mode()  # as `binade serve`; test_figures and test_charts check charts against Vega-Lite's schema
 
 
 def open_page(page: str, query: Mapping[str, list[str]]) -> AppTest:

@@ -90,6 +90,7 @@ def test_every_number_of_a_verdict_is_an_estimate(opened: Catalog, collected: Pa
         assert not claims(answer), answer.verdict
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("across", ["layer_index", "iteration"])
 @pytest.mark.parametrize("metric", METRICS)
 def test_so_is_every_number_of_a_map(opened: Catalog, collected: Path, metric: str, across: str):

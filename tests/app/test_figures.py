@@ -14,6 +14,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import vl_convert
+from altair.utils.schemapi import debug_mode
 from PIL import Image, ImageColor
 
 from binade.app.figure import Column, Figure
@@ -35,12 +36,13 @@ pytestmark = pytest.mark.slow
 AXIS = re.compile(r"aria-label=\"[XY]-axis titled '([^\"]*)' for a linear scale with values from \S+ to ([^\s\"]+)")
 
 
-def walked(catalog: Catalog) -> dict[str, Figure]:
-    """The figures of each question with its defaults, and with each value of the parameters that change its charts."""
+def walked(catalog: Catalog, every: bool) -> dict[str, Figure]:
+    """The figures of each question with its defaults, and if asked, with each value of the parameters that change its
+    charts."""
     figures = {}
     for question in QUESTIONS:
         view = View(question.page, {"view": [question.view]})
-        params = {} if question.name in ("what_if", "advise", "multiples") else view.params_in(catalog)
+        params = {} if question.name in ("what_if", "advise", "multiples") or not every else view.params_in(catalog)
         several = {name: params[name] for name in question.uses if isinstance(params.get(name), One)}
         choices = [(name, text) for name, param in several.items() if not param.refers_to for text in param.allowed]
         for changed in (view, *(view.changed(**{name: text}) for name, text in choices)):
@@ -49,12 +51,12 @@ def walked(catalog: Catalog) -> dict[str, Figure]:
     return figures
 
 
-@pytest.fixture(scope="module")
-def figures(collected: Path, odd_root: Path) -> dict[str, Figure]:
-    found = {}
-    for root in (collected, odd_root):
-        with Catalog.open(root) as catalog:
-            found |= {f"{root.name} {name}": figure for name, figure in walked(catalog).items()}
+@pytest.fixture(scope="module", params=["defaults", pytest.param("every value", marks=pytest.mark.thorough)])
+def figures(request: pytest.FixtureRequest, collected: Path, odd_root: Path) -> dict[str, Figure]:
+    every, found = request.param == "every value", {}
+    for root in (collected, odd_root) if every else (collected,):
+        with Catalog.open(root) as catalog, debug_mode(True):
+            found |= {f"{root.name} {name}": figure for name, figure in walked(catalog, every).items()}
     return found
 
 

@@ -96,6 +96,7 @@ def test_before_and_after_quantization_are_told_apart(visit: Visit, imported: Pa
     assert at.selectbox(key="tensor").options[0].endswith("mxfp8 · after quantization")
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("end", ["hostile.pt", f"{IMAGE}.npy"])
 @pytest.mark.parametrize("view", PAGES["tensor"].parts)
 def test_what_a_log_says_is_text(visit: Visit, imported: Path, end: str, view: str):

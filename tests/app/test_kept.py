@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from altair.utils.schemapi import debug_mode
 
 from binade.app.pages.registry import PAGES, PART
 from binade.app.params import AnyText
@@ -15,18 +15,18 @@ from binade.app.sessions.session import Pin
 from binade.app.view import View
 from binade.data.cache import Cache
 from binade.data.catalog import Catalog
-from tests.app.test_live import IDS, VIEWS, answer
+from tests.app.test_live import IDS, SETS, VIEWS, answer
 
 pytestmark = pytest.mark.slow
 
 
-def pinned(catalog: Catalog) -> list[Pin]:
-    """Each question of the mxfp4 run, with the run or the tensor that a parameter refers to chosen from another run."""
+def pinned(catalog: Catalog, names: Sequence[str]) -> list[Pin]:
+    """Questions of the mxfp4 run, with the run or the tensor that a parameter refers to chosen from another run."""
     runs = catalog.runs().set_index("recipe")["run_id"]
     tensors = catalog.tensors().query("tensor_name == 'input' and layer_index == 1").set_index("run_id")["tensor_id"]
     chosen = {"run": ["mxfp8", "hifp8"], "tensor": ["mxfp8", "hifp8"]}
     made = []
-    for question, address in VIEWS:
+    for question, address in (VIEWS[IDS.index(name)] for name in names):
         params = {name: [text] for name, text in address.items()} | {"run_id": [runs["mxfp4"]]}
         left = {kind: list(names) for kind, names in chosen.items()}
         for name, param in View(question.page, params).params_in(catalog).items():
@@ -47,32 +47,25 @@ def test_what_names_a_run_or_a_tensor_says_so(catalog: Catalog):
             assert isinstance(param, AnyText) or [param.refers_to] == (kinds or [param.refers_to]), (view, name)
 
 
-@pytest.fixture(scope="module")
-def bundled(collected: Path, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[object, object, object]]:
+@pytest.mark.parametrize("names", SETS)
+def test_saved_and_bundled_it_shows_the_same(collected: Path, tmp_path: Path, names: Sequence[str]):
     """Each question's answer as it was pinned, in the saved session, and in a root that has imported the bundle."""
-    place = tmp_path_factory.mktemp("bundled")
-    with debug_mode(False), Catalog.open(collected) as catalog:  # tests/app/test_charts.py checks charts
+    with Catalog.open(collected) as catalog:
         catalog.cache = Cache(1 << 30, outside=(Catalog,))
-        made = pinned(catalog)
+        made = pinned(catalog, names)
         view = View(made[0].page, made[0].params)
         drawn = [answer(pins.draw(catalog, pin)) for pin in made]
         kept = [pins.refreshed(catalog, session.new("kept", View(pin.page, pin.params), pins=(pin,))) for pin in made]
         kept = [session.parse(session.to_json(each).encode()) for each in kept]
         saved = [answer(pins.draw(catalog, each.pins[0], each.run_ids)) for each in kept]
         together = pins.refreshed(catalog, session.new("together", view, pins=tuple(made)))
-        storage.export_bundle(catalog, together, place / "all.zip")
-    (place / "root").mkdir()
-    storage.import_bundle(place / "root", place / "all.zip")
-    with debug_mode(False), Catalog.open(place / "root") as opened:
+        storage.export_bundle(catalog, together, tmp_path / "all.zip")
+    (tmp_path / "root").mkdir()
+    storage.import_bundle(tmp_path / "root", tmp_path / "all.zip")
+    with Catalog.open(tmp_path / "root") as opened:
         sent = [answer(pins.draw(opened, each.pins[0], each.run_ids)) for each in kept]
-    return list(zip(drawn, saved, sent, strict=True))
-
-
-@pytest.mark.parametrize("index", range(len(VIEWS)), ids=IDS)
-def test_saved_and_bundled_it_shows_the_same(bundled: list[tuple[object, object, object]], index: int):
-    drawn, saved, sent = bundled[index]
-    assert saved == drawn
-    assert sent == drawn
+    for name, as_drawn, as_saved, as_sent in zip(names, drawn, saved, sent, strict=True):
+        assert as_saved == as_drawn and as_sent == as_drawn, name
 
 
 def test_all_questions_are_kept():

@@ -92,6 +92,7 @@ def of_torch(x: Tensor, metric: str) -> float:
     }[metric]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("metric", STATISTICS)
 def test_a_statistic_is_torchs_and_the_same_in_each_gemm(catalog: Catalog, metric: str):
     table = cells(catalog, MXFP4, metric=metric)
@@ -155,6 +156,7 @@ def test_of_several_tensors_a_cell_has_numpys_quantiles(parts: Catalog, metric: 
         assert cell.tensor_id == (own.idxmin() if metric == "sqnr_db" else own.idxmax())
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("across", ["layer_index", "iteration"])
 @pytest.mark.parametrize("metric", ["sqnr_db", "flush_to_zero", "absmax", "crest_factor"])
 def test_versus_a_run_is_the_difference_of_the_cells(parts: Catalog, metric: str, across: str):
@@ -266,6 +268,7 @@ def test_rows_are_in_the_order_of_the_network(catalog: Catalog):
     assert [(row.gemm, row.product, row.tensor) for row in found.rows] == expected
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("across", ["layer_index", "iteration"])
 @pytest.mark.parametrize("metric", METRICS)
 def test_the_worst_cell_is_first_and_opens_its_tensor(catalog: Catalog, metric: str, across: str):
@@ -334,6 +337,7 @@ def test_the_panel_shows_the_values_of_a_cell_as_its_gemm_takes_them(catalog: Ca
         assert shown["facts"][0] == ["SQNR", cell["label"]]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("metric", METRICS)
 def test_odd_tensors(odd_root: Path, metric: str):
     """Nothing finite, zeros, Inf: whatever has a value is drawn, as JSON without NaN."""

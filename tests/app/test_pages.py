@@ -149,6 +149,7 @@ class TestExplore:
         assert "'mxfp9', which is not in this root" in words(at) and len(at.warning) == 1 and not at.error
         assert metrics(at) == metrics(visit(collected, quant_type="mxfp8")) and charts(at) == 6
 
+    @pytest.mark.sampled(3)
     @pytest.mark.parametrize("text", ["<script>alert(1)</script>", "**bold**", "$x$", "x" * 3000, "", "a\nb", "'\"%00"])
     def test_nothing_in_the_address_is_taken_for_more_than_text(self, visit: Visit, collected: Path, text: str):
         for query in ({"model": text, "layer_index": text, "tensor": text, "by": text}, {"view": text}):
@@ -165,6 +166,7 @@ class TestExplore:
         at.multiselect(key="filter_operation").set_value([])
         assert metrics(rerun(at))["Tensors"] != "0"
 
+    @pytest.mark.sampled(2)
     @pytest.mark.parametrize("by", ["recipe", "layer_index", "module", "operation", "tensor_name", "iteration"])
     def test_compare_by(self, visit: Visit, collected: Path, by: str):
         at = visit(collected, by=by)
@@ -294,6 +296,7 @@ class FailingTensor(torch.Tensor):
 
 @pytest.mark.parametrize("page", ["map", "explore", "tensor", "recipes", "runs", "sql"])
 class TestNoRuns:
+    @pytest.mark.sampled(4)
     @pytest.mark.parametrize("there", [True, False], ids=["empty", "missing"])
     def test_root_without_runs(self, visit: Visit, tmp_path: Path, page: str, there: bool):
         root = tmp_path / "runs"
@@ -304,6 +307,7 @@ class TestNoRuns:
         assert [code.value for code in at.code][1:] == ["binade import LOGS", "make demo"]
         assert root.exists() == there
 
+    @pytest.mark.sampled(1)
     def test_root_is_a_file(self, visit: Visit, tmp_path: Path, page: str):
         root = tmp_path / "runs"
         root.write_text("")
@@ -385,6 +389,7 @@ class TestEveryPage:
             assert shown["state"] == "✕ damaged" and "sketch.parquet has 16 bytes, expected" in shown["reason"]
             assert "3 runs (3 done)" in words(at)
 
+    @pytest.mark.sampled(1)
     def test_damaged_run(self, visit: Visit, collected: Path, tmp_path: Path, page: str):
         root = roots.copy(collected, tmp_path / "runs")
         damaged = roots.runs_of(root)[:2]
@@ -394,6 +399,7 @@ class TestEveryPage:
         assert "2 runs are damaged or cannot be read" in words(at)
         assert all(run.name in words(at) for run in damaged)
 
+    @pytest.mark.sampled(1)
     def test_many_runs(self, visit: Visit, collected: Path, tmp_path: Path, page: str):
         root = tmp_path / "runs"
         root.mkdir()
@@ -432,6 +438,7 @@ class TestFilesThatCannotBeRead:
     def root(self, collected: Path, tmp_path: Path) -> Path:
         return roots.copy(collected, tmp_path / "runs")
 
+    @pytest.mark.sampled(2)
     @pytest.mark.parametrize("kept", [0, 1, 3000])
     def test_cut_short(self, visit: Visit, root: Path, kept: int):
         tensor_id = first(root, quant_type=["mxfp8"], tensor_name=["key"])
@@ -463,6 +470,7 @@ class TestFilesThatCannotBeRead:
 
 
 class TestOddTensors:
+    @pytest.mark.sampled
     @pytest.mark.parametrize("axis", ["log2", "linear"])
     @pytest.mark.parametrize("number", range(len(roots.odd_tensors())), ids=list(roots.odd_tensors()))
     def test_one(self, visit: Visit, odd_root: Path, number: int, axis: str):

@@ -106,6 +106,7 @@ def lists(view: dict[str, str]) -> dict[str, list[str]]:
     return {name: [text] for name, text in view.items()}
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("page", "view"), CASES, ids=[f"{page}-{'-'.join(view.values())}" for page, view in CASES])
 def test_a_view_drawn_again_is_what_the_page_shows(
     visit: Visit, collected: Path, catalog: Catalog, page: str, view: dict[str, str]
@@ -188,6 +189,7 @@ KEPT = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("page", "params"), KEPT, ids=[f"{page}-{'-'.join(params)}" for page, params in KEPT])
 def test_a_sessions_pin_shows_what_its_keeper_saw(catalog: Catalog, smaller: Catalog, page: str, params: dict):
     theirs = pins.draw(smaller, Pin(page, params))
@@ -276,7 +278,7 @@ texts = some.lists(some.text(max_size=12) | some.sampled_from(ODD), max_size=3)
 asked = some.dictionaries(some.sampled_from([*FIELDS, *OWN]), texts, max_size=4)
 
 
-@settings(max_examples=80)
+@settings(max_examples=30)
 @given(place=some.sampled_from(PARTS), params=asked, chart=some.sampled_from(["", "qq", "x"]))
 def test_whatever_a_pin_asks_is_drawn_or_said(
     catalog: Catalog, place: tuple[str, str], params: dict[str, list[str]], chart: str

@@ -27,6 +27,7 @@ from tests.conftest import PROJECT
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "question", [each for each in QUESTIONS if each.name != "provenance"], ids=lambda question: question.name
 )
@@ -85,6 +86,7 @@ def test_what_is_not_known_is_refused(catalog: Catalog, name: str, given: dict[s
         _ = plots.rankin
 
 
+@pytest.mark.thorough
 def test_the_notebook_of_the_documentation(collected: Path, tmp_path: Path):
     """It runs from start to end, and has the outputs that it was saved with, of the same kinds."""
     saved = nbformat.read(PROJECT / "docs" / "notebook.ipynb", as_version=4)

@@ -576,6 +576,7 @@ def test_a_run_deleted_meanwhile_is_said(root, tmp_path, overview_alone):
     assert [path.name for path in tmp_path.iterdir()] == ["runs"]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=lambda n: n.name)
 def test_who_is_interrupted_leaves_nothing(collected, tmp_path, number):
     written = ("--output", tmp_path / "draw", "--zip", tmp_path / "z.zip")

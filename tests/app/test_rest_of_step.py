@@ -15,7 +15,7 @@ from binade.collector.training.plan import plan
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 from binade.data.tensor_kinds import Other, tensor_names
-from tests.app.test_pages import Visit, charts
+from tests.app.test_pages import Visit
 
 pytestmark = pytest.mark.slow
 NAMES = tuple(name for place in Other for name in tensor_names(place))
@@ -47,6 +47,7 @@ def test_all_of_them_are_estimated_chosen_and_ranked(root: Path):
 PARTS = [(page, view) for page in ("map", "compare", "runs") for view in PAGES[page].parts if view != "collect"]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("page", "view"), PARTS)
 def test_pages(visit: Visit, root: Path, page: str, view: str):
     at = visit(root, page, view=view, operation="optimizer")
@@ -64,9 +65,9 @@ def test_the_map_of_an_optimizers_state(root: Path, metric: str):
 
 
 @pytest.mark.parametrize("view", PAGES["tensor"].parts)
-@pytest.mark.parametrize("name", ["exp_avg_sq", "router_load"])
-def test_tensor(visit: Visit, root: Path, view: str, name: str):
+def test_tensor(root: Path, view: str):
     with Catalog.open(root) as catalog:
-        chosen = catalog.tensors(Filter(tensor_name=(name,)))["tensor_id"].iloc[0]
-    at = visit(root, "tensor", view=view, tensor=chosen)
-    assert not at.error and (charts(at) or at.info)
+        for name in ("exp_avg_sq", "router_load"):
+            chosen = catalog.tensors(Filter(tensor_name=(name,)))["tensor_id"].iloc[0]
+            drawn = View("tensor", {"view": [view], "tensor": [chosen]}).draw(catalog)
+            assert drawn.figures or drawn.problems, name

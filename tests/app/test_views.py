@@ -38,6 +38,7 @@ def drawn_map(at: AppTest) -> dict[str, Any] | None:
     return next((each for each in data if "blocks" in each), None)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("metric", "across"),
     [*((metric, "layer_index") for metric in METRICS), ("sqnr_db", "iteration"), ("loss_change", "iteration")],
@@ -77,6 +78,7 @@ def test_the_map_in_another_format_iteration_and_as_a_difference(visit: Visit, c
     assert "does not depend on a format: compare with another run" in words(rerun(at))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("part", PAGES["compare"].parts)
 def test_compare(visit: Visit, collected: Path, part: str):
     at = visit(collected, "compare", view=part, quant_type="mxfp4", layer_index="1")
@@ -142,6 +144,7 @@ def test_what_was_not_recorded_is_not_blamed_on_the_filter(visit: Visit, collect
     assert not any(button.key == "offer_to_clear" for button in at.button)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("view", VIEWS)
 def test_tensor(visit: Visit, collected: Path, view: str):
     at = visit(collected, "tensor", view=view, quant_type="mxfp4")
@@ -153,13 +156,16 @@ def test_tensor(visit: Visit, collected: Path, view: str):
 
 
 @pytest.mark.parametrize("view", VIEWS)
-@pytest.mark.parametrize("name", ["all NaN", "zeros", "some NaN", "huge", "single", "empty"])
-def test_odd_tensors(visit: Visit, odd_root: Path, view: str, name: str):
-    layer = list(roots.odd_tensors()).index(name) + 1
-    at = visit(odd_root, "tensor", view=view, tensor=first(odd_root, layer_index=[layer]))
-    assert charts(at) or at.info
+def test_odd_tensors(odd_root: Path, view: str):
+    """Something is drawn, as JSON without NaN, or a sentence says why not."""
+    with Catalog.open(odd_root) as catalog:
+        for tensor_id in catalog.tensors()["tensor_id"]:
+            drawn = View("tensor", {"view": [view], "tensor": [tensor_id]}).draw(catalog)
+            assert drawn.figures or drawn.problems, tensor_id
+            json.dumps([figure.spec for figure in drawn.figures], allow_nan=False)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("law", ["laplace", "student_t", "uniform", "tensor", "selection"])
 def test_laws(visit: Visit, collected: Path, law: str):
     at = visit(collected, "tensor", view="law", law=law, quant_type="mxfp4")

@@ -37,7 +37,7 @@ from tests.browser.driver import new_page, serving, settle, turn_to
 from tests.browser.test_explore import number
 from tests.conftest import PROJECT, run_collector
 
-pytestmark = [pytest.mark.browser, pytest.mark.slow]
+pytestmark = [pytest.mark.browser, pytest.mark.slow, pytest.mark.thorough]
 MOST_CLICKS = 5
 SMALLER = ("--sequence-length", "32", "--warmup-iterations", "12", "--train-iters", "2", "--capture-every", "1")
 
