@@ -172,6 +172,7 @@ class TestEstimate:
             assert volume.files == pytest.approx(run.status.bytes, rel=0.01)
             assert volume.disk == pytest.approx(written, rel=0.02)
 
+    @pytest.mark.sampled(2)
     @pytest.mark.parametrize(
         "line",
         [
@@ -328,6 +329,7 @@ class TestEnds:
         assert processes.marked(job.token) == set() and not first_process(root, job).alive
         assert check_rows(root) == view.run.status.tensors >= 2 * 35
 
+    @pytest.mark.thorough
     def test_cancel_of_two_ranks_leaves_no_process(self, root):
         job = launch(root, TWO_RANKS)
         after_iteration(root, job, 0)
@@ -364,6 +366,7 @@ class TestEnds:
         assert datetime.fromisoformat(view.run.status.heartbeat).timestamp() >= last - 0.001  # milliseconds are cut off
         assert datetime.fromisoformat(view.ended).timestamp() >= end - 0.001
 
+    @pytest.mark.thorough
     def test_a_rank_is_killed(self, root):
         job = launch(root, TWO_RANKS)
         view = after_iteration(root, job, 0)

@@ -180,6 +180,7 @@ def test_the_unsharded_tensor_is_the_one_ranks(runs: Path, catalog: Catalog):
             assert (got.float() - expected.float()).norm() <= ulps * 2**-7 * expected.float().norm(), key
 
 
+@pytest.mark.thorough
 def test_a_batch_on_two_ranks_of_which_one_records(command, tmp_path: Path):
     """Ranks leave one run for the next at different times."""
     options = ("--quantization", "bf16,mxfp8", "--tp", "2", "--ranks", "1", "--max-bytes", "3M")
@@ -237,6 +238,7 @@ def test_cancelling_ends_every_rank(tmp_path: Path):
     assert list_runs(tmp_path)[0][0].status.state == "cancelled"
 
 
+@pytest.mark.thorough
 def test_no_state_is_shown_before_the_launcher_has_decided(tmp_path: Path):
     """Rank 0 ends because it is asked to, rank 1 because rank 0 is gone: which of them was first the launcher knows."""
     launcher, directory = start(tmp_path)

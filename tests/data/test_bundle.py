@@ -363,6 +363,7 @@ def hostile(case: str, packed: Path) -> tuple[Archive, str]:
     return archive, words
 
 
+@pytest.mark.sampled(14)
 @pytest.mark.parametrize("case", HOSTILE)
 def test_hostile_bundles_change_nothing(case: str, older: Path, tmp_path: Path):
     archive, words = hostile(case, older)

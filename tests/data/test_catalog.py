@@ -154,6 +154,7 @@ class TestSync:
             catalog.sync()
             agree(catalog, root)
 
+    @pytest.mark.sampled(3)
     @pytest.mark.parametrize(
         "name", ["copy", "with space", "a[b]c*?", "model=foo", "size=3", 'it\'s "quoted"', "ünï-日本", "-rf", "%41"]
     )
@@ -175,6 +176,7 @@ class TestSync:
                 assert tensor_id.startswith(f"{name}/")
                 assert catalog.load(tensor_id).shape == tuple(shape)
 
+    @pytest.mark.sampled(4)
     @pytest.mark.parametrize("stem", TABLES)
     @pytest.mark.parametrize("damage", ["cut short", "garbage", "missing", "another table"])
     def test_a_damaged_segment_is_named_and_its_run_left_out(self, root, stem, damage):
@@ -411,6 +413,7 @@ class TestIndexFile:
             with duckdb.connect(str(index)) as connection:
                 connection.execute("CREATE TABLE tensor AS SELECT 1 AS a")
 
+    @pytest.mark.sampled(3)
     @pytest.mark.parametrize(
         "how",
         [

@@ -93,6 +93,7 @@ def test_bfloat16_results_round_to_even():
     assert_same_bits(y, exact.bfloat16(), x)
 
 
+@pytest.mark.sampled
 @needs_compiler
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bf16"])
 @pytest.mark.parametrize("name", COMPILED)
@@ -121,6 +122,7 @@ def test_errors_do_not_depend_on_the_threads_timing():
     assert len({score(x, "mxfp4") for _ in range(20)}) == 1
 
 
+@pytest.mark.sampled(1)
 @needs_compiler
 @pytest.mark.parametrize(
     ("texts", "dtype"),

@@ -47,6 +47,7 @@ def besiege(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: p
 PROCESS, JOB = "0002/process.json", "0002/job.json"
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("name", "how"),
     [
@@ -67,6 +68,7 @@ def test_the_page_names_a_damaged_job(besiege):
     besiege("damaged-jobs", (PROCESS, "an object"), number=0)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("line", range(12))
 def test_a_job_that_is_another_command_is_never_started(besiege, monkeypatch, line: int):
     monkeypatch.setattr(Attempt, "choose", lambda self, cases: cases[line])
@@ -116,6 +118,7 @@ def test_a_real_time_signal_has_no_name(tmp_path):
     assert jobs.view_of(tmp_path, job).reason == "the collector was ended by signal 37"
 
 
+@pytest.mark.thorough
 def test_a_siege_that_is_stopped_leaves_nothing(tmp_path):
     """No process of its attacks, such as their runners and jobs, and no file of theirs."""
 

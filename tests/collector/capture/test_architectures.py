@@ -81,6 +81,7 @@ def row_of(kind: str, model: nn.Module) -> str:
     return f"| `{kind}`{named} | {' '.join(sorted(recorded))} | {', '.join(kept)} |"
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_an_architecture(tmp_path, kind):
     model, cores = build(kind), CORES.get(kind, [])
