@@ -513,6 +513,7 @@ def sites(rows: pd.DataFrame) -> dict[tuple[int, str, int | None], set[str]]:
     return found
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("recipe", [*TEN_RECIPES, "nvfp4"])
 @pytest.mark.parametrize("name", TINY)
 def test_every_recipe_records_every_tensor_of_every_model(name, recipe, tmp_path):

@@ -90,6 +90,7 @@ def assert_same(whole: RunInfo, resumed: RunInfo) -> None:
     assert not verify(resumed.directory.parent, (resumed.run_id,), print).damaged
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("recipe", "kills", "options"),
     [

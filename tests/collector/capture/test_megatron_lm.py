@@ -62,6 +62,7 @@ def pretrain(script: Path, arguments: str, **environment: str) -> list[str]:
     return re.findall(r"lm loss: (\S+) .*grad norm: (\S+)", said[1][0])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", CASES)
 def test_the_example_stands_for_pretrain_gpt(tmp_path, name):
     plain = pretrain(Path(str(CHECKOUT), "pretrain_gpt.py"), CASES[name])

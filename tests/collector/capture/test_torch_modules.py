@@ -725,6 +725,7 @@ class Compiled:
         return run
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("how", ["model", "model, called before", "module.compile", "blocks", "later", "at"])
 def test_what_is_compiled_is_recorded_eagerly_and_compiled_elsewhere(tmp_path: Path, how: str):
     plain = train(build(), loss, steps=4)

@@ -138,6 +138,7 @@ class TestRealRuns:
         assert (row["gap_seeds"], row["gap_mean_over_seeds_nats"]) == ("1", row["gap_mean_nats"])
         assert row["gap_deviation_over_seeds_nats"] == ""
 
+    @pytest.mark.sampled
     @pytest.mark.parametrize("recipe", RECIPES)
     @pytest.mark.parametrize("side", SIDES, ids=SIDES.values())
     def test_errors_are_those_of_the_raw_tensors(self, by_recipe, collected, recipe, side):
