@@ -13,7 +13,7 @@ INSTALL = { $(PIP) $(1); echo "status $$?"; } | awk '/^status / {exit $$2} \
 BINADE := $(VENV)/bin/binade
 # Two more workers than cores: some always wait.
 WORKERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 2)
-PYTEST = $(PY) -m pytest -n $(WORKERS) --maxprocesses 4 --dist worksteal
+PYTEST = $(PY) -m pytest -n $(WORKERS) --maxprocesses 4 --dist
 SHELL := /bin/sh
 export PYTHONUNBUFFERED := 1
 # On busy cores, OpenMP threads that spin at every barrier slow each other down tenfold.
@@ -53,10 +53,10 @@ demo: $(VENV)/.installed-demo ## set up, fine-tune SmolLM2-135M (a package of 93
 	@TENSOR_SAVE_DIR=$(DEMO) exec $(BINADE) serve --port "$(PORT)"
 
 test: chromium ## set up, run the tests that a change must pass, in eight minutes (WORKERS=, ARGS=)
-	@$(PYTEST) $(ARGS)
+	@$(PYTEST) worksteal $(ARGS)
 
 test-all: chromium ## run every test: also exhaustive grids, a real Slurm, two hosts, every command of the docs
-	@$(PYTEST) -m "" $(ARGS)
+	@$(PYTEST) loadfile -m "" $(ARGS) # tests of one cluster disturb those of another
 
 siege: chromium ## attack Binade for half an hour and print what failed (MINUTES=, ARGS="--only NAME --seed N")
 	@$(PY) -m tests.siege --minutes "$(MINUTES)" $(ARGS)
@@ -65,7 +65,7 @@ check: install-tests ## check style and types and run the fast tests, in 90 seco
 	@$(MAKE) --no-print-directory --jobs=2 lint fast
 
 fast: install-tests
-	@$(PYTEST) -m "not slow and not thorough" $(ARGS)
+	@$(PYTEST) worksteal -m "not slow and not thorough" $(ARGS)
 
 install: $(VENV)/.installed ## set up only: the packages and the command .venv/bin/binade
 

@@ -153,6 +153,7 @@ def test_instruments_next_to_modules_of_our_names(core, user, tmp_path):
     assert json.loads(status.read_text())["tensors"] > 0
 
 
+@pytest.mark.thorough
 def test_serves_with_the_app_extra(wheel, user, tmp_path):
     python = environment(tmp_path / "environment", *CORE, *EXTRA)
     pip(python, "install", "--no-deps", wheel)
@@ -172,6 +173,7 @@ def test_serves_with_the_app_extra(wheel, user, tmp_path):
             app.wait(timeout=30)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("torch", "installs"), [("2.6.0", ["binade"]), ("2.7.1+cu128", ["binade"]), ("2.5.1", None)])
 def test_install_leaves_torch_as_it_is(wheel, tmp_path, torch, installs):
     """The resolver's own report, in an environment that claims a torch and the lowest versions of everything else."""
@@ -192,6 +194,7 @@ def test_install_leaves_torch_as_it_is(wheel, tmp_path, torch, installs):
         assert [item["metadata"]["name"] for item in json.loads(done.stdout)["install"]] == installs
 
 
+@pytest.mark.thorough
 def test_editable_install(source, user, tmp_path):
     """An edit is seen at once, and `import app` does not become ours."""
     python = environment(tmp_path / "environment", *CORE, Requirement("setuptools"))
