@@ -59,6 +59,7 @@ def along(x: Tensor, gemm: str, product: str, tensor: str) -> tuple[Tensor, int]
     return (x.flatten(0, -2), axis) if product not in ("QK", "PV") else (x, axis)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("fmt", ["mxfp4", "mxfp8", "hifp8"])
 @pytest.mark.parametrize("metric", ["sqnr_db", "flush_to_zero", "saturated"])
 def test_a_cell_is_the_operand_scored_along_the_axis_of_its_gemm(catalog: Catalog, metric: str, fmt: str):
@@ -138,6 +139,7 @@ def by_hand(catalog: Catalog, where: Filter, metric: str, fmt: str, by: list[str
     return rows.set_index("tensor_id").groupby(by)["value"]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("across", ["layer_index", "iteration"])
 @pytest.mark.parametrize(
     ("metric", "fmt"),
@@ -366,6 +368,7 @@ def unscored(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Catalog]:
 class TestNotScored:
     """In a format that nothing was scored in, an error is computed from the values on disk."""
 
+    @pytest.mark.sampled(2)
     @pytest.mark.parametrize("fmt", ["mxint8", "mxfp4(block=16x16)", "nvfp4(hadamard=16)"])
     def test_each_operand_as_its_gemm_takes_it(self, catalog: Catalog, fmt: str):
         assert fmt not in catalog.scored_formats()

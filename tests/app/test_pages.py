@@ -375,6 +375,7 @@ def test_a_damaged_index_is_made_anew_and_a_toast_says_so(visit: Visit, collecte
 
 @pytest.mark.parametrize("page", ["explore", "runs"])
 class TestEveryPage:
+    @pytest.mark.sampled(1)
     def test_damaged_segment(self, visit: Visit, collected: Path, tmp_path: Path, page: str):
         root = roots.copy(collected, tmp_path / "runs")
         run = roots.runs_of(root)[1]
@@ -417,6 +418,7 @@ class TestEveryPage:
             assert metrics(at)["Tensors"] == f"{total:,}"
             assert f"The first 5,000 of {total:,} are listed" in words(at)
 
+    @pytest.mark.sampled(1)
     def test_runs_that_come_and_go_while_the_page_is_open(
         self, visit: Visit, collected: Path, tmp_path: Path, page: str, monkeypatch: pytest.MonkeyPatch
     ):

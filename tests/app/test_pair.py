@@ -104,6 +104,7 @@ def test_identical_tensors_and_tensors_of_other_dtypes(tmp_path: Path):
     assert verdict == "The two tensors are identical. Their dtypes are bfloat16 and float32."
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("other", "said"),
     [

@@ -601,6 +601,7 @@ def test_a_bundle_is_no_folder(command, tmp_path, capsys, output):
     assert "is a folder: pass a file name to --output" in error and error.count("\n") == 1
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("verb", "number"), [("import", signal.SIGINT), ("export", signal.SIGTERM)], ids=["import", "export"]
 )

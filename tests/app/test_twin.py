@@ -125,6 +125,7 @@ def test_a_pass_that_overflows_is_reported(tmp_path: Path):
     assert found.tables["twin"]["cosine"].isna().tolist() == [True, True, False]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["linear_mxfp4", "nvidia_nvfp4(without=keep)"])
 def test_a_real_run(command: Callable[..., int], tmp_path: Path, recipe: str):
