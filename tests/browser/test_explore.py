@@ -199,6 +199,7 @@ def test_a_selected_tensor_is_drawn_exactly(visit: Visit, catalog: Catalog):
     assert "Distribution of values" in chart_text(page)
 
 
+@pytest.mark.thorough
 def test_a_second_app_on_the_same_root(visit: Visit, collected: Path):
     """Opened at the runs first. The table is a canvas, with its cells as text for screen readers."""
     first = visit(QUERY)
@@ -216,6 +217,7 @@ def test_a_second_app_on_the_same_root(visit: Visit, collected: Path):
         assert metrics(page) == metrics(first) and marks(page) == marks(first)
 
 
+@pytest.mark.thorough
 def test_labels_are_light_on_dark_and_whole(visit: Visit, catalog: Catalog):
     """Ten long names: every text of a chart lies within its picture."""
     ids = catalog.tensors()["tensor_id"].tolist()[::50][:10]

@@ -135,6 +135,7 @@ def test_a_baseline_is_added_and_both_losses_are_read_at_one_iteration(visit: Vi
     assert page.complaints == []
 
 
+@pytest.mark.thorough
 def test_two_browsers_on_a_job_that_another_process_started(visit: Visit, app: str, root: Path):
     """It moves without a click, is killed, resumed by clicking in one, and cancelled there."""
     job = launch(root, (*CALM, "--checkpoint-every", "5"))
@@ -166,6 +167,7 @@ def test_two_browsers_on_a_job_that_another_process_started(visit: Visit, app: s
     assert one.complaints == [] and two.complaints == []
 
 
+@pytest.mark.thorough
 def test_a_recipe_is_edited_and_saved(visit: Visit, app: str, root: Path):
     page = enter(visit, app, "New collection")
     page.get_by_text("Edit a recipe").click()

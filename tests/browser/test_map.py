@@ -134,6 +134,7 @@ def test_the_scope_is_chosen_in_the_bar_and_stays(visit: Visit, catalog: Catalog
     assert query(page) == chosen | {"iteration": "0"}
 
 
+@pytest.mark.thorough
 def test_a_difference_and_columns_of_iterations(visit: Visit, catalog: Catalog, run: str):
     page = visit("/?format=mxfp8")
     pick(page, "minus", "mxfp4")

@@ -43,6 +43,7 @@ def test_what_is_typed_is_found_and_opened(visit: Visit, catalog: Catalog):
     assert not page.complaints
 
 
+@pytest.mark.thorough
 def test_nothing_found_is_said_and_escape_closes(visit: Visit):
     page = visit()
     before = page.url

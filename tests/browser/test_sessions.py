@@ -153,6 +153,7 @@ def test_a_name_that_is_a_picture_loads_nothing(visit: Visit, served: str, own_r
     assert not [url for url in page.requests if "203.0.113.7" in url]
 
 
+@pytest.mark.thorough
 def test_notes_that_would_stop_the_browser_are_shown_as_text(visit: Visit, served: str, own_root: Path):
     one, _ = storage.save(own_root, sessions.new("Deep", sessions.View("runs"), notes=">" * 50_000))
     page = visit(f"/?session={one.id}", base=served)
