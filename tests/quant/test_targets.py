@@ -66,6 +66,7 @@ Compiling(summarize_kernel).launch(*tensors, 1 << 24, ROWS=TILE // 8, WIDTH=8, B
 """
 
 
+@pytest.mark.thorough
 def test_kernels_compile_for_blackwell_and_by_the_hip_back_end(tmp_path):
     environment = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     done = run_python("-c", PROGRAM, *SPECS, env=environment)
