@@ -4,7 +4,7 @@
     python -m tests.faults plant --part quant --seed 1    plant faults in lines that tests execute, and run these tests
 
 `map` runs tests/quant under coverage (`pip install coverage`) and writes build/faults/quant.json. More arguments are
-pytest's: `map --part app --chunk -slow -m slow` writes app-slow.json; `map --part data --chunk -app tests/app` maps
+pytest's: `map --part app --chunk slow -m slow` writes app-slow.json; `map --part data --chunk app tests/app` maps
 other tests. Only what runs in pytest's own process counts. Ctrl-C keeps what has been recorded.
 
 `plant` copies the tree, plants one fault at a time there and runs the tests that execute its line by all maps of the
@@ -75,7 +75,8 @@ def main() -> None:
     if options.mode == "map":
         tests = [] if any(Path(option).exists() for option in pytest_options) else [f"tests/{options.part}"]
         options.maps.mkdir(parents=True, exist_ok=True)
-        sys.exit(Lines().run(options.maps / f"{options.part}{options.chunk}.json", *tests, *pytest_options))
+        name = "-".join(filter(None, (options.part, options.chunk)))
+        sys.exit(Lines().run(options.maps / f"{name}.json", *tests, *pytest_options))
     maps = {part: Maps(options.maps, part) for part in parts}
     if options.file:
         faults = [fault for entry in json.loads(options.file.read_text()) if (fault := Fault(**entry)).part in parts]
