@@ -33,6 +33,7 @@ from importlib import import_module
 from itertools import accumulate
 from multiprocessing.connection import Connection
 from pathlib import Path
+from textwrap import shorten
 
 from tests.faults.fault import Fault, Kind, faults_of
 from tests.faults.pytest_run import FOLDERS, FirstFailure, Lines
@@ -93,7 +94,8 @@ def main() -> None:
         for fault in faults:
             started = time.monotonic()
             tests, result = plant(place / "tree", fault, maps[fault.part], options.seconds)
-            change = f"`{fault.statement}`: `{fault.before}` → `{fault.after}`".replace("|", "\\|")
+            texts = (shorten(text, 90) for text in (fault.statement, fault.before, fault.after))
+            change = "`{}`: `{}` → `{}`".format(*texts).replace("|", "\\|")
             row = f"{fault.file}:{fault.line} {fault.function}", fault.kind, change, tests, result
             print("|", *(f"{cell} |" for cell in row), f"{time.monotonic() - started:.0f} |", flush=True)
             totals[f"{fault.part}: {result if result in (MISSED, GONE) else 'found'}"] += 1
