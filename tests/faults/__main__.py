@@ -175,7 +175,7 @@ def _run(tree: Path, tests: list[str], sender: Connection) -> None:
         os.dup2(null, stream)
     plugin = FirstFailure(tests)
     status = plugin.run()
-    sender.send(plugin.failed or ("" if status in (0, 5) else f"pytest: exit status {status}"))
+    sender.send(plugin.failed or (f"pytest: exit status {status}" if status else ""))
 
 
 if __name__ == "__main__":
