@@ -218,3 +218,39 @@ def loaded_by(module: str) -> set[str]:
     code = f"import sys, {module}; print(*{{name.partition('.')[0] for name in sys.modules}})"
     done = subprocess.run([sys.executable, "-c", code], cwd=PROJECT, capture_output=True, text=True, check=True)
     return set(done.stdout.split())
+
+
+# What is longer than a reader wants, and why. Docstrings do not count.
+LONG_FILES = {
+    "quant/backends/triton_kernels.py": "the kernels of one pass, which share their helpers",
+    "quant/scaling.py": "one class for each scale scheme",
+    "data/intake.py": "one transaction, and all that may be wrong with a run that is read",
+    "data/runs.py": "a run's directory: its files, their checks and their writer",
+    "data/segment.py": "the columns of a row, written and read",
+    "collector/capture/recorder.py": "the public face: half of it is docstrings",
+    "app/questions/recipes/question.py": "the words of four views of the same runs",
+    "app/style.py": "every color and style of the app",
+}
+LONG_FUNCTIONS = {
+    "quant/backends/triton_kernels.py:quantize_dequantize_kernel": "a kernel",
+    "quant/backends/triton_summary.py:summarize_kernel": "a kernel",
+    "collector/training/loop.py:_train": "the order of a run, line by line",
+    "app/questions/multiples/question.py:multiples": "the fields of a grid of charts",
+    "app/questions/runs/page.py:_table": "the columns of the table of runs",
+    "app/questions/why/charts.py:codebook": "one chart of five layers",
+}
+
+
+def test_long_files_and_functions_are_listed_with_a_reason():
+    files, functions = set(), set()
+    for path in SOURCES:
+        source = (PROJECT / path).read_text()
+        if source.count("\n") > 500:
+            files.add(path)
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                documented = ast.get_docstring(node) is not None and len(node.body) > 1
+                first = node.body[1].lineno if documented else node.lineno
+                if (node.end_lineno or 0) - first >= 60:
+                    functions.add(f"{path}:{node.name}")
+    assert (files, functions) == (LONG_FILES.keys(), LONG_FUNCTIONS.keys())

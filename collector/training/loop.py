@@ -16,6 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from inspect import unwrap
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -140,14 +141,11 @@ def open_stream(plan: Plan, dataset: Dataset, rank: int = 0, ranks: int = 1) -> 
     return open_samples(documents, length, config.seed, read, plan.shape.vocab, rank, ranks)
 
 
-def _run(plan: Plan, root: Path, ranks: Ranks, say: Say, progress: Progress, resumed: Resumed | None) -> Result:
-    config, shape, recipe = plan.config, plan.shape, plan.recipe
-    checkpoint = open_checkpoint(config.model, shape) if config.has_path else None
+def _describe(plan: Plan, checkpoint: Checkpoint | None, dataset: Dataset, device: torch.device) -> dict[str, Any]:
+    """What run.json says of a run."""
+    config, recipe = plan.config, plan.recipe
     weights = checkpoint.identity() if checkpoint else None
-    dataset = open_dataset(config.dataset, config.tokenizer_name, shape.vocab)
-    stream = open_stream(plan, dataset, ranks.replica, ranks.replicas)
-    device = torch.device("cuda", torch.cuda.current_device()) if config.device == Device.CUDA else torch.device("cpu")
-    description = config.to_dict() | {
+    return config.to_dict() | {
         "model": f"{config.model_name}@{weights['sha256'][:8]}" if weights else config.model,
         "weights": weights,
         "backend": backend_name(config),
@@ -156,7 +154,7 @@ def _run(plan: Plan, root: Path, ranks: Ranks, say: Say, progress: Progress, res
         "recipe": recipe.name,
         "operands": recipe.lines(),
         "recipe_toml": to_toml(recipe),
-        "parameters": shape.parameters,
+        "parameters": plan.shape.parameters,
         "config": asdict(config),
         "command": shlex.join(["binade", *config.arguments()]),
         "job": os.environ.get(JOB_VARIABLE),
@@ -164,25 +162,38 @@ def _run(plan: Plan, root: Path, ranks: Ranks, say: Say, progress: Progress, res
         "versions": {name: _version(name) for name in ("torch", "triton", "numpy")}
         | {"python": platform.python_version()},
     }
-    if resumed:
-        check_unchanged(resumed.run, description)
-    start = time.monotonic()
+
+
+def _recorder(plan: Plan, root: Path, ranks: Ranks, description: dict[str, Any]) -> Recorder:
+    config = plan.config
     watches = ranks.rank in config.recording_ranks
-    watch = Watch(**{each.name: getattr(config, each.name) for each in fields(WatchOptions) if watches})
     merges = watches and config.save_tensors and config.merges_ranks
-    recorder = Recorder(
+    return Recorder(
         root,
-        label=f"{config.model_name}_{recipe.name}",
+        label=f"{config.model_name}_{plan.recipe.name}",
         config=description,
         tensors=config.tensors,
         scores=config.scores,
         measures=config.measures,
         loss_scale=1 / config.micro_batches,
         max_bytes=config.max_bytes // max(len(config.ranks_with_values), 1) if config.raw else 0,
-        watch=watch,
+        watch=Watch(**{each.name: getattr(config, each.name) for each in fields(WatchOptions) if watches}),
         merge=Merge(MergeRanks.ON if merges else MergeRanks.OFF, config.unmerged_ranks, ranks),
         enabled=True,
     )
+
+
+def _run(plan: Plan, root: Path, ranks: Ranks, say: Say, progress: Progress, resumed: Resumed | None) -> Result:
+    config = plan.config
+    checkpoint = open_checkpoint(config.model, plan.shape) if config.has_path else None
+    dataset = open_dataset(config.dataset, config.tokenizer_name, plan.shape.vocab)
+    stream = open_stream(plan, dataset, ranks.replica, ranks.replicas)
+    device = torch.device("cuda", torch.cuda.current_device()) if config.device == Device.CUDA else torch.device("cpu")
+    description = _describe(plan, checkpoint, dataset, device)
+    if resumed:
+        check_unchanged(resumed.run, description)
+    start = time.monotonic()
+    recorder = _recorder(plan, root, ranks, description)
     recorder.of_training(resumed.continued(ranks.rank) if resumed else None)
     with recorder:
         writer = recorder.writer
@@ -212,6 +223,21 @@ def _run(plan: Plan, root: Path, ranks: Ranks, say: Say, progress: Progress, res
     return Result(writer.run_id, writer.directory, *losses, status.tensors, status.bytes, seconds)
 
 
+def _start(
+    plan: Plan, device: torch.device, ranks: Ranks, checkpoint: Checkpoint | None, resumed: Resumed | None
+) -> tuple[GPTModel | CausalLM, torch.optim.Optimizer]:
+    """The model and its optimizer, with the weights of a checkpoint or those that the seed draws, or as they were."""
+    torch.manual_seed(plan.config.seed)
+    with device:
+        model = (
+            checkpoint.build(ranks.tensor) if checkpoint else initialized(plan.shape, plan.config.seed, ranks.tensor)
+        )
+    optimizer = _optimizer(model, plan.config)
+    if resumed:
+        resumed.restore(model, optimizer, ranks.rank)
+    return model, optimizer
+
+
 def _train(
     plan: Plan,
     stream: SampleStream,
@@ -223,10 +249,7 @@ def _train(
     resumed: Resumed | None,
 ) -> None:
     config, shape, recipe, ranks = plan.config, plan.shape, plan.recipe, recorder.ranks
-    torch.manual_seed(config.seed)
-    with device:
-        model = checkpoint.build(ranks.tensor) if checkpoint else initialized(shape, config.seed, ranks.tensor)
-    optimizer = _optimizer(model, config)
+    model, optimizer = _start(plan, device, ranks, checkpoint, resumed)
     report(
         f"run {recorder.writer.run_id}: {config.model_title}, {shape.layers} layers, "
         f"{shape.parameters / 1e6:.1f} M weights, on {config.device}"
@@ -236,7 +259,6 @@ def _train(
     start, warm_up = 0, config.warmup_iterations
     if resumed:
         start = resumed.done
-        resumed.restore(model, optimizer, ranks.rank)
         for _ in range(start * config.micro_batches):
             stream.batch(config.micro_batch_size)
         report(f"resumed after {start} iterations")
