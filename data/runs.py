@@ -148,8 +148,8 @@ class RunFile(TypedDict, total=False):
     checksums: bool | None
     kind: Text
     command: Text
-    job: Text
-    config: dict[str, Any] | None
+    job_token: Any  # of the job that made the run
+    run_config: Any  # see collector.training.config.trained_config
     model: Text
     size: Text
     dataset: Text

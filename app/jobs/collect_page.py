@@ -22,7 +22,7 @@ from binade.collector.jobs import JobError, SubmissionError
 from binade.collector.recipes.files import label
 from binade.collector.recipes.recipe import BF16
 from binade.collector.training.config import RunConfig
-from binade.collector.training.plan import Plan, plan
+from binade.collector.training.plan import Plan, model_of
 from binade.collector.training.slurm_options import Launcher, SlurmOptions
 from binade.collector.training.targets import read_targets
 from binade.data.access import ReadOnlyError, reason
@@ -67,6 +67,7 @@ def _begin(number: str) -> None:
                 raise JobError("expected a job number")
             job = jobs.find(resolve_root(), int(number))
             config, start = job.config, job.start
+            config.check()
         except (*REFUSED, *FAILED) as error:
             st.warning(plain(f"Job {number[:20]} cannot be cloned: {error}."), icon=":material/warning:")
         else:
@@ -142,8 +143,8 @@ def _value(name: str) -> Any:
 def _fields() -> None:
     config = collecting.config_of({name: _value(name) for name in ("model", "size")}, RunConfig())
     try:
-        planned = plan(config)
-        layers, most, modules = planned.shape.layers, planned.shape.max_sequence, planned.modules
+        shape, modules = model_of(config)
+        layers, most = shape.layers, shape.max_sequence
     except ConfigError:  # a path without a model: the summary shows the error
         layers, most, modules = None, None, ()
     st.session_state[_key("modules")] = [name for name in _value("modules") if name in modules]

@@ -16,7 +16,7 @@ from binade.collector.errors import ConfigError
 from binade.collector.jobs import TEN_RECIPES
 from binade.collector.recipes.ladder import ladder
 from binade.collector.recipes.recipe import BF16
-from binade.collector.settings import Backend, declared
+from binade.collector.settings import Backend, Size, declared
 from binade.collector.training.config import RunConfig, defaults
 from binade.collector.training.plan import Plan, plan
 from binade.data.same_data import CONFIGURATION
@@ -108,7 +108,8 @@ def _widget_value(name: str, value: Any) -> Any:
 
 def config_of(values: Mapping[str, Any], base: RunConfig) -> RunConfig:
     """A configuration from the page's fields; everything else is taken from base."""
-    return replace(base, **{name: _option_value(name, value) for name, value in values.items()})
+    config = replace(base, **{name: _option_value(name, value) for name, value in values.items()})
+    return replace(config, size=Size.FULL) if config.has_path else config
 
 
 def _option_value(name: str, value: Any) -> Any:

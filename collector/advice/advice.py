@@ -22,7 +22,8 @@ from binade.collector.recipes.files import PUBLISHED
 from binade.collector.recipes.parse import parse_recipe
 from binade.collector.recipes.recipe import BF16, MODULES, About, Recipe
 from binade.collector.recipes.selection import Selection, SelectionError
-from binade.collector.training.plan import Plan, plan
+from binade.collector.training.config import RunConfig
+from binade.collector.training.plan import plan
 from binade.collector.training.slurm_options import SlurmOptions
 from binade.data import evidence
 from binade.data.catalog import Catalog
@@ -306,7 +307,7 @@ def placed(recipe: Recipe, costs: Costs, skip: str = "") -> tuple[float, float, 
     return bits, float(own["change"].sum()), error_of(own["by_sequence"])
 
 
-def verification(catalog: Catalog, advice: Advice, recipe: str, seeds: int, iterations: int) -> list[Plan]:
+def verification(catalog: Catalog, advice: Advice, recipe: str, seeds: int, iterations: int) -> list[RunConfig]:
     """The runs that test it, with the settings of the run that the costs are from: bf16, the best uniform recipe of at
     most as many bits, and the advised one, whose file is `recipe`, for as many seeds on the same data.
 
@@ -320,13 +321,15 @@ def verification(catalog: Catalog, advice: Advice, recipe: str, seeds: int, iter
         raise AdviceError(f"{error}; train bf16, the single format and the recipe yourself") from None
     plain = replace(base, train_iters=iterations, save_tensors=False, collect_micro_batches=0)
     recipes = dict.fromkeys([BF16, *filter(None, [advice.uniform_recipe]), recipe])
-    return [plan(replace(plain, recipe=each, seed=base.seed + number)) for number in range(seeds) for each in recipes]
+    return [replace(plain, recipe=each, seed=base.seed + number) for number in range(seeds) for each in recipes]
 
 
-def queue_verification(root: Path, plans: Sequence[Plan], name: str, target: str | None = None) -> list[Job]:
-    """Queue the runs of `verification`, of the recipe of this name; target is one of binade.toml. Raises ConfigError,
-    JobError, SubmissionError, OSError."""
-    titles = [f"advice {name} · {Path(each.config.recipe).stem} · seed {each.config.seed}" for each in plans]
-    queued = add_runs(root, plans, SlurmOptions(target=target), titles, tags=[f"advice {name}"])
+def queue_verification(root: Path, runs: Sequence[RunConfig], name: str, target: str | None = None) -> list[Job]:
+    """Queue the runs of `verification`, of the recipe of this name, whose file exists now; target is one of
+    binade.toml. Raises ConfigError, JobError, SubmissionError, OSError."""
+    titles = [f"advice {name} · {Path(config.recipe).stem} · seed {config.seed}" for config in runs]
+    queued = add_runs(
+        root, [plan(config) for config in runs], SlurmOptions(target=target), titles, tags=[f"advice {name}"]
+    )
     start_runner(root)
     return queued

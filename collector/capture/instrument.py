@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from binade.collector.capture.adapters.first_pass import FirstPass
 from binade.collector.capture.adapters.layer import InstrumentError, Layer, is_a, numbers_left_out, refusal
 from binade.collector.capture.adapters.torch_modules import is_compiled
-from binade.collector.capture.adapters.watch import Watch
 from binade.collector.capture.clock import Moment, PassCounter
 from binade.collector.capture.delayed_scales import DelayedScales
 from binade.collector.capture.observer import Hook
@@ -137,7 +137,7 @@ def instrument(
             found,
             [(place, layer) for place, layer in besides if layer.site in recorded],
             _passes(counter, each, any(hook.varies for hook in hooks)) if counts else None,
-            Watch(each, found.layers, found.left, attention) if found.watched and (recorder or quantizes) else None,
+            FirstPass(each, found.layers, found.left, attention) if found.watched and (recorder or quantizes) else None,
         )
         for each, found, besides in zip(models, surveys, named, strict=True)
     ]
@@ -199,7 +199,7 @@ class _Model:
     found: Found
     others: Sequence[tuple[Other, Layer]]
     passes: PassCounter | None
-    watch: Watch | None
+    first_pass: FirstPass | None
 
 
 def _passes(recorder: Recorder, model: nn.Module, always: bool) -> PassCounter:
@@ -246,7 +246,7 @@ def _attached(
                 attached.callback(of_layer[0].layer.attach(CoreBegin(*begins) if len(begins) > 1 else begins[0]))
             for each in models:
                 if not counts:
-                    attached.enter_context(around_forward(each.module, each.passes, each.watch))
+                    attached.enter_context(around_forward(each.module, each.passes, each.first_pass))
                 if recorder and each.others:
                     attached.enter_context(recording(each.module, recorder, each.others))
 
@@ -255,7 +255,7 @@ def _attached(
             recorder.clock.followers.append(follow)
             undo.callback(recorder.clock.followers.remove, follow)
         for each in models if counts else ():
-            undo.enter_context(around_forward(each.module, each.passes, each.watch))
+            undo.enter_context(around_forward(each.module, each.passes, each.first_pass))
         yield
 
 

@@ -148,7 +148,7 @@ class Measurer:
                 summary=summary,
                 tried=tried,
                 result_sqnr=result_sqnr,
-                shard=shard if shard.replica == self.replica else replace(shard, replica=self.replica),
+                shard=lambda: shard if shard.replica == self.replica else replace(shard, replica=self.replica),
                 trace=trace,
                 merged=merged,
             )

@@ -189,6 +189,7 @@ class Recorder:
             self.clock.reset()
             self.policy.reset()
             measurer.reset()
+            self.observing.predictions.given = None
             self._shown.clear()
         self._session = Session(
             self.root,
@@ -214,9 +215,11 @@ class Recorder:
         if not self.enabled:
             return
         measurer = self.observing.measurer
-        cause = self.session.close(error)
-        self.observing.predictions.forget()
-        self.entered, measurer.run = False, None
+        try:
+            cause = self.session.close(error)
+        finally:
+            self.observing.predictions.forget()
+            self.entered, measurer.run = False, None
         if kind is None and cause:
             raise cause
         if error is not None:
@@ -299,6 +302,7 @@ class Recorder:
     def begin_pass(self, model: nn.Module, given: object) -> None:
         """A forward pass of the model begins, with these arguments."""
         self.policy.left_out += self.policy.paused
+        self.policy.begin()  # the iteration counts, even if none of its products is recorded
         if not self.clock.evaluating and self.entered and self.session.curves:
             self.session.curves.begin(self.clock.iteration, model, given)
         if len(self.clock.arrived) == PASSES_BEFORE_WARNING:

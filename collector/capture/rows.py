@@ -30,6 +30,7 @@ class Draft:
     path     of its values, relative to the run
     format   that it was rounded to
     tried    its scores
+    shard    with the number of this rank's replica, which the first DTensor of a step may correct
     merged   whether it becomes part of a row of all ranks
     """
 
@@ -47,7 +48,7 @@ class Draft:
     summary: Callable[[], Summary]
     tried: list[Tried]
     result_sqnr: Callable[[], float] | None
-    shard: Shard
+    shard: Callable[[], Shard]
     trace: Callable[[], Trace] | None
     merged: bool
 
@@ -70,7 +71,7 @@ class Draft:
             scores=scores,
             gemm=self.gemm,
             result_sqnr_db=self.result_sqnr() if self.result_sqnr else None,
-            shard=self.shard,
+            shard=self.shard(),
             recomputed=recomputed,
             trace=self.trace() if self.trace else None,
         )

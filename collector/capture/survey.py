@@ -17,6 +17,7 @@ from torch import nn
 
 from binade.collector.capture.adapters import engine, hugging_face, megatron, own, torch_modules
 from binade.collector.capture.adapters.attention import WrittenMode
+from binade.collector.capture.adapters.first_pass import FirstPass
 from binade.collector.capture.adapters.layer import (
     InstrumentError,
     Layer,
@@ -26,7 +27,6 @@ from binade.collector.capture.adapters.layer import (
     refusal,
     set_on,
 )
-from binade.collector.capture.adapters.watch import Watch
 from binade.collector.capture.clock import PassCounter, running_backward
 
 EXCLUDED = "excluded"
@@ -116,7 +116,7 @@ def find(model: nn.Module, **options: Any) -> Found:
 
 
 @contextmanager
-def around_forward(model: nn.Module, passes: PassCounter | None, watch: Watch | None) -> Iterator[None]:
+def around_forward(model: nn.Module, passes: PassCounter | None, first: FirstPass | None) -> Iterator[None]:
     """A context in which the model's forward passes and updates are counted, and its first pass is watched."""
     forward: Callable[..., Any] = model.forward
 
@@ -128,7 +128,7 @@ def around_forward(model: nn.Module, passes: PassCounter | None, watch: Watch | 
             passes.begin((args, kwargs))
         if running_backward():
             return forward(*args, **kwargs)
-        with watch if watch and not watch.done else nullcontext():
+        with first if first and not first.done else nullcontext():
             result = forward(*args, **kwargs)
         if passes:
             passes.end(result)

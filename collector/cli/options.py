@@ -101,7 +101,7 @@ def training_params(command: str) -> list[click.Parameter]:
                     help=f"fast: a quarter of the tokens  [default: {preset}]"),
         ],
         "save_tensors": [
-            _option(RECORD, "--save-tensors", "record_tensors", is_flag=True,
+            _option(RECORD, "--save-tensors", "record_tensors", is_flag=True, default=None,
                     help="Accepted for compatibility; recording is the default"),
         ],
         "micro_batches": [
@@ -109,8 +109,8 @@ def training_params(command: str) -> list[click.Parameter]:
                     help="Continue a run, for example one that was killed, from its last checkpoint, with the options "
                         "that it was started with"),
             _option(LENGTH, "--config", metavar="FILE",
-                    help="Read the configuration from a JSON file, such as the entry config of a run's run.json; "
-                        "other options of the run have no effect with it"),
+                    help="Read the configuration from a JSON file, such as the run.json of a run. It cannot be "
+                        "combined with other options of the run"),
         ] if command == "run" else [],
     }  # fmt: skip
     shown = defaults(command)
@@ -171,18 +171,22 @@ def parse(line: Sequence[str]) -> Request:
 
 
 def read_configs(path: str) -> list[Plan]:
-    """The plans of the configurations in a JSON file: one, or a list. Raises ConfigError."""
+    """The plans of the configurations in a JSON file: one, or a list for the same ranks and device. The run.json of a
+    run and the job.json of a job have one as an entry. Raises ConfigError."""
     from binade.data.json_files import MOST_BYTES, parse_json  # pydantic, for which --help does not wait
     from binade.data.store import read_file
 
     try:
         content = json.loads(read_file(Path(path), MOST_BYTES))
         records = content if isinstance(content, list) else [content]
-        configs = [parse_json(RunConfig, json.dumps(record).encode()) for record in records]
-    except (OSError, ValueError) as error:
+        inner = [each.get("run_config", each.get("config", each)) for each in records if isinstance(each, dict)]
+        configs = [parse_json(RunConfig, json.dumps(record).encode()) for record in inner]
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"--config {path} cannot be read: {describe(error)}") from None
     if not configs:
-        raise ConfigError(f"--config {path} is empty: expected the configuration of a run, as in a run's run.json")
+        raise ConfigError(f"--config {path} has no configuration of a run: give a run's run.json, or what it has there")
+    if len({(config.tp, config.dp, config.device) for config in configs}) > 1:
+        raise ConfigError(f"--config {path} has runs on different ranks or devices: give each a file of its own")
     return [plan(config) for config in configs]
 
 
@@ -203,11 +207,13 @@ def request_of(command: str, params: Mapping[str, Any]) -> Request:
         base = replace(base, micro_batches=max(1, base.collect_micro_batches))
     start = SlurmOptions(**{name: given[name] for name in declared(SlurmOptions) if name in given})
     if path := given.get("config"):
-        others = given.keys() - {"config", "root", "resume", *declared(SlurmOptions)}
-        if others:
-            flag = next(each.flag for name, each in declared(RunConfig).items() if name in others)
-            raise ConfigError(f"--config has all options of the run: leave {flag} out")
+        allowed = {"config", "root", "resume", *declared(SlurmOptions)}
+        if others := [name for name in given if name not in allowed]:
+            flags = {param.name: param.opts[0] for param in training_params("run")}
+            raise ConfigError(f"--config has all options of the run: leave {flags[others[0]]} out")
         plans = read_configs(path)
+        if given.get("resume") and len(plans) > 1:
+            raise ConfigError(f"--resume continues one run, but --config {path} has {len(plans)}")
     else:
         plans = [plan(replace(base, recipe=recipe)) for recipe in _recipes(command, given)]
     return Request(plans, start, given.get("root"), given.get("resume"))

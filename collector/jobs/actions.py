@@ -8,6 +8,7 @@ from binade.collector.jobs.processes import boot, host
 from binade.collector.jobs.runner import start_runner
 from binade.collector.jobs.state import view_of
 from binade.collector.jobs.store import (
+    HERE,
     End,
     Execution,
     Job,
@@ -23,7 +24,7 @@ from binade.collector.jobs.transitions import Event, State, after, allows
 from binade.collector.training.checkpoints import last
 from binade.collector.training.plan import plan
 from binade.data.access import check_writable
-from binade.data.runs import delete_run, now
+from binade.data.runs import delete_run, now, read_run
 from binade.data.store import remove_directory
 
 
@@ -56,19 +57,19 @@ def resume(root: Path, number: int) -> Job:
     run = view_of(root, job).run
     if run is None:
         raise JobError(f"job {number} has no run to resume: retry it")
-    last(run)  # raises RunError if there is nothing to continue from
     return _again(root, job, run.run_id)
 
 
 def _again(root: Path, job: Job, resume: str | None) -> Job:
-    directory = Path(job.directory)
+    if resume:
+        last(read_run(root / resume))  # raises RunError if there is nothing to continue from
     (again,) = add_runs(
         root,
         [plan(job.config)],
-        job.start,
+        HERE if resume else job.start,
         [job.title],
         tags=job.tags,
-        directory=directory,
+        directory=Path(job.directory),
         retry_of=job.id,
         resume=resume,
     )

@@ -14,17 +14,18 @@ from __future__ import annotations
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from binade.collector.errors import ConfigError
+from binade.collector.models.shape import Shape
 from binade.collector.models.specs import OtherSpec, Spec
 from binade.collector.settings import Device, Stats
 from binade.collector.training.config import RunConfig, trained_config
 from binade.collector.training.memory import available_host_memory, check_memory, needed
-from binade.collector.training.plan import Plan, plan
+from binade.collector.training.plan import Plan, model_of, recorded_of
 from binade.data.runs import DONE, list_runs, sound_losses
 from binade.data.tensor_kinds import TENSOR_KINDS, Other
 
@@ -72,7 +73,7 @@ def estimate(plans: Sequence[Plan], root: Path, target: str = "", at_once: int =
     """The estimate for these runs under this root, with this many at the same time. On a target, only earlier runs
     there are used, and the memory of its nodes is unknown."""
     volumes = [volume_of(each) for each in plans]
-    history = [run for run in earlier_runs(root) if (run.description.get("target") or "") == target]
+    history = [run for run in earlier_runs(root) if run.target == target]
     times = [duration(each, volume, history) for each, volume in zip(plans, volumes, strict=True)]
     free, disk_free = None if target else memory_free(plans[0].config.device), free_space(root)
     disk = sum(volume.disk for volume in volumes)
@@ -133,9 +134,13 @@ def memory_free(device: str) -> int | None:
 
 
 def volume_of(plan: Plan) -> Volume:
+    """What a run records; see `_volume`."""
+    return _volume(plan.config, plan.recorded)
+
+
+def _volume(config: RunConfig, recorded_parts: Sequence[Spec | OtherSpec]) -> Volume:
     """The tensors that a run records, computed from the layers of its model. For triggers, the ring is counted once;
     the size of captures is unknown."""
-    config = plan.config
     recorded, replicas = config.recorded_iterations, len(config.recording_ranks) / config.tp
     # Of a watched step, the first micro-batch is measured.
     watched = sum(each not in recorded for each in range(0, config.iterations, config.every)) if config.every else 0
@@ -144,7 +149,7 @@ def volume_of(plan: Plan) -> Volume:
     kept = len(config.ranks_with_values)  # these have their own rows; the others share one for each tensor
     rows_of_each = kept + 1 if config.merges_ranks else kept
     total = basic = values = nbytes = files = 0.0
-    for spec in plan.recorded:
+    for spec in recorded_parts:
         elements = elements_of(config, spec, config.tensors)
         a_step = spec.layer_type == Other.PARAMETER  # recorded once for all micro-batches
         times = len(recorded) * (1 if a_step else config.recorded_micro_batches) + full
@@ -174,10 +179,13 @@ def elements_of(config: RunConfig, spec: Spec | OtherSpec, names: Sequence[str] 
 @dataclass(frozen=True)
 class EarlierRun:
     """Seconds of a warm-up, an unrecorded and a recorded iteration of an earlier run, None where it had none.
-    description is its run.json."""
+    lines are those of its recipe, target is the cluster that it ran on."""
 
-    description: Mapping[str, Any]
-    plan: Plan
+    config: RunConfig
+    shape: Shape
+    recipe: str
+    lines: Sequence[str]
+    target: str
     warm_up: float | None
     plain: float | None
     recorded: float | None
@@ -200,31 +208,37 @@ def earlier_runs(root: Path) -> list[EarlierRun]:
             continue
         try:
             kinds = step_times(sound_losses(run.directory))
-            planned = plan(trained_config(run.config))
+            config = trained_config(run.config)
+            if path := (run.config.get("weights") or {}).get("path"):
+                config = replace(config, model=path)
+            shape, _ = model_of(config)
         except (OSError, ValueError, TypeError, KeyError):
             continue
         if any(kinds):
             # The first iteration of a kind also compiles and fills caches: it counts only if there is no other.
-            found.append(EarlierRun(run.config, planned, *(median(k[1:] or k) if k else None for k in kinds)))
+            seconds = (median(k[1:] or k) if k else None for k in kinds)
+            recipe, lines = str(run.config.get("recipe")), run.config.get("operands") or []
+            target = str(dict(run.config).get("target") or "")
+            found.append(EarlierRun(config, shape, recipe, lines, target, *seconds))
     return found
 
 
 def duration(plan: Plan, volume: Volume, history: Sequence[EarlierRun]) -> tuple[float, str, bool]:
     """(seconds of a run from start to end, what they are based on, whether they were measured)."""
     config, lines = plan.config, plan.recipe.lines()
-    similar = [run for run in history if _similar(config, run.plan.config, _quantized(lines) > 0)]
+    similar = [run for run in history if _similar(config, run.config, _quantized(lines) > 0)]
     if not similar:
         basis = "No similar run yet, so this is only an order-of-magnitude estimate."
         return STARTUP + _by_rule(plan, volume, lines), basis, False
-    same = [run for run in similar if run.plan.recipe.lines() == lines]
+    same = [run for run in similar if run.lines == lines]
     if same:
         used = same[:RECENT]
         basis = f"Estimated from {len(used)} earlier run{'s' * (len(used) != 1)} of this model and recipe."
     else:
         quantized = _quantized(lines)
-        distance = {id(run): abs(_quantized(run.plan.recipe.lines()) - quantized) for run in similar}
+        distance = {id(run): abs(_quantized(run.lines) - quantized) for run in similar}
         used = [run for run in similar if distance[id(run)] == min(distance.values())][:RECENT]
-        other = used[0].plan.recipe.name
+        other = used[0].recipe
         basis = f"No run of this recipe yet: estimated from {other}, which quantizes a similar number of operands."
     return STARTUP + median(_scaled(plan, volume, run) for run in used), basis, True
 
@@ -246,17 +260,18 @@ def _quantized(lines: Sequence[str]) -> int:
 
 def _scaled(plan: Plan, volume: Volume, run: EarlierRun) -> float:
     """The seconds of a run's iterations, scaled from those of an earlier run."""
-    config, other = plan.config, run.plan.config
-    grown = _tokens(config) / _tokens(other) * plan.shape.layers / run.plan.shape.layers
+    config, other = plan.config, run.config
+    grown = _tokens(config) / _tokens(other) * plan.shape.layers / run.shape.layers
     plain = run.plain
-    if plain is None and not _quantized(run.plan.recipe.lines()):
+    if plain is None and not _quantized(run.lines):
         plain = run.warm_up  # in bf16, iterations under the recipe are the same
     extra = 0.0
     if plain is None:
         plain = (run.recorded or 0.0) / _passes(other)  # the share of recording is unknown
     elif run.recorded is not None:
         beyond = max(run.recorded - plain * _passes(other), 0.0)
-        extra = beyond * _recording(config, volume) / max(1.0, _recording(other, volume_of(run.plan)))
+        parts = recorded_of(other, run.shape) if other.save_tensors else ()
+        extra = beyond * _recording(config, volume) / max(1.0, _recording(other, _volume(other, parts)))
     warm_up = min(plain * grown, _by_weights(plan)) if run.warm_up is None else run.warm_up * grown
     recorded = len(config.recorded_iterations)
     extra += plain * grown * (_passes(config) - 1)

@@ -20,7 +20,7 @@ def trained_with(run_id: str, description: Mapping[str, Any]) -> Plan:
         planned = plan(trained_config(description))
     except ValueError as error:
         raise ConfigError(f"run {run_id} cannot be repeated here: {error}") from None
-    if planned.recipe.name != description.get("recipe"):
+    if planned.recipe.lines() != description.get("operands"):
         raise ConfigError(f"run {run_id} cannot be repeated here: its recipe has another meaning now")
     return planned
 

@@ -24,7 +24,6 @@ from binade.collector.jobs import slurm
 from binade.collector.jobs.processes import Process, boot, host, marked, out_of_memory_kills
 from binade.collector.jobs.state import how_it_ended, run_of, state_of
 from binade.collector.jobs.store import (
-    CONFIG,
     End,
     Execution,
     Job,
@@ -189,7 +188,7 @@ class Runner:
         """Start its process. The files say at every moment whether there may be a process."""
         execution = Execution(host(), boot(), now(), out_of_memory_kills(), runner=self.process)
         write_execution(self.root, job, execution)
-        what = ["--resume", job.resume] if job.resume else ["--config", str(directory_of(self.root, job) / CONFIG)]
+        what = ["--resume", job.resume] if job.resume else ["--config", str(directory_of(self.root, job) / "job.json")]
         command = [sys.executable, "-P", "-m", "binade", "run", *what, "--tensor-save-dir", str(self.root)]
         try:
             with open(directory_of(self.root, job) / "log.txt", "ab", opener=no_link) as log:

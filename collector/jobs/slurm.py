@@ -1,8 +1,7 @@
 """Jobs of a Slurm cluster: submitted with sbatch as one array, followed with squeue and sacct, ended with scancel.
 
-A task of the array is a job of the queue. It writes to the job's directory, which the nodes must share:
-
-    log.txt     the output of all ranks
+A task of the array is a job of the queue. It reads job.json in the job's directory, which the nodes must share, and
+writes the output of all ranks to log.txt there.
 
 Slurm's command line is used and not its REST service or Python modules: it is on every machine that can submit.
 """

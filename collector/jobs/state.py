@@ -100,10 +100,10 @@ class Progress:
         return min(self.done / self.total, 1.0) if self.total else 0.0
 
 
-_jobs: dict[Path, tuple[tuple[int, int], str | None]] = {}  # by run directory: which run.json was read, and its job
+_jobs: dict[Path, tuple[tuple[int, int], str]] = {}  # by run directory: which run.json was read, and its job
 
 
-def runs_by_job(root: Path) -> dict[str | None, Path]:
+def runs_by_job(root: Path) -> dict[str, Path]:
     """The run directory of each job, by the job's token."""
     found = {}
     for entry in reversed(run_directories(root)):  # for copied runs, the first by name
@@ -111,12 +111,12 @@ def runs_by_job(root: Path) -> dict[str | None, Path]:
             written = (entry / RUN_FILE).stat()
             mark = written.st_ino, written.st_mtime_ns
             if entry not in _jobs or _jobs[entry][0] != mark:
-                _jobs[entry] = mark, read_run(entry).config.get("job")
+                _jobs[entry] = mark, str(read_run(entry).config.get("job_token"))
             found[_jobs[entry][1]] = entry
     return found
 
 
-def view_of(root: Path, job: Job, known: dict[str | None, Path] | None = None) -> JobView:
+def view_of(root: Path, job: Job, known: dict[str, Path] | None = None) -> JobView:
     """The current state of the job. known: `runs_by_job` of the root, if that has been read already. Raises JobError if
     the job's files are damaged."""
     execution = read_execution(root, job)
@@ -172,7 +172,7 @@ def state_of(run: RunInfo | None, cancelled: str | None, cluster: ClusterJob | N
     return after(State.QUEUED, *events)
 
 
-def run_of(root: Path, job: Job, known: dict[str | None, Path] | None = None) -> RunInfo | None:
+def run_of(root: Path, job: Job, known: dict[str, Path] | None = None) -> RunInfo | None:
     """The run that the job has created or continued last."""
     directory = (runs_by_job(root) if known is None else known).get(job.token)
     with suppress(RunError):

@@ -7,7 +7,6 @@
       runner.json           the runner's process
       runner.log            the runner's output
       <id>/job.json         what was requested: the run's configuration, title, tags
-      <id>/config.json      that configuration, for the process that trains the run
       <id>/process.json     the process that was started for it and, once that is gone, how the job ended
       <id>/cancel.json      when the user cancelled it
       <id>/log.txt          the collector's output
@@ -47,7 +46,6 @@ from binade.data.store import remove_directory, staged_directory
 from binade.data.text import describe
 
 FOLDER = ".jobs"
-CONFIG = "config.json"
 LONGEST_TITLE = 120
 MOST_AT_ONCE = 64
 HERE = SlurmOptions()
@@ -318,7 +316,6 @@ def add_runs(
         for job in made:
             with staged_directory(directory_of(root, job)) as part:
                 write_json(part / "job.json", job)
-                write_json(part / CONFIG, job.config)
         if target:
             _submit(root, made, script_of(root, target, start, working, first, len(made)))
     return made

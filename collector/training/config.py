@@ -255,7 +255,7 @@ def trained_config(description: Mapping[str, Any]) -> RunConfig:
     that was not trained so."""
     from binade.data.json_files import parse_json  # pydantic, for which --help does not wait
 
-    record = description.get("config")
+    record = description.get("run_config")
     if not isinstance(record, Mapping):
         raise ConfigError("it was not trained by binade run")
     try:

@@ -155,9 +155,9 @@ def _describe(plan: Plan, checkpoint: Checkpoint | None, dataset: Dataset, devic
         "operands": recipe.lines(),
         "recipe_toml": to_toml(recipe),
         "parameters": plan.shape.parameters,
-        "config": asdict(config),
+        "run_config": asdict(config),
         "command": shlex.join(["binade", *config.arguments()]),
-        "job": os.environ.get(JOB_VARIABLE),
+        "job_token": os.environ.get(JOB_VARIABLE),
         "target": os.environ.get("BINADE_TARGET") or None,
         "versions": {name: _version(name) for name in ("torch", "triton", "numpy")}
         | {"python": platform.python_version()},
@@ -197,8 +197,6 @@ def _run(plan: Plan, root: Path, ranks: Ranks, say: Say, progress: Progress, res
     recorder.of_training(resumed.continued(ranks.rank) if resumed else None)
     with recorder:
         writer = recorder.writer
-        if resumed and not ranks.rank:
-            writer.describe({"job": description["job"]})
         with open(writer.directory / "log.txt", "ab", buffering=0) as log:
             prefix = f"rank {ranks.rank}: " if ranks.rank else ""
 

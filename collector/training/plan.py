@@ -28,7 +28,6 @@ class Plan:
 
     shape       the dimensions of its model
     recorded    the layers and other parts of the model that are recorded
-    recordable  those that could be, with its tensors
     skip        the layers that stay in bf16 besides those that the recipe keeps; None for none
     capture     the layers and modules that are recorded
     """
@@ -37,7 +36,6 @@ class Plan:
     shape: Shape
     recipe: Recipe
     recorded: tuple[Spec | OtherSpec, ...]
-    recordable: tuple[Spec | OtherSpec, ...]
     skip: Selection | None
     capture: Selection
 
@@ -46,10 +44,23 @@ class Plan:
         """The layers that stay in bf16, those that the recipe keeps included."""
         return ", ".join(filter(None, (self.recipe.keep, self.config.skip_layers)))
 
-    @property
-    def modules(self) -> tuple[str, ...]:
-        """The modules of the model that can be recorded, in their order."""
-        return tuple(dict.fromkeys(spec.site.module for spec in self.recordable))
+
+def model_of(config: RunConfig) -> tuple[Shape, tuple[str, ...]]:
+    """The dimensions of the model, and its modules that can be recorded, in their order. Raises ConfigError."""
+    published = shape_of(config.model, config.size)
+    shape = replace(published, layers=config.layers or published.layers, vocab=config.vocab_size or published.vocab)
+    return shape, tuple(dict.fromkeys(spec.site.module for spec in shape.recordable(config.tensors)))
+
+
+def recorded_of(config: RunConfig, shape: Shape) -> tuple[Spec | OtherSpec, ...]:
+    """The layers and other parts of the model that are recorded. Raises SelectionError."""
+    recordable = shape.recordable(config.tensors)
+    chosen = _capture(config).of([spec.site for spec in recordable])
+    return tuple(spec for spec in recordable if spec.site in chosen)
+
+
+def _capture(config: RunConfig) -> Selection:
+    return Selection.parse(config.capture_layers, config.modules)
 
 
 def plan(config: RunConfig) -> Plan:
@@ -63,7 +74,7 @@ def plan(config: RunConfig) -> Plan:
     except (UnknownFormatError, SpecError) as error:
         raise ConfigError(str(error)) from None
     _check_model(config, published)
-    shape = replace(published, layers=config.layers or published.layers, vocab=config.vocab_size or published.vocab)
+    shape, _ = model_of(config)
     if config.collect_micro_batches > config.micro_batches:
         raise ConfigError(
             f"--collect-micro-batches is {config.collect_micro_batches}, but an iteration has "
@@ -161,12 +172,9 @@ def _planned(config: RunConfig, shape: Shape, recipe: Recipe) -> Plan:
         if skip:
             skip.of(model)
         option = "--capture-layers and --modules"
-        recordable = shape.recordable(config.tensors)
-        capture = Selection.parse(config.capture_layers, config.modules)
-        chosen = capture.of([spec.site for spec in recordable])
+        recorded = recorded_of(config, shape)
     except SelectionError as error:
         raise ConfigError(f"{option}: {error}") from None
-    recorded = tuple(spec for spec in recordable if spec.site in chosen)
     names = tuple(
         dict.fromkeys(
             name for place in dict.fromkeys(spec.layer_type for spec in recorded) for name in tensor_names(place)
@@ -175,7 +183,6 @@ def _planned(config: RunConfig, shape: Shape, recipe: Recipe) -> Plan:
     if config.tensors and not set(config.tensors) & set(names):
         raise ConfigError(
             f"--tensors {','.join(config.tensors)} matches no tensor of "
-            f"{', '.join(sorted({s.module for s in chosen}))}: expected one of {', '.join(names)}"
+            f"{', '.join(sorted({spec.site.module for spec in recorded}))}: expected one of {', '.join(names)}"
         )
-    taken = recorded if config.save_tensors else ()
-    return Plan(config, shape, recipe, taken, tuple(recordable), skip, capture)
+    return Plan(config, shape, recipe, recorded if config.save_tensors else (), skip, _capture(config))

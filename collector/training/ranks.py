@@ -26,9 +26,8 @@ from binade.collector.settings import JOB_VARIABLE, Device, new_token
 from binade.collector.training.config import RunConfig
 from binade.data.runs import DONE, FAILED, RunState, list_runs, settle
 
-STORE = (
-    "BINADE_STORE"  # set by `launch` for the ranks that it starts: a file to meet at that no other machine can reach
-)
+# Set by `launch` for the ranks that it starts: a file to meet at that no other machine can reach.
+STORE = "BINADE_STORE"
 TIMEOUT = timedelta(minutes=30)
 SILENCE = 60  # seconds without a heartbeat after which a rank on another host counts as lost
 LEFT = b"left"  # instead of a heartbeat, by a rank that is done
@@ -43,7 +42,7 @@ def started_as_rank() -> bool:
 def settle_runs(root: Path, job: str, state: RunState, reason: str | None) -> None:
     """Record the end of a job's unfinished run."""
     for run in list_runs(root)[0]:
-        if run.config.get("job") == job and run.status.state != DONE:
+        if run.config.get("job_token") == job and run.status.state != DONE:
             settle(run.directory, state, reason)
 
 

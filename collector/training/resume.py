@@ -27,12 +27,12 @@ from torch import nn
 
 from binade.collector.capture.session import Continued
 from binade.collector.errors import ConfigError
-from binade.collector.settings import Device
+from binade.collector.settings import JOB_VARIABLE, Device
 from binade.collector.training.checkpoints import Position, check_resumable, last
 from binade.collector.training.config import RunConfig
 from binade.data.events import events_file
 from binade.data.json_files import write_json
-from binade.data.runs import CHECKPOINTS, SEGMENT, RunError, RunInfo, RunWriter, read_run
+from binade.data.runs import CHECKPOINTS, SEGMENT, RunError, RunInfo, RunWriter, read_run, write_run_file
 from binade.data.store import remove_directory, staged_file
 from binade.data.text import describe
 from binade.data.twin import FILE as TWINS
@@ -108,6 +108,8 @@ class Resumed:
         for path in (run.directory / "ranks").glob("rank*.json"):
             path.unlink()
         status = {name: getattr(first, name) for name in ("iteration", "loss_first", "loss_last")}
+        description = dict(run.config) | {"job_token": os.environ.get(JOB_VARIABLE)}
+        write_run_file(run.directory, description)  # first, so that the job finds its run, however this ends
         writer = RunWriter.reopen(run.directory, ranks=ranks, owner=owner, **first.counts, **status)
         for name in sorted(later, reverse=True):  # the last one first, so that a run killed in the meantime has no gap
             remove_directory(segments[name])

@@ -12,7 +12,7 @@ from streamlit.testing.v1 import AppTest
 
 from binade.app.pages.registry import PAGES
 from binade.collector import Recorder
-from binade.collector.capture.adapters.layer import Moment
+from binade.collector.capture.clock import Moment
 from binade.collector.imports.importer import import_logs
 from binade.collector.models.site import Site
 from binade.data.catalog import Catalog
@@ -127,7 +127,7 @@ def test_recomputed_is_told(visit: Visit, tmp_path: Path):
     with Recorder(tmp_path, config={"recipe": "bf16"}) as recorder:
         for layer in (1, 2):
             recorder.record("input", torch.randn(8, 32), layer=layer, module="fc1", operation="forward", phase="pre")
-        recorder.recomputed(Site(2, "fc1"), Moment(0, 0, True))
+        recorder.observing.measurer.drafts.recomputed.add((Site(2, "fc1"), Moment(0, 0, True)))
     run_id = recorder.writer.run_id
     told = [[t.value for t in visit(tmp_path, "tensor", tensor=f"{run_id}/r00-00000{n}").text] for n in (1, 2)]
     assert told[0] == [] and len(told[1]) == 1 and told[1][0].startswith("Recomputed:")

@@ -6,7 +6,7 @@ import json
 import os
 import shlex
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -24,7 +24,7 @@ from binade.collector.training.slurm_options import SlurmOptions
 from binade.collector.training.targets import CONFIG
 from binade.data.access import ReadOnlyError
 from binade.data.catalog import Catalog
-from binade.data.runs import list_runs
+from binade.data.runs import list_runs, write_run_file
 from binade.quant.formats import FORMATS
 from tests.app import roots
 from tests.app.test_pages import Visit, metrics, rerun, words
@@ -60,7 +60,7 @@ class TestForm:
     def test_presets_make_what_the_page_then_shows(self, name):
         preset = collecting.PRESETS[name]
         values = collecting.widgets_of(preset.config)
-        runs = collecting.runs_of(values, list(preset.recipes), preset.config)
+        runs = [each.config for each in collecting.runs_of(values, list(preset.recipes), preset.config)]
         assert [run.recipe for run in runs] == list(preset.recipes)
         assert collecting.kept_options(preset.config) == []
         if name == "quick":
@@ -91,7 +91,7 @@ class TestForm:
 
     def test_what_has_no_field_is_kept(self):
         base = parse_runs(["run", "--operand-quant", "qk.forward.key=mxfp4", "--seed", "7", "--layers", "1"])[0]
-        (again,) = collecting.runs_of(collecting.widgets_of(base), [base.recipe], base)
+        (again,) = [each.config for each in collecting.runs_of(collecting.widgets_of(base), [base.recipe], base)]
         assert again == base
         assert collecting.kept_options(base) == ["--operand-quant", "qk.forward.key=mxfp4"]
 
@@ -144,7 +144,7 @@ class TestCollect:
         path = store.directory_of(root, add_line(root, SHORT)[0]) / "job.json"
         job = json.loads(path.read_text())
         for start in (["--launcher", "slurm", "--time", "90"], ["--target", "gpu", "--time", "90"]):
-            path.write_text(json.dumps(job | {"arguments": [*job["arguments"], *start]}))
+            path.write_text(json.dumps(job | {"start": asdict(parse([*SHORT, *start]).start)}))
             at = visit(root, "collect", **{"from": "1"})
             assert started(at) == parse([*SHORT, *start]).start
         targets.write_text('[targets.other]\nlauncher = "slurm"\n')
@@ -361,10 +361,7 @@ class TestJobs:
         process = processes.Process(run.status.pid, run.status.pid_started)
         execution = replace(store.read_execution(root, job), process=process, at=str(run.config["started"]))
         store.write_execution(root, job, execution)
-        known = {(run.status.pid, run.status.pid_started, run.status.host)}
-        for other in list_runs(root)[0]:  # a batch is one process: only the first is this job's
-            if other.run_id != run.run_id and (other.status.pid, other.status.pid_started, other.status.host) in known:
-                roots.change_status(other.directory, pid=1 << 22)
+        write_run_file(run.directory, run.config | {"job_token": job.token})
         at = visit(root, "jobs", job=str(job.id))
         assert f"{run.status.tensors:,} tensors" in words(at) and run.run_id in words(at)
         at.checkbox(key=f"with_run_{job.id}").check()
@@ -415,8 +412,8 @@ class TestBaseline:
 def test_jobs_that_were_queued_together_are_compared_once_all_have_ended(collected: Path, tmp_path: Path):
     root = roots.copy(collected, tmp_path / "runs")
     runs, _ = list_runs(root)
-    together = jobs.add_runs(root, parse_runs(["batch", "--quantization", "bf16,mxfp8"]))
-    (other,) = jobs.add_runs(root, parse_runs(["quick", "mxfp4"]))
+    together = jobs.add_runs(root, parse(["batch", "--quantization", "bf16,mxfp8"]).plans)
+    (other,) = jobs.add_runs(root, parse(["quick", "mxfp4"]).plans)
     assert len({job.created for job in together}) == 1 and other.created != together[0].created
     views = [
         replace(jobs.view_of(root, job), run=run, state=jobs.State.DONE)

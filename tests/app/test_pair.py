@@ -124,7 +124,7 @@ def test_tensors_that_have_little_in_common(tmp_path: Path, other: Tensor, said:
 
 
 def test_values_that_were_not_kept(tmp_path: Path):
-    with root_of(tmp_path, (normal(1, 32, 64), {}), (normal(2, 32, 64), {"max_bytes": 0})) as opened:
+    with root_of(tmp_path, (normal(1, 32, 64), {}), (normal(2, 32, 64), {"raw": False})) as opened:
         first, second = sorted(ids(opened))
         drawn = plots.pair(opened, tensor=first, other=second)
         assert not drawn.items and len(drawn.problems) == 1 and "were not kept" in drawn.problems[0]

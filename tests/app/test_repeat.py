@@ -74,7 +74,7 @@ def test_an_ablation_of_one_seed(visit: Visit, tmp_path: Path):
 def test_changed_settings_are_not_repeated(collected: Path):
     """A recipe that means something else now, and options that this version does not have."""
     run_id, described_as = next(iter(described(collected).items()))
-    config = described_as["config"]
+    config = described_as["run_config"]
     for changed, said in ((config | {"qk_quant": "mxfp4"}, "another meaning"), (config | {"layerz": 1}, "layerz")):
         with pytest.raises(ConfigError, match=said):
-            jobs.trained_with(run_id, described_as | {"config": changed})
+            jobs.trained_with(run_id, described_as | {"run_config": changed})

@@ -147,11 +147,11 @@ def test_models_of_one_name_are_told_apart_by_their_weights(directory, tmp_path)
 
 def test_the_form_and_the_estimate_take_a_path(directory, tmp_path):
     values = collecting.widgets_of(RunConfig()) | {"model": str(directory), "dataset": "python-docs"}
-    (run,) = collecting.runs_of(values, ["bf16"], RunConfig())
-    assert run.size == "full" and plan(run).shape == read_shape(directory)
-    before = estimate([plan(run)], tmp_path)
+    (planned,) = collecting.runs_of(values, ["bf16"], RunConfig())
+    assert planned.config.size == "full" and planned.shape == read_shape(directory)
+    before = estimate([planned], tmp_path)
     collected(tmp_path, "--model", os.path.relpath(directory))
-    assert before.basis.startswith("No similar run yet") and estimate([plan(run)], tmp_path).basis.startswith(
+    assert before.basis.startswith("No similar run yet") and estimate([planned], tmp_path).basis.startswith(
         "Estimated from 1"
     )
 

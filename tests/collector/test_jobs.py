@@ -220,7 +220,7 @@ class TestEstimate:
 class TestQueue:
     def test_two_writers_lose_nothing(self, root):
         code = (
-            "import sys; from pathlib import Path; from binade.collector import jobs\n"
+            "import sys; from pathlib import Path; from binade.collector.cli.jobs import add_line\n"
             "for i in range(20): add_line(Path(sys.argv[1]), ['run', '--seed', str(i)], title=sys.argv[2])"
         )
         writers = [start_python("-c", code, root, name) for name in ("one", "two")]

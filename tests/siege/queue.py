@@ -85,6 +85,7 @@ def launchers_at_once(attempt: Attempt) -> None:
     """Two apps and two command lines."""
     app = (
         "import sys; from pathlib import Path; from binade.collector import jobs\n"
+        "from binade.collector.cli.jobs import add_line\n"
         "root = Path(sys.argv[1]); input()\n"
         "add_line(root, sys.argv[2:]); jobs.start_runner(root)"
     )

@@ -80,15 +80,13 @@ def test_a_text_is_the_value_of_its_option(besiege, text: str):
     besiege("options-of-jobs", ("--dataset", text))
 
 
-def test_a_clock_that_is_set_back_parts_no_job_from_its_run(tmp_path, monkeypatch):
+def test_a_clock_that_is_set_back_parts_no_job_from_its_run(tmp_path):
     """A run that has started an hour before its process, by the clock on the wall."""
     (job,) = add_line(tmp_path, files.LINE)
-    writer = RunWriter.create(tmp_path, "mine", {})
+    writer = RunWriter.create(tmp_path, "mine", {"job_token": job.token})
     process = processes.Process(writer.status.pid, writer.status.pid_started)
-    execution = store.Execution(processes.host(), boot(), "2999-01-01", process=process)
-    assert state.run_of(tmp_path, execution).run_id == writer.run_id
-    monkeypatch.setattr("binade.data.runs.boot", lambda: "another")
-    assert state.run_of(tmp_path, store.Execution(processes.host(), "another", job.created, process=process)) is None
+    store.write_execution(tmp_path, job, store.Execution(processes.host(), boot(), "2999-01-01", process=process))
+    assert jobs.view_of(tmp_path, job).run.run_id == writer.run_id
 
 
 @pytest.mark.parametrize("name", ["run.json", "status.json", "loss.jsonl", "events.jsonl", "twin.jsonl"])

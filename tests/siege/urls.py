@@ -108,9 +108,7 @@ def options_of_jobs(attempt: Attempt) -> None:
         assert not root.exists() or not jobs.listing(root)
     else:
         (job,) = added
-        (again,) = [job.config]
-        (asked,) = parse_runs([*LINE, flag, text])
-        assert again == asked
+        assert parse_runs([*LINE, flag, text]) == [job.config]
         assert command(root, "jobs", "cancel", "1")[0] == 0
     assert not new.exists()
 

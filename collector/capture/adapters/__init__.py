@@ -10,7 +10,7 @@
     torch_modules.py  nn.Linear, modules that call F.scaled_dot_product_attention, and those that hold weights
     weights.py        products that a module computes itself with a weight, such as those of experts
     dtensor.py        linear layers and attention whose operands are DTensors
-    watch.py          the first forward pass, watched for products that no adapter intercepts
+    first_pass.py     the first forward pass, watched for products that no adapter intercepts
 
 `capture.survey` calls them all.
 """

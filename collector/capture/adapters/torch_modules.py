@@ -11,7 +11,8 @@ that comes last, outside of the numbered layers, and has the shape of an embeddi
 
 Not intercepted, and refused: nn.MultiheadAttention (and so nn.Transformer's layers), recurrent networks, nn.Bilinear,
 weights that are not plain floating-point tensors, and what torch.jit has compiled. A module whose attention is written
-out in matrix products must be named in `cores`; if it is not, and the recipe quantizes attention, `watch` refuses it.
+out in matrix products must be named in `cores`; if it is not, and the recipe quantizes attention, `first_pass` refuses
+it.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 While the module's forward runs, F.linear, matmul, bmm, addmm and grouped_mm with such a weight, a view or a cast of it
 are replaced by the products of linear layers: one, or one for each expert that tokens were routed to. This covers every
 family of experts in transformers with the implementations `eager` and `grouped_mm`; other implementations run as
-`eager` while the module is instrumented. Other functions with the weight are left to `watch`, which refuses them.
+`eager` while the module is instrumented. Other functions with the weight are left to `first_pass`, which refuses them.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from binade.collector.models.registry import MODELS
 from binade.data.catalog import Catalog
 from binade.data.tensor_kinds import Other, tensor_names
 from tests.collector.instrumented import rows, same
+from tests.collector.small_model import build, loss
 
 pytestmark = pytest.mark.slow
 
@@ -245,3 +246,21 @@ def test_layers_are_chosen(tmp_path):
             optimizer.step()
     found = rows(tmp_path, values=False)
     assert set(found["layer_index"]) == {2} and set(found["tensor_name"]) == {"norm_input", "master_weight"}
+
+
+def test_a_step_is_recorded_though_none_of_its_products_is(tmp_path):
+    """Without `at`: the passes of the model tell the iteration, and what is captured has no product."""
+    model = build(layers=1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with Recorder(tmp_path, tensors=("exp_avg",), iterations=1) as recorder:
+        with instrument(model, "bf16", recorder, capture="norm"):
+            for _ in range(2):
+                loss(model).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    found = rows(tmp_path)
+    assert set(found["iteration"]) == {0} and set(found["module"]) == {
+        "input_layernorm",
+        "pre_mlp_layernorm",
+        "final_layernorm",
+    }

@@ -780,3 +780,23 @@ def train_at(model: nn.Module, recorder: Recorder, seen: list[int], counted: Com
             return loss(model, micro_batch)
 
     return train(model, one, steps=4, after=lambda: seen.append(counted.runs))
+
+
+class Biased(nn.Module):
+    """Attention with a bias by position, which is a weight but no operand of a product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(32, 96)
+        self.table = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.qkv(x)[:, None].chunk(3, -1)
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=self.table)
+
+
+def test_a_bias_by_position_is_no_product():
+    model, x = Biased(), torch.randn(2, 8, 32)
+    plain = model(x)
+    with instrument(model, "linear_mxfp8"):
+        assert not torch.equal(model(x), plain)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 
 import click
 import pytest
@@ -128,6 +129,37 @@ def test_help_of_binade_fits_one_screen(capsys):
     assert len(lines) <= 40 and all(
         any(f"  {name} " in line for line in lines) for group in cli.COMMANDS.values() for name in group
     )
+
+
+@pytest.mark.parametrize("shown", ["alone", "in run.json", "in a list"])
+def test_a_configuration_is_read_from_json(tmp_path, shown: str):
+    config = RunConfig(recipe="mxfp8", layers=1, scores=(), raw=False, seed=7)
+    record = {"alone": asdict(config), "in run.json": {"run_config": asdict(config)}, "in a list": [asdict(config)]}
+    (tmp_path / "c.json").write_text(json.dumps(record[shown]))
+    assert parse_runs(["run", "--config", str(tmp_path / "c.json")]) == [config]
+
+
+@pytest.mark.parametrize(
+    ("content", "options", "message"),
+    [
+        (None, (), "cannot be read: no such file"),
+        ("[" * 100_000, (), "cannot be read"),
+        ("[]", (), "has no configuration"),
+        ('{"layerz": 1}', (), "layerz is 1: Unexpected keyword argument"),
+        ('{"layers": "1"}', (), 'layers is "1": Input should be a valid integer'),
+        ('{"layers": 9}', (), "--layers is 9: expected 1 to 2"),
+        ('[{"tp": 2}, {}]', (), "different ranks"),
+        *(("{}", line, f"leave {line[0]} out") for line in (("--no-raw",), ("--seed", "0"), ("--scores", ""))),
+        ("{}", ("--save-tensors",), "leave --save-tensors out"),
+        ("{}", ("--recipe", "mxfp8"), "leave --quantization out"),
+    ],
+)
+def test_a_configuration_that_cannot_be_read_is_one_line(tmp_path, command, capsys, content, options, message: str):
+    if content is not None:
+        (tmp_path / "c.json").write_text(content)
+    assert command("run", "--config", str(tmp_path / "c.json"), *options, "--dry-run") == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("binade: ") and message in err and err.count("\n") == 1
 
 
 def test_options_are_not_abbreviated():

@@ -50,7 +50,7 @@ FLEX = "flex_attention"
 NAMED = (FLEX, *GROUPED)  # some of them are torch operators, which are not single objects
 
 
-class Watch(Interception):
+class FirstPass(Interception):
     """layers: what the adapters intercept. excluded: modules that are not watched. attention: whether to refuse it."""
 
     def __init__(
@@ -82,6 +82,8 @@ class Watch(Interception):
         return result
 
     def _look(self, func: Callable[..., Any], operands: list[Tensor]) -> None:
+        if func is F.scaled_dot_product_attention:  # its mask, a bias by position, may be made of a weight
+            operands = operands[:3]
         weight = next((source.name for x in operands if (source := self.weights.source(x))), None)
         attends = self.attention and (func in ATTENTION or func.__name__ == FLEX or _activations(operands))
         if weight is None and not attends:
