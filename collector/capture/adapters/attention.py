@@ -204,7 +204,8 @@ class Written:
             found = cls(a, b, func, range(max(a.dim(), b.dim())), same)
         elif func in BADDBMMS:
             added, (beta, alpha) = args[0], (kwargs.get(name, 1) for name in ("beta", "alpha"))
-            found = cls(a, b, partial(func, added, beta=beta, alpha=alpha), same, same, alpha, torch.mul(added, beta))
+            rest = torch.mul(added, beta) if beta else None  # without beta, what is added may be uninitialized
+            found = cls(a, b, partial(func, added, beta=beta, alpha=alpha), same, same, alpha, rest)
         elif func is torch.einsum and re.fullmatch(r"\w+,\w+->\w+", equation := args[0].replace(" ", "")):
             found = cls._of_einsum(equation, a, b)
         return found if found and found.a.shape[-1] > 1 else None

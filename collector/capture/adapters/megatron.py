@@ -20,12 +20,12 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from binade.collector.capture.adapters.attention import CoreMode, context, core_forward, product, show_scores
+from binade.collector.capture.adapters.attention import WrittenMode, core_forward
 from binade.collector.capture.adapters.layer import Detach, InstrumentError, Layer, Refused, replaces, set_on
 from binade.collector.capture.adapters.products import computing, linear
 from binade.collector.models.parallel import (
@@ -209,33 +209,15 @@ def _core(modules: dict[str, nn.Module], name: str) -> Layer:
     return Layer(name, module, where, lambda _: heads_shard(group), attach, f"{path(name)}.core")
 
 
-class MegatronCore(CoreMode):
+class MegatronCore(WrittenMode):
     """DotProductAttention: one torch.baddbmm for the scaled scores, one torch.bmm for the context. Their operands are
     [b · heads, s, d], shown as [b, heads, s, d]."""
 
-    replaced: ClassVar = {torch.baddbmm: "scores", torch.bmm: "context"}
+    def __init__(self, name: str, module: nn.Module, qk: Call, pv: Call) -> None:
+        core: Any = module
+        heads = int(core.num_attention_heads_per_partition)
 
-    def check(self) -> None:
-        scores, contexts = self.calls[torch.baddbmm], self.calls[torch.bmm]
-        if (scores, contexts) != (1, 1):
-            self.missing(
-                f"called torch.baddbmm {scores} times and torch.bmm {contexts} times where one of each was expected, "
-                "so its products were not intercepted"
-            )
+        def by_head(seen: Tensor) -> tuple[int, ...]:
+            return (seen.shape[0] // heads, heads, *seen.shape[1:])
 
-    def by_head(self, call: Call) -> Call:
-        module: Any = self.module
-        heads = int(module.num_attention_heads_per_partition)
-        return replace(call, tap=reshaped(call.tap, lambda seen: (seen.shape[0] // heads, heads, *seen.shape[1:])))
-
-    def scores(self, buffer: Tensor, query: Tensor, key_t: Tensor, *, beta: float, alpha: float) -> Tensor:
-        def as_megatron(a: Tensor, b: Tensor) -> Tensor:
-            return torch.baddbmm(buffer, a, b.transpose(1, 2), beta=beta, alpha=alpha)
-
-        call = self.by_head(self.qk)
-        scores = product(as_megatron, query, key_t.transpose(1, 2), call, transpose_b=True, scale=alpha)
-        show_scores(call.tap, scores)
-        return scores
-
-    def context(self, probs: Tensor, value: Tensor) -> Tensor:
-        return context(torch.bmm, probs, self.before_dropout(probs), value, self.by_head(self.pv))
+        super().__init__(name, module, *(replace(call, tap=reshaped(call.tap, by_head)) for call in (qk, pv)))
