@@ -85,25 +85,25 @@ def _add(root: Path, line: tuple[str, ...]) -> None:
     start_runner(root)
 
 
-def add_line(root: Path, line: Sequence[str], *, title: str = "", tags: Sequence[str] = ()) -> list[Job]:
+def add_line(root: Path, line: Sequence[str]) -> list[Job]:
     """Queue a command line of run, batch or quick: one job per run, in their order.
 
     Raises ConfigError or a similar error for a command line that cannot be run; ReadOnlyError, RunError, OSError.
     """
     from binade.collector.jobs import add_runs
-    from binade.collector.training.checkpoints import last
+    from binade.collector.training.checkpoints import config_to_resume
     from binade.collector.training.plan import plan
-    from binade.data.runs import read_run
 
     request = parse(line)
     plans = request.plans
     if request.resume:
-        name = Path(request.resume).name
-        config = last(read_run(root / name))[1][0].config
+        config = config_to_resume(root, request.resume)
         if request.runs not in ([config], parse_runs(["run"])):
-            raise ConfigError(f"{name} was started with other options: leave out all options but --resume")
+            raise ConfigError(
+                f"{Path(request.resume).name} was started with other options: leave out all options but --resume"
+            )
         plans = [plan(config)]
-    return add_runs(root, plans, request.start, [title] * len(plans), tags=tags, resume=request.resume)
+    return add_runs(root, plans, request.start, resume=request.resume)
 
 
 @jobs.command("follow")

@@ -17,11 +17,10 @@ from binade.collector.datasets.inputs import describe_inputs
 from binade.collector.errors import ConfigError
 from binade.collector.pretrained.directory import describe_weights
 from binade.collector.recipes.selection import Selection, by_layer
-from binade.collector.training.checkpoints import last
+from binade.collector.training.checkpoints import config_to_resume
 from binade.collector.training.config import RunConfig
 from binade.collector.training.plan import Plan, plan
 from binade.collector.training.slurm_options import SlurmOptions
-from binade.data.runs import read_run
 from binade.terminal import Command, print_text, resolve_root
 
 HELP = {
@@ -47,7 +46,7 @@ def _run(context: click.Context, /, **params: Any) -> None:
     request = request_of(context.command.name or "", params)
     root, plans = resolve_root(request.root), request.plans
     if request.resume and not any(params[name] for name in params.keys() - {"resume", "root", "dry_run"}):
-        plans = [plan(last(read_run(root / Path(request.resume).name))[1][0].config)]
+        plans = [plan(config_to_resume(root, request.resume))]
     on_cluster = request.start.for_run(plans[0].config) is not None
     if request.resume and on_cluster:
         raise ConfigError("--resume continues a run on this machine: leave out --target and --launcher")

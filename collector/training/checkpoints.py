@@ -8,7 +8,7 @@ from pydantic.dataclasses import dataclass
 
 from binade.collector.training.config import RunConfig
 from binade.data.json_files import STRICT, Count, read_json
-from binade.data.runs import CHECKPOINTS, COUNTS, DONE, RUNNING, RunError, RunInfo, Whole
+from binade.data.runs import CHECKPOINTS, COUNTS, DONE, RUNNING, RunError, RunInfo, Whole, read_run
 from binade.data.text import describe
 
 
@@ -60,3 +60,9 @@ def last(run: RunInfo) -> tuple[Path, tuple[Position, ...]]:
         f"{run.run_id} has no checkpoint to resume from: it ended before the first one, or was started "
         "without --checkpoint-every"
     )
+
+
+def config_to_resume(root: Path, name: str) -> RunConfig:
+    """The configuration of the run of this name, as it was started. Raises RunError if it cannot be resumed."""
+    _, positions = last(read_run(root / Path(name).name))
+    return positions[0].config

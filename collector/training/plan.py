@@ -47,9 +47,12 @@ class Plan:
 
 def model_of(config: RunConfig) -> tuple[Shape, tuple[str, ...]]:
     """The dimensions of the model, and its modules that can be recorded, in their order. Raises ConfigError."""
-    published = shape_of(config.model, config.size)
-    shape = replace(published, layers=config.layers or published.layers, vocab=config.vocab_size or published.vocab)
+    shape = _shape(config, shape_of(config.model, config.size))
     return shape, tuple(dict.fromkeys(spec.site.module for spec in shape.recordable(config.tensors)))
+
+
+def _shape(config: RunConfig, published: Shape) -> Shape:
+    return replace(published, layers=config.layers or published.layers, vocab=config.vocab_size or published.vocab)
 
 
 def recorded_of(config: RunConfig, shape: Shape) -> tuple[Spec | OtherSpec, ...]:
@@ -74,7 +77,7 @@ def plan(config: RunConfig) -> Plan:
     except (UnknownFormatError, SpecError) as error:
         raise ConfigError(str(error)) from None
     _check_model(config, published)
-    shape, _ = model_of(config)
+    shape = _shape(config, published)
     if config.collect_micro_batches > config.micro_batches:
         raise ConfigError(
             f"--collect-micro-batches is {config.collect_micro_batches}, but an iteration has "

@@ -280,7 +280,8 @@ class TestCollect:
         until(lambda: not any(view.active for view in jobs.listing(root)), "the jobs to end")
 
     def test_clones_a_job(self, visit: Visit, root: Path):
-        (job,) = add_line(root, [*SHORT, "--operand-quant", "qk.forward.key=mxfp4"], title="an old one")
+        line = [*SHORT, "--operand-quant", "qk.forward.key=mxfp4"]
+        (job,) = jobs.add_runs(root, parse(line).plans, titles=["an old one"])
         jobs.cancel(root, job.id)
         at = visit(root, "collect", **{"from": str(job.id)})
         assert chosen(at) == [job.config]

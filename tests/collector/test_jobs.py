@@ -220,8 +220,11 @@ class TestEstimate:
 class TestQueue:
     def test_two_writers_lose_nothing(self, root):
         code = (
-            "import sys; from pathlib import Path; from binade.collector.cli.jobs import add_line\n"
-            "for i in range(20): add_line(Path(sys.argv[1]), ['run', '--seed', str(i)], title=sys.argv[2])"
+            "import sys; from pathlib import Path; from binade.collector import jobs\n"
+            "from binade.collector.cli.options import parse\n"
+            "for i in range(20):\n"
+            "    plans = parse(['run', '--seed', str(i)]).plans\n"
+            "    jobs.add_runs(Path(sys.argv[1]), plans, titles=[sys.argv[2]])"
         )
         writers = [start_python("-c", code, root, name) for name in ("one", "two")]
         assert [writer.wait(PATIENCE) for writer in writers] == [0, 0]

@@ -18,7 +18,7 @@ from binade.app.sessions.session import View, new
 from binade.app.sessions.storage import list_sessions, save
 from binade.cli import main
 from binade.collector import jobs
-from binade.collector.cli.jobs import add_line
+from binade.collector.cli.options import parse
 from binade.collector.jobs import runner, store
 from binade.collector.jobs.processes import Process, host
 from binade.data.events import Event, EventKind, append_event
@@ -151,7 +151,7 @@ def show(root: Path, page: str, /, **query: str | list[str]) -> AppTest:
 
 def ended_job(root: Path, title: str, exit_status: int = 1) -> jobs.Job:
     """A job that has ended, without a run."""
-    (job,) = add_line(root, LINE, title=title)
+    (job,) = jobs.add_runs(root, parse(LINE).plans, titles=[title])
     (store.directory_of(root, job) / "log.txt").write_text("iteration 0\n")
     execution = store.Execution(host(), boot(), job.created, 1 << 40, GONE)
     runner.Runner(root)._settle(job, execution, exit_status)
