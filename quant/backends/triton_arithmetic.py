@@ -225,7 +225,7 @@ def widen(x):
 
 @triton.jit
 def larger(a, b):
-    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL).to(a.dtype)
 
 
 @triton.jit
