@@ -5,7 +5,6 @@ Histograms can be added over tensors, iterations and layers, so that the questio
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -14,11 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from binade.quant.later import Later, Part
 from binade.quant.reference import to_blocks
 from binade.quant.rounding import floor_log2, pow2
 from binade.quant.specs import TENSOR, Spec
 
-CHUNK = 1 << 18  # values measured at once
+CHUNK, DEVICE_CHUNK = 1 << 18, 1 << 24  # values measured at once: on a CPU, what fits its cache
 
 
 @dataclass(frozen=True)
@@ -53,28 +53,24 @@ COUNTS = [one.bins[1] - one.bins[0] for one in BLOCK_MEASURES.values()]  # the b
 Histogram = tuple[np.ndarray, np.ndarray]  # bins that are not empty, ascending, and how many blocks lie in each
 
 
-def block_histograms_later(
-    x: Tensor, q: Tensor, spec: Spec, scales: Tensor, dim: int
-) -> Callable[[], dict[str, Histogram]]:
+def block_histograms_later(x: Tensor, q: Tensor, spec: Spec, scales: Tensor, dim: int) -> Later[dict[str, Histogram]]:
     """The histogram of each of BLOCK_MEASURES over the blocks of x, which was rounded to q along `dim`.
 
     x, q: of one shape, float32, bfloat16 or float16; of a spec with a rotation both rotated. scales: as
     `quantizer.apply` returns them. Blocks that hold NaN or Inf, or zeros only, are left out. Sums in
     float32, of values that are divided by a power of two near their block's largest.
-    Returns a function, so that nothing waits for a GPU until it is called. Raises ValueError for a spec without blocks.
+    Raises ValueError for a spec without blocks.
     """
     block = spec.block
     if block is None or block == TENSOR:
         raise ValueError(f"{spec} has no blocks: expected a format with block scales")
-    widths, low, high = _bins(x.device)
-    total = torch.zeros(sum(COUNTS) + 1, dtype=torch.int64, device=x.device)  # what is left out is counted last
-    first = torch.cumsum(high - low, 0) - high  # where a measure's bin 0 is counted
+    total = torch.zeros(sum(COUNTS), dtype=torch.int64, device=x.device)
     lines = scales.transpose(1, 2).reshape(-1, scales.shape[1])  # one of each row of tiles is enough
     stored = lines[:: block.rows or 1].reshape(-1)
     xs, qs = to_blocks(x.detach(), dim, block), to_blocks(q.detach(), dim, block)
     valid = xs.shape[-1] * len(xs) == x.numel()
     counts = None if valid else to_blocks(torch.ones_like(x, dtype=torch.bool), dim, block).sum(-1)
-    step = max(1, CHUNK // xs.shape[-1])
+    step = max(1, (CHUNK if x.device.type == "cpu" else DEVICE_CHUNK) // xs.shape[-1])
     for start, end in pairwise((*range(0, len(xs), step), len(xs))):
         some, rounded = xs[start:end].float(), qs[start:end].to(torch.float32, copy=True)
         error, peak = rounded.sub_(some), some.abs().amax(-1)
@@ -82,16 +78,27 @@ def block_histograms_later(
         factor = pow2((-floor_log2(torch.where(peak.isfinite() & (peak > 0), peak, 1.0))).clamp(-126, 127))
         some, error, peak = some * factor[:, None], error.mul_(factor[:, None]), peak * factor
         signal, noise = torch.linalg.vecdot(some, some), torch.linalg.vecdot(error, error)
-        crest = peak.square() * (xs.shape[-1] if counts is None else counts[start:end]) / signal
-        used = signal.isfinite() & noise.isfinite() & (signal > 0)
-        scale = stored[start:end]
-        scaled = scale.isfinite() & (scale > 0)
-        exponent = floor_log2(torch.where(scaled, scale, 1.0)).float()
-        values = torch.stack((exponent, 10 * torch.log10(signal / noise), 10 * torch.log10(crest)))
-        bins = (values / widths).nan_to_num(0.0).floor().clamp(low, high - 1).long() + first
-        bins = torch.where(torch.stack((used & scaled, used, used)), bins, len(total) - 1).reshape(-1)
-        total.index_add_(0, bins, torch.ones_like(bins))
-    return lambda: histograms(total[:-1].cpu().numpy())
+        total += counted_blocks(
+            peak, signal, noise, xs.shape[-1] if counts is None else counts[start:end], stored[start:end]
+        )
+    return Later(histograms, Part(total))
+
+
+def counted_blocks(peak: Tensor, signal: Tensor, noise: Tensor, count: Tensor | int, scale: Tensor) -> Tensor:
+    """int64: how many blocks lie in each bin, one measure's bins after the other's. Of each block, floating [blocks]:
+    max |x|, Σx² and Σ(q-x)², all to one scale; how many values it has; its stored scale, float32."""
+    widths, low, high = _bins(peak.device)
+    first = torch.cumsum(high - low, 0) - high  # where a measure's bin 0 is counted
+    crest = peak.square() * count / signal
+    used = peak.isfinite() & signal.isfinite() & noise.isfinite() & (signal > 0)
+    scaled = scale.isfinite() & (scale > 0)
+    exponent = floor_log2(torch.where(scaled, scale, 1.0)).float()
+    values = torch.stack((exponent, 10 * torch.log10(signal / noise).float(), 10 * torch.log10(crest).float()))
+    bins = (values / widths).nan_to_num(0.0).floor().clamp(low, high - 1).long() + first
+    left_out = sum(COUNTS)
+    bins = torch.where(torch.stack((used & scaled, used, used)), bins, left_out).reshape(-1)
+    total = torch.zeros(left_out + 1, dtype=torch.int64, device=peak.device)
+    return total.index_add_(0, bins, torch.ones_like(bins))[:-1]
 
 
 @lru_cache(maxsize=8)

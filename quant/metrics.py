@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import repeat
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,12 +19,14 @@ from binade.quant.block_histograms import Histogram, block_histograms_later, his
 from binade.quant.blocks import look
 from binade.quant.elements import Rounding
 from binade.quant.formats import Format
-from binade.quant.quantizer import apply, check_tensor, outer_absmax, quantize, unrotated
+from binade.quant.later import Later, Part
+from binade.quant.quantizer import DTYPES, apply, check_tensor, outer_absmax, quantize, unrotated
 from binade.quant.reference import per_group, to_blocks
 from binade.quant.rotation import rotate
 from binade.quant.rounding import floor_log2
+from binade.quant.scaling import has_kernel
 from binade.quant.specs import TENSOR, Block, Spec
-from binade.quant.statistics import CHUNK, CUDA_CHUNK, outlier_ratio
+from binade.quant.statistics import CHUNK, DEVICE_CHUNK, outlier_ratio
 from binade.quant.summary import summarize
 
 
@@ -113,17 +116,19 @@ def _error_sums(x: Tensor, q: Tensor) -> Tensor:
     finite, not zero, and not zero but zero in q. It does not wait for a GPU. Raises ValueError for different shapes."""
     if x.shape != q.shape:
         raise ValueError(f"x has shape {tuple(x.shape)}, its quantized version {tuple(q.shape)}: they must be equal")
-    if (found := cpu.measure(x.detach(), q.detach())) is not None:
+    x, q = x.detach(), q.detach()
+    if (found := cpu.measure(x, q)) is not None:
         return torch.from_numpy(found[:8])
-    chunk = CHUNK if x.device.type == "cpu" else CUDA_CHUNK
+    if _has_triton(x):
+        return _triton_score(x, q)[0][:8]
+    chunk = CHUNK if x.device.type == "cpu" else DEVICE_CHUNK
     total = torch.zeros(8, dtype=torch.float64, device=x.device)
-    parts = (torch.split(t.detach().reshape(-1), chunk) for t in (x, q))
-    for a, b in zip(*parts, strict=True):
+    for a, b in zip(*(torch.split(t.reshape(-1), chunk) for t in (x, q)), strict=True):
         if not a.numel():
             continue
         a, b = a.double(), b.double()
         ok = a.isfinite()
-        if x.is_cuda or not bool(ok.all()):
+        if x.device.type != "cpu" or not bool(ok.all()):
             a, b = torch.where(ok, a, 0.0), torch.where(ok, b, 0.0)
         e = b - a
         nonzero = a != 0
@@ -133,8 +138,19 @@ def _error_sums(x: Tensor, q: Tensor) -> Tensor:
     return total
 
 
+def _has_triton(x: Tensor, backend: str = "auto") -> bool:
+    """Whether the Triton kernel measures a tensor: any spec with y, those that it knows without."""
+    return bool(x.numel()) and x.dtype in DTYPES and resolve_backend(backend, x) == Backend.TRITON
+
+
+def _triton_score(*arguments: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
+    from binade.quant.backends import triton_kernels  # imported at its first use, as only this needs triton
+
+    return triton_kernels.score(*arguments, **options)
+
+
 def _measured(found: np.ndarray, numel: int) -> Errors:
-    """Errors from the result of `cpu.measure`."""
+    """Errors from the nine numbers of a kernel."""
     return _from_sums(found[:8].tolist(), numel, float(found[8]) / numel)
 
 
@@ -153,10 +169,9 @@ def _from_sums(sums: list[float], numel: int, saturated: float) -> Errors:
     )
 
 
-def sqnr_later(x: Tensor, q: Tensor) -> Callable[[], float]:
-    """`sqnr_db` of q against x, tensors of one shape, as a function: nothing waits for a GPU until it is called."""
-    sums = _error_sums(x, q)
-    return lambda: sqnr_db(float(sums[0]), float(sums[3]))
+def sqnr_later(x: Tensor, q: Tensor) -> Later[float]:
+    """`sqnr_db` of q against x, tensors of one shape."""
+    return Later(lambda sums: sqnr_db(float(sums[0]), float(sums[3])), Part(_error_sums(x, q)))
 
 
 def loss_terms_later(
@@ -165,12 +180,11 @@ def loss_terms_later(
     gradients: Callable[[], Iterable[Tensor]],
     dim: int = -1,
     split: Callable[[Tensor], Sequence[Tensor]] | None = None,
-) -> Callable[[], list[tuple[float, float]]]:
+) -> Later[list[tuple[float, float]]]:
     """The terms of the predicted effect on the loss of rounding x to q, for each of several gradients of x. With a
     spec, q is x rounded along `dim`. split: each gradient is that of one part of x, which this function returns.
 
-    Returns a function, so that nothing waits for a GPU until it is called. It gives for each gradient g, in the units
-    of the loss, with e = q - x:
+    For each gradient g, in the units of the loss, with e = q - x:
 
         first    Σ g·e
         second   ½ Σ g²·e²
@@ -178,31 +192,31 @@ def loss_terms_later(
     Products in float32, sums in float64. Both are NaN where x, q or the gradient is not finite.
     """
     x = x.detach()
-    found: list[Tensor | np.ndarray] = []
+    found: list[Tensor] = []
     if isinstance(q, Spec) and split is None and not q.hadamard and x.device.type == "cpu":
         for gradient in gradients():
             if (sums := cpu.score(x, q, dim, gradient=gradient.detach())) is None:
                 found.clear()
                 break
-            found.append(sums)
+            found.append(torch.from_numpy(sums))
     if not found:
         rounded = apply(x, q, dim)[0] if isinstance(q, Spec) else q.detach()
         parts = zip(split(x), split(rounded), strict=True) if split else repeat((x, rounded))
         for (own, other), gradient in zip(parts, gradients(), strict=False):
             gradient = gradient.detach()
             sums = cpu.measure(own, other, gradient=gradient)
-            found.append(_change_sums(own, other, gradient) if sums is None else sums)
+            found.append(_change_sums(own, other, gradient) if sums is None else torch.from_numpy(sums))
 
-    def fetch() -> list[tuple[float, float]]:
-        pairs = (sums[:2].tolist() for sums in found)
-        return [(a, b / 2) if math.isfinite(a) and math.isfinite(b) else (math.nan, math.nan) for a, b in pairs]
+    def pairs(*found: np.ndarray) -> list[tuple[float, float]]:
+        sums = ((float(a), float(b)) for a, b, *_ in found)
+        return [(a, b / 2) if math.isfinite(a) and math.isfinite(b) else (math.nan, math.nan) for a, b in sums]
 
-    return fetch
+    return Later(pairs, *map(Part, found))
 
 
 def _change_sums(x: Tensor, q: Tensor, gradient: Tensor) -> Tensor:
     """float64 [2] on x's device: the sums of gradient·(q-x), a product in float32, and of its square."""
-    chunk = CHUNK if x.device.type == "cpu" else CUDA_CHUNK
+    chunk = CHUNK if x.device.type == "cpu" else DEVICE_CHUNK
     total = torch.zeros(2, dtype=torch.float64, device=x.device)
     parts = (torch.split(t.reshape(-1), chunk) for t in (x, q, gradient))
     for each, rounded, slope in zip(*parts, strict=True):
@@ -277,26 +291,32 @@ def score(
 
 
 def score_later(
-    x: Tensor, spec: Spec, dim: int = -1, backend: str = "auto", codes: Counted | None = None, seed: int = 0
-) -> Callable[[], Errors]:
-    """As `score`, but a function that returns the result: nothing waits for a GPU until it is called. With codes, which
-    is `counted(x)`, a format without block scales rounds each distinct value once. For a spec with a rotation,
-    everything refers to the rotated values, which are the ones rounded; SQNR is the same before and after the
-    rotation."""
+    x: Tensor,
+    spec: Spec,
+    dim: int = -1,
+    backend: str = "auto",
+    codes: Counted | None = None,
+    seed: int = 0,
+    absmax: Tensor | None = None,
+) -> Later[Errors]:
+    """As `score`, without waiting for a GPU. With codes, which is `counted(x)`, a format without block scales rounds
+    each distinct value once. For a spec with a rotation, everything refers to the rotated values, which are the ones
+    rounded; SQNR is the same before and after the rotation. absmax: of the outer block, if it is known."""
     if spec.hadamard and x.numel():
         check_tensor(x, dim, seed)
         return score_later(rotate(x, spec, dim, seed), unrotated(spec), dim, backend, seed=seed)
     countable = spec.block in (None, TENSOR) and spec.rounding != Rounding.STOCHASTIC
     if codes and countable and len(codes.values) < x.numel():
-        return lambda: _score_counted(codes, spec)
+        return Later(lambda: _score_counted(codes, spec))
+    check_tensor(x, dim, seed)
+    if _has_triton(x, backend) and has_kernel(spec):
+        return _errors(_triton_score(x.detach(), None, spec, dim, None, absmax, seed)[0], x.numel())
     if x.device.type == "cpu" and resolve_backend(backend, x) == Backend.TORCH and x.numel():
-        check_tensor(x, dim, seed)
         found = cpu.score(x.detach(), spec, dim, seed)
         if found is not None:
-            result = _measured(found, x.numel())
-            return lambda: result
-    q, scales = apply(x, spec, dim, backend, want_scales=True, seed=seed)
-    return errors_later(x, q, spec, scales, dim)
+            return Later.known(_measured(found, x.numel()))
+    q, scales = apply(x, spec, dim, backend, want_scales=True, seed=seed, absmax=absmax)
+    return errors_later(x, q, spec, scales, dim, absmax)
 
 
 def streamed_score(x: Tensor, fmt: str | Format | Spec, dim: int = -1, **options: object) -> Errors | None:
@@ -328,38 +348,42 @@ def _score_counted(codes: Counted, spec: Spec) -> Errors:
 
 def errors_later(
     x: Tensor, q: Tensor, spec: Spec, scales: Tensor | None, dim: int, absmax: Tensor | None = None
-) -> Callable[[], Errors]:
+) -> Later[Errors]:
     """As `score_later`, for a q that is already computed, with scales as `quantizer.apply` returns them. absmax: as
     given to `quantizer.apply`."""
-    numel = x.numel()
-    if not numel:
-        empty = errors(x, q)
-        return lambda: empty
-    if (found := cpu.measure(x.detach(), q, spec, dim, scales)) is not None:
-        return lambda: _measured(found, numel)
+    x, q = x.detach(), q.detach()
+    if not x.numel():
+        return Later.known(errors(x, q))
+    if (found := cpu.measure(x, q, spec, dim, scales)) is not None:
+        return Later.known(_measured(found, x.numel()))
+    if _has_triton(x):
+        return _errors(_triton_score(x, q, spec, dim, scales, absmax)[0], x.numel())
     over = _saturated(x, spec, scales, dim, absmax)
-    sums = torch.cat((_error_sums(x, q), over.double().reshape(1)))
+    return _errors(torch.cat((_error_sums(x, q), over.double().reshape(1))), x.numel())
 
-    def fetch() -> Errors:
-        *first, saturated = sums.tolist()
-        return _from_sums(first, numel, saturated / numel)
 
-    return fetch
+def _errors(numbers: Tensor, numel: int) -> Later[Errors]:
+    """Of the nine numbers on a device."""
+    return Later(lambda found: _measured(found, numel), Part(numbers))
 
 
 def score_blocks_later(
     x: Tensor, spec: Spec, dim: int, q: Tensor | None = None, scales: Tensor | None = None, absmax: Tensor | None = None
-) -> tuple[Callable[[], Errors], Callable[[], dict[str, Histogram]]]:
+) -> tuple[Later[Errors], Later[dict[str, Histogram]]]:
     """As `errors_later` and `block_histograms_later`, for a nonempty x, in one pass if there is a kernel for both.
     Without q, x is rounded here."""
     x = x.detach()
     found = cpu.score(x, spec, dim, blocks=True) if q is None else cpu.measure(x, q, spec, dim, scales, blocks=True)
     if found is not None:
-        errors, counts = _measured(found, x.numel()), found[9:]
-        return lambda: errors, lambda: histograms(counts)
-    if q is None:
-        q, scales = apply(x, spec, dim, want_scales=True)
-    assert scales is not None, "the scales of a block format are missing"
+        return Later.known(_measured(found, x.numel())), Later.known(histograms(found[9:]))
+    triton = _has_triton(x)
+    if q is None and not (triton and has_kernel(spec)):
+        q, scales = apply(x, spec, dim, want_scales=True, absmax=absmax)
+    if triton:
+        numbers, counts = _triton_score(x, q, spec, dim, scales, absmax, blocks=True)
+        assert counts is not None
+        return _errors(numbers, x.numel()), Later(histograms, Part(counts))
+    assert q is not None and scales is not None, "the scales of a block format are missing"
     return errors_later(x, q, spec, scales, dim, absmax), block_histograms_later(x, q, spec, scales, dim)
 
 

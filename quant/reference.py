@@ -9,6 +9,8 @@ Layout: a tensor reaches `quantize_blocks` as [groups, block], each row the valu
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -74,6 +76,9 @@ def absmax_over(x: Tensor, dim: int, block: Block) -> Tensor:
     if block == TENSOR or not x.dim():
         if not x.numel():
             return torch.zeros((), dtype=torch.float32, device=x.device)
+        if x.device.type != "cpu":  # one launch
+            norm: Tensor = torch.linalg.vector_norm(x, math.inf, dtype=torch.float32)
+            return norm
         low, high = torch.aminmax(x)
         return torch.maximum(-low, high).float().abs()  # never -0, whose sign would carry over
     if block == ROW and x.numel():

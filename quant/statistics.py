@@ -16,7 +16,7 @@ from binade.quant.reference import to_blocks
 from binade.quant.specs import Block
 
 CHUNK = 1 << 17  # values that are worked on at once
-CUDA_CHUNK = 1 << 24
+DEVICE_CHUNK = 1 << 24
 
 
 def outlier_ratio(x: Tensor, k: float = 6.0) -> float:
@@ -40,7 +40,7 @@ def channel_absmax(x: Tensor) -> Tensor:
     bits = {2: torch.int16, 4: torch.int32}.get(x.element_size())
     if bits is None:
         return rows.abs().amax(0).float()
-    step = max(1, CUDA_CHUNK // rows.shape[1])
+    step = max(1, DEVICE_CHUNK // rows.shape[1])
     parts = [(part.view(bits) & torch.iinfo(bits).max).amax(0) for part in torch.split(rows, step)]
     return torch.stack(parts).amax(0).view(x.dtype).float()
 

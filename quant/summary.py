@@ -8,7 +8,6 @@ sketch. `backends.triton_summary` reads CUDA tensors.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -18,6 +17,7 @@ from torch import Tensor
 from binade.quant.backends import Backend, moments, resolve_backend
 from binade.quant.backends.counts import Counted, counted
 from binade.quant.backends.moments import Pass
+from binade.quant.later import Later
 from binade.quant.sketch import BINS, INFINITY_BIN, SIGN_BIN, Sketch, bin_edges
 
 __all__ = ["BINS", "INFINITY_BIN", "SIGN_BIN", "Sketch", "Summary", "bin_edges", "summarize"]
@@ -78,10 +78,9 @@ def summarize(x: Tensor, backend: str = "auto") -> Summary:
 
 def summarize_later(
     x: Tensor, backend: str = "auto", codes: Counted | None = None, sketch: bool = True
-) -> Callable[[], Summary]:
-    """As `summarize`, but a function that returns the result: nothing waits for a GPU until it is called. x may be
-    overwritten before that. codes: the result of `counted(x)`, if it is known. Without the sketch, which takes the most
-    time on a CPU, the summary has no bins."""
+) -> Later[Summary]:
+    """As `summarize`, without waiting for a GPU. x may be overwritten before the result is fetched. codes: the result
+    of `counted(x)`, if it is known. Without the sketch, which takes the most time on a CPU, the summary has no bins."""
     if not isinstance(x, Tensor):
         raise TypeError(f"expected a torch.Tensor, not {type(x).__name__}")
     if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
@@ -91,18 +90,17 @@ def summarize_later(
     chosen = resolve_backend(backend, x)
     if chosen == Backend.TORCH and not sketch and (sums := moments.measured_later(x)):
         numel = x.numel()
-        return lambda: _from_pass(numel, sums())
+        return Later(lambda: _from_pass(numel, sums()))
     x = x.detach().reshape(-1)
     if chosen == Backend.TRITON and x.numel():
         from binade.quant.backends import triton_summary  # imported at its first use, as only this needs triton
 
-        numel, fetch = x.numel(), triton_summary.one_pass(x)
-        return lambda: _with(sketch, _from_pass(numel, fetch()))
+        numel = x.numel()
+        return triton_summary.one_pass(x).map(lambda found: _with(sketch, _from_pass(numel, found)))
     codes = codes or counted(x)
     if codes is None:
-        found = _with(sketch, _from_pass(x.numel(), _one_pass(x)))
-        return lambda: found
-    return lambda: _with(sketch, _from_codes(codes))
+        return Later.known(_with(sketch, _from_pass(x.numel(), _one_pass(x))))
+    return Later(lambda: _with(sketch, _from_codes(codes)))
 
 
 def _with(sketch: bool, found: Summary) -> Summary:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from binade.quant.elements import Element
+from binade.quant.later import Later, Part
 from binade.quant.quantizer import apply, outer_absmax, unrotated
 from binade.quant.specs import TENSOR, Spec
 from binade.quant.statistics import channel_absmax
@@ -32,24 +32,23 @@ def hot_count(channels: int) -> int:
     return min(max(HOT_LEAST, channels // 100), HOT_MOST, channels // 4)
 
 
-def hot_channels_later(x: Tensor) -> Callable[[], tuple[np.ndarray, float]]:
+def hot_channels_later(x: Tensor) -> Later[tuple[np.ndarray, float]]:
     """The `hot_count` channels (indices of the last axis) of x [..., channels] with the largest absmax, the hottest
     first, and of equal ones the one with the lower index first; and the largest absmax divided by the median channel's.
 
     Channels that hold NaN or Inf or nothing but zeros are not among them. The ratio is NaN where the median is 0.
-    Returns a function, so that nothing waits for a GPU until it is called.
     """
     absmax = channel_absmax(x) if x.dim() > 1 and x.numel() else torch.zeros(0)
     absmax = torch.where(absmax.isfinite(), absmax, 0.0)
     values, order = absmax.sort(descending=True, stable=True)
 
-    def fetch() -> tuple[np.ndarray, float]:
-        largest = values.double().cpu().numpy()
-        channels = order[: hot_count(len(largest))].cpu().numpy()[largest[: hot_count(len(largest))] > 0]
+    def hottest(values: np.ndarray, order: np.ndarray) -> tuple[np.ndarray, float]:
+        largest = values.astype(np.float64)
+        channels = order[largest[: len(order)] > 0]
         median = float(np.median(largest)) if len(largest) else 0.0
         return channels.astype(np.int32), float(largest[0]) / median if median else math.nan
 
-    return fetch
+    return Later(hottest, Part(values), Part(order[: hot_count(len(order))]))
 
 
 def positions(numel: int, count: int) -> np.ndarray:
@@ -86,10 +85,10 @@ class Sample:
 
 def sample_later(
     x: Tensor, q: Tensor, spec: Spec, scales: Tensor | None, dim: int, absmax: Tensor | None = None
-) -> Callable[[], Sample] | None:
+) -> Later[Sample] | None:
     """A sample of x, which was rounded to q along `dim`; both are rotated if the spec has a rotation. scales, absmax:
-    as `quantizer.apply` returns and takes them. Returns a function, so that nothing waits for a GPU until it is called;
-    None for a rotation by signs that differ with each call, as the values then do, too."""
+    as `quantizer.apply` returns and takes them. None for a rotation by signs that differ with each call, as the values
+    then do, too."""
     if spec.signs == "random" or not x.numel():
         return None
     few, many = (_places(x.numel(), count, x.device) for count in (SAMPLE, EDGE_SAMPLE))
@@ -97,11 +96,10 @@ def sample_later(
     scale = None if spec.random else _scale(many, x.detach(), unrotated(spec), scales, dim, absmax)
     edge = None if scale is None else _at_edge(x.detach().take(many), q.detach().take(many), scale, spec.format.element)
 
-    def fetch() -> Sample:
-        values, rounded = (t.cpu().numpy() for t in kept)
-        return Sample(values, rounded, math.nan if edge is None else float(edge))
-
-    return fetch
+    parts = (*kept, *(() if edge is None else (edge,)))
+    return Later(
+        lambda *found: Sample(found[0], found[1], float(found[2]) if found[2:] else math.nan), *map(Part, parts)
+    )
 
 
 def edge_by_chance(spec: Spec, deviation: float, absmax: float, dtype: torch.dtype, columns: int) -> float:

@@ -28,6 +28,7 @@ from binade.data.tensor_kinds import MAPS, Gemm, Measure, Operation, Phase
 from binade.data.text import plain_name
 from binade.quant.backends.counts import counted
 from binade.quant.gemm import Observed
+from binade.quant.later import Later
 from binade.quant.quantizer import DTYPES
 from binade.quant.summary import Summary, summarize_later
 from binade.quant.traces import hot_channels_later, sample_later
@@ -41,7 +42,13 @@ class Run(Protocol):
     @property
     def run_id(self) -> str: ...
 
-    def offer(self, path: Path, x: Tensor, describe: Callable[[], tuple[dict[str, Any], dict[str, Any]]]) -> bool: ...
+    def offer(
+        self,
+        path: Path,
+        x: Tensor,
+        describe: Callable[[], tuple[dict[str, Any], dict[str, Any]]],
+        results: Sequence[Later[Any]],
+    ) -> bool: ...
 
     def is_merged(self, moment: Moment) -> bool: ...
 
@@ -100,7 +107,7 @@ class Measurer:
         gemm: Gemm | None,
         contracted_axis: int | None,
         shard: Shard,
-        result_sqnr: Callable[[], float] | None = None,
+        result_sqnr: Later[float] | None = None,
         merged: bool = True,
     ) -> list[Tried]:
         """Measure and copy a tensor; on a GPU, asynchronously. Returns its scores: those of later GEMMs may be added
@@ -119,7 +126,6 @@ class Measurer:
         trace = _trace_later(seen, x.reshape(shape), identity().tensor_name) if traced else None
         codes = counted(x) if whole and x.device.type == "cpu" else None
         summary = summarize_later(x, codes=codes, sketch=whole)
-        summary = cache(summary) if whole else summary  # the file has it too
         tried = try_formats(seen, scores if whole else (), gemm, whole and Measure.BLOCKS in self.measures, codes)
         captured = datetime.now(UTC)
         if shard.count > 1 and self.ranks.tensor.size == 1:  # a DTensor's mesh knows ranks that Ranks does not
@@ -160,7 +166,7 @@ class Measurer:
         run: Run,
         x: Tensor,
         identity: Identity,
-        summary: Callable[[], Summary],
+        summary: Later[Summary],
         fmt: str | None,
         captured: datetime,
     ) -> Path | None:
@@ -195,19 +201,19 @@ class Measurer:
             return metadata, info | {key: getattr(summary(), key) for key in ("min", "max", "mean", "std")}
 
         relative = Path("tensors", quant_type, name)
-        return relative if run.offer(relative, x, description) else None
+        return relative if run.offer(relative, x, description, (summary,)) else None
 
 
 class RecorderError(RuntimeError):
     """A Recorder is used outside its context, or entered twice."""
 
 
-def _trace_later(seen: Observed, shown: Tensor, name: str | None) -> Callable[[], Trace]:
+def _trace_later(seen: Observed, shown: Tensor, name: str | None) -> Later[Trace]:
     """The values for following the tensor over iterations."""
     hot, sample = hot_channels_later(shown), None
     if name == "weight" and seen.spec and seen.coded is not None and seen.quantized is not None:
         sample = sample_later(seen.coded, seen.quantized, seen.spec, seen.scales, seen.dim, seen.absmax)
-    return lambda: Trace(*hot(), sample() if sample else None)
+    return Later(lambda found, drawn=None: Trace(found[0], found[1], drawn), hot, *((sample,) if sample else ()))
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -35,6 +35,7 @@ from binade.collector.recipes.recipe import Part
 from binade.data.tensor_kinds import LATER, Gemm, Measure, Product, TensorKind
 from binade.quant.delayed import ScaleHistory
 from binade.quant.gemm import Observed, Rounding, Tap, sampling
+from binade.quant.later import Later
 from binade.quant.metrics import sqnr_later
 from binade.quant.quantizer import DTYPES
 from binade.quant.specs import GemmFormats
@@ -154,8 +155,8 @@ class Observer:
     """The tap of one call of one product.
 
     scores     of each operand that was recorded, by the name that it has in the product
-    operands   forward operands that wait for their gradient: as shown, and the version of the values. They are kept
-               alive by the backward pass, which needs them
+    operands   forward operands that wait for their gradient: what `without_copies` leaves, and the version of the
+               values
     factors    of a linear layer: its input, then the gradient of its output; a weight's gradients follow from them
     """
 
@@ -168,7 +169,7 @@ class Observer:
     again: bool
     operands: dict[str, tuple[Observed, int]] = field(default_factory=dict)
     factors: list[Observed] = field(default_factory=list)
-    result_sqnr: Callable[[], float] | None = None
+    result_sqnr: Later[float] | None = None
 
     def __call__(self, seen: Observed) -> None:
         name, observing = seen.name, self.observing
@@ -224,6 +225,7 @@ class Observer:
 
     def _wait_for_gradient(self, seen: Observed) -> None:
         """Keep a forward operand; with its gradients, predict what its errors do to the loss."""
+        seen = without_copies(seen)
         if seen.name in ("a", "b"):
             self.operands[seen.name] = seen, version_of(seen.tensor)
             self.factors = [seen] if seen.name == "a" else self.factors
@@ -254,6 +256,11 @@ class Observer:
         elif sequences.count > 1 and (parts := sequences.split(whole.reshape(shape))):
             return lambda: parts, lambda y: sequences.split(y.reshape(shape)) or [y]
         return lambda: [whole], None
+
+
+def without_copies(seen: Observed) -> Observed:
+    """What predictions need, which the backward pass keeps alive anyway."""
+    return replace(seen, quantized=None, coded=None, scales=None, exact=None)
 
 
 def _weight_gradient(x: Tensor, gradient: Tensor) -> Tensor:

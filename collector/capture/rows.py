@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from binade.collector.capture.clock import Moment
 from binade.collector.capture.tried import Tried
@@ -17,6 +18,7 @@ from binade.collector.capture.writing import Pending
 from binade.collector.models.site import Site
 from binade.data.segment import Identity, Shard, TensorRow, Trace
 from binade.data.tensor_kinds import Gemm, Product
+from binade.quant.later import Later
 from binade.quant.summary import Summary
 
 Pass = tuple[Site, Moment]  # a layer's forward pass
@@ -24,7 +26,7 @@ Pass = tuple[Site, Moment]  # a layer's forward pass
 
 @dataclass(frozen=True, eq=False)
 class Draft:
-    """The row of a tensor whose step has not ended; what needs the device's results is a function.
+    """The row of a tensor whose step has not ended.
 
     during   the pass of its layer
     path     of its values, relative to the run
@@ -45,12 +47,18 @@ class Draft:
     path: Path | None
     contracted_axis: int | None
     gemm: Gemm | None
-    summary: Callable[[], Summary]
+    summary: Later[Summary]
     tried: list[Tried]
-    result_sqnr: Callable[[], float] | None
+    result_sqnr: Later[float] | None
     shard: Callable[[], Shard]
-    trace: Callable[[], Trace] | None
+    trace: Later[Trace] | None
     merged: bool
+
+    @property
+    def results(self) -> list[Later[Any]]:
+        """What the row needs of the device."""
+        own = [each for each in (self.summary, self.result_sqnr, self.trace) if each]
+        return own + [result for tried in self.tried for result in tried.results]
 
     def row(self, run_id: str, recomputed: bool) -> TensorRow:
         """recomputed: whether the pass was computed again in the backward pass."""
@@ -98,7 +106,12 @@ class Drafts:
     def freeze(self, drafts: Iterable[Draft], run_id: str, in_ring: Callable[[Moment], bool]) -> list[Pending]:
         """These drafts, for the writer. in_ring: whether the rows of a moment are kept in memory only."""
         return [
-            Pending(draft.path, partial(draft.row, run_id, draft.during in self.recomputed), in_ring(draft.during[1]))
+            Pending(
+                draft.path,
+                partial(draft.row, run_id, draft.during in self.recomputed),
+                draft.results,
+                in_ring(draft.during[1]),
+            )
             for draft in drafts
         ]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from binade.collector.settings import MergeRanks, Stats
 from binade.data.merge import merge_segments
 from binade.data.runs import CANCELLED, DONE, FAILED, RunWriter, read_run
 from binade.data.text import describe
+from binade.quant.later import Later
 
 STATUS_SECONDS = 1.0  # between two writes of the status of a run that records nothing
 
@@ -104,9 +105,9 @@ class Session:
     def run_id(self) -> str:
         return self.writer.run_id
 
-    def offer(self, path: Path, x: Tensor, describe: Description) -> bool:
+    def offer(self, path: Path, x: Tensor, describe: Description, results: Sequence[Later[Any]]) -> bool:
         """As Writing.offer."""
-        return self.writing.offer(path, x, describe)
+        return self.writing.offer(path, x, describe, results)
 
     @property
     def merges(self) -> bool:

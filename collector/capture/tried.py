@@ -1,9 +1,11 @@
-"""The error of a format on an operand of a GEMM: measured while that is in memory, fetched when it is written."""
+"""The error of a format on an operand of a GEMM: measured while that is in memory, fetched when its step ends."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
 
 from torch import Tensor
 
@@ -12,8 +14,10 @@ from binade.data.tensor_kinds import Gemm
 from binade.quant.backends.counts import Counted
 from binade.quant.block_histograms import Histogram
 from binade.quant.gemm import Observed
+from binade.quant.later import Later
 from binade.quant.metrics import Errors, errors_later, loss_terms_later, score_blocks_later, score_later
 from binade.quant.quantizer import unrotated
+from binade.quant.reference import absmax_over
 from binade.quant.rotation import rotate
 from binade.quant.specs import TENSOR, Spec
 
@@ -25,10 +29,10 @@ class Tried:
     format: str
     gemm: Gemm | None
     used: bool
-    errors: Callable[[], Errors]
-    blocks: Callable[[], dict[str, Histogram]] | None = None
-    first: Callable[[], list[float]] | None = None
-    second: Callable[[], list[float]] | None = None
+    errors: Later[Errors]
+    blocks: Later[dict[str, Histogram]] | None = None
+    first: Later[list[float]] | None = None
+    second: Later[list[float]] | None = None
 
     def predict(
         self,
@@ -44,10 +48,14 @@ class Tried:
         q = again() if again else Spec.of(self.format)
         terms = loss_terms_later(x, q, gradients, operand.dim, split)
         if scale is None:
-            self.second = lambda: [second * len(found) for found in (terms(),) for _, second in found]
+            self.second = terms.map(lambda found: [second * len(found) for _, second in found])
         else:
             factor = scale
-            self.first = lambda: [first * len(found) / factor() for found in (terms(),) for first, _ in found]
+            self.first = terms.map(lambda found: [first * len(found) / factor() for first, _ in found])
+
+    @property
+    def results(self) -> list[Later[Any]]:
+        return [each for each in (self.errors, self.blocks, self.first, self.second) if each]
 
     def score(self) -> Score:
         first, second = (each() if each else None for each in (self.first, self.second))
@@ -69,26 +77,36 @@ def try_formats(
     found = []
     used = None if seen.spec is None else str(seen.spec)
     if seen.spec and used and seen.coded is not None and seen.quantized is not None:
-        found.append(_measured(seen, seen.spec, gemm, blocks, seen.coded, seen.quantized, seen.scales))
+        rounded = seen.coded, seen.quantized, seen.scales, seen.absmax
+        found.append(_measured(seen, seen.spec, gemm, blocks, *rounded))
+    x = seen.tensor
+    whole = cache(lambda: absmax_over(x.detach(), -1, TENSOR))  # that of the tensor, for all formats that need it
     for spec in (Spec.of(name) for name in formats if name != used):
-        x = seen.tensor
+        shared = TENSOR in (spec.block, spec.scaling.outer) and not (spec.history or spec.hadamard)
+        absmax = whole() if shared and x.device.type != "cpu" else None
         same = next((each for each in before if each.format == str(spec) and not each.used), None)
         if same and spec.block in (None, TENSOR) and not spec.hadamard:
             found.append(replace(same, gemm=gemm, blocks=None, first=None, second=None))
         elif blocks and x.numel() and spec.block not in (None, TENSOR):
             coded = rotate(x, spec, seen.dim, 0).to(x.dtype) if spec.hadamard else x
-            found.append(_measured(seen, spec, gemm, blocks, coded, None, None))
+            found.append(_measured(seen, spec, gemm, blocks, coded, None, None, absmax))
         else:
-            found.append(Tried(str(spec), gemm, False, score_later(x, spec, seen.dim, codes=codes)))
+            found.append(Tried(str(spec), gemm, False, score_later(x, spec, seen.dim, codes=codes, absmax=absmax)))
     return found
 
 
 def _measured(
-    seen: Observed, spec: Spec, gemm: Gemm | None, blocks: bool, x: Tensor, q: Tensor | None, scales: Tensor | None
+    seen: Observed,
+    spec: Spec,
+    gemm: Gemm | None,
+    blocks: bool,
+    x: Tensor,
+    q: Tensor | None,
+    scales: Tensor | None,
+    absmax: Tensor | None,
 ) -> Tried:
     """Measure the error of x (the operand or its rotation) rounded to q or, without q, by the spec."""
     used, plain = spec is seen.spec, unrotated(spec)
-    absmax = seen.absmax if used else None
     if q is not None and not (blocks and scales is not None and x.numel()):
         return Tried(str(spec), gemm, used, errors_later(x, q, plain, scales, seen.dim, absmax))
     return Tried(str(spec), gemm, used, *score_blocks_later(x, plain, seen.dim, q, scales, absmax))

@@ -1,9 +1,9 @@
 """Writes a run in the background while training continues: tensor files within a byte budget, then the segment that
 names them. One thread works through a queue of tasks, in order.
 
-A tensor's values are copied at once: on a GPU to pinned memory without waiting; the thread waits for the copy, and for
-the statistics that a file or row needs. Callers block once IN_FLIGHT bytes are queued. A failure is raised by the next
-call.
+A tensor's values are copied at once: on a GPU to pinned memory without waiting, and so are the results of a segment,
+with one copy. The thread waits for these copies. Callers block once IN_FLIGHT bytes are queued, which bounds the pinned
+memory; torch keeps it for the next copies. A failure is raised by the next call.
 
 Ctrl-C can interrupt the training loop between any two instructions of Python, and a lock held at that moment is never
 released. The conditions, events and futures of the standard library are written in Python; so the two threads share
@@ -38,6 +38,7 @@ from binade.data.runs import RunWriter
 from binade.data.segment import TensorRow, write_segment
 from binade.data.store import encode, write_atomic
 from binade.data.text import describe as one_line
+from binade.quant.later import Later, fetch, fetched_nbytes
 
 # The maximum size of a file beyond its values: torch's zip archive and the description.
 OVERHEAD = 1 << 13
@@ -55,11 +56,17 @@ Description = Callable[[], tuple[dict[str, Any], dict[str, Any]]]  # metadata an
 
 @dataclass(frozen=True)
 class Pending:
-    """A row to be published: the file that it names, if any, relative to the run; the function that makes the row once
-    the file is written; and whether it is kept in the monitor's ring, and only written if a trigger fires."""
+    """A row to be published.
+
+    path      of the file that it names, if any, relative to the run
+    row       makes the row once the file is written
+    results   that the row is made of
+    ring      whether it is kept in the monitor's ring, and only written if a trigger fires
+    """
 
     path: Path | None
     row: Callable[[], TensorRow]
+    results: Sequence[Later[Any]] = ()
     ring: bool = False
 
 
@@ -88,7 +95,7 @@ class Writing:
         self._sink = sink
         self._monitor = monitor
         self._reduction = reduction
-        # Bytes of each queued file, and a lock that is released once it is written or was refused.
+        # Bytes of each queued file or segment's results, and a lock that is released once it is written or was refused.
         self._queued: list[tuple[int, Lock]] = []
         self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._failures: deque[Exception] = deque()
@@ -103,8 +110,9 @@ class Writing:
         self._thread.start()
         atexit.register(self._end)  # without `close`, the queued tasks are still done
 
-    def offer(self, relative: Path, x: Tensor, describe: Description) -> bool:
-        """Queue x to be written as <run>/relative; False if it would exceed the budget. Raises an earlier failure."""
+    def offer(self, relative: Path, x: Tensor, describe: Description, results: Sequence[Later[Any]] = ()) -> bool:
+        """Queue x to be written as <run>/relative; False if it would exceed the budget. results: that the description
+        needs. Raises an earlier failure."""
         self._raise()
         nbytes = x.numel() * x.element_size()
         while True:
@@ -118,23 +126,48 @@ class Writing:
                 return False
             queued.pop(0)[1].acquire()
         copy, arrived = copy_later(x)
+        described = fetch(results)
         lock = _acquired()
-        self._tasks.put(lambda: self._file(relative, copy, arrived, describe, lock))
+
+        def both() -> None:
+            arrived()
+            described()
+
+        self._tasks.put(lambda: self._file(relative, copy, both, describe, lock))
         self._queued.append((nbytes, lock))
         return True
 
     def publish(self, pending: Sequence[Pending], **status: Any) -> None:
         """Queue rows, whose files were offered, to be published as a segment, and the run's status to be updated, also
         with `status`. Raises an earlier failure."""
-        rows = list(pending)
-        self._tasks.put(lambda: self._segment(rows, status))
+        rows, arrived = list(pending), self._fetch(pending)
+        self._tasks.put(lambda: self._segment(rows, arrived, status))
         self._raise()
 
     def publish_reduced(self, iteration: int, pending: Sequence[Pending]) -> None:
         """Queue the rows of a watched step to be reduced over ranks. Each rank calls this for the same steps, and then
         `publish`, which raises any failure."""
-        rows = list(pending)
-        self._tasks.put(lambda: self._segment(rows, {}, iteration))
+        rows, arrived = list(pending), self._fetch(pending)
+        self._tasks.put(lambda: self._segment(rows, arrived, {}, iteration))
+
+    def _fetch(self, pending: Sequence[Pending]) -> Callable[[], None]:
+        """Copy the results of rows, once there is room; a function that waits for them, to be called once."""
+        results = [result for each in pending for result in each.results]
+        nbytes = fetched_nbytes(results)
+        if not nbytes:
+            return lambda: None
+        while self._queued and sum(size for size, lock in self._queued if lock.locked()) + nbytes > IN_FLIGHT:
+            self._queued.pop(0)[1].acquire()
+        arrived, lock = fetch(results), _acquired()
+        self._queued.append((nbytes, lock))
+
+        def once() -> None:
+            try:
+                arrived()
+            finally:
+                lock.release()
+
+        return once
 
     def run(self, task: Callable[[], None]) -> None:
         """Queue a task of the monitor."""
@@ -207,7 +240,14 @@ class Writing:
         finally:
             lock.release()
 
-    def _segment(self, pending: list[Pending], status: dict[str, Any], watched: int | None = None) -> None:
+    def _segment(
+        self,
+        pending: list[Pending],
+        arrived: Callable[[], None],
+        status: dict[str, Any],
+        watched: int | None = None,
+    ) -> None:
+        arrived()
         kept = [each for each in pending if each.path is None or each.path in self._unnamed]
         take = self._take if watched is None else partial(self._take_reduced, watched)
         if not self._attempt(lambda: take(kept)):

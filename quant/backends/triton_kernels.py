@@ -18,11 +18,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from binade.quant.backends import triton_scores
 from binade.quant.backends.runs import Runs
 from binade.quant.backends.triton_arithmetic import (
     ALL,
@@ -49,6 +51,8 @@ from binade.quant.backends.triton_arithmetic import (
     triton,
     widen,
 )
+from binade.quant.backends.triton_scores import BLOCKS, NUMBERS, ROUNDED, RUNS, SUMS, Score, add_score, as_stored
+from binade.quant.block_histograms import COUNTS, counted_blocks
 from binade.quant.elements import E4M3, Element, Overflow, Rounding, Tier
 from binade.quant.reference import outer_absmax
 from binade.quant.scaling import kernel_of
@@ -59,6 +63,9 @@ from binade.quant.specs import TENSOR, Spec
 TILE = 1 << 17 if INTERPRETED else 1 << 12
 # Values, twice as many along other axes: they share the fixed work of a thread per program.
 PER_THREAD = 64
+PER_THREAD_SCORED = 16  # float64 takes two registers for a value
+
+SIZES = ["blocks"]  # of a tensor in runs
 
 # Kernel launches in this process so far.
 launches = 0
@@ -76,6 +83,12 @@ def quantize_dequantize_kernel(
     given_ptr,
     outer_ptr,
     divisor_ptr,
+    left_ptr,  # float64, for a score: see `Scaling.saturation`
+    right_ptr,
+    partial_ptr,  # of a score, see `add_score`
+    work_ptr,
+    out_ptr,
+    runs_ptr,
     blocks,  # number of blocks: outer · blocks_per_row · inner
     axis,
     inner,
@@ -97,9 +110,12 @@ def quantize_dequantize_kernel(
     RULE: tl.constexpr,
     ROUNDING: tl.constexpr,
     SIGNED_ZERO: tl.constexpr,
-    WRITE_SCALES: tl.constexpr,
+    WRITE_SCALES: tl.constexpr,  # for GIVEN and ROUNDED: read them
     FACTORS: tl.constexpr,  # of each given factor: 0, ALL or EACH
     BOUNDED: tl.constexpr,  # as in `round_to_element`
+    SCORE: tl.constexpr,  # 0: y is written; else its errors are added up: SUMS, BLOCKS or RUNS
+    STORED: tl.constexpr,  # for a score: the dtype of y, see `as_stored`
+    LIMITS: tl.constexpr,  # for a score: kinds of (left, right), -1 if none saturates; the numbers of those without one
 ):
     program = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, GROUPS)
@@ -138,11 +154,14 @@ def quantize_dequantize_kernel(
     if RULE != LARGEST:
         x = widen(x)
     known = block if WHOLE else tl.minimum(block, blocks - 1)
+    finer = 1.0  # the factor of a value within its block
     if ROUNDING == STOCHASTIC:
         k = noise(start, rows, columns, seed)
     else:
         k = 0
-    if RULE == GIVEN:
+    if RULE == ROUNDED:
+        y = widen(tl.load(y_ptr + start + within) if WHOLE else tl.load(y_ptr + start + within, mask=inside, other=0.0))
+    elif RULE == GIVEN:
         encoded = x * factor(encode_ptr, known, FACTORS[0], ADJACENT) if FACTORS[0] else x
         values = round_to_element(encoded, k, TIERS, TAPER, EMAX, MAX, LIMIT, ROUNDING, SIGNED_ZERO, BOUNDED)
         PRECISE: tl.constexpr = MANTISSA <= 3 and LIMIT == MAX  # at most 4 significant bits; finite or NaN
@@ -168,6 +187,7 @@ def quantize_dequantize_kernel(
             decode = tl.where(e8, scale * 2.0, scale)
             decode = tl.where(e4, decode * 2.0, decode)
             y = tl.reshape(values * decode, x.shape)
+            finer = tl.reshape(tl.where(e8, 2.0, 1.0) * tl.where(e4, 2.0, 1.0) + tl.zeros_like(parts), x.shape)
             scale = tl.reshape(scale, (GROUPS, 1) if ADJACENT else (1, GROUPS))
         elif RULE == NVFP4:
             absmax = tl.load(absmax_ptr)
@@ -189,7 +209,26 @@ def quantize_dequantize_kernel(
         if WRITE_SCALES:
             block_offsets = block[:, None] if ADJACENT else block[None, :]
             tl.store(scale_ptr + block_offsets, scale, mask=None if WHOLE else block_offsets < blocks)
-    if RULE == LARGEST:
+    if SCORE:
+        ok = tl.abs(x) <= FLOAT32_MAX
+        if not WHOLE:
+            ok = ok & inside
+        if RULE == GIVEN or RULE == ROUNDED:
+            one = tl.full([GROUPS, 1] if ADJACENT else [1, GROUPS], 1.0, tl.float32)
+            scale = factor(scale_ptr, known, EACH, ADJACENT) if WRITE_SCALES else one
+        if RULE == NVFP4:
+            left, right = 448.0 * MAX, absmax.to(tl.float64) * MAX
+        elif LIMITS[0] >= 0:
+            left = factor(left_ptr, known, LIMITS[0], ADJACENT) if LIMITS[0] else LIMITS[2]
+            right = factor(right_ptr, known, LIMITS[1], ADJACENT) if LIMITS[1] else LIMITS[3]
+        over = ok & False
+        if RULE == NVFP4 or LIMITS[0] >= 0:
+            over = (tl.abs(x).to(tl.float64) * left > scale.to(tl.float64) * finer * right) & (scale > 0.0)
+        add_score(
+            *(x, as_stored(y, STORED), ok, over, tl.reshape(scale, [GROUPS]), BLOCK if WHOLE else length),
+            *(block, blocks, partial_ptr, work_ptr, out_ptr, runs_ptr, REDUCED, SCORE),
+        )
+    elif RULE == LARGEST:
         pass
     elif WHOLE:
         tl.store(y_ptr + start + within, y.to(y_ptr.dtype.element_ty))
@@ -197,7 +236,7 @@ def quantize_dequantize_kernel(
         tl.store(y_ptr + start + within, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)  # a size of 1 would become a constant, without a dtype
 def run_errors_kernel(
     x_ptr,
     out_ptr,
@@ -237,7 +276,7 @@ def run_errors_kernel(
     tl.store(out_ptr + block[None, :], total, mask=block[None, :] < blocks)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def run_moments_kernel(
     x_ptr, total_ptr, squares_ptr, blocks, axis, inner, blocks_per_row, length, GROUPS: tl.constexpr
 ):
@@ -320,21 +359,31 @@ def _launch(
     scale_element: Element = E4M3,
     seed: int = 0,
     bounded: bool = False,
+    score: Score | None = None,
 ) -> Tensor:
-    """y of x's dtype; x itself for LARGEST. If interpreted, x is float32: the interpreter's own conversions flush
-    bfloat16's subnormals to zero."""
+    """y of x's dtype; x itself for LARGEST and with a score, which is computed instead. If interpreted, x is float32:
+    the interpreter's own conversions flush bfloat16's subnormals to zero."""
     global launches
     launches += 1
-    per_thread = 2 * PER_THREAD if grid.inner > 1 else PER_THREAD
-    groups, whole = _tiling(grid.block, grid.axis, grid.inner, grid.blocks, per_thread)
-    y = x if rule == LARGEST.value else torch.empty_like(x)
+    per_thread = PER_THREAD_SCORED if score else 2 * PER_THREAD if grid.inner > 1 else PER_THREAD
+    warps = 4 if score else 1
+    groups, whole = _tiling(grid.block, grid.axis, grid.inner, grid.blocks, warps * per_thread)
+    programs = triton.cdiv(grid.blocks, groups)
+    if score:
+        y, scales, limits = x if score.y is None else score.y, score.scales, score.limits
+        partial = torch.empty(NUMBERS, programs, dtype=torch.float64, device=x.device)
+        place = partial, triton_scores.workspace(x.device), score.out, x if score.runs is None else score.runs
+    else:
+        y, limits, place = x if rule == LARGEST.value else torch.empty_like(x), (), (x, x, x, x)
+    pointers = *(x if isinstance(limit, float) else limit for limit in limits or (0.0, 0.0)), *place
     with np.errstate(all="ignore"):  # the interpreter computes in numpy, which would warn of every NaN and Inf
-        quantize_dequantize_kernel[(triton.cdiv(grid.blocks, groups),)](
+        quantize_dequantize_kernel[(programs,)](
             x,
             y,
             x if scales is None else scales,
             x if absmax is None else absmax,
             *(x if factor is None else factor for factor in factors),
+            *pointers,
             *grid.sizes,
             seed,
             BLOCK=grid.block,
@@ -353,10 +402,13 @@ def _launch(
             RULE=rule,
             ROUNDING=ROUNDINGS[rounding],
             SIGNED_ZERO=element.signed_zero,
-            WRITE_SCALES=scales is not None,
+            WRITE_SCALES=scales is not None,  # or they are read
             FACTORS=_kinds(factors),
             BOUNDED=bounded,
-            num_warps=max(1, min(4, groups * triton.next_power_of_2(grid.block) // (32 * per_thread))),
+            SCORE=score.kind if score else 0,
+            STORED=score.stored if score else 0,
+            LIMITS=_limits(limits),
+            num_warps=max(1, min(8 if score else 4, groups * triton.next_power_of_2(grid.block) // (32 * per_thread))),
             enable_fp_fusion=False,
         )
     return y
@@ -364,6 +416,14 @@ def _launch(
 
 def _kinds(factors: Factors) -> tuple[int, ...]:
     return tuple(0 if factor is None else EACH.value if factor.dim() else ALL.value for factor in factors)
+
+
+def _limits(limits: Sequence[float | Tensor]) -> tuple[float, ...]:
+    """LIMITS of the kernel."""
+    if not limits:
+        return -1, -1, 0.0, 0.0
+    kinds = (0 if isinstance(limit, float) else EACH.value if limit.dim() else ALL.value for limit in limits)
+    return *kinds, *(limit if isinstance(limit, float) else 0.0 for limit in limits)
 
 
 def _runs_to_a_program(grid: Grid) -> int:
@@ -383,12 +443,7 @@ class TritonRuns(Runs):
         grid, together = self._pieces()
         out = torch.empty(grid.blocks, dtype=torch.float32, device=self.x.device)
         _launch(self.x, grid, self.spec.format.element, LARGEST.value, scales=out)
-        pieces = out.reshape(-1, grid.per_row, grid.inner)
-        if together == 1:
-            return pieces.reshape(-1)
-        pieces = torch.nn.functional.pad(pieces, (0, 0, 0, -grid.per_row % together))
-        whole = pieces.reshape(len(pieces), -1, together, grid.inner)
-        return whole.amax(2).reshape(-1)
+        return out if together == 1 else self._whole_runs(out.reshape(-1, grid.per_row, grid.inner)).amax(2).reshape(-1)
 
     def moments(self) -> tuple[Tensor, Tensor]:
         grid = self._whole
@@ -432,20 +487,65 @@ class TritonRuns(Runs):
         scale = scale.contiguous()
         return _launch(scale, Grid.of(scale, 0, None), element, GIVEN.value)
 
-    def rescaled(self, factors: Factors, seed: int) -> Tensor:
-        grid, together = self._pieces()
-
-        def of_pieces(factor: Tensor | None) -> Tensor | None:
-            if factor is None or not factor.dim() or together == 1:
-                return factor
-            runs = factor.reshape(-1, -(-grid.per_row // together), grid.inner)
-            return runs.repeat_interleave(together, 1)[:, : grid.per_row].reshape(-1)
-
-        spec, factors = self.spec, Factors(*map(of_pieces, factors))
+    def rescaled(self, factors: Factors, seed: int, score: Score | None = None) -> Tensor:
+        """The values rounded with these factors; with a score, that is computed instead."""
+        spec, factors = (
+            self.spec,
+            Factors(*(factor if factor is None else self._of_pieces(factor) for factor in factors)),
+        )
         bounded = not (spec.scaling.saturates or spec.history) and spec.rounding != Rounding.STOCHASTIC
         overflow = Overflow.SATURATE if bounded else spec.overflow
         given = spec.format.element, GIVEN.value, spec.rounding, overflow, factors
-        return _launch(self.x, grid, *given, seed=seed, bounded=bounded)
+        return _launch(self.x, self._pieces()[0], *given, seed=seed, bounded=bounded, score=score)
+
+    def limits(self, absmax: Tensor | None) -> tuple[float | Tensor, ...]:
+        """`Scaling.saturation`, a tensor as float64 scalar or [pieces]; () if no value saturates."""
+        spec, scaling = self.spec, self.spec.scaling
+        if not (scaling.saturates or spec.history):
+            return ()
+        shared = spec.block == TENSOR or scaling.outer or spec.history
+        if absmax is None and shared:
+            absmax = outer_absmax(self.x, spec, self.dim)
+        limits = scaling.saturation(spec, self.x if absmax is None else absmax)  # without an outer scale, of no use
+        return tuple(limit if isinstance(limit, float) else self._of_pieces(self._at_runs(limit)) for limit in limits)
+
+    def _at_runs(self, of_values: Tensor) -> Tensor:
+        """One number for each value (or all), equal in a run -> for each run."""
+        if not of_values.dim():
+            return of_values
+        at = [slice(None)] * self.x.dim()
+        at[self.dim] = slice(None, None, self.spec.run(self.x.shape[self.dim]))
+        return of_values.expand(self.x.shape)[tuple(at)].reshape(-1).contiguous()
+
+    def counts_of(self, of_pieces: Tensor, scales: Tensor) -> Tensor:
+        """`counted_blocks` from the numbers of a score for RUNS, and the scale of each run."""
+        grid, _ = self._pieces()
+        at = torch.arange(grid.per_row, device=self.x.device)[:, None]
+        length = (
+            (grid.axis - at * grid.block)
+            .clamp(max=grid.block)
+            .expand(grid.blocks // grid.per_row // grid.inner, -1, grid.inner)
+        )
+        peak, signal, noise, count = (
+            self._whole_runs(each.reshape(-1, grid.per_row, grid.inner)) for each in (*of_pieces, length.double())
+        )
+        peak = self._grouped(peak.amax(2).reshape(-1)).amax(-1)
+        signal, noise, count = (self._grouped(each.sum(2).reshape(-1)).sum(-1) for each in (signal, noise, count))
+        return counted_blocks(peak, signal, noise, count, self._grouped(scales)[:, 0])
+
+    def _whole_runs(self, of_pieces: Tensor) -> Tensor:
+        """[outer, pieces, inner] -> [outer, runs, pieces of a run, inner], short runs padded with zeros."""
+        together = self._pieces()[1]
+        padded = torch.nn.functional.pad(of_pieces, (0, 0, 0, -of_pieces.shape[1] % together))
+        return padded.reshape(len(padded), -1, together, padded.shape[-1])
+
+    def _of_pieces(self, of_runs: Tensor) -> Tensor:
+        """One number for each run, or one for all -> for each of its pieces."""
+        grid, together = self._pieces()
+        if not of_runs.dim() or together == 1:
+            return of_runs
+        runs = of_runs.reshape(-1, -(-grid.per_row // together), grid.inner)
+        return runs.repeat_interleave(together, 1)[:, : grid.per_row].reshape(-1)
 
     @property
     def _whole(self) -> Grid:
@@ -495,9 +595,73 @@ def quantize_dequantize(
         runs = TritonRuns(x, spec, dim)
         factors, scales = runs.factors(absmax, want_scales)
         return runs.rescaled(factors, seed).to(dtype).reshape(shape), scales
-    absmax = outer_absmax(x, spec, dim) if absmax is None else absmax
+    absmax = outer_absmax(x, spec, dim) if absmax is None and spec.scaling.outer else absmax
     grid = Grid.of(x, dim, spec.run(x.shape[dim]))
     scales = torch.empty(grid.blocks, dtype=torch.float32, device=x.device) if want_scales else None
     stored = spec.scaling.stored or E4M3
     y = _launch(x, grid, element, rule.value, spec.rounding, spec.overflow, NO_FACTORS, absmax, scales, stored, seed)
     return y.to(dtype).reshape(shape), scales
+
+
+def score(
+    x: Tensor,
+    y: Tensor | None,
+    spec: Spec | None = None,
+    dim: int = -1,
+    scales: Tensor | None = None,
+    absmax: Tensor | None = None,
+    seed: int = 0,
+    blocks: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """(float64 [NUMBERS], see `triton_scores`; for `blocks` how many lie in each bin of BLOCK_MEASURES, else None).
+
+    Of x (any shape, not empty) and y, its rounded values, with scales as `quantize_dequantize` returns them; or of x
+    rounded here, by a spec with a kernel. Without a spec nothing saturates. absmax as in `reference.outer_absmax`,
+    computed here if None and needed.
+    """
+    check_device(x)
+    stored = triton_scores.DTYPES[x.dtype]
+    x, y = x.contiguous(), None if y is None else y.contiguous()
+    if INTERPRETED:
+        x, y = x.float(), None if y is None else y.float()
+    x = x if x.dim() else x.reshape(1)
+
+    def prepared(grid: Grid, kind: Any, scales: Tensor | None = None, limits: Sequence[float | Tensor] = ()) -> Score:
+        out = torch.empty(NUMBERS + (triton_scores.BINS if kind == BLOCKS else 0), dtype=torch.float64, device=x.device)
+        of_runs = torch.empty(3, grid.blocks, dtype=torch.float64, device=x.device) if kind == RUNS else None
+        return Score(kind.value, stored, y, scales, limits, out, of_runs)
+
+    if spec is None:
+        grid = Grid.of(x, 0, None)
+        asked = prepared(grid, SUMS)
+        _launch(x, grid, E4M3, ROUNDED.value, score=asked)
+        return asked.out, None
+    dim = dim % x.dim()
+    if spec.scaling.per_element:  # y does not tell its factors
+        y = None
+    runs, element = TritonRuns(x, spec, dim), spec.format.element
+    if y is None and (rule := rule_of(spec)) is not None:
+        grid = Grid.of(x, dim, spec.run(x.shape[dim]))
+        absmax = outer_absmax(x, spec, dim) if absmax is None and spec.scaling.outer else absmax
+        limits = (1.0, spec.format.max) if spec.scaling.saturates else ()
+        asked = prepared(grid, BLOCKS if blocks else SUMS, None, limits)
+        stored_element = spec.scaling.stored or E4M3
+        how = spec.rounding, spec.overflow, NO_FACTORS, absmax, None, stored_element, seed
+        _launch(x, grid, element, rule.value, *how, score=asked)
+    else:
+        factors = NO_FACTORS
+        if y is None:
+            factors, scales = runs.factors(absmax, True)
+        per_run = None if scales is None else scales.reshape(-1)
+        of_pieces = None if per_run is None else runs._of_pieces(per_run)
+        grid, together = runs._pieces()
+        kind = SUMS if not blocks else BLOCKS if together == 1 and runs._rows == 1 else RUNS
+        asked = prepared(grid, kind, of_pieces, runs.limits(absmax))
+        if y is None:
+            runs.rescaled(factors, seed, asked)
+        else:
+            _launch(x, grid, E4M3, ROUNDED.value, score=asked)
+        if asked.runs is not None:
+            assert per_run is not None, "the scales of a block format are missing"
+            return asked.out, runs.counts_of(asked.runs, per_run)
+    return asked.out[:NUMBERS], asked.out[NUMBERS:][: sum(COUNTS)] if blocks else None

@@ -112,16 +112,19 @@ class NoWaiting(TorchDispatchMode):
 
 
 class Launches:
-    """Stands for a kernel and counts what would be launched."""
+    """Stands for a kernel and counts what would be launched. launched: is told the tensors of each launch."""
 
     count = 0
+    launched: Callable[[list[torch.Tensor]], None] = staticmethod(lambda tensors: None)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         return self.launch
 
     def launch(self, *args: Any, **_: Any) -> None:
         Launches.count += 1
-        assert all(arg.is_cuda and arg.is_contiguous() for arg in args if isinstance(arg, torch.Tensor))
+        tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+        assert all(tensor.is_cuda and tensor.is_contiguous() for tensor in tensors)
+        Launches.launched(tensors)
 
 
 class Event:

@@ -49,6 +49,8 @@ def quantizer(name, adjacent, rounding):
     pointers = ("scale_ptr", "absmax_ptr", "encode_ptr", "given_ptr", "outer_ptr", "divisor_ptr")
     types = dict(x_ptr="*bf16", y_ptr="*bf16", blocks="i32", axis="i32", inner="i32", blocks_per_row="i32", seed="i32")
     types |= dict.fromkeys(pointers, "*fp32")
+    types |= dict.fromkeys(("left_ptr", "right_ptr", "partial_ptr", "out_ptr", "runs_ptr"), "*fp64")
+    types["work_ptr"] = "*i64"
     constants = dict(BLOCK=block, BLOCK_POW2=block, GROUPS=4096 // block, ADJACENT=adjacent, WHOLE=True,
                      TIERS=element.tiers, TAPER=kernels._taper(element.tiers),
                      EMAX=element.emax, MANTISSA=element.mantissa_bits,
@@ -56,7 +58,8 @@ def quantizer(name, adjacent, rounding):
                      MAX=element.max, LIMIT=element.max if decided.overflow == "saturate" else float("inf"),
                      INVERSE=1 / element.max, FACTORS=(1, 0, 0, 1) if name.startswith("fp8") else (0, 0, 0, 0),
                      RULE=rule, ROUNDING=kernels.ROUNDINGS[decided.rounding],
-                     SIGNED_ZERO=element.signed_zero, WRITE_SCALES=True)
+                     SIGNED_ZERO=element.signed_zero, WRITE_SCALES=True, BOUNDED=False, SCORE=0, STORED=0,
+                     LIMITS=(-1, -1, 0.0, 0.0))
     if adjacent:
         constants["inner"] = types.pop("inner") and 1
     return compile_kernel(kernels.quantize_dequantize_kernel, types, constants)
@@ -74,8 +77,7 @@ for place, name in enumerate(chosen.values()):
         ptx = quantizer(name, adjacent, rounding).asm["ptx"]
         loads = re.findall(r"ld\\.global[.a-z0-9]*\\.b16", ptx)
         print(name, "last" if adjacent else "first", rounding or "nearest", len(loads))
-types = dict(x_ptr="*bf16", counts_ptr="*i32", sums_ptr="*fp64", extremes_ptr="*fp32", special_ptr="*i64",
-             shift_ptr="*fp64", numel="i32")
+types = dict(x_ptr="*bf16", counts_ptr="*i64", numbers_ptr="*fp64", partial_ptr="*fp64", work_ptr="*i64", numel="i32")
 compile_kernel(summarize_kernel, types, dict(ROWS=TILE // 8, WIDTH=8, BINS=BINS), WARPS)
 print("summarize")
 """

@@ -1,15 +1,30 @@
-"""Each kernel, for specs of every kind, compiles for Blackwell (sm_100) and, by Triton's HIP back end, for AMD's MI300
-(gfx942). test_compile covers Hopper with all formats. Nothing runs."""
+"""Each kernel, for specs of every kind, compiles for NVIDIA's sm_80, sm_90 and sm_100 and, by Triton's HIP back end,
+for AMD's gfx942 and gfx950; with the Triton that is installed and with the oldest that pyproject.toml's torch brings.
+test_compile covers Hopper with all formats. Nothing runs."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
-from tests.conftest import run_python
+from tests.conftest import PROJECT
 
 pytestmark = pytest.mark.slow
 
-SPECS = ("nvfp4(rounding=stochastic)", "hif4", "nvfp4(scale=4over6)", "mxfp4(scale=quest)")
+SPECS = (
+    "nvfp4(rounding=stochastic)",
+    "hif4",
+    "nvfp4(scale=4over6)",
+    "mxfp4(scale=quest)",
+    "hifp8",
+    "mxfp4(block=16x16)",
+)
+OLDEST = "3.5.0"  # of torch 2.9
+TARGETS = {"80": "cubin", "90": "cubin", "100": "cubin", "gfx942": "hsaco", "gfx950": "hsaco"}
 KERNELS = {"quantize_dequantize_kernel", "run_errors_kernel", "run_moments_kernel", "summarize_kernel"}
 
 PROGRAM = """
@@ -19,11 +34,12 @@ import triton
 from triton.backends import backends
 from triton.backends.compiler import GPUTarget
 
-from binade.quant.backends import triton_kernels as kernels
+from binade.quant.backends import triton_kernels as kernels, triton_scores
 from binade.quant.backends.triton_summary import BINS, TILE, WARPS, summarize_kernel
 from binade.quant.specs import Spec
 
-TARGETS = [GPUTarget("cuda", 100, 32)] + [GPUTarget("hip", "gfx942", 64)] * ("amd" in backends)
+TARGETS = [GPUTarget("cuda", arch, 32) for arch in (80, 90, 100)]
+TARGETS += [GPUTarget("hip", arch, 64) for arch in ("gfx942", "gfx950") if "amd" in backends]
 compiled = set()
 
 class Driver:
@@ -44,7 +60,8 @@ class Compiling:
     def __getitem__(self, grid):
         return self.launch
     def launch(self, *args, **constants):
-        kind = self.kernel.__name__, *(constants.get(name) for name in ("RULE", "ROUNDING", "FACTORS", "TAPER"))
+        constant = ("RULE", "ROUNDING", "FACTORS", "TAPER", "SCORE")
+        kind = self.kernel.__name__, *map(constants.get, constant)
         if kind in compiled:
             return
         compiled.add(kind)
@@ -55,25 +72,47 @@ class Compiling:
             print(self.kernel.__name__, target.arch, list(found.asm)[-1], flush=True)
 
 kernels.check_device = lambda x: None
+triton_scores.workspace = lambda device: torch.empty(1, dtype=torch.int64, device=device)
 for name in [name for name in vars(kernels) if name.endswith("_kernel")]:
     setattr(kernels, name, Compiling(getattr(kernels, name)))
 for number, text in enumerate(sys.argv[1:]):
     x = torch.empty(4096, 4096, dtype=torch.bfloat16, device="meta")
-    kernels.quantize_dequantize(x, Spec.of(text), -(number % 2) - 1, None, False, 0)
-types = torch.bfloat16, torch.int32, torch.float64, torch.float32, torch.int64, torch.float64
+    spec, dim = Spec.of(text), -(number % 2) - 1
+    y, scales = kernels.quantize_dequantize(x, spec, dim, None, True, 0)
+    kernels.score(x, None, spec, dim, blocks=spec.block is not None)
+    kernels.score(x, y, spec, dim, scales, blocks=spec.block is not None)
+    compiled.clear()
+    kernels.quantize_dequantize(x[:1, :32].contiguous(), spec, 1, None, True, 0)  # one run
+types = torch.bfloat16, torch.int64, torch.float64, torch.float64, torch.int64
 tensors = [torch.empty(1, dtype=dtype, device="meta") for dtype in types]
 Compiling(summarize_kernel).launch(*tensors, 1 << 24, ROWS=TILE // 8, WIDTH=8, BINS=BINS, num_warps=WARPS)
 """
 
 
-@pytest.mark.thorough
-def test_kernels_compile_for_blackwell_and_by_the_hip_back_end(tmp_path):
-    environment = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    done = run_python("-c", PROGRAM, *SPECS, env=environment)
+def compiled(tmp_path: Path, *packages: Path) -> None:
+    environment = {
+        **os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path / "cache"),
+        "PYTHONPATH": os.pathsep.join(map(str, (*packages, PROJECT))),
+    }  # fmt: skip
+    command = [sys.executable, "-c", PROGRAM, *SPECS]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-2000:]
-    rows = [line.split() for line in done.stdout.splitlines()]
+    rows = {tuple(line.split()) for line in done.stdout.splitlines()}
     has_hip = any(arch == "gfx942" for _, arch, _ in rows)
-    assert {(name, arch, kind) for name, arch, kind in rows} == {
-        (name, *made) for name in KERNELS for made in [("100", "cubin"), ("gfx942", "hsaco")][: 1 + has_hip]
-    }
-    assert len(rows) // (1 + has_hip) > len(SPECS)
+    targets = {arch: kind for arch, kind in TARGETS.items() if has_hip or kind == "cubin"}
+    assert rows == {(name, arch, kind) for name in KERNELS for arch, kind in targets.items()}
+
+
+@pytest.mark.thorough
+def test_with_the_triton_that_is_installed(tmp_path):
+    compiled(tmp_path)
+
+
+@pytest.mark.thorough
+def test_with_the_oldest_triton(tmp_path):
+    place = tmp_path / "triton"
+    install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", place, f"triton=={OLDEST}"]
+    done = subprocess.run(install, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"Triton {OLDEST} cannot be installed here: {done.stderr.strip().splitlines()[-1]}")
+    compiled(tmp_path, place)
