@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import repeat
 from typing import Any, ClassVar
 
 import torch
@@ -36,6 +37,7 @@ from binade.collector.models.attention import CoreBegin
 from binade.collector.models.parallel import STACKED, Call, reshaped
 from binade.quant.gemm import Observed, Tap, matmul
 
+PIECE = 1 << 26  # values
 ATTRIBUTES = ("__get__", "size", "dim")
 BADDBMMS = (torch.baddbmm, Tensor.baddbmm)
 MATMULS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm)
@@ -349,9 +351,11 @@ def _attention_backward(
             each = value.repeat_interleave(per_group, -3) if per_group > 1 else value
             grad_probs = seen.tensor.to(value.dtype) @ each.transpose(-1, -2)
             pv(Observed("grad_a", grad_probs))
-            exact = probs.float()
-            weighted = exact * grad_probs.float()
-            grad_scores = ((weighted - exact * weighted.sum(-1, keepdim=True)) * scale).to(query.dtype)
+            grad_scores = torch.empty(grad_probs.shape, dtype=query.dtype, device=query.device)
+            for exact, weighted, out in zip(*map(by_heads, (probs, grad_probs, grad_scores)), strict=True):
+                exact = exact.float()
+                weighted = exact * weighted.float()
+                out.copy_((weighted - exact * weighted.sum(-1, keepdim=True)) * scale)
             qk(Observed("grad", grad_scores))
             qk(Observed("wgrad_grad", grad_scores, dim=-2))
 
@@ -374,6 +378,25 @@ def _probabilities(
     batch = raw.shape[:-2] if stacked is query else query.shape[:-2]
     scores = (raw * scale).reshape(*batch, query.shape[-2], key.shape[-2])
     show_scores(call.tap, scores)
+    if torch.is_grad_enabled() and scores.requires_grad:
+        return scores, _softmax(scores, mask, causal).to(query.dtype)
+    probs = torch.empty(scores.shape, dtype=query.dtype, device=scores.device)
+    parts, outs = by_heads(scores), by_heads(probs)
+    masks = repeat(None) if mask is None else by_heads(mask.expand(scores.shape))
+    for part, out, own in zip(parts, outs, masks, strict=False):
+        out.copy_(_softmax(part, own, causal))
+    return scores, probs
+
+
+def by_heads(x: Tensor) -> list[Tensor]:
+    """x [..., s, t] in pieces of whole heads and about PIECE values, so that what is computed of them in float32 takes
+    little memory; views of a contiguous x."""
+    heads = x.reshape(-1, *x.shape[-2:])
+    return list(torch.split(heads, max(1, PIECE // max(1, x.shape[-2:].numel()))))
+
+
+def _softmax(scores: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+    """float32 softmax; rows that may see nothing are all 0."""
     masked = scores.float()
     if causal:
         allowed = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
@@ -381,8 +404,7 @@ def _probabilities(
     if mask is not None:
         masked = masked.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else masked + mask
     blind = (masked == -torch.inf).all(-1, keepdim=True)
-    probs = masked.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0)
-    return scores, probs.to(query.dtype)
+    return masked.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0)
 
 
 def _stacked(x: Tensor, other: Tensor, grouped: bool) -> tuple[Tensor, Callable[[Tensor], tuple[int, ...]]]:
