@@ -2,7 +2,8 @@
 hashes by which runs on the same data are matched (data.same_data).
 
 A forward pass that trains is a micro-batch, identified by its integer tensors (token ids, labels), or else by the first
-tensor that enters the model. Tensors on a GPU are copied without waiting; the writer's thread hashes them.
+tensor that enters the model, of which MOST values are taken. Tensors on a GPU are copied without waiting; the writer's
+thread hashes them.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from binade.collector.capture.writing import copy_later
 from binade.data.runs import RunWriter
 
 SAMPLE = 64  # values of each parameter that are hashed at the start
+MOST = 1 << 16  # values of a floating-point input that are hashed
 Copied = tuple[Tensor, Callable[[], None]]  # as `copy_later` returns them
 
 
@@ -55,7 +57,7 @@ class Curves:
         if model is self._model:
             tensors = [x for x in tensors_in(given) if not is_dtensor(x)]
             ids = [x for x in tensors if not x.is_floating_point() and x.dtype != torch.bool]
-            copies = _copies(ids or tensors[:1])
+            copies = _copies(ids or [_spread(x, MOST) for x in tensors[:1]])
             self._queue(lambda: self._hash(iteration, copies))
 
     def log(self, iteration: int, values: Mapping[str, float | Tensor]) -> None:
@@ -108,10 +110,16 @@ class Curves:
 def _sample(model: nn.Module) -> list[Tensor]:
     """Some values of each parameter, evenly spaced."""
     parameters: list[Any] = [p.detach() for p in model.parameters()]
-    flat = [(x.to_local() if is_dtensor(x) else x).reshape(-1) for x in parameters]
-    found: list[Tensor] = [x[:: max(1, len(x) // SAMPLE)][:SAMPLE].float() for x in flat if x.is_floating_point()]
+    local = [x.to_local() if is_dtensor(x) else x for x in parameters]
+    found: list[Tensor] = [_spread(x, SAMPLE).float() for x in local if x.is_floating_point()]
     devices = dict.fromkeys(x.device for x in found)
     return [torch.cat([x for x in found if x.device == device]) for device in devices]
+
+
+def _spread(x: Tensor, most: int) -> Tensor:
+    """At most so many values of x, flat and evenly spaced."""
+    flat = x.detach().reshape(-1)
+    return flat[:: max(1, len(flat) // most)][:most]
 
 
 def _copies(tensors: Sequence[Tensor]) -> list[Copied]:
@@ -122,7 +130,7 @@ def _update(sha: Any, copies: Sequence[Copied]) -> None:
     for copy, arrived in copies:
         arrived()
         sha.update(f"{copy.dtype} {tuple(copy.shape)} ".encode())
-        sha.update(copy.reshape(-1).view(torch.uint8).numpy().tobytes())
+        sha.update(copy.reshape(-1).view(torch.uint8).numpy())  # without the interpreter's lock
 
 
 def _number(value: Any) -> Any:
