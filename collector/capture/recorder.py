@@ -15,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
 from binade.collector.capture.adapters.dtensor import is_dtensor
@@ -64,7 +65,8 @@ class Recorder:
             the recipe and the number of parameters, unless they are given.
         tensors: Names of data.tensor_kinds to record. The default is all tensors of attention and linear layers.
         scores: Formats or specs in which every operand is scored; () for none. The default is that of `binade run`.
-        measures: What else to measure of each GEMM, see data.tensor_kinds.Measure. The default is all.
+        measures: What else to measure of each GEMM, see data.tensor_kinds.Measure. The default is all on a CPU, and
+            blocks where there is an accelerator: the others take GEMMs and many kernels of their own.
         loss_scale: The factor by which the mean cross entropy of a micro-batch is multiplied before its backward pass,
             such as 1 / accumulated micro-batches, or a function that returns it and is called once per iteration. By
             default it is measured where `sensitivity` is called, and 1 elsewhere.
@@ -102,7 +104,7 @@ class Recorder:
         config: dict[str, Any] | None = None,
         tensors: Sequence[str] = (),
         scores: Sequence[str] = DEFAULT_SCORES,
-        measures: Sequence[str] = tuple(Measure),
+        measures: Sequence[str] | None = None,
         loss_scale: float | Callable[[], float] | None = None,
         max_bytes: int = 4 << 30,
         iterations: int | None = None,
@@ -122,6 +124,8 @@ class Recorder:
         for name in self.tensors.difference(tensor_names()):
             raise ConfigError(f"unknown tensor {name!r}: expected one of {', '.join(tensor_names())}")
         shown = (kind for kind in TENSOR_KINDS if not self.tensors or kind.name in self.tensors)
+        if measures is None:
+            measures = (Measure.BLOCKS,) if torch.accelerator.is_available() else tuple(Measure)
         measured = frozenset(words("measures", measures))
         for name in measured.difference(Measure):
             raise ConfigError(f"unknown measure {name!r}: expected one of {', '.join(Measure)}")
