@@ -21,6 +21,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from importlib.util import find_spec
@@ -30,6 +31,7 @@ from typing import Any
 PROJECT = Path(__file__).parents[2]
 TIME = 540.0  # seconds for all parts
 LEAST = 15.0  # no part is started with less left
+ENDING = 20.0  # for what a part says when it is stopped
 CORE = {  # what the collector imports besides torch, by the name that pip knows
     "click": "click", "filelock": "filelock", "re2": "google-re2", "numpy": "numpy", "psutil": "psutil",
     "pyarrow": "pyarrow", "pydantic": "pydantic", "safetensors": "safetensors", "tqdm": "tqdm",
@@ -59,7 +61,7 @@ def gpu_test_files() -> list[str]:
 
 def _pytest(*arguments: str) -> tuple[str, ...]:
     side_by_side = ("-n", str(min(12, os.cpu_count() or 1))) if find_spec("xdist") else ()
-    return ("pytest", "-q", "-p", "no:cacheprovider", "--tb=short", *side_by_side, *arguments)
+    return ("pytest", "-q", "--durations=12", "-p", "no:cacheprovider", "--tb=short", *side_by_side, *arguments)
 
 
 def _ratios(rows: list[Row]) -> str:
@@ -79,6 +81,11 @@ def _step(rows: list[Row]) -> str:
     return ""
 
 
+def _launches(rows: list[Row]) -> str:
+    found = [row for row in rows if row["step"] == "defaults"]
+    return "; ".join(f"{row['layer']}: {row['of bare']} of bare, {row['launches']} launches" for row in found)
+
+
 def _train(rows: list[Row]) -> str:
     ratios = [float(row["of bf16"]) for row in rows if "bf16" not in row["recipe"]]
     return f"at most {max(ratios):.2f} of bf16 (goal 1.25)" if ratios else ""
@@ -88,10 +95,15 @@ MEASURE = ("tests.gpu.measure",)
 PARTS = (
     Part("device", "versions, device, the rate of a copy", 60, (*MEASURE, "device"), (*MEASURE, "device"), ("numpy",)),
     Part(
-        "tests", "kernels to the bit, both axes; nothing waits; graphs; torch.compile", 240,
+        "tests", "kernels to the bit, both axes; nothing waits; graphs; torch.compile", 300,
         _pytest("-m", "gpu", *gpu_test_files()),
         ("pytest", "-q", "-p", "no:cacheprovider", "-k", "test_graph and mxfp8", "tests/gpu/test_graphs.py"),
         (*CORE, "pytest", "scipy", "hypothesis", "ml_dtypes"),
+    ),
+    Part(
+        "launches", "a recorded layer of an 8B model: time, launches, memory", 90,
+        ("tests.bench.bench_launches",), ("tests.bench.bench_launches", "--tokens", "64", "--only", "linear"),
+        headline=_launches,
     ),
     Part(
         "quantize", "every spec against a copy", 150, (*MEASURE, "quantize"), (*MEASURE, "quantize"), ("numpy",),
@@ -169,6 +181,9 @@ def run(part: Part, device: str, limit: float, scratch: Path) -> dict[str, Any]:
             status = "passed" if process.wait(limit) == 0 else f"failed with exit status {process.returncode}"
         except subprocess.TimeoutExpired:
             status = f"stopped after {limit:.0f} s"
+            process.send_signal(signal.SIGINT)  # pytest then says what has failed so far
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(ENDING)
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
