@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from binade.collector.models.parallel import (
     STACKED,
     Begin,
+    Call,
     build_linear,
     copy_to_ranks,
     gather_whole_sequence,
     heads_shard,
-    plain,
     reshaped,
     scatter_sequence,
 )
@@ -32,8 +32,8 @@ from binade.quant.gemm import Observed, matmul
 class CoreBegin:
     """Begins calls of the attention core's two products: qk contracts the head size, pv the keys."""
 
-    qk: Begin = plain
-    pv: Begin = plain
+    qk: Begin = Call
+    pv: Begin = Call
 
 
 class CoreAttention(nn.Module):
@@ -145,11 +145,7 @@ class LatentAttention(nn.Module):
 
     def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
         """x [s, b, hidden], rotation of width qk_rope -> [s, b, hidden]"""
-        if self.group.sequence_parallel:
-            return scatter_sequence(self._attend(gather_whole_sequence(x, self.group), rotation), self.group)
-        return self._attend(x, rotation)
-
-    def _attend(self, x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+        x = gather_whole_sequence(x, self.group)
         length, batch, _ = x.shape
         by_head = (length, batch, self.heads, -1)
         if hasattr(self, "linear_q"):
@@ -166,4 +162,4 @@ class LatentAttention(nn.Module):
         key = torch.cat((k_nope, k_rope.expand(by_head)), -1)
         context = self.core_attention(*(t.permute(1, 2, 0, 3).contiguous() for t in (query, key, value)))
         y: Tensor = self.linear_proj(context.permute(2, 0, 1, 3).reshape(length, batch, -1))
-        return y
+        return scatter_sequence(y, self.group)

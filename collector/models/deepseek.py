@@ -60,11 +60,6 @@ class DeepseekShape(RotaryShape):
         """The width of a query or key head."""
         return self.qk_nope + self.qk_rope
 
-    @property
-    def kv_heads(self) -> int:
-        """The number of heads: every head has its own key and value."""
-        return self.heads
-
     def attention(self, layer: int) -> tuple[Spec, ...]:
         hidden, latent, queries = self.hidden, self.kv_lora_rank, self.heads * self.head_dim
 

@@ -70,12 +70,7 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [s, b, hidden] -> the same, and the balance loss"""
-        if self.group.sequence_parallel:
-            y, balance = self._mix(gather_whole_sequence(x, self.group))
-            return scatter_sequence(y, self.group), balance
-        return self._mix(x)
-
-    def _mix(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = gather_whole_sequence(x, self.group)
         weights, chosen, balance = self.route(self.router(x.float()))
         # Each token once for each of its experts, grouped by expert.
         order = chosen.flatten().argsort(stable=True)
@@ -85,4 +80,5 @@ class MixtureOfExperts(nn.Module):
         outputs = outputs[order.argsort()].view(*chosen.shape, -1)  # [s, b, k, hidden]
         routed = (outputs.float() * weights.unsqueeze(-1)).sum(-2)
         y = routed.to(x.dtype)
-        return y + self.shared_experts(x) if self.shared_experts else y, balance
+        y = y + self.shared_experts(x) if self.shared_experts else y
+        return scatter_sequence(y, self.group), balance

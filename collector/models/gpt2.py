@@ -44,11 +44,6 @@ class GPT2Shape(Shape):
         return self.hidden // self.heads
 
     @property
-    def kv_heads(self) -> int:
-        """The number of heads: every head has its own key and value."""
-        return self.heads
-
-    @property
     def tables(self) -> dict[str, int]:
         return super().tables | {"position_embedding": self.max_sequence}
 

@@ -92,17 +92,13 @@ class GPTModel(nn.Module):
         """The logits, and the sum of the layers' load-balancing losses, weighted, to be added to the training loss: a
         float32 scalar, or None where nothing is routed."""
         x, rotation = self.position_embedding(self.embedding(tokens.t()))
-        x = x.to(self.compute_dtype)  # [s, b, hidden]
-        if self.group.sequence_parallel:
-            x = scatter_sequence(x, self.group)
+        x = scatter_sequence(x.to(self.compute_dtype), self.group)  # [s, b, hidden]
         balance: list[Tensor] = []
         for layer in self.layers:
             x, loss = layer(x, rotation)
             if loss is not None:
                 balance.append(loss)
-        x = self.final_layernorm(x)
-        if self.group.sequence_parallel:
-            x = gather_whole_sequence(x, self.group)
+        x = gather_whole_sequence(self.final_layernorm(x), self.group)
         logits = F.linear(x, self.output_layer.weight.to(x.dtype)).float().transpose(0, 1)
         return self.logits(logits), torch.stack(balance).sum() if balance else None
 

@@ -2,7 +2,8 @@
 one rank.
 
 Between layers an activation [s, b, h] is whole on every rank, or, with sequence parallelism, split along s. Each
-function states what it does forward and, after the slash, to the gradient:
+function states what it does forward and, after the slash, to the gradient; those of sequences are the identity without
+sequence parallelism too:
 
     copy_to_ranks            identity / sum               into a column-parallel layer
     reduce_from_ranks        sum / identity               out of a row-parallel layer
@@ -11,8 +12,8 @@ function states what it does forward and, after the slash, to the gradient:
     gather_whole_sequence    all-gather / own part        where every rank computes the whole gradient
     scatter_sequence         own part / all-gather
 
-A ColumnParallelLinear holds rows of the weight (output features), a RowParallelLinear columns (input features), a
-ReplicatedLinear all of it.
+A ColumnParallelLinear holds rows of the weight (output features), a RowParallelLinear columns (input features), a plain
+ParallelLinear all of it.
 """
 
 from __future__ import annotations
@@ -31,8 +32,7 @@ from binade.data.segment import Shard
 from binade.quant.gemm import Rounding, Tap, linear
 from binade.quant.specs import GemmFormats
 
-UNQUANTIZED = GemmFormats()
-UNROUNDED = Rounding(UNQUANTIZED)
+UNROUNDED = Rounding(GemmFormats())
 
 
 @dataclass(frozen=True)
@@ -49,17 +49,10 @@ class Call:
 
     @property
     def quantizes(self) -> bool:
-        return self.rounding.formats != UNQUANTIZED
+        return self.rounding.formats.quantized
 
 
-PLAIN = Call()
-Begin = Callable[[], Call]  # begins a call of a product
-
-
-def plain() -> Call:
-    """Begins a call that is neither quantized nor recorded."""
-    return PLAIN
-
+Begin = Callable[[], Call]  # begins a call of a product; `Call` itself begins one neither quantized nor recorded
 
 # What a tap sees of a product whose first operand is stacked or reshaped.
 STACKED = ("a", "y", "product", "grad", "grad_a", "wgrad_grad", "wgrad_a")
@@ -92,8 +85,11 @@ def linear_shard(kinds: Mapping[str, str], name: str, group: Group, stride: int)
 GroupFunction = Callable[[Group, Tensor], Tensor]
 
 
-def _function(forward: GroupFunction, backward: GroupFunction, name: str) -> Callable[[Tensor, Group], Tensor]:
-    """An autograd function of a tensor and a group; the identity at one rank."""
+def _function(
+    forward: GroupFunction, backward: GroupFunction, name: str, *, of_sequences: bool = True
+) -> Callable[[Tensor, Group], Tensor]:
+    """An autograd function of a tensor and a group; the identity at one rank, and for one of sequences without sequence
+    parallelism."""
 
     class Exchange(torch.autograd.Function):
         @staticmethod
@@ -108,7 +104,7 @@ def _function(forward: GroupFunction, backward: GroupFunction, name: str) -> Cal
     Exchange.__name__ = name
 
     def apply(x: Tensor, group: Group) -> Tensor:
-        if group.size == 1:
+        if group.size == 1 or (of_sequences and not group.sequence_parallel):
             return x
         y: Tensor = Exchange.apply(x, group)  # type: ignore[no-untyped-call]  # torch has no types for it
         return y
@@ -124,8 +120,8 @@ def _summed(group: Group, x: Tensor) -> Tensor:
     return group.sum_(x.clone())  # the caller's tensor may have been captured
 
 
-copy_to_ranks = _function(_same, _summed, "CopyToRanks")
-reduce_from_ranks = _function(_summed, _same, "ReduceFromRanks")
+copy_to_ranks = _function(_same, _summed, "CopyToRanks", of_sequences=False)
+reduce_from_ranks = _function(_summed, _same, "ReduceFromRanks", of_sequences=False)
 reduce_scatter_sequence = _function(Group.reduce_scatter, Group.gather, "ReduceScatterSequence")
 scatter_sequence = _function(Group.part, Group.gather, "ScatterSequence")
 gather_sequence = _function(Group.gather, Group.reduce_scatter, "GatherSequence")
@@ -142,8 +138,8 @@ def parameter(x: Tensor, **marks: bool) -> nn.Parameter:
 
 
 class ParallelLinear(nn.Module):
-    """A linear layer whose three GEMMs run as the call that `begin` begins says. A bias is no part of them: it is added
-    to the result, as in Megatron, and what is recorded as output is without it.
+    """[..., inputs] -> [..., outputs], whole on every rank. The three GEMMs run as the call that `begin` begins says. A
+    bias is no part of them: it is added to the result, as in Megatron, and what is recorded as output is without it.
 
     Weight and bias are kept in float32 (the optimizer's master copy) and used in the input's dtype. split_axis is the
     axis of the weight that is divided among the ranks, None if every rank holds all of it; `stride` as in Megatron:
@@ -162,7 +158,7 @@ class ParallelLinear(nn.Module):
         self.site = site
         self.group = group
         self.stride = stride
-        self.begin: Begin = plain
+        self.begin: Begin = Call
         self.whole_shape = (outputs, inputs)
         shape = list(self.whole_shape)
         divided = self.split_axis is not None and group.size > 1
@@ -185,15 +181,22 @@ class ParallelLinear(nn.Module):
     def shard(self, name: str) -> Shard:
         return linear_shard(self.shards, name, self.group, self.stride)
 
-    def _multiply(self, x: Tensor) -> Tensor:
-        call = self.begin()
-        return linear(x, self.weight.to(x.dtype), call.rounding, tap=call.tap)
+    def forward(self, x: Tensor) -> Tensor:
+        x, call = self._enter(x), self.begin()
+        y = self._leave(linear(x, self.weight.to(x.dtype), call.rounding, tap=call.tap))
+        return y if self.bias is None else add_bias(y, self.bias)
 
-    def _add_bias(self, y: Tensor) -> Tensor:
-        if self.bias is None:
-            return y
-        # Two axes: the bias' gradient is then one sum over tokens, in the order in which torch and Megatron take it.
-        return (y.flatten(0, -2) + self.bias.to(y.dtype)).view(y.shape)
+    def _enter(self, x: Tensor) -> Tensor:
+        return x
+
+    def _leave(self, y: Tensor) -> Tensor:
+        return y
+
+
+def add_bias(y: Tensor, bias: Tensor) -> Tensor:
+    """y [..., outputs] + bias [outputs], in y's dtype."""
+    # Two axes: the bias' gradient is then one sum over tokens, in the order in which torch and Megatron take it.
+    return (y.flatten(0, -2) + bias.to(y.dtype)).view(y.shape) if y.dim() > 1 else y + bias.to(y.dtype)
 
 
 class ColumnParallelLinear(ParallelLinear):
@@ -202,10 +205,8 @@ class ColumnParallelLinear(ParallelLinear):
     split_axis = 0
     shards: ClassVar = {"b": "rows", "grad_b": "rows", "y": "columns", "grad": "columns", "grad_a": "partial"}
 
-    def forward(self, x: Tensor) -> Tensor:
-        if self.group.sequence_parallel:
-            return self._add_bias(self._multiply(gather_sequence(x, self.group)))
-        return self._add_bias(self._multiply(copy_to_ranks(x, self.group)))
+    def _enter(self, x: Tensor) -> Tensor:
+        return (gather_sequence if self.group.sequence_parallel else copy_to_ranks)(x, self.group)
 
 
 class RowParallelLinear(ParallelLinear):
@@ -214,21 +215,11 @@ class RowParallelLinear(ParallelLinear):
     split_axis = 1
     shards: ClassVar = {"a": "columns", "b": "columns", "grad_a": "columns", "grad_b": "columns", "y": "partial"}
 
-    def forward(self, x: Tensor) -> Tensor:
-        y = self._multiply(x)
-        if self.group.sequence_parallel:
-            return self._add_bias(reduce_scatter_sequence(y, self.group))
-        return self._add_bias(reduce_from_ranks(y, self.group))
+    def _leave(self, y: Tensor) -> Tensor:
+        return (reduce_scatter_sequence if self.group.sequence_parallel else reduce_from_ranks)(y, self.group)
 
 
-class ReplicatedLinear(ParallelLinear):
-    """[..., inputs] -> [..., outputs], whole on every rank."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self._add_bias(self._multiply(x))
-
-
-_LINEARS = {Split.COLUMN: ColumnParallelLinear, Split.ROW: RowParallelLinear, Split.REPLICATED: ReplicatedLinear}
+_LINEARS = {Split.COLUMN: ColumnParallelLinear, Split.ROW: RowParallelLinear, Split.REPLICATED: ParallelLinear}
 
 
 def build_linear(spec: LinearSpec, group: Group = SINGLE) -> ParallelLinear:

@@ -40,8 +40,6 @@ class TransformersShape(Shape):
     model_type = ""
 
     kind: str
-    kv_heads: int
-    head_dim: int
     found: tuple[Spec, ...]
     besides: tuple[OtherSpec, ...]
     count: int
@@ -122,8 +120,6 @@ def _shape(path: Path, modified: int) -> TransformersShape:
             max_sequence=getattr(text, "max_position_embeddings", None) or MOST,
             norm_eps=0.0,
             tied_embedding=text.tie_word_embeddings,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
             found=tuple(
                 CoreSpec(layer.site, *core) if layer.is_core else _linear(layer, text) for layer in found.layers
             ),

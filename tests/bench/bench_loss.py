@@ -58,7 +58,7 @@ from binade.collector.capture.sensitivity import backward
 from binade.collector.datasets.loading import open_dataset
 from binade.collector.datasets.samples import SampleStream
 from binade.collector.models.model import GPTModel
-from binade.collector.models.parallel import ParallelLinear, ReplicatedLinear
+from binade.collector.models.parallel import ParallelLinear
 from binade.collector.models.registry import MODELS
 from binade.collector.models.site import Site
 from binade.collector.models.specs import LinearSpec
@@ -106,7 +106,7 @@ class Apart(nn.Module):
         self.parts = nn.ModuleList()
         for name, own in zip(spec.tensors, rows, strict=True):
             site = Site(spec.site.layer_index, name.rpartition(".")[2].removesuffix("_proj"))
-            self.parts.append(ReplicatedLinear(site, spec.inputs, len(own)))
+            self.parts.append(ParallelLinear(site, spec.inputs, len(own)))
             self.parts[-1].weight.data = whole.weight.data[own]
         self.order = torch.cat(rows).argsort()
 

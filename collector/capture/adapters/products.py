@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from binade.collector.models.parallel import STACKED, Call, reshaped
+from binade.collector.models.parallel import STACKED, Call, add_bias, reshaped
 from binade.quant import gemm
 from binade.quant.gemm import Observed, Tap
 
@@ -81,8 +81,7 @@ def linear(original: Product, x: Tensor, weight: Tensor, call: Call, bias: Tenso
         y = y if x.dim() > 1 else y[0]
         if bias is None:
             return y
-        # Two axes: the bias' gradient is then one sum over tokens, in the order in which torch and Megatron take it.
-        y = (y.flatten(0, -2) + bias.to(dtype)).view(y.shape) if y.dim() > 1 else y + bias.to(dtype)
+        y = add_bias(y, bias)
         if tap:
             tap(Observed("y", y.detach()))
         return y
