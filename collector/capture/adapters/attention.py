@@ -9,13 +9,11 @@ from __future__ import annotations
 import math
 import re
 import warnings
-from abc import abstractmethod
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import repeat
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -44,25 +42,25 @@ MATMULS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm
 SCALINGS = (torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.div, Tensor.div, Tensor.__truediv__)
 
 
-class CoreMode(Interception):
-    """One pass through an attention core: replaces its products, and checks at the end that all of them were computed.
-    It notes the tensor that dropout is applied to, because probabilities are recorded before dropout.
+class SdpaMode(Interception):
+    """One pass through an attention core that calls F.scaled_dot_product_attention, or FlexAttention: replaces its
+    products, and checks at the end that all of them were computed. With torch.compile turned off, FlexAttention ends in
+    a higher-order operator, which is replaced by the two products that define it in torch.
 
-    replaced  the functions that a subclass replaces, each with the name of its method that stands for it
-    calls     how often each of them was called
+    calls    how often one of these functions was called
+    dropped  the result of the last dropout and what it was applied to, because probabilities are recorded before it
     """
-
-    replaced: ClassVar[Mapping[Callable[..., Any], str]]
 
     def __init__(self, name: str, module: nn.Module, qk: Call, pv: Call) -> None:
         self.name, self.module = name, module
-        self.calls: Counter[Callable[..., Any]] = Counter()
+        self.calls = 0
         self.qk, self.pv = qk, pv
         self.dropped: tuple[Tensor, Tensor] | None = None
 
-    @abstractmethod
     def check(self) -> None:
         """Called after the pass; calls `missing` if products are missing."""
+        if not self.calls:
+            self.missing("did not call F.scaled_dot_product_attention, so its products were not intercepted")
 
     def missing(self, what: str) -> None:
         """Raises InstrumentError, or warns if these products are only recorded."""
@@ -72,15 +70,27 @@ class CoreMode(Interception):
         warnings.warn(message, stacklevel=2)
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if func in self.replaced:
-            self.calls[func] += 1
-            result = getattr(self, self.replaced[func])(*args, **kwargs)
-        else:
-            result = func(*args, **kwargs)
+        if getattr(func, "__name__", "") == "flex_attention":
+            from torch._higher_order_ops.flex_attention import math_attention
+
+            self.calls += 1
+            with WrittenMode(self.name, self.module, self.qk, self.pv):
+                return math_attention(*args, **kwargs)
+        if func is F.scaled_dot_product_attention:
+            self.calls += 1
+            return self._attend(*args, **kwargs)
+        result = func(*args, **kwargs)
         before = args[0] if args else kwargs.get("input")
         if func is F.dropout and isinstance(before, Tensor) and result.data_ptr() != before.data_ptr():
             self.dropped = result, before
         return result
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        def on_parts(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return attend(self.qk, self.pv, q, k, v, *args, **kwargs)
+
+        with computing:
+            return core_on_parts(self.name, on_parts, query, key, value)
 
     def before_dropout(self, probs: Tensor) -> Tensor:
         """The probabilities before dropout was applied to them or to the tensor they are a view of, if it was."""
@@ -90,7 +100,7 @@ class CoreMode(Interception):
         return before.reshape(probs.shape)
 
 
-def core_forward(name: str, module: nn.Module, mode: type[CoreMode]) -> Callable[[CoreBegin], Callable[..., Any]]:
+def core_forward(name: str, module: nn.Module, mode: type[SdpaMode]) -> Callable[[CoreBegin], Callable[..., Any]]:
     """The module's forward under a mode; without one while nothing is quantized or recorded."""
 
     def method(begin: CoreBegin) -> Callable[..., Any]:
@@ -151,33 +161,6 @@ def show_scores(tap: Tap | None, scores: Tensor) -> None:
     """Show the scaled scores; a copy, as models mask them in place."""
     if tap:
         tap(Observed("scores", scores.detach().clone()))
-
-
-class SdpaMode(CoreMode):
-    """A module that calls F.scaled_dot_product_attention, or FlexAttention: with torch.compile turned off, it ends in a
-    higher-order operator, which is replaced by the two products that define it in torch."""
-
-    replaced: ClassVar = {F.scaled_dot_product_attention: "attend"}
-
-    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if getattr(func, "__name__", "") != "flex_attention":
-            return super().call(func, args, kwargs)
-        from torch._higher_order_ops.flex_attention import math_attention
-
-        self.calls[func] += 1
-        with WrittenMode(self.name, self.module, self.qk, self.pv):
-            return math_attention(*args, **kwargs)
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        def on_parts(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return attend(self.qk, self.pv, q, k, v, *args, **kwargs)
-
-        with computing:
-            return core_on_parts(self.name, on_parts, query, key, value)
-
-    def check(self) -> None:
-        if not self.calls:
-            self.missing("did not call F.scaled_dot_product_attention, so its products were not intercepted")
 
 
 @dataclass(frozen=True)
@@ -265,11 +248,10 @@ class WrittenMode(SdpaMode):
         return scaled
 
     def check(self) -> None:
-        calls = sum(self.calls.values())
-        if (self.attended, calls) not in ((2, 0), (0, 1)):
+        if (self.attended, self.calls) not in ((2, 0), (0, 1)):
             self.missing(
-                f"called F.scaled_dot_product_attention {calls} times and made {self.attended} products of its own "
-                "where one call or two products were expected, so they were not intercepted"
+                f"called F.scaled_dot_product_attention {self.calls} times and made {self.attended} products of its "
+                "own where one call or two products were expected, so they were not intercepted"
             )
 
     def _scores(self, written: Written) -> Tensor:
@@ -303,27 +285,21 @@ def attend(
 ) -> Tensor:
     """F.scaled_dot_product_attention: query [..., heads, s, d], key [..., heads or groups, t, d] -> [..., heads, s, v].
 
-    If it is not quantized, this is torch's own call; scores and probabilities, which that call does not return, are
-    recomputed for the taps. Probabilities are shown before dropout, whose mask is the same with or without a tap on a
-    CPU. Quantized, the softmax is in float32 and the probabilities in the query's dtype.
+    If it is not quantized, this is torch's own call, shown by `observed_core`. Probabilities are shown before dropout,
+    whose mask is the same with or without a tap on a CPU. Quantized, the softmax is in float32 and the probabilities in
+    the query's dtype.
     """
     options: Any = {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal, "enable_gqa": enable_gqa}
     factor = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
     if not (qk.quantizes or pv.quantizes):
         if qk.tap is None or pv.tap is None:
             return F.scaled_dot_product_attention(query, key, value, scale=scale, **options)
-        taps = qk.tap, pv.tap
-        watched = listened(query, qk.tap, "grad_a"), listened(key, qk.tap, "grad_b"), listened(value, pv.tap, "grad_b")
-        output = F.scaled_dot_product_attention(*watched, scale=scale, **options)
-        with torch.no_grad():
-            _, probs = _probabilities(qk, query, key, factor, attn_mask, is_causal, enable_gqa)
-        pv.tap(Observed("a", probs))
-        pv.tap(Observed("b", value.detach(), dim=-2))
-        pv.tap(Observed("y", output.detach()))
-        listen_to_result(output, _attention_backward(*taps, query, key, value, probs, factor, dropout_p > 0))
-        return output
+        original = partial(F.scaled_dot_product_attention, scale=scale, **options)
+        return observed_core(
+            original, qk.tap, pv.tap, query, key, value, factor, attn_mask, is_causal, enable_gqa, dropout_p > 0
+        )
     query, key, value = (x.to(product_dtype(x)) for x in (query, key, value))
-    _, probs = _probabilities(qk, query, key, factor, attn_mask, is_causal, enable_gqa)
+    probs = _probabilities(qk, query, key, factor, attn_mask, is_causal, enable_gqa)
     dropped = F.dropout(probs, dropout_p) if dropout_p else probs
     stacked, by_head = _stacked(dropped, value, enable_gqa)
     before = _stacked(probs, value, enable_gqa)[0] if dropout_p else stacked
@@ -332,14 +308,36 @@ def attend(
     return output.reshape(*probs.shape[:-1], value.shape[-1])
 
 
-def _attention_backward(
-    qk: Tap, pv: Tap, query: Tensor, key: Tensor, value: Tensor, probs: Tensor, scale: float, dropout: bool
-) -> Tap:
-    """A tap of the output that, when its gradient arrives, shows the operands of the backward GEMMs and, without
-    dropout, the gradients of the probabilities and of the unscaled scores, which torch's own call does not return."""
+def observed_core(
+    original: Callable[[Tensor, Tensor, Tensor], Tensor],
+    qk: Tap,
+    pv: Tap,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    mask: Tensor | None,
+    causal: bool,
+    grouped: bool,
+    dropout: bool,
+    by_head: Callable[[Tensor], Tensor] = lambda output: output,
+) -> Tensor:
+    """original(query, key, value) of an attention core, shown to the taps of its two products; by_head turns its result
+    into [..., heads, s, v].
+
+    What it does not return is computed again: scores and probabilities, and, when the gradient of the result arrives
+    and there is no dropout, the gradients of the probabilities and of the unscaled scores.
+    """
+    output = original(listened(query, qk, "grad_a"), listened(key, qk, "grad_b"), listened(value, pv, "grad_b"))
     query, key, value = query.detach(), key.detach(), value.detach()
+    with torch.no_grad():
+        probs = _probabilities(Call(tap=qk), query, key, scale, mask, causal, grouped)
+    pv(Observed("a", probs))
+    pv(Observed("b", value, dim=-2))
+    pv(Observed("y", by_head(output.detach())))
 
     def show(seen: Observed) -> None:
+        seen = replace(seen, tensor=by_head(seen.tensor))
         pv(seen)
         pv(Observed("dgrad_b", value))
         pv(Observed("wgrad_grad", seen.tensor, dim=-2))
@@ -359,7 +357,8 @@ def _attention_backward(
             qk(Observed("grad", grad_scores))
             qk(Observed("wgrad_grad", grad_scores, dim=-2))
 
-    return show
+    listen_to_result(output, show)
+    return output
 
 
 def _probabilities(
@@ -370,8 +369,8 @@ def _probabilities(
     mask: Tensor | None,
     causal: bool,
     grouped: bool,
-) -> tuple[Tensor, Tensor]:
-    """Scaled scores and softmax [..., heads, s, t]; rows that may see nothing are all 0, as torch has them."""
+) -> Tensor:
+    """The softmax of the scaled scores [..., heads, s, t]; rows that may see nothing are all 0, as torch has them."""
     stacked, by_head = _stacked(query, key, grouped)
     shown = replace(call, tap=reshaped(call.tap, by_head, STACKED))
     raw = product(lambda a, b: a @ b.transpose(-1, -2), stacked, key, shown, transpose_b=True)
@@ -379,13 +378,13 @@ def _probabilities(
     scores = (raw * scale).reshape(*batch, query.shape[-2], key.shape[-2])
     show_scores(call.tap, scores)
     if torch.is_grad_enabled() and scores.requires_grad:
-        return scores, _softmax(scores, mask, causal).to(query.dtype)
+        return _softmax(scores, mask, causal).to(query.dtype)
     probs = torch.empty(scores.shape, dtype=query.dtype, device=scores.device)
     parts, outs = by_heads(scores), by_heads(probs)
     masks = repeat(None) if mask is None else by_heads(mask.expand(scores.shape))
     for part, out, own in zip(parts, outs, masks, strict=False):
         out.copy_(_softmax(part, own, causal))
-    return scores, probs
+    return probs
 
 
 def by_heads(x: Tensor) -> list[Tensor]:

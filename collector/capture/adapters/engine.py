@@ -22,11 +22,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from binade.collector.capture.adapters import megatron
-from binade.collector.capture.adapters.attention import _attention_backward, _probabilities
+from binade.collector.capture.adapters.attention import observed_core
 from binade.collector.capture.adapters.layer import InstrumentError, Layer, Refused, replaces
 from binade.collector.capture.adapters.products import listen_to_result, listened, showing_operands
 from binade.collector.models.attention import CoreBegin
-from binade.collector.models.parallel import Begin, Call, heads_shard, linear_shard
+from binade.collector.models.parallel import Begin, ColumnParallelLinear, RowParallelLinear, heads_shard, linear_shard
 from binade.collector.models.site import Site, site
 from binade.collector.ranks import Group
 from binade.data.segment import Shard
@@ -46,10 +46,7 @@ COMPUTED_AGAIN: dict[str, tuple[object, ...]] = {  # by the name of what the mod
     **dict.fromkeys(("inference_params", "attention_bias", "packed_seq_params"), ()),
 }
 # TE communicates within the module, so a summed result is whole. With sequence parallelism its tokens are divided.
-SHARDS = {
-    "column": {"b": "rows", "grad_b": "rows", "y": "columns", "grad": "columns"},
-    "row": {"a": "columns", "grad_a": "columns", "b": "columns", "grad_b": "columns"},
-}
+LIKE = {"column": ColumnParallelLinear, "row": RowParallelLinear}
 TOKENS = {"column": ("a", "grad_a"), "row": ("y", "grad")}
 
 
@@ -116,12 +113,11 @@ def _linear(modules: dict[str, nn.Module], name: str, normalizes: bool, grouped:
 
     def shard(tensor: str) -> Shard:
         mode = getattr(module, "parallel_mode", None)
-        if mode not in SHARDS or module.tp_size == 1:
+        if mode not in LIKE or module.tp_size == 1:
             return Shard()
+        shards = {name: kind for name, kind in LIKE[mode].shards.items() if kind != "partial"}
         tokens = dict.fromkeys(TOKENS[mode], "rows") if module.sequence_parallel else {}
-        return linear_shard(
-            SHARDS[mode] | tokens, tensor, Group(module.tp_group), 2 if gated and mode == "column" else 1
-        )
+        return linear_shard(shards | tokens, tensor, Group(module.tp_group), 2 if gated and mode == "column" else 1)
 
     return Layer(name, module, where, shard, replaces(module, "forward", method), path, kernels=KERNELS)
 
@@ -223,21 +219,15 @@ def _attend(name: str, module: Any, forward: Callable[..., Any], bound: Any, qk:
     back = [axes.index(i) for i in range(4)]
     names = list(bound.arguments)[:3]
     query, key, value = (bound.arguments[each].permute(axes) for each in names)  # [b, h, s, d]
-    taps = ((qk, "grad_a"), (qk, "grad_b"), (pv, "grad_b"))
-    for each, x, (tap, seen_as) in zip(names, (query, key, value), taps, strict=True):
-        bound.arguments[each] = listened(x, tap, seen_as).permute(back)
-    output: Tensor = forward(*bound.args, **bound.kwargs)  # [s, b, h · d]
     scale = module.unfused_attention.softmax_scale or 1.0 / math.sqrt(query.shape[-1])
-    with torch.no_grad():
-        _, probs = _probabilities(Call(tap=qk), query, key, scale, None, mask == "causal", True)
+    dropout = module.training and module.attention_dropout > 0
+
+    def original(*operands: Tensor) -> Tensor:
+        bound.arguments.update((each, x.permute(back)) for each, x in zip(names, operands, strict=True))
+        output: Tensor = forward(*bound.args, **bound.kwargs)  # [s, b, h · d]
+        return output
 
     def by_head(x: Tensor) -> Tensor:
         return x.reshape(*x.shape[:2], -1, value.shape[-1]).permute(axes)
 
-    pv(Observed("a", probs))
-    pv(Observed("b", value.detach(), dim=-2))
-    pv(Observed("y", by_head(output.detach())))
-    dropout = module.training and module.attention_dropout > 0
-    show = _attention_backward(qk, pv, query, key, value, probs, scale, dropout)
-    listen_to_result(output, lambda seen: show(Observed(seen.name, by_head(seen.tensor))))
-    return output
+    return observed_core(original, qk, pv, query, key, value, scale, None, mask == "causal", True, dropout, by_head)

@@ -6,6 +6,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -146,6 +147,14 @@ def set_on(module: nn.Module, name: str, value: Callable[..., Any]) -> Detach:
             del own[name]
 
     return undo
+
+
+def together(*detach: Detach) -> Detach:
+    """A function that calls these, the last one first."""
+    undo = ExitStack()
+    for each in detach:
+        undo.callback(each)
+    return undo.close
 
 
 def replaces(module: nn.Module, name: str, method: Callable[[Any], Callable[..., Any]]) -> Attach:

@@ -18,7 +18,6 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -26,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from binade.collector.capture.adapters.attention import WrittenMode, core_forward
-from binade.collector.capture.adapters.layer import Detach, InstrumentError, Layer, Refused, replaces, set_on
+from binade.collector.capture.adapters.layer import Detach, InstrumentError, Layer, Refused, replaces, set_on, together
 from binade.collector.capture.adapters.products import computing, linear
 from binade.collector.models.parallel import (
     Begin,
@@ -140,10 +139,7 @@ def _linear(modules: dict[str, nn.Module], name: str, like: type[ColumnParallelL
                 raise InstrumentError(f"{name} ({type(module).__name__}) did not call _forward_impl: not intercepted")
             return result
 
-        undo = ExitStack()
-        undo.callback(set_on(module, "_forward_impl", intercepted))
-        undo.callback(set_on(module, "forward", checked))
-        return undo.close
+        return together(set_on(module, "_forward_impl", intercepted), set_on(module, "forward", checked))
 
     return Layer(name, module, where, shard, attach, path(name), is_head, exchanges=True)
 

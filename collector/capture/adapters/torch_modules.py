@@ -21,7 +21,7 @@ import dis
 import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache, partial
 from types import CodeType, FunctionType, ModuleType, SimpleNamespace
@@ -30,9 +30,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from binade.collector.capture.adapters.attention import CoreMode, SdpaMode, core_forward
+from binade.collector.capture.adapters.attention import SdpaMode, core_forward
 from binade.collector.capture.adapters.dtensor import core_shard_of, shard_of
-from binade.collector.capture.adapters.layer import Attach, Detach, Layer, Refused, is_a, replaces, whole
+from binade.collector.capture.adapters.layer import Attach, Layer, Refused, is_a, replaces, together, whole
 from binade.collector.capture.adapters.weights import NAMES, OwnProducts, functional_linear
 from binade.collector.models.parallel import Begin
 from binade.collector.models.site import HEAD, path_parts, site
@@ -148,13 +148,7 @@ def is_router(modules: dict[str, nn.Module], shapes: Shapes, name: str, outputs:
 
 
 def _both(first: Attach, second: Attach) -> Attach:
-    def attach(begin: Begin) -> Detach:
-        undo = ExitStack()
-        undo.callback(first(begin))
-        undo.callback(second(begin))
-        return undo.close
-
-    return attach
+    return lambda begin: together(first(begin), second(begin))
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -232,7 +226,7 @@ def linear_layer(name: str, module: nn.Linear) -> Layer:
     return Layer(name, module, where, partial(shard_of, module), attach, path)
 
 
-def core_layer(name: str, module: nn.Module, mode: type[CoreMode]) -> Layer:
+def core_layer(name: str, module: nn.Module, mode: type[SdpaMode]) -> Layer:
     where, path = site(name, "core")
     attach = replaces(module, "forward", core_forward(name, module, mode))
     return Layer(name, module, where, partial(core_shard_of, module), attach, path)
