@@ -32,7 +32,6 @@ class DeepseekShape(RotaryShape):
     balance_alpha      weight of the load-balancing loss in the training loss
     """
 
-    family = "DeepSeek-V2"
     model_type = "deepseek_v2"
     fixed: ClassVar = {
         **RotaryShape.fixed,

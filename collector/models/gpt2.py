@@ -19,7 +19,6 @@ class GPT2Shape(Shape):
     """A GPT-2's dimensions. Its checkpoints hold the weights of Conv1D modules: [inputs, outputs], those of queries,
     keys and values in one tensor."""
 
-    family = "GPT-2"
     model_type = "gpt2"
     fixed: ClassVar = {
         "activation_function": "gelu_new",

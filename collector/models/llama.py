@@ -16,7 +16,6 @@ from binade.collector.models.specs import CoreSpec, LinearSpec, Split, mlp_linea
 class LlamaShape(RotaryShape):
     """A Llama's dimensions. kv_heads is the number of groups that share keys and values."""
 
-    family = "Llama"
     model_type = "llama"
 
     kv_heads: int

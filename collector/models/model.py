@@ -101,10 +101,3 @@ class GPTModel(nn.Module):
         x = gather_whole_sequence(self.final_layernorm(x), self.group)
         logits = F.linear(x, self.output_layer.weight.to(x.dtype)).float().transpose(0, 1)
         return self.logits(logits), torch.stack(balance).sum() if balance else None
-
-
-def initialized(shape: Shape, seed: int, group: Group = SINGLE) -> GPTModel:
-    """A model with the weights that a seed draws."""
-    model = GPTModel(shape, group)
-    model.initialize(seed)
-    return model

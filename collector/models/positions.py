@@ -15,14 +15,22 @@ Rotation = tuple[Tensor, Tensor] | None
 
 
 class RotaryPositions(nn.Module):
-    """Leaves the embeddings as they are. The arguments are those of `rotary_angles`."""
+    """Leaves the embeddings as they are. rotary_dim is the width that is rotated; the halves of cos and sin repeat, as
+    those of Megatron's non-interleaved RoPE do."""
 
-    def __init__(self, rotary_dim: int, theta: float, scaling: RopeScaling | None) -> None:
+    def __init__(self, rotary_dim: int, theta: float, scaling: RopeScaling | None = None) -> None:
         super().__init__()
         self.rotary_dim, self.theta, self.scaling = rotary_dim, theta, scaling
 
     def forward(self, x: Tensor) -> tuple[Tensor, Rotation]:
-        return x, rotary_angles(len(x), self.rotary_dim, self.theta, x.device, self.scaling)
+        index = torch.arange(0, self.rotary_dim, 2, device=x.device, dtype=torch.float32)
+        inverse = 1.0 / self.theta ** (index / self.rotary_dim)
+        if self.scaling:
+            inverse = self.scaling.stretch(inverse, self.theta)
+        angles = torch.outer(torch.arange(len(x), device=x.device, dtype=torch.float32), inverse)
+        angles = torch.cat((angles, angles), -1)[:, None, None, :]
+        amplitude = self.scaling.rotary_scale if self.scaling else 1.0
+        return x, (angles.cos() * amplitude, angles.sin() * amplitude)
 
 
 class LearnedPositions(nn.Module):
@@ -34,19 +42,6 @@ class LearnedPositions(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Rotation]:
         return x + self.weight[: len(x), None], None
-
-
-def rotary_angles(
-    length: int, head_dim: int, theta: float, device: torch.device, scaling: RopeScaling | None = None
-) -> tuple[Tensor, Tensor]:
-    """cos and sin, float32 [length, 1, 1, head_dim], halves repeated as Megatron's non-interleaved RoPE does."""
-    inverse = 1.0 / theta ** (torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim)
-    if scaling:
-        inverse = scaling.stretch(inverse, theta)
-    angles = torch.outer(torch.arange(length, device=device, dtype=torch.float32), inverse)
-    angles = torch.cat((angles, angles), -1)[:, None, None, :]
-    amplitude = scaling.rotary_scale if scaling else 1.0
-    return angles.cos() * amplitude, angles.sin() * amplitude
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ class Shape(ABC):
     """The dimensions of a model. Layers are counted from 1. Its norms are RMSNorms unless the family says otherwise.
 
     ffn           width of a dense feed-forward layer (of one branch, where it is gated)
-    family        the family's name for people, and its model_type at Hugging Face
+    model_type    the family's name at Hugging Face
     fixed         settings of a Hugging Face configuration that the family has no switch for, with the only values that
                   it can read
     modules       Hugging Face's modules for our embeddings, final norm, LM head and, without their numbers, layers
@@ -44,7 +44,6 @@ class Shape(ABC):
     norm_bytes    bytes that a norm keeps for each of its values until the backward pass
     """
 
-    family: ClassVar[str]
     model_type: ClassVar[str]
     fixed: ClassVar[Mapping[str, object]]
     modules: ClassVar[Mapping[str, str]]

@@ -6,14 +6,15 @@ code of transformers runs, never a checkpoint's own, and weights are read from s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from binade.collector.errors import ConfigError
 from binade.collector.models.shape import Shape
@@ -24,7 +25,6 @@ from binade.data.text import one_line
 if TYPE_CHECKING:
     from binade.collector.pretrained.causal_lm import CausalLM
 
-T = TypeVar("T")
 MOST_LAYERS = 1000  # far more than any published model has
 MOST = 10**9  # tokens, if positions have no limit
 ADAPTER = "adapter_config.json"
@@ -36,7 +36,6 @@ class TransformersShape(Shape):
     """The dimensions of a model of transformers. found are its layers as `instrument` finds them, besides the other
     parts that are recorded if named, count its weights."""
 
-    family = "transformers"
     model_type = ""
 
     kind: str
@@ -98,7 +97,7 @@ def _shape(path: Path, modified: int) -> TransformersShape:
 
     auto: Any = import_module("transformers").AutoModelForCausalLM  # its types are incomplete
 
-    def build() -> TransformersShape:
+    with explained(path):
         config = AutoConfig.from_pretrained(path, **LOCAL)
         text = config.get_text_config()
         if text.num_hidden_layers > MOST_LAYERS:
@@ -127,8 +126,6 @@ def _shape(path: Path, modified: int) -> TransformersShape:
             count=sum(weight.numel() for weight in model.parameters()),
         )
 
-    return explained(path, build)
-
 
 def load(path: Path) -> CausalLM:
     """The model in a directory with its weights, float32. Raises ConfigError."""
@@ -142,15 +139,13 @@ def load(path: Path) -> CausalLM:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
 
-    def read() -> CausalLM:
+    with explained(path):
         settings = LOCAL | {"use_safetensors": True, "dtype": torch.float32, "output_loading_info": True}
         model, found = transformers.AutoModelForCausalLM.from_pretrained(path, **settings)
         if missing := sorted(found["missing_keys"]):
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise ConfigError(f"checkpoint {path} lacks the tensor {missing[0]}{more}")
         return CausalLM(model.train())
-
-    return explained(path, read)
 
 
 def _linear(layer: Any, config: Any) -> LinearSpec:
@@ -174,10 +169,11 @@ def _other(model: Any, config: Any, product: Other, layer: Any) -> OtherSpec:
     return OtherSpec(layer.site, product, width)
 
 
-def explained(path: Path, action: Callable[[], T]) -> T:
-    """The result of the action. Raises ConfigError for errors of transformers, instrument or files."""
+@contextmanager
+def explained(path: Path) -> Iterator[None]:
+    """Raises ConfigError for errors of transformers, instrument or files in the context."""
     try:
-        return action()
+        yield
     except ConfigError:
         raise
     except Exception as error:  # transformers raises all kinds of exceptions for models that it cannot build or read

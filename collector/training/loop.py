@@ -31,7 +31,7 @@ from binade.collector.capture.watching import WatchOptions
 from binade.collector.datasets.loading import Dataset, open_dataset
 from binade.collector.datasets.samples import SampleStream, open_samples
 from binade.collector.errors import ConfigError
-from binade.collector.models.model import GPTModel, initialized
+from binade.collector.models.model import GPTModel
 from binade.collector.pretrained.causal_lm import CausalLM
 from binade.collector.pretrained.checkpoint import Checkpoint, open_checkpoint
 from binade.collector.pretrained.directory import describe_weights
@@ -227,9 +227,11 @@ def _start(
     """The model and its optimizer, with the weights of a checkpoint or those that the seed draws, or as they were."""
     torch.manual_seed(plan.config.seed)
     with device:
-        model = (
-            checkpoint.build(ranks.tensor) if checkpoint else initialized(plan.shape, plan.config.seed, ranks.tensor)
-        )
+        if checkpoint:
+            model = checkpoint.build(ranks.tensor)
+        else:
+            model = GPTModel(plan.shape, ranks.tensor)
+            model.initialize(plan.config.seed)
     optimizer = _optimizer(model, plan.config)
     if resumed:
         resumed.restore(model, optimizer, ranks.rank)

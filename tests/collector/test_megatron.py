@@ -36,7 +36,7 @@ from binade.collector.models.deepseek import DeepseekShape
 from binade.collector.models.gpt2 import GPT2Shape
 from binade.collector.models.llama import LlamaShape
 from binade.collector.models.model import GPTModel
-from binade.collector.models.positions import apply_rotary, rotary_angles
+from binade.collector.models.positions import apply_rotary
 from binade.collector.models.registry import MODELS
 from binade.collector.models.rope_scaling import Llama3Scaling, YarnScaling
 from binade.collector.models.shape import Shape
@@ -345,7 +345,7 @@ def test_bfloat16_rotation_differs_by_its_roundings(name):
     row of each term. What float32 adds to that is 2^-16 of a rounding, and there are a few of them."""
     shape = TINY[name]
     x = torch.randn(256, 2, 4, shape.rotary_dim, generator=torch.Generator().manual_seed(0)).bfloat16()
-    cos, sin = rotary_angles(len(x), shape.rotary_dim, shape.rope_theta, x.device, shape.rope_scaling)
+    _, (cos, sin) = shape.build_positions()(x)
     ours = apply_rotary(x, cos, sin).double()
     theirs = megatrons_rotation(build(shape, torch.bfloat16), len(x))(x, cos, sin).double()
     first, second = x.double().chunk(2, -1)

@@ -14,7 +14,7 @@ from binade.collector.models.attention import CoreAttention
 from binade.collector.models.model import GPTModel
 from binade.collector.models.norm import RMSNorm
 from binade.collector.models.parallel import ColumnParallelLinear
-from binade.collector.models.positions import apply_rotary, rotary_angles
+from binade.collector.models.positions import RotaryPositions, apply_rotary
 from binade.collector.models.registry import MODELS
 from binade.collector.models.site import Site
 from binade.collector.ranks import SINGLE
@@ -108,7 +108,7 @@ def test_rms_norm_of_zeros_is_zero():
 def test_rotary_is_multiplication_by_a_complex_phase(length, dim, theta):
     x = randn(length, 2, 5, dim)
     (twin,) = twins(x)
-    y = apply_rotary(x, *rotary_angles(length, dim, theta, torch.device("cpu")))
+    y = apply_rotary(x, *RotaryPositions(dim, theta)(x)[1])
     frequency = torch.tensor([theta ** (-2 * i / dim) for i in range(dim // 2)], dtype=torch.float64)
     phase = torch.polar(torch.ones(length, dim // 2, dtype=torch.float64), torch.arange(length)[:, None] * frequency)
     pairs = torch.complex(*twin.double().chunk(2, -1)) * phase[:, None, None]
@@ -122,7 +122,7 @@ def test_rotary_is_multiplication_by_a_complex_phase(length, dim, theta):
 
 def test_rotary_products_depend_on_distance_only():
     q, k = torch.randn(32), torch.randn(32)
-    cos, sin = rotary_angles(50, 32, 500000.0, torch.device("cpu"))
+    _, (cos, sin) = RotaryPositions(32, 500000.0)(torch.empty(50))
     qs, ks = (apply_rotary(t.expand(50, 1, 1, 32), cos, sin)[:, 0, 0] for t in (q, k))
     products = qs @ ks.t()
     for distance in range(-20, 21):

@@ -54,7 +54,6 @@ from binade.collector.models.deepseek import DeepseekShape, balance_loss
 from binade.collector.models.gpt2 import GPT2Shape
 from binade.collector.models.llama import LlamaShape
 from binade.collector.models.model import GPTModel
-from binade.collector.models.positions import rotary_angles
 from binade.collector.models.registry import MODELS
 from binade.collector.models.rope_scaling import Llama3Scaling, YarnScaling
 from binade.collector.models.shape import RotaryShape, Shape
@@ -356,9 +355,7 @@ def test_a_gpt2_as_published_loads(tmp_path):
 @pytest.mark.parametrize("name", [name for name, shape in TINY.items() if isinstance(shape, RotaryShape)])
 def test_rotary_angles_of_the_full_models_agree_with_transformers(name):
     shape, length = MODELS[name]["full"], 8192
-    cos, sin = (t[:, 0, 0] for t in rotary_angles(
-        length, shape.rotary_dim, shape.rope_theta, torch.device("cpu"), shape.rope_scaling
-    ))  # fmt: skip
+    cos, sin = (t[:, 0, 0] for t in shape.build_positions()(torch.empty(length))[1])
     at = torch.arange(length)[None]
     if isinstance(shape, LlamaShape):
         wanted = LlamaRotaryEmbedding(theirs(shape))(cos, at)

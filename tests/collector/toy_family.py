@@ -27,7 +27,6 @@ def squared_relu(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class ArceeShape(LlamaShape):
-    family = "Arcee"
     model_type = "arcee"
     fixed: ClassVar = {**LlamaShape.fixed, "hidden_act": "relu2"}
     activation = staticmethod(squared_relu)
@@ -62,7 +61,6 @@ MODELS = {"arcee": {"full": FULL, "tiny": TINY}}
 class MixtralShape(LlamaShape):
     """A Llama with a mixture of experts in every layer: the chosen experts' weights sum to 1, and none is shared."""
 
-    family = "Mixtral"
     model_type = "mixtral"
     experts: int
     experts_per_token: int
