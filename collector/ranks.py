@@ -79,9 +79,9 @@ class Group:
 SINGLE = Group()
 
 
-def _collective(operation: Callable[..., object], *tensors: Tensor, **options: Any) -> None:
+def _collective(operation: Callable[..., object], *values: Any, **options: Any) -> None:
     try:
-        operation(*tensors, **options)
+        operation(*values, **options)
     except RuntimeError as error:
         raise PeerLostError.after(error) from error
 
@@ -114,10 +114,7 @@ class Ranks:
         if self.size == 1:
             return text
         shared = [text]
-        try:
-            dist.broadcast_object_list(shared, src=0)
-        except RuntimeError as error:
-            raise PeerLostError.after(error) from error
+        _collective(dist.broadcast_object_list, shared, src=0)
         return shared[0]
 
     def wait(self) -> None:

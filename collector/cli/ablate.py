@@ -39,7 +39,7 @@ def _params() -> list[click.Parameter]:
     params = [
         p
         for p in training_params("run")
-        if p.name != "config" and (getattr(p, "title", "") != FORMAT.title or p.name == "skip_layers")
+        if p.name not in ("config", "resume") and (getattr(p, "title", "") != FORMAT.title or p.name == "skip_layers")
     ]
     for param in params:
         if isinstance(param, Option) and param.name == "skip_layers":

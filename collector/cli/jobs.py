@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from binade.collector.cli.options import parse, parse_runs
+from binade.collector.cli.options import parse
 from binade.collector.errors import ConfigError
 from binade.data.store import no_link
 from binade.data.text import describe
@@ -91,19 +91,9 @@ def add_line(root: Path, line: Sequence[str]) -> list[Job]:
     Raises ConfigError or a similar error for a command line that cannot be run; ReadOnlyError, RunError, OSError.
     """
     from binade.collector.jobs import add_runs
-    from binade.collector.training.checkpoints import config_to_resume
-    from binade.collector.training.plan import plan
 
     request = parse(line)
-    plans = request.plans
-    if request.resume:
-        config = config_to_resume(root, request.resume)
-        if request.runs not in ([config], parse_runs(["run"])):
-            raise ConfigError(
-                f"{Path(request.resume).name} was started with other options: leave out all options but --resume"
-            )
-        plans = [plan(config)]
-    return add_runs(root, plans, request.start, resume=request.resume)
+    return add_runs(root, request.plans_in(root), request.start, resume=request.resume)
 
 
 @jobs.command("follow")

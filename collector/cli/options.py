@@ -136,7 +136,15 @@ def scores_option() -> Option:
 
 @dataclass(frozen=True)
 class Request:
-    """The request of a command line of run, batch or quick."""
+    """The request of a command line of run, batch or quick. plans is empty where `resume` names a run to be continued
+    with its own configuration."""
+    def plans_in(self, root: Path) -> list[Plan]:
+        """The plans of the runs in this root. Raises RunError for a run that cannot be resumed, ConfigError if it was
+        started with other options."""
+        if not self.resume:
+            return self.plans
+        from binade.collector.training.checkpoints import last  # pydantic, as in `read_configs`
+        from binade.data.runs import read_run
 
     plans: list[Plan]
     start: SlurmOptions
@@ -148,9 +156,14 @@ class Request:
         return [plan.config for plan in self.plans]
 
 
-def parse_runs(line: Sequence[str]) -> list[RunConfig]:
-    """The runs of a command line of run, batch or quick, checked. Raises ConfigError, as `parse` does."""
-    return parse(line).runs
+        _, positions = last(read_run(root / Path(self.resume).name))
+        config = positions[0].config
+        if self.plans and self.runs != [config]:
+            raise ConfigError(
+                f"{Path(self.resume).name} was started with other options: leave out all options but --resume and "
+                "--tensor-save-dir"
+            )
+        return [plan(config)]
 
 
 def parse(line: Sequence[str]) -> Request:
@@ -194,6 +207,7 @@ def request_of(command: str, params: Mapping[str, Any]) -> Request:
     """The runs for the parameters of a command, checked. Raises ConfigError."""
     given = {name: value for name, value in params.items() if value is not None}
     for name, each in declared(RunConfig).items():
+    others = [name for name in given if name not in {"config", "root", "resume", *declared(SlurmOptions)}]
         if each.is_list and not given[name]:
             del given[name]
         elif each.is_list:  # an option that is given twice extends its list
@@ -201,14 +215,15 @@ def request_of(command: str, params: Mapping[str, Any]) -> Request:
     _check_recording(given)
     base = defaults(command, given.get("training_config"))
     base = replace(base, **{name: given[name] for name in declared(RunConfig) if name in given and name != "recipe"})
+    elif given.get("resume") and not others:
+        plans = []
     if base.has_path and "size" not in given:
         base = replace(base, size=Size.FULL)
     if "micro_batches" not in given:
         base = replace(base, micro_batches=max(1, base.collect_micro_batches))
     start = SlurmOptions(**{name: given[name] for name in declared(SlurmOptions) if name in given})
     if path := given.get("config"):
-        allowed = {"config", "root", "resume", *declared(SlurmOptions)}
-        if others := [name for name in given if name not in allowed]:
+        if others:
             flags = {param.name: param.opts[0] for param in training_params("run")}
             raise ConfigError(f"--config has all options of the run: leave {flags[others[0]]} out")
         plans = read_configs(path)

@@ -17,9 +17,8 @@ from binade.collector.datasets.inputs import describe_inputs
 from binade.collector.errors import ConfigError
 from binade.collector.pretrained.directory import describe_weights
 from binade.collector.recipes.selection import Selection, by_layer
-from binade.collector.training.checkpoints import config_to_resume
 from binade.collector.training.config import RunConfig
-from binade.collector.training.plan import Plan, plan
+from binade.collector.training.plan import Plan
 from binade.collector.training.slurm_options import SlurmOptions
 from binade.terminal import Command, print_text, resolve_root
 
@@ -44,25 +43,21 @@ def _command(name: str) -> Command:
 @click.pass_context
 def _run(context: click.Context, /, **params: Any) -> None:
     request = request_of(context.command.name or "", params)
-    root, plans = resolve_root(request.root), request.plans
-    if request.resume and not any(params[name] for name in params.keys() - {"resume", "root", "dry_run"}):
-        plans = [plan(config_to_resume(root, request.resume))]
+    root = resolve_root(request.root)
+    plans = request.plans_in(root)
     on_cluster = request.start.for_run(plans[0].config) is not None
     if request.resume and on_cluster:
         raise ConfigError("--resume continues a run on this machine: leave out --target and --launcher")
-    if not on_cluster:
-        if request.start.dry_run:
-            print_text("\n\n".join(describe(each, root) for each in plans))
-        else:
-            collect(plans, root, request.resume)
-        return
-    from binade.collector.jobs.store import next_script
-
     if request.start.dry_run:
+        from binade.collector.jobs.store import next_script
+
+        script = next_script(root, plans, request.start)
         shown = [describe(each, root) for each in plans]
-        print_text("\n\n".join([*shown, f"sbatch script:\n{next_script(root, plans, request.start)}"]))
-    else:
+        print_text("\n\n".join([*shown, *([f"sbatch script:\n{script}"] if script else [])]))
+    elif on_cluster:
         queue(root, plans, request.start)
+    else:
+        collect(plans, root, request.resume)
 
 
 def queue(

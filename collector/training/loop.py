@@ -42,7 +42,7 @@ from binade.collector.training.config import RunConfig
 from binade.collector.training.memory import available_host_memory, check_memory
 from binade.collector.training.plan import Plan
 from binade.collector.training.ranks import clip_gradients, finish_gradients, join, mean_over_replicas, started_as_rank
-from binade.collector.training.resume import Checkpoints, Resumed, check_unchanged, open_resumed
+from binade.collector.training.resume import Resumed, check_unchanged, open_resumed, write_checkpoint
 from binade.data.tensor_kinds import Measure
 
 Say = Callable[[str], None]
@@ -59,14 +59,6 @@ class Result:
     loss_last: float | None
     tensors: int
     bytes: int
-    seconds: float
-
-
-@dataclass(frozen=True)
-class Step:
-    """An optimizer step: the mean loss in nats per token, over all replicas, and the seconds it took."""
-
-    loss: float
     seconds: float
 
 
@@ -121,7 +113,7 @@ def train(
     of the run's log. Raises ConfigError and its like before anything is written; later OSError, DivergedError or
     KeyboardInterrupt, with the run marked accordingly."""
     prepare(plan)
-    config, resumed = plan.config, open_resumed(root, plan.config, resume)
+    config, resumed = plan.config, open_resumed(root, resume) if resume else None
     with join(config, root) as ranks:
         try:
             return _run(plan, root, ranks, say, progress, resumed)
@@ -262,19 +254,22 @@ def _train(
         for _ in range(start * config.micro_batches):
             stream.batch(config.micro_batch_size)
         report(f"resumed after {start} iterations")
-    directory = recorder.writer.directory
-    checkpoints = Checkpoints(config, directory, ranks.rank, recorder.position, recorder.save_state)
     report(f"recipe {recipe.name}: {recipe.describe()}")
     if kept := plan.kept_layers:
         report(f"kept in bf16: {kept}")
-    total = warm_up + config.iterations
+
+    def iterate(iterations: range, what: str, recording: Recorder | None = None) -> None:
+        for iteration in iterations:
+            begun = time.perf_counter()
+            loss = _step(model, optimizer, stream, config, device, ranks, recording, iteration)
+            timed = {"seconds": time.perf_counter() - begun, "recorded": config.records(iteration)}
+            _finish_iteration(recorder, iteration, loss, timed | {"data_sha256": stream.digest()}, report, what)
+            done = warm_up + iteration + 1
+            write_checkpoint(config, recorder, done, model, optimizer)
+            progress(done, warm_up + config.iterations)
+
     recorder.policy.recording = False
-    for done in range(start, warm_up):
-        step = _step(model, optimizer, stream, config, device, ranks)
-        number = done - warm_up
-        _finish_iteration(recorder, number, step, stream.digest(), report, "warm-up in bf16", recorded=False)
-        checkpoints.write(done + 1, model, optimizer, recorder.writer)
-        progress(done + 1, total)
+    iterate(range(start - warm_up, 0), "warm-up in bf16")
     launches = _launches(config)
     with instrument(
         model,
@@ -287,12 +282,7 @@ def _train(
         iterations=config.iterations,
         scales_of=resumed.scales(ranks.rank) if resumed else None,
     ):
-        for iteration in range(max(0, start - warm_up), config.iterations):
-            step = _step(model, optimizer, stream, config, device, ranks, recorder, iteration)
-            recorded = config.records(iteration)
-            _finish_iteration(recorder, iteration, step, stream.digest(), report, recipe.name, recorded=recorded)
-            checkpoints.write(warm_up + iteration + 1, model, optimizer, recorder.writer)
-            progress(warm_up + iteration + 1, total)
+        iterate(range(max(0, start - warm_up), config.iterations), recipe.name, recorder)
     if config.backend == Backend.TRITON:
         report(f"quantized by {recorder.config['backend']} kernels: {_launches(config) - launches} launches")
     elif recipe.name != "bf16":
@@ -329,10 +319,9 @@ def _step(
     ranks: Ranks,
     recorder: Recorder | None = None,
     iteration: int = 0,
-) -> Step:
-    """One optimizer step over the micro-batches."""
+) -> float:
+    """One optimizer step over the micro-batches: the mean loss in nats per token, over all replicas."""
     ranks.check_launcher()
-    start = time.perf_counter()
     records = config.records(iteration) and ranks.rank in config.recording_ranks
     optimizer.zero_grad(set_to_none=True)
     total = 0.0
@@ -352,7 +341,7 @@ def _step(
     optimizer.step()
     if device.type == "cuda":
         torch.cuda.synchronize()
-    return Step(mean_over_replicas(total, ranks), time.perf_counter() - start)
+    return mean_over_replicas(total, ranks)
 
 
 def _sensitivity(recorder: Recorder, record: bool, config: RunConfig, logits: Tensor) -> None:
@@ -392,16 +381,15 @@ def _losses(logits: Tensor, balance: Tensor | None, labels: Tensor) -> tuple[Ten
 
 
 def _finish_iteration(
-    recorder: Recorder, iteration: int, step: Step, data_sha256: str, report: Say, what: str, *, recorded: bool
+    recorder: Recorder, iteration: int, loss: float, details: dict[str, Any], report: Say, what: str
 ) -> None:
-    """Record the loss. The last warm-up iteration is -1. data_sha256 is of all tokens read so far."""
-    writer, loss = recorder.writer, step.loss
+    """Record the loss. The last warm-up iteration is -1. details: what loss.jsonl says of it besides."""
+    writer = recorder.writer
     if iteration >= 0:
         recorder.log(loss)
     if not math.isfinite(loss):
         raise DivergedError(f"the loss is {loss} at iteration {iteration}: training diverged")
-    timed = {"time": time.time(), "seconds": step.seconds, "recorded": recorded}
-    writer.append_loss({"iteration": iteration, "loss": loss, **timed, "data_sha256": data_sha256})
+    writer.append_loss({"iteration": iteration, "loss": loss, "time": time.time(), **details})
     first = writer.status.loss_first
     if iteration < 0:
         writer.update()  # the heartbeat

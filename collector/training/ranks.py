@@ -137,8 +137,8 @@ def join(config: RunConfig, root: Path) -> Iterator[Ranks]:
     # It gets no process group: one that is alive when Python exits aborts the process.
     Thread(target=_end_when_lost, args=(lost, os.environ[JOB_VARIABLE], rank, root, left), daemon=True).start()
     try:
-        tensor = _new_group([range(first, first + config.tp) for first in range(0, size, config.tp)], rank)
-        data = _new_group([range(first, size, config.tp) for first in range(config.tp)], rank)
+        tensor = _new_group([range(first, first + config.tp) for first in range(0, size, config.tp)])
+        data = _new_group([range(first, size, config.tp) for first in range(config.tp)])
         yield Ranks(rank, size, Group(tensor, config.sequence_parallel), Group(data))
         if heartbeats:
             heartbeats.leave()
@@ -166,14 +166,13 @@ def _rendezvous(rank: int, size: int) -> dist.Store:  # type: ignore[name-define
     return next(dist.rendezvous("env://", rank, size, timeout=TIMEOUT))[0]  # type: ignore[attr-defined]
 
 
-def _new_group(groups: list[range], rank: int) -> dist.ProcessGroup | None:
+def _new_group(groups: list[range]) -> dist.ProcessGroup | None:
     """Make all groups, as every rank must. Returns the group of this rank, None if it is alone in it."""
-    found = None
-    for members in groups:
-        if len(members) > 1:
-            made = dist.new_group(list(members), timeout=TIMEOUT)
-            found = made if rank in members else found
-    return found
+    members = [list(group) for group in groups if len(group) > 1]
+    if not members:
+        return None
+    own: dist.ProcessGroup = dist.new_subgroups_by_enumeration(members, TIMEOUT)[0]  # type: ignore[no-untyped-call]
+    return own
 
 
 @torch.no_grad()
@@ -206,7 +205,5 @@ def clip_gradients(model: nn.Module, ranks: Ranks, largest: float) -> None:
 
 
 def mean_over_replicas(value: float, ranks: Ranks) -> float:
-    if ranks.replicas == 1:
-        return value
     total = ranks.data.sum_(torch.tensor(value, dtype=torch.float64, device=ranks.device))
     return float(total) / ranks.replicas

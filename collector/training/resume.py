@@ -15,7 +15,7 @@ import json
 import os
 import pickle
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +25,7 @@ import pyarrow.parquet as pq
 import torch
 from torch import nn
 
+from binade.collector.capture.recorder import Recorder
 from binade.collector.capture.session import Continued
 from binade.collector.errors import ConfigError
 from binade.collector.settings import JOB_VARIABLE, Device
@@ -47,11 +48,6 @@ class Resumed:
     run: RunInfo
     folder: Path
     positions: tuple[Position, ...]
-
-    @property
-    def config(self) -> RunConfig:
-        """The configuration that the run was started with."""
-        return self.positions[0].config
 
     @property
     def done(self) -> int:
@@ -133,22 +129,10 @@ class Resumed:
             yield self.run.directory / TWINS, self.positions[rank].twins
 
 
-def find(root: Path, name: str) -> Resumed:
-    """The run of this name, at its last checkpoint that all ranks have written. Raises RunError if there is none."""
+def open_resumed(root: Path, name: str) -> Resumed:
+    """The run of this name. Raises RunError if it cannot be resumed."""
     run = read_run(root / Path(name).name)
     return Resumed(run, *last(run))
-
-
-def open_resumed(root: Path, config: RunConfig, name: str | None) -> Resumed | None:
-    """The run of this name, None without one. Raises ConfigError if it was started with other options."""
-    if name is None:
-        return None
-    found = find(root, name)
-    if found.config != config:
-        raise ConfigError(
-            f"{name} was started with other options: leave out all options but --resume and --tensor-save-dir"
-        )
-    return found
 
 
 def check_unchanged(run: RunInfo, description: dict[str, Any]) -> None:
@@ -159,52 +143,38 @@ def check_unchanged(run: RunInfo, description: dict[str, Any]) -> None:
             raise ConfigError(f"{run.run_id} cannot be resumed: the {what} has changed since it started")
 
 
-class Checkpoints:
-    """Writes this rank's checkpoints every `every` iterations; 0 for never. position: returns the position of the
-    rank's part of the run once everything recorded is on the disk."""
-
-    def __init__(
-        self,
-        config: RunConfig,
-        directory: Path,
-        rank: int,
-        position: Callable[[], dict[str, int]],
-        save_scales: Callable[[Path], None],
-    ) -> None:
-        self.every, self.directory, self.rank = config.checkpoint_every, directory, rank
-        self.on_gpu = config.device == Device.CUDA
-        self.config = config
-        self.position, self.save_scales = position, save_scales
-
-    def write(self, done: int, model: nn.Module, optimizer: torch.optim.Optimizer, writer: RunWriter) -> None:
-        """Write a checkpoint if one is due after this many iterations. Raises OSError."""
-        if not self.every or done % self.every:
-            return
-        position = self.position()
-        folder = self.directory / CHECKPOINTS / f"{done:08d}"
-        folder.mkdir(parents=True, exist_ok=True)
-        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "cpu": torch.get_rng_state()}
-        if self.on_gpu:
-            state["cuda"] = torch.cuda.get_rng_state()
-        with staged_file(folder / f"rank{self.rank:02d}.pt") as file:
-            torch.save(state, file)
-        self.save_scales(folder)
-        status = writer.status
-        words = Position(
-            config=self.config,
-            done=done,
-            **position,
-            losses=_size(self.directory / "loss.jsonl"),
-            twins=_size(self.directory / TWINS),
-            events=_size(events_file(self.directory, self.rank)),
-            iteration=status.iteration,
-            loss_first=status.loss_first,
-            loss_last=status.loss_last,
-        )
-        write_json(folder / f"rank{self.rank:02d}.json", words)
-        if self.rank == 0:
-            for old in sorted((self.directory / CHECKPOINTS).iterdir())[:-KEPT]:
-                shutil.rmtree(old, ignore_errors=True)
+def write_checkpoint(
+    config: RunConfig, recorder: Recorder, done: int, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> None:
+    """Write this rank's checkpoint if one is due after this many iterations. Raises OSError."""
+    if not config.checkpoint_every or done % config.checkpoint_every:
+        return
+    directory, rank = recorder.writer.directory, recorder.ranks.rank
+    position = recorder.position()
+    folder = directory / CHECKPOINTS / f"{done:08d}"
+    folder.mkdir(parents=True, exist_ok=True)
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "cpu": torch.get_rng_state()}
+    if config.device == Device.CUDA:
+        state["cuda"] = torch.cuda.get_rng_state()
+    with staged_file(folder / f"rank{rank:02d}.pt") as file:
+        torch.save(state, file)
+    recorder.save_state(folder)
+    status = recorder.writer.status
+    words = Position(
+        config=config,
+        done=done,
+        **position,
+        losses=_size(directory / "loss.jsonl"),
+        twins=_size(directory / TWINS),
+        events=_size(events_file(directory, rank)),
+        iteration=status.iteration,
+        loss_first=status.loss_first,
+        loss_last=status.loss_last,
+    )
+    write_json(folder / f"rank{rank:02d}.json", words)
+    if rank == 0:
+        for old in sorted((directory / CHECKPOINTS).iterdir())[:-KEPT]:
+            shutil.rmtree(old, ignore_errors=True)
 
 
 def _rank(segment: str) -> int:

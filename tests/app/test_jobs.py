@@ -16,7 +16,7 @@ from binade.app import state
 from binade.app.jobs import collecting, summary
 from binade.collector import jobs
 from binade.collector.cli.jobs import add_line
-from binade.collector.cli.options import parse, parse_runs
+from binade.collector.cli.options import parse
 from binade.collector.jobs import processes, runner, store
 from binade.collector.training.config import RunConfig
 from binade.collector.training.plan import plan
@@ -42,7 +42,7 @@ def root(tmp_path: Path) -> Iterator[Path]:
 def chosen(at: AppTest) -> list[RunConfig]:
     """The runs of the command that the page shows, as the collector reads it."""
     lines = at.code[0].value.replace("\\\n", " ").splitlines()
-    return [run for line in lines for run in parse_runs(shlex.split(line)[1:])]
+    return [run for line in lines for run in parse(shlex.split(line)[1:]).runs]
 
 
 def started(at: AppTest) -> SlurmOptions:
@@ -64,7 +64,7 @@ class TestForm:
         assert [run.recipe for run in runs] == list(preset.recipes)
         assert collecting.kept_options(preset.config) == []
         if name == "quick":
-            assert runs == parse_runs(["quick", "mxfp8"])
+            assert runs == parse(["quick", "mxfp8"]).runs
         if name == "sweep":
             assert {run.skip_layers for run in runs} == {"!layer1[.]fc1$"} and len(runs) == len(FORMATS)
 
@@ -90,14 +90,14 @@ class TestForm:
         assert "has no config.json" in words(rerun(at))
 
     def test_what_has_no_field_is_kept(self):
-        base = parse_runs(["run", "--operand-quant", "qk.forward.key=mxfp4", "--seed", "7", "--layers", "1"])[0]
+        base = parse(["run", "--operand-quant", "qk.forward.key=mxfp4", "--seed", "7", "--layers", "1"]).runs[0]
         (again,) = [each.config for each in collecting.runs_of(collecting.widgets_of(base), [base.recipe], base)]
         assert again == base
         assert collecting.kept_options(base) == ["--operand-quant", "qk.forward.key=mxfp4"]
 
     def test_a_wrapped_command_is_the_same_command(self):
         odd = ["--skip-layers", "!a --b|layer1[.]fc1"]
-        line = jobs.command_line(parse_runs(["batch", "--seed", "7", "--layers", "1", *odd]))
+        line = jobs.command_line(parse(["batch", "--seed", "7", "--layers", "1", *odd]).runs)
         broken = collecting.wrapped(line, 30)
         assert broken.count("\n") >= 2 and shlex.split(broken.replace("\\\n", "")) == shlex.split(line)
 
@@ -105,7 +105,7 @@ class TestForm:
 class TestCollect:
     def test_starts_with_the_smallest_useful_run(self, visit: Visit, root: Path):
         at = visit(root, "collect")
-        assert chosen(at) == parse_runs(["quick", "mxfp8"])
+        assert chosen(at) == parse(["quick", "mxfp8"]).runs
         assert "No similar run yet" in words(at) and metrics(at)["Tensors"] == "70"
         assert not root.exists()  # looking changes nothing
 
@@ -236,7 +236,7 @@ class TestCollect:
         path = root / ".recipes" / "mine.toml"
         assert path.read_text().rstrip() == shown and 'layers = "last"' in shown and "[modules.fc2]" in shown
         assert at.multiselect(key="collect_recipes").value == ["mxfp8", str(path)]
-        run = parse_runs(shlex.split(at.code[1].value.replace("\\\n", " "))[1:])[1]
+        run = parse(shlex.split(at.code[1].value.replace("\\\n", " "))[1:]).runs[1]
         assert run.recipe == str(path) and plan(run).recipe.keep == "last"
         assert at.button(key="recipe_Saved").disabled
         at.text_input(key="collect_keep").set_value("first")
@@ -292,7 +292,7 @@ class TestCollect:
     def test_what_is_no_job_is_said(self, visit: Visit, root: Path, number: str):
         at = visit(root, "collect", **{"from": number})
         assert f"Job {number[:20]} cannot be cloned" in at.warning[0].value.replace("\\", "")
-        assert chosen(at) == parse_runs(["quick", "mxfp8"])
+        assert chosen(at) == parse(["quick", "mxfp8"]).runs
 
     def test_what_is_beyond_the_form_is_said(self, visit: Visit, root: Path):
         (job,) = add_line(root, [*SHORT, "--seed", str(2**60), "--micro-batches", "5000", "--no-raw"])
@@ -392,7 +392,7 @@ class TestBaseline:
     def test_it_is_added_with_one_click(self, visit: Visit, root: Path):
         at = press(visit(root, "collect"), "add_baseline")
         bf16, mxfp8 = chosen(at)
-        assert [mxfp8] == parse_runs(["quick", "mxfp8"]) and bf16 == replace(mxfp8, recipe="bf16")
+        assert [mxfp8] == parse(["quick", "mxfp8"]).runs and bf16 == replace(mxfp8, recipe="bf16")
         assert "add_baseline" not in [button.key for button in at.button]
 
     def test_only_a_bf16_run_on_the_same_data_and_weights_is_one(self, collected: Path):
@@ -405,7 +405,7 @@ class TestBaseline:
             (["--warmup-iterations", "3"], True), (["--quantization", "bf16,mxfp4", "--seed", "7"], False),
             (["--quantization", "bf16", "--seed", "7"], False),
         ):  # fmt: skip
-            planned = parse_runs([*fast, "--quantization", "mxfp4", *options])
+            planned = parse([*fast, "--quantization", "mxfp4", *options]).runs
             assert collecting.lacks_baseline(planned, existing) == lacks, options
             assert collecting.lacks_baseline(planned, []) == ("bf16" not in [run.recipe for run in planned])
 

@@ -10,7 +10,7 @@ import pytest
 from binade.app.jobs import recipe_table
 from binade.app.questions.what_if import question
 from binade.collector import jobs
-from binade.collector.cli.options import parse_runs
+from binade.collector.cli.options import parse
 from binade.collector.recipes.files import PUBLISHED, label, to_toml
 from binade.collector.recipes.parse import parse_recipe
 from binade.collector.recipes.recipe import Recipe, RecipeError
@@ -204,7 +204,7 @@ class TestFiles:
         path = recipe_table.path_of(root, "mine")
         recipe_table.save(path, parse_recipe("quartet"))
         assert recipe_table.saved(root) == [str(path)] and label(f"{path}(without=dgrad)") == "mine.toml(without=dgrad)"
-        (run,) = parse_runs(["quick", "--recipe", str(path)])
+        (run,) = parse(["quick", "--recipe", str(path)]).runs
         plan(run)
         assert plan(run).recipe.linear.formats == parse_recipe("quartet").linear.formats
         assert list_runs(root) == ([], []) and jobs.listing(root) == []  # not taken for a run or a job

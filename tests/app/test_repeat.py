@@ -12,7 +12,7 @@ import torch
 
 from binade.app.questions.recipes.page import SEEDS
 from binade.collector import jobs
-from binade.collector.cli.options import parse_runs
+from binade.collector.cli.options import parse
 from binade.collector.errors import ConfigError
 from binade.collector.jobs import store
 from tests.app import roots
@@ -36,7 +36,7 @@ def test_a_click_queues_the_same_runs_with_further_seeds(visit: Visit, collected
     at = visit(root, "recipes", **{name: names[recipe] for name, recipe in query.items()})
     shown = next(code.value for code in at.code if "--tensor-save-dir" in code.value)
     expected = {replace(each, seed=each.seed + more) for each in originals for more in range(1, SEEDS)}
-    assert {each for line in shown.splitlines() for each in parse_runs(shlex.split(line)[1:])} == expected
+    assert {each for line in shown.splitlines() for each in parse(shlex.split(line)[1:]).runs} == expected
     try:
         at.button(key="repeat").click()
         rerun(at)

@@ -11,7 +11,7 @@ import pytest
 from playwright.sync_api import Page, expect
 
 from binade.collector import jobs
-from binade.collector.cli.options import parse_runs
+from binade.collector.cli.options import parse
 from binade.collector.jobs import processes
 from binade.collector.recipes.parse import parse_recipe
 from binade.data.runs import read_steps
@@ -83,7 +83,7 @@ def test_a_run_launched_by_clicking_is_watched_and_opened(visit: Visit, app: str
     expect(badge(page, "done")).to_be_visible(timeout=PATIENCE)
     (view,) = jobs.listing(root)
     assert view.state == "done"
-    assert [view.job.config] == parse_runs(["quick", "mxfp8", "--layers", "1"])
+    assert [view.job.config] == parse(["quick", "mxfp8", "--layers", "1"]).runs
     expect(page.get_by_text("SQNR in mxfp8, worst first").first).to_be_visible()  # it is drawn anew as rows come
     expect(badge(other, "done")).to_be_visible(timeout=PATIENCE)
     page.get_by_role("link", name="Open its tensors").click()

@@ -39,7 +39,7 @@ from transformers import (
 
 from binade.app.jobs import collecting
 from binade.cli import main
-from binade.collector.cli.options import parse_runs
+from binade.collector.cli.options import parse
 from binade.collector.datasets.loading import open_dataset
 from binade.collector.datasets.tokenizer import open_tokenizer
 from binade.collector.errors import ConfigError
@@ -159,7 +159,7 @@ def test_the_form_and_the_estimate_take_a_path(directory, tmp_path):
 def test_the_demo_of_the_makefile_is_a_command_that_parses(directory):
     (words,) = re.findall(r"^DEMO_RUNS := ((?:.*\\\n)*.*)", (PROJECT / "Makefile").read_text(), re.M)
     options = shlex.split(words.replace("\\\n", " ").replace("2,15,30", "2"))
-    runs = parse_runs(["batch", "--model", str(directory), *options])
+    runs = parse(["batch", "--model", str(directory), *options]).runs
     assert [run.recipe for run in runs] == ["bf16", "mxfp8", "mxfp4", "nvfp4", "hifp8"]
     assert all("weight" not in run.tensors and list(run.recorded_iterations) == [0, 3] for run in runs)
 
@@ -176,7 +176,7 @@ def test_the_demo_of_the_makefile_is_a_command_that_parses(directory):
 )
 def test_what_does_not_fit_a_path_is_one_line(options, said, directory):
     with pytest.raises(ConfigError, match=said) as caught:
-        parse_runs(["run", "--model", str(directory), *options])
+        parse(["run", "--model", str(directory), *options])
     assert "\n" not in str(caught.value)
 
 
@@ -198,7 +198,7 @@ def test_other_models_are_run_by_transformers(neox, tmp_path):
     """Its loss is that of transformers on the same tokens, and what is recorded is what was estimated."""
     options = ["--model", str(neox), "--recipe", "bf16", "--train-iters", "2"]
     assert main([*BYTE_RUN, *options, "--tensor-save-dir", str(tmp_path)]) == 0
-    (config,) = parse_runs([*BYTE_RUN, *options])
+    (config,) = parse([*BYTE_RUN, *options]).runs
     shape = plan(config).shape
     theirs = GPTNeoXForCausalLM.from_pretrained(neox)
     assert shape.parameters == theirs.num_parameters() and (shape.layers, shape.hidden, shape.heads) == (2, 64, 4)
@@ -301,7 +301,7 @@ def test_a_product_that_is_not_intercepted_is_one_line(tmp_path, capfd):
 def test_without_transformers_one_line_says_so(neox, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ConfigError, match="is a 'gpt_neox' model: only transformers can run it: pip install"):
-        parse_runs(["run", "--model", str(neox)])
+        parse(["run", "--model", str(neox)])
 
 
 def test_the_example_collects_an_encoder(tmp_path, monkeypatch):

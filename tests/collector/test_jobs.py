@@ -19,7 +19,7 @@ import pytest
 
 from binade.collector import jobs
 from binade.collector.cli.jobs import add_line
-from binade.collector.cli.options import parse_runs
+from binade.collector.cli.options import parse
 from binade.collector.errors import ConfigError
 from binade.collector.jobs import processes, runner, state, store, transitions
 from binade.collector.jobs.estimate import estimate, volume_of
@@ -129,16 +129,16 @@ class TestAsking:
         ],
     )
     def test_arguments_are_the_configuration_again(self, line):
-        runs = parse_runs(line.split())
-        assert [parse_runs(config.arguments()) for config in runs] == [[config] for config in runs]
+        runs = parse(line.split()).runs
+        assert [parse(config.arguments()).runs for config in runs] == [[config] for config in runs]
 
     def test_a_budget_for_values_that_are_not_kept_is_left_out(self):
-        assert parse_runs(RunConfig(raw=False, max_bytes=1).arguments()) == [RunConfig(raw=False)]
+        assert parse(RunConfig(raw=False, max_bytes=1).arguments()).runs == [RunConfig(raw=False)]
 
     def test_a_shown_command_asks_for_the_same_runs(self):
-        runs = parse_runs(["batch", "--quantization", "bf16,FA_mxfp4", "--skip-layers", "^layer1[.](qkv|core)$"])
+        runs = parse(["batch", "--quantization", "bf16,FA_mxfp4", "--skip-layers", "^layer1[.](qkv|core)$"]).runs
         words = shlex.split(jobs.command_line(runs))
-        assert words[:2] == ["binade", "batch"] and parse_runs(words[1:]) == runs
+        assert words[:2] == ["binade", "batch"] and parse(words[1:]).runs == runs
 
     @pytest.mark.parametrize(
         ("line", "expected"),
@@ -162,9 +162,9 @@ class TestEstimate:
     def test_disk_and_tensors_are_those_of_the_real_run(self, collected):
         """The disk's own count of the files that were written."""
         runs, _ = list_runs(collected)
-        config = parse_runs(
+        config = parse(
             ["run", "--training-config", "fast", "--warmup-iterations", "2", "--control-iter", "2"]
-        )[0]  # fmt: skip
+        ).runs[0]  # fmt: skip
         volume = volume_of(plan(config))
         for run in runs:
             written = sum(path.stat().st_size for path in run.directory.rglob("*") if path.is_file())
@@ -187,7 +187,7 @@ class TestEstimate:
         size = ("--micro-batch-size", "1", "--sequence-length", "64", "--backend", "torch", "--scores", "")
         assert run_forked(tmp_path / "runs", *size, *line, ranks=2 if "--tp" in line else 1) == 0
         (run,), _ = list_runs(tmp_path / "runs")
-        volume = volume_of(plan(parse_runs(["run", *size, *line])[0]))
+        volume = volume_of(plan(parse(["run", *size, *line]).runs[0]))
         assert volume.tensors == pytest.approx(run.status.tensors, rel=0.05)  # an expert may get no token
         assert volume.files == pytest.approx(run.status.bytes, rel=0.05)
         if "--watch" in line:
@@ -197,7 +197,7 @@ class TestEstimate:
     def test_time_comes_from_former_runs(self, collected, tmp_path):
         length = ("--training-config", "fast", "--warmup-iterations", "2", "--control-iter", "2")
         line = ["run", "--backend", "torch", *length]
-        config = parse_runs([*line, "--quantization", "mxfp8"])[0]
+        config = parse([*line, "--quantization", "mxfp8"]).runs[0]
         unknown, known = estimate([plan(config)], tmp_path), estimate([plan(config)], collected)
         assert unknown.basis.startswith("No similar run yet")
         assert known.basis == "Estimated from 1 earlier run of this model and recipe."
@@ -207,11 +207,11 @@ class TestEstimate:
         assert known.seconds - 8.0 == pytest.approx(2 * warm_up + 2 * recorded)
         longer = estimate([plan(replace(config, train_iters=10, control_iter=10))], collected)
         assert longer.seconds > known.seconds
-        other = parse_runs([*line, "--quantization", "linear_mxfp4"])[0]
+        other = parse([*line, "--quantization", "linear_mxfp4"]).runs[0]
         assert estimate([plan(other)], collected).basis.startswith("No run of this recipe yet: estimated from ")
 
     def test_what_cannot_fit_is_refused(self, tmp_path):
-        large = parse_runs(["run", "--model", "llama31-8b", "--size", "full", "--max-bytes", "900T"])[0]
+        large = parse(["run", "--model", "llama31-8b", "--size", "full", "--max-bytes", "900T"]).runs[0]
         found = estimate([plan(replace(large, control_iter=100_000))], tmp_path)
         memory, disk = found.refusals
         assert "for weights, gradients and optimizer" in memory and disk.startswith("The runs would write")
@@ -289,7 +289,7 @@ class TestQueue:
 class TestProgress:
     def test_time_left_counts_each_kind_of_iteration(self):
         """Against a plain walk over the iterations that RunConfig says are recorded."""
-        config = parse_runs(["run", "--warmup-iterations", "4", "--control-iter", "3", "--capture-every", "5"])[0]
+        config = parse(["run", "--warmup-iterations", "4", "--control-iter", "3", "--capture-every", "5"]).runs[0]
         seconds = {"warm-up": 1.0, "recorded": 100.0, "plain": 10.0}
 
         def kind(iteration: int) -> str:
@@ -306,7 +306,7 @@ class TestProgress:
         assert state.seconds_left(config, losses[:3]) is None
 
     def test_an_endless_run_is_told_at_once(self):
-        config = parse_runs(["run", "--control-iter", "1000000000", "--capture-every", "1000"])[0]
+        config = parse(["run", "--control-iter", "1000000000", "--capture-every", "1000"]).runs[0]
         start = time.process_time()  # a walk over the iterations takes minutes
         assert state.seconds_left(config, [{"iteration": 0, "seconds": 1.0, "recorded": True}]) > 1e9
         assert time.process_time() - start < 60
@@ -592,4 +592,4 @@ def test_jobs_are_listed_though_no_runner_can_be_started(command, capsys, tmp_pa
 
 def test_every_field_of_a_run_can_be_asked_for():
     """A choice that the arguments dropped would be lost between the form and the run."""
-    assert parse_runs(RunConfig().arguments()) == [RunConfig()]
+    assert parse(RunConfig().arguments()).runs == [RunConfig()]

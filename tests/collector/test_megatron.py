@@ -236,7 +236,7 @@ def our_losses(model: GPTModel, config: RunConfig, steps: int) -> Iterator[float
     optimizer = _optimizer(model, config)
     stream = open_stream(plan(config), open_dataset(config.dataset, config.tokenizer, plan(config).shape.vocab))
     for _ in range(steps):
-        yield _step(model, optimizer, stream, config, torch.device("cpu"), Ranks()).loss
+        yield _step(model, optimizer, stream, config, torch.device("cpu"), Ranks())
 
 
 def explained(weight: Tensor, learning_rate: float) -> float:

@@ -15,7 +15,7 @@ import pytest
 from binade.app import state as app_state
 from binade.collector import jobs
 from binade.collector.cli.jobs import add_line
-from binade.collector.cli.options import parse_runs
+from binade.collector.cli.options import parse
 from binade.collector.jobs import processes, runner, state, store
 from binade.collector.settings import JOB_VARIABLE
 from binade.data.catalog import Catalog
@@ -106,7 +106,7 @@ def test_a_fifo_in_a_run_is_not_waited_for(tmp_path, name: str):
 
 def test_many_negations_are_no_recursion():
     with pytest.raises(ValueError, match="layer99"):
-        parse_runs([*files.LINE, "--skip-layers", "!" * 5001 + "layer99"])
+        parse([*files.LINE, "--skip-layers", "!" * 5001 + "layer99"])
 
 
 def test_a_real_time_signal_has_no_name(tmp_path):

@@ -9,7 +9,7 @@ from pathlib import Path
 from binade.app.pages.registry import OLD_PAGES, PAGES
 from binade.collector import jobs
 from binade.collector.cli.jobs import add_line
-from binade.collector.cli.options import parse_runs
+from binade.collector.cli.options import parse
 from binade.collector.jobs import runner, store
 from tests.app import roots
 from tests.siege.attack import Attempt, attack, check_sentence
@@ -79,7 +79,7 @@ def slow_patterns(attempt: Attempt) -> None:
     attempt.case = f"{option} {pattern[:60]!a}"
     start = time.process_time()
     try:
-        parse_runs([*LINE, option, pattern])
+        parse([*LINE, option, pattern])
     except ValueError as error:
         check_sentence(str(error)[:2000])  # it repeats the pattern
     assert time.process_time() - start < 10
@@ -108,7 +108,7 @@ def options_of_jobs(attempt: Attempt) -> None:
         assert not root.exists() or not jobs.listing(root)
     else:
         (job,) = added
-        assert parse_runs([*LINE, flag, text]) == [job.config]
+        assert parse([*LINE, flag, text]).runs == [job.config]
         assert command(root, "jobs", "cancel", "1")[0] == 0
     assert not new.exists()
 

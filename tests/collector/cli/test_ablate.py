@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from binade.collector import jobs
-from binade.collector.cli.options import parse_runs
+from binade.collector.cli.options import parse
 from binade.collector.jobs import store
 from tests.collector.cli.test_cli import one_line
 from tests.collector.test_jobs import SMALL, end_all
@@ -68,7 +68,7 @@ def test_dry_run_prints_the_ladder_and_the_runs_of_each_seed(command, capsys, tm
     first, *lines = out.splitlines()
     assert err == "" and first.endswith(f": {7 * len(seeds)} runs") and list(tmp_path.iterdir()) == []
     assert [line.split("  ")[-1].strip() for line in lines[:7]] == LADDER
-    runs = [run for line in lines[7:] for run in parse_runs(shlex.split(line)[1:])]
+    runs = [run for line in lines[7:] for run in parse(shlex.split(line)[1:]).runs]
     assert [(run.seed, run.recipe) for run in runs] == [(seed, recipe) for seed in seeds for recipe in LADDER]
     assert {(run.layers, run.skip_layers) for run in runs} == {(1, "core")}
 

@@ -13,7 +13,7 @@ import pytest
 
 from binade import cli
 from binade.app.jobs import collecting
-from binade.collector.cli.options import parse_runs
+from binade.collector.cli.options import parse
 from binade.collector.errors import ConfigError
 from binade.collector.settings import Declared, check_options, declared
 from binade.collector.training.config import RunConfig
@@ -84,7 +84,7 @@ def test_a_field_alone_makes_an_option(name):
     config = replace(RunConfig(), **TOGETHER.get(name, {}), **{name: other(each)})
     plan(config)
     line = config.arguments()
-    assert each.flag in line and parse_runs(line) == [config]
+    assert each.flag in line and parse(line).runs == [config]
 
 
 @pytest.mark.parametrize("name", [name for name, each in OPTIONS.items() if each.option.minimum is not None])
@@ -136,7 +136,7 @@ def test_a_configuration_is_read_from_json(tmp_path, shown: str):
     config = RunConfig(recipe="mxfp8", layers=1, scores=(), raw=False, seed=7)
     record = {"alone": asdict(config), "in run.json": {"run_config": asdict(config)}, "in a list": [asdict(config)]}
     (tmp_path / "c.json").write_text(json.dumps(record[shown]))
-    assert parse_runs(["run", "--config", str(tmp_path / "c.json")]) == [config]
+    assert parse(["run", "--config", str(tmp_path / "c.json")]).runs == [config]
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_a_configuration_that_cannot_be_read_is_one_line(tmp_path, command, caps
 
 def test_options_are_not_abbreviated():
     with pytest.raises(ConfigError, match="--quantiz"):
-        parse_runs(["run", "--quantiz", "mxfp8"])
+        parse(["run", "--quantiz", "mxfp8"])
 
 
 def examples() -> list[str]:
