@@ -1,5 +1,10 @@
 """The collector's exceptions. No torch."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from binade.data.text import describe
+
 
 class ConfigError(ValueError):
     """A setting that cannot be run. The message says what was wrong, what was expected and what to do."""
@@ -13,3 +18,12 @@ class DataError(RuntimeError):
 
 class TimeLimitError(RuntimeError):
     """The job is close to the cluster's time limit."""
+
+
+@contextmanager
+def raising(kind: type[Exception], what: str, *errors: type[Exception]) -> Iterator[None]:
+    """A context that, in place of these errors, raises one of this kind: "what: the reason"."""
+    try:
+        yield
+    except errors as error:
+        raise kind(f"{what}: {describe(error)}") from error

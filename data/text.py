@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import signal
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Literal
 
@@ -34,6 +35,14 @@ def describe(error: BaseException) -> str:
     if isinstance(error, MemoryError):
         return "out of memory"
     return (str(error) or type(error).__name__).splitlines()[0]
+
+
+def signal_name(number: int) -> str:
+    """SIGKILL for 9."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"
 
 
 def short_exponent(number: str) -> str:

@@ -15,13 +15,12 @@ import click
 from click.shell_completion import CompletionItem
 
 from binade.collector.capture.watching import WATCH
-from binade.collector.errors import ConfigError
+from binade.collector.errors import ConfigError, raising
 from binade.collector.recipes.recipe import TEN_RECIPES
 from binade.collector.settings import DEFAULT_SCORES, Declared, Group, Size, declared
 from binade.collector.training.config import FORMAT, LENGTH, RECORD, WHERE, RunConfig, defaults
 from binade.collector.training.plan import Plan, plan
 from binade.collector.training.slurm_options import SlurmOptions
-from binade.data.text import describe
 from binade.terminal import Command, Option, names, root_option, usage_message
 
 COMMANDS = ("run", "batch", "quick")
@@ -138,13 +137,6 @@ def scores_option() -> Option:
 class Request:
     """The request of a command line of run, batch or quick. plans is empty where `resume` names a run to be continued
     with its own configuration."""
-    def plans_in(self, root: Path) -> list[Plan]:
-        """The plans of the runs in this root. Raises RunError for a run that cannot be resumed, ConfigError if it was
-        started with other options."""
-        if not self.resume:
-            return self.plans
-        from binade.collector.training.checkpoints import last  # pydantic, as in `read_configs`
-        from binade.data.runs import read_run
 
     plans: list[Plan]
     start: SlurmOptions
@@ -155,6 +147,13 @@ class Request:
     def runs(self) -> list[RunConfig]:
         return [plan.config for plan in self.plans]
 
+    def plans_in(self, root: Path) -> list[Plan]:
+        """The plans of the runs in this root. Raises RunError for a run that cannot be resumed, ConfigError if it was
+        started with other options."""
+        if not self.resume:
+            return self.plans
+        from binade.collector.training.checkpoints import last  # pydantic, as in `read_configs`
+        from binade.data.runs import read_run
 
         _, positions = last(read_run(root / Path(self.resume).name))
         config = positions[0].config
@@ -189,13 +188,11 @@ def read_configs(path: str) -> list[Plan]:
     from binade.data.json_files import MOST_BYTES, parse_json  # pydantic, for which --help does not wait
     from binade.data.store import read_file
 
-    try:
+    with raising(ConfigError, f"--config {path} cannot be read", OSError, ValueError, RecursionError):
         content = json.loads(read_file(Path(path), MOST_BYTES))
         records = content if isinstance(content, list) else [content]
         inner = [each.get("run_config", each.get("config", each)) for each in records if isinstance(each, dict)]
         configs = [parse_json(RunConfig, json.dumps(record).encode()) for record in inner]
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"--config {path} cannot be read: {describe(error)}") from None
     if not configs:
         raise ConfigError(f"--config {path} has no configuration of a run: give a run's run.json, or what it has there")
     if len({(config.tp, config.dp, config.device) for config in configs}) > 1:
@@ -207,7 +204,6 @@ def request_of(command: str, params: Mapping[str, Any]) -> Request:
     """The runs for the parameters of a command, checked. Raises ConfigError."""
     given = {name: value for name, value in params.items() if value is not None}
     for name, each in declared(RunConfig).items():
-    others = [name for name in given if name not in {"config", "root", "resume", *declared(SlurmOptions)}]
         if each.is_list and not given[name]:
             del given[name]
         elif each.is_list:  # an option that is given twice extends its list
@@ -215,13 +211,12 @@ def request_of(command: str, params: Mapping[str, Any]) -> Request:
     _check_recording(given)
     base = defaults(command, given.get("training_config"))
     base = replace(base, **{name: given[name] for name in declared(RunConfig) if name in given and name != "recipe"})
-    elif given.get("resume") and not others:
-        plans = []
     if base.has_path and "size" not in given:
         base = replace(base, size=Size.FULL)
     if "micro_batches" not in given:
         base = replace(base, micro_batches=max(1, base.collect_micro_batches))
     start = SlurmOptions(**{name: given[name] for name in declared(SlurmOptions) if name in given})
+    others = [name for name in given if name not in {"config", "root", "resume", *declared(SlurmOptions)}]
     if path := given.get("config"):
         if others:
             flags = {param.name: param.opts[0] for param in training_params("run")}
@@ -229,6 +224,8 @@ def request_of(command: str, params: Mapping[str, Any]) -> Request:
         plans = read_configs(path)
         if given.get("resume") and len(plans) > 1:
             raise ConfigError(f"--resume continues one run, but --config {path} has {len(plans)}")
+    elif given.get("resume") and not others:
+        plans = []
     else:
         plans = [plan(replace(base, recipe=recipe)) for recipe in _recipes(command, given)]
     return Request(plans, start, given.get("root"), given.get("resume"))

@@ -13,10 +13,9 @@ from typing import NoReturn
 import click
 
 from binade.collector.cli.train import collect
-from binade.collector.errors import ConfigError, TimeLimitError
+from binade.collector.errors import ConfigError, TimeLimitError, raising
 from binade.collector.settings import JOB_VARIABLE
 from binade.collector.training.plan import plan
-from binade.data.text import describe
 from binade.terminal import Command, resolve_root
 
 
@@ -29,10 +28,8 @@ def _run(directory: Path) -> None:
         raise ConfigError("slurm-rank is for tasks of srun: use binade run --target NAME")
     signal.signal(signal.SIGUSR1, _end_in_time)
     number, ranks, nodes = (int(os.environ[f"SLURM_{name}"]) for name in ("JOB_ID", "NTASKS", "JOB_NUM_NODES"))
-    try:
+    with raising(ConfigError, f"{directory / 'job.json'} cannot be read", OSError, ValueError):
         job = read_json(Job, directory / "job.json")
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{directory / 'job.json'} cannot be read: {describe(error)}") from None
     os.environ |= {
         JOB_VARIABLE: job.token,
         "MASTER_ADDR": first_host(os.environ.get("SLURM_JOB_NODELIST", "")) or socket.gethostname(),

@@ -17,6 +17,8 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
 from typing import Generic, TypeVar
 
+from binade.data.text import signal_name
+
 J = TypeVar("J")
 R = TypeVar("R")
 
@@ -32,12 +34,7 @@ class Death:
     @property
     def by(self) -> str:
         """SIGKILL, SIGBUS, exit status 1"""
-        if self.status >= 0:
-            return f"exit status {self.status}"
-        try:
-            return signal.Signals(-self.status).name
-        except ValueError:
-            return f"signal {-self.status}"
+        return f"exit status {self.status}" if self.status >= 0 else signal_name(-self.status)
 
 
 class _Worker(Generic[J]):

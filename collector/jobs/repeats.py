@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from binade.collector.errors import ConfigError
+from binade.collector.errors import ConfigError, raising
 from binade.collector.training.config import RunConfig, trained_config
 from binade.collector.training.plan import Plan, plan
 
@@ -16,10 +16,8 @@ def trained_with(run_id: str, description: Mapping[str, Any]) -> Plan:
 
     Raises ConfigError for a run that was not trained so, or whose configuration no longer means the same.
     """
-    try:
+    with raising(ConfigError, f"run {run_id} cannot be repeated here", ValueError):
         planned = plan(trained_config(description))
-    except ValueError as error:
-        raise ConfigError(f"run {run_id} cannot be repeated here: {error}") from None
     if planned.recipe.lines() != description.get("operands"):
         raise ConfigError(f"run {run_id} cannot be repeated here: its recipe has another meaning now")
     return planned

@@ -37,6 +37,7 @@ from binade.collector.training.config import RunConfig
 from binade.data import runs
 from binade.data.runs import RUN_FILE, RunError, RunInfo, read_run, run_directories, sound_losses
 from binade.data.store import no_link
+from binade.data.text import signal_name
 
 ADVICE = {
     State.FAILED: "Read the reason and the end of the log, correct the cause, and retry.",
@@ -233,7 +234,7 @@ def how_it_ended(
     if cluster:
         return State.CRASHED, f"the job has ended ({cluster.state.lower()}) and its log gives no reason"
     if exit_status is not None and exit_status < 0:
-        return State.CRASHED, f"the collector was ended by {_signal_name(-exit_status)}"
+        return State.CRASHED, f"the collector was ended by {signal_name(-exit_status)}"
     return State.CRASHED, "the collector's process ended without giving a reason"
 
 
@@ -245,13 +246,6 @@ def _first_cause(log: Sequence[str], message: str) -> str:
     if lack or (message and PEER_LOST not in message):
         return lack or message
     return next((line for line in own if PEER_LOST not in line), None) or next(iter(said), message)
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # a real-time signal
-        return f"signal {number}"
 
 
 def last_words(root: Path, job: Job) -> str:

@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from binade.collector.errors import ConfigError
+from binade.collector.errors import ConfigError, raising
 from binade.collector.models.model import GPTModel
 from binade.collector.models.shape import Shape
 from binade.collector.models.specs import WeightSpec
@@ -26,7 +26,6 @@ from binade.collector.pretrained.directory import CONFIG, gguf_of, read_json, re
 from binade.collector.pretrained.gguf_file import open_gguf
 from binade.collector.pretrained.transformers_model import TransformersShape, load
 from binade.collector.ranks import SINGLE, Group
-from binade.data.text import describe
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -168,12 +167,10 @@ class SafetensorsFiles(Tensors):
 
     def read(self, name: str) -> Tensor:
         path = self._places[name.removeprefix(self._base)]
-        try:
-            with safe_open(path, framework="pt") as file:
-                weight: Tensor = file.get_tensor(name.removeprefix(self._base))
-                return weight
-        except (OSError, SafetensorError) as error:
-            raise ConfigError(f"checkpoint {path} cannot be read: {error}") from error
+        unreadable = raising(ConfigError, f"checkpoint {path} cannot be read", OSError, SafetensorError)
+        with unreadable, safe_open(path, framework="pt") as file:
+            weight: Tensor = file.get_tensor(name.removeprefix(self._base))
+            return weight
 
 
 def _files(directory: Path) -> list[Path]:
@@ -199,13 +196,11 @@ def _files(directory: Path) -> list[Path]:
 
 
 def _header(path: Path) -> dict[str, tuple[int, ...]]:
-    try:
-        with safe_open(path, framework="pt") as file:
-            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  (it is not a mapping)
-            sizes = {name: tuple(found.get_shape()) for name, found in slices.items()}
-            dtypes = {name: found.get_dtype() for name, found in slices.items()}
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(f"checkpoint {path} is not a readable safetensors file: {describe(error)}") from error
+    what = f"checkpoint {path} is not a readable safetensors file"
+    with raising(ConfigError, what, OSError, SafetensorError), safe_open(path, framework="pt") as file:
+        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  (it is not a mapping)
+        sizes = {name: tuple(found.get_shape()) for name, found in slices.items()}
+        dtypes = {name: found.get_dtype() for name, found in slices.items()}
     for name, dtype in dtypes.items():
         if name.endswith(".weight") and dtype not in DTYPES:  # buffers may be of integers
             raise ConfigError(

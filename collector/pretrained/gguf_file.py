@@ -15,8 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from binade.collector.errors import ConfigError
-from binade.data.text import describe
+from binade.collector.errors import ConfigError, raising
 
 GGUF = ".gguf"  # ends the names of such files
 ARCHITECTURE = "llama"  # Mistral's too
@@ -43,10 +42,9 @@ class GgufFile:
         if not find_spec("gguf"):
             raise ConfigError(f"checkpoint {path} needs the package gguf: pip install 'binade[hf]'")
         self.path, self._gguf = path, import_module("gguf")
-        try:
+        damage = OSError, ValueError, IndexError, KeyError, OverflowError
+        with raising(ConfigError, f"checkpoint {path} cannot be read as GGUF", *damage):
             self._reader = self._gguf.GGUFReader(path)
-        except (OSError, ValueError, IndexError, KeyError, OverflowError) as error:
-            raise ConfigError(f"checkpoint {path} cannot be read as GGUF: {describe(error)}") from error
         self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
 
     def get(self, key: str, default: Any = None) -> Any:
@@ -87,10 +85,8 @@ class GgufFile:
     def read(self, name: str) -> np.ndarray:
         """A tensor, float32, dequantized."""
         tensor = self._tensors[name]
-        try:
+        with raising(ConfigError, f"checkpoint {self.path}: {name} cannot be read", ValueError, NotImplementedError):
             found = self._gguf.dequantize(tensor.data, tensor.tensor_type)
-        except (ValueError, NotImplementedError) as error:
-            raise ConfigError(f"checkpoint {self.path}: {name} cannot be read: {describe(error)}") from error
         weight = np.asarray(found, dtype=np.float32).reshape(self.shape(name))
         heads = {"attn_q": "head_count", "attn_k": "head_count_kv"}.get(name.split(".")[-2])
         if heads is None:

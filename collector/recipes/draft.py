@@ -6,6 +6,7 @@ from collections import defaultdict
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 
+from binade.collector.errors import raising
 from binade.collector.recipes.recipe import BF16, LINEAR_OPERANDS, MODULES, PARTS, About, Part, Recipe
 from binade.quant.elements import Rounding
 from binade.quant.specs import OPERAND_FIELDS, Block, GemmFormats, Spec, SpecError
@@ -117,10 +118,8 @@ class Draft:
     def _part(self, part: str) -> Part:
         quant_type = self.quant_types[part]
         different = tuple(sorted((field, text) for field, text in self.overrides[part].items() if text != quant_type))
-        try:
+        with raising(SpecError, part, SpecError):
             formats = GemmFormats(**self.formats[part], of_rounded=self.of_rounded.get(part, ()))
-        except SpecError as error:
-            raise SpecError(f"{part}: {error}") from None
         return Part(quant_type, formats, different)
 
 

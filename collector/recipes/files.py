@@ -38,6 +38,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from binade.collector.errors import raising
 from binade.collector.recipes.draft import Draft
 from binade.collector.recipes.recipe import BF16, LINEAR_OPERANDS, MODULES, PARTS, About, Part, Recipe, RecipeError
 from binade.collector.recipes.selection import Selection, SelectionError
@@ -75,10 +76,8 @@ def read_draft(path: Path, quant_type: str) -> Draft:
 
 def draft_of(text: str, quant_type: str) -> Draft:
     """As `read_draft`, from TOML text. Raises RecipeError."""
-    try:
+    with raising(RecipeError, "is not TOML", tomllib.TOMLDecodeError):
         return draft_from(tomllib.loads(text), quant_type)
-    except tomllib.TOMLDecodeError as error:
-        raise RecipeError(f"is not TOML: {error}") from None
 
 
 def draft_from(given: Mapping[str, Any], quant_type: str) -> Draft:
@@ -89,10 +88,8 @@ def draft_from(given: Mapping[str, Any], quant_type: str) -> Draft:
     keep = _table(given.get("keep", {}), "[keep]")
     _only(keep, ("layers",), "[keep]")
     draft.keep = _text(keep.get("layers", ""), "keep.layers")
-    try:
+    with raising(RecipeError, "keep.layers", SelectionError):
         Selection.parse(draft.keep)
-    except SelectionError as error:
-        raise RecipeError(f"keep.layers: {error}") from None
     stages = given.get("schedule", [])
     if not isinstance(stages, list):
         raise RecipeError("schedule is a list of tables: write [[schedule]]")
@@ -173,10 +170,8 @@ def _operands(part: str, table: Mapping[str, Any]) -> Iterable[tuple[str, Spec |
                         f'{where}: of = "rounded" is for backward operands that enter the forward product too'
                     )
                 cell = cell.get("spec")
-            try:
+            with raising(RecipeError, where, UnknownFormatError, SpecError):
                 spec = Spec.of(_text(cell, where))
-            except (UnknownFormatError, SpecError) as error:
-                raise RecipeError(f"{where}: {error}") from None
             yield names[name], None if str(spec) == BF16 else spec, rounded
 
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 from pydantic.dataclasses import dataclass
 
+from binade.collector.errors import raising
 from binade.collector.training.config import RunConfig
 from binade.data.json_files import STRICT, Count, read_json
-from binade.data.runs import CHECKPOINTS, COUNTS, DONE, RUNNING, RunError, RunInfo, Whole, read_run
-from binade.data.text import describe
+from binade.data.runs import CHECKPOINTS, COUNTS, DONE, RUNNING, RunError, RunInfo, Whole
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -52,17 +52,9 @@ def last(run: RunInfo) -> tuple[Path, tuple[Position, ...]]:
     for folder in sorted(run.directory.glob(f"{CHECKPOINTS}/*"), reverse=True):
         files = [folder / f"rank{rank:02d}.json" for rank in range(ranks)]
         if all(file.exists() for file in files):
-            try:
+            with raising(RunError, f"{folder} cannot be read", OSError, ValueError):
                 return folder, tuple(read_json(Position, file) for file in files)
-            except (OSError, ValueError) as error:
-                raise RunError(f"{folder} cannot be read: {describe(error)}") from None
     raise RunError(
         f"{run.run_id} has no checkpoint to resume from: it ended before the first one, or was started "
         "without --checkpoint-every"
     )
-
-
-def config_to_resume(root: Path, name: str) -> RunConfig:
-    """The configuration of the run of this name, as it was started. Raises RunError if it cannot be resumed."""
-    _, positions = last(read_run(root / Path(name).name))
-    return positions[0].config

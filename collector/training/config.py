@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from binade.collector.capture.watching import WatchOptions
 from binade.collector.datasets.inputs import BYTE, DATASETS
-from binade.collector.errors import ConfigError
+from binade.collector.errors import ConfigError, raising
 from binade.collector.models.registry import MODELS
 from binade.collector.pretrained.directory import gguf_of, name_of
 from binade.collector.settings import (
@@ -258,7 +258,5 @@ def trained_config(description: Mapping[str, Any]) -> RunConfig:
     record = description.get("run_config")
     if not isinstance(record, Mapping):
         raise ConfigError("it was not trained by binade run")
-    try:
+    with raising(ConfigError, "its configuration is not valid", ValueError):
         return parse_json(RunConfig, json.dumps(record).encode())
-    except ValueError as error:
-        raise ConfigError(f"its configuration is not valid: {error}") from None

@@ -29,6 +29,7 @@ from binade.collector.training.plan import Plan
 from binade.collector.training.ranks import STORE, settle_runs
 from binade.data.python import package_environment
 from binade.data.runs import CANCELLED, FAILED
+from binade.data.text import signal_name
 
 PREFIX = "binade: "
 REFUSED = 2  # a rank's exit status for bad usage
@@ -70,7 +71,7 @@ def launch(plans: Sequence[Plan], root: Path, resume: str | None = None) -> None
         if result and result.failures:
             rank, failure = _first(result.failures)
             if failure.exitcode < 0:
-                message = f"rank {rank} was killed by {signal.Signals(-failure.exitcode).name}"
+                message = f"rank {rank} was killed by {signal_name(-failure.exitcode)}"
             else:
                 message = f"rank {rank}: {_last_line(failure, result.stderrs[rank])}"
             settle_runs(root, job, FAILED, message)

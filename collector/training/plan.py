@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from binade.collector.datasets.inputs import check_inputs
-from binade.collector.errors import ConfigError
+from binade.collector.errors import ConfigError, raising
 from binade.collector.models.shape import Shape
 from binade.collector.models.specs import OtherSpec, Spec
 from binade.collector.pretrained.directory import shape_of
@@ -88,10 +88,8 @@ def plan(config: RunConfig) -> Plan:
     _check_twin(config)
     planned = _planned(config, shape, recipe)
     for name in config.scores:
-        try:
+        with raising(ConfigError, "--scores", UnknownFormatError, SpecError):
             FormatSpec.of(name)
-        except (UnknownFormatError, SpecError) as error:
-            raise ConfigError(f"--scores: {error}") from None
     return planned
 
 

@@ -27,7 +27,7 @@ from torch import nn
 
 from binade.collector.capture.recorder import Recorder
 from binade.collector.capture.session import Continued
-from binade.collector.errors import ConfigError
+from binade.collector.errors import ConfigError, raising
 from binade.collector.settings import JOB_VARIABLE, Device
 from binade.collector.training.checkpoints import Position, check_resumable, last
 from binade.collector.training.config import RunConfig
@@ -35,7 +35,6 @@ from binade.data.events import events_file
 from binade.data.json_files import write_json
 from binade.data.runs import CHECKPOINTS, SEGMENT, RunError, RunInfo, RunWriter, read_run, write_run_file
 from binade.data.store import remove_directory, staged_file
-from binade.data.text import describe
 from binade.data.twin import FILE as TWINS
 
 KEPT = 2  # a rank may write the next one while another has not written this one
@@ -65,15 +64,14 @@ class Resumed:
     def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> None:
         """Restore a rank's state. Raises RunError for a file that is damaged or belongs to another model."""
         path = self.folder / f"rank{rank:02d}.pt"
-        try:
+        damage = OSError, RuntimeError, KeyError, ValueError, TypeError, pickle.UnpicklingError
+        with raising(RunError, f"{path} cannot be read", *damage):
             state = torch.load(path, map_location="cpu", weights_only=True)
             model.load_state_dict(state["model"])
             optimizer.load_state_dict(state["optimizer"])
             torch.set_rng_state(state["cpu"])
             if "cuda" in state:
                 torch.cuda.set_rng_state(state["cuda"])
-        except (OSError, RuntimeError, KeyError, ValueError, TypeError, pickle.UnpicklingError) as error:
-            raise RunError(f"{path} cannot be read: {describe(error)}") from None
 
     def reopen(self, ranks: int, owner: int | None) -> RunWriter:
         """On rank 0: mark the run as running again, and delete what it recorded after the checkpoint. Raises RunError,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
-from binade.collector.errors import ConfigError
+from binade.collector.errors import ConfigError, raising
 from binade.collector.settings import Device, Group, check_options, declared, option
 from binade.collector.training.config import RunConfig
 from binade.collector.training.targets import Target, find_target
@@ -80,10 +80,8 @@ class SlurmOptions:
         described = find_target(self.target) if self.target else Target()
         names = [each for each in declared(SlurmOptions) if hasattr(described, each) and each != "launcher"]
         merged = {name: given.get(name, getattr(described, name)) for name in names}
-        try:
+        with raising(ConfigError, f"target {self.target}", ConfigError):
             check_options(SlurmOptions(**merged))
-        except ConfigError as error:
-            raise ConfigError(f"target {self.target}: {error}") from None
         try:
             nodes, ranks_per_node = _placed(config, merged["nodes"], merged["ranks_per_node"], merged["gpus_per_node"])
         except ConfigError as error:
