@@ -201,10 +201,9 @@ class Advice:
 
 def _set(draft: Draft, part: str, given: Sequence[str], name: str) -> None:
     """Give the operands of a part these specs, in the order of OPERAND_FIELDS."""
-    specs = {field: None if spec == BF16 else Spec.of(spec) for field, spec in zip(OPERAND_FIELDS, given, strict=True)}
-    draft.formats[part] = specs
-    draft.quant_types[part] = name if any(specs.values()) else BF16
-    draft.overrides[part] = {field: BF16 for field, spec in specs.items() if spec is None}
+    pairs = zip(OPERAND_FIELDS, given, strict=True)
+    draft.formats[part] = {field: None if spec == BF16 else Spec.of(spec) for field, spec in pairs}
+    draft.request(part, name)
 
 
 def advise(costs: Costs, request: Request) -> Advice:

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING
 import click
 
 from binade.collector.cli.console import console
-from binade.collector.cli.options import scores_option
-from binade.terminal import Command, Option, fail, line_of, one_line, print_text, resolve_root, root_option
+from binade.collector.settings import DEFAULT_SCORES
+from binade.terminal import Command, Option, fail, line_of, names, one_line, print_text, resolve_root, root_option
 
 if TYPE_CHECKING:
     from binade.collector.imports.importer import Imported
 
 SHOWN_REFUSALS = 10
+SCORES = ",".join(DEFAULT_SCORES)
 
 
 @click.pass_context
@@ -67,11 +68,12 @@ import_ = Command(
     "import",
     params=[
         click.Argument(["directory"], metavar="DIR"),
-        scores_option(),
+        Option(["--scores"], type=names, metavar="A,B,...", default=SCORES,
+               help=f"Formats to score every tensor in  [default: {SCORES}]"),
         Option(["--workers"], type=int, metavar="N", help="Number of processes  [default: one per core]"),
         root_option(),
     ],
     callback=_import,
     cancelled="cancelled; what was recorded is kept",
     failed="the import failed",
-)
+)  # fmt: skip

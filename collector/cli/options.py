@@ -17,7 +17,7 @@ from click.shell_completion import CompletionItem
 from binade.collector.capture.watching import WATCH
 from binade.collector.errors import ConfigError, raising
 from binade.collector.recipes.recipe import TEN_RECIPES
-from binade.collector.settings import DEFAULT_SCORES, Declared, Group, Size, declared
+from binade.collector.settings import Declared, Group, Size, declared
 from binade.collector.training.config import FORMAT, LENGTH, RECORD, WHERE, RunConfig, defaults
 from binade.collector.training.plan import Plan, plan
 from binade.collector.training.slurm_options import SlurmOptions
@@ -78,10 +78,6 @@ def _complete(each: Declared, start: str) -> list[CompletionItem]:
     return found or [CompletionItem(start, type="file")] * ("PATH" in (each.option.metavar or ""))
 
 
-def start_params() -> list[click.Parameter]:
-    return [click_option(each, each.default) for each in declared(SlurmOptions).values()]
-
-
 def training_params(command: str) -> list[click.Parameter]:
     """The parameters of run, batch or quick. Each command has its own defaults for the recipes."""
     what = "Recipes, separated by commas; each" if command == "batch" else "Recipe:"
@@ -120,17 +116,12 @@ def training_params(command: str) -> list[click.Parameter]:
         params += others.get(each.name, [])
         if each.name != "recipe":
             params.append(click_option(each, getattr(shown, each.name)))
-    return [*params, root_option(WHERE.title), *start_params()]
+    start = (click_option(each, each.default) for each in declared(SlurmOptions).values())
+    return [*params, root_option(WHERE.title), *start]
 
 
 def _option(group: Group, *names: str, **settings: Any) -> Option:
     return Option(names, title=group.title, about=group.about, **settings)
-
-
-def scores_option() -> Option:
-    """--scores of `binade import`."""
-    text = f"Formats to score every tensor in  [default: {','.join(DEFAULT_SCORES)}]"
-    return Option(["--scores"], type=names, metavar="A,B,...", default=",".join(DEFAULT_SCORES), help=text)
 
 
 @dataclass(frozen=True)

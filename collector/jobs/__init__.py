@@ -13,10 +13,10 @@ its run directory and its processes (collector.jobs.state); the possible transit
 
 from binade.collector.jobs.actions import cancel, delete, resume, retry
 from binade.collector.jobs.command_line import command_line, recipes
-from binade.collector.jobs.estimate import Estimate, estimate
+from binade.collector.jobs.estimate import estimate
 from binade.collector.jobs.repeats import trained_with, with_further_seeds
 from binade.collector.jobs.runner import start_runner
-from binade.collector.jobs.slurm import ClusterJob, SubmissionError
+from binade.collector.jobs.slurm import SubmissionError
 from binade.collector.jobs.state import JobView, Progress, has_runner, listing, log_tail, progress, resumable, view_of
 from binade.collector.jobs.store import (
     MOST_AT_ONCE,
@@ -37,8 +37,6 @@ __all__ = [
     "ACTIVE",
     "MOST_AT_ONCE",
     "TEN_RECIPES",
-    "ClusterJob",
-    "Estimate",
     "Job",
     "JobError",
     "JobView",

@@ -37,7 +37,6 @@ from binade.collector.settings import new_token
 from binade.collector.training.config import RunConfig
 from binade.collector.training.plan import Plan
 from binade.collector.training.slurm_options import SlurmOptions
-from binade.collector.training.targets import Target
 from binade.data.access import check_writable
 from binade.data.json_files import STRICT, Count, Text, Time, read_json, write_json
 from binade.data.runs import RunError, now, unusable_root
@@ -317,19 +316,17 @@ def add_runs(
             with staged_directory(directory_of(root, job)) as part:
                 write_json(part / "job.json", job)
         if target:
-            _submit(root, made, script_of(root, target, start, working, first, len(made)))
+            text = script(target, root, folder(root), working, first, len(made), start.target or "")
+            _submit(root, made, text)
     return made
-
-
-def script_of(root: Path, target: Target, start: SlurmOptions, working: Path, first: int, count: int) -> str:
-    """As `slurm.script`, for jobs of this root. Raises ConfigError."""
-    return script(target, root, folder(root), working, first, count, start.target or "")
 
 
 def next_script(root: Path, plans: Sequence[Plan], start: SlurmOptions) -> str | None:
     """The script that `add_runs` would submit; None for runs on this machine. Raises ConfigError."""
-    target = start.for_run(plans[0].config)
-    return script_of(root, target, start, Path.cwd(), _next_number(root), len(plans)) if target else None
+    if target := start.for_run(plans[0].config):
+        number, name = _next_number(root), start.target or ""
+        return script(target, root, folder(root), Path.cwd(), number, len(plans), name)
+    return None
 
 
 def _next_number(root: Path) -> int:

@@ -67,6 +67,12 @@ class Draft:
         self.formats[part] |= formats
         self.of_rounded[part] = tuple(field for field in self.of_rounded.get(part, ()) if field not in formats)
 
+    def request(self, part: str, text: str) -> None:
+        """Note what was requested for the operands of a part, once they are set: `text`, or bf16 for those in bf16."""
+        plain = [field for field, spec in self.formats[part].items() if spec is None]
+        self.overrides[part] = dict.fromkeys(plain, BF16)
+        self.quant_types[part] = BF16 if len(plain) == len(self.formats[part]) else text
+
     def set_part(self, part: str, text: str) -> None:
         for name in self.linears if part == "linear" else [part]:
             self.quant_types[name] = str(Spec.of(text))

@@ -139,11 +139,7 @@ def _fill(draft: Draft, given: Mapping[str, Any], quant_type: str) -> None:
             draft.set(part, {field: spec})
             if rounded:
                 draft.of_rounded[part] = tuple(sorted((*draft.of_rounded[part], field)))
-        draft.quant_types[part] = quant_type
-        plain = [field for field, spec in draft.formats[part].items() if spec is None]
-        draft.overrides[part] = dict.fromkeys(plain, BF16)
-        if len(plain) == len(draft.formats[part]):
-            draft.quant_types[part] = BF16
+        draft.request(part, quant_type)
 
 
 def _operands(part: str, table: Mapping[str, Any]) -> Iterable[tuple[str, Spec | None, bool]]:
