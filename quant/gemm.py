@@ -160,6 +160,12 @@ class _Matmul(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         a, b = ctx.saved_tensors
         how, tap, transpose_b = ctx.how, ctx.tap, ctx.transpose_b
+        # `once_differentiable` would let a product pass whose gradient is a constant, such as that of y.sum().
+        if torch.is_grad_enabled() and how.formats.quantized:
+            raise RuntimeError(
+                "a quantized product cannot be differentiated twice: call backward without create_graph=True, or "
+                "without quantization"
+            )
         if _sampling:
             return *_sampled(a, b, grad, ctx.needs_input_grad, transpose_b, tap), None, None, None
         gq = how.operand(grad, "dgrad_grad", -1, tap, "grad")

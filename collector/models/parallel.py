@@ -24,6 +24,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from binade.collector.models.site import Site
 from binade.collector.models.specs import LinearSpec, Split
@@ -98,6 +99,7 @@ def _function(
             return forward(group, x)
 
         @staticmethod
+        @once_differentiable  # autograd does not see what the ranks exchange
         def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
             return backward(ctx.group, grad), None
 

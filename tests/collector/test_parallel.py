@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from binade.collector.models.parallel import ColumnParallelLinear, RowParallelLinear
+from binade.collector.models.parallel import ColumnParallelLinear, RowParallelLinear, copy_to_ranks
 from binade.collector.models.site import Site
 from binade.collector.ranks import Group
 from tests.collector.forked import forked, ranks_of
@@ -38,6 +38,9 @@ def work(where: Path) -> None:
     y.backward(given["grad"])
     assert torch.equal(before, given["grad"])
     seen = {"h": h.detach(), "dh": h.grad, "y": y.detach(), "dx": x.grad}
+    (of_square,) = torch.autograd.grad(copy_to_ranks(x, group).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):  # autograd does not see the sum over the ranks
+        of_square.sum().backward()
     torch.save(seen | {"dw1": first.weight.grad, "dw2": second.weight.grad}, where / f"rank{rank}.pt")
     dist.destroy_process_group()
 

@@ -127,6 +127,18 @@ def test_a_forward_operand_can_be_rounded_again(spec):
         assert_same_bits(again, seen["a"].quantized)
 
 
+@pytest.mark.parametrize("formats", [EACH, GemmFormats(wgrad_a="mxfp8")])
+def test_a_quantized_product_is_not_differentiated_twice(formats):
+    x, w = random(8, 32, seed=1).requires_grad_(), random(6, 32, seed=2).requires_grad_()
+    with pytest.raises(RuntimeError, match="create_graph=True"):
+        torch.autograd.grad(linear(x, w, Rounding(formats)).sum(), x, create_graph=True)
+
+
+def test_a_product_without_formats_is_differentiated_twice():
+    x, w = (random(*shape, seed=1).double().requires_grad_() for shape in ((5, 4), (3, 4)))
+    assert torch.autograd.gradgradcheck(lambda *both: linear(*both, Rounding(GemmFormats())), (x, w))
+
+
 def test_only_needed_gradients_are_computed():
     seen: list[str] = []
     x, w = random(8, 32, seed=1), random(6, 32, seed=2).requires_grad_()
