@@ -83,9 +83,10 @@ def instrument(
             ends.
 
     The `forward` method of the model's modules (or its equivalent) is replaced, and restored at the end, or once
-    nothing more is recorded and nothing is quantized. Nothing else in the model changes. Until then, compiled code runs
-    eagerly, whether torch.compile was called before or is called later. With tensor parallelism, each rank instruments
-    its model.
+    nothing more is recorded and nothing is quantized. Nothing else in the model changes. Until then, the model and what
+    it calls run eagerly, whether torch.compile was called before or is called later; other compiled functions stay
+    compiled. A function that is compiled with fullgraph=True cannot call the model then. With tensor parallelism, each
+    rank instruments its model.
 
     Raises:
         InstrumentError: There is nothing to instrument, or a module cannot be intercepted; the message names it. Where
@@ -227,6 +228,7 @@ def _attached(
     # Passes are counted in every step, for the hashes of their data; if the model is itself a layer, it stays attached.
     counts = recorder is not None and recorder.enabled
     eager = not exchanges or any(is_compiled(module) for each in modules for module in each.modules())
+    traces = recorder is not None and recorder.watch.find_nan
     itself = counts and any(hook.layer.module in modules for hook in hooks)
     fixed = fixed or exchanges or itself
     with ExitStack() as undo:
@@ -239,8 +241,6 @@ def _attached(
                 attached.close()
             if before or not is_attached:
                 return
-            if eager:
-                attached.enter_context(without_compiling())
             for of_layer in by_layer.values():
                 begins = [hook.begin for hook in of_layer]
                 attached.callback(of_layer[0].layer.attach(CoreBegin(*begins) if len(begins) > 1 else begins[0]))
@@ -256,6 +256,8 @@ def _attached(
             undo.callback(recorder.clock.followers.remove, follow)
         for each in models if counts else ():
             undo.enter_context(around_forward(each.module, each.passes, each.first_pass))
+        for module in modules if eager or traces else ():
+            undo.enter_context(without_compiling(module, lambda: traces or is_attached))
         yield
 
 

@@ -28,7 +28,6 @@ from binade.collector.capture.adapters.engine import place
 from binade.collector.capture.adapters.products import tensors_in
 from binade.collector.capture.observer import version_of
 from binade.collector.capture.recorder import Recorder
-from binade.collector.capture.survey import without_compiling
 from binade.collector.capture.writing import copy_later
 from binade.collector.models.site import Site
 from binade.data.events import Reached
@@ -339,7 +338,6 @@ def tracing(model: nn.Module, recorder: Recorder, sites: Mapping[str, Site]) -> 
     sites: those of the recorded modules, by path."""
     traced = Provenance(model, recorder, sites)
     with ExitStack() as undo:
-        undo.enter_context(without_compiling())
         traced.attach(undo)
         recorder.clock.enders.append(traced.end)
         undo.callback(recorder.clock.enders.remove, traced.end)

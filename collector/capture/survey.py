@@ -23,10 +23,12 @@ from binade.collector.capture.adapters.layer import (
     Layer,
     Refused,
     distinct,
+    eagerly,
     is_instrumented,
     refusal,
     set_on,
 )
+from binade.collector.capture.adapters.torch_modules import is_compiled
 from binade.collector.capture.clock import PassCounter, running_backward
 
 EXCLUDED = "excluded"
@@ -141,17 +143,27 @@ def around_forward(model: nn.Module, passes: PassCounter | None, first: FirstPas
         yield
 
 
-_eager: list[Any] = []  # the torch.compile stance, shared by all contexts that need eager code
-
-
 @contextmanager
-def without_compiling() -> Iterator[None]:
-    """A context in which compiled functions run as their original Python code, whose products can be intercepted.
-    Contexts may overlap in any order."""
-    _eager.append(_eager[0] if _eager else torch.compiler.set_stance("force_eager"))
-    try:
+def without_compiling(model: nn.Module, wanted: Callable[[], bool]) -> Iterator[None]:
+    """A context in which, while `wanted` says so, a model runs as its original Python code, whose products can be
+    intercepted, and so does what it calls, whether or not it is compiled. Other compiled functions stay compiled.
+
+    Compiled modules are replaced on their own, too: when activations are recomputed, no forward of the model runs.
+    """
+    with ExitStack() as undo:
+        for module in model.modules():
+            if module is model or is_compiled(module):
+                undo.callback(set_on(module, "forward", _while(wanted, module.forward)))
+            if module._compiled_call_impl is not None:
+                undo.callback(set_on(module, "_compiled_call_impl", _while(wanted, module._compiled_call_impl)))
         yield
-    finally:
-        stance = _eager.pop()  # the same object for each
-        if not _eager:
-            stance.__exit__(None, None, None)
+
+
+def _while(wanted: Callable[[], bool], function: Callable[..., Any]) -> Callable[..., Any]:
+    eager = eagerly(function)
+
+    @wraps(function)
+    def chosen(*args: Any, **kwargs: Any) -> Any:
+        return eager(*args, **kwargs) if wanted() else function(*args, **kwargs)
+
+    return chosen

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from binade.collector.capture.adapters.dtensor import core_on_parts
-from binade.collector.capture.adapters.layer import InstrumentError
+from binade.collector.capture.adapters.layer import InstrumentError, eagerly
 from binade.collector.capture.adapters.products import (
     Interception,
     Product,
@@ -115,7 +115,7 @@ def core_forward(name: str, module: nn.Module, mode: type[SdpaMode]) -> Callable
             core.check()
             return result
 
-        return intercepted
+        return eagerly(intercepted)
 
     return method
 

@@ -13,6 +13,7 @@ from fnmatch import fnmatchcase
 from functools import update_wrapper
 from typing import Any
 
+import torch
 from torch import nn
 
 from binade.collector.models.site import Site
@@ -158,8 +159,25 @@ def together(*detach: Detach) -> Detach:
 
 
 def replaces(module: nn.Module, name: str, method: Callable[[Any], Callable[..., Any]]) -> Attach:
-    """A function that replaces one method of the module with `method(begin)`, where begin begins its calls."""
-    return lambda begin: set_on(module, name, method(begin))
+    """A function that replaces one method of the module with `method(begin)`, where begin begins its calls.
+    Compiled code that calls the method is divided there."""
+    return lambda begin: set_on(module, name, _uncompiled(method(begin)))
+
+
+def eagerly(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, which runs as its original Python code wherever it is called, and so do compiled functions that it
+    calls. Others stay compiled."""
+
+    def instrumented_and_not_compiled(*args: Any, **kwargs: Any) -> Any:  # torch shows this name where it must compile
+        with torch.compiler.set_stance("force_eager"):
+            return function(*args, **kwargs)
+
+    return _uncompiled(instrumented_and_not_compiled)
+
+
+def _uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    divided: Callable[..., Any] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]  # torch
+    return divided
 
 
 def distinct(layers: Sequence[Layer]) -> tuple[Layer, ...]:

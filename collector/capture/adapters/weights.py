@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from binade.collector.capture.adapters.dtensor import is_dtensor, linear_on_parts
-from binade.collector.capture.adapters.layer import Detach, InstrumentError, set_on
+from binade.collector.capture.adapters.layer import Detach, InstrumentError, eagerly, set_on
 from binade.collector.capture.adapters.products import (
     Interception,
     Product,
@@ -111,7 +111,7 @@ class OwnProducts:
 
     def attach(self, weight: str, expert: int, begin: Begin) -> Detach:
         if not self.begins:
-            self.forward.callback(set_on(self.module, "forward", self._intercepted(_in_sight(self.module))))
+            self.forward.callback(set_on(self.module, "forward", eagerly(self._intercepted(_in_sight(self.module)))))
         self.begins[weight, expert] = begin
 
         def detach() -> None:

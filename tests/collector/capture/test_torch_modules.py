@@ -800,3 +800,49 @@ def test_a_bias_by_position_is_no_product():
     plain = model(x)
     with instrument(model, "linear_mxfp8"):
         assert not torch.equal(model(x), plain)
+
+
+@pytest.mark.parametrize("recompute", [None, False], ids=["plain", "recomputed"])
+@pytest.mark.parametrize("how", ["model", "module.compile", "blocks"])
+def test_other_functions_stay_compiled(tmp_path: Path, how: str, recompute: bool | None):
+    expected = train(build(recompute), loss, steps=2)
+    torch._dynamo.reset()
+    of_model, of_others = Compiled(), Compiled()
+    model: Any = build(recompute)
+    if how == "blocks":
+        model.blocks = nn.ModuleList(torch.compile(b, backend=of_model, fullgraph=True) for b in model.blocks)
+    elif how == "model":
+        model = torch.compile(model, backend=of_model, fullgraph=True)
+    else:
+        model.compile(backend=of_model, fullgraph=True)
+    before = state(model)
+    scaled = torch.compile(lambda x: x * 2 / 2, backend=of_others, fullgraph=True)
+    with Recorder(tmp_path) as recorder, instrument(model, None, recorder):
+        found = train(model, lambda *given: scaled(loss(*given)), steps=2)
+    assert same(found, expected)
+    assert state(model) == before
+    assert (of_model.runs, of_others.runs) == (0, 2)
+    assert names(rows(tmp_path)) == counts(2)
+
+
+def test_compiled_functions_in_a_recomputed_core_run_eagerly(monkeypatch: pytest.MonkeyPatch):
+    def trained() -> list:
+        model = build(recompute=False)
+        with instrument(model, "FA_mxfp8", backend="torch"):
+            return train(model, loss)
+
+    expected, counted = trained(), Compiled()
+    compiled = torch.compile(F.scaled_dot_product_attention, backend=counted)
+    with monkeypatch.context() as changed:
+        changed.setattr(Attention, "forward", compiled_attention(compiled))
+        assert same(trained(), expected)
+    assert not counted.runs
+
+
+def compiled_attention(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def forward(self: Attention, x: Tensor) -> Tensor:
+        q, k, v = self.qkv_proj(x).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        scaled_dot_product_attention = attend
+        return self.out_proj(scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+    return forward
