@@ -91,7 +91,8 @@ def instrument(
     Raises:
         InstrumentError: There is nothing to instrument, or a module cannot be intercepted; the message names it. Where
             that is not visible at the start, the first forward pass raises the error, when a module's weight enters a
-            GEMM that no adapter intercepts. A forward pass also raises it if a recorded layer computes in float64.
+            GEMM that no adapter intercepts. A forward pass also raises it if a recorded layer computes in float64, or
+            if a CUDA graph captures what is recorded or rounded differently in each pass.
         RecipeError: The recipe is unknown.
         SelectionError: `skip` or `capture` refers to layers that the model does not have.
     """

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+import torch
+
+from binade.collector.capture.adapters.layer import InstrumentError
 from binade.collector.capture.clock import Clock, Moment
 from binade.collector.capture.watching import WatchOptions
 from binade.collector.settings import Stats
@@ -47,7 +50,15 @@ class Policy:
             self._note(self.clock.iteration)
 
     def begin(self) -> Moment:
-        """The current moment, in which something is computed that would be recorded."""
+        """The current moment, in which something is computed that would be recorded, or that depends on the moment.
+        Raises InstrumentError while a CUDA graph captures it."""
+        initialized = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch has no annotations there
+        if initialized and torch.cuda.is_current_stream_capturing():
+            raise InstrumentError(
+                "a CUDA graph captures a pass that is recorded, or rounded by a seed or by earlier passes, and its "
+                "replays would repeat this one: capture the graph when recording is over (Recorder(iterations=...)), "
+                "or without random and delayed rounding"
+            )
         if self.first is None and not self.clock.positioned and self._possible:
             self.first = self.clock.iteration
         moment = self.moment()
@@ -114,6 +125,11 @@ class Policy:
         if self.clock.positioned or not self.enabled:
             return not (self.recording and self.enabled)
         return self.first is not None and self.is_over and not self.measures
+
+    @property
+    def may_record(self) -> bool:
+        """Whether something may be recorded, in this iteration or in one that follows."""
+        return self.enabled and (self.clock.positioned or not self.over)
 
     @property
     def idle(self) -> bool:

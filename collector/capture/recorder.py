@@ -306,7 +306,8 @@ class Recorder:
     def begin_pass(self, model: nn.Module, given: object) -> None:
         """A forward pass of the model begins, with these arguments."""
         self.policy.left_out += self.policy.paused
-        self.policy.begin()  # the iteration counts, even if none of its products is recorded
+        if self.policy.may_record:
+            self.policy.begin()  # the iteration counts, even if none of its products is recorded
         if not self.clock.evaluating and self.entered and self.session.curves:
             self.session.curves.begin(self.clock.iteration, model, given)
         if len(self.clock.arrived) == PASSES_BEFORE_WARNING:
