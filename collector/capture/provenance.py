@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -113,7 +114,7 @@ class Provenance:
 
     def __init__(self, model: nn.Module, recorder: Recorder, sites: Mapping[str, Site]) -> None:
         self.recorder, self.modules, self.sites = recorder, dict(model.named_modules()), sites
-        self.order = 0
+        self.orders = count(1)  # from which the backward pass of each device takes, on a thread of its own
         self.open: list[_Call] = []
         self.ended: list[_Call] = []
         self.last: dict[nn.Module, _Call] = {}
@@ -153,10 +154,6 @@ class Provenance:
     def _notes(self, value: object) -> list[_Note]:
         return [note for x in tensors_in(value) if (note := self._note(x))]
 
-    def _next(self) -> int:
-        self.order += 1
-        return self.order
-
     def _begins(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if self.modules[name] is not module:
             return None
@@ -165,7 +162,7 @@ class Provenance:
             if len(self.ended) > MOST_CALLS:  # where nothing tells the steps apart
                 self.end(self.recorder.clock.iteration)
         own = [p for p in module.parameters(recurse=False) if not p.is_meta]
-        call = _Call(name, self._next(), self._notes((args, kwargs)), self._notes(own))
+        call = _Call(name, next(self.orders), self._notes((args, kwargs)), self._notes(own))
         if not self.kept and torch.is_grad_enabled():
             held = (x for x in tensors_in((args, kwargs)) if self.found or not stays(x))
             call.inputs = [(x.detach(), version_of(x)) for x in held]
@@ -187,7 +184,7 @@ class Provenance:
     def _gradient(self, of: list[tuple[int, _Note]], gradient: Tensor) -> _Note | None:
         if note := self._note(gradient.detach()):
             note.mask = False
-            of.append((self._next(), note))
+            of.append((next(self.orders), note))
         return note
 
     def _arrived(self, call: _Call, gradient: Tensor) -> None:
@@ -227,7 +224,7 @@ class Provenance:
         if call is None:
             return
         del self.open[self.open.index(call) :]
-        at = self._next()
+        at = next(self.orders)
         for y in tensors_in(result):
             if note := self._note(y):
                 call.results.append((at, note))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from contextlib import contextmanager, nullcontext, suppress
 from copy import deepcopy
 from dataclasses import replace
@@ -237,3 +239,30 @@ def test_what_is_found_fires_the_trigger_nan(tmp_path):
     assert (found.kind, found.iteration, fired.kind, fired.trigger) == ("non-finite", 1, "trigger", "nan")
     assert "some values are NaN or Inf" in fired.text
     assert (captured.kind, captured.iteration) == ("capture", 3)
+
+
+def test_backward_passes_on_two_threads_take_different_places(tmp_path):
+    """Autograd has one thread for each device; here they change between any two lines."""
+    notes: list = []
+
+    def traced_line(*_):
+        time.sleep(0)
+        return traced_line
+
+    with Recorder(tmp_path) as recorder:
+        traced = provenance.Provenance(nn.Linear(2, 2), recorder, {})
+
+        def backward():
+            for _ in range(50):
+                traced._gradient(notes, torch.ones(2))
+
+        threads = [threading.Thread(target=backward) for _ in range(2)]
+        threading.settrace(traced_line)
+        try:
+            for thread in threads:
+                thread.start()
+        finally:
+            threading.settrace(None)
+        for thread in threads:
+            thread.join()
+    assert sorted(at for at, _ in notes) == [*range(1, 101)]
