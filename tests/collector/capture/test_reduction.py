@@ -16,6 +16,9 @@ from torch import nn
 
 from binade.collector import Merge, Recorder, Watch, instrument
 from binade.collector.capture.reduction import reduced
+from binade.collector.models.parallel import RowParallelLinear
+from binade.collector.models.site import Site
+from binade.collector.ranks import Group, Ranks
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 from binade.data.segment import Shard
@@ -162,6 +165,17 @@ def record(root: Path, x: torch.Tensor, **options: object) -> None:
             recorder.step()
 
 
+def record_row_parallel(root: Path, rank: int) -> None:
+    root.mkdir(exist_ok=True)
+    group = Group(dist.group.WORLD)
+    layer = RowParallelLinear(Site(1, "fc2"), 64, 32, group)
+    nn.init.normal_(layer.weight, generator=torch.Generator().manual_seed(rank))
+    x = batch()[:, 16 * rank : 16 * rank + 16].repeat(1, 2)
+    merge = Merge("on", ranks=Ranks(rank, 2, tensor=group))
+    with Recorder(root, iterations=1, merge=merge) as recorder, instrument(layer, "bf16", recorder):
+        torch.save(layer(x).detach(), root / f"sum{rank}.pt")
+
+
 def batch() -> torch.Tensor:
     return torch.randn(16, 32, generator=torch.Generator().manual_seed(1))
 
@@ -173,6 +187,7 @@ def _rank(rank: int, directory: Path) -> None:
     train(directory / "first", batch(), None if rank else "every 2 steps")
     record(directory / "merged", batch().chunk(2)[rank], merge=Merge("on"))
     record(directory / "kept", batch().chunk(2)[rank], merge=Merge("on", unmerged=(1,)))
+    record_row_parallel(directory / "partial", rank)
     dist.destroy_process_group()
 
 
@@ -229,6 +244,16 @@ def test_merged_ranks_have_one_row_of_all_values(ranks: Path, tmp_path: Path):
         assert losses.index.equals(whole.index) and len(losses) == 6
         assert (2 * losses["first"]).tolist() == pytest.approx(whole["first"].tolist(), rel=1e-4)
         assert losses["second"].isna().all()  # there was no pass with sampled labels
+
+
+@pytest.mark.slow
+def test_the_ranks_summands_of_a_result_are_merged_as_partial(ranks: Path):
+    whole = torch.load(ranks / "partial" / "sum0.pt", weights_only=True)
+    with Catalog.open(ranks / "partial") as catalog:
+        found = catalog.tensors().set_index("tensor_name")
+    assert found["shard"].to_dict() == {"input": "whole", "weight": "whole", "output": "partial"}
+    assert found.index.is_unique and found.loc["output", "numel"] == 2 * whole.numel()
+    assert found.loc["output", "rms"] < 0.8 * float(whole.square().mean().sqrt())  # that of the summands
 
 
 @pytest.mark.slow
