@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from enum import StrEnum
+from functools import cache
 
 from torch import Tensor
 
@@ -41,7 +43,8 @@ def quantize_dequantize(
     """x (any shape and strides, not empty) -> (y of x's shape and dtype, scales).
 
     scales is None unless wanted and blocks have scales: then [outer, blocks along dim, inner] float32. absmax as in
-    `reference.outer_absmax`, computed if None. A scheme without a kernel is computed by `reference` on every backend.
+    `reference.outer_absmax`, computed if None. A scheme without a kernel is computed by `reference` on every backend;
+    where Triton was chosen, with a warning, once per spec.
     """
     y: Tensor
     scales: Tensor | None
@@ -52,6 +55,8 @@ def quantize_dequantize(
     elif x.device.type == "cpu":
         y, scales = cpu.quantize_dequantize(x, spec, dim, absmax, want_scales, seed)
     else:
+        if backend == Backend.TRITON:
+            _warn_without_kernel(spec)
         absmax = outer_absmax(x, spec, dim) if absmax is None else absmax
         y, scales = reference.quantize_dequantize(x, spec, dim, absmax, seed)
     run = spec.run(x.shape[dim] if x.dim() else 1)
@@ -59,3 +64,12 @@ def quantize_dequantize(
         return y, None
     at = dim % x.dim() if x.dim() else 0
     return y, scales.reshape(x.shape[:at].numel(), -1, x.shape[at + 1 :].numel())
+
+
+@cache
+def _warn_without_kernel(spec: Spec) -> None:
+    warnings.warn(
+        f"{spec} has no Triton kernel, so torch rounds to it: in hundreds of kernel launches per tensor, with tens of "
+        "bytes of temporary memory per value; prefer another scale for large tensors",
+        stacklevel=2,
+    )

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import math
+import warnings
+import weakref
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from binade.quant import backends
 from binade.quant.backends import cpu, native, triton_kernels
 from binade.quant.elements import Rounding
 from binade.quant.metrics import Errors, errors_later, score
@@ -159,3 +164,39 @@ def test_errors_in_one_pass(text, monkeypatch):
 def test_only_what_overrides_quantize_has_no_kernel():
     assert [rule for rule, scaling in SCALINGS.items() if type(scaling).quantize is not Scaling.quantize] == ["eden"]
     assert not has_kernel(Spec.of("nvfp4(scale=eden)")) and all(map(has_kernel, ROUNDED))
+
+
+class Cost(TorchDispatchMode):
+    """Counts operations, and the bytes of tensors that are alive at the same time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations = self.bytes = self.peak = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.operations += 1
+        for x in tree_leaves(result):
+            if isinstance(x, Tensor) and x._base is None:
+                self.bytes += x.nbytes
+                weakref.finalize(x, self.freed, x.nbytes)
+        self.peak = max(self.peak, self.bytes)
+        return result
+
+    def freed(self, nbytes: int) -> None:
+        self.bytes -= nbytes
+
+
+def test_a_spec_without_a_kernel_is_named_once_with_its_cost():
+    x = torch.empty(256, 256, dtype=torch.bfloat16, device="cuda" if torch.cuda.is_available() else "meta")
+    spec = Spec.of("nvfp4(scale=eden)")
+    backends._warn_without_kernel.cache_clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        apply(x, spec, backend="torch")  # which was asked for
+    with pytest.warns(UserWarning, match=r"^nvfp4\(scale=eden\) has no Triton kernel"):
+        apply(x, spec, backend="triton")
+    with warnings.catch_warnings(), Cost() as cost:
+        warnings.simplefilter("error")
+        apply(x, spec, backend="triton")
+    assert cost.operations > 200 and 20 < cost.peak / x.numel() < 100
