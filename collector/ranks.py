@@ -150,8 +150,8 @@ class Ranks:
     @property
     def device(self) -> torch.device:
         """The device of tensors in collective operations."""
-        on_gpu = self.size > 1 and dist.get_backend() == dist.Backend.NCCL
-        return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+        kinds = dist.Backend.backend_capability.get(dist.get_backend(), ["cpu"]) if self.size > 1 else ["cpu"]
+        return torch.device("cpu" if "cpu" in kinds else kinds[0])
 
 
 def current_ranks() -> Ranks:

@@ -369,13 +369,16 @@ def _facts(
     facts: dict[str, Any] = {"recipe": recipe.name, "operands": recipe.lines(), "recipe_toml": to_toml(recipe)}
     facts |= {"model": model_name(model), "backend": backend, "tp": ranks.tensor.size, "dp": ranks.replicas}
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    cuda = device.type == "cuda"
-    facts["device"] = (
-        torch.cuda.get_device_name(device) if cuda else f"{device.type}, {torch.get_num_threads()} threads"
-    )
+    facts["device"] = f"cpu, {torch.get_num_threads()} threads" if device.type == "cpu" else device_name(device)
     if ranks.replicas == ranks.size and not any(is_fsdp1(module) for each in models for module in each.modules()):
         facts["parameters"] = sum(p.numel() for p in {p for each in models for p in each.parameters()})
     return facts | ({"skip_layers": str(skip)} if skip else {})
+
+
+def device_name(device: torch.device) -> str:
+    """The name that an accelerator gives itself, such as "NVIDIA H100 80GB HBM3", else the type of the device."""
+    named = getattr(torch.get_device_module(device), "get_device_name", None)
+    return str(named(device)) if named else device.type
 
 
 def model_name(model: nn.Module) -> str:

@@ -96,7 +96,7 @@ class _Call:
 
 def stays(x: Tensor) -> bool:
     """Whether the notes on a tensor stay on its device, so that nothing waits for them."""
-    return x.is_cuda
+    return x.device.type != "cpu"
 
 
 def _first(notes: Sequence[tuple[int, _Note]]) -> int | None:
