@@ -105,19 +105,26 @@ def fetch(results: Iterable[Later[Any]]) -> Callable[[], None]:
 
 def _copy(stream: torch.Stream, parts: list[Part]) -> Callable[[], None]:
     tensors = [part.tensor for part in parts if part.tensor is not None]
-    with stream:
-        packed = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors])
-        host = torch.empty(packed.shape, dtype=torch.uint8, pin_memory=True)
-        host.copy_(packed, non_blocking=True)
-        done = torch.Event(packed.device)
-        done.record(stream)
     layout = [(tensor.shape, tensor.dtype, tensor.nbytes) for tensor in tensors]
+    done: torch.Event | None = None
+    with stream:
+        packed = host = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors])
+        if packed.is_cuda:  # other accelerators need not have pinned memory
+            host = torch.empty(packed.shape, dtype=torch.uint8, pin_memory=True)
+            host.copy_(packed, non_blocking=True)
+            done = torch.Event(packed.device)
+            done.record(stream)
 
     def copied() -> None:
-        done.synchronize()
+        if done is None:
+            with stream:
+                values = host.cpu()
+        else:
+            done.synchronize()
+            values = host.clone()
         start = 0
         for part, (shape, dtype, nbytes) in zip(parts, layout, strict=True):
-            part.arrive(host[start : start + nbytes].clone().view(dtype).reshape(shape).numpy())
+            part.arrive(values[start : start + nbytes].view(dtype).reshape(shape).numpy())
             start += nbytes
 
     return copied
