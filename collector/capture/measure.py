@@ -5,6 +5,7 @@ All is computed at once, on the tensor's device; the writer's thread fetches it.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -78,8 +79,12 @@ class Measurer:
 
     def reset(self) -> None:
         """Reset all counts, as before the first run."""
-        self.count = 0  # tensors so far
+        self.start(0)
         self.drafts.reset()
+
+    def start(self, recorded: int) -> None:
+        """So many tensors were recorded before."""
+        self.count, self.numbers = recorded, itertools.count(recorded + 1)
 
     def identity(self, site: Site, moment: Moment, **words: str | None) -> Identity:
         """words: tensor_name, operation and phase; of a tensor of a product also layer_type, component, quant_type."""
@@ -133,15 +138,15 @@ class Measurer:
         if shard.kind == "whole":  # the ranks of a replica have it in common
             shard = replace(shard, index=self.part[0], count=self.part[1])
         merged = merged and self.run.is_merged(moment)
-        self.count += 1
+        self.count = number = next(self.numbers)  # backward passes of several devices have a thread each
         fmt = next((each.format for each in tried if each.used), None)
         path = None
         if whole and self.keeps and not merged:
-            path = self._save(self.run, x.reshape(shape), identity(), summary, fmt, captured)
+            path = self._save(self.run, number, x.reshape(shape), identity(), summary, fmt, captured)
         self.drafts.drafts.append(
             Draft(
                 during=(site, moment),
-                tensor_id=f"r{self.ranks.rank:02d}-{self.count:06d}",
+                tensor_id=f"r{self.ranks.rank:02d}-{number:06d}",
                 identity=identity,
                 captured=captured,
                 format=fmt,
@@ -164,6 +169,7 @@ class Measurer:
     def _save(
         self,
         run: Run,
+        number: int,
         x: Tensor,
         identity: Identity,
         summary: Later[Summary],
@@ -174,7 +180,7 @@ class Measurer:
         i = identity
         stamp, quant_type = captured.astimezone(), plain_name(str(i.quant_type))
         name = (
-            f"{stamp:%Y%m%d_%H%M%S}_{self.count:04d}_iter{i.iteration:03d}_{i.layer_type or 'other'}"
+            f"{stamp:%Y%m%d_%H%M%S}_{number:04d}_iter{i.iteration:03d}_{i.layer_type or 'other'}"
             f"_L{i.layer_index}_{i.operation}_{i.phase}_{i.component or 'other'}_{quant_type}_rank{i.rank:02d}"
             f"_sample{i.micro_batch or 0:03d}_group{i.expert or 0:03d}_{i.tensor_name}.pt"
         )

@@ -208,7 +208,8 @@ class Recorder:
             continued=self._continued,
             curves=self._writes_curves,
         )
-        measurer.run, measurer.count = self._session, self._continued.recorded if self._continued else 0
+        measurer.run = self._session
+        measurer.start(self._continued.recorded if self._continued else 0)
         self.entered = True
         self.clock.begin()
         return self

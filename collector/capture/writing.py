@@ -116,7 +116,7 @@ class Writing:
         self._raise()
         nbytes = x.numel() * x.element_size()
         while True:
-            queued = self._queued = [(size, lock) for size, lock in self._queued if lock.locked()]
+            queued = self._unwritten()
             queued_bytes = sum(size for size, _ in queued)
             # A file that takes less than was reserved for it leaves room for the next.
             fits = self._bytes + queued_bytes + nbytes + (len(queued) + 1) * OVERHEAD <= self._max_bytes
@@ -124,7 +124,7 @@ class Writing:
                 break
             if not queued:
                 return False
-            queued.pop(0)[1].acquire()
+            self._wait_for(queued[0])
         copy, arrived = copy_later(x)
         described = fetch(results)
         lock = _acquired()
@@ -137,29 +137,50 @@ class Writing:
         self._queued.append((nbytes, lock))
         return True
 
+    def _unwritten(self) -> list[tuple[int, Lock]]:
+        """What is queued. Backward passes of several devices call this, each in a thread of its own."""
+        for entry in list(self._queued):
+            if not entry[1].locked():
+                self._drop_entry(entry)
+        return list(self._queued)
+
+    def _wait_for(self, entry: tuple[int, Lock]) -> None:
+        if self._drop_entry(entry):
+            entry[1].acquire()
+
+    def _drop_entry(self, entry: tuple[int, Lock]) -> bool:
+        """False if another thread has dropped it."""
+        try:
+            self._queued.remove(entry)
+        except ValueError:
+            return False
+        return True
+
     def publish(self, pending: Sequence[Pending], **status: Any) -> None:
         """Queue rows, whose files were offered, to be published as a segment, and the run's status to be updated, also
         with `status`. Raises an earlier failure."""
-        rows, arrived = list(pending), self._fetch(pending)
+        rows, (arrived, fetched) = list(pending), self._fetch(pending)
         self._tasks.put(lambda: self._segment(rows, arrived, status))
+        self._queued += fetched
         self._raise()
 
     def publish_reduced(self, iteration: int, pending: Sequence[Pending]) -> None:
         """Queue the rows of a watched step to be reduced over ranks. Each rank calls this for the same steps, and then
         `publish`, which raises any failure."""
-        rows, arrived = list(pending), self._fetch(pending)
+        rows, (arrived, fetched) = list(pending), self._fetch(pending)
         self._tasks.put(lambda: self._segment(rows, arrived, {}, iteration))
+        self._queued += fetched
 
-    def _fetch(self, pending: Sequence[Pending]) -> Callable[[], None]:
-        """Copy the results of rows, once there is room; a function that waits for them, to be called once."""
+    def _fetch(self, pending: Sequence[Pending]) -> tuple[Callable[[], None], list[tuple[int, Lock]]]:
+        """Copy the results of rows, once there is room: a function that waits for them, to be called once, and what to
+        add to the queue once it will be called."""
         results = [result for each in pending for result in each.results]
         nbytes = fetched_nbytes(results)
         if not nbytes:
-            return lambda: None
-        while self._queued and sum(size for size, lock in self._queued if lock.locked()) + nbytes > IN_FLIGHT:
-            self._queued.pop(0)[1].acquire()
+            return lambda: None, []
+        while (queued := self._unwritten()) and sum(size for size, _ in queued) + nbytes > IN_FLIGHT:
+            self._wait_for(queued[0])
         arrived, lock = fetch(results), _acquired()
-        self._queued.append((nbytes, lock))
 
         def once() -> None:
             try:
@@ -167,7 +188,7 @@ class Writing:
             finally:
                 lock.release()
 
-        return once
+        return once, [(nbytes, lock)]
 
     def run(self, task: Callable[[], None]) -> None:
         """Queue a task of the monitor."""
