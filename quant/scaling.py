@@ -6,7 +6,6 @@ module imports torch at its first computation, see `lazy`.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import TYPE_CHECKING, ClassVar
 
 from binade.quant.codes import decode_table, encode
@@ -169,12 +168,6 @@ class Quest(PowerOfTwo):
         return float(spec.block.size)
 
 
-@lru_cache(maxsize=64)
-def _constant(value: float, device: torch.device) -> Tensor:
-    """A float32 scalar on a device, copied there once."""
-    return torch.tensor(value, dtype=torch.float32, device=device)
-
-
 class Amax(Scaling):
     """Float32 scale max / absmax, for a tensor, a row or a tile: current scaling of Transformer Engine. DeepGEMM's
     scale is the reciprocal, of an absmax that is at least 1e-4.
@@ -208,7 +201,7 @@ class Amax(Scaling):
         # With a Python number in place of either tensor, CUDA would multiply by a rounded reciprocal.
         clamped = whole and not (self.target or spec.history or (self.pow2 and spec.block == TENSOR))
         divisor = largest.clamp(min=1e-12) if clamped else largest
-        scale = (_constant(target, largest.device) / divisor).clamp(max=FLOAT32_MAX)
+        scale = (torch.full_like(largest, target) / divisor).clamp(max=FLOAT32_MAX)
         scale = scale.masked_fill(largest == 0, 1.0)
         if self.pow2:
             scale = pow2(floor_log2(scale).clamp(max=E8M0_MAX))

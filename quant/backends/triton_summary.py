@@ -149,7 +149,7 @@ def one_pass(x: Tensor) -> Later[Pass]:
         total[0] -= tiles * TILE - numel  # lanes past the end read 0
         total[INFINITY_BIN:SIGN_BIN] = 0
         total[SIGN_BIN + INFINITY_BIN :] = 0
-        low, high, absmin, *special = numbers[4:10].tolist()
-        return Pass(total, numbers[:4], float(numbers[10]), low, high, absmin, *map(int, special))
+        low, high, absmin, zeros, nans, infs, shift = map(float, numbers[4:])
+        return Pass(total, numbers[:4], shift, low, high, absmin, int(zeros), int(nans), int(infs))
 
     return Later(passed, Part(counts), Part(numbers))

@@ -18,18 +18,19 @@ STEP = (
     *("collector/capture/*.py", "collector/capture/adapters/*.py", "collector/models/*.py"),
     *("collector/pretrained/causal_lm.py", "quant/backends/runs.py", "quant/backends/triton_*.py"),
     *(f"quant/{name}.py" for name in ("gemm", "quantizer", "rotation", "rounding", "scaling", "delayed", "reference")),
-    *("quant/metrics.py", "quant/block_histograms.py", "quant/traces.py"),
+    *("quant/metrics.py", "quant/block_histograms.py", "quant/traces.py", "quant/later.py"),
 )
 # Outside the step: the thread that writes calls functions named `fetch`.
 ALLOWED = {
-    ("collector/models/feedforward.py", "_mix"): "how many tokens each expert gets decides the shapes",
+    ("collector/models/feedforward.py", "forward"): "how many tokens each expert gets decides the shapes",
     ("collector/capture/adapters/weights.py", "_grouped"): "the same, of grouped products",
     ("collector/capture/delayed_scales.py", "save"): "a checkpoint of the training script",
     ("collector/capture/reduction.py", "of"): "once, when a recorder is entered",
     ("collector/capture/provenance.py", "_judge"): "on the thread that writes, of a copy that has arrived",
     ("collector/capture/curves.py", "_number"): "the same, of a loss that was logged",
     ("collector/capture/twin.py", "_pass"): "a twin step, which the user asks for and which trains nothing",
-    ("quant/block_histograms.py", "block_histograms_later"): "in the function that it returns",
+    ("quant/later.py", "__call__"): "of a result that was not fetched with others",
+    ("quant/later.py", "copied"): "on the thread that writes",
     ("quant/metrics.py", "errors"): "the public function; a step uses errors_later",
     ("quant/metrics.py", "usage"): "a public function",
     ("quant/metrics.py", "_measured"): "of what a CPU measured",
@@ -52,6 +53,31 @@ def test_no_source_of_a_step_waits_but_in_the_places_named():
     paths = {path.relative_to(PROJECT).as_posix() for pattern in STEP for path in PROJECT.glob(pattern)}
     assert {"collector/capture/recorder.py", "collector/models/feedforward.py", "quant/gemm.py"} <= paths
     assert set(chain.from_iterable(map(waiting, paths))) == set(ALLOWED)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
+def test_a_recorded_layer_takes_few_launches_one_copy_and_little_memory():
+    """Counted by tests.bench.bench_launches for a layer of 4096 × 4096. An H100 took the same memory to 0.1 MB."""
+    if torch.version.cuda or torch.version.hip:
+        pytest.skip("this torch asks a real driver: the CPU build is needed")
+    done = run_python("-m", "tests.bench.bench_launches", "--only", "linear", "--tokens", "2048", timeout=900)
+    assert done.returncode == 0, done.stderr[-3000:]
+    cells = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in done.stdout.splitlines() if line[:1] == "|"
+    ]
+    rows = {row[1]: dict(zip(cells[0], row, strict=True)) for row in cells[2:]}
+    counts = {
+        step: {name: float(row[name]) for name in ("launches", "copies", "GEMMs", "peak MB")}
+        for step, row in rows.items()
+    }
+    bare, attached, statistics, defaults, everything = counts.values()
+    assert bare["GEMMs"] == attached["GEMMs"] == statistics["GEMMs"] == defaults["GEMMs"] == 3
+    assert attached["launches"] <= bare["launches"] + 1  # the data's hash takes a sample
+    assert statistics["launches"] <= attached["launches"] + 6 + 1  # tensors, and the packed copy
+    assert defaults["launches"] <= attached["launches"] + 58
+    assert defaults["copies"] == everything["copies"] == attached["copies"] + 1
+    assert defaults["peak MB"] <= 1.01 * bare["peak MB"]  # of which operands are the most
 
 
 @pytest.mark.slow
