@@ -64,9 +64,13 @@ def pytest_unconfigure() -> None:
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m deselects
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Config) -> None:
     """Mark as thorough what `sampled` tests leave out: all cases but n, evenly spread, or without n, all but so many
-    that each word of their ids occurs."""
+    that each word of their ids occurs. Where thorough tests are left out, hypothesis tries a third of the examples."""
+    if "not thorough" in config.option.markexpr:
+        for test in {item.function for item in items if hasattr(getattr(item, "function", None), "hypothesis")}:
+            own = test._hypothesis_internal_use_settings
+            test._hypothesis_internal_use_settings = settings(own, max_examples=own.max_examples // 3)
     sampled = [item for item in items if item.get_closest_marker("sampled")]
     for _, group in itertools.groupby(sampled, lambda item: item.nodeid.partition("[")[0]):
         cases = list(group)

@@ -78,6 +78,7 @@ def test_the_walker_sees(source, found):
     assert found in imported(source, "collector.sub")
 
 
+@pytest.mark.slow
 def test_our_packages_are_imported_from_binade():
     """A top-level `app` or `data` may be the user's own. Nor do programs in strings import it."""
     for path in PYTHON:
@@ -186,38 +187,27 @@ def test_a_library_stays_in_its_house(library, at_home):
     assert not {path for path in users if not at_home(path)}
 
 
-@pytest.mark.parametrize(
-    "module",
-    [
-        "binade",
-        "binade.cli",
-        "binade.collector",
-        "binade.collector.cli.options",
-        "binade.collector.imports.registry",
-        "binade.collector.jobs",
-        "binade.collector.recipes.parse",
-        "binade.collector.recipes.recipe",
-        "binade.collector.training.config",
-        "binade.data.export",
-        "binade.quant.formats",
-    ],
-)
-def test_imports_no_torch(module):
-    assert not TORCH & loaded_by(module)
+def test_imports_no_torch():
+    without = (
+        *("binade", "binade.cli", "binade.collector", "binade.collector.cli.options", "binade.collector.jobs"),
+        *("binade.collector.imports.registry", "binade.collector.recipes.parse", "binade.collector.recipes.recipe"),
+        *("binade.collector.training.config", "binade.data.export", "binade.quant.formats"),
+    )
+    assert not {module: TORCH & loaded for module, loaded in loaded_by(*without).items() if TORCH & loaded}
 
 
-@pytest.mark.parametrize(
-    "module", ["binade.data.catalog", "binade.collector.cli.compare", "binade.collector.cli.tables"]
-)
-def test_reading_the_index_imports_no_torch(module):
-    loaded = loaded_by(module)
-    assert "duckdb" in loaded and not {"torch", "triton", "streamlit"} & loaded
+def test_reading_the_index_imports_no_torch():
+    for module, loaded in loaded_by(
+        "binade.data.catalog", "binade.collector.cli.compare", "binade.collector.cli.tables"
+    ).items():
+        assert "duckdb" in loaded and not {"torch", "triton", "streamlit"} & loaded, module
 
 
-def loaded_by(module: str) -> set[str]:
-    code = f"import sys, {module}; print(*{{name.partition('.')[0] for name in sys.modules}})"
+def loaded_by(*modules: str) -> dict[str, set[str]]:
+    """The top-level modules that are loaded once a module and those before it have been imported."""
+    code = "; ".join(f"import sys, {name}; print(*{{n.partition('.')[0] for n in sys.modules}})" for name in modules)
     done = subprocess.run([sys.executable, "-c", code], cwd=PROJECT, capture_output=True, text=True, check=True)
-    return set(done.stdout.split())
+    return dict(zip(modules, map(set, map(str.split, done.stdout.splitlines())), strict=True))
 
 
 # What is longer than a reader wants, and why. Docstrings do not count.

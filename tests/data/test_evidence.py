@@ -90,6 +90,7 @@ class TestSentences:
         assert not some.is_larger(evidence.spread_of(DB, [19.0, 20.0, 21.0]))
         assert evidence.spread_of(DB, [math.inf] * 3).is_larger(some)
 
+    @pytest.mark.slow
     def test_equal_groups_are_seldom_told_apart(self):
         """In at most 5% of sentences about many, although the data choose the extreme."""
         rng, named = np.random.default_rng(5), 0
@@ -120,6 +121,7 @@ class TestSentences:
         assert said.startswith("Higher than bf16: mxfp4 +0.5050 nats (95% interval +0.4845 to +0.5255, 4 seeds).")
         assert "Not distinguishable from bf16: PV (4 seeds; a difference of 0.02" in said
 
+    @pytest.mark.slow
     def test_false_alarms_stay_below_the_level(self):
         """Of 1,000 sentences about five recipes without an effect, at most 5% may name one (95% of such samples have at
         most 61)."""

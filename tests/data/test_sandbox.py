@@ -104,7 +104,7 @@ def test_values_that_python_cannot_hold_are_text(sandbox):
         sandbox.select(f"SELECT {', '.join(map(str, range(1001)))}")
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     "sql",
     [

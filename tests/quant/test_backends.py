@@ -93,6 +93,7 @@ def test_every_dtype(name, dtype, device):
 SHAPES = [(), (1,), (31,), (33,), (1, 1), (5, 1), (1, 40), (0,), (4, 0), (0, 4), (2, 0, 3), (2, 3, 4, 5)]
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("device", devices())
 @pytest.mark.parametrize("name", formats())
 def test_every_shape(name, device):
@@ -102,6 +103,7 @@ def test_every_shape(name, device):
             check_all(x, name, dim, device)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("device", devices())
 @pytest.mark.parametrize("name", formats())
 def test_non_contiguous(name, device):
@@ -131,6 +133,7 @@ def test_any_block_size(name, block, device):
         check_all(x, name, dim, device, block=block)
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("device", devices())
 @pytest.mark.parametrize("name", formats())
 def test_scales_agree(name, device):
