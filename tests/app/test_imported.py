@@ -13,11 +13,12 @@ from streamlit.testing.v1 import AppTest
 from binade.app.pages.registry import PAGES
 from binade.collector import Recorder
 from binade.collector.capture.clock import Moment
+from binade.collector.imports import importer
 from binade.collector.imports.importer import import_logs
 from binade.collector.models.site import Site
 from binade.data.catalog import Catalog
 from tests.app.test_pages import Visit
-from tests.collector.logs_made import tensor, write
+from tests.collector.logs_made import read_here, tensor, write
 
 pytestmark = pytest.mark.slow
 
@@ -43,7 +44,9 @@ def imported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     hostile = {"tensor_name": IMAGE, "module": LINK, "quant_type": "www.evil.example", "layer_idx": "1; DROP TABLE run"}
     write(logs / "hostile.pt", tensor(4), hostile | {"layer_type": "x" * 1_000_000})
     np.save(logs / f"{IMAGE}.npy", np.ones((4, 32), np.float32))
-    import_logs(logs, base / "runs", scores=("mxfp4",), workers=1, say=lambda line: None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(importer, "scatter", read_here)
+        import_logs(logs, base / "runs", scores=("mxfp4",), workers=1, say=lambda line: None)
     return base / "runs"
 
 

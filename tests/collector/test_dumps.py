@@ -14,13 +14,13 @@ from types import ModuleType
 import pytest
 import torch
 
-from binade.collector.imports import registry
+from binade.collector.imports import importer, registry
 from binade.collector.imports.log import Importer, Log
 from binade.collector.imports.registry import interpret
 from binade.data.catalog import Catalog
 from binade.data.notes import notes
 from binade.data.runs import list_runs
-from tests.collector.logs_made import tensor
+from tests.collector.logs_made import read_here, tensor
 
 TE = "tensor_dumps/rank_3/iter_000002/"
 MSPROBE = "step1/rank2/dump_tensor_data/"
@@ -174,6 +174,7 @@ def test_import_of_each_tool(command, capsys, monkeypatch, tmp_path):
         (dumps / MSPROBE).with_name(f"{name}.json").write_text(json.dumps(content))
     torch.save({"value": torch.nn.Parameter(x[3]), "meta": {"step": 4}}, dumps / f"{SGLANG}query.pt")
     torch.save({"model.norm": x[4], "lm_head": [x[4]]}, dumps / PASS)
+    monkeypatch.setattr(importer, "scatter", read_here)
     assert command("import", str(dumps), "--scores", "", "--workers", "1") == 0
     out, err = capsys.readouterr()
     assert err == "" and "by source: SGLang 2, TransformerEngine 2, msprobe 1\n" in out

@@ -30,7 +30,7 @@ from binade.quant import score, summarize
 from binade.quant.backends import cpu, moments, native
 from binade.quant.specs import Spec
 from tests.collector.forked import forked, kill_at
-from tests.collector.logs_made import NAMES, cut_while_read, deadly_read, tensor, write, write_all
+from tests.collector.logs_made import NAMES, cut_while_read, deadly_read, read_here, tensor, write, write_all
 from tests.conftest import run_collector, start_python, until
 from tests.data.builder import with_column
 
@@ -48,9 +48,16 @@ def logs(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def bring(command: Command, logs: Path) -> Command:
-    """binade import of `logs` in this process, without scores unless they are given."""
+def in_processes(command: Command, logs: Path) -> Command:
+    """binade import of `logs`, without scores unless they are given, with a process that reads."""
     return lambda *more: command("import", str(logs), "--workers", "1", *(more or ("--scores", "")))
+
+
+@pytest.fixture
+def bring(in_processes: Command, monkeypatch: pytest.MonkeyPatch) -> Command:
+    """The same, but this process reads."""
+    monkeypatch.setattr(importer, "scatter", read_here)
+    return in_processes
 
 
 def only_run(tmp_path: Path) -> RunInfo:
@@ -283,10 +290,10 @@ def hostile(logs: Path, proof: Path) -> dict[str, str]:
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:torch.quantize_per_tensor")
-def test_hostile_files_are_refused_and_the_rest_goes_on(bring, capsys, tmp_path, logs, monkeypatch):
+def test_hostile_files_are_refused_and_the_rest_goes_on(in_processes, capsys, tmp_path, logs, monkeypatch):
     monkeypatch.chdir(tmp_path)  # the name of a socket must be short
     expected = hostile(logs, tmp_path / "proof")
-    assert bring() == 0
+    assert in_processes() == 0
     out, err = capsys.readouterr()
     assert err == "" and "2 tensors of 2 files" in out
     assert f"refused: {len(expected)}\n" in out and f"and {len(expected) - 10} more: " in out
@@ -396,7 +403,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     def attempt(moment: str) -> int:
         importer.ROWS_A_SEGMENT = 4
         workers.prepare = lambda module: None
-        importer.scatter = lambda jobs, read, count: ((job, read(job)) for job in jobs)
+        importer.scatter = read_here
         call, left = moment.split("-")
         kill_at(call, int(left))
         return main(["import", str(place / "logs"), "--scores", "", "--tensor-save-dir", str(place / moment / "runs")])
@@ -407,7 +414,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_an_import_that_was_killed_goes_on(command, killed, moment):
+def test_an_import_that_was_killed_goes_on(bring, command, killed, moment):
     place = killed / moment
     runs, _ = list_runs(place / "runs")
     before = rows(place) if runs else pd.DataFrame(columns=["tensor_id", "tensor_name"])
@@ -453,17 +460,18 @@ def test_ctrl_c_keeps_what_was_imported(bring, tmp_path, logs):
     assert only_run(tmp_path).status.state == DONE
 
 
-def test_a_reader_that_dies_costs_its_file_only(bring, tmp_path, logs, monkeypatch):
+def test_a_reader_that_dies_costs_its_file_only(in_processes, tmp_path, logs, monkeypatch):
     monkeypatch.setattr(importer, "read_file", deadly_read)
     for seed, name in enumerate(("a", "b_killed", "c", "d_crashed", "e", "f")):
         write(logs / f"{name}.pt", tensor(seed))
-    assert bring() == 0
+    assert in_processes() == 0
     assert sorted(rows(tmp_path)["tensor_name"]) == ["a", "c", "e", "f"]
     found = refusals(tmp_path)
     assert "SIGKILL" in found["b_killed.pt"] and "memory" in found["b_killed.pt"]
     assert found["d_crashed.pt"] == "its reader crashed (SIGSEGV)" and len(found) == 2
 
 
+@pytest.mark.thorough
 def test_a_file_that_is_cut_while_it_is_read_kills_only_its_reader(tmp_path):
     path = write(tmp_path / "x.pt", torch.ones(1 << 20))
     results = dict(scatter([str(path), *map(str, range(20))], cut_while_read, 2))
@@ -544,7 +552,7 @@ def test_an_unwritable_root_is_exit_1(command, capsys, tmp_path, logs):
     assert "cannot write to" in capsys.readouterr().err
 
 
-def test_the_root_and_unreadable_directories_are_passed_over(command, capsys, tmp_path, logs):
+def test_the_root_and_unreadable_directories_are_passed_over(bring, command, capsys, tmp_path, logs):
     write(logs / "x.pt", tensor(0))
     root = ("--scores", "", "--tensor-save-dir", str(logs / "runs"))
     assert command("import", str(logs), *root) == command("import", str(logs), *root) == 0
@@ -563,7 +571,7 @@ def test_two_imports_of_one_directory_at_once(bring, capsys, tmp_path, logs):
     assert bring() == 0
 
 
-def test_another_directory_is_another_run(command, tmp_path, logs):
+def test_another_directory_is_another_run(bring, command, tmp_path, logs):
     for name in ("one", "two"):
         write(logs / name / "x.pt", tensor(0))
         assert command("import", str(logs / name), "--scores", "") == 0
