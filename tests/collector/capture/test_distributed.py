@@ -6,7 +6,8 @@ The table in docs/training_code.md has a row for each.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +18,6 @@ import pandas as pd
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -34,6 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 from binade.collector import instrument
 from binade.collector.capture.adapters.layer import InstrumentError, is_instrumented
 from binade.data.catalog import Catalog
+from tests.collector.forked import forked
 from tests.collector.instrumented import CORE, LINEAR, Recorder, linear_products, names, same, score_products
 
 pytestmark = pytest.mark.slow
@@ -171,6 +172,14 @@ CASES = {
 }
 
 
+# Of each way to divide a model. The first three are what others are compared with.
+REPRESENTATIVES = ("DDP", "DDP, experts", "TP", "DDP, before", "FSDP1", "FSDP2, checkpoint", "TP and FSDP2")
+
+
+def param(name: str) -> Any:
+    return pytest.param(name, marks=[pytest.mark.thorough] * (name not in REPRESENTATIVES), id=name)
+
+
 def part(x: Tensor) -> Tensor:
     return (x.to_local() if isinstance(x, DTensor) else x).detach().clone()
 
@@ -271,11 +280,12 @@ def with_own_weight(wrap: Callable[[nn.Module], nn.Module]) -> Tensor:
         return model(torch.linspace(-1, 1, 8).reshape(1, 8)).detach()
 
 
-def _rank(rank: int, directory: Path) -> None:
+def _rank(rank: int, directory: Path, names: Iterable[str]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(str(directory / "store"), 2), rank=rank, world_size=2)
     said: dict[str, Any] = {}
-    for name, case in CASES.items():
+    for name in names:
+        case = CASES[name]
         quantized, model = trained(name, directory, "mxfp8", rank)
         plain = [trained(name, directory, recipe, rank)[0] if case.plain else [] for recipe in (None, "bf16")]
         said[name] = {
@@ -292,9 +302,13 @@ def _rank(rank: int, directory: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory) -> Path:
+def ranks(tmp_path_factory, request) -> Path:
+    """Of the cases that the chosen tests ask for."""
+    items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    names = sorted({item.callspec.params["name"] for item in items})
     directory = tmp_path_factory.mktemp("distributed")
-    torch.multiprocessing.spawn(_rank, (directory,), nprocs=2)
+    environments = [{"RANK": str(rank)} for rank in range(2)]
+    assert forked(lambda: _rank(int(os.environ["RANK"]), directory, names), *environments) == [0, 0]
     return directory
 
 
@@ -327,7 +341,7 @@ def tensors(catalog) -> pd.DataFrame:
     return catalog.tensors()
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", map(param, CASES))
 def test_trained_recorded_and_quantized(catalog, tensors, said, single, name):
     case = CASES[name]
     found = tensors[(tensors["model"] == name) & (tensors["recipe"] == "mxfp8")]
@@ -361,7 +375,7 @@ def test_trained_recorded_and_quantized(catalog, tensors, said, single, name):
     assert set(found["dp_rank"]) == ({0} if case.tp else {0, 1})
 
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.tp and case.plain])
+@pytest.mark.parametrize("name", [param(name) for name, case in CASES.items() if case.tp and case.plain])
 def test_parts_make_the_whole(catalog, tensors, name):
     found = tensors.query("model == @name and recipe == 'bf16' and rank == 0 and layer_index == 1")
     chosen = found[found["module"].isin(("q", "core", "fc2"))]
