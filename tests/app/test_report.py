@@ -354,7 +354,7 @@ def test_the_report_tells_how_it_was_made(drawn):
 # A session
 
 
-def test_a_sessions_report_tells_its_pins_and_notes(command, root, tmp_path):
+def test_a_sessions_report_tells_its_pins_and_notes(command, root, tmp_path, started):
     notes = f"# Found\n\n**fc1** is *worst* {HOSTILE} ![p](http://a.b/c.png) [go](javascript:alert(1)) <b>raw</b>"
     notes += " [bank](https://evil.example/d)"
     pins = (
@@ -435,10 +435,16 @@ def renderers() -> Iterator[Renderers]:
 
 
 @pytest.fixture
-def overview_alone(monkeypatch: pytest.MonkeyPatch, renderers: Renderers) -> None:
-    """Nothing but the overview, by a process that has been started: to start one takes longer than to draw."""
-    monkeypatch.setattr(contents, "QUESTIONS", ())
+def started(monkeypatch: pytest.MonkeyPatch, renderers: Renderers) -> None:
+    """A report is drawn by a process that has been started: to start one takes longer than to draw."""
     monkeypatch.setattr(writer, "Renderers", lambda jobs: nullcontext(renderers))
+
+
+@pytest.fixture
+def one_chart(monkeypatch: pytest.MonkeyPatch, started: None) -> None:
+    """A report of one chart."""
+    section = Section("overview", figures=[Figure("x", BARS, pd.DataFrame({"a": [1]}), "c")])
+    monkeypatch.setattr(contents, "contributions", lambda *_: [section])
 
 
 def make(root: Path, output: Path, archive: Path | None = None, **where: list) -> int:
@@ -446,7 +452,7 @@ def make(root: Path, output: Path, archive: Path | None = None, **where: list) -
         return writer.make(opened, Request(output, Filter(**where), archive=archive, jobs=1), lambda *_: None)
 
 
-def test_a_second_report_replaces_the_first_and_nothing_else(root, tmp_path, overview_alone):
+def test_a_second_report_replaces_the_first_and_nothing_else(root, tmp_path, one_chart):
     output = tmp_path / "draw"
     make(root, output)
     own = output / "heatmaps"
@@ -542,7 +548,7 @@ class Noon(datetime):
         return cls(2026, 1, 1, 12, tzinfo=tz)
 
 
-def test_a_zip_in_the_report_and_elsewhere(root, tmp_path, monkeypatch, overview_alone):
+def test_a_zip_in_the_report_and_elsewhere(root, tmp_path, monkeypatch, one_chart):
     monkeypatch.setattr(writer, "datetime", Noon)
     output, shared = tmp_path / "a" / "draw", Path("/dev/shm") / f"binade-{os.getpid()}.zip"  # on another disk
     places = (output / "r.zip", output / "more" / "r.zip", shared)
@@ -556,7 +562,7 @@ def test_a_zip_in_the_report_and_elsewhere(root, tmp_path, monkeypatch, overview
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a"] and not list(output.glob(".*"))
 
 
-def test_what_is_refused_at_the_end_leaves_no_zip_and_no_folder(root, tmp_path, monkeypatch, overview_alone):
+def test_what_is_refused_at_the_end_leaves_no_zip_and_no_folder(root, tmp_path, monkeypatch, one_chart):
     def refuse(*_: object) -> None:
         raise writer.UsageError("refused")
 
@@ -567,7 +573,8 @@ def test_what_is_refused_at_the_end_leaves_no_zip_and_no_folder(root, tmp_path, 
         assert list(tmp_path.iterdir()) == []
 
 
-def test_a_run_deleted_meanwhile_is_said(root, tmp_path, overview_alone):
+def test_a_run_deleted_meanwhile_is_said(root, tmp_path, monkeypatch, started):
+    monkeypatch.setattr(contents, "QUESTIONS", ())  # the overview reads what is deleted
     shutil.copytree(root, tmp_path / "runs")
     with Catalog.open(tmp_path / "runs") as opened, pytest.raises(writer.ReportError, match="changed while"):
         shutil.rmtree(next(path.parent for path in sorted(opened.root.glob("*/run.json"))))
@@ -578,9 +585,9 @@ def test_a_run_deleted_meanwhile_is_said(root, tmp_path, overview_alone):
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=lambda n: n.name)
-def test_who_is_interrupted_leaves_nothing(collected, tmp_path, number):
+def test_who_is_interrupted_leaves_nothing(root, tmp_path, number):
     written = ("--output", tmp_path / "draw", "--zip", tmp_path / "z.zip")
-    process = start_binade("report", *written, "--tensor-save-dir", collected)
+    process = start_binade("report", *written, "--tensor-save-dir", root, "--jobs", "1")
     assert "charts so far" in process.stderr.readline()
     renderers = [child.pid for child in psutil.Process(process.pid).children()]
     assert renderers
@@ -628,14 +635,14 @@ def test_a_bundle_that_is_interrupted_leaves_nothing(tmp_path, verb, number):
 
 
 @pytest.mark.parametrize("small_disk", ["64k"], indirect=True)
-def test_a_full_disk_is_said(command, capsys, root, small_disk):
-    assert command("report", "--tensor-save-dir", str(root), "--output", str(small_disk / "draw"), "--jobs", "1") == 1
+def test_a_full_disk_is_said(command, capsys, root, small_disk, one_chart):
+    assert command("report", "--tensor-save-dir", str(root), "--output", str(small_disk / "draw")) == 1
     assert list(small_disk.iterdir()) == []
     assert capsys.readouterr().err.strip().splitlines()[-1].startswith("binade: the disk is full")
 
 
 @pytest.mark.parametrize("small_disk", ["8k"], indirect=True)
-def test_without_room_for_the_zip_no_report_is_published(root, tmp_path, small_disk, overview_alone):
+def test_without_room_for_the_zip_no_report_is_published(root, tmp_path, small_disk, one_chart):
     with pytest.raises(OSError, match="No space left"):
         make(root, tmp_path / "draw", small_disk / "r.zip")
     assert list(small_disk.iterdir()) == [] and list(tmp_path.iterdir()) == [small_disk]
