@@ -126,7 +126,11 @@ def test_a_killed_run_has_crashed_and_keeps_its_rows(tmp_path):
     assert check_rows(tmp_path, files_too=False) >= max(counted, run.status.tensors)
 
 
-@pytest.mark.parametrize(("signum", "times"), [(signal.SIGTERM, 1), (signal.SIGINT, 3)], ids=["SIGTERM", "3 SIGINT"])
+@pytest.mark.parametrize(
+    ("signum", "times"),
+    [pytest.param(signal.SIGTERM, 1, marks=pytest.mark.thorough), (signal.SIGINT, 3)],
+    ids=["SIGTERM", "3 SIGINT"],
+)
 def test_a_cancelled_run_keeps_what_was_published(tmp_path, signum, times):
     process = start(tmp_path)
     after_iteration(process, 1)
@@ -159,7 +163,7 @@ with Catalog.open(sys.argv[1]) as catalog:
                 catalog.load(tensor_id).double().sum()
         assert catalog.distribution()["count"].sum() == rows["numel"].sum()
         seen.append(len(rows))
-        time.sleep(0.02)  # the collector needs the processor too
+        time.sleep(0.1)  # the collector needs the processor too
 print(json.dumps({"seen": seen, "last": states[-1], "running": ["running"] in states}))
 """
 
@@ -167,10 +171,10 @@ print(json.dumps({"seen": seen, "last": states[-1], "running": ["running"] in st
 def test_a_collector_writes_while_a_catalog_reads(tmp_path):
     watcher = start_python("-c", WATCHER, tmp_path)
     assert watcher.stdout.readline() == "ready\n"
-    assert run_forked(tmp_path, *ENDLESS[1:], "--control-iter", "12") == 0
+    assert run_forked(tmp_path, *ENDLESS[1:], "--control-iter", "8") == 0
     answer, error = watcher.communicate(timeout=120)
     assert watcher.returncode == 0, error
     answer = json.loads(answer)
-    assert answer["last"] == ["done"] and answer["running"] and answer["seen"][-1] == 12 * 35
+    assert answer["last"] == ["done"] and answer["running"] and answer["seen"][-1] == 8 * 35
     assert len(set(answer["seen"])) > 2  # it really read in between
-    assert check_rows(tmp_path) == 12 * 35
+    assert check_rows(tmp_path) == 8 * 35

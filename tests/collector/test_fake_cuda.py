@@ -55,6 +55,7 @@ def test_no_source_of_a_step_waits_but_in_the_places_named():
     assert set(chain.from_iterable(map(waiting, paths))) == set(ALLOWED)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
 def test_a_recorded_layer_takes_few_launches_one_copy_and_little_memory():

@@ -12,6 +12,7 @@ from tests.bench.bench_long import STEPS, measure
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.thorough
 def test_memory_is_flat_and_rows_grow_with_the_iterations(tmp_path: Path):
     found = [*measure(tmp_path, 200, kill=True, samples=4)]
     (run,) = list_runs(tmp_path)[0]

@@ -55,7 +55,9 @@ def check_activations(planned: Plan) -> None:
     assert estimate == pytest.approx(measured, rel=0.1)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.thorough] * ("published" in name)) for name in CASES]
+)
 def test_activations_are_what_autograd_keeps(name: str) -> None:
     planned = plan(CASES[name])
     layers = planned.shape.layers + (planned.config.layers is None)  # one more than the tiny models have

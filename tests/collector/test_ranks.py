@@ -229,8 +229,11 @@ def end_of_ranks(directory: Path) -> None:
 
 
 def test_cancelling_ends_every_rank(tmp_path: Path):
-    """By Ctrl-C; jobs are cancelled by SIGTERM, and a rank dies, in test_jobs."""
+    """By Ctrl-C; jobs are cancelled by SIGTERM, and a rank dies, in test_jobs. Ranks listen on loopback alone."""
     launcher, directory = start(tmp_path)
+    pids = (launcher.pid, *(rank.pid for rank in rank_statuses(directory)))
+    addresses = [address for pid in pids for address in listening(pid)]
+    assert addresses and set(addresses) == {socket.inet_aton("127.0.0.1")[::-1].hex().upper()}
     launcher.send_signal(signal.SIGINT)
     assert launcher.wait(120) == 130
     assert launcher.stderr.read() == "binade: cancelled; what was recorded is kept\n"
@@ -254,13 +257,12 @@ def test_no_state_is_shown_before_the_launcher_has_decided(tmp_path: Path):
     assert list_runs(tmp_path)[0][0].status.state == "failed"
 
 
-def test_ranks_listen_on_loopback_alone_and_do_not_outlive_their_launcher(tmp_path: Path):
+@pytest.mark.thorough
+def test_ranks_do_not_outlive_their_launcher(tmp_path: Path):
     """Nor has the run ended while one of them lives, and rank 0, which misses the other before it looks for the
     launcher, does not blame it."""
     launcher, directory = start(tmp_path)
     first, second = rank_statuses(directory)
-    addresses = [address for pid in (launcher.pid, first.pid, second.pid) for address in listening(pid)]
-    assert addresses and set(addresses) == {socket.inet_aton("127.0.0.1")[::-1].hex().upper()}
     os.kill(first.pid, signal.SIGSTOP)
     launcher.kill()
     launcher.wait()

@@ -20,9 +20,9 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory: pytest.TempPathFactory):
-    """(root, what the command printed) of `quick mxfp8`."""
+    """(root, what the command printed) of `quick mxfp8`, of 32 tokens."""
     root = tmp_path_factory.mktemp("quick")
-    done = run_collector("quick", "mxfp8", root=root)
+    done = run_collector("quick", "mxfp8", "--sequence-length", "32", root=root)
     assert done.returncode == 0, done.stderr
     return root, done
 
@@ -80,7 +80,7 @@ def test_losses_say_how_long_a_step_took_and_what_was_recorded(collect):
 
 def test_triton_and_torch_train_alike(quick, tmp_path):
     """The same command with the other backend: the same losses to the last bit. It never imports torch's compiler."""
-    arguments = ("quick", "mxfp8", "--backend", "torch", "--no-raw")
+    arguments = ("quick", "mxfp8", "--sequence-length", "32", "--backend", "torch", "--no-raw")
     done = run_collector(*arguments, root=tmp_path, env={"PYTHONPROFILEIMPORTTIME": "1"})
     assert done.returncode == 0, done.stderr
     losses = [[r["loss"] for r in read_losses(list_runs(root)[0][0].directory)] for root in (quick[0], tmp_path)]
@@ -95,7 +95,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunInfo]:
     root = tmp_path_factory.mktemp("trained")
     line = (
         "batch", "--quantization", ",".join(RECIPES), "--backend", "torch", "--training-config", "fast",
-        "--train-iters", "20", "--no-raw", "--tensors", "query", "--scores", "", "--tensor-save-dir", str(root),
+        "--sequence-length", "32", "--train-iters", "20", "--no-raw", "--tensors", "query", "--scores", "",
+        "--tensor-save-dir", str(root),
     )  # fmt: skip
     assert forked(lambda: main(line), {}) == [0]
     return {run.config["recipe"]: run for run in list_runs(root)[0]}

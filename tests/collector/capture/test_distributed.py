@@ -341,7 +341,7 @@ def tensors(catalog) -> pd.DataFrame:
     return catalog.tensors()
 
 
-@pytest.mark.parametrize("name", map(param, CASES))
+@pytest.mark.parametrize("name", [*map(param, CASES)])
 def test_trained_recorded_and_quantized(catalog, tensors, said, single, name):
     case = CASES[name]
     found = tensors[(tensors["model"] == name) & (tensors["recipe"] == "mxfp8")]

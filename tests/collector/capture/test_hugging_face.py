@@ -78,6 +78,7 @@ def counts(each: int) -> dict:
     return {site: dict.fromkeys(of_site, each) for site, of_site in EXPECTED.items()}
 
 
+@pytest.mark.sampled
 @ATTENTION
 @pytest.mark.parametrize("recompute", [None, True, False], ids=["plain", "reentrant", "non-reentrant"])
 def test_recording_changes_no_bit(tmp_path, attention, recompute):
@@ -94,6 +95,7 @@ def test_recording_changes_no_bit(tmp_path, attention, recompute):
     assert set(found["recomputed"]) == {recompute is not None}
 
 
+@pytest.mark.sampled
 @ATTENTION
 @pytest.mark.parametrize("loss_of", [loss, padded])
 def test_mxfp8_products_are_those_of_the_recorded_operands(tmp_path, attention, loss_of):

@@ -108,6 +108,7 @@ def counts(each: int) -> dict:
     return {site: dict.fromkeys(of_site, each) for site, of_site in EXPECTED.items()}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("recomputed", RECOMPUTATION)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_recording_changes_no_bit(tmp_path, dtype, recomputed):
@@ -125,6 +126,7 @@ def test_recording_changes_no_bit(tmp_path, dtype, recomputed):
     assert found["recomputed"].sum() == found["module"].isin(modules).sum()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("recomputed", RECOMPUTATION)
 def test_mxfp8_products_are_those_of_the_recorded_operands(tmp_path, recomputed):
     model = model_of(**RECOMPUTATION[recomputed][0])

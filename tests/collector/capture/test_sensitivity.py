@@ -62,7 +62,8 @@ def exact_fisher(model: Tiny, tokens: Tensor, values: Tensor, compute: Callable[
 
 def test_the_expectation_is_the_exact_fisher_information(tmp_path):
     model, tokens = tiny()
-    with Recorder(tmp_path, scores=("mxfp4",), max_bytes=0) as recorder, instrument(model, "bf16", recorder):
+    options = {"scores": ("mxfp4",), "max_bytes": 0, "tensors": ("input", "weight")}
+    with Recorder(tmp_path, **options) as recorder, instrument(model, "bf16", recorder):
         for draw in range(200):
             with recorder.at(0, draw):
                 logits = model(tokens)
