@@ -115,6 +115,7 @@ def test_a_filter_set_by_clicking_is_in_the_address_and_a_copy_shows_the_same(vi
     assert page.complaints == []
 
 
+@pytest.mark.thorough
 def test_a_run_collected_meanwhile_shows_itself_and_what_is_selected_stays(
     visit: Visit, collected: Path, tmp_path: Path
 ):
@@ -244,6 +245,7 @@ def test_labels_are_light_on_dark_and_whole(visit: Visit, catalog: Catalog):
     assert cut == []
 
 
+@pytest.mark.thorough
 def test_a_click_with_shift_filters_by_the_mark(visit: Visit, catalog: Catalog):
     page = visit("/compare?layer_index=1&operation=forward")
     bars(page)
@@ -309,6 +311,7 @@ def test_a_drag_over_magnitudes_finds_their_channels_and_a_click_on_one_its_magn
     )
 
 
+@pytest.mark.thorough
 def test_hovering_over_a_heat_map_says_what_it_shows(visit: Callable[..., Page]):
     """Its cells in words, in place of the picture's URL; the toolbar of the chart covers nothing above the chart."""
     page = visit("/tensor?view=why")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
@@ -90,10 +90,13 @@ STEPS: tuple[Callable[[Page], None], ...] = (
 )
 
 
-def test_back_undoes_one_step_at_a_time(visit: Visit, served: str):
+@pytest.mark.parametrize(
+    "steps", [[*STEPS[:4], search, *STEPS[-3:-1]], pytest.param(STEPS, marks=pytest.mark.thorough)], ids=len
+)
+def test_back_undoes_one_step_at_a_time(visit: Visit, served: str, steps: Sequence[Callable[[Page], None]]):
     page = visit("/", base=served, own=True)
     places = [place(page)]
-    for step in STEPS:
+    for step in steps:
         step(page)
         places.append(place(page))
     assert all(one != other for one, other in pairwise(places))

@@ -74,16 +74,17 @@ def test_a_run_launched_by_clicking_is_watched_and_opened(visit: Visit, app: str
     expect(other.get_by_text("No jobs yet.")).to_be_visible()
     page.get_by_role("button", name="Quick").click()
     settle(page)
-    layers = page.get_by_label("Layers", exact=True)
-    layers.fill("1")
-    layers.press("Enter")
-    expect(page.get_by_test_id("stCode").filter(has_text="--layers 1")).to_be_visible()
+    for label, option, number in (("Layers", "--layers", "1"), ("Sequence length", "--sequence-length", "32")):
+        field = page.get_by_label(label, exact=True)
+        field.fill(number)
+        field.press("Enter")
+        expect(page.get_by_test_id("stCode").filter(has_text=f"{option} {number}")).to_be_visible()
     page.get_by_role("button", name="Launch").click()
     expect(page.get_by_role("heading", name="Runs › Jobs")).to_be_visible()
     expect(badge(page, "done")).to_be_visible(timeout=PATIENCE)
     (view,) = jobs.listing(root)
     assert view.state == "done"
-    assert [view.job.config] == parse(["quick", "mxfp8", "--layers", "1"]).runs
+    assert [view.job.config] == parse(["quick", "mxfp8", "--layers", "1", "--sequence-length", "32"]).runs
     expect(page.get_by_text("SQNR in mxfp8, worst first").first).to_be_visible()  # it is drawn anew as rows come
     expect(badge(other, "done")).to_be_visible(timeout=PATIENCE)
     page.get_by_role("link", name="Open its tensors").click()
@@ -94,6 +95,7 @@ def test_a_run_launched_by_clicking_is_watched_and_opened(visit: Visit, app: str
     assert page.complaints == [] and other.complaints == []
 
 
+@pytest.mark.thorough
 def test_a_baseline_is_added_and_both_losses_are_read_at_one_iteration(visit: Visit, app: str, root: Path):
     page = enter(visit, app, "New collection")
     page.get_by_role("button", name="Quick").click()

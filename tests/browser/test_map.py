@@ -150,6 +150,7 @@ def test_a_difference_and_columns_of_iterations(visit: Visit, catalog: Catalog, 
     assert not page.complaints
 
 
+@pytest.mark.thorough
 def test_a_variant_chosen_in_what_if_holds_on_other_pages(visit: Visit, catalog: Catalog, run: str):
     tensor_id = fc1_input(catalog, run, 2, 1)
     page = visit(f"/tensor?view=whatif&formats=mxfp4&block_size=16x16&tensor={tensor_id}")

@@ -20,6 +20,7 @@ def query(page: Page) -> dict[str, list[str]]:
     return parse_qs(urlsplit(page.url).query)
 
 
+@pytest.mark.thorough
 def test_what_is_typed_is_found_and_opened(visit: Visit, catalog: Catalog):
     """Enter may come before the answer."""
     page = visit()

@@ -126,6 +126,7 @@ def test_light_and_dark(page):
     assert page.evaluate(text) == "#e4e7ef"
 
 
+@pytest.mark.thorough
 def test_a_sessions_report_travels(collected: Path, visit: Callable[..., Page], browser: Browser, tmp_path: Path):
     """Made by clicking in the app; the file alone, offline, shows the pinned chart with the numbers of the app's."""
     root = roots.copy(collected, tmp_path / "root")

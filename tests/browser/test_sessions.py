@@ -91,6 +91,7 @@ def test_built_by_clicking_saved_and_opened_elsewhere(visit: Visit, served: str,
     assert all(url.startswith((served, "data:", "blob:", "ws")) for url in page.requests + other.requests)
 
 
+@pytest.mark.thorough
 def test_a_link_to_what_is_absent_says_so(visit: Visit, served: str, own_root: Path):
     view = sessions.View("map", {"run_id": ["gone"], "metric": ["sqnr_db"]})
     run = sessions.RunReference("gone", "0" * 64)
@@ -131,6 +132,7 @@ PINS = (
 )
 
 
+@pytest.mark.thorough
 def test_a_name_that_is_a_picture_loads_nothing(visit: Visit, served: str, own_root: Path):
     """Pinned to, saved and deleted: each is told in passing, with the name."""
     name = "![p](http://203.0.113.7/n.png)"

@@ -47,6 +47,7 @@ def test_a_row_of_a_query_opens_its_tensor_and_its_run(visit: Callable[..., Page
     assert parse_qs(urlsplit(page.url).query)["run_id"] == [wanted["run_id"]]
 
 
+@pytest.mark.thorough
 def test_columns_with_odd_names_are_chosen_drawn_and_kept_in_the_address(visit: Callable[..., Page], catalog: Catalog):
     page = visit("/notebook?" + urlencode({"view": "sql", "q": SQL}))
     y, x = NAMES

@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
 
 def test_rounding_of_a_selection(visit: Callable[..., Page], tmp_path: Path):
-    record(tmp_path, [torch.randn(512, 1024).bfloat16() for _ in range(5)])
+    record(tmp_path, [torch.randn(512, 1024).bfloat16() for _ in range(3)])
     formats = "&".join(f"formats={name}" for name in FORMATS)
     with serving(tmp_path) as app:
         page = visit(f"/tensor?view=whatif&{formats}&hadamard=32", base=app)
