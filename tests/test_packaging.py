@@ -130,7 +130,7 @@ def test_wheel_holds_every_file_and_no_run(wheel):
 def test_collects_with_core_dependencies_only(core, user, tmp_path):
     binade, root = core.with_name("binade"), tmp_path / "runs"
     options = {"cwd": user, "env": {**os.environ, "TENSOR_SAVE_DIR": str(root)}}
-    done = run(binade, "quick", "mxfp8", "--backend", "torch", **options)
+    done = run(binade, "quick", "mxfp8", "--backend", "torch", "--sequence-length", "32", **options)
     assert done.returncode == 0, done.stderr
     (status,) = root.glob("*/status.json")
     assert json.loads(status.read_text())["state"] == "done"

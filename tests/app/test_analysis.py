@@ -396,6 +396,7 @@ class TestLabels:
         row = catalog.tensors(Filter(quant_type=["mxfp8"])).iloc[0]
         assert tensor_label(row) == "L1 qkv input (forward, mxfp8)"
 
+    @pytest.mark.slow
     def test_are_unique_over_a_whole_root(self, catalog):
         rows = catalog.tensors()
         labels = unique_labels(rows, {})

@@ -441,6 +441,7 @@ assert alt.data_transformers.active == "default"
 """
 
 
+@pytest.mark.slow
 def test_altair_stays_as_it_is_for_the_user(collected: Path, tmp_path: Path):
     (tmp_path / "untouched.py").write_text(UNTOUCHED)
     done = run_python(tmp_path / "untouched.py", collected, env={"PYTHONPATH": str(PROJECT)})

@@ -91,7 +91,8 @@ def test_every_number_of_a_verdict_is_an_estimate(opened: Catalog, collected: Pa
         assert not claims(answer), answer.verdict
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.slow
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("across", ["layer_index", "iteration"])
 @pytest.mark.parametrize("metric", METRICS)
 def test_so_is_every_number_of_a_map(opened: Catalog, collected: Path, metric: str, across: str):
@@ -156,6 +157,7 @@ def test_a_verdict_has_estimates():
         Drawn(verdict="SQNR 30 dB")  # type: ignore[arg-type]
 
 
+@pytest.mark.thorough
 def test_weights_of_a_normal_distribution_are_seldom_named():
     """In no more than 5% of sentences about four of them."""
     random, named = torch.Generator().manual_seed(1), []

@@ -9,6 +9,8 @@ import pytest
 
 from tests.app.planted import EFFECTS, INVARIANCES, Effect, Invariance
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("check", [*EFFECTS, *INVARIANCES], ids=lambda check: check.what)
 def test_planted(check: Effect | Invariance, tmp_path: Path):

@@ -4,7 +4,6 @@ against numpy over its tensor files."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
@@ -22,6 +21,8 @@ from binade.data.filter import Filter
 from binade.quant.traces import positions
 from tests.app import roots
 from tests.app.test_claims import claims
+from tests.collector.conftest import SMALL
+from tests.collector.forked import run_forked
 from tests.collector.small_model import build, loss
 from tests.data.builder import without_checksums
 
@@ -183,22 +184,10 @@ def test_only_weights_that_were_put_at_the_edge_of_a_bin_are_named(tmp_path: Pat
     assert "Fewer" not in found
 
 
-def test_replicas_of_a_weight_are_one_sample(command: Callable[..., int], tmp_path: Path):
-    size = (
-        "--layers",
-        "1",
-        "--micro-batch-size",
-        "1",
-        "--sequence-length",
-        "32",
-        "--train-iters",
-        "2",
-        "--backend",
-        "torch",
-    )
+def test_replicas_of_a_weight_are_one_sample(tmp_path: Path):
     what = ("--quantization", "linear_mxfp4", "--measures", "trace", "--no-raw", "--tensors", "weight")
     iterations = ("--control-iter", "2", "--capture-every", "1")
-    assert command("run", *size, *what, *iterations, "--dp", "2", "--tensor-save-dir", str(tmp_path)) == 0
+    assert run_forked(tmp_path, *SMALL, "--train-iters", "2", *what, *iterations, "--dp", "2", ranks=2) == 0
     with Catalog.open(tmp_path) as catalog:
         assert set(catalog.tensors()["rank"]) == {0, 1}
         sampled = catalog.sampled_weights()

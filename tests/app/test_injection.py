@@ -86,10 +86,11 @@ def check_pictures(drawn: Drawn) -> None:
 
 def test_payloads_in_runs_are_text(opened: Catalog):
     shown = 0
-    for page, view in CASES:
+    for number, (page, view) in enumerate(CASES):
         drawn = pins.draw(opened, Pin(page, {name: [text] for name, text in view.items()}))
         shown += check(drawn)
-        check_pictures(drawn)
+        if number % 4 == 0:  # to draw takes as long as all else
+            check_pictures(drawn)
     assert shown > 5
 
 

@@ -28,7 +28,7 @@ VIEWS = [
     for view in ([{"of": name} for name in ("cost", "gradients", "ladder")] if question.name == "recipes" else [{}])
 ]
 IDS = [f"{question.name}-{address.get('of', '')}".strip("-") for question, address in VIEWS]
-SOME = ("map", "distribution", "recipes-cost", "recipes-gradients", "why", "attention")
+SOME = ("distribution", "recipes-cost", "recipes-gradients", "why")
 SETS = (pytest.param(SOME, id="some"), pytest.param(IDS, id="all", marks=pytest.mark.thorough))
 BACKWARD = {"operation": "backward"}
 Answer = tuple[str, tuple[str, ...], Any, Any]

@@ -19,9 +19,10 @@ from torch import Tensor
 
 from binade import quant
 from binade.app.figure import Drawn
+from binade.app.questions.map import question as map_question
 from binade.app.questions.map.compute import METRICS
 from binade.app.questions.map.panel import panel
-from binade.app.questions.map.question import MOST_COLUMNS, map_of
+from binade.app.questions.map.question import map_of
 from binade.app.view import View
 from binade.collector import Recorder
 from binade.data.catalog import STATISTICS, Catalog
@@ -59,7 +60,7 @@ def along(x: Tensor, gemm: str, product: str, tensor: str) -> tuple[Tensor, int]
     return (x.flatten(0, -2), axis) if product not in ("QK", "PV") else (x, axis)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("fmt", ["mxfp4", "mxfp8", "hifp8"])
 @pytest.mark.parametrize("metric", ["sqnr_db", "flush_to_zero", "saturated"])
 def test_a_cell_is_the_operand_scored_along_the_axis_of_its_gemm(catalog: Catalog, metric: str, fmt: str):
@@ -93,7 +94,7 @@ def of_torch(x: Tensor, metric: str) -> float:
     }[metric]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("metric", STATISTICS)
 def test_a_statistic_is_torchs_and_the_same_in_each_gemm(catalog: Catalog, metric: str):
     table = cells(catalog, MXFP4, metric=metric)
@@ -139,7 +140,7 @@ def by_hand(catalog: Catalog, where: Filter, metric: str, fmt: str, by: list[str
     return rows.set_index("tensor_id").groupby(by)["value"]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("across", ["layer_index", "iteration"])
 @pytest.mark.parametrize(
     ("metric", "fmt"),
@@ -158,7 +159,7 @@ def test_of_several_tensors_a_cell_has_numpys_quantiles(parts: Catalog, metric: 
         assert cell.tensor_id == (own.idxmin() if metric == "sqnr_db" else own.idxmax())
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("across", ["layer_index", "iteration"])
 @pytest.mark.parametrize("metric", ["sqnr_db", "flush_to_zero", "absmax", "crest_factor"])
 def test_versus_a_run_is_the_difference_of_the_cells(parts: Catalog, metric: str, across: str):
@@ -175,6 +176,7 @@ def test_versus_a_run_is_the_difference_of_the_cells(parts: Catalog, metric: str
     assert table["label"].str.match(r"^[+−]|^0(\.0+)?( dB|%)?$").all()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("versus", ["hifp8", "mxfp8"])
 def test_versus_a_format_is_the_difference_of_the_cells(catalog: Catalog, versus: str):
     own, other = (cells(catalog, MXFP4, format=fmt).set_index("row")["value"] for fmt in ("mxfp4", versus))
@@ -220,6 +222,7 @@ def test_the_predicted_loss_change_is_that_of_a_run_that_rounds_nothing(catalog:
     assert found.problems == ("The predicted loss change is a sum over a recording, not shown by iteration.",)
 
 
+@pytest.mark.slow
 def test_experts_are_one_row_until_they_are_expanded(tmp_path: Path, visit: Callable[..., AppTest]):
     random = torch.Generator().manual_seed(0)
     values = {expert: torch.randn(32, 64, generator=random) * 2.0**expert for expert in (0, 2, 11)}
@@ -270,7 +273,7 @@ def test_rows_are_in_the_order_of_the_network(catalog: Catalog):
     assert [(row.gemm, row.product, row.tensor) for row in found.rows] == expected
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("across", ["layer_index", "iteration"])
 @pytest.mark.parametrize("metric", METRICS)
 def test_the_worst_cell_is_first_and_opens_its_tensor(catalog: Catalog, metric: str, across: str):
@@ -322,6 +325,7 @@ def test_hifp8_without_a_scale_says_what_it_would_do_with_one(tmp_path: Path):
         assert "With a tensor scale" not in drawn(catalog, format="hifp8", metric="absmax").verdict
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("fmt", ["mxfp4", "hifp8"])
 def test_the_panel_shows_the_values_of_a_cell_as_its_gemm_takes_them(catalog: Catalog, fmt: str):
     values = View("map", {"format": [fmt]}).read(catalog).values
@@ -339,7 +343,8 @@ def test_the_panel_shows_the_values_of_a_cell_as_its_gemm_takes_them(catalog: Ca
         assert shown["facts"][0] == ["SQNR", cell["label"]]
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.slow
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("metric", METRICS)
 def test_odd_tensors(odd_root: Path, metric: str):
     """Nothing finite, zeros, Inf: whatever has a value is drawn, as JSON without NaN."""
@@ -368,7 +373,8 @@ def unscored(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Catalog]:
 class TestNotScored:
     """In a format that nothing was scored in, an error is computed from the values on disk."""
 
-    @pytest.mark.sampled(2)
+    @pytest.mark.slow
+    @pytest.mark.sampled(1)
     @pytest.mark.parametrize("fmt", ["mxint8", "mxfp4(block=16x16)", "nvfp4(hadamard=16)"])
     def test_each_operand_as_its_gemm_takes_it(self, catalog: Catalog, fmt: str):
         assert fmt not in catalog.scored_formats()
@@ -446,19 +452,21 @@ class TestWhatIsMissing:
         assert found.figures and found.problems[0].count("Not scored in nvfp4") == 1
 
 
+@pytest.mark.slow
 def test_every_scored_format_can_be_shown(catalog: Catalog):
     for fmt in catalog.scored_formats(MXFP4):
         assert len(cells(catalog, MXFP4, format=fmt)) and (fmt in FORMATS or "(" in fmt)
 
 
-def test_many_iterations_are_thinned_evenly_and_it_is_said(tmp_path: Path):
+def test_many_iterations_are_thinned_evenly_and_it_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(map_question, "MOST_COLUMNS", most := 40)
     with Recorder(tmp_path, scores=("mxfp4",)) as recorder:
-        for _ in range(MOST_COLUMNS + 21):
+        for _ in range(most + 9):
             recorder.record("input", torch.ones(2, 32), layer=1, module="fc1", operation="forward", phase="pre", dim=-1)
             recorder.step()
     with Catalog.open(tmp_path) as catalog:
         found = drawn(catalog, across="iteration")
         columns = found.get("map").table["iteration"].to_numpy()
-    assert len(columns) == MOST_COLUMNS and columns[0] == 0 and columns[-1] == MOST_COLUMNS + 20
+    assert len(columns) == most and columns[0] == 0 and columns[-1] == most + 8
     assert set(np.diff(np.sort(columns))) == {1, 2}
-    assert "240 of 261 recorded iterations" in found.problems[0]
+    assert "40 of 49 recorded iterations" in found.problems[0]

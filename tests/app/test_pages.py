@@ -400,7 +400,7 @@ class TestEveryPage:
         assert "2 runs are damaged or cannot be read" in words(at)
         assert all(run.name in words(at) for run in damaged)
 
-    @pytest.mark.sampled(1)
+    @pytest.mark.thorough
     def test_many_runs(self, visit: Visit, collected: Path, tmp_path: Path, page: str):
         root = tmp_path / "runs"
         root.mkdir()
@@ -440,7 +440,7 @@ class TestFilesThatCannotBeRead:
     def root(self, collected: Path, tmp_path: Path) -> Path:
         return roots.copy(collected, tmp_path / "runs")
 
-    @pytest.mark.sampled(2)
+    @pytest.mark.sampled(1)
     @pytest.mark.parametrize("kept", [0, 1, 3000])
     def test_cut_short(self, visit: Visit, root: Path, kept: int):
         tensor_id = first(root, quant_type=["mxfp8"], tensor_name=["key"])
@@ -472,7 +472,7 @@ class TestFilesThatCannotBeRead:
 
 
 class TestOddTensors:
-    @pytest.mark.sampled
+    @pytest.mark.sampled(5)
     @pytest.mark.parametrize("axis", ["log2", "linear"])
     @pytest.mark.parametrize("number", range(len(roots.odd_tensors())), ids=list(roots.odd_tensors()))
     def test_one(self, visit: Visit, odd_root: Path, number: int, axis: str):

@@ -55,6 +55,7 @@ def test_a_layer_is_not_a_part_of_a_number(catalog: Catalog):
     assert tensors(catalog, "fc1 L1") and not tensors(catalog, "fc1 L11")
 
 
+@pytest.mark.slow
 def test_finds_runs_formats_pages_questions_and_actions(catalog: Catalog):
     def first(text: str, kind: str) -> View:
         return next(entry.view for entry in palette.find(catalog, HOME, text) if entry.kind == kind)
@@ -71,6 +72,7 @@ def test_finds_runs_formats_pages_questions_and_actions(catalog: Catalog):
     assert {entry.kind for entry in palette.find(catalog, HOME, "")} == {"page", "question", "action"}
 
 
+@pytest.mark.slow
 def test_every_entry_can_be_read_and_keeps_the_filter(catalog: Catalog):
     view = View("compare", {"layer_index": ["2"], "format": ["mxfp8"]})
     for text in ("", "l2", "m", "fc1"):

@@ -106,7 +106,7 @@ def lists(view: dict[str, str]) -> dict[str, list[str]]:
     return {name: [text] for name, text in view.items()}
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("page", "view"), CASES, ids=[f"{page}-{'-'.join(view.values())}" for page, view in CASES])
 def test_a_view_drawn_again_is_what_the_page_shows(
     visit: Visit, collected: Path, catalog: Catalog, page: str, view: dict[str, str]
@@ -189,7 +189,7 @@ KEPT = [
 ]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("page", "params"), KEPT, ids=[f"{page}-{'-'.join(params)}" for page, params in KEPT])
 def test_a_sessions_pin_shows_what_its_keeper_saw(catalog: Catalog, smaller: Catalog, page: str, params: dict):
     theirs = pins.draw(smaller, Pin(page, params))

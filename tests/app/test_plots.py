@@ -27,7 +27,7 @@ from tests.conftest import PROJECT
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "question", [each for each in QUESTIONS if each.name != "provenance"], ids=lambda question: question.name
 )

@@ -521,6 +521,7 @@ class TestScope:
         assert len(scoped(catalog, Filter(), ("recipe",)).run_id) == 4
         assert scoped(catalog, Filter(module=["none"])) == Filter(module=["none"])
 
+    @pytest.mark.thorough
     def test_another_run_changes_nothing_of_a_run(self, catalog):
         run = catalog.runs().set_index("recipe")["run_id"]["mxfp8"]
         alone = catalog.restricted([run])

@@ -23,6 +23,8 @@ from streamlit.runtime.state.session_state import SessionState
 
 from binade.app import reruns
 
+pytestmark = pytest.mark.slow
+
 PAGE = """
 import streamlit as st
 from tests.app.test_reruns import Kept

@@ -64,6 +64,7 @@ def test_the_map_of_an_optimizers_state(root: Path, metric: str):
     )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("view", PAGES["tensor"].parts)
 def test_tensor(root: Path, view: str):
     with Catalog.open(root) as catalog:

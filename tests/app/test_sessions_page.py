@@ -65,6 +65,7 @@ def test_a_root_without_sessions_or_runs(visit: Visit, collected: Path, tmp_path
     assert [each.label for each in visit(collected, "map").button if each.label == "Save session"]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("page", ["map", "tensor", "compare", "runs"])
 def test_an_empty_root_has_parts_and_nothing_to_save_or_filter(visit: Visit, tmp_path: Path, page: str):
     at = visit(tmp_path / "nothing", page)
@@ -132,6 +133,7 @@ def test_a_run_that_came_later_is_said_and_not_in_its_pins(visit: Visit, root: P
     assert "now includes 1 more run" in words(at)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("asked", ["gone", "../../etc", "", "A" * 5000])
 def test_a_link_to_nothing_shows_the_page(visit: Visit, root: Path, asked: str):
     at = visit(root, "map", session=asked)

@@ -38,7 +38,7 @@ def drawn_map(at: AppTest) -> dict[str, Any] | None:
     return next((each for each in data if "blocks" in each), None)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("metric", "across"),
     [*((metric, "layer_index") for metric in METRICS), ("sqnr_db", "iteration"), ("loss_change", "iteration")],
@@ -78,7 +78,7 @@ def test_the_map_in_another_format_iteration_and_as_a_difference(visit: Visit, c
     assert "does not depend on a format: compare with another run" in words(rerun(at))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("part", PAGES["compare"].parts)
 def test_compare(visit: Visit, collected: Path, part: str):
     at = visit(collected, "compare", view=part, quant_type="mxfp4", layer_index="1")
@@ -88,6 +88,7 @@ def test_compare(visit: Visit, collected: Path, part: str):
         assert "quant type mxfp4" in words(at)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("page", "query", "title", "new"),
     [
@@ -131,6 +132,7 @@ def test_what_is_there_instead_of_scores_is_said(visit: Visit, collected: Path, 
         assert "operands are scored in mxfp4, not in nvfp4" in other.problems[0]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("page", ["map", "advise", "explore", "difference", "tensor"])
 def test_a_filter_without_tensors_is_said_on_every_page(visit: Visit, collected: Path, page: str):
     at = visit(collected, page, operation="backward", tensor_name="input")
@@ -144,7 +146,7 @@ def test_what_was_not_recorded_is_not_blamed_on_the_filter(visit: Visit, collect
     assert not any(button.key == "offer_to_clear" for button in at.button)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("view", VIEWS)
 def test_tensor(visit: Visit, collected: Path, view: str):
     at = visit(collected, "tensor", view=view, quant_type="mxfp4")
@@ -155,17 +157,19 @@ def test_tensor(visit: Visit, collected: Path, view: str):
     assert row["quant_type"] == "mxfp4"
 
 
+@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("view", VIEWS)
-def test_odd_tensors(odd_root: Path, view: str):
-    """Something is drawn, as JSON without NaN, or said."""
+def test_odd_tensors(odd_root: Path, view: str, every: int):
+    """Something is drawn, as JSON without NaN, or said. every: each view has a third of the tensors, each of them some
+    views."""
     with Catalog.open(odd_root) as catalog:
-        for tensor_id in catalog.tensors()["tensor_id"]:
+        for tensor_id in catalog.tensors()["tensor_id"][VIEWS.index(view) % every :: every]:
             drawn = View("tensor", {"view": [view], "tensor": [tensor_id]}).draw(catalog)
             assert drawn.figures or drawn.problems or drawn.verdict, tensor_id
             json.dumps([figure.spec for figure in drawn.figures], allow_nan=False)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("law", ["laplace", "student_t", "uniform", "tensor", "selection"])
 def test_laws(visit: Visit, collected: Path, law: str):
     at = visit(collected, "tensor", view="law", law=law, quant_type="mxfp4")

@@ -8,6 +8,8 @@ import subprocess
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import pytest
+
 from tests.conftest import PROJECT, run_python
 from tests.faults.fault import Kind, faults_of
 
@@ -30,6 +32,7 @@ FILES = {
 }
 
 
+@pytest.mark.slow
 def test_what_tests_look_at_is_found(tmp_path: Path):
     for name, text in FILES.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)

@@ -76,6 +76,7 @@ def kill(process: subprocess.Popen[bytes]) -> None:
             each.send_signal(signal.SIGKILL)
 
 
+@pytest.mark.thorough
 def test_the_rows_of_both_hosts_arrive(tmp_path: Path):
     root, log = tmp_path / "runs", tmp_path / "log"
     started = start(root, log)
