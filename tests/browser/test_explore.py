@@ -269,6 +269,7 @@ def test_a_click_with_shift_filters_by_the_mark(visit: Visit, catalog: Catalog):
     assert metrics(page)["Tensors"] == str(catalog.totals(where).tensors)
 
 
+@pytest.mark.thorough
 def test_a_drag_over_magnitudes_finds_their_channels_and_a_click_on_one_its_magnitudes(visit: Visit, catalog: Catalog):
     tensor_id = catalog.tensors(Filter(module=["fc1"], tensor_name=["input"])).iloc[0]["tensor_id"]
     x = catalog.load(tensor_id).double().numpy()

@@ -26,6 +26,7 @@ def choose_row(page: Page, row: int) -> None:
     settle(page)
 
 
+@pytest.mark.thorough
 def test_a_row_of_a_query_opens_its_tensor_and_its_run(visit: Callable[..., Page], catalog: Catalog):
     rows = catalog.tensors(Filter(quant_type=["mxfp4"]))
     wanted = rows[rows["format"] == "mxfp4"].sort_values("tensor_id").iloc[2]

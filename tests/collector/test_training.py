@@ -20,9 +20,9 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory: pytest.TempPathFactory):
-    """(root, what the command printed) of `quick mxfp8`, of 32 tokens."""
+    """(root, what the command printed) of `quick mxfp8`, of one layer and 32 tokens."""
     root = tmp_path_factory.mktemp("quick")
-    done = run_collector("quick", "mxfp8", "--sequence-length", "32", root=root)
+    done = run_collector("quick", "mxfp8", "--layers", "1", "--sequence-length", "32", root=root)
     assert done.returncode == 0, done.stderr
     return root, done
 
@@ -30,7 +30,7 @@ def quick(tmp_path_factory: pytest.TempPathFactory):
 class TestQuick:
     def test_every_file_loads_as_anyone_would(self, quick):
         files = list(quick[0].glob("*/tensors/mxfp8/*.pt"))
-        assert len(files) == 70 == len(list(quick[0].rglob("*.pt")))
+        assert len(files) == 35 == len(list(quick[0].rglob("*.pt")))
         for file in files:
             content = torch.load(file, weights_only=True, mmap=True)
             assert set(content) == {"tensor", "tensor_info", "metadata"}
@@ -41,7 +41,7 @@ class TestQuick:
     def test_the_catalog_returns_its_rows(self, quick):
         with Catalog.open(quick[0]) as catalog:
             rows = catalog.tensors(Filter(quant_type=["mxfp8"]))
-            assert len(rows) == 70 and set(rows["recipe"]) == {"mxfp8"}
+            assert len(rows) == 35 and set(rows["recipe"]) == {"mxfp8"}
             assert catalog.tensors(Filter(quant_type=["bf16"])).empty
 
     def test_the_log_says_that_the_kernels_ran(self, quick):
@@ -50,15 +50,15 @@ class TestQuick:
         log = (run.directory / "log.txt").read_text()
         (line,) = [line for line in log.splitlines() if " kernels: " in line]
         launches = int(line.split(" kernels: ")[1].removesuffix(" launches"))
-        # 2 layers of 4 linears and 2 attention products, 6 operands each
-        assert launches == 2 * 6 * 6
+        # 4 linears and 2 attention products, 6 operands each
+        assert launches == 6 * 6
         assert line[9:] in done.stdout and run.config["backend"] in line
         assert run.config["backend"].startswith("triton ") and run.status.state == "done"
 
     def test_a_summary_is_printed(self, quick):
         ((run,), _) = list_runs(quick[0])
         last = quick[1].stdout.splitlines()[-1]
-        assert last.startswith(f"{run.run_id}: loss ") and "70 tensors" in last
+        assert last.startswith(f"{run.run_id}: loss ") and "35 tensors" in last
         assert quick[1].stderr == ""
 
 
@@ -80,7 +80,7 @@ def test_losses_say_how_long_a_step_took_and_what_was_recorded(collect):
 
 def test_triton_and_torch_train_alike(quick, tmp_path):
     """The same command with the other backend: the same losses to the last bit. It never imports torch's compiler."""
-    arguments = ("quick", "mxfp8", "--sequence-length", "32", "--backend", "torch", "--no-raw")
+    arguments = ("quick", "mxfp8", "--layers", "1", "--sequence-length", "32", "--backend", "torch", "--no-raw")
     done = run_collector(*arguments, root=tmp_path, env={"PYTHONPROFILEIMPORTTIME": "1"})
     assert done.returncode == 0, done.stderr
     losses = [[r["loss"] for r in read_losses(list_runs(root)[0][0].directory)] for root in (quick[0], tmp_path)]
