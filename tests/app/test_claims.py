@@ -80,6 +80,7 @@ def claims(answer: Drawn) -> list[str]:
     return [number for number in NUMBER.findall(text) if number.lstrip("+") not in known]
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", CLAIMING)
 def test_every_number_of_a_verdict_is_an_estimate(opened: Catalog, collected: Path, name: str):

@@ -49,6 +49,7 @@ def test_recipes_does_not_apply_the_fields_of_tensors(visit: Visit, collected: P
     assert "One seed cannot tell these from bf16" in answers[0] and len(set(answers)) == 1
 
 
+@pytest.mark.slow
 def test_many_layers_are_chosen_as_a_range(visit: Visit, tmp_path: Path):
     roots.record(tmp_path, list(roots.odd_tensors().values()) * 3)
     with Catalog.open(tmp_path) as catalog:
@@ -63,6 +64,7 @@ def test_many_layers_are_chosen_as_a_range(visit: Visit, tmp_path: Path):
     assert "layer_index" not in rerun(at).query_params
 
 
+@pytest.mark.slow
 def test_a_saved_filter_comes_back(visit: Visit, collected: Path, tmp_path: Path):
     root = roots.copy(collected, tmp_path / "runs")
     at = visit(root, module="fc1", layer_index="1")

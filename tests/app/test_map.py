@@ -31,6 +31,8 @@ from binade.quant.blocks import look
 from binade.quant.formats import FORMATS
 from tests.data.builder import make_run
 
+pytestmark = pytest.mark.slow
+
 MXFP4 = Filter(quant_type=["mxfp4"])
 # The axis that each GEMM contracts: Y = X·Wᵀ, dX = dY·W, dW = dYᵀ·X; S = Q·Kᵀ, dQ = dS·K, dK = dSᵀ·Q; O = P·V,
 # dP = dO·Vᵀ, dV = Pᵀ·dO. -2 of a linear layer: the tokens of all sequences.
@@ -222,7 +224,6 @@ def test_the_predicted_loss_change_is_that_of_a_run_that_rounds_nothing(catalog:
     assert found.problems == ("The predicted loss change is a sum over a recording, not shown by iteration.",)
 
 
-@pytest.mark.slow
 def test_experts_are_one_row_until_they_are_expanded(tmp_path: Path, visit: Callable[..., AppTest]):
     random = torch.Generator().manual_seed(0)
     values = {expert: torch.randn(32, 64, generator=random) * 2.0**expert for expert in (0, 2, 11)}
@@ -343,7 +344,6 @@ def test_the_panel_shows_the_values_of_a_cell_as_its_gemm_takes_them(catalog: Ca
         assert shown["facts"][0] == ["SQNR", cell["label"]]
 
 
-@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("metric", METRICS)
 def test_odd_tensors(odd_root: Path, metric: str):
@@ -373,7 +373,6 @@ def unscored(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Catalog]:
 class TestNotScored:
     """In a format that nothing was scored in, an error is computed from the values on disk."""
 
-    @pytest.mark.slow
     @pytest.mark.sampled(1)
     @pytest.mark.parametrize("fmt", ["mxint8", "mxfp4(block=16x16)", "nvfp4(hadamard=16)"])
     def test_each_operand_as_its_gemm_takes_it(self, catalog: Catalog, fmt: str):
@@ -452,7 +451,6 @@ class TestWhatIsMissing:
         assert found.figures and found.problems[0].count("Not scored in nvfp4") == 1
 
 
-@pytest.mark.slow
 def test_every_scored_format_can_be_shown(catalog: Catalog):
     for fmt in catalog.scored_formats(MXFP4):
         assert len(cells(catalog, MXFP4, format=fmt)) and (fmt in FORMATS or "(" in fmt)

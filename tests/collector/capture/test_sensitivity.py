@@ -60,6 +60,7 @@ def exact_fisher(model: Tiny, tokens: Tensor, values: Tensor, compute: Callable[
     return (p * rows.square()).sum((0, 1)) / len(log_p)
 
 
+@pytest.mark.slow
 def test_the_expectation_is_the_exact_fisher_information(tmp_path):
     model, tokens = tiny()
     options = {"scores": ("mxfp4",), "max_bytes": 0, "tensors": ("input", "weight")}
