@@ -172,8 +172,14 @@ CASES = {
 }
 
 
-# Of each way to divide a model. The first three are what others are compared with.
+# Of each way to divide a model.
 REPRESENTATIVES = ("DDP", "DDP, experts", "TP", "DDP, before", "FSDP1", "FSDP2, checkpoint", "TP and FSDP2")
+
+
+def peer(name: str) -> str:
+    """The case that has the same losses."""
+    case = CASES[name]
+    return "TP" if case.tp else "DDP" if case.model is Decoder else "DDP, experts"
 
 
 def param(name: str) -> Any:
@@ -305,7 +311,8 @@ def _rank(rank: int, directory: Path, names: Iterable[str]) -> None:
 def ranks(tmp_path_factory, request) -> Path:
     """Of the cases that the chosen tests ask for."""
     items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
-    names = sorted({item.callspec.params["name"] for item in items})
+    names = {item.callspec.params["name"] for item in items}
+    names = sorted(names | {peer(name) for name in names})
     directory = tmp_path_factory.mktemp("distributed")
     environments = [{"RANK": str(rank)} for rank in range(2)]
     assert forked(lambda: _rank(int(os.environ["RANK"]), directory, names), *environments) == [0, 0]
@@ -367,9 +374,8 @@ def test_trained_recorded_and_quantized(catalog, tensors, said, single, name):
                     linear_products(of_rank, 2, module, expert=expert)
             linear_products(of_rank, 2, "proj")
             score_products(of_rank, 2, HEAD**-0.5)
-    peers = "TP" if case.tp else "DDP" if case.model is Decoder else "DDP, experts"
     if case.exact:  # the update too
-        losses = [torch.stack(said[0][each]["losses"]) for each in (name, peers)]
+        losses = [torch.stack(said[0][each]["losses"]) for each in (name, peer(name))]
         assert torch.allclose(*losses, rtol=1e-5)
     assert set(found["shard"]) == ({"whole", "slice", "partial"} if case.tp else {"whole"})
     assert set(found["dp_rank"]) == ({0} if case.tp else {0, 1})
