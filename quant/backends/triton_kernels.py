@@ -65,8 +65,6 @@ TILE = 1 << 17 if INTERPRETED else 1 << 12
 PER_THREAD = 64
 PER_THREAD_SCORED = 16  # float64 takes two registers for a value
 
-SIZES = ["blocks"]  # of a tensor in runs
-
 # Kernel launches in this process so far.
 launches = 0
 
@@ -236,7 +234,7 @@ def quantize_dequantize_kernel(
         tl.store(y_ptr + start + within, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=SIZES)  # a size of 1 would become a constant, without a dtype
+@triton.jit(do_not_specialize=["blocks"])  # 1 would become a constant, which has no dtype
 def run_errors_kernel(
     x_ptr,
     out_ptr,
@@ -276,7 +274,7 @@ def run_errors_kernel(
     tl.store(out_ptr + block[None, :], total, mask=block[None, :] < blocks)
 
 
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit(do_not_specialize=["blocks"])
 def run_moments_kernel(
     x_ptr, total_ptr, squares_ptr, blocks, axis, inner, blocks_per_row, length, GROUPS: tl.constexpr
 ):
@@ -489,10 +487,8 @@ class TritonRuns(Runs):
 
     def rescaled(self, factors: Factors, seed: int, score: Score | None = None) -> Tensor:
         """The values rounded with these factors; with a score, that is computed instead."""
-        spec, factors = (
-            self.spec,
-            Factors(*(factor if factor is None else self._of_pieces(factor) for factor in factors)),
-        )
+        factors = Factors(*(factor if factor is None else self._of_pieces(factor) for factor in factors))
+        spec = self.spec
         bounded = not (spec.scaling.saturates or spec.history) and spec.rounding != Rounding.STOCHASTIC
         overflow = Overflow.SATURATE if bounded else spec.overflow
         given = spec.format.element, GIVEN.value, spec.rounding, overflow, factors
@@ -520,11 +516,11 @@ class TritonRuns(Runs):
     def counts_of(self, of_pieces: Tensor, scales: Tensor) -> Tensor:
         """`counted_blocks` from the numbers of a score for RUNS, and the scale of each run."""
         grid, _ = self._pieces()
-        at = torch.arange(grid.per_row, device=self.x.device)[:, None]
+        begin = torch.arange(0, grid.per_row * grid.block, grid.block, device=self.x.device)[:, None]
         length = (
-            (grid.axis - at * grid.block)
+            (grid.axis - begin)
             .clamp(max=grid.block)
-            .expand(grid.blocks // grid.per_row // grid.inner, -1, grid.inner)
+            .expand(len(of_pieces[0]) // len(begin) // grid.inner, -1, grid.inner)
         )
         peak, signal, noise, count = (
             self._whole_runs(each.reshape(-1, grid.per_row, grid.inner)) for each in (*of_pieces, length.double())
