@@ -143,6 +143,7 @@ def trained(root: Path | None, recipe: str, sensitivity: bool) -> tuple[list[Ten
     return [*results, *(p.detach() for p in model.parameters())], torch.get_rng_state()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["bf16", "mxfp8", "linear_mxfp4(rounding=stochastic)", "linear_fp8_e4m3(history=4)"])
 def test_the_pass_changes_no_bit_of_training_and_no_row(tmp_path, recipe):
     (alone, state), (one, _), (other, after) = (
@@ -174,6 +175,7 @@ def accumulated(root: Path, steps: int, scale: float, **options: object) -> pd.D
     return changes(root).drop(columns=["run_id", "tensor_id"])
 
 
+@pytest.mark.slow
 def test_predictions_do_not_depend_on_accumulation_or_scaling(tmp_path):
     calls = []
 
@@ -203,6 +205,7 @@ def test_a_total_has_the_standard_error_of_the_sums_of_each_sequence(tmp_path):
     assert total["first"][0] + total["second"][0] == pytest.approx(float(sums.mean()), rel=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bf16", [False, True], ids=["float32", "autocast"])
 def test_predictions_of_a_trainer_do_not_depend_on_accumulation(tmp_path, bf16):
     from transformers import Trainer, TrainingArguments
