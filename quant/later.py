@@ -32,7 +32,8 @@ class Part:
 
     @property
     def nbytes(self) -> int:
-        return 0 if self.tensor is None else self.tensor.nbytes
+        tensor = self.tensor
+        return 0 if tensor is None else tensor.nbytes
 
     def __call__(self) -> np.ndarray:
         if self.array is None:
@@ -74,8 +75,8 @@ def _waiting(results: Iterable[Later[Any]]) -> dict[Any, list[Part]]:
     streams: dict[Any, dict[int, Part]] = {}
     for result in results:
         for part in result.parts:
-            if part.stream is not None:
-                streams.setdefault(part.stream, {})[id(part)] = part
+            if (stream := part.stream) is not None:  # the thread that writes may fetch it meanwhile
+                streams.setdefault(stream, {})[id(part)] = part
     return {stream: list(parts.values()) for stream, parts in streams.items()}
 
 
@@ -104,11 +105,13 @@ def fetch(results: Iterable[Later[Any]]) -> Callable[[], None]:
 
 
 def _copy(stream: torch.Stream, parts: list[Part]) -> Callable[[], None]:
-    tensors = [part.tensor for part in parts if part.tensor is not None]
-    layout = [(tensor.shape, tensor.dtype, tensor.nbytes) for tensor in tensors]
+    waiting = [(part, tensor) for part in parts if (tensor := part.tensor) is not None]
+    if not waiting:
+        return lambda: None
+    layout = [(part, tensor.shape, tensor.dtype, tensor.nbytes) for part, tensor in waiting]
     done: torch.Event | None = None
     with stream:
-        packed = host = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors])
+        packed = host = torch.cat([tensor.reshape(-1).view(torch.uint8) for _, tensor in waiting])
         if packed.is_cuda:  # other accelerators need not have pinned memory
             host = torch.empty(packed.shape, dtype=torch.uint8, pin_memory=True)
             host.copy_(packed, non_blocking=True)
@@ -121,10 +124,11 @@ def _copy(stream: torch.Stream, parts: list[Part]) -> Callable[[], None]:
                 values = host.cpu()
         else:
             done.synchronize()
-            values = host.clone()
+            values = host
         start = 0
-        for part, (shape, dtype, nbytes) in zip(parts, layout, strict=True):
-            part.arrive(values[start : start + nbytes].view(dtype).reshape(shape).numpy())
+        for part, shape, dtype, nbytes in layout:
+            aligned = values[start : start + nbytes].clone()  # which also lets go of pinned memory
+            part.arrive(aligned.view(dtype).reshape(shape).numpy())
             start += nbytes
 
     return copied

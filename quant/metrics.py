@@ -119,7 +119,7 @@ def _error_sums(x: Tensor, q: Tensor) -> Tensor:
     x, q = x.detach(), q.detach()
     if (found := cpu.measure(x, q)) is not None:
         return torch.from_numpy(found[:8])
-    if _has_triton(x):
+    if _has_triton(x) and _has_triton(q):
         return _triton_score(x, q)[0][:8]
     chunk = CHUNK if x.device.type == "cpu" else DEVICE_CHUNK
     total = torch.zeros(8, dtype=torch.float64, device=x.device)

@@ -110,8 +110,8 @@ class Curves:
 def _sample(model: nn.Module) -> list[Tensor]:
     """Some values of each parameter, evenly spaced."""
     parameters: list[Any] = [p.detach() for p in model.parameters()]
-    local = [x.to_local() if is_dtensor(x) else x for x in parameters]
-    found: list[Tensor] = [_spread(x, SAMPLE).float() for x in local if x.is_floating_point()]
+    flat = [(x.to_local() if is_dtensor(x) else x).reshape(-1) for x in parameters]
+    found: list[Tensor] = [x[:: max(1, len(x) // SAMPLE)][:SAMPLE].float() for x in flat if x.is_floating_point()]
     devices = dict.fromkeys(x.device for x in found)
     return [torch.cat([x for x in found if x.device == device]) for device in devices]
 
@@ -119,7 +119,7 @@ def _sample(model: nn.Module) -> list[Tensor]:
 def _spread(x: Tensor, most: int) -> Tensor:
     """At most so many values of x, flat and evenly spaced."""
     flat = x.detach().reshape(-1)
-    return flat[:: max(1, len(flat) // most)][:most]
+    return flat[:: max(1, -(-len(flat) // most))]
 
 
 def _copies(tensors: Sequence[Tensor]) -> list[Copied]:

@@ -76,6 +76,24 @@ def _acquired() -> Lock:
     return lock
 
 
+def _locked(queue: list[tuple[int, Lock]]) -> list[tuple[int, Lock]]:
+    """What is not done; the rest is dropped. Backward passes of several devices call this, each in its own thread."""
+    for entry in list(queue):
+        if not entry[1].locked():
+            with suppress(ValueError):  # another thread dropped it
+                queue.remove(entry)
+    return list(queue)
+
+
+def _wait_for(entry: tuple[int, Lock]) -> None:
+    while entry[1].locked():  # not acquired, which Ctrl-C might leave it
+        time.sleep(0.001)
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
 class Writing:
     """The files and segments of one rank of a run, its tensor files within max_bytes in all. The rows of a segment go
     to the sink once it is on the disk; a sink that fails is not used again, with a warning. The monitor sees every row.
@@ -95,8 +113,9 @@ class Writing:
         self._sink = sink
         self._monitor = monitor
         self._reduction = reduction
-        # Bytes of each queued file or segment's results, and a lock that is released once it is written or was refused.
+        # Bytes of each queued file, and of each segment's results; a lock that is released once that is done or failed.
         self._queued: list[tuple[int, Lock]] = []
+        self._fetched: list[tuple[int, Lock]] = []
         self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._failures: deque[Exception] = deque()
         # Only the thread writes the following variables.
@@ -116,15 +135,16 @@ class Writing:
         self._raise()
         nbytes = x.numel() * x.element_size()
         while True:
-            queued = self._unwritten()
+            if self._bytes + nbytes + OVERHEAD > self._max_bytes:
+                return False
+            queued, fetched = _locked(self._queued), _locked(self._fetched)
             queued_bytes = sum(size for size, _ in queued)
             # A file that takes less than was reserved for it leaves room for the next.
             fits = self._bytes + queued_bytes + nbytes + (len(queued) + 1) * OVERHEAD <= self._max_bytes
-            if fits and (not queued or queued_bytes + nbytes <= IN_FLIGHT):
+            in_flight = queued_bytes + sum(size for size, _ in fetched)
+            if fits and (not in_flight or in_flight + nbytes <= IN_FLIGHT):
                 break
-            if not queued:
-                return False
-            self._wait_for(queued[0])
+            _wait_for((queued or fetched)[0])
         copy, arrived = copy_later(x)
         described = fetch(results)
         lock = _acquired()
@@ -137,31 +157,12 @@ class Writing:
         self._queued.append((nbytes, lock))
         return True
 
-    def _unwritten(self) -> list[tuple[int, Lock]]:
-        """What is queued. Backward passes of several devices call this, each in a thread of its own."""
-        for entry in list(self._queued):
-            if not entry[1].locked():
-                self._drop_entry(entry)
-        return list(self._queued)
-
-    def _wait_for(self, entry: tuple[int, Lock]) -> None:
-        if self._drop_entry(entry):
-            entry[1].acquire()
-
-    def _drop_entry(self, entry: tuple[int, Lock]) -> bool:
-        """False if another thread has dropped it."""
-        try:
-            self._queued.remove(entry)
-        except ValueError:
-            return False
-        return True
-
     def publish(self, pending: Sequence[Pending], **status: Any) -> None:
         """Queue rows, whose files were offered, to be published as a segment, and the run's status to be updated, also
         with `status`. Raises an earlier failure."""
         rows, (arrived, fetched) = list(pending), self._fetch(pending)
         self._tasks.put(lambda: self._segment(rows, arrived, status))
-        self._queued += fetched
+        self._fetched += fetched
         self._raise()
 
     def publish_reduced(self, iteration: int, pending: Sequence[Pending]) -> None:
@@ -169,7 +170,7 @@ class Writing:
         `publish`, which raises any failure."""
         rows, (arrived, fetched) = list(pending), self._fetch(pending)
         self._tasks.put(lambda: self._segment(rows, arrived, {}, iteration))
-        self._queued += fetched
+        self._fetched += fetched
 
     def _fetch(self, pending: Sequence[Pending]) -> tuple[Callable[[], None], list[tuple[int, Lock]]]:
         """Copy the results of rows, once there is room: a function that waits for them, to be called once, and what to
@@ -178,9 +179,15 @@ class Writing:
         nbytes = fetched_nbytes(results)
         if not nbytes:
             return lambda: None, []
-        while (queued := self._unwritten()) and sum(size for size, _ in queued) + nbytes > IN_FLIGHT:
-            self._wait_for(queued[0])
-        arrived, lock = fetch(results), _acquired()
+        while (waiting := [*_locked(self._fetched), *_locked(self._queued)]) and (
+            sum(size for size, _ in waiting) + nbytes > IN_FLIGHT
+        ):
+            _wait_for(waiting[0])
+        try:
+            arrived = fetch(results)
+        except RuntimeError as refused:  # no memory: the thread that writes says so, with the other ranks served
+            arrived = partial(_raise, refused)
+        lock = _acquired()
 
         def once() -> None:
             try:
@@ -268,10 +275,9 @@ class Writing:
         status: dict[str, Any],
         watched: int | None = None,
     ) -> None:
-        arrived()
         kept = [each for each in pending if each.path is None or each.path in self._unnamed]
         take = self._take if watched is None else partial(self._take_reduced, watched)
-        if not self._attempt(lambda: take(kept)):
+        if not self._attempt(lambda: take(kept, arrived)):
             self._drop({each.path for each in kept if each.path})
         if self._due:
             self._attempt(self._write)
@@ -280,16 +286,18 @@ class Writing:
     def _update_status(self, **status: Any) -> None:
         self._writer.update(**self.counts, **status)
 
-    def _take(self, kept: list[Pending]) -> None:
+    def _take(self, kept: list[Pending], arrived: Callable[[], None] = lambda: None) -> None:
         """Make rows, and add those of the monitor's ring if a trigger has fired in the meantime."""
+        arrived()
         rows = self._made(kept)
         ring = [row for row, each in zip(rows, kept, strict=True) if each.ring]
         self._rows += self._monitor.see(rows, ring) if self._monitor else rows
 
-    def _take_reduced(self, iteration: int, kept: list[Pending]) -> None:
+    def _take_reduced(self, iteration: int, kept: list[Pending], arrived: Callable[[], None]) -> None:
         """Like `_take`, for the rows of a watched step, which do not belong to the ring."""
         own: list[TensorRow] = []
         try:
+            arrived()
             own = self._made(kept)
             seen = self._monitor.see(own, []) if self._monitor else own
             self._rows += seen[: len(seen) - len(own)]  # what was in the ring

@@ -616,7 +616,7 @@ def score(
     computed here if None and needed.
     """
     check_device(x)
-    stored = triton_scores.DTYPES[x.dtype]
+    stored = triton_scores.DTYPES[x.dtype if y is None else y.dtype]
     x, y = x.contiguous(), None if y is None else y.contiguous()
     if INTERPRETED:
         x, y = x.float(), None if y is None else y.float()

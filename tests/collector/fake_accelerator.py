@@ -24,6 +24,7 @@ from binade.collector import Recorder, Watch, instrument
 from binade.collector.capture.provenance import stays
 from binade.collector.ranks import Ranks
 from binade.data.catalog import Catalog
+from binade.data.tensor_kinds import Measure
 
 _setup_privateuseone_for_python_backend("npu")
 DEVICE, CPU = torch.device("npu", 0), torch.device("cpu")
@@ -78,8 +79,9 @@ def recorded(recipe: str, device: torch.device) -> pd.DataFrame:
     model = nn.Sequential(nn.Linear(64, 96), nn.LayerNorm(96), nn.ReLU(), nn.Linear(96, 32)).to(device)
     x = torch.randn(2, 20, 64, generator=torch.Generator().manual_seed(1)).to(device)
     with tempfile.TemporaryDirectory() as root:
+        options = {"scores": ("mxfp8", "nvfp4"), "measures": tuple(Measure), "iterations": 2}
         with (
-            Recorder(root, scores=("mxfp8", "nvfp4"), watch=Watch(find_nan=True), iterations=2) as recorder,
+            Recorder(root, watch=Watch(find_nan=True), **options) as recorder,
             instrument(model, recipe, recorder),
         ):
             for _ in range(2):

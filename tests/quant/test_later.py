@@ -47,3 +47,27 @@ def test_what_a_side_stream_computes_is_waited_for():
     assert not side.query()
     arrived()
     assert (result(), alone()) == (1 << 20, 2 << 20)
+
+
+def test_odd_sizes_are_packed_and_read_at_any_offset(monkeypatch):
+    """float32 scalars between float64: what is fetched on an accelerator, through a stream that is not there."""
+
+    class Stream:
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            pass
+
+    stream, parts = (
+        Stream(),
+        [Part(x) for x in (torch.tensor(1.5), torch.arange(3.0).double(), torch.ones(5), torch.tensor(7))],
+    )
+    for part in parts:
+        part.stream = stream
+    results = [Later(lambda x: x.copy(), part) for part in parts]
+    arrived = fetch(results)
+    parts[2].arrive(parts[2].tensor.numpy())  # by the other thread, which had fetched it alone
+    arrived()
+    assert [result().tolist() for result in results] == [1.5, [0.0, 1.0, 2.0], [1.0] * 5, 7]
+    fetch(results)()

@@ -389,8 +389,8 @@ def _probabilities(
 
 def by_heads(x: Tensor) -> list[Tensor]:
     """x [..., s, t] in pieces of whole heads and about PIECE values, so that what is computed of them in float32 takes
-    little memory; views of a contiguous x."""
-    heads = x.reshape(-1, *x.shape[-2:])
+    little memory; views of a contiguous x. A mask that differs by sequence is copied for its heads."""
+    heads = x.reshape(x.shape[:-2].numel(), *x.shape[-2:])
     return list(torch.split(heads, max(1, PIECE // max(1, x.shape[-2:].numel()))))
 
 

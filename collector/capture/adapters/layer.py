@@ -11,6 +11,7 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import update_wrapper
+from threading import Lock
 from typing import Any
 
 import torch
@@ -164,12 +165,34 @@ def replaces(module: nn.Module, name: str, method: Callable[[Any], Callable[...,
     return lambda begin: set_on(module, name, _uncompiled(method(begin)))
 
 
+class _Eager:
+    """torch's stance is one for the process: the first of overlapping calls sets it, the last one restores it."""
+
+    def __init__(self) -> None:
+        self.lock, self.calls, self.undo = Lock(), 0, ExitStack()
+
+    def __enter__(self) -> None:
+        with self.lock:
+            if not self.calls:
+                self.undo.enter_context(torch.compiler.set_stance("force_eager"))
+            self.calls += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self.lock:
+            self.calls -= 1
+            if not self.calls:
+                self.undo.close()
+
+
+_EAGER = _Eager()
+
+
 def eagerly(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function, which runs as its original Python code wherever it is called, and so do compiled functions that it
     calls. Others stay compiled."""
 
     def instrumented_and_not_compiled(*args: Any, **kwargs: Any) -> Any:  # torch shows this name where it must compile
-        with torch.compiler.set_stance("force_eager"):
+        with _EAGER:
             return function(*args, **kwargs)
 
     return _uncompiled(instrumented_and_not_compiled)
