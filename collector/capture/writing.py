@@ -135,16 +135,14 @@ class Writing:
         self._raise()
         nbytes = x.numel() * x.element_size()
         while True:
-            if self._bytes + nbytes + OVERHEAD > self._max_bytes:
-                return False
-            queued, fetched = _locked(self._queued), _locked(self._fetched)
-            queued_bytes = sum(size for size, _ in queued)
-            # A file that takes less than was reserved for it leaves room for the next.
-            fits = self._bytes + queued_bytes + nbytes + (len(queued) + 1) * OVERHEAD <= self._max_bytes
-            in_flight = queued_bytes + sum(size for size, _ in fetched)
-            if fits and (not in_flight or in_flight + nbytes <= IN_FLIGHT):
+            queued = _locked(self._queued)
+            alone = self._bytes + nbytes + OVERHEAD  # read after the queue: what has left that is counted
+            if alone + sum(size + OVERHEAD for size, _ in queued) <= self._max_bytes:
                 break
-            _wait_for((queued or fetched)[0])
+            if not queued or alone > self._max_bytes:
+                return False
+            _wait_for(queued[0])  # a file that takes less than was reserved for it leaves room for the next
+        self._make_room(nbytes)
         copy, arrived = copy_later(x)
         described = fetch(results)
         lock = _acquired()
@@ -156,6 +154,13 @@ class Writing:
         self._tasks.put(lambda: self._file(relative, copy, both, describe, lock))
         self._queued.append((nbytes, lock))
         return True
+
+    def _make_room(self, nbytes: int) -> None:
+        """Wait until so many bytes may be in flight, or nothing else is."""
+        while waiting := [*_locked(self._queued), *_locked(self._fetched)]:
+            if sum(size for size, _ in waiting) + nbytes <= IN_FLIGHT:
+                break
+            _wait_for(waiting[0])
 
     def publish(self, pending: Sequence[Pending], **status: Any) -> None:
         """Queue rows, whose files were offered, to be published as a segment, and the run's status to be updated, also
@@ -179,10 +184,7 @@ class Writing:
         nbytes = fetched_nbytes(results)
         if not nbytes:
             return lambda: None, []
-        while (waiting := [*_locked(self._fetched), *_locked(self._queued)]) and (
-            sum(size for size, _ in waiting) + nbytes > IN_FLIGHT
-        ):
-            _wait_for(waiting[0])
+        self._make_room(nbytes)
         try:
             arrived = fetch(results)
         except RuntimeError as refused:  # no memory: the thread that writes says so, with the other ranks served

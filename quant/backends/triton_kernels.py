@@ -303,12 +303,12 @@ def _taper(tiers: tuple[Tier, ...]) -> int:
     return most if len(tiers) > 1 and all(found) else 0
 
 
-def _tiling(block_size: int, axis: int, inner: int, blocks: int, per_thread: int = PER_THREAD) -> tuple[int, bool]:
+def _tiling(block_size: int, axis: int, inner: int, blocks: int, tile: int = 32 * PER_THREAD) -> tuple[int, bool]:
     """Blocks to a program, and whether tiles are whole: no block is short, no tile is part empty or spans two rows of
-    blocks. Whole tiles need no mask and no division per block, which would otherwise cost more than the rounding."""
+    blocks. Whole tiles need no mask and no division per block, which would otherwise cost more than the rounding.
+    tile: values of a compiled program, if blocks lie along another axis than the last."""
     block_pow2 = triton.next_power_of_2(block_size)
-    # Along another axis a program is one warp, whose lanes find the largest magnitudes without shared memory.
-    tile = TILE if inner == 1 or INTERPRETED else 32 * per_thread
+    tile = TILE if inner == 1 or INTERPRETED else tile
     groups = max(1, min(tile // block_pow2, triton.next_power_of_2(blocks)))
     fit = math.gcd(groups, blocks if inner == 1 else inner)
     # A smaller tile that fits is worth it unless it is tiny, or interpreted, where each program costs milliseconds.
@@ -364,8 +364,9 @@ def _launch(
     global launches
     launches += 1
     per_thread = PER_THREAD_SCORED if score else 2 * PER_THREAD if grid.inner > 1 else PER_THREAD
-    warps = 4 if score else 1
-    groups, whole = _tiling(grid.block, grid.axis, grid.inner, grid.blocks, warps * per_thread)
+    # Along another axis a program that rounds is one warp, whose lanes find the largest magnitudes without shared
+    # memory. One that scores is four: each program has sums to write, and waits for its turn to count itself.
+    groups, whole = _tiling(grid.block, grid.axis, grid.inner, grid.blocks, 32 * per_thread * (4 if score else 1))
     programs = triton.cdiv(grid.blocks, groups)
     if score:
         y, scales, limits = x if score.y is None else score.y, score.scales, score.limits

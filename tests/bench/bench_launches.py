@@ -88,7 +88,6 @@ class Steps:
 
     def __init__(self, stack: ExitStack, layer: str, case: str, recipe: str, tokens: int, device: str) -> None:
         from binade.collector.capture.instrument import instrument
-        from binade.collector.capture.options import Watch
         from binade.collector.capture.recorder import Recorder
         from binade.collector.settings import DEFAULT_SCORES
         from binade.data.tensor_kinds import Measure
@@ -104,9 +103,7 @@ class Steps:
             "defaults": {"measures": (Measure.BLOCKS,)},
             "everything": {"measures": tuple(Measure)},
         }[case]
-        self.recorder = stack.enter_context(
-            Recorder(root, max_bytes=0, watch=Watch(find_nan=False), **{"scores": DEFAULT_SCORES} | asked)
-        )
+        self.recorder = stack.enter_context(Recorder(root, max_bytes=0, **{"scores": DEFAULT_SCORES} | asked))
         stack.enter_context(instrument(self.model, recipe, self.recorder))
 
     def run(self) -> None:
