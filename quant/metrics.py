@@ -387,6 +387,31 @@ def score_blocks_later(
     return errors_later(x, q, spec, scales, dim, absmax), block_histograms_later(x, q, spec, scales, dim)
 
 
+def scores_later(
+    x: Tensor, specs: Sequence[Spec], dim: int = -1, blocks: bool = False, codes: Counted | None = None
+) -> list[tuple[Later[Errors], Later[dict[str, Histogram]] | None]]:
+    """`score_later` for each spec; with `blocks`, of those that have blocks also `block_histograms_later`. Formats for
+    which Triton has a kernel share a pass over x. codes: `counted(x)`, if it is known."""
+    x, pairs = x.detach(), {}
+    together = [spec for spec in specs if _has_triton(x) and has_kernel(spec) and not spec.hadamard]
+    if together:
+        from binade.quant.backends import triton_kernels  # as in _triton_score
+
+        check_tensor(x, dim)
+        for spec, (numbers, counts) in zip(
+            together, triton_kernels.score_formats(x, together, dim, blocks=blocks), strict=True
+        ):
+            found = None if counts is None else Later(histograms, Part(counts))
+            pairs[spec] = _errors(numbers, x.numel()), found
+    for spec in specs:
+        if spec not in pairs and blocks and x.numel() and spec.block not in (None, TENSOR):
+            coded = rotate(x, spec, dim, 0).to(x.dtype) if spec.hadamard else x
+            pairs[spec] = score_blocks_later(coded, unrotated(spec), dim)
+        elif spec not in pairs:
+            pairs[spec] = score_later(x, spec, dim, codes=codes), None
+    return [pairs[spec] for spec in specs]
+
+
 @dataclass(frozen=True)
 class Usage:
     """Which of a format's codes and block scales a tensor uses.

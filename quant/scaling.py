@@ -193,14 +193,19 @@ class Amax(Scaling):
     target: ClassVar[float | None] = None
     pow2: ClassVar[bool] = False
 
-    def of_largest(self, largest: Tensor, spec: Options, absmax: Tensor) -> Tensor:
+    def shared(self, spec: Options) -> tuple[float, float]:
+        """(target, least): S = target / max(absmax, least)."""
         target = self.target or spec.format.max
         if self.pow2 and spec.format.element.precise_emax < spec.format.element.emax:
             target = 2.0 ** (spec.format.element.precise_emax + 1) * (1 - 2.0**-24)  # HiFloat8: just below 2^4
         whole = spec.block in (ROW, TENSOR)
-        # With a Python number in place of either tensor, CUDA would multiply by a rounded reciprocal.
         clamped = whole and not (self.target or spec.history or (self.pow2 and spec.block == TENSOR))
-        divisor = largest.clamp(min=1e-12) if clamped else largest
+        return target, 1e-12 if clamped else 0.0
+
+    def of_largest(self, largest: Tensor, spec: Options, absmax: Tensor) -> Tensor:
+        target, least = self.shared(spec)
+        # With a Python number in place of either tensor, CUDA would multiply by a rounded reciprocal.
+        divisor = largest.clamp(min=least) if least else largest
         scale = (torch.full_like(largest, target) / divisor).clamp(max=FLOAT32_MAX)
         scale = scale.masked_fill(largest == 0, 1.0)
         if self.pow2:

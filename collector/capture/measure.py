@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -208,6 +209,21 @@ class Measurer:
 
         relative = Path("tensors", quant_type, name)
         return relative if run.offer(relative, x, description, (summary,)) else None
+
+
+def warm_up(scores: Sequence[str], blocks: bool) -> float:
+    """Compile the Triton kernels that measure bfloat16 tensors, if this process has used CUDA. Returns the seconds.
+
+    A kernel is compiled for what a large tensor has in common with this one: whole tiles, and sizes divisible by 16.
+    """
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch has no annotations there
+        return 0.0
+    start = time.monotonic()
+    x = torch.zeros(256, 256, dtype=torch.bfloat16, device="cuda")
+    summarize_later(x)
+    tried = try_formats(Observed("a", x), scores, None, blocks)
+    try_formats(Observed("wgrad_a", x, dim=0), scores, None, blocks, before=tried)
+    return time.monotonic() - start
 
 
 class RecorderError(RuntimeError):

@@ -7,6 +7,7 @@ files and rows (writing), those of a micro-batch as one segment: only there are 
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from binade.collector.capture.adapters.dtensor import is_dtensor
 from binade.collector.capture.adapters.layer import InstrumentError, Layer
 from binade.collector.capture.clock import PASSES_BEFORE_WARNING, Clock, Moment, running_backward, seed_of
-from binade.collector.capture.measure import WORDS, Measurer, RecorderError, check_record, dtype_name
+from binade.collector.capture.measure import WORDS, Measurer, RecorderError, check_record, dtype_name, warm_up
 from binade.collector.capture.observer import Observing
 from binade.collector.capture.options import Merge, Watch, saving_enabled, words
 from binade.collector.capture.policy import Policy
@@ -50,6 +51,7 @@ from binade.quant.gemm import Observed
 from binade.quant.quantizer import DTYPES
 from binade.quant.specs import Spec
 
+LOG = logging.getLogger(__name__)
 WATCH = Watch()
 MERGE = Merge()
 RunTwin = Callable[[Callable[[], Tensor], int], Twin]  # of a loss and a number of passes
@@ -150,6 +152,7 @@ class Recorder:
         )
         self.savers: list[Callable[[Path], None]] = []  # write what a later run may continue from to a directory
         self.twins: RunTwin | None = None  # of the instrumented models
+        self.compile_seconds: float | None = None  # see measure.warm_up; None before the Recorder was entered
         self._given = {name: value for name, value in self.config.items() if value is not None}
         self._continued: Continued | None = None
         self._writes_curves = True
@@ -189,6 +192,10 @@ class Recorder:
                 "this Recorder is already recording a run: exit its `with` block first, or create another"
             )
         measurer = self.observing.measurer
+        if self.compile_seconds is None:
+            self.compile_seconds = warm_up(self.observing.scores, Measure.BLOCKS in measurer.measures)
+            if self.compile_seconds:
+                LOG.info("compiled the kernels that measure tensors in %.1f s", self.compile_seconds)
         if self._session:  # of the previous run
             self.clock.reset()
             self.policy.reset()

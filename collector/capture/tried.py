@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
 from torch import Tensor
@@ -15,10 +14,8 @@ from binade.quant.backends.counts import Counted
 from binade.quant.block_histograms import Histogram
 from binade.quant.gemm import Observed
 from binade.quant.later import Later
-from binade.quant.metrics import Errors, errors_later, loss_terms_later, score_blocks_later, score_later
+from binade.quant.metrics import Errors, errors_later, loss_terms_later, score_blocks_later, scores_later
 from binade.quant.quantizer import unrotated
-from binade.quant.reference import absmax_over
-from binade.quant.rotation import rotate
 from binade.quant.specs import TENSOR, Spec
 
 
@@ -77,36 +74,26 @@ def try_formats(
     found = []
     used = None if seen.spec is None else str(seen.spec)
     if seen.spec and used and seen.coded is not None and seen.quantized is not None:
-        rounded = seen.coded, seen.quantized, seen.scales, seen.absmax
-        found.append(_measured(seen, seen.spec, gemm, blocks, *rounded))
-    x = seen.tensor
-    whole = cache(lambda: absmax_over(x.detach(), -1, TENSOR))  # that of the tensor, for all formats that need it
-    for spec in (Spec.of(name) for name in formats if name != used):
-        shared = TENSOR in (spec.block, spec.scaling.outer) and not (spec.history or spec.hadamard)
-        absmax = whole() if shared and x.device.type != "cpu" else None
-        same = next((each for each in before if each.format == str(spec) and not each.used), None)
-        if same and spec.block in (None, TENSOR) and not spec.hadamard:
-            found.append(replace(same, gemm=gemm, blocks=None, first=None, second=None))
-        elif blocks and x.numel() and spec.block not in (None, TENSOR):
-            coded = rotate(x, spec, seen.dim, 0).to(x.dtype) if spec.hadamard else x
-            found.append(_measured(seen, spec, gemm, blocks, coded, None, None, absmax))
+        found.append(_measured(seen, seen.spec, gemm, blocks))
+    formerly = {each.format: each for each in before if not each.used}
+    specs = [spec for spec in map(Spec.of, formats) if str(spec) != used]
+    flat = [spec for spec in specs if spec.block in (None, TENSOR) and not spec.hadamard]
+    again = {spec: formerly[str(spec)] for spec in flat if str(spec) in formerly}
+    tried = [spec for spec in specs if spec not in again]
+    scores = dict(zip(tried, scores_later(seen.tensor, tried, seen.dim, blocks, codes), strict=True))
+    for spec in specs:
+        if spec in again:
+            found.append(replace(again[spec], gemm=gemm, blocks=None, first=None, second=None))
         else:
-            found.append(Tried(str(spec), gemm, False, score_later(x, spec, seen.dim, codes=codes, absmax=absmax)))
+            found.append(Tried(str(spec), gemm, False, *scores[spec]))
     return found
 
 
-def _measured(
-    seen: Observed,
-    spec: Spec,
-    gemm: Gemm | None,
-    blocks: bool,
-    x: Tensor,
-    q: Tensor | None,
-    scales: Tensor | None,
-    absmax: Tensor | None,
-) -> Tried:
-    """Measure the error of x (the operand or its rotation) rounded to q or, without q, by the spec."""
-    used, plain = spec is seen.spec, unrotated(spec)
-    if q is not None and not (blocks and scales is not None and x.numel()):
-        return Tried(str(spec), gemm, used, errors_later(x, q, plain, scales, seen.dim, absmax))
-    return Tried(str(spec), gemm, used, *score_blocks_later(x, plain, seen.dim, q, scales, absmax))
+def _measured(seen: Observed, spec: Spec, gemm: Gemm | None, blocks: bool) -> Tried:
+    """The error that rounding the operand made."""
+    x, q = seen.coded, seen.quantized
+    assert x is not None and q is not None
+    plain = unrotated(spec)
+    if blocks and seen.scales is not None and x.numel():
+        return Tried(str(spec), gemm, True, *score_blocks_later(x, plain, seen.dim, q, seen.scales, seen.absmax))
+    return Tried(str(spec), gemm, True, errors_later(x, q, plain, seen.scales, seen.dim, seen.absmax))

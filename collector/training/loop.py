@@ -246,6 +246,8 @@ def _train(
         f"run {recorder.writer.run_id}: {config.model_title}, {shape.layers} layers, "
         f"{shape.parameters / 1e6:.1f} M weights, on {config.device}"
     )
+    if recorder.compile_seconds:
+        report(f"compiled the kernels that measure tensors in {recorder.compile_seconds:.1f} s")
     if checkpoint:
         report(f"weights {describe_weights(checkpoint.path)}")
     start, warm_up = 0, config.warmup_iterations

@@ -12,7 +12,9 @@ from pathlib import Path
 import psutil
 
 from binade.collector.errors import ConfigError
+from binade.collector.settings import Device
 from binade.collector.training.plan import Plan
+from binade.data.tensor_kinds import Measure
 
 # Bytes per weight: float32 value, gradient and Adam's two moments; and its bfloat16 copy, from forward to backward.
 PER_WEIGHT = 16
@@ -24,22 +26,29 @@ PER_TWIN = 12
 PER_LOGIT = 14
 # Bytes per attention probability: it is kept twice, in float32 and in bfloat16.
 PER_PROBABILITY = 6
+# Bytes per value of a bfloat16 copy: an operand as it was rounded, the result of a GEMM of operands that were not.
+PER_ROUNDED = 2
+# Bytes per value of what is computed at once for a predicted change in the loss, and the most such values: those of
+# `quant.statistics.DEVICE_CHUNK` on a GPU. On a CPU a kernel computes it.
+PER_CHANGE = 20
+DEVICE_CHUNK = 1 << 24
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank's process."""
+    """Bytes of one rank's process. buffers: of rounding and recording one layer."""
 
     weights: int
     activations: int
+    buffers: int
 
     @property
     def total(self) -> int:
-        return self.weights + self.activations
+        return self.weights + self.activations + self.buffers
 
 
 def needed(plan: Plan) -> Memory:
-    """The peak of one rank of a run, without the short-lived buffers of recording."""
+    """The peak of one rank of a run, without the values that wait to be written."""
     config, shape = plan.config, plan.shape
     outside = sum(shape.tables.values()) * shape.hidden  # whole on every rank
     weights = outside + (shape.parameters - outside) // config.tp
@@ -50,7 +59,25 @@ def needed(plan: Plan) -> Memory:
     layers = norms / (config.tp if config.sequence_parallel else 1) + (cores + linears) / config.tp
     activations = tokens * (layers + PER_LOGIT * shape.vocab)
     per_weight = PER_WEIGHT + PER_COPY + PER_TWIN * bool(config.twin)
-    return Memory(per_weight * weights, int(activations))
+    return Memory(per_weight * weights, int(activations), _buffers(plan))
+
+
+def _buffers(plan: Plan) -> int:
+    """At most what rounding and recording a layer take for a short time: of the layer that takes the most."""
+    config, recipe = plan.config, plan.recipe
+    sizes = config.micro_batch_size, config.sequence_length, config.tp
+    layers = [layer.elements(*sizes).values() for layer in plan.shape.specs()]
+    rounded = max(map(sum, layers)) // config.tp if recipe.quantized else 0
+    largest = max((max(layer.elements(*sizes).values()) for layer in plan.recorded), default=0) // config.tp
+    change = change_bytes(largest, config.device) if Measure.LOSS in config.measures else 0
+    exact = PER_ROUNDED * largest if Measure.RESULT in config.measures and recipe.quantized else 0
+    return PER_ROUNDED * rounded + max(change, exact)
+
+
+def change_bytes(values: int, device: str) -> int:
+    """What the predicted change in the loss takes for an operand of so many values: for a linear layer of 4096 × 4096
+    and 2048 to 16,384 tokens 1.0 to 1.6 times what `tests.bench.bench_launches` counts."""
+    return PER_ROUNDED * values + PER_CHANGE * min(values, DEVICE_CHUNK) * (device != Device.CPU)
 
 
 def check_memory(plan: Plan, available: int, ranks: int = 1) -> None:
@@ -58,12 +85,12 @@ def check_memory(plan: Plan, available: int, ranks: int = 1) -> None:
     config, memory = plan.config, needed(plan)
     if ranks * memory.total > available:
         each = f" on each of {ranks} ranks" if ranks > 1 else ""
+        use = f"{'--size tiny, ' * (not config.has_path)}fewer --layers, or a shorter --sequence-length"
         raise ConfigError(
             f"{config.model_title} with {plan.shape.layers} layers needs "
             f"{memory.weights / 2**30:.1f} GiB for weights, gradients and optimizer and "
-            f"{memory.activations / 2**30:.1f} GiB for activations{each}, but only {available / 2**30:.1f} GiB are "
-            f"free on {config.device}: use {'--size tiny, ' * (not config.has_path)}fewer --layers, or a shorter "
-            "--sequence-length"
+            f"{(memory.activations + memory.buffers) / 2**30:.1f} GiB for activations and recording{each}, but only "
+            f"{available / 2**30:.1f} GiB are free on {config.device}: use {use}"
         )
 
 

@@ -44,7 +44,7 @@ if INTERPRETED:
 FLOAT32_MAX = tl.constexpr(3.4028234663852886e38)
 NEAREST, HALF_AWAY, STOCHASTIC = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 FLOOR, CEIL, EVEN, RCEIL, NVFP4, HIF4 = (tl.constexpr(rule.value) for rule in list(Kernel)[:6])
-GIVEN, LARGEST = tl.constexpr(0), tl.constexpr(-1)
+GIVEN, LARGEST, SHARED = tl.constexpr(0), tl.constexpr(-1), tl.constexpr(-3)  # rules that `Kernel` does not list
 ALL, EACH = tl.constexpr(1), tl.constexpr(2)  # a factor of all blocks, or one for each; 0: there is none
 IN_NUMPY = tl.constexpr(INTERPRETED)
 
@@ -271,11 +271,16 @@ def quotient(values, divisor):
 
 
 @triton.jit
+def is_usual(divisor):
+    """Whether `quotient` divides any element with at most 4 significant bits by it."""
+    return (divisor >= 2.0**-126) & (divisor <= 2.0**64)
+
+
+@triton.jit
 def has_quotient(block, outer_ptr, divisor_ptr, FACTORS: tl.constexpr, ADJACENT: tl.constexpr):
     """Whether `quotient` divides what `read_back` divides, for elements with at most 4 significant bits."""
     if FACTORS[3] and not FACTORS[1] and not FACTORS[2]:
-        divisor = factor(divisor_ptr, block, FACTORS[3], ADJACENT)
-        usual = ((divisor >= 2.0**-126) & (divisor <= 2.0**64)).to(tl.int32)
+        usual = is_usual(factor(divisor_ptr, block, FACTORS[3], ADJACENT)).to(tl.int32)
         return (tl.min(tl.ravel(usual), axis=0) if FACTORS[3] == EACH else usual) != 0
     elif FACTORS[2] == ALL and FACTORS[3] == ALL:
         divisor, outer = tl.load(divisor_ptr), tl.load(outer_ptr)
@@ -307,6 +312,15 @@ def read_back(
         else:
             values = tl.div_rn(values, tl.broadcast_to(divisor, values.shape))
     return values
+
+
+@triton.jit
+def tensor_scale(absmax, TARGET: tl.constexpr, LEAST: tl.constexpr):
+    """`Amax.of_largest` of a tensor, from `Amax.shared`."""
+    divisor = tl.maximum(absmax, LEAST) if LEAST > 0.0 else absmax
+    scale = tl.div_rn(tl.full([], TARGET, tl.float32), divisor)
+    scale = tl.where(scale > FLOAT32_MAX, FLOAT32_MAX, scale)
+    return tl.where(absmax == 0.0, 1.0, scale) + (absmax - absmax)  # NaN unless absmax is finite
 
 
 @triton.jit

@@ -18,7 +18,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -36,26 +36,41 @@ from binade.quant.backends.triton_arithmetic import (
     LARGEST,
     NEAREST,
     NVFP4,
+    SHARED,
     STOCHASTIC,
     add_errors,
     block_scale,
     factor,
     has_quotient,
     hif4_scale,
+    is_usual,
     largest,
     noise,
+    quotient,
     read_back,
     round_to_element,
     runs_of,
+    tensor_scale,
     tl,
     triton,
     widen,
 )
-from binade.quant.backends.triton_scores import BLOCKS, NUMBERS, ROUNDED, RUNS, SUMS, Score, add_score, as_stored
+from binade.quant.backends.triton_scores import (
+    BINS,
+    BLOCKS,
+    NUMBERS,
+    ROUNDED,
+    RUNS,
+    SUMS,
+    WORK,
+    Score,
+    add_score,
+    as_stored,
+)
 from binade.quant.block_histograms import COUNTS, counted_blocks
 from binade.quant.elements import E4M3, Element, Overflow, Rounding, Tier
-from binade.quant.reference import outer_absmax
-from binade.quant.scaling import kernel_of
+from binade.quant.reference import absmax_over, outer_absmax
+from binade.quant.scaling import Amax, kernel_of
 from binade.quant.scheme import Factors, Kernel
 from binade.quant.specs import TENSOR, Spec
 
@@ -68,15 +83,67 @@ PER_THREAD_SCORED = 16  # float64 takes two registers for a value
 # Kernel launches in this process so far.
 launches = 0
 
+_NUMBERS, _WORK, _OUT = (tl.constexpr(size) for size in (NUMBERS, WORK, NUMBERS + BINS))
+
 ROUNDINGS = {Rounding.NEAREST: 0, Rounding.HALF_AWAY: 1, Rounding.STOCHASTIC: 2}
 
 
-@triton.jit(do_not_specialize=["seed"])
-def quantize_dequantize_kernel(
+class How(NamedTuple):
+    """What `round_tile` is compiled for.
+
+    block       values of a block along the axis
+    block_pow2  the next power of two
+    groups      blocks of a program
+    adjacent    whether inner is 1
+    whole       see `_tiling`
+    tiers, taper, emax, mantissa, max, signed_zero   of the element
+    scale_tiers of the block scale's element, for NVFP4 and HIF4
+    limit       what values saturate at; infinite if they do not
+    inverse     1 / max in float32
+    rule        how scales are found: of `Kernel`, GIVEN, LARGEST, ROUNDED or SHARED
+    rounding    of ROUNDINGS
+    scales      whether the scales are written; for GIVEN and ROUNDED, read
+    factors     of each given factor: 0, ALL or EACH
+    bounded     as in `round_to_element`
+    score       0: y is written; else its errors are added up: SUMS, BLOCKS or RUNS
+    stored      for a score: the dtype of y, see `as_stored`
+    limits      for a score: kinds of (left, right), -1 if none saturates; the numbers of those without one
+    shared      for SHARED: see `Amax.shared`
+    """
+
+    block: int
+    block_pow2: int
+    groups: int
+    adjacent: bool
+    whole: bool
+    tiers: tuple[Tier, ...]
+    taper: int
+    scale_tiers: tuple[Tier, ...]
+    emax: int
+    mantissa: int
+    max: float
+    limit: float
+    inverse: float
+    rule: int
+    rounding: int
+    signed_zero: bool
+    scales: bool
+    factors: tuple[int, ...] = (0, 0, 0, 0)
+    bounded: bool = False
+    score: int = 0
+    stored: int = 0
+    limits: tuple[float, ...] = (-1, -1, 0.0, 0.0)
+    shared: tuple[float, float] = (0.0, 0.0)
+
+
+@triton.jit
+def round_tile(
+    program,
+    programs,
     x_ptr,
     y_ptr,
     scale_ptr,  # the block scales; for LARGEST the largest magnitudes
-    absmax_ptr,  # float32 scalar: the whole tensor's largest magnitude, for NVFP4
+    absmax_ptr,  # float32 scalar: the whole tensor's largest magnitude, for NVFP4 and SHARED
     encode_ptr,  # given factors, see scaling.Factors
     given_ptr,
     outer_ptr,
@@ -92,34 +159,38 @@ def quantize_dequantize_kernel(
     inner,
     blocks_per_row,
     seed,
-    BLOCK: tl.constexpr,
-    BLOCK_POW2: tl.constexpr,
-    GROUPS: tl.constexpr,
-    ADJACENT: tl.constexpr,  # inner == 1
-    WHOLE: tl.constexpr,  # see `_tiling`
-    TIERS: tl.constexpr,
-    TAPER: tl.constexpr,
-    SCALE_TIERS: tl.constexpr,  # of the block scale's element, for NVFP4 and HIF4
-    EMAX: tl.constexpr,
-    MANTISSA: tl.constexpr,
-    MAX: tl.constexpr,
-    LIMIT: tl.constexpr,
-    INVERSE: tl.constexpr,  # 1 / MAX in float32
-    RULE: tl.constexpr,
-    ROUNDING: tl.constexpr,
-    SIGNED_ZERO: tl.constexpr,
-    WRITE_SCALES: tl.constexpr,  # for GIVEN and ROUNDED: read them
-    FACTORS: tl.constexpr,  # of each given factor: 0, ALL or EACH
-    BOUNDED: tl.constexpr,  # as in `round_to_element`
-    SCORE: tl.constexpr,  # 0: y is written; else its errors are added up: SUMS, BLOCKS or RUNS
-    STORED: tl.constexpr,  # for a score: the dtype of y, see `as_stored`
-    LIMITS: tl.constexpr,  # for a score: kinds of (left, right), -1 if none saturates; the numbers of those without one
+    HOW: tl.constexpr,
 ):
-    program = tl.program_id(0).to(tl.int64)
+    """Round the tile of a program, and write it or add up its errors."""
+    BLOCK: tl.constexpr = HOW[0]
+    BLOCK_POW2: tl.constexpr = HOW[1]
+    GROUPS: tl.constexpr = HOW[2]
+    ADJACENT: tl.constexpr = HOW[3]
+    WHOLE: tl.constexpr = HOW[4]
+    TIERS: tl.constexpr = HOW[5]
+    TAPER: tl.constexpr = HOW[6]
+    SCALE_TIERS: tl.constexpr = HOW[7]
+    EMAX: tl.constexpr = HOW[8]
+    MANTISSA: tl.constexpr = HOW[9]
+    MAX: tl.constexpr = HOW[10]
+    LIMIT: tl.constexpr = HOW[11]
+    INVERSE: tl.constexpr = HOW[12]
+    RULE: tl.constexpr = HOW[13]
+    ROUNDING: tl.constexpr = HOW[14]
+    SIGNED_ZERO: tl.constexpr = HOW[15]
+    WRITE_SCALES: tl.constexpr = HOW[16]
+    FACTORS: tl.constexpr = HOW[17]
+    BOUNDED: tl.constexpr = HOW[18]
+    SCORE: tl.constexpr = HOW[19]
+    STORED: tl.constexpr = HOW[20]
+    LIMITS: tl.constexpr = HOW[21]
+    BASE: tl.constexpr = HOW[22]
+    program = program.to(tl.int64)
     group = tl.arange(0, GROUPS)
     lane = tl.arange(0, BLOCK_POW2)
     block = program * GROUPS + group
     REDUCED: tl.constexpr = 1 if ADJACENT else 0
+    PRECISE: tl.constexpr = MANTISSA <= 3 and LIMIT == MAX  # at most 4 significant bits; finite or NaN
     if WHOLE:
         # Whole blocks and whole tiles: the start of a tile is scalar arithmetic, 32 bits are enough within it, and
         # there is no mask.
@@ -159,10 +230,16 @@ def quantize_dequantize_kernel(
         k = 0
     if RULE == ROUNDED:
         y = widen(tl.load(y_ptr + start + within) if WHOLE else tl.load(y_ptr + start + within, mask=inside, other=0.0))
+    elif RULE == SHARED:
+        whole = tensor_scale(tl.load(absmax_ptr), BASE[0], BASE[1])
+        values = round_to_element(x * whole, k, TIERS, TAPER, EMAX, MAX, LIMIT, ROUNDING, SIGNED_ZERO, BOUNDED)
+        if PRECISE and is_usual(whole):
+            y = quotient(values, whole)
+        else:
+            y = tl.div_rn(values, tl.broadcast_to(whole, values.shape))
     elif RULE == GIVEN:
         encoded = x * factor(encode_ptr, known, FACTORS[0], ADJACENT) if FACTORS[0] else x
         values = round_to_element(encoded, k, TIERS, TAPER, EMAX, MAX, LIMIT, ROUNDING, SIGNED_ZERO, BOUNDED)
-        PRECISE: tl.constexpr = MANTISSA <= 3 and LIMIT == MAX  # at most 4 significant bits; finite or NaN
         if PRECISE and has_quotient(known, outer_ptr, divisor_ptr, FACTORS, ADJACENT):
             y = read_back(values, known, given_ptr, outer_ptr, divisor_ptr, FACTORS, ADJACENT, True)
         else:
@@ -211,7 +288,7 @@ def quantize_dequantize_kernel(
         ok = tl.abs(x) <= FLOAT32_MAX
         if not WHOLE:
             ok = ok & inside
-        if RULE == GIVEN or RULE == ROUNDED:
+        if RULE == GIVEN or RULE == ROUNDED or RULE == SHARED:
             one = tl.full([GROUPS, 1] if ADJACENT else [1, GROUPS], 1.0, tl.float32)
             scale = factor(scale_ptr, known, EACH, ADJACENT) if WRITE_SCALES else one
         if RULE == NVFP4:
@@ -224,7 +301,7 @@ def quantize_dequantize_kernel(
             over = (tl.abs(x).to(tl.float64) * left > scale.to(tl.float64) * finer * right) & (scale > 0.0)
         add_score(
             *(x, as_stored(y, STORED), ok, over, tl.reshape(scale, [GROUPS]), BLOCK if WHOLE else length),
-            *(block, blocks, partial_ptr, work_ptr, out_ptr, runs_ptr, REDUCED, SCORE),
+            *(block, blocks, partial_ptr, work_ptr, out_ptr, runs_ptr, program, programs, REDUCED, SCORE),
         )
     elif RULE == LARGEST:
         pass
@@ -232,6 +309,72 @@ def quantize_dequantize_kernel(
         tl.store(y_ptr + start + within, y.to(y_ptr.dtype.element_ty))
     else:
         tl.store(y_ptr + start + within, y.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["seed"])
+def quantize_dequantize_kernel(
+    x_ptr,  # as in `round_tile`
+    y_ptr,
+    scale_ptr,
+    absmax_ptr,
+    encode_ptr,
+    given_ptr,
+    outer_ptr,
+    divisor_ptr,
+    left_ptr,
+    right_ptr,
+    partial_ptr,
+    work_ptr,
+    out_ptr,
+    runs_ptr,
+    blocks,
+    axis,
+    inner,
+    blocks_per_row,
+    seed,
+    HOW: tl.constexpr,
+):
+    round_tile(
+        *(tl.program_id(0), tl.num_programs(0), x_ptr, y_ptr, scale_ptr, absmax_ptr),
+        *(encode_ptr, given_ptr, outer_ptr, divisor_ptr, left_ptr, right_ptr),
+        *(partial_ptr, work_ptr, out_ptr, runs_ptr, blocks, axis, inner, blocks_per_row, seed, HOW),
+    )
+
+
+@triton.jit(do_not_specialize=["seed"])
+def score_formats_kernel(
+    x_ptr,
+    absmax_ptr,
+    partial_ptr,  # float64 [formats, NUMBERS, most]
+    work_ptr,  # int64 [formats, WORK]
+    out_ptr,  # float64 [formats, NUMBERS + BINS]
+    numel,
+    axis,
+    inner,
+    most,  # programs of the format that has most
+    seed,
+    HOWS: tl.constexpr,  # of each format
+    FLAT: tl.constexpr,  # of each format: whether the tensor is one row
+):
+    """Scores of several formats. A program scores a tile in one format after the other, so that all but the first find
+    its values in the cache."""
+    for i in tl.static_range(len(HOWS)):
+        score_format(
+            *(x_ptr, absmax_ptr, partial_ptr + i * most * _NUMBERS, work_ptr + i * _WORK, out_ptr + i * _OUT),
+            *(numel, numel if FLAT[i] else axis, 1 if FLAT[i] else inner, seed, HOWS[i]),
+        )
+
+
+@triton.jit
+def score_format(x_ptr, absmax_ptr, partial_ptr, work_ptr, out_ptr, numel, axis, inner, seed, HOW: tl.constexpr):
+    blocks_per_row = tl.cdiv(axis, HOW[0])
+    blocks = numel // axis * blocks_per_row
+    program, programs = tl.program_id(0), tl.cdiv(blocks, HOW[2])
+    if program < programs:
+        round_tile(
+            *(program, programs, x_ptr, x_ptr, x_ptr, absmax_ptr, x_ptr, x_ptr, x_ptr, x_ptr, x_ptr, x_ptr),
+            *(partial_ptr, work_ptr, out_ptr, x_ptr, blocks, axis, inner, blocks_per_row, seed, HOW),
+        )
 
 
 @triton.jit(do_not_specialize=["blocks"])  # 1 would become a constant, which has no dtype
@@ -344,6 +487,61 @@ class Grid:
 NO_FACTORS = Factors()
 
 
+def _how(
+    grid: Grid,
+    element: Element,
+    rule: int,
+    rounding: Rounding = Rounding.NEAREST,
+    overflow: Overflow = Overflow.SATURATE,
+    factors: Factors = NO_FACTORS,
+    scales: bool = False,
+    scale_element: Element = E4M3,
+    bounded: bool = False,
+    shared: tuple[float, float] = (0.0, 0.0),
+    score: int = 0,
+    stored: int = 0,
+    limits: Sequence[float | Tensor] = (),
+) -> How:
+    # Along another axis a program that rounds is one warp, whose lanes find the largest magnitudes without shared
+    # memory. One that scores is four: each program has sums to write, and waits for its turn to count itself.
+    tile = 32 * _per_thread(grid, score) * (4 if score else 1)
+    groups, whole = _tiling(grid.block, grid.axis, grid.inner, grid.blocks, tile)
+    return How(
+        block=grid.block,
+        block_pow2=triton.next_power_of_2(grid.block),
+        groups=groups,
+        adjacent=grid.inner == 1,
+        whole=whole,
+        tiers=element.tiers,
+        taper=_taper(element.tiers),
+        scale_tiers=scale_element.tiers,
+        emax=element.emax,
+        mantissa=element.mantissa_bits,
+        max=element.max,
+        limit=element.max if overflow == Overflow.SATURATE else float("inf"),
+        inverse=float(np.float32(1.0 / element.max)),
+        rule=rule,
+        rounding=ROUNDINGS[rounding],
+        signed_zero=element.signed_zero,
+        scales=scales,
+        factors=_kinds(factors),
+        bounded=bounded,
+        score=score,
+        stored=stored,
+        limits=_limits(limits),
+        shared=shared,
+    )
+
+
+def _per_thread(grid: Grid, score: int) -> int:
+    """Values."""
+    return PER_THREAD_SCORED if score else 2 * PER_THREAD if grid.inner > 1 else PER_THREAD
+
+
+def _warps(grid: Grid, how: How) -> int:
+    return max(1, min(8 if how.score else 4, how.groups * how.block_pow2 // (32 * _per_thread(grid, how.score))))
+
+
 def _launch(
     x: Tensor,
     grid: Grid,
@@ -357,24 +555,24 @@ def _launch(
     scale_element: Element = E4M3,
     seed: int = 0,
     bounded: bool = False,
+    shared: tuple[float, float] = (0.0, 0.0),
     score: Score | None = None,
 ) -> Tensor:
     """y of x's dtype; x itself for LARGEST and with a score, which is computed instead. If interpreted, x is float32:
     the interpreter's own conversions flush bfloat16's subnormals to zero."""
     global launches
     launches += 1
-    per_thread = PER_THREAD_SCORED if score else 2 * PER_THREAD if grid.inner > 1 else PER_THREAD
-    # Along another axis a program that rounds is one warp, whose lanes find the largest magnitudes without shared
-    # memory. One that scores is four: each program has sums to write, and waits for its turn to count itself.
-    groups, whole = _tiling(grid.block, grid.axis, grid.inner, grid.blocks, 32 * per_thread * (4 if score else 1))
-    programs = triton.cdiv(grid.blocks, groups)
+    limits: Sequence[float | Tensor] = score.limits if score else ()
+    scales = score.scales if score else scales
+    given = rounding, overflow, factors, scales is not None, scale_element, bounded, shared
+    how = _how(grid, element, rule, *given, *((score.kind, score.stored, limits) if score else ()))
+    programs = triton.cdiv(grid.blocks, how.groups)
     if score:
-        y, scales, limits = x if score.y is None else score.y, score.scales, score.limits
+        y = x if score.y is None else score.y
         partial = torch.empty(NUMBERS, programs, dtype=torch.float64, device=x.device)
         place = partial, triton_scores.workspace(x.device), score.out, x if score.runs is None else score.runs
     else:
-        y, limits, place = x if rule == LARGEST.value else torch.empty_like(x), (), (x, x, x, x)
-    pointers = *(x if isinstance(limit, float) else limit for limit in limits or (0.0, 0.0)), *place
+        y, place = x if rule == LARGEST.value else torch.empty_like(x), (x, x, x, x)
     with np.errstate(all="ignore"):  # the interpreter computes in numpy, which would warn of every NaN and Inf
         quantize_dequantize_kernel[(programs,)](
             x,
@@ -382,32 +580,12 @@ def _launch(
             x if scales is None else scales,
             x if absmax is None else absmax,
             *(x if factor is None else factor for factor in factors),
-            *pointers,
+            *(x if isinstance(limit, float) else limit for limit in limits or (0.0, 0.0)),
+            *place,
             *grid.sizes,
             seed,
-            BLOCK=grid.block,
-            BLOCK_POW2=triton.next_power_of_2(grid.block),
-            GROUPS=groups,
-            ADJACENT=grid.inner == 1,
-            WHOLE=whole,
-            TIERS=element.tiers,
-            TAPER=_taper(element.tiers),
-            SCALE_TIERS=scale_element.tiers,
-            EMAX=element.emax,
-            MANTISSA=element.mantissa_bits,
-            MAX=element.max,
-            LIMIT=element.max if overflow == Overflow.SATURATE else float("inf"),
-            INVERSE=float(np.float32(1.0 / element.max)),
-            RULE=rule,
-            ROUNDING=ROUNDINGS[rounding],
-            SIGNED_ZERO=element.signed_zero,
-            WRITE_SCALES=scales is not None,  # or they are read
-            FACTORS=_kinds(factors),
-            BOUNDED=bounded,
-            SCORE=score.kind if score else 0,
-            STORED=score.stored if score else 0,
-            LIMITS=_limits(limits),
-            num_warps=max(1, min(8 if score else 4, groups * triton.next_power_of_2(grid.block) // (32 * per_thread))),
+            HOW=how,
+            num_warps=_warps(grid, how),
             enable_fp_fusion=False,
         )
     return y
@@ -568,10 +746,31 @@ def check_device(x: Tensor) -> None:
         )
 
 
-def rule_of(spec: Spec) -> Kernel | None:
+def rule_of(spec: Spec) -> int | None:
     """How the kernel finds a spec's scales by itself; None if it cannot."""
+    scaling = spec.scaling
+    if spec.block is None:
+        return int(GIVEN.value)  # there are none
+    if spec.block == TENSOR:
+        alone = isinstance(scaling, Amax) and not (scaling.pow2 or spec.history)
+        return int(SHARED.value) if alone else None
     rule = kernel_of(spec)
-    return rule if rule and rule <= Kernel.HIF4 and spec.scaling.outer in (None, TENSOR) else None
+    return int(rule) if rule and rule <= Kernel.HIF4 and scaling.outer in (None, TENSOR) else None
+
+
+def _alone(spec: Spec) -> dict[str, Any]:
+    """What `_how` needs of a spec with a rule."""
+    scaling = spec.scaling
+    bounded = spec.block == TENSOR and spec.rounding != Rounding.STOCHASTIC  # by its scale
+    return {
+        "element": spec.format.element,
+        "rule": rule_of(spec),
+        "rounding": spec.rounding,
+        "overflow": Overflow.SATURATE if bounded else spec.overflow,
+        "scale_element": scaling.stored or E4M3,
+        "bounded": bounded,
+        "shared": scaling.shared(spec) if isinstance(scaling, Amax) else (0.0, 0.0),
+    }
 
 
 def quantize_dequantize(
@@ -587,17 +786,83 @@ def quantize_dequantize(
     x = x.float() if INTERPRETED else x
     x = x if x.dim() else x.reshape(1)
     dim = dim % x.dim()
-    rule, element = rule_of(spec), spec.format.element
-    if rule is None:
+    if rule_of(spec) is None:
         runs = TritonRuns(x, spec, dim)
         factors, scales = runs.factors(absmax, want_scales)
         return runs.rescaled(factors, seed).to(dtype).reshape(shape), scales
-    absmax = outer_absmax(x, spec, dim) if absmax is None and spec.scaling.outer else absmax
+    absmax = _outer(x, spec, dim, absmax)
+    has_blocks = spec.block not in (None, TENSOR)
     grid = Grid.of(x, dim, spec.run(x.shape[dim]))
-    scales = torch.empty(grid.blocks, dtype=torch.float32, device=x.device) if want_scales else None
-    stored = spec.scaling.stored or E4M3
-    y = _launch(x, grid, element, rule.value, spec.rounding, spec.overflow, NO_FACTORS, absmax, scales, stored, seed)
+    scales = torch.empty(grid.blocks, dtype=torch.float32, device=x.device) if want_scales and has_blocks else None
+    y = _launch(x, grid, **_alone(spec), absmax=absmax, scales=scales, seed=seed)
     return y.to(dtype).reshape(shape), scales
+
+
+def _outer(x: Tensor, spec: Spec, dim: int, absmax: Tensor | None) -> Tensor | None:
+    """absmax, computed if it is needed."""
+    needed = absmax is None and (spec.scaling.outer or spec.block == TENSOR)
+    return outer_absmax(x, spec, dim) if needed else absmax
+
+
+def score_formats(
+    x: Tensor, specs: Sequence[Spec], dim: int = -1, absmax: Tensor | None = None, seed: int = 0, blocks: bool = False
+) -> list[tuple[Tensor, Tensor | None]]:
+    """`score` of x rounded by each spec, all of which have a kernel. One launch for those with a rule. blocks: of those
+    that have blocks. absmax: of the tensor, computed here if None and needed."""
+    check_device(x)
+    original, stored = x, triton_scores.DTYPES[x.dtype]
+    x = x.contiguous().float() if INTERPRETED else x.contiguous()
+    x = x if x.dim() else x.reshape(1)
+    dim = dim % x.dim()
+    together = [spec for spec in specs if rule_of(spec) is not None]
+    whole = [spec for spec in specs if TENSOR in (spec.block, spec.scaling.outer) and not spec.history]
+    if absmax is None and whole:
+        absmax = absmax_over(x, dim, TENSOR)
+    grids, hows = [], []
+    for spec in together:
+        has_blocks = spec.block not in (None, TENSOR)
+        kind = (BLOCKS if blocks and has_blocks else SUMS).value
+        limits = (1.0, spec.format.max) if spec.scaling.saturates else ()
+        grids.append(Grid.of(x, dim, spec.run(x.shape[dim])))
+        hows.append(_how(grids[-1], **_alone(spec), score=kind, stored=stored, limits=limits))
+    found: dict[Spec, tuple[Tensor, Tensor | None]] = {}
+    if together:
+        out = torch.empty(len(together), NUMBERS + BINS, dtype=torch.float64, device=x.device)
+        _launch_formats(x, dim, grids, tuple(hows), absmax, seed, out)
+        for spec, how, own in zip(together, hows, out, strict=True):
+            counts = own[NUMBERS:][: sum(COUNTS)] if how.score == BLOCKS.value else None
+            found[spec] = own[:NUMBERS], counts
+    for spec in specs:
+        if spec not in found:
+            counted = blocks and spec.block not in (None, TENSOR)
+            found[spec] = score(original, None, spec, dim, None, absmax if spec in whole else None, seed, counted)
+    return [found[spec] for spec in specs]
+
+
+def _launch_formats(
+    x: Tensor, dim: int, grids: Sequence[Grid], hows: tuple[How, ...], absmax: Tensor | None, seed: int, out: Tensor
+) -> None:
+    global launches
+    launches += 1
+    most = max(triton.cdiv(grid.blocks, how.groups) for grid, how in zip(grids, hows, strict=True))
+    partial = torch.empty(len(hows), NUMBERS, most, dtype=torch.float64, device=x.device)
+    with np.errstate(all="ignore"):
+        score_formats_kernel[(most,)](
+            x,
+            x if absmax is None else absmax,
+            partial,
+            triton_scores.workspace(x.device, len(hows)),
+            out,
+            x.numel(),
+            x.shape[dim],
+            x.shape[dim + 1 :].numel(),
+            most,
+            seed,
+            HOWS=hows,
+            FLAT=tuple(grid.axis == x.numel() and grid.inner == 1 for grid in grids),
+            num_warps=max(map(_warps, grids, hows)),
+            enable_fp_fusion=False,
+        )
 
 
 def score(
@@ -616,6 +881,10 @@ def score(
     rounded here, by a spec with a kernel. Without a spec nothing saturates. absmax as in `reference.outer_absmax`,
     computed here if None and needed.
     """
+    if spec is not None and spec.scaling.per_element:  # y does not tell its factors
+        y = None
+    if spec is not None and y is None and rule_of(spec) is not None:
+        return score_formats(x, [spec], dim, absmax, seed, blocks)[0]
     check_device(x)
     stored = triton_scores.DTYPES[x.dtype if y is None else y.dtype]
     x, y = x.contiguous(), None if y is None else y.contiguous()
@@ -624,7 +893,7 @@ def score(
     x = x if x.dim() else x.reshape(1)
 
     def prepared(grid: Grid, kind: Any, scales: Tensor | None = None, limits: Sequence[float | Tensor] = ()) -> Score:
-        out = torch.empty(NUMBERS + (triton_scores.BINS if kind == BLOCKS else 0), dtype=torch.float64, device=x.device)
+        out = torch.empty(NUMBERS + (BINS if kind == BLOCKS else 0), dtype=torch.float64, device=x.device)
         of_runs = torch.empty(3, grid.blocks, dtype=torch.float64, device=x.device) if kind == RUNS else None
         return Score(kind.value, stored, y, scales, limits, out, of_runs)
 
@@ -633,32 +902,19 @@ def score(
         asked = prepared(grid, SUMS)
         _launch(x, grid, E4M3, ROUNDED.value, score=asked)
         return asked.out, None
-    dim = dim % x.dim()
-    if spec.scaling.per_element:  # y does not tell its factors
-        y = None
-    runs, element = TritonRuns(x, spec, dim), spec.format.element
-    if y is None and (rule := rule_of(spec)) is not None:
-        grid = Grid.of(x, dim, spec.run(x.shape[dim]))
-        absmax = outer_absmax(x, spec, dim) if absmax is None and spec.scaling.outer else absmax
-        limits = (1.0, spec.format.max) if spec.scaling.saturates else ()
-        asked = prepared(grid, BLOCKS if blocks else SUMS, None, limits)
-        stored_element = spec.scaling.stored or E4M3
-        how = spec.rounding, spec.overflow, NO_FACTORS, absmax, None, stored_element, seed
-        _launch(x, grid, element, rule.value, *how, score=asked)
+    runs, factors = TritonRuns(x, spec, dim % x.dim()), NO_FACTORS
+    if y is None:
+        factors, scales = runs.factors(absmax, True)
+    per_run = None if scales is None else scales.reshape(-1)
+    of_pieces = None if per_run is None else runs._of_pieces(per_run)
+    grid, together = runs._pieces()
+    kind = SUMS if not blocks else BLOCKS if together == 1 and runs._rows == 1 else RUNS
+    asked = prepared(grid, kind, of_pieces, runs.limits(absmax))
+    if y is None:
+        runs.rescaled(factors, seed, asked)
     else:
-        factors = NO_FACTORS
-        if y is None:
-            factors, scales = runs.factors(absmax, True)
-        per_run = None if scales is None else scales.reshape(-1)
-        of_pieces = None if per_run is None else runs._of_pieces(per_run)
-        grid, together = runs._pieces()
-        kind = SUMS if not blocks else BLOCKS if together == 1 and runs._rows == 1 else RUNS
-        asked = prepared(grid, kind, of_pieces, runs.limits(absmax))
-        if y is None:
-            runs.rescaled(factors, seed, asked)
-        else:
-            _launch(x, grid, E4M3, ROUNDED.value, score=asked)
-        if asked.runs is not None:
-            assert per_run is not None, "the scales of a block format are missing"
-            return asked.out, runs.counts_of(asked.runs, per_run)
+        _launch(x, grid, E4M3, ROUNDED.value, score=asked)
+    if asked.runs is not None:
+        assert per_run is not None, "the scales of a block format are missing"
+        return asked.out, runs.counts_of(asked.runs, per_run)
     return asked.out[:NUMBERS], asked.out[NUMBERS:][: sum(COUNTS)] if blocks else None

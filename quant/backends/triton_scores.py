@@ -22,6 +22,7 @@ NUMBERS = 9  # Σx², Σy², Σxy, Σ(y-x)², largest |y-x|; how many are finite
 REPLICAS = 2 if INTERPRETED else 32
 BINS = 1 << 10  # of a replica
 COUNTER = 16  # numbers before the replicas, of which the first counts the programs that have ended
+WORK = COUNTER + 32 * BINS  # int64 numbers of a workspace
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 MEASURES = tuple((one.bins[0], one.bins[1], one.width) for one in BLOCK_MEASURES.values())
 assert sum(COUNTS) <= BINS
@@ -69,13 +70,14 @@ def add_score(
     block,
     blocks,
     partial_ptr,  # float64 [NUMBERS, programs]
-    work_ptr,  # int64 [COUNTER + REPLICAS * BINS], zero, and zero again at the end
+    work_ptr,  # int64 [WORK], zero, and zero again at the end
     out_ptr,  # float64 [NUMBERS] or [NUMBERS + BINS], see `Score.out`
     runs_ptr,  # float64 [3, blocks]
+    program,
+    programs,
     AXIS: tl.constexpr,  # of the tile, along which blocks lie
     SCORE: tl.constexpr,
 ):
-    program, programs = tl.program_id(0), tl.num_programs(0)
     a = tl.where(ok, x, 0.0).to(tl.float64)
     b = tl.where(ok, y, 0.0).to(tl.float64)
     e = b - a
@@ -170,10 +172,11 @@ class Score:
 _workspaces: dict[tuple[torch.device, int], Tensor] = {}
 
 
-def workspace(device: torch.device) -> Tensor:
-    """int64 zeros for the kernels of the current stream, which run one after the other and leave them zero."""
+def workspace(device: torch.device, scores: int = 1) -> Tensor:
+    """int64 zeros [scores, WORK] for the kernels of the current stream, which run one after the other and leave them
+    zero."""
     stream = 0 if device.type == "cpu" else torch.accelerator.current_stream(device).stream_id
     found = _workspaces.get((device, stream))
-    if found is None:
-        found = _workspaces[device, stream] = torch.zeros(COUNTER + 32 * BINS, dtype=torch.int64, device=device)
+    if found is None or len(found) < scores:
+        found = _workspaces[device, stream] = torch.zeros(max(scores, 8), WORK, dtype=torch.int64, device=device)
     return found

@@ -82,7 +82,10 @@ from binade.quant.backends import triton_kernels, triton_summary  # noqa: E402
 from tests.collector.small_model import SHAPE  # noqa: E402
 
 RECIPES = ("mxfp8", "nvidia_nvfp4(without=keep)", "te_delayed")
-KERNELS = {triton_kernels: ("quantize_dequantize", "run_errors", "run_moments"), triton_summary: ("summarize",)}
+KERNELS = {
+    triton_kernels: ("quantize_dequantize", "score_formats", "run_errors", "run_moments"),
+    triton_summary: ("summarize",),
+}
 
 
 Spoil = Callable[[torch.Tensor], object]

@@ -14,6 +14,7 @@ from binade.collector.models.model import GPTModel
 from binade.collector.training.config import RunConfig
 from binade.collector.training.memory import PER_COPY, PER_LOGIT, PER_WEIGHT, check_memory, needed
 from binade.collector.training.plan import Plan, plan
+from binade.data.tensor_kinds import Measure
 
 
 def kept(planned: Plan) -> tuple[int, int]:
@@ -80,3 +81,16 @@ def test_ranks_of_one_machine_count_together():
     check_memory(plan(config), 2 * each, ranks=2)
     with pytest.raises(ConfigError, match=r"^llama32-1b full with 16 layers needs 20.7 GiB .* on each of 2 ranks, "):
         check_memory(plan(config), 2 * each - 1, ranks=2)
+
+
+def test_rounding_and_recording_take_buffers():
+    """Rounded copies of a layer's three tensors; and for predictions, a copy of the largest operand and its chunk."""
+    config = RunConfig(size="full", sequence_length=512, device="cuda", measures=())
+    largest = max(max(spec.elements(1, 512, 1).values()) for spec in plan(config).recorded)
+    layer = max(sum(spec.elements(1, 512, 1).values()) for spec in plan(config).shape.specs())
+    config = replace(config, micro_batch_size=1)
+    assert needed(plan(config)).buffers == 0
+    assert needed(plan(replace(config, recipe="mxfp4"))).buffers == 2 * layer
+    predicted = needed(plan(replace(config, measures=(Measure.LOSS,)))).buffers
+    assert predicted == 2 * largest + 20 * min(largest, 1 << 24)
+    assert needed(plan(replace(config, measures=(Measure.LOSS,), save_tensors=False))).buffers == 0

@@ -51,15 +51,15 @@ def quantizer(name, adjacent, rounding):
     types |= dict.fromkeys(pointers, "*fp32")
     types |= dict.fromkeys(("left_ptr", "right_ptr", "partial_ptr", "out_ptr", "runs_ptr"), "*fp64")
     types["work_ptr"] = "*i64"
-    constants = dict(BLOCK=block, BLOCK_POW2=block, GROUPS=4096 // block, ADJACENT=adjacent, WHOLE=True,
-                     TIERS=element.tiers, TAPER=kernels._taper(element.tiers),
-                     EMAX=element.emax, MANTISSA=element.mantissa_bits,
-                     SCALE_TIERS=(E6M2 if name == "hif4" else E4M3).tiers,
-                     MAX=element.max, LIMIT=element.max if decided.overflow == "saturate" else float("inf"),
-                     INVERSE=1 / element.max, FACTORS=(1, 0, 0, 1) if name.startswith("fp8") else (0, 0, 0, 0),
-                     RULE=rule, ROUNDING=kernels.ROUNDINGS[decided.rounding],
-                     SIGNED_ZERO=element.signed_zero, WRITE_SCALES=True, BOUNDED=False, SCORE=0, STORED=0,
-                     LIMITS=(-1, -1, 0.0, 0.0))
+    how = kernels.How(
+        block=block, block_pow2=block, groups=4096 // block, adjacent=adjacent, whole=True,
+        tiers=element.tiers, taper=kernels._taper(element.tiers), emax=element.emax, mantissa=element.mantissa_bits,
+        scale_tiers=(E6M2 if name == "hif4" else E4M3).tiers,
+        max=element.max, limit=element.max if decided.overflow == "saturate" else float("inf"), inverse=1 / element.max,
+        factors=(1, 0, 0, 1) if name.startswith("fp8") else (0, 0, 0, 0), rule=int(rule),
+        rounding=kernels.ROUNDINGS[decided.rounding], signed_zero=element.signed_zero, scales=True,
+    )
+    constants = dict(HOW=how)
     if adjacent:
         constants["inner"] = types.pop("inner") and 1
     return compile_kernel(kernels.quantize_dequantize_kernel, types, constants)

@@ -25,7 +25,13 @@ SPECS = (
 )
 OLDEST = "3.5.0"  # of torch 2.9
 TARGETS = {"80": "cubin", "90": "cubin", "100": "cubin", "gfx942": "hsaco", "gfx950": "hsaco"}
-KERNELS = {"quantize_dequantize_kernel", "run_errors_kernel", "run_moments_kernel", "summarize_kernel"}
+KERNELS = {
+    "quantize_dequantize_kernel",
+    "score_formats_kernel",
+    "run_errors_kernel",
+    "run_moments_kernel",
+    "summarize_kernel",
+}
 
 PROGRAM = """
 import sys
@@ -60,8 +66,8 @@ class Compiling:
     def __getitem__(self, grid):
         return self.launch
     def launch(self, *args, **constants):
-        constant = ("RULE", "ROUNDING", "FACTORS", "TAPER", "SCORE")
-        kind = self.kernel.__name__, *map(constants.get, constant)
+        hows = constants.get("HOWS") or [constants.get("HOW")]
+        kind = self.kernel.__name__, *((h.rule, h.rounding, h.factors, h.taper, h.score) for h in hows if h)
         if kind in compiled:
             return
         compiled.add(kind)
@@ -72,7 +78,7 @@ class Compiling:
             print(self.kernel.__name__, target.arch, list(found.asm)[-1], flush=True)
 
 kernels.check_device = lambda x: None
-triton_scores.workspace = lambda device: torch.empty(1, dtype=torch.int64, device=device)
+triton_scores.workspace = lambda device, scores=1: torch.empty(1, dtype=torch.int64, device=device)
 for name in [name for name in vars(kernels) if name.endswith("_kernel")]:
     setattr(kernels, name, Compiling(getattr(kernels, name)))
 for number, text in enumerate(sys.argv[1:]):
@@ -83,6 +89,7 @@ for number, text in enumerate(sys.argv[1:]):
     kernels.score(x, y, spec, dim, scales, blocks=spec.block is not None)
     compiled.clear()
     kernels.quantize_dequantize(x[:1, :32].contiguous(), spec, 1, None, True, 0)  # one run
+kernels.score_formats(x, [Spec.of(text) for text in sys.argv[1:]], -1, torch.empty((), device="meta"), blocks=True)
 types = torch.bfloat16, torch.int64, torch.float64, torch.float64, torch.int64
 tensors = [torch.empty(1, dtype=dtype, device="meta") for dtype in types]
 Compiling(summarize_kernel).launch(*tensors, 1 << 24, ROWS=TILE // 8, WIDTH=8, BINS=BINS, num_warps=WARPS)

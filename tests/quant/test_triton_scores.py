@@ -107,3 +107,44 @@ def test_one_launch_after_another_and_on_large_tensors(device):
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
     assert float(first[1][-240:].sum()) == len(x) * 32
     assert first[0][:8].tolist() == pytest.approx(numbers(x, apply(x, Spec.of("mxfp4"))[0]), rel=1e-12)
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("dim", [0, 1])
+def test_formats_that_share_a_launch(dim, device):
+    """Each has the score that it has alone, and as many values saturate as in the reference; those whose scales the
+    kernel does not find by itself are scored one by one."""
+    from binade.quant.backends import triton_kernels
+
+    texts = ("hifp8", "hifp8(scale=amax8)", "mxfp8", "mxfp4", "nvfp4", "fp8_e4m3(block=tensor)", "nvfp4(block=16x16)")
+    specs, x = [Spec.of(text) for text in texts], values(torch.bfloat16)
+    x = torch.where(x.isfinite(), x, 1.0)
+    before = triton_kernels.launches
+    found = triton_kernels.score_formats(x.to(device), specs, dim, blocks=True)
+    assert triton_kernels.launches == before + 1 + 3  # 16x16: the largest magnitudes, the scales, then the score
+    for spec, (sums, blocks) in zip(specs, found, strict=True):
+        y, scales = reference.quantize_dequantize(x, spec, dim, outer_absmax(x, spec, dim))
+        assert sums[:8].tolist() == pytest.approx(numbers(x, y), rel=1e-12)
+        assert float(sums[8]) == int(look(x, spec, dim).clipped.sum())
+        if spec.block not in (None, TENSOR):
+            assert sum(abs(blocks.cpu().numpy() - block_counts(x, y, spec, scales, dim))) <= 2
+        else:
+            assert blocks is None
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize(
+    "text", ["hifp8(scale=amax8)", "hifp8(scale=amax15)", "fp8_e4m3(block=tensor)", "fp8_e5m2(block=tensor)"]
+)
+def test_scale_of_a_tensor_in_the_kernel(text, device):
+    """From zeros to values whose scale overflows, and with a NaN: the bits of the reference."""
+    spec = Spec.of(text)
+    for exponent in (-149, -127, -60, 0, 60, 127):
+        for special in (1.0, 0.0, torch.inf, torch.nan):
+            x = (torch.tensor([[1.0, -1.4, 0.3, 0.0]]) * 2.0**exponent).float()
+            x[0, 2] = special if special != 1.0 else x[0, 2]
+            x = x if special != 0.0 else torch.zeros_like(x)
+            want = reference.quantize_dequantize(x, spec, -1, outer_absmax(x, spec, -1))[0]
+            found = apply(x.to(device), spec, backend="triton")[0].cpu()
+            torch.testing.assert_close(found, want, rtol=0, atol=0, equal_nan=True)
+            assert torch.equal(found.signbit()[~want.isnan()], want.signbit()[~want.isnan()])
