@@ -26,6 +26,7 @@ class EventKind(StrEnum):
     CAPTURE = "capture"  # steps are recorded in full because of it
     NON_FINITE = "non-finite"  # an operation produced the first NaN or Inf
     SCHEDULE = "schedule"  # what is quantized has changed
+    WEIGHTS = "weights"  # weights that oscillated were set to their rounded values
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -101,11 +101,13 @@ def recipes() -> list[str]:
         recipe = parse_recipe(name)
         about = recipe.about
         kept = [f"Layers kept in bf16: {recipe.keep}."] * bool(recipe.keep)
+        kept += [f"De-oscillation of weights: {recipe.deoscillation}."] * bool(recipe.deoscillation)
         lines = [f"Source: {'; '.join(about.source)}.", *kept]
         lines += [f"Not reproduced: {text}" for text in about.leaves_out] + [
             f"Uncertain: {text}" for text in about.uncertain
         ]
-        shown = [line.split(maxsplit=1) for line in recipe.lines() if not line.rstrip().endswith(" bf16")]
+        plain = re.compile(r"(linear|qk|pv|router)\..*  bf16\s*")
+        shown = [line.split(maxsplit=1) for line in recipe.lines() if not plain.fullmatch(line)]
         rows = [(f"`{operand}`", *re.split("  +", rest, maxsplit=1)) for operand, rest in shown]
         found += [
             f"### {name}: {about.title} ({about.read})",

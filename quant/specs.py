@@ -309,6 +309,11 @@ class GemmFormats:
         return any(self[name] is not None for name in OPERAND_FIELDS)
 
     @property
+    def delayed(self) -> bool:
+        """Whether a scale follows from earlier values."""
+        return any(spec.history > 0 for name in OPERAND_FIELDS if (spec := self[name]))
+
+    @property
     def random(self) -> bool:
         """Whether rounding draws random numbers."""
         return any(spec.random for name in OPERAND_FIELDS if (spec := self[name]))
@@ -316,7 +321,7 @@ class GemmFormats:
     @property
     def varies(self) -> bool:
         """Whether rounding equal operands may differ between passes, because of a seed or of earlier passes."""
-        return self.random or any(spec.history > 0 for name in OPERAND_FIELDS if (spec := self[name]))
+        return self.random or self.delayed
 
 
 OPERAND_FIELDS = ("forward_a", "forward_b", "dgrad_grad", "dgrad_b", "wgrad_grad", "wgrad_a")

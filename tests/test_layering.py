@@ -212,7 +212,7 @@ def loaded_by(*modules: str) -> dict[str, set[str]]:
 
 # What is longer than a reader wants, and why. Docstrings do not count.
 LONG_FILES = {
-    "quant/backends/triton_kernels.py": "the kernels of one pass, which share their helpers",
+    "quant/backends/triton_kernels.py": "the launches of one kernel, which share their helpers",
     "quant/scaling.py": "one class for each scale scheme",
     "data/intake.py": "one transaction, and all that may be wrong with a run that is read",
     "data/runs.py": "a run's directory: its files, their checks and their writer",
@@ -222,7 +222,7 @@ LONG_FILES = {
     "app/style.py": "every color and style of the app",
 }
 LONG_FUNCTIONS = {
-    "quant/backends/triton_kernels.py:quantize_dequantize_kernel": "a kernel",
+    "quant/backends/triton_tiles.py:round_tile": "a kernel",
     "quant/backends/triton_summary.py:summarize_kernel": "a kernel",
     "collector/training/loop.py:_train": "the order of a run, line by line",
     "app/questions/multiples/question.py:multiples": "the fields of a grid of charts",

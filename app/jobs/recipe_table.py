@@ -15,7 +15,8 @@ from typing import Any
 
 import pandas as pd
 
-from binade.collector.recipes.files import OF_ROUNDED, changed_cells, draft_from, to_toml
+from binade.collector.recipes.draft import OF_ROUNDED
+from binade.collector.recipes.files import changed_cells, draft_from, to_toml
 from binade.collector.recipes.ladder import without
 from binade.collector.recipes.parse import parse_recipe
 from binade.collector.recipes.recipe import LINEAR_OPERANDS, MODULES, PARTS, Recipe, RecipeError
@@ -129,6 +130,8 @@ def recipe_of(table: pd.DataFrame, schedule: pd.DataFrame, keep: str, start: Rec
     wrong."""
     about = {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(start.about).items()}
     given = about | _tables(table) | {"keep": {"layers": keep.strip()}, "schedule": []}
+    if start.deoscillation:
+        given["deoscillation"] = asdict(start.deoscillation)
     made = draft_from(given, name).recipe(name)
     for number, row in enumerate(schedule.fillna("").to_dict("records"), 1):
         first, changes = str(row["from"]).strip(), str(row["changes"]).strip()
@@ -174,7 +177,7 @@ def _stage(changes: str, before: Recipe) -> dict[str, Any]:
         except tomllib.TOMLDecodeError:
             raise RecipeError(f"{changes!r}: enter changes such as linear.forward = bf16; qk.forward = bf16") from None
     recipe = parse_recipe(changes)
-    if own := [name for name in ("keep", "schedule") if getattr(recipe, name)]:
+    if own := [name for name in ("keep", "schedule", "deoscillation") if getattr(recipe, name)]:
         raise RecipeError(f"{changes} has its own {' and '.join(own)}: write {without(changes, *own)}")
     modules = dict.fromkeys(name for name, _ in (*before.modules, *recipe.modules))
     return _tables(table_of(replace(recipe, modules=tuple((name, recipe.linear_of((name,))) for name in modules))))

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ from binade.collector.capture.adapters.layer import InstrumentError, Layer, is_a
 from binade.collector.capture.adapters.torch_modules import is_compiled
 from binade.collector.capture.clock import Moment, PassCounter
 from binade.collector.capture.delayed_scales import DelayedScales
-from binade.collector.capture.observer import Hook
+from binade.collector.capture.deoscillation import Deoscillator, followed
+from binade.collector.capture.observer import Hook, part_at
 from binade.collector.capture.provenance import tracing
 from binade.collector.capture.recorder import Recorder
 from binade.collector.capture.schedule import Pending, Switch
@@ -34,10 +36,12 @@ from binade.collector.models.attention import CoreBegin
 from binade.collector.models.site import WRAPPERS, Site
 from binade.collector.recipes.files import to_toml
 from binade.collector.recipes.parse import parse_recipe
-from binade.collector.recipes.recipe import BF16, Part, Recipe, RecipeError
+from binade.collector.recipes.recipe import BF16, Deoscillation, Part, Recipe, RecipeError
 from binade.collector.recipes.selection import Selection
 from binade.data.tensor_kinds import Other, Product
 from binade.data.text import markdown_table
+from binade.quant.later import Later
+from binade.quant.specs import Spec
 
 RECIPE_VARIABLE = "CUSTOM_QUANT_TYPE"
 NOT_PRODUCTS = {(nn.Embedding, nn.EmbeddingBag): "embedding", (nn.modules.conv._ConvNd,): "convolution"}
@@ -79,8 +83,8 @@ def instrument(
             and GEMM; a recomputed forward pass draws the same again.
         iterations: The number of training iterations, if the recipe's schedule depends on it.
         schedule: Changes to bf16 during the run, see `binade.schedule`.
-        scales_of: The directory of a run whose delayed scales are continued. A run writes its own when the context
-            ends.
+        scales_of: The directory of a run whose delayed scales, and sums of de-oscillation, are continued. A run writes
+            its own when the context ends.
 
     The `forward` method of the model's modules (or its equivalent) is replaced, and restored at the end, or once
     nothing more is recorded and nothing is quantized. Nothing else in the model changes. Until then, the model and what
@@ -101,8 +105,7 @@ def instrument(
     attention, quantizes = _quantizes_attention(recipe), any(part != Part() for part in recipe.every_part())
     surveys = [find(each, exclude=exclude, head=head, cores=cores, attention=attention) for each in models]
     layers = [layer for found in surveys for layer in found.layers]
-    names = recorder.tensors if recorder else ()
-    named = [others(each, found, names) for each, found in zip(models, surveys, strict=True)]
+    named = [others(*pair, recorder.tensors if recorder else ()) for pair in zip(models, surveys, strict=True)]
     sites = [layer.site for layer in layers]
     recordable = [*sites, *(layer.site for each in named for _, layer in each)]
     recorded = _chosen(capture, recordable) if capture else frozenset(recordable)
@@ -113,8 +116,9 @@ def instrument(
     for switch in schedule:
         if switch.when is not None and switch.when not in (recorder.triggers if recorder else ()):
             raise InstrumentError(f"schedule waits for the trigger {switch.when!r}, which the Recorder does not have")
-    scales = DelayedScales(scales_of, recorder.ranks.rank if recorder else 0)
     counter = recorder or Recorder(enabled=False)  # which counts passes, but has no run
+    delayed = any(part.formats.delayed for part in recipe.every_part())
+    scales = DelayedScales(scales_of if delayed else None, counter.ranks.rank)
     stages = _stages(recipe, iterations, layers, _unquantized(recipe, skip, sites), schedule)
     _check_kernels(models, stages)
     hooks = [
@@ -149,11 +153,39 @@ def instrument(
         {switch: [hook for hook in hooks if hook.layer.site in switch.sites(sites)] for switch in schedule}
     )
     with ExitStack() as undo:
+        if recipe.deoscillation:
+            undo.enter_context(_deoscillating(recipe.deoscillation, hooks, scales_of, counter))
         undo.enter_context(_attached(instrumented, hooks, recorder, fixed=quantizes))
         undo.enter_context(pending.following(counter))
         if recorder:
             undo.enter_context(_serving(recorder, instrumented, hooks, scales, seed))
         yield
+
+
+@contextmanager
+def _deoscillating(
+    options: Deoscillation, hooks: Sequence[Hook], former: str | Path | None, recorder: Recorder
+) -> Iterator[None]:
+    """A context in which the weights that the forward GEMMs of these hooks round are kept from oscillating; the sums
+    are kept with the run. Raises InstrumentError."""
+
+    def spec(hook: Hook) -> Spec | None:
+        return part_at(hook.stages, hook.policy.clock.iteration).formats["forward_b"]
+
+    def snapped(number: Later[int], total: int) -> None:
+        if recorder.entered:
+            recorder.snapped(number, total)
+
+    linear = [hook for hook in hooks if hook.product is Product.LINEAR]
+    rounding = [hook for hook in linear if any(part.formats["forward_b"] for _, part in hook.stages)]
+    weights = [followed(hook.layer, partial(spec, hook)) for hook in rounding]
+    deoscillator = Deoscillator(options, weights, recorder.ranks.rank, None if former is None else Path(former))
+    recorder.savers.append(deoscillator.save)
+    try:
+        with deoscillator.following(snapped):
+            yield
+    finally:
+        recorder.savers.remove(deoscillator.save)
 
 
 Stages = list[tuple[Layer, Product, Sequence[tuple[int, Part]]]]

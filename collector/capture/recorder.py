@@ -48,6 +48,7 @@ from binade.data.tensor_kinds import (
 )
 from binade.data.twin import Twin, append_twin
 from binade.quant.gemm import Observed
+from binade.quant.later import Later
 from binade.quant.quantizer import DTYPES
 from binade.quant.specs import Spec
 
@@ -97,6 +98,8 @@ class Recorder:
         RecorderError: The Recorder records outside its context, or is entered twice.
         OSError: A later write failed. The next call or the end of the context raises it.
     """
+
+    compile_seconds: float | None = None  # see measure.warm_up; None before it was entered
 
     def __init__(
         self,
@@ -152,7 +155,6 @@ class Recorder:
         )
         self.savers: list[Callable[[Path], None]] = []  # write what a later run may continue from to a directory
         self.twins: RunTwin | None = None  # of the instrumented models
-        self.compile_seconds: float | None = None  # see measure.warm_up; None before the Recorder was entered
         self._given = {name: value for name, value in self.config.items() if value is not None}
         self._continued: Continued | None = None
         self._writes_curves = True
@@ -444,6 +446,19 @@ class Recorder:
         """Write an event: what is quantized has changed with this iteration."""
         if self.entered:
             self.later(partial(self.session.monitor.announce, EventKind.SCHEDULE, self.clock.iteration, text, trigger))
+
+    def snapped(self, number: Later[int], total: int) -> None:
+        """Write an event: so many elements of the weights were set to their rounded value."""
+        iteration, announce = self.clock.iteration, self.session.monitor.announce
+
+        def write() -> None:
+            found = number()
+            text = (
+                f"{found:,} of {total:,} weights ({found / total:.3%}) oscillated and were set to their rounded value"
+            )
+            announce(EventKind.WEIGHTS, iteration, text)
+
+        self.later(write)
 
     def later(self, task: Callable[[], None]) -> None:
         """Run a task on the writer's thread, in order with the writes."""

@@ -7,7 +7,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field, replace
 
 from binade.collector.errors import raising
-from binade.collector.recipes.recipe import BF16, LINEAR_OPERANDS, MODULES, PARTS, About, Part, Recipe
+from binade.collector.recipes.recipe import BF16, LINEAR_OPERANDS, MODULES, PARTS, About, Deoscillation, Part, Recipe
 from binade.quant.elements import Rounding
 from binade.quant.specs import OPERAND_FIELDS, Block, GemmFormats, Spec, SpecError
 
@@ -27,8 +27,13 @@ INGREDIENTS = {
     "rounded": "backward operands are rounded from the original, not from the rounded forward operand",
     "keep": "no layer stays in bf16",
     "schedule": "the recipe does not change during the run",
+    "deoscillation": "weights that oscillate are left alone",
 }
 """What `without=` turns off, and what happens instead."""
+
+
+BACKWARDS = ("dequantized", "high_precision")
+OF_ROUNDED = ("dgrad_b", "wgrad_a")  # the backward operands that enter the forward product too
 
 
 @dataclass
@@ -47,11 +52,12 @@ class Draft:
     of_rounded: dict[str, tuple[str, ...]] = field(default_factory=dict)
     keep: str = ""
     schedule: list[tuple[str, Draft]] = field(default_factory=list)
+    deoscillation: Deoscillation | None = None
     about: About = field(default_factory=About)
 
     def copy(self) -> Draft:
-        """A copy without layers to keep, schedule and source."""
-        return replace(deepcopy(self), keep="", schedule=[], about=About())
+        """A copy without what holds for the whole run: layers to keep, schedule, de-oscillation and source."""
+        return replace(deepcopy(self), keep="", schedule=[], deoscillation=None, about=About())
 
     def stages(self) -> list[Draft]:
         """This draft, and those of the schedule."""
@@ -94,11 +100,13 @@ class Draft:
 
     def leave_out(self, ingredient: str) -> bool:
         """Turn an ingredient off. Returns whether the recipe had it."""
-        before = deepcopy((self.formats, self.of_rounded, self.keep, self.schedule))
+        before = deepcopy((self.formats, self.of_rounded, self.keep, self.schedule, self.deoscillation))
         if ingredient == "keep":
             self.keep = ""
         elif ingredient == "schedule":
             self.schedule = []
+        elif ingredient == "deoscillation":
+            self.deoscillation = None
         elif ingredient == "rounded":
             self.of_rounded = dict.fromkeys(self.of_rounded, ())
         else:
@@ -108,7 +116,16 @@ class Draft:
                     if spec and not formats[name]:
                         self.set(part, {name: None})  # not from the rounded value either
                         self.overrides[part][name] = BF16
-        return before != (self.formats, self.of_rounded, self.keep, self.schedule)
+        return before != (self.formats, self.of_rounded, self.keep, self.schedule, self.deoscillation)
+
+    def set_backward(self, source: str) -> None:
+        """Run dgrad and wgrad of every linear layer in bf16: on what the forward GEMM read, rounded ("dequantized"), or
+        on the originals ("high_precision"). Transformer Engine's `backward_override`."""
+        for name in self.linears:
+            self.set(name, {field: None for field in OPERAND_FIELDS if not field.startswith("forward")})
+            if source == BACKWARDS[0]:
+                self.of_rounded[name] = OF_ROUNDED
+            self.request(name, self.quant_types[name])
 
     def recipe(self, name: str) -> Recipe:
         parts = {part: self._part(part) for part in self.formats}
@@ -118,6 +135,7 @@ class Draft:
             modules=tuple((part.partition(".")[2], made) for part, made in parts.items() if part not in PARTS),
             keep=self.keep,
             schedule=tuple((start, stage.recipe(name)) for start, stage in self.schedule),
+            deoscillation=self.deoscillation,
             about=self.about,
         )
 

@@ -20,6 +20,11 @@
     [keep]
     layers = "first, last 2"            # as in --skip-layers
 
+    [deoscillation]                     # of weights: after each period, see `recipe.Deoscillation`
+    period = 200
+    ratio = 3.0
+    start = 1500
+
     [[schedule]]                        # what changes from an iteration on, or from a share of them: 9000, "90%"
     from = "90%"
     linear.forward = "bf16"
@@ -39,8 +44,18 @@ from pathlib import Path
 from typing import Any
 
 from binade.collector.errors import raising
-from binade.collector.recipes.draft import Draft
-from binade.collector.recipes.recipe import BF16, LINEAR_OPERANDS, MODULES, PARTS, About, Part, Recipe, RecipeError
+from binade.collector.recipes.draft import OF_ROUNDED, Draft
+from binade.collector.recipes.recipe import (
+    BF16,
+    LINEAR_OPERANDS,
+    MODULES,
+    PARTS,
+    About,
+    Deoscillation,
+    Part,
+    Recipe,
+    RecipeError,
+)
 from binade.collector.recipes.selection import Selection, SelectionError
 from binade.quant.formats import UnknownFormatError
 from binade.quant.specs import Spec, SpecError
@@ -49,8 +64,7 @@ PUBLISHED = {path.stem: path for path in sorted(Path(__file__).parent.glob("*.to
 """The files of the published recipes, by name."""
 
 ABOUT = {each.name: each.type for each in fields(About)}
-SECTIONS = (*PARTS, MODULES, "keep", "schedule")
-OF_ROUNDED = ("dgrad_b", "wgrad_a")  # the backward operands that enter the forward product too
+SECTIONS = (*PARTS, MODULES, "keep", "deoscillation", "schedule")
 START = re.compile(r"[1-9]\d{0,8}|(100|\d{1,2})(\.\d+)?%")
 
 
@@ -90,6 +104,8 @@ def draft_from(given: Mapping[str, Any], quant_type: str) -> Draft:
     draft.keep = _text(keep.get("layers", ""), "keep.layers")
     with raising(RecipeError, "keep.layers", SelectionError):
         Selection.parse(draft.keep)
+    if "deoscillation" in given:
+        draft.deoscillation = _deoscillation(_table(given["deoscillation"], "[deoscillation]"))
     stages = given.get("schedule", [])
     if not isinstance(stages, list):
         raise RecipeError("schedule is a list of tables: write [[schedule]]")
@@ -112,6 +128,16 @@ def draft_from(given: Mapping[str, Any], quant_type: str) -> Draft:
         _fill(latest, stage, quant_type)
         draft.schedule.append((start, latest))
     return draft
+
+
+def _deoscillation(given: Mapping[str, Any]) -> Deoscillation:
+    kinds = {each.name: type(each.default) for each in fields(Deoscillation)}
+    _only(given, kinds, "[deoscillation]")
+    for name, value in given.items():
+        whole = kinds[name] is int
+        if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)) or not 0 < value < 1e9:
+            raise RecipeError(f"deoscillation.{name} = {value!r}: expected a {'whole ' * whole}number above 0")
+    return Deoscillation(**given)
 
 
 def _about(given: Mapping[str, Any]) -> About:
@@ -201,6 +227,8 @@ def to_toml(recipe: Recipe) -> str:
             lines += ["", f"[{_key(part)}]", *(f"{key} = {cell}" for key, cell in _cells(part, made).items())]
     if recipe.keep:
         lines += ["", "[keep]", f"layers = {_quoted(recipe.keep)}"]
+    if options := recipe.deoscillation:
+        lines += ["", "[deoscillation]", *(f"{each.name} = {getattr(options, each.name)}" for each in fields(options))]
     before = recipe
     for start, stage in recipe.schedule:
         lines += ["", "[[schedule]]", f"from = {start if start.isdecimal() else _quoted(start)}"]

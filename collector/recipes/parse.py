@@ -14,6 +14,8 @@ stays in float32 unless it is given a format.
     <path>.toml         one of the user's own
 
 `without=` turns ingredients off, to see what each is for: `nvidia_nvfp4(without=rounding+rotation)`, see INGREDIENTS.
+`backward=dequantized` and `backward=high_precision` run dgrad and wgrad of every linear layer in bf16, on what the
+forward GEMM read or on the originals: `te_mxfp8(backward=dequantized)`.
 
 The most specific format wins: that of a part (linear, qk, pv, router) replaces the recipe's, that of one GEMM of the
 linear layers (forward, dgrad, wgrad) replaces the part's, and that of an operand (OPERANDS) replaces the GEMM's. "bf16"
@@ -29,7 +31,7 @@ from copy import deepcopy
 from difflib import get_close_matches
 from pathlib import Path
 
-from binade.collector.recipes.draft import INGREDIENTS, Draft, formats_of
+from binade.collector.recipes.draft import BACKWARDS, INGREDIENTS, Draft, formats_of
 from binade.collector.recipes.files import PUBLISHED, read_draft
 from binade.collector.recipes.recipe import OPERANDS, Recipe, RecipeError
 from binade.quant.formats import FORMATS
@@ -38,6 +40,7 @@ from binade.quant.specs import Spec
 # What a recipe named after a format covers, by the prefix of the format; longer prefixes come first.
 PREFIXES = {"FA_linear_": ("linear", "qk"), "FA_": ("qk",), "linear_": ("linear",), "": ("linear", "qk", "pv")}
 WITHOUT = re.compile(r",?\s*without=([^,()]*)")
+BACKWARD = re.compile(r",?\s*backward=([^,()]*)")
 
 
 def _operand_formats(assignments: Iterable[str]) -> dict[str, str]:
@@ -98,9 +101,16 @@ def without_none(name: str) -> str:
 def _draft(text: str) -> tuple[str, Draft]:
     """The name and the draft of a recipe's text, its ingredients left out. Raises as `parse_recipe`."""
     base, ingredients = split_without(text)
+    backward = "".join(BACKWARD.findall(base)).strip()
+    if BACKWARD.search(base) and backward not in BACKWARDS:
+        raise RecipeError(f"backward={backward} is not possible: expected {' or '.join(BACKWARDS)}")
+    base = BACKWARD.sub("", base).replace("()", "")
     path = PUBLISHED.get(base) or (Path(base) if base.endswith(".toml") else None)
-    name = path.stem + f"(without={'+'.join(ingredients)})" * bool(ingredients) if path else text
+    options = [f"backward={backward}"] * bool(backward) + [f"without={'+'.join(ingredients)}"] * bool(ingredients)
+    name = path.stem + f"({', '.join(options)})" * bool(options) if path else text
     draft = read_draft(path, name) if path else _by_format(base)
+    for stage in draft.stages() if backward else ():
+        stage.set_backward(backward)
     for each in ingredients:
         found = [stage.leave_out(each) for stage in draft.stages()]
         if not any(found):

@@ -111,6 +111,19 @@ class About:
 
 
 @dataclass(frozen=True)
+class Deoscillation:
+    """After `period` optimizer steps, weights whose rounded values moved at least `ratio` times as far as they did
+    themselves are set to their rounded values; from step `start` on, counted from 1. See capture.deoscillation."""
+
+    period: int = 200
+    ratio: float = 4.0
+    start: int = 1
+
+    def __str__(self) -> str:
+        return f"every {self.period} steps from step {self.start}, ratio {self.ratio:g}"
+
+
+@dataclass(frozen=True)
 class Recipe:
     """`linear` covers every linear layer but the routers, `qk` and `pv` cover the products of the attention core, and
     `router` covers the linear layer that chooses the experts.
@@ -119,6 +132,7 @@ class Recipe:
               as ("layer3.fc2", Part(...)); the narrowest holds
     keep      layers that stay in bf16, as in --skip-layers; "" for none
     schedule  the recipes of later iterations, each with the iteration from which it holds: "9000", or "90%" of all
+    deoscillation   what is done to weights that oscillate; None for nothing
     """
 
     name: str
@@ -129,6 +143,7 @@ class Recipe:
     modules: tuple[tuple[str, Part], ...] = ()
     keep: str = ""
     schedule: tuple[tuple[str, Recipe], ...] = ()
+    deoscillation: Deoscillation | None = None
     about: About = field(default_factory=About)
 
     def linear_of(self, names: Sequence[str]) -> Part:
@@ -243,4 +258,6 @@ class Recipe:
                 gemms.setdefault(operand.gemm, {})[part.rounded_to(operand.field)] = None
             mixed = ", ".join(f"{gemm} {' x '.join(formats)}" for gemm, formats in gemms.items())
             described.append(f"{name} ({mixed})" if part.overrides else f"{name} {part.quant_type}")
+        if self.deoscillation:
+            described.append(f"de-oscillation {self.deoscillation}")
         return ", ".join(described)

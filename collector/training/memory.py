@@ -22,6 +22,8 @@ PER_COPY = 2
 # What a twin step adds, before the step has a gradient of its own: the float32 gradients without the recipe and of two
 # passes with it, and their mean.
 PER_TWIN = 12
+# Four float32 numbers for each weight that a recipe with de-oscillation follows.
+PER_FOLLOWED = 16
 # Bytes per logit: bfloat16 and float32 values, their log-softmax, and the gradients of two of them.
 PER_LOGIT = 14
 # Bytes per attention probability: it is kept twice, in float32 and in bfloat16.
@@ -59,6 +61,7 @@ def needed(plan: Plan) -> Memory:
     layers = norms / (config.tp if config.sequence_parallel else 1) + (cores + linears) / config.tp
     activations = tokens * (layers + PER_LOGIT * shape.vocab)
     per_weight = PER_WEIGHT + PER_COPY + PER_TWIN * bool(config.twin)
+    per_weight += PER_FOLLOWED * bool(plan.recipe.deoscillation)
     return Memory(per_weight * weights, int(activations), _buffers(plan))
 
 

@@ -3,6 +3,7 @@
     <run>/checkpoints/00000400/        iterations done, warm-up included; the last two are kept
       rank00.pt                        weights, optimizer and generators of a rank; loaded with weights_only
       delayed_scales_r00.safetensors   of a recipe with delayed scaling
+      deoscillation_r00.safetensors    of a recipe with de-oscillation
       rank00.json                      how far the rank's part of the run was: a Position. It is written last
 
 What the run recorded after its checkpoint is deleted, since it is recorded again. The data are read again from the
@@ -58,8 +59,9 @@ class Resumed:
         return Continued(self.reopen, position.segments, position.recorded, position.counts)
 
     def scales(self, rank: int) -> Path | None:
-        """The directory of the delayed scales, if there are any."""
-        return self.folder if (self.folder / f"delayed_scales_r{rank:02d}.safetensors").exists() else None
+        """The directory of the delayed scales and sums of de-oscillation, if there are any."""
+        names = (f"{name}_r{rank:02d}.safetensors" for name in ("delayed_scales", "deoscillation"))
+        return self.folder if any((self.folder / name).exists() for name in names) else None
 
     def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> None:
         """Restore a rank's state. Raises RunError for a file that is damaged or belongs to another model."""

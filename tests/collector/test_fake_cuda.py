@@ -26,6 +26,7 @@ ALLOWED = {
     ("collector/models/feedforward.py", "forward"): "how many tokens each expert gets decides the shapes",
     ("collector/capture/adapters/weights.py", "_grouped"): "the same, of grouped products",
     ("collector/capture/delayed_scales.py", "save"): "a checkpoint of the training script",
+    ("collector/capture/deoscillation.py", "save"): "the same",
     ("collector/capture/reduction.py", "of"): "once, when a recorder is entered",
     ("collector/capture/provenance.py", "_judge"): "on the thread that writes, of a copy that has arrived",
     ("collector/capture/curves.py", "_number"): "the same, of a loss that was logged",

@@ -66,7 +66,8 @@ def test_a_file_has_its_rungs(tmp_path: Path):
 def test_every_rung_is_a_recipe_of_its_own(recipe):
     """No two rungs train the same, and leaving out what no rung leaves out is refused."""
     rungs = ladder(recipe).rungs
-    trained = [(parse_recipe(r.recipe).lines(), parse_recipe(r.recipe).keep) for r in rungs]
+    made = [parse_recipe(rung.recipe) for rung in rungs]
+    trained = [(recipe.lines(), recipe.keep, recipe.deoscillation) for recipe in made]
     assert all(one != other for one, other in itertools.combinations(trained, 2))
     missing = [name for name in INGREDIENTS if f"without {name}" not in {rung.title for rung in rungs}]
     for name in set(missing) - {"dgrad", "wgrad", *recipe.partition("without=")[2].strip(")").split("+")}:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -13,12 +14,14 @@ from torch import nn
 
 from binade.collector import Recorder, instrument
 from binade.collector.capture.adapters.layer import InstrumentError
+from binade.collector.models.site import Site
 from binade.collector.recipes.draft import INGREDIENTS
 from binade.collector.recipes.files import PUBLISHED, draft_of, to_toml
 from binade.collector.recipes.parse import parse_recipe
 from binade.collector.recipes.recipe import Recipe, RecipeError
 from binade.collector.recipes.selection import SelectionError
 from binade.data.catalog import Catalog
+from binade.quant.quantizer import fake_quantize
 from binade.quant.specs import OPERAND_FIELDS
 from tests.collector.small_model import build, step
 
@@ -31,6 +34,10 @@ ROTATED = "nvfp4(hadamard=128, signs=random)"
 NVIDIA = (
     "nvfp4", "nvfp4(block=16x16)", "nvfp4(rounding=stochastic)", "nvfp4(block=16x16)",
     "nvfp4(rounding=stochastic, hadamard=16, signs=fixed)", "nvfp4(hadamard=16, signs=fixed)",
+)  # fmt: skip
+AMD = (
+    "mxfp4(scale=even)", "mxfp4(block=32x32, scale=even)", "mxfp4(scale=even)", "mxfp4(block=32x32, scale=even)",
+    "mxfp4(scale=even, hadamard=16)", "mxfp4(scale=even, hadamard=16)",
 )  # fmt: skip
 TILES = tuple("fp8_e4m3(block=1x128)" if name[-1] != "b" else "fp8_e4m3(block=128x128)" for name in OPERAND_FIELDS)
 EXPECTED = {
@@ -52,6 +59,11 @@ EXPECTED = {
     "fp4_all_the_way": ("nvfp4", "nvfp4", "nvfp4(rounding=stochastic)", "nvfp4", *("nvfp4(rounding=stochastic)",) * 2),
     "hifp8_scaled": ("hifp8(scale=amax8)",) * 6,
     "hif4": ("hif4",) * 6,
+    "te_mxfp8_fwd_nvfp4_bwd": ("mxfp8(scale=rceil)",) * 2 + (NVIDIA[2], "*nvfp4", *NVIDIA[4:]),
+    "te_nvfp4_fwd_mxfp8_bwd": ("mxfp8(scale=rceil)",) * 6,
+    "nemotron3_super": NVIDIA,
+    "amd_mxfp4": AMD,
+    "amd_mxfp4_deosc": AMD,
 }
 
 
@@ -84,6 +96,40 @@ def test_a_written_recipe_reads_as_it_was(name):
     recipe = parse_recipe(name)
     again = draft_of(to_toml(recipe), name).recipe(name)
     assert again.lines() == recipe.lines() and (again.keep, again.about) == (recipe.keep, recipe.about)
+    assert again.deoscillation == recipe.deoscillation
+
+
+def test_experts_have_a_table_of_their_own():
+    """Transformer Engine's hybrid: of experts, the backward operands are rounded from the rounded forward ones."""
+    recipe, mxfp8 = parse_recipe("te_nvfp4_fwd_mxfp8_bwd"), "mxfp8(scale=rceil)"
+    expert = replace(recipe, linear=recipe.linear_of(Site(2, "fc1", expert=3).names))
+    assert six(expert) == ("nvfp4(scale=nvfp4_row)", "nvfp4", mxfp8, f"*{mxfp8}", mxfp8, f"*{mxfp8}")
+    assert recipe.linear_of(Site(2, "fc1").names) == recipe.linear_of(Site(2, "shared_fc1").names) == recipe.linear
+
+
+def test_the_backward_pass_can_run_in_bf16_on_rounded_operands_or_originals():
+    """backward_override of Transformer Engine."""
+    mxfp8 = "mxfp8(scale=rceil)"
+    assert six(parse_recipe("te_mxfp8(backward=dequantized)")) == (mxfp8, mxfp8, None, "*None", None, "*None")
+    assert six(parse_recipe("te_mxfp8(backward=high_precision)")) == (mxfp8, mxfp8, None, None, None, None)
+    both = parse_recipe("nvidia_nvfp4(backward=dequantized, without=keep)")
+    assert (both.name, both.keep) == ("nvidia_nvfp4(backward=dequantized, without=keep)", "")
+    with pytest.raises(RecipeError, match="backward=rounded is not possible: expected dequantized or high_precision"):
+        parse_recipe("te_mxfp8(backward=rounded)")
+    model, weight = build(1), "mxfp4(block=32x32)"
+    linear = model.layers[0].mlp.linear_fc2
+    x = torch.randn(4, 7, linear.weight.shape[1], requires_grad=True)
+    for source, used in (
+        ("dequantized", lambda t, spec: fake_quantize(t, spec)),
+        ("high_precision", lambda t, spec: t),
+    ):
+        x.grad = linear.weight.grad = None
+        with instrument(model, f"linear_mxfp4(block=32x32, backward={source})", backend="torch"):
+            y = linear(x)
+            y.backward(gradient := torch.ones_like(y))
+        operand, rows = used(linear.weight.detach(), weight), used(x.detach().flatten(0, 1), weight)
+        assert torch.equal(x.grad, gradient @ operand)
+        torch.testing.assert_close(linear.weight.grad, gradient.flatten(0, 1).T @ rows, rtol=1e-5, atol=1e-6)
 
 
 MINE = """
@@ -160,6 +206,12 @@ def test_what_replaces_an_operand_is_not_rounded_from_its_rounded_value():
         ("[[schedule]]\nfrom = '120%'", "from = 120%"),
         ("schedule = 3", "schedule is a list"),
         ("[linear", "is not TOML"),
+        (
+            "[deoscillation]\nperiods = 2",
+            "unknown key 'periods' in .deoscillation.: expected one of period",
+        ),
+        ("[deoscillation]\nperiod = 2.5", "deoscillation.period = 2.5: expected a whole number above 0"),
+        ("[deoscillation]\nratio = -1", "deoscillation.ratio = -1: expected a number above 0"),
         (
             "[linear]\nforward.input = 'mxfp8(hadamard=32)'",
             "recipe .*wrong.toml: linear: the operands of forward are rotated differently, .* and bf16",
