@@ -28,7 +28,7 @@ from binade.terminal import names
 
 FOLDER = ".recipes"
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
-CHANGE = re.compile(r"[\w.\"-]+\s*=")  # in the name of a recipe, = occurs only in parentheses
+CHANGE = re.compile(r"[\w.\"*?!\[\]-]+\s*=")  # in the name of a recipe, = occurs only in parentheses
 REFUSED = (RecipeError, UnknownFormatError, SpecError)
 EDITED = ", edited"
 BIASED = "biased, because values are clipped"
@@ -179,8 +179,8 @@ def _stage(changes: str, before: Recipe) -> dict[str, Any]:
     recipe = parse_recipe(changes)
     if own := [name for name in ("keep", "schedule", "deoscillation") if getattr(recipe, name)]:
         raise RecipeError(f"{changes} has its own {' and '.join(own)}: write {without(changes, *own)}")
-    modules = dict.fromkeys(name for name, _ in (*before.modules, *recipe.modules))
-    return _tables(table_of(replace(recipe, modules=tuple((name, recipe.linear_of((name,))) for name in modules))))
+    modules = dict.fromkeys((name for name, _ in before.modules), recipe.linear) | dict(recipe.modules)
+    return _tables(table_of(replace(recipe, modules=tuple(modules.items()))))
 
 
 def _same(one: Recipe, other: Recipe) -> bool:

@@ -297,7 +297,7 @@ def placed(recipe: Recipe, costs: Costs, skip: str = "") -> tuple[float, float, 
             return None
     taken = []
     for site, key in zip(sites, operands[OPERAND].itertuples(index=False, name=None), strict=True):
-        part = recipe.linear_of(site.names) if key[0] in ("linear", "router") else getattr(recipe, str(key[0]))
+        part = recipe.linear_of(site) if key[0] in ("linear", "router") else getattr(recipe, str(key[0]))
         taken.append((*key, BF16 if site in kept else part.rounded_to(key[4])))
     if not set(taken) <= set(known.index):
         return None

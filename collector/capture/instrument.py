@@ -205,7 +205,7 @@ def _stages(
         for product in (Product.QK, Product.PV) if layer.is_core else (Product.LINEAR,):
             stages = [(0, Part())]
             if layer.site not in skipped:
-                stages = [(at, stage.part_of(product, layer.site.names)) for at, stage in recipe.stages(iterations)]
+                stages = [(at, stage.part_of(product, layer.site)) for at, stage in recipe.stages(iterations)]
             for switch in schedule:
                 if switch.at is not None and layer.site in switch.sites(sites):
                     stages = switch.applied(stages, switch.at)
@@ -373,7 +373,7 @@ def coverage(
             reason, site = unquantized.get(layer.site, ""), layer.site
             recorded = re.sub(r"^layer[1-9]\d*", "layer*", re.sub(r"expert\d+", "expert*", site.name))
             products = (Product.QK, Product.PV) if layer.is_core else (Product.LINEAR,)
-            used = [recipe.part_of(product, site.names) for product in products]
+            used = [recipe.part_of(product, site) for product in products]
             fmt = BF16 if reason else ", ".join(dict.fromkeys(part.quant_type for part in used))
             if layer.kernels and fmt != BF16:
                 recorded, fmt, reason = "", "", layer.kernels

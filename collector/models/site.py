@@ -22,6 +22,13 @@ _ENDS = {
     "qkv": ("qkv_proj", "query_key_value", "c_attn", "Wqkv"),
 }
 WORDS = {end: word for word, ends in _ENDS.items() for end in ends}
+# Where Megatron's GPTModel has our linear layers within a layer.
+_MEGATRON = {
+    **{module: f"self_attention.linear_{module}" for module in ("qkv", "proj")},
+    **{module: f"self_attention.linear_{module}_proj" for module in ("q", "q_down", "q_up", "kv_down", "kv_up")},
+    **{module: f"mlp.linear_{module}" for module in ("fc1", "fc2")},
+    **{f"shared_{module}": f"mlp.shared_experts.linear_{module}" for module in ("fc1", "fc2")},
+}
 WRAPPERS = ("module", "_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module", "base_layer")
 
 
@@ -47,8 +54,25 @@ class Site:
         experts = () if self.expert is None else (f"experts.{self.module}",)
         return tuple(dict.fromkeys((self.name, f"layer{self.layer_index}.{self.module}", *experts, self.module)))
 
+    @property
+    def megatron_paths(self) -> tuple[str, ...]:
+        """The paths that the linear layer may have in Megatron's GPTModel; none if it is not known there."""
+        expert = None if self.expert is None else str(self.expert)
+        return megatron_paths(str(self.layer_index - 1), self.module, expert)
+
 
 HEAD = Site(0, "head")
+
+
+def megatron_paths(layer: str, module: str, expert: str | None) -> tuple[str, ...]:
+    """The paths of a linear layer in Megatron's GPTModel, where layers count from 0. An expert is a part of a grouped
+    GEMM or a module of its own."""
+    path = _MEGATRON.get(module, "")
+    if expert is not None:
+        paths = [path.replace("mlp.", f"mlp.experts.{own}") for own in ("", f"local_experts.{expert}.")]
+    else:
+        paths = [path]
+    return tuple(f"decoder.layers.{layer}.{path}" for path in paths if path)
 
 
 def path_parts(name: str) -> list[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 from binade.collector.errors import ConfigError
@@ -129,7 +130,8 @@ class Recipe:
     `router` covers the linear layer that chooses the experts.
 
     modules   parts of single modules in place of `linear`, in all layers, such as ("fc2", Part(...)), or in one, such
-              as ("layer3.fc2", Part(...)); the narrowest holds
+              as ("layer3.fc2", Part(...)); the narrowest holds. Where none does, the first glob that matches one of
+              `Site.megatron_paths`, such as ("*.linear_fc2", Part(...))
     keep      layers that stay in bf16, as in --skip-layers; "" for none
     schedule  the recipes of later iterations, each with the iteration from which it holds: "9000", or "90%" of all
     deoscillation   what is done to weights that oscillate; None for nothing
@@ -146,15 +148,15 @@ class Recipe:
     deoscillation: Deoscillation | None = None
     about: About = field(default_factory=About)
 
-    def linear_of(self, names: Sequence[str]) -> Part:
-        """The part of a linear layer: of the first of its names, as in `Site.names`, that `modules` has."""
+    def linear_of(self, site: Site) -> Part:
+        """The part of a linear layer."""
         own = dict(self.modules)
-        other = self.router if names[-1] == "router" else self.linear
-        return next((own[name] for name in names if name in own), other)
+        other = self.router if site.module == "router" else self.linear
+        return next((own[name] for name in (*site.names, *own) if name in own and _covers(name, site)), other)
 
-    def part_of(self, product: Product, names: Sequence[str]) -> Part:
-        """The part of a product of a layer with these names."""
-        return self.linear_of(names) if product is Product.LINEAR else self.qk if product is Product.QK else self.pv
+    def part_of(self, product: Product, site: Site) -> Part:
+        """The part of a product of a layer."""
+        return self.linear_of(site) if product is Product.LINEAR else self.qk if product is Product.QK else self.pv
 
     @property
     def keeps_all(self) -> str:
@@ -167,14 +169,13 @@ class Recipe:
     def check_modules(self, sites: Iterable[Site]) -> None:
         """Raises RecipeError for a part of a module that has no linear layer among these sites."""
         linear = [site for site in sites if site.module != "core"]
-        known = {name for site in linear for name in site.names}
         for stage in (self, *(stage for _, stage in self.schedule)):
             for module, _ in stage.modules:
-                if module not in known:
+                if not any(_covers(module, site) for site in linear):
                     listed = ", ".join(dict.fromkeys(site.module for site in linear))
                     last = max((site.layer_index for site in linear), default=0)
                     raise RecipeError(
-                        f"recipe {self.name} has a table for {module}, which the model lacks: it has {listed} in "
+                        f"recipe {self.name} has formats for {module}, which the model lacks: it has {listed} in "
                         f"layers 1 to {last}"
                     )
 
@@ -261,3 +262,8 @@ class Recipe:
         if self.deoscillation:
             described.append(f"de-oscillation {self.deoscillation}")
         return ", ".join(described)
+
+
+def _covers(module: str, site: Site) -> bool:
+    """Whether a key of `Recipe.modules` names a linear layer."""
+    return module in site.names or any(fnmatchcase(path, module) for path in site.megatron_paths)

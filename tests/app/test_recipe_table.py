@@ -62,7 +62,7 @@ def test_every_published_recipe_survives_the_table_and_its_file(name: str, tmp_p
 
 
 def test_a_recipe_with_modules_a_router_and_a_schedule_survives(tmp_path: Path):
-    (tmp_path / "own.toml").write_text(OWN)
+    (tmp_path / "own.toml").write_text(OWN + """modules."*.linear_qkv".wgrad = "mxfp8"\n""")
     recipe = parse_recipe(str(tmp_path / "own.toml"))
     assert again(recipe_table.table_of(recipe), recipe, "own") == recipe
 

@@ -16,6 +16,7 @@ from binade.collector.advice import choice
 from binade.collector.advice.advice import Request, advise, placed
 from binade.collector.advice.costs import FORWARD, OPERAND, AdviceError, Costs, costs
 from binade.collector.jobs import store
+from binade.collector.models.site import Site
 from binade.collector.recipes.files import read_draft, to_toml
 from binade.collector.recipes.parse import parse_recipe
 from binade.data.catalog import MICRO_BATCH, Catalog
@@ -120,7 +121,7 @@ def test_the_recipe_is_the_choice(found, tmp_path):
     path.write_text(to_toml(advice.recipe("mine")))
     recipe = read_draft(path, "mine").recipe("mine")
     for row in advice.chosen.itertuples():
-        part = recipe.linear_of((f"layer{row.layer_index}.{row.module}", row.module))
+        part = recipe.linear_of(Site(row.layer_index, row.module))
         assert part.rounded_to(row.field) == row.spec
     assert placed(recipe, found) == pytest.approx((advice.bits, advice.change, advice.error))
     assert len({row.spec for row in advice.chosen.itertuples() if row.gemm == FORWARD}) > 1

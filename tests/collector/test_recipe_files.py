@@ -155,10 +155,8 @@ def test_everything_that_a_file_may_say(tmp_path):
     recipe = parse_recipe(str(tmp_path / "mine.toml"))
     assert recipe.name == "mine" and recipe.keep == "first"
     assert six(recipe) == ("nvfp4", "nvfp4", None, None, None, "*mxfp8")
-    assert str(recipe.linear_of(["fc2"]).formats.forward_a) == "mxfp4"
-    assert (
-        str(recipe.linear_of(["fc2"]).formats.forward_b) == str(recipe.linear_of(["fc1"]).formats.forward_b) == "nvfp4"
-    )
+    fc1, fc2 = (recipe.linear_of(Site(1, module)).formats for module in ("fc1", "fc2"))
+    assert str(fc2.forward_a) == "mxfp4" and str(fc2.forward_b) == str(fc1.forward_b) == "nvfp4"
     (zero, first), (start, second), (half, third) = recipe.stages(20)
     assert (zero, first, start, half) == (0, recipe, 3, 10)
     assert six(second) == (None, None, None, None, None, "*mxfp8")
@@ -174,7 +172,7 @@ def test_options_replace_those_of_a_file_in_every_stage_and_module(tmp_path):
     recipe = parse_recipe(str(tmp_path / "mine.toml"), forward="mxfp8", operands=["linear.dgrad.weight=fp16"])
     for _, stage in recipe.stages(20):
         for module in ("fc1", "fc2"):
-            formats = stage.linear_of([module]).formats
+            formats = stage.linear_of(Site(1, module)).formats
             assert [str(formats[name]) for name in ("forward_a", "forward_b", "dgrad_b")] == ["mxfp8", "mxfp8", "fp16"]
 
 
@@ -322,7 +320,7 @@ def test_a_module_that_the_model_has_not_is_refused(tmp_path):
         ("fc7", "[linear]\nforward = 'mxfp8'\n[[schedule]]\nfrom = 2\nmodules.fc7.forward = 'mxfp4'\n"),
     ):
         (tmp_path / "mine.toml").write_text(text)
-        with pytest.raises(InstrumentError, match=f"table for {module}, which the model lacks"):
+        with pytest.raises(InstrumentError, match=f"formats for {module}, which the model lacks"):
             with instrument(build(), str(tmp_path / "mine.toml")):
                 pass
     with pytest.raises(InstrumentError, match="keeps last in bf16, which is every layer"):
