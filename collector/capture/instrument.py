@@ -69,7 +69,7 @@ def instrument(
     Args:
         model: A model of collector.models, megatron.core, transformers or plain torch modules, or Megatron's list of
             chunks.
-        recipe: A Recipe, the name of a recipe or a format, or the path of a .toml file. The default is
+        recipe: A Recipe, the name of a recipe or a format, or the path of a .toml or .yaml file. The default is
             $CUSTOM_QUANT_TYPE, else "bf16" (not quantized).
         backend: "triton", "torch" or "auto": see `fake_quantize`.
         skip: Layers to leave unquantized, in addition to those that the recipe keeps: a Selection or its text, such

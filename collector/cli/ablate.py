@@ -67,9 +67,9 @@ def runs_of(found: Ladder, params: dict[str, Any]) -> tuple[list[Plan], SlurmOpt
 def _ablate(recipe: str, **params: Any) -> None:
     """Queue an ablation of a recipe: how each part affects the loss.
 
-    RECIPE is a name from `binade list`, or the path to a .toml file. The runs are: bf16; the recipe in the forward
-    GEMMs only; in dgrad as well; in wgrad as well (the full recipe); then the full recipe with one ingredient left out
-    at a time. All train on the same data with the same options, for each seed.
+    RECIPE is a name from `binade list`, or the path to a .toml or .yaml file. The runs are: bf16; the recipe in the
+    forward GEMMs only; in dgrad as well; in wgrad as well (the full recipe); then the full recipe with one ingredient
+    left out at a time. All train on the same data with the same options, for each seed.
 
     The runs are queued as `binade jobs add` does, with the tag "ablation RECIPE"; --dry-run prints them instead. Read
     the result with `binade compare`, or on the app's page Recipes › Ablation.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ import click
 
 from binade.collector.cli.options import size
 from binade.collector.errors import ConfigError
+from binade.collector.recipes.recipe import RecipeError
 from binade.filter_options import filter_of, filter_params
 from binade.quant.formats import UnknownFormatError
 from binade.quant.specs import Spec, SpecError
@@ -72,18 +74,19 @@ def _advise(
     from binade.collector.advice.advice import Request, queue_verification, verification
     from binade.collector.advice.advice import advise as choose
     from binade.collector.advice.costs import costs
-    from binade.collector.recipes.files import to_toml
+    from binade.collector.recipes.parse import READERS
     from binade.collector.training.targets import find_target
     from binade.data.catalog import Catalog
     from binade.data.store import staged_file
 
     if sum(limit is not None for limit in (budget, memory, loss)) > 1:
         raise ConfigError("--budget, --memory and --loss cannot be combined: give one")
-    if output is not None and (output.suffix != ".toml" or output.exists()):
-        wrong = "exists" if output.exists() else "does not end in .toml"
-        raise ConfigError(f"--output {output} {wrong}: give the path to a new .toml file")
+    if output is not None and (output.suffix not in READERS or output.exists()):
+        ends = " or ".join(READERS)
+        wrong = "exists" if output.exists() else f"does not end in {ends}"
+        raise ConfigError(f"--output {output} {wrong}: give the path to a new {ends} file")
     if verify is not None and output is None:
-        raise ConfigError("--verify needs --output FILE.toml: it trains the recipe in that file")
+        raise ConfigError("--verify needs --output FILE: it trains the recipe in that file")
     if target is not None:
         if verify is None:
             raise ConfigError("--target needs --verify SEEDS: it says where these runs are trained")
@@ -97,16 +100,30 @@ def _advise(
             bits = budget or (5.5 if memory is None else 8 * memory / known.values)
             request = Request(None if loss is not None else bits, loss, by, specs, tiles, most_bf16)
             found = choose(known, request)
+        content = _content(found, output) if output else ""
         print_text(_described(found))
         if output is None:
             return
         with staged_file(output) as staged:
-            staged.write(to_toml(found.recipe(output.stem)).encode())
+            staged.write(content.encode())
         print_text(f"written to {output}; to train it: binade run --recipe {output}")
         if verify is not None:
             runs = verification(catalog, found, str(output.resolve()), verify, train_iters)
             for job in queue_verification(where, runs, output.stem, target):
                 print_text(f"job {job.id} queued: {job.title}")
+
+
+def _content(found: Advice, output: Path) -> str:
+    """The recipe as a file. A precision file has one choice for each layer: that of the forward operands."""
+    from binade.collector.recipes.files import to_toml
+    from binade.collector.recipes.precision_file import write
+
+    if output.suffix == ".toml":
+        return to_toml(found.recipe(output.stem))
+    try:
+        return write(replace(found, chosen=found.forward).recipe(output.stem), forward_only=True)
+    except RecipeError as error:
+        raise ConfigError(f"--output {output}: {error}; choose from these with --specs") from None
 
 
 def _described(found: Advice) -> str:
@@ -144,7 +161,8 @@ def _params() -> Sequence[click.Parameter]:
         Option(["--tiles"], is_flag=True, title=limits, help="Round weights in tiles only, such as nvfp4(block=16x16)"),
         Option(["--max-bf16-layers", "most_bf16"], type=click.IntRange(0), metavar="N", title=limits,
                help="At most N layers may have a GEMM in bf16"),
-        Option(["--output"], type=Path, metavar="FILE.toml", help="Write the recipe to a new file"),
+        Option(["--output"], type=Path, metavar="FILE",
+               help="Write the recipe to a new .toml file, or a .yaml file for Megatron Core"),
         Option(["--verify"], type=click.IntRange(1, 100), metavar="SEEDS", title=runs,
                help="Queue runs that test the recipe with this number of seeds: bf16, the best single format with "
                    "at most as many bits, and the recipe"),

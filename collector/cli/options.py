@@ -88,7 +88,7 @@ def training_params(command: str) -> list[click.Parameter]:
     others = {
         "recipe": [
             _option(FORMAT, "--quantization", "--recipe", "quantization", **recipes,
-                    help=f"{what} a name from `binade list`, or the path to a .toml file{default}"),
+                    help=f"{what} a name from `binade list`, or the path to a .toml or .yaml file{default}"),
             _option(FORMAT, "--quant-type", help="Old name of --quantization", **recipes),
         ],
         "train_iters": [

@@ -14,7 +14,7 @@
     [modules.fc2]                       # what differs from [linear] in one module
     forward.input = "mxfp8"
 
-    [modules."layer3.fc2"]              # in that of one layer
+    [modules."layer3.fc2"]              # in that of one layer; "*.linear_fc2" is a glob of paths in Megatron's GPTModel
     forward = "bf16"
 
     [keep]
@@ -38,7 +38,7 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -65,21 +65,23 @@ PUBLISHED = {path.stem: path for path in sorted(Path(__file__).parent.glob("*.to
 
 ABOUT = {each.name: each.type for each in fields(About)}
 SECTIONS = (*PARTS, MODULES, "keep", "deoscillation", "schedule")
+Reader = Callable[[str, str], Draft]
 START = re.compile(r"[1-9]\d{0,8}|(100|\d{1,2})(\.\d+)?%")
 
 
 def label(recipe: str) -> str:
     """The name of a recipe in a list: a file without its folder."""
-    return Path(recipe).name if ".toml" in recipe else recipe
+    return Path(recipe).name
 
 
-def read_draft(path: Path, quant_type: str) -> Draft:
-    """The recipe in a file, as a draft. quant_type is recorded for the operands that it quantizes.
+def read_draft(path: Path, quant_type: str, reader: Reader | None = None) -> Draft:
+    """The recipe in a file, as a draft. quant_type is recorded for the operands that it quantizes. reader: `draft_of`,
+    or that of another kind of file.
 
     Raises RecipeError, which names the file, if it cannot be read or is wrong.
     """
     try:
-        draft = draft_of(path.read_text(encoding="utf-8"), quant_type)
+        draft = (reader or draft_of)(path.read_text(encoding="utf-8"), quant_type)
         draft.recipe(quant_type)  # refuses operands that do not go together
         return draft
     except OSError as error:
@@ -96,23 +98,23 @@ def draft_of(text: str, quant_type: str) -> Draft:
 
 def draft_from(given: Mapping[str, Any], quant_type: str) -> Draft:
     """As `read_draft`, from the tables of a file. Raises RecipeError."""
-    _only(given, (*ABOUT, *SECTIONS), "the recipe")
+    check_keys(given, (*ABOUT, *SECTIONS), "the recipe")
     draft = Draft(about=_about(given))
     _fill(draft, given, quant_type)
-    keep = _table(given.get("keep", {}), "[keep]")
-    _only(keep, ("layers",), "[keep]")
-    draft.keep = _text(keep.get("layers", ""), "keep.layers")
+    keep = as_table(given.get("keep", {}), "[keep]")
+    check_keys(keep, ("layers",), "[keep]")
+    draft.keep = as_text(keep.get("layers", ""), "keep.layers")
     with raising(RecipeError, "keep.layers", SelectionError):
         Selection.parse(draft.keep)
     if "deoscillation" in given:
-        draft.deoscillation = _deoscillation(_table(given["deoscillation"], "[deoscillation]"))
+        draft.deoscillation = _deoscillation(as_table(given["deoscillation"], "[deoscillation]"))
     stages = given.get("schedule", [])
     if not isinstance(stages, list):
         raise RecipeError("schedule is a list of tables: write [[schedule]]")
     latest = draft
     for stage in stages:
         where = "[[schedule]]"
-        _only(_table(stage, where), ("from", *PARTS, MODULES), where)
+        check_keys(as_table(stage, where), ("from", *PARTS, MODULES), where)
         start = str(stage.get("from", ""))
         if not START.fullmatch(start):
             raise RecipeError(
@@ -132,7 +134,7 @@ def draft_from(given: Mapping[str, Any], quant_type: str) -> Draft:
 
 def _deoscillation(given: Mapping[str, Any]) -> Deoscillation:
     kinds = {each.name: type(each.default) for each in fields(Deoscillation)}
-    _only(given, kinds, "[deoscillation]")
+    check_keys(given, kinds, "[deoscillation]")
     for name, value in given.items():
         whole = kinds[name] is int
         if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)) or not 0 < value < 1e9:
@@ -147,21 +149,21 @@ def _about(given: Mapping[str, Any]) -> About:
         if "tuple" in str(kind):
             if not isinstance(value, list):
                 raise RecipeError(f"{name} must be a list of strings")
-            found[name] = tuple(_text(each, name) for each in value)
+            found[name] = tuple(as_text(each, name) for each in value)
         else:
-            found[name] = _text(value, name)
+            found[name] = as_text(value, name)
     return About(**found)
 
 
 def _fill(draft: Draft, given: Mapping[str, Any], quant_type: str) -> None:
     """Set the operands that a table names."""
     named = [(part, given[part]) for part in PARTS if part in given]
-    named += [(f"{MODULES}.{name}", each) for name, each in _table(given.get(MODULES, {}), "[modules]").items()]
+    named += [(f"{MODULES}.{name}", each) for name, each in as_table(given.get(MODULES, {}), "[modules]").items()]
     for part, table in named:
         if part not in draft.formats:
             draft.formats[part] = dict(draft.formats["linear"])
             draft.of_rounded[part] = draft.of_rounded.get("linear", ())
-        for field, spec, rounded in _operands(part, _table(table, f"[{part}]")):
+        for field, spec, rounded in _operands(part, as_table(table, f"[{part}]")):
             draft.set(part, {field: spec})
             if rounded:
                 draft.of_rounded[part] = tuple(sorted((*draft.of_rounded[part], field)))
@@ -173,18 +175,18 @@ def _operands(part: str, table: Mapping[str, Any]) -> Iterable[tuple[str, Spec |
     gemms: dict[str, dict[str, str]] = {}
     for operand in PARTS.get(part, LINEAR_OPERANDS):
         gemms.setdefault(operand.gemm, {})[operand.name] = operand.field
-    _only(table, gemms, f"[{part}]")
+    check_keys(table, gemms, f"[{part}]")
     for gemm, given in table.items():
         names = gemms[gemm]
         cells: dict[str, Any] = (
-            dict.fromkeys(names, given) if isinstance(given, str) else _table(given, f"{part}.{gemm}")
+            dict.fromkeys(names, given) if isinstance(given, str) else as_table(given, f"{part}.{gemm}")
         )
-        _only(cells, names, f"{part}.{gemm}")
+        check_keys(cells, names, f"{part}.{gemm}")
         for name, cell in cells.items():
             where = f"{part}.{gemm}.{name}"
             rounded = isinstance(cell, dict) and "of" in cell
             if isinstance(cell, dict):
-                _only(cell, ("spec", "of"), where)
+                check_keys(cell, ("spec", "of"), where)
                 if cell.get("of", "rounded") != "rounded":
                     raise RecipeError(f'{where}: unknown of = {cell["of"]!r}: expected of = "rounded", or no of')
                 if names[name] not in OF_ROUNDED:
@@ -193,24 +195,24 @@ def _operands(part: str, table: Mapping[str, Any]) -> Iterable[tuple[str, Spec |
                     )
                 cell = cell.get("spec")
             with raising(RecipeError, where, UnknownFormatError, SpecError):
-                spec = Spec.of(_text(cell, where))
+                spec = Spec.of(as_text(cell, where))
             yield names[name], None if str(spec) == BF16 else spec, rounded
 
 
-def _only(given: Mapping[str, Any], known: Iterable[str], where: str) -> None:
+def check_keys(given: Mapping[str, Any], known: Iterable[str], where: str) -> None:
     known = tuple(known)
     if unknown := [name for name in given if name not in known]:
         expected = "one of " * (len(known) > 1) + ", ".join(known)
         raise RecipeError(f"unknown key {unknown[0]!r} in {where}: expected {expected}")
 
 
-def _table(value: object, where: str) -> dict[str, Any]:
+def as_table(value: object, where: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise RecipeError(f"{where} must be a table, not {value!r}")
     return value
 
 
-def _text(value: object, where: str) -> str:
+def as_text(value: object, where: str) -> str:
     if not isinstance(value, str):
         raise RecipeError(f"{where} must be a string, not {value!r}")
     return value

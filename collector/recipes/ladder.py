@@ -43,7 +43,7 @@ class Ladder:
 
 
 def ladder(recipe: str) -> Ladder:
-    """The ladder of a recipe: a name, a format or the path of a .toml file, with or without `without=`.
+    """The ladder of a recipe: a name, a format or the path of a .toml or .yaml file, with or without `without=`.
 
     Raises as `parse_recipe`; RecipeError if nothing of the recipe can be turned off.
     """

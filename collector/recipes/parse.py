@@ -12,6 +12,7 @@ stays in float32 unless it is given a format.
 
     <published>         a recipe of `collector/recipes/*.toml`, see collector.recipes.files
     <path>.toml         one of the user's own
+    <path>.yaml         Megatron Core's precision file, see collector.recipes.precision_file
 
 `without=` turns ingredients off, to see what each is for: `nvidia_nvfp4(without=rounding+rotation)`, see INGREDIENTS.
 `backward=dequantized` and `backward=high_precision` run dgrad and wgrad of every linear layer in bf16, on what the
@@ -31,14 +32,17 @@ from copy import deepcopy
 from difflib import get_close_matches
 from pathlib import Path
 
+from binade.collector.recipes import precision_file
 from binade.collector.recipes.draft import BACKWARDS, INGREDIENTS, Draft, formats_of
-from binade.collector.recipes.files import PUBLISHED, read_draft
+from binade.collector.recipes.files import PUBLISHED, Reader, draft_of, read_draft
 from binade.collector.recipes.recipe import OPERANDS, Recipe, RecipeError
 from binade.quant.formats import FORMATS
 from binade.quant.specs import Spec
 
 # What a recipe named after a format covers, by the prefix of the format; longer prefixes come first.
 PREFIXES = {"FA_linear_": ("linear", "qk"), "FA_": ("qk",), "linear_": ("linear",), "": ("linear", "qk", "pv")}
+READERS: dict[str, Reader] = {".toml": draft_of, ".yaml": precision_file.draft_of}
+"""What reads the user's own files, by the end of their name."""
 WITHOUT = re.compile(r",?\s*without=([^,()]*)")
 BACKWARD = re.compile(r",?\s*backward=([^,()]*)")
 
@@ -71,7 +75,8 @@ def _by_format(name: str) -> Draft:
         near = get_close_matches(re.split(r"[ (]", name)[0].lower(), known)
         meant = f" (did you mean {', '.join(near)}?)" if near else ""
         raise RecipeError(
-            f"unknown recipe {name!r}{meant}: expected a name from `binade list recipes`, or a file that ends in .toml"
+            f"unknown recipe {name!r}{meant}: expected a name from `binade list recipes`, or a file that ends in "
+            f"{' or '.join(READERS)}"
         )
     draft = Draft()
     for part in PREFIXES[prefix]:
@@ -105,10 +110,10 @@ def _draft(text: str) -> tuple[str, Draft]:
     if BACKWARD.search(base) and backward not in BACKWARDS:
         raise RecipeError(f"backward={backward} is not possible: expected {' or '.join(BACKWARDS)}")
     base = BACKWARD.sub("", base).replace("()", "")
-    path = PUBLISHED.get(base) or (Path(base) if base.endswith(".toml") else None)
+    path = PUBLISHED.get(base) or (Path(base) if Path(base).suffix in READERS else None)
     options = [f"backward={backward}"] * bool(backward) + [f"without={'+'.join(ingredients)}"] * bool(ingredients)
     name = path.stem + f"({', '.join(options)})" * bool(options) if path else text
-    draft = read_draft(path, name) if path else _by_format(base)
+    draft = read_draft(path, name, READERS[path.suffix]) if path else _by_format(base)
     for stage in draft.stages() if backward else ():
         stage.set_backward(backward)
     for each in ingredients:

@@ -71,7 +71,7 @@ class RunConfig(WatchOptions):
         help="Number of layers: the first N of the model")
 
     recipe: str = option("bf16", group=FORMAT, metavar="RECIPE", flag="--quantization",
-        help="Recipe: a name from `binade list`, or the path to a .toml file")
+        help="Recipe: a name from `binade list`, or the path to a .toml or .yaml file")
     linear_quant: str | None = option(None, group=FORMAT, metavar="FORMAT", help="Format of the linear layers")
     qk_quant: str | None = option(None, group=FORMAT, metavar="FORMAT", help="Format of the operands of QK^T")
     pv_quant: str | None = option(None, group=FORMAT, metavar="FORMAT", help="Format of the operands of PV")

@@ -21,6 +21,7 @@ from binade.collector.recipes.files import read_draft, to_toml
 from binade.collector.recipes.parse import parse_recipe
 from binade.data.catalog import MICRO_BATCH, Catalog
 from binade.data.filter import Filter
+from binade.quant.specs import OPERAND_FIELDS
 from tests.collector.cli.test_cli import one_line
 from tests.collector.small_model import build, step
 from tests.collector.test_jobs import end_all
@@ -166,6 +167,8 @@ WRONG = {
     "an unknown part": (("--parts", "head"), 2, "linear, qk, pv, router"),
     "layers of all": (("--by", "module", "--max-bf16-layers", "1"), 1, "--max-bf16-layers does not apply"),
     "a file that exists": (("--output", "there.toml"), 2, "exists"),
+    "no kind of file": (("--output", "mine.txt"), 2, "does not end in .toml or .yaml"),
+    "a precision file": (("--output", "mine.yaml"), 2, "in a precision file it can be bf16, fp8_e4m3, "),
     "a test without a file": (("--verify", "2"), 2, "--output"),
     "a target without a test": (("--target", "gpu"), 2, "--verify"),
     "no tensors": (("--recipe", "nothing"), 1, "no run with recorded tensors"),
@@ -226,3 +229,17 @@ def test_the_command_writes_a_recipe_and_queues_its_test(command, capsys, tmp_pa
         for job in reversed(store.read_jobs(root)):
             jobs.cancel(root, job.id)
         end_all(root)
+
+
+def test_a_precision_file_gives_each_layer_the_recipe_of_its_forward_operands(command, capsys, tmp_path):
+    small = ("--layers", "1", "--micro-batch-size", "1", "--sequence-length", "32", "--backend", "torch")
+    scores = ("--scores", "mxfp8(scale=rceil)", "--collect-micro-batches", "2")
+    assert command("run", "--quantization", "bf16", *small, *scores) == 0
+    assert command("advise", "--budget", "12", "--output", str(tmp_path / "mine.yaml")) == 0
+    recipe = parse_recipe(str(tmp_path / "mine.yaml"))
+    with Catalog.open(tmp_path / "runs") as catalog:
+        chosen = advise(costs(catalog, parts=("linear",)), Request(12)).forward
+    assert chosen["spec"].nunique() == 2
+    for row in chosen.itertuples():
+        formats = recipe.linear_of(Site(row.layer_index, row.module)).formats
+        assert {str(formats[name] or "bf16") for name in OPERAND_FIELDS} == {row.spec}

@@ -1,0 +1,225 @@
+"""Megatron Core's precision file (--te-precision-config-file) as a recipe. No torch.
+
+    configs:
+      mxfp8:
+        transformer_engine_config_type: TEQuantizationParams
+        training_recipe: {fp8_quantization_recipe: mxfp8}
+      bf16:
+        transformer_engine_config_type: TEQuantizationParams
+        training_recipe: {}
+    matchers:
+      fc2: {config: bf16, type: glob, pattern: "*.linear_fc2", enabled: true}
+      others: {config: mxfp8, type: glob, pattern: "*", enabled: true}
+
+The first enabled matcher whose pattern matches the path of a linear layer decides. Transformer Engine's recipes have
+the formats of the published recipes in PUBLISHED_AS. From megatron/core/quantization/quant_config.py and
+TEQuantizationRecipe in megatron/core/extensions/transformer_engine.py (Megatron-LM d98e8a6).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from binade.collector.errors import raising
+from binade.collector.models.site import megatron_paths
+from binade.collector.recipes.draft import Draft, Formats
+from binade.collector.recipes.files import PUBLISHED, as_table, as_text, check_keys, read_draft
+from binade.collector.recipes.recipe import BF16, LINEAR_OPERANDS, MODULES, PARTS, About, Part, Recipe, RecipeError
+from binade.quant.specs import OPERAND_FIELDS, Spec
+
+ALL = "*"
+TYPE, TE_TYPE = "transformer_engine_config_type", "TEQuantizationParams"
+TRAINING, EVALUATION = "training_recipe", "evaluation_recipe"
+FP8, FP4, FP8_FORMAT = "fp8_quantization_recipe", "fp4_quantization_recipe", "fp8_format"
+IN_BF16 = "override_nonquantized_autocast"
+ELEMENTS = {"e4m3": "e4m3", "hybrid": "e5m2"}  # of gradients, by fp8_format
+PUBLISHED_AS = {"tensorwise": "te_current", "blockwise": "te_block", "mxfp8": "te_mxfp8", "nvfp4": "te_nvfp4"}
+# The keys and their values: None if the key may be left out; any value if there are none.
+Keys = Mapping[str, tuple[object, ...]]
+FLAG = (None, False, True)
+UNUSED: Keys = dict.fromkeys(("tp_only_amax_red", "fp8_param", "fp4_param"), FLAG)
+RECIPE: Keys = {
+    FP8: (None, "tensorwise", "blockwise", "mxfp8"),
+    FP4: (None, "nvfp4"),
+    FP8_FORMAT: (None, *ELEMENTS),
+    "override_quantized_autocast": (None, True),
+    IN_BF16: FLAG,
+    **UNUSED,
+}
+CONFIG: Keys = {TYPE: (TE_TYPE,), TRAINING: (), EVALUATION: ()}
+MATCHER: Keys = {"config": (), "type": ("glob",), "pattern": (), "enabled": FLAG}
+# The keys of Recipe.modules: globs of paths in GPTModel, and names.
+GLOB = re.compile(r".*[*?\[]|decoder\.")
+NAME = re.compile(r"(?:layer(\d+)\.)?(\w+)")
+
+
+@dataclass(frozen=True)
+class Config:
+    """precision   a key of `precisions`
+    in_bf16     whether it also holds where Megatron's own options quantize nothing
+    unused      the keys that Binade does not use
+    """
+
+    precision: str
+    in_bf16: bool
+    unused: tuple[str, ...]
+
+
+@cache
+def precisions() -> dict[str, tuple[dict[str, str], Formats]]:
+    """The training_recipe and the specs of what a linear layer can have, by a name."""
+    choices: dict[str, tuple[dict[str, str], Formats]] = {BF16: ({}, dict.fromkeys(OPERAND_FIELDS))}
+    for name, published in PUBLISHED_AS.items():
+        formats = read_draft(PUBLISHED[published], published).formats["linear"]
+        if name == "nvfp4":
+            choices[name] = {FP4: name}, formats
+            continue
+        family = "mxfp8" if name == "mxfp8" else "fp8"
+        for fp8_format, element in ELEMENTS.items():
+            gradients = {
+                field: spec and Spec.of(f"{family}_{element}", **spec.options())
+                for field, spec in formats.items()
+                if field.endswith("grad")
+            }
+            training = {FP8: name, FP8_FORMAT: fp8_format}
+            choices[_name(training)] = training, formats | gradients
+    return choices
+
+
+def _name(training: Mapping[str, Any]) -> str:
+    """The key of a training_recipe in `precisions`."""
+    if fp8 := training.get(FP8):
+        return f"{fp8}_hybrid" if training.get(FP8_FORMAT) == "hybrid" else str(fp8)
+    return training.get(FP4) or BF16
+
+
+def draft_of(content: str, quant_type: str) -> Draft:
+    """The recipe in a file, as a draft whose modules are the patterns. quant_type is recorded for what it quantizes.
+
+    Raises RecipeError.
+    """
+    import yaml  # for which --help does not wait
+
+    with raising(RecipeError, "is not YAML", yaml.YAMLError):
+        sections = _checked(yaml.safe_load(content), {"configs": (), "matchers": ()}, "the file")
+    configs = {name: _config(config, f"configs.{name}") for name, config in _entries(sections, "configs")}
+    draft, used = Draft(), dict[str, Config]()
+    for name, entry in _entries(sections, "matchers"):
+        matcher = _checked(entry, {**MATCHER, "config": tuple(configs)}, f"matchers.{name}")
+        pattern, config = as_text(matcher["pattern"], f"matchers.{name}.pattern"), configs[matcher["config"]]
+        if not GLOB.match(pattern):
+            raise RecipeError(f"matchers.{name}.pattern is {pattern!r}: expected a glob of paths, such as *.linear_fc2")
+        part = "linear" if pattern == ALL else f"{MODULES}.{pattern}"
+        if not matcher["enabled"] or part in draft.overrides:
+            continue
+        used[matcher["config"]] = config
+        draft.formats[part] = dict(precisions()[config.precision][1])
+        draft.request(part, quant_type)
+        if pattern == ALL:
+            break
+    else:
+        quantizing = [config for config in used.values() if config.precision != BF16]
+        if not quantizing or not all(config.in_bf16 for config in quantizing):
+            raise RecipeError(
+                f'no matcher has the pattern "{ALL}": layers that none matches get the format of Megatron\'s own '
+                "options, which is not in the file; add it as the last matcher"
+            )
+    draft.about = About(leaves_out=tuple(f"{key} of {name}" for name, config in used.items() for key in config.unused))
+    return draft
+
+
+def _entries(sections: Mapping[str, Any], name: str) -> list[tuple[Any, Any]]:
+    return list(as_table(sections[name] or {}, name).items())
+
+
+def _config(value: object, where: str) -> Config:
+    config = _checked(value, CONFIG, where)
+    training = _checked(config[TRAINING], RECIPE, f"{where}.{TRAINING}")
+    if training[FP8] and training[FP4]:
+        raise RecipeError(f"{where}.{TRAINING} has {FP8} and {FP4}: give one")
+    unused = [key for key in UNUSED if training[key]]
+    if config[EVALUATION] is not None:
+        evaluation = _checked(config[EVALUATION], RECIPE, f"{where}.{EVALUATION}")
+        unused += [EVALUATION] * (_name(evaluation) != _name(training))
+    return Config(_name(training), bool(training[IN_BF16]), tuple(unused))
+
+
+def _checked(value: object, keys: Keys, where: str) -> dict[str, Any]:
+    """The value of each key, None for one that is left out."""
+    given = as_table(value, where)
+    check_keys(given, keys, where)
+    for key, allowed in keys.items():
+        if allowed and given.get(key) not in allowed:
+            expected = " or ".join(str(each).lower() for each in allowed if each is not None)
+            raise RecipeError(f"{where}.{key} is {given.get(key)!r}: expected {expected}")
+    return {key: given.get(key) for key in keys}
+
+
+def write(recipe: Recipe, *, forward_only: bool = False) -> str:
+    """The file of a recipe that gives each linear layer one of `precisions`, for a run with or without Megatron's own
+    options. forward_only: the forward operands decide, and the backward operands follow.
+
+    Raises RecipeError, which names the first operand that a file cannot give its spec.
+    """
+    import yaml
+
+    for what in ("keep", "schedule"):
+        if getattr(recipe, what):
+            raise RecipeError(f"a precision file has no {what}: write a .toml file")
+    for name, part in recipe.parts().items():
+        quantized = [operand for operand in PARTS[name] if part.formats[operand.field]]
+        if name != "linear" and quantized:
+            raise RecipeError(
+                f"{name}.{quantized[0].gemm}.{quantized[0].name} is {part.rounded_to(quantized[0].field)}: "
+                "a precision file is about linear layers only"
+            )
+    configs: dict[str, Any] = {}
+    matchers: dict[str, Any] = {}
+    for key, part in [*sorted(recipe.modules, key=lambda module: _width(module[0])), (ALL, recipe.linear)]:
+        name = _precision(key, part, forward_only)
+        configs[name] = {TYPE: TE_TYPE, TRAINING: precisions()[name][0] | {IN_BF16: True}}
+        for pattern in _patterns(key):
+            matchers.setdefault(pattern, {"config": name, "type": "glob", "pattern": pattern, "enabled": True})
+    title = f"# {recipe.about.title}\n" if recipe.about.title else ""
+    return title + str(yaml.safe_dump({"configs": configs, "matchers": matchers}, sort_keys=False))
+
+
+def _width(key: str) -> int:
+    """Sorts the keys of Recipe.modules: single layers, modules in all layers, globs."""
+    return 2 if GLOB.match(key) else 0 if key.startswith("layer") else 1
+
+
+def _patterns(key: str) -> list[str]:
+    """The globs for the linear layers that a key of Recipe.modules names."""
+    if GLOB.match(key):
+        return [key]
+    patterns: list[str] = []
+    if name := NAME.fullmatch(key):
+        layer, module = str(int(name[1]) - 1) if name[1] else "*", name[2]
+        experts = (None, "*") if module in ("fc1", "fc2") else (None,)
+        patterns = [path for expert in experts for path in megatron_paths(layer, module, expert)]
+    if not patterns:
+        raise RecipeError(f"{MODULES}.{key}: a precision file has no pattern for it")
+    return patterns
+
+
+def _precision(key: str, part: Part, forward_only: bool) -> str:
+    """The key in `precisions` of a part of a recipe."""
+    choices = precisions()
+    for operand in LINEAR_OPERANDS[: 2 if forward_only else None]:
+        field = operand.field
+        fitting = {name: choice for name, choice in choices.items() if choice[1][field] == part.formats[field]}
+        if not fitting or field in part.formats.of_rounded:
+            where = "linear" if key == ALL else f"{MODULES}.{key}"
+            rounded = "the rounded forward operand in " * (field in part.formats.of_rounded)
+            expected = dict.fromkeys(str(formats[field] or BF16) for _, formats in choices.values())
+            raise RecipeError(
+                f"{where}.{operand.gemm}.{operand.name} is {rounded}{part.rounded_to(field)}: "
+                f"in a precision file it can be {', '.join(expected)}"
+            )
+        choices = fitting
+    return next(iter(choices))
