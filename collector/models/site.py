@@ -29,6 +29,8 @@ _MEGATRON = {
     **{module: f"mlp.linear_{module}" for module in ("fc1", "fc2")},
     **{f"shared_{module}": f"mlp.shared_experts.linear_{module}" for module in ("fc1", "fc2")},
 }
+# Layers of other models that are parts of one in GPTModel, where they could be.
+SEPARATE = {"k": "self_attention.k", "v": "self_attention.v", "gate": "mlp.gate", "up": "mlp.up"}
 WRAPPERS = ("module", "_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module", "base_layer")
 
 
@@ -67,7 +69,7 @@ HEAD = Site(0, "head")
 def megatron_paths(layer: str, module: str, expert: str | None) -> tuple[str, ...]:
     """The paths of a linear layer in Megatron's GPTModel, where layers count from 0. An expert is a part of a grouped
     GEMM or a module of its own."""
-    path = _MEGATRON.get(module, "")
+    path = (_MEGATRON | SEPARATE).get(module, "")
     if expert is not None:
         paths = [path.replace("mlp.", f"mlp.experts.{own}") for own in ("", f"local_experts.{expert}.")]
     else:

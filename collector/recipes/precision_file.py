@@ -25,7 +25,7 @@ from functools import cache
 from typing import Any
 
 from binade.collector.errors import raising
-from binade.collector.models.site import megatron_paths
+from binade.collector.models.site import SEPARATE, megatron_paths
 from binade.collector.recipes.draft import Draft, Formats
 from binade.collector.recipes.files import PUBLISHED, as_table, as_text, check_keys, read_draft
 from binade.collector.recipes.recipe import BF16, LINEAR_OPERANDS, MODULES, PARTS, About, Part, Recipe, RecipeError
@@ -198,7 +198,7 @@ def _patterns(key: str) -> list[str]:
     if GLOB.match(key):
         return [key]
     patterns: list[str] = []
-    if name := NAME.fullmatch(key):
+    if (name := NAME.fullmatch(key)) and name[2] not in SEPARATE:
         layer, module = str(int(name[1]) - 1) if name[1] else "*", name[2]
         experts = (None, "*") if module in ("fc1", "fc2") else (None,)
         patterns = [path for expert in experts for path in megatron_paths(layer, module, expert)]

@@ -110,7 +110,7 @@ def test_paths_are_those_of_megatrons_model(tmp_path):
             assert set().union(*places) == theirs - {"output_layer"}
     grouped, _ = Site(2, "fc1", 3).megatron_paths
     assert grouped == "decoder.layers.1.mlp.experts.linear_fc1"
-    assert all(Site(1, module).megatron_paths == () for module in ("core", "router", "gate", "head"))
+    assert all(Site(1, module).megatron_paths == () for module in ("core", "router", "head"))
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -160,6 +160,7 @@ def test_every_layer_gets_what_megatron_gives_it(patterns):
 
 def test_experts_are_matched_as_a_group_and_one_by_one():
     patterns = {"*local_experts.3.*": "bf16", "*mlp.experts.linear_fc2": "nvfp4", "*shared_experts*": "blockwise"}
+    patterns["*layers.2.mlp.*"] = "nvfp4"
     recipe = draft_of(file_of({**patterns, "*": "mxfp8"}), "mine").recipe("mine")
     for site, name in (
         (Site(2, "fc1", 3), "bf16"),
@@ -167,7 +168,9 @@ def test_experts_are_matched_as_a_group_and_one_by_one():
         (Site(2, "fc1", 2), "te_mxfp8"),
         (Site(2, "fc2"), "te_mxfp8"),
         (Site(2, "shared_fc2"), "te_block"),
-        (Site(2, "gate"), "te_mxfp8"),  # is not known in Megatron
+        (Site(2, "in_proj"), "te_mxfp8"),  # is not known in GPTModel
+        (Site(2, "k"), "te_mxfp8"),
+        (Site(3, "up", 1), "te_nvfp4"),
         (Site(2, "router"), "bf16"),  # no module of Transformer Engine
     ):
         assert ours(recipe, site) == EXPECTED.get(name, BF16)
@@ -250,7 +253,7 @@ def test_what_the_file_cannot_say_is_refused_by_the_first_operand(name, message)
 
 def test_so_are_modules_and_rounded_operands():
     mxfp8 = part("te_mxfp8")
-    for module in ("layer2.expert3.fc1", "gate"):
+    for module in ("layer2.expert3.fc1", "gate", "in_proj"):
         with pytest.raises(RecipeError, match=f"modules.{module}: a precision file has no pattern"):
             write(Recipe("mine", modules=((module, mxfp8),)))
     rounded = replace(mxfp8, formats=replace(mxfp8.formats, of_rounded=("wgrad_a",)))
