@@ -51,10 +51,8 @@ class Site:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names that a recipe may use for it, the most specific first: layer2.expert3.fc1, layer2.fc1, experts.fc1
-        of all routed experts, fc1."""
-        experts = () if self.expert is None else (f"experts.{self.module}",)
-        return tuple(dict.fromkeys((self.name, f"layer{self.layer_index}.{self.module}", *experts, self.module)))
+        """The names that a recipe may use for it, the most specific first: layer2.expert3.fc1, layer2.fc1, fc1."""
+        return tuple(dict.fromkeys((self.name, f"layer{self.layer_index}.{self.module}", self.module)))
 
     @property
     def megatron_paths(self) -> tuple[str, ...]:

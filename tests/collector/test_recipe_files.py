@@ -102,9 +102,9 @@ def test_a_written_recipe_reads_as_it_was(name):
 def test_experts_have_a_table_of_their_own():
     """Transformer Engine's hybrid: of experts, the backward operands are rounded from the rounded forward ones."""
     recipe, mxfp8 = parse_recipe("te_nvfp4_fwd_mxfp8_bwd"), "mxfp8(scale=rceil)"
-    expert = replace(recipe, linear=recipe.linear_of(Site(2, "fc1", expert=3).names))
+    expert = replace(recipe, linear=recipe.linear_of(Site(2, "fc1", expert=3)))
     assert six(expert) == ("nvfp4(scale=nvfp4_row)", "nvfp4", mxfp8, f"*{mxfp8}", mxfp8, f"*{mxfp8}")
-    assert recipe.linear_of(Site(2, "fc1").names) == recipe.linear_of(Site(2, "shared_fc1").names) == recipe.linear
+    assert recipe.linear_of(Site(2, "fc1")) == recipe.linear_of(Site(2, "shared_fc1")) == recipe.linear
 
 
 def test_the_backward_pass_can_run_in_bf16_on_rounded_operands_or_originals():
