@@ -134,6 +134,15 @@ class Rounding:
         """The product, for `Observed.exact`; None if this GEMM rounds neither operand."""
         return product if any(self.formats[name] for name in OPERAND_FIELDS if name.startswith(gemm)) else None
 
+    def check_differentiable(self) -> None:
+        """Raises RuntimeError in a backward pass that is itself differentiated, if the product is quantized."""
+        # `once_differentiable` would let a product pass whose gradient is a constant, such as that of y.sum().
+        if torch.is_grad_enabled() and self.formats.quantized:
+            raise RuntimeError(
+                "a quantized product cannot be differentiated twice: call backward without create_graph=True, or "
+                "without quantization"
+            )
+
     def forward_again(self, x: Tensor, which: str, forward: str, dim: int) -> Tensor:
         """The tensor that a backward operand is rounded from: the original, or its rounded forward value."""
         spec = self.formats[forward]
@@ -158,38 +167,52 @@ class _Matmul(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        how: Rounding = ctx.how
+        how.check_differentiable()
         a, b = ctx.saved_tensors
-        how, tap, transpose_b = ctx.how, ctx.tap, ctx.transpose_b
-        # `once_differentiable` would let a product pass whose gradient is a constant, such as that of y.sum().
-        if torch.is_grad_enabled() and how.formats.quantized:
-            raise RuntimeError(
-                "a quantized product cannot be differentiated twice: call backward without create_graph=True, or "
-                "without quantization"
-            )
-        if _sampling:
-            return *_sampled(a, b, grad, ctx.needs_input_grad, transpose_b, tap), None, None, None
-        gq = how.operand(grad, "dgrad_grad", -1, tap, "grad")
-        da = db = None
-        if ctx.needs_input_grad[0]:  # [m, n] · [n, k]
-            source = how.forward_again(b, "dgrad_b", "forward_b", -1 if transpose_b else -2)
-            bq = how.operand(source, "dgrad_b", -2 if transpose_b else -1, tap, "dgrad_b")
-            da = gq @ (bq if transpose_b else bq.transpose(-1, -2))
-            if tap:
-                exact = how.exact("dgrad", lambda: grad @ (b if transpose_b else b.transpose(-1, -2)))
-                tap(Observed("grad_a", da, exact=exact))
-        if ctx.needs_input_grad[1]:  # contracted over m, and over the batch axes that b lacks
-            source = how.forward_again(a, "wgrad_a", "forward_a", -1)
-            if b.dim() == 2:
-                grad, a, source = grad.flatten(0, -2), a.flatten(0, -2), source.flatten(0, -2)
-            gq = how.operand(grad, "wgrad_grad", -2, tap, "wgrad_grad")
-            aq = how.operand(source, "wgrad_a", -2, tap, "wgrad_a")
-            db = _wgrad(gq, aq, transpose_b)
-            if tap:
-                tap(Observed("grad_b", db, exact=how.exact("wgrad", lambda: _wgrad(grad, a, transpose_b))))
+        da, db = gradients(a, b, grad, how, ctx.needs_input_grad, transpose_b=ctx.transpose_b, tap=ctx.tap)
         return da, db, None, None, None
 
 
+def gradients(
+    a: Tensor,
+    b: Tensor,
+    grad: Tensor,
+    how: Rounding,
+    needed: Sequence[bool],
+    *,
+    transpose_b: bool = False,
+    tap: Tap | None = None,
+    dgrad_dtype: torch.dtype | None = None,
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of a and b from that of `matmul`'s result, each if it is needed. dgrad_dtype: in which dgrad is
+    computed, if not in that of its operands."""
+    if _sampling:
+        return _sampled(a, b, grad, needed, transpose_b, tap)
+    gq = how.operand(grad, "dgrad_grad", -1, tap, "grad")
+    da = db = None
+    if needed[0]:  # [m, n] · [n, k]
+        source = how.forward_again(b, "dgrad_b", "forward_b", -1 if transpose_b else -2)
+        bq = how.operand(source, "dgrad_b", -2 if transpose_b else -1, tap, "dgrad_b")
+        gq, bq = (x.to(dgrad_dtype or x.dtype) for x in (gq, bq))
+        da = gq @ (bq if transpose_b else bq.transpose(-1, -2))
+        if tap:
+            exact = how.exact("dgrad", lambda: grad @ (b if transpose_b else b.transpose(-1, -2)))
+            tap(Observed("grad_a", da, exact=exact))
+    if needed[1]:  # contracted over m, and over the batch axes that b lacks
+        source = how.forward_again(a, "wgrad_a", "forward_a", -1)
+        if b.dim() == 2:
+            grad, a, source = grad.flatten(0, -2), a.flatten(0, -2), source.flatten(0, -2)
+        gq = how.operand(grad, "wgrad_grad", -2, tap, "wgrad_grad")
+        aq = how.operand(source, "wgrad_a", -2, tap, "wgrad_a")
+        db = _wgrad(gq, aq, transpose_b)
+        if tap:
+            tap(Observed("grad_b", db, exact=how.exact("wgrad", lambda: _wgrad(grad, a, transpose_b))))
+    return da, db
+
+
 def _wgrad(grad: Tensor, a: Tensor, transpose_b: bool) -> Tensor:
+    a = a.to(grad.dtype)
     return grad.transpose(-1, -2) @ a if transpose_b else a.transpose(-1, -2) @ grad
 
 

@@ -82,3 +82,33 @@ class Options:
     history: int
     algorithm: str | None
     margin: int
+
+
+@dataclass(frozen=True)
+class Softmax:
+    """What the product of attention probabilities and values multiplies.
+
+    tile  None: the softmax of a whole row ("full"). Otherwise, as flash kernels do, exp(S − m) of tiles of this many
+          keys ("flash(tile=64)"), where m is the maximum of a row over the tiles so far. The rows of the product are
+          divided by the sums of the rows afterwards
+    """
+
+    tile: int | None = None
+
+    def __str__(self) -> str:
+        options = "" if self.tile == DEFAULT_TILE else f"(tile={self.tile})"
+        return f"flash{options}" if self.tile else "full"
+
+    @classmethod
+    def parse(cls, text: str) -> Softmax:
+        """Parse "full", "flash" or "flash(tile=64)". Raises SpecError."""
+        if text == "full":
+            return cls()
+        flash = re.fullmatch(r"flash(?:\(tile=([1-9]\d{0,8})\))?", text.replace(" ", ""))
+        if not flash:
+            raise SpecError(f"softmax={text} is not known: expected full, flash or flash(tile={DEFAULT_TILE})")
+        return cls(int(flash[1] or DEFAULT_TILE))
+
+
+DEFAULT_TILE = 128  # keys
+FULL = Softmax()

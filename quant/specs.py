@@ -19,17 +19,19 @@ from typing import Any
 
 from binade.quant.elements import Overflow, Rounding
 from binade.quant.formats import FORMATS, Format, UnknownFormatError
-from binade.quant.options import ROW, TENSOR, Block, Options, SpecError
+from binade.quant.options import FULL, ROW, TENSOR, Block, Options, Softmax, SpecError
 from binade.quant.scaling import SCALINGS
 from binade.quant.scheme import Scaling
 
 __all__ = [
+    "FULL",
     "OPERAND_FIELDS",
     "OPTIONS",
     "ROW",
     "TENSOR",
     "Block",
     "GemmFormats",
+    "Softmax",
     "Spec",
     "SpecError",
     "known_specs",
@@ -275,9 +277,11 @@ class GemmFormats:
     Names and texts of specs become specs.
 
     For a linear layer a is the input and b the weight; for `gemm.matmul` they are its two arguments. `of_rounded` names
-    those of dgrad_b and wgrad_a that are rounded from the rounded forward operand, not from the original.
+    those of dgrad_b and wgrad_a that are rounded from the rounded forward operand, not from the original. softmax says
+    what a is in the product of attention probabilities and values.
 
-    Raises SpecError if the operands of a GEMM are not rotated alike: rotations cancel only then.
+    Raises SpecError if the operands of a GEMM are not rotated alike, because rotations cancel only then, or if they
+    cannot be rounded tile by tile as `softmax` needs it.
     """
 
     forward_a: Spec | None = None
@@ -287,6 +291,7 @@ class GemmFormats:
     wgrad_grad: Spec | None = None
     wgrad_a: Spec | None = None
     of_rounded: tuple[str, ...] = ()
+    softmax: Softmax = FULL
 
     def __post_init__(self) -> None:
         for name in OPERAND_FIELDS:
@@ -299,14 +304,36 @@ class GemmFormats:
                     f"the operands of {gemm} are rotated differently, {a} and {b}: a rotation cancels in a product if "
                     "both have the same hadamard and signs"
                 )
+        if tile := self.softmax.tile:
+            self._check_tiles(tile)
+
+    def _check_tiles(self, tile: int) -> None:
+        for spec in filter(None, (self.forward_a, self.forward_b)):
+            columns = spec.block.columns if spec.block else None
+            for name, size in (("block", columns), ("hadamard", spec.hadamard)):
+                if size and tile % size:
+                    raise SpecError(
+                        f"softmax={self.softmax} rounds tiles of {tile} keys, which {name} of {spec} does not divide: "
+                        f"expected a tile that is a multiple of {size}"
+                    )
+        if "wgrad_a" in self.of_rounded:
+            raise SpecError(
+                f"softmax={self.softmax} computes the probabilities again in the backward pass: they cannot be rounded "
+                "from the rounded forward operand"
+            )
 
     def __getitem__(self, operand: str) -> Spec | None:
         spec: Spec | None = getattr(self, operand)
         return spec
 
+    def is_same(self, operand: str) -> bool:
+        """Whether a backward operand, before it is rounded, is the forward operand of that name."""
+        return operand not in self.of_rounded and not (operand == "wgrad_a" and self.softmax.tile)
+
     @property
     def quantized(self) -> bool:
-        return any(self[name] is not None for name in OPERAND_FIELDS)
+        """Whether the product is not the plain one: an operand is rounded, or the softmax is that of flash kernels."""
+        return self.softmax.tile is not None or any(self[name] is not None for name in OPERAND_FIELDS)
 
     @property
     def delayed(self) -> bool:

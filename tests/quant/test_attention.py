@@ -1,0 +1,180 @@
+"""Flash attention against torch in float64, and against figures of the code that it follows."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from binade.quant import fake_quantize
+from binade.quant.attention import flash
+from binade.quant.gemm import Observed, Rounding, sampled_backward
+from binade.quant.specs import GemmFormats, Softmax, SpecError
+from tests.quant.helpers import assert_same_bits
+
+TILE = 16
+
+
+def random(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def masked_scores(keys: int) -> Tensor:
+    """[2, 3, 40, keys]: a third is masked, in one row everything, in another the first two tiles."""
+    scores = 4 * random(2, 3, 40, keys, seed=1)
+    hidden = random(2, 3, 40, keys, seed=2) > 0.4
+    hidden[0, 0, 3], hidden[0, 0, 4, : 2 * TILE] = True, True
+    return scores.masked_fill(hidden, -torch.inf)
+
+
+def run(scores: Tensor, value: Tensor, grad: Tensor, **formats: str) -> tuple[dict[str, Observed], list[Tensor]]:
+    """What the tap sees, by name, and the output and both gradients."""
+    seen: dict[str, Observed] = {}
+    scores, value = scores.clone().requires_grad_(), value.clone().requires_grad_()
+    how = Rounding(GemmFormats(**formats, softmax=Softmax(TILE)), backend="torch")
+    output = flash(scores, value, how, lambda each: seen.update({each.name: each}))
+    output.backward(grad)
+    return seen, [output.detach(), scores.grad, value.grad]
+
+
+def exactly(scores: Tensor, value: Tensor, grad: Tensor) -> list[Tensor]:
+    """The same three by torch's softmax in float64."""
+    scores, value = (x.double().requires_grad_() for x in (scores, value))
+    blind = (scores == -torch.inf).all(-1, keepdim=True)
+    output = scores.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0) @ value
+    output.backward(grad.double())
+    return [output.detach(), scores.grad, value.grad]
+
+
+@pytest.mark.parametrize("keys", [8, 16, 80, 83])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 2**-7)])
+def test_unrounded_it_is_the_softmax(keys: int, dtype: torch.dtype, tolerance: float):
+    scores = masked_scores(keys)
+    value, grad = random(2, 3, keys, 24, seed=3, dtype=dtype), random(2, 3, 40, 24, seed=4, dtype=dtype)
+    _, results = run(scores, value, grad)
+    for result, exact in zip(results, exactly(scores, value, grad), strict=True):
+        assert (result - exact).norm() < tolerance * exact.norm()
+    assert not results[0][0, 0, 3].any() and not results[1][0, 0, 3].any()
+
+
+def test_the_operand_is_relative_to_the_running_maximum():
+    scores = masked_scores(83)
+    seen, (output, *_) = run(
+        scores, value := random(2, 3, 83, 24, seed=3), random(2, 3, 40, 24, seed=4), forward_a="hifp8"
+    )
+    operand, first = seen["a"], [0, 16, 32, 48, 64, 80, 83]
+    total = torch.zeros(2, 3, 40, 1, dtype=torch.float64)
+    context = torch.zeros(2, 3, 40, 24, dtype=torch.float64)
+    last = scores.double().amax(-1, keepdim=True)
+    for start, end in pairwise(first):
+        highest = scores[..., :end].double().amax(-1, keepdim=True)
+        weights = (scores[..., start:end].double() - highest).exp().nan_to_num(0.0)
+        torch.testing.assert_close(operand.tensor[..., start:end].double(), weights, rtol=4e-6, atol=0)  # |S − m| < 64
+        rest = (highest - last).exp().nan_to_num(0.0)
+        total += weights.sum(-1, keepdim=True) * rest
+        context += operand.quantized[..., start:end].double() @ value[..., start:end, :].double() * rest
+    assert_same_bits(operand.quantized, fake_quantize(operand.tensor, "hifp8"))
+    torch.testing.assert_close(output.double(), (context / total).nan_to_num(0.0), rtol=1e-5, atol=1e-6)
+
+
+def test_the_backward_pass_rounds_the_normalized_softmax():
+    formats = {"wgrad_a": "mxfp4", "wgrad_grad": "mxfp8", "dgrad_grad": "mxfp8_e5m2", "dgrad_b": "hifp8"}
+    scores, value = masked_scores(80), random(2, 3, 80, 24, seed=3)
+    seen, (output, grad_scores, grad_value) = run(scores, value, grad := random(2, 3, 40, 24, seed=4), **formats)
+    probs = scores.double().softmax(-1).nan_to_num(0.0)
+    torch.testing.assert_close(seen["wgrad_a"].tensor.double(), probs, rtol=1e-5, atol=0)
+    rounded = fake_quantize(seen["wgrad_a"].tensor, "mxfp4", -2)
+    torch.testing.assert_close(grad_value, rounded.mT @ fake_quantize(grad, "mxfp8", -2))
+    grad_probs = fake_quantize(grad, "mxfp8_e5m2") @ fake_quantize(value, "hifp8", -1).mT
+    delta = (grad.double() * output.double()).sum(-1, keepdim=True)
+    torch.testing.assert_close(grad_scores.double(), probs * (grad_probs.double() - delta), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_the_tap_sees_the_gradient_of_the_operand(sampled: bool):
+    """Of the operand, not of the normalized probabilities: the sums of the rows do not depend on its rounding."""
+    scores, value, grad = masked_scores(80), random(2, 3, 80, 24, seed=3), random(2, 3, 40, 24, seed=4)
+    if sampled:
+        with sampled_backward():
+            seen, _ = run(scores, value, grad, forward_a="nvfp4")
+    else:
+        seen, _ = run(scores, value, grad)
+    maxima = scores.double().unflatten(-1, (-1, TILE)).amax(-1).cummax(-1).values
+    factors = (maxima - scores.double().logsumexp(-1, keepdim=True)).exp().nan_to_num(0.0).repeat_interleave(TILE, -1)
+    operand = seen["a"].tensor.double().requires_grad_()
+    ((operand * factors) @ value.double()).backward(grad.double())
+    torch.testing.assert_close(seen["grad_a"].tensor.double(), operand.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_bfloat16_operands_are_what_the_products_take():
+    value, grad = random(2, 3, 80, 24, seed=3, dtype=torch.bfloat16), random(2, 3, 40, 24, seed=4, dtype=torch.bfloat16)
+    seen, _ = run(masked_scores(80), value, grad)
+    assert {seen[name].tensor.dtype for name in ("a", "b", "y", "grad", "wgrad_a", "grad_b")} == {torch.bfloat16}
+    seen, _ = run(masked_scores(80), value, grad, forward_a="nvfp4")  # float32 rounds to the format once
+    assert seen["a"].tensor.dtype == torch.float32 and seen["y"].tensor.dtype == torch.bfloat16
+
+
+def test_the_code_that_it_follows():
+    """Computed once with `attention.py` of github.com/ucker/why-low-precision-training-fails at 02f0ab6, unchanged, by
+    FlashAttentionFunction.apply(q, k, v, None, True, 16, 16).backward(g) in float32 (torch 2.13, CPU); the weights are
+    the results of its torch.exp."""
+    query, key, value, grad = (random(1, 2, 48, 16, seed=seed) for seed in range(4))
+    query = (query * torch.tensor([3.0, 0.01])[:, None, None]).requires_grad_()
+    key.requires_grad_()
+    future = torch.ones(48, 48, dtype=torch.bool).triu(1)
+    scores = (query @ key.mT * 16**-0.5).masked_fill(future, -torch.inf)
+    seen, (output, grad_scores, grad_value) = run(scores.detach(), value, grad)
+    scores.backward(grad_scores)
+    weights = seen["a"].tensor
+    sums = weights.unflatten(-1, (3, TILE)).sum((0, 1, 2, 4)).tolist()
+    assert sums == pytest.approx([722.205078125, 400.05511474609375, 140.11766052246094], rel=1e-5)
+    ones = weights.bfloat16() == 1
+    assert int(ones.sum()) == 141 and (ones.sum(-1) > 1).float().mean((0, 2)).tolist() == pytest.approx(
+        [9 / 48, 19 / 48]
+    )
+    figures = [
+        (output, 424.86909896977306, [0.11848852, 0.04973842, -0.3353588, 0.07092172]),
+        (query.grad, 133.3942730960531, [-0.22154056, 0.22002736, 0.0229018, -0.13840033]),
+        (key.grad, 550.4851877433305, [0.0020238489, -0.00015271515, -0.00097285246, 0.00025778054]),
+        (grad_value, 465.1749922074162, [0.00370106, -0.06370038, -0.06336003, 0.06559053]),
+    ]
+    for x, squares, row in figures:
+        assert x.double().square().sum().item() == pytest.approx(squares, rel=1e-5)
+        assert x[0, 1, 40, :4].tolist() == pytest.approx(row, rel=1e-4, abs=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("formats", "message"),
+    [
+        ({"forward_a": "mxfp8"}, "tiles of 48 keys, which block of mxfp8 does not divide: .* multiple of 32"),
+        ({"forward_b": "nvfp4(block=1x32)"}, "multiple of 32"),
+        ({"forward_a": "hifp8(hadamard=64)", "forward_b": "hifp8(hadamard=64)"}, "hadamard of .* multiple of 64"),
+        ({"forward_a": "mxfp8(block=16)", "wgrad_a": "mxfp8", "of_rounded": ("wgrad_a",)}, "cannot be rounded from"),
+    ],
+)
+def test_refusals(formats: dict[str, str], message: str):
+    with pytest.raises(SpecError, match=message):
+        GemmFormats(**formats, softmax=Softmax.parse("flash(tile=48)"))
+    GemmFormats(**formats)
+
+
+@pytest.mark.parametrize("text", ["full", "flash", "flash(tile=64)"])
+def test_text(text: str):
+    assert str(Softmax.parse(text)) == text
+    assert Softmax.parse("flash") == Softmax.parse("flash( tile=128 )") == Softmax(128)
+
+
+@pytest.mark.parametrize("text", ["", "flash()", "flash(tile=0)", "flash(block=3)", "online"])
+def test_bad_text(text: str):
+    with pytest.raises(SpecError, match="full, flash or flash"):
+        Softmax.parse(text)
+
+
+def test_tensor_scales_and_second_derivatives():
+    scores, value = masked_scores(80).requires_grad_(), random(2, 3, 80, 24, seed=3)
+    how = Rounding(GemmFormats("fp8_e4m3", softmax=Softmax(TILE)))
+    output = flash(scores, value, how)
+    with pytest.raises(RuntimeError, match="differentiated twice"):
+        torch.autograd.grad(output.sum(), scores, create_graph=True)
