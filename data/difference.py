@@ -38,7 +38,7 @@ IDENTITY = (
 # The fields of run.json that say what is quantized, besides the recipe.
 OVERRIDES = (
     "linear_quant", "qk_quant", "pv_quant", "router_quant", "forward_quant", "dgrad_quant", "wgrad_quant",
-    "operand_quant", "skip_layers",
+    "operand_quant", "softmax", "skip_layers",
 )  # fmt: skip
 # Those that are the same in two runs of the same model, data and recipe.
 SETTINGS = (

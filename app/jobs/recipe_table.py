@@ -129,7 +129,9 @@ def recipe_of(table: pd.DataFrame, schedule: pd.DataFrame, keep: str, start: Rec
     the recipe that they were made from. Raises RecipeError, UnknownFormatError or SpecError for the first cell that is
     wrong."""
     about = {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(start.about).items()}
-    given = about | _tables(table) | {"keep": {"layers": keep.strip()}, "schedule": []}
+    tables = _tables(table)
+    tables["pv"]["softmax"] = str(start.pv.formats.softmax)
+    given = about | tables | {"keep": {"layers": keep.strip()}, "schedule": []}
     if start.deoscillation:
         given["deoscillation"] = asdict(start.deoscillation)
     made = draft_from(given, name).recipe(name)

@@ -189,8 +189,7 @@ class Observer:
             if kind and kind.observed in self.scores:
                 gemm = Gemm(name.partition("_")[0])
                 scores = self.scores[kind.observed]
-                # Where the GEMM rounds what the forward pass had rounded, it is not the same tensor.
-                same = [] if name in self.part.formats.of_rounded else scores
+                same = scores if self.part.formats.is_same(name) else []
                 scores += try_formats(seen, observing.scores, gemm, before=same)
         elif kind and not (self.again and name in FORWARD):
             self.scores[name] = self._record(seen, kind)

@@ -25,6 +25,7 @@ from binade.collector.models.site import Site
 from binade.collector.models.specs import CoreSpec, LinearSpec, Spec
 from binade.collector.ranks import SINGLE, Group
 from binade.data.segment import Shard
+from binade.quant.attention import flash
 from binade.quant.gemm import Observed, matmul
 
 
@@ -70,10 +71,13 @@ class CoreAttention(nn.Module):
         if qk.tap:
             qk.tap(Observed("scores", scores.detach()))
         future = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)
-        probs = scores.float().masked_fill(future, -torch.inf).softmax(-1).to(query.dtype)
-        probs = probs.view(batch, groups, heads // groups * length, length)
+        masked = scores.float().masked_fill(future, -torch.inf)
+        masked = masked.view(batch, groups, heads // groups * length, length)
         shown = reshaped(pv.tap, by_head, STACKED)
-        output = matmul(probs, value, pv.rounding, tap=shown)
+        if pv.rounding.formats.softmax.tile:
+            output = flash(masked, value, pv.rounding, shown)
+        else:
+            output = matmul(masked.softmax(-1).to(query.dtype), value, pv.rounding, tap=shown)
         return output.view(batch, heads, length, -1)
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from binade.collector.errors import raising
 from binade.collector.recipes.recipe import BF16, LINEAR_OPERANDS, MODULES, PARTS, About, Deoscillation, Part, Recipe
 from binade.quant.elements import Rounding
-from binade.quant.specs import OPERAND_FIELDS, Block, GemmFormats, Spec, SpecError
+from binade.quant.specs import FULL, OPERAND_FIELDS, Block, GemmFormats, Softmax, Spec, SpecError
 
 Formats = dict[str, Spec | None]  # by the fields of GemmFormats
 
@@ -50,6 +50,7 @@ class Draft:
     formats: dict[str, Formats] = field(default_factory=lambda: {part: dict.fromkeys(OPERAND_FIELDS) for part in PARTS})
     overrides: dict[str, dict[str, str]] = field(default_factory=lambda: defaultdict(dict))
     of_rounded: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    softmax: Softmax = FULL
     keep: str = ""
     schedule: list[tuple[str, Draft]] = field(default_factory=list)
     deoscillation: Deoscillation | None = None
@@ -143,7 +144,8 @@ class Draft:
         quant_type = self.quant_types[part]
         different = tuple(sorted((field, text) for field, text in self.overrides[part].items() if text != quant_type))
         with raising(SpecError, part, SpecError):
-            formats = GemmFormats(**self.formats[part], of_rounded=self.of_rounded.get(part, ()))
+            softmax = self.softmax if part == "pv" else FULL
+            formats = GemmFormats(**self.formats[part], of_rounded=self.of_rounded.get(part, ()), softmax=softmax)
         return Part(quant_type, formats, different)
 
 

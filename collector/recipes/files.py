@@ -11,6 +11,9 @@
     dgrad.grad_output = "nvfp4(rounding=stochastic)"
     dgrad.weight = { spec = "nvfp4", of = "rounded" }
 
+    [pv]
+    softmax = "flash(tile=128)"         # see quant.options.Softmax; in all iterations
+
     [modules.fc2]                       # what differs from [linear] in one module
     forward.input = "mxfp8"
 
@@ -58,7 +61,7 @@ from binade.collector.recipes.recipe import (
 )
 from binade.collector.recipes.selection import Selection, SelectionError
 from binade.quant.formats import UnknownFormatError
-from binade.quant.specs import Spec, SpecError
+from binade.quant.specs import Softmax, Spec, SpecError
 
 PUBLISHED = {path.stem: path for path in sorted(Path(__file__).parent.glob("*.toml"))}
 """The files of the published recipes, by name."""
@@ -100,7 +103,10 @@ def draft_from(given: Mapping[str, Any], quant_type: str) -> Draft:
     """As `read_draft`, from the tables of a file. Raises RecipeError."""
     check_keys(given, (*ABOUT, *SECTIONS), "the recipe")
     draft = Draft(about=_about(given))
-    _fill(draft, given, quant_type)
+    pv = dict(as_table(given.get("pv", {}), "[pv]"))
+    with raising(RecipeError, "pv.softmax", SpecError):
+        draft.softmax = Softmax.parse(as_text(pv.pop("softmax", "full"), "pv.softmax"))
+    _fill(draft, {**given, "pv": pv}, quant_type)
     keep = as_table(given.get("keep", {}), "[keep]")
     check_keys(keep, ("layers",), "[keep]")
     draft.keep = as_text(keep.get("layers", ""), "keep.layers")
@@ -219,7 +225,7 @@ def as_text(value: object, where: str) -> str:
 
 
 def to_toml(recipe: Recipe) -> str:
-    """The file of a recipe; reading it gives the same operands, kept layers and schedule."""
+    """The file of a recipe; reading it gives the same operands, softmax, kept layers and schedule."""
     lines = []
     for name in ABOUT:
         if value := getattr(recipe.about, name):
@@ -227,6 +233,8 @@ def to_toml(recipe: Recipe) -> str:
     for part, made in recipe.by_name().items():
         if made.formats.quantized or part not in PARTS:
             lines += ["", f"[{_key(part)}]", *(f"{key} = {cell}" for key, cell in _cells(part, made).items())]
+            if made.formats.softmax.tile:
+                lines.append(f"softmax = {_quoted(str(made.formats.softmax))}")
     if recipe.keep:
         lines += ["", "[keep]", f"layers = {_quoted(recipe.keep)}"]
     if options := recipe.deoscillation:

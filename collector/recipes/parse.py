@@ -37,7 +37,7 @@ from binade.collector.recipes.draft import BACKWARDS, INGREDIENTS, Draft, format
 from binade.collector.recipes.files import PUBLISHED, Reader, draft_of, read_draft
 from binade.collector.recipes.recipe import OPERANDS, Recipe, RecipeError
 from binade.quant.formats import FORMATS
-from binade.quant.specs import Spec
+from binade.quant.specs import Softmax, Spec
 
 # What a recipe named after a format covers, by the prefix of the format; longer prefixes come first.
 PREFIXES = {"FA_linear_": ("linear", "qk"), "FA_": ("qk",), "linear_": ("linear",), "": ("linear", "qk", "pv")}
@@ -140,10 +140,11 @@ def parse_recipe(
     dgrad: str | None = None,
     wgrad: str | None = None,
     operands: Sequence[str] = (),
+    softmax: str | None = None,
 ) -> Recipe:
     """The recipe of a name or of a file, with formats or specs replaced where they are given ("bf16" turns off): of a
     part (linear, qk, pv, router), then of one GEMM of every linear layer (forward, dgrad, wgrad), then of operands,
-    each written "linear.dgrad.grad_output=mxfp6_e3m2" with a name of OPERANDS.
+    each written "linear.dgrad.grad_output=mxfp6_e3m2" with a name of OPERANDS. softmax: see `Softmax.parse`.
 
     Raises RecipeError, UnknownFormatError, or SpecError for options that are not possible.
     """
@@ -157,4 +158,6 @@ def parse_recipe(
                 stage.set_gemm(gemm, text)
         for operand, text in _operand_formats(operands).items():
             stage.set_operand(*OPERANDS[operand], text)
+        if softmax is not None:
+            stage.softmax = Softmax.parse(softmax)
     return draft.recipe(name)

@@ -198,8 +198,8 @@ class Recipe:
         return sorted(stages, key=lambda stage: stage[0])
 
     def lines(self) -> list[str]:
-        """One line per operand: "linear.dgrad.grad_output    output size  mxfp8_e5m2"; and those that the schedule
-        changes."""
+        """One line per operand: "linear.dgrad.grad_output    output size  mxfp8_e5m2"; that of the softmax if it is not
+        full; and those that the schedule changes."""
         lines, before = self._lines(), self
         for start, recipe in self.schedule:
             former, before = before._lines(), recipe
@@ -215,12 +215,14 @@ class Recipe:
             for operand in PARTS.get(name, LINEAR_OPERANDS)
         ]
         width = max(len(name) for name, _, _ in rows)
+        softmax = self.pv.formats.softmax
+        flash = [f"{'pv.softmax':<{width}}  {'keys':<12} {softmax}"] if softmax.tile else []
         return [
             f"{name:<{width}}  {operand.axis:<12} "
             f"{'the rounded forward operand in ' * (operand.field in part.formats.of_rounded)}"
             f"{part.rounded_to(operand.field)}"
             for name, operand, part in rows
-        ]
+        ] + flash
 
     def gemms(self) -> dict[str, str]:
         """The two operands of each quantized GEMM: {"linear.dgrad": "nvfp4(rounding=stochastic) × nvfp4", ...}"""
@@ -259,6 +261,8 @@ class Recipe:
                 gemms.setdefault(operand.gemm, {})[part.rounded_to(operand.field)] = None
             mixed = ", ".join(f"{gemm} {' x '.join(formats)}" for gemm, formats in gemms.items())
             described.append(f"{name} ({mixed})" if part.overrides else f"{name} {part.quant_type}")
+        if self.pv.formats.softmax.tile:
+            described.append(f"softmax {self.pv.formats.softmax}")
         if self.deoscillation:
             described.append(f"de-oscillation {self.deoscillation}")
         return ", ".join(described)

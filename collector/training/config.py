@@ -75,6 +75,8 @@ class RunConfig(WatchOptions):
     linear_quant: str | None = option(None, group=FORMAT, metavar="FORMAT", help="Format of the linear layers")
     qk_quant: str | None = option(None, group=FORMAT, metavar="FORMAT", help="Format of the operands of QK^T")
     pv_quant: str | None = option(None, group=FORMAT, metavar="FORMAT", help="Format of the operands of PV")
+    softmax: str | None = option(None, group=FORMAT, metavar="full|flash(tile=N)", default_help="that of the recipe",
+        help="What PV multiplies: the softmax of whole rows, or, as in flash kernels, exp(S - m) of tiles of N keys")
     router_quant: str | None = option(None, group=FORMAT, metavar="FORMAT",
         help="Format of the experts' router; by default, it is not quantized")
     forward_quant: str | None = option(None, group=FORMAT, metavar="FORMAT",

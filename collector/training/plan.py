@@ -73,7 +73,7 @@ def plan(config: RunConfig) -> Plan:
     check_inputs(config.dataset, config.tokenizer, config.tokenizer_name)
     try:
         formats: dict[str, Any] = {name: getattr(config, f"{name}_quant") for name in OVERRIDES}
-        recipe = parse_recipe(config.recipe, operands=config.operand_quant, **formats)
+        recipe = parse_recipe(config.recipe, operands=config.operand_quant, softmax=config.softmax, **formats)
     except (UnknownFormatError, SpecError) as error:
         raise ConfigError(str(error)) from None
     _check_model(config, published)

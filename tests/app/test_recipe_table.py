@@ -247,3 +247,9 @@ class TestWarnings:
 
 def test_published_recipes_are_offered():
     assert set(PUBLISHED) <= set(jobs.recipes())
+
+
+def test_an_edited_recipe_keeps_its_softmax():
+    recipe = parse_recipe("hifp8", softmax="flash(tile=64)")
+    made = recipe_table.recipe_of(recipe_table.table_of(recipe), recipe_table.schedule_of(recipe), "", recipe, "mine")
+    assert made.lines() == recipe.lines()

@@ -33,6 +33,7 @@ from binade.collector.capture.adapters.products import (
 )
 from binade.collector.models.attention import CoreBegin
 from binade.collector.models.parallel import STACKED, Call, reshaped
+from binade.quant.attention import flash
 from binade.quant.gemm import Observed, Tap, matmul
 
 PIECE = 1 << 26  # values
@@ -229,6 +230,9 @@ class WrittenMode(SdpaMode):
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if written := Written.of(func, args, kwargs):
+            softmax = self.pv.rounding.formats.softmax
+            if softmax.tile:
+                self.missing(f"computes its own softmax, to which softmax={softmax} cannot be applied")
             self.attended += 1
             if self.attended == 1:
                 return self._scores(written)
@@ -299,6 +303,15 @@ def attend(
             original, qk.tap, pv.tap, query, key, value, factor, attn_mask, is_causal, enable_gqa, dropout_p > 0
         )
     query, key, value = (x.to(product_dtype(x)) for x in (query, key, value))
+    if pv.rounding.formats.softmax.tile:
+        if dropout_p:
+            raise InstrumentError(f"softmax={pv.rounding.formats.softmax} does not support dropout: set it to 0")
+        masked = _masked(_scores(qk, query, key, factor, enable_gqa), attn_mask, is_causal)
+        stacked, by_head = _stacked(masked, value, enable_gqa)
+        value = value.expand(*stacked.shape[:-2], *value.shape[-2:])
+        with torch.autocast(value.device.type, enabled=False):
+            output = flash(stacked, value, pv.rounding, reshaped(pv.tap, by_head, STACKED))
+        return output.reshape(*masked.shape[:-1], value.shape[-1])
     probs = _probabilities(qk, query, key, factor, attn_mask, is_causal, enable_gqa)
     dropped = F.dropout(probs, dropout_p) if dropout_p else probs
     stacked, by_head = _stacked(dropped, value, enable_gqa)
@@ -371,12 +384,7 @@ def _probabilities(
     grouped: bool,
 ) -> Tensor:
     """The softmax of the scaled scores [..., heads, s, t]; rows that may see nothing are all 0, as torch has them."""
-    stacked, by_head = _stacked(query, key, grouped)
-    shown = replace(call, tap=reshaped(call.tap, by_head, STACKED))
-    raw = product(lambda a, b: a @ b.transpose(-1, -2), stacked, key, shown, transpose_b=True)
-    batch = raw.shape[:-2] if stacked is query else query.shape[:-2]
-    scores = (raw * scale).reshape(*batch, query.shape[-2], key.shape[-2])
-    show_scores(call.tap, scores)
+    scores = _scores(call, query, key, scale, grouped)
     if torch.is_grad_enabled() and scores.requires_grad:
         return _softmax(scores, mask, causal).to(query.dtype)
     probs = torch.empty(scores.shape, dtype=query.dtype, device=scores.device)
@@ -385,6 +393,17 @@ def _probabilities(
     for part, out, own in zip(parts, outs, masks, strict=False):
         out.copy_(_softmax(part, own, causal))
     return probs
+
+
+def _scores(call: Call, query: Tensor, key: Tensor, scale: float, grouped: bool) -> Tensor:
+    """The scaled scores [..., heads, s, t] before the mask."""
+    stacked, by_head = _stacked(query, key, grouped)
+    shown = replace(call, tap=reshaped(call.tap, by_head, STACKED))
+    raw = product(lambda a, b: a @ b.transpose(-1, -2), stacked, key, shown, transpose_b=True)
+    batch = raw.shape[:-2] if stacked is query else query.shape[:-2]
+    scores = (raw * scale).reshape(*batch, query.shape[-2], key.shape[-2])
+    show_scores(call.tap, scores)
+    return scores
 
 
 def by_heads(x: Tensor) -> list[Tensor]:
@@ -396,14 +415,19 @@ def by_heads(x: Tensor) -> list[Tensor]:
 
 def _softmax(scores: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
     """float32 softmax; rows that may see nothing are all 0."""
+    masked = _masked(scores, mask, causal)
+    blind = (masked == -torch.inf).all(-1, keepdim=True)
+    return masked.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0)
+
+
+def _masked(scores: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
     masked = scores.float()
     if causal:
         allowed = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
         masked = masked.masked_fill(~allowed, -torch.inf)
     if mask is not None:
         masked = masked.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else masked + mask
-    blind = (masked == -torch.inf).all(-1, keepdim=True)
-    return masked.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0)
+    return masked
 
 
 def _stacked(x: Tensor, other: Tensor, grouped: bool) -> tuple[Tensor, Callable[[Tensor], tuple[int, ...]]]:

@@ -35,6 +35,7 @@ OTHER = {
     "unmerged_ranks": (1,),
     "scores": (),
     "router_quant": "bf16",
+    "softmax": "flash",
     "watch": "every 3 steps",
     "trigger": ("saturated > 1%", "nan"),
 }
