@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from scipy import stats
+from scipy import special, stats
 
 from binade import quant
 from binade.app.questions.attention import compute as attention_compute
@@ -40,6 +40,7 @@ from binade.quant.formats import FORMATS
 from binade.quant.metrics import errors
 from tests.app.roots import odd_tensors
 from tests.app.test_claims import claims
+from tests.data.builder import make_run
 
 METRICS = (*SHOWN_ERRORS, boards.LOSS_CHANGE, *STATISTICS)  # of a board
 SAMPLES = {
@@ -383,6 +384,61 @@ class TestAttention:
             gone = (x != 0) & (q == 0)
             assert row.flush_to_zero == gone.sum() / (x != 0).sum()
             assert row.mass == pytest.approx(x[gone].sum() / x.sum(), rel=1e-9)
+
+    @pytest.mark.parametrize("softmax", ["flash", "full"])
+    def test_the_product_is_scipys(self, tmp_path, softmax):
+        """Two tiles of keys, grouped values; the second head has equal scores, the last row sees no key."""
+        generator = torch.Generator().manual_seed(0)
+        scores = torch.randn(2, 4, 12, 12, generator=generator) * 3
+        scores[:, 1] = 0.25
+        hidden = torch.ones(12, 12, dtype=torch.bool).triu(1)
+        hidden[-1] = True
+        value, grad, noise = (torch.randn(2, n, 12, 8, generator=generator) for n in (2, 4, 4))
+        s = np.where(hidden, -np.inf, scores.double().numpy())
+        largest = np.maximum.accumulate(s.reshape(2, 4, 12, 2, 6).max(-1), -1).repeat(6, -1)
+        with np.errstate(invalid="ignore"):  # -inf - -inf in the last row
+            p, weights = (np.nan_to_num(x) for x in (special.softmax(s, -1), np.exp(s - largest)))
+        v = value.double().numpy().repeat(2, 1)
+        tensors = {
+            "attention_scores": scores,
+            "attention_probs": torch.from_numpy(weights if softmax == "flash" else p).float(),
+            "value": value,
+            "output": torch.from_numpy(p @ v).float() + noise / 64 + 1 / 128,
+            "grad_output": grad,
+        }
+        place = {"layer_type": "attention", "module": "core", "component": "FA", "quant_type": "bf16"}
+
+        def answer(*names: str):
+            root = tmp_path / "_".join(names)
+            make_run(root, [(tensors[name], place | {"tensor_name": name}) for name in names])
+            with Catalog.open(root) as opened:
+                tensor = first(opened, tensor_name=["attention_probs"])
+                return View("tensor", {"view": ["attention"], "tensor": [tensor], "format": ["mxfp4"]}).draw(opened)
+
+        drawn = answer(*tensors)
+        table = drawn.tables["product"]
+        output = tensors["output"].double().numpy()
+        error = output - p @ v
+        assert table["error"].to_numpy() == pytest.approx(error.mean((0, 2, 3)), rel=1e-4)
+        d = grad.double().numpy()
+        rows = (p * (d @ v.swapaxes(-1, -2))).sum(-1) - (d * output).sum(-1)
+        assert table["row_difference"].to_numpy() == pytest.approx(rows.mean((0, 2)), rel=1e-4)
+        bits = stats.entropy(np.where(p.any(-1, keepdims=True), p, 1), axis=-1, base=2)
+        bits[..., -1] = 0
+        assert drawn.get("entropy").table["entropy"].to_numpy() == pytest.approx(bits.mean((0, 2)), abs=1e-5)
+        if softmax == "flash":
+            several = ((weights == 1).sum(-1) > 1).mean((0, 2))
+            assert table["ones"].to_numpy() == pytest.approx(several) and several[1] > several[0] > 0
+            rounded = (quant.fake_quantize(tensors["attention_probs"], "mxfp4").numpy() == 1).sum(-1) > 1
+            assert table["ones_rounded"].to_numpy() == pytest.approx(rounded.mean((0, 2)))
+            assert not drawn.sentences
+            drawn = answer("attention_probs")
+            assert [*drawn.tables["product"]] == ["head", "ones", "ones_rounded"] and not drawn.get("entropy")
+            assert "no values by head of scores, value, output, gradient of output" in drawn.sentences[-1]
+        else:
+            assert [*table] == ["head", "error", "row_difference"] and "not P̃" in drawn.sentences[0]
+            drawn = answer(*(name for name in tensors if name != "grad_output"))
+            assert [*drawn.tables["product"]] == ["head", "error"] and "of gradient of output" in drawn.sentences[0]
 
     def test_ranges_leave_a_mask_out(self):
         scores = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))

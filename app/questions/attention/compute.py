@@ -1,5 +1,7 @@
 """Inside attention: probabilities and scores [sequences, heads, queries, keys], head by head.
 
+With softmax=flash, the recorded probabilities are P̃ = exp(S − m), which are relative to the maximum m of a tile's row.
+
 For a large tensor, only every n-th query is read; each table comes with n.
 """
 
@@ -41,6 +43,35 @@ def heads(x: Tensor) -> Heads | None:
     return Heads(x[:, :, ::every], min(every, x.shape[2]))
 
 
+def is_flash(p: Heads) -> bool:
+    """Whether these are P̃, of which the largest in every row is 1 (or 0, if the row has no keys)."""
+    largest = p.x.amax(-1)
+    return bool(((largest == 1) | (largest == 0)).all())
+
+
+def softmax(p: Heads, scores: Heads) -> Heads:
+    """The softmax of the scores, in float32, over the keys that p does not mask."""
+    masked = scores.x.float().masked_fill(p.x == 0, -math.inf)
+    return Heads(masked.softmax(-1).masked_fill((p.x == 0).all(-1, keepdim=True), 0.0), p.every)
+
+
+def several_ones(x: Tensor) -> np.ndarray:
+    """By head, the share of the rows in which several of the values [sequences, heads, queries, keys] are 1."""
+    return ((x == 1).sum(-1) > 1).double().mean((0, 2)).numpy()
+
+
+def output_error(probs: Heads, value: Tensor, output: Tensor) -> Tensor:
+    """output − PV in float64, [sequences, heads, queries, v]. value [sequences, heads or groups, keys, v]"""
+    by_head = value.repeat_interleave(output.shape[1] // value.shape[1], 1)
+    return output[:, :, :: probs.every].double() - probs.x.double() @ by_head.double()
+
+
+def row_difference(error: Tensor, grad: Tensor, every: int) -> np.ndarray:
+    """By head, the mean of rowsum(P∘dP) − rowsum(dO∘O), which is −rowsum(dO∘error) if dP = dO·Vᵀ. error: of the
+    output; grad: dO [sequences, heads, queries, v]"""
+    return -(grad[:, :, ::every].double() * error).sum(-1).mean((0, 2)).numpy()
+
+
 def entropy(p: Heads) -> pd.DataFrame:
     """Return a table by head: columns head (from 1), entropy (bits, −Σp·log2 p over the keys, mean over queries),
     lowest and highest (of a query), uniform (bits, if every key that a query may see had the same share: causal)."""
@@ -55,16 +86,16 @@ def entropy(p: Heads) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["head", "entropy", "lowest", "highest", "uniform"])
 
 
-def flushed(p: Heads, fmt: str | Spec, dim: int = -1) -> pd.DataFrame:
+def flushed(p: Heads, fmt: str | Spec, dim: int = -1, probs: Heads | None = None) -> pd.DataFrame:
     """Return a table by head: columns head, flush_to_zero (of the nonzero values, in this format along dim), mass (the
-    share of all probability that the flushed values held)."""
+    share of all probability that the flushed values held). probs: the probabilities, if p is P̃."""
     q = quant.fake_quantize(p.x.contiguous(), fmt, dim)
     rows = []
-    for number, (x, y) in enumerate(zip(p.x.unbind(1), q.unbind(1), strict=True), 1):
+    for number, (x, y, exact) in enumerate(zip(*(each.unbind(1) for each in (p.x, q, (probs or p).x)), strict=True), 1):
         gone = (x != 0) & (y == 0)
-        nonzero, total = int(x.count_nonzero()), float(x.double().nansum())
+        nonzero, total = int(x.count_nonzero()), float(exact.double().nansum())
         share = int(gone.sum()) / nonzero if nonzero else math.nan
-        rows.append((number, share, float(x[gone].double().sum()) / total if total else math.nan))
+        rows.append((number, share, float(exact[gone].double().sum()) / total if total else math.nan))
     return pd.DataFrame(rows, columns=["head", "flush_to_zero", "mass"])
 
 

@@ -8,10 +8,13 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import pandas as pd
+from torch import Tensor
 
+from binade import quant
 from binade.app.control import Control
-from binade.app.figure import Controls, Drawn, Figure, grid, source
+from binade.app.figure import Column, Controls, Drawn, Figure, Item, Table, Text, grid, source
 from binade.app.params import One, Whole
 from binade.app.questions.attention import charts, compute
 from binade.app.questions.question import Question
@@ -25,8 +28,10 @@ from binade.data.tensor_kinds import label_of
 from binade.quant.specs import known_specs
 
 NAMES = compute.NAMES
+OF_PRODUCT = ("value", "output", "grad_output")
 MAX_PLACES = 8  # layers of runs that a report draws
 NOTHING = "No attention map with values was recorded for this layer, run and iteration: choose another tensor."
+LOST = "Lost: the share of all probability that the flushed values held. Flushed: nonzero values that become 0."
 MAP = Control(
     name="map", label="Map of", param=One(NAMES), titles={name: label_of(name) for name in NAMES}, widget="list",
     row="map", width=1.7, inline=True,
@@ -37,10 +42,11 @@ SEQUENCE = Control(name="sequence", label="Sequence", param=Whole(1, 10**6, 1), 
 
 @dataclass(frozen=True)
 class Maps:
-    """The attention maps of one layer, by name, with their rows in the index."""
+    """The attention maps of one layer, by name, with their rows in the index; and its tensors of OF_PRODUCT."""
 
     heads: dict[str, compute.Heads]
     rows: dict[str, pd.Series]
+    product: dict[str, Tensor]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -82,56 +88,110 @@ def draw(selected: SelectedTensor, values: dict[str, Any]) -> Drawn:
 
 def maps_of(selected: SelectedTensor) -> Maps | None:
     """The maps of the tensor's layer, run, iteration, micro-batch and rank; None where none has values."""
-    found, rows = {}, {}
+    found, rows, product = {}, {}, {}
     for name in NAMES:
         with suppress(CatalogError, TensorFileError):
             row = _sibling(selected, name)
             if row is not None and (read := compute.heads(selected.opened.load(row["tensor_id"]))):
                 found[name], rows[name] = read, row
-    return Maps(found, rows) if found else None
+    if not found:
+        return None
+    *_, queries, keys = next(iter(rows.values()))["shape"]
+    for name in OF_PRODUCT:
+        with suppress(CatalogError, TensorFileError):
+            row = _sibling(selected, name, layer_type=("attention",))
+            if row is not None and len(row["shape"]) == 4 and row["shape"][2] == (keys if name == "value" else queries):
+                product[name] = selected.opened.load(row["tensor_id"])
+    return Maps(found, rows, product)
 
 
-def _sibling(selected: SelectedTensor, name: str) -> pd.Series | None:
-    """The attention map of the same layer, run, iteration, micro-batch and rank."""
+def _sibling(selected: SelectedTensor, name: str, **words: Any) -> pd.Series | None:
+    """The tensor of the same layer, run, iteration, micro-batch and rank with these words."""
     row = selected.row
-    if row["tensor_name"] == name:
+    if row["tensor_name"] == name and not words:
         return row
     same: dict[str, Any] = {
         field: (row[field].item() if hasattr(row[field], "item") else row[field],)
         for field in ("run_id", "layer_index", "iteration", "micro_batch", "rank")
         if not pd.isna(row[field])
     }
-    rows = selected.opened.tensors(Filter(tensor_name=(name,), **same))
+    rows = selected.opened.tensors(Filter(tensor_name=(name,), **same, **words))
     # One import may contain logs in several formats.
     alike = rows["quant_type"].eq(row["quant_type"]).astype(int) + rows["stage"].eq(row["stage"])
     return None if rows.empty else rows.iloc[int(alike.argmax())]
 
 
 def heads(selected: SelectedTensor, maps: Maps) -> Drawn:
-    """Entropy and flush by head, where probabilities were recorded; the scores' range, where scores were."""
-    figures, verdict = [], Sentence()
-    if (probs := maps.heads.get("attention_probs")) is not None:
-        row = maps.rows["attention_probs"]
-        entropy = compute.entropy(probs)
+    """Entropy, flush and the error of PV by head, where probabilities were recorded; the scores' range, where scores
+    were."""
+    items: list[Item] = []
+    verdict = Sentence()
+    scores, recorded = (maps.heads.get(name) for name in ("attention_scores", "attention_probs"))
+    if recorded is not None:
+        is_flash = compute.is_flash(recorded)
+        softmax = compute.softmax(recorded, scores) if scores and scores.x.shape == recorded.x.shape else None
+        probs = softmax if is_flash else recorded
+        row, first = maps.rows["attention_probs"], maps.source("attention_probs")
         axis = -1 if pd.isna(row["contracted_axis"]) else int(row["contracted_axis"])
-        flushed = compute.flushed(probs, selected.spec, axis)
-        verdict = _verdict(flushed, entropy, str(selected.spec))
-        first = maps.source("attention_probs")
-        caption = f"{first}\nEntropy: −Σp·log₂ p over the keys, mean over queries."
-        note = "Dashed: uniform attention over all visible keys. Thin lines: the range over queries."
-        chart = charts.entropy(entropy, maps.words)
-        figures.append(
-            Figure("entropy", chart, entropy, caption, note, 330, "head", "Click a head to see its map.", group="probs")
-        )
-        held = "Lost: the share of all probability that the flushed values held. Flushed: nonzero values that become 0."
-        bars = charts.flushed_by_head(flushed, selected.spec, maps.words)
-        figures.append(Figure("flushed", bars, flushed, f"{first}\n{held}", held, 330, group="probs"))
-    if (scores := maps.heads.get("attention_scores")) is not None:
+        if probs is None:
+            text = "These are P̃ of softmax=flash. Entropy and lost mass need the scores, whose values were not kept."
+            items.append(Text(text))
+        else:
+            entropy = compute.entropy(probs)
+            flushed = compute.flushed(recorded, selected.spec, axis, probs)
+            verdict = _verdict(flushed, entropy, str(selected.spec))
+            caption = f"{first}\nEntropy: −Σp·log₂ p over the keys, mean over queries."
+            note = "Dashed: uniform attention over all visible keys. Thin lines: the range over queries."
+            chart, hint = charts.entropy(entropy, maps.words), "Click a head to see its map."
+            items.append(Figure("entropy", chart, entropy, caption, note, 330, "head", hint, group="probs"))
+            bars = charts.flushed_by_head(flushed, selected.spec, maps.words)
+            items.append(Figure("flushed", bars, flushed, f"{first}\n{LOST}", LOST, 330, group="probs"))
+        rounded = quant.fake_quantize(recorded.x.contiguous(), selected.spec, axis) if is_flash else None
+        items += _product(maps, recorded, softmax, rounded, str(selected.spec))
+    if scores is not None:
         table = compute.ranges(scores)
         caption = f"{maps.source('attention_scores')}\nScores: the input of softmax."
         chart = charts.score_ranges(table, maps.words)
-        figures.append(Figure("scores", chart, table, caption, height=330, group="maps"))
-    return Drawn(tuple(figures), verdict)
+        items.append(Figure("scores", chart, table, caption, height=330, group="maps"))
+    return Drawn(tuple(items), verdict)
+
+
+def _product(
+    maps: Maps, recorded: compute.Heads, softmax: compute.Heads | None, rounded: Tensor | None, spec: str
+) -> Iterator[Item]:
+    """What rounding does to PV, by head, and why a figure is missing. rounded: P̃ in the spec, with softmax=flash."""
+    table = pd.DataFrame({"head": range(1, maps.shape[1] + 1)})
+    columns, reasons = {"head": Column("Head", width=60)}, []
+
+    def add(name: str, title: str, values: np.ndarray, definition: str, form: str = "%.2e") -> None:
+        table[name], columns[name] = values, Column(title, form, help=definition)
+
+    if rounded is not None:
+        several = "Share of the rows in which more than one P̃ is 1"
+        ones, in_spec = (compute.several_ones(x) for x in (recorded.x, rounded))
+        add("ones", "Several P̃ = 1", ones, f"{several}, as recorded", "percent")
+        add("ones_rounded", f"in {spec}", in_spec, f"{several}, rounded to {spec}", "percent")
+    else:
+        reasons.append("Rows with several P̃ = 1: PV takes the normalized softmax, not P̃.")
+    missing = [label_of(name) for name in OF_PRODUCT if name not in maps.product]
+    if softmax is None or {"value", "output"} - {*maps.product}:
+        needed = ["scores"] * (softmax is None) + missing
+        reasons.append(f"Error of PV and row difference: no values by head of {', '.join(needed)}.")
+    else:
+        error = compute.output_error(softmax, maps.product["value"], maps.product["output"])
+        signed = "Mean of output − PV, with P the softmax of the recorded scores, in float64"
+        add("error", "Mean error of PV", error.mean((0, 2, 3)).numpy(), signed)
+        if missing:
+            reasons.append(f"Row difference: no values by head of {missing[0]}.")
+        else:
+            difference = compute.row_difference(error, maps.product["grad_output"], recorded.every)
+            of_rows = "Mean of rowsum(P∘dP) − rowsum(dO∘O) with dP = dO·Vᵀ, in float64; 0 without rounding"
+            add("row_difference", "Row difference", difference, of_rows)
+    definitions = " ".join(f"{column.title}: {column.help}." for column in columns.values() if column.help)
+    if len(columns) > 1:
+        yield Table("product", table, columns, "Rounding of PV", definitions)
+    if reasons:
+        yield Text("Not computed. " + " ".join(reasons))
 
 
 MASS = Measure("mass", "Probability mass lost", "%", factor=100.0)
