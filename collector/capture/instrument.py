@@ -375,7 +375,7 @@ def coverage(
             products = (Product.QK, Product.PV) if layer.is_core else (Product.LINEAR,)
             used = [recipe.part_of(product, site) for product in products]
             fmt = BF16 if reason else ", ".join(dict.fromkeys(part.quant_type for part in used))
-            if layer.kernels and fmt != BF16:
+            if layer.kernels and not reason and any(part != Part() for part in used):
                 recorded, fmt, reason = "", "", layer.kernels
             rows[*kind, recorded, fmt, reason] += 1
         reason = found.left.get(module) or found.refused.get(name, "") or found.unseen.get(module, "")

@@ -170,7 +170,7 @@ def _product(
         several = "Share of the rows in which more than one P̃ is 1"
         ones, in_spec = (compute.several_ones(x) for x in (recorded.x, rounded))
         add("ones", "Several P̃ = 1", ones, f"{several}, as recorded", "percent")
-        add("ones_rounded", f"in {spec}", in_spec, f"{several}, rounded to {spec}", "percent")
+        add("ones_rounded", f"Several P̃ = 1 in {spec}", in_spec, f"{several}, rounded to {spec}", "percent")
     else:
         reasons.append("Rows with several P̃ = 1: PV takes the normalized softmax, not P̃.")
     missing = [label_of(name) for name in OF_PRODUCT if name not in maps.product]

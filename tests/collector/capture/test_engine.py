@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from binade.collector import coverage, instrument
 from binade.collector.capture.adapters.layer import InstrumentError
+from binade.collector.recipes.parse import parse_recipe
 from binade.data.catalog import Catalog
 from tests.collector.instrumented import CORE, LINEAR, Recorder, names, rounded, rows, state, value
 
@@ -317,6 +318,8 @@ def test_recipes_that_would_replace_its_kernels_are_refused(te):
         pass
     assert state(model) == before
     assert {row.format for row in coverage(model, "mxfp8") if "only be recorded" in row.reason} == {""}
+    flash = parse_recipe("bf16", softmax="flash")  # which its kernels decide
+    assert {row.kind for row in coverage(model, flash) if "only be recorded" in row.reason} == {"DotProductAttention"}
     assert {row.recorded for row in coverage(model)} == {"layer*.qkv", "layer*.core", "layer*.proj", "layer*.fc1"}
 
 
