@@ -79,17 +79,28 @@ def test_the_operand_is_relative_to_the_running_maximum():
     torch.testing.assert_close(output.double(), (context / total).nan_to_num(0.0), rtol=1e-5, atol=1e-6)
 
 
-def test_the_backward_pass_rounds_the_normalized_softmax():
-    formats = {"wgrad_a": "mxfp4", "wgrad_grad": "mxfp8", "dgrad_grad": "mxfp8_e5m2", "dgrad_b": "hifp8"}
-    scores, value = masked_scores(80), random(2, 3, 80, 24, seed=3)
-    seen, (output, grad_scores, grad_value) = run(scores, value, grad := random(2, 3, 40, 24, seed=4), **formats)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "formats", [{}, {"wgrad_a": "mxfp4", "wgrad_grad": "mxfp8", "dgrad_grad": "mxfp8_e5m2", "dgrad_b": "hifp8"}]
+)
+def test_the_backward_pass_rounds_the_normalized_softmax(formats: dict[str, str], dtype: torch.dtype):
+    """P and dP are not rounded in the gradient of the scores, even where the model computes in bfloat16."""
+    scores, value = masked_scores(80), random(2, 3, 80, 24, seed=3, dtype=dtype)
+    grad = random(2, 3, 40, 24, seed=4, dtype=dtype)
+    seen, (output, grad_scores, grad_value) = run(scores, value, grad, **formats)
+
+    def rounded(x: Tensor, operand: str, dim: int) -> Tensor:
+        return fake_quantize(x, formats[operand], dim) if operand in formats else x
+
     probs = scores.double().softmax(-1).nan_to_num(0.0)
-    torch.testing.assert_close(seen["wgrad_a"].tensor.double(), probs, rtol=1e-5, atol=0)
-    rounded = fake_quantize(seen["wgrad_a"].tensor, "mxfp4", -2)
-    torch.testing.assert_close(grad_value, rounded.mT @ fake_quantize(grad, "mxfp8", -2))
-    grad_probs = fake_quantize(grad, "mxfp8_e5m2") @ fake_quantize(value, "hifp8", -1).mT
+    tolerance = 1e-5 if formats or dtype == torch.float32 else 2**-8
+    torch.testing.assert_close(seen["wgrad_a"].tensor.double(), probs, rtol=tolerance, atol=0)
+    wgrad_a = rounded(seen["wgrad_a"].tensor, "wgrad_a", -2).to(dtype)
+    torch.testing.assert_close(grad_value, wgrad_a.mT @ rounded(grad, "wgrad_grad", -2))
+    dgrad = rounded(grad, "dgrad_grad", -1).double(), rounded(value, "dgrad_b", -1).double()
     delta = (grad.double() * output.double()).sum(-1, keepdim=True)
-    torch.testing.assert_close(grad_scores.double(), probs * (grad_probs.double() - delta), rtol=1e-4, atol=1e-6)
+    exact = probs * (dgrad[0] @ dgrad[1].mT - delta)
+    torch.testing.assert_close(grad_scores.double(), exact, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("sampled", [False, True])
