@@ -14,6 +14,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from binade.quant.accumulation import ACCUMULATORS, Accumulator
     from binade.quant.blocks import Blocks, look
     from binade.quant.formats import FORMATS, Format, UnknownFormatError
     from binade.quant.metrics import METRICS, Errors, Usage, compare, score, sqnr_db, usage
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from binade.quant.summary import Summary, summarize
 
 _MODULES = {
+    "accumulation": ("ACCUMULATORS", "Accumulator"),
     "blocks": ("Blocks", "look"),
     "formats": ("FORMATS", "Format", "UnknownFormatError"),
     "metrics": ("METRICS", "Errors", "Usage", "compare", "score", "sqnr_db", "usage"),
@@ -33,8 +35,10 @@ _MODULES = {
 }
 
 __all__ = [
+    "ACCUMULATORS",
     "FORMATS",
     "METRICS",
+    "Accumulator",
     "Blocks",
     "Errors",
     "Format",

@@ -58,9 +58,9 @@ _ADA = Accumulator(title="Ada", source="mmaemu, validated on an RTX 4060; MMA-Si
 ACCUMULATORS = {
     "fp32": Accumulator(title="float32", source="torch.matmul"),
     "hopper_fp8": _HOPPER,
-    "hopper_fp8_128": replace(_HOPPER, title="Hopper, promoted every 128", promotion=128),
+    "hopper_fp8_128": replace(_HOPPER, title="Hopper (promotion every 128)", promotion=128),
     "ada_fp8": _ADA,
-    "ada_fp8_128": replace(_ADA, title="Ada, promoted every 128", promotion=128),
+    "ada_fp8_128": replace(_ADA, title="Ada (promotion every 128)", promotion=128),
     "blackwell_fp8": Accumulator(
         title="Blackwell (B200)", source="MMA-Sim, tcgen05.mma", bits=25, result_bits=23, k=32, scaled=True
     ),

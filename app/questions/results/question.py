@@ -9,15 +9,18 @@ from typing import Any
 import pandas as pd
 
 from binade.app import style
-from binade.app.figure import Column, Drawn, Figure, Table, source
+from binade.app.figure import Column, Drawn, Figure, Item, Table, Text, source
+from binade.app.params import known_tensor
 from binade.app.questions.question import Question
-from binade.app.questions.results import charts, compute
+from binade.app.questions.results import accumulation, charts, compute
 from binade.app.questions.shared import layer_chart
-from binade.app.questions.shared.labels import layer_names
+from binade.app.questions.shared.labels import full_labels, layer_names
+from binade.app.questions.shared.runs import given_names
 from binade.app.questions.shared.scope import scope_of, scoped
 from binade.app.questions.shared.selection import Selection
 from binade.app.style import MEASURES
 from binade.data import evidence
+from binade.data.catalog import Catalog
 from binade.data.evidence import Measure
 
 SQNR = MEASURES["sqnr_db"]
@@ -37,6 +40,18 @@ COLUMNS = {
     "gain_db": Column("Difference", "%.1f", help="Above 0: the result has less error than predicted"),
     "results": Column("Results", "localized", 90),
 }
+CHOOSE = "Choose a row to compare accumulators: its worst result is computed again from the operands on disk."
+ACCUMULATION = {
+    "title": Column("Addition of the products", width=220),
+    "result_db": Column(
+        "SQNR of the result", help="Against the exact product of the unrounded operands",
+        text=lambda row: SQNR.text(row["result_db"]), align="right",
+    ),
+    "sums_db": Column(
+        "SQNR of the addition", help="Against the exact product of the rounded operands",
+        text=lambda row: SQNR.text(row["sums_db"]), align="right",
+    ),
+}  # fmt: skip
 
 
 def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
@@ -64,15 +79,30 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
         height=layer_chart.height(cells),
         choose="tensor_id",
     )
-    items: list[Figure | Table] = [heat]
+    items: list[Item] = [heat]
     if table["operands_db"].notna().any():
         height = 380 + style.legend_height(sorted(set(table["gemm"])))
         chart = charts.against(
             table, "Measured and predicted error", "above the line: better than if errors were independent"
         )
         items.append(Figure("results_against_operands", chart, table, words, height=height, choose="tensor_id"))
-    items.append(Table("results", table.sort_values("result_db", ignore_index=True), COLUMNS, choose="tensor_id"))
+    rows = table.sort_values("result_db", ignore_index=True).assign(result=lambda worst: worst["tensor_id"])
+    items.append(Table("results", rows, COLUMNS, note=CHOOSE, choose="result"))
+    if values["result"]:
+        items.append(_accumulation(opened, values["result"]))
     return Drawn(tuple(items), _verdict(compute.by_product(found, ("gemm",))))
+
+
+def _accumulation(opened: Catalog, result: str) -> Table | Text:
+    label = full_labels(opened.rows_of([result]), given_names(opened))[result]
+    try:
+        table, what, unfit = accumulation.accumulated(opened, result)
+    except accumulation.MissingError as error:
+        return Text(f"{label} was not computed again. {error}", "problem")
+    note = f"Computed again: {what}. Operands are rounded once, with scales from the values on disk."
+    if unfit:
+        note += f" Left out, as they cannot apply these scales: {', '.join(unfit)}."
+    return Table("accumulation", table, ACCUMULATION, f"**Accumulation** · {label}", note)
 
 
 def _verdict(by_gemm: pd.DataFrame) -> evidence.Sentence:
@@ -102,4 +132,5 @@ RESULTS = Question(
     page="compare",
     view="gemms",
     draw=draw,
+    takes={"result": known_tensor},
 )
