@@ -2,7 +2,8 @@
 
 Each line of loss.jsonl has the SHA-256 of all data that the run has read so far, warm-up included. Two runs have read
 the same data at an iteration if these digests agree there; two runs may agree at first and differ later. Runs without
-digests match by their configuration, if it has all of CONFIGURATION. What is unknown never matches.
+digests match by their configuration, if it has all of CONFIGURATION, imported losses by what the user said of them, if
+that is all of IMPORTED. What is unknown never matches.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ import pandas as pd
 
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
-from binade.data.runs import first_step, read_steps
+from binade.data.runs import IMPORT, first_step, read_steps
 
 # The settings that make two runs of `binade run` start from the same weights and read the same data.
 CONFIGURATION = (
     "model", "size", "parameters", "dataset", "tokenizer", "seed", "learning_rate", "warmup_iterations",
     "micro_batches", "micro_batch_size", "sequence_length",
 )  # fmt: skip
+IMPORTED = ("model", "dataset", "seed")
 Steps = Iterable[Mapping[str, Any]]
 
 
@@ -33,7 +35,11 @@ def data_key(config: Mapping[str, Any], first: str | None) -> str | None:
     stated = {name: config[name] for name in CONFIGURATION if name in config}
     step = json.loads(first) if first else {}
     hashed = step.get("data_sha256") and (step.get("weights_sha256") or stated.get("seed") is not None)
-    if not hashed and len(stated) < len(CONFIGURATION):
+    if config.get("kind") == IMPORT:
+        complete = all(stated.get(name) is not None for name in IMPORTED)
+    else:
+        complete = len(stated) == len(CONFIGURATION)
+    if not (hashed or complete):
         return None
     data = config.get("data")
     corpus = data.get("corpus_sha256") or data.get("idx_sha256") if isinstance(data, dict) else None

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from binade.collector.cli.console import console
 from binade.collector.settings import DEFAULT_SCORES
@@ -18,14 +19,53 @@ SHOWN_REFUSALS = 10
 SCORES = ",".join(DEFAULT_SCORES)
 
 
-@click.pass_context
-def _import(context: click.Context, directory: str, scores: tuple[str, ...], workers: int | None, root: str) -> int:
-    """Index tensors that other tools have logged, without copying them.
+OF_TENSORS = ("scores", "workers")
+OF_LOSSES = ("recipe", "model", "dataset", "seed", "name", "step_column", "loss_column")
+START = ("model", "dataset", "seed")
 
-    DIR contains .pt, .safetensors and .npy files, at any depth. Layers, tensors and iterations are recognized in logs
-    of the Megatron-LM fork and in dumps of Transformer Engine (DumpTensors), msprobe and SGLang.
+
+@click.pass_context
+def _import(context: click.Context, /, path: Path, root: str, **options: Any) -> int:
+    """Index tensors that other tools have logged, without copying them, or import the losses of a training.
+
+    A directory contains .pt, .safetensors and .npy files, at any depth. Layers, tensors and iterations are recognized
+    in logs of the Megatron-LM fork and in dumps of Transformer Engine (DumpTensors), msprobe and SGLang.
+
+    A loss log is a .csv, .jsonl or .ndjson file, an event file of TensorBoard, or a directory that contains event
+    files.
     """
-    argv, into = context.find_root().obj, resolve_root(root)
+    from binade.collector.errors import ConfigError
+    from binade.collector.imports.losses import is_loss_log
+
+    losses = is_loss_log(path)
+    for name in OF_TENSORS if losses else OF_LOSSES:
+        if context.get_parameter_source(name) == ParameterSource.COMMANDLINE:
+            option = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{option} is for {'tensors' if losses else 'losses'}, which {path} does not contain")
+    command, into = line_of(context.find_root().obj), resolve_root(root)
+    own = {name: options[name] for name in (OF_LOSSES if losses else OF_TENSORS)}
+    return (_losses if losses else _tensors)(path, into, command, **own)
+
+
+def _losses(path: Path, root: Path, command: str, recipe: str | None, **options: Any) -> int:
+    from binade.collector.errors import ConfigError
+    from binade.collector.imports.losses import import_losses
+
+    if not recipe:
+        raise ConfigError("a loss log does not say how the run was quantized: give --recipe, such as bf16 or mxfp8")
+    start = {name: options.pop(name) for name in START}
+    run_id, log = import_losses(path, root, recipe=recipe, start=start, command=command, **options)
+    first, last = min(log.losses), max(log.losses)
+    lines = [f"{run_id}: {len(log.losses):,} losses ({log.loss_column}), {log.step_column} {first} to {last}"]
+    if log.repeated:
+        lines.append(f"{log.repeated:,} losses were replaced by a later one of the same step")
+    if missing := [f"--{name}" for name, value in start.items() if value is None]:
+        lines.append(f"not compared with other runs: that needs {', '.join(missing)}, the same as for its bf16 run")
+    print_text("\n".join(map(one_line, lines)))
+    return 0
+
+
+def _tensors(path: Path, root: Path, command: str, scores: tuple[str, ...], workers: int | None) -> int:
     from binade.collector.imports.workers import prepare
 
     prepare("binade.collector.imports.importer")  # its processes import torch while this one does
@@ -33,20 +73,20 @@ def _import(context: click.Context, directory: str, scores: tuple[str, ...], wor
 
     with console("import", "file") as shown:
         result = import_logs(
-            Path(directory),
-            into,
+            path,
+            root,
             scores=scores,
             workers=workers,
             say=lambda line: shown.say(one_line(line)),
             progress=shown.progress,
-            command=line_of(argv),
+            command=command,
         )
     if result.failed:
         where = result.directory / "refused.jsonl"
         print_text("\n".join(_refusals(result)))
-        return fail(f"every file of {directory} was refused; {where} says why")
+        return fail(f"every file of {path} was refused; {where} says why")
     if not (result.files or result.known):
-        print_text(f"there are no files in {one_line(directory)}: nothing to import")
+        print_text(f"there are no files in {one_line(str(path))}: nothing to import")
         return 0
     added = f"{result.tensors} tensors of {result.files} files, {result.bytes / 1e6:.1f} MB in {result.seconds:.1f} s"
     lines = [f"{result.run_id}: {added if result.files else 'nothing new'}; {result.known} files already known"]
@@ -64,13 +104,26 @@ def _refusals(result: Imported) -> list[str]:
     return [f"refused: {len(result.refused)}", *lines] if lines else []
 
 
+TENSORS, LOSSES = "Options for tensors", "Options for a loss log"
 import_ = Command(
     "import",
     params=[
-        click.Argument(["directory"], metavar="DIR"),
-        Option(["--scores"], type=names, metavar="A,B,...", default=SCORES,
+        click.Argument(["path"], type=Path, metavar="PATH"),
+        Option(["--scores"], type=names, metavar="A,B,...", default=SCORES, title=TENSORS,
                help=f"Formats to score every tensor in  [default: {SCORES}]"),
-        Option(["--workers"], type=int, metavar="N", help="Number of processes  [default: one per core]"),
+        Option(["--workers"], type=int, metavar="N", title=TENSORS,
+               help="Number of processes  [default: one per core]"),
+        Option(["--recipe"], metavar="NAME", title=LOSSES,
+               help="What the training was quantized to; bf16 for the baseline that others are compared with"),
+        Option(["--model"], metavar="NAME", title=LOSSES, help="The model"),
+        Option(["--dataset"], metavar="NAME", title=LOSSES, help="The data"),
+        Option(["--seed"], type=int, metavar="N", title=LOSSES,
+               help="The seed. Runs are compared if they have the same model, dataset and seed"),
+        Option(["--name"], metavar="TEXT", title=LOSSES, help="Name of the run in the app"),
+        Option(["--step-column"], metavar="NAME", title=LOSSES,
+               help="Column or key of the steps  [default: iteration, step, global_step or similar]"),
+        Option(["--loss-column"], metavar="NAME", title=LOSSES,
+               help="Column, key or tag of the losses  [default: loss, lm loss, train/loss or similar]"),
         root_option(),
     ],
     callback=_import,

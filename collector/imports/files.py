@@ -12,6 +12,7 @@ from binade.collector.imports.registry import beside
 from binade.data.foreign import SUFFIXES
 from binade.data.runs import is_unicode
 
+LOSS_LOGS = ".csv, .jsonl, .ndjson or an event file of TensorBoard"
 PICKLE = "a pickle can run code when it is opened, so it is not opened"
 
 
@@ -44,7 +45,7 @@ def checked(source: Path, root: Path) -> Path:
     if not os.path.exists(source):
         raise ConfigError(f"there is no directory {source}: give one that contains tensor logs")
     if not os.path.isdir(source):
-        raise ConfigError(f"{source} is not a directory: give the one that contains the tensor logs")
+        raise ConfigError(f"{source} is not a directory of tensor logs, and not a loss log: {LOSS_LOGS}")
     source = source.resolve()
     if not is_unicode(str(source)):
         raise ConfigError(

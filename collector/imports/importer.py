@@ -10,15 +10,13 @@ Separate processes read the files (see workers): a hostile or damaged file can k
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
-import re
 import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -30,26 +28,22 @@ from binade.collector.errors import ConfigError
 from binade.collector.imports.files import File, Refusal, checked, walk
 from binade.collector.imports.log import Log
 from binade.collector.imports.registry import interpret
+from binade.collector.imports.run import run_of_import
 from binade.collector.imports.workers import Death, scatter
 from binade.collector.training.memory import available_host_memory
-from binade.data.access import check_writable
 from binade.data.foreign import ForeignTensor, TooLargeError, opened
 from binade.data.json_files import parse_json, read_json
 from binade.data.runs import (
-    CANCELLED,
     DONE,
     FAILED,
-    IMPORT,
     RunError,
     RunFile,
     RunWriter,
-    list_runs,
     write_run_file,
 )
 from binade.data.segment import Identity, Origin, Score, TensorRow, Trace, drop_rows, segment_names, write_segment
-from binade.data.store import TensorFileError, locked, write_atomic
+from binade.data.store import TensorFileError, write_atomic
 from binade.data.tensor_kinds import MAPS
-from binade.data.text import describe
 from binade.quant.metrics import score
 from binade.quant.specs import Spec
 from binade.quant.summary import summarize
@@ -205,8 +199,8 @@ def import_logs(
     found, refused = walk(source, root)
     if not (found or refused):
         return Imported("", root, 0, 0, 0, 0, {}, [], time.monotonic() - start)
-    config = {"kind": IMPORT, "source": str(source), "scores": list(scores), "command": command}
-    with _locked(root, config) as writer, open(writer.directory / "log.txt", "ab", buffering=0) as log:
+    config = {"source": str(source), "scores": list(scores), "command": command}
+    with run_of_import(root, config) as writer, open(writer.directory / "log.txt", "ab", buffering=0) as log:
 
         def note(line: str) -> None:
             log.write(f"{time.strftime('%H:%M:%S')} {line}\n".encode())
@@ -219,40 +213,10 @@ def import_logs(
             task = _Import(writer, scores, workers or len(os.sched_getaffinity(0)), refused, report, progress)
             task.run(found)
         except BaseException as error:
-            cancelled = isinstance(error, KeyboardInterrupt)
-            writer.finish(CANCELLED if cancelled else FAILED, None if cancelled else describe(error))
             with suppress(OSError):  # a full disk must not hide what happened
                 note(f"ended early: {type(error).__name__}: {error}")
             raise
     return task.result(time.monotonic() - start)
-
-
-@contextmanager
-def _locked(root: Path, config: dict[str, Any]) -> Iterator[RunWriter]:
-    """The run of this import, found or created, and locked by this process."""
-    check_writable("recording a run")
-    with ExitStack() as held:
-        try:
-            root.mkdir(parents=True, exist_ok=True)
-            with locked(root):
-                same = {"kind": IMPORT, "source": config["source"]}.items()
-                known = [run.directory for run in list_runs(root)[0] if same <= run.config.items()]
-                if known:
-                    directory = known[-1]
-                else:
-                    label = re.sub(r"[^A-Za-z0-9.-]+", "-", Path(config["source"]).name).strip("-.")[:40]
-                    writer = RunWriter.create(root, f"import_{label or 'logs'}", config)
-                    directory = writer.directory
-            held.enter_context(locked(directory, fcntl.LOCK_EX | fcntl.LOCK_NB))
-        except BlockingIOError:
-            raise RunError(
-                f"{config['source']} is being imported into {directory.name} by another process: wait until it ends"
-            ) from None
-        except OSError as error:
-            raise RunError(
-                f"cannot write to {root}: {error.strerror or error}; choose a directory with --tensor-save-dir"
-            ) from error
-        yield RunWriter.reopen(directory) if known else writer
 
 
 class _Import:

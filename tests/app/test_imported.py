@@ -15,6 +15,7 @@ from binade.collector import Recorder
 from binade.collector.capture.clock import Moment
 from binade.collector.imports import importer
 from binade.collector.imports.importer import import_logs
+from binade.collector.imports.losses import import_losses
 from binade.collector.models.site import Site
 from binade.data.catalog import Catalog
 from tests.app.test_pages import Visit
@@ -124,6 +125,29 @@ def test_runs_name_the_directory(visit: Visit, imported: Path):
     run = at.dataframe[0].value.iloc[0]
     assert run["state"] == "✓ done" and run["source"].endswith(IMAGE)
     assert pd.isna(run["seconds"]) and run["tensors"] == 6
+
+
+def test_imported_losses_are_compared_with_their_bf16_run(visit: Visit, tmp_path: Path):
+    start: dict[str, str | int | None] = {"model": IMAGE, "dataset": LINK, "seed": 1}
+    for recipe, gap in (("bf16", 0.0), ("mxfp8", 0.25), ("my recipe", 0.5)):
+        log = tmp_path / f"{recipe}.csv"
+        pd.DataFrame({"step": range(1, 21), "loss": [20 / step + gap for step in range(1, 21)]}).to_csv(
+            log, index=False
+        )
+        import_losses(log, tmp_path / "runs", recipe=recipe, start=start)
+    import_losses(log, tmp_path / "runs", recipe="mxfp4", start={}, loss_column="step")
+    at = visit(tmp_path / "runs", "runs")
+    table = at.dataframe[0].value.set_index("recipe")
+    assert not at.exception and table["gap"].dropna().round(9).to_dict() == {"mxfp8": 0.25, "my recipe": 0.5}
+    assert table["baseline"].notna().to_dict() == {"bf16": True, "mxfp8": False, "my recipe": False, "mxfp4": False}
+    assert table["source"].str.endswith(".csv").all() and table["course"].map(len).eq(20).all()
+    told = "\n".join(interpreted(at))
+    at = visit(tmp_path / "runs", "compare", view="recipes")
+    costs = at.dataframe[0].value.set_index("label")
+    assert not at.exception and costs["gap"].round(9).to_dict() == {"mxfp8": 0.25, "my recipe": 0.5}
+    assert not {"linear", "QK", "PV", "router"} & set(costs.columns)  # nobody knows what was rounded
+    told += "\n".join(interpreted(at))
+    assert "no bf16 run saw the same data\\: mxfp4" in told and IMAGE not in told and LINK not in told
 
 
 def test_recomputed_is_told(visit: Visit, tmp_path: Path):

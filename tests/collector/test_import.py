@@ -513,7 +513,7 @@ def test_what_does_not_fit_into_memory(bring, tmp_path, logs, monkeypatch):
         (("file",), "is not a directory"),
         (("logs", "--workers", "0"), "--workers is 0"),
         (("logs", "--scores", "fp3"), "unknown format 'fp3'"),
-        ((), "missing argument 'DIR'"),
+        ((), "missing argument 'PATH'"),
         (("logs", "--workers", "x"), "'x' is not a valid integer"),
         (("runs",), "is the root of the runs"),
     ],

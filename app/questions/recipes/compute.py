@@ -48,7 +48,7 @@ def costs(gaps: pd.DataFrame, table: pd.DataFrame) -> pd.DataFrame:
     rows = []
     for run_id, part in gaps[gaps["run_id"].isin(quantized.index)].groupby("run_id", sort=False):
         run = quantized.loc[run_id]
-        rounded = {name: run[name] for name in PARTS if run[name] != "bf16"}
+        rounded = {name: run[name] for name in PARTS if run[name] not in (None, "bf16")}
         last = part.sort_values("iteration")["gap"].iloc[-1]
         only, spec = next(iter(rounded.items())) if len(rounded) == 1 else (None, None)
         row = {"run_id": run_id} | {name: run[name] for name in ("label", "name", "settings", "data")}

@@ -16,6 +16,7 @@ from binade.app.questions import layout
 from binade.app.questions.recipes import compute
 from binade.app.questions.recipes.question import RECIPES, runs_in
 from binade.app.questions.shared.selection import Selection
+from binade.app.state import explain_empty
 from binade.app.view import Reading, View
 from binade.collector import jobs
 from binade.collector.errors import ConfigError
@@ -30,6 +31,9 @@ FAILED = (ConfigError, jobs.JobError, jobs.SubmissionError, ReadOnlyError, OSErr
 
 
 def show(opened: Catalog, view: View, reading: Reading) -> None:
+    if opened.runs().empty:
+        explain_empty(opened)
+        return
     layout.show(opened, view, reading)
     _repeat(Selection(opened, reading.where.without(*RECIPES.ignored_fields)), reading.values, view)
 

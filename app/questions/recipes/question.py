@@ -237,7 +237,7 @@ def cost(opened: Catalog, where: Filter, table: pd.DataFrame, base: str = BASE) 
     chart = charts.gaps(shown, f"above the dashed line: worse than {base} · the newest run of each recipe", looks, base)
     figures.append(Figure("gaps", chart, shown, caption, note=thinned_note(step), height=height, group="cost"))
     listed = costs.merge(table[["run_id", *PARTS]], on="run_id")
-    unused = [part for part in PARTS if (listed[part] == "bf16").all()]
+    unused = [part for part in PARTS if listed[part].isin(["bf16", None]).all()]
     columns = {name: column for name, column in COLUMNS.items() if name not in unused}
     without = table.loc[table["quantized"] & table["reference"].isna(), "label"].tolist()
     left = (f"Left out, because no bf16 run saw the same data: {evidence.listed(without)}.",) * bool(without)
@@ -510,6 +510,7 @@ RECIPES = Question(
     draw=draw,
     of_runs=True,
     of_fields=OF_DATA + OF_RUNS,
+    empty=True,  # imported losses have no tensors
     beyond=_beyond,
     controls=(VIEW, AGAINST, LADDER, GRADIENT, AT),
     narrow=_controls,

@@ -127,7 +127,7 @@ def _table(
     number, text = st.column_config.NumberColumn, st.column_config.TextColumn
     columns = {
         "state": text("State", width=95),
-        "source": text("Imported from", width=220, help="Directory of the tensors that were imported"),
+        "source": text("Imported from", width=220, help="What was imported: a directory of tensors, or a loss log"),
         "name": text("Name", width=220),
         "recipe": text("Recipe", width=125, help="The recipe, or what was rounded if its name does not say so"),
         "course": st.column_config.LineChartColumn("Loss", width=110),
@@ -261,6 +261,6 @@ def _latest(root: Path, runs: Iterable[str]) -> tuple[pd.DataFrame, int]:
 
 
 def _source(config: str) -> str | None:
-    """The directory that an import refers to."""
+    """The directory or file that an import refers to."""
     read = json.loads(config)
     return str(read.get("source")) if read.get("kind") == IMPORT else None

@@ -31,7 +31,7 @@ def runs_with_reference(runs: pd.DataFrame, parts: pd.DataFrame) -> pd.DataFrame
     rounded    the recipe; what was rounded if its name does not say so; for an import, the run's id
     name       the one that users gave it, else `rounded`
     label      the name, unique
-    PARTS      one column per part: its format, "bf16" if it is not rounded
+    PARTS      one column per part: its format, "bf16" if it is not rounded; None if only losses were imported
     reference  the run_id of the newest bf16 run on the same data, or None
     quantized  whether any part is
     seed
@@ -41,10 +41,13 @@ def runs_with_reference(runs: pd.DataFrame, parts: pd.DataFrame) -> pd.DataFrame
     runs = runs.sort_values(["started", "run_id"], ignore_index=True)
     table = runs[["run_id", "recipe", "started", "color"]].copy()
     wide: dict[Any, Any] = {(row.run_id, row.part): row.format or row.gradient_format for row in parts.itertuples()}
-    for part in PARTS:
-        table[part] = [wide.get((run_id, part), "bf16") for run_id in table["run_id"]]
-    table["quantized"] = (table[list(PARTS)] != "bf16").any(axis=1)
     configs = [json.loads(config) for config in runs["config"]]
+    losses_alone = pd.Series(["loss_column" in config for config in configs], table.index, bool)
+    for part in PARTS:
+        parts_of = [wide.get((run_id, part), "bf16") for run_id in table["run_id"]]
+        table[part] = pd.Series(parts_of, table.index, object).mask(losses_alone, None)
+    other = table[list(PARTS)].notna() & (table[list(PARTS)] != "bf16")
+    table["quantized"] = other.any(axis=1) | (losses_alone & (table["recipe"] != "bf16"))
     firsts = runs["first_step"].astype(object).where(runs["first_step"].notna(), None)
     keys = [data_key(config, first) for config, first in zip(configs, firsts, strict=True)]
     table["data"] = pd.Series(keys, table.index, object)

@@ -1,0 +1,218 @@
+"""Imports the losses that another tool logged, from CSV, JSON lines or TensorBoard event files, as a run without
+tensors. No torch.
+
+The log is read line by line, and the run is written after the last one: a log that cannot be read leaves nothing. Only
+the steps and their losses are in memory.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from binade.collector.errors import ConfigError, raising
+from binade.collector.imports.run import run_of_import
+from binade.data.json_files import parse_json, sealed
+from binade.data.runs import DONE, RunNotes, is_unicode, read_notes, write_notes
+from binade.data.store import regular, staged_file
+
+# The columns, keys and tags that training frameworks use, in lower case.
+STEPS = {"step", "steps", "_step", "iter", "iteration", "global_step", "train/global_step", "trainer/global_step"}
+LOSSES = {"loss", "lm loss", "lm_loss", "train/loss", "train/lm loss", "train_loss", "train loss", "training loss",
+          "training_loss", "reduced_train_loss", "loss_metrics/global_avg_loss"}  # fmt: skip
+EVENTS = "tfevents"  # in the name of each TensorBoard event file
+LONGEST_LINE = 1 << 20
+MOST_STEPS = 3_000_000  # loss.jsonl is read as a whole: see data.store.MOST_BYTES
+MOST_NAMED = 12  # columns in a message
+Rows = Iterator[tuple[str, Mapping[str, Any]]]  # the place, for messages, and the values by column
+
+
+@dataclass(frozen=True)
+class LossLog:
+    """The losses of a log by step. repeated: the losses that a later one of the same step replaces, as after a
+    restart."""
+
+    step_column: str
+    loss_column: str
+    losses: Mapping[int, float]
+    repeated: int
+
+
+def is_loss_log(source: Path) -> bool:
+    """Whether it is a file that may have losses, or a directory with event files. Raises OSError."""
+    path = os.path.expanduser(source)
+    if os.path.isdir(path):
+        return any(EVENTS in name for name in os.listdir(path))
+    return os.path.isfile(path) and (source.suffix in ROWS or EVENTS in source.name)
+
+
+def read_log(source: Path, step_column: str | None = None, loss_column: str | None = None) -> LossLog:
+    """Read a log. Without a column, the one that is in STEPS or LOSSES. Raises ConfigError, and OSError."""
+    names: dict[str, None] = {}
+    losses: dict[int, float] = {}
+    step_name = loss_name = None
+    read = 0
+    rows = _events(source) if source.is_dir() or EVENTS in source.name else ROWS[source.suffix](source)
+    for place, row in rows:
+        if not row.keys() <= names.keys():
+            names |= dict.fromkeys(row)
+            step_name = _column(source, names, step_column, STEPS, "--step-column")
+            loss_name = _column(source, names, loss_column, LOSSES, "--loss-column")
+        loss = None if loss_name is None else row.get(loss_name)
+        if loss is None or loss == "":  # of an evaluation, or another series
+            continue
+        if step_name is None:
+            break
+        step = _number(row.get(step_name), f"{place}: the step")
+        if not (step.is_integer() and 0 <= step < 1 << 53):
+            raise ConfigError(f"{place}: the step is {step:g}: expected a whole number from 0")
+        losses[int(step)] = _number(loss, f"{place}: the loss")
+        read += 1
+        if len(losses) > MOST_STEPS:
+            raise ConfigError(f"{source} has more than {MOST_STEPS:,} steps: keep every tenth, for example")
+    if step_name is None or loss_name is None:
+        option, what = ("--step-column", "steps") if step_name is None else ("--loss-column", "losses")
+        raise ConfigError(f"{source}: no column is known to have the {what}: give {option} NAME; it has {_list(names)}")
+    if not losses:
+        raise ConfigError(f"{source} has no losses in {loss_name!r}")
+    return LossLog(step_name, loss_name, losses, read - len(losses))
+
+
+def _column(source: Path, names: Mapping[str, None], choice: str | None, known: set[str], option: str) -> str | None:
+    """The column to read, None if the log has not had it so far."""
+    if choice:
+        return choice if choice in names else None
+    candidates = [name for name in names if name.strip().lower() in known]
+    if len(candidates) > 1:
+        raise ConfigError(f"{source}: several columns may be meant: choose one of {_list(candidates)} with {option}")
+    return candidates[0] if candidates else None
+
+
+def _list(names: Iterable[str]) -> str:
+    every = [repr(name[:80]) for name in names]
+    more = len(every) - MOST_NAMED
+    return ", ".join(every[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "") or "none"
+
+
+def _number(value: Any, what: str) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        raise ConfigError(f"{what} is {str(value)[:40]!r}: expected a number") from None
+
+
+def _lines(source: Path) -> Iterator[str]:
+    with (
+        raising(ConfigError, f"{source} is not UTF-8", UnicodeDecodeError),
+        open(source, encoding="utf-8-sig", newline="", opener=regular) as file,
+    ):
+        while line := file.readline(LONGEST_LINE):
+            if len(line) == LONGEST_LINE:
+                raise ConfigError(f"{source} has a line of more than {LONGEST_LINE:,} characters")
+            yield line
+
+
+def _csv(source: Path) -> Rows:
+    reader = csv.DictReader(_lines(source))
+    with raising(ConfigError, f"{source} is not CSV", csv.Error):
+        header = reader.fieldnames or ()
+        if len(set(header)) < len(header):
+            raise ConfigError(f"{source} has a column name twice in its first line")
+        for row in reader:
+            place = f"{source}, line {reader.line_num}"
+            if None in row:
+                raise ConfigError(f"{place}: there are more values than columns; expected a comma between columns")
+            yield place, row
+
+
+def _json_lines(source: Path) -> Rows:
+    for number, line in enumerate(_lines(source), 1):
+        if line.isspace():
+            continue
+        place = f"{source}, line {number}"
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            if not line.endswith("\n"):  # it is still being written, or its writer was killed
+                return
+            raise ConfigError(f"{place} is not JSON") from None
+        if not isinstance(row, dict):
+            raise ConfigError(f"{place} is not a JSON object")
+        yield place, row
+
+
+def _events(source: Path) -> Rows:
+    """The scalars of event files, up to the first damaged record of each, as TensorBoard shows them. Those of a
+    directory are one log: each start of a training adds a file, and their names sort by time."""
+    try:
+        from google.protobuf.message import DecodeError
+        from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
+        from tensorboard.util.tensor_util import make_ndarray
+    except ImportError:
+        raise ConfigError(
+            "reading event files needs the package tensorboard: pip install 'binade[tensorboard]'"
+        ) from None
+    paths = sorted(path for path in source.iterdir() if EVENTS in path.name) if source.is_dir() else [source]
+    for path in paths:
+        open(path, "rb", opener=regular).close()
+        with raising(ConfigError, f"{path} is not an event file", DecodeError):
+            for event in LegacyEventFileLoader(str(path)).Load():
+                for value in event.summary.value:
+                    number = value.simple_value if value.HasField("simple_value") else None
+                    if value.HasField("tensor"):
+                        with suppress(TypeError, ValueError):  # it is not a scalar
+                            number = float(make_ndarray(value.tensor))
+                    if number is not None:
+                        yield str(path), {"step": event.step, value.tag: number}
+
+
+ROWS = {".csv": _csv, ".jsonl": _json_lines, ".ndjson": _json_lines}
+
+
+def import_losses(
+    source: Path,
+    root: Path,
+    *,
+    recipe: str,
+    start: Mapping[str, str | int | None],
+    name: str | None = None,
+    step_column: str | None = None,
+    loss_column: str | None = None,
+    command: str = "",
+) -> tuple[str, LossLog]:
+    """Write the losses of a log as a run of root; returns the run's id and the log. The same column of the same log is
+    the same run, whose losses and settings are replaced.
+
+    recipe  what the training was quantized to, bf16 for a baseline
+    start   model, dataset and seed, None for what is unknown: runs are compared that have the same ones
+
+    Raises ConfigError for a log that cannot be read; RunError, and OSError.
+    """
+    source = Path(os.path.expanduser(source)).resolve()
+    if not is_unicode(str(source)):
+        raise ConfigError("the log's path is not valid Unicode: rename the file or directory that causes this")
+    with raising(ConfigError, "--name", ValueError):
+        parse_json(RunNotes, json.dumps({"name": name or ""}).encode())
+    log = read_log(source, step_column, loss_column)
+    facts = {"recipe": recipe, **start, "step_column": log.step_column, "command": command}
+    with run_of_import(root, {"source": str(source), "loss_column": log.loss_column, **facts}) as writer:
+        finite = [log.losses[step] for step in sorted(log.losses) if math.isfinite(log.losses[step])]
+        with staged_file(writer.directory / "loss.jsonl") as file:
+            for step, loss in sorted(log.losses.items()):
+                record = {"iteration": step, "loss": loss if math.isfinite(loss) else None}
+                file.write(sealed(json.dumps(record).encode()) + b"\n")
+        writer.describe(facts)
+        if name is not None:
+            notes = read_notes(writer.directory)
+            write_notes(writer.directory, name=name, color=notes.color, note=notes.note)
+        ends: tuple[float | None, float | None] = (finite[0], finite[-1]) if finite else (None, None)
+        writer.update(iteration=max(log.losses), loss_first=ends[0], loss_last=ends[1])
+        writer.finish(DONE)
+    return writer.directory.name, log

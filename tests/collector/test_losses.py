@@ -1,0 +1,226 @@
+"""Loss logs that pandas, json and TensorBoard's own writer wrote, imported and compared."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from torch.utils.tensorboard import SummaryWriter
+
+from binade.cli import main
+from binade.collector.cli.compare import compare
+from binade.collector.imports import losses
+from binade.data.runs import CRASHED, DONE, RunInfo, check_losses, list_runs, read_losses, read_notes
+from tests.collector.forked import forked, kill_at
+
+STEPS = np.arange(1, 51)
+BF16 = 2 + 8 * np.exp(-STEPS / 20)
+SAME = ("--model", "llama-8b", "--dataset", "c4", "--seed", "1")
+
+
+@pytest.fixture
+def bring(command: Callable[..., int], tmp_path: Path) -> Callable[..., int]:
+    """binade import of tmp_path/name with a recipe."""
+    return lambda name, *more, recipe="mxfp8": command("import", str(tmp_path / name), "--recipe", recipe, *more)
+
+
+def run_of(tmp_path: Path) -> RunInfo:
+    ((run,), refused) = list_runs(tmp_path / "runs")
+    assert refused == []
+    return run
+
+
+def curve(tmp_path: Path) -> dict[int, float | None]:
+    return {record["iteration"]: record["loss"] for record in read_losses(run_of(tmp_path).directory)}
+
+
+def write_csv(path: Path, loss: np.ndarray = BF16, step: str = "iteration", name: str = "lm loss") -> None:
+    pd.DataFrame({step: STEPS, "lr": 1e-3, name: loss}).to_csv(path, index=False)
+
+
+def write_json(path: Path, records: list[dict]) -> None:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def write_events(path: Path, loss: np.ndarray, steps: np.ndarray = STEPS, **style: bool) -> None:
+    with SummaryWriter(str(path)) as writer:
+        for step, value in zip(steps.tolist(), loss.tolist(), strict=True):
+            writer.add_scalar("train/loss", value, step, **style)
+            writer.add_scalar("lr", 1e-3, step)
+            writer.add_histogram("weights", np.arange(3.0), step)
+
+
+def test_csv_json_lines_and_events_are_compared_with_their_bf16_run(bring, capsys, tmp_path):
+    write_csv(tmp_path / "bf16.csv")
+    write_json(tmp_path / "mxfp8.jsonl", [{"step": int(i), "loss": x} for i, x in zip(STEPS, BF16 + 0.25, strict=True)])
+    write_events(tmp_path / "events", (BF16 + 0.5)[:30], STEPS[:30])
+    write_events(tmp_path / "events", (BF16 + 0.5)[30:], STEPS[30:], new_style=True)  # a restart adds a file
+    write_csv(tmp_path / "unknown.csv", BF16 + 1)
+    assert bring("bf16.csv", *SAME, recipe="bf16") == 0
+    assert bring("mxfp8.jsonl", *SAME) == 0 and bring("events", *SAME, recipe="hifp8") == 0
+    assert "not compared" not in capsys.readouterr().out
+    assert bring("unknown.csv", "--model", "llama-8b", "--dataset", "c4", recipe="mxfp4") == 0
+    assert "not compared with other runs: that needs --seed" in capsys.readouterr().out
+    (section,) = compare(tmp_path / "runs").sections
+    gaps = {row.recipe: row.figures.get("gap_mean_nats") for row in section.rows}
+    assert gaps == {
+        "bf16": None,
+        "mxfp8": pytest.approx(0.25),
+        "hifp8": pytest.approx(0.5, abs=1e-6),  # a scalar is a float32
+        "mxfp4": None,
+    }
+    assert {row.figures.get("common_iterations") for row in section.rows} == {None, 50}
+    for run in list_runs(tmp_path / "runs")[0]:
+        check_losses(run.directory)
+
+
+def test_what_the_log_says_is_kept(bring, capsys, tmp_path):
+    loss = BF16.copy()
+    loss[[3, 49]] = np.nan, np.inf
+    frame = pd.DataFrame({"global_step": [*STEPS[::-1], 10, 10], "train_loss": [*loss[::-1], 7.0, 8.0]})
+    frame.loc[len(frame)] = [51, None]
+    frame.to_csv(tmp_path / "x.csv", index=False, na_rep="")
+    frame["train_loss"] = frame["train_loss"].where(frame["global_step"] != 4)
+    assert bring("x.csv", "--name", "mine") == 0
+    expected = {int(step): float(x) for step, x in zip(STEPS, loss, strict=True)} | {10: 8.0}
+    del expected[4]  # pandas wrote the NaN as an empty cell
+    assert curve(tmp_path) == {step: x if math.isfinite(x) else None for step, x in sorted(expected.items())}
+    assert list(curve(tmp_path)) == sorted(expected)
+    assert "2 losses were replaced by a later one of the same step" in capsys.readouterr().out
+    run = run_of(tmp_path)
+    assert (run.status.state, run.status.iteration, run.status.tensors) == (DONE, 50, 0)
+    assert (run.status.loss_first, run.status.loss_last) == (loss[0], loss[48])
+    assert read_notes(run.directory).name == "mine"
+    write_json(
+        tmp_path / "x.jsonl", [{"step": 0, "loss": math.nan}, {"step": 2, "loss": "NaN"}, {"step": 1.0, "loss": 3}]
+    )
+    assert bring("x.jsonl", "--tensor-save-dir", str(tmp_path / "json" / "runs")) == 0
+    assert curve(tmp_path / "json") == {0: None, 1: 3.0, 2: None}
+
+
+def test_the_same_column_of_the_same_log_is_the_same_run(bring, tmp_path):
+    table = pd.DataFrame({"Step": STEPS, "a - loss": BF16, "b - loss": BF16 + 1})
+    table[:20].to_csv(tmp_path / "x.csv", index=False)
+    assert bring("x.csv", *SAME, "--loss-column", "a - loss", "--name", "mine") == 0
+    first = run_of(tmp_path)
+    table.to_csv(tmp_path / "x.csv", index=False)
+    assert bring("x.csv", "--loss-column", "a - loss", recipe="hifp8") == 0
+    again = run_of(tmp_path)
+    assert again.run_id == first.run_id and len(curve(tmp_path)) == 50 and again.status.iteration == 50
+    assert again.config["recipe"] == "hifp8" and again.config["seed"] is None  # what the last import said
+    assert read_notes(again.directory).name == "mine"
+    assert bring("x.csv", "--loss-column", "b - loss") == 0 and len(list_runs(tmp_path / "runs")[0]) == 2
+
+
+BAD = {
+    "no loss": ("step,lr\n1,2\n", "give --loss-column NAME; it has 'step', 'lr'"),
+    "no step": ("loss,lr\n1,2\n", "give --step-column NAME; it has 'loss', 'lr'"),
+    "several losses": ("step,loss,train_loss\n1,2,3\n", "one of 'loss', 'train_loss' with --loss-column"),
+    "several steps": ("Step,iteration,loss\n1,2,3\n", "one of 'Step', 'iteration' with --step-column"),
+    "no number": ("step,loss\n1,2\n2,two\n", "line 3: the loss is 'two'"),
+    "no whole step": ("step,loss\n1.5,2\n", "line 2: the step is 1.5"),
+    "negative": ("step,loss\n-1,2\n", "line 2: the step is -1"),
+    "infinite step": ("step,loss\ninf,2\n", "line 2: the step is inf"),
+    "decimal comma": ("step,loss\n1,2,5\n", "line 2: there are more values than columns"),
+    "twice": ("step,loss,loss\n1,2,3\n", "a column name twice"),
+    "empty": ("", "it has none"),
+    "header": ("step,loss\n", "it has none"),
+    "losses missing": ("step,loss\n1,\n", "has no losses in 'loss'"),
+    "quote": ('step,loss\n1,"' + "2" * 200_000 + '"\n', "is not CSV"),
+    "long": ("step,loss\n1," + "2" * losses.LONGEST_LINE, "a line of more than 1,048,576 characters"),
+}  # fmt: skip
+BAD_JSON = {
+    "no object": ("[1, 2]\n", "line 1 is not a JSON object"),
+    "no JSON": ('{"step": 1, "loss": 2}\nstep=2 loss=1\n', "line 2 is not JSON"),
+    "nested": ("[" * 100_000 + "\n", "line 1 is not JSON"),
+    "list": ('{"step": 1, "loss": [2]}\n', "line 1: the loss is '[2]'"),
+    "digits": ('{"step": 1, "loss": ' + "9" * 400 + "}\n", "line 1: the loss is '999"),
+    "several at last": ('{"step": 1, "loss": 2}\n{"step": 1, "train_loss": 3}\n', "one of 'loss', 'train_loss'"),
+    "bytes": ('{"step": 1, "loss": 2, "x": "\udcff"}\n', "is not UTF-8"),
+}
+
+
+@pytest.mark.parametrize(
+    ("suffix", "text", "message"),
+    [*((".csv", *bad) for bad in BAD.values()), *((".jsonl", *bad) for bad in BAD_JSON.values())],
+    ids=[*BAD, *BAD_JSON],
+)
+def test_a_bad_log_is_one_line_and_leaves_nothing(bring, capsys, tmp_path, suffix, text, message):
+    (tmp_path / f"x{suffix}").write_text(text, errors="surrogateescape")
+    assert bring(f"x{suffix}") == 2
+    out, err = capsys.readouterr()
+    assert out == "" and message in err and err.count("\n") == 1 and len(err) < 500
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_last_line_that_is_cut_short_is_left_out(bring, tmp_path):
+    (tmp_path / "x.jsonl").write_text('{"step": 1, "loss": 2}\n\n{"step": 2, "lo')
+    assert bring("x.jsonl") == 0 and curve(tmp_path) == {1: 2.0}
+
+
+def test_bad_event_files(bring, capsys, tmp_path, monkeypatch):
+    write_events(tmp_path / "cut", BF16)
+    (whole,) = (tmp_path / "cut").iterdir()
+    whole.write_bytes(whole.read_bytes()[:-20])
+    assert bring("cut") == 0 and 40 < len(curve(tmp_path)) <= 50  # its writer was killed
+    (tmp_path / "events.out.tfevents.1").write_bytes(b"\0" * 99)
+    (tmp_path / "events.out.tfevents.2").touch()
+    os.mkfifo(tmp_path / "events.out.tfevents.3")
+    capsys.readouterr()
+    for number, status in ((1, 2), (2, 2), (3, 2)):
+        assert bring(f"events.out.tfevents.{number}") == status
+    assert capsys.readouterr().err.count("\n") == 3
+    monkeypatch.setitem(sys.modules, "tensorboard.util.tensor_util", None)
+    assert bring("cut") == 2 and "pip install 'binade[tensorboard]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("x.csv",), "give --recipe"),
+        (("x.csv", "--recipe", "bf16", "--scores", "mxfp8"), "--scores is for tensors"),
+        (("x.csv", "--recipe", "bf16", "--name", "x" * 81), "--name"),
+        (("logs", "--loss-column", "x"), "--loss-column is for losses"),
+        (("x.txt", "--recipe", "bf16"), "--recipe is for losses"),
+    ],
+)
+def test_wrong_options(command, capsys, tmp_path, arguments, message):
+    write_csv(tmp_path / "x.csv")
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "x.txt").touch()
+    assert command("import", str(tmp_path / arguments[0]), *arguments[1:]) == 2
+    assert message in capsys.readouterr().err and not (tmp_path / "runs").exists()
+
+
+def test_too_many_steps(bring, capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(losses, "MOST_STEPS", 49)
+    write_csv(tmp_path / "x.csv")
+    assert bring("x.csv") == 2 and "more than 49 steps" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("moment", ["replace-1", "replace-2", "replace-3", "fsync-2"])
+def test_a_killed_import_keeps_the_old_losses_or_has_the_new(bring, tmp_path, moment):
+    write_csv(tmp_path / "x.csv", BF16)
+    assert bring("x.csv") == 0
+    before = curve(tmp_path)
+    write_csv(tmp_path / "x.csv", BF16 + 1)
+
+    def attempt() -> int:
+        call, left = moment.split("-")
+        kill_at(call, int(left))
+        return main(["import", str(tmp_path / "x.csv"), "--recipe", "mxfp8"])
+
+    status = forked(partial(attempt), {})
+    after = curve(tmp_path)
+    assert after in (before, dict(zip(STEPS.tolist(), (BF16 + 1).tolist(), strict=True)))
+    assert status == [-signal.SIGKILL] and run_of(tmp_path).status.state in (DONE, CRASHED)
+    assert bring("x.csv") == 0 and curve(tmp_path)[1] == BF16[0] + 1 and run_of(tmp_path).status.state == DONE
