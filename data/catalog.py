@@ -206,16 +206,17 @@ class Catalog(ScoreQueries, TensorValues):
             named, keys = "", ", ".join(f'"{self._column(name)}"' for name in by)
             if not keys:
                 raise CatalogError(f"no column to group by was given: expected one of {', '.join(GROUPABLE)}")
+        some = "finite IS DISTINCT FROM 0"  # null: another tool logged statistics without the number of values
         return self.ask(
             f"""
             WITH chosen AS (
                 SELECT {named}*, (numel - nans - infs) AS finite FROM tensor WHERE {condition}
             ), totals AS (
                 SELECT {keys}, count(*) AS tensors, sum(numel)::BIGINT AS numel, sum(finite)::BIGINT AS finite,
-                       sum(mean * finite) FILTER (finite > 0) / sum(finite) AS mean,
-                       sqrt(sum(rms * rms * finite) FILTER (finite > 0) / sum(finite)) AS rms,
-                       min(min) FILTER (finite > 0) AS min, max(max) FILTER (finite > 0) AS max,
-                       max(absmax) FILTER (finite > 0) AS absmax,
+                       sum(mean * finite) FILTER (finite > 0) / sum(finite) FILTER (mean IS NOT NULL) AS mean,
+                       sqrt(sum(rms * rms * finite) FILTER (finite > 0) / sum(finite) FILTER (rms IS NOT NULL)) AS rms,
+                       min(min) FILTER ({some}) AS min, max(max) FILTER ({some}) AS max,
+                       max(absmax) FILTER ({some}) AS absmax,
                        min(absmin) FILTER (NOT isnan(absmin)) AS absmin,
                        sum(zeros)::BIGINT AS zeros, sum(nans)::BIGINT AS nans, sum(infs)::BIGINT AS infs,
                        {", ".join(map(quantiles, SHOWN_ERRORS))},

@@ -144,8 +144,9 @@ class _Whole:
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """() if it is not known."""
         parts = self.parts
-        shape = [int(size) for size in parts[0]["shape"]]
+        shape = [int(size) for size in parts[0]["shape"] or ()]
         if self.kind == "slice":
             shape[parts[0]["shard_axis"]] = sum(part["shape"][part["shard_axis"]] for part in parts)
         return tuple(shape)
@@ -153,6 +154,11 @@ class _Whole:
     @property
     def tensor_id(self) -> str:
         return f"{self.run.run_id}/{self.rows[0]['tensor_id']}"
+
+    @property
+    def logged(self) -> set[str]:
+        """What is known of it: not all if another tool logged only statistics."""
+        return {name for name in ("shape", *MOMENTS, *COUNTS) if self.parts[0][name] is not None}
 
     @property
     def has_values(self) -> bool:
@@ -179,11 +185,12 @@ class _Whole:
         return load_foreign(path, row["file_key"])
 
     def statistics(self) -> dict[str, float]:
-        """Statistics of the whole tensor. Raises IncompleteError for a sum, whose statistics cannot be computed from
-        its parts."""
+        """Statistics of the whole tensor, NaN for one that is not known. Raises IncompleteError for a sum, whose
+        statistics cannot be computed from its parts."""
         parts = self.parts
         if len(parts) == 1:
-            return {name: parts[0][name] for name in (*MOMENTS, *COUNTS)}
+            known = {name: parts[0][name] for name in (*MOMENTS, *COUNTS)}
+            return {name: math.nan if value is None else value for name, value in known.items()}
         if self.kind == "partial":
             raise IncompleteError("it is a sum over ranks, which needs values to compare")
         of = {name: np.array([part[name] for part in parts], float) for name in ("numel", *MOMENTS, *COUNTS)}
@@ -288,6 +295,8 @@ def _compared(key: Key, a: _Whole, b: _Whole) -> Compared:
     }
     words |= {"place": _place(key), "shape": a.shape, "shape_b": b.shape}
     words |= {"tensor_id": a.tensor_id, "tensor_id_b": b.tensor_id}
+    if a.logged != b.logged:
+        raise IncompleteError("the runs do not have the same statistics of it")
     if a.shape != b.shape:
         return Compared(**words, by="shape", difference=math.inf, equal=False)
     if a.has_values and b.has_values:
@@ -328,11 +337,17 @@ def _of_statistics(a: dict[str, float], b: dict[str, float]) -> dict[str, Any]:
     def change(name: str, unit: str) -> float:
         if _same(a[name], b[name]):
             return 0.0
-        return abs(a[name] - b[name]) / a[unit] if a[unit] and math.isfinite(b[name] - a[name]) else math.inf
+        return abs(a[name] - b[name]) / a[unit] if a[unit] > 0 and math.isfinite(b[name] - a[name]) else math.inf
 
-    units = {"rms": "rms", "mean": "rms", "absmax": "absmax", "min": "absmax", "max": "absmax"}
+    units = {
+        "rms": "rms",
+        "mean": "absmax" if math.isnan(a["rms"]) else "rms",
+        "absmax": "absmax",
+        "min": "absmax",
+        "max": "absmax",
+    }
     relative = max(change(name, unit) for name, unit in units.items())
-    if any(a[name] != b[name] for name in ("nans", "infs")):
+    if not all(_same(a[name], b[name]) for name in ("nans", "infs")):
         relative = math.inf
     return {"difference": relative, "equal": all(_same(a[name], b[name]) for name in exact)}
 

@@ -38,16 +38,17 @@ def notes(row: Mapping[str, Any], config: str = "{}") -> list[str]:
     The notes are plain text and include file names and words of the log only if these are plain words. They are
     harmless as text, but must still be escaped as HTML or Markdown.
     """
-    if not (pd.notna(row["path"]) and str(row["path"]).startswith("/")):
+    has_values, version = pd.notna(row["path"]), row["source_version"]
+    if not str(row["path"]).startswith("/") and (has_values or not pd.notna(version)):
         grid = on_a_grid(config) if row["tensor_name"] == "weight" else None
         recomputed = RECOMPUTED if pd.notna(row["recomputed"]) and row["recomputed"] else None
         return [sentence for sentence in (recomputed, grid) if sentence]
-    version = row["source_version"]
     known = "Its file name does not describe it."
     if pd.notna(version):  # V0 to V7, or a tool
         numbered = re.fullmatch(r"V\d[a-z]?", version)
         known = f"Its file name follows version {version}." if numbered else f"Its file was written by {version}."
-    sentences = [f"Imported from another tool's log; nothing was copied. {known}"]
+    what = "nothing was copied" if has_values else "it has statistics and no values"
+    sentences = [f"Imported from another tool's log; {what}. {known}"]
     if pd.notna(row["corrections"]):
         sentences += row["corrections"].split("\n")
     original = row["original_quant_type"]
@@ -55,7 +56,7 @@ def notes(row: Mapping[str, Any], config: str = "{}") -> list[str]:
         sentences.append(f"Its log spells the quant type {original}.")
     if pd.notna(row["stage"]):
         sentences.append(f"It was taken {STAGES[row['stage']]}.")
-    if not pd.notna(row["contracted_axis"]):
+    if has_values and not pd.notna(row["contracted_axis"]):
         sentences.append("The axis that a GEMM contracts is not known, so formats are scored along the last axis.")
     blank = [word for word in Identity.__annotations__ if word not in NOT_ASKED and not pd.notna(row[word])]
     if blank:

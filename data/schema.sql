@@ -95,7 +95,8 @@ CREATE TABLE tensor (
     sketch_start  BIGINT,               -- rows sketch_start to sketch_stop - 1 of the sketches of its segment; null without a sketch
     sketch_stop   BIGINT,               -- see sketch_start; both exist only in the index
     -- an axis must be one that the shape has: pages rely on this
-    CHECK (contracted_axis IS NULL OR coalesce(contracted_axis BETWEEN -len(shape) AND len(shape) - 1, false)),
+    CHECK (contracted_axis IS NULL OR (shape IS NULL AND path IS NULL)  -- of logged statistics, the shape may be unknown
+           OR coalesce(contracted_axis BETWEEN -len(shape) AND len(shape) - 1, false)),
     CHECK (shard_axis IS NULL OR coalesce(shard_axis BETWEEN -len(shape) AND len(shape) - 1, false))
 );
 

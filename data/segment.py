@@ -166,6 +166,18 @@ class TensorRow:
     sha256: str | None = None
 
 
+@dataclass(frozen=True)
+class LoggedRow:
+    """A tensor of which another tool has logged statistics, but no values. columns: the others of TENSOR_SCHEMA that
+    are known."""
+
+    tensor_id: str
+    run_id: str
+    identity: Identity
+    origin: Origin
+    columns: Mapping[str, Any]
+
+
 _TEXT, _INT, _LONG, _REAL = pa.string(), pa.int32(), pa.int64(), pa.float64()
 _INTEGER_WORDS = ("layer_index", "iteration", "micro_batch", "rank", "expert")
 MOMENTS = ("min", "max", "mean", "std", "rms", "absmax", "absmin", "skewness", "kurtosis")
@@ -436,7 +448,11 @@ def _with_columns_of(schema: pa.Schema, table: pa.Table) -> pa.Table:
     return table.select(schema.names).cast(schema)
 
 
-def tensor_record(row: TensorRow) -> dict[str, Any]:
+def tensor_record(row: TensorRow | LoggedRow) -> dict[str, Any]:
+    """The columns of TENSOR_SCHEMA; one that is absent is null."""
+    origin = {column: getattr(row.origin, name, None) for column, _, name in _ORIGIN}
+    if isinstance(row, LoggedRow):
+        return {"tensor_id": row.tensor_id, "run_id": row.run_id, **vars(row.identity), **origin, **row.columns}
     record = {
         "tensor_id": row.tensor_id,
         "run_id": row.run_id,
@@ -451,7 +467,7 @@ def tensor_record(row: TensorRow) -> dict[str, Any]:
         "contracted_axis": row.contracted_axis,
         **{column: getattr(row.shard, name, None) for column, _, name in _SHARD},
         "recomputed": row.recomputed,
-        **{column: getattr(row.origin, name, None) for column, _, name in _ORIGIN},
+        **origin,
         "gemm": row.gemm,
         "result_sqnr_db": row.result_sqnr_db,
         "format": row.format,
@@ -466,26 +482,33 @@ def _place(row: TensorRow) -> tuple[int, str, str]:
     return where.layer_index or 0, where.module or "", where.tensor_name or ""
 
 
-def write_segment(directory: Path, name: str, rows: list[TensorRow], files: bytes | None = None) -> None:
+def write_segment(
+    directory: Path, name: str, rows: Sequence[TensorRow | LoggedRow], files: bytes | None = None
+) -> None:
     """Write rows as the segment directory/name; see `write_tables`."""
-    together = sorted(rows, key=_place)
-    sketch = pa.table(
-        {
-            "tensor_id": np.repeat([row.tensor_id for row in together], [len(row.summary.bins) for row in together]),
-            "bin": np.concatenate([row.summary.bins for row in together]),
-            "count": np.concatenate([row.summary.counts for row in together]),
-        },
-        schema=SKETCH_SCHEMA,
-    )
+    measured = [row for row in rows if isinstance(row, TensorRow)]
+    together = sorted(measured, key=_place)
+    sketch = SKETCH_SCHEMA.empty_table()
+    if together:
+        sketch = pa.table(
+            {
+                "tensor_id": np.repeat(
+                    [row.tensor_id for row in together], [len(row.summary.bins) for row in together]
+                ),
+                "bin": np.concatenate([row.summary.bins for row in together]),
+                "count": np.concatenate([row.summary.counts for row in together]),
+            },
+            schema=SKETCH_SCHEMA,
+        )
     scores = [
         {"tensor_id": row.tensor_id, **{name: getattr(score, name) for name in ("format", *dict(_SCORE))}}
         | vars(score.error)
-        for row in rows
+        for row in measured
         for score in row.scores
     ]
     histograms = [
         (row.tensor_id, score.format, measure, bins, counts)
-        for row in rows
+        for row in measured
         for score in row.scores
         for measure, (bins, counts) in score.blocks.items()
     ]
@@ -498,7 +521,7 @@ def write_segment(directory: Path, name: str, rows: list[TensorRow], files: byte
     traces = [
         {"tensor_id": row.tensor_id, "hot_channels": row.trace.hot_channels, "hot_ratio": row.trace.hot_ratio}
         | {column: getattr(row.trace.sample, name, None) for column, name in SAMPLE_COLUMNS.items()}
-        for row in rows
+        for row in measured
         if row.trace
     ]
     tables = {

@@ -29,7 +29,11 @@ def show(opened: Catalog, view: View, reading: Reading) -> None:
         st.caption(f"{MOST_LISTED:,} tensors are listed: narrow the filter to see others.")
     row = opened.rows_of([tensor_id]).iloc[0]
     show_notes(row, str(opened.runs().set_index("run_id").at[row["run_id"], "config"]))
-    with st.spinner("Reading the values …", show_time=True) if row["numel"] > LARGE else nullcontext():
+    with (
+        st.spinner("Reading the values …", show_time=True)
+        if pd.notna(row["path"]) and row["numel"] > LARGE
+        else nullcontext()
+    ):
         if question := reading.question:
             if question.note:
                 st.caption(plain(question.note))

@@ -390,7 +390,7 @@ def _times(run: _Run, kind: str) -> Figures:
 
 def _operands(catalog: Catalog, finished: Filter, run_id: str, refused: list[str]) -> Figures:
     """What rounding did to the quantized operands of each side, and the size of all operands."""
-    operands = catalog.operands(finished)
+    operands = catalog.operands(finished).dropna(subset="numel")  # logged statistics may lack it
     found: Figures = {}
     iterations = finished.iteration or catalog.facets(finished).get("iteration", [])
     last = replace(finished, iteration=(max(iterations),)) if iterations else finished

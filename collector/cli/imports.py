@@ -29,7 +29,8 @@ def _import(context: click.Context, /, path: Path, root: str, **options: Any) ->
     """Index tensors that other tools have logged, without copying them, or import the losses of a training.
 
     A directory contains .pt, .safetensors and .npy files, at any depth. Layers, tensors and iterations are recognized
-    in logs of the Megatron-LM fork and in dumps of Transformer Engine (DumpTensors), msprobe and SGLang.
+    in logs of the Megatron-LM fork and in dumps of Transformer Engine (DumpTensors), msprobe and SGLang. Statistics
+    that Transformer Engine or msprobe logged without values are indexed, too.
 
     A loss log is a .csv, .jsonl or .ndjson file, an event file of TensorBoard, or a directory that contains event
     files.

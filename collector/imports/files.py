@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from binade.collector.errors import ConfigError
-from binade.collector.imports.registry import beside
+from binade.collector.imports.registry import beside, statistics_of
 from binade.data.foreign import SUFFIXES
 from binade.data.runs import is_unicode
 
@@ -28,7 +28,7 @@ class File:
 
 @dataclass(frozen=True)
 class Refusal:
-    """A file, or one tensor of it, that was not imported."""
+    """A file, or one tensor or statistic of it, that was not imported."""
 
     file: str
     reason: str
@@ -110,7 +110,7 @@ def _refusal(path: str, status: os.stat_result, source: Path) -> str | None:
     suffix = os.path.splitext(path)[1]
     if suffix in (".pkl", ".pickle"):
         return PICKLE
-    if suffix not in SUFFIXES:
+    if suffix not in SUFFIXES and statistics_of(Path(path)) is None:
         if (reason := beside(Path(path))) is not None:
             return reason
         return f"not a tensor file: expected {', '.join(SUFFIXES)}"

@@ -15,7 +15,7 @@ import os
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -26,8 +26,8 @@ from torch import Tensor
 
 from binade.collector.errors import ConfigError
 from binade.collector.imports.files import File, Refusal, checked, walk
-from binade.collector.imports.log import Log
-from binade.collector.imports.registry import interpret
+from binade.collector.imports.log import Importer, Log
+from binade.collector.imports.registry import interpret, statistics_of
 from binade.collector.imports.run import run_of_import
 from binade.collector.imports.workers import Death, scatter
 from binade.collector.training.memory import available_host_memory
@@ -41,9 +41,20 @@ from binade.data.runs import (
     RunWriter,
     write_run_file,
 )
-from binade.data.segment import Identity, Origin, Score, TensorRow, Trace, drop_rows, segment_names, write_segment
+from binade.data.segment import (
+    Identity,
+    LoggedRow,
+    Origin,
+    Score,
+    TensorRow,
+    Trace,
+    drop_rows,
+    segment_names,
+    write_segment,
+)
 from binade.data.store import TensorFileError, write_atomic
 from binade.data.tensor_kinds import MAPS
+from binade.data.text import counted, describe
 from binade.quant.metrics import score
 from binade.quant.specs import Spec
 from binade.quant.summary import summarize
@@ -76,7 +87,7 @@ class Job:
 class Read:
     """The result of reading a file. later: there was not enough memory for it next to the others."""
 
-    rows: list[TensorRow] = field(default_factory=list)
+    rows: Sequence[TensorRow | LoggedRow] = ()
     refused: list[Refusal] = field(default_factory=list)
     version: str | None = None
     later: bool = False
@@ -84,7 +95,8 @@ class Read:
 
 @dataclass(frozen=True)
 class Entry:
-    """A line of files.jsonl: an imported file, its tensors, and its refused keys with the reasons."""
+    """A line of files.jsonl: an imported file, its tensors, and its refused keys with the reasons. without_values: of
+    how many of the tensors it has statistics only."""
 
     file: str
     size: int
@@ -92,6 +104,7 @@ class Entry:
     tensors: tuple[str, ...]
     version: str | None
     refused: tuple[tuple[str, str], ...]
+    without_values: int = 0
 
 
 @dataclass(frozen=True)
@@ -120,6 +133,8 @@ def read_file(job: Job) -> Read:
     torch.set_num_threads(1)
     rows, refused, version = [], [], None
     path, name = Path(job.file.path), job.file.name
+    if (importer := statistics_of(path)) is not None:
+        return _read_statistics(job, importer)
     try:
         with opened(path, job.room) as tensors:
             for number, found in enumerate(tensors):
@@ -137,8 +152,34 @@ def read_file(job: Job) -> Read:
     return Read(rows, refused, version)
 
 
+def _read_statistics(job: Job, importer: Importer) -> Read:
+    name = job.file.name
+    try:
+        statistics = importer.statistics(Path(job.file.path))
+    except (ValueError, OSError, MemoryError) as error:
+        return Read(refused=[Refusal(name, describe(error))])
+    refused = [
+        Refusal(name, f"left out of {counted(count, 'tensor')}: {reason}", statistic or None)
+        for (statistic, reason), count in sorted(statistics.left_out.items())
+    ]
+    rows = [
+        LoggedRow(f"f{job.number:07d}-{number}", job.run_id, _identity(tensor.log), _origin(tensor.log), tensor.columns)
+        for number, tensor in enumerate(statistics.tensors)
+    ]
+    return Read(rows, refused or [Refusal(name, "it has no statistics")] * (not rows), importer.name)
+
+
+def _identity(log: Log) -> Identity:
+    words = {name: getattr(log, name) for name in Identity.__annotations__ if hasattr(log, name)}
+    return Identity(model=None, size=None, dataset=None, recipe=None, **words)
+
+
+def _origin(log: Log, *notes: str, key: str | None = None) -> Origin:
+    return Origin(log.version, log.original_quant_type, log.stage, (*log.corrections, *notes), key)
+
+
 def _row(job: Job, tensor_id: str, found: ForeignTensor, x: Tensor, dtype: str, log: Log) -> TensorRow:
-    notes = [*log.corrections, *([found.note] if found.note else [])]
+    notes = [found.note] if found.note else []
     axis = log.contracted_axis
     if axis is not None and -axis > x.dim():
         axis = None
@@ -152,11 +193,10 @@ def _row(job: Job, tensor_id: str, found: ForeignTensor, x: Tensor, dtype: str, 
             f"Not scored: that takes about {needed / 2**30:.1f} GiB, but only {max(job.room, 0) / 2**30:.1f} GiB of "
             "memory were free."
         )
-    words = {name: getattr(log, name) for name in Identity.__annotations__ if hasattr(log, name)}
     return TensorRow(
         tensor_id=tensor_id,
         run_id=job.run_id,
-        identity=Identity(model=None, size=None, dataset=None, recipe=None, **words),
+        identity=_identity(log),
         captured=log.captured,
         shape=tuple(x.shape),
         dtype=dtype,
@@ -166,7 +206,7 @@ def _row(job: Job, tensor_id: str, found: ForeignTensor, x: Tensor, dtype: str, 
         summary=summarize(x),
         scores=[Score(name, score(x, name, -1 if axis is None else axis)) for name in scores],
         shard=None,
-        origin=Origin(log.version, log.original_quant_type, log.stage, tuple(notes), found.key),
+        origin=_origin(log, *notes, key=found.key),
         trace=None if log.tensor_name in MAPS else Trace(*hot_channels_later(x)()),
     )
 
@@ -238,7 +278,7 @@ class _Import:
         self.ledger = {name: _entries(self.segments / name) for name in segment_names(writer.directory)}
         self.added: list[Entry] = []
         self.known = 0
-        self._rows: list[TensorRow] = []
+        self._rows: list[TensorRow | LoggedRow] = []
         self._entries: list[Entry] = []
         self._segment: str | None = None
         self._published = self._reported = time.monotonic()
@@ -313,7 +353,8 @@ class _Import:
             ids = tuple(row.tensor_id for row in result.rows)
             keys = tuple((refusal.key or "", refusal.reason) for refusal in result.refused)
             self._rows += result.rows
-            self._entries.append(Entry(file.name, file.size, file.mtime_ns, ids, result.version, keys))
+            logged = sum(isinstance(row, LoggedRow) for row in result.rows)
+            self._entries.append(Entry(file.name, file.size, file.mtime_ns, ids, result.version, keys, logged))
         self.progress(done, total)
         now = time.monotonic()
         if len(self._rows) >= ROWS_A_SEGMENT or now - self._published >= SECONDS_A_SEGMENT:
@@ -333,7 +374,11 @@ class _Import:
             self.ledger[self._segment] = self._entries
             self.added, self._rows, self._entries, self._segment = [*self.added, *self._entries], [], [], None
         entries = self._known_entries()
-        self.writer.update(tensors=sum(len(e.tensors) for e in entries), bytes=sum(e.size for e in entries))
+        self.writer.update(
+            tensors=sum(len(e.tensors) for e in entries),
+            tensors_without_raw=sum(e.without_values for e in entries),
+            bytes=sum(e.size for e in entries),
+        )
 
     def _conclude(self) -> None:
         """Write refused.jsonl, and the counts in run.json."""

@@ -7,9 +7,10 @@ metadata are untrusted: `read` never raises, and `make` leaves out what is not a
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path, PurePath
 from typing import Any, TypeGuard
@@ -18,6 +19,7 @@ from binade.collector.models.site import WORDS, path_parts, site
 from binade.data.tensor_kinds import TENSOR_KINDS
 
 BEFORE, AFTER = "before", "after"
+NOT_FINITE = "A statistic in its log is NaN or infinite, so it has NaN or Inf; how many is not known."
 
 LARGEST = (1 << 31) - 1
 LONGEST = 128
@@ -67,17 +69,39 @@ class Log:
 
 
 @dataclass(frozen=True)
+class Logged:
+    """What a tool logged of a tensor in place of its values. columns: those of the table `tensor` that mean exactly the
+    same; a statistic without such a column is left out."""
+
+    log: Log
+    columns: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """The content of a file with statistics. left_out: what is not in the index, with the reason, and of how many
+    tensors."""
+
+    tensors: list[Logged]
+    left_out: Mapping[tuple[str, str], int]
+
+
+@dataclass(frozen=True)
 class Importer:
     """A tool whose files can be imported.
 
     read    what a file of the tool says about a tensor (path, metadata, key); None for another tool's file
     beside  of a file that holds no tensor: "" if the tool writes it next to the tensors and it is skipped, why it is
             refused if tensors should have been there, None if it is not the tool's
+    logs    whether a file has statistics without values
+    statistics  those of such a file. Raises ValueError, whose message says why it cannot be read, and OSError
     """
 
     name: str
     read: Callable[[PurePath, object, str | None], Log | None]
     beside: Callable[[Path], str | None] = lambda path: None
+    logs: Callable[[Path], bool] = lambda path: False
+    statistics: Callable[[Path], Statistics] = lambda path: Statistics([], {})
 
 
 def make(version: str, corrections: tuple[str, ...] = (), **words: Any) -> Log:
@@ -109,6 +133,19 @@ def module_word(path: str, last: str) -> str:
     if last.startswith("linear_"):
         last = last.removeprefix("linear_").removesuffix("_proj")
     return f"shared_{last}" if "shared_experts" in path else last
+
+
+def logged(log: Log, statistics: Mapping[str, float | None], **columns: Any) -> Logged:
+    """The statistics by column, None for one that was not logged. Largest magnitude and counts of NaN and Inf follow
+    from the minimum and the maximum, which torch computes as NaN or Inf if one is in the tensor."""
+    known = {name: value for name, value in statistics.items() if value is not None}
+    finite = {name: value for name, value in known.items() if math.isfinite(value)}
+    if len(finite) < len(known):
+        log = replace(log, corrections=(*log.corrections, NOT_FINITE))
+    if {"min", "max"} <= finite.keys():
+        finite.setdefault("absmax", max(abs(finite["min"]), abs(finite["max"])))
+    counts = {"nans": 0, "infs": 0} if "absmax" in finite else {}
+    return Logged(log, finite | counts | columns)
 
 
 def is_word(value: object) -> TypeGuard[str]:

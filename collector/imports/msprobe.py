@@ -6,21 +6,29 @@ MindSpore), in a folder with dump.json, which lists them with statistics, stack.
     {Functional|Torch|Tensor|NPU|...}.{function}.{call}.{forward|backward}.{input|output|kwargs}.{index}
 
 As mindstudio-probe 26.2.0 writes them. With "task": "statistics" there are no values, only maximum, minimum, mean and
-norm of each tensor: sketches, scores and counts of flushed values cannot be computed from these, so they are not
-indexed.
+norm of each tensor in dump.json; mean and norm are rounded to the tensor's dtype.
 """
 
 from __future__ import annotations
 
+import json
+import math
 import re
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, TypeGuard
 
-from binade.collector.imports.log import Importer, Log, make, place
+from binade.collector.imports.log import LARGEST, Importer, Log, Statistics, logged, make, place
+from binade.data.store import read_file, regular
 
 NAME = "msprobe"
 DATA = "dump_tensor_data"
-STATISTICS = 'msprobe dumped only statistics, but Binade needs values: set "task": "tensor" in its config.json'
+SIDES = {"input_args": "input", "input_kwargs": "kwargs"}  # as dump.json names the sides; the others are the same
+BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
+STATISTICS = {"Min": "min", "Max": "max", "Mean": "mean"}
 # the first arguments of functions, by position
 LINEAR = ("input", "weight", "bias")
 CORE = ("query", "key", "value")
@@ -99,7 +107,76 @@ def beside(path: Path) -> str | None:
                 return None
     except OSError:
         return None
-    return STATISTICS if path == lists and not path.with_name(DATA).is_dir() else ""
+    return (
+        "its values are missing: expected dump_tensor_data"
+        if path == lists and not path.with_name(DATA).is_dir()
+        else ""
+    )
 
 
-IMPORTER = Importer(NAME, read, beside)
+def logs(path: Path) -> bool:
+    if path.name != "dump.json":
+        return False
+    with suppress(OSError), open(path, "rb", opener=regular) as file:
+        return re.match(rb'\s*\{\s*"task":\s*"statistics"', file.read(4096)) is not None
+    return False
+
+
+def statistics(path: Path) -> Statistics:
+    try:
+        calls = json.loads(read_file(path))["data"]
+        tensors = [tensor for name, call in calls.items() for tensor in _leaves(name, call)]
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        raise ValueError("it is damaged, or not a dump.json of msprobe") from None
+    found, left_out = [], Counter[tuple[str, str]]()
+    for name, tensor in tensors:
+        dtype, shape = str(tensor.get("dtype")).rpartition(".")[2].lower(), tensor.get("shape")
+        values = {name: _number(tensor.get(name)) for name in ("Min", "Max", "Mean", "Norm")}
+        log = read(path.with_name(DATA) / f"{name}.pt", None, None)
+        if dtype not in BYTES:
+            left_out["", f"not a floating tensor: {dtype[:40]}"] += 1
+        elif not _is_shape(shape):
+            left_out["", "no size of 1 or more in each dimension"] += 1
+        elif not log or all(value is None for value in values.values()):
+            left_out["", "tensors without statistics"] += 1
+        else:
+            numel = math.prod(shape)
+            columns = {column: values[name] for name, column in STATISTICS.items()}
+            columns["rms"] = None if values["Norm"] is None else values["Norm"] / math.sqrt(numel)
+            if dtype in ("bfloat16", "float16"):
+                log = replace(log, corrections=(*log.corrections, f"Its mean and norm were rounded to {dtype}."))
+            known = {"numel": numel, "nbytes": numel * BYTES[dtype], "shape": shape, "dtype": dtype}
+            found.append(logged(log, columns, **known, contracted_axis=_axis(log, shape)))
+    return Statistics(found, left_out)
+
+
+def _leaves(name: str, node: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The tensors of a call, each with the name that its file would have."""
+    if isinstance(node, dict) and "dtype" in node and "shape" in node:
+        yield name, node
+    elif isinstance(node, dict):
+        for key, below in node.items():
+            yield from _leaves(f"{name}.{SIDES.get(key, key)}", below)
+    elif isinstance(node, list):
+        for index, below in enumerate(node):
+            yield from _leaves(name if ".parameters_grad" in name else f"{name}.{index}", below)
+
+
+def _number(value: object) -> float | None:
+    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+
+
+def _is_shape(value: object) -> TypeGuard[list[int]]:
+    sizes = value if isinstance(value, list) else []
+    return (
+        len(sizes) <= 8
+        and all(isinstance(size, int) and 0 < size <= LARGEST for size in sizes)
+        and math.prod(sizes) < 1 << 53
+    )
+
+
+def _axis(log: Log, shape: list[int]) -> int | None:
+    return log.contracted_axis if log.contracted_axis and -log.contracted_axis <= len(shape) else None
+
+
+IMPORTER = Importer(NAME, read, beside, logs, statistics)

@@ -26,3 +26,8 @@ def interpret(path: PurePath, metadata: object = None, key: str | None = None) -
 def beside(path: Path) -> str | None:
     """See log.Importer."""
     return next((reason for importer in IMPORTERS if (reason := importer.beside(path)) is not None), None)
+
+
+def statistics_of(path: Path) -> Importer | None:
+    """The importer of a file that has statistics without values; None for any other file."""
+    return next((importer for importer in IMPORTERS if importer.logs(path)), None)

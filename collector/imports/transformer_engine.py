@@ -1,17 +1,31 @@
-"""Transformer Engine's debug feature DumpTensors: tensor_dumps/rank_{r}/iter_{i:06d}/{layer}_{tensor}.pt, each a dict
-of `high_precision`, the tensor, and `quantized`, a pickled QuantizedTensor, which data.foreign does not unpickle.
+"""Transformer Engine's debug features.
 
-From transformer_engine/debug/features/dump_tensors.py of 2.20.0.dev0 (d0067d0); the feature has existed since 2.15. The
-layer's name has "_" for every "." of nvdlfw_inspect, which counts layers by Megatron's layer_number, from 1.
+DumpTensors writes tensor_dumps/rank_{r}/iter_{i:06d}/{layer}_{tensor}.pt, each a dict of `high_precision`, the tensor,
+and `quantized`, a pickled QuantizedTensor, which data.foreign does not unpickle. The layer's name has "_" for every "."
+of nvdlfw_inspect, which counts layers by Megatron's layer_number, from 1.
+
+LogTensorStats, LogFp8TensorStats and LogNvfp4TensorStats write a line for each statistic, with four decimals, into
+nvdlfw_inspect_statistics_logs/nvdlfw_inspect_globalrank-{r}.log:
+
+    2026-11-26 12:00:00,000 - INFO - {layer}_{tensor}_{statistic}  iteration={i:06d}  value={v:.4f}
+
+The statistics are of all micro-batches, except those of weights. Left out are std, which is not the population's, and
+norms, since the number of values is not logged.
+
+From transformer_engine/debug/features of 2.20.0.dev0 (d0067d0) and nvdlfw_inspect 0.2.2; DumpTensors has existed since
+2.15.
 """
 
 from __future__ import annotations
 
 import re
-from pathlib import PurePath
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path, PurePath
 
-from binade.collector.imports.log import BEFORE, Importer, Log, make, module_word
+from binade.collector.imports.log import BEFORE, Importer, Log, Statistics, logged, make, module_word
 from binade.collector.models.site import WORDS
+from binade.data.store import regular
 
 NAME = "TransformerEngine"
 # operation, phase and name of each tensor; the first three are operands, dumped before they are quantized
@@ -25,6 +39,18 @@ TENSORS = {
 }
 OPERANDS = ("activation", "weight", "gradient")
 ENDS = {end.replace(".", "_"): word for end, word in WORDS.items()} | {n: n for n in ("qkv", "proj", "fc1", "fc2")}
+COLUMNS = {"min": "min", "max": "max", "mean": "mean", "cur_amax": "absmax"}
+DECIMALS = "Its log has statistics only, over all micro-batches and with four decimals."
+LONGEST_LINE = 4096
+_LOG = re.compile(r"nvdlfw_inspect.*_globalrank-(\d+)\.log", re.ASCII)
+_LINE = re.compile(
+    rf"(?P<layer>.+)_(?P<tensor>{'|'.join(TENSORS)})_(?P<statistic>\S+)\s+iteration=(?P<iteration>\d+)"
+    r"\s+value=(?P<value>-?(?:\d+\.\d{4}|nan|inf))",
+    re.ASCII,
+)
+_ERROR = re.compile(
+    r"(?:(?P<recipe>fp8_delayed_scaling|fp8_current_scaling|fp8_block_scaling|mxfp8|nvfp4)_)?(?P<error>underflows%|mse)"
+)
 _RANK, _ITERATION = re.compile(r"rank_(\d+)", re.ASCII), re.compile(r"iter_(\d{6,})", re.ASCII)
 _FILE = re.compile(rf"_?(?P<layer>.+)_(?P<tensor>{'|'.join(TENSORS)})", re.ASCII)
 _LAYER = re.compile(r"(?:.*_)?layers_(?P<number>\d+)_(?P<below>.+)", re.ASCII)
@@ -36,26 +62,31 @@ def read(path: PurePath, metadata: object, key: str | None) -> Log | None:
     file = _FILE.fullmatch(path.stem)
     if key != "high_precision" or not (rank and iteration and file):
         return None
-    notes, name, expert = [], file["layer"], None
+    return _log(file["layer"], file["tensor"], iteration[1], rank[1])
+
+
+def _log(name: str, tensor: str, iteration: str, rank: str) -> Log:
+    """name: the layer's, with "_" for "."."""
+    notes, expert = [], None
     if grouped := _GEMM.fullmatch(name):
         name, expert = grouped["grouped"], grouped["number"]
         notes.append("Experts are numbered within their rank.")
     layer = _LAYER.fullmatch(name)
     if layer and int(layer["number"][:20]) == 0:
         notes.append("The log has layer 0, which means that the model has no layer_number: the layer is left blank.")
-    operation, phase, tensor_name = TENSORS[file["tensor"]]
+    operation, phase, tensor_name = TENSORS[tensor]
     return make(
         NAME,
         tuple(notes),
-        stage=BEFORE if file["tensor"] in OPERANDS else None,
+        stage=BEFORE if tensor in OPERANDS else None,
         layer_type="linear",
         layer_index=layer["number"] if layer else None,
         module=_module(layer["below"] if layer else name),
         operation=operation,
         phase=phase,
         tensor_name=tensor_name,
-        iteration=iteration[1],
-        rank=rank[1],
+        iteration=iteration,
+        rank=rank,
         expert=expert,
     )
 
@@ -69,4 +100,48 @@ def _module(name: str) -> str:
     return name
 
 
-IMPORTER = Importer(NAME, read)
+def beside(path: Path) -> str | None:
+    return "" if path.parent.name == "nvdlfw_inspect_logs" and path.suffix == ".log" else None
+
+
+def logs(path: Path) -> bool:
+    return path.parent.name == "nvdlfw_inspect_statistics_logs" and _LOG.fullmatch(path.name) is not None
+
+
+def statistics(path: Path) -> Statistics:
+    rank = _LOG.fullmatch(path.name)
+    tensors: dict[tuple[str, ...], dict[str, float]] = {}
+    left_out: Counter[tuple[str, str]] = Counter()
+    with open(path, encoding="utf-8", errors="replace", opener=regular) as file:
+        while text := file.readline(LONGEST_LINE):
+            line = _LINE.fullmatch(text.rpartition("INFO - ")[2].strip())
+            if line is None:
+                raise ValueError(f"it has a line that is not a statistic of {NAME}: {text[:80].strip()!r}")
+            values = tensors.setdefault((line["layer"], line["tensor"], line["iteration"]), {})
+            values[line["statistic"]] = float(line["value"])
+    found = []
+    for (layer, tensor, iteration), values in tensors.items():
+        columns: dict[str, float | None] = {}
+        errors = {name: _ERROR.fullmatch(name) for name in values}
+        recipes = {error["recipe"] for error in errors.values() if error}
+        for name, value in values.items():
+            error = errors[name]
+            if error and len(recipes) > 1:
+                left_out[name, "the index has the error of one recipe, the log of several"] += 1
+            elif error and error["error"] == "underflows%":
+                columns["underflow_of_all"] = value / 100
+            elif not error and name not in COLUMNS:
+                left_out[name, "no column of the index means exactly this"] += 1
+            elif value == 0:
+                left_out[name, "with four decimals, 0.0000 may be a small value"] += 1
+            else:
+                columns["mse" if error else COLUMNS[name]] = value
+        if columns:
+            log = _log(layer.replace(".", "_"), tensor, iteration, rank[1] if rank else "")
+            recipe = next(iter(recipes)) if len(recipes) == 1 else None
+            log = replace(log, original_quant_type=recipe, corrections=(*log.corrections, DECIMALS))
+            found.append(logged(log, columns, contracted_axis=log.contracted_axis))
+    return Statistics(found, left_out)
+
+
+IMPORTER = Importer(NAME, read, beside, logs, statistics)

@@ -18,8 +18,11 @@ from binade.collector.imports.importer import import_logs
 from binade.collector.imports.losses import import_losses
 from binade.collector.models.site import Site
 from binade.data.catalog import Catalog
+from binade.data.difference import difference
+from binade.data.runs import list_runs
 from tests.app.test_pages import Visit
 from tests.collector.logs_made import read_here, tensor, write
+from tests.collector.statistics_made import LAYERS, ms_calls, ms_tensors, write_msprobe, write_te
 
 pytestmark = pytest.mark.slow
 
@@ -148,6 +151,72 @@ def test_imported_losses_are_compared_with_their_bf16_run(visit: Visit, tmp_path
     assert not {"linear", "QK", "PV", "router"} & set(costs.columns)  # nobody knows what was rounded
     told += "\n".join(interpreted(at))
     assert "no bf16 run saw the same data\\: mxfp4" in told and IMAGE not in told and LINK not in told
+
+
+@pytest.fixture(scope="module")
+def logged(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Statistics without values, as Transformer Engine and msprobe log them."""
+    base = tmp_path_factory.mktemp("logged")
+    write_te(
+        base / "te", {(layer, "activation", i): tensor(i, dtype=torch.float32) for layer in LAYERS for i in (1, 2)}
+    )
+    write_te(
+        base / "again", {(layer, "activation", 1): tensor(i, dtype=torch.float32) for i, layer in enumerate(LAYERS)}
+    )
+    write_msprobe(base / "ms", ms_calls(ms_tensors(torch.bfloat16)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(importer, "scatter", read_here)
+        for logs in ("te", "again", "ms"):
+            import_logs(base / logs, base / "runs", workers=1, say=lambda line: None)
+    return base / "runs"
+
+
+def of_tool(root: Path, tool: str) -> pd.Series:
+    with Catalog.open(root) as catalog:
+        rows = catalog.tensors()
+    return rows[(rows["source_version"] == tool) & (rows["tensor_name"] == "input")].iloc[0]
+
+
+TOOLS = ("TransformerEngine", "msprobe")
+
+
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("tool", TOOLS)
+@pytest.mark.parametrize("view", PAGES["tensor"].parts)
+def test_a_tensor_without_values_says_so(visit: Visit, logged: Path, tool: str, view: str):
+    row = of_tool(logged, tool)
+    at = visit(logged, "tensor", tensor=row["tensor_id"], view=view)
+    assert not at.exception and any("only statistics" in element.value for element in (*at.info, *at.warning))
+    assert any("it has statistics and no values" in element.value for element in at.text)
+    assert not at.get("vega_lite_chart")
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+@pytest.mark.parametrize(
+    ("metric", "answer"),
+    [("absmax", ""), ("kurtosis", "is not known for any of these tensors"), ("sqnr_db", "No operand is scored")],
+)
+def test_the_map_of_logged_statistics(visit: Visit, logged: Path, tool: str, metric: str, answer: str):
+    row = of_tool(logged, tool)
+    at = visit(logged, "map", run_id=row["run_id"], metric=metric)
+    assert not at.exception and any((answer or "edian absmax") in line for line in interpreted(at))
+    if not answer:
+        cell = f"forward/{row['module']}/input/{row['layer_index']}"
+        assert not visit(logged, "map", run_id=row["run_id"], metric=metric, cell=cell).exception
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+@pytest.mark.parametrize("part", PAGES["compare"].parts)
+def test_comparing_logged_statistics(visit: Visit, logged: Path, tool: str, part: str):
+    assert not visit(logged, "compare", view=part, run_id=of_tool(logged, tool)["run_id"]).exception
+
+
+def test_the_difference_of_logged_statistics(logged: Path):
+    first, second = (run for run in list_runs(logged)[0] if run.config["source"].endswith(("te", "again")))
+    found = difference(first, second)
+    assert [row.by for row in found.rows] == ["statistics"] * 2 and not found.incomplete
+    assert [row.equal for row in found.rows] == [False, True]  # the second layer has the tensor of seed 1 in both
+    assert 0 < found.rows[0].difference < 10 and found.rows[1].difference == 0
 
 
 def test_recomputed_is_told(visit: Visit, tmp_path: Path):

@@ -192,20 +192,3 @@ def test_import_of_each_tool(command, capsys, monkeypatch, tmp_path):
         (None, "it contains more than tensors"),
     ]
     assert (tmp_path / "proof").is_dir()
-
-
-def test_statistics_alone_are_refused_with_advice(command, capsys, tmp_path):
-    dump = tmp_path / "dumps/step0/rank0/dump.json"
-    dump.parent.mkdir(parents=True)
-    tensors = {
-        "input_args": [{"type": "torch.Tensor", "shape": [4, 8], "Max": 1.0, "Min": -1.0, "Mean": 0.0, "Norm": 2.0}]
-    }
-    dump.write_text(
-        json.dumps(
-            {"task": "statistics", "dump_data_dir": None, "data": {"Functional.linear.0.forward": tensors}}, indent=1
-        )
-    )
-    dump.with_name("stack.json").write_text("{}")
-    assert command("import", str(tmp_path / "dumps")) == 1
-    out, _ = capsys.readouterr()
-    assert 'set "task": "tensor"' in out and "refused: 1\n" in out

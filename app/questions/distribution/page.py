@@ -71,7 +71,7 @@ def _totals(totals: Totals, where: Filter) -> None:
 def _displayed(opened: Catalog, where: Filter) -> tuple[pd.DataFrame, pd.DataFrame, dict[str, Any]]:
     """The filter's tensors, and what `show.displayed` makes of them."""
     rows = opened.tensors(where, limit=MAX_ROWS)
-    shapes = rows["shape"].map(lambda shape: " × ".join(map(str, shape)))
+    shapes = rows["shape"].map(lambda shape: " × ".join(map(str, shape)), na_action="ignore")
     return rows, *show_items.displayed(rows.assign(shape=shapes), COLUMNS)
 
 

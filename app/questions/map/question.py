@@ -118,6 +118,8 @@ def map_of(opened: Catalog, where: Filter, values: dict[str, Any]) -> Map | str:
     table, said = own
     if table.empty:
         return _nothing(opened, where, metric, fmt)
+    if table["value"].isna().all():
+        return f"{measure.label} is not known for any of these tensors: choose another metric, such as absmax."
     against = values["versus"] or ""
     if against:
         other = _other(opened, where, fmt, metric, against)

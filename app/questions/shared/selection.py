@@ -112,6 +112,8 @@ def _tensor(opened: Catalog, where: Filter, values: Mapping[str, Any]) -> Select
         x = opened.load(tensor_id)
     except CatalogError:
         text = "The values of this tensor were not kept. Its distribution can be drawn from its sketch, on Compare."
+        if opened.distribution(tensor_ids=[tensor_id]).empty:
+            text = "This tensor has no values and no sketch, only statistics, so there is no distribution to draw."
         return Drawn(problems=(text,))
     except TensorFileError as error:
         return Drawn(problems=(f"The values of the tensor cannot be read: {error}.",))
