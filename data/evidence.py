@@ -8,6 +8,7 @@ trust it. The functions below compare estimates: what they cannot tell apart, th
 | one tensor | its value | none: exact |
 | several tensors | median of their own values, each counted once | 10th to 90th percentile: a spread, not an error |
 | seeds | mean | Student's t, 95%; one seed has none |
+| two runs that differ by chance | 0: their difference | 95% of such differences, Student's t |
 | values of a sample | share | Wilson's, 95% |
 | sequences, micro-batches, passes | mean or total | from the standard error over them, Student's t, 95% |
 | layers or iterations | Theil–Sen slope | of the slope, 95%; its p-value is Kendall's |
@@ -168,6 +169,13 @@ def _one(of: str) -> str:
     return one.get(of, of.removesuffix("s"))
 
 
+def quantile(degrees: float, level: float = LEVEL) -> float:
+    """Half of a two-sided interval in standard errors: Student's t, which a larger value exceeds with this level."""
+    from scipy.stats import t
+
+    return float(t.ppf(1 - level / 2, degrees))
+
+
 def _estimate(
     measure: Measure, value: float, error: float, n: int, of: str, how: str, degrees: float = math.inf
 ) -> Estimate:
@@ -176,7 +184,7 @@ def _estimate(
         return Estimate(measure, value, -math.inf, math.inf, n, of, how, math.nan, math.nan, degrees)
     from scipy.stats import t
 
-    margin = float(t.ppf(1 - LEVEL / 2, degrees)) * error if error else 0.0
+    margin = quantile(degrees) * error if error else 0.0
     p = float(2 * t.sf(abs(value) / error, degrees)) if error else float(value == 0)
     return Estimate(measure, value, value - margin, value + margin, n, of, how, error, p, degrees)
 
@@ -229,6 +237,12 @@ def paired(measure: Measure, own: Mapping[Any, float], other: Mapping[Any, float
 def with_error(measure: Measure, value: float, error: float, n: int, of: str) -> Estimate:
     """A value with a known standard error over n of something; NaN error: unknown."""
     return _estimate(measure, float(value), float(error), n, of, "mean", max(n - 1, 1))
+
+
+def between_two(measure: Measure, deviation: float, degrees: int, n: int, of: str) -> Estimate:
+    """The difference of two further values that only chance sets apart: 0, with the interval that holds 95% of such
+    differences. deviation: the standard deviation of n values, with these degrees of freedom; NaN if unknown."""
+    return _estimate(measure, 0.0, math.sqrt(2) * deviation, n, of, "difference of two", degrees)
 
 
 def proportion(measure: Measure, share: float, n: int, of: str) -> Estimate:

@@ -1,0 +1,125 @@
+"""Bands: the gaps of a loss that chance explains, from the user's own bf16 runs with the same settings.
+
+| band | what its runs share | what differs |
+|---|---|---|
+| seeds | nothing but the settings | weights, data |
+| reordering | weights, data | bits: order of reduction, parallel layout, machine |
+
+A band holds 95% of the gaps between two such runs, each gap the mean over the same iterations. Gaps of other models are
+in data.published_gaps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import numpy as np
+
+from binade.data import evidence
+from binade.data.evidence import GAP, LEVEL, Estimate, Named, Sentence
+from binade.data.same_data import losses_on_same_data
+
+
+class Kind(Enum):
+    """What sets the runs of a band apart: the name of the band."""
+
+    SEEDS = "seeds"
+    REORDERING = "reordering"
+
+
+SOURCES = {
+    Kind.SEEDS: "own bf16 runs with other seeds",
+    Kind.REORDERING: "own bf16 runs of the same weights and data",
+}
+MISSING = {
+    Kind.SEEDS: "No band of seeds: it takes bf16 runs with two seeds. Train one with --quantization bf16 and another "
+    "--seed.",
+    Kind.REORDERING: "No band of reordering: it takes two bf16 runs of the same weights and data that differ in bits. "
+    "Repeat one with --tp 2, or on another machine.",
+}
+
+
+@dataclass(frozen=True)
+class Band:
+    """
+    gap           between two bf16 runs: 0, with the interval that holds 95% of such gaps, without ends if unknown
+    by_iteration  (iteration, half of the interval of the gaps at it); empty if unknown
+    """
+
+    kind: Kind
+    gap: Estimate
+    by_iteration: tuple[tuple[int, float], ...] = ()
+
+    @property
+    def source(self) -> str:
+        return SOURCES[self.kind]
+
+    @property
+    def missing(self) -> str:
+        """Why it is unknown, and how to get it; "" if it is known."""
+        return "" if self.by_iteration else MISSING[self.kind]
+
+    def place(self, gaps: Sequence[Named]) -> Sentence:
+        """Which gaps lie inside the band, outside it, and which intervals reach across its edge. A gap without an
+        interval, that of one seed, is placed by its value. Outside means beyond the band that all gaps together leave
+        by chance at LEVEL (Bonferroni)."""
+        beyond = evidence.quantile(self.gap.degrees, LEVEL / len(gaps)) * self.gap.error
+        places: dict[str, list[str]] = {"inside": [], "outside": [], "not distinguishable from its edge": []}
+        for name, gap in gaps:
+            low, high = (gap.low, gap.high) if gap.n > 1 else (gap.value, gap.value)
+            inside, outside = self.gap.low <= low and high <= self.gap.high, low > beyond or high < -beyond
+            places["inside" if inside else "outside" if outside else "not distinguishable from its edge"].append(name)
+        listed = "; ".join(f"{evidence.listed(names)} {place}" for place, names in places.items() if names)
+        text = f"Band of {self.kind.value} ({self.gap.interval}): {listed}."
+        return Sentence(text, (self.gap, *(gap for _, gap in gaps)))
+
+
+def own_bands(runs: Iterable[tuple[str, Sequence[Mapping[str, Any]]]], iterations: Iterable[int]) -> tuple[Band, Band]:
+    """The bands of seeds and of reordering over these iterations.
+
+    runs: (data key, lines of loss.jsonl) of bf16 runs with the same settings, oldest first. Runs that lack one of the
+    iterations do not count, and of runs that agree in all bits only one does. Of a seed's runs, the band of seeds
+    takes the newest.
+    """
+    at = sorted(iterations)
+    first: dict[str, Sequence[Mapping[str, Any]]] = {}
+    losses: dict[str, list[list[float]]] = {}
+    for key, steps in runs:
+        loss = {i: own for i, own, _ in losses_on_same_data(steps, first.setdefault(key, steps))}
+        if all(i in loss for i in at):
+            losses.setdefault(key, []).append([loss[i] for i in at])
+    newest = [[each[-1] for each in losses.values()]]
+    distinct = [list(dict.fromkeys(map(tuple, each))) for each in losses.values()]
+    return _band(Kind.SEEDS, newest, at, "seeds"), _band(Kind.REORDERING, distinct, at, "runs")
+
+
+def _band(kind: Kind, groups: Iterable[Sequence[Sequence[float]]], at: Sequence[int], of: str) -> Band:
+    """The band of the deviations within groups of runs, pooled. groups: losses by group, run and iteration."""
+    several = [np.array(runs) for runs in groups if len(runs) > 1]
+    if not several:
+        return Band(kind, evidence.between_two(GAP, math.nan, 0, 1, of))
+    deviations = np.concatenate([runs - runs.mean(0) for runs in several])  # [runs, iterations]
+    n, degrees = len(deviations), len(deviations) - len(several)
+    of_means = math.sqrt((deviations.mean(1) ** 2).sum() / degrees)
+    halves = evidence.quantile(degrees) * np.sqrt(2 * (deviations**2).sum(0) / degrees)
+    gap = evidence.between_two(GAP, of_means, degrees, n, of)
+    return Band(kind, gap, tuple(zip(at, halves.tolist(), strict=True)))
+
+
+def placed(recipes: Iterable[tuple[str, Estimate, Iterable[Band]]]) -> list[Sentence]:
+    """A sentence for each known band, which places the gaps in it. recipes: (name, mean gap, its bands)."""
+    gaps: dict[Band, list[Named]] = {}
+    for name, gap, bands in recipes:
+        for band in bands:
+            if not band.missing:
+                gaps.setdefault(band, []).append((name, gap))
+    return [band.place(named) for band, named in gaps.items()]
+
+
+def missing(bands: Iterable[Band]) -> list[str]:
+    """Why bands are unknown, each reason once."""
+    return list(dict.fromkeys(band.missing for band in bands if band.missing))
