@@ -37,6 +37,7 @@ from binade.data import evidence
 from binade.data.catalog import Catalog
 from binade.data.difference import OVERRIDES
 from binade.data.filter import Filter
+from binade.data.gap_bands import Band, own_bands
 from binade.data.gradients import COMPARED, GRADIENTS, gradient_errors, gradient_summary
 from binade.data.runs import DONE, STATES, RunInfo, list_runs, sound_losses
 from binade.data.same_data import data_key_of, losses_on_same_data, pairs_on_same_data
@@ -108,7 +109,7 @@ class Settings:
 class Row:
     """A recipe in a state. The figures are of the run `run_id`, one of `runs`: those of FIGURES, without any that
     there is nothing to compute from. iterations are those finished under the recipe. seed is that of the run shown,
-    seeds those of all; gaps is the mean gap of each start that has a bf16 run."""
+    seeds those of all; gaps is the mean gap of each start that has a bf16 run, bands what chance explains of them."""
 
     recipe: str
     state: str
@@ -117,10 +118,16 @@ class Row:
     seed: Value
     seeds: tuple[Value, ...]
     gaps: Mapping[str, float]
+    bands: tuple[Band, ...]
     run_id: str
     backend: str
     iterations: int
     figures: Mapping[str, float]
+
+    @property
+    def gap(self) -> evidence.Estimate:
+        """The mean gap over the starts."""
+        return evidence.mean(evidence.GAP, self.gaps.values())
 
     @property
     def label(self) -> str:
@@ -191,7 +198,10 @@ def compare(root: Path) -> Comparison:
         for info in list_runs(root)[0]:
             if info.run_id in indexed:
                 groups.setdefault(_settings(info.config), []).append(_read(info, refused))
-        sections = tuple(_section(catalog, settings, group, refused) for settings, group in groups.items())
+        sections = tuple(
+            _section(catalog, settings, group, _plain_runs(settings, groups), refused)
+            for settings, group in groups.items()
+        )
     return Comparison(root, sections, tuple(refused))
 
 
@@ -237,7 +247,16 @@ def _read(run: RunInfo, refused: list[str]) -> _Run:
     return _Run(run, _recipe(run.config), _plain(run.config.get("seed")), start, losses, max([reached, *losses]))
 
 
-def _section(catalog: Catalog, settings: Settings, runs: list[_Run], refused: list[str]) -> Section:
+def _plain_runs(settings: Settings, groups: Mapping[Settings, list[_Run]]) -> list[_Run]:
+    """The bf16 runs on known data with these settings, on any device and any number of ranks, oldest first."""
+    layout: dict[str, Any] = dict.fromkeys(("device", "tp", "sequence_parallel"))
+    wanted = replace(settings, **layout)
+    alike = [run for other, runs in groups.items() if replace(other, **layout) == wanted for run in runs]
+    known = [run for run in alike if run.recipe == BF16 and run.start != run.info.run_id]
+    return sorted(known, key=lambda run: run.age)
+
+
+def _section(catalog: Catalog, settings: Settings, runs: list[_Run], plain: list[_Run], refused: list[str]) -> Section:
     groups: dict[tuple[str, str], dict[str, list[_Run]]] = {}
     for run in sorted(runs, key=lambda run: run.age):
         groups.setdefault((run.recipe, run.info.status.state), {}).setdefault(run.start, []).append(run)
@@ -267,6 +286,11 @@ def _section(catalog: Catalog, settings: Settings, runs: list[_Run], refused: li
             over = evidence.mean(evidence.GAP, gaps.values())
             figures |= {"gap_seeds": over.n, "gap_mean_over_seeds_nats": over.value}
             figures |= {"gap_deviation_over_seeds_nats": statistics.stdev(gaps.values())} if over.n > 1 else {}
+        common = {
+            iteration
+            for run, reference in pairs[key]
+            for iteration, *_ in losses_on_same_data(run.losses.values(), reference.losses.values())
+        }
         if finished := _finished(catalog, shown):
             figures |= _operands(catalog, finished, shown.info.run_id, refused)
         for kind in ("recorded", "unrecorded"):
@@ -279,6 +303,7 @@ def _section(catalog: Catalog, settings: Settings, runs: list[_Run], refused: li
             seed=shown.seed,
             seeds=tuple(seeds[start] for start in groups[key]),
             gaps=gaps,
+            bands=own_bands([(run.start, [*run.losses.values()]) for run in plain], common) if gaps else (),
             run_id=shown.info.run_id,
             backend=", ".join(str(shown.info.config.get(name) or "unknown") for name in ("backend", "device")),
             iterations=shown.iterations,

@@ -25,6 +25,8 @@ from binade.collector.cli.compare import (
 )
 from binade.collector.recipes.recipe import BF16
 from binade.collector.recipes.seeds import JUDGED, Gaps, judged
+from binade.data import gap_bands
+from binade.data.published_gaps import published_for
 from binade.data.runs import DONE
 from binade.data.text import csv_cell, markdown_table, markdown_text
 from binade.terminal import one_line
@@ -41,6 +43,9 @@ LEGEND = (
     "values beyond the format's largest. Plain mxfp8 rounds gradients to mxfp8_e5m2.",
     "Gradients: of the weights, over all seeds, each compared with that of the bf16 run with the same seed: medians "
     "over the tensors of the cosine and of the relative squared error ‖ĝ−g‖²/‖g‖², where g is bf16's.",
+    "Bands hold 95% of the mean gaps between two bf16 runs with these settings: with other seeds, or of the same "
+    "weights and data in another order of reduction. One seed is placed by its value. Published gaps are of other "
+    "models.",
     "Size: the recorded operands, in their exact formats with block scales, or in their own dtype where not quantized. "
     "Time: the median of n optimizer steps, with tensors recorded and without; rounding is emulated, so times say "
     "nothing about hardware that supports the format.",
@@ -194,6 +199,10 @@ def notes(section: Section) -> list[str]:
     gaps = [row.gaps for row in section.rows if row.gaps]
     if gaps and all(len(each) == 1 for each in gaps):
         found.append("One seed cannot tell a gap from chance. To collect more seeds: binade ablate RECIPE --seeds N.")
+    compared = [row for row in section.rows if row.gaps]
+    found += gap_bands.placed((row.label, row.gap, row.bands) for row in compared)
+    found += gap_bands.missing(band for row in compared for band in row.bands)
+    found += map(str, published_for([row.recipe for row in compared]))
     usual = section.rows[0].seed
     if len(section.seeds) > 1:
         found.append(f"Seeds {', '.join(map(str, section.seeds))}: tables that do not combine seeds show seed {usual}.")
