@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import altair as alt
+import numpy as np
 import pandas as pd
 
 from binade.app import style
+from binade.app.questions.recipes.bands import NONE, PUBLISHED
 from binade.app.questions.shared.loss_chart import MOST_POINTS
+from binade.data.gap_bands import Kind
 from binade.data.text import fixed
 
 
@@ -15,12 +18,47 @@ def _gap(base: str) -> str:
     return "gap to bf16" if base == "bf16" else "gap"
 
 
+BANDS = {Kind.SEEDS.value: style.GREY, Kind.REORDERING.value: style.PALETTE[2], PUBLISHED: style.PALETTE[1]}
+REACH = 2.0  # times the largest gap: as far as an axis reaches to show a band
+SHADE = 0.25  # opacity of a band
+
+
+def _shades(bands: pd.DataFrame) -> alt.Chart:
+    """The bands behind a chart without their marks and places: colors, legend, and what the pointer shows."""
+    shown = [name for name in BANDS if name in set(bands["band"])]
+    scale = alt.Scale(domain=shown, range=[BANDS[name] for name in shown])
+    legend = alt.Legend(title="band", orient="bottom", symbolOpacity=2 * SHADE, symbolStrokeWidth=0)
+    names = [name for name in ("label", "band", "range", "n", "source") if name in bands]
+    tooltip = [alt.Tooltip(f"{name}:N", title="recipe" if name == "label" else name) for name in names]
+    return alt.Chart(bands).encode(fill=alt.Fill("band:N", scale=scale, legend=legend), tooltip=tooltip)
+
+
+def _ends(gaps: pd.Series, bands: pd.DataFrame) -> tuple[float, float, float]:
+    """(the ends of an axis that shows 0, the gaps and, as far as REACH, the bands; the largest gap)."""
+    most = float(gaps.abs().max()) or 1.0
+    shades = bands[["low", "high"]].clip(-REACH * most, REACH * most)
+    ends = np.concatenate([gaps, shades.to_numpy(float).ravel(), [0.0]])
+    return float(ends.min()), float(ends.max()), most
+
+
 def gaps(
-    table: pd.DataFrame, subtitle: str | list[str], looks: style.Looks | None = None, base: str = "bf16"
+    table: pd.DataFrame,
+    subtitle: str | list[str],
+    looks: style.Looks | None = None,
+    base: str = "bf16",
+    bands: pd.DataFrame = NONE,
 ) -> alt.LayerChart:
-    """Each run’s loss minus that of `base`, from `loss_gaps`; the rule is `base`. looks: of runs."""
+    """Each run’s loss minus that of `base`, from `loss_gaps`; the rule is `base`. looks: of runs; bands: by
+    iteration."""
     shown = table.rename(columns={"label": "group"})
     groups = style.groups_of(shown)
+    y = alt.Y("gap:Q", title=f"{_gap(base)} (nats per token)")
+    layers = []
+    if len(bands):
+        y = y.scale(domain=_ends(table["gap"], bands)[:2])
+        placed = _shades(bands).encode(x="iteration:Q", y="low:Q", y2="high:Q")
+        area = placed.mark_area(opacity=SHADE, clip=True).encode(tooltip=alt.value(None))  # one tooltip for all of it
+        layers = [area, placed.mark_rule(strokeWidth=8, opacity=0, clip=True)]
     lines = (
         alt.Chart(shown)
         .mark_line(strokeWidth=1.8, point=alt.OverlayMarkDef(size=36) if len(shown) <= MOST_POINTS else False)
@@ -31,7 +69,7 @@ def gaps(
                 axis=alt.Axis(tickMinStep=1, format="d"),
                 scale=alt.Scale(nice=False, padding=16),
             ),
-            y=alt.Y("gap:Q", title=f"{_gap(base)} (nats per token)"),
+            y=y,
             color=style.color(groups, "run", line=True, own=looks),
             strokeDash=style.dash(groups, "run", own=looks),
             tooltip=[
@@ -44,17 +82,20 @@ def gaps(
         .add_params(style.only("run_id"))
     )
     zero = alt.Chart(pd.DataFrame({"y": [0.0]})).mark_rule(strokeDash=[4, 4], color=style.GREY).encode(y="y:Q")
-    result: alt.LayerChart = (zero + style.labelled(lines, groups)).properties(
-        title=style.title(f"Loss gap to {base} by iteration", subtitle)
-    )
+    result = alt.LayerChart(layer=[*layers, zero, style.labelled(lines, groups)])
+    result.title = style.title(f"Loss gap to {base} by iteration", subtitle)
     return result
 
 
 def costs(
-    table: pd.DataFrame, subtitle: str | list[str], looks: style.Looks | None = None, base: str = "bf16"
+    table: pd.DataFrame,
+    subtitle: str | list[str],
+    looks: style.Looks | None = None,
+    base: str = "bf16",
+    bands: pd.DataFrame = NONE,
 ) -> alt.LayerChart:
     """The mean gap of each recipe with the interval over its seeds, the largest at the top: columns label, gap, low,
-    high, seeds and text. looks: by label."""
+    high, seeds and text. looks: by label; bands: of each recipe, from `bands.rows`."""
     order = table["label"].tolist()
     shown = table.assign(color=style.colors(order, own=looks))
     shown["at"] = shown["high"].fillna(shown["gap"]).clip(lower=0.0)
@@ -68,10 +109,8 @@ def costs(
             alt.Tooltip("seeds:Q", title="seeds"),
         ],
     )
-    ends = pd.concat([table["gap"], table["low"], table["high"]]).dropna()
-    most = float(ends.abs().max()) or 1.0
-    low = min(float(ends.min()), 0.0)
-    domain = [low - 0.05 * most, max(float(ends.max()), 0.0) + 0.5 * most]
+    low, high, most = _ends(pd.concat([table["gap"], table["low"], table["high"]]).dropna(), bands)
+    domain = [low - 0.05 * most, high + 0.5 * most]
     x = alt.X(
         "gap:Q",
         title="mean gap (nats per token)",
@@ -83,8 +122,13 @@ def costs(
     text = rows.mark_text(align="left", dx=5, color=style.GREY, fontSize=12).encode(x="at:Q", text="short:N")
     several = alt.Chart(shown.dropna(subset=["low"]))
     interval = several.mark_rule(color=style.GREY, strokeWidth=1.5).encode(x="low:Q", x2="high:Q", y=y)
-    result: alt.LayerChart = (bars + interval + text).properties(title=style.title("What each recipe costs", subtitle))
-    return result
+    layers = [bars, interval, text]
+    if len(bands):
+        placed = _shades(bands).encode(x=alt.X("low:Q"), x2="high:Q", y=y)
+        own = placed.transform_filter(alt.datum.band != PUBLISHED).mark_rect(opacity=SHADE, clip=True)
+        others = placed.transform_filter(alt.datum.band == PUBLISHED).mark_bar(size=5, yOffset=12, clip=True)
+        layers = [own, others, *layers]
+    return alt.LayerChart(layer=layers, title=style.title("What each recipe costs", subtitle))
 
 
 def costs_height(table: pd.DataFrame) -> int:

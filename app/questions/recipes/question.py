@@ -13,11 +13,11 @@ import pandas as pd
 
 from binade.app import style
 from binade.app.control import Control
-from binade.app.figure import Column, Drawn, Figure, Table, Text, source
+from binade.app.figure import Column, Drawn, Figure, Item, Table, Text, source
 from binade.app.formatting import big, losses_of
 from binade.app.params import One, Whole
 from binade.app.questions.question import Question
-from binade.app.questions.recipes import charts, compute
+from binade.app.questions.recipes import bands, charts, compute
 from binade.app.questions.shared.event_marks import with_events
 from binade.app.questions.shared.labels import thinned, thinned_note
 from binade.app.questions.shared.runs import (
@@ -38,7 +38,7 @@ from binade.app.style import MEASURES
 from binade.collector.recipes.ladder import Ladder, ladders
 from binade.collector.recipes.recipe import BF16
 from binade.collector.recipes.seeds import JUDGED, Judged
-from binade.data import evidence
+from binade.data import evidence, gap_bands
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 from binade.data.gradients import COMPARED, GRADIENTS, gradient_errors, gradient_summary
@@ -211,7 +211,8 @@ def no_reference(table: pd.DataFrame) -> str:
 
 def cost(opened: Catalog, where: Filter, table: pd.DataFrame, base: str = BASE) -> Drawn:
     """Each quantized run's gap to bf16's loss, or each other run's to that of the run `base`."""
-    gaps = compute.loss_gaps(table, losses_of(opened, table["run_id"].tolist()))
+    losses = losses_of(opened, table["run_id"].tolist())
+    gaps = compute.loss_gaps(table, losses)
     costs = compute.costs(gaps, table)
     if costs.empty:
         return Drawn(problems=(f"No run has an iteration in common with {base} yet.",))
@@ -228,20 +229,32 @@ def cost(opened: Catalog, where: Filter, table: pd.DataFrame, base: str = BASE) 
     ).replace([math.inf, -math.inf], math.nan)  # fmt: skip
     look = dict(zip(table["run_id"], table["look"], strict=True))
     looks = run_looks(table) | {each.label: look[each.run_id] for each in latest}
-    chart = charts.costs(bars, f"{part}mean over the iterations that both runs have, and over seeds", looks, base)
+    to_bf16 = latest if base == BASE else []
+    own = bands.bands_of(to_bf16, table, losses, gaps)
+    names = dict(zip(costs["run_id"], costs["name"] + " " + costs["parts"], strict=True))
+    subtitle = f"{part}mean over the iterations that both runs have, and over seeds"
+    chart = charts.costs(bars, subtitle, looks, base, bands.rows(to_bf16, own, names))
     height = charts.costs_height(bars)
-    figures = [Figure("costs", chart, bars, caption, note=ONE_SEED, height=height, group="cost")]
+    note = f"{ONE_SEED} {bands.NOTE}" if to_bf16 else ONE_SEED
+    figures = [Figure("costs", chart, bars, caption, note=note, height=height, group="cost")]
     newest = gaps[gaps["run_id"].isin([each.run_id for each in latest])]
     shown, step = thinned(newest, style.MARKS)
     height = max(height, 360) + style.legend_height(list(dict.fromkeys(shown["label"])))
-    chart = charts.gaps(shown, f"above the dashed line: worse than {base} · the newest run of each recipe", looks, base)
+    subtitle = f"above the dashed line: worse than {base} · the newest run of each recipe"
+    shades = bands.by_iteration(own, table)
+    shades = shades[shades["iteration"].isin(shown["iteration"])]
+    chart = charts.gaps(shown, subtitle, looks, base, shades)
     figures.append(Figure("gaps", chart, shown, caption, note=thinned_note(step), height=height, group="cost"))
     listed = costs.merge(table[["run_id", *PARTS]], on="run_id")
     unused = [part for part in PARTS if listed[part].isin(["bf16", None]).all()]
     columns = {name: column for name, column in COLUMNS.items() if name not in unused}
     without = table.loc[table["quantized"] & table["reference"].isna(), "label"].tolist()
     left = (f"Left out, because no bf16 run saw the same data: {evidence.listed(without)}.",) * bool(without)
-    answer = Drawn((*figures, Table("costs", listed, columns)), _answer(recipes, base), left)
+    missing = gap_bands.missing(band for each in own.values() for band in each)
+    published = bands.published([names[each.run_id] for each in to_bf16])
+    placed = gap_bands.placed((each.label, each.gap, own[each.run_id]) for each in to_bf16)
+    items: tuple[Item, ...] = (*figures, Table("costs", listed, columns), *map(Text, missing), *published)
+    answer = Drawn(items, evidence.together(_answer(recipes, base), *placed), left)
     return with_events(answer, opened, Filter(run_id=tuple(each.run_id for each in latest)))
 
 
@@ -469,10 +482,13 @@ def report(selection: ReportSelection) -> Iterator[Section]:
         return
     losses = cost(opened, where, runs)
     tables = [
-        ReportTable(name, "Loss compared with bf16", frame.drop(columns=[*PARTS]))
-        for name, frame in losses.tables.items()
+        ReportTable(
+            item.name, item.title or "Loss compared with bf16", item.frame.drop(columns=[*PARTS], errors="ignore")
+        )
+        for item in losses.items
+        if isinstance(item, Table)
     ]
-    yield Section("comparisons", "", losses.figures, tables, verdict=losses.verdict, problems=losses.problems)
+    yield Section("comparisons", "", losses.figures, tables, verdict=losses.verdict, problems=losses.sentences)
     name = GRADIENTS[0]
     iterations = iterations_of(opened, name)
     for chosen in ladders(runs["recipe"].dropna()):

@@ -1,0 +1,99 @@
+"""The bands in the charts of recipes: the gaps that chance explains, and those that others published."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import pandas as pd
+
+from binade.app.figure import Column, Table
+from binade.app.questions.recipes.compute import Recipe
+from binade.collector.recipes.recipe import BF16
+from binade.data.evidence import GAP
+from binade.data.gap_bands import Band, own_bands
+from binade.data.published_gaps import published_for
+
+PUBLISHED = "published, other model"
+NOTE = (
+    "Bands hold 95% of the mean gaps between two of your bf16 runs: with other seeds, or of the same weights and data "
+    "in another order of reduction."
+)
+NONE = pd.DataFrame(columns=["label", "band", "low", "high", "range", "n", "source"])
+COLUMNS = {
+    "model": Column("Model", width=230),
+    "recipe": Column("Recipe", width=230),
+    "value": Column("Gap to bf16", width=320),
+    "training": Column("Training", width=250),
+    "read": Column(
+        "Known from", width=95, help="computed from published logs, read in the source, or an excerpt of it"
+    ),
+    "how": Column("How", width=300),
+    "source": Column("Source", width=300),
+    "date": Column("Date", width=95),
+}
+
+
+def bands_of(
+    recipes: Sequence[Recipe], table: pd.DataFrame, losses: Mapping[str, list[dict[str, Any]]], gaps: pd.DataFrame
+) -> dict[str, tuple[Band, Band]]:
+    """The bands of each recipe by its run_id: of the bf16 runs with the settings of its reference, over the iterations
+    of its gap. table: of `runs_with_reference`; gaps: of `loss_gaps`."""
+    runs = table.set_index("run_id")
+    plain = table[(table["recipe"] == BF16) & ~table["quantized"] & table["data"].notna()]
+    known: dict[Any, tuple[Band, Band]] = {}
+    bands = {}
+    for recipe in recipes:
+        settings = runs["settings"][runs["reference"][recipe.run_id]]
+        iterations = frozenset(gaps.loc[gaps["run_id"] == recipe.run_id, "iteration"])
+        if (settings, iterations) not in known:
+            alike = plain[plain["settings"].map(settings.__eq__)]
+            of_runs = [(data, losses[run]) for data, run in zip(alike["data"], alike["run_id"], strict=True)]
+            known[settings, iterations] = own_bands(of_runs, iterations)
+        bands[recipe.run_id] = known[settings, iterations]
+    return bands
+
+
+def rows(recipes: Sequence[Recipe], bands: Mapping[str, tuple[Band, Band]], names: Mapping[str, str]) -> pd.DataFrame:
+    """A row for each recipe and known band, and for each published gap in nats of its formats, the mean ± sd. Columns
+    label, band, low, high, range, n, source. names: the recipe's name and its formats, by run_id."""
+    found: list[tuple[Any, ...]] = []
+    for recipe in recipes:
+        for band in bands[recipe.run_id]:
+            if not band.missing:
+                ends = band.gap.low, band.gap.high
+                counted = f"{band.gap.n} {band.gap.of}"
+                found.append((recipe.label, band.kind.value, *ends, _range(*ends), counted, band.source))
+        for entry in published_for([names[recipe.run_id]]):
+            if entry.gap is not None and entry.sd is not None:
+                ends = entry.gap - entry.sd, entry.gap + entry.sd
+                counted, source = f"{entry.n} {entry.of}", f"{entry.title}, {entry.read.value}"
+                found.append((recipe.label, PUBLISHED, *ends, _range(*ends), counted, source))
+    return pd.DataFrame(found, columns=NONE.columns)
+
+
+def by_iteration(bands: Mapping[str, tuple[Band, Band]], table: pd.DataFrame) -> pd.DataFrame:
+    """The bands of the gaps at each iteration, of the recipe that has most: columns band, iteration, low, high, range,
+    n, source. Empty if bf16 runs of several settings are compared with."""
+    settings = set(table.set_index("run_id")["settings"][table["reference"].dropna()])
+    longest = max(bands.values(), key=lambda each: max(len(band.by_iteration) for band in each), default=())
+    found = [
+        (band.kind.value, iteration, -half, half, _range(-half, half), f"{band.gap.n} {band.gap.of}", band.source)
+        for band in longest
+        for iteration, half in band.by_iteration
+        if len(settings) == 1
+    ]
+    return pd.DataFrame(found, columns=["band", "iteration", "low", "high", "range", "n", "source"])
+
+
+def _range(low: float, high: float) -> str:
+    return f"{GAP.text(low)} to {GAP.text(high)} nats"
+
+
+def published(names: Sequence[str]) -> list[Table]:
+    """What others published for these recipes, nothing without one. names: as in `rows`."""
+    entries = published_for(names)
+    frame = pd.DataFrame(asdict(entry) | {"value": entry.value, "read": entry.read.value} for entry in entries)
+    title = "Published gaps of other models: context, not a verdict"
+    return [Table("published", frame, COLUMNS, title, foldable=True)] * bool(entries)

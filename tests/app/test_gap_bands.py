@@ -1,0 +1,127 @@
+"""Compare › Recipes, its view Loss: the bands of bf16 runs with 0, 1, 2 and 5 seeds, and published gaps."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from binade.app.figure import Drawn
+from binade.app.questions.recipes.bands import PUBLISHED
+from binade.app.questions.recipes.question import report
+from binade.app.report.section import ReportSelection
+from binade.app.view import View
+from binade.collector.cli.compare import compare
+from binade.collector.cli.tables import render
+from binade.data.catalog import Catalog
+from binade.data.filter import Filter
+from tests.app.planted import normal, operand
+from tests.app.test_pages import Visit, words
+from tests.data.builder import make_run
+
+pytestmark = pytest.mark.slow
+LOSS = View("compare", {"view": ["recipes"], "of": ["cost"]})
+GAPS = {"linear_mxfp8": 0.004, "linear_mxfp4": 0.9}
+REORDERED = 0.01  # by which the repetition of seed 0 differs in its mean
+
+
+def losses(seed: int) -> list[float]:
+    return [5.0 - at + 0.05 * math.sin(seed + 1) + 0.001 * at * math.cos(seed) for at in range(3)]
+
+
+def train(root: Path, recipe: str, seed: int, more: float = 0.0) -> None:
+    made = [] if recipe == "bf16" else [[operand(normal(1, 32, 64), recipe=recipe)]]
+    run = make_run(root, *made, recipe=recipe, seed=seed)
+    for iteration, loss in enumerate(losses(seed)):
+        run.append_loss({"iteration": iteration, "loss": loss + more, "time": 0.0})
+
+
+def make(root: Path, seeds: int, repeated: bool = False) -> Path:
+    for seed in range(max(seeds, 1)):
+        if seed < seeds:
+            train(root, "bf16", seed)
+        for recipe, gap in GAPS.items():
+            train(root, recipe, seed, gap)
+    if repeated:
+        train(root, "bf16", 0, REORDERED)
+    return root
+
+
+def draw(root: Path, view: View = LOSS) -> Drawn:
+    with Catalog.open(root) as opened:
+        return view.draw(opened)
+
+
+def shaded(drawn: Drawn, figure: str) -> list[dict]:
+    """The rows of the bands in a chart, from its specification as JSON."""
+    spec = json.loads(json.dumps(drawn.get(figure).spec))
+    return [row for rows in spec["datasets"].values() for row in rows if "band" in row and "range" in row]
+
+
+def seed_band(seeds: int) -> float:
+    deviation = np.std([np.mean(losses(seed)) for seed in range(seeds)], ddof=1)
+    return float(stats.t.ppf(0.975, seeds - 1) * math.sqrt(2) * deviation)
+
+
+@pytest.mark.parametrize("seeds", [0, 1, 2, 5])
+def test_the_page_says_what_so_many_seeds_tell(seeds: int, tmp_path: Path, visit: Visit):
+    text = words(visit(make(tmp_path, seeds), "compare", view="recipes", of="cost"))
+    assert ("No bf16 run saw the same data" in text) == (seeds == 0)
+    assert ("No band of seeds: it takes bf16 runs with two seeds." in text) == (seeds == 1)
+    assert ("No band of reordering" in text) == (seeds > 0)
+    assert ("Band of seeds (95% interval " in text) == (seeds > 1)
+    assert ("Published gaps of other models" in text) == (seeds > 0)
+    if seeds > 1:
+        half = seed_band(seeds)
+        place = "inside" if half > 0.9 else "outside"
+        assert f"−{half:.4f} to +{half:.4f}, {seeds} seeds): " in text
+        assert f"linear_mxfp4 {place}" in text or f"linear_mxfp4 and linear_mxfp8 {place}" in text
+
+
+def test_the_charts_show_the_bands_of_scipy(tmp_path: Path):
+    drawn = draw(make(tmp_path, 5, repeated=True))
+    half = float(stats.t.ppf(0.975, 1) * REORDERED)  # sqrt(2) times the deviation of two runs is their difference
+    rows = {(row["label"], row["band"]): row for row in shaded(drawn, "costs")}
+    assert {recipe for recipe, band in rows if band == "reordering"} == set(GAPS)
+    row = rows["linear_mxfp8", "reordering"]
+    assert (row["low"], row["high"]) == pytest.approx((-half, half)) and row["n"] == "2 runs"
+    assert row["range"] == f"−{half:.4f} to +{half:.4f} nats" and row["source"].startswith("own bf16 runs")
+    by_iteration = [row for row in shaded(drawn, "gaps") if row["band"] == "reordering"]
+    assert [row["iteration"] for row in by_iteration] == [0, 1, 2]
+    assert [row["high"] for row in by_iteration] == pytest.approx([half] * 3)
+    assert "linear_mxfp8 inside" in drawn.verdict and drawn.verdict.count("Band of ") == 2
+    assert drawn.sentences == ()
+
+
+def test_a_published_gap_is_context(tmp_path: Path):
+    """Drawn beside recipes of its format, listed with its source, and not in the verdict."""
+    drawn = draw(make(tmp_path, 2))
+    published = [row for row in shaded(drawn, "costs") if row["band"] == PUBLISHED]
+    assert {row["label"] for row in published} == {"linear_mxfp8"} and "ublished" not in drawn.verdict
+    table = drawn.tables["published"]
+    assert set(table["format"]) == {"bf16", "mxfp8"} and table["source"].str.len().min() > 10
+    with Catalog.open(tmp_path) as opened:
+        (section, *_) = report(ReportSelection(opened, Filter()))
+    assert [each.name for each in section.tables] == ["costs", "published"]
+    assert any("No band of reordering" in problem for problem in section.problems)
+
+
+def test_a_comparison_with_another_run_has_no_bands(tmp_path: Path):
+    make(tmp_path, 2)
+    with Catalog.open(tmp_path) as opened:
+        run = opened.runs().query("recipe == 'linear_mxfp4'")["run_id"].iloc[0]
+    drawn = draw(tmp_path, LOSS.changed(against=run))
+    assert not shaded(drawn, "costs") and not shaded(drawn, "gaps") and list(drawn.tables) == ["costs"]
+    assert "Band" not in drawn.verdict
+
+
+def test_binade_compare_prints_the_same_sentences(tmp_path: Path):
+    drawn = draw(make(tmp_path, 5, repeated=True))
+    printed = " ".join(render(compare(tmp_path), "text").split())
+    bands = drawn.verdict[drawn.verdict.index("Band of seeds") :]
+    assert all(f"* Band of {sentence.strip()}" in printed for sentence in bands.split("Band of ")[1:])
+    assert printed.count("* Published for ") == len(drawn.tables["published"])
