@@ -15,23 +15,20 @@ from binade.data.evidence import GAP
 from binade.data.gap_bands import Band, own_bands
 from binade.data.published_gaps import published_for
 
-PUBLISHED = "published, other model"
+PUBLISHED = "published for another model"
 NOTE = (
     "Bands hold 95% of the mean gaps between two of your bf16 runs: with other seeds, or of the same weights and data "
     "in another order of reduction."
 )
 NONE = pd.DataFrame(columns=["label", "band", "low", "high", "range", "n", "source"])
 COLUMNS = {
-    "model": Column("Model", width=230),
-    "recipe": Column("Recipe", width=230),
-    "value": Column("Gap to bf16", width=320),
-    "training": Column("Training", width=250),
-    "read": Column(
-        "Known from", width=95, help="computed from published logs, read in the source, or an excerpt of it"
-    ),
-    "how": Column("How", width=300),
-    "source": Column("Source", width=300),
-    "date": Column("Date", width=95),
+    "model": Column("Model", width=190),
+    "recipe": Column("Recipe", width=290),
+    "value": Column("Gap to bf16", width=370),
+    "read": Column("Known from", width=95, help="Published logs, the source, or an excerpt of it"),
+    "training": Column("Training", width=300),
+    "source": Column("Source", width=370),
+    "how": Column("How", width=800),
 }
 
 

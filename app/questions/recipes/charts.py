@@ -18,16 +18,18 @@ def _gap(base: str) -> str:
     return "gap to bf16" if base == "bf16" else "gap"
 
 
-BANDS = {Kind.SEEDS.value: style.GREY, Kind.REORDERING.value: style.PALETTE[2], PUBLISHED: style.PALETTE[1]}
+BANDS = {Kind.SEEDS.value: style.GREY, Kind.REORDERING.value: style.PALETTE[2], PUBLISHED: style.PALETTE[6]}
 REACH = 2.0  # times the largest gap: as far as an axis reaches to show a band
-SHADE = 0.25  # opacity of a band
+SHADE, LABEL = 0.25, 200  # opacity of a band, pixels of its name
 
 
 def _shades(bands: pd.DataFrame) -> alt.Chart:
     """The bands behind a chart without their marks and places: colors, legend, and what the pointer shows."""
     shown = [name for name in BANDS if name in set(bands["band"])]
     scale = alt.Scale(domain=shown, range=[BANDS[name] for name in shown])
-    legend = alt.Legend(title="band", orient="bottom", symbolOpacity=2 * SHADE, symbolStrokeWidth=0)
+    legend = alt.Legend(
+        title=None, orient="bottom", symbolType="square", symbolOpacity=2 * SHADE, symbolStrokeWidth=0, labelLimit=LABEL
+    )
     names = [name for name in ("label", "band", "range", "n", "source") if name in bands]
     tooltip = [alt.Tooltip(f"{name}:N", title="recipe" if name == "label" else name) for name in names]
     return alt.Chart(bands).encode(fill=alt.Fill("band:N", scale=scale, legend=legend), tooltip=tooltip)
@@ -131,9 +133,14 @@ def costs(
     return alt.LayerChart(layer=layers, title=style.title("What each recipe costs", subtitle))
 
 
-def costs_height(table: pd.DataFrame) -> int:
+def costs_height(table: pd.DataFrame, bands: pd.DataFrame = NONE) -> int:
     """Height of the costs in pixels."""
-    return 130 + 34 * len(table)
+    return 130 + 34 * len(table) + legend_height(bands)
+
+
+def legend_height(bands: pd.DataFrame) -> int:
+    """Height of the legend of bands in pixels."""
+    return 50 if len(bands) else 0
 
 
 AGREEMENT = {

@@ -233,16 +233,17 @@ def cost(opened: Catalog, where: Filter, table: pd.DataFrame, base: str = BASE) 
     own = bands.bands_of(to_bf16, table, losses, gaps)
     names = dict(zip(costs["run_id"], costs["name"] + " " + costs["parts"], strict=True))
     subtitle = f"{part}mean over the iterations that both runs have, and over seeds"
-    chart = charts.costs(bars, subtitle, looks, base, bands.rows(to_bf16, own, names))
-    height = charts.costs_height(bars)
+    shades = bands.rows(to_bf16, own, names)
+    chart = charts.costs(bars, subtitle, looks, base, shades)
+    height = charts.costs_height(bars, shades)
     note = f"{ONE_SEED} {bands.NOTE}" if to_bf16 else ONE_SEED
     figures = [Figure("costs", chart, bars, caption, note=note, height=height, group="cost")]
     newest = gaps[gaps["run_id"].isin([each.run_id for each in latest])]
     shown, step = thinned(newest, style.MARKS)
-    height = max(height, 360) + style.legend_height(list(dict.fromkeys(shown["label"])))
     subtitle = f"above the dashed line: worse than {base} · the newest run of each recipe"
     shades = bands.by_iteration(own, table)
     shades = shades[shades["iteration"].isin(shown["iteration"])]
+    height = max(height, 360) + style.legend_height(list(dict.fromkeys(shown["label"]))) + charts.legend_height(shades)
     chart = charts.gaps(shown, subtitle, looks, base, shades)
     figures.append(Figure("gaps", chart, shown, caption, note=thinned_note(step), height=height, group="cost"))
     listed = costs.merge(table[["run_id", *PARTS]], on="run_id")
