@@ -59,7 +59,7 @@ RECORDED = 16  # seeds whose runs are recorded
 PLAIN, SPLIT, STILL = "bf16", "bf16, TP 2", "bf16, learning rate 0"
 START, START_SPLIT = "first step, TP 1", "first step, TP 2"  # before reduction order has changed any weight
 NAMES = {
-    "loss": re.compile("(?:Higher|Lower) loss than"),
+    "loss": re.compile("(?:Higher|Lower) loss than| outside[.;]"),
     "parts": re.compile("the largest gap is that of"),
     "ablation": re.compile("Told from chance"),
     "gradients": re.compile("Lowest cosine"),
