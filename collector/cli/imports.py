@@ -38,6 +38,8 @@ def _import(context: click.Context, /, path: Path, root: str, **options: Any) ->
     from binade.collector.errors import ConfigError
     from binade.collector.imports.losses import is_loss_log
 
+    if not path.expanduser().exists():
+        raise ConfigError(f"{path} does not exist: expected a directory of tensors, or a loss log")
     losses = is_loss_log(path)
     for name in OF_TENSORS if losses else OF_LOSSES:
         if context.get_parameter_source(name) == ParameterSource.COMMANDLINE:

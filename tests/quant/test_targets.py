@@ -89,7 +89,8 @@ for number, text in enumerate(sys.argv[1:]):
     kernels.score(x, y, spec, dim, scales, blocks=spec.block is not None)
     compiled.clear()
     kernels.quantize_dequantize(x[:1, :32].contiguous(), spec, 1, None, True, 0)  # one run
-kernels.score_formats(x, [Spec.of(text) for text in sys.argv[1:]], -1, torch.empty((), device="meta"), blocks=True)
+together = [Spec.of(text) for text in ("hifp8(scale=amax8)", "mxfp4")]
+kernels.score_formats(x, together, -1, torch.empty((), device="meta"), blocks=True)
 types = torch.bfloat16, torch.int64, torch.float64, torch.float64, torch.int64
 tensors = [torch.empty(1, dtype=dtype, device="meta") for dtype in types]
 Compiling(summarize_kernel).launch(*tensors, 1 << 24, ROWS=TILE // 8, WIDTH=8, BINS=BINS, num_warps=WARPS)
