@@ -47,6 +47,7 @@ class Weight:
     dim     the axis that the forward GEMM contracts
     steps   the optimizer steps of this weight
     counted how many of them the sums of this period include
+    summed  the spec that the sums are of
     """
 
     parameter: nn.Parameter
@@ -55,12 +56,15 @@ class Weight:
     dim: int = -1
     steps: int = 0
     counted: int = 0
+    summed: str = ""
     sums: dict[str, Tensor] | None = None
 
     def follow(self, options: Deoscillation) -> Tensor | None:
         """The weight was updated. Returns at the end of a period how many elements were snapped, on their device."""
         self.steps += 1
         spec = self.spec()
+        if spec is None or str(spec) != self.summed:  # rounded to another format, a weight jumps
+            self.sums, self.counted, self.summed = None, 0, str(spec or "")
         if self.steps < options.start or spec is None:
             return None
         weight = self.parameter.detach()
@@ -104,12 +108,18 @@ def followed(layer: Layer, spec: Callable[[], Spec | None]) -> Weight:
 class Deoscillator:
     """The weights of a model that are followed on one rank, and where their sums are kept.
 
-    former: the directory of a run that is continued. Raises InstrumentError if its sums cannot be read.
+    former: the directory of a run that is continued. Raises InstrumentError if its sums cannot be read, or if two
+    weights have one name.
     """
 
     def __init__(self, options: Deoscillation, weights: Sequence[Weight], rank: int, former: Path | None) -> None:
         self.options, self.weights = options, weights
         self.name = f"deoscillation_r{rank:02d}.safetensors"
+        names = [weight.name for weight in weights]
+        if twice := next((name for name in names if names.count(name) > 1), ""):
+            raise InstrumentError(
+                f"two weights are called {twice}: instrument one of the models, or exclude one weight"
+            )
         if former is not None:
             try:
                 self._restore(load((former / self.name).read_bytes()))
@@ -120,6 +130,7 @@ class Deoscillator:
     def _restore(self, tensors: Mapping[str, Tensor]) -> None:
         for weight in self.weights:
             weight.steps, weight.counted = map(int, tensors[f"{weight.name}.steps"])
+            weight.summed = bytes(tensors[f"{weight.name}.spec"].tolist()).decode()
             if f"{weight.name}.moved" in tensors:
                 sums = {name: tensors[f"{weight.name}.{name}"].to(weight.parameter.device) for name in SUMS}
                 if any(each.shape != weight.parameter.shape for each in sums.values()):
@@ -128,8 +139,10 @@ class Deoscillator:
 
     def save(self, directory: Path) -> None:
         """Write the sums to a directory. Raises OSError."""
-        tensors = {f"{weight.name}.steps": torch.tensor([weight.steps, weight.counted]) for weight in self.weights}
+        tensors = {}
         for weight in self.weights:
+            tensors[f"{weight.name}.steps"] = torch.tensor([weight.steps, weight.counted])
+            tensors[f"{weight.name}.spec"] = torch.tensor([*weight.summed.encode()], dtype=torch.uint8)
             tensors |= {f"{weight.name}.{name}": each.cpu() for name, each in (weight.sums or {}).items()}
         with staged_file(directory / self.name) as file:
             file.write(save(tensors))
@@ -137,9 +150,11 @@ class Deoscillator:
     @contextmanager
     def following(self, snapped: Snapped) -> Iterator[None]:
         """A context in which the steps of torch optimizers are followed."""
-        weights = {id(weight.parameter): weight for weight in self.weights}
+        weights, steps = {id(weight.parameter): weight for weight in self.weights}, 0
 
         def stepped(optimizer: Optimizer, *_: Any) -> None:
+            nonlocal steps
+            steps += 1
             held = [weights[id(p)] for group in optimizer.param_groups for p in group["params"] if id(p) in weights]
             counts = [(count, weight) for weight in held if (count := weight.follow(self.options)) is not None]
             if counts:
@@ -154,7 +169,7 @@ class Deoscillator:
             yield
         finally:
             handle.remove()
-        if self.weights and start == [weight.steps for weight in self.weights]:
+        if steps and self.weights and start == [weight.steps for weight in self.weights]:
             warnings.warn(
                 "no torch optimizer updated the model's weights, so none was kept from oscillating: the recipe's "
                 "de-oscillation needs an optimizer that holds them, not copies of them",

@@ -41,7 +41,7 @@ from binade.collector.recipes.selection import Selection
 from binade.data.tensor_kinds import Other, Product
 from binade.data.text import markdown_table
 from binade.quant.later import Later
-from binade.quant.specs import Spec
+from binade.quant.specs import GemmFormats, Spec
 
 RECIPE_VARIABLE = "CUSTOM_QUANT_TYPE"
 NOT_PRODUCTS = {(nn.Embedding, nn.EmbeddingBag): "embedding", (nn.modules.conv._ConvNd,): "convolution"}
@@ -152,6 +152,8 @@ def instrument(
     pending = Pending(
         {switch: [hook for hook in hooks if hook.layer.site in switch.sites(sites)] for switch in schedule}
     )
+    if recorder:
+        recorder.compile(_linear_formats(stages), next(models[0].parameters(), torch.empty(0)).device)
     with ExitStack() as undo:
         if recipe.deoscillation:
             undo.enter_context(_deoscillating(recipe.deoscillation, hooks, scales_of, counter))
@@ -211,6 +213,11 @@ def _stages(
                     stages = switch.applied(stages, switch.at)
             found.append((layer, product, stages))
     return found
+
+
+def _linear_formats(stages: Stages) -> Iterator[GemmFormats]:
+    """The formats that linear layers have at first, each once."""
+    return iter(dict.fromkeys(parts[0][1].formats for _, product, parts in stages if product is Product.LINEAR))
 
 
 def _check_kernels(models: Sequence[nn.Module], stages: Stages) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import cache
@@ -26,12 +26,13 @@ from binade.collector.models.site import Site
 from binade.collector.ranks import Ranks
 from binade.collector.recipes.recipe import BF16
 from binade.data.segment import Identity, Shard, Trace
-from binade.data.tensor_kinds import MAPS, Gemm, Measure, Operation, Phase
+from binade.data.tensor_kinds import LATER, MAPS, Gemm, Measure, Operation, Phase
 from binade.data.text import plain_name
 from binade.quant.backends.counts import counted
-from binade.quant.gemm import Observed
+from binade.quant.gemm import Observed, Rounding, linear
 from binade.quant.later import Later
 from binade.quant.quantizer import DTYPES
+from binade.quant.specs import GemmFormats
 from binade.quant.summary import Summary, summarize_later
 from binade.quant.traces import hot_channels_later, sample_later
 
@@ -211,18 +212,30 @@ class Measurer:
         return relative if run.offer(relative, x, description, (summary,)) else None
 
 
-def warm_up(scores: Sequence[str], blocks: bool) -> float:
-    """Compile the Triton kernels that measure bfloat16 tensors, if this process has used CUDA. Returns the seconds.
+def warm_up(scores: Sequence[str], blocks: bool, formats: Iterable[GemmFormats], device: torch.device) -> float:
+    """Compile the Triton kernels that a recorded linear layer in bfloat16 takes, for each of these formats. Returns the
+    seconds; 0 on a device without such kernels.
 
     A kernel is compiled for what a large tensor has in common with this one: whole tiles, and sizes divisible by 16.
     """
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch has no annotations there
+    if device.type != "cuda":
         return 0.0
     start = time.monotonic()
-    x = torch.zeros(256, 256, dtype=torch.bfloat16, device="cuda")
-    summarize_later(x)
-    tried = try_formats(Observed("a", x), scores, None, blocks)
-    try_formats(Observed("wgrad_a", x, dim=0), scores, None, blocks, before=tried)
+    for each in formats:
+        x, weight = (torch.zeros(2048, 2048, dtype=torch.bfloat16, device=device, requires_grad=True) for _ in range(2))
+        tried: dict[str, list[Tried]] = {}
+
+        def measure(seen: Observed, each: GemmFormats = each, tried: dict[str, list[Tried]] = tried) -> None:
+            first = LATER.get(seen.name)
+            if first is None:
+                summarize_later(seen.tensor)
+            if first or seen.name in LATER.values():
+                before = [] if first is None or seen.name in each.of_rounded else tried[first]
+                tried[first or seen.name] = try_formats(seen, scores, None, blocks and first is None, before=before)
+
+        with torch.enable_grad():
+            y = linear(x, weight, Rounding(each), tap=measure)
+            torch.autograd.backward(y, torch.zeros_like(y))
     return time.monotonic() - start
 
 

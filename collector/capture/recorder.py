@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -50,9 +50,10 @@ from binade.data.twin import Twin, append_twin
 from binade.quant.gemm import Observed
 from binade.quant.later import Later
 from binade.quant.quantizer import DTYPES
-from binade.quant.specs import Spec
+from binade.quant.specs import GemmFormats, Spec
 
-LOG = logging.getLogger(__name__)
+LOG = logging.getLogger("binade")
+NOTABLE = 0.5  # seconds
 WATCH = Watch()
 MERGE = Merge()
 RunTwin = Callable[[Callable[[], Tensor], int], Twin]  # of a loss and a number of passes
@@ -99,7 +100,7 @@ class Recorder:
         OSError: A later write failed. The next call or the end of the context raises it.
     """
 
-    compile_seconds: float | None = None  # see measure.warm_up; None before it was entered
+    compiled = ""  # what `compile` has logged
 
     def __init__(
         self,
@@ -162,6 +163,15 @@ class Recorder:
         self.entered = False
         self._shown: set[str] = set()  # what was recorded besides products
 
+    def compile(self, formats: Iterable[GemmFormats], device: torch.device) -> None:
+        """Compile what recording linear layers of these formats takes, see `measure.warm_up`, and log how long it
+        took."""
+        blocks = Measure.BLOCKS in self.observing.measurer.measures
+        seconds = warm_up(self.observing.scores, blocks, formats, device) if self.enabled else 0.0
+        if seconds > NOTABLE:
+            self.compiled = f"compiled the kernels that round and measure tensors in {seconds:.1f} s"
+            LOG.info(self.compiled)
+
     def of_training(self, continued: Continued | None) -> None:
         """The run belongs to a training loop that writes loss.jsonl itself, and may continue an earlier run."""
         self._continued, self._writes_curves = continued, False
@@ -194,10 +204,6 @@ class Recorder:
                 "this Recorder is already recording a run: exit its `with` block first, or create another"
             )
         measurer = self.observing.measurer
-        if self.compile_seconds is None:
-            self.compile_seconds = warm_up(self.observing.scores, Measure.BLOCKS in measurer.measures)
-            if self.compile_seconds:
-                LOG.info("compiled the kernels that measure tensors in %.1f s", self.compile_seconds)
         if self._session:  # of the previous run
             self.clock.reset()
             self.policy.reset()

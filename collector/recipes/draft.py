@@ -125,7 +125,8 @@ class Draft:
         for name in self.linears:
             self.set(name, {field: None for field in OPERAND_FIELDS if not field.startswith("forward")})
             if source == BACKWARDS[0]:
-                self.of_rounded[name] = OF_ROUNDED
+                forward = dict(zip(OF_ROUNDED, ("forward_b", "forward_a"), strict=True))
+                self.of_rounded[name] = tuple(each for each in OF_ROUNDED if self.formats[name][forward[each]])
             self.request(name, self.quant_types[name])
 
     def recipe(self, name: str) -> Recipe:

@@ -246,8 +246,6 @@ def _train(
         f"run {recorder.writer.run_id}: {config.model_title}, {shape.layers} layers, "
         f"{shape.parameters / 1e6:.1f} M weights, on {config.device}"
     )
-    if recorder.compile_seconds:
-        report(f"compiled the kernels that measure tensors in {recorder.compile_seconds:.1f} s")
     if checkpoint:
         report(f"weights {describe_weights(checkpoint.path)}")
     start, warm_up = 0, config.warmup_iterations
@@ -284,6 +282,8 @@ def _train(
         iterations=config.iterations,
         scales_of=resumed.scales(ranks.rank) if resumed else None,
     ):
+        if recorder.compiled:
+            report(recorder.compiled)
         iterate(range(max(0, start - warm_up), config.iterations), recipe.name, recorder)
     if config.backend == Backend.TRITON:
         report(f"quantized by {recorder.config['backend']} kernels: {_launches(config) - launches} launches")

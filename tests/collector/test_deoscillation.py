@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -124,10 +125,37 @@ def test_a_run_continues_with_the_sums_of_another(tmp_path):
 
 
 def test_what_cannot_be_followed_is_said(tmp_path):
+    """An optimizer that holds copies, as Megatron's distributed one does; without steps there is nothing to say."""
     (tmp_path / "mine.toml").write_text(FILE)
+    model, recipe = build(1), str(tmp_path / "mine.toml")
+    with warnings.catch_warnings(), instrument(model, recipe):
+        warnings.simplefilter("error")
+        step(model)
+    copies = torch.optim.SGD([parameter.detach().clone().requires_grad_() for parameter in model.parameters()])
+
+    def with_copies() -> None:
+        with instrument(model, recipe):
+            copies.step()
+
     with pytest.warns(UserWarning, match="no torch optimizer updated the model's weights"):
-        with instrument(build(1), str(tmp_path / "mine.toml")):
+        with_copies()
+    with pytest.raises(InstrumentError, match=r"two weights are called layer1\.\w+: instrument one"):
+        with instrument([model, build(1)], recipe):
             pass
+
+
+def test_another_format_begins_a_new_period():
+    """Rounded to it, every weight jumps; none of them oscillates."""
+    specs = iter([AMD] * 3 + ["nvfp4"] * 4)
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.randn(64, 64))
+    followed = Weight(weight, "fc1", lambda: Spec.of(next(specs)))
+    counts = []
+    for _ in range(7):
+        with torch.no_grad():
+            weight += torch.randn(64, 64) * 1e-5
+        counts.append(followed.follow(Deoscillation(4, 3.0, 1)))
+    assert counts == [None] * 7 and followed.counted == 3
 
 
 def test_amd_s_recipe_and_the_recipe_without_it():

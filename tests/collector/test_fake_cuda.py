@@ -27,6 +27,7 @@ ALLOWED = {
     ("collector/capture/adapters/weights.py", "_grouped"): "the same, of grouped products",
     ("collector/capture/delayed_scales.py", "save"): "a checkpoint of the training script",
     ("collector/capture/deoscillation.py", "save"): "the same",
+    ("collector/capture/deoscillation.py", "_restore"): "once, when a run is continued",
     ("collector/capture/reduction.py", "of"): "once, when a recorder is entered",
     ("collector/capture/provenance.py", "_judge"): "on the thread that writes, of a copy that has arrived",
     ("collector/capture/curves.py", "_number"): "the same, of a loss that was logged",
@@ -127,30 +128,40 @@ fake_cuda.pretend()
 for module, own in kernels.items():
     vars(module).update({name: Keys(kernel) for name, kernel in own.items()})
 
-from binade.collector.capture.measure import warm_up
-from binade.collector.capture.tried import try_formats
-from binade.collector.settings import DEFAULT_SCORES
-from binade.quant.gemm import Observed
-from binade.quant.summary import summarize_later
+import tempfile, threading
+from binade.collector.capture.instrument import instrument
+from binade.collector.capture.recorder import Recorder
 
-torch.cuda.is_initialized = lambda: True
+torch.cuda.is_initialized = lambda: False
+from binade.quant import rotation
 with FakeTensorMode():
-    warm_up(DEFAULT_SCORES, True)
-    warmed = set(Keys.seen)
-    for shape in ((8192, 4096), (4096, 14336), (2, 2048, 1024), (1, 16384, 28672)):
-        x = torch.empty(shape, dtype=torch.bfloat16, device="cuda")
-        summarize_later(x)
-        tried = try_formats(Observed("a", x), DEFAULT_SCORES, None, True)
-        try_formats(Observed("wgrad_a", x.flatten(0, -2), dim=-2), DEFAULT_SCORES, None, True, before=tried)
-print(len(warmed), len(Keys.seen - warmed))
+    rotation._fixed_signs(torch.device("cuda", 0))  # the thread of a backward pass can make no fake constant
+    for recipe in ("bf16", "linear_mxfp8", "te_nvfp4"):
+        model = torch.nn.Sequential(torch.nn.Linear(4096, 14336, bias=False, dtype=torch.bfloat16, device="cuda"))
+        Keys.seen.clear()
+        with tempfile.TemporaryDirectory() as root, Recorder(root, measures=("blocks",)) as recorder, \
+             instrument(model, recipe, recorder):
+            stopped, tasks = threading.Event(), recorder.session.writing._tasks
+            tasks.put(lambda: stopped.wait())  # fake values cannot be written
+            warmed = set(Keys.seen)
+            x = torch.empty(2, 4096, 4096, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+            y = model(x)
+            y.backward(torch.empty_like(y))
+            recorder.observing.measurer.drafts.drafts.clear()
+            while not tasks.empty():
+                tasks.get()
+            stopped.set()
+        print(recipe, len(warmed), len(Keys.seen - warmed))
 """
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
-def test_what_a_recorder_compiles_when_it_is_entered_is_what_layers_need():
+def test_what_is_compiled_before_the_first_step_is_what_a_layer_needs():
     if torch.version.cuda or torch.version.hip:
         pytest.skip("this torch asks a real driver: the CPU build is needed")
     done = run_python("-c", WARMED, env={"TRITON_INTERPRET": "0"}, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.split() == ["3", "0"]  # a summary, and the formats along two axes
+    found = {recipe: (int(warmed), int(more)) for recipe, warmed, more in map(str.split, done.stdout.splitlines())}
+    assert found["bf16"] == (3, 0)  # a summary, and the formats along two axes
+    assert {recipe: more for recipe, (_, more) in found.items()} == {"bf16": 0, "linear_mxfp8": 0, "te_nvfp4": 0}
