@@ -333,7 +333,8 @@ class Catalog(ScoreQueries, TensorValues):
 
     def parts(self) -> pd.DataFrame:
         """Return the formats that the operands of each run's GEMMs were rounded to, as recorded: run_id, part (linear,
-        QK, PV, router), format (forward operands), gradient_format. A part that was not quantized has no row."""
+        QK, PV, router, product), format (forward operands), gradient_format. A part that was not quantized has no
+        row."""
         return self.ask(
             f"""
             SELECT run_id, {part()} AS part,

@@ -275,6 +275,7 @@ def part() -> str:
     """SQL for the product that a tensor belongs to."""
     qk = ", ".join(f"'{kind.name}'" for kind in TENSOR_KINDS if kind.product is Product.QK)
     return f"""CASE WHEN tensor.layer_type = 'attention' THEN if(tensor.tensor_name IN ({qk}), 'QK', 'PV')
+                    WHEN tensor.layer_type = 'product' THEN 'product'
                     WHEN tensor.module = 'router' THEN 'router' ELSE 'linear' END"""
 
 

@@ -20,6 +20,12 @@ class Product(StrEnum):
     LINEAR = "linear"  # a linear layer: input · weightᵀ
     QK = "qk"  # attention: query · keyᵀ
     PV = "pv"  # attention: probabilities · value
+    EINSUM = "product"  # declared by an equation: left · rightᵀ
+
+    @property
+    def place(self) -> str:
+        """See `TensorKind.place`."""
+        return "attention" if self in (Product.QK, Product.PV) else self.value
 
 
 class Other(StrEnum):
@@ -78,7 +84,8 @@ class TensorKind:
     contracted_axis  the axis that this GEMM contracts, from the end; None for a result. Outside of products, the axis
                      of its scores, None for none
     size             the tensor whose number of elements it has: input, weight or output of a linear layer; query, key,
-                     value, scores or output of attention; outside of products, see collector.models.specs.OtherSpec
+                     value, scores or output of attention; left, right or product; outside of products, see
+                     collector.models.specs.OtherSpec
     color, label its color and name in charts and texts; the same for a name that occurs in two products
     """
 
@@ -100,8 +107,8 @@ class TensorKind:
 
     @property
     def place(self) -> str:
-        """Where the tensor belongs: "linear" or "attention", or one of Other."""
-        return "attention" if self.product in (Product.QK, Product.PV) else self.product.value
+        """Where the tensor belongs: "linear", "attention" or "product", or one of Other."""
+        return self.product.place if isinstance(self.product, Product) else self.product.value
 
     @property
     def layer_type(self) -> str | None:
@@ -109,10 +116,10 @@ class TensorKind:
 
     @property
     def component(self) -> str | None:
-        return {"linear": "linear", "attention": "FA"}.get(self.place)
+        return "FA" if self.place == "attention" else self.layer_type
 
 
-LINEAR, QK, PV = Product
+LINEAR, QK, PV, EINSUM = Product
 NORM, EXPERTS, HEAD, PARAMETER = Other
 FORWARD, BACKWARD, OPTIMIZER, EVALUATION = Operation
 PRE, POST = Phase
@@ -143,6 +150,18 @@ TENSOR_KINDS: list[TensorKind] = [
     TensorKind("grad_query", QK, "grad_a", BACKWARD, POST, "dgrad_grad", None, "query", "#3b8ea5", "gradient of query"),
     TensorKind("grad_key", QK, "grad_b", BACKWARD, POST, "wgrad_grad", None, "key", "#2f9e6e", "gradient of key"),
     TensorKind("grad_value", PV, "grad_b", BACKWARD, POST, "wgrad_grad", None, "value", "#b0578d", "gradient of value"),
+    TensorKind("left", EINSUM, "a", FORWARD, PRE, "forward_a", -1, "left", "#4860a8", "left operand"),
+    TensorKind("right", EINSUM, "b", FORWARD, PRE, "forward_b", -1, "right", "#909048", "right operand"),
+    TensorKind("product", EINSUM, "y", FORWARD, POST, "forward_a", None, "product", "#a84848", "product"),
+    TensorKind(
+        "grad_product", EINSUM, "grad", BACKWARD, PRE, "dgrad_grad", -1, "product", "#7848f0", "gradient of product"
+    ),
+    TensorKind(
+        "grad_left", EINSUM, "grad_a", BACKWARD, POST, "dgrad_grad", None, "left", "#606078", "gradient of left"
+    ),
+    TensorKind(
+        "grad_right", EINSUM, "grad_b", BACKWARD, POST, "wgrad_grad", None, "right", "#789000", "gradient of right"
+    ),
     TensorKind("norm_input", NORM, "a", FORWARD, PRE, "", -1, "input", "#686840", "input of norm"),
     TensorKind("norm_gain", NORM, "b", FORWARD, PRE, "", -1, "weight", "#00a800", "gain of norm"),
     TensorKind("grad_norm_gain", NORM, "grad_b", BACKWARD, POST, "", None, "weight", "#b08080", "gradient of gain"),

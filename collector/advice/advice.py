@@ -285,7 +285,7 @@ def placed(recipe: Recipe, costs: Costs, skip: str = "") -> tuple[float, float, 
     skip: layers that stay in bf16.
     """
     known, operands = costs.forward
-    parts = set(operands["part"])
+    parts = {*operands["part"], "product"}  # no model has products but those that are declared
     if recipe.schedule or any(part.formats.quantized for name, part in recipe.parts().items() if name not in parts):
         return None
     sites = [Site(int(layer), str(module)) for layer, module in operands[["layer_index", "module"]].to_numpy()]

@@ -12,7 +12,7 @@ import click
 
 from binade.collector.cli.options import size
 from binade.collector.errors import ConfigError
-from binade.collector.recipes.recipe import RecipeError
+from binade.collector.recipes.recipe import PARTS, RecipeError
 from binade.filter_options import filter_of, filter_params
 from binade.quant.formats import UnknownFormatError
 from binade.quant.specs import Spec, SpecError
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from binade.collector.advice.advice import Advice
 
 BY = ("site", "layer", "module", "model")  # choice.GROUPS declares these; it imports SciPy, and --help does not wait
-PARTS = ("linear", "qk", "pv", "router")
 LISTED = 8  # operands that decide
 
 
@@ -155,7 +154,7 @@ def _params() -> Sequence[click.Parameter]:
                help="Choose formats for each linear layer (site), each layer, each module in all layers, or the whole "
                    "model  [default: site]"),
         Option(["--parts"], type=_parts, default="linear", metavar="A,B,...", title=limits,
-               help="linear, qk, pv, router; the others stay in bf16  [default: linear]"),
+               help=f"{', '.join(PARTS)}; the others stay in bf16  [default: linear]"),
         Option(["--specs"], type=_specs, default="", metavar="A,B,...", title=limits,
                help="Formats to choose from, in addition to bf16  [default: all that were scored]"),
         Option(["--tiles"], is_flag=True, title=limits, help="Round weights in tiles only, such as nvfp4(block=16x16)"),

@@ -6,7 +6,7 @@
     leaves_out = ["..."]
     uncertain = ["..."]
 
-    [linear]                            # and [qk], [pv], [router]
+    [linear]                            # and [qk], [pv], [router], [product]
     forward = "nvfp4"                   # both operands of a GEMM, or one by one:
     dgrad.grad_output = "nvfp4(rounding=stochastic)"
     dgrad.weight = { spec = "nvfp4", of = "rounded" }

@@ -4,7 +4,7 @@
     FA_<format>         the two operands of QKᵀ (the attention's backward products stay in bf16)
     linear_<format>     the three GEMMs of every linear layer
     FA_linear_<format>  both
-    <format>            everything: linear layers, QKᵀ and PV, forward and backward
+    <format>            everything: linear layers, QKᵀ, PV and declared products, forward and backward
 
 A spec can be used in place of any format: `linear_nvfp4(block=16x16)`. Under `mxfp8`, gradients are rounded to
 `mxfp8_e5m2`, with the same options; under `mxfp8_e4m3`, to E4M3. The LM head and the embedding stay in bf16. The router
@@ -18,10 +18,10 @@ stays in float32 unless it is given a format.
 `backward=dequantized` and `backward=high_precision` run dgrad and wgrad of every linear layer in bf16, on what the
 forward GEMM read or on the originals: `te_mxfp8(backward=dequantized)`.
 
-The most specific format wins: that of a part (linear, qk, pv, router) replaces the recipe's, that of one GEMM of the
-linear layers (forward, dgrad, wgrad) replaces the part's, and that of an operand (OPERANDS) replaces the GEMM's. "bf16"
-turns quantization off. Only an operand's format is taken literally: there `mxfp8` means E4M3 for a gradient too. These
-options also replace the formats of a recipe's modules and of its schedule.
+The most specific format wins: that of a part (linear, qk, pv, router, product) replaces the recipe's, that of one GEMM
+of the linear layers (forward, dgrad, wgrad) replaces the part's, and that of an operand (OPERANDS) replaces the GEMM's.
+"bf16" turns quantization off. Only an operand's format is taken literally: there `mxfp8` means E4M3 for a gradient too.
+These options also replace the formats of a recipe's modules and of its schedule.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ from binade.quant.formats import FORMATS
 from binade.quant.specs import Softmax, Spec
 
 # What a recipe named after a format covers, by the prefix of the format; longer prefixes come first.
-PREFIXES = {"FA_linear_": ("linear", "qk"), "FA_": ("qk",), "linear_": ("linear",), "": ("linear", "qk", "pv")}
+ALL = ("linear", "qk", "pv", "product")
+PREFIXES = {"FA_linear_": ("linear", "qk"), "FA_": ("qk",), "linear_": ("linear",), "": ALL}
 READERS: dict[str, Reader] = {".toml": draft_of, ".yaml": precision_file.draft_of}
 """What reads the user's own files, by the end of their name."""
 WITHOUT = re.compile(r",?\s*without=([^,()]*)")
@@ -136,6 +137,7 @@ def parse_recipe(
     qk: str | None = None,
     pv: str | None = None,
     router: str | None = None,
+    product: str | None = None,
     forward: str | None = None,
     dgrad: str | None = None,
     wgrad: str | None = None,
@@ -143,14 +145,15 @@ def parse_recipe(
     softmax: str | None = None,
 ) -> Recipe:
     """The recipe of a name or of a file, with formats or specs replaced where they are given ("bf16" turns off): of a
-    part (linear, qk, pv, router), then of one GEMM of every linear layer (forward, dgrad, wgrad), then of operands,
-    each written "linear.dgrad.grad_output=mxfp6_e3m2" with a name of OPERANDS. softmax: see `Softmax.parse`.
+    part (linear, qk, pv, router, product), then of one GEMM of every linear layer (forward, dgrad, wgrad), then of
+    operands, each written "linear.dgrad.grad_output=mxfp6_e3m2" with a name of OPERANDS. softmax: see `Softmax.parse`.
 
     Raises RecipeError, UnknownFormatError, or SpecError for options that are not possible.
     """
     name, draft = _draft(name)
     for stage in draft.stages():
-        for part, text in (("linear", linear), ("qk", qk), ("pv", pv), ("router", router)):
+        parts = {"linear": linear, "qk": qk, "pv": pv, "router": router, "product": product}
+        for part, text in parts.items():
             if text is not None:
                 stage.set_part(part, text)
         for gemm, text in (("forward", forward), ("dgrad", dgrad), ("wgrad", wgrad)):

@@ -54,7 +54,16 @@ QK_OPERANDS = _operands("query", "key", "grad_scores", ("forward", "dquery", "dk
 PV_OPERANDS = _operands(
     "attention_probs", "value", "grad_output", ("forward", "dprobs", "dvalue"), ("keys", "head size", "queries")
 )
-PARTS = {"linear": LINEAR_OPERANDS, "qk": QK_OPERANDS, "pv": PV_OPERANDS, "router": LINEAR_OPERANDS}
+EINSUM_OPERANDS = _operands(
+    "left", "right", "grad_product", ("forward", "dgrad", "wgrad"), ("shared axes", "right's axes", "left's axes")
+)
+PARTS = {
+    "linear": LINEAR_OPERANDS,
+    "qk": QK_OPERANDS,
+    "pv": PV_OPERANDS,
+    "router": LINEAR_OPERANDS,
+    "product": EINSUM_OPERANDS,
+}
 
 # Every operand by its name: linear.dgrad.grad_output -> (linear, dgrad_grad)
 OPERANDS = {f"{part}.{o.gemm}.{o.name}": (part, o.field) for part, operands in PARTS.items() for o in operands}
@@ -126,8 +135,8 @@ class Deoscillation:
 
 @dataclass(frozen=True)
 class Recipe:
-    """`linear` covers every linear layer but the routers, `qk` and `pv` cover the products of the attention core, and
-    `router` covers the linear layer that chooses the experts.
+    """`linear` covers every linear layer but the routers, `qk` and `pv` cover the products of the attention core,
+    `router` covers the linear layer that chooses the experts, `product` those that `instrument(products=...)` declares.
 
     modules   parts of single modules in place of `linear`, in all layers, such as ("fc2", Part(...)), or in one, such
               as ("layer3.fc2", Part(...)); the narrowest holds. Where none does, the first glob that matches one of
@@ -142,6 +151,7 @@ class Recipe:
     qk: Part = field(default_factory=Part)
     pv: Part = field(default_factory=Part)
     router: Part = field(default_factory=Part)
+    product: Part = field(default_factory=Part)
     modules: tuple[tuple[str, Part], ...] = ()
     keep: str = ""
     schedule: tuple[tuple[str, Recipe], ...] = ()
@@ -156,7 +166,8 @@ class Recipe:
 
     def part_of(self, product: Product, site: Site) -> Part:
         """The part of a product of a layer."""
-        return self.linear_of(site) if product is Product.LINEAR else self.qk if product is Product.QK else self.pv
+        part: Part = self.linear_of(site) if product is Product.LINEAR else getattr(self, product)
+        return part
 
     @property
     def keeps_all(self) -> str:
@@ -234,9 +245,9 @@ class Recipe:
         return {gemm: " × ".join(specs) for gemm, specs in found.items() if set(specs) != {BF16}}
 
     def parts(self) -> dict[str, Part]:
-        """The parts by name, without the router if it is not quantized."""
-        parts = {"linear": self.linear, "qk": self.qk, "pv": self.pv}
-        return parts if self.router == Part() else parts | {"router": self.router}
+        """The parts by name, without those that few models have if they are not quantized."""
+        parts: dict[str, Part] = {name: getattr(self, name) for name in PARTS}
+        return {name: part for name, part in parts.items() if name not in ("router", "product") or part != Part()}
 
     def by_name(self) -> dict[str, Part]:
         """All parts by their names in a file: those of PARTS, then those such as "modules.fc2"."""

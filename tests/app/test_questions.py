@@ -611,6 +611,7 @@ class TestRecipes:
             "mxfp8",
             "mxfp8",
             "bf16",
+            "bf16",
         ]
 
     def test_another_seed_is_no_reference(self, catalog):

@@ -86,7 +86,7 @@ class TestModules:
         recipe = parse_recipe("te_nvfp4")
         table = recipe_table.with_modules(recipe_table.table_of(recipe), ["fc2", "h.0"])
         assert recipe_table.modules_of(table) == ["fc2", "h.0"]
-        assert table["operand"].str.startswith("modules.")[6:18].all() and len(table) == 24 + 12
+        assert table["operand"].str.startswith("modules.")[6:18].all() and len(table) == 30 + 12
         table.loc[cell(table, "modules.h.0.wgrad.input"), "spec"] = "nvfp4(block=16x16, hadamard=16, signs=fixed)"
         made = again(table, recipe)
         assert dict(made.modules)["fc2"].formats == recipe.linear.formats == made.linear.formats

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from binade.collector.capture.instrument import instrument
 from binade.collector.models.model import GPTModel
 from binade.collector.models.registry import MODELS
+from binade.collector.recipes.files import PUBLISHED
 from binade.collector.recipes.parse import parse_recipe
 from binade.collector.recipes.recipe import OPERANDS, TEN_RECIPES, RecipeError
 from binade.quant import fake_quantize, gemm
@@ -55,10 +56,13 @@ def test_the_ten_are_the_ten():
 def test_every_recipe_says_what_it_should(name):
     recipe = parse_recipe(name)
     assert parts(recipe) == EXPECTED[name]
-    kinds = [part.quant_type for part in (recipe.linear, recipe.qk, recipe.pv)]
-    assert kinds == [formats[0] or "bf16" for formats in EXPECTED[name]]
+    product = EXPECTED[name][0] if name in FORMATS and name not in PUBLISHED and name != "bf16" else NOTHING
+    expected = [*EXPECTED[name], *([product] if product != NOTHING else [])]
+    assert six(recipe.product.formats) == product
+    kinds = [part.quant_type for part in recipe.parts().values()]
+    assert kinds == [formats[0] or "bf16" for formats in expected]
     lines = recipe.lines()
-    assert [line.split()[-1] for line in lines] == [f or "bf16" for formats in EXPECTED[name] for f in formats]
+    assert [line.split()[-1] for line in lines] == [f or "bf16" for formats in expected for f in formats]
 
 
 def test_the_alias_mxfp8_e4m3_keeps_gradients_in_e4m3():
@@ -159,7 +163,7 @@ def test_what_may_be_meant_is_named(name, meant):
 
 
 @pytest.mark.parametrize("unknown", ["mxfp9", "", "FA_mxfp8"])
-@pytest.mark.parametrize("part", ["linear", "qk", "pv", "router", "forward", "dgrad", "wgrad"])
+@pytest.mark.parametrize("part", ["linear", "qk", "pv", "router", "product", "forward", "dgrad", "wgrad"])
 def test_unknown_formats_are_refused(part, unknown):
     with pytest.raises(UnknownFormatError, match=f"unknown format '{unknown}'"):
         parse_recipe("bf16", **{part: unknown})
@@ -187,8 +191,11 @@ NAMES = {
     "qk": ("forward.query", "forward.key", "dquery.grad_scores", "dquery.key", "dkey.grad_scores", "dkey.query"),
     "pv": ("forward.attention_probs", "forward.value", "dprobs.grad_output", "dprobs.value", "dvalue.grad_output",
            "dvalue.attention_probs"),
+    "router": ("forward.input", "forward.weight", "dgrad.grad_output", "dgrad.weight", "wgrad.grad_output",
+               "wgrad.input"),
+    "product": ("forward.left", "forward.right", "dgrad.grad_product", "dgrad.right", "wgrad.grad_product",
+                "wgrad.left"),
 }  # fmt: skip
-NAMES["router"] = NAMES["linear"]
 
 
 @pytest.mark.parametrize(
@@ -222,7 +229,7 @@ def test_what_is_more_exact_wins():
     expected = (None, "hifp8", "mxfp8_e5m2", "nvfp4", "hifp8", "hifp8")
     assert parts(parse_recipe("mxfp4", **given)) == (expected, everything("mxfp4"), everything("mxfp4"))
     assert parse_recipe("mxfp4", **given).describe() == (
-        "linear (forward bf16 x hifp8, dgrad mxfp8_e5m2 x nvfp4, wgrad hifp8), qk mxfp4, pv mxfp4"
+        "linear (forward bf16 x hifp8, dgrad mxfp8_e5m2 x nvfp4, wgrad hifp8), qk mxfp4, pv mxfp4, product mxfp4"
     )
 
 

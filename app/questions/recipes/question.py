@@ -79,10 +79,9 @@ AGAINST = Control(
     widget="list",
     titles={BASE: "bf16 on the same data"}, row="what",
 )  # fmt: skip
-PART_TITLES = {"linear": "Linear layers", "QK": "QKᵀ", "PV": "PV", "router": "Router"}
 COLUMNS = {
     "label": Column("Run", width=130),
-    **{part: Column(PART_TITLES[part], width=145) for part in PARTS},
+    **{part: Column(title, width=145) for part, title in PARTS.items()},
     "gap": Column(
         "Mean gap (nats)",
         "%+.5f",

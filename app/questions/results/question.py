@@ -61,7 +61,7 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
     table = compute.by_product(found)
     if table.empty:
         return Drawn(problems=(NOTHING,))
-    name = table["module"].where(table["part"].isin(("linear", "router")), table["part"])
+    name = table["part"].where(table["part"].isin(("QK", "PV")), table["module"])
     table = table.assign(place=layer_names(table["layer_index"]) + name, row=name + " " + table["gemm"])
     words = f"{source(where, f'{len(table):,} GEMMs')}\n{DEFINITION}"
     cells = table.assign(

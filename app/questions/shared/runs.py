@@ -20,7 +20,7 @@ from binade.data.filter import Filter
 from binade.data.same_data import CONFIGURATION, data_key
 
 OF_MODEL = ("model", "size", "dataset")
-PARTS = ("linear", "QK", "PV", "router")
+PARTS = {"linear": "Linear layers", "QK": "QKᵀ", "PV": "PV", "router": "Router", "product": "Declared products"}
 
 
 def runs_with_reference(runs: pd.DataFrame, parts: pd.DataFrame) -> pd.DataFrame:

@@ -454,7 +454,7 @@ def test_the_run_remembers_what_it_was_asked(command, tmp_path):
     asked |= {"operand_quant": ["qk.dkey.query=bf16"], "skip_layers": "proj", "modules": ["core"], "train_iters": 1}
     assert {key: config[key] for key in asked} == asked
     assert "qk.dkey.query               queries      bf16" in config["operands"]
-    assert config["backend"] == "torch" and config["device"].startswith("cpu") and len(config["operands"]) == 18
+    assert config["backend"] == "torch" and config["device"].startswith("cpu") and len(config["operands"]) == 24
     assert config["command"].startswith("binade run ") and "--seed 7" in config["command"]
     assert set(config["versions"]) == {"torch", "triton", "numpy", "python"} and config["data"]["documents"] == 35
 
