@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from binade.collector.capture.adapters.declared import Equations
 from binade.collector.capture.adapters.first_pass import FirstPass
 from binade.collector.capture.adapters.layer import InstrumentError, Layer, is_a, numbers_left_out, refusal
 from binade.collector.capture.adapters.torch_modules import is_compiled
@@ -58,6 +59,7 @@ def instrument(
     capture: Selection | str | None = None,
     exclude: Sequence[str] = (),
     cores: Sequence[str] = (),
+    products: Mapping[str, Equations] = {},
     head: bool = False,
     seed: int = 0,
     iterations: int | None = None,
@@ -78,6 +80,8 @@ def instrument(
         exclude: Paths of modules to neither quantize nor record; * stands for any part of a path.
         cores: Paths of modules whose forward pass computes attention as two matrix products, QKᵀ and PV, of tensors
             with three or more axes.
+        products: Other products of two tensors: the einsum equation of one, or a tuple of several, by the path of the
+            module whose forward pass makes them, such as {"*.mixer": "bhls,bhsp->bhlp"}.
         head: Whether to treat the LM head as one more linear layer, `layer0.head`.
         seed: Seeds stochastic rounding and random signs. They are drawn for each iteration, micro-batch, rank, layer
             and GEMM; a recomputed forward pass draws the same again.
@@ -103,14 +107,15 @@ def instrument(
     recipe = _recipe(recipe)
     models = [model] if isinstance(model, nn.Module) else list(model)
     attention, quantizes = _quantizes_attention(recipe), any(part != Part() for part in recipe.every_part())
-    surveys = [find(each, exclude=exclude, head=head, cores=cores, attention=attention) for each in models]
+    options: dict[str, Any] = {"exclude": exclude, "head": head, "cores": cores, "products": products}
+    surveys = [find(each, attention=attention, **options) for each in models]
     layers = [layer for found in surveys for layer in found.layers]
     named = [others(*pair, recorder.tensors if recorder else ()) for pair in zip(models, surveys, strict=True)]
     sites = [layer.site for layer in layers]
     recordable = [*sites, *(layer.site for each in named for _, layer in each)]
     recorded = _chosen(capture, recordable) if capture else frozenset(recordable)
     try:
-        recipe.check_modules(sites)
+        recipe.check_modules(layer.site for layer in layers if Product.LINEAR in layer.products)
     except RecipeError as error:
         raise InstrumentError(str(error)) from None
     for switch in schedule:
@@ -204,7 +209,7 @@ def _stages(
     sites = [layer.site for layer in layers]
     found: Stages = []
     for layer in layers:
-        for product in (Product.QK, Product.PV) if layer.is_core else (Product.LINEAR,):
+        for product in layer.products:
             stages = [(0, Part())]
             if layer.site not in skipped:
                 stages = [(at, stage.part_of(product, layer.site)) for at, stage in recipe.stages(iterations)]
@@ -357,6 +362,7 @@ def coverage(
     skip: Selection | str | None = None,
     exclude: Sequence[str] = (),
     cores: Sequence[str] = (),
+    products: Mapping[str, Equations] = {},
     head: bool = False,
 ) -> Coverage:
     """Return the modules that `instrument`, with these arguments, would quantize, record and leave out.
@@ -368,7 +374,7 @@ def coverage(
     belongs to no known module is refused, too.
     """
     recipe = _recipe(recipe)
-    found = survey(model, exclude, head, cores, _quantizes_attention(recipe))
+    found = survey(model, exclude, head, cores, products, _quantizes_attention(recipe))
     unquantized = _unquantized(recipe, skip, [layer.site for layer in found.layers])
     layers: dict[nn.Module, list[Layer]] = {}
     for layer in found.layers:
@@ -379,8 +385,7 @@ def coverage(
         for layer in layers.get(module, ()):
             reason, site = unquantized.get(layer.site, ""), layer.site
             recorded = re.sub(r"^layer[1-9]\d*", "layer*", re.sub(r"expert\d+", "expert*", site.name))
-            products = (Product.QK, Product.PV) if layer.is_core else (Product.LINEAR,)
-            used = [recipe.part_of(product, site) for product in products]
+            used = [recipe.part_of(product, site) for product in layer.products]
             fmt = BF16 if reason else ", ".join(dict.fromkeys(part.quant_type for part in used))
             if layer.kernels and not reason and any(part != Part() for part in used):
                 recorded, fmt, reason = "", "", layer.kernels

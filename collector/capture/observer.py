@@ -71,7 +71,7 @@ class Observing:
     def tap(self, layer: Layer, part: Part, product: Product, moment: Moment, again: bool) -> Tap | None:
         """The observer of one call of one product at that moment; None if that is not recorded. again: the forward
         product is a recomputation, for which only the gradients are recorded."""
-        if not moment.recording or ("attention" if layer.is_core else "linear") not in self.places:
+        if not moment.recording or product.place not in self.places:
             return None
         drafts = self.measurer.drafts
         if again:

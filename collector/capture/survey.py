@@ -4,7 +4,7 @@ nothing is left out silently.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from binade.collector.capture.adapters import engine, hugging_face, megatron, own, torch_modules
+from binade.collector.capture.adapters import declared, engine, hugging_face, megatron, own, torch_modules
 from binade.collector.capture.adapters.attention import WrittenMode
+from binade.collector.capture.adapters.declared import Equations
 from binade.collector.capture.adapters.first_pass import FirstPass
 from binade.collector.capture.adapters.layer import (
     InstrumentError,
@@ -55,22 +56,29 @@ class Found:
 
 
 def survey(
-    model: nn.Module, exclude: Sequence[str] = (), head: bool = False, cores: Sequence[str] = (), attention: bool = True
+    model: nn.Module,
+    exclude: Sequence[str] = (),
+    head: bool = False,
+    cores: Sequence[str] = (),
+    products: Mapping[str, Equations] = {},
+    attention: bool = True,
 ) -> Found:
     """The layers of a model, each with a site of its own where its path gives it one.
 
     exclude     paths of modules, * for any letters, that are neither quantized nor recorded
     head        whether the LM head is a layer too
     cores       paths of modules whose forward is an attention core in two products of its own
+    products    einsum equations of products, by paths of the modules that make them
     attention   whether the recipe quantizes attention: then what cannot be intercepted of it is refused
 
-    Raises InstrumentError for a pattern that no module has, and for a model that is instrumented already.
+    Raises InstrumentError for a pattern that no module has, for an equation that is not one of a product, and for a
+    model that is instrumented already.
     """
     ours = list(own.find(model))
     if ours and head:
         raise InstrumentError("the LM head of collector's own models stays in bf16: leave head=True out")
     modules = dict(model.named_modules())
-    for option, patterns in (("exclude", exclude), ("cores", cores)):
+    for option, patterns in (("exclude", exclude), ("cores", cores), ("products", products)):
         for pattern in patterns:
             if not any(fnmatchcase(name, pattern) for name in modules):
                 raise InstrumentError(
@@ -80,12 +88,13 @@ def survey(
     left = {module: EXCLUDED for name, module in modules.items() if any(fnmatchcase(name, each) for each in exclude)}
     named = [name for name in modules if any(fnmatchcase(name, each) for each in cores)]
     written = (torch_modules.core_layer(name, modules[name], WrittenMode) for name in named)
+    equations = declared.find(modules, products)
     layers: dict[tuple[nn.Module, str], Layer] = {}
     refused: dict[str, str] = {}
     unseen: dict[nn.Module, str] = {}
     heads: dict[nn.Module, Layer] = {}
     adapters = (megatron, engine, hugging_face, torch_modules)
-    for each in chain(ours, written, *(adapter.find(model) for adapter in adapters)):
+    for each in chain(ours, written, equations, *(adapter.find(model) for adapter in adapters)):
         if isinstance(each, Refused):
             module = modules[each.name]
             if each.is_core and (not attention or each.name in named):

@@ -3,6 +3,7 @@
     layer.py          what an adapter returns for each layer: its site, its shards, how to attach and detach
     products.py       one product: as the model computes it with a tap, or quantized
     attention.py      functions of torch replaced while an attention core runs
+    declared.py       products that the user declares by einsum equations
     own.py            collector's ParallelLinear and CoreAttention
     megatron.py       megatron.core's ColumnParallelLinear, RowParallelLinear, routers and DotProductAttention
     engine.py         Transformer Engine's modules, which are watched only

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from binade.collector.capture.adapters.layer import InstrumentError, Layer, refusal
 from binade.collector.capture.adapters.products import Interception, tensors_in
 from binade.collector.capture.adapters.weights import GROUPED, Source, Weights
+from binade.data.tensor_kinds import Product
 
 PRODUCTS = frozenset(
     (
@@ -62,7 +63,7 @@ class FirstPass(Interception):
         self.excluded = {inner for module in excluded for inner in module.modules()}
         left = [m for m in self.names if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) or m in self.excluded]
         self.weights = CurrentWeights(model, left)
-        self.cores = {layer.module for layer in layers if layer.is_core}
+        self.known = {layer.module for layer in layers if layer.products != (Product.LINEAR,)}
         self.kernels = {layer.module for layer in layers if layer.kernels}
         self.attention = attention
 
@@ -89,13 +90,16 @@ class FirstPass(Interception):
         if weight is None and not attends:
             return
         module = _caller(self.names)
-        # A core checks by itself whether its module called the product; other packages' kernels are only watched.
-        if module in self.excluded or module in self.kernels or (weight is None and module in self.cores):
+        # A core checks by itself whether its module called the product, and so do declared products; other packages'
+        # kernels are only watched.
+        if module in self.excluded or module in self.kernels or (weight is None and module in self.known):
             return
         name = self.names[module] if module else (weight or "").rpartition(".")[0]
         what = f"with {weight}" if weight else f"of activations {[list(x.shape) for x in operands[:2]]}"
         not_there = "that is not intercepted: neither quantized nor recorded"
-        named = "" if weight else f"; if it attends, name it: cores=[{name!r}]"
+        named = (
+            "" if weight else f"; if it attends, name it: cores=[{name!r}], else declare it: products={{{name!r}: ...}}"
+        )
         self.missed.setdefault(name, f"computes a product {what} by {func.__name__} {not_there}{named}")
 
 

@@ -19,6 +19,7 @@ from torch import nn
 
 from binade.collector.models.site import Site
 from binade.data.segment import Shard
+from binade.data.tensor_kinds import Product
 
 Detach = Callable[[], None]
 Attach = Callable[[Any], Detach]  # given what begins a call: for a core a CoreBegin, else a Begin
@@ -40,7 +41,8 @@ class Layer:
     kernels  why it can only be recorded, if it cannot be quantized
     exchanges  whether the adapter communicates instead of the module: all ranks then stay attached, whichever of them
                record
-    part     which of the module's layers, where it has several: the weight and the expert
+    part     which of the module's layers, where it has several: the weight and the expert, or the declared product
+    is_declared  whether it is a declared product
     """
 
     name: str
@@ -53,10 +55,17 @@ class Layer:
     exchanges: bool = False
     kernels: str = ""
     part: str = ""
+    is_declared: bool = False
+
+    @property
+    def products(self) -> tuple[Product, ...]:
+        if self.is_declared:
+            return (Product.EINSUM,)
+        return (Product.QK, Product.PV) if f".{self.site.module}".endswith(".core") else (Product.LINEAR,)
 
     @property
     def is_core(self) -> bool:
-        return self.site.module == "core" or self.site.module.endswith(".core")
+        return Product.QK in self.products
 
 
 @dataclass(frozen=True)

@@ -143,17 +143,15 @@ def listen_to_result(y: Tensor, tap: Tap) -> None:
     if not y.requires_grad:
         return
     base = y._base
-    if base is None or base.grad_fn is None or base.numel() != y.numel() or not (
-        base.is_contiguous() and y.is_contiguous()
-    ):  # fmt: skip
+    if base is None or base.grad_fn is None or base.numel() != y.numel() or not base.is_contiguous():
         y.register_hook(_observer(tap, "grad"))  # type: ignore[no-untyped-call]
         return
     # A product of three axes is a view of one of two. Modified in place (F.relu(y, inplace=True)) it would lose its own
     # place in the graph, and a hook with it; what it is a view of keeps its.
-    shape, number = y.shape, base.output_nr
+    shape, stride, number = y.shape, y.stride(), base.output_nr
 
     def observe(gradients: tuple[Tensor, ...]) -> None:
-        tap(Observed("grad", gradients[number].detach().reshape(shape)))
+        tap(Observed("grad", gradients[number].detach().contiguous().as_strided(shape, stride)))
 
     base.grad_fn.register_prehook(observe)
 
