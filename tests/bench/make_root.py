@@ -40,12 +40,8 @@ SEGMENT = 3400  # tensors
 EVERY = 100  # iterations between recorded ones
 RECIPES = ("bf16", "hifp8", "mxfp8", "mxfp4", "nvfp4")
 SCORED = ("hifp8", "mxfp8", "mxfp4", "nvfp4")
-PLACES = [
-    (kind, module)
-    for kind in TENSOR_KINDS
-    if kind.gemm
-    for module in (("qkv", "proj", "fc1", "fc2") if kind.layer_type == "linear" else ("core",))
-]
+MODULES = {"linear": ("qkv", "proj", "fc1", "fc2"), "attention": ("core",), "product": ("mixer",)}
+PLACES = [(kind, module) for kind in TENSOR_KINDS if kind.gemm for module in MODULES[kind.layer_type]]
 SCALED = frozenset(MOMENTS) - {"skewness", "kurtosis"}  # by the tensor's power of two
 
 

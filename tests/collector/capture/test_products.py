@@ -12,11 +12,15 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from binade import collector
+from binade.app.questions.map.compute import cells, computed
 from binade.collector import coverage, instrument
+from binade.collector.advice.advice import Request, advise
+from binade.collector.advice.costs import costs
 from binade.collector.capture.adapters.layer import InstrumentError
 from binade.collector.recipes.files import draft_of, to_toml
 from binade.collector.recipes.parse import parse_recipe
 from binade.data.catalog import Catalog
+from binade.data.filter import Filter
 from binade.quant import fake_quantize
 from binade.quant.metrics import score
 from tests.collector.instrumented import LINEAR, Recorder, names, rows, same, state, train, value
@@ -315,6 +319,23 @@ def test_a_twin_step_and_a_watched_step(tmp_path):
         *(("left", "forward"), ("right", "forward"), ("grad_product", "dgrad")),
         *(("right", "dgrad"), ("grad_product", "wgrad"), ("left", "wgrad")),
     }
+
+
+def test_the_map_and_the_advice_know_products(tmp_path):
+    """What the Map computes from the values is what was recorded, along the axis of each GEMM."""
+    with collector.Recorder(tmp_path, scores=("mxfp4", "mxfp8"), measures=("loss",)) as recorder:
+        with instrument(model := Decoder(), "bf16", recorder, products=GATED, backend="torch"):
+            logits = model(torch.randn(2, LENGTH, HEADS * DIM, generator=torch.Generator().manual_seed(2)))
+            recorder.sensitivity(logits)
+            logits.square().mean().backward()
+    with Catalog.open(tmp_path) as catalog:
+        where, by = Filter(module=("mixer", "mixer.1")), ["gemm", "product", "tensor", "layer_index"]
+        recorded = cells(catalog, where, "mxfp4", "sqnr_db", "layer_index").set_index(by)["value"]
+        from_values = computed(catalog, where, "mxfp4", "sqnr_db", "layer_index")[0].set_index(by)["value"]
+        recipe = advise(costs(catalog, parts=("product",)), Request(6)).recipe("mine")
+    assert len(recorded) == 3 * 2 * 2 * 2  # GEMMs, operands, products, layers
+    assert from_values.to_dict() == pytest.approx(recorded.to_dict())
+    assert recipe.product.formats.quantized and recipe.describe().startswith("linear bf16, qk bf16, pv bf16, product ")
 
 
 MAMBA2 = (
