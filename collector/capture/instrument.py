@@ -114,13 +114,7 @@ def instrument(
     sites = [layer.site for layer in layers]
     recordable = [*sites, *(layer.site for each in named for _, layer in each)]
     recorded = _chosen(capture, recordable) if capture else frozenset(recordable)
-    try:
-        recipe.check_modules(layer.site for layer in layers if Product.LINEAR in layer.products)
-    except RecipeError as error:
-        raise InstrumentError(str(error)) from None
-    for switch in schedule:
-        if switch.when is not None and switch.when not in (recorder.triggers if recorder else ()):
-            raise InstrumentError(f"schedule waits for the trigger {switch.when!r}, which the Recorder does not have")
+    _check(recipe, layers, schedule, recorder.triggers if recorder else ())
     counter = recorder or Recorder(enabled=False)  # which counts passes, but has no run
     delayed = any(part.formats.delayed for part in recipe.every_part())
     scales = DelayedScales(scales_of if delayed else None, counter.ranks.rank)
@@ -152,12 +146,11 @@ def instrument(
         )
         for each, found, besides in zip(models, surveys, named, strict=True)
     ]
-    if recorder:
-        recorder.describe(**_facts(models, recipe, recorder, skip, backend))
     pending = Pending(
         {switch: [hook for hook in hooks if hook.layer.site in switch.sites(sites)] for switch in schedule}
     )
     if recorder:
+        recorder.describe(**_facts(models, recipe, recorder, skip, backend))
         recorder.compile(_linear_formats(stages), next(models[0].parameters(), torch.empty(0)).device)
     with ExitStack() as undo:
         if recipe.deoscillation:
@@ -167,6 +160,16 @@ def instrument(
         if recorder:
             undo.enter_context(_serving(recorder, instrumented, hooks, scales, seed))
         yield
+
+
+def _check(recipe: Recipe, layers: Sequence[Layer], schedule: Sequence[Switch], triggers: Sequence[str]) -> None:
+    """Raises InstrumentError for modules that the model lacks, and for a schedule that waits for an unknown trigger."""
+    try:
+        recipe.check_modules(layer.site for layer in layers if Product.LINEAR in layer.products)
+    except RecipeError as error:
+        raise InstrumentError(str(error)) from None
+    if unknown := [switch.when for switch in schedule if switch.when is not None and switch.when not in triggers]:
+        raise InstrumentError(f"schedule waits for the trigger {unknown[0]!r}, which the Recorder does not have")
 
 
 @contextmanager
