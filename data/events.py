@@ -23,6 +23,7 @@ class EventKind(StrEnum):
     """What happened."""
 
     TRIGGER = "trigger"  # a trigger's condition held
+    WARNING = "warning"  # a condition held that only warns
     CAPTURE = "capture"  # steps are recorded in full because of it
     NON_FINITE = "non-finite"  # an operation produced the first NaN or Inf
     SCHEDULE = "schedule"  # what is quantized has changed

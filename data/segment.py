@@ -141,7 +141,8 @@ class TensorRow:
     a quantized operand. path is relative to the run's directory; for an imported tensor, which has an origin, it is
     absolute. sha256 is that of the file that the run wrote there. captured and shard are None if the log does not
     contain them. recomputed: the layer's forward pass ran a second time during the backward pass (activation
-    recomputation); None if not known.
+    recomputation); None if not known. last_bin: of a norm's gain, by MX format the share of its values that round to
+    the largest code of their block; not written.
     """
 
     tensor_id: str
@@ -164,6 +165,7 @@ class TensorRow:
     origin: Origin | None = None
     trace: Trace | None = None
     sha256: str | None = None
+    last_bin: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

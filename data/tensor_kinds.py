@@ -175,8 +175,13 @@ TENSOR_KINDS: list[TensorKind] = [
 ]
 
 
+PRODUCT_KINDS = {(kind.layer_type, kind.name): kind for kind in TENSOR_KINDS if isinstance(kind.product, Product)}
+
+
 # The name of an operand in a later GEMM, and its name in the forward product.
 LATER = {"dgrad_b": "b", "wgrad_grad": "grad", "wgrad_a": "a"}
+# What a product multiplies to get a result.
+OPERANDS = {"y": ("a", "b"), "scores": ("a", "b"), "grad_a": ("grad", "b"), "grad_b": ("grad", "a")}
 
 
 # Attention maps, whose last axis is not a channel.

@@ -33,7 +33,7 @@ FILES = [
     ("`status.json`", "JSON", "state, process, iteration, counts of tensors and bytes, last loss, heartbeat"),
     ("`notes.json`", "JSON", "name, color and note that users gave the run"),
     ("`loss.jsonl`", "JSON lines", "iteration, loss in nats per token, seconds, SHA-256 of the data so far, CRC-32"),
-    ("`events.jsonl`", "JSON lines", "what happened while the run was watched: triggers, captures, the first NaN"),
+    ("`events.jsonl`", "JSON lines", "what happened in the run: triggers, warnings, captures, the first NaN"),
     ("`twin.jsonl`", "JSON lines", "twin steps: Δloss; bias, variance and cosine of each parameter's gradient; CRC-32"),
     ("`tensors/**/*.pt`", "torch", "`{tensor, tensor_info, metadata}`; loads with `weights_only=True` and `mmap=True`"),
     ("`segments/**/*.parquet`", "Parquet", "rows of the tables tensor, sketch, score, block and trace"),

@@ -104,6 +104,11 @@ class Blocks:
         """[groups] float64: the share of values that are clipped."""
         return self.clipped.sum(-1).double() / self.valid.sum(-1)
 
+    @property
+    def last_bin(self) -> float:
+        """The share of all values that round to the largest finite code, clipped or not."""
+        return float(((self.values.abs() >= self.spec.format.max) & self.valid).sum() / self.valid.sum())
+
     @cached_property
     def scale_exponents(self) -> Tensor:
         """[groups] float64: floor(log2 scale); NaN for an all-zero block and for one that holds NaN or Inf."""

@@ -15,6 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,10 +30,11 @@ from binade.data.segment import Identity, Shard, Trace
 from binade.data.tensor_kinds import LATER, MAPS, Gemm, Measure, Operation, Phase
 from binade.data.text import plain_name
 from binade.quant.backends.counts import counted
+from binade.quant.blocks import look
 from binade.quant.gemm import Observed, Rounding, linear
-from binade.quant.later import Later
+from binade.quant.later import Later, Part
 from binade.quant.quantizer import DTYPES
-from binade.quant.specs import GemmFormats
+from binade.quant.specs import GemmFormats, Spec
 from binade.quant.summary import Summary, summarize_later
 from binade.quant.traces import hot_channels_later, sample_later
 
@@ -134,6 +136,7 @@ class Measurer:
         codes = counted(x) if whole and x.device.type == "cpu" else None
         summary = summarize_later(x, codes=codes, sketch=whole)
         tried = try_formats(seen, scores if whole else (), gemm, whole and Measure.BLOCKS in self.measures, codes)
+        last_bin = _last_bin_later(x, scores) if x.dim() == 1 and identity().tensor_name == "norm_gain" else None
         captured = datetime.now(UTC)
         if shard.count > 1 and self.ranks.tensor.size == 1:  # a DTensor's mesh knows ranks that Ranks does not
             self.replica, self.part = shard.replica, (shard.index, shard.count)
@@ -163,6 +166,7 @@ class Measurer:
                 result_sqnr=result_sqnr,
                 shard=lambda: shard if shard.replica == self.replica else replace(shard, replica=self.replica),
                 trace=trace,
+                last_bin=last_bin,
                 merged=merged,
             )
         )
@@ -249,6 +253,16 @@ def _trace_later(seen: Observed, shown: Tensor, name: str | None) -> Later[Trace
     if name == "weight" and seen.spec and seen.coded is not None and seen.quantized is not None:
         sample = sample_later(seen.coded, seen.quantized, seen.spec, seen.scales, seen.dim, seen.absmax)
     return Later(lambda found, drawn=None: Trace(found[0], found[1], drawn), hot, *((sample,) if sample else ()))
+
+
+def _last_bin_later(x: Tensor, scores: Sequence[str]) -> Later[dict[str, float]]:
+    """`Blocks.last_bin` of a vector in each MX format among these, on the writer's thread."""
+    specs = [spec for spec in map(Spec.of, scores) if spec.format.name.startswith("mx")]
+
+    def shares(values: np.ndarray) -> dict[str, float]:
+        return {str(spec): look(torch.from_numpy(values), spec).last_bin for spec in specs}
+
+    return Later(shares, Part(x.detach().to(torch.float32, copy=True)))
 
 
 def dtype_name(dtype: torch.dtype) -> str:

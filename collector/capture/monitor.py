@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from binade.collector.capture.options import Alert
-from binade.collector.capture.triggers import LOSS, NAN, Triggers
+from binade.collector.capture.triggers import LAST_BIN, LOSS, NAN, ZERO_RESULT, Triggers
 from binade.collector.capture.watching import WatchOptions
 from binade.collector.models.site import Site
 from binade.data.events import Event, EventKind, append_event
 from binade.data.runs import RunWriter, now
 from binade.data.segment import ERROR_COLUMNS, MOMENTS, TensorRow
-from binade.data.tensor_kinds import Operation
+from binade.data.tensor_kinds import OPERANDS, PRODUCT_KINDS, Operation, Other, Product
 from binade.data.text import describe
 
 LOG = logging.getLogger("binade")
@@ -38,6 +38,7 @@ class Monitor:
         self.fired: tuple[str, ...] = ()
         self._options, self._writer, self._alerts = options, writer, list(alerts)
         self._triggers = Triggers(options.triggers, options.cooldown)
+        self._warnings = Triggers(options.warnings, cooldown=None)
         # One step more than requested: the step whose loss fires a trigger may already be in the ring.
         self._ring: deque[tuple[int, list[TensorRow]]] = deque(maxlen=options.ring + 1)
         self._trigger = self._reason = ""  # of the last one that fired
@@ -52,7 +53,7 @@ class Monitor:
         loss left to write."""
         kept = {id(row) for row in ring}
         written = [row for row in rows if id(row) not in kept]
-        if self._options.trigger:
+        if self._options.trigger or self._options.warn:
             self._judge(rows)
         if self._fired is not None:  # by these rows, or by the loss since the last ones
             first = self._fired - self._options.ring
@@ -67,24 +68,25 @@ class Monitor:
         return written
 
     def _judge(self, rows: list[TensorRow]) -> None:
+        rows = [row for row in rows if not row.identity.micro_batch and row.identity.operation != Operation.EVALUATION]
         measured: dict[str, dict[str, float]] = {}
-        iteration = 0
+        zero = _zero_results(rows)
         for row in rows:
-            where = row.identity
-            if where.micro_batch or where.operation == Operation.EVALUATION:
-                continue
-            iteration = where.iteration or 0
-            name = f"{Site(where.layer_index or 0, where.module or '', where.expert).name} {where.tensor_name}"
+            name = f"{_site(row).name} {row.identity.tensor_name}"
             values = {each: float(getattr(row.summary, each)) for each in MOMENTS}
             values |= {each: float(getattr(row.error, each)) for each in ERROR_COLUMNS} if row.error else {}
-            measured[name] = values | {NAN: row.summary.nans + row.summary.infs}
-        self._fire(iteration, measured)
+            measured[name] = values | {NAN: row.summary.nans + row.summary.infs, ZERO_RESULT: row.tensor_id in zero}
+            measured |= {f"{name} in {fmt}": {LAST_BIN: share} for fmt, share in row.last_bin.items()}
+        if rows:
+            self._fire(rows[-1].identity.iteration or 0, measured)
 
     def see_loss(self, iteration: int, loss: float) -> None:
         """Evaluate the triggers on the loss of an iteration."""
         self._fire(iteration, {LOSS: {LOSS: loss, NAN: not math.isfinite(loss)}})
 
     def _fire(self, iteration: int, measured: dict[str, dict[str, float]]) -> None:
+        for fired in self._warnings.see(iteration, measured):
+            self.announce(EventKind.WARNING, iteration, fired.reason, fired.trigger.text, fired.place)
         found = self._triggers.see(iteration, measured)
         full = self._captured_bytes >= self._options.capture_bytes
         for fired in found:
@@ -143,3 +145,22 @@ class Monitor:
             except Exception as error:
                 self._alerts.remove(alert)
                 warnings.warn(f"an alert failed and is not called again: {describe(error)}", stacklevel=2)
+
+
+def _site(row: TensorRow) -> Site:
+    return Site(row.identity.layer_index or 0, row.identity.module or "", row.identity.expert)
+
+
+def _zero_results(rows: Sequence[TensorRow]) -> set[str]:
+    """The ids of the results of GEMMs that are all zero although their operands, in each recorded call, are not."""
+    calls: dict[tuple[Site, Product | Other, str], list[TensorRow]] = {}
+    for row in rows:
+        if kind := PRODUCT_KINDS.get((row.identity.layer_type, row.identity.tensor_name or "")):
+            calls.setdefault((_site(row), kind.product, kind.observed), []).append(row)
+    zero = {key for key, of_tensor in calls.items() if any(row.summary.zeros == row.summary.numel for row in of_tensor)}
+    found: set[str] = set()
+    for site, product, observed in zero:
+        operands = {(site, product, name) for name in OPERANDS.get(observed, ())}
+        if operands and operands <= calls.keys() - zero:
+            found |= {row.tensor_id for row in calls[site, product, observed]}
+    return found

@@ -25,6 +25,7 @@ class Watch(WatchOptions):
     watch           which steps to watch, such as "every 100 steps"
     stats           what to record of a watched step: "basic" or "full"
     trigger         conditions under which the next steps are recorded in full, such as "sqnr_db < 12 for 3"
+    warn            conditions under which an event is written and a warning logged, once for each tensor; () for none
     capture_steps   the number of steps to record in full after a trigger fires
     ring            how many of the steps before a trigger fires are recorded, too
     ring_bytes      the memory limit for these steps
@@ -40,7 +41,8 @@ class Watch(WatchOptions):
     sink: Sink | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "trigger", words("trigger", self.trigger))
+        for name in ("trigger", "warn"):
+            object.__setattr__(self, name, words(name, getattr(self, name)))
         self.check()
 
     @property

@@ -32,6 +32,7 @@ class Draft:
     path     of its values, relative to the run
     format   that it was rounded to
     tried    its scores
+    last_bin as in TensorRow
     shard    with the number of this rank's replica, which the first DTensor of a step may correct
     merged   whether it becomes part of a row of all ranks
     """
@@ -52,12 +53,13 @@ class Draft:
     result_sqnr: Later[float] | None
     shard: Callable[[], Shard]
     trace: Later[Trace] | None
+    last_bin: Later[dict[str, float]] | None
     merged: bool
 
     @property
     def results(self) -> list[Later[Any]]:
         """What the row needs of the device."""
-        own = [each for each in (self.summary, self.result_sqnr, self.trace) if each]
+        own = [each for each in (self.summary, self.result_sqnr, self.trace, self.last_bin) if each]
         return own + [result for tried in self.tried for result in tried.results]
 
     def row(self, run_id: str, recomputed: bool) -> TensorRow:
@@ -82,6 +84,7 @@ class Draft:
             shard=self.shard(),
             recomputed=recomputed,
             trace=self.trace() if self.trace else None,
+            last_bin=self.last_bin() if self.last_bin else {},
         )
 
 

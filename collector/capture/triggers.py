@@ -5,6 +5,8 @@
     absmax > 8 × median(20)     against the same tensor's own last 20 values; x and * are × too
     loss > mean + 4 sd          against its last 20 values
     nan                         a NaN or Inf in a tensor or the loss
+    zero_result > 0             a GEMM of two operands that are not all zero returned zeros alone
+    last_bin > 50%              of a norm's gain, the share that an MX format rounds to the largest code of its block
 
 A history has only values before the current one, and nothing fires until the history is full.
 """
@@ -21,8 +23,13 @@ from dataclasses import dataclass, field
 from binade.collector.errors import ConfigError
 from binade.data.segment import ERROR_COLUMNS, MOMENTS
 
-NAN, LOSS = "nan", "loss"
-QUANTITIES = (LOSS, *ERROR_COLUMNS, *MOMENTS)
+NAN, LOSS, ZERO_RESULT, LAST_BIN = "nan", "loss", "zero_result", "last_bin"
+QUANTITIES = (LOSS, *ERROR_COLUMNS, *MOMENTS, ZERO_RESULT, LAST_BIN)
+WARNINGS = (f"{ZERO_RESULT} > 0", f"{LAST_BIN} > 50%")  # the conditions that are watched for by default
+MEANINGS = {
+    ZERO_RESULT: "all values are zero, those of the operands are not",
+    LAST_BIN: "the share that rounds to the largest code of its block",
+}
 HISTORY = 20  # values
 NUMBER = r"[-+]?\d+(?:\.\d*)?(?:[eE][-+]?\d{1,3})?"
 HISTORIC: dict[str, Callable[[Iterable[float]], float]] = {
@@ -115,12 +122,13 @@ class _Past:
 
 @dataclass
 class Triggers:
-    """The triggers of a run, with their state."""
+    """The triggers of a run, with their state. cooldown: None if each fires once at each place."""
 
     conditions: tuple[Trigger, ...]
-    cooldown: int = 0
+    cooldown: int | None = 0
     _past: dict[tuple[Trigger, str], _Past] = field(default_factory=dict)
     _fired: dict[Trigger, int] = field(default_factory=dict)
+    _places: set[tuple[Trigger, str]] = field(default_factory=set)  # where each fired, without a cooldown
 
     def see(self, iteration: int, measured: Mapping[str, Mapping[str, float]]) -> list[Fired]:
         """The triggers that fire, given the quantities of each place of a step; each fires once, at the first place."""
@@ -129,11 +137,15 @@ class Triggers:
             fired = [
                 (place, reason)
                 for place, values in measured.items()
-                if trigger.quantity in values and (reason := self._holds(trigger, place, values[trigger.quantity]))
+                if trigger.quantity in values
+                and (trigger, place) not in self._places
+                and (reason := self._holds(trigger, place, values[trigger.quantity]))
             ]
             last = self._fired.get(trigger)
-            if fired and (last is None or iteration > last + self.cooldown):
+            if fired and (self.cooldown is None or last is None or iteration > last + self.cooldown):
                 self._fired[trigger] = iteration
+                if self.cooldown is None:
+                    self._places.update((trigger, place) for place, _ in fired)
                 more = f", and {len(fired) - 1} more" * (len(fired) > 1)
                 where = "" if fired[0][0] == LOSS else f"{fired[0][0]}: "
                 found.append(Fired(trigger, fired[0][0], f"{where}{fired[0][1]}{more}"))
@@ -159,4 +171,5 @@ class Triggers:
             return ""
         past.held = 0
         steps = f" in {trigger.times} measured steps in a row" * (trigger.times > 1)
-        return f"{trigger.quantity} is {value:.4g}, {'above' if trigger.above else 'below'} {limit:.4g}{steps}"
+        meaning = f" ({MEANINGS[trigger.quantity]})" if trigger.quantity in MEANINGS else ""
+        return f"{trigger.quantity} is {value:.4g}, {'above' if trigger.above else 'below'} {limit:.4g}{meaning}{steps}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from binade.collector.capture.triggers import Trigger
+from binade.collector.capture.triggers import WARNINGS, Trigger
 from binade.collector.settings import Group, Stats, check_options, option
 
 EVERY = re.compile(r"every (?:step|([1-9]\d{0,8}) steps)")
@@ -32,6 +32,8 @@ class WatchOptions:
         help="What a watched step records: basic (moments, counts and the error of the active format) or full (all)")
     trigger: tuple[str, ...] = option((), group=WATCH, metavar="TRIGGER,...", default_help="none",
         help="Record steps in full when a condition holds on a measured step")
+    warn: tuple[str, ...] = option(WARNINGS, group=WATCH, metavar="TRIGGER,...",
+        help="Warn when a condition holds on a measured step, once for each tensor, and record no more; '' for none")
     capture_steps: int = option(2, group=WATCH, metavar="K", minimum=0,
         help="Steps recorded in full after a trigger fires")
     ring: int = option(0, group=WATCH, metavar="N", minimum=0, maximum=10_000,
@@ -58,6 +60,11 @@ class WatchOptions:
         return tuple(map(Trigger.parse, self.trigger))
 
     @property
+    def warnings(self) -> tuple[Trigger, ...]:
+        """Raises ConfigError, as `triggers`."""
+        return tuple(map(Trigger.parse, self.warn))
+
+    @property
     def follows(self) -> bool:
         """Whether steps are measured in addition to those that are recorded."""
         return bool(self.every or self.ring)
@@ -72,6 +79,5 @@ class WatchOptions:
     def check(self) -> WatchOptions:
         """Raise ConfigError for a value that is not allowed."""
         check_options(self)
-        for text in self.trigger:
-            Trigger.parse(text)
+        _ = self.triggers, self.warnings
         return self

@@ -18,7 +18,7 @@ from binade.data.catalog import Catalog
 from binade.data.events import EventKind, read_events
 from binade.data.filter import Filter
 
-MARKED = (EventKind.SCHEDULE, EventKind.TRIGGER, EventKind.NON_FINITE)
+MARKED = (EventKind.SCHEDULE, EventKind.TRIGGER, EventKind.WARNING, EventKind.NON_FINITE)
 MOST = 50  # rules of a chart
 C = TypeVar("C", bound=Chart)
 

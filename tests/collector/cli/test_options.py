@@ -38,6 +38,7 @@ OTHER = {
     "softmax": "flash",
     "watch": "every 3 steps",
     "trigger": ("saturated > 1%", "nan"),
+    "warn": ("saturated > 1%",),
 }
 TOGETHER = {
     "router_quant": {"model": "deepseek2_lite"},
