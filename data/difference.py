@@ -18,6 +18,7 @@ import numpy as np
 import pyarrow as pa
 
 from binade.data.cache import Done
+from binade.data.coverage import FormatDifference, differing, recorded_formats
 from binade.data.remote import fetched
 from binade.data.runs import IMPORT, RunError, RunInfo, read_steps
 from binade.data.segment import COUNTS, MOMENTS, read_tables
@@ -106,13 +107,15 @@ class Compared:
 @dataclass(frozen=True)
 class Difference:
     """The comparison of two runs: the tensors of both, in the order of execution in the first; descriptions of those
-    that only one has, or has in part; and one sentence for each difference of settings or data."""
+    that only one has, or has in part; one sentence for each difference of settings or data; and the operands that are
+    not rounded to the same format, or that one did not record, in the iterations that both recorded."""
 
     rows: tuple[Compared, ...] = ()
     only_a: tuple[str, ...] = ()
     only_b: tuple[str, ...] = ()
     incomplete: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    formats: tuple[FormatDifference, ...] = ()
 
     def first(self, tolerance: float | None) -> int | None:
         """The index of the first row that differs, see `Compared.differs`; None if none does."""
@@ -238,7 +241,18 @@ def difference(
         tuple(_place(key) for key in theirs if key not in ours) if only is None else (),
         tuple(incomplete),
         tuple(_notes(a, b)),
+        _formats(ours, theirs, only is not None),
     )
+
+
+def _formats(ours: Mapping[Key, _Whole], theirs: Mapping[Key, _Whole], of_ours: bool) -> tuple[FormatDifference, ...]:
+    """of_ours: of the operands of the first run alone."""
+    both = {key[0] for key in ours} & {key[0] for key in theirs}
+    a, b = (
+        recorded_formats(row for key, whole in run.items() if key[0] in both for row in whole.rows)
+        for run in (ours, theirs)
+    )
+    return differing(a, {operand: fmt for operand, fmt in b.items() if operand in a or not of_ours})
 
 
 def _tensors(run: RunInfo, reads: Callable[[str], None]) -> dict[Key, _Whole]:
@@ -252,7 +266,12 @@ def _tensors(run: RunInfo, reads: Callable[[str], None]) -> dict[Key, _Whole]:
     for segment in run.segments:
         try:
             directory, written = run.directory / "segments" / segment, run.manifest_of(segment)
-            rows += read_tables(directory, written, ["tensor"])["tensor"].to_pylist()
+            tables = read_tables(directory, written, ["tensor", "score"])
+            tensors: list[Row] = [row | {"rounded": {}} for row in tables["tensor"].to_pylist()]
+            for score in tables["score"].select(["row", "gemm", "format", "used"]).to_pylist():
+                rounded = tensors[score["row"]]["rounded"]
+                rounded[score["gemm"]] = score["format"] if score["used"] else rounded.get(score["gemm"])
+            rows += tensors
         except (OSError, ValueError, pa.ArrowException) as error:
             raise RunError(
                 f"{run.run_id} cannot be compared: segment {segment} is damaged: {describe(error)}"

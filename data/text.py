@@ -72,6 +72,17 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
+def spans(numbers: Iterable[int]) -> str:
+    """ "1, 3-5" for 1, 3, 4, 5."""
+    found: list[list[int]] = []
+    for number in numbers:
+        if found and number == found[-1][-1] + 1:
+            found[-1] = [found[-1][0], number]
+        else:
+            found.append([number])
+    return ", ".join("-".join(map(str, span)) for span in found)
+
+
 def markdown_text(text: str) -> str:
     """Escape a text for Markdown, on one line: no cell, link, tag, character reference or emphasis is made of it."""
     return "".join(f"\\{c}" if c in "\\|*_`[]<>#&" else c for c in " ".join(text.split()))

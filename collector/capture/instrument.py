@@ -39,7 +39,8 @@ from binade.collector.recipes.files import to_toml
 from binade.collector.recipes.parse import parse_recipe
 from binade.collector.recipes.recipe import BF16, Deoscillation, Part, Recipe, RecipeError
 from binade.collector.recipes.selection import Selection
-from binade.data.tensor_kinds import Other, Product
+from binade.data.coverage import FormatDifference, Formats, Operand, differing, gemm_operands
+from binade.data.tensor_kinds import TENSOR_KINDS, Other, Product
 from binade.data.text import markdown_table
 from binade.quant.later import Later
 from binade.quant.specs import GemmFormats, Spec
@@ -349,7 +350,16 @@ class Covered:
 
 
 class Coverage(tuple[Covered, ...]):
-    """Every module of a model that has weights or attends, in the model's order, as Covered; printed, a table."""
+    """Every module of a model that has weights or attends, in the model's order, as Covered; printed, a table.
+
+    formats   of the operands of all GEMMs that `instrument` would intercept
+    """
+
+    formats: Formats
+
+    def difference(self, other: Coverage) -> tuple[FormatDifference, ...]:
+        """The operands that the other recipe, or the other model, rounds to another format or does not have."""
+        return differing(self.formats, other.formats)
 
     def __str__(self) -> str:
         rows = [(row.paths, row.kind, str(row.count), row.recorded, row.format, row.reason) for row in self]
@@ -383,6 +393,7 @@ def coverage(
     for layer in found.layers:
         layers.setdefault(layer.module, []).append(layer)
     rows: Counter[tuple[str, ...]] = Counter()
+    formats: dict[Operand, str] = {}
     for name, module in model.named_modules():
         kind = numbers_left_out(name), type(module).__name__
         for layer in layers.get(module, ()):
@@ -392,6 +403,17 @@ def coverage(
             fmt = BF16 if reason else ", ".join(dict.fromkeys(part.quant_type for part in used))
             if layer.kernels and not reason and any(part != Part() for part in used):
                 recorded, fmt, reason = "", "", layer.kernels
+            else:
+                parts = dict(zip(products, [Part()] * len(products) if reason else used, strict=True))
+                formats |= {
+                    Operand(site.layer_index, site.module, site.expert, kind.name, gemm): parts[product].rounded_to(
+                        field
+                    )
+                    for product in products
+                    for kind in TENSOR_KINDS
+                    if kind.product is product
+                    for gemm, field in gemm_operands(kind).items()
+                }
             rows[*kind, recorded, fmt, reason] += 1
         reason = found.left.get(module) or found.refused.get(name, "") or found.unseen.get(module, "")
         if module not in layers and not reason:
@@ -402,10 +424,12 @@ def coverage(
             reason = next(known, "not a product" if max(weights) < 2 else "not intercepted")
         if reason and module not in layers:
             rows[*kind, "", "", reason] += 1
-    return Coverage(
+    found_rows = Coverage(
         Covered(paths, kind, count, recorded, fmt, reason)
         for (paths, kind, recorded, fmt, reason), count in rows.items()
     )
+    found_rows.formats = formats
+    return found_rows
 
 
 def _facts(

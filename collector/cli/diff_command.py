@@ -25,7 +25,8 @@ def _diff(run_a: str, run_b: str, root: str | None, tolerance: float | None, bit
     RUN is the directory of a run, or its name in the root. The runs may come from two machines, versions or backends,
     or split the model across a different number of tensor-parallel ranks. Tensors are matched by iteration,
     micro-batch, layer, module, operation and name, joined across ranks, and compared in the order in which RUN_A
-    computed them: by their values if both runs have them, else by their statistics.
+    computed them: by their values if both runs have them, else by their statistics. Operands of GEMMs that the runs do
+    not round to the same format are listed as well.
 
     Exit status: 0 if no tensor differs, 1 if one does or there is none to compare.
     """
@@ -56,6 +57,7 @@ def _find(name: str, root: str | None) -> RunInfo:
 def _lines(found: Difference, limit: float | None, first: int | None) -> list[str]:
     rows = found.rows
     lines = [f"note: {note}" for note in found.notes]
+    lines += [f"format: {formats}" for formats in found.formats]
     for what, places in (
         ("only in RUN_A", found.only_a),
         ("only in RUN_B", found.only_b),

@@ -23,6 +23,7 @@ import re2
 
 from binade.collector.errors import ConfigError
 from binade.collector.models.site import Site
+from binade.data.text import spans
 
 LAST = -1
 QUIET = re2.Options()
@@ -131,7 +132,7 @@ def by_layer(sites: Sequence[Site], chosen: Collection[Site], word: str, others:
         else:
             text = f"{_modules(inside)} {word}, the rest {others}"
         layers.setdefault(text, []).append(index)
-    return [f"layer{'s' if len(found) > 1 else ''} {_spans(found)}: {text}" for text, found in layers.items()]
+    return [f"layer{'s' if len(found) > 1 else ''} {spans(found)}: {text}" for text, found in layers.items()]
 
 
 def _modules(sites: Iterable[Site]) -> str:
@@ -139,18 +140,7 @@ def _modules(sites: Iterable[Site]) -> str:
     experts: dict[str, list[int]] = {}
     for site in sites:
         experts.setdefault(site.module, []).extend([] if site.expert is None else [site.expert])
-    return ", ".join(f"{name} of experts {_spans(found)}" if found else name for name, found in experts.items())
-
-
-def _spans(numbers: Iterable[int]) -> str:
-    """1, 3-5 for 1, 3, 4, 5"""
-    spans: list[list[int]] = []
-    for number in numbers:
-        if spans and number == spans[-1][-1] + 1:
-            spans[-1] = [spans[-1][0], number]
-        else:
-            spans.append([number])
-    return ", ".join("-".join(map(str, span)) for span in spans)
+    return ", ".join(f"{name} of experts {spans(found)}" if found else name for name, found in experts.items())
 
 
 def _existing(sites: Sequence[Site]) -> str:

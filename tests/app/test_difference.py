@@ -19,6 +19,8 @@ def test_two_recipes_and_one_run_twice(catalog: Catalog):
     assert set(table["iteration"]) == {0} and table["order"].is_monotonic_increasing
     assert table.set_index("place")["difference"].iloc[0] == 0
     assert "recipe (bf16, mxfp4)" in found.problems[0]
+    formats = found.tables["formats"]
+    assert {*formats["a"]} == {"bf16"} and {*formats["b"]} == {"mxfp4"} and "qkv" in formats["place"].iloc[0]
     spec = found.charts[0].to_dict()
     assert len(next(iter(spec["datasets"].values()))) and found.figures[0].choose == "tensor_id"
     same = plots.difference(catalog, run_a=runs["bf16"], run_b=runs["bf16"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pandas as pd
@@ -38,6 +38,7 @@ COLUMNS = {
     "largest": Column("Largest difference", "%.3g", 140),
     "by": Column("By", width=65),
 }
+FORMAT_COLUMNS = {"place": Column("Operands", width=450), "a": Column("Run A"), "b": Column("Run B")}
 
 
 def _newest(first: int) -> Callable[[Catalog], One]:
@@ -101,6 +102,9 @@ def draw(selection: Selection, values: dict[str, Any], done: Done = lambda count
     around = table.iloc[start : start + 200]
     title = "In the order of execution" + (f", from tensor {start + 1:,} on" if start else "")
     items: list[Item] = [figure, Table("differences", around, COLUMNS, title, height=420, choose="tensor_id")]
+    if found.formats:
+        formats = pd.DataFrame([asdict(each) for each in found.formats])
+        items.insert(0, Table("formats", formats, FORMAT_COLUMNS, "Operands in different formats, or of one run alone"))
     if len(around) < len(table):
         items.append(Text(f"The table shows {len(around):,} of {len(table):,} tensors; the CSV of the chart has more."))
     return Drawn(tuple(items), _verdict(found, table, limit, first), tuple(problems))

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from binade.collector import Recorder, instrument
+from binade.collector import Recorder, Watch, coverage, instrument
 from binade.data.difference import TOLERANCE, difference
 from binade.data.json_files import MARK, sealed
 from binade.data.runs import DONE, RunInfo, RunWriter, list_runs, read_run, write_run_file
@@ -68,12 +68,12 @@ Record = Callable[..., RunInfo]
 def record(tmp_path: Path) -> Record:
     """A step of a small model under a recipe, with a change to the model before it: the run."""
 
-    def call(change: Callable[[torch.nn.Module], object] = bool, **options: object) -> RunInfo:
+    def call(change: Callable[[torch.nn.Module], object] = bool, skip: str | None = None, **options: object) -> RunInfo:
         model = build()
         change(model)
         with (
-            Recorder(tmp_path, scores=(), **options) as recorder,
-            instrument(model, "mxfp8", recorder, backend="torch"),
+            Recorder(tmp_path, **{"scores": ()} | options) as recorder,
+            instrument(model, "mxfp8", recorder, backend="torch", skip=skip),
         ):
             loss(model).backward()
         return read_run(recorder.writer.directory)
@@ -114,6 +114,21 @@ def test_a_planted_difference_is_found_there_and_nowhere_before(record: Record, 
     table = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
     assert len(table) == sound.status.tensors
     assert next(row["place"] for row in table if float(row["difference"])) == first.place
+
+
+@pytest.mark.parametrize("scores", [(), ("mxfp4",)])
+def test_a_layer_that_only_one_run_quantizes(record: Record, scores: tuple[str, ...], command, capsys):
+    """As the recipes say; and a watched step, which has no scores of later GEMMs, leaves their formats unknown."""
+    every, part = record(scores=scores), record(skip="first", scores=scores)
+    model = build()
+    expected = coverage(model, "mxfp8").difference(coverage(model, "mxfp8", skip="first"))
+    found = difference(every, part).formats
+    assert set(found) == set(expected) and all(each.place.startswith("layer 1 ") for each in found)
+    assert not difference(every, every).formats
+    command("diff", str(every.directory), str(part.directory))
+    assert capsys.readouterr().out.count("\nformat: layer 1 ") == len(found) == 6
+    watched = record(watch=Watch("every step"), scores=scores)
+    assert not difference(every, watched).formats
 
 
 def test_what_is_not_in_both(record: Record, command, capsys):
