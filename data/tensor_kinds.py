@@ -52,6 +52,10 @@ class Measure(StrEnum):
     LOSS = "loss"  # the effect of each forward operand's error on the loss, predicted from its gradient
     BLOCKS = "blocks"  # scales, errors and crest factors by block
     TRACE = "trace"  # hot channels, and a few weights before and after rounding, to follow them over iterations
+    ACCUMULATED = "accumulated"  # whether the optimizer sees the sum of the weight gradients of all micro-batches
+
+
+DEFAULT_MEASURES = tuple(each for each in Measure if each is not Measure.ACCUMULATED)
 
 
 class Operation(StrEnum):

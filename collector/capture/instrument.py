@@ -322,6 +322,8 @@ def _serving(
                 list(surveys), passes, hooks, seed, lambda model: parameter_sites(model, surveys[model])
             )
         undo.callback(setattr, recorder, "twins", None)
+        if recorder.observing.sums:
+            undo.enter_context(recorder.observing.sums.compared(recorder))
         recorder.savers.append(scales.save)
         undo.callback(recorder.savers.remove, scales.save)
         undo.callback(recorder.save_state)

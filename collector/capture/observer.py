@@ -24,6 +24,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from binade.collector.capture.accumulation import Sums
 from binade.collector.capture.adapters.layer import InstrumentError, Layer
 from binade.collector.capture.clock import IN_FLIGHT, Moment, running_backward, seed_of
 from binade.collector.capture.measure import Measurer, dtype_name
@@ -56,6 +57,7 @@ class Observing:
     kinds    the tensors to record, by what a product shows
     places   of these tensors, see `TensorKind.place`
     scores   specs in which each operand is scored
+    sums     of weight gradients, if they are compared with those of the optimizer
     """
 
     kinds: Mapping[tuple[object, str], TensorKind]
@@ -63,6 +65,7 @@ class Observing:
     scores: tuple[str, ...]
     measurer: Measurer
     predictions: Predictions
+    sums: Sums | None = None
 
     @property
     def predicts(self) -> bool:
@@ -182,6 +185,8 @@ class Observer:
             if predicts:
                 self._wait_for_gradient(seen)
             return
+        if name == "grad_b" and observing.sums and self.product is Product.LINEAR and not self.moment.basic:
+            observing.sums.add(self.layer, self.moment, seen.tensor)
         kind = observing.kinds.get((self.product, LATER.get(name, name)))
         if not self.moment.basic and seen.exact and Measure.RESULT in observing.measurer.measures:
             self.result_sqnr = sqnr_later(seen.exact(), seen.tensor)

@@ -19,6 +19,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from binade.collector.capture.accumulation import Sums
 from binade.collector.capture.adapters.dtensor import is_dtensor
 from binade.collector.capture.adapters.layer import InstrumentError, Layer
 from binade.collector.capture.clock import PASSES_BEFORE_WARNING, Clock, Moment, running_backward, seed_of
@@ -37,6 +38,7 @@ from binade.data.events import EventKind
 from binade.data.runs import RunWriter, resolve_root
 from binade.data.segment import Shard
 from binade.data.tensor_kinds import (
+    DEFAULT_MEASURES,
     TENSOR_KINDS,
     Measure,
     Operation,
@@ -69,8 +71,8 @@ class Recorder:
             the recipe and the number of parameters, unless they are given.
         tensors: Names of data.tensor_kinds to record. The default is all tensors of attention and linear layers.
         scores: Formats or specs in which every operand is scored; () for none. The default is that of `binade run`.
-        measures: What else to measure of each GEMM, see data.tensor_kinds.Measure. The default is all on a CPU, and
-            blocks where there is an accelerator: the others take GEMMs and many kernels of their own.
+        measures: What else to measure of each GEMM, see data.tensor_kinds.Measure. The default is DEFAULT_MEASURES on
+            a CPU, and blocks where there is an accelerator: the others take GEMMs and many kernels of their own.
         loss_scale: The factor by which the mean cross entropy of a micro-batch is multiplied before its backward pass,
             such as 1 / accumulated micro-batches, or a function that returns it and is called once per iteration. By
             default it is measured where `sensitivity` is called, and 1 elsewhere.
@@ -131,7 +133,7 @@ class Recorder:
             raise ConfigError(f"unknown tensor {name!r}: expected one of {', '.join(tensor_names())}")
         shown = (kind for kind in TENSOR_KINDS if not self.tensors or kind.name in self.tensors)
         if measures is None:
-            measures = (Measure.BLOCKS,) if torch.accelerator.is_available() else tuple(Measure)
+            measures = (Measure.BLOCKS,) if torch.accelerator.is_available() else DEFAULT_MEASURES
         measured = frozenset(words("measures", measures))
         for name in measured.difference(Measure):
             raise ConfigError(f"unknown measure {name!r}: expected one of {', '.join(Measure)}")
@@ -153,6 +155,7 @@ class Recorder:
             scores=_formats(scores),
             measurer=Measurer(self.ranks, measured, max_bytes > 0, self.config, Drafts()),
             predictions=Predictions(loss_scale),
+            sums=Sums(self.ranks) if Measure.ACCUMULATED in measured else None,
         )
         self.savers: list[Callable[[Path], None]] = []  # write what a later run may continue from to a directory
         self.twins: RunTwin | None = None  # of the instrumented models
@@ -271,6 +274,7 @@ class Recorder:
         if self.entered:
             self.session.begin_capture()
         self.policy.position(record)
+        self._begin_sums()
         clock.begin()
         try:
             yield
@@ -322,12 +326,17 @@ class Recorder:
     def begin_pass(self, model: nn.Module, given: object) -> None:
         """A forward pass of the model begins, with these arguments."""
         self.policy.left_out += self.policy.paused
+        self._begin_sums()
         if self.policy.may_record:
             self.policy.begin()  # the iteration counts, even if none of its products is recorded
         if not self.clock.evaluating and self.entered and self.session.curves:
             self.session.curves.begin(self.clock.iteration, model, given)
         if len(self.clock.arrived) == PASSES_BEFORE_WARNING:
             self.check_steps()
+
+    def _begin_sums(self) -> None:
+        if self.observing.sums:
+            self.observing.sums.begin(self.policy.moment())
 
     def check_steps(self) -> None:
         """Warn if several forward and backward passes have run without anything that separates iterations."""
@@ -473,6 +482,10 @@ class Recorder:
     def found_non_finite(self, iteration: int, text: str, place: str, **where: Any) -> None:
         """Write an event: a step's first NaN or Inf appeared here. Called on the writer's thread."""
         self.session.monitor.found_non_finite(iteration, text, place, **where)
+
+    def warn(self, iteration: int, text: str, place: str) -> None:
+        """Write an event that is a warning. Called on the writer's thread."""
+        self.session.monitor.announce(EventKind.WARNING, iteration, text, place=place)
 
     def keep(self, name: str, x: Tensor, site: Site, operation: str) -> None:
         """Record a tensor of the current pass, even if others are not."""

@@ -27,7 +27,7 @@ from binade.collector.settings import (
     declared,
     option,
 )
-from binade.data.tensor_kinds import Measure, tensor_names
+from binade.data.tensor_kinds import DEFAULT_MEASURES, Measure, tensor_names
 
 LAYERS = (
     "LAYERS is first, last 2, 3, 2-4, or a regular expression that is searched for in names such as layer1.qkv, "
@@ -131,9 +131,9 @@ class RunConfig(WatchOptions):
         help="With merged ranks, the replicas that contain these ranks keep their own rows and values")
     scores: tuple[str, ...] = option(DEFAULT_SCORES, group=RECORD, metavar="A,B,...", label="Scored formats",
         help="Formats to score every recorded operand in. This takes time, but little space", placeholder="no format")
-    measures: tuple[Measure, ...] = option(tuple(Measure), group=RECORD, metavar="A,B,...",
-        help="Also measure the error of each GEMM's result, the effect of rounding on the loss, single blocks, and "
-            "how channels and weights change over iterations",
+    measures: tuple[Measure, ...] = option(DEFAULT_MEASURES, group=RECORD, metavar="A,B,...",
+        help="Also measure the error of each GEMM's result, the effect of rounding on the loss, single blocks, "
+            "how channels and weights change over iterations, and whether the optimizer sees the sum of micro-batches",
         label="Also measured", form_help="", placeholder="nothing")
     twin: int = option(0, group=RECORD, metavar="M", minimum=0, maximum=1024, label="Twin passes", default_help="none",
         help="In each recorded iteration, also run the first micro-batch once without the recipe and M times with it "

@@ -23,6 +23,7 @@ import pytest
 import torch
 import torch.multiprocessing
 from megatron.core import num_microbatches_calculator, parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -39,6 +40,7 @@ from binade.collector.models.model import GPTModel as OurModel
 from binade.collector.models.registry import MODELS
 from binade.collector.models.shape import Shape
 from binade.data.catalog import Catalog
+from binade.data.events import read_events
 from binade.data.runs import DONE, list_runs
 from tests.collector.instrumented import (
     CORE,
@@ -513,3 +515,38 @@ def test_a_model_without_second_order_is_reported(tmp_path, setting, said):
     with instrument_provider(provider, "bf16", root=tmp_path, scores=("mxfp4",)) as build:
         with pytest.warns(UserWarning, match=f"to first order only: .*{said}"):
             build()
+
+
+@pytest.mark.parametrize("lost", [False, True], ids=["sound", "from micro-batch 0 alone"])
+def test_main_grad_is_the_sum_of_the_micro_batches(tmp_path, lost):
+    """bfloat16 weight gradients, which Megatron's DistributedDataParallel adds in float32."""
+    model = model_of(dtype=torch.bfloat16)
+    config = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+    wrapped = DistributedDataParallel(model.config, config, model)
+    weights = {f"layers.{n}.mlp.linear_fc1": model.decoder.layers[n].mlp.linear_fc1.weight for n in range(LAYERS)}
+    returned: dict[str, list[Tensor]] = {name: [] for name in weights}
+    for name, weight in weights.items():
+        weight.register_hook(lambda gradient, name=name: returned[name].append(gradient.double()))
+    mains = [nn.Parameter(weight.detach().float()) for weight in weights.values()]  # as of Megatron's mixed precision
+    optimizer = torch.optim.SGD(mains, lr=0.1)
+    with (
+        Recorder(tmp_path, max_bytes=0, measures=("accumulated",)) as recorder,
+        instrument(model, "mxfp8", recorder, backend="torch"),
+    ):
+        wrapped.zero_grad_buffer()
+        for micro_batch in range(3):
+            before = [weight.main_grad.clone() for weight in weights.values()]
+            loss(wrapped, micro_batch).backward()
+            for weight, gradient in zip(weights.values(), before if lost and micro_batch else (), strict=False):
+                weight.main_grad.copy_(gradient)
+        for parameter in model.parameters():
+            parameter.main_grad /= 3
+        optimizer.step()
+    found = rows(tmp_path, values=False, tensor_name="accumulation_error")
+    assert set(found["module"]) == set(MODULES) and len(found) == LAYERS * len(MODULES)
+    for layer, (name, weight) in enumerate(weights.items(), 1):
+        s, g = torch.stack(returned[name]).sum(0), weight.main_grad.double()
+        measured = found[(found["module"] == "fc1") & (found["layer_index"] == layer)]["mean"].item()
+        assert measured == pytest.approx(float((s / 3 - g).norm() / g.norm()), rel=1e-3, abs=1e-7)
+        assert measured > 0.5 if lost else measured < 1e-6
+    assert [event.place for event in read_events(recorder.writer.directory)] == ["layer2.fc1 grad_weight"] * lost

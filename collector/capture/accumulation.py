@@ -1,0 +1,142 @@
+"""Compares the gradient that the optimizer sees of a linear layer's weight with the sum of those that the layer's GEMMs
+returned in the step's micro-batches: so that a micro-batch that was lost, or counted twice, is noticed.
+
+Between the two, a training loop may multiply all gradients by a factor (averaging, clipping, unscaling), which the
+comparison estimates. Ranks that add their gradients before the step cannot be compared.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from binade.collector.capture.adapters.layer import Layer
+from binade.collector.capture.clock import Moment
+from binade.collector.ranks import Ranks
+from binade.data.text import short
+from binade.quant.later import Later, Part
+
+NAME = "accumulation_error"
+INPUTS = ("in_features", "input_size", "whole_shape")  # attributes of modules whose weight is [out, in]
+UNIT = 2.0**-24  # the largest relative error of rounding to float32
+SCALINGS = 4  # roundings of a whole gradient: by averaging, unscaling and clipping, and one to spare
+
+
+@dataclass(eq=False)
+class Sum:
+    """Of one weight.
+
+    total     the sum of its gradients, float32
+    norms     the sum of the norms of all gradients and partial sums: times the unit roundoff of a dtype, it bounds the
+              error of casting and adding them in that dtype
+    unit      the unit roundoff of the gradients, if some are of one micro-batch: torch adds these in their own dtype
+    moments   of the gradients
+    """
+
+    layer: Layer
+    total: Tensor
+    norms: Tensor
+    unit: float = 0.0
+    moments: list[Moment] = field(default_factory=list)
+
+
+class Sums:
+    """The sums of this step's gradients. complete: whether each of its micro-batches was recorded in full."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.alone = ranks.size == ranks.tensor.size
+        if not self.alone:
+            warnings.warn(
+                "weight gradients are not compared with those of the optimizer: other ranks add theirs before the step",
+                stacklevel=3,
+            )
+        self.by_weight: dict[nn.Parameter, Sum] = {}
+        self.iteration, self.complete = -1, True
+
+    def begin(self, moment: Moment) -> None:
+        """A micro-batch begins."""
+        if moment.iteration != self.iteration:
+            self.by_weight.clear()
+            self.iteration, self.complete = moment.iteration, True
+        self.complete &= moment.evaluation or (moment.recording and not moment.basic)
+
+    def add(self, layer: Layer, moment: Moment, gradient: Tensor) -> None:
+        """A GEMM has returned a weight's gradient, which torch has not accumulated yet."""
+        weight: Any = getattr(layer.module, "weight", None)
+        usual = type(weight) is nn.Parameter and any(hasattr(layer.module, name) for name in INPUTS)
+        summed = layer.part or layer.is_head or layer.shard("grad_b").kind == "partial"
+        if not (self.alone and self.complete and usual and not summed and weight.shape == gradient.shape):
+            return
+        before = _gradient(weight)
+        found = self.by_weight.get(weight)
+        if found is None or (before is None and not hasattr(weight, "main_grad") and moment not in found.moments):
+            total = torch.zeros_like(gradient, dtype=torch.float32) if before is None else before.float().clone()
+            found = self.by_weight[weight] = Sum(layer, total, total.double().norm())
+        found.total += gradient
+        found.norms += found.total.double().norm() + gradient.double().norm()
+        if moment in found.moments:
+            found.unit = torch.finfo(gradient.dtype).eps / 2
+        found.moments.append(moment)
+
+    @contextmanager
+    def compared(self, recorder: Any) -> Iterator[None]:
+        """A context in which the sums are compared before each step of an optimizer that holds the weights, or whose
+        weights have Megatron's main_grad. recorder: the Recorder, which records the differences."""
+
+        def begins(optimizer: Optimizer, *_: Any) -> None:
+            held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            ready = [p for p in self.by_weight if id(p) in held or hasattr(p, "main_grad")]
+            sums = [(self.by_weight.pop(p), g) for p in ready if (g := _gradient(p)) is not None]
+            if sums and self.complete:
+                _compare(recorder, sums)
+
+        handle = register_optimizer_step_pre_hook(begins)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+
+def _gradient(weight: nn.Parameter) -> Tensor | None:
+    """What the optimizer sees of it."""
+    found: Tensor | None = getattr(weight, "main_grad", None)
+    return weight.grad if found is None else found
+
+
+def _compare(recorder: Any, sums: list[tuple[Sum, Tensor]]) -> None:
+    """Record ‖c·s - g‖ / ‖g‖, with s the sum, g the gradient and c the median of ⟨s, g⟩ / ⟨s, s⟩ over the weights; warn
+    if it is above the bound of what rounding explains, in float32 for s and in g's dtype for g."""
+    pairs = [(each.total.double(), gradient.double()) for each, gradient in sums]
+    factor = torch.stack([(s * g).sum() / (s * s).sum() for s, g in pairs]).nanquantile(0.5)
+    errors, bounds = [], []
+    for (each, gradient), (s, g) in zip(sums, pairs, strict=True):
+        unit, norm = max(each.unit, torch.finfo(gradient.dtype).eps / 2), g.norm()
+        errors.append((factor * s - g).norm() / norm)
+        bounds.append(factor.abs() * (unit + UNIT) * each.norms / norm + SCALINGS * unit)
+        recorder.keep(NAME, errors[-1].float().reshape(1), each.layer.site, "optimizer")
+    recorder.publish_step()
+    names = [each.layer.site.name for each, _ in sums]
+    count = max(len({moment.micro_batch for moment in each.moments}) for each, _ in sums)
+    found = Later(lambda *arrays: arrays, *map(Part, (torch.stack(errors), torch.stack(bounds), factor)))
+
+    def check(iteration: int) -> None:
+        measured, limits, common = found()
+        lost = [number for number in range(len(names)) if measured[number] > limits[number]]
+        if lost:
+            first = lost[0]
+            text = (
+                f"{names[first]}: the gradient that the optimizer sees differs from {short(float(common))} × the sum "
+                f"over {count} micro-batches by {short(float(measured[first]))} of its norm; rounding explains "
+                f"{short(float(limits[first]))}{f', and {len(lost) - 1} more' * (len(lost) > 1)}"
+            )
+            recorder.warn(iteration, text, f"{names[first]} grad_weight")
+
+    recorder.later(partial(check, recorder.iteration))

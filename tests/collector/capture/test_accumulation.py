@@ -1,0 +1,114 @@
+"""The measure "accumulated": against sums of the gradients that torch's hooks see, and Megatron's main_grad."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from binade.collector import Recorder, instrument
+from binade.data.events import EventKind, read_events
+from tests.collector.instrumented import rows
+
+BATCHES = 5
+
+
+class Loop:
+    """Three steps of a small model, and what the gradients of its two weights were: float64, by step."""
+
+    def __init__(self, root, dtype: torch.dtype = torch.float32, lose: Callable | None = None, **options) -> None:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(24, 40), nn.GELU(), nn.Linear(40, 8, bias=False)).to(dtype)
+        weights = [model[0].weight, model[2].weight]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        returned: list[list[Tensor]] = [[], []]
+        self.expected: list[list[float]] = []
+        for seen, weight in zip(returned, weights, strict=True):
+            weight.register_hook(lambda gradient, seen=seen: seen.append(gradient.double()))
+        with (
+            Recorder(root, scores=(), measures=("accumulated",), max_bytes=0, **options) as recorder,
+            instrument(model, "mxfp8", recorder, backend="torch"),
+        ):
+            for _ in range(3):
+                optimizer.zero_grad()
+                for seen in returned:
+                    seen.clear()
+                for number in range(BATCHES):
+                    first = [None if w.grad is None else w.grad.clone() for w in weights]
+                    model(torch.randn(6, 24, dtype=dtype)).square().mean().backward()
+                    if lose:
+                        lose(number, weights, first)
+                for parameter in model.parameters():
+                    parameter.grad /= BATCHES
+                nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+                sums = [torch.stack(seen).sum(0).numpy() for seen in returned]
+                seen = [w.grad.double().numpy() for w in weights]
+                factor = np.median([np.vdot(s, g) / np.vdot(s, s) for s, g in zip(sums, seen, strict=True)])
+                differences = [factor * s - g for s, g in zip(sums, seen, strict=True)]
+                self.expected.append(
+                    [np.linalg.norm(d) / np.linalg.norm(g) for d, g in zip(differences, seen, strict=True)]
+                )
+                optimizer.step()
+        self.events = read_events(recorder.writer.directory)
+
+
+def measured(root) -> list[list[float]]:
+    found = rows(root, values=False, tensor_name="accumulation_error").sort_values(["iteration", "layer_index"])
+    assert set(found["operation"]) <= {"optimizer"}
+    return found["mean"].to_numpy().reshape(-1, 2).tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_a_sound_loop_differs_by_rounding_alone(tmp_path, dtype):
+    """The gradients are averaged and clipped after the backward passes."""
+    loop = Loop(tmp_path, dtype)
+    found = measured(tmp_path)
+    floor = 1e-6  # the float32 sum's own rounding
+    assert np.allclose(found, loop.expected, rtol=1e-3, atol=floor) and len(found) == 3
+    assert not loop.events
+    assert (np.max(found) > 1e-4) == (dtype == torch.bfloat16)
+
+
+def test_a_lost_micro_batch_is_named(tmp_path):
+    def lose(number: int, weights: list[Tensor], before: list[Tensor | None]) -> None:
+        if number == 3:
+            weights[1].grad = before[1]
+
+    loop = Loop(tmp_path, torch.bfloat16, lose)
+    found = measured(tmp_path)
+    assert np.allclose(found, loop.expected, rtol=1e-2)
+    assert [(event.kind, event.iteration) for event in loop.events] == [(EventKind.WARNING, n) for n in range(3)]
+    assert all(np.array(found)[:, 1] > 0.1)
+
+
+def test_micro_batches_that_a_loop_discards(tmp_path):
+    def discard(number: int, weights: list[Tensor], before: list[Tensor | None]) -> None:
+        if number == 1:
+            for weight in weights:
+                weight.grad = None
+
+    loop = Loop(tmp_path, lose=discard)
+    assert len(measured(tmp_path)) == 3 and np.max(measured(tmp_path)) < 1e-6
+    assert np.min(loop.expected) > 0.01 and not loop.events  # the hooks have seen those gradients, too
+
+
+def test_nothing_is_compared_unless_all_micro_batches_are_recorded(tmp_path):
+    assert not Loop(tmp_path / "part", micro_batches=2).events
+    assert not measured(tmp_path / "part")
+    assert len(Loop(tmp_path / "first", iterations=1).expected) - 2 == len(measured(tmp_path / "first")) == 1
+
+
+@pytest.mark.parametrize("recorded", [1, 2])
+def test_a_micro_batch_that_at_leaves_out(tmp_path, recorded):
+    layer = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    with Recorder(tmp_path, measures=("accumulated",)) as recorder, instrument(layer, "bf16", recorder):
+        for number in range(2):
+            with recorder.at(0, number, record=number < recorded):
+                layer(torch.randn(4, 8)).square().sum().backward()
+        optimizer.step()
+    found = rows(tmp_path, values=False, tensor_name="accumulation_error")
+    assert len(found) == (recorded == 2) and not read_events(recorder.writer.directory)
