@@ -16,6 +16,9 @@ RECOMPUTED = (
     "Recomputed: its layer's forward pass ran a second time during the backward pass (activation recomputation). It is "
     "recorded once: its inputs and results come from the first pass, its gradients from the backward pass."
 )
+PADDING = (
+    "statistics, sketch and errors are of the other tokens. Its shape and values include padding, and so did rounding."
+)
 NAMED = {"layer_index": "layer", "quant_type": "quant type", "micro_batch": "micro-batch", "tensor_name": "name"}
 # The fields of an Identity that no log contains, or that only some tensors have.
 NOT_ASKED = ("model", "size", "dataset", "recipe", "expert")
@@ -33,7 +36,8 @@ def on_a_grid(config: str) -> str | None:
 
 def notes(row: Mapping[str, Any], config: str = "{}") -> list[str]:
     """Sentences on a row of the table `tensor` (a dict or a pandas Series); config: its run.json, as text. For a tensor
-    that Binade recorded, they say only that its layer was recomputed or that its weight lies on a grid.
+    that Binade recorded, they say only that padding was left out, that its layer was recomputed or that its weight lies
+    on a grid.
 
     The notes are plain text and include file names and words of the log only if these are plain words. They are
     harmless as text, but must still be escaped as HTML or Markdown.
@@ -42,7 +46,9 @@ def notes(row: Mapping[str, Any], config: str = "{}") -> list[str]:
     if not str(row["path"]).startswith("/") and (has_values or not pd.notna(version)):
         grid = on_a_grid(config) if row["tensor_name"] == "weight" else None
         recomputed = RECOMPUTED if pd.notna(row["recomputed"]) and row["recomputed"] else None
-        return [sentence for sentence in (recomputed, grid) if sentence]
+        left_out = row["tokens_left_out"]
+        padding = f"Without the {left_out:,.0f} tokens of padding: {PADDING}" if pd.notna(left_out) else None
+        return [sentence for sentence in (padding, recomputed, grid) if sentence]
     known = "Its file name does not describe it."
     if pd.notna(version):  # V0 to V7, or a tool
         numbered = re.fullmatch(r"V\d[a-z]?", version)

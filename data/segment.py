@@ -142,7 +142,8 @@ class TensorRow:
     absolute. sha256 is that of the file that the run wrote there. captured and shard are None if the log does not
     contain them. recomputed: the layer's forward pass ran a second time during the backward pass (activation
     recomputation); None if not known. last_bin: of a norm's gain, by MX format the share of its values that round to
-    the largest code of their block; not written.
+    the largest code of their block; not written. tokens_left_out: how many tokens are padding, which statistics and
+    errors leave out; None if there is no mask, or if it does not apply to the tensor.
     """
 
     tensor_id: str
@@ -166,6 +167,7 @@ class TensorRow:
     trace: Trace | None = None
     sha256: str | None = None
     last_bin: Mapping[str, float] = field(default_factory=dict)
+    tokens_left_out: int | None = None
 
 
 @dataclass(frozen=True)
@@ -221,7 +223,7 @@ _SCORE = (  # fields of a Score
 )
 # Columns that the segments of an earlier version lack: null there.
 ADDED_LATER = frozenset(
-    (*(name for name, *_ in (*_SHARD, *_ORIGIN, *_SCORE)), "recomputed", "result_sqnr_db", "sha256")
+    (*(name for name, *_ in (*_SHARD, *_ORIGIN, *_SCORE)), "recomputed", "result_sqnr_db", "sha256", "tokens_left_out")
 )
 
 TENSOR_SCHEMA = pa.schema(
@@ -240,7 +242,7 @@ TENSOR_SCHEMA = pa.schema(
     + [(name, _REAL) for name in MOMENTS]
     + [(name, _LONG) for name in COUNTS]
     + [column[:2] for column in _SHARD]
-    + [("recomputed", pa.bool_())]
+    + [("recomputed", pa.bool_()), ("tokens_left_out", _INT)]
     + [column[:2] for column in _ORIGIN]
     + [("gemm", _TEXT), ("result_sqnr_db", _REAL), ("format", _TEXT)]
     + [(name, _REAL) for name in ERROR_COLUMNS]
@@ -469,6 +471,7 @@ def tensor_record(row: TensorRow | LoggedRow) -> dict[str, Any]:
         "contracted_axis": row.contracted_axis,
         **{column: getattr(row.shard, name, None) for column, _, name in _SHARD},
         "recomputed": row.recomputed,
+        "tokens_left_out": row.tokens_left_out,
         **origin,
         "gemm": row.gemm,
         "result_sqnr_db": row.result_sqnr_db,

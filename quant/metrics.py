@@ -16,12 +16,12 @@ from binade.quant import sketch
 from binade.quant.backends import Backend, cpu, resolve_backend
 from binade.quant.backends.counts import Counted
 from binade.quant.block_histograms import Histogram, block_histograms_later, histograms
-from binade.quant.blocks import look
+from binade.quant.blocks import GROUP, look
 from binade.quant.elements import Rounding
 from binade.quant.formats import Format
 from binade.quant.later import Later, Part
 from binade.quant.quantizer import DTYPES, apply, check_tensor, outer_absmax, quantize, unrotated
-from binade.quant.reference import per_group, to_blocks
+from binade.quant.reference import from_blocks, per_group, to_blocks
 from binade.quant.rotation import rotate
 from binade.quant.rounding import floor_log2
 from binade.quant.scaling import has_kernel
@@ -385,6 +385,21 @@ def score_blocks_later(
         return _errors(numbers, x.numel()), Later(histograms, Part(counts))
     assert q is not None and scales is not None, "the scales of a block format are missing"
     return errors_later(x, q, spec, scales, dim, absmax), block_histograms_later(x, q, spec, scales, dim)
+
+
+def score_of_rows_later(
+    x: Tensor, spec: Spec, dim: int, rows: Tensor, q: Tensor | None = None, absmax: Tensor | None = None
+) -> Later[Errors]:
+    """As `score_later` and, with q, `errors_later`, but over these rows of x [..., columns] alone, by their indices in
+    [rows, columns]. All of x is rounded: the other rows may determine scales. A rotation must not mix rows."""
+    if spec.hadamard:
+        x, spec = rotate(x, spec, dim, 0).to(x.dtype), unrotated(spec)
+    looked = look(x, spec, dim, absmax=absmax)
+    block = GROUP if spec.block in (None, TENSOR) else spec.block
+    clipped = from_blocks(looked.clipped.to(x.dtype), x, dim, block)
+    found = (t.detach().flatten(0, -2).index_select(0, rows) for t in (x, looked.result if q is None else q, clipped))
+    own, rounded, over = found
+    return _errors(torch.cat((_error_sums(own, rounded), over.double().sum().reshape(1))), own.numel())
 
 
 def scores_later(

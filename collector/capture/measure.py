@@ -118,12 +118,15 @@ class Measurer:
         shard: Shard,
         result_sqnr: Later[float] | None = None,
         merged: bool = True,
+        rows: Tensor | None = None,
+        tokens_left_out: int | None = None,
     ) -> list[Tried]:
         """Measure and copy a tensor; on a GPU, asynchronously. Returns its scores: those of later GEMMs may be added
         to them until the step ends. In a watched step, whatever needs no values is left to the writer's thread: here,
         between the GEMMs of a step, Python takes several times as long.
 
-        merged: whether ranks may merge it. Raises RecorderError outside the Recorder's context.
+        merged: whether ranks may merge it. rows: those of the tensor's valid tokens, in [rows, columns], if padding is
+        left out. Raises RecorderError outside the Recorder's context.
         """
         if self.run is None:
             raise RecorderError("the Recorder has no run to write to: call the model within `with Recorder(...)`")
@@ -132,10 +135,13 @@ class Measurer:
         if whole:
             identity = cache(identity)  # the file has it too
         traced = whole and Measure.TRACE in self.measures and identity().tensor_name not in MAPS
-        trace = _trace_later(seen, x.reshape(shape), identity().tensor_name) if traced else None
-        codes = counted(x) if whole and x.device.type == "cpu" else None
-        summary = summarize_later(x, codes=codes, sketch=whole)
-        tried = try_formats(seen, scores if whole else (), gemm, whole and Measure.BLOCKS in self.measures, codes)
+        valid = x if rows is None else x.flatten(0, -2).index_select(0, rows)
+        shown = x.reshape(shape) if rows is None else valid
+        trace = _trace_later(seen, shown, identity().tensor_name) if traced else None
+        codes = counted(valid) if whole and x.device.type == "cpu" else None
+        summary = summarize_later(valid, codes=codes, sketch=whole)
+        blocks = whole and Measure.BLOCKS in self.measures
+        tried = try_formats(seen, scores if whole else (), gemm, blocks, codes, rows=rows)
         last_bin = _last_bin_later(x, scores) if x.dim() == 1 and identity().tensor_name == "norm_gain" else None
         captured = datetime.now(UTC)
         if shard.count > 1 and self.ranks.tensor.size == 1:  # a DTensor's mesh knows ranks that Ranks does not
@@ -167,6 +173,7 @@ class Measurer:
                 shard=lambda: shard if shard.replica == self.replica else replace(shard, replica=self.replica),
                 trace=trace,
                 last_bin=last_bin,
+                tokens_left_out=tokens_left_out,
                 merged=merged,
             )
         )

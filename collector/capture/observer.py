@@ -31,6 +31,7 @@ from binade.collector.capture.measure import Measurer, dtype_name
 from binade.collector.capture.policy import Policy
 from binade.collector.capture.sensitivity import ONE, Predictions
 from binade.collector.capture.tried import Tried, try_formats
+from binade.collector.capture.valid import Valid
 from binade.collector.models.parallel import Call
 from binade.collector.recipes.recipe import Part
 from binade.data.tensor_kinds import LATER, Gemm, Measure, Product, TensorKind
@@ -82,7 +83,9 @@ class Observing:
         key = layer.site, product, moment
         scores = drafts.scores.get(key, {}) if again else {}
         drafts.scores[key] = scores
-        return Observer(self, layer, part, product, moment, scores, again)
+        if drafts.masked and not again:
+            drafts.valid[moment] = drafts.masked
+        return Observer(self, layer, part, product, moment, scores, again, drafts.valid.get(moment))
 
 
 @dataclass(eq=False)
@@ -158,6 +161,7 @@ class Observer:
     """The tap of one call of one product.
 
     scores     of each operand that was recorded, by the name that it has in the product
+    valid      the micro-batch's tokens that are not padding, if there is a mask
     operands   forward operands that wait for their gradient: what `without_copies` leaves, and the version of the
                values
     factors    of a linear layer: its input, then the gradient of its output; a weight's gradients follow from them
@@ -170,6 +174,7 @@ class Observer:
     moment: Moment
     scores: dict[str, list[Tried]]
     again: bool
+    valid: Valid | None = None
     operands: dict[str, tuple[Observed, int]] = field(default_factory=dict)
     factors: list[Observed] = field(default_factory=list)
     result_sqnr: Later[float] | None = None
@@ -189,13 +194,16 @@ class Observer:
             observing.sums.add(self.layer, self.moment, seen.tensor)
         kind = observing.kinds.get((self.product, LATER.get(name, name)))
         if not self.moment.basic and seen.exact and Measure.RESULT in observing.measurer.measures:
-            self.result_sqnr = sqnr_later(seen.exact(), seen.tensor)
+            pair = seen.exact(), seen.tensor
+            if (rows := self._rows(seen)) is not None:
+                pair = pair[0].flatten(0, -2).index_select(0, rows), pair[1].flatten(0, -2).index_select(0, rows)
+            self.result_sqnr = sqnr_later(*pair)
         if name in LATER:
             if kind and kind.observed in self.scores:
                 gemm = Gemm(name.partition("_")[0])
                 scores = self.scores[kind.observed]
                 same = scores if self.part.formats.is_same(name) else []
-                scores += try_formats(seen, observing.scores, gemm, before=same)
+                scores += try_formats(seen, observing.scores, gemm, before=same, rows=self._rows(seen))
         elif kind and not (self.again and name in FORWARD):
             self.scores[name] = self._record(seen, kind)
         if predicts:
@@ -224,8 +232,17 @@ class Observer:
         sqnr = None
         if not is_operand:
             sqnr, self.result_sqnr = self.result_sqnr, None
-        shard = self.layer.shard(seen.name)
-        return measurer.measure(seen, site, identity, self.moment, scores, kind.gemm, axis, shard, sqnr)
+        shard, rows = self.layer.shard(seen.name), self._rows(seen)
+        left_out = None if rows is None or self.valid is None else self.valid.left_out
+        place = site, identity, self.moment, scores, kind.gemm, axis, shard, sqnr
+        return measurer.measure(seen, *place, rows=rows, tokens_left_out=left_out)
+
+    def _rows(self, seen: Observed) -> Tensor | None:
+        """The rows of the valid tokens; None for all: of a weight, and of an expert, which has tokens of its own."""
+        of_weight = self.product is Product.LINEAR and LATER.get(seen.name, seen.name) in ("b", "grad_b")
+        if self.valid is None or of_weight or self.layer.site.expert is not None:
+            return None
+        return self.valid.rows(tuple(seen.shape or seen.tensor.shape), seen.tensor.device)
 
     def _wait_for_gradient(self, seen: Observed) -> None:
         """Keep a forward operand; with its gradients, predict what its errors do to the loss."""

@@ -30,6 +30,7 @@ from binade.collector.capture.policy import Policy
 from binade.collector.capture.rows import Drafts
 from binade.collector.capture.sensitivity import Predictions
 from binade.collector.capture.session import Continued, Session
+from binade.collector.capture.valid import Valid
 from binade.collector.errors import ConfigError
 from binade.collector.models.site import Site
 from binade.collector.ranks import current_ranks
@@ -422,6 +423,32 @@ class Recorder:
         """The triggers known to have fired in this run."""
         return self.session.monitor.fired if self.entered else ()
 
+    @contextmanager
+    def valid(self, mask: Tensor, *, batch_axis: int = 0) -> Iterator[None]:
+        """Within this context, in which a micro-batch's forward pass runs, only the tokens of the mask are valid. The
+        others, which are padding, are left out of statistics, sketches and errors:
+
+            with recorder.valid(attention_mask.bool()):
+                logits = model(tokens, attention_mask)
+
+        mask        bool [b, s]; [s, b] with batch_axis=1, as the model's hidden states
+        batch_axis  of the mask
+
+        It applies to the inputs, outputs and gradients of linear layers and attention that have a row for each token,
+        not to those of routed experts, norms and `record`. Operands are rounded with their padding, which takes part in
+        scales. `sensitivity` uses the mask if it is not given another. Raises ConfigError for another kind of mask.
+        """
+        if mask.dtype != torch.bool or mask.dim() != 2:
+            raise ConfigError(f"mask is {dtype_name(mask.dtype)} {tuple(mask.shape)}: expected bool with two axes")
+        drafts = self.observing.measurer.drafts
+        if self.entered:
+            host = mask.cpu()
+            drafts.masked = Valid(host.t() if batch_axis else host, batch_axis)
+        try:
+            yield
+        finally:
+            drafts.masked = None
+
     def sensitivity(self, logits: Tensor, valid: Tensor | None = None, *, batch_axis: int = 0) -> None:
         """Run the backward pass that predictions of the loss need: see docs/loss.md. Call it in each micro-batch
         between the forward pass and the backward pass:
@@ -435,7 +462,7 @@ class Recorder:
         follows, it also measures loss_scale if the Recorder was not given one.
 
         logits      [b, s, v], as they enter the loss; [s, b, v] with batch_axis=1
-        valid       which tokens are in the loss, bool [b, s] or [s, b]; all if None
+        valid       which tokens are in the loss, bool [b, s] or [s, b]; if None, those of `valid`, else all
         """
         policy, predictions = self.policy, self.observing.predictions
         if not self.entered or policy.paused or not self.observing.predicts or not logits.requires_grad:
@@ -447,6 +474,8 @@ class Recorder:
             self.without_second_order("the logits are a DTensor")
             return
         seed = self.config.get("seed", 0), moment.iteration, moment.micro_batch, self.observing.measurer.replica
+        if valid is None and (known := self.observing.measurer.drafts.valid.get(moment)):
+            valid = known.mask.t() if batch_axis else known.mask
         arrived = set(self.clock.arrived)
         if not predictions.begin(moment, logits, seed_of("labels", *seed), valid, batch_axis):
             self.without_second_order("activations are recomputed with use_reentrant=True")

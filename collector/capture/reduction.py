@@ -189,6 +189,7 @@ def _merged(replicas: Sequence[Sequence[TensorRow]]) -> TensorRow:
         scores=scores,
         shard=_shard(parts, worst),
         recomputed=any(part.recomputed for part in parts),
+        tokens_left_out=_left_out([slices[0].tokens_left_out for slices in replicas]),
         trace=every[0].trace if len(replicas[0]) == 1 else None,  # channels of slices are not those of the whole
     )
 
@@ -234,6 +235,11 @@ def _added(given: Sequence[Mapping[str, Histogram]]) -> dict[str, Histogram]:
             np.add.at(counts, place, np.concatenate([each[name][1] for each in given]))
             total[name] = bins, counts
     return total
+
+
+def _left_out(given: Sequence[int | None]) -> int | None:
+    """Of all replicas; None if none has a mask."""
+    return None if set(given) == {None} else sum(count or 0 for count in given)
 
 
 def _quality(row: TensorRow) -> float:

@@ -14,6 +14,7 @@ from typing import Any
 
 from binade.collector.capture.clock import Moment
 from binade.collector.capture.tried import Tried
+from binade.collector.capture.valid import Valid
 from binade.collector.capture.writing import Pending
 from binade.collector.models.site import Site
 from binade.data.segment import Identity, Shard, TensorRow, Trace
@@ -33,6 +34,7 @@ class Draft:
     format   that it was rounded to
     tried    its scores
     last_bin as in TensorRow
+    tokens_left_out  as in TensorRow
     shard    with the number of this rank's replica, which the first DTensor of a step may correct
     merged   whether it becomes part of a row of all ranks
     """
@@ -54,6 +56,7 @@ class Draft:
     shard: Callable[[], Shard]
     trace: Later[Trace] | None
     last_bin: Later[dict[str, float]] | None
+    tokens_left_out: int | None
     merged: bool
 
     @property
@@ -85,6 +88,7 @@ class Draft:
             recomputed=recomputed,
             trace=self.trace() if self.trace else None,
             last_bin=self.last_bin() if self.last_bin else {},
+            tokens_left_out=self.tokens_left_out,
         )
 
 
@@ -94,11 +98,15 @@ class Drafts:
 
     recomputed   the passes that were computed again in the backward pass
     scores       of each call of a product: those of its operands, by the name that an operand has in the product
+    masked       the valid tokens of the forward pass that runs, if `Recorder.valid` gave a mask
+    valid        those of each forward pass
     """
 
     drafts: list[Draft] = field(default_factory=list)
     recomputed: set[Pass] = field(default_factory=set)
     scores: dict[tuple[Site, Product, Moment], dict[str, list[Tried]]] = field(default_factory=dict)
+    masked: Valid | None = None
+    valid: dict[Moment, Valid] = field(default_factory=dict)
 
     def take(self, merged: bool) -> list[Draft]:
         """Remove the drafts that become part of rows of all ranks, or the others."""
@@ -122,8 +130,10 @@ class Drafts:
         self.drafts.clear()
         self.recomputed.clear()
         self.scores.clear()
+        self.valid.clear()
 
     def forget(self, iteration: int) -> None:
         """The steps before this iteration have ended."""
         self.scores.clear()
+        self.valid = {moment: valid for moment, valid in self.valid.items() if moment.iteration >= iteration}
         self.recomputed = {(site, moment) for site, moment in self.recomputed if moment.iteration >= iteration}

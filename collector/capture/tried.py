@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from binade.data.segment import Score
@@ -14,7 +15,14 @@ from binade.quant.backends.counts import Counted
 from binade.quant.block_histograms import Histogram
 from binade.quant.gemm import Observed
 from binade.quant.later import Later
-from binade.quant.metrics import Errors, errors_later, loss_terms_later, score_blocks_later, scores_later
+from binade.quant.metrics import (
+    Errors,
+    errors_later,
+    loss_terms_later,
+    score_blocks_later,
+    score_of_rows_later,
+    scores_later,
+)
 from binade.quant.quantizer import unrotated
 from binade.quant.specs import TENSOR, Spec
 
@@ -67,12 +75,16 @@ def try_formats(
     blocks: bool = False,
     codes: Counted | None = None,
     before: Sequence[Tried] = (),
+    rows: Tensor | None = None,
 ) -> list[Tried]:
     """The format that the operand was rounded to, with the error that this made, and each of the formats. blocks:
     whether to measure them too. codes: `counted` of its tensor, if known. before: what was tried on the same tensor in
-    another GEMM; a format without blocks does the same along each axis. On a GPU nothing waits for it."""
+    another GEMM; a format without blocks does the same along each axis. rows: of [rows, columns], those of which the
+    error is measured, without blocks; of all where a rotation mixes rows. On a GPU nothing waits for it."""
     found = []
     used = None if seen.spec is None else str(seen.spec)
+    if rows is not None:
+        return _tried_of_rows(seen, formats, gemm, rows)
     if seen.spec and used and seen.coded is not None and seen.quantized is not None:
         found.append(_measured(seen, seen.spec, gemm, blocks))
     formerly = {each.format: each for each in before if not each.used}
@@ -86,6 +98,23 @@ def try_formats(
             found.append(replace(again[spec], gemm=gemm, blocks=None, first=None, second=None))
         else:
             found.append(Tried(str(spec), gemm, False, *scores[spec]))
+    return found
+
+
+def _tried_of_rows(seen: Observed, formats: Sequence[str], gemm: Gemm | None, rows: Tensor) -> list[Tried]:
+    dim, used = seen.dim, seen.spec
+    every = torch.arange(seen.tensor.flatten(0, -2).shape[0], device=rows.device)
+
+    def rows_of(spec: Spec) -> Tensor:
+        return every if spec.hadamard and dim != -1 else rows
+
+    found = []
+    if used and seen.coded is not None and seen.quantized is not None:
+        operand = seen.coded, unrotated(used), dim, rows_of(used)
+        found.append(Tried(str(used), gemm, True, score_of_rows_later(*operand, seen.quantized, seen.absmax)))
+    for spec in map(Spec.of, formats):
+        if str(spec) != str(used):
+            found.append(Tried(str(spec), gemm, False, score_of_rows_later(seen.tensor, spec, dim, rows_of(spec))))
     return found
 
 
