@@ -37,7 +37,7 @@ class ScaleHistory:
         self.amaxes = torch.where(absmax == 0, self.amaxes, shifted)
         known = torch.where(self.amaxes.isnan(), 0.0, self.amaxes)
         largest = known.amax() if self.spec.algorithm == "max" else self.amaxes[0]
-        wanted = self.spec.scaling.of_largest(largest * 2.0**self.spec.margin, self.spec, largest)
+        wanted = self.spec.scaling.of_largest(largest, self.spec, largest)
         self.scale = torch.where(wanted.isfinite() & (largest > 0), wanted, self.scale)
         return used
 

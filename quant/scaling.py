@@ -194,13 +194,13 @@ class Amax(Scaling):
     pow2: ClassVar[bool] = False
 
     def shared(self, spec: Options) -> tuple[float, float]:
-        """(target, least): S = target / max(absmax, least)."""
+        """(target, least): S = target / max(absmax, least). The target includes the margin."""
         target = self.target or spec.format.max
         if self.pow2 and spec.format.element.precise_emax < spec.format.element.emax:
             target = 2.0 ** (spec.format.element.precise_emax + 1) * (1 - 2.0**-24)  # HiFloat8: just below 2^4
         whole = spec.block in (ROW, TENSOR)
         clamped = whole and not (self.target or spec.history or (self.pow2 and spec.block == TENSOR))
-        return target, 1e-12 if clamped else 0.0
+        return target * 2.0**-spec.margin, 1e-12 if clamped else 0.0
 
     def of_largest(self, largest: Tensor, spec: Options, absmax: Tensor) -> Tensor:
         target, least = self.shared(spec)

@@ -167,10 +167,12 @@ class Option:
             raise SpecError(f"{self.name}={value} is not possible for {what}: expected {listed}")
 
 
-def _whole(name: str) -> Callable[[object], int]:
+def _whole(name: str, signed: bool = False) -> Callable[[object], int]:
+    lowest = "-999,999,999" if signed else "0"
+
     def read(value: object) -> int:
-        if isinstance(value, bool) or not re.fullmatch(r"\d{1,9}", str(value)):
-            raise SpecError(f"{name}={value} is not an integer from 0 to 999,999,999")
+        if isinstance(value, bool) or not re.fullmatch(r"-?\d{1,9}" if signed else r"\d{1,9}", str(value)):
+            raise SpecError(f"{name}={value} is not an integer from {lowest} to 999,999,999")
         return int(str(value))
 
     return read
@@ -251,9 +253,9 @@ OPTIONS = {
                lambda chosen: ("max", "most_recent") if _delayed(chosen) else ()),
         Option("margin", "A delayed scale is divided by 2^margin",
                lambda chosen: 0,
-               lambda chosen: "a whole number up to 127, with history" if _delayed(chosen) else "",
-               _whole("margin"),
-               lambda margin, chosen: bool(margin <= 127)),
+               lambda chosen: "a whole number from -32 to 127, with history" if _delayed(chosen) else "",
+               _whole("margin", signed=True),
+               lambda margin, chosen: bool(-32 <= margin <= 127)),
     )
 }  # fmt: skip
 """The options of a spec, in the order in which they are decided."""

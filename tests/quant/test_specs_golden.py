@@ -19,7 +19,7 @@ from torch import Tensor
 
 from binade.quant import fake_quantize, quantize
 from binade.quant.delayed import ScaleHistory
-from binade.quant.specs import Spec
+from binade.quant.specs import Spec, SpecError
 from tests.quant import oracles
 from tests.quant.helpers import by_reference
 from tests.quant.oracles import E2M1, E4M3, E5M2, HIF8, INT4, NVIDIA_SIGNS
@@ -451,7 +451,7 @@ def test_oracle_hif4_by_hand() -> None:
 
 
 @pytest.mark.parametrize("algorithm", ["max", "most_recent"])
-@pytest.mark.parametrize(("history", "margin"), [(1, 0), (2, 3), (5, 0)])
+@pytest.mark.parametrize(("history", "margin"), [(1, 0), (2, 3), (5, 0), (1, -12), (2, 127)])
 def test_delayed_scales(history: int, margin: int, algorithm: str) -> None:
     options = {"history": history, "algorithm": algorithm, "margin": margin}
     kept = ScaleHistory(Spec.of("fp8_e4m3", **options))
@@ -459,6 +459,24 @@ def test_delayed_scales(history: int, margin: int, algorithm: str) -> None:
     amaxes = [1, 4, 2, 2, 0, np.nan, 1e-3, 7, np.inf, 5, 0, 3, 1e-41, 2, np.nan, 0, *2.0 ** random.normal(0, 9, 40)]
     used = [kept.use(torch.tensor([[0.0, -amax], [amax / 2, 0.0]])).item() for amax in amaxes]
     assert used == oracles.delayed_scales(amaxes, **options)[:-1]
+
+
+@pytest.mark.parametrize("margin", [-12, -1, 0, 5])
+def test_the_margin_of_a_power_of_two(margin: int) -> None:
+    """HiFloat8 maps absmax to [8, 16), where its values still have three mantissa bits; a margin moves that by 2^-M."""
+    history = ScaleHistory(Spec.of("hifp8", scale="pow2", history=1, margin=margin))
+    for amax in 2.0 ** np.random.default_rng(0).normal(0, 20, 40):
+        history.use(torch.tensor([amax], dtype=torch.float32))
+        scale = history.scale.item()
+        assert np.frexp(scale)[0] == 0.5 and 8 * 2.0**-margin <= scale * np.float32(amax) < 16 * 2.0**-margin
+
+
+@pytest.mark.parametrize("margin", ["-33", "128", "1.5", "--1"])
+def test_wrong_margins(margin: str) -> None:
+    with pytest.raises(SpecError, match=f"margin={margin} is not"):
+        Spec.of("fp8_e4m3", history=1, margin=margin)
+    with pytest.raises(SpecError, match="margin=-1 does not apply to hifp8"):
+        Spec.of("hifp8(scale=pow2)", margin=-1)
 
 
 def test_oracle_delayed_scales() -> None:
