@@ -30,6 +30,7 @@ COMMANDS = {
     "Analyze": {
         "serve": "app.cli:serve",
         "advise": "collector.cli.advise:advise",
+        "scales": "collector.cli.scales:scales",
         "compare": "collector.cli.compare_command:compare",
         "report": "app.cli:report",
         "diff": "collector.cli.diff_command:diff",

@@ -1,0 +1,244 @@
+"""Which tensor scale suits each operand: a sweep of powers of two over recorded values, and the result as a recipe.
+
+x · 2^k is rounded to the format's elements and divided by 2^k, for k = k0 - margin, where 2^k0 is the scale that
+delayed scaling with `scale=pow2` computes from the tensor's absmax. A loss scale of 2^k does the same to gradients.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pandas as pd
+import torch
+from torch import Tensor
+
+from binade.collector.advice.costs import AdviceError
+from binade.collector.errors import ConfigError
+from binade.collector.recipes.draft import Draft
+from binade.collector.recipes.recipe import MODULES, PARTS, About, Recipe
+from binade.data.catalog import SAME_IN_ITERATIONS, Catalog
+from binade.data.evidence import Estimate, Measure, holm, paired, spread_of
+from binade.data.filter import Filter
+from binade.quant.blocks import DENORMAL, SPECIAL, ZERO, code_tiers, look, sample
+from binade.quant.formats import FORMATS
+from binade.quant.metrics import score, sqnr_db, usage
+from binade.quant.specs import Spec, SpecError
+
+MARGINS = range(-12, 13)
+BLOCKS = ("tensor", "row", "128x128", "1x128", "1x32")
+MOST_TENSORS = 16  # of an operand of a module
+MOST_VALUES = 1 << 15  # of a tensor
+OPERAND = ["part", "module", "tensor_name"]
+SQNR = Measure("sqnr_db", "SQNR", "dB", low_is_bad=True, decimals=1, resolution=0.1)
+SHARE = Measure("share", "Share", "%", factor=100.0)
+ERRORS = {"sqnr_db": SQNR, "flush_to_zero": SHARE, "saturated": SHARE}
+
+
+@dataclass(frozen=True, eq=False)
+class Sweep:
+    """
+    trials    a row for each tensor and margin: OPERAND, tensor (its number), series (the same for a tensor in several
+              iterations), iteration, margin, k, sqnr_db, flush_to_zero, saturated, and the share of its nonzero codes
+              in each tier; a row with margin None is the tensor without a scale
+    blocks    a row for each tensor and spec with blocks: OPERAND, tensor, block, spec, sqnr_db
+    stability a row for each tensor and its previous recorded iteration: OPERAND, moved (by how much the best k
+              changed) and lost (SQNR at the best k minus that at the previous best k, dB)
+    of, unfit tensors with values on disk; how many of those that were read were 0 or not finite, and were left out
+    """
+
+    fmt: str
+    trials: pd.DataFrame
+    blocks: pd.DataFrame
+    stability: pd.DataFrame
+    of: int
+    unfit: int
+
+
+def tiers(spec: Spec) -> list[str]:
+    """The tiers of the nonzero codes of a format, the widest mantissa first, denormals last."""
+    names = set(code_tiers(spec.format.element)) - {ZERO, SPECIAL}
+    return sorted(names, key=lambda name: 0 if name == DENORMAL else -int(name.split()[0]))
+
+
+@dataclass(frozen=True)
+class Best:
+    """A group's margin, and all that its tensors cannot tell from the one with the highest median SQNR. The margin is 0
+    if that is among them."""
+
+    margin: int
+    alike: tuple[int, ...]
+
+
+def delayed(fmt: str, history: int = 1, margin: int = 0) -> Spec:
+    """The spec of delayed scaling by powers of two.
+
+    Raises ConfigError for a format that cannot have a scale of the tensor alone.
+    """
+    scaled = [name for name in FORMATS if "pow2" in FORMATS[name].scale_rules]
+    if fmt not in scaled:
+        raise ConfigError(f"--format {fmt}: expected a format that can have a tensor scale alone: {', '.join(scaled)}")
+    return Spec.of(fmt, scale="pow2", history=history, margin=margin)
+
+
+def sweep(catalog: Catalog, where: Filter | None = None, fmt: str = "hifp8") -> Sweep:
+    """Sweep the scales of the operands of the filter. Of an operand of a module, at most MOST_TENSORS are read, those
+    of a tensor in successive iterations together, and of each at most MOST_VALUES values, as whole lines.
+
+    Raises ConfigError for the format, AdviceError if no operand has values on disk.
+    """
+    delayed(fmt)
+    rows = _operands(catalog.tensors(where))
+    if rows.empty:
+        raise AdviceError(
+            "no operand has values on disk: record a run, for example with binade run --quantization bf16, or choose "
+            "another filter"
+        )
+    chosen, unfit = _sampled(rows), 0
+    trials, blocks, stability = [], [], []
+    for series, group in chosen.groupby("series", sort=True):
+        previous: int | None = None
+        for index, row in group.sort_values("iteration").iterrows():
+            if not (0 < row["absmax"] < math.inf) or row["nans"] or row["infs"]:
+                unfit, previous = unfit + 1, None
+                continue
+            place = {name: row[name] for name in OPERAND} | {"tensor": index}
+            x, every = sample(catalog.load(row["tensor_id"]), int(row["contracted_axis"]), MOST_VALUES)
+            x = x.float()
+            dim = int(row["contracted_axis"]) if every == 1 else -1
+            absmax = torch.tensor(row["absmax"], dtype=torch.float32)
+            own = {margin: _trial(x, absmax, fmt, margin) for margin in (None, *MARGINS)}
+            trials += [
+                place | {"series": series, "iteration": row["iteration"], "margin": margin} | errors
+                for margin, errors in own.items()
+            ]
+            blocks += [place | each for each in _blocks(x, dim, absmax, fmt, whole=every == 1)]
+            best = max(MARGINS, key=lambda margin: (own[margin]["sqnr_db"], -abs(margin)))
+            k, most = int(own[best]["k"]), own[best]["sqnr_db"]
+            if previous is not None:
+                stale = _scaled_errors(x, fmt, previous)["sqnr_db"]
+                lost = 0.0 if stale == most else max(most - stale, 0.0)
+                stability.append(place | {"moved": abs(k - previous), "lost": lost})
+            previous = k
+    if not trials:
+        raise AdviceError("all operands that were read are 0 or not finite: choose another filter")
+    moves = pd.DataFrame(stability, columns=[*OPERAND, "tensor", "moved", "lost"])
+    return Sweep(fmt, pd.DataFrame(trials), pd.DataFrame(blocks), moves, len(rows), unfit)
+
+
+def _operands(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows of operands with values on disk, with their part of a recipe, and series."""
+    names = {operand.name for operand in PARTS["qk"]}
+    attention = rows["tensor_name"].isin(names).map({True: "qk", False: "pv"})
+    part = attention.where(rows["layer_type"] == "attention", "linear").where(rows["module"] != "router", "router")
+    rows = rows.assign(part=part, module=rows["module"].fillna(""))
+    known = {(part, operand.name) for part, operands in PARTS.items() for operand in operands}
+    named = pd.MultiIndex.from_frame(rows[["part", "tensor_name"]]).isin(known)
+    rows = rows[rows["contracted_axis"].notna() & rows["path"].notna() & (rows["numel"] > 0) & named]
+    series = rows.groupby(list(SAME_IN_ITERATIONS), dropna=False, sort=True).ngroup()
+    return rows.assign(series=series).reset_index(drop=True)
+
+
+def _sampled(rows: pd.DataFrame) -> pd.DataFrame:
+    """At most MOST_TENSORS rows of each operand: the last iterations of series that are spread evenly."""
+    parts = []
+    for _, own in rows.groupby(OPERAND, sort=True):
+        last = own.sort_values("iteration").groupby("series").tail(MOST_TENSORS)
+        names = sorted(last["series"].unique())
+        count = min(len(names), max(1, MOST_TENSORS // int(last["series"].value_counts().max())))
+        parts.append(last[last["series"].isin({names[i * len(names) // count] for i in range(count)})])
+    return pd.concat(parts)
+
+
+def _trial(x: Tensor, absmax: Tensor, fmt: str, margin: int | None) -> dict[str, float]:
+    spec = delayed(fmt, margin=margin or 0)
+    scale = spec.scaling.of_largest(absmax, spec, absmax)
+    k = 0 if margin is None else int(torch.frexp(scale)[1]) - 1
+    return _scaled_errors(x, fmt, k) | {"k": k}
+
+
+def _scaled_errors(x: Tensor, fmt: str, k: int) -> dict[str, float]:
+    """The errors of x · 2^k, which are those of x, and the share of nonzero codes in each tier."""
+    spec, scaled = Spec.of(fmt, scale="none"), x * 2.0**k
+    errors, used = score(scaled, spec), usage(scaled, spec)
+    names = [code_tiers(spec.format.element)[code] for code in used.codes]
+    counts = pd.Series(used.code_counts, names).groupby(level=0).sum().reindex(tiers(spec), fill_value=0)
+    shares = {name: float(counts[name]) / max(counts.sum(), 1) for name in tiers(spec)}
+    return {name: getattr(errors, name) for name in ERRORS} | shares
+
+
+def _blocks(x: Tensor, dim: int, absmax: Tensor, fmt: str, whole: bool) -> Iterator[dict[str, object]]:
+    """The SQNR with each block and scheme of the format. Tiles are tried on whole tensors only, as sampled lines are no
+    neighbors."""
+    for block in BLOCKS:
+        for scale in Spec.of(fmt).format.scale_rules:
+            try:
+                spec = Spec.of(fmt, scale=scale, block=block)
+            except SpecError:  # scale=none has no blocks
+                continue
+            if whole or block in ("tensor", "row") or block.startswith("1x"):
+                given = absmax if block == "tensor" else None
+                sums = look(x, spec, dim, absmax=given).sums
+                yield {"block": block, "spec": str(spec), "sqnr_db": sqnr_db(sums.signal, sums.noise)}
+
+
+def best_margin(trials: pd.DataFrame) -> Best:
+    """The best margin of the tensors of a group. Margins differ if the SQNR does, paired over tensors, by more than its
+    resolution (Holm)."""
+    table = trials.dropna(subset="margin").pivot(index="tensor", columns="margin", values="sqnr_db")
+    medians = table.median()
+    best = max(medians.index, key=lambda margin: (medians[margin], -abs(margin)))
+    others = [margin for margin in table.columns if margin != best]
+    losses = [paired(SQNR, table[best].to_dict(), table[margin].to_dict(), "tensors") for margin in others]
+    worse = {
+        margin
+        for margin, loss, apart in zip(others, losses, holm(losses), strict=True)
+        if apart and loss.value > SQNR.resolution
+    }
+    alike = tuple(int(margin) for margin in table.columns if margin not in worse)
+    return Best(0 if 0 in alike else int(best), alike)
+
+
+def spread(trials: pd.DataFrame, margin: int | None, name: str) -> Estimate:
+    """The median over tensors of a column of `trials` at a margin, with the 10th and 90th percentile."""
+    rows = trials["margin"].isna() if margin is None else trials["margin"] == margin
+    return spread_of(ERRORS.get(name, SHARE), trials.loc[rows, name])
+
+
+def best_blocks(blocks: pd.DataFrame) -> pd.DataFrame:
+    """Of a group, for each block the first of the format's schemes with the highest median SQNR, within its resolution:
+    block, spec, sqnr_db."""
+    medians = blocks.groupby(["block", "spec"], sort=False, as_index=False)["sqnr_db"].median()
+    most = medians.groupby("block")["sqnr_db"].transform("max")
+    best: pd.DataFrame = medians[medians["sqnr_db"] >= most - SQNR.resolution]
+    return best.drop_duplicates("block", ignore_index=True)
+
+
+def groups(table: pd.DataFrame, by: list[str]) -> Iterator[tuple[tuple[str, ...], pd.DataFrame]]:
+    """The values of the columns `by`, and the rows that have them."""
+    for key, rows in table.groupby(by):
+        yield tuple(map(str, key)), rows
+
+
+def recipe(found: Sweep, name: str, history: int) -> Recipe:
+    """Delayed scaling with the best margin of each operand. A module has a table of its own where the margin of all
+    modules together is distinguishably worse in it. Operands without values stay in bf16."""
+    draft = Draft(about=About(title=f"{found.fmt} with delayed scales from a sweep"))
+    pooled: dict[tuple[str, str], int] = {}
+    for (part, tensor), trials in groups(found.trials, ["part", "tensor_name"]):
+        pooled[part, tensor] = best_margin(trials).margin
+        _set(draft, part, part, tensor, delayed(found.fmt, history, pooled[part, tensor]))
+    for (part, module, tensor), trials in groups(found.trials, OPERAND):
+        best = best_margin(trials)
+        if part == "linear" and pooled[part, tensor] not in best.alike:
+            key = f"{MODULES}.{module}"
+            draft.formats.setdefault(key, dict(draft.formats[part]))
+            _set(draft, key, part, tensor, delayed(found.fmt, history, best.margin))
+    for part in draft.formats:
+        draft.request(part, found.fmt)
+    return draft.recipe(name)
+
+
+def _set(draft: Draft, key: str, part: str, tensor: str, spec: Spec) -> None:
+    draft.set(key, {operand.field: spec for operand in PARTS[part] if operand.name == tensor})
