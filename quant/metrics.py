@@ -407,24 +407,24 @@ def scores_later(
 ) -> list[tuple[Later[Errors], Later[dict[str, Histogram]] | None]]:
     """`score_later` for each spec; with `blocks`, of those that have blocks also `block_histograms_later`. Formats for
     which Triton has a kernel share a pass over x. codes: `counted(x)`, if it is known."""
-    x, pairs = x.detach(), {}
+    x = x.detach()
+    scores: dict[Spec, tuple[Later[Errors], Later[dict[str, Histogram]] | None]] = {}
     together = [spec for spec in specs if _has_triton(x) and has_kernel(spec) and not spec.hadamard]
     if together:
         from binade.quant.backends import triton_kernels  # as in _triton_score
 
         check_tensor(x, dim)
-        for spec, (numbers, counts) in zip(
-            together, triton_kernels.score_formats(x, together, dim, blocks=blocks), strict=True
-        ):
-            found = None if counts is None else Later(histograms, Part(counts))
-            pairs[spec] = _errors(numbers, x.numel()), found
+        results = triton_kernels.score_formats(x, together, dim, blocks=blocks)
+        for spec, (numbers, counts) in zip(together, results, strict=True):
+            histogram = None if counts is None else Later(histograms, Part(counts))
+            scores[spec] = _errors(numbers, x.numel()), histogram
     for spec in specs:
-        if spec not in pairs and blocks and x.numel() and spec.block not in (None, TENSOR):
+        if spec not in scores and blocks and x.numel() and spec.block not in (None, TENSOR):
             coded = rotate(x, spec, dim, 0).to(x.dtype) if spec.hadamard else x
-            pairs[spec] = score_blocks_later(coded, unrotated(spec), dim)
-        elif spec not in pairs:
-            pairs[spec] = score_later(x, spec, dim, codes=codes), None
-    return [pairs[spec] for spec in specs]
+            scores[spec] = score_blocks_later(coded, unrotated(spec), dim)
+        elif spec not in scores:
+            scores[spec] = score_later(x, spec, dim, codes=codes), None
+    return [scores[spec] for spec in specs]
 
 
 @dataclass(frozen=True)

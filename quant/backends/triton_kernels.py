@@ -441,18 +441,18 @@ def score_formats(
         limits = (1.0, spec.format.max) if spec.scaling.saturates else ()
         grids.append(Grid.of(x, dim, spec.run(x.shape[dim])))
         hows.append(_how(grids[-1], **_alone(spec), score=kind, stored=stored, limits=limits))
-    found: dict[Spec, tuple[Tensor, Tensor | None]] = {}
+    scores: dict[Spec, tuple[Tensor, Tensor | None]] = {}
     if together:
         out = torch.empty(len(together), NUMBERS + BINS, dtype=torch.float64, device=x.device)
         _launch_formats(x, dim, grids, tuple(hows), absmax, seed, out)
-        for spec, how, own in zip(together, hows, out, strict=True):
-            counts = own[NUMBERS:][: sum(COUNTS)] if how.score == BLOCKS.value else None
-            found[spec] = own[:NUMBERS], counts
+        for spec, how, row in zip(together, hows, out, strict=True):
+            counts = row[NUMBERS:][: sum(COUNTS)] if how.score == BLOCKS.value else None
+            scores[spec] = row[:NUMBERS], counts
     for spec in specs:
-        if spec not in found:
+        if spec not in scores:
             counted = blocks and spec.block not in (None, TENSOR)
-            found[spec] = score(original, None, spec, dim, None, absmax if spec in whole else None, seed, counted)
-    return [found[spec] for spec in specs]
+            scores[spec] = score(original, None, spec, dim, None, absmax if spec in whole else None, seed, counted)
+    return [scores[spec] for spec in specs]
 
 
 def _launch_formats(
@@ -515,9 +515,9 @@ def score(
 
     if spec is None:
         grid = Grid.of(x, 0, None)
-        asked = prepared(grid, SUMS)
-        _launch(x, grid, E4M3, ROUNDED.value, score=asked)
-        return asked.out, None
+        request = prepared(grid, SUMS)
+        _launch(x, grid, E4M3, ROUNDED.value, score=request)
+        return request.out, None
     runs, factors = TritonRuns(x, spec, dim % x.dim()), NO_FACTORS
     if y is None:
         factors, scales = runs.factors(absmax, True)
@@ -525,12 +525,12 @@ def score(
     of_pieces = None if per_run is None else runs._of_pieces(per_run)
     grid, together = runs._pieces()
     kind = SUMS if not blocks else BLOCKS if together == 1 and runs._rows == 1 else RUNS
-    asked = prepared(grid, kind, of_pieces, runs.limits(absmax))
+    request = prepared(grid, kind, of_pieces, runs.limits(absmax))
     if y is None:
-        runs.rescaled(factors, seed, asked)
+        runs.rescaled(factors, seed, request)
     else:
-        _launch(x, grid, E4M3, ROUNDED.value, score=asked)
-    if asked.runs is not None:
+        _launch(x, grid, E4M3, ROUNDED.value, score=request)
+    if request.runs is not None:
         assert per_run is not None, "the scales of a block format are missing"
-        return asked.out, runs.counts_of(asked.runs, per_run)
-    return asked.out[:NUMBERS], asked.out[NUMBERS:][: sum(COUNTS)] if blocks else None
+        return request.out, runs.counts_of(request.runs, per_run)
+    return request.out[:NUMBERS], request.out[NUMBERS:][: sum(COUNTS)] if blocks else None
