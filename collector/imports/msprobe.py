@@ -125,13 +125,19 @@ def logs(path: Path) -> bool:
 def statistics(path: Path) -> Statistics:
     try:
         calls = json.loads(read_file(path))["data"]
-        tensors = [tensor for name, call in calls.items() for tensor in _leaves(name, call)]
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return _statistics(path, [tensor for name, call in calls.items() for tensor in _leaves(name, call)])
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError):
         raise ValueError("it is damaged, or not a dump.json of msprobe") from None
+
+
+def _statistics(path: Path, tensors: list[tuple[str, dict[str, Any]]]) -> Statistics:
     found, left_out = [], Counter[tuple[str, str]]()
     for name, tensor in tensors:
         dtype, shape = str(tensor.get("dtype")).rpartition(".")[2].lower(), tensor.get("shape")
         values = {name: _number(tensor.get(name)) for name in ("Min", "Max", "Mean", "Norm")}
+        least, largest, _, norm = values.values()
+        if (norm or 0) < 0 or (least is not None and largest is not None and least > largest):
+            raise ValueError("no tensor has such statistics")
         log = read(path.with_name(DATA) / f"{name}.pt", None, None)
         if dtype not in BYTES:
             left_out["", f"not a floating tensor: {dtype[:40]}"] += 1
@@ -142,7 +148,7 @@ def statistics(path: Path) -> Statistics:
         else:
             numel = math.prod(shape)
             columns = {column: values[name] for name, column in STATISTICS.items()}
-            columns["rms"] = None if values["Norm"] is None else values["Norm"] / math.sqrt(numel)
+            columns["rms"] = None if norm is None else norm / math.sqrt(numel)
             if dtype in ("bfloat16", "float16"):
                 log = replace(log, corrections=(*log.corrections, f"Its mean and norm were rounded to {dtype}."))
             known = {"numel": numel, "nbytes": numel * BYTES[dtype], "shape": shape, "dtype": dtype}
@@ -170,7 +176,7 @@ def _is_shape(value: object) -> TypeGuard[list[int]]:
     sizes = value if isinstance(value, list) else []
     return (
         len(sizes) <= 8
-        and all(isinstance(size, int) and 0 < size <= LARGEST for size in sizes)
+        and all(type(size) is int and 0 < size <= LARGEST for size in sizes)
         and math.prod(sizes) < 1 << 53
     )
 

@@ -109,15 +109,19 @@ def logs(path: Path) -> bool:
 
 
 def statistics(path: Path) -> Statistics:
-    rank = _LOG.fullmatch(path.name)
     tensors: dict[tuple[str, ...], dict[str, float]] = {}
     left_out: Counter[tuple[str, str]] = Counter()
     with open(path, encoding="utf-8", errors="replace", opener=regular) as file:
         while text := file.readline(LONGEST_LINE):
+            if not text.endswith("\n") and len(text) < LONGEST_LINE:
+                left_out["", "the last line has no line break, so it may be cut"] += 1
+                break
             line = _LINE.fullmatch(text.rpartition("INFO - ")[2].strip())
             if line is None:
                 raise ValueError(f"it has a line that is not a statistic of {NAME}: {text[:80].strip()!r}")
             values = tensors.setdefault((line["layer"], line["tensor"], line["iteration"]), {})
+            if line["statistic"] in values:
+                left_out[line["statistic"], "a later line has the same iteration, as after a restart"] += 1
             values[line["statistic"]] = float(line["value"])
     found = []
     for (layer, tensor, iteration), values in tensors.items():
@@ -137,7 +141,7 @@ def statistics(path: Path) -> Statistics:
             else:
                 columns["mse" if error else COLUMNS[name]] = value
         if columns:
-            log = _log(layer.replace(".", "_"), tensor, iteration, rank[1] if rank else "")
+            log = _log(layer.replace(".", "_"), tensor, iteration, path.stem.rpartition("-")[2])
             recipe = next(iter(recipes)) if len(recipes) == 1 else None
             log = replace(log, original_quant_type=recipe, corrections=(*log.corrections, DECIMALS))
             found.append(logged(log, columns, contracted_axis=log.contracted_axis))

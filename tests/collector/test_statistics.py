@@ -181,6 +181,12 @@ def test_msprobe_without_some_statistics(bring, tmp_path):
     assert total["max"] == 2 and pd.isna(total["rms"]) and pd.isna(total["mean"])
 
 
+def one_tensor(**changes: object) -> str:
+    """A dump.json of a tensor with these entries."""
+    known = {"dtype": "torch.float32", "shape": [2], "Min": 0, "Max": 1, "Mean": 0.5, "Norm": 1} | changes
+    return json.dumps({"task": "statistics", "data": {"Torch.relu.0.forward": {"output": [known]}}})
+
+
 BAD = {
     "text": ("te", "hello\n", "a line that is not a statistic of TransformerEngine: 'hello'"),
     "long": ("te", "x" * 9000, "a line that is not a statistic"),
@@ -191,12 +197,11 @@ BAD = {
     "no data": ("ms", '{"task": "statistics"}', "damaged"),
     "list": ("ms", '{"task": "statistics", "data": [1]}', "damaged"),
     "empty": ("ms", '{"task": "statistics", "data": {}}', "it has no statistics"),
-    "shape": (
-        "ms",
-        '{"task": "statistics", "data": {"Torch.relu.0.forward": {"output": [{"dtype": "torch.float32", "shape": [-1], '
-        '"Max": 1}]}}}',
-        "no size of 1 or more",
-    ),
+    "size": ("ms", one_tensor(shape=[-1]), "no size of 1 or more"),
+    "size of a bool": ("ms", one_tensor(shape=[True, 2]), "no size of 1 or more"),
+    "digits": ("ms", one_tensor(Max=10**400), "damaged"),
+    "minimum above maximum": ("ms", one_tensor(Min=2), "damaged"),
+    "negative norm": ("ms", one_tensor(Norm=-1), "damaged"),
 }  # fmt: skip
 
 
@@ -210,6 +215,18 @@ def test_a_damaged_log_is_refused_and_the_rest_goes_on(bring, tmp_path, tool, te
     assert bring() == 0 and len(rows(tmp_path)) == 1
     (found,) = refusals(tmp_path).values()
     assert reason in found and len(found) < 300 and found.isprintable()
+
+
+def test_a_line_that_is_cut_and_repeated_iterations_are_counted(bring, tmp_path):
+    lines = [te_line(f"{LAYERS[0]}_weight_max", value, 1) for value in (1.0, 2.0)]  # restarted into the same log
+    write_te(tmp_path / "logs", {}, [*lines, te_line(f"{LAYERS[0]}_weight_min", -1.25, 1)[:-4]])
+    assert bring() == 0
+    (row,) = (row for _, row in rows(tmp_path).iterrows())
+    assert known(row) == {"max": 2.0}
+    assert {key: reason[:20] for key, reason in refusals(tmp_path).items()} == {
+        "max": "left out of 1 tensor",
+        None: "left out of 1 tensor",
+    }
 
 
 def test_a_log_alone_that_is_damaged_fails(bring, capsys, tmp_path):
