@@ -40,6 +40,7 @@ from __future__ import annotations
 
 import json
 import re
+import reprlib
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
@@ -68,6 +69,7 @@ PUBLISHED = {path.stem: path for path in sorted(Path(__file__).parent.glob("*.to
 
 ABOUT = {each.name: each.type for each in fields(About)}
 SECTIONS = (*PARTS, MODULES, "keep", "deoscillation", "schedule")
+LONGEST_EXCERPT = 80
 Reader = Callable[[str, str], Draft]
 START = re.compile(r"[1-9]\d{0,8}|(100|\d{1,2})(\.\d+)?%")
 
@@ -95,8 +97,9 @@ def read_draft(path: Path, quant_type: str, reader: Reader | None = None) -> Dra
 
 def draft_of(text: str, quant_type: str) -> Draft:
     """As `read_draft`, from TOML text. Raises RecipeError."""
-    with raising(RecipeError, "is not TOML", tomllib.TOMLDecodeError):
-        return draft_from(tomllib.loads(text), quant_type)
+    with raising(RecipeError, "is not TOML", ValueError, RecursionError):
+        tables = tomllib.loads(text)
+    return draft_from(tables, quant_type)
 
 
 def draft_from(given: Mapping[str, Any], quant_type: str) -> Draft:
@@ -214,14 +217,19 @@ def check_keys(given: Mapping[str, Any], known: Iterable[str], where: str) -> No
 
 def as_table(value: object, where: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise RecipeError(f"{where} must be a table, not {value!r}")
+        raise RecipeError(f"{where} must be a table, not {excerpt(value)}")
     return value
 
 
 def as_text(value: object, where: str) -> str:
     if not isinstance(value, str):
-        raise RecipeError(f"{where} must be a string, not {value!r}")
+        raise RecipeError(f"{where} must be a string, not {excerpt(value)}")
     return value
+
+
+def excerpt(value: object) -> str:
+    """A value of a file for a message. A few aliases of YAML can stand for millions of values."""
+    return reprlib.repr(value)[:LONGEST_EXCERPT]
 
 
 def to_toml(recipe: Recipe) -> str:

@@ -27,7 +27,7 @@ from typing import Any
 from binade.collector.errors import raising
 from binade.collector.models.site import SEPARATE, megatron_paths
 from binade.collector.recipes.draft import Draft, Formats
-from binade.collector.recipes.files import PUBLISHED, as_table, as_text, check_keys, read_draft
+from binade.collector.recipes.files import PUBLISHED, as_table, as_text, check_keys, excerpt, read_draft
 from binade.collector.recipes.recipe import BF16, LINEAR_OPERANDS, MODULES, PARTS, About, Part, Recipe, RecipeError
 from binade.quant.specs import OPERAND_FIELDS, Spec
 
@@ -104,11 +104,14 @@ def draft_of(content: str, quant_type: str) -> Draft:
     """
     import yaml  # for which --help does not wait
 
-    with raising(RecipeError, "is not YAML", yaml.YAMLError):
-        sections = _checked(yaml.safe_load(content), {"configs": (), "matchers": ()}, "the file")
+    with raising(RecipeError, "is not YAML", yaml.YAMLError, ValueError, RecursionError):
+        loaded = yaml.safe_load(content)
+    sections = _checked(loaded, {"configs": (), "matchers": ()}, "the file")
     configs = {name: _config(config, f"configs.{name}") for name, config in _entries(sections, "configs")}
     draft, used = Draft(), dict[str, Config]()
     for name, entry in _entries(sections, "matchers"):
+        if not configs:
+            raise RecipeError(f"matchers.{name} names a config, but configs is empty")
         matcher = _checked(entry, {**MATCHER, "config": tuple(configs)}, f"matchers.{name}")
         pattern, config = as_text(matcher["pattern"], f"matchers.{name}.pattern"), configs[matcher["config"]]
         if not GLOB.match(pattern):
@@ -155,7 +158,7 @@ def _checked(value: object, keys: Keys, where: str) -> dict[str, Any]:
     for key, allowed in keys.items():
         if allowed and given.get(key) not in allowed:
             expected = " or ".join(str(each).lower() for each in allowed if each is not None)
-            raise RecipeError(f"{where}.{key} is {given.get(key)!r}: expected {expected}")
+            raise RecipeError(f"{where}.{key} is {excerpt(given.get(key))}: expected {expected}")
     return {key: given.get(key) for key in keys}
 
 
@@ -167,9 +170,11 @@ def write(recipe: Recipe, *, forward_only: bool = False) -> str:
     """
     import yaml
 
-    for what in ("keep", "schedule"):
+    for what in ("keep", "schedule", "deoscillation"):
         if getattr(recipe, what):
             raise RecipeError(f"a precision file has no {what}: write a .toml file")
+    if recipe.pv.formats.softmax.tile:
+        raise RecipeError(f"pv.softmax is {recipe.pv.formats.softmax}: a precision file is about linear layers only")
     for name, part in recipe.parts().items():
         quantized = [operand for operand in PARTS[name] if part.formats[operand.field]]
         if name != "linear" and quantized:

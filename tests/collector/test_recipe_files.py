@@ -204,6 +204,8 @@ def test_what_replaces_an_operand_is_not_rounded_from_its_rounded_value():
         ("[[schedule]]\nfrom = '120%'", "from = 120%"),
         ("schedule = 3", "schedule is a list"),
         ("[linear", "is not TOML"),
+        ("title = " + "[" * 5000, "is not TOML: maximum recursion depth"),
+        ("title = " + "9" * 5000, "is not TOML: Exceeds the limit"),
         (
             "[deoscillation]\nperiods = 2",
             "unknown key 'periods' in .deoscillation.: expected one of period",
