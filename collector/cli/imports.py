@@ -21,6 +21,7 @@ SCORES = ",".join(DEFAULT_SCORES)
 
 OF_TENSORS = ("scores", "workers")
 OF_LOSSES = ("recipe", "model", "dataset", "seed", "name", "step_column", "loss_column")
+KINDS = ("tensors", "losses")
 START = ("model", "dataset", "seed")
 
 
@@ -40,14 +41,25 @@ def _import(context: click.Context, /, path: Path, root: str, **options: Any) ->
 
     if not path.expanduser().exists():
         raise ConfigError(f"{path} does not exist: expected a directory of tensors, or a loss log")
-    losses = is_loss_log(path)
-    for name in OF_TENSORS if losses else OF_LOSSES:
-        if context.get_parameter_source(name) == ParameterSource.COMMANDLINE:
-            option = f"--{name.replace('_', '-')}"
-            raise ConfigError(f"{option} is for {'tensors' if losses else 'losses'}, which {path} does not contain")
+
+    def chosen(options: tuple[str, ...]) -> list[str]:
+        return [name for name in options if context.get_parameter_source(name) == ParameterSource.COMMANDLINE]
+
     command, into = line_of(context.find_root().obj), resolve_root(root)
+    losses = is_loss_log(path) and (bool(chosen(OF_LOSSES)) or not _has_tensors(path, into))
+    for name in chosen(OF_TENSORS if losses else OF_LOSSES):
+        option, (kind, other) = f"--{name.replace('_', '-')}", KINDS if losses else KINDS[::-1]
+        raise ConfigError(f"{option} is for {kind}, but {path} is imported as {other}")
     own = {name: options[name] for name in (OF_LOSSES if losses else OF_TENSORS)}
     return (_losses if losses else _tensors)(path, into, command, **own)
+
+
+def _has_tensors(path: Path, root: Path) -> bool:
+    """Whether it is a directory with tensor files."""
+    from binade.collector.imports.files import walk
+
+    path = path.expanduser().resolve()
+    return path.is_dir() and bool(walk(path, root)[0])
 
 
 def _losses(path: Path, root: Path, command: str, recipe: str | None, **options: Any) -> int:
@@ -60,8 +72,12 @@ def _losses(path: Path, root: Path, command: str, recipe: str | None, **options:
     run_id, log = import_losses(path, root, recipe=recipe, start=start, command=command, **options)
     first, last = min(log.losses), max(log.losses)
     lines = [f"{run_id}: {len(log.losses):,} losses ({log.loss_column}), {log.step_column} {first} to {last}"]
+    if log.others:
+        lines.append(f"not read: {', '.join(log.others)}; --step-column and --loss-column choose a column")
     if log.repeated:
-        lines.append(f"{log.repeated:,} losses were replaced by a later one of the same step")
+        lines.append(f"{log.repeated:,} losses were left out: the last finite one of each step counts")
+    if log.cut:
+        lines.append("1 line was left out: it is the last one and has no line break, so it may be cut")
     if missing := [f"--{name}" for name, value in start.items() if value is None]:
         lines.append(f"not compared with other runs: that needs {', '.join(missing)}, the same as for its bf16 run")
     print_text("\n".join(map(one_line, lines)))
@@ -100,11 +116,15 @@ def _tensors(path: Path, root: Path, command: str, scores: tuple[str, ...], work
 
 
 def _refusals(result: Imported) -> list[str]:
-    """The refused files with the reasons; only the first ones if there are many."""
-    lines = [f"    {one_line(refusal.line)}" for refusal in result.refused[:SHOWN_REFUSALS]]
-    if hidden := len(result.refused) - len(lines):
-        lines.append(f"    and {hidden} more: {result.directory / 'refused.jsonl'}")
-    return [f"refused: {len(result.refused)}", *lines] if lines else []
+    """The refused files, and what was left out of others, with the reasons; only the first ones if there are many."""
+    lines = []
+    for title, of_left_out in (("refused", False), ("left out", True)):
+        refusals = [refusal for refusal in result.refused if refusal.is_left_out == of_left_out]
+        lines += [f"{title}: {len(refusals)}"] * bool(refusals)
+        lines += [f"    {one_line(refusal.line)}" for refusal in refusals[:SHOWN_REFUSALS]]
+        if (hidden := len(refusals) - SHOWN_REFUSALS) > 0:
+            lines.append(f"    and {hidden} more: {result.directory / 'refused.jsonl'}")
+    return lines
 
 
 TENSORS, LOSSES = "Options for tensors", "Options for a loss log"

@@ -13,6 +13,7 @@ from binade.data.foreign import SUFFIXES
 from binade.data.runs import is_unicode
 
 LOSS_LOGS = ".csv, .jsonl, .ndjson or an event file of TensorBoard"
+LEFT_OUT = "left out of "  # starts the reason
 PICKLE = "a pickle can run code when it is opened, so it is not opened"
 
 
@@ -33,6 +34,11 @@ class Refusal:
     file: str
     reason: str
     key: str | None = None
+
+    @property
+    def is_left_out(self) -> bool:
+        """Whether it is a statistic that is left out on purpose, of a file that was read."""
+        return self.reason.startswith(LEFT_OUT)
 
     @property
     def line(self) -> str:

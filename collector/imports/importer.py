@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from binade.collector.errors import ConfigError
-from binade.collector.imports.files import File, Refusal, checked, walk
+from binade.collector.imports.files import LEFT_OUT, File, Refusal, checked, walk
 from binade.collector.imports.log import Importer, Log
 from binade.collector.imports.registry import interpret, statistics_of
 from binade.collector.imports.run import run_of_import
@@ -159,7 +159,7 @@ def _read_statistics(job: Job, importer: Importer) -> Read:
     except (ValueError, OSError, MemoryError) as error:
         return Read(refused=[Refusal(name, describe(error))])
     refused = [
-        Refusal(name, f"left out of {counted(count, 'tensor')}: {reason}", statistic or None)
+        Refusal(name, f"{LEFT_OUT}{counted(count, 'tensor')}: {reason}", statistic or None)
         for (statistic, reason), count in sorted(statistics.left_out.items())
     ]
     rows = [

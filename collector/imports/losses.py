@@ -23,10 +23,12 @@ from binade.data.json_files import parse_json, sealed
 from binade.data.runs import DONE, RunNotes, is_unicode, read_notes, write_notes
 from binade.data.store import regular, staged_file
 
-# The columns, keys and tags that training frameworks use, in lower case.
-STEPS = {"step", "steps", "_step", "iter", "iteration", "global_step", "train/global_step", "trainer/global_step"}
-LOSSES = {"loss", "lm loss", "lm_loss", "train/loss", "train/lm loss", "train_loss", "train loss", "training loss",
-          "training_loss", "reduced_train_loss", "loss_metrics/global_avg_loss"}  # fmt: skip
+# The columns, keys and tags that training frameworks use, in lower case. Of several, the first one here is read: W&B's
+# _step counts calls of its log function, and Hugging Face's train_loss is the mean over the training.
+STEPS = ("iteration", "iter", "global_step", "train/global_step", "trainer/global_step", "step", "steps", "_step")
+LOSSES = ("lm loss", "lm_loss", "train/lm loss", "loss", "train/loss", "reduced_train_loss",
+          "loss_metrics/global_avg_loss", "training loss", "training_loss", "train loss", "train_loss")  # fmt: skip
+BLANK = ("", "None")  # cells of rows without a loss
 EVENTS = "tfevents"  # in the name of each TensorBoard event file
 LONGEST_LINE = 1 << 20
 MOST_STEPS = 3_000_000  # loss.jsonl is read as a whole: see data.store.MOST_BYTES
@@ -36,13 +38,19 @@ Rows = Iterator[tuple[str, Mapping[str, Any]]]  # the place, for messages, and t
 
 @dataclass(frozen=True)
 class LossLog:
-    """The losses of a log by step. repeated: the losses that a later one of the same step replaces, as after a
-    restart."""
+    """The losses of a log by step.
+
+    others    columns that might be meant as well
+    repeated  the losses that another one of the same step replaces, as after a restart
+    cut       whether a last line without a line break was left out: its number may be cut
+    """
 
     step_column: str
     loss_column: str
     losses: Mapping[int, float]
+    others: tuple[str, ...]
     repeated: int
+    cut: bool
 
 
 def is_loss_log(source: Path) -> bool:
@@ -54,26 +62,37 @@ def is_loss_log(source: Path) -> bool:
 
 
 def read_log(source: Path, step_column: str | None = None, loss_column: str | None = None) -> LossLog:
-    """Read a log. Without a column, the one that is in STEPS or LOSSES. Raises ConfigError, and OSError."""
+    """Read a log. Without a column, the first one that is in STEPS or LOSSES. Raises ConfigError, and OSError."""
     names: dict[str, None] = {}
     losses: dict[int, float] = {}
+    step_names: list[str] = []
+    loss_names: list[str] = []
     step_name = loss_name = None
-    read = 0
-    rows = _events(source) if source.is_dir() or EVENTS in source.name else ROWS[source.suffix](source)
+    read, cut = 0, list[str]()
+    if source.is_dir() or EVENTS in source.name:
+        rows, step_column = _events(source), step_column or "step"
+    else:
+        rows = ROWS[source.suffix](source, cut)
     for place, row in rows:
         if not row.keys() <= names.keys():
             names |= dict.fromkeys(row)
-            step_name = _column(source, names, step_column, STEPS, "--step-column")
-            loss_name = _column(source, names, loss_column, LOSSES, "--loss-column")
+            loss_names = _columns(names, loss_column, LOSSES)
+            if loss_names[:1] != [loss_name]:  # earlier rows have no loss in this column
+                loss_name, losses, read = next(iter(loss_names), None), {}, 0
+            if not losses:
+                step_names = _columns(names, step_column, STEPS)
+                step_name = next(iter(step_names), None)
         loss = None if loss_name is None else row.get(loss_name)
-        if loss is None or loss == "":  # of an evaluation, or another series
+        if loss is None or (isinstance(loss, str) and loss.strip() in BLANK):  # of an evaluation, or another series
             continue
         if step_name is None:
             break
         step = _number(row.get(step_name), f"{place}: the step")
         if not (step.is_integer() and 0 <= step < 1 << 53):
             raise ConfigError(f"{place}: the step is {step:g}: expected a whole number from 0")
-        losses[int(step)] = _number(loss, f"{place}: the loss")
+        number = _number(loss, f"{place}: the loss")
+        if math.isfinite(number) or int(step) not in losses:
+            losses[int(step)] = number
         read += 1
         if len(losses) > MOST_STEPS:
             raise ConfigError(f"{source} has more than {MOST_STEPS:,} steps: keep every tenth, for example")
@@ -82,17 +101,16 @@ def read_log(source: Path, step_column: str | None = None, loss_column: str | No
         raise ConfigError(f"{source}: no column is known to have the {what}: give {option} NAME; it has {_list(names)}")
     if not losses:
         raise ConfigError(f"{source} has no losses in {loss_name!r}")
-    return LossLog(step_name, loss_name, losses, read - len(losses))
+    others = (*step_names[1:], *loss_names[1:])
+    return LossLog(step_name, loss_name, losses, others, read - len(losses), bool(cut))
 
 
-def _column(source: Path, names: Mapping[str, None], choice: str | None, known: set[str], option: str) -> str | None:
-    """The column to read, None if the log has not had it so far."""
+def _columns(names: Iterable[str], choice: str | None, known: tuple[str, ...]) -> list[str]:
+    """The columns that may be meant, the one to read first; none if the log has not had one so far."""
     if choice:
-        return choice if choice in names else None
+        return [name for name in names if name == choice]
     candidates = [name for name in names if name.strip().lower() in known]
-    if len(candidates) > 1:
-        raise ConfigError(f"{source}: several columns may be meant: choose one of {_list(candidates)} with {option}")
-    return candidates[0] if candidates else None
+    return sorted(candidates, key=lambda name: known.index(name.strip().lower()))
 
 
 def _list(names: Iterable[str]) -> str:
@@ -103,12 +121,16 @@ def _list(names: Iterable[str]) -> str:
 
 def _number(value: Any, what: str) -> float:
     try:
+        if isinstance(value, bool):
+            raise TypeError
         return float(value)
     except (TypeError, ValueError, OverflowError):
         raise ConfigError(f"{what} is {str(value)[:40]!r}: expected a number") from None
 
 
-def _lines(source: Path) -> Iterator[str]:
+def _lines(source: Path, cut: list[str]) -> Iterator[str]:
+    """The lines of a text. cut: gets a last one without a line break, which may be incomplete while a training
+    writes."""
     with (
         raising(ConfigError, f"{source} is not UTF-8", UnicodeDecodeError),
         open(source, encoding="utf-8-sig", newline="", opener=regular) as file,
@@ -116,11 +138,14 @@ def _lines(source: Path) -> Iterator[str]:
         while line := file.readline(LONGEST_LINE):
             if len(line) == LONGEST_LINE:
                 raise ConfigError(f"{source} has a line of more than {LONGEST_LINE:,} characters")
-            yield line
+            if line.endswith(("\n", "\r")):
+                yield line
+            else:
+                cut.append(line)
 
 
-def _csv(source: Path) -> Rows:
-    reader = csv.DictReader(_lines(source))
+def _csv(source: Path, cut: list[str]) -> Rows:
+    reader = csv.DictReader(_lines(source, cut))
     with raising(ConfigError, f"{source} is not CSV", csv.Error):
         header = reader.fieldnames or ()
         if len(set(header)) < len(header):
@@ -132,16 +157,14 @@ def _csv(source: Path) -> Rows:
             yield place, row
 
 
-def _json_lines(source: Path) -> Rows:
-    for number, line in enumerate(_lines(source), 1):
+def _json_lines(source: Path, cut: list[str]) -> Rows:
+    for number, line in enumerate(_lines(source, cut), 1):
         if line.isspace():
             continue
         place = f"{source}, line {number}"
         try:
             row = json.loads(line)
         except (ValueError, RecursionError):
-            if not line.endswith("\n"):  # it is still being written, or its writer was killed
-                return
             raise ConfigError(f"{place} is not JSON") from None
         if not isinstance(row, dict):
             raise ConfigError(f"{place} is not a JSON object")
@@ -162,12 +185,12 @@ def _events(source: Path) -> Rows:
     paths = sorted(path for path in source.iterdir() if EVENTS in path.name) if source.is_dir() else [source]
     for path in paths:
         open(path, "rb", opener=regular).close()
-        with raising(ConfigError, f"{path} is not an event file", DecodeError):
+        with raising(ConfigError, f"{path} is not an event file", DecodeError, MemoryError, OverflowError, ValueError):
             for event in LegacyEventFileLoader(str(path)).Load():
                 for value in event.summary.value:
                     number = value.simple_value if value.HasField("simple_value") else None
-                    if value.HasField("tensor"):
-                        with suppress(TypeError, ValueError):  # it is not a scalar
+                    if value.HasField("tensor") and not value.tensor.tensor_shape.dim:
+                        with suppress(TypeError, ValueError):  # it is a text
                             number = float(make_ndarray(value.tensor))
                     if number is not None:
                         yield str(path), {"step": event.step, value.tag: number}

@@ -6,7 +6,9 @@ import json
 import math
 import os
 import signal
+import struct
 import sys
+import tracemalloc
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,6 +16,12 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.compat.proto.tensor_pb2 import TensorProto
+from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
+from tensorboard.compat.proto.types_pb2 import DT_FLOAT
+from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
 from torch.utils.tensorboard import SummaryWriter
 
 from binade.cli import main
@@ -21,6 +29,7 @@ from binade.collector.cli.compare import compare
 from binade.collector.imports import losses
 from binade.data.runs import CRASHED, DONE, RunInfo, check_losses, list_runs, read_losses, read_notes
 from tests.collector.forked import forked, kill_at
+from tests.collector.logs_made import tensor, write
 
 STEPS = np.arange(1, 51)
 BF16 = 2 + 8 * np.exp(-STEPS / 20)
@@ -95,7 +104,7 @@ def test_what_the_log_says_is_kept(bring, capsys, tmp_path):
     del expected[4]  # pandas wrote the NaN as an empty cell
     assert curve(tmp_path) == {step: x if math.isfinite(x) else None for step, x in sorted(expected.items())}
     assert list(curve(tmp_path)) == sorted(expected)
-    assert "2 losses were replaced by a later one of the same step" in capsys.readouterr().out
+    assert "2 losses were left out: the last finite one of each step counts" in capsys.readouterr().out
     run = run_of(tmp_path)
     assert (run.status.state, run.status.iteration, run.status.tensors) == (DONE, 50, 0)
     assert (run.status.loss_first, run.status.loss_last) == (loss[0], loss[48])
@@ -124,8 +133,6 @@ def test_the_same_column_of_the_same_log_is_the_same_run(bring, tmp_path):
 BAD = {
     "no loss": ("step,lr\n1,2\n", "give --loss-column NAME; it has 'step', 'lr'"),
     "no step": ("loss,lr\n1,2\n", "give --step-column NAME; it has 'loss', 'lr'"),
-    "several losses": ("step,loss,train_loss\n1,2,3\n", "one of 'loss', 'train_loss' with --loss-column"),
-    "several steps": ("Step,iteration,loss\n1,2,3\n", "one of 'Step', 'iteration' with --step-column"),
     "no number": ("step,loss\n1,2\n2,two\n", "line 3: the loss is 'two'"),
     "no whole step": ("step,loss\n1.5,2\n", "line 2: the step is 1.5"),
     "negative": ("step,loss\n-1,2\n", "line 2: the step is -1"),
@@ -144,7 +151,8 @@ BAD_JSON = {
     "nested": ("[" * 100_000 + "\n", "line 1 is not JSON"),
     "list": ('{"step": 1, "loss": [2]}\n', "line 1: the loss is '[2]'"),
     "digits": ('{"step": 1, "loss": ' + "9" * 400 + "}\n", "line 1: the loss is '999"),
-    "several at last": ('{"step": 1, "loss": 2}\n{"step": 1, "train_loss": 3}\n', "one of 'loss', 'train_loss'"),
+    "step of a bool": ('{"step": true, "loss": 2}\n', "line 1: the step is 'True'"),
+    "loss of a bool": ('{"step": 1, "loss": true}\n', "line 1: the loss is 'True'"),
     "bytes": ('{"step": 1, "loss": 2, "x": "\udcff"}\n', "is not UTF-8"),
 }
 
@@ -162,9 +170,38 @@ def test_a_bad_log_is_one_line_and_leaves_nothing(bring, capsys, tmp_path, suffi
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_last_line_that_is_cut_short_is_left_out(bring, tmp_path):
-    (tmp_path / "x.jsonl").write_text('{"step": 1, "loss": 2}\n\n{"step": 2, "lo')
-    assert bring("x.jsonl") == 0 and curve(tmp_path) == {1: 2.0}
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("x.jsonl", '{"step": 1, "loss": 2}\n\n{"step": 2, "lo'),
+        ("x.csv", "step,loss\n1,2\n2,1"),
+        ("x.csv", "step,loss\r1,2\r2,1"),
+    ],
+)
+def test_a_last_line_that_is_cut_short_is_left_out(bring, capsys, tmp_path, name, text):
+    (tmp_path / name).write_text(text)
+    assert bring(name) == 0 and curve(tmp_path) == {1: 2.0}
+    assert "1 line was left out" in capsys.readouterr().out
+
+
+LOGS = {
+    "Hugging Face": (
+        "x.jsonl",
+        '{"step": 1, "loss": 3.0}\n{"step": 2, "loss": 2.0}\n{"step": 2, "train_loss": 2.5}\n',
+        {1: 3, 2: 2},
+        "(loss), step 1 to 2\nnot read: train_loss;",
+    ),
+    "the mean first": ("x.jsonl", '{"step": 2, "train_loss": 2.5}\n{"step": 1, "loss": 3.0}\n', {1: 3}, "(loss), step"),
+    "W&B": ("x.csv", "_step,loss,train/global_step\n0,3,10\n1,2,20\n", {10: 3, 20: 2}, "not read: _step;"),
+    "blank": ("x.csv", "Step,Loss\n1,3\n2, \n3,None\n", {1: 3}, "1 losses"),
+    "NaN later": ("x.csv", "step,loss\n1,3\n1,nan\n2,nan\n2,4\n", {1: 3, 2: 4}, "2 losses were left out"),
+}
+
+
+@pytest.mark.parametrize(("name", "text", "losses", "summary"), LOGS.values(), ids=LOGS)
+def test_usual_logs(bring, capsys, tmp_path, name, text, losses, summary):
+    (tmp_path / name).write_text(text)
+    assert bring(name) == 0 and curve(tmp_path) == losses and summary in capsys.readouterr().out
 
 
 def test_bad_event_files(bring, capsys, tmp_path, monkeypatch):
@@ -181,6 +218,45 @@ def test_bad_event_files(bring, capsys, tmp_path, monkeypatch):
     assert capsys.readouterr().err.count("\n") == 3
     monkeypatch.setitem(sys.modules, "tensorboard.util.tensor_util", None)
     assert bring("cut") == 2 and "pip install 'binade[tensorboard]'" in capsys.readouterr().err
+
+
+def record(content: bytes, length: int | None = None) -> bytes:
+    """A record of an event file; length: as its header gives it."""
+    header = struct.pack("<Q", len(content) if length is None else length)
+    crc = [struct.pack("<I", masked_crc32c(part)) for part in (header, content)]
+    return header + crc[0] + content + crc[1]
+
+
+@pytest.mark.parametrize("length", [1 << 62, (1 << 64) - 1])
+def test_a_record_that_claims_a_huge_length_is_refused(bring, capsys, tmp_path, length):
+    (tmp_path / "events.out.tfevents.1").write_bytes(record(b"x", length))
+    assert bring("events.out.tfevents.1") == 2
+    err = capsys.readouterr().err
+    assert "is not an event file" in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("sizes", [(20_000, 10_000), (100_000, 100_000), (1,)])
+def test_a_tensor_that_is_not_a_scalar_is_not_expanded(bring, capsys, tmp_path, sizes):
+    """One value stands for all."""
+    shape = TensorShapeProto(dim=[TensorShapeProto.Dim(size=size) for size in sizes])
+    tensor = TensorProto(dtype=DT_FLOAT, tensor_shape=shape, float_val=[1.0])
+    event = Event(step=1, summary=Summary(value=[Summary.Value(tag="loss", tensor=tensor)]))
+    (tmp_path / "events.out.tfevents.1").write_bytes(record(event.SerializeToString()))
+    tracemalloc.start()
+    assert bring("events.out.tfevents.1") == 2
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1 << 28 and "it has none" in capsys.readouterr().err
+
+
+def test_a_directory_with_tensors_and_events_is_imported_as_either(command, bring, capsys, tmp_path):
+    write_events(tmp_path / "both", BF16)
+    write(tmp_path / "both" / "below" / "x.pt", tensor(0))
+    assert bring("both") == 0 and len(curve(tmp_path)) == 50
+    assert command("import", str(tmp_path / "both"), "--recipe", "mxfp8", "--scores", "mxfp8") == 2
+    assert "--scores is for tensors, but" in capsys.readouterr().err
+    assert command("import", str(tmp_path / "both"), "--scores", "mxfp8", "--workers", "1") == 0
+    assert "1 tensors of 1 files" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -69,6 +69,7 @@ def test_transformer_engine(bring, capsys, tmp_path):
     write_te(tmp_path / "logs", tensors)
     assert bring() == 0
     out, err = capsys.readouterr()
+    assert "left out: 1\n" in out and "refused" not in out
     assert "12 tensors of 1 files" in out and "by source: TransformerEngine 1" in out and err == ""
     table = rows(tmp_path).set_index(["layer_index", "tensor_name", "iteration"])
     names = {"activation": "input", "weight": "weight", "gradient": "grad_output"}
