@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +40,7 @@ def _import(context: click.Context, /, path: Path, root: str, **options: Any) ->
     from binade.collector.errors import ConfigError
     from binade.collector.imports.losses import is_loss_log
 
-    if not path.expanduser().exists():
+    if not os.path.exists(os.path.expanduser(path)):  # of pathlib, both may raise
         raise ConfigError(f"{path} does not exist: expected a directory of tensors, or a loss log")
 
     def chosen(options: tuple[str, ...]) -> list[str]:

@@ -507,9 +507,9 @@ def test_what_does_not_fit_into_memory(bring, tmp_path, logs, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("nowhere",), "there is no directory"),
-        (("x" * 300,), "there is no directory"),
-        (("~nobody-of-that-name",), "there is no directory ~nobody-of-that-name"),
+        (("nowhere",), "nowhere does not exist"),
+        (("x" * 300,), "does not exist"),
+        (("~nobody-of-that-name",), "~nobody-of-that-name does not exist"),
         (("file",), "is not a directory"),
         (("logs", "--workers", "0"), "--workers is 0"),
         (("logs", "--scores", "fp3"), "unknown format 'fp3'"),
