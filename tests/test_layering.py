@@ -145,7 +145,7 @@ def test_app_takes_only_config_recipes_jobs_and_advice_from_the_collector():
     paths = [path for path in SOURCES if path.startswith("app/")]
     taken = {name for path in paths for name in imports_of(path) if name.startswith("collector.")}
     leaves = ("collector.errors", "collector.settings", "collector.datasets.inputs")
-    training = tuple(f"collector.training.{name}" for name in ("config", "plan", "slurm_options", "targets"))
+    training = tuple(f"collector.training.{name}" for name in ("config", "devices", "plan", "slurm_options", "targets"))
     allowed = (*leaves, *training, "collector.recipes", "collector.jobs", "collector.advice")
     homes = {*allowed, *(name.rpartition(".")[0] for name in allowed)}  # `from a.b import c` names a.b as well
     strangers = {n for n in taken if n not in homes and not any(n.startswith(a + ".") for a in allowed)}

@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from binade.collector.advice.choice import GROUPS, choose, grouped, pairs
-from binade.collector.advice.costs import FORWARD, OPERAND, AdviceError, Costs, bits_of, error_of
+from binade.collector.advice.choice import GROUPS, choose, grouped, least_share, pairs
+from binade.collector.advice.costs import BF16_BITS, FORWARD, OPERAND, AdviceError, Costs, bits_of, error_of
+from binade.collector.advice.roofline import MEANING, Operand, Place, Roofline, products
 from binade.collector.errors import ConfigError
 from binade.collector.jobs import Job, add_runs, start_runner, trained_with
 from binade.collector.models.site import Site
@@ -23,7 +26,8 @@ from binade.collector.recipes.parse import parse_recipe
 from binade.collector.recipes.recipe import BF16, MODULES, About, Recipe
 from binade.collector.recipes.selection import Selection, SelectionError
 from binade.collector.training.config import RunConfig
-from binade.collector.training.plan import plan
+from binade.collector.training.devices import Device
+from binade.collector.training.plan import Plan, plan
 from binade.collector.training.slurm_options import SlurmOptions
 from binade.data import evidence
 from binade.data.catalog import Catalog
@@ -33,11 +37,13 @@ from binade.quant.specs import OPERAND_FIELDS, Spec
 
 CHANGE = Measure("loss_change", "Predicted loss change", "nats", signed=True)
 BITS = Measure("bits", "Bits per value", "bits", decimals=2)
+TIME = Measure("share", "Time", "%", factor=100.0, decimals=1)
 POINTS = 12  # of the frontier
 AS_MANY = 0.01  # tolerance in bits per value, since the advice may not use all of its budget
 RELIABLE = 0.8
 ADVISED = "Advised"  # begins the title of the recipes made here
 COLUMNS = ["kind", "name", "bits", "change", "error"]
+TIMED = [*COLUMNS, "ms", "share"]
 
 
 @dataclass(frozen=True)
@@ -46,6 +52,8 @@ class Request:
 
     bits       the budget: average bits per operand value, of forward and of backward operands each
     change     instead of it, how much the loss may rise
+    share      instead of it, with a roofline: the time of a step as a share of that in bf16. If none of these is given,
+               halfway between the smallest possible share and 1
     by         the granularity of the choice: a key of GROUPS
     specs      those to choose from besides bf16; all that were scored if empty
     tiles      round weights in tiles only
@@ -54,6 +62,7 @@ class Request:
 
     bits: float | None = 5.5
     change: float | None = None
+    share: float | None = None
     by: str = "site"
     specs: tuple[str, ...] = ()
     tiles: bool = False
@@ -66,9 +75,10 @@ class Advice:
     chosen    a row for each operand: OPERAND, spec, values, bits, change, error, by_sequence, noise, group, and saved:
               by how much the loss, or for a backward operand its noise, would be worse in the narrowest spec
     frontier  kind (advised, uniform or published), name, bits per forward value, change (of the loss) and error (its
-              standard error over sequences): the choices under other budgets, one spec for all, and the published
-              recipes whose specs were all scored
+              standard error over sequences), with a roofline also ms (of a step) and share (of the time in bf16): the
+              choices under other budgets, one spec for all, and the published recipes whose specs were all scored
     unplaced  the published recipes whose forward specs were not all scored
+    roofline  of the device that times are predicted for; None for none
     """
 
     request: Request
@@ -76,6 +86,27 @@ class Advice:
     chosen: pd.DataFrame
     frontier: pd.DataFrame
     unplaced: tuple[str, ...]
+    roofline: Roofline | None = None
+
+    @property
+    def timed(self) -> bool:
+        """Whether the budget is one of time."""
+        return self.roofline is not None and self.request.bits is None
+
+    @property
+    def device(self) -> str:
+        """What times are predicted for; "" for none."""
+        return self.roofline.device.title if self.roofline else ""
+
+    @cached_property
+    def seconds(self) -> float:
+        """The predicted time of a step; NaN without a roofline."""
+        return self.roofline.step(_chosen(self.chosen)) if self.roofline else math.nan
+
+    @property
+    def share(self) -> float:
+        """The same as a share of the time in bf16."""
+        return self.seconds / self.roofline.bf16 if self.roofline else math.nan
 
     @property
     def bits(self) -> float:
@@ -107,8 +138,9 @@ class Advice:
 
     @property
     def uniform(self) -> pd.Series | None:
-        """The best recipe with one spec for all operands and no more bits; None if there is none."""
-        found = self.frontier[(self.frontier["kind"] == "uniform") & (self.frontier["bits"] <= self.bits + AS_MANY)]
+        """The best recipe with one spec for all operands and no more bits, or time; None if there is none."""
+        limits = ("share", self.share + AS_MANY / BF16_BITS) if self.timed else ("bits", self.bits + AS_MANY)
+        found = self.frontier[(self.frontier["kind"] == "uniform") & (self.frontier[limits[0]] <= limits[1])]
         return None if found.empty else found.sort_values("change").iloc[0]
 
     @property
@@ -130,13 +162,16 @@ class Advice:
     @property
     def sentence(self) -> evidence.Sentence:
         """The choice in a sentence."""
-        bits, other = evidence.exact(BITS, self.bits), self.uniform
-        parts: dict[str, Estimate | str] = {"bits": bits, "change": self.estimate}
-        text = "Advised: {bits} per forward value for a predicted loss change of {change}"
+        measure, other = TIME if self.timed else BITS, self.uniform
+        used = evidence.exact(measure, self.share if self.timed else self.bits)
+        parts: dict[str, Estimate | str] = {"used": used, "change": self.estimate}
+        unit = f"of bf16's time on {self.device}" if self.timed else "per forward value"
+        text = f"Advised: {{used}} {unit} for a predicted loss change of {{change}}"
         if other is None:
-            return evidence.say(f"{text}; no single format takes as few bits.", **parts)
+            little = "little time" if self.timed else "few bits"
+            return evidence.say(f"{text}; no single format takes as {little}.", **parts)
         change = evidence.with_error(CHANGE, other["change"], other["error"], self.costs.sequences, "sequences")
-        parts |= {"other": str(other["name"]), "others": evidence.exact(BITS, other["bits"]), "than": change}
+        parts |= {"other": str(other["name"]), "others": evidence.exact(measure, other[measure.key]), "than": change}
         return evidence.say(f"{text}; with {{other}} alone, {{others}}, it is {{than}}.", **parts)
 
     @property
@@ -167,12 +202,16 @@ class Advice:
                 "The effect of backward operands on the loss is not predicted: their formats are chosen for the least "
                 "noise in gradients."
             )
+        if self.roofline:
+            found += _doubts_of_times(self.roofline.device, self.costs.specs)
         return found
 
     def recipe(self, name: str) -> Recipe:
         """The choice as a recipe; the most common specs become [linear]."""
         given = self.request
-        limit = f"{given.bits:g} bits" if given.bits is not None else f"a loss change of {given.change:g}"
+        limit = f"{TIME.quantity(given.share)} of bf16's time on {self.device}"
+        if given.bits is not None or given.change is not None:
+            limit = f"{given.bits:g} bits" if given.bits is not None else f"a loss change of {given.change:g}"
         change = short(self.change, 3, "+")
         about = About(
             f"{ADVISED} under {limit}: predicted {change} at {self.bits:.2f} bits per forward value",
@@ -206,35 +245,94 @@ def _set(draft: Draft, part: str, given: Sequence[str], name: str) -> None:
     draft.request(part, name)
 
 
-def advise(costs: Costs, request: Request) -> Advice:
-    """Raises AdviceError if the request cannot be met."""
-    specs = _specs(costs, request)
+def _doubts_of_times(device: Device, specs: Sequence[str]) -> list[str]:
+    found = [MEANING]
+    if emulated := [spec for spec in specs if device.published_rate(spec) is None]:
+        found.append(f"Emulated on {device.title}, at the rate of bf16: {', '.join(emulated)}.")
+    if device.read == "recalled":
+        found.append(f"The rates of {device.title} were not checked against a source.")
+    return found
+
+
+def roofline_of(catalog: Catalog, costs: Costs, device: Device) -> Roofline:
+    """The products of a micro-batch of the run that the costs are from. Raises AdviceError if its settings are not
+    known."""
+    planned = _plan_of(catalog, costs, "predict times from runs of binade run")
+    config = planned.config
+    return Roofline(device, products(planned.shape, config.micro_batch_size, config.sequence_length))
+
+
+def advise(costs: Costs, request: Request, roofline: Roofline | None = None) -> Advice:
+    """With a roofline, the frontier has times, and without `request.bits` the budget is one of time. Raises AdviceError
+    if the request cannot be met."""
+    specs = _specs(costs, request, roofline)
     table = grouped(costs.table, request.by)
     forward, backward = table[table["gemm"] == FORWARD], table[table["gemm"] != FORWARD]
-    options = pairs(forward, specs, request.tiles)
-    best = choose(options, bits=request.bits, cost=request.change, most_bf16=request.most_bf16)
-    parts = [_rows(forward, best)]
-    if not backward.empty:
-        # A mean over values, as Adam moves every weight alike.
-        noise = backward.assign(cost=backward["noise"] * backward["values"])
-        limit = request.bits if request.bits is not None else _totals(parts[0])[0]
-        others = pairs(noise, specs, request.tiles)
-        parts.append(_rows(backward, choose(others, bits=limit, most_bf16=request.most_bf16)))
-    chosen = pd.concat(parts, ignore_index=True)
-    chosen = chosen.merge(_narrowest(table, specs), on=OPERAND)
-    measured = chosen["change"].where(chosen["gemm"] == FORWARD, chosen["noise"])
-    chosen = chosen.assign(saved=chosen.pop("narrowest") - measured)
-    rows = [*_frontier(options, request, forward)]
-    rows += [("uniform", str(spec), *_totals(own)) for spec, own in forward.groupby("spec")]
-    published = {name: placed(parse_recipe(name), costs) for name in PUBLISHED}
-    rows += [("published", name, *at) for name, at in published.items() if at]
-    unplaced = tuple(name for name, at in published.items() if not at)
-    return Advice(request, costs, chosen, pd.DataFrame(rows, columns=COLUMNS), unplaced)
+    # A mean over values, as Adam moves every weight alike.
+    noise = backward.assign(cost=backward["noise"] * backward["values"])
+    timed = roofline if request.bits is None else None
+    options, others = (pairs(rows, specs, request.tiles, timed) for rows in (forward, noise))
+    least = max(map(least_share, (options, others)))
+    covered = sum(part.loc[part["a"] == BF16, "used"].sum() for part in (options, others))
+    rest = covered / timed.bf16 if timed else 1.0  # of the step in bf16, what there is a choice for
+    limit = None if request.bits is None else request.bits / BF16_BITS
+    if request.share is not None:
+        limit = 1 - (1 - request.share) / rest
+    elif timed and request.change is None:
+        limit = (1 + least) / 2
+        request = replace(request, share=1 - (1 - limit) * rest)
+
+    def quantity(share: float) -> str:
+        return f"{TIME.quantity(1 - (1 - share) * rest)} of bf16's time" if timed else f"{BF16_BITS * share:.4g} bits"
+
+    def chosen(share: float | None, *, change: float | None = None, gradients: bool = True) -> pd.DataFrame:
+        """The rows of the choice within a share of bf16's bits or time, forward and backward each."""
+        best = choose(options, share=share, cost=change, most_bf16=request.most_bf16, quantity=quantity)
+        parts = [_rows(forward, best)]
+        if gradients and not backward.empty:
+            within = max(best["share"].sum(), least_share(others)) if share is None else share
+            best = choose(others, share=within, most_bf16=request.most_bf16, quantity=quantity)
+            parts.append(_rows(backward, best))
+        return pd.concat(parts, ignore_index=True)
+
+    def row(kind: str, name: str, totals: tuple[float, float, float], rounded: Mapping[Operand, str]) -> list[Any]:
+        seconds = roofline.step(rounded) if roofline else math.nan
+        return [kind, name, *totals, 1e3 * seconds, seconds / roofline.bf16 if roofline else math.nan]
+
+    best = chosen(limit, change=request.change).merge(_narrowest(table, specs), on=OPERAND)
+    measured = best["change"].where(best["gemm"] == FORWARD, best["noise"])
+    best = best.assign(saved=best.pop("narrowest") - measured)
+    rows = []
+    for share in np.unique(np.geomspace(least if roofline else least_share(options), 1, POINTS)):
+        try:
+            other = chosen(float(share) + 1e-10, gradients=roofline is not None)
+        except AdviceError:  # only so many layers may be in bf16
+            continue
+        rows.append(row("advised", quantity(share), _totals(other[other["gemm"] == FORWARD]), _chosen(other)))
+    for spec, own in forward.groupby("spec"):
+        rounded = {(*place, field): str(spec) for place in _places(costs) for field in OPERAND_FIELDS}
+        rows.append(row("uniform", str(spec), _totals(own), rounded))
+    unplaced = []
+    for name in PUBLISHED:
+        recipe = parse_recipe(name)
+        if (totals := placed(recipe, costs)) is None:
+            unplaced.append(name)
+        else:
+            rows.append(row("published", name, totals, _rounded(recipe, costs) or {}))
+    frontier = pd.DataFrame(rows, columns=TIMED)[TIMED if roofline else COLUMNS]
+    return Advice(request, costs, best, frontier, tuple(unplaced), roofline)
 
 
-def _specs(costs: Costs, request: Request) -> list[str]:
-    if (request.bits is None) == (request.change is None):
-        raise AdviceError("give a budget of bits or of loss, not both")
+def _chosen(rows: pd.DataFrame) -> dict[Operand, str]:
+    """The specs of the rows of a choice."""
+    keys = rows[["part", "layer_index", "module", "field"]].itertuples(index=False, name=None)
+    return dict(zip(keys, rows["spec"], strict=True))
+
+
+def _specs(costs: Costs, request: Request, roofline: Roofline | None) -> list[str]:
+    limits = sum(limit is not None for limit in (request.bits, request.change, request.share))
+    if limits > 1 or (limits == 0 and roofline is None):
+        raise AdviceError("give one budget: of bits, of loss, or of time on a device")
     if request.most_bf16 is not None and "layer_index" not in GROUPS[request.by]:
         raise AdviceError(
             f"--by {request.by} makes one choice for all layers, so --max-bf16-layers does not apply: give one of them"
@@ -265,18 +363,32 @@ def _totals(rows: pd.DataFrame) -> tuple[float, float, float]:
     return bits, float(rows["change"].sum()), error_of(rows["by_sequence"])
 
 
-def _frontier(
-    options: pd.DataFrame, request: Request, forward: pd.DataFrame
-) -> Iterator[tuple[str, str, float, float, float]]:
-    """The choices for other budgets, from the narrowest to bf16."""
-    values = options.groupby("group")["values"].first().sum()
-    least = options.groupby("group")["bits"].min().sum() / values
-    for bits in np.geomspace(least, 16, POINTS):
+def _places(costs: Costs) -> list[Place]:
+    """Where the forward operands of `costs` are, each place once."""
+    operands = costs.forward[1][["part", "layer_index", "module"]].drop_duplicates()
+    return [(str(part), int(layer), str(module)) for part, layer, module in operands.to_numpy()]
+
+
+def _rounded(recipe: Recipe, costs: Costs, skip: str = "") -> dict[Operand, str] | None:
+    """The specs that a recipe gives the operands at the places of `costs`, of all three GEMMs; None if it rounds other
+    parts too, if it has a schedule, or if it keeps layers that were not recorded. skip: layers that stay in bf16."""
+    places = _places(costs)
+    parts = {*(part for part, _, _ in places), "product"}  # no model has products but those that are declared
+    if recipe.schedule or any(part.formats.quantized for name, part in recipe.parts().items() if name not in parts):
+        return None
+    sites = [Site(layer, module) for _, layer, module in places]
+    kept: set[Site] = set()
+    for layers in filter(None, (recipe.keep, skip)):
         try:
-            best = choose(options, bits=float(bits) + 1e-9, most_bf16=request.most_bf16)
-        except AdviceError:  # only so many layers may be in bf16
-            continue
-        yield "advised", f"{bits:.1f} bits", *_totals(_rows(forward, best))
+            kept |= Selection.parse(layers).of(sites)
+        except SelectionError:
+            return None
+    specs = {}
+    for site, place in zip(sites, places, strict=True):
+        part = recipe.linear_of(site) if place[0] in ("linear", "router") else getattr(recipe, place[0])
+        for field in OPERAND_FIELDS:
+            specs[(*place, field)] = BF16 if site in kept else part.rounded_to(field)
+    return specs
 
 
 def placed(recipe: Recipe, costs: Costs, skip: str = "") -> tuple[float, float, float] | None:
@@ -285,25 +397,27 @@ def placed(recipe: Recipe, costs: Costs, skip: str = "") -> tuple[float, float, 
     skip: layers that stay in bf16.
     """
     known, operands = costs.forward
-    parts = {*operands["part"], "product"}  # no model has products but those that are declared
-    if recipe.schedule or any(part.formats.quantized for name, part in recipe.parts().items() if name not in parts):
+    specs = _rounded(recipe, costs, skip)
+    if specs is None:
         return None
-    sites = [Site(int(layer), str(module)) for layer, module in operands[["layer_index", "module"]].to_numpy()]
-    kept: set[Site] = set()
-    for layers in filter(None, (recipe.keep, skip)):
-        try:
-            kept |= Selection.parse(layers).of(sites)
-        except SelectionError:  # layers that were not recorded
-            return None
-    taken = []
-    for site, key in zip(sites, operands[OPERAND].itertuples(index=False, name=None), strict=True):
-        part = recipe.linear_of(site) if key[0] in ("linear", "router") else getattr(recipe, str(key[0]))
-        taken.append((*key, BF16 if site in kept else part.rounded_to(key[4])))
+    keys = operands[OPERAND].itertuples(index=False, name=None)
+    taken = [(*key, specs[key[0], key[1], key[2], key[4]]) for key in keys]
     if not set(taken) <= set(known.index):
         return None
     own = known.loc[taken]
     bits = float(own["bits"].sum() / operands["values"].sum())
     return bits, float(own["change"].sum()), error_of(own["by_sequence"])
+
+
+def _plan_of(catalog: Catalog, costs: Costs, instead: str) -> Plan:
+    """The plan of the run that the costs are from. Raises AdviceError if its settings are not known, as for a user's
+    own training; instead: what to do."""
+    runs = catalog.runs().set_index("run_id")
+    run = costs.runs[-1]
+    try:
+        return trained_with(run, json.loads(str(runs["config"][run])))
+    except ConfigError as error:
+        raise AdviceError(f"{error}; {instead}") from None
 
 
 def verification(catalog: Catalog, advice: Advice, recipe: str, seeds: int, iterations: int) -> list[RunConfig]:
@@ -312,12 +426,7 @@ def verification(catalog: Catalog, advice: Advice, recipe: str, seeds: int, iter
 
     Raises AdviceError if those settings are not known, as for a user's own training.
     """
-    runs = catalog.runs().set_index("run_id")
-    run = advice.costs.runs[-1]
-    try:
-        base = trained_with(run, json.loads(str(runs["config"][run]))).config
-    except ConfigError as error:
-        raise AdviceError(f"{error}; train bf16, the single format and the recipe yourself") from None
+    base = _plan_of(catalog, advice.costs, "train bf16, the single format and the recipe yourself").config
     plain = replace(base, train_iters=iterations, save_tensors=False, collect_micro_batches=0)
     recipes = dict.fromkeys([BF16, *filter(None, [advice.uniform_recipe]), recipe])
     return [replace(plain, recipe=each, seed=base.seed + number) for number in range(seeds) for each in recipes]

@@ -4,12 +4,14 @@ A choice is made once for each group of GEMMs: x[group, pair] is 1 for the pair 
 
     minimize    Σ cost[group, pair] · x[group, pair]
     subject to  Σ over pairs of x[group, pair] = 1                        for each group
-                Σ bits[group, pair] · x[group, pair] ≤ budget · values
+                Σ share[group, pair] · x[group, pair] ≤ budget
+
+The share is of what all groups take in bf16: of their bits, or of the time of their GEMMs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pandas as pd
@@ -17,6 +19,7 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 
 from binade.collector.advice.costs import AdviceError
+from binade.collector.advice.roofline import Roofline
 from binade.collector.recipes.recipe import BF16
 from binade.quant.specs import Spec
 
@@ -41,9 +44,11 @@ def grouped(table: pd.DataFrame, by: str) -> pd.DataFrame:
     return table.assign(group=names, first=table["field"] == first)
 
 
-def pairs(table: pd.DataFrame, specs: Sequence[str], tiles: bool = False) -> pd.DataFrame:
+def pairs(
+    table: pd.DataFrame, specs: Sequence[str], tiles: bool = False, roofline: Roofline | None = None
+) -> pd.DataFrame:
     """The pairs of specs that each group's GEMMs can take: group, layer, a and b (the specs of the first and second
-    operand), cost, bits, values.
+    operand), cost, used (bits, or seconds with a roofline), share (of all that is used in bf16).
 
     table: of `grouped`. specs: those allowed besides bf16. tiles: weights are rounded in tiles only.
     """
@@ -51,15 +56,22 @@ def pairs(table: pd.DataFrame, specs: Sequence[str], tiles: bool = False) -> pd.
     if tiles:
         fits = chosen["spec"].map({spec: spec == BF16 or _is_tile(spec) for spec in (*specs, BF16)})
         chosen = chosen[(chosen["tensor_name"] != "weight") | fits]
-    keys = ["group", "first", "spec"]
-    summed = chosen.groupby(keys, as_index=False).agg(
-        layer=("layer_index", "first"), cost=("cost", "sum"), bits=("bits", "sum"), values=("values", "sum")
-    )
-    both = summed[summed["first"]].merge(summed[~summed["first"]], on=["group", "layer"])
+    gemm = ["group", "part", "layer_index", "module", "gemm"]
+    both = chosen[chosen["first"]].merge(chosen[~chosen["first"]], on=gemm)
     families = {spec: family(spec) for spec in (*specs, BF16)}
     both = both[both["spec_x"].map(families) == both["spec_y"].map(families)]
-    totals = {name: both[f"{name}_x"] + both[f"{name}_y"] for name in ("cost", "bits", "values")}
-    return both[["group", "layer"]].assign(a=both["spec_x"], b=both["spec_y"], **totals).reset_index(drop=True)
+    both = both.assign(cost=both["cost_x"] + both["cost_y"], used=both["bits_x"] + both["bits_y"])
+    if roofline:
+        columns = [*gemm[1:4], "field_x", "spec_x", "field_y", "spec_y"]
+        both["used"] = [
+            roofline.by_place[part, layer, module].seconds({a: spec_a, b: spec_b}, roofline.device)
+            for part, layer, module, a, spec_a, b, spec_b in both[columns].itertuples(index=False)
+        ]
+    summed = both.groupby(["group", "spec_x", "spec_y"], as_index=False).agg(
+        layer=("layer_index", "first"), cost=("cost", "sum"), used=("used", "sum")
+    )
+    in_bf16 = summed.loc[summed["spec_x"] == BF16, "used"].sum()
+    return summed.rename(columns={"spec_x": "a", "spec_y": "b"}).assign(share=summed["used"] / in_bf16)
 
 
 def _is_tile(spec: str) -> bool:
@@ -68,10 +80,15 @@ def _is_tile(spec: str) -> bool:
 
 
 def choose(
-    options: pd.DataFrame, *, bits: float | None = None, cost: float | None = None, most_bf16: int | None = None
+    options: pd.DataFrame,
+    *,
+    share: float | None = None,
+    cost: float | None = None,
+    most_bf16: int | None = None,
+    quantity: Callable[[float], str] = "{:.4g} of bf16".format,
 ) -> pd.DataFrame:
-    """The rows of `pairs` that cost least with at most `bits` per value on average, or that take the fewest bits and
-    cost at most `cost`: one for each group. most_bf16: how many layers may have a GEMM in bf16.
+    """The rows of `pairs` that cost least with at most this share in total, or that have the smallest share and cost at
+    most `cost`: one for each group. most_bf16: how many layers may have a GEMM in bf16. quantity: a share in words.
 
     Raises AdviceError if nothing is within the limit.
     """
@@ -79,15 +96,14 @@ def choose(
     bf16 = options.index[options["a"] == BF16] if most_bf16 is not None else options.index[:0]
     layers, layer = np.unique(options.loc[bf16, "layer"], return_inverse=True)
     number, size = len(options), len(options) + len(layers)  # one more variable for each layer: 1 if it uses bf16
-    values = options.groupby("group")["values"].first().sum()
-    unit = options["cost"].max() or 1.0  # HiGHS compares with a tolerance of 1e-6, so costs and bits are scaled
-    costs, used = (
-        np.concatenate([column, np.zeros(len(layers))]) for column in (options["cost"] / unit, options["bits"] / values)
+    unit = options["cost"].max() or 1.0  # HiGHS compares with a tolerance of 1e-6, so costs are scaled
+    costs, shares = (
+        np.concatenate([column, np.zeros(len(layers))]) for column in (options["cost"] / unit, options["share"])
     )
     one_each = csr_array((np.ones(number), (group, np.arange(number))), shape=(len(groups), size))
     limits = [LinearConstraint(one_each, 1, 1)]
-    if bits is not None:
-        limits.append(LinearConstraint(used[None] / 100, -np.inf, bits / 100))
+    if share is not None:
+        limits.append(LinearConstraint(shares[None], -np.inf, share))
     if cost is not None:
         limits.append(LinearConstraint(costs[None], -np.inf, cost / unit))
     if most_bf16 is not None:
@@ -96,26 +112,23 @@ def choose(
         ties = csr_array((np.repeat([1.0, -1.0], len(bf16)), places), shape=(len(bf16), size))
         total = (np.arange(size) >= number).astype(float)
         limits += [LinearConstraint(ties, -np.inf, 0), LinearConstraint(total[None], -np.inf, most_bf16)]
-    objective, whole = costs if bits is not None else used, np.ones(size, dtype=int)
+    objective, whole = costs if share is not None else shares, np.ones(size, dtype=int)
     solved = milp(objective, integrality=whole, bounds=Bounds(0, 1), constraints=limits, options={"mip_rel_gap": 1e-4})
     if solved.status == 2:
-        raise AdviceError(_infeasible(options, values, bits, cost, most_bf16))
+        if share is not None and share < (least := least_share(options)):
+            raise AdviceError(
+                f"a budget of {quantity(share)} cannot be met: the scored specs take at least {quantity(least)}; give "
+                "more, or record a run with other --scores"
+            )
+        limit = quantity(share) if share is not None else f"a loss change of {cost:g}"
+        also = f" with at most {most_bf16} layers in bf16" if most_bf16 is not None else ""
+        raise AdviceError(f"no choice satisfies {limit}{also}: raise the limit")
     if solved.x is None:
         raise AdviceError(f"no choice was found: {solved.message}")
     found: pd.DataFrame = options[solved.x[:number] > 0.5]
     return found
 
 
-def _infeasible(
-    options: pd.DataFrame, values: float, bits: float | None, cost: float | None, most_bf16: int | None
-) -> str:
-    if bits is not None:
-        least = options.groupby("group")["bits"].min().sum() / values
-        if bits < least:
-            return (
-                f"a budget of {bits:g} bits cannot be met: the narrowest scored specs take {least:.2f} bits per value; "
-                "give more, or record a run with narrower --scores"
-            )
-    limit = f"{bits:g} bits" if bits is not None else f"a loss change of {cost:g}"
-    also = f" with at most {most_bf16} layers in bf16" if most_bf16 is not None else ""
-    return f"no choice satisfies {limit}{also}: raise the limit"
+def least_share(options: pd.DataFrame) -> float:
+    """The smallest share that any choice takes."""
+    return float(options.groupby("group")["share"].min().sum())

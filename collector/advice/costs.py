@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 import numpy as np
 import pandas as pd
@@ -70,6 +70,7 @@ class Costs:
         return sorted(found, key=lambda spec: (bits_of(spec), spec))
 
 
+@cache
 def bits_of(spec: str) -> float:
     """Bits per value."""
     return BF16_BITS if spec == BF16 else Spec.of(spec).bits_per_value

@@ -54,6 +54,10 @@ def _advise(
     budget: float | None,
     memory: int | None,
     loss: float | None,
+    seconds: float | None,
+    speedup: float | None,
+    device: str | None,
+    devices: Path | None,
     by: str,
     parts: tuple[str, ...],
     specs: tuple[str, ...],
@@ -65,21 +69,27 @@ def _advise(
     target: str | None,
     **filters: Any,
 ) -> None:
-    """Choose a format for every operand to minimize the predicted loss change within a bit budget.
+    """Choose a format for every operand to minimize the predicted loss change within a budget of bits or time.
 
     ROOT contains runs recorded with --measures loss and some --scores  [default: $TENSOR_SAVE_DIR, else data/runs].
     Only bf16 runs are used, if there are any. The choice is among the formats that the runs were scored in.
     """
-    from binade.collector.advice.advice import Request, queue_verification, verification
+    from binade.collector.advice.advice import Request, queue_verification, roofline_of, verification
     from binade.collector.advice.advice import advise as choose
     from binade.collector.advice.costs import costs
+    from binade.collector.advice.roofline import find_device
     from binade.collector.recipes.parse import READERS
     from binade.collector.training.targets import find_target
     from binade.data.catalog import Catalog
     from binade.data.store import staged_file
 
-    if sum(limit is not None for limit in (budget, memory, loss)) > 1:
-        raise ConfigError("--budget, --memory and --loss cannot be combined: give one")
+    limits = {"budget": budget, "memory": memory, "loss": loss, "time": seconds, "speedup": speedup}
+    given = [f"--{name}" for name, limit in limits.items() if limit is not None]
+    if len(given) > 1:
+        raise ConfigError(f"{' and '.join(given)} cannot be combined: give one")
+    if device is None and (devices is not None or seconds is not None or speedup is not None):
+        raise ConfigError("--time, --speedup and --devices need --device: it says what times are predicted for")
+    chip = find_device(device, devices) if device is not None else None
     if output is not None and (output.suffix not in READERS or output.exists()):
         ends = " or ".join(READERS)
         wrong = "exists" if output.exists() else f"does not end in {ends}"
@@ -96,9 +106,14 @@ def _advise(
             fail(f"skipped: {reason}")
         with quiet():
             known = costs(catalog, filter_of(filters), parts)
-            bits = budget or (5.5 if memory is None else 8 * memory / known.values)
-            request = Request(None if loss is not None else bits, loss, by, specs, tiles, most_bf16)
-            found = choose(known, request)
+            roofline = roofline_of(catalog, known, chip) if chip else None
+            bits = budget if memory is None else 8 * memory / known.values
+            share = 1 / speedup if speedup else None
+            if seconds is not None and roofline is not None:
+                share = seconds / roofline.bf16
+            if not given and roofline is None:
+                bits = 5.5
+            found = choose(known, Request(bits, loss, share, by, specs, tiles, most_bf16), roofline)
         content = _content(found, output) if output else ""
         print_text(_described(found))
         if output is None:
@@ -127,10 +142,12 @@ def _content(found: Advice, output: Path) -> str:
 
 def _described(found: Advice) -> str:
     """A description of the choice, the frontier, the deciding operands, and reasons for doubt."""
-    lines = [found.sentence, "", "bits per forward value   predicted loss change"]
-    for row in found.frontier.sort_values("bits").itertuples():
+    times = "   ms per step   of bf16's time" if found.roofline else ""
+    lines = [found.sentence, "", f"bits per forward value   predicted loss change{times}"]
+    for row in found.frontier.sort_values("share" if found.timed else "bits").itertuples():
         name = "" if row.kind == "advised" else f"  {row.kind} {row.name}"
-        lines.append(f"{row.bits:22.2f}   {row.change:+21.3g}{name}")
+        times = f"   {row.ms:11.4g}   {row.share:14.1%}" if found.roofline else ""
+        lines.append(f"{row.bits:22.2f}   {row.change:+21.3g}{times}{name}")
     high = found.deciding.head(LISTED)
     if len(high):
         lines += ["", "operands kept wider than the narrowest format, and how much loss that saves"]
@@ -149,7 +166,17 @@ def _params() -> Sequence[click.Parameter]:
         Option(["--memory"], type=size, metavar="SIZE", title=limits,
                help="Instead of --budget: the bytes that the forward operands of a micro-batch may take, such as 40M"),
         Option(["--loss"], type=_positive, metavar="X", title=limits,
-               help="Instead of --budget: the fewest bits with a predicted loss change of at most X"),
+               help="Instead of --budget: the fewest bits, or with --device the least time, with a predicted loss "
+                   "change of at most X"),
+        Option(["--device"], metavar="NAME", title=limits,
+               help="Predict the time of a step on this device, such as H100 or B200. Without --budget, --memory or "
+                   "--loss, the budget is one of time, by default halfway between bf16 and the fastest choice"),
+        Option(["--time", "seconds"], type=_positive, metavar="SECONDS", title=limits,
+               help="With --device: the predicted time of a step, forward and backward of a micro-batch"),
+        Option(["--speedup"], type=_positive, metavar="X", title=limits,
+               help="With --device: how many times as fast as bf16 a step is predicted to be"),
+        Option(["--devices"], type=Path, metavar="FILE", title=limits,
+               help="With --device: a .toml file that describes further devices"),
         Option(["--by"], type=click.Choice(BY), default="site", title=limits,
                help="Choose formats for each linear layer (site), each layer, each module in all layers, or the whole "
                    "model  [default: site]"),

@@ -1,4 +1,4 @@
-"""Targets: clusters on which runs are started, described in a file binade.toml.
+"""Targets: clusters on which runs are started, described in a file binade.toml. It may describe devices, too.
 
     [targets.gpu]
     launcher = "slurm"
@@ -15,12 +15,14 @@ from __future__ import annotations
 import json
 import os
 import tomllib
+from dataclasses import field
 from pathlib import Path
 from typing import Literal
 
 from pydantic.dataclasses import dataclass
 
 from binade.collector.errors import ConfigError
+from binade.collector.training.devices import Device
 from binade.data.json_files import STRICT, parse_json
 
 CONFIG = "BINADE_CONFIG"
@@ -64,8 +66,11 @@ class Target:
 
 
 @dataclass(frozen=True, config=STRICT)
-class _File:
-    targets: dict[str, Target]
+class ConfigFile:
+    """binade.toml."""
+
+    targets: dict[str, Target] = field(default_factory=dict)
+    devices: dict[str, Device] = field(default_factory=dict)
 
 
 def targets_file() -> Path | None:
@@ -78,23 +83,26 @@ def targets_file() -> Path | None:
     return next((path for path in (Path(FILE).absolute(), home / "binade" / FILE) if path.is_file()), None)
 
 
-def read_targets() -> dict[str, Target]:
-    """The targets by name. Raises ConfigError for an invalid file."""
-    path = targets_file()
-    if path is None:
-        return {}
+def read_config(path: Path) -> ConfigFile:
+    """Raises ConfigError for an invalid file."""
     try:
         content = json.dumps(tomllib.loads(path.read_text()), default=str).encode()
-        found = parse_json(_File, content).targets
-        for name, target in found.items():
+        config = parse_json(ConfigFile, content)
+        for name, target in config.targets.items():
             try:
                 target.check()
             except ConfigError as error:
                 raise ConfigError(f"targets.{name}.{error}") from None
-        return found
+        return config
     except (OSError, ValueError) as error:
         reason = (error.strerror or str(error)) if isinstance(error, OSError) else error
-        raise ConfigError(f"{path}: {reason}; docs/clusters.md describes the file") from None
+        raise ConfigError(f"{path}: {reason}; docs/clusters.md and docs/advisor.md describe the file") from None
+
+
+def read_targets() -> dict[str, Target]:
+    """The targets by name. Raises ConfigError for an invalid file."""
+    path = targets_file()
+    return read_config(path).targets if path else {}
 
 
 def find_target(name: str) -> Target:

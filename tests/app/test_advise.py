@@ -12,7 +12,7 @@ import scipy.stats
 import torch
 
 from binade.app.figure import Drawn
-from binade.app.questions.advise.question import ADVISE
+from binade.app.questions.advise.question import ADVISE, devices
 from binade.app.questions.predictions.question import PREDICTIONS
 from binade.app.questions.question import Question
 from binade.app.view import View
@@ -22,6 +22,7 @@ from binade.collector.advice.costs import OPERAND, costs
 from binade.collector.jobs import store
 from binade.collector.recipes.files import to_toml
 from binade.collector.recipes.parse import parse_recipe
+from binade.collector.training.targets import CONFIG
 from binade.data import evidence
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
@@ -132,6 +133,24 @@ def test_advice_is_drawn_and_judged_by_the_runs_that_tested_it(opened):
     assert {"mine", "linear_nvfp4"} <= set(measured.index)
     wide = draw(ADVISE, opened, budget="4.5")
     assert "4.25 bits" in wide.verdict or wide.verdict.startswith("Advised: 4.")
+
+
+def test_with_a_device_the_loss_is_drawn_over_time(opened):
+    texts = {"view": ["advise"], "device": ["B200"], "speedup": ["halfway"]}
+    drawn = View("map", texts).draw(opened)
+    figure = drawn.get("frontier")
+    table = figure.table.set_index("name")
+    assert table.loc["bf16", "share"] == 1 and "of bf16's time on NVIDIA B200 SXM" in drawn.verdict
+    axes = {layer["encoding"]["x"]["field"] for layer in figure.chart.to_dict()["layer"] if "x" in layer["encoding"]}
+    assert axes == {"ms"} and table["ms"].gt(0).all()
+    impossible = View("map", texts | {"speedup": ["3"]}).draw(opened)  # a tiny model takes as long in any format
+    assert len(impossible.problems) == 1 and "of bf16's time cannot be met" in impossible.problems[0]
+
+
+def test_the_app_offers_published_devices_where_binade_toml_is_wrong(tmp_path, monkeypatch):
+    monkeypatch.setenv(CONFIG, str(tmp_path / "binade.toml"))
+    (tmp_path / "binade.toml").write_text("[devices.mine")
+    assert {"H100", "MI355X"} <= set(devices())
 
 
 def test_where_nothing_can_be_advised_a_sentence_says_why(opened, odd_root):

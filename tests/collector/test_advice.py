@@ -40,31 +40,36 @@ def every_choice(options: pd.DataFrame) -> list[pd.DataFrame]:
     return [options.loc[list(chosen)] for chosen in itertools.product(*rows)]
 
 
+@pytest.mark.parametrize("timed", [False, True], ids=["bits", "seconds"])
 @pytest.mark.parametrize("seed", range(6))
-def test_no_choice_is_cheaper(seed):
+def test_no_choice_is_cheaper(seed, timed):
+    """Of bits, or of random times: a format of fewer bits may take longer, and so may one than bf16."""
     random = np.random.default_rng(seed)
     rows = [
-        {"group": f"g{group}", "layer": group // 2, "a": spec, "b": spec, "values": 10.0 * (group + 1),
-         "cost": 0.0 if spec == "bf16" else 10 ** random.uniform(-7, -3), "bits": 10.0 * (group + 1) * bits}
+        {"group": f"g{group}", "layer": group // 2, "a": spec, "b": spec,
+         "cost": 0.0 if spec == "bf16" else 10 ** random.uniform(-7, -3),
+         "used": random.uniform(0.3, 1.2) * 1e-5 if timed and spec != "bf16" else
+                 10.0 * (group + 1) * bits * (1e-8 if timed else 1)}
         for group in range(5)
         for spec, bits in (("mxfp4", 4.25), ("nvfp4", 4.5), ("mxfp8", 8.25), ("bf16", 16.0))
     ]  # fmt: skip
     options = pd.DataFrame(rows)
-    values = options.groupby("group")["values"].first().sum()
+    options["share"] = options["used"] / options.loc[options["a"] == "bf16", "used"].sum()
     others = every_choice(options)
     high = [own.loc[own["a"] == "bf16", "layer"].nunique() for own in others]
-    for bits, most in ((4.6, None), (7.0, None), (9.5, 1), (16.0, 0)):
-        best = choice.choose(options, bits=bits, most_bf16=most)
+    reached = np.quantile([own["share"].sum() for own in others], [0.02, 0.2, 0.6, 1])
+    for share, most in zip(reached, (None, None, 1, 0), strict=True):
         allowed = [
             own["cost"].sum()
             for own, layers in zip(others, high, strict=True)
-            if own["bits"].sum() <= bits * values + 1e-6 and (most is None or layers <= most)
+            if own["share"].sum() <= share + 1e-9 and (most is None or layers <= most)
         ]
-        assert best["bits"].sum() <= values * (bits + 1e-3) and best["group"].is_unique
+        best = choice.choose(options, share=share, most_bf16=most)
+        assert best["share"].sum() <= share + 1e-4 and best["group"].is_unique
         assert best["cost"].sum() == pytest.approx(min(allowed), rel=1e-3)
     limit = float(np.median([own["cost"].sum() for own in others]))
-    least = min(own["bits"].sum() for own in others if own["cost"].sum() <= limit)
-    assert choice.choose(options, cost=limit)["bits"].sum() == pytest.approx(least, rel=1e-3)
+    least = min(own["share"].sum() for own in others if own["cost"].sum() <= limit)
+    assert choice.choose(options, cost=limit)["share"].sum() == pytest.approx(least, rel=1e-3)
 
 
 def test_costs_are_the_predicted_changes_and_noises_that_were_recorded(collected, found):
@@ -159,9 +164,9 @@ WRONG = {
     "two budgets": (("--budget", "5", "--loss", "0.1"), 2, "give one"),
     "two more": (("--budget", "5", "--memory", "1M"), 2, "give one"),
     "no size": (("--memory", "much"), 2, "'much'"),
-    "too little memory": (("--memory", "0"), 1, "the narrowest scored specs take 4.25 bits"),
+    "too little memory": (("--memory", "0"), 1, "take at least 4.25 bits"),
     "no number": (("--budget", "many"), 2, "not a number above 0"),
-    "too few bits": (("--budget", "2"), 1, "the narrowest scored specs take 4.25 bits"),
+    "too few bits": (("--budget", "2"), 1, "take at least 4.25 bits"),
     "an unknown format": (("--specs", "mxfp9"), 2, "mxfp9"),
     "a format that was not scored": (("--specs", "nvint4"), 1, "not scored on every operand: nvint4"),
     "an unknown part": (("--parts", "head"), 2, "linear, qk, pv, router"),
@@ -170,6 +175,11 @@ WRONG = {
     "no kind of file": (("--output", "mine.txt"), 2, "does not end in .toml or .yaml"),
     "a precision file": (("--output", "mine.yaml"), 2, "in a precision file it can be bf16, fp8_e4m3, "),
     "a test without a file": (("--verify", "2"), 2, "--output"),
+    "a time without a device": (("--time", "0.1"), 2, "--device"),
+    "a speedup of bits": (("--device", "H100", "--speedup", "2", "--budget", "5"), 2, "--budget and --speedup"),
+    "an unknown device": (("--device", "H900"), 2, "choose from H100, H200, B200, MI355X"),
+    "devices that are not there": (("--device", "H100", "--devices", "no.toml"), 2, "no.toml: No such file"),
+    "too little time": (("--device", "H100", "--time", "1e-12"), 1, "take at least 100.0% of bf16's time"),
     "a target without a test": (("--target", "gpu"), 2, "--verify"),
     "no tensors": (("--recipe", "nothing"), 1, "no run with recorded tensors"),
     "two recipes": (("--recipe", "mxfp4,mxfp8"), 1, "several recipes (mxfp4, mxfp8)"),

@@ -14,16 +14,19 @@ from binade.data.evidence import Measure
 
 KINDS = {"advised": "advised under other budgets", "uniform": "one format for all", "published": "published recipes"}
 BITS = Measure("bits", "Bits per value", "", "of the advised format", decimals=2)
+PER_VALUE = Measure("bits", "Bits per forward value", decimals=2)
+PER_STEP = Measure("ms", "Time per step", "ms")
 
 
-def frontier(table: pd.DataFrame, bits: float, change: float, subtitle: str) -> alt.LayerChart | alt.FacetChart:
-    """Draws Advice.frontier, and the advice itself as a ring. The axis of losses is logarithmic if possible."""
+def frontier(table: pd.DataFrame, across: Measure, at: float, change: float) -> alt.LayerChart | alt.FacetChart:
+    """Draws Advice.frontier over PER_VALUE or PER_STEP, and the advice itself as a ring. The axis of losses is
+    logarithmic if possible."""
     shown = table.assign(group=table["kind"].map(KINDS))
     negative = bool((shown["change"] < 0).any())
     floor = np.nan if negative else float(shown["change"].replace(0, np.nan).min())
     scale = alt.Scale(type="log") if floor > 0 else alt.Scale(type="linear")
     shown = shown[shown["change"] > 0] if floor > 0 else shown
-    x = alt.X("bits:Q", title="bits per forward value", scale=alt.Scale(zero=False, nice=False, padding=24))
+    x = alt.X(f"{across.key}:Q", title=across.axis, scale=alt.Scale(zero=False, nice=False, padding=24))
     y = alt.Y(
         "change:Q",
         title="predicted loss change (nats)",
@@ -37,22 +40,26 @@ def frontier(table: pd.DataFrame, bits: float, change: float, subtitle: str) -> 
         alt.Tooltip("bits:Q", title="bits per forward value", format=".2f"),
         alt.Tooltip("change:Q", title="predicted loss change", format="+.3g"),
     ]
+    if across is PER_STEP:
+        tooltip.append(alt.Tooltip("ms:Q", title="ms per step", format=".4g"))
+        tooltip.append(alt.Tooltip("share:Q", title="of bf16's time", format=".1%"))
     base = alt.Chart(shown).encode(x=x, y=y)
     advised = alt.FieldEqualPredicate(field="kind", equal="advised")
     line = base.transform_filter(advised).mark_line(strokeWidth=1.5, color=style.colors(groups)[0])
     points = base.mark_point(filled=True, size=70, opacity=0.9).encode(
         color=color, shape=style.shape(groups, "recipe"), tooltip=tooltip
     )
-    at = shown.assign(place=np.log(shown["change"]) if floor > 0 else shown["change"])
-    others = at[at["kind"] != "advised"].sort_values(["bits", "change"])
-    ends = [(float(at[name].min()), float(at[name].max())) for name in ("bits", "place")]
-    names = alt.Chart(style.named_points(others, "bits", "place", *ends)).encode(x=x, y=y, text="name:N")
+    points_at = shown.assign(place=np.log(shown["change"]) if floor > 0 else shown["change"])
+    others = points_at[points_at["kind"] != "advised"].sort_values([across.key, "change"])
+    ends = [(float(points_at[name].min()), float(points_at[name].max())) for name in (across.key, "place")]
+    names = alt.Chart(style.named_points(others, across.key, "place", *ends)).encode(x=x, y=y, text="name:N")
     labels = names.mark_text(**style.NAME)
     layers: list[Any] = [line, points, labels]
     if change > 0 or not floor > 0:
-        chosen = pd.DataFrame({"bits": [bits], "change": [change]})
+        chosen = pd.DataFrame({across.key: [at], "change": [change]})
         layers.append(alt.Chart(chosen).mark_point(size=260, strokeWidth=2.5, color=style.PALETTE[3]).encode(x=x, y=y))
-    return alt.layer(*layers).properties(title=style.title("Bits and predicted loss", subtitle))
+    subtitle = f"ring: the advice, {across.quantity(at)}"
+    return alt.layer(*layers).properties(title=style.title(f"{across.label} and predicted loss", subtitle))
 
 
 def bits(table: pd.DataFrame, title: str, subtitle: str) -> alt.LayerChart:

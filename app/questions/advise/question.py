@@ -1,8 +1,10 @@
-"""Which format for which operand? The smallest predicted loss change within a bit budget, and whether training
-confirmed it."""
+"""Which format for which operand? The smallest predicted loss change within a budget of bits or time, and whether
+training confirmed it."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pandas as pd
@@ -19,9 +21,13 @@ from binade.app.questions.shared.labels import layer_names
 from binade.app.questions.shared.runs import labels_of, same_model
 from binade.app.questions.shared.scope import scoped, unrounded
 from binade.app.questions.shared.selection import Selection
-from binade.collector.advice.advice import AS_MANY, Advice, Request, advise
+from binade.collector.advice.advice import AS_MANY, Advice, Request, advise, roofline_of
 from binade.collector.advice.choice import GROUPS
 from binade.collector.advice.costs import FORWARD, AdviceError
+from binade.collector.advice.roofline import PUBLISHED, read_devices
+from binade.collector.errors import ConfigError
+from binade.collector.training.devices import Device
+from binade.collector.training.targets import read_config
 from binade.data import evidence
 from binade.data.catalog import Catalog
 
@@ -33,12 +39,33 @@ BUDGETS = ("4.5", "5", "5.5", "6", "7", "8", "9", "10", "12", "14")
 DEFAULT = "5.5"
 BY = {"site": "Each linear layer", "layer": "Each layer", "module": "Each module", "model": "The model"}
 PARTS = {"linear": "Linear layers", "all": "Linear layers and attention"}
-CONTROLS = (
-    Control(
-        name="budget", label="Bits per value", param=One((DEFAULT, *(b for b in BUDGETS if b != DEFAULT))),
-        options=BUDGETS, widget="slider", row="advise", width=2,
-        help="Average over the values of the operands, separately for forward and backward operands",
-    ),
+NO_DEVICE = "none"
+HALFWAY = "halfway"
+SPEEDUPS = (HALFWAY, "1.1", "1.25", "1.5", "1.75", "2", "2.5", "3")
+
+
+def devices() -> dict[str, Device]:
+    """Those that can be chosen; a binade.toml that cannot be read adds none: Runs › New collection says why."""
+    try:
+        return read_devices()
+    except ConfigError:
+        return read_config(PUBLISHED).devices
+
+
+BUDGET = Control(
+    name="budget", label="Bits per value", param=One((DEFAULT, *(b for b in BUDGETS if b != DEFAULT))),
+    options=BUDGETS, widget="slider", row="advise", width=2,
+    help="Average over the values of the operands, separately for forward and backward operands",
+)  # fmt: skip
+SPEEDUP = Control(
+    name="speedup", label="Speedup over bf16", param=One(SPEEDUPS), titles={HALFWAY: "halfway to the fastest"},
+    widget="slider", row="advise", width=2, help="How many times as fast as in bf16 a step is predicted to be",
+)  # fmt: skip
+DEVICE = Control(
+    name="device", label="Time on", param=lambda opened: One((NO_DEVICE, *devices())), widget="list", row="advise",
+    help="With a device, the budget is the predicted time of a step, from the device's published peak rates",
+)  # fmt: skip
+OF_CHOICE = (
     Control(
         name="by", label="Granularity", param=One(tuple(GROUPS)), titles=BY, widget="list", row="advise",
         help="The part of the model that shares one choice of formats. Its GEMMs and operands can still get different "
@@ -66,15 +93,28 @@ CAPTION = (
 )
 
 
+def _controls(selection: Selection, values: dict[str, Any]) -> Iterator[Control]:
+    yield BUDGET if values["device"] == NO_DEVICE else SPEEDUP
+    yield from OF_CHOICE
+    yield replace(DEVICE, options=(NO_DEVICE, *devices()))
+
+
 def advice_of(selection: Selection, values: dict[str, Any]) -> Advice:
     """Raises AdviceError."""
     opened, where = selection.opened, selection.where
     if not where.run_id:
         where = scoped(opened, unrounded(opened, where), ("iteration",))
     parts = ("linear",) if values["parts"] == "linear" else ()
+    device, speedup = devices().get(values["device"]), values["speedup"]
     request = Request(float(values["budget"]), by=values["by"])
-    key = "advice", where, parts, request, opened.state()
-    return opened.kept(key, lambda: advise(compute.costs_of(opened, where, parts), request))
+    if device:
+        request = Request(None, share=None if speedup == HALFWAY else 1 / float(speedup), by=values["by"])
+
+    def answer() -> Advice:
+        costs = compute.costs_of(opened, where, parts)
+        return advise(costs, request, roofline_of(opened, costs, device) if device else None)
+
+    return opened.kept(("advice", where, parts, request, repr(device), opened.state()), answer)
 
 
 def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
@@ -93,8 +133,10 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
         .sort_values(["backward", "saved"], ascending=[True, False], ignore_index=True)
     )
     forward = chosen[~chosen["backward"]]
-    subtitle = f"ring: the advice, {found.bits:.2f} bits"
-    frontier = charts.frontier(found.frontier, found.bits, found.change, subtitle)
+    if found.roofline:
+        frontier = charts.frontier(found.frontier, charts.PER_STEP, 1e3 * found.seconds, found.change)
+    else:
+        frontier = charts.frontier(found.frontier, charts.PER_VALUE, found.bits, found.change)
     heat = charts.bits(forward, "Bits that forward operands get", "bright: more bits")
     height = max(420, layer_chart.height(forward.assign(row=forward["module"] + forward["tensor_name"])))
     items: list[Any] = [
@@ -152,13 +194,14 @@ ADVISE = Question(
     text="Which format for which operand?",
     title="Advise",
     icon=":material/tune:",
-    help="The smallest predicted loss change within a bit budget, as a recipe to train",
+    help="The smallest predicted loss change within a budget of bits or time, as a recipe to train",
     page="map",
     view="advise",
     draw=draw,
     of_runs=True,
     beyond=same_model,
-    controls=CONTROLS,
+    controls=(BUDGET, SPEEDUP, *OF_CHOICE, DEVICE),
+    narrow=_controls,
     note=NOTE,
     layout="binade.app.questions.advise.page",
 )
