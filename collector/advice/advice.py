@@ -254,12 +254,12 @@ def _doubts_of_times(device: Device, specs: Sequence[str]) -> list[str]:
     return found
 
 
-def roofline_of(catalog: Catalog, costs: Costs, device: Device) -> Roofline:
-    """The products of a micro-batch of the run that the costs are from. Raises AdviceError if its settings are not
-    known."""
+def roofline_of(catalog: Catalog, costs: Costs, device: Device, batch: tuple[int, int] | None = None) -> Roofline:
+    """The products of a micro-batch of the model that the costs are from. batch: its sequences and their length, by
+    default those of the run. Raises AdviceError if the run's settings are not known."""
     planned = _plan_of(catalog, costs, "predict times from runs of binade run")
-    config = planned.config
-    return Roofline(device, products(planned.shape, config.micro_batch_size, config.sequence_length))
+    own = planned.config.micro_batch_size, planned.config.sequence_length
+    return Roofline(device, products(planned.shape, *(batch or own)))
 
 
 def advise(costs: Costs, request: Request, roofline: Roofline | None = None) -> Advice:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -42,6 +43,13 @@ def _positive(text: str) -> float:
     return value
 
 
+def _batch(text: str) -> tuple[int, int]:
+    found = re.fullmatch(r"([1-9]\d{0,8})x([1-9]\d{0,8})", text)
+    if not found:
+        raise click.BadParameter(f"{text!r} is not a micro-batch: write sequences and their length, such as 8x4096")
+    return int(found[1]), int(found[2])
+
+
 def _parts(text: str) -> tuple[str, ...]:
     found = names(text)
     if not found or set(found) - set(PARTS):
@@ -58,6 +66,7 @@ def _advise(
     speedup: float | None,
     device: str | None,
     devices: Path | None,
+    batch: tuple[int, int] | None,
     by: str,
     parts: tuple[str, ...],
     specs: tuple[str, ...],
@@ -87,8 +96,10 @@ def _advise(
     given = [f"--{name}" for name, limit in limits.items() if limit is not None]
     if len(given) > 1:
         raise ConfigError(f"{' and '.join(given)} cannot be combined: give one")
-    if device is None and (devices is not None or seconds is not None or speedup is not None):
-        raise ConfigError("--time, --speedup and --devices need --device: it says what times are predicted for")
+    if device is None and any(option is not None for option in (seconds, speedup, devices, batch)):
+        raise ConfigError(
+            "--time, --speedup, --devices and --batch need --device: it says what times are predicted for"
+        )
     chip = find_device(device, devices) if device is not None else None
     if output is not None and (output.suffix not in READERS or output.exists()):
         ends = " or ".join(READERS)
@@ -106,7 +117,7 @@ def _advise(
             fail(f"skipped: {reason}")
         with quiet():
             known = costs(catalog, filter_of(filters), parts)
-            roofline = roofline_of(catalog, known, chip) if chip else None
+            roofline = roofline_of(catalog, known, chip, batch) if chip else None
             bits = budget if memory is None else 8 * memory / known.values
             share = 1 / speedup if speedup else None
             if seconds is not None and roofline is not None:
@@ -175,6 +186,8 @@ def _params() -> Sequence[click.Parameter]:
                help="With --device: the predicted time of a step, forward and backward of a micro-batch"),
         Option(["--speedup"], type=_positive, metavar="X", title=limits,
                help="With --device: how many times as fast as bf16 a step is predicted to be"),
+        Option(["--batch"], type=_batch, metavar="SEQUENCESxLENGTH", title=limits,
+               help="With --device: the micro-batch whose time is predicted, such as 8x4096  [default: the run's]"),
         Option(["--devices"], type=Path, metavar="FILE", title=limits,
                help="With --device: a .toml file that describes further devices"),
         Option(["--by"], type=click.Choice(BY), default="site", title=limits,

@@ -177,6 +177,7 @@ WRONG = {
     "a test without a file": (("--verify", "2"), 2, "--output"),
     "a time without a device": (("--time", "0.1"), 2, "--device"),
     "a speedup of bits": (("--device", "H100", "--speedup", "2", "--budget", "5"), 2, "--budget and --speedup"),
+    "no micro-batch": (("--device", "H100", "--batch", "8x"), 2, "'8x' is not a micro-batch"),
     "an unknown device": (("--device", "H900"), 2, "choose from H100, H200, B200, MI355X"),
     "devices that are not there": (("--device", "H100", "--devices", "no.toml"), 2, "no.toml: No such file"),
     "too little time": (("--device", "H100", "--time", "1e-12"), 1, "take at least 100.0% of bf16's time"),

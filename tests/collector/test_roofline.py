@@ -197,6 +197,14 @@ def test_the_command_predicts_times_of_experts_and_attention(command, capsys, tm
     out, err = capsys.readouterr()
     assert err == "" and "ms per step   of bf16's time" in out and "uniform mxfp4" in out
     assert "Times are estimates" in out and "Emulated" not in out
+    times = []
+    for batch in ("1x32", "2x32"):
+        assert command("advise", "--device", "B200", "--batch", batch) == 0
+        own = capsys.readouterr().out
+        times.append(float(next(line for line in own.splitlines() if "uniform bf16" in line).split()[2]))
+    shape = MODELS["deepseek2_lite"]["tiny"]
+    expected = [Roofline(find_device("B200"), products(shape, size, 32)).bf16 * 1e3 for size in (1, 2)]
+    assert times == pytest.approx(expected, rel=1e-3)
     assert command("advise", "--device", "910B", "--budget", "6") == 0
     out, _ = capsys.readouterr()
     assert "Emulated on Huawei Ascend 910B, at the rate of bf16: mxfp4, mxfp8." in out and "bits per forward" in out
