@@ -104,6 +104,9 @@ class Recorder:
     """
 
     compiled = ""  # what `compile` has logged
+    entered = False
+    twins: RunTwin | None = None  # of the instrumented models
+    _writes_curves = True
 
     def __init__(
         self,
@@ -159,12 +162,9 @@ class Recorder:
             sums=Sums(self.ranks) if Measure.ACCUMULATED in measured else None,
         )
         self.savers: list[Callable[[Path], None]] = []  # write what a later run may continue from to a directory
-        self.twins: RunTwin | None = None  # of the instrumented models
         self._given = {name: value for name, value in self.config.items() if value is not None}
         self._continued: Continued | None = None
-        self._writes_curves = True
         self._session: Session | None = None  # the current run, or the last one
-        self.entered = False
         self._shown: set[str] = set()  # what was recorded besides products
 
     def compile(self, formats: Iterable[GemmFormats], device: torch.device) -> None:
