@@ -8,7 +8,7 @@ One addition takes the accumulator and `k` products:
 
 Scales of a tensor or a row multiply the result. Scales of blocks multiply the partial sums that are promoted to float32
 (DeepSeek-V3), or the products of each addition (MX formats on Blackwell). All of this is exact in float64. cuBLAS may
-also split k into several sums, which is not modelled.
+also split k into several sums, which is not modelled. With torch's matmul, scales multiply the sum of each block.
 
 Sources: mmaemu 0.1.0 and microsoft/MMA-Sim, which implement arXiv 2512.07004 and arXiv 2511.10909;
 deepseek-ai/DeepGEMM, sm90_fp8_gemm_1d2d.cuh, for promotion with scales.
@@ -35,7 +35,7 @@ TINY = 2.0**-900  # below every term
 class Accumulator:
     """How a GEMM adds its products.
 
-    bits         fraction bits of the aligned terms; 0: torch's matmul in float32
+    bits         fraction bits of the aligned terms; 0: torch's matmul in float32, block by block
     result_bits  fraction bits of their sum
     k            products in one addition
     promotion    products after which the partial sum is added to a float32 sum and starts at 0 again; 0: never
@@ -114,10 +114,18 @@ def matmul(
     if (len(b), scale_a.shape, scale_b.shape) != (k, (m, blocks), (blocks, n)):
         shapes = ", ".join(str(tuple(x.shape)) for x in (a, b, scale_a, scale_b))
         raise ValueError(f"the shapes of a, b and their scales do not fit with a block of {block}: {shapes}")
+    result = torch.zeros(m, n, device=a.device)
+    if not k:
+        return result
+    if not how.bits:
+        blocks_a, blocks_b = torch.split(a.float(), block, 1), torch.split(b.float(), block)
+        for x, y, scale_x, scale_y in zip(blocks_a, blocks_b, scale_a.double().T, scale_b.double(), strict=True):
+            result = (result.double() + (x @ y).double() * (scale_x[:, None] * scale_y)).float()
+        return result
     whole_a, whole_b = (scales.repeat_interleave(block, 1)[:, :k] for scales in (scale_a, scale_b.T))
-    if not (how.bits and k):
-        return (a.float() * whole_a) @ (b.float() * whole_b.T)
-    of_terms = how.scaled and block == how.k and bool((torch.cat((whole_a, whole_b)).frexp().mantissa == 0.5).all())
+    scales = torch.cat((whole_a, whole_b))
+    powers = (scales.frexp().mantissa == 0.5) | ~scales.isfinite()
+    of_terms = how.scaled and block == how.k and bool(powers.all())
     of_sums = block == how.promotion
     if block < k and not (of_terms or of_sums):
         raise ValueError(
@@ -132,7 +140,7 @@ def matmul(
     left, right = _factors(a), _factors(b.T)
     if of_terms:
         left, right = left * whole_a, right * whole_b
-    length = how.promotion or max(k, 1)
+    length = how.promotion or k
     total = torch.zeros(m, n, dtype=torch.float64, device=a.device)
     parts = zip(*(torch.split(factors, length, -1) for factors in (left, right)), strict=True)
     for number, (x, y) in enumerate(parts):

@@ -16,6 +16,7 @@ from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 from binade.quant.specs import Spec
 from tests.app.roots import copy
+from tests.bench.bench_accumulation import of_recorded
 
 MXFP8 = {"quant_type": ["mxfp8"], "layer_index": [2], "module": ["fc1"], "iteration": [1]}
 SIDES = {
@@ -98,6 +99,13 @@ def test_why_there_is_no_table(catalog, where, reason):
     assert "accumulation" not in answer.tables and isinstance(last, Text) and reason in last.text
 
 
+def test_a_block_with_nan_is_no_reason():
+    x = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
+    x[1, 3] = torch.nan
+    found = accumulation.lines(x, Spec.of("mxfp8"))
+    assert accumulation.compared(found, found)[0]["title"].tolist() == SCALED_BY_32[1:]
+
+
 def test_values_that_are_gone(collected, tmp_path):
     with Catalog.open(copy(collected, tmp_path / "runs")) as catalog:
         catalog.path(row_of(catalog, "weight")["tensor_id"]).unlink()
@@ -106,3 +114,5 @@ def test_values_that_are_gone(collected, tmp_path):
         assert len(accumulation.accumulated(catalog, row_of(catalog, "grad_weight")["tensor_id"])[0]) == len(
             SCALED_BY_32
         )
+        counts = {gemm: count for recipe, gemm, count, *_ in of_recorded(catalog.root) if recipe == "mxfp8"}
+        assert counts["wgrad"] == "8 of 8 results" and counts["forward"] == "7 of 8 results"

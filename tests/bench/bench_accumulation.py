@@ -52,10 +52,13 @@ def of_recorded(root: Path) -> Iterator[list[str]]:
         for recipe in catalog.runs()["recipe"].unique():
             results = catalog.results(scoped(catalog, Filter(recipe=(recipe,))))
             for gemm, group in results[results["part"] == "linear"].groupby("gemm"):
-                with suppress(MissingError):
-                    tables = [accumulated(catalog, tensor_id)[0] for tensor_id in group["tensor_id"]]
+                tables = []
+                for tensor_id in group["tensor_id"]:
+                    with suppress(MissingError):
+                        tables.append(accumulated(catalog, tensor_id)[0])
+                if tables:
                     median = pd.concat(tables).groupby("title", as_index=False).median()
-                    yield [recipe, str(gemm), f"{len(tables)} results", *line(median)]
+                    yield [recipe, str(gemm), f"{len(tables)} of {len(group)} results", *line(median)]
 
 
 if __name__ == "__main__":

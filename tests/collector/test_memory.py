@@ -12,9 +12,10 @@ from binade.collector.capture.instrument import instrument
 from binade.collector.errors import ConfigError
 from binade.collector.models.model import GPTModel
 from binade.collector.training.config import RunConfig
-from binade.collector.training.memory import PER_COPY, PER_LOGIT, PER_WEIGHT, check_memory, needed
+from binade.collector.training.memory import DEVICE_CHUNK, PER_COPY, PER_LOGIT, PER_WEIGHT, check_memory, needed
 from binade.collector.training.plan import Plan, plan
 from binade.data.tensor_kinds import Measure
+from binade.quant import statistics
 
 
 def kept(planned: Plan) -> tuple[int, int]:
@@ -92,5 +93,6 @@ def test_rounding_and_recording_take_buffers():
     assert needed(plan(config)).buffers == 0
     assert needed(plan(replace(config, recipe="mxfp4"))).buffers == 2 * layer
     predicted = needed(plan(replace(config, measures=(Measure.LOSS,)))).buffers
-    assert predicted == 2 * largest + 20 * min(largest, 1 << 24)
+    assert predicted == 2 * largest + 20 * min(largest, DEVICE_CHUNK)
+    assert statistics.DEVICE_CHUNK == DEVICE_CHUNK
     assert needed(plan(replace(config, measures=(Measure.LOSS,), save_tensors=False))).buffers == 0

@@ -168,6 +168,25 @@ class TestScales:
         with pytest.raises(ValueError, match=f"scales of {block} values.*{allowed}"):
             matmul(a, b.T, ACCUMULATORS[name], scales, scales.T, block)
 
+    def test_float32_scales_the_sum_of_a_block(self):
+        """Scales that are no powers of two do not round the operands."""
+        a, b = (inputs(16, 2048, E4M3, seed)["normal"] for seed in (1, 2))
+        scales, how = torch.full((16, 4), 1.1), ACCUMULATORS["fp32"]
+        want = (a.float() @ b.float().T).double() * scales[0, 0].double() ** 2
+        assert_same_bits(matmul(a, b.T, how, scales[:, :1], scales[:, :1].T), want.float())
+        sums = [x.float() @ y.float().T for x, y in zip(a.split(512, 1), b.split(512, 1), strict=True)]
+        total = torch.zeros(16, 16)
+        for part in sums:
+            total = (total.double() + part.double() * scales[0, 0].double() ** 2).float()
+        assert_same_bits(matmul(a, b.T, how, scales, scales.T, 512), total)
+
+    def test_of_additions_may_be_nan(self):
+        a, b = (inputs(4, 64, E4M3, seed)["normal"] for seed in (1, 2))
+        scales = torch.ones(4, 2)
+        want = matmul(a, b.T, ACCUMULATORS["blackwell_fp8"], scales, scales.T, 32)
+        scales[1, 0] = want[1] = torch.nan
+        assert_same_bits(matmul(a, b.T, ACCUMULATORS["blackwell_fp8"], scales, torch.ones(2, 4), 32), want)
+
     def test_of_additions_are_powers_of_two(self):
         a, b = (inputs(4, 64, E4M3, seed)["normal"] for seed in (1, 2))
         with pytest.raises(ValueError, match="powers of two"):

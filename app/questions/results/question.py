@@ -48,7 +48,7 @@ ACCUMULATION = {
         text=lambda row: SQNR.text(row["result_db"]), align="right",
     ),
     "sums_db": Column(
-        "SQNR of the addition", help="Against the exact product of the rounded operands",
+        "SQNR of the addition", help="Against the exact product of the rounded operands; scales multiply sums",
         text=lambda row: SQNR.text(row["sums_db"]), align="right",
     ),
 }  # fmt: skip
