@@ -27,10 +27,11 @@ These options also replace the formats of a recipe's modules and of its schedule
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Any
 
 from binade.collector.recipes import precision_file
 from binade.collector.recipes.draft import BACKWARDS, INGREDIENTS, Draft, formats_of
@@ -122,6 +123,24 @@ def _draft(text: str) -> tuple[str, Draft]:
         if not any(found):
             raise RecipeError(f"recipe {base} does not have the ingredient {each!r}")
     return name, draft
+
+
+def recipe_of(config: Mapping[str, Any]) -> Recipe | None:
+    """The recipe of a run, from its run.json: by its text, else by its name; None if it has neither. No file of a user
+    is read."""
+    name = str(config.get("recipe"))
+    try:
+        if "recipe_toml" in config:
+            return draft_of(str(config["recipe_toml"]), name).recipe(name)
+        return None if any(suffix in name for suffix in READERS) else parse_recipe(name)
+    except ValueError:
+        return None
+
+
+def linear_formats_of(config: Mapping[str, Any]) -> frozenset[str]:
+    """`Recipe.linear_formats` of a run, from its run.json; none if its recipe is unknown."""
+    recipe = recipe_of(config)
+    return recipe.linear_formats if recipe else frozenset()
 
 
 def ingredients_of(text: str) -> list[str]:

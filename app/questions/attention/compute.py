@@ -43,8 +43,8 @@ def heads(x: Tensor) -> Heads | None:
     return Heads(x[:, :, ::every], min(every, x.shape[2]))
 
 
-def is_flash(p: Heads) -> bool:
-    """Whether these are P̃, of which the largest in every row is 1 (or 0, if the row has no keys)."""
+def may_be_flash(p: Heads) -> bool:
+    """Whether the largest in every row is 1, as of P̃ (or 0, if the row has no keys). It may be 1 in a softmax too."""
     largest = p.x.amax(-1)
     return bool(((largest == 1) | (largest == 0)).all())
 

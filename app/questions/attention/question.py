@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
 from contextlib import suppress
@@ -20,6 +21,7 @@ from binade.app.questions.attention import charts, compute
 from binade.app.questions.question import Question
 from binade.app.questions.shared.selection import Of, SelectedTensor
 from binade.app.report.section import ReportSelection, Section, slug
+from binade.collector.recipes.parse import recipe_of
 from binade.data.catalog import CatalogError
 from binade.data.evidence import SHARE, Measure, Sentence, exact, extreme, leaders, say, together
 from binade.data.filter import Filter
@@ -128,7 +130,7 @@ def heads(selected: SelectedTensor, maps: Maps) -> Drawn:
     verdict = Sentence()
     scores, recorded = (maps.heads.get(name) for name in ("attention_scores", "attention_probs"))
     if recorded is not None:
-        is_flash = compute.is_flash(recorded)
+        is_flash = _is_flash(selected, recorded)
         softmax = compute.softmax(recorded, scores) if scores and scores.x.shape == recorded.x.shape else None
         probs = softmax if is_flash else recorded
         row, first = maps.rows["attention_probs"], maps.source("attention_probs")
@@ -154,6 +156,13 @@ def heads(selected: SelectedTensor, maps: Maps) -> Drawn:
         chart = charts.score_ranges(table, maps.words)
         items.append(Figure("scores", chart, table, caption, height=330, group="maps"))
     return Drawn(tuple(items), verdict)
+
+
+def _is_flash(selected: SelectedTensor, recorded: compute.Heads) -> bool:
+    """Whether the recorded probabilities are P̃: the run's recipe has softmax=flash, and does not skip this layer."""
+    runs = selected.opened.runs()
+    recipe = recipe_of(json.loads(runs.loc[runs["run_id"] == selected.row["run_id"], "config"].iloc[0]))
+    return recipe is not None and recipe.pv.formats.softmax.tile is not None and compute.may_be_flash(recorded)
 
 
 def _product(
