@@ -5,8 +5,8 @@
 | seeds | nothing but the settings | weights, data |
 | reordering | weights, data | bits: order of reduction, parallel layout, machine |
 
-A band holds 95% of the gaps between two such runs, each gap the mean over the same iterations. Gaps of other models are
-in data.published_gaps.
+A band holds 95% of the gaps between two such runs, each gap the mean over the same iterations. Runs count if they state
+all their settings: see `same_data.states_all`. Gaps of other models are in data.published_gaps.
 """
 
 from __future__ import annotations
@@ -35,12 +35,22 @@ SOURCES = {
     Kind.SEEDS: "own bf16 runs with other seeds",
     Kind.REORDERING: "own bf16 runs of the same weights and data",
 }
+UNSTATED = "Imported losses and instrumented runs do not count, since they do not state all settings."
 MISSING = {
     Kind.SEEDS: "No band of seeds: it takes bf16 runs with two seeds. Train one with --quantization bf16 and another "
-    "--seed.",
+    f"--seed. {UNSTATED}",
     Kind.REORDERING: "No band of reordering: it takes two bf16 runs of the same weights and data that differ in bits. "
-    "Repeat one with --tp 2, or on another machine.",
+    f"Repeat one with --tp 2, or on another machine. {UNSTATED}",
 }
+
+
+@dataclass(frozen=True)
+class PlainRun:
+    """A bf16 run: its seed, its data key and its lines of loss.jsonl."""
+
+    seed: str
+    data: str
+    steps: Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -78,23 +88,23 @@ class Band:
         return Sentence(text, (self.gap, *(gap for _, gap in gaps)))
 
 
-def own_bands(runs: Iterable[tuple[str, Sequence[Mapping[str, Any]]]], iterations: Iterable[int]) -> tuple[Band, Band]:
+def own_bands(runs: Iterable[PlainRun], iterations: Iterable[int]) -> tuple[Band, Band]:
     """The bands of seeds and of reordering over these iterations.
 
-    runs: (data key, lines of loss.jsonl) of bf16 runs with the same settings, oldest first. Runs that lack one of the
-    iterations do not count, and of runs that agree in all bits only one does. Of a seed's runs, the band of seeds
-    takes the newest.
+    runs: those with the same settings, oldest first. Runs that lack one of the iterations do not count, and of runs
+    that agree in all bits only one does. Of a seed's runs, the band of seeds takes the newest.
     """
     at = sorted(iterations)
     first: dict[str, Sequence[Mapping[str, Any]]] = {}
-    losses: dict[str, list[list[float]]] = {}
-    for key, steps in runs:
-        loss = {i: own for i, own, _ in losses_on_same_data(steps, first.setdefault(key, steps))}
+    newest: dict[str, list[float]] = {}
+    distinct: dict[str, dict[tuple[float, ...], None]] = {}
+    for run in runs:
+        loss = {i: own for i, own, _ in losses_on_same_data(run.steps, first.setdefault(run.data, run.steps))}
         if all(i in loss for i in at):
-            losses.setdefault(key, []).append([loss[i] for i in at])
-    newest = [[each[-1] for each in losses.values()]]
-    distinct = [list(dict.fromkeys(map(tuple, each))) for each in losses.values()]
-    return _band(Kind.SEEDS, newest, at, "seeds"), _band(Kind.REORDERING, distinct, at, "runs")
+            newest[run.seed] = [loss[i] for i in at]
+            distinct.setdefault(run.data, {})[tuple(newest[run.seed])] = None
+    seeds = _band(Kind.SEEDS, [[*newest.values()]], at, "seeds")
+    return seeds, _band(Kind.REORDERING, [[*losses] for losses in distinct.values()], at, "runs")
 
 
 def _band(kind: Kind, groups: Iterable[Sequence[Sequence[float]]], at: Sequence[int], of: str) -> Band:

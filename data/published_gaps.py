@@ -75,7 +75,9 @@ class PublishedGap:
 
 def parsed(text: str) -> list[PublishedGap]:
     """The entries of a file. Raises ValueError, which names the wrong field."""
-    return [PublishedGap(**entry) for entry in tomllib.loads(text)["gap"]]
+    if not (entries := tomllib.loads(text).get("gap")):
+        raise ValueError("[[gap]] is missing")
+    return [PublishedGap(**entry) for entry in entries]
 
 
 @cache
@@ -84,7 +86,9 @@ def published_gaps() -> list[PublishedGap]:
     return parsed(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 
 
-def published_for(recipes: Collection[str]) -> list[PublishedGap]:
-    """What concerns these recipes: gaps whose format one of them or the specs of its operands name, as "linear_mxfp8"
-    and "nvfp4(block=16x16)" do, and spreads of bf16 runs; nothing if there are none."""
-    return [entry for entry in published_gaps() if any(entry.is_spread or entry.format in recipe for recipe in recipes)]
+def published_for(recipes: Collection[Collection[str]]) -> list[PublishedGap]:
+    """What concerns these recipes: gaps whose format operands of their linear layers have, and spreads of bf16 runs;
+    nothing if there are none. recipes: the formats of each, as `Recipe.linear_formats`."""
+    return [
+        entry for entry in published_gaps() if any(entry.is_spread or entry.format in formats for formats in recipes)
+    ]

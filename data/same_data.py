@@ -38,13 +38,22 @@ def data_key(config: Mapping[str, Any], first: str | None) -> str | None:
     if config.get("kind") == IMPORT:
         complete = all(stated.get(name) is not None for name in IMPORTED)
     else:
-        complete = len(stated) == len(CONFIGURATION)
+        complete = states_all(config)
     if not (hashed or complete):
         return None
-    data = config.get("data")
-    corpus = data.get("corpus_sha256") or data.get("idx_sha256") if isinstance(data, dict) else None
-    known = [stated, config.get("dp") or 1, corpus, step if hashed else None]
+    known = [stated, config.get("dp") or 1, corpus_of(config), step if hashed else None]
     return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
+
+
+def states_all(config: Mapping[str, Any]) -> bool:
+    """Whether run.json states all of CONFIGURATION, as those of imported and of instrumented runs do not."""
+    return config.get("kind") != IMPORT and all(name in config for name in CONFIGURATION)
+
+
+def corpus_of(config: Mapping[str, Any]) -> Any:
+    """The SHA-256 of a run's corpus, from its run.json; None if it is unknown."""
+    data = config.get("data")
+    return data.get("corpus_sha256") or data.get("idx_sha256") if isinstance(data, dict) else None
 
 
 def data_key_of(config: Mapping[str, Any], directory: Path) -> str | None:

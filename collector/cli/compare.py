@@ -29,18 +29,18 @@ from typing import Any
 
 import pandas as pd
 
-from binade.collector.models.registry import MODELS
 from binade.collector.recipes.ladder import Ladder, ladders
-from binade.collector.recipes.parse import without_none
+from binade.collector.recipes.parse import linear_formats_of, without_none
 from binade.collector.recipes.recipe import BF16, TEN_RECIPES
+from binade.collector.training.config import layers_of
 from binade.data import evidence
 from binade.data.catalog import Catalog
 from binade.data.difference import OVERRIDES
 from binade.data.filter import Filter
-from binade.data.gap_bands import Band, own_bands
+from binade.data.gap_bands import Band, PlainRun, own_bands
 from binade.data.gradients import COMPARED, GRADIENTS, gradient_errors, gradient_summary
 from binade.data.runs import DONE, STATES, RunInfo, list_runs, sound_losses
-from binade.data.same_data import data_key_of, losses_on_same_data, pairs_on_same_data
+from binade.data.same_data import corpus_of, data_key_of, losses_on_same_data, pairs_on_same_data, states_all
 from binade.quant.formats import UnknownFormatError
 from binade.quant.specs import Spec, SpecError
 
@@ -109,7 +109,8 @@ class Settings:
 class Row:
     """A recipe in a state. The figures are of the run `run_id`, one of `runs`: those of FIGURES, without any that
     there is nothing to compute from. iterations are those finished under the recipe. seed is that of the run shown,
-    seeds those of all; gaps is the mean gap of each start that has a bf16 run, bands what chance explains of them."""
+    seeds those of all; gaps is the mean gap of each start that has a bf16 run, bands what chance explains of them.
+    formats are those of its linear layers."""
 
     recipe: str
     state: str
@@ -119,6 +120,7 @@ class Row:
     seeds: tuple[Value, ...]
     gaps: Mapping[str, float]
     bands: tuple[Band, ...]
+    formats: frozenset[str]
     run_id: str
     backend: str
     iterations: int
@@ -177,6 +179,10 @@ class _Run:
         return self.last + 1
 
     @property
+    def plain(self) -> PlainRun:
+        return PlainRun(str(self.seed), self.start, [*self.losses.values()])
+
+    @property
     def age(self) -> tuple[str, str]:
         """Sorts from old to new."""
         return str(self.info.config.get("started")), self.info.run_id
@@ -207,13 +213,9 @@ def compare(root: Path) -> Comparison:
 
 def _settings(config: Mapping[str, Any]) -> Settings:
     known = {f.name: _plain(config.get(f.name)) for f in fields(Settings)}
-    shape = MODELS.get(str(known["model"]), {}).get(str(known["size"]))
-    known["layers"] = known["layers"] or (shape.layers if shape else None)
     known["device"] = str(known["device"] or "").partition(",")[0] or None  # "cpu, 2 threads"
+    known |= {"layers": layers_of(config), "corpus_sha256": _plain(corpus_of(config)) or known["corpus_sha256"]}
     known |= {"tp": known["tp"] or 1, "dp": known["dp"] or 1, "sequence_parallel": bool(known["sequence_parallel"])}
-    data = config.get("data")
-    if isinstance(data, dict):
-        known["corpus_sha256"] = _plain(data.get("corpus_sha256") or data.get("idx_sha256"))
     return Settings(**known)
 
 
@@ -248,12 +250,12 @@ def _read(run: RunInfo, refused: list[str]) -> _Run:
 
 
 def _plain_runs(settings: Settings, groups: Mapping[Settings, list[_Run]]) -> list[_Run]:
-    """The bf16 runs on known data with these settings, on any device and any number of ranks, oldest first."""
+    """The bf16 runs with these settings, on any device and any number of tensor-parallel ranks, oldest first."""
     layout: dict[str, Any] = dict.fromkeys(("device", "tp", "sequence_parallel"))
     wanted = replace(settings, **layout)
     alike = [run for other, runs in groups.items() if replace(other, **layout) == wanted for run in runs]
-    known = [run for run in alike if run.recipe == BF16 and run.start != run.info.run_id]
-    return sorted(known, key=lambda run: run.age)
+    plain = [run for run in alike if run.recipe == BF16 and states_all(run.info.config)]
+    return sorted(plain, key=lambda run: run.age)
 
 
 def _section(catalog: Catalog, settings: Settings, runs: list[_Run], plain: list[_Run], refused: list[str]) -> Section:
@@ -303,7 +305,8 @@ def _section(catalog: Catalog, settings: Settings, runs: list[_Run], plain: list
             seed=shown.seed,
             seeds=tuple(seeds[start] for start in groups[key]),
             gaps=gaps,
-            bands=own_bands([(run.start, [*run.losses.values()]) for run in plain], common) if gaps else (),
+            bands=own_bands([run.plain for run in plain], common) if gaps else (),
+            formats=linear_formats_of(shown.info.config),
             run_id=shown.info.run_id,
             backend=", ".join(str(shown.info.config.get(name) or "unknown") for name in ("backend", "device")),
             iterations=shown.iterations,

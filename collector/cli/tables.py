@@ -202,7 +202,7 @@ def notes(section: Section) -> list[str]:
     compared = [row for row in section.rows if row.gaps]
     found += gap_bands.placed((row.label, row.gap, row.bands) for row in compared)
     found += gap_bands.missing(band for row in compared for band in row.bands)
-    found += map(str, published_for([row.recipe for row in compared]))
+    found += map(str, published_for([row.formats for row in compared]))
     usual = section.rows[0].seed
     if len(section.seeds) > 1:
         found.append(f"Seeds {', '.join(map(str, section.seeds))}: tables that do not combine seeds show seed {usual}.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from binade.collector.cli.compare import compare
 from binade.collector.cli.tables import render
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
+from binade.data.runs import IMPORT, RUN_FILE, RunWriter, write_run_file
 from tests.app.planted import normal, operand
 from tests.app.test_pages import Visit, words
 from tests.data.builder import make_run
@@ -33,11 +35,12 @@ def losses(seed: int) -> list[float]:
     return [5.0 - at + 0.05 * math.sin(seed + 1) + 0.001 * at * math.cos(seed) for at in range(3)]
 
 
-def train(root: Path, recipe: str, seed: int, more: float = 0.0) -> None:
+def train(root: Path, recipe: str, seed: int, more: float = 0.0, **config: Any) -> RunWriter:
     made = [] if recipe == "bf16" else [[operand(normal(1, 32, 64), recipe=recipe)]]
-    run = make_run(root, *made, recipe=recipe, seed=seed)
+    run = make_run(root, *made, recipe=recipe, seed=seed, **config)
     for iteration, loss in enumerate(losses(seed)):
-        run.append_loss({"iteration": iteration, "loss": loss + more, "time": 0.0})
+        run.append_loss({"iteration": iteration, "loss": loss + more, "time": 0.0, "data_sha256": "0"})
+    return run
 
 
 def make(root: Path, seeds: int, repeated: bool = False) -> Path:
@@ -82,6 +85,33 @@ def test_the_page_says_what_so_many_seeds_tell(seeds: int, tmp_path: Path, visit
         assert f"linear_mxfp4 {place}" in text or f"linear_mxfp4 and linear_mxfp8 {place}" in text
 
 
+def check_no_band(root: Path) -> None:
+    """Neither the page nor `binade compare` has a band, both say why."""
+    reason = "Imported losses and instrumented runs do not count, since they do not state all settings."
+    for text in (" ".join((*draw(root).sentences, draw(root).verdict)), render(compare(root), "text")):
+        words = " ".join(text.split())
+        assert "Band of " not in words and words.count(reason) == 2 and words.count("No band of ") == 2
+
+
+@pytest.mark.parametrize("imported", [True, False], ids=["imported", "instrumented"])
+def test_runs_with_unknown_settings_make_no_band(imported: bool, tmp_path: Path):
+    for recipe, seed, more in (("bf16", 0, 0.0), ("bf16", 0, 0.2), ("bf16", 1, 0.0), ("linear_mxfp8", 0, 0.1)):
+        run = train(tmp_path, recipe, seed, more, **({"kind": IMPORT} if imported else {}))
+        config = json.loads((run.directory / RUN_FILE).read_text())
+        del config["learning_rate"], config["micro_batch_size"]
+        write_run_file(run.directory, config)
+    check_no_band(tmp_path)
+
+
+@pytest.mark.parametrize("other", [{"dp": 2}, {"data": {"corpus_sha256": "0"}}], ids=["dp", "corpus"])
+def test_runs_of_one_seed_with_other_settings_make_no_band(other: dict[str, Any], tmp_path: Path):
+    train(tmp_path, "bf16", 0)
+    train(tmp_path, "bf16", 0, 0.2, **other)
+    train(tmp_path, "bf16", 1, 0.1, **other)
+    train(tmp_path, "linear_mxfp8", 0, 0.1)
+    check_no_band(tmp_path)
+
+
 def test_the_charts_show_the_bands_of_scipy(tmp_path: Path):
     drawn = draw(make(tmp_path, 5, repeated=True))
     half = float(stats.t.ppf(0.975, 1) * REORDERED)  # sqrt(2) times the deviation of two runs is their difference
@@ -108,6 +138,18 @@ def test_a_published_gap_is_context(tmp_path: Path):
         (section, *_) = report(ReportSelection(opened, Filter()))
     assert [each.name for each in section.tables] == ["costs", "published"]
     assert any("No band of reordering" in problem for problem in section.problems)
+
+
+def test_published_gaps_go_by_the_formats_of_linear_layers(tmp_path: Path):
+    """A recipe file has them by its content, a recipe of attention has none, on the page and in `binade compare`."""
+    train(tmp_path, "bf16", 0)
+    train(tmp_path, "FA_mxfp8", 0, 0.1)
+    train(tmp_path, "my_mxfp8", 0, 0.1, recipe_toml='[linear]\nforward.input = "nvfp4(block=16x16)"\n')
+    drawn = draw(tmp_path)
+    assert {row["label"] for row in shaded(drawn, "costs") if row["band"] == PUBLISHED} == {"my_mxfp8"}
+    assert set(drawn.tables["published"]["format"]) == {"bf16", "nvfp4"}
+    printed = " ".join(render(compare(tmp_path), "text").split())
+    assert printed.count("* Published for ") == len(drawn.tables["published"]) and "MXFP8 on" not in printed
 
 
 def test_a_comparison_with_another_run_has_no_bands(tmp_path: Path):

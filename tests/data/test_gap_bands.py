@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,15 +12,15 @@ from scipy import stats
 
 from binade.data import evidence, gap_bands
 from binade.data.evidence import GAP
-from binade.data.gap_bands import Band, Kind, own_bands
+from binade.data.gap_bands import Band, Kind, PlainRun, own_bands
 
 ITERATIONS = range(8)
 # Loss of each seed, and the noise that reordering adds.
 SEEDS = {"a": 0.0, "b": 0.03, "c": -0.02}
 
 
-def run(key: str, losses: np.ndarray, **more: Any) -> tuple[str, list[dict[str, Any]]]:
-    return key, [{"iteration": i, "loss": float(loss)} | more for i, loss in enumerate(losses)]
+def run(key: str, losses: np.ndarray, **more: Any) -> PlainRun:
+    return PlainRun(key, key, [{"iteration": i, "loss": float(loss)} | more for i, loss in enumerate(losses)])
 
 
 def repeats(seed: int, deviation: float = 0.004) -> dict[str, np.ndarray]:
@@ -70,6 +71,12 @@ class TestOwnBands:
         assert not bands(repeats(0))[0].missing
         assert gap_bands.missing([*bands({}), *bands({})]) == [band.missing for band in bands({})]
 
+    def test_one_seed_with_other_weights_is_one_seed(self):
+        planted = {key: runs[-1:] for key, runs in repeats(6).items()}
+        runs = [run(key, losses) for key, (losses,) in planted.items()]
+        other = replace(run("a", planted["a"][0] + 1), data="other weights")
+        assert own_bands([other, *runs], ITERATIONS)[0] == bands(planted)[0]
+
     def test_runs_that_agree_in_all_bits_are_one(self):
         planted = repeats(3)
         again = planted | {key: np.concatenate([runs, runs]) for key, runs in planted.items()}
@@ -86,7 +93,7 @@ class TestOwnBands:
         a, b = repeats(5)["a"]
         same = [run("a", a, data_sha256="x"), run("a", b, data_sha256="x")]
         assert not own_bands(same, ITERATIONS)[1].missing
-        same[1][1][3]["data_sha256"] = "y"
+        same[1].steps[3]["data_sha256"] = "y"
         assert own_bands(same, ITERATIONS)[1].missing
         assert not own_bands(same, range(3))[1].missing
 

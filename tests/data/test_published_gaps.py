@@ -64,8 +64,13 @@ def test_the_files_entries_are_read():
 
 def test_a_recipe_has_those_of_its_formats_and_the_spreads():
     assert published_for([]) == []
-    assert {entry.format for entry in published_for(["linear_mxfp4"])} == {"bf16"}
-    assert {entry.format for entry in published_for(["linear_mxfp4", "QK nvfp4(block=16x16)"])} == {"bf16", "nvfp4"}
+    assert {entry.format for entry in published_for([{"mxfp4"}])} == {"bf16"}
+    assert {entry.format for entry in published_for([{"mxfp4"}, {"mxfp8_e5m2", "nvfp4"}])} == {"bf16", "nvfp4"}
+
+
+def test_a_file_without_entries_is_refused():
+    with pytest.raises(ValueError, match=r"\[\[gap\]\]"):
+        parsed("")
 
 
 WRONG: dict[str, Callable[[str], str]] = {

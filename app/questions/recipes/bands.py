@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -12,7 +12,7 @@ from binade.app.figure import Column, Table
 from binade.app.questions.recipes.compute import Recipe
 from binade.collector.recipes.recipe import BF16
 from binade.data.evidence import GAP
-from binade.data.gap_bands import Band, own_bands
+from binade.data.gap_bands import Band, PlainRun, own_bands
 from binade.data.published_gaps import published_for
 
 PUBLISHED = "published for another model"
@@ -38,23 +38,25 @@ def bands_of(
     """The bands of each recipe by its run_id: of the bf16 runs with the settings of its reference, over the iterations
     of its gap. table: of `runs_with_reference`; gaps: of `loss_gaps`."""
     runs = table.set_index("run_id")
-    plain = table[(table["recipe"] == BF16) & ~table["quantized"] & table["data"].notna()]
+    plain = (table["recipe"] == BF16) & ~table["quantized"] & table["stated"]
     known: dict[Any, tuple[Band, Band]] = {}
     bands = {}
     for recipe in recipes:
         settings = runs["settings"][runs["reference"][recipe.run_id]]
         iterations = frozenset(gaps.loc[gaps["run_id"] == recipe.run_id, "iteration"])
         if (settings, iterations) not in known:
-            alike = plain[plain["settings"].map(settings.__eq__)]
-            of_runs = [(data, losses[run]) for data, run in zip(alike["data"], alike["run_id"], strict=True)]
-            known[settings, iterations] = own_bands(of_runs, iterations)
+            alike = table[plain & table["settings"].map(settings.__eq__)]
+            of_runs = zip(alike["seed"], alike["data"], alike["run_id"].map(losses), strict=True)
+            known[settings, iterations] = own_bands((PlainRun(*run) for run in of_runs), iterations)
         bands[recipe.run_id] = known[settings, iterations]
     return bands
 
 
-def rows(recipes: Sequence[Recipe], bands: Mapping[str, tuple[Band, Band]], names: Mapping[str, str]) -> pd.DataFrame:
+def rows(
+    recipes: Sequence[Recipe], bands: Mapping[str, tuple[Band, Band]], formats: Mapping[str, Collection[str]]
+) -> pd.DataFrame:
     """A row for each recipe and known band, and for each published gap in nats of its formats, the mean ± sd. Columns
-    label, band, low, high, range, n, source. names: the recipe's name and its formats, by run_id."""
+    label, band, low, high, range, n, source. formats: `Recipe.linear_formats`, by run_id."""
     found: list[tuple[Any, ...]] = []
     for recipe in recipes:
         for band in bands[recipe.run_id]:
@@ -62,7 +64,7 @@ def rows(recipes: Sequence[Recipe], bands: Mapping[str, tuple[Band, Band]], name
                 ends = band.gap.low, band.gap.high
                 counted = f"{band.gap.n} {band.gap.of}"
                 found.append((recipe.label, band.kind.value, *ends, _range(*ends), counted, band.source))
-        for entry in published_for([names[recipe.run_id]]):
+        for entry in published_for([formats[recipe.run_id]]):
             if entry.gap is not None and entry.sd is not None:
                 ends = entry.gap - entry.sd, entry.gap + entry.sd
                 counted, source = f"{entry.n} {entry.of}", f"{entry.title}, {entry.read.value}"
@@ -88,9 +90,9 @@ def _range(low: float, high: float) -> str:
     return f"{GAP.text(low)} to {GAP.text(high)} nats"
 
 
-def published(names: Sequence[str]) -> list[Table]:
-    """What others published for these recipes, nothing without one. names: as in `rows`."""
-    entries = published_for(names)
+def published(formats: Collection[Collection[str]]) -> list[Table]:
+    """What others published for these recipes, nothing without one. formats: `Recipe.linear_formats` of each."""
+    entries = published_for(formats)
     frame = pd.DataFrame(asdict(entry) | {"value": entry.value, "read": entry.read.value} for entry in entries)
     title = "Published gaps of other models: context, not a verdict"
     return [Table("published", frame, COLUMNS, title, foldable=True)] * bool(entries)

@@ -3,6 +3,7 @@ on the same data."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
@@ -36,6 +37,7 @@ from binade.app.report.section import ReportSelection, Section, slug
 from binade.app.report.section import Table as ReportTable
 from binade.app.style import MEASURES
 from binade.collector.recipes.ladder import Ladder, ladders
+from binade.collector.recipes.parse import linear_formats_of
 from binade.collector.recipes.recipe import BF16
 from binade.collector.recipes.seeds import JUDGED, Judged
 from binade.data import evidence, gap_bands
@@ -230,9 +232,10 @@ def cost(opened: Catalog, where: Filter, table: pd.DataFrame, base: str = BASE) 
     looks = run_looks(table) | {each.label: look[each.run_id] for each in latest}
     to_bf16 = latest if base == BASE else []
     own = bands.bands_of(to_bf16, table, losses, gaps)
-    names = dict(zip(costs["run_id"], costs["name"] + " " + costs["parts"], strict=True))
+    configs = opened.runs().set_index("run_id")["config"]
+    formats = {each.run_id: linear_formats_of(json.loads(configs[each.run_id])) for each in to_bf16}
     subtitle = f"{part}mean over the iterations that both runs have, and over seeds"
-    shades = bands.rows(to_bf16, own, names)
+    shades = bands.rows(to_bf16, own, formats)
     chart = charts.costs(bars, subtitle, looks, base, shades)
     height = charts.costs_height(bars, shades)
     note = f"{ONE_SEED} {bands.NOTE}" if to_bf16 else ONE_SEED
@@ -251,7 +254,7 @@ def cost(opened: Catalog, where: Filter, table: pd.DataFrame, base: str = BASE) 
     without = table.loc[table["quantized"] & table["reference"].isna(), "label"].tolist()
     left = (f"Left out, because no bf16 run saw the same data: {evidence.listed(without)}.",) * bool(without)
     missing = gap_bands.missing(band for each in own.values() for band in each)
-    published = bands.published([names[each.run_id] for each in to_bf16])
+    published = bands.published([*formats.values()])
     placed = gap_bands.placed((each.label, each.gap, own[each.run_id]) for each in to_bf16)
     items: tuple[Item, ...] = (*figures, Table("costs", listed, columns), *map(Text, missing), *published)
     answer = Drawn(items, evidence.together(_answer(recipes, base), *placed), left)

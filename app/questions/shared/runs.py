@@ -14,10 +14,11 @@ import pandas as pd
 
 from binade.app import style
 from binade.app.questions.shared.labels import run_labels
+from binade.collector.training.config import layers_of
 from binade.data.catalog import Catalog
 from binade.data.difference import OVERRIDES
 from binade.data.filter import Filter
-from binade.data.same_data import CONFIGURATION, data_key
+from binade.data.same_data import CONFIGURATION, corpus_of, data_key, states_all
 
 OF_MODEL = ("model", "size", "dataset")
 PARTS = {"linear": "Linear layers", "QK": "QKᵀ", "PV": "PV", "router": "Router", "product": "Declared products"}
@@ -37,6 +38,7 @@ def runs_with_reference(runs: pd.DataFrame, parts: pd.DataFrame) -> pd.DataFrame
     seed
     data       the same for runs on the same data from the same weights; None if that is unknown
     settings   all other settings that are the same in runs that differ in recipe and seed
+    stated     whether run.json states all of same_data.CONFIGURATION
     """
     runs = runs.sort_values(["started", "run_id"], ignore_index=True)
     table = runs[["run_id", "recipe", "started", "color"]].copy()
@@ -53,7 +55,11 @@ def runs_with_reference(runs: pd.DataFrame, parts: pd.DataFrame) -> pd.DataFrame
     table["data"] = pd.Series(keys, table.index, object)
     table["seed"] = [str(config.get("seed")) for config in configs]
     others = tuple(name for name in (*CONFIGURATION, *OVERRIDES) if name != "seed")
-    table["settings"] = [tuple(str(config.get(name)) for name in others) for config in configs]
+    table["settings"] = [
+        tuple(map(str, (*map(config.get, others), config.get("dp") or 1, corpus_of(config), layers_of(config))))
+        for config in configs
+    ]
+    table["stated"] = pd.Series([states_all(config) for config in configs], table.index, bool)
     plain = table[(table["recipe"] == "bf16") & ~table["quantized"] & table["data"].notna()]
     newest = dict(zip(plain["data"], plain["run_id"], strict=True))
     table["reference"] = [newest.get(data) for data in table["data"]]
