@@ -406,12 +406,12 @@ def coverage(
             if layer.kernels and not reason and any(part != Part() for part in used):
                 recorded, fmt, reason = "", "", layer.kernels
             else:
-                parts = dict(zip(products, [Part()] * len(products) if reason else used, strict=True))
+                parts = dict(zip(layer.products, [Part()] * len(used) if reason else used, strict=True))
                 formats |= {
                     Operand(site.layer_index, site.module, site.expert, kind.name, gemm): parts[product].rounded_to(
                         field
                     )
-                    for product in products
+                    for product in layer.products
                     for kind in TENSOR_KINDS
                     if kind.product is product
                     for gemm, field in gemm_operands(kind).items()
