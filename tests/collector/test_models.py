@@ -470,7 +470,9 @@ def recorded(model: GPTModel, recipe: Recipe | str, root: Path) -> pd.DataFrame:
     tokens, labels = tokens_of(model.shape, length=16)
     rows = []
 
-    def note(seen: Observed, site: Site, identity: Callable[[], Identity], *measured: object) -> list[Tried]:
+    def note(
+        seen: Observed, site: Site, identity: Callable[[], Identity], *measured: object, **options: object
+    ) -> list[Tried]:
         shape = tuple(seen.shape or seen.tensor.shape)
         finite = bool(seen.tensor.isfinite().all())
         dtype = str(seen.tensor.dtype).removeprefix("torch.")

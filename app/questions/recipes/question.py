@@ -83,7 +83,7 @@ AGAINST = Control(
 )  # fmt: skip
 COLUMNS = {
     "label": Column("Run", width=130),
-    **{part: Column(title, width=145) for part, title in PARTS.items()},
+    **{part: Column(title, width=142) for part, title in PARTS.items()},
     "gap": Column(
         "Mean gap (nats)",
         "%+.5f",
