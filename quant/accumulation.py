@@ -24,7 +24,7 @@ from torch import Tensor
 from binade.quant.blocks import GROUP, look
 from binade.quant.elements import E4M3, E5M2
 from binade.quant.reference import from_blocks
-from binade.quant.specs import TENSOR, Spec, SpecError
+from binade.quant.specs import Spec, SpecError
 
 DTYPES = {E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2}
 LIMIT = 1 << 20  # products that are in memory at once
@@ -79,7 +79,7 @@ def coded(x: Tensor, fmt: str | Spec, absmax: Tensor | None = None) -> tuple[Ten
     if spec.format.element not in DTYPES or spec.hadamard:
         raise SpecError(f"accumulation is not modelled for {spec}: expected elements in FP8 E4M3 or E5M2, not rotated")
     rounded = look(x, spec, absmax=absmax)
-    block = GROUP if spec.block in (None, TENSOR) else spec.block
+    block = GROUP if not spec.has_blocks else spec.block
     values = from_blocks(rounded.values, x, -1, block).to(DTYPES[spec.format.element])
     scales = from_blocks(rounded.scale.expand(rounded.values.shape), x, -1, block).float()
     run = spec.run(x.shape[1]) or x.shape[1]

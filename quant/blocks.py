@@ -20,7 +20,7 @@ from binade.quant.quantizer import outer_absmax
 from binade.quant.reference import from_blocks, noise_blocks, per_group, quantize_blocks, to_blocks
 from binade.quant.rotation import rotate, rotate_back
 from binade.quant.rounding import floor_log2
-from binade.quant.specs import TENSOR, Block, Spec
+from binade.quant.specs import Block, Spec
 
 GROUP = Block(1, 32)
 RUN = 1 << 12  # a multiple of the block size of every format
@@ -135,7 +135,7 @@ def look(
     the tensor from which x is a sample, for formats with one scale per tensor."""
     spec = Spec.of(fmt, **options)
     coded = rotate(x, spec, dim, seed) if spec.hadamard else x.detach()
-    block = GROUP if spec.block in (None, TENSOR) else spec.block
+    block = GROUP if not spec.has_blocks else spec.block
     absmax = outer_absmax(coded, spec, dim) if absmax is None else absmax
     absmax = per_group(absmax, coded, dim, block) if absmax.dim() else absmax
     u = noise_blocks(coded, spec, dim, block, seed)

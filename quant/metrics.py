@@ -25,7 +25,7 @@ from binade.quant.reference import from_blocks, per_group, to_blocks
 from binade.quant.rotation import rotate
 from binade.quant.rounding import floor_log2
 from binade.quant.scaling import has_kernel
-from binade.quant.specs import TENSOR, Block, Spec
+from binade.quant.specs import Block, Spec
 from binade.quant.statistics import CHUNK, DEVICE_CHUNK, outlier_ratio
 from binade.quant.summary import summarize
 
@@ -305,7 +305,7 @@ def score_later(
     if spec.hadamard and x.numel():
         check_tensor(x, dim, seed)
         return score_later(rotate(x, spec, dim, seed), unrotated(spec), dim, backend, seed=seed)
-    countable = spec.block in (None, TENSOR) and spec.rounding != Rounding.STOCHASTIC
+    countable = not spec.has_blocks and spec.rounding != Rounding.STOCHASTIC
     if codes and countable and len(codes.values) < x.numel():
         return Later(lambda: _score_counted(codes, spec))
     check_tensor(x, dim, seed)
@@ -395,7 +395,7 @@ def score_of_rows_later(
     if spec.hadamard:
         x, spec = rotate(x, spec, dim, 0).to(x.dtype), unrotated(spec)
     looked = look(x, spec, dim, absmax=absmax)
-    block = GROUP if spec.block in (None, TENSOR) else spec.block
+    block = GROUP if not spec.has_blocks else spec.block
     clipped = from_blocks(looked.clipped.to(x.dtype), x, dim, block)
     found = (t.detach().flatten(0, -2).index_select(0, rows) for t in (x, looked.result if q is None else q, clipped))
     own, rounded, over = found
@@ -419,7 +419,7 @@ def scores_later(
             histogram = None if counts is None else Later(histograms, Part(counts))
             scores[spec] = _errors(numbers, x.numel()), histogram
     for spec in specs:
-        if spec not in scores and blocks and x.numel() and spec.block not in (None, TENSOR):
+        if spec not in scores and blocks and x.numel() and spec.has_blocks:
             coded = rotate(x, spec, dim, 0).to(x.dtype) if spec.hadamard else x
             scores[spec] = score_blocks_later(coded, unrotated(spec), dim)
         elif spec not in scores:

@@ -17,7 +17,7 @@ from binade.quant.reference import outer_absmax as outer_absmax
 from binade.quant.rotation import rotate, rotate_back
 from binade.quant.scaling import scale_nbytes
 from binade.quant.scheme import read_back
-from binade.quant.specs import TENSOR, Spec
+from binade.quant.specs import Spec
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -55,7 +55,7 @@ def apply(
     chosen = resolve_backend(backend, x)
     x = x.detach()
     if not x.numel():
-        has_blocks = spec.block not in (None, TENSOR)
+        has_blocks = spec.has_blocks
         return torch.empty_like(x), torch.empty(0, device=x.device) if want_scales and has_blocks else None
     if spec.hadamard:
         turned, scales = apply(rotate(x, spec, dim, seed), unrotated(spec), dim, backend, want_scales, seed, absmax)
@@ -181,6 +181,6 @@ def quantize(x: Tensor, fmt: str | Format | Spec, dim: int = -1, *, seed: int = 
         values = torch.where(values.isnan(), 0.0, values)
     element = spec.format.element
     codes = pack(encode(values.reshape(-1), element), element.bits)
-    shared = spec.block in (None, TENSOR)
+    shared = not spec.has_blocks
     stored = None if shared else spec.scaling.to_bytes(scales)
     return Quantized(spec, dim, x.shape, x.dtype, codes, stored, absmax, seed)

@@ -89,6 +89,11 @@ class Spec(Options):
                 chosen[name] = value
         return cls(**chosen)
 
+    @property
+    def has_blocks(self) -> bool:
+        """Whether the values of a tensor have several scales."""
+        return self.block not in (None, TENSOR)
+
     def run(self, axis: int) -> int | None:
         """How many neighbors along a contracted axis of this length share a scale; None if a whole tensor does, or
         nothing is shared."""

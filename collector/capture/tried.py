@@ -24,7 +24,7 @@ from binade.quant.metrics import (
     scores_later,
 )
 from binade.quant.quantizer import unrotated
-from binade.quant.specs import TENSOR, Spec
+from binade.quant.specs import Spec
 
 
 @dataclass
@@ -89,7 +89,7 @@ def try_formats(
         found.append(_measured(seen, seen.spec, gemm, blocks))
     formerly = {each.format: each for each in before if not each.used}
     specs = [spec for spec in map(Spec.of, formats) if str(spec) != used]
-    flat = [spec for spec in specs if spec.block in (None, TENSOR) and not spec.hadamard]
+    flat = [spec for spec in specs if not spec.has_blocks and not spec.hadamard]
     again = {spec: formerly[str(spec)] for spec in flat if str(spec) in formerly}
     tried = [spec for spec in specs if spec not in again]
     scores = dict(zip(tried, scores_later(seen.tensor, tried, seen.dim, blocks, codes), strict=True))

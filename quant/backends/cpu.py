@@ -243,7 +243,7 @@ class CpuRuns(Runs):
 
     def given(self, factors: Factors) -> _Factors:
         """The factors of groups in the form that the kernels take."""
-        blocks = self.spec.block not in (None, TENSOR)
+        blocks = self.spec.has_blocks
         return _Factors.of(factors, *(self._rows, self._shape[self.dim], self.layout.inner) if blocks else ())
 
     def stored(self, scale: Tensor, element: Element) -> Tensor:
@@ -436,7 +436,7 @@ def in_pieces(x: Tensor, spec: Spec, dim: int, absmax: Tensor | None, seed: int)
     together = spec.noisy or absmax.dim() > 0
     if together or x.numel() <= PIECE:
         return reference.quantize_dequantize(x, spec, dim, absmax, seed)
-    shared = spec.block in (None, TENSOR)
+    shared = not spec.has_blocks
     if shared:
         blocks = x.reshape(-1, 1024) if x.numel() % 1024 == 0 else x.reshape(-1, 1)
     else:

@@ -163,25 +163,23 @@ def _launch(
     grid: Grid,
     element: Element,
     rule: int,
-    rounding: Rounding = Rounding.NEAREST,
-    overflow: Overflow = Overflow.SATURATE,
+    *,
     factors: Factors = NO_FACTORS,
     absmax: Tensor | None = None,
     scales: Tensor | None = None,
-    scale_element: Element = E4M3,
     seed: int = 0,
-    bounded: bool = False,
-    shared: tuple[float, float] = (0.0, 0.0),
     score: Score | None = None,
+    **options: Any,
 ) -> Tensor:
     """y of x's dtype; x itself for LARGEST and with a score, which is computed instead. If interpreted, x is float32:
-    the interpreter's own conversions flush bfloat16's subnormals to zero."""
+    the interpreter's own conversions flush bfloat16's subnormals to zero. options: others of `_how`."""
     global launches
     launches += 1
     limits: Sequence[float | Tensor] = score.limits if score else ()
     scales = score.scales if score else scales
-    given = rounding, overflow, factors, scales is not None, scale_element, bounded, shared
-    how = _how(grid, element, rule, *given, *((score.kind, score.stored, limits) if score else ()))
+    if score:
+        options |= {"score": score.kind, "stored": score.stored, "limits": limits}
+    how = _how(grid, element, rule, factors=factors, scales=scales is not None, **options)
     programs = triton.cdiv(grid.blocks, how.groups)
     if score:
         y = x if score.y is None else score.y
@@ -286,8 +284,9 @@ class TritonRuns(Runs):
         spec = self.spec
         bounded = not (spec.scaling.saturates or spec.history) and spec.rounding != Rounding.STOCHASTIC
         overflow = Overflow.SATURATE if bounded else spec.overflow
-        given = spec.format.element, GIVEN.value, spec.rounding, overflow, factors
-        return _launch(self.x, self._pieces()[0], *given, seed=seed, bounded=bounded, score=score)
+        how: dict[str, Any] = {"rounding": spec.rounding, "overflow": overflow, "bounded": bounded}
+        given = spec.format.element, GIVEN.value
+        return _launch(self.x, self._pieces()[0], *given, factors=factors, seed=seed, score=score, **how)
 
     def limits(self, absmax: Tensor | None) -> tuple[float | Tensor, ...]:
         """`Scaling.saturation`, a tensor as float64 scalar or [pieces]; () if no value saturates."""
@@ -407,9 +406,9 @@ def quantize_dequantize(
         factors, scales = runs.factors(absmax, want_scales)
         return runs.rescaled(factors, seed).to(dtype).reshape(shape), scales
     absmax = _outer(x, spec, dim, absmax)
-    has_blocks = spec.block not in (None, TENSOR)
     grid = Grid.of(x, dim, spec.run(x.shape[dim]))
-    scales = torch.empty(grid.blocks, dtype=torch.float32, device=x.device) if want_scales and has_blocks else None
+    want_scales = want_scales and spec.has_blocks
+    scales = torch.empty(grid.blocks, dtype=torch.float32, device=x.device) if want_scales else None
     y = _launch(x, grid, **_alone(spec), absmax=absmax, scales=scales, seed=seed)
     return y.to(dtype).reshape(shape), scales
 
@@ -436,8 +435,7 @@ def score_formats(
         absmax = absmax_over(x, dim, TENSOR)
     grids, hows = [], []
     for spec in together:
-        has_blocks = spec.block not in (None, TENSOR)
-        kind = (BLOCKS if blocks and has_blocks else SUMS).value
+        kind = (BLOCKS if blocks and spec.has_blocks else SUMS).value
         limits = (1.0, spec.format.max) if spec.scaling.saturates else ()
         grids.append(Grid.of(x, dim, spec.run(x.shape[dim])))
         hows.append(_how(grids[-1], **_alone(spec), score=kind, stored=stored, limits=limits))
@@ -450,7 +448,7 @@ def score_formats(
             scores[spec] = row[:NUMBERS], counts
     for spec in specs:
         if spec not in scores:
-            counted = blocks and spec.block not in (None, TENSOR)
+            counted = blocks and spec.has_blocks
             scores[spec] = score(original, None, spec, dim, None, absmax if spec in whole else None, seed, counted)
     return [scores[spec] for spec in specs]
 

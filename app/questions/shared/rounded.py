@@ -56,7 +56,7 @@ def coordinates(x: Tensor, spec: Spec, dim: int = -1) -> tuple[Tensor, Tensor]:
     """(token, channel) of each value of `subject(x, spec, dim)`, int64 [groups, block], 0 in the padding: the channel
     is the index along the last axis, the token that of all others. Rotated values have none."""
     shape = x.shape if x.dim() else torch.Size((1,))
-    block = GROUP if spec.block in (None, TENSOR) else spec.block
+    block = GROUP if not spec.has_blocks else spec.block
 
     def placed(index: Tensor) -> Tensor:
         part, every = _part(index.expand(shape), spec, dim)

@@ -24,7 +24,6 @@ from binade.app.style import MEASURES, drag, power_of_two
 from binade.data.evidence import SHARE, Measure, Sentence, exact, say, together
 from binade.data.text import plain_name
 from binade.quant.metrics import sqnr_db, streamed_score
-from binade.quant.specs import TENSOR
 from binade.quant.statistics import outlier_ratio
 
 LARGE = 1 << 24  # values whose outliers take too long to count
@@ -177,7 +176,7 @@ def _where(selected: SelectedTensor, chosen: Chosen) -> Sentence:
         "they hold {squares} of the sum of squares.",
         range=chosen.words, sample=" (in the sample)" * (held.found.every > 1), values=held.values,
         share=exact(PART, held.values / held.of_values), squares=exact(PART, held.squares),
-        what="runs of 32 values" if selected.spec.block in (None, TENSOR) else "blocks", **counts,
+        what="runs of 32 values" if not selected.spec.has_blocks else "blocks", **counts,
     )  # fmt: skip
     if chosen.of is None:
         return where
