@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from binade.collector.capture.adapters.layer import Layer
-from binade.collector.capture.clock import Moment
+from binade.collector.capture.clock import Moment, parameters_of
 from binade.collector.ranks import Ranks
 from binade.data.text import short
 from binade.quant.later import Later, Part
@@ -92,7 +92,7 @@ class Sums:
         weights have Megatron's main_grad. recorder: the Recorder, which records the differences."""
 
         def begins(optimizer: Optimizer, *_: Any) -> None:
-            held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            held = set(map(id, parameters_of(optimizer)))
             ready = [p for p in self.by_weight if id(p) in held or hasattr(p, "main_grad")]
             sums = [(self.by_weight.pop(p), g) for p in ready if (g := _gradient(p)) is not None]
             if sums and self.complete:

@@ -112,7 +112,7 @@ class PassCounter:
         """A context in which updates of the model are noticed."""
 
         def stepped(optimizer: Optimizer, *_: Any) -> None:
-            held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            held = set(map(id, parameters_of(optimizer)))
             if not held.isdisjoint(map(id, self.model.parameters())):  # the current ones: fully_shard replaces them
                 self.clock.updated = True
 
@@ -167,6 +167,11 @@ class PassCounter:
 
         for node in {x.grad_fn for x in tensors_in(result) if x.grad_fn is not None}:
             node.register_prehook(note)
+
+
+def parameters_of(optimizer: Optimizer) -> Iterator[Any]:
+    """What an optimizer updates, of all its groups."""
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
 def running_backward() -> bool:

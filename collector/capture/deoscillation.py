@@ -26,6 +26,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from binade.collector.capture.adapters.dtensor import is_dtensor
 from binade.collector.capture.adapters.layer import InstrumentError, Layer, is_a
+from binade.collector.capture.clock import parameters_of
 from binade.collector.recipes.recipe import Deoscillation
 from binade.data.store import staged_file
 from binade.data.text import describe
@@ -155,7 +156,7 @@ class Deoscillator:
         def stepped(optimizer: Optimizer, *_: Any) -> None:
             nonlocal steps
             steps += 1
-            held = [weights[id(p)] for group in optimizer.param_groups for p in group["params"] if id(p) in weights]
+            held = [weights[id(p)] for p in parameters_of(optimizer) if id(p) in weights]
             counts = [(count, weight) for weight in held if (count := weight.follow(self.options)) is not None]
             if counts:
                 total = sum(weight.parameter.numel() for _, weight in counts)

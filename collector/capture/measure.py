@@ -241,7 +241,7 @@ def warm_up(scores: Sequence[str], blocks: bool, formats: Iterable[GemmFormats],
             if first is None:
                 summarize_later(seen.tensor)
             if first or seen.name in LATER.values():
-                before = [] if first is None or seen.name in each.of_rounded else tried[first]
+                before = tried[first] if first and each.is_same(seen.name) else []
                 tried[first or seen.name] = try_formats(seen, scores, None, blocks and first is None, before=before)
 
         with torch.enable_grad():

@@ -171,7 +171,8 @@ class Recorder:
         """Compile what recording linear layers of these formats takes, see `measure.warm_up`, and log how long it
         took."""
         blocks = Measure.BLOCKS in self.observing.measurer.measures
-        seconds = warm_up(self.observing.scores, blocks, formats, device) if self.enabled else 0.0
+        records = self.enabled and (self.policy.iterations != 0 or self.watch.follows)
+        seconds = warm_up(self.observing.scores, blocks, formats, device) if records else 0.0
         if seconds > NOTABLE:
             self.compiled = f"compiled the kernels that round and measure tensors in {seconds:.1f} s"
             LOG.info(self.compiled)

@@ -20,7 +20,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 from binade.collector.capture.adapters.engine import place
 from binade.collector.capture.adapters.layer import Detach, Layer, distinct, is_a, set_on, whole
 from binade.collector.capture.adapters.products import tensors_in
-from binade.collector.capture.clock import running_backward
+from binade.collector.capture.clock import parameters_of, running_backward
 from binade.collector.capture.recorder import Recorder
 from binade.collector.capture.survey import EXCLUDED, Found
 from binade.collector.models.norm import Point
@@ -174,7 +174,7 @@ def _optimizer(
 
     def held(optimizer: Optimizer) -> Iterator[tuple[Tensor, Layer]]:
         names = {parameter: name for name, parameter in model.named_parameters()}
-        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        for parameter in parameters_of(optimizer):
             if type(parameter) is nn.Parameter and (layer := layers.get(names.get(parameter, ""))):
                 yield parameter, layer
 
