@@ -11,16 +11,16 @@ import math
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from binade.collector.models.norm import Point
-from binade.collector.models.parallel import ParallelLinear, gather_whole_sequence, scatter_sequence
+from binade.collector.models.parallel import UNROUNDED, ParallelLinear, gather_whole_sequence, scatter_sequence
 from binade.collector.models.positions import Rotation
 from binade.collector.models.shape import Shape
 from binade.collector.models.site import HEAD
 from binade.collector.ranks import SINGLE, Group
 from binade.data.tensor_kinds import Other
+from binade.quant.gemm import linear
 
 
 class TransformerLayer(nn.Module):
@@ -99,5 +99,5 @@ class GPTModel(nn.Module):
             if loss is not None:
                 balance.append(loss)
         x = gather_whole_sequence(self.final_layernorm(x), self.group)
-        logits = F.linear(x, self.output_layer.weight.to(x.dtype)).float().transpose(0, 1)
+        logits = linear(x, self.output_layer.weight.to(x.dtype), UNROUNDED).float().transpose(0, 1)
         return self.logits(logits), torch.stack(balance).sum() if balance else None

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from binade.quant import fake_quantize
-from binade.quant.gemm import Observed, Rounding, linear, matmul
+from binade.quant.gemm import Observed, Rounding, linear, matmul, multiply
 from binade.quant.rotation import rotate
 from binade.quant.specs import GemmFormats, Spec
 from tests.quant.helpers import assert_same_bits, devices
@@ -17,6 +17,10 @@ EACH = GemmFormats("mxfp8", "mxfp4", "mxfp8_e5m2", "mxint8", "nvfp4", "hifp8")
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    return (a.float() @ b.float()).to(a.dtype)
 
 
 def q(x: Tensor, fmt: str | None, dim: int) -> Tensor:
@@ -33,9 +37,23 @@ def test_linear(shape, dtype):
     y = linear(x, w, Rounding(EACH))
     y.backward(grad)
     flat, flat_grad = x.detach().reshape(-1, 50), grad.reshape(-1, 90)
-    assert_same_bits(y, q(x.detach(), "mxfp8", -1) @ q(w.detach(), "mxfp4", 1).t())
-    assert_same_bits(x.grad, q(grad, "mxfp8_e5m2", -1) @ q(w.detach(), "mxint8", 0))
-    assert_same_bits(w.grad, q(flat_grad, "nvfp4", 0).t() @ q(flat, "hifp8", 0))
+    assert_same_bits(y, product(q(x.detach(), "mxfp8", -1), q(w.detach(), "mxfp4", 1).t()))
+    assert_same_bits(x.grad, product(q(grad, "mxfp8_e5m2", -1), q(w.detach(), "mxint8", 0)))
+    assert_same_bits(w.grad, product(q(flat_grad, "nvfp4", 0).t(), q(flat, "hifp8", 0)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_products_of_16_bits_are_rounded_once(dtype):
+    """Against float64: half a step of the result's dtype, and float32's error of 256 additions."""
+    a, b = random(40, 256, seed=1, dtype=dtype), random(256, 50, seed=2, dtype=dtype)
+    exact = a.double() @ b.double()
+    bound = exact.abs() * torch.finfo(dtype).eps / 2 + 256 * torch.finfo(torch.float32).eps * (
+        a.double().abs() @ b.double().abs()
+    )
+    y = multiply(a, b)
+    assert y.dtype == dtype and bool(((y.double() - exact).abs() <= bound).all())
+    with pytest.raises(RuntimeError, match="dtype"):
+        multiply(a, b.float())
 
 
 @pytest.mark.parametrize("transpose_b", [False, True])
