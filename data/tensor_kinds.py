@@ -188,6 +188,12 @@ LATER = {"dgrad_b": "b", "wgrad_grad": "grad", "wgrad_a": "a"}
 OPERANDS = {"y": ("a", "b"), "scores": ("a", "b"), "grad_a": ("grad", "b"), "grad_b": ("grad", "a")}
 
 
+def has_tokens(layer_type: str | None, name: str | None) -> bool:
+    """Whether all axes of a tensor but the last are tokens, and an operand's mean over them can be subtracted before it
+    is rounded (`center=tokens`): the input and the gradient of the output of a linear layer."""
+    return layer_type == LINEAR.place and name in ("input", "grad_output")
+
+
 # Attention maps, whose last axis is not a channel.
 MAPS = frozenset(kind.name for kind in TENSOR_KINDS if kind.size == "scores")
 

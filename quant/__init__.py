@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from binade.quant.accumulation import ACCUMULATORS, Accumulator
     from binade.quant.blocks import Blocks, look
+    from binade.quant.code_usage import Usage, usage
     from binade.quant.formats import FORMATS, Format, UnknownFormatError
-    from binade.quant.metrics import METRICS, Errors, Usage, compare, score, sqnr_db, usage
+    from binade.quant.metrics import METRICS, Errors, compare, score, sqnr_db
     from binade.quant.quantizer import Quantized, fake_quantize, quantize
     from binade.quant.rotation import hadamard_rotate
     from binade.quant.sketch import Sketch
@@ -27,11 +28,12 @@ _MODULES = {
     "accumulation": ("ACCUMULATORS", "Accumulator"),
     "blocks": ("Blocks", "look"),
     "formats": ("FORMATS", "Format", "UnknownFormatError"),
-    "metrics": ("METRICS", "Errors", "Usage", "compare", "score", "sqnr_db", "usage"),
+    "metrics": ("METRICS", "Errors", "compare", "score", "sqnr_db"),
     "quantizer": ("Quantized", "fake_quantize", "quantize"),
     "rotation": ("hadamard_rotate",),
     "sketch": ("Sketch",),
     "summary": ("Summary", "summarize"),
+    "code_usage": ("Usage", "usage"),
 }
 
 __all__ = [

@@ -73,11 +73,13 @@ def coded(x: Tensor, fmt: str | Spec, absmax: Tensor | None = None) -> tuple[Ten
     float32, the number of values that share a scale).
 
     absmax: of the tensor from which x is a sample, for a format with one scale per tensor. Raises SpecError unless the
-    elements are E4M3 or E5M2 and not rotated.
+    elements are E4M3 or E5M2, neither rotated nor centered.
     """
     spec = Spec.of(fmt)
-    if spec.format.element not in DTYPES or spec.hadamard:
-        raise SpecError(f"accumulation is not modelled for {spec}: expected elements in FP8 E4M3 or E5M2, not rotated")
+    if spec.format.element not in DTYPES or spec.transforms:
+        raise SpecError(
+            f"accumulation is not modelled for {spec}: expected E4M3 or E5M2 elements, neither rotated nor centered"
+        )
     rounded = look(x, spec, absmax=absmax)
     block = GROUP if not spec.has_blocks else spec.block
     values = from_blocks(rounded.values, x, -1, block).to(DTYPES[spec.format.element])

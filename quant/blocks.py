@@ -18,9 +18,9 @@ from binade.quant.elements import Element
 from binade.quant.formats import Format
 from binade.quant.quantizer import outer_absmax
 from binade.quant.reference import from_blocks, noise_blocks, per_group, quantize_blocks, to_blocks
-from binade.quant.rotation import rotate, rotate_back
 from binade.quant.rounding import floor_log2
 from binade.quant.specs import Block, Spec
+from binade.quant.transform import transform, transform_back
 
 GROUP = Block(1, 32)
 RUN = 1 << 12  # a multiple of the block size of every format
@@ -48,9 +48,10 @@ class Blocks:
     scale    [groups, 1 or block] float64: what an element is multiplied by, the outer scale included; NaN for a block
              that holds NaN or Inf
     valid    False for the padding of short blocks
-    result   the dequantized tensor, in x's own shape and dtype, rotated back
+    result   the dequantized tensor, in x's own shape and dtype, transformed back
+    signal   Σx² over the finite values of the tensor itself, for a centered spec; else None
 
-    For a spec with a rotation, they refer to the rotated values.
+    For a spec that transforms values, they refer to the coded values.
     """
 
     spec: Spec
@@ -60,6 +61,7 @@ class Blocks:
     scale: Tensor
     valid: Tensor
     result: Tensor
+    signal: float | None = None
 
     @cached_property
     def sqnr_db(self) -> Tensor:
@@ -82,7 +84,14 @@ class Blocks:
         error = y - x
         nonzero = x != 0
         flushed, used, clipped = (int(each.sum()) for each in (nonzero & (y == 0), nonzero, self.clipped))
-        return Sums(float(x @ x), float(error @ error), flushed, used, clipped, x.numel())
+        return Sums(
+            float(x @ x) if self.signal is None else self.signal,
+            float(error @ error),
+            flushed,
+            used,
+            clipped,
+            x.numel(),
+        )
 
     @cached_property
     def magnitudes(self) -> Tensor:
@@ -134,7 +143,7 @@ def look(
     """x [any shape] rounded to a format, blocks along `dim`. Options and errors as in `fake_quantize`. absmax: that of
     the tensor from which x is a sample, for formats with one scale per tensor."""
     spec = Spec.of(fmt, **options)
-    coded = rotate(x, spec, dim, seed) if spec.hadamard else x.detach()
+    coded = transform(x, spec, dim, seed)
     block = GROUP if not spec.has_blocks else spec.block
     absmax = outer_absmax(coded, spec, dim) if absmax is None else absmax
     absmax = per_group(absmax, coded, dim, block) if absmax.dim() else absmax
@@ -144,9 +153,15 @@ def look(
     scale = spec.scaling.multiplier(scale, spec, absmax)
     valid = to_blocks(torch.ones_like(coded, dtype=torch.bool), dim, block)
     back = from_blocks(y.to(coded.dtype), coded, dim, block)
-    if spec.hadamard:
-        back = rotate_back(back, x, spec, dim, seed).to(x.dtype)
-    return Blocks(spec, blocks, values, y.to(coded.dtype).float(), scale.expand(len(blocks), -1), valid, back)
+    back = transform_back(back, x, spec, dim, seed).to(x.dtype)
+    signal = energy(x) if spec.centered else None
+    return Blocks(spec, blocks, values, y.to(coded.dtype).float(), scale.expand(len(blocks), -1), valid, back, signal)
+
+
+def energy(x: Tensor) -> float:
+    """Σx² over the finite values, in float64."""
+    values = x.detach().double()
+    return float(torch.where(values.isfinite(), values, 0.0).square().sum())
 
 
 def sample(x: Tensor, dim: int = -1, limit: int = 1 << 22, cut: bool = False) -> tuple[Tensor, int]:

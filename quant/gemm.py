@@ -27,9 +27,9 @@ import torch
 from torch import Tensor
 
 from binade.quant.delayed import ScaleHistory
-from binade.quant.quantizer import apply, unrotated
-from binade.quant.rotation import rotate, rotate_back
+from binade.quant.quantizer import apply
 from binade.quant.specs import OPERAND_FIELDS, GemmFormats, Spec
+from binade.quant.transform import coded_mean, transform, transform_back, untransformed
 
 
 @dataclass(frozen=True)
@@ -111,24 +111,31 @@ class Rounding:
                 tap(Observed(name, x.detach(), dim=dim))
             return x
         index = OPERAND_FIELDS.index(which)
-        signs = self.seed * 3 + index // 2
-        coded = rotate(x, spec, dim, signs).to(x.dtype) if spec.hadamard else x.detach()
+        signs = self._signs(which)
+        coded = transform(x, spec, dim, signs).to(x.dtype)
         scale = None
         if spec.history:
             histories = self.histories if self.histories is not None else {}
             again = self.again and which.startswith("forward")
             scale = histories.setdefault(which, ScaleHistory(spec)).use(coded, again)
-        seed, plain = self.seed * len(OPERAND_FIELDS) + index, unrotated(spec)
+        seed, plain = self.seed * len(OPERAND_FIELDS) + index, untransformed(spec)
         q, scales = apply(coded, plain, dim, self.backend, tap is not None, seed, scale)
         if tap:
 
             def rounded() -> Tensor:
-                operand = rotate(x, spec, dim, signs).to(x.dtype) if spec.hadamard else x.detach()
-                again = apply(operand, plain, dim, seed=seed, absmax=scale)[0]
-                return rotate_back(again, x, spec, dim, signs) if spec.hadamard else again
+                operand = transform(x, spec, dim, signs).to(x.dtype)
+                return transform_back(apply(operand, plain, dim, seed=seed, absmax=scale)[0], x, spec, dim, signs)
 
             tap(Observed(name, x.detach(), spec, q, coded, scales, dim, scale, rounded=rounded))
         return q
+
+    def _signs(self, which: str) -> int:
+        """The seed of an operand's random signs, the same for both operands of a GEMM."""
+        return self.seed * 3 + OPERAND_FIELDS.index(which) // 2
+
+    def mean(self, x: Tensor, which: str, dim: int) -> Tensor | None:
+        """What was subtracted from each token of the operand x before it was rounded: see `transform.coded_mean`."""
+        return coded_mean(x, self.formats[which], dim, self._signs(which))
 
     def exact(self, gemm: str, product: Callable[[], Tensor]) -> Callable[[], Tensor] | None:
         """The product, for `Observed.exact`; None if this GEMM rounds neither operand."""
@@ -152,12 +159,18 @@ class Rounding:
         return apply(x, spec, dim, self.backend, seed=seed)[0]
 
 
-def multiply(a: Tensor, b: Tensor) -> Tensor:
-    """a [..., m, k] · b [..., k, n], in their dtype. On a CPU, 16-bit operands are multiplied in float32 and the result
-    is rounded once: without AVX-512, torch's own bfloat16 product can take a hundred times as long."""
-    if a.device.type == "cpu" and a.dtype == b.dtype and a.dtype in (torch.bfloat16, torch.float16):
-        return (a.float() @ b.float()).to(a.dtype)
-    return a @ b
+def multiply(a: Tensor, b: Tensor, plus: Tensor | None = None) -> Tensor:
+    """a [..., m, k] · b [..., k, n], in their dtype. plus: float32, broadcast to [m, n], added to a product of
+    matrices before it is rounded.
+
+    On a CPU, 16-bit operands are multiplied in float32 and the result is rounded once: without AVX-512, torch's own
+    bfloat16 product can take a hundred times as long.
+    """
+    dtype = a.dtype
+    if a.device.type == "cpu" and dtype == b.dtype and dtype in (torch.bfloat16, torch.float16):
+        a, b = a.float(), b.float()
+    y = a @ b if plus is None else torch.addmm(plus.to(a.dtype), a, b)
+    return y.to(dtype)
 
 
 class _Matmul(torch.autograd.Function):
@@ -167,7 +180,7 @@ class _Matmul(torch.autograd.Function):
         ctx.transpose_b, ctx.how, ctx.tap = transpose_b, how, tap
         aq = how.operand(a, "forward_a", -1, tap, "a")
         bq = how.operand(b, "forward_b", -1 if transpose_b else -2, tap, "b")
-        y = multiply(aq, bq.transpose(-1, -2) if transpose_b else bq)
+        y = _with_mean(aq, bq.transpose(-1, -2) if transpose_b else bq, how.mean(a, "forward_a", -1))
         if tap:
             right = (b.transpose(-1, -2) if transpose_b else b).detach()
             exact = how.exact("forward", lambda: multiply(a.detach(), right))
@@ -204,7 +217,7 @@ def gradients(
         source = how.forward_again(b, "dgrad_b", "forward_b", -1 if transpose_b else -2)
         bq = how.operand(source, "dgrad_b", -2 if transpose_b else -1, tap, "dgrad_b")
         gq, bq = (x.to(dgrad_dtype or x.dtype) for x in (gq, bq))
-        da = multiply(gq, bq if transpose_b else bq.transpose(-1, -2))
+        da = _with_mean(gq, bq if transpose_b else bq.transpose(-1, -2), how.mean(grad, "dgrad_grad", -1))
         if tap:
             exact = how.exact("dgrad", lambda: multiply(grad, b if transpose_b else b.transpose(-1, -2)))
             tap(Observed("grad_a", da, exact=exact))
@@ -214,15 +227,23 @@ def gradients(
             grad, a, source = grad.flatten(0, -2), a.flatten(0, -2), source.flatten(0, -2)
         gq = how.operand(grad, "wgrad_grad", -2, tap, "wgrad_grad")
         aq = how.operand(source, "wgrad_a", -2, tap, "wgrad_a")
-        db = _wgrad(gq, aq, transpose_b)
+        nu, mu = how.mean(grad, "wgrad_grad", -2), how.mean(source, "wgrad_a", -2)
+        of_means = None if nu is None or mu is None else _wgrad(nu, mu, transpose_b) * len(grad)
+        db = _wgrad(gq, aq, transpose_b, of_means)
         if tap:
             tap(Observed("grad_b", db, exact=how.exact("wgrad", lambda: _wgrad(grad, a, transpose_b))))
     return da, db
 
 
-def _wgrad(grad: Tensor, a: Tensor, transpose_b: bool) -> Tensor:
+def _with_mean(a: Tensor, b: Tensor, mean: Tensor | None) -> Tensor:
+    """The product of (a + mean) and b; mean is that of a's tokens, [1, k] float32."""
+    return multiply(a, b, None if mean is None else mean @ b.float())
+
+
+def _wgrad(grad: Tensor, a: Tensor, transpose_b: bool, plus: Tensor | None = None) -> Tensor:
     a = a.to(grad.dtype)
-    return multiply(grad.transpose(-1, -2), a) if transpose_b else multiply(a.transpose(-1, -2), grad)
+    left, right = (grad, a) if transpose_b else (a, grad)
+    return multiply(left.transpose(-1, -2), right, plus)
 
 
 def _sampled(

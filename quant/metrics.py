@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import repeat
 from typing import Any
 
@@ -17,17 +17,17 @@ from binade.quant.backends import Backend, cpu, resolve_backend
 from binade.quant.backends.counts import Counted
 from binade.quant.block_histograms import Histogram, block_histograms_later, histograms
 from binade.quant.blocks import GROUP, look
+from binade.quant.code_usage import usage
 from binade.quant.elements import Rounding
 from binade.quant.formats import Format
 from binade.quant.later import Later, Part
-from binade.quant.quantizer import DTYPES, apply, check_tensor, outer_absmax, quantize, unrotated
+from binade.quant.quantizer import DTYPES, apply, check_tensor, outer_absmax
 from binade.quant.reference import from_blocks, per_group, to_blocks
-from binade.quant.rotation import rotate
-from binade.quant.rounding import floor_log2
 from binade.quant.scaling import has_kernel
 from binade.quant.specs import Block, Spec
 from binade.quant.statistics import CHUNK, DEVICE_CHUNK, outlier_ratio
 from binade.quant.summary import summarize
+from binade.quant.transform import mean_energy, transform, transform_back, untransformed
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,12 @@ METRICS = {
     "crest_factor": Metric("Crest factor", "absmax / rms"),
     "dynamic_range": Metric("Dynamic range", "log₂(absmax / smallest nonzero magnitude)", "binades"),
     "outlier_ratio": Metric("Outliers", "share of the elements with |x−μ| > 6σ", "%", percent=True),
+    "mean_energy": Metric(
+        "Energy of the token mean",
+        "l·‖μ‖² / ‖X‖², where μ is the mean over the l tokens: the share that center=tokens takes away",
+        "%",
+        percent=True,
+    ),
     "ks": Metric("Kolmogorov–Smirnov", "sup |F−G|"),
     "wasserstein": Metric("Wasserstein", "∫|F⁻¹−G⁻¹|"),
     "js": Metric("Jensen–Shannon", "divergence on shared sketch bins, base 2", "bits"),
@@ -193,7 +199,7 @@ def loss_terms_later(
     """
     x = x.detach()
     found: list[Tensor] = []
-    if isinstance(q, Spec) and split is None and not q.hadamard and x.device.type == "cpu":
+    if isinstance(q, Spec) and split is None and not q.transforms and x.device.type == "cpu":
         for gradient in gradients():
             if (sums := cpu.score(x, q, dim, gradient=gradient.detach())) is None:
                 found.clear()
@@ -228,9 +234,9 @@ def _change_sums(x: Tensor, q: Tensor, gradient: Tensor) -> Tensor:
 def compare(
     x: Tensor, y: Tensor, fmt: str | Format | Spec | None = None, dim: int = -1, **options: object
 ) -> dict[str, float]:
-    """Return all scalar metrics by name (see METRICS): errors of y relative to x; kurtosis, crest_factor, dynamic_range
-    and outlier_ratio of x; and the distances ks, wasserstein and js between the distributions of x and y, computed from
-    their sketches with the error bounds that `sketch` states.
+    """Return all scalar metrics by name (see METRICS): errors of y relative to x; kurtosis, crest_factor,
+    dynamic_range, outlier_ratio and mean_energy of x; and the distances ks, wasserstein and js between the
+    distributions of x and y, computed from their sketches with the error bounds that `sketch` states.
 
     saturated, codes_used, code_entropy_bits and scale_exponent_min/max are NaN unless you pass the format that y was
     rounded to (and its `options`, see `specs.OPTIONS`). Metrics that are not scalars or need a matrix decomposition
@@ -250,7 +256,11 @@ def compare(
     return (
         found
         | used
-        | {"relative_squared_error": found["relative_error"] ** 2, "outlier_ratio": outlier_ratio(x)}
+        | {
+            "relative_squared_error": found["relative_error"] ** 2,
+            "outlier_ratio": outlier_ratio(x),
+            "mean_energy": mean_energy(x),
+        }
         | {name: getattr(own, name) for name in ("kurtosis", "crest_factor", "dynamic_range")}
         | {name: distance(own.sketch, other.sketch) for name, distance in DISTANCES.items()}
     )
@@ -300,11 +310,13 @@ def score_later(
     absmax: Tensor | None = None,
 ) -> Later[Errors]:
     """As `score`, without waiting for a GPU. With codes, which is `counted(x)`, a format without block scales rounds
-    each distinct value once. For a spec with a rotation, everything refers to the rotated values, which are the ones
-    rounded; SQNR is the same before and after the rotation. absmax: of the outer block, if it is known."""
-    if spec.hadamard and x.numel():
+    each distinct value once. For a spec that transforms values, everything refers to the coded values, which are the
+    ones rounded, but for the errors of a centered spec, which refer to x; SQNR is the same before and after a rotation.
+    absmax: of the outer block, if it is known."""
+    if spec.transforms and x.numel():
         check_tensor(x, dim, seed)
-        return score_later(rotate(x, spec, dim, seed), unrotated(spec), dim, backend, seed=seed)
+        coded = score_later(transform(x, spec, dim, seed), untransformed(spec), dim, backend, seed=seed)
+        return of_original(coded, x, apply(x, spec, dim, backend, seed=seed)[0]) if spec.centered else coded
     countable = not spec.has_blocks and spec.rounding != Rounding.STOCHASTIC
     if codes and countable and len(codes.values) < x.numel():
         return Later(lambda: _score_counted(codes, spec))
@@ -323,7 +335,7 @@ def streamed_score(x: Tensor, fmt: str | Format | Spec, dim: int = -1, **options
     """As `score` for a tensor on the CPU, without memory for a second tensor; None if no kernel supports it."""
     spec = Spec.of(fmt, **options)
     check_tensor(x, dim)
-    found = None if spec.hadamard or not x.numel() else cpu.score(x.detach(), spec, dim)
+    found = None if spec.transforms or not x.numel() else cpu.score(x.detach(), spec, dim)
     return None if found is None else _measured(found, x.numel())
 
 
@@ -362,6 +374,16 @@ def errors_later(
     return _errors(torch.cat((_error_sums(x, q), over.double().reshape(1))), x.numel())
 
 
+def of_original(coded: Later[Errors], x: Tensor, q: Tensor) -> Later[Errors]:
+    """The error of q against x, with the flushed and saturated shares of the coded values: those of a centered spec."""
+    numel, shares = x.numel(), ("flush_to_zero", "underflow_of_all", "saturated")
+
+    def merged(sums: np.ndarray, of_coded: Errors) -> Errors:
+        return replace(_from_sums(sums.tolist(), numel, 0.0), **{name: getattr(of_coded, name) for name in shares})
+
+    return Later(merged, Part(_error_sums(x, q.to(x.dtype))), coded)
+
+
 def _errors(numbers: Tensor, numel: int) -> Later[Errors]:
     """Of the nine numbers on a device."""
     return Later(lambda found: _measured(found, numel), Part(numbers))
@@ -392,8 +414,13 @@ def score_of_rows_later(
 ) -> Later[Errors]:
     """As `score_later` and, with q, `errors_later`, but over these rows of x [..., columns] alone, by their indices in
     [rows, columns]. All of x is rounded: the other rows may determine scales. A rotation must not mix rows."""
+    if spec.centered:
+        coded, plain = transform(x, spec, dim, 0).to(x.dtype), untransformed(spec)
+        back = transform_back(apply(coded, plain, dim)[0] if q is None else q, x, spec, dim, 0)
+        own, rounded = (t.flatten(0, -2).index_select(0, rows) for t in (x.detach(), back))
+        return of_original(score_of_rows_later(coded, plain, dim, rows, q, absmax), own, rounded)
     if spec.hadamard:
-        x, spec = rotate(x, spec, dim, 0).to(x.dtype), unrotated(spec)
+        x, spec = transform(x, spec, dim, 0).to(x.dtype), untransformed(spec)
     looked = look(x, spec, dim, absmax=absmax)
     block = GROUP if not spec.has_blocks else spec.block
     clipped = from_blocks(looked.clipped.to(x.dtype), x, dim, block)
@@ -409,7 +436,7 @@ def scores_later(
     which Triton has a kernel share a pass over x. codes: `counted(x)`, if it is known."""
     x = x.detach()
     scores: dict[Spec, tuple[Later[Errors], Later[dict[str, Histogram]] | None]] = {}
-    together = [spec for spec in specs if _has_triton(x) and has_kernel(spec) and not spec.hadamard]
+    together = [spec for spec in specs if _has_triton(x) and has_kernel(spec) and not spec.transforms]
     if together:
         from binade.quant.backends import triton_kernels  # as in _triton_score
 
@@ -420,67 +447,11 @@ def scores_later(
             scores[spec] = _errors(numbers, x.numel()), histogram
     for spec in specs:
         if spec not in scores and blocks and x.numel() and spec.has_blocks:
-            coded = rotate(x, spec, dim, 0).to(x.dtype) if spec.hadamard else x
-            scores[spec] = score_blocks_later(coded, unrotated(spec), dim)
+            coded = transform(x, spec, dim, 0).to(x.dtype)
+            errors, blocks_of = score_blocks_later(coded, untransformed(spec), dim)
+            if spec.centered:
+                errors = of_original(errors, x, apply(x, spec, dim)[0])
+            scores[spec] = errors, blocks_of
         elif spec not in scores:
             scores[spec] = score_later(x, spec, dim, codes=codes), None
     return [scores[spec] for spec in specs]
-
-
-@dataclass(frozen=True)
-class Usage:
-    """Which of a format's codes and block scales a tensor uses.
-
-    codes                   the codes that occur, ascending; code_counts: how often. The padding of short blocks and
-                            blocks that contain NaN or Inf are left out. -0 is a code of its own
-    codes_used              how many codes occur, of the format's `codes_total`
-    code_entropy_bits       -Σp·log2 p over them; at most the element's bits
-    scale_exponents         floor(log2 scale) of the block scales that occur; scale_counts: of how many blocks. All-zero
-                            blocks and scales of 0 or NaN are left out. For NVFP4 it is the E4M3 scale alone. Empty
-                            without a block scale; min and max are then NaN
-    """
-
-    codes: np.ndarray
-    code_counts: np.ndarray
-    codes_total: int
-    scale_exponents: np.ndarray
-    scale_counts: np.ndarray
-
-    @property
-    def codes_used(self) -> int:
-        return len(self.codes)
-
-    @property
-    def code_entropy_bits(self) -> float:
-        if not len(self.codes):
-            return math.nan
-        p = self.code_counts / self.code_counts.sum()
-        return max(0.0, float(-(p * np.log2(p)).sum()))
-
-    @property
-    def scale_exponent_min(self) -> float:
-        return float(self.scale_exponents.min()) if len(self.scale_exponents) else math.nan
-
-    @property
-    def scale_exponent_max(self) -> float:
-        return float(self.scale_exponents.max()) if len(self.scale_exponents) else math.nan
-
-
-def usage(x: Tensor, fmt: str | Format | Spec, dim: int = -1, *, seed: int = 0, **options: object) -> Usage:
-    """The codes and scale exponents that x takes in a format. Options as in `fake_quantize`."""
-    spec = Spec.of(fmt, **options)
-    stored = quantize(x, spec, dim, seed=seed)
-    element, codes = spec.format.element, stored.unpacked_codes()
-    exponents = torch.zeros(0, dtype=torch.int64)
-    if not x.numel():
-        codes = codes.reshape(-1)[:0]
-    elif stored.scales is not None:
-        coded = rotate(x, spec, dim, seed) if spec.hadamard else x.detach()
-        valid = to_blocks(torch.ones_like(coded, dtype=torch.bool), dim, spec.block)
-        scales = spec.scaling.from_bytes(stored.scales)[:, :1]
-        codes = codes[valid & scales.isfinite()]
-        nonzero = (to_blocks(coded, dim, spec.block) != 0).any(-1, keepdim=True)
-        exponents = floor_log2(scales[nonzero & scales.isfinite() & (scales > 0)])
-    used, counts = torch.unique(codes, return_counts=True)
-    found, blocks = torch.unique(exponents, return_counts=True)
-    return Usage(used.cpu().numpy(), counts.cpu().numpy(), 1 << element.bits, found.cpu().numpy(), blocks.cpu().numpy())

@@ -77,6 +77,7 @@ class Options:
     bound: int | None
     rounding: Rounding
     overflow: Overflow
+    center: str
     hadamard: int
     signs: str
     history: int

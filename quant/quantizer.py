@@ -14,10 +14,10 @@ from binade.quant.codes import decode_table, encode, pack, unpack
 from binade.quant.formats import Format
 from binade.quant.reference import from_blocks, noise_blocks, per_group, quantize_blocks, to_blocks
 from binade.quant.reference import outer_absmax as outer_absmax
-from binade.quant.rotation import rotate, rotate_back
 from binade.quant.scaling import scale_nbytes
 from binade.quant.scheme import read_back
 from binade.quant.specs import Spec
+from binade.quant.transform import token_mean, transform, transform_back, untransformed
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -48,7 +48,7 @@ def apply(
     """(y, scales): quantize-dequantize. scales is None unless wanted and blocks have scales: then float32, shaped
     [outer, blocks along dim, inner] over x's axes before and after `dim`.
 
-    A spec with a rotation returns the values rotated back, and the scales of the rotated ones. absmax: the scale of
+    A spec that transforms values returns them transformed back, and the scales of the coded ones. absmax: the scale of
     delayed scaling.
     """
     check_tensor(x, dim, seed)
@@ -57,15 +57,11 @@ def apply(
     if not x.numel():
         has_blocks = spec.has_blocks
         return torch.empty_like(x), torch.empty(0, device=x.device) if want_scales and has_blocks else None
-    if spec.hadamard:
-        turned, scales = apply(rotate(x, spec, dim, seed), unrotated(spec), dim, backend, want_scales, seed, absmax)
-        return rotate_back(turned, x, spec, dim, seed).to(x.dtype), scales
+    if spec.transforms:
+        coded, plain = transform(x, spec, dim, seed), untransformed(spec)
+        rounded, scales = apply(coded, plain, dim, backend, want_scales, seed, absmax)
+        return transform_back(rounded, x, spec, dim, seed).to(x.dtype), scales
     return backends.quantize_dequantize(x, spec, dim, absmax, chosen, want_scales, seed)
-
-
-def unrotated(spec: Spec) -> Spec:
-    """The same spec for values that are rotated already."""
-    return Spec.of(spec, hadamard=0, signs="none") if spec.hadamard else spec
 
 
 class _StraightThrough(torch.autograd.Function):
@@ -118,6 +114,7 @@ class Quantized:
     scales      uint8 [blocks, bytes]: the block scales, see `Scaling.to_bytes`; None if the tensor shares its scale
     absmax      float32, what the outer scale, or the scale of the whole tensor, follows from: a scalar, or [blocks, 1]
     seed        of the signs of a rotation
+    mean        float32 [features], if it was subtracted; it is not part of `nbytes`
     """
 
     spec: Spec
@@ -128,6 +125,7 @@ class Quantized:
     scales: Tensor | None
     absmax: Tensor
     seed: int
+    mean: Tensor | None = None
 
     @property
     def nbytes(self) -> float:
@@ -157,13 +155,11 @@ class Quantized:
             else scaling.from_bytes(self.scales)
         )
         values = read_back(values, scaling.factors(scales, self.spec, self.absmax))
-        dtype = torch.float32 if self.spec.hadamard else self.dtype
+        dtype = torch.float32 if self.spec.transforms else self.dtype
         like = torch.empty(self._coded_shape(), dtype=dtype, device="meta")
         y = from_blocks(values.to(dtype), like, self.dim, self.spec.block)
-        if not self.spec.hadamard:
-            return y
         like = torch.empty(self.shape, device="meta")
-        return rotate_back(y, like, self.spec, self.dim, self.seed).to(self.dtype)
+        return transform_back(y, like, self.spec, self.dim, self.seed, self.mean).to(self.dtype)
 
 
 def quantize(x: Tensor, fmt: str | Format | Spec, dim: int = -1, *, seed: int = 0, **options: object) -> Quantized:
@@ -172,7 +168,7 @@ def quantize(x: Tensor, fmt: str | Format | Spec, dim: int = -1, *, seed: int = 
     check_tensor(x, dim, seed)
     x = x.detach()
     dim = dim % x.dim() if x.dim() else 0
-    coded = rotate(x, spec, dim, seed) if spec.hadamard and x.numel() else x
+    coded = transform(x, spec, dim, seed) if x.numel() else x
     absmax = outer_absmax(coded, spec, dim)
     absmax = per_group(absmax, coded, dim, spec.block) if absmax.dim() and coded.numel() else absmax
     u = noise_blocks(coded, spec, dim, spec.block, seed)
@@ -183,4 +179,5 @@ def quantize(x: Tensor, fmt: str | Format | Spec, dim: int = -1, *, seed: int = 
     codes = pack(encode(values.reshape(-1), element), element.bits)
     shared = not spec.has_blocks
     stored = None if shared else spec.scaling.to_bytes(scales)
-    return Quantized(spec, dim, x.shape, x.dtype, codes, stored, absmax, seed)
+    mean = token_mean(x) if spec.centered else None
+    return Quantized(spec, dim, x.shape, x.dtype, codes, stored, absmax, seed, mean)

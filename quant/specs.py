@@ -111,6 +111,16 @@ class Spec(Options):
         return self.format.element.bits + sum(bits / block.size for block, bits in scales if block and block.size)
 
     @property
+    def centered(self) -> bool:
+        """Whether the mean over tokens is subtracted before rounding, and added to the result."""
+        return self.center == "tokens"
+
+    @property
+    def transforms(self) -> bool:
+        """Whether the values that are rounded are not those of the tensor: see `quant.transform`."""
+        return self.centered or self.hadamard > 0
+
+    @property
     def noisy(self) -> bool:
         """Whether rounding draws random numbers."""
         return self.rounding == Rounding.STOCHASTIC or self.scaling.stochastic
@@ -236,6 +246,10 @@ OPTIONS = {
                lambda chosen: chosen["format"].overflow,
                lambda chosen: tuple(Overflow) if chosen["format"].element.has_infinity else (Overflow.SATURATE,),
                _enum("overflow", Overflow)),
+        Option("center", "Subtract the mean over tokens before rounding, as Averis does. Of the operands of a linear "
+               "layer, its input and the gradient of its output have tokens",
+               lambda chosen: "none",
+               lambda chosen: ("none", "tokens")),
         Option("hadamard", "Rotate groups of this many values by a Hadamard matrix before rounding",
                lambda chosen: 0,
                lambda chosen: "a power of two from 2 to 4096",
@@ -287,8 +301,9 @@ class GemmFormats:
     those of dgrad_b and wgrad_a that are rounded from the rounded forward operand, not from the original. softmax says
     what a is in the product of attention probabilities and values.
 
-    Raises SpecError if the operands of a GEMM are not rotated alike, because rotations cancel only then, or if they
-    cannot be rounded tile by tile as `softmax` needs it.
+    Raises SpecError if the operands of a GEMM are not rotated alike, because rotations cancel only then; if the mean
+    over tokens is subtracted from an operand without tokens, or from only one of the two that wgrad contracts over
+    tokens; or if they cannot be rounded tile by tile as `softmax` needs it.
     """
 
     forward_a: Spec | None = None
@@ -310,6 +325,11 @@ class GemmFormats:
                 raise SpecError(
                     f"the operands of {gemm} are rotated differently, {a} and {b}: a rotation cancels in a product if "
                     "both have the same hadamard and signs"
+                )
+            if a.centered != b.centered if gemm == "wgrad" else b.centered:
+                raise SpecError(
+                    f"center=tokens in {gemm} is possible for {CENTERED[gemm]}, not for {a} and {b}: a weight has no "
+                    "tokens, and wgrad needs both operands without their means"
                 )
         if tile := self.softmax.tile:
             self._check_tiles(tile)
@@ -358,4 +378,5 @@ class GemmFormats:
         return self.random or self.delayed
 
 
+CENTERED = {"forward": "the input", "dgrad": "grad_output", "wgrad": "both operands or none"}
 OPERAND_FIELDS = ("forward_a", "forward_b", "dgrad_grad", "dgrad_b", "wgrad_grad", "wgrad_a")

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from binade.quant.elements import Element
 from binade.quant.later import Later, Part
-from binade.quant.quantizer import apply, outer_absmax, unrotated
+from binade.quant.quantizer import apply, outer_absmax
 from binade.quant.specs import TENSOR, Spec
 from binade.quant.statistics import channel_absmax
+from binade.quant.transform import untransformed
 
 SAMPLE = 512  # values that are kept of a tensor
 EDGE_SAMPLE = 8192  # values that the share at the edge of a bin is counted of
@@ -86,14 +87,14 @@ class Sample:
 def sample_later(
     x: Tensor, q: Tensor, spec: Spec, scales: Tensor | None, dim: int, absmax: Tensor | None = None
 ) -> Later[Sample] | None:
-    """A sample of x, which was rounded to q along `dim`; both are rotated if the spec has a rotation. scales, absmax:
+    """A sample of x, which was rounded to q along `dim`; both are coded if the spec transforms values. scales, absmax:
     as `quantizer.apply` returns and takes them. None for a rotation by signs that differ with each call, as the values
     then do, too."""
     if spec.signs == "random" or not x.numel():
         return None
     few, many = (_places(x.numel(), count, x.device) for count in (SAMPLE, EDGE_SAMPLE))
     kept = [t.detach().take(few).float() for t in (x, q)]
-    scale = None if spec.random else _scale(many, x.detach(), unrotated(spec), scales, dim, absmax)
+    scale = None if spec.random else _scale(many, x.detach(), untransformed(spec), scales, dim, absmax)
     edge = None if scale is None else _at_edge(x.detach().take(many), q.detach().take(many), scale, spec.format.element)
 
     parts = (*kept, *(() if edge is None else (edge,)))
@@ -116,7 +117,7 @@ def edge_by_chance(spec: Spec, deviation: float, absmax: float, dtype: torch.dty
     steps = 64 if exact else 16
     deviation = 2 ** (round(steps * math.log2(deviation)) / steps)
     absmax = absmax if exact else 0.0
-    return _edge_by_chance(unrotated(spec), deviation, absmax, dtype, min(columns, CHANCE_COLUMNS))
+    return _edge_by_chance(untransformed(spec), deviation, absmax, dtype, min(columns, CHANCE_COLUMNS))
 
 
 @lru_cache(maxsize=1 << 14)

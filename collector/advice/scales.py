@@ -22,8 +22,9 @@ from binade.data.catalog import SAME_IN_ITERATIONS, Catalog
 from binade.data.evidence import Estimate, Measure, holm, paired, spread_of
 from binade.data.filter import Filter
 from binade.quant.blocks import DENORMAL, SPECIAL, ZERO, code_tiers, look, sample
+from binade.quant.code_usage import usage
 from binade.quant.formats import FORMATS
-from binade.quant.metrics import score, sqnr_db, usage
+from binade.quant.metrics import score, sqnr_db
 from binade.quant.specs import Spec, SpecError
 
 MARGINS = range(-12, 13)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from binade.collector.capture.clock import Moment
 from binade.collector.capture.rows import Draft, Drafts
-from binade.collector.capture.tried import Tried, try_formats
+from binade.collector.capture.tried import Tried, formats_for, try_formats
 from binade.collector.errors import ConfigError
 from binade.collector.models.site import Site
 from binade.collector.ranks import Ranks
@@ -141,7 +141,8 @@ class Measurer:
         codes = counted(valid) if whole and x.device.type == "cpu" else None
         summary = summarize_later(valid, codes=codes, sketch=whole)
         blocks = whole and Measure.BLOCKS in self.measures
-        tried = try_formats(seen, scores if whole else (), gemm, blocks, codes, rows=rows)
+        scores = formats_for(scores, identity().layer_type, identity().tensor_name) if whole else ()
+        tried = try_formats(seen, scores, gemm, blocks, codes, rows=rows)
         last_bin = _last_bin_later(x, scores) if x.dim() == 1 and identity().tensor_name == "norm_gain" else None
         captured = datetime.now(UTC)
         if shard.count > 1 and self.ranks.tensor.size == 1:  # a DTensor's mesh knows ranks that Ranks does not

@@ -30,7 +30,7 @@ from binade.collector.capture.clock import IN_FLIGHT, Moment, running_backward, 
 from binade.collector.capture.measure import Measurer, dtype_name
 from binade.collector.capture.policy import Policy
 from binade.collector.capture.sensitivity import ONE, Predictions
-from binade.collector.capture.tried import Tried, try_formats
+from binade.collector.capture.tried import Tried, formats_for, try_formats
 from binade.collector.capture.valid import Valid
 from binade.collector.models.parallel import Call
 from binade.collector.recipes.recipe import Part
@@ -203,7 +203,8 @@ class Observer:
                 gemm = Gemm(name.partition("_")[0])
                 scores = self.scores[kind.observed]
                 same = scores if self.part.formats.is_same(name) else []
-                scores += try_formats(seen, observing.scores, gemm, before=same, rows=self._rows(seen))
+                formats = formats_for(observing.scores, kind.layer_type, kind.name)
+                scores += try_formats(seen, formats, gemm, before=same, rows=self._rows(seen))
         elif kind and not (self.again and name in FORWARD):
             self.scores[name] = self._record(seen, kind)
         if predicts:

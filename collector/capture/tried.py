@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from binade.data.segment import Score
-from binade.data.tensor_kinds import Gemm
+from binade.data.tensor_kinds import Gemm, has_tokens
 from binade.quant.backends.counts import Counted
 from binade.quant.block_histograms import Histogram
 from binade.quant.gemm import Observed
@@ -19,12 +19,13 @@ from binade.quant.metrics import (
     Errors,
     errors_later,
     loss_terms_later,
+    of_original,
     score_blocks_later,
     score_of_rows_later,
     scores_later,
 )
-from binade.quant.quantizer import unrotated
 from binade.quant.specs import Spec
+from binade.quant.transform import untransformed
 
 
 @dataclass
@@ -68,6 +69,11 @@ class Tried:
         return Score(self.format, self.errors(), self.gemm, self.used, first, second, blocks)
 
 
+def formats_for(formats: Sequence[str], layer_type: str | None, name: str | None) -> Sequence[str]:
+    """Those of the formats that an operand of this name may be rounded to: without tokens, none with center=tokens."""
+    return formats if has_tokens(layer_type, name) else [each for each in formats if not Spec.of(each).centered]
+
+
 def try_formats(
     seen: Observed,
     formats: Sequence[str],
@@ -89,7 +95,7 @@ def try_formats(
         found.append(_measured(seen, seen.spec, gemm, blocks))
     formerly = {each.format: each for each in before if not each.used}
     specs = [spec for spec in map(Spec.of, formats) if str(spec) != used]
-    flat = [spec for spec in specs if not spec.has_blocks and not spec.hadamard]
+    flat = [spec for spec in specs if not spec.has_blocks and not spec.transforms]
     again = {spec: formerly[str(spec)] for spec in flat if str(spec) in formerly}
     tried = [spec for spec in specs if spec not in again]
     scores = dict(zip(tried, scores_later(seen.tensor, tried, seen.dim, blocks, codes), strict=True))
@@ -110,8 +116,10 @@ def _tried_of_rows(seen: Observed, formats: Sequence[str], gemm: Gemm | None, ro
 
     found = []
     if used and seen.coded is not None and seen.quantized is not None:
-        operand = seen.coded, unrotated(used), dim, rows_of(used)
-        found.append(Tried(str(used), gemm, True, score_of_rows_later(*operand, seen.quantized, seen.absmax)))
+        used_rows = rows_of(used)
+        operand = seen.coded, untransformed(used), dim, used_rows
+        errors = _of_original(score_of_rows_later(*operand, seen.quantized, seen.absmax), seen, used, used_rows)
+        found.append(Tried(str(used), gemm, True, errors))
     for spec in map(Spec.of, formats):
         if str(spec) != str(used):
             found.append(Tried(str(spec), gemm, False, score_of_rows_later(seen.tensor, spec, dim, rows_of(spec))))
@@ -122,7 +130,19 @@ def _measured(seen: Observed, spec: Spec, gemm: Gemm | None, blocks: bool) -> Tr
     """The error that rounding the operand made."""
     x, q = seen.coded, seen.quantized
     assert x is not None and q is not None
-    plain = unrotated(spec)
+    plain, histograms = untransformed(spec), None
     if blocks and seen.scales is not None and x.numel():
-        return Tried(str(spec), gemm, True, *score_blocks_later(x, plain, seen.dim, q, seen.scales, seen.absmax))
-    return Tried(str(spec), gemm, True, errors_later(x, q, plain, seen.scales, seen.dim, seen.absmax))
+        errors, histograms = score_blocks_later(x, plain, seen.dim, q, seen.scales, seen.absmax)
+    else:
+        errors = errors_later(x, q, plain, seen.scales, seen.dim, seen.absmax)
+    return Tried(str(spec), gemm, True, _of_original(errors, seen, spec), histograms)
+
+
+def _of_original(errors: Later[Errors], seen: Observed, spec: Spec, rows: Tensor | None = None) -> Later[Errors]:
+    """The errors of the operand, or of some of its rows, from those of its coded values."""
+    if not spec.centered or seen.rounded is None:
+        return errors
+    x, q = seen.tensor, seen.rounded()
+    if rows is not None:
+        x, q = (t.flatten(0, -2).index_select(0, rows) for t in (x, q))
+    return of_original(errors, x, q)

@@ -22,6 +22,7 @@ INGREDIENTS = {
     "wgrad": "the GEMM for the gradient of the weight runs in bf16",
     "scale": "the format's default scale rule",
     "rounding": "to nearest instead of stochastic",
+    "center": "the mean over tokens is not subtracted",
     "rotation": "no Hadamard rotation",
     "tiles": "vectors along the contracted axis instead of tiles",
     "rounded": "backward operands are rounded from the original, not from the rounded forward operand",
@@ -144,7 +145,10 @@ class Draft:
     def _part(self, part: str) -> Part:
         quant_type = self.quant_types[part]
         different = tuple(sorted((field, text) for field, text in self.overrides[part].items() if text != quant_type))
+        of_linear = part not in ("qk", "pv", "product")
         with raising(SpecError, part, SpecError):
+            if not of_linear and any(spec and spec.centered for spec in self.formats[part].values()):
+                raise SpecError("center=tokens applies to linear layers only: write linear_nvfp4(center=tokens)")
             softmax = self.softmax if part == "pv" else FULL
             formats = GemmFormats(**self.formats[part], of_rounded=self.of_rounded.get(part, ()), softmax=softmax)
         return Part(quant_type, formats, different)
@@ -162,6 +166,8 @@ def _without(ingredient: str, field: str, spec: Spec) -> Spec | None:
         dropped = {"scale"}
     elif ingredient == "rounding" and spec.rounding == Rounding.STOCHASTIC:
         dropped = {"rounding"}
+    elif ingredient == "center":
+        dropped = {"center"}
     elif ingredient == "rotation":
         dropped = {"hadamard", "signs"}
     elif ingredient == "tiles" and spec.block and (spec.block.rows or 1) > 1:
@@ -179,9 +185,11 @@ def requested_specs(text: str) -> tuple[Spec | None, Spec | None]:
 
 
 def formats_of(requested: str, *, backward: bool = True) -> Formats:
-    """The formats that a part's operands are rounded to."""
+    """The formats that a part's operands are rounded to; the mean over tokens is not subtracted from weights."""
     spec, gradient = requested_specs(requested)
     formats: Formats = dict.fromkeys(OPERAND_FIELDS)
     for name in OPERAND_FIELDS if backward else ("forward_a", "forward_b"):
         formats[name] = gradient if name.endswith("grad") else spec
+    for name in ("forward_b", "dgrad_b"):
+        formats[name] = (weight := formats[name]) and Spec.of(weight, center="none")
     return formats

@@ -10,6 +10,7 @@ from binade.collector.capture.instrument import instrument
 from binade.collector.models.model import GPTModel
 from binade.collector.models.registry import MODELS
 from binade.collector.recipes.files import PUBLISHED
+from binade.collector.recipes.ladder import without
 from binade.collector.recipes.parse import parse_recipe
 from binade.collector.recipes.recipe import OPERANDS, TEN_RECIPES, RecipeError
 from binade.quant import fake_quantize, gemm
@@ -379,3 +380,17 @@ def test_fa_leaves_the_attentions_backward_in_bf16(model):
     grad_scores = probs.grad.bfloat16() * core.scale
     assert torch.equal(q.grad, (grad_scores @ k.detach()).reshape(1, 8, 32, 32))
     assert torch.equal(k.grad, grad_scores.mT @ stacked)
+
+
+def test_the_mean_over_tokens_is_subtracted_from_operands_with_tokens():
+    centered, plain = "nvfp4(center=tokens)", "nvfp4"
+    recipe = parse_recipe(f"linear_{centered}")
+    assert [str(recipe.linear.formats[name]) for name in OPERAND_FIELDS] == [
+        centered, plain, centered, plain, centered, centered,
+    ]  # fmt: skip
+    off = parse_recipe(without(f"linear_{centered}", "center"))
+    assert off.linear.formats == parse_recipe(f"linear_{plain}").linear.formats
+    with pytest.raises(SpecError, match="linear layers only"):
+        parse_recipe(centered)
+    with pytest.raises(SpecError, match="weight has no tokens"):
+        parse_recipe("bf16", operands=[f"linear.forward.weight={centered}"])

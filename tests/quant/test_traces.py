@@ -11,8 +11,7 @@ import torch
 
 from binade import quant
 from binade.quant.blocks import look
-from binade.quant.quantizer import apply, unrotated
-from binade.quant.rotation import rotate
+from binade.quant.quantizer import apply
 from binade.quant.specs import Spec
 from binade.quant.traces import (
     CHANCE_SAMPLE,
@@ -25,6 +24,7 @@ from binade.quant.traces import (
     positions,
     sample_later,
 )
+from binade.quant.transform import transform, untransformed
 from tests.app.roots import odd_tensors
 
 # TetraJet-v2's widths of the bins of E2M1, by magnitude.
@@ -37,8 +37,8 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
 
 def sampled(x: torch.Tensor, fmt: str, dim: int = -1) -> Sample:
     spec = Spec.of(fmt)
-    coded = rotate(x, spec, dim, 0).to(x.dtype) if spec.hadamard else x
-    q, scales = apply(coded, unrotated(spec), dim, want_scales=True)
+    coded = transform(x, spec, dim, 0).to(x.dtype)
+    q, scales = apply(coded, untransformed(spec), dim, want_scales=True)
     fetch = sample_later(coded, q, spec, scales, dim)
     assert fetch
     return fetch()

@@ -15,7 +15,7 @@ from binade.data.catalog import SHOWN_ERRORS, STATISTICS, Catalog, CatalogError,
 from binade.data.evidence import Measure
 from binade.data.filter import Filter
 from binade.data.store import TensorFileError
-from binade.data.tensor_kinds import TENSOR_KINDS, Gemm
+from binade.data.tensor_kinds import TENSOR_KINDS, Gemm, has_tokens
 from binade.quant.block_histograms import BLOCK_MEASURES
 from binade.quant.metrics import score
 from binade.quant.specs import Spec
@@ -125,7 +125,10 @@ def computed(
         """,
         [expanded, *parameters],
     )
-    spec, values = Spec.of(fmt), int(operands["numel"].sum())
+    spec = Spec.of(fmt)
+    if spec.centered:
+        operands = operands[[*map(has_tokens, operands["layer_type"], operands["tensor"])]]
+    values = int(operands["numel"].sum())
     if operands.empty or values > MOST_ROUNDED // (32 if spec.hadamard else 1):
         return operands.head(0), operands["tensor_id"].nunique(), values
     found = []

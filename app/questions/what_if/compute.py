@@ -15,10 +15,11 @@ from torch import Tensor
 from binade.app import style
 from binade.app.questions.shared.distributions import Distribution, Pool, distribution_of
 from binade.data.evidence import spread_of
-from binade.quant.blocks import look, sample
+from binade.quant.blocks import energy, look, sample
 from binade.quant.metrics import sqnr_db
 from binade.quant.scaling import scale_nbytes
 from binade.quant.specs import OPTIONS, Spec, SpecError
+from binade.quant.transform import transform
 
 ERRORS = ("sqnr_db", "flush_to_zero", "saturated")
 LIMIT = 1 << 20  # values of a tensor that are tried; a larger one is sampled by whole lines
@@ -75,8 +76,8 @@ def try_formats(
     Columns: label, format, sqnr_db, flush_to_zero (of the nonzero values) and saturated (the medians of the tensors'
     own, with _low and _high, the 10th and 90th percentile), tensors, each (the SQNR of each tensor), codes_used,
     codes_total, code_entropy_bits, element_bits, scale_exponent_min and _max (of the block scales, NVFP4's
-    with its tensor scale), nbytes (of all the values in this format), bits_per_value. With a rotation, everything
-    refers to the rotated values, which are the ones coded; their SQNR is that of the original values.
+    with its tensor scale), nbytes (of all the values in this format), bits_per_value. With a rotation or a mean that is
+    subtracted, flushed, saturated and codes refer to the values that are rounded, SQNR to those of the tensor.
 
     The distributions are of the values as captured and after each trial's round trip: of several tensors together, in
     bins of 1/128 binade; of one tensor, its own values. done is called with the number of finished roundings.
@@ -92,7 +93,7 @@ def try_formats(
             became = part
             if index:
                 spec, total = trials[index - 1].spec, sums[index - 1]
-                became = _add(part, along, spec, total)
+                became = _centered(x, dim, spec, total, limit) if spec.centered else _add(part, along, spec, total)
                 total.nbytes += x.numel() * spec.format.element.bits / 8 + scale_nbytes(spec, tuple(x.shape), dim)
             if together:
                 pool.add(became, share)
@@ -104,13 +105,21 @@ def try_formats(
     return table, [pool.distribution() for pool in pools] if together else alone
 
 
-def _add(x: Tensor, dim: int, spec: Spec, total: _Sum) -> Tensor:
-    """Add one tensor, or a sample of it; returns its values after the round trip."""
+def _centered(x: Tensor, dim: int, spec: Spec, total: _Sum, limit: int) -> Tensor:
+    """As `_add` for the part of x, whose mean over all tokens is subtracted."""
+    residual = transform(x, Spec.of(spec, hadamard=0, signs="none"), dim, 0)
+    (part, every), (coded, _) = sample(x, dim, limit), sample(residual, dim, limit)
+    rounded = _add(coded, dim if every == 1 else -1, Spec.of(spec, center="none"), total, energy(part))
+    return (part.float() + (rounded - coded)).to(x.dtype)
+
+
+def _add(x: Tensor, dim: int, spec: Spec, total: _Sum, signal: float | None = None) -> Tensor:
+    """Add one tensor, or a sample of it; returns its values after the round trip. signal: Σx², if not that of x."""
     found = look(x, spec, dim)
     sums = found.sums
     if not math.isnan(sums.noise):
         own = (
-            sqnr_db(sums.signal, sums.noise),
+            sqnr_db(sums.signal if signal is None else signal, sums.noise),
             sums.flushed / sums.nonzero if sums.nonzero else math.nan,
             sums.saturated / x.numel() if x.numel() else math.nan,
         )

@@ -41,6 +41,7 @@ VALUES = {
     "bound": ("4over6 bound", ("256", "448")),
     "rounding": ("Rounding", tuple(map(str, Rounding))),
     "overflow": ("Overflow", tuple(map(str, Overflow))),
+    "center": ("Center", ("tokens",)),
     "hadamard": ("Hadamard", ("16", "32", "64", "128")),
     "signs": ("Signs", ("fixed", "random")),
 }
@@ -190,7 +191,7 @@ def results(selected: SelectedTensor, made: Plan, tried: Tried) -> Drawn:
         f"{METRICS[name].label}: {METRICS[name].definition}." for name, *_ in format_charts.ERROR_PANELS
     )
     spread = " Of several operands: medians of their own values; the lines reach from the 10th to the 90th percentile."
-    rotated = " With a rotation, flushed and saturated shares and codes refer to the rotated values."
+    rotated = " With a rotation or center=tokens, flushed, saturated and codes refer to the values that are rounded."
     caption = f"{what}\n{definitions}{spread if len(made.ids) > 1 else ''}{rotated}"
     height = format_charts.format_height(table)
     said = (*made.said, f"Computed from {how}.") if sampled else made.said

@@ -22,9 +22,11 @@ from binade.app.questions.why import charts, compute
 from binade.app.report.section import ReportSelection, Section
 from binade.app.style import MEASURES, drag, power_of_two
 from binade.data.evidence import SHARE, Measure, Sentence, exact, say, together
+from binade.data.tensor_kinds import has_tokens
 from binade.data.text import plain_name
 from binade.quant.metrics import sqnr_db, streamed_score
 from binade.quant.statistics import outlier_ratio
+from binade.quant.transform import mean_energy
 
 LARGE = 1 << 24  # values whose outliers take too long to count
 PART = Measure("share", "Share", "%", factor=100.0)  # of a range, which may hold little
@@ -236,6 +238,8 @@ def facts(selected: SelectedTensor) -> Facts:
     }
     if selected.x.numel() <= LARGE:
         values["outlier_ratio"] = outlier_ratio(selected.x)
+        if has_tokens(row["layer_type"], row["tensor_name"]):
+            values["mean_energy"] = mean_energy(selected.x)
     return Facts(values | {"zero_share": row["zeros"] / row["numel"] if row["numel"] else math.nan})
 
 

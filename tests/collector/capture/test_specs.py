@@ -55,6 +55,27 @@ def test_the_error_of_a_rotated_operand_is_that_of_its_rotated_values(tmp_path):
         assert set(rows["format"]) == {ROTATED} and rows["sqnr_db"].between(10, 30).all()
 
 
+def test_the_mean_over_tokens_is_subtracted_from_operands_that_have_tokens(tmp_path):
+    """The error refers to the tensor. Weights, and operands of attention, are not scored without a mean."""
+    model, spec = build(), "nvfp4(center=tokens)"
+    with Recorder(tmp_path, scores=(spec, "mxfp4(center=tokens)", "mxfp4")) as recorder:
+        with instrument(model, f"linear_{spec}", recorder):
+            step(model)
+    with Catalog.open(tmp_path) as catalog:
+        rows = catalog.tensors()
+        first = rows[(rows["module"] == "fc1") & (rows["layer_index"] == 1)]
+        formats = first.set_index("tensor_name")["format"]
+        assert formats[["input", "weight", "grad_output"]].tolist() == [spec, "nvfp4", spec]
+        centered = catalog.ask("SELECT DISTINCT tensor_name, layer_type FROM tensor JOIN score USING (key)"
+                               " WHERE score.format = 'mxfp4(center=tokens)'")  # fmt: skip
+        assert set(centered.itertuples(index=False, name=None)) == {("input", "linear"), ("grad_output", "linear")}
+        for row in rows[(rows["format"] == spec) & (rows["module"] != "core")].itertuples():
+            x = catalog.load(row.tensor_id)
+            q = fake_quantize(x, spec, int(row.contracted_axis))
+            wanted = 10 * torch.log10(x.double().square().sum() / (q.double() - x.double()).square().sum())
+            assert row.sqnr_db == pytest.approx(float(wanted), abs=0.1)  # the residual was rounded to bfloat16
+
+
 def test_a_comma_in_parentheses_does_not_split_a_list():
     assert names(f"mxfp4, {ROTATED},hifp8") == ("mxfp4", ROTATED, "hifp8")
     assert names("a,b,,c") == ("a", "b", "c")
