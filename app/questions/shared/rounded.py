@@ -78,4 +78,5 @@ def about_format(spec: Spec) -> str:
         shared = shared.format(block=spec.block.words)
     options = "" if str(spec) == fmt.name else f" as {spec}"
     bits, smallest = fmt.element.bits, fmt.element.smallest
-    return f"{fmt.title}{options}: {bits} bits, {shared}, largest {fmt.max:g}, smallest {short(smallest, 3)}"
+    before = ", without the mean over tokens" * spec.centered + ", rotated" * bool(spec.hadamard)
+    return f"{fmt.title}{options}: {bits} bits, {shared}, largest {fmt.max:g}, smallest {short(smallest, 3)}{before}"
