@@ -42,6 +42,7 @@ from binade.quant.metrics import sqnr_later
 from binade.quant.quantizer import DTYPES
 from binade.quant.specs import GemmFormats
 
+OPERAND_NAMES = frozenset(("a", "b", "grad", *LATER))
 FORWARD = frozenset(("a", "b", "y", "scores"))  # what a product shows in its forward pass
 Stages = Sequence[tuple[int, Part]]  # parts of a recipe, each with the iteration from which it holds
 
@@ -193,6 +194,8 @@ class Observer:
         if name == "grad_b" and observing.sums and self.product is Product.LINEAR and not self.moment.basic:
             observing.sums.add(self.layer, self.moment, seen.tensor)
         kind = observing.kinds.get((self.product, LATER.get(name, name)))
+        if name in OPERAND_NAMES:
+            self.result_sqnr = None  # that of a result that was not recorded
         if not self.moment.basic and seen.exact and Measure.RESULT in observing.measurer.measures:
             pair = seen.exact(), seen.tensor
             if (rows := self._rows(seen)) is not None:

@@ -164,18 +164,18 @@ def _planned(config: RunConfig, shape: Shape, recipe: Recipe) -> Plan:
             f"the router is given a format, but {config.model_title} with {shape.layers} layers has no router"
         )
     recipe.check_modules(model)
-    option = "the recipe's layers to keep"
+    option, hint = "the recipe's layers to keep", "; or quantize them too, as in nvidia_nvfp4(without=keep)"
     try:
         if recipe.keep and Selection.parse(recipe.keep).of(model) == frozenset(model):
             raise ConfigError(recipe.keeps_all)
-        option = "--skip-layers"
+        option, hint = "--skip-layers", ""
         skip = Selection.parse(config.skip_layers) if config.skip_layers else None
         if skip:
             skip.of(model)
         option = "--capture-layers and --modules"
         recorded = recorded_of(config, shape)
     except SelectionError as error:
-        raise ConfigError(f"{option}: {error}") from None
+        raise ConfigError(f"{option}: {error}{hint}") from None
     names = tuple(
         dict.fromkeys(
             name for place in dict.fromkeys(spec.layer_type for spec in recorded) for name in tensor_names(place)

@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from binade.collector import Recorder, instrument
 from binade.collector.capture.clock import seed_of
+from binade.collector.recipes.parse import parse_recipe
 from binade.data.catalog import Catalog
 from binade.data.text import plain_name
 from binade.quant import fake_quantize, score
@@ -157,3 +158,14 @@ def test_rotations_cancel():
 def test_seeds_fit_six_operands_into_32_bits():
     seeds = [seed_of(1234, 0, iteration, 0, "layer1.fc1", "linear") for iteration in range(2000)]
     assert len(set(seeds)) == len(seeds) and max(seeds) * 6 + 5 < 2**32
+
+
+def test_the_error_of_a_result_that_is_not_recorded_is_not_given_to_another(tmp_path):
+    """The forward GEMM is rounded and its output left out; dgrad is not rounded."""
+    model, recipe = build(), parse_recipe("linear_mxfp4", dgrad="bf16")
+    with Recorder(tmp_path, scores=(), tensors=("grad_input", "grad_weight"), measures=("result",)) as recorder:
+        with instrument(model, recipe, recorder):
+            step(model)
+    with Catalog.open(tmp_path) as catalog:
+        results = catalog.tensors().set_index("tensor_name")["result_sqnr_db"]
+        assert results["grad_input"].isna().all() and results["grad_weight"].notna().all()
