@@ -43,7 +43,7 @@ TAPERED_RULES = ("none", "pow2", "amax8", "amax15")
 MX_RULES = POW2_RULES + OTHER_BLOCK_RULES
 MXFP4_RULES = (*MX_RULES, "4over3", "quest")
 NV_RULES = ("nvfp4", "nvfp4_row", "nvfp4_1x128", *OTHER_BLOCK_RULES, *POW2_RULES)
-NVFP4_RULES = ("nvfp4", "4over6", "16over17", "eden", *NV_RULES[1:])
+NVFP4_RULES = ("nvfp4", "4over6", "16over17", "eden", "headroom", *NV_RULES[1:])
 
 
 @dataclass(frozen=True)

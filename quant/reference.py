@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from binade.quant.rounding import noise
-from binade.quant.scheme import pad_end
+from binade.quant.scheme import nan_max, pad_end
 from binade.quant.specs import ROW, TENSOR, Block, Spec
 
 
@@ -92,6 +92,8 @@ def outer_absmax(x: Tensor, spec: Spec, dim: int) -> Tensor:
     outer = TENSOR if spec.block == TENSOR else spec.scaling.outer
     if spec.history:
         return torch.ones((), device=x.device)  # the scale before any iteration
+    if spec.scaling.of_blocks:
+        return spec.scaling.outer_absmax(nan_max(to_blocks(x, dim, spec.block)).float())
     return absmax_over(x, dim, outer) if outer else torch.zeros((), device=x.device)
 
 

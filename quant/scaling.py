@@ -6,6 +6,7 @@ module imports torch at its first computation, see `lazy`.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING, ClassVar
 
 from binade.quant.codes import decode_table, encode
@@ -377,6 +378,46 @@ class Unclipped(TwoLevel):
         return (torch.where(largest == 0, torch.zeros_like(scaled), scaled),)
 
 
+class Headroom(TwoLevel):
+    """As nvfp4, with max(16384 · p1, p99.99) of the blocks' absmaxes in place of the tensor's: room for larger values,
+    while the most extreme blocks saturate. NVIDIA Model-Optimizer, nvfp4_act_headroom.
+
+    `nvfp4_act_headroom.py`, which collects the absmaxes of calibration batches and then fixes the scale; here each
+    tensor is a calibration of one batch. A percentile is the middle of its bin, of 512 between 2^-40 and 2^40 on a
+    logarithmic scale. Blocks of zeros do not count, nor, for p1, blocks below p99.99 / 10^6. Model-Optimizer takes
+    log2 in float32, which may choose the other bin for an absmax within a few ulps of an edge."""
+
+    name = "headroom"
+    blocks = (VECTOR,)
+    clips = True
+    of_blocks = True
+    BINS: ClassVar[int] = 512
+
+    def outer_absmax(self, largest: Tensor) -> Tensor:
+        largest = largest.flatten()
+        edges, middles = _log2_bins(self.BINS, largest.device)
+        bins, used = torch.bucketize(largest, edges, right=True), largest > 0
+        counts = torch.zeros_like(middles, dtype=torch.int64).scatter_add_(0, bins, used.long())
+        upper = _percentile(counts, 0.9999)
+        lowest = upper - 128  # the bin of p99.99 / 10^6
+        anchor = _percentile(counts.where(torch.arange(self.BINS, device=counts.device) >= lowest, 0), 0.01)
+        absmax = torch.maximum(16384.0 * middles[anchor], middles[upper]).squeeze()
+        return absmax * used.any() + nan_unless_finite(largest).sum()
+
+
+@lru_cache(maxsize=64)
+def _log2_bins(count: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The inner edges and the middles of `Headroom`'s bins: on a device, copied once."""
+    points = torch.tensor([2.0 ** (-40 + i * 40 / count) for i in range(2 * count + 1)], device=device)
+    return points[2:-1:2].contiguous(), points[1::2].contiguous()
+
+
+def _percentile(counts: Tensor, share: float) -> Tensor:
+    """The first bin up to which this share of all values lies, int64 [1]; in float32, as Model-Optimizer does."""
+    total = counts.cumsum(0).float()
+    return torch.searchsorted(total, share * total[-1:])
+
+
 class FourOverSix(TwoLevel):
     """As nvfp4, each block scaled to 6 or to 4, whichever has the smaller error; a tie keeps 6. arXiv 2512.02010.
 
@@ -506,7 +547,7 @@ SCALINGS: dict[str, Scaling] = {
     for scheme in (
         *(Unscaled, Floor, Ceil, Even, RCeil, FourThirds, Quest, Amax, AmaxPow2, Amax8, Amax15),
         *(Float32, RoundedToE4M3, RoundedToUE5M3),
-        *(NVFP4, NVFP4Row, NVFP4Run, FourOverSix, Unclipped, Eden, HiF4),
+        *(NVFP4, NVFP4Row, NVFP4Run, Headroom, FourOverSix, Unclipped, Eden, HiF4),
     )
 }
 """The scheme of each name."""

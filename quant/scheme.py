@@ -78,6 +78,7 @@ class Scaling:
     Optional:
 
     outer       the block of the float32 scale above the block scale, if there is one
+    of_blocks   True if `outer_absmax` needs the largest magnitude of every block, not only of the tensor
     saturates   False if no finite value saturates, so that nobody needs to look
     roundings   how elements may be rounded; the first is the default if the format's own is not among them
     stochastic  True if scales are rounded stochastically
@@ -85,8 +86,8 @@ class Scaling:
     kernel      how the compiled kernels compute the scale of a vector by themselves, if they do
 
     Methods take values as [groups, block] float32, scales as [groups, 1] (one for all if a tensor shares it), and
-    absmax as a float32 scalar or [groups, 1]: the largest magnitude in the outer block, or in the tensor if that shares
-    a scale, NaN if any element is NaN; with delayed scaling the scale itself; 0 where none is needed.
+    absmax as a float32 scalar or [groups, 1]: `outer_absmax` of the outer block, or the largest magnitude in the tensor
+    if that shares a scale, NaN if any element is NaN; with delayed scaling the scale itself; 0 where none is needed.
     """
 
     name: ClassVar[str]
@@ -98,6 +99,7 @@ class Scaling:
     per_element: ClassVar[bool]
 
     outer: ClassVar[Block | None] = None
+    of_blocks: ClassVar[bool] = False
     saturates: ClassVar[bool] = True
     roundings: ClassVar[tuple[Rounding, ...]] = tuple(Rounding)
     stochastic: ClassVar[bool] = False
@@ -125,6 +127,10 @@ class Scaling:
         """Whether such a block may share a scale."""
         kind = block.columns is not None and (VECTOR if block.rows == 1 else TILE)
         return block in self.blocks or kind in self.blocks
+
+    def outer_absmax(self, largest: Tensor) -> Tensor:
+        """What the scale of the tensor follows from, given the largest magnitude of each block, any shape."""
+        return largest.amax()
 
     def wanted(self, largest: Tensor, spec: Options, absmax: Tensor) -> tuple[Tensor, ...]:
         """The scales to choose from for blocks with these largest magnitudes, same shape, before they are rounded to

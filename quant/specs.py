@@ -94,6 +94,11 @@ class Spec(Options):
         """Whether the values of a tensor have several scales."""
         return self.block not in (None, TENSOR)
 
+    @property
+    def of_tensor(self) -> bool:
+        """Whether its scales follow from the largest magnitude of the tensor."""
+        return TENSOR in (self.block, self.scaling.outer) and not self.scaling.of_blocks
+
     def run(self, axis: int) -> int | None:
         """How many neighbors along a contracted axis of this length share a scale; None if a whole tensor does, or
         nothing is shared."""

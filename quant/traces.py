@@ -16,7 +16,7 @@ from torch import Tensor
 from binade.quant.elements import Element
 from binade.quant.later import Later, Part
 from binade.quant.quantizer import apply, outer_absmax
-from binade.quant.specs import TENSOR, Spec
+from binade.quant.specs import Spec
 from binade.quant.statistics import channel_absmax
 from binade.quant.transform import untransformed
 
@@ -112,8 +112,7 @@ def edge_by_chance(spec: Spec, deviation: float, absmax: float, dtype: torch.dty
     """
     if spec.random or not (0 < deviation < math.inf and math.isfinite(absmax)):
         return math.nan
-    of_tensor = TENSOR in (spec.block, spec.scaling.outer)
-    exact = of_tensor and dtype.itemsize <= 2
+    exact = spec.of_tensor and dtype.itemsize <= 2
     steps = 64 if exact else 16
     deviation = 2 ** (round(steps * math.log2(deviation)) / steps)
     absmax = absmax if exact else 0.0

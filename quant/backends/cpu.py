@@ -25,7 +25,7 @@ from binade.quant.backends import native
 from binade.quant.backends.runs import Runs
 from binade.quant.block_histograms import BLOCK_MEASURES, COUNTS
 from binade.quant.elements import Element, Overflow, Rounding
-from binade.quant.reference import absmax_over, outer_absmax
+from binade.quant.reference import outer_absmax
 from binade.quant.rounding import round_to_element
 from binade.quant.scaling import has_kernel, kernel_of
 from binade.quant.scheme import Factors
@@ -354,7 +354,7 @@ def measure(
     layout = Layout.of(x, spec, dim) if spec else Layout(x.numel(), 1, 0, 0, x.numel(), 1)
     scales = scales.contiguous() if scales is not None and layout.rows else None
     pointers = x.data_ptr(), y.data_ptr(), _address(gradient), _address(scales)
-    limits = _limits(spec, _absmax(x, spec)) if spec else (0.0, 0.0)
+    limits = _limits(spec, outer_absmax(x, spec, dim)) if spec else (0.0, 0.0)
     return _added_up(layout, blocks, lambda *rest: run.measure(*pointers, *layout.sizes, *limits, *rest))
 
 
@@ -366,7 +366,7 @@ def score(
     if run is None:
         return None
     x, gradient = x.contiguous(), None if gradient is None else gradient.contiguous()
-    absmax = _absmax(x, spec)
+    absmax = outer_absmax(x, spec, dim)
     call = _Call.of(x, spec, dim, absmax, True, seed, run)
     limits = _limits(spec, absmax)
     pointers = *call.head, x.data_ptr(), _address(gradient), _address(call.scales)
@@ -391,11 +391,6 @@ def _one_limit(spec: Spec) -> bool:
     """Whether values saturate beyond one number times their block's scale, or not at all."""
     scaling = spec.scaling
     return scaling.outer in (None, TENSOR) and not scaling.per_element and not spec.history
-
-
-def _absmax(x: Tensor, spec: Spec) -> Tensor:
-    """The largest magnitude of the tensor; 0 for a spec that does not need it."""
-    return absmax_over(x, -1, TENSOR) if spec.scaling.outer or spec.block == TENSOR else torch.zeros(())
 
 
 def _limits(spec: Spec, absmax: Tensor) -> tuple[float, float]:

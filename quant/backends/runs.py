@@ -136,7 +136,7 @@ class Runs(ABC):
             return absmax
         assert run
         if outer == TENSOR:
-            return largest.amax()
+            return self.spec.scaling.outer_absmax(largest)
         columns = outer.columns and outer.columns // run
         assert not outer.columns or outer.columns % run == 0, "an outer block is cut into whole runs"
         above = absmax_over(largest.reshape(self._shape), self.dim, Block(1, columns))

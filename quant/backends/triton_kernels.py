@@ -430,7 +430,7 @@ def score_formats(
     x = x if x.dim() else x.reshape(1)
     dim = dim % x.dim()
     together = [spec for spec in specs if rule_of(spec) is not None]
-    whole = [spec for spec in specs if TENSOR in (spec.block, spec.scaling.outer) and not spec.history]
+    whole = [spec for spec in specs if spec.of_tensor and not spec.history]
     if absmax is None and whole:
         absmax = absmax_over(x, dim, TENSOR)
     grids, hows = [], []

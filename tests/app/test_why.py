@@ -99,6 +99,16 @@ def test_a_large_tensor_is_measured_whole_though_a_sample_is_drawn(spec, shape):
         assert scales[tuple(start)] == scale
 
 
+def test_a_sample_keeps_the_headroom_of_the_whole_tensor():
+    """The lines that are left out have the blocks from whose absmaxes the anchor follows."""
+    spec, x = "nvfp4(scale=headroom)", torch.randn(MATRIX, generator=torch.Generator().manual_seed(1))
+    x[1::2] /= 256
+    whole, drawn = look(x, spec), subject(x, spec)
+    assert drawn.every == 2
+    assert torch.equal(drawn.blocks.scale, whole.scale.reshape(MATRIX[0], -1)[::2].reshape(-1, 1))
+    assert not torch.equal(drawn.blocks.scale, look(x[::2], spec).scale)
+
+
 def test_totals_of_a_sample_say_so():
     """No kernel measures rotated values without a copy."""
     x = torch.randn(MATRIX, generator=torch.Generator().manual_seed(1))

@@ -382,6 +382,30 @@ def nvfp4_by_rows(x: Array, dim: int, grid: Array) -> Array:
     return np.moveaxis(y[:, :size].reshape(moved.shape), -1, dim)
 
 
+def headroom_absmax(x: Array, dim: int = -1) -> np.float32:
+    """max(16384 · p1, p99.99) of the absmaxes of blocks of 16, a percentile being the middle of its bin.
+
+    Source: NVIDIA Model-Optimizer a2fbac7, nvfp4_act_headroom.py. Checked: NVFP4ActHeadroomCalibrator on one batch:
+    equal on 22 inputs, among them N(0, 1) with and without outliers, Cauchy, sparse, magnitudes of 13 decades, one
+    value, and values beyond the bins.
+    """
+    moved = np.moveaxis(np.asarray(x, F32), dim, -1).reshape(-1, np.shape(x)[dim])
+    blocks = np.pad(np.abs(moved), ((0, 0), (0, -moved.shape[1] % 16))).reshape(-1, 16).max(1)
+    if not np.isfinite(blocks).all():
+        return F32(np.nan)
+    if not blocks.any():
+        return F32(0)
+    width = 80 / 512  # of a bin, in binades
+    bins = np.clip(np.floor((np.log2(blocks[blocks > 0].astype(np.float64)) + 40) / width), 0, 511)
+
+    def middle(share: float) -> float:
+        return 2.0 ** (-40 + width * (np.quantile(bins, share, method="inverted_cdf") + 0.5))
+
+    upper = middle(0.9999)
+    bins = bins[bins >= np.floor((np.log2(upper / 1e6) + 40) / width)]
+    return F32(max(16384 * middle(0.01), upper))
+
+
 def nvint4(x: Array, dim: int = -1) -> Array:
     """NVFP4's rule with INT4 -7..7, 7 in place of 6 (448 · 7 = 3136), ties to even. arXiv 2510.25602.
 

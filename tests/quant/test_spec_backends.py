@@ -33,7 +33,7 @@ SPECS = [
     *("mxfp4(scale=4over3)", "mxfp4(scale=quest)", "mxfp4(scale=quest, block=4x16)", "mxfp4(block=16, scale=e4m3)"),
     *("mxfp4(block=16, scale=ue5m3)", "mxint4", "mxint4(scale=ue5m3)", "nvint4", "nvint4(scale=nvfp4_row)"),
     *("nvfp4", "nvfp4(block=16x16)", "nvfp4(block=8x20)", "nvfp4(scale=nvfp4_row)", "nvfp4(scale=nvfp4_1x128)"),
-    *("nvfp4(scale=16over17)", "nvfp4(scale=16over17, block=4x8)"),
+    *("nvfp4(scale=headroom)", "nvfp4(scale=16over17)", "nvfp4(scale=16over17, block=4x8)"),
     *("nvfp4(scale=4over6)", "nvfp4(scale=4over6, error=mae, bound=448)", "nvfp4(scale=4over6, block=16x16)"),
     *("nvfp4(scale=4over6, block=5x7, error=mae)", "hif4"),
 ]

@@ -49,6 +49,7 @@ SPECS = {
     "nvfp4(block=16x16)": Golden(lambda x, dim: oracles.nvfp4(x, dim, tiles(16)), tile=tiles(16)),
     "nvfp4(block=8x32)": Golden(lambda x, dim: oracles.nvfp4(x, dim, tiles(8, 32))),
     "nvfp4(scale=nvfp4_row)": Golden(lambda x, dim: oracles.nvfp4(x, dim, row_scaled=True)),
+    "nvfp4(scale=headroom)": Golden(lambda x, dim: oracles.nvfp4(x, dim, absmax=oracles.headroom_absmax(x, dim))),
     "nvfp4(scale=4over6, error=mse, bound=256)": Golden(oracles.four_over_six, 4e-7),
     "nvfp4(scale=4over6, error=mae, bound=256)": Golden(lambda x, dim: oracles.four_over_six(x, dim, "mae"), 4e-7),
     "nvfp4(scale=4over6, error=mse, bound=448)": Golden(lambda x, dim: oracles.four_over_six(x, dim, "mse", 448), 4e-7),

@@ -139,6 +139,7 @@ def test_the_share_by_chance_is_that_of_the_normal_distribution(fmt):
     [
         *("mxfp4", "nvfp4", "nvfp4(block=16x16)", "nvfp4(hadamard=16)", "mxfp8", "hifp8"),
         *("fp8_e4m3(scale=amax)", "fp8_e4m3(block=row)", "fp8_e4m3(block=128x128, scale=pow2)"),
+        "nvfp4(scale=headroom)",
     ],
 )
 def test_normally_distributed_weights_have_the_share_by_chance(fmt, dtype):

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.slow
 SPECS = (
     *("mxfp4", "mxfp8", "mxfp4(block=7)", "nvfp4", "nvfp4(block=16x16)", "nvfp4(scale=nvfp4_row)", "hif4", "hifp8"),
     *("hifp8(scale=amax8)", "fp8_e4m3(block=row)", "fp8_e4m3(block=128x128)", "mxfp4(scale=quest)"),
+    "nvfp4(scale=headroom)",
     *("mxfp8(rounding=stochastic)", "mxfp4(scale=floor,block=5x7)"),
 )
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -116,12 +117,13 @@ def test_formats_that_share_a_launch(dim, device):
     kernel does not find by itself are scored one by one."""
     from binade.quant.backends import triton_kernels
 
-    texts = ("hifp8", "hifp8(scale=amax8)", "mxfp8", "mxfp4", "nvfp4", "fp8_e4m3(block=tensor)", "nvfp4(block=16x16)")
+    texts = ("hifp8", "hifp8(scale=amax8)", "mxfp8", "mxfp4", "nvfp4", "fp8_e4m3(block=tensor)")
+    texts = *texts, "nvfp4(block=16x16)", "nvfp4(scale=headroom)"
     specs, x = [Spec.of(text) for text in texts], values(torch.bfloat16)
     x = torch.where(x.isfinite(), x, 1.0)
     before = triton_kernels.launches
     found = triton_kernels.score_formats(x.to(device), specs, dim, blocks=True)
-    assert triton_kernels.launches == before + 1 + 3  # 16x16: the largest magnitudes, the scales, then the score
+    assert triton_kernels.launches == before + 1 + 2 * 3  # the last two: largest magnitudes, scales, score
     for spec, (sums, blocks) in zip(specs, found, strict=True):
         y, scales = reference.quantize_dequantize(x, spec, dim, outer_absmax(x, spec, dim))
         assert sums[:8].tolist() == pytest.approx(numbers(x, y), rel=1e-12)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from binade.data.text import short
 from binade.quant.blocks import GROUP, Blocks, energy, look, sample
-from binade.quant.reference import absmax_over, to_blocks
+from binade.quant.reference import outer_absmax, to_blocks
 from binade.quant.specs import ROW, TENSOR, Block, Spec
 from binade.quant.transform import transform
 
@@ -46,7 +46,7 @@ def subject(x: Tensor, fmt: str | Spec, dim: int = -1, limit: int = LIMIT) -> Su
         found = subject(transform(x, centered, dim, 0), Spec.of(spec, center="none"), dim, limit)
         return replace(found, blocks=replace(found.blocks, signal=energy(part)))
     whole = TENSOR in _shares(spec) and not spec.history and not spec.hadamard
-    return Subject(look(part, spec, -1, absmax=absmax_over(x, -1, TENSOR) if whole else None), every, x.numel())
+    return Subject(look(part, spec, -1, absmax=outer_absmax(x, spec, dim) if whole else None), every, x.numel())
 
 
 def _shares(spec: Spec) -> set[Block | None]:
