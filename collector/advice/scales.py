@@ -27,6 +27,8 @@ from binade.quant.formats import FORMATS
 from binade.quant.metrics import score, sqnr_db
 from binade.quant.specs import Spec, SpecError
 
+SCALED = tuple(name for name in FORMATS if "pow2" in FORMATS[name].scale_rules)
+"""The formats that can have a scale of the tensor alone."""
 MARGINS = range(-12, 13)
 BLOCKS = ("tensor", "row", "128x128", "1x128", "1x32")
 MOST_TENSORS = 16  # of an operand of a module
@@ -75,11 +77,10 @@ class Best:
 def delayed(fmt: str, history: int = 1, margin: int = 0) -> Spec:
     """The spec of delayed scaling by powers of two.
 
-    Raises ConfigError for a format that cannot have a scale of the tensor alone.
+    Raises ConfigError for a format that is not in SCALED.
     """
-    scaled = [name for name in FORMATS if "pow2" in FORMATS[name].scale_rules]
-    if fmt not in scaled:
-        raise ConfigError(f"--format {fmt}: expected a format that can have a tensor scale alone: {', '.join(scaled)}")
+    if fmt not in SCALED:
+        raise ConfigError(f"--format {fmt}: expected a format that can have a tensor scale alone: {', '.join(SCALED)}")
     return Spec.of(fmt, scale="pow2", history=history, margin=margin)
 
 
@@ -101,7 +102,7 @@ def sweep(catalog: Catalog, where: Filter | None = None, fmt: str = "hifp8") -> 
     for series, group in chosen.groupby("series", sort=True):
         previous: int | None = None
         for index, row in group.sort_values("iteration").iterrows():
-            if not (0 < row["absmax"] < math.inf) or row["nans"] or row["infs"]:
+            if not fits(row):
                 unfit, previous = unfit + 1, None
                 continue
             place = {name: row[name] for name in OPERAND} | {"tensor": index}
@@ -109,16 +110,16 @@ def sweep(catalog: Catalog, where: Filter | None = None, fmt: str = "hifp8") -> 
             x = x.float()
             dim = int(row["contracted_axis"]) if every == 1 else -1
             absmax = torch.tensor(row["absmax"], dtype=torch.float32)
-            own = {margin: _trial(x, absmax, fmt, margin) for margin in (None, *MARGINS)}
+            own = {margin: scaled_errors(x, fmt, exponent(absmax, fmt, margin)) for margin in MARGINS}
             trials += [
                 place | {"series": series, "iteration": row["iteration"], "margin": margin} | errors
-                for margin, errors in own.items()
+                for margin, errors in [(None, scaled_errors(x, fmt, 0)), *own.items()]
             ]
             blocks += [place | each for each in _blocks(x, dim, absmax, fmt, whole=every == 1)]
             best = max(MARGINS, key=lambda margin: (own[margin]["sqnr_db"], -abs(margin)))
             k, most = int(own[best]["k"]), own[best]["sqnr_db"]
             if previous is not None:
-                stale = _scaled_errors(x, fmt, previous)["sqnr_db"]
+                stale = scaled_errors(x, fmt, previous)["sqnr_db"]
                 lost = 0.0 if stale == most else max(most - stale, 0.0)
                 stability.append(place | {"moved": abs(k - previous), "lost": lost})
             previous = k
@@ -152,21 +153,25 @@ def _sampled(rows: pd.DataFrame) -> pd.DataFrame:
     return pd.concat(parts)
 
 
-def _trial(x: Tensor, absmax: Tensor, fmt: str, margin: int | None) -> dict[str, float]:
-    spec = delayed(fmt, margin=margin or 0)
-    scale = spec.scaling.of_largest(absmax, spec, absmax)
-    k = 0 if margin is None else int(torch.frexp(scale)[1]) - 1
-    return _scaled_errors(x, fmt, k) | {"k": k}
+def fits(row: pd.Series) -> bool:
+    """Whether a recorded tensor can be swept: it is finite and not 0."""
+    return bool(0 < row["absmax"] < math.inf and not row["nans"] and not row["infs"])
 
 
-def _scaled_errors(x: Tensor, fmt: str, k: int) -> dict[str, float]:
-    """The errors of x · 2^k, which are those of x, and the share of nonzero codes in each tier."""
+def exponent(absmax: Tensor, fmt: str, margin: int = 0) -> int:
+    """k of the scale 2^k that delayed scaling computes from a tensor's absmax, a float32 scalar."""
+    spec = delayed(fmt, margin=margin)
+    return int(torch.frexp(spec.scaling.of_largest(absmax, spec, absmax))[1]) - 1
+
+
+def scaled_errors(x: Tensor, fmt: str, k: int) -> dict[str, float]:
+    """The errors of x · 2^k (ERRORS), which are those of x, the share of nonzero codes in each tier, and k."""
     spec, scaled = Spec.of(fmt, scale="none"), x * 2.0**k
     errors, used = score(scaled, spec), usage(scaled, spec)
     names = [code_tiers(spec.format.element)[code] for code in used.codes]
     counts = pd.Series(used.code_counts, names).groupby(level=0).sum().reindex(tiers(spec), fill_value=0)
     shares = {name: float(counts[name]) / max(counts.sum(), 1) for name in tiers(spec)}
-    return {name: getattr(errors, name) for name in ERRORS} | shares
+    return {name: getattr(errors, name) for name in ERRORS} | shares | {"k": k}
 
 
 def _blocks(x: Tensor, dim: int, absmax: Tensor, fmt: str, whole: bool) -> Iterator[dict[str, object]]:
