@@ -31,6 +31,7 @@ from binade.app.questions.what_if import compute as what_if_compute
 from binade.app.questions.why import compute as why_compute
 from binade.app.view import View
 from binade.collector import Recorder
+from binade.collector.advice import scales
 from binade.data.catalog import SHOWN_ERRORS, STATISTICS, Catalog
 from binade.data.filter import Filter
 from binade.data.gradients import gradient_errors, gradient_summary
@@ -254,6 +255,60 @@ class TestWhatIf:
         part = gradient.reshape(-1, gradient.shape[-1])[::3]
         assert found["sqnr_db"] == pytest.approx(quant.score(part, "mxfp4").sqnr_db, rel=1e-9)
         assert found["nbytes"] == pytest.approx(quant.quantize(gradient, "mxfp4").nbytes, rel=1e-6)
+
+    @pytest.mark.parametrize("name", ["gradient", "constant", "subnormal", "huge", "single"])
+    @pytest.mark.parametrize("fmt", ["hifp8", "fp8_e4m3", "fp8_e5m2"])
+    def test_a_sweep_of_scales_is_fake_quantize_of_scaled_values(self, gradient, fmt, name):
+        x = gradient if name == "gradient" else odd_tensors()[name]
+        x = x.flatten(0, -2)[: scales.MOST_VALUES // x.shape[-1]]
+        trials = [what_if_compute.trial(fmt), what_if_compute.trial(fmt, scale="pow2")]
+        absmax, values = float(x.abs().max()), x.double().numpy()
+        found = what_if_compute.sweep_scales(x, -1, absmax, fmt, trials)
+        sqnr = {}
+        for row in found.trials.itertuples():
+            scaled = x.float() * 2.0**row.k
+            y = np.ldexp(quant.fake_quantize(scaled, fmt, scale="none").double().numpy(), -row.k)
+            noise = ((y - values) ** 2).sum()
+            sqnr[row.k] = 10 * np.log10((values**2).sum() / noise) if noise else what_if_compute.MOST_DB
+            assert row.sqnr_db == pytest.approx(sqnr[row.k], rel=1e-9, abs=1e-9)
+            assert row.flush_to_zero == ((values != 0) & (y == 0)).sum() / (values != 0).sum()
+            assert row.saturated == (scaled.abs() > FORMATS[fmt].max).double().mean()
+        assert list(sqnr) == list(range(min(sqnr), max(sqnr) + 1)) and 0 in sqnr
+        assert sqnr[found.best] == pytest.approx(max(sqnr.values()))
+        assert found.gain == pytest.approx(sqnr[found.best] - sqnr[0])
+        inside = [sqnr[k] >= sqnr[found.best] - 0.5 for k in range(found.low - 1, found.high + 2) if k in sqnr]
+        assert found.low <= found.best <= found.high and sum(inside) == found.high - found.low + 1
+        default, pow2 = found.present.values()
+        assert default == pytest.approx(0 if fmt == "hifp8" else math.log2(FORMATS[fmt].max / max(absmax, 1e-12)))
+        own, other = x.float(), x.float() * 2.0**pow2
+        want = quant.fake_quantize(other, fmt, scale="none").double().numpy()
+        assert np.array_equal(quant.fake_quantize(own, fmt, scale="pow2").double().numpy(), np.ldexp(want, -int(pow2)))
+
+    def test_no_scale_is_swept_of_a_sample_of_zeros(self):
+        x = torch.zeros(2, scales.MOST_VALUES)
+        x[1] = 1
+        assert what_if_compute.sweep_scales(x, -1, 1.0, "hifp8", []) is None
+
+    def test_scales_are_swept_of_one_tensor_in_formats_that_can_have_one(self, catalog):
+        tensor = first(catalog, tensor_name=["grad_output"], module=["fc1"], quant_type=["bf16"])
+        asked = {"view": ["whatif"], "formats": ["nvfp4", "hifp8", "fp8_e5m2"], "tensor": [tensor]}
+        view = View("tensor", asked)
+        figures = {figure.name: figure for figure in view.draw(catalog).figures if "scale" in figure.name}
+        assert [*figures] == [f"{name}_{fmt}" for fmt in ("hifp8", "fp8_e5m2") for name in ("scales", "scale_shares")]
+        words = r"Best: k = (\S+), SQNR (\S+) dB, (\S+) dB more than with k = 0\. Within 0\.5 dB of it: "
+        words += r"k from (\S+) to (\S+)\."
+        for fmt in ("hifp8", "fp8_e5m2"):
+            sqnr, shares = figures[f"scales_{fmt}"], figures[f"scale_shares_{fmt}"]
+            of_k = sqnr.table.set_index("k")["sqnr_db"]
+            best, most, gain, low, high = re.fullmatch(words, sqnr.note).groups()
+            assert of_k[int(best)] == of_k.max() == pytest.approx(float(most), abs=0.051)
+            assert of_k.max() - of_k[0] == pytest.approx(float(gain), abs=0.051)
+            assert (of_k.loc[int(low) : int(high)] >= of_k.max() - 0.5).all()
+            for figure in (sqnr, shares):
+                domain = figure.spec["layer"][0]["encoding"]["x"]["scale"]["domain"]
+                assert domain == [of_k.index[0], of_k.index[-1]]
+        several = view.changed(over="selection").draw(catalog)
+        assert several.figures and not any("scale" in figure.name for figure in several.figures)
 
     @pytest.mark.parametrize("name", odd_tensors())
     def test_odd_tensors(self, name):

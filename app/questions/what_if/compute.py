@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from binade.app import style
 from binade.app.questions.shared.distributions import Distribution, Pool, distribution_of
+from binade.collector.advice import scales
 from binade.data.evidence import spread_of
 from binade.quant.blocks import energy, look, sample
 from binade.quant.metrics import sqnr_db
@@ -22,6 +24,8 @@ from binade.quant.specs import OPTIONS, Spec, SpecError
 from binade.quant.transform import transform
 
 ERRORS = ("sqnr_db", "flush_to_zero", "saturated")
+MOST_DB = 200.0  # an SQNR without error counts as this
+NEAR_DB = 0.5  # scales whose SQNR is this near to the best are named with it
 LIMIT = 1 << 20  # values of a tensor that are tried; a larger one is sampled by whole lines
 
 
@@ -164,3 +168,46 @@ def _spreads(errors: dict[str, list[float]]) -> dict[str, float]:
         low, high = (each.low, each.high) if each.n else (math.nan, math.nan)
         found |= {name: each.value, f"{name}_low": low, f"{name}_high": high}
     return found
+
+
+@dataclass(frozen=True, eq=False)
+class ScaleSweep:
+    """What `binade scales` computes of a tensor, for each tensor scale 2^k of a format.
+
+    trials   k, ascending, sqnr_db (at most MOST_DB), flush_to_zero and saturated; k = 0 is among them
+    present  log2 of the scales of the trials that scale the whole tensor, by their labels
+    best     the k with the highest SQNR, and of equal ones the nearest to that of scale=pow2; low, high: the ends of
+             the range around it that is within NEAR_DB
+    gain     SQNR at the best k minus that at k = 0, dB
+    """
+
+    fmt: str
+    trials: pd.DataFrame
+    present: dict[str, float]
+    best: int
+    low: int
+    high: int
+    gain: float
+
+
+def sweep_scales(x: Tensor, dim: int, absmax: float, fmt: str, trials: Iterable[Trial]) -> ScaleSweep | None:
+    """Sweep the scales around the one that maps a tensor's absmax to the largest values of a format in SCALED. x is
+    finite and not 0; None if the sampled lines of it are."""
+    part, largest = sample(x, dim, scales.MOST_VALUES)[0].float(), torch.tensor(absmax, dtype=torch.float32)
+    if not part.any():
+        return None
+    ends = [0, *(scales.exponent(largest, fmt, margin) for margin in scales.MARGINS)]
+    rows = [scales.scaled_errors(part, fmt, k) for k in range(min(ends), max(ends) + 1)]
+    table = pd.DataFrame(rows)[["k", *ERRORS]]
+    table["sqnr_db"] = table["sqnr_db"].clip(upper=MOST_DB)
+    sqnr, usual = dict(zip(table["k"], table["sqnr_db"], strict=True)), scales.exponent(largest, fmt)
+    best = max(sqnr, key=lambda k: (sqnr[k], -abs(k - usual)))
+    near = {k for k in sqnr if sqnr[k] >= sqnr[best] - NEAR_DB}
+    low = next(k for k in itertools.count(best, -1) if k - 1 not in near)
+    high = next(k for k in itertools.count(best) if k + 1 not in near)
+    present = {
+        one.label: math.log2(float(one.spec.scaling.of_largest(largest, one.spec, largest)))
+        for one in trials
+        if one.spec.format.name == fmt and not (one.spec.has_blocks or one.spec.hadamard or one.spec.history)
+    }
+    return ScaleSweep(fmt, table, present, best, low, high, sqnr[best] - sqnr[0])

@@ -20,7 +20,8 @@ from binade.app.questions.question import Question, not_in_report
 from binade.app.questions.shared import distribution_charts, format_charts
 from binade.app.questions.shared.distributions import Distribution, log2_histogram
 from binade.app.questions.shared.selection import Of, SelectedTensor
-from binade.app.questions.what_if import compute
+from binade.app.questions.what_if import charts, compute
+from binade.collector.advice import scales
 from binade.data.catalog import Catalog, CatalogError
 from binade.data.evidence import Named, Sentence, extreme, holm, leaders, paired, say, spread_of, together
 from binade.data.store import TensorFileError
@@ -88,7 +89,6 @@ COLUMNS = {
     ),
 }  # fmt: skip
 MOST_TENSORS = 12
-MOST_DB = 200.0  # an SQNR without error counts as this
 EACH = 1 << 16  # values tried of each tensor of a selection
 Tried = tuple[pd.DataFrame, list[Distribution]]
 
@@ -211,7 +211,27 @@ def results(selected: SelectedTensor, made: Plan, tried: Tried) -> Drawn:
         height = 360 + style.legend_height([d.group for d in shown])
         words = f"{what}\nShares of all values per binade; zeros have no magnitude."
         items.append(Figure("trial_histogram", chart, histogram, words, height=height))
+    if made.over == "tensor" and scales.fits(selected.row):
+        items += _by_scale(selected, made.trials)
     return Drawn(tuple(items), verdict)
+
+
+def _by_scale(selected: SelectedTensor, trials: list[compute.Trial]) -> Iterator[Figure]:
+    """Two figures for each format that can have a tensor scale alone."""
+    how = "exact" if selected.x.numel() <= scales.MOST_VALUES else f"a sample of {scales.MOST_VALUES:,} values"
+    for fmt in dict.fromkeys(one.spec.format.name for one in trials):
+        place = selected.x, selected.dim, selected.row["absmax"]
+        if fmt not in scales.SCALED or not (swept := compute.sweep_scales(*place, fmt, trials)):
+            continue
+        measure, at_best = style.MEASURES["sqnr_db"], swept.trials.set_index("k")["sqnr_db"][swept.best]
+        best, low, high = (fixed(k, 0) for k in (swept.best, swept.low, swept.high))
+        note = (
+            f"Best: k = {best}, SQNR {measure.quantity(at_best)}, {measure.quantity(swept.gain)} more than with k = 0. "
+            f"Within {compute.NEAR_DB:g} dB of it: k from {low} to {high}."
+        )
+        caption = f"{selected.source(how)}\n{note}\nAs binade scales computes it: x · 2ᵏ is rounded and divided by 2ᵏ."
+        yield Figure(f"scales_{fmt}", charts.sqnr_by_scale(swept), swept.trials, caption, note, height=320)
+        yield Figure(f"scale_shares_{fmt}", charts.shares_by_scale(swept), swept.trials, caption, height=240)
 
 
 def _verdict(table: pd.DataFrame) -> Sentence:
@@ -241,9 +261,10 @@ def _leaders(items: list[Named], each: dict[str, list[float]]) -> list[Named]:
         return leaders(known, lowest=False)
     known.sort(key=lambda item: -item[1].value)
     (best, top), *rest = known
-    own = dict(enumerate(np.clip(each[best], -MOST_DB, MOST_DB)))
+    own = dict(enumerate(np.clip(each[best], -compute.MOST_DB, compute.MOST_DB)))
     changes = [
-        paired(top.measure, own, dict(enumerate(np.clip(each[name], -MOST_DB, MOST_DB))), "tensors") for name, _ in rest
+        paired(top.measure, own, dict(enumerate(np.clip(each[name], -compute.MOST_DB, compute.MOST_DB))), "tensors")
+        for name, _ in rest
     ]
     alike = [
         item
