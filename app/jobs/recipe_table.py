@@ -19,7 +19,7 @@ from binade.collector.recipes.draft import OF_ROUNDED
 from binade.collector.recipes.files import changed_cells, draft_from, to_toml
 from binade.collector.recipes.ladder import without
 from binade.collector.recipes.parse import parse_recipe
-from binade.collector.recipes.recipe import LINEAR_OPERANDS, MODULES, PARTS, Recipe, RecipeError
+from binade.collector.recipes.recipe import LINEAR_OPERANDS, MODULES, PARTS, WHOLE_RUN, Recipe, RecipeError
 from binade.data.access import check_writable
 from binade.data.store import staged_file
 from binade.quant.formats import UnknownFormatError
@@ -131,9 +131,7 @@ def recipe_of(table: pd.DataFrame, schedule: pd.DataFrame, keep: str, start: Rec
     about = {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(start.about).items()}
     tables = _tables(table)
     tables["pv"]["softmax"] = str(start.pv.formats.softmax)
-    given = about | tables | {"keep": {"layers": keep.strip()}, "schedule": []}
-    if start.deoscillation:
-        given["deoscillation"] = asdict(start.deoscillation)
+    given: dict[str, Any] = about | tables | start.tables() | {"keep": {"layers": keep.strip()}, "schedule": []}
     made = draft_from(given, name).recipe(name)
     for number, row in enumerate(schedule.fillna("").to_dict("records"), 1):
         first, changes = str(row["from"]).strip(), str(row["changes"]).strip()
@@ -179,7 +177,7 @@ def _stage(changes: str, before: Recipe) -> dict[str, Any]:
         except tomllib.TOMLDecodeError:
             raise RecipeError(f"{changes!r}: enter changes such as linear.forward = bf16; qk.forward = bf16") from None
     recipe = parse_recipe(changes)
-    if own := [name for name in ("keep", "schedule", "deoscillation") if getattr(recipe, name)]:
+    if own := [name for name in WHOLE_RUN if getattr(recipe, name)]:
         raise RecipeError(f"{changes} has its own {' and '.join(own)}: write {without(changes, *own)}")
     modules = dict.fromkeys((name for name, _ in before.modules), recipe.linear) | dict(recipe.modules)
     return _tables(table_of(replace(recipe, modules=tuple(modules.items()))))

@@ -69,7 +69,7 @@ def _recipes() -> str:
             "    any format after FA_ (QKᵀ, not PV), linear_ or FA_linear_; without a prefix, everything is quantized",
             "    the path to a .toml or .yaml file: see docs/recipes.md",
             "    RECIPE(without=A+B) leaves ingredients out:",
-            *(f"        {name:<11} {meaning}" for name, meaning in INGREDIENTS.items()),
+            *(f"        {name:<13} {meaning}" for name, meaning in INGREDIENTS.items()),
         ]
     )
 

@@ -5,9 +5,22 @@ from __future__ import annotations
 from collections import defaultdict
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from binade.collector.errors import raising
-from binade.collector.recipes.recipe import BF16, LINEAR_OPERANDS, MODULES, PARTS, About, Deoscillation, Part, Recipe
+from binade.collector.recipes.recipe import (
+    BF16,
+    LINEAR_OPERANDS,
+    MODULES,
+    PARTS,
+    TABLES,
+    About,
+    Communication,
+    Deoscillation,
+    Part,
+    Recipe,
+    State,
+)
 from binade.quant.elements import Rounding
 from binade.quant.specs import FULL, OPERAND_FIELDS, Block, GemmFormats, Softmax, Spec, SpecError
 
@@ -29,6 +42,8 @@ INGREDIENTS = {
     "keep": "no layer stays in bf16",
     "schedule": "the recipe does not change during the run",
     "deoscillation": "weights that oscillate are left alone",
+    "state": "the optimizer's state stays as the optimizer holds it",
+    "communication": "ranks exchange values that are not rounded",
 }
 """What `without=` turns off, and what happens instead."""
 
@@ -55,11 +70,14 @@ class Draft:
     keep: str = ""
     schedule: list[tuple[str, Draft]] = field(default_factory=list)
     deoscillation: Deoscillation | None = None
+    state: State | None = None
+    communication: Communication | None = None
     about: About = field(default_factory=About)
 
     def copy(self) -> Draft:
-        """A copy without what holds for the whole run: layers to keep, schedule, de-oscillation and source."""
-        return replace(deepcopy(self), keep="", schedule=[], deoscillation=None, about=About())
+        """A copy without what holds for the whole run: WHOLE_RUN and the source."""
+        tables: dict[str, Any] = dict.fromkeys(TABLES)
+        return replace(deepcopy(self), keep="", schedule=[], about=About(), **tables)
 
     def stages(self) -> list[Draft]:
         """This draft, and those of the schedule."""
@@ -102,13 +120,13 @@ class Draft:
 
     def leave_out(self, ingredient: str) -> bool:
         """Turn an ingredient off. Returns whether the recipe had it."""
-        before = deepcopy((self.formats, self.of_rounded, self.keep, self.schedule, self.deoscillation))
+        before = deepcopy(self)
         if ingredient == "keep":
             self.keep = ""
         elif ingredient == "schedule":
             self.schedule = []
-        elif ingredient == "deoscillation":
-            self.deoscillation = None
+        elif ingredient in TABLES:
+            setattr(self, ingredient, None)
         elif ingredient == "rounded":
             self.of_rounded = dict.fromkeys(self.of_rounded, ())
         else:
@@ -118,7 +136,11 @@ class Draft:
                     if spec and not formats[name]:
                         self.set(part, {name: None})  # not from the rounded value either
                         self.overrides[part][name] = BF16
-        return before != (self.formats, self.of_rounded, self.keep, self.schedule, self.deoscillation)
+            for name in ("state", "communication"):
+                if table := getattr(self, name):
+                    changes = {key: _without(ingredient, key, spec) for key, spec in table.specs.items()}
+                    setattr(self, name, replace(table, **changes))
+        return before != self
 
     def set_backward(self, source: str) -> None:
         """Run dgrad and wgrad of every linear layer in bf16: on what the forward GEMM read, rounded ("dequantized"), or
@@ -132,13 +154,14 @@ class Draft:
 
     def recipe(self, name: str) -> Recipe:
         parts = {part: self._part(part) for part in self.formats}
+        named: dict[str, Any] = {name: getattr(self, name) for name in TABLES}
+        named |= {part: parts[part] for part in PARTS}
         return Recipe(
             name,
-            **{part: parts[part] for part in PARTS},
+            **named,
             modules=tuple((part.partition(".")[2], made) for part, made in parts.items() if part not in PARTS),
             keep=self.keep,
             schedule=tuple((start, stage.recipe(name)) for start, stage in self.schedule),
-            deoscillation=self.deoscillation,
             about=self.about,
         )
 

@@ -28,6 +28,15 @@
     ratio = 3.0
     start = 1500
 
+    [state]                             # of the optimizer, after each step; here bf16 is rounded to
+    exp_avg = "fp8_e4m3(block=1x128)"
+    exp_avg_sq = "bf16"
+    master_weight = "bf16"              # the parameters that the optimizer updates
+
+    [communication]                     # see `recipe.Communication`
+    reduce_scatter = "fp8_e4m3(block=1x128)"
+    all_to_all = "fp8_e4m3(block=1x128)"
+
     [[schedule]]                        # what changes from an iteration on, or from a share of them: 9000, "90%"
     from = "90%"
     linear.forward = "bf16"
@@ -54,8 +63,8 @@ from binade.collector.recipes.recipe import (
     LINEAR_OPERANDS,
     MODULES,
     PARTS,
+    TABLES,
     About,
-    Deoscillation,
     Part,
     Recipe,
     RecipeError,
@@ -68,7 +77,7 @@ PUBLISHED = {path.stem: path for path in sorted(Path(__file__).parent.glob("*.to
 """The files of the published recipes, by name."""
 
 ABOUT = {each.name: each.type for each in fields(About)}
-SECTIONS = (*PARTS, MODULES, "keep", "deoscillation", "schedule")
+SECTIONS = (*PARTS, MODULES, "keep", *TABLES, "schedule")
 LONGEST_EXCERPT = 80
 Reader = Callable[[str, str], Draft]
 START = re.compile(r"[1-9]\d{0,8}|(100|\d{1,2})(\.\d+)?%")
@@ -115,8 +124,9 @@ def draft_from(given: Mapping[str, Any], quant_type: str) -> Draft:
     draft.keep = as_text(keep.get("layers", ""), "keep.layers")
     with raising(RecipeError, "keep.layers", SelectionError):
         Selection.parse(draft.keep)
-    if "deoscillation" in given:
-        draft.deoscillation = _deoscillation(as_table(given["deoscillation"], "[deoscillation]"))
+    for name in TABLES:
+        if name in given:
+            setattr(draft, name, _table(name, as_table(given[name], f"[{name}]")))
     stages = given.get("schedule", [])
     if not isinstance(stages, list):
         raise RecipeError("schedule is a list of tables: write [[schedule]]")
@@ -141,14 +151,29 @@ def draft_from(given: Mapping[str, Any], quant_type: str) -> Draft:
     return draft
 
 
-def _deoscillation(given: Mapping[str, Any]) -> Deoscillation:
-    kinds = {each.name: type(each.default) for each in fields(Deoscillation)}
-    check_keys(given, kinds, "[deoscillation]")
-    for name, value in given.items():
-        whole = kinds[name] is int
-        if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)) or not 0 < value < 1e9:
-            raise RecipeError(f"deoscillation.{name} = {value!r}: expected a {'whole ' * whole}number above 0")
-    return Deoscillation(**given)
+def _table(name: str, given: Mapping[str, Any]) -> object:
+    """One of TABLES, whose values are numbers or specs; None for one that has no value."""
+    defaults = {each.name: each.default for each in fields(TABLES[name])}
+    check_keys(given, defaults, f"[{name}]")
+    values = {key: _value(f"{name}.{key}", value, defaults[key]) for key, value in given.items()}
+    table = TABLES[name](**values)
+    return table if any(vars(table).values()) else None
+
+
+def _value(where: str, value: object, default: object) -> Any:
+    if default is None:
+        if (spec := _spec(value, where)).history:
+            raise RecipeError(f"{where} = {spec}: only operands of GEMMs have a history, leave it out")
+        return spec
+    whole = isinstance(default, int)
+    if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)) or not 0 < value < 1e9:
+        raise RecipeError(f"{where} = {value!r}: expected a {'whole ' * whole}number above 0")
+    return value
+
+
+def _spec(value: object, where: str) -> Spec:
+    with raising(RecipeError, where, UnknownFormatError, SpecError):
+        return Spec.of(as_text(value, where))
 
 
 def _about(given: Mapping[str, Any]) -> About:
@@ -203,8 +228,7 @@ def _operands(part: str, table: Mapping[str, Any]) -> Iterable[tuple[str, Spec |
                         f'{where}: of = "rounded" is for backward operands that enter the forward product too'
                     )
                 cell = cell.get("spec")
-            with raising(RecipeError, where, UnknownFormatError, SpecError):
-                spec = Spec.of(as_text(cell, where))
+            spec = _spec(cell, where)
             yield names[name], None if str(spec) == BF16 else spec, rounded
 
 
@@ -233,7 +257,7 @@ def excerpt(value: object) -> str:
 
 
 def to_toml(recipe: Recipe) -> str:
-    """The file of a recipe; reading it gives the same operands, softmax, kept layers and schedule."""
+    """The file of a recipe; reading it gives the same operands, softmax, kept layers, schedule and TABLES."""
     lines = []
     for name in ABOUT:
         if value := getattr(recipe.about, name):
@@ -245,8 +269,8 @@ def to_toml(recipe: Recipe) -> str:
                 lines.append(f"softmax = {_quoted(str(made.formats.softmax))}")
     if recipe.keep:
         lines += ["", "[keep]", f"layers = {_quoted(recipe.keep)}"]
-    if options := recipe.deoscillation:
-        lines += ["", "[deoscillation]", *(f"{each.name} = {getattr(options, each.name)}" for each in fields(options))]
+    for name, table in recipe.tables().items():
+        lines += ["", f"[{name}]", *(f"{key} = {_quoted(value)}" for key, value in table.items())]
     before = recipe
     for start, stage in recipe.schedule:
         lines += ["", "[[schedule]]", f"from = {start if start.isdecimal() else _quoted(start)}"]
@@ -283,6 +307,6 @@ def _cells(part: str, made: Part) -> dict[str, str]:
     return cells
 
 
-def _quoted(value: str | tuple[str, ...]) -> str:
-    """A TOML string or list, which has JSON's escapes."""
+def _quoted(value: str | float | tuple[str, ...]) -> str:
+    """A TOML string, which has JSON's escapes, number or list."""
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -54,7 +54,7 @@ def ladder(recipe: str) -> Ladder:
     texts = {off: _text(base, common | off) for off in offs}
     # Without its backward GEMMs a recipe may round nothing: that is bf16.
     texts = {off: text for off, text in texts.items() if parse_recipe(text).quantized}
-    if len(texts) < 2:
+    if not has:
         raise RecipeError(f"recipe {recipe} has no ingredient to leave out: expected one of {', '.join(INGREDIENTS)}")
     return _ladder(_text(base, common), texts)
 

@@ -28,7 +28,17 @@ from binade.collector.errors import raising
 from binade.collector.models.site import SEPARATE, megatron_paths
 from binade.collector.recipes.draft import Draft, Formats
 from binade.collector.recipes.files import PUBLISHED, as_table, as_text, check_keys, excerpt, read_draft
-from binade.collector.recipes.recipe import BF16, LINEAR_OPERANDS, MODULES, PARTS, About, Part, Recipe, RecipeError
+from binade.collector.recipes.recipe import (
+    BF16,
+    LINEAR_OPERANDS,
+    MODULES,
+    PARTS,
+    WHOLE_RUN,
+    About,
+    Part,
+    Recipe,
+    RecipeError,
+)
 from binade.quant.specs import OPERAND_FIELDS, Spec
 
 ALL = "*"
@@ -170,7 +180,7 @@ def write(recipe: Recipe, *, forward_only: bool = False) -> str:
     """
     import yaml
 
-    for what in ("keep", "schedule", "deoscillation"):
+    for what in WHOLE_RUN:
         if getattr(recipe, what):
             raise RecipeError(f"a precision file has no {what}: write a .toml file")
     if recipe.pv.formats.softmax.tile:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from binade.collector.errors import ConfigError
 from binade.collector.models.site import Site
 from binade.data.tensor_kinds import Product
-from binade.quant.specs import OPERAND_FIELDS, GemmFormats
+from binade.quant.specs import OPERAND_FIELDS, GemmFormats, Spec
 
 BF16 = "bf16"
 MODULES = "modules"
@@ -133,6 +133,47 @@ class Deoscillation:
         return f"every {self.period} steps from step {self.start}, ratio {self.ratio:g}"
 
 
+class _Specs:
+    """The specs of a table of a recipe file; None for what is not rounded."""
+
+    @property
+    def specs(self) -> dict[str, Spec]:
+        return {name: spec for name, spec in vars(self).items() if spec}
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {spec}" for name, spec in self.specs.items())
+
+
+@dataclass(frozen=True)
+class State(_Specs):
+    """What the optimizer's tensors of these kinds are rounded to after each step. See capture.optimizer_state."""
+
+    exp_avg: Spec | None = None
+    exp_avg_sq: Spec | None = None
+    master_weight: Spec | None = None
+
+
+@dataclass(frozen=True)
+class Communication(_Specs):
+    """What is rounded before ranks exchange it. See training.ranks.
+
+    reduce_scatter  each rank's gradient, before the data-parallel ranks add theirs in float32
+    all_to_all      the tokens that experts receive
+    """
+
+    reduce_scatter: Spec | None = None
+    all_to_all: Spec | None = None
+
+
+TABLES: dict[str, type[Deoscillation | State | Communication]] = {
+    "deoscillation": Deoscillation,
+    "state": State,
+    "communication": Communication,
+}
+"""The tables of a recipe file about what is done besides GEMMs, by their names, which are also fields of Recipe."""
+WHOLE_RUN = ("keep", "schedule", *TABLES)  # fields of Recipe that a stage of a schedule does not have
+
+
 @dataclass(frozen=True)
 class Recipe:
     """`linear` covers every linear layer but the routers, `qk` and `pv` cover the products of the attention core,
@@ -143,7 +184,7 @@ class Recipe:
               `Site.megatron_paths`, such as ("*.linear_fc2", Part(...))
     keep      layers that stay in bf16, as in --skip-layers; "" for none
     schedule  the recipes of later iterations, each with the iteration from which it holds: "9000", or "90%" of all
-    deoscillation   what is done to weights that oscillate; None for nothing
+    deoscillation, state, communication   see their classes; None for nothing
     """
 
     name: str
@@ -156,6 +197,8 @@ class Recipe:
     keep: str = ""
     schedule: tuple[tuple[str, Recipe], ...] = ()
     deoscillation: Deoscillation | None = None
+    state: State | None = None
+    communication: Communication | None = None
     about: About = field(default_factory=About)
 
     def linear_of(self, site: Site) -> Part:
@@ -210,13 +253,23 @@ class Recipe:
 
     def lines(self) -> list[str]:
         """One line per operand: "linear.dgrad.grad_output    output size  mxfp8_e5m2"; that of the softmax if it is not
-        full; and those that the schedule changes."""
+        full; those that the schedule changes; and one per tensor of state and communication."""
         lines, before = self._lines(), self
         for start, recipe in self.schedule:
             former, before = before._lines(), recipe
             changed = [line for line in recipe._lines() if line not in former]
             lines += [f"from {'' if start.endswith('%') else 'iteration '}{start}: {line}" for line in changed]
-        return lines
+        tables = {name: table for name, table in self.tables().items() if name != "deoscillation"}
+        specs = {f"{name}.{key}": spec for name, table in tables.items() for key, spec in table.items()}
+        return lines + [f"{name:<28}  {'last axis':<12} {spec}" for name, spec in specs.items()]
+
+    def tables(self) -> dict[str, dict[str, Any]]:
+        """Those of TABLES that the recipe has, as in its file: {"state": {"exp_avg": "mxfp8"}, ...}"""
+        cells = {name: vars(table) for name in TABLES if (table := getattr(self, name))}
+        return {
+            name: {key: str(x) if isinstance(x, Spec) else x for key, x in table.items() if x is not None}
+            for name, table in cells.items()
+        }
 
     def _lines(self) -> list[str]:
         parts = self.parts() | {f"{MODULES}.{name}": part for name, part in self.modules}
@@ -267,8 +320,9 @@ class Recipe:
 
     @property
     def quantized(self) -> bool:
-        """Whether any operand is quantized in any iteration."""
-        return any(part.formats.quantized for part in self.every_part())
+        """Whether anything is rounded in any iteration."""
+        outside = self.state or self.communication
+        return outside is not None or any(part.formats.quantized for part in self.every_part())
 
     def describe(self) -> str:
         """linear mxfp8, qk bf16, pv bf16; for a part with overrides: linear (forward mxfp8 x mxfp4, ...)"""
@@ -283,6 +337,8 @@ class Recipe:
             described.append(f"softmax {self.pv.formats.softmax}")
         if self.deoscillation:
             described.append(f"de-oscillation {self.deoscillation}")
+        described += [f"state ({self.state})"] * bool(self.state)
+        described += [f"communication ({self.communication})"] * bool(self.communication)
         return ", ".join(described)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
@@ -13,11 +14,11 @@ from binade.collector import jobs
 from binade.collector.cli.options import parse
 from binade.collector.recipes.files import PUBLISHED, label, to_toml
 from binade.collector.recipes.parse import parse_recipe
-from binade.collector.recipes.recipe import Recipe, RecipeError
+from binade.collector.recipes.recipe import Communication, Recipe, RecipeError, State
 from binade.collector.training.plan import plan
 from binade.data.access import ReadOnlyError
 from binade.data.runs import list_runs
-from binade.quant.specs import SpecError
+from binade.quant.specs import Spec, SpecError
 
 OWN = """
 [linear]
@@ -249,7 +250,9 @@ def test_published_recipes_are_offered():
     assert set(PUBLISHED) <= set(jobs.recipes())
 
 
-def test_an_edited_recipe_keeps_its_softmax():
+def test_an_edited_recipe_keeps_its_softmax_state_and_communication():
+    bf16 = Spec.of("bf16")
     recipe = parse_recipe("hifp8", softmax="flash(tile=64)")
+    recipe = replace(recipe, state=State(exp_avg=bf16), communication=Communication(all_to_all=bf16))
     made = recipe_table.recipe_of(recipe_table.table_of(recipe), recipe_table.schedule_of(recipe), "", recipe, "mine")
     assert made.lines() == recipe.lines()

@@ -62,6 +62,15 @@ def test_a_file_has_its_rungs(tmp_path: Path):
     assert not parse_recipe(rungs[-1].recipe).schedule and not parse_recipe(rungs[-2].recipe).keep
 
 
+def test_state_and_communication_have_rungs(tmp_path: Path):
+    (tmp_path / "own.toml").write_text('[state]\nexp_avg = "bf16"\n')
+    assert [rung.title for rung in ladder(str(tmp_path / "own.toml")).rungs] == ["bf16", "full recipe"]
+    with open(tmp_path / "own.toml", "a") as file:
+        file.write('[communication]\nall_to_all = "mxfp8(rounding=stochastic)"\n[linear]\nforward = "mxfp8"\n')
+    titles = [rung.title for rung in ladder(str(tmp_path / "own.toml")).rungs]
+    assert titles == ["bf16", "full recipe", *(f"without {name}" for name in ("rounding", "state", "communication"))]
+
+
 @pytest.mark.parametrize("recipe", [*PUBLISHED, *EXPECTED])
 def test_every_rung_is_a_recipe_of_its_own(recipe):
     """No two rungs train the same, and leaving out what no rung leaves out is refused."""

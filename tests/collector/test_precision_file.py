@@ -25,9 +25,9 @@ from binade.collector.recipes.files import draft_of as toml_draft
 from binade.collector.recipes.files import to_toml
 from binade.collector.recipes.parse import parse_recipe
 from binade.collector.recipes.precision_file import GLOB, draft_of, write
-from binade.collector.recipes.recipe import Part, Recipe, RecipeError
+from binade.collector.recipes.recipe import Communication, Part, Recipe, RecipeError, State
 from binade.data.catalog import Catalog
-from binade.quant.specs import OPERAND_FIELDS, Softmax
+from binade.quant.specs import OPERAND_FIELDS, Softmax, Spec
 from tests.collector.megatron_cpu import build, megatron_on_cpu
 from tests.collector.small_model import build as build_ours
 from tests.collector.small_model import step
@@ -250,6 +250,12 @@ def test_what_is_written_is_what_megatron_reads(tmp_path):
 def test_what_the_file_cannot_say_is_refused_by_the_first_operand(name, message):
     with pytest.raises(RecipeError, match=message):
         write(parse_recipe(name))
+
+
+def test_so_are_state_and_communication():
+    for table in ({"state": State(exp_avg=Spec.of("bf16"))}, {"communication": Communication(Spec.of("bf16"))}):
+        with pytest.raises(RecipeError, match=f"a precision file has no {next(iter(table))}: write a .toml file"):
+            write(Recipe("mine", **table))
 
 
 def test_so_are_the_softmax_modules_and_rounded_operands():

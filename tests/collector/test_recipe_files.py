@@ -22,7 +22,7 @@ from binade.collector.recipes.recipe import Recipe, RecipeError
 from binade.collector.recipes.selection import SelectionError
 from binade.data.catalog import Catalog
 from binade.quant.quantizer import fake_quantize
-from binade.quant.specs import OPERAND_FIELDS
+from binade.quant.specs import OPERAND_FIELDS, Spec
 from tests.collector.small_model import build, step
 
 # The tables of RECIPES.md by hand, operands in the order of OPERAND_FIELDS; * is rounded from the rounded one.
@@ -213,6 +213,20 @@ def test_what_replaces_an_operand_is_not_rounded_from_its_rounded_value():
         ("[deoscillation]\nperiod = 2.5", "deoscillation.period = 2.5: expected a whole number above 0"),
         ("[deoscillation]\nratio = -1", "deoscillation.ratio = -1: expected a number above 0"),
         (
+            "[state]\nexp_avgs = 'bf16'",
+            "unknown key 'exp_avgs' in .state.: expected one of exp_avg, exp_avg_sq",
+        ),
+        ("[state]\nexp_avg = 'fp9'", "state.exp_avg: .*fp9"),
+        ("[state]\nexp_avg = 8", "state.exp_avg must be a string, not 8"),
+        ("state = 'bf16'", r"\[state\] must be a table"),
+        (
+            "[state]\nexp_avg = 'fp8_e4m3(history=16)'",
+            r"state.exp_avg = fp8_e4m3\(history=16\): only operands",
+        ),
+        ("[communication]\nreduce = 'bf16'", "unknown key 'reduce' in .communication.: expected one of reduce_scatter"),
+        ("[communication]\nall_to_all = 'mxfp8(scale=quest)'", "communication.all_to_all: scale=quest is not possible"),
+        ("[[schedule]]\nfrom = 1\nstate.exp_avg = 'bf16'", "unknown key 'state' in .*schedule"),
+        (
             "[linear]\nforward.input = 'mxfp8(hadamard=32)'",
             "recipe .*wrong.toml: linear: the operands of forward are rotated differently, .* and bf16",
         ),
@@ -252,6 +266,39 @@ def test_a_file_that_cannot_be_read_is_refused_in_a_line(tmp_path):
 def test_ingredients_can_be_left_out(name, expected):
     recipe = parse_recipe(name)
     assert six(recipe) == expected and recipe.name == name
+
+
+OUTSIDE = """
+[state]
+exp_avg = "fp8_e4m3(block=1x128)"
+exp_avg_sq = "bf16"
+master_weight = "bf16(rounding=stochastic)"
+[communication]
+all_to_all = "fp8_e4m3(block=1x128, scale=pow2)"
+"""
+
+
+def test_state_and_communication_are_described_written_and_left_out(tmp_path):
+    (tmp_path / "mine.toml").write_text(OUTSIDE)
+    recipe = parse_recipe(f"{tmp_path}/mine.toml")
+    fp8, pow2 = "fp8_e4m3(block=1x128)", "fp8_e4m3(block=1x128, scale=pow2)"
+    assert [line.split(maxsplit=1) for line in recipe.lines()[-4:]] == [
+        ["state.exp_avg", f"last axis    {fp8}"],
+        ["state.exp_avg_sq", "last axis    bf16"],
+        ["state.master_weight", "last axis    bf16(rounding=stochastic)"],
+        ["communication.all_to_all", f"last axis    {pow2}"],
+    ]
+    state = f"state (exp_avg {fp8}, exp_avg_sq bf16, master_weight bf16(rounding=stochastic))"
+    assert recipe.describe().endswith(f"pv bf16, {state}, communication (all_to_all {pow2})") and recipe.quantized
+    assert draft_of(to_toml(recipe), "mine").recipe("mine") == recipe
+    without = {name: parse_recipe(f"{tmp_path}/mine.toml(without={name})") for name in ("state", "communication")}
+    assert without["state"] == replace(recipe, name="mine(without=state)", state=None)
+    assert without["communication"] == replace(recipe, name="mine(without=communication)", communication=None)
+    nearest = parse_recipe(f"{tmp_path}/mine.toml(without=rounding)")
+    assert nearest.state == replace(recipe.state, master_weight=Spec.of("bf16"))
+    scale = parse_recipe(f"{tmp_path}/mine.toml(without=scale)")
+    assert str(scale.communication) == f"all_to_all {fp8}" and scale.state == recipe.state
+    assert draft_of("[state]\n[linear]\nforward = 'mxfp8'", "mine").recipe("mine").state is None
 
 
 def test_keep_and_schedule_can_be_left_out(tmp_path):
