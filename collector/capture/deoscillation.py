@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,11 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from binade.collector.capture.adapters.dtensor import is_dtensor
 from binade.collector.capture.adapters.layer import InstrumentError, Layer, is_a
 from binade.collector.capture.clock import parameters_of
+from binade.collector.capture.observer import Hook, part_at
+from binade.collector.capture.recorder import Recorder
 from binade.collector.recipes.recipe import Deoscillation
 from binade.data.store import staged_file
+from binade.data.tensor_kinds import Product
 from binade.data.text import describe
 from binade.quant.later import Later, Part
 from binade.quant.quantizer import apply
@@ -176,3 +180,29 @@ class Deoscillator:
                 "de-oscillation needs an optimizer that holds them, not copies of them",
                 stacklevel=3,
             )
+
+
+@contextmanager
+def deoscillating(
+    options: Deoscillation, hooks: Sequence[Hook], former: str | Path | None, recorder: Recorder
+) -> Iterator[None]:
+    """A context in which the weights that the forward GEMMs of these hooks round are kept from oscillating; the sums
+    are kept with the run. Raises InstrumentError."""
+
+    def spec(hook: Hook) -> Spec | None:
+        return part_at(hook.stages, hook.policy.clock.iteration).formats["forward_b"]
+
+    def snapped(number: Later[int], total: int) -> None:
+        if recorder.entered:
+            recorder.snapped(number, total)
+
+    linear = [hook for hook in hooks if hook.product is Product.LINEAR]
+    rounding = [hook for hook in linear if any(part.formats["forward_b"] for _, part in hook.stages)]
+    weights = [followed(hook.layer, partial(spec, hook)) for hook in rounding]
+    deoscillator = Deoscillator(options, weights, recorder.ranks.rank, None if former is None else Path(former))
+    recorder.savers.append(deoscillator.save)
+    try:
+        with deoscillator.following(snapped):
+            yield
+    finally:
+        recorder.savers.remove(deoscillator.save)

@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +24,9 @@ from binade.collector.capture.adapters.layer import InstrumentError, Layer, is_a
 from binade.collector.capture.adapters.torch_modules import is_compiled
 from binade.collector.capture.clock import Moment, PassCounter
 from binade.collector.capture.delayed_scales import DelayedScales
-from binade.collector.capture.deoscillation import Deoscillator, followed
-from binade.collector.capture.observer import Hook, part_at
+from binade.collector.capture.deoscillation import deoscillating
+from binade.collector.capture.observer import Hook
+from binade.collector.capture.optimizer_state import rounding_state
 from binade.collector.capture.provenance import tracing
 from binade.collector.capture.recorder import Recorder
 from binade.collector.capture.schedule import Pending, Switch
@@ -36,14 +36,14 @@ from binade.collector.capture.twin import Twins
 from binade.collector.models.attention import CoreBegin
 from binade.collector.models.site import WRAPPERS, Site
 from binade.collector.recipes.files import to_toml
+from binade.collector.recipes.ladder import without
 from binade.collector.recipes.parse import parse_recipe
-from binade.collector.recipes.recipe import BF16, Deoscillation, Part, Recipe, RecipeError
+from binade.collector.recipes.recipe import BF16, Part, Recipe, RecipeError
 from binade.collector.recipes.selection import Selection
 from binade.data.coverage import FormatDifference, Formats, Operand, differing, gemm_operands
 from binade.data.tensor_kinds import TENSOR_KINDS, Other, Product
 from binade.data.text import markdown_table
-from binade.quant.later import Later
-from binade.quant.specs import GemmFormats, Spec
+from binade.quant.specs import GemmFormats
 
 RECIPE_VARIABLE = "CUSTOM_QUANT_TYPE"
 NOT_PRODUCTS = {(nn.Embedding, nn.EmbeddingBag): "embedding", (nn.modules.conv._ConvNd,): "convolution"}
@@ -136,13 +136,13 @@ def instrument(
         )
         for layer, product, of_product in stages
     ]
-    counts = recorder is not None or any(hook.varies for hook in hooks)
+    varies = recipe.state is not None or any(hook.varies for hook in hooks)
     instrumented = [
         _Model(
             each,
             found,
             [(place, layer) for place, layer in besides if layer.site in recorded],
-            _passes(counter, each, any(hook.varies for hook in hooks)) if counts else None,
+            _passes(counter, each, varies) if recorder or varies else None,
             FirstPass(each, found.layers, found.left, attention) if found.watched and (recorder or quantizes) else None,
         )
         for each, found, besides in zip(models, surveys, named, strict=True)
@@ -154,9 +154,11 @@ def instrument(
         recorder.describe(**_facts(models, recipe, recorder, skip, backend))
         recorder.compile(_linear_formats(stages), next(models[0].parameters(), torch.empty(0)).device)
     with ExitStack() as undo:
+        if recipe.state:
+            undo.enter_context(rounding_state(recipe.state, models, hooks, counter, seed))
         if recipe.deoscillation:
-            undo.enter_context(_deoscillating(recipe.deoscillation, hooks, scales_of, counter))
-        undo.enter_context(_attached(instrumented, hooks, recorder, fixed=quantizes))
+            undo.enter_context(deoscillating(recipe.deoscillation, hooks, scales_of, counter))
+        undo.enter_context(_attached(instrumented, hooks, recorder, fixed=quantizes or recipe.state is not None))
         undo.enter_context(pending.following(counter))
         if recorder:
             undo.enter_context(_serving(recorder, instrumented, hooks, scales, seed))
@@ -164,39 +166,19 @@ def instrument(
 
 
 def _check(recipe: Recipe, layers: Sequence[Layer], schedule: Sequence[Switch], triggers: Sequence[str]) -> None:
-    """Raises InstrumentError for modules that the model lacks, and for a schedule that waits for an unknown trigger."""
+    """Raises InstrumentError for communication, for modules that the model lacks, and for a schedule that waits for an
+    unknown trigger."""
+    if recipe.communication:
+        raise InstrumentError(
+            "[communication] rounds what ranks of `binade run` exchange: choose the recipe without it, as in "
+            f"{without(recipe.name, 'communication')}"
+        )
     try:
         recipe.check_modules(layer.site for layer in layers if Product.LINEAR in layer.products)
     except RecipeError as error:
         raise InstrumentError(str(error)) from None
     if unknown := [switch.when for switch in schedule if switch.when is not None and switch.when not in triggers]:
         raise InstrumentError(f"schedule waits for the trigger {unknown[0]!r}, which the Recorder does not have")
-
-
-@contextmanager
-def _deoscillating(
-    options: Deoscillation, hooks: Sequence[Hook], former: str | Path | None, recorder: Recorder
-) -> Iterator[None]:
-    """A context in which the weights that the forward GEMMs of these hooks round are kept from oscillating; the sums
-    are kept with the run. Raises InstrumentError."""
-
-    def spec(hook: Hook) -> Spec | None:
-        return part_at(hook.stages, hook.policy.clock.iteration).formats["forward_b"]
-
-    def snapped(number: Later[int], total: int) -> None:
-        if recorder.entered:
-            recorder.snapped(number, total)
-
-    linear = [hook for hook in hooks if hook.product is Product.LINEAR]
-    rounding = [hook for hook in linear if any(part.formats["forward_b"] for _, part in hook.stages)]
-    weights = [followed(hook.layer, partial(spec, hook)) for hook in rounding]
-    deoscillator = Deoscillator(options, weights, recorder.ranks.rank, None if former is None else Path(former))
-    recorder.savers.append(deoscillator.save)
-    try:
-        with deoscillator.following(snapped):
-            yield
-    finally:
-        recorder.savers.remove(deoscillator.save)
 
 
 Stages = list[tuple[Layer, Product, Sequence[tuple[int, Part]]]]

@@ -24,6 +24,8 @@ PER_COPY = 2
 PER_TWIN = 12
 # Four float32 numbers for each weight that a recipe with de-oscillation follows.
 PER_FOLLOWED = 16
+# A weight before a recorded step, whose state a recipe rounds.
+PER_BEFORE = 4
 # Bytes per logit: bfloat16 and float32 values, their log-softmax, and the gradients of two of them.
 PER_LOGIT = 14
 # Bytes per attention probability: it is kept twice, in float32 and in bfloat16.
@@ -61,7 +63,7 @@ def needed(plan: Plan) -> Memory:
     layers = norms / (config.tp if config.sequence_parallel else 1) + (cores + linears) / config.tp
     activations = tokens * (layers + PER_LOGIT * shape.vocab)
     per_weight = PER_WEIGHT + PER_COPY + PER_TWIN * bool(config.twin)
-    per_weight += PER_FOLLOWED * bool(plan.recipe.deoscillation)
+    per_weight += PER_FOLLOWED * bool(plan.recipe.deoscillation) + PER_BEFORE * bool(plan.recipe.state)
     return Memory(per_weight * weights, int(activations), _buffers(plan))
 
 

@@ -116,6 +116,16 @@ def test_a_killed_run_goes_on_to_the_bit(tmp_path: Path, recipe: str, kills: tup
     assert_same(only(tmp_path / "whole"), only(root))
 
 
+def test_optimizer_state_that_a_recipe_rounds(tmp_path: Path):
+    specs = ("exp_avg = 'mxfp8(rounding=stochastic)'", "exp_avg_sq = 'bf16'", "master_weight = 'bf16'")
+    (tmp_path / "mine.toml").write_text("\n".join(("[state]", *specs)))
+    line = (*SMALL, "--quantization", f"{tmp_path}/mine.toml")
+    assert run(tmp_path / "whole", *line) == 0
+    assert run(tmp_path / "killed", *line, kill="after a checkpoint") == -signal.SIGKILL
+    assert run(tmp_path / "killed", "--resume", only(tmp_path / "killed").run_id) == 0
+    assert_same(only(tmp_path / "whole"), only(tmp_path / "killed"))
+
+
 def test_two_ranks(tmp_path: Path):
     """A run that failed after rank 1 had written a checkpoint and before rank 0 had."""
     line = (*SMALL, "--quantization", "te_delayed", "--no-raw", "--tp", "2")

@@ -1,0 +1,124 @@
+"""Optimizer state in a format: after each step of a torch optimizer, its tensors are rounded as if they were stored so.
+
+For the recorded linear weights, with w the weight before a step and Δw the update that Adam computes from its moments
+before these are rounded, two numbers are recorded in each recorded iteration:
+
+    update_error    ‖Δw_q − Δw‖ / ‖Δw‖    Δw_q from the rounded moments; if the weight is rounded, Q(w + Δw_q) − w
+    lost_updates    the share of the nonzero elements of Δw that leave the stored weight as it was
+
+Of other optimizers, Δw is what the weight changed by, in its own dtype, and only lost_updates is recorded.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from binade.collector.capture.adapters.dtensor import is_dtensor
+from binade.collector.capture.clock import parameters_of, seed_of
+from binade.collector.capture.observer import Hook
+from binade.collector.capture.recorder import Recorder
+from binade.collector.recipes.recipe import State
+from binade.data.tensor_kinds import Product
+from binade.quant.quantizer import apply
+from binade.quant.specs import Spec
+
+ERROR, LOST = "update_error", "lost_updates"
+WEIGHT = "master_weight"
+
+
+def adam_update(weight: Tensor, state: Mapping[str, Tensor], group: Mapping[str, Any]) -> Tensor:
+    """What torch's Adam or AdamW adds to a weight, of the weight's shape, float32. state: after the step; group: the
+    parameter group of the weight."""
+    # In float64: in float32, 1 - 0.999 has a relative error of 1e-5.
+    first, second = (1 - beta ** state["step"].double() for beta in group["betas"])
+    decay = group["weight_decay"] if group["decoupled_weight_decay"] else 0
+    step = state["exp_avg"].float() / first / ((state["exp_avg_sq"].float() / second).sqrt() + group["eps"])
+    update: Tensor = -group["lr"] * (step + decay * weight.float())
+    return update
+
+
+def _rounded(x: Tensor, spec: Spec, seed: int) -> Tensor:
+    return apply(x, spec, seed=seed)[0]
+
+
+class _StateRounder:
+    """Rounds after the steps of optimizers. hooks: of the products. rounded: the tensors that were."""
+
+    def __init__(self, state: State, hooks: Sequence[Hook], recorder: Recorder, seed: int) -> None:
+        self.state, self.recorder, self.seed = state, recorder, seed
+        layers = [hook.layer for hook in hooks if hook.observing and hook.product is Product.LINEAR]
+        weights = {getattr(layer.module, "weight", None): layer.site for layer in layers if not layer.part}
+        # Those that are recorded, as far as each is one parameter of this rank.
+        self.sites = {weight: site for weight, site in weights.items() if type(weight) is nn.Parameter}
+        self.before: dict[Tensor, Tensor] = {}
+        self.rounded: set[str] = set()
+
+    def begins(self, optimizer: Optimizer, *_: Any) -> None:
+        self.before.clear()
+        if self.recorder.policy.moment_of_step().recording:
+            self.before.update((p, p.detach().clone()) for p in parameters_of(optimizer) if p in self.sites)
+
+    def updated(self, optimizer: Optimizer, group: Mapping[str, Any], parameter: nn.Parameter, name: str) -> None:
+        """The optimizer has updated a parameter of this name."""
+        state, weight = optimizer.state.get(parameter, {}), parameter.detach()
+        seeds = {each: seed_of(self.seed, self.recorder.clock.iteration, name, each) for each in self.state.specs}
+        before = self.before.pop(parameter, None)
+        is_adam = isinstance(optimizer, torch.optim.Adam) and not group["amsgrad"]
+        if before is not None:
+            update = adam_update(before, state, group) if is_adam else weight.float() - before.float()
+        for each, spec in self.state.specs.items():
+            x = weight if each == WEIGHT else state.get(each)
+            if isinstance(x, Tensor) and x.shape == weight.shape:
+                local: Tensor = x.to_local() if is_dtensor(x) else x  # type: ignore[attr-defined]
+                local.copy_(_rounded(local, spec, seeds[each]))
+                self.rounded.add(each)
+        if before is None:
+            return
+        site, changes = self.sites[parameter], update != 0
+        lost = (changes & (weight == before)).sum() / changes.sum().clamp(min=1)
+        self.recorder.keep(LOST, lost.reshape(1), site, "optimizer")
+        if is_adam:
+            again, size = adam_update(before, state, group), update.norm()
+            if stored := self.state.master_weight:
+                again = _rounded(before.float() + again, stored, seeds[WEIGHT]) - before.float()
+            error = torch.where(size == 0, 0.0, (again - update).norm() / size)  # a learning rate of 0
+            self.recorder.keep(ERROR, error.reshape(1), site, "optimizer")
+
+
+@contextmanager
+def rounding_state(
+    state: State, models: Sequence[nn.Module], hooks: Sequence[Hook], recorder: Recorder, seed: int
+) -> Iterator[None]:
+    """A context in which the state of the models' parameters in torch optimizers is rounded after each step.
+
+    hooks: of the models' products. Warns at the end about tensors that no optimizer had.
+    """
+    rounder, stepped = _StateRounder(state, hooks, recorder, seed), False
+
+    @torch.no_grad()
+    def ended(optimizer: Optimizer, *_: Any) -> None:
+        nonlocal stepped
+        stepped, names = True, {p: name for model in models for name, p in model.named_parameters()}
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter in names and parameter.grad is not None:
+                    rounder.updated(optimizer, group, parameter, names[parameter])
+        recorder.publish_step()
+
+    with ExitStack() as undo:
+        undo.callback(register_optimizer_step_pre_hook(rounder.begins).remove)
+        undo.callback(register_optimizer_step_post_hook(ended).remove)
+        yield
+    if stepped and (missing := state.specs.keys() - rounder.rounded):
+        warnings.warn(
+            f"the recipe's state has {', '.join(sorted(missing))}, but nothing was rounded to it: no torch optimizer "
+            "that holds the model's own parameters has such a tensor",
+            stacklevel=3,
+        )
