@@ -9,7 +9,7 @@ import shlex
 import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -37,13 +37,22 @@ from binade.collector.pretrained.checkpoint import Checkpoint, open_checkpoint
 from binade.collector.pretrained.directory import describe_weights
 from binade.collector.ranks import Ranks
 from binade.collector.recipes.files import to_toml
+from binade.collector.recipes.recipe import Communication
 from binade.collector.settings import JOB_VARIABLE, Backend, Device, MergeRanks
 from binade.collector.training.config import RunConfig
 from binade.collector.training.memory import available_host_memory, check_memory
 from binade.collector.training.plan import Plan
-from binade.collector.training.ranks import clip_gradients, finish_gradients, join, mean_over_replicas, started_as_rank
+from binade.collector.training.ranks import (
+    clip_gradients,
+    finish_gradients,
+    join,
+    mean_over_replicas,
+    rounding_tokens,
+    started_as_rank,
+)
 from binade.collector.training.resume import Resumed, check_unchanged, open_resumed, write_checkpoint
 from binade.data.tensor_kinds import Measure
+from binade.quant.specs import Spec
 
 Say = Callable[[str], None]
 Progress = Callable[[int, int], None]  # iterations done, of how many
@@ -257,11 +266,15 @@ def _train(
     report(f"recipe {recipe.name}: {recipe.describe()}")
     if kept := plan.kept_layers:
         report(f"kept in bf16: {kept}")
+    communication = recipe.communication or Communication()
+    if communication.reduce_scatter and ranks.replicas == 1:
+        report("warning: reduce_scatter rounds nothing, because there is only one data-parallel rank: use --dp 2")
 
     def iterate(iterations: range, what: str, recording: Recorder | None = None) -> None:
         for iteration in iterations:
             begun = time.perf_counter()
-            loss = _step(model, optimizer, stream, config, device, ranks, recording, iteration)
+            reduced = communication.reduce_scatter if recording else None
+            loss = _step(model, optimizer, stream, config, device, ranks, recording, iteration, reduced)
             timed = {"seconds": time.perf_counter() - begun, "recorded": config.records(iteration)}
             _finish_iteration(recorder, iteration, loss, timed | {"data_sha256": stream.digest()}, report, what)
             done = warm_up + iteration + 1
@@ -271,16 +284,19 @@ def _train(
     recorder.policy.recording = False
     iterate(range(start - warm_up, 0), "warm-up in bf16")
     launches = _launches(config)
-    with instrument(
-        model,
-        recipe,
-        recorder,
-        backend=config.backend,
-        skip=plan.skip,
-        capture=plan.capture,
-        seed=config.seed,
-        iterations=config.iterations,
-        scales_of=resumed.scales(ranks.rank) if resumed else None,
+    with (
+        rounding_tokens(model, communication.all_to_all, recorder, config.seed),
+        instrument(
+            model,
+            replace(recipe, communication=None),
+            recorder,
+            backend=config.backend,
+            skip=plan.skip,
+            capture=plan.capture,
+            seed=config.seed,
+            iterations=config.iterations,
+            scales_of=resumed.scales(ranks.rank) if resumed else None,
+        ),
     ):
         if recorder.compiled:
             report(recorder.compiled)
@@ -321,8 +337,10 @@ def _step(
     ranks: Ranks,
     recorder: Recorder | None = None,
     iteration: int = 0,
+    reduced: Spec | None = None,
 ) -> float:
-    """One optimizer step over the micro-batches: the mean loss in nats per token, over all replicas."""
+    """One optimizer step over the micro-batches: the mean loss in nats per token, over all replicas. reduced: what each
+    replica's gradients are rounded to before they are added."""
     ranks.check_launcher()
     records = config.records(iteration) and ranks.rank in config.recording_ranks
     optimizer.zero_grad(set_to_none=True)
@@ -338,7 +356,7 @@ def _step(
                 measure = partial(_sensitivity, recorder, record, config)
             loss = _backward(model, tokens, labels, config.micro_batches, measure)
         total += loss / config.micro_batches
-    finish_gradients(model, ranks)
+    finish_gradients(model, ranks, reduced, config.seed, iteration)
     clip_gradients(model, ranks, 1.0)
     optimizer.step()
     if device.type == "cuda":

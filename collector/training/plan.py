@@ -163,6 +163,12 @@ def _planned(config: RunConfig, shape: Shape, recipe: Recipe) -> Plan:
         raise ConfigError(
             f"the router is given a format, but {config.model_title} with {shape.layers} layers has no router"
         )
+    experts = any(site.expert is not None for site in model) and not isinstance(shape, TransformersShape)
+    if recipe.communication and recipe.communication.all_to_all and not experts:
+        raise ConfigError(
+            f"the recipe rounds the tokens of all_to_all, but {config.model_title} with {shape.layers} layers has no "
+            "experts that Binade computes itself: use the recipe (without=communication)"
+        )
     recipe.check_modules(model)
     option, hint = "the recipe's layers to keep", "; or quantize them too, as in nvidia_nvfp4(without=keep)"
     try:

@@ -1,4 +1,4 @@
-"""How the ranks of `binade run` meet, notice that another one is lost, and combine gradients outside the layers.
+"""How the ranks of `binade run` meet, notice that another one is lost, and what they exchange outside the layers.
 
 A run on several ranks is started by torchrun (`launch`, or by hand).
 """
@@ -9,9 +9,9 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from itertools import count
 from pathlib import Path
 from threading import Event, Thread
@@ -20,11 +20,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from binade.collector.capture.clock import seed_of
+from binade.collector.capture.recorder import Recorder
 from binade.collector.errors import ConfigError
+from binade.collector.models.feedforward import MixtureOfExperts
 from binade.collector.ranks import LAUNCHER_GONE, NOTICE, Group, PeerLostError, Ranks
 from binade.collector.settings import JOB_VARIABLE, Device, new_token
 from binade.collector.training.config import RunConfig
 from binade.data.runs import DONE, FAILED, RunState, list_runs, settle
+from binade.quant.quantizer import apply, fake_quantize
+from binade.quant.specs import Spec
 
 # Set by `launch` for the ranks that it starts: a file to meet at that no other machine can reach.
 STORE = "BINADE_STORE"
@@ -176,16 +181,39 @@ def _new_group(groups: list[range]) -> dist.ProcessGroup | None:
 
 
 @torch.no_grad()
-def finish_gradients(model: nn.Module, ranks: Ranks) -> None:
+def finish_gradients(model: nn.Module, ranks: Ranks, spec: Spec | None = None, *seed: int) -> None:
     """Make every gradient equal to that of a single rank: sum the partial gradients of sequence parallelism over the
-    tensor-parallel ranks, and average over the replicas. Raises PeerLostError."""
-    for parameter in model.parameters():
+    tensor-parallel ranks, and average over the replicas, whose gradients are rounded to the spec before. seed: of
+    stochastic rounding in this iteration. Raises PeerLostError."""
+    for name, parameter in model.named_parameters():
         if parameter.grad is None:
             continue
         if getattr(parameter, "sequence_parallel", False):
             ranks.tensor.sum_(parameter.grad)
         if ranks.replicas > 1:
+            if spec:
+                own = seed_of("reduce_scatter", *seed, name, ranks.replica)
+                parameter.grad.copy_(apply(parameter.grad, spec, seed=own)[0])
             ranks.data.sum_(parameter.grad).div_(ranks.replicas)
+
+
+@contextmanager
+def rounding_tokens(model: nn.Module, spec: Spec | None, recorder: Recorder, seed: int) -> Iterator[None]:
+    """A context in which the tokens that routed experts receive are rounded, apart from twin steps. Their gradient is
+    that of tokens which are not rounded."""
+    clock, replica = recorder.clock, recorder.ranks.replica
+
+    def received(name: str, _: nn.Module, tokens: tuple[Tensor]) -> Tensor | None:
+        own = seed_of("all_to_all", seed, clock.iteration, clock.micro_batch, name, replica)
+        return None if spec is None or clock.twin else fake_quantize(*tokens, spec, seed=own)
+
+    modules = dict(model.named_modules()).items()
+    layers = [(name, module) for name, module in modules if isinstance(module, MixtureOfExperts)]
+    with ExitStack() as undo:
+        for name, layer in layers:
+            for number, expert in enumerate(layer.experts):
+                undo.callback(expert.register_forward_pre_hook(partial(received, f"{name}.{number}")).remove)
+        yield
 
 
 @torch.no_grad()
