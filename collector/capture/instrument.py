@@ -92,7 +92,8 @@ def instrument(
             its own when the context ends.
 
     The `forward` method of the model's modules (or its equivalent) is replaced, and restored at the end, or once
-    nothing more is recorded and nothing is quantized. Nothing else in the model changes. Until then, the model and what
+    nothing more is recorded and nothing is quantized. Nothing else in the model changes, apart from what the recipe's
+    tables [state] and [deoscillation] do after each step of a torch optimizer. Until then, the model and what
     it calls run eagerly, whether torch.compile was called before or is called later; other compiled functions stay
     compiled. A function that is compiled with fullgraph=True cannot call the model then. With tensor parallelism, each
     rank instruments its model.

@@ -26,7 +26,7 @@ from binade.collector.capture.observer import Hook
 from binade.collector.capture.recorder import Recorder
 from binade.collector.recipes.recipe import State
 from binade.data.tensor_kinds import Product
-from binade.quant.quantizer import apply
+from binade.quant.quantizer import DTYPES, apply
 from binade.quant.specs import Spec
 
 ERROR, LOST = "update_error", "lost_updates"
@@ -75,7 +75,7 @@ class _StateRounder:
             update = adam_update(before, state, group) if is_adam else weight.float() - before.float()
         for each, spec in self.state.specs.items():
             x = weight if each == WEIGHT else state.get(each)
-            if isinstance(x, Tensor) and x.shape == weight.shape:
+            if isinstance(x, Tensor) and x.shape == weight.shape and x.dtype in DTYPES:
                 local: Tensor = x.to_local() if is_dtensor(x) else x  # type: ignore[attr-defined]
                 local.copy_(_rounded(local, spec, seeds[each]))
                 self.rounded.add(each)
@@ -105,12 +105,14 @@ def rounding_state(
     @torch.no_grad()
     def ended(optimizer: Optimizer, *_: Any) -> None:
         nonlocal stepped
-        stepped, names = True, {p: name for model in models for name, p in model.named_parameters()}
+        stepped, measures = True, bool(rounder.before)
+        names = {p: name for model in models for name, p in model.named_parameters()}
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter in names and parameter.grad is not None:
                     rounder.updated(optimizer, group, parameter, names[parameter])
-        recorder.publish_step()
+        if measures:
+            recorder.publish_step()
 
     with ExitStack() as undo:
         undo.callback(register_optimizer_step_pre_hook(rounder.begins).remove)
@@ -119,6 +121,6 @@ def rounding_state(
     if stepped and (missing := state.specs.keys() - rounder.rounded):
         warnings.warn(
             f"the recipe's state has {', '.join(sorted(missing))}, but nothing was rounded to it: no torch optimizer "
-            "that holds the model's own parameters has such a tensor",
+            "that holds the model's own parameters has such a tensor in float32, bfloat16 or float16",
             stacklevel=3,
         )

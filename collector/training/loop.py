@@ -284,8 +284,10 @@ def _train(
     recorder.policy.recording = False
     iterate(range(start - warm_up, 0), "warm-up in bf16")
     launches = _launches(config)
+    tokens = communication.all_to_all
+    rounding = rounding_tokens(model, tokens, recorder, config.seed) if tokens else nullcontext()
     with (
-        rounding_tokens(model, communication.all_to_all, recorder, config.seed),
+        rounding,
         instrument(
             model,
             replace(recipe, communication=None),

@@ -198,14 +198,14 @@ def finish_gradients(model: nn.Module, ranks: Ranks, spec: Spec | None = None, *
 
 
 @contextmanager
-def rounding_tokens(model: nn.Module, spec: Spec | None, recorder: Recorder, seed: int) -> Iterator[None]:
+def rounding_tokens(model: nn.Module, spec: Spec, recorder: Recorder, seed: int) -> Iterator[None]:
     """A context in which the tokens that routed experts receive are rounded, apart from twin steps. Their gradient is
     that of tokens which are not rounded."""
     clock, replica = recorder.clock, recorder.ranks.replica
 
     def received(name: str, _: nn.Module, tokens: tuple[Tensor]) -> Tensor | None:
         own = seed_of("all_to_all", seed, clock.iteration, clock.micro_batch, name, replica)
-        return None if spec is None or clock.twin else fake_quantize(*tokens, spec, seed=own)
+        return None if clock.twin else fake_quantize(*tokens, spec, seed=own)
 
     modules = dict(model.named_modules()).items()
     layers = [(name, module) for name, module in modules if isinstance(module, MixtureOfExperts)]

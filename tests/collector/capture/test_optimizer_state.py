@@ -204,14 +204,15 @@ def test_a_state_dict_continues(tmp_path):
 
 def test_each_rank_of_fsdp2_rounds_its_rows(tmp_path):
     """Blocks along the last axis are those of the whole weight; both ranks have the same data."""
-    file = recipe(tmp_path, CASES["all"])
+    (folder := tmp_path / "noisy").mkdir()
+    file, noisy = recipe(tmp_path, CASES["all"]), recipe(folder, {"master_weight": "bf16(rounding=stochastic)"})
 
     def linear() -> nn.Sequential:
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(200, 24, bias=False), nn.GELU(), nn.Linear(24, 8, bias=False))
 
-    def trained(model: nn.Module) -> list[torch.Tensor]:
-        with instrument(model, file):
+    def trained(model: nn.Module, recipe: str = file) -> list[torch.Tensor]:
+        with instrument(model, recipe):
             steps(model, torch.optim.AdamW(model.parameters()), range(STEPS))
         return [p.detach() for p in model.parameters()]
 
@@ -219,10 +220,12 @@ def test_each_rank_of_fsdp2_rounds_its_rows(tmp_path):
         with join(RunConfig(dp=2), tmp_path) as ranks:
             sharded = trained(fully_shard(linear()))
             torch.save([p.full_tensor() for p in sharded], tmp_path / f"{ranks.rank}.pt")
+            torch.save(trained(linear(), noisy), tmp_path / f"noisy{ranks.rank}.pt")
 
     assert forked(work, *ranks_of(tmp_path / "store", 2)) == [0, 0]
     for rank in range(2):
         assert all(map(torch.equal, torch.load(tmp_path / f"{rank}.pt"), trained(linear())))
+    assert all(map(torch.equal, *(torch.load(tmp_path / f"noisy{rank}.pt") for rank in range(2))))  # replicas
 
 
 def test_recorded_state_is_the_rounded_one(tmp_path):
