@@ -11,6 +11,7 @@ from binade.collector.models.shape import Shape
 from binade.collector.models.specs import OtherSpec, Spec
 from binade.collector.pretrained.directory import shape_of
 from binade.collector.pretrained.transformers_model import TransformersShape
+from binade.collector.recipes.ladder import without
 from binade.collector.recipes.parse import parse_recipe
 from binade.collector.recipes.recipe import Part, Recipe
 from binade.collector.recipes.selection import Selection, SelectionError
@@ -167,7 +168,7 @@ def _planned(config: RunConfig, shape: Shape, recipe: Recipe) -> Plan:
     if recipe.communication and recipe.communication.all_to_all and not experts:
         raise ConfigError(
             f"the recipe rounds the tokens of all_to_all, but {config.model_title} with {shape.layers} layers has no "
-            "experts that Binade computes itself: use the recipe (without=communication)"
+            f"experts that Binade computes itself: use {without(config.recipe, 'communication')}"
         )
     recipe.check_modules(model)
     option, hint = "the recipe's layers to keep", "; or quantize them too, as in nvidia_nvfp4(without=keep)"
