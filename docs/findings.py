@@ -1,6 +1,6 @@
-"""Draws the pictures of docs/findings.md from the root that its commands make: python docs/findings.py [ROOT]
+"""Draws the pictures of docs/findings.md from the roots that its commands make: python docs/findings.py [ROOT [WGRAD]]
 
-Prints the figures that the text quotes, too.
+Prints the figures that the text quotes, too. WGRAD: the root of the ablation of wgrad; without it, its picture stays.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import pandas as pd
 from binade import Catalog, Filter
 from binade.app.questions.results.compute import by_product
 from binade.app.questions.shared.labels import layer_names
+from binade.collector.cli.compare import compare
 
 HERE = Path(__file__).parent / "findings"
 INPUTS = Filter(recipe=("bf16",), tensor_name=("input",))
@@ -45,8 +46,37 @@ def dots(table: pd.DataFrame, x: str, title: str, axis: str) -> alt.Chart:
     )
 
 
+WGRADS = {
+    "amd_mxfp4(without=wgrad)": "bf16",
+    "amd_mxfp4(without=rotation)": "mxfp4, nearest",
+    "wgrad_stochastic": "mxfp4, stochastic",
+    "wgrad_random": "mxfp4, Hadamard with random signs",
+    "amd_mxfp4": "mxfp4, Hadamard",
+}
+
+
+def ablation(root: Path) -> alt.LayerChart:
+    """The gap of each recipe of WGRADS to bf16, with its interval over seeds."""
+    (section,) = compare(root).sections
+    gaps = {row.recipe: row.gap for row in section.rows}
+    table = pd.DataFrame(
+        [{"wgrad": title, "gap": gaps[name].value, "low": gaps[name].low, "high": gaps[name].high, "n": gaps[name].n}
+         for name, title in WGRADS.items()]
+    )  # fmt: skip
+    print(table.round(4).to_string())
+    base = alt.Chart(table, title="Loss above bf16 by wgrad: mean and 95% interval over five seeds").encode(
+        y=alt.Y("wgrad:N", title=None, sort=list(WGRADS.values()), axis=alt.Axis(labelLimit=300))
+    )
+    zero = alt.Chart(pd.DataFrame({"gap": [0]})).mark_rule(color="#999", strokeDash=[4, 4]).encode(x="gap:Q")
+    bars = base.mark_rule(size=2, color="#4f46e5").encode(x=alt.X("low:Q", title="nats per token"), x2="high:Q")
+    points = base.mark_point(filled=True, size=70, color="#4f46e5").encode(x="gap:Q")
+    return (zero + bars + points).properties(width=460, height=130)
+
+
 def main() -> None:
     HERE.mkdir(exist_ok=True)
+    if sys.argv[2:]:
+        ablation(Path(sys.argv[2])).save(HERE / "wgrad.png", scale_factor=1.2)
     with Catalog.open(sys.argv[1] if len(sys.argv) > 1 else "data/findings") as catalog:
         rows = catalog.tensors(INPUTS)
         rows = rows.groupby(["layer_index", "module"], as_index=False).agg(
