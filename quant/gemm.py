@@ -39,13 +39,14 @@ class Observed:
     name       of the forward product "a", "b", "y"; of dgrad "grad", "dgrad_b", "grad_a"; of wgrad "wgrad_grad",
                "wgrad_a", "grad_b". An operand that had a name in an earlier GEMM is shown before it is rounded
     spec       of the operand; None if it runs as it is, and None for a result
-    quantized  the operand as the product takes it: of the rotated values, if the spec rotates
-    coded      what was rounded to `quantized`: `tensor`, or its rotation
+    quantized  the operand as the product takes it: of the coded values, if the spec transforms them. The product adds
+               what a mean that was subtracted contributes, see `quant.transform`
+    coded      what was rounded to `quantized`: `tensor`, or its coded values
     scales     block scales as `quantizer.apply` returns them
     dim        the axis of `tensor` that was contracted (operands)
     absmax     the scale that delayed scaling used
     shape      the shape to show the tensor in, where the product works on a reshaped one
-    rounded    rounds a forward operand to the same values once more, rotated back
+    rounded    rounds a forward operand to the same values once more, transformed back
     exact      the result of the same GEMM on operands that are not rounded; None if neither operand is rounded
     """
 
@@ -160,16 +161,20 @@ class Rounding:
 
 
 def multiply(a: Tensor, b: Tensor, plus: Tensor | None = None) -> Tensor:
-    """a [..., m, k] · b [..., k, n], in their dtype. plus: float32, broadcast to [m, n], added to a product of
-    matrices before it is rounded.
+    """a [..., m, k] · b [..., k, n], in their dtype. plus: float32, broadcast to the result and added before that is
+    rounded.
 
     On a CPU, 16-bit operands are multiplied in float32 and the result is rounded once: without AVX-512, torch's own
-    bfloat16 product can take a hundred times as long.
+    bfloat16 product can take a hundred times as long. On a GPU, plus is rounded to their dtype first.
     """
     dtype = a.dtype
-    if a.device.type == "cpu" and dtype == b.dtype and dtype in (torch.bfloat16, torch.float16):
-        a, b = a.float(), b.float()
-    y = a @ b if plus is None else torch.addmm(plus.to(a.dtype), a, b)
+    with torch.autocast(a.device.type, enabled=False):
+        if a.device.type == "cpu" and dtype == b.dtype and dtype in (torch.bfloat16, torch.float16):
+            a, b = a.float(), b.float()
+        if plus is not None and a.dim() == 2:
+            y = torch.addmm(plus.to(a.dtype), a, b)
+        else:
+            y = a @ b if plus is None else a @ b + plus.to(a.dtype)
     return y.to(dtype)
 
 
@@ -237,7 +242,7 @@ def gradients(
 
 def _with_mean(a: Tensor, b: Tensor, mean: Tensor | None) -> Tensor:
     """The product of (a + mean) and b; mean is that of a's tokens, [1, k] float32."""
-    return multiply(a, b, None if mean is None else mean @ b.float())
+    return multiply(a, b, None if mean is None else multiply(mean, b.float()))
 
 
 def _wgrad(grad: Tensor, a: Tensor, transpose_b: bool, plus: Tensor | None = None) -> Tensor:
@@ -292,4 +297,4 @@ def linear(x: Tensor, weight: Tensor, how: Rounding, *, tap: Tap | None = None) 
         tap(replace(seen, shape=(*x.shape[:-1], seen.tensor.shape[-1])) if by_token else seen)  # type: ignore[misc]
 
     y = matmul(x.flatten(0, -2), weight, how, transpose_b=True, tap=show if tap else None)
-    return y.view(*x.shape[:-1], -1)
+    return y.view(*x.shape[:-1], y.shape[-1])

@@ -249,7 +249,9 @@ def compare(
     used = dict.fromkeys(("codes_used", "code_entropy_bits", "scale_exponent_min", "scale_exponent_max"), math.nan)
     if fmt is not None:
         spec = Spec.of(fmt, **options)
-        found["saturated"] = score(x, spec, dim).saturated
+        scored = score(x, spec, dim)
+        shares = ("saturated", *(("flush_to_zero", "underflow_of_all") if spec.centered else ()))
+        found |= {name: getattr(scored, name) for name in shares}
         codes = usage(x, spec, dim)
         used = {name: getattr(codes, name) for name in used}
     own, other = summarize(x), summarize(y)
@@ -316,7 +318,7 @@ def score_later(
     if spec.transforms and x.numel():
         check_tensor(x, dim, seed)
         coded = score_later(transform(x, spec, dim, seed), untransformed(spec), dim, backend, seed=seed)
-        return of_original(coded, x, apply(x, spec, dim, backend, seed=seed)[0]) if spec.centered else coded
+        return of_original(coded, x, apply(x.float(), spec, dim, backend, seed=seed)[0]) if spec.centered else coded
     countable = not spec.has_blocks and spec.rounding != Rounding.STOCHASTIC
     if codes and countable and len(codes.values) < x.numel():
         return Later(lambda: _score_counted(codes, spec))
@@ -375,13 +377,14 @@ def errors_later(
 
 
 def of_original(coded: Later[Errors], x: Tensor, q: Tensor) -> Later[Errors]:
-    """The error of q against x, with the flushed and saturated shares of the coded values: those of a centered spec."""
+    """The error of q, float32, against x, with the flushed and saturated shares of the coded values: those of a
+    centered spec. No GEMM rounds q to x's dtype: it multiplies the mean separately."""
     numel, shares = x.numel(), ("flush_to_zero", "underflow_of_all", "saturated")
 
     def merged(sums: np.ndarray, of_coded: Errors) -> Errors:
         return replace(_from_sums(sums.tolist(), numel, 0.0), **{name: getattr(of_coded, name) for name in shares})
 
-    return Later(merged, Part(_error_sums(x, q.to(x.dtype))), coded)
+    return Later(merged, Part(_error_sums(x.float(), q)), coded)
 
 
 def _errors(numbers: Tensor, numel: int) -> Later[Errors]:
@@ -450,7 +453,7 @@ def scores_later(
             coded = transform(x, spec, dim, 0).to(x.dtype)
             errors, blocks_of = score_blocks_later(coded, untransformed(spec), dim)
             if spec.centered:
-                errors = of_original(errors, x, apply(x, spec, dim)[0])
+                errors = of_original(errors, x, apply(x.float(), spec, dim)[0])
             scores[spec] = errors, blocks_of
         elif spec not in scores:
             scores[spec] = score_later(x, spec, dim, codes=codes), None

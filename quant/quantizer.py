@@ -114,7 +114,7 @@ class Quantized:
     scales      uint8 [blocks, bytes]: the block scales, see `Scaling.to_bytes`; None if the tensor shares its scale
     absmax      float32, what the outer scale, or the scale of the whole tensor, follows from: a scalar, or [blocks, 1]
     seed        of the signs of a rotation
-    mean        float32 [features], if it was subtracted; it is not part of `nbytes`
+    mean        float32 [features], what `center` subtracted; None without it. `nbytes` leaves it out
     """
 
     spec: Spec

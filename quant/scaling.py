@@ -379,8 +379,9 @@ class Unclipped(TwoLevel):
 
 
 class Headroom(TwoLevel):
-    """As nvfp4, with max(16384 · p1, p99.99) of the blocks' absmaxes in place of the tensor's: room for larger values,
-    while the most extreme blocks saturate. NVIDIA Model-Optimizer, nvfp4_act_headroom.
+    """As nvfp4, with max(16384 · p1, p99.99) of the blocks' absmaxes in place of the tensor's: room for larger values;
+    blocks above it saturate. For activations: blocks below 2^-40 are flushed. NVIDIA Model-Optimizer,
+    nvfp4_act_headroom.
 
     `nvfp4_act_headroom.py`, which collects the absmaxes of calibration batches and then fixes the scale; here each
     tensor is a calibration of one batch. A percentile is the middle of its bin, of 512 between 2^-40 and 2^40 on a

@@ -53,7 +53,7 @@ def test_links_lead_somewhere(page):
 
 
 def test_a_page_with_pictures_has_one_for_each_theme():
-    text = (PROJECT / "docs" / "tutorial.md").read_text()
+    text = "".join((PROJECT / "docs" / page).read_text() for page in ("tutorial.md", "recipes.md"))
     light, dark = (re.findall(rf"\((.*)-{theme}\.png#gh-{theme}-mode-only\)", text) for theme in ("light", "dark"))
     assert (
         light == dark == [f"tutorial/{name}" for name in runpy.run_path(str(PROJECT / "docs/tutorial.py"))["PICTURES"]]

@@ -106,7 +106,7 @@ def instrument(
         RecipeError: The recipe is unknown.
         SelectionError: `skip` or `capture` refers to layers that the model does not have.
     """
-    recipe = _recipe(recipe)
+    requested, recipe = str(getattr(recipe, "name", recipe)), _recipe(recipe)
     models = [model] if isinstance(model, nn.Module) else list(model)
     attention, quantizes = _quantizes_attention(recipe), any(part != Part() for part in recipe.every_part())
     options: dict[str, Any] = {"exclude": exclude, "head": head, "cores": cores, "products": products}
@@ -116,7 +116,7 @@ def instrument(
     sites = [layer.site for layer in layers]
     recordable = [*sites, *(layer.site for each in named for _, layer in each)]
     recorded = _chosen(capture, recordable) if capture else frozenset(recordable)
-    _check(recipe, layers, schedule, recorder.triggers if recorder else ())
+    _check(recipe, requested, layers, schedule, recorder.triggers if recorder else ())
     counter = recorder or Recorder(enabled=False)  # which counts passes, but has no run
     delayed = any(part.formats.delayed for part in recipe.every_part())
     scales = DelayedScales(scales_of if delayed else None, counter.ranks.rank)
@@ -166,13 +166,15 @@ def instrument(
         yield
 
 
-def _check(recipe: Recipe, layers: Sequence[Layer], schedule: Sequence[Switch], triggers: Sequence[str]) -> None:
+def _check(
+    recipe: Recipe, requested: str, layers: Sequence[Layer], schedule: Sequence[Switch], triggers: Sequence[str]
+) -> None:
     """Raises InstrumentError for communication, for modules that the model lacks, and for a schedule that waits for an
     unknown trigger."""
     if recipe.communication:
         raise InstrumentError(
             "[communication] rounds what ranks of `binade run` exchange: choose the recipe without it, as in "
-            f"{without(recipe.name, 'communication')}"
+            f"{without(requested, 'communication')}"
         )
     try:
         recipe.check_modules(layer.site for layer in layers if Product.LINEAR in layer.products)

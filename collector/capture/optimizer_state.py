@@ -6,7 +6,9 @@ before these are rounded, two numbers are recorded in each recorded iteration:
     update_error    ‖Δw_q − Δw‖ / ‖Δw‖    Δw_q from the rounded moments; if the weight is rounded, Q(w + Δw_q) − w
     lost_updates    the share of the nonzero elements of Δw that leave the stored weight as it was
 
-Of other optimizers, Δw is what the weight changed by, in its own dtype, and only lost_updates is recorded.
+Of other optimizers, Δw is what the weight changed by, in its own dtype, and only lost_updates is recorded. A weight
+that is rounded for the first time is not measured: its value before the step was not of the format. Random numbers
+depend on the iteration, which a forward pass begins.
 """
 
 from __future__ import annotations
@@ -59,6 +61,7 @@ class _StateRounder:
         self.sites = {weight: site for weight, site in weights.items() if type(weight) is nn.Parameter}
         self.before: dict[Tensor, Tensor] = {}
         self.rounded: set[str] = set()
+        self.stored: set[Tensor] = set()  # the weights that have been rounded
 
     def begins(self, optimizer: Optimizer, *_: Any) -> None:
         self.before.clear()
@@ -79,6 +82,9 @@ class _StateRounder:
                 local: Tensor = x.to_local() if is_dtensor(x) else x  # type: ignore[attr-defined]
                 local.copy_(_rounded(local, spec, seeds[each]))
                 self.rounded.add(each)
+        if self.state.master_weight and parameter not in self.stored:
+            self.stored.add(parameter)
+            return
         if before is None:
             return
         site, changes = self.sites[parameter], update != 0
@@ -105,6 +111,8 @@ def rounding_state(
     @torch.no_grad()
     def ended(optimizer: Optimizer, *_: Any) -> None:
         nonlocal stepped
+        if (found_inf := getattr(optimizer, "found_inf", None)) is not None and found_inf.any():
+            return  # GradScaler has skipped the step of a fused optimizer
         stepped, measures = True, bool(rounder.before)
         names = {p: name for model in models for name, p in model.named_parameters()}
         for group in optimizer.param_groups:

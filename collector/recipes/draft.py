@@ -171,7 +171,10 @@ class Draft:
         of_linear = part not in ("qk", "pv", "product")
         with raising(SpecError, part, SpecError):
             if not of_linear and any(spec and spec.centered for spec in self.formats[part].values()):
-                raise SpecError("center=tokens applies to linear layers only: write linear_nvfp4(center=tokens)")
+                raise SpecError(
+                    "center=tokens applies to linear layers only: write linear_nvfp4(center=tokens), and give qk, pv "
+                    "and product formats of their own, as with --qk-quant"
+                )
             softmax = self.softmax if part == "pv" else FULL
             formats = GemmFormats(**self.formats[part], of_rounded=self.of_rounded.get(part, ()), softmax=softmax)
         return Part(quant_type, formats, different)
@@ -213,6 +216,11 @@ def formats_of(requested: str, *, backward: bool = True) -> Formats:
     formats: Formats = dict.fromkeys(OPERAND_FIELDS)
     for name in OPERAND_FIELDS if backward else ("forward_a", "forward_b"):
         formats[name] = gradient if name.endswith("grad") else spec
-    for name in ("forward_b", "dgrad_b"):
-        formats[name] = (weight := formats[name]) and Spec.of(weight, center="none")
+    for name in formats:
+        formats[name] = for_operand(name, formats[name])
     return formats
+
+
+def for_operand(field: str, spec: Spec | None, whole: bool = True) -> Spec | None:
+    """The spec of an operand, for that of its whole GEMM: a weight has no tokens. whole=False: for its own."""
+    return Spec.of(spec, center="none") if whole and spec and field in ("forward_b", "dgrad_b") else spec

@@ -57,7 +57,7 @@ from pathlib import Path
 from typing import Any
 
 from binade.collector.errors import raising
-from binade.collector.recipes.draft import OF_ROUNDED, Draft
+from binade.collector.recipes.draft import OF_ROUNDED, Draft, for_operand
 from binade.collector.recipes.recipe import (
     BF16,
     LINEAR_OPERANDS,
@@ -162,8 +162,11 @@ def _table(name: str, given: Mapping[str, Any]) -> object:
 
 def _value(where: str, value: object, default: object) -> Any:
     if default is None:
-        if (spec := _spec(value, where)).history:
-            raise RecipeError(f"{where} = {spec}: only operands of GEMMs have a history, leave it out")
+        spec = _spec(value, where)
+        if option := next((name for name in ("history", "center") if name in spec.options()), ""):
+            raise RecipeError(f"{where} = {spec}: only operands of GEMMs have {option}, leave it out")
+        if spec.hadamard and where.endswith("exp_avg_sq"):
+            raise RecipeError(f"{where} = {spec}: rotated back, a second moment may be negative, leave hadamard out")
         return spec
     whole = isinstance(default, int)
     if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)) or not 0 < value < 1e9:
@@ -228,8 +231,9 @@ def _operands(part: str, table: Mapping[str, Any]) -> Iterable[tuple[str, Spec |
                         f'{where}: of = "rounded" is for backward operands that enter the forward product too'
                     )
                 cell = cell.get("spec")
-            spec = _spec(cell, where)
-            yield names[name], None if str(spec) == BF16 else spec, rounded
+            named = _spec(cell, where)
+            spec = for_operand(names[name], None if str(named) == BF16 else named, whole=isinstance(given, str))
+            yield names[name], spec, rounded
 
 
 def check_keys(given: Mapping[str, Any], known: Iterable[str], where: str) -> None:

@@ -319,10 +319,14 @@ class Recipe:
         return formats.union(*(recipe.linear_formats for _, recipe in self.schedule))
 
     @property
+    def quantizes(self) -> bool:
+        """Whether an operand of a GEMM is quantized in any iteration."""
+        return any(part.formats.quantized for part in self.every_part())
+
+    @property
     def quantized(self) -> bool:
         """Whether anything is rounded in any iteration."""
-        outside = self.state or self.communication
-        return outside is not None or any(part.formats.quantized for part in self.every_part())
+        return (self.state or self.communication) is not None or self.quantizes
 
     def describe(self) -> str:
         """linear mxfp8, qk bf16, pv bf16; for a part with overrides: linear (forward mxfp8 x mxfp4, ...)"""

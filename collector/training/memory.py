@@ -72,7 +72,7 @@ def _buffers(plan: Plan) -> int:
     config, recipe = plan.config, plan.recipe
     sizes = config.micro_batch_size, config.sequence_length, config.tp
     layers = [layer.elements(*sizes).values() for layer in plan.shape.specs()]
-    rounded = max(map(sum, layers)) // config.tp if recipe.quantized else 0
+    rounded = max(map(sum, layers)) // config.tp if recipe.quantizes else 0
     largest = max((max(layer.elements(*sizes).values()) for layer in plan.recorded), default=0) // config.tp
     change = change_bytes(largest, config.device) if Measure.LOSS in config.measures else 0
     exact = PER_ROUNDED * largest if Measure.RESULT in config.measures and recipe.quantized else 0

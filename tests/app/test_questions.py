@@ -310,6 +310,19 @@ class TestWhatIf:
         several = view.changed(over="selection").draw(catalog)
         assert several.figures and not any("scale" in figure.name for figure in several.figures)
 
+    def test_the_mean_over_tokens_is_subtracted_where_there_are_tokens(self, catalog):
+        spec = "mxfp4(center=tokens)"
+        weight = first(catalog, tensor_name=["weight"], module=["fc1"], quant_type=["bf16"])
+        asked = {"view": ["whatif"], "formats": ["mxfp4"], "center": ["tokens"], "tensor": [weight]}
+        drawn = View("tensor", asked).draw(catalog)
+        assert any("which has no tokens" in text for text in drawn.sentences)
+        assert set(drawn.tables["trials"]["label"]) == {"mxfp4"}
+        several = View("tensor", asked | {"over": ["selection"], "layer_index": ["1"], "module": ["fc1"]}).draw(catalog)
+        assert any("inputs and output gradients of linear layers" in text for text in several.sentences)
+        assert set(several.tables["trials"]["label"]) == {"mxfp4", spec}
+        why = View("tensor", {"view": ["why"], "format": [spec], "tensor": [weight]}).draw(catalog)
+        assert why.verdict.startswith("In mxfp4:")
+
     @pytest.mark.parametrize("name", odd_tensors())
     def test_odd_tensors(self, name):
         x = odd_tensors()[name]

@@ -22,7 +22,7 @@ from binade.collector.recipes.recipe import Recipe, RecipeError
 from binade.collector.recipes.selection import SelectionError
 from binade.data.catalog import Catalog
 from binade.quant.quantizer import fake_quantize
-from binade.quant.specs import OPERAND_FIELDS, Spec
+from binade.quant.specs import OPERAND_FIELDS, Spec, SpecError
 from tests.collector.small_model import build, step
 
 # The tables of RECIPES.md by hand, operands in the order of OPERAND_FIELDS; * is rounded from the rounded one.
@@ -105,6 +105,16 @@ def test_experts_have_a_table_of_their_own():
     expert = replace(recipe, linear=recipe.linear_of(Site(2, "fc1", expert=3)))
     assert six(expert) == ("nvfp4(scale=nvfp4_row)", "nvfp4", mxfp8, f"*{mxfp8}", mxfp8, f"*{mxfp8}")
     assert recipe.linear_of(Site(2, "fc1")) == recipe.linear_of(Site(2, "shared_fc1")) == recipe.linear
+
+
+def test_a_weight_has_no_tokens_whose_mean_a_whole_gemm_subtracts():
+    centered = "nvfp4(center=tokens)"
+    text = "".join(f'linear.{gemm} = "{centered}"\n' for gemm in ("forward", "dgrad", "wgrad"))
+    recipe = draft_of(text, "mine").recipe("mine")
+    assert six(recipe) == (centered, "nvfp4", centered, "nvfp4", centered, centered)
+    assert draft_of(to_toml(recipe), "mine").recipe("mine").linear.formats == recipe.linear.formats
+    with pytest.raises(SpecError, match="a weight has no tokens"):
+        draft_of(f'linear.forward.weight = "{centered}"\n', "mine").recipe("mine")
 
 
 def test_the_backward_pass_can_run_in_bf16_on_rounded_operands_or_originals():

@@ -10,8 +10,8 @@ from torch import Tensor
 from binade.app.questions.shared.rounded import subject
 from binade.app.questions.what_if.compute import Trial, try_formats
 from binade.data.tensor_kinds import has_tokens
-from binade.quant import fake_quantize, quantize, score
-from binade.quant.gemm import Observed, Rounding, linear
+from binade.quant import compare, fake_quantize, quantize, score
+from binade.quant.gemm import Observed, Rounding, linear, matmul
 from binade.quant.metrics import score_of_rows_later, scores_later
 from binade.quant.specs import GemmFormats, Spec, SpecError
 from binade.quant.transform import mean_energy
@@ -72,18 +72,23 @@ def test_energy_of_the_mean():
 
 @pytest.mark.parametrize("spec", [CENTERED, "mxfp4(center=tokens, hadamard=32)", "fp8_e4m3(center=tokens)"])
 @pytest.mark.parametrize("dim", [-1, 0])
-def test_errors_refer_to_the_tensor_and_shares_to_the_residual(spec, dim):
-    x = biased(64, 96)
-    q = fake_quantize(x, spec, dim)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bf16"])
+def test_errors_refer_to_the_tensor_and_shares_to_the_residual(spec, dim, dtype):
+    """The sum of the rounded residual and the mean is not rounded to the tensor's dtype: no GEMM does that."""
+    x = (8 * biased(64, 96)).to(dtype).float()
+    q, tensor = fake_quantize(x, spec, dim), x.to(dtype)
     want = sqnr_db(x.numpy(), q.numpy())
     plain = score(torch.from_numpy(residual(x)), Spec.of(spec, center="none"), dim)
-    for errors in (score(x, spec, dim), scores_later(x, [Spec.of(spec)], dim, blocks=True)[0][0]()):
+    for errors in (score(tensor, spec, dim), scores_later(tensor, [Spec.of(spec)], dim, blocks=True)[0][0]()):
         assert errors.sqnr_db == pytest.approx(want, abs=1e-4)
-        assert errors.flush_to_zero == plain.flush_to_zero and errors.saturated == plain.saturated
+        rounded_residual = 0.002 if dtype == torch.bfloat16 else 0  # which is what a GEMM in bfloat16 rounds
+        assert errors.flush_to_zero == pytest.approx(plain.flush_to_zero, abs=rounded_residual)
+        assert errors.saturated == pytest.approx(plain.saturated, abs=rounded_residual)
     if dim == -1:
         some = torch.tensor([3, 17, 40])
-        errors = score_of_rows_later(x, Spec.of(spec), dim, some)()
-        assert errors.sqnr_db == pytest.approx(sqnr_db(x[some].numpy(), q[some].numpy()), abs=1e-4)
+        errors = score_of_rows_later(tensor, Spec.of(spec), dim, some)()
+        rounded_residual = 0.15 if dtype == torch.bfloat16 else 1e-4
+        assert errors.sqnr_db == pytest.approx(sqnr_db(x[some].numpy(), q[some].numpy()), abs=rounded_residual)
 
 
 @pytest.mark.parametrize("dim", [-1, 0])
@@ -133,6 +138,33 @@ def test_the_three_gemms_of_a_linear_layer(dtype, rotation):
     operand = seen["a"]
     if not rotation:
         np.testing.assert_allclose(operand.rounded().float(), coded("a") + mu, rtol=2**-8)
+
+
+def test_autocast_changes_no_product():
+    """Autocast would round the float32 operands of products on a CPU to bfloat16 again."""
+    x, weight = biased(64, 96).bfloat16(), biased(32, 96, seed=3).bfloat16()
+    for spec in ("nvfp4", "nvfp4(center=tokens)"):
+        how = Rounding(GemmFormats(spec, "nvfp4"))
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = linear(x, weight, how)
+        assert_same_bits(y, linear(x, weight, how))
+
+
+def test_products_with_a_batch_axis_and_without_tokens():
+    formats = Rounding(GemmFormats(CENTERED, "mxfp4"))
+    x, weight = biased(2, 32, 64), biased(16, 64, seed=3)
+    y = matmul(x, weight, formats, transpose_b=True)
+    want = fake_quantize(x, CENTERED) @ fake_quantize(weight, "mxfp4").mT
+    torch.testing.assert_close(y, want, rtol=1e-4, atol=1e-3)
+    assert linear(torch.zeros(0, 4, 64), weight, formats).shape == (0, 4, 16)
+
+
+def test_compare_takes_the_shares_of_the_residual():
+    x = biased(64, 64)
+    found = compare(x, fake_quantize(x, CENTERED), CENTERED)
+    scored = score(x, CENTERED)
+    assert (found["flush_to_zero"], found["saturated"]) == (scored.flush_to_zero, scored.saturated)
+    assert found["sqnr_db"] == pytest.approx(scored.sqnr_db, abs=1e-6) and found["mean_energy"] == mean_energy(x)
 
 
 def test_which_operands_have_tokens():

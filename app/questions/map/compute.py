@@ -127,7 +127,7 @@ def computed(
     )
     spec = Spec.of(fmt)
     if spec.centered:
-        operands = operands[[*map(has_tokens, operands["layer_type"], operands["tensor"])]]
+        operands = operands.loc[[*map(has_tokens, operands["layer_type"], operands["tensor"])]]
     values = int(operands["numel"].sum())
     if operands.empty or values > MOST_ROUNDED // (32 if spec.hadamard else 1):
         return operands.head(0), operands["tensor_id"].nunique(), values

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
+import pandas as pd
 import torch
 from torch import Tensor
 
+from binade.data.tensor_kinds import has_tokens
 from binade.data.text import short
 from binade.quant.blocks import GROUP, Blocks, energy, look, sample
 from binade.quant.reference import outer_absmax, to_blocks
@@ -32,6 +36,12 @@ class Subject:
             return ""
         held = int(self.blocks.valid.sum())
         return f"a sample: {held:,} of {self.total:,} values, one line of blocks in {self.every}"
+
+
+def applied(spec: Spec, row: Mapping[Any, Any] | pd.Series) -> Spec:
+    """The spec that a recipe with this one rounds a tensor to, by its row in the index: without tokens, no mean over
+    them is subtracted."""
+    return spec if has_tokens(row["layer_type"], row["tensor_name"]) else Spec.of(spec, center="none")
 
 
 def subject(x: Tensor, fmt: str | Spec, dim: int = -1, limit: int = LIMIT) -> Subject:

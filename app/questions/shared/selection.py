@@ -13,7 +13,7 @@ from torch import Tensor
 from binade.app.figure import Drawn, Figure, source
 from binade.app.questions.shared import boards
 from binade.app.questions.shared.labels import full_labels
-from binade.app.questions.shared.rounded import Subject, subject
+from binade.app.questions.shared.rounded import Subject, applied, subject
 from binade.app.questions.shared.runs import given_names
 from binade.app.questions.shared.scope import scope_of, scoped
 from binade.data.catalog import Catalog, CatalogError
@@ -117,7 +117,8 @@ def _tensor(opened: Catalog, where: Filter, values: Mapping[str, Any]) -> Select
         return Drawn(problems=(text,))
     except TensorFileError as error:
         return Drawn(problems=(f"The values of the tensor cannot be read: {error}.",))
-    return SelectedTensor(opened, where, row=opened.rows_of([tensor_id]).iloc[0], x=x, spec=spec)
+    row = opened.rows_of([tensor_id]).iloc[0]
+    return SelectedTensor(opened, where, row=row, x=x, spec=applied(spec, row))
 
 
 def lowest(opened: Catalog, where: Filter, fmt: str) -> str | None:

@@ -179,6 +179,7 @@ class ScaleSweep:
     best     the k with the highest SQNR, and of equal ones the nearest to that of scale=pow2; low, high: the ends of
              the range around it that is within NEAR_DB
     gain     SQNR at the best k minus that at k = 0, dB
+    values   how many values it was computed from
     """
 
     fmt: str
@@ -188,6 +189,7 @@ class ScaleSweep:
     low: int
     high: int
     gain: float
+    values: int
 
 
 def sweep_scales(x: Tensor, dim: int, absmax: float, fmt: str, trials: Iterable[Trial]) -> ScaleSweep | None:
@@ -208,6 +210,6 @@ def sweep_scales(x: Tensor, dim: int, absmax: float, fmt: str, trials: Iterable[
     present = {
         one.label: math.log2(float(one.spec.scaling.of_largest(largest, one.spec, largest)))
         for one in trials
-        if one.spec.format.name == fmt and not (one.spec.has_blocks or one.spec.hadamard or one.spec.history)
+        if one.spec.format.name == fmt and not (one.spec.has_blocks or one.spec.transforms or one.spec.history)
     }
-    return ScaleSweep(fmt, table, present, best, low, high, sqnr[best] - sqnr[0])
+    return ScaleSweep(fmt, table, present, best, low, high, sqnr[best] - sqnr[0], part.numel())

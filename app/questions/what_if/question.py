@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,12 +19,14 @@ from binade.app.params import One, Specs
 from binade.app.questions.question import Question, not_in_report
 from binade.app.questions.shared import distribution_charts, format_charts
 from binade.app.questions.shared.distributions import Distribution, log2_histogram
+from binade.app.questions.shared.rounded import applied
 from binade.app.questions.shared.selection import Of, SelectedTensor
 from binade.app.questions.what_if import charts, compute
 from binade.collector.advice import scales
 from binade.data.catalog import Catalog, CatalogError
 from binade.data.evidence import Named, Sentence, extreme, holm, leaders, paired, say, spread_of, together
 from binade.data.store import TensorFileError
+from binade.data.tensor_kinds import has_tokens
 from binade.data.text import fixed
 from binade.quant.elements import Overflow, Rounding
 from binade.quant.formats import FORMATS
@@ -123,6 +125,10 @@ def plan(selected: SelectedTensor, values: dict[str, Any]) -> Plan:
         return Plan([], [], over, ("Choose a format.",))
     options = {name: values[NAMES[name]] for name in VALUES if values[NAMES[name]] != OWN}
     trials = [compute.trial(name, **options) for name in formats]
+    centered = any(one.spec.centered for one in trials)
+    if centered and over == "tensor" and not has_tokens(selected.row["layer_type"], selected.row["tensor_name"]):
+        trials = [replace(one, spec=applied(one.spec, selected.row)) for one in trials]
+        said.append(f"Center does not apply to {selected.label}, which has no tokens: the default is used.")
     for name, (title, _) in VALUES.items():
         if without := [one.spec.format.name for one in trials if name in one.ignored]:
             said.append(f"{title} does not apply to {', '.join(without)}: the default is used.")
@@ -134,19 +140,23 @@ def plan(selected: SelectedTensor, values: dict[str, Any]) -> Plan:
     trials = compute.with_defaults(trials)
     if over == "tensor":
         return Plan(trials, [selected.row["tensor_id"]], over, tuple(said))
-    ids, note = _operands(selected)
+    ids, note = _operands(selected, with_tokens=centered)
     if not ids:
         note = "The filter selects no operand with values on disk."
     return Plan(trials, ids, over, (*said, note) if note else tuple(said))
 
 
-def _operands(selected: SelectedTensor) -> tuple[list[str], str]:
-    """(the operands of the filter that have values on disk, evenly sampled if there are many; a note)."""
+def _operands(selected: SelectedTensor, with_tokens: bool) -> tuple[list[str], str]:
+    """(the operands of the filter that have values on disk, evenly sampled if there are many; a note). with_tokens:
+    only those that have tokens."""
     rows = selected.opened.tensors(selected.where)
     rows = rows[rows["contracted_axis"].notna() & rows["path"].notna() & (rows["numel"] > 0)]
     note = ""
+    if with_tokens:
+        rows = rows.loc[[*map(has_tokens, rows["layer_type"], rows["tensor_name"])]]
+        note = "Only operands with tokens, the inputs and output gradients of linear layers, are tried. "
     if len(rows) > MOST_TENSORS:
-        note = f"{MOST_TENSORS} of the filter’s {len(rows):,} operands, spread evenly, are tried."
+        note += f"{MOST_TENSORS} of the filter’s {len(rows):,} operands, spread evenly, are tried."
         rows = rows.iloc[[index * len(rows) // MOST_TENSORS for index in range(MOST_TENSORS)]]
     return rows["tensor_id"].tolist(), note
 
@@ -218,17 +228,19 @@ def results(selected: SelectedTensor, made: Plan, tried: Tried) -> Drawn:
 
 def _by_scale(selected: SelectedTensor, trials: list[compute.Trial]) -> Iterator[Figure]:
     """Two figures for each format that can have a tensor scale alone."""
-    how = "exact" if selected.x.numel() <= scales.MOST_VALUES else f"a sample of {scales.MOST_VALUES:,} values"
     for fmt in dict.fromkeys(one.spec.format.name for one in trials):
         place = selected.x, selected.dim, selected.row["absmax"]
         if fmt not in scales.SCALED or not (swept := compute.sweep_scales(*place, fmt, trials)):
             continue
+        how = "exact" if swept.values == selected.x.numel() else f"a sample of {swept.values:,} values"
         measure, at_best = style.MEASURES["sqnr_db"], swept.trials.set_index("k")["sqnr_db"][swept.best]
         best, low, high = (fixed(k, 0) for k in (swept.best, swept.low, swept.high))
-        note = (
-            f"Best: k = {best}, SQNR {measure.quantity(at_best)}, {measure.quantity(swept.gain)} more than with k = 0. "
-            f"Within {compute.NEAR_DB:g} dB of it: k from {low} to {high}."
-        )
+        note = f"Best: k = {best}, SQNR {measure.quantity(at_best)}, "
+        if swept.gain > measure.resolution:
+            note += f"{measure.quantity(swept.gain)} more than with k = 0."
+        else:
+            note += f"at most {measure.quantity(measure.resolution)} more than with k = 0."
+        note += f" Within {compute.NEAR_DB:g} dB of it: k from {low} to {high}."
         caption = f"{selected.source(how)}\n{note}\nAs binade scales computes it: x · 2ᵏ is rounded and divided by 2ᵏ."
         yield Figure(f"scales_{fmt}", charts.sqnr_by_scale(swept), swept.trials, caption, note, height=320)
         yield Figure(f"scale_shares_{fmt}", charts.shares_by_scale(swept), swept.trials, caption, height=240)
