@@ -168,7 +168,7 @@ def multiply(a: Tensor, b: Tensor, plus: Tensor | None = None) -> Tensor:
     bfloat16 product can take a hundred times as long. On a GPU, plus is rounded to their dtype first.
     """
     dtype = a.dtype
-    with torch.autocast(a.device.type, enabled=False):
+    with torch.autocast("cpu", enabled=False):  # which would multiply in 16 bits again
         if a.device.type == "cpu" and dtype == b.dtype and dtype in (torch.bfloat16, torch.float16):
             a, b = a.float(), b.float()
         if plus is not None and a.dim() == 2:

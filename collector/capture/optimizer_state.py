@@ -7,8 +7,8 @@ before these are rounded, two numbers are recorded in each recorded iteration:
     lost_updates    the share of the nonzero elements of Δw that leave the stored weight as it was
 
 Of other optimizers, Δw is what the weight changed by, in its own dtype, and only lost_updates is recorded. A weight
-that is rounded for the first time is not measured: its value before the step was not of the format. Random numbers
-depend on the iteration, which a forward pass begins.
+is not measured in a step before which it was not yet a value of its format. Random numbers depend on the iteration,
+which a forward pass begins.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class _StateRounder:
         self.sites = {weight: site for weight, site in weights.items() if type(weight) is nn.Parameter}
         self.before: dict[Tensor, Tensor] = {}
         self.rounded: set[str] = set()
-        self.stored: set[Tensor] = set()  # the weights that have been rounded
+        self.stored: set[Tensor] = set()  # the weights that were of their format before a measured step
 
     def begins(self, optimizer: Optimizer, *_: Any) -> None:
         self.before.clear()
@@ -82,17 +82,18 @@ class _StateRounder:
                 local: Tensor = x.to_local() if is_dtensor(x) else x  # type: ignore[attr-defined]
                 local.copy_(_rounded(local, spec, seeds[each]))
                 self.rounded.add(each)
-        if self.state.master_weight and parameter not in self.stored:
-            self.stored.add(parameter)
-            return
         if before is None:
             return
+        if (stored := self.state.master_weight) and parameter not in self.stored:
+            self.stored.add(parameter)
+            if not torch.equal(_rounded(before, stored, seeds[WEIGHT]), before):
+                return
         site, changes = self.sites[parameter], update != 0
         lost = (changes & (weight == before)).sum() / changes.sum().clamp(min=1)
         self.recorder.keep(LOST, lost.reshape(1), site, "optimizer")
         if is_adam:
             again, size = adam_update(before, state, group), update.norm()
-            if stored := self.state.master_weight:
+            if stored:
                 again = _rounded(before.float() + again, stored, seeds[WEIGHT]) - before.float()
             error = torch.where(size == 0, 0.0, (again - update).norm() / size)  # a learning rate of 0
             self.recorder.keep(ERROR, error.reshape(1), site, "optimizer")

@@ -32,6 +32,9 @@ PER_LOGIT = 14
 PER_PROBABILITY = 6
 # Bytes per value of a bfloat16 copy: an operand as it was rounded, the result of a GEMM of operands that were not.
 PER_ROUNDED = 2
+# Bytes per value of an operand or result of a GEMM on a CPU, which multiplies in float32. The LM head frees its own
+# before the gradients of the layers take more.
+PER_WIDENED = 4
 # Bytes per value of what is computed at once for a predicted change in the loss, and the most such values: those of
 # `quant.statistics.DEVICE_CHUNK` on a GPU. On a CPU a kernel computes it.
 PER_CHANGE = 20
@@ -72,11 +75,12 @@ def _buffers(plan: Plan) -> int:
     config, recipe = plan.config, plan.recipe
     sizes = config.micro_batch_size, config.sequence_length, config.tp
     layers = [layer.elements(*sizes).values() for layer in plan.shape.specs()]
-    rounded = max(map(sum, layers)) // config.tp if recipe.quantizes else 0
+    layer = max(map(sum, layers)) // config.tp
+    gemm = PER_ROUNDED * layer * recipe.quantizes + PER_WIDENED * layer * (config.device == Device.CPU)
     largest = max((max(layer.elements(*sizes).values()) for layer in plan.recorded), default=0) // config.tp
     change = change_bytes(largest, config.device) if Measure.LOSS in config.measures else 0
     exact = PER_ROUNDED * largest if Measure.RESULT in config.measures and recipe.quantized else 0
-    return PER_ROUNDED * rounded + max(change, exact)
+    return gemm + max(change, exact)
 
 
 def change_bytes(values: int, device: str) -> int:

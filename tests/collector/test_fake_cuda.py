@@ -18,7 +18,10 @@ WAITS = {"item", "tolist", "cpu", "nonzero", "is_nonzero", "synchronize"}
 STEP = (
     *("collector/capture/*.py", "collector/capture/adapters/*.py", "collector/models/*.py"),
     *("collector/pretrained/causal_lm.py", "quant/backends/runs.py", "quant/backends/triton_*.py"),
-    *(f"quant/{name}.py" for name in ("gemm", "quantizer", "rotation", "rounding", "scaling", "delayed", "reference")),
+    *(
+        f"quant/{name}.py"
+        for name in ("gemm", "quantizer", "rotation", "transform", "rounding", "scaling", "delayed", "reference")
+    ),
     *("quant/metrics.py", "quant/block_histograms.py", "quant/traces.py", "quant/later.py"),
 )
 # Outside the step: the thread that writes calls functions named `fetch`.
@@ -37,7 +40,7 @@ ALLOWED = {
     ("quant/later.py", "__call__"): "of a result that was not fetched with others",
     ("quant/later.py", "copied"): "on the thread that writes",
     ("quant/metrics.py", "errors"): "the public function; a step uses errors_later",
-    ("quant/metrics.py", "usage"): "a public function",
+    ("quant/metrics.py", "merged"): "of what has arrived",
     ("quant/metrics.py", "_measured"): "of what a CPU measured",
 }
 

@@ -45,6 +45,7 @@ from binade.collector.ranks import Ranks
 from binade.collector.training.config import RunConfig
 from binade.collector.training.loop import _backward, _optimizer, _step, open_stream
 from binade.collector.training.plan import plan
+from binade.quant import gemm
 from tests.collector.megatron_cpu import (
     LatentCore,
     Training,
@@ -295,7 +296,8 @@ def test_in_bfloat16_all_but_rotation_and_core_is_equal_to_the_bit(name, monkeyp
     """With Megatron's rotation and attention core in place of ours, the logits of both are equal to the bit, and so are
     the gradients that they hand back from equal gradients of the logits: of every linear layer as they are; of norms,
     which ours keeps in float32, rounded to Megatron's bfloat16. So are the rows of the embedding whose token occurs
-    once: of other tokens Megatron sums the gradients in bfloat16."""
+    once: of other tokens Megatron sums the gradients in bfloat16. Products are torch's own, as on a GPU."""
+    monkeypatch.setattr(gemm, "multiply", lambda a, b, plus=None: a @ b)
     shape = BFLOAT16[name]
     model = our_model(shape, torch.bfloat16)
     reference = megatrons(model)

@@ -84,14 +84,19 @@ def test_ranks_of_one_machine_count_together():
         check_memory(plan(config), 2 * each - 1, ranks=2)
 
 
-def test_rounding_and_recording_take_buffers():
-    """Rounded copies of a layer's three tensors; and for predictions, a copy of the largest operand and its chunk."""
+def test_rounding_and_recording_take_buffers(tmp_path):
+    """Rounded copies of a layer's three tensors, on a CPU float32 copies, and for predictions a copy of the largest
+    operand and its chunk."""
     config = RunConfig(size="full", sequence_length=512, device="cuda", measures=())
     largest = max(max(spec.elements(1, 512, 1).values()) for spec in plan(config).recorded)
     layer = max(sum(spec.elements(1, 512, 1).values()) for spec in plan(config).shape.specs())
     config = replace(config, micro_batch_size=1)
     assert needed(plan(config)).buffers == 0
     assert needed(plan(replace(config, recipe="mxfp4"))).buffers == 2 * layer
+    assert needed(plan(replace(config, recipe="mxfp4", device="cpu"))).buffers == (2 + 4) * layer
+    state = tmp_path / "state.toml"
+    state.write_text('[state]\nexp_avg = "bf16"\n')
+    assert needed(plan(replace(config, recipe=str(state)))).buffers == 0
     predicted = needed(plan(replace(config, measures=(Measure.LOSS,)))).buffers
     assert predicted == 2 * largest + 20 * min(largest, DEVICE_CHUNK)
     assert statistics.DEVICE_CHUNK == DEVICE_CHUNK
