@@ -143,7 +143,7 @@ def _quantiles(lie: list[Distribution], source: str) -> list[Figure]:
 
 def _statistics(pair: dict[str, SelectedTensor]) -> Table:
     a, b = map(_of, pair.values())
-    rows = [(MEASURES[name].axis, name, value, b[name]) for name, value in a.items()]
+    rows = [(MEASURES[name].axis, name, value, b[name]) for name, value in a.items() if name in b]
     table = pd.DataFrame(rows, columns=["statistic", "name", "a", "b"])
     columns = {
         "statistic": Column("Statistic", width=180),
