@@ -16,6 +16,7 @@ from binade.app.questions.recipes.bands import PUBLISHED
 from binade.app.questions.recipes.question import report
 from binade.app.report.section import ReportSelection
 from binade.app.view import View
+from binade.cli import main
 from binade.collector.cli.compare import compare
 from binade.collector.cli.tables import render
 from binade.data.catalog import Catalog
@@ -167,3 +168,14 @@ def test_binade_compare_prints_the_same_sentences(tmp_path: Path):
     bands = drawn.verdict[drawn.verdict.index("Band of seeds") :]
     assert all(f"* Band of {sentence.strip()}" in printed for sentence in bands.split("Band of ")[1:])
     assert printed.count("* Published for ") == len(drawn.tables["published"])
+
+
+def test_runs_without_tensors_and_recipes_of_state_alone_are_compared(tmp_path):
+    """That they round is known from their configuration alone."""
+    (state := tmp_path / "state.toml").write_text('[state]\nmaster_weight = "bf16"\n')
+    options = "--train-iters 2 --sequence-length 16 --no-save-tensors --backend torch"
+    for recipe in ("bf16", "mxfp4", state):
+        assert main(f"run --quantization {recipe} {options} --tensor-save-dir {tmp_path}/runs".split()) == 0
+    drawn = draw(tmp_path / "runs")
+    assert not drawn.problems and "state" in drawn.verdict + str(drawn.tables) and "mxfp4" in str(drawn.tables)
+    assert {row.recipe for row in compare(tmp_path / "runs").sections[0].rows} == {"bf16", "mxfp4", "state"}

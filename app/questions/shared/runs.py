@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import pandas as pd
@@ -34,7 +34,7 @@ def runs_with_reference(runs: pd.DataFrame, parts: pd.DataFrame) -> pd.DataFrame
     label      the name, unique
     PARTS      one column per part: its format, "bf16" if it is not rounded; None if only losses were imported
     reference  the run_id of the newest bf16 run on the same data, or None
-    quantized  whether any part is
+    quantized  whether any part is, or the recipe rounds anything else
     seed
     data       the same for runs on the same data from the same weights; None if that is unknown
     settings   all other settings that are the same in runs that differ in recipe and seed
@@ -49,7 +49,8 @@ def runs_with_reference(runs: pd.DataFrame, parts: pd.DataFrame) -> pd.DataFrame
         parts_of = [wide.get((run_id, part), "bf16") for run_id in table["run_id"]]
         table[part] = pd.Series(parts_of, table.index, object).mask(losses_alone, None)
     other = table[list(PARTS)].notna() & (table[list(PARTS)] != "bf16")
-    table["quantized"] = other.any(axis=1) | (losses_alone & (table["recipe"] != "bf16"))
+    stated = pd.Series([_rounds(config) for config in configs], table.index, bool)  # without tensors, the only word
+    table["quantized"] = other.any(axis=1) | stated | (losses_alone & (table["recipe"] != "bf16"))
     firsts = runs["first_step"].astype(object).where(runs["first_step"].notna(), None)
     keys = [data_key(config, first) for config, first in zip(configs, firsts, strict=True)]
     table["data"] = pd.Series(keys, table.index, object)
@@ -159,8 +160,14 @@ def given_names(opened: Catalog) -> dict[str, str]:
     return dict(opened.kept(("given names", opened.state()), names))
 
 
+def _rounds(config: Mapping[str, Any]) -> bool:
+    """Whether the recipe of a run rounds an operand, or state or communication, for which bf16 is a format, too."""
+    lines = config.get("operands") or []
+    return any(not line.endswith(" bf16") or line.startswith(("state.", "communication.")) for line in lines)
+
+
 def _rounded(run: pd.Series) -> str:
     if run["recipe"] == "bf16" and run["quantized"]:
-        return " + ".join(f"{part}_{run[part]}" for part in PARTS if run[part] != "bf16")
+        return " + ".join(f"{part}_{run[part]}" for part in PARTS if run[part] != "bf16") or "bf16, changed"
     result: str = run["run_id"] if pd.isna(run["recipe"]) else run["recipe"]
     return result
