@@ -79,7 +79,7 @@ def _buffers(plan: Plan) -> int:
     gemm = PER_ROUNDED * layer * recipe.quantizes + PER_WIDENED * layer * (config.device == Device.CPU)
     largest = max((max(layer.elements(*sizes).values()) for layer in plan.recorded), default=0) // config.tp
     change = change_bytes(largest, config.device) if Measure.LOSS in config.measures else 0
-    exact = PER_ROUNDED * largest if Measure.RESULT in config.measures and recipe.quantized else 0
+    exact = PER_ROUNDED * largest if Measure.RESULT in config.measures and recipe.quantizes else 0
     return gemm + max(change, exact)
 
 
