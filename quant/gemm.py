@@ -19,7 +19,7 @@ Tensors are not copied for it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -168,7 +168,8 @@ def multiply(a: Tensor, b: Tensor, plus: Tensor | None = None) -> Tensor:
     bfloat16 product can take a hundred times as long. On a GPU, plus is rounded to their dtype first.
     """
     dtype = a.dtype
-    with torch.autocast("cpu", enabled=False):  # which would multiply in 16 bits again
+    # Autocast would multiply in 16 bits again.
+    with torch.autocast("cpu", enabled=False) if a.device.type == "cpu" else nullcontext():
         if a.device.type == "cpu" and dtype == b.dtype and dtype in (torch.bfloat16, torch.float16):
             a, b = a.float(), b.float()
         if plus is not None and a.dim() == 2:

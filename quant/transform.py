@@ -39,12 +39,16 @@ def mean_energy(x: Tensor) -> float:
     return float(share) if share.isfinite() else float("nan")
 
 
+def residual(x: Tensor) -> Tensor:
+    """x without the mean over its tokens, float32; x itself if it has none."""
+    mean = token_mean(x)
+    return x.detach() if mean is None else x.detach().float() - mean
+
+
 def transform(x: Tensor, spec: Spec, dim: int, seed: int) -> Tensor:
     """The coded values of x, float32; those of a rotation are padded along `dim`. x itself if nothing is done to it.
     seed: of this call, for random signs."""
-    x = x.detach()
-    if spec.centered and (mean := token_mean(x)) is not None:
-        x = x.float() - mean
+    x = residual(x) if spec.centered else x.detach()
     return rotate(x, spec, dim, seed) if spec.hadamard else x
 
 

@@ -106,7 +106,7 @@ def instrument(
         RecipeError: The recipe is unknown.
         SelectionError: `skip` or `capture` refers to layers that the model does not have.
     """
-    requested, recipe = str(getattr(recipe, "name", recipe)), _recipe(recipe)
+    requested, recipe = _recipe(recipe)
     models = [model] if isinstance(model, nn.Module) else list(model)
     attention, quantizes = _quantizes_attention(recipe), any(part != Part() for part in recipe.every_part())
     options: dict[str, Any] = {"exclude": exclude, "head": head, "cores": cores, "products": products}
@@ -373,7 +373,7 @@ def coverage(
     is refused in the first forward pass if its weight enters a GEMM. If the recipe quantizes attention, attention that
     belongs to no known module is refused, too.
     """
-    recipe = _recipe(recipe)
+    _, recipe = _recipe(recipe)
     found = survey(model, exclude, head, cores, products, _quantizes_attention(recipe))
     unquantized = _unquantized(recipe, skip, [layer.site for layer in found.layers])
     layers: dict[nn.Module, list[Layer]] = {}
@@ -460,8 +460,12 @@ def _quantizes_attention(recipe: Recipe) -> bool:
     return any(stage.qk != Part() or stage.pv != Part() for stage in stages)
 
 
-def _recipe(recipe: Recipe | str | None) -> Recipe:
-    return recipe if isinstance(recipe, Recipe) else parse_recipe(recipe or os.environ.get(RECIPE_VARIABLE) or BF16)
+def _recipe(recipe: Recipe | str | None) -> tuple[str, Recipe]:
+    """The text of a recipe, and the recipe."""
+    if isinstance(recipe, Recipe):
+        return recipe.name, recipe
+    text = recipe or os.environ.get(RECIPE_VARIABLE) or BF16
+    return text, parse_recipe(text)
 
 
 def _unquantized(recipe: Recipe, skip: Selection | str | None, sites: Sequence[Site]) -> dict[Site, str]:

@@ -141,7 +141,7 @@ class Measurer:
         codes = counted(valid) if whole and x.device.type == "cpu" else None
         summary = summarize_later(valid, codes=codes, sketch=whole)
         blocks = whole and Measure.BLOCKS in self.measures
-        scores = formats_for(scores, identity().layer_type, identity().tensor_name) if whole else ()
+        scores = formats_for(tuple(scores), identity().layer_type, identity().tensor_name) if whole else ()
         tried = try_formats(seen, scores, gemm, blocks, codes, rows=rows)
         last_bin = _last_bin_later(x, scores) if x.dim() == 1 and identity().tensor_name == "norm_gain" else None
         captured = datetime.now(UTC)

@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -34,7 +35,7 @@ from binade.collector.capture.tried import Tried, formats_for, try_formats
 from binade.collector.capture.valid import Valid
 from binade.collector.models.parallel import Call
 from binade.collector.recipes.recipe import Part
-from binade.data.tensor_kinds import LATER, Gemm, Measure, Product, TensorKind
+from binade.data.tensor_kinds import LATER, OPERANDS, Gemm, Measure, Product, TensorKind
 from binade.quant.delayed import ScaleHistory
 from binade.quant.gemm import Observed, Rounding, Tap, sampling
 from binade.quant.later import Later
@@ -42,7 +43,7 @@ from binade.quant.metrics import sqnr_later
 from binade.quant.quantizer import DTYPES
 from binade.quant.specs import GemmFormats
 
-OPERAND_NAMES = frozenset(("a", "b", "grad", *LATER))
+OPERAND_NAMES = frozenset(chain(LATER, *OPERANDS.values()))
 FORWARD = frozenset(("a", "b", "y", "scores"))  # what a product shows in its forward pass
 Stages = Sequence[tuple[int, Part]]  # parts of a recipe, each with the iteration from which it holds
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -69,9 +70,10 @@ class Tried:
         return Score(self.format, self.errors(), self.gemm, self.used, first, second, blocks)
 
 
-def formats_for(formats: Sequence[str], layer_type: str | None, name: str | None) -> Sequence[str]:
+@lru_cache(maxsize=256)  # asked for every tensor of a recorded step
+def formats_for(formats: tuple[str, ...], layer_type: str | None, name: str | None) -> tuple[str, ...]:
     """Those of the formats that an operand of this name may be rounded to: without tokens, none with center=tokens."""
-    return formats if has_tokens(layer_type, name) else [each for each in formats if not Spec.of(each).centered]
+    return tuple(each for each in formats if has_tokens(layer_type, name) or not Spec.of(each).centered)
 
 
 def try_formats(

@@ -346,6 +346,11 @@ class Recipe:
         return ", ".join(described)
 
 
+def round_anything(lines: Iterable[str]) -> bool:
+    """Whether a recipe with these `lines` rounds anything, as `Recipe.quantized` of the recipe itself."""
+    return any(not line.endswith(f" {BF16}") or line.startswith(("state.", "communication.")) for line in lines)
+
+
 def _covers(module: str, site: Site) -> bool:
     """Whether a key of `Recipe.modules` names a linear layer."""
     return module in site.names or any(fnmatchcase(path, module) for path in site.megatron_paths)

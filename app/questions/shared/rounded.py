@@ -15,7 +15,7 @@ from binade.data.text import short
 from binade.quant.blocks import GROUP, Blocks, energy, look, sample
 from binade.quant.reference import outer_absmax, to_blocks
 from binade.quant.specs import ROW, TENSOR, Block, Spec
-from binade.quant.transform import transform
+from binade.quant.transform import residual
 
 MAX_SIDE = 400  # pixels of a heatmap, each way
 LIMIT = 1 << 20  # values of a larger tensor are sampled
@@ -52,8 +52,7 @@ def subject(x: Tensor, fmt: str | Spec, dim: int = -1, limit: int = LIMIT) -> Su
     if every == 1:
         return Subject(look(x, spec, dim), 1, x.numel())
     if spec.centered:  # the mean is that of all tokens
-        centered = Spec.of(spec, hadamard=0, signs="none")
-        found = subject(transform(x, centered, dim, 0), Spec.of(spec, center="none"), dim, limit)
+        found = subject(residual(x), Spec.of(spec, center="none"), dim, limit)
         return replace(found, blocks=replace(found.blocks, signal=energy(part)))
     whole = TENSOR in _shares(spec) and not spec.history and not spec.hadamard
     return Subject(look(part, spec, -1, absmax=outer_absmax(x, spec, dim) if whole else None), every, x.numel())

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any
 
 import pandas as pd
 
 from binade.app import style
 from binade.app.questions.shared.labels import run_labels
+from binade.collector.recipes.recipe import round_anything
 from binade.collector.training.config import layers_of
 from binade.data.catalog import Catalog
 from binade.data.difference import OVERRIDES
@@ -49,7 +50,8 @@ def runs_with_reference(runs: pd.DataFrame, parts: pd.DataFrame) -> pd.DataFrame
         parts_of = [wide.get((run_id, part), "bf16") for run_id in table["run_id"]]
         table[part] = pd.Series(parts_of, table.index, object).mask(losses_alone, None)
     other = table[list(PARTS)].notna() & (table[list(PARTS)] != "bf16")
-    stated = pd.Series([_rounds(config) for config in configs], table.index, bool)  # without tensors, the only word
+    # All that is known of runs without tensors, and of state and communication.
+    stated = pd.Series([round_anything(config.get("operands") or ()) for config in configs], table.index, bool)
     table["quantized"] = other.any(axis=1) | stated | (losses_alone & (table["recipe"] != "bf16"))
     firsts = runs["first_step"].astype(object).where(runs["first_step"].notna(), None)
     keys = [data_key(config, first) for config, first in zip(configs, firsts, strict=True)]
@@ -158,12 +160,6 @@ def given_names(opened: Catalog) -> dict[str, str]:
         return dict(zip(named["run_id"], run_labels(named), strict=True))
 
     return dict(opened.kept(("given names", opened.state()), names))
-
-
-def _rounds(config: Mapping[str, Any]) -> bool:
-    """Whether the recipe of a run rounds an operand, or state or communication, for which bf16 is a format, too."""
-    lines = config.get("operands") or []
-    return any(not line.endswith(" bf16") or line.startswith(("state.", "communication.")) for line in lines)
 
 
 def _rounded(run: pd.Series) -> str:

@@ -21,7 +21,7 @@ from binade.quant.blocks import energy, look, sample
 from binade.quant.metrics import sqnr_db
 from binade.quant.scaling import scale_nbytes
 from binade.quant.specs import OPTIONS, Spec, SpecError
-from binade.quant.transform import transform
+from binade.quant.transform import residual
 
 ERRORS = ("sqnr_db", "flush_to_zero", "saturated")
 MOST_DB = 200.0  # an SQNR without error counts as this
@@ -111,8 +111,7 @@ def try_formats(
 
 def _centered(x: Tensor, dim: int, spec: Spec, total: _Sum, limit: int) -> Tensor:
     """As `_add` for the part of x, whose mean over all tokens is subtracted."""
-    residual = transform(x, Spec.of(spec, hadamard=0, signs="none"), dim, 0)
-    (part, every), (coded, _) = sample(x, dim, limit), sample(residual, dim, limit)
+    (part, every), (coded, _) = sample(x, dim, limit), sample(residual(x), dim, limit)
     rounded = _add(coded, dim if every == 1 else -1, Spec.of(spec, center="none"), total, energy(part))
     return (part.float() + (rounded - coded)).to(x.dtype)
 

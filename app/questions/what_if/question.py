@@ -126,8 +126,9 @@ def plan(selected: SelectedTensor, values: dict[str, Any]) -> Plan:
     options = {name: values[NAMES[name]] for name in VALUES if values[NAMES[name]] != OWN}
     trials = [compute.trial(name, **options) for name in formats]
     centered = any(one.spec.centered for one in trials)
-    if centered and over == "tensor" and not has_tokens(selected.row["layer_type"], selected.row["tensor_name"]):
-        trials = [replace(one, spec=applied(one.spec, selected.row)) for one in trials]
+    own = [replace(one, spec=applied(one.spec, selected.row)) for one in trials]
+    if over == "tensor" and own != trials:
+        trials = own
         said.append(f"Center does not apply to {selected.label}, which has no tokens: the default is used.")
     for name, (title, _) in VALUES.items():
         if without := [one.spec.format.name for one in trials if name in one.ignored]:
