@@ -84,6 +84,9 @@ CREATE TABLE tensor (
     gemm          VARCHAR,              -- forward, dgrad, wgrad: the GEMM that contracted_axis and format refer to, or whose result it is
     result_sqnr_db DOUBLE,              -- for a result: compared with the same GEMM on unrounded operands
     format        VARCHAR,              -- the exact format this operand was rounded to; null for results and bf16
+    tensor_scale  DOUBLE,               -- what all values were multiplied by before they were rounded to format, where one number scales the whole tensor
+    noise_seed    BIGINT,               -- of stochastic rounding; null without it
+    sign_seed     BIGINT,               -- of the random signs of a rotation; null without them
     sqnr_db       DOUBLE,               -- this and the next columns: the error of rounding to format; null if format is null
     mse           DOUBLE,
     relative_error DOUBLE,
@@ -117,6 +120,9 @@ CREATE TABLE score (
     used          BOOLEAN,              -- whether that GEMM used the tensor in this format
     loss_first_by_sequence DOUBLE[],    -- predicted change in each sequence's loss, in nats per token, to first order: sum of gradient * error; one number where sequences are not known; null without a gradient
     loss_second_by_sequence DOUBLE[],   -- the same to second order: half the sum of (gradient * error)² with gradients of sampled labels; null if there was no pass with such labels
+    tensor_scale  DOUBLE,               -- this and the next two: as in tensor, for a used format; else null
+    noise_seed    BIGINT,
+    sign_seed     BIGINT,
     sqnr_db       DOUBLE,
     mse           DOUBLE,
     relative_error DOUBLE,

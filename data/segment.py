@@ -101,6 +101,21 @@ class Origin:
 
 
 @dataclass(frozen=True)
+class RoundedWith:
+    """What the rounding of an operand followed from besides its values and its spec, so that it can be repeated.
+
+    tensor_scale  what all values were multiplied by before they were rounded, where one float32 number scales the
+                  whole tensor; None elsewhere, and where it is not known
+    noise_seed    of stochastic rounding; None if there is none
+    sign_seed     of random signs; None if there are none
+    """
+
+    tensor_scale: float | None = None
+    noise_seed: int | None = None
+    sign_seed: int | None = None
+
+
+@dataclass(frozen=True)
 class Score:
     """The error of rounding a tensor to a format, along the axis that one GEMM contracts.
 
@@ -111,6 +126,7 @@ class Score:
                  number for the micro-batch where sequences are not known: the mean is the change of the micro-batch's
                  loss. None where no gradient, or none of sampled labels, was seen
     blocks       see quant.block_histograms; empty where they were not measured
+    rounded_with of a used format; in others nothing is set
     """
 
     format: str
@@ -120,6 +136,7 @@ class Score:
     loss_first_by_sequence: Sequence[float] | None = None
     loss_second_by_sequence: Sequence[float] | None = None
     blocks: Mapping[str, Histogram] = field(default_factory=dict)
+    rounded_with: RoundedWith = RoundedWith()
 
 
 @dataclass(frozen=True)
@@ -138,12 +155,12 @@ class TensorRow:
     gemm: the GEMM that contracted_axis and error belong to, or whose result it is; None if it is not known. The scores
     are of every GEMM that takes the tensor. result_sqnr_db: of a result, against the same GEMM on unrounded operands.
     tensor_id is unique within its run (the index prefixes it with the run's id). format and error are None unless it is
-    a quantized operand. path is relative to the run's directory; for an imported tensor, which has an origin, it is
-    absolute. sha256 is that of the file that the run wrote there. captured and shard are None if the log does not
-    contain them. recomputed: the layer's forward pass ran a second time during the backward pass (activation
-    recomputation); None if not known. last_bin: of a norm's gain, by MX format the share of its values that round to
-    the largest code of their block; not written. tokens_left_out: how many tokens are padding, which statistics and
-    errors leave out; None if there is no mask, or if it does not apply to the tensor.
+    a quantized operand; rounded_with is set for one. path is relative to the run's directory; for an imported tensor,
+    which has an origin, it is absolute. sha256 is that of the file that the run wrote there. captured and shard are
+    None if the log does not contain them. recomputed: the layer's forward pass ran a second time during the backward
+    pass (activation recomputation); None if not known. last_bin: of a norm's gain, by MX format the share of its values
+    that round to the largest code of their block; not written. tokens_left_out: how many tokens are padding, which
+    statistics and errors leave out; None if there is no mask, or if it does not apply to the tensor.
     """
 
     tensor_id: str
@@ -158,6 +175,7 @@ class TensorRow:
     summary: Summary
     format: str | None = None
     error: Errors | None = None
+    rounded_with: RoundedWith = RoundedWith()
     scores: Sequence[Score] = ()
     gemm: str | None = None
     result_sqnr_db: float | None = None
@@ -214,6 +232,7 @@ _ORIGIN = (
     ("corrections", _TEXT, "correction_lines"),
     ("file_key", _TEXT, "key"),
 )
+_ROUNDED_WITH = (("tensor_scale", _REAL), ("noise_seed", _LONG), ("sign_seed", _LONG))  # fields of RoundedWith
 _BY_SEQUENCE = pa.list_(_REAL)
 _SCORE = (  # fields of a Score
     ("gemm", _TEXT),
@@ -223,7 +242,10 @@ _SCORE = (  # fields of a Score
 )
 # Columns that the segments of an earlier version lack: null there.
 ADDED_LATER = frozenset(
-    (*(name for name, *_ in (*_SHARD, *_ORIGIN, *_SCORE)), "recomputed", "result_sqnr_db", "sha256", "tokens_left_out")
+    (
+        *(name for name, *_ in (*_SHARD, *_ORIGIN, *_SCORE, *_ROUNDED_WITH)),
+        *("recomputed", "result_sqnr_db", "sha256", "tokens_left_out"),
+    )
 )
 
 TENSOR_SCHEMA = pa.schema(
@@ -244,11 +266,13 @@ TENSOR_SCHEMA = pa.schema(
     + [column[:2] for column in _SHARD]
     + [("recomputed", pa.bool_()), ("tokens_left_out", _INT)]
     + [column[:2] for column in _ORIGIN]
-    + [("gemm", _TEXT), ("result_sqnr_db", _REAL), ("format", _TEXT)]
+    + [("gemm", _TEXT), ("result_sqnr_db", _REAL), ("format", _TEXT), *_ROUNDED_WITH]
     + [(name, _REAL) for name in ERROR_COLUMNS]
 )
 SKETCH_SCHEMA = pa.schema([("tensor_id", _TEXT), ("bin", pa.int16()), ("count", _LONG)])
-SCORE_SCHEMA = pa.schema([("tensor_id", _TEXT), ("format", _TEXT), *_SCORE, *((name, _REAL) for name in ERROR_COLUMNS)])
+SCORE_SCHEMA = pa.schema(
+    [("tensor_id", _TEXT), ("format", _TEXT), *_SCORE, *_ROUNDED_WITH, *((name, _REAL) for name in ERROR_COLUMNS)]
+)
 BLOCK_SCHEMA = pa.schema(
     [("tensor_id", _TEXT), ("format", _TEXT), ("measure", _TEXT), ("bin", pa.int16()), ("count", _LONG)]
 )
@@ -476,6 +500,7 @@ def tensor_record(row: TensorRow | LoggedRow) -> dict[str, Any]:
         "gemm": row.gemm,
         "result_sqnr_db": row.result_sqnr_db,
         "format": row.format,
+        **vars(row.rounded_with),
         **(vars(row.error) if row.error else dict.fromkeys(ERROR_COLUMNS)),
     }
     return record | {name: getattr(row.summary, name) for name in (*MOMENTS, *COUNTS)}
@@ -507,6 +532,7 @@ def write_segment(
         )
     scores = [
         {"tensor_id": row.tensor_id, **{name: getattr(score, name) for name in ("format", *dict(_SCORE))}}
+        | vars(score.rounded_with)
         | vars(score.error)
         for row in measured
         for score in row.scores

@@ -50,6 +50,7 @@ class Blocks:
     valid    False for the padding of short blocks
     result   the dequantized tensor, in x's own shape and dtype, transformed back
     signal   Σx² over the finite values of the tensor itself, for a centered spec; else None
+    noise    Σ(y-x)² likewise, with y before it is rounded to x's dtype
 
     For a spec that transforms values, they refer to the coded values.
     """
@@ -62,6 +63,7 @@ class Blocks:
     valid: Tensor
     result: Tensor
     signal: float | None = None
+    noise: float | None = None
 
     @cached_property
     def sqnr_db(self) -> Tensor:
@@ -86,7 +88,7 @@ class Blocks:
         flushed, used, clipped = (int(each.sum()) for each in (nonzero & (y == 0), nonzero, self.clipped))
         return Sums(
             float(x @ x) if self.signal is None else self.signal,
-            float(error @ error),
+            float(error @ error) if self.noise is None else self.noise,
             flushed,
             used,
             clipped,
@@ -104,6 +106,8 @@ class Blocks:
     def clipped(self) -> Tensor:
         """[groups, block] bool: |x / scale| above the largest finite value. The margin covers the rounding of the
         quotient; two float32 values differ by more."""
+        if self.spec.history:  # the scale is a rounded quotient already, so the limit is one that float32 has
+            return (self.x.abs() > (self.spec.format.max * self.scale).float()) & self.valid & self.x.isfinite()
         if not self.spec.scaling.saturates:
             return torch.zeros_like(self.valid)
         return self.magnitudes > self.spec.format.max * (1 + 1e-12)
@@ -137,13 +141,20 @@ def look(
     dim: int = -1,
     *,
     seed: int = 0,
+    sign_seed: int | None = None,
     absmax: Tensor | None = None,
     **options: object,
 ) -> Blocks:
-    """x [any shape] rounded to a format, blocks along `dim`. Options and errors as in `fake_quantize`. absmax: that of
-    the tensor from which x is a sample, for formats with one scale per tensor."""
+    """x [any shape] rounded to a format, blocks along `dim`. Options and errors as in `fake_quantize`.
+
+    seed       of stochastic rounding
+    sign_seed  of random signs; default: seed
+    absmax     of the tensor from which x is a sample, for formats with one scale per tensor; with delayed scaling, the
+               scale itself
+    """
     spec = Spec.of(fmt, **options)
-    coded = transform(x, spec, dim, seed)
+    sign_seed = seed if sign_seed is None else sign_seed
+    coded = transform(x, spec, dim, sign_seed)
     block = GROUP if not spec.has_blocks else spec.block
     absmax = outer_absmax(coded, spec, dim) if absmax is None else absmax
     absmax = per_group(absmax, coded, dim, block) if absmax.dim() else absmax
@@ -153,9 +164,10 @@ def look(
     scale = spec.scaling.multiplier(scale, spec, absmax)
     valid = to_blocks(torch.ones_like(coded, dtype=torch.bool), dim, block)
     back = from_blocks(y.to(coded.dtype), coded, dim, block)
-    back = transform_back(back, x, spec, dim, seed).to(x.dtype)
-    signal = energy(x) if spec.centered else None
-    return Blocks(spec, blocks, values, y.to(coded.dtype).float(), scale.expand(len(blocks), -1), valid, back, signal)
+    back = transform_back(back, x, spec, dim, sign_seed)
+    signal, noise = (energy(x), energy(back - x)) if spec.centered else (None, None)
+    y, scale, back = y.to(coded.dtype).float(), scale.expand(len(blocks), -1), back.to(x.dtype)
+    return Blocks(spec, blocks, values, y, scale, valid, back, signal, noise)
 
 
 def energy(x: Tensor) -> float:

@@ -45,6 +45,8 @@ class Observed:
     scales     block scales as `quantizer.apply` returns them
     dim        the axis of `tensor` that was contracted (operands)
     absmax     the scale that delayed scaling used
+    noise_seed of stochastic rounding
+    sign_seed  of random signs
     shape      the shape to show the tensor in, where the product works on a reshaped one
     rounded    rounds a forward operand to the same values once more, transformed back
     exact      the result of the same GEMM on operands that are not rounded; None if neither operand is rounded
@@ -58,6 +60,8 @@ class Observed:
     scales: Tensor | None = None
     dim: int = -1
     absmax: Tensor | None = None
+    noise_seed: int = 0
+    sign_seed: int = 0
     shape: tuple[int, ...] | None = None
     rounded: Callable[[], Tensor] | None = None
     exact: Callable[[], Tensor] | None = None
@@ -113,7 +117,7 @@ class Rounding:
             return x
         index = OPERAND_FIELDS.index(which)
         signs = self._signs(which)
-        coded = transform(x, spec, dim, signs).to(x.dtype)
+        coded = transform(x, spec, dim, signs)
         scale = None
         if spec.history:
             histories = self.histories if self.histories is not None else {}
@@ -124,10 +128,10 @@ class Rounding:
         if tap:
 
             def rounded() -> Tensor:
-                operand = transform(x, spec, dim, signs).to(x.dtype)
+                operand = transform(x, spec, dim, signs)
                 return transform_back(apply(operand, plain, dim, seed=seed, absmax=scale)[0], x, spec, dim, signs)
 
-            tap(Observed(name, x.detach(), spec, q, coded, scales, dim, scale, rounded=rounded))
+            tap(Observed(name, x.detach(), spec, q, coded, scales, dim, scale, seed, signs, rounded=rounded))
         return q
 
     def _signs(self, which: str) -> int:

@@ -296,10 +296,19 @@ def _saturated(x: Tensor, spec: Spec, scales: Tensor | None, dim: int, absmax: T
 
 
 def score(
-    x: Tensor, fmt: str | Format | Spec, dim: int = -1, *, backend: str = "auto", seed: int = 0, **options: object
+    x: Tensor,
+    fmt: str | Format | Spec,
+    dim: int = -1,
+    *,
+    backend: str = "auto",
+    seed: int = 0,
+    sign_seed: int | None = None,
+    absmax: Tensor | None = None,
+    **options: object,
 ) -> Errors:
-    """The error of x rounded to a format, blocks along `dim`. Options as in `fake_quantize`."""
-    return score_later(x, Spec.of(fmt, **options), dim, backend, seed=seed)()
+    """The error of x rounded to a format, blocks along `dim`. Options as in `fake_quantize`; sign_seed and absmax as in
+    `blocks.look`."""
+    return score_later(x, Spec.of(fmt, **options), dim, backend, seed=seed, sign_seed=sign_seed, absmax=absmax)()
 
 
 def score_later(
@@ -309,6 +318,7 @@ def score_later(
     backend: str = "auto",
     codes: Counted | None = None,
     seed: int = 0,
+    sign_seed: int | None = None,
     absmax: Tensor | None = None,
 ) -> Later[Errors]:
     """As `score`, without waiting for a GPU. With codes, which is `counted(x)`, a format without block scales rounds
@@ -317,8 +327,13 @@ def score_later(
     absmax: of the outer block, if it is known."""
     if spec.transforms and x.numel():
         check_tensor(x, dim, seed)
-        coded = score_later(transform(x, spec, dim, seed), untransformed(spec), dim, backend, seed=seed)
-        return of_original(coded, x, apply(x.float(), spec, dim, backend, seed=seed)[0]) if spec.centered else coded
+        sign_seed = seed if sign_seed is None else sign_seed
+        coded, plain = transform(x, spec, dim, sign_seed), untransformed(spec)
+        errors = score_later(coded, plain, dim, backend, seed=seed, absmax=absmax)
+        if spec.centered:
+            rounded = apply(coded, plain, dim, backend, seed=seed, absmax=absmax)[0]
+            errors = of_original(errors, x, transform_back(rounded, x, spec, dim, sign_seed))
+        return errors
     countable = not spec.has_blocks and spec.rounding != Rounding.STOCHASTIC
     if codes and countable and len(codes.values) < x.numel():
         return Later(lambda: _score_counted(codes, spec))
@@ -418,12 +433,12 @@ def score_of_rows_later(
     """As `score_later` and, with q, `errors_later`, but over these rows of x [..., columns] alone, by their indices in
     [rows, columns]. All of x is rounded: the other rows may determine scales. A rotation must not mix rows."""
     if spec.centered:
-        coded, plain = transform(x, spec, dim, 0).to(x.dtype), untransformed(spec)
+        coded, plain = transform(x, spec, dim, 0), untransformed(spec)
         back = transform_back(apply(coded, plain, dim)[0] if q is None else q, x, spec, dim, 0)
         own, rounded = (t.flatten(0, -2).index_select(0, rows) for t in (x.detach(), back))
         return of_original(score_of_rows_later(coded, plain, dim, rows, q, absmax), own, rounded)
     if spec.hadamard:
-        x, spec = transform(x, spec, dim, 0).to(x.dtype), untransformed(spec)
+        x, spec = transform(x, spec, dim, 0), untransformed(spec)
     looked = look(x, spec, dim, absmax=absmax)
     block = GROUP if not spec.has_blocks else spec.block
     clipped = from_blocks(looked.clipped.to(x.dtype), x, dim, block)
@@ -450,10 +465,11 @@ def scores_later(
             scores[spec] = _errors(numbers, x.numel()), histogram
     for spec in specs:
         if spec not in scores and blocks and x.numel() and spec.has_blocks:
-            coded = transform(x, spec, dim, 0).to(x.dtype)
-            errors, blocks_of = score_blocks_later(coded, untransformed(spec), dim)
+            coded = transform(x, spec, dim, 0)
+            plain = untransformed(spec)
+            errors, blocks_of = score_blocks_later(coded, plain, dim)
             if spec.centered:
-                errors = of_original(errors, x, apply(x.float(), spec, dim)[0])
+                errors = of_original(errors, x, transform_back(apply(coded, plain, dim)[0], x, spec, dim, 0))
             scores[spec] = errors, blocks_of
         elif spec not in scores:
             scores[spec] = score_later(x, spec, dim, codes=codes), None

@@ -155,9 +155,8 @@ class Quantized:
             else scaling.from_bytes(self.scales)
         )
         values = read_back(values, scaling.factors(scales, self.spec, self.absmax))
-        dtype = torch.float32 if self.spec.transforms else self.dtype
-        like = torch.empty(self._coded_shape(), dtype=dtype, device="meta")
-        y = from_blocks(values.to(dtype), like, self.dim, self.spec.block)
+        like = torch.empty(self._coded_shape(), dtype=self.dtype, device="meta")
+        y = from_blocks(values.to(self.dtype), like, self.dim, self.spec.block)
         like = torch.empty(self.shape, device="meta")
         return transform_back(y, like, self.spec, self.dim, self.seed, self.mean).to(self.dtype)
 

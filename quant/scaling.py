@@ -309,6 +309,11 @@ class TwoLevel(Scaling):
         scale = (torch.full_like(absmax, self.limit(spec)) / absmax).clamp(max=FLOAT32_MAX)
         return torch.where(absmax == 0, torch.ones_like(scale), scale)
 
+    def of_tensor(self, spec: Options, absmax: float) -> float | None:
+        if self.outer != TENSOR or self.of_blocks:
+            return None
+        return float(self.tensor_scale(spec, torch.tensor(absmax, dtype=torch.float32)))
+
     def wanted(self, largest: Tensor, spec: Options, absmax: Tensor) -> tuple[Tensor, ...]:
         inverse = torch.full((), 1.0 / spec.format.max, dtype=torch.float32, device=largest.device)
         return (largest * (self.tensor_scale(spec, absmax) * inverse),)

@@ -132,6 +132,14 @@ class Scaling:
         """What the scale of the tensor follows from, given the largest magnitude of each block, any shape."""
         return largest.amax()
 
+    def of_tensor(self, spec: Options, absmax: float) -> float | None:
+        """What all values of a tensor with this largest magnitude are multiplied by; None unless one float32 number
+        that follows from it scales the whole tensor."""
+        if spec.block != TENSOR:
+            return None
+        largest = torch.tensor(absmax, dtype=torch.float32)
+        return float(self.of_largest(largest, spec, largest))
+
     def wanted(self, largest: Tensor, spec: Options, absmax: Tensor) -> tuple[Tensor, ...]:
         """The scales to choose from for blocks with these largest magnitudes, same shape, before they are rounded to
         `stored`: of several, the first with the smallest error. () if they do not follow from these or are not rounded

@@ -46,10 +46,10 @@ def residual(x: Tensor) -> Tensor:
 
 
 def transform(x: Tensor, spec: Spec, dim: int, seed: int) -> Tensor:
-    """The coded values of x, float32; those of a rotation are padded along `dim`. x itself if nothing is done to it.
-    seed: of this call, for random signs."""
-    x = residual(x) if spec.centered else x.detach()
-    return rotate(x, spec, dim, seed) if spec.hadamard else x
+    """The coded values of x in its dtype, which are the ones that a GEMM rounds to a format; those of a rotation are
+    padded along `dim`. x itself if nothing is done to it. seed: of this call, for random signs."""
+    coded = residual(x) if spec.centered else x.detach()
+    return (rotate(coded, spec, dim, seed) if spec.hadamard else coded).to(x.dtype)
 
 
 def transform_back(y: Tensor, like: Tensor, spec: Spec, dim: int, seed: int, mean: Tensor | None = None) -> Tensor:

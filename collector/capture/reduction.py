@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from binade.collector.ranks import Group, Ranks
-from binade.data.segment import Score, Shard, TensorRow
+from binade.data.segment import RoundedWith, Score, Shard, TensorRow
 from binade.data.tensor_kinds import Operation
 from binade.data.text import describe
 from binade.quant.block_histograms import Histogram
@@ -186,6 +186,7 @@ def _merged(replicas: Sequence[Sequence[TensorRow]]) -> TensorRow:
         nbytes=sum(part.nbytes for part in parts),
         summary=_summary([part.summary for part in parts]),
         error=_errors(parts, [part.error for part in parts]),
+        rounded_with=worst.rounded_with if len({part.rounded_with for part in parts}) == 1 else RoundedWith(),
         scores=scores,
         shard=_shard(parts, worst),
         recomputed=any(part.recomputed for part in parts),
@@ -208,7 +209,9 @@ def _score(score: Score, parts: Sequence[TensorRow], replicas: Sequence[Sequence
     by_replica = [[found[id(row)] for row in slices] for slices in replicas]
     first, second = (_changes(by_replica, name) for name in ("loss_first_by_sequence", "loss_second_by_sequence"))
     blocks = _added([each.blocks for part in parts if (each := found[id(part)])])
-    return Score(score.format, error, score.gemm, score.used, first, second, blocks)
+    same = all(each.rounded_with == score.rounded_with for each in found.values() if each)
+    rounded_with = score.rounded_with if same else RoundedWith()
+    return Score(score.format, error, score.gemm, score.used, first, second, blocks, rounded_with)
 
 
 def _changes(replicas: Sequence[Sequence[Score | None]], name: str) -> list[float] | None:

@@ -6,7 +6,7 @@ Then they are frozen, once, and handed to the writer's thread, which fetches the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -17,9 +17,10 @@ from binade.collector.capture.tried import Tried
 from binade.collector.capture.valid import Valid
 from binade.collector.capture.writing import Pending
 from binade.collector.models.site import Site
-from binade.data.segment import Identity, Shard, TensorRow, Trace
+from binade.data.segment import Identity, RoundedWith, Score, Shard, TensorRow, Trace
 from binade.data.tensor_kinds import Gemm, Product
 from binade.quant.later import Later
+from binade.quant.specs import Spec
 from binade.quant.summary import Summary
 
 Pass = tuple[Site, Moment]  # a layer's forward pass
@@ -67,7 +68,9 @@ class Draft:
 
     def row(self, run_id: str, recomputed: bool) -> TensorRow:
         """recomputed: whether the pass was computed again in the backward pass."""
-        scores = [tried.score() for tried in self.tried]
+        summary = self.summary()
+        scores = [self._scaled(tried.score(), summary) for tried in self.tried]
+        used = next((score for score in scores if score.used and score.gemm == self.gemm), None)
         return TensorRow(
             tensor_id=self.tensor_id,
             run_id=run_id,
@@ -78,9 +81,10 @@ class Draft:
             nbytes=self.nbytes,
             path=str(self.path) if self.path else None,
             contracted_axis=self.contracted_axis,
-            summary=self.summary(),
+            summary=summary,
             format=self.format,
-            error=next((score.error for score in scores if score.used and score.gemm == self.gemm), None),
+            error=used.error if used else None,
+            rounded_with=used.rounded_with if used else RoundedWith(),
             scores=scores,
             gemm=self.gemm,
             result_sqnr_db=self.result_sqnr() if self.result_sqnr else None,
@@ -90,6 +94,15 @@ class Draft:
             last_bin=self.last_bin() if self.last_bin else {},
             tokens_left_out=self.tokens_left_out,
         )
+
+    def _scaled(self, score: Score, summary: Summary) -> Score:
+        """The score with the tensor scale, where that follows from the statistics of the values."""
+        spec, known = Spec.of(score.format), score.rounded_with
+        finite = summary.numel > 0 and not (summary.nans or summary.infs)
+        whole = self.tokens_left_out is None and finite and not spec.transforms
+        if not (score.used and known.tensor_scale is None and whole):
+            return score
+        return replace(score, rounded_with=replace(known, tensor_scale=spec.scaling.of_tensor(spec, summary.absmax)))
 
 
 @dataclass(eq=False)

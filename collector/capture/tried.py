@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from binade.data.segment import Score
+from binade.data.segment import RoundedWith, Score
 from binade.data.tensor_kinds import Gemm, has_tokens
 from binade.quant.backends.counts import Counted
 from binade.quant.block_histograms import Histogram
 from binade.quant.gemm import Observed
-from binade.quant.later import Later
+from binade.quant.later import Later, Part
 from binade.quant.metrics import (
     Errors,
     errors_later,
@@ -31,7 +31,7 @@ from binade.quant.transform import untransformed
 
 @dataclass
 class Tried:
-    """One format on one operand of one GEMM; used: whether the GEMM rounded the operand to it."""
+    """One format on one operand of one GEMM; used: whether the GEMM rounded the operand to it, and then with what."""
 
     format: str
     gemm: Gemm | None
@@ -40,6 +40,7 @@ class Tried:
     blocks: Later[dict[str, Histogram]] | None = None
     first: Later[list[float]] | None = None
     second: Later[list[float]] | None = None
+    rounded_with: Later[RoundedWith] = field(default_factory=lambda: Later.known(RoundedWith()))
 
     def predict(
         self,
@@ -62,12 +63,12 @@ class Tried:
 
     @property
     def results(self) -> list[Later[Any]]:
-        return [each for each in (self.errors, self.blocks, self.first, self.second) if each]
+        return [each for each in (self.errors, self.blocks, self.first, self.second, self.rounded_with) if each]
 
     def score(self) -> Score:
         first, second = (each() if each else None for each in (self.first, self.second))
         blocks = self.blocks() if self.blocks else {}
-        return Score(self.format, self.errors(), self.gemm, self.used, first, second, blocks)
+        return Score(self.format, self.errors(), self.gemm, self.used, first, second, blocks, self.rounded_with())
 
 
 @lru_cache(maxsize=256)  # asked for every tensor of a recorded step
@@ -121,7 +122,7 @@ def _tried_of_rows(seen: Observed, formats: Sequence[str], gemm: Gemm | None, ro
         used_rows = rows_of(used)
         operand = seen.coded, untransformed(used), dim, used_rows
         errors = _of_original(score_of_rows_later(*operand, seen.quantized, seen.absmax), seen, used, used_rows)
-        found.append(Tried(str(used), gemm, True, errors))
+        found.append(Tried(str(used), gemm, True, errors, rounded_with=_rounded_with(seen, used)))
     for spec in map(Spec.of, formats):
         if str(spec) != str(used):
             found.append(Tried(str(spec), gemm, False, score_of_rows_later(seen.tensor, spec, dim, rows_of(spec))))
@@ -137,7 +138,20 @@ def _measured(seen: Observed, spec: Spec, gemm: Gemm | None, blocks: bool) -> Tr
         errors, histograms = score_blocks_later(x, plain, seen.dim, q, seen.scales, seen.absmax)
     else:
         errors = errors_later(x, q, plain, seen.scales, seen.dim, seen.absmax)
-    return Tried(str(spec), gemm, True, _of_original(errors, seen, spec), histograms)
+    errors = _of_original(errors, seen, spec)
+    return Tried(str(spec), gemm, True, errors, histograms, rounded_with=_rounded_with(seen, spec))
+
+
+def _rounded_with(seen: Observed, spec: Spec) -> Later[RoundedWith]:
+    """What the operand was rounded with. The scale of a spec without a history follows from the statistics of the
+    tensor, which the row has: see `rows.Draft`."""
+    seeds = RoundedWith(
+        noise_seed=seen.noise_seed if spec.noisy else None,
+        sign_seed=seen.sign_seed if spec.signs == "random" else None,
+    )
+    if seen.absmax is None:
+        return Later.known(seeds)
+    return Later(lambda scale: replace(seeds, tensor_scale=float(scale)), Part(seen.absmax))
 
 
 def _of_original(errors: Later[Errors], seen: Observed, spec: Spec, rows: Tensor | None = None) -> Later[Errors]:

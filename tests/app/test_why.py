@@ -35,7 +35,8 @@ class Alone(SelectedTensor):
 def drawn_why(x: torch.Tensor, spec: str, dim: int = -1, **values: Any) -> Drawn:
     summary = vars(summarize(x)) | {"numel": x.numel()}
     identity = {"dtype": "float32", "tensor_id": "t", "layer_type": "linear", "tensor_name": "input"}
-    row = pd.Series({"contracted_axis": dim, **identity, **summary})
+    rounded = dict.fromkeys(("format", "tensor_scale", "noise_seed", "sign_seed"))
+    row = pd.Series({"contracted_axis": dim, **identity, **summary, **rounded})
     return why.draw(Alone(None, Filter(), row=row, x=x, spec=Spec.of(spec)), values)
 
 

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from binade.app.questions.shared.rounded import subject
-from binade.app.questions.what_if.compute import Trial, try_formats
+from binade.app.questions.what_if.compute import Operand, Trial, try_formats
 from binade.data.tensor_kinds import has_tokens
-from binade.quant import compare, fake_quantize, quantize, score
+from binade.quant import compare, fake_quantize, hadamard_rotate, quantize, score
 from binade.quant.gemm import Observed, Rounding, linear, matmul
 from binade.quant.metrics import score_of_rows_later, scores_later
 from binade.quant.specs import GemmFormats, Spec, SpecError
-from binade.quant.transform import mean_energy
+from binade.quant.transform import mean_energy, untransformed
 from tests.quant import oracles
 from tests.quant.helpers import assert_same_bits
 
@@ -76,19 +76,20 @@ def test_energy_of_the_mean():
 def test_errors_refer_to_the_tensor_and_shares_to_the_residual(spec, dim, dtype):
     """The sum of the rounded residual and the mean is not rounded to the tensor's dtype: no GEMM does that."""
     x = (8 * biased(64, 96)).to(dtype).float()
-    q, tensor = fake_quantize(x, spec, dim), x.to(dtype)
-    want = sqnr_db(x.numpy(), q.numpy())
-    plain = score(torch.from_numpy(residual(x)), Spec.of(spec, center="none"), dim)
+    tensor, size = x.to(dtype), Spec.of(spec).hadamard
+    residue = torch.from_numpy(residual(x)).float()
+    coded = (hadamard_rotate(residue, dim, size) if size else residue).to(dtype)  # what a GEMM in this dtype rounds
+    plain = untransformed(Spec.of(spec))
+    rounded = fake_quantize(coded, plain, dim).float()
+    q = (hadamard_rotate(rounded, dim, size) if size else rounded) + torch.from_numpy(mean(x)).float()
+    want, shares = sqnr_db(x.numpy(), q.numpy()), score(coded, plain, dim)
     for errors in (score(tensor, spec, dim), scores_later(tensor, [Spec.of(spec)], dim, blocks=True)[0][0]()):
         assert errors.sqnr_db == pytest.approx(want, abs=1e-4)
-        rounded_residual = 0.002 if dtype == torch.bfloat16 else 0  # which is what a GEMM in bfloat16 rounds
-        assert errors.flush_to_zero == pytest.approx(plain.flush_to_zero, abs=rounded_residual)
-        assert errors.saturated == pytest.approx(plain.saturated, abs=rounded_residual)
+        assert (errors.flush_to_zero, errors.saturated) == (shares.flush_to_zero, shares.saturated)
     if dim == -1:
         some = torch.tensor([3, 17, 40])
         errors = score_of_rows_later(tensor, Spec.of(spec), dim, some)()
-        rounded_residual = 0.15 if dtype == torch.bfloat16 else 1e-4
-        assert errors.sqnr_db == pytest.approx(sqnr_db(x[some].numpy(), q[some].numpy()), abs=rounded_residual)
+        assert errors.sqnr_db == pytest.approx(sqnr_db(x[some].numpy(), q[some].numpy()), abs=1e-4)
 
 
 @pytest.mark.parametrize("dim", [-1, 0])
@@ -101,8 +102,10 @@ def test_a_sample_is_rounded_without_the_mean_of_all_tokens(dim):
     assert found.every == 4
     sums = found.blocks.sums
     assert 10 * np.log10(sums.signal / sums.noise) == pytest.approx(want, abs=1e-4)
-    table, _ = try_formats([(x, dim)], [Trial(Spec.of(CENTERED))], together=False, limit=256)
-    assert table["sqnr_db"].item() == pytest.approx(want, abs=1e-4)
+    whole = sqnr_db(x.numpy(), fake_quantize(x, CENTERED, dim).numpy())
+    for together, shown in ((True, want), (False, whole)):  # of several tensors samples, of one all values
+        table, _ = try_formats([Operand(x, dim)], [Trial(Spec.of(CENTERED))], together=together, limit=256)
+        assert table["sqnr_db"].item() == pytest.approx(shown, abs=1e-4)
 
 
 @pytest.mark.parametrize("rotation", ["", ", hadamard=16"], ids=["plain", "rotated"])

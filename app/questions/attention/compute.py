@@ -15,9 +15,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from binade import quant
 from binade.app.questions.shared.rounded import MAX_SIDE
-from binade.quant.specs import Spec
 
 LIMIT = 1 << 23  # values that are read
 NAMES = ("attention_probs", "attention_scores")
@@ -86,10 +84,9 @@ def entropy(p: Heads) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["head", "entropy", "lowest", "highest", "uniform"])
 
 
-def flushed(p: Heads, fmt: str | Spec, dim: int = -1, probs: Heads | None = None) -> pd.DataFrame:
-    """Return a table by head: columns head, flush_to_zero (of the nonzero values, in this format along dim), mass (the
-    share of all probability that the flushed values held). probs: the probabilities, if p is P̃."""
-    q = quant.fake_quantize(p.x.contiguous(), fmt, dim)
+def flushed(p: Heads, q: Tensor, probs: Heads | None = None) -> pd.DataFrame:
+    """Return a table by head: columns head, flush_to_zero (of the nonzero values of p, which are rounded to q), mass
+    (the share of all probability that the flushed values held). probs: the probabilities, if p is P̃."""
     rows = []
     for number, (x, y, exact) in enumerate(zip(*(each.unbind(1) for each in (p.x, q, (probs or p).x)), strict=True), 1):
         gone = (x != 0) & (y == 0)

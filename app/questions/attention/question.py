@@ -13,12 +13,12 @@ import numpy as np
 import pandas as pd
 from torch import Tensor
 
-from binade import quant
 from binade.app.control import Control
 from binade.app.figure import Column, Controls, Drawn, Figure, Item, Table, Text, grid, source
 from binade.app.params import One, Whole
 from binade.app.questions.attention import charts, compute
 from binade.app.questions.question import Question
+from binade.app.questions.shared.rounded import Recorded
 from binade.app.questions.shared.selection import Of, SelectedTensor
 from binade.app.report.section import ReportSelection, Section, slug
 from binade.collector.recipes.parse import recipe_of
@@ -134,13 +134,16 @@ def heads(selected: SelectedTensor, maps: Maps) -> Drawn:
         softmax = compute.softmax(recorded, scores) if scores and scores.x.shape == recorded.x.shape else None
         probs = softmax if is_flash else recorded
         row, first = maps.rows["attention_probs"], maps.source("attention_probs")
-        axis = -1 if pd.isna(row["contracted_axis"]) else int(row["contracted_axis"])
+        axis, how = -1 if pd.isna(row["contracted_axis"]) else int(row["contracted_axis"]), Recorded.of(row)
+        if problem := how.problem(selected.spec):
+            return Drawn(problems=(problem,))
+        rounded = how.look(recorded.x.contiguous(), selected.spec, axis).result
         if probs is None:
             text = "These are P̃ of softmax=flash. Entropy and lost mass need the scores, whose values were not kept."
             items.append(Text(text))
         else:
             entropy = compute.entropy(probs)
-            flushed = compute.flushed(recorded, selected.spec, axis, probs)
+            flushed = compute.flushed(recorded, rounded, probs)
             verdict = _verdict(flushed, entropy, str(selected.spec))
             caption = f"{first}\nEntropy: −Σp·log₂ p over the keys, mean over queries."
             note = "Dashed: uniform attention over all visible keys. Thin lines: the range over queries."
@@ -148,8 +151,7 @@ def heads(selected: SelectedTensor, maps: Maps) -> Drawn:
             items.append(Figure("entropy", chart, entropy, caption, note, 330, "head", hint, group="probs"))
             bars = charts.flushed_by_head(flushed, selected.spec, maps.words)
             items.append(Figure("flushed", bars, flushed, f"{first}\n{LOST}", LOST, 330, group="probs"))
-        rounded = quant.fake_quantize(recorded.x.contiguous(), selected.spec, axis) if is_flash else None
-        items += _product(maps, recorded, softmax, rounded, str(selected.spec))
+        items += _product(maps, recorded, softmax, rounded if is_flash else None, str(selected.spec))
     if scores is not None:
         table = compute.ranges(scores)
         caption = f"{maps.source('attention_scores')}\nScores: the input of softmax."

@@ -90,6 +90,8 @@ def blocks_of(selected: SelectedTensor, metric: str) -> tuple[Blocks | None, str
     """(the blocks, the reason if there are none)."""
     if not selected.x.numel():
         return None, "The tensor is empty: it has no blocks."
+    if selected.problem:
+        return None, selected.problem
     found = selected.rounded()
     table = compute.block_table(found)
     dim = selected.dim if found.every == 1 else -1

@@ -25,6 +25,8 @@ COUNTED = 2  # tensors of each operation whose codes a report counts
 
 
 def draw(selected: SelectedTensor, values: dict[str, Any]) -> Drawn:
+    if selected.problem:
+        return Drawn(problems=(selected.problem,))
     found = selected.rounded()
     table = compute.codes(found)
     if not table["count"].sum():

@@ -10,10 +10,12 @@ from torch import Tensor
 
 from binade import quant
 from binade.app.questions.shared.distributions import Distribution, distribution_of
+from binade.app.questions.shared.rounded import NOT_RECORDED, Recorded
 from binade.app.style import MEASURES
 from binade.data.evidence import Measure, Sentence, exact, say, together
 from binade.quant import sketch as sketches
 from binade.quant.metrics import errors
+from binade.quant.specs import Spec
 
 TIMES = Measure("ratio", "Ratio", "times")
 
@@ -59,9 +61,17 @@ class ThreeWay:
         return say("Both: the drift is {times} the rounding error.", times=exact(TIMES, ratio))
 
 
-def three_way(reference: Tensor, own: Tensor, fmt: str, dim: int = -1, equal_weights: bool = False) -> ThreeWay:
-    """Is it the format's rounding, or has the run drifted? Both tensors of one shape; blocks along dim."""
-    rounded, both = quant.fake_quantize(reference, fmt, dim), quant.fake_quantize(own, fmt, dim)
+def three_way(
+    reference: Tensor,
+    own: Tensor,
+    fmt: str,
+    dim: int = -1,
+    equal_weights: bool = False,
+    recorded: Recorded = NOT_RECORDED,
+) -> ThreeWay:
+    """Is it the format's rounding, or has the run drifted? Both tensors of one shape; blocks along dim. recorded: how
+    the run rounded its own tensor, which holds for both."""
+    rounded, both = (recorded.look(x, Spec.of(fmt), dim).result for x in (reference, own))
     rows = []
     for what, q in (("rounding", rounded), ("drift", own), ("both", both)):
         found = errors(reference, q)

@@ -17,6 +17,7 @@ from binade.app.questions.drift import charts, compute, twin
 from binade.app.questions.question import Question, not_in_report
 from binade.app.questions.shared import distribution_charts
 from binade.app.questions.shared.distributions import log2_histogram
+from binade.app.questions.shared.rounded import Recorded
 from binade.app.questions.shared.runs import compared_to, every_run, labels_of, references_of, run_titles
 from binade.app.questions.shared.selection import Of, SelectedTensor
 from binade.data.catalog import Catalog, CatalogError
@@ -25,6 +26,7 @@ from binade.data.same_data import equal_weights
 from binade.data.store import TensorFileError
 from binade.data.twin import Twin, read_twins
 from binade.quant.metrics import METRICS
+from binade.quant.specs import Spec
 
 NOTHING = (
     "There is nothing to compare: this needs a bf16 run and a quantized run on the same data, both with this "
@@ -168,8 +170,11 @@ def compared(selected: SelectedTensor, given: Candidates, run: str) -> Drawn:
     if reference.shape != own.shape or not reference.numel():
         return Drawn(problems=("The two tensors have different shapes and cannot be compared.",))
     fmt = str(selected.spec) if pd.isna(other["format"]) else other["format"]
+    recorded = Recorded.of(other)
+    if problem := recorded.problem(Spec.of(fmt)):
+        return Drawn(problems=(problem,))
     equal = equal_weights(selected.opened.root, run, given.base.iloc[0]["run_id"], int(other["iteration"]))
-    found = compute.three_way(reference, own, fmt, selected.dim, equal)
+    found = compute.three_way(reference, own, fmt, selected.dim, equal, recorded)
     columns = COLUMNS
     if equal:
         what = replace(COLUMNS["what"], text=lambda row: EQUAL_WEIGHTS.get(row["what"], WHAT[row["what"]]))

@@ -12,7 +12,7 @@ import pandas as pd
 from binade.app.questions.map import charts, compute
 from binade.app.questions.map.compute import GEMMS, Row
 from binade.app.questions.map.question import Map
-from binade.app.questions.shared.rounded import subject
+from binade.app.questions.shared.rounded import NOT_RECORDED, Recorded, subject
 from binade.app.questions.why import compute as grid
 from binade.app.style import MEASURES, power_of_two
 from binade.data.catalog import Catalog, CatalogError
@@ -34,7 +34,9 @@ def panel(opened: Catalog, found: Map, cell: pd.Series, fmt: str) -> dict[str, A
     name = charts.label(Row(str(cell["gemm"]), str(cell["product"]), str(cell["tensor"]), expert))
     tensors = int(cell["tensors"])
     notes = [f"The tensor with the worst value of {tensors:,} in this cell."] if tensors > 1 else []
-    drawn, why = _values(opened, row, str(cell["gemm"]), fmt) if fmt else (None, "")
+    used = own[own["used"]]
+    recorded = NOT_RECORDED if used.empty else Recorded.of(used.iloc[0])
+    drawn, why = _values(opened, row, str(cell["gemm"]), Spec.of(fmt), recorded) if fmt else (None, "")
     return {
         "title": f"{word}{int(cell[found.across])} {name}",
         "gemm": charts.TITLES.get(str(cell["gemm"]), ""),
@@ -60,8 +62,8 @@ def _format(score: dict[Any, Any], fmt: str) -> dict[str, Any]:
 def _scores(opened: Catalog, tensor_id: str, gemm: str) -> pd.DataFrame:
     """The errors of each format in one GEMM: format, sqnr_db, flush_to_zero, saturated; the highest SQNR first."""
     table = opened.ask(
-        "SELECT score.format, score.gemm, score.sqnr_db, score.flush_to_zero, score.saturated"
-        " FROM score JOIN tensor USING (key) WHERE tensor_id = ?",
+        "SELECT score.format, score.gemm, score.used, score.sqnr_db, score.flush_to_zero, score.saturated,"
+        " score.tensor_scale, score.noise_seed, score.sign_seed FROM score JOIN tensor USING (key) WHERE tensor_id = ?",
         [tensor_id],
     )
     table = table[table["gemm"] == gemm] if gemm in GEMMS else table[table["gemm"].isna()]
@@ -78,17 +80,20 @@ def _facts(found: Map, cell: pd.Series, row: pd.Series, own: pd.DataFrame) -> li
     return [list(fact) for fact in facts.items()][:4]
 
 
-def _values(opened: Catalog, row: pd.Series, gemm: str, fmt: str) -> tuple[dict[str, Any] | None, str]:
+def _values(
+    opened: Catalog, row: pd.Series, gemm: str, spec: Spec, recorded: Recorded
+) -> tuple[dict[str, Any] | None, str]:
     """(the magnitudes over their scale as shares by bin, and the edges of the format's grid, as log₂; why there are
     none). Without values, of a format that has no scale, from the sketch; of any other the scales are not known."""
-    spec = Spec.of(fmt)
+    if problem := recorded.problem(spec):
+        return None, problem
     try:
         matrix, dim = compute.along(opened.load(row["tensor_id"]), row, gemm)
     except (CatalogError, TensorFileError):
         if spec.block:
-            return None, f"No histogram: without values on disk, the scales in {fmt} are not known."
+            return None, f"No histogram: without values on disk, the scales in {spec} are not known."
         return _from_sketch(opened, row, spec)
-    sample = subject(matrix, spec, dim, SAMPLE)
+    sample = subject(matrix, spec, dim, SAMPLE, recorded)
     table = grid.codebook_histogram(sample)
     shares = table["share"] * (table["high"] - table["low"])
     what = "a sample of the values" if sample.every > 1 else "all values"

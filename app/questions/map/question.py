@@ -18,6 +18,7 @@ from binade.app.questions.map import charts, compute
 from binade.app.questions.map.compute import ITERATION, LAYER, LOSS_CHANGE, Row
 from binade.app.questions.question import Question
 from binade.app.questions.shared import board_charts
+from binade.app.questions.shared.rounded import NOT_RECORDED
 from binade.app.questions.shared.runs import OF_MODEL, every_run
 from binade.app.questions.shared.scope import OF_RUNS, scope_of, scoped, unrounded
 from binade.app.questions.shared.selection import Selection
@@ -147,6 +148,8 @@ def _cells(
     table = compute.cells(opened, where, fmt, metric, across, experts)
     if not table.empty or metric not in SHOWN_ERRORS:
         return table, ""
+    if problem := NOT_RECORDED.problem(Spec.of(fmt)):
+        return table, problem
     table, tensors, values = compute.computed(opened, where, fmt, metric, across, experts)
     if table.empty and tensors:
         return (

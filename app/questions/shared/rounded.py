@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import pandas as pd
 import torch
 from torch import Tensor
 
+from binade.data.segment import RoundedWith
 from binade.data.tensor_kinds import has_tokens
 from binade.data.text import short
 from binade.quant.blocks import GROUP, Blocks, energy, look, sample
+from binade.quant.metrics import Errors, score
 from binade.quant.reference import outer_absmax, to_blocks
 from binade.quant.specs import ROW, TENSOR, Block, Spec
 from binade.quant.transform import residual
@@ -38,24 +40,80 @@ class Subject:
         return f"a sample: {held:,} of {self.total:,} values, one line of blocks in {self.every}"
 
 
+@dataclass(frozen=True)
+class Recorded:
+    """How a GEMM rounded a tensor when it was recorded. format: the text of the spec; None if it was not rounded."""
+
+    format: str | None
+    used: RoundedWith
+
+    @classmethod
+    def of(cls, row: Mapping[Any, Any] | pd.Series) -> Recorded:
+        """By a tensor's row in the index, or by that of a score that was used."""
+        scale, noise, signs = (None if pd.isna(row[f.name]) else row[f.name] for f in fields(RoundedWith))
+        seeds = (None if seed is None else int(seed) for seed in (noise, signs))
+        return cls(None if pd.isna(row["format"]) else str(row["format"]), RoundedWith(scale, *seeds))
+
+    def in_format(self, spec: Spec) -> bool:
+        """Whether the tensor was rounded to this spec."""
+        return str(spec) == self.format
+
+    def problem(self, spec: Spec) -> str:
+        """Why rounding the values to this spec would not give what a GEMM used, or ""."""
+        if spec.history and not (self.in_format(spec) and self.used.tensor_scale is not None):
+            return (
+                f"{spec} takes its scale from earlier iterations, and the scale that it would have for this tensor was "
+                "not recorded: choose the format that the tensor was rounded to, or one without a history."
+            )
+        needed = {"noise_seed": spec.noisy, "sign_seed": spec.signs == "random"}
+        unknown = any(getattr(self.used, name) is None for name, random in needed.items() if random)
+        if self.in_format(spec) and unknown:
+            return f"{spec} draws random numbers, and this run did not record their seed: record the run again."
+        return ""
+
+    def look(self, x: Tensor, spec: Spec, dim: int, absmax: Tensor | None = None) -> Blocks:
+        """x rounded to a spec: if it is the recorded one, in the same way. absmax: as in `quant.blocks.look`."""
+        how = self._arguments(spec)
+        return look(x, spec, dim, **({"absmax": absmax} | how))
+
+    def score(self, x: Tensor, spec: Spec, dim: int) -> Errors:
+        """The error of all values, rounded as by `look`."""
+        return score(x, spec, dim, **self._arguments(spec))
+
+    def _arguments(self, spec: Spec) -> dict[str, Any]:
+        """How `look` and `score` repeat the rounding."""
+        if not self.in_format(spec):
+            return {}
+        seeds = {"seed": self.used.noise_seed or 0, "sign_seed": self.used.sign_seed or 0}
+        if not spec.history or self.used.tensor_scale is None:
+            return seeds
+        return seeds | {"absmax": torch.tensor(self.used.tensor_scale, dtype=torch.float32)}
+
+
+NOT_RECORDED = Recorded(None, RoundedWith())
+
+
 def applied(spec: Spec, row: Mapping[Any, Any] | pd.Series) -> Spec:
     """The spec that a recipe with this one rounds a tensor to, by its row in the index: without tokens, no mean over
     them is subtracted."""
     return spec if has_tokens(row["layer_type"], row["tensor_name"]) else Spec.of(spec, center="none")
 
 
-def subject(x: Tensor, fmt: str | Spec, dim: int = -1, limit: int = LIMIT) -> Subject:
-    """x rounded to a format, blocks along dim; of a tensor of more than `limit` values, a sample of lines, with the
-    scale of the whole tensor if the format has one."""
+def subject(
+    x: Tensor, fmt: str | Spec, dim: int = -1, limit: int = LIMIT, recorded: Recorded = NOT_RECORDED
+) -> Subject:
+    """x rounded to a format, blocks along dim; in the recorded format, as it was recorded. Of a tensor of more than
+    `limit` values, a sample of lines, with the scale of the whole tensor if the format has one; its stochastic rounding
+    draws other numbers."""
     spec = Spec.of(fmt)
     part, every = _part(x, spec, dim, limit)
     if every == 1:
-        return Subject(look(x, spec, dim), 1, x.numel())
+        return Subject(recorded.look(x, spec, dim), 1, x.numel())
     if spec.centered:  # the mean is that of all tokens
         found = subject(residual(x), Spec.of(spec, center="none"), dim, limit)
         return replace(found, blocks=replace(found.blocks, signal=energy(part)))
     whole = TENSOR in _shares(spec) and not spec.history and not spec.hadamard
-    return Subject(look(part, spec, -1, absmax=outer_absmax(x, spec, dim) if whole else None), every, x.numel())
+    return Subject(recorded.look(part, spec, -1, outer_absmax(x, spec, dim) if whole else None), every, x.numel())
 
 
 def _shares(spec: Spec) -> set[Block | None]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from binade.app.figure import Drawn, Figure, source
 from binade.app.questions.shared import boards
 from binade.app.questions.shared.labels import full_labels
-from binade.app.questions.shared.rounded import Subject, applied, subject
+from binade.app.questions.shared.rounded import Recorded, Subject, applied, subject
 from binade.app.questions.shared.runs import given_names
 from binade.app.questions.shared.scope import scope_of, scoped
 from binade.data.catalog import Catalog, CatalogError
@@ -90,9 +90,18 @@ class SelectedTensor(Selection):
         """The first line of a caption."""
         return source(None, f"{self.label}, {self.shape}, {self.row['dtype']}, {self.row['tensor_id']} ({note})")
 
+    @property
+    def recorded(self) -> Recorded:
+        return Recorded.of(self.row)
+
+    @property
+    def problem(self) -> str:
+        """Why the values cannot be rounded to `spec` as a GEMM did or would, or ""."""
+        return self.recorded.problem(self.spec)
+
     def rounded(self, spec: Spec | None = None) -> Subject:
-        """The values, or a sample of them, rounded to a spec; default: `spec`."""
-        return subject(self.x, spec or self.spec, self.dim)
+        """The values, or a sample of them, rounded to a spec; default: `spec`. In the recorded format, as recorded."""
+        return subject(self.x, spec or self.spec, self.dim, recorded=self.recorded)
 
 
 def select(of: Of, opened: Catalog, where: Filter, values: Mapping[str, Any]) -> Selection | Drawn:

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from binade.app import style
 from binade.app.questions.shared.distributions import Distribution, Pool, distribution_of
+from binade.app.questions.shared.rounded import NOT_RECORDED, Recorded
 from binade.collector.advice import scales
 from binade.data.evidence import spread_of
-from binade.quant.blocks import energy, look, sample
-from binade.quant.metrics import sqnr_db
+from binade.quant.blocks import energy, sample
+from binade.quant.metrics import Errors, sqnr_db
 from binade.quant.scaling import scale_nbytes
 from binade.quant.specs import OPTIONS, Spec, SpecError
 from binade.quant.transform import residual
@@ -66,16 +67,32 @@ class _Sum:
     codes: np.ndarray | None = None
     exponents: tuple[float, float] = (math.inf, -math.inf)
 
+    def replace_errors(self, whole: Errors) -> None:
+        """The errors of the last tensor, by those of all its values."""
+        for name, values in self.errors.items():
+            if values:
+                values[-1] = getattr(whole, name)
+
+
+@dataclass(frozen=True)
+class Operand:
+    """What is tried: the values, the axis that their GEMM contracts, and how it rounded them."""
+
+    x: Tensor
+    dim: int
+    recorded: Recorded = NOT_RECORDED
+
 
 def try_formats(
-    tensors: Iterable[tuple[Tensor, int]],
+    tensors: Iterable[Operand],
     trials: list[Trial],
     *,
     together: bool = True,
     limit: int = LIMIT,
     done: Callable[[int], None] = lambda count: None,
 ) -> tuple[pd.DataFrame, list[Distribution]]:
-    """Round every (tensor, contracted axis) by every trial: (a row per trial, the distributions after rounding).
+    """Round every operand by every trial: (a row per trial, the distributions after rounding). In the format that it
+    was recorded in, it is rounded as it was then.
 
     Columns: label, format, sqnr_db, flush_to_zero (of the nonzero values) and saturated (the medians of the tensors'
     own, with _low and _high, the 10th and 90th percentile), tensors, each (the SQNR of each tensor), codes_used,
@@ -90,14 +107,20 @@ def try_formats(
     pools = [Pool(label) for label in ("as captured", *(one.label for one in trials))]
     alone: list[Distribution] = []
     step = 0
-    for x, dim in tensors:
+    for operand in tensors:
+        x, dim = operand.x, operand.dim
         part, every = sample(x, dim, limit)
         along, share = dim if every == 1 else -1, x.numel() / max(part.numel(), 1)
         for index, pool in enumerate(pools):
             became = part
             if index:
                 spec, total = trials[index - 1].spec, sums[index - 1]
-                became = _centered(x, dim, spec, total, limit) if spec.centered else _add(part, along, spec, total)
+                if every > 1 and spec.centered:
+                    became = _centered(x, dim, spec, total, limit)
+                else:
+                    became = _add(part, along, spec, total, recorded=operand.recorded)
+                if every > 1 and not together:
+                    total.replace_errors(operand.recorded.score(x, spec, dim))
                 total.nbytes += x.numel() * spec.format.element.bits / 8 + scale_nbytes(spec, tuple(x.shape), dim)
             if together:
                 pool.add(became, share)
@@ -110,15 +133,17 @@ def try_formats(
 
 
 def _centered(x: Tensor, dim: int, spec: Spec, total: _Sum, limit: int) -> Tensor:
-    """As `_add` for the part of x, whose mean over all tokens is subtracted."""
-    (part, every), (coded, _) = sample(x, dim, limit), sample(residual(x), dim, limit)
-    rounded = _add(coded, dim if every == 1 else -1, Spec.of(spec, center="none"), total, energy(part))
+    """As `_add` for a sample of x, whose mean over all tokens is subtracted."""
+    (part, _), (coded, _) = sample(x, dim, limit), sample(residual(x), dim, limit)
+    rounded = _add(coded, -1, Spec.of(spec, center="none"), total, energy(part))
     return (part.float() + (rounded - coded)).to(x.dtype)
 
 
-def _add(x: Tensor, dim: int, spec: Spec, total: _Sum, signal: float | None = None) -> Tensor:
+def _add(
+    x: Tensor, dim: int, spec: Spec, total: _Sum, signal: float | None = None, recorded: Recorded = NOT_RECORDED
+) -> Tensor:
     """Add one tensor, or a sample of it; returns its values after the round trip. signal: Σx², if not that of x."""
-    found = look(x, spec, dim)
+    found = recorded.look(x, spec, dim)
     sums = found.sums
     if not math.isnan(sums.noise):
         own = (

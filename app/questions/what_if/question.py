@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from torch import Tensor
 
 from binade.app import style
 from binade.app.control import Control
@@ -19,7 +18,7 @@ from binade.app.params import One, Specs
 from binade.app.questions.question import Question, not_in_report
 from binade.app.questions.shared import distribution_charts, format_charts
 from binade.app.questions.shared.distributions import Distribution, log2_histogram
-from binade.app.questions.shared.rounded import applied
+from binade.app.questions.shared.rounded import NOT_RECORDED, Recorded, applied
 from binade.app.questions.shared.selection import Of, SelectedTensor
 from binade.app.questions.what_if import charts, compute
 from binade.collector.advice import scales
@@ -139,6 +138,9 @@ def plan(selected: SelectedTensor, values: dict[str, Any]) -> Plan:
             "and 16over17 avoid this."
         )
     trials = compute.with_defaults(trials)
+    recorded = Recorded.of(selected.row) if over == "tensor" else NOT_RECORDED
+    said += [problem for one in trials if (problem := recorded.problem(one.spec))]
+    trials = [one for one in trials if not recorded.problem(one.spec)]
     if over == "tensor":
         return Plan(trials, [selected.row["tensor_id"]], over, tuple(said))
     ids, note = _operands(selected, with_tokens=centered)
@@ -176,14 +178,12 @@ def tried(opened: Catalog, made: Plan, done: Callable[[int, int], None]) -> Trie
     return opened.cache.get(None, key, found) if opened.cache else found()  # values do not change with the version
 
 
-def _tensors(opened: Catalog, made: Plan) -> Iterator[tuple[Tensor, int]]:
-    """Each tensor with its contracted axis; those that cannot be read are left out."""
-    rows = opened.rows_of(made.ids)
-    axes = dict(zip(rows["tensor_id"], rows["contracted_axis"], strict=True))
-    for tensor_id in made.ids:
-        axis = axes[tensor_id]
+def _tensors(opened: Catalog, made: Plan) -> Iterator[compute.Operand]:
+    """Each operand; those that cannot be read are left out."""
+    for row in opened.rows_of(made.ids).to_dict("records"):
+        axis = row["contracted_axis"]
         try:
-            yield opened.load(tensor_id), -1 if pd.isna(axis) else int(axis)
+            yield compute.Operand(opened.load(row["tensor_id"]), -1 if pd.isna(axis) else int(axis), Recorded.of(row))
         except (CatalogError, TensorFileError):
             continue
 

@@ -23,7 +23,7 @@ from binade.app.report.section import ReportSelection, Section
 from binade.app.style import MEASURES, drag, power_of_two
 from binade.data.evidence import SHARE, Measure, Sentence, exact, say, together
 from binade.data.tensor_kinds import has_tokens
-from binade.data.text import plain_name
+from binade.data.text import counted, plain_name
 from binade.quant.metrics import sqnr_db, streamed_score
 from binade.quant.statistics import outlier_ratio
 from binade.quant.transform import mean_energy
@@ -69,6 +69,8 @@ class Chosen:
 
 
 def draw(selected: SelectedTensor, values: dict[str, Any]) -> Drawn:
+    if selected.problem:
+        return Drawn(problems=(selected.problem,))
     found = selected.rounded()
     zones = compute.zones(found)
     share = zones.set_index("zone")["share"]
@@ -219,8 +221,15 @@ def _range_by_token(selected: SelectedTensor, chosen: Chosen) -> Figure:
 
 
 def totals(selected: SelectedTensor, found: Subject) -> tuple[float, float, float, str]:
-    """SQNR in dB, the share of nonzero values that are flushed and the share of all values that saturate: of the whole
-    tensor, or of the sample, as the text says, if no kernel measures without a copy."""
+    """SQNR in dB, the share of nonzero values that are flushed and the share of all values that saturate: as recorded,
+    in the format that the tensor was rounded to; else of the whole tensor, or of the sample, as the text says, if no
+    kernel measures without a copy."""
+    row = selected.row
+    if selected.recorded.in_format(found.blocks.spec):
+        left_out = row["tokens_left_out"]
+        padding = "" if pd.isna(left_out) else f" without {counted(int(left_out), 'padding token')}"
+        flushed = 0.0 if math.isnan(row["flush_to_zero"]) else float(row["flush_to_zero"])
+        return float(row["sqnr_db"]), flushed, float(row["saturated"]), f" (as recorded{padding})"
     if found.every > 1 and (whole := streamed_score(selected.x, found.blocks.spec, selected.dim)):
         return whole.sqnr_db, 0.0 if math.isnan(whole.flush_to_zero) else whole.flush_to_zero, whole.saturated, ""
     sums, zones = found.blocks.sums, compute.zones(found).set_index("zone")["share"]

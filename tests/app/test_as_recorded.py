@@ -1,0 +1,149 @@
+"""What the pages of a tensor compute in the format that a GEMM used is what was recorded of that GEMM: for every recipe
+that ships, every operand."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from binade import fake_quantize, plots
+from binade.app.questions.shared.rounded import Recorded, subject
+from binade.app.questions.what_if import compute as what_if
+from binade.app.questions.why.compute import zones
+from binade.collector import Recorder, instrument
+from binade.collector.models.model import GPTModel
+from binade.collector.models.registry import MODELS
+from binade.collector.recipes.files import PUBLISHED
+from binade.data.catalog import Catalog
+from binade.data.filter import Filter
+from binade.quant.metrics import sqnr_db
+from binade.quant.specs import Spec
+
+STEPS = 2
+# Everything that a result may depend on besides the values, at once.
+RANDOM = """
+[linear.wgrad]
+input = "nvfp4(rounding=stochastic, hadamard=16, signs=random)"
+grad_output = "nvfp4(rounding=stochastic, hadamard=16, signs=random)"
+[linear.forward]
+input = "mxfp4(center=tokens, rounding=stochastic, scale=rceil)"
+weight = "mxfp4(rounding=stochastic, scale=rceil)"
+[linear.dgrad]
+grad_output = "mxfp4(hadamard=32, signs=random)"
+weight = "mxfp4(hadamard=32, signs=random)"
+"""
+
+
+def model_for(recipe: str) -> GPTModel:
+    """A tiny model that has what the recipe rounds."""
+    family = "deepseek2_lite" if recipe in ("nemotron3_super", "te_nvfp4_fwd_mxfp8_bwd") else "llama32-1b"
+    model = GPTModel(MODELS[family]["tiny"])
+    model.initialize(0)
+    return model
+
+
+def record(
+    root: Path, recipe: str, factors: Sequence[float] = (1.0,) * STEPS, mask: torch.Tensor | None = None
+) -> Catalog:
+    """A run of a few steps, the loss of each multiplied by a factor."""
+    model, tokens = model_for(recipe), torch.randint(257, (2, 41), generator=torch.Generator().manual_seed(1))
+    recorder = Recorder(root, label="d", iterations=len(factors), scores=())
+    with recorder, instrument(model, recipe, recorder):
+        for factor in factors:
+            with nullcontext() if mask is None else recorder.valid(mask.t(), batch_axis=1):
+                logits = model(tokens[:, :-1])
+            (F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten()) * factor).backward()
+            model.zero_grad()
+            recorder.step()
+    return Catalog.open(root)
+
+
+def operands(catalog: Catalog) -> list[dict[Hashable, Any]]:
+    table = catalog.tensors(Filter())
+    return table[table["format"].notna()].to_dict("records")
+
+
+def check(catalog: Catalog) -> None:
+    """The errors that Why, Blocks, Codes and What if compute of each operand are the recorded ones."""
+    for row in operands(catalog):
+        spec, x, dim, recorded = (
+            Spec.of(row["format"]), catalog.load(row["tensor_id"]), row["contracted_axis"], Recorded.of(row)
+        )  # fmt: skip
+        place = row["module"], row["tensor_name"], row["format"]
+        found = subject(x, spec, dim, recorded=recorded)
+        sums, shares = found.blocks.sums, zones(found).set_index("zone")
+        assert recorded.problem(spec) == ""
+        assert sqnr_db(sums.signal, sums.noise) == pytest.approx(row["sqnr_db"], abs=1e-6, nan_ok=True), place
+        assert shares["of_nonzero"]["flushed"] == pytest.approx(np.nan_to_num(row["flush_to_zero"]), abs=1e-12), place
+        assert shares["share"]["saturated"] == pytest.approx(row["saturated"], abs=1e-12), place
+        tried, _ = what_if.try_formats([what_if.Operand(x, dim, recorded)], [what_if.Trial(spec)], together=False)
+        again = [tried[name].iloc[0] for name in what_if.ERRORS]
+        assert again == pytest.approx([row[name] for name in what_if.ERRORS], abs=1e-6, nan_ok=True), place
+
+
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("recipe", [*PUBLISHED, "mxfp8", "FA_linear_nvfp4"])
+def test_every_recipe(recipe, tmp_path):
+    with record(tmp_path, recipe) as catalog:
+        assert operands(catalog)
+        check(catalog)
+
+
+def test_random_numbers_are_repeated(tmp_path):
+    (tmp_path / "random.toml").write_text(RANDOM)
+    with record(tmp_path / "runs", str(tmp_path / "random.toml")) as catalog:
+        seeds = {(row["noise_seed"], row["sign_seed"]) for row in operands(catalog)}
+        assert len(seeds) == len(operands(catalog))
+        check(catalog)
+
+
+@pytest.mark.parametrize("factors", [(1e-5,) * 3, (1.0, 1.0, 1000.0)], ids=["small", "growing"])
+def test_delayed_scales(factors, tmp_path):
+    """A scale of earlier iterations, too large or too small for this one."""
+    with record(tmp_path, "te_delayed", factors) as catalog:
+        rows = [row for row in operands(catalog) if row["tensor_name"] == "grad_output"]
+        first, last = ([row["tensor_scale"] for row in rows if row["iteration"] == at] for at in (0, len(factors) - 1))
+        assert set(first) == {1.0} and 1.0 not in last
+        check(catalog)
+        row = rows[-1]
+        where = Filter(tensor_name=["grad_output"])
+        said = plots.why(catalog, where, tensor=row["tensor_id"], format=row["format"]).verdict
+        assert f"(as recorded): SQNR {row['sqnr_db']:.1f} dB" in said
+        other = plots.why(catalog, where, tensor=row["tensor_id"], format="fp8_e4m3(history=3)")
+        assert not other.figures and "takes its scale from earlier iterations" in other.problems[0]
+        tried = plots.what_if(catalog, where, tensor=row["tensor_id"], formats=["fp8_e4m3(history=3)", "mxfp8"])
+        assert any("takes its scale from earlier iterations" in text for text in tried.sentences)
+        assert "fp8_e4m3(history=3)" not in set(tried.tables["trials"]["label"])
+
+
+def test_a_current_scale_follows_from_the_values(tmp_path):
+    with record(tmp_path, "te_current", (1.0, 1000.0)) as catalog:
+        for row in operands(catalog):
+            largest = 57344.0 if "e5m2" in row["format"] else 448.0
+            assert row["tensor_scale"] == np.float32(largest) / np.float32(row["absmax"])
+
+
+def test_padding_is_said(tmp_path):
+    mask = torch.arange(40).expand(2, -1) < torch.tensor([[40], [25]])
+    with record(tmp_path, "linear_mxfp4", mask=mask) as catalog:
+        row = next(row for row in operands(catalog) if row["tensor_name"] == "input")
+        said = plots.why(catalog, Filter(tensor_name=["input"]), tensor=row["tensor_id"], format="mxfp4").verdict
+        assert f"In mxfp4 (as recorded without 15 padding tokens): SQNR {row['sqnr_db']:.1f} dB" in said
+
+
+def test_a_large_tensor_is_tried_whole():
+    """One line of 64 has the largest values, which a sample by lines may miss."""
+    x = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
+    x[1] *= 1e4
+    found, _ = what_if.try_formats([what_if.Operand(x, -1)], [what_if.trial("hifp8")], together=False, limit=1024)
+    q = fake_quantize(x, "hifp8").double().numpy()
+    e = q - x.double().numpy()
+    assert found["sqnr_db"].iloc[0] == pytest.approx(10 * math.log10((x.double() ** 2).sum() / (e**2).sum()), abs=1e-9)
