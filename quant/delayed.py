@@ -25,9 +25,12 @@ class ScaleHistory:
         self.scale = torch.ones(())
         self.used = self.scale
 
-    def use(self, x: Tensor, again: bool = False) -> Tensor:
+    def use(self, x: Tensor, again: bool = False, trains: bool = True) -> Tensor:
         """The scale for x, whose absmax is added to the history. again: x was scaled before, in a pass that is
-        recomputed; it gets the last scale, and does not change the history. Nothing waits for a GPU."""
+        recomputed; it gets the last scale, and does not change the history. trains: False in an evaluation, which does
+        not change it either. Nothing waits for a GPU."""
+        if not trains:
+            return self.scale.to(x.device)
         if again:
             return self.used.to(x.device)
         self.amaxes, self.scale = self.amaxes.to(x.device), self.scale.to(x.device)

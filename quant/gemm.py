@@ -100,6 +100,7 @@ class Rounding:
     seed        of this call: random signs depend on it and the GEMM, stochastic rounding on it and the operand
     histories   the absmax history of each operand with delayed scaling, by its name in GemmFormats; kept by the caller
     again       whether the forward product is recomputed: delayed scaling then uses the former scale
+    trains      False in an evaluation, which leaves the histories alone
     """
 
     formats: GemmFormats
@@ -107,6 +108,7 @@ class Rounding:
     seed: int = 0
     histories: MutableMapping[str, ScaleHistory] | None = None
     again: bool = False
+    trains: bool = True
 
     def operand(self, x: Tensor, which: str, dim: int, tap: Tap | None = None, name: str = "") -> Tensor:
         """The operand x as the product uses it; it is shown to the tap under this name."""
@@ -122,7 +124,7 @@ class Rounding:
         if spec.history:
             histories = self.histories if self.histories is not None else {}
             again = self.again and which.startswith("forward")
-            scale = histories.setdefault(which, ScaleHistory(spec)).use(coded, again)
+            scale = histories.setdefault(which, ScaleHistory(spec)).use(coded, again, self.trains)
         seed, plain = self.seed * len(OPERAND_FIELDS) + index, untransformed(spec)
         q, scales = apply(coded, plain, dim, self.backend, tap is not None, seed, scale)
         if tap:

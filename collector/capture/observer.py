@@ -118,8 +118,8 @@ class Hook:
         self.passed: deque[Moment] = deque(maxlen=IN_FLIGHT)
         self._fixed = Call(self.rounding(first))
 
-    def rounding(self, formats: GemmFormats, seed: int = 0, again: bool = False) -> Rounding:
-        return Rounding(formats, self.backend, seed, self.histories, again)
+    def rounding(self, formats: GemmFormats, seed: int = 0, again: bool = False, trains: bool = True) -> Rounding:
+        return Rounding(formats, self.backend, seed, self.histories, again, trains)
 
     def begin(self) -> Call:
         """The call that begins now."""
@@ -142,7 +142,7 @@ class Hook:
         if not self.varies:
             return Call(self._fixed.rounding, tap)
         place = self.rank, moment.iteration, moment.micro_batch, self.layer.site.name, self.product.value
-        return Call(self.rounding(part.formats, seed_of(self.seed, *place), again), tap)
+        return Call(self.rounding(part.formats, seed_of(self.seed, *place), again, not moment.evaluation), tap)
 
     def _repeated(self, last: bool) -> Moment:
         """The moment of the pass that is repeated: the latest of those whose gradients have arrived, because one

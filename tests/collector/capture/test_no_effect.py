@@ -12,7 +12,7 @@ from binade.collector import Recorder, instrument
 from binade.collector.models.model import GPTModel
 from binade.collector.models.parallel import ParallelLinear
 from binade.data.catalog import Catalog
-from tests.collector.small_model import SCORES, build, gradients, step
+from tests.collector.small_model import SCORES, build, gradients, loss, step
 
 pytestmark = pytest.mark.slow
 
@@ -33,6 +33,28 @@ def test_recording_changes_nothing_to_the_bit(tmp_path, recipe):
     with Recorder(tmp_path, scores=SCORES) as recorder, instrument(recorded, recipe, recorder):
         assert torch.equal(step(recorded), logits)
     assert all(torch.equal(a, b) for a, b in zip(gradients(alone), gradients(recorded), strict=True))
+
+
+@pytest.mark.parametrize("recording", [False, True])
+@pytest.mark.parametrize("training", [False, True], ids=["eval mode", "training mode"])
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_an_evaluation_leaves_delayed_scales_alone(tmp_path, context, training, recording):
+    """Values of other magnitudes between two steps."""
+    losses = []
+    for evaluates in (False, True):
+        model = build(1)
+        recorder = Recorder(tmp_path / str(evaluates), scores=(), evaluation=recording, tensors=("input",))
+        with recorder, instrument(model, "te_delayed", recorder, backend="torch"):
+            for _ in range(3):
+                losses.append(loss(model))
+                losses[-1].backward()
+                recorder.step()
+                if evaluates:
+                    model.train(training)
+                    with context():
+                        model(torch.zeros(1, 7, dtype=torch.int64))
+                    model.train()
+    assert losses[:3] == losses[3:]
 
 
 class Operations(TorchDispatchMode):
