@@ -73,14 +73,11 @@ def _serve(
     from binade.app import sharing
     from binade.data import access
     from binade.data.remote import is_mirror
-    from binade.data.runs import unusable_root
 
     shared = sharing.sharing_of(host, port, allow_host, trust_proxy_header, proxy, login, operators)
+    runs = readable_root(root)
     if problem := _cannot_bind(host, port):
         return fail(problem)
-    runs = readable_root(root)
-    if problem := unusable_root(runs):
-        return fail(problem, BAD_USAGE)
     os.environ["TENSOR_SAVE_DIR"] = str(runs)
     read_only = read_only or is_mirror(runs)
     from altair.utils.schemapi import disable_debug_mode

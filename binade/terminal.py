@@ -106,17 +106,20 @@ def root_option(title: str = "Options") -> Option:
 
 
 def resolve_root(given: str | None) -> Path:
-    """The root of the runs. Raises RunError."""
-    from binade.data.runs import resolve_root  # imports pyarrow: --help does not wait for it
+    """The root of the runs, which may not exist yet. Raises RunError."""
+    from binade.data.runs import check_usable, resolve_root  # imports pyarrow: --help does not wait for it
 
-    return resolve_root(given)
+    check_usable(root := resolve_root(given))
+    return root
 
 
 def readable_root(given: str | None) -> Path:
     """The root of the runs for commands that only read; for one in an object store, the local copy. Raises RunError."""
     from binade.data.remote import readable_root
+    from binade.data.runs import check_usable
 
-    return readable_root(given)
+    check_usable(root := readable_root(given))
+    return root
 
 
 def usage_message(error: click.UsageError) -> str:

@@ -372,18 +372,25 @@ class Exported:
             yield point
 
 
+def check(to: str, output: Path, choice: Choice) -> None:
+    """Raises ExportError if the target has no such choice, output exists and is not empty, or the target cannot be
+    used."""
+    if to == TABLES and (choice.metrics != DEFAULT_METRICS or choice.formats):
+        raise ExportError("export to tables writes every metric and format: leave out --metrics and --formats")
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ExportError(f"{output} exists and is not an empty directory: choose another path for --output")
+    if to != TABLES:
+        target(to)
+
+
 def export(catalog: Catalog, to: str, output: Path, choice: Choice) -> Exported:
     """Write what was recorded into the new directory output/<run_id> of each run that has any of it; to TABLES as
     `Catalog.write_tables` does.
 
-    Raises ExportError if output exists and is not empty, or the target cannot be used; RunError if nothing is selected;
-    OSError. Then nothing is left behind.
+    Raises ExportError as `check`; RunError if nothing is selected; OSError. Then nothing is left behind.
     """
-    if to == TABLES and (choice.metrics != DEFAULT_METRICS or choice.formats):
-        raise ExportError("export to tables writes every metric and format: leave out --metrics and --formats")
+    check(to, output, choice)
     chosen = None if to == TABLES else target(to)
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise ExportError(f"{output} exists and is not an empty directory: choose another path for --output")
     done = Exported()
     output = output.resolve()
     sweep_beside(output)

@@ -23,7 +23,7 @@ from binade.data.cache import Cache
 from binade.data.filter import FIELDS, Filter
 from binade.data.index import Index, is_unavailable
 from binade.data.remote import readable_root, refresh
-from binade.data.runs import RunError, unusable_root
+from binade.data.runs import check_usable
 from binade.data.segment import SegmentError
 from binade.data.text import describe
 
@@ -92,11 +92,10 @@ class OpenIndex:
         """Open the index of a root, a directory or s3://BUCKET/FOLDER, and bring it up to date; a directory that does
         not exist is treated as empty.
 
-        Raises RunError if the root is a file, or an object store that cannot be read.
+        Raises RootError if the root is a file, RunError if it is an object store that cannot be read.
         """
         path = readable_root(root)
-        if problem := unusable_root(path):
-            raise RunError(problem)
+        check_usable(path)
         catalog = cls(path, Index(path))
         catalog.sync()
         return catalog

@@ -82,6 +82,12 @@ class RunError(ValueError):
     exit_status = 1
 
 
+class RootError(RunError):
+    """The root is not a directory, and cannot become one. The message says what is in its place."""
+
+    exit_status = 2
+
+
 @pydantic_dataclass(frozen=True, config=STRICT)
 class Status:
     """status.json. iteration is the last one finished (-1 before the first), times are ISO 8601 in UTC; the run is
@@ -535,17 +541,26 @@ def delete_run(directory: Path) -> None:
 
 
 def unusable_root(root: Path) -> str:
-    """The error message for a root that is not a directory, or "" if it is one or does not exist yet."""
-    if root.is_dir() or not os.path.lexists(root):
+    """The error message for a root that is not a directory or is below something else, or "" if it is a directory or
+    does not exist yet."""
+    nearest = next((path for path in (root, *root.parents) if os.path.lexists(path)), Path())
+    if nearest.is_dir():
         return ""
-    kind = "a file" if root.exists() else "a broken link"
-    return f"{root} is {kind}: the root of the runs must be a directory"
+    kind = "a file" if nearest.exists() else "a broken link"
+    return f"{nearest} is {kind}: the root of the runs must be a directory"
+
+
+def check_usable(root: Path) -> None:
+    """Raises RootError for a root that is neither a directory nor can be created."""
+    if problem := unusable_root(root):
+        raise RootError(problem)
 
 
 def check_root(root: Path) -> None:
     """Raises RunError if the root is not a directory."""
+    check_usable(root)
     if not root.is_dir():
-        raise RunError(unusable_root(root) or f"{root} does not exist: give a directory of runs")
+        raise RunError(f"{root} does not exist: give a directory of runs")
 
 
 def run_directories(root: Path) -> list[Path]:

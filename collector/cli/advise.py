@@ -87,6 +87,7 @@ def _advise(
     from binade.collector.advice.advice import advise as choose
     from binade.collector.advice.costs import costs
     from binade.collector.advice.roofline import find_device
+    from binade.collector.jobs.slurm import check_submits
     from binade.collector.recipes.parse import READERS
     from binade.collector.training.targets import find_target
     from binade.data.catalog import Catalog
@@ -129,6 +130,8 @@ def _advise(
         print_text(_described(found))
         if output is None:
             return
+        if target is not None:
+            check_submits(where, Path.cwd())  # before the recipe is written
         with staged_file(output) as staged:
             staged.write(content.encode())
         print_text(f"written to {output}; to train it: binade run --recipe {output}")

@@ -32,9 +32,9 @@ def _export(
     from binade.data.catalog import Catalog  # imports DuckDB
 
     choice = export.Choice(metrics, formats, filter_of(filters))
-    if to != export.TABLES:
-        export.target(to)
-    with Catalog.open(readable_root(root)) as catalog:
+    runs_root = readable_root(root)
+    export.check(to, output, choice)
+    with Catalog.open(runs_root) as catalog:
         for reason in catalog.refused:
             fail(f"skipped: {reason}")
         done = export.export(catalog, to, output, choice)

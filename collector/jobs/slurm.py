@@ -75,14 +75,9 @@ class ClusterJob:
 
 
 def script(target: Target, root: Path, folder: Path, working: Path, first: int, count: int, name: str = "") -> str:
-    """The sbatch script for the jobs from `first` on, whose directories are in `folder`. Raises ConfigError for text
-    that Slurm or the script would misinterpret."""
-    for what, place in (("root", root), ("working directory", working)):
-        if not str(place).isprintable() or set(str(place)) & set("%\\"):
-            raise ConfigError(
-                f"the {what} {str(place)!r} has characters that are special to Slurm (%, \\ or unprintable ones): "
-                "choose another" + " with --tensor-save-dir" * (what == "root")
-            )
+    """The sbatch script for the jobs from `first` on, whose directories are in `folder`. Raises ConfigError as
+    `check_places`."""
+    check_places(root, working)
     # Shortly before the time limit the ranks get SIGUSR1 and end: what was recorded is kept. A node that fails ends the
     # job: started again by Slurm, it would write a second run.
     settings = {
@@ -134,8 +129,19 @@ def submit(text: str, path: Path) -> str:
     return number
 
 
-def check_submits() -> None:
-    """Raises ConfigError where the cluster's commands are missing."""
+def check_places(root: Path, working: Path) -> None:
+    """Raises ConfigError for a path that Slurm or the script would misinterpret."""
+    for what, place in (("root", root), ("working directory", working)):
+        if not str(place).isprintable() or set(str(place)) & set("%\\"):
+            raise ConfigError(
+                f"the {what} {str(place)!r} has characters that are special to Slurm (%, \\ or unprintable ones): "
+                "choose another" + " with --tensor-save-dir" * (what == "root")
+            )
+
+
+def check_submits(root: Path, working: Path) -> None:
+    """Raises ConfigError as `check_places`, and where the cluster's commands are missing."""
+    check_places(root, working)
     if shutil.which("sbatch") is None:
         raise ConfigError(
             "a Slurm job is submitted with sbatch, which is not on this machine: run it where the cluster's commands "

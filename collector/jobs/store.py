@@ -39,7 +39,7 @@ from binade.collector.training.plan import Plan
 from binade.collector.training.slurm_options import SlurmOptions
 from binade.data.access import check_writable
 from binade.data.json_files import STRICT, Count, Text, Time, read_json, write_json
-from binade.data.runs import RunError, now, unusable_root
+from binade.data.runs import RootError, RunError, now, unusable_root
 from binade.data.store import locked as held
 from binade.data.store import remove_directory, staged_directory
 from binade.data.text import describe
@@ -158,8 +158,7 @@ def directory_of(root: Path, job: Job | int) -> Path:
 @contextmanager
 def locked(root: Path) -> Iterator[None]:
     """Hold the queue's lock; creates the queue if there is none. Raises RunError if the root cannot be written."""
-    if problem := no_queue(root):
-        raise RunError(problem)
+    check_queue(root)
     lock = FileLock(folder(root) / "queue.lock")
     try:
         folder(root).mkdir(parents=True, exist_ok=True)
@@ -173,6 +172,12 @@ def locked(root: Path) -> Iterator[None]:
         yield
     finally:
         lock.release()
+
+
+def check_queue(root: Path) -> None:
+    """Raises RootError if the root cannot have a queue."""
+    if problem := no_queue(root):
+        raise RootError(problem)
 
 
 def no_queue(root: Path) -> str:
@@ -290,9 +295,10 @@ def add_runs(
     target = start.for_run(plans[0].config)
     if target and resume:
         raise ConfigError("--resume continues a run on this machine: leave out --target and --launcher")
-    if target:
-        check_submits()
     working, created = directory or Path.cwd(), now()
+    check_queue(root)
+    if target:
+        check_submits(root, working)
     with locked(root):
         queue = _queue(root)
         first = _next_number(root)

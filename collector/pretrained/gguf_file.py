@@ -32,6 +32,8 @@ SETTINGS = {
     "rope_theta": "rope.freq_base",
     "vocab_size": "vocab_size",
 }
+MAGIC = b"GGUF"
+DAMAGE = OSError, ValueError, IndexError, KeyError, OverflowError
 UNQUANTIZED = ("F32", "F16", "BF16", "F64")
 
 
@@ -39,11 +41,14 @@ class GgufFile:
     """An open GGUF file. Raises ConfigError, here and in its methods."""
 
     def __init__(self, path: Path) -> None:
+        unreadable = f"checkpoint {path} cannot be read as GGUF"
+        with raising(ConfigError, unreadable, *DAMAGE), path.open("rb") as file:
+            if file.read(len(MAGIC)) != MAGIC:
+                raise ValueError(f"it does not begin with {MAGIC.decode()}")
         if not find_spec("gguf"):
             raise ConfigError(f"checkpoint {path} needs the package gguf: pip install 'binade[hf]'")
         self.path, self._gguf = path, import_module("gguf")
-        damage = OSError, ValueError, IndexError, KeyError, OverflowError
-        with raising(ConfigError, f"checkpoint {path} cannot be read as GGUF", *damage):
+        with raising(ConfigError, unreadable, *DAMAGE):
             self._reader = self._gguf.GGUFReader(path)
         self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
 

@@ -68,30 +68,30 @@ def _capture(config: RunConfig) -> Selection:
 
 
 def plan(config: RunConfig) -> Plan:
-    """The plan of a run. Raises ConfigError or a similar error for the first invalid setting."""
+    """The plan of a run. Raises ConfigError or a similar error for the first invalid setting. What needs the model is
+    checked last, since reading it may need a package that is not installed."""
     config.check()
-    published = shape_of(config.model, config.size)
     check_inputs(config.dataset, config.tokenizer, config.tokenizer_name)
     try:
         formats: dict[str, Any] = {name: getattr(config, f"{name}_quant") for name in OVERRIDES}
         recipe = parse_recipe(config.recipe, operands=config.operand_quant, softmax=config.softmax, **formats)
     except (UnknownFormatError, SpecError) as error:
         raise ConfigError(str(error)) from None
-    _check_model(config, published)
-    shape = _shape(config, published)
     if config.collect_micro_batches > config.micro_batches:
         raise ConfigError(
             f"--collect-micro-batches is {config.collect_micro_batches}, but an iteration has "
             f"{config.micro_batches}: raise --micro-batches"
         )
     _check_iterations(config)
-    _check_ranks(config, shape)
     _check_twin(config)
-    planned = _planned(config, shape, recipe)
     for name in config.scores:
         with raising(ConfigError, "--scores", UnknownFormatError, SpecError):
             FormatSpec.of(name)
-    return planned
+    published = shape_of(config.model, config.size)
+    _check_model(config, published)
+    shape = _shape(config, published)
+    _check_ranks(config, shape)
+    return _planned(config, shape, recipe)
 
 
 def _check_model(config: RunConfig, published: Shape) -> None:

@@ -130,10 +130,10 @@ def _stamp(source: str) -> str:
 def directory() -> Path:
     """The directory of the builds; a temporary one if it is not writable."""
     chosen = os.environ.get("BINADE_CACHE_DIR")
-    path = Path(chosen) if chosen else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "binade"
     try:
+        path = Path(chosen) if chosen else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "binade"
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
-    except OSError:
+    except (OSError, RuntimeError):  # RuntimeError: the user has no home
         return Path(tempfile.mkdtemp(prefix="binade-"))
     return path if os.access(path, os.W_OK) else Path(tempfile.mkdtemp(prefix="binade-"))
 

@@ -301,7 +301,7 @@ def test_a_product_that_is_not_intercepted_is_one_line(tmp_path, capfd):
 def test_without_transformers_one_line_says_so(neox, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ConfigError, match="is a 'gpt_neox' model: only transformers can run it: pip install"):
-        parse(["run", "--model", str(neox)])
+        parse(["run", "--model", str(neox), "--tokenizer", "byte"])
 
 
 def test_the_example_collects_an_encoder(tmp_path, monkeypatch):

@@ -322,12 +322,21 @@ def test_a_hanging_cluster_is_given_up_on(tmp_path: Path, monkeypatch):
         ((*SLURM[1:], "--tensor-save-dir", "/tmp/a\\b"), "the root '/tmp/a\\\\b' has characters that are special"),
     ],
 )
+@pytest.mark.parametrize("has_sbatch", [True, False], ids=["sbatch", "no sbatch"])
 @pytest.mark.parametrize("dry", [(), ("--dry-run",)], ids=["submit", "dry run"])
-def test_bad_input_is_one_line(command, capsys, tmp_path: Path, options, message: str, dry):
+def test_bad_input_is_one_line(
+    command, capsys, tmp_path: Path, monkeypatch, options, message: str, dry, has_sbatch: bool
+):
+    (programs := tmp_path / "programs").mkdir()
+    monkeypatch.setenv("PATH", str(programs))
+    if has_sbatch:
+        executable(programs, "sbatch", "raise SystemExit('it was called')")
     assert command("run", *options, *dry) == 2
     out, err = capsys.readouterr()
     assert err.startswith(f"binade: {message}") and err.count("\n") == 1 and out == ""
-    assert not list(tmp_path.iterdir())
+    assert list(tmp_path.iterdir()) == [programs] and not (
+        "--tensor-save-dir" in options and Path(options[-1]).exists()
+    )
 
 
 def test_without_sbatch(command, capsys, monkeypatch, tmp_path: Path):

@@ -164,12 +164,20 @@ def test_a_bad_line_of_a_dataset_is_exit_2(command, capsys, tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize("root", ["file", "file/below", "/proc/binade", "/proc/self/fd/binade"])
-def test_an_unwritable_root_is_exit_1(command, capsys, tmp_path, root):
-    (tmp_path / "file").write_text("mine")
-    assert command(*RUN, "--tensor-save-dir", str(tmp_path / root)) == 1
+@pytest.mark.parametrize("root", ["/proc/binade", "/proc/self/fd/binade"])
+def test_an_unwritable_root_is_exit_1(command, capsys, root):
+    assert command(*RUN, "--tensor-save-dir", root) == 1
     err = capsys.readouterr().err
     assert one_line(err) and "cannot write to" in err and "--tensor-save-dir" in err
+
+
+@pytest.mark.parametrize("root", ["file", "file/below"])
+@pytest.mark.parametrize("arguments", [RUN, (*RUN, "--device", "cuda"), ("jobs", "add", *RUN)], ids=" ".join)
+def test_a_root_that_is_a_file_is_exit_2(command, capsys, tmp_path, root, arguments):
+    (tmp_path / "file").write_text("mine")
+    assert command(*arguments, "--tensor-save-dir", str(tmp_path / root)) == 2
+    message = f"{tmp_path / 'file'} is a file: the root of the runs must be a directory"
+    assert capsys.readouterr() == ("", f"binade: {message}\n")
     assert (tmp_path / "file").read_text() == "mine" and len(list(tmp_path.iterdir())) == 1
 
 
