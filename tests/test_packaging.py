@@ -57,6 +57,14 @@ def files() -> list[str]:
     return [name for name in listed.split("\0") if (PROJECT / name).is_file() or (PROJECT / name).is_symlink()]
 
 
+def copy_project(copy: Path) -> Path:
+    """Copy the project, so that no build is left in it."""
+    for name in files():
+        (copy / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(PROJECT / name, copy / name, follow_symlinks=False)
+    return copy
+
+
 def needed_by(*requirements: Requirement) -> list[Distribution]:
     """The installed distributions that these need, and those that they need in turn."""
     found: dict[str, Distribution] = {}
@@ -83,11 +91,8 @@ def environment(where: Path, *requirements: Requirement) -> Path:
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the project, so that no build is left in it, with a run in data/runs."""
-    copy = tmp_path_factory.mktemp("source")
-    for name in files():
-        (copy / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(PROJECT / name, copy / name, follow_symlinks=False)
+    """A copy of the project with a run in data/runs."""
+    copy = copy_project(tmp_path_factory.mktemp("source"))
     for name in ("run.json", "schema.sql", "module.py", "__init__.py"):
         (copy / "data/runs/a_run").mkdir(parents=True, exist_ok=True)
         (copy / "data/runs/a_run" / name).touch()

@@ -90,6 +90,7 @@ def status(address: str, path: str = "/", source: str = "127.0.0.1", **headers: 
         return connection.getresponse().status
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not shutil.which("nginx"), reason="needs nginx: apt-get install nginx-light")
 def test_behind_a_proxy(browser: Browser, root: Path, tmp_path: Path):
     """The proxy's users are known by the header that it sets, a viewer only looks, an operator launches, and whatever

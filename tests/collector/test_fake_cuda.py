@@ -65,6 +65,7 @@ def test_no_source_of_a_step_waits_but_in_the_places_named():
 
 @pytest.mark.thorough
 @pytest.mark.slow
+@pytest.mark.compiler
 @pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
 def test_a_recorded_layer_takes_few_launches_one_copy_and_little_memory():
     """Counted by tests.bench.bench_launches for a layer of 4096 × 4096. An H100 took the same memory to 0.1 MB."""
@@ -92,6 +93,7 @@ def test_a_recorded_layer_takes_few_launches_one_copy_and_little_memory():
 
 
 @pytest.mark.slow
+@pytest.mark.compiler
 @pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
 def test_a_recorded_step_waits_for_no_gpu():
     if torch.version.cuda or torch.version.hip:
@@ -161,6 +163,7 @@ with FakeTensorMode():
 
 
 @pytest.mark.slow
+@pytest.mark.compiler
 @pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
 def test_what_is_compiled_before_the_first_step_is_what_a_layer_needs():
     if torch.version.cuda or torch.version.hip:

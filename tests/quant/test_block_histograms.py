@@ -14,7 +14,7 @@ from binade.quant.quantizer import apply
 from binade.quant.specs import Spec
 from tests.quant.helpers import devices
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.compiler]
 
 
 def by_hand(lines: np.ndarray, rows: int, columns: int) -> dict[str, dict[int, int]]:

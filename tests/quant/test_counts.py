@@ -11,7 +11,13 @@ from tests.quant.helpers import awkward
 
 compiled_or_not = pytest.mark.parametrize(
     "compiled",
-    [pytest.param(True, marks=pytest.mark.skipif(native.compiler() is None, reason="no C++ compiler")), False],
+    [
+        pytest.param(
+            True,
+            marks=[pytest.mark.compiler, pytest.mark.skipif(native.compiler() is None, reason="no C++ compiler")],
+        ),
+        False,
+    ],
     ids=["compiled", "torch"],
 )
 

@@ -21,7 +21,7 @@ from tests.quant.helpers import assert_same_bits, awkward, bf16_patterns, by_ref
 COMPILED = [name for name in formats() if has_kernel(Spec.of(name))]
 SCALED_AS_A_WHOLE = ("fp8_e4m3", "fp8_e5m2", "nvfp4", "nvint4")
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.compiler]
 
 FLOAT32 = cpu.unit_of(Spec.of("mxfp8"), torch.float32)
 USERS_FLAGS = native.FLAGS  # before conftest.py makes them faster to build

@@ -150,6 +150,7 @@ def test_saturated_leaves_out_nan_and_infinity():
     assert score(x, "mxfp8").saturated == 0.0 and score(x, "hifp8").saturated == 0.0
 
 
+@pytest.mark.compiler
 @pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "torch"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bf16"])
 def test_loss_changes_are_numpys(dtype, compiled, monkeypatch):

@@ -23,7 +23,7 @@ from binade.quant.scheme import Scaling
 from binade.quant.specs import Spec, SpecError
 from tests.quant.helpers import assert_same_bits, awkward, by_reference, devices
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.compiler]
 
 SPECS = [
     *("bf16", "fp16(overflow=saturate)", "fp8_e4m3", "fp8_e5m2(overflow=inf)", "fp8_e4m3(scale=pow2)"),

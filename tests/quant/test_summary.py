@@ -110,6 +110,7 @@ def test_a_first_chunk_without_a_finite_value(monkeypatch):
     check_moments(summarize(x), x, rel=1e-6)
 
 
+@pytest.mark.compiler
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "torch"])
 def test_without_the_sketch(compiled, dtype, monkeypatch):

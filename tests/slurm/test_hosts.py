@@ -17,7 +17,7 @@ from binade.data.catalog import Catalog
 from binade.data.runs import list_runs, rank_statuses
 from tests.conftest import PROJECT, until
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.thorough]
 
 NAMES = {f"binade-{os.getpid()}-{letter}": f"10.213.77.{number}" for number, letter in enumerate("ab", 1)}
 LINKS = {name: f"bd{os.getpid()}{name[-1]}" for name in NAMES}
@@ -76,7 +76,6 @@ def kill(process: subprocess.Popen[bytes]) -> None:
             each.send_signal(signal.SIGKILL)
 
 
-@pytest.mark.thorough
 def test_the_rows_of_both_hosts_arrive(tmp_path: Path):
     root, log = tmp_path / "runs", tmp_path / "log"
     started = start(root, log)
@@ -92,7 +91,6 @@ def test_the_rows_of_both_hosts_arrive(tmp_path: Path):
     assert set(ranks) == {0, 1} and len(ranks) == run.status.tensors
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("unplugged", [False, True], ids=["killed", "unplugged"])
 def test_the_loss_of_a_host_ends_the_run_with_its_reason(tmp_path: Path, unplugged: bool):
     root, log = tmp_path / "runs", tmp_path / "log"

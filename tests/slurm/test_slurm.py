@@ -21,7 +21,7 @@ from binade.data.runs import list_runs
 from tests.conftest import until
 from tests.slurm.conftest import Cluster
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.thorough]
 
 SMALL = ("--layers", "1", "--micro-batch-size", "1", "--sequence-length", "32", "--backend", "torch", "--scores", "")
 RUN = ("run", *SMALL, "--no-raw", "--target")
@@ -112,7 +112,6 @@ def test_two_ranks_on_two_nodes(root: Path, command, capsys):
     assert "iteration 0 (bf16): loss" in "\n".join(jobs.log_tail(root, view.job))
 
 
-@pytest.mark.thorough
 def test_a_batch_is_an_array_of_which_one_runs_at_once_and_a_failed_member_is_retried_alone(root: Path, limited: int):
     batch = ("batch", *SMALL, "--no-raw", "--quantization", "bf16,mxfp8", "--target", "few", "--partition", "all")
     one, two = add(root, *batch)
@@ -133,7 +132,6 @@ def test_a_batch_is_an_array_of_which_one_runs_at_once_and_a_failed_member_is_re
     assert ended(root, again.id).state == State.CANCELLED
 
 
-@pytest.mark.thorough
 def test_a_job_that_is_cancelled_keeps_what_it_recorded(root: Path):
     (number,) = add(root, *RUN, "few", *ENDLESS)
     reaches(root, number, trains, "an iteration")
@@ -143,7 +141,6 @@ def test_a_job_that_is_cancelled_keeps_what_it_recorded(root: Path):
     assert view.run.status.tensors > 0
 
 
-@pytest.mark.thorough
 def test_failures_say_why(root: Path):
     (short_of_memory,) = add(root, *RUN, "tight", *ENDLESS)
     (broken,) = add(root, *RUN, "broken")
@@ -153,7 +150,6 @@ def test_failures_say_why(root: Path):
     assert view.state == State.NO_MEMORY and "memory limit" in view.reason, said(root, view)
 
 
-@pytest.mark.thorough
 def test_a_rank_that_is_killed_and_a_submission_that_is_refused(root: Path):
     (number,) = add(root, *RUN, "two", "--tp", "2", "--nodes", "2", *ENDLESS)
     reaches(root, number, trains, "an iteration")
@@ -175,7 +171,6 @@ def test_a_rank_that_is_killed_and_a_submission_that_is_refused(root: Path):
     assert store.numbers(root) == before
 
 
-@pytest.mark.thorough
 def test_a_job_ends_before_its_time_limit(root: Path, limited: int):
     view = ended(root, limited)
     assert view.state == State.TIME_LIMIT, said(root, view)
@@ -183,7 +178,6 @@ def test_a_job_ends_before_its_time_limit(root: Path, limited: int):
     assert view.run.status.tensors > 0
 
 
-@pytest.mark.thorough
 def test_a_node_that_goes_away(root: Path, cluster: Cluster):
     (number,) = add(root, *RUN, "two", *ENDLESS)
     view = reaches(root, number, trains, "an iteration")
