@@ -13,6 +13,7 @@ from pathlib import Path
 
 import click
 import pytest
+from click.types import FuncParamType
 
 from binade.cli import HIDDEN, build
 from tests.conftest import PROJECT
@@ -138,6 +139,18 @@ def outcomes(
     return lambda words: [run(words, bare, absent), run(words, full, set())]
 
 
+def paths(path: str, command: click.Command) -> Iterator[list[str]]:
+    """Command lines that name a file where a new one or a folder is expected, for each choice of the other options."""
+    required = [param for param in command.params if param.required]
+    for param in command.params:
+        if isinstance(param, click.Option) and isinstance(param.type, FuncParamType) and param.type.func is Path:
+            others = [plausible(each, path) for each in required if each is not param]
+            variants = [[each.opts[0], value] for each in required if each is not param for value in allowed(each)]
+            for variant in variants or [[]]:
+                words = [*itertools.chain(*(each for each in others if each[:1] != variant[:1])), *variant]
+                yield [*path.split()[1:], *words, param.opts[0], "given"]
+
+
 def check(words: list[str], bare: Outcome, full: Outcome) -> None:
     status, out, err = bare
     assert status in (1, 2) and out == "", (words, bare)
@@ -154,3 +167,13 @@ def test_bad_input_comes_before_what_the_machine_lacks(path: str, outcomes, plac
     assert tried
     assert sorted(os.listdir(place)) == ["given", "runs"] and not (tmp_path / "home").exists()
     assert (place / "given").read_text() == (place / "runs").read_text() == "mine"
+
+
+@pytest.mark.parametrize("path", [path for path in COMMANDS if list(paths(path, COMMANDS[path]))])
+def test_a_path_that_is_taken(path: str, outcomes, place: Path, monkeypatch):
+    """On a root without runs."""
+    (place / "empty").mkdir()
+    monkeypatch.setenv("TENSOR_SAVE_DIR", str(place / "empty"))
+    for words in paths(path, COMMANDS[path]):
+        check(words, *outcomes(words))
+    assert sorted(os.listdir(place)) == ["empty", "given", "runs"] and (place / "given").read_text() == "mine"
