@@ -127,11 +127,11 @@ def _advise(
                 bits = 5.5
             found = choose(known, Request(bits, loss, share, by, specs, tiles, most_bf16), roofline)
         content = _content(found, output) if output else ""
+        if target is not None:
+            check_submits(where, Path.cwd())  # before the recipe is written
         print_text(_described(found))
         if output is None:
             return
-        if target is not None:
-            check_submits(where, Path.cwd())  # before the recipe is written
         with staged_file(output) as staged:
             staged.write(content.encode())
         print_text(f"written to {output}; to train it: binade run --recipe {output}")

@@ -206,6 +206,16 @@ def test_wrong_input_is_one_line(command, capsys, collected, tmp_path, monkeypat
     assert [path.name for path in tmp_path.iterdir()] == ["there.toml"]
 
 
+def test_without_sbatch_no_recipe_is_written(command, capsys, collected, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    (tmp_path / "binade.toml").write_text("[targets.gpu]\n")
+    assert command("advise", str(collected), "--output", "mine.toml", "--verify", "2", "--target", "gpu") == 2
+    out, err = capsys.readouterr()
+    assert one_line(err) and "sbatch, which is not on this machine" in err and out == ""
+    assert [path.name for path in tmp_path.iterdir()] == ["binade.toml"]
+
+
 def test_gradients_that_were_not_recorded_or_are_not_finite_give_no_advice(collected, monkeypatch):
     with Catalog.open(collected) as catalog:
         table = catalog.operand_costs()
