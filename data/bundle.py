@@ -36,7 +36,7 @@ from binade.data.events import read_events
 from binade.data.remote import fetched
 from binade.data.runs import RUNNING, RunError, RunInfo, fingerprint, list_runs, read_run, run_names
 from binade.data.segment import ADDED_LATER, MANIFEST, TABLES, SegmentError, manifest, table_files
-from binade.data.store import TensorFileError, check_content, owner, staged_file, sweep
+from binade.data.store import TensorFileError, check_content, staged_file, staging_directory, sweep_beside
 from binade.data.text import describe
 from binade.data.verify import verify
 
@@ -234,9 +234,8 @@ def import_runs(
         raise BundleError(f"The bundle cannot be imported: {root}: {error.strerror or error}.") from error
     try:
         # On the root's disk, but not listed as a run.
-        sweep(root, ".bundle.*")
-        with tempfile.TemporaryDirectory(dir=root, prefix=".bundle.", suffix=f".{owner()}") as part:
-            staged = Path(part)
+        sweep_beside(root / "bundle")
+        with staging_directory(root / "bundle") as staged:
             extras = _extract(source, staged, done)
             check(extras)
             _check_runs(staged / "runs")

@@ -195,8 +195,8 @@ class Mirror:
         or partly updated, and each segment is complete."""
         try:
             with locked(self.root):
-                sweep(self.root, ".*")
-                with staging_directory(self.root / ".sync") as staging, _threads() as files:
+                sweep(self.root, ".")
+                with staging_directory(self.root / "sync") as staging, _threads() as files:
                     self._sync(_Staged(self, staging, files))
         except OSError as error:
             raise RunError(f"{self.address} cannot be read: {_reason(error)}") from error
@@ -274,7 +274,7 @@ class Mirror:
                 return
             self._make_room(info.size)
             path.parent.mkdir(parents=True, exist_ok=True)
-            with staging_directory(self.root / f".{secrets.token_hex(4)}") as staging:
+            with staging_directory(self.root / "fetch") as staging:
                 self.download(info, staging / path.name)
                 os.replace(staging / path.name, path)
 

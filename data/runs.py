@@ -23,12 +23,11 @@ import json
 import os
 import re
 import secrets
-import shutil
 import socket
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from enum import StrEnum
 from functools import cache
@@ -52,8 +51,8 @@ from binade.data.json_files import (
     write_json,
 )
 from binade.data.segment import MERGED, Manifest, last_number, read_manifest, segment_digest, segment_names
+from binade.data.store import delete_left, locked, read_file, remove_directory, staged_directory, write_atomic
 from binade.data.store import process_start as process_start
-from binade.data.store import read_file, remove_directory, staged_directory, write_atomic
 from binade.data.text import describe
 
 RUN_FILE = "run.json"
@@ -86,6 +85,15 @@ class RootError(RunError):
     """The root is not a directory, and cannot become one. The message says what is in its place."""
 
     exit_status = 2
+
+
+class NotesChangedError(RunError):
+    """Someone else has changed a field of a run's notes since `seen` was read. current: the notes now."""
+
+    def __init__(self, field: str, current: RunNotes) -> None:
+        self.current = current
+        theirs = getattr(current, field) or "empty"
+        super().__init__(f"someone else has changed the {field} in the meantime; it is now: {theirs}")
 
 
 @pydantic_dataclass(frozen=True, config=STRICT)
@@ -356,9 +364,9 @@ class RunWriter:
             run_id = read_json(RunFile, directory / RUN_FILE).get("run_id") or directory.name  # it may be renamed
         except ValueError as error:
             raise RunError(f"{directory.name} cannot be read: {error}") from error
-        for end in ("part", "old", "gone"):  # of a killed process; `segments` may be a link to a folder with others
+        for end in ("part", "gone"):  # of a killed process; `segments` may be a link to a folder with others
             for left in directory.glob(f"segments/.*.{end}"):
-                shutil.rmtree(left, ignore_errors=True)
+                delete_left(left)
         writer = cls(
             run_id, directory, before, ranks=ranks, _segments=last_number(_written(directory, segment_names(directory)))
         )
@@ -403,14 +411,9 @@ class RunWriter:
             self.update(state=state, reason=reason, finished=now())
 
     def describe(self, facts: Mapping[str, Any]) -> None:
-        """Add facts to run.json, which is replaced atomically. Raises RunError if it would not be valid."""
+        """As `describe_run`."""
         if self.rank == 0:
-            config = dict(read_json(RunFile, self.directory / RUN_FILE)) | dict(facts)
-            try:
-                parse_json(RunFile, json.dumps(config).encode())
-            except ValueError as error:
-                raise RunError(f"run.json: {error}") from None
-            write_run_file(self.directory, config)
+            describe_run(self.directory, facts)
 
     def append_loss(self, record: dict[str, Any]) -> None:
         if self.rank == 0:
@@ -446,6 +449,17 @@ def write_run_file(directory: Path, config: Mapping[str, Any]) -> None:
     write_atomic(directory / RUN_FILE, sealed(json.dumps(config, indent=1).encode()))
 
 
+def describe_run(directory: Path, facts: Mapping[str, Any]) -> None:
+    """Add facts to run.json, which is replaced atomically. Raises RunError if it would not be valid; OSError."""
+    with locked(directory, required=False):
+        config = dict(read_json(RunFile, directory / RUN_FILE)) | dict(facts)
+        try:
+            parse_json(RunFile, json.dumps(config).encode())
+        except ValueError as error:
+            raise RunError(f"run.json: {error}") from None
+        write_run_file(directory, config)
+
+
 def read_status(directory: Path) -> Status:
     """The content of status.json. Raises OSError, and ValueError if it is damaged."""
     return read_json(Status, directory / "status.json")
@@ -468,17 +482,31 @@ def read_notes(directory: Path) -> RunNotes:
         return RunNotes()
 
 
-def write_notes(directory: Path, *, name: str, color: str, note: str) -> None:
-    """Replace the name, color and note of a run. Raises RunError for a value that is not allowed, ReadOnlyError, and
-    OSError."""
+def change_notes(directory: Path, notes: RunNotes, seen: RunNotes) -> None:
+    """Change the fields of a run's notes in which `notes` differs from `seen`, the notes that the user started from.
+    Raises NotesChangedError if someone else has changed such a field in the meantime, RunError if the file is damaged,
+    ReadOnlyError, OSError."""
     check_writable("naming a run")
+    changes = {name: text for name, text in asdict(notes).items() if text != getattr(seen, name)}
+    with locked(directory, required=False):
+        try:
+            current = read_notes(directory)
+        except ValueError as error:
+            raise RunError(f"{directory / 'notes.json'} is damaged: {error}; delete it to name the run again") from None
+        for name, text in changes.items():
+            if getattr(current, name) not in (getattr(seen, name), text):
+                raise NotesChangedError(name, current)
+        write_json(directory / "notes.json", replace(current, **changes))
+
+
+def parse_notes(name: str = "", color: str = "", note: str = "") -> RunNotes:
+    """Raises RunError for a value that is not allowed."""
     try:
-        notes = parse_json(RunNotes, json.dumps({"name": name.strip(), "color": color.lower(), "note": note}).encode())
+        return parse_json(RunNotes, json.dumps({"name": name.strip(), "color": color.lower(), "note": note}).encode())
     except ValueError as error:
         raise RunError(
             f"{error}. A name has at most 80 characters, a note 10,000, and a color looks like #1f77b4"
         ) from None
-    write_json(directory / "notes.json", notes)
 
 
 def total_counts(directory: Path) -> dict[str, int]:
@@ -490,10 +518,7 @@ def settle(directory: Path, state: RunState, reason: str | None) -> None:
     """Record how a run ended whose processes are gone: of several ranks, rank 0 may not have known the cause. Temporary
     files of killed processes are deleted."""
     for part in [*directory.glob(".*.part"), *directory.glob("*/.*.part"), *directory.glob("tensors/*/.*.part")]:
-        if part.is_dir():
-            shutil.rmtree(part, ignore_errors=True)
-        else:
-            part.unlink(missing_ok=True)
+        delete_left(part)
     status = read_status(directory)
     counts: dict[str, Any] = total_counts(directory) if (directory / "ranks").is_dir() else {}
     changed = replace(status, state=state, reason=reason, finished=now(), heartbeat=now(), **counts)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import glob
 import hashlib
 import io
 import os
@@ -18,7 +17,7 @@ import secrets
 import shutil
 import socket
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
@@ -64,33 +63,77 @@ def read_file(path: Path, most: int = MOST_BYTES) -> bytes:
         return file.read(most)
 
 
+def _new_name(path: Path, suffix: str) -> Path:
+    """An unused hidden name in the same folder, of at most 255 bytes."""
+    return path.with_name(f".{path.name[:40]}.{HOST}.{secrets.token_hex(8)}.{suffix}")
+
+
 @contextmanager
-def staged_file(path: Path) -> Iterator[BinaryIO]:
+def _created(path: Path, create: Callable[[Path], int]) -> Iterator[tuple[Path, int]]:
+    """A temporary file or directory in the same folder as `path`, and its descriptor. It is locked while the descriptor
+    is open, so that `delete_left` leaves it alone. A name with the PID would not be unique: the threads of a process
+    share it, and it is often the same in containers."""
+    while True:
+        part = _new_name(path, "part")
+        descriptor = create(part)
+        try:
+            with suppress(OSError):  # on a file system without locks, nothing is deleted as a leftover either
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if part.exists():  # else `delete_left` came before the lock
+                yield part, descriptor
+                return
+        finally:
+            os.close(descriptor)
+
+
+def _create_file(part: Path) -> int:
+    return os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)  # EXCL: no link is followed
+
+
+def _create_directory(part: Path) -> int:
+    part.mkdir(parents=True)
+    return os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+
+@contextmanager
+def temporary_file(path: Path) -> Iterator[tuple[Path, BinaryIO]]:
+    """A new file in the same folder as `path`, and its temporary name. At the end, that name is deleted. Raises
+    OSError."""
+    with _created(path, _create_file) as (part, descriptor):
+        try:
+            with open(descriptor, "wb", closefd=False) as file:
+                yield part, file
+        finally:
+            part.unlink(missing_ok=True)
+
+
+@contextmanager
+def staged_file(path: Path, *, sweep: bool = True) -> Iterator[BinaryIO]:
     """Write a file under a temporary name in the same folder, flush it to the disk, and rename it: a reader sees the
-    old content or the new, never a part. If the block raises, nothing is left behind. Raises OSError."""
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        with open(part, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
+    old content or the new, never a part. If the block raises, nothing is left behind. Processes and threads may write
+    the same file at the same time: the last one wins. With sweep, leftovers of killed processes that wrote the same
+    file are deleted first, which lists the folder. Raises OSError."""
+    if sweep:
+        sweep_beside(path)
+    with temporary_file(path) as (part, file):
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
         os.replace(part, path)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
 
 
 @contextmanager
 def staging_directory(path: Path) -> Iterator[Path]:
     """An empty directory in the same folder as `path`, so that files in it can be renamed to `path`. At the end it is
     deleted, and so are parent folders that were created for it, unless they are no longer empty. Raises OSError."""
-    part = path.with_name(f".{path.name}.{owner()}")
-    made = [folder for folder in part.parents if not folder.exists()]
+    made = [folder for folder in path.parents if not folder.exists()]
     try:
-        part.mkdir(parents=True)
-        yield part
+        with _created(path, _create_directory) as (part, _):
+            try:
+                yield part
+            finally:
+                shutil.rmtree(part, ignore_errors=True)
     finally:
-        shutil.rmtree(part, ignore_errors=True)
         with suppress(OSError):  # not empty
             for folder in made:
                 folder.rmdir()
@@ -101,13 +144,19 @@ def staged_directory(path: Path, *, replace: bool = False) -> Iterator[Path]:
     """Fill a directory under a temporary name in the same folder, and rename it. If the block raises, nothing is left
     behind. With replace, an existing directory of that name is replaced; after a crash between the two renames neither
     exists. Raises OSError."""
-    old = path.with_name(f".{path.name}.{os.getpid()}.old")
+    replaced = []
     with staging_directory(path) as part:
         yield part
-        if replace:
-            os.rename(path, old)
-        os.rename(part, path)
-    if replace:
+        while True:
+            try:
+                os.rename(part, path)
+                break
+            except OSError as error:
+                if not replace or error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise
+            with suppress(FileNotFoundError):  # another writer has moved it
+                replaced.append(_moved_aside(path))
+    for old in replaced:
         shutil.rmtree(old, ignore_errors=True)
 
 
@@ -124,24 +173,19 @@ def process_start(pid: int) -> float | None:
     return None if state == "Z" and threads < 2 else started
 
 
-def owner() -> str:
-    """The suffix of temporary directories of this process. The pid alone is not enough: it is often the same in
-    containers."""
-    return f"{HOST}.{os.getpid()}-{process_start(os.getpid()) or 0:.0f}.part"
-
-
 @contextmanager
-def locked(directory: Path, options: int = fcntl.LOCK_EX) -> Iterator[None]:
-    """Lock a directory without leaving a lock file in it. Raises OSError, which says what to do if the file system has
-    no locks."""
+def locked(directory: Path, options: int = fcntl.LOCK_EX, *, required: bool = True) -> Iterator[None]:
+    """Lock a directory without leaving a lock file in it, also against other threads. Raises OSError, which says what
+    to do if the file system has no locks; if they are not required, the block then runs without one."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         try:
             fcntl.flock(descriptor, options)
         except OSError as error:
-            if error.errno in NO_LOCKS:
+            if error.errno in NO_LOCKS and required:
                 raise OSError(error.errno, _no_locks(directory), str(directory)) from error
-            raise
+            if error.errno not in NO_LOCKS:
+                raise
         yield
     finally:
         os.close(descriptor)
@@ -168,33 +212,65 @@ def file_system(path: Path) -> str:
 
 
 def sweep_beside(path: Path) -> None:
-    """Delete the leftovers of killed processes from `staging_directory(path)` and `staged_directory(path)`."""
-    sweep(path.parent, f".{glob.escape(path.name)}")
+    """Delete the temporary files and directories for `path` that killed processes of this machine left behind."""
+    sweep(path.parent, f".{path.name[:40]}.")
 
 
-def sweep(folder: Path, pattern: str) -> None:
-    """Delete the directories that match this pattern and end in `owner()` of a process that has ended."""
-    for left in folder.glob(f"{pattern}.{HOST}.*.part"):
-        found = re.fullmatch("([0-9]{1,9})-([0-9]+)", left.name.split(".")[-2])
-        if found and process_start(int(found[1])) != float(found[2]):
-            shutil.rmtree(left, ignore_errors=True)
+def sweep(folder: Path, start: str) -> None:
+    """Delete the temporary files and directories whose names start like this and that killed processes of this machine
+    left behind."""
+    with suppress(OSError):  # a folder that does not exist or cannot be listed has nothing to delete
+        for name in os.listdir(folder):
+            if name.startswith(start) and name.endswith(".part") and f".{HOST}." in name:
+                delete_left(folder / name)
+
+
+def delete_left(part: Path) -> None:
+    """Delete a temporary file or directory, unless a process is still writing it or it cannot be locked."""
+    with suppress(OSError):
+        directory = part.is_dir()
+        access = os.O_RDONLY if directory else os.O_RDWR  # NFS locks no file that is open for reading
+        descriptor = os.open(part, access | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if directory:
+                shutil.rmtree(part, ignore_errors=True)
+            else:
+                part.unlink()
+        finally:
+            os.close(descriptor)
+
+
+def _moved_aside(path: Path) -> Path:
+    gone = _new_name(path, "gone")
+    os.rename(path, gone)
+    return gone
 
 
 def remove_directory(path: Path) -> None:
     """Delete a directory: it disappears at once under its name, then its content is deleted. Of a symbolic link, only
     the link is deleted. Raises OSError."""
-    gone = path.with_name(f".{path.name}.{secrets.token_hex(4)}.gone")
-    os.rename(path, gone)
+    gone = _moved_aside(path)
     if gone.is_symlink():
         gone.unlink()
     else:
         shutil.rmtree(gone)
 
 
-def write_atomic(path: Path, content: bytes | memoryview) -> None:
+def write_atomic(path: Path, content: bytes | memoryview, *, sweep: bool = True) -> None:
     """Replace a file as `staged_file` does."""
-    with staged_file(path) as file:
+    with staged_file(path, sweep=sweep) as file:
         file.write(content)
+
+
+def write_new(path: Path, content: bytes) -> None:
+    """Write a file that does not exist yet; it appears complete. Raises FileExistsError, OSError."""
+    sweep_beside(path)
+    with temporary_file(path) as (part, file):
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+        os.link(part, path)
 
 
 def encode(tensor: Tensor, metadata: dict[str, Any], tensor_info: dict[str, Any]) -> memoryview:
@@ -216,7 +292,7 @@ def encode(tensor: Tensor, metadata: dict[str, Any], tensor_info: dict[str, Any]
 def save(path: Path, tensor: Tensor, metadata: dict[str, Any], tensor_info: dict[str, Any]) -> int:
     """Write a tensor with its description; returns the file's size in bytes. Raises OSError."""
     content = encode(tensor, metadata, tensor_info)
-    write_atomic(path, content)
+    write_atomic(path, content, sweep=False)
     return len(content)
 
 

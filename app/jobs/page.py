@@ -241,6 +241,8 @@ def _actions(root: Path, view: JobView) -> None:
             st.session_state.pop("collect_from", None)
             _collect(**{"from": job.id})
         with st.popover("Rename and tag", icon=":material/edit:"):
+            if f"title_{job.id}" not in st.session_state:  # the fields keep these texts, even if the job changes
+                st.session_state[f"seen_job_{job.id}"] = job
             st.text_input("Title", job.title, key=f"title_{job.id}", max_chars=120)
             st.text_input("Tags", ", ".join(job.tags), key=f"tags_{job.id}", placeholder="separated by commas")
             act = (partial(_change, root, job.id), "Saved")
@@ -258,8 +260,13 @@ def _again(act: Callable[[Path, int], Job], root: Path, number: int) -> None:
 
 
 def _change(root: Path, number: int) -> None:
-    title, tags = st.session_state[f"title_{number}"], st.session_state[f"tags_{number}"]
-    jobs.change(root, number, title=title, tags=tags.split(","))
+    """Change what the user has changed, so that two users do not undo each other's changes."""
+    state = st.session_state
+    seen, title, tags = state[f"seen_job_{number}"], state[f"title_{number}"], state[f"tags_{number}"]
+    changed_tags = None if tags == ", ".join(seen.tags) else tags.split(",")
+    state[f"seen_job_{number}"] = jobs.change(
+        root, number, title=None if title == seen.title else title, tags=changed_tags
+    )
 
 
 def _delete(root: Path, view: JobView) -> None:

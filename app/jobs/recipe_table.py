@@ -21,7 +21,7 @@ from binade.collector.recipes.ladder import without
 from binade.collector.recipes.parse import parse_recipe
 from binade.collector.recipes.recipe import LINEAR_OPERANDS, MODULES, PARTS, WHOLE_RUN, Recipe, RecipeError
 from binade.data.access import check_writable
-from binade.data.store import staged_file
+from binade.data.store import write_atomic, write_new
 from binade.quant.formats import UnknownFormatError
 from binade.quant.specs import OPERAND_FIELDS, SpecError
 from binade.terminal import names
@@ -215,11 +215,11 @@ def save(path: Path, recipe: Recipe, *, replace: bool = False) -> None:
     Raises RecipeError if the file exists and `replace` is not set, ReadOnlyError, OSError.
     """
     check_writable("saving a recipe")
-    if path.exists() and not replace:
-        raise RecipeError(f"{path} exists: choose another name, or replace it")
     path.parent.mkdir(parents=True, exist_ok=True)
-    with staged_file(path) as file:
-        file.write(to_toml(recipe).encode())
+    try:
+        (write_atomic if replace else write_new)(path, to_toml(recipe).encode())
+    except FileExistsError:
+        raise RecipeError(f"{path} exists: choose another name, or replace it") from None
 
 
 def delete(path: Path) -> None:

@@ -31,6 +31,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from os.path import lexists
 from pathlib import Path, PurePosixPath
+from typing import Any
 from zipfile import ZIP_DEFLATED, ZIP_STORED, ZipFile, ZipInfo
 
 from altair.utils.schemapi import disable_debug_mode
@@ -49,7 +50,7 @@ from binade.app.theme import FONT, THEMES
 from binade.data.cache import Cache
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
-from binade.data.store import staged_file, staging_directory, sweep_beside, write_atomic
+from binade.data.store import locked, staged_file, staging_directory, sweep_beside, write_atomic
 
 __all__ = ["RenderError", "ReportError", "Request", "SessionError", "UsageError", "no_room", "run"]
 
@@ -199,10 +200,20 @@ def publish(made: Path, output: Path, before: set[str]) -> None:
     moved, if that would replace a file that no report wrote."""
     manifest = json.loads((made / MANIFEST).read_bytes())
     files = set(manifest["files"])
-    _refuse_foreign(output, files, before)
     if not output.exists():
-        os.replace(made, output)
-        return
+        try:
+            os.rename(made, output)
+            return
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # another report was faster
+                raise
+    with locked(output, required=False):  # of two reports at once, the folder has all files of one
+        before = before | _written_before(output)
+        _refuse_foreign(output, files, before)
+        _replace(made, output, manifest, files, before)
+
+
+def _replace(made: Path, output: Path, manifest: dict[str, Any], files: set[str], before: set[str]) -> None:
     # Until all is in place, the manifest names the old files and the new ones: after an interruption, a new report can
     # replace both.
     write_atomic(output / MANIFEST, json.dumps(manifest | {"files": sorted(files | before)}).encode())

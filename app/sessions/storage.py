@@ -5,9 +5,7 @@ Saving never changes an earlier version, and of two writers at once each gets a 
 
 from __future__ import annotations
 
-import os
 import re
-import secrets
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
@@ -23,7 +21,7 @@ from binade.data.bundle import Imported, Written
 from binade.data.cache import Done
 from binade.data.catalog import Catalog
 from binade.data.runs import now
-from binade.data.store import regular, remove_directory, write_atomic
+from binade.data.store import regular, remove_directory, write_atomic, write_new
 
 FOLDER = ".sessions"
 SESSION = "session.json"  # in a bundle
@@ -59,24 +57,16 @@ def save(root: Path, session: Session) -> Version:
     session = replace(session, saved=now())
     content = to_json(session).encode()
     directory = folder(root) / session.id
-    temporary = directory / f".{secrets.token_hex(8)}.part"
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        with open(temporary, "xb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
         for number in range(max(_numbers(directory), default=0) + 1, MOST_VERSIONS + 1):
             with suppress(FileExistsError):  # another writer took the number
-                os.link(temporary, directory / f"{number:04d}.json")
+                write_new(directory / f"{number:04d}.json", content)
                 return Version(session, number)
     except OSError as error:
         with suppress(OSError):
             directory.rmdir()
         raise SessionError(f"The session cannot be saved in {directory}: {error.strerror or error}.") from error
-    finally:
-        with suppress(OSError):
-            temporary.unlink()
     raise SessionError(f"The session has {MOST_VERSIONS} versions, which is the limit: save it as a new one.")
 
 

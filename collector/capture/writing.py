@@ -264,7 +264,7 @@ class Writing:
             content = encode(x, *describe())
             path = self._writer.directory / relative
             path.parent.mkdir(exist_ok=True)
-            write_atomic(path, content)
+            write_atomic(path, content, sweep=False)  # a folder of many files
             self._unnamed[relative] = hashlib.sha256(content).hexdigest()
             self._bytes += len(content)
         finally:

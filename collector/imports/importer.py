@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,14 +31,12 @@ from binade.collector.imports.run import run_of_import
 from binade.collector.imports.workers import Death, scatter
 from binade.collector.training.memory import available_host_memory
 from binade.data.foreign import ForeignTensor, TooLargeError, opened
-from binade.data.json_files import parse_json, read_json
+from binade.data.json_files import parse_json
 from binade.data.runs import (
     DONE,
     FAILED,
     RunError,
-    RunFile,
     RunWriter,
-    write_run_file,
 )
 from binade.data.segment import (
     Identity,
@@ -382,16 +379,11 @@ class _Import:
 
     def _conclude(self) -> None:
         """Write refused.jsonl, and the counts in run.json."""
-        directory = self.writer.directory
         self.refused.sort(key=lambda refusal: (refusal.file, refusal.key or ""))
-        write_atomic(directory / "refused.jsonl", _lines(self.refused))
-        config: dict[str, Any] = dict(read_json(RunFile, directory / "run.json"))
-        config["files"] = _by_source(self._known_entries())
-        config["refused"] = {
-            "count": len(self.refused),
-            "reasons": dict(Counter(refusal.reason for refusal in self.refused).most_common(20)),
-        }
-        write_run_file(directory, config)
+        write_atomic(self.writer.directory / "refused.jsonl", _lines(self.refused))
+        reasons = dict(Counter(refusal.reason for refusal in self.refused).most_common(20))
+        refused = {"count": len(self.refused), "reasons": reasons}
+        self.writer.describe({"files": _by_source(self._known_entries()), "refused": refused})
 
     def result(self, seconds: float) -> Imported:
         return Imported(

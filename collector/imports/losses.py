@@ -13,14 +13,14 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from binade.collector.errors import ConfigError, raising
 from binade.collector.imports.run import run_of_import
-from binade.data.json_files import parse_json, sealed
-from binade.data.runs import DONE, RunNotes, is_unicode, read_notes, write_notes
+from binade.data.json_files import sealed
+from binade.data.runs import DONE, change_notes, is_unicode, parse_notes, read_notes
 from binade.data.store import regular, staged_file
 
 # The columns, keys and tags that training frameworks use, in lower case. Of several, the first one here is read: W&B's
@@ -222,7 +222,7 @@ def import_losses(
     if not is_unicode(str(source)):
         raise ConfigError("the log's path is not valid Unicode: rename the file or directory that causes this")
     with raising(ConfigError, "--name", ValueError):
-        parse_json(RunNotes, json.dumps({"name": name or ""}).encode())
+        named = parse_notes(name or "")
     log = read_log(source, step_column, loss_column)
     facts = {"recipe": recipe, **start, "step_column": log.step_column, "command": command}
     with run_of_import(root, {"source": str(source), "loss_column": log.loss_column, **facts}) as writer:
@@ -233,8 +233,8 @@ def import_losses(
                 file.write(sealed(json.dumps(record).encode()) + b"\n")
         writer.describe(facts)
         if name is not None:
-            notes = read_notes(writer.directory)
-            write_notes(writer.directory, name=name, color=notes.color, note=notes.note)
+            seen = read_notes(writer.directory)
+            change_notes(writer.directory, replace(seen, name=named.name), seen)
         ends: tuple[float | None, float | None] = (finite[0], finite[-1]) if finite else (None, None)
         writer.update(iteration=max(log.losses), loss_first=ends[0], loss_last=ends[1])
         writer.finish(DONE)

@@ -34,7 +34,7 @@ def run_of_import(root: Path, config: dict[str, Any]) -> Iterator[RunWriter]:
                     label = re.sub(r"[^A-Za-z0-9.-]+", "-", Path(config["source"]).name).strip("-.")[:40]
                     writer = RunWriter.create(root, f"import_{label or 'logs'}", config)
                     directory = writer.directory
-            held.enter_context(locked(directory, fcntl.LOCK_EX | fcntl.LOCK_NB))
+            held.enter_context(locked(directory / "segments", fcntl.LOCK_EX | fcntl.LOCK_NB))
         except BlockingIOError:
             raise RunError(
                 f"{config['source']} is being imported into {directory.name} by another process: wait until it ends"

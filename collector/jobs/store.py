@@ -222,15 +222,7 @@ def read_execution(root: Path, job: Job) -> Execution | None:
 
 def write_execution(root: Path, job: Job, execution: Execution) -> None:
     """Raises OSError."""
-    _write_alone(directory_of(root, job) / "process.json", execution)
-
-
-def _write_alone(path: Path, content: Execution | RunnerProcess) -> None:
-    """Write a file that only the holder of a lock writes. Temporary files of it are leftovers of killed processes and
-    are deleted."""
-    write_json(path, content)
-    for part in path.parent.glob(f".{path.name}.*.part"):
-        part.unlink(missing_ok=True)
+    write_json(directory_of(root, job) / "process.json", execution)
 
 
 def drop_execution(root: Path, job: Job) -> None:
@@ -256,7 +248,7 @@ def read_runner(root: Path) -> RunnerProcess | None:
 
 def write_runner(root: Path, process: Process) -> None:
     """Raises OSError."""
-    _write_alone(folder(root) / "runner.json", RunnerProcess(process, host(), boot()))
+    write_json(folder(root) / "runner.json", RunnerProcess(process, host(), boot()))
 
 
 def _queue(root: Path) -> Queue:

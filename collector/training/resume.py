@@ -34,7 +34,7 @@ from binade.collector.training.checkpoints import Position, check_resumable, las
 from binade.collector.training.config import RunConfig
 from binade.data.events import events_file
 from binade.data.json_files import write_json
-from binade.data.runs import CHECKPOINTS, SEGMENT, RunError, RunInfo, RunWriter, read_run, write_run_file
+from binade.data.runs import CHECKPOINTS, SEGMENT, RunError, RunInfo, RunWriter, describe_run, read_run
 from binade.data.store import remove_directory, staged_file
 from binade.data.twin import FILE as TWINS
 
@@ -104,8 +104,8 @@ class Resumed:
         for path in (run.directory / "ranks").glob("rank*.json"):
             path.unlink()
         status = {name: getattr(first, name) for name in ("iteration", "loss_first", "loss_last")}
-        description = dict(run.config) | {"job_token": os.environ.get(JOB_VARIABLE)}
-        write_run_file(run.directory, description)  # first, so that the job finds its run, however this ends
+        # First, so that the job finds its run, however this ends.
+        describe_run(run.directory, {"job_token": os.environ.get(JOB_VARIABLE)})
         writer = RunWriter.reopen(run.directory, ranks=ranks, owner=owner, **first.counts, **status)
         for name in sorted(later, reverse=True):  # the last one first, so that a run killed in the meantime has no gap
             remove_directory(segments[name])

@@ -26,7 +26,7 @@ from binade.collector.training.targets import CONFIG
 from binade.data import evidence
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
-from binade.data.runs import write_notes
+from binade.data.runs import RunNotes, change_notes
 from tests.app import roots
 from tests.app.test_pages import Visit, rerun, words
 from tests.collector.test_jobs import end_all
@@ -66,7 +66,7 @@ def root(collected: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
             settings = config | {"recipe": name, "recipe_toml": to_toml(recipe), "seed": 70 + seed}
             run = make_run(place, *tensors, **settings)
             if name == "linear_mxfp8":
-                write_notes(run.directory, name=NAMED, color="#123456", note="")
+                change_notes(run.directory, RunNotes(NAMED, "#123456"), RunNotes())
             for iteration in range(2):
                 run.append_loss({"iteration": iteration, "loss": 5.0 - iteration + gap * (1.5 if iteration else 0.5)})
     return place

@@ -28,6 +28,7 @@ from binade.collector import Recorder
 from binade.data.catalog import Catalog, DamagedIndexError
 from binade.data.events import Event, EventKind, append_event
 from binade.data.filter import Filter
+from binade.data.runs import RunNotes, read_notes
 from tests.app import roots
 from tests.app.conftest import close_pages
 
@@ -251,6 +252,29 @@ class TestRuns:
         assert chosen.value == run.name and any("floor **scales**" in option for option in chosen.options)
         at = visit(root, "explore", run_id=[each.name for each in roots.runs_of(root)])
         assert plain(f"{TITLES['run_id']}: floor **scales** ✕") in chips(at).options
+
+    def test_of_two_users_that_name_a_run_none_loses_a_text(self, visit: Visit, collected: Path, tmp_path: Path):
+        root = roots.copy(collected, tmp_path / "runs")
+        run = roots.runs_of(root)[0]
+
+        def save(at: AppTest, **texts: str) -> AppTest:
+            for field, text in texts.items():
+                (at.text_input if field == "name" else at.text_area)(f"{field}_{run.name}").input(text)
+            next(button for button in at.button if button.label == "Save").click()
+            return rerun(at)
+
+        first, second = visit(root, "runs"), visit(root, "runs")
+        for at in (first, second):
+            at.selectbox("named_run").select(run.name)
+            rerun(at)
+        save(first, note="from the first")
+        save(second, name="from the second")  # whose form still has the empty note
+        assert read_notes(run) == RunNotes("from the second", "", "from the first")
+        second = save(second, note="also from the second")
+        assert "someone else has changed the note in the meantime; it is now: from the first" in words(second)
+        assert read_notes(run).note == "from the first"
+        assert second.text_area(f"note_{run.name}").value == "also from the second"
+        assert not save(second).error and read_notes(run).note == "also from the second"
 
     def test_a_name_that_is_another_recipes_is_refused(self, visit: Visit, collected: Path, tmp_path: Path):
         root = roots.copy(collected, tmp_path / "runs")

@@ -12,7 +12,7 @@ from binade.app import style
 from binade.app.questions.shared.runs import every_run
 from binade.app.view import View
 from binade.data.catalog import Catalog
-from binade.data.runs import write_notes
+from binade.data.runs import RunNotes, change_notes
 from tests.app import roots
 
 Look = tuple[str, tuple[int, ...] | None]
@@ -44,7 +44,8 @@ def opened(collected: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     for run in roots.runs_of(root):
         roots.copy_run(run, run.with_name(f"{run.name}x"))
     for number, run in enumerate(roots.runs_of(root)):
-        write_notes(run, name=f"run {number}", color=style.FORMAT_COLORS["mxfp4"] if number == 5 else "", note="")
+        color = style.FORMAT_COLORS["mxfp4"] if number == 5 else ""
+        change_notes(run, RunNotes(f"run {number}", color), RunNotes())
     with Catalog.open(root) as catalog:
         yield catalog
 

@@ -29,6 +29,7 @@ from binade.collector.training.plan import plan
 from binade.data.access import ReadOnlyError
 from binade.data.catalog import Catalog
 from binade.data.runs import list_runs
+from binade.data.store import HOST
 from tests.collector.forked import run_forked
 from tests.collector.test_failures import check_rows
 from tests.conftest import PROJECT, run_collector, start_python, until
@@ -323,8 +324,8 @@ class TestEnds:
         until(lambda: jobs.has_runner(root), "a look at the queue to have somebody work through it")
         runner_of(root).send(signal.SIGKILL)
         until(lambda: not jobs.has_runner(root), "the runner to be gone")
-        for left in (".runner.json.1.part", f"{job.id:04d}/.process.json.1.part"):  # of one killed while it wrote
-            (store.folder(root) / left).touch()
+        for name in (".runner.json", f"{job.id:04d}/.process.json"):  # of one killed while it wrote
+            (store.folder(root) / f"{name}.{HOST}.1.part").touch()
         done = run_collector("jobs", "cancel", str(job.id), root=root)
         assert done.returncode == 0 and done.stdout == f"job {job.id} cancelled\n", done.stderr
         view = ended(root, job)

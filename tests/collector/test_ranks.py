@@ -277,10 +277,10 @@ def test_ranks_do_not_outlive_their_launcher(tmp_path: Path):
 def test_a_rank_that_cannot_write_is_named(tmp_path: Path):
     """Rank 1's segment cannot be published: a file is in its way."""
     launcher, directory = start(tmp_path)
-    status = rank_statuses(directory)[1]
-    while True:  # in the place of a file that is there again and again, for a moment
+    while True:  # in the place of a file that is replaced again and again
+        (directory / "ranks" / "rank01.json").unlink(missing_ok=True)
         with suppress(FileExistsError):
-            (directory / "ranks" / f".rank01.json.{status.pid}.part").mkdir()
+            (directory / "ranks" / "rank01.json").mkdir()
             break
     assert launcher.wait(120) == 1
     assert launcher.stderr.read().startswith("binade: the run failed: rank 1: Is a directory")

@@ -30,7 +30,7 @@ from binade.data.bundle import BundleError
 from binade.data.catalog import Catalog, CatalogError
 from binade.data.events import Event, EventKind, append_event, read_events
 from binade.data.filter import Filter
-from binade.data.runs import RUNNING, RunNotes, fingerprint, process_start, read_notes, sound_losses, write_notes
+from binade.data.runs import RUNNING, RunNotes, change_notes, fingerprint, process_start, read_notes, sound_losses
 from tests.data.builder import assorted, make_run, with_column, without_checksums
 
 pytestmark = pytest.mark.slow
@@ -120,7 +120,7 @@ def test_notes_and_the_events_of_every_rank_come_along(tmp_path: Path):
     (run.directory / "ranks").mkdir()
     for rank in (1, 0, 2):
         append_event(run.directory, Event(EventKind.TRIGGER, 3, f"seen on {rank}", "2026-01-02T03:04:05+00:00", rank))
-    write_notes(run.directory, name="a", color="#123456", note="b")
+    change_notes(run.directory, RunNotes("a", "#123456", "b"), RunNotes())
     bundle.write(tmp_path, tmp_path / "bundle.zip", [run.run_id], None)
     bundle.import_runs(tmp_path / "new", tmp_path / "bundle.zip")
     assert read_notes(tmp_path / "new" / run.run_id) == RunNotes("a", "#123456", "b")

@@ -130,7 +130,7 @@ def test_a_root_that_cannot_be_is_refused(tmp_path, below):
 def test_what_a_killed_process_left_is_gone_when_a_run_goes_on(tmp_path):
     writer = RunWriter.create(tmp_path, "x", {"recipe": "bf16"})
     # The number of a process in a container is always 1.
-    for name in (".rank00-000001.1.part", ".rank00-000001.1.old", ".rank00-000006.0abc.gone"):
+    for name in (".rank00-000001.1.part", ".rank00-000006.0abc.gone"):
         (writer.directory / "segments" / name).mkdir(parents=True)
         (writer.directory / "segments" / name / "tensor.parquet").write_bytes(b"half")
     (writer.directory / "segments" / ".snapshots").mkdir()  # of a file system

@@ -12,6 +12,7 @@ import stat
 import subprocess
 import sys
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pandas as pd
@@ -24,16 +25,15 @@ from binade.data.store import (
     TensorFileError,
     encode,
     load,
-    process_start,
     remove_directory,
     save,
     staged_directory,
     staging_directory,
-    sweep_beside,
+    temporary_file,
     write_atomic,
 )
 from binade.data.text import csv_cell, csv_table, describe, one_line
-from tests.conftest import PROJECT
+from tests.conftest import PROJECT, run_python
 
 pytestmark = pytest.mark.slow
 
@@ -62,18 +62,47 @@ def saved(content: object) -> bytes:
 
 
 def test_what_killed_processes_left_aside_is_deleted(tmp_path):
-    ended = subprocess.Popen(["true"])
-    ended.wait()
-    own, parent = os.getpid(), os.getppid()
-    gone = [f"{ended.pid}-1", f"{own}-1"]  # the second: an earlier process of a container, where numbers are the same
-    there = [f"{parent}-{process_start(parent):.0f}", "x", f"{10**20}-1", f"{ended.pid}"]
-    left = [tmp_path / f".draw.{HOST}.{name}.part" for name in (*gone, *there)]
-    left += [tmp_path / f".draw.elsewhere.{ended.pid}-1.part", tmp_path / f".other.{HOST}.{ended.pid}-1.part"]
-    for folder in left:
-        folder.mkdir()
-    sweep_beside(tmp_path / "draw")
-    with staging_directory(tmp_path / "draw"):
-        assert [folder.exists() for folder in left] == [False] * 2 + [True] * 6
+    for write in ("staged_file", "staging_directory", "staged_directory"):
+        line = f"writing = {write}(Path({str(tmp_path / 'draw')!r})); writing.__enter__(); os.kill(os.getpid(), 9)"
+        code = f"import os; from pathlib import Path; from binade.data.store import {write}; {line}"
+        assert run_python("-c", code).returncode == -9
+    left = [*tmp_path.iterdir()]
+    assert len(left) == 3 and all(path.name.startswith(".draw.") for path in left)
+    others = [tmp_path / name for name in (".draw.elsewhere.1.part", f".other.{HOST}.1.part", f".draw.{HOST}.1.old")]
+    for path in others:
+        path.touch()
+    with staging_directory(tmp_path / "draw") as first, temporary_file(tmp_path / "draw") as (second, _):
+        write_atomic(tmp_path / "draw", b"new")  # sweeps, but not what is being written
+        assert {*tmp_path.iterdir()} == {first, second, tmp_path / "draw", *others}
+
+
+@pytest.mark.parametrize("name", ["n" * 255, "é" * 127, "a b\n"])
+def test_any_name_can_be_written(tmp_path, name):
+    write_atomic(tmp_path / name, b"x")
+    with staged_directory(tmp_path / f"{name[:-1]}d") as part:
+        (part / "file").touch()
+    assert {path.name for path in tmp_path.iterdir()} == {name, f"{name[:-1]}d"}
+
+
+def test_a_new_file_has_the_mode_of_a_plain_one_and_follows_no_link(tmp_path):
+    (tmp_path / "plain").write_bytes(b"")
+    (tmp_path / "elsewhere").write_bytes(b"theirs")
+    (tmp_path / "new").symlink_to("elsewhere")
+    write_atomic(tmp_path / "new", b"mine")
+    assert (tmp_path / "new").stat().st_mode == (tmp_path / "plain").stat().st_mode
+    assert not (tmp_path / "new").is_symlink() and (tmp_path / "elsewhere").read_bytes() == b"theirs"
+
+
+def test_two_threads_that_replace_a_directory_both_succeed(tmp_path):
+    def replace(who: int) -> None:
+        for turn in range(30):
+            with staged_directory(tmp_path / "there", replace=True) as part:
+                (part / f"{who} {turn}").touch()
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(replace, range(4)))
+    assert [path.name for path in tmp_path.iterdir()] == ["there"]
+    assert len([*(tmp_path / "there").iterdir()]) == 1
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -25,7 +25,7 @@ from binade.data.access import ReadOnlyError, read_only
 from binade.data.catalog import Catalog
 from binade.data.events import read_events
 from binade.data.notes import on_a_grid
-from binade.data.runs import IMPORT, RunError, write_notes
+from binade.data.runs import IMPORT, NotesChangedError, RunError, RunNotes, change_notes, parse_notes
 from binade.data.text import counted, one_line
 
 MOST_RUNS, MOST_EVENTS = 200, 200  # runs whose events and losses are read; events that are shown
@@ -209,6 +209,8 @@ def _notes(opened: Catalog, runs: pd.DataFrame, named: pd.DataFrame) -> None:
         run_id = st.selectbox("Run", ids, key="named_run", format_func=lambda name: titles[name])
         row = runs[runs["run_id"] == run_id].iloc[0]
         run = {field: "" if pd.isna(row[field]) else str(row[field]) for field in ("name", "color", "note")}
+        if f"note_{run_id}" not in st.session_state:  # the form keeps these texts, even if the run's notes change
+            st.session_state[f"seen_{run_id}"] = RunNotes(**run)
         with st.form(f"notes_{run_id}", border=False):
             name_cell, own_cell, color_cell = st.columns([4, 1.2, 1], vertical_alignment="bottom")
             name = name_cell.text_input(
@@ -223,11 +225,17 @@ def _notes(opened: Catalog, runs: pd.DataFrame, named: pd.DataFrame) -> None:
         try:
             if given not in {*recipes.loc[run_id]} and (is_recipe(given) or given in {*recipes.to_numpy().flat}):
                 raise RunError(f"{given} is the name of a recipe or a format, and not of this run’s")
-            write_notes(opened.root / run_id, name=name or "", color=color if own else "", note=note or "")
+            wanted = parse_notes(name or "", color if own else "", note or "")
+            change_notes(opened.root / run_id, wanted, st.session_state[f"seen_{run_id}"])
             opened.sync()
+        except NotesChangedError as error:
+            st.session_state[f"seen_{run_id}"] = error.current
+            text = f"Not saved: {one_line(error)}. Choose Save again to replace it with yours."
+            st.error(plain(text), icon=":material/error:")
         except (RunError, ReadOnlyError, OSError) as error:
             st.error(plain(f"The name was not saved: {one_line(error)}."), icon=":material/error:")
         else:
+            st.session_state[f"seen_{run_id}"] = wanted
             st.rerun()
 
 

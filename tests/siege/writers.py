@@ -1,0 +1,250 @@
+"""Two threads or two processes that write the same file at the same time, for every file that several may write."""
+
+from __future__ import annotations
+
+import threading
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+
+from binade.app import saved_filters
+from binade.app.jobs import recipe_table
+from binade.app.report import writer as reports
+from binade.app.sessions import session as sessions
+from binade.app.sessions import storage
+from binade.app.view import View
+from binade.collector import jobs
+from binade.collector.cli.jobs import add_line
+from binade.collector.jobs import store as queue
+from binade.collector.jobs.processes import boot, host
+from binade.collector.recipes.parse import parse_recipe
+from binade.collector.recipes.recipe import RecipeError
+from binade.data.events import Event, EventKind, append_event, read_events
+from binade.data.filter import Filter
+from binade.data.runs import RunNotes, RunWriter, change_notes, lines_of, list_runs, read_notes, read_run
+from binade.data.store import staged_directory, write_atomic
+from tests.siege.attack import Attempt, attack
+from tests.siege.files import LINE
+from tests.siege.kills import leftovers
+
+SESSION = sessions.new("shared", View("runs"))
+FIELDS = ("name", "note")
+
+
+@dataclass(frozen=True)
+class Writer:
+    """write(place, who, turn) is what two writers do, read(place) what a third does meanwhile, and check(place, turns)
+    is called after all writes: both raise if something is damaged, torn or lost."""
+
+    prepare: Callable[[Path], object]
+    write: Callable[[Path, int, int], object]
+    read: Callable[[Path], object]
+    check: Callable[[Path, int], object]
+
+
+def _run(place: Path) -> None:
+    RunWriter.create(place, "run", {}, ranks=2)
+
+
+def _directory(place: Path) -> Path:
+    (run,) = [path for path in place.iterdir() if path.name.endswith("run", 0, -7)]
+    return run
+
+
+def _name(place: Path, who: int, turn: int) -> None:
+    field = FIELDS[who]
+    seen = read_notes(_directory(place))
+    change_notes(_directory(place), RunNotes(**{field: f"{turn} " * 20}), RunNotes(**{field: getattr(seen, field)}))
+
+
+def _named(place: Path, turns: int) -> None:
+    notes = read_notes(_directory(place))
+    assert [getattr(notes, field).split() for field in FIELDS] == [[f"{turns - 1}"] * 20] * 2
+
+
+def _facts(place: Path, turns: int) -> None:
+    config = read_run(_directory(place)).config
+    assert all(config[f"fact{who}_{turn}"] == turn for who in range(2) for turn in range(turns))
+
+
+def _count(place: Path, who: int, turn: int) -> None:
+    """A rank's counts; rank 0 also writes the status."""
+    RunWriter.join(_directory(place), who, 2).update(tensors=turn + 1)
+
+
+def _counted(place: Path, turns: int) -> None:
+    assert RunWriter.join(_directory(place), 0, 2).status and read_run(_directory(place)).status.tensors <= 2 * turns
+
+
+def _event(place: Path, who: int, turn: int) -> None:
+    append_event(_directory(place), Event(EventKind.WARNING, turn, f"{who} {turn} " + "x" * 3000, "2026-01-01"))
+    RunWriter.join(_directory(place), 0, 2).append_loss({"iteration": turn, "loss": float(who)})
+
+
+def _events(place: Path, turns: int) -> None:
+    texts = {" ".join(event.text.split()[:2]) for event in read_events(_directory(place))}
+    assert texts == {f"{who} {turn}" for who in range(2) for turn in range(turns)}
+    assert len(lines_of(_directory(place) / "loss.jsonl")) == 2 * turns
+
+
+def _draft(place: Path, who: int, turn: int) -> None:
+    storage.keep(place, _noted(who, turn))
+
+
+def _noted(who: int, turn: int) -> sessions.Session:
+    return sessions.replace(SESSION, notes=f"{who} {turn} " * 500)
+
+
+def _versions(place: Path, turns: int) -> None:
+    versions, problems = storage.history(place, SESSION.id)
+    assert len(versions) == 2 * turns and not problems
+    assert {version.session.notes for version in versions} == {
+        _noted(who, turn).notes for who in range(2) for turn in range(turns)
+    }
+
+
+def _job(place: Path, who: int, turn: int) -> None:
+    """Two users: one renames jobs and writes how it was executed, the other tags them."""
+    if who:
+        jobs.change(place, 1, title=f"title {turn}")
+        jobs.set_at_once(place, 1 + turn % 5)
+    else:
+        jobs.change(place, 1, tags=[f"tag {turn}"])
+        add_line(place, LINE)
+        with queue.locked(place):
+            queue.write_execution(place, queue.find(place, 1), queue.Execution(host(), boot(), "2026-01-01"))
+    queue.write_cancellation(place, queue.find(place, 1))
+
+
+def _jobs(place: Path, turns: int) -> None:
+    job = queue.find(place, 1)
+    assert (job.title, job.tags) == (f"title {turns - 1}", (f"tag {turns - 1}",))
+    assert queue.numbers(place) == list(range(1, turns + 2)) and queue.at_once(place) == 1 + (turns - 1) % 5
+
+
+def _recipe(place: Path, who: int, turn: int) -> None:
+    """Of two that save a new recipe under one name, one is told that it exists."""
+    path = recipe_table.path_of(place, f"r{turn}")
+    try:
+        recipe_table.save(path, parse_recipe(("mxfp8", "mxfp4")[who]))
+        (place / f"saved {turn} {who}").touch()
+    except RecipeError:
+        (place / f"refused {turn} {who}").touch()
+    recipe_table.save(path, parse_recipe("nvfp4"), replace=True)
+
+
+def _recipes(place: Path, turns: int) -> None:
+    for kind in ("saved", "refused"):
+        assert len([*place.glob(f"{kind} *")]) == turns
+
+
+def _filters(place: Path, turns: int) -> None:
+    names = {f"{who} {turn}" for who in range(2) for turn in range(turns)}
+    assert saved_filters.load(place) == dict.fromkeys(names, Filter(layer_index=[1]))
+
+
+def _segment(place: Path, who: int, turn: int) -> None:
+    with staged_directory(place / "segment", replace=True) as part:
+        write_atomic(part / "a", bytes([who]) * 10_000)
+        write_atomic(part / "b", bytes([who]) * 10_000)
+
+
+def _whole(place: Path, turns: int) -> None:
+    first, second = (place / "segment" / name for name in "ab")
+    assert first.read_bytes() == second.read_bytes() and len(first.read_bytes()) == 10_000
+
+
+def _report(place: Path, who: int, turn: int) -> None:
+    """Each report has files of its own, and an index that belongs to them."""
+    made = place / f"made{who}"
+    (made / "charts").mkdir(parents=True)
+    files = ["index.html", f"charts/{who}.png", "report.json"]
+    for name in files[:2]:
+        (made / name).write_text(f"{who}")
+    (made / reports.MANIFEST).write_text(reports.json.dumps({"files": files}))
+    reports.publish(made, place / "report", set())
+    reports.shutil.rmtree(made, ignore_errors=True)
+
+
+def _reported(place: Path, turns: int) -> None:
+    who = (place / "report" / "index.html").read_text()
+    assert [path.name for path in (place / "report" / "charts").iterdir()] == [f"{who}.png"]
+
+
+def _nothing(place: Path) -> None:
+    pass
+
+
+WRITERS = {
+    "notes of a run": Writer(_run, _name, lambda place: read_notes(_directory(place)), _named),
+    "run.json": Writer(
+        _run,
+        lambda place, who, turn: RunWriter.join(_directory(place), 0, 1).describe({f"fact{who}_{turn}": turn}),
+        lambda place: read_run(_directory(place)),
+        _facts,
+    ),
+    "counts of ranks": Writer(_run, _count, lambda place: read_run(_directory(place)), _counted),
+    "events and losses": Writer(_run, _event, _nothing, _events),
+    "draft": Writer(
+        lambda place: storage.keep(place, SESSION),
+        _draft,
+        lambda place: storage.draft_of(place, SESSION.id),
+        lambda place, turns: storage.draft_of(place, SESSION.id),
+    ),
+    "session": Writer(
+        _nothing,
+        lambda place, who, turn: storage.save(place, _noted(who, turn)),
+        lambda place: storage.history(place, SESSION.id),
+        _versions,
+    ),
+    "queue": Writer(lambda place: add_line(place, LINE), _job, lambda place: queue.find(place, 1), _jobs),
+    "recipe": Writer(_nothing, _recipe, _nothing, _recipes),
+    "saved filters": Writer(
+        _nothing,
+        lambda place, who, turn: saved_filters.save(place, f"{who} {turn}", Filter(layer_index=[1])),
+        saved_filters.load,
+        _filters,
+    ),
+    "directory": Writer(_nothing, _segment, _nothing, _whole),
+    "report": Writer(_nothing, _report, _nothing, _reported),
+}
+
+
+def check_writers(name: str, place: Path, turns: int, processes: bool) -> None:
+    """Two writers and a reader at once: no exception, no damaged file, no torn read, no lost update, no leftover."""
+    writer = WRITERS[name]
+    writer.prepare(place)
+    kind = get_context("fork").Process if processes else threading.Thread
+    failed = place.with_name(f"{place.name} failed")
+
+    def write(who: int) -> None:
+        try:
+            for turn in range(turns):
+                writer.write(place, who, turn)
+        except BaseException:
+            with open(failed, "a", encoding="utf-8") as file:
+                file.write(traceback.format_exc())
+
+    writers = [kind(target=write, args=(who,)) for who in range(2)]
+    for one in writers:
+        one.start()
+    while any(one.is_alive() for one in writers):
+        writer.read(place)
+    for one in writers:
+        one.join()
+    assert not failed.exists(), failed.read_text(encoding="utf-8")
+    writer.check(place, turns)
+    list_runs(place)
+    assert leftovers(place) == []
+
+
+@attack(
+    "Two threads or processes write one file at once: no exception, damaged file, torn read, lost update or leftover",
+    tries=60,
+)
+def writers_at_once(attempt: Attempt) -> None:
+    name, processes = attempt.choose([(name, processes) for name in WRITERS for processes in (False, True)])
+    attempt.case = f"{name}: {'processes' if processes else 'threads'}"
+    check_writers(name, attempt.place, 50, processes)
