@@ -30,10 +30,12 @@ OPEN = View("notebook", {PART: ["sessions"], "part": ["open"]})  # the open sess
 
 @dataclass(frozen=True)
 class Draft:
-    """An open session, and the version on disk that it comes from; None before it is saved."""
+    """An open session, the version on disk that it comes from (None before it is saved), and the revision of the draft
+    on disk that it replaces ("": none)."""
 
     session: Session
     saved: Version | None = None
+    revision: str = ""
 
     @property
     def changed(self) -> bool:
@@ -60,16 +62,29 @@ def shown_view() -> View | None:
 
 def set_current(draft: Draft | None) -> None:
     """Open a session, or none. What is not saved is kept as a draft on disk, and the address names the session, so that
-    nothing is lost with the tab."""
+    nothing is lost with the tab. If another tab or user has changed the draft, theirs stays and this one becomes a
+    session of its own."""
     state, before = st.session_state, current()
+    if draft and draft.changed and draft != before and not read_only():
+        try:
+            draft = _kept(draft)
+        except (SessionError, ReadOnlyError) as error:
+            notify(str(error))
     state["draft"], state[address.SESSION] = draft, draft.session.id if draft else None
-    if draft is None or read_only():
-        return
+    if before and draft and before.session.id != draft.session.id:  # else `follow_link` would open the former again
+        st.query_params[address.SESSION] = draft.session.id
+
+
+def _kept(draft: Draft) -> Draft:
+    """The draft as it is on disk now. Raises SessionError, ReadOnlyError."""
+    root, session = resolve_root(), draft.session
     try:
-        if draft.changed and draft != before:
-            storage.keep(resolve_root(), draft.session)
-    except (SessionError, ReadOnlyError) as error:
-        notify(str(error))
+        return replace(draft, revision=storage.keep(root, session, draft.revision))
+    except storage.DraftChangedError as error:
+        copy = sessions.copied(session, f"{session.name[:110]} (copy)")
+        revision = storage.keep(root, copy, "")
+        notify(f"{error}. Your changes are now a session of their own, “{copy.name}”; nothing was lost.")
+        return Draft(copy, None, revision)
 
 
 def discard() -> None:
@@ -78,7 +93,7 @@ def discard() -> None:
     set_current(None)
     if draft and not read_only():
         try:
-            storage.drop_draft(resolve_root(), draft.session.id)
+            storage.drop_draft(resolve_root(), draft.session.id, draft.revision)
         except (SessionError, ReadOnlyError) as error:
             notify(str(error))
 
@@ -137,7 +152,7 @@ def save(opened: Catalog, session: Session) -> None:
     before = draft.saved if (draft := current()) else None
     try:
         version = storage.save(opened.root, pins.refreshed(opened, session, before and before.session))
-        storage.drop_draft(opened.root, session.id)
+        storage.drop_draft(opened.root, session.id, draft.revision if draft else "")
     except (SessionError, ReadOnlyError, RunError, DamagedIndexError) as error:
         notify(str(error))
         return
@@ -166,10 +181,12 @@ def open_version(version: Version, with_draft: bool = True) -> None:
         draft = None
         notify(str(error))
     saved = version if version.number else None
-    set_current(Draft(draft if draft and with_draft else version.session, saved))
+    set_current(Draft(draft.session, saved, draft.revision) if draft and with_draft else Draft(version.session, saved))
     found = pins.missing_runs(resolve_root(), version.session)
     if draft and not with_draft:
-        found.append("This session has unsaved changes, kept as a draft. Changes to this version would replace them.")
+        found.append(
+            "This session has unsaved changes, kept as a draft. Changes to this version become a session of their own."
+        )
     try:
         more = len(pins.other_runs(catalog(), version.session))
     except DamagedIndexError as error:

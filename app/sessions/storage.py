@@ -5,6 +5,7 @@ Saving never changes an earlier version, and of two writers at once each gets a 
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -21,12 +22,23 @@ from binade.data.bundle import Imported, Written
 from binade.data.cache import Done
 from binade.data.catalog import Catalog
 from binade.data.runs import now
-from binade.data.store import regular, remove_directory, write_atomic, write_new
+from binade.data.store import locked, read_file, remove_directory, write_atomic, write_new
 
 FOLDER = ".sessions"
 SESSION = "session.json"  # in a bundle
 MOST_VERSIONS = 9999
 DRAFT = "draft.json"  # the session as it is being edited, if that differs from the newest version
+
+
+class DraftChangedError(SessionError):
+    """A session's draft is not the one that the new one was made from: another tab or user has changed it."""
+
+
+class Kept(NamedTuple):
+    """A draft on disk, and its revision, the SHA-256 of its file."""
+
+    session: Session
+    revision: str
 
 
 class Version(NamedTuple):
@@ -70,32 +82,57 @@ def save(root: Path, session: Session) -> Version:
     raise SessionError(f"The session has {MOST_VERSIONS} versions, which is the limit: save it as a new one.")
 
 
-def keep(root: Path, session: Session) -> None:
-    """Keep a session that is being edited, in place of its last draft. Raises SessionError, ReadOnlyError."""
+def keep(root: Path, session: Session, revision: str) -> str:
+    """Keep a session that is being edited, in place of the draft with this revision ("": there was none). Returns its
+    own revision. Raises DraftChangedError if another draft is there, and leaves that one; SessionError,
+    ReadOnlyError."""
     check_writable("Keeping a session")
     directory = _directory(root, session.id)
+    content = to_json(session).encode()
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        write_atomic(directory / DRAFT, to_json(session).encode())
+        with locked(folder(root), required=False):
+            directory.mkdir(exist_ok=True)
+            if _revision(directory) not in ("", revision, own := _sha256(content)):
+                raise DraftChangedError(f"“{session.name}” was changed in another tab or by someone else")
+            write_atomic(directory / DRAFT, content)
     except OSError as error:
         text = f"Unsaved changes cannot be kept in {directory}: {error.strerror or error}."
         raise SessionError(text) from error
+    return own
 
 
-def draft_of(root: Path, session_id: str) -> Session | None:
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def _revision(directory: Path) -> str:
+    """The revision of a draft, which may be damaged; "" if there is none. Raises OSError."""
+    try:
+        return _sha256(read_file(directory / DRAFT, LONGEST_FILE + 1))
+    except FileNotFoundError:
+        return ""
+
+
+def draft_of(root: Path, session_id: str) -> Kept | None:
     """The kept draft of a session; None if there is none. Raises SessionError if it cannot be read."""
     path = _directory(root, session_id) / DRAFT
-    return _parsed(path, session_id, "The draft") if path.exists() else None
+    return Kept(*_parsed(path, session_id, "The draft")) if path.exists() else None
 
 
-def drop_draft(root: Path, session_id: str) -> None:
-    """Delete the draft of a session, and its directory if nothing was saved. Raises SessionError, ReadOnlyError."""
+def drop_draft(root: Path, session_id: str, revision: str) -> None:
+    """Delete the draft with this revision, if it is still there, and the session's directory if nothing was saved.
+    Raises SessionError, ReadOnlyError."""
     check_writable("Deleting a draft")
     directory = _directory(root, session_id)
+    if not directory.is_dir():
+        return
     try:
-        (directory / DRAFT).unlink(missing_ok=True)
-        with suppress(OSError):  # versions were saved
-            directory.rmdir()
+        with locked(folder(root), required=False):
+            if _revision(directory) == revision:
+                (directory / DRAFT).unlink(missing_ok=True)
+            with suppress(OSError):  # versions were saved, or the draft is another one
+                directory.rmdir()
     except OSError as error:
         raise SessionError(f"The draft of {session_id!r} cannot be deleted: {error.strerror or error}.") from error
 
@@ -114,7 +151,7 @@ def load(root: Path, session_id: str, number: int | None = None) -> Version:
     directory = _directory(root, session_id)
     numbers = _numbers(directory)
     if not numbers and number is None and (draft := draft_of(root, session_id)):
-        return Version(draft, 0)
+        return Version(draft.session, 0)
     if not numbers:
         raise SessionError(f"There is no session {session_id!r} in {root}: it was deleted, or belongs to another root.")
     if number is not None and number not in numbers:
@@ -167,19 +204,19 @@ def _numbers(directory: Path) -> list[int]:
 
 
 def _read(directory: Path, number: int) -> Version:
-    return Version(_parsed(directory / f"{number:04d}.json", directory.name, f"Version {number}"), number)
+    return Version(_parsed(directory / f"{number:04d}.json", directory.name, f"Version {number}")[0], number)
 
 
-def _parsed(path: Path, session_id: str, what: str) -> Session:
-    """A session from a file. what: of the session it is, for messages. Raises SessionError."""
+def _parsed(path: Path, session_id: str, what: str) -> tuple[Session, str]:
+    """A session from a file, and the file's SHA-256. what: of the session it is, for messages. Raises SessionError."""
     try:
-        with open(path, "rb", opener=regular) as file:
-            session = parse(file.read(LONGEST_FILE + 1))
+        content = read_file(path, LONGEST_FILE + 1)
+        session = parse(content)
     except (OSError, SessionError) as error:
         raise SessionError(f"{what} of {session_id} cannot be read: {error}") from None
     if session.id != session_id:
         raise SessionError(f"{what} of {session_id} has the ID {session.id}.")
-    return session
+    return session, _sha256(content)
 
 
 VALUES = {

@@ -170,6 +170,47 @@ def test_a_save_elsewhere_meanwhile_is_said_and_kept(visit: Visit, root: Path):
     assert [version.session.notes for version in storage.history(root, one.id)[0]] == ["ours", "theirs", ""]
 
 
+def test_of_two_tabs_with_one_session_none_loses_its_text(visit: Visit, root: Path):
+    """Both have its address open. The second that writes gets a session of its own, which a new tab can open."""
+    one = saved(root, notes="before")
+    opened = {"view": "sessions", "part": "open", "session": one.id}
+    first, second = visit(root, "notebook", **opened), visit(root, "notebook", **opened)
+    first.text_area[0].set_value("written by the first")
+    assert "changed in another tab" not in words(rerun(first))
+    second.text_area[0].set_value("written by the second")
+    rerun(second)
+    assert "“A finding” was changed in another tab or by someone else. Your changes are now a session" in words(second)
+    assert second.text_area[0].value == "written by the second"
+    copy = second.session_state["draft"].session.id
+    assert copy != one.id and copy in second.query_params["session"]
+    for at, text in ((first, "more by the first"), (second, "more by the second"), (first, "and more by the first")):
+        at.text_area[0].set_value(text)
+        rerun(at)
+        press(at, "Close") if at is second else None
+    for session_id, text in ((one.id, "and more by the first"), (copy, "more by the second")):
+        again = visit(root, "notebook", **opened | {"session": session_id})
+        assert again.text_area[0].value == text
+    assert storage.load(root, one.id).session.notes == "before" and len(storage.list_sessions(root)[0]) == 2
+
+
+def test_saving_and_discarding_leave_the_draft_of_another_tab(visit: Visit, root: Path):
+    one = saved(root)
+    opened = {"view": "sessions", "part": "open", "session": one.id}
+    first, second, third = (visit(root, "notebook", **opened) for _ in range(3))
+    first.text_area[0].set_value("saved by the first")
+    rerun(first)
+    fourth = visit(root, "notebook", **opened)  # with the draft of the first
+    fourth.text_area[0].set_value("saved by the first, and changed by the fourth")
+    rerun(fourth)
+    press(first, "Save")
+    second.text_area[0].set_value("by the second")
+    press(rerun(second), "Discard")
+    draft = storage.draft_of(root, one.id)
+    assert draft and draft.session.notes == "saved by the first, and changed by the fourth"
+    assert storage.load(root, one.id).session.notes == "saved by the first"
+    assert third.text_area[0].value == ""
+
+
 def test_comparing_and_deleting(visit: Visit, root: Path):
     one = saved(root)
     storage.save(root, replace(one, notes="more"))

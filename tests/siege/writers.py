@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -90,11 +90,30 @@ def _events(place: Path, turns: int) -> None:
 
 
 def _draft(place: Path, who: int, turn: int) -> None:
-    storage.keep(place, _noted(who, turn))
+    """A tab that opens the session, edits it ten times and is closed. As the app does, it keeps its text as a session
+    of its own if the draft is another one."""
+    kept = storage.draft_of(place, SESSION.id)
+    assert kept
+    session, revision = kept
+    for edit in range(10):
+        session = replace(session, notes=f"{who} {turn} {edit} " * 500)
+        try:
+            revision = storage.keep(place, session, revision)
+        except storage.DraftChangedError:
+            session = sessions.copied(session, "copy")
+            revision = storage.keep(place, session, "")
+
+
+def _drafts(place: Path, turns: int) -> None:
+    """A tab's last text is in a draft, or was what the next tab has begun with."""
+    found, problems = storage.list_sessions(place)
+    texts = {version.session.notes for version in found}
+    assert not problems and all(text.split()[2] == "9" for text in texts)
+    assert {f"{who} {turns - 1} 9" for who in range(2)} <= {" ".join(text.split()[:3]) for text in texts}
 
 
 def _noted(who: int, turn: int) -> sessions.Session:
-    return sessions.replace(SESSION, notes=f"{who} {turn} " * 500)
+    return replace(SESSION, notes=f"{who} {turn} " * 500)
 
 
 def _versions(place: Path, turns: int) -> None:
@@ -188,10 +207,10 @@ WRITERS = {
     "counts of ranks": Writer(_run, _count, lambda place: read_run(_directory(place)), _counted),
     "events and losses": Writer(_run, _event, _nothing, _events),
     "draft": Writer(
-        lambda place: storage.keep(place, SESSION),
+        lambda place: storage.keep(place, SESSION, ""),
         _draft,
         lambda place: storage.draft_of(place, SESSION.id),
-        lambda place, turns: storage.draft_of(place, SESSION.id),
+        _drafts,
     ),
     "session": Writer(
         _nothing,
