@@ -19,7 +19,7 @@ import struct
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -33,6 +33,7 @@ from binade.data.access import check_writable
 from binade.data.cache import Done
 from binade.data.catalog import Catalog
 from binade.data.events import read_events
+from binade.data.read_tables import UnreadableError, check_readable
 from binade.data.remote import fetched
 from binade.data.runs import RUNNING, RunError, RunInfo, fingerprint, list_runs, read_run, run_names
 from binade.data.segment import ADDED_LATER, MANIFEST, TABLES, SegmentError, manifest, table_files
@@ -46,6 +47,8 @@ MOST_FILES = 500_000
 LARGEST_TABLE = 2 << 30  # bytes of one Parquet file in memory
 LARGEST = 1 << 40  # bytes of all files together
 MOST_PACKED = 100  # a file's size over its size in the archive: texts reach 20, bombs 1000
+SMALL_TABLES = 256 << 20  # bytes that the tables of a bundle may take in memory, however small their files are
+CODECS = {"UNCOMPRESSED", "LZ4", "SNAPPY"}  # of Parquet; others pack a thousand times as much into a byte
 CHUNK = 1 << 20
 # The exceptions of zipfile and zlib for a damaged archive.
 DAMAGED = (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, ValueError, OverflowError, struct.error)
@@ -198,10 +201,10 @@ class _Plan:
                 self.files[f"{prefix}/{name}"] = run.directory / name
         without, nbytes = tensors - with_values, sum(sizes.values())
         status = replace(run.status, tensors=tensors, tensors_without_raw=without, bytes=nbytes)
-        self._new(f"{prefix}/status.json").write_text(json.dumps(asdict(status)))
+        self._new(f"{prefix}/status.json").write_text(json.dumps(asdict(status)), encoding="utf-8")
         if events := read_events(run.directory):  # of all ranks
             lines = "".join(f"{json.dumps(asdict(event))}\n" for event in events)
-            self._new(f"{prefix}/events.jsonl").write_text(lines)
+            self._new(f"{prefix}/events.jsonl").write_text(lines, encoding="utf-8")
         self.tensors += tensors
         self.with_values += with_values
 
@@ -332,7 +335,9 @@ def _check_runs(runs: Path) -> None:
         return
     for run_id in run_names(runs):
         (runs / run_id / "segments").mkdir(exist_ok=True)
-    for segment in sorted(runs.glob("*/segments/*")):
+    segments = sorted(runs.glob("*/segments/*"))
+    _check_sizes([path for segment in segments for path in sorted(segment.glob("*.parquet"))])
+    for segment in segments:
         try:
             _check_rows(segment)
         except BundleError:
@@ -347,6 +352,31 @@ def _check_runs(runs: Path) -> None:
     with Catalog.open(runs) as catalog:
         if catalog.refused:
             _refuse(f"it cannot be indexed: {catalog.refused[0][:200]}")
+
+
+def _check_sizes(paths: Sequence[Path]) -> None:
+    """Check that the tables take little more memory than their files: first by what they say, then by reading them."""
+    largest = total = 0
+    limit = SMALL_TABLES + MOST_PACKED * sum(path.stat().st_size for path in paths)
+    for path in paths:
+        place = path.relative_to(path.parents[3])
+        try:
+            metadata = pq.read_metadata(path)
+        except (OSError, ValueError, pa.ArrowException) as error:
+            _refuse(f"{place} cannot be read: {describe(error)[:200]}")
+        for number in range(metadata.num_row_groups):
+            group = metadata.row_group(number)
+            columns = [group.column(column) for column in range(group.num_columns)]
+            if foreign := {column.compression for column in columns} - CODECS:
+                _refuse(f"{place} is compressed with {min(foreign)}: expected one of {', '.join(sorted(CODECS))}")
+            size = sum(max(column.total_uncompressed_size, 8 * column.num_values) for column in columns)
+            largest, total = max(largest, size), total + size
+        if total > limit:
+            _refuse(f"{place} takes more than {MOST_PACKED} times its size in memory")
+    try:
+        check_readable(paths, SMALL_TABLES + 8 * largest)
+    except UnreadableError as error:
+        _refuse(str(error))
 
 
 def _check_rows(segment: Path) -> None:

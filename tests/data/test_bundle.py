@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -294,14 +295,31 @@ def long_texts(archive: Archive) -> None:
     rewrite(archive, table.set_column(table.schema.get_field_index("dtype"), "dtype", texts))
 
 
+def many_rows(archive: Archive) -> None:
+    """Three million equal rows, which take a few kilobytes in the file."""
+    table = pq.read_table(io.BytesIO(archive.files[segment(archive, "tensor")])).slice(0, 1)
+    columns = [
+        pa.DictionaryArray.from_arrays(pa.repeat(0, 3_000_000).cast(pa.int32()), c.combine_chunks())
+        if not pa.types.is_list(c.type)
+        else pa.nulls(3_000_000, c.type)
+        for c in table.columns
+    ]
+    rewrite(archive, pa.table(columns, table.column_names), compression="lz4")
+
+
+def packed_better(archive: Archive) -> None:
+    table = pq.read_table(io.BytesIO(archive.files[segment(archive, "tensor")]))
+    rewrite(archive, table, compression="zstd")
+
+
 def another_column(archive: Archive) -> None:
     table = pq.read_table(io.BytesIO(archive.files[segment(archive, "tensor")]))
     rewrite(archive, table.append_column("more", pa.nulls(len(table), pa.int8())))
 
 
-def rewrite(archive: Archive, table: pa.Table) -> None:
+def rewrite(archive: Archive, table: pa.Table, compression: str = "snappy") -> None:
     sink = io.BytesIO()
-    pq.write_table(table, sink, store_schema=False)
+    pq.write_table(table, sink, store_schema=False, compression=compression)
     archive.put(segment(archive, "tensor"), sink.getvalue())
 
 
@@ -334,6 +352,8 @@ HOSTILE: dict[str, tuple[Callable[[Archive], None], str]] = {
     "no parquet": (lambda archive: archive.put(segment(archive, "sketch"), b"PAR1"), "cannot be read"),
     "swapped tables": (lambda a: a.put(segment(a, "sketch"), a.files[segment(a, "score")]), "no column"),
     "long texts": (long_texts, "takes more than 2 GiB of memory"),
+    "many rows": (many_rows, "takes more than 100 times its size in memory"),
+    "packed better": (packed_better, "is compressed with ZSTD: expected one of LZ4, SNAPPY, UNCOMPRESSED"),
     "another column": (another_column, "has unknown columns"),
     "running": (status(state="running", host="", pid=1), "is"),
     "odd status": (status(iteration="many"), 'iteration is "many"'),
@@ -530,3 +550,32 @@ def test_no_name_leads_out_of_a_run(name: str):
         assert not any(part.startswith(".") for part in name.split("/"))
     elif bundle._EXTRA.fullmatch(name):
         assert "/" not in name and name.endswith(".json")
+
+
+def _varint(value: int, length: int = 0) -> bytes:
+    """An integer as Thrift's compact protocol writes it, in more bytes than it needs if so requested."""
+    value, out = value << 1, bytearray()
+    while value > 127 or len(out) < length - 1:
+        out.append(value & 127 | 128)
+        value >>= 7
+    return bytes([*out, value])
+
+
+def test_a_table_whose_metadata_lies_about_its_values_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A list of eight million zeros in a file of a few kilobytes, which says that it has ten."""
+    count, path = 8_000_000, tmp_path / "runs" / "run" / "segments" / "s" / "t.parquet"
+    path.parent.mkdir(parents=True)
+    column = pa.ListArray.from_arrays([0, count], pa.array(np.zeros(count, np.int64)))
+    pq.write_table(pa.table({"x": column}), path, compression="lz4", store_schema=False, write_statistics=False)
+    content = path.read_bytes()
+    start = len(content) - 8 - int.from_bytes(content[-8:-4], "little")
+    true = _varint(count)
+    assert true in content[start:]
+    path.write_bytes(content[:start] + content[start:].replace(true, _varint(10, len(true))))
+    assert pq.read_metadata(path).row_group(0).column(0).num_values == 10 and path.stat().st_size < 1 << 20
+    monkeypatch.setattr(bundle, "SMALL_TABLES", 32 << 20)
+    with pytest.raises(BundleError, match=r"t.parquet|memory"):
+        bundle._check_sizes([path])
+    path.write_bytes(content)
+    with pytest.raises(BundleError, match="takes more than 100 times"):
+        bundle._check_sizes([path])
