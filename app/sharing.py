@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
 
+from binade.data.store import read_text
 from binade.data.text import describe
 
 LOOPBACK = "127.0.0.1"
@@ -103,7 +104,7 @@ def _names(given: str) -> frozenset[str]:
     if len(lines) == 1:
         try:
             if path.is_file():
-                lines = [line.partition("#")[0] for line in path.read_text(encoding="utf-8").splitlines()]
+                lines = [line.partition("#")[0] for line in read_text(path).splitlines()]
             elif "/" in given or path.suffix == ".txt":
                 raise SharingError(f"--operators {given}: there is no such file")
         except OSError as error:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 
 MOST_BYTES = 256 << 20  # of a file that is read as a whole
+MOST_TEXT = 1 << 20  # of a recipe or settings that a person writes
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 WITH_LOCKS = {"lustre": "mount it with -o flock", "nfs": "mount it with NFS 4, or start its lock service (rpc.statd)"}
 HOST = re.sub(r"[^\w-]", "_", socket.gethostname())  # a root may be on a disk that several machines share
@@ -60,7 +61,22 @@ def read_file(path: Path, most: int = MOST_BYTES) -> bytes:
     with open(path, "rb", opener=regular) as file:
         if os.fstat(file.fileno()).st_size > most:
             raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(path))
-        return file.read(most)
+        content = file.read(most + 1)
+    if len(content) > most:  # it grows
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(path))
+    return content
+
+
+def read_text(path: Path, most: int = MOST_TEXT) -> str:
+    """The text of a file that a user has named: a regular file of at most `most` bytes, in UTF-8. Raises OSError,
+    UnicodeDecodeError."""
+    return read_file(path, most).decode()
+
+
+def check_regular(path: Path) -> None:
+    """Raise OSError unless the file is a regular one that can be read: a library would wait for a FIFO, and read a
+    device without end."""
+    os.close(regular(str(path), os.O_RDONLY))
 
 
 def _new_name(path: Path, suffix: str) -> Path:
@@ -164,7 +180,7 @@ def process_start(pid: int) -> float | None:
     """When a live process started, in clock ticks since boot; None if there is none, or it is a zombie. (psutil's
     create_time depends on the wall clock, which may change.)"""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except (OSError, ValueError):
         return None
     fields = stat.rpartition(")")[2].split()
@@ -203,7 +219,7 @@ def file_system(path: Path) -> str:
     """The type of a path's file system, as mount names it; "unknown" if /proc does not say."""
     resolved, found = path.resolve(), {}
     with suppress(OSError):
-        for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape").splitlines():
             before, _, after = line.partition(" - ")
             place = re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), before.split()[4])
             if resolved.is_relative_to(place):
@@ -322,7 +338,7 @@ def load(path: Path, expected: str | None = None) -> Tensor:
     import torch
 
     try:
-        os.close(regular(str(path), os.O_RDONLY))
+        check_regular(path)
         if expected is not None:
             check_content(path, expected)
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)

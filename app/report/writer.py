@@ -50,7 +50,7 @@ from binade.app.theme import FONT, THEMES
 from binade.data.cache import Cache
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
-from binade.data.store import locked, staged_file, staging_directory, sweep_beside, write_atomic
+from binade.data.store import locked, read_file, staged_file, staging_directory, sweep_beside, write_atomic
 
 __all__ = ["RenderError", "ReportError", "Request", "SessionError", "UsageError", "no_room", "run"]
 
@@ -171,7 +171,7 @@ def _written_before(output: Path) -> set[str]:
     if not manifest.exists():
         return set()
     try:
-        files = json.loads(manifest.read_bytes())["files"]
+        files = json.loads(read_file(manifest))["files"]
         names = {name for name in files if isinstance(name, str)}
     except (ValueError, KeyError, TypeError):
         advice = "choose another folder for --output, or move that file"

@@ -25,6 +25,7 @@ import numpy as np
 
 from binade.collector.datasets.inputs import Source
 from binade.collector.errors import ConfigError
+from binade.data.store import check_regular
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
@@ -42,6 +43,8 @@ class IndexedDocuments:
         self.name = source.name
         data, self._index_path = source.paths
         try:
+            for path in (self._index_path, data):
+                check_regular(path)
             self.index_bytes, self.data_bytes = self._index_path.stat().st_size, data.stat().st_size
             sequences, documents = self._read_header()
             index = np.memmap(self._index_path, dtype=np.uint8, mode="r")

@@ -30,6 +30,7 @@ import pyarrow.parquet as pq
 
 from binade.collector.datasets.inputs import Source
 from binade.collector.errors import ConfigError, DataError
+from binade.data.store import check_regular
 
 COLUMN = "text"
 SETTLED = 10**9  # ns; within the resolution of its clock, a file may change again without a new time stamp
@@ -51,6 +52,7 @@ def open_texts(source: Source) -> Texts:
         return ListedTexts([text for _, text in sorted(topics.items())])
     (path,) = source.paths
     try:
+        check_regular(path)
         state = path.stat()
         scan = _scan.__wrapped__ if time.time_ns() - state.st_mtime_ns < SETTLED else _scan
         return scan(source, (state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns))

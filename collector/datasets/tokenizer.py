@@ -18,6 +18,7 @@ import numpy as np
 from binade.collector.datasets.inputs import BYTE, find_tokenizer
 from binade.collector.errors import ConfigError, DataError
 from binade.collector.pretrained.gguf_file import GGUF, open_gguf
+from binade.data.store import read_file
 
 END_OF_DOCUMENT = 256
 END_TOKENS = ("<|end_of_text|>", "<|endoftext|>", "<｜end▁of▁sentence｜>", "</s>", "<eos>", "[EOS]")
@@ -59,7 +60,7 @@ def _read_tokenizer(path: Path) -> Tokenizer:
     import tokenizers  # an extra: bytes need no library
 
     try:
-        content = path.read_bytes()
+        content = read_file(path)
     except OSError as error:
         raise ConfigError(f"tokenizer {path} cannot be read: {error}") from error
     try:
@@ -126,7 +127,7 @@ def _named_end(config: Path) -> str | None:
     if not config.is_file():
         return None
     try:
-        settings = json.loads(config.read_bytes())
+        settings = json.loads(read_file(config))
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{config} cannot be read: {error}") from error
     token = settings.get("eos_token") if isinstance(settings, dict) else None

@@ -17,6 +17,7 @@ from binade.collector.models.rope_scaling import UnfitError
 from binade.collector.models.shape import Shape
 from binade.collector.pretrained.gguf_file import GGUF, open_gguf
 from binade.collector.pretrained.transformers_model import MOST_LAYERS, shape_of_transformers
+from binade.data.store import read_file
 
 CONFIG = "config.json"
 MOST = 10**9
@@ -108,7 +109,7 @@ def _read(path: Path, source: str, family: type[Shape], settings: Mapping[str, A
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object in a file. Raises ConfigError."""
     try:
-        settings = json.loads(path.read_bytes())
+        settings = json.loads(read_file(path))
     except OSError as error:
         raise ConfigError(f"checkpoint file {path} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:

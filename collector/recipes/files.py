@@ -70,6 +70,7 @@ from binade.collector.recipes.recipe import (
     RecipeError,
 )
 from binade.collector.recipes.selection import Selection, SelectionError
+from binade.data.store import read_text
 from binade.quant.formats import UnknownFormatError
 from binade.quant.specs import Softmax, Spec, SpecError
 
@@ -95,7 +96,7 @@ def read_draft(path: Path, quant_type: str, reader: Reader | None = None) -> Dra
     Raises RecipeError, which names the file, if it cannot be read or is wrong.
     """
     try:
-        draft = (reader or draft_of)(path.read_text(encoding="utf-8"), quant_type)
+        draft = (reader or draft_of)(read_text(path), quant_type)
         draft.recipe(quant_type)  # refuses operands that do not go together
         return draft
     except OSError as error:

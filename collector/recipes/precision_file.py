@@ -42,6 +42,7 @@ from binade.collector.recipes.recipe import (
 from binade.quant.specs import OPERAND_FIELDS, Spec
 
 ALL = "*"
+MOST_VALUES = 100_000  # of a file, with those of its aliases
 TYPE, TE_TYPE = "transformer_engine_config_type", "TEQuantizationParams"
 TRAINING, EVALUATION = "training_recipe", "evaluation_recipe"
 FP8, FP4, FP8_FORMAT = "fp8_quantization_recipe", "fp4_quantization_recipe", "fp8_format"
@@ -107,6 +108,31 @@ def _name(training: Mapping[str, Any]) -> str:
     return training.get(FP4) or BF16
 
 
+def _load(content: str) -> tuple[object, bool]:
+    """(the content of YAML text, True); (None, False) if it would have more than MOST_VALUES values, as aliases that
+    refer to aliases have. Raises YAMLError, ValueError, RecursionError."""
+    import yaml
+
+    sizes: dict[yaml.Node, int] = {}
+
+    def size_of(node: yaml.Node) -> int:
+        """The values of a node, with those of its aliases."""
+        if node not in sizes:
+            sizes[node] = MOST_VALUES + 1  # for an alias to what contains it
+            parts = [part for pair in node.value for part in pair] if isinstance(node, yaml.MappingNode) else node.value
+            sizes[node] = 1 + (0 if isinstance(node, yaml.ScalarNode) else sum(map(size_of, parts)))
+        return sizes[node]
+
+    loader = yaml.SafeLoader(content)
+    try:
+        node = loader.get_single_node()
+        if node and size_of(node) > MOST_VALUES:
+            return None, False
+        return loader.construct_document(node) if node else None, True
+    finally:
+        loader.dispose()
+
+
 def draft_of(content: str, quant_type: str) -> Draft:
     """The recipe in a file, as a draft whose modules are the patterns. quant_type is recorded for what it quantizes.
 
@@ -115,7 +141,9 @@ def draft_of(content: str, quant_type: str) -> Draft:
     import yaml  # for which --help does not wait
 
     with raising(RecipeError, "is not YAML", yaml.YAMLError, ValueError, RecursionError):
-        loaded = yaml.safe_load(content)
+        loaded, is_small = _load(content)
+    if not is_small:
+        raise RecipeError(f"has more than {MOST_VALUES:,} values: write it without aliases to aliases")
     sections = _checked(loaded, {"configs": (), "matchers": ()}, "the file")
     configs = {name: _config(config, f"configs.{name}") for name, config in _entries(sections, "configs")}
     draft, used = Draft(), dict[str, Config]()

@@ -24,6 +24,7 @@ from pydantic.dataclasses import dataclass
 from binade.collector.errors import ConfigError
 from binade.collector.training.devices import Device
 from binade.data.json_files import STRICT, parse_json
+from binade.data.store import read_text
 
 CONFIG = "BINADE_CONFIG"
 FILE = "binade.toml"
@@ -79,14 +80,14 @@ def targets_file() -> Path | None:
         if not Path(named).is_file():
             raise ConfigError(f"${CONFIG} is {named!r}, which is not a file: set it to a {FILE}, or unset it")
         return Path(named)
-    home = Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser()
+    home = Path(os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config"))  # no home: no such file
     return next((path for path in (Path(FILE).absolute(), home / "binade" / FILE) if path.is_file()), None)
 
 
 def read_config(path: Path) -> ConfigFile:
     """Raises ConfigError for an invalid file."""
     try:
-        content = json.dumps(tomllib.loads(path.read_text()), default=str).encode()
+        content = json.dumps(tomllib.loads(read_text(path)), default=str).encode()
         config = parse_json(ConfigFile, content)
         for name, target in config.targets.items():
             try:

@@ -23,8 +23,11 @@ from binade.data.foreign import load_foreign
 from binade.data.store import (
     HOST,
     TensorFileError,
+    check_regular,
     encode,
     load,
+    read_file,
+    read_text,
     remove_directory,
     save,
     staged_directory,
@@ -339,3 +342,21 @@ def test_csv_has_no_formulas():
     frame = pd.DataFrame({"=a": ["=1", "x"], "n": [-1.5, 2.0], "c": pd.Categorical(["@x", "y"])})
     assert csv_table(frame, "recipe ,=A1; +x\ntwo") == "# recipe ,'=A1;' +x\n# two\n'=a,n,c\n'=1,-1.5,'@x\nx,2.0,y\n"
     assert frame["=a"][0] == "=1"  # the table itself is left as it is
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero"), Path.mkdir], ids=str)
+def test_what_is_not_a_regular_file_is_not_read(tmp_path, make):
+    make(tmp_path / "named")
+    for read in (read_text, read_file, check_regular):
+        with pytest.raises(OSError, match=r"regular file|directory"):
+            read(tmp_path / "named")
+
+
+def test_a_text_has_a_limit_and_is_utf_8(tmp_path):
+    (tmp_path / "text").write_bytes("−".encode() * 10)
+    assert read_text(tmp_path / "text", 30) == "−" * 10
+    with pytest.raises(OSError, match="too large"):
+        read_text(tmp_path / "text", 29)
+    (tmp_path / "text").write_bytes(b"\xe9")
+    with pytest.raises(UnicodeDecodeError):
+        read_text(tmp_path / "text")
