@@ -40,7 +40,7 @@ def _cannot_bind(host: str, port: int) -> str:
 
 def _settings() -> dict[str, Any]:
     """Streamlit's settings. Streamlit itself reads a file only from the working directory or the user's home."""
-    return tomllib.loads(Path(__file__).with_name("streamlit.toml").read_text())
+    return tomllib.loads(Path(__file__).with_name("streamlit.toml").read_text(encoding="utf-8"))
 
 
 def _options(settings: dict[str, Any], prefix: str = "--") -> list[str]:

@@ -15,7 +15,7 @@ from binade.app.view import View
 
 @st.cache_resource
 def _component() -> Callable[..., Any]:
-    css, js = (Path(__file__).with_name(f"palette.{end}").read_text() for end in ("css", "js"))
+    css, js = (Path(__file__).with_name(f"palette.{end}").read_text(encoding="utf-8") for end in ("css", "js"))
     return st.components.v2.component("binade_palette", html='<div class="palette"></div>', css=css, js=js)
 
 

@@ -43,7 +43,8 @@ CLEAR = ":material/close:"
 @st.cache_resource
 def _exporter() -> Callable[..., Any]:
     html, css, picture, js = (
-        Path(__file__).with_name(name).read_text() for name in ("export.html", "export.css", "picture.js", "export.js")
+        Path(__file__).with_name(name).read_text(encoding="utf-8")
+        for name in ("export.html", "export.css", "picture.js", "export.js")
     )
     return st.components.v2.component("binade_export", html=html, css=css, js=picture + js)
 

@@ -10,7 +10,7 @@ from importlib import import_module
 import click
 from click.shell_completion import shell_complete
 
-from binade.terminal import BAD_USAGE, WIDTH, escape_unknown, fail, usage_message
+from binade.terminal import BAD_USAGE, WIDTH, ensure_home, escape_unknown, fail, usage_message
 
 # On busy cores, OpenMP threads that spin at every barrier slow each other down tenfold; sleeping costs little.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -84,6 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line; returns the exit status."""
     argv = list(sys.argv[1:] if argv is None else argv)
     escape_unknown()
+    ensure_home()
     group = build()
     if instruction := os.environ.get(COMPLETE):
         return shell_complete(group, {}, "binade", COMPLETE, instruction)

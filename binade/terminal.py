@@ -174,6 +174,14 @@ def escape_unknown() -> None:
         stream.reconfigure(errors="backslashreplace")
 
 
+def ensure_home() -> None:
+    """Set HOME for a user who has no home directory, as in containers: libraries look for it when they are imported."""
+    if not os.path.isabs(os.path.expanduser("~")):
+        from binade.quant.cache_directory import temporary_cache
+
+        os.environ["HOME"] = str(temporary_cache())
+
+
 def catch_signals() -> None:
     """Turn the first SIGINT or SIGTERM into KeyboardInterrupt, and ignore further ones while the command cleans up."""
     sys.unraisablehook = _interrupt_again

@@ -79,7 +79,7 @@ def events_file(directory: Path, rank: int) -> Path:
 
 def append_event(directory: Path, event: Event) -> None:
     """Add an event to a run, as the one writer of its rank. Raises OSError."""
-    with open(events_file(directory, event.rank), "a") as file:
+    with open(events_file(directory, event.rank), "a", encoding="utf-8") as file:
         file.write(json.dumps(asdict(event)) + "\n")
 
 

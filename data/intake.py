@@ -62,7 +62,7 @@ def schema() -> str:
         cubes.append(f"CREATE TABLE {name} AS SELECT key, {', '.join(fields)} FROM tensor;")
         cubes.append(f"CREATE TABLE {name}_sketch AS SELECT key, bin, {SUMS} FROM sketch GROUP BY ALL;")
         cubes.append(f"INSERT INTO cube VALUES ('{name}', 0, 0, 0, 0);")
-    return "\n".join([SCHEMA.read_text(), *cubes, "DROP TABLE sketch;"])
+    return "\n".join([SCHEMA.read_text(encoding="utf-8"), *cubes, "DROP TABLE sketch;"])
 
 
 def same(a: str, b: str, fields: Iterable[str]) -> str:

@@ -33,6 +33,7 @@ from binade.data.runs import RunError, is_address, is_unicode, resolve_root, run
 from binade.data.segment import MANIFEST, Manifest
 from binade.data.store import TensorFileError, locked, read_file, staging_directory, sweep, write_atomic
 from binade.data.text import describe
+from binade.quant.cache_directory import cache_directory
 
 ADDRESS = ".address"  # the file of a copy that names what it is a copy of
 EXPECTED = re.compile(r"s3://([A-Za-z0-9][A-Za-z0-9.-]{1,62})((?:/(?!\.{1,2}(?:/|$))[^/\0?]+)*)/*")
@@ -105,7 +106,7 @@ _opening = threading.Lock()
 def _of(root: Path) -> Mirror:
     with _opening:
         if root not in _mirrors:
-            _mirrors[root] = Mirror((root / ADDRESS).read_text(), root)
+            _mirrors[root] = Mirror((root / ADDRESS).read_text(encoding="utf-8"), root)
         return _mirrors[root]
 
 
@@ -162,8 +163,7 @@ class Mirror:
                 "environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_PROFILE, AWS_ENDPOINT_URL)"
             )
         address = f"s3://{found[1]}{found[2]}"
-        home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-        cache = Path(os.environ.get("BINADE_CACHE_DIR") or f"{home}/binade") / "roots"
+        cache = cache_directory() / "roots"
         root = (cache / _key(address) / address.rpartition("/")[2]).absolute()
         try:
             cache.mkdir(parents=True, exist_ok=True)

@@ -298,7 +298,7 @@ def now() -> str:
 def boot() -> str:
     """The ID of this boot: process numbers and start times are valid only within one boot."""
     try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
     except OSError:
         return ""
 

@@ -112,7 +112,7 @@ def _without_semicolon(statement: str) -> str:
 
 def _confine() -> None:
     """Limit this process: no more memory than ADDRESS_SPACE, no files written, no core dump."""
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0])
     most = pages * resource.getpagesize() + ADDRESS_SPACE
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))

@@ -120,7 +120,7 @@ def recipes() -> list[str]:
 def tables() -> list[str]:
     """The tables of the index that the SQL page and `binade export --to tables` show, from data/schema.sql."""
     found = []
-    schema = (Path(catalog.__file__).parent / "schema.sql").read_text()
+    schema = (Path(catalog.__file__).parent / "schema.sql").read_text(encoding="utf-8")
     for about, name, body in re.findall(r"((?:^--.*\n)*)^CREATE TABLE (\w+) \(\n((?:^ .*\n)*)^\);", schema, re.M):
         if name not in catalog.PUBLIC_TABLES:
             continue

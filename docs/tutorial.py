@@ -68,7 +68,7 @@ def main(url: str) -> None:
                 picture = picture.quantize(128)
                 picture.save(FOLDER / f"{name}-{scheme}.png", optimize=True)
         browser.close()
-    MANIFEST.write_text(json.dumps(sources(), indent=2) + "\n")
+    MANIFEST.write_text(json.dumps(sources(), indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

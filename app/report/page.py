@@ -33,7 +33,7 @@ def page(sections: tuple[Section, ...], embedded: Mapping[str, str], bundle: str
     """The HTML. embedded: what it holds of each figure (`Picture.embedded`), by section and name; bundle: vega,
     vega-lite and vega-embed as one script (`Renderers.bundle`); archived: whether a ZIP is made as well; top: title,
     subtitle, facts as (name, value), notes as HTML that was made safe, "" for none."""
-    own = (HERE.parent / "picture.js").read_text() + (HERE / "page.js").read_text()
+    own = (HERE.parent / "picture.js").read_text(encoding="utf-8") + (HERE / "page.js").read_text(encoding="utf-8")
     themes = {"font": FONT} | {theme.name: asdict(theme) | {"config": theme.config()} for theme in THEMES.values()}
     environment = Environment(loader=FileSystemLoader(HERE), autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.policies["json.dumps_kwargs"] = {
@@ -60,7 +60,7 @@ def _style() -> str:
         f"@media (prefers-color-scheme: dark){{:root{{{variables(DARK)}}}}}"
         f":root[data-scheme=light]{{{variables(LIGHT)}}}:root[data-scheme=dark]{{{variables(DARK)}}}\n"
         f":root[data-print]{{{variables(LIGHT)}}}\n"
-    ) + (HERE / "page.css").read_text()
+    ) + (HERE / "page.css").read_text(encoding="utf-8")
 
 
 def fits(figure: Figure) -> bool:

@@ -124,7 +124,9 @@ def memory_free(device: str) -> int | None:
         return available_host_memory()
     try:
         command = ["nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits"]
-        output = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
+        output = subprocess.run(
+            command, capture_output=True, encoding="utf-8", errors="replace", timeout=10, check=True
+        ).stdout
         return int(output.split()[0]) << 20
     except (OSError, subprocess.SubprocessError, ValueError, IndexError):
         return None

@@ -82,6 +82,6 @@ def out_of_memory_kills() -> int:
     """How many processes the kernel has killed for lack of memory since boot; 0 if unknown."""
     for path in ("/proc/vmstat", "/sys/fs/cgroup/memory.events"):
         with suppress(OSError):
-            if found := re.search(r"^oom_kill (\d+)$", Path(path).read_text(), re.MULTILINE):
+            if found := re.search(r"^oom_kill (\d+)$", Path(path).read_text(encoding="utf-8"), re.MULTILINE):
                 return int(found[1])
     return 0

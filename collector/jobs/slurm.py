@@ -119,7 +119,7 @@ def script(target: Target, root: Path, folder: Path, working: Path, first: int, 
 
 def submit(text: str, path: Path) -> str:
     """Write a script and submit it; returns the number of its array. Raises SubmissionError, OSError."""
-    path.write_text(text)
+    path.write_text(text, encoding="utf-8")
     done = _slurm("sbatch", "--parsable", str(path))
     if done.returncode:
         raise SubmissionError(f"sbatch refused the job: {_last_line(done.stderr) or 'it gave no reason'}")
@@ -225,7 +225,13 @@ def _slurm(*command: str) -> subprocess.CompletedProcess[str]:
     patience = SUBMIT_PATIENCE if command[0] == "sbatch" else PATIENCE
     try:
         return subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=patience
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=patience,
         )
     except subprocess.TimeoutExpired:
         raise SubmissionError(f"{command[0]} did not answer within {patience} seconds") from None

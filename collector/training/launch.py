@@ -48,7 +48,7 @@ def launch(plans: Sequence[Plan], root: Path, resume: str | None = None) -> None
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the message below is enough
     with tempfile.TemporaryDirectory(prefix="binade-ranks-") as scratch:
         config = Path(scratch, "config.json")
-        config.write_text(json.dumps([asdict(each.config) for each in plans]))
+        config.write_text(json.dumps([asdict(each.config) for each in plans]), encoding="utf-8")
         line = ["run", "--config", str(config), "--tensor-save-dir", str(root)]
         line += ["--resume", resume] if resume else []
         # Rank 0 prints to the terminal; the output of the others goes to files.
@@ -98,7 +98,7 @@ def _first(failures: dict[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
 
 def _last_line(failure: ProcessFailure, stderr: str) -> str:
     """The last line that a rank printed. If it is not one of our messages, everything that it printed is shown."""
-    printed = Path(stderr).read_text(errors="replace").strip()
+    printed = Path(stderr).read_text(errors="replace", encoding="utf-8").strip()
     last = printed.splitlines()[-1] if printed else f"exit status {failure.exitcode}"
     if not last.startswith(PREFIX):
         print(printed, file=sys.stderr)

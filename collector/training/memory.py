@@ -108,7 +108,7 @@ def available_host_memory() -> int:
     free: int = psutil.virtual_memory().available
     folder = Path("/sys/fs/cgroup")
     try:  # psutil does not know the limits of cgroups, which a container has
-        limit, used = ((folder / f"memory.{name}").read_text().strip() for name in ("max", "current"))
+        limit, used = ((folder / f"memory.{name}").read_text(encoding="utf-8").strip() for name in ("max", "current"))
     except OSError:
         return free
     return free if limit == "max" else min(free, int(limit) - int(used))

@@ -17,7 +17,6 @@ import platform
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
@@ -27,6 +26,8 @@ from queue import SimpleQueue
 from threading import Lock, Thread
 
 import torch
+
+from binade.quant.cache_directory import cache_directory, temporary_cache
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +104,7 @@ def _build(unit: Unit) -> None:
     # Not every compiler knows these options. GCC prefers half vectors on processors that have vectors of 512 bits.
     for native in (["-march=native", "-mprefer-vector-width=512"], ["-march=native"], []):
         command = [found, *FLAGS, *native, *(f"-D{macro}" for macro in unit.macros), str(source), "-o", str(aside)]
-        result = subprocess.run(command, capture_output=True, text=True)
+        result = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace")
         if result.returncode == 0:
             aside.replace(path)
             return
@@ -120,7 +121,7 @@ def _stamp(source: str) -> str:
     """A hash of the source, the options and the processor, for which -march=native builds."""
     processor = platform.machine()
     if Path("/proc/cpuinfo").exists():
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         processor += next((line for line in lines if line.startswith(("flags", "Features"))), "")
     content = Path(__file__).with_name(source).read_bytes()
     return hashlib.sha256(content + " ".join(FLAGS).encode() + processor.encode()).hexdigest()[:16]
@@ -129,13 +130,12 @@ def _stamp(source: str) -> str:
 @cache
 def directory() -> Path:
     """The directory of the builds; a temporary one if it is not writable."""
-    chosen = os.environ.get("BINADE_CACHE_DIR")
+    path = cache_directory()
     try:
-        path = Path(chosen) if chosen else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "binade"
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
-    except (OSError, RuntimeError):  # RuntimeError: the user has no home
-        return Path(tempfile.mkdtemp(prefix="binade-"))
-    return path if os.access(path, os.W_OK) else Path(tempfile.mkdtemp(prefix="binade-"))
+    except OSError:
+        return temporary_cache()
+    return path if os.access(path, os.W_OK) else temporary_cache()
 
 
 @cache

@@ -35,7 +35,20 @@ from tests.siege.attack import ATTACKS, FULL, Attack, Outcome, besiege
 from tests.template import PR_SET_CHILD_SUBREAPER
 
 # Modules with attacks, which register themselves.
-MODULES = ("files", "statements", "urls", "sessions", "archives", "kills", "queue", "disks", "writers", "soak")
+MODULES = (
+    "files",
+    "statements",
+    "urls",
+    "sessions",
+    "archives",
+    "kills",
+    "queue",
+    "disks",
+    "writers",
+    "trusted",
+    "environments",
+    "soak",
+)
 GRACE = 60.0  # seconds beyond its time after which an attack is ended that makes no progress
 
 

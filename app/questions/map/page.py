@@ -36,7 +36,7 @@ HERE = Path(__file__)
 
 @st.cache_resource
 def _component() -> Callable[..., Any]:
-    css, js = (HERE.with_name(f"map.{end}").read_text() for end in ("css", "js"))
+    css, js = (HERE.with_name(f"map.{end}").read_text(encoding="utf-8") for end in ("css", "js"))
     return st.components.v2.component("binade_map", html='<div class="map"></div>', css=css, js=js)
 
 
