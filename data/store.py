@@ -305,6 +305,19 @@ def encode(tensor: Tensor, metadata: dict[str, Any], tensor_info: dict[str, Any]
     return buffer.getbuffer()
 
 
+def save_state(state: dict[str, Any], file: BinaryIO) -> None:
+    """torch.save. Raises the OSError of a file that cannot be written, such as that of a full disk; torch raises an
+    error about its own position in the file instead."""
+    import torch
+
+    try:
+        torch.save(state, file)
+    except RuntimeError as error:
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise
+
+
 def save(path: Path, tensor: Tensor, metadata: dict[str, Any], tensor_info: dict[str, Any]) -> int:
     """Write a tensor with its description; returns the file's size in bytes. Raises OSError."""
     content = encode(tensor, metadata, tensor_info)

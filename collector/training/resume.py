@@ -35,7 +35,7 @@ from binade.collector.training.config import RunConfig
 from binade.data.events import events_file
 from binade.data.json_files import write_json
 from binade.data.runs import CHECKPOINTS, SEGMENT, RunError, RunInfo, RunWriter, describe_run, read_run
-from binade.data.store import remove_directory, staged_file
+from binade.data.store import remove_directory, save_state, staged_file
 from binade.data.twin import FILE as TWINS
 
 KEPT = 2  # a rank may write the next one while another has not written this one
@@ -157,7 +157,7 @@ def write_checkpoint(
     if config.device == Device.CUDA:
         state["cuda"] = torch.cuda.get_rng_state()
     with staged_file(folder / f"rank{rank:02d}.pt") as file:
-        torch.save(state, file)
+        save_state(state, file)
     recorder.save_state(folder)
     status = recorder.writer.status
     words = Position(

@@ -103,6 +103,13 @@ def test_a_full_disk_fails_cleanly(command, capsys, small_disk):
     check_failed(small_disk, status, capsys.readouterr().err, "No space left on device")
 
 
+@pytest.mark.parametrize("small_disk", ["5m"], indirect=True)
+def test_a_disk_that_a_checkpoint_fills_is_reported_as_full(command, capsys, small_disk):
+    """The model and its optimizer take 12 MB."""
+    status = command(*LONG, "--checkpoint-every", "1", "--tensor-save-dir", str(small_disk))
+    check_failed(small_disk, status, capsys.readouterr().err, "No space left on device")
+
+
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("small_disk", ["8k", "12k", "16k"], indirect=True)
 def test_a_disk_full_from_the_start_leaves_no_half_run(command, capsys, small_disk):

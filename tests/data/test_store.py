@@ -30,7 +30,9 @@ from binade.data.store import (
     read_text,
     remove_directory,
     save,
+    save_state,
     staged_directory,
+    staged_file,
     staging_directory,
     temporary_file,
     write_atomic,
@@ -350,6 +352,23 @@ def test_what_is_not_a_regular_file_is_not_read(tmp_path, make):
     for read in (read_text, read_file, check_regular):
         with pytest.raises(OSError, match=r"regular file|directory"):
             read(tmp_path / "named")
+
+
+@pytest.mark.parametrize("small_disk", ["1m"], indirect=True)
+def test_a_disk_that_torch_fills_is_reported_as_full(small_disk):
+    """Wherever in the file it fills up; what was there before stays."""
+    write_atomic(small_disk / "x.pt", b"before")
+    for size in (150_000, 230_000, 262_000, 263_000, 270_000, 300_000, 900_000):
+        state = {"first": torch.zeros(100_000), "second": torch.zeros(size - 100_000)}
+        if size < 250_000:
+            with staged_file(small_disk / "y.pt") as file:
+                save_state(state, file)
+            (small_disk / "y.pt").unlink()
+            continue
+        with pytest.raises(OSError, match="No space left on device"), staged_file(small_disk / "x.pt") as file:
+            save_state(state, file)
+        assert [path.name for path in small_disk.iterdir()] == ["x.pt"]
+        assert (small_disk / "x.pt").read_bytes() == b"before"
 
 
 def test_a_text_has_a_limit_and_is_utf_8(tmp_path):

@@ -19,6 +19,7 @@ def _lines(attempt: Attempt, out: Path) -> dict[str, tuple[str, ...]]:
     there, here = ("--tensor-save-dir", str(out)), ("--tensor-save-dir", str(attempt.root))
     return {
         "run": (*LINE, "--control-iter", "3", *there),
+        "checkpoints": (*LINE, "--control-iter", "3", "--checkpoint-every", "1", *there),
         "jobs add": ("jobs", "add", *LINE, *there),
         "import": ("import", str(attempt.once("logs", make_logs)), "--scores", "mxfp8", "--workers", "1", *there),
         "export": ("export", "--to", "csv", "--output", str(out / "tables"), *here),
