@@ -139,6 +139,24 @@ def staged_file(path: Path, *, sweep: bool = True) -> Iterator[BinaryIO]:
 
 
 @contextmanager
+def set_aside(path: Path) -> Iterator[None]:
+    """Hide a file during the block, if it exists. If the block raises, it comes back, else it is deleted. After a crash
+    in the block there is no file of that name. Raises OSError."""
+    aside = _new_name(path, "part")
+    try:
+        os.rename(path, aside)
+    except FileNotFoundError:
+        yield
+        return
+    try:
+        yield
+    except BaseException:
+        os.rename(aside, path)
+        raise
+    aside.unlink()
+
+
+@contextmanager
 def staging_directory(path: Path) -> Iterator[Path]:
     """An empty directory in the same folder as `path`, so that files in it can be renamed to `path`. At the end it is
     deleted, and so are parent folders that were created for it, unless they are no longer empty. Raises OSError."""

@@ -21,7 +21,7 @@ from binade.collector.errors import ConfigError, raising
 from binade.collector.imports.run import run_of_import
 from binade.data.json_files import sealed
 from binade.data.runs import DONE, change_notes, is_unicode, parse_notes, read_notes
-from binade.data.store import regular, staged_file
+from binade.data.store import regular, set_aside, sweep_beside, temporary_file
 
 # The columns, keys and tags that training frameworks use, in lower case. Of several, the first one here is read: W&B's
 # _step counts calls of its log function, and Hugging Face's train_loss is the mean over the training.
@@ -227,11 +227,17 @@ def import_losses(
     facts = {"recipe": recipe, **start, "step_column": log.step_column, "command": command}
     with run_of_import(root, {"source": str(source), "loss_column": log.loss_column, **facts}) as writer:
         finite = [log.losses[step] for step in sorted(log.losses) if math.isfinite(log.losses[step])]
-        with staged_file(writer.directory / "loss.jsonl") as file:
+        path = writer.directory / "loss.jsonl"
+        sweep_beside(path)
+        with temporary_file(path) as (part, file):
             for step, loss in sorted(log.losses.items()):
                 record = {"iteration": step, "loss": loss if math.isfinite(loss) else None}
                 file.write(sealed(json.dumps(record).encode()) + b"\n")
-        writer.describe(facts)
+            file.flush()
+            os.fsync(file.fileno())
+            with set_aside(path):  # at no moment do the losses of one import have the settings of another
+                writer.describe(facts)
+                os.replace(part, path)
         if name is not None:
             seen = read_notes(writer.directory)
             change_notes(writer.directory, replace(seen, name=named.name), seen)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import re
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from binade.data.access import check_writable
-from binade.data.runs import CANCELLED, FAILED, IMPORT, RunError, RunWriter, list_runs
+from binade.data.json_files import write_json
+from binade.data.runs import CANCELLED, DONE, FAILED, IMPORT, RUN_FILE, RunError, RunWriter, list_runs
+from binade.data.segment import segment_names
 from binade.data.store import locked
 from binade.data.text import describe
 
@@ -43,10 +46,24 @@ def run_of_import(root: Path, config: dict[str, Any]) -> Iterator[RunWriter]:
             raise RunError(
                 f"cannot write to {root}: {error.strerror or error}; choose a directory with --tensor-save-dir"
             ) from error
+        before, content = same[-1].status if same else None, _content(directory)
         writer = RunWriter.reopen(directory) if same else writer
         try:
             yield writer
         except BaseException as error:
+            if before and before.state == DONE and _content(directory) == content:
+                write_json(directory / "status.json", before)  # it still is what an earlier import has made
+                raise
             cancelled = isinstance(error, KeyboardInterrupt)
             writer.finish(CANCELLED if cancelled else FAILED, None if cancelled else describe(error))
             raise
+
+
+def _content(directory: Path) -> list[object]:
+    """What changes if the settings, the losses or the segments of a run change."""
+    found: list[object] = [segment_names(directory)]
+    for name in (RUN_FILE, "loss.jsonl"):
+        with suppress(FileNotFoundError):
+            status = os.stat(directory / name)
+            found.append((name, status.st_ino, status.st_mtime_ns))
+    return found

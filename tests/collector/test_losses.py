@@ -283,10 +283,11 @@ def test_too_many_steps(bring, capsys, tmp_path, monkeypatch):
     assert bring("x.csv") == 2 and "more than 49 steps" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("moment", ["replace-1", "replace-2", "replace-3", "fsync-2"])
-def test_a_killed_import_keeps_the_old_losses_or_has_the_new(bring, tmp_path, moment):
+@pytest.mark.parametrize("moment", ["rename-1", "replace-1", "replace-2", "replace-3", "replace-4", "fsync-2"])
+def test_a_killed_import_never_has_losses_with_the_settings_of_others(bring, tmp_path, moment):
+    """Those of the old import, of the new one, or none: losses of mxfp4 never look like losses of mxfp8."""
     write_csv(tmp_path / "x.csv", BF16)
-    assert bring("x.csv") == 0
+    assert bring("x.csv", recipe="mxfp4") == 0
     before = curve(tmp_path)
     write_csv(tmp_path / "x.csv", BF16 + 1)
 
@@ -297,6 +298,29 @@ def test_a_killed_import_keeps_the_old_losses_or_has_the_new(bring, tmp_path, mo
 
     status = forked(partial(attempt), {})
     after = curve(tmp_path)
-    assert after in (before, dict(zip(STEPS.tolist(), (BF16 + 1).tolist(), strict=True)))
+    recipe = run_of(tmp_path).config["recipe"]
+    new = dict(zip(STEPS.tolist(), (BF16 + 1).tolist(), strict=True))
+    assert (recipe, after) in (("mxfp4", before), ("mxfp8", new), ("mxfp4", {}), ("mxfp8", {}))
     assert status == [-signal.SIGKILL] and run_of(tmp_path).status.state in (DONE, CRASHED)
-    assert bring("x.csv") == 0 and curve(tmp_path)[1] == BF16[0] + 1 and run_of(tmp_path).status.state == DONE
+    assert bring("x.csv", recipe="mxfp8") == 0 and curve(tmp_path)[1] == BF16[0] + 1
+    assert run_of(tmp_path).status.state == DONE
+    assert not [path for path in run_of(tmp_path).directory.iterdir() if path.name.startswith(".")]
+
+
+@pytest.mark.parametrize("small_disk", ["64k"], indirect=True)
+def test_a_full_disk_leaves_an_imported_run_as_it_was(command, capsys, tmp_path, small_disk):
+    log, root = tmp_path / "x.csv", small_disk / "runs"
+    write_csv(log, BF16)
+    line = ("import", str(log), "--tensor-save-dir", str(root), "--recipe")
+    assert command(*line, "mxfp4") == 0
+    (before,), _ = list_runs(root)
+    losses = (before.directory / "loss.jsonl").read_bytes()
+    (small_disk / "filler").write_bytes(bytes(os.statvfs(small_disk).f_bfree * 4096))
+    capsys.readouterr()
+    assert command(*line, "mxfp8") == 1
+    assert capsys.readouterr().err.count("\n") == 1
+    (after,), refused = list_runs(root)
+    assert not refused and (after.status.state, after.config) == (DONE, before.config)
+    assert (after.directory / "loss.jsonl").read_bytes() == losses
+    (small_disk / "filler").unlink()
+    assert command(*line, "mxfp8") == 0 and list_runs(root)[0][0].config["recipe"] == "mxfp8"

@@ -16,7 +16,7 @@ import torch
 from binade.app.sessions.session import RunReference, View, new
 from binade.app.sessions.storage import save
 from binade.data.catalog import Catalog
-from binade.data.runs import fingerprint, list_runs
+from binade.data.runs import fingerprint, list_runs, read_losses
 from tests.app import roots
 from tests.collector.test_failures import ENDLESS, check_rows
 from tests.conftest import run_python, start_python
@@ -93,6 +93,22 @@ def killed_imports(attempt: Attempt) -> None:
     finish(*line)
     assert sorted(_names(root)) == sorted(path.stem for path in logs.iterdir()) and set(before) <= set(_names(root))
     assert leftovers(root) == []
+
+
+@attack("Losses never have the settings of another import; repeating the import completes it", tries=12)
+def killed_reimports(attempt: Attempt) -> None:
+    root, log = attempt.place / "runs", attempt.place / "losses.csv"
+    line = ("import", str(log), "--tensor-save-dir", str(root), "--recipe")
+    log.write_text("step,loss\n" + "".join(f"{step},4\n" for step in range(20_000)))
+    finish(*line, "mxfp4")
+    log.write_text("step,loss\n" + "".join(f"{step},8\n" for step in range(20_000)))
+    killed(attempt, 3.0, *line, "mxfp8")
+    (run,), refused = list_runs(root)
+    losses = {record["loss"] for record in read_losses(run.directory)}
+    assert not refused and losses in (set(), {int(run.config["recipe"][-1])})
+    finish(*line, "mxfp8")
+    (run,), _ = list_runs(root)
+    assert {record["loss"] for record in read_losses(run.directory)} == {8} and leftovers(root) == []
 
 
 def _names(root: Path) -> list[str]:
