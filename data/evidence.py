@@ -22,10 +22,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from binade.data.student import noncentrality, quantile
 from binade.data.text import fixed, short
 
 LEVEL = 0.05  # the share of sentences that may name a difference where there is none
-DETECTABLE = 2.8  # standard errors of a difference that is found in four of five experiments, at LEVEL
 FEWEST = 5  # points of a trend: with four, Kendall's p-value cannot be below LEVEL
 NAMED = 4  # things that a sentence names
 EQUAL = 0.01  # relative difference of two exact values that are called equal
@@ -135,10 +135,10 @@ class Estimate:
     def __str__(self) -> str:
         return f"{self.text} ({self.interval})" if self.interval else self.text
 
-    @property
-    def detectable(self) -> float:
-        """The smallest difference from 0 that as many values with this deviation show in four of five experiments."""
-        return DETECTABLE * self.error
+    def detectable(self, comparisons: int = 1) -> float:
+        """The smallest difference from 0 that a t-test at LEVEL over so many comparisons (Bonferroni) finds in four of
+        five experiments, if the standard error is the true one."""
+        return noncentrality(self.degrees, LEVEL / comparisons) * self.error
 
     def minus(self, other: Estimate) -> Estimate:
         """The difference of two independent estimates, with the degrees of freedom of Welch."""
@@ -167,13 +167,6 @@ class Estimate:
 def _one(of: str) -> str:
     one = {"micro-batches": "micro-batch", "passes": "pass", "pairs of passes": "pair of passes"}
     return one.get(of, of.removesuffix("s"))
-
-
-def quantile(degrees: float, level: float = LEVEL) -> float:
-    """Half of a two-sided interval in standard errors: Student's t, which a larger value exceeds with this level."""
-    from scipy.stats import t
-
-    return float(t.ppf(1 - level / 2, degrees))
 
 
 def _estimate(
@@ -429,14 +422,15 @@ def effects(items: Sequence[Named], than: str, words: tuple[str, str] = ("higher
         of = _one(single[0][1].of)
         found.append(Sentence(f"One {of} cannot tell these from {than}: {shown}{more}.", (each for _, each in single)))
     if several:
-        least = max((each for _, each in several), key=lambda each: each.detectable)
-        smallest = replace(least.measure, signed=False).quantity(least.detectable)
+        least = max((each for _, each in several), key=lambda each: each.detectable(len(items)))
+        shows = least.detectable(len(items))
+        smallest = replace(least.measure, signed=False).quantity(shows)
         names = listed([name for name, _ in several])
         found.append(
             Sentence(
                 f"Not distinguishable from {than}: {names} ({least.n:,} {least.of}; a difference of {smallest} would "
                 "probably have shown).",
-                [replace(least, value=least.detectable), *(each for _, each in several)],
+                [replace(least, value=shows), *(each for _, each in several)],
             )
         )
     return together(*found)

@@ -22,6 +22,7 @@ import numpy as np
 from binade.data import evidence
 from binade.data.evidence import GAP, LEVEL, Estimate, Named, Sentence
 from binade.data.same_data import losses_on_same_data
+from binade.data.student import quantile
 
 
 class Kind(Enum):
@@ -77,7 +78,7 @@ class Band:
         """Which gaps lie inside the band, outside it, and which intervals reach across its edge. A gap without an
         interval, that of one seed, is placed by its value. Outside means beyond the band that all gaps together leave
         by chance at LEVEL (Bonferroni)."""
-        beyond = evidence.quantile(self.gap.degrees, LEVEL / len(gaps)) * self.gap.error
+        beyond = quantile(self.gap.degrees, LEVEL / len(gaps)) * self.gap.error
         places: dict[str, list[str]] = {"inside": [], "outside": [], "not distinguishable from its edge": []}
         for name, gap in gaps:
             low, high = (gap.low, gap.high) if gap.n > 1 else (gap.value, gap.value)
@@ -115,7 +116,7 @@ def _band(kind: Kind, groups: Iterable[Sequence[Sequence[float]]], at: Sequence[
     deviations = np.concatenate([runs - runs.mean(0) for runs in several])  # [runs, iterations]
     n, degrees = len(deviations), len(deviations) - len(several)
     of_means = math.sqrt((deviations.mean(1) ** 2).sum() / degrees)
-    halves = evidence.quantile(degrees) * np.sqrt(2 * (deviations**2).sum(0) / degrees)
+    halves = quantile(degrees) * np.sqrt(2 * (deviations**2).sum(0) / degrees)
     gap = evidence.between_two(GAP, of_means, degrees, n, of)
     return Band(kind, gap, tuple(zip(at, halves.tolist(), strict=True)))
 

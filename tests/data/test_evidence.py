@@ -10,6 +10,7 @@ from scipy import stats
 
 from binade.data import evidence
 from binade.data.evidence import GAP, Measure, Sentence, say
+from binade.data.student import noncentrality
 
 DB = Measure("sqnr_db", "SQNR", "dB", low_is_bad=True, decimals=1, resolution=0.1)
 SHARE = Measure("flush_to_zero", "Flushed", "%", factor=100.0)
@@ -119,7 +120,24 @@ class TestSentences:
         ]
         said = evidence.effects(items, "bf16")
         assert said.startswith("Higher than bf16: mxfp4 +0.5050 nats (95% interval +0.4845 to +0.5255, 4 seeds).")
-        assert "Not distinguishable from bf16: PV (4 seeds; a difference of 0.02" in said
+        assert "Not distinguishable from bf16: PV (4 seeds; a difference of 0.0399 nats would" in said
+
+    @pytest.mark.parametrize(("n", "comparisons"), [(2, 1), (3, 1), (3, 2), (4, 5), (12, 1)])
+    def test_a_difference_that_would_have_shown_is_found_in_four_of_five_experiments(self, n, comparisons):
+        rng = np.random.default_rng(n)
+        shift = noncentrality(n - 1, evidence.LEVEL / comparisons)
+        values = rng.normal(shift / np.sqrt(n), 1.0, (20_000, n))
+        found = stats.ttest_1samp(values, 0, axis=1).pvalue <= evidence.LEVEL / comparisons
+        assert found.mean() == pytest.approx(0.8, abs=0.01)
+
+    def test_what_would_have_shown_counts_the_comparisons_of_its_sentence(self):
+        values = [0.01, -0.02, 0.012]
+        own, error = evidence.mean(GAP, values), stats.sem(values)
+        assert own.detectable() == pytest.approx(5.653 * error, rel=1e-3)
+        both = [("PV", own), ("QK", evidence.mean(GAP, [0.001, -0.001, 0.0005]))]
+        assert f"a difference of {own.detectable(2):.4f} nats would" in evidence.effects(both, "bf16")
+        assert own.detectable(2) == pytest.approx(8.01 * error, rel=1e-2)
+        assert math.isnan(evidence.mean(GAP, [0.3]).detectable())
 
     @pytest.mark.slow
     def test_false_alarms_stay_below_the_level(self):
