@@ -8,6 +8,7 @@ from binade.data.filter import Filter
 from binade.data.intake import same
 from binade.data.open_index import CatalogError, OpenIndex
 from binade.data.segment import ERROR_COLUMNS
+from binade.data.student import quantile
 from binade.data.tensor_kinds import TENSOR_KINDS, Product
 from binade.quant.specs import Spec, known_specs
 
@@ -15,7 +16,7 @@ SHOWN_ERRORS = ("sqnr_db", "flush_to_zero", "saturated")
 # The score along the axis of the tensor's own GEMM, not of another GEMM that also uses it.
 OWN_SCORE = "score.gemm IS NOT DISTINCT FROM tensor.gemm"
 MICRO_BATCH = ("run_id", "iteration", "micro_batch", "dp_rank")
-SIGNIFICANT = 2.0  # standard errors
+MOST_DEGREES = 100  # of freedom, beyond which Student's t is taken as for so many
 # The sums over operands of a term's orders; NaN if an operand lacks its second order.
 _ADDED = """sum(first) AS first, CASE WHEN count(second) = count(*) THEN sum(second) ELSE 'nan'::DOUBLE END AS second"""
 _ERROR = "CASE WHEN count(first) > 1 THEN stddev_samp({0}) / sqrt(count(first)) ELSE 'nan'::DOUBLE END"
@@ -125,22 +126,17 @@ class ScoreQueries(OpenIndex):
 
         values: how many the operand has in a micro-batch. noise: ‖e‖² / ‖x‖². first, second: the terms of
         `loss_changes`, null where no gradient was recorded, NaN where one is not finite or second order was not
-        measured. change: second, and first where it exceeds SIGNIFICANT standard errors, of either sign; cost: the same
-        without first terms that lower the loss, by which a choice among many would pick chance; half, other: cost of
-        two halves of the sequences. first_error, second_error, change_error: standard errors over sequences.
-        by_sequence: the change of each sequence, in the same order for all operands. tensor_id: the operand with the
-        largest noise. Experts and tensor-parallel ranks add up.
+        measured. change: second, and first where its 95% interval over sequences (Student's t) leaves out 0; cost: the
+        same without first terms that lower the loss, by which a choice among many would pick chance. first_error,
+        second_error, change_error: standard errors over sequences. by_sequence: the change of each sequence, in the
+        same order for all operands. tensor_id: the operand with the largest noise. Experts and tensor-parallel ranks
+        add up.
         """
         condition, parameters = self.condition(where)
         place = f"tensor.layer_index, tensor.module, {part()} AS part, score.gemm, tensor.tensor_name, score.format"
         names = "layer_index, module, part, gemm, tensor_name, format"
         batch = ", ".join(f"tensor.{name}" for name in MICRO_BATCH)
         order = ", ".join((*MICRO_BATCH, "sequence"))
-
-        def cost(of: str) -> str:
-            error = f"stddev_samp(first) {of} / sqrt(count(first) {of})"
-            first = f"CASE WHEN avg(first) {of} > {SIGNIFICANT} * {error} THEN avg(first) {of} ELSE 0 END"
-            return f"avg(second) {of} + {first}"
 
         return self.ask(
             f"""
@@ -160,16 +156,14 @@ class ScoreQueries(OpenIndex):
                 SELECT {names}, {", ".join(MICRO_BATCH)}, sequence,
                        {_ADDED.replace("CASE WHEN", "CASE WHEN count(first) < count(*) THEN NULL WHEN")}
                 FROM term GROUP BY ALL
-            ), halves AS (
-                SELECT *, dense_rank() OVER (ORDER BY {order}) % 2 AS half FROM sequence
             ), summed AS (
                 SELECT {names}, count(first) AS sequences, avg(first) AS first, avg(second) AS second,
                        {_ERROR.format("first")} AS first_error, {_ERROR.format("second")} AS second_error,
-                       abs(avg(first)) > {SIGNIFICANT} * first_error AS counts,
-                       avg(second) + CASE WHEN counts THEN avg(first) ELSE 0 END AS change, {cost("")} AS cost,
-                       {cost("FILTER (half = 0)")} AS half, {cost("FILTER (half = 1)")} AS other,
+                       abs(avg(first)) > first_error * {_student("count(first)")} AS counts,
+                       avg(second) + CASE WHEN counts THEN avg(first) ELSE 0 END AS change,
+                       avg(second) + CASE WHEN counts THEN greatest(avg(first), 0) ELSE 0 END AS cost,
                        list(first ORDER BY {order}) AS firsts, list(second ORDER BY {order}) AS seconds
-                FROM halves GROUP BY ALL
+                FROM sequence GROUP BY ALL
             ), listed AS (
                 SELECT * EXCLUDE (firsts, seconds, counts),
                        CASE WHEN counts THEN list_transform(list_zip(firsts, seconds), lambda pair: pair[1] + pair[2])
@@ -179,7 +173,7 @@ class ScoreQueries(OpenIndex):
             SELECT {names}, micro_batches, sequences, values, noise, first, second, first_error, second_error, change,
                    cost,
                    CASE WHEN sequences > 1 THEN list_stddev_samp(by_sequence) / sqrt(sequences) ELSE 'nan'::DOUBLE END
-                       AS change_error, half, other, by_sequence, tensor_id
+                       AS change_error, by_sequence, tensor_id
             FROM operand JOIN listed USING ({names}) ORDER BY ALL
             """,
             parameters * 2,
@@ -244,6 +238,12 @@ class ScoreQueries(OpenIndex):
             f"SELECT DISTINCT score.format FROM score JOIN tensor USING (key) WHERE {condition}", parameters
         )
         return known_specs(name for (name,) in rows)
+
+
+def _student(count: str) -> str:
+    """SQL of Student's t for a 95% interval of a mean of so many values."""
+    limits = [quantile(degrees) for degrees in range(1, MOST_DEGREES + 1)]
+    return f"list_extract({limits}, least({count} - 1, {MOST_DEGREES}))"
 
 
 def _terms(columns: str, condition: str) -> str:

@@ -15,7 +15,16 @@ import numpy as np
 import pandas as pd
 
 from binade.collector.advice.choice import GROUPS, choose, grouped, least_share, pairs
-from binade.collector.advice.costs import BF16_BITS, FORWARD, OPERAND, AdviceError, Costs, bits_of, error_of
+from binade.collector.advice.costs import (
+    BF16_BITS,
+    FORWARD,
+    OPERAND,
+    AdviceError,
+    Costs,
+    bits_of,
+    by_sequence,
+    error_of,
+)
 from binade.collector.advice.roofline import MEANING, Operand, Place, Roofline, products
 from binade.collector.errors import ConfigError
 from binade.collector.jobs import Job, add_runs, start_runner, trained_with
@@ -32,7 +41,7 @@ from binade.collector.training.slurm_options import SlurmOptions
 from binade.data import evidence
 from binade.data.catalog import Catalog
 from binade.data.evidence import Estimate, Measure
-from binade.data.text import fixed, short
+from binade.data.text import short
 from binade.quant.specs import OPERAND_FIELDS, Spec
 
 CHANGE = Measure("loss_change", "Predicted loss change", "nats", signed=True)
@@ -40,7 +49,6 @@ BITS = Measure("bits", "Bits per value", "bits", decimals=2)
 TIME = Measure("share", "Time", "%", factor=100.0, decimals=1)
 POINTS = 12  # of the frontier
 AS_MANY = 0.01  # tolerance in bits per value, since the advice may not use all of its budget
-RELIABLE = 0.8
 ADVISED = "Advised"  # begins the title of the recipes made here
 COLUMNS = ["kind", "name", "bits", "change", "error"]
 TIMED = [*COLUMNS, "ms", "share"]
@@ -160,39 +168,44 @@ class Advice:
         return found.assign(place=[f"layer{layer}.{module} {tensor}" for layer, module, tensor in names])
 
     @property
+    def gain(self) -> Estimate | None:
+        """The predicted change minus that of `uniform`, paired by sequence; None if there is none."""
+        if self.uniform is None:
+            return None
+        rows = self.costs.table
+        other = rows[(rows["gemm"] == FORWARD) & (rows["spec"] == self.uniform["name"])]
+        sums = (by_sequence(part["by_sequence"], self.costs.sequences) for part in (self.forward, other))
+        return evidence.paired(CHANGE, *(dict(enumerate(each)) for each in sums), of="sequences")
+
+    @property
     def sentence(self) -> evidence.Sentence:
-        """The choice in a sentence."""
+        """The choice in a sentence. Without reliable costs nothing is advised, and a mix only if it is predicted to
+        lose less than a single spec."""
         measure, other = TIME if self.timed else BITS, self.uniform
         used = evidence.exact(measure, self.share if self.timed else self.bits)
         parts: dict[str, Estimate | str] = {"used": used, "change": self.estimate}
         unit = f"of bf16's time on {self.device}" if self.timed else "per forward value"
-        text = f"Advised: {{used}} {unit} for a predicted loss change of {{change}}"
-        if other is None:
+        doubt = self.costs.reliability.doubt
+        word = "Least predicted cost, not advised" if doubt else "Advised"
+        text = f"{{used}} {unit} for a predicted loss change of {{change}}"
+        if other is None or self.gain is None:
             little = "little time" if self.timed else "few bits"
-            return evidence.say(f"{text}; no single format takes as {little}.", **parts)
+            return evidence.together(
+                doubt, evidence.say(f"{word}: {text}; no single format takes as {little}.", **parts)
+            )
         change = evidence.with_error(CHANGE, other["change"], other["error"], self.costs.sequences, "sequences")
         parts |= {"other": str(other["name"]), "others": evidence.exact(measure, other[measure.key]), "than": change}
-        return evidence.say(f"{text}; with {{other}} alone, {{others}}, it is {{than}}.", **parts)
+        if doubt or (self.gain.value < 0 and evidence.holm([self.gain])[0]):
+            said = evidence.say(f"{word}: {text}; with {{other}} alone, {{others}}, it is {{than}}.", **parts)
+            return evidence.together(doubt, said)
+        alone = "Advised: {other} alone, {others}, for a predicted loss change of {than}"
+        text = f"{alone}; the least cost in a mix is {text}, which is not less (difference {{gain}})."
+        return evidence.say(text, **parts, gain=self.gain)
 
     @property
     def doubts(self) -> list[str]:
         """A sentence for each reason not to rely on it."""
-        found = []
-        if self.costs.sequences == 1:
-            found.append(
-                "One sequence was recorded: first-order terms cannot be separated from its noise and are left out. "
-                "Record several sequences."
-            )
-        elif not self.costs.reliability >= RELIABLE:
-            number = (
-                "unknown"
-                if math.isnan(self.costs.reliability)
-                else f"{fixed(self.costs.reliability, 2)}, below {RELIABLE}"
-            )
-            found.append(
-                f"Spearman's ρ between the rankings of two halves of the sequences is {number}: "
-                "record more sequences before you rely on the ranking."
-            )
+        found = [str(doubt) for doubt in (self.costs.reliability.doubt, self.costs.reliability.doubt_of_sum) if doubt]
         if self.costs.left:
             found.append(
                 f"Kept in bf16, because an operand was not recorded or not scored: {', '.join(self.costs.left)}."

@@ -9,12 +9,12 @@ from functools import cache, cached_property
 
 import numpy as np
 import pandas as pd
-from scipy.stats import spearmanr
 
 from binade.collector.errors import ConfigError
 from binade.collector.recipes.recipe import BF16, PARTS
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
+from binade.data.reliability import Reliability, reliability
 from binade.quant.specs import Spec
 
 OPERAND = ["part", "layer_index", "module", "gemm", "field", "tensor_name"]
@@ -40,16 +40,13 @@ class Costs:
                    its values), change (of the loss, forward operands only), error (its standard error over sequences),
                    by_sequence (the changes of the sequences, in one order), noise (‖e‖²/‖x‖²), tensor_id
     runs           the runs that it is from, all of one recipe
-    sequences      the fewest sequences that an operand's change was predicted from
-    reliability    Spearman's ρ of the forward operands' costs, in the narrowest spec, between two halves of the
-                   sequences; NaN for one sequence or for fewer than three operands
+    reliability    of the changes of the forward operands in the narrowest spec
     left           GEMMs without advice, because not both operands were scored: "qk.dquery"
     """
 
     table: pd.DataFrame
     runs: tuple[str, ...]
-    sequences: int
-    reliability: float
+    reliability: Reliability
     left: tuple[str, ...]
 
     @cached_property
@@ -57,6 +54,11 @@ class Costs:
         """(bits, change and by_sequence of each forward operand and spec, by OPERAND and spec; a row for each)."""
         rows = self.table[self.table["gemm"] == FORWARD]
         return rows.set_index([*OPERAND, "spec"])[["bits", "change", "by_sequence"]], rows.drop_duplicates(OPERAND)
+
+    @property
+    def sequences(self) -> int:
+        """The fewest sequences that an operand's change was predicted from."""
+        return self.reliability.sequences
 
     @property
     def values(self) -> float:
@@ -76,21 +78,25 @@ def bits_of(spec: str) -> float:
     return BF16_BITS if spec == BF16 else Spec.of(spec).bits_per_value
 
 
+def by_sequence(changes: Iterable[Sequence[float]], sequences: int) -> np.ndarray:
+    """The sum of operands' changes in each sequence: [sequences]. Operands in bf16 have none. Empty if the operands'
+    numbers of sequences differ."""
+    given = [np.asarray(each, float) for each in changes if len(each)]
+    return np.sum(given, axis=0) if len({len(each) for each in given}) == 1 else np.zeros(0 if given else sequences)
+
+
 def error_of(changes: Iterable[Sequence[float]]) -> float:
     """The standard error over sequences of the sum of operands' changes, each given by sequence: those of one sequence
     are correlated. NaN for one sequence, or if the operands' numbers of sequences differ."""
-    given = [np.asarray(each, float) for each in changes if len(each)]
-    if len({len(each) for each in given}) != 1 or len(given[0]) < 2:
-        return 0.0 if not given else math.nan
-    total = np.sum(given, axis=0)
-    return float(total.std(ddof=1) / math.sqrt(len(total)))
+    total = by_sequence(changes, 2)
+    return float(total.std(ddof=1) / math.sqrt(len(total))) if len(total) > 1 else math.nan
 
 
 def costs(catalog: Catalog, where: Filter | None = None, parts: Sequence[str] = ()) -> Costs:
     """The costs from the filter's bf16 runs, or from its only recipe if it has no bf16 run. parts: of recipe.PARTS; all
     that were recorded if empty.
 
-    A forward operand's change is its second-order term plus its first-order one, if that exceeds two standard errors;
+    A forward operand's change is its second-order term plus its first-order one, if its 95% interval leaves out 0;
     its cost leaves out one that lowers the loss. Raises AdviceError.
     """
     runs = _runs(catalog, where)
@@ -117,10 +123,9 @@ def costs(catalog: Catalog, where: Filter | None = None, parts: Sequence[str] = 
     table = pd.concat([table, bf16], ignore_index=True)
     table["bits"] = table["values"] * table["spec"].map({spec: bits_of(spec) for spec in set(table["spec"])})
     narrowest = min(set(table["spec"]), key=lambda spec: (bits_of(spec), spec))
-    halves = forward[forward["spec"] == narrowest].dropna(subset=["half", "other"])
-    reliability = float(spearmanr(halves["half"], halves["other"]).statistic) if len(halves) > 2 else math.nan
+    own = reliability(forward.loc[forward["spec"] == narrowest, "by_sequence"])
     columns = [*OPERAND, "spec", "values", "bits", "change", "cost", "error", "by_sequence", "noise", "tensor_id"]
-    return Costs(table[columns], runs, int(forward["sequences"].min()), reliability, left)
+    return Costs(table[columns], runs, own, left)
 
 
 def _runs(catalog: Catalog, where: Filter | None) -> tuple[str, ...]:

@@ -569,8 +569,10 @@ class TestBoards:
         assert found.agreement.value == pytest.approx(stats.spearmanr(-table["value"], table["sqnr_db"]).statistic)
         of = [Filter(quant_type=["mxfp4"], iteration=[i]) for i in (0, 1)]
         both = pd.merge(*(loss_compute.costs(catalog, each, "nvfp4").table for each in of), on="place")
-        assert found.reliability.value == pytest.approx(stats.spearmanr(both["value_x"], both["value_y"]).statistic)
-        assert math.isnan(loss_compute.costs(catalog, of[0], "nvfp4").reliability.value)
+        assert found.reliability.halves.value == pytest.approx(
+            stats.spearmanr(both["value_x"], both["value_y"]).statistic
+        )
+        assert math.isnan(loss_compute.costs(catalog, of[0], "nvfp4").reliability.halves.value)
 
     def test_results_and_what_their_operands_predict(self, catalog):
         where = Filter(quant_type=["mxfp4"])

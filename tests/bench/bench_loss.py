@@ -228,7 +228,7 @@ def recipes_of(root: str, budgets: list[float]) -> list[Placed]:
     with Catalog.open(root) as catalog:
         found = advice.costs(catalog, parts=("linear",))
     table = found.table
-    print(f"\nTwo halves of the recorded sequences agree on the ranking with {found.reliability:.2f}.")
+    print(f"\nTwo halves of the recorded sequences agree on the ranking with {found.reliability.halves}.")
     site = table.groupby(["layer_index", "module"]).ngroup()
     chance = np.exp(2 * np.random.default_rng(0).standard_normal(site.max() + 1))[site]
     rules = {

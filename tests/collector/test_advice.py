@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,8 +20,9 @@ from binade.collector.jobs import store
 from binade.collector.models.site import Site
 from binade.collector.recipes.files import read_draft, to_toml
 from binade.collector.recipes.parse import parse_recipe
-from binade.data.catalog import MICRO_BATCH, Catalog
+from binade.data.catalog import Catalog
 from binade.data.filter import Filter
+from binade.data.reliability import reliability
 from binade.quant.specs import OPERAND_FIELDS
 from tests.collector.cli.test_cli import one_line
 from tests.collector.small_model import build, step
@@ -80,18 +82,20 @@ def test_costs_are_the_predicted_changes_and_noises_that_were_recorded(collected
     keys = ["layer_index", "module", "tensor_name"]
 
     def changed(part: pd.DataFrame, least: float = -math.inf) -> pd.Series:
-        first = part.groupby(keys)["first"].agg(["mean", "sem"])
-        counts = (first["mean"].abs() > 2 * first["sem"]) & (first["mean"] > least)
+        first = part.groupby(keys)["first"].agg(["mean", "sem", "count"])
+        limit = stats.t.ppf(0.975, first["count"] - 1)
+        counts = (first["mean"].abs() > limit * first["sem"]) & (first["mean"] > least)
         return first["mean"].where(counts, 0) + part.groupby(keys)["second"].mean()
 
     expected = changed(changes)
     rows = found.table.query("gemm == 'forward' and spec == 'mxfp4'").set_index(keys)
     table = rows["change"]
     assert rows["cost"].to_dict() == pytest.approx(changed(changes, 0).loc[table.index].to_dict(), rel=1e-9)
-    assert (rows["cost"] >= table).all() and (rows["cost"] > table).any() and (rows["cost"] > 0).all()
-    half = changes.groupby(list(MICRO_BATCH)).ngroup() % 2
-    between = stats.spearmanr(*(changed(changes[half == each], 0).loc[table.index] for each in (0, 1))).statistic
-    assert found.specs[0] == "mxfp4" and found.reliability == pytest.approx(between)
+    assert (rows["cost"] >= table).all() and (rows["cost"] > 0).all()
+    lists = np.array(rows["by_sequence"].tolist())
+    between = stats.spearmanr(lists[:, ::2].mean(1), lists[:, 1::2].mean(1)).statistic
+    assert found.specs[0] == "mxfp4" and found.reliability.halves.value == pytest.approx(between)
+    assert lists.mean(1) == pytest.approx(table.to_numpy(), rel=1e-9) and found.sequences == lists.shape[1]
     assert table.to_dict() == pytest.approx(expected.loc[table.index].to_dict(), rel=1e-9)
     own = scores[scores["format"] == "mxfp4"]
     noise = (own["mse"] * own["finite"]).sum() / (own["rms"] ** 2 * own["finite"]).sum()
@@ -99,6 +103,17 @@ def test_costs_are_the_predicted_changes_and_noises_that_were_recorded(collected
         "spec == 'mxfp4' and tensor_name == 'weight' and module == 'fc1' and layer_index == 1 and gemm == 'forward'"
     )
     assert weight["noise"].item() == pytest.approx(noise, rel=1e-12)
+
+
+def test_nothing_is_advised_from_costs_that_cannot_be_relied_on(found):
+    """One sequence; and a mix is advised only if it is predicted to lose less than a single format."""
+    once = replace(found, reliability=reliability([[1.0], [2.0], [3.0], [4.0]]))
+    said = advise(once, Request(6)).sentence
+    assert said.startswith("One sequence cannot tell operands apart: ") and "not advised" in said
+    alike = found.table.assign(by_sequence=found.table["by_sequence"].map(lambda each: [1.0, -1.0][: len(each)]))
+    known = replace(found, table=alike, reliability=reliability(np.arange(1, 9)[:, None] * np.ones((8, 2))))
+    said = advise(known, Request(6)).sentence
+    assert said.startswith("Advised: nvfp4 alone, 4.50 bits, ") and "which is not less (difference " in said
 
 
 @pytest.mark.parametrize("by", choice.GROUPS)
@@ -240,7 +255,7 @@ def test_the_command_writes_a_recipe_and_queues_its_test(command, capsys, tmp_pa
     try:
         assert command("advise", "--budget", "6", "--output", str(path), "--verify", "2", "--train-iters", "3") == 0
         out, err = capsys.readouterr()
-        assert err == "" and out.startswith("Advised: ") and f"written to {path}" in out and "HiGHS" not in out
+        assert err == "" and "4.25 bits" in out and f"written to {path}" in out and "HiGHS" not in out
         queued = store.read_jobs(root)
         expected = [(seed, recipe) for seed in (5, 6) for recipe in ("bf16", "linear_mxfp4", str(path))]
         assert [(job.config.seed, job.config.recipe) for job in queued] == expected

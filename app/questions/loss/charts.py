@@ -12,13 +12,12 @@ from binade.data.evidence import Measure
 
 
 def scatter(table: pd.DataFrame, measure: Measure, title: str, subtitle: str | list[str]) -> alt.LayerChart:
-    """Chart of compute.costs: one point per place, with the standard error over micro-batches where there are
-    several."""
+    """Chart of compute.costs: one point per place, with its 95% interval where there are several sequences."""
     sqnr = MEASURES["sqnr_db"]
     shown = with_labels(table, measure).rename(columns={"tensor_name": "group"}).dropna(subset=["figure"])
     shown = shown[shown["sqnr_db"].abs() < float("inf")]
     shown = shown.assign(
-        low=shown["figure"] - shown["spread"], high=shown["figure"] + shown["spread"],
+        low=shown["figure"] - shown["margin"], high=shown["figure"] + shown["margin"],
         decibels=shown["sqnr_db"].map(sqnr.text),
     )  # fmt: skip
     groups = sorted(set(shown["group"].dropna()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,26 +10,34 @@ import pandas as pd
 
 from binade.app.questions.shared.boards import DATA, LOSS_CHANGE, PLACE, mean_changes, place_names
 from binade.app.style import MEASURES
+from binade.collector.recipes.recipe import PARTS
+from binade.collector.training.config import layers_of
 from binade.data import evidence
 from binade.data.catalog import Catalog
-from binade.data.evidence import Estimate
+from binade.data.evidence import Estimate, listed
 from binade.data.filter import Filter
+from binade.data.reliability import Reliability, reliability
+from binade.data.student import quantile
+from binade.data.tensor_kinds import label_of
 
 
 @dataclass(frozen=True)
 class Costs:
     """
     table        of every place, the largest predicted change first: `boards.mean_changes` by PLACE, with place (its
-                 name), sqnr_db and flush_to_zero in the format, rank and sqnr_rank, from 1
+                 name), sqnr_db and flush_to_zero in the format, margin (half of
+                 value's 95% interval over sequences), rank and sqnr_rank, from 1
     total        of all places together, from the sums of the sequences
     agreement    Spearman's ρ between the predicted changes and SQNR, low SQNR first
-    reliability  Spearman's ρ between the predictions of one half of the sequences and of the other
+    missing      what `total` leaves out of the forward operands of the runs' models, in words
+    reliability  of the predicted changes, over the places that all sequences have
     """
 
     table: pd.DataFrame
     total: Estimate
     agreement: Estimate
-    reliability: Estimate
+    missing: tuple[str, ...]
+    reliability: Reliability
 
 
 def costs(catalog: Catalog, where: Filter, fmt: str) -> Costs:
@@ -40,17 +49,31 @@ def costs(catalog: Catalog, where: Filter, fmt: str) -> Costs:
     table = table.assign(place=place_names(table), sqnr_rank=table["sqnr_db"].rank(method="min"))
     table = table.sort_values(["value", "place"], ascending=[False, True], na_position="last", ignore_index=True)
     table["rank"] = range(1, len(table) + 1)
+    table["margin"] = table["spread"] * (table["sequences"] - 1).map(quantile)
     sums = catalog.loss_changes(fmt, (), where)["by_sequence"]
     total = evidence.mean(MEASURES[LOSS_CHANGE], np.concatenate([*sums]) if len(sums) else (), "sequences")
     agreement = evidence.correlation(-table["value"].astype(float), table["sqnr_db"].astype(float), "operands")
-    return Costs(table, total, agreement, _halves(changes))
+    return Costs(table, total, agreement, _missing(catalog, table), _reliability(changes))
 
 
-def _halves(changes: pd.DataFrame) -> Estimate:
-    """The agreement of every other sequence with the rest, over the places that all sequences have."""
-    changes = changes.sort_values(DATA)
-    by_place = [np.concatenate([*lists]) for _, lists in changes.groupby(list(PLACE), dropna=False)["by_sequence"]]
-    most = max(map(len, by_place), default=0)
-    complete = [each for each in by_place if len(each) == most > 1]
-    even, odd = ([float(np.mean(each[half::2])) for each in complete] for half in (0, 1))
-    return evidence.correlation(even, odd, "operands")
+def _missing(catalog: Catalog, table: pd.DataFrame) -> tuple[str, ...]:
+    """What a sum over these places leaves out of the forward operands of their runs' models."""
+    known = table.dropna(subset="value")
+    runs = catalog.rows_of(known["tensor_id"].tolist())["run_id"].unique()
+    configs = [json.loads(text) for text in catalog.runs().set_index("run_id")["config"][runs]]
+    layers = max((layers_of(config) or 0 for config in configs), default=0)
+    recorded = known["layer_index"].nunique()
+    left = [f"{layers - recorded} of {layers} layers"] if recorded < layers else []
+    if modules := sorted({module for config in configs for module in config.get("modules") or ()}):
+        left.append(f"modules other than {listed(modules)}")
+    shown = set(known["tensor_name"])
+    for part, where in (("linear", "linear layers"), ("qk", "QKᵀ"), ("pv", "PV")):
+        names = [operand.name for operand in PARTS[part] if operand.gemm == "forward" and operand.name not in shown]
+        left += [f"{listed([label_of(name) for name in names])} of {where}"] if names else []
+    return tuple(left)
+
+
+def _reliability(changes: pd.DataFrame) -> Reliability:
+    places = changes.sort_values(DATA).groupby(list(PLACE), dropna=False)["by_sequence"]
+    by_place = [np.concatenate([*lists]) for _, lists in places]
+    return reliability([each for each in by_place if np.isfinite(each).all()])

@@ -21,12 +21,11 @@ from binade.app.style import MEASURES
 from binade.data import evidence
 from binade.data.evidence import Measure
 
-RELIABLE = 0.8  # between halves of the micro-batches, from which a ranking is called reliable
 COLUMNS = {
     "rank": Column("Rank", width=60),
     "place": Column("Tensor", width=180),
     "value": Column("Predicted (nats)", "%.2e", 120, metric=LOSS_CHANGE),
-    "spread": Column("± std. error", "%.1e", 95, "Of the mean over micro-batches; empty if there is only one"),
+    "margin": Column("± 95%", "%.1e", 95, "Half of the 95% interval over sequences; empty for one sequence"),
     "first": Column("First order", "%.2e", 95, "Σg·e, the mean over micro-batches. With few tokens it is mostly noise"),
     "second": Column("Second order", "%.2e", 105, "N·½Σg²e², the mean over micro-batches. Never negative"),
     "sqnr_db": Column(),
@@ -103,13 +102,7 @@ def _verdict(found: compute.Costs, fmt: str, measure: Measure, rounds: bool) -> 
         )
     what = f"{measure.label} in {fmt}"
     known = table.dropna(subset=["value"])
-    if known["spread"].isna().all():
-        first = evidence.say(
-            "One sequence cannot tell operands apart: record several sequences (--micro-batch-size, "
-            "--collect-micro-batches)."
-        )
-    else:
-        first = evidence.extreme(boards.estimates(known, measure), what, lowest=False)
+    first = found.reliability.doubt or evidence.extreme(boards.estimates(known, measure), what, lowest=False)
     lines: list[str] = [first]
     if rounds:
         text = (
@@ -118,20 +111,17 @@ def _verdict(found: compute.Costs, fmt: str, measure: Measure, rounds: bool) -> 
         )
         lines.append(evidence.say(text))
     elif not math.isnan(found.total.value):
-        lines.append(evidence.say("All {n} operands together: {total}.", n=len(known), total=found.total))
+        lines.append(evidence.say("The {n} operands together: {total}.", n=len(known), total=found.total))
+        if found.missing:
+            lines.append(evidence.say("Not in this sum: {missing}.", missing="; ".join(found.missing)))
+        if found.reliability.sequences > 1:
+            lines.append(found.reliability.doubt_of_sum)
     if not math.isnan(found.agreement.value):
         text = "Spearman’s ρ between this ranking and that by SQNR is {rho}."
         lines.append(evidence.say(text, rho=found.agreement))
-    if math.isnan(found.reliability.value):
-        lines.append(evidence.say("The ranking cannot be checked: that takes two sequences and four operands."))
-    elif found.reliability.value < RELIABLE:
-        text = (
-            "Spearman’s ρ between two halves of the sequences is only {rho}: record more before you rely on the "
-            "ranking."
-        )
-        lines.append(evidence.say(text, rho=found.reliability))
-    else:
-        lines.append(evidence.say("Between two halves of the sequences, ρ is {rho}.", rho=found.reliability))
+    if found.reliability.orders:
+        text = "Between two halves of the sequences, ρ is {rho}."
+        lines.append(evidence.say(text, rho=found.reliability.halves))
     if unknown:
         text = "No change is predicted for {n} operands: a gradient is not finite, or was not recorded."
         lines.append(evidence.say(text, n=unknown))

@@ -15,6 +15,7 @@ from binade.data.catalog import SHOWN_ERRORS, STATISTICS, Catalog, CatalogError,
 from binade.data.evidence import Measure
 from binade.data.filter import Filter
 from binade.data.store import TensorFileError
+from binade.data.student import quantile
 from binade.data.tensor_kinds import TENSOR_KINDS, Gemm, has_tokens
 from binade.quant.block_histograms import BLOCK_MEASURES
 from binade.quant.metrics import score
@@ -62,7 +63,7 @@ def cells(catalog: Catalog, where: Filter, fmt: str, metric: str, across: str, e
     (how many), tensor_id (of the worst).
 
     value is the median of the tensors' own values, low and high their 10th and 90th percentile; of the predicted loss
-    change it is the sum over experts and ranks, the mean over sequences, with twice its standard error at both sides.
+    change it is the sum over experts and ranks, the mean over sequences, with its 95% interval.
     expanded: the product whose experts have rows of their own. Tensors of no layer are left out.
     """
     if metric == LOSS_CHANGE:
@@ -170,7 +171,7 @@ def _product() -> str:
 def _loss_changes(catalog: Catalog, where: Filter, fmt: str) -> pd.DataFrame:
     table = catalog.operand_costs(where)
     table = table[(table["format"] == fmt) & (table["gemm"] == Gemm.FORWARD.value) & table["change"].notna()]
-    error = 2 * table["change_error"].astype(float)
+    error = table["change_error"].astype(float) * (table["sequences"] - 1).map(quantile)
     return table.assign(
         product=table["part"].where(table["part"].isin(("QK", "PV")), table["module"]),
         tensor=table["tensor_name"], expert=None, value=table["change"],

@@ -8,12 +8,14 @@ from typing import Any
 import pandas as pd
 
 from binade.app.figure import Column, Drawn, Figure, Table, source
+from binade.app.questions.loss.question import LOSS
 from binade.app.questions.predictions import charts, compute
 from binade.app.questions.question import Question
 from binade.app.questions.shared.runs import same_model
 from binade.app.questions.shared.selection import Selection
 from binade.collector.advice.costs import AdviceError
 from binade.data import evidence
+from binade.data.reliability import Reliability
 from binade.data.text import counted
 
 NOTHING = (
@@ -21,7 +23,7 @@ NOTHING = (
     "same data. Collect FA_… and linear_… recipes of the formats that were scored, with the same options and seeds."
 )
 CAPTION = (
-    "Predicted: the sum of the recorded terms over the forward operands, as on Worst › Loss. Gap: the run’s loss "
+    f"Predicted: the sum of the recorded terms over the forward operands, as in {LOSS.title}. Gap: the run’s loss "
     "minus the loss of the bf16 run of the same seed at the same iteration, in nats per token. The gap in the first "
     "iteration is measured before any step: it shows the effect of rounding on the forward pass alone."
 )
@@ -56,16 +58,17 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
     left_out = (
         f"Recipes left out: {left}. They round operands that were not recorded, or use formats that were not scored."
     )
-    return Drawn((*figures, listed), _verdict(table), (left_out,) * bool(left))
+    return Drawn((*figures, listed), _verdict(table, found.reliability), (left_out,) * bool(left))
 
 
-def _verdict(table: pd.DataFrame) -> evidence.Sentence:
+def _verdict(table: pd.DataFrame, reliability: Reliability) -> evidence.Sentence:
+    doubt = reliability.doubt or reliability.doubt_of_sum
     first, mean = (
         evidence.correlation(table["predicted"], table[name].astype(float), "recipes") for name in ("first", "gap")
     )
     if math.isnan(mean.value):
         text = "Only {n} recipes can be compared: at least four are needed to check the ranking."
-        return evidence.say(text, n=len(table))
+        return evidence.together(doubt, evidence.say(text, n=len(table)))
     found = evidence.say(
         "Spearman’s ρ between the prediction and the measured gap is {first} in the first iteration and {mean} for the "
         "mean over training.",
@@ -73,10 +76,10 @@ def _verdict(table: pd.DataFrame) -> evidence.Sentence:
         mean=mean,
     )
     if mean.low <= 0:
-        doubt = "For training, these runs do not show that the prediction holds: do not rely on it."
-        return evidence.together(found, evidence.say(doubt))
+        unproven = "For training, these runs do not show that the prediction holds: do not rely on it."
+        return evidence.together(doubt, found, evidence.say(unproven))
     one = evidence.say("Each recipe has only one seed; repeat with more seeds.") if table["seeds"].max() == 1 else ""
-    return evidence.together(found, one)
+    return evidence.together(doubt, found, one)
 
 
 PREDICTIONS = Question(
