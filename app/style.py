@@ -18,8 +18,10 @@ import pandas as pd
 from binade.data import tensor_kinds
 from binade.data.evidence import Measure
 from binade.data.tensor_kinds import color_of, tensor_names
+from binade.quant import normal
 from binade.quant.formats import FORMATS
 from binade.quant.metrics import METRICS, Metric
+from binade.quant.normal import VS_NORMAL
 from binade.quant.specs import Spec
 
 FORMAT_COLORS = {
@@ -72,6 +74,7 @@ OPERATIONS = {"forward": "#0d9488", "backward": "#a855c7", "optimizer": GREY, "e
 
 
 OWN_METRICS = {
+    VS_NORMAL: normal.METRIC,
     "loss_change": Metric(
         "Predicted loss change",
         "mean over micro-batches of Σg·e + N·½Σg²e², where g is the gradient of the loss through this operand, e its "
@@ -127,8 +130,9 @@ OWN_METRICS = {
     "non_finite": Metric("NaN and Inf", "share of the elements that are NaN or infinite", "%", percent=True),
 }
 LOG = ("absmax", "std", "rms", "gradient_to_noise")
-IN_DECIBELS = ("sqnr_db", "result_sqnr_db")
-DECIMALS = {"sqnr_db": 1, "result_sqnr_db": 1, "scale_spread": 0, "outlier_persistence": 2}
+IN_DECIBELS = ("sqnr_db", VS_NORMAL, "result_sqnr_db")
+AGAINST_ZERO = (VS_NORMAL,)  # colored from better than 0 to worse
+DECIMALS = {"sqnr_db": 1, VS_NORMAL: 1, "result_sqnr_db": 1, "scale_spread": 0, "outlier_persistence": 2}
 MEASURES = {
     key: Measure(
         key,
@@ -139,7 +143,7 @@ MEASURES = {
         low_is_bad=key in IN_DECIBELS,
         log=key in LOG,
         decimals=DECIMALS.get(key),
-        signed=key in ("loss_change", "edge_excess"),
+        signed=key in ("loss_change", "edge_excess", *AGAINST_ZERO),
         resolution=0.1 if key in IN_DECIBELS else float(key == "scale_spread"),
     )
     for key, m in (METRICS | OWN_METRICS).items()

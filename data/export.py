@@ -31,6 +31,7 @@ from binade.data.store import staged_directory, staged_file, sweep_beside
 from binade.data.tensor_kinds import TENSOR_KINDS
 from binade.data.text import csv_cell, plain_name
 from binade.quant.formats import UnknownFormatError
+from binade.quant.normal import VS_NORMAL, normal_sqnr
 from binade.quant.sketch import bin_edges
 from binade.quant.specs import Spec, SpecError
 
@@ -39,7 +40,7 @@ if TYPE_CHECKING:  # imports DuckDB, which may not be installed for training
 
 LOSS, HISTOGRAM = "loss", "histogram"
 MEASURED = (*MOMENTS, *COUNTS, "result_sqnr_db")  # of a tensor
-METRICS = (LOSS, HISTOGRAM, *MEASURED, *ERROR_COLUMNS)
+METRICS = (LOSS, HISTOGRAM, *MEASURED, *ERROR_COLUMNS, VS_NORMAL)
 DEFAULT_METRICS = (LOSS, HISTOGRAM, "absmax", "kurtosis", "sqnr_db", "flush_to_zero", "saturated", "result_sqnr_db")
 RUN_FIELDS = ("run_id", "model", "size", "dataset", "recipe")
 PLACE = (*FIELDS, "original_quant_type")  # what identifies a tensor
@@ -206,6 +207,8 @@ def _points(
     for each in errors:
         if not choice.formats or each["format"] in choice.formats:
             values += [(metric, each["format"], each[metric]) for metric in choice.metrics if metric in ERROR_COLUMNS]
+            if VS_NORMAL in choice.metrics:
+                values.append((VS_NORMAL, each["format"], each["sqnr_db"] - normal_sqnr(each["format"])))
     for metric, fmt, value in values:
         if value is not None and not math.isnan(value):
             yield Point(place, metric, float(value), fmt)

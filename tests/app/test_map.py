@@ -80,6 +80,21 @@ def test_a_cell_is_the_operand_scored_along_the_axis_of_its_gemm(catalog: Catalo
         assert (row["tensor_name"], row["layer_index"], row["iteration"]) == (cell.tensor, 1, 1)
 
 
+def test_colors_against_normal_values_are_neutral_at_their_sqnr(catalog: Catalog):
+    """18.78 dB is that of 2048² values of N(0,1) in MXFP4."""
+    found = drawn(catalog, MXFP4, metric="sqnr_vs_normal", format="mxfp4")
+    table = found.get("map").table
+    plain = cells(catalog, MXFP4, metric="sqnr_db", format="mxfp4")
+    both = table.merge(plain, on=CELL, suffixes=("", "_db"))
+    assert len(both) == len(table) == len(plain)
+    assert both["value"].to_numpy() == pytest.approx((both["value_db"] - 18.78).to_numpy(), abs=0.02)
+    spec = found.get("map").chart.to_dict()
+    scales = [part["encoding"]["color"]["scale"] for row in spec["vconcat"] for part in row.get("hconcat", [row])]
+    assert {tuple(scale["domain"]) for scale in scales} == {(-1, 1)}
+    worst = table.loc[table["value"].idxmin()]
+    assert worst["label"].startswith("−" if worst["value"] < -0.05 else "+") and "dB" in worst["label"]
+
+
 def of_torch(x: Tensor, metric: str) -> float:
     """A statistic of the values by its definition."""
     x = x.double().flatten()

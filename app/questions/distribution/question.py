@@ -29,6 +29,7 @@ from binade.data.filter import INTEGER_FIELDS, Filter
 from binade.data.store import TensorFileError
 from binade.data.text import counted, one_line
 from binade.quant.metrics import METRICS
+from binade.quant.normal import VS_NORMAL, normal_sqnr
 
 MAX_SELECTED = style.MAX_GROUPS
 CHART = 360  # pixels, without the legend
@@ -270,6 +271,7 @@ def formats(opened: Catalog, where: Filter, ids: list[str] | None) -> tuple[list
     if compared.empty:
         return [], 0
     operands, table = int(compared["operands"][0]), compared.drop(columns="operands")
+    table[VS_NORMAL] = table["sqnr_db"] - table["format"].map(normal_sqnr)
     what = f"medians over {counted(operands, 'operand')}, each counted once, from the index"
     words = source(where, what) + "".join(
         f"\n{METRICS[name].label}: {METRICS[name].definition}." for name, *_ in format_charts.ERROR_PANELS

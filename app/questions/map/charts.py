@@ -12,23 +12,30 @@ import pandas as pd
 from binade.app import style
 from binade.app.questions.map.compute import GEMMS, OTHER, Row
 from binade.data.evidence import Measure
+from binade.quant.normal import VS_NORMAL
 
 # From no loss to total loss, on light and on dark ground.
 HEAT = ["#eceae8", "#f9cdbb", "#f7906f", "#ee4f35", "#b3131f", "#67000d"]
 HEAT_DARK = ["#262b36", "#54302c", "#8f3a2c", "#d9482f", "#f78a62", "#ffd9c4"]
 TITLES = {gemm: f"{gemm} GEMM" for gemm in GEMMS} | {OTHER: "other tensors"}
-FIXED = {"sqnr_db": (0.0, 40.0), "result_sqnr_db": (0.0, 40.0), "flush_to_zero": (0.0, 1.0), "saturated": (0.0, 1.0)}
+FIXED = {
+    "sqnr_db": (0.0, 40.0),
+    VS_NORMAL: (-10.0, 10.0),
+    "result_sqnr_db": (0.0, 40.0),
+    "flush_to_zero": (0.0, 1.0),
+    "saturated": (0.0, 1.0),
+}
 CELL, ROW, DOTS = 15, 15, 300  # pixels: width and height of a cell, and the width of the dots
 
 
 def domain(values: pd.Series, measure: Measure, difference: bool) -> tuple[float, float]:
     """The values of no and of full color: the same for all iterations and formats where the metric has natural ends."""
     finite = values[np.isfinite(values.astype(float))]
+    if measure.key in FIXED and (not difference or measure.key in style.AGAINST_ZERO):
+        return FIXED[measure.key]
     if difference:
         most = float(finite.abs().max()) if len(finite) else 1.0
         return -(most or 1.0), most or 1.0
-    if measure.key in FIXED:
-        return FIXED[measure.key]
     if finite.empty:
         return 0.0, 1.0
     low, high = float(finite.min()), float(finite.max())

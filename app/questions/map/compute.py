@@ -19,11 +19,13 @@ from binade.data.student import quantile
 from binade.data.tensor_kinds import TENSOR_KINDS, Gemm, has_tokens
 from binade.quant.block_histograms import BLOCK_MEASURES
 from binade.quant.metrics import score
+from binade.quant.normal import VS_NORMAL, normal_sqnr
 from binade.quant.specs import Spec
 
 LOSS_CHANGE, RESULT, SPREAD = "loss_change", "result_sqnr_db", "scale_spread"
 # What a map can show: of a format, the errors first; then statistics of the values, which depend on no format.
-METRICS = (*SHOWN_ERRORS, LOSS_CHANGE, RESULT, SPREAD, *STATISTICS)
+ERRORS = (*SHOWN_ERRORS, VS_NORMAL)
+METRICS = (*ERRORS, LOSS_CHANGE, RESULT, SPREAD, *STATISTICS)
 GEMMS = tuple(gemm.value for gemm in Gemm)
 OTHER = "other"  # where a tensor is the operand of no known GEMM
 # The products in the order of the network: modules, and the two products of attention.
@@ -66,6 +68,8 @@ def cells(catalog: Catalog, where: Filter, fmt: str, metric: str, across: str, e
     change it is the sum over experts and ranks, the mean over sequences, with its 95% interval.
     expanded: the product whose experts have rows of their own. Tensors of no layer are left out.
     """
+    if metric == VS_NORMAL:
+        return _against_normal(cells(catalog, where, fmt, "sqnr_db", across, expanded), fmt)
     if metric == LOSS_CHANGE:
         table = _loss_changes(catalog, where, fmt)
     elif metric == RESULT:
@@ -75,6 +79,11 @@ def cells(catalog: Catalog, where: Filter, fmt: str, metric: str, across: str, e
     else:
         table = _values(catalog, where, fmt, metric, across, expanded)
     return table.dropna(subset=[across]).reset_index(drop=True).astype({across: int})
+
+
+def _against_normal(table: pd.DataFrame, fmt: str) -> pd.DataFrame:
+    """Cells of SQNR as those of VS_NORMAL."""
+    return table.assign(**{name: table[name] - normal_sqnr(fmt) for name in ("value", "low", "high") if name in table})
 
 
 def _values(catalog: Catalog, where: Filter, fmt: str, metric: str, across: str, expanded: str = "") -> pd.DataFrame:
@@ -113,6 +122,9 @@ def computed(
 ) -> tuple[pd.DataFrame, int, int]:
     """`cells` of an error in a format that nothing was scored in, from the values on disk: (the cells, tensors with
     values, values to round in all GEMMs). The cells are empty if these are more than MOST_ROUNDED."""
+    if metric == VS_NORMAL:
+        table, tensors, values = computed(catalog, where, fmt, "sqnr_db", across, expanded)
+        return _against_normal(table, fmt), tensors, values
     condition, parameters = catalog.condition(where)
     operands = catalog.ask(
         f"""

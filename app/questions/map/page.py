@@ -141,7 +141,7 @@ def _data(opened: Catalog, found: Map) -> dict[str, Any]:
         "word": "layer" if found.across == LAYER else "iteration",
         "columns": columns,
         "blocks": blocks,
-        "legend": charts.legend(measure, table["value"], bool(found.against)),
+        "legend": charts.legend(measure, table["value"], found.diverging),
         "dots": _dots(found),
         "iterations": _iterations(opened, found),
         "scope": scope_of(opened, found.where),
@@ -156,7 +156,7 @@ def _between(cell: dict[Any, Any], found: Map) -> str:
     """The interval of a cell, in words; "" if it has none."""
     if pd.isna(cell["low"]) or (cell["tensors"] < 2 and found.measure.key != compute.LOSS_CHANGE):
         return ""
-    word = "± 2 standard errors" if found.measure.key == compute.LOSS_CHANGE else "10th to 90th percentile"
+    word = "95% interval" if found.measure.key == compute.LOSS_CHANGE else "10th to 90th percentile"
     return f"{found.measure.text(cell['low'])} to {found.measure.text(cell['high'])}, {word}"
 
 

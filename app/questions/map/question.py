@@ -27,7 +27,7 @@ from binade.app.report.section import OF_VALUES, ReportSelection, Section
 from binade.app.report.section import Table as ReportTable
 from binade.app.style import MEASURES
 from binade.data import evidence
-from binade.data.catalog import SHOWN_ERRORS, Catalog
+from binade.data.catalog import Catalog
 from binade.data.evidence import Measure
 from binade.data.filter import Filter
 from binade.data.text import plain_name
@@ -35,7 +35,7 @@ from binade.quant.specs import Spec
 
 MOST_RANKED = 200  # cells in a report's table
 MOST_COLUMNS = 240
-OF_FORMAT = (*SHOWN_ERRORS, LOSS_CHANGE, compute.SPREAD)
+OF_FORMAT = (*compute.ERRORS, LOSS_CHANGE, compute.SPREAD)
 ACROSS = Control(
     name="across", label="Columns", param=One((LAYER, ITERATION)), titles={LAYER: "layers", ITERATION: "iterations"},
     row="map",
@@ -77,6 +77,11 @@ class Map:
     def title(self) -> str:
         fmt = f" in {self.fmt}" if self.fmt else ""
         return f"{self.measure.label}{fmt}" + (f", difference to {self.against}" if self.against else "")
+
+    @property
+    def diverging(self) -> bool:
+        """Whether colors go from better to worse than 0."""
+        return bool(self.against) or self.measure.key in style.AGAINST_ZERO
 
     @cached_property
     def kinds(self) -> pd.DataFrame:
@@ -135,7 +140,7 @@ def map_of(opened: Catalog, where: Filter, values: dict[str, Any]) -> Map | str:
         if table.empty:
             return f"{measure.label} is not known for {against} in any of these cells."
     table = compute.with_rows(table)
-    table = table.assign(shade=charts.shade(table["value"], measure, bool(against)))
+    table = table.assign(shade=charts.shade(table["value"], measure, bool(against) or metric in style.AGAINST_ZERO))
     signed = replace(measure, signed=True, log=False) if against else measure
     table = table.assign(label=table["value"].map(signed.quantity))
     return Map(where, signed, fmt, across, table, compute.rows_of(table), against, f"{left_out} {said}".strip())
@@ -146,7 +151,7 @@ def _cells(
 ) -> tuple[pd.DataFrame, str] | str:
     """(the cells as recorded, or else computed from the values; what was computed), or why there are none."""
     table = compute.cells(opened, where, fmt, metric, across, experts)
-    if not table.empty or metric not in SHOWN_ERRORS:
+    if not table.empty or metric not in compute.ERRORS:
         return table, ""
     if problem := NOT_RECORDED.problem(Spec.of(fmt)):
         return table, problem
@@ -189,10 +194,10 @@ def _nothing(opened: Catalog, where: Filter, metric: str, fmt: str) -> str:
             "with “loss” under Also measured (--measures loss)."
         )
     formats = ", ".join(opened.scored_formats(where))
-    if metric in SHOWN_ERRORS and formats:
+    if metric in compute.ERRORS and formats:
         return f"The operands are scored in {formats}, not in {fmt}, and have no values on disk to round to it."
     operands = int(opened.operands(where)["tensors"].sum())
-    if metric in SHOWN_ERRORS and operands:
+    if metric in compute.ERRORS and operands:
         return (
             f'The {operands:,} selected operands were recorded with scores=() or --scores "": none is scored. Choose a '
             "statistic of the values, such as absmax, as metric."
@@ -211,7 +216,7 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
     definition = f"{measure.label}: {measure.definition}; of several tensors in a cell, {several}."
     figure = Figure(
         "map",
-        charts.atlas(found.table, found.rows, found.across, measure, bool(found.against), title),
+        charts.atlas(found.table, found.rows, found.across, measure, found.diverging, title),
         found.table.drop(columns=["shade"]),
         f"{source(found.where, f'{len(found.table):,} cells')}\n{definition}",
         note=definition,

@@ -16,6 +16,7 @@ from binade.data import evidence
 from binade.data.catalog import MICRO_BATCH, SHOWN_ERRORS, Catalog
 from binade.data.evidence import Estimate, Measure, Named
 from binade.data.filter import Filter
+from binade.quant.normal import VS_NORMAL, normal_sqnr
 
 PLACE = ("layer_index", "module", "operation", "tensor_name")
 LOSS_CHANGE = "loss_change"
@@ -28,6 +29,9 @@ def values(catalog: Catalog, where: Filter, fmt: str, metric: str, by: tuple[str
     the tensors' own values, and the columns of `Catalog.errors`."""
     if metric == LOSS_CHANGE:
         return mean_changes(catalog.loss_changes(fmt, by, where), by)
+    if metric == VS_NORMAL:
+        table = values(catalog, where, fmt, "sqnr_db", by)
+        return table.assign(**{name: table[name] - normal_sqnr(fmt) for name in ("value", "low", "high")})
     if metric in SHOWN_ERRORS:
         table = catalog.errors(fmt, by, where, metric)
         return table.assign(value=table[metric], low=table[f"{metric}_low"], high=table[f"{metric}_high"])
@@ -97,5 +101,7 @@ def ranking(catalog: Catalog, where: Filter, fmt: str, metric: str) -> pd.DataFr
     """
     table = values(catalog, where, fmt, metric, PLACE)
     table = table.assign(place=place_names(table))
-    table = table.sort_values(["value", "place"], ascending=[metric == "sqnr_db", True], na_position="last")
+    table = table.sort_values(
+        ["value", "place"], ascending=[metric in ("sqnr_db", VS_NORMAL), True], na_position="last"
+    )
     return table.reset_index(drop=True).assign(rank=range(1, len(table) + 1))
