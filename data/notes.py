@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import pandas as pd
@@ -31,6 +31,23 @@ def on_a_grid(config: str) -> str | None:
     return (
         f"The weights were dequantized from {' and '.join(map(str, kinds))} and lie on a quantization grid: the "
         "rounding errors of weights are meaningless here. Those of activations and gradients are not affected."
+    )
+
+
+def rounded_twice(configs: Iterable[Mapping[str, Any]], everywhere: bool = False) -> str:
+    """A sentence on comparisons of these runs, "" where none of them rounds weights that were dequantized from another
+    format: a loss gap, or a predicted loss change, then contains the rounding of these weights. configs: run.json of
+    each. everywhere: whether weights count that the run does not round."""
+    kinds: dict[str, None] = {}
+    for config in configs:
+        operands = [line.split() for line in config.get("operands") or ()]
+        if everywhere or not operands or any(".weight" in own[0] and own[-1] != "bf16" for own in operands):
+            kinds |= dict.fromkeys(map(str, (config.get("weights") or {}).get("quantized") or ()))
+    if not kinds:
+        return ""
+    return (
+        f"The weights were dequantized from {' and '.join(kinds)} before: rounding them again is part of these "
+        "figures, and says nothing of weights that were trained in higher precision."
     )
 
 

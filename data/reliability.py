@@ -62,8 +62,8 @@ class Reliability:
             return Sentence()
         if self.sequences < 2:
             return evidence.say("One sequence gives the sum no interval: {more}.", more=MORE)
-        text = "The sum is not known to a factor of {factor} ({total}): a few of {n} sequences decide it."
-        return evidence.say(text, factor=f"{1 + WITHIN:g}", total=self.total, n=self.sequences)
+        text = "The sum of these costs is not known to a factor of {factor}: {total}."
+        return evidence.say(text, factor=f"{1 + WITHIN:g}", total=self.total)
 
 
 def reliability(costs: Iterable[Sequence[float]]) -> Reliability:

@@ -86,11 +86,13 @@ def losses_on_same_data(run: Steps, reference: Steps) -> list[tuple[int, float, 
 def equal_weights(root: Path, run_id: str, reference: str, iteration: int) -> bool:
     """Whether two runs with the same `data_key` are known to have the same weights at the start of an iteration: the
     first one under the recipe, after the same losses in the warm-up."""
-    before = [
-        [(step["iteration"], step["loss"]) for step in _steps(root / name) if step["iteration"] < 0]
-        for name in (run_id, reference)
-    ]
-    return iteration == 0 and before[0] == before[1]
+    return iteration == 0 and equal_warm_up(_steps(root / run_id), _steps(root / reference))
+
+
+def equal_warm_up(run: Steps, reference: Steps) -> bool:
+    """Whether two runs with the same `data_key` had the same losses before iteration 0, so have the same weights."""
+    first, second = ([(s["iteration"], s["loss"]) for s in steps if s["iteration"] < 0] for steps in (run, reference))
+    return first == second
 
 
 def pairs_on_same_data(catalog: Catalog, run_id: str, reference: str, where: Filter | None = None) -> pd.DataFrame:

@@ -38,6 +38,9 @@ class Sums:
     finite: int
 
 
+EXACT = 2.0**-24  # relative to a value: what float32 arithmetic may leave of an exact result
+
+
 @dataclass(frozen=True)
 class Blocks:
     """All tensors are [groups, block], in the order of `reference.to_blocks`.
@@ -67,8 +70,13 @@ class Blocks:
 
     @cached_property
     def sqnr_db(self) -> Tensor:
-        """[groups] float64: 10·log10(Σx² / Σ(y-x)²); +inf where nothing is lost, NaN for an all-zero block."""
-        x, error = self.x.double(), (self.y.double() - self.x.double())
+        """[groups] float64: 10·log10(Σx² / Σ(y-x)²); +inf where nothing is lost, NaN for an all-zero block.
+
+        An error below half a unit of float32 in the last place of x is that of the arithmetic: nothing is lost.
+        """
+        x = self.x.double()
+        error = self.y.double() - x
+        error = torch.where(error.abs() <= EXACT * x.abs(), 0.0, error)
         signal, noise_power = x.square().sum(-1), error.square().sum(-1)
         return torch.where(signal > 0, 10 * torch.log10(signal / noise_power), math.nan)
 

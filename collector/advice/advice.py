@@ -174,8 +174,10 @@ class Advice:
             return None
         rows = self.costs.table
         other = rows[(rows["gemm"] == FORWARD) & (rows["spec"] == self.uniform["name"])]
-        sums = (by_sequence(part["by_sequence"], self.costs.sequences) for part in (self.forward, other))
-        return evidence.paired(CHANGE, *(dict(enumerate(each)) for each in sums), of="sequences")
+        own, theirs = (
+            dict(enumerate(by_sequence(part["by_sequence"], self.costs.sequences))) for part in (self.forward, other)
+        )
+        return evidence.paired(CHANGE, own, theirs, "sequences")
 
     @property
     def sentence(self) -> evidence.Sentence:
@@ -206,6 +208,8 @@ class Advice:
     def doubts(self) -> list[str]:
         """A sentence for each reason not to rely on it."""
         found = [str(doubt) for doubt in (self.costs.reliability.doubt, self.costs.reliability.doubt_of_sum) if doubt]
+        if self.costs.caveat:
+            found.append(self.costs.caveat)
         if self.costs.left:
             found.append(
                 f"Kept in bf16, because an operand was not recorded or not scored: {', '.join(self.costs.left)}."

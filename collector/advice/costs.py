@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from binade.collector.errors import ConfigError
 from binade.collector.recipes.recipe import BF16, PARTS
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
+from binade.data.notes import rounded_twice
 from binade.data.reliability import Reliability, reliability
 from binade.quant.specs import Spec
 
@@ -41,6 +43,7 @@ class Costs:
                    by_sequence (the changes of the sequences, in one order), noise (‖e‖²/‖x‖²), tensor_id
     runs           the runs that it is from, all of one recipe
     reliability    of the changes of the forward operands in the narrowest spec
+    caveat         what the runs' weights do to these costs, "" for nothing
     left           GEMMs without advice, because not both operands were scored: "qk.dquery"
     """
 
@@ -48,6 +51,7 @@ class Costs:
     runs: tuple[str, ...]
     reliability: Reliability
     left: tuple[str, ...]
+    caveat: str = ""
 
     @cached_property
     def forward(self) -> tuple[pd.DataFrame, pd.DataFrame]:
@@ -125,7 +129,9 @@ def costs(catalog: Catalog, where: Filter | None = None, parts: Sequence[str] = 
     narrowest = min(set(table["spec"]), key=lambda spec: (bits_of(spec), spec))
     own = reliability(forward.loc[forward["spec"] == narrowest, "by_sequence"])
     columns = [*OPERAND, "spec", "values", "bits", "change", "cost", "error", "by_sequence", "noise", "tensor_id"]
-    return Costs(table[columns], runs, own, left)
+    configs = catalog.runs().set_index("run_id")["config"][list(runs)]
+    caveat = rounded_twice(map(json.loads, configs), everywhere=True) if "weight" in set(forward["tensor_name"]) else ""
+    return Costs(table[columns], runs, own, left, caveat)
 
 
 def _runs(catalog: Catalog, where: Filter | None) -> tuple[str, ...]:

@@ -39,8 +39,16 @@ from binade.data.difference import OVERRIDES
 from binade.data.filter import Filter
 from binade.data.gap_bands import Band, PlainRun, own_bands
 from binade.data.gradients import COMPARED, GRADIENTS, gradient_errors, gradient_summary
+from binade.data.notes import rounded_twice
 from binade.data.runs import DONE, STATES, RunInfo, list_runs, sound_losses
-from binade.data.same_data import corpus_of, data_key_of, losses_on_same_data, pairs_on_same_data, states_all
+from binade.data.same_data import (
+    corpus_of,
+    data_key_of,
+    equal_warm_up,
+    losses_on_same_data,
+    pairs_on_same_data,
+    states_all,
+)
 from binade.quant.formats import UnknownFormatError
 from binade.quant.specs import Spec, SpecError
 
@@ -68,6 +76,7 @@ FIGURES = (
     *("common_iterations", "common_iteration"),
     *("loss_at_common_iteration_nats", "bf16_loss_at_common_iteration_nats", "gap_at_common_iteration_nats"),
     *("gap_mean_nats", "gap_deviation_nats", "perplexity_ratio"),
+    *("gap_before_training_nats", "gap_added_by_training_nats"),
     *("gap_seeds", "gap_mean_over_seeds_nats", "gap_deviation_over_seeds_nats"),
     *("gradient_iteration", "gradient_pairs", "gradient_cosine", "gradient_relative_squared_error"),
     *("operands", "operand_values", "operand_bits_per_value", "operand_bytes", "operand_bytes_in_bf16"),
@@ -139,13 +148,15 @@ class Row:
 @dataclass(frozen=True)
 class Section:
     """Runs that can be compared. reference is the bf16 row that gaps are relative to, None if there is none. ladders
-    are those of the recipes that are done; unreferenced are the seeds without a bf16 run."""
+    are those of the recipes that are done; unreferenced are the seeds without a bf16 run.
+    caveat: what the runs' weights do to the gaps, "" for nothing."""
 
     settings: Settings
     rows: tuple[Row, ...]
     reference: Row | None
     ladders: tuple[Ladder, ...]
     unreferenced: tuple[Value, ...]
+    caveat: str
 
     @property
     def seeds(self) -> tuple[Value, ...]:
@@ -172,6 +183,7 @@ class _Run:
     seed: Value
     start: str
     losses: dict[int, dict[str, Any]]
+    warm_up: list[dict[str, Any]]
     last: int
 
     @property
@@ -226,8 +238,9 @@ def _plain(value: Any) -> Value:
 def _recipe(config: Mapping[str, Any]) -> str:
     """The recipe with what overrides it: "linear_mxfp8, PV mxfp4"."""
     changed = {name: config[name] for name in OVERRIDES if config.get(name)}
-    if config.get("recipe") == BF16 and [*changed] == ["skip_layers"]:
-        return BF16  # nothing is quantized in the other layers either
+    rounds = any(not str(each).endswith(f"={BF16}") for each in changed.get("operand_quant") or ())
+    if config.get("recipe") == BF16 and {*changed} <= {"skip_layers", "operand_quant"} and not rounds:
+        return BF16  # nothing is quantized in the other layers and operands either
     words = (
         f"{OVERRIDE_NAMES.get(name, name.removesuffix('_quant'))} "
         + (" ".join(map(str, value)) if isinstance(value, list) else str(value))
@@ -237,16 +250,20 @@ def _recipe(config: Mapping[str, Any]) -> str:
 
 
 def _read(run: RunInfo, refused: list[str]) -> _Run:
-    losses = {}
+    losses, warm_up = {}, []
     try:
-        losses = {record["iteration"]: record for record in sound_losses(run.directory) if record["iteration"] >= 0}
+        records = sound_losses(run.directory)
+        losses = {record["iteration"]: record for record in records if record["iteration"] >= 0}
+        warm_up = [record for record in records if record["iteration"] < 0]
     except OSError as error:
         refused.append(f"{run.run_id}: loss.jsonl cannot be read: {error}")
     reached = run.status.iteration
     if losses and max(losses) < reached:
         refused.append(f"{run.run_id}: loss.jsonl ends at iteration {max(losses)} of {reached}")
     start = data_key_of(run.config, run.directory) or run.run_id
-    return _Run(run, _recipe(run.config), _plain(run.config.get("seed")), start, losses, max([reached, *losses]))
+    return _Run(
+        run, _recipe(run.config), _plain(run.config.get("seed")), start, losses, warm_up, max([reached, *losses])
+    )
 
 
 def _plain_runs(settings: Settings, groups: Mapping[Settings, list[_Run]]) -> list[_Run]:
@@ -316,7 +333,8 @@ def _section(catalog: Catalog, settings: Settings, runs: list[_Run], plain: list
         if bf16 is None and any(references.get(start) is run for start, run in longest[key].items()):
             bf16 = row
     unreferenced = tuple(dict.fromkeys(seeds[start] for start in usual if start not in references))
-    return Section(settings, tuple(rows), bf16, tuple(made), unreferenced)
+    caveat = rounded_twice(run.info.config for run in runs if run.recipe != BF16)
+    return Section(settings, tuple(rows), bf16, tuple(made), unreferenced, caveat)
 
 
 def _reference(start: str, longest: Mapping[tuple[str, str], Mapping[str, _Run]]) -> _Run | None:
@@ -364,6 +382,10 @@ def _gap(run: _Run, bf16: _Run) -> Figures:
     last, loss, reference = common[-1]
     gaps = [own - other for _, own, other in common]
     mean = statistics.fmean(gaps)
+    equal = common[0][0] == 0 and equal_warm_up(run.warm_up, bf16.warm_up)
+    at_start = {"gap_before_training_nats": gaps[0]} if equal else {}
+    if at_start and len(gaps) > 1:
+        at_start["gap_added_by_training_nats"] = statistics.fmean(gaps[1:]) - gaps[0]
     return {
         "common_iterations": len(common),
         "common_iteration": last,
@@ -371,6 +393,7 @@ def _gap(run: _Run, bf16: _Run) -> Figures:
         "bf16_loss_at_common_iteration_nats": reference,
         "gap_at_common_iteration_nats": gaps[-1],
         "gap_mean_nats": mean,
+        **at_start,
         "perplexity_ratio": math.exp(mean) if mean < math.log(sys.float_info.max) else math.inf,
         **({"gap_deviation_nats": statistics.stdev(gaps)} if len(gaps) > 1 else {}),
     }

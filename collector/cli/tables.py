@@ -25,7 +25,7 @@ from binade.collector.cli.compare import (
 )
 from binade.collector.recipes.recipe import BF16
 from binade.collector.recipes.seeds import JUDGED, Gaps, judged
-from binade.data import gap_bands
+from binade.data import evidence, gap_bands
 from binade.data.published_gaps import published_for
 from binade.data.runs import DONE
 from binade.data.text import csv_cell, markdown_table, markdown_text
@@ -196,9 +196,20 @@ def notes(section: Section) -> list[str]:
         found.append(f"No bf16 run with {seeds} finished an iteration, so runs with {that} have no gap.")
     if section.reference is not None and section.reference.state != DONE:
         found.append(f"The bf16 run is {section.reference.state}: gaps cover only the iterations that it finished.")
+    if section.caveat:
+        found.append(section.caveat)
+    for row in section.rows:
+        if (first := row.figures.get("gap_before_training_nats")) is not None:
+            added = row.figures.get("gap_added_by_training_nats")
+            later = "" if added is None else f"; training adds {evidence.GAP.quantity(added)}"
+            change = evidence.GAP.quantity(first)
+            found.append(
+                f"{row.label}: rounding alone, on bf16's weights and data, changes the loss by {change}{later}."
+            )
     gaps = [row.gaps for row in section.rows if row.gaps]
     if gaps and all(len(each) == 1 for each in gaps):
-        found.append("One seed cannot tell a gap from chance. To collect more seeds: binade ablate RECIPE --seeds N.")
+        doubt = "One seed cannot tell what training adds from chance."
+        found.append(f"{doubt} To collect more seeds: binade ablate RECIPE --seeds N.")
     compared = [row for row in section.rows if row.gaps]
     found += gap_bands.placed((row.label, row.gap, row.bands) for row in compared)
     found += gap_bands.missing(band for row in compared for band in row.bands)

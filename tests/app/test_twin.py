@@ -67,7 +67,7 @@ def test_the_largest_bias_is_named_if_it_can_be_told(tmp_path: Path):
     exact = step(gradient(1, "fc1", 0.1), gradient(1, "fc2", 0.2), gradient(2, "fc1", 0.3))
     found = answer(tmp_path / "exact", exact)
     assert "changes the loss by +0.25." in found.verdict and "relative error of 20%." in found.verdict
-    assert found.verdict.endswith("Highest relative error of a parameter’s gradient: L2 fc1, 30%.")
+    assert found.verdict.endswith("Highest relative error of a parameter’s gradient: L2 fc1, 30%; lowest: L1 fc1, 10%.")
     near = [gradient(1, "fc1", 0.28, 0.5, 0.02), gradient(2, "fc1", 0.3, 0.5, 0.02), gradient(2, "fc2", 0.1, 0.5, 0.02)]
     changes = tuple(0.1 * n for n in range(8))
     found = answer(tmp_path / "near", step(*near, changes=changes))

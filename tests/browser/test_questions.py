@@ -356,8 +356,8 @@ def test_are_steps_more_than_noise(visitor: Visitor, catalog: Catalog):
     assert visitor.answer == said(catalog, "compare", "noise")
     where = noise_compute.one_run(catalog, Filter())
     table = noise_compute.gradients(catalog, where, "mxfp4")
-    below = (table.loc[table["iteration"] == table["iteration"].max(), "value"] < 3**0.5).sum()
-    assert f"single micro-batches is below √3 for {below} of " in visitor.answer
+    lowest = table.loc[table["iteration"] == table["iteration"].max(), "value"].min()
+    assert f", {lowest:.3g}; highest: " in visitor.answer
     points = noise_compute.lowest(table[table["tensor_name"] == "grad_weight"])
     assert len([mark for mark in visitor.marks("grad_weight_to_noise") if "layer" in mark]) >= len(points)
 

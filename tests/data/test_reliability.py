@@ -52,7 +52,7 @@ def test_a_sum_that_one_sequence_decides_is_not_known():
     by_sequence = np.array([1.0, 1.1, 0.9, 1.0, 1.05, 0.95, 1.0, 60.0])
     found = reliability(np.arange(1, 9)[:, None] * by_sequence)
     assert found.orders and not found.sums
-    assert "not known to a factor of 1.5" in found.doubt_of_sum and "8 sequences" in found.doubt_of_sum
+    assert "not known to a factor of 1.5: +" in found.doubt_of_sum and "8 sequences" in found.doubt_of_sum
 
 
 def test_operands_that_lack_sequences_give_no_sum():

@@ -23,7 +23,7 @@ from binade.app.questions.shared.selection import Of, SelectedTensor
 from binade.app.report.section import ReportSelection, Section, slug
 from binade.collector.recipes.parse import recipe_of
 from binade.data.catalog import CatalogError
-from binade.data.evidence import SHARE, Measure, Sentence, exact, extreme, leaders, say, together
+from binade.data.evidence import Measure, Sentence, exact, extreme, say, together
 from binade.data.filter import Filter
 from binade.data.store import TensorFileError
 from binade.data.tensor_kinds import label_of
@@ -216,11 +216,6 @@ def _verdict(flushed: pd.DataFrame, entropy: pd.DataFrame, spec: str) -> Sentenc
     most = say("In {spec}, no head loses probability mass to zero.", spec=spec) if lost else Sentence()
     if any(estimate.value > 0 for _, estimate in lost):
         most = extreme(lost, f"probability mass flushed to zero in {spec}", lowest=False)
-        first = leaders(lost, lowest=False)
-        if len(first) == 1:
-            share = flushed.set_index("head")["flush_to_zero"][int(first[0][0].split()[-1])]
-            held = say("It is {share} of its nonzero probabilities.", share=exact(SHARE, share))
-            most = together(most, held)
     means = zip(entropy["head"], entropy["entropy"].astype(float), strict=True)
     bits = [(f"head {head}", exact(ENTROPY, mean)) for head, mean in means]
     return together(most, extreme(bits, "entropy, mean over queries", lowest=True))

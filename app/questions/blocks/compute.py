@@ -12,12 +12,15 @@ WORST_BLOCKS = 50
 
 
 def block_table(found: Subject) -> pd.DataFrame:
-    """Every block: columns block (its number), absmax, sqnr_db, flush_to_zero, saturated, scale_exponent."""
+    """Every block: columns block (its number), absmax, energy (Σx², as a share of all blocks'), sqnr_db,
+    flush_to_zero, saturated, scale_exponent."""
     blocks = found.blocks
+    energy = blocks.x.double().square().sum(-1).nan_to_num(posinf=0.0)
     return pd.DataFrame(
         {
             "block": np.arange(len(blocks.x)),
             "absmax": blocks.x.abs().amax(-1).double().numpy(),
+            "energy": (energy / energy.sum()).numpy(),
             "sqnr_db": blocks.sqnr_db.numpy(),
             "flush_to_zero": blocks.flush_to_zero.numpy(),
             "saturated": blocks.saturated.numpy(),

@@ -15,7 +15,7 @@ from binade.app.questions.question import Question, not_in_report
 from binade.app.questions.shared.rounded import Subject, about_format
 from binade.app.questions.shared.selection import Of, SelectedTensor
 from binade.app.style import MEASURES, power_of_two
-from binade.data.evidence import Sentence, exact, say, spread_of, together
+from binade.data.evidence import Measure, Sentence, exact, say, spread_of, together
 from binade.data.text import counted, short
 from binade.quant.metrics import METRICS
 
@@ -124,6 +124,9 @@ def overall(selected: SelectedTensor, found: Blocks, metric: str) -> Drawn:
     return Drawn(tuple(figures), _verdict(selected, table, size), tuple(problems))
 
 
+ENERGY = Measure("energy", "Share of the energy", "%", factor=100.0)
+
+
 def _verdict(selected: SelectedTensor, table: pd.DataFrame, size: int) -> Sentence:
     measure, scored = MEASURES["sqnr_db"], table["sqnr_db"].dropna()
     without = (
@@ -131,13 +134,15 @@ def _verdict(selected: SelectedTensor, table: pd.DataFrame, size: int) -> Senten
     )
     if scored.empty:
         return together(without)
-    worst = scored.min()
+    worst, low = scored.min(), table["sqnr_db"] < 10
+    energy = float(table.loc[low, "energy"].sum())
     equal = int((scored <= worst + measure.resolution).sum())
     return together(
         say(
-            "{low} of {n} blocks of {size} values have an SQNR below 10 dB in {spec}; the median is {median}, the "
-            "worst {worst}{equal}.",
-            low=int((scored < 10).sum()), n=len(scored), size=size, spec=str(selected.spec),
+            "{low} of {n} blocks of {size} values have an SQNR below 10 dB in {spec}{held}; the median is {median}, "
+            "the worst {worst}{equal}.",
+            low=int(low.sum()), n=len(scored), size=size, spec=str(selected.spec),
+            held=say(" and hold {energy} of the energy", energy=exact(ENERGY, energy)) if low.any() else "",
             median=spread_of(measure, scored, "blocks"), worst=exact(measure, worst),
             equal=say(" in {equal} blocks that are equal", equal=equal) if equal > 1 else "",
         ),

@@ -32,6 +32,7 @@ class ThreeWay:
     distributions: list[Distribution]
     format: str
     equal_weights: bool = False  # then what differs is rounding that earlier layers pass on, not drift
+    operand: bool = True  # of a GEMM: nothing else is rounded to the format
 
     @property
     def verdict(self) -> Sentence:
@@ -43,6 +44,10 @@ class ThreeWay:
         if drift == 0:
             return say("Rounding alone: the run has not drifted; its tensor is identical to that of bf16.")
         error, ratio = exact(MEASURES["relative_error"], drift), drift / rounding if rounding else math.inf
+        if not self.operand:
+            word = "Propagated rounding" if self.equal_weights else "Drift"
+            text = "{word}: relative error {error}. The tensor itself is not rounded: it is no operand of a GEMM."
+            return say(text, word=word, error=error)
         if self.equal_weights:
             passed_on = say(
                 "Propagated rounding: both runs have the same weights here; what earlier layers pass on has a relative "
@@ -67,6 +72,7 @@ def three_way(
     fmt: str,
     dim: int = -1,
     equal_weights: bool = False,
+    operand: bool = True,
     recorded: Recorded = NOT_RECORDED,
 ) -> ThreeWay:
     """Is it the format's rounding, or has the run drifted? Both tensors of one shape; blocks along dim. recorded: how
@@ -82,4 +88,4 @@ def three_way(
         )  # fmt: skip
     names = ("bf16 run", f"bf16 run, rounded to {fmt}", "quantized run")
     shown = [distribution_of(name, x) for name, x in zip(names, (reference, rounded, own), strict=True)]
-    return ThreeWay(pd.DataFrame(rows), shown, fmt, equal_weights)
+    return ThreeWay(pd.DataFrame(rows), shown, fmt, equal_weights, operand)

@@ -174,7 +174,8 @@ def compared(selected: SelectedTensor, given: Candidates, run: str) -> Drawn:
     if problem := recorded.problem(Spec.of(fmt)):
         return Drawn(problems=(problem,))
     equal = equal_weights(selected.opened.root, run, given.base.iloc[0]["run_id"], int(other["iteration"]))
-    found = compute.three_way(reference, own, fmt, selected.dim, equal, recorded)
+    operand = not pd.isna(other["contracted_axis"])
+    found = compute.three_way(reference, own, fmt, selected.dim, equal, operand, recorded)
     columns = COLUMNS
     if equal:
         what = replace(COLUMNS["what"], text=lambda row: EQUAL_WEIGHTS.get(row["what"], WHAT[row["what"]]))

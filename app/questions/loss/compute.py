@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -16,6 +17,7 @@ from binade.data import evidence
 from binade.data.catalog import Catalog
 from binade.data.evidence import Estimate, listed
 from binade.data.filter import Filter
+from binade.data.notes import rounded_twice
 from binade.data.reliability import Reliability, reliability
 from binade.data.student import quantile
 from binade.data.tensor_kinds import label_of
@@ -30,6 +32,7 @@ class Costs:
     total        of all places together, from the sums of the sequences
     agreement    Spearman's ρ between the predicted changes and SQNR, low SQNR first
     missing      what `total` leaves out of the forward operands of the runs' models, in words
+    caveat       what the runs' weights do to these changes, "" for nothing
     reliability  of the predicted changes, over the places that all sequences have
     """
 
@@ -37,6 +40,7 @@ class Costs:
     total: Estimate
     agreement: Estimate
     missing: tuple[str, ...]
+    caveat: str
     reliability: Reliability
 
 
@@ -53,14 +57,20 @@ def costs(catalog: Catalog, where: Filter, fmt: str) -> Costs:
     sums = catalog.loss_changes(fmt, (), where)["by_sequence"]
     total = evidence.mean(MEASURES[LOSS_CHANGE], np.concatenate([*sums]) if len(sums) else (), "sequences")
     agreement = evidence.correlation(-table["value"].astype(float), table["sqnr_db"].astype(float), "operands")
-    return Costs(table, total, agreement, _missing(catalog, table), _reliability(changes))
-
-
-def _missing(catalog: Catalog, table: pd.DataFrame) -> tuple[str, ...]:
-    """What a sum over these places leaves out of the forward operands of their runs' models."""
     known = table.dropna(subset="value")
+    configs = _configs(catalog, known)
+    caveat = rounded_twice(configs, everywhere=True) if "weight" in set(known["tensor_name"]) else ""
+    return Costs(table, total, agreement, _missing(known, configs), caveat, _reliability(changes))
+
+
+def _configs(catalog: Catalog, known: pd.DataFrame) -> list[dict[str, Any]]:
+    """run.json of the runs of these places."""
     runs = catalog.rows_of(known["tensor_id"].tolist())["run_id"].unique()
-    configs = [json.loads(text) for text in catalog.runs().set_index("run_id")["config"][runs]]
+    return [json.loads(text) for text in catalog.runs().set_index("run_id")["config"][runs]]
+
+
+def _missing(known: pd.DataFrame, configs: list[dict[str, Any]]) -> tuple[str, ...]:
+    """What a sum over these places leaves out of the forward operands of their runs' models."""
     layers = max((layers_of(config) or 0 for config in configs), default=0)
     recorded = known["layer_index"].nunique()
     left = [f"{layers - recorded} of {layers} layers"] if recorded < layers else []
@@ -76,4 +86,4 @@ def _missing(catalog: Catalog, table: pd.DataFrame) -> tuple[str, ...]:
 def _reliability(changes: pd.DataFrame) -> Reliability:
     places = changes.sort_values(DATA).groupby(list(PLACE), dropna=False)["by_sequence"]
     by_place = [np.concatenate([*lists]) for _, lists in places]
-    return reliability([each for each in by_place if np.isfinite(each).all()])
+    return reliability(each.tolist() for each in by_place if np.isfinite(each).all())

@@ -12,8 +12,9 @@ import pandas as pd
 from torch import Tensor
 
 from binade.data.catalog import SHOWN_ERRORS, STATISTICS, Catalog, CatalogError, part, quantiles
-from binade.data.evidence import Measure
+from binade.data.evidence import Measure, Sentence
 from binade.data.filter import Filter
+from binade.data.reliability import reliability
 from binade.data.store import TensorFileError
 from binade.data.student import quantile
 from binade.data.tensor_kinds import TENSOR_KINDS, Gemm, has_tokens
@@ -178,6 +179,13 @@ def along(x: Tensor, row: Mapping[Any, Any] | pd.Series, gemm: str) -> tuple[Ten
 def _product() -> str:
     """SQL for the product of a tensor: its module, or QK or PV."""
     return f"CASE WHEN {part()} IN ('QK', 'PV') THEN {part()} ELSE coalesce(tensor.module, 'none') END"
+
+
+def doubt(catalog: Catalog, where: Filter, fmt: str) -> Sentence:
+    """Why the predicted loss changes of the cells do not tell operands apart; empty if they do."""
+    table = catalog.operand_costs(where)
+    own = table[(table["format"] == fmt) & (table["gemm"] == Gemm.FORWARD.value) & table["change"].notna()]
+    return reliability(own["by_sequence"]).doubt
 
 
 def _loss_changes(catalog: Catalog, where: Filter, fmt: str) -> pd.DataFrame:

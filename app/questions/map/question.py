@@ -16,6 +16,7 @@ from binade.app.formatting import evenly
 from binade.app.params import AnyText, One
 from binade.app.questions.map import charts, compute
 from binade.app.questions.map.compute import ITERATION, LAYER, LOSS_CHANGE, Row
+from binade.app.questions.map.standing_out import standing_out
 from binade.app.questions.question import Question
 from binade.app.questions.shared import board_charts
 from binade.app.questions.shared.rounded import NOT_RECORDED
@@ -31,6 +32,7 @@ from binade.data.catalog import Catalog
 from binade.data.evidence import Measure
 from binade.data.filter import Filter
 from binade.data.text import plain_name
+from binade.quant.normal import VS_NORMAL
 from binade.quant.specs import Spec
 
 MOST_RANKED = 200  # cells in a report's table
@@ -261,17 +263,23 @@ def columns_of(measure: Measure) -> dict[str, Column]:
 
 
 def verdict(opened: Catalog, found: Map) -> evidence.Sentence:
-    """What the format breaks: the kind of operand with the worst median over layers, and the range of its layers."""
+    """What the format breaks: the kinds of operands with the lowest and highest medians over layers, and the cells that
+    lose more or less than normally distributed values do. All of them were measured: nothing is inferred."""
     measure, of = found.measure, "layers" if found.across == LAYER else "iterations"
     items = [
         (str(row["kind"]).replace("_", " "), evidence.spread(measure, row, of))
         for row in found.kinds.to_dict("records")
     ]
+    if measure.key == LOSS_CHANGE and not found.against and (doubt := compute.doubt(opened, found.where, found.fmt)):
+        return doubt
     sentence = evidence.extreme(items, f"median {found.title}", lowest=measure.low_is_bad)
-    scaled = with_scale(found.fmt) if measure.key == "sqnr_db" and found.fmt and not found.against else None
+    if measure.key not in ("sqnr_db", VS_NORMAL) or not found.fmt or found.against:
+        return sentence
+    sentence = evidence.together(sentence, standing_out(found.table, found.rows, found.across, found.fmt, measure.key))
+    scaled = with_scale(found.fmt)
     if scaled and str(scaled) in opened.scored_formats(found.where) and len(found.kinds):
         worst = found.kinds.iloc[0]
-        same = compute.kinds(compute.cells(opened, found.where, str(scaled), "sqnr_db", found.across))
+        same = compute.kinds(compute.cells(opened, found.where, str(scaled), measure.key, found.across))
         same = same[same["kind"] == worst["kind"]]
         if len(same):
             text = "With a tensor scale, {spec}, {kind} has {value}."

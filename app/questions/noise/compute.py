@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -10,14 +11,17 @@ import torch
 
 from binade.app.questions.results import compute as results_compute
 from binade.app.questions.shared.boards import PLACE, place_names
+from binade.app.questions.shared.runs import references_of
 from binade.app.questions.shared.scope import rounding, scoped
 from binade.app.style import MEASURES
 from binade.data import evidence
-from binade.data.catalog import SAME_IN_ITERATIONS, Catalog
+from binade.data.catalog import SAME_IN_ITERATIONS, Catalog, CatalogError
 from binade.data.evidence import Named
 from binade.data.filter import Filter
+from binade.data.store import TensorFileError
+from binade.quant.quantizer import apply
 from binade.quant.specs import Spec
-from binade.quant.traces import CHANCE_SAMPLE, EDGE_SAMPLE, edge_by_chance
+from binade.quant.traces import CHANCE_SAMPLE, EDGE_SAMPLE, edge_by_chance, sample_later
 
 RATIO = 16  # a weight with at least this ratio is called oscillating: TetraJet-v2's default
 WINDOW = 50  # iterations that the ratio is summed over, TetraJet-v2's
@@ -99,6 +103,37 @@ def oscillating(places: pd.DataFrame) -> list[Named]:
     known = places.dropna(subset=["oscillating"]).to_dict("records")
     measure = MEASURES["oscillating"]
     return [(row["place"], evidence.proportion(measure, row["oscillating"], row["sampled"], "values")) for row in known]
+
+
+def edge_against_bf16(catalog: Catalog, where: Filter, places: pd.DataFrame) -> list[Named] | None:
+    """The share of each of `places` at a bin's edge minus that of the same weight of the bf16 run on the same data, in
+    its last iteration, counted of the same values. None if a weight has no counterpart with values."""
+    measure, found = MEASURES["edge_excess"], []
+    rows = catalog.rows_of(places["tensor_id"].tolist()).set_index("tensor_id")
+    for row in places.dropna(subset=["edge_excess"]).to_dict("records"):
+        own = rows.loc[row["tensor_id"]]
+        references = references_of(catalog, where, [own["run_id"]])
+        layer, iteration = (int(own[name]) for name in ("layer_index", "iteration"))
+        same = Filter(tensor_name=("weight",), layer_index=(layer,), iteration=(iteration,))
+        pairs = catalog.pairs(str(own["run_id"]), references[0], same) if references else pd.DataFrame()
+        pairs = pairs[pairs["tensor_id"] == row["tensor_id"]] if len(pairs) else pairs
+        try:
+            x = catalog.load(str(pairs["reference_id"].iloc[0])) if len(pairs) else None
+        except (CatalogError, TensorFileError):
+            x = None
+        if x is None:
+            return None
+        spec, dim = Spec.of(own["format"]), -1 if pd.isna(own["contracted_axis"]) else int(own["contracted_axis"])
+        q, scales = apply(x, spec, dim, want_scales=True)
+        sample = sample_later(x, q, spec, scales, dim)
+        share = sample().at_bin_edge if sample else None
+        if share is None or math.isnan(share):
+            return None
+        mean = (row["at_bin_edge"] + share) / 2
+        error = math.sqrt(2 * mean * (1 - mean) / row["counted"])
+        excess = evidence.with_error(measure, row["at_bin_edge"] - share, error, row["counted"], "values")
+        found.append((row["place"], excess))
+    return found
 
 
 def edge_excess(places: pd.DataFrame) -> list[Named]:

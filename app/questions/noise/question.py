@@ -70,7 +70,8 @@ def draw(board: Board, values: dict[str, Any]) -> Drawn:
             problems.append(FEW.format(compute.LEAST, iterations))
         places = compute.places(weights)
         items += _of_weights(board, weights, places)
-        verdicts.append(_of_weights_verdict(places, iterations))
+        against = compute.edge_against_bf16(board.opened, board.where, places) if len(places) <= LISTED else None
+        verdicts.append(_of_weights_verdict(places, iterations, against))
     if gradients.empty:
         problems.append(NO_GRADIENTS)
     else:
@@ -124,8 +125,9 @@ def _of_gradients(board: Board, gradients: pd.DataFrame) -> list[Item]:
     return [*found, Table("gradients_to_noise", table, GRADIENT_COLUMNS, title, height=height, choose="tensor_id")]
 
 
-def _of_weights_verdict(places: pd.DataFrame, iterations: int) -> Sentence:
-    edge = _at_edge(compute.edge_excess(places))
+def _of_weights_verdict(places: pd.DataFrame, iterations: int, against: list[evidence.Named] | None) -> Sentence:
+    """against: `compute.edge_against_bf16`."""
+    edge = _at_edge(compute.edge_excess(places), against)
     if not (shares := compute.oscillating(places)):
         return edge
     measure = MEASURES["oscillating"]
@@ -141,11 +143,18 @@ def _of_weights_verdict(places: pd.DataFrame, iterations: int) -> Sentence:
     return evidence.together(text, apart if len(first) < len(shares) else "", edge)
 
 
-def _at_edge(excess: list[evidence.Named]) -> Sentence:
-    """Which weights have more values at a bin's edge than by chance; of more than LISTED, how many. They are judged
-    together."""
+def _at_edge(excess: list[evidence.Named], against: list[evidence.Named] | None) -> Sentence:
+    """Which weights have more values at a bin's edge than those of the bf16 run, since rounding in training is what
+    matters, or where these are not known, than by chance; of more than LISTED, how many. They are judged together."""
+    words = "more at a bin’s edge", "fewer at a bin’s edge"
+    if against is not None:
+        return evidence.effects(against, "the bf16 run’s weights", words)
+    unknown = "No bf16 run was compared, so it is not known whether rounding in training is the cause."
+    return evidence.together(_by_chance(excess, words), unknown if excess else "")
+
+
+def _by_chance(excess: list[evidence.Named], words: tuple[str, str]) -> Sentence:
     if len(excess) <= LISTED:
-        words = "more at a bin’s edge", "fewer at a bin’s edge"
         return evidence.effects(excess, "normally distributed weights", words)
     estimates = [estimate for _, estimate in excess]
     apart = [each for each, is_apart in zip(estimates, evidence.holm(estimates), strict=True) if is_apart]
@@ -165,16 +174,9 @@ def _at_edge(excess: list[evidence.Named]) -> Sentence:
 
 
 def _of_gradients_verdict(gradients: pd.DataFrame, fmt: str) -> Sentence:
-    at = int(gradients["iteration"].max())
-    last = gradients[gradients["iteration"] == at]
-    below = int((last["value"] < compute.NOISE_LINE).sum())
-    counted = evidence.say(
-        "In iteration {at}, gradient to noise of single micro-batches is below √3 for {below} of {count} gradients.",
-        at=at,
-        below=below,
-        count=len(last),
-    )
-    return evidence.together(counted, evidence.extreme(compute.to_noise(last, fmt), "gradient to noise", lowest=True))
+    last = gradients[gradients["iteration"] == gradients["iteration"].max()]
+    what = f"gradient to noise of a micro-batch in iteration {int(last['iteration'].iloc[0])}"
+    return evidence.extreme(compute.to_noise(last, fmt), what, lowest=True)
 
 
 NOISE = Question(

@@ -18,7 +18,7 @@ from binade.app.questions.shared.distributions import Distribution
 from binade.app.questions.shared.selection import Of, SelectedTensor
 from binade.app.style import MEASURES
 from binade.data.catalog import CatalogError
-from binade.data.evidence import SHARE, Measure, Sentence, exact, leaders, listed, say, together, with_error
+from binade.data.evidence import SHARE, Measure, Sentence, exact, leaders, listed, say, together
 from binade.data.filter import Filter
 from binade.data.store import TensorFileError
 from binade.data.text import counted
@@ -70,14 +70,18 @@ def draw(selected: SelectedTensor, values: dict[str, Any]) -> Drawn:
     return replace(first, items=(*first.items, boxes))
 
 
-def _against_law(selected: SelectedTensor, own: Distribution, law: str, precision: str) -> Drawn:
+def _against_law(selected: SelectedTensor, whole: Distribution, law: str, precision: str) -> Drawn:
+    own = laws.nonzero(whole)
     table = laws.laws_table(own)
     points = laws.qq([own], law)
     if points.empty:
         return Drawn(problems=("No Q–Q plot: all values are equal.",))
-    verdict = together(_fits(table, own.total), _tails(selected.row, own.total))
+    zeros = whole.total - own.total
+    verdict = together(_fits(table, own.total), _tails(selected.row, own, table), _zeros(zeros, whole.total))
     fitted = laws.fit(own, law)
     note = f"Fitted {TITLES[law]}: {fitted.text if fitted else 'none'}."
+    note += " Dashed: the fitted law. Dotted: through the quartiles, which the tails do not move."
+    note += f" The {zeros:,} zeros are left out." if zeros else ""
     if law == "student_t":
         note += f" ν is chosen so that the plot is straightest over {laws.FIT_POINTS} quantiles, 0.25% to 99.75%."
     caption = f"{selected.source(precision)}\nQuantiles against a {TITLES[law]}. {note}"
@@ -94,40 +98,55 @@ KS = Measure("ks", "Kolmogorov–Smirnov distance", decimals=3, resolution=0.005
 LARGEST_KS = 0.05  # of a law that fits: no share of the values below a limit is off by more
 CRITICAL_KS = 1.358  # over √n: Kolmogorov's asymptotic 5% limit; smaller if, as here, parameters are fitted
 TAILS = 0.1  # a kurtosis nearer to 3 is called that of a normal distribution
-MANY_ZEROS = 0.05  # a share that is told, since no continuous law has it
 
 
 def _fits(table: pd.DataFrame, n: int) -> Sentence:
-    """Which of the laws of `laws.laws_table` fit, if any does. Of n values, chance alone reaches CRITICAL_KS/√n."""
+    """Which of the laws of `laws.laws_table` fits the body, if any does: the distance does not see tails. Of n values,
+    chance alone reaches CRITICAL_KS/√n."""
     limit = exact(KS, max(LARGEST_KS, CRITICAL_KS / math.sqrt(n)))
     distances = zip(table["law"].astype(str), table["ks"].astype(float), strict=True)
     first = leaders([(TITLES[law], exact(KS, ks)) for law, ks in distances], lowest=True)
     names, closest = listed([name for name, _ in first]), first[0][1]
     if closest.value > limit.value:
         return say(
-            "None of four distributions fits: the closest, {names}, has a Kolmogorov–Smirnov distance of {closest}, "
-            "and more than {limit} is no fit.",
+            "Body: none of four distributions fits. The closest, {names}, has a Kolmogorov–Smirnov distance of "
+            "{closest}, and more than {limit} is no fit.",
             names=names, closest=closest, limit=limit,
         )  # fmt: skip
     return say(
-        "Best fit of four distributions: {names}, Kolmogorov–Smirnov distance {closest} (at most {limit} is a fit).",
+        "Body: {names} fits best of four distributions, Kolmogorov–Smirnov distance {closest} (at most {limit} is a "
+        "fit).",
         names=names, closest=closest, limit=limit,
     )  # fmt: skip
 
 
-def _tails(row: pd.Series, n: int) -> Sentence:
-    """The kurtosis, with its standard error √(24/n) for normal values, and what it says of the tails."""
-    excess = with_error(MEASURES["kurtosis"], row["kurtosis"] - 3, math.sqrt(24 / n), n, "values")
-    near = abs(excess.value) <= TAILS or excess.low <= 0 <= excess.high
-    word = "as heavy as" if near else "heavier than" if excess.value > 0 else "lighter than"
-    zeros = row["zeros"] / row["numel"]
-    return together(
-        say(
-            "Kurtosis {kurtosis}: the tails are {word} those of a normal distribution, which has 3.",
-            kurtosis=exact(MEASURES["kurtosis"], row["kurtosis"]), word=word,
-        ) if math.isfinite(row["kurtosis"]) else "",
-        say("{zeros} of the values are 0.", zeros=exact(SHARE, zeros)) if zeros > MANY_ZEROS else "",
-    )  # fmt: skip
+def _tails(row: pd.Series, own: Distribution, table: pd.DataFrame) -> Sentence:
+    """The kurtosis of the nonzero values, which their tails decide, beside those of a normal distribution and of the
+    law that is closest to the body."""
+    found = laws.kurtosis_without(row, own.total)
+    if not math.isfinite(found) or table.empty:
+        return Sentence()
+    error = math.sqrt(24 / own.total)
+    measure, law = MEASURES["kurtosis"], str(table["law"].iloc[0])
+    body = laws.fit(own, law)
+    said = [f"{_than(found, 3, error)} those of a normal distribution, which has 3"]
+    if law != "normal" and body:
+        theirs = "no finite one" if math.isinf(body.kurtosis) else measure.text(body.kurtosis)
+        said.append(
+            f"{_than(found, body.kurtosis, error)} those of the {TITLES[law]} fitted to the body, which has {theirs}"
+        )
+    text = "Tails: kurtosis {kurtosis}; the tails are {said}."
+    return say(text, kurtosis=exact(measure, found), said=", and ".join(said))
+
+
+def _than(own: float, other: float, error: float) -> str:
+    near = abs(own - other) <= max(TAILS, 1.96 * error)
+    return "as heavy as" if near else "heavier than" if own > other else "lighter than"
+
+
+def _zeros(zeros: int, total: int) -> Sentence:
+    share = exact(SHARE, zeros / total)
+    return say("{share} of the values are 0 and left out.", share=share) if zeros else Sentence()
 
 
 def _other(

@@ -19,55 +19,68 @@ from binade.collector.recipes.recipe import BF16
 from binade.collector.recipes.seeds import judged
 from binade.data import evidence
 from binade.data.evidence import GAP, Estimate
-from binade.data.same_data import losses_on_same_data
+from binade.data.same_data import equal_warm_up, losses_on_same_data
 
 
 def loss_gaps(table: pd.DataFrame, losses: dict[str, list[dict[str, Any]]]) -> pd.DataFrame:
     """Each run's loss against its reference's at the same iteration and on the same data, warm-up left out.
 
-    Columns run_id, label, iteration, loss, gap (nats per token; positive: worse than bf16). Iterations that the
-    reference does not have, and runs without a reference, are left out.
+    Columns run_id, label, iteration, loss, gap (nats per token; positive: worse than bf16), equal (whether weights are
+    known to be those of the reference). Iterations that the reference does not have, and runs without a reference, are
+    left out.
     """
+
+    def equal(run: pd.Series) -> bool:
+        return equal_warm_up(losses.get(run["run_id"], []), losses.get(run["reference"], []))
+
     rows = [
-        (run["run_id"], run["label"], iteration, loss, loss - other)
+        (run["run_id"], run["label"], iteration, loss, loss - other, iteration == 0 and same)
         for _, run in table.iterrows()
+        for same in (equal(run),)
         for iteration, loss, other in losses_on_same_data(
             losses.get(run["run_id"], []), losses.get(run["reference"], [])
         )
     ]
-    return pd.DataFrame(rows, columns=["run_id", "label", "iteration", "loss", "gap"])
+    return pd.DataFrame(rows, columns=["run_id", "label", "iteration", "loss", "gap", "equal"])
 
 
 def costs(gaps: pd.DataFrame, table: pd.DataFrame) -> pd.DataFrame:
     """A row per quantized run, largest gap first.
 
     Columns run_id, label, name, settings, data, parts (what is rounded, in words), gap (mean over the iterations that
-    both have), last (at the last), iterations, only (the part, where only one is rounded), spec (its format).
+    both have), first (in iteration 0, on equal weights; NaN without one), added (the mean over later iterations, minus
+    first), last (at the last), iterations, only (the part, where only one is rounded), spec (its format).
     """
     quantized = table[table["quantized"]].set_index("run_id")
     rows = []
     for run_id, part in gaps[gaps["run_id"].isin(quantized.index)].groupby("run_id", sort=False):
         run = quantized.loc[run_id]
         rounded = {name: run[name] for name in PARTS if run[name] not in (None, "bf16")}
+        first, later = part.loc[part["equal"], "gap"].mean(), part.loc[part["iteration"] > 0, "gap"].mean()
         last = part.sort_values("iteration")["gap"].iloc[-1]
         only, spec = next(iter(rounded.items())) if len(rounded) == 1 else (None, None)
         row = {"run_id": run_id} | {name: run[name] for name in ("label", "name", "settings", "data")}
         row |= {"parts": ", ".join(f"{name} {fmt}" for name, fmt in rounded.items()), "gap": part["gap"].mean()}
+        row |= {"first": first, "added": later - first}
         rows.append(row | {"last": last, "iterations": len(part), "only": only, "spec": spec})
-    columns = ["run_id", "label", "name", "settings", "data", "parts", "gap", "last", "iterations", "only", "spec"]
+    columns = ["run_id", "label", "name", "settings", "data", "parts", "gap", "first", "added", "last", "iterations"]
+    columns += ["only", "spec"]
     return pd.DataFrame(rows, columns=columns).sort_values("gap", ascending=False, ignore_index=True)
 
 
 @dataclass(frozen=True)
 class Recipe:
     """Runs of one recipe and of the same settings: the gap on each data and start (of the newest run), and the part and
-    format, if only one part is rounded. label: of the only run, else the recipe's name."""
+    format, if only one part is rounded. label: of the only run, else the recipe's name. first and added: as in `costs`,
+    where they are known."""
 
     label: str
     gaps: dict[Any, float]
     run_id: str
     only: str | None
     spec: str | None
+    first: dict[Any, float]
+    added: dict[Any, float]
 
     @property
     def gap(self) -> Estimate:
@@ -82,7 +95,8 @@ def by_recipe(costs: pd.DataFrame) -> list[Recipe]:
         newest = runs.iloc[-1]
         label = newest["label"] if len(runs) == 1 else str(name)
         gaps = dict(zip(runs["data"], runs["gap"], strict=True))
-        found.append(Recipe(label, gaps, newest["run_id"], newest["only"], newest["spec"]))
+        first, added = (runs.dropna(subset=[name]).set_index("data")[name].to_dict() for name in ("first", "added"))
+        found.append(Recipe(label, gaps, newest["run_id"], newest["only"], newest["spec"], first, added))
     return sorted(found, key=lambda recipe: -recipe.gap.value)
 
 

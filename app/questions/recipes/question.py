@@ -44,6 +44,7 @@ from binade.data import evidence, gap_bands
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 from binade.data.gradients import COMPARED, GRADIENTS, gradient_errors, gradient_summary
+from binade.data.notes import rounded_twice
 from binade.data.same_data import pairs_on_same_data
 from binade.data.tensor_kinds import label_of
 from binade.data.text import counted
@@ -90,6 +91,10 @@ COLUMNS = {
         125,
         help="Mean over iterations of the loss minus that of the run it is compared with",
     ),
+    "first": Column(
+        "Rounding alone", "%+.5f", 115, help="Gap in iteration 0, before any step: weights and data are those of bf16"
+    ),
+    "added": Column("Added later", "%+.5f", 100, help="Mean gap of the later iterations, minus that of iteration 0"),
     "last": Column("Last gap (nats)", "%+.5f", 120),
     "iterations": Column("Iterations", width=85),
     "run_id": Column("Directory", width=330),
@@ -257,15 +262,25 @@ def cost(opened: Catalog, where: Filter, table: pd.DataFrame, base: str = BASE) 
     published = bands.published([*formats.values()])
     placed = gap_bands.placed((each.label, each.gap, own[each.run_id]) for each in to_bf16)
     items: tuple[Item, ...] = (*figures, Table("costs", listed, columns), *map(Text, missing), *published)
-    answer = Drawn(items, evidence.together(_answer(recipes, base), *placed), left)
+    caveat = rounded_twice(json.loads(configs[each.run_id]) for each in recipes)
+    said = evidence.together(_answer(recipes, base), *placed, evidence.say(caveat) if caveat else "")
+    answer = Drawn(items, said, left)
     return with_events(answer, opened, Filter(run_id=tuple(each.run_id for each in latest)))
 
 
 def _answer(recipes: list[compute.Recipe], base: str) -> evidence.Sentence:
     """Which recipes’ gaps can be told from 0, and, of one part rounded alone, which part costs the most."""
-    found: list[str] = [
-        evidence.effects([(each.label, each.gap) for each in recipes], base, ("higher loss", "lower loss"))
-    ]
+    found: list[str] = []
+    known = [each for each in recipes if each.first] if base == BASE else []
+    if known:
+        firsts = [(each.label, _first(each)) for each in known]
+        what = "Change of the loss by rounding alone (iteration 0, on the weights and data of bf16)"
+        found.append(evidence.each_of(firsts[:NAMED], what))
+    several = [each for each in recipes if len(each.gaps) > 1 or each not in known]
+    found.append(evidence.effects([(each.label, each.gap) for each in several], base, ("higher loss", "lower loss")))
+    if added := [each for each in known if each not in several and each.added]:
+        shown = [(each.label, evidence.mean(evidence.GAP, each.added.values())) for each in added]
+        found.append(evidence.each_of(shown[:NAMED], "Training adds, which one seed cannot tell from chance"))
     for spec in dict.fromkeys(each.spec for each in recipes if each.only and each.spec):
         alone = {str(each.only): each.gaps for each in recipes if each.only and each.spec == spec}
         if len(alone) > 1 and max(map(len, alone.values())) > 1:
@@ -273,6 +288,14 @@ def _answer(recipes: list[compute.Recipe], base: str) -> evidence.Sentence:
     if all(len(each.gaps) == 1 for each in recipes):
         found.append(evidence.say("Repeat them with other seeds to tell the gaps from chance."))
     return evidence.together(*found)
+
+
+def _first(recipe: compute.Recipe) -> evidence.Estimate:
+    """The gap of iteration 0: exact for one start; over several, their mean."""
+    values = list(recipe.first.values())
+    if len(values) == 1:
+        return evidence.exact(evidence.GAP, values[0], of="micro-batches")
+    return evidence.mean(evidence.GAP, values)
 
 
 def iterations_of(opened: Catalog, name: str) -> list[int]:

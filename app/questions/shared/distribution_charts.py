@@ -93,7 +93,26 @@ def qq(
     name, scale = LAW_TITLES[law], LAW_SCALES[law]
     centre = "mean" if law == "normal" else "location"
     titles = (f"{name} quantile ({scale})", f"value − {centre} ({scale})", f"{name} ({scale})", f"values ({scale})")
-    return _qq(table, by, groups, titles, style.title(f"Q–Q against a {name}", subtitle), looks)
+    chart = _qq(table, by, groups, titles, style.title(f"Q–Q against a {name}", subtitle), looks)
+    if len(table["group"].unique()) != 1:
+        return chart
+    line = alt.Chart(quartile_line(table)).mark_line(strokeDash=[1, 3], color=style.GREY, strokeWidth=1.5)
+    result: alt.LayerChart = (line.encode(x="x:Q", y="y:Q") + chart).properties(title=chart.title)
+    return result
+
+
+def quartile_line(table: pd.DataFrame) -> pd.DataFrame:
+    """The line through the first and the third quartile of laws.qq of one group: columns x, y, its two ends. It stops
+    where the values do."""
+    below = table["share"].cumsum() - table["share"] / 2
+    (x1, x2), (y1, y2) = (np.interp([0.25, 0.75], below, table[name]) for name in ("theoretical", "sample"))
+    if not x2 > x1:
+        return pd.DataFrame({"x": [], "y": []})
+    slope, ends = (y2 - y1) / (x2 - x1), table["theoretical"].agg(["min", "max"]).to_numpy(float)
+    low, high = float(table["sample"].min()), float(table["sample"].max())
+    if slope > 0:
+        ends = np.clip(ends, x1 + (low - y1) / slope, x1 + (high - y1) / slope)
+    return pd.DataFrame({"x": ends, "y": y1 + slope * (ends - x1)})
 
 
 def qq_between(table: pd.DataFrame, subtitle: str | list[str], by: str, other: str) -> alt.LayerChart:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -53,12 +54,48 @@ class Fit:
             return stats.t(self.freedom)
         return {"normal": stats.norm, "laplace": stats.laplace, "uniform": stats.uniform(-1, 2)}[self.law]
 
+    @property
+    def kurtosis(self) -> float:
+        """The law's: 3 for a normal one. Infinite for Student's t with 4 degrees of freedom or fewer."""
+        if self.freedom is not None:
+            return 3 + 6 / (self.freedom - 4) if self.freedom > 4 else math.inf
+        return 3 + float(self._standard.stats(moments="k"))
+
     def tail(self, share: np.ndarray) -> np.ndarray:
         """The standard law's value above which a share of at most one half lies."""
         return 1 - 2 * share if self.law == "uniform" else np.asarray(self._standard.isf(share))
 
     def cdf(self, values: np.ndarray) -> np.ndarray:
         return np.asarray(self._standard.cdf((values - self.location) / self.scale))
+
+
+def nonzero(d: Distribution) -> Distribution:
+    """The values other than 0, which no continuous law has. Of a sketch, its bin of 0 is left out."""
+    keep = (d.low > 0) | (d.high < 0)
+    n, kept = d.total, int(d.count[keep].sum())
+    if kept == n or not kept:
+        return d
+    mean = d.mean * n / kept
+    square = (d.std**2 + d.mean**2) * n / kept
+    return replace(
+        d, low=d.low[keep], high=d.high[keep], count=d.count[keep], mean=mean,
+        std=math.sqrt(max(square - mean**2, 0.0)),
+    )  # fmt: skip
+
+
+def kurtosis_without(row: Mapping[Any, Any] | pd.Series, kept: int) -> float:
+    """The kurtosis of a tensor's `kept` nonzero values, from mean, std, skewness and kurtosis of all finite ones."""
+    n = int(row["numel"]) - int(row["nans"]) - int(row["infs"])
+    mean, std = float(row["mean"]), float(row["std"])
+    if not kept or not std > 0:
+        return math.nan
+    m = mean / std  # in units of the standard deviation
+    raw2, raw3 = 1 + m**2, float(row["skewness"]) + 3 * m + m**3
+    raw4 = float(row["kurtosis"]) + 4 * float(row["skewness"]) * m + 6 * m**2 + m**4
+    one, two, three, four = (moment * n / kept for moment in (m, raw2, raw3, raw4))
+    variance = two - one**2
+    fourth = four - 4 * one * three + 6 * one**2 * two - 3 * one**4
+    return fourth / variance**2 if variance > 0 else math.nan
 
 
 def fit(d: Distribution, law: str) -> Fit | None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
 from binade.app import style
@@ -23,14 +21,14 @@ from binade.app.questions.shared.selection import Of, SelectedTensor
 from binade.app.questions.what_if import charts, compute
 from binade.collector.advice import scales
 from binade.data.catalog import Catalog, CatalogError
-from binade.data.evidence import Named, Sentence, extreme, holm, leaders, paired, say, spread_of, together
+from binade.data.evidence import Sentence, extreme, say, spread_of, together
 from binade.data.store import TensorFileError
 from binade.data.tensor_kinds import has_tokens
 from binade.data.text import fixed
 from binade.quant.elements import Overflow, Rounding
 from binade.quant.formats import FORMATS
 from binade.quant.metrics import METRICS
-from binade.quant.specs import OPTIONS
+from binade.quant.specs import OPTIONS, Spec
 
 OWN = "default"
 # A rule that is the only one of its format is not offered.
@@ -191,7 +189,7 @@ def _tensors(opened: Catalog, made: Plan) -> Iterator[compute.Operand]:
 def results(selected: SelectedTensor, made: Plan, tried: Tried) -> Drawn:
     """The table and charts of the trials."""
     table, shown = tried
-    verdict = _verdict(table)
+    verdict = _verdict(table, _scored(selected, made))
     table = table.drop(columns="each")
     sampled = selected.x.numel() > made.limit if len(made.ids) == 1 else True
     how = f"a sample of whole lines, at most {made.limit:,} values per tensor" if sampled else "exact"
@@ -247,9 +245,24 @@ def _by_scale(selected: SelectedTensor, trials: list[compute.Trial]) -> Iterator
         yield Figure(f"scale_shares_{fmt}", charts.shares_by_scale(swept), swept.trials, caption, height=240)
 
 
-def _verdict(table: pd.DataFrame) -> Sentence:
-    """The formats with the highest SQNR among those with as many whole bits per value: more bits always help."""
+def _scored(selected: SelectedTensor, made: Plan) -> pd.DataFrame:
+    """The recorded SQNR of the tensor in formats that were not tried: columns as of the table of `compute.try_formats`.
+    Empty for several operands, which are tried together."""
+    tried = {str(one.spec) for one in made.trials}
+    rows = selected.opened.scores(tensor_ids=made.ids) if made.over == "tensor" else pd.DataFrame()
+    rows = rows[~rows["format"].isin(tried)] if len(rows) else rows
+    each = [
+        {"label": str(row["format"]), "bits_per_value": Spec.of(row["format"]).bits_per_value, "each": [row["sqnr_db"]]}
+        for row in rows.to_dict("records")
+    ]
+    return pd.DataFrame(each, columns=["label", "bits_per_value", "each"])
+
+
+def _verdict(table: pd.DataFrame, scored: pd.DataFrame) -> Sentence:
+    """The formats with the highest SQNR among those with as many whole bits per value, of those that were tried and
+    those that were recorded: more bits always help."""
     measure, said = style.MEASURES["sqnr_db"], []
+    table = pd.concat([table[[*scored.columns]], scored], ignore_index=True) if len(scored) else table
     for bits, group in table.groupby(table["bits_per_value"].astype(int)):
         rows = group.to_dict("records")
         each = {row["label"]: row["each"] for row in rows}
@@ -263,28 +276,8 @@ def _verdict(table: pd.DataFrame) -> Sentence:
             )
         elif items:
             what = f"SQNR with {low} to {low + 1} bits per value"
-            said.append(extreme(items, what, lowest=False, first=_leaders(items, each)))
+            said.append(extreme(items, what, lowest=False))
     return together(*said)
-
-
-def _leaders(items: list[Named], each: dict[str, list[float]]) -> list[Named]:
-    """`evidence.leaders`; of several tensors, by the differences of each tensor's own SQNR."""
-    known = [item for item in items if not math.isnan(item[1].value)]
-    if not known or known[0][1].n == 1:
-        return leaders(known, lowest=False)
-    known.sort(key=lambda item: -item[1].value)
-    (best, top), *rest = known
-    own = dict(enumerate(np.clip(each[best], -compute.MOST_DB, compute.MOST_DB)))
-    changes = [
-        paired(top.measure, own, dict(enumerate(np.clip(each[name], -compute.MOST_DB, compute.MOST_DB))), "tensors")
-        for name, _ in rest
-    ]
-    alike = [
-        item
-        for item, change, apart in zip(rest, changes, holm(changes), strict=True)
-        if not apart or abs(change.value) <= top.measure.resolution
-    ]
-    return [known[0], *alike]
 
 
 def _range(low: float, high: float) -> str:

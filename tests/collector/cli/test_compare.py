@@ -121,7 +121,7 @@ class TestRealRuns:
         assert [record["iteration"] for record in own] == [-2, -1, 0, 1]
         assert float(row["loss_nats"]) == own[-1]["loss"]
         names = [name for name in row if "gap" in name or "common" in name or name == "perplexity_ratio"]
-        assert len(names) == 11
+        assert len(names) == 13
         if recipe == "bf16":
             assert all(row[name] == "" for name in names)
             return
@@ -133,6 +133,8 @@ class TestRealRuns:
         assert float(row["bf16_loss_at_common_iteration_nats"]) == bf16[-1]["loss"]
         assert float(row["gap_at_common_iteration_nats"]) == gaps[1]
         assert float(row["gap_mean_nats"]) == pytest.approx(sum(gaps) / 2, rel=1e-12)
+        assert float(row["gap_before_training_nats"]) == gaps[0]  # after an equal warm-up
+        assert float(row["gap_added_by_training_nats"]) == pytest.approx(gaps[1] - gaps[0], rel=1e-9)
         assert float(row["gap_deviation_nats"]) == pytest.approx(abs(gaps[1] - gaps[0]) / math.sqrt(2), rel=1e-9)
         assert float(row["perplexity_ratio"]) == pytest.approx(math.e ** (sum(gaps) / 2), rel=1e-12)
         assert (row["gap_seeds"], row["gap_mean_over_seeds_nats"]) == ("1", row["gap_mean_nats"])
@@ -468,7 +470,7 @@ class TestSeeds:
             "+0.0400",
             "not distinguishable from + wgrad",
         ]
-        assert "One seed cannot tell a gap from chance." in text
+        assert "One seed cannot tell what training adds from chance." in text
 
     def test_a_seed_without_bf16_has_no_gap_and_is_named(self, made, compared):
         for seed, loss in ((1, 5.5), (2, 5.25), (3, 9.0)):
