@@ -9,6 +9,7 @@ from typing import Any
 
 import pandas as pd
 
+from binade.data.evidence import Sentence, say
 from binade.data.segment import Identity
 
 STAGES = {"before": "before it was quantized", "after": "after it was quantized"}
@@ -34,8 +35,8 @@ def on_a_grid(config: str) -> str | None:
     )
 
 
-def rounded_twice(configs: Iterable[Mapping[str, Any]], everywhere: bool = False) -> str:
-    """A sentence on comparisons of these runs, "" where none of them rounds weights that were dequantized from another
+def rounded_twice(configs: Iterable[Mapping[str, Any]], everywhere: bool = False) -> Sentence:
+    """A sentence on comparisons of these runs, empty where none rounds weights that were dequantized from another
     format: a loss gap, or a predicted loss change, then contains the rounding of these weights. configs: run.json of
     each. everywhere: whether weights count that the run does not round."""
     kinds: dict[str, None] = {}
@@ -44,10 +45,11 @@ def rounded_twice(configs: Iterable[Mapping[str, Any]], everywhere: bool = False
         if everywhere or not operands or any(".weight" in own[0] and own[-1] != "bf16" for own in operands):
             kinds |= dict.fromkeys(map(str, (config.get("weights") or {}).get("quantized") or ()))
     if not kinds:
-        return ""
-    return (
-        f"The weights were dequantized from {' and '.join(kinds)} before: rounding them again is part of these "
-        "figures, and says nothing of weights that were trained in higher precision."
+        return Sentence()
+    return say(
+        "The weights were dequantized from {kinds} before: rounding them again is part of these figures, and says "
+        "nothing of weights that were trained in higher precision.",
+        kinds=" and ".join(kinds),
     )
 
 

@@ -13,10 +13,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from binade.data import evidence
-from binade.data.evidence import GAP, Estimate, Sentence
+from binade.data.evidence import GAP, Estimate, Measure, Sentence
 
 AGREE = 0.8  # Spearman's ρ between two halves of the sequences, from which their order is relied on
 WITHIN = 0.5  # half of a sum's interval, relative to the sum, up to which it is relied on: a factor of 1.5
+FACTOR = Measure("factor", "Factor", decimals=1)
 MORE = "record several sequences (--micro-batch-size, --collect-micro-batches)"
 
 
@@ -63,7 +64,7 @@ class Reliability:
         if self.sequences < 2:
             return evidence.say("One sequence gives the sum no interval: {more}.", more=MORE)
         text = "The sum of these costs is not known to a factor of {factor}: {total}."
-        return evidence.say(text, factor=f"{1 + WITHIN:g}", total=self.total)
+        return evidence.say(text, factor=evidence.exact(FACTOR, 1 + WITHIN), total=self.total)
 
 
 def reliability(costs: Iterable[Sequence[float]]) -> Reliability:

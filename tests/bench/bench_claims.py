@@ -52,6 +52,7 @@ from binade.collector.settings import Backend
 from binade.collector.training import loop
 from binade.collector.training.config import RunConfig, defaults
 from binade.collector.training.launch import _environment
+from binade.collector.training.plan import plan as planned
 from binade.data import evidence
 from binade.data.catalog import Catalog
 from binade.data.evidence import GAP, LEVEL
@@ -131,7 +132,7 @@ def train(root: Path, listed: Path) -> None:
         shift = 1_000_000 * each["rounding"]
         # The seed of a run is that of its weights and data as well: only that of rounding is moved.
         loop.instrument = lambda *given, seed, shift=shift, **options: instrument(*given, seed=seed + shift, **options)
-        result = loop.train(config, root, say=lambda line: None)
+        result = loop.train(planned(config), root, say=lambda line: None)
         found[result.run_id] = each["variant"]
     if os.environ.get("RANK", "0") == "0":
         listed.with_suffix(".runs").write_text(json.dumps(found))

@@ -15,7 +15,7 @@ from binade.collector.recipes.recipe import PARTS
 from binade.collector.training.config import layers_of
 from binade.data import evidence
 from binade.data.catalog import Catalog
-from binade.data.evidence import Estimate, listed
+from binade.data.evidence import Estimate, Sentence, listed
 from binade.data.filter import Filter
 from binade.data.notes import rounded_twice
 from binade.data.reliability import Reliability, reliability
@@ -32,7 +32,7 @@ class Costs:
     total        of all places together, from the sums of the sequences
     agreement    Spearman's ρ between the predicted changes and SQNR, low SQNR first
     missing      what `total` leaves out of the forward operands of the runs' models, in words
-    caveat       what the runs' weights do to these changes, "" for nothing
+    caveat       what the runs' weights do to these changes, empty for nothing
     reliability  of the predicted changes, over the places that all sequences have
     """
 
@@ -40,7 +40,7 @@ class Costs:
     total: Estimate
     agreement: Estimate
     missing: tuple[str, ...]
-    caveat: str
+    caveat: Sentence
     reliability: Reliability
 
 
@@ -59,7 +59,7 @@ def costs(catalog: Catalog, where: Filter, fmt: str) -> Costs:
     agreement = evidence.correlation(-table["value"].astype(float), table["sqnr_db"].astype(float), "operands")
     known = table.dropna(subset="value")
     configs = _configs(catalog, known)
-    caveat = rounded_twice(configs, everywhere=True) if "weight" in set(known["tensor_name"]) else ""
+    caveat = rounded_twice(configs, everywhere=True) if "weight" in set(known["tensor_name"]) else Sentence()
     return Costs(table, total, agreement, _missing(known, configs), caveat, _reliability(changes))
 
 

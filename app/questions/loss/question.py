@@ -116,8 +116,7 @@ def _verdict(found: compute.Costs, fmt: str, measure: Measure, rounds: bool) -> 
             lines.append(evidence.say("Not in this sum: {missing}.", missing="; ".join(found.missing)))
         if found.reliability.sequences > 1:
             lines.append(found.reliability.doubt_of_sum)
-    if found.caveat:
-        lines.append(evidence.say(found.caveat))
+    lines.append(found.caveat)
     if not math.isnan(found.agreement.value):
         text = "Spearman’s ρ between this ranking and that by SQNR is {rho}."
         lines.append(evidence.say(text, rho=found.agreement))

@@ -263,7 +263,7 @@ def cost(opened: Catalog, where: Filter, table: pd.DataFrame, base: str = BASE) 
     placed = gap_bands.placed((each.label, each.gap, own[each.run_id]) for each in to_bf16)
     items: tuple[Item, ...] = (*figures, Table("costs", listed, columns), *map(Text, missing), *published)
     caveat = rounded_twice(json.loads(configs[each.run_id]) for each in recipes)
-    said = evidence.together(_answer(recipes, base), *placed, evidence.say(caveat) if caveat else "")
+    said = evidence.together(_answer(recipes, base), *placed, caveat)
     answer = Drawn(items, said, left)
     return with_events(answer, opened, Filter(run_id=tuple(each.run_id for each in latest)))
 
