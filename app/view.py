@@ -213,7 +213,10 @@ def draw(
     own = tuple((name, values[name]) for name in sorted(question.uses))
     others = question.beyond or ("versus" in question.uses and values["versus"])  # runs that the filter does not name
     versions = catalog.versions(() if others else where.run_id)
-    of = None if question.of_values else (versions, catalog.progress * question.of_runs)
+    if question.of_values:  # of the tensors that the parameters name
+        of = catalog.contents(text for name in question.uses for text in texts_of(values[name]))
+    else:
+        of = versions, catalog.progress * question.of_runs
 
     def compute(done: Done) -> Drawn:
         narrowed = where if where.run_id else catalog.narrowed(where)  # captions state the filter

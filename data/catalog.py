@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from binade.data.filter import FIELDS, Filter
 from binade.data.intake import CUBES, SUMS, same, transaction
-from binade.data.open_index import GROUPABLE, IN_LIST, CatalogError, DamagedIndexError, repairing
+from binade.data.open_index import GROUPABLE, HIDDEN, IN_LIST, CatalogError, DamagedIndexError, repairing
 from binade.data.score_queries import MICRO_BATCH, SHOWN_ERRORS, ScoreQueries, part, quantiles
 from binade.data.segment import TENSOR_SCHEMA
 from binade.data.sketches import PLACED, sketch_file, sketches
@@ -41,7 +41,6 @@ SAME_IN_ITERATIONS = ("rank", *(name for name in SAME_IN_SHARDS if name != "iter
 # The fields that identify a tensor across runs.
 TWIN_FIELDS = tuple(name for name in FIELDS if name not in ("run_id", "recipe", "quant_type"))
 SOUND_RUNS = "run WHERE damage IS NULL"
-HIDDEN = "key, sketch_start, sketch_stop"  # columns of `tensor` that exist only in the index
 PUBLIC_TABLES = ("run", "tensor", "score", "sketch", "block", "trace")
 
 

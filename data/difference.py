@@ -21,7 +21,7 @@ from binade.data.cache import Done
 from binade.data.coverage import FormatDifference, differing, recorded_formats
 from binade.data.remote import fetched
 from binade.data.runs import IMPORT, RunError, RunInfo, read_steps
-from binade.data.segment import COUNTS, MOMENTS, read_tables
+from binade.data.segment import COUNTS, MOMENTS, file_when_imported, read_tables
 from binade.data.store import TensorFileError, load
 from binade.data.text import describe
 
@@ -185,7 +185,7 @@ class _Whole:
             )
         from binade.data.foreign import load_foreign  # imports torch
 
-        return load_foreign(path, row["file_key"])
+        return load_foreign(path, row["file_key"], file_when_imported(row))
 
     def statistics(self) -> dict[str, float]:
         """Statistics of the whole tensor, NaN for one that is not known. Raises IncompleteError for a sum, whose

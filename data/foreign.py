@@ -30,7 +30,7 @@ from safetensors import safe_open
 from torch import Tensor
 from torch.serialization import safe_globals
 
-from binade.data.store import TensorFileError
+from binade.data.store import FileState, TensorFileError, changed_ns, check_content, sha256
 
 SUFFIXES = (".pt", ".safetensors", ".npy")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -40,6 +40,7 @@ SHOWN = 200
 ENGINE, GETATTR = ("transformer_engine.", "transformer_engine_torch."), "builtins.getattr"
 QUANTIZED = "quantized tensors of Transformer Engine are not decoded: only high_precision values are read"
 NO_MEMORY = "it needs more memory than is available"
+CHANGED = "it has changed since it was imported: import its directory again"
 
 
 class TooLargeError(TensorFileError):
@@ -66,9 +67,22 @@ class ForeignTensor:
     refused: str | None = None
 
 
+@dataclass(frozen=True)
+class ForeignFile:
+    """An open tensor file: its tensors, which are read lazily, and a path under which it cannot be replaced."""
+
+    tensors: Iterator[ForeignTensor]
+    fixed_path: Path
+
+    def state(self) -> FileState:
+        """Reads the file. Raises OSError."""
+        status = os.stat(self.fixed_path)
+        return FileState(sha256(self.fixed_path), status.st_size, changed_ns(status))
+
+
 @contextmanager
-def opened(path: Path, room: int | None = None) -> Iterator[Iterator[ForeignTensor]]:
-    """Yields an iterator over the tensors of a file, which reads lazily. float64 is rounded to float32.
+def opened(path: Path, room: int | None = None) -> Iterator[ForeignFile]:
+    """Opens a tensor file. float64 is rounded to float32.
 
     room limits the bytes that may be read into memory; None for no limit. Raises TensorFileError if the file cannot be
     opened or read, or changed while it was read, and TooLargeError if it needs more than `room`.
@@ -79,26 +93,39 @@ def opened(path: Path, room: int | None = None) -> Iterator[Iterator[ForeignTens
     descriptor = _open(path)
     try:
         before = os.fstat(descriptor)
-        yield _guarded(readers[path.suffix](descriptor, before.st_size, room))
+        tensors = _guarded(readers[path.suffix](descriptor, before.st_size, room))
+        yield ForeignFile(tensors, Path(f"/proc/self/fd/{descriptor}"))
         after = os.fstat(descriptor)
-        if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
+        if (before.st_size, changed_ns(before)) != (after.st_size, changed_ns(after)):
             raise TensorFileError("it changed while it was read")
     finally:
         os.close(descriptor)
 
 
-def load_foreign(path: Path, key: str | None = None) -> Tensor:
-    """One tensor of a file, as `opened` yields it. Raises TensorFileError with the file's name."""
+def load_foreign(path: Path, key: str | None = None, imported: FileState | None = None) -> Tensor:
+    """One tensor of a file, copied, so that it stays the same if the file is overwritten. imported: the file when it
+    was imported. Raises TensorFileError with the file's name, also for a file that has changed since."""
     try:
-        with opened(path) as tensors:
-            for found in tensors:
+        with opened(path) as file:
+            if imported:
+                check_unchanged(file.fixed_path, imported)
+            for found in file.tensors:
                 if found.key == key:
                     if found.tensor is None:
                         raise TensorFileError(found.refused)
-                    return found.tensor
+                    return found.tensor.clone()
             raise TensorFileError(f"it no longer holds the tensor {key!r}")
     except TensorFileError as error:
         raise TensorFileError(f"{path} cannot be read: {error}") from error
+
+
+def check_unchanged(path: Path, imported: FileState) -> None:
+    """Raise TensorFileError if a file has another content than when it was imported. It is read only if its size or
+    time differs. Raises OSError."""
+    try:
+        check_content(path, imported.sha256, imported)
+    except TensorFileError:
+        raise TensorFileError(CHANGED) from None
 
 
 def _open(path: Path) -> int:

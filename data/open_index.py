@@ -31,6 +31,7 @@ C = TypeVar("C", bound="OpenIndex")
 P = ParamSpec("P")
 T = TypeVar("T")
 GROUPABLE = (*FIELDS, "format", "tensor_id")
+HIDDEN = "key, sketch_start, sketch_stop"  # columns of `tensor` that exist only in the index
 IN_LIST = "tensor.tensor_id IN (SELECT unnest(?::VARCHAR[]))"
 
 

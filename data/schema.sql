@@ -13,8 +13,8 @@ CREATE TABLE run (
     backend       VARCHAR,              -- what quantized the GEMM operands: torch, or triton with its version, such as triton 3.4.0 (compiled)
     started       TIMESTAMP,
     finished      TIMESTAMP,            -- null while running
-    iteration     INTEGER,              -- last iteration finished, warm-up not counted; -1 before the first
-    iterations    INTEGER,              -- requested iterations, warm-up not counted
+    iteration     BIGINT,               -- last iteration finished, warm-up not counted; -1 before the first
+    iterations    BIGINT,               -- requested iterations, warm-up not counted
     tensors       BIGINT,               -- tensors recorded
     tensors_without_raw BIGINT,         -- of these, the tensors whose values were not kept
     bytes         BIGINT,               -- size of the tensor files
@@ -44,7 +44,7 @@ CREATE TABLE tensor (
     operation     VARCHAR,              -- forward, backward, evaluation, optimizer
     phase         VARCHAR,              -- pre: input of the operation, post: output of it
     tensor_name   VARCHAR,
-    iteration     INTEGER,              -- from 0
+    iteration     BIGINT,               -- from 0
     micro_batch   INTEGER,              -- from 0
     rank          INTEGER,              -- from 0
     expert        INTEGER,              -- from 0; null outside experts
@@ -54,7 +54,7 @@ CREATE TABLE tensor (
     numel         BIGINT,
     nbytes        BIGINT,               -- numel times the dtype's size
     path          VARCHAR,              -- tensor file: relative to the run's directory, for an imported tensor absolute; null if not kept
-    sha256        VARCHAR,              -- of the tensor file; null for an imported tensor
+    sha256        VARCHAR,              -- of the tensor file; for an imported tensor: when it was imported
     contracted_axis INTEGER,            -- for an operand: the axis that its GEMM contracts, from the end (-1 is the last); else null
     min           DOUBLE,               -- moments are over the finite elements
     max           DOUBLE,
@@ -81,6 +81,8 @@ CREATE TABLE tensor (
     stage         VARCHAR,              -- before, after: whether it was taken before or after quantization, according to its log
     corrections   VARCHAR,              -- one sentence per line: which entries of the log were corrected, and why
     file_key      VARCHAR,              -- the tensor's key in a file that contains several
+    file_size     BIGINT,               -- for an imported tensor: bytes of its file when it was imported
+    file_time_ns  BIGINT,               -- for an imported tensor: when its file had last changed, in nanoseconds since 1970
     gemm          VARCHAR,              -- forward, dgrad, wgrad: the GEMM that contracted_axis and format refer to, or whose result it is
     result_sqnr_db DOUBLE,              -- for a result: compared with the same GEMM on unrounded operands
     format        VARCHAR,              -- the exact format this operand was rounded to; null for results and bf16

@@ -29,7 +29,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from binade.data.json_files import STRICT, read_json
-from binade.data.store import regular, sha256, staged_directory, staged_file, write_atomic
+from binade.data.store import FileState, regular, sha256, staged_directory, staged_file, write_atomic
 
 if TYPE_CHECKING:  # they import torch, which reading the index does not need
     from binade.quant.block_histograms import Histogram
@@ -87,6 +87,8 @@ class Origin:
     stage        "before" or "after" quantization; None if it was not quantized, or it is not known
     corrections  one sentence for each value that differs from the log
     key          the tensor's key in a file that holds several
+    file_size, file_time_ns  of the file when it was imported, with the content that the row's sha256 is of: see
+                 store.changed_ns
     """
 
     version: str | None = None
@@ -94,6 +96,8 @@ class Origin:
     stage: str | None = None
     corrections: tuple[str, ...] = ()
     key: str | None = None
+    file_size: int | None = None
+    file_time_ns: int | None = None
 
     @property
     def correction_lines(self) -> str | None:
@@ -156,7 +160,7 @@ class TensorRow:
     are of every GEMM that takes the tensor. result_sqnr_db: of a result, against the same GEMM on unrounded operands.
     tensor_id is unique within its run (the index prefixes it with the run's id). format and error are None unless it is
     a quantized operand; rounded_with is set for one. path is relative to the run's directory; for an imported tensor,
-    which has an origin, it is absolute. sha256 is that of the file that the run wrote there. captured and shard are
+    which has an origin, it is absolute. sha256 is that of the file. captured and shard are
     None if the log does not contain them. recomputed: the layer's forward pass ran a second time during the backward
     pass (activation recomputation); None if not known. last_bin: of a norm's gain, by MX format the share of its values
     that round to the largest code of their block; not written. tokens_left_out: how many tokens are padding, which
@@ -201,7 +205,7 @@ class LoggedRow:
 
 
 _TEXT, _INT, _LONG, _REAL = pa.string(), pa.int32(), pa.int64(), pa.float64()
-_INTEGER_WORDS = ("layer_index", "iteration", "micro_batch", "rank", "expert")
+_INTEGER_WORDS = {"layer_index": _INT, "iteration": _LONG, "micro_batch": _INT, "rank": _INT, "expert": _INT}
 MOMENTS = ("min", "max", "mean", "std", "rms", "absmax", "absmin", "skewness", "kurtosis")
 COUNTS = ("zeros", "nans", "infs")
 ERROR_COLUMNS = (  # the fields of quant.metrics.Errors
@@ -231,6 +235,8 @@ _ORIGIN = (
     ("stage", _TEXT, "stage"),
     ("corrections", _TEXT, "correction_lines"),
     ("file_key", _TEXT, "key"),
+    ("file_size", _LONG, "file_size"),
+    ("file_time_ns", _LONG, "file_time_ns"),
 )
 _ROUNDED_WITH = (("tensor_scale", _REAL), ("noise_seed", _LONG), ("sign_seed", _LONG))  # fields of RoundedWith
 _BY_SEQUENCE = pa.list_(_REAL)
@@ -250,7 +256,7 @@ ADDED_LATER = frozenset(
 
 TENSOR_SCHEMA = pa.schema(
     [("tensor_id", _TEXT), ("run_id", _TEXT)]
-    + [(f.name, _INT if f.name in _INTEGER_WORDS else _TEXT) for f in fields(Identity)]
+    + [(f.name, _INTEGER_WORDS.get(f.name, _TEXT)) for f in fields(Identity)]
     + [
         ("captured", pa.timestamp("us")),
         ("shape", pa.list_(_LONG)),
@@ -504,6 +510,13 @@ def tensor_record(row: TensorRow | LoggedRow) -> dict[str, Any]:
         **(vars(row.error) if row.error else dict.fromkeys(ERROR_COLUMNS)),
     }
     return record | {name: getattr(row.summary, name) for name in (*MOMENTS, *COUNTS)}
+
+
+def file_when_imported(row: Mapping[str, Any]) -> FileState | None:
+    """The file of an imported tensor when it was imported, from a row of the table `tensor`; None if it is not
+    known."""
+    sha, size, time_ns = (row[name] for name in ("sha256", "file_size", "file_time_ns"))
+    return None if None in (sha, size, time_ns) else FileState(sha, size, time_ns)
 
 
 def _place(row: TensorRow) -> tuple[int, str, str]:

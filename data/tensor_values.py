@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Hashable, Iterable
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
 from binade.data.difference import joined
 from binade.data.intake import same
-from binade.data.open_index import CatalogError, OpenIndex
+from binade.data.open_index import HIDDEN, IN_LIST, CatalogError, OpenIndex
 from binade.data.remote import fetched
 from binade.data.runs import IMPORT
-from binade.data.segment import Identity
-from binade.data.store import load
+from binade.data.segment import Identity, file_when_imported
+from binade.data.store import changed_ns, load
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,40 +34,47 @@ class TensorValues(OpenIndex):
         a recorded tensor refers to a file outside its run's directory."""
         return self._file(tensor_id)[0]
 
-    def _file(self, tensor_id: str) -> tuple[Path, bool, str | None, str | None]:
-        """The tensor's file, whether another tool wrote it, the tensor's key in it, and its SHA-256 if Binade wrote
-        it."""
+    def _file(self, tensor_id: str) -> tuple[Path, dict[str, Any]]:
+        """The path of the tensor's file, and its row: path is absolute there if another tool wrote the file."""
+        columns = "run_id", "path", "file_key", "sha256", "file_size", "file_time_ns", "config"
         rows = self._rows(
-            "SELECT run_id, path, file_key, sha256, config FROM tensor LEFT JOIN run USING (run_id)"
-            " WHERE tensor_id = ?",
-            [tensor_id],
+            f"SELECT {', '.join(columns)} FROM tensor LEFT JOIN run USING (run_id) WHERE tensor_id = ?", [tensor_id]
         )
         if not rows:
             raise CatalogError(f"there is no tensor {tensor_id!r} in {self.root}")
-        run_id, given, key, digest, config = rows[0]
-        if given is None:
+        row = dict(zip(columns, rows[0], strict=True))
+        if row["path"] is None:
             raise CatalogError(f"the values of {tensor_id} were not kept: only its statistics and sketch are available")
-        if not Path(given).is_absolute():
-            return self.root / run_id / given, False, None, digest
-        if json.loads(config or "{}").get("kind") != IMPORT:
+        if os.path.isabs(row["path"]) and json.loads(row["config"] or "{}").get("kind") != IMPORT:
             raise CatalogError(
                 f"{tensor_id} refers to a file outside its run's directory, which is allowed only for imported tensors"
             )
-        return Path(given), True, key, None
+        return self.root / row["run_id"] / row["path"], row  # an absolute path stays as it is
+
+    def contents(self, tensor_ids: Iterable[str]) -> Hashable:
+        """Return what changes when the rows or values of these tensors do: of an imported one, also when its file is
+        written again. Results that depend on these tensors alone remain valid while this stays the same. Unknown ids
+        are left out."""
+        rows = self._rows(
+            f"SELECT tensor_id, hash(this), path FROM (SELECT * EXCLUDE ({HIDDEN}) FROM tensor WHERE {IN_LIST}) AS this"
+            " ORDER BY tensor_id",
+            [list(tensor_ids)],
+        )
+        return tuple((*row, _written(row[-1])) for row in rows)
 
     def load(self, tensor_id: str) -> Tensor:
         """Return the tensor's values, memory-mapped where the file allows it. Raises CatalogError as `path`,
-        TensorFileError for a file that is damaged or not what the run wrote."""
+        TensorFileError for a file that is damaged, not what the run wrote, or has changed since it was imported."""
         self.reads(tensor_id)
-        return self.kept(("values", tensor_id), lambda: self._read(tensor_id))
+        return self.kept(("values", self.contents([tensor_id])), lambda: self._read(tensor_id))
 
     def _read(self, tensor_id: str) -> Tensor:
-        path, foreign, key, digest = self._file(tensor_id)
-        if not foreign:
-            return load(fetched(path), digest)
+        path, row = self._file(tensor_id)
+        if not os.path.isabs(row["path"]):
+            return load(fetched(path), row["sha256"])
         from binade.data.foreign import load_foreign  # imports torch
 
-        return load_foreign(path, key)
+        return load_foreign(path, row["file_key"], file_when_imported(row))
 
     def unsharded(self, tensor_id: str) -> Tensor:
         """Return the whole tensor, assembled from the shards of the tensor-parallel ranks; `load` if it is not sharded.
@@ -98,3 +107,14 @@ class TensorValues(OpenIndex):
         if frame.empty:
             raise CatalogError(f"there is no tensor {tensor_id!r} in {self.root}")
         return frame
+
+
+def _written(path: str | None) -> Hashable:
+    """What changes when the file of an imported tensor is written; None for others, which are not written again."""
+    if path is None or not os.path.isabs(path):
+        return None
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino, status.st_size, changed_ns(status)

@@ -25,13 +25,15 @@ UNREADABLE = (OSError, ValueError, TypeError, pa.ArrowException)
 
 @dataclass
 class Verified:
-    """The number of runs and files read; damaged: a line for each file that differs from what was written; unchecked:
-    the runs of earlier versions, which have no checksums."""
+    """The number of runs and files read; damaged: a line for each file that differs from what was written or imported;
+    unchecked: the runs of earlier versions, which have no checksums; gone: the number of imported files that are no
+    longer there, whose statistics are kept."""
 
     runs: int = 0
     files: int = 0
     damaged: list[str] = field(default_factory=list)
     unchecked: list[str] = field(default_factory=list)
+    gone: int = 0
 
 
 def verify(
@@ -108,8 +110,11 @@ def _check_segment(run: RunInfo, name: str, found: Verified, refuse: Callable[[P
     found.files += len(written.files) if written else len(table_files(segment))
     if "tensor.parquet" in damaged:
         return 0
-    for path, digest in zip(rows["path"].to_pylist(), rows["sha256"].to_pylist(), strict=True):
-        if path is not None and not Path(path).is_absolute():  # Binade did not write imported files
+    tensors = zip(rows["path"].to_pylist(), rows["sha256"].to_pylist(), strict=True)
+    for path, digest in dict.fromkeys(tensors):  # an imported file may have several
+        if path is not None and Path(path).is_absolute():
+            _check_imported(Path(path), digest, found, lambda reason: refuse(segment, reason))
+        elif path is not None:
             _check_tensor(fetched(run.directory / path), digest, found, refuse)
     return len(rows)
 
@@ -120,3 +125,16 @@ def _check_tensor(file: Path, digest: str | None, found: Verified, refuse: Calla
         refuse(file, "is missing")
     elif digest is not None and (actual := sha256(file)) != digest:
         refuse(file, f"has SHA-256 {actual[:12]}…, expected {digest[:12]}…")
+
+
+def _check_imported(file: Path, digest: str | None, found: Verified, refuse: Callable[[str], None]) -> None:
+    """digest: when it was imported; None for an import of an earlier version."""
+    try:
+        if not file.is_file():
+            found.gone += 1
+        elif digest is not None:
+            found.files += 1
+            if sha256(file) != digest:
+                refuse(f"names {file}, which has changed since it was imported: import its directory again")
+    except OSError as error:
+        refuse(f"names {file}, which cannot be read: {describe(error)}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from binade.collector.cli.console import console
+from binade.data.text import counted
 from binade.terminal import FAILED, Command, one_line, print_text, readable_root
 
 
@@ -13,7 +14,8 @@ def _verify(root: str | None, runs: tuple[str, ...]) -> int:
 
     ROOT is the directory or URL (s3://BUCKET/FOLDER) that contains the runs  [default: $TENSOR_SAVE_DIR, else
     data/runs].
-    RUN is a directory in it  [default: all]. Exit status 1 if a file is damaged or missing.
+    RUN is a directory in it  [default: all]. Exit status 1 if a file is damaged or missing, or has changed since it was
+    imported.
     """
     from binade.data.verify import verify  # imports pyarrow
 
@@ -23,6 +25,8 @@ def _verify(root: str | None, runs: tuple[str, ...]) -> int:
         )
     for run_id in found.unchecked:
         print_text(f"{one_line(run_id)} has no checksums: it was recorded by an earlier version")
+    if found.gone:
+        print_text(f"{counted(found.gone, 'imported file')} no longer there: only statistics are kept")
     count = len(found.damaged)
     read = f"{found.runs} run{'s' * (found.runs != 1)}, {found.files} file{'s' * (found.files != 1)} read"
     print_text(f"{read}: {count or 'none'} damaged")

@@ -11,6 +11,7 @@ from binade.collector.errors import ConfigError
 from binade.collector.imports.registry import beside, statistics_of
 from binade.data.foreign import SUFFIXES
 from binade.data.runs import is_unicode
+from binade.data.store import changed_ns
 
 LOSS_LOGS = ".csv, .jsonl, .ndjson or an event file of TensorBoard"
 LEFT_OUT = "left out of "  # starts the reason
@@ -24,7 +25,7 @@ class File:
     path: str
     name: str
     size: int
-    mtime_ns: int
+    time_ns: int  # see data.store.changed_ns
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ def walk(source: Path, root: Path) -> tuple[list[File], list[Refusal]]:
                 if reason:
                     refuse(path, reason)
             else:
-                files.append(File(path, path[prefix:], status.st_size, status.st_mtime_ns))
+                files.append(File(path, path[prefix:], status.st_size, changed_ns(status)))
     return files, refused
 
 

@@ -1,15 +1,21 @@
 """Imports tensor logs that other tools wrote: indexes them in place. No file is copied, and no code in it is executed.
 
-An import is a run of kind "import". Importing the same directory again continues the same run: files whose path, size
-and modification time are known are skipped, changed files are imported again, and refused files are tried again. A
-segment lists the files whose rows it holds (files.jsonl) and is published together with that list, so that no file is
-indexed twice or partly, whenever the import is killed.
+An import is a run of kind "import". Importing the same directory again continues the same run: files whose path and
+content are known are skipped, changed files are imported again, and refused files are tried again. The SHA-256 of a
+content is computed only if the size or time of its file has changed. A segment lists the files whose rows it holds
+(files.jsonl) and is published together with that list, so that no file is indexed twice or partly, whenever the import
+is killed.
+
+The id of a tensor consists of the number of its file in the import and a digest of its content, so that an id never
+stands for another tensor later.
 
 Separate processes read the files (see workers): a hostile or damaged file can kill its reader, not the import.
 """
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import json
 import os
 import signal
@@ -49,7 +55,7 @@ from binade.data.segment import (
     segment_names,
     write_segment,
 )
-from binade.data.store import TensorFileError, write_atomic
+from binade.data.store import FileState, TensorFileError, sha256, write_atomic
 from binade.data.tensor_kinds import MAPS
 from binade.data.text import counted, describe
 from binade.quant.metrics import score
@@ -65,12 +71,13 @@ SECONDS_A_SEGMENT = 5.0
 SCORE_BYTES = 28  # that scoring takes, for each element, at its peak
 SMALL = 1 << 25  # a smaller file is read without asking whether there is memory for it
 SHARE = 0.8  # of the free memory may be used
+DIGITS = 10  # hexadecimal ones of the digest in a tensor's id
 
 
 @dataclass(frozen=True)
 class Job:
-    """A file to read. room: see `data.foreign.opened`; alone: no other file is read at the same time, so there will not
-    be more memory later."""
+    """A file to read. number: the file's in this run, which it keeps when it is imported again; room: see
+    `data.foreign.opened`; alone: no other file is read at the same time, so there will not be more memory later."""
 
     number: int
     file: File
@@ -87,6 +94,7 @@ class Read:
     rows: Sequence[TensorRow | LoggedRow] = ()
     refused: list[Refusal] = field(default_factory=list)
     version: str | None = None
+    sha256: str | None = None
     later: bool = False
 
 
@@ -97,7 +105,8 @@ class Entry:
 
     file: str
     size: int
-    mtime_ns: int
+    time_ns: int
+    sha256: str | None
     tensors: tuple[str, ...]
     version: str | None
     refused: tuple[tuple[str, str], ...]
@@ -133,25 +142,33 @@ def read_file(job: Job) -> Read:
     if (importer := statistics_of(path)) is not None:
         return _read_statistics(job, importer)
     try:
-        with opened(path, job.room) as tensors:
-            for number, found in enumerate(tensors):
+        with opened(path, job.room) as file:
+            state = file.state()
+            for number, found in enumerate(file.tensors):
                 if found.tensor is None or found.dtype is None:
                     refused.append(Refusal(name, found.refused or "it contains no tensor", found.key))
                     continue
                 log = interpret(path, found.metadata, found.key)
                 version = log.version
-                tensor_id = f"f{job.number:07d}" + (f"-{number}" if found.key is not None else "")
-                rows.append(_row(job, tensor_id, found, found.tensor, found.dtype, log))
-    except (TensorFileError, MemoryError) as error:
-        reason = "there is not enough memory to read it" if isinstance(error, MemoryError) else str(error)
+                tensor_id = _tensor_id(job, number if found.key is not None else None, name, state.sha256)
+                rows.append(_row(job, tensor_id, state, found, found.tensor, found.dtype, log))
+    except (TensorFileError, MemoryError, OSError) as error:
+        reason = "there is not enough memory to read it" if isinstance(error, MemoryError) else describe(error)
         no_memory = isinstance(error, (TooLargeError, MemoryError))
         return Read(refused=[Refusal(name, reason)], later=no_memory and not job.alone)
-    return Read(rows, refused, version)
+    return Read(rows, refused, version, state.sha256)
+
+
+def _tensor_id(job: Job, number: int | None, *content: object) -> str:
+    """number: of the tensor in its file, if that may have several; content: what the tensor is known by."""
+    digest = hashlib.sha256(repr(content).encode()).hexdigest()
+    return "-".join([f"f{job.number:07d}", *([] if number is None else [str(number)]), digest[:DIGITS]])
 
 
 def _read_statistics(job: Job, importer: Importer) -> Read:
     name = job.file.name
     try:
+        sha = sha256(Path(job.file.path))  # first: if the file grows meanwhile, the next import reads it again
         statistics = importer.statistics(Path(job.file.path))
     except (ValueError, OSError, MemoryError) as error:
         return Read(refused=[Refusal(name, describe(error))])
@@ -159,11 +176,12 @@ def _read_statistics(job: Job, importer: Importer) -> Read:
         Refusal(name, f"{LEFT_OUT}{counted(count, 'tensor')}: {reason}", statistic or None)
         for (statistic, reason), count in sorted(statistics.left_out.items())
     ]
-    rows = [
-        LoggedRow(f"f{job.number:07d}-{number}", job.run_id, _identity(tensor.log), _origin(tensor.log), tensor.columns)
-        for number, tensor in enumerate(statistics.tensors)
-    ]
-    return Read(rows, refused or [Refusal(name, "it has no statistics")] * (not rows), importer.name)
+    rows = []
+    for number, tensor in enumerate(statistics.tensors):
+        identity = _identity(tensor.log)
+        tensor_id = _tensor_id(job, number, identity, sorted(tensor.columns.items()))
+        rows.append(LoggedRow(tensor_id, job.run_id, identity, _origin(tensor.log), tensor.columns))
+    return Read(rows, refused or [Refusal(name, "it has no statistics")] * (not rows), importer.name, sha)
 
 
 def _identity(log: Log) -> Identity:
@@ -171,11 +189,13 @@ def _identity(log: Log) -> Identity:
     return Identity(model=None, size=None, dataset=None, recipe=None, **words)
 
 
-def _origin(log: Log, *notes: str, key: str | None = None) -> Origin:
-    return Origin(log.version, log.original_quant_type, log.stage, (*log.corrections, *notes), key)
+def _origin(log: Log, *notes: str, **of_file: Any) -> Origin:
+    return Origin(log.version, log.original_quant_type, log.stage, (*log.corrections, *notes), **of_file)
 
 
-def _row(job: Job, tensor_id: str, found: ForeignTensor, x: Tensor, dtype: str, log: Log) -> TensorRow:
+def _row(
+    job: Job, tensor_id: str, state: FileState, found: ForeignTensor, x: Tensor, dtype: str, log: Log
+) -> TensorRow:
     notes = [found.note] if found.note else []
     axis = log.contracted_axis
     if axis is not None and -axis > x.dim():
@@ -203,7 +223,8 @@ def _row(job: Job, tensor_id: str, found: ForeignTensor, x: Tensor, dtype: str, 
         summary=summarize(x),
         scores=[Score(name, score(x, name, -1 if axis is None else axis)) for name in scores],
         shard=None,
-        origin=_origin(log, *notes, key=found.key),
+        origin=_origin(log, *notes, key=found.key, file_size=state.size, file_time_ns=state.time_ns),
+        sha256=state.sha256,
         trace=None if log.tensor_name in MAPS else Trace(*hot_channels_later(x)()),
     )
 
@@ -273,6 +294,7 @@ class _Import:
         self.report, self.progress = report, progress
         self.segments = writer.directory / "segments"
         self.ledger = {name: _entries(self.segments / name) for name in segment_names(writer.directory)}
+        self.numbers = {e.file: _number(i) for e in self._known_entries() for i in e.tensors[:1]}
         self.added: list[Entry] = []
         self.known = 0
         self._rows: list[TensorRow | LoggedRow] = []
@@ -302,9 +324,9 @@ class _Import:
 
     def _fresh(self, found: list[File]) -> list[File]:
         """The files that are not in the run yet. Rows of those that have changed since are dropped."""
-        now = {file.name: (file.size, file.mtime_ns) for file in found}
+        now = {file.name: file for file in found}
         for name, entries in self.ledger.items():
-            stale = [e for e in entries if now.get(e.file, (e.size, e.mtime_ns)) != (e.size, e.mtime_ns)]
+            stale = [entry for entry in entries if entry.file in now and _differs(now[entry.file], entry)]
             if stale:
                 self.report(f"{len(stale)} files of segment {name} have changed and are imported again")
                 kept = [entry for entry in entries if entry not in stale]
@@ -317,10 +339,10 @@ class _Import:
         return [file for file in found if file.name not in known]
 
     def _jobs(self, fresh: list[File]) -> Iterator[Job]:
-        known = (i for entry in self._known_entries() for i in entry.tensors)
-        first = 1 + max((int(i[1:].partition("-")[0]) for i in known), default=0)
-        for number, file in enumerate(fresh, first):
+        new = itertools.count(1 + max(self.numbers.values(), default=0))
+        for file in fresh:
             room = self._room(self.workers) if file.size > SMALL else None
+            number = self.numbers.get(file.name) or next(new)
             yield Job(number, file, self.writer.run_id, self.scores, room)
 
     @staticmethod
@@ -351,7 +373,8 @@ class _Import:
             keys = tuple((refusal.key or "", refusal.reason) for refusal in result.refused)
             self._rows += result.rows
             logged = sum(isinstance(row, LoggedRow) for row in result.rows)
-            self._entries.append(Entry(file.name, file.size, file.mtime_ns, ids, result.version, keys, logged))
+            entry = Entry(file.name, file.size, file.time_ns, result.sha256, ids, result.version, keys, logged)
+            self._entries.append(entry)
         self.progress(done, total)
         now = time.monotonic()
         if len(self._rows) >= ROWS_A_SEGMENT or now - self._published >= SECONDS_A_SEGMENT:
@@ -397,6 +420,21 @@ class _Import:
             refused=self.refused,
             seconds=seconds,
         )
+
+
+def _differs(file: File, entry: Entry) -> bool:
+    """Whether a file has another content than when it was imported."""
+    if (file.size, file.time_ns) == (entry.size, entry.time_ns):
+        return False
+    try:
+        return file.size != entry.size or sha256(Path(file.path)) != entry.sha256
+    except OSError:  # which is reported when it is read
+        return True
+
+
+def _number(tensor_id: str) -> int:
+    """The number of a tensor's file in its import."""
+    return int(tensor_id[1:].partition("-")[0])
 
 
 def _cause(death: Death) -> str:

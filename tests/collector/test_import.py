@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import pickle
+import random
 import signal
 import socket
 import zipfile
@@ -22,6 +23,7 @@ from safetensors.torch import save_file
 from binade.cli import main
 from binade.collector.imports import importer, workers
 from binade.collector.imports.workers import Death, scatter
+from binade.data.cache import Cache
 from binade.data.catalog import Catalog
 from binade.data.notes import notes
 from binade.data.runs import CANCELLED, DONE, FAILED, RunInfo, list_runs
@@ -390,6 +392,83 @@ def test_a_file_that_changed_is_imported_anew(bring, tmp_path, logs):
             catalog.load(again.loc["c", "tensor_id"])
 
 
+def overwrite(path: Path, x: torch.Tensor, how: str) -> None:
+    """Write other values of the same size into a file, as its tool does; "in secret": with its old modification
+    time."""
+    before = path.stat()
+    if how == "replaced":
+        write(path.parent / "new" / path.name, x).replace(path)
+    else:
+        write(path, x)
+    assert path.stat().st_size == before.st_size
+    if how == "in secret":
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+@pytest.mark.parametrize("how", ["written", "replaced", "in secret"])
+def test_a_file_that_is_overwritten_is_noticed(bring, command, capsys, tmp_path, logs, how):
+    values = [tensor(seed, 5, 5) for seed in range(2)]
+    path = write(logs / "a.pt", values[0])
+    save_file({"x": tensor(2, 5, 5), "y": tensor(3, 5, 5)}, logs / "two.safetensors")
+    assert bring() == 0
+    with Catalog.open(tmp_path / "runs") as catalog:
+        catalog.cache = Cache(1 << 20)
+        (tensor_id,) = catalog.tensors().query("tensor_name == 'a'")["tensor_id"]
+        loaded = catalog.load(tensor_id)
+        content = catalog.contents([tensor_id])
+        overwrite(path, values[1], how)
+        assert torch.equal(loaded, values[0])  # what was read stays
+        assert catalog.contents([tensor_id]) != content
+        with pytest.raises(TensorFileError, match="it has changed since it was imported: import"):
+            catalog.load(tensor_id)
+        assert command("verify", str(tmp_path / "runs")) == 1
+        assert f"names {path}, which has changed since it was imported" in capsys.readouterr().out
+        path.write_bytes(path.read_bytes()[:-1])
+        with pytest.raises(TensorFileError, match="has changed"):
+            catalog.load(tensor_id)
+        write(path, values[0])  # the same content with another time
+        assert torch.equal(catalog.load(tensor_id), values[0])
+    assert command("verify", str(tmp_path / "runs")) == 0
+    overwrite(path, values[1], how)
+    assert bring() == 0 and command("verify", str(tmp_path / "runs")) == 0
+    with Catalog.open(tmp_path / "runs") as catalog:
+        (again,) = catalog.tensors().query("tensor_name == 'a'")["tensor_id"]
+        assert again != tensor_id and torch.equal(catalog.load(again), values[1])
+    path.unlink()
+    capsys.readouterr()
+    assert command("verify", str(tmp_path / "runs")) == 0
+    assert "1 imported file no longer there: only statistics are kept" in capsys.readouterr().out
+
+
+def test_an_id_never_stands_for_another_tensor(bring, tmp_path, logs):
+    """Whatever is added, overwritten, deleted and touched between the imports."""
+    chance, meant = random.Random(0), {}
+    for seed in range(60):
+        path = logs / f"{chance.choice('abcde')}.pt"
+        match chance.choice(["write", "write", "write", "delete", "touch", "damage"]):
+            case "write":
+                write(path, tensor(seed))
+            case "delete":
+                path.unlink(missing_ok=True)
+            case "damage":
+                path.write_bytes(b"not a tensor")
+            case "touch" if path.exists():
+                path.touch()
+        if seed % 3 == 2:
+            assert bring() in (0, 1)
+            table = rows(tmp_path)
+            for _, row in table.iterrows():
+                file = Path(row["path"])
+                known = {"path": file, "sha256": row["sha256"], "rms": row["rms"]}
+                assert meant.setdefault(row["tensor_id"], known) == known
+                if file.exists():
+                    assert row["rms"] == summarize(torch.load(file)).rms
+            contents = [(known["path"], known["sha256"]) for known in meant.values()]
+            now = set(zip(map(Path, table["path"]), table["sha256"], strict=True))
+            assert all(contents.count(content) == 1 for content in now), "an unchanged file has two ids"
+    assert len(meant) > 20
+
+
 # A segment comes to be between these calls of functions of os.
 MOMENTS = ("rename-1", "rename-3", "fsync-12", "replace-9")
 
@@ -485,8 +564,8 @@ def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path):
     from binade.data.foreign import opened
 
     path = write(tmp_path / "x.pt", tensor(0))
-    with pytest.raises(TensorFileError, match="changed while it was read"), opened(path) as tensors:
-        next(tensors)
+    with pytest.raises(TensorFileError, match="changed while it was read"), opened(path) as file:
+        next(file.tensors)
         os.utime(path, ns=(0, 0))
 
 

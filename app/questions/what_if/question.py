@@ -172,8 +172,8 @@ def tried(opened: Catalog, made: Plan, done: Callable[[int, int], None]) -> Trie
             done=lambda count: done(count, steps),
         )  # fmt: skip
 
-    key = ("what_if_each", *made.ids, *(one.label for one in made.trials))
-    return opened.cache.get(None, key, found) if opened.cache else found()  # values do not change with the version
+    key = ("what_if_each", tuple(made.ids), opened.contents(made.ids), *(one.label for one in made.trials))
+    return opened.cache.get(None, key, found) if opened.cache else found()
 
 
 def _tensors(opened: Catalog, made: Plan) -> Iterator[compute.Operand]:
