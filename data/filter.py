@@ -140,6 +140,7 @@ def _checked(name: str, value: Any) -> str | int:
         number = operator.index(value)  # also accepts integers of NumPy and pandas
     except TypeError:
         raise FilterError(f"filter {name}: {value!r} is not an integer") from None
-    if not -(2**31) <= number < 2**31:
-        raise FilterError(f"filter {name}: an integer does not fit in 32 bits")
+    bits = 64 if name == "iteration" else 32
+    if not -(2 ** (bits - 1)) <= number < 2 ** (bits - 1):
+        raise FilterError(f"filter {name}: an integer does not fit in {bits} bits")
     return number

@@ -22,6 +22,7 @@ BEFORE, AFTER = "before", "after"
 NOT_FINITE = "A statistic in its log is NaN or infinite, so it has NaN or Inf; how many is not known."
 
 LARGEST = (1 << 31) - 1
+LARGEST_STEP = (1 << 53) - 1  # steps may count tokens; JavaScript has no larger whole numbers
 LONGEST = 128
 _WORD = re.compile(rf"[A-Za-z0-9][A-Za-z0-9_.+-]{{0,{LONGEST - 1}}}")
 LINEAR = frozenset(WORDS.values())  # the modules that are linear layers by their usual names
@@ -108,8 +109,9 @@ def make(version: str, corrections: tuple[str, ...] = (), **words: Any) -> Log:
     """A Log from the words found; words that are not plain are left out. Its layer_type decides component and, with the
     operation, the axis that is contracted."""
     known: dict[str, Any] = {name: value for name, value in words.items() if is_word(value)}
-    for name, least in {"layer_index": 1, "iteration": 0, "rank": 0, "expert": 0}.items():
+    for name, least in {"layer_index": 1, "rank": 0, "expert": 0}.items():
         known[name] = integer(words.get(name), least)
+    known["iteration"] = integer(words.get("iteration"), 0, LARGEST_STEP)
     known["component"] = {"linear": "linear", "attention": "FA"}.get(known.get("layer_type", ""))
     axis = CONTRACTED.get(tuple(known.get(name) for name in ("layer_type", "operation", "tensor_name")))
     return Log(version, contracted_axis=axis, corrections=corrections, **known)
@@ -153,10 +155,10 @@ def is_word(value: object) -> TypeGuard[str]:
     return isinstance(value, str) and len(value) <= LONGEST and _WORD.fullmatch(value) is not None
 
 
-def integer(value: object, least: int) -> int | None:
-    """A whole number from `least` that fits in 32 bits, also as text (safetensors keeps texts only), else None."""
+def integer(value: object, least: int, most: int = LARGEST) -> int | None:
+    """A whole number from `least` to `most`, also as text (safetensors keeps texts only), else None."""
     if isinstance(value, str) and len(value) <= 20 and re.fullmatch(r"\d+", value, re.ASCII):
         value = int(value)
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= LARGEST:
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
         return None
     return value

@@ -25,7 +25,18 @@ from datetime import datetime
 from pathlib import PurePath
 from typing import Any
 
-from binade.collector.imports.log import AFTER, BEFORE, CONTRACTED, LONGEST, Importer, Log, integer, is_word
+from binade.collector.imports.log import (
+    AFTER,
+    BEFORE,
+    CONTRACTED,
+    LARGEST,
+    LARGEST_STEP,
+    LONGEST,
+    Importer,
+    Log,
+    integer,
+    is_word,
+)
 from binade.quant.formats import FORMATS
 
 # How that tool spells our formats. "mxfp" alone names no element format.
@@ -98,7 +109,7 @@ def _from_name(path: PurePath) -> tuple[str | None, dict[str, Any]]:
             "operation": "forward" if forward else "backward",
             "phase": "pre" if entering else "post",
             "tensor_name": "input" if entering else "output",
-            "iteration": integer(iteration["iteration"], 0),
+            "iteration": integer(iteration["iteration"], 0, LARGEST_STEP),
         }
     found = _NAME.fullmatch(stem)
     tail = _tail(found["tail"]) if found else None
@@ -111,7 +122,7 @@ def _from_name(path: PurePath) -> tuple[str | None, dict[str, Any]]:
         "operation": found["operation"],
         "phase": found["phase"],
         "component": found["component"],
-        "iteration": integer(found["iteration"], 0),
+        "iteration": integer(found["iteration"], 0, LARGEST_STEP),
         "rank": integer(places.get("rank"), 0),
         "sample": integer(places.get("sample"), 0),
         "captured": _time(found["stamp"], _STAMP),
@@ -150,8 +161,8 @@ def _choice(*allowed: str) -> tuple[Callable[[Any], str | None], str]:
     return lambda value: spelling.get(value.lower()) if is_word(value) else None, f"none of {', '.join(allowed)}"
 
 
-def _number(least: int) -> tuple[Callable[[Any], int | None], str]:
-    return lambda value: integer(value, least), f"not an integer of at least {least}"
+def _number(least: int, most: int = LARGEST) -> tuple[Callable[[Any], int | None], str]:
+    return lambda value: integer(value, least, most), f"not an integer of at least {least}"
 
 
 _PLAIN: tuple[Callable[[Any], str | None], str] = (lambda value: value if is_word(value) else None, "not a plain word")
@@ -167,7 +178,7 @@ _FIELDS: dict[str, tuple[str, tuple[Callable[[Any], Any], str]]] = {
     "tensor_name": ("tensor_name", _PLAIN),
     "module": ("module", _PLAIN),
     "layer_idx": ("layer_index", _number(1)),
-    "iteration": ("iteration", _number(0)),
+    "iteration": ("iteration", _number(0, LARGEST_STEP)),
     "rank": ("rank", _number(0)),
     "sample_idx": ("sample", _number(0)),
     "microbatch": ("micro_batch", _number(0)),

@@ -58,7 +58,7 @@ def values_of(frame: pd.DataFrame, name: str) -> list:
 def test_selects_what_pandas_selects(catalog, frame, data):
     chosen = {}
     for name in data.draw(st.lists(st.sampled_from(FIELDS), max_size=4, unique=True)):
-        stranger = st.integers(-(2**31), 2**31 - 1) if name in INTEGER_FIELDS else st.text(max_size=5)
+        stranger = integers(name) if name in INTEGER_FIELDS else st.text(max_size=5)
         known = values_of(frame, name)
         values = st.one_of(st.sampled_from(known), stranger) if known else stranger
         chosen[name] = data.draw(st.lists(values, max_size=3))
@@ -72,12 +72,15 @@ def test_selects_what_pandas_selects(catalog, frame, data):
     assert catalog.totals(where).tensors == len(expected)
 
 
+def integers(name: str) -> st.SearchStrategy[int]:
+    bits = 63 if name == "iteration" else 31
+    return st.integers(-(2**bits), 2**bits - 1)
+
+
 WORDS = st.fixed_dictionaries(
     {},
     optional={
-        name: st.lists(
-            st.integers(-(2**31), 2**31 - 1) if name in INTEGER_FIELDS else st.text(), min_size=1, unique=True
-        )
+        name: st.lists(integers(name) if name in INTEGER_FIELDS else st.text(), min_size=1, unique=True)
         for name in FIELDS
     },
 )
@@ -125,6 +128,7 @@ def test_hostile_text_is_only_a_value(catalog, value, name):
         {"layer_index": [1.0]},
         {"layer_index": [2**31]},
         {"layer_index": [-(2**31) - 1]},
+        {"iteration": [2**63]},
         pytest.param({"layer_index": [10**5000]}, id="5000 digits"),
         {"layer_index": 1},
         {"layer_index": float("nan")},
