@@ -11,6 +11,7 @@ from click.core import ParameterSource
 
 from binade.collector.cli.console import console
 from binade.collector.settings import DEFAULT_SCORES
+from binade.data.text import counted
 from binade.terminal import Command, Option, fail, line_of, names, one_line, print_text, resolve_root, root_option
 
 if TYPE_CHECKING:
@@ -77,11 +78,17 @@ def _losses(path: Path, root: Path, command: str, recipe: str | None, **options:
         lines.append(f"not read: {', '.join(log.others)}; --step-column and --loss-column choose a column")
     if log.repeated:
         lines.append(f"{log.repeated:,} losses were left out: the last finite one of each step counts")
-    if log.cut:
-        lines.append("1 line was left out: it is the last one and has no line break, so it may be cut")
+    if log.empty:
+        lines.append(f"{counted(log.empty, 'row')} left out: {log.loss_column} is empty")
+    lines += [f"left out: {what}" for what in log.cut]
+    lines += [f"not read: {what}" for what in log.damaged[:SHOWN_REFUSALS]]
+    if (hidden := len(log.damaged) - SHOWN_REFUSALS) > 0:
+        lines.append(f"not read: {hidden:,} more")
     if missing := [f"--{name}" for name, value in start.items() if value is None]:
         lines.append(f"not compared with other runs: that needs {', '.join(missing)}, the same as for its bf16 run")
     print_text("\n".join(map(one_line, lines)))
+    if log.damaged:
+        return fail(f"a part of {path} is damaged and was not read; the losses above are imported")
     return 0
 
 

@@ -11,13 +11,15 @@ import csv
 import json
 import math
 import os
+import struct
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from binade.collector.errors import ConfigError, raising
+from binade.collector.imports.log import LARGEST_STEP
 from binade.collector.imports.run import run_of_import
 from binade.data.json_files import sealed
 from binade.data.runs import DONE, change_notes, is_unicode, parse_notes, read_notes
@@ -31,6 +33,7 @@ LOSSES = ("lm loss", "lm_loss", "train/lm loss", "loss", "train/loss", "reduced_
 BLANK = ("", "None")  # cells of rows without a loss
 EVENTS = "tfevents"  # in the name of each TensorBoard event file
 LONGEST_LINE = 1 << 20
+CUT = "it is longer than the file, so it may be cut"
 MOST_STEPS = 3_000_000  # loss.jsonl is read as a whole: see data.store.MOST_BYTES
 MOST_NAMED = 12  # columns in a message
 Rows = Iterator[tuple[str, Mapping[str, Any]]]  # the place, for messages, and the values by column
@@ -42,7 +45,9 @@ class LossLog:
 
     others    columns that might be meant as well
     repeated  the losses that another one of the same step replaces, as after a restart
-    cut       whether a last line without a line break was left out: its number may be cut
+    empty     the rows whose loss is empty
+    cut       what was left out because it is the end of the log and may be cut, in words
+    damaged   what could not be read, in words
     """
 
     step_column: str
@@ -50,7 +55,17 @@ class LossLog:
     losses: Mapping[int, float]
     others: tuple[str, ...]
     repeated: int
-    cut: bool
+    empty: int
+    cut: tuple[str, ...]
+    damaged: tuple[str, ...]
+
+
+@dataclass
+class _Unread:
+    """What a reader leaves out: see LossLog."""
+
+    cut: list[str] = field(default_factory=list)
+    damaged: list[str] = field(default_factory=list)
 
 
 def is_loss_log(source: Path) -> bool:
@@ -68,41 +83,60 @@ def read_log(source: Path, step_column: str | None = None, loss_column: str | No
     step_names: list[str] = []
     loss_names: list[str] = []
     step_name = loss_name = None
-    read, cut = 0, list[str]()
+    read, empty, unread = 0, 0, _Unread()
     if source.is_dir() or EVENTS in source.name:
-        rows, step_column = _events(source), step_column or "step"
+        rows, step_column = _events(source, unread), step_column or "step"
     else:
-        rows = ROWS[source.suffix](source, cut)
+        rows = ROWS[source.suffix](source, unread)
     for place, row in rows:
         if not row.keys() <= names.keys():
             names |= dict.fromkeys(row)
             loss_names = _columns(names, loss_column, LOSSES)
             if loss_names[:1] != [loss_name]:  # earlier rows have no loss in this column
-                loss_name, losses, read = next(iter(loss_names), None), {}, 0
+                loss_name, losses, read, empty = next(iter(loss_names), None), {}, 0, 0
             if not losses:
                 step_names = _columns(names, step_column, STEPS)
                 step_name = next(iter(step_names), None)
         loss = None if loss_name is None else row.get(loss_name)
-        if loss is None or (isinstance(loss, str) and loss.strip() in BLANK):  # of an evaluation, or another series
+        if _is_blank(loss):  # of an evaluation, or another series
+            empty += loss_name in row
             continue
         if step_name is None:
             break
-        step = _number(row.get(step_name), f"{place}: the step")
-        if not (step.is_integer() and 0 <= step < 1 << 53):
-            raise ConfigError(f"{place}: the step is {step:g}: expected a whole number from 0")
+        if _is_blank(row.get(step_name)):
+            raise ConfigError(f"{place}: there is a loss, but {step_name!r} has no step: expected a number")
+        step = _number(row[step_name], f"{place}: the step")
+        if not (step.is_integer() and 0 <= step <= LARGEST_STEP):
+            raise ConfigError(f"{place}: the step is {step:.17g}: expected a whole number from 0 to {LARGEST_STEP:,}")
         number = _number(loss, f"{place}: the loss")
         if math.isfinite(number) or int(step) not in losses:
             losses[int(step)] = number
         read += 1
         if len(losses) > MOST_STEPS:
             raise ConfigError(f"{source} has more than {MOST_STEPS:,} steps: keep every tenth, for example")
+    if not names:
+        raise ConfigError(f"{source} {_nothing(source, unread)}: expected a row for each step, with its loss")
     if step_name is None or loss_name is None:
         option, what = ("--step-column", "steps") if step_name is None else ("--loss-column", "losses")
         raise ConfigError(f"{source}: no column is known to have the {what}: give {option} NAME; it has {_list(names)}")
     if not losses:
         raise ConfigError(f"{source} has no losses in {loss_name!r}")
     others = (*step_names[1:], *loss_names[1:])
-    return LossLog(step_name, loss_name, losses, others, read - len(losses), bool(cut))
+    repeated, cut, damaged = read - len(losses), tuple(unread.cut), tuple(unread.damaged)
+    return LossLog(step_name, loss_name, losses, others, repeated, empty, cut, damaged)
+
+
+def _is_blank(value: Any) -> bool:
+    return value is None or (isinstance(value, str) and value.strip() in BLANK)
+
+
+def _nothing(source: Path, unread: _Unread) -> str:
+    """Why a log has no rows."""
+    if unread.damaged:
+        return f"cannot be read ({unread.damaged[0]})"
+    if not source.is_dir() and not source.stat().st_size:
+        return "is empty (0 bytes)"
+    return f"has no complete row ({unread.cut[0]})" if unread.cut else "has no rows"
 
 
 def _columns(names: Iterable[str], choice: str | None, known: tuple[str, ...]) -> list[str]:
@@ -128,9 +162,8 @@ def _number(value: Any, what: str) -> float:
         raise ConfigError(f"{what} is {str(value)[:40]!r}: expected a number") from None
 
 
-def _lines(source: Path, cut: list[str]) -> Iterator[str]:
-    """The lines of a text. cut: gets a last one without a line break, which may be incomplete while a training
-    writes."""
+def _lines(source: Path, unread: _Unread) -> Iterator[str]:
+    """The lines of a text, without a last one that has no line break: it may be incomplete while a training writes."""
     with (
         raising(ConfigError, f"{source} is not UTF-8", UnicodeDecodeError),
         open(source, encoding="utf-8-sig", newline="", opener=regular) as file,
@@ -141,24 +174,37 @@ def _lines(source: Path, cut: list[str]) -> Iterator[str]:
             if line.endswith(("\n", "\r")):
                 yield line
             else:
-                cut.append(line)
+                unread.cut.append("the last line has no line break, so it may be cut")
 
 
-def _csv(source: Path, cut: list[str]) -> Rows:
-    reader = csv.DictReader(_lines(source, cut))
-    with raising(ConfigError, f"{source} is not CSV", csv.Error):
-        header = reader.fieldnames or ()
-        if len(set(header)) < len(header):
-            raise ConfigError(f"{source} has a column name twice in its first line")
-        for row in reader:
-            place = f"{source}, line {reader.line_num}"
-            if None in row:
-                raise ConfigError(f"{place}: there are more values than columns; expected a comma between columns")
-            yield place, row
+def _csv(source: Path, unread: _Unread) -> Rows:
+    reader = csv.reader(_lines(source, unread), strict=True)
+    header: list[str] | None = None
+    while True:
+        place = f"{source}, line {reader.line_num + 1}"
+        try:
+            cells = next(reader, None)
+        except csv.Error as error:
+            raise ConfigError(f"{place} is not CSV ({error}): is a quote not closed?") from None
+        if cells is None:
+            return
+        if any("\n" in cell or "\r" in cell for cell in cells):  # which would swallow the rows in between
+            raise ConfigError(f"{place}: a value contains a line break, as if a quote is not closed: expected one line")
+        if header is None:
+            header = cells
+            if len(set(header)) < len(header):
+                raise ConfigError(f"{source} has a column name twice in its first line")
+        elif any(map(str.strip, cells)):
+            if len(cells) != len(header):
+                which = "more" if len(cells) > len(header) else "fewer"
+                raise ConfigError(
+                    f"{place}: there are {which} values than columns: expected {len(header)} with commas between them"
+                )
+            yield place, dict(zip(header, cells, strict=True))
 
 
-def _json_lines(source: Path, cut: list[str]) -> Rows:
-    for number, line in enumerate(_lines(source, cut), 1):
+def _json_lines(source: Path, unread: _Unread) -> Rows:
+    for number, line in enumerate(_lines(source, unread), 1):
         if line.isspace():
             continue
         place = f"{source}, line {number}"
@@ -171,29 +217,63 @@ def _json_lines(source: Path, cut: list[str]) -> Rows:
         yield place, row
 
 
-def _events(source: Path) -> Rows:
-    """The scalars of event files, up to the first damaged record of each, as TensorBoard shows them. Those of a
-    directory are one log: each start of a training adds a file, and their names sort by time."""
+def _events(source: Path, unread: _Unread) -> Rows:
+    """The scalars of event files. Those of a directory are one log: each start of a training adds a file, and their
+    names sort by time."""
     try:
         from google.protobuf.message import DecodeError
-        from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
+        from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.util.tensor_util import make_ndarray
     except ImportError:
         raise ConfigError(
             "reading event files needs the package tensorboard: pip install 'binade[tensorboard]'"
         ) from None
-    paths = sorted(path for path in source.iterdir() if EVENTS in path.name) if source.is_dir() else [source]
-    for path in paths:
-        open(path, "rb", opener=regular).close()
-        with raising(ConfigError, f"{path} is not an event file", DecodeError, MemoryError, OverflowError, ValueError):
-            for event in LegacyEventFileLoader(str(path)).Load():
-                for value in event.summary.value:
-                    number = value.simple_value if value.HasField("simple_value") else None
-                    if value.HasField("tensor") and not value.tensor.tensor_shape.dim:
-                        with suppress(TypeError, ValueError):  # it is a text
-                            number = float(make_ndarray(value.tensor))
-                    if number is not None:
-                        yield str(path), {"step": event.step, value.tag: number}
+    for path in sorted(path for path in source.iterdir() if EVENTS in path.name) if source.is_dir() else [source]:
+        step = None
+        for place, record in _records(path):
+            try:
+                if isinstance(record, str):
+                    raise ValueError(record)
+                event = Event.FromString(record)
+            except (DecodeError, ValueError) as error:
+                after = "" if step is None else f" after step {step}"
+                reason = "it is not an event" if isinstance(error, DecodeError) else str(error)
+                (unread.cut if reason == CUT else unread.damaged).append(f"{place}{after}: {reason}")
+                continue
+            step = event.step
+            for value in event.summary.value:
+                number = value.simple_value if value.HasField("simple_value") else None
+                if value.HasField("tensor") and not value.tensor.tensor_shape.dim:
+                    with suppress(TypeError, ValueError):  # it is a text
+                        number = float(make_ndarray(value.tensor))
+                if number is not None:
+                    yield place, {"step": event.step, value.tag: number}
+
+
+def _records(path: Path) -> Iterator[tuple[str, bytes | str]]:
+    """The place of each record of an event file, and its content, or why it cannot be read. A record is its length, 8
+    bytes; a checksum of the length, 4; the content; a checksum of the content, 4. (TensorBoard's own reader ends at
+    the first damaged record without a word.)"""
+    from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
+
+    with open(path, "rb", opener=regular) as file:
+        left, number = os.fstat(file.fileno()).st_size, 0
+        while left:
+            number += 1
+            place, header = f"{path}, record {number}", file.read(12)
+            if len(header) < 12:
+                yield place, CUT
+                return
+            length, checksum = struct.unpack("<QI", header)
+            if checksum != masked_crc32c(header[:8]):
+                yield place, f"the checksum of its length is wrong, so it and the {left - 12:,} bytes after it are lost"
+                return
+            left -= 16 + length
+            if left < 0:
+                yield place, CUT
+                return
+            content, (checksum,) = file.read(length), struct.unpack("<I", file.read(4))
+            yield place, content if checksum == masked_crc32c(content) else "its checksum is wrong"
 
 
 ROWS = {".csv": _csv, ".jsonl": _json_lines, ".ndjson": _json_lines}
@@ -224,7 +304,7 @@ def import_losses(
     with raising(ConfigError, "--name", ValueError):
         named = parse_notes(name or "")
     log = read_log(source, step_column, loss_column)
-    facts = {"recipe": recipe, **start, "step_column": log.step_column, "command": command}
+    facts = {"recipe": recipe, **start, "step_column": log.step_column, "command": command, "not_read": log.damaged}
     with run_of_import(root, {"source": str(source), "loss_column": log.loss_column, **facts}) as writer:
         finite = [log.losses[step] for step in sorted(log.losses) if math.isfinite(log.losses[step])]
         path = writer.directory / "loss.jsonl"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
+import random
+import re
 import signal
 import struct
 import sys
@@ -139,8 +141,16 @@ BAD = {
     "infinite step": ("step,loss\ninf,2\n", "line 2: the step is inf"),
     "decimal comma": ("step,loss\n1,2,5\n", "line 2: there are more values than columns"),
     "twice": ("step,loss,loss\n1,2,3\n", "a column name twice"),
-    "empty": ("", "it has none"),
-    "header": ("step,loss\n", "it has none"),
+    "empty": ("", "x.csv is empty (0 bytes): expected a row for each step"),
+    "header": ("step,loss\n", "x.csv has no rows"),
+    "one line cut": ("step,loss", "x.csv has no complete row (the last line has no line break"),
+    "short": ("step,loss,lr\n1,2,3\n2\n", "line 3: there are fewer values than columns: expected 3"),
+    "no loss in a row": ("step,lr,loss\n1,2,3\n2,3\n", "line 3: there are fewer values than columns"),
+    "step missing": ("step,loss\n1,2\n,3\n", "line 3: there is a loss, but 'step' has no step"),
+    "too large": ("step,loss\n9007199254740992,2\n", "expected a whole number from 0 to 9,007,199,254,740,991"),
+    "open quote": ('step,loss\n1,2\n2,"3\n3,4\n4,5\n', "line 3 is not CSV (unexpected end of data): is a quote not"),
+    "two open quotes": ('step,loss,note\n1,2,"a\n2,3,b\n3,4,c"\n4,5,d\n', "line 2: a value contains a line break"),
+    "open in the header": ('step,"loss\n1,2\n2,3\n', "line 1 is not CSV"),
     "losses missing": ("step,loss\n1,\n", "has no losses in 'loss'"),
     "quote": ('step,loss\n1,"' + "2" * 200_000 + '"\n', "is not CSV"),
     "long": ("step,loss\n1," + "2" * losses.LONGEST_LINE, "a line of more than 1,048,576 characters"),
@@ -151,6 +161,9 @@ BAD_JSON = {
     "nested": ("[" * 100_000 + "\n", "line 1 is not JSON"),
     "list": ('{"step": 1, "loss": [2]}\n', "line 1: the loss is '[2]'"),
     "digits": ('{"step": 1, "loss": ' + "9" * 400 + "}\n", "line 1: the loss is '999"),
+    "nothing": ("", "x.jsonl is empty (0 bytes)"),
+    "blank lines": ("\n\n", "x.jsonl has no rows"),
+    "no step here": ('{"step": 1, "loss": 2}\n{"loss": 3}\n', "line 2: there is a loss, but 'step' has no step"),
     "step of a bool": ('{"step": true, "loss": 2}\n', "line 1: the step is 'True'"),
     "loss of a bool": ('{"step": 1, "loss": true}\n', "line 1: the loss is 'True'"),
     "bytes": ('{"step": 1, "loss": 2, "x": "\udcff"}\n', "is not UTF-8"),
@@ -181,7 +194,7 @@ def test_a_bad_log_is_one_line_and_leaves_nothing(bring, capsys, tmp_path, suffi
 def test_a_last_line_that_is_cut_short_is_left_out(bring, capsys, tmp_path, name, text):
     (tmp_path / name).write_text(text)
     assert bring(name) == 0 and curve(tmp_path) == {1: 2.0}
-    assert "1 line was left out" in capsys.readouterr().out
+    assert "left out: the last line has no line break" in capsys.readouterr().out
 
 
 LOGS = {
@@ -193,7 +206,7 @@ LOGS = {
     ),
     "the mean first": ("x.jsonl", '{"step": 2, "train_loss": 2.5}\n{"step": 1, "loss": 3.0}\n', {1: 3}, "(loss), step"),
     "W&B": ("x.csv", "_step,loss,train/global_step\n0,3,10\n1,2,20\n", {10: 3, 20: 2}, "not read: _step;"),
-    "blank": ("x.csv", "Step,Loss\n1,3\n2, \n3,None\n", {1: 3}, "1 losses"),
+    "blank": ("x.csv", "Step,Loss\n1,3\n2, \n3,None\n", {1: 3}, "2 rows left out: Loss is empty"),
     "NaN later": ("x.csv", "step,loss\n1,3\n1,nan\n2,nan\n2,4\n", {1: 3, 2: 4}, "2 losses were left out"),
 }
 
@@ -220,6 +233,45 @@ def test_bad_event_files(bring, capsys, tmp_path, monkeypatch):
     assert bring("cut") == 2 and "pip install 'binade[tensorboard]'" in capsys.readouterr().err
 
 
+def test_no_loss_of_a_damaged_event_file_is_left_out_silently(bring, capsys, tmp_path):
+    """Bytes at random places: whatever is not read is said, with exit status 1, and what is read is right."""
+    write_events(tmp_path / "events", BF16)
+    (path,) = (tmp_path / "events").iterdir()
+    whole, chance = path.read_bytes(), random.Random(0)
+    assert bring("events") == 0
+    expected = curve(tmp_path)
+    for _ in range(25):
+        at = chance.randrange(len(whole))
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << chance.randrange(8)]) + whole[at + 1 :])
+        capsys.readouterr()
+        status = bring("events")
+        out, err = capsys.readouterr()
+        if status == 2:  # the first record
+            assert "record 1: the checksum of its length is wrong" in err
+            continue
+        found = curve(tmp_path)
+        lost = len(expected) - len(found)
+        assert status == 1 and "is damaged and was not read" in err and found.items() <= expected.items()
+        assert re.search(
+            r"not read: .*, record \d+( after step \d+)?: (its checksum|the checksum of its length) is", out
+        )
+        assert lost <= 1 or "bytes after it are lost" in out
+        assert run_of(tmp_path).config["not_read"]
+    path.write_bytes(whole)
+    assert bring("events") == 0 and curve(tmp_path) == expected and not run_of(tmp_path).config["not_read"]
+
+
+def test_a_damaged_file_among_several(bring, capsys, tmp_path):
+    write_events(tmp_path / "events", BF16[:30], STEPS[:30])
+    write_events(tmp_path / "events", BF16[30:], STEPS[30:])
+    first, _ = sorted((tmp_path / "events").iterdir())
+    content = bytearray(first.read_bytes())
+    content[len(content) // 2] ^= 1
+    first.write_bytes(content)
+    assert bring("events") == 1 and set(range(31, 51)) <= set(curve(tmp_path))
+    assert str(first) in capsys.readouterr().out
+
+
 def record(content: bytes, length: int | None = None) -> bytes:
     """A record of an event file; length: as its header gives it."""
     header = struct.pack("<Q", len(content) if length is None else length)
@@ -232,7 +284,7 @@ def test_a_record_that_claims_a_huge_length_is_refused(bring, capsys, tmp_path, 
     (tmp_path / "events.out.tfevents.1").write_bytes(record(b"x", length))
     assert bring("events.out.tfevents.1") == 2
     err = capsys.readouterr().err
-    assert "is not an event file" in err and err.count("\n") == 1
+    assert "record 1: it is longer than the file" in err and err.count("\n") == 1
 
 
 @pytest.mark.parametrize("sizes", [(20_000, 10_000), (100_000, 100_000), (1,)])
@@ -246,7 +298,7 @@ def test_a_tensor_that_is_not_a_scalar_is_not_expanded(bring, capsys, tmp_path, 
     assert bring("events.out.tfevents.1") == 2
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert peak < 1 << 28 and "it has none" in capsys.readouterr().err
+    assert peak < 1 << 28 and "has no rows" in capsys.readouterr().err
 
 
 def test_a_directory_with_tensors_and_events_is_imported_as_either(command, bring, capsys, tmp_path):
