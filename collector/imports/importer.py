@@ -172,12 +172,16 @@ def _read_statistics(job: Job, importer: Importer) -> Read:
         statistics = importer.statistics(Path(job.file.path))
     except (ValueError, OSError, MemoryError) as error:
         return Read(refused=[Refusal(name, describe(error))])
+    left_out = Counter(statistics.left_out)
+    left_out.update(("", f"impossible: {tensor.impossible}") for tensor in statistics.tensors if tensor.impossible)
     refused = [
         Refusal(name, f"{LEFT_OUT}{counted(count, 'tensor')}: {reason}", statistic or None)
-        for (statistic, reason), count in sorted(statistics.left_out.items())
+        for (statistic, reason), count in sorted(left_out.items())
     ]
     rows = []
     for number, tensor in enumerate(statistics.tensors):
+        if tensor.impossible:
+            continue
         identity = _identity(tensor.log)
         tensor_id = _tensor_id(job, number, identity, sorted(tensor.columns.items()))
         rows.append(LoggedRow(tensor_id, job.run_id, identity, _origin(tensor.log), tensor.columns))

@@ -24,6 +24,8 @@ NOT_FINITE = "A statistic in its log is NaN or infinite, so it has NaN or Inf; h
 LARGEST = (1 << 31) - 1
 LARGEST_STEP = (1 << 53) - 1  # steps may count tokens; JavaScript has no larger whole numbers
 LONGEST = 128
+ROUNDING = 2.0**-7  # one unit in the last place of bfloat16, relative
+SMALLEST_HALF = 2.0**-24  # of float16, in whose multiples small values are rounded
 _WORD = re.compile(rf"[A-Za-z0-9][A-Za-z0-9_.+-]{{0,{LONGEST - 1}}}")
 LINEAR = frozenset(WORDS.values())  # the modules that are linear layers by their usual names
 
@@ -72,10 +74,11 @@ class Log:
 @dataclass(frozen=True)
 class Logged:
     """What a tool logged of a tensor in place of its values. columns: those of the table `tensor` that mean exactly the
-    same; a statistic without such a column is left out."""
+    same; a statistic without such a column is left out. impossible: why no tensor has these statistics, or None."""
 
     log: Log
     columns: Mapping[str, Any]
+    impossible: str | None = None
 
 
 @dataclass(frozen=True)
@@ -147,7 +150,32 @@ def logged(log: Log, statistics: Mapping[str, float | None], **columns: Any) -> 
     if {"min", "max"} <= finite.keys():
         finite.setdefault("absmax", max(abs(finite["min"]), abs(finite["max"])))
     counts = {"nans": 0, "infs": 0} if "absmax" in finite else {}
-    return Logged(log, finite | counts | columns)
+    return Logged(log, finite | counts | columns, _impossible(known | columns))
+
+
+def _impossible(values: Mapping[str, Any]) -> str | None:
+    """Why no tensor has these statistics; None if one may. A minimum or maximum may be infinite. Tools round a mean or
+    an rms, by at most ROUNDING of the largest magnitude, and an infinite one may have overflowed."""
+    low, high = (values.get(name, math.nan) for name in ("min", "max"))
+    mean, rms = (values[name] if math.isfinite(values.get(name, math.nan)) else math.nan for name in ("mean", "rms"))
+    # NaN for what is not known, with which no comparison holds
+    largest = values.get("absmax", math.nan if math.isnan(low + high) else max(abs(low), abs(high)))
+    slack = ROUNDING * largest if math.isfinite(largest) else 0.0
+    if values.get("dtype") == "float16":
+        slack += SMALLEST_HALF
+    negative = (name for name in ("absmax", "absmin", "rms", "std", "mse") if values.get(name, 0) < 0)
+    shares = ((name, values[name]) for name in ("underflow_of_all", "flush_to_zero", "saturated") if name in values)
+    checks = (
+        *((True, f"its {name} is negative") for name in negative),
+        *((share < 0 or share > 1, f"its {name} is {100 * share:g} %") for name, share in shares),
+        (low > high, f"its minimum {low:g} is larger than its maximum {high:g}"),
+        (mean < low - slack or mean > high + slack, f"its mean {mean:g} is not between its minimum and maximum"),
+        (-low > largest + slack, f"its largest magnitude {largest:g} is smaller than that of its minimum {low:g}"),
+        (high > largest + slack, f"its largest magnitude {largest:g} is smaller than its maximum {high:g}"),
+        (rms > largest + slack, f"its rms {rms:g} is larger than its largest magnitude {largest:g}"),
+        (rms < abs(mean) - slack, f"its rms {rms:g} is smaller than its mean {mean:g}"),
+    )
+    return next((reason for failed, reason in checks if failed), None)
 
 
 def is_word(value: object) -> TypeGuard[str]:

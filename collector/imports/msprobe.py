@@ -135,9 +135,7 @@ def _statistics(path: Path, tensors: list[tuple[str, dict[str, Any]]]) -> Statis
     for name, tensor in tensors:
         dtype, shape = str(tensor.get("dtype")).rpartition(".")[2].lower(), tensor.get("shape")
         values = {name: _number(tensor.get(name)) for name in ("Min", "Max", "Mean", "Norm")}
-        least, largest, _, norm = values.values()
-        if (norm or 0) < 0 or (least is not None and largest is not None and least > largest):
-            raise ValueError("no tensor has such statistics")
+        norm = values["Norm"]
         log = read(path.with_name(DATA) / f"{name}.pt", None, None)
         if dtype not in BYTES:
             left_out["", f"not a floating tensor: {dtype[:40]}"] += 1

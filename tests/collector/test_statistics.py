@@ -15,6 +15,7 @@ import torch
 
 from binade.cli import main
 from binade.collector.imports import importer, workers
+from binade.collector.imports.log import Log, logged
 from binade.data.catalog import Catalog
 from binade.data.notes import notes
 from binade.data.runs import CRASHED, list_runs
@@ -188,6 +189,10 @@ def one_tensor(**changes: object) -> str:
     return json.dumps({"task": "statistics", "data": {"Torch.relu.0.forward": {"output": [known]}}})
 
 
+def te_lines(**statistics: float) -> str:
+    return "".join(te_line(f"{LAYERS[0]}_weight_{name}", value, 1) for name, value in statistics.items())
+
+
 BAD = {
     "text": ("te", "hello\n", "a line that is not a statistic of TransformerEngine: 'hello'"),
     "long": ("te", "x" * 9000, "a line that is not a statistic"),
@@ -201,8 +206,17 @@ BAD = {
     "size": ("ms", one_tensor(shape=[-1]), "no size of 1 or more"),
     "size of a bool": ("ms", one_tensor(shape=[True, 2]), "no size of 1 or more"),
     "digits": ("ms", one_tensor(Max=10**400), "damaged"),
-    "minimum above maximum": ("ms", one_tensor(Min=2), "damaged"),
-    "negative norm": ("ms", one_tensor(Norm=-1), "damaged"),
+    "minimum above maximum": ("ms", one_tensor(Min=2), "impossible: its minimum 2 is larger than its maximum 1"),
+    "negative norm": ("ms", one_tensor(Norm=-1), "impossible: its rms is negative"),
+    "mean above maximum": ("ms", one_tensor(Mean=1.5), "impossible: its mean 1.5 is not between"),
+    "norm too large": ("ms", one_tensor(Norm=2), "impossible: its rms 1.41421 is larger than its largest magnitude 1"),
+    "norm too small": ("ms", one_tensor(Norm=0.1), "impossible: its rms 0.0707107 is smaller than its mean 0.5"),
+    "minimum above maximum in TE": ("te", te_lines(min=5.0, max=1.0), "impossible: its minimum 5 is larger than"),
+    "negative absmax": ("te", te_lines(cur_amax=-3.0), "impossible: its absmax is negative"),
+    "absmax too small": ("te", te_lines(max=5.0, cur_amax=3.0), "impossible: its largest magnitude 3 is smaller than"),
+    "share": ("te", te_lines(**{"mxfp8_underflows%": 250.0}), "impossible: its underflow_of_all is 250 %"),
+    "negative share": ("te", te_lines(**{"mxfp8_underflows%": -1.0}), "impossible: its underflow_of_all is -1 %"),
+    "negative error": ("te", te_lines(mxfp8_mse=-1.0), "impossible: its mse is negative"),
 }  # fmt: skip
 
 
@@ -216,6 +230,29 @@ def test_a_damaged_log_is_refused_and_the_rest_goes_on(bring, tmp_path, tool, te
     assert bring() == 0 and len(rows(tmp_path)) == 1
     (found,) = refusals(tmp_path).values()
     assert reason in found and len(found) < 300 and found.isprintable()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_no_statistics_of_a_tensor_are_impossible(dtype):
+    """As torch computes them in the tensor's dtype, whatever its size, and with the four decimals of a log."""
+    generator = torch.Generator().manual_seed(0)
+    for exponent in range(-30, 16, 3):
+        for size in (1, 2, 7, 1000, 40_000):
+            spread = torch.randn(size, generator=generator, dtype=torch.float64)
+            for x in (spread, spread + 100, spread.abs(), torch.full_like(spread, 0.1), torch.zeros_like(spread)):
+                x = (x * 2.0**exponent).to(dtype)
+                values = {"min": x.min(), "max": x.max(), "mean": x.mean(), "rms": x.norm() / math.sqrt(size)}
+                values = {name: value.item() for name, value in values.items()}
+                assert logged(Log(), values, dtype=str(dtype).removeprefix("torch.")).impossible is None, values
+                del values["rms"]
+                assert logged(Log(), {name: round(value, 4) for name, value in values.items()}).impossible is None
+
+
+def test_possible_statistics_beside_impossible_ones_are_kept(bring, capsys, tmp_path):
+    more = [te_line(f"{LAYERS[1]}_weight_{name}", value, 1) for name, value in (("min", 5.0), ("max", 1.0))]
+    write_te(tmp_path / "logs", {(LAYERS[0], "weight", 1): tensor(0, dtype=torch.float32)}, more)
+    assert bring() == 0 and len(rows(tmp_path)) == 1
+    assert "left out of 1 tensor: impossible: its minimum 5 is larger than its maximum 1" in capsys.readouterr().out
 
 
 def test_a_line_that_is_cut_and_repeated_iterations_are_counted(bring, tmp_path):
@@ -238,9 +275,10 @@ def test_a_log_alone_that_is_damaged_fails(bring, capsys, tmp_path):
 def test_a_log_that_has_grown_is_read_again(bring, tmp_path):
     tensors = {(LAYERS[0], "weight", 1): tensor(0, dtype=torch.float32)}
     write_te(tmp_path / "logs", tensors)
-    assert bring() == 0 and bring() == 0 and len(rows(tmp_path)) == 1
+    assert bring() == 0 and bring() == 0 and len(before := rows(tmp_path)) == 1
     write_te(tmp_path / "logs", tensors | {(LAYERS[0], "weight", 2): tensor(1, dtype=torch.float32)})
     assert bring() == 0 and sorted(rows(tmp_path)["iteration"]) == [1, 2]
+    assert {*before["tensor_id"]} < {*rows(tmp_path)["tensor_id"]}  # what it had before keeps its id
     ((run,), _) = list_runs(tmp_path / "runs")
     assert run.status.tensors_without_raw == 2
 
