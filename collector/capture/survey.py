@@ -72,12 +72,12 @@ def survey(
     attention   whether the recipe quantizes attention: then what cannot be intercepted of it is refused
 
     Raises InstrumentError for a pattern that no module has, for an equation that is not one of a product, and for a
-    model that is instrumented already.
+    model that is instrumented already, or in which two modules have the same path.
     """
     ours = list(own.find(model))
     if ours and head:
         raise InstrumentError("the LM head of collector's own models stays in bf16: leave head=True out")
-    modules = dict(model.named_modules())
+    modules = modules_of(model)
     for option, patterns in (("exclude", exclude), ("cores", cores), ("products", products)):
         for pattern in patterns:
             if not any(fnmatchcase(name, pattern) for name in modules):
@@ -109,6 +109,18 @@ def survey(
         elif each.module not in left:
             layers.setdefault((each.module, each.part), each)
     return Found(distinct(list(layers.values())), left, refused, unseen, tuple(heads.values()), watched=not ours)
+
+
+def modules_of(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules of a model by path. Raises InstrumentError if two have the same one: names may contain dots."""
+    modules: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        if modules.setdefault(name, module) is not module:
+            raise InstrumentError(
+                f"two modules of {type(model).__name__} have the path {name!r}, since a name may contain dots: rename "
+                "one of them"
+            )
+    return modules
 
 
 def find(model: nn.Module, **options: Any) -> Found:

@@ -79,10 +79,11 @@ def _refusal(module: Any, is_linear: bool) -> str | None:
 
 
 def _ancestors(modules: dict[str, nn.Module], name: str) -> Iterator[nn.Module]:
-    """The modules that contain the one of that name, the innermost first."""
+    """The modules that contain the one of that name, the innermost first. A name may have dots of its own."""
     while name:
         name = name.rpartition(".")[0]
-        yield modules[name]
+        if name in modules:
+            yield modules[name]
 
 
 def layer_number(modules: dict[str, nn.Module], name: str) -> int | None:

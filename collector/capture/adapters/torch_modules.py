@@ -65,7 +65,7 @@ def find(model: nn.Module) -> Iterator[Layer | Refused]:
             inside = f"{name}." if name else "."
         elif isinstance(module, nn.Linear):
             found = linear_layer(name, module)
-            parent, _, last = name.rpartition(".")
+            parent, last = parent_of(modules, name)
             is_head = module in output
             if name and calls(modules[parent], last, "weight", NAMES):
                 owner = owners.setdefault(parent, OwnProducts(parent, modules[parent]))
@@ -134,6 +134,17 @@ def _own(modules: dict[str, nn.Module], shapes: Shapes, name: str, owner: OwnPro
             for expert in range(shape[0]):
                 attach, at = partial(owner.attach, own, expert), replace(where, expert=expert)
                 yield Layer(name, module, at, whole, attach, path, part=f"{own}.{expert}")
+
+
+def parent_of(modules: dict[str, nn.Module], name: str) -> tuple[str, str]:
+    """The path of the module that contains this one, and the name that it has there, which may have dots; ("", "") of
+    the model itself."""
+    parts = name.split(".")
+    for length in reversed(range(len(parts))):
+        parent, last = ".".join(parts[:length]), ".".join(parts[length:])
+        if parent in modules and getattr(modules[parent], "_modules", {}).get(last) is modules[name]:
+            return parent, last
+    return "", ""
 
 
 def is_router(modules: dict[str, nn.Module], shapes: Shapes, name: str, outputs: int) -> bool:
