@@ -2,6 +2,9 @@
 
 x · 2^k is rounded to the format's elements and divided by 2^k, for k = k0 - margin, where 2^k0 is the scale that
 delayed scaling with `scale=pow2` computes from the tensor's absmax. A loss scale of 2^k does the same to gradients.
+
+Everything is computed from all values. A sample of a heavy-tailed tensor misses the few values that hold most of its
+sum of squares, and then finds another best scale. Instead, values that every scale rounds alike are put together.
 """
 
 from __future__ import annotations
@@ -9,7 +12,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Self
 
+import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor
@@ -21,10 +26,12 @@ from binade.collector.recipes.recipe import MODULES, PARTS, About, Recipe
 from binade.data.catalog import SAME_IN_ITERATIONS, Catalog
 from binade.data.evidence import Estimate, Measure, holm, paired, spread_of
 from binade.data.filter import Filter
-from binade.quant.blocks import DENORMAL, SPECIAL, ZERO, code_tiers, look, sample
-from binade.quant.code_usage import usage
+from binade.quant.backends.counts import counted
+from binade.quant.blocks import DENORMAL, SPECIAL, ZERO, code_tiers
+from binade.quant.codes import decode_table
 from binade.quant.formats import FORMATS
 from binade.quant.metrics import score, sqnr_db
+from binade.quant.quantizer import quantize
 from binade.quant.specs import Spec, SpecError
 
 SCALED = tuple(name for name in FORMATS if "pow2" in FORMATS[name].scale_rules)
@@ -32,7 +39,7 @@ SCALED = tuple(name for name in FORMATS if "pow2" in FORMATS[name].scale_rules)
 MARGINS = range(-12, 13)
 BLOCKS = ("tensor", "row", "128x128", "1x128", "1x32")
 MOST_TENSORS = 16  # of an operand of a module
-MOST_VALUES = 1 << 15  # of a tensor
+CHUNK = 1 << 22  # float32 values that are put into cells at a time
 OPERAND = ["part", "module", "tensor_name"]
 SQNR = Measure("sqnr_db", "SQNR", "dB", low_is_bad=True, decimals=1, resolution=0.1)
 SHARE = Measure("share", "Share", "%", factor=100.0)
@@ -84,9 +91,98 @@ def delayed(fmt: str, history: int = 1, margin: int = 0) -> Spec:
     return Spec.of(fmt, scale="pow2", history=history, margin=margin)
 
 
+@dataclass(frozen=True, eq=False)
+class Cells:
+    """The finite values of a tensor, those together that every format in SCALED rounds alike at every scale 2^k.
+
+    A bfloat16 or float16 value is a cell. float32 values with the same upper 16 bits are two cells, those without
+    lower bits and the others: a format with up to 6 mantissa bits changes from one code to the next only at a value
+    without lower bits.
+
+    low             float64 [n]: the values of a cell without their lower bits
+    value           float64 [n]: one value of each
+    counts          int64 [n]
+    above, squares  float64 [n]: the sums of x - low and of its square
+    """
+
+    low: np.ndarray
+    value: np.ndarray
+    counts: np.ndarray
+    above: np.ndarray
+    squares: np.ndarray
+
+    @classmethod
+    def of(cls, x: Tensor) -> Self:
+        """The cells of a tensor of any shape. Values that are not finite are left out."""
+        if codes := counted(x):
+            low, counts = codes.values.astype(np.float64), codes.counts
+            cells = cls(low, low, counts, np.zeros(len(low)), np.zeros(len(low)))
+        else:
+            cells = cls._of_float32(x.detach().float().reshape(-1).numpy())
+        used = np.isfinite(cells.value) & (cells.counts > 0)
+        return cls(cells.low[used], cells.value[used], cells.counts[used], cells.above[used], cells.squares[used])
+
+    @classmethod
+    def _of_float32(cls, x: np.ndarray) -> Self:
+        sums = [np.zeros(1 << 17) for _ in range(3)]
+        for start in range(0, len(x), CHUNK):
+            part = x[start : start + CHUNK]
+            part = part[np.isfinite(part)]
+            bits = part.view(np.uint32)
+            cell = (bits >> 16 << 1 | ((bits & 0xFFFF) > 0)).astype(np.int64)
+            above = part.astype(np.float64) - (bits & np.uint32(0xFFFF0000)).view(np.float32)
+            for total, weights in zip(sums, (None, above, above * above), strict=True):
+                total += np.bincount(cell, weights, minlength=1 << 17)
+        counts, above, squares = sums
+        cell = np.arange(1 << 17, dtype=np.uint32)
+        codes = cell >> 1 << 16, (cell >> 1 << 16) | ((cell & 1) << 15)
+        with np.errstate(invalid="ignore"):  # signalling NaN, which no value has
+            low, value = (code.view(np.float32).astype(np.float64) for code in codes)
+        return cls(low, value, counts.astype(np.int64), above, squares)
+
+    @property
+    def signal(self) -> float:
+        """Σx²"""
+        return float(self.counts @ self.low**2 + 2 * self.low @ self.above + self.squares.sum())
+
+    def errors(self, fmt: str, k: int) -> dict[str, float]:
+        """The errors of x · 2^k in a format (ERRORS), which are those of x, the share of nonzero codes in each tier,
+        and k."""
+        spec = Spec.of(fmt, scale="none")
+        element = spec.format.element
+        codes = quantize(torch.from_numpy(np.ldexp(self.value, k).astype(np.float32)), spec).unpacked_codes().flatten()
+        q = np.ldexp(decode_table(element)[codes].double().numpy(), -k)
+        e = q - self.low
+        with np.errstate(over="ignore", invalid="ignore"):
+            noise = float(self.counts @ e**2 - 2 * e @ self.above + self.squares.sum())
+        nonzero = self.counts @ (self.value != 0)
+        shares = {
+            "flush_to_zero": self.counts @ ((self.value != 0) & (q == 0)) / nonzero if nonzero else math.nan,
+            "saturated": self.counts @ (np.abs(np.ldexp(self.value, k)) > element.max) / max(self.counts.sum(), 1),
+        }
+        names = np.array(code_tiers(element))[codes.numpy()]
+        used = {name: self.counts @ (names == name) for name in tiers(spec)}
+        shares |= {name: count / max(sum(used.values()), 1) for name, count in used.items()}
+        return {"sqnr_db": sqnr_db(self.signal, noise), "k": k} | {name: float(share) for name, share in shares.items()}
+
+
+def by_scale(cells: Cells, absmax: float, fmt: str) -> pd.DataFrame:
+    """The errors of a tensor at every scale 2^k from that of the largest to that of the smallest of MARGINS, and on to
+    k = 0: `Cells.errors`, by k, with margin. absmax: the largest magnitude; finite and not 0."""
+    usual = exponent(torch.tensor(absmax, dtype=torch.float32), fmt)
+    ends = 0, usual - MARGINS[-1], usual - MARGINS[0]
+    table = pd.DataFrame([cells.errors(fmt, k) for k in range(min(ends), max(ends) + 1)])
+    return table.assign(margin=usual - table["k"]).set_index("k", drop=False)
+
+
+def best_scale(table: pd.DataFrame) -> int:
+    """Of a table of `by_scale`, the k with the highest SQNR, and of equal ones the nearest to margin 0."""
+    return int(max(table.index, key=lambda k: (table["sqnr_db"][k], -abs(table["margin"][k]))))
+
+
 def sweep(catalog: Catalog, where: Filter | None = None, fmt: str = "hifp8") -> Sweep:
     """Sweep the scales of the operands of the filter. Of an operand of a module, at most MOST_TENSORS are read, those
-    of a tensor in successive iterations together, and of each at most MOST_VALUES values, as whole lines.
+    of a tensor in successive iterations together.
 
     Raises ConfigError for the format, AdviceError if no operand has values on disk.
     """
@@ -106,23 +202,21 @@ def sweep(catalog: Catalog, where: Filter | None = None, fmt: str = "hifp8") -> 
                 unfit, previous = unfit + 1, None
                 continue
             place = {name: row[name] for name in OPERAND} | {"tensor": index}
-            x, every = sample(catalog.load(row["tensor_id"]), int(row["contracted_axis"]), MOST_VALUES)
-            x = x.float()
-            dim = int(row["contracted_axis"]) if every == 1 else -1
-            absmax = torch.tensor(row["absmax"], dtype=torch.float32)
-            own = {margin: scaled_errors(x, fmt, exponent(absmax, fmt, margin)) for margin in MARGINS}
+            x = catalog.load(row["tensor_id"])
+            cells = Cells.of(x)
+            table = by_scale(cells, row["absmax"], fmt)
+            swept = table[table["margin"].isin(MARGINS)]
             trials += [
-                place | {"series": series, "iteration": row["iteration"], "margin": margin} | errors
-                for margin, errors in [(None, scaled_errors(x, fmt, 0)), *own.items()]
+                place | {"series": series, "iteration": row["iteration"]} | errors
+                for errors in (table.loc[0].to_dict() | {"margin": None}, *swept[::-1].to_dict("records"))
             ]
-            blocks += [place | each for each in _blocks(x, dim, absmax, fmt, whole=every == 1)]
-            best = max(MARGINS, key=lambda margin: (own[margin]["sqnr_db"], -abs(margin)))
-            k, most = int(own[best]["k"]), own[best]["sqnr_db"]
+            blocks += [place | errors for errors in _blocks(x, int(row["contracted_axis"]), fmt)]
+            best = best_scale(swept)
             if previous is not None:
-                stale = scaled_errors(x, fmt, previous)["sqnr_db"]
+                stale, most = cells.errors(fmt, previous)["sqnr_db"], swept["sqnr_db"][best]
                 lost = 0.0 if stale == most else max(most - stale, 0.0)
-                stability.append(place | {"moved": abs(k - previous), "lost": lost})
-            previous = k
+                stability.append(place | {"moved": abs(best - previous), "lost": lost})
+            previous = best
     if not trials:
         raise AdviceError("all operands that were read are 0 or not finite: choose another filter")
     moves = pd.DataFrame(stability, columns=[*OPERAND, "tensor", "moved", "lost"])
@@ -164,29 +258,15 @@ def exponent(absmax: Tensor, fmt: str, margin: int = 0) -> int:
     return int(torch.frexp(spec.scaling.of_largest(absmax, spec, absmax))[1]) - 1
 
 
-def scaled_errors(x: Tensor, fmt: str, k: int) -> dict[str, float]:
-    """The errors of x · 2^k (ERRORS), which are those of x, the share of nonzero codes in each tier, and k."""
-    spec, scaled = Spec.of(fmt, scale="none"), x * 2.0**k
-    errors, used = score(scaled, spec), usage(scaled, spec)
-    names = [code_tiers(spec.format.element)[code] for code in used.codes]
-    counts = pd.Series(used.code_counts, names).groupby(level=0).sum().reindex(tiers(spec), fill_value=0)
-    shares = {name: float(counts[name]) / max(counts.sum(), 1) for name in tiers(spec)}
-    return {name: getattr(errors, name) for name in ERRORS} | shares | {"k": k}
-
-
-def _blocks(x: Tensor, dim: int, absmax: Tensor, fmt: str, whole: bool) -> Iterator[dict[str, object]]:
-    """The SQNR with each block and scheme of the format. Tiles are tried on whole tensors only, as sampled lines are no
-    neighbors."""
+def _blocks(x: Tensor, dim: int, fmt: str) -> Iterator[dict[str, object]]:
+    """The SQNR with each block and scheme of the format."""
     for block in BLOCKS:
         for scale in Spec.of(fmt).format.scale_rules:
             try:
                 spec = Spec.of(fmt, scale=scale, block=block)
             except SpecError:  # scale=none has no blocks
                 continue
-            if whole or block in ("tensor", "row") or block.startswith("1x"):
-                given = absmax if block == "tensor" else None
-                sums = look(x, spec, dim, absmax=given).sums
-                yield {"block": block, "spec": str(spec), "sqnr_db": sqnr_db(sums.signal, sums.noise)}
+            yield {"block": block, "spec": str(spec), "sqnr_db": score(x.float(), spec, dim).sqnr_db}
 
 
 def best_margin(trials: pd.DataFrame) -> Best:

@@ -49,7 +49,6 @@ def _described(found: Sweep) -> str:
     from binade.collector.advice.scales import (
         BLOCKS,
         MARGINS,
-        MOST_VALUES,
         OPERAND,
         SQNR,
         best_blocks,
@@ -92,13 +91,13 @@ def _described(found: Sweep) -> str:
         blocks.append(operand | {block: by_block.get(block, "") for block in BLOCKS})
     left = f"; {found.unfit} are 0 or not finite" if found.unfit else ""
     tables = {
-        f"{found.trials['tensor'].nunique():,} of {found.of:,} tensors with values on disk were read, at most "
-        f"{MOST_VALUES:,} values of each{left}. Margins {MARGINS[0]} to {MARGINS[-1]}; alike: those that the tensors "
+        f"{found.trials['tensor'].nunique():,} of {found.of:,} tensors with values on disk were read, all values of "
+        f"each{left}. Margins {MARGINS[0]} to {MARGINS[-1]}; alike: those that the tensors "
         "cannot tell from the best. SQNR, shares and tiers are medians over tensors.": swept,
         "From one recorded iteration to the next: how often the best k moves by at most 1, and the SQNR lost with the "
         "previous k": stability,
         "Without history: SQNR (dB) with each block, along the axis that the first of its GEMMs contracts, and the "
-        "scheme with the highest; tiles only where tensors were read whole": blocks,
+        "scheme with the highest": blocks,
     }
     return "\n\n".join(
         f"{title}\n{pd.DataFrame(rows).to_string(index=False)}" for title, rows in tables.items() if rows

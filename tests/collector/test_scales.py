@@ -20,6 +20,7 @@ from binade.collector.models.site import Site
 from binade.collector.recipes.files import read_draft, to_toml
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
+from binade.quant.formats import FORMATS
 from tests.collector.cli.test_cli import one_line
 from tests.collector.small_model import build, step
 from tests.quant.libraries import LIBRARY, library_round
@@ -138,17 +139,44 @@ def test_blocks_have_the_errors_of_numpy(root, hifp8):
             assert set(own.index.get_level_values("block")) == set(scales.BLOCKS)
 
 
-def test_a_sample_is_of_whole_lines_with_the_absmax_of_all(root, hifp8, monkeypatch):
-    monkeypatch.setattr(scales, "MOST_VALUES", 1000)
-    with Catalog.open(root) as catalog:
-        few = sweep(catalog, WHERE)
-    assert few.trials["k"].tolist() == hifp8.trials["k"].tolist()
-    assert "128x128" not in set(few.blocks["block"])
+def test_one_tensor_of_an_operand_is_read_in_its_last_iterations(root, monkeypatch):
     monkeypatch.setattr(scales, "MOST_TENSORS", 3)
     with Catalog.open(root) as catalog:
         few = sweep(catalog, WHERE)
     chosen = few.trials.groupby(OPERAND)[["tensor", "series"]].nunique()
     assert (chosen["tensor"] == 3).all() and (chosen["series"] == 1).all()  # one tensor in three iterations
+
+
+def heavy_tailed(dtype: torch.dtype) -> torch.Tensor:
+    """Student-t values with two degrees of freedom, and one token with massive activations in two channels."""
+    x = np.random.default_rng(3).standard_t(2, (128, 256)) * 2.0**-12
+    x[7, [11, 200]] = -1450, 590
+    x[100] = 0
+    x[101, :4] = 2.0**-16, 3 * 2.0**-17, 2.0**-18, 0.9 * 2.0**-18  # ties, and the smallest codes at some of the scales
+    return torch.from_numpy(x).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("fmt", scales.SCALED)
+def test_a_sweep_is_that_of_all_values_where_a_sample_misses_the_largest(fmt, dtype):
+    x = heavy_tailed(dtype)
+    values = x.float().numpy().ravel()
+    table = scales.by_scale(scales.Cells.of(x), float(x.abs().max()), fmt)
+    assert set(table["margin"]) >= set(scales.MARGINS) and 0 in table.index
+    direct = {k: by_numpy(values, fmt, k) for k in table.index}
+    for k, errors in direct.items():
+        for name, value in errors.items():
+            assert table.loc[k, name] == pytest.approx(value, rel=1e-9, abs=1e-12), (k, name)
+    best = scales.best_scale(table)
+    assert direct[best]["sqnr_db"] == pytest.approx(max(errors["sqnr_db"] for errors in direct.values()))
+    part = x[::16].float().numpy().ravel()  # the lines of a sample
+    sampled = {k: by_numpy(part, fmt, k)["sqnr_db"] for k in table.index}
+    wrong = max(sampled, key=sampled.__getitem__)
+    assert direct[wrong]["sqnr_db"] < direct[best]["sqnr_db"] - 3
+
+
+def test_values_share_a_cell_only_where_every_format_rounds_them_alike():
+    assert all(FORMATS[fmt].element.mantissa_bits <= 6 for fmt in scales.SCALED)
 
 
 def test_the_recipe_has_the_margins_and_trains(tmp_path):

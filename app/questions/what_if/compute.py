@@ -203,7 +203,6 @@ class ScaleSweep:
     best     the k with the highest SQNR, and of equal ones the nearest to that of scale=pow2; low, high: the ends of
              the range around it that is within NEAR_DB
     gain     SQNR at the best k minus that at k = 0, dB
-    values   how many values it was computed from
     """
 
     fmt: str
@@ -213,27 +212,22 @@ class ScaleSweep:
     low: int
     high: int
     gain: float
-    values: int
 
 
-def sweep_scales(x: Tensor, dim: int, absmax: float, fmt: str, trials: Iterable[Trial]) -> ScaleSweep | None:
-    """Sweep the scales around the one that maps a tensor's absmax to the largest values of a format in SCALED. x is
-    finite and not 0; None if the sampled lines of it are."""
-    part, largest = sample(x, dim, scales.MOST_VALUES)[0].float(), torch.tensor(absmax, dtype=torch.float32)
-    if not part.any():
-        return None
-    ends = [0, *(scales.exponent(largest, fmt, margin) for margin in scales.MARGINS)]
-    rows = [scales.scaled_errors(part, fmt, k) for k in range(min(ends), max(ends) + 1)]
-    table = pd.DataFrame(rows)[["k", *ERRORS]]
+def sweep_scales(cells: scales.Cells, absmax: float, fmt: str, trials: Iterable[Trial]) -> ScaleSweep:
+    """Sweep the scales around the one that maps a tensor's absmax to the largest values of a format in SCALED. The
+    tensor is finite and not 0."""
+    table = scales.by_scale(cells, absmax, fmt)
     table["sqnr_db"] = table["sqnr_db"].clip(upper=MOST_DB)
-    sqnr, usual = dict(zip(table["k"], table["sqnr_db"], strict=True)), scales.exponent(largest, fmt)
-    best = max(sqnr, key=lambda k: (sqnr[k], -abs(k - usual)))
-    near = {k for k in sqnr if sqnr[k] >= sqnr[best] - NEAR_DB}
+    sqnr, best = table["sqnr_db"], scales.best_scale(table)
+    near = set(sqnr.index[sqnr >= sqnr[best] - NEAR_DB])
     low = next(k for k in itertools.count(best, -1) if k - 1 not in near)
     high = next(k for k in itertools.count(best) if k + 1 not in near)
+    largest = torch.tensor(absmax, dtype=torch.float32)
     present = {
         one.label: math.log2(float(one.spec.scaling.of_largest(largest, one.spec, largest)))
         for one in trials
         if one.spec.format.name == fmt and not (one.spec.has_blocks or one.spec.transforms or one.spec.history)
     }
-    return ScaleSweep(fmt, table, present, best, low, high, sqnr[best] - sqnr[0], part.numel())
+    trials_of = table[["k", *ERRORS]].reset_index(drop=True)
+    return ScaleSweep(fmt, trials_of, present, best, low, high, float(sqnr[best] - sqnr[0]))

@@ -227,11 +227,12 @@ def results(selected: SelectedTensor, made: Plan, tried: Tried) -> Drawn:
 
 def _by_scale(selected: SelectedTensor, trials: list[compute.Trial]) -> Iterator[Figure]:
     """Two figures for each format that can have a tensor scale alone."""
-    for fmt in dict.fromkeys(one.spec.format.name for one in trials):
-        place = selected.x, selected.dim, selected.row["absmax"]
-        if fmt not in scales.SCALED or not (swept := compute.sweep_scales(*place, fmt, trials)):
-            continue
-        how = "exact" if swept.values == selected.x.numel() else f"a sample of {swept.values:,} values"
+    formats = [fmt for fmt in dict.fromkeys(one.spec.format.name for one in trials) if fmt in scales.SCALED]
+    if not formats:
+        return
+    cells = scales.Cells.of(selected.x)
+    for fmt in formats:
+        swept = compute.sweep_scales(cells, selected.row["absmax"], fmt, trials)
         measure, at_best = style.MEASURES["sqnr_db"], swept.trials.set_index("k")["sqnr_db"][swept.best]
         best, low, high = (fixed(k, 0) for k in (swept.best, swept.low, swept.high))
         note = f"Best: k = {best}, SQNR {measure.quantity(at_best)}, "
@@ -240,7 +241,9 @@ def _by_scale(selected: SelectedTensor, trials: list[compute.Trial]) -> Iterator
         else:
             note += f"at most {measure.quantity(measure.resolution)} more than with k = 0."
         note += f" Within {compute.NEAR_DB:g} dB of it: k from {low} to {high}."
-        caption = f"{selected.source(how)}\n{note}\nAs binade scales computes it: x · 2ᵏ is rounded and divided by 2ᵏ."
+        caption = (
+            f"{selected.source('exact')}\n{note}\nAs binade scales computes it: x · 2ᵏ is rounded and divided by 2ᵏ."
+        )
         yield Figure(f"scales_{fmt}", charts.sqnr_by_scale(swept), swept.trials, caption, note, height=320)
         yield Figure(f"scale_shares_{fmt}", charts.shares_by_scale(swept), swept.trials, caption, height=240)
 
