@@ -98,6 +98,8 @@ CREATE TABLE tensor (
     flush_to_zero DOUBLE,               -- of the nonzero elements
     underflow_of_all DOUBLE,            -- the same, of all elements
     saturated     DOUBLE,               -- of all elements
+    flushed_error_share DOUBLE,         -- of the squared error: of the elements that become 0; null if there is no error
+    saturated_error_share DOUBLE,       -- the same, of those that saturate
     sketch_start  BIGINT,               -- rows sketch_start to sketch_stop - 1 of the sketches of its segment; null without a sketch
     sketch_stop   BIGINT,               -- see sketch_start; both exist only in the index
     -- an axis must be one that the shape has: pages rely on this
@@ -133,7 +135,9 @@ CREATE TABLE score (
     max_abs_error DOUBLE,
     flush_to_zero DOUBLE,
     underflow_of_all DOUBLE,
-    saturated     DOUBLE
+    saturated     DOUBLE,
+    flushed_error_share DOUBLE,
+    saturated_error_share DOUBLE
 );
 
 -- Histograms over the blocks of an operand in a format; quant.block_histograms defines the bins.

@@ -12,7 +12,7 @@ from binade.data.student import quantile
 from binade.data.tensor_kinds import TENSOR_KINDS, Product
 from binade.quant.specs import Spec, known_specs
 
-SHOWN_ERRORS = ("sqnr_db", "flush_to_zero", "saturated")
+SHOWN_ERRORS = ("sqnr_db", "flush_to_zero", "saturated", "flushed_error_share", "saturated_error_share")
 # The score along the axis of the tensor's own GEMM, not of another GEMM that also uses it.
 OWN_SCORE = "score.gemm IS NOT DISTINCT FROM tensor.gemm"
 MICRO_BATCH = ("run_id", "iteration", "micro_batch", "dp_rank")

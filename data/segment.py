@@ -218,6 +218,8 @@ ERROR_COLUMNS = (  # the fields of quant.metrics.Errors
     "flush_to_zero",
     "underflow_of_all",
     "saturated",
+    "flushed_error_share",
+    "saturated_error_share",
 )
 
 # Columns of a Shard and of an Origin: name, type, field.
@@ -251,6 +253,7 @@ ADDED_LATER = frozenset(
     (
         *(name for name, *_ in (*_SHARD, *_ORIGIN, *_SCORE, *_ROUNDED_WITH)),
         *("recomputed", "result_sqnr_db", "sha256", "tokens_left_out"),
+        *("flushed_error_share", "saturated_error_share"),
     )
 )
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from binade.quant import sketch
 from binade.quant.backends import Backend, cpu, resolve_backend
 from binade.quant.backends.counts import Counted
+from binade.quant.backends.score_numbers import ScoreNumber
 from binade.quant.block_histograms import Histogram, block_histograms_later, histograms
 from binade.quant.blocks import GROUP, look
 from binade.quant.code_usage import usage
@@ -54,6 +55,12 @@ METRICS = {
     "saturated": Metric(
         "Saturated", "share of the elements with |x/scale| above the format's largest finite value", "%", percent=True
     ),
+    "flushed_error_share": Metric(
+        "Error of flushed values", "Σ(q−x)² over the values that become 0 / Σ(q−x)² over all", "%", percent=True
+    ),
+    "saturated_error_share": Metric(
+        "Error of saturated values", "Σ(q−x)² over the values that saturate / Σ(q−x)² over all", "%", percent=True
+    ),
     "relative_squared_error": Metric(
         "Relative squared error", "‖q−x‖² / ‖x‖², where x is the bf16 gradient of the same iteration and data"
     ),
@@ -85,8 +92,12 @@ class Errors:
     """Error of q against x, over the finite elements of x. Sums in float64.
 
     sqnr_db is +inf if q equals x everywhere, -inf if a finite x became infinite, and NaN if x is all zero (as are
-    relative_error, cosine and projection); flush_to_zero is NaN where x has no nonzero element. saturated is NaN
-    without a format.
+    relative_error, cosine and projection); flush_to_zero is NaN where x has no nonzero element. saturated and
+    saturated_error_share are NaN without a format.
+
+    flushed_error_share and saturated_error_share are shares of Σ(q-x)², NaN where that is 0. The rest, up to 1, is
+    rounding within the format's grid. A value that is beyond the largest and becomes 0, because its scale does, is
+    flushed.
     """
 
     sqnr_db: float
@@ -98,6 +109,8 @@ class Errors:
     flush_to_zero: float
     underflow_of_all: float
     saturated: float
+    flushed_error_share: float
+    saturated_error_share: float
 
 
 def sqnr_db(signal: float, noise: float) -> float:
@@ -114,22 +127,25 @@ def sqnr_db(signal: float, noise: float) -> float:
 
 def errors(x: Tensor, q: Tensor) -> Errors:
     """The error of q against x: floating tensors of one shape. Raises ValueError for different shapes."""
-    return _from_sums(_error_sums(x, q).tolist(), x.numel(), math.nan)
+    found = _measured(_error_sums(x, q).numpy(force=True), x.numel())
+    return replace(found, saturated=math.nan, saturated_error_share=math.nan)
 
 
-def _error_sums(x: Tensor, q: Tensor) -> Tensor:
-    """float64 [8] on x's device: sums of x², q², xq and (q-x)², the largest |q-x|, and how many elements of x are
-    finite, not zero, and not zero but zero in q. It does not wait for a GPU. Raises ValueError for different shapes."""
+def _error_sums(x: Tensor, q: Tensor, over: Tensor | None = None) -> Tensor:
+    """The numbers of ScoreNumber, float64 on x's device. over: which elements saturate, bool of x's shape; none by
+    default. It does not wait for a GPU. Raises ValueError for different shapes."""
     if x.shape != q.shape:
         raise ValueError(f"x has shape {tuple(x.shape)}, its quantized version {tuple(q.shape)}: they must be equal")
     x, q = x.detach(), q.detach()
-    if (found := cpu.measure(x, q)) is not None:
-        return torch.from_numpy(found[:8])
-    if _has_triton(x) and _has_triton(q):
-        return _triton_score(x, q)[0][:8]
+    if over is None:
+        if (found := cpu.measure(x, q)) is not None:
+            return torch.from_numpy(found)
+        if _has_triton(x) and _has_triton(q):
+            return _triton_score(x, q)[0]
+        over = torch.zeros((), dtype=torch.bool, device=x.device).expand(x.shape)
     chunk = CHUNK if x.device.type == "cpu" else DEVICE_CHUNK
-    total = torch.zeros(8, dtype=torch.float64, device=x.device)
-    for a, b in zip(*(torch.split(t.reshape(-1), chunk) for t in (x, q)), strict=True):
+    total = torch.zeros(len(ScoreNumber), dtype=torch.float64, device=x.device)
+    for a, b, clipped in zip(*(torch.split(t.reshape(-1), chunk) for t in (x, q, over)), strict=True):
         if not a.numel():
             continue
         a, b = a.double(), b.double()
@@ -137,10 +153,13 @@ def _error_sums(x: Tensor, q: Tensor) -> Tensor:
         if x.device.type != "cpu" or not bool(ok.all()):
             a, b = torch.where(ok, a, 0.0), torch.where(ok, b, 0.0)
         e = b - a
-        nonzero = a != 0
+        nonzero, clipped = a != 0, clipped & ok
+        flushed, cut = nonzero & (b == 0), torch.where(clipped & (b != 0), e, 0.0)
         total[4] = torch.maximum(total[4], e.abs().amax())
         total[:4] += torch.stack((a @ a, b @ b, a @ b, e @ e))
-        total[5:] += torch.stack((ok.sum(), nonzero.sum(), (nonzero & (b == 0)).sum()))
+        total[5:9] += torch.stack((ok.sum(), nonzero.sum(), flushed.sum(), clipped.sum()))
+        lost = torch.where(flushed, a, 0.0)
+        total[9:] += torch.stack((lost @ lost, cut @ cut))
     return total
 
 
@@ -156,12 +175,8 @@ def _triton_score(*arguments: Any, **options: Any) -> tuple[Tensor, Tensor | Non
 
 
 def _measured(found: np.ndarray, numel: int) -> Errors:
-    """Errors from the nine numbers of a kernel."""
-    return _from_sums(found[:8].tolist(), numel, float(found[8]) / numel)
-
-
-def _from_sums(sums: list[float], numel: int, saturated: float) -> Errors:
-    xx, qq, xq, ee, largest, finite, nonzero, flushed = sums
+    """Errors from the numbers of ScoreNumber, of a tensor of so many elements."""
+    xx, qq, xq, ee, largest, finite, nonzero, flushed, saturated, lost, cut = found[: len(ScoreNumber)].tolist()
     return Errors(
         sqnr_db=sqnr_db(xx, ee),
         mse=ee / finite if finite else math.nan,
@@ -171,8 +186,17 @@ def _from_sums(sums: list[float], numel: int, saturated: float) -> Errors:
         max_abs_error=(math.nan if ee != ee else largest) if finite else math.nan,
         flush_to_zero=flushed / nonzero if nonzero else math.nan,
         underflow_of_all=flushed / numel if numel else math.nan,
-        saturated=saturated,
+        saturated=saturated / numel if numel else math.nan,
+        flushed_error_share=share_of(lost, ee),
+        saturated_error_share=share_of(cut, ee),
     )
+
+
+def share_of(part: float, noise: float) -> float:
+    """The share of a part in a sum of squares; NaN if that is 0 or NaN. An infinite part is all of it."""
+    if not noise > 0:
+        return math.nan
+    return 1.0 if part == math.inf else part / noise
 
 
 def sqnr_later(x: Tensor, q: Tensor) -> Later[float]:
@@ -268,31 +292,31 @@ def compare(
     )
 
 
-def _saturated(x: Tensor, spec: Spec, scales: Tensor | None, dim: int, absmax: Tensor | None = None) -> Tensor:
-    """How many elements saturate, |x/scale| > largest finite, on x's device; those that round to the largest code
-    are not among them.
+def _saturated(x: Tensor, spec: Spec, scales: Tensor | None, dim: int, absmax: Tensor | None = None) -> Tensor | None:
+    """Which elements saturate, |x/scale| > largest finite: bool of x's shape, None if none can. Those that round to the
+    largest code do not.
 
     Exact: the scale is the format's own, without float32's rounding of a quotient, so a tensor that is scaled by its
     absmax has none. A block whose scale underflows to 0 is flushed, not saturated. NaN and Inf do not count. scales:
     as `quantizer.apply` returns them.
     """
     if not spec.scaling.saturates and not spec.history:
-        return torch.zeros((), device=x.device)
+        return None
     absmax = outer_absmax(x, spec, dim) if absmax is None else absmax
     if spec.scaling.per_element:
-        return look(x, spec, dim).clipped.sum()
+        return from_blocks(look(x, spec, dim).clipped, x, dim, spec.block)
     left, right = spec.scaling.saturation(spec, absmax)
     magnitude = x.detach().abs()
     magnitude = torch.where(magnitude.isfinite(), magnitude, torch.zeros_like(magnitude))
     run = spec.run(x.shape[dim] if x.dim() else 1)
     if run is None:
-        return (magnitude.float() > right / left).sum()  # a bfloat16 tensor would round the limit to bfloat16
+        return magnitude.float() > right / left  # a bfloat16 tensor would round the limit to bfloat16
     assert scales is not None, "the scales of a block format are missing"
     line = Block(1, run)
     right = per_group(right, x, dim, line) if isinstance(right, Tensor) and right.dim() else right
     scales = scales.transpose(1, 2).reshape(-1, 1).double()  # [groups, 1], in to_blocks' order
     over = to_blocks(magnitude, dim, line).double() * left > scales * right
-    return (over & (scales > 0)).sum()
+    return from_blocks(over & (scales > 0), x, dim, line)
 
 
 def score(
@@ -364,15 +388,17 @@ def _score_counted(codes: Counted, spec: Spec) -> Errors:
     q = apply(values, spec)[0].double().numpy()[finite]
     numel = int(codes.counts.sum())
     left, right = spec.scaling.saturation(spec, outer_absmax(values, spec, -1))
-    over = counts[np.abs(x) * left > float(right)].sum()
+    over = np.abs(x) * left > float(right)
     if not len(x):
-        return _from_sums([0.0] * 8, numel, 0.0)
+        return _measured(np.zeros(len(ScoreNumber)), numel)
     with np.errstate(invalid="ignore", over="ignore"):
         e = q - x
-        sums = [float(counts @ product) for product in (x * x, q * q, x * q, e * e)]
+        squares = counts * e * e
+        sums = [counts @ (x * x), counts @ (q * q), counts @ (x * q), squares.sum(), np.abs(e).max()]
     nonzero = x != 0
-    shares = [int(counts[which].sum()) for which in (slice(None), nonzero, nonzero & (q == 0))]
-    return _from_sums([*sums, float(np.abs(e).max()), *shares], numel, int(over) / numel)
+    flushed = nonzero & (q == 0)
+    held = [counts.sum(), counts[nonzero].sum(), counts[flushed].sum(), counts[over].sum()]
+    return _measured(np.array([*sums, *held, squares[flushed].sum(), squares[over & (q != 0)].sum()]), numel)
 
 
 def errors_later(
@@ -387,23 +413,23 @@ def errors_later(
         return Later.known(_measured(found, x.numel()))
     if _has_triton(x):
         return _errors(_triton_score(x, q, spec, dim, scales, absmax)[0], x.numel())
-    over = _saturated(x, spec, scales, dim, absmax)
-    return _errors(torch.cat((_error_sums(x, q), over.double().reshape(1))), x.numel())
+    return _errors(_error_sums(x, q, _saturated(x, spec, scales, dim, absmax)), x.numel())
 
 
 def of_original(coded: Later[Errors], x: Tensor, q: Tensor) -> Later[Errors]:
     """The error of q, float32, against x, with the flushed and saturated shares of the coded values: those of a
     centered spec. No GEMM rounds q to x's dtype: it multiplies the mean separately."""
-    numel, shares = x.numel(), ("flush_to_zero", "underflow_of_all", "saturated")
+    numel = x.numel()
+    shares = "flush_to_zero", "underflow_of_all", "saturated", "flushed_error_share", "saturated_error_share"
 
     def merged(sums: np.ndarray, of_coded: Errors) -> Errors:
-        return replace(_from_sums(sums.tolist(), numel, 0.0), **{name: getattr(of_coded, name) for name in shares})
+        return replace(_measured(sums, numel), **{name: getattr(of_coded, name) for name in shares})
 
     return Later(merged, Part(_error_sums(x.float(), q)), coded)
 
 
 def _errors(numbers: Tensor, numel: int) -> Later[Errors]:
-    """Of the nine numbers on a device."""
+    """Of the numbers of ScoreNumber on a device."""
     return Later(lambda found: _measured(found, numel), Part(numbers))
 
 
@@ -415,7 +441,7 @@ def score_blocks_later(
     x = x.detach()
     found = cpu.score(x, spec, dim, blocks=True) if q is None else cpu.measure(x, q, spec, dim, scales, blocks=True)
     if found is not None:
-        return Later.known(_measured(found, x.numel())), Later.known(histograms(found[9:]))
+        return Later.known(_measured(found, x.numel())), Later.known(histograms(found[len(ScoreNumber) :]))
     triton = _has_triton(x)
     if q is None and not (triton and has_kernel(spec)):
         q, scales = apply(x, spec, dim, want_scales=True, absmax=absmax)
@@ -441,10 +467,10 @@ def score_of_rows_later(
         x, spec = transform(x, spec, dim, 0), untransformed(spec)
     looked = look(x, spec, dim, absmax=absmax)
     block = GROUP if not spec.has_blocks else spec.block
-    clipped = from_blocks(looked.clipped.to(x.dtype), x, dim, block)
+    clipped = from_blocks(looked.clipped, x, dim, block)
     found = (t.detach().flatten(0, -2).index_select(0, rows) for t in (x, looked.result if q is None else q, clipped))
     own, rounded, over = found
-    return _errors(torch.cat((_error_sums(own, rounded), over.double().sum().reshape(1))), own.numel())
+    return _errors(_error_sums(own, rounded, over), own.numel())
 
 
 def scores_later(

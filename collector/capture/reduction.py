@@ -334,6 +334,8 @@ def _errors(parts: Sequence[TensorRow], errors: Sequence[Errors | None]) -> Erro
             flush_to_zero=float(_weighted(of["flush_to_zero"], finite - zeros) / (finite - zeros).sum()),
             underflow_of_all=float(_weighted(of["underflow_of_all"], numel) / numel.sum()),
             saturated=float(_weighted(of["saturated"], numel) / numel.sum()),
+            flushed_error_share=float(_weighted(of["flushed_error_share"], of["mse"] * finite) / np.float64(noise)),
+            saturated_error_share=float(_weighted(of["saturated_error_share"], of["mse"] * finite) / np.float64(noise)),
         )
 
 

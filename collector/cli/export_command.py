@@ -15,7 +15,8 @@ TARGETS = ("tensorboard", "wandb", "csv", "parquet", "tables")
 METRICS = (
     "What to write: loss, histogram; of each tensor: min, max, mean, std, rms, absmax, absmin, skewness, kurtosis, "
     "zeros, nans, infs; of GEMM results: result_sqnr_db; of each tensor in each scored format: sqnr_db, mse, "
-    "relative_error, cosine, projection, max_abs_error, flush_to_zero, underflow_of_all, saturated, sqnr_vs_normal"
+    "relative_error, cosine, projection, max_abs_error, flush_to_zero, underflow_of_all, saturated, "
+    "flushed_error_share, saturated_error_share, sqnr_vs_normal"
 )
 DEFAULT = "loss, histogram, absmax, kurtosis, sqnr_db, flush_to_zero, saturated, result_sqnr_db"
 

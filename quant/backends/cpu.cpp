@@ -660,7 +660,7 @@ struct Sums {
     const double left;
     float a[TILE], b[TILE], g[TILE], limit[TILE];
     int64_t filled = 0;
-    double total[9] = {};
+    double total[11] = {};
 
     // The largest float x for which x · left is not beyond `most`.
     float limit_of(double most) const {
@@ -728,14 +728,17 @@ struct Sums {
             flushed += (a[i] != 0) & (b[i] == 0);
             saturated += to_float(magnitude_of(a[i])) > limit[i];
         }
-        double xx = 0, qq = 0, xq = 0, ee = 0, peak = 0;
-#pragma omp simd reduction(+ : xx, qq, xq, ee) reduction(max : peak)
+        double xx = 0, qq = 0, xq = 0, ee = 0, peak = 0, lost = 0, cut = 0;
+#pragma omp simd reduction(+ : xx, qq, xq, ee, lost, cut) reduction(max : peak)
         for (int32_t i = 0; i < n; i++) {
-            const double x = a[i], q = b[i], e = q - x, size = std::fabs(e);
+            const double x = a[i], q = b[i], e = q - x, size = std::fabs(e), square = e * e;
+            const bool zero = q == 0, clipped = to_float(magnitude_of(a[i])) > limit[i];
             xx += x * x;
             qq += q * q;
             xq += x * q;
-            ee += e * e;
+            ee += square;
+            lost += zero ? square : 0;  // 0 where x is 0
+            cut += clipped & !zero ? square : 0;
             peak = size > peak ? size : peak;
         }
         total[0] += xx;
@@ -747,6 +750,8 @@ struct Sums {
         total[6] += nonzero;
         total[7] += flushed;
         total[8] += saturated;
+        total[9] += lost;
+        total[10] += cut;
     }
 };
 
@@ -928,15 +933,14 @@ extern "C" void run_errors(const Format* format, const Factors* given, int64_t t
     sum(Errors{*format, given, tried, runs, squared != 0, out}, x, {axis, inner, block}, first, last);
 }
 
-// The error of y against x over the same work items: sums of x², q², xq and e², the largest |e|, and how many are finite,
-// not zero, flushed to zero, saturated. A value saturates where |x| · left > scale · right; scales are null without blocks.
+// The error of y against x over the same work items: those of ScoreNumber. A value saturates where |x| · left > scale · right; scales are null without blocks.
 // With bins, the counts of the blocks' measures follow in `out`. With a gradient it gets only the sums of g · e and its square.
 extern "C" void measure(const VALUE* x, const VALUE* y, const VALUE* gradient, const float* scales, int64_t axis,
                         int64_t inner, int64_t block, double left, double right, const Bins* bins, int64_t first,
                         int64_t last, double* out) {
     const Grid grid{axis, inner, block};
     Sums sums{x, gradient, left};
-    Histograms blocks{bins, out + 9};
+    Histograms blocks{bins, out + 11};
     if (!scales)
         sums.add(x + first, y + first, last - first, right);
     else if (inner == 1) {
@@ -959,7 +963,7 @@ extern "C" void score(const Format* format, const Factors* given, const VALUE* x
     constexpr int64_t VALUES = 4096;
     const Grid grid{axis, inner, block};
     Sums sums{x, gradient, left};
-    Histograms blocks{bins, out + 9};
+    Histograms blocks{bins, out + 11};
     std::vector<VALUE> kept;
     Quantizer q(*format, given, x, nullptr, scales, grid, absmax, step, seed, true);
     if (!scales) {

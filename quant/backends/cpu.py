@@ -23,6 +23,7 @@ from torch import Tensor
 from binade.quant import reference
 from binade.quant.backends import native
 from binade.quant.backends.runs import Runs
+from binade.quant.backends.score_numbers import ScoreNumber
 from binade.quant.block_histograms import BLOCK_MEASURES, COUNTS
 from binade.quant.elements import Element, Overflow, Rounding
 from binade.quant.reference import outer_absmax
@@ -338,9 +339,8 @@ def measure(
     blocks: bool = False,
     gradient: Tensor | None = None,
 ) -> np.ndarray | None:
-    """The error of y against x in one pass: sums of x², y², xy and (y-x)² in float64, the largest |y-x|, and how many
-    elements of x are finite, nonzero, flushed to zero in y, and saturated. Returns None if no kernel supports this spec
-    and these tensors, a build is not worth it, or saturation depends on more than a block's scale.
+    """The error of y against x in one pass: float64, the numbers of ScoreNumber. Returns None if no kernel supports
+    this spec and these tensors, a build is not worth it, or saturation depends on more than a block's scale.
 
     x, y and gradient of one shape; scales as `quantize_dequantize` returns them. Without a spec nothing saturates.
 
@@ -399,10 +399,10 @@ def _limits(spec: Spec, absmax: Tensor) -> tuple[float, float]:
 
 
 def _added_up(layout: Layout, blocks: bool, part: Callable[[int | None, int, int, int], None]) -> np.ndarray:
-    """Nine sums over all items, and the counts of blocks; part(bins, first, last, address) writes those of items
-    [first, last)."""
+    """The numbers of ScoreNumber over all items, and the counts of blocks; part(bins, first, last, address) writes
+    those of items [first, last)."""
     bins = _bins() if blocks else None
-    size = 9 + (sum(COUNTS) if blocks else 0)
+    size = len(ScoreNumber) + (sum(COUNTS) if blocks else 0)
     found: dict[int, np.ndarray] = {}
 
     def of_part(first: int, last: int) -> None:
@@ -412,7 +412,7 @@ def _added_up(layout: Layout, blocks: bool, part: Callable[[int | None, int, int
     native.share_out(layout.items, layout.per_item, of_part)
     parts = np.stack([found[first] for first in sorted(found)])  # added up in a fixed order, regardless of the threads
     total: np.ndarray = parts.sum(0)
-    total[4] = parts[:, 4].max()
+    total[ScoreNumber.LARGEST] = parts[:, ScoreNumber.LARGEST].max()
     return total
 
 

@@ -13,12 +13,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from binade.quant.backends.score_numbers import ScoreNumber
 from binade.quant.backends.triton_arithmetic import FLOAT32_MAX, IN_NUMPY, INTERPRETED, tl, to_bfloat16, triton, widen
 from binade.quant.block_histograms import BLOCK_MEASURES, COUNTS
 
 ROUNDED = tl.constexpr(-2)  # a rule of the kernel: y is given
 SUMS, BLOCKS, RUNS = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)  # what a score consists of
-NUMBERS = 9  # Σx², Σy², Σxy, Σ(y-x)², largest |y-x|; how many are finite, not zero, flushed to zero, saturated
+NUMBERS = len(ScoreNumber)
 REPLICAS = 2 if INTERPRETED else 32
 BINS = 1 << 10  # of a replica
 COUNTER = 16  # numbers before the replicas, of which the first counts the programs that have ended
@@ -26,6 +27,10 @@ WORK = COUNTER + 32 * BINS  # int64 numbers of a workspace
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 MEASURES = tuple((one.bins[0], one.bins[1], one.width) for one in BLOCK_MEASURES.values())
 assert sum(COUNTS) <= BINS
+
+# Of the counts of a tile, see add_score. A tile of the interpreter is larger.
+COUNT = tl.constexpr(tl.int64 if INTERPRETED else tl.int32)
+HALF, LOWER = (tl.constexpr(each) for each in ((32, (1 << 32) - 1) if INTERPRETED else (16, (1 << 16) - 1)))
 
 _NUMBERS, _REPLICAS, _BINS, _COUNTER = (tl.constexpr(each) for each in (NUMBERS, REPLICAS, BINS, COUNTER))
 _SCALE, _SQNR, _CREST = (tl.constexpr(measure) for measure in MEASURES)
@@ -82,19 +87,26 @@ def add_score(
     b = tl.where(ok, y, 0.0).to(tl.float64)
     e = b - a
     signal, noise = tl.sum(a * a, AXIS), tl.sum(e * e, AXIS)
-    nonzero = ok & (x != 0.0)
-    finite = tl.sum(ok.to(tl.int32), AXIS)
-    largest = tl.max(tl.max(tl.abs(e).to(tl.int64, bitcast=True), AXIS), 0)  # bits: NaN is the largest
+    nonzero, zero, over = ok & (x != 0.0), y == 0.0, ok & over
+    # Two counts to a number: a tile has fewer values than either half can count.
+    pairs = tl.sum(ok.to(COUNT) + (over.to(COUNT) << HALF), AXIS)
+    others = tl.sum(nonzero.to(COUNT) + ((nonzero & zero).to(COUNT) << HALF))
+    finite = (pairs & LOWER).to(tl.int32)
+    both = tl.sum(pairs, 0)
+    largest = tl.max(tl.abs(e).to(tl.int64, bitcast=True))  # bits: NaN is the largest
     sums = partial_ptr + program
     tl.store(sums, tl.sum(signal, 0))
-    tl.store(sums + programs, tl.sum(tl.sum(b * b, AXIS), 0))
-    tl.store(sums + 2 * programs, tl.sum(tl.sum(a * b, AXIS), 0))
+    tl.store(sums + programs, tl.sum(b * b))
+    tl.store(sums + 2 * programs, tl.sum(a * b))
     tl.store(sums + 3 * programs, tl.sum(noise, 0))
     tl.store(sums + 4 * programs, largest.to(tl.float64, bitcast=True))
-    tl.store(sums + 5 * programs, tl.sum(finite, 0).to(tl.float64))
-    tl.store(sums + 6 * programs, tl.sum(tl.sum(nonzero.to(tl.int32), AXIS), 0).to(tl.float64))
-    tl.store(sums + 7 * programs, tl.sum(tl.sum((nonzero & (y == 0.0)).to(tl.int32), AXIS), 0).to(tl.float64))
-    tl.store(sums + 8 * programs, tl.sum(tl.sum((ok & over).to(tl.int32), AXIS), 0).to(tl.float64))
+    tl.store(sums + 5 * programs, (both & LOWER).to(tl.float64))
+    tl.store(sums + 6 * programs, (others & LOWER).to(tl.float64))
+    tl.store(sums + 7 * programs, (others >> HALF).to(tl.float64))
+    tl.store(sums + 8 * programs, (both >> HALF).to(tl.float64))
+    # Where x is 0, so is its error.
+    tl.store(sums + 9 * programs, tl.sum(tl.where(zero, e * e, 0.0)))
+    tl.store(sums + 10 * programs, tl.sum(tl.where(over & (y != 0.0), e * e, 0.0)))
     if SCORE != SUMS:
         peak = tl.max(tl.where(ok, tl.abs(x), 0.0), AXIS).to(tl.float64)
         whole = finite == length

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from scipy import stats
 from binade.quant import FORMATS, compare, fake_quantize, quantize, score, usage
 from binade.quant.backends import cpu, native
 from binade.quant.backends.counts import counted
+from binade.quant.blocks import look
 from binade.quant.metrics import (
     METRICS,
     errors,
@@ -323,3 +325,36 @@ def test_cells_are_those_of_numpy(shape, height, width, dtype):
     assert found.dtype == torch.float32
     np.testing.assert_array_equal(found.numpy(), cells.astype(np.float32))
     assert torch.equal(cell_absmax(x.T, width, height).isnan(), found.T.isnan())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("text", ["mxfp4", "mxfp4(scale=ceil)", "nvfp4", "hifp8", "fp8_e4m3(scale=none)", "hif4"])
+def test_the_shares_of_the_error_by_cause(text, dtype):
+    """Flushed, saturated and the rest are one partition of the squared error, by NumPy in float64."""
+    x = torch.randn(96, 320, generator=torch.Generator().manual_seed(5))
+    x = (x * 2.0 ** torch.linspace(-26, 13.5, 96)[:, None]).to(dtype)
+    spec, looked = Spec.of(text), look(x, text)
+    a, b = looked.x.double().numpy(), looked.y.double().numpy()
+    squares, clipped = np.square(b - a), looked.clipped.numpy()
+    found = score(x, spec)
+    flushed, saturated = (squares[cause].sum() for cause in ((a != 0) & (b == 0), clipped & (b != 0)))
+    assert found.flushed_error_share == pytest.approx(flushed / squares.sum(), rel=1e-9)
+    assert found.saturated_error_share == pytest.approx(saturated / squares.sum(), rel=1e-9)
+    within = squares[~((a != 0) & (b == 0)) & ~(clipped & (b != 0))].sum()
+    assert 1 - found.flushed_error_share - found.saturated_error_share == pytest.approx(
+        within / squares.sum(), abs=1e-9
+    )
+    if text in ("hifp8", "fp8_e4m3(scale=none)"):
+        assert min(flushed, saturated) > 0
+    if dtype is torch.bfloat16 and not spec.has_blocks:
+        by_code = score_later(x, spec, codes=counted(x))()
+        assert asdict(by_code) == pytest.approx(asdict(found), rel=1e-12)
+
+
+def test_the_shares_of_no_error_and_of_an_infinite_one():
+    exact = score(torch.ones(32), "mxfp4")
+    assert math.isnan(exact.flushed_error_share) and math.isnan(exact.saturated_error_share)
+    lost = score(torch.tensor([2.0**-100, 1e30]), "fp8_e5m2(scale=none, overflow=inf)")
+    assert (lost.flushed_error_share, lost.saturated_error_share) == (0, 1)
+    without = errors(torch.tensor([1.0, 0.25]), torch.tensor([1.0, 0.0]))
+    assert without.flushed_error_share == 1 and math.isnan(without.saturated_error_share)

@@ -157,7 +157,7 @@ def test_errors_in_one_pass(text, monkeypatch):
                 patch.setattr(cpu, "measure", lambda *_, **__: None)
                 want = vars(errors_later(x, q, spec, scales, dim)())
             for found in (score(x, spec, dim, seed=3), errors_later(x, q, spec, scales, dim)()):
-                for name in vars(Errors(*[math.nan] * 9)):
+                for name in vars(Errors(*[math.nan] * 11)):
                     assert getattr(found, name) == pytest.approx(want[name], rel=1e-12, nan_ok=True), name
 
 

@@ -60,13 +60,24 @@ def test_numbers_and_blocks(text, dtype, dim, device):
             want, blocks = numbers(x, y), block_counts(x, y, spec, scales, dim)
         else:
             want, blocks = numbers(x, y), None
-        clipped = int(look(x, spec, dim, seed=3).clipped.sum())
+        looked = look(x, spec, dim, seed=3)
+        clipped, lost = int(looked.clipped.sum()), by_cause(looked)
         for rounded, scale in ((None, None), given):
             found, counted = score(x.to(device), rounded, spec, dim, scale, seed=3, blocks=has_blocks)
             assert found[:8].tolist() == pytest.approx(want, rel=1e-12, nan_ok=True)
             assert float(found[8]) == clipped
+            assert found[9:].tolist() == pytest.approx(lost, rel=1e-12)
             if counted is not None:
                 assert sum(abs(counted.cpu().numpy() - blocks)) <= 2  # on the edge of a bin in float32
+
+
+def by_cause(looked) -> list[float]:
+    """The squared error of the values that become 0, and of those that saturate."""
+    x, y, clipped = looked.x.double().numpy(), looked.y.double().numpy(), looked.clipped.numpy()
+    finite = np.isfinite(x) & looked.valid.numpy()
+    with np.errstate(invalid="ignore"):
+        squares = np.square(y - x)
+    return [squares[finite & (y == 0)].sum(), squares[finite & clipped & (y != 0)].sum()]
 
 
 def block_counts(x, y, spec, scales, dim) -> np.ndarray:

@@ -60,10 +60,11 @@ def _format(score: dict[Any, Any], fmt: str) -> dict[str, Any]:
 
 
 def _scores(opened: Catalog, tensor_id: str, gemm: str) -> pd.DataFrame:
-    """The errors of each format in one GEMM: format, sqnr_db, flush_to_zero, saturated; the highest SQNR first."""
+    """The errors of each format in one GEMM: format, sqnr_db, and the shares of the error; the highest SQNR first."""
     table = opened.ask(
-        "SELECT score.format, score.gemm, score.used, score.sqnr_db, score.flush_to_zero, score.saturated,"
-        " score.tensor_scale, score.noise_seed, score.sign_seed FROM score JOIN tensor USING (key) WHERE tensor_id = ?",
+        "SELECT score.format, score.gemm, score.used, score.sqnr_db, score.flushed_error_share,"
+        " score.saturated_error_share, score.tensor_scale, score.noise_seed, score.sign_seed"
+        " FROM score JOIN tensor USING (key) WHERE tensor_id = ?",
         [tensor_id],
     )
     table = table[table["gemm"] == gemm] if gemm in GEMMS else table[table["gemm"].isna()]
@@ -74,7 +75,7 @@ def _facts(found: Map, cell: pd.Series, row: pd.Series, own: pd.DataFrame) -> li
     name = f"{found.measure.label}, difference" if found.against else found.measure.label
     name = f"{name}, median" if cell["tensors"] > 1 and found.measure.key != compute.LOSS_CHANGE else name
     facts = {name: str(cell["label"])}
-    for name in ("sqnr_db", "flush_to_zero", "saturated") if len(own) else ():
+    for name in ("sqnr_db", "flushed_error_share", "saturated_error_share") if len(own) else ():
         facts.setdefault(MEASURES[name].label, MEASURES[name].quantity(float(own[name].iloc[0])))
     facts.setdefault("absmax", short(float(row["absmax"]), 3))
     return [list(fact) for fact in facts.items()][:4]
