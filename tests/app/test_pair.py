@@ -92,7 +92,7 @@ def test_what_is_said_of_two_tensors(tmp_path: Path):
         expected |= {"dynamic_range": math.log2(abs(each).max() / abs(each[each != 0]).min())}
         expected |= {"zero_share": (each == 0).sum() / 6144}
         assert table.loc[list(expected), column].to_dict() == pytest.approx(expected, rel=1e-6)
-    assert not table.loc["flush_to_zero"].isna().any()
+    assert not table.loc["flushed_error_share"].isna().any()
 
 
 def test_identical_tensors_and_tensors_of_other_dtypes(tmp_path: Path):

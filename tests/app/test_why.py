@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from binade.app.questions.shared.rounded import subject
 from binade.app.questions.shared.selection import SelectedTensor
 from binade.app.questions.why import question as why
 from binade.data.filter import Filter
-from binade.quant import summarize
+from binade.quant import fake_quantize, score, summarize
 from binade.quant.backends import cpu
 from binade.quant.blocks import look
 from binade.quant.metrics import streamed_score
@@ -37,16 +38,14 @@ def drawn_why(x: torch.Tensor, spec: str, dim: int = -1, **values: Any) -> Drawn
     identity = {"dtype": "float32", "tensor_id": "t", "layer_type": "linear", "tensor_name": "input"}
     rounded = dict.fromkeys(("format", "tensor_scale", "noise_seed", "sign_seed"))
     row = pd.Series({"contracted_axis": dim, **identity, **summary, **rounded})
-    return why.draw(Alone(None, Filter(), row=row, x=x, spec=Spec.of(spec)), values)
+    return why.draw(Alone(SimpleNamespace(cache=None), Filter(), row=row, x=x, spec=Spec.of(spec)), values)
 
 
 def test_hifp8_without_a_scale_says_what_it_would_do_with_one():
     """The figures of FORMATS2.md for N(0, 1) · 1e-4: 19.7 dB without a scale, 31.6 dB with one."""
     x = torch.randn(512, 512, generator=torch.Generator().manual_seed(1)) * 1e-4
     verdict = drawn_why(x, "hifp8").verdict
-    found = re.search(
-        r"In hifp8: SQNR 19\.7 dB.* With a tensor scale, hifp8\(scale=amax8\): (.*) dB and 0\.00%", verdict
-    )
+    found = re.search(r"In hifp8: SQNR 19\.7 dB\. .* With a tensor scale, hifp8\(scale=amax8\): (.*) dB\.", verdict)
     assert found and float(found[1]) == pytest.approx(31.6, abs=0.11)  # the largest value differs by sample
     assert "With a tensor scale" not in drawn_why(x, "hifp8(scale=amax8)").verdict
     assert "With a tensor scale" not in drawn_why(x * 1e4, "hifp8").verdict
@@ -81,9 +80,12 @@ def test_a_large_tensor_is_measured_whole_though_a_sample_is_drawn(spec, shape):
     whole = look(x, spec)
     sums = whole.sums
     verdict = drawn_why(x, spec).verdict
-    shown = re.search(r"SQNR ([-\d.]+) dB, ([\d.]+)% of .* zero, ([\d.]+)% of all", verdict)
+    shown = re.search(r"SQNR ([-\d.]+) dB.* error, ([\d.]+)% is of .* zero, ([\d.]+)% of saturated ones", verdict)
     assert shown, verdict
-    expected = 10 * math.log10(sums.signal / sums.noise), sums.flushed / sums.nonzero, sums.saturated / x.numel()
+    squares = (whole.y.double() - whole.x.double()).square()
+    flushed = squares[(whole.y == 0) & whole.valid].sum() / sums.noise
+    saturated = squares[whole.clipped & (whole.y != 0)].sum() / sums.noise
+    expected = 10 * math.log10(sums.signal / sums.noise), float(flushed), float(saturated)
     assert [float(each) for each in shown.groups()] == [
         pytest.approx(each * factor, abs=half)
         for each, factor, half in zip(expected, (1, 100, 100), (0.051, 0.0051, 0.0051), strict=True)
@@ -157,8 +159,8 @@ def test_a_range_counts_the_values_that_numpy_finds(spec: str, dim: int):
         f"{'runs of 32 values' if spec == 'hifp8' else 'blocks'}; they hold {share * 100:.3g}% of the sum of squares. "
         f"{own:,} of them are in channel 60: {own / 128 * 100:.3g}% of the 128 values there."
     )
-    histogram, channels, tokens = drawn.figures
-    for figure in drawn.figures:  # a pin or a picture says what it counts
+    histogram, _, channels, tokens = drawn.figures
+    for figure in (histogram, channels, tokens):  # a pin or a picture says what it counts
         assert " ≤ |value / scale| < 2" in figure.caption
     assert channels.table["values"].tolist() == cells.sum(0).tolist() and set(channels.table["of"]) == {128}
     assert np.array_equal(tokens.table.to_numpy(), cells)
@@ -177,7 +179,7 @@ def test_the_range_of_a_sample_and_of_channels_that_are_combined():
     drawn = drawn_why(x, "hifp8", range=Interval(-3, -1.5), channel=1001)
     part = np.log2(np.abs(x[::2].double().numpy()))
     inside = (part >= -3) & (part < -1.5)
-    text, (histogram, channels, tokens) = drawn.sentences[0], drawn.figures
+    text, (histogram, _, channels, tokens) = drawn.sentences[0], drawn.figures
     assert text.startswith(f"2⁻³ to 2⁻¹·⁵ (in the sample): {inside.sum():,} values, ")
     assert "of 1,024 channels" in text and "of 550 tokens" in text
     assert f"{inside[:, 1000:1002].sum()} of them are in channels 1,000 to 1,001" in text
@@ -227,3 +229,29 @@ def test_a_text_that_is_no_range_is_said(text: str):
     assert read({"range": Range()}, {"range": [text]}) == (
         {"range": None}, [f"The URL asks for range {text!r}, which does not exist."],
     )  # fmt: skip
+
+
+def test_the_value_with_most_of_the_error_is_named():
+    """From all values, though the rest of the page is of a sample that leaves this one out."""
+    x = torch.randn(MATRIX, generator=torch.Generator().manual_seed(1)) * 2.0**-9
+    x[1, 1000] = 33.1
+    verdict = drawn_why(x, "hifp8").verdict
+    found = re.search(r"The value 33\.1 of token 1, channel 1,000 holds ([\d.]+)% of the error\.", verdict)
+    noise = score(x, "hifp8").mse * x.numel()
+    q = float(fake_quantize(x[1:2, 1000:1001], "hifp8"))
+    assert found and float(found[1]) == pytest.approx(100 * (q - float(x[1, 1000])) ** 2 / noise, abs=0.0051)
+
+
+@pytest.mark.parametrize("spec", ["mxfp4", "hifp8", "nvfp4"])
+def test_the_error_by_binade_and_cause_is_that_of_all_values(spec):
+    x = torch.randn(256, 128, generator=torch.Generator().manual_seed(1)) * 2.0**-17
+    drawn, whole = drawn_why(x, spec), look(x, spec)
+    table = drawn.get("causes").table
+    squares = (whole.y.double() - whole.x.double()).square().numpy()
+    binade = np.frexp(whole.magnitudes.numpy())[1] - 1
+    for low, cause, share in table[["low", "cause", "share"]].itertuples(index=False):
+        flushed, clipped = (whole.y == 0).numpy(), whole.clipped.numpy()
+        inside = {"flushed": flushed, "saturated": clipped & ~flushed, "grid": ~flushed & ~clipped}[cause]
+        assert share == pytest.approx(squares[inside & (binade == low)].sum() / squares.sum(), rel=1e-9)
+    assert table["share"].sum() == pytest.approx(1)
+    assert ("decomposition" in drawn.tables) == (spec != "hifp8")

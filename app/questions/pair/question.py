@@ -21,7 +21,7 @@ from binade.app.questions.shared.runs import given_names
 from binade.app.questions.shared.selection import Of, SelectedTensor, listed
 from binade.app.questions.why.charts import tokens_by_channels
 from binade.app.questions.why.compute import rows_by_channels, taken
-from binade.app.questions.why.question import facts, totals
+from binade.app.questions.why.question import causes_of, facts, total_sqnr
 from binade.app.style import MEASURES
 from binade.data.catalog import CatalogError
 from binade.data.evidence import Measure, Sentence, exact, say, together
@@ -152,18 +152,18 @@ def _statistics(pair: dict[str, SelectedTensor]) -> Table:
         "change": Column("Change", help=CHANGE, text=_change, align="right"),
     }
     spec = next(iter(pair.values())).spec
-    title = f"**Statistics** · SQNR and flushed values in {spec}"
+    title = f"**Statistics** · SQNR and error of flushed values in {spec}"
     return Table("Statistics", table, columns, title, height=38 + 35 * len(table), group="values")
 
 
 def _of(selected: SelectedTensor) -> dict[str, float]:
-    sqnr, flushed, *_ = totals(selected, selected.rounded())
+    sqnr, _ = total_sqnr(selected, selected.rounded())
     return {
         "rms": float(selected.row["rms"]),
         **facts(selected).values,
         "non_finite": (selected.row["nans"] + selected.row["infs"]) / max(selected.x.numel(), 1),
         "sqnr_db": sqnr,
-        "flush_to_zero": flushed,
+        "flushed_error_share": causes_of(selected).shares[0],
     }
 
 

@@ -14,6 +14,7 @@ from binade.data.segment import RoundedWith
 from binade.data.tensor_kinds import has_tokens
 from binade.data.text import short
 from binade.quant.blocks import GROUP, Blocks, energy, look, sample
+from binade.quant.error_causes import ErrorCauses, error_causes
 from binade.quant.metrics import Errors, score
 from binade.quant.reference import outer_absmax, to_blocks
 from binade.quant.specs import ROW, TENSOR, Block, Spec
@@ -80,8 +81,12 @@ class Recorded:
         """The error of all values, rounded as by `look`."""
         return score(x, spec, dim, **self._arguments(spec))
 
+    def causes(self, x: Tensor, spec: Spec, dim: int) -> ErrorCauses:
+        """The causes of the error of all values, rounded as by `look`."""
+        return error_causes(x, spec, dim, **self._arguments(spec))
+
     def _arguments(self, spec: Spec) -> dict[str, Any]:
-        """How `look` and `score` repeat the rounding."""
+        """How `look`, `score` and `error_causes` repeat the rounding."""
         if not self.in_format(spec):
             return {}
         seeds = {"seed": self.used.noise_seed or 0, "sign_seed": self.used.sign_seed or 0}

@@ -3,7 +3,7 @@ do."""
 
 from __future__ import annotations
 
-from binade.data.evidence import SHARE, Estimate, Sentence, exact, say
+from binade.data.evidence import Estimate, Sentence, say
 from binade.quant.specs import Spec
 
 
@@ -14,9 +14,5 @@ def with_scale(spec: Spec | str) -> Spec | None:
     return Spec.of(spec, scale="amax8") if without else None
 
 
-def with_scale_it_has(spec: Spec, sqnr: Estimate, flushed: float) -> Sentence:
-    """flushed: the share of the nonzero values."""
-    return say(
-        "With a tensor scale, {spec}: {sqnr} and {flushed} flushed.",
-        spec=str(spec), sqnr=sqnr, flushed=exact(SHARE, flushed),
-    )  # fmt: skip
+def with_scale_it_has(spec: Spec, sqnr: Estimate) -> Sentence:
+    return say("With a tensor scale, {spec}: {sqnr}.", spec=str(spec), sqnr=sqnr)

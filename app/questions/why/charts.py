@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Literal
 
 import altair as alt
@@ -13,6 +15,7 @@ from binade.app.params import Interval
 from binade.app.questions.shared.distribution_charts import explained
 from binade.app.questions.shared.heatmap import heatmap
 from binade.app.questions.why import compute
+from binade.quant.error_causes import CAUSES
 from binade.quant.specs import Spec
 
 TAIL = 1e-4  # the share of the smallest values that may lie left of the axis
@@ -21,7 +24,7 @@ ZONES = {"flushed": style.BAD, "saturated": style.CLIPPED}
 
 def codebook(
     table: pd.DataFrame,
-    zones: pd.DataFrame,
+    words_of: dict[str, str],
     spec: Spec,
     edges: tuple[float, float],
     subtitle: str | list[str],
@@ -30,11 +33,9 @@ def codebook(
     marked: Interval | None = None,
 ) -> alt.LayerChart:
     """A histogram of the magnitudes over their scale, with the format's codes as ticks below. The ranges that are
-    flushed and saturated are shaded and labelled in percent: of the nonzero values, and of all values. The tables:
-    compute.codebook_histogram and zones. only: what part of the tensor they are of; behind: the histogram of all, drawn
-    in grey; marked: a range."""
+    flushed and saturated are shaded and labelled with words_of. table: compute.codebook_histogram. only: what part of
+    the tensor it is of; behind: the histogram of all, drawn in grey; marked: a range."""
     whole = table if behind is None else behind
-    share, of_nonzero = (zones.set_index("zone")[name] for name in ("share", "of_nonzero"))
     flush, clip = edges
     tail = whole["low"][((whole["high"] - whole["low"]) * whole["share"]).cumsum() >= TAIL]
     low = min(float(tail.min()) if len(tail) else flush - 2, flush - 2)
@@ -46,14 +47,14 @@ def codebook(
                 "zone": "flushed",
                 "from": low,
                 "to": flush,
-                "text": f"flushed {of_nonzero['flushed']:.2%} of nonzero",
+                "text": words_of["flushed"],
                 "at": low,
             },
             {
                 "zone": "saturated",
                 "from": clip,
                 "to": high,
-                "text": f"saturated {share['saturated']:.2%} of all",
+                "text": words_of["saturated"],
                 "at": high,
             },
         ]
@@ -99,13 +100,13 @@ def codebook(
         ("flushed", "left", 6, 8),
         ("saturated", "right", -6, 24),
     )
-    words = [
+    labels = [
         alt.Chart(bands[bands["zone"] == zone])
         .mark_text(align=align, dx=dx, dy=dy, baseline="top", fontSize=12, fontWeight=600)
         .encode(x="at:Q", y="top:Q", text="text:N", color=color)
         for zone, align, dx, dy in sides
     ]
-    layers = [shading, bars, marks, *words]
+    layers = [shading, bars, marks, *labels]
     if behind is not None:
         layers.insert(1, bars.properties(data=behind).mark_rect(strokeWidth=0, color=style.GREY, clip=True))
     if marked:
@@ -114,6 +115,60 @@ def codebook(
         layers.insert(0, band.add_params(style.clear("from")))
     name = f"Magnitudes over the codebook of {spec.format.title}{f': {only}' if only else ''}"
     return alt.LayerChart(layer=layers, title=style.title(name, explained(subtitle, table)))
+
+
+def shares_of_error(shares: Sequence[float]) -> dict[str, str]:
+    """The labels of the zones of a whole tensor: their shares of its squared error, in the order of CAUSES."""
+    named = zip(CAUSES, shares, strict=True)
+    return {cause: cause if math.isnan(share) else f"{cause}: {share:.2%} of the error" for cause, share in named}
+
+
+def shares_of_values(zones: pd.DataFrame) -> dict[str, str]:
+    """The labels of the zones of a part of a tensor, from compute.zones."""
+    share, of_nonzero = (zones.set_index("zone")[name] for name in ("share", "of_nonzero"))
+    flushed, saturated = of_nonzero["flushed"], share["saturated"]
+    return {
+        "flushed": f"flushed: {flushed:.2%} of its nonzero",
+        "saturated": f"saturated: {saturated:.2%} of its values",
+    }
+
+
+def error_by_binade(
+    table: pd.DataFrame, spec: Spec, edges: tuple[float, float], subtitle: str | list[str]
+) -> alt.LayerChart:
+    """Stacked bars of compute.error_by_binade, with rules at the edges of the zones of `codebook`."""
+    names = {"flushed": "flushed", "saturated": "saturated", "grid": "within the grid"}
+    used = [cause for cause in CAUSES if (table["cause"] == cause).any()]
+    colors = ZONES | {"grid": style.FORMAT_COLORS[spec.format.name]}
+    magnitude = "|value / scale|" if spec.block else "|value|"
+    by_size = table.sort_values("share").groupby(["low"])["share"].sum()
+    shown = by_size[by_size >= TAIL].index
+    low, high = min(float(shown.min()), edges[0] - 1), max(float(shown.max()) + 1, edges[1] + 1)
+    x = alt.X("low:Q", scale=alt.Scale(domain=[low, high], nice=False, zero=False), axis=style.binades(magnitude, 12))
+    color = alt.Color(
+        "name:N",
+        scale=alt.Scale(domain=[names[cause] for cause in used], range=[colors[cause] for cause in used]),
+        legend=style.legend([names[cause] for cause in used], "", place="top"),
+    )
+    bars = (
+        alt.Chart(table.assign(name=table["cause"].map(names)))
+        .mark_rect(strokeWidth=0, clip=True)
+        .encode(
+            x=x,
+            x2="high:Q",
+            y=alt.Y("from:Q", title="share of the squared error", axis=alt.Axis(format="~%", tickCount=4)),
+            y2="to:Q",
+            color=color,
+            tooltip=[
+                alt.Tooltip("low:Q", title="log₂ from"),
+                alt.Tooltip("high:Q", title="log₂ to"),
+                alt.Tooltip("name:N", title="cause"),
+                alt.Tooltip("share:Q", title="share of the squared error", format=".3~p"),
+            ],
+        )
+    )
+    rules = alt.Chart(pd.DataFrame({"low": list(edges)})).mark_rule(strokeDash=[4, 3], color=style.GREY).encode(x=x)
+    return alt.LayerChart(layer=[rules, bars], title=style.title("Squared error by magnitude and cause", subtitle))
 
 
 def channels(

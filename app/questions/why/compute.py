@@ -13,6 +13,7 @@ from torch import Tensor
 from binade.app.params import Interval
 from binade.app.questions.shared.rounded import MAX_SIDE, Subject
 from binade.quant.elements import Element
+from binade.quant.error_causes import CAUSES, ErrorCauses, ScaleCost
 from binade.quant.statistics import cell_absmax
 
 MAX_CHANNELS = 1000
@@ -68,6 +69,33 @@ def zones(found: Subject, of: Tensor | None = None) -> pd.DataFrame:
         name: [count / max(of, 1) for count in counts.values()] for name, of in (("share", n), ("of_nonzero", nonzero))
     }
     return pd.DataFrame({"zone": [*counts], **shares})
+
+
+def error_by_binade(causes: ErrorCauses) -> pd.DataFrame:
+    """Shares of the squared error by binade and cause: columns low, high (log2 of |value / scale|), cause, share, and
+    from and to, between which a stacked bar shows it."""
+    rows = []
+    for binade, shares in zip(causes.binades.tolist(), causes.by_binade.tolist(), strict=True):
+        start = 0.0
+        for cause, share in zip(CAUSES, shares, strict=True):
+            if share:
+                place = {"low": binade, "high": binade + 1, "cause": cause, "share": share}
+                rows.append(place | {"from": start, "to": start + share})
+            start += share
+    return pd.DataFrame(rows, columns=["low", "high", "cause", "share", "from", "to"])
+
+
+def decomposition(cost: ScaleCost) -> pd.DataFrame:
+    """What the rounding of scales costs: columns part, share (of the squared error), percent, meaning."""
+    rows = [
+        ("scale", cost.scale, "‖Q − Q*‖²"),
+        ("dead zone", cost.dead_zone, "‖Q* − x‖² where Q* is 0"),
+        ("grid", cost.grid, "‖Q* − x‖² elsewhere"),
+        ("scale with dead zone", cost.scale_and_dead_zone, "2 ⟨scale, dead zone⟩"),
+        ("scale with grid", cost.scale_and_grid, "2 ⟨scale, grid⟩"),
+    ]
+    table = pd.DataFrame(rows, columns=["part", "share", "meaning"])
+    return table.assign(percent=table["share"] * 100)
 
 
 def code_magnitudes(element: Element) -> np.ndarray:

@@ -12,7 +12,7 @@ import pandas as pd
 from torch import Tensor
 
 from binade.app.control import Control
-from binade.app.figure import Drawn, Facts, Figure, Item, Text, grid
+from binade.app.figure import Column, Drawn, Facts, Figure, Item, Table, Text, grid
 from binade.app.params import Interval, Range, Whole
 from binade.app.questions.question import Question
 from binade.app.questions.shared.rounded import Subject, about_format, coordinates
@@ -23,12 +23,14 @@ from binade.app.report.section import ReportSelection, Section
 from binade.app.style import MEASURES, drag, power_of_two
 from binade.data.evidence import SHARE, Measure, Sentence, exact, say, together
 from binade.data.tensor_kinds import has_tokens
-from binade.data.text import counted, plain_name
+from binade.data.text import counted, plain_name, short
+from binade.quant.error_causes import ErrorCauses
 from binade.quant.metrics import sqnr_db, streamed_score
 from binade.quant.statistics import outlier_ratio
 from binade.quant.transform import mean_energy
 
 LARGE = 1 << 24  # values whose outliers take too long to count
+NAMED = 0.1  # the share of the error from which a value, channel or token is named
 PART = Measure("share", "Share", "%", factor=100.0)  # of a range, which may hold little
 RANGE = Control(
     name="range", label="Range of magnitudes", param=Range(), inline=True,
@@ -74,30 +76,30 @@ def draw(selected: SelectedTensor, values: dict[str, Any]) -> Drawn:
     found = selected.rounded()
     zones = compute.zones(found)
     share = zones.set_index("zone")["share"]
-    sqnr, flushed, saturated, of_sample = totals(selected, found)
+    sqnr, of_sample = total_sqnr(selected, found)
+    causes = causes_of(selected)
     lost = say(", lost to NaN or Inf {lost}", lost=exact(SHARE, share["lost"])) if share["lost"] else Sentence()
-    own = say(
-        "In {spec}{sample}: SQNR {sqnr}, {flushed} of the nonzero values flushed to zero, {saturated} of all values "
-        "saturated",
-        spec=str(selected.spec), sample=of_sample, sqnr=exact(MEASURES["sqnr_db"], sqnr),
-        flushed=exact(SHARE, flushed), saturated=exact(SHARE, saturated),
-    )  # fmt: skip
-    verdict = Sentence(f"{own}{lost}.", (*own.evidence, *lost.evidence))
-    if flushed and (scaled := with_scale(selected.spec)):
-        sqnr, of, *_ = totals(selected, selected.rounded(scaled))
-        verdict = together(verdict, with_scale_it_has(scaled, exact(MEASURES["sqnr_db"], sqnr), of))
+    sqnr_of = exact(MEASURES["sqnr_db"], sqnr)
+    own = say("In {spec}{sample}: SQNR {sqnr}", spec=str(selected.spec), sample=of_sample, sqnr=sqnr_of)
+    verdict = together(
+        Sentence(f"{own}{lost}.", (*own.evidence, *lost.evidence)), by_cause(causes), contributors(causes)
+    )
+    if causes.shares[0] > 0 and (scaled := with_scale(selected.spec)):
+        sqnr, _ = total_sqnr(selected, selected.rounded(scaled))
+        verdict = together(verdict, with_scale_it_has(scaled, exact(MEASURES["sqnr_db"], sqnr)))
     table = compute.codebook_histogram(found)
     caption = (
         f"{selected.source(found.note or 'exact')}\n{about_format(selected.spec)}. Flushed: nonzero values below "
-        "half the smallest code, as a share of the nonzero values. Saturated: above the largest, as a share of "
-        "all."
+        "half the smallest code. Saturated: above the largest. Their percentages are shares of the squared "
+        "error of all values."
     )
     items: list[Item] = [facts(selected)]
     chosen, problems = _chosen(selected, found, values)
     if table.empty:
         problems.append("Nothing to draw: there are no finite nonzero values.")
     else:
-        items.append(_codebook(selected, found, table, zones, chosen, caption))
+        items.append(_codebook(selected, found, table, zones, causes, chosen, caption))
+        items += filter(None, (_error_by_binade(selected, causes), _decomposition(causes)))
         if chosen.held:
             items.append(Text(_where(selected, chosen)))
         if chosen.held and chosen.held.values:
@@ -133,22 +135,96 @@ def _chosen(selected: SelectedTensor, found: Subject, values: dict[str, Any]) ->
     return chosen, problems
 
 
+def causes_of(selected: SelectedTensor) -> ErrorCauses:
+    """The causes of its error, from all values, cached."""
+
+    def compute_causes(_: object = None) -> ErrorCauses:
+        return selected.recorded.causes(selected.x, selected.spec, selected.dim)
+
+    key = ("error_causes", selected.row["tensor_id"], str(selected.spec))
+    cache = selected.opened.cache  # values do not change with the version
+    return cache.get(None, key, compute_causes) if cache else compute_causes()
+
+
+def by_cause(causes: ErrorCauses) -> Sentence:
+    """The shares of the squared error, and what the rounding of the scales costs."""
+    if math.isnan(causes.shares[0]):
+        return Sentence()
+    flushed, saturated, grid = (exact(SHARE, share) for share in causes.shares)
+    text = "Of the squared error, {flushed} is of values flushed to zero, {saturated} of saturated ones and {grid} of "
+    sentence = say(f"{text}rounding within the grid.", flushed=flushed, saturated=saturated, grid=grid)
+    if causes.scale is None:
+        return sentence
+    without = exact(SHARE, causes.scale.without)
+    return together(sentence, say("With scales that are not rounded it would be {without} of it.", without=without))
+
+
+def contributors(causes: ErrorCauses) -> Sentence:
+    """The value, and else the channel and the token, with a share of the squared error above NAMED."""
+    names = []
+    for largest in causes.largest:
+        share, token, channel = exact(SHARE, largest.share), largest.token, largest.channel
+        if largest.share < NAMED:
+            continue
+        if token is not None and channel is not None:
+            value = short(largest.value, 3)
+            text = "The value {value} of token {token}, channel {channel} holds {share} of the error."
+            return say(text, value=value, token=f"{token:,}", channel=f"{channel:,}", share=share)
+        place = f"Token {token:,}" if token is not None else f"Channel {channel:,}"
+        names.append(say("{place} holds {share} of the error.", place=place, share=share))
+    return together(*names)
+
+
+def _error_by_binade(selected: SelectedTensor, causes: ErrorCauses) -> Figure | None:
+    table = compute.error_by_binade(causes)
+    if table.empty:
+        return None
+    scaled = "|value / scale|" if selected.spec.block else "|value|"
+    caption = (
+        f"{selected.source()}\nShare of the squared error of all values, by the binade of {scaled}. Flushed: values "
+        "that become 0; saturated: above the largest code; grid: rounding to a neighboring code."
+    )
+    subtitle = f"{selected.label} · all values"
+    chart = charts.error_by_binade(table, selected.spec, compute.zone_edges(selected.spec.format.element, ""), subtitle)
+    return Figure("causes", chart, table, caption, height=260)
+
+
+def _decomposition(causes: ErrorCauses) -> Table | None:
+    if causes.scale is None:
+        return None
+    frame = compute.decomposition(causes.scale)
+    columns = {
+        "part": Column("Part", width=200),
+        "percent": Column("Σ / Σe² (%)", "%.1f", 110),
+        "meaning": Column("What it is"),
+    }
+    note = (
+        "Q: what x becomes; Q*: the same with the scale max|x| / largest code, not rounded. The parts are correlated, "
+        "so single ones can exceed 100%; together they are the squared error (arXiv 2605.20402)."
+    )
+    title = "What the rounding of the scales costs"
+    return Table("decomposition", frame, columns, title=title, note=note, foldable=True)
+
+
 def _codebook(
-    selected: SelectedTensor, found: Subject, table: pd.DataFrame, zones: pd.DataFrame, chosen: Chosen, caption: str
-) -> Figure:
+    selected: SelectedTensor, found: Subject, table: pd.DataFrame, zones: pd.DataFrame, causes: ErrorCauses,
+    chosen: Chosen, caption: str,
+) -> Figure:  # fmt: skip
     """The histogram of all values, or of those of a channel with all values behind them. table, zones: of all."""
     only, behind, of, grey = "", None, "all values", ""
+    words_of = charts.shares_of_error(causes.shares)
     label = f"{selected.label} · {found.note or 'all values'}"
     if chosen.of is not None:
         only, behind = f"{chosen.channel} only", table
         table, zones = compute.codebook_histogram(found, chosen.of), compute.zones(found, chosen.of)
+        words_of = charts.shares_of_values(zones)
         of, grey = f"the {int(chosen.of.sum()):,} values of {chosen.channel}", " Grey: of all values."
         label = f"{selected.label} · {of}{f' in {found.note}' if found.note else ''}"
-        caption += f"\nBars, flushed and saturated: of {of}. Grey: of all values."
+        caption += f"\nBars, and flushed and saturated as shares of the values: of {of}. Grey: of all values."
     zeros = float(zones.set_index("zone")["share"]["zero"])
     zero = say("Zeros, {zero} of the values, have no magnitude.", zero=exact(SHARE, zeros)) if zeros else ""
     edges = compute.zone_edges(selected.spec.format.element, selected.spec.rounding)
-    chart = charts.codebook(table, zones, selected.spec, edges, label, only, behind, chosen.range)
+    chart = charts.codebook(table, words_of, selected.spec, edges, label, only, behind, chosen.range)
     if chosen.held:
         caption += f"\nMarked: {chosen.definition} {_counted(chosen.held)}."
     brush = "" if selected.spec.hadamard else "range"
@@ -220,21 +296,16 @@ def _range_by_token(selected: SelectedTensor, chosen: Chosen) -> Figure:
     return Figure("tokens", chart, grid(share), caption, height=330, group="axes")
 
 
-def totals(selected: SelectedTensor, found: Subject) -> tuple[float, float, float, str]:
-    """SQNR in dB, the share of nonzero values that are flushed and the share of all values that saturate: as recorded,
-    in the format that the tensor was rounded to; else of the whole tensor, or of the sample, as the text says, if no
-    kernel measures without a copy."""
-    row = selected.row
+def total_sqnr(selected: SelectedTensor, found: Subject) -> tuple[float, str]:
+    """SQNR in dB: as recorded, in the format that the tensor was rounded to; else of the whole tensor, or of the
+    sample, as the text says, if no kernel measures without a copy."""
     if selected.recorded.in_format(found.blocks.spec):
-        left_out = row["tokens_left_out"]
+        left_out = selected.row["tokens_left_out"]
         padding = "" if pd.isna(left_out) else f" without {counted(int(left_out), 'padding token')}"
-        flushed = 0.0 if math.isnan(row["flush_to_zero"]) else float(row["flush_to_zero"])
-        return float(row["sqnr_db"]), flushed, float(row["saturated"]), f" (as recorded{padding})"
+        return float(selected.row["sqnr_db"]), f" (as recorded{padding})"
     if found.every > 1 and (whole := streamed_score(selected.x, found.blocks.spec, selected.dim)):
-        return whole.sqnr_db, 0.0 if math.isnan(whole.flush_to_zero) else whole.flush_to_zero, whole.saturated, ""
-    sums, zones = found.blocks.sums, compute.zones(found).set_index("zone")["share"]
-    flushed = sums.flushed / max(sums.nonzero, 1)
-    return sqnr_db(sums.signal, sums.noise), flushed, float(zones["saturated"]), " (a sample)" * (found.every > 1)
+        return whole.sqnr_db, ""
+    return sqnr_db(found.blocks.sums.signal, found.blocks.sums.noise), " (a sample)" * (found.every > 1)
 
 
 def facts(selected: SelectedTensor) -> Facts:
