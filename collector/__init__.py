@@ -17,6 +17,7 @@ _HOME = {
     "Watch": "capture.options",
     "instrument": "capture.instrument",
     "instrument_provider": "capture.provider",
+    "measure": "capture.effects_run",
     "schedule": "capture.schedule",
 }
 

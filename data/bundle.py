@@ -52,7 +52,9 @@ CODECS = {"UNCOMPRESSED", "LZ4", "SNAPPY"}  # of Parquet; others pack a thousand
 CHUNK = 1 << 20
 # The exceptions of zipfile and zlib for a damaged archive.
 DAMAGED = (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, ValueError, OverflowError, struct.error)
-RUN_FILES = ("run.json", "status.json", "loss.jsonl", "log.txt", "events.jsonl", "twin.jsonl", "notes.json")
+RUN_FILES = (
+    "run.json", "status.json", "loss.jsonl", "log.txt", "events.jsonl", "twin.jsonl", "effects.jsonl", "notes.json",
+)  # fmt: skip
 _NAME = r"[A-Za-z0-9_+=@,~-][A-Za-z0-9_+=@,.~-]{0,200}"
 _RUN = rf"(?!index\.duckdb){_NAME}"  # the index is in the root as well
 _RUN_FILE = re.compile(

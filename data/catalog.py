@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,7 +41,7 @@ SAME_IN_ITERATIONS = ("rank", *(name for name in SAME_IN_SHARDS if name != "iter
 # The fields that identify a tensor across runs.
 TWIN_FIELDS = tuple(name for name in FIELDS if name not in ("run_id", "recipe", "quant_type"))
 SOUND_RUNS = "run WHERE damage IS NULL"
-PUBLIC_TABLES = ("run", "tensor", "score", "sketch", "block", "trace")
+PUBLIC_TABLES = ("run", "tensor", "score", "sketch", "block", "trace", "effect")
 
 
 @dataclass(frozen=True)
@@ -239,6 +239,30 @@ class Catalog(ScoreQueries, TensorValues):
             parameters,
         )
 
+    def effects(self, run_ids: Iterable[str]) -> pd.DataFrame:
+        """Return the measured effects of the models of these runs: the rows of the table `effect`, of each format and
+        group the one with the most sequences. A model is the same if its name, its size and its weights are: those of
+        a checkpoint, those that the same seed draws before training, or those of one of the runs."""
+        weights = ", ".join(
+            f"json_extract_string({text})"
+            for text in ("config, '$.weights.sha256'", "first_step, '$.weights_sha256'", "config, '$.seed'")
+        )
+        same = f"(model, coalesce(size, ''), coalesce({weights}))"
+        chosen = "run_id IN (SELECT unnest(?::VARCHAR[]))"
+        of_run = chosen.replace("run_id", "json_extract_string(config, '$.measured_run')", 1)
+        runs = list(run_ids)
+        return self.ask(
+            f"""
+            SELECT effect.* FROM effect JOIN (
+                SELECT run_id FROM {SOUND_RUNS} AND ({same} IN (SELECT {same} FROM run WHERE {chosen}) OR {of_run})
+            ) USING (run_id)
+            QUALIFY row_number() OVER (
+                PARTITION BY format, part, layer_index, module ORDER BY sequences DESC, run_id DESC) = 1
+            ORDER BY format, part, layer_index, module
+            """,
+            [runs, runs],
+        )
+
     def hot_channels(self, where: Filter | None = None) -> pd.DataFrame:
         """Return the selection's tensors with hot channels, one row each: those of SAME_IN_ITERATIONS, iteration,
         tensor_id, channels (how many), hot_channels (lists) and hot_ratio; those of one tensor together, by iteration.
@@ -365,10 +389,11 @@ class Catalog(ScoreQueries, TensorValues):
 
     @repairing
     def write_tables(self, directory: Path, where: Filter | None = None) -> None:
-        """Write the PUBLIC_TABLES as directory/<table>/run_id=<run>/*.parquet, of the tensors that the filter selects
-        and their runs. A table without rows is left out. Raises OSError."""
+        """Write the PUBLIC_TABLES as directory/<table>/run_id=<run>/*.parquet, of the tensors that the filter selects,
+        their runs, and the measured effects of their models. A table without rows is left out. Raises OSError."""
         condition, parameters = self.condition(where)
-        chosen = {"run": f"run_id IN (SELECT run_id FROM tensor WHERE {condition})"}
+        models = f"SELECT run_id FROM run WHERE model IN (SELECT model FROM tensor WHERE {condition})"
+        chosen = {"run": f"run_id IN (SELECT run_id FROM tensor WHERE {condition})", "effect": f"run_id IN ({models})"}
         with self._cursor() as cursor, transaction(cursor):
             for name in PUBLIC_TABLES:
                 sql = f"{_public(name, 'tensor.run_id, tensor_id')} AND {chosen.get(name, condition)}"
@@ -390,6 +415,8 @@ def _public(name: str, ids: str) -> str:
     replace its key."""
     if name == "run":
         return f"SELECT * EXCLUDE (damage) FROM {SOUND_RUNS}"
+    if name == "effect":
+        return "SELECT * FROM effect WHERE true"
     if name == "tensor":
         return f"SELECT * EXCLUDE ({HIDDEN}) FROM tensor WHERE true"
     return f"SELECT {ids}, {name}.* EXCLUDE (key) FROM {name} JOIN tensor USING (key) WHERE true"

@@ -25,6 +25,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from binade.data.effects import FILE as EFFECTS
+from binade.data.effects import MEASURE, check_effects, effect_rows
 from binade.data.events import check_events
 from binade.data.filter import FIELDS
 from binade.data.runs import RUNNING, RunError, RunInfo, check_losses, first_step, read_notes, read_run, run_names
@@ -142,6 +144,7 @@ class Intake:
         }
         still = set(self._damaged)
         incomplete = self._write_runs(cursor, [found.run for found in changed.values()])
+        _put_effects(cursor, [found.run for name, found in changed.items() if name not in incomplete])
         for run_id in incomplete & known.keys():
             _drop(cursor, run_id)
         new = [
@@ -220,8 +223,8 @@ class Intake:
         except (OSError, ValueError) as error:
             self._skipped.append(f"the {what} of {directory.name} are not shown: {describe(error)}")
             mark = None  # it is reported again next time
-        checks = {"losses": check_losses, "twin steps": check_twins} if run.status.state != RUNNING else {}
-        for what, check in checks.items():
+        checks = {"losses": check_losses, "twin steps": check_twins, "effects": check_effects}
+        for what, check in checks.items() if run.status.state != RUNNING else ():
             try:
                 check(directory)
             except (RunError, OSError) as error:
@@ -368,6 +371,19 @@ def _put_runs(cursor: duckdb.DuckDBPyConnection, rows: list[list[Any]]) -> None:
     _insert(cursor, "INSERT OR REPLACE INTO run FROM incoming", table)
 
 
+def _put_effects(cursor: duckdb.DuckDBPyConnection, runs: Iterable[RunInfo]) -> None:
+    """Replace the rows of measurements. Lines that are damaged are reported with those of other files."""
+    for run in runs:
+        if run.config.get("kind") == MEASURE:
+            rows = []
+            with suppress(OSError):
+                rows = effect_rows(run.run_id, run.directory)
+            with transaction(cursor):
+                cursor.execute("DELETE FROM effect WHERE run_id = ?", [run.run_id])
+                if rows:
+                    cursor.executemany(f"INSERT INTO effect VALUES ({', '.join('?' * len(rows[0]))})", rows)
+
+
 def _add(cursor: duckdb.DuckDBPyConnection, segments: list[_Segment]) -> None:
     first = _next_key(cursor)
     tables: dict[str, list[pa.Table]] = {}
@@ -465,7 +481,7 @@ def _drop(cursor: duckdb.DuckDBPyConnection, run_id: str) -> None:
             cursor.execute(
                 f"DELETE FROM {cube}_sketch WHERE key IN (SELECT key FROM {cube} WHERE run_id = ?)", [run_id]
             )
-        for table in ("tensor", "segment", "run", *CUBES):
+        for table in ("tensor", "segment", "effect", "run", *CUBES):
             cursor.execute(f"DELETE FROM {table} WHERE run_id = ?", [run_id])
 
 
@@ -474,7 +490,7 @@ def _mark(directory: str, segments: Iterable[str]) -> tuple[int, ...] | None:
     mark: list[int] = []
     times = []
     names = ["", "run.json", "status.json", "segments", *(f"segments/{name}" for name in segments)]
-    names += [name for name in ("loss.jsonl", TWINS) if os.path.exists(f"{directory}/{name}")]
+    names += [name for name in ("loss.jsonl", TWINS, EFFECTS) if os.path.exists(f"{directory}/{name}")]
     try:
         for name in names:
             found = os.stat(f"{directory}/{name}")

@@ -32,6 +32,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 GROUPABLE = (*FIELDS, "format", "tensor_id")
 HIDDEN = "key, sketch_start, sketch_stop"  # columns of `tensor` that exist only in the index
+EFFECTS = "SELECT count(*), bit_xor(hash(run_id, format, part, layer_index, module, sequences)) FROM effect"
 IN_LIST = "tensor.tensor_id IN (SELECT unnest(?::VARCHAR[]))"
 
 
@@ -231,7 +232,8 @@ class OpenIndex:
             for columns, table in (("run_id, name, mtime_ns", "segment"), ("run", "run"))
         )
         ids = cursor.execute("SELECT count(*), bit_xor(hash(run_id, name, color)) FROM run").fetchone()
-        return (tensors, ids), runs
+        effects = cursor.execute(EFFECTS).fetchone()
+        return (tensors, ids, effects), runs
 
     # Which runs and tensors a query is about
 
@@ -256,6 +258,7 @@ class OpenIndex:
     def _versions(self) -> tuple[Hashable, dict[str, Hashable]]:
         names = self._rows("SELECT count(*), bit_xor(hash(run_id, name, color)) FROM run")
         rows = self._rows("SELECT run_id, count(*), bit_xor(hash(name, mtime_ns)) FROM segment GROUP BY run_id")
+        names += self._rows(EFFECTS)
         return tuple(names), {str(run): tuple(counted) for run, *counted in rows}
 
     def restricted(self, run_ids: Iterable[str]) -> Self:

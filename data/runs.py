@@ -9,6 +9,7 @@
       loss.jsonl     one line per iteration, each with its checksum
       events.jsonl   other events: see data.events
       twin.jsonl     twin steps: see data.twin
+      effects.jsonl  measured effects: see data.effects
       tensors/       tensor files      segments/   their rows
       ranks/         of a run on several ranks: the process of each and what it has recorded; rank 0 adds them up
 

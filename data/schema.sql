@@ -159,6 +159,24 @@ CREATE TABLE trace (
     at_bin_edge   DOUBLE                -- share of the weights that lie at the edge of their bin
 );
 
+-- Measured effects: what rounding one group of products does to the loss, on the same weights and sequences. Rows are of
+-- runs of `binade measure`, from their effects.jsonl.
+CREATE TABLE effect (
+    run_id        VARCHAR,
+    format        VARCHAR,              -- what the group was rounded to: a spec, or a recipe
+    part          VARCHAR,              -- linear, router, qk, pv, product; null for all
+    layer_index   INTEGER,              -- from 1; null for all layers
+    module        VARCHAR,              -- null for all modules
+    sequences     INTEGER,              -- how many were measured
+    loss          DOUBLE,               -- mean cross entropy without rounding, in nats per token
+    change        DOUBLE,               -- mean of the loss with the group rounded minus that without, in nats per token
+    change_error  DOUBLE,               -- its standard error over sequences; null for one sequence
+    divergence    DOUBLE,               -- mean KL divergence of the next token's distribution, in nats; null if not measured
+    change_by_sequence DOUBLE[],
+    divergence_by_sequence DOUBLE[],
+    seconds       DOUBLE                -- what its passes took
+);
+
 -- The indexed segments. A segment whose mtime_ns has changed was replaced. Those that were merged later each have a row
 -- with the name of the merged one.
 CREATE TABLE segment (

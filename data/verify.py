@@ -13,6 +13,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from binade.data.cache import Done
+from binade.data.effects import check_effects
 from binade.data.remote import fetched
 from binade.data.runs import RUNNING, RunError, RunInfo, check_losses, check_root, read_run, run_directories
 from binade.data.segment import TABLES, read_tables, table_files
@@ -79,7 +80,7 @@ def verify(
                 done(min(count, total), total)
             if run.status.state != RUNNING:
                 names = run.segments  # some may have been merged meanwhile
-        for check in (check_losses, check_twins):
+        for check in (check_losses, check_twins, check_effects):
             try:
                 check(run.directory)
             except (RunError, OSError) as error:

@@ -34,6 +34,7 @@ FILES = [
     ("`notes.json`", "JSON", "name, color and note that users gave the run"),
     ("`loss.jsonl`", "JSON lines", "iteration, loss in nats per token, seconds, SHA-256 of the data so far, CRC-32"),
     ("`events.jsonl`", "JSON lines", "what happened in the run: triggers, warnings, captures, the first NaN"),
+    ("`effects.jsonl`", "JSON lines", "measured effects of groups of products: losses of each sequence; CRC-32"),
     ("`twin.jsonl`", "JSON lines", "twin steps: Δloss; bias, variance and cosine of each parameter's gradient; CRC-32"),
     ("`tensors/**/*.pt`", "torch", "`{tensor, tensor_info, metadata}`; loads with `weights_only=True` and `mmap=True`"),
     ("`segments/**/*.parquet`", "Parquet", "rows of the tables tensor, sketch, score, block and trace"),

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -52,7 +52,7 @@ class Curves:
             self._began = time.perf_counter()
         if self._model is None:
             self._model = model
-            sample = _copies(_sample(model))
+            sample = _copies(sample_of(model))
             self._queue(lambda: self._hash_weights(sample))
         if model is self._model:
             tensors = [x for x in tensors_in(given) if not is_dtensor(x)]
@@ -107,7 +107,14 @@ class Curves:
         self._writer.update(**changes)
 
 
-def _sample(model: nn.Module) -> list[Tensor]:
+def hash_of(tensors: Iterable[Tensor]) -> str:
+    """The SHA-256 of tensors: their dtypes, shapes and values."""
+    sha = hashlib.sha256()
+    _update(sha, _copies(list(tensors)))
+    return sha.hexdigest()
+
+
+def sample_of(model: nn.Module) -> list[Tensor]:
     """Some values of each parameter, evenly spaced."""
     parameters: list[Any] = [p.detach() for p in model.parameters()]
     flat = [(x.to_local() if is_dtensor(x) else x).reshape(-1) for x in parameters]

@@ -142,7 +142,7 @@ def open_stream(plan: Plan, dataset: Dataset, rank: int = 0, ranks: int = 1) -> 
     return open_samples(documents, length, config.seed, read, plan.shape.vocab, rank, ranks)
 
 
-def _describe(plan: Plan, checkpoint: Checkpoint | None, dataset: Dataset, device: torch.device) -> dict[str, Any]:
+def describe_run(plan: Plan, checkpoint: Checkpoint | None, dataset: Dataset, device: torch.device) -> dict[str, Any]:
     """What run.json says of a run."""
     config, recipe = plan.config, plan.recipe
     weights = checkpoint.identity() if checkpoint else None
@@ -190,7 +190,7 @@ def _run(plan: Plan, root: Path, ranks: Ranks, say: Say, progress: Progress, res
     dataset = open_dataset(config.dataset, config.tokenizer_name, plan.shape.vocab)
     stream = open_stream(plan, dataset, ranks.replica, ranks.replicas)
     device = torch.device("cuda", torch.cuda.current_device()) if config.device == Device.CUDA else torch.device("cpu")
-    description = _describe(plan, checkpoint, dataset, device)
+    description = describe_run(plan, checkpoint, dataset, device)
     if resumed:
         check_unchanged(resumed.run, description)
     start = time.monotonic()

@@ -1,0 +1,368 @@
+"""Measured effects: the change of the loss when one group of products is rounded, on the same weights and data.
+
+    with measuring(model, loss) as measured:
+        for batch in batches:
+            exact = measured.reference(batch, 0)
+            rounded = measured.rounded(parse_recipe("mxfp4"), Group("linear", 3, "fc1"))
+
+Within a batch, the blocks before the first layer of the group compute the same in all passes. Their outputs are kept
+from the pass without rounding and returned in their place. A block is a module whose path ends in a number, such as
+`model.layers.3`. Passes have no gradients, and the model is in eval mode.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from binade.collector.capture.adapters.declared import Equations
+from binade.collector.capture.adapters.layer import set_on
+from binade.collector.capture.adapters.products import tensors_in
+from binade.collector.capture.clock import seed_of
+from binade.collector.capture.instrument import instrument
+from binade.collector.capture.observer import Hook
+from binade.collector.capture.recorder import Recorder
+from binade.collector.capture.survey import find
+from binade.collector.errors import ConfigError
+from binade.collector.models.parallel import Call
+from binade.collector.models.site import Site
+from binade.collector.recipes.parse import parse_recipe
+from binade.collector.recipes.recipe import Recipe
+from binade.collector.recipes.selection import Selection
+from binade.data.effects import Effect, Group
+from binade.data.tensor_kinds import Product
+from binade.quant.gemm import Rounding
+from binade.quant.specs import GemmFormats
+
+COVERS = {True: "mxfp8", False: "linear_mxfp8"}  # recipes that intercept all products, or all but those of attention
+IGNORED = -100  # a label that does not count, as in torch
+MOST_KEPT = 4 << 30  # bytes of blocks' outputs
+BY: dict[str, tuple[str, ...]] = {
+    "site": ("part", "layer_index", "module"),
+    "layer": ("part", "layer_index"),
+    "module": ("part", "module"),
+    "part": ("part",),
+    "model": (),
+}
+"""What the products of a group have in common, by the granularity of a measurement; for `model`, only the recipe."""
+
+Answer = Tensor | tuple[Tensor, Tensor]
+Evaluate = Callable[[Any, Any], Answer]
+Key = tuple[Site, Product]
+
+
+@dataclass(frozen=True)
+class Losses:
+    """Of one pass: the loss of each sequence in nats per token, and the mean divergence of its tokens from those of the
+    pass without rounding; empty if the logits are not known."""
+
+    losses: tuple[float, ...]
+    divergences: tuple[float, ...]
+    seconds: float
+
+
+def part_of(key: Key) -> str:
+    """The name of the part of a recipe that rounds a product."""
+    site, product = key
+    return "router" if product is Product.LINEAR and site.module == "router" else product.value
+
+
+def group_of(key: Key, by: str) -> Group:
+    """The group of a product, at a granularity of BY."""
+    site, _ = key
+    values: dict[str, Any] = {"part": part_of(key), "layer_index": site.layer_index, "module": site.module}
+    return Group(**{name: values[name] for name in BY[by]})
+
+
+def holds(group: Group, key: Key) -> bool:
+    """Whether a product belongs to a group."""
+    site, _ = key
+    return (
+        group.part in ("", part_of(key))
+        and group.layer_index in (None, site.layer_index)
+        and group.module in (None, site.module)
+    )
+
+
+def rounds_forward(formats: GemmFormats) -> bool:
+    return bool(formats["forward_a"] or formats["forward_b"] or formats.softmax.tile)
+
+
+@dataclass(eq=False)
+class Blocks:
+    """The outputs of a model's blocks in the pass without rounding, in the order in which the blocks ended.
+
+    most   how many bytes are kept
+    first  how many blocks had ended when a product was first computed
+    """
+
+    most: int
+    outputs: list[tuple[nn.Module, Any]] = field(default_factory=list)
+    ended: list[nn.Module] = field(default_factory=list)
+    first: dict[Key, int] = field(default_factory=dict)
+    bytes: int = 0
+
+    def add(self, block: nn.Module, output: Any) -> None:
+        size = sum(x.nbytes for x in tensors_in(output))
+        if len(self.outputs) == len(self.ended) and self.bytes + size <= self.most:
+            self.outputs.append((block, output))
+            self.bytes += size
+        self.ended.append(block)
+
+    def before(self, keys: Iterable[Key]) -> dict[nn.Module, Any]:
+        """The blocks that compute the same in a pass that rounds these products, with their outputs: those that had
+        ended before, as far as outputs were kept. None if a block runs twice in a pass."""
+        if len(set(self.ended)) < len(self.ended):
+            return {}
+        ended = min((self.first[key] for key in keys if key in self.first), default=len(self.ended))
+        return dict(self.outputs[:ended])
+
+
+class Measuring:
+    """Evaluates a model with groups of its products rounded.
+
+    products  those that can be rounded, in the order of the model
+    reuses    whether outputs of blocks are kept: not in a model that computes something else with them. None before
+              the first `reference`
+    rest      how many seconds a pass takes in which all blocks are replaced
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        evaluate: Evaluate,
+        recorder: Recorder,
+        products: Sequence[Key],
+        blocks: Sequence[nn.Module],
+        seed: int,
+    ) -> None:
+        self.model, self.evaluate, self.products, self.blocks = model, evaluate, tuple(products), tuple(blocks)
+        self.reuses: bool | None = None
+        self.rest = 0.0
+        self._clock, self._seed = recorder.clock, seed
+        self._batch: Any = None
+        self._number = 0
+        self._exact: Losses | None = None
+        self._before: list[Tensor] | None = None  # log-probabilities of each sequence, without rounding
+        self._outputs = Blocks(0)
+
+    def reference(self, batch: Any, number: int) -> Losses:
+        """Evaluate a batch without rounding. The next calls of `rounded` evaluate the same batch. number: of the batch;
+        stochastic rounding depends on it. Raises ConfigError for a loss of another form than `measure` takes."""
+        self._batch, self._number, self._before = batch, number, None
+        self._outputs = Blocks(MOST_KEPT)
+        with ExitStack() as undo:
+            for block in self.blocks:
+                undo.callback(set_on(block, "forward", self._keeping(block)))
+            self._exact = self._pass({}, self._outputs.first)
+        if self.reuses is None:
+            self.reuses = True
+            again = self._pass({}, None, self._outputs.before(()))
+            self.reuses, self.rest = again.losses == self._exact.losses, again.seconds
+        return self._exact
+
+    def rounded(self, recipe: Recipe, group: Group) -> Losses:
+        """Evaluate the batch of the last `reference` with a group of products rounded as the recipe does."""
+        formats = {key: each for key, each in self.formats(recipe).items() if holds(group, key)}
+        return self._pass(formats, None, self._outputs.before(formats) if self.reuses else {})
+
+    def formats(self, recipe: Recipe) -> dict[Key, GemmFormats]:
+        """The formats of the products whose forward operands a recipe rounds in its first iteration. Raises ConfigError
+        if they depend on earlier passes, or if it rounds none."""
+        sites = [site for site, _ in self.products]
+        kept = Selection.parse(recipe.keep).of(sites) if recipe.keep else frozenset()
+        formats = {key: recipe.part_of(key[1], key[0]).formats for key in self.products if key[0] not in kept}
+        formats = {key: each for key, each in formats.items() if rounds_forward(each)}
+        if any(each.delayed for each in formats.values()):
+            raise ConfigError(
+                f"{recipe.name} takes its scales from earlier steps, so one pass does not show its effect: choose a "
+                "recipe with current scales, such as te_current"
+            )
+        if not formats:
+            raise ConfigError(f"{recipe.name} rounds no forward operand of this model: choose another recipe or format")
+        return formats
+
+    def cost(self, recipe: Recipe, group: Group) -> float:
+        """The share of the blocks that a pass computes, 0 to 1; for a batch of which the reference is known."""
+        keys = [key for key in self.formats(recipe) if holds(group, key)]
+        before = self._outputs.before(keys) if self.reuses else {}
+        return 1 - len(before) / max(len(self._outputs.ended), 1)
+
+    def _keeping(self, block: nn.Module) -> Callable[..., Any]:
+        forward = block.forward
+
+        def keeping(*args: Any, **kwargs: Any) -> Any:
+            output = forward(*args, **kwargs)
+            self._outputs.add(block, output)
+            return output
+
+        return keeping
+
+    def _pass(
+        self, formats: Mapping[Key, GemmFormats], first: dict[Key, int] | None, replaced: Mapping[nn.Module, Any] = {}
+    ) -> Losses:
+        """first: receives how many blocks had ended when each product was first computed."""
+
+        def begin(hook: Hook) -> Call:
+            key = hook.layer.site, hook.product
+            if first is not None:
+                first.setdefault(key, len(self._outputs.ended))
+            seed = seed_of(self._seed, self._number, key[0].name, key[1].value)
+            return Call(Rounding(formats.get(key) or GemmFormats(), hook.backend, seed))
+
+        began = time.perf_counter()
+        with ExitStack() as undo:
+            for block, output in replaced.items():
+                undo.callback(set_on(block, "forward", _returning(output)))
+            undo.callback(setattr, self._clock, "twin", None)
+            self._clock.twin = begin
+            with torch.no_grad():
+                losses, divergences = self._losses(self.evaluate(self.model, self._batch))
+        return Losses(losses, divergences, time.perf_counter() - began)
+
+    def _losses(self, answer: Any) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        if isinstance(answer, tuple) and len(answer) == 2:
+            logits, labels = answer
+            if logits.dim() == 3 and labels.shape == logits.shape[:2]:
+                return self._of_logits(logits, labels)
+            shapes = f"logits {list(logits.shape)} and labels {list(labels.shape)}"
+            raise ConfigError(
+                f"loss returned {shapes}: expected [sequences, tokens, vocabulary] and [sequences, tokens]"
+            )
+        if not isinstance(answer, Tensor) or answer.dim() > 2 or not answer.numel():
+            raise ConfigError(
+                f"loss returned {_described(answer)}: expected a tensor [sequences] or [sequences, tokens], or logits "
+                "and labels"
+            )
+        x = answer.detach().double()
+        return tuple((x.mean(-1) if x.dim() == 2 else x.reshape(-1)).tolist()), ()
+
+    def _of_logits(self, logits: Tensor, labels: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        losses, divergences = [], []
+        first, before = self._before is None, self._before or []
+        for number, (x, label) in enumerate(zip(logits, labels, strict=True)):
+            after = x.float().log_softmax(-1)
+            losses.append(float(F.nll_loss(after, label, ignore_index=IGNORED)))
+            if first:
+                before.append(after)
+            else:
+                p = before[number]
+                apart = (p.exp() * (p - after)).sum(-1)[label != IGNORED]
+                divergences.append(float(apart.mean()))
+        self._before = before
+        return tuple(losses), tuple(divergences)
+
+
+def _described(answer: Any) -> str:
+    return f"a tensor {list(answer.shape)}" if isinstance(answer, Tensor) else f"a {type(answer).__name__}"
+
+
+def _returning(output: Any) -> Callable[..., Any]:
+    return lambda *args, **kwargs: output
+
+
+@contextmanager
+def measuring(
+    model: nn.Module,
+    evaluate: Evaluate,
+    *,
+    attention: bool = True,
+    backend: str = "auto",
+    seed: int = 0,
+    exclude: Sequence[str] = (),
+    cores: Sequence[str] = (),
+    products: Mapping[str, Equations] = {},
+    head: bool = False,
+) -> Iterator[Measuring]:
+    """A context in which a model is measured. attention: whether products of attention can be rounded, too; then they
+    are computed as products of their own in all passes. The other arguments are those of `instrument`.
+
+    Raises InstrumentError as `instrument` does."""
+    options: dict[str, Any] = {"exclude": exclude, "head": head, "cores": cores, "products": products}
+    layers = find(model, attention=attention, **options).layers
+    keys = [(layer.site, product) for layer in layers for product in layer.products]
+    if not attention:
+        keys = [key for key in keys if key[1] not in (Product.QK, Product.PV)]
+    paths = dict.fromkeys(_block(layer.name) for layer in layers)
+    blocks = [model.get_submodule(path) for path in paths if path]
+    recorder = Recorder(enabled=False)
+    with (
+        _evaluating(model),
+        instrument(model, COVERS[attention], recorder, backend=backend, seed=seed, **options),
+    ):
+        yield Measuring(model, evaluate, recorder, keys, blocks, seed)
+
+
+def _block(path: str) -> str:
+    """The path of the block that a module is in: up to its first number; "" if it is in none."""
+    parts = path.split(".")
+    at = next((index for index, part in enumerate(parts) if part.isdecimal()), None)
+    return "" if at is None else ".".join(parts[: at + 1])
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """A context in which the model is in eval mode, without dropout."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+@dataclass(frozen=True)
+class Task:
+    """A measurement: a group of products, rounded as a recipe does. format: the recipe as it was written."""
+
+    format: str
+    recipe: Recipe
+    group: Group
+
+
+def tasks_of(
+    measured: Measuring, recipes: Mapping[str, Recipe], by: Sequence[str], parts: Sequence[str] = ()
+) -> list[Task]:
+    """The measurements of recipes by granularities of BY, the whole ones first. parts: those of the recipes; all if
+    empty. Raises ConfigError if a recipe rounds none of them."""
+    tasks = []
+    for each in sorted(by, key=lambda name: len(BY[name])):
+        for text, recipe in recipes.items():
+            keys = [key for key in measured.formats(recipe) if not parts or not BY[each] or part_of(key) in parts]
+            if not keys:
+                raise ConfigError(f"{text} rounds no forward operand of {', '.join(parts)}: choose other parts")
+            tasks += [Task(text, recipe, group) for group in dict.fromkeys(group_of(key, each) for key in keys)]
+    return tasks
+
+
+def effects(
+    measured: Measuring, batches: Iterable[Any], tasks: Sequence[Task], done: Collection[tuple[int, str, Group]] = ()
+) -> Iterator[Effect]:
+    """Measure each task on each batch, batch by batch, so that all groups have the same sequences. done: what is known
+    already, by the number of the batch, the format and the group."""
+    for number, batch in enumerate(batches):
+        left = [task for task in tasks if (number, task.format, task.group) not in done]
+        if not left:
+            continue
+        exact = measured.reference(batch, number)
+        for task in left:
+            found = measured.rounded(task.recipe, task.group)
+            if len(found.losses) != len(exact.losses):
+                raise ConfigError(
+                    f"loss returned {len(exact.losses)} sequences, then {len(found.losses)} for the same batch: "
+                    "evaluate a batch alike each time"
+                )
+            yield Effect(number, task.format, *task.group, exact.losses, found.losses, found.divergences, found.seconds)
+
+
+def recipes_of(texts: Iterable[str]) -> dict[str, Recipe]:
+    """The recipes or formats of these names. Raises RecipeError and SpecError."""
+    return {text: parse_recipe(text) for text in texts}

@@ -1,0 +1,178 @@
+"""Measured effects: what rounding one group of products does to the loss, on the same weights and sequences.
+
+One line per group and batch in a run's effects.jsonl. The run of a measurement has the kind MEASURE in its run.json,
+and records no tensors. `merged` joins the batches; the index has the same rows in its table `effect`.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from binade.data import evidence
+from binade.data.evidence import Estimate, Measure
+from binade.data.json_files import STRICT, adapter_of, parse_json, unsealed
+from binade.data.runs import Whole, append_line, check_lines, lines_of
+from binade.data.twin import Number
+
+FILE = "effects.jsonl"
+MEASURE = "measure"
+CHANGE = Measure(
+    "effect", "Measured loss change", "nats", "loss with the group rounded minus loss without, per token", signed=True
+)
+DIVERGENCE = Measure(
+    "divergence", "Divergence", "nats", "KL(p ‖ q) of the next token, p without rounding and q with, per token"
+)
+
+
+class Group(NamedTuple):
+    """Products that are rounded together.
+
+    part         linear, router, qk, pv or product; "" for all
+    layer_index  None for all layers
+    module       None for all modules
+    """
+
+    part: str = ""
+    layer_index: int | None = None
+    module: str | None = None
+
+    def __str__(self) -> str:
+        words = [f"layer{self.layer_index}" if self.layer_index is not None else "", self.module or "", self.part]
+        return " ".join(filter(None, words)) or "all"
+
+
+@dataclass(frozen=True, config=STRICT)
+class Effect:
+    """The losses of one batch's sequences, in nats per token.
+
+    format       what the group was rounded to: the text of a spec or a recipe
+    exact        the losses without rounding
+    losses       the losses with the group rounded
+    divergences  KL(p ‖ q) of the next token, the mean over a sequence's tokens; empty if logits were not known
+    seconds      what the pass took
+    """
+
+    batch: Whole
+    format: str
+    part: str
+    layer_index: Whole | None
+    module: str | None
+    exact: Annotated[tuple[Number, ...], Field(min_length=1)]
+    losses: Annotated[tuple[Number, ...], Field(min_length=1)]
+    divergences: tuple[Number, ...] = ()
+    seconds: float = 0.0
+
+    @property
+    def group(self) -> Group:
+        return Group(self.part, self.layer_index, self.module)
+
+    @property
+    def changes(self) -> tuple[float, ...]:
+        return tuple(loss - exact for loss, exact in zip(self.losses, self.exact, strict=True))
+
+
+class Measured(NamedTuple):
+    """The effect of a group over all sequences that were measured: in the order of the batches."""
+
+    format: str
+    group: Group
+    exact: tuple[float, ...]
+    changes: tuple[float, ...]
+    divergences: tuple[float, ...]
+    seconds: float
+
+    @property
+    def change(self) -> Estimate:
+        """The mean change of the loss, with Student's interval over sequences."""
+        return evidence.mean(CHANGE, self.changes, "sequences")
+
+    @property
+    def divergence(self) -> Estimate:
+        """The mean divergence; NaN if it was not measured."""
+        return evidence.mean(DIVERGENCE, self.divergences, "sequences")
+
+
+def merged(effects: Iterable[Effect]) -> list[Measured]:
+    """The effects of each format and group, in the order in which they were first measured. A batch that occurs twice
+    counts once."""
+    batches: dict[tuple[str, Group], dict[int, Effect]] = {}
+    for effect in effects:
+        batches.setdefault((effect.format, effect.group), {})[effect.batch] = effect
+    rows = []
+    for (fmt, group), by_batch in batches.items():
+        own = [by_batch[number] for number in sorted(by_batch)]
+        divergences = [value for effect in own for value in effect.divergences]
+        complete = all(len(effect.divergences) == len(effect.losses) for effect in own)
+        rows.append(
+            Measured(
+                fmt,
+                group,
+                tuple(value for effect in own for value in effect.exact),
+                tuple(value for effect in own for value in effect.changes),
+                tuple(divergences) if complete else (),
+                math.fsum(effect.seconds for effect in own),
+            )
+        )
+    return rows
+
+
+def effect_rows(run_id: str, directory: Path) -> list[list[Any]]:
+    """The rows of a run in the table `effect` of the index. Raises OSError."""
+    return [
+        [
+            run_id,
+            effect.format,
+            effect.group.part or None,
+            effect.group.layer_index,
+            effect.group.module,
+            len(effect.changes),
+            math.fsum(effect.exact) / len(effect.exact),
+            effect.change.value,
+            None if math.isnan(effect.change.error) else effect.change.error,
+            None if math.isnan(effect.divergence.value) else effect.divergence.value,
+            list(effect.changes),
+            list(effect.divergences) or None,
+            effect.seconds,
+        ]
+        for effect in merged(read_effects(directory))
+    ]
+
+
+def append_effect(directory: Path, effect: Effect) -> None:
+    """Add a measurement to a run, as its only writer. Raises OSError."""
+    append_line(directory / FILE, adapter_of(Effect).dump_json(effect))
+
+
+def read_effects(directory: Path) -> list[Effect]:
+    """The measurements of a run. The file is read up to the first line that is damaged or cut short; `check_effects`
+    raises an error for it. Raises OSError."""
+    found = []
+    for line in lines_of(directory / FILE):
+        try:
+            found.append(parse_json(Effect, unsealed(line)))
+        except ValueError:
+            break
+    return found
+
+
+def continue_effects(directory: Path) -> list[Effect]:
+    """The measurements of a run to which its only writer is about to add. A last line that a crash cut short is cut
+    off. Raises as `check_effects`."""
+    check_effects(directory)
+    path, lines = directory / FILE, lines_of(directory / FILE)
+    if lines and not lines[-1].endswith(b"\n"):
+        os.truncate(path, sum(map(len, lines[:-1])))
+    return read_effects(directory)
+
+
+def check_effects(directory: Path) -> None:
+    """Raise RunError for a line that is not a measurement or has a wrong checksum, except for a last line that a crash
+    cut short; OSError."""
+    check_lines(directory / FILE, "measurement", lambda line: bool(parse_json(Effect, line)))

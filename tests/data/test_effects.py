@@ -1,0 +1,93 @@
+"""Measured effects on disk and in the index, against numpy and scipy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from binade.data.catalog import Catalog
+from binade.data.effects import (
+    FILE,
+    MEASURE,
+    Effect,
+    Group,
+    append_effect,
+    check_effects,
+    continue_effects,
+    merged,
+    read_effects,
+)
+from binade.data.runs import DONE, RunError, RunWriter
+
+FC1 = Group("linear", 3, "fc1")
+EXACT = ((2.0, 3.0), (2.5,))
+
+
+def effect(batch: int, fmt: str = "mxfp4", group: Group = FC1, rise: float = 0.1) -> Effect:
+    losses = tuple(loss + rise * (at + batch + 1) for at, loss in enumerate(EXACT[batch]))
+    return Effect(batch, fmt, *group, EXACT[batch], losses, tuple(0.01 for _ in losses), 0.5)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunWriter:
+    config = {"model": "mine", "size": "tiny", "seed": 7, "kind": MEASURE}
+    return RunWriter.create(tmp_path, "measure_mine", config)
+
+
+def test_batches_are_joined_in_their_order_and_count_once(run: RunWriter):
+    for each in (effect(1), effect(0, rise=9.0), effect(0), effect(0, "nvfp4"), effect(0, group=Group())):
+        append_effect(run.directory, each)
+    first, *others = merged(read_effects(run.directory))
+    assert [(row.format, row.group) for row in others] == [("nvfp4", FC1), ("mxfp4", Group())]
+    assert first.changes == pytest.approx((0.1, 0.2, 0.2)) and first.exact == (2.0, 3.0, 2.5)
+    low, high = stats.t.interval(0.95, 2, np.mean(first.changes), stats.sem(first.changes))
+    assert (first.change.low, first.change.high) == pytest.approx((low, high))
+
+
+def test_a_line_that_a_crash_cut_short_is_measured_again(run: RunWriter):
+    append_effect(run.directory, effect(0))
+    whole = (run.directory / FILE).read_bytes()
+    for end in range(1, len(whole) - 20, 11):
+        (run.directory / FILE).write_bytes(whole + whole[:end])
+        assert continue_effects(run.directory) == [effect(0)]
+        append_effect(run.directory, effect(1))
+        check_effects(run.directory)
+        assert read_effects(run.directory) == [effect(0), effect(1)]
+
+
+def test_a_damaged_line_is_named_and_nothing_is_cut_off(run: RunWriter):
+    for each in (effect(0), effect(1)):
+        append_effect(run.directory, each)
+    damaged = (run.directory / FILE).read_bytes().replace(b"fc1", b"fc2", 1)
+    (run.directory / FILE).write_bytes(damaged)
+    with pytest.raises(RunError, match=r"line 1 of its effects\.jsonl"):
+        continue_effects(run.directory)
+    assert (run.directory / FILE).read_bytes() == damaged
+
+
+def test_the_index_has_the_rows_of_the_same_weights(run: RunWriter):
+    for each in (effect(0), effect(1), effect(0, group=Group())):
+        append_effect(run.directory, each)
+    run.finish(DONE)
+    root = run.directory.parent
+    same = RunWriter.create(root, "same", {"model": "mine", "size": "tiny", "seed": 7})
+    other = RunWriter.create(root, "other", {"model": "mine", "size": "tiny", "seed": 8})
+    for writer in (same, other):
+        writer.finish(DONE)
+    with Catalog.open(root) as catalog:
+        catalog.sync()
+        rows = catalog.effects([same.run_id])
+        assert catalog.effects([other.run_id]).empty and len(rows) == 2
+        row = rows[rows["part"] == "linear"].iloc[0]
+        assert (row["layer_index"], row["module"], row["sequences"]) == (3, "fc1", 3)
+        assert row["change"] == pytest.approx(0.5 / 3) and row["divergence"] == pytest.approx(0.01)
+        assert row["change_error"] == pytest.approx(stats.sem([0.1, 0.2, 0.2]))
+        before = catalog.version
+        append_effect(run.directory, effect(1, group=Group()))
+        catalog.sync()
+        assert catalog.version != before
+        assert catalog.effects([same.run_id])["sequences"].tolist() == [3, 3]
+        assert catalog.table("effect").num_rows == 2
