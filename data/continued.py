@@ -25,8 +25,8 @@ def continued_run(
 ) -> Iterator[tuple[RunWriter, bool]]:
     """The run whose run.json agrees with the configuration in the fields `same`, and whether it existed before. busy:
     what another process that has it open is doing, such as "is being imported". Raises RunError if the root cannot be
-    written or the run is open elsewhere. An exception ends the run as failed or cancelled, unless it was done before and
-    has not changed."""
+    written or the run is open elsewhere. An exception ends the run as failed or cancelled, unless it was done before
+    and has not changed."""
     check_writable("recording a run")
     wanted = json.loads(json.dumps({name: config.get(name) for name in same}))
     with ExitStack() as held:

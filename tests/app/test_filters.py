@@ -45,7 +45,9 @@ def test_what_is_filtered_out_is_not_taken_for_missing(visit: Visit, collected: 
 def test_recipes_does_not_apply_the_fields_of_tensors(visit: Visit, collected: Path):
     every, filtered = visit(collected, "recipes"), visit(collected, "recipes", layer_index="2", tensor_name="query")
     hidden = visit(collected, "recipes", operation="forward", tensor_name="grad_input")
-    answers = [next(text.value for text in at.markdown if "which one seed" in text.value) for at in (every, filtered, hidden)]
+    answers = [
+        next(text.value for text in at.markdown if "which one seed" in text.value) for at in (every, filtered, hidden)
+    ]
     assert "which one seed cannot tell from chance" in answers[0] and len(set(answers)) == 1
 
 
