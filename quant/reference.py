@@ -18,6 +18,8 @@ from binade.quant.rounding import noise
 from binade.quant.scheme import nan_max, pad_end
 from binade.quant.specs import ROW, TENSOR, Block, Spec
 
+FIXED = 64  # the longest block of a scheme that allows one length only: HiF4's
+
 
 def quantize_blocks(x: Tensor, spec: Spec, absmax: Tensor, u: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """x [groups, block] float32 -> values on the element's grid, block scales, the dequantized values.
@@ -28,15 +30,22 @@ def quantize_blocks(x: Tensor, spec: Spec, absmax: Tensor, u: Tensor | None = No
     return spec.scaling.quantize(x, spec, absmax, u)
 
 
+def columns_of(block: Block | None, axis: int) -> int:
+    """How many neighbors along an axis of this length make a block, padding included. A longer block is cut to the
+    axis, since zeros change neither its scale nor its values. Schemes with a fixed block, of at most FIXED, take whole
+    ones."""
+    return min(block.columns, max(axis, FIXED)) if block and block.columns else max(axis, 1)
+
+
 def to_blocks(x: Tensor, dim: int, block: Block | None) -> Tensor:
     """x cut into blocks, padded with zeros to whole ones: [groups, rows · columns]. The groups follow the axes before
     `dim`, the axes behind it, then `dim`; a tile's rows are neighbors in that order of lines along `dim`, whatever axes
-    they are of: tokens are [sequence, batch]. Without a block the whole axis is one."""
+    they are of: tokens are [sequence, batch]. Without a block, or with one that is longer, the whole axis is
+    one."""
     moved = x.movedim(dim, -1) if x.dim() else x.reshape(1)
     if block == TENSOR:
         return moved.reshape(1, -1)
-    rows, columns = (block.rows or 1, block.columns) if block else (1, None)
-    columns = columns or max(moved.shape[-1], 1)
+    rows, columns = block.rows or 1 if block else 1, columns_of(block, moved.shape[-1])
     moved = pad_end(moved, moved.dim() - 1, -moved.shape[-1] % columns)
     if rows == 1:
         return moved.reshape(-1, columns)
@@ -57,11 +66,10 @@ def from_blocks(blocks: Tensor, like: Tensor, dim: int, block: Block | None) -> 
     if rows == 1:
         whole = blocks.reshape(*shape[:-1], -1)
         return whole[..., : shape[-1]].movedim(-1, dim).contiguous()
-    assert block and block.columns
-    lines = shape[:-1].numel()
-    high, wide = -(-lines // rows), -(-shape[-1] // block.columns)
-    tiles = blocks.reshape(high, wide, rows, block.columns).transpose(1, 2)
-    whole = tiles.reshape(high * rows, wide * block.columns)[:lines, : shape[-1]]
+    lines, columns = shape[:-1].numel(), columns_of(block, shape[-1])
+    high, wide = -(-lines // rows), -(-shape[-1] // columns)
+    tiles = blocks.reshape(high, wide, rows, columns).transpose(1, 2)
+    whole = tiles.reshape(high * rows, wide * columns)[:lines, : shape[-1]]
     return whole.reshape(shape).movedim(-1, dim).contiguous()
 
 
@@ -108,8 +116,8 @@ def scales_along(scales: Tensor, x: Tensor, dim: int, block: Block) -> Tensor:
     """Block scales [groups, n] in the order of `to_blocks` -> [outer, blocks, inner] over x's axes before and after
     `dim`: the first number of each block, repeated for each row of a tile."""
     dim = dim % x.dim() if x.dim() else 0
-    columns = block.columns or max(x.shape[dim] if x.dim() else 1, 1)
-    blocks = -(-(x.shape[dim] if x.dim() else 1) // columns)
+    axis = x.shape[dim] if x.dim() else 1
+    blocks = -(-axis // columns_of(block, axis))
     shape = (*x.shape[:dim], blocks, *x.shape[dim + 1 :])
     like = torch.empty(shape, device="meta")
     whole = from_blocks(scales[:, :1].expand(-1, block.rows or 1), like, dim, Block(block.rows, 1))
