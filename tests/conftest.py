@@ -130,15 +130,16 @@ def start_binade(
 
 def run_python(*arguments: str | Path, timeout: float = 1200, **options) -> Done:
     """What start_python starts, after its end."""
-    return _ended(start_python(*arguments, **options), timeout)
+    return ended(start_python(*arguments, **options), timeout)
 
 
 def run_collector(*arguments: str, root: Path, timeout: float = 1200, **options) -> Done:
     """What start_binade starts, after its end."""
-    return _ended(start_binade(*arguments, root=root, **options), timeout)
+    return ended(start_binade(*arguments, root=root, **options), timeout)
 
 
-def _ended(started: subprocess.Popen[str], timeout: float) -> Done:
+def ended(started: subprocess.Popen[str], timeout: float = 1200) -> Done:
+    """A process after its end. The time is that of a machine with much else to do: a process that hangs is killed."""
     with started as process:
         try:
             output, error = process.communicate(timeout=timeout)

@@ -46,7 +46,7 @@ from binade.data.filter import Filter
 from binade.data.runs import process_start
 from tests.app import reports
 from tests.app.reports import HOSTILE, MadeOnce, tensors
-from tests.conftest import PROJECT, start_binade, until
+from tests.conftest import PROJECT, ended, start_binade, until
 from tests.data.builder import make_run
 
 pytestmark = pytest.mark.slow
@@ -592,7 +592,7 @@ def test_who_is_interrupted_leaves_nothing(root, tmp_path, number):
     renderers = [child.pid for child in psutil.Process(process.pid).children()]
     assert renderers
     process.send_signal(number)
-    _, error = process.communicate(timeout=60)
+    error = ended(process).stderr
     until(lambda: not any(map(process_start, renderers)), "the renderers to end")
     if number == signal.SIGKILL:
         assert process.returncode == -9 and not (tmp_path / "draw").exists() and not (tmp_path / "z.zip").exists()
@@ -629,7 +629,7 @@ def test_a_bundle_that_is_interrupted_leaves_nothing(tmp_path, verb, number):
     process = start_binade("bundle", verb, *arguments, "--tensor-save-dir", root)
     until(lambda: list(watched.glob(".*.part")) or process.poll() is not None, "the bundle to be begun")
     process.send_signal(number)
-    _, error = process.communicate(timeout=60)
+    error = ended(process).stderr
     assert (process.returncode, error) == (130, "binade: cancelled: no bundle was written or imported\n")
     assert not list(out.iterdir()) and not list(root.glob(".*.part")) and root.exists() == (verb == "export")
 

@@ -14,7 +14,7 @@ import pytest
 from binade.data.catalog import Catalog
 from binade.data.runs import RunInfo, list_runs
 from tests.collector.forked import run_forked
-from tests.conftest import start_binade, start_python, until
+from tests.conftest import ended, start_binade, start_python, until
 
 pytestmark = pytest.mark.slow
 
@@ -92,7 +92,7 @@ def test_a_refused_first_write_leaves_no_run(tmp_path):
     root = tmp_path / "runs"
     limit = {"preexec_fn": lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))}
     process = start(root, env={"PYTHONDONTWRITEBYTECODE": "1"}, **limit)  # it would cut off what others import
-    _, error = process.communicate(timeout=120)
+    error = ended(process).stderr
     assert process.returncode == 1 and error.startswith("binade: cannot write to ") and error.count("\n") == 1
     assert not root.exists()
 
@@ -143,7 +143,7 @@ def test_a_cancelled_run_keeps_what_was_published(tmp_path, signum, times):
     after_iteration(process, 1)
     for _ in range(times):
         process.send_signal(signum)
-    _, error = process.communicate(timeout=120)
+    error = ended(process).stderr
     assert process.returncode == 130
     assert error == "binade: cancelled; what was recorded is kept\n"
     run = only_run(tmp_path)
@@ -179,9 +179,9 @@ def test_a_collector_writes_while_a_catalog_reads(tmp_path):
     watcher = start_python("-c", WATCHER, tmp_path)
     assert watcher.stdout.readline() == "ready\n"
     assert run_forked(tmp_path, *ENDLESS[1:], "--control-iter", "8") == 0
-    answer, error = watcher.communicate(timeout=120)
-    assert watcher.returncode == 0, error
-    answer = json.loads(answer)
+    done = ended(watcher)
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
     assert answer["last"] == ["done"] and answer["running"] and answer["seen"][-1] == 8 * 35
     assert len(set(answer["seen"])) > 2  # it really read in between
     assert check_rows(tmp_path) == 8 * 35

@@ -33,7 +33,7 @@ from binade.quant.backends import cpu, moments, native
 from binade.quant.specs import Spec
 from tests.collector.forked import forked, kill_at
 from tests.collector.logs_made import NAMES, cut_while_read, deadly_read, read_here, tensor, write, write_all
-from tests.conftest import run_collector, start_python, until
+from tests.conftest import ended, run_collector, start_python, until
 from tests.data.builder import with_column
 
 pytestmark = pytest.mark.slow
@@ -510,16 +510,19 @@ def test_an_import_that_was_killed_goes_on(bring, command, killed, moment):
     }
 
 
-SLOW = """
-import sys, time
+# After ten rows it does nothing until it is interrupted.
+PAUSED = """
+import itertools, signal, sys
 from binade.cli import main
 from binade.collector.imports import importer
 importer.ROWS_A_SEGMENT = 2
 taken = importer._Import._take
-def slowly(self, *arguments):
-    time.sleep(0.2)
+rows = itertools.count()
+def paused(self, *arguments):
+    if next(rows) == 10:
+        signal.pause()
     taken(self, *arguments)
-importer._Import._take = slowly
+importer._Import._take = paused
 sys.exit(main(["import", sys.argv[1], "--scores", "", "--workers", "2", "--tensor-save-dir", sys.argv[2]]))
 """
 
@@ -527,10 +530,10 @@ sys.exit(main(["import", sys.argv[1], "--scores", "", "--workers", "2", "--tenso
 def test_ctrl_c_keeps_what_was_imported(bring, tmp_path, logs):
     for seed in range(40):
         write(logs / f"x{seed:02d}.pt", tensor(seed, 4, 9))
-    with start_python("-c", SLOW, logs, tmp_path / "runs", start_new_session=True) as running:
+    with start_python("-c", PAUSED, logs, tmp_path / "runs", start_new_session=True) as running:
         until(lambda: list((tmp_path / "runs").glob("2*/segments/rank*")), "a segment")
         os.killpg(running.pid, signal.SIGINT)  # the terminal tells everyone
-        _, err = running.communicate(timeout=120)
+        err = ended(running).stderr
     assert running.returncode == 130 and err == "binade: cancelled; what was recorded is kept\n", err
     assert only_run(tmp_path).status.state == CANCELLED
     kept = rows(tmp_path)

@@ -20,7 +20,7 @@ from binade.collector.training.plan import plan
 from binade.data.runs import list_runs
 from binade.data.tensor_kinds import tensor_names
 from binade.quant.formats import FORMATS
-from tests.conftest import PROJECT, run_collector, start_python
+from tests.conftest import PROJECT, ended, run_collector, start_python
 
 RUN = ("run", "--backend", "torch", "--training-config", "fast")
 WRONG = {
@@ -504,5 +504,5 @@ def test_an_interrupt_that_python_only_reports_comes_again():
             time.sleep(600)
         except KeyboardInterrupt:
             print("interrupted")"""
-    out, error = start_python("-c", code).communicate(timeout=60)
-    assert (out, error) == ("interrupted\n", "")
+    done = ended(start_python("-c", code))
+    assert (done.stdout, done.stderr) == ("interrupted\n", "")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import subprocess
-import sys
 import threading
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -17,7 +15,7 @@ from binade.collector.cli.watch_command import _lines
 from binade.collector.errors import ConfigError
 from binade.data.events import Event, EventKind, append_event, read_events
 from binade.data.runs import RunWriter
-from tests.conftest import PROJECT
+from tests.conftest import ended, start_python
 
 EVENT = Event(
     EventKind.TRIGGER, 7, "layer1.fc1 input: absmax is 9, above 8", "2026-01-01T00:00:00+00:00", trigger="absmax > 8"
@@ -113,7 +111,7 @@ def test_an_alert_outlives_the_run_and_an_answer_that_is_not_http_is_a_warning(a
     )
     with socket.create_server(("127.0.0.1", 0)) as server:
         url = f"http://127.0.0.1:{server.getsockname()[1]}"
-        process = subprocess.Popen([sys.executable, "-c", code, url], stderr=subprocess.PIPE, text=True, cwd=PROJECT)
+        process = start_python("-c", code, url)
         server.settimeout(120)
         connection, _ = server.accept()
         with connection:
@@ -124,7 +122,7 @@ def test_an_alert_outlives_the_run_and_an_answer_that_is_not_http_is_a_warning(a
                 assert part, "the process has ended"
                 received += part
             connection.sendall(answer.encode() + b"\r\n\r\n")
-        err = process.communicate(timeout=120)[1]
+        err = ended(process).stderr
     assert process.returncode == 0 and "Traceback" not in err and warning in err and bool(err) == bool(warning)
 
 
