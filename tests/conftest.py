@@ -13,7 +13,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Generator, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,6 +41,8 @@ else:
 PROJECT = Path(__file__).parents[1]
 Done = subprocess.CompletedProcess[str]
 RECIPES = ("bf16", "hifp8", "mxfp8", "mxfp4")
+SPENT = pytest.StashKey[float]()  # processor seconds of this process up to its last report
+COLLECTION = pytest.StashKey[float]()  # those up to its first test, until a report has them
 ALL_SLOW = re.compile(r"^pytestmark = .*pytest\.mark\.slow", re.MULTILINE)
 
 
@@ -53,10 +56,45 @@ def pytest_configure() -> None:
     gc.disable()  # until collection has imported everything
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     """A million objects of modules and tests, which stay, are left out of each garbage collection."""
     gc.freeze()
     gc.enable()
+    session.config.stash[SPENT] = session.config.stash[COLLECTION] = _processor_seconds()
+
+
+def _processor_seconds() -> float:
+    """Seconds that cores have worked for this process and its processes that have ended, in user and system mode."""
+    return sum(os.times()[:4])
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Give each report the processor time since the last one, as wall time depends on what else the machine does, and
+    the first one that of imports and collection."""
+    report = yield
+    stash = item.config.stash
+    before, stash[SPENT] = stash[SPENT], _processor_seconds()
+    report.processor_seconds = stash[SPENT] - before
+    report.collection_seconds, stash[COLLECTION] = stash[COLLECTION], 0.0
+    return report
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print the processor time of collection in all workers, and of each folder of tests with its slowest file."""
+    seconds: dict[str, Counter[str]] = defaultdict(Counter)
+    collection = 0.0
+    for report in itertools.chain.from_iterable(terminalreporter.stats.values()):
+        if isinstance(report, pytest.TestReport):
+            folder, _, file = report.nodeid.partition("::")[0].rpartition("/")
+            seconds[folder][file] += report.processor_seconds
+            collection += report.collection_seconds
+    if seconds:
+        terminalreporter.section("processor time")
+        terminalreporter.write_line(f"{collection:7.1f} s  imports and collection")
+    for folder, files in sorted(seconds.items()):
+        ((slowest, most),) = files.most_common(1)
+        terminalreporter.write_line(f"{files.total():7.1f} s  {folder:24} {slowest} {most:.1f} s")
 
 
 def pytest_unconfigure() -> None:
