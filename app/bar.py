@@ -170,18 +170,26 @@ def clear() -> None:
 
 def _list(name: str, counts: Mapping[Any, int], chosen: Sequence[Any], shown: Callable[[object], str]) -> None:
     st.session_state[key(name)] = list(chosen)
+    options = list(dict.fromkeys([*counts, *chosen]))
     st.multiselect(
         TITLES[name],
-        list(dict.fromkeys([*counts, *chosen])),
+        options,
         key=key(name),
         help=TERMS.get(TITLES[name].lower()),
         placeholder="all",
         filter_mode="contains",  # else "mxfp4" finds mxfp8 as well
         select_all=False,  # else Enter chooses everything that contains what was typed
         format_func=lambda value: f"{shown(value)} ({counts.get(value, 0):,})",
-        on_change=_choose,
-        args=(name,),
+        on_change=_choose_listed,
+        args=(name, {shown(option): option for option in options}),
     )
+
+
+def _choose_listed(name: str, titles: Mapping[str, Any]) -> None:
+    """A browser sends the labels that it shows. If the app has counted again since, Streamlit does not know them, and
+    passes them on as they are, with the number of tensors at the end."""
+    chosen = [value if value in titles.values() else value.rpartition(" (")[0] for value in st.session_state[key(name)]]
+    address.change(**{name: [titles.get(value, value) for value in chosen]})
 
 
 def _range(name: str, values: Sequence[int], chosen: Sequence[Any]) -> None:

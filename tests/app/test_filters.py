@@ -12,9 +12,11 @@ import altair as alt
 import pandas as pd
 import pytest
 from streamlit.testing.v1 import AppTest
+from streamlit.testing.v1.element_tree import Multiselect
 
 from binade.app import saved_filters, show, style
 from binade.app.figure import Figure
+from binade.app.params import texts_of
 from binade.app.saved_filters import SavedFiltersError
 from binade.data.access import SETTING, ReadOnlyError
 from binade.data.catalog import Catalog
@@ -34,6 +36,20 @@ def test_each_value_has_the_number_of_its_tensors(visit: Visit, collected: Path)
     counts = tensors["module"].value_counts()
     assert set(at.multiselect(key="filter_module").options) == {f"{name} ({n:,})" for name, n in counts.items()}
     assert f"The filter hides {total - len(tensors):,} of {total:,} tensors" in words(at)
+
+
+def test_a_browser_that_still_shows_earlier_counts(visit: Visit, collected: Path, monkeypatch: pytest.MonkeyPatch):
+    """It sends the labels that it shows, also when a fragment runs on its own."""
+    at = visit(collected, quant_type="mxfp8", layer_index="1")
+    values = Multiselect.values.fget
+    before = {box.key: values(box) for box in at.multiselect if box.key in ("filter_quant_type", "filter_layer_index")}
+    at.multiselect(key="filter_operation").set_value(["forward"])
+    rerun(at)
+    assert all(values(at.multiselect(key=key)) != labels for key, labels in before.items())
+    monkeypatch.setattr(Multiselect, "values", property(lambda box: before.get(box.key) or values(box)))
+    rerun(at)
+    assert [texts_of(at.query_params[name]) for name in ("quant_type", "layer_index")] == [["mxfp8"], ["1"]]
+    assert len(chips(at).options) == 3
 
 
 def test_what_is_filtered_out_is_not_taken_for_missing(visit: Visit, collected: Path):
