@@ -40,6 +40,7 @@ else:
 
 PROJECT = Path(__file__).parents[1]
 Done = subprocess.CompletedProcess[str]
+MadeOnce = Callable[[str, Callable[[Path], None]], Path]
 RECIPES = ("bf16", "hifp8", "mxfp8", "mxfp4")
 SPENT = pytest.StashKey[float]()  # processor seconds of this process up to its last report
 COLLECTION = pytest.StashKey[float]()  # those up to its first test, until a report has them
@@ -196,7 +197,7 @@ def until(condition: Callable[[], object], what: str, seconds: float = 120) -> N
 
 
 @pytest.fixture(scope="session")
-def made_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[Path], None]], Path]:
+def made_once(tmp_path_factory: pytest.TempPathFactory) -> MadeOnce:
     """made_once(name, make): a directory that make(directory) has filled, in one of the workers, for all of them."""
     own = tmp_path_factory.getbasetemp()
 
@@ -213,6 +214,18 @@ def made_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callab
     return place_of
 
 
+@pytest.fixture(scope="session")
+def root_once(made_once: MadeOnce, tmp_path_factory: pytest.TempPathFactory) -> MadeOnce:
+    """root_once(name, make): this worker's copy of `made_once`: only one process at a time can own a root's index. Its
+    files are links."""
+
+    def copy_of(name: str, make: Callable[[Path], None]) -> Path:
+        own = tmp_path_factory.mktemp(name) / "runs"
+        return shutil.copytree(made_once(name, make), own, copy_function=os.link)
+
+    return copy_of
+
+
 def collect_recipes(root: Path) -> None:
     """Fill a root with one run of each of RECIPES."""
     done = run_collector(
@@ -223,15 +236,12 @@ def collect_recipes(root: Path) -> None:
 
 
 @pytest.fixture(scope="session")
-def collected(made_once: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def collected(root_once: MadeOnce) -> Path:
     """A root with one run of each of RECIPES: tiny, 2 layers, 2 recorded iterations of 128 tokens. Read only.
 
-    Each worker has a copy, since only one process at a time can own a root's index. Torch quantizes, as the interpreter
-    takes twice the time for the same bits (tests/collector/test_training.py).
+    Torch quantizes, as the interpreter takes twice the time for the same bits (tests/collector/test_training.py).
     """
-
-    own = tmp_path_factory.getbasetemp() / "runs"
-    return shutil.copytree(made_once("collected", collect_recipes), own, copy_function=os.link)
+    return root_once("collected", collect_recipes)
 
 
 @pytest.fixture(scope="module")

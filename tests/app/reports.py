@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from binade.data.catalog import Catalog
-from tests.conftest import run_collector
+from tests.conftest import MadeOnce, run_collector
 from tests.data.builder import make_run
 
-MadeOnce = Callable[[str, Callable[[Path], None]], Path]
 HOSTILE = "</script><img src=x onerror=alert(1)>&\"'"
 
 

@@ -45,8 +45,8 @@ from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 from binade.data.runs import process_start
 from tests.app import reports
-from tests.app.reports import HOSTILE, MadeOnce, tensors
-from tests.conftest import PROJECT, ended, start_binade, until
+from tests.app.reports import HOSTILE, tensors
+from tests.conftest import PROJECT, MadeOnce, ended, start_binade, until
 from tests.data.builder import make_run
 
 pytestmark = pytest.mark.slow

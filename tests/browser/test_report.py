@@ -18,9 +18,10 @@ from binade.app.sessions.pins import draw, refreshed
 from binade.app.sessions.session import Pin
 from binade.data.catalog import Catalog
 from tests.app import roots
-from tests.app.reports import MadeOnce, reported
+from tests.app.reports import reported
 from tests.app.test_exports import letter_size
 from tests.browser.driver import PATIENCE, serving, turn_to
+from tests.conftest import MadeOnce
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 

@@ -37,9 +37,13 @@ def found(collected: Path) -> Costs:
         return costs(catalog, parts=("linear",))
 
 
-def every_choice(options: pd.DataFrame) -> list[pd.DataFrame]:
-    rows = [list(own.index) for _, own in options.groupby("group")]
-    return [options.loc[list(chosen)] for chosen in itertools.product(*rows)]
+def every_choice(options: pd.DataFrame) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of each choice of a row per group: its cost, its share, and how many layers it leaves in bf16."""
+    groups = [list(own.index) for _, own in options.groupby("group")]
+    rows = np.array(list(itertools.product(*groups)))
+    cost, share, layer = (options[name].to_numpy()[rows] for name in ("cost", "share", "layer"))
+    high = np.where((options["a"] == "bf16").to_numpy()[rows], layer, -1)
+    return cost.sum(1), share.sum(1), sum((high == number).any(1) for number in options["layer"].unique())
 
 
 @pytest.mark.parametrize("timed", [False, True], ids=["bits", "seconds"])
@@ -57,20 +61,15 @@ def test_no_choice_is_cheaper(seed, timed):
     ]  # fmt: skip
     options = pd.DataFrame(rows)
     options["share"] = options["used"] / options.loc[options["a"] == "bf16", "used"].sum()
-    others = every_choice(options)
-    high = [own.loc[own["a"] == "bf16", "layer"].nunique() for own in others]
-    reached = np.quantile([own["share"].sum() for own in others], [0.02, 0.2, 0.6, 1])
+    costs, shares, high = every_choice(options)
+    reached = np.quantile(shares, [0.02, 0.2, 0.6, 1])
     for share, most in zip(reached, (None, None, 1, 0), strict=True):
-        allowed = [
-            own["cost"].sum()
-            for own, layers in zip(others, high, strict=True)
-            if own["share"].sum() <= share + 1e-9 and (most is None or layers <= most)
-        ]
+        allowed = costs[(shares <= share + 1e-9) & (high <= (math.inf if most is None else most))]
         best = choice.choose(options, share=share, most_bf16=most)
         assert best["share"].sum() <= share + 1e-4 and best["group"].is_unique
         assert best["cost"].sum() == pytest.approx(min(allowed), rel=1e-3)
-    limit = float(np.median([own["cost"].sum() for own in others]))
-    least = min(own["share"].sum() for own in others if own["cost"].sum() <= limit)
+    limit = float(np.median(costs))
+    least = shares[costs <= limit].min()
     assert choice.choose(options, cost=limit)["share"].sum() == pytest.approx(least, rel=1e-3)
 
 

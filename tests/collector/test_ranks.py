@@ -22,17 +22,19 @@ from binade.data.tensor_kinds import tensor_names
 from tests.collector import ranks_worker
 from tests.collector.forked import forked, ranks_of, run_forked
 from tests.collector.ranks_worker import CASES, Case
-from tests.conftest import run_python, start_python, until
+from tests.conftest import MadeOnce, run_python, start_python, until
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(made_once: MadeOnce) -> Path:
     """What ranks_worker saves, on one rank and on two."""
-    where = tmp_path_factory.mktemp("ranks")
-    assert forked(lambda: ranks_worker.main(where), {}, *ranks_of(where / "store", 2)) == [0, 0, 0]
-    return where
+
+    def make(where: Path) -> None:
+        assert forked(lambda: ranks_worker.main(where), {}, *ranks_of(where / "store", 2)) == [0, 0, 0]
+
+    return made_once("ranks trained", make)
 
 
 def joined(parts: list[torch.Tensor], axis: int, stride: int) -> torch.Tensor:
@@ -80,16 +82,18 @@ EVERY = ("--tensors", ",".join(name for name in tensor_names() if name != "route
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def runs(root_once: MadeOnce) -> Path:
     """A root with a run on one rank, one on two tensor-parallel ranks and one on two replicas, started by torchrun."""
-    root = tmp_path_factory.mktemp("runs")
+    return root_once("runs on ranks", run_on_ranks)
+
+
+def run_on_ranks(root: Path) -> None:
     assert run_forked(root, *OPTIONS, *EVERY) == 0
     assert run_forked(root, *OPTIONS, *EVERY, "--tp", "2", "--sequence-parallel", ranks=2) == 0
     torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "binade")
     done = run_python(*torchrun, "run", *OPTIONS, *EVERY, "--dp", "2", "--tensor-save-dir", root)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("iteration 1 ") == 1  # rank 0 speaks for all
-    return root
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from datetime import datetime
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 from binade.data.runs import RunInfo, list_runs, read_losses
 from tests.collector.forked import forked
-from tests.conftest import RECIPES, run_collector
+from tests.conftest import RECIPES, MadeOnce, run_collector
 
 pytestmark = pytest.mark.slow
 
@@ -90,15 +91,18 @@ def test_triton_and_torch_train_alike(quick, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunInfo]:
+def trained(made_once: MadeOnce) -> dict[str, RunInfo]:
     """A run of 20 iterations by recipe."""
-    root = tmp_path_factory.mktemp("trained")
     line = (
         "batch", "--quantization", ",".join(RECIPES), "--backend", "torch", "--training-config", "fast",
         "--sequence-length", "32", "--train-iters", "20", "--no-raw", "--tensors", "query", "--scores", "",
-        "--tensor-save-dir", str(root),
+        "--tensor-save-dir",
     )  # fmt: skip
-    assert forked(lambda: main(line), {}) == [0]
+
+    def make(root: Path) -> None:
+        assert forked(lambda: main((*line, str(root))), {}) == [0]
+
+    root = made_once("trained by recipe", make)
     return {run.config["recipe"]: run for run in list_runs(root)[0]}
 
 

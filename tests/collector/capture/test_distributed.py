@@ -36,6 +36,7 @@ from binade.collector.capture.adapters.layer import InstrumentError, is_instrume
 from binade.data.catalog import Catalog
 from tests.collector.forked import forked
 from tests.collector.instrumented import CORE, LINEAR, Recorder, linear_products, names, same, score_products
+from tests.conftest import MadeOnce
 
 pytestmark = pytest.mark.slow
 HIDDEN, HEAD, LENGTH, LAYERS, MICRO_BATCHES, EXPERTS = 64, 16, 8, 2, 2, 4
@@ -308,15 +309,17 @@ def _rank(rank: int, directory: Path, names: Iterable[str]) -> None:
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory, request) -> Path:
+def ranks(root_once: MadeOnce, request: pytest.FixtureRequest) -> Path:
     """Of the cases that the chosen tests ask for."""
     items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
     names = {item.callspec.params["name"] for item in items}
     names = sorted(names | {peer(name) for name in names})
-    directory = tmp_path_factory.mktemp("distributed")
     environments = [{"RANK": str(rank)} for rank in range(2)]
-    assert forked(lambda: _rank(int(os.environ["RANK"]), directory, names), *environments) == [0, 0]
-    return directory
+
+    def make(root: Path) -> None:
+        assert forked(lambda: _rank(int(os.environ["RANK"]), root, names), *environments) == [0, 0]
+
+    return root_once("distributed", make)
 
 
 @pytest.fixture(scope="module")

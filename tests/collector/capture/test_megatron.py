@@ -56,6 +56,7 @@ from tests.collector.instrumented import (
     value,
 )
 from tests.collector.megatron_cpu import OnCpu, build, inputs, load, megatron_on_cpu
+from tests.conftest import MadeOnce
 
 pytestmark = pytest.mark.slow
 LAYERS, LENGTH, VOCAB = 2, 16, 257
@@ -412,10 +413,8 @@ def _rank(rank: int, directory: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory) -> Path:
-    directory = tmp_path_factory.mktemp("ranks")
-    torch.multiprocessing.spawn(_rank, (directory,), nprocs=2)
-    return directory
+def two_ranks(root_once: MadeOnce) -> Path:
+    return root_once("megatron ranks", lambda made: torch.multiprocessing.spawn(_rank, (made,), nprocs=2))
 
 
 def test_two_tensor_parallel_ranks_train_as_without(two_ranks):

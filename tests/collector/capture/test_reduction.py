@@ -23,6 +23,7 @@ from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 from binade.data.segment import Shard
 from binade.quant import fake_quantize
+from tests.conftest import MadeOnce
 from tests.data.builder import row
 
 COLUMNS = ("numel", "zeros", "absmax", "min", "max", "rms", "std", "mean", "sqnr_db", "flush_to_zero", "saturated")
@@ -192,11 +193,10 @@ def _rank(rank: int, directory: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def ranks(root_once: MadeOnce) -> Path:
     """What two ranks have recorded."""
-    where = tmp_path_factory.mktemp("ranks")
-    torch.multiprocessing.start_processes(_rank, (where,), nprocs=2, start_method="fork")
-    return where
+    start = torch.multiprocessing.start_processes
+    return root_once("reduction", lambda made: start(_rank, (made,), nprocs=2, start_method="fork"))
 
 
 @pytest.mark.slow
