@@ -36,18 +36,8 @@ from tests.template import PR_SET_CHILD_SUBREAPER
 
 # Modules with attacks, which register themselves.
 MODULES = (
-    "files",
-    "statements",
-    "urls",
-    "sessions",
-    "archives",
-    "kills",
-    "queue",
-    "disks",
-    "writers",
-    "trusted",
-    "environments",
-    "soak",
+    *("files", "statements", "urls", "sessions", "archives", "kills", "queue", "disks"),
+    *("writers", "trusted", "environments", "imports", "soak"),
 )
 GRACE = 60.0  # seconds beyond its time after which an attack is ended that makes no progress
 
