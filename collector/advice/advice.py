@@ -162,14 +162,25 @@ class Advice:
     @property
     def deciding(self) -> pd.DataFrame:
         """The forward operands that are kept wider than the narrowest spec for a smaller loss, by how much they save;
-        column place names them."""
-        found = self.forward[self.forward["saved"] > 0].sort_values("saved", ascending=False, ignore_index=True)
-        names = zip(found["layer_index"], found["module"], found["tensor_name"], strict=True)
-        return found.assign(place=[f"layer{layer}.{module} {tensor}" for layer, module, tensor in names])
+        column place names them. The operands of a group that was measured are one row."""
+        rows = self.forward
+        names = zip(rows["layer_index"], rows["module"], rows["tensor_name"], strict=True)
+        places = pd.Series([f"layer{layer}.{module} {tensor}" for layer, module, tensor in names], rows.index, object)
+        rows = rows.assign(place=places.where(~rows["group"].isin(self.costs.measured), rows["group"]))
+        saved = rows.groupby("place")["saved"].sum()
+        rows = rows.drop_duplicates("place").assign(saved=lambda own: own["place"].map(saved))
+        return rows[rows["saved"] > 0].sort_values("saved", ascending=False, ignore_index=True)
+
+    @property
+    def kind(self) -> str:
+        """What the change in the loss is."""
+        if not self.costs.measured:
+            return "predicted"
+        return "partly predicted" if self.costs.predicted else "measured"
 
     @property
     def gain(self) -> Estimate | None:
-        """The predicted change minus that of `uniform`, paired by sequence; None if there is none."""
+        """The change minus that of `uniform`, paired by sequence; None if there is none."""
         if self.uniform is None:
             return None
         rows = self.costs.table
@@ -188,8 +199,8 @@ class Advice:
         parts: dict[str, Estimate | str] = {"used": used, "change": self.estimate}
         unit = f"of bf16's time on {self.device}" if self.timed else "per forward value"
         doubt = self.costs.reliability.doubt
-        word = "Least predicted cost, not advised" if doubt else "Advised"
-        text = f"{{used}} {unit} for a predicted loss change of {{change}}"
+        word = f"Least {self.kind} cost, not advised" if doubt else "Advised"
+        text = f"{{used}} {unit} for a {self.kind} loss change of {{change}}"
         if other is None or self.gain is None:
             little = "little time" if self.timed else "few bits"
             return evidence.together(
@@ -200,16 +211,33 @@ class Advice:
         if doubt or (self.gain.value < 0 and evidence.holm([self.gain])[0]):
             said = evidence.say(f"{word}: {text}; with {{other}} alone, {{others}}, it is {{than}}.", **parts)
             return evidence.together(doubt, said)
-        alone = "Advised: {other} alone, {others}, for a predicted loss change of {than}"
+        alone = f"Advised: {{other}} alone, {{others}}, for a {self.kind} loss change of {{than}}"
         text = f"{alone}; the least cost in a mix is {text}, which is not less (difference {{gain}})."
         return evidence.say(text, **parts, gain=self.gain)
 
     @property
     def doubts(self) -> list[str]:
         """A sentence for each reason not to rely on it."""
-        found = [str(doubt) for doubt in (self.costs.reliability.doubt, self.costs.reliability.doubt_of_sum) if doubt]
+        found = list(self.costs.agreement)
+        found += [str(doubt) for doubt in (self.costs.reliability.doubt, self.costs.reliability.doubt_of_sum) if doubt]
         if self.costs.caveat:
             found.append(self.costs.caveat)
+        if self.costs.measured:
+            found.append(
+                "Changes were measured group by group, so their sum lacks what groups do to each other: measure the "
+                "recipe as a whole before you rely on it."
+            )
+        if self.costs.scaled and (self.costs.predicted or not self.costs.measured):
+            levels = " or ".join(self.costs.scaled)
+            found.append(
+                f"Predictions are scaled to what was measured for {levels}: they only divide it among operands."
+            )
+        if self.costs.predicted:
+            shown, more = self.costs.predicted[:4], len(self.costs.predicted) - 4
+            found.append(
+                f"Only predicted, since these groups were not measured: {', '.join(shown)}"
+                f"{f' and {more} more' * (more > 0)}."
+            )
         if self.costs.left:
             found.append(
                 f"Kept in bf16, because an operand was not recorded or not scored: {', '.join(self.costs.left)}."
@@ -274,7 +302,7 @@ def _doubts_of_times(device: Device, specs: Sequence[str]) -> list[str]:
 def roofline_of(catalog: Catalog, costs: Costs, device: Device, batch: tuple[int, int] | None = None) -> Roofline:
     """The products of a micro-batch of the model that the costs are from. batch: its sequences and their length, by
     default those of the run. Raises AdviceError if the run's settings are not known."""
-    planned = _plan_of(catalog, costs, "predict times from runs of binade run")
+    planned = plan_of(catalog, costs, "predict times from runs of binade run")
     own = planned.config.micro_batch_size, planned.config.sequence_length
     return Roofline(device, products(planned.shape, *(batch or own)))
 
@@ -288,7 +316,7 @@ def advise(costs: Costs, request: Request, roofline: Roofline | None = None) -> 
     # A mean over values, as Adam moves every weight alike.
     noise = backward.assign(cost=backward["noise"] * backward["values"])
     timed = roofline if request.bits is None else None
-    options, others = (pairs(rows, specs, request.tiles, timed) for rows in (forward, noise))
+    options, others = (pairs(part, specs, request.tiles, timed, costs.measured) for part in (forward, noise))
     least = max(map(least_share, (options, others)))
     covered = sum(part.loc[part["a"] == BF16, "used"].sum() for part in (options, others))
     rest = covered / timed.bf16 if timed else 1.0  # of the step in bf16, what there is a choice for
@@ -316,7 +344,7 @@ def advise(costs: Costs, request: Request, roofline: Roofline | None = None) -> 
         seconds = roofline.step(rounded) if roofline else math.nan
         return [kind, name, *totals, 1e3 * seconds, seconds / roofline.bf16 if roofline else math.nan]
 
-    best = chosen(limit, change=request.change).merge(_narrowest(table, specs), on=OPERAND)
+    best = chosen(limit, change=request.change).merge(_narrowest(table, specs), on=OPERAND, how="left")
     measured = best["change"].where(best["gemm"] == FORWARD, best["noise"])
     best = best.assign(saved=best.pop("narrowest") - measured)
     rows = []
@@ -327,6 +355,8 @@ def advise(costs: Costs, request: Request, roofline: Roofline | None = None) -> 
             continue
         rows.append(row("advised", quantity(share), _totals(other[other["gemm"] == FORWARD]), _chosen(other)))
     for spec, own in forward.groupby("spec"):
+        if len(own) < len(costs.forward[1]):  # not measured in all groups
+            continue
         rounded = {(*place, field): str(spec) for place in _places(costs) for field in OPERAND_FIELDS}
         rows.append(row("uniform", str(spec), _totals(own), rounded))
     unplaced = []
@@ -426,7 +456,7 @@ def placed(recipe: Recipe, costs: Costs, skip: str = "") -> tuple[float, float, 
     return bits, float(own["change"].sum()), error_of(own["by_sequence"])
 
 
-def _plan_of(catalog: Catalog, costs: Costs, instead: str) -> Plan:
+def plan_of(catalog: Catalog, costs: Costs, instead: str) -> Plan:
     """The plan of the run that the costs are from. Raises AdviceError if its settings are not known, as for a user's
     own training; instead: what to do."""
     runs = catalog.runs().set_index("run_id")
@@ -443,7 +473,7 @@ def verification(catalog: Catalog, advice: Advice, recipe: str, seeds: int, iter
 
     Raises AdviceError if those settings are not known, as for a user's own training.
     """
-    base = _plan_of(catalog, advice.costs, "train bf16, the single format and the recipe yourself").config
+    base = plan_of(catalog, advice.costs, "train bf16, the single format and the recipe yourself").config
     plain = replace(base, train_iters=iterations, save_tensors=False, collect_micro_batches=0)
     recipes = dict.fromkeys([BF16, *filter(None, [advice.uniform_recipe]), recipe])
     return [replace(plain, recipe=each, seed=base.seed + number) for number in range(seeds) for each in recipes]

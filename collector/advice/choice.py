@@ -11,7 +11,7 @@ The share is of what all groups take in bf16: of their bits, or of the time of t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 import pandas as pd
@@ -45,12 +45,17 @@ def grouped(table: pd.DataFrame, by: str) -> pd.DataFrame:
 
 
 def pairs(
-    table: pd.DataFrame, specs: Sequence[str], tiles: bool = False, roofline: Roofline | None = None
+    table: pd.DataFrame,
+    specs: Sequence[str],
+    tiles: bool = False,
+    roofline: Roofline | None = None,
+    alike: Collection[str] = (),
 ) -> pd.DataFrame:
     """The pairs of specs that each group's GEMMs can take: group, layer, a and b (the specs of the first and second
     operand), cost, used (bits, or seconds with a roofline), share (of all that is used in bf16).
 
     table: of `grouped`. specs: those allowed besides bf16. tiles: weights are rounded in tiles only.
+    alike: the groups whose operands have one spec.
     """
     chosen = table[table["spec"].isin([*specs, BF16])]
     if tiles:
@@ -60,6 +65,7 @@ def pairs(
     both = chosen[chosen["first"]].merge(chosen[~chosen["first"]], on=gemm)
     families = {spec: family(spec) for spec in (*specs, BF16)}
     both = both[both["spec_x"].map(families) == both["spec_y"].map(families)]
+    both = both[(both["spec_x"] == both["spec_y"]) | ~both["group"].isin(alike)]
     both = both.assign(cost=both["cost_x"] + both["cost_y"], used=both["bits_x"] + both["bits_y"])
     if roofline:
         columns = [*gemm[1:4], "field_x", "spec_x", "field_y", "spec_y"]

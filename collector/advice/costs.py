@@ -45,6 +45,12 @@ class Costs:
     reliability    of the changes of the forward operands in the narrowest spec
     caveat         what the runs' weights do to these costs, "" for nothing
     left           GEMMs without advice, because not both operands were scored: "qk.dquery"
+    measured       the groups of forward operands whose effect was measured, so that both operands of a GEMM have one
+                   spec; see advice.measured
+    predicted      those whose effect is only predicted, if others were measured
+    scaled         what predictions are scaled to the measured effects of: "each layer"
+    agreement      a sentence for each spec in which all operands together were measured: how the predictions agree
+    predictions    the costs without measured effects, if these were looked for
     """
 
     table: pd.DataFrame
@@ -52,6 +58,11 @@ class Costs:
     reliability: Reliability
     left: tuple[str, ...]
     caveat: str = ""
+    measured: tuple[str, ...] = ()
+    predicted: tuple[str, ...] = ()
+    scaled: tuple[str, ...] = ()
+    agreement: tuple[str, ...] = ()
+    predictions: Costs | None = None
 
     @cached_property
     def forward(self) -> tuple[pd.DataFrame, pd.DataFrame]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from binade.collector.cli.console import console
 from binade.collector.cli.options import size
 from binade.collector.errors import ConfigError
 from binade.collector.recipes.recipe import PARTS, RecipeError
@@ -20,7 +21,10 @@ from binade.quant.specs import Spec, SpecError
 from binade.terminal import Command, Option, fail, names, print_text, quiet, resolve_root
 
 if TYPE_CHECKING:
-    from binade.collector.advice.advice import Advice
+    from binade.collector.advice.advice import Advice, Request
+    from binade.collector.advice.costs import Costs
+    from binade.data.catalog import Catalog
+    from binade.data.filter import Filter
 
 BY = ("site", "layer", "module", "model")  # choice.GROUPS declares these; it imports SciPy, and --help does not wait
 LISTED = 8  # operands that decide
@@ -72,6 +76,10 @@ def _advise(
     specs: tuple[str, ...],
     tiles: bool,
     most_bf16: int | None,
+    measure: bool,
+    sequences: int,
+    first: int | None,
+    predicted: bool,
     output: Path | None,
     verify: int | None,
     train_iters: int,
@@ -85,7 +93,6 @@ def _advise(
     """
     from binade.collector.advice.advice import Request, queue_verification, roofline_of, verification
     from binade.collector.advice.advice import advise as choose
-    from binade.collector.advice.costs import costs
     from binade.collector.advice.roofline import find_device
     from binade.collector.jobs.slurm import check_submits
     from binade.collector.recipes.parse import READERS
@@ -108,6 +115,7 @@ def _advise(
         raise ConfigError(f"--output {output} {wrong}: give the path to a new {ends} file")
     if verify is not None and output is None:
         raise ConfigError("--verify needs --output FILE: it trains the recipe in that file")
+    measured = _Measured(measure, sequences, first, predicted)
     if target is not None:
         if verify is None:
             raise ConfigError("--target needs --verify SEEDS: it says where these runs are trained")
@@ -116,8 +124,8 @@ def _advise(
     with Catalog.open(where) as catalog:
         for reason in catalog.refused:
             fail(f"skipped: {reason}")
+        known = _costs(where, catalog, filter_of(filters), parts, Request(specs=specs, by=by), measured)
         with quiet():
-            known = costs(catalog, filter_of(filters), parts)
             roofline = roofline_of(catalog, known, chip, batch) if chip else None
             bits = budget if memory is None else 8 * memory / known.values
             share = 1 / speedup if speedup else None
@@ -141,6 +149,54 @@ def _advise(
                 print_text(f"job {job.id} queued: {job.title}")
 
 
+@dataclass(frozen=True)
+class _Measured:
+    """Which effects are used: measure them first, on so many sequences, for the first of the groups; or predictions
+    only."""
+
+    first: bool
+    sequences: int
+    groups: int | None
+    predicted: bool
+
+    def __post_init__(self) -> None:
+        if self.first and self.predicted:
+            raise ConfigError("--measure and --predicted contradict each other: give one")
+
+
+def _costs(
+    root: Path, catalog: Catalog, where: Filter | None, parts: tuple[str, ...], request: Request, measured: _Measured
+) -> Costs:
+    from binade.collector.advice.costs import costs
+    from binade.collector.advice.measured import measured_costs
+
+    with quiet():
+        known = costs(catalog, where, parts)
+    if measured.first:
+        _measure(root, catalog, known, request, parts, measured)
+        catalog.sync()
+    with quiet():
+        return known if measured.predicted else measured_costs(catalog, known, request.by)
+
+
+def _measure(
+    root: Path, catalog: Catalog, known: Costs, request: Request, parts: tuple[str, ...], measured: _Measured
+) -> None:
+    """Measure what is chosen between, on sequences that the runs of the costs did not read."""
+    from binade.collector.advice.advice import plan_of
+    from binade.collector.advice.measured import by_prediction
+    from binade.collector.training.measure import Measurement, held_out, measure_effects
+
+    planned = plan_of(catalog, known, "measure your own model with binade.measure(..., root=ROOT)")
+    by = tuple(dict.fromkeys(("part", "part" if request.by == "model" else request.by)))
+    specs, skip = request.specs or tuple(known.specs), held_out(planned.config)
+    groups = by_prediction(known, request.by)[: measured.groups]
+    asked = Measurement(planned, specs, by, parts, measured.sequences, skip, groups=groups)
+    with console("measure", "pass") as shown:
+        run_id, _ = measure_effects(asked, root, say=shown.print, progress=shown.progress)
+    print_text(f"measured in {run_id}\n")
+
+
 def _content(found: Advice, output: Path) -> str:
     """The recipe as a file. A precision file has one choice for each layer: that of the forward operands."""
     from binade.collector.recipes.files import to_toml
@@ -157,7 +213,7 @@ def _content(found: Advice, output: Path) -> str:
 def _described(found: Advice) -> str:
     """A description of the choice, the frontier, the deciding operands, and reasons for doubt."""
     times = "   ms per step   of bf16's time" if found.roofline else ""
-    lines = [found.sentence, "", f"bits per forward value   predicted loss change{times}"]
+    lines = [found.sentence, "", f"bits per forward value   {found.kind:>9} loss change{times}"]
     for row in found.frontier.sort_values("share" if found.timed else "bits").itertuples():
         name = "" if row.kind == "advised" else f"  {row.kind} {row.name}"
         times = f"   {row.ms:11.4g}   {row.share:14.1%}" if found.roofline else ""
@@ -203,6 +259,16 @@ def _params() -> Sequence[click.Parameter]:
         Option(["--tiles"], is_flag=True, title=limits, help="Round weights in tiles only, such as nvfp4(block=16x16)"),
         Option(["--max-bf16-layers", "most_bf16"], type=click.IntRange(0), metavar="N", title=limits,
                help="At most N layers may have a GEMM in bf16"),
+        Option(["--measure"], is_flag=True, title=limits,
+               help="Measure the change of the loss of each group in each format first, as `binade measure` does; what "
+                   "was measured before is used in any case"),
+        Option(["--sequences"], type=click.IntRange(1, 1_000_000), default=8, metavar="N", title=limits,
+               help="With --measure: sequences that are evaluated  [default: 8]"),
+        Option(["--first"], type=click.IntRange(1), metavar="N", title=limits,
+               help="With --measure: measure only the N groups with the largest predicted loss change; the others stay "
+                   "predicted  [default: all]"),
+        Option(["--predicted"], is_flag=True, title=limits,
+               help="Use predictions, even where effects were measured"),
         Option(["--output"], type=Path, metavar="FILE",
                help="Write the recipe to a new .toml file, or a .yaml file for Megatron Core"),
         Option(["--verify"], type=click.IntRange(1, 100), metavar="SEEDS", title=runs,

@@ -30,7 +30,7 @@ from binade.collector.training.config import RunConfig
 from binade.collector.training.loop import describe_run, prepare
 from binade.collector.training.plan import Plan
 from binade.data.continued import continued_run
-from binade.data.effects import MEASURE, Effect, Measured, continue_effects
+from binade.data.effects import MEASURE, Effect, Group, Measured, continue_effects
 from binade.data.runs import CHECKPOINTS, RunError
 
 Say = Callable[[str], None]
@@ -54,6 +54,7 @@ class Measurement:
     sequences  how many are evaluated
     skip       how many sequences of the data are left out before these
     weights    the directory of a run whose last checkpoint has the weights; None for those of the plan
+    groups     the groups to measure besides whole parts, those with the largest predicted effect first; all if empty
     """
 
     plan: Plan
@@ -63,6 +64,15 @@ class Measurement:
     sequences: int = 8
     skip: int = 0
     weights: Path | None = None
+    groups: tuple[Group, ...] = ()
+
+    def tasks(self, measured: Measuring) -> list[Task]:
+        """The measurements, in their order. Raises ConfigError as `tasks_of`."""
+        tasks = tasks_of(measured, recipes_of(self.formats), self.by, self.parts)
+        order = {group: number for number, group in enumerate(self.groups)}
+        whole = [task for task in tasks if task.group.layer_index is None and task.group.module is None]
+        single = [task for task in tasks if task not in whole and (not order or task.group in order)]
+        return [*whole, *sorted(single, key=lambda task: order.get(task.group, 0))]
 
     def check(self) -> None:
         """Raise ConfigError for what cannot be measured."""
@@ -104,7 +114,7 @@ def measure_effects(
         facts = opened.facts | {"kind": MEASURE}
         label = f"measure_{asked.plan.config.model_name}"
         with _measuring(asked, opened) as measured:
-            tasks = tasks_of(measured, recipes_of(asked.formats), asked.by, asked.parts)
+            tasks = asked.tasks(measured)
             with continued_run(root, label, facts, SAME, "effects are being measured") as (writer, existed):
                 known = len(continue_effects(writer.directory)) if existed else 0
                 say(f"run {writer.run_id}" + f", continued after {known} measurements" * bool(known))
@@ -118,7 +128,7 @@ def estimate(asked: Measurement, *, say: Say) -> tuple[int, float]:
     with _measurable(asked), torch.no_grad():
         opened = _open(asked, say)
         with _measuring(asked, opened) as measured:
-            tasks = tasks_of(measured, recipes_of(asked.formats), asked.by, asked.parts)
+            tasks = asked.tasks(measured)
             measured.reference(opened.batches[0], 0)
             whole = measured.rounded(tasks[0].recipe, tasks[0].group).seconds
             return len(tasks) * len(opened.batches), len(opened.batches) * seconds_of(measured, tasks, whole)

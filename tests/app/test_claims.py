@@ -14,7 +14,7 @@ from scipy import stats
 
 from binade.app.figure import Drawn
 from binade.app.questions import registry
-from binade.app.questions.map.compute import METRICS
+from binade.app.questions.map.compute import EFFECT, METRICS
 from binade.app.questions.noise import compute as noise
 from binade.data.catalog import Catalog
 from binade.data.events import Event, EventKind, append_event
@@ -25,6 +25,8 @@ from binade.quant.specs import Spec
 from binade.quant.traces import sample_later
 from tests.app.planted import drawn
 from tests.data.builder import make_run
+
+RECORDED = tuple(metric for metric in METRICS if metric != EFFECT)  # which takes a measurement
 
 # Questions without a verdict, and why.
 SILENT = {
@@ -95,7 +97,7 @@ def test_every_number_of_a_verdict_is_an_estimate(opened: Catalog, collected: Pa
 @pytest.mark.slow
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("across", ["layer_index", "iteration"])
-@pytest.mark.parametrize("metric", METRICS)
+@pytest.mark.parametrize("metric", RECORDED)
 def test_so_is_every_number_of_a_map(opened: Catalog, collected: Path, metric: str, across: str):
     """In each format, and as a difference to a format and to a run."""
     with Catalog.open(collected) as catalog:

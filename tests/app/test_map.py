@@ -16,20 +16,25 @@ import torch
 from scipy import stats
 from streamlit.testing.v1 import AppTest
 from torch import Tensor
+from torch.nn import functional as F
 
+import binade
 from binade import quant
 from binade.app.figure import Drawn
 from binade.app.questions.map import question as map_question
-from binade.app.questions.map.compute import METRICS
+from binade.app.questions.map.compute import EFFECT, METRICS
 from binade.app.questions.map.panel import panel
 from binade.app.questions.map.question import map_of
 from binade.app.view import View
-from binade.collector import Recorder
+from binade.collector import Recorder, instrument
 from binade.data.catalog import STATISTICS, Catalog
 from binade.data.filter import Filter
 from binade.quant.blocks import look
 from binade.quant.formats import FORMATS
+from tests.collector.small_model import batch, build
 from tests.data.builder import make_run
+
+RECORDED = tuple(metric for metric in METRICS if metric != EFFECT)  # which takes a measurement
 
 pytestmark = pytest.mark.slow
 
@@ -239,6 +244,45 @@ def test_the_predicted_loss_change_is_that_of_a_run_that_rounds_nothing(catalog:
     assert found.problems == ("The predicted loss change is a sum over a recording, not shown by iteration.",)
 
 
+def test_measured_effects_are_those_of_the_same_weights(tmp_path: Path):
+    model = build(2)
+    tokens, labels = batch()
+    with Recorder(tmp_path, scores=("mxfp4",)) as recorder, instrument(model, "bf16", recorder, backend="torch"):
+        recorder.log(F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten()))
+        recorder.step()
+
+    def evaluate(model: Any, given: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        return model(given[0]), given[1]
+
+    arguments: dict[str, Any] = {"by": ["site"], "parts": ["linear", "qk"], "root": tmp_path, "backend": "torch"}
+    table = binade.measure(model, evaluate, [(tokens, labels)], ["mxfp4"], **arguments)
+    with Catalog.open(tmp_path) as catalog:
+        found = drawn(catalog, metric="effect", format="mxfp4")
+        shown = found.get("map").table
+        assert set(shown["gemm"]) == {"forward"} and len(shown) == len(table) == 2 * 5
+        for row in table.to_dict("records"):
+            product = row["module"] if row["part"] == "linear" else "QK"
+            (cell,) = shown[(shown["layer_index"] == row["layer_index"]) & (shown["product"] == product)].itertuples()
+            changes = row["change_by_sequence"]
+            low, high = stats.t.interval(0.95, 1, np.mean(changes), stats.sem(changes))
+            assert (cell.value, cell.low, cell.high) == pytest.approx((np.mean(changes), low, high))
+            assert cell.tensor_id in set(catalog.tensors(Filter(layer_index=[row["layer_index"]]))["tensor_id"])
+        assert found.verdict
+        said = drawn(catalog, metric="effect", format="nvfp4").problems
+        assert "binade measure" in said[0] or "scored" in said[0]
+        across = drawn(catalog, metric="effect", format="mxfp4", across="iteration").problems
+        assert across == ("The measured loss change is that of one set of weights, not shown by iteration.",)
+        with torch.no_grad():
+            model.layers[0].mlp.linear_fc1.weight += 1
+        other = binade.measure(model, evaluate, [(tokens, labels)], ["mxfp4"], **arguments)
+        catalog.sync()
+        assert (
+            drawn(catalog, metric="effect", format="mxfp4").get("map").table["value"].tolist()
+            == shown["value"].tolist()
+        )
+        assert other["change"].tolist() != table["change"].tolist()
+
+
 def test_experts_are_one_row_until_they_are_expanded(tmp_path: Path, visit: Callable[..., AppTest]):
     random = torch.Generator().manual_seed(0)
     values = {expert: torch.randn(32, 64, generator=random) * 2.0**expert for expert in (0, 2, 11)}
@@ -291,7 +335,7 @@ def test_rows_are_in_the_order_of_the_network(catalog: Catalog):
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("across", ["layer_index", "iteration"])
-@pytest.mark.parametrize("metric", METRICS)
+@pytest.mark.parametrize("metric", RECORDED)
 def test_the_worst_cell_is_first_and_opens_its_tensor(catalog: Catalog, metric: str, across: str):
     answer = drawn(catalog, MXFP4, metric=metric, across=across, format="mxfp4")
     if metric == "loss_change" and across == "iteration":
@@ -360,7 +404,7 @@ def test_the_panel_shows_the_values_of_a_cell_as_its_gemm_takes_them(catalog: Ca
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("metric", METRICS)
+@pytest.mark.parametrize("metric", RECORDED)
 def test_odd_tensors(odd_root: Path, metric: str):
     """Nothing finite, zeros, Inf: whatever has a value is drawn, as JSON without NaN."""
     with Catalog.open(odd_root) as catalog:

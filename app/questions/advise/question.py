@@ -24,6 +24,7 @@ from binade.app.questions.shared.selection import Selection
 from binade.collector.advice.advice import AS_MANY, Advice, Request, advise, roofline_of
 from binade.collector.advice.choice import GROUPS
 from binade.collector.advice.costs import FORWARD, AdviceError
+from binade.collector.advice.measured import measured_costs
 from binade.collector.advice.roofline import PUBLISHED, read_devices
 from binade.collector.errors import ConfigError
 from binade.collector.training.devices import Device
@@ -79,7 +80,7 @@ OPERANDS = {
     "gemm": Column("GEMM", width=80),
     "spec": Column("Format", width=220),
     "width": Column("Bits per value", "%.2f", 105),
-    "change": Column("Predicted (nats)", "%.2g", 120, help="Predicted change in the loss; forward operands only"),
+    "change": Column("Loss change (nats)", "%.2g", 130, help="Predicted or measured; forward operands only"),
     "saved": Column(
         "Saved", "%.2g", 90,
         help="How much the loss, or the noise ‖e‖² / ‖x‖² of a backward operand, would grow in the narrowest format",
@@ -88,7 +89,8 @@ OPERANDS = {
 BITS = Column("Bits per forward value", "%.2f", 150)
 CAPTION = (
     "Predicted loss change: the second-order terms of all forward operands, and first-order ones of more than two "
-    "standard errors; those that lower the loss do not count in the choice. The formats of backward operands are "
+    "standard errors; those that lower the loss do not count in the choice. Effects that were measured replace the "
+    "predictions of their group. The formats of backward operands are "
     "chosen for the least noise in gradients, within the same budget."
 )
 
@@ -111,7 +113,7 @@ def advice_of(selection: Selection, values: dict[str, Any]) -> Advice:
         request = Request(None, share=None if speedup == HALFWAY else 1 / float(speedup), by=values["by"])
 
     def answer() -> Advice:
-        costs = compute.costs_of(opened, where, parts)
+        costs = measured_costs(opened, compute.costs_of(opened, where, parts), values["by"])
         return advise(costs, request, roofline_of(opened, costs, device) if device else None)
 
     return opened.kept(("advice", where, parts, request, repr(device), opened.state()), answer)
@@ -164,7 +166,7 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
 def confirmed(opened: Catalog, found: Advice) -> tuple[pd.DataFrame, evidence.Sentence]:
     """(predicted and measured figures of the advised and single-format recipes that were trained; whether the advice
     held)."""
-    table, _ = compute.measured(opened, found.costs)
+    table, _ = compute.measured(opened, found.costs.predictions or found.costs)
     advised = table["advised"]
     plain = table["recipe"].str.startswith(("linear_", "FA_linear_"))
     held = [_held(row, table[plain]) for _, row in table[advised].iterrows()]

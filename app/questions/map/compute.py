@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 from torch import Tensor
 
+from binade.data import evidence
 from binade.data.catalog import SHOWN_ERRORS, STATISTICS, Catalog, CatalogError, part, quantiles
 from binade.data.evidence import Measure, Sentence
 from binade.data.filter import Filter
@@ -23,10 +24,13 @@ from binade.quant.metrics import score
 from binade.quant.normal import VS_NORMAL, normal_sqnr
 from binade.quant.specs import Spec
 
-LOSS_CHANGE, RESULT, SPREAD = "loss_change", "result_sqnr_db", "scale_spread"
+LOSS_CHANGE, EFFECT, RESULT, SPREAD = "loss_change", "effect", "result_sqnr_db", "scale_spread"
+OVER_SEQUENCES = {LOSS_CHANGE: "95% interval", EFFECT: "95% interval over sequences"}
+"""The metrics whose cells are means over sequences, with what the interval of a cell is."""
 # What a map can show: of a format, the errors first; then statistics of the values, which depend on no format.
 ERRORS = (*SHOWN_ERRORS, VS_NORMAL)
-METRICS = (*ERRORS, LOSS_CHANGE, RESULT, SPREAD, *STATISTICS)
+METRICS = (*ERRORS, LOSS_CHANGE, EFFECT, RESULT, SPREAD, *STATISTICS)
+RESULTS = {"qk": "attention_scores"}  # the result of a product, where it is not called output
 GEMMS = tuple(gemm.value for gemm in Gemm)
 OTHER = "other"  # where a tensor is the operand of no known GEMM
 # The products in the order of the network: modules, and the two products of attention.
@@ -73,6 +77,8 @@ def cells(catalog: Catalog, where: Filter, fmt: str, metric: str, across: str, e
         return _against_normal(cells(catalog, where, fmt, "sqnr_db", across, expanded), fmt)
     if metric == LOSS_CHANGE:
         table = _loss_changes(catalog, where, fmt)
+    elif metric == EFFECT:
+        table = _effects(catalog, where, fmt)
     elif metric == RESULT:
         table = _results(catalog, where, across)
     elif metric == SPREAD:
@@ -196,6 +202,27 @@ def _loss_changes(catalog: Catalog, where: Filter, fmt: str) -> pd.DataFrame:
         product=table["part"].where(table["part"].isin(("QK", "PV")), table["module"]),
         tensor=table["tensor_name"], expert=None, value=table["change"],
         low=table["change"] - error, high=table["change"] + error, tensors=table["micro_batches"],
+    )[["gemm", "product", "tensor", "expert", LAYER, "value", "low", "high", "tensors", "tensor_id"]]  # fmt: skip
+
+
+def _effects(catalog: Catalog, where: Filter, fmt: str) -> pd.DataFrame:
+    """The measured effects of the products of the selection, each shown in the row of its result."""
+    condition, parameters = catalog.condition(where)
+    places = catalog.ask(
+        f"""
+        SELECT lower({part()}) AS part, {_product()} AS product, layer_index, tensor.module,
+               arg_min(tensor_id, (phase <> 'post', tensor_id)) AS tensor_id, list(DISTINCT run_id) AS runs
+        FROM tensor WHERE operation = 'forward' AND layer_index IS NOT NULL AND {condition} GROUP BY ALL
+        """,
+        parameters,
+    )
+    effects = catalog.effects({run for runs in places["runs"] for run in runs})
+    effects = effects[effects["format"] == fmt].drop_duplicates(["part", "layer_index", "module"])  # the longest
+    found = effects.merge(places, on=["part", "layer_index", "module"])
+    margin = found["change_error"].astype(float) * (found["sequences"] - 1).map(evidence.quantile)
+    return found.assign(
+        gemm=Gemm.FORWARD.value, tensor=found["part"].map(RESULTS).fillna("output"), expert=None,
+        value=found["change"], low=found["change"] - margin, high=found["change"] + margin, tensors=found["sequences"],
     )[["gemm", "product", "tensor", "expert", LAYER, "value", "low", "high", "tensors", "tensor_id"]]  # fmt: skip
 
 

@@ -154,9 +154,9 @@ def _group(row: Row) -> str:
 
 def _between(cell: dict[Any, Any], found: Map) -> str:
     """The interval of a cell, in words; "" if it has none."""
-    if pd.isna(cell["low"]) or (cell["tensors"] < 2 and found.measure.key != compute.LOSS_CHANGE):
+    if pd.isna(cell["low"]) or (cell["tensors"] < 2 and found.measure.key not in compute.OVER_SEQUENCES):
         return ""
-    word = "95% interval" if found.measure.key == compute.LOSS_CHANGE else "10th to 90th percentile"
+    word = compute.OVER_SEQUENCES.get(found.measure.key, "10th to 90th percentile")
     return f"{found.measure.text(cell['low'])} to {found.measure.text(cell['high'])}, {word}"
 
 

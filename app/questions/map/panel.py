@@ -73,7 +73,7 @@ def _scores(opened: Catalog, tensor_id: str, gemm: str) -> pd.DataFrame:
 
 def _facts(found: Map, cell: pd.Series, row: pd.Series, own: pd.DataFrame) -> list[list[str]]:
     name = f"{found.measure.label}, difference" if found.against else found.measure.label
-    name = f"{name}, median" if cell["tensors"] > 1 and found.measure.key != compute.LOSS_CHANGE else name
+    name = f"{name}, median" if cell["tensors"] > 1 and found.measure.key not in compute.OVER_SEQUENCES else name
     facts = {name: str(cell["label"])}
     for name in ("sqnr_db", "flushed_error_share", "saturated_error_share") if len(own) else ():
         facts.setdefault(MEASURES[name].label, MEASURES[name].quantity(float(own[name].iloc[0])))

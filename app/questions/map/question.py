@@ -15,7 +15,7 @@ from binade.app.figure import Column, Drawn, Figure, Table, source
 from binade.app.formatting import evenly
 from binade.app.params import AnyText, One
 from binade.app.questions.map import charts, compute
-from binade.app.questions.map.compute import ITERATION, LAYER, LOSS_CHANGE, Row
+from binade.app.questions.map.compute import EFFECT, ITERATION, LAYER, LOSS_CHANGE, Row
 from binade.app.questions.map.standing_out import standing_out
 from binade.app.questions.question import Question
 from binade.app.questions.shared import board_charts
@@ -37,7 +37,7 @@ from binade.quant.specs import Spec
 
 MOST_RANKED = 200  # cells in a report's table
 MOST_COLUMNS = 240
-OF_FORMAT = (*compute.ERRORS, LOSS_CHANGE, compute.SPREAD)
+OF_FORMAT = (*compute.ERRORS, LOSS_CHANGE, EFFECT, compute.SPREAD)
 ACROSS = Control(
     name="across", label="Columns", param=One((LAYER, ITERATION)), titles={LAYER: "layers", ITERATION: "iterations"},
     row="map",
@@ -113,6 +113,8 @@ def map_of(opened: Catalog, where: Filter, values: dict[str, Any]) -> Map | str:
         return "No operand is scored in any format. Choose a statistic of the values, such as absmax, as metric."
     if metric == LOSS_CHANGE and across == ITERATION:
         return "The predicted loss change is a sum over a recording, not shown by iteration."
+    if metric == EFFECT and across == ITERATION:
+        return "The measured loss change is that of one set of weights, not shown by iteration."
     left_out = ""
     if across == ITERATION:
         recorded = sorted(opened.distinct((ITERATION,), where)[ITERATION].dropna().astype(int))
@@ -195,6 +197,10 @@ def _nothing(opened: Catalog, where: Filter, metric: str, fmt: str) -> str:
             f"No gradient was recorded for operands that are scored in {fmt}: record a run with a backward pass and "
             "with “loss” under Also measured (--measures loss)."
         )
+    if metric == EFFECT:
+        return (
+            f"No effect was measured in {fmt} for a model with these weights: binade measure --by site --formats {fmt}."
+        )
     formats = ", ".join(opened.scored_formats(where))
     if metric in compute.ERRORS and formats:
         return f"The operands are scored in {formats}, not in {fmt}, and have no values on disk to round to it."
@@ -215,7 +221,8 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
     measure, scope = found.measure, scope_of(opened, found.where)
     title = style.title(found.title, f"{scope} · {len(found.table):,} cells")
     several = "the mean over sequences of their sum" if measure.key == LOSS_CHANGE else "their median"
-    definition = f"{measure.label}: {measure.definition}; of several tensors in a cell, {several}."
+    several = "" if measure.key == EFFECT else f"; of several tensors in a cell, {several}"
+    definition = f"{measure.label}: {measure.definition}{several}."
     figure = Figure(
         "map",
         charts.atlas(found.table, found.rows, found.across, measure, found.diverging, title),
