@@ -85,7 +85,7 @@ def test_a_file_of_each_version(bring, capsys, tmp_path, logs, older):
     for dtype in (torch.float32, torch.bfloat16):  # sums agree to the bit if one back end makes them
         units = [cpu.unit_of(Spec.of(fmt), dtype) for fmt in FORMATS]
         built = [native.built(unit) is not None for unit in (*units, moments.UNITS[dtype]) if unit]
-        assert built == [native.compiler() is not None] * len(built)
+        assert all(built) or (native.compiler() is None and not any(built))  # an earlier process may have built all
     made = write_all(logs, older=older)
     before = {path: path.stat() for path in logs.rglob("*") if path.is_file()}
     assert bring("--scores", ",".join(FORMATS)) == 0
