@@ -20,6 +20,7 @@ from binade.app.questions.shared.labels import group_name
 from binade.app.questions.shared.rounded import about_format
 from binade.app.questions.why import compute as why_compute
 from binade.app.questions.why.charts import codebook as draw_codebook
+from binade.app.questions.why.charts import shares_of_values
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 from binade.quant.specs import Spec
@@ -130,7 +131,7 @@ def codebook(opened: Catalog, where: Filter) -> Figure | None:
     shares = zones(precision_shares(opened, where))
     edges = why_compute.zone_edges(HIFP8.format.element, HIFP8.rounding)
     what = f"{big(found[0].total)} values · from sketches"
-    chart = draw_codebook(table, shares, HIFP8, edges, what)
+    chart = draw_codebook(table, shares_of_values(shares), HIFP8, edges, what)
     caption = (
         f"{source(where, f'{what}; bins of 1/8 binade')}\n{about_format(HIFP8)}. Flushed: nonzero values below "
         "half the smallest code, as a share of the nonzero values. Saturated: 2¹⁵ and above, as a share of all."

@@ -139,7 +139,7 @@ def error_by_binade(
     """Stacked bars of compute.error_by_binade, with rules at the edges of the zones of `codebook`."""
     names = {"flushed": "flushed", "saturated": "saturated", "grid": "within the grid"}
     used = [cause for cause in CAUSES if (table["cause"] == cause).any()]
-    colors = ZONES | {"grid": style.FORMAT_COLORS[spec.format.name]}
+    colors = ZONES | {"grid": style.FINE}
     magnitude = "|value / scale|" if spec.block else "|value|"
     by_size = table.sort_values("share").groupby(["low"])["share"].sum()
     shown = by_size[by_size >= TAIL].index
@@ -148,7 +148,7 @@ def error_by_binade(
     color = alt.Color(
         "name:N",
         scale=alt.Scale(domain=[names[cause] for cause in used], range=[colors[cause] for cause in used]),
-        legend=style.legend([names[cause] for cause in used], "", place="top"),
+        legend=style.legend([names[cause] for cause in used], "cause"),
     )
     bars = (
         alt.Chart(table.assign(name=table["cause"].map(names)))
