@@ -23,7 +23,7 @@ from binade.app.report.section import ReportSelection, Section
 from binade.app.style import MEASURES, drag, power_of_two
 from binade.data.evidence import SHARE, Measure, Sentence, exact, say, together
 from binade.data.tensor_kinds import has_tokens
-from binade.data.text import counted, plain_name, short
+from binade.data.text import counted, plain_name
 from binade.quant.error_causes import ErrorCauses
 from binade.quant.metrics import sqnr_db, streamed_score
 from binade.quant.statistics import outlier_ratio
@@ -31,6 +31,7 @@ from binade.quant.transform import mean_energy
 
 LARGE = 1 << 24  # values whose outliers take too long to count
 NAMED = 0.1  # the share of the error from which a value, channel or token is named
+VALUE = Measure("value", "Value", "")
 PART = Measure("share", "Share", "%", factor=100.0)  # of a range, which may hold little
 RANGE = Control(
     name="range", label="Range of magnitudes", param=Range(), inline=True,
@@ -167,7 +168,7 @@ def contributors(causes: ErrorCauses) -> Sentence:
         if largest.share < NAMED:
             continue
         if token is not None and channel is not None:
-            value = short(largest.value, 3)
+            value = exact(VALUE, largest.value)
             text = "The value {value} of token {token}, channel {channel} holds {share} of the error."
             return say(text, value=value, token=f"{token:,}", channel=f"{channel:,}", share=share)
         place = f"Token {token:,}" if token is not None else f"Channel {channel:,}"
