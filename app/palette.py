@@ -11,6 +11,7 @@ from typing import Any
 import pandas as pd
 
 from binade.app.pages.registry import PAGES
+from binade.app.params import too_long
 from binade.app.questions.map.compute import METRICS
 from binade.app.questions.registry import QUESTIONS
 from binade.app.questions.shared.labels import full_labels
@@ -53,7 +54,9 @@ class Entry:
 def find(opened: Catalog, view: View, text: str) -> list[Entry]:
     """What matches all words of a text: tensors of the view's run first if it names any, then everything else. A filter
     of values that the words name comes before, unless they name a tensor. For an empty text, the pages and the
-    questions."""
+    questions; for one that is too long, a sentence that says so."""
+    if problem := too_long(text, "The search"):
+        return [Entry("limit", problem, "", view)]
     words = TWO_WORDS.sub("layer", text.lower()).split()
     named = list(islice(_tensors(opened, view, words), MOST)) if words else []
     filters = _filters(opened, view, words)

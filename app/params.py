@@ -9,13 +9,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from binade.data.catalog import Catalog
 from binade.data.filter import FIELDS, LABELS, Filter
 from binade.quant.formats import UnknownFormatError
 from binade.quant.specs import Spec, SpecError
 
+LONGEST, MOST_WORDS = 200, 10  # characters and words of a text that a user or an address gives
+MOST_FORMATS = 12
+MOST_CHOSEN, LONGEST_FIELD = 1000, 1000  # values of a field of the filter, such as iterations, and characters of each
 TITLES = {name: LABELS.get(name, name).capitalize() for name in FIELDS}
 
 
@@ -35,9 +38,12 @@ Value = str | int | Interval
 
 class Param:
     """A parameter. It has its default where the address gives no usable value. refers_to: "run" or "tensor" if its
-    values are ids of these, so that sessions and bundles keep what it names; "" otherwise."""
+    values are ids of these, so that sessions and bundles keep what it names; "" otherwise. most: how many values it may
+    have; longest: the characters of each."""
 
     refers_to: str = ""
+    most: ClassVar[int] = 100
+    longest: ClassVar[int] = LONGEST
 
     @property
     def default(self) -> Any:
@@ -90,6 +96,8 @@ class Many(Param):
 class Specs(Many):
     """Any formats, with or without options. allowed: those that are listed."""
 
+    most: ClassVar[int] = MOST_FORMATS
+
     def value_of(self, text: str) -> str | None:
         return AnySpec().value_of(text)
 
@@ -127,6 +135,7 @@ class Known(Param):
     known: Callable[[str], bool]
     refers_to: str = ""
     several: bool = False
+    longest: ClassVar[int] = 1000  # ids of tensors contain the name of the run
 
     @property
     def default(self) -> list[str] | None:
@@ -154,6 +163,8 @@ class AnySpec(Param):
 class AnyText(Param):
     """Any text; None by default."""
 
+    longest: ClassVar[int] = 20_000  # a statement in SQL, which has limits of its own
+
     def value_of(self, text: str) -> str:
         return text
 
@@ -174,6 +185,26 @@ def run_or_format(opened: Catalog) -> Known:
     return Known(lambda name: run.known(name) or AnySpec().value_of(name) is not None, "run")
 
 
+def too_long(text: str, what: str = "The text") -> str:
+    """A sentence if a text has more than LONGEST characters or MOST_WORDS words, else ""."""
+    words = len(text.split(maxsplit=MOST_WORDS))
+    if len(text) <= LONGEST and words <= MOST_WORDS:
+        return ""
+    return f"{what} is longer than {LONGEST} characters or {MOST_WORDS} words: shorten it."
+
+
+def bounded(name: str, texts: list[str], most: int, longest: int = LONGEST) -> tuple[list[str], list[str]]:
+    """(the texts of a parameter that are read, a sentence if any are left out): the first `most` of them that have at
+    most `longest` characters."""
+    short = [text for text in texts if len(text) <= longest]
+    problems = []
+    if len(short) < len(texts):
+        problems.append(f"The URL has a text for {name} that is longer than {longest:,} characters: shorten it.")
+    if len(short) > most:
+        problems.append(f"The URL asks for {len(short):,} values of {name}: the first {most} are read. Choose fewer.")
+    return short[:most], problems
+
+
 Params = Mapping[str, Param]
 
 
@@ -182,8 +213,9 @@ def read(params: Params, query: Mapping[str, list[str]]) -> tuple[dict[str, Any]
     values: dict[str, Any] = {}
     problems: list[str] = []
     for name, param in params.items():
-        values[name], bad = param.read(query.get(name, []))
-        problems += [f"The URL asks for {name} {text[:40]!r}, which does not exist." for text in bad]
+        texts, left_out = bounded(name, query.get(name, []), param.most, param.longest)
+        values[name], bad = param.read(texts)
+        problems += [*left_out, *(f"The URL asks for {name} {text[:40]!r}, which does not exist." for text in bad)]
     return values, problems
 
 
@@ -195,7 +227,9 @@ def texts_of(value: Any) -> list[str]:
 
 def read_filter(facets: Mapping[str, list[Any]], query: Mapping[str, list[str]]) -> tuple[Filter, list[str]]:
     """(the filter of those values that occur, a sentence for each that does not or makes no sense)."""
-    wanted, problems = Filter.from_query({name: query.get(name, []) for name in FIELDS})
+    texts = {name: bounded(name, query.get(name, []), MOST_CHOSEN, LONGEST_FIELD) for name in FIELDS}
+    wanted, problems = Filter.from_query({name: read for name, (read, _) in texts.items()})
+    problems = [*(problem for _, left_out in texts.values() for problem in left_out), *problems]
     kept: dict[str, Any] = {}
     for name, values in wanted.items():
         known = [value for value in values if value in facets.get(name, [])]

@@ -1,6 +1,6 @@
 """Changes to Streamlit's sessions: they keep what a page's run has drawn when an automatic rerun overtakes its end,
-ignore the reruns of a page that was left, forget the widgets of earlier pages, and are removed when nobody can return
-to them.
+say whose session a thread draws for, ignore the reruns of a page that was left, forget the widgets of earlier pages,
+and are removed when nobody can return to them.
 
 Streamlit's `AppSession` answers a rerun of a fragment with a new ScriptRunner if the last one has ended, and ignores
 what the last one has sent but the event loop has not yet handled. On a busy server, the page's last elements and the
@@ -34,6 +34,8 @@ from streamlit.runtime.scriptrunner_utils.script_run_context import get_script_r
 from streamlit.runtime.session_manager import SessionInfo
 from streamlit.runtime.state.session_state import STREAMLIT_INTERNAL_KEY_PREFIX, SessionState
 
+from binade.app.fair_queue import SESSION
+
 AGAIN = 0.01  # seconds
 SHOWN = "widgets_shown"  # the key in a session's state
 
@@ -58,6 +60,7 @@ def install(gone: Callable[[], object]) -> None:
     run_script = ScriptRunner._run_script
 
     def run_what_is_shown(self: ScriptRunner, rerun_data: RerunData) -> None:
+        SESSION.set(self._session_id)  # also of a fragment, which has a thread of its own
         asked = rerun_data.fragment_id_queue
         if not asked or any(self._fragment_storage.contains(each) for each in asked):
             run_script(self, rerun_data)

@@ -15,9 +15,11 @@ from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, Field
 
+from binade.app.budget import BudgetError
+from binade.app.fair_queue import FairQueue
 from binade.app.figure import Drawn
 from binade.app.pages.registry import OLD_PAGES, PAGES, PART, Part, moved
-from binade.app.params import TITLES, AnySpec, One, Param, Params, read, read_filter, run_or_format, texts_of
+from binade.app.params import TITLES, AnySpec, One, Param, Params, bounded, read, read_filter, run_or_format, texts_of
 from binade.app.questions.map.compute import METRICS
 from binade.app.questions.question import Question
 from binade.app.questions.shared.scope import default_format
@@ -27,9 +29,9 @@ from binade.data.catalog import Catalog
 from binade.data.filter import FIELDS, Filter
 from binade.data.untrusted import LINES, Record, at_most
 
-# Where answers are computed: two at once, and one at a time of those that take long or a large tensor. The threads that
-# serve sessions wait, and a reader can stop waiting.
-QUICK, SLOW = ThreadPoolExecutor(2, "quick"), ThreadPoolExecutor(1, "slow")
+# Where answers are computed: two at once, and of those that take long or a large tensor two at once for different
+# sessions. The threads that serve sessions wait, and a reader can stop waiting.
+QUICK, SLOW = ThreadPoolExecutor(2, "quick"), FairQueue(2, "slow")
 LARGE = 1 << 24  # values of a tensor that take more than a moment to read
 SCOPE: dict[str, Callable[[Catalog], Param]] = {
     "format": lambda opened: AnySpec(),
@@ -151,8 +153,9 @@ class View(Record):
             values[name] = values[name] or default(catalog, values)
         gone = [TITLES[name].lower() for name in FIELDS if self.params.get(name) and not getattr(where, name)]
         for name, param in params.items():
-            texts = self.params.get(name, [])
-            if texts and len(param.read(texts)[1]) == len(texts):
+            given = self.params.get(name, [])
+            texts, _ = bounded(name, given, param.most, param.longest)
+            if given and len(param.read(texts)[1]) == len(texts):
                 gone.append(name)
         return Reading(part, where, values, (*absent, *unknown), tuple(gone))
 
@@ -227,7 +230,10 @@ def draw(
             each.name: each.possible(values[each.name]) for each in question.controls_of(selected, dict(values))
         }
         steps = (done,) if question.slow else ()
-        answer: Drawn = question.draw(selected, chosen, *steps)
+        try:
+            answer: Drawn = question.draw(selected, chosen, *steps)
+        except BudgetError as error:
+            return Drawn(problems=(str(error),))
         return answer.prepared()
 
     request = ("view", question.name, where, repr(own), of, catalog.part)

@@ -20,6 +20,7 @@ from binade.app.jobs import summary
 from binade.app.jobs.collecting import wrapped
 from binade.app.jobs.summary import WAITS
 from binade.app.pages.registry import PART
+from binade.app.params import LONGEST
 from binade.app.questions.layout import open_tensor
 from binade.app.questions.shared import loss_chart
 from binade.app.questions.shared.event_marks import events_of
@@ -65,7 +66,8 @@ def show(opened: Catalog, view: View, reading: Reading) -> None:
                 placeholder="title, tag, state",
                 icon=":material/search:",
                 label_visibility="collapsed",
-            )
+                max_chars=LONGEST,
+            )[:LONGEST]
         _queue(views, chosen, words)
     seen = (opened, opened.version) if chosen.run else None
     with right:

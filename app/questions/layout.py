@@ -93,8 +93,9 @@ def show_control(control: Control, value: Any, **more: Any) -> None:
         choices = list(dict.fromkeys([*choices, *value]))
         new = isinstance(control.param, Specs)
         st.multiselect(
-            control.label, choices, filter_mode="contains", select_all=False, accept_new_options=new, **common
-        )
+            control.label, choices, filter_mode="contains", select_all=False, accept_new_options=new,
+            max_selections=control.param.most if new else None, **common,
+        )  # fmt: skip
         return
     common["format_func"] = lambda value: str(control.titles.get(value, value))
     if control.widget == "list":

@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 from torch import Tensor
 
+from binade.app.budget import SCORE, Rounding, check
 from binade.data import evidence
 from binade.data.catalog import SHOWN_ERRORS, STATISTICS, Catalog, CatalogError, part, quantiles
 from binade.data.evidence import Measure, Sentence
@@ -40,7 +41,6 @@ PRODUCTS = ("q_down", "q", "q_up", "k", "v", "kv_down", "kv_up", "qkv", "QK", "P
 _OBSERVED = ("grad", "a", "b")
 _OPERANDS = {kind.name: _OBSERVED.index(kind.observed) for kind in TENSOR_KINDS if kind.observed in _OBSERVED}
 LAYER, ITERATION = "layer_index", "iteration"
-MOST_ROUNDED = 1 << 28  # values that are rounded for a map; with a rotation a 32nd of them, as it takes longer
 HUGE = 1e300  # stands for infinity, between which and a number pandas finds no quantile
 EXTREMES = 0.01  # of the blocks at each end that the spread of scales leaves out
 
@@ -126,18 +126,18 @@ def _values(catalog: Catalog, where: Filter, fmt: str, metric: str, across: str,
 
 def computed(
     catalog: Catalog, where: Filter, fmt: str, metric: str, across: str, expanded: str = ""
-) -> tuple[pd.DataFrame, int, int]:
+) -> tuple[pd.DataFrame, int]:
     """`cells` of an error in a format that nothing was scored in, from the values on disk: (the cells, tensors with
-    values, values to round in all GEMMs). The cells are empty if these are more than MOST_ROUNDED."""
+    values). Raises BudgetError."""
     if metric == VS_NORMAL:
-        table, tensors, values = computed(catalog, where, fmt, "sqnr_db", across, expanded)
-        return _against_normal(table, fmt), tensors, values
+        table, tensors = computed(catalog, where, fmt, "sqnr_db", across, expanded)
+        return _against_normal(table, fmt), tensors
     condition, parameters = catalog.condition(where)
     operands = catalog.ask(
         f"""
         SELECT coalesce(scored.gemm, tensor.gemm, '{OTHER}') AS gemm, {_product()} AS product,
                coalesce(tensor_name, 'unnamed') AS tensor, CASE WHEN module = ? THEN expert END AS expert, {across},
-               tensor_id, numel, contracted_axis, layer_type, tensor.gemm AS own_gemm
+               tensor_id, shape, contracted_axis, layer_type, tensor.gemm AS own_gemm
         FROM tensor LEFT JOIN (SELECT DISTINCT key, gemm FROM score) AS scored USING (key)
         WHERE {condition} AND path IS NOT NULL AND numel > 0 AND layer_index IS NOT NULL
               AND (contracted_axis IS NOT NULL OR scored.key IS NOT NULL)
@@ -148,9 +148,9 @@ def computed(
     spec = Spec.of(fmt)
     if spec.centered:
         operands = operands.loc[[*map(has_tokens, operands["layer_type"], operands["tensor"])]]
-    values = int(operands["numel"].sum())
-    if operands.empty or values > MOST_ROUNDED // (32 if spec.hadamard else 1):
-        return operands.head(0), operands["tensor_id"].nunique(), values
+    if operands.empty:
+        return operands, 0
+    check((Rounding(spec, tuple(shape), -1) for shape in operands["shape"]), SCORE)
     found = []
     for tensor_id, gemms in operands.groupby("tensor_id"):
         try:
@@ -163,12 +163,12 @@ def computed(
     by = ["gemm", "product", "tensor", "expert", across]
     each = pd.DataFrame(found, columns=[*operands, "value"]).astype({"value": float})
     if each.empty:
-        return each, 0, values
+        return each, 0
     each = each.assign(value=each["value"].clip(-HUGE, HUGE))
     groups = each.sort_values("value", ascending=metric == "sqnr_db", kind="stable").groupby(by, dropna=False)
     table = _deciles(groups["value"])
     table["tensors"], table["tensor_id"] = groups.size(), groups["tensor_id"].first()
-    return table.reset_index().astype({across: int}), each["tensor_id"].nunique(), values
+    return table.reset_index().astype({across: int}), each["tensor_id"].nunique()
 
 
 def along(x: Tensor, row: Mapping[Any, Any] | pd.Series, gemm: str) -> tuple[Tensor, int]:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from binade.app.budget import BudgetError
 from binade.app.questions.map import charts, compute
 from binade.app.questions.map.compute import GEMMS, Row
 from binade.app.questions.map.question import Map
@@ -94,7 +95,10 @@ def _values(
         if spec.block:
             return None, f"No histogram: without values on disk, the scales in {spec} are not known."
         return _from_sketch(opened, row, spec)
-    sample = subject(matrix, spec, dim, SAMPLE, recorded)
+    try:
+        sample = subject(matrix, spec, dim, SAMPLE, recorded)
+    except BudgetError as error:
+        return None, str(error)
     table = grid.codebook_histogram(sample)
     shares = table["share"] * (table["high"] - table["low"])
     what = "a sample of the values" if sample.every > 1 else "all values"

@@ -10,6 +10,7 @@ from typing import Any
 import pandas as pd
 
 from binade.app import style
+from binade.app.budget import BudgetError
 from binade.app.control import Control
 from binade.app.figure import Column, Drawn, Figure, Table, source
 from binade.app.formatting import evenly
@@ -159,12 +160,10 @@ def _cells(
         return table, ""
     if problem := NOT_RECORDED.problem(Spec.of(fmt)):
         return table, problem
-    table, tensors, values = compute.computed(opened, where, fmt, metric, across, experts)
-    if table.empty and tensors:
-        return (
-            f"Nothing was scored in {fmt} when it was recorded, and the {tensors:,} operands on disk have {values:,} "
-            f"values, more than are rounded here. Narrow the filter, or record with --scores {fmt}."
-        )
+    try:
+        table, tensors = compute.computed(opened, where, fmt, metric, across, experts)
+    except BudgetError as error:
+        return f"Nothing was scored in {fmt} when it was recorded. {error} Or record with --scores {fmt}."
     return table, f"Not scored in {fmt} when recorded: computed from {tensors:,} tensors on disk."
 
 

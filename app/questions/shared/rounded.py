@@ -10,6 +10,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from binade.app.budget import Rounding, check
 from binade.data.segment import RoundedWith
 from binade.data.tensor_kinds import has_tokens
 from binade.data.text import short
@@ -109,8 +110,9 @@ def subject(
 ) -> Subject:
     """x rounded to a format, blocks along dim; in the recorded format, as it was recorded. Of a tensor of more than
     `limit` values, a sample of lines, with the scale of the whole tensor if the format has one; its stochastic rounding
-    draws other numbers."""
+    draws other numbers. Raises BudgetError."""
     spec = Spec.of(fmt)
+    check([Rounding(spec, tuple(x.shape), dim, limit)])
     part, every = _part(x, spec, dim, limit)
     if every == 1:
         return Subject(recorded.look(x, spec, dim), 1, x.numel())

@@ -8,7 +8,7 @@ from typing import Any
 
 import pandas as pd
 
-from binade.app import style
+from binade.app import budget, style
 from binade.app.control import Control
 from binade.app.figure import Column, Drawn, Figure, Item, Table, Text, source
 from binade.app.formatting import bytes_text
@@ -163,8 +163,14 @@ def _operands(selected: SelectedTensor, with_tokens: bool) -> tuple[list[str], s
 
 
 def tried(opened: Catalog, made: Plan, done: Callable[[int, int], None]) -> Tried:
-    """(a table with a row per trial, the distributions before and after), cached."""
+    """(a table with a row per trial, the distributions before and after), cached. Raises BudgetError."""
     steps = len(made.ids) * len(made.trials)
+    shapes = opened.rows_of(made.ids)[["shape", "contracted_axis"]].itertuples(index=False)
+    budget.check(
+        budget.Rounding(one.spec, tuple(shape), -1 if pd.isna(axis) else int(axis), made.limit)
+        for shape, axis in shapes
+        for one in made.trials
+    )  # fmt: skip
 
     def found(_: object = None) -> Tried:
         return compute.try_formats(
