@@ -166,19 +166,20 @@ def _dots(found: Map) -> dict[str, Any]:
     table = found.table.assign(kind=found.table["product"] + " " + found.table["tensor"])
     table = table[table["kind"].isin(kinds)]
     number = table["value"].astype(float)
-    finite = number[number.abs() < math.inf]
-    log = found.measure.log and bool((finite > 0).all()) and len(finite) > 0
-    place = finite.map(math.log10) if log else finite * found.measure.factor
+    known = number[number.abs() < math.inf]
+    log = found.measure.log and bool((known > 0).all()) and len(known) > 0
+    place = known.map(math.log10) if log else known * found.measure.factor
     low, high = (float(place.min()), float(place.max())) if len(place) else (0.0, 1.0)
     low, high = (min(low, 0.0), high) if not log and not found.against and low >= 0 else (low, high)
     span = (high - low) or 1.0
     rows = []
     by_kind = dict(iter(table.assign(place=(place - low) / span).dropna(subset=["place"]).groupby("kind")))
     for kind in kinds:
-        own = by_kind[kind][["place", found.across, "label"]].to_numpy(object)
-        rows.append(
-            {"name": str(kind).replace("_", " "), "dots": [[round(at, 4), int(x), text] for at, x, text in own]}
-        )
+        finite = by_kind.get(kind, table.head(0).assign(place=math.nan))  # none of an operand that is exact everywhere
+        dots = [
+            [round(at, 4), int(x), text] for at, x, text in finite[["place", found.across, "label"]].to_numpy(object)
+        ]
+        rows.append({"name": str(kind).replace("_", " "), "dots": dots})
     ticks = charts.ticks(low, high) if high > low else []
     texts = [short(10**tick, 2) if log else found.measure.with_unit(short(tick, 3)) for tick in ticks]
     return {
