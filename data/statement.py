@@ -37,6 +37,7 @@ COLUMNS = 1000  # the browser becomes slow with more
 NUMBER_OR_TEXT = re.compile(r"BOOLEAN|VARCHAR|FLOAT|DOUBLE|U?(TINY|SMALL|BIG|HUGE)?INT(EGER)?|DECIMAL\(.*\)")
 VALUE = 64  # bytes that a value takes in Python besides its own
 SHUT = (
+    *(f"SET {folder} = ''" for folder in ("home_directory", "secret_directory", "extension_directory")),  # shown by SQL
     "SET temp_directory = ''",
     "SET enable_external_access = false",
     "SET python_enable_replacements = false",  # otherwise a table's name could refer to a variable of this process

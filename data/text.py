@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 # Text that a spreadsheet would treat as a formula: it begins like one, and is not a number.
-_FORMULA = re.compile(r"\s*[=@]|[\t\r]|\s*[+-](?!(\d+\.?\d*|\.\d+)(e[+-]?\d+)?$|inf$)", re.IGNORECASE)
+_FORMULA = re.compile(r"\s*[=@＝＠＋－;]|[\t\r\n]|\s*[+-](?!(\d+\.?\d*|\.\d+)(e[+-]?\d+)?$|inf$)", re.IGNORECASE)
 _CELLS = re.compile(r"([,;])")  # separators of cells in different locales
 
 
@@ -101,7 +101,10 @@ def csv_cell(value: object) -> object:
 
 def csv_table(frame: pd.DataFrame, comment: str = "") -> str:
     """A table in CSV, without its index, after the lines of a comment."""
-    lines = "".join(f"# {''.join(map(str, map(csv_cell, _CELLS.split(line))))}\n" for line in comment.splitlines())
+    lines = "".join(
+        f"# {''.join(part if part in ('', ',', ';') else str(csv_cell(part)) for part in _CELLS.split(line))}\n"
+        for line in comment.splitlines()
+    )
     cells = frame.copy(deep=False)
     for name in frame.select_dtypes(exclude="number"):
         cells[name] = frame[name].map(csv_cell)

@@ -339,6 +339,8 @@ def test_csv_has_no_formulas():
     """Text that begins as one does gets an apostrophe; numbers stay, and pandas reads all else back."""
     formulas = ["=1+1", " =1", "+cmd|' /C calc'!A0", "-2+3", "@SUM(A1)", "\t=1", "-", "+1e5x"]
     assert [csv_cell(text) for text in formulas] == [f"'{text}" for text in formulas]
+    formulas += [";=1", "\n=1", *(f"{sign}1" for sign in "\uff1d\uff0b\uff0d\uff20")]
+    assert [csv_cell(text) for text in formulas] == [f"'{text}" for text in formulas]
     kept = ["mxfp4", "", "1-2", "'=1", "-1.5", "+.5e-3", "-inf", -3.5, None, True]
     assert [csv_cell(value) for value in kept] == kept
     frame = pd.DataFrame({"=a": ["=1", "x"], "n": [-1.5, 2.0], "c": pd.Categorical(["@x", "y"])})
