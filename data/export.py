@@ -396,6 +396,8 @@ def export(catalog: Catalog, to: str, output: Path, choice: Choice) -> Exported:
     chosen = None if to == TABLES else target(to)
     done = Exported()
     output = output.resolve()
+    if to == TABLES and "\\" in str(output):
+        raise ExportError(f"{output} contains a backslash, which DuckDB takes for a slash: choose another --output")
     sweep_beside(output)
     with staged_directory(output) as part:
         if chosen is None:

@@ -12,7 +12,7 @@ from binade.data.json_files import STRICT
 from binade.quant.formats import FORMATS
 from binade.quant.specs import Spec
 
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Positive = Annotated[float, Field(ge=1e-6, le=1e9, allow_inf_nan=False)]  # so that no time overflows
 
 
 @cache
