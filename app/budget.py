@@ -1,7 +1,7 @@
 """The time and memory that one answer may take, estimated from sizes before anything is computed.
 
 Everything that an address can make the server round is checked here: the format of a tensor's page, the formats of
-*What if*, and the operands of a Map that was not scored. `tests/bench/bench_budget.py` measures the rates.
+*What if*, and the operands of a Map that was not scored.
 """
 
 from __future__ import annotations
