@@ -35,6 +35,13 @@ AT_REST = """() => {
 }"""
 
 
+# To scroll closes a list: the page is told of it in the next frame.
+SCROLL = """input => new Promise(done => {
+    input.scrollIntoView({block: 'center'});
+    requestAnimationFrame(() => requestAnimationFrame(done));
+})"""
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -153,8 +160,7 @@ def press(page: Page, title: str) -> None:
 def pick(page: Page, title: str, value: str) -> None:
     """Choose a value of a list as a user does: open it, click."""
     box = page.get_by_test_id("stSelectbox").filter(has=page.get_by_text(title, exact=True)).locator("input")
-    box.evaluate("input => input.scrollIntoView({block: 'center'})")
-    page.wait_for_timeout(200)  # to scroll closes a list
+    box.evaluate(SCROLL)
     box.click()
     page.get_by_role("option", name=value, exact=True).click()
     settle(page)

@@ -22,7 +22,7 @@ from binade.data.tensor_kinds import tensor_names
 from tests.collector import ranks_worker
 from tests.collector.forked import forked, ranks_of, run_forked
 from tests.collector.ranks_worker import CASES, Case
-from tests.conftest import MadeOnce, run_python, start_python, until
+from tests.conftest import MadeOnce, ended, run_python, start_binade, until
 
 pytestmark = pytest.mark.slow
 
@@ -207,7 +207,7 @@ def test_a_batch_on_two_ranks_of_which_one_records(command, tmp_path: Path):
 def start(root: Path) -> tuple[subprocess.Popen, Path]:
     """Two ranks that train for a long time: the launcher, once an iteration has been recorded, and the run."""
     endless = ("--control-iter", "5000", "--no-raw", "--tp", "2", "--tensor-save-dir", root)
-    launcher = start_python("-m", "binade", "run", *OPTIONS, *endless, stdout=subprocess.DEVNULL)
+    launcher = start_binade("run", *OPTIONS, *endless, stdout=subprocess.DEVNULL)
 
     def recorded() -> bool:
         assert launcher.poll() is None, launcher.communicate()[1]
@@ -232,15 +232,13 @@ def end_of_ranks(directory: Path) -> None:
     until(lambda: not any(map(alive, ranks)), "the ranks to end")
 
 
+@pytest.mark.thorough
 def test_cancelling_ends_every_rank(tmp_path: Path):
-    """By Ctrl-C; jobs are cancelled by SIGTERM, and a rank dies, in test_jobs. Ranks listen on loopback alone."""
+    """By Ctrl-C; jobs are cancelled by SIGTERM, and a rank dies, in test_jobs."""
     launcher, directory = start(tmp_path)
-    pids = (launcher.pid, *(rank.pid for rank in rank_statuses(directory)))
-    addresses = [address for pid in pids for address in listening(pid)]
-    assert addresses and set(addresses) == {socket.inet_aton("127.0.0.1")[::-1].hex().upper()}
     launcher.send_signal(signal.SIGINT)
-    assert launcher.wait(120) == 130
-    assert launcher.stderr.read() == "binade: cancelled; what was recorded is kept\n"
+    done = ended(launcher)
+    assert (done.returncode, done.stderr) == (130, "binade: cancelled; what was recorded is kept\n")
     end_of_ranks(directory)
     assert list_runs(tmp_path)[0][0].status.state == "cancelled"
 
@@ -279,15 +277,18 @@ def test_ranks_do_not_outlive_their_launcher(tmp_path: Path):
 
 
 def test_a_rank_that_cannot_write_is_named(tmp_path: Path):
-    """Rank 1's segment cannot be published: a file is in its way."""
+    """Rank 1's segment cannot be published: a file is in its way. Until then ranks listen on loopback alone."""
     launcher, directory = start(tmp_path)
+    pids = (launcher.pid, *(rank.pid for rank in rank_statuses(directory)))
+    addresses = [address for pid in pids for address in listening(pid)]
+    assert addresses and set(addresses) == {socket.inet_aton("127.0.0.1")[::-1].hex().upper()}
     while True:  # in the place of a file that is replaced again and again
         (directory / "ranks" / "rank01.json").unlink(missing_ok=True)
         with suppress(FileExistsError):
             (directory / "ranks" / "rank01.json").mkdir()
             break
-    assert launcher.wait(120) == 1
-    assert launcher.stderr.read().startswith("binade: the run failed: rank 1: Is a directory")
+    done = ended(launcher)
+    assert done.returncode == 1 and done.stderr.startswith("binade: the run failed: rank 1: Is a directory")
     assert list_runs(tmp_path)[0][0].status.reason.startswith("rank 1: Is a directory")
 
 
