@@ -12,7 +12,6 @@ import pandas as pd
 from torch import Tensor
 
 from binade.app.budget import SCORE, Rounding, check
-from binade.data import evidence
 from binade.data.catalog import SHOWN_ERRORS, STATISTICS, Catalog, CatalogError, part, quantiles
 from binade.data.evidence import Measure, Sentence
 from binade.data.filter import Filter
@@ -219,7 +218,7 @@ def _effects(catalog: Catalog, where: Filter, fmt: str) -> pd.DataFrame:
     effects = catalog.effects({run for runs in places["runs"] for run in runs})
     effects = effects[effects["format"] == fmt].drop_duplicates(["part", "layer_index", "module"])  # the longest
     found = effects.merge(places, on=["part", "layer_index", "module"])
-    margin = found["change_error"].astype(float) * (found["sequences"] - 1).map(evidence.quantile)
+    margin = found["change_error"].astype(float) * np.array([quantile(count - 1) for count in found["sequences"]], float)
     return found.assign(
         gemm=Gemm.FORWARD.value, tensor=found["part"].map(RESULTS).fillna("output"), expert=None,
         value=found["change"], low=found["change"] - margin, high=found["change"] + margin, tensors=found["sequences"],
