@@ -218,7 +218,9 @@ def _effects(catalog: Catalog, where: Filter, fmt: str) -> pd.DataFrame:
     effects = catalog.effects({run for runs in places["runs"] for run in runs})
     effects = effects[effects["format"] == fmt].drop_duplicates(["part", "layer_index", "module"])  # the longest
     found = effects.merge(places, on=["part", "layer_index", "module"])
-    margin = found["change_error"].astype(float) * np.array([quantile(count - 1) for count in found["sequences"]], float)
+    margin = found["change_error"].astype(float) * np.array(
+        [quantile(count - 1) for count in found["sequences"]], float
+    )
     return found.assign(
         gemm=Gemm.FORWARD.value, tensor=found["part"].map(RESULTS).fillna("output"), expert=None,
         value=found["change"], low=found["change"] - margin, high=found["change"] + margin, tensors=found["sequences"],
