@@ -189,7 +189,7 @@ def test_a_model_of_transformers(tmp_path, attention: str):
         ({}, lambda model, given: model(given[0]), r"a tensor \[2, 40, "),
         ({}, lambda model, given: (model(given[0]), given[1][:, 1:]), r"labels \[2, 39\]"),
     ],
-    ids=str,
+    ids=["by", "parts", "delayed", "attention only", "no batches", "a float", "logits", "labels"],
 )
 def test_what_cannot_be_measured_is_named(arguments: dict[str, Any], loss: Any, named: str):
     given: dict[str, Any] = {"batches": [batch()], "formats": ["mxfp4"], "backend": "torch"} | arguments
