@@ -14,7 +14,7 @@ import streamlit as st
 from binade.app import address, saved_filters
 from binade.app.formatting import plain
 from binade.app.glossary import TERMS
-from binade.app.params import TITLES, AnySpec
+from binade.app.params import TITLES, AnyFormat, format_title
 from binade.app.questions.map.compute import METRICS
 from binade.app.questions.shared.labels import group_name
 from binade.app.questions.shared.runs import every_run, given_names, labels_of, run_titles
@@ -23,7 +23,7 @@ from binade.app.saved_filters import LONGEST_NAME, SavedFiltersError
 from binade.app.style import MEASURES
 from binade.app.view import Reading, View
 from binade.data.access import ReadOnlyError, read_only
-from binade.data.catalog import Catalog
+from binade.data.catalog import USED, Catalog
 from binade.data.filter import INTEGER_FIELDS, Filter
 from binade.quant.formats import FORMATS
 from binade.quant.specs import known_specs
@@ -77,7 +77,7 @@ def _is_of_one(reading: Reading) -> bool:
 
 def _choose(name: str, widget: str = "") -> None:
     value = st.session_state[key(widget or name)]
-    if name == "format" and value and AnySpec().value_of(value) is None:
+    if name == "format" and value and AnyFormat().value_of(value) is None:
         st.toast(plain(f"There is no format {value[:40]!r}."), icon=":material/error:")
     elif value != SEVERAL:
         address.change(**{name: value})
@@ -117,8 +117,11 @@ def _iteration(where: Filter, possible: Counts, resolved: Filter) -> None:
 
 def _format(catalog: Catalog, reading: Reading) -> None:
     scored, chosen = catalog.scored_formats(), reading.values["format"]
-    options = known_specs(dict.fromkeys(filter(None, (*scored, *FORMATS, chosen))))
-    _box("format", "Format", options, chosen or None, 190, accept_new_options=True, placeholder="none")
+    formats = known_specs(dict.fromkeys(name for name in (*scored, *FORMATS, chosen) if name and name != USED))
+    _box(
+        "format", "Format", [USED, *formats], chosen or None, 190, accept_new_options=True, placeholder="none",
+        format_func=format_title,
+    )  # fmt: skip
 
 
 def _versus(catalog: Catalog, reading: Reading) -> None:

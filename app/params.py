@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from binade.data.catalog import Catalog
+from binade.data.catalog import USED, Catalog
 from binade.data.filter import FIELDS, LABELS, Filter
 from binade.quant.formats import UnknownFormatError
 from binade.quant.specs import Spec, SpecError
@@ -157,6 +157,24 @@ class AnySpec(Param):
             return str(Spec.of(text))
         except (SpecError, UnknownFormatError):
             return None
+
+
+@dataclass(frozen=True)
+class AnyFormat(AnySpec):
+    """A format, or USED: the one that each GEMM used."""
+
+    def value_of(self, text: str) -> str | None:
+        return USED if text == USED else super().value_of(text)
+
+
+def format_title(fmt: str) -> str:
+    """A format of the scope, as a title has it after a comma or alone."""
+    return "as used" if fmt == USED else fmt
+
+
+def in_format(fmt: str) -> str:
+    """A format of the scope, as a sentence has it: "in mxfp4"."""
+    return format_title(fmt) if fmt == USED else f"in {fmt}"
 
 
 @dataclass(frozen=True)

@@ -19,13 +19,13 @@ from binade.app.budget import BudgetError
 from binade.app.fair_queue import FairQueue
 from binade.app.figure import Drawn
 from binade.app.pages.registry import OLD_PAGES, PAGES, PART, Part, moved
-from binade.app.params import TITLES, AnySpec, One, Param, Params, bounded, read, read_filter, run_or_format, texts_of
+from binade.app.params import TITLES, AnyFormat, One, Param, Params, bounded, read, read_filter, run_or_format, texts_of
 from binade.app.questions.map.compute import METRICS
 from binade.app.questions.question import Question
 from binade.app.questions.shared.scope import default_format
-from binade.app.questions.shared.selection import Of, lowest, select
+from binade.app.questions.shared.selection import Of, format_used, lowest, select
 from binade.data.cache import Done
-from binade.data.catalog import Catalog
+from binade.data.catalog import USED, Catalog
 from binade.data.filter import FIELDS, Filter
 from binade.data.untrusted import LINES, Record, at_most
 
@@ -34,7 +34,7 @@ from binade.data.untrusted import LINES, Record, at_most
 QUICK, SLOW = ThreadPoolExecutor(2, "quick"), FairQueue(2, "slow")
 LARGE = 1 << 24  # values of a tensor that take more than a moment to read
 SCOPE: dict[str, Callable[[Catalog], Param]] = {
-    "format": lambda opened: AnySpec(),
+    "format": lambda opened: AnyFormat(),
     "metric": lambda opened: One(METRICS),
     "versus": run_or_format,
 }
@@ -146,10 +146,14 @@ class View(Record):
         params = self.params_in(catalog)
         values, unknown = read(params, self.params)
         part = PAGES[self.page].parts.get(self.part)
-        values["format"] = values["format"] or default_format(catalog, where)
-        if part and part.question and part.question.of is Of.TENSOR and not values["tensor"]:
+        question = part.question if part else None
+        values["format"] = values["format"] or default_format(catalog, where, as_used=True)
+        if question and question.of is Of.TENSOR and not values["tensor"]:
             values["tensor"] = lowest(catalog, where, values["format"])
-        for name, default in part.question.defaults.items() if part and part.question else ():
+        if values["format"] == USED and not (question and question.as_used):
+            used = format_used(catalog, values["tensor"]) if question and question.of is Of.TENSOR else ""
+            values["format"] = used or default_format(catalog, where)
+        for name, default in question.defaults.items() if question else ():
             values[name] = values[name] or default(catalog, values)
         gone = [TITLES[name].lower() for name in FIELDS if self.params.get(name) and not getattr(where, name)]
         for name, param in params.items():

@@ -15,11 +15,17 @@ from binade.quant.specs import Spec, known_specs
 SHOWN_ERRORS = ("sqnr_db", "flush_to_zero", "saturated", "flushed_error_share", "saturated_error_share")
 # The score along the axis of the tensor's own GEMM, not of another GEMM that also uses it.
 OWN_SCORE = "score.gemm IS NOT DISTINCT FROM tensor.gemm"
+USED = "used"  # in place of a format: the one that each GEMM rounded its operand to
 MICRO_BATCH = ("run_id", "iteration", "micro_batch", "dp_rank")
 MOST_DEGREES = 100  # of freedom, beyond which Student's t is taken as for so many
 # The sums over operands of a term's orders; NaN if an operand lacks its second order.
 _ADDED = """sum(first) AS first, CASE WHEN count(second) = count(*) THEN sum(second) ELSE 'nan'::DOUBLE END AS second"""
 _ERROR = "CASE WHEN count(first) > 1 THEN stddev_samp({0}) / sqrt(count(first)) ELSE 'nan'::DOUBLE END"
+
+
+def in_format(fmt: str) -> tuple[str, list[str]]:
+    """The condition that a row of `score` is of a format, or USED, and its parameters."""
+    return ("score.used", []) if fmt == USED else ("score.format = ?", [str(Spec.of(fmt))])
 
 
 class ScoreQueries(OpenIndex):
@@ -57,11 +63,20 @@ class ScoreQueries(OpenIndex):
             parameters,
         )
 
+    def formats_used(self, where: Filter | None = None) -> list[str]:
+        """The formats that the GEMMs of the selection rounded operands to, by name."""
+        condition, parameters = self.condition(where)
+        used = self.ask(
+            f"SELECT DISTINCT score.format FROM score JOIN tensor USING (key) WHERE {condition} AND score.used",
+            parameters,
+        )
+        return known_specs(used["format"])
+
     def errors(
         self, fmt: str, by: tuple[str, ...], where: Filter | None = None, worst: str = "sqnr_db"
     ) -> pd.DataFrame:
-        """Return the error of a format on the selection's operands, one row per group: by's columns, tensors, the
-        median, 10th and 90th percentile of each of SHOWN_ERRORS over the operands, each counted once (sqnr_db,
+        """Return the error of a format, or USED, on the selection's operands, one row per group: by's columns, tensors,
+        the median, 10th and 90th percentile of each of SHOWN_ERRORS over the operands, each counted once (sqnr_db,
         sqnr_db_low, sqnr_db_high, …), and the tensor_id of the worst operand in the group. `worst` names the metric
         that decides. Operands without a finite value are left out.
 
@@ -71,12 +86,13 @@ class ScoreQueries(OpenIndex):
             raise CatalogError(f"operands cannot be ranked by {worst!r}: expected one of {', '.join(SHOWN_ERRORS)}")
         condition, parameters = self.condition(where)
         bad = f"-{worst}" if worst == "sqnr_db" else worst
+        only, of_format = in_format(fmt)
         return self.ask(
             f"""
             WITH scored AS (
                 SELECT {self._columns(by)}, tensor.key, {_scored()}
                 FROM score JOIN tensor USING (key)
-                WHERE {condition} AND {OWN_SCORE} AND score.format = ? AND NOT (isnan(score.mse) OR isnan(rms))
+                WHERE {condition} AND {OWN_SCORE} AND {only} AND NOT (isnan(score.mse) OR isnan(rms))
             ), found AS (
                 SELECT {", ".join(by)}, count(*) AS tensors, {", ".join(map(quantiles, SHOWN_ERRORS))},
                        coalesce(arg_max(key, {bad}) FILTER (NOT isnan({worst})), min(key)) AS key
@@ -84,7 +100,7 @@ class ScoreQueries(OpenIndex):
             )
             SELECT found.* EXCLUDE (key), tensor_id FROM found JOIN tensor USING (key) ORDER BY ALL
             """,
-            [*parameters, str(Spec.of(fmt))],
+            [*parameters, *of_format],
         )
 
     def loss_changes(self, fmt: str, by: tuple[str, ...], where: Filter | None = None) -> pd.DataFrame:

@@ -50,6 +50,7 @@ class Question:
                  the filter, these) -> run ids. Sessions and bundles keep them too. None if there are no others
     empty        whether there is an answer for a root without tensors, too
     of_values    whether the answer depends on a tensor's row and values alone, so that it stays when the root changes
+    as_used      whether it can show each operand in the format that its own GEMM used: USED in place of a format
     note         shown above the answer
     layout       the module whose `show(catalog, view, reading)` shows it, if it is not laid out like the others
     report       what it adds to a report's sections; None: a section of its own, drawn with the default parameters
@@ -76,6 +77,7 @@ class Question:
     beyond: Beyond | None = None
     empty: bool = False
     of_values: bool = False
+    as_used: bool = False
     note: str = ""
     layout: str = ""
     report: Callable[[ReportSelection], Iterable[Section]] | None = None

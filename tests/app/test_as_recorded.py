@@ -18,13 +18,15 @@ from binade import fake_quantize, plots
 from binade.app.questions.shared.rounded import Recorded, subject
 from binade.app.questions.what_if import compute as what_if
 from binade.app.questions.why.compute import zones
+from binade.app.view import View
 from binade.collector import Recorder, instrument
 from binade.collector.models.model import GPTModel
 from binade.collector.models.registry import MODELS
 from binade.collector.recipes.files import PUBLISHED
-from binade.data.catalog import Catalog
+from binade.data.catalog import USED, Catalog
 from binade.data.filter import Filter
 from binade.quant.metrics import sqnr_db
+from binade.quant.normal import normal_sqnr
 from binade.quant.specs import Spec
 
 STEPS = 2
@@ -51,11 +53,15 @@ def model_for(recipe: str) -> GPTModel:
 
 
 def record(
-    root: Path, recipe: str, factors: Sequence[float] = (1.0,) * STEPS, mask: torch.Tensor | None = None
+    root: Path,
+    recipe: str,
+    factors: Sequence[float] = (1.0,) * STEPS,
+    mask: torch.Tensor | None = None,
+    scores: Sequence[str] = (),
 ) -> Catalog:
     """A run of a few steps, the loss of each multiplied by a factor."""
     model, tokens = model_for(recipe), torch.randint(257, (2, 41), generator=torch.Generator().manual_seed(1))
-    recorder = Recorder(root, label="d", iterations=len(factors), scores=())
+    recorder = Recorder(root, label="d", iterations=len(factors), scores=scores)
     with recorder, instrument(model, recipe, recorder):
         for factor in factors:
             with nullcontext() if mask is None else recorder.valid(mask.t(), batch_axis=1):
@@ -147,3 +153,39 @@ def test_a_large_tensor_is_tried_whole():
     q = fake_quantize(x, "hifp8").double().numpy()
     e = q - x.double().numpy()
     assert found["sqnr_db"].iloc[0] == pytest.approx(10 * math.log10((x.double() ** 2).sum() / (e**2).sum()), abs=1e-9)
+
+
+def test_the_map_shows_a_mixed_recipe_as_it_was_used(tmp_path):
+    """Gradients of mxfp8 are rounded to E5M2; each cell has the error of its own format, and is compared with what that
+    format does to normal values."""
+    with record(tmp_path, "mxfp8") as catalog:
+        view = View("map", {"metric": ["sqnr_vs_normal"]})
+        assert view.read(catalog).values["format"] == USED
+        answer = view.draw(catalog)
+        rows = {row["tensor_id"]: row for row in operands(catalog)}
+        cells = [
+            cell
+            for cell in answer.figures[0].table.to_dict("records")
+            if cell["gemm"] == rows[cell["tensor_id"]]["gemm"]
+        ]
+        assert {rows[cell["tensor_id"]]["format"] for cell in cells} == {"mxfp8", "mxfp8_e5m2"}
+        for cell in cells:
+            row = rows[cell["tensor_id"]]
+            assert cell["value"] == pytest.approx(row["sqnr_db"] - normal_sqnr(row["format"]), abs=1e-9)
+        assert "in mxfp8 and 25.4 dB in mxfp8_e5m2" in answer.verdict
+        assert View("map", {"metric": ["sqnr_db"]}).draw(catalog).verdict.startswith("Lowest median SQNR as used")
+        assert View("compare", {"view": ["blocks"]}).read(catalog).values["format"] == "mxfp8"
+        gradient = next(row for row in rows.values() if row["tensor_name"] == "grad_output")
+        why = View("tensor", {"tensor": [gradient["tensor_id"]], "format": [USED]})
+        assert why.read(catalog).values["format"] == "mxfp8_e5m2"
+
+
+def test_a_run_that_rounds_nothing_has_no_format_in_use(tmp_path):
+    with record(tmp_path, "bf16", scores=("mxfp4", "mxfp8")) as catalog:
+        assert View("map").read(catalog).values["format"] == "mxfp4"
+        for metric, said in (
+            ("sqnr_db", "None of these operands was rounded"),
+            ("loss_change", "is that of one format"),
+        ):
+            answer = View("map", {"format": [USED], "metric": [metric]}).draw(catalog)
+            assert not answer.figures and said in answer.problems[0]

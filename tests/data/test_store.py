@@ -348,7 +348,11 @@ def test_csv_has_no_formulas():
     assert frame["=a"][0] == "=1"  # the table itself is left as it is
 
 
-@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero"), Path.mkdir], ids=["fifo", "link to a device", "directory"])
+@pytest.mark.parametrize(
+    "make",
+    [os.mkfifo, lambda path: path.symlink_to("/dev/zero"), Path.mkdir],
+    ids=["fifo", "link to a device", "directory"],
+)
 def test_what_is_not_a_regular_file_is_not_read(tmp_path, make):
     make(tmp_path / "named")
     for read in (read_text, read_file, check_regular):

@@ -12,7 +12,7 @@ import pandas as pd
 from torch import Tensor
 
 from binade.app.budget import SCORE, Rounding, check
-from binade.data.catalog import SHOWN_ERRORS, STATISTICS, Catalog, CatalogError, part, quantiles
+from binade.data.catalog import SHOWN_ERRORS, STATISTICS, USED, Catalog, CatalogError, in_format, part, quantiles
 from binade.data.evidence import Measure, Sentence
 from binade.data.filter import Filter
 from binade.data.reliability import reliability
@@ -72,8 +72,6 @@ def cells(catalog: Catalog, where: Filter, fmt: str, metric: str, across: str, e
     change it is the sum over experts and ranks, the mean over sequences, with its 95% interval.
     expanded: the product whose experts have rows of their own. Tensors of no layer are left out.
     """
-    if metric == VS_NORMAL:
-        return _against_normal(cells(catalog, where, fmt, "sqnr_db", across, expanded), fmt)
     if metric == LOSS_CHANGE:
         table = _loss_changes(catalog, where, fmt)
     elif metric == EFFECT:
@@ -94,12 +92,17 @@ def _against_normal(table: pd.DataFrame, fmt: str) -> pd.DataFrame:
 
 def _values(catalog: Catalog, where: Filter, fmt: str, metric: str, across: str, expanded: str = "") -> pd.DataFrame:
     condition, parameters = catalog.condition(where)
-    scored = metric in SHOWN_ERRORS
-    worst = "arg_min" if metric == "sqnr_db" else "arg_max"
-    if scored:
+    worst = "arg_min" if metric in ("sqnr_db", VS_NORMAL) else "arg_max"
+    of_value: list[Any] = []
+    if metric in ERRORS:
         value, source = f"score.{metric}", "score JOIN tensor USING (key)"
-        only = "score.format = ? AND NOT (isnan(score.mse) OR isnan(rms))"
-        parameters = [*parameters, str(Spec.of(fmt))]
+        if metric == VS_NORMAL:
+            value = "score.sqnr_db - map_extract(map(?::VARCHAR[], ?::DOUBLE[]), score.format)[1]"
+            formats = catalog.scored_formats(where) if fmt == USED else [str(Spec.of(fmt))]
+            of_value = [formats, [normal_sqnr(each) for each in formats]]
+        of_format, chosen = in_format(fmt)
+        only = f"{of_format} AND NOT (isnan(score.mse) OR isnan(rms))"
+        parameters = [*parameters, *chosen]
     else:  # a tensor has one value in all GEMMs that take it, whatever the format
         value = STATISTICS[metric]
         source = "tensor LEFT JOIN (SELECT DISTINCT key, gemm, true AS scored FROM score) AS score USING (key)"
@@ -119,7 +122,7 @@ def _values(catalog: Catalog, where: Filter, fmt: str, metric: str, across: str,
         SELECT found.* EXCLUDE (key) RENAME (value_low AS low, value_high AS high), tensor_id
         FROM found JOIN tensor USING (key) ORDER BY ALL
         """,
-        [expanded, *parameters],
+        [expanded, *of_value, *parameters],
     )
 
 
@@ -249,10 +252,11 @@ def _spreads(catalog: Catalog, where: Filter, fmt: str, across: str) -> pd.DataF
         SELECT coalesce(tensor.gemm, '{OTHER}') AS gemm, {_product()} AS product, tensor.tensor_name AS tensor,
                tensor.{across}, tensor.tensor_id, bin, sum(count)::BIGINT AS count
         FROM block JOIN tensor USING (key)
-        WHERE {condition} AND block.format = ? AND measure = 'scale_exponent' AND layer_index IS NOT NULL
+        WHERE {condition} AND block.format = {"tensor.format" if fmt == USED else "?"} AND measure = 'scale_exponent'
+              AND layer_index IS NOT NULL
         GROUP BY ALL ORDER BY ALL
         """,
-        [*parameters, str(Spec.of(fmt))],
+        [*parameters, *([] if fmt == USED else [str(Spec.of(fmt))])],
     )
     by = ["gemm", "product", "tensor", across]
     columns = [*by, "expert", "value", "low", "high", "tensors", "tensor_id"]

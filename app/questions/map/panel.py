@@ -16,7 +16,7 @@ from binade.app.questions.map.question import Map
 from binade.app.questions.shared.rounded import NOT_RECORDED, Recorded, subject
 from binade.app.questions.why import compute as grid
 from binade.app.style import MEASURES, power_of_two
-from binade.data.catalog import Catalog, CatalogError
+from binade.data.catalog import USED, Catalog, CatalogError
 from binade.data.store import TensorFileError
 from binade.data.text import short
 from binade.quant.specs import Spec
@@ -29,13 +29,15 @@ def panel(opened: Catalog, found: Map, cell: pd.Series, fmt: str) -> dict[str, A
     """What the panel shows of a cell, as JSON."""
     row = opened.rows_of([cell["tensor_id"]]).iloc[0]
     scored = _scores(opened, str(cell["tensor_id"]), str(cell["gemm"]))
-    own = scored[scored["format"] == fmt]
+    used = scored[scored["used"]]
+    if fmt == USED:
+        fmt = "" if used.empty else str(used["format"].iloc[0])
+    own, used = (part[part["format"] == fmt] for part in (scored, used))
     word = "L" if found.across == compute.LAYER else "iteration "
     expert = "" if pd.isna(row["expert"]) else str(row["expert"])
     name = charts.label(Row(str(cell["gemm"]), str(cell["product"]), str(cell["tensor"]), expert))
     tensors = int(cell["tensors"])
     notes = [f"The tensor with the worst value of {tensors:,} in this cell."] if tensors > 1 else []
-    used = own[own["used"]]
     recorded = NOT_RECORDED if used.empty else Recorded.of(used.iloc[0])
     drawn, why = _values(opened, row, str(cell["gemm"]), Spec.of(fmt), recorded) if fmt else (None, "")
     return {

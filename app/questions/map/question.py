@@ -14,7 +14,7 @@ from binade.app.budget import BudgetError
 from binade.app.control import Control
 from binade.app.figure import Column, Drawn, Figure, Table, source
 from binade.app.formatting import evenly
-from binade.app.params import AnyText, One
+from binade.app.params import AnyText, One, in_format
 from binade.app.questions.map import charts, compute
 from binade.app.questions.map.compute import EFFECT, ITERATION, LAYER, LOSS_CHANGE, Row
 from binade.app.questions.map.standing_out import standing_out
@@ -29,11 +29,11 @@ from binade.app.report.section import OF_VALUES, ReportSelection, Section
 from binade.app.report.section import Table as ReportTable
 from binade.app.style import MEASURES
 from binade.data import evidence
-from binade.data.catalog import Catalog
+from binade.data.catalog import USED, Catalog
 from binade.data.evidence import Measure
 from binade.data.filter import Filter
 from binade.data.text import plain_name
-from binade.quant.normal import VS_NORMAL
+from binade.quant.normal import VS_NORMAL, normal_sqnr
 from binade.quant.specs import Spec
 
 MOST_RANKED = 200  # cells in a report's table
@@ -64,6 +64,7 @@ class Map:
     table       `compute.cells` with row, shade and label, of the difference where the scope has another format or run
     rows        in order
     against     what it is compared with, in words; "" for none
+    experts     the module whose experts have rows of their own, or ""
     left_out    which iterations are shown, if these are too many for columns; what was computed, not recorded
     """
 
@@ -74,12 +75,17 @@ class Map:
     table: pd.DataFrame
     rows: list[Row]
     against: str = ""
+    experts: str = ""
     left_out: str = ""
 
     @property
     def title(self) -> str:
-        fmt = f" in {self.fmt}" if self.fmt else ""
+        fmt = f" {in_format(self.fmt)}" if self.fmt else ""
         return f"{self.measure.label}{fmt}" + (f", difference to {self.against}" if self.against else "")
+
+    def formats(self, opened: Catalog) -> list[str]:
+        """The formats that its cells are in."""
+        return opened.formats_used(self.where) if self.fmt == USED else [self.fmt] if self.fmt else []
 
     @property
     def diverging(self) -> bool:
@@ -148,7 +154,9 @@ def map_of(opened: Catalog, where: Filter, values: dict[str, Any]) -> Map | str:
     table = table.assign(shade=charts.shade(table["value"], measure, bool(against) or metric in style.AGAINST_ZERO))
     signed = replace(measure, signed=True, log=False) if against else measure
     table = table.assign(label=table["value"].map(signed.quantity))
-    return Map(where, signed, fmt, across, table, compute.rows_of(table), against, f"{left_out} {said}".strip())
+    return Map(
+        where, signed, fmt, across, table, compute.rows_of(table), against, experts, f"{left_out} {said}".strip()
+    )
 
 
 def _cells(
@@ -156,7 +164,7 @@ def _cells(
 ) -> tuple[pd.DataFrame, str] | str:
     """(the cells as recorded, or else computed from the values; what was computed), or why there are none."""
     table = compute.cells(opened, where, fmt, metric, across, experts)
-    if not table.empty or metric not in compute.ERRORS:
+    if not table.empty or metric not in compute.ERRORS or fmt == USED:
         return table, ""
     if problem := NOT_RECORDED.problem(Spec.of(fmt)):
         return table, problem
@@ -186,10 +194,15 @@ def _nothing(opened: Catalog, where: Filter, metric: str, fmt: str) -> str:
             "No result of a quantized GEMM was measured: choose a quantized run recorded with “result” under Also "
             "measured (--measures result)."
         )
+    if metric in OF_FORMAT and fmt == USED:
+        if metric in (LOSS_CHANGE, EFFECT):
+            return f"{MEASURES[metric].label} is that of one format: choose one instead of “as used”."
+        if metric != compute.SPREAD:
+            return "None of these operands was rounded when it was recorded: choose a format instead of “as used”."
     if metric == compute.SPREAD:
         return (
-            f"No block scales were measured in {fmt}: choose a format with block scales, and a run recorded with "
-            "“blocks” under Also measured (--measures blocks)."
+            f"No block scales were measured {in_format(fmt)}: choose a format with block scales, and a run recorded "
+            "with “blocks” under Also measured (--measures blocks)."
         )
     if metric == LOSS_CHANGE:
         return (
@@ -281,8 +294,13 @@ def verdict(opened: Catalog, found: Map) -> evidence.Sentence:
     sentence = evidence.extreme(items, f"median {found.title}", lowest=measure.low_is_bad)
     if measure.key not in ("sqnr_db", VS_NORMAL) or not found.fmt or found.against:
         return sentence
-    sentence = evidence.together(sentence, standing_out(found.table, found.rows, found.across, found.fmt, measure.key))
-    scaled = with_scale(found.fmt)
+    cells = found.table
+    if measure.key != VS_NORMAL and found.fmt == USED:
+        cells = compute.with_rows(compute.cells(opened, found.where, USED, VS_NORMAL, found.across, found.experts))
+    elif measure.key != VS_NORMAL:
+        cells = cells.assign(value=cells["value"].astype(float) - normal_sqnr(found.fmt))
+    sentence = evidence.together(sentence, standing_out(cells, found.rows, found.across, found.formats(opened)))
+    scaled = None if found.fmt == USED else with_scale(found.fmt)
     if scaled and str(scaled) in opened.scored_formats(found.where) and len(found.kinds):
         worst = found.kinds.iloc[0]
         same = compute.kinds(compute.cells(opened, found.where, str(scaled), measure.key, found.across))
@@ -332,6 +350,7 @@ MAP = Question(
     draw=draw,
     controls=(ACROSS, EXPERTS),
     narrow=_controls,
+    as_used=True,
     scoped=("metric", "format", "versus"),
     selects={"cell": lambda opened: AnyText()},
     of_runs=True,

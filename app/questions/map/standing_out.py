@@ -18,11 +18,16 @@ from binade.quant.normal import VS_NORMAL, normal_sqnr
 FAR = 3.0  # dB from the SQNR of normal values, at which a cell stands out: twice or half the squared error
 
 
-def standing_out(table: pd.DataFrame, rows: Iterable[Row], across: str, fmt: str, metric: str) -> Sentence:
-    """table: `Map.table` of rows; metric: sqnr_db or VS_NORMAL. All cells were measured, so nothing is inferred."""
-    measure, normal = MEASURES[VS_NORMAL], exact(MEASURES["sqnr_db"], normal_sqnr(fmt))
+def standing_out(table: pd.DataFrame, rows: Iterable[Row], across: str, formats: Sequence[str]) -> Sentence:
+    """table: `Map.table` of rows, of VS_NORMAL in these formats. All cells were measured, so nothing is inferred."""
+    measure, sqnr = MEASURES[VS_NORMAL], MEASURES["sqnr_db"]
+    normal = {fmt: exact(sqnr, normal_sqnr(fmt)) for fmt in formats}
+    every = Sentence(
+        evidence.listed([f"{sqnr.quantity(value.value)} in {fmt}" for fmt, value in normal.items()]),
+        tuple(normal.values()),
+    )
     far = exact(replace(measure, signed=False), FAR)
-    away = table["value"].astype(float) - (0.0 if metric == VS_NORMAL else normal.value)
+    away = table["value"].astype(float)
     table = table.assign(away=away)[away < math.inf]
     names = {row.key: label(row) for row in rows}
     numbers = _Numbers(across, table.groupby("row")[across].agg(set).to_dict())
@@ -36,9 +41,9 @@ def standing_out(table: pd.DataFrame, rows: Iterable[Row], across: str, fmt: str
             found = say(text, **parts)
             said.append(Sentence(found, (*found.evidence, ends[0])))
     if not said:
-        text = "All {all} cells are within {far} of normal values, which have {normal}."
-        return say(text, all=len(table), far=far, normal=normal)
-    return evidence.together(*said, say("Normal values have {normal} in {fmt}.", normal=normal, fmt=fmt))
+        text = say("All {all} cells are within {far} of normal values, which have ", all=len(table), far=far)
+        return Sentence(f"{text}{every}.", (*text.evidence, *every.evidence))
+    return evidence.together(*said, Sentence(f"Normal values have {every}.", every.evidence))
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from binade.app.formatting import first_formats
 from binade.app.questions.shared.runs import every_run, labels_of
-from binade.data.catalog import Catalog
+from binade.data.catalog import USED, Catalog
 from binade.data.filter import Filter
 from binade.data.runs import DONE
 
@@ -73,9 +73,11 @@ def scope_of(opened: Catalog, where: Filter) -> str:
     return " · ".join(filter(None, (shown, iterations)))
 
 
-def default_format(opened: Catalog, where: Filter) -> str:
+def default_format(opened: Catalog, where: Filter, as_used: bool = False) -> str:
     """The format that is shown where none is chosen: that of the run in question, or for a run that rounds nothing the
-    scored format with the fewest bits per value. "" where nothing is scored."""
+    scored format with the fewest bits per value. "" where nothing is scored. as_used: of a run that rounds, USED."""
+    if as_used and rounding(opened, scoped(opened, where, scored=True)):
+        return USED
     scored = first_formats(opened, where) or first_formats(opened)
     own = {spec for spec in _formats_of(opened, scoped(opened, where, scored=True)) if spec in scored}
     return next((spec for spec in scored if spec in own), next(iter(scored), ""))

@@ -16,7 +16,7 @@ from binade.app.questions.shared.labels import full_labels
 from binade.app.questions.shared.rounded import Recorded, Subject, applied, subject
 from binade.app.questions.shared.runs import given_names
 from binade.app.questions.shared.scope import scope_of, scoped
-from binade.data.catalog import Catalog, CatalogError
+from binade.data.catalog import USED, Catalog, CatalogError
 from binade.data.filter import Filter
 from binade.data.store import TensorFileError
 from binade.data.text import plain_name
@@ -130,13 +130,19 @@ def _tensor(opened: Catalog, where: Filter, values: Mapping[str, Any]) -> Select
     return SelectedTensor(opened, where, row=row, x=x, spec=applied(spec, row))
 
 
+def format_used(opened: Catalog, tensor_id: str | None) -> str:
+    """The format that its GEMM rounded a tensor to; "" if it did not round it."""
+    rows = opened.rows_of([tensor_id] if tensor_id else [])
+    return "" if rows.empty or pd.isna(rows["format"].iloc[0]) else str(rows["format"].iloc[0])
+
+
 def lowest(opened: Catalog, where: Filter, fmt: str) -> str | None:
     """The worst tensor of the place with the lowest SQNR in a format, or in the first that any is scored in; the first
     tensor of the filter if none is scored, None if there is none."""
     scored = opened.scored_formats(where)
     if scored:
         within = scoped(opened, where, scored=True)
-        table = opened.errors(fmt if fmt in scored else scored[0], boards.PLACE, within)
+        table = opened.errors(fmt if fmt in (*scored, USED) else scored[0], boards.PLACE, within)
         if not table.empty:
             named = table.assign(place=boards.place_names(table)).sort_values(["sqnr_db", "place"])
             return str(named.iloc[0]["tensor_id"])
