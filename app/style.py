@@ -97,6 +97,10 @@ OWN_METRICS = {
         "log₂ of the largest block scale over the smallest, without the lowest and highest 1% of the blocks",
         "binades",
     ),
+    "tensor_scale": Metric(
+        "Tensor scale",
+        "what all values were multiplied by before a GEMM rounded them, where one number scales the whole tensor",
+    ),
     "absmax": Metric("absmax", "largest magnitude"),
     "std": Metric("Standard deviation", "population standard deviation: divided by n, not n − 1"),
     "rms": Metric("rms", "square root of the mean square of the finite values"),
@@ -135,7 +139,7 @@ OWN_METRICS = {
     "zero_share": Metric("Zeros", "share of the elements that are exactly 0", "%", percent=True),
     "non_finite": Metric("NaN and Inf", "share of the elements that are NaN or infinite", "%", percent=True),
 }
-LOG = ("absmax", "std", "rms", "gradient_to_noise")
+LOG = ("tensor_scale", "absmax", "std", "rms", "gradient_to_noise")
 IN_DECIBELS = ("sqnr_db", VS_NORMAL, "result_sqnr_db")
 AGAINST_ZERO = (VS_NORMAL,)  # colored from better than 0 to worse
 DECIMALS = {"sqnr_db": 1, VS_NORMAL: 1, "result_sqnr_db": 1, "scale_spread": 0, "outlier_persistence": 2}

@@ -119,6 +119,9 @@ def test_delayed_scales(factors, tmp_path):
         first, last = ([row["tensor_scale"] for row in rows if row["iteration"] == at] for at in (0, len(factors) - 1))
         assert set(first) == {1.0} and 1.0 not in last
         check(catalog)
+        table = View("map", {"metric": ["tensor_scale"], "across": ["iteration"]}).draw(catalog).figures[0].table
+        own = table[(table["tensor"] == "grad_output") & (table["product"] == rows[-1]["module"])]
+        assert own.sort_values("iteration")["value"].iloc[0] == 1.0 and len(own["value"].unique()) > 1
         row = rows[-1]
         where = Filter(tensor_name=["grad_output"])
         said = plots.why(catalog, where, tensor=row["tensor_id"], format=row["format"]).verdict

@@ -14,7 +14,7 @@ from scipy import stats
 
 from binade.app.figure import Drawn
 from binade.app.questions import registry
-from binade.app.questions.map.compute import EFFECT, METRICS
+from binade.app.questions.map.compute import EFFECT, METRICS, TENSOR_SCALE
 from binade.app.questions.noise import compute as noise
 from binade.data.catalog import Catalog
 from binade.data.events import Event, EventKind, append_event
@@ -26,7 +26,7 @@ from binade.quant.traces import sample_later
 from tests.app.planted import drawn
 from tests.data.builder import make_run
 
-RECORDED = tuple(metric for metric in METRICS if metric != EFFECT)  # which takes a measurement
+RECORDED = tuple(metric for metric in METRICS if metric not in (EFFECT, TENSOR_SCALE))  # which only some runs have
 
 # Questions without a verdict, and why.
 SILENT = {

@@ -22,7 +22,7 @@ import binade
 from binade import quant
 from binade.app.figure import Drawn
 from binade.app.questions.map import question as map_question
-from binade.app.questions.map.compute import EFFECT, METRICS
+from binade.app.questions.map.compute import EFFECT, METRICS, TENSOR_SCALE
 from binade.app.questions.map.panel import panel
 from binade.app.questions.map.question import map_of
 from binade.app.view import View
@@ -34,7 +34,7 @@ from binade.quant.formats import FORMATS
 from tests.collector.small_model import batch, build
 from tests.data.builder import make_run
 
-RECORDED = tuple(metric for metric in METRICS if metric != EFFECT)  # which takes a measurement
+RECORDED = tuple(metric for metric in METRICS if metric not in (EFFECT, TENSOR_SCALE))  # which only some runs have
 
 pytestmark = pytest.mark.slow
 

@@ -25,11 +25,12 @@ from binade.quant.normal import VS_NORMAL, normal_sqnr
 from binade.quant.specs import Spec
 
 LOSS_CHANGE, EFFECT, RESULT, SPREAD = "loss_change", "effect", "result_sqnr_db", "scale_spread"
+TENSOR_SCALE = "tensor_scale"
 OVER_SEQUENCES = {LOSS_CHANGE: "95% interval", EFFECT: "95% interval over sequences"}
 """The metrics whose cells are means over sequences, with what the interval of a cell is."""
 # What a map can show: of a format, the errors first; then statistics of the values, which depend on no format.
 ERRORS = (*SHOWN_ERRORS, VS_NORMAL)
-METRICS = (*ERRORS, LOSS_CHANGE, EFFECT, RESULT, SPREAD, *STATISTICS)
+METRICS = (*ERRORS, LOSS_CHANGE, EFFECT, RESULT, SPREAD, TENSOR_SCALE, *STATISTICS)
 RESULTS = {"qk": "attention_scores"}  # the result of a product, where it is not called output
 GEMMS = tuple(gemm.value for gemm in Gemm)
 OTHER = "other"  # where a tensor is the operand of no known GEMM
@@ -103,6 +104,9 @@ def _values(catalog: Catalog, where: Filter, fmt: str, metric: str, across: str,
         of_format, chosen = in_format(fmt)
         only = f"{of_format} AND NOT (isnan(score.mse) OR isnan(rms))"
         parameters = [*parameters, *chosen]
+    elif metric == TENSOR_SCALE:
+        value, source = "score.tensor_scale", "score JOIN tensor USING (key)"
+        only = "score.used AND score.tensor_scale IS NOT NULL"
     else:  # a tensor has one value in all GEMMs that take it, whatever the format
         value = STATISTICS[metric]
         source = "tensor LEFT JOIN (SELECT DISTINCT key, gemm, true AS scored FROM score) AS score USING (key)"

@@ -189,6 +189,8 @@ def _other(opened: Catalog, where: Filter, fmt: str, metric: str, against: str) 
 
 def _nothing(opened: Catalog, where: Filter, metric: str, fmt: str) -> str:
     """Why a map is empty, and what to do."""
+    if metric == compute.TENSOR_SCALE:
+        return "No operand was rounded with one scale for the whole tensor: choose a run of a recipe that does so."
     if metric == compute.RESULT:
         return (
             "No result of a quantized GEMM was measured: choose a quantized run recorded with “result” under Also "
