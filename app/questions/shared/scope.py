@@ -75,9 +75,12 @@ def scope_of(opened: Catalog, where: Filter) -> str:
 
 def default_format(opened: Catalog, where: Filter, as_used: bool = False) -> str:
     """The format that is shown where none is chosen: that of the run in question, or for a run that rounds nothing the
-    scored format with the fewest bits per value. "" where nothing is scored. as_used: of a run that rounds, USED."""
-    if as_used and rounding(opened, scoped(opened, where, scored=True)):
-        return USED
+    scored format with the fewest bits per value. "" where nothing is scored. as_used: of a run that rounds at least
+    half of its operands, USED."""
+    if as_used:
+        operands = opened.operands(scoped(opened, where, scored=True))
+        if 0 < operands["tensors"].sum() <= 2 * operands.loc[operands["format"].notna(), "tensors"].sum():
+            return USED
     scored = first_formats(opened, where) or first_formats(opened)
     own = {spec for spec in _formats_of(opened, scoped(opened, where, scored=True)) if spec in scored}
     return next((spec for spec in scored if spec in own), next(iter(scored), ""))
