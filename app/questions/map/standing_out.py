@@ -12,7 +12,8 @@ from binade.app.questions.map.charts import label
 from binade.app.questions.map.compute import LAYER, Row
 from binade.app.style import MEASURES
 from binade.data import evidence
-from binade.data.evidence import Part, Sentence, exact, say
+from binade.data.evidence import NAMED, Part, Sentence, exact, say
+from binade.data.text import counted
 from binade.quant.normal import VS_NORMAL, normal_sqnr
 
 FAR = 3.0  # dB from the SQNR of normal values, at which a cell stands out: twice or half the squared error
@@ -66,7 +67,9 @@ def _named(part: pd.DataFrame, names: dict[str, str], numbers: _Numbers) -> str:
     gemms: dict[tuple[str, str], list[str]] = {}
     for (key, gemm), own in part.groupby(["row", "gemm"], sort=False):
         gemms.setdefault((names[str(key)], numbers.text(key, own[numbers.across])), []).append(str(gemm))
-    return "; ".join(f"{name}, {evidence.listed(of)} ({where})" for (name, where), of in gemms.items())
+    texts = [f"{name}, {evidence.listed(of)} ({where})" for (name, where), of in gemms.items()]
+    more = f"; and {counted(len(texts) - NAMED, 'more operand')}" if len(texts) > NAMED else ""
+    return "; ".join(texts[:NAMED]) + more
 
 
 def _ranges(numbers: Sequence[int], word: str) -> str:

@@ -156,7 +156,7 @@ def error_by_binade(
         .encode(
             x=x,
             x2="high:Q",
-            y=alt.Y("from:Q", title="share of the squared error", axis=alt.Axis(format="~%", tickCount=4)),
+            y=alt.Y("from:Q", title="share of the error", axis=alt.Axis(format="~%", tickCount=4)),
             y2="to:Q",
             color=color,
             tooltip=[

@@ -23,7 +23,7 @@ from binade.app.report.section import ReportSelection, Section
 from binade.app.style import MEASURES, drag, power_of_two
 from binade.data.evidence import SHARE, Measure, Sentence, exact, say, together
 from binade.data.tensor_kinds import has_tokens
-from binade.data.text import counted, plain_name
+from binade.data.text import counted, fixed, plain_name
 from binade.quant.error_causes import ErrorCauses
 from binade.quant.metrics import sqnr_db, streamed_score
 from binade.quant.statistics import outlier_ratio
@@ -187,7 +187,7 @@ def _error_by_binade(selected: SelectedTensor, causes: ErrorCauses) -> Figure | 
     )
     subtitle = f"{selected.label} · all values"
     chart = charts.error_by_binade(table, selected.spec, compute.zone_edges(selected.spec.format.element, ""), subtitle)
-    return Figure("causes", chart, table, caption, height=260)
+    return Figure("causes", chart, table, caption, height=300)
 
 
 def _decomposition(causes: ErrorCauses) -> Table | None:
@@ -196,7 +196,7 @@ def _decomposition(causes: ErrorCauses) -> Table | None:
     frame = compute.decomposition(causes.scale)
     columns = {
         "part": Column("Part", width=200),
-        "percent": Column("Σ / Σe² (%)", "%.1f", 110),
+        "percent": Column("Σ / Σe² (%)", width=110, text=lambda row: fixed(row["percent"], 1), align="right"),
         "meaning": Column("What it is"),
     }
     note = (
