@@ -18,7 +18,6 @@ import pandas as pd
 from binade.data import tensor_kinds
 from binade.data.evidence import Measure
 from binade.data.tensor_kinds import color_of, tensor_names
-from binade.quant import normal
 from binade.quant.formats import FORMATS
 from binade.quant.metrics import METRICS, Metric
 from binade.quant.normal import VS_NORMAL
@@ -74,7 +73,12 @@ OPERATIONS = {"forward": "#0d9488", "backward": "#a855c7", "optimizer": GREY, "e
 
 
 OWN_METRICS = {
-    VS_NORMAL: normal.METRIC,
+    VS_NORMAL: Metric(
+        "SQNR against normal values",
+        "SQNR minus that of values from N(0,1) in the same format: 0 where a tensor loses what normally distributed "
+        "values lose",
+        "dB",
+    ),
     "loss_change": Metric(
         "Predicted loss change",
         "mean over micro-batches of Σg·e + N·½Σg²e², where g is the gradient of the loss through this operand, e its "

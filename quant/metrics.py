@@ -320,16 +320,9 @@ def _saturated(x: Tensor, spec: Spec, scales: Tensor | None, dim: int, absmax: T
 
 
 def score(
-    x: Tensor,
-    fmt: str | Format | Spec,
-    dim: int = -1,
-    *,
-    backend: str = "auto",
-    seed: int = 0,
-    sign_seed: int | None = None,
-    absmax: Tensor | None = None,
-    **options: object,
-) -> Errors:
+    x: Tensor, fmt: str | Format | Spec, dim: int = -1, *, backend: str = "auto", seed: int = 0,
+    sign_seed: int | None = None, absmax: Tensor | None = None, **options: object,
+) -> Errors:  # fmt: skip
     """The error of x rounded to a format, blocks along `dim`. Options as in `fake_quantize`; sign_seed and absmax as in
     `blocks.look`."""
     return score_later(x, Spec.of(fmt, **options), dim, backend, seed=seed, sign_seed=sign_seed, absmax=absmax)()

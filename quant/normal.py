@@ -10,16 +10,9 @@ import math
 from dataclasses import replace
 from functools import cache
 
-from binade.quant.metrics import Metric, score
 from binade.quant.specs import Spec
 
 VS_NORMAL = "sqnr_vs_normal"
-METRIC = Metric(
-    "SQNR against normal values",
-    "SQNR minus that of values from N(0,1) in the same format: 0 where a tensor loses what normally distributed values "
-    "lose",
-    "dB",
-)
 SIDE = 1024  # values of a row and rows
 
 
@@ -32,6 +25,8 @@ def normal_sqnr(spec: Spec | str) -> float:
 @cache
 def _of(spec: Spec) -> float:
     import torch
+
+    from binade.quant.metrics import score  # imports torch
 
     number = SIDE * SIDE
     quantiles = torch.special.ndtri((torch.arange(number, dtype=torch.float64) + 0.5) / number).float()

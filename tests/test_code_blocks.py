@@ -93,6 +93,7 @@ def folder(collected: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("reader")
     shutil.copytree(collected, place / "data/runs")
     (place / "few").symlink_to(place / "data/runs")
+    (place / "data/wgrad").symlink_to(place / "data/runs")
     (place / "ROOT").symlink_to(place / "data/runs")
     (place / "mine.toml").write_text('[linear]\nforward = "mxfp8"\n')
     (place / "mine.yaml").write_text(PRECISION_FILE)

@@ -43,8 +43,9 @@ def _measure(
     root: str | None,
     **given: Any,
 ) -> None:
-    """Measure the change of the loss when one group of products is rounded, on the same weights and sequences.
+    """Measure what rounding one group of products does to the loss.
 
+    The loss with the group rounded is compared with the loss without, on the same weights and sequences.
     RUN is a run of `binade run`: its model and data, the weights of its last checkpoint if it has one, and sequences
     that it does not train on. Without it, the options name the model and the data.
     """

@@ -10,7 +10,7 @@ from binade.terminal import FAILED, Command, one_line, print_text, readable_root
 
 
 def _verify(root: str | None, runs: tuple[str, ...]) -> int:
-    """Compare every file of the runs with the checksums that were written with it.
+    """Compare every file of the runs with its checksum.
 
     ROOT is the directory or URL (s3://BUCKET/FOLDER) that contains the runs  [default: $TENSOR_SAVE_DIR, else
     data/runs].

@@ -395,7 +395,7 @@ def test_a_sessions_report_tells_its_pins_and_notes(command, root, tmp_path, sta
     [
         (["--tensor-save-dir", "{tmp}/nowhere"], 1, "does not exist"),
         (["--tensor-save-dir", "{tmp}"], 1, "contains no recorded tensors"),
-        (["--tensor-save-dir", "{file}"], 1, "is a file"),
+        (["--tensor-save-dir", "{file}"], 2, "is a file"),
         (["--output", "{file}"], 2, "is a file: give --output a new folder"),
         (["--output", "/"], 2, "/ cannot be used for a report"),
         (["--zip", "{tmp}"], 2, "is a folder: pass a file name to --zip"),

@@ -84,7 +84,7 @@ def test_a_cell_is_read_chosen_and_opened(visit: Visit, catalog: Catalog, run: s
     page.wait_for_url("**/tensor?**")
     settle(page)
     assert query(page) == {"tensor": fc1_input(catalog, run, 1, 1)}
-    assert page.get_by_text(f"In mxfp4: SQNR {sqnr[1]:.1f} dB").is_visible()
+    assert page.get_by_text(f"In mxfp4 (as recorded): SQNR {sqnr[1]:.1f} dB").is_visible()
     page.go_back()
     settle(page)
     assert query(page) == {"cell": "forward/fc1/input/1"} and "L1 fc1 input · forward GEMM" in panel(page)

@@ -195,12 +195,13 @@ def test_which_gradients_flush_to_zero(visitor: Visitor, catalog: Catalog):
 def test_why(visitor: Visitor, catalog: Catalog, worst: str):
     visitor.ask("tensor", "why")
     wanted = quant.score(catalog.load(worst), "mxfp4")
-    assert visitor.answer == (
-        f"In mxfp4: SQNR {wanted.sqnr_db:.1f} dB, {wanted.flush_to_zero:.2%} of the nonzero values flushed to zero, "
-        f"{wanted.saturated:.2%} of all values saturated."
+    flushed, saturated = f"{wanted.flushed_error_share:.2%}", f"{wanted.saturated_error_share:.2%}"
+    assert visitor.answer.startswith(
+        f"In mxfp4 (as recorded): SQNR {wanted.sqnr_db:.1f} dB. Of the squared error, {flushed} is of values flushed to "
+        f"zero, {saturated} of saturated ones and "
     )
-    assert f"flushed {wanted.flush_to_zero:.2%} of nonzero" in visitor.title("codebook")
-    assert f"saturated {wanted.saturated:.2%} of all" in visitor.title("codebook")
+    assert f"flushed: {flushed} of the error" in visitor.title("codebook")
+    assert f"saturated: {saturated} of the error" in visitor.title("codebook")
     assert "Largest magnitude by channel" in visitor.title("channels")
     assert visitor.chart("tokens").locator("image").count() == 1
     for name in ("Kurtosis", "Crest factor", "Dynamic range"):

@@ -646,7 +646,7 @@ def test_the_root_and_unreadable_directories_are_passed_over(bring, command, cap
 def test_two_imports_of_one_directory_at_once(bring, capsys, tmp_path, logs):
     write(logs / "x.pt", tensor(0))
     assert bring() == 0
-    held = os.open(only_run(tmp_path).directory, os.O_RDONLY)
+    held = os.open(only_run(tmp_path).directory / "segments", os.O_RDONLY)
     fcntl.flock(held, fcntl.LOCK_EX)
     assert bring() == 1
     os.close(held)

@@ -16,6 +16,7 @@ from binade.collector.advice.advice import Request, advise
 from binade.collector.advice.costs import Costs, bits_of
 from binade.collector.advice.measured import agreements, by_prediction, with_effects
 from binade.data.effects import Group
+from binade.data.reliability import reliability
 
 SPECS = ("mxfp4", "nvfp4", "mxfp8")
 PLACES = [(layer, module) for layer in (1, 2, 3) for module in ("fc1", "fc2")]
@@ -35,7 +36,8 @@ def costs() -> Costs:
              "change": change, "cost": change, "error": 0.0, "by_sequence": [change] * 4 * (spec != "bf16"),
              "noise": change, "tensor_id": f"{layer}{module}{name}"}
         )  # fmt: skip
-    return Costs(pd.DataFrame(rows), ("run",), 4, 0.9, ())
+    table = pd.DataFrame(rows)
+    return Costs(table, ("run",), reliability(table.loc[table["spec"] == SPECS[0], "by_sequence"]), ())
 
 
 def effect(

@@ -178,7 +178,7 @@ def test_killed_at_any_moment(template, tmp_path):
     expected = rows(root)
     with Catalog.open(root) as catalog:
         totals = catalog.totals()
-    names = [str(number) for number in (1, 2, 5, 8, 9, 13, 20, 28, 35, 1000)]
+    names = [str(number) for number in (1, 2, 5, 12, 22, 26, 34, 42, 50, 1000)]
     for name in names:
         shutil.copytree(root, tmp_path / name)
     environment = os.environ | {"PYTHONPATH": str(PROJECT)}

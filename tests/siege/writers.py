@@ -95,8 +95,9 @@ def _draft(place: Path, who: int, turn: int) -> None:
     kept = storage.draft_of(place, SESSION.id)
     assert kept
     session, revision = kept
+    begun_with = f"{_text(session)}|{session.notes.partition('|')[2]}"
     for edit in range(10):
-        session = replace(session, notes=f"{who} {turn} {edit} " * 500)
+        session = replace(session, notes=f"{f'{who} {turn} {edit} ' * 500}|{begun_with}")
         try:
             revision = storage.keep(place, session, revision)
         except storage.DraftChangedError:
@@ -105,11 +106,17 @@ def _draft(place: Path, who: int, turn: int) -> None:
 
 
 def _drafts(place: Path, turns: int) -> None:
-    """A tab's last text is in a draft, or was what the next tab has begun with."""
+    """The last text of every tab is in a draft, or was what a later tab has begun with."""
     found, problems = storage.list_sessions(place)
-    texts = {version.session.notes for version in found}
-    assert not problems and all(text.split()[2] == "9" for text in texts)
-    assert {f"{who} {turns - 1} 9" for who in range(2)} <= {" ".join(text.split()[:3]) for text in texts}
+    sessions_found = [version.session for version in found]
+    texts = {_text(session) for session in sessions_found}
+    assert not problems and all(text.endswith(" 9") for text in texts)
+    begun_with = {text for session in sessions_found for text in session.notes.split("|")[1:]}
+    assert {f"{who} {turn} 9" for who in range(2) for turn in range(turns)} <= texts | begun_with
+
+
+def _text(session: sessions.Session) -> str:
+    return " ".join(session.notes.split()[:3])
 
 
 def _noted(who: int, turn: int) -> sessions.Session:

@@ -84,18 +84,18 @@ AGAINST = Control(
 )  # fmt: skip
 COLUMNS = {
     "label": Column("Run", width=130),
-    **{part: Column(title, width=142) for part, title in PARTS.items()},
+    **{part: Column(title, width=110) for part, title in PARTS.items()},
     "gap": Column(
-        "Mean gap (nats)",
+        "Mean gap",
         "%+.5f",
-        125,
-        help="Mean over iterations of the loss minus that of the run it is compared with",
+        90,
+        help="Mean over iterations of the loss minus the other run’s, in nats",
     ),
     "first": Column(
         "Rounding alone", "%+.5f", 115, help="Gap in iteration 0, before any step: weights and data are those of bf16"
     ),
     "added": Column("Added later", "%+.5f", 100, help="Mean gap of the later iterations, minus that of iteration 0"),
-    "last": Column("Last gap (nats)", "%+.5f", 120),
+    "last": Column("Last gap", "%+.5f", 90, help="In nats"),
     "iterations": Column("Iterations", width=85),
     "run_id": Column("Directory", width=330),
 }

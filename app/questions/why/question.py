@@ -142,9 +142,11 @@ def causes_of(selected: SelectedTensor) -> ErrorCauses:
     def compute_causes(_: object = None) -> ErrorCauses:
         return selected.recorded.causes(selected.x, selected.spec, selected.dim)
 
-    key = ("error_causes", selected.row["tensor_id"], str(selected.spec))
-    cache = selected.opened.cache  # values do not change with the version
-    return cache.get(None, key, compute_causes) if cache else compute_causes()
+    cache = selected.opened.cache
+    if not cache:
+        return compute_causes()
+    key = ("error_causes", selected.opened.contents([selected.row["tensor_id"]]), str(selected.spec))
+    return cache.get(None, key, compute_causes)
 
 
 def by_cause(causes: ErrorCauses) -> Sentence:
@@ -152,8 +154,11 @@ def by_cause(causes: ErrorCauses) -> Sentence:
     if math.isnan(causes.shares[0]):
         return Sentence()
     flushed, saturated, grid = (exact(SHARE, share) for share in causes.shares)
-    text = "Of the squared error, {flushed} is of values flushed to zero, {saturated} of saturated ones and {grid} of "
-    sentence = say(f"{text}rounding within the grid.", flushed=flushed, saturated=saturated, grid=grid)
+    text = (
+        "Of the squared error, {flushed} is of values flushed to zero, {saturated} of saturated ones and {grid} of "
+        "rounding within the grid."
+    )
+    sentence = say(text, flushed=flushed, saturated=saturated, grid=grid)
     if causes.scale is None:
         return sentence
     without = exact(SHARE, causes.scale.without)
