@@ -223,6 +223,7 @@ LONG_FILES = {
 }
 LONG_FUNCTIONS = {
     "quant/backends/triton_tiles.py:round_tile": "a kernel",
+    "quant/backends/triton_scores.py:add_score": "a kernel",
     "quant/backends/triton_summary.py:summarize_kernel": "a kernel",
     "collector/training/loop.py:_train": "the order of a run, line by line",
     "app/questions/multiples/question.py:multiples": "the fields of a grid of charts",

@@ -196,10 +196,9 @@ def test_why(visitor: Visitor, catalog: Catalog, worst: str):
     visitor.ask("tensor", "why")
     wanted = quant.score(catalog.load(worst), "mxfp4")
     flushed, saturated = f"{wanted.flushed_error_share:.2%}", f"{wanted.saturated_error_share:.2%}"
-    assert visitor.answer.startswith(
-        f"In mxfp4 (as recorded): SQNR {wanted.sqnr_db:.1f} dB. Of the squared error, {flushed} is of values flushed to "
-        f"zero, {saturated} of saturated ones and "
-    )
+    shares = f"{flushed} is of values flushed to zero, {saturated} of saturated ones and "
+    said_of_it = f"In mxfp4 (as recorded): SQNR {wanted.sqnr_db:.1f} dB. Of the squared error, {shares}"
+    assert visitor.answer.startswith(said_of_it)
     assert f"flushed: {flushed} of the error" in visitor.title("codebook")
     assert f"saturated: {saturated} of the error" in visitor.title("codebook")
     assert "Largest magnitude by channel" in visitor.title("channels")

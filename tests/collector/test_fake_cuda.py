@@ -40,8 +40,6 @@ ALLOWED = {
     ("collector/capture/twin.py", "_pass"): "a twin step, which the user asks for and which trains nothing",
     ("quant/later.py", "__call__"): "of a result that was not fetched with others",
     ("quant/later.py", "copied"): "on the thread that writes",
-    ("quant/metrics.py", "errors"): "the public function; a step uses errors_later",
-    ("quant/metrics.py", "merged"): "of what has arrived",
     ("quant/metrics.py", "_measured"): "of what a CPU measured",
 }
 

@@ -42,8 +42,8 @@ def standing_out(table: pd.DataFrame, rows: Iterable[Row], across: str, formats:
             found = say(text, **parts)
             said.append(Sentence(found, (*found.evidence, ends[0])))
     if not said:
-        text = say("All {all} cells are within {far} of normal values, which have ", all=len(table), far=far)
-        return Sentence(f"{text}{every}.", (*text.evidence, *every.evidence))
+        near = say("All {all} cells are within {far} of normal values, which have ", all=len(table), far=far)
+        return Sentence(f"{near}{every}.", (*near.evidence, *every.evidence))
     return evidence.together(*said, Sentence(f"Normal values have {every}.", every.evidence))
 
 

@@ -78,8 +78,10 @@ def default_format(opened: Catalog, where: Filter, as_used: bool = False) -> str
     scored format with the fewest bits per value. "" where nothing is scored. as_used: of a run that rounds at least
     half of its operands, USED."""
     if as_used:
-        operands = opened.operands(scoped(opened, where, scored=True))
-        if 0 < operands["tensors"].sum() <= 2 * operands.loc[operands["format"].notna(), "tensors"].sum():
+        within = scoped(opened, where, scored=True)
+        operands = opened.operands(within)
+        rounded = operands.loc[operands["format"].notna(), "tensors"].sum()
+        if operands["tensors"].sum() <= 2 * rounded and opened.formats_used(within):
             return USED
     scored = first_formats(opened, where) or first_formats(opened)
     own = {spec for spec in _formats_of(opened, scoped(opened, where, scored=True)) if spec in scored}

@@ -175,7 +175,7 @@ def contributors(causes: ErrorCauses) -> Sentence:
         if token is not None and channel is not None:
             value = exact(VALUE, largest.value)
             text = "The value {value} of token {token}, channel {channel} holds {share} of the error."
-            return say(text, value=value, token=f"{token:,}", channel=f"{channel:,}", share=share)
+            return say(text, value=value, token=token, channel=channel, share=share)
         place = f"Token {token:,}" if token is not None else f"Channel {channel:,}"
         names.append(say("{place} holds {share} of the error.", place=place, share=share))
     return together(*names)
