@@ -12,12 +12,14 @@ import streamlit as st
 from binade.app import address
 from binade.app.bar import bar, explain_nothing
 from binade.app.formatting import plain
-from binade.app.pages.registry import PAGES, moved
+from binade.app.pages.registry import PAGES, Part, moved
 from binade.app.params import read
-from binade.app.state import catalog, explain_empty, explain_refused, redraw_on_change, tell
+from binade.app.state import SYNC_SECONDS, catalog, explain_empty, explain_refused, redraw_on_change, redraw_when, tell
 from binade.app.view import View
 from binade.data.access import read_only, reason
+from binade.data.catalog import Catalog
 from binade.data.filter import FIELDS
+from binade.data.open_index import OutdatedError
 
 
 def page_of(name: str) -> Callable[[], None]:
@@ -48,12 +50,21 @@ def _show(name: str) -> None:
         _parts(name, view)
         st.error(plain(f"{page.title} has no part {view.part[:40]!r}."), icon=":material/link_off:")
         return
-    module = import_module(part.layout)
     if part.writes and read_only():
         _parts(name, view)
         st.info(plain(f"{part.title} is off: {reason()}."), icon=":material/lock:")
         return
     opened = catalog()
+    try:
+        with opened.snapshot():
+            _show_part(part, view, opened)
+    except OutdatedError as error:
+        st.info(plain(f"Not drawn: {error}. The page is drawn again."), icon=":material/refresh:")
+        redraw_when(lambda: True, SYNC_SECONDS)
+
+
+def _show_part(part: Part, view: View, opened: Catalog) -> None:
+    name, module = view.page, import_module(part.layout)
     start = time.monotonic()
     shows = "progress" if part.empty and part.question else "version"
     before = getattr(opened, shows)

@@ -27,6 +27,7 @@ from binade.app.questions.shared.selection import Of, format_used, lowest, selec
 from binade.data.cache import Done
 from binade.data.catalog import USED, Catalog
 from binade.data.filter import FIELDS, Filter
+from binade.data.open_index import OutdatedError
 from binade.data.untrusted import LINES, Record, at_most
 
 # Where answers are computed: two at once, and of those that take long or a large tensor two at once for different
@@ -165,7 +166,21 @@ class View(Record):
 
     def draw(self, catalog: Catalog, step: Done = lambda count, of: None) -> Drawn:
         """The answer to its question, computed once for all identical requests. step: called with (steps done, steps in
-        all). Never raises because of the view's content, which is reported as a problem instead."""
+        all). Never raises because of the view's content, which is reported as a problem instead. All of it shows one
+        state of the index: in a `snapshot` that one, else it begins again if files of that state are gone."""
+        try:
+            with catalog.snapshot():
+                return self._draw(catalog, step)
+        except OutdatedError:
+            if catalog.in_snapshot:
+                raise
+        try:
+            with catalog.snapshot():
+                return self._draw(catalog, step)
+        except OutdatedError as error:
+            return Drawn(problems=(f"Not drawn: {error}.",))
+
+    def _draw(self, catalog: Catalog, step: Done) -> Drawn:
         reading = self.read(catalog)
         question = reading.question
         if question is None:
@@ -243,10 +258,16 @@ def draw(
     request = ("view", question.name, where, repr(own), of, catalog.part)
     if catalog.cache:
         pool: Executor = SLOW if question.slow or _values(catalog, values) > LARGE else QUICK
-        drawn = catalog.cache.get(None, request, compute, pool, step)
+        drawn = catalog.cache.get(None, request, lambda done: _at_one_state(catalog, compute, done), pool, step)
     else:
         drawn = compute(step)
     return replace(drawn, problems=(*problems, *drawn.problems)) if problems else drawn
+
+
+def _at_one_state(catalog: Catalog, compute: Callable[[Done], Drawn], done: Done) -> Drawn:
+    """In a thread of a pool, the state is that of the thread that waits, and stays if that one leaves."""
+    with catalog.snapshot():
+        return compute(done)
 
 
 def _values(catalog: Catalog, values: Mapping[str, Any]) -> int:

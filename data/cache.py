@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Hashable
 from concurrent.futures import Executor, Future
+from contextvars import copy_context
 from types import FunctionType, ModuleType
 from typing import Any, TypeVar
 
@@ -79,7 +80,7 @@ class Cache:
                 task.waiting += 1
             try:
                 if is_new and pool:
-                    pool.submit(self._compute, key, task, compute)
+                    pool.submit(copy_context().run, self._compute, key, task, compute)
                 elif is_new:
                     self._compute(key, task, compute)
                 while step and not task.done():

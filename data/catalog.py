@@ -13,7 +13,7 @@ import pandas as pd
 import pyarrow as pa
 
 from binade.data.filter import FIELDS, Filter
-from binade.data.intake import CUBES, SUMS, same, transaction
+from binade.data.intake import CUBES, SUMS, same
 from binade.data.open_index import GROUPABLE, HIDDEN, IN_LIST, CatalogError, DamagedIndexError, repairing
 from binade.data.score_queries import MICRO_BATCH, SHOWN_ERRORS, USED, ScoreQueries, in_format, part, quantiles
 from binade.data.segment import TENSOR_SCHEMA
@@ -102,7 +102,7 @@ class Catalog(ScoreQueries, TensorValues):
     def _facets(self, where: Filter) -> dict[str, list[Any]]:
         queries: dict[tuple[Any, ...], list[str]] = {}
         found: dict[str, list[Any]] = {}
-        with self._cursor() as cursor, transaction(cursor):
+        with self.snapshot(), self._cursor() as cursor:
             cubes = _cubes(cursor)
             for name in FIELDS:
                 others = self.narrowed(where.without(name))
@@ -166,7 +166,7 @@ class Catalog(ScoreQueries, TensorValues):
         condition, parameters = self.condition(where, tensor_ids)
 
         def ask() -> pd.DataFrame:
-            with self._cursor() as cursor, transaction(cursor):
+            with self.snapshot(), self._cursor() as cursor:
                 needed = fields if tensor_ids is None else ("tensor_id",)
                 cube, upto = _smallest(_cubes(cursor), self.narrowed(where), needed)
                 # The sketches of each group get the key of one of its tensors, which has the group's columns.
@@ -377,7 +377,7 @@ class Catalog(ScoreQueries, TensorValues):
         """Return a whole table of the index (see PUBLIC_TABLES), for `sandbox`. Raises CatalogError for another."""
         if name not in PUBLIC_TABLES:
             raise CatalogError(f"there is no table {name!r}: expected one of {', '.join(PUBLIC_TABLES)}")
-        with self._cursor() as cursor, transaction(cursor), self._sketches(cursor, name, "true", []):
+        with self.snapshot(), self._cursor() as cursor, self._sketches(cursor, name, "true", []):
             return cursor.sql(_public(name, "tensor_id")).to_arrow_table()
 
     def sketch_files(self) -> list[str]:
@@ -392,7 +392,7 @@ class Catalog(ScoreQueries, TensorValues):
         condition, parameters = self.condition(where)
         models = f"SELECT run_id FROM run WHERE model IN (SELECT model FROM tensor WHERE {condition})"
         chosen = {"run": f"run_id IN (SELECT run_id FROM tensor WHERE {condition})", "effect": f"run_id IN ({models})"}
-        with self._cursor() as cursor, transaction(cursor):
+        with self.snapshot(), self._cursor() as cursor:
             for name in PUBLIC_TABLES:
                 sql = f"{_public(name, 'tensor.run_id, tensor_id')} AND {chosen.get(name, condition)}"
                 with self._sketches(cursor, name, condition, parameters):

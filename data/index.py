@@ -8,7 +8,8 @@ import shutil
 import stat
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
+from contextvars import ContextVar
 from pathlib import Path
 from weakref import WeakSet
 
@@ -41,9 +42,8 @@ _opening = threading.Lock()
 class Index:
     """The database, empty or in its last state: `intake` brings it up to date. Threads share it.
 
-    generation         counts the databases that replaced the first one
-    version, progress  see Catalog
-    notices            sentences for the user, oldest first
+    generation  counts the databases that replaced the first one
+    notices     sentences for the user, oldest first
     """
 
     def __init__(self, root: Path) -> None:
@@ -51,7 +51,9 @@ class Index:
         self.generation = 0
         self._marks: tuple[object, object] = (None, None)
         self.counted: tuple[object, object] = (None, None)
-        self.version = self.progress = next(_versions)
+        self._version = self._progress = next(_versions)
+        self._changing = False  # whether rows differ from those that the version stands for
+        self._snapshots: WeakSet[Snapshot] = WeakSet()
         self.notices: list[str] = []
         self._cursors = 0
         self._replacing: int | None = None
@@ -59,28 +61,92 @@ class Index:
         self._open()
 
     @contextmanager
-    def cursor(self) -> Iterator[duckdb.DuckDBPyConnection]:
-        with self._gate:
-            self._gate.wait_for(lambda: self._replacing in (None, threading.get_ident()))
-            cursor = self._connection.cursor()
-            self._cursors += 1
-        try:
-            yield cursor
-        except RuntimeError as error:
-            if str(error) == INTERRUPTED:
-                raise KeyboardInterrupt from error
-            raise
-        finally:
+    def cursor(self, *, newest: bool = False) -> Iterator[duckdb.DuckDBPyConnection]:
+        """A cursor at the snapshot of the context; at the newest state if there is none, or if `newest`."""
+        snapshot = None if newest else self.current
+        with snapshot.lock if snapshot else nullcontext():
             with self._gate:
-                cursor.close()
-                self._cursors -= 1
-                self._gate.notify_all()
+                self._gate.wait_for(lambda: self._replacing in (None, threading.get_ident()))
+                cursor = self._begin(snapshot) if snapshot else self._connection.cursor()
+                self._cursors += 1
+            try:
+                yield cursor
+            except BaseException as error:
+                if snapshot:  # its transaction is aborted
+                    self._end(snapshot)
+                if isinstance(error, RuntimeError) and str(error) == INTERRUPTED:
+                    raise KeyboardInterrupt from error
+                raise
+            finally:
+                with self._gate:
+                    if not snapshot:
+                        cursor.close()
+                    self._cursors -= 1
+                    self._gate.notify_all()
+
+    @contextmanager
+    def snapshot(self) -> Iterator[None]:
+        """Within this context, every cursor has the state of the first one, whatever is written in the meantime. Nested
+        contexts, and threads that run in a copy of the context, share it."""
+        snapshot = self.current or Snapshot(self)
+        with snapshot.lock:
+            snapshot.users += 1
+        token = _current.set(snapshot)
+        try:
+            yield
+        finally:
+            _current.reset(token)
+            with snapshot.lock:
+                snapshot.users -= 1
+                if not snapshot.users:
+                    self._end(snapshot)
+
+    @property
+    def current(self) -> Snapshot | None:
+        """The snapshot of the context."""
+        snapshot = _current.get()
+        return snapshot if snapshot and snapshot.index is self else None
+
+    @property
+    def versions(self) -> tuple[int, int]:
+        """Catalog's version and progress, at the snapshot of the context."""
+        snapshot = self.current
+        if not snapshot:
+            return self._version, self._progress
+        with self.cursor():
+            return snapshot.versions
+
+    def _begin(self, snapshot: Snapshot) -> duckdb.DuckDBPyConnection:
+        """The snapshot's cursor, whose transaction begins with its first use. The caller holds the gate."""
+        if snapshot.cursor is None:
+            cursor = self._connection.cursor()
+            cursor.execute("BEGIN")
+            cursor.execute("SELECT run_id FROM run LIMIT 1").fetchall()
+            snapshot.cursor = cursor
+            # Nothing else has the version of a state between two marks.
+            version = next(_versions) if self._changing else None
+            snapshot.versions = (version, version) if version is not None else (self._version, self._progress)
+            self._snapshots.add(snapshot)
+        return snapshot.cursor
+
+    def _end(self, snapshot: Snapshot) -> None:
+        """Let the snapshot begin again at its next use."""
+        with self._gate:
+            if snapshot.cursor is not None:
+                snapshot.cursor.close()
+                snapshot.cursor = None
+
+    def _close(self) -> None:
+        """Close the database once no cursor is in use. The caller holds the gate."""
+        self._gate.wait_for(lambda: not self._cursors)
+        for snapshot in self._snapshots:
+            self._end(snapshot)
+        self._connection.close()
 
     def close(self) -> None:
-        """Waits until no cursor is open."""
+        """Waits until no cursor is in use."""
         with self._gate:
-            self._gate.wait_for(lambda: not self._cursors)
-            self._connection.close()
+            self._close()
         with _opening:  # which `release_memory` holds while it counts
             _opened.discard(self)
 
@@ -109,12 +175,11 @@ class Index:
         return damaged and not self.in_memory and not is_unavailable(error)
 
     def replace(self, *, in_memory: bool) -> None:
-        """Start again with an empty database, in memory or in a new file. Waits until no cursor is open. Until
+        """Start again with an empty database, in memory or in a new file. Waits until no cursor is in use. Until
         `release`, other threads that ask for one wait, so that none sees the database while it is filled."""
         with self._gate:
             self._replacing = threading.get_ident()
-            self._gate.wait_for(lambda: not self._cursors)
-            self._connection.close()
+            self._close()
             if not in_memory:
                 self.notices.append(f"{self.path} was damaged and has been rebuilt from the runs.")
                 _discard(self.path)
@@ -123,18 +188,28 @@ class Index:
             self.mark(None, None)
 
     def release(self) -> None:
-        """Release the threads that wait for a database that was replaced."""
+        """Release the threads that wait for a database that was replaced, and let this one's snapshot begin again."""
+        if snapshot := self.current:
+            with snapshot.lock:
+                self._end(snapshot)
         with self._gate:
             self._replacing = None
             self._gate.notify_all()
 
     def mark(self, content: object, course: object) -> None:
         """Increment progress if anything has changed since the last mark, and version if the content has changed."""
-        before, self._marks = self._marks, (content, course)
-        if before != self._marks:
-            self.progress = next(_versions)
-            if before[0] != content:
-                self.version = self.progress
+        with self._gate:
+            before, self._marks = self._marks, (content, course)
+            if before != self._marks:
+                self._progress = next(_versions)
+                if before[0] != content:
+                    self._version = self._progress
+            self._changing = False
+
+    def changing(self) -> None:
+        """Called before rows are written, until the next mark."""
+        with self._gate:
+            self._changing = True
 
     def _open(self, in_memory: bool = False) -> None:
         reason = _no_file(self.path)
@@ -158,6 +233,20 @@ class Index:
                 connection.close()
             _discard(self.path)
         self._connection, self.in_memory, self.intake = _in_memory(), True, Intake(self.root)
+
+
+class Snapshot:
+    """A state of the index, which the threads that share it see one at a time. It is that of its first use."""
+
+    def __init__(self, index: Index) -> None:
+        self.index = index
+        self.lock = threading.RLock()
+        self.users = 0
+        self.cursor: duckdb.DuckDBPyConnection | None = None
+        self.versions = (0, 0)
+
+
+_current: ContextVar[Snapshot | None] = ContextVar("snapshot", default=None)
 
 
 def _in_memory() -> duckdb.DuckDBPyConnection:

@@ -111,8 +111,9 @@ class Intake:
         self._vanished = False  # whether a segment was deleted before the last call could read it
         self.idle = False
 
-    def catch_up(self, cursor: duckdb.DuckDBPyConnection) -> int:
+    def catch_up(self, cursor: duckdb.DuckDBPyConnection, changing: Callable[[], None]) -> int:
         """Add new segments, update the rows of runs and remove deleted runs; returns the number of segments added.
+        changing: called before anything is written.
 
         Raises duckdb.Error if the index cannot be read or written; the index is then unchanged or partly updated.
         """
@@ -124,6 +125,7 @@ class Intake:
         if self.idle:
             self._settled, self._found, self.refused = unchanged, names, self._skipped
             return 0
+        changing()
         known: dict[str, dict[str, int]] = {}
         for run_id, name, mtime in cursor.execute(
             "SELECT run_id, segment.name, mtime_ns FROM run FULL JOIN segment USING (run_id)"
@@ -159,7 +161,7 @@ class Intake:
         _sum_up(cursor, self.root)
         if self._vanished:  # merged, or deleted with its run: look again, before rows are missed
             self._damaged = {run_id: damage for run_id, damage in self._damaged.items() if run_id in still}
-            return added + self.catch_up(cursor)
+            return added + self.catch_up(cursor, changing)
         self._count(cursor, [found for run_id, found in changed.items() if run_id not in incomplete])
         for run_id in self._damaged.keys() - still:
             _drop(cursor, run_id)

@@ -46,6 +46,10 @@ class DamagedIndexError(CatalogError):
     exit_status = 1
 
 
+class OutdatedError(Exception):
+    """Files that belong to the snapshot are gone. A new snapshot has the runs that exist."""
+
+
 def repairing(query: Callable[Concatenate[C, P], T]) -> Callable[Concatenate[C, P], T]:
     """Decorates a query: it is tried once more if the index is out of date, or damaged and then rebuilt."""
 
@@ -56,8 +60,10 @@ def repairing(query: Callable[Concatenate[C, P], T]) -> Callable[Concatenate[C, 
             return query(catalog, *args, **kwargs)
         except duckdb.Error as error:
             catalog._repair(error, generation)
-        except SegmentError:  # merged, or deleted with its run, since the last synchronization
+        except SegmentError as error:  # merged, or deleted with its run, since the last synchronization
             catalog.sync()
+            if catalog.in_snapshot:  # what was read before may be gone
+                raise OutdatedError(f"the runs of {catalog.root} have changed meanwhile") from error
         try:
             return query(catalog, *args, **kwargs)
         except SegmentError as error:
@@ -104,11 +110,11 @@ class OpenIndex:
 
     @property
     def version(self) -> int:
-        return self._index.version
+        return self._index.versions[0]
 
     @property
     def progress(self) -> int:
-        return self._index.progress
+        return self._index.versions[1]
 
     @property
     def in_memory(self) -> bool:
@@ -143,6 +149,15 @@ class OpenIndex:
 
     def _cursor(self) -> AbstractContextManager[duckdb.DuckDBPyConnection]:
         return self._index.cursor()
+
+    def snapshot(self) -> AbstractContextManager[None]:
+        """Within this context, all queries of this thread see the index as it is at the first of them. They raise
+        OutdatedError if a file of that state is gone."""
+        return self._index.snapshot()
+
+    @property
+    def in_snapshot(self) -> bool:
+        return self._index.current is not None
 
     def _repair(self, error: duckdb.Error, generation: int) -> None:
         """Rebuild the index after a query has found it damaged, unless another query already has. Raises the error if
@@ -217,8 +232,8 @@ class OpenIndex:
         return self._catch_up()
 
     def _catch_up(self) -> int:
-        with self._cursor() as cursor:
-            added = self._index.intake.catch_up(cursor)
+        with self._index.cursor(newest=True) as cursor:
+            added = self._index.intake.catch_up(cursor, self._index.changing)
             if not self._index.intake.idle:
                 self._index.counted = self._count_rows(cursor)
         content, course = self._index.counted

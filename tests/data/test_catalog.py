@@ -31,6 +31,7 @@ from binade.data import intake, segment, sketches
 from binade.data.cache import Cache
 from binade.data.catalog import GROUPABLE, Catalog, CatalogError, DamagedIndexError
 from binade.data.filter import Filter
+from binade.data.open_index import OutdatedError
 from binade.data.runs import RUNNING, RunError, read_run
 from binade.data.segment import ERROR_COLUMNS, SCORE_SCHEMA, SKETCH_SCHEMA, TENSOR_SCHEMA
 from binade.data.store import TensorFileError
@@ -489,6 +490,53 @@ class TestIndexFile:
                 damaged += len(catalog.notices)
         assert damaged >= 4
 
+    def test_a_snapshot_stays_the_same_while_runs_come_and_go(self, tmp_path):
+        """For the threads that compute for it, too; answers of two states are not mixed up in the cache."""
+        first, second = (make_run(tmp_path, assorted(seed)).directory for seed in range(2))
+        with Catalog.open(tmp_path) as catalog, ThreadPoolExecutor(1) as pool, ThreadPoolExecutor(1) as other:
+            catalog.cache = Cache(1 << 20)
+            before, newest = catalog.version, catalog.totals()
+            with catalog.snapshot():
+                assert catalog.totals() == newest
+                shutil.rmtree(second)
+                other.submit(catalog.sync).result()
+                make_run(tmp_path, assorted(2), assorted(3))
+                other.submit(catalog.sync).result()
+                assert catalog.version == before and len(catalog.tensors()) == newest.tensors
+                shared = catalog.cache.get(None, "x", lambda done: set(catalog.tensors()["run_id"]), pool)
+                assert shared == set(catalog.runs()["run_id"]) == {first.name, second.name}
+                assert other.submit(lambda: len(catalog.tensors())).result() == newest.tensors * 3 // 2
+            assert catalog.version > before and len(catalog.tensors()) == newest.tensors * 3 // 2
+
+    def test_a_state_between_two_versions_has_its_own(self, tmp_path, monkeypatch):
+        """A large root is indexed in several transactions."""
+        make_run(tmp_path, assorted(0))
+        real, seen = intake._sum_up, []
+        with Catalog.open(tmp_path) as catalog:
+            catalog.cache = Cache(1 << 20)
+
+            def sum_up(cursor, root):
+                with catalog.snapshot():
+                    seen.append((catalog.version, len(catalog.tensors())))
+                real(cursor, root)
+
+            monkeypatch.setattr(intake, "_sum_up", sum_up)
+            make_run(tmp_path, assorted(1))
+            before = catalog.version
+            catalog.sync()
+            assert seen and all(before < version < catalog.version for version, _ in seen)
+            assert {count for _, count in seen} == {len(catalog.tensors())}
+
+    def test_files_that_a_snapshot_lacks_begin_it_again(self, tmp_path):
+        first, second = (make_run(tmp_path, assorted(seed)).directory for seed in range(2))
+        with Catalog.open(tmp_path) as catalog:
+            with pytest.raises(OutdatedError, match="have changed"), catalog.snapshot():
+                assert catalog.totals().runs == 2
+                shutil.rmtree(second)
+                catalog.distribution(by="tensor_id")
+            with catalog.snapshot():
+                assert catalog.distribution(by="run_id")["group"].unique().tolist() == [first.name]
+
     def test_nobody_sees_an_index_that_is_being_rebuilt(self, tmp_path, monkeypatch):
         """Also where one finds the damage who sees a part of the root, and answers are kept."""
         make_root(tmp_path, 500)
@@ -500,11 +548,11 @@ class TestIndexFile:
             narrow, before = catalog.restricted(catalog.runs()["run_id"]), catalog.version
             other = threading.Thread(target=lambda: seen.append(catalog.totals()))
 
-            def catch_up(self, cursor):
+            def catch_up(self, cursor, changing):
                 if not other.ident:
                     other.start()
                     other.join(0.5)
-                return real(self, cursor)
+                return real(self, cursor, changing)
 
             monkeypatch.setattr(intake.Intake, "catch_up", catch_up)
             with open(tmp_path / "index.duckdb", "r+b") as file:

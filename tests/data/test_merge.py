@@ -213,7 +213,7 @@ def test_a_reader_meanwhile(template, tmp_path):
                 with duckdb.connect() as memory:
                     memory.execute(intake.schema())
                     fresh = Intake(root)
-                    fresh.catch_up(memory)
+                    fresh.catch_up(memory, lambda: None)
                     assert not fresh.refused
                     assert memory.execute("SELECT count(*) FROM tensor").fetchall() == [(expected.tensors,)]
             thread.join()
