@@ -19,6 +19,7 @@ from binade.data.score_queries import MICRO_BATCH, SHOWN_ERRORS, USED, ScoreQuer
 from binade.data.segment import TENSOR_SCHEMA
 from binade.data.sketches import PLACED, sketch_file, sketches
 from binade.data.tensor_values import SAME_IN_SHARDS, TensorValues
+from binade.data.text import describe
 from binade.quant.sketch import bin_edges
 
 __all__ = [
@@ -397,7 +398,12 @@ class Catalog(ScoreQueries, TensorValues):
                 sql = f"{_public(name, 'tensor.run_id, tensor_id')} AND {chosen.get(name, condition)}"
                 with self._sketches(cursor, name, condition, parameters):
                     rows = cursor.sql(sql, params=parameters)
-                    rows.write_parquet(str(directory / name), partition_by=["run_id"], compression="zstd")
+                    try:
+                        rows.write_parquet(str(directory / name), partition_by=["run_id"], compression="zstd")
+                    except duckdb.IOException as error:
+                        if str(directory) not in str(error):
+                            raise
+                        raise OSError(describe(error)) from error  # of what is written, not of the index
 
     def _sketches(
         self, cursor: duckdb.DuckDBPyConnection, name: str, condition: str, parameters: list[Any]

@@ -20,7 +20,7 @@ from torch import nn
 
 from binade.collector.capture.adapters.declared import Equations
 from binade.collector.capture.adapters.first_pass import FirstPass
-from binade.collector.capture.adapters.layer import InstrumentError, Layer, is_a, numbers_left_out, refusal
+from binade.collector.capture.adapters.layer import InstrumentError, Layer, is_a, numbers_left_out, refusal, wrong_dtype
 from binade.collector.capture.adapters.torch_modules import is_compiled
 from binade.collector.capture.clock import Moment, PassCounter
 from binade.collector.capture.delayed_scales import DelayedScales
@@ -101,8 +101,8 @@ def instrument(
     Raises:
         InstrumentError: There is nothing to instrument, or a module cannot be intercepted; the message names it. Where
             that is not visible at the start, the first forward pass raises the error, when a module's weight enters a
-            GEMM that no adapter intercepts. A forward pass also raises it if a recorded layer computes in float64, or
-            if a CUDA graph captures what is recorded or rounded differently in each pass.
+            GEMM that no adapter intercepts. A forward pass also raises it if the inputs of a recorded layer are in
+            float64, or if a CUDA graph captures what is recorded or rounded differently in each pass.
         RecipeError: The recipe is unknown.
         SelectionError: `skip` or `capture` refers to layers that the model does not have.
     """
@@ -122,6 +122,7 @@ def instrument(
     scales = DelayedScales(scales_of if delayed else None, counter.ranks.rank)
     stages = _stages(recipe, iterations, layers, _unquantized(recipe, skip, sites), schedule)
     _check_kernels(models, stages)
+    _check_dtypes(stages, recorded if recorder else ())
     hooks = [
         Hook(
             counter.policy,
@@ -223,6 +224,16 @@ def _check_kernels(models: Sequence[nn.Module], stages: Stages) -> None:
     }
     if names:
         raise InstrumentError(refusal({name: m for each in models for name, m in each.named_modules()}, names))
+
+
+def _check_dtypes(stages: Stages, recorded: Collection[Site]) -> None:
+    """Raises InstrumentError for layers with weights in float64, if they are recorded or quantized. What a layer
+    computes in follows from its inputs, too: the first pass shows that."""
+    for layer, _, of_product in stages:
+        if layer.site in recorded or any(part != Part() for _, part in of_product):
+            for weight in layer.module.parameters():
+                if weight.dtype == torch.float64:
+                    raise wrong_dtype(layer, weight.dtype)
 
 
 @dataclass(frozen=True)

@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 
 from binade.collector.capture.accumulation import Sums
-from binade.collector.capture.adapters.layer import InstrumentError, Layer
+from binade.collector.capture.adapters.layer import Layer, wrong_dtype
 from binade.collector.capture.clock import IN_FLIGHT, Moment, running_backward, seed_of
-from binade.collector.capture.measure import Measurer, dtype_name
+from binade.collector.capture.measure import Measurer
 from binade.collector.capture.policy import Policy
 from binade.collector.capture.sensitivity import ONE, Predictions
 from binade.collector.capture.tried import Tried, formats_for, try_formats
@@ -217,10 +217,7 @@ class Observer:
     def _record(self, seen: Observed, kind: TensorKind) -> list[Tried]:
         measurer, site = self.observing.measurer, self.layer.site
         if seen.tensor.dtype not in DTYPES:
-            raise InstrumentError(
-                f"{self.layer.name} ({site.name}) computes in {dtype_name(seen.tensor.dtype)}, which is not recorded: "
-                "convert the model and its inputs to float32, bfloat16 or float16, or leave this layer out of `capture`"
-            )
+            raise wrong_dtype(self.layer, seen.tensor.dtype)
         identity = partial(
             measurer.identity,
             site,

@@ -282,6 +282,8 @@ def changed(**changes: Any) -> str:
     ("text", "message"),
     [
         ("configs: [", "recipe .*wrong.yaml: is not YAML"),
+        ("configs: " + "[" * 100_000, "is not YAML"),
+        ("configs: " + "{a: " * 5_000 + "}" * 5_000, "is not YAML"),
         ("configs: !!python/name:os.system", "is not YAML: could not determine a constructor"),
         ("", "the file must be a table, not None"),
         ("config: {}", "unknown key 'config' in the file: expected one of configs, matchers"),

@@ -101,6 +101,7 @@ WRONG = {
     "a rate of 0": (OWN.replace("500", "0"), "devices.H100.rates.bf16 is 0"),
     "an infinite rate": (OWN.replace("500", "inf"), "devices.H100.rates.bf16"),
     "a bandwidth in words": (OWN.replace("bandwidth = 2", "bandwidth = '2 TB/s'"), 'bandwidth is "2 TB/s"'),
+    "a bandwidth that no time has": (OWN.replace("bandwidth = 2", "bandwidth = 1e-320"), "devices.H100.bandwidth is"),
     "no memory": (OWN.replace("memory = 40", ""), "devices.H100.memory"),
     "an unknown entry": (OWN + "flops = 1", "devices.H100.flops"),
     "no TOML": ("[devices.H100", "Expected ']'"),

@@ -328,6 +328,18 @@ def test_tables_are_those_of_the_segments(catalog, root, tmp_path):
         export.export(catalog, "tables", tmp_path / "none", Choice(formats=("mxfp4",)))
 
 
+def test_what_cannot_be_written_is_not_taken_for_a_damaged_index(catalog, tmp_path):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "run").write_text("in the way")
+    for directory in (tmp_path / "full", tmp_path / "missing"):
+        with pytest.raises(OSError, match=directory.name):
+            catalog.write_tables(directory)
+    assert not catalog.notices and not catalog.in_memory
+    with pytest.raises(export.ExportError, match="contains a backslash"):
+        export.export(catalog, "tables", tmp_path / "a\\b", Choice())
+    assert {path.name for path in tmp_path.iterdir()} == {"full"}
+
+
 def test_the_help_names_every_target_and_metric():
     assert (*export.TARGETS, export.TABLES) == export_command.TARGETS
     assert set(export.METRICS) <= set(export_command.METRICS.replace(",", "").replace(";", "").split())

@@ -68,6 +68,15 @@ class Layer:
         return Product.QK in self.products
 
 
+def wrong_dtype(layer: Layer, dtype: torch.dtype) -> InstrumentError:
+    """The error for a layer that computes in a dtype other than DTYPES."""
+    return InstrumentError(
+        f"{layer.name} ({layer.site.name}) computes in {str(dtype).removeprefix('torch.')}, which is neither recorded "
+        "nor rounded: convert the model and its inputs to float32, bfloat16 or float16, or leave this layer out with "
+        "`exclude`"
+    )
+
+
 @dataclass(frozen=True)
 class Refused:
     """The name of a module that cannot be intercepted, with the reason. is_core: because of its attention alone."""

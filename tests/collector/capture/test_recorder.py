@@ -165,14 +165,29 @@ class TestRecorder:
     def test_float64_is_refused_by_the_layers_name(self, tmp_path):
         model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8).double())
         x = torch.randn(3, 8)
-        said = r"1 \(layer2\.linear\) computes in float64, which is not recorded: convert the model"
-        with pytest.raises(InstrumentError, match=said), Recorder(tmp_path / "all") as recorder:
-            with instrument(model, None, recorder):
-                model[1](model[0](x).double())
-        assert read_run(recorder.writer.directory).status.reason.startswith("1 (layer2.linear) computes in float64")
+        said = r"1 \(layer2\.linear\) computes in float64, which is neither recorded nor rounded: convert the model"
+        for recipe, records in ((None, True), ("mxfp4", True), ("mxfp4", False)):  # before the first pass
+            with Recorder(tmp_path / "all", enabled=records) as recorder, pytest.raises(InstrumentError, match=said):
+                with instrument(model, recipe, recorder if records else None):
+                    pytest.fail("the model can be called")
+        with instrument(model, None):  # it neither records nor rounds
+            assert model[1](model[0](x).double()).dtype == torch.float64
         with Recorder(tmp_path / "some") as recorder, instrument(model, None, recorder, capture="first"):
             assert model[1](model[0](x).double()).dtype == torch.float64
         assert read_run(recorder.writer.directory).status.tensors == 3
+
+    def test_inputs_in_float64_are_refused_at_the_first_pass(self, tmp_path):
+        class Wide(torch.nn.Linear):
+            """Its weight is wide only while it computes."""
+
+            def forward(self, x):
+                return torch.nn.functional.linear(x, self.weight.double())
+
+        core = torch.nn.Sequential(Wide(8, 8))
+        with pytest.raises(InstrumentError, match="float64"), Recorder(tmp_path) as recorder:
+            with instrument(core, None, recorder):
+                core(torch.randn(3, 8, dtype=torch.float64))
+        assert "float64" in read_run(recorder.writer.directory).status.reason
 
     def test_a_capture_broken_off_leaves_no_file_without_a_row(self, tmp_path, monkeypatch):
         """Interrupted between writing a file and noting its row: the moment of a SIGTERM, chosen."""
