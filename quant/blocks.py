@@ -19,6 +19,7 @@ from binade.quant.formats import Format
 from binade.quant.quantizer import outer_absmax
 from binade.quant.reference import from_blocks, noise_blocks, per_group, quantize_blocks, to_blocks
 from binade.quant.rounding import floor_log2
+from binade.quant.scaling import Amax
 from binade.quant.specs import Block, Spec
 from binade.quant.transform import transform, transform_back
 
@@ -118,7 +119,10 @@ class Blocks:
             return (self.x.abs() > (self.spec.format.max * self.scale).float()) & self.valid & self.x.isfinite()
         if not self.spec.scaling.saturates:
             return torch.zeros_like(self.valid)
-        return self.magnitudes > self.spec.format.max * (1 + 1e-12)
+        above = self.magnitudes > self.spec.format.max * (1 + 1e-12)
+        if isinstance(self.spec.scaling, Amax):  # a scale fits all values unless one is infinite, see Amax.saturation
+            return above & (self.x.isinf().any(-1, keepdim=True) if self.spec.has_blocks else self.scale == 1)
+        return above
 
     @cached_property
     def saturated(self) -> Tensor:

@@ -41,7 +41,7 @@ class ScaleHistory:
         known = torch.where(self.amaxes.isnan(), 0.0, self.amaxes)
         largest = known.amax() if self.spec.algorithm == "max" else self.amaxes[0]
         wanted = self.spec.scaling.of_largest(largest, self.spec, largest)
-        self.scale = torch.where(wanted.isfinite() & (largest > 0), wanted, self.scale)
+        self.scale = torch.where(largest.isfinite() & (largest > 0), wanted, self.scale)
         return used
 
     def state(self) -> dict[str, Tensor]:

@@ -8,7 +8,8 @@ Differences from other libraries, on purpose
     * ml_dtypes turns an E4M3 overflow into NaN and an E5M2 overflow into Inf, en_dtypes a HiFloat8 overflow into Inf.
       The MX specification leaves it open and training frameworks saturate: `overflow=saturate` is the default for
       every format but fp16 and bf16.
-    * A NaN or Inf makes its whole block NaN; other libraries let some of a block's values through.
+    * A NaN or Inf makes its whole block NaN; other libraries let some of a block's values through. With amax and pow2,
+      an Inf saturates, as in Transformer Engine.
     * HiFloat8's exponents are read from the bits. fake_quant_ops takes log2(x + 2^-45): its values below 2^-22 become
       2^-22, and its largest is 0.95 · 2^15.
 """
@@ -38,7 +39,7 @@ from binade.quant.elements import (
 # Names of scale schemes, see scaling.SCALINGS.
 POW2_RULES = ("floor", "ceil", "even", "rceil")
 OTHER_BLOCK_RULES = ("float32", "e4m3", "ue5m3")
-TENSOR_RULES = ("amax", "pow2", "none")
+TENSOR_RULES = ("amax", "pow2", "torchao", "torchao_pow2", "none")
 TAPERED_RULES = ("none", "pow2", "amax8", "amax15")
 MX_RULES = POW2_RULES + OTHER_BLOCK_RULES
 MXFP4_RULES = (*MX_RULES, "4over3", "quest")

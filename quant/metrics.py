@@ -305,17 +305,18 @@ def _saturated(x: Tensor, spec: Spec, scales: Tensor | None, dim: int, absmax: T
     absmax = outer_absmax(x, spec, dim) if absmax is None else absmax
     if spec.scaling.per_element:
         return from_blocks(look(x, spec, dim).clipped, x, dim, spec.block)
-    left, right = spec.scaling.saturation(spec, absmax)
     magnitude = x.detach().abs()
     magnitude = torch.where(magnitude.isfinite(), magnitude, torch.zeros_like(magnitude))
     run = spec.run(x.shape[dim] if x.dim() else 1)
     if run is None:
+        left, right = spec.scaling.saturation(None, spec, absmax)
         return magnitude.float() > right / left  # a bfloat16 tensor would round the limit to bfloat16
     assert scales is not None, "the scales of a block format are missing"
     line = Block(1, run)
-    right = per_group(right, x, dim, line) if isinstance(right, Tensor) and right.dim() else right
-    scales = scales.transpose(1, 2).reshape(-1, 1).double()  # [groups, 1], in to_blocks' order
-    over = to_blocks(magnitude, dim, line).double() * left > scales * right
+    absmax = per_group(absmax, x, dim, line) if absmax.dim() else absmax
+    scales = scales.transpose(1, 2).reshape(-1, 1)  # [groups, 1], in to_blocks' order
+    left, right = spec.scaling.saturation(scales, spec, absmax)
+    over = to_blocks(magnitude, dim, line).double() * left > scales.double() * right
     return from_blocks(over & (scales > 0), x, dim, line)
 
 
@@ -380,7 +381,7 @@ def _score_counted(codes: Counted, spec: Spec) -> Errors:
     x, counts = codes.values[finite].astype(np.float64), codes.counts[finite]
     q = apply(values, spec)[0].double().numpy()[finite]
     numel = int(codes.counts.sum())
-    left, right = spec.scaling.saturation(spec, outer_absmax(values, spec, -1))
+    left, right = spec.scaling.saturation(None, spec, outer_absmax(values, spec, -1))
     over = np.abs(x) * left > float(right)
     if not len(x):
         return _measured(np.zeros(len(ScoreNumber)), numel)

@@ -90,8 +90,9 @@ def fake_quantize(
         backend: "triton", "torch", or "auto": Triton for CUDA tensors, torch for CPU tensors. All give the same bits.
         **options: Options of the spec, such as scale="rceil" or block="16x16", see `specs.OPTIONS`.
 
-    NaN stays NaN. In a format with scales, one NaN or Inf makes everything that shares its scale NaN. Elsewhere, Inf
-    saturates or stays Inf, depending on `overflow`. -0 is kept where the format has it. The result is rounded to x's
+    NaN stays NaN. In a format with scales, one NaN or Inf makes everything that shares its scale NaN; but with
+    scale=amax or pow2, Inf makes that scale 1. There, and without scales, Inf saturates or stays Inf, depending on
+    `overflow`. -0 is kept where the format has it. The result is rounded to x's
     dtype; a value beyond the range of that dtype becomes Inf (possible in float16 with a large block scale).
 
     Raises:

@@ -6,6 +6,7 @@ module imports torch at its first computation, see `lazy`.
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from typing import TYPE_CHECKING, ClassVar
 
@@ -172,47 +173,46 @@ class Quest(PowerOfTwo):
 
 
 class Amax(Scaling):
-    """Float32 scale max / absmax, for a tensor, a row or a tile: current scaling of Transformer Engine. DeepGEMM's
-    scale is the reciprocal, of an absmax that is at least 1e-4.
+    """Float32 scale max / absmax, for a tensor, a row or a tile: current scaling of Transformer Engine, which takes the
+    scale 1 if a value is infinite. DeepGEMM's scale is the reciprocal, of an absmax that is at least 1e-4.
 
-    S = target / absmax, 1 where absmax is 0, and the largest float32 where it overflows. The default target is the
-    element's largest value.
+    Transformer Engine d0067d0, `recipe_common.cuh`, with its default `amax_epsilon` of 0: S = max / absmax, the largest
+    float32 where it overflows, and 1 where absmax is 0 or Inf: Inf and values beyond max saturate then. A tensor or a
+    row: an element is read back as v / S. Tiles: as v · float32(1/S), `quantize_scale_calc.py`.
 
-    A tensor or a row: an element is read back as v / S; absmax is at least 1e-12, unless there is a target, a history,
-    or a tensor's S is a power of two. Transformer Engine's current scaling; torchao's `float8_utils.py`, whose quotient
-    in float64 rounds to the same S.
-    Tiles: an element is read back as v · float32(1/S). Transformer Engine, `quantize_scale_calc.py`. DeepGEMM keeps
-    s = max(absmax, 1e-4) / 448, rounds x · float32(1/s), and reads back v · s.
+    Exceptions. Transformer Engine's absmax passes over NaN; here a NaN makes everything NaN that shares its scale. For
+    tiles of bfloat16, an S that overflows becomes the largest bfloat16 there. DeepGEMM keeps s = max(absmax, 1e-4) /
+    448, rounds x · float32(1/s), and reads back v · s, which makes a tile with an Inf NaN.
     """
 
     name = "amax"
     shares = "one float32 scale for {block}"
-    blocks = (VECTOR, TILE, ROW, TENSOR)
+    blocks: ClassVar[tuple[Block | str, ...]] = (VECTOR, TILE, ROW, TENSOR)
     stored = None
     clips = False
-    saturates = False
     follows = Follows.LARGEST
     per_element = False
     target: ClassVar[float | None] = None
+    least: ClassVar[float] = 0.0
     pow2: ClassVar[bool] = False
 
-    def shared(self, spec: Options) -> tuple[float, float]:
-        """(target, least): S = target / max(absmax, least). The target includes the margin."""
+    def shared(self, spec: Options) -> tuple[float, float, bool]:
+        """(target, most, saturates): S = min(target / absmax, most), 1 where absmax is 0, and where it is Inf if
+        values saturate then. The target includes the margin."""
         target = self.target or spec.format.max
         if self.pow2 and spec.format.element.precise_emax < spec.format.element.emax:
             target = 2.0 ** (spec.format.element.precise_emax + 1) * (1 - 2.0**-24)  # HiFloat8: just below 2^4
-        whole = spec.block in (ROW, TENSOR)
-        clamped = whole and not (self.target or spec.history or (self.pow2 and spec.block == TENSOR))
-        return target * 2.0**-spec.margin, 1e-12 if clamped else 0.0
+        target *= 2.0**-spec.margin
+        return target, target / self.least if self.least else FLOAT32_MAX, self.saturates
 
     def of_largest(self, largest: Tensor, spec: Options, absmax: Tensor) -> Tensor:
-        target, least = self.shared(spec)
+        target, most, saturates = self.shared(spec)
         # With a Python number in place of either tensor, CUDA would multiply by a rounded reciprocal.
-        divisor = largest.clamp(min=least) if least else largest
-        scale = (torch.full_like(largest, target) / divisor).clamp(max=FLOAT32_MAX)
-        scale = scale.masked_fill(largest == 0, 1.0)
+        scale = (torch.full_like(largest, target) / largest).clamp(max=most).masked_fill(largest == 0, 1.0)
         if self.pow2:
             scale = pow2(floor_log2(scale).clamp(max=E8M0_MAX))
+        if saturates:
+            return scale.masked_fill(largest.isinf(), 1.0).masked_fill(largest.isnan(), torch.nan)
         return scale + nan_unless_finite(largest)
 
     def factors(self, scale: Tensor, spec: Options, absmax: Tensor) -> Factors:
@@ -220,12 +220,46 @@ class Amax(Scaling):
             return Factors(scale, divisor=scale)
         return Factors(scale, torch.ones((), device=scale.device) / scale)
 
+    def saturation(self, scale: Tensor | None, spec: Options, absmax: Tensor) -> tuple[float | Tensor, float | Tensor]:
+        if spec.history or not self.saturates:
+            return super().saturation(scale, spec, absmax)
+        # Where an absmax is finite, nothing saturates, though x · S may be an ulp above the largest code. Where it is
+        # Inf, S is 1; where S is 1 for another reason, nothing exceeds the largest code.
+        if spec.block == TENSOR:
+            unfit = absmax.isinf()
+        else:
+            assert scale is not None, "the scales of a block format are missing"
+            unfit = scale == 1
+        return 1.0, torch.where(unfit, spec.format.max, math.inf).double()
+
 
 class AmaxPow2(Amax):
-    """As amax, rounded down to a power of two: Transformer Engine's use_power_2_scales, torchao's rowwise recipes.
-    DeepGEMM's ue8m0 is the same where absmax is at least 1e-4."""
+    """As amax, rounded down to a power of two: Transformer Engine's use_power_2_scales. DeepGEMM's ue8m0 is the same
+    where absmax is at least 1e-4."""
 
     name = "pow2"
+    pow2 = True
+
+
+class TorchAO(Amax):
+    """Float32 scale max / absmax, with an absmax of at least 1e-12, for a tensor or a row: torchao's float8 training.
+
+    36027d8, `float8_utils.py`. The quotient is of float64 there, which rounds to the same S. One Inf or NaN makes
+    everything NaN that shares its scale. Where absmax is 0, S is 1 here and max · 1e12 there; both give zeros."""
+
+    name = "torchao"
+    blocks = (ROW, TENSOR)
+    saturates = False
+    least = 1e-12
+
+
+class TorchAOPow2(TorchAO):
+    """As torchao, rounded down to a power of two: its rowwise recipes.
+
+    Read from the bits. torchao computes exp2(floor(log2 S)) in float32, which is one binade higher for some S just
+    below a power of two."""
+
+    name = "torchao_pow2"
     pow2 = True
 
 
@@ -234,10 +268,11 @@ class Amax8(Amax):
     3617c05, hifp.py; the target of Huawei's own training is not known."""
 
     name = "amax8"
+    saturates = False
     target = 8.0
 
 
-class Amax15(Amax):
+class Amax15(Amax8):
     """As amax8, with 15, which comments in fake_quant_ops mention as a target."""
 
     name = "amax15"
@@ -327,7 +362,7 @@ class TwoLevel(Scaling):
     def multiplier(self, scale: Tensor, spec: Options, absmax: Tensor) -> Tensor:
         return scale.double() * absmax.double() / self.limit(spec)
 
-    def saturation(self, spec: Options, absmax: Tensor) -> tuple[float, float | Tensor]:
+    def saturation(self, scale: Tensor | None, spec: Options, absmax: Tensor) -> tuple[float | Tensor, float | Tensor]:
         return self.limit(spec), absmax.double() * spec.format.max
 
 
@@ -554,7 +589,8 @@ class HiF4(Scaling):
 SCALINGS: dict[str, Scaling] = {
     scheme.name: scheme()
     for scheme in (
-        *(Unscaled, Floor, Ceil, Even, RCeil, FourThirds, Quest, Amax, AmaxPow2, Amax8, Amax15),
+        *(Unscaled, Floor, Ceil, Even, RCeil, FourThirds, Quest, Amax, AmaxPow2, TorchAO, TorchAOPow2),
+        *(Amax8, Amax15),
         *(Float32, RoundedToE4M3, RoundedToUE5M3),
         *(NVFP4, NVFP4Row, NVFP4Run, Headroom, FourOverSix, Unclipped, Eden, HiF4),
     )

@@ -200,8 +200,9 @@ class Scaling:
             product = product if factor is None else product * factor.double()
         return product if factors.divisor is None else product / factors.divisor.double()
 
-    def saturation(self, spec: Options, absmax: Tensor) -> tuple[float | Tensor, float | Tensor]:
-        """(left, right): an element saturates where |x| · left > its block's scale · right, both exact in float64."""
+    def saturation(self, scale: Tensor | None, spec: Options, absmax: Tensor) -> tuple[float | Tensor, float | Tensor]:
+        """(left, right): an element saturates where |x| · left > its block's scale · right, both exact in float64.
+        scale: None unless blocks have scales."""
         if spec.history:
             return absmax.double(), spec.format.max
         return 1.0, spec.format.max if self.saturates else math.inf

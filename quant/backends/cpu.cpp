@@ -853,7 +853,7 @@ struct Histograms {
 
 // Adds up blocks [first, last) of rows, inner = 1, which follow each other; y holds what x + origin became.
 void measure_rows(Sums& sums, const Grid& grid, const VALUE* x, const VALUE* y, int64_t origin, const float* scales,
-                  double right, int64_t first, int64_t last) {
+                  const double* right, int64_t each, int64_t first, int64_t last) {
     if (first == last) return;
     const int64_t at = grid.at(first), end = grid.at(last - 1) + grid.length(last - 1);
     int64_t b = first - 1, here = 0;  // values that are left of block b
@@ -862,7 +862,7 @@ void measure_rows(Sums& sums, const Grid& grid, const VALUE* x, const VALUE* y, 
         for (int64_t i = 0; i < n;) {
             if (!here) {
                 here = grid.length(++b);
-                limit = sums.limit_of(scales[b] > 0 ? scales[b] * right : HUGE_VAL);
+                limit = sums.limit_of(scales[b] > 0 ? scales[b] * right[b * each] : HUGE_VAL);
             }
             const int64_t count = std::min(here, n - i);
             std::fill(into + i, into + i + count, limit);
@@ -874,12 +874,12 @@ void measure_rows(Sums& sums, const Grid& grid, const VALUE* x, const VALUE* y, 
 
 // Adds up one strip; packed is as in Quantizer.
 void measure_strip(Sums& sums, const Grid& grid, const VALUE* x, const VALUE* y, bool packed, const float* scales,
-                   double right, int64_t s) {
+                   const double* right, int64_t each, int64_t s) {
     const Strip strip = grid.strip(s);
     float limits[STRIP];
     for (int64_t j = 0; j < strip.width; j++) {
         const float scale = scales[strip.scale + j];
-        limits[j] = sums.limit_of(scale > 0 ? scale * right : HUGE_VAL);
+        limits[j] = sums.limit_of(scale > 0 ? scale * right[(strip.scale + j) * each] : HUGE_VAL);
     }
     for (int64_t i = 0; i < strip.length; i++) {
         const int64_t at = strip.base + i * grid.inner;
@@ -933,22 +933,23 @@ extern "C" void run_errors(const Format* format, const Factors* given, int64_t t
     sum(Errors{*format, given, tried, runs, squared != 0, out}, x, {axis, inner, block}, first, last);
 }
 
-// The error of y against x over the same work items: those of ScoreNumber. A value saturates where |x| · left > scale · right; scales are null without blocks.
+// The error of y against x over the same work items: those of ScoreNumber. A value saturates where |x| · left > scale · right, where right
+// is one number (each = 0) or one for each run (1); scales are null without blocks.
 // With bins, the counts of the blocks' measures follow in `out`. With a gradient it gets only the sums of g · e and its square.
 extern "C" void measure(const VALUE* x, const VALUE* y, const VALUE* gradient, const float* scales, int64_t axis,
-                        int64_t inner, int64_t block, double left, double right, const Bins* bins, int64_t first,
+                        int64_t inner, int64_t block, double left, const double* right, int64_t each, const Bins* bins, int64_t first,
                         int64_t last, double* out) {
     const Grid grid{axis, inner, block};
     Sums sums{x, gradient, left};
     Histograms blocks{bins, out + 11};
     if (!scales)
-        sums.add(x + first, y + first, last - first, right);
+        sums.add(x + first, y + first, last - first, *right);
     else if (inner == 1) {
-        measure_rows(sums, grid, x, y, 0, scales, right, first, last);
+        measure_rows(sums, grid, x, y, 0, scales, right, each, first, last);
         if (bins) blocks.rows(grid, x, y, 0, scales, first, last);
     } else
         for (int64_t strip = first; strip < last; strip++) {
-            measure_strip(sums, grid, x, y, false, scales, right, strip);
+            measure_strip(sums, grid, x, y, false, scales, right, each, strip);
             if (bins) blocks.strip(grid, x, y, false, scales, strip);
         }
     sums.finish();
@@ -959,7 +960,7 @@ extern "C" void measure(const VALUE* x, const VALUE* y, const VALUE* gradient, c
 // room for them; null without blocks.
 extern "C" void score(const Format* format, const Factors* given, const VALUE* x, const VALUE* gradient, float* scales,
                       int64_t axis, int64_t inner, int64_t block, const float* absmax, int64_t step, uint32_t seed,
-                      double left, double right, const Bins* bins, int64_t first, int64_t last, double* out) {
+                      double left, const double* right, int64_t each, const Bins* bins, int64_t first, int64_t last, double* out) {
     constexpr int64_t VALUES = 4096;
     const Grid grid{axis, inner, block};
     Sums sums{x, gradient, left};
@@ -972,7 +973,7 @@ extern "C" void score(const Format* format, const Factors* given, const VALUE* x
             const int64_t n = std::min(last - at, VALUES);
             q.y = kept.data() - at;
             q.flat(at, at + n);
-            sums.add(x + at, kept.data(), n, right);
+            sums.add(x + at, kept.data(), n, *right);
         }
     } else if (inner == 1) {
         const int64_t length = std::min(block, axis);
@@ -983,7 +984,7 @@ extern "C" void score(const Format* format, const Factors* given, const VALUE* x
             const int64_t origin = grid.at(b);
             q.y = kept.data() - origin;
             q.rows(b, end);
-            measure_rows(sums, grid, x, kept.data(), origin, scales, right, b, end);
+            measure_rows(sums, grid, x, kept.data(), origin, scales, right, each, b, end);
             if (bins) blocks.rows(grid, x, kept.data(), origin, scales, b, end);
         }
     } else {
@@ -991,7 +992,7 @@ extern "C" void score(const Format* format, const Factors* given, const VALUE* x
         q.y = kept.data();
         for (int64_t strip = first; strip < last; strip++) {
             q.strips(strip, strip + 1);
-            measure_strip(sums, grid, x, kept.data(), true, scales, right, strip);
+            measure_strip(sums, grid, x, kept.data(), true, scales, right, each, strip);
             if (bins) blocks.strip(grid, x, kept.data(), true, scales, strip);
         }
     }

@@ -43,6 +43,7 @@ ANY = Spec.of("mxfp8")  # the build for functions that need no particular one: t
 PART = 1 << 15
 # A piece that keeps the reference's dozen temporaries in a core's cache.
 PIECE = 1 << 16
+NO_LIMIT = torch.zeros((), dtype=torch.float64)
 
 
 class _Format(ctypes.Structure):
@@ -117,7 +118,7 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     library.largest.argtypes = [pointer, pointer, *layout, *items]
     library.moments.argtypes = [pointer, pointer, pointer, *layout, *items]
     library.run_errors.argtypes = [pointer, pointer, size, pointer, pointer, size, *layout, ctypes.c_int32, *items]
-    sums = (real, real, pointer, *items, pointer)
+    sums = (real, pointer, size, pointer, *items, pointer)
     library.measure.argtypes = [pointer, pointer, pointer, pointer, *layout, *sums]
     library.score.argtypes = [pointer, pointer, pointer, pointer, pointer, *layout, *own, *sums]
     functions = library.quantize, library.largest, library.moments, library.run_errors, library.measure, library.score
@@ -354,7 +355,8 @@ def measure(
     layout = Layout.of(x, spec, dim) if spec else Layout(x.numel(), 1, 0, 0, x.numel(), 1)
     scales = scales.contiguous() if scales is not None and layout.rows else None
     pointers = x.data_ptr(), y.data_ptr(), _address(gradient), _address(scales)
-    limits = _limits(spec, outer_absmax(x, spec, dim)) if spec else (0.0, 0.0)
+    left, right = _limits(spec, outer_absmax(x, spec, dim), scales) if spec else (0.0, NO_LIMIT)
+    limits = left, right.data_ptr(), right.dim()
     return _added_up(layout, blocks, lambda *rest: run.measure(*pointers, *layout.sizes, *limits, *rest))
 
 
@@ -368,7 +370,8 @@ def score(
     x, gradient = x.contiguous(), None if gradient is None else gradient.contiguous()
     absmax = outer_absmax(x, spec, dim)
     call = _Call.of(x, spec, dim, absmax, True, seed, run)
-    limits = _limits(spec, absmax)
+    left, right = _limits(spec, absmax, call.scales)
+    limits = left, right.data_ptr(), right.dim()
     pointers = *call.head, x.data_ptr(), _address(gradient), _address(call.scales)
     return _added_up(call.layout, blocks, lambda *rest: run.score(*pointers, *call.tail, *limits, *rest))
 
@@ -393,9 +396,10 @@ def _one_limit(spec: Spec) -> bool:
     return scaling.outer in (None, TENSOR) and not scaling.per_element and not spec.history
 
 
-def _limits(spec: Spec, absmax: Tensor) -> tuple[float, float]:
-    left, right = spec.scaling.saturation(spec, absmax.double())
-    return float(left), float(right)
+def _limits(spec: Spec, absmax: Tensor, scales: Tensor | None) -> tuple[float, Tensor]:
+    """`Scaling.saturation`, the second as float64: a scalar, or one number for each run."""
+    left, right = spec.scaling.saturation(None if scales is None else scales.reshape(-1), spec, absmax)
+    return float(left), torch.as_tensor(right, dtype=torch.float64).contiguous()
 
 
 def _added_up(layout: Layout, blocks: bool, part: Callable[[int | None, int, int, int], None]) -> np.ndarray:

@@ -315,12 +315,15 @@ def read_back(
 
 
 @triton.jit
-def tensor_scale(absmax, TARGET: tl.constexpr, LEAST: tl.constexpr):
+def tensor_scale(absmax, TARGET: tl.constexpr, MOST: tl.constexpr, SATURATES: tl.constexpr):
     """`Amax.of_largest` of a tensor, from `Amax.shared`."""
-    divisor = tl.maximum(absmax, LEAST) if LEAST > 0.0 else absmax
-    scale = tl.div_rn(tl.full([], TARGET, tl.float32), divisor)
-    scale = tl.where(scale > FLOAT32_MAX, FLOAT32_MAX, scale)
-    return tl.where(absmax == 0.0, 1.0, scale) + (absmax - absmax)  # NaN unless absmax is finite
+    scale = tl.div_rn(tl.full([], TARGET, tl.float32), absmax)
+    scale = tl.where(scale > MOST, MOST, scale)
+    scale = tl.where(absmax == 0.0, 1.0, scale)
+    if SATURATES:
+        return tl.where(absmax == float("inf"), 1.0, scale)
+    else:
+        return scale + (absmax - absmax)  # NaN unless absmax is finite
 
 
 @triton.jit

@@ -113,7 +113,7 @@ def _how(
     scales: bool = False,
     scale_element: Element = E4M3,
     bounded: bool = False,
-    shared: tuple[float, float] = (0.0, 0.0),
+    shared: tuple[float, float, bool] = (0.0, 0.0, False),
     score: int = 0,
     stored: int = 0,
     limits: Sequence[float | Tensor] = (),
@@ -288,16 +288,17 @@ class TritonRuns(Runs):
         given = spec.format.element, GIVEN.value
         return _launch(self.x, self._pieces()[0], *given, factors=factors, seed=seed, score=score, **how)
 
-    def limits(self, absmax: Tensor | None) -> tuple[float | Tensor, ...]:
-        """`Scaling.saturation`, a tensor as float64 scalar or [pieces]; () if no value saturates."""
+    def limits(self, absmax: Tensor | None, scales: Tensor | None) -> tuple[float | Tensor, ...]:
+        """`Scaling.saturation`, a tensor as float64 scalar or [pieces]; () if no value saturates. scales: [runs]."""
         spec, scaling = self.spec, self.spec.scaling
         if not (scaling.saturates or spec.history):
             return ()
         shared = spec.block == TENSOR or scaling.outer or spec.history
         if absmax is None and shared:
             absmax = outer_absmax(self.x, spec, self.dim)
-        limits = scaling.saturation(spec, self.x if absmax is None else absmax)  # without an outer scale, of no use
-        return tuple(limit if isinstance(limit, float) else self._of_pieces(self._at_runs(limit)) for limit in limits)
+        above = self.x if absmax is None else self._at_runs(absmax)  # without an outer scale, of no use
+        limits = scaling.saturation(scales, spec, above)
+        return tuple(limit if isinstance(limit, float) else self._of_pieces(limit) for limit in limits)
 
     def _at_runs(self, of_values: Tensor) -> Tensor:
         """One number for each value (or all), equal in a run -> for each run."""
@@ -376,7 +377,7 @@ def rule_of(spec: Spec) -> int | None:
 def _alone(spec: Spec) -> dict[str, Any]:
     """What `_how` needs of a spec with a rule."""
     scaling = spec.scaling
-    bounded = spec.block == TENSOR and spec.rounding != Rounding.STOCHASTIC  # by its scale
+    bounded = spec.block == TENSOR and not scaling.saturates and spec.rounding != Rounding.STOCHASTIC  # by its scale
     return {
         "element": spec.format.element,
         "rule": rule_of(spec),
@@ -384,7 +385,7 @@ def _alone(spec: Spec) -> dict[str, Any]:
         "overflow": Overflow.SATURATE if bounded else spec.overflow,
         "scale_element": scaling.stored or E4M3,
         "bounded": bounded,
-        "shared": scaling.shared(spec) if isinstance(scaling, Amax) else (0.0, 0.0),
+        "shared": scaling.shared(spec) if isinstance(scaling, Amax) else (0.0, 0.0, False),
     }
 
 
@@ -523,7 +524,7 @@ def score(
     of_pieces = None if per_run is None else runs._of_pieces(per_run)
     grid, together = runs._pieces()
     kind = SUMS if not blocks else BLOCKS if together == 1 and runs._rows == 1 else RUNS
-    request = prepared(grid, kind, of_pieces, runs.limits(absmax))
+    request = prepared(grid, kind, of_pieces, runs.limits(absmax, per_run))
     if y is None:
         runs.rescaled(factors, seed, request)
     else:

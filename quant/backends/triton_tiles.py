@@ -87,7 +87,7 @@ class How(NamedTuple):
     score: int = 0
     stored: int = 0
     limits: tuple[float, ...] = (-1, -1, 0.0, 0.0)
-    shared: tuple[float, float] = (0.0, 0.0)
+    shared: tuple[float, float, bool] = (0.0, 0.0, False)
 
 
 @triton.constexpr_function
@@ -191,7 +191,7 @@ def round_tile(
     if RULE == ROUNDED:
         y = widen(tl.load(y_ptr + start + within) if WHOLE else tl.load(y_ptr + start + within, mask=inside, other=0.0))
     elif RULE == SHARED:
-        whole = tensor_scale(tl.load(absmax_ptr), BASE[0], BASE[1])
+        whole = tensor_scale(tl.load(absmax_ptr), BASE[0], BASE[1], BASE[2])
         values = round_to_element(x * whole, k, TIERS, TAPER, EMAX, MAX, LIMIT, ROUNDING, SIGNED_ZERO, BOUNDED)
         if PRECISE and is_usual(whole):
             y = quotient(values, whole)
@@ -256,6 +256,8 @@ def round_tile(
         elif LIMITS[0] >= 0:
             left = factor(left_ptr, known, LIMITS[0], ADJACENT) if LIMITS[0] else LIMITS[2]
             right = factor(right_ptr, known, LIMITS[1], ADJACENT) if LIMITS[1] else LIMITS[3]
+            if RULE == SHARED:  # as in `Amax.saturation`
+                right = tl.where(whole == 1.0, right, float("inf"))
         over = ok & False
         if RULE == NVFP4 or LIMITS[0] >= 0:
             over = (tl.abs(x).to(tl.float64) * left > scale.to(tl.float64) * finer * right) & (scale > 0.0)

@@ -26,7 +26,7 @@ from binade.quant.specs import OPERAND_FIELDS, Spec, SpecError
 from tests.collector.small_model import build, step
 
 # The tables of RECIPES.md by hand, operands in the order of OPERAND_FIELDS; * is rounded from the rounded one.
-ROW = "fp8_e4m3(block=row, scale=pow2)"
+ROW = "fp8_e4m3(block=row, scale=torchao_pow2)"
 QUARTET = "mxfp4(scale=4over3, rounding=stochastic, hadamard=32, signs=random)"
 EDEN = "nvfp4(scale=eden, hadamard=128, signs=random)"
 TETRAJET = "nvfp4(scale=nvfp4_1x128, rounding=stochastic, hadamard=16, signs=random)"
@@ -46,9 +46,9 @@ EXPECTED = {
     "te_block": tuple(spec.replace(")", ", scale=pow2)") for spec in TILES),
     "te_mxfp8": ("mxfp8(scale=rceil)",) * 6,
     "te_nvfp4": NVIDIA,
-    "torchao_tensorwise": ("fp8_e4m3", "fp8_e4m3", "fp8_e5m2", "fp8_e4m3", "fp8_e5m2", "fp8_e4m3"),
+    "torchao_tensorwise": tuple(f"fp8_{e}(scale=torchao)" for e in ("e4m3", "e4m3", "e5m2", "e4m3", "e5m2", "e4m3")),
     "torchao_rowwise": (ROW,) * 6,
-    "torchao_rowwise_gw_hp": (ROW, ROW, ROW, "fp8_e4m3(scale=pow2)", None, None),
+    "torchao_rowwise_gw_hp": (ROW, ROW, ROW, "fp8_e4m3(scale=torchao_pow2)", None, None),
     "torchao_mxfp8": ("mxfp8(scale=rceil)",) * 6,
     "deepseek_v3": (*TILES[:5], f"*{TILES[5]}"),
     "nvidia_mxfp8": ("mxfp8(scale=rceil)",) * 6,

@@ -106,11 +106,12 @@ def bfloat16(x: Array) -> Array:
 # --- Tiles: what shares a scale -------------------------------------------------------------------------------------
 
 
-def by_tiles(x: Array, dim: int, rows: int, columns: int, rule: Callable[[Array], Array]) -> Array:
+def by_tiles(x: Array, dim: int, rows: int, columns: int, rule: Callable[[Array], Array], spread: bool = True) -> Array:
     """`rule` applied to tiles [n, rows, columns] of x, padded with zeros; the padding is dropped again.
 
     Columns lie along dim. Rows are neighbouring lines, all other axes flattened, as TransformerEngine does: for a
     matrix, dim=-1 and dim=-2 see the same square tiles. columns=0: one tile takes the whole of dim.
+    spread: a tile with NaN or Inf becomes NaN, whatever the rule says.
     """
     x = np.asarray(x, F32)
     moved = np.moveaxis(x, dim, -1)
@@ -122,7 +123,8 @@ def by_tiles(x: Array, dim: int, rows: int, columns: int, rule: Callable[[Array]
     tiles = padded.reshape(grid[0], rows, grid[1], c).swapaxes(1, 2).reshape(-1, rows, c)
     with np.errstate(all="ignore"):
         y = np.asarray(rule(tiles)).astype(F32)
-    y[~np.isfinite(tiles).all((1, 2))] = np.nan
+    if spread:
+        y[~np.isfinite(tiles).all((1, 2))] = np.nan
     result = y.reshape(*grid, rows, c).swapaxes(1, 2).reshape(padded.shape)[:m, :k]
     return np.moveaxis(result.reshape(moved.shape), -1, dim)
 
@@ -230,7 +232,8 @@ def with_scale_type(x: Array, scale_type: str, dim: int = -1, grid: Array = E2M1
 
 
 def te_scale(largest: Array, grid: Array = E4M3, pow2: bool = False) -> Array:
-    """S = max / amax of TE, float32: the largest float32 if that overflows, 1 for 0; mantissa cleared with pow2.
+    """S = max / amax of TE, float32: the largest float32 if that overflows, 1 for 0 and Inf, NaN for NaN, for which TE
+    has 1; mantissa cleared with pow2.
 
     Source: TE recipe_common.cuh, references/quantize_scale_calc.py. Checked: scale_from_amax_tensor on 200,000
     magnitudes, both rules: equal. Its overflow value for bfloat16 input is the largest bfloat16, and the kernel's
@@ -240,7 +243,7 @@ def te_scale(largest: Array, grid: Array = E4M3, pow2: bool = False) -> Array:
     with np.errstate(all="ignore"):
         scale = np.minimum(F32(grid[-1]) / largest, FLOAT32_MAX)
         scale = power_of_two_at_most(scale) if pow2 else scale
-    return np.where(largest == 0, F32(1), scale)
+    return np.where(np.isnan(largest), largest, np.where((largest == 0) | np.isinf(largest), F32(1), scale))
 
 
 def fp8_blocks(
@@ -256,7 +259,7 @@ def fp8_blocks(
         scale = te_scale(amax(tiles), grid, pow2)
         return nearest(tiles * scale, grid).astype(F32) * (F32(1) / scale)
 
-    return by_tiles(x, dim, *block, rule)
+    return by_tiles(x, dim, *block, rule, spread=False)
 
 
 def fp8_rows(x: Array, dim: int = -1, pow2: bool = False, grid: Array = E4M3) -> Array:
@@ -278,13 +281,14 @@ def fp8_rows(x: Array, dim: int = -1, pow2: bool = False, grid: Array = E4M3) ->
 
 
 def fp8_tensor_pow2(x: Array, grid: Array = E4M3) -> Array:
-    """FP8 current scaling whose S is a power of two: max / max(amax, 1e-12), mantissa cleared; read back as q / S.
+    """FP8 current scaling whose S is a power of two: max / amax, mantissa cleared; read back as q / S.
 
     Source: TE use_power_2_scales. Checked: scale_from_amax_tensor and a saturating cast: equal on all inputs with an
-    absmax of at least 1e-12. TE has no floor by default; the rule `amax` of fp8_e4m3 has it, and this keeps it.
+    absmax of at least 1e-12.
     """
-    flat = np.asarray(x, F32).reshape(-1)
-    return fp8_rows(flat, 0, True, grid).reshape(np.shape(x))
+    x = np.asarray(x, F32)
+    scale = te_scale(tensor_amax(x), grid, True)
+    return nearest(x * scale, grid).astype(F32) / scale
 
 
 def delayed_scales(
