@@ -83,7 +83,6 @@ METRICS = {
     "js": Metric("Jensen–Shannon", "divergence on shared sketch bins, base 2", "bits"),
 }
 
-
 DISTANCES = {"ks": sketch.ks, "wasserstein": sketch.wasserstein, "js": sketch.js}
 
 
@@ -296,17 +295,15 @@ def _saturated(x: Tensor, spec: Spec, scales: Tensor | None, dim: int, absmax: T
     """Which elements saturate, |x/scale| > largest finite: bool of x's shape, None if none can. Those that round to the
     largest code do not.
 
-    Exact: the scale is the format's own, without float32's rounding of a quotient, so a tensor that is scaled by its
-    absmax has none. A block whose scale underflows to 0 is flushed, not saturated. NaN and Inf do not count. scales:
-    as `quantizer.apply` returns them.
+    Exact, without float32's rounding of a quotient: a tensor that is scaled by its finite absmax has none. A block
+    whose scale underflows to 0 is flushed. NaN and Inf do not count. scales: as `quantizer.apply` returns them.
     """
     if not spec.scaling.saturates and not spec.history:
         return None
     absmax = outer_absmax(x, spec, dim) if absmax is None else absmax
     if spec.scaling.per_element:
         return from_blocks(look(x, spec, dim).clipped, x, dim, spec.block)
-    magnitude = x.detach().abs()
-    magnitude = torch.where(magnitude.isfinite(), magnitude, torch.zeros_like(magnitude))
+    magnitude = x.detach().abs().nan_to_num(0.0, 0.0)
     run = spec.run(x.shape[dim] if x.dim() else 1)
     if run is None:
         left, right = spec.scaling.saturation(None, spec, absmax)
