@@ -66,7 +66,7 @@ def test_map(visit: Visit, collected: Path, metric: str, across: str):
 
 def test_the_map_in_another_format_iteration_and_as_a_difference(visit: Visit, collected: Path):
     at = visit(collected, "map")
-    assert drawn_map(at)["metric"] == "SQNR in mxfp4" and drawn_map(at)["iterations"]["current"] == 1
+    assert drawn_map(at)["metric"] == "SQNR as used" and drawn_map(at)["iterations"]["current"] == 1
     at.selectbox(key="filter_format").set_value("mxfp8")
     at.selectbox(key="filter_scope_iteration").set_value(0)
     rerun(at)
