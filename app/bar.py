@@ -138,7 +138,7 @@ def _titled(titles: Mapping[str, str], name: str) -> str:
 
 
 def _metric(reading: Reading) -> None:
-    _box("metric", "Color", list(METRICS), reading.values["metric"], 260, format_func=lambda name: MEASURES[name].label)
+    _box("metric", "Color", list(METRICS), reading.values["metric"], 220, format_func=lambda name: MEASURES[name].label)
 
 
 def _hidden(where: Filter, everything: Counts, possible: Counts) -> tuple[int, int]:

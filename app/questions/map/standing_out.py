@@ -12,8 +12,7 @@ from binade.app.questions.map.charts import label
 from binade.app.questions.map.compute import LAYER, Row
 from binade.app.style import MEASURES
 from binade.data import evidence
-from binade.data.evidence import NAMED, Part, Sentence, exact, say
-from binade.data.text import counted
+from binade.data.evidence import Part, Sentence, exact, say
 from binade.quant.normal import VS_NORMAL, normal_sqnr
 
 FAR = 3.0  # dB from the SQNR of normal values, at which a cell stands out: twice or half the squared error
@@ -33,11 +32,11 @@ def standing_out(table: pd.DataFrame, rows: Iterable[Row], across: str, formats:
     names = {row.key: label(row) for row in rows}
     numbers = _Numbers(across, table.groupby("row")[across].agg(set).to_dict())
     said: list[str] = []
-    for word, part in (("more", table[table["away"] <= -FAR]), ("less", table[table["away"] >= FAR])):
+    for word, most, part in (("more", 3, table[table["away"] <= -FAR]), ("less", 1, table[table["away"] >= FAR])):
         if len(part):
             ends = [exact(measure, edge(part["away"])) for edge in (min, max)]
             parts: dict[str, Part] = {"n": len(part), "all": len(table), "far": far, "word": word}
-            parts |= {"low": measure.text(ends[0].value), "high": ends[1], "names": _named(part, names, numbers)}
+            parts |= {"low": measure.text(ends[0].value), "high": ends[1], "names": _named(part, names, numbers, most)}
             text = "{n} of {all} cells lose at least {far} {word} than normal values ({low} to {high}): {names}."
             found = say(text, **parts)
             said.append(Sentence(found, (*found.evidence, ends[0])))
@@ -61,15 +60,16 @@ class _Numbers:
         return f"all {len(own)} {of}" if len(own) == len(self.of[key]) > 1 else _ranges(own, word)
 
 
-def _named(part: pd.DataFrame, names: dict[str, str], numbers: _Numbers) -> str:
-    """ "fc1 input, forward (L1, L3 to L5); QK grad scores, dgrad and wgrad (all 30 layers)", the furthest first."""
+def _named(part: pd.DataFrame, names: dict[str, str], numbers: _Numbers, most: int) -> str:
+    """ "fc1 input, forward (L1, L3 to L5); QK grad scores, dgrad and wgrad (all 30 layers)", the furthest first,
+    so many of them."""
     part = part.iloc[part["away"].abs().argsort()[::-1]]
     gemms: dict[tuple[str, str], list[str]] = {}
     for (key, gemm), own in part.groupby(["row", "gemm"], sort=False):
         gemms.setdefault((names[str(key)], numbers.text(key, own[numbers.across])), []).append(str(gemm))
     texts = [f"{name}, {evidence.listed(of)} ({where})" for (name, where), of in gemms.items()]
-    more = f"; and {counted(len(texts) - NAMED, 'more operand')}" if len(texts) > NAMED else ""
-    return "; ".join(texts[:NAMED]) + more
+    more = f"; and {len(texts) - most} more" if len(texts) > most else ""
+    return "; ".join(texts[:most]) + more
 
 
 def _ranges(numbers: Sequence[int], word: str) -> str:
