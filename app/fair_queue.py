@@ -28,6 +28,8 @@ class FairQueue(Executor):
         future: Future[Any] = Future()
 
         def task() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
             try:
                 future.set_result(function(*args, **kwargs))
             except BaseException as error:

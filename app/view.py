@@ -257,7 +257,7 @@ def draw(
 
     request = ("view", question.name, where, repr(own), of, catalog.part)
     if catalog.cache:
-        pool: Executor = SLOW if question.slow or _values(catalog, values) > LARGE else QUICK
+        pool = pool_of(catalog, question, where, values)
         drawn = catalog.cache.get(None, request, lambda done: _at_one_state(catalog, compute, done), pool, step)
     else:
         drawn = compute(step)
@@ -268,6 +268,12 @@ def _at_one_state(catalog: Catalog, compute: Callable[[Done], Drawn], done: Done
     """In a thread of a pool, the state is that of the thread that waits, and stays if that one leaves."""
     with catalog.snapshot():
         return compute(done)
+
+
+def pool_of(catalog: Catalog, question: Question, where: Filter, values: Mapping[str, Any]) -> Executor:
+    """Where the answer is computed."""
+    rounds = bool(question.rounds and question.rounds(catalog, where, values))
+    return SLOW if question.slow or rounds or _values(catalog, values) > LARGE else QUICK
 
 
 def _values(catalog: Catalog, values: Mapping[str, Any]) -> int:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from concurrent.futures import Executor
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from dataclasses import replace
 from functools import wraps
@@ -19,7 +20,7 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 import duckdb
 import pandas as pd
 
-from binade.data.cache import Cache
+from binade.data.cache import Cache, Done
 from binade.data.filter import FIELDS, Filter
 from binade.data.index import Index, is_unavailable
 from binade.data.remote import readable_root, refresh
@@ -169,10 +170,19 @@ class OpenIndex:
                 self._index.replace(in_memory=False)
                 self._synchronize()
 
-    def kept(self, request: Hashable, compute: Callable[[], T]) -> T:
-        """Return the result of compute at this version, for these runs, from the cache if there is one."""
-        key = self._only, request
-        return self.cache.get(self.version, key, lambda done: compute()) if self.cache else compute()
+    def kept(self, request: Hashable, compute: Callable[[], T], pool: Executor | None = None) -> T:
+        """Return the result of compute at this version, for these runs, from the cache if there is one. pool: its
+        threads compute what is in no cache yet, at the state of this one."""
+
+        def compute_at_this_state(done: Done) -> T:
+            with self.snapshot() if pool else nullcontext():
+                return compute()
+
+        return (
+            self.cache.get(self.version, (self._only, request), compute_at_this_state, pool)
+            if self.cache
+            else compute()
+        )
 
     @repairing
     def ask(self, sql: str, parameters: list[Any] | None = None, of: Hashable = None) -> pd.DataFrame:

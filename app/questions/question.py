@@ -44,6 +44,7 @@ class Question:
     selects      the same for what is selected in the answer, on which it does not depend
     slow         a title for the slow part of draw, "" if there is none. draw then also takes `done`, which it calls
                  with (steps done, steps in all)
+    rounds       whether draw rounds many tensors: a function of the catalog, the filter and the values
     of_runs      whether the answer also depends on how far runs are: on their losses and states
     of_fields    the fields of the filter that the answer depends on; () for all
     beyond       the runs that the answer reads besides those that its filter selects or its parameters name: (the root,
@@ -72,6 +73,7 @@ class Question:
     defaults: dict[str, Callable[[Catalog, Mapping[str, Any]], Any]] = field(default_factory=dict)
     selects: dict[str, Callable[[Catalog], Param]] = field(default_factory=dict)
     slow: str = ""
+    rounds: Callable[[Catalog, Filter, Mapping[str, Any]], bool] | None = None
     of_runs: bool = False
     of_fields: tuple[str, ...] = ()
     beyond: Beyond | None = None

@@ -15,7 +15,9 @@ from binade.app import palette
 from binade.app.budget import SCORE, BudgetError, Rounding, check
 from binade.app.fair_queue import SESSION, FairQueue
 from binade.app.params import LONGEST, MOST_FORMATS, MOST_WORDS
-from binade.app.view import View
+from binade.app.questions.map.question import MAP
+from binade.app.view import QUICK, SLOW, View, pool_of
+from binade.data.cache import Cache
 from binade.data.catalog import Catalog
 from binade.quant.blocks import look
 from binade.quant.specs import Spec
@@ -117,6 +119,45 @@ def test_a_session_has_one_task_at_a_time() -> None:
     for each in tasks:
         each.result(60)
     assert begun[4:] == ["a1", "a2"]
+
+
+def test_a_cancelled_task_is_not_begun() -> None:
+    queue, gate, begun = FairQueue(1, "test"), threading.Event(), []
+    first = queue.submit(gate.wait, 60)
+    second, third = queue.submit(begun.append, 2), queue.submit(begun.append, 3)
+    assert second.cancel()
+    gate.set()
+    third.result(60)
+    assert first.result(60) and begun == [3] and second.cancelled()
+
+
+def test_a_task_that_nobody_waits_for_is_not_begun() -> None:
+    """Its reader has left the page before its turn; that of another session is computed."""
+    queue, gate, begun, cache = FairQueue(1, "test"), threading.Event(), [], Cache(1 << 20)
+    queue.submit(gate.wait, 60)
+
+    def leave(count: int, of: int) -> None:
+        raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        cache.get(None, "a", lambda done: begun.append("a"), queue, leave)
+    waiting = _submit(queue, "b", begun.append, "b")
+    gate.set()
+    waiting.result(60)
+    assert begun == ["b"]
+    assert cache.get(None, "a", lambda done: "again", queue) == "again"
+
+
+def test_a_map_is_computed_in_the_queue_only_if_it_rounds_tensors(catalog: Catalog) -> None:
+    for params, pool in (
+        ({"format": ["mxfp4"]}, QUICK),
+        ({"format": ["nvfp4(block=8)"]}, SLOW),
+        ({"format": ["nvfp4(block=8)"], "metric": ["absmax"]}, QUICK),
+        ({"format": ["mxfp4"], "versus": ["nvfp4(block=8)"]}, SLOW),
+        ({"format": ["mxfp4"], "versus": [str(catalog.runs()["run_id"][0])]}, QUICK),
+    ):
+        reading = View("map", params).read(catalog)
+        assert pool_of(catalog, MAP, reading.where, reading.values) is pool, params
 
 
 def test_a_failed_task_frees_its_place() -> None:

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
@@ -73,10 +73,10 @@ class User:
         self._complete = asyncio.Event()
         self._reader = asyncio.create_task(self._read())
 
-    async def open(self, page: str) -> float:
+    async def open(self, page: str, query: Mapping[str, str | Sequence[str]] | None = None) -> float:
         """Click on a page; the seconds until it is complete."""
         self._wanted = page
-        self._query = urlencode({"tensor": self._tensor}) if page == "tensor" else ""
+        self._query = urlencode(query or ({"tensor": self._tensor} if page == "tensor" else {}), doseq=True)
         self._complete.clear()
         start = time.perf_counter()
         await self._rerun()
@@ -114,9 +114,9 @@ class User:
                 for fragment in list(self._timers):
                     self._stop(fragment)
                 pages = message.navigation.app_pages
-                self._hashes = {
-                    PAGES[0] if page.is_default else page.url_pathname: page.page_script_hash for page in pages
-                }
+                self._hashes = {page.url_pathname: page.page_script_hash for page in pages}
+                # Another page with its name redirects to the default one.
+                self._hashes[PAGES[0]] = next(page.page_script_hash for page in pages if page.is_default)
                 self._shown = message.navigation.page_script_hash
             elif kind == "page_info_changed":
                 self._query = message.page_info_changed.query_string

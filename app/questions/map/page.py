@@ -22,7 +22,7 @@ from binade.app.questions.map.question import MAP, Map, columns_of, map_of, plac
 from binade.app.questions.shared.event_marks import events_of
 from binade.app.questions.shared.scope import scope_of
 from binade.app.sessions import draft
-from binade.app.view import Reading, View
+from binade.app.view import Reading, View, pool_of
 from binade.data.access import read_only
 from binade.data.catalog import Catalog
 from binade.data.evidence import Sentence
@@ -49,7 +49,8 @@ def show(opened: Catalog, view: View, reading: Reading) -> None:
     view = now
     values = {name: reading.values[name] for name in MAP.uses}
     key = (reading.where, repr(sorted(values.items(), key=str)), opened.versions(reading.where.run_id))
-    found = opened.kept(("map", key), lambda: map_of(opened, reading.where, values))
+    pool = pool_of(opened, MAP, reading.where, values)
+    found = opened.kept(("map", key), lambda: map_of(opened, reading.where, values), pool)
     if isinstance(found, str):
         st.info(plain(found), icon=":material/block:")
         layout.explain_absence(opened, view, reading)
@@ -69,7 +70,8 @@ def show(opened: Catalog, view: View, reading: Reading) -> None:
     shown = None
     if cell is not None:
         at = ("map panel", str(cell["tensor_id"]), str(cell["row"]), int(cell[found.across]), fmt, key)
-        shown = opened.kept(at, lambda: panel(opened, found, cell, fmt))
+        pool = pool_of(opened, MAP, reading.where, reading.values | {"tensor": str(cell["tensor_id"])})
+        shown = opened.kept(at, lambda: panel(opened, found, cell, fmt), pool)
     data = opened.kept(("map data", key, opened.progress), lambda: _data(opened, found))
     data = data | {"selected": None if cell is None else _name(cell, found.across), "panel": shown}
     data["pin"] = not read_only()

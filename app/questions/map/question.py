@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -173,6 +173,14 @@ def _cells(
     except BudgetError as error:
         return f"Nothing was scored in {fmt} when it was recorded. {error} Or record with --scores {fmt}."
     return table, f"Not scored in {fmt} when recorded: computed from {tensors:,} tensors on disk."
+
+
+def _rounds(opened: Catalog, where: Filter, values: Mapping[str, Any]) -> bool:
+    """Whether a map is computed from the values on disk."""
+    if values["metric"] not in compute.ERRORS:
+        return False
+    formats = {values["format"], values["versus"]} - {None, *opened.runs()["run_id"]}
+    return not formats <= {*opened.scored_formats(where)}
 
 
 def _other(opened: Catalog, where: Filter, fmt: str, metric: str, against: str) -> tuple[Filter, str, str] | str:
@@ -355,6 +363,7 @@ MAP = Question(
     as_used=True,
     scoped=("metric", "format", "versus"),
     selects={"cell": lambda opened: AnyText()},
+    rounds=_rounds,
     of_runs=True,
     layout="binade.app.questions.map.page",
     report=report,
