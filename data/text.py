@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 # Text that a spreadsheet would treat as a formula: it begins like one, and is not a number.
 _FORMULA = re.compile(r"\s*[=@＝＠＋－;]|[\t\r\n]|\s*[+-](?!(\d+\.?\d*|\.\d+)(e[+-]?\d+)?$|inf$)", re.IGNORECASE)
+# The same behind what separates cells in other locales than the file's; a list of numbers is none.
+_INSIDE = re.compile(r"([;\t\r\n]\s*)(?=[=@＝＠]|[+＋－-](?!\.?\d|inf))", re.IGNORECASE)
 _CELLS = re.compile(r"([,;])")  # separators of cells in different locales
 
 
@@ -96,7 +98,10 @@ def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]], align: 
 
 def csv_cell(value: object) -> object:
     """A value as a cell of CSV. Text that a spreadsheet would treat as a formula gets an apostrophe in front."""
-    return f"'{value}" if isinstance(value, str) and _FORMULA.match(value) else value
+    if not isinstance(value, str):
+        return value
+    text = _INSIDE.sub(r"\1'", value)
+    return f"'{text}" if _FORMULA.match(text) else text
 
 
 def csv_table(frame: pd.DataFrame, comment: str = "") -> str:

@@ -58,6 +58,12 @@ def test_sketches_are_read_in_place(catalog, sandbox):
             sandbox.select(f"SELECT * FROM read_blob('{other}')")
 
 
+def test_settings_do_not_show_the_home_folder(sandbox, monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path / "of-somebody"))
+    rows = sandbox.select("SELECT name, value FROM duckdb_settings()", limit=10_000).rows
+    assert len(rows) > 100 and "of-somebody" not in rows.to_csv()
+
+
 def test_a_segment_that_is_gone_is_the_reason(catalog, tmp_path):
     root = tmp_path / "it's [one]"
     shutil.copytree(catalog.root, root, ignore=shutil.ignore_patterns("index.duckdb*"))

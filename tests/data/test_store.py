@@ -337,11 +337,16 @@ def test_messages_are_one_line():
 
 def test_csv_has_no_formulas():
     """Text that begins as one does gets an apostrophe; numbers stay, and pandas reads all else back."""
-    formulas = ["=1+1", " =1", "+cmd|' /C calc'!A0", "-2+3", "@SUM(A1)", "\t=1", "-", "+1e5x"]
+    formulas = ["=1+1", " =1", "+cmd|' /C calc'!A0", "-2+3", "@SUM(A1)", "-", "+1e5x"]
     assert [csv_cell(text) for text in formulas] == [f"'{text}" for text in formulas]
-    formulas += [";=1", "\n=1", *(f"{sign}1" for sign in "\uff1d\uff0b\uff0d\uff20")]
+    formulas += [";1", "\t1", *(f"{sign}1" for sign in "\uff1d\uff0b\uff0d\uff20")]
     assert [csv_cell(text) for text in formulas] == [f"'{text}" for text in formulas]
-    kept = ["mxfp4", "", "1-2", "'=1", "-1.5", "+.5e-3", "-inf", -3.5, None, True]
+    assert [csv_cell(text) for text in (";=1", "\t=1", "a;=1", "a\t@x", "a; \uff1d1", "a\n+x")] == [
+        "';'=1",
+        "'\t'=1",
+        "a;'=1", "a\t'@x", "a; '\uff1d1", "a\n'+x",
+    ]  # fmt: skip
+    kept = ["1;-2; +.5;-inf", "a, -b", "mxfp4", "", "1-2", "'=1", "-1.5", "+.5e-3", "-inf", -3.5, None, True]
     assert [csv_cell(value) for value in kept] == kept
     frame = pd.DataFrame({"=a": ["=1", "x"], "n": [-1.5, 2.0], "c": pd.Categorical(["@x", "y"])})
     assert csv_table(frame, "recipe ,=A1; +x\ntwo") == "# recipe ,'=A1;' +x\n# two\n'=a,n,c\n'=1,-1.5,'@x\nx,2.0,y\n"
