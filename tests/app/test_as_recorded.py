@@ -46,7 +46,7 @@ weight = "mxfp4(hadamard=32, signs=random)"
 
 def model_for(recipe: str) -> GPTModel:
     """A tiny model that has what the recipe rounds."""
-    family = "deepseek2_lite" if recipe in ("nemotron3_super", "te_nvfp4_fwd_mxfp8_bwd") else "llama32-1b"
+    family = "deepseek2_lite" if recipe == "te_nvfp4_fwd_mxfp8_bwd" else "llama32-1b"  # the one with experts
     model = GPTModel(MODELS[family]["tiny"])
     model.initialize(0)
     return model
@@ -98,7 +98,8 @@ def check(catalog: Catalog) -> None:
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("recipe", [*PUBLISHED, "mxfp8", "FA_linear_nvfp4"])
 def test_every_recipe(recipe, tmp_path):
-    with record(tmp_path, recipe) as catalog:
+    deep = recipe in ("nemotron3_super", "nvidia_nvfp4")  # keeps more layers in bf16 than the model has
+    with record(tmp_path, f"{recipe}(without=keep)" if deep else recipe) as catalog:
         assert operands(catalog)
         check(catalog)
 
