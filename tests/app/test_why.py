@@ -19,7 +19,7 @@ from binade.app.questions.shared.selection import SelectedTensor
 from binade.app.questions.why import question as why
 from binade.data.filter import Filter
 from binade.quant import fake_quantize, score, summarize
-from binade.quant.backends import cpu
+from binade.quant.backends import cpu, native
 from binade.quant.blocks import look
 from binade.quant.metrics import streamed_score
 from binade.quant.specs import Spec
@@ -60,6 +60,8 @@ def test_values_that_overflow_fp16():
 MATRIX, LINE = (1100, 1024), (1_300_003,)
 
 
+@pytest.mark.compiler
+@pytest.mark.skipif(native.compiler() is None, reason="no C++ compiler")
 @pytest.mark.parametrize(
     ("spec", "shape"),
     [

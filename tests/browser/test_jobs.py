@@ -85,7 +85,7 @@ def test_a_run_launched_by_clicking_is_watched_and_opened(visit: Visit, app: str
     (view,) = jobs.listing(root)
     assert view.state == "done"
     assert [view.job.config] == parse(["quick", "mxfp8", "--layers", "1", "--sequence-length", "32"]).runs
-    expect(page.get_by_text("SQNR in mxfp8, worst first").first).to_be_visible()  # it is drawn anew as rows come
+    expect(page.get_by_text("SQNR as used, worst first").first).to_be_visible()  # it is drawn anew as rows come
     expect(badge(other, "done")).to_be_visible(timeout=PATIENCE)
     page.get_by_role("link", name="Open its tensors").click()
     expect(page.get_by_role("heading", name="Compare › Explore")).to_be_visible()
