@@ -130,7 +130,8 @@ def test_csv_has_no_formulas(tmp_path):
         with open(csv, newline="") as file:
             written = pd.DataFrame(reader(file))
         written = written[1:].set_axis(written.iloc[0], axis=1)
-        assert set(written["module"]) == {f"'{formula}" for formula in formulas}
+        inside = {"\t=1": "'\t'=1", "\r=1": "'\r'=1"}  # a reader may divide cells there
+        assert set(written["module"]) == {inside.get(formula, f"'{formula}") for formula in formulas}
         assert set(pd.read_parquet(parquet)["module"]) == set(formulas)
 
 
