@@ -148,7 +148,8 @@ class View(Record):
         values, unknown = read(params, self.params)
         part = PAGES[self.page].parts.get(self.part)
         question = part.question if part else None
-        values["format"] = values["format"] or default_format(catalog, where, as_used=True)
+        as_used = question is not None and (question.as_used or question.of is Of.TENSOR)
+        values["format"] = values["format"] or default_format(catalog, where, as_used)
         if question and question.of is Of.TENSOR and not values["tensor"]:
             values["tensor"] = lowest(catalog, where, values["format"])
         if values["format"] == USED and not (question and question.as_used):

@@ -15,7 +15,7 @@ import pyarrow as pa
 from binade.data.filter import FIELDS, Filter
 from binade.data.intake import CUBES, SUMS, same
 from binade.data.open_index import GROUPABLE, HIDDEN, IN_LIST, CatalogError, DamagedIndexError, repairing
-from binade.data.score_queries import MICRO_BATCH, SHOWN_ERRORS, USED, ScoreQueries, in_format, part, quantiles
+from binade.data.score_queries import MICRO_BATCH, SHOWN_ERRORS, USED, ScoreQueries, format_condition, part, quantiles
 from binade.data.segment import TENSOR_SCHEMA
 from binade.data.sketches import PLACED, sketch_file, sketches
 from binade.data.tensor_values import SAME_IN_SHARDS, TensorValues
@@ -24,7 +24,7 @@ from binade.quant.sketch import bin_edges
 
 __all__ = [
     "GROUPABLE", "MICRO_BATCH", "PUBLIC_TABLES", "SAME_IN_ITERATIONS", "SHOWN_ERRORS", "STATISTICS", "TWIN_FIELDS",
-    "USED", "Catalog", "CatalogError", "DamagedIndexError", "Totals", "in_format", "part", "quantiles",
+    "USED", "Catalog", "CatalogError", "DamagedIndexError", "Totals", "format_condition", "part", "quantiles",
 ]  # fmt: skip
 # Statistics of a tensor's own values, each as SQL over the table `tensor`; the names are those of quant.METRICS.
 STATISTICS = {

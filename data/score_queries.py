@@ -23,7 +23,7 @@ _ADDED = """sum(first) AS first, CASE WHEN count(second) = count(*) THEN sum(sec
 _ERROR = "CASE WHEN count(first) > 1 THEN stddev_samp({0}) / sqrt(count(first)) ELSE 'nan'::DOUBLE END"
 
 
-def in_format(fmt: str) -> tuple[str, list[str]]:
+def format_condition(fmt: str) -> tuple[str, list[str]]:
     """The condition that a row of `score` is of a format, or USED, and its parameters."""
     return ("score.used", []) if fmt == USED else ("score.format = ?", [str(Spec.of(fmt))])
 
@@ -86,7 +86,7 @@ class ScoreQueries(OpenIndex):
             raise CatalogError(f"operands cannot be ranked by {worst!r}: expected one of {', '.join(SHOWN_ERRORS)}")
         condition, parameters = self.condition(where)
         bad = f"-{worst}" if worst == "sqnr_db" else worst
-        only, of_format = in_format(fmt)
+        only, of_format = format_condition(fmt)
         return self.ask(
             f"""
             WITH scored AS (

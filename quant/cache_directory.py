@@ -16,8 +16,11 @@ def cache_directory() -> Path:
         return Path(chosen)
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # of pathlib, it may raise RuntimeError
     path = Path(home) / "binade"
-    if not path.is_absolute():
-        return temporary_cache()
+    return writable(path) if path.is_absolute() else temporary_cache()
+
+
+def writable(path: Path) -> Path:
+    """This directory, which is made if it does not exist; a temporary one if it cannot be written."""
     try:
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError:

@@ -27,7 +27,7 @@ from threading import Lock, Thread
 
 import torch
 
-from binade.quant.cache_directory import cache_directory, temporary_cache
+from binade.quant.cache_directory import cache_directory, writable
 
 log = logging.getLogger(__name__)
 
@@ -130,12 +130,7 @@ def _stamp(source: str) -> str:
 @cache
 def directory() -> Path:
     """The directory of the builds; a temporary one if it is not writable."""
-    path = cache_directory()
-    try:
-        path.mkdir(parents=True, exist_ok=True, mode=0o700)
-    except OSError:
-        return temporary_cache()
-    return path if os.access(path, os.W_OK) else temporary_cache()
+    return writable(cache_directory())
 
 
 @cache

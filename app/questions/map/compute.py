@@ -12,7 +12,7 @@ import pandas as pd
 from torch import Tensor
 
 from binade.app.budget import SCORE, Rounding, check
-from binade.data.catalog import SHOWN_ERRORS, STATISTICS, USED, Catalog, CatalogError, in_format, part, quantiles
+from binade.data.catalog import SHOWN_ERRORS, STATISTICS, USED, Catalog, CatalogError, format_condition, part, quantiles
 from binade.data.evidence import Measure, Sentence
 from binade.data.filter import Filter
 from binade.data.reliability import reliability
@@ -101,7 +101,7 @@ def _values(catalog: Catalog, where: Filter, fmt: str, metric: str, across: str,
             value = "score.sqnr_db - map_extract(map(?::VARCHAR[], ?::DOUBLE[]), score.format)[1]"
             formats = catalog.scored_formats(where) if fmt == USED else [str(Spec.of(fmt))]
             of_value = [formats, [normal_sqnr(each) for each in formats]]
-        of_format, chosen = in_format(fmt)
+        of_format, chosen = format_condition(fmt)
         only = f"{of_format} AND NOT (isnan(score.mse) OR isnan(rms))"
         parameters = [*parameters, *chosen]
     elif metric == TENSOR_SCALE:
