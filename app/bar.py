@@ -1,17 +1,16 @@
-"""The scope and the filter, in one line above each page: run, iteration, format, metric, and a chip for each value of
-the filter. They are part of the view, so they hold on every page and are in the address."""
+"""The scope and the filter, in one line above each page: run, iteration, format, metric, and a chip for each field of
+the filter. They are part of the view, so they hold on every page and are in the address. The values of a field are
+listed below the line while its chip is open, so that they never cover a chart."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import streamlit as st
 
-from binade.app import address, saved_filters
+from binade.app import address
 from binade.app.formatting import plain
 from binade.app.glossary import TERMS
 from binade.app.params import TITLES, AnyFormat, format_title
@@ -19,23 +18,20 @@ from binade.app.questions.map.compute import METRICS
 from binade.app.questions.shared.labels import group_name
 from binade.app.questions.shared.runs import every_run, given_names, labels_of, run_titles
 from binade.app.questions.shared.scope import scoped
-from binade.app.saved_filters import LONGEST_NAME, SavedFiltersError
 from binade.app.style import MEASURES
 from binade.app.view import Reading, View
-from binade.data.access import ReadOnlyError, read_only
 from binade.data.catalog import USED, Catalog
 from binade.data.filter import INTEGER_FIELDS, Filter
 from binade.quant.formats import FORMATS
 from binade.quant.specs import known_specs
 
 SCOPE_FIELDS = ("run_id", "iteration")  # fields of the filter that are chosen in the scope
-GROUPS = {
-    "": ("layer_index", "module", "operation", "tensor_name", "quant_type"),
-    "Run and model": ("run_id", "recipe", "model", "size", "dataset", "layer_type", "component", "phase", "stage"),
-    "Iteration and rank": ("iteration", "micro_batch", "rank", "expert"),
-}
-MOST_CHIPS = 12
-MOST_LISTED = 12  # up to this many numbers are chosen from a list, more with a range slider
+CHIPS = ("layer_index", "phase", "operation", "module", "tensor_name", "quant_type")  # that Explore always shows
+TOGETHER = {"phase": ("phase", "operation"), "operation": ("phase", "operation")}  # fields with few values
+MORE = "more"
+OPEN = "open_chip"  # the key of the field whose values are listed, or MORE for the other fields
+MOST_LISTED = 40  # values that are listed; more numbers are chosen with a slider, more names from a list
+NAMED = 2  # values that a chip names
 SEVERAL = "several"
 Counts = Mapping[str, Mapping[Any, int]]
 
@@ -50,8 +46,8 @@ def bar(catalog: Catalog, view: View, reading: Reading) -> bool:
     where = reading.where
     everything = catalog.counts()
     possible = catalog.counts(where) if where.items() else everything
-    with st.container(key="scope", horizontal=True, vertical_alignment="center", gap="small"):
-        resolved = scoped(catalog, where, scored=True) if _is_of_one(reading) else where
+    with st.container(key="scope", horizontal=True, vertical_alignment="center", gap="xsmall"):
+        resolved = _resolved(catalog, reading)
         _run(catalog, where, resolved)
         _iteration(where, possible, resolved)
         if "format" in _scope(reading):
@@ -60,19 +56,31 @@ def bar(catalog: Catalog, view: View, reading: Reading) -> bool:
             _metric(reading)
         if "versus" in _scope(reading):
             _versus(catalog, reading)
-        _chips(catalog, where, everything)
-        hidden, total = _hidden(where, everything, possible)
-        _filter(catalog, where, everything, possible, hidden, total)
+        always = CHIPS if view.page == "explore" else ()
+        _chips(catalog, where, everything, always)
+    if field := st.session_state.get(OPEN):
+        with st.container(key="chip_values", horizontal=True, vertical_alignment="center", gap="small"):
+            if field == MORE:
+                _fields(where, everything, always)
+            for name in TOGETHER.get(field, (field,)):
+                if name in everything:
+                    _values(catalog, name, everything[name], possible.get(name, {}), getattr(where, name))
+    if reading.scope and reading.scope.tensors:
+        st.caption(plain(reading.scope.sentence))
+    hidden, total = _hidden(where, everything, possible)
     return hidden < total or not total
+
+
+def _resolved(catalog: Catalog, reading: Reading) -> Filter:
+    """The filter with the runs and iterations that are shown."""
+    if reading.scope:
+        return reading.scope.where
+    of_one = reading.question and reading.question.page in ("map", "tensor")
+    return scoped(catalog, reading.where, scored=True) if of_one else reading.where
 
 
 def _scope(reading: Reading) -> tuple[str, ...]:
     return reading.question.scope if reading.question else ()
-
-
-def _is_of_one(reading: Reading) -> bool:
-    """Whether the part shows one run and iteration if none is chosen."""
-    return bool(reading.question and reading.question.page in ("map", "tensor"))
 
 
 def _choose(name: str, widget: str = "") -> None:
@@ -99,7 +107,7 @@ def _run(catalog: Catalog, where: Filter, resolved: Filter) -> None:
     chosen = where.run_id[0] if len(where.run_id) == 1 else SEVERAL if where.run_id else None
     latest = f"latest: {labels_of(catalog).get(resolved.run_id[0])}" if len(resolved.run_id) == 1 else "all"
     _box(
-        "scope_run_id", "Run", options, chosen, 250, "run_id", placeholder=latest,
+        "scope_run_id", "Run", options, chosen, 190, "run_id", placeholder=latest,
         format_func=lambda run: several if run == SEVERAL else titles.get(run, str(run)),
     )  # fmt: skip
 
@@ -108,9 +116,9 @@ def _iteration(where: Filter, possible: Counts, resolved: Filter) -> None:
     several = f"{len(where.iteration)} chosen"
     options: list[Any] = [*([SEVERAL] if len(where.iteration) > 1 else []), *possible.get("iteration", {})]
     chosen: Any = where.iteration[0] if len(where.iteration) == 1 else SEVERAL if where.iteration else None
-    last = f"last: {resolved.iteration[0]}" if len(resolved.iteration) == 1 else "all"
+    last = f"{resolved.iteration[0]} (last)" if len(resolved.iteration) == 1 else "all"
     _box(
-        "scope_iteration", "Iteration", options, chosen, 175, "iteration", placeholder=last,
+        "scope_iteration", "Iteration", options, chosen, 160, "iteration", placeholder=last,
         format_func=lambda at: several if at == SEVERAL else str(at),
     )  # fmt: skip
 
@@ -119,7 +127,7 @@ def _format(catalog: Catalog, reading: Reading) -> None:
     scored, chosen = catalog.scored_formats(), reading.values["format"]
     formats = known_specs(dict.fromkeys(name for name in (*scored, *FORMATS, chosen) if name and name != USED))
     _box(
-        "format", "Format", [USED, *formats], chosen or None, 190, accept_new_options=True, placeholder="none",
+        "format", "Format", [USED, *formats], chosen or None, 170, accept_new_options=True, placeholder="none",
         format_func=format_title,
     )  # fmt: skip
 
@@ -148,101 +156,102 @@ def _hidden(where: Filter, everything: Counts, possible: Counts) -> tuple[int, i
     return total - sum(count for run, count in runs.items() if not where.run_id or run in where.run_id), total
 
 
-def _filter(catalog: Catalog, where: Filter, everything: Counts, possible: Counts, hidden: int, total: int) -> None:
-    """The menu with every field of the filter and the saved filters."""
+def _chips(catalog: Catalog, where: Filter, everything: Counts, always: Sequence[str]) -> None:
+    """A chip for each field, those of `always` and those that restrict: a click opens its values, the cross clears
+    it."""
+    restricting = {name: values for name, values in where.items() if name not in SCOPE_FIELDS or len(values) > 1}
+    shown = partial(group_name, names=given_names(catalog))
+    for name in dict.fromkeys((*always, *restricting)):
+        values = restricting.get(name, ())
+        if not values and len(everything.get(name, ())) < 2:
+            continue  # there is nothing to choose
+        label = f"{TITLES[name]}: {_listed(name, values, everything, shown)}" if values else TITLES[name]
+        with st.container(key=f"chip_{'on' if values else 'off'}_{name}", horizontal=True, gap=None, width="content"):
+            st.button(f"{plain(label)} ▾", key=f"chip_of_{name}", on_click=_open, args=(name,), help=_help(name))
+            if values:
+                st.button("✕", key=f"clear_{name}", on_click=_clear, args=(name,), help=f"All: {TITLES[name].lower()}")
+    with st.container(key="chip_off_more", width="content"):
+        st.button("+" if always else "+ Filter", key="filter_more", on_click=_open, args=(MORE,), help="More fields")
+    if where.items():
+        st.button("Clear", key="clear_filter", on_click=clear, type="tertiary", help="Clear the filter")
+
+
+def _help(name: str) -> str | None:
+    return TERMS.get(TITLES[name].lower())
+
+
+def _listed(name: str, values: Sequence[Any], everything: Counts, shown: Callable[[object], str]) -> str:
+    if name in INTEGER_FIELDS and len(values) > NAMED and _successive(values, list(everything.get(name, ()))):
+        return f"{min(values)} to {max(values)}"
+    named = ", ".join(shown(value) for value in values[:NAMED])
+    return named + (f" +{len(values) - NAMED}" if len(values) > NAMED else "")
+
+
+def _successive(values: Sequence[Any], possible: list[int]) -> bool:
+    return sorted(values) == [value for value in possible if min(values) <= value <= max(values)]
+
+
+def _open(name: str) -> None:
+    """Show the values of a field, or hide them if they are shown."""
+    state = st.session_state
+    state[OPEN] = None if state.get(OPEN) == name else name
+
+
+def _clear(name: str) -> None:
+    address.change(**{name: None})
+
+
+def _fields(where: Filter, everything: Counts, always: Sequence[str]) -> None:
+    """The fields that have no chip."""
+    for name in everything:
+        if name not in always and len(everything[name]) > 1:
+            st.button(TITLES[name], key=f"field_{name}", on_click=_open, args=(name,), help=_help(name))
+
+
+def _values(
+    catalog: Catalog, name: str, everything: Mapping[Any, int], possible: Mapping[Any, int], chosen: Sequence[Any]
+) -> None:
+    """The values of a field: those that select something beside the rest of the filter, and the chosen ones."""
     runs = catalog.kept(("run titles", catalog.state()), lambda: run_titles(every_run(catalog)))
-    with st.popover("Filter", icon=":material/filter_alt:", key="filter_menu", width="content"):
-        st.button("Clear", on_click=clear, disabled=not where.items(), key="clear_filter")
-        if hidden:
-            st.caption(f"The filter hides {hidden:,} of {total:,} tensors.")
-        for title, fields in GROUPS.items():
-            with st.expander(title, expanded=any(getattr(where, name) for name in fields)) if title else nullcontext():
-                for name in [name for name in fields if name in everything]:
-                    chosen = getattr(where, name)
-                    if name in INTEGER_FIELDS and len(everything[name]) > MOST_LISTED:
-                        _range(name, sorted({*everything[name], *chosen}), chosen)
-                    else:
-                        _list(name, possible.get(name, {}), chosen, partial(group_name, names=runs))
-        st.divider()
-        _saved(catalog.root, where)
+    shown = partial(group_name, names=runs)
+    options = list(dict.fromkeys([*possible, *chosen]))
+    if name in INTEGER_FIELDS:
+        options = sorted(options)
+    st.markdown(f"{TITLES[name]}", width="content", help=_help(name))
+    if name in INTEGER_FIELDS and len(everything) > MOST_LISTED:
+        _range(name, sorted({*everything, *chosen}), chosen)
+        return
+    st.session_state[key(name)] = list(chosen)
+    if len(options) > MOST_LISTED:
+        st.multiselect(
+            TITLES[name], options, key=key(name), placeholder="all", filter_mode="contains", select_all=False,
+            format_func=shown, on_change=_choose, args=(name,), label_visibility="collapsed", width=500,
+        )  # fmt: skip
+        return
+    st.pills(
+        TITLES[name], options, selection_mode="multi", key=key(name), format_func=lambda value: plain(shown(value)),
+        on_change=_choose, args=(name,), label_visibility="collapsed", width="content",
+    )  # fmt: skip
 
 
 def clear() -> None:
     address.narrow(Filter())
 
 
-def _list(name: str, counts: Mapping[Any, int], chosen: Sequence[Any], shown: Callable[[object], str]) -> None:
-    st.session_state[key(name)] = list(chosen)
-    options = list(dict.fromkeys([*counts, *chosen]))
-    st.multiselect(
-        TITLES[name],
-        options,
-        key=key(name),
-        help=TERMS.get(TITLES[name].lower()),
-        placeholder="all",
-        filter_mode="contains",  # else "mxfp4" finds mxfp8 as well
-        select_all=False,  # else Enter chooses everything that contains what was typed
-        format_func=lambda value: f"{shown(value)} ({counts.get(value, 0):,})",
-        on_change=_choose_listed,
-        args=(name, {shown(option): option for option in options}),
-    )
-
-
-def _choose_listed(name: str, titles: Mapping[str, Any]) -> None:
-    """A browser sends the labels that it shows. If the app has counted again since, Streamlit does not know them, and
-    passes them on as they are, with the number of tensors at the end."""
-    chosen = [value if value in titles.values() else value.rpartition(" (")[0] for value in st.session_state[key(name)]]
-    address.change(**{name: [titles.get(value, value) for value in chosen]})
-
-
 def _range(name: str, values: Sequence[int], chosen: Sequence[Any]) -> None:
     """A slider from the first of the chosen values to the last; all of them if none is chosen."""
     ends = min(chosen, default=values[0]), max(chosen, default=values[-1])
     slider = f"range_{name}_{ends}"  # to Streamlit, a slider with another default is another slider
-    help = TERMS.get(TITLES[name].lower())
-    st.select_slider(TITLES[name], values, ends, key=slider, help=help, on_change=_within, args=(name, values, slider))
+    st.select_slider(
+        TITLES[name], values, ends, key=slider, on_change=_within, args=(name, values, slider), width=500,
+        label_visibility="collapsed",
+    )  # fmt: skip
 
 
 def _within(name: str, values: Sequence[int], slider: str) -> None:
     low, high = st.session_state[slider]
     every = (low, high) == (values[0], values[-1])
     address.change(**{name: None if every else [value for value in values if low <= value <= high]})
-
-
-def _chips(catalog: Catalog, where: Filter, everything: Counts) -> None:
-    """The filter's values, a range of numbers as one; a click removes one."""
-    shown = partial(group_name, names=given_names(catalog))
-    chips: dict[str, tuple[str, tuple[Any, ...]]] = {}
-    for name, values in where.items():
-        if name in SCOPE_FIELDS and len(values) == 1:
-            continue
-        if name in INTEGER_FIELDS and len(values) > 2 and _successive(values, list(everything.get(name, ()))):
-            chips[f"{TITLES[name]}: {min(values)} to {max(values)} ✕"] = name, values
-        else:
-            chips |= {f"{TITLES[name]}: {shown(value)} ✕": (name, (value,)) for value in values}
-    if chips:
-        st.session_state["chips"] = None
-        st.pills(
-            "Filter: click a value to remove it",
-            list(chips)[:MOST_CHIPS],
-            key="chips",
-            format_func=plain,
-            on_change=_remove,
-            args=(chips, where),
-            label_visibility="collapsed",
-            width="content",
-        )
-    if len(chips) > MOST_CHIPS:
-        st.caption(f"and {len(chips) - MOST_CHIPS} more")
-
-
-def _successive(values: Sequence[Any], possible: list[int]) -> bool:
-    return sorted(values) == [each for each in possible if min(values) <= each <= max(values)]
-
-
-def _remove(chips: Mapping[str, tuple[str, tuple[Any, ...]]], where: Filter) -> None:
-    name, values = chips[st.session_state["chips"]]
-    address.change(**{name: [other for other in getattr(where, name) if other not in values]})
 
 
 def explain_nothing(where: Filter) -> None:
@@ -265,44 +274,3 @@ def only(catalog: Catalog, values: Mapping[str, Any]) -> None:
         for name, wanted in values.items()
     }
     address.change(**{name: chosen for name, chosen in found.items() if chosen})
-
-
-def _saved(root: Path, where: Filter) -> None:
-    """The filters that users have named; a click applies one."""
-    st.markdown("**Saved filters**")
-    try:
-        found = saved_filters.load(root)
-    except SavedFiltersError as error:
-        st.error(plain(str(error)), icon=":material/error:")
-        return
-    if not found and read_only():
-        st.caption("No saved filters.")
-    for index, (name, saved) in enumerate(found.items()):
-        left, right = st.columns([5, 1], vertical_alignment="center")
-        help = plain(saved.sentence())
-        left.button(
-            plain(name), key=f"load_filter_{index}", on_click=address.narrow, args=(saved,), help=help, type="tertiary"
-        )
-        if not read_only():
-            icon = ":material/delete:"
-            right.button("", key=f"delete_filter_{index}", icon=icon, on_click=_write, args=(root, name), help="Delete")
-    if read_only():
-        return
-    st.text_input("Name", max_chars=LONGEST_NAME, key="filter_name", placeholder="gradients of fc1")
-    st.button("Save this filter", disabled=not where.items(), on_click=_save, args=(root, where))
-    if not where.items():
-        st.caption("Set a filter first.")
-
-
-def _save(root: Path, where: Filter) -> None:
-    if name := st.session_state["filter_name"].strip():
-        _write(root, name, where)
-    else:
-        st.toast("Give the filter a name.", icon=":material/error:")
-
-
-def _write(root: Path, name: str, where: Filter | None = None) -> None:
-    try:
-        saved_filters.save(root, name, where)
-    except (SavedFiltersError, ReadOnlyError) as error:
-        st.error(plain(str(error)), icon=":material/error:")

@@ -24,6 +24,7 @@ import pyarrow.compute as pc
 from altair.utils import schemapi
 
 from binade.app.control import Control
+from binade.app.questions.shared.scope import Scope
 from binade.data.evidence import Sentence
 from binade.data.filter import Filter
 from binade.data.text import csv_table
@@ -244,6 +245,7 @@ class Drawn:
     items     in the order in which a page shows them
     verdict   the answer in words, with the estimates that it is made from; empty where there is none
     problems  a sentence for each thing that is missing, left out or cannot be drawn
+    scope     what it was computed from, if its view resolved that
 
     Raises TypeError for a verdict that is not a Sentence: its numbers would have no evidence.
     """
@@ -251,6 +253,7 @@ class Drawn:
     items: tuple[Item, ...] = field(default=(), repr=False)
     verdict: Sentence = field(default_factory=Sentence)
     problems: tuple[str, ...] = ()
+    scope: Scope | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.verdict, Sentence):

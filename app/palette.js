@@ -113,6 +113,11 @@ function onKey(state, event) {
     }
     const target = event.composedPath()[0];
     const typing = target.closest?.('input, textarea, select, [contenteditable], [role=combobox], [role=listbox], canvas');
+    if ((event.ctrlKey || event.metaKey) && event.key.toLowerCase() === 'z' && (!typing || target.tagName === 'CANVAS')) {
+        event.preventDefault();
+        if (event.shiftKey) history.forward(); else history.back();
+        return;
+    }
     if (event.ctrlKey || event.metaKey || event.altKey || typing || state.box.open || event.defaultPrevented) return;
     if (event.key === '?') { state.keys.showModal(); return; }
     if ('jk[]fp'.includes(event.key) && event.key.length === 1) state.setTriggerValue('pressed', event.key);

@@ -29,6 +29,7 @@ from binade.quant.specs import known_specs
 MOST = 7  # of each kind
 KEYS = {
     "Ctrl K": "search tensors, runs, formats, pages and questions",
+    "Ctrl Z, Shift Ctrl Z": "undo and redo a choice",
     "j, k": "next and previous tensor",
     "[, ]": "the same operand in the previous and in the next layer",
     "f": "next format that operands were scored in",
@@ -104,7 +105,7 @@ def _filters(opened: Catalog, view: View, words: list[str]) -> list[Entry]:
             return []
         chosen[found[0]] = [*chosen.get(found[0], []), found[1]]
     where = Filter(**chosen)
-    shows = view.page in ("map", "tensor", "compare")
+    shows = view.page in ("map", "explore", "tensor", "compare")
     at = view if shows else view.at("map")
     return [Entry("filter", where.sentence(), "" if shows else "on the Map", at.changed(**chosen))] if words else []
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import zlib
@@ -515,14 +514,16 @@ def brushed(
     corner = len(groups) > 1 and _orient(groups, place) == "top-left"
     named = " + '  ' + datum.group" if len(groups) > 1 else " + ' values'"
     right = _within(groups) if corner else 8  # of a legend
+    chart = chart.copy()
+    chart.data = chart.data.assign(nth=chart.data["group"].map({group: nth for nth, group in enumerate(groups)}))
     shown = alt.Chart(chart.data).transform_filter(f"isDefined({at})")
     counts = (
         shown.transform_calculate(part=inside.replace("at[", f"{at}["))
         # New fields, since a formula that overwrites its own input would be wrong when the range moves.
         .transform_calculate(shared=f"datum.part * {share}", counted="datum.part * datum.count")
-        .transform_aggregate(shared="sum(shared)", counted="sum(counted)", groupby=["group"])
+        .transform_aggregate(shared="sum(shared)", counted="sum(counted)", groupby=["group", "nth"])
         .transform_calculate(
-            row=f"12 + 16 * indexof({json.dumps(groups)}, datum.group)",
+            row="12 + 16 * datum.nth",
             text=f"format(datum.shared, '.3~p') + '  ' + format(datum.counted, '.3~s'){named}",
         )
         .mark_text(align="left", fontSize=12, fontWeight=600)
@@ -541,6 +542,8 @@ def operation_scale(present: Iterable[str]) -> alt.Scale:
 
 def title(text: str, subtitle: str | list[str]) -> alt.TitleParams:
     """A chart's title and subtitle; a list has one line per item."""
+    if not subtitle:
+        return alt.TitleParams(text, anchor="start", offset=6)
     return alt.TitleParams(text, subtitle=subtitle, anchor="start", subtitleColor=GREY, subtitleFontSize=12, offset=12)
 
 

@@ -22,7 +22,7 @@ from binade.app.pages.registry import OLD_PAGES, PAGES, PART, Part, moved
 from binade.app.params import TITLES, AnyFormat, One, Param, Params, bounded, read, read_filter, run_or_format, texts_of
 from binade.app.questions.map.compute import METRICS
 from binade.app.questions.question import Question
-from binade.app.questions.shared.scope import default_format
+from binade.app.questions.shared.scope import Scope, default_format, scoped
 from binade.app.questions.shared.selection import Of, format_used, lowest, select
 from binade.data.cache import Done
 from binade.data.catalog import USED, Catalog
@@ -61,6 +61,7 @@ class Reading:
     values    of the parameters, by name
     problems  a sentence for each text that does not exist or makes no sense
     gone      what the view names and the catalog does not have at all: such a view is not drawn
+    scope     what the answer is computed from; None for a question that chooses runs and iterations itself
     """
 
     part: Part | None
@@ -68,6 +69,7 @@ class Reading:
     values: dict[str, Any]
     problems: tuple[str, ...] = ()
     gone: tuple[str, ...] = ()
+    scope: Scope | None = None
 
     @property
     def question(self) -> Question | None:
@@ -163,7 +165,11 @@ class View(Record):
             texts, _ = bounded(name, given, param.most, param.longest)
             if given and len(param.read(texts)[1]) == len(texts):
                 gone.append(name)
-        return Reading(part, where, values, (*absent, *unknown), tuple(gone))
+        scope = None
+        if question and question.keeps and not gone:
+            within = scoped(catalog, where, question.keeps(values), scored=True)
+            scope = Scope.of(catalog, where, within, values["format"])
+        return Reading(part, where, values, (*absent, *unknown), tuple(gone), scope)
 
     def draw(self, catalog: Catalog, step: Done = lambda count, of: None) -> Drawn:
         """The answer to its question, computed once for all identical requests. step: called with (steps done, steps in
@@ -188,7 +194,10 @@ class View(Record):
             return Drawn(problems=(f"{self.page.capitalize()} › {self.part[:40]} has no charts.",))
         if not catalog.totals().tensors and not question.empty:
             return Drawn(problems=(f"There are no runs in {catalog.root}.",))
-        return reading.refusal or draw(catalog, question, reading.where, reading.values, reading.problems, step)
+        if reading.refusal:
+            return reading.refusal
+        where = reading.scope.where if reading.scope else reading.where
+        return replace(draw(catalog, question, where, reading.values, reading.problems, step), scope=reading.scope)
 
     def runs(self, catalog: Catalog) -> list[str]:
         """The runs that it shows, newest first: those that its filter selects, that it names or that are shown by

@@ -212,7 +212,7 @@ def _title(root: Path, view: JobView, views: list[JobView]) -> None:
         if view.run and view.run.segments:
             run = {"run_id": [view.run.run_id]}
             address.link(View("map", run), "Open in the Map", ":material/grid_on:")
-            address.link(View("compare", run), "Open its tensors", ":material/query_stats:")
+            address.link(View("explore", run), "Open its tensors", ":material/query_stats:")
         together = [each for each in views if each.job.created == job.created]
         if ids := summary.runs_to_compare(together):
             losses = View("compare", {PART: ["recipes"], "run_id": ids})

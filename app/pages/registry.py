@@ -99,6 +99,7 @@ PAGES = {
     page.name: page
     for page in (
         _page("map", "Map", ":material/grid_on:"),
+        _page("explore", "Explore", ":material/query_stats:"),
         _page("tensor", "Tensor", ":material/search_insights:"),
         _page("compare", "Compare", ":material/compare:"),
         _page("runs", "Runs", ":material/science:"),
@@ -112,7 +113,6 @@ _MOVED: dict[tuple[str, str], tuple[str, str]] = {
     **{("worst", view): ("map", "") for view in ("", "board", "depth", "training", "directions")},
     **{("worst", q.view): (q.page, q.view) for q in QUESTIONS if q.page != "tensor"},
     ("surfaces", ""): ("map", ""),
-    ("explore", ""): ("compare", "explore"),
     **{(name, ""): ("compare", name) for name in ("recipes", "difference", "provenance")},
     ("advise", ""): ("map", "advise"),
     **{(name, ""): ("runs", name) for name in ("jobs", "collect")},

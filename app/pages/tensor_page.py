@@ -43,7 +43,7 @@ def show(opened: Catalog, view: View, reading: Reading) -> None:
             st.button("Show the worst tensor of the filter", on_click=address.change, kwargs={"tensor": None})
             offer_to_clear()
     if pd.isna(row["path"]):
-        address.link(view.at("compare", "explore", tensor=tensor_id), "Show its distribution", ":material/query_stats:")
+        address.link(view.at("explore", tensor=tensor_id), "Show its distribution", ":material/query_stats:")
 
 
 def _choose() -> None:

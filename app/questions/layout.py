@@ -39,7 +39,7 @@ def show_question(opened: Catalog, view: View, reading: Reading) -> None:
     selected = selected_of(opened, reading)
     if not isinstance(selected, Drawn):
         show_controls(question.controls_of(selected, reading.values), reading.values, gap="large")
-    drawn = _draw(opened, view, question.slow)
+    drawn = drawn_of(opened, view, question.slow)
     if drawn is not None:
         show_answer(opened, drawn, view, reading)
         if not drawn.figures and not drawn.tables and question.of is not Of.TENSOR:
@@ -110,7 +110,7 @@ def _changed(name: str) -> None:
     address.change(**{name: st.session_state[name]})
 
 
-def _draw(opened: Catalog, view: View, slow: str) -> Drawn | None:
+def drawn_of(opened: Catalog, view: View, slow: str) -> Drawn | None:
     """The answer; of a slow question with a progress bar and a stop button. None if the user has stopped it."""
     if not slow:
         return view.draw(opened)

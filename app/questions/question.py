@@ -54,6 +54,8 @@ class Question:
     as_used      whether it can show each operand in the format that its own GEMM used: USED in place of a format
     note         shown above the answer
     layout       the module whose `show(catalog, view, reading)` shows it, if it is not laid out like the others
+    keeps        the fields whose values the answer keeps apart, from the parameters' values; runs and iterations are
+                 then chosen for it, see `scope.scoped`. None: the answer chooses them itself, or is of all
     report       what it adds to a report's sections; None: a section of its own, drawn with the default parameters
     """
 
@@ -82,6 +84,7 @@ class Question:
     as_used: bool = False
     note: str = ""
     layout: str = ""
+    keeps: Callable[[Mapping[str, Any]], Collection[str]] | None = None
     report: Callable[[ReportSelection], Iterable[Section]] | None = None
 
     @property

@@ -9,11 +9,10 @@ from binade.app.questions.blocks.question import BLOCKS
 from binade.app.questions.channels.question import CHANNELS
 from binade.app.questions.codes.question import CODES
 from binade.app.questions.difference.question import DIFFERENCE
-from binade.app.questions.distribution.question import DISTRIBUTION
 from binade.app.questions.drift.question import DRIFT
+from binade.app.questions.explore.question import EXPLORE
 from binade.app.questions.loss.question import LOSS
 from binade.app.questions.map.question import MAP
-from binade.app.questions.multiples.question import MULTIPLES
 from binade.app.questions.noise.question import NOISE
 from binade.app.questions.normality.question import NORMALITY
 from binade.app.questions.pair.question import PAIR
@@ -30,6 +29,7 @@ from binade.data.text import markdown_table
 QUESTIONS: tuple[Question, ...] = (
     MAP,
     ADVISE,
+    EXPLORE,
     WHY,
     WHAT_IF,
     NORMALITY,
@@ -38,8 +38,6 @@ QUESTIONS: tuple[Question, ...] = (
     BLOCKS,
     ATTENTION,
     CODES,
-    DISTRIBUTION,
-    MULTIPLES,
     RECIPES,
     LOSS,
     PREDICTIONS,

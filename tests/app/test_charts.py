@@ -434,7 +434,7 @@ before = attributes()
 import sys
 from binade import Catalog, plots
 with Catalog.open(sys.argv[1]) as catalog:
-    assert plots.distribution(catalog).figures[0].page_spec
+    assert plots.explore(catalog).figures[0].page_spec
 changed = [name for name, value in attributes().items() if before.get(name) is not value]
 assert not changed, changed
 assert alt.data_transformers.active == "default"

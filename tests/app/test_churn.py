@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from binade.app.questions.distribution.question import DISTRIBUTION
+from binade.app.questions.explore.question import EXPLORE
 from binade.data.catalog import Catalog
 from binade.data.open_index import OutdatedError
 from tests.app.planted import drawn, layers_alike
@@ -19,10 +19,10 @@ def test_a_drawing_begins_again_when_the_files_of_its_runs_are_gone(tmp_path: Pa
     with Catalog.open(tmp_path) as opened:
         layers_alike(tmp_path, 2, layers=3)
         shutil.rmtree(first)
-        (table,) = drawn(DISTRIBUTION, opened).tables.values()
+        table = drawn(EXPLORE, opened, by="quant_type").tables["Statistics"]
         assert table["tensors"].tolist() == [6]
         (second,) = opened.runs()["run_id"]
         with pytest.raises(OutdatedError), opened.snapshot():  # its owner begins again
             assert opened.totals().tensors == 6
             shutil.rmtree(tmp_path / second)
-            drawn(DISTRIBUTION, opened, by="tensor_name")
+            drawn(EXPLORE, opened, by="tensor_name")

@@ -21,8 +21,7 @@ from binade.app.figure import Column, Figure
 from binade.app.params import One
 from binade.app.questions.blocks import question as blocks
 from binade.app.questions.difference import question as difference
-from binade.app.questions.distribution import page as distribution_page
-from binade.app.questions.distribution import question as distribution
+from binade.app.questions.explore import question as explore
 from binade.app.questions.recipes import question as recipes
 from binade.app.questions.registry import QUESTIONS
 from binade.app.questions.results import question as results
@@ -42,7 +41,7 @@ def walked(catalog: Catalog, every: bool) -> dict[str, Figure]:
     figures = {}
     for question in QUESTIONS:
         view = View(question.page, {"view": [question.view]})
-        params = {} if question.name in ("what_if", "advise", "multiples") or not every else view.params_in(catalog)
+        params = {} if question.name in ("what_if", "advise") or not every else view.params_in(catalog)
         several = {name: params[name] for name in question.uses if isinstance(params.get(name), One)}
         choices = [(name, text) for name, param in several.items() if not param.refers_to for text in param.allowed]
         for changed in (view, *(view.changed(**{name: text}) for name, text in choices)):
@@ -96,7 +95,7 @@ def test_no_axis_of_shares_goes_past_100_percent(figures: dict[str, Figure]):
 
 @pytest.mark.parametrize(
     ("columns", "last", "wide"),
-    [(distribution_page.COLUMNS, "kurtosis", 1), (distribution.COLUMNS, "std", 1), (blocks.WORST_COLUMNS, "absmax", 2),
+    [(explore.STATISTICS, "infs", 1), (blocks.WORST_COLUMNS, "absmax", 2),
      (recipes.COLUMNS, "iterations", 1), (difference.COLUMNS, "by", 1), (results.COLUMNS, "results", 1)],
 )  # fmt: skip
 def test_important_columns_are_visible_at_1280_pixels(columns: dict[str, Column], last: str, wide: int):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,44 +11,16 @@ import altair as alt
 import pandas as pd
 import pytest
 from streamlit.testing.v1 import AppTest
-from streamlit.testing.v1.element_tree import Multiselect
 
-from binade.app import saved_filters, show, style
+from binade.app import show, style
 from binade.app.figure import Figure
-from binade.app.params import texts_of
-from binade.app.saved_filters import SavedFiltersError
-from binade.data.access import SETTING, ReadOnlyError
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 from tests.app import roots
-from tests.app.test_pages import chips, rerun, words
+from tests.app.test_pages import chips, narrow, rerun, words
 
 Visit = Callable[..., AppTest]
 WHERE = Filter(module=["fc1"], layer_index=[1, 2])
-
-
-def test_each_value_has_the_number_of_its_tensors(visit: Visit, collected: Path):
-    at = visit(collected, operation="backward")
-    with Catalog.open(collected) as catalog:
-        tensors = catalog.tensors(Filter(operation=["backward"]))
-        total = catalog.totals().tensors
-    counts = tensors["module"].value_counts()
-    assert set(at.multiselect(key="filter_module").options) == {f"{name} ({n:,})" for name, n in counts.items()}
-    assert f"The filter hides {total - len(tensors):,} of {total:,} tensors" in words(at)
-
-
-def test_a_browser_that_still_shows_earlier_counts(visit: Visit, collected: Path, monkeypatch: pytest.MonkeyPatch):
-    """It sends the labels that it shows, also when a fragment runs on its own."""
-    at = visit(collected, quant_type="mxfp8", layer_index="1")
-    values = Multiselect.values.fget
-    before = {box.key: values(box) for box in at.multiselect if box.key in ("filter_quant_type", "filter_layer_index")}
-    at.multiselect(key="filter_operation").set_value(["forward"])
-    rerun(at)
-    assert all(values(at.multiselect(key=key)) != labels for key, labels in before.items())
-    monkeypatch.setattr(Multiselect, "values", property(lambda box: before.get(box.key) or values(box)))
-    rerun(at)
-    assert [texts_of(at.query_params[name]) for name in ("quant_type", "layer_index")] == [["mxfp8"], ["1"]]
-    assert len(chips(at).options) == 3
 
 
 def test_what_is_filtered_out_is_not_taken_for_missing(visit: Visit, collected: Path):
@@ -68,44 +39,30 @@ def test_recipes_does_not_apply_the_fields_of_tensors(visit: Visit, collected: P
 
 
 @pytest.mark.slow
-def test_many_layers_are_chosen_as_a_range(visit: Visit, tmp_path: Path):
-    roots.record(tmp_path, list(roots.odd_tensors().values()) * 3)
+def test_more_layers_than_are_listed_are_chosen_as_a_range(visit: Visit, tmp_path: Path):
+    roots.record(tmp_path, list(roots.odd_tensors().values()) * 5)
     with Catalog.open(tmp_path) as catalog:
         layers = catalog.facets()["layer_index"]
     at = visit(tmp_path)
-    at.select_slider[0].set_range(layers[2], layers[-2])
+    at.button(key="chip_of_layer_index").click()
+    rerun(at).select_slider[0].set_range(layers[2], layers[-2])
     rerun(at)
     assert at.query_params["layer_index"] == [str(layer) for layer in layers[2:-1]]
     assert len(at.dataframe[0].value) == len(layers) - 3
-    assert chips(at).options == [f"Layer\\: {layers[2]} to {layers[-2]} ✕"]
+    assert chips(at) == [f"Layer: {layers[2]} to {layers[-2]}"]
     at.select_slider[0].set_range(layers[0], layers[-1])
     assert "layer_index" not in rerun(at).query_params
 
 
-@pytest.mark.slow
-def test_a_saved_filter_comes_back(visit: Visit, collected: Path, tmp_path: Path):
-    root = roots.copy(collected, tmp_path / "runs")
-    at = visit(root, module="fc1", layer_index="1")
-    at.text_input(key="filter_name").set_value("first **layer**")
+def test_fields_without_a_chip_are_behind_the_plus(visit: Visit, collected: Path):
+    at = visit(collected)
+    at.button(key="filter_more").click()
+    fields = {button.key for button in rerun(at).button if str(button.key).startswith("field_")}
+    assert {"field_iteration", "field_recipe", "field_run_id", "field_layer_type"} <= fields
+    assert not fields & {"field_layer_index", "field_phase", "field_model"}  # chips; of one value
+    at.button(key="field_recipe").click()
     rerun(at)
-    next(button for button in at.button if button.label == "Save this filter").click()
-    rerun(at)
-    assert saved_filters.load(root) == {"first **layer**": Filter(module=["fc1"], layer_index=[1])}
-    again = visit(root, quant_type="mxfp8")
-    again.button(key="load_filter_0").click()
-    rerun(again)
-    assert again.session_state["filter_module"] == ["fc1"] and not again.session_state["filter_quant_type"]
-    again.button(key="delete_filter_0").click()
-    rerun(again)
-    assert not saved_filters.load(root)
-
-
-def test_a_saved_filter_may_name_iterations_that_are_gone(visit: Visit, tmp_path: Path):
-    roots.record(tmp_path, list(roots.odd_tensors().values()) * 3)
-    saved_filters.save(tmp_path, "gone", Filter(layer_index=[999]))
-    at = visit(tmp_path)
-    at.button(key="load_filter_0").click()
-    assert "asks for layer '999', which is not in this root" in words(rerun(at)) and not at.metric
+    assert chips(narrow(at, "recipe", "mxfp8")) == ["Recipe: mxfp8"]
 
 
 def test_a_run_without_a_start_is_listed(visit: Visit, tmp_path: Path):
@@ -115,8 +72,6 @@ def test_a_run_without_a_start_is_listed(visit: Visit, tmp_path: Path):
     config.pop("crc32")
     file.write_text(json.dumps(config | {"started": None}))
     at = visit(tmp_path)
-    (option,) = at.multiselect(key="filter_run_id").options
-    assert option.startswith("bf16 (")
     assert at.selectbox(key="filter_scope_run_id").options == ["bf16"]
 
 
@@ -142,30 +97,3 @@ def test_a_click_after_one_with_shift_opens_the_mark(monkeypatch: pytest.MonkeyP
         state[key]["selection"] |= selection  # as the browser does: it keeps the other selections
         on_select()
     assert narrowed == [{"layer_index": 1}] and opened == ["a"]
-
-
-def test_saved_filters_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    saved_filters.save(tmp_path, "a", WHERE)
-    saved_filters.save(tmp_path, "b", Filter())
-    saved_filters.save(tmp_path, "b", None)
-    assert saved_filters.load(tmp_path) == {"a": WHERE}
-    monkeypatch.setenv(SETTING, "1")
-    with pytest.raises(ReadOnlyError, match="Saving a filter"):
-        saved_filters.save(tmp_path, "c", WHERE)
-
-
-def test_filters_that_are_saved_at_once_are_all_kept(tmp_path: Path):
-    names = [f"filter {number}" for number in range(8)]
-    with ThreadPoolExecutor(len(names)) as pool:
-        for done in [pool.submit(saved_filters.save, tmp_path, name, WHERE) for name in names for _ in range(3)]:
-            done.result()
-    assert saved_filters.load(tmp_path) == dict.fromkeys(names, WHERE)
-
-
-@pytest.mark.parametrize(
-    "content", ["[]", '{"filters": {"a": {"layer_index": ["x"]}}}', '{"filters": {"a": {"no": []}}}']
-)
-def test_a_damaged_file_is_named(tmp_path: Path, content: str):
-    (tmp_path / saved_filters.FILE).write_text(content)
-    with pytest.raises(SavedFiltersError, match=saved_filters.FILE):
-        saved_filters.load(tmp_path)

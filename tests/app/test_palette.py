@@ -41,7 +41,7 @@ def test_finds_the_tensors_that_have_all_words(catalog: Catalog, text: str, wher
 
 
 def test_values_of_fields_are_a_filter(catalog: Catalog):
-    view = View("compare", {"view": ["explore"]})
+    view = View("explore")
     first = palette.find(catalog, view, "L2 backward")[0]
     assert (first.kind, first.title) == ("filter", Filter(layer_index=[2], operation=["backward"]).sentence())
     assert first.view == view.changed(layer_index=[2], operation="backward")

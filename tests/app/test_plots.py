@@ -58,7 +58,7 @@ def test_filter_and_parameters(catalog: Catalog):
     assert (apart < -5).mean() > 0.9 and (versus["value"] == apart).all()
     assert "absmax" in answer.charts[0].to_dict()["title"]["text"].lower()
     two = rows["tensor_id"].iloc[:2].tolist()
-    assert plots.distribution(catalog, tensor=two).tables.popitem()[1]["tensors"].tolist() == [1, 1]
+    assert plots.explore(catalog, tensor=two).tables["Statistics"]["tensors"].tolist() == [1, 1]
     assert two[1] in plots.why(catalog, tensor=two[1]).figures[0].caption
     assert plots.what_if(catalog, formats=["nvfp4"]).tables["trials"]["label"].tolist() == ["nvfp4"]
     assert plots.why(catalog, Filter(layer_index=[99])).problems == (f"No tensor in {catalog.root} matches: layer 99.",)
@@ -74,7 +74,7 @@ def test_filter_and_parameters(catalog: Catalog):
         ("map", {"versus": "gone"}, "'gone'"),
         ("what_if", {"formats": ["mxfp4", "int2"]}, "'int2'.* mxfp4"),
         ("why", {"tensor": "no/r00-1"}, "'no/r00-1'"),
-        ("distribution", {"tensor": ["no/r00-1"]}, "'no/r00-1'"),
+        ("explore", {"tensor": ["no/r00-1"]}, "'no/r00-1'"),
         ("attention", {"head": 0}, "'0'.* from 1 "),
         ("predictions", {"format": "mxfp4"}, "'format'.* none"),
     ],

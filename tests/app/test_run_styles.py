@@ -58,9 +58,9 @@ def test_the_same_on_every_page_whatever_the_filter(opened: Catalog):
         looks(opened, "losses", View("runs")),
         looks(opened, "gaps", View("compare", {"view": ["recipes"]})),
         looks(opened, "gaps", View("compare", {"view": ["recipes"], "run_id": chosen})),
-        looks(opened, "histogram", View("compare", {"view": ["explore"], "by": ["run_id"]})),
-        looks(opened, "histogram", View("compare", {"view": ["explore"], "by": ["run_id"], "run_id": chosen[1:]})),
-        looks(opened, "multiples", View("compare", {"view": ["multiples"], "color": ["run_id"]})),
+        looks(opened, "histogram", View("explore", {"by": ["run_id"]})),
+        looks(opened, "histogram", View("explore", {"by": ["run_id"], "run_id": chosen[1:]})),
+        looks(opened, "histogram_panels", View("explore", {"rows": ["operation"], "by": ["run_id"]})),
     ]
     expected = {run["label"]: (run["look"][0], tuple(style.DASHES[run["look"][1]])) for _, run in runs.iterrows()}
     shown = set()

@@ -84,7 +84,7 @@ def test_the_map_in_another_format_iteration_and_as_a_difference(visit: Visit, c
 @pytest.mark.parametrize("part", PAGES["compare"].parts)
 def test_compare(visit: Visit, collected: Path, part: str):
     at = visit(collected, "compare", view=part, quant_type="mxfp4", layer_index="1")
-    wanted = {"explore": 6, "channels": 3, "noise": 3, "provenance": 0, "difference": 0, "multiples": 1}
+    wanted = {"channels": 3, "noise": 3, "provenance": 0, "difference": 0}
     assert charts(at) == wanted.get(part, 2) and not at.warning and not at.error
     if part not in ("recipes", "provenance", "difference"):
         assert "quant type mxfp4" in words(at)
@@ -98,7 +98,6 @@ def test_compare(visit: Visit, collected: Path, part: str):
         ("worst", {"view": ["training"], "format": ["mxfp8"]}, "Map › Map", {"format": ["mxfp8"]}),
         ("worst", {"view": ["channels"]}, "Compare › Hot channels", {"view": ["channels"]}),
         ("recipes", {"view": ["gradients"]}, "Compare › Recipes", {"view": ["recipes"], "of": ["gradients"]}),
-        ("explore", {"by": ["module"]}, "Compare › Explore", {"by": ["module"]}),
     ],
 )
 def test_addresses_of_earlier_versions_are_followed(monkeypatch, visited, collected: Path, page, query, title, new):
@@ -109,12 +108,12 @@ def test_addresses_of_earlier_versions_are_followed(monkeypatch, visited, collec
 
 
 def test_parts_keep_the_scope_and_what_each_showed_last(visit: Visit, collected: Path):
-    at = visit(collected, "compare", layer_index="1", by="module")
-    at.segmented_control(key="page_part").set_value("channels")
+    at = visit(collected, "tensor", layer_index="1", view="whatif")
+    at.segmented_control(key="page_part").set_value("why")
     rerun(at)
-    assert address(at) == {"layer_index": ["1"], "view": ["channels"]} and "Hot channels" in at.title[0].value
-    at.segmented_control(key="page_part").set_value("explore")
-    assert address(rerun(at)) == {"layer_index": ["1"], "by": ["module"]}
+    assert address(at)["layer_index"] == ["1"] and "view" not in address(at)
+    at.segmented_control(key="page_part").set_value("whatif")
+    assert address(rerun(at))["layer_index"] == ["1"] and address(at)["view"] == ["whatif"]
 
 
 def test_what_is_there_instead_of_scores_is_said(visit: Visit, collected: Path, tmp_path: Path):

@@ -167,15 +167,12 @@ def pick(page: Page, title: str, value: str) -> None:
 
 
 def choose(page: Page, title: str, value: str) -> None:
-    """Choose a value of a field in the menu of the filter, and close it."""
-    menu = page.locator(".st-key-filter_menu").get_by_role("button", name="Filter")
-    menu.click()
-    box = page.get_by_test_id("stMultiSelect").filter(has=page.get_by_text(title, exact=True))
-    box.locator("input").click()
-    counted = re.compile(rf"^{re.escape(value)} \([\d,]+\)$")
-    page.get_by_role("option", name=counted).click()
-    page.keyboard.press("Escape")
-    box.get_by_text(counted).first.wait_for()
+    """Choose a value of a field of the filter: open its chip, click the value, close the chip."""
+    chip = page.get_by_role("button", name=re.compile(rf"^{re.escape(title)}(: .*)? ▾$"))
+    listed = page.locator(".st-key-chip_values")
+    chip.click()
+    listed.get_by_role("button", name=value, exact=True).click()
+    page.get_by_role("button", name=re.compile(rf"^{re.escape(title)}: .*{re.escape(value)}.* ▾$")).wait_for()
     settle(page)
-    menu.click()
-    box.wait_for(state="hidden")
+    chip.click()
+    listed.wait_for(state="hidden")

@@ -79,18 +79,20 @@ def tab_to(page: Page, wanted: Locator) -> None:
 
 
 def test_filter_table_and_chart_menu_without_a_mouse(visit: Callable[..., Page], app: str):
-    page = visit("/compare")
-    tab_to(page, page.locator(".st-key-filter_menu").get_by_role("button", name="Filter"))
+    page = visit("/explore")
+    tab_to(page, page.get_by_role("button", name="Quant type ▾"))
     page.keyboard.press("Enter")
-    chosen = page.get_by_test_id("stMultiSelect").filter(has=page.get_by_text("Quant type", exact=True))
-    tab_to(page, chosen.locator("input"))
-    page.keyboard.type("mxfp4")
+    value = page.locator(".st-key-chip_values").get_by_role("button", name="mxfp4", exact=True)
+    value.wait_for()
+    settle(page)
+    tab_to(page, page.locator(".st-key-chip_values").get_by_role("button").nth(1))  # after the help
+    for _ in range(6):
+        if value.evaluate("element => element === document.activeElement"):
+            break
+        page.keyboard.press("ArrowRight")
     page.keyboard.press("Enter")
     page.wait_for_url("**quant_type=mxfp4")
     settle(page)
-    page.keyboard.press("Escape")
-    page.keyboard.press("Escape")
-    chosen.wait_for(state="hidden")
 
     tab_to(page, page.get_by_test_id("stDataFrame").first.get_by_test_id("data-grid-canvas"))
     page.keyboard.press("ArrowDown")
@@ -110,7 +112,7 @@ def test_filter_table_and_chart_menu_without_a_mouse(visit: Callable[..., Page],
 
 @pytest.mark.thorough
 def test_pages_and_presentation_without_a_mouse(visit: Callable[..., Page], app: str):
-    page = visit("/compare?quant_type=mxfp4")
+    page = visit("/explore?quant_type=mxfp4")
     tab_to(page, page.get_by_role("link", name="Tensor", exact=True))
     page.keyboard.press("Enter")
     page.wait_for_url("**/tensor?**quant_type=mxfp4**")

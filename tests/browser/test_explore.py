@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from urllib.parse import parse_qs, quote, urlsplit
 
@@ -13,6 +14,7 @@ from playwright.sync_api import Page
 from torch import Tensor
 
 from binade.app.questions.shared import distributions
+from binade.app.view import View
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 from tests.app import roots
@@ -23,20 +25,18 @@ from tests.conftest import RECIPES, run_collector
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 Visit = Callable[..., Page]
 WHERE = Filter(quant_type=["mxfp8"], layer_index=[1], operation=["forward"])
-QUERY = "/compare?quant_type=mxfp8&layer_index=1&operation=forward"
+QUERY = "/explore?quant_type=mxfp8&layer_index=1&operation=forward"
 
 
-def metrics(page: Page) -> dict[str, str]:
-    cells = page.get_by_test_id("stMetric").all()
-    return {
-        cell.get_by_test_id("stMetricLabel").inner_text().strip(): cell.get_by_test_id("stMetricValue").inner_text()
-        for cell in cells
-    }
+def scope(page: Page) -> str:
+    """What the answer is of: "90 tensors · 1 of 4 runs · iteration 3"."""
+    return page.get_by_text(re.compile(r"^[\d,]+ tensors? · ")).inner_text()
 
 
 def chips(page: Page) -> list[str]:
-    """The values of the filter, in the bar."""
-    return page.locator(".st-key-chips button").all_inner_texts()
+    """The fields that restrict the filter, in the bar."""
+    chip = "[class*=st-key-chip_on_] [class*=st-key-chip_of_] button:visible"  # a button with help is there twice
+    return [text.removesuffix(" ▾") for text in page.locator(chip).all_inner_texts()]
 
 
 def marks(page: Page, chart: int = 0) -> list[dict[str, str]]:
@@ -63,7 +63,7 @@ def select_row(page: Page, row: int) -> None:
     table.scroll_into_view_if_needed()
     box = table.bounding_box()
     assert box
-    table.click(position={"x": 18, "y": 35 * (row + 1) + 17})
+    table.click(position={"x": 18, "y": 36 + 28 * row + 14})
     page.wait_for_function("() => location.search.includes('tensor=')")
     settle(page)
 
@@ -81,30 +81,30 @@ def test_a_filter_set_by_clicking_is_in_the_address_and_a_copy_shows_the_same(vi
     opened at another page, Streamlit first asks in vain beneath that page's own path."""
     page = visit()
     assert background(page) == "rgb(255, 255, 255)"
-    turn_to(page, "Compare")
-    assert metrics(page)["Tensors"] == f"{catalog.totals().tensors:,}"
+    turn_to(page, "Explore")
+    assert " · 1 of 4 runs · iteration " in scope(page)
     choose(page, "Quant type", "mxfp8")
     choose(page, "Layer", "1")
     choose(page, "Operation", "forward")
     address = page.url
-    assert metrics(page)["Tensors"] == str(catalog.totals(WHERE).tensors)
+    last = int(catalog.distinct(("iteration",), WHERE)["iteration"].max())
+    tensors = catalog.totals(replace(WHERE, iteration=(last,))).tensors
+    assert scope(page) == f"{tensors} tensors · 1 run · iteration {last} · all with values"
     assert query(page) == WHERE.to_query()
-    assert page.get_by_text("Filter: quant type mxfp8, layer 1, operation forward.").is_visible()
-    assert chips(page) == ["Quant type: mxfp8 ✕", "Layer: 1 ✕", "Operation: forward ✕"]
+    assert chips(page) == ["Layer: 1", "Operation: forward", "Quant type: mxfp8"]
 
-    copy = visit(address.removeprefix(address.split("/compare?")[0]))
+    copy = visit(address.removeprefix(address.split("/explore?")[0]))
     assert copy.url == address
-    assert metrics(copy) == metrics(page)
-    assert sorted(chips(copy)) == sorted(chips(page))
-    drawn = [marks(page, index) for index in range(6)]
-    assert all(drawn) and [marks(copy, index) for index in range(6)] == drawn
+    assert scope(copy) == scope(page) and chips(copy) == chips(page)
+    drawn = [marks(page, index) for index in range(3)]
+    assert all(drawn) and [marks(copy, index) for index in range(3)] == drawn
 
     turn_to(page, "Runs")
-    turn_to(page, "Compare")
+    turn_to(page, "Explore")
     page.wait_for_url(address)
     settle(page)
-    assert metrics(page) == metrics(copy)
-    page.get_by_role("radio", name="Layer: 1 ✕").click()  # removes it
+    assert scope(page) == scope(copy)
+    page.locator(".st-key-clear_layer_index button:visible").click()
     page.wait_for_function("() => !location.search.includes('layer_index')")
     settle(page)
     assert query(page) == {name: texts for name, texts in WHERE.to_query().items() if name != "layer_index"}
@@ -115,24 +115,59 @@ def test_a_filter_set_by_clicking_is_in_the_address_and_a_copy_shows_the_same(vi
     assert page.complaints == []
 
 
+def test_ticks_marks_ranges_and_the_address_select_each_other(visit: Visit, catalog: Catalog):
+    """A tick draws the tensor, a dot ticks its tensor, a drag over the formats keeps a range of errors, and Ctrl Z
+    undoes each."""
+    page = visit("/?format=mxfp4")  # from the front door, as above
+    turn_to(page, "Explore")
+    before = scope(page)
+    select_row(page, 0)
+    (ticked,) = query(page)["tensor"]
+    dots = page.locator(".st-key-chart_formats path[aria-label*='minus normal']")
+    dot = dots.nth(dots.count() // 2)
+    dot.click(force=True)
+    page.wait_for_function("before => !location.search.includes(encodeURIComponent(before))", arg=ticked)
+    settle(page)
+    (other,) = query(page)["tensor"]
+    assert other != ticked
+    page.keyboard.press("Control+z")
+    page.wait_for_function("before => location.search.includes(encodeURIComponent(before))", arg=ticked)
+    settle(page)
+    page.locator(".st-key-clear_ticks button:visible").click()
+    page.wait_for_function("() => !location.search.includes('tensor=')")
+    settle(page)
+    boxes = [dot.bounding_box() for dot in dots.all()[::20]]
+    first, last = (sorted(boxes, key=lambda box: box["x"])[index] for index in (0, len(boxes) // 2))
+    page.mouse.move(first["x"] - 2, last["y"] + 12)  # between two formats
+    page.mouse.down()
+    page.mouse.move(last["x"] + 2, last["y"] + 12, steps=8)
+    page.mouse.up()
+    page.wait_for_function("() => location.search.includes('delta=')")
+    settle(page)
+    low, high = (float(end) for end in query(page)["delta"][0].split(".."))
+    shown = View("explore", query(page)).draw(catalog).tables["tensors"]
+    assert len(shown) and ((shown["delta"] >= low) & (shown["delta"] < high)).all()
+    page.locator(".st-key-clear_delta button:visible").click()
+    page.wait_for_function("() => !location.search.includes('delta=')")
+    settle(page)
+    assert scope(page) == before and page.complaints == []
+
+
 @pytest.mark.thorough
 def test_a_run_collected_meanwhile_shows_itself_and_what_is_selected_stays(
     visit: Visit, collected: Path, tmp_path: Path
 ):
     root = roots.copy(collected, tmp_path / "runs")
     with serving(root) as address:
-        page = visit("/compare?layer_index=1&operation=forward", address)
+        page = visit("/explore?layer_index=1&operation=forward&by=recipe", address)
+        assert " · 4 runs · " in scope(page)
         select_row(page, 1)
-        selected, before = query(page)["tensor"], metrics(page)["Tensors"]
-        done = run_collector("run", *SMALL, "--quantization", "hifp8", root=root)
+        selected = query(page)["tensor"]
+        done = run_collector("run", *SMALL, "--quantization", "nvfp4", root=root)
         assert done.returncode == 0, done.stderr
-        with Catalog.open(root) as catalog:
-            after = f"{catalog.totals(Filter(layer_index=[1], operation=['forward'])).tensors:,}"
-        assert after != before
-        page.get_by_test_id("stMetric").first.get_by_text(after, exact=True).wait_for()
+        page.get_by_text(" · 5 runs · ").wait_for()
         settle(page)
-        assert metrics(page)["Tensors"] == after
-        assert query(page)["tensor"] == selected and "1 tensor, exact" in chart_text(page)
+        assert query(page)["tensor"] == selected
 
 
 def bars(page: Page) -> list[tuple[float, dict[str, float]]]:
@@ -173,13 +208,10 @@ def a_range_that_is_dragged_over_shows_how_many_values_lie_in_it(page: Page, x: 
 
 
 def test_a_selected_tensor_is_drawn_exactly(visit: Visit, catalog: Catalog):
-    rows = catalog.tensors(WHERE)
-    row = 1
-    tensor_id = rows.iloc[row]["tensor_id"]
-    page = visit(QUERY)
-    select_row(page, row)
-    assert query(page)["tensor"] == [tensor_id]
-    assert re.search(r"1 tensor, exact", chart_text(page))
+    page = visit(f"{QUERY}&values=raw")
+    select_row(page, 1)
+    (tensor_id,) = query(page)["tensor"]
+    assert tensor_id == View("explore", query(page)).draw(catalog).tables["tensors"]["tensor_id"].iloc[1]
 
     wanted = distributions.log2_histogram([distributions.distribution_of("x", catalog.load(tensor_id))])
     drawn = [mark for mark in marks(page) if "log₂ from" in mark]
@@ -190,7 +222,7 @@ def test_a_selected_tensor_is_drawn_exactly(visit: Visit, catalog: Catalog):
 
     a_range_that_is_dragged_over_shows_how_many_values_lie_in_it(page, catalog.load(tensor_id))
 
-    press(page, "linear")
+    press(page, "value")
     page.wait_for_function("() => location.search.includes('axis=linear')")
     settle(page)
     wanted = distributions.linear_histogram([distributions.distribution_of("x", catalog.load(tensor_id))])
@@ -215,14 +247,14 @@ def test_a_second_app_on_the_same_root(visit: Visit, collected: Path):
         )
         assert len([mark for mark in marks(page) if "loss (nats per token)" in mark]) >= 4
         page = visit(QUERY, second)
-        assert metrics(page) == metrics(first) and marks(page) == marks(first)
+        assert scope(page) == scope(first) and marks(page) == marks(first)
 
 
 @pytest.mark.thorough
 def test_labels_are_light_on_dark_and_whole(visit: Visit, catalog: Catalog):
     """Ten long names: every text of a chart lies within its picture."""
     ids = catalog.tensors()["tensor_id"].tolist()[::50][:10]
-    page = visit("/compare?" + "&".join(f"tensor={tensor_id}" for tensor_id in ids), color_scheme="dark")
+    page = visit("/explore?" + "&".join(f"tensor={tensor_id}" for tensor_id in ids), color_scheme="dark")
     assert background(page) == "rgb(15, 18, 25)"
     fills = page.locator("[data-testid=stVegaLiteChart] text").evaluate_all(
         "texts => texts.filter(text => text.textContent.trim()).map(text => getComputedStyle(text).fill)"
@@ -247,7 +279,7 @@ def test_labels_are_light_on_dark_and_whole(visit: Visit, catalog: Catalog):
 
 @pytest.mark.thorough
 def test_a_click_with_shift_filters_by_the_mark(visit: Visit, catalog: Catalog):
-    page = visit("/compare?layer_index=1&operation=forward")
+    page = visit("/explore?layer_index=1&operation=forward&by=quant_type")
     bars(page)
     lines = page.locator("[data-testid=stVegaLiteChart]").first.locator("path[aria-label*='quant type: ']")
     found = lines.evaluate_all(  # points of lines that no other line covers
@@ -266,7 +298,8 @@ def test_a_click_with_shift_filters_by_the_mark(visit: Visit, catalog: Catalog):
     clicked = re.search(r"quant type: ([^;]+)", label)[1]
     where = Filter(quant_type=[clicked], layer_index=[1], operation=["forward"])
     assert query(page) == where.to_query()
-    assert metrics(page)["Tensors"] == str(catalog.totals(where).tensors)
+    last = int(catalog.distinct(("iteration",), where)["iteration"].max())
+    assert scope(page).startswith(f"{catalog.totals(replace(where, iteration=(last,))).tensors} tensors · ")
 
 
 @pytest.mark.thorough

@@ -131,7 +131,7 @@ def test_light_and_dark(page):
 def test_a_sessions_report_travels(collected: Path, visit: Callable[..., Page], browser: Browser, tmp_path: Path):
     """Made by clicking in the app; the file alone, offline, shows the pinned chart with the numbers of the app's."""
     root = roots.copy(collected, tmp_path / "root")
-    pins = (Pin("compare", {"quant_type": ["mxfp4"], "by": ["layer_index"]}, "histogram", "Layer **by** layer"),)
+    pins = (Pin("explore", {"quant_type": ["mxfp4"], "by": ["layer_index"]}, "histogram", "Layer **by** layer"),)
     with Catalog.open(root) as opened:
         kept = sessions.new("It travels", sessions.View("map"), notes="**Look** here", pins=pins)
         storage.save(root, refreshed(opened, kept))

@@ -84,7 +84,7 @@ def show(opened: Catalog, view: View, reading: Reading) -> None:
     if cell is not None and result.compare:
         where = {name: [cell[name]] for name in (LAYER,) if name in cell}
         names = {"module": opened.rows_of([cell["tensor_id"]])["module"].tolist(), "tensor_name": [cell["tensor"]]}
-        address.go(view.at("compare", "explore", by="run_id").changed(**where, **names, run_id=None))
+        address.go(view.at("explore", by="run_id").changed(**where, **names, run_id=None))
     if result.pin or st.session_state.pop("pin_first", False):
         draft.pin_chart("map", found.title)
         st.rerun()

@@ -31,9 +31,13 @@ def histogram(
     groups: list[str] | None = None,
     linear: bool = False,
     looks: style.Looks | None = None,
+    axis: str = "",
+    place: style.Place | None = None,
+    low: float | None = None,
 ) -> alt.LayerChart:
     """Draws distributions.log2_histogram or linear_histogram. groups: those of the charts next to it, so that colors
-    agree. looks: of groups that have one already.
+    agree. looks: of groups that have one already. axis: the title of the x axis. place: of the legend. low: where the
+    x axis begins, if not where the values do.
 
     One group is drawn as filled bars, several as outlines, since overlapping bars are hard to read.
     """
@@ -41,7 +45,8 @@ def histogram(
     x, y = (
         ("value", "share of values in the bin") if linear else ("log₂ |value| (binades)", "share of values per binade")
     )
-    ticks = alt.Axis(tickCount=8) if linear else style.binades("|value|")
+    x = axis or x
+    ticks = alt.Axis(tickCount=8) if linear else style.binades(axis or "|value|")
     log, number = ("", ".4~g") if linear else ("log₂ ", ".3~f")
     title = style.title(
         "Distribution of values" if linear else "Distribution of magnitudes", explained(subtitle, table)
@@ -51,16 +56,17 @@ def histogram(
         alt.Tooltip("high:Q", title=f"{log}to", format=number),
         alt.Tooltip("share:Q", title="share of values" if linear else y, format=".3~p"),
     ]
-    x_axis = alt.X("low:Q", title=x, scale=alt.Scale(nice=False, zero=False), axis=ticks)
+    domain = alt.Undefined if low is None else [low, float(table["high"].max())]
+    x_axis = alt.X("low:Q", title=x, scale=alt.Scale(nice=False, zero=False, domain=domain), axis=ticks)
     y_axis = alt.Y("share:Q", title=y, axis=alt.Axis(format="~%", tickCount=5), stack=None)
-    place = style.free_place(table["low"].to_numpy(float), table["share"].to_numpy(float), groups)
+    place = place or style.free_place(table["low"].to_numpy(float), table["share"].to_numpy(float), groups)
     color = style.color(groups, by, line=True, own=looks, place=place)
     if len(groups) == 1:
-        bars = alt.Chart(table).mark_rect(strokeWidth=0)
+        bars = alt.Chart(table).mark_rect(strokeWidth=0, clip=True)
         drawn = bars.encode(x=x_axis, x2="high:Q", y=y_axis, y2=alt.datum(0), color=color, tooltip=tooltip)
     else:
         tooltip = [alt.Tooltip("group:N", title=by), *tooltip]
-        lines = alt.Chart(_outline(table)).mark_line(interpolate="step-after", strokeWidth=1.8)
+        lines = alt.Chart(_outline(table)).mark_line(interpolate="step-after", strokeWidth=1.8, clip=True)
         drawn = lines.encode(
             x=x_axis, y=y_axis, color=color, strokeDash=style.dash(groups, by, place, looks), tooltip=tooltip
         )

@@ -3,16 +3,53 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from binade.app.formatting import first_formats
 from binade.app.questions.shared.runs import every_run, labels_of
 from binade.data.catalog import USED, Catalog
 from binade.data.filter import Filter
 from binade.data.runs import DONE
+from binade.data.text import counted
 
 SHOWN = 3  # runs that a subtitle names
 OF_RUNS = ("recipe", "quant_type")  # with groups by one of these, a run of each recipe is kept
+
+
+@dataclass(frozen=True)
+class Scope:
+    """What an answer was computed from.
+
+    where    the filter, with the runs and iterations that were chosen for it
+    format   that it shows, USED for the one of each GEMM, or ""
+    tensors, with_values  that `where` selects, and how many of these have values on disk
+    runs, of_runs  how many runs it selects, and how many the user's own filter does
+    """
+
+    where: Filter
+    format: str = ""
+    tensors: int = 0
+    with_values: int = 0
+    runs: int = 0
+    of_runs: int = 0
+
+    @classmethod
+    def of(cls, opened: Catalog, chosen: Filter, where: Filter, fmt: str) -> Scope:
+        """chosen: the user's filter, of which `where` is a part."""
+        totals = opened.totals(where)
+        of_runs = totals.runs if chosen == where else opened.totals(chosen).runs
+        return cls(where, fmt, totals.tensors, totals.with_values, totals.runs, of_runs)
+
+    @property
+    def sentence(self) -> str:
+        """ "90 tensors · 1 of 8 runs · iteration 3 · all with values"."""
+        runs = counted(self.runs, "run") if self.runs == self.of_runs else f"{self.runs:,} of {self.of_runs:,} runs"
+        at = self.where.iteration
+        iterations = (
+            "" if not at else f"iteration {at[0]}" if len(at) == 1 else f"{len(at)} iterations"
+        )  # fmt: skip
+        kept = "all with values" if self.with_values == self.tensors else f"{self.with_values:,} with values"
+        return " · ".join(filter(None, (counted(self.tensors, "tensor"), runs, iterations, kept)))
 
 
 def scoped(opened: Catalog, where: Filter, apart: Collection[str] = (), scored: bool = False) -> Filter:

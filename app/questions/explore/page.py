@@ -1,0 +1,128 @@
+"""Explore: the tensors at the left, worst first; at the right their distribution, a Q–Q plot, and the same operands in
+each format. Rows, marks and ranges that are chosen are parameters of the view, so each shows what the others choose."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import pandas as pd
+import streamlit as st
+from pandas.io.formats.style import Styler
+
+from binade.app import address
+from binade.app.figure import Drawn, Table
+from binade.app.formatting import plain
+from binade.app.params import format_title, in_format
+from binade.app.questions import layout
+from binade.app.questions.explore.question import EXPLORE, MAX_SELECTED
+from binade.app.style import BAD
+from binade.app.view import Reading, View
+from binade.data.catalog import Catalog
+
+TABLE = 655  # pixels
+WIDTHS = {"by": 205, "law": 195, "rows": 140, "columns": 160}  # pixels of a list with its label
+STANDS_OUT = 2.0  # dB below normal values: in red
+PLACE = ("layer_index", "module", "operation", "phase", "tensor_name")  # what a tensor shares with that of another run
+
+
+def show(opened: Catalog, view: View, reading: Reading) -> None:
+    drawn = layout.drawn_of(opened, view, EXPLORE.slow)
+    if drawn is None:
+        return
+    tensors = next((item for item in drawn.items if isinstance(item, Table) and item.name == "tensors"), None)
+    left, right = st.columns([1.15, 2.75], gap="small")
+    with left, st.container(key="explore_tensors", gap="xsmall"):
+        if tensors is not None:
+            _table(opened, tensors, view, reading)
+    with right:
+        with st.container(key="explore_controls", horizontal=True, vertical_alignment="center", gap="small"):
+            for control in EXPLORE.controls_of(layout.selected_of(opened, reading), reading.values):
+                width = WIDTHS.get(control.name, 200) if control.widget == "list" else "content"
+                layout.show_control(control, reading.values[control.name], width=width)
+        rest = tuple(item for item in drawn.items if item is not tensors)
+        layout.show_answer(opened, Drawn(rest, drawn.verdict, drawn.problems), view, reading)
+
+
+def _table(opened: Catalog, table: Table, view: View, reading: Reading) -> None:
+    """The tensors; those that the view names are ticked."""
+    frame = table.frame
+    ids = frame["tensor_id"].tolist()
+    ticked = view.params.get("tensor", [])
+    fmt = reading.values["format"]
+    with st.container(key="explore_actions", horizontal=True, vertical_alignment="center", gap="small"):
+        st.caption(f"Worst first, {in_format(fmt)}" if fmt else "By name", width="content")
+        within = reading.values["delta"]
+        if within:
+            st.button(
+                plain(f"{within.low:+.3g} to {within.high:+.3g} dB ✕"), key="clear_delta", type="tertiary",
+                on_click=address.change, kwargs={"delta": None}, help="Show the operands outside this range too",
+            )  # fmt: skip
+        if ticked:
+            clear = {"on_click": address.change, "kwargs": {"tensor": None}}
+            st.button(f"Clear {len(ticked)} ✕", key="clear_ticks", type="tertiary", **clear)
+            st.button(
+                "In all runs", key="in_all_runs", type="tertiary", on_click=_in_all_runs, args=(opened, ticked),
+                help="The same tensors of all runs, one color per run",
+            )  # fmt: skip
+            if len(ticked) == 1:
+                address.link(view.at("tensor", tensor=ticked[0]), "Open", width="content")
+    default = [index for index, name in enumerate(ids) if name in ticked]
+    state = st.session_state
+    # If the rows change, or the view was changed elsewhere, the view determines which rows are ticked.
+    known = (hash(tuple(ids)), tuple(ticked))
+    if state.get("tensors_known") != known:
+        state["tensors_visit"] = state.get("tensors_visit", 0) + 1
+        state["tensors_known"] = known
+    key = f"tensors_{state['tensors_visit']}"
+
+    def choose() -> None:
+        chosen = [ids[index] for index in state[key]["selection"]["rows"] if index < len(ids)]
+        if len(chosen) > MAX_SELECTED:
+            st.toast(f"{len(chosen)} tensors are ticked; the first {MAX_SELECTED} are drawn.", icon=":material/info:")
+        chosen = chosen[:MAX_SELECTED]
+        state["tensors_known"] = (known[0], tuple(chosen))
+        address.change(tensor=chosen)
+
+    shown, config = opened.kept(("explore table", known[0], reading.values["format"]), lambda: _shown(frame, reading))
+    st.dataframe(
+        shown, key=key, hide_index=True, height=TABLE, row_height=28, placeholder="–", on_select=choose,
+        selection_mode="multi-row", selection_default={"selection": {"rows": default}} if default else None,
+        column_config=config,
+    )  # fmt: skip
+    if table.note:
+        st.caption(plain(table.note))
+
+
+def _shown(frame: pd.DataFrame, reading: Reading) -> tuple[Styler, dict[str, Any]]:
+    fmt = reading.values["format"]
+    columns = st.column_config
+    sqnr = frame["sqnr_db"].where(frame["delta"].ne(-math.inf), math.nan)
+    delta = frame["delta"].where(frame["delta"].ne(-math.inf), math.nan)
+    shown = pd.DataFrame({"name": frame["name"], "gemm": frame["gemm"], "sqnr": sqnr, "delta": delta})
+    config = {
+        "name": columns.TextColumn("Tensor", width=130),
+        "gemm": columns.TextColumn("GEMM", width=64, help="In which the format loses most of the tensor"),
+        "sqnr": columns.NumberColumn("SQNR", width=48, help=f"dB, {format_title(fmt)}" if fmt else None),
+        "delta": columns.NumberColumn(
+            "Δ", width=52,
+            help="SQNR minus that of normally distributed values in the same format, dB",
+        ),
+    }  # fmt: skip
+    styled = shown.style.format({"sqnr": _decibels, "delta": partial(_decibels, sign="+")}, na_rep="–")
+    return styled.map(_red, subset=["delta"]), config
+
+
+def _decibels(value: float, sign: str = "") -> str:
+    return f"{value:{sign}.1f}".replace("-", "−")
+
+
+def _red(value: float) -> str:
+    return f"color: {BAD}" if value <= -STANDS_OUT else ""
+
+
+def _in_all_runs(opened: Catalog, ticked: list[str]) -> None:
+    rows = opened.rows_of(ticked)
+    kept = {name: [*dict.fromkeys(rows[name].dropna().tolist())] or None for name in PLACE}
+    address.change(**kept, run_id=None, tensor=None, delta=None, by="run_id")

@@ -1,0 +1,367 @@
+"""Explore: the tensors of a selection, worst first; how their values are distributed; and what each format does to
+them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pandas as pd
+
+from binade.app import style
+from binade.app.control import Control
+from binade.app.figure import Column, Drawn, Figure, Item, Table, Text, source
+from binade.app.formatting import evenly
+from binade.app.params import TITLES, Known, One, Range, in_format, known_run, known_tensor
+from binade.app.questions.explore import charts, compute
+from binade.app.questions.explore.compute import RAW, SCALE, SIGMA, Groups
+from binade.app.questions.explore.quantile_plots import against_law, against_other
+from binade.app.questions.question import Question
+from binade.app.questions.shared import distribution_charts
+from binade.app.questions.shared import distributions as shared
+from binade.app.questions.shared.distributions import Distribution
+from binade.app.questions.shared.labels import group_name, short_labels
+from binade.app.questions.shared.laws import LAWS
+from binade.app.questions.shared.runs import every_run, given_names, labels_of, run_looks
+from binade.app.questions.shared.selection import Board, Of
+from binade.app.report.section import ReportSelection, Section
+from binade.app.report.section import Table as ReportTable
+from binade.data.catalog import Catalog
+from binade.data.filter import FIELDS, INTEGER_FIELDS, Filter
+from binade.data.text import counted, one_line
+
+MAX_SELECTED = style.MAX_GROUPS
+DRAWN = 3  # tensors that are drawn if none is chosen
+TENSOR, NONE = "tensor", "none"
+BY_FIELD = ("operation", "layer_index", "phase", "module", "tensor_name", "quant_type", "recipe", "run_id", "iteration")
+TITLED = TITLES | {TENSOR: "Tensor", "tensor_name": "Name of the tensor", NONE: "none"}
+REPORTED_BY = ("quant_type", "recipe", "layer_type", "operation", "module", "tensor_name", "layer_index")
+MOST = {"rows": 12, "columns": 8, "color": style.MAX_GROUPS}  # values of each field that panels show
+CHART = 300  # pixels of the two charts, with title and axes, without the legend
+VALUES = {SIGMA: "÷ σ", RAW: "raw", SCALE: "÷ block scale"}
+AXES = {"log2": "magnitude", "linear": "value"}
+BY = Control(name="by", label="Compare by", param=One((TENSOR, *BY_FIELD)), titles=TITLED, widget="list")
+OF_VALUES = Control(
+    name="values", label="Values", param=One(tuple(VALUES)), titles=VALUES,
+    help="÷ σ: each tensor is divided by its own standard deviation. ÷ block scale: by the scales of its blocks",
+)  # fmt: skip
+AXIS = Control(name="axis", label="Axis", param=One(tuple(AXES)), titles=AXES)
+PANELS = tuple(
+    Control(name=name, label=name.capitalize(), param=One((NONE, *BY_FIELD)), titles=TITLED, widget="list")
+    for name in ("rows", "columns")
+)
+MOST_RUNS = 20  # other runs that a Q–Q plot is offered against
+
+
+def _law(opened: Catalog) -> Known:
+    """A law, or the id of a run."""
+    run = known_run(opened)
+    return Known(lambda name: name in LAWS or run.known(name), "run")
+
+
+LAW = Control(name="law", label="Q–Q against", param=_law, titles=distribution_charts.LAW_TITLES, widget="list")
+STATISTICS = {
+    "tensors": Column("Tensors", "localized", 70),
+    "numel": Column("Values", "localized", 105),
+    "mean": Column("Mean", "%.3g", 100, help="Of all values of the group together, undivided"),
+    "std": Column("Std", "%.3g", 100, help="Of all values of the group together, undivided"),
+    "min": Column("Min", "%.3g", 100),
+    "max": Column("Max", "%.3g", 100),
+    "absmin": Column("Smallest |x| > 0", "%.2e", 125),
+    "zeros": Column("Zeros", "localized", 95),
+    "nans": Column("NaN", "localized", 55),
+    "infs": Column("Inf", "localized", 55),
+}
+
+
+def keeps(values: Mapping[str, Any]) -> Collection[str]:
+    """The fields whose values the answer keeps apart."""
+    return {values[name] for name in ("by", "rows", "columns")} & set(FIELDS)
+
+
+def _controls(board: Board, values: dict[str, Any]) -> list[Control]:
+    runs = every_run(board.opened)
+    others = [run for run in runs["run_id"][::-1] if run not in board.where.run_id][:MOST_RUNS]
+    labels = dict(zip(runs["run_id"], runs["label"], strict=True))
+    options = tuple(dict.fromkeys((*LAWS, *others, *filter(None, [values["law"]]))))
+    law = replace(LAW, options=options, titles=LAW.titles | {run: f"run {labels[run]}" for run in others})
+    by = BY
+    if values["tensor"]:
+        by = replace(BY, disabled=True, help="Each ticked tensor is drawn. Clear the ticks to compare groups")
+    return [by, OF_VALUES, AXIS, law, *PANELS]
+
+
+def draw(board: Board, values: dict[str, Any]) -> Drawn:
+    opened, where, fmt = board.opened, board.where, board.format
+    tensors = list(values["tensor"])
+    if any(values[name] != NONE for name in ("rows", "columns")):
+        return _panels(board, values)
+    ranked = compute.ranked(opened, where, fmt, values["delta"])
+    if ranked.empty:
+        return Drawn(problems=(f"No operand has an error in this range, {in_format(fmt)}: clear the range.",))
+    chosen = opened.rows_of(tensors[:MAX_SELECTED])
+    gone = [f"Tensor {name[:80]!r} is missing." for name in tensors if name not in set(chosen["tensor_id"])]
+    by = values["by"]
+    if chosen.empty and by == TENSOR:
+        chosen = opened.rows_of(ranked["tensor_id"].head(DRAWN).tolist())
+    groups, notes = _groups(board, values, chosen, ranked)
+    lie = _distributions(board, values, groups, TENSOR if len(chosen) else by, chosen)
+    items: list[Item] = [table(opened, ranked, where, fmt), *lie.figures]
+    items += _formats(board, _ids(values, ranked), tensors)
+    items += [item for item in lie.items if isinstance(item, Text)]
+    items += [Text(note) for note in (*groups.notes, *notes)]
+    items += [
+        Text(
+            f"{_files(len(groups.damaged))} cannot be read: drawn from the sketch instead.", "error",
+            tuple(f"{label}: {one_line(reason)}" for label, reason in groups.damaged),
+        )
+    ] * bool(groups.damaged)  # fmt: skip
+    columns = {"group": Column("Tensor" if len(chosen) else TITLED[by]), **STATISTICS}
+    frame = moments(opened, where, chosen, by)
+    items.append(Table("Statistics", frame, columns, "Statistics over the finite values", foldable=True))
+    return Drawn(tuple(items), problems=(*gone, *lie.problems))
+
+
+def _files(count: int) -> str:
+    return "A tensor file" if count == 1 else f"{count} tensor files"
+
+
+def table(opened: Catalog, ranked: pd.DataFrame, where: Filter, fmt: str) -> Table:
+    """The tensors, worst first."""
+    names = short_labels(ranked, given_names(opened))
+    frame = ranked.assign(name=ranked["tensor_id"].map(names), gemm=ranked["gemm"].fillna(ranked["operation"]))
+    total = opened.totals(where).tensors
+    note = ""
+    if len(ranked) == compute.MOST_LISTED and total > len(ranked):
+        note = f"The worst {len(ranked):,} of {total:,} tensors are listed."
+    return Table("tensors", frame, note=note, choose="tensor_id")
+
+
+def _groups(
+    board: Board, values: dict[str, Any], chosen: pd.DataFrame, ranked: pd.DataFrame
+) -> tuple[Groups, list[str]]:
+    """(the distributions that are drawn, what is left out of them)."""
+    opened, where, kind, by = board.opened, board.where, values["values"], values["by"]
+    if len(chosen):
+        return compute.of_tensors(opened, chosen, kind, board.format), []
+    found, notes = compute.by_fields(opened, where, (by,), kind, board.format, _ids(values, ranked))
+    names = compute.named(opened, [key for key, _ in found], (by,), by)
+    groups = [replace(d, group=name) for name, (_, d) in zip(names, found, strict=True)]
+    left = []
+    if len(groups) > MAX_SELECTED and by in INTEGER_FIELDS:  # they have an order, and often as many values each
+        left.append(f"{len(groups)} groups: {MAX_SELECTED}, spread evenly, are drawn.")
+        groups = [*evenly(groups, MAX_SELECTED)]
+    elif len(groups) > MAX_SELECTED:
+        left.append(f"{len(groups)} groups: the {MAX_SELECTED} with the most values are drawn.")
+        least = sorted(d.total for d in groups)[-MAX_SELECTED]
+        groups = [d for d in groups if d.total >= least][:MAX_SELECTED]
+    return Groups(groups, notes=notes), left
+
+
+def _ids(values: dict[str, Any], ranked: pd.DataFrame) -> list[str] | None:
+    """The tensors in the range of errors that was dragged over; None for all."""
+    return ranked["tensor_id"].tolist() if values["delta"] else None
+
+
+def _distributions(board: Board, values: dict[str, Any], groups: Groups, by: str, chosen: pd.DataFrame) -> Drawn:
+    """Histogram and Q–Q plot, side by side."""
+    found, kind, law = groups.distributions, values["values"], values["law"] or LAWS[0]
+    if not found:
+        return Drawn(problems=(*groups.notes, "Nothing to draw: there are no finite values."))
+    opened, where, named = board.opened, board.where, TITLED[by].lower()
+    names = [d.group for d in found]
+    looks = run_looks(every_run(opened)) if by == "run_id" else None
+    height = CHART + (22 * -(-len(names) // style.columns(names)) if len(names) > 1 else 0)
+    how = "exact" if groups.exact == len(found) else "from sketches" if not groups.exact else "partly from sketches"
+    caption = source(where, f"{counted(len(found), named if by == TENSOR else 'group')}, {board.scope} ({how})")
+    caption += f"\nValues: {charts.OF[kind]}."
+    linear = values["axis"] == "linear"
+    figures: list[Figure] = []
+    problems: list[str] = []
+    below = 0.0
+    bins = shared.linear_histogram(found) if linear else shared.log2_histogram(found)
+    field = by if by != TENSOR else ""
+    if bins.empty:
+        problems.append("No magnitudes to draw: all values are zero.")
+    else:
+        title = charts.OF[kind] if linear else charts.magnitude(kind)
+        low, below = (None, 0.0) if linear else compute.lower_end(found)
+        chart = distribution_charts.histogram(bins, [], named, names, linear, looks, axis=title, place="top", low=low)
+        figures.append(Figure("histogram", chart, bins, caption, height=height, group="lie", by=field))
+    if law in LAWS:
+        against = f"a {distribution_charts.LAW_TITLES[law]}" if law != "student_t" else "Student’s t"
+        plot = against_law(found, law)
+        titles = (f"quantile of {against}; line through the quartiles", f"{charts.OF[kind]}, standardized")
+    else:
+        label = labels_of(opened)[law]
+        against = f"run {label}"
+        plot = against_other(found, _others(board, values, groups, by, chosen, law), against)
+        titles = (f"quantile in {against}", charts.OF[kind])
+    if plot.points.empty:
+        problems.append("No Q–Q plot: the values are all equal, or there are none.")
+    else:
+        chart = charts.qq(plot, f"Q–Q against {against}", named, names, titles, looks)
+        figures.append(Figure("qq", chart, plot.points, caption, height=height, group="lie", by=field))
+    zeros = left_out(opened, where, chosen["tensor_id"].tolist() if len(chosen) else None, below)
+    texts = [Text(" ".join(plot.sentences[:DRAWN])), Text(zeros)]
+    return Drawn((*figures, *(text for text in texts if text.text)), problems=tuple(problems))
+
+
+def _others(
+    board: Board, values: dict[str, Any], groups: Groups, by: str, chosen: pd.DataFrame, run: str
+) -> dict[str, Distribution]:
+    """The distributions of the same tensors or groups in another run, by the name of the group."""
+    opened, kind = board.opened, values["values"]
+    where = replace(board.where, run_id=(run,))
+    if by != TENSOR:
+        found, _ = compute.by_fields(opened, where, (by,), kind, board.format)
+        names = compute.named(opened, [key for key, _ in found], (by,), by)
+        return {name: d for name, (_, d) in zip(names, found, strict=True)}
+    labels = short_labels(chosen, given_names(opened))
+    others: dict[str, Distribution] = {}
+    for tensor_id, label in labels.items():
+        twins = opened.twins(tensor_id)
+        same = twins.loc[twins["run_id"] == run, "tensor_id"].tolist()
+        own = compute.of_tensors(opened, opened.rows_of(same[:1]), kind, board.format).distributions
+        others |= {label: own[0]} if own else {}
+    return others
+
+
+def _formats(board: Board, ids: list[str] | None, ticked: Sequence[str] = ()) -> list[Item]:
+    found = compute.compared(board.opened, board.where if ids is None else Filter(), ids, ticked)
+    if found.medians.empty:
+        return [Text("No format comparison: only the operands of a GEMM are scored, and none is selected.")]
+    caption = source(board.where, f"{counted(found.operands, 'operand')}, {board.scope}")
+    caption += "\nSQNR of an operand along the axis that its GEMM contracts, minus that of N(0,1) in the same format."
+    notes = []
+    if found.every > 1:
+        notes.append(f"One operand in {found.every} is drawn; medians are of all.")
+    if found.partly:
+        notes.append(f"Left out, since only some of the operands were scored in them: {', '.join(found.partly)}.")
+    hint = f"Drag: keep the operands in a range, {in_format(board.format)}." if board.format else ""
+    title = f"The same {counted(found.operands, 'operand')} in each format"
+    figure = Figure(
+        "formats", charts.formats(found, title, ticked), found.dots, caption, note=" ".join(notes),
+        height=charts.formats_height(found), choose="tensor", brush="delta", hint=hint,
+    )  # fmt: skip
+    return [figure]
+
+
+def _panels(board: Board, values: dict[str, Any]) -> Drawn:
+    """Histograms and Q–Q plots by rows and columns."""
+    opened, where = board.opened, board.where
+    by = {place: values[place] for place in ("rows", "columns") if values[place] != NONE}
+    by |= {"color": values["by"]} if values["by"] != TENSOR else {}
+    fields = tuple(dict.fromkeys(by.values()))
+    ranked = compute.ranked(opened, where, board.format, values["delta"])
+    found, notes = compute.by_fields(opened, where, fields, values["values"], board.format, _ids(values, ranked))
+    problems = list(notes)
+    for place, name in by.items():
+        every = sorted({key[fields.index(name)] for key, _ in found if not pd.isna(key[fields.index(name)])})
+        if len(every) > MOST[place]:
+            problems.append(f"{TITLED[name]}: {MOST[place]} of {len(every)} are drawn.")
+            drawn = set(evenly(every, MOST[place]))
+            found = [(key, d) for key, d in found if key[fields.index(name)] in drawn]
+    if not found:
+        return Drawn((table(opened, ranked, where, board.format),), problems=(*problems, "There are no finite values."))
+    keys = [key for key, _ in found]
+    names = pd.DataFrame({place: compute.named(opened, keys, fields, by.get(place, "")) for place in MOST})
+    names["panel"] = [str(index) for index in range(len(found))]
+    parts = [replace(d, group=str(index)) for index, (_, d) in enumerate(found)]
+    looks = run_looks(every_run(opened)) if by.get("color") == "run_id" else None
+    caption = f"{source(where, f'{len(found)} distributions, {board.scope}')}\nAll panels share their axes."
+    law = values["law"] if values["law"] in LAWS else LAWS[0]
+    against = distribution_charts.LAW_TITLES[law]
+    bins, points = shared.log2_histogram(parts), against_law(parts, law)
+    figures = []
+    for kind, frame, title in (
+        ("histogram", bins, "Distribution of magnitudes"), ("qq", points.points, f"Q–Q against {against}"),
+    ):  # fmt: skip
+        if frame.empty:
+            continue
+        if kind == "qq":
+            frame = frame[frame["sample"].abs() <= points.limit]
+        frame = frame.rename(columns={"group": "panel"}).merge(names, on="panel").drop(columns="panel")
+        frame = frame.rename(columns={"color": "group"})
+        titles = (f"{against} quantile", "quantile, standardized")
+        chart = charts.panels(frame, by, kind, values["values"], title, titles, looks)
+        rows = names["rows"].nunique()
+        height = 130 + rows * (charts.HIGH + 34)
+        figures.append(Figure(f"{kind}_panels", chart, frame, caption, height=height))
+    return Drawn((table(opened, ranked, where, board.format), *figures), problems=tuple(problems))
+
+
+def left_out(opened: Catalog, where: Filter, ids: list[str] | None, below: float) -> str:
+    """What the histogram does not show of the values."""
+    row = opened.moments(where if ids is None else Filter(), None, ids).iloc[0]
+    odd = [f"{int(row[name]):,} {title}" for name, title in (("nans", "NaN"), ("infs", "infinite")) if row[name]]
+    if row["zeros"]:
+        share = row["zeros"] / row["numel"]
+        odd.insert(0, f"{share:.2%} zeros" if share >= 1e-4 else f"{int(row['zeros']):,} zeros")
+    if below:
+        odd.append(
+            f"the smallest {'nonzero values' if row['zeros'] else 'values'}, up to {100 * below:.2g}% of a group"
+        )
+    return f"Not drawn: {one_of(odd)}." if odd else ""
+
+
+def one_of(texts: list[str]) -> str:
+    return texts[0] if len(texts) == 1 else f"{', '.join(texts[:-1])} and {texts[-1]}"
+
+
+def moments(opened: Catalog, where: Filter, chosen: pd.DataFrame, by: str) -> pd.DataFrame:
+    """`Catalog.moments` of the groups, or of each chosen tensor; `group` is its name."""
+    if chosen.empty:
+        frame = opened.moments(where, by)
+        names = labels_of(opened) if by == "run_id" else None
+        return frame.assign(group=frame["group"].map(partial(group_name, names=names)))
+    ids = chosen["tensor_id"].tolist()
+    frame = opened.moments(Filter(), "tensor_id", ids).set_index("group").loc[ids].reset_index()
+    return frame.assign(group=frame["group"].map(short_labels(chosen, given_names(opened))))
+
+
+def report(selection: ReportSelection) -> Iterator[Section]:
+    """The distributions by each field that divides the selection, their statistics, and the formats."""
+    opened, where = selection.opened, selection.where
+    board = Board(opened, where, format=next(iter(selection.formats), ""))
+    values = {"values": RAW, "axis": "log2", "law": None, "delta": None}
+    lie: list[Figure] = []
+    problems: list[str] = []
+    nothing = opened.rows_of([])
+    for by in selection.dividing((*REPORTED_BY, "iteration")):
+        groups, _ = _groups(board, values | {"by": by}, nothing, nothing)
+        drawn = _distributions(board, values | {"by": by}, groups, by, nothing)
+        problems += [f"By {TITLES[by].lower()}: {problem}" for problem in drawn.problems]
+        lie += [replace(figure, name=f"{figure.name}_{by}") for figure in drawn.figures]
+    yield Section("distributions", figures=lie, problems=problems)
+    frames = {by: moments(opened, where, nothing, by) for by in selection.dividing(REPORTED_BY)}
+    tables = [ReportTable(f"statistics_{by}", f"By {TITLES[by].lower()}", frame) for by, frame in frames.items()]
+    yield Section("statistics", tables=tables)
+    items = _formats(board, None)
+    figures = [item for item in items if isinstance(item, Figure)]
+    yield Section(
+        "comparisons", figures=figures, problems=[item.text for item in items if isinstance(item, Text)],
+        tables=[ReportTable("formats", "What each format does", compute.compared(opened, where).medians)]
+        if figures else [],
+    )  # fmt: skip
+
+
+EXPLORE = Question(
+    text="How are the values distributed?",
+    title="Explore",
+    icon=":material/query_stats:",
+    help="Tensors, worst first; distributions and Q–Q plots of any selection; the same operands in each format",
+    page="explore",
+    view="explore",
+    draw=draw,
+    of=Of.BOARD,
+    controls=(BY, OF_VALUES, AXIS, LAW, *PANELS),
+    takes={"tensor": partial(known_tensor, several=True), "delta": lambda opened: Range()},
+    narrow=_controls,
+    keeps=keeps,
+    as_used=True,
+    layout="binade.app.questions.explore.page",
+    report=report,
+)

@@ -1,0 +1,212 @@
+"""Explore: the ranking, distributions over σ and block scales, Q–Q plots and formats, by numpy and scipy over the
+tensor files."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from vl_convert import vegalite_to_svg
+
+from binade.app.figure import Drawn
+from binade.app.params import Interval
+from binade.app.questions.explore import compute
+from binade.app.questions.explore.quantile_plots import against_law
+from binade.app.questions.explore.question import BY_FIELD
+from binade.app.questions.shared.distributions import distribution_of
+from binade.app.view import View
+from binade.data.catalog import USED, Catalog
+from binade.data.filter import Filter
+from binade.quant.normal import normal_sqnr
+from tests.app import roots
+
+
+def drawn(catalog: Catalog, where: Filter | None = None, **values: str | list[str]) -> Drawn:
+    texts = {name: [text] if isinstance(text, str) else text for name, text in values.items()}
+    view = View("explore", texts)
+    return (view.filtered(where) if where else view).draw(catalog)
+
+
+def newest(catalog: Catalog, **fields: list) -> Filter:
+    run = catalog.runs()["run_id"].iloc[0]
+    last = int(catalog.distinct(("iteration",), Filter(run_id=[run]))["iteration"].max())
+    return Filter(run_id=[run], iteration=[last], **fields)
+
+
+def loaded(catalog: Catalog, ids: list[str]) -> list[np.ndarray]:
+    return [catalog.load(name).double().numpy().ravel() for name in ids]
+
+
+def test_tensors_are_ranked_by_their_worst_operand(catalog: Catalog):
+    where = newest(catalog)
+    found = compute.ranked(catalog, where, "mxfp4")
+    rows = catalog.tensors(where)
+    scores = catalog.table("score").to_pandas()
+    scores = scores[(scores["format"] == "mxfp4") & scores["tensor_id"].isin(rows["tensor_id"])]
+    worst = scores.groupby("tensor_id")["sqnr_db"].min() - normal_sqnr("mxfp4")
+    scored = found[found["operands"] > 0]
+    assert len(found) == len(rows) and set(scored["tensor_id"]) == set(worst.index)
+    np.testing.assert_allclose(scored["delta"], worst.sort_values(), rtol=1e-6)
+    assert scored["operands"].sum() == len(scores) and found["operands"].iloc[-1] == 0
+    middle = float(scored["delta"].median())
+    within = compute.ranked(catalog, where, "mxfp4", Interval(-100.0, middle))
+    assert set(within["tensor_id"]) == set(worst.index[worst < middle])
+
+
+def test_each_operand_is_compared_with_normal_values_in_its_own_format(catalog: Catalog):
+    where = Filter(quant_type=["mxfp8"])
+    found = compute.ranked(catalog, where, USED).dropna(subset=["format"])
+    assert {"mxfp8", "mxfp8_e5m2"} == set(found["format"])
+    for fmt, rows in found.groupby("format"):
+        np.testing.assert_allclose(rows["sqnr_db"] - rows["delta"], normal_sqnr(str(fmt)), atol=1e-5)
+
+
+def test_a_tensor_with_nan_comes_first_and_zeros_last(tmp_path: Path):
+    odd = roots.odd_tensors()
+    ids = roots.record(tmp_path, [odd["single"], odd["zeros"], odd["some NaN"], torch.randn(64, 64)])
+    with Catalog.open(tmp_path) as catalog:
+        found = compute.ranked(catalog, Filter(), "mxfp4")
+    assert found["tensor_id"].iloc[0] == ids[2] and found["delta"].iloc[0] == -math.inf
+    assert found["tensor_id"].iloc[-1] == ids[1]
+
+
+def test_the_worst_are_drawn_until_some_are_ticked(catalog: Catalog):
+    answer = drawn(catalog, newest(catalog), format="mxfp4")
+    names = answer.tables["tensors"]["name"].head(3).tolist()
+    assert list(dict.fromkeys(answer.get("histogram").table["group"])) == names
+    ticked = answer.tables["tensors"]["tensor_id"].iloc[[5]].tolist()
+    answer = drawn(catalog, newest(catalog), format="mxfp4", tensor=ticked)
+    assert set(answer.get("qq").table["group"]) == set(answer.tables["tensors"]["name"].iloc[[5]])
+
+
+@pytest.mark.parametrize("values", ["raw", "sigma"])
+def test_magnitudes_of_groups_are_those_of_the_files(catalog: Catalog, values: str):
+    """Sketches put a value into an eighth of a binade: shares of whole binades are compared away from their edges."""
+    where = newest(catalog, module=["fc1"])
+    table = drawn(catalog, where, by="operation", values=values, format="mxfp4").get("histogram").table
+    rows = catalog.tensors(where)
+    for operation, own in rows.groupby("operation"):
+        parts = loaded(catalog, own["tensor_id"].tolist())
+        x = np.abs(np.concatenate([part / (part.std() if values == "sigma" else 1) for part in parts]))
+        mine = table[table["group"] == operation]
+        upto = np.cumsum(mine["share"] * (mine["high"] - mine["low"]))
+        for place in (0.25, 0.5, 0.75):
+            at = int(np.searchsorted(upto, place * upto.iloc[-1]))
+            share = float((x[x > 0] < 2.0 ** mine["high"].iloc[at] * (1 - 1e-6)).sum()) / len(x)
+            assert share == pytest.approx(upto.iloc[at], abs=0.02 if values == "sigma" else 1e-4), (operation, place)
+
+
+def test_values_over_block_scales_are_the_codes_before_rounding(catalog: Catalog):
+    """MXFP4's scale of a block is 2^(floor(log2 amax) - 2), so the largest value of each block lies in [4, 8)."""
+    row = catalog.tensors(newest(catalog, tensor_name=["weight"], module=["fc1"], layer_index=[1])).iloc[0]
+    answer = drawn(catalog, tensor=[row["tensor_id"]], values="scale", format="mxfp4")
+    table = answer.get("histogram").table
+    x = catalog.load(row["tensor_id"]).float().numpy().reshape(-1, 32)
+    scale = 2.0 ** (np.floor(np.log2(np.abs(x).max(1, keepdims=True))) - 2)
+    expected = np.log2(np.abs(x / scale)[x != 0])
+    assert table["high"].max() <= 3 and table["count"].sum() == len(expected)
+    for place in (-2.0, 0.0, 2.0):
+        assert table.loc[table["high"] <= place, "count"].sum() == (expected < place).sum()
+
+
+@pytest.mark.parametrize("law", ["normal", "laplace", "uniform"])
+def test_a_law_lies_on_its_line_and_quartiles_agree(law: str):
+    x = torch.tensor(getattr(stats, {"normal": "norm"}.get(law, law)).rvs(size=200_000, random_state=3) * 7 + 2)
+    plot = against_law([distribution_of("own", x.float())], law)
+    body = plot.points[(plot.points["share"] > 0.05) & (plot.points["share"] < 0.95)]
+    np.testing.assert_allclose(body["sample"], body["theoretical"], atol=0.06)
+    assert "tails as long" in plot.sentences[0] or law == "uniform"
+
+
+def test_body_and_tails_are_told_apart():
+    """Student's t with 3 degrees of freedom against a normal distribution: quartiles agree, the largest of 10⁵ values
+    lies far out. The interval of the largest magnitude is simulated by numpy."""
+    x = torch.tensor(stats.t(3).rvs(size=100_000, random_state=1)).float()
+    plot = against_law([distribution_of("own", x)], "normal")
+    assert "tails heavier" in plot.sentences[0]
+    above, below = plot.beyond["own"]
+    q1, q3 = np.quantile(x.numpy(), [0.25, 0.75])
+    scale = (q3 - q1) / (2 * stats.norm.ppf(0.75))
+    place = (x.numpy() - (q1 + q3) / 2) / scale
+    expected = (place > plot.limit).sum(), (place < -plot.limit).sum()
+    assert np.abs(np.subtract((above, below), expected)).max() <= 1  # one value is the limit itself
+    assert plot.limit == pytest.approx(
+        np.abs(np.quantile(place, [0.0005, 0.9995], method="inverted_cdf")).max(), rel=1e-3
+    )
+    largest = np.abs(np.random.default_rng(0).standard_normal((400, 10_000))).max(1)
+    few = against_law([distribution_of("own", torch.randn(10_000, generator=torch.Generator().manual_seed(0)))],
+                              "normal")  # fmt: skip
+    low, high = (float(text) for text in few.sentences[0].split("of the law at ")[1].rstrip(".").split(" to "))
+    assert np.mean((largest < low) | (largest > high)) < 0.04
+    assert low < np.median(largest) < high
+
+
+def test_zeros_are_left_out_of_a_q_q_plot_and_counted():
+    x = torch.cat([torch.zeros(3000), torch.randn(7000, generator=torch.Generator().manual_seed(0))])
+    plot = against_law([distribution_of("own", x)], "normal")
+    assert "30.0% zeros are left out" in plot.sentences[0]
+    body = plot.points[plot.points["theoretical"].abs() < 1.5]
+    np.testing.assert_allclose(body["sample"], body["theoretical"], atol=0.1)
+
+
+def test_the_same_tensor_in_another_run(catalog: Catalog):
+    runs = catalog.runs().set_index("recipe")["run_id"]
+    where = {"tensor_name": ["weight"], "module": ["fc2"], "layer_index": [2]}
+    own = catalog.tensors(Filter(run_id=[runs["mxfp4"]], **where)).iloc[-1]
+    (other,) = catalog.tensors(Filter(run_id=[runs["bf16"]], iteration=[own["iteration"]], **where))["tensor_id"]
+    table = drawn(catalog, tensor=[own["tensor_id"]], law=runs["bf16"], values="raw").get("qq").table
+    mine, theirs = loaded(catalog, [own["tensor_id"], other])
+    np.testing.assert_allclose(table["sample"], np.quantile(mine[mine != 0], table["share"]), atol=1e-2)
+    np.testing.assert_allclose(table["theoretical"], np.quantile(theirs[theirs != 0], table["share"]), atol=1e-2)
+
+
+def test_each_format_on_the_same_operands(catalog: Catalog):
+    where = newest(catalog, operation=["forward"])
+    found = compute.compared(catalog, where, None)
+    scores = catalog.table("score").to_pandas()
+    scores = scores[scores["tensor_id"].isin(catalog.tensors(where)["tensor_id"])]
+    for row in found.medians.to_dict("records"):
+        own = scores.loc[scores["format"] == row["format"], "sqnr_db"]
+        assert row["operands"] == len(own) == found.operands
+        assert row["sqnr_db"] == pytest.approx(own.median())
+        dots = found.dots.loc[found.dots["format"] == row["format"], "delta"]
+        np.testing.assert_allclose(sorted(dots), sorted(own - normal_sqnr(row["format"])), rtol=1e-6)
+
+
+def test_many_operands_are_sampled_and_it_is_said(catalog: Catalog, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(compute, "MOST_DOTS", 50)
+    found = compute.compared(catalog, newest(catalog), None)
+    assert found.every > 1 and len(found.dots) <= 50
+    assert found.dots.groupby("format").size().nunique() == 1
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("values", ["raw", "sigma", "scale"])
+@pytest.mark.parametrize("rows", [*BY_FIELD, "none"])
+def test_any_field_in_rows_and_columns(catalog: Catalog, rows: str, values: str):
+    columns = "operation" if rows != "operation" else "module"
+    answer = drawn(catalog, newest(catalog), rows=rows, columns=columns, values=values, format="mxfp4")
+    assert {figure.name for figure in answer.figures} == {"histogram_panels", "qq_panels"}
+    for figure in answer.figures:
+        vegalite_to_svg(json.dumps(figure.spec))
+        assert figure.table["columns"].nunique() > 1 and len(figure.table)
+
+
+def test_what_panels_leave_out_is_said(catalog: Catalog):
+    answer = drawn(catalog, rows="tensor_name", columns="none")
+    names = answer.tables["tensors"]["tensor_name"].nunique()
+    assert names > 12 and f"Name of the tensor: 12 of {names} are drawn." in answer.problems
+
+
+def test_the_answer_returns_its_scope(catalog: Catalog):
+    view = View("explore", {"by": ["run_id"], "format": ["mxfp4"]})
+    answer = view.draw(catalog)
+    assert answer.scope.runs == 4 and answer.scope.where.run_id and len(answer.scope.where.iteration) == 1
+    assert set(answer.tables["tensors"]["run_id"]) == set(answer.scope.where.run_id)
+    assert answer.scope.tensors == len(answer.tables["tensors"]) == answer.tables["Statistics"]["tensors"].sum()
+    assert View("explore").read(catalog).scope.sentence.startswith(f"{View('explore').draw(catalog).scope.tensors} te")
