@@ -13,7 +13,7 @@ _HOME = {
     "Merge": "capture.options",
     "Recorder": "capture.recorder",
     "TrainerCallback": "capture.trainer",
-    "coverage": "capture.instrument",
+    "coverage": "capture.coverage",
     "Watch": "capture.options",
     "instrument": "capture.instrument",
     "instrument_provider": "capture.provider",

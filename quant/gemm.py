@@ -50,6 +50,7 @@ class Observed:
     shape      the shape to show the tensor in, where the product works on a reshaped one
     rounded    rounds a forward operand to the same values once more, transformed back
     exact      the result of the same GEMM on operands that are not rounded; None if neither operand is rounded
+    by_model   whether the model's own code rounds the operands of this GEMM, and no recipe does
     """
 
     name: str
@@ -65,6 +66,7 @@ class Observed:
     shape: tuple[int, ...] | None = None
     rounded: Callable[[], Tensor] | None = None
     exact: Callable[[], Tensor] | None = None
+    by_model: bool = False
 
 
 Tap = Callable[[Observed], None]

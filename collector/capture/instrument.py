@@ -7,11 +7,11 @@ with Recorder(root, label="mine", config={"recipe": "mxfp8"}) as recorder, instr
 from __future__ import annotations
 
 import os
-import re
-from collections import Counter
+import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,13 @@ from torch import nn
 
 from binade.collector.capture.adapters.declared import Equations
 from binade.collector.capture.adapters.first_pass import FirstPass
-from binade.collector.capture.adapters.layer import InstrumentError, Layer, is_a, numbers_left_out, refusal, wrong_dtype
+from binade.collector.capture.adapters.layer import (
+    InstrumentError,
+    Layer,
+    is_a,
+    refusal,
+    wrong_dtype,
+)
 from binade.collector.capture.adapters.torch_modules import is_compiled
 from binade.collector.capture.clock import Moment, PassCounter
 from binade.collector.capture.delayed_scales import DelayedScales
@@ -31,7 +37,7 @@ from binade.collector.capture.provenance import tracing
 from binade.collector.capture.recorder import Recorder
 from binade.collector.capture.schedule import Pending, Switch
 from binade.collector.capture.step import others, parameter_sites, recording
-from binade.collector.capture.survey import Found, around_forward, find, survey, without_compiling
+from binade.collector.capture.survey import Found, around_forward, find, without_compiling
 from binade.collector.capture.twin import Twins
 from binade.collector.models.attention import CoreBegin
 from binade.collector.models.site import WRAPPERS, Site
@@ -40,13 +46,10 @@ from binade.collector.recipes.ladder import without
 from binade.collector.recipes.parse import parse_recipe
 from binade.collector.recipes.recipe import BF16, Part, Recipe, RecipeError
 from binade.collector.recipes.selection import Selection
-from binade.data.coverage import FormatDifference, Formats, Operand, differing, gemm_operands
-from binade.data.tensor_kinds import TENSOR_KINDS, Other, Product
-from binade.data.text import markdown_table
+from binade.data.tensor_kinds import Other, Product
 from binade.quant.specs import GemmFormats
 
 RECIPE_VARIABLE = "CUSTOM_QUANT_TYPE"
-NOT_PRODUCTS = {(nn.Embedding, nn.EmbeddingBag): "embedding", (nn.modules.conv._ConvNd,): "convolution"}
 
 
 @contextmanager
@@ -106,9 +109,9 @@ def instrument(
         RecipeError: The recipe is unknown.
         SelectionError: `skip` or `capture` refers to layers that the model does not have.
     """
-    requested, recipe = _recipe(recipe)
+    requested, recipe = recipe_of(recipe)
     models = [model] if isinstance(model, nn.Module) else list(model)
-    attention, quantizes = _quantizes_attention(recipe), any(part != Part() for part in recipe.every_part())
+    attention, quantizes = quantizes_attention(recipe), any(part != Part() for part in recipe.every_part())
     options: dict[str, Any] = {"exclude": exclude, "head": head, "cores": cores, "products": products}
     surveys = [find(each, attention=attention, **options) for each in models]
     layers = [layer for found in surveys for layer in found.layers]
@@ -120,7 +123,7 @@ def instrument(
     counter = recorder or Recorder(enabled=False)  # which counts passes, but has no run
     delayed = any(part.formats.delayed for part in recipe.every_part())
     scales = DelayedScales(scales_of if delayed else None, counter.ranks.rank)
-    stages = _stages(recipe, iterations, layers, _unquantized(recipe, skip, sites), schedule)
+    stages = _stages(recipe, iterations, layers, unquantized(recipe, skip, sites), schedule)
     _check_kernels(models, stages)
     _check_dtypes(stages, recorded if recorder else ())
     hooks = [
@@ -145,7 +148,7 @@ def instrument(
             found,
             [(place, layer) for place, layer in besides if layer.site in recorded],
             _passes(counter, each, varies) if recorder or varies else None,
-            FirstPass(each, found.layers, found.left, attention) if found.watched and (recorder or quantizes) else None,
+            _first_pass(each, found, attention, recorder) if recorder or quantizes else None,
         )
         for each, found, besides in zip(models, surveys, named, strict=True)
     ]
@@ -234,6 +237,17 @@ def _check_dtypes(stages: Stages, recorded: Collection[Site]) -> None:
             for weight in layer.module.parameters():
                 if weight.dtype == torch.float64:
                     raise wrong_dtype(layer, weight.dtype)
+
+
+def _first_pass(model: nn.Module, found: Found, attention: bool, recorder: Recorder | None) -> FirstPass | None:
+    """What watches the first pass; None for our own models, all of whose products are known."""
+
+    def warn(text: str) -> None:
+        warnings.warn(text, stacklevel=2)
+        if recorder and recorder.entered:
+            recorder.later(partial(recorder.warn, recorder.iteration, text, ""))
+
+    return FirstPass(model, found.layers, found.left, attention, warn) if found.watched else None
 
 
 @dataclass(frozen=True)
@@ -329,107 +343,6 @@ def _serving(
         yield
 
 
-@dataclass(frozen=True)
-class Covered:
-    """Modules of one class whose paths differ in numbers alone, and what `instrument` does to them.
-
-    paths       as in `exclude`: "layers.*.mlp.up_proj"
-    recorded    what they are called in the index, * for the layer's number; "" if they are left as they are
-    format      what the recipe quantizes them to
-    reason      why they are left, or left in bf16
-    """
-
-    paths: str
-    kind: str
-    count: int
-    recorded: str
-    format: str
-    reason: str
-
-
-class Coverage(tuple[Covered, ...]):
-    """Every module of a model that has weights or attends, in the model's order, as Covered; printed, a table.
-
-    formats   of the operands of all GEMMs that `instrument` would intercept
-    """
-
-    formats: Formats
-
-    def difference(self, other: Coverage) -> tuple[FormatDifference, ...]:
-        """The operands that the other recipe, or the other model, rounds to another format or does not have."""
-        return differing(self.formats, other.formats)
-
-    def __str__(self) -> str:
-        rows = [(row.paths, row.kind, str(row.count), row.recorded, row.format, row.reason) for row in self]
-        return markdown_table(("modules", "class", "count", "recorded as", "format", "left"), rows)
-
-    _repr_markdown_ = __str__
-
-
-def coverage(
-    model: nn.Module,
-    recipe: Recipe | str | None = None,
-    *,
-    skip: Selection | str | None = None,
-    exclude: Sequence[str] = (),
-    cores: Sequence[str] = (),
-    products: Mapping[str, Equations] = {},
-    head: bool = False,
-) -> Coverage:
-    """Return the modules that `instrument`, with these arguments, would quantize, record and leave out.
-
-        print(binade.coverage(model, "nvidia_nvfp4"))
-
-    Modules that `instrument` would refuse are listed as left out, with the reason. A module that is "not intercepted"
-    is refused in the first forward pass if its weight enters a GEMM. If the recipe quantizes attention, attention that
-    belongs to no known module is refused, too.
-    """
-    _, recipe = _recipe(recipe)
-    found = survey(model, exclude, head, cores, products, _quantizes_attention(recipe))
-    unquantized = _unquantized(recipe, skip, [layer.site for layer in found.layers])
-    layers: dict[nn.Module, list[Layer]] = {}
-    for layer in found.layers:
-        layers.setdefault(layer.module, []).append(layer)
-    rows: Counter[tuple[str, ...]] = Counter()
-    formats: dict[Operand, str] = {}
-    for name, module in model.named_modules():
-        kind = numbers_left_out(name), type(module).__name__
-        for layer in layers.get(module, ()):
-            reason, site = unquantized.get(layer.site, ""), layer.site
-            recorded = re.sub(r"^layer[1-9]\d*", "layer*", re.sub(r"expert\d+", "expert*", site.name))
-            used = [recipe.part_of(product, site) for product in layer.products]
-            fmt = BF16 if reason else ", ".join(dict.fromkeys(part.quant_type for part in used))
-            if layer.kernels and not reason and any(part != Part() for part in used):
-                recorded, fmt, reason = "", "", layer.kernels
-            else:
-                parts = dict(zip(layer.products, [Part()] * len(used) if reason else used, strict=True))
-                formats |= {
-                    Operand(site.layer_index, site.module, site.expert, kind.name, gemm): parts[product].rounded_to(
-                        field
-                    )
-                    for product in layer.products
-                    for kind in TENSOR_KINDS
-                    if kind.product is product
-                    for gemm, field in gemm_operands(kind).items()
-                }
-            rows[*kind, recorded, fmt, reason] += 1
-        reason = found.left.get(module) or found.refused.get(name, "") or found.unseen.get(module, "")
-        if module not in layers and not reason:
-            weights = [p.dim() for p in vars(module)["_parameters"].values() if p is not None]
-            if not weights:
-                continue
-            known = (each for kinds, each in NOT_PRODUCTS.items() if isinstance(module, kinds))
-            reason = next(known, "not a product" if max(weights) < 2 else "not intercepted")
-        if reason and module not in layers:
-            rows[*kind, "", "", reason] += 1
-    found_rows = Coverage(
-        Covered(paths, kind, count, recorded, fmt, reason)
-        for (paths, kind, recorded, fmt, reason), count in rows.items()
-    )
-    found_rows.formats = formats
-    return found_rows
-
-
 def _facts(
     models: Sequence[nn.Module], recipe: Recipe, recorder: Recorder, skip: Selection | str | None, backend: str
 ) -> dict[str, Any]:
@@ -466,12 +379,12 @@ def is_fsdp1(module: nn.Module) -> bool:
     return is_a("torch.distributed.fsdp", "FullyShardedDataParallel", module)
 
 
-def _quantizes_attention(recipe: Recipe) -> bool:
+def quantizes_attention(recipe: Recipe) -> bool:
     stages = recipe, *(later for _, later in recipe.schedule)
     return any(stage.qk != Part() or stage.pv != Part() for stage in stages)
 
 
-def _recipe(recipe: Recipe | str | None) -> tuple[str, Recipe]:
+def recipe_of(recipe: Recipe | str | None) -> tuple[str, Recipe]:
     """The text of a recipe, and the recipe."""
     if isinstance(recipe, Recipe):
         return recipe.name, recipe
@@ -479,7 +392,7 @@ def _recipe(recipe: Recipe | str | None) -> tuple[str, Recipe]:
     return text, parse_recipe(text)
 
 
-def _unquantized(recipe: Recipe, skip: Selection | str | None, sites: Sequence[Site]) -> dict[Site, str]:
+def unquantized(recipe: Recipe, skip: Selection | str | None, sites: Sequence[Site]) -> dict[Site, str]:
     """The sites that stay in bf16, with the reason."""
     found: dict[Site, str] = {}
     if recipe.keep:

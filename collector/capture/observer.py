@@ -206,13 +206,17 @@ class Observer:
             if kind and kind.observed in self.scores:
                 gemm = Gemm(name.partition("_")[0])
                 scores = self.scores[kind.observed]
-                same = scores if self.part.formats.is_same(name) else []
+                same = scores if self._part(seen).formats.is_same(name) else []
                 formats = formats_for(observing.scores, kind.layer_type, kind.name)
                 scores += try_formats(seen, formats, gemm, before=same, rows=self._rows(seen))
         elif kind and not (self.again and name in FORWARD):
             self.scores[name] = self._record(seen, kind)
         if predicts:
             self._wait_for_gradient(seen)
+
+    def _part(self, seen: Observed) -> Part:
+        """The part of the recipe that rounds what was seen."""
+        return Part() if seen.by_model else self.part
 
     def _record(self, seen: Observed, kind: TensorKind) -> list[Tried]:
         measurer, site = self.observing.measurer, self.layer.site
@@ -222,7 +226,7 @@ class Observer:
             measurer.identity,
             site,
             self.moment,
-            quant_type=self.part.quant_type_of(kind.operand),
+            quant_type=self._part(seen).quant_type_of(kind.operand),
             layer_type=kind.layer_type,
             component=kind.component,
             operation=kind.operation.value,

@@ -110,7 +110,7 @@ class Twins:
 
         with ExitStack() as undo:
             undo.enter_context(torch.random.fork_rng())
-            undo.enter_context(_kept([b for model in self.models for b in model.buffers()]))
+            undo.enter_context(kept([b for model in self.models for b in model.buffers()]))
             undo.callback(setattr, self.passes.clock, "twin", None)
             self.passes.clock.twin = begin
             value = loss()
@@ -120,7 +120,7 @@ class Twins:
 
 
 @contextmanager
-def _kept(buffers: Sequence[Tensor]) -> Iterator[None]:
+def kept(buffers: Sequence[Tensor]) -> Iterator[None]:
     """A context at whose end these tensors have the values that they had before."""
     before = [buffer.clone() for buffer in buffers]
     try:

@@ -10,6 +10,7 @@
     hugging_face.py   transformers: the attention interface, Conv1D, the LM head
     torch_modules.py  nn.Linear, modules that call F.scaled_dot_product_attention, and those that hold weights
     weights.py        products that a module computes itself with a weight, such as those of experts
+    boundary.py       linear layers with kernels of their own, watched from outside
     dtensor.py        linear layers and attention whose operands are DTensors
     first_pass.py     the first forward pass, watched for products that no adapter intercepts
 

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from binade.collector.capture.adapters.dtensor import core_on_parts
-from binade.collector.capture.adapters.layer import InstrumentError, eagerly
+from binade.collector.capture.adapters.layer import InstrumentError, eagerly, refusal, refuse
 from binade.collector.capture.adapters.products import (
     Interception,
     Product,
@@ -61,16 +61,21 @@ class SdpaMode(Interception):
     def check(self) -> None:
         """Called after the pass; calls `missing` if products are missing."""
         if not self.calls:
-            self.missing("did not call F.scaled_dot_product_attention, so its products were not intercepted")
+            self.missing(
+                "did not call F.scaled_dot_product_attention, or in the forward method of a torch.autograd.Function, "
+                "so its products were not intercepted"
+            )
 
     def missing(self, what: str) -> None:
-        """Raises InstrumentError, or warns if these products are only recorded."""
-        message = f"{self.name} ({type(self.module).__name__}) {what}: leave it out with exclude=[{self.name!r}]"
+        """Refuses the module, or warns if these products are only recorded."""
         if self.qk.quantizes or self.pv.quantizes:
-            raise InstrumentError(message)
-        warnings.warn(message, stacklevel=2)
+            refuse(self.name, self.module, what)
+        else:
+            warnings.warn(refusal({self.name: self.module}, {self.name: what}), stacklevel=2)
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.in_function:
+            return func(*args, **kwargs)
         if getattr(func, "__name__", "") == "flex_attention":
             from torch._higher_order_ops.flex_attention import math_attention
 
@@ -229,7 +234,7 @@ class WrittenMode(SdpaMode):
         self.unscaled: Tensor | None = None
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if written := Written.of(func, args, kwargs):
+        if not self.in_function and (written := Written.of(func, args, kwargs)):
             softmax = self.pv.rounding.formats.softmax
             if softmax.tile:
                 self.missing(f"computes its own softmax, to which softmax={softmax} cannot be applied")

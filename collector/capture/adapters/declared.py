@@ -146,7 +146,7 @@ class DeclaredMode(Interception):
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         product = product_of(func, args, kwargs)
-        if product is None:
+        if product is None or self.in_function:
             return func(*args, **kwargs)
         equation, original, a, b = product
         if Einsum.of(equation) != self.einsum:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from binade.collector.capture.adapters import megatron
 from binade.collector.capture.adapters.attention import observed_core
+from binade.collector.capture.adapters.boundary import plain_values, with_weight_gradients
 from binade.collector.capture.adapters.layer import InstrumentError, Layer, Refused, replaces
 from binade.collector.capture.adapters.products import listen_to_result, listened, showing_operands
 from binade.collector.models.attention import CoreBegin
@@ -30,7 +31,7 @@ from binade.collector.models.parallel import Begin, ColumnParallelLinear, RowPar
 from binade.collector.models.site import Site, site
 from binade.collector.ranks import Group
 from binade.data.segment import Shard
-from binade.quant.gemm import Observed, Tap, sampling
+from binade.quant.gemm import Observed, Tap
 
 KERNELS = (
     "can only be recorded, because Transformer Engine has its own kernels: use the recipe bf16, and TE's own recipes"
@@ -94,7 +95,7 @@ def _linear(modules: dict[str, nn.Module], name: str, normalizes: bool, grouped:
             first = next(iter(bound.arguments))
             x, weights = bound.arguments[first], _weights(module)
             a = _normalized(module, x) if normalizes else x.detach()
-            b = torch.cat([_plain(weight) for weight in weights])
+            b = torch.cat([plain_values(weight) for weight in weights])
             tap(Observed("a", a))
             tap(Observed("b", b))
             if not normalizes:
@@ -102,7 +103,7 @@ def _linear(modules: dict[str, nn.Module], name: str, normalizes: bool, grouped:
             needed = a.detach().requires_grad_(x.requires_grad), b.detach().requires_grad_(weights[0].requires_grad)
             show = tap if grouped else showing_operands(tap, *needed, -1)
             if not getattr(module, "fuse_wgrad_accumulation", False) and torch.is_grad_enabled():
-                show = _with_weight_gradients(weights, tap, show)
+                show = with_weight_gradients(weights, tap, show)
             result = forward(*bound.args, **bound.kwargs)
             y = result[0] if isinstance(result, tuple) else result
             tap(Observed("y", y.detach()))
@@ -122,12 +123,6 @@ def _linear(modules: dict[str, nn.Module], name: str, normalizes: bool, grouped:
     return Layer(name, module, where, shard, replaces(module, "forward", method), path, kernels=KERNELS)
 
 
-def _plain(weight: Any) -> Any:
-    """A weight's values: with TE's fp8_model_init it is quantized already."""
-    plain = type(weight) in (Tensor, nn.Parameter)
-    return weight.detach() if plain else weight.dequantize().detach()
-
-
 def _normalized(module: Any, x: Tensor) -> Tensor:
     gamma = module.layer_norm_weight.detach()
     gamma = gamma + 1 if module.zero_centered_gamma else gamma
@@ -135,41 +130,6 @@ def _normalized(module: Any, x: Tensor) -> Tensor:
     if module.normalization == "RMSNorm":
         return F.rms_norm(x, shape, gamma.to(x.dtype), module.eps)
     return F.layer_norm(x, shape, gamma.to(x.dtype), module.layer_norm_bias.detach().to(x.dtype), module.eps)
-
-
-def _with_weight_gradients(weights: list[nn.Parameter], tap: Tap, show: Tap) -> Tap:
-    """A tap of the result that also shows the weights' gradients, once they arrive after the result's: other passes may
-    be in flight. They arrive at the weights themselves, which TE reads from its module."""
-    arrived: dict[int, Tensor] = {}
-    running = False
-
-    def listener(at: int) -> Callable[[Tensor], None]:
-        def arrive(gradient: Tensor) -> None:
-            nonlocal running
-            if not running:
-                return
-            arrived[at] = gradient.detach()
-            if not sampling():
-                handles[at].remove()
-            if len(arrived) == len(weights):
-                tap(Observed("grad_b", torch.cat([arrived[i] for i in range(len(weights))])))
-                arrived.clear()
-                running = False
-
-        return arrive
-
-    handles = [
-        weight.register_hook(listener(at))  # type: ignore[no-untyped-call]
-        for at, weight in enumerate(weights)
-        if weight.requires_grad
-    ]
-
-    def begin(seen: Observed) -> None:
-        nonlocal running
-        running = True
-        show(seen)
-
-    return begin
 
 
 def _core(modules: dict[str, nn.Module], name: str) -> Layer:

@@ -13,38 +13,15 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from types import FrameType
-from typing import Any
+from typing import Any, Self
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from binade.collector.capture.adapters.layer import InstrumentError, Layer, refusal
+from binade.collector.capture.adapters.layer import FIRST_PASS, Findings, InstrumentError, Layer, refusal
 from binade.collector.capture.adapters.products import Interception, tensors_in
-from binade.collector.capture.adapters.weights import GROUPED, Source, Weights
+from binade.collector.capture.adapters.weights import GROUPED, PRODUCTS, Source, Weights, is_linear
 from binade.data.tensor_kinds import Product
-
-PRODUCTS = frozenset(
-    (
-        F.linear,
-        F.bilinear,
-        F.multi_head_attention_forward,
-        F.scaled_dot_product_attention,
-        torch.einsum,
-        torch.tensordot,
-        torch.linalg.matmul,
-        torch.linalg.multi_dot,
-        *(
-            getattr(owner, name)
-            for name in (
-                *("matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", "inner", "dot", "chain_matmul"),
-                *("addmm", "addbmm", "baddbmm", "addmv", "addmm_", "addbmm_", "baddbmm_", "addmv_"),
-            )
-            for owner in (torch, Tensor)
-            if hasattr(owner, name)
-        ),
-    )
-)
 
 ATTENTION = (F.scaled_dot_product_attention, F.multi_head_attention_forward)
 FLEX = "flex_attention"
@@ -52,26 +29,46 @@ NAMED = (FLEX, *GROUPED)  # some of them are torch operators, which are not sing
 
 
 class FirstPass(Interception):
-    """layers: what the adapters intercept. excluded: modules that are not watched. attention: whether to refuse it."""
+    """layers: what the adapters intercept. excluded: modules that are not watched. attention: whether to refuse it.
+    show: called with a sentence about layers that are recorded but not rounded."""
 
     def __init__(
-        self, model: nn.Module, layers: Iterable[Layer], excluded: Iterable[nn.Module], attention: bool
+        self,
+        model: nn.Module,
+        layers: Iterable[Layer],
+        excluded: Iterable[nn.Module],
+        attention: bool,
+        show: Callable[[str], None],
     ) -> None:
         self.names = {module: name for name, module in model.named_modules()}
-        self.missed: dict[str, str] = {}
+        self.findings, self.show = Findings(), show
         self.done = False
         self.excluded = {inner for module in excluded for inner in module.modules()}
         left = [m for m in self.names if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) or m in self.excluded]
         self.weights = CurrentWeights(model, left)
         self.known = {layer.module for layer in layers if layer.products != (Product.LINEAR,)}
         self.kernels = {layer.module for layer in layers if layer.kernels}
+        self.linear = {layer.module for layer in layers if is_linear(layer.module)}
         self.attention = attention
+
+    def __enter__(self) -> Self:
+        self.findings = FIRST_PASS.findings = Findings()
+        return super().__enter__()
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
         super().__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
-        self.done = error is None and not self.missed
-        if error is None and self.missed:
-            raise InstrumentError(refusal({name: module for module, name in self.names.items()}, self.missed))
+        FIRST_PASS.findings = None
+        self.done = error is None and not self.findings.refused
+        if error is None:
+            self.judge()
+
+    def judge(self) -> None:
+        """Raises InstrumentError for all that was refused, and shows what is not rounded."""
+        modules = {name: module for module, name in self.names.items()}
+        if self.findings.refused:
+            raise InstrumentError(refusal(modules, self.findings.refused))
+        if self.findings.unrounded:
+            self.show(refusal(modules, self.findings.unrounded))
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         operands = list(tensors_in((args, kwargs)))
@@ -90,9 +87,10 @@ class FirstPass(Interception):
         if weight is None and not attends:
             return
         module = _caller(self.names)
-        # A core checks by itself whether its module called the product, and so do declared products; other packages'
-        # kernels are only watched.
-        if module in self.excluded or module in self.kernels or (weight is None and module in self.known):
+        # A core checks by itself whether its module called the product, and so do declared products and linear layers;
+        # other packages' kernels are only watched.
+        checks = self.known if weight is None else self.linear
+        if module in self.excluded or module in self.kernels or module in checks:
             return
         name = self.names[module] if module else (weight or "").rpartition(".")[0]
         what = f"with {weight}" if weight else f"of activations {[list(x.shape) for x in operands[:2]]}"
@@ -100,7 +98,7 @@ class FirstPass(Interception):
         named = (
             "" if weight else f"; if it attends, name it: cores=[{name!r}], else declare it: products={{{name!r}: ...}}"
         )
-        self.missed.setdefault(name, f"computes a product {what} by {func.__name__} {not_there}{named}")
+        self.findings.refused.setdefault(name, f"computes a product {what} by {func.__name__} {not_there}{named}")
 
 
 class CurrentWeights(Weights):
@@ -142,7 +140,8 @@ def _caller(names: dict[nn.Module, str]) -> nn.Module | None:
     """The innermost of the model's modules whose method is running."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        owner = frame.f_locals.get("self")
+        arguments = frame.f_code.co_varnames[: frame.f_code.co_argcount]
+        owner = frame.f_locals.get(arguments[0]) if arguments else None
         if isinstance(owner, nn.Module) and owner in names:
             return owner
         frame = frame.f_back

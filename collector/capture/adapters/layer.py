@@ -8,10 +8,10 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import update_wrapper
-from threading import Lock
+from threading import Lock, local
 from typing import Any
 
 import torch
@@ -104,6 +104,31 @@ def refusal(modules: Mapping[str, nn.Module], reasons: Mapping[str, str]) -> str
         fits = all(name in reasons for name in modules if fnmatchcase(name, pattern))
         patterns += [pattern] if fits else names
     return f"{'; '.join(texts)}. To leave them out on purpose: exclude={patterns}"
+
+
+@dataclass
+class Findings:
+    """What the first forward pass of a model shows: by the names of its modules, why they cannot be intercepted, and
+    why others are recorded but not rounded."""
+
+    refused: dict[str, str] = field(default_factory=dict)
+    unrounded: dict[str, str] = field(default_factory=dict)
+
+
+class _FirstPass(local):
+    """The findings of the first pass that runs; None in other passes."""
+
+    findings: Findings | None = None
+
+
+FIRST_PASS = _FirstPass()
+
+
+def refuse(name: str, module: nn.Module, reason: str) -> None:
+    """Raises InstrumentError for this module; in a first pass, at its end, together with all others."""
+    if FIRST_PASS.findings is None:
+        raise InstrumentError(refusal({name: module}, {name: reason}))
+    FIRST_PASS.findings.refused.setdefault(name, reason)
 
 
 def numbers_left_out(name: str) -> str:

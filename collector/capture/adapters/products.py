@@ -7,11 +7,13 @@ as views, whose gradient is this product's share alone.
 
 from __future__ import annotations
 
+import sys
 import threading
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from types import FrameType
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -22,6 +24,7 @@ from binade.quant import gemm
 from binade.quant.gemm import Observed, Tap
 
 Product = Callable[[Tensor, Tensor], Tensor]
+APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]  # torch
 
 
 class _Computing(threading.local):
@@ -37,10 +40,31 @@ class _Computing(threading.local):
 
 
 computing = _Computing()
+INTERCEPTED = "intercepted"  # the name of functions that run a method under an Interception
 
 
 class Interception(TorchFunctionMode):
     """Sees the calls of torch's functions, except those that an adapter makes to compute a product."""
+
+    with_gradients = False
+
+    def __enter__(self) -> Self:
+        self.with_gradients = torch.is_grad_enabled()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    @property
+    def in_function(self) -> bool:
+        """Whether the forward method of an autograd function, called in a method that is intercepted, is running: its
+        backward method is not seen, so that a product in it would be replaced by half."""
+        if not self.with_gradients or torch.is_grad_enabled():
+            return False
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_code.co_name != INTERCEPTED:
+            if frame.f_code is APPLY:
+                return True
+            frame = frame.f_back
+        return False
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

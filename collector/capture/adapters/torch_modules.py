@@ -33,11 +33,12 @@ from torch import Tensor, nn
 from binade.collector.capture.adapters.attention import SdpaMode, core_forward
 from binade.collector.capture.adapters.dtensor import core_shard_of, shard_of
 from binade.collector.capture.adapters.layer import Attach, Layer, Refused, is_a, replaces, together, whole
-from binade.collector.capture.adapters.weights import NAMES, OwnProducts, functional_linear
+from binade.collector.capture.adapters.weights import NAMES, OwnProducts, functional_linear, is_linear
 from binade.collector.models.parallel import Begin
 from binade.collector.models.site import HEAD, path_parts, site
 
 ATTENTION = frozenset(("scaled_dot_product_attention", "flex_attention"))
+UNSEEN = "its code names no product of torch: coverage(..., batch=...) shows whether it is rounded"
 Shapes = dict[nn.Module, dict[str, torch.Size]]  # by the weight's name
 NOT_PRODUCTS = (nn.Embedding, nn.EmbeddingBag, nn.modules.conv._ConvNd)
 HEADS = (["lm_head"], ["embed_out"], ["unembed"], ["output_head"])
@@ -76,8 +77,9 @@ def find(model: nn.Module) -> Iterator[Layer | Refused]:
             continue
         if calls(module, ATTENTION):
             yield core_layer(name, module, SdpaMode)
-        if not isinstance(module, NOT_PRODUCTS) and calls(module, NAMES):
-            yield from _own(modules, shapes, name, owners.setdefault(name, OwnProducts(name, module)))
+        if not isinstance(module, NOT_PRODUCTS) and (is_linear(module) or calls(module, NAMES)):
+            owner = owners.setdefault(name, OwnProducts(name, module, is_linear(module)))
+            yield from _own(modules, shapes, name, owner)
 
 
 def heads(modules: Mapping[str, nn.Module]) -> set[nn.Module]:
@@ -233,8 +235,18 @@ def linear_layer(name: str, module: nn.Linear) -> Layer:
 
     where, path = site(name)
     plain = type(module).forward is nn.Linear.forward and "forward" not in vars(module)
-    attach = replaces(module, "forward", forward) if plain else partial(OwnProducts(name, module).attach, "weight", 0)
+    attach = (
+        replaces(module, "forward", forward)
+        if plain
+        else partial(OwnProducts(name, module, is_linear=True).attach, "weight", 0)
+    )
     return Layer(name, module, where, partial(shard_of, module), attach, path)
+
+
+def unseen_products(module: nn.Module) -> str:
+    """What is not known of a linear layer before its first pass; "" if its own code names a product of torch."""
+    plain = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+    return "" if plain or not is_linear(module) or calls(module, NAMES) else UNSEEN
 
 
 def core_layer(name: str, module: nn.Module, mode: type[SdpaMode]) -> Layer:

@@ -5,6 +5,9 @@ While the module's forward runs, F.linear, matmul, bmm, addmm and grouped_mm wit
 are replaced by the products of linear layers: one, or one for each expert that tokens were routed to. This covers every
 family of experts in transformers with the implementations `eager` and `grouped_mm`; other implementations run as
 `eager` while the module is instrumented. Other functions with the weight are left to `first_pass`, which refuses them.
+
+A product inside the forward method of a torch.autograd.Function is never replaced: its backward products would stay as
+they are. A linear layer that computes none that can be replaced is watched from outside, see `boundary`.
 """
 
 from __future__ import annotations
@@ -14,14 +17,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from operator import attrgetter
+from types import FunctionType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from binade.collector.capture.adapters.attention import product
+from binade.collector.capture.adapters.boundary import Boundary
 from binade.collector.capture.adapters.dtensor import is_dtensor, linear_on_parts
-from binade.collector.capture.adapters.layer import Detach, InstrumentError, eagerly, set_on
+from binade.collector.capture.adapters.layer import FIRST_PASS, Detach, InstrumentError, eagerly, refuse, set_on
 from binade.collector.capture.adapters.products import (
     Interception,
     Product,
@@ -37,22 +43,48 @@ MATMULS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm, 
 ADDMMS = (torch.addmm, Tensor.addmm)
 GROUPED = ("grouped_mm", "_grouped_mm", "grouped_mm_fallback")  # of torch.nn.functional, torch and transformers
 CASTS = (Tensor.to, Tensor.type, Tensor.float, Tensor.bfloat16, Tensor.half, Tensor.contiguous, Tensor.clone)
+PRODUCTS = frozenset(
+    (
+        F.linear,
+        F.bilinear,
+        F.multi_head_attention_forward,
+        F.scaled_dot_product_attention,
+        torch.einsum,
+        torch.tensordot,
+        torch.linalg.matmul,
+        torch.linalg.multi_dot,
+        *(
+            getattr(owner, name)
+            for name in (
+                *("matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", "inner", "dot", "chain_matmul"),
+                *("addmm", "addbmm", "baddbmm", "addmv", "addmm_", "addbmm_", "baddbmm_", "addmv_"),
+            )
+            for owner in (torch, Tensor)
+            if hasattr(owner, name)
+        ),
+    )
+)
+OWN_KERNELS = "multiplies in kernels of its own, so it is recorded but not rounded"
 NAMES = frozenset(("@", "linear", "matmul", "mm", "bmm", "addmm", *GROUPED))  # of these functions, in source code
 
 
 @dataclass(frozen=True)
 class Source:
-    """The weight that a tensor is, or was made of. first: its first expert's number; None if they are not in order."""
+    """The weight that a tensor is, or was made of. first: its first expert's number; None if they are not in order.
+    computed: whether its values are others than the weight's, and not only in another dtype."""
 
     name: str
     first: int | None = 0
+    computed: bool = False
 
 
 class Weights:
     """Recognizes the weights of these names, their views, and anything computed from weights alone."""
 
     def __init__(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        named = list(named)
         self.names = {id(x): name for name, x in named}
+        self.axes = {name: x.dim() for name, x in named}
         self.made: dict[int, tuple[weakref.ref[Tensor], Source]] = {}
 
     def name_of(self, x: Tensor) -> str | None:
@@ -77,7 +109,9 @@ class Weights:
             return
         for x in tensors_in(result):
             if x.dim() > 1 and not self.name_of(x):
-                self.made[id(x)] = weakref.ref(x), _part(x, operands[0], sources[0], func in CASTS)
+                source = _part(x, operands[0], sources[0], func in CASTS)
+                computed = source.computed or not (func in CASTS or is_view(x, operands[0]))
+                self.made[id(x)] = weakref.ref(x), replace(source, computed=computed)
 
 
 def _part(x: Tensor, of: Tensor, source: Source, cast: bool) -> Source:
@@ -86,10 +120,14 @@ def _part(x: Tensor, of: Tensor, source: Source, cast: bool) -> Source:
         return source
     of_one_expert = x.dim() == 2 and x.numel() <= of[0].numel()
     in_order = x.dim() == 3 and x.stride(0) == of.stride(0)
-    is_view = x.untyped_storage().data_ptr() == of.untyped_storage().data_ptr()
-    if not (is_view and (of_one_expert or in_order)):
+    if not (is_view(x, of) and (of_one_expert or in_order)):
         return replace(source, first=None)
     return replace(source, first=source.first + (x.storage_offset() - of.storage_offset()) // of.stride(0))
+
+
+def is_view(x: Tensor, of: Tensor) -> bool:
+    """Whether x has its values in the same memory."""
+    return x.untyped_storage().data_ptr() == of.untyped_storage().data_ptr()
 
 
 def functional_linear(name: str, call: Call, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -101,27 +139,46 @@ def functional_linear(name: str, call: Call, input: Tensor, weight: Tensor, bias
     return linear_on_parts(name, on_parts, input, weight, bias)
 
 
-class OwnProducts:
-    """The products that one module computes itself, by weight (a path from the module) and expert."""
+def is_linear(module: nn.Module) -> bool:
+    """Whether a module is a linear layer: of torch, or with the attributes of one and a weight of that shape."""
+    if isinstance(module, nn.Linear):
+        return True
+    if isinstance(module, torch.jit.ScriptModule):
+        return False
+    weight = vars(module)["_parameters"].get("weight")
+    sizes = getattr(module, "out_features", None), getattr(module, "in_features", None)
+    return weight is not None and weight.is_floating_point() and tuple(weight.shape) == sizes
 
-    def __init__(self, name: str, module: nn.Module) -> None:
-        self.name, self.module = name, module
+
+class OwnProducts:
+    """The products that one module computes itself, by weight (a path from the module) and expert.
+
+    is_linear   whether the module is one linear layer, which can be watched from outside
+    is_watched  whether that is what is done, because its last pass computed no product that can be replaced; None
+                before its first pass
+    """
+
+    def __init__(self, name: str, module: nn.Module, is_linear: bool = False) -> None:
+        self.name, self.module, self.is_linear = name, module, is_linear
+        self.is_watched: bool | None = None if is_linear else False
         self.begins: dict[tuple[str, int], Begin] = {}
-        self.forward = ExitStack()
+        self.methods = ExitStack()
 
     def attach(self, weight: str, expert: int, begin: Begin) -> Detach:
         if not self.begins:
-            self.forward.callback(set_on(self.module, "forward", eagerly(self._intercepted(_in_sight(self.module)))))
+            for method in ["forward"] if self.is_linear else _computing_methods(type(self.module)):
+                original = _in_sight(self.module) if method == "forward" else getattr(self.module, method)
+                self.methods.callback(set_on(self.module, method, eagerly(self._intercepted(original))))
         self.begins[weight, expert] = begin
 
         def detach() -> None:
             del self.begins[weight, expert]
             if not self.begins:
-                self.forward.close()
+                self.methods.close()
 
         return detach
 
-    def _intercepted(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def _intercepted(self, method: Callable[..., Any]) -> Callable[..., Any]:
         def intercepted(*args: Any, **kwargs: Any) -> Any:
             weights = {name: attrgetter(name)(self.module) for name in {name for name, _ in self.begins}}
             if divided := [name for name, weight in weights.items() if weight.dim() == 3 and is_dtensor(weight)]:
@@ -129,16 +186,42 @@ class OwnProducts:
                     f"{self.name or 'the model'} has a three-dimensional DTensor as its {divided[0]}, and GEMMs on "
                     f"its local shards cannot be intercepted: leave it out with exclude=[{self.name!r}]"
                 )
+            # Whether the layer is watched is known after its first pass, for which it is prepared to be.
+            boundary = None if self.is_watched is False else Boundary(args, kwargs)
+            args, kwargs = (boundary.args, boundary.kwargs) if boundary else (args, kwargs)
             with WeightsMode(self.name, weights, self.begins) as mode:
-                result = forward(*args, **kwargs)
-            if isinstance(self.module, nn.Linear) and not mode.products:
-                raise InstrumentError(
-                    f"{self.name} ({type(self.module).__name__}) did not multiply by its weight with a function of "
-                    f"torch, so nothing was intercepted: leave it out with exclude=[{self.name!r}]"
-                )
+                result = method(*args, **kwargs)
+            if self.is_linear and not mode.products:
+                self._watch(mode, boundary or Boundary(args, kwargs), next(iter(weights.values())), result)
+            elif mode.half and next(iter(self.begins.values()))().quantizes:
+                refuse(self.name, self.module, mode.half)
+            self.is_watched = self.is_linear and not mode.products
             return result
 
         return intercepted
+
+    def _watch(self, mode: WeightsMode, boundary: Boundary, weight: Tensor, result: Any) -> None:
+        """Record this pass from outside. A layer that multiplies its weight in torch and could be rounded, if it were
+        written otherwise, is refused where the recipe rounds it: what rounds by itself is not."""
+        call = next(iter(self.begins.values()))()
+        reason = mode.half or mode.other
+        if call.quantizes and reason:
+            refuse(self.name, self.module, reason)
+        elif call.quantizes and FIRST_PASS.findings:
+            FIRST_PASS.findings.unrounded.setdefault(self.name, OWN_KERNELS)
+        if call.tap:
+            boundary.show(call.tap, weight, result)
+
+
+def _computing_methods(kind: type[nn.Module]) -> list[str]:
+    """The names of a class's methods that multiply: `forward`, and others with products that its user may call."""
+    methods = {name: each for base in reversed(kind.__mro__) for name, each in vars(base).items()}
+    others = (
+        name
+        for name, each in methods.items()
+        if isinstance(each, FunctionType) and not name.startswith("__") and NAMES & {*each.__code__.co_names}
+    )
+    return list(dict.fromkeys(("forward", *others)))
 
 
 def _in_sight(module: Any) -> Callable[..., Any]:
@@ -157,11 +240,16 @@ def _in_sight(module: Any) -> Callable[..., Any]:
 
 
 class WeightsMode(Interception):
-    """One pass through a module whose products with these weights are replaced."""
+    """One pass through a module whose products with these weights are replaced.
+
+    products  how many of them there were
+    half      why one was left: its backward products would have stayed as they are
+    other     why one was left: it is of a function that is not replaced
+    """
 
     def __init__(self, name: str, weights: Mapping[str, Tensor], begins: Mapping[tuple[str, int], Begin]) -> None:
         self.name, self.weights, self.begins = name, Weights(weights.items()), begins
-        self.products = 0
+        self.products, self.half, self.other = 0, "", ""
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is F.linear:
@@ -172,24 +260,48 @@ class WeightsMode(Interception):
             return self._addmm(func, *args)
         if getattr(func, "__name__", "") in GROUPED:
             return self._grouped(func, *args, **kwargs)
+        operands = list(tensors_in((args, kwargs)))
+        if func in PRODUCTS and any(self.weights.source(x) for x in operands):
+            self.other = (
+                f"did not multiply by its weight with a function of torch that is intercepted, but with {func.__name__}"
+            )
         result = func(*args, **kwargs)
-        self.weights.follow(func, list(tensors_in((args, kwargs))), result)
+        self.weights.follow(func, operands, result)
         return result
+
+    def _source(self, weight: Tensor) -> Source | None:
+        """The source of a weight whose product can be replaced."""
+        source = self.weights.source(weight)
+        if source is None or not self.in_function:
+            return source
+        if not source.computed:
+            self.half = (
+                f"multiplies by {source.name} in the forward method of a torch.autograd.Function, whose backward "
+                "products cannot be intercepted"
+            )
+        return None
 
     def _call(self, weight: Tensor) -> Call | None:
         """The call of the product with a weight of two axes, begun; None if it is not one of those replaced."""
-        source = self.weights.source(weight) if weight.dim() == 2 else None
+        source = self._source(weight) if weight.dim() == 2 else None
         begin = self.begins.get((source.name, source.first)) if source and source.first is not None else None
         self.products += begin is not None
         return begin() if begin else None
 
     def _stacked(self, weight: Tensor) -> list[Begin]:
         """What begins a call for each expert of a weight with three axes."""
-        source = self.weights.source(weight) if weight.dim() == 3 else None
-        if source is None or source.first is None:
+        source = self._source(weight) if weight.dim() == 3 else None
+        if source is None or source.first is None or self.weights.axes[source.name] < 3:
             return []
         found = [self.begins.get((source.name, source.first + i)) for i in range(len(weight))]
         return [each for each in found if each] if all(found) else []
+
+    def _grouped_call(self, weight: Tensor) -> Call | None:
+        """The call of the product with groups [groups, ·, ·] of the rows of one weight, begun."""
+        source = self._source(weight)
+        begin = self.begins.get((source.name, 0)) if source and self.weights.axes[source.name] == 2 else None
+        self.products += begin is not None
+        return begin() if begin else None
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         call = self._call(weight)
@@ -204,6 +316,8 @@ class WeightsMode(Interception):
             return linear(lambda x, w: func(w, x.mT).mT, b.mT, a, call).mT
         if a.dim() == 3 and len(a) == len(b) and (begins := self._stacked(b)):
             return _by_expert(lambda x, w: func(x, w.mT), a, b.mT, begins, None)
+        if a.dim() == 3 and b.dim() == 3 and (call := self._grouped_call(b)):
+            return product(lambda x, w: func(x, w.mT), a, b.mT, call, transpose_b=True)
         return func(a, b)
 
     def _addmm(self, func: Callable[..., Tensor], bias: Tensor, a: Tensor, b: Tensor) -> Tensor:

@@ -1,0 +1,245 @@
+"""Layers whose products cannot be replaced: they are watched from outside or refused by name, never rounded by half."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from binade.collector import coverage, instrument
+from binade.collector.capture.adapters.layer import InstrumentError
+from binade.data.events import read_events
+from binade.data.runs import list_runs
+from binade.quant import fake_quantize
+from tests.collector.instrumented import LINEAR, Recorder, names, rows, same, value
+
+FP8 = torch.float8_e4m3fn
+
+
+class Multiply(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return x @ w.t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, w = ctx.saved_tensors
+        return grad @ w, grad.t() @ x
+
+
+class Half(nn.Linear):
+    def forward(module, x: Tensor) -> Tensor:  # noqa: N805  # as in code that does not say `self`
+        return Multiply.apply(x, module.weight)
+
+
+class Quantized(nn.Linear):
+    """Rounds its operands in a function of its own, as microxcaling's Linear does."""
+
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+            x, w = x.to(FP8).to(x.dtype), w.to(FP8).to(w.dtype).mul(1.0)
+            ctx.save_for_backward(x, w)
+            return F.linear(x, w)
+
+        backward = Multiply.backward
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.Function.apply(x, self.weight)
+
+
+class Scaled(nn.Module):
+    """Multiplies in a kernel of its own, as nanochat's Float8Linear does, and is no nn.Linear."""
+
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+            ctx.save_for_backward(x, w)
+            one = torch.ones(())
+            return torch._scaled_mm(x.to(FP8), w.to(FP8).t(), scale_a=one, scale_b=one, out_dtype=x.dtype)
+
+        backward = Multiply.backward
+
+    def __init__(self, size: int, outputs: int, bias: bool = False) -> None:
+        super().__init__()
+        self.in_features, self.out_features = size, outputs
+        self.weight = nn.Parameter(nn.Linear(size, outputs).weight.detach())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.Function.apply(x, self.weight)
+
+
+def build(kind: type[nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 32, bias=False), kind(32, 16, bias=False)).bfloat16()
+
+
+X = torch.randn(32, 16, generator=torch.Generator().manual_seed(1)).bfloat16()
+
+
+def step(model: nn.Module) -> list[Tensor]:
+    model.zero_grad()
+    y = model(X)
+    y.float().square().mean().backward()
+    return [y.detach(), *(p.grad.clone() for p in model.parameters())]
+
+
+@pytest.mark.parametrize("kind", [Half, Quantized, Scaled])
+def test_a_layer_with_kernels_of_its_own_is_recorded_whole_and_not_changed(tmp_path: Path, kind: type[nn.Module]):
+    model = build(kind)
+    alone = step(model)
+    with Recorder(tmp_path) as recorder, instrument(model, "bf16", recorder):
+        assert same(alone, step(model))
+        assert same(alone, step(model))
+    found = rows(tmp_path)
+    assert names(found[found.micro_batch == 1]) == {
+        (1, "linear"): dict.fromkeys(LINEAR - {"grad_input"}, 1),
+        (2, "linear"): dict.fromkeys(LINEAR, 1),
+    }
+    found = found[found.micro_batch == 0]
+    assert torch.equal(value(found, 2, "linear", "output"), alone[0])
+    assert torch.equal(value(found, 2, "linear", "grad_weight"), alone[-1])
+    assert torch.equal(value(found, 2, "linear", "weight"), model[1].weight)
+    assert torch.equal(value(found, 2, "linear", "input"), model[0](X))
+    assert torch.equal(value(found, 2, "linear", "grad_input"), value(found, 1, "linear", "grad_output"))
+
+
+@pytest.mark.parametrize("kind", [Quantized, Scaled])
+def test_what_rounds_by_itself_is_not_rounded_and_that_is_said(tmp_path: Path, kind: type[nn.Module]):
+    model = build(kind)
+    with pytest.warns(UserWarning, match=rf"1 \({kind.__name__}\) multiplies in kernels of its own, so it is recorded"):
+        with Recorder(tmp_path) as recorder, instrument(model, "mxfp8", recorder, backend="torch"):
+            y = step(model)[0]
+    hidden = fake_quantize(X, "mxfp8") @ fake_quantize(model[0].weight, "mxfp8").t()
+    assert torch.equal(y, model[1](hidden))
+    found = rows(tmp_path)
+    assert found.groupby("layer_index")["quant_type"].unique().map(list).to_dict() == {1: ["mxfp8"], 2: ["bf16"]}
+    assert found[found.layer_index == 2]["format"].isna().all()
+    (run,) = list_runs(tmp_path)[0]
+    assert any("kernels of its own" in str(event) for event in read_events(run.directory))
+    covered = coverage(model, "mxfp8", batch=X)
+    assert {row.kind: row.format for row in covered} == {"Linear": "mxfp8", kind.__name__: "bf16"}
+
+
+class Fused(nn.Module):
+    """Multiplies by the weights of its layers in a function of its own, as Unsloth's feed-forward does."""
+
+    def __init__(self, size: int, outputs: int, bias: bool = False) -> None:
+        super().__init__()
+        self.up = nn.Linear(size, outputs, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Multiply.apply(x, self.up.weight)
+
+
+class Attending(nn.Module):
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return F.scaled_dot_product_attention(x, x, x)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return grad
+
+    def __init__(self, *_: int, bias: bool = False) -> None:
+        super().__init__()
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert F.scaled_dot_product_attention  # the name by which the core is found
+        return self.Function.apply(x[None])[0][:, :16]
+
+
+@pytest.mark.parametrize("kind", [Half, Fused, Attending])
+def test_half_a_product_is_refused_by_name(kind: type[nn.Module]):
+    model = build(kind)
+    with pytest.raises(InstrumentError, match=rf"1 \({kind.__name__}\) .*exclude=\['1'\]"):
+        with instrument(model, "mxfp8", backend="torch"):
+            step(model)
+    with instrument(model, "mxfp8", exclude=["1*"], backend="torch"):
+        step(model)
+
+
+class Grouped(nn.Linear):
+    """Two products of halves of the weight's rows, as in DeepSeek-V4."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        w = self.weight.view(2, -1, self.in_features).transpose(1, 2)
+        return torch.bmm(torch.stack([x, -x]), w).transpose(0, 1).flatten(1)
+
+
+class Clamped(nn.Module):
+    """Multiplies by what it makes of a layer's weight, in a method that is not `forward`, as in Gemma 3n."""
+
+    def __init__(self, size: int, outputs: int, bias: bool = False) -> None:
+        super().__init__()
+        self.coefs = nn.Linear(size, outputs, bias=bias)
+
+    def correct(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.coefs.weight.clamp(-0.1, 0.1))
+
+
+class Calling(nn.Module):
+    def __init__(self, size: int, outputs: int, bias: bool = False) -> None:
+        super().__init__()
+        self.inner = Clamped(size, outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner.correct(x)
+
+
+@pytest.mark.parametrize("kind", [Grouped, Calling])
+def test_products_of_what_is_made_of_one_weight_are_intercepted(tmp_path: Path, kind: type[nn.Module]):
+    model = build(kind)
+    alone = step(model)
+    with Recorder(tmp_path) as recorder:
+        with instrument(model, "bf16", recorder):
+            assert same(alone, step(model))
+        with instrument(model, "mxfp8", recorder, backend="torch"):
+            y = step(model)[0]
+    q = partial(fake_quantize, fmt="mxfp8")
+    hidden = q(X) @ q(model[0].weight).t()
+    if kind is Grouped:
+        first, second = (
+            q(x) @ q(w).t() for x, w in zip((hidden, -hidden), model[1].weight.view(2, 8, 32), strict=True)
+        )
+        expected = torch.cat([first, second], dim=1)
+    else:
+        expected = q(hidden) @ q(model[1].inner.coefs.weight.clamp(-0.1, 0.1)).t()
+    assert torch.equal(y, expected)
+    found = rows(tmp_path, values=False)
+    assert set(found[(found.layer_index == 2) & (found.quant_type == "mxfp8")].tensor_name) == LINEAR
+
+
+def test_all_refusals_of_a_pass_are_one_error_whose_patterns_can_be_pasted():
+    class Layers(nn.Sequential):
+        def __init__(self) -> None:
+            parts = (
+                nn.ModuleDict({"own": Half(16, 16), "fused": Fused(16, 16), "up": nn.Linear(16, 16)}) for _ in "123"
+            )
+            super().__init__(*parts)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self:
+                x = layer["up"](layer["fused"](layer["own"](x)))
+            return x
+
+    model, x = Layers(), torch.randn(4, 16)
+    patterns = ["*.own", "*.fused"]
+    with pytest.raises(InstrumentError) as refused, instrument(model, "mxfp8", backend="torch"):
+        model(x)
+    assert str(refused.value).endswith(f"exclude={patterns}")
+    with instrument(model, "mxfp8", exclude=patterns, backend="torch"):
+        model(x)
+    before = torch.get_rng_state()
+    covered = {row.paths: row for row in coverage(model, "mxfp8", batch=(x,))}
+    assert torch.equal(before, torch.get_rng_state())
+    assert covered["*.own"].count == covered["*.fused"].count == covered["*.up"].count == 3
+    assert [covered[path].format for path in ("*.own", "*.fused", "*.up")] == ["", "", "mxfp8"]
+    assert covered["*.fused.up"].reason == "multiplied nothing in this pass"
