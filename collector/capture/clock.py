@@ -1,8 +1,9 @@
 """Which iteration, micro-batch and pass of a training loop this is.
 
-Each forward pass of the model is a micro-batch, unless `Recorder.at` sets the position. Evaluations are counted on
-their own. Whether a pass is an evaluation is decided where the model's own forward begins: within a layer, the first
-pass of a checkpoint has no gradients either.
+Each forward pass of the model is a micro-batch, unless `Recorder.at` sets the position. If the training loop calls
+parts of the model itself, a pass goes on until a part is called again, a backward pass has begun or an optimizer has
+stepped. Evaluations are counted on their own. Whether a pass is one is decided where the model's own forward begins,
+or that of a part: within a layer, the first pass of a checkpoint has no gradients either.
 """
 
 from __future__ import annotations
@@ -106,6 +107,8 @@ class PassCounter:
         self.clock, self.model, self.go_to, self.begins, self.moment = clock, model, go_to, begins, moment
         self.iteration: int | None = None
         self.passes = Counter[bool]()  # of this iteration: trainings, and evaluations (True)
+        self.evaluation = False  # whether the last pass was one
+        self.called: set[nn.Module] = set()  # the parts that were called in this pass, if it is one of parts
 
     @contextmanager
     def following_updates(self) -> Iterator[None]:
@@ -122,19 +125,31 @@ class PassCounter:
         finally:
             handle.remove()
 
-    def begin(self, given: object) -> None:
-        """A forward pass begins, with these arguments."""
+    def begin(self, module: nn.Module, given: object) -> None:
+        """The forward of the model, or of a part that the training loop calls, begins with these arguments."""
         clock = self.clock
-        if running_backward() or clock.twin:
+        if clock.twin:
             return
         # A checkpoint (reentrant) around the model runs it without gradients at first, on inputs that require some.
         without = not torch.is_grad_enabled() and not any(x.requires_grad for x in tensors_in(given))
-        evaluation = clock.evaluating = without or not self.model.training
+        before, evaluation = self.evaluation, without or not self.model.training
+        self.evaluation = clock.evaluating = evaluation
+        is_part = module is not self.model
+        if is_part and self.called and before == evaluation and self._goes_on(module):
+            self.called.add(module)
+            return
+        self.called = {module} if is_part else set()
         if not clock.positioned:
             self.advance(evaluation)
             clock.micro_batch = self.passes[evaluation]
             self.passes[evaluation] += 1
         self.begins(self.model, given)
+
+    def _goes_on(self, part: nn.Module) -> bool:
+        """Whether the pass of other parts goes on with this one."""
+        clock = self.clock
+        begun = any((at.iteration, at.micro_batch) == (clock.iteration, clock.micro_batch) for at in clock.arrived)
+        return part not in self.called and not (begun or clock.updated)
 
     def advance(self, evaluation: bool = False) -> None:
         """Go to the iteration of the pass that is next, unless `Recorder.at` sets it."""
@@ -152,7 +167,7 @@ class PassCounter:
             self.passes.clear()
 
     def end(self, result: Any) -> None:
-        """A forward pass has ended. Note when its result's gradients arrive: then its layers may be recomputed."""
+        """A forward has ended. Note when its result's gradients arrive: then its layers may be recomputed."""
         if self.clock.twin:
             return
         moment, arrived = self.moment(), self.clock.arrived

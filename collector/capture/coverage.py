@@ -192,7 +192,7 @@ def _try_pass(
         for layer in found.layers:
             begins = [begin(layer, product) for product in layer.products]
             undo.callback(layer.attach(CoreBegin(*begins) if len(begins) > 1 else begins[0]))
-        undo.enter_context(around_forward(model, None, first if found.watched else None))
+        undo.enter_context(around_forward(model, found.layers, None, first if found.watched else None))
         try:
             _run(model, batch)
         except InstrumentError:

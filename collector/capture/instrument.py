@@ -305,7 +305,7 @@ def _attached(
                 attached.callback(of_layer[0].layer.attach(CoreBegin(*begins) if len(begins) > 1 else begins[0]))
             for each in models:
                 if not counts:
-                    attached.enter_context(around_forward(each.module, each.passes, each.first_pass))
+                    attached.enter_context(around_forward(each.module, each.found.layers, each.passes, each.first_pass))
                 if recorder and each.others:
                     attached.enter_context(recording(each.module, recorder, each.others))
 
@@ -314,7 +314,7 @@ def _attached(
             recorder.clock.followers.append(follow)
             undo.callback(recorder.clock.followers.remove, follow)
         for each in models if counts else ():
-            undo.enter_context(around_forward(each.module, each.passes, each.first_pass))
+            undo.enter_context(around_forward(each.module, each.found.layers, each.passes, each.first_pass))
         for module in modules if eager or traces else ():
             undo.enter_context(without_compiling(module, lambda: traces or is_attached))
         yield

@@ -4,8 +4,9 @@ nothing is left out silently.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import wraps
@@ -139,29 +140,107 @@ def find(model: nn.Module, **options: Any) -> Found:
 
 
 @contextmanager
-def around_forward(model: nn.Module, passes: PassCounter | None, first: FirstPass | None) -> Iterator[None]:
-    """A context in which the model's forward passes and updates are counted, and its first pass is watched."""
+def around_forward(
+    model: nn.Module, layers: Sequence[Layer], passes: PassCounter | None, first: FirstPass | None
+) -> Iterator[None]:
+    """A context in which the model's forward passes and updates are counted, and its first pass is watched. If the
+    training loop calls parts of the model that contain these layers, a pass consists of those."""
     forward: Callable[..., Any] = model.forward
+    parts = Parts(model, layers, passes, first)
 
     @wraps(forward)
     def passing(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # by model.compile(), once nothing is recorded: such passes are not counted
             return forward(*args, **kwargs)
-        if passes:
-            passes.begin((args, kwargs))
-        if running_backward():
-            return forward(*args, **kwargs)
-        with first if first and not first.done else nullcontext():
+        parts.begin(model, args, kwargs)
+        try:
             result = forward(*args, **kwargs)
-        if passes:
-            passes.end(result)
+        except BaseException:
+            parts.end(model, args, None)
+            raise
+        parts.end(model, args, result)
         return result
 
     with ExitStack() as undo:
         undo.callback(set_on(model, "forward", passing))
+        undo.callback(parts.close)
         if passes:
             undo.enter_context(passes.following_updates())
         yield
+
+
+class Parts:
+    """Notices the calls of a model, and of parts of it that do not come from the model's own forward. After a forward
+    pass of the whole model in training, the training loop calls that: the parts are left alone.
+
+    outermost  the module whose forward runs
+    running    what is entered while it runs
+    seen       the modules whose first pass was watched
+    """
+
+    def __init__(
+        self, model: nn.Module, layers: Sequence[Layer], passes: PassCounter | None, first: FirstPass | None
+    ) -> None:
+        self.model, self.passes, self.first = model, passes, first
+        self.outermost: nn.Module | None = None
+        self.running = ExitStack()
+        self.seen: set[nn.Module] = set()
+        modules = dict(model.named_modules())
+        # The first call of a pass gets its data: the tokens enter an embedding.
+        names = [name for name, module in modules.items() if isinstance(module, nn.Embedding)]
+        pieces = (name.split(".") for name in chain(names, (layer.name for layer in layers)) if passes or first)
+        paths = {".".join(path[:length]) for path in pieces for length in range(1, len(path) + 1)}
+        self.handles = [
+            handle
+            for name, module in modules.items()
+            if name in paths and module is not model and not isinstance(module, torch.jit.ScriptModule)
+            for handle in (
+                module.register_forward_pre_hook(_Hook(self.begin), with_kwargs=True),
+                module.register_forward_hook(_Hook(self.end), always_call=True),
+            )
+        ]
+
+    def close(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+        self.handles.clear()
+
+    def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.outermost is not None or running_backward():
+            return
+        if self.passes:
+            self.passes.begin(module, (args, kwargs))
+        self.outermost = module
+        self.running.callback(setattr, self, "outermost", None)
+        if self.first and module not in self.seen:
+            self.running.enter_context(self.first)
+
+    def end(self, module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
+        if self.outermost is not module:
+            return
+        failed = sys.exc_info() if result is None else (None, None, None)
+        self.running.__exit__(*failed)
+        if failed[0]:
+            return
+        self.seen.add(module)
+        if self.passes:
+            self.passes.end(result)
+        if module is self.model and module.training and torch.is_grad_enabled():
+            self.close()
+
+
+class _Hook:
+    """A hook of a module, which a copy of the module does not have."""
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        self.function = function
+
+    def __call__(self, *args: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self.function(*args)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
+        return _Hook(lambda *args: None)
 
 
 @contextmanager

@@ -42,7 +42,6 @@ class FirstPass(Interception):
     ) -> None:
         self.names = {module: name for name, module in model.named_modules()}
         self.findings, self.show = Findings(), show
-        self.done = False
         self.excluded = {inner for module in excluded for inner in module.modules()}
         left = [m for m in self.names if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) or m in self.excluded]
         self.weights = CurrentWeights(model, left)
@@ -58,7 +57,6 @@ class FirstPass(Interception):
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
         super().__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
         FIRST_PASS.findings = None
-        self.done = error is None and not self.findings.refused
         if error is None:
             self.judge()
 
