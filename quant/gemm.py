@@ -103,6 +103,8 @@ class Rounding:
     histories   the absmax history of each operand with delayed scaling, by its name in GemmFormats; kept by the caller
     again       whether the forward product is recomputed: delayed scaling then uses the former scale
     trains      False in an evaluation, which leaves the histories alone
+    heads       how many heads the rows of the first operand and of the gradient belong to, one after the other, in a
+                product of heads that share the second operand; each head is rounded on its own
     """
 
     formats: GemmFormats
@@ -111,14 +113,20 @@ class Rounding:
     histories: MutableMapping[str, ScaleHistory] | None = None
     again: bool = False
     trains: bool = True
+    heads: int = 1
+
+    def by_head(self, x: Tensor, which: str) -> Tensor:
+        """The operand x [..., heads · m, k] as [..., heads, m, k], if its rows belong to several heads."""
+        return x.unflatten(-2, (self.heads, -1)) if self.heads > 1 and which not in ("forward_b", "dgrad_b") else x
 
     def operand(self, x: Tensor, which: str, dim: int, tap: Tap | None = None, name: str = "") -> Tensor:
         """The operand x as the product uses it; it is shown to the tap under this name."""
-        spec = self.formats[which]
+        spec, rows = self.formats[which], x
+        x = self.by_head(rows, which)
         if spec is None:
             if tap:
                 tap(Observed(name, x.detach(), dim=dim))
-            return x
+            return rows
         index = OPERAND_FIELDS.index(which)
         signs = self._signs(which)
         coded = transform(x, spec, dim, signs)
@@ -136,7 +144,7 @@ class Rounding:
                 return transform_back(apply(operand, plain, dim, seed=seed, absmax=scale)[0], x, spec, dim, signs)
 
             tap(Observed(name, x.detach(), spec, q, coded, scales, dim, scale, seed, signs, rounded=rounded))
-        return q
+        return q.view_as(rows) if self.heads > 1 else q
 
     def _signs(self, which: str) -> int:
         """The seed of an operand's random signs, the same for both operands of a GEMM."""
@@ -165,7 +173,8 @@ class Rounding:
         if which not in self.formats.of_rounded or spec is None:
             return x
         seed = self.seed * len(OPERAND_FIELDS) + OPERAND_FIELDS.index(forward)
-        return apply(x, spec, dim, self.backend, seed=seed)[0]
+        q = apply(self.by_head(x, forward), spec, dim, self.backend, seed=seed)[0]
+        return q.view_as(x) if self.heads > 1 else q
 
 
 def multiply(a: Tensor, b: Tensor, plus: Tensor | None = None) -> Tensor:
@@ -289,8 +298,14 @@ def matmul(a: Tensor, b: Tensor, how: Rounding, *, transpose_b: bool = False, ta
 
     The batch axes of a and b must be equal, unless b is a matrix: nothing else is broadcast.
     """
-    y = _Matmul.apply(a, b, transpose_b, how, tap)  # type: ignore[no-untyped-call]  # torch
+    y = _Matmul.apply(_as_it_is(a), _as_it_is(b), transpose_b, how, tap)  # type: ignore[no-untyped-call]  # torch
     return cast(Tensor, y)
+
+
+def _as_it_is(x: Tensor) -> Tensor:
+    """x, of which the backward pass uses the values that it has now: autograd saves a weight by reference, and training
+    code may replace its `data` before the backward pass. A view of x keeps the memory that was multiplied."""
+    return x.view_as(x) if x.is_leaf else x
 
 
 def linear(x: Tensor, weight: Tensor, how: Rounding, *, tap: Tap | None = None) -> Tensor:

@@ -58,8 +58,9 @@ class CoreAttention(nn.Module):
         """query [b, heads, s, d], key [b, groups, s, d], value [b, groups, s, v] -> [b, heads, s, v]"""
         batch, heads, length, dim = query.shape
         groups = key.shape[1]
-        qk, pv = self.begin.qk(), self.begin.pv()
-        stacked = query.reshape(batch, groups, heads // groups * length, dim)
+        per_group = heads // groups
+        qk, pv = (call.of_heads(per_group) for call in (self.begin.qk(), self.begin.pv()))
+        stacked = query.reshape(batch, groups, per_group * length, dim)
 
         def by_head(seen: Tensor) -> tuple[int, ...]:
             return batch, heads, length, seen.shape[-1]
@@ -72,7 +73,7 @@ class CoreAttention(nn.Module):
             qk.tap(Observed("scores", scores.detach()))
         future = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)
         masked = scores.float().masked_fill(future, -torch.inf)
-        masked = masked.view(batch, groups, heads // groups * length, length)
+        masked = masked.view(batch, groups, per_group * length, length)
         shown = reshaped(pv.tap, by_head, STACKED)
         if pv.rounding.formats.softmax.tile:
             output = flash(masked, value, pv.rounding, shown)

@@ -52,6 +52,10 @@ class Call:
     def quantizes(self) -> bool:
         return self.rounding.formats.quantized
 
+    def of_heads(self, heads: int) -> Call:
+        """The call of a product of so many heads that share the second operand, see `Rounding.heads`."""
+        return replace(self, rounding=replace(self.rounding, heads=heads)) if heads > 1 else self
+
 
 Begin = Callable[[], Call]  # begins a call of a product; `Call` itself begins one neither quantized nor recorded
 

@@ -312,12 +312,13 @@ def test_the_quantizer_gets_what_the_recipe_says(model, tokens, monkeypatch, nam
         expected.extend((by_field[field], operands[field], axis) for field, axis in axes if by_field[field])
 
     linear, qk, pv = EXPECTED[name]
-    group, rows = (batch, shape.kv_heads), shape.heads // shape.kv_heads * length
+    group, per_group = (batch, shape.kv_heads), shape.heads // shape.kv_heads
     for _ in range(shape.layers):
         for inputs, outputs in linears.values():
             x, w, g = (length * batch, inputs), (outputs, inputs), (length * batch, outputs)
             note(linear, dict(zip(ORDER, (x, w, g, w, g, x), strict=True)), LINEAR)
-        q, kv, s = (*group, rows, shape.head_dim), (*group, length, shape.head_dim), (*group, rows, length)
+        q, s = ((*group, per_group, length, last) for last in (shape.head_dim, length))
+        kv = (*group, length, shape.head_dim)
         for formats, a, b, g, axes in ((qk, q, kv, s, QK), (pv, s, kv, q, PV)):
             note(formats, dict(zip(ORDER, (a, b, g, b, g, a), strict=True)), axes)
     assert sorted(received) == sorted(expected)

@@ -180,3 +180,38 @@ def test_backends_agree(device):
 def test_formats_by_alias_and_none():
     assert GemmFormats(forward_a="mxfp8_e4m3").forward_a == Spec.of("mxfp8")
     assert not GemmFormats().quantized and GemmFormats(wgrad_a="bf16").quantized
+
+
+@pytest.mark.parametrize("formats", [EACH, GemmFormats(*["nvfp4(block=16x16)"] * 6)], ids=["blocks", "tiles"])
+def test_heads_that_share_an_operand_are_rounded_one_by_one(formats):
+    """Three heads of 37 rows: neither blocks nor tiles contain rows of two heads."""
+    a, b = random(2, 3 * 37, 24, seed=1).requires_grad_(), random(2, 50, 24, seed=2).requires_grad_()
+    grad = random(2, 3 * 37, 50, seed=3)
+    matmul(a, b, Rounding(formats, heads=3), transpose_b=True).backward(grad)
+    heads, grads = (x.detach().unflatten(1, (3, 37)) for x in (a, grad))
+
+    def rounded(x: Tensor, which: str, dim: int) -> Tensor:
+        q = fake_quantize(x, formats[which], dim)
+        return q.flatten(1, 2) if q.dim() == 4 else q
+
+    da = rounded(grads, "dgrad_grad", -1) @ rounded(b.detach(), "dgrad_b", -2)
+    db = rounded(grads, "wgrad_grad", -2).mT @ rounded(heads, "wgrad_a", -2)
+    assert_same_bits(a.grad, da)
+    assert_same_bits(b.grad, db)
+
+
+@pytest.mark.parametrize("formats", [EACH, GemmFormats("mxfp8", "mxfp8")], ids=["quantized", "forward"])
+@pytest.mark.parametrize("which", ["x", "w"])
+def test_the_backward_pass_uses_what_was_multiplied(formats, which):
+    """Also if `data` is replaced in between, as by offloading."""
+    results = []
+    for replaced in (False, True):
+        x, w = random(33, 64, seed=1).requires_grad_(), random(32, 64, seed=2).requires_grad_()
+        y = linear(x, w, Rounding(formats))
+        if replaced:
+            given = {"x": x, "w": w}[which]
+            given.data = torch.zeros_like(given)
+        y.backward(torch.ones_like(y))
+        results.append((x.grad, w.grad))
+    for expected, found in zip(*results, strict=True):
+        assert_same_bits(expected, found)

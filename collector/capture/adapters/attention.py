@@ -137,7 +137,19 @@ def product(original: Product, a: Tensor, b: Tensor, call: Call, *, transpose_b:
             return y if scale == 1.0 else y * scale
         if call.tap is None:
             return original(a, b)
-        return observed_product(original, a, b, _unscaled(call.tap, scale), -1 if transpose_b else -2)
+        tap = by_head(_unscaled(call.tap, scale), call.rounding.heads)
+        return observed_product(original, a, b, tap, -1 if transpose_b else -2)
+
+
+def by_head(tap: Tap, heads: int) -> Tap:
+    """A tap that sees the rows of each head apart, as they are when they are rounded."""
+    if heads == 1:
+        return tap
+
+    def show(seen: Observed) -> None:
+        tap(replace(seen, tensor=seen.tensor.unflatten(-2, (heads, -1))) if seen.name in STACKED else seen)
+
+    return show
 
 
 def _unscaled(tap: Tap, scale: float) -> Tap:
@@ -312,17 +324,17 @@ def attend(
         if dropout_p:
             raise InstrumentError(f"softmax={pv.rounding.formats.softmax} does not support dropout: set it to 0")
         masked = _masked(_scores(qk, query, key, factor, enable_gqa), attn_mask, is_causal)
-        stacked, by_head = _stacked(masked, value, enable_gqa)
+        stacked, shape, per_group = _stacked(masked, value, enable_gqa)
         value = value.expand(*stacked.shape[:-2], *value.shape[-2:])
         with torch.autocast(value.device.type, enabled=False):
-            output = flash(stacked, value, pv.rounding, reshaped(pv.tap, by_head, STACKED))
+            output = flash(stacked, value, pv.of_heads(per_group).rounding, reshaped(pv.tap, shape, STACKED))
         return output.reshape(*masked.shape[:-1], value.shape[-1])
     probs = _probabilities(qk, query, key, factor, attn_mask, is_causal, enable_gqa)
     dropped = F.dropout(probs, dropout_p) if dropout_p else probs
-    stacked, by_head = _stacked(dropped, value, enable_gqa)
+    stacked, shape, per_group = _stacked(dropped, value, enable_gqa)
     before = _stacked(probs, value, enable_gqa)[0] if dropout_p else stacked
-    by_heads = replace(pv, tap=reshaped(pv.tap, by_head, STACKED))
-    output = context(torch.matmul, stacked, before, value, by_heads)
+    call = replace(pv, tap=reshaped(pv.tap, shape, STACKED)).of_heads(per_group)
+    output = context(torch.matmul, stacked, before, value, call)
     return output.reshape(*probs.shape[:-1], value.shape[-1])
 
 
@@ -402,8 +414,8 @@ def _probabilities(
 
 def _scores(call: Call, query: Tensor, key: Tensor, scale: float, grouped: bool) -> Tensor:
     """The scaled scores [..., heads, s, t] before the mask."""
-    stacked, by_head = _stacked(query, key, grouped)
-    shown = replace(call, tap=reshaped(call.tap, by_head, STACKED))
+    stacked, shape, per_group = _stacked(query, key, grouped)
+    shown = replace(call, tap=reshaped(call.tap, shape, STACKED)).of_heads(per_group)
     raw = product(lambda a, b: a @ b.transpose(-1, -2), stacked, key, shown, transpose_b=True)
     batch = raw.shape[:-2] if stacked is query else query.shape[:-2]
     scores = (raw * scale).reshape(*batch, query.shape[-2], key.shape[-2])
@@ -435,12 +447,12 @@ def _masked(scores: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
     return masked
 
 
-def _stacked(x: Tensor, other: Tensor, grouped: bool) -> tuple[Tensor, Callable[[Tensor], tuple[int, ...]]]:
+def _stacked(x: Tensor, other: Tensor, grouped: bool) -> tuple[Tensor, Callable[[Tensor], tuple[int, ...]], int]:
     """x [..., heads, s, d] for a product with `other` [..., groups, t, d]: [..., groups, heads/groups · s, d], so that
-    nothing is copied to each head; and the shape by head to show it in."""
+    nothing is copied to each head; the shape by head to show it in; and heads/groups."""
     if not grouped or x.shape[-3] == other.shape[-3]:
-        return x, lambda seen: tuple(seen.shape)
+        return x, lambda seen: tuple(seen.shape), 1
     *batch, heads, length, _ = x.shape
     groups = other.shape[-3]
     stacked = x.reshape(*batch, groups, heads // groups * length, x.shape[-1])
-    return stacked, lambda seen: (*batch, heads, length, seen.shape[-1])
+    return stacked, lambda seen: (*batch, heads, length, seen.shape[-1]), heads // groups

@@ -145,16 +145,16 @@ class TestRecorded:
         fmt = "bf16" if recipe.startswith("FA") else {"mxfp8": "mxfp8_e5m2"}.get(recipe, recipe)
         for layer in (1, 2):
             q, k = (hooks.seen[layer, "core", name] for name in ("query", "key"))
-            stacked = (SHAPE.kv_heads, SHAPE.heads // SHAPE.kv_heads * q.shape[2])
+            by_head = (SHAPE.kv_heads, SHAPE.heads // SHAPE.kv_heads, q.shape[2])
             (row,) = catalog.tensors(Filter(layer_index=[layer], tensor_name=["grad_scores"])).itertuples()
-            grad, q = (x.reshape(len(x), *stacked, -1) for x in (catalog.load(row.tensor_id), q))
+            grad, q = (x.reshape(len(x), *by_head, -1) for x in (catalog.load(row.tensor_id), q))
 
             def rounded(x, dim, to=recipe, fmt=fmt):
                 return x if fmt == "bf16" else quant.fake_quantize(x, to, dim=dim)
 
-            dq = rounded(grad, -1, fmt) @ rounded(k, -2)
+            dq = rounded(grad, -1, fmt).flatten(2, 3) @ rounded(k, -2)
             assert torch.equal(dq.view_as(hooks.seen[layer, "core", "query"]), hooks.seen[layer, "core", "grad_query"])
-            dk = rounded(grad, -2, fmt).mT @ rounded(q, -2)
+            dk = rounded(grad, -2, fmt).flatten(2, 3).mT @ rounded(q, -2).flatten(2, 3)
             assert torch.equal(dk, hooks.seen[layer, "core", "grad_key"])
 
     def test_summary_is_the_files(self, recorded):
