@@ -31,6 +31,7 @@ from binade.collector.capture.adapters.layer import (
     set_on,
 )
 from binade.collector.capture.adapters.torch_modules import is_compiled
+from binade.collector.capture.adapters.towers import placed
 from binade.collector.capture.clock import PassCounter, running_backward
 
 EXCLUDED = "excluded"
@@ -109,7 +110,9 @@ def survey(
             raise InstrumentError(f"{each.name or 'the model'} is already instrumented: exit that `with` block first")
         elif each.module not in left:
             layers.setdefault((each.module, each.part), each)
-    return Found(distinct(list(layers.values())), left, refused, unseen, tuple(heads.values()), watched=not ours)
+    return Found(
+        distinct(placed(modules, list(layers.values()))), left, refused, unseen, tuple(heads.values()), watched=not ours
+    )
 
 
 def modules_of(model: nn.Module) -> dict[str, nn.Module]:

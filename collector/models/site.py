@@ -4,7 +4,7 @@ No torch."""
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 # Usual ends of the paths of linear layers, and what collector calls them; a longer end goes first.
 _ENDS = {
@@ -37,17 +37,24 @@ WRAPPERS = ("module", "_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_
 @dataclass(frozen=True)
 class Site:
     """layer_index counts from 1. module is qkv, proj, fc1, fc2, core, router, shared_fc1, shared_fc2, or MLA's q,
-    q_down, q_up, kv_down, kv_up. expert is the index of a routed expert, from 0."""
+    q_down, q_up, kv_down, kv_up. expert is the index of a routed expert, from 0. tower is the list of blocks that
+    counts the layer, in a model with several: vision, audio, text, encoder, decoder."""
 
     layer_index: int
     module: str
     expert: int | None = None
+    tower: str = field(default="", compare=False)
 
     @property
     def name(self) -> str:
         """layer1.qkv, layer1.core, layer2.expert3.fc1"""
         expert = "" if self.expert is None else f"expert{self.expert}."
         return f"layer{self.layer_index}.{expert}{self.module}"
+
+    @property
+    def is_router(self) -> bool:
+        """Whether the layer chooses among experts; in a model of several towers, other words precede."""
+        return self.module.rpartition(".")[2] == "router"
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -88,8 +95,8 @@ def site(name: str, module: str | None = None) -> tuple[Site, str]:
     expert = re.search(r"(?:^|\.)experts\.(\d+)\.", ".".join(below))
     last = below[-1] if below else "linear"
     path = ".".join(part for i, part in enumerate(parts) if i != at) or last
-    if module == "core":
-        path = f"{path}.core"
+    if module in ("core", "router"):
+        path = f"{path}.{module}"
     lora = next((i for i, part in enumerate(below) if part.startswith("lora_")), len(below))
     ends = (".".join(below[start:lora]) for start in range(lora))
     word = next((WORDS[end] for end in ends if end in WORDS), below[lora - 1] if lora else last)

@@ -204,7 +204,7 @@ class Recipe:
     def linear_of(self, site: Site) -> Part:
         """The part of a linear layer."""
         own = dict(self.modules)
-        other = self.router if site.module == "router" else self.linear
+        other = self.router if site.is_router else self.linear
         return next((own[name] for name in (*site.names, *own) if name in own and _covers(name, site)), other)
 
     def part_of(self, product: Product, site: Site) -> Part:

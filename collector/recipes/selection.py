@@ -2,7 +2,8 @@
 
 A list of layers is separated by commas:
 
-    first, last        the first or the last layer; first 2, last 8: as many of them
+    first, last        the first or the last layer; first 2, last 8: as many of them. In a model of several towers, such
+                       as one for images and one for text, of each tower
     3, 2-4             a layer by its number, from 1, or several
     anything else      a regular expression, searched anywhere in the names of the sites: layer1.qkv, layer1.core,
                        layer2.router, layer2.expert3.fc1. layer1 also finds layer12, `layer1\\.` does not. Its syntax is
@@ -69,14 +70,20 @@ class Term:
         except UnicodeEncodeError:
             raise SelectionError(f"{text!r} is not valid Unicode") from None
 
+    def _numbers(self, last: int) -> range:
+        """The layers of a tower, of which this is the last one; empty if it lacks one of them."""
+        low, high = (last + 1 + number if number < 0 else number for number in self.layers)
+        return range(low, high + 1) if 1 <= low <= high <= last else range(0)
+
     def of(self, sites: Sequence[Site]) -> set[Site]:
         if self.pattern:
             found = {site for site in sites if self.pattern.search(site.name)}
         else:
-            last = max(site.layer_index for site in sites)
-            low, high = (last + 1 + number if number < 0 else number for number in self.layers)
-            inside = 1 <= low <= high <= last
-            found = {site for site in sites if inside and low <= site.layer_index <= high}
+            towers = {site.tower: 0 for site in sites}
+            for site in sites:
+                towers[site.tower] = max(towers[site.tower], site.layer_index)
+            inside = {tower: self._numbers(last) for tower, last in towers.items()}
+            found = {site for site in sites if site.layer_index in inside[site.tower]}
         if not found:
             raise SelectionError(f"{self.text!r} is not a layer of the model, which has {_existing(sites)}")
         if not self.negated:

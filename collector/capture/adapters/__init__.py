@@ -11,6 +11,7 @@
     torch_modules.py  nn.Linear, modules that call F.scaled_dot_product_attention, and those that hold weights
     weights.py        products that a module computes itself with a weight, such as those of experts
     boundary.py       linear layers with kernels of their own, watched from outside
+    towers.py         the numbers of layers, and the towers that they belong to
     dtensor.py        linear layers and attention whose operands are DTensors
     first_pass.py     the first forward pass, watched for products that no adapter intercepts
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import dis
 import inspect
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -72,7 +71,7 @@ def find(model: nn.Module) -> Iterator[Layer | Refused]:
                 owner = owners.setdefault(parent, OwnProducts(parent, modules[parent]))
                 found = replace(found, attach=_both(found.attach, partial(owner.attach, f"{last}.weight", 0)))
             if is_router(modules, shapes, name, module.out_features):
-                found = replace(found, site=replace(found.site, module="router"))
+                found = replace(found, site=replace(found.site, module="router"), path=f"{found.path}.router")
             yield replace(found, site=HEAD, is_head=True) if is_head else found
             continue
         if calls(module, ATTENTION):
@@ -150,14 +149,21 @@ def parent_of(modules: dict[str, nn.Module], name: str) -> tuple[str, str]:
 
 
 def is_router(modules: dict[str, nn.Module], shapes: Shapes, name: str, outputs: int) -> bool:
-    """Whether this layer chooses among experts: it, or the `router` that contains it, is a sibling of `experts`, which
-    are as many as its outputs."""
-    parent, _, last = re.sub(r"(?<=router)\..+", "", name).rpartition(".")
-    experts = modules.get(f"{parent}.experts" if parent else "experts")
-    if experts is None or last == "experts":
-        return False
-    stacked = [shape[0] for shape in shapes[experts].values() if len(shape) == 3]
-    return outputs == (stacked[0] if stacked else len(list(experts.children())))
+    """Whether this layer chooses among experts: a module of its block that contains it owns as many experts, in a list
+    of that name or as stacked weights."""
+    parts = name.split(".")
+    for length in reversed(range(len(parts))):
+        owner = modules.get(".".join(parts[:length]))
+        if owner is None:
+            continue
+        others = {last: child for last, child in owner.named_children() if last != parts[length]}
+        stacked = [shape[0] for each in (owner, *others.values()) for shape in shapes[each].values() if len(shape) == 3]
+        listed = [sum(1 for _ in child.children()) for last, child in others.items() if "expert" in last]
+        if outputs > 1 and outputs in (*stacked, *listed):
+            return True
+        if length and parts[length - 1].isdecimal():
+            break
+    return False
 
 
 def _both(first: Attach, second: Attach) -> Attach:

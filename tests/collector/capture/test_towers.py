@@ -1,0 +1,116 @@
+"""Models of several lists of blocks, and routers, by what transformers and plain torch build."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, HunYuanMoEV1Config, JetMoeConfig, T5Config, T5ForConditionalGeneration
+
+from binade.collector import coverage
+from binade.collector.capture.survey import survey
+from binade.collector.recipes.selection import Selection
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+
+class Vision(nn.Module):
+    def __init__(self, blocks: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+        self.merger = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
+
+
+class Model(nn.Module):
+    """Images and text, as in Qwen2.5-VL: more blocks for images than for text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.visual = Vision(5)
+        self.language_model = nn.ModuleDict({"layers": nn.ModuleList(Block() for _ in range(3))})
+        self.projections = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+
+def sites(model: nn.Module) -> dict[str, str]:
+    return {layer.name: layer.site.name for layer in survey(model).layers}
+
+
+def test_a_layer_is_an_index_of_a_list_of_blocks():
+    found = sites(Model())
+    assert found["visual.blocks.4.up"] == "layer5.vision.up"
+    assert found["language_model.layers.2.up"] == "layer3.up"
+    assert found["visual.merger.2"] == "layer0.merger.2"
+    assert found["projections.1"] == "layer0.projections.1"
+    assert len({*found.values()}) == len(found)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("last", {"visual.blocks.4", "language_model.layers.2"}),
+        ("first", {"visual.blocks.0", "language_model.layers.0"}),
+        ("last 2", {f"visual.blocks.{i}" for i in (3, 4)} | {f"language_model.layers.{i}" for i in (1, 2)}),
+        ("5", {"visual.blocks.4"}),
+    ],
+)
+def test_first_and_last_apply_to_each_tower(text: str, expected: set[str]):
+    layers = survey(Model()).layers
+    chosen = Selection.parse(text).of([layer.site for layer in layers])
+    assert {layer.name.rpartition(".")[0] for layer in layers if layer.site in chosen} == expected
+    kept = [row for row in coverage(Model(), "nvidia_nvfp4", skip=text) if row.reason == "skip"]
+    assert sum(row.count for row in kept) <= 2 * len(expected)
+
+
+def test_one_list_of_blocks_has_plain_names_whatever_it_is_called():
+    model = nn.ModuleDict({"encoder": nn.ModuleDict({"layer": nn.ModuleList([Block(), Block()])})})
+    assert sites(model)["encoder.layer.1.up"] == "layer2.up"
+    assert {layer.site.tower for layer in survey(model).layers} == {""}
+
+
+def test_an_encoder_and_a_decoder():
+    model = T5ForConditionalGeneration(
+        T5Config(vocab_size=32, d_model=16, d_kv=8, d_ff=32, num_layers=3, num_decoder_layers=2, num_heads=2)
+    )
+    found = sites(model)
+    assert found["encoder.block.2.layer.0.SelfAttention.q"] == "layer3.encoder.q"
+    assert found["decoder.block.1.layer.2.DenseReluDense.wi"] == "layer2.fc1"
+    last = Selection.parse("last").of([layer.site for layer in survey(model).layers])
+    assert {(site.tower, site.layer_index) for site in last} == {("encoder", 3), ("decoder", 2)}
+
+
+SIZES = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+
+@pytest.mark.parametrize(
+    ("config", "path"),
+    [
+        (
+            HunYuanMoEV1Config(
+                **SIZES, num_key_value_heads=2, head_dim=8, intermediate_size=16, num_experts=4, moe_topk=2
+            ),
+            "model.layers.*.mlp.gate.wg",
+        ),
+        (
+            JetMoeConfig(**SIZES, num_key_value_heads=1, kv_channels=8, intermediate_size=16, num_local_experts=4),
+            "model.layers.*.self_attention.experts.router.layer",
+        ),
+    ],
+    ids=["hunyuan", "jetmoe"],
+)
+def test_what_chooses_among_experts_is_a_router(config, path: str):
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    rows = {row.paths: row for row in coverage(model, "linear_mxfp8")}
+    assert rows[path].recorded.endswith("router") and rows[path].format == "bf16"
+    assert [row.format for row in rows.values() if "router" in row.recorded] == ["bf16"] * len(
+        [row for row in rows.values() if "router" in row.recorded]
+    )
+
+
+def test_a_layer_with_as_many_outputs_as_layers_is_no_router():
+    model = nn.ModuleDict({"layers": nn.ModuleList([Block(), Block()]), "score": nn.Linear(8, 2)})
+    assert sites(model)["score"] == "layer0.score"
