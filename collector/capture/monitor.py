@@ -16,6 +16,8 @@ from binade.collector.capture.options import Alert
 from binade.collector.capture.triggers import LAST_BIN, LOSS, NAN, ZERO_RESULT, Triggers
 from binade.collector.capture.watching import WatchOptions
 from binade.collector.models.site import Site
+from binade.collector.probes.probe import Repeat
+from binade.collector.probes.registry import PROBES
 from binade.data.events import Event, EventKind, append_event
 from binade.data.runs import RunWriter, now
 from binade.data.segment import ERROR_COLUMNS, MOMENTS, TensorRow
@@ -46,6 +48,7 @@ class Monitor:
         self._non_finite: int | None = None  # the iteration of the last one that was announced
         self._captured_bytes = 0
         self._fired: int | None = None  # the iteration of a trigger whose ring is not written yet
+        self._probes = [kind() for kind in PROBES] if options.warn else []
 
     def see(self, rows: list[TensorRow], ring: list[TensorRow]) -> list[TensorRow]:
         """Evaluate the triggers on the rows of a step. ring: the rows that are kept in memory only. Returns the rows to
@@ -55,6 +58,7 @@ class Monitor:
         written = [row for row in rows if id(row) not in kept]
         if self._options.trigger or self._options.warn:
             self._judge(rows)
+        self.probe(rows, ())
         if self._fired is not None:  # by these rows, or by the loss since the last ones
             first = self._fired - self._options.ring
             before = [row for iteration, each in self._ring if iteration >= first for row in each]
@@ -79,6 +83,12 @@ class Monitor:
             measured |= {f"{name} in {fmt}": {LAST_BIN: share} for fmt, share in row.last_bin.items()}
         if rows:
             self._fire(rows[-1].identity.iteration or 0, measured)
+
+    def probe(self, rows: Sequence[TensorRow], repeats: Sequence[Repeat]) -> None:
+        """Show the probes what was recorded, and announce what they find."""
+        for probe in self._probes:
+            for finding in probe.see(rows, repeats):
+                self.announce(EventKind.WARNING, finding.iteration, finding.text, place=finding.place)
 
     def see_loss(self, iteration: int, loss: float) -> None:
         """Evaluate the triggers on the loss of an iteration."""

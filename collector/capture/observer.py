@@ -42,6 +42,7 @@ from binade.quant.later import Later
 from binade.quant.metrics import sqnr_later
 from binade.quant.quantizer import DTYPES
 from binade.quant.specs import GemmFormats
+from binade.quant.summary import summarize_later
 
 OPERAND_NAMES = frozenset(chain(LATER, *OPERANDS.values()))
 FORWARD = frozenset(("a", "b", "y", "scores"))  # what a product shows in its forward pass
@@ -211,6 +212,8 @@ class Observer:
                 scores += try_formats(seen, formats, gemm, before=same, rows=self._rows(seen))
         elif kind and not (self.again and name in FORWARD):
             self.scores[name] = self._record(seen, kind)
+        elif kind and name == "a" and not self.moment.basic:
+            self._repeat(seen)
         if predicts:
             self._wait_for_gradient(seen)
 
@@ -241,7 +244,18 @@ class Observer:
         shard, rows = self.layer.shard(seen.name), self._rows(seen)
         left_out = None if rows is None or self.valid is None else self.valid.left_out
         place = site, identity, self.moment, scores, kind.gemm, axis, shard, sqnr
-        return measurer.measure(seen, *place, rows=rows, tokens_left_out=left_out)
+        tried = measurer.measure(seen, *place, rows=rows, tokens_left_out=left_out)
+        if seen.name == "a" and not self.moment.basic:
+            measurer.drafts.inputs[site, self.product, self.moment] = measurer.drafts.drafts[-1].summary
+        return tried
+
+    def _repeat(self, seen: Observed) -> None:
+        """Measure an input once more where its pass is recomputed, to compare the two."""
+        drafts = self.observing.measurer.drafts
+        if first := drafts.inputs.get((self.layer.site, self.product, self.moment)):
+            rows = self._rows(seen)
+            x = seen.tensor if rows is None else seen.tensor.flatten(0, -2).index_select(0, rows)
+            drafts.repeated.append((self.layer.site, self.moment.iteration, first, summarize_later(x)))
 
     def _rows(self, seen: Observed) -> Tensor | None:
         """The rows of the valid tokens; None for all: of a weight, and of an expert, which has tokens of its own."""

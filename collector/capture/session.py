@@ -6,6 +6,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,15 @@ from binade.collector.capture.policy import Policy
 from binade.collector.capture.reduction import Reduction
 from binade.collector.capture.rows import Draft, Drafts
 from binade.collector.capture.writing import Description, Writing, signals_later
+from binade.collector.models.site import Site
+from binade.collector.probes.probe import Repeat
 from binade.collector.ranks import PeerLostError, Ranks
 from binade.collector.settings import MergeRanks, Stats
 from binade.data.merge import merge_segments
 from binade.data.runs import CANCELLED, DONE, FAILED, RunWriter, read_run
 from binade.data.text import describe
 from binade.quant.later import Later
+from binade.quant.summary import Summary
 
 STATUS_SECONDS = 1.0  # between two writes of the status of a run that records nothing
 
@@ -162,10 +166,16 @@ class Session:
             drafts = [*self.drafts.drafts]
             self.drafts.drafts.clear()
         rows = self.drafts.freeze(drafts, self.run_id, self._in_ring)
+        if repeated := self.drafts.repeated:
+            self.drafts.repeated = []
+            self.writing.run(partial(self._compare, repeated))
         self.drafts.forget(self.policy.clock.iteration)
         self._published_at = time.monotonic()
         done = {} if self._done is None else {"iteration": self._done}
         self.writing.publish(rows, **done)
+
+    def _compare(self, repeated: list[tuple[Site, int, Later[Summary], Later[Summary]]]) -> None:
+        self.monitor.probe((), [Repeat(site.name, step, first(), second()) for site, step, first, second in repeated])
 
     def _in_ring(self, moment: Moment) -> bool:
         return moment.basic and not self.watch.watches(moment.iteration)

@@ -157,7 +157,8 @@ def is_router(modules: dict[str, nn.Module], shapes: Shapes, name: str, outputs:
         if owner is None:
             continue
         others = {last: child for last, child in owner.named_children() if last != parts[length]}
-        stacked = [shape[0] for each in (owner, *others.values()) for shape in shapes[each].values() if len(shape) == 3]
+        owners = [each for each in (owner, *others.values()) if not isinstance(each, NOT_PRODUCTS)]
+        stacked = [shape[0] for each in owners for shape in shapes[each].values() if len(shape) == 3]
         listed = [sum(1 for _ in child.children()) for last, child in others.items() if "expert" in last]
         if outputs > 1 and outputs in (*stacked, *listed):
             return True

@@ -1,0 +1,124 @@
+"""What a recording notices by itself in training code that is wrong, and in such that is not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from binade.collector import instrument
+from binade.collector.probes import registry
+from binade.collector.probes.probe import Finding
+from binade.data.events import read_events
+from binade.data.runs import list_runs
+from tests.collector.instrumented import Recorder
+
+X = torch.randn(16, 8, generator=torch.Generator().manual_seed(1))
+
+
+class Model(nn.Module):
+    def __init__(self, reentrant: bool | None = None, preserve: bool = True) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+        self.dropout = nn.Dropout(0.5)
+        self.reentrant, self.preserve = reentrant, preserve
+
+    def block(self, x: Tensor) -> Tensor:
+        return self.down(self.dropout(self.up(x).relu()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.reentrant is None:
+            return self.block(x)
+        x = x.requires_grad_()
+        return checkpoint(self.block, x, use_reentrant=self.reentrant, preserve_rng_state=self.preserve)
+
+
+def events(root: Path) -> list[str]:
+    (run,) = list_runs(root)[0]
+    return [event.text for event in read_events(run.directory)]
+
+
+def train(root: Path, model: nn.Module, update, steps: int = 4, recipe: str = "mxfp8") -> list[str]:
+    """The events of a training whose optimizer steps are `update(step)`."""
+    with Recorder(root) as recorder, instrument(model, recipe, recorder, backend="torch"):
+        for step in range(steps):
+            model(X.clone()).square().mean().backward()
+            update(step)
+            model.zero_grad()
+            recorder.step()
+    return events(root)
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "mxfp8"])
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("preserve", [True, False])
+def test_a_recomputed_pass_that_differs_is_named_once(tmp_path: Path, recipe: str, reentrant: bool, preserve: bool):
+    torch.manual_seed(0)
+    model = Model(reentrant, preserve)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    found = train(tmp_path, model, lambda step: optimizer.step(), recipe=recipe)
+    named = [text for text in found if text.startswith("layer0.down input: the recomputed pass differs from the first")]
+    assert found == named and len(named) == (not preserve)
+
+
+def sgd(model: nn.Module, left: nn.Module | None = None, rate: float = 0.1):
+    def update(step: int) -> None:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if left is None or all(parameter is not other for other in left.parameters()):
+                    parameter -= rate * parameter.grad
+
+    return update
+
+
+def test_a_weight_that_the_optimizer_forgets_is_named_once(tmp_path: Path):
+    torch.manual_seed(0)
+    model = Model()
+    (text,) = train(tmp_path, model, sgd(model, left=model.up))
+    assert text.startswith("layer0.up weight did not change from iteration 0 to 1, although the gradient is not 0")
+
+
+def test_weights_of_bfloat16_whose_updates_are_too_small_are_named(tmp_path: Path):
+    """All of them: then three steps are needed, as one may have been skipped."""
+    torch.manual_seed(0)
+    model = Model()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.bfloat16())
+
+    def update(step: int) -> None:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.copy_((parameter.bfloat16() - 1e-7 * parameter.grad.bfloat16()).float())
+
+    (text,) = train(tmp_path, model, update)
+    assert text.startswith("layer0.up weight and 1 more did not change from iteration 2 to 3")
+
+
+@pytest.mark.parametrize("case", ["trained", "frozen", "skipped"])
+def test_training_that_is_as_it_should_be_has_no_event(tmp_path: Path, case: str):
+    torch.manual_seed(0)
+    model = Model()
+    if case == "frozen":
+        model.up.weight.requires_grad_(False)
+    step = sgd(model, left=model.up) if case == "frozen" else sgd(model)
+    assert not train(tmp_path, model, (lambda at: at == 1 or step(at)) if case == "skipped" else step)
+
+
+def test_a_probe_is_one_class_and_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    class Largest:
+        def see(self, rows, repeats):
+            for row in rows:
+                if row.summary.absmax == 100.0:
+                    yield Finding(row.identity.iteration, "an input of 100", "somewhere")
+
+    from binade.collector.capture import monitor
+
+    monkeypatch.setattr(monitor, "PROBES", (*registry.PROBES, Largest))
+    model = Model()
+    with Recorder(tmp_path, iterations=1) as recorder, instrument(model, "bf16", recorder):
+        model(torch.full((4, 8), 100.0)).sum().backward()
+    assert "an input of 100" in events(tmp_path)
