@@ -41,12 +41,13 @@ def weights(catalog: Catalog, where: Filter) -> pd.DataFrame:
     many values), before (recorded iterations of the same weight before this one), at_bin_edge, by_chance (what it is of
     normally distributed values), counted (of how many values), edge_excess (the difference), edge_error (its standard
     error if it is by chance), oscillating (the share of values with a ratio of RATIO or more over the window that ends
-    here, NaN before LEAST iterations), and returned (over the window, the share whose rounded value changed and later
-    changed back; for the last iteration only)."""
+    here, NaN before LEAST iterations), and for the last iteration only, constant (1 if the values are the same in all
+    recorded iterations, at least LEAST, else 0) and returned (over the window, the share whose rounded value changed
+    and later changed back)."""
     table = catalog.sampled_weights(where)
     table = table[table["layer_index"].notna()].reset_index(drop=True)
     keys = [name for name in SAME_IN_ITERATIONS if name != "micro_batch"]
-    before, oscillating, returned = (np.full(len(table), np.nan) for _ in range(3))
+    before, oscillating, returned, constant = (np.full(len(table), np.nan) for _ in range(4))
     for at in table.groupby(keys, dropna=False, sort=False).indices.values():
         before[at] = np.arange(len(at))
         if len(at) < LEAST:
@@ -60,10 +61,13 @@ def weights(catalog: Catalog, where: Filter) -> pd.DataFrame:
             continue
         oscillating[at[LEAST - 1 :]] = (ratios(values, rounded)[LEAST - 1 :] >= RATIO).mean(1)
         returned[at[-1]] = came_back(rounded[-WINDOW - 1 :]).mean()
-    table = table.assign(before=before, oscillating=oscillating, returned=returned, place=place_names(table))
+        constant[at[-1]] = (values == values[0]).all()
+    table = table.assign(
+        before=before, oscillating=oscillating, returned=returned, constant=constant, place=place_names(table)
+    )
     table = with_chance(table.assign(sampled=table["sampled"].map(len)))
     columns = ["format", "sampled", "before", "at_bin_edge", "by_chance", "counted", "edge_excess", "edge_error"]
-    columns += ["oscillating", "returned"]
+    columns += ["oscillating", "returned", "constant"]
     return table[[*PLACE, "place", "iteration", "tensor_id", *columns]]
 
 
@@ -88,6 +92,7 @@ def places(weights: pd.DataFrame) -> pd.DataFrame:
     means = {name: (name, "mean") for name in ("oscillating", "returned", "at_bin_edge", "by_chance", "edge_excess")}
     shown = last.groupby("place", sort=False).agg(
         **means,
+        constant=("constant", "min"),
         edge_error=("edge_error", lambda errors: float(np.linalg.norm(errors)) / len(errors)),
         iterations=("before", lambda before: int(before.max()) + 1),
         sampled=("sampled", "sum"),

@@ -140,7 +140,20 @@ def _of_weights_verdict(places: pd.DataFrame, iterations: int, against: list[evi
     )
     first = evidence.leaders(shares, lowest=False)
     apart = evidence.extreme(shares, "share of oscillating values", lowest=False, first=first)
-    return evidence.together(text, apart if len(first) < len(shares) else "", edge)
+    return evidence.together(text, apart if len(first) < len(shares) else "", _constant(places), edge)
+
+
+def _constant(places: pd.DataFrame) -> str:
+    """Which weights are the same in all recorded iterations."""
+    names = places.loc[places["constant"] == 1, "place"].tolist()
+    if not names:
+        return ""
+    more = f" and {len(names) - evidence.NAMED} more" * (len(names) > evidence.NAMED)
+    return evidence.say(
+        "{names} did not change in {iterations} recorded iterations.",
+        names=", ".join(names[: evidence.NAMED]) + more,
+        iterations=int(places.loc[places["constant"] == 1, "iterations"].min()),
+    )
 
 
 def _at_edge(excess: list[evidence.Named], against: list[evidence.Named] | None) -> Sentence:
