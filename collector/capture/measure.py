@@ -140,6 +140,8 @@ class Measurer:
         trace = _trace_later(seen, shown, identity().tensor_name) if traced else None
         codes = counted(valid) if whole and x.device.type == "cpu" else None
         summary = summarize_later(valid, codes=codes, sketch=whole)
+        if whole and seen.name == "a":
+            self.drafts.inputs[site, moment, identity().tensor_name] = summary
         blocks = whole and Measure.BLOCKS in self.measures
         scores = formats_for(tuple(scores), identity().layer_type, identity().tensor_name) if whole else ()
         tried = try_formats(seen, scores, gemm, blocks, codes, rows=rows)

@@ -213,7 +213,7 @@ class Observer:
         elif kind and not (self.again and name in FORWARD):
             self.scores[name] = self._record(seen, kind)
         elif kind and name == "a" and not self.moment.basic:
-            self._repeat(seen)
+            self._repeat(seen, kind)
         if predicts:
             self._wait_for_gradient(seen)
 
@@ -244,15 +244,12 @@ class Observer:
         shard, rows = self.layer.shard(seen.name), self._rows(seen)
         left_out = None if rows is None or self.valid is None else self.valid.left_out
         place = site, identity, self.moment, scores, kind.gemm, axis, shard, sqnr
-        tried = measurer.measure(seen, *place, rows=rows, tokens_left_out=left_out)
-        if seen.name == "a" and not self.moment.basic:
-            measurer.drafts.inputs[site, self.product, self.moment] = measurer.drafts.drafts[-1].summary
-        return tried
+        return measurer.measure(seen, *place, rows=rows, tokens_left_out=left_out)
 
-    def _repeat(self, seen: Observed) -> None:
+    def _repeat(self, seen: Observed, kind: TensorKind) -> None:
         """Measure an input once more where its pass is recomputed, to compare the two."""
         drafts = self.observing.measurer.drafts
-        if first := drafts.inputs.get((self.layer.site, self.product, self.moment)):
+        if first := drafts.inputs.get((self.layer.site, self.moment, kind.name)):
             rows = self._rows(seen)
             x = seen.tensor if rows is None else seen.tensor.flatten(0, -2).index_select(0, rows)
             drafts.repeated.append((self.layer.site, self.moment.iteration, first, summarize_later(x)))

@@ -111,7 +111,7 @@ class Drafts:
 
     recomputed   the passes that were computed again in the backward pass
     scores       of each call of a product: those of its operands, by the name that an operand has in the product
-    inputs       of each call of a product: the statistics of its first operand
+    inputs       the statistics of the first operand of each product, by its tensor name
     repeated     (site, iteration, statistics of an input in the first pass and when it was recomputed)
     masked       the valid tokens of the forward pass that runs, if `Recorder.valid` gave a mask
     valid        those of each forward pass
@@ -120,7 +120,7 @@ class Drafts:
     drafts: list[Draft] = field(default_factory=list)
     recomputed: set[Pass] = field(default_factory=set)
     scores: dict[tuple[Site, Product, Moment], dict[str, list[Tried]]] = field(default_factory=dict)
-    inputs: dict[tuple[Site, Product, Moment], Later[Summary]] = field(default_factory=dict)
+    inputs: dict[tuple[Site, Moment, str | None], Later[Summary]] = field(default_factory=dict)
     repeated: list[tuple[Site, int, Later[Summary], Later[Summary]]] = field(default_factory=list)
     masked: Valid | None = None
     valid: dict[Moment, Valid] = field(default_factory=dict)
