@@ -20,6 +20,7 @@ from binade.collector.pretrained.transformers_model import MOST_LAYERS, shape_of
 from binade.data.store import read_file
 
 CONFIG = "config.json"
+FP8 = ("F8_E4M3",)  # the dtype of weights that are dequantized when they are read
 MOST = 10**9
 KINDS = {
     int: ((int,), f"an integer from 0 to {MOST}"),
@@ -60,7 +61,7 @@ def name_of(path: Path) -> str:
 def describe_weights(path: Path) -> str:
     """A description of where a model's weights come from. Raises ConfigError."""
     file = gguf_of(path)
-    quantized = open_gguf(file).quantized() if file else ()
+    quantized = open_gguf(file).quantized() if file else FP8 if block_of(path, read_json(path / CONFIG)) else ()
     grid = (
         f", dequantized from {' and '.join(quantized)}: their values lie on a quantization grid, so the rounding "
         "errors of weights are meaningless"
@@ -75,8 +76,7 @@ def read_shape(path: Path) -> Shape:
     kind = settings.get("model_type")
     families = {type(shape).model_type: type(shape) for sizes in MODELS.values() for shape in sizes.values()}
     family = families.get(SAME_LAYERS.get(str(kind), str(kind)))
-    if settings.get("quantization_config"):
-        raise ConfigError(f"checkpoint {path} is quantized (quantization_config): give one that is not")
+    block_of(path, settings)
     try:
         if family is None:
             raise UnfitError(f"is a {kind!r} model")
@@ -88,6 +88,21 @@ def read_shape(path: Path) -> Shape:
         if file:
             raise ConfigError(f"checkpoint {path} {reason}; this is supported only for safetensors") from reason
         return shape_of_transformers(path, str(reason))
+
+
+def block_of(path: Path, settings: Mapping[str, Any]) -> tuple[int, int] | None:
+    """The block of a weight in FP8 that has a scale, as of DeepSeek-V3; None if the checkpoint is not quantized. Raises
+    ConfigError if it is quantized in another way."""
+    quantization = settings.get("quantization_config")
+    if not quantization:
+        return None
+    method, block = (dict(quantization).get(name) for name in ("quant_method", "weight_block_size"))
+    if method != "fp8" or not isinstance(block, list) or [type(size) for size in block] != [int, int] or min(block) < 1:
+        raise ConfigError(
+            f"checkpoint {path} is quantized by {method!r} in blocks of {block} (quantization_config): only 'fp8' with "
+            "a weight_block_size such as [128, 128] can be dequantized; give one that is, or that is not quantized"
+        )
+    return block[0], block[1]
 
 
 def _read(path: Path, source: str, family: type[Shape], settings: Mapping[str, Any]) -> Shape:

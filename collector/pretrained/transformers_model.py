@@ -141,6 +141,8 @@ def load(path: Path) -> CausalLM:
 
     with explained(path):
         settings = LOCAL | {"use_safetensors": True, "dtype": torch.float32, "output_loading_info": True}
+        if getattr(transformers.AutoConfig.from_pretrained(path, **LOCAL), "quantization_config", None):
+            settings["quantization_config"] = transformers.FineGrainedFP8Config(dequantize=True)
         model, found = transformers.AutoModelForCausalLM.from_pretrained(path, **settings)
         if missing := sorted(found["missing_keys"]):
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
