@@ -117,7 +117,9 @@ class Rounding:
 
     def by_head(self, x: Tensor, which: str) -> Tensor:
         """The operand x [..., heads · m, k] as [..., heads, m, k], if its rows belong to several heads."""
-        return x.unflatten(-2, (self.heads, -1)) if self.heads > 1 and which not in ("forward_b", "dgrad_b") else x
+        if self.heads == 1 or which in ("forward_b", "dgrad_b"):
+            return x
+        return x.reshape(*x.shape[:-2], self.heads, -1, x.shape[-1])
 
     def operand(self, x: Tensor, which: str, dim: int, tap: Tap | None = None, name: str = "") -> Tensor:
         """The operand x as the product uses it; it is shown to the tap under this name."""

@@ -147,7 +147,9 @@ def by_head(tap: Tap, heads: int) -> Tap:
         return tap
 
     def show(seen: Observed) -> None:
-        tap(replace(seen, tensor=seen.tensor.unflatten(-2, (heads, -1))) if seen.name in STACKED else seen)
+        x = seen.tensor
+        apart = x.reshape(*x.shape[:-2], heads, -1, x.shape[-1]) if seen.name in STACKED else x
+        tap(replace(seen, tensor=apart))
 
     return show
 
