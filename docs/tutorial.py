@@ -27,7 +27,7 @@ PICTURES = {
     "hifp8": (f"/?format=hifp8&cell={CELL}", "app/questions/map", ""),
     "why": (f"/tensor?view=why&{TENSOR}", "app/questions/why", ""),
     "what-if": (f"/tensor?view=whatif&{TENSOR}", "app/questions/what_if", ""),
-    "recipes": ("/compare?view=recipes&of=gradients", "app/questions/recipes", ""),
+    "recipes": ("/runs?view=recipes&of=gradients", "app/questions/recipes", ""),
     "scales": (f"/tensor?view=whatif&{TENSOR}", "app/questions/what_if", "scales_hifp8 scale_shares_hifp8"),
 }
 FOLDER = Path(__file__).parent / "tutorial"

@@ -215,7 +215,7 @@ def _title(root: Path, view: JobView, views: list[JobView]) -> None:
             address.link(View("explore", run), "Open its tensors", ":material/query_stats:")
         together = [each for each in views if each.job.created == job.created]
         if ids := summary.runs_to_compare(together):
-            losses = View("compare", {PART: ["recipes"], "run_id": ids})
+            losses = View("runs", {PART: ["recipes"], "run_id": ids})
             address.link(losses, f"Compare losses of {len(ids)} runs", ":material/balance:")
     if not read_only():
         _actions(root, view)

@@ -113,7 +113,7 @@ _MOVED: dict[tuple[str, str], tuple[str, str]] = {
     **{("worst", view): ("map", "") for view in ("", "board", "depth", "training", "directions")},
     **{("worst", q.view): (q.page, q.view) for q in QUESTIONS if q.page != "tensor"},
     ("surfaces", ""): ("map", ""),
-    **{(name, ""): ("compare", name) for name in ("recipes", "difference", "provenance")},
+    **{(name, ""): ("runs", name) for name in ("recipes", "difference", "provenance")},
     ("advise", ""): ("map", "advise"),
     **{(name, ""): ("runs", name) for name in ("jobs", "collect")},
     **{(name, ""): ("notebook", name) for name in ("sessions", "sql")},

@@ -38,16 +38,16 @@ QUESTIONS: tuple[Question, ...] = (
     BLOCKS,
     ATTENTION,
     CODES,
-    RECIPES,
-    LOSS,
-    PREDICTIONS,
     RESULTS,
     BLOCK_HISTORY,
     CHANNELS,
     NOISE,
-    PROVENANCE,
-    DIFFERENCE,
     RUNS,
+    RECIPES,
+    LOSS,
+    PREDICTIONS,
+    DIFFERENCE,
+    PROVENANCE,
 )
 
 

@@ -72,7 +72,7 @@ def _ablate(recipe: str, **params: Any) -> None:
     left out at a time. All train on the same data with the same options, for each seed.
 
     The runs are queued as `binade jobs add` does, with the tag "ablation RECIPE"; --dry-run prints them instead. Read
-    the result with `binade compare`, or in the app under Compare › Recipes.
+    the result with `binade compare`, or in the app under Runs › Recipes.
     """
     found = ladder(recipe)
     dry_run = params.get("dry_run")

@@ -1,4 +1,4 @@
-"""Map › Advise and Compare › Predictions: what they draw, what they say of runs that trained, and what they queue."""
+"""Map › Advise and Runs › Predictions: what they draw, what they say of runs that trained, and what they queue."""
 
 from __future__ import annotations
 

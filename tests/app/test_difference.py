@@ -31,6 +31,6 @@ def test_two_recipes_and_one_run_twice(catalog: Catalog):
 
 @pytest.mark.slow
 def test_the_page(visit, collected):
-    at = visit(collected, "compare", view="difference", tolerance="0.1")
+    at = visit(collected, "runs", view="difference", tolerance="0.1")
     assert {"Run A", "Run B"} <= {box.label for box in at.selectbox}
     assert any("differs by more than 0.1" in text.value for text in at.markdown)

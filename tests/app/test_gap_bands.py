@@ -1,4 +1,4 @@
-"""Compare › Recipes, its view Loss: the bands of bf16 runs with 0, 1, 2 and 5 seeds, and published gaps."""
+"""Runs › Recipes, its view Loss: the bands of bf16 runs with 0, 1, 2 and 5 seeds, and published gaps."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.app.test_pages import Visit, words
 from tests.data.builder import make_run
 
 pytestmark = pytest.mark.slow
-LOSS = View("compare", {"view": ["recipes"], "of": ["cost"]})
+LOSS = View("runs", {"view": ["recipes"], "of": ["cost"]})
 GAPS = {"linear_mxfp8": 0.004, "linear_mxfp4": 0.9}
 REORDERED = 0.01  # by which the repetition of seed 0 differs in its mean
 
@@ -73,7 +73,7 @@ def seed_band(seeds: int) -> float:
 
 @pytest.mark.parametrize("seeds", [0, 1, 2, 5])
 def test_the_page_says_what_so_many_seeds_tell(seeds: int, tmp_path: Path, visit: Visit):
-    text = words(visit(make(tmp_path, seeds), "compare", view="recipes", of="cost"))
+    text = words(visit(make(tmp_path, seeds), "runs", view="recipes", of="cost"))
     assert ("No bf16 run saw the same data" in text) == (seeds == 0)
     assert ("No band of seeds: it takes bf16 runs with two seeds." in text) == (seeds == 1)
     assert ("No band of reordering" in text) == (seeds > 0)

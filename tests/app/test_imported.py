@@ -116,7 +116,7 @@ def test_what_a_log_says_is_text(visit: Visit, imported: Path, end: str, view: s
 
 
 @pytest.mark.parametrize(
-    ("page", "view"), [("map", "map"), ("compare", "explore"), ("compare", "recipes"), ("runs", "table")]
+    ("page", "view"), [("map", "map"), ("compare", "explore"), ("runs", "recipes"), ("runs", "table")]
 )
 def test_pages_over_imports_alone(visit: Visit, imported: Path, page: str, view: str):
     told = "\n".join(interpreted(visit(imported, page, view=view)))
@@ -145,7 +145,7 @@ def test_imported_losses_are_compared_with_their_bf16_run(visit: Visit, tmp_path
     assert table["baseline"].notna().to_dict() == {"bf16": True, "mxfp8": False, "my recipe": False, "mxfp4": False}
     assert table["source"].str.endswith(".csv").all() and table["course"].map(len).eq(20).all()
     told = "\n".join(interpreted(at))
-    at = visit(tmp_path / "runs", "compare", view="recipes")
+    at = visit(tmp_path / "runs", "runs", view="recipes")
     costs = at.dataframe[0].value.set_index("label")
     assert not at.exception and costs["gap"].round(9).to_dict() == {"mxfp8": 0.25, "my recipe": 0.5}
     assert not {"linear", "QK", "PV", "router"} & set(costs.columns)  # nobody knows what was rounded

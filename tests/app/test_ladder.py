@@ -1,4 +1,4 @@
-"""Compare › Recipes, its view Ablation: what it makes of several seeds, and what it says is missing."""
+"""Runs › Recipes, its view Ablation: what it makes of several seeds, and what it says is missing."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ GAPS = {
     "without tiles": (0.020, 0.002),
 }
 RECIPE = {rung.title: rung.recipe for rung in ladder("te_nvfp4").rungs}
-LADDER = View("compare", {"view": ["recipes"], "of": ["ladder"], "gradient": ["grad_weight"], "at": ["0"]})
+LADDER = View("runs", {"view": ["recipes"], "of": ["ladder"], "gradient": ["grad_weight"], "at": ["0"]})
 SETTINGS = {"layers": 1, "warmup_iterations": 0, "micro_batches": 1, "learning_rate": 0.001}
 GRADIENT = {"tensor_name": "grad_weight", "operation": "backward", "phase": "post"}
 
@@ -230,7 +230,7 @@ def test_the_filter_chooses_the_runs(root: Path, draw: Draw):
 
 
 def test_the_page_shows_one_chart_one_table_and_the_sentence(visit: Visit, root: Path):
-    at = visit(root, "compare", view="recipes", of="ladder")
+    at = visit(root, "runs", view="recipes", of="ladder")
     assert charts(at) == 1 and "Told from chance: forward is higher than bf16" in words(at)
     assert at.dataframe[0].value.iloc[:, 0].tolist() == ["bf16", *GAPS]
 
@@ -240,14 +240,14 @@ def test_of_several_ablations_one_is_chosen(visit: Visit, tmp_path: Path):
     for recipe in ("linear_mxfp8", "linear_mxfp8(without=wgrad)"):
         run = make_run(tmp_path, **SETTINGS | {"recipe": recipe, "seed": 0})
         run.append_loss({"iteration": 0, "loss": 5.5, "time": 0.0})
-    at = visit(tmp_path, "compare", view="recipes", of="ladder", ladder="te_nvfp4")
+    at = visit(tmp_path, "runs", view="recipes", of="ladder", ladder="te_nvfp4")
     assert at.selectbox(key="ladder").options == ["linear_mxfp8", "te_nvfp4"]
     assert at.dataframe[0].value["rung"].tolist() == ["bf16", "full recipe", "without tiles"]
     at.selectbox(key="ladder").set_value("linear_mxfp8").run()
     assert at.dataframe[0].value["rung"].tolist() == ["bf16", "without wgrad", "+ wgrad"]
     at = visit(
         tmp_path,
-        "compare",
+        "runs",
         view="recipes",
         of="ladder",
         ladder="linear_mxfp8",
@@ -258,7 +258,7 @@ def test_of_several_ablations_one_is_chosen(visit: Visit, tmp_path: Path):
 
 def test_a_pin_draws_the_ladder_again(root: Path, drawn: Drawn):
     with Catalog.open(root) as opened:
-        again = pins.draw(opened, Pin("compare", LADDER.params, "ladder"))
+        again = pins.draw(opened, Pin("runs", LADDER.params, "ladder"))
     (figure,) = again.figures
     assert figure.table.equals(drawn.figures[0].table) and again.verdict == drawn.verdict
 

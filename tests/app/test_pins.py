@@ -184,7 +184,7 @@ KEPT = [
     ("compare", EXPLORE),
     ("compare", EXPLORE | {"by": ["recipe"], "layer_index": ["1"]}),
     ("tensor", DRIFT),
-    ("compare", {"view": ["recipes"], "quant_type": ["mxfp8"]}),
+    ("runs", {"view": ["recipes"], "quant_type": ["mxfp8"]}),
     ("runs", {}),
 ]
 
@@ -248,7 +248,7 @@ def test_a_head_or_a_block_beyond_the_last(
 
 def test_the_runs_and_tensors_behind_a_pin(catalog: Catalog):
     runs = catalog.runs().set_index("recipe")["run_id"]
-    recipes = Pin("compare", {"view": ["recipes"], "recipe": ["mxfp4"]})
+    recipes = Pin("runs", {"view": ["recipes"], "recipe": ["mxfp4"]})
     assert pins.runs_of(catalog, [Pin("map", {"recipe": ["mxfp4"]})]) == [runs["mxfp4"]]
     assert set(pins.runs_of(catalog, [recipes])) == {runs["mxfp4"], runs["bf16"]}
     assert set(pins.runs_of(catalog, [Pin("notebook", {"view": ["sql"], "q": ["SELECT 1"]})])) == set(runs)

@@ -111,9 +111,9 @@ def test_of_several_ranks_the_earliest_is_first(recorded, tmp_path):
 
 
 def test_the_page_and_its_pin_show_the_same(recorded, catalog, visit):
-    at = visit(recorded[0], "compare", view="provenance")
+    at = visit(recorded[0], "runs", view="provenance")
     assert any(CULPRIT.rpartition(".")[2].replace("_", "\\_") in text.value for text in at.markdown)
-    pin = pins.draw(catalog, Pin("compare", {"view": ["provenance"]}, "chain"))
+    pin = pins.draw(catalog, Pin("runs", {"view": ["provenance"]}, "chain"))
     assert [figure.name for figure in pin.figures] == ["chain"]
 
 

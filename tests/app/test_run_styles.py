@@ -56,8 +56,8 @@ def test_the_same_on_every_page_whatever_the_filter(opened: Catalog):
     chosen = runs.index[::2].tolist()
     pages = [
         looks(opened, "losses", View("runs")),
-        looks(opened, "gaps", View("compare", {"view": ["recipes"]})),
-        looks(opened, "gaps", View("compare", {"view": ["recipes"], "run_id": chosen})),
+        looks(opened, "gaps", View("runs", {"view": ["recipes"]})),
+        looks(opened, "gaps", View("runs", {"view": ["recipes"], "run_id": chosen})),
         looks(opened, "histogram", View("explore", {"by": ["run_id"]})),
         looks(opened, "histogram", View("explore", {"by": ["run_id"], "run_id": chosen[1:]})),
         looks(opened, "histogram_panels", View("explore", {"rows": ["operation"], "by": ["run_id"]})),

@@ -218,7 +218,7 @@ def test_the_views_of_an_earlier_version_have_their_place():
     assert taken.view == View("map", {"quant_type": ["mxfp8"]})
     assert taken.pins == (
         Pin("compare", {"rank": ["0"], "view": ["noise"]}, "ranking", "c"),
-        Pin("compare", {"of": ["cost"], "view": ["recipes"]}, "ranking", "c"),
+        Pin("runs", {"of": ["cost"], "view": ["recipes"]}, "ranking", "c"),
     )
 
 

@@ -84,10 +84,9 @@ def test_the_map_in_another_format_iteration_and_as_a_difference(visit: Visit, c
 @pytest.mark.parametrize("part", PAGES["compare"].parts)
 def test_compare(visit: Visit, collected: Path, part: str):
     at = visit(collected, "compare", view=part, quant_type="mxfp4", layer_index="1")
-    wanted = {"channels": 3, "noise": 3, "provenance": 0, "difference": 0}
+    wanted = {"channels": 3, "noise": 3}
     assert charts(at) == wanted.get(part, 2) and not at.warning and not at.error
-    if part not in ("recipes", "provenance", "difference"):
-        assert "quant type mxfp4" in words(at)
+    assert "quant type mxfp4" in words(at)
 
 
 @pytest.mark.sampled(3)
@@ -97,7 +96,7 @@ def test_compare(visit: Visit, collected: Path, part: str):
         ("overview", {"layer_index": ["1"]}, "Map › Map", {"layer_index": ["1"]}),
         ("worst", {"view": ["training"], "format": ["mxfp8"]}, "Map › Map", {"format": ["mxfp8"]}),
         ("worst", {"view": ["channels"]}, "Compare › Hot channels", {"view": ["channels"]}),
-        ("recipes", {"view": ["gradients"]}, "Compare › Recipes", {"view": ["recipes"], "of": ["gradients"]}),
+        ("recipes", {"view": ["gradients"]}, "Runs › Recipes", {"view": ["recipes"], "of": ["gradients"]}),
     ],
 )
 def test_addresses_of_earlier_versions_are_followed(monkeypatch, visited, collected: Path, page, query, title, new):

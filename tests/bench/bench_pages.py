@@ -28,7 +28,7 @@ from tests.bench.bench_users import server
 from tests.browser.chromium import ARGUMENTS, install
 from tests.browser.driver import choose, new_page, settle
 
-PAGES = ("map", "tensor", "compare", "compare?view=recipes", "runs")
+PAGES = ("map", "tensor", "compare", "runs?view=recipes", "runs")
 Times = dict[str, list[tuple[float, float, float]]]
 
 

@@ -19,9 +19,9 @@ from tests.browser.driver import launch, new_page, settle
 ADDRESSES = {
     **{f"{page}-{part}": f"/{page}?view={part}" for page in PAGES for part in PAGES[page].parts},
     **{f"map-{part}": f"/?view={part}" for part in PAGES["map"].parts},  # the page at the root's address
-    "compare-gradients": "/compare?view=recipes&of=gradients",
-    "compare-ladder": "/compare?view=recipes&of=ladder",
-    "compare-difference": "/compare?view=difference&tolerance=bitwise",
+    "compare-gradients": "/runs?view=recipes&of=gradients",
+    "compare-ladder": "/runs?view=recipes&of=ladder",
+    "compare-difference": "/runs?view=difference&tolerance=bitwise",
 }
 WIDTHS = (1280, 1920)
 SCHEMES = ("light", "dark")

@@ -132,7 +132,7 @@ def test_a_baseline_is_added_and_both_losses_are_read_at_one_iteration(visit: Vi
     assert {value for _, value in shown} >= {f"{loss:.4f}" for loss in losses}
     press(page, "Jobs")
     compare.click()
-    expect(page.get_by_role("heading", name="Compare › Recipes")).to_be_visible()
+    expect(page.get_by_role("heading", name="Runs › Recipes")).to_be_visible()
     assert [run.run_id in page.url for run in runs] == [True, True]
     assert page.complaints == []
 

@@ -244,7 +244,7 @@ def test_is_it_normal(visitor: Visitor, catalog: Catalog, worst: str):
 
 
 def test_which_part_costs_the_most_loss(visitor: Visitor, catalog: Catalog):
-    visitor.ask("compare", "recipes")
+    visitor.ask("runs", "recipes")
     table = runs_with_reference(catalog.runs(), catalog.parts())
     gaps = recipes_compute.loss_gaps(table, {run_id: read_losses(catalog.root / run_id) for run_id in table["run_id"]})
     costs = recipes_compute.costs(gaps, table)
@@ -307,10 +307,10 @@ def test_which_blocks_fail(visitor: Visitor, catalog: Catalog, worst: str):
 
 
 def test_what_costs_the_loss(visitor: Visitor, catalog: Catalog):
-    visitor.ask("compare", "loss")
+    visitor.ask("runs", "loss")
     found = loss_compute.costs(catalog, scoped(catalog, unrounded(catalog, Filter()), scored=True), "mxfp4")
     first = found.table.iloc[0]
-    assert visitor.answer == said(catalog, "compare", "loss")
+    assert visitor.answer == said(catalog, "runs", "loss")
     assert f"The {len(found.table)} operands together: {found.total}." in visitor.answer
     points = {mark["tensor"]: mark for mark in visitor.marks("loss_against_sqnr") if "rank by loss" in mark}
     assert len(points) == len(found.table) and number(points[first["place"]]["rank by loss"]) == 1
@@ -388,7 +388,7 @@ def test_what_is_the_format_really_using(visitor: Visitor, catalog: Catalog):
 
 
 def test_every_chart_can_be_saved_with_its_caption(visitor: Visitor, catalog: Catalog, tmp_path: Path):
-    visitor.ask("compare", "loss")
+    visitor.ask("runs", "loss")
     where, saved = scoped(catalog, unrounded(catalog, Filter()), scored=True), {}
     ends = {"PNG": ".png", "SVG": ".svg", "CSV": ".csv", "LaTeX": ".tex", "84 mm wide as PDF": "-84mm.pdf"}
     for kind, end in ends.items():
@@ -412,8 +412,8 @@ def test_every_chart_can_be_saved_with_its_caption(visitor: Visitor, catalog: Ca
 
 
 def test_do_the_predictions_hold(visitor: Visitor, catalog: Catalog):
-    visitor.ask("compare", "predictions")
-    assert visitor.answer == said(catalog, "compare", "predictions")
+    visitor.ask("runs", "predictions")
+    assert visitor.answer == said(catalog, "runs", "predictions")
     for name, title in (
         ("gap", "mean gap (nats)"),
         ("first", "first gap (nats)"),

@@ -138,7 +138,7 @@ def command(root: Path, *arguments: str) -> tuple[int, str, str]:
 
 # Parts of pages that are laid out differently.
 PARTS = (
-    ("map", "map"), ("tensor", "why"), ("compare", "explore"), ("compare", "recipes"), ("compare", "loss"),
+    ("map", "map"), ("tensor", "why"), ("compare", "explore"), ("runs", "recipes"), ("runs", "loss"),
     ("runs", "table"), ("runs", "jobs"), ("runs", "collect"), ("notebook", "sessions"),
 )  # fmt: skip
 

@@ -111,10 +111,10 @@ def report(selection: ReportSelection) -> Iterator[Section]:
 
 PROVENANCE = Question(
     text="Where does a NaN come from?",
-    title="Provenance",
+    title="First NaN",
     icon=":material/account_tree:",
     help="The operation that produced the first one, its path to the loss, and the statistics of the preceding steps",
-    page="compare",
+    page="runs",
     view="provenance",
     controls=(RUN, AT),
     narrow=_controls,

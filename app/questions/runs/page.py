@@ -192,9 +192,9 @@ def _actions(view: View, chosen: list[str]) -> None:
         first, last = chosen[0], chosen[-1]
         address.link(view.at("map", run_id=first), "Open in the Map", ":material/grid_on:", disabled=not one)
         address.link(view.at("map", run_id=first, versus=last), "Map of the difference", disabled=not several)
-        address.link(view.at("compare", "recipes", run_id=chosen), "Compare losses", ":material/balance:")
+        address.link(view.at("runs", "recipes", run_id=chosen), "Compare losses", ":material/balance:")
         address.link(view.at("explore", run_id=chosen, by="run_id"), "Compare distributions")
-        difference = view.at("compare", "difference", run_a=first, run_b=last, run_id=None)
+        difference = view.at("runs", "difference", run_a=first, run_b=last, run_id=None)
         address.link(difference, "First difference", ":material/difference:", disabled=not several)
 
 
