@@ -194,8 +194,17 @@ def test_events_are_rules_at_their_iterations(tmp_path):
     assert [(row["iteration"], row["kind"], row["group"]) for row in drawn] == [
         (1, "trigger", "mxfp8"), (2, "schedule", "mxfp8"),
     ]  # fmt: skip
-    rules, below = made["layer"]
-    assert rules["mark"]["type"] == "rule" and below["layer"][1]["layer"][0]["mark"]["type"] == "line"
+    rules, _, lines, *_ = made["layer"]
+    assert rules["mark"]["type"] == "rule" and lines["layer"][0]["mark"]["type"] == "line"
+
+
+@pytest.mark.parametrize("above", [True, False])
+@pytest.mark.parametrize("groups", [1, 2, 9])
+def test_vega_draws_losses_with_events(groups: int, above: bool):
+    names = [f"run {index}" for index in range(groups)]
+    events = pd.DataFrame({"group": names, "iteration": 1, "kind": "trigger", "text": "low"})
+    made = spec(event_marks.marked(loss_chart.losses(losses(names)), events, above))
+    assert "<svg" in vl_convert.vegalite_to_svg(made)
 
 
 @pytest.mark.parametrize(("x", "at"), [("iteration:Q", [3, 8]), ("iteration:O", [4, 8])])
