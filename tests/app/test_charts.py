@@ -530,9 +530,9 @@ def test_losses_zoom_and_events_lie_above_the_crosshair():
     events = pd.DataFrame({"group": ["a"], "iteration": [1], "kind": ["trigger"], "text": ["low"]})
     made = spec(loss_chart.losses(losses(["a", "b"]), events=events))
     assert {param["name"] for param in made["params"]} == {"zoom_losses", "nearest"}
-    (below, rules) = made["layer"]
+    *_, crosshair, points, rules = made["layer"]
     assert rules["encoding"]["tooltip"][0]["title"] == "run"
-    assert [layer["mark"]["type"] for layer in below["layer"][-2:]] == ["rule", "point"]
+    assert [crosshair["mark"]["type"], points["mark"]["type"]] == ["rule", "point"]
 
 
 def test_a_long_name_keeps_its_end_in_axes_and_legends():
