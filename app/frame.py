@@ -45,7 +45,7 @@ def _show(name: str) -> None:
     page, view = PAGES[name], address.current(name)
     st.session_state[address.VIEW] = view  # of the header, also if the part is refused
     part = page.parts.get(view.part)
-    st.title(page.title if part is None else f"{page.title} › {part.title}", anchor=False)
+    st.title(page.title if part is None else f"{page.title} › {part.room_title}", anchor=False)
     if part is None:
         _parts(name, view)
         st.error(plain(f"{page.title} has no part {view.part[:40]!r}."), icon=":material/link_off:")
@@ -99,12 +99,12 @@ def _show_part(part: Part, view: View, opened: Catalog) -> None:
 
 
 def _parts(name: str, view: View) -> None:
-    """The parts of a page, side by side."""
+    """The rooms of a page, side by side."""
     parts = [part for part in PAGES[name].parts.values() if not (part.writes and read_only())]
-    if len(parts) < 2 or (name == "map" and view.part == PAGES[name].first):  # the map links to its other part itself
+    titles = {part.room_name: part.room_title for part in parts}
+    if len(titles) < 2 or (name == "map" and view.part == PAGES[name].first):  # the map links to its other part itself
         return
-    titles = {part.name: part.title for part in parts}
-    st.session_state["page_part"] = view.part if view.part in titles else None
+    st.session_state["page_part"] = next((part.room_name for part in parts if part.name == view.part), None)
     st.segmented_control(
         "Part of the page", list(titles), key="page_part", required=True, format_func=lambda part: titles[part],
         on_change=_open_part, args=(name, view), label_visibility="collapsed",
@@ -112,7 +112,8 @@ def _parts(name: str, view: View) -> None:
 
 
 def _open_part(name: str, view: View) -> None:
-    address.write(address.opened(view, name, st.session_state["page_part"] or view.part))
+    if part := st.session_state["page_part"]:
+        address.write(address.opened(view, name, part))
 
 
 def _warn(problems: Iterable[str]) -> None:

@@ -23,6 +23,7 @@ from binade.app.report.rendering import RenderError
 from binade.app.sessions import draft
 from binade.app.state import catalog
 from binade.app.style import CHOSEN, CLEARED, DRAGGED, MEASURES, ONLY
+from binade.app.view import View
 from binade.data.access import read_only
 from binade.data.cache import Done
 from binade.data.evidence import Sentence
@@ -55,13 +56,14 @@ def draw(
     on_brush: Callable[[Interval | None], None] | None = None,
     *,
     pin: bool = True,
+    view: View | None = None,
     left: Figure | None = None,
     below: Figure | None = None,
 ) -> Any:
     """Draw a figure with its note below and its exports.
 
     With pin, it can be pinned to the session if the page is a view that can be drawn again, and its marks can narrow
-    the filter.
+    the filter. view: what is pinned, if not the view that the page shows.
 
     left, below: the figures next to it. A title of an axis that they have too is not repeated.
 
@@ -104,9 +106,9 @@ def draw(
         ],
     }
     with card:
-        _menu(name, data, lambda end: exports.of_figure(figure, end), on_pinned_change=lambda: draft.pin(figure))
+        _menu(name, data, lambda end: exports.of_figure(figure, end), on_pinned_change=lambda: draft.pin(figure, view))
     if pin and st.session_state.pop("pin_first", False):  # the key p
-        draft.pin(figure)
+        draft.pin(figure, view)
     if not choose:
         return None
     return _picked(event, choose)

@@ -1,7 +1,8 @@
 """The five pages of the app and their parts. No Streamlit here: what shows a part is imported by name.
 
 A part answers a question, or is a tool, such as the queue of jobs. Its address is that of its page with `view=NAME`;
-the first part of a page needs none.
+the first part of a page needs none. Questions that belong together share a room: the page offers their room, and shows
+one of them first and the others as sections.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ class Part:
 
     layout    the module whose `show` shows it
     question  that it answers, if any
+    room      the questions that are shown together, the first of which names the room; () of a tool
     takes     parameters of a tool, as `Question.takes`
     kept      whether a session can keep it
     writes    whether it is left out of a read-only app
@@ -38,16 +40,25 @@ class Part:
     icon: str
     layout: str = DEFAULT_LAYOUT
     question: Question | None = None
+    room: tuple[Question, ...] = ()
     takes: Mapping[str, Callable[[Catalog], Param]] = field(default_factory=dict)
     kept: bool = False
     writes: bool = False
     empty: bool = False
     beyond: Beyond | None = None
 
+    @property
+    def room_name(self) -> str:
+        return self.room[0].view if self.room else self.name
+
+    @property
+    def room_title(self) -> str:
+        return (self.room[0].choice or self.room[0].title) if self.room else self.title
+
     def params(self, opened: Catalog) -> dict[str, Param]:
-        """The parameters of its own, besides filter and scope."""
-        if self.question:
-            return self.question.params(opened)
+        """The parameters of its room, besides filter and scope."""
+        if self.room:
+            return {name: param for each in self.room for name, param in each.params(opened).items()}
         return {name: make(opened) for name, make in self.takes.items()}
 
 
@@ -87,11 +98,13 @@ TOOLS = {
 
 
 def _page(name: str, title: str, icon: str) -> Page:
-    questions = [
-        Part(q.view, q.title, q.icon, q.layout or LAYOUTS.get(name, DEFAULT_LAYOUT), q, kept=True, empty=q.empty)
-        for q in QUESTIONS
-        if q.page == name
-    ]
+    own = [question for question in QUESTIONS if question.page == name]
+    questions = []
+    for q in own:
+        first = next(each for each in own if each.view == (q.room or q.view))
+        room = (first, *(each for each in own if each.room == first.view))
+        layout = first.layout or LAYOUTS.get(name, DEFAULT_LAYOUT)
+        questions.append(Part(q.view, q.title, q.icon, layout, q, room, kept=True, empty=q.empty))
     return Page(name, title, icon, {part.name: part for part in (*questions, *TOOLS.get(name, ()))})
 
 

@@ -9,7 +9,6 @@ import streamlit as st
 
 from binade.app import address
 from binade.app.bar import offer_to_clear
-from binade.app.formatting import plain
 from binade.app.pages.tensor_notes import show_notes
 from binade.app.questions import layout
 from binade.app.questions.shared.selection import MOST_LISTED, listed
@@ -34,10 +33,7 @@ def show(opened: Catalog, view: View, reading: Reading) -> None:
         if pd.notna(row["path"]) and row["numel"] > LARGE
         else nullcontext()
     ):
-        if question := reading.question:
-            if question.note:
-                st.caption(plain(question.note))
-            layout.show_question(opened, view, reading)
+        layout.show_room(opened, view, reading)
     if opened.moments(where, "tensor_id", [tensor_id]).empty:  # the address names it
         with st.container(horizontal=True):
             st.button("Show the worst tensor of the filter", on_click=address.change, kwargs={"tensor": None})

@@ -25,11 +25,48 @@ from binade.data.filter import Filter
 
 def show(opened: Catalog, view: View, reading: Reading) -> None:
     """Show the answer of a view, with its note and the controls above it."""
-    question = reading.question
-    assert question
-    if words := question.note or f"Filter: {reading.where.sentence()}." * bool(reading.where.items()):
+    assert reading.part and reading.part.room
+    if words := reading.part.room[0].note or f"Filter: {reading.where.sentence()}." * bool(reading.where.items()):
         st.caption(plain(words))
-    show_question(opened, view, reading)
+    show_room(opened, view, reading)
+
+
+def show_room(opened: Catalog, view: View, reading: Reading) -> None:
+    """Show the questions of a room: the one that its control chooses, or the first with the others as sections. A
+    section is computed when it is opened, which the address says."""
+    assert reading.part and reading.question
+    first, *others = reading.part.room
+    if first.choice:
+        titles = {each.view: each.title for each in (first, *others)}
+        st.session_state["room"] = view.part
+        st.segmented_control(
+            first.choice, list(titles), key="room", required=True, format_func=lambda name: titles[name],
+            on_change=lambda: address.change(view=st.session_state["room"]),
+        )  # fmt: skip
+        show_question(opened, view, reading)
+        return
+    above = view.changed(view=first.view)
+    show_question(opened, above, above.read(opened))
+    selected = selected_of(opened, reading) if any(each.applies for each in others) else None
+    for question in others:
+        is_open, key = question.view == view.part, f"section_{question.view}"
+        if question.applies and not is_open and (isinstance(selected, Drawn) or not question.applies(selected)):
+            continue
+        st.session_state[key] = is_open
+        section = st.expander(
+            f"**{question.title}** · {question.help}", key=key, icon=question.icon, on_change=_fold,
+            args=(key, question.view, first.view),
+        )  # fmt: skip
+        if is_open:
+            with section:
+                if question.note:
+                    st.caption(plain(question.note))
+                show_question(opened, view, reading)
+
+
+def _fold(key: str, view: str, first: str) -> None:
+    """Open a section, or close it."""
+    address.change(view=view if st.session_state[key] else first)
 
 
 def show_question(opened: Catalog, view: View, reading: Reading) -> None:
@@ -156,7 +193,7 @@ def _show(opened: Catalog, item: Item, view: View, reading: Reading, left: Item 
             chosen = partial(_set, item.choose) if item.choose not in (None, "tensor_id") else None
             beside = left if isinstance(left, Figure) else None
             picked = (
-                show_items.draw(item, chosen, partial(_set, item.brush) if item.brush else None, left=beside)
+                show_items.draw(item, chosen, partial(_set, item.brush) if item.brush else None, left=beside, view=view)
                 if isinstance(item, Figure)
                 else show_items.table(item, chosen)
             )

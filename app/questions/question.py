@@ -32,6 +32,11 @@ class Question:
     title        a short name for it, among the parts of its page
     icon, help   shown with it
     page, view   where it is answered, as in the address: the page and the part of it
+    room         the view of the question below whose answer this one is shown, as a section; by default a room of its
+                 own
+    choice       of the first question of a room: the title of the room and of the control that chooses one of its
+                 questions, which are shown in place of each other and not below each other
+    applies      whether the room offers the section: a function of what is selected
     of           what it is asked of
     draw         the function that answers it, without Streamlit: (what it is asked of, the parameters' values) -> Drawn
     controls     the parameters of its own, and the widgets that set them
@@ -66,6 +71,9 @@ class Question:
     page: str
     view: str
     draw: Callable[..., Drawn]
+    room: str = ""
+    choice: str = ""
+    applies: Callable[[Any], bool] | None = None
     of: Of = Of.SELECTION
     controls: tuple[Control, ...] = ()
     narrow: Callable[[Any, dict[str, Any]], Iterable[Control]] | None = None

@@ -125,14 +125,14 @@ def toast(text: str, icon: str) -> None:
     st.toast(plain(text), icon=icon)
 
 
-def pin(figure: Figure) -> None:
-    """Pin a chart of the view that is shown, in a new session if none is open."""
-    pin_chart(figure.name, figure.title)
+def pin(figure: Figure, view: View | None = None) -> None:
+    """Pin a chart of a view, by default of the one that is shown, in a new session if none is open."""
+    pin_chart(figure.name, figure.title, view)
 
 
-def pin_chart(chart: str, title: str) -> None:
-    """Pin a chart of the view that is shown by its name, with its title as the caption."""
-    view = shown_view()
+def pin_chart(chart: str, title: str, view: View | None = None) -> None:
+    """Pin a chart by its name, with its title as the caption."""
+    view = view.explicit(catalog()) if view else shown_view()
     if view is None:
         return
     draft = current() or Draft(sessions.new("Untitled", view))

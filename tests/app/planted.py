@@ -269,7 +269,7 @@ EFFECTS = (
         "Lowest cosine with bf16’s gradient of weight, iteration 0: clipped, ", {"of": "gradients"}),
     Effect("Tensor › Attention", "a head whose probabilities flush in mxfp4", flushed_head, ATTENTION,
         "Highest probability mass flushed to zero in mxfp4: head 3, ", {"format": "mxfp4"}),
-    Effect("Tensor › Normality", "Student's t with 3 degrees of freedom", heavy_tails, NORMALITY,
+    Effect("Tensor › A distribution", "Student's t with 3 degrees of freedom", heavy_tails, NORMALITY,
         "the tails are heavier than those of a normal distribution", {}),
     Effect("Tensor › Blocks", "a block whose largest value flushes the others", failing_block, BLOCKS,
         "1 of 64 blocks of 32 values have an SQNR below 10 dB in mxfp4", {"format": "mxfp4"}),

@@ -221,7 +221,7 @@ def test_nothing_is_drawn_in_the_stead_of_what_is_gone(catalog: Catalog, collect
         ("compare", EXPLORE | {"tensor": ["nope/x"]}),
         ("compare", {"view": ["of another time"]}),
         ("tensor", {"tensor": ["nope/x"]}),
-        ("tensor", {"tensor": [here], "view": ["law"], "law": ["tensor"], "other": ["nope/x"]}),
+        ("tensor", {"tensor": [here], "view": ["pair"], "other": ["nope/x"]}),
         ("tensor", {"tensor": [here], "view": ["drift"], "against": ["gone_run"]}),
         ("tensor", {"tensor": [here], "tensor_name": ["query"]}),
         ("map", {"metric": ["of another time"]}),

@@ -18,7 +18,7 @@ from binade.app.questions.registry import QUESTIONS
 from binade.app.questions.shared.scope import scoped
 from binade.app.sessions import pins
 from binade.app.sessions.session import Pin
-from binade.app.view import SCOPE, View
+from binade.app.view import View
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 from binade.data.python import package_environment
@@ -39,8 +39,8 @@ def test_a_question_answers_alone_as_the_app_does(question: Question, catalog: C
     assert (answer.verdict, answer.sentences) == (shown.verdict, shown.problems)
     assert answer.charts and all(chart.to_dict() for chart in answer.charts)  # no more rows than Altair takes
     takes = [*inspect.signature(ask).parameters][2:]
-    unused = {PART, *question.selects, *SCOPE} - {*question.scope}
-    assert {*takes} == {*view.params_in(catalog)} - unused
+    own = {*question.params(catalog), *question.scope} - {*question.selects}
+    assert {*takes} == own
     assert question.text in ask.__doc__ and all(f"    {name}: " in ask.__doc__ for name in takes)
     assert question.name in dir(plots)
 

@@ -117,7 +117,7 @@ def test_pages_and_presentation_without_a_mouse(visit: Callable[..., Page], app:
     page.keyboard.press("Enter")
     page.wait_for_url("**/tensor?**quant_type=mxfp4**")
     settle(page)
-    assert page.get_by_role("heading", name="Tensor › Why").is_visible()
+    assert page.get_by_role("heading", name="Tensor › In the format").is_visible()
 
     tab_to(page, page.get_by_role("button", name="Present"))
     page.keyboard.press("Enter")

@@ -238,9 +238,6 @@ def test_is_it_normal(visitor: Visitor, catalog: Catalog, worst: str):
     drawn = [mark for mark in visitor.marks("qq") if any("values (" in key for key in mark)]
     assert len(drawn) == len(points)
     assert number(drawn[100]["values (scale)"]) == pytest.approx(points["sample"].iloc[100], rel=1e-3, abs=1e-3)
-    visitor.segment("the filter’s selection")
-    visitor.until("Drawn from its sketch")
-    assert "the selection from the sketch" in visitor.title("qq") and "this tensor exact" in visitor.title("qq")
 
 
 def test_which_part_costs_the_most_loss(visitor: Visitor, catalog: Catalog):

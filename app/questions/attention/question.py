@@ -276,7 +276,9 @@ ATTENTION = Question(
     page="tensor",
     of=Of.TENSOR,
     view="attention",
+    room="why",
     draw=draw,
+    applies=lambda selected: bool(selected.row["layer_type"] == "attention"),
     controls=(MAP, HEAD, SEQUENCE),
     report=report,
 )

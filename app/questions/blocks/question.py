@@ -177,6 +177,7 @@ BLOCKS = Question(
     page="tensor",
     of=Of.TENSOR,
     view="blocks",
+    room="why",
     draw=draw,
     of_values=True,
     controls=(METRIC, BLOCK),

@@ -92,6 +92,7 @@ CODES = Question(
     page="tensor",
     of=Of.TENSOR,
     view="codes",
+    room="why",
     draw=draw,
     of_values=True,
     report=report,

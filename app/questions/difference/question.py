@@ -155,6 +155,7 @@ DIFFERENCE = Question(
     help="The first tensor in which two runs differ, for example on two machines or with two backends",
     page="runs",
     view="difference",
+    choice="Difference",
     draw=draw,
     controls=CONTROLS,
     narrow=_controls,

@@ -201,13 +201,14 @@ def _beyond(opened: Catalog, where: Filter, run_ids: Collection[str]) -> Iterabl
 
 DRIFT = Question(
     text="Is the difference rounding or drift?",
-    title="Rounding or drift",
+    title="The bf16 run",
     icon=":material/alt_route:",
     help="The bias and variance of gradients in a twin step; without one, the bf16 run’s tensor, the same tensor "
     "rounded, and the quantized run’s",
     page="tensor",
     of=Of.TENSOR,
     view="drift",
+    room="law",
     draw=draw,
     controls=(RUN,),
     narrow=_controls,

@@ -138,12 +138,13 @@ def report(selection: ReportSelection) -> Iterator[Section]:
 
 LOSS = Question(
     text="Does rounding raise the loss?",
-    title="Loss",
+    title="Predicted loss",
     icon=":material/trending_down:",
     help="Predicted change in the loss by operand, and its SQNR",
     page="runs",
     of=Of.BOARD,
     view="loss",
+    room="recipes",
     draw=draw,
     report=report,
 )

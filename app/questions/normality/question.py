@@ -1,4 +1,4 @@
-"""Are the values Gaussian? Q-Q against fitted laws, another tensor or the filter's selection, and boxes."""
+"""Are the values Gaussian? Q-Q against fitted distributions, and boxes."""
 
 from __future__ import annotations
 
@@ -9,60 +9,32 @@ from typing import Any
 import pandas as pd
 
 from binade.app.control import Control
-from binade.app.figure import Column, Drawn, Figure, Table, Text
-from binade.app.params import One, known_tensor
+from binade.app.figure import Column, Drawn, Figure, Table
+from binade.app.params import One
 from binade.app.questions.question import Question, not_in_report
 from binade.app.questions.shared import distribution_charts, distributions, laws
 from binade.app.questions.shared.distribution_charts import LAW_TITLES
 from binade.app.questions.shared.distributions import Distribution
 from binade.app.questions.shared.selection import Of, SelectedTensor
 from binade.app.style import MEASURES
-from binade.data.catalog import CatalogError
 from binade.data.evidence import SHARE, Measure, Sentence, exact, leaders, listed, say, together
-from binade.data.filter import Filter
-from binade.data.store import TensorFileError
 from binade.data.text import counted
-from binade.quant import sketch
-from binade.quant.metrics import METRICS
 
-AGAINST = (*laws.LAWS, "tensor", "selection")
-TITLES = LAW_TITLES | {"tensor": "another tensor", "selection": "the filter’s selection"}
 COLUMNS = {
-    "law": Column("Distribution", width=95, text=lambda row: TITLES[row["law"]]),
+    "law": Column("Distribution", width=95, text=lambda row: LAW_TITLES[row["law"]]),
     "ks": Column("KS", "%.4f", 65),
     "parameters": Column("Fitted", width=260),
 }
-
-
-LAW = Control(name="law", label="Compare with", param=One(AGAINST), titles=TITLES)
-OTHER = Control(name="other", label="The other tensor", param=known_tensor, widget="list")
-
-
-def _controls(selected: SelectedTensor, values: dict[str, Any]) -> list[Control]:
-    others = _others(selected)
-    if values["law"] != "tensor" or not others:
-        return [LAW]
-    return [LAW, replace(OTHER, options=others, titles=selected.labels)]
-
-
-def _others(selected: SelectedTensor) -> list[str]:
-    return [tensor_id for tensor_id in selected.labels if tensor_id != selected.row["tensor_id"]]
+LAW = Control(name="law", label="Distribution", param=One(laws.LAWS), titles=LAW_TITLES)
 
 
 def draw(selected: SelectedTensor, values: dict[str, Any]) -> Drawn:
-    against = values["law"]
     own = distributions.distribution_of("this tensor", selected.x, (selected.row["mean"], selected.row["std"]))
     if not own.total:
         return Drawn(problems=("Nothing to draw: there are no finite values.",))
     precision = "exact" if own.exact else "exact to 1/128 of each value: the tensor is too large to sort"
-    other = None
-    if against in laws.LAWS:
-        first = _against_law(selected, own, against, precision)
-    else:
-        other, problem = _other(selected, against, values["other"])
-        first = _against(selected, own, other, precision) if other else Drawn()
-        first = replace(first, items=(*map(Text, problem), *first.items)) if other else Drawn(problems=problem)
-    table = distributions.boxes([d for d in (own, other) if d is not None and d.total])
+    first = _against_law(selected, own, values["law"], precision)
+    table = distributions.boxes([own])
     marks = "box: quartiles · line: 0.1% to 99.9% · dots: extremes"
     chart = distribution_charts.boxes(table, f"{marks} · {precision}", "which")
     height = distribution_charts.boxes_height(table)
@@ -79,12 +51,12 @@ def _against_law(selected: SelectedTensor, whole: Distribution, law: str, precis
     zeros = whole.total - own.total
     verdict = together(_fits(table, own.total), _tails(selected.row, own, table), _zeros(zeros, whole.total))
     fitted = laws.fit(own, law)
-    note = f"Fitted {TITLES[law]}: {fitted.text if fitted else 'none'}."
+    note = f"Fitted {LAW_TITLES[law]}: {fitted.text if fitted else 'none'}."
     note += " Dashed: the fitted law. Dotted: through the quartiles, which the tails do not move."
     note += f" The {zeros:,} zeros are left out." if zeros else ""
     if law == "student_t":
         note += f" ν is chosen so that the plot is straightest over {laws.FIT_POINTS} quantiles, 0.25% to 99.75%."
-    caption = f"{selected.source(precision)}\nQuantiles against a {TITLES[law]}. {note}"
+    caption = f"{selected.source(precision)}\nQuantiles against a {LAW_TITLES[law]}. {note}"
     chart = distribution_charts.qq(
         points, f"{precision} · {counted(own.total, 'value')} · {selected.label}", "tensor", law=law
     )
@@ -105,7 +77,7 @@ def _fits(table: pd.DataFrame, n: int) -> Sentence:
     chance alone reaches CRITICAL_KS/√n."""
     limit = exact(KS, max(LARGEST_KS, CRITICAL_KS / math.sqrt(n)))
     distances = zip(table["law"].astype(str), table["ks"].astype(float), strict=True)
-    first = leaders([(TITLES[law], exact(KS, ks)) for law, ks in distances], lowest=True)
+    first = leaders([(LAW_TITLES[law], exact(KS, ks)) for law, ks in distances], lowest=True)
     names, closest = listed([name for name, _ in first]), first[0][1]
     if closest.value > limit.value:
         return say(
@@ -132,9 +104,8 @@ def _tails(row: pd.Series, own: Distribution, table: pd.DataFrame) -> Sentence:
     said = [f"{_than(found, 3, error)} those of a normal distribution, which has 3"]
     if law != "normal" and body:
         theirs = "no finite one" if math.isinf(body.kurtosis) else measure.text(body.kurtosis)
-        said.append(
-            f"{_than(found, body.kurtosis, error)} those of the {TITLES[law]} fitted to the body, which has {theirs}"
-        )
+        heavy = _than(found, body.kurtosis, error)
+        said.append(f"{heavy} those of the {LAW_TITLES[law]} fitted to the body, which has {theirs}")
     text = "Tails: kurtosis {kurtosis}; the tails are {said}."
     return say(text, kurtosis=exact(measure, found), said=", and ".join(said))
 
@@ -149,72 +120,16 @@ def _zeros(zeros: int, total: int) -> Sentence:
     return say("{share} of the values are 0 and left out.", share=share) if zeros else Sentence()
 
 
-def _other(
-    selected: SelectedTensor, against: str, tensor_id: str | None
-) -> tuple[Distribution | None, tuple[str, ...]]:
-    """(what the tensor is compared with, a note on it)."""
-    if against == "selection":
-        found = [d for d in distributions.distributions(selected.opened, selected.where) if d.total]
-        if not found:
-            return None, ("The filter selects no finite values.",)
-        said = f"The selection: {selected.where.sentence()}. Drawn from its sketch, bins of 1/8 binade."
-        return replace(found[0], group="the selection"), (said,)
-    if not (tensor_id := tensor_id or next(iter(_others(selected)), None)):
-        return None, ("The filter selects no other tensor.",)
-    row = selected.opened.rows_of([tensor_id]).iloc[0]
-    try:
-        return distributions.distribution_of(
-            "the other tensor", selected.opened.load(tensor_id), (row["mean"], row["std"])
-        ), ()
-    except (CatalogError, TensorFileError):
-        (d,) = distributions.distributions(selected.opened, Filter(), None, [tensor_id])
-        said = "Its values are not on disk: drawn from its sketch, bins of 1/8 binade."
-        return replace(d, group="the other tensor"), (said,)
-
-
-def _against(selected: SelectedTensor, own: Distribution, other: Distribution, precision: str) -> Drawn:
-    if not other.total:
-        return Drawn(problems=("Nothing to draw: there are no finite values.",))
-    points = laws.qq_between(own, other)
-    theirs = "exact" if other.exact else "from the sketch"
-    distances = _distances(own, other)
-    shown = [say("{name} {value}", name=MEASURES[name].label, value=exact(MEASURES[name], value))
-             for name, value in distances.items()]  # fmt: skip
-    verdict = Sentence(", ".join(shown) + ".", (each for part in shown for each in part.evidence))
-    caption = f"{selected.source(precision)}\nQuantiles against those of {other.group} ({theirs}). " + " ".join(
-        f"{METRICS[name].label}: {METRICS[name].definition}." for name in distances
-    )
-    chart = distribution_charts.qq_between(
-        points, f"this tensor {precision}, {other.group} {theirs}", "tensor", other.group
-    )
-    note = (
-        "If all points lie on the dashed line, the two distributions are the same. "
-        "The distances are computed on bins of 1/8 binade."
-    )
-    return Drawn((Figure("qq", chart, points, caption, note=note, height=420),), verdict)
-
-
-def _distances(a: Distribution, b: Distribution) -> dict[str, float]:
-    """KS, Wasserstein and Jensen-Shannon on the sketch's bins, as for any two samples here."""
-    sketches = [_sketch(d) for d in (a, b)]
-    return {"ks": sketch.ks(*sketches), "wasserstein": sketch.wasserstein(*sketches), "js": sketch.js(*sketches)}
-
-
-def _sketch(d: Distribution) -> sketch.Sketch:
-    inner = pd.Series(d.low).where(abs(d.low) <= abs(d.high), d.high).to_numpy("float32")
-    return sketch.merge([sketch.Sketch(inner.view("uint32") >> 20, d.count)])
-
-
 NORMALITY = Question(
     text="Are the values Gaussian?",
-    title="Normality",
+    title="A distribution",
     icon=":material/show_chart:",
-    help="Q–Q plots against theoretical distributions, other tensors and selections",
+    help="Q–Q plots against fitted distributions",
     page="tensor",
     of=Of.TENSOR,
     view="law",
+    choice="Compared with",
     draw=draw,
-    controls=(LAW, OTHER),
-    narrow=_controls,
+    controls=(LAW,),
     report=not_in_report,
 )

@@ -27,6 +27,7 @@ from binade.data.catalog import CatalogError
 from binade.data.evidence import Measure, Sentence, exact, say, together
 from binade.data.store import TensorFileError
 from binade.data.text import short
+from binade.quant import sketch
 
 NONE = (
     "No other run, iteration or layer has this operand with its values on disk. Choose a tensor to compare this one "
@@ -74,6 +75,8 @@ def draw(selected: SelectedTensor, values: dict[str, Any]) -> Drawn:
         distributions.distribution_of(label, each.x, (each.row["mean"], each.row["std"]))
         for label, each in pair.items()
     ]
+    if all(each.total for each in lie):
+        verdict = together(verdict, _distances(lie[0], lie[1]))
     items: tuple[Item, ...] = (*_magnitudes(lie, source), _statistics(pair), *_quantiles(lie, source), *heat)
     nothing = "No distribution is drawn: neither tensor has a finite value."
     return Drawn(items, verdict, () if any(each.total for each in lie) else (nothing,))
@@ -110,6 +113,21 @@ def _verdict(found: Between, pair: dict[str, SelectedTensor]) -> Sentence:
         say("{count} pairs with NaN or Inf are left out of norm, largest difference and cosine.",
             count=found.not_finite) if found.not_finite else "",
     )  # fmt: skip
+
+
+def _distances(a: Distribution, b: Distribution) -> Sentence:
+    """How far the distributions are apart, on bins of 1/8 binade as for any two samples."""
+    sketches = [_sketch(d) for d in (a, b)]
+    return say(
+        "Between the distributions: KS {ks}, Wasserstein {wasserstein}, Jensen–Shannon {js}.",
+        ks=exact(MEASURES["ks"], sketch.ks(*sketches)), js=exact(MEASURES["js"], sketch.js(*sketches)),
+        wasserstein=exact(MEASURES["wasserstein"], sketch.wasserstein(*sketches)),
+    )  # fmt: skip
+
+
+def _sketch(d: Distribution) -> sketch.Sketch:
+    inner = pd.Series(d.low).where(abs(d.low) <= abs(d.high), d.high).to_numpy("float32")
+    return sketch.merge([sketch.Sketch(inner.view("uint32") >> 20, d.count)])
 
 
 def _heat(found: Between, selected: SelectedTensor, source: str) -> Figure:
@@ -178,12 +196,13 @@ def _change(row: pd.Series) -> str:
 
 PAIR = Question(
     text="How does it differ from another tensor?",
-    title="Two tensors",
+    title="Another tensor",
     icon=":material/compare_arrows:",
     help="Statistics and distributions of two tensors, and their difference by token and channel",
     page="tensor",
     of=Of.TENSOR,
     view="pair",
+    room="law",
     draw=draw,
     controls=(OTHER,),
     narrow=_controls,

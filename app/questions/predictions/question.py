@@ -89,6 +89,7 @@ PREDICTIONS = Question(
     help="Predicted loss changes of recipes and the gaps measured in training",
     page="runs",
     view="predictions",
+    room="recipes",
     draw=draw,
     of_runs=True,
     beyond=same_model,

@@ -116,6 +116,7 @@ PROVENANCE = Question(
     help="The operation that produced the first one, its path to the loss, and the statistics of the preceding steps",
     page="runs",
     view="provenance",
+    room="difference",
     controls=(RUN, AT),
     narrow=_controls,
     draw=draw,

@@ -378,7 +378,7 @@ def report(selection: ReportSelection) -> Iterator[Section]:
 
 WHY = Question(
     text="Why do they lose precision?",
-    title="Why",
+    title="In the format",
     icon=":material/search_insights:",
     help="Magnitudes over the format’s codebook, channels, tokens",
     page="tensor",
