@@ -194,8 +194,8 @@ def test_events_are_rules_at_their_iterations(tmp_path):
     assert [(row["iteration"], row["kind"], row["group"]) for row in drawn] == [
         (1, "trigger", "mxfp8"), (2, "schedule", "mxfp8"),
     ]  # fmt: skip
-    rules, _, lines, *_ = made["layer"]
-    assert rules["mark"]["type"] == "rule" and lines["layer"][0]["mark"]["type"] == "line"
+    first, lines, *_ = made["layer"]
+    assert first["layer"][0]["mark"]["type"] == "rule" and lines["layer"][0]["mark"]["type"] == "line"
 
 
 @pytest.mark.parametrize("above", [True, False])
@@ -205,6 +205,8 @@ def test_vega_draws_losses_with_events(groups: int, above: bool):
     events = pd.DataFrame({"group": names, "iteration": 1, "kind": "trigger", "text": "low"})
     made = spec(event_marks.marked(loss_chart.losses(losses(names)), events, above))
     assert "<svg" in vl_convert.vegalite_to_svg(made)
+    views = {view for param in made["params"] for view in param["views"]}
+    assert views and all(f'"name": "{view}"' in json.dumps(made["layer"]) for view in views)
 
 
 @pytest.mark.parametrize(("x", "at"), [("iteration:Q", [3, 8]), ("iteration:O", [4, 8])])

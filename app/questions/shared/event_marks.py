@@ -59,15 +59,16 @@ def marked(chart: C, events: pd.DataFrame, above: bool = False) -> C | alt.Layer
         if x.endswith(":O"):
             found = found.assign(iteration=drawn[np.searchsorted(drawn, found["iteration"])])
         if len(found):
-            layers = [*chart.layer] if isinstance(chart, alt.LayerChart) else [chart]
-            layers = [*layers, rules(found, x)] if above else [rules(found, x), *layers]
             if isinstance(chart, alt.LayerChart):  # one level: parameters of a nested chart would be set twice
                 flat: alt.LayerChart = chart.copy(deep=False)
-                flat.layer = layers
+                first, *others = chart.layer  # Altair names views by their position, which stays
+                below = alt.LayerChart(layer=[rules(found, x), first])
+                flat.layer = [*chart.layer, rules(found, x)] if above else [below, *others]
                 return flat
-            layers[layers.index(chart)] = below = chart.copy(deep=False)
+            below = chart.copy(deep=False)
             below.title = alt.Undefined
-            return alt.LayerChart(layer=layers, title=chart.title)
+            layers = [rules(found, x), below]
+            return alt.LayerChart(layer=layers[::-1] if above else layers, title=chart.title)
     return chart
 
 
