@@ -21,6 +21,8 @@ from binade.data.catalog import Catalog
 from binade.data.filter import FIELDS
 from binade.data.open_index import OutdatedError
 
+MOST_IGNORED = 5  # parameters of an address that are named
+
 
 def page_of(name: str) -> Callable[[], None]:
     """The function that shows a page."""
@@ -68,8 +70,12 @@ def _show_part(part: Part, view: View, opened: Catalog) -> None:
     start = time.monotonic()
     shows = "progress" if part.empty and part.question else "version"
     before = getattr(opened, shows)
+    named = {*FIELDS, *view.params_in(opened), "tensor"}
+    ignored = [name[:40] for name in view.params if name not in named]
+    unknown = [f"{part.room_title} has no parameter {name!r}: it was ignored." for name in ignored[:MOST_IGNORED]]
     view = view.short(opened)
     address.write(view)
+    _warn(unknown)
     explain_refused(opened)
     recorded = bool(opened.totals().tensors)
     if not part.empty and not recorded:

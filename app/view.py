@@ -79,7 +79,9 @@ class Reading:
     def refusal(self) -> Drawn | None:
         """The answer if the view cannot be drawn as it is."""
         if self.gone:
-            return Drawn(problems=(*self.problems, f"Not drawn: {', '.join(self.gone)}."))
+            return Drawn(
+                problems=(*self.problems, f"Unknown {' and '.join(self.gone)} in the address; nothing was drawn.")
+            )
         return None
 
 

@@ -38,9 +38,9 @@ SOURCES = {
 }
 UNSTATED = "Imported losses and instrumented runs do not count, since they do not state all settings."
 MISSING = {
-    Kind.SEEDS: "No band of seeds: it takes bf16 runs with two seeds. Train one with --quantization bf16 and another "
+    Kind.SEEDS: "No seed baseline: record bf16 runs with two seeds. Train one with --quantization bf16 and another "
     f"--seed. {UNSTATED}",
-    Kind.REORDERING: "No band of reordering: it takes two bf16 runs of the same weights and data that differ in bits. "
+    Kind.REORDERING: "No reordering baseline: record two bf16 runs of the same weights and data that differ in bits. "
     f"Repeat one with --tp 2, or on another machine. {UNSTATED}",
 }
 

@@ -90,10 +90,10 @@ def explain_absence(opened: Catalog, view: View, reading: Reading) -> None:
     if reading.question and reading.question.slow:
         offer_to_clear()
     elif view.filtered(Filter()).draw(opened).figures:
-        st.info("The filter hides what this view shows.", icon=":material/filter_alt_off:")
+        st.info("No data for this view under the current filter.", icon=":material/filter_alt_off:")
         offer_to_clear()
     else:
-        st.caption("This is not due to the filter: there is nothing to show without it, either.")
+        st.caption("These runs have no data for this view.")
 
 
 def selected_of(opened: Catalog, reading: Reading) -> Any:

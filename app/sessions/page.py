@@ -169,7 +169,7 @@ def _open(opened: Catalog) -> None:
 
 def _runs(one: Session) -> str:
     count = len(one.runs)
-    return f"shows {count} run{'s' * (count != 1)}" if count else "the runs that it shows are noted when it is saved"
+    return f"shows {count} run{'s' * (count != 1)}" if count else "save to record which runs it shows"
 
 
 def _actions(opened: Catalog, now: Draft) -> None:

@@ -75,8 +75,8 @@ def seed_band(seeds: int) -> float:
 def test_the_page_says_what_so_many_seeds_tell(seeds: int, tmp_path: Path, visit: Visit):
     text = words(visit(make(tmp_path, seeds), "runs", view="recipes", of="cost"))
     assert ("No bf16 run saw the same data" in text) == (seeds == 0)
-    assert ("No band of seeds: it takes bf16 runs with two seeds." in text) == (seeds == 1)
-    assert ("No band of reordering" in text) == (seeds > 0)
+    assert ("No seed baseline: record bf16 runs with two seeds." in text) == (seeds == 1)
+    assert ("No reordering baseline" in text) == (seeds > 0)
     assert ("Band of seeds (95% interval " in text) == (seeds > 1)
     assert ("Published gaps of other models" in text) == (seeds > 0)
     if seeds > 1:
@@ -91,7 +91,7 @@ def check_no_band(root: Path) -> None:
     reason = "Imported losses and instrumented runs do not count, since they do not state all settings."
     for text in (" ".join((*draw(root).sentences, draw(root).verdict)), render(compare(root), "text")):
         words = " ".join(text.split())
-        assert "Band of " not in words and words.count(reason) == 2 and words.count("No band of ") == 2
+        assert "Band of " not in words and words.count(reason) == 2 and words.count("baseline: record") == 2
 
 
 @pytest.mark.parametrize("imported", [True, False], ids=["imported", "instrumented"])
@@ -138,7 +138,7 @@ def test_a_published_gap_is_context(tmp_path: Path):
     with Catalog.open(tmp_path) as opened:
         (section, *_) = report(ReportSelection(opened, Filter()))
     assert [each.name for each in section.tables] == ["costs", "published"]
-    assert any("No band of reordering" in problem for problem in section.problems)
+    assert any("No reordering baseline" in problem for problem in section.problems)
 
 
 def test_published_gaps_go_by_the_formats_of_linear_layers(tmp_path: Path):

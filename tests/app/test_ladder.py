@@ -149,8 +149,10 @@ class TestTable:
 class TestVerdict:
     def test_names_what_is_separated_and_what_is_not(self, drawn):
         told, rest = drawn.verdict.split(" By 4 seeds, ")
-        assert told.startswith("Told from chance: forward is higher than bf16, +0.0100 nats (95% interval +0.0090 to ")
-        assert [part.split(",")[0].removeprefix("Told from chance: ") for part in told.split("; ")] == [
+        assert told.startswith(
+            "Statistically significant: forward is higher than bf16, +0.0100 nats (95% interval +0.0090 to "
+        )
+        assert [part.split(",")[0].removeprefix("Statistically significant: ") for part in told.split("; ")] == [
             "forward is higher than bf16",
             "+ wgrad is higher than + dgrad",
             "without rounding is higher than + wgrad",
@@ -231,7 +233,7 @@ def test_the_filter_chooses_the_runs(root: Path, draw: Draw):
 
 def test_the_page_shows_one_chart_one_table_and_the_sentence(visit: Visit, root: Path):
     at = visit(root, "runs", view="recipes", of="ladder")
-    assert charts(at) == 1 and "Told from chance: forward is higher than bf16" in words(at)
+    assert charts(at) == 1 and "Statistically significant: forward is higher than bf16" in words(at)
     assert at.dataframe[0].value.iloc[:, 0].tolist() == ["bf16", *GAPS]
 
 
@@ -267,7 +269,7 @@ def test_a_report_has_the_ladder(root: Path):
     with Catalog.open(root) as opened:
         sections = list(report(ReportSelection(opened, Filter())))
     (figure,) = [figure for section in sections for figure in section.figures if figure.name == "ladder_te_nvfp4"]
-    assert figure.note.startswith("Told from chance: forward is higher than bf16")
+    assert figure.note.startswith("Statistically significant: forward is higher than bf16")
     (table,) = [table for section in sections for table in section.tables if table.name == "ladder_te_nvfp4"]
     assert table.frame["rung"].tolist() == ["bf16", *GAPS]
 

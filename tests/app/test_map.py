@@ -500,7 +500,7 @@ class TestWhatIsMissing:
     def test_an_unknown_parameter_is_named_and_nothing_is_drawn(self, catalog: Catalog, name: str):
         found = drawn(catalog, **{name: "loss; DROP TABLE run"})
         assert "'loss; DROP TABLE run'" in found.problems[0] and not found.items and not found.verdict
-        assert name == "versus" or found.problems[-1] == f"Not drawn: {name}."
+        assert name == "versus" or found.problems[-1] == f"Unknown {name} in the address; nothing was drawn."
 
     def test_another_run_has_none_of_the_cells(self, parts: Catalog):
         wild = parts.runs().set_index("recipe")["run_id"]["wild"]

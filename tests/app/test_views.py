@@ -118,7 +118,7 @@ def test_parts_keep_the_scope_and_what_each_showed_last(visit: Visit, collected:
 def test_what_is_there_instead_of_scores_is_said(visit: Visit, collected: Path, tmp_path: Path):
     at = visit(collected, "map", phase="post", layer_type="linear")
     assert at.info[0].value.startswith("The filter selects no operand of a GEMM")
-    assert "The filter hides what this view shows." in words(at)
+    assert "No data for this view under the current filter." in words(at)
     with Recorder(tmp_path, max_bytes=0) as recorder:
         for layer, scores in ((1, ()), (1, ()), (2, ("mxfp4",))):
             where = {"layer": layer, "module": "fc1", "operation": "forward", "phase": "pre", "dim": -1}
@@ -142,7 +142,7 @@ def test_a_filter_without_tensors_is_said_on_every_page(visit: Visit, collected:
 
 def test_what_was_not_recorded_is_not_blamed_on_the_filter(visit: Visit, collected: Path):
     at = visit(collected, "provenance", layer_index="1")
-    assert "has recorded a NaN" in at.info[0].value and "not due to the filter" in words(at)
+    assert "has recorded a NaN" in at.info[0].value and "These runs have no data for this view." in words(at)
     assert not any(button.key == "offer_to_clear" for button in at.button)
 
 

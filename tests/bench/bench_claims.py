@@ -69,7 +69,7 @@ PLAIN, SPLIT, STILL = "bf16", "bf16, TP 2", "bf16, learning rate 0"
 NAMES = {
     "loss": re.compile("(?:Higher|Lower) loss than| outside[.;]"),
     "parts": re.compile("the largest gap is that of"),
-    "ablation": re.compile("Told from chance"),
+    "ablation": re.compile("Statistically significant"),
     "gradients": re.compile("Lowest cosine"),
     "trend": re.compile(r" (?:falls|rises) over"),
     "standing out": re.compile(r"cells lose at least"),

@@ -67,7 +67,7 @@ class TestOwnBands:
     def test_one_seed_and_no_repetition_give_no_band_but_a_reason(self):
         for band in bands({"a": repeats(0)["a"][:1]}):
             assert math.isinf(band.gap.high) and band.gap.n == 1 and not band.by_iteration
-            assert band.missing.startswith(f"No band of {band.kind.value}: it takes ")
+            assert band.missing.startswith(f"No {band.kind.value.removesuffix('s')} baseline: record ")
         assert not bands(repeats(0))[0].missing
         assert gap_bands.missing([*bands({}), *bands({})]) == [band.missing for band in bands({})]
 

@@ -40,7 +40,7 @@ class ThreeWay:
         of = self.table.set_index("what")["relative_error"]
         rounding, drift = of["rounding"], of["drift"]
         if not (math.isfinite(rounding) and math.isfinite(drift)):
-            return say("Undetermined: one of the three errors is not finite.")
+            return say("Cannot compare: one error is NaN or Inf.")
         if drift == 0:
             return say("Rounding alone: the run has not drifted; its tensor is identical to that of bf16.")
         error, ratio = exact(MEASURES["relative_error"], drift), drift / rounding if rounding else math.inf

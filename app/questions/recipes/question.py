@@ -412,7 +412,7 @@ def _separated(rungs: pd.DataFrame, chosen: Ladder) -> evidence.Sentence:
     if not apart:
         return evidence.say("{seeds} seeds tell no step from the one that it is compared with.", seeds=most)
     rest = evidence.say("By {seeds} seeds, {alike}.", seeds=most, alike="; ".join(alike)) if alike else ""
-    return evidence.together(evidence.each_of(apart, "Told from chance"), rest)
+    return evidence.together(evidence.each_of(apart, "Statistically significant"), rest)
 
 
 def _missing(runs: pd.DataFrame, rungs: pd.DataFrame) -> list[str]:
