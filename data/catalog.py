@@ -153,9 +153,7 @@ class Catalog(ScoreQueries, TensorValues):
         frame["low"], frame["high"] = bin_edges(frame["bin"].to_numpy())
         return frame.sort_values(["group", "low", "high"], ignore_index=True)
 
-    def crossed(
-        self, where: Filter | None, by: tuple[str, ...], tensor_ids: list[str] | None = None
-    ) -> pd.DataFrame:
+    def crossed(self, where: Filter | None, by: tuple[str, ...], tensor_ids: list[str] | None = None) -> pd.DataFrame:
         """Return the merged binade sketch for every combination of these columns, in one pass: by's columns, bin,
         count. tensor_ids restricts further."""
         return self._merged(self._columns(by), by, where, tensor_ids)

@@ -160,7 +160,17 @@ class TestExplore:
             iteration="99999999999999",
         )
         problems = words(at)
-        for requested in ("mxfp9", "one", "loss", "log", "no/such", "cauchy", "low..high", "99999999999999", "nonsense"):
+        for requested in (
+            "mxfp9",
+            "one",
+            "loss",
+            "log",
+            "no/such",
+            "cauchy",
+            "low..high",
+            "99999999999999",
+            "nonsense",
+        ):
             assert f"'{requested}'" in problems, requested
         assert chips(at) == ["Quant type: mxfp8"]
         assert len(at.error) == 1 and charts(at) == 0
