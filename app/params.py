@@ -12,14 +12,15 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from binade.data.catalog import USED, Catalog
-from binade.data.filter import FIELDS, LABELS, Filter
+from binade.data.fields import IDENTITIES
+from binade.data.filter import FIELDS, Filter
 from binade.quant.formats import UnknownFormatError
 from binade.quant.specs import Spec, SpecError
 
 LONGEST, MOST_WORDS = 200, 10  # characters and words of a text that a user or an address gives
 MOST_FORMATS = 12
 MOST_CHOSEN, LONGEST_FIELD = 1000, 1000  # values of a field of the filter, such as iterations, and characters of each
-TITLES = {name: LABELS.get(name, name).capitalize() for name in FIELDS}
+TITLES = {name: field.title for name, field in IDENTITIES.items()}
 
 
 @dataclass(frozen=True)
@@ -252,7 +253,7 @@ def read_filter(facets: Mapping[str, list[Any]], query: Mapping[str, list[str]])
     for name, values in wanted.items():
         known = [value for value in values if value in facets.get(name, [])]
         problems += [
-            f"The URL asks for {TITLES[name].lower()} {str(value)[:40]!r}, which is not in this root."
+            f"The URL asks for {IDENTITIES[name].inline} {str(value)[:40]!r}, which is not in this root."
             for value in values
             if value not in known
         ]

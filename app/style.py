@@ -15,10 +15,9 @@ import numpy as np
 import pandas as pd
 
 from binade.data import tensor_kinds
-from binade.data.evidence import Measure
+from binade.data.fields import MEASURES as MEASURES
 from binade.data.tensor_kinds import color_of, tensor_names
 from binade.quant.formats import FORMATS
-from binade.quant.metrics import METRICS, Metric
 from binade.quant.normal import VS_NORMAL
 from binade.quant.specs import Spec
 
@@ -71,96 +70,7 @@ BAD, CLIPPED, FINE = "#e0455f", "#c2850c", "#4f46e5"
 OPERATIONS = {"forward": "#0d9488", "backward": "#a855c7", "optimizer": GREY, "evaluation": "#3b8ea5"}
 
 
-OWN_METRICS = {
-    VS_NORMAL: Metric(
-        "SQNR against normal values",
-        "SQNR minus that of values from N(0,1) in the same format: 0 where a tensor loses what normally distributed "
-        "values lose",
-        "dB",
-    ),
-    "loss_change": Metric(
-        "Predicted loss change",
-        "mean over micro-batches of Σg·e + N·½Σg²e², where g is the gradient of the loss through this operand, e its "
-        "rounding error and N the number of tokens in the micro-batch",
-        "nats",
-    ),
-    "effect": Metric(
-        "Measured loss change",
-        "loss with both operands of the product rounded minus loss without, on the same weights and sequences, mean "
-        "over sequences",
-        "nats",
-    ),
-    "result_sqnr_db": Metric(
-        "SQNR of the result",
-        "10·log₁₀(‖AB‖² / ‖Q(A)Q(B) − AB‖²) of a GEMM, both products in the tensors’ dtype",
-        "dB",
-    ),
-    "scale_spread": Metric(
-        "Spread of block scales",
-        "log₂ of the largest block scale over the smallest, without the lowest and highest 1% of the blocks",
-        "binades",
-    ),
-    "tensor_scale": Metric(
-        "Tensor scale",
-        "what all values were multiplied by before a GEMM rounded them, where one number scales the whole tensor",
-    ),
-    "absmax": Metric("absmax", "largest magnitude"),
-    "std": Metric("Standard deviation", "population standard deviation: divided by n, not n − 1"),
-    "rms": Metric("rms", "square root of the mean square of the finite values"),
-    "outlier_persistence": Metric(
-        "Persistence",
-        "Jaccard index (channels in both sets over channels in either) of the hot channels in two successive recorded "
-        "iterations: the 1% with the largest absmax, but at least 8, and at most 64 or a quarter of all channels, "
-        "whichever is smaller",
-    ),
-    "hot_ratio": Metric("Hottest channel", "its absmax divided by that of the median channel"),
-    "oscillating": Metric(
-        "Oscillating weights",
-        "share of the sampled weights with Σ|ΔQ(w)| / Σ|Δw| ≥ 16 over the last 50 recorded iterations",
-        "%",
-        percent=True,
-    ),
-    "at_bin_edge": Metric(
-        "Weights at a bin’s edge",
-        "share of the sampled weights (up to 8,192 per tensor) with |w − q| > 0.495 times the width of q’s bin; "
-        "clipped weights are not at an edge",
-        "%",
-        percent=True,
-    ),
-    "edge_excess": Metric(
-        "Excess at a bin’s edge",
-        "share of the weights at a bin’s edge, minus the share of normally distributed values with the same standard "
-        "deviation, dtype and format",
-        "%",
-        percent=True,
-    ),
-    "gradient_to_noise": Metric(
-        "Gradient to noise",
-        "‖g‖ / ‖ĝ − g‖ = 10^(SQNR/20), where g is the gradient of a single micro-batch and ĝ the same with rounding; "
-        "of M accumulated micro-batches it is up to √M times larger if their noise is independent",
-    ),
-    "zero_share": Metric("Zeros", "share of the elements that are exactly 0", "%", percent=True),
-    "non_finite": Metric("NaN and Inf", "share of the elements that are NaN or infinite", "%", percent=True),
-}
-LOG = ("tensor_scale", "absmax", "std", "rms", "gradient_to_noise")
-IN_DECIBELS = ("sqnr_db", VS_NORMAL, "result_sqnr_db")
 AGAINST_ZERO = (VS_NORMAL,)  # colored from better than 0 to worse
-DECIMALS = {"sqnr_db": 1, VS_NORMAL: 1, "result_sqnr_db": 1, "scale_spread": 0, "outlier_persistence": 2}
-MEASURES = {
-    key: Measure(
-        key,
-        m.label,
-        m.unit,
-        m.definition,
-        factor=100.0 if m.percent else 1.0,
-        low_is_bad=key in IN_DECIBELS,
-        log=key in LOG,
-        decimals=DECIMALS.get(key),
-        signed=key in ("loss_change", "effect", "edge_excess", *AGAINST_ZERO),
-        resolution=0.1 if key in IN_DECIBELS else {"scale_spread": 1.0, "cosine": 0.001}.get(key, 0.0),
-    )
-    for key, m in (METRICS | OWN_METRICS).items()
-}
 
 
 def ordered_colors(n: int) -> list[str]:

@@ -8,7 +8,8 @@ from urllib.parse import parse_qs, urlsplit
 
 import click
 
-from binade.data.filter import FIELDS, INTEGER_FIELDS, LABELS, Filter
+from binade.data.fields import IDENTITIES
+from binade.data.filter import FIELDS, INTEGER_FIELDS, Filter
 from binade.terminal import Option, names
 
 FILTER = ("Filter", "These are the fields of the app's filter. Separate values with commas.")
@@ -52,7 +53,7 @@ def filter_params() -> list[click.Parameter]:
                 [f"--{name.replace('_', '-')}", name],
                 type=numbers if name in INTEGER_FIELDS else texts,
                 metavar="N,..." if name in INTEGER_FIELDS else "NAME,...",
-                help=f"Restrict by {LABELS.get(name, name)}",
+                help=f"Restrict by {IDENTITIES[name].inline}",
                 title=FILTER[0],
                 about=FILTER[1],
             )

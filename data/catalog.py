@@ -12,10 +12,12 @@ import duckdb
 import pandas as pd
 import pyarrow as pa
 
+from binade.data.fields import ERRORS as SHOWN_ERRORS
+from binade.data.fields import STATISTICS
 from binade.data.filter import FIELDS, Filter
 from binade.data.intake import CUBES, SUMS, same
 from binade.data.open_index import GROUPABLE, HIDDEN, IN_LIST, CatalogError, DamagedIndexError, repairing
-from binade.data.score_queries import MICRO_BATCH, SHOWN_ERRORS, USED, ScoreQueries, format_condition, part, quantiles
+from binade.data.score_queries import MICRO_BATCH, USED, ScoreQueries, format_condition, part, quantiles
 from binade.data.segment import TENSOR_SCHEMA
 from binade.data.sketches import PLACED, sketch_file, sketches
 from binade.data.tensor_values import SAME_IN_SHARDS, TensorValues
@@ -26,17 +28,6 @@ __all__ = [
     "GROUPABLE", "MICRO_BATCH", "PUBLIC_TABLES", "SAME_IN_ITERATIONS", "SHOWN_ERRORS", "STATISTICS", "TWIN_FIELDS",
     "USED", "Catalog", "CatalogError", "DamagedIndexError", "Totals", "format_condition", "part", "quantiles",
 ]  # fmt: skip
-# Statistics of a tensor's own values, each as SQL over the table `tensor`; the names are those of quant.METRICS.
-STATISTICS = {
-    "absmax": "absmax",
-    "std": "std",
-    "rms": "rms",
-    "kurtosis": "kurtosis",
-    "crest_factor": "absmax / nullif(rms, 0)",
-    "dynamic_range": "CASE WHEN absmax > 0 THEN log2(absmax / absmin) END",
-    "zero_share": "zeros / nullif(numel, 0)",
-    "non_finite": "(nans + infs) / nullif(numel, 0)",
-}
 # The fields that identify a tensor across iterations; weights are the same in all micro-batches.
 SAME_IN_ITERATIONS = ("rank", *(name for name in SAME_IN_SHARDS if name != "iteration"))
 # The fields that identify a tensor across runs.

@@ -24,7 +24,7 @@ from binade.data.twin import Number
 FILE = "effects.jsonl"
 MEASURE = "measure"
 CHANGE = Measure(
-    "effect", "Measured loss change", "nats", "loss with the group rounded minus loss without, per token", signed=True
+    "effect", "Measured loss change", "nats", "loss with the group rounded minus loss without, per token", format="+.3g"
 )
 DIVERGENCE = Measure(
     "divergence", "Divergence", "nats", "KL(p ‖ q) of the next token, p without rounding and q with, per token"

@@ -21,69 +21,21 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
+from binade.data.fields import Field
 from binade.data.student import noncentrality, quantile
-from binade.data.text import fixed, short
 
+Measure = Field
 LEVEL = 0.05  # the share of sentences that may name a difference where there is none
 FEWEST = 5  # points of a trend: with four, Kendall's p-value cannot be below LEVEL
 NAMED = 4  # things that a sentence names
 EQUAL = 0.01  # relative difference of two exact values that are called equal
 
 
-@dataclass(frozen=True)
-class Measure:
-    """A quantity, and how its values are written.
-
-    factor      100 for shares, which are written in percent
-    low_is_bad  as for SQNR
-    log         whether its axis is logarithmic
-    decimals    of its values, which otherwise have three digits
-    signed      whether a plus sign marks positive values
-    resolution  two values that differ by less are called equal
-    """
-
-    key: str
-    label: str
-    unit: str = ""
-    definition: str = ""
-    factor: float = 1.0
-    low_is_bad: bool = False
-    log: bool = False
-    decimals: int | None = None
-    signed: bool = False
-    resolution: float = 0.0
-
-    @property
-    def axis(self) -> str:
-        return f"{self.label} ({self.unit})" if self.unit else self.label
-
-    def text(self, value: float | None) -> str:
-        """A value as shown next to a bar or in a sentence, without the unit."""
-        if value is None or math.isnan(value):
-            return "no value"
-        if math.isinf(value):
-            return ("no error" if value > 0 else "overflows") if self.low_is_bad else "∞"
-        shown, sign = value * self.factor, _sign(self.signed)
-        return short(shown, 3, sign) if self.decimals is None else fixed(shown, self.decimals, sign)
-
-    def quantity(self, value: float | None) -> str:
-        """A value with its unit; a value that is not finite is described in words, without a unit."""
-        finite = value is not None and math.isfinite(value)
-        return self.with_unit(self.text(value)) if finite else self.text(value)
-
-    def with_unit(self, text: str) -> str:
-        return f"{text}{self.unit}" if self.unit == "%" else f"{text} {self.unit}".rstrip()
-
-
-def _sign(signed: bool) -> Literal["-", "+"]:
-    return "+" if signed else "-"
-
-
-GAP = Measure("gap", "Gap", "nats", "loss minus that of the reference run, in nats per token", decimals=4, signed=True)
-SHARE = Measure("share", "Share", "%", factor=100.0, decimals=2)
-RHO = Measure("rho", "Spearman’s ρ", decimals=2)
+GAP = Measure("gap", "Gap", "nats", "loss minus that of the reference run, in nats per token", "+.4f")
+SHARE = Measure("share", "Share", "%", format=".2f")
+RHO = Measure("rho", "Spearman’s ρ", format=".2f")
 
 
 @dataclass(frozen=True)
@@ -153,7 +105,7 @@ class Estimate:
         ]
         degrees = error**4 / sum(parts) if sum(parts) and math.isfinite(error) else math.inf
         n = min(self.n, other.n)
-        signed = replace(self.measure, signed=True)
+        signed = self.measure.with_sign()
         return _estimate(signed, self.value - other.value, error, n, self.of, "difference", degrees)
 
     def is_larger(self, other: Estimate, comparisons: int = 1) -> bool:
@@ -261,7 +213,7 @@ def trend(measure: Measure, at: Iterable[float], values: Iterable[float], of: st
     points = [
         (float(x), float(y)) for x, y in zip(at, values, strict=True) if y is not None and math.isfinite(float(y))
     ]
-    per = replace(measure, unit=f"{measure.unit} per {_one(of)}".strip(), signed=True, decimals=None, resolution=0.0)
+    per = replace(measure, unit=f"{measure.unit} per {_one(of)}".strip(), format="+.3g", resolution=0.0)
     if len(points) < FEWEST or len({x for x, _ in points}) < FEWEST:
         return Estimate(per, math.nan, -math.inf, math.inf, len(points), of, "slope", math.nan)
     x, y = zip(*points, strict=True)
@@ -440,7 +392,7 @@ def effects(items: Sequence[Named], than: str, words: tuple[str, str] = ("higher
     if several:
         least = max((each for _, each in several), key=lambda each: each.detectable(len(items)))
         shows = least.detectable(len(items))
-        smallest = replace(least.measure, signed=False).quantity(shows)
+        smallest = least.measure.with_sign(False).quantity(shows)
         names = listed([name for name, _ in several])
         found.append(
             Sentence(

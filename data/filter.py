@@ -10,16 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-INTEGER_FIELDS = ("layer_index", "iteration", "micro_batch", "rank", "expert")
-
-LABELS = {
-    "run_id": "run",
-    "layer_type": "layer type",
-    "layer_index": "layer",
-    "quant_type": "quant type",
-    "tensor_name": "tensor",
-    "micro_batch": "micro-batch",
-}
+from binade.data.fields import IDENTITIES
 
 
 class FilterError(ValueError):
@@ -78,7 +69,7 @@ class Filter:
             if len(shown) > 4:
                 shown = [*shown[:3], f"{len(shown) - 3} more"]
             listed = shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} or {shown[-1]}"
-            parts.append(f"{LABELS.get(name, name)} {listed}")
+            parts.append(f"{IDENTITIES[name].inline} {listed}")
         return ", ".join(parts) or "all tensors"
 
     def items(self) -> list[tuple[str, tuple[str | int, ...]]]:
@@ -109,13 +100,13 @@ class Filter:
         kept: dict[str, Any] = {}
         problems = []
         for name in FIELDS:
-            wanted = "number" if name in INTEGER_FIELDS else "string"
+            field = IDENTITIES[name]
+            wanted = "number" if field.is_integer else "string"
             for text in query.get(name, []):
                 try:
-                    kept.setdefault(name, []).append(_checked(name, int(text) if name in INTEGER_FIELDS else text))
+                    kept.setdefault(name, []).append(_checked(name, int(text) if field.is_integer else text))
                 except ValueError:
-                    label = LABELS.get(name, name)
-                    problems.append(f"The URL asks for {label} {text[:40]!r}, which is not a {wanted}.")
+                    problems.append(f"The URL asks for {field.inline} {text[:40]!r}, which is not a {wanted}.")
         return cls(**kept), problems
 
     def without(self, *names: str) -> Filter:
@@ -125,6 +116,7 @@ class Filter:
 
 
 FIELDS = tuple(f.name for f in fields(Filter))
+INTEGER_FIELDS = tuple(name for name in FIELDS if IDENTITIES[name].is_integer)
 
 
 def _checked(name: str, value: Any) -> str | int:

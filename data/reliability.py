@@ -17,7 +17,7 @@ from binade.data.evidence import GAP, Estimate, Measure, Sentence
 
 AGREE = 0.8  # Spearman's ρ between two halves of the sequences, from which their order is relied on
 WITHIN = 0.5  # half of a sum's interval, relative to the sum, up to which it is relied on: a factor of 1.5
-FACTOR = Measure("factor", "Factor", decimals=1)
+FACTOR = Measure("factor", "Factor", format=".1f")
 MORE = "record several sequences (--micro-batch-size, --collect-micro-batches)"
 
 
@@ -75,6 +75,6 @@ def reliability(costs: Iterable[Sequence[float]]) -> Reliability:
     complete = [cost for cost in given if len(cost) == most]
     even, odd = ([float(cost[half::2].mean()) for cost in complete] if most > 1 else [] for half in (0, 1))
     halves = evidence.correlation(even, odd, "operands")
-    signed = replace(GAP, key="change", label="Change", decimals=None)
+    signed = replace(GAP, name="change", title="Change", format="+.3g")
     total = evidence.mean(signed, np.sum(complete, axis=0) if len(complete) == len(given) and most else (), "sequences")
     return Reliability(min(map(len, given), default=0), halves, total)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pandas as pd
 
+from binade.data.fields import ERRORS as SHOWN_ERRORS
 from binade.data.filter import Filter
 from binade.data.intake import same
 from binade.data.open_index import CatalogError, OpenIndex
@@ -12,7 +13,6 @@ from binade.data.student import quantile
 from binade.data.tensor_kinds import TENSOR_KINDS, Product
 from binade.quant.specs import Spec, known_specs
 
-SHOWN_ERRORS = ("sqnr_db", "flush_to_zero", "saturated", "flushed_error_share", "saturated_error_share")
 # The score along the axis of the tensor's own GEMM, not of another GEMM that also uses it.
 OWN_SCORE = "score.gemm IS NOT DISTINCT FROM tensor.gemm"
 USED = "used"  # in place of a format: the one that each GEMM rounded its operand to

@@ -219,7 +219,6 @@ LONG_FILES = {
     "data/segment.py": "the columns of a row, written and read",
     "collector/capture/recorder.py": "the public face: half of it is docstrings",
     "app/questions/recipes/question.py": "the words of four views of the same runs",
-    "app/style.py": "every color and style of the app",
 }
 LONG_FUNCTIONS = {
     "quant/backends/triton_tiles.py:round_tile": "a kernel",

@@ -44,9 +44,9 @@ from binade.data.evidence import Estimate, Measure
 from binade.data.text import short
 from binade.quant.specs import OPERAND_FIELDS, Spec
 
-CHANGE = Measure("loss_change", "Predicted loss change", "nats", signed=True)
-BITS = Measure("bits", "Bits per value", "bits", decimals=2)
-TIME = Measure("share", "Time", "%", factor=100.0, decimals=1)
+CHANGE = Measure("loss_change", "Predicted loss change", "nats", format="+.3g")
+BITS = Measure("bits", "Bits per value", "bits", format=".2f")
+TIME = Measure("share", "Time", "%", format=".1f")
 POINTS = 12  # of the frontier
 AS_MANY = 0.01  # tolerance in bits per value, since the advice may not use all of its budget
 ADVISED = "Advised"  # begins the title of the recipes made here

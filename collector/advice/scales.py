@@ -41,8 +41,8 @@ BLOCKS = ("tensor", "row", "128x128", "1x128", "1x32")
 MOST_TENSORS = 16  # of an operand of a module
 CHUNK = 1 << 22  # float32 values that are put into cells at a time
 OPERAND = ["part", "module", "tensor_name"]
-SQNR = Measure("sqnr_db", "SQNR", "dB", low_is_bad=True, decimals=1, resolution=0.1)
-SHARE = Measure("share", "Share", "%", factor=100.0)
+SQNR = Measure("sqnr_db", "SQNR", "dB", low_is_bad=True, format=".1f", resolution=0.1)
+SHARE = Measure("share", "Share", "%")
 ERRORS = {"sqnr_db": SQNR, "flush_to_zero": SHARE, "saturated": SHARE}
 
 

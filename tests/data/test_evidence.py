@@ -12,8 +12,8 @@ from binade.data import evidence
 from binade.data.evidence import GAP, Measure, Sentence, say
 from binade.data.student import noncentrality
 
-DB = Measure("sqnr_db", "SQNR", "dB", low_is_bad=True, decimals=1, resolution=0.1)
-SHARE = Measure("flush_to_zero", "Flushed", "%", factor=100.0)
+DB = Measure("sqnr_db", "SQNR", "dB", low_is_bad=True, format=".1f", resolution=0.1)
+SHARE = Measure("flush_to_zero", "Flushed", "%")
 
 
 class TestEstimates:

@@ -13,8 +13,8 @@ from binade.app.questions.shared import layer_chart
 from binade.data.evidence import Measure
 
 KINDS = {"advised": "advised under other budgets", "uniform": "one format for all", "published": "published recipes"}
-BITS = Measure("bits", "Bits per value", "", "of the advised format", decimals=2)
-PER_VALUE = Measure("bits", "Bits per forward value", decimals=2)
+BITS = Measure("bits", "Bits per value", "", "of the advised format", format=".2f")
+PER_VALUE = Measure("bits", "Bits per forward value", format=".2f")
 PER_STEP = Measure("ms", "Time per step", "ms")
 
 

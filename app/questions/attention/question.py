@@ -205,8 +205,8 @@ def _product(
         yield Text("Not computed. " + " ".join(reasons))
 
 
-MASS = Measure("mass", "Probability mass lost", "%", factor=100.0)
-ENTROPY = Measure("entropy", "Entropy", "bits", decimals=2)
+MASS = Measure("mass", "Probability mass lost", "%")
+ENTROPY = Measure("entropy", "Entropy", "bits", format=".2f")
 
 
 def _verdict(flushed: pd.DataFrame, entropy: pd.DataFrame, spec: str) -> Sentence:

@@ -49,7 +49,7 @@ def quantity(name: str) -> Measure:
     """One of BLOCK_MEASURES. A percentile is known to a bin's width."""
     one = BLOCK_MEASURES[name]
     bad = name == "sqnr_db"
-    return Measure(name, one.label, one.unit, one.definition, low_is_bad=bad, decimals=1, resolution=one.width)
+    return Measure(name, one.label, one.unit, one.definition, low_is_bad=bad, format=".1f", resolution=one.width)
 
 
 def levels(summary: pd.DataFrame, column: str, measure: Measure) -> list[Named]:

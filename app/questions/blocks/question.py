@@ -124,7 +124,7 @@ def overall(selected: SelectedTensor, found: Blocks, metric: str) -> Drawn:
     return Drawn(tuple(figures), _verdict(selected, table, size), tuple(problems))
 
 
-ENERGY = Measure("energy", "Share of the energy", "%", factor=100.0)
+ENERGY = Measure("energy", "Share of the energy", "%")
 
 
 def _verdict(selected: SelectedTensor, table: pd.DataFrame, size: int) -> Sentence:

@@ -20,7 +20,7 @@ from binade.quant.blocks import DENORMAL, ZERO
 from binade.quant.metrics import METRICS
 
 PRECISIONS_BY = ("quant_type", "tensor_name", "module", "operation", "layer_index")
-ENTROPY = Measure("code_entropy_bits", "Code entropy", decimals=2)
+ENTROPY = Measure("code_entropy_bits", "Code entropy", format=".2f")
 COUNTED = 2  # tensors of each operation whose codes a report counts
 
 

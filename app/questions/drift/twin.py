@@ -15,11 +15,11 @@ CHANGE = Measure(
     "change",
     "Δloss",
     definition="the loss with the recipe minus the loss without it; of experts, with their balance loss",
-    signed=True,
+    format="+.3g",
 )
-BIAS = Measure("bias", "Bias", "%", "‖mean(ĝ) − g‖ / ‖g‖, without the noise of the passes", factor=100.0)
-NOISE = Measure("noise", "√variance", "%", "√(Σ‖ĝ − mean(ĝ)‖² / (M − 1)) / ‖g‖ over M passes", factor=100.0)
-ERROR = Measure("error", "Relative error", "%", "‖ĝ − g‖ / ‖g‖ of one pass", factor=100.0)
+BIAS = Measure("bias", "Bias", "%", "‖mean(ĝ) − g‖ / ‖g‖, without the noise of the passes")
+NOISE = Measure("noise", "√variance", "%", "√(Σ‖ĝ − mean(ĝ)‖² / (M − 1)) / ‖g‖ over M passes")
+ERROR = Measure("error", "Relative error", "%", "‖ĝ − g‖ / ‖g‖ of one pass")
 
 
 def change_of(twin: Twin) -> Estimate:

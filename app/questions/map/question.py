@@ -152,7 +152,7 @@ def map_of(opened: Catalog, where: Filter, values: dict[str, Any]) -> Map | str:
             return f"{measure.label} is not known for {against} in any of these cells."
     table = compute.with_rows(table)
     table = table.assign(shade=charts.shade(table["value"], measure, bool(against) or metric in style.AGAINST_ZERO))
-    signed = replace(measure, signed=True, log=False) if against else measure
+    signed = replace(measure.with_sign(), log=False) if against else measure
     table = table.assign(label=table["value"].map(signed.quantity))
     return Map(
         where, signed, fmt, across, table, compute.rows_of(table), against, experts, f"{left_out} {said}".strip()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pandas as pd
 
@@ -26,7 +26,7 @@ def standing_out(table: pd.DataFrame, rows: Iterable[Row], across: str, formats:
         evidence.listed([f"{sqnr.quantity(value.value)} in {fmt}" for fmt, value in normal.items()]),
         tuple(normal.values()),
     )
-    far = exact(replace(measure, signed=False), FAR)
+    far = exact(measure.with_sign(False), FAR)
     away = table["value"].astype(float)
     table = table.assign(away=away)[away < math.inf]
     names = {row.key: label(row) for row in rows}

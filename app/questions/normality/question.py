@@ -66,7 +66,7 @@ def _against_law(selected: SelectedTensor, whole: Distribution, law: str, precis
     return Drawn((figure, Table("laws", table, COLUMNS, title, note, group="law")), verdict)
 
 
-KS = Measure("ks", "Kolmogorov–Smirnov distance", decimals=3, resolution=0.005)
+KS = Measure("ks", "Kolmogorov–Smirnov distance", format=".3f", resolution=0.005)
 LARGEST_KS = 0.05  # of a law that fits: no share of the values below a limit is off by more
 CRITICAL_KS = 1.358  # over √n: Kolmogorov's asymptotic 5% limit; smaller if, as here, parameters are fitted
 TAILS = 0.1  # a kurtosis nearer to 3 is called that of a normal distribution

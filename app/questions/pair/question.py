@@ -35,11 +35,11 @@ NONE = (
 )
 OF_RUNS = ("run_id", "model", "size", "dataset", "recipe", "quant_type", "iteration")  # any of these may differ
 OTHER = Control(name="other", label="Compare with", param=known_tensor, widget="list", placeholder="choose a tensor")
-RELATIVE = Measure("relative", "Relative difference", "%", "‖a − b‖ / ‖a‖", factor=100.0)
+RELATIVE = Measure("relative", "Relative difference", "%", "‖a − b‖ / ‖a‖")
 CHANGE = "The other’s value over this tensor’s; of values with a unit, their difference"
 LARGEST = Measure("largest", "Largest difference", definition="the largest |a − b|")
 VALUE = Measure("value", "Value")
-COSINE = Measure("cosine", "Cosine", decimals=6)
+COSINE = Measure("cosine", "Cosine", format=".6f")
 
 
 def _controls(selected: SelectedTensor, values: dict[str, Any]) -> list[Control]:
@@ -191,7 +191,7 @@ def _change(row: pd.Series) -> str:
     if not measure.unit:
         ratio = row["b"] / row["a"] if row["a"] else math.nan
         return "–" if math.isnan(ratio) else f"× {short(ratio, 3)}"
-    return replace(measure, signed=True, low_is_bad=False).text(row["b"] - row["a"])
+    return replace(measure.with_sign(), low_is_bad=False).text(row["b"] - row["a"])
 
 
 PAIR = Question(

@@ -120,7 +120,7 @@ def _verdict(by_gemm: pd.DataFrame) -> evidence.Sentence:
     else:
         worst = evidence.extreme(results, "SQNR of GEMM results", lowest=True)
         first = evidence.together(worst, evidence.each_of(results, "SQNR"))
-    gain = replace(SQNR, key="gain_db", low_is_bad=False, signed=True)
+    gain = replace(SQNR.with_sign(), name="gain_db", low_is_bad=False)
     return evidence.together(first, evidence.each_of(of("gain_db", gain), "Measured minus predicted from the operands"))
 
 

@@ -32,7 +32,7 @@ from binade.quant.transform import mean_energy
 LARGE = 1 << 24  # values whose outliers take too long to count
 NAMED = 0.1  # the share of the error from which a value, channel or token is named
 VALUE = Measure("value", "Value", "")
-PART = Measure("share", "Share", "%", factor=100.0)  # of a range, which may hold little
+PART = Measure("share", "Share", "%")  # of a range, which may hold little
 RANGE = Control(
     name="range", label="Range of magnitudes", param=Range(), inline=True,
     help="log₂ of |value / scale|, from low up to but not including high: which channels, tokens and blocks hold it",

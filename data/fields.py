@@ -1,0 +1,212 @@
+"""Every field of the filter, every statistic of a tensor and every metric, once: title, unit, format, definition, SQL.
+
+The filter, tooltips, columns of tables, titles of axes, headers of exports, the glossary and the reference read them
+here. To add one, add an entry to `_FIELDS`. This file imports neither torch nor pandas.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from binade.data.text import number
+from binade.quant.definitions import METRICS
+from binade.quant.normal import VS_NORMAL
+
+
+class Kind(StrEnum):
+    """What a field describes."""
+
+    IDENTITY = "identity"  # which tensor it is: a field of the filter, a column of the table tensor
+    STATISTIC = "statistic"  # the values of one tensor, without any format
+    ERROR = "error"  # a tensor rounded to a format: a column of the table score
+    METRIC = "metric"  # any other quantity
+
+
+class Group(StrEnum):
+    """Where the filter lists a field."""
+
+    FIRST = ""  # always visible
+    RUN = "Run and model"
+    RANK = "Micro-batch and rank"
+
+
+@dataclass(frozen=True)
+class Field:
+    """A quantity or a property of tensors, and how its values are written.
+
+    name        in Python, in SQL and in addresses
+    title       for people: "Layer", "SQNR"
+    unit        "%" for shares, whose values are from 0 to 1 and are shown multiplied by 100
+    format      of its values, in the language of Python's `format`: "d" whole numbers, ".1f" one decimal, ".3g" three
+                significant digits, with "+" in front to mark positive values; "" for text
+    sql         an expression over the table `tensor` or, of an ERROR, `score`; "" if no single expression gives it
+    group       of an IDENTITY
+    low_is_bad  as for SQNR
+    log         whether its axis is logarithmic
+    resolution  two values that differ by less are called equal
+    """
+
+    name: str
+    title: str
+    unit: str = ""
+    definition: str = ""
+    format: str = ".3g"
+    sql: str = ""
+    kind: Kind = Kind.METRIC
+    group: Group = Group.FIRST
+    low_is_bad: bool = False
+    log: bool = False
+    resolution: float = 0.0
+
+    @property
+    def key(self) -> str:
+        return self.name
+
+    @property
+    def label(self) -> str:
+        return self.title
+
+    @property
+    def is_integer(self) -> bool:
+        return self.format == "d"
+
+    @property
+    def factor(self) -> float:
+        """What values are multiplied by when they are shown."""
+        return 100.0 if self.unit == "%" else 1.0
+
+    @property
+    def axis(self) -> str:
+        """The title of an axis or a column: with the unit."""
+        return f"{self.title} ({self.unit})" if self.unit else self.title
+
+    @property
+    def inline(self) -> str:
+        """The title within a sentence: "layer", "SQNR"."""
+        return self.title if self.title[1:2].isupper() else self.title[:1].lower() + self.title[1:]
+
+    def with_sign(self, marked: bool = True) -> Field:
+        """The same with or without a plus sign before positive values."""
+        return replace(self, format="+" * marked + self.format.removeprefix("+"))
+
+    def text(self, value: float | None) -> str:
+        """A value as shown next to a bar or in a sentence, without the unit."""
+        if value is None or math.isnan(value):
+            return "no value"
+        if math.isinf(value):
+            return ("no error" if value > 0 else "overflows") if self.low_is_bad else "∞"
+        return number(value * self.factor, self.format)
+
+    def quantity(self, value: float | None) -> str:
+        """A value with its unit; a value that is not finite is described in words, without a unit."""
+        finite = value is not None and math.isfinite(value)
+        return self.with_unit(self.text(value)) if finite else self.text(value)
+
+    def with_unit(self, text: str) -> str:
+        return f"{text}{self.unit}" if self.unit == "%" else f"{text} {self.unit}".rstrip()
+
+
+def _identity(name: str, title: str, definition: str, format: str = "", group: Group = Group.FIRST) -> Field:
+    return Field(name, title, "", definition, format, f"tensor.{name}", Kind.IDENTITY, group)
+
+
+def _statistic(name: str, sql: str, title: str = "", definition: str = "", unit: str = "", log: bool = False) -> Field:
+    """A statistic that quant computes has its title and definition there."""
+    known = METRICS.get(name)
+    title, unit, definition = (known.label, known.unit, known.definition) if known else (title, unit, definition)
+    return Field(name, title, unit, definition, sql=sql, kind=Kind.STATISTIC, log=log)
+
+
+def _decibels(name: str, title: str, definition: str, format: str = ".1f", kind: Kind = Kind.METRIC) -> Field:
+    sql = f"score.{name}" if kind is Kind.ERROR else ""
+    return Field(name, title, "dB", definition, format, sql, kind, low_is_bad=True, resolution=0.1)
+
+
+def _error(name: str) -> Field:
+    known = METRICS[name]
+    return Field(name, known.label, known.unit, known.definition, sql=f"score.{name}", kind=Kind.ERROR)
+
+
+_FIELDS = (
+    # Fields of the filter, in the order of its menu.
+    _identity("run_id", "Run", "One execution of training, or one import of tensors.", group=Group.RUN),
+    _identity("iteration", "Iteration", "A step of the optimizer, numbered from 0. Warm-up iterations have negative "
+              "numbers.", "d"),
+    _identity("layer_index", "Layer", "The layer of the model, numbered from 1.", "d"),
+    _identity("module", "Module", "The part of a layer: qkv, proj, fc1, fc2, router, or core for the attention core."),
+    _identity("operation", "Operation", "The pass in which a tensor is computed or used: forward, backward, evaluation "
+              "(a forward pass that does not train) or optimizer."),
+    _identity("phase", "Phase", "pre: input of the operation. post: its output."),
+    _identity("tensor_name", "Tensor", "What the tensor is in its operation, such as input, weight or grad_output."),
+    _identity("quant_type", "Quant type", "The format or recipe that was requested where the tensor was recorded."),
+    _identity("recipe", "Recipe", "Which operand of which GEMM is rounded to which format during a run.",
+              group=Group.RUN),
+    _identity("model", "Model", "The model that was trained.", group=Group.RUN),
+    _identity("size", "Size", "tiny: for a CPU. full: the published size.", group=Group.RUN),
+    _identity("dataset", "Dataset", "The text that the model was trained on.", group=Group.RUN),
+    _identity("layer_type", "Layer type", "attention, linear, or product for a declared product.", group=Group.RUN),
+    _identity("component", "Component", "FA: the attention core. linear: a linear layer.", group=Group.RUN),
+    _identity("stage", "Stage", "Whether an imported tensor was taken before or after quantization.", group=Group.RUN),
+    _identity("micro_batch", "Micro-batch", "The part of a batch that goes through the model at once, numbered from 0.",
+              "d", Group.RANK),
+    _identity("rank", "Rank", "The process that recorded the tensor, numbered from 0.", "d", Group.RANK),
+    _identity("expert", "Expert", "The expert of a mixture of experts, numbered from 0.", "d", Group.RANK),
+    # Errors of a tensor in a format.
+    _decibels("sqnr_db", METRICS["sqnr_db"].label, METRICS["sqnr_db"].definition, kind=Kind.ERROR),
+    *map(_error, ("flush_to_zero", "saturated", "flushed_error_share", "saturated_error_share")),
+    _decibels(VS_NORMAL, "SQNR against normal values", "SQNR minus that of values from N(0,1) in the same format: 0 "
+              "where a tensor loses what normally distributed values lose", "+.1f"),
+    # Statistics of a tensor's values.
+    _statistic("absmax", "absmax", "absmax", "largest magnitude", log=True),
+    _statistic("std", "std", "Standard deviation", "population standard deviation: divided by n, not n − 1", log=True),
+    _statistic("rms", "rms", "rms", "square root of the mean square of the finite values", log=True),
+    _statistic("kurtosis", "kurtosis"),
+    _statistic("crest_factor", "absmax / nullif(rms, 0)"),
+    _statistic("dynamic_range", "CASE WHEN absmax > 0 THEN log2(absmax / absmin) END"),
+    _statistic("zero_share", "zeros / nullif(numel, 0)", "Zeros", "share of the elements that are exactly 0", "%"),
+    _statistic("non_finite", "(nans + infs) / nullif(numel, 0)", "NaN and Inf",
+               "share of the elements that are NaN or infinite", "%"),
+    # Metrics that collections measure.
+    Field("loss_change", "Predicted loss change", "nats", "mean over micro-batches of Σg·e + N·½Σg²e², where g is the "
+          "gradient of the loss through this operand, e its rounding error and N the number of tokens in the "
+          "micro-batch", "+.3g"),
+    Field("effect", "Measured loss change", "nats", "loss with both operands of the product rounded minus loss "
+          "without, on the same weights and sequences, mean over sequences", "+.3g"),
+    _decibels("result_sqnr_db", "SQNR of the result", "10·log₁₀(‖AB‖² / ‖Q(A)Q(B) − AB‖²) of a GEMM, both products in "
+              "the tensors’ dtype"),
+    Field("scale_spread", "Spread of block scales", "binades", "log₂ of the largest block scale over the smallest, "
+          "without the lowest and highest 1% of the blocks", ".0f", resolution=1.0),
+    Field("tensor_scale", "Tensor scale", "", "what all values were multiplied by before a GEMM rounded them, where "
+          "one number scales the whole tensor", log=True),
+    Field("outlier_persistence", "Persistence", "", "Jaccard index (channels in both sets over channels in either) of "
+          "the hot channels in two successive recorded iterations: the 1% with the largest absmax, but at least 8, and "
+          "at most 64 or a quarter of all channels, whichever is smaller", ".2f"),
+    Field("hot_ratio", "Hottest channel", "", "its absmax divided by that of the median channel"),
+    Field("oscillating", "Oscillating weights", "%", "share of the sampled weights with Σ|ΔQ(w)| / Σ|Δw| ≥ 16 over the "
+          "last 50 recorded iterations"),
+    Field("at_bin_edge", "Weights at a bin’s edge", "%", "share of the sampled weights (up to 8,192 per tensor) with "
+          "|w − q| > 0.495 times the width of q’s bin; clipped weights are not at an edge"),
+    Field("edge_excess", "Excess at a bin’s edge", "%", "share of the weights at a bin’s edge, minus the share of "
+          "normally distributed values with the same standard deviation, dtype and format", "+.3g"),
+    Field("gradient_to_noise", "Gradient to noise", "", "‖g‖ / ‖ĝ − g‖ = 10^(SQNR/20), where g is the gradient of a "
+          "single micro-batch and ĝ the same with rounding; of M accumulated micro-batches it is up to √M times larger "
+          "if their noise is independent", log=True),
+)  # fmt: skip
+_LISTED = {field.name: field for field in _FIELDS}
+_RESOLUTIONS = {"cosine": 0.001}
+FIELDS: dict[str, Field] = _LISTED | {
+    name: Field(name, known.label, known.unit, known.definition, resolution=_RESOLUTIONS.get(name, 0.0))
+    for name, known in METRICS.items()
+    if name not in _LISTED
+}
+"""Every field by name: those of the filter, the errors, the statistics, then the other metrics."""
+IDENTITIES = {name: field for name, field in FIELDS.items() if field.kind is Kind.IDENTITY}
+"""The fields of the filter, in the order of its menu."""
+MEASURES = {name: field for name, field in FIELDS.items() if field.kind is not Kind.IDENTITY}
+"""All that is measured."""
+STATISTICS = {name: field.sql for name, field in FIELDS.items() if field.kind is Kind.STATISTIC}
+"""The SQL of each statistic of a tensor's own values, over the table `tensor`."""
+ERRORS = tuple(name for name, field in FIELDS.items() if field.kind is Kind.ERROR)
+"""The errors of a tensor in a format that the app shows, columns of the table `score`."""
