@@ -131,7 +131,7 @@ def _error(name: str) -> Field:
 
 _FIELDS = (
     # Fields of the filter, in the order of its menu.
-    _identity("run_id", "Run", "One execution of training, or one import of tensors.", group=Group.RUN),
+    _identity("run_id", "Run", "One execution of training, or one import of tensors."),
     _identity("iteration", "Iteration", "A step of the optimizer, numbered from 0. Warm-up iterations have negative "
               "numbers.", "d"),
     _identity("layer_index", "Layer", "The layer of the model, numbered from 1.", "d"),
