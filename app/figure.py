@@ -10,7 +10,7 @@ import hashlib
 import json
 import textwrap
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
@@ -23,6 +23,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from altair.utils import schemapi
 
+from binade.app import numbers
 from binade.app.control import Control
 from binade.app.questions.shared.scope import Scope
 from binade.data.evidence import Sentence
@@ -91,7 +92,8 @@ class Figure(_Item):
     def axis_title(self, channel: Literal["x", "y"]) -> str:
         """The title of an axis; "" if it has none, and for a chart of several plots."""
         titles = [
-            (each.get("axis") or {}).get("title", each.get("title")) for each in _encodings(self.page_spec, channel)
+            (each.get("axis") or {}).get("title", each.get("title"))
+            for each in numbers.encodings(self.page_spec, channel)
         ]
         return next(filter(None, titles), "")
 
@@ -133,7 +135,7 @@ class Figure(_Item):
             alt.data_transformers.register("kept", keep)
             with alt.data_transformers.enable("kept"):
                 spec = self.chart.to_dict(validate=schemapi.DEBUG_MODE)
-        _label_numbers(spec)
+        numbers.label(spec)
         return spec | {"datasets": spec.get("datasets", {}) | datasets}
 
     @property
@@ -300,43 +302,6 @@ class Drawn:
 # Streamlit's theme moves the first and the last label of an axis into the plot, away from their ticks and cells, and
 # shows the fields of a mark that has no tooltip under the names of their columns.
 OVER_STREAMLIT = {name: {"labelFlush": False} for name in ("axisY", "axisXDiscrete")} | {"mark": {"tooltip": None}}
-# By type of scale. A linear axis that ends at 0.00002 shows 2e−5, one that ends at 5200000 shows 5.2M. A logarithmic
-# one shows 0.1, 1, 10, or 1e-8, 1e-6 if its ends are smaller or larger; some of its ticks have no label.
-NUMBER_LABELS = {
-    "linear": "datum.value == 0 ? '0' : max(abs(domain('{0}')[0]), abs(domain('{0}')[1])) < 1e-2"
-    " ? format(datum.value, '~e') : abs(datum.value) >= 1e5 ? format(datum.value, '~s') : datum.label",
-    "log": "datum.label == '' ? '' : domain('{0}')[0] > 9e-4 && domain('{0}')[1] < 1e5 ? format(datum.value, '~r')"
-    " : replace(format(datum.value, '~e'), '+', '')",
-}
-
-
-def _label_numbers(spec: Any) -> None:
-    """Label the axes of numbers in a specification, unless a layer defines the labels of the axis. Layers share it, and
-    only one of them may name the type of its scale."""
-    if isinstance(spec, list):
-        for each in spec:
-            _label_numbers(each)
-    elif isinstance(spec, dict):
-        for channel in ("x", "y"):
-            encodings = list(_encodings(spec, channel))
-            axes = [each for each in encodings if each.get("axis", {}) is not None]
-            types = [(each.get("scale") or {}).get("type") for each in encodings]
-            shared = next(filter(None, types), "linear")
-            if all({"format", "labelExpr", "labels"}.isdisjoint(each.get("axis", {})) for each in axes):
-                for each in axes:
-                    labels = NUMBER_LABELS.get((each.get("scale") or {}).get("type", shared))
-                    if each.get("type") == "quantitative" and labels:
-                        each["axis"] = each.get("axis", {}) | {"labelExpr": labels.format(channel)}
-        for part in ("hconcat", "vconcat", "concat", "spec"):
-            _label_numbers(spec.get(part, []))
-
-
-def _encodings(spec: dict[str, Any], channel: str) -> Iterator[dict[str, Any]]:
-    """The encodings of a channel in a chart and its layers."""
-    if channel in spec.get("encoding", {}):
-        yield spec["encoding"][channel]
-    for layer in spec.get("layer", []):
-        yield from _encodings(layer, channel)
 
 
 def _wrap_titles(spec: dict[str, Any]) -> None:

@@ -27,7 +27,7 @@ from binade.app.view import View
 from binade.data.access import read_only
 from binade.data.cache import Done
 from binade.data.evidence import Sentence
-from binade.data.text import plain_name, short
+from binade.data.text import number_text, plain_name
 
 GESTURES = {  # by the selections that a chart has
     CHOSEN: "Click: open or choose this",
@@ -255,7 +255,7 @@ def facts(facts: Facts) -> None:
     with st.container(key="facts", horizontal=True, gap="medium"):
         for name, value in facts.values.items():
             measure = MEASURES[name]
-            text = short(value * measure.factor)
+            text = number_text(value * measure.factor)
             shown = text if text == "–" else measure.with_unit(text)
             st.metric(measure.label, shown, help=measure.definition, width="content")
 

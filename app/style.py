@@ -14,9 +14,11 @@ import altair as alt
 import numpy as np
 import pandas as pd
 
+from binade.app.numbers import POWERS_OF_TWO
 from binade.data import tensor_kinds
 from binade.data.fields import MEASURES as MEASURES
 from binade.data.tensor_kinds import color_of, tensor_names
+from binade.data.text import superscript
 from binade.quant.formats import FORMATS
 from binade.quant.normal import VS_NORMAL
 from binade.quant.specs import Spec
@@ -169,24 +171,11 @@ WIDEST = 8  # pixels of a letter of a long name
 DIRECT = 8  # lines that are labelled at their ends
 LABEL = 14  # pixels between two such labels
 LABEL_WIDTH, LABEL_HEIGHT = 0.3, 0.08  # of a point, as shares of the plot of a chart that is next to another
-_DIGITS = "⁰¹²³⁴⁵⁶⁷⁸⁹"
-
-
-def _digit(place: int) -> str:
-    at = f"floor(abs(datum.value) / {place}) % 10"
-    return f"slice('{_DIGITS}', {at}, {at} + 1)"
-
-
-# The labels of an axis of log₂: 2⁻¹², in Vega's expressions.
-POWERS_OF_TWO = (
-    "'2' + (datum.value < 0 ? '⁻' : '')"
-    f" + (abs(datum.value) >= 100 ? {_digit(100)} : '') + (abs(datum.value) >= 10 ? {_digit(10)} : '') + {_digit(1)}"
-)
 
 
 def power_of_two(exponent: float) -> str:
     """2⁻¹², 2⁻¹²·⁵"""
-    return "2" + f"{exponent:.6g}".translate(str.maketrans("-.0123456789", f"⁻·{_DIGITS}"))
+    return "2" + superscript(f"{exponent:.6g}")
 
 
 def binades(title: str, ticks: int = 8) -> alt.Axis:
@@ -434,7 +423,7 @@ def brushed(
         .transform_aggregate(shared="sum(shared)", counted="sum(counted)", groupby=["group", "nth"])
         .transform_calculate(
             row="12 + 16 * datum.nth",
-            text=f"format(datum.shared, '.3~p') + '  ' + format(datum.counted, '.3~s'){named}",
+            text=f"format(datum.shared, '.3~p') + '  ' + format(datum.counted, ',.0f'){named}",
         )
         .mark_text(align="left", fontSize=12, fontWeight=600)
         .encode(x=alt.value(right), y=alt.Y("row:Q", scale=None, axis=None), text="text:N", color=chart.encoding.color)

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from binade.data.text import number
+from binade.data.text import number_text
 from binade.quant.definitions import METRICS
 from binade.quant.normal import VS_NORMAL
 
@@ -97,7 +97,7 @@ class Field:
             return "no value"
         if math.isinf(value):
             return ("no error" if value > 0 else "overflows") if self.low_is_bad else "∞"
-        return number(value * self.factor, self.format)
+        return number_text(value * self.factor, self.format)
 
     def quantity(self, value: float | None) -> str:
         """A value with its unit; a value that is not finite is described in words, without a unit."""

@@ -7,7 +7,7 @@ import re
 import signal
 from collections.abc import Iterable, Sequence
 from decimal import Decimal
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -48,57 +48,37 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def short_exponent(number: str) -> str:
-    """1.2e-7 for 1.2e-07, 1e5 for 1.0e+05."""
-    return re.sub(r"(\.0)?e(-?)\+?0*(?=\d)", r"e\2", number)
-
-
 def superscript(exponent: int | str) -> str:
     """⁻¹² for -12."""
     return str(exponent).translate(str.maketrans("-.0123456789", "⁻·⁰¹²³⁴⁵⁶⁷⁸⁹"))
 
 
-def number(value: float | None, format: str = ".3g") -> str:
+def number_text(value: float | None, format: str = ".3g") -> str:
     """A number for people: "0.0123", "1,230", "−3.0·10⁴", "∞", and "–" for None and NaN.
 
     format  "d" for a whole number, ".2f" for two decimals, ".3g" for three significant digits; "+.3g" marks positive
-            numbers. With significant digits, numbers below 0.001 and from 10,000 are written as powers.
+            numbers. With significant digits, numbers below 0.001 and from 10,000 are written as powers, with two digits
+            for ".3g".
     """
     if value is None or math.isnan(value):
         return "–"
+    value = float(value)
     sign, digits, kind = format.startswith("+"), int(format.strip("+.dfg") or 0), format[-1]
     if math.isinf(value):
-        return "−∞" if value < 0 else "+∞" if sign else "∞"
+        return "−∞" if value < 0 else "∞"
     if kind == "g":
         rounded = Decimal(f"{value:.{digits}g}")
         if not value or -3 <= rounded.adjusted() < 4:
             text = f"{rounded:,f}"
             text = text.rstrip("0").rstrip(".") if "." in text else text
         else:
-            mantissa, power = f"{value:.1e}".split("e")
+            mantissa, power = f"{value:.{1 if digits <= 3 else digits - 1}e}".split("e")
             text = f"{mantissa}·10{superscript(int(power))}"
     else:
         value = round(value, digits)
         text = f"{value:,.{digits}f}"
     text = text if value else text.removeprefix("-")  # no "−0.0"
     return f"{'+' * (sign and value > 0)}{text}".replace("-", "−")
-
-
-def short(value: float | None, digits: int = 4, sign: Literal["-", "+"] = "-") -> str:
-    """A number of any size, for people: "0.0123", "1.2e−7". sign: "+" to mark positive numbers too."""
-    if value is None or math.isnan(value):
-        return "–"
-    if value == 0:
-        return "0"  # without a sign
-    exponent = not 1e-3 <= abs(value) < 1e5
-    text = short_exponent(f"{value:{sign}.1e}") if exponent else f"{value:{sign}.{digits}g}"
-    return text.replace("-", "−")
-
-
-def fixed(value: float, decimals: int, sign: Literal["-", "+"] = "-") -> str:
-    """A number with this many decimals, for people. sign: as in `short`."""
-    shown = round(value, decimals) + 0.0  # no "−0.0"
-    return f"{shown:{sign if shown else '-'}.{decimals}f}".replace("-", "−")
 
 
 def counted(number: int, noun: str) -> str:

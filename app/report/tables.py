@@ -9,7 +9,7 @@ import pandas as pd
 
 from binade.app.params import TITLES
 from binade.app.style import MEASURES
-from binade.data.text import short_exponent
+from binade.data.text import number_text
 
 
 def shown(frame: pd.DataFrame, axis: str = "") -> pd.DataFrame:
@@ -100,5 +100,5 @@ def _text(value: object) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):
-        return "∞" if value == math.inf else "−∞" if value == -math.inf else short_exponent(f"{value:.6g}")
+        return number_text(value, ".6g")
     return f"{value:,}" if isinstance(value, int) else str(value)

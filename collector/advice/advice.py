@@ -41,7 +41,7 @@ from binade.collector.training.slurm_options import SlurmOptions
 from binade.data import evidence
 from binade.data.catalog import Catalog
 from binade.data.evidence import Estimate, Measure
-from binade.data.text import short
+from binade.data.text import number_text
 from binade.quant.specs import OPERAND_FIELDS, Spec
 
 CHANGE = Measure("loss_change", "Predicted loss change", "nats", format="+.3g")
@@ -257,7 +257,7 @@ class Advice:
         limit = f"{TIME.quantity(given.share)} of bf16's time on {self.device}"
         if given.bits is not None or given.change is not None:
             limit = f"{given.bits:g} bits" if given.bits is not None else f"a loss change of {given.change:g}"
-        change = short(self.change, 3, "+")
+        change = number_text(self.change, "+.3g")
         about = About(
             f"{ADVISED} under {limit}: predicted {change} at {self.bits:.2f} bits per forward value",
             tuple(f"run {run}" for run in self.costs.runs),

@@ -21,7 +21,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from binade.collector.capture.adapters.layer import Layer
 from binade.collector.capture.clock import Moment, parameters_of
 from binade.collector.ranks import Ranks
-from binade.data.text import short
+from binade.data.text import number_text
 from binade.quant.later import Later, Part
 
 NAME = "accumulation_error"
@@ -133,9 +133,9 @@ def _compare(recorder: Any, sums: list[tuple[Sum, Tensor]]) -> None:
         if lost:
             first = lost[0]
             text = (
-                f"{names[first]}: the gradient that the optimizer sees differs from {short(float(common))} × the sum "
-                f"over {count} micro-batches by {short(float(measured[first]))} of its norm; rounding explains "
-                f"{short(float(limits[first]))}{f', and {len(lost) - 1} more' * (len(lost) > 1)}"
+                f"{names[first]}: the gradient that the optimizer sees differs from {number_text(float(common))} × the "
+                f"sum over {count} micro-batches by {number_text(float(measured[first]))} of its norm; rounding "
+                f"explains {number_text(float(limits[first]))}{f', and {len(lost) - 1} more' * (len(lost) > 1)}"
             )
             recorder.warn(iteration, text, f"{names[first]} grad_weight")
 

@@ -30,7 +30,6 @@ from binade.data.catalog import Catalog
 from binade.data.events import Event, EventKind, append_event
 from binade.data.runs import read_steps
 from binade.data.segment import TENSOR_SCHEMA
-from binade.data.text import short
 from tests.conftest import PROJECT, run_python
 
 FORMATS = ["bf16", "hifp8", "mxfp8", "mxfp4"]
@@ -339,13 +338,6 @@ class TestFormatPanels:
             spec(panel)
 
 
-@pytest.mark.parametrize(
-    ("value", "text"), [(math.inf, "inf"), (-math.inf, "−inf"), (1e-9, "1e−9"), (1.2e40, "1.2e40")]
-)
-def test_numbers_of_any_size_are_short(value, text):
-    assert short(value) == text
-
-
 @pytest.mark.parametrize("name", ["a\\", 'a\\"', 'say "a"'])
 def test_a_runs_name_may_hold_what_ends_a_string(name):
     table = pd.DataFrame({"label": ["b"], "run_id": ["b"], "iteration": [1], "loss": [1.0], "gap": [0.1]})
@@ -412,18 +404,6 @@ def test_a_legend_in_the_plot_covers_no_line(tallest: int):
     ]
     drawn = json.dumps(spec(distribution_charts.histogram(pd.DataFrame(rows).assign(count=1), "", "run")))
     assert ('"orient": "top"' in drawn) == (tallest == 0) and ('"orient": "top-left"' in drawn) == (tallest > 0)
-
-
-@pytest.mark.parametrize(
-    ("low", "high", "labels"), [(0.01, 100, {"0.01", "0.1", "1", "10", "100"}), (1e-7, 1e-5, {"1e-7", "1e-6", "1e-5"})]
-)
-def test_logarithmic_axes_have_short_numbers(low: float, high: float, labels: set[str]):
-    y = alt.Y("y:Q", title=None, scale=alt.Scale(type="log", domain=[low, high]), axis=style.DECADES)
-    chart = alt.Chart(pd.DataFrame({"y": [low, high]})).mark_point().encode(y=y)
-    drawn = Figure("log", chart, pd.DataFrame(), "").spec
-    svg = ElementTree.fromstring(vl_convert.vegalite_to_svg(drawn | {"height": 300}))
-    shown = {each.text for each in svg.iter("{http://www.w3.org/2000/svg}text") if each.text}
-    assert labels <= shown and not any("+" in text or "e0" in text for text in shown)
 
 
 def test_a_linear_axis_of_values_says_10():

@@ -30,6 +30,7 @@ from binade.app.show import COLUMNS, displayed
 from binade.app.style import title
 from binade.app.view import View
 from binade.data.catalog import Catalog
+from tests.numbers import NUMBER, read
 
 pytestmark = pytest.mark.slow
 AXIS = re.compile(r"aria-label=\"[XY]-axis titled '([^\"]*)' for a linear scale with values from \S+ to ([^\s\"]+)")
@@ -132,7 +133,7 @@ def test_hovering_over_a_picture_says_which_cells_and_their_values(rows: int, co
         inside = np.s_[top // each : bottom // each, left:right]
         covered[inside] += 1
         known = values[inside][~np.isnan(values[inside])]
-        numbers = [float(n.replace("−", "-")) for n in re.findall(r"(?<![\w])[−\d][\d.e−]*", cell["values"])]
+        numbers = [float(read(text)) for text in re.findall(NUMBER, cell["values"].replace(", highest", " highest"))]
         assert ("zero" in cell["values"]) == np.isnan(values[inside]).any()
         assert numbers == pytest.approx(
             [known.min(), known.max()][: len(known)] if known.size else [], rel=1e-3, abs=0.05

@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from binade.data.fields import ERRORS, FIELDS, IDENTITIES, MEASURES
 from binade.data.filter import FIELDS as FILTERED
 from binade.data.segment import SCORE_SCHEMA, TENSOR_SCHEMA
-from binade.data.text import number
+from binade.data.text import number_text
 from binade.quant.definitions import METRICS
-
-SUPERSCRIPTS = str.maketrans("⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "-0123456789")
+from tests.numbers import read
 
 
 def test_the_fields_of_the_filter_are_columns_of_their_type():
@@ -40,14 +39,9 @@ def test_every_metric_has_a_field_with_its_definition():
     assert len({field.title for field in MEASURES.values()}) == len(MEASURES)
 
 
-def read(text: str) -> Decimal:
-    mantissa, _, exponent = text.replace("−", "-").replace(",", "").partition("·10")
-    return Decimal(mantissa).scaleb(int(exponent.translate(SUPERSCRIPTS) or 0))
-
-
 @given(value=st.floats(allow_nan=False, allow_infinity=False), sign=st.sampled_from(["", "+"]))
 def test_a_number_is_written_in_three_digits(value, sign):
-    text = number(value, f"{sign}.3g")
+    text = number_text(value, f"{sign}.3g")
     exact = Decimal(value)
     step = Decimal(10) ** (exact.adjusted() - (1 if "·10" in text else 2)) if exact else 0
     assert abs(read(text) - exact) <= Decimal("0.5000001") * step
@@ -58,7 +52,7 @@ def test_a_number_is_written_in_three_digits(value, sign):
 
 @given(value=st.floats(-1e6, 1e6), digits=st.integers(0, 4))
 def test_a_number_has_the_decimals_that_were_requested(value, digits):
-    text = number(value, f".{digits}f")
+    text = number_text(value, f".{digits}f")
     assert abs(read(text) - Decimal(value)) <= Decimal("0.5000001") * Decimal(10) ** -digits
     assert -read(text).as_tuple().exponent == digits
 
@@ -73,4 +67,4 @@ def test_a_number_has_the_decimals_that_were_requested(value, digits):
     ],
 )  # fmt: skip
 def test_numbers_that_are_easily_written_wrong(value, format, text):
-    assert number(value, format) == text
+    assert number_text(value, format) == text

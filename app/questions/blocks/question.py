@@ -16,7 +16,7 @@ from binade.app.questions.shared.rounded import Subject, about_format
 from binade.app.questions.shared.selection import Of, SelectedTensor
 from binade.app.style import MEASURES, power_of_two
 from binade.data.evidence import Measure, Sentence, exact, say, spread_of, together
-from binade.data.text import counted, short
+from binade.data.text import counted, number_text
 from binade.quant.metrics import METRICS
 
 METRIC_TITLES = {
@@ -38,11 +38,11 @@ WORST_COLUMNS = {
 }
 VALUE_COLUMNS = {
     "index": Column("Position", width=75),
-    "value": Column("Value", text=lambda row: short(row["value"]), align="right"),
+    "value": Column("Value", text=lambda row: number_text(row["value"]), align="right"),
     "bits": Column("Code", help="The code’s bits"),
     "code_value": Column("Code’s value", "%.6g", help="On the format’s grid, before the scale"),
-    "dequantized": Column("Rounded to", text=lambda row: short(row["dequantized"]), align="right"),
-    "error": Column("Error", text=lambda row: short(row["error"]), align="right"),
+    "dequantized": Column("Rounded to", text=lambda row: number_text(row["dequantized"]), align="right"),
+    "error": Column("Error", text=lambda row: number_text(row["error"]), align="right"),
 }
 
 

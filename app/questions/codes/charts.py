@@ -8,7 +8,7 @@ import pandas as pd
 
 from binade.app import style
 from binade.app.questions.codes import compute
-from binade.data.text import short
+from binade.data.text import number_text
 from binade.quant.blocks import DENORMAL, SPECIAL, ZERO
 from binade.quant.specs import Spec
 
@@ -27,7 +27,7 @@ def tier_color(tier: str) -> str:
 def codes(table: pd.DataFrame, spec: Spec, subtitle: str | list[str]) -> alt.Chart:
     """Chart of compute.codes: the share of each code, in order of value, colored by the width of its mantissa."""
     finite = table[np.isfinite(table["value"])].reset_index(drop=True)
-    shown = finite.assign(order=finite.index, end=finite.index + 1, floor=0.0, text=finite["value"].map(short))
+    shown = finite.assign(order=finite.index, end=finite.index + 1, floor=0.0, text=finite["value"].map(number_text))
     names = sorted(set(shown["tier"]), key=compute.tier_rank)
     color = alt.Color(
         "tier:N",

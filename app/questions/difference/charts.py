@@ -8,7 +8,7 @@ import pandas as pd
 
 from binade.app import style
 from binade.app.figure import Chart
-from binade.data.text import short
+from binade.data.text import number_text
 
 
 def differences(table: pd.DataFrame, limit: float | None, first: int | None, subtitle: str) -> Chart:
@@ -18,7 +18,7 @@ def differences(table: pd.DataFrame, limit: float | None, first: int | None, sub
     ends = [*([finite.min(), finite.max()] if len(finite) else []), *([limit] if limit else [])] or [1e-3]
     low, high = 10.0 ** np.floor(np.log10(min(ends) / 2)), 10.0 ** np.ceil(np.log10(max(ends) * 2))
     shown = table.drop(columns=["shape", "shape_b", "at"]).assign(
-        drawn=table["difference"].clip(low, high), label=table["difference"].map(lambda value: short(value, 3))
+        drawn=table["difference"].clip(low, high), label=table["difference"].map(number_text)
     )
     scale = style.operation_scale(shown["operation"])
     color = alt.Color("operation:N", scale=scale, legend=style.legend(scale.domain, "operation"))

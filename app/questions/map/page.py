@@ -27,7 +27,7 @@ from binade.data.access import read_only
 from binade.data.catalog import Catalog
 from binade.data.evidence import Sentence
 from binade.data.filter import Filter
-from binade.data.text import short
+from binade.data.text import number_text
 
 KINDS = 14  # of operands, of which each value is a dot
 MOST_LOSSES = 200  # points of the line of losses
@@ -183,7 +183,7 @@ def _dots(found: Map) -> dict[str, Any]:
         ]
         rows.append({"name": str(kind).replace("_", " "), "dots": dots})
     ticks = charts.ticks(low, high) if high > low else []
-    texts = [short(10**tick, 2) if log else found.measure.with_unit(short(tick, 3)) for tick in ticks]
+    texts = [number_text(10**tick) if log else found.measure.with_unit(number_text(tick)) for tick in ticks]
     return {
         "rows": rows, "more": max(0, len(found.kinds) - KINDS),
         "ticks": [[(tick - low) / span, text] for tick, text in zip(ticks, texts, strict=True)],

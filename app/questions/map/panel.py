@@ -18,7 +18,7 @@ from binade.app.questions.why import compute as grid
 from binade.app.style import MEASURES, power_of_two
 from binade.data.catalog import USED, Catalog, CatalogError
 from binade.data.store import TensorFileError
-from binade.data.text import short
+from binade.data.text import number_text
 from binade.quant.specs import Spec
 
 SAMPLE = 1 << 16  # values that the histogram shows
@@ -58,7 +58,7 @@ def _format(score: dict[Any, Any], fmt: str) -> dict[str, Any]:
         "value": sqnr if math.isfinite(sqnr) else None,
         "text": MEASURES["sqnr_db"].quantity(sqnr),
         "own": name == fmt,
-        "bits": f"{Spec.of(name).bits_per_value:.4g} bits",
+        "bits": f"{number_text(Spec.of(name).bits_per_value)} bits",
     }
 
 
@@ -80,7 +80,7 @@ def _facts(found: Map, cell: pd.Series, row: pd.Series, own: pd.DataFrame) -> li
     facts = {name: str(cell["label"])}
     for name in ("sqnr_db", "flushed_error_share", "saturated_error_share") if len(own) else ():
         facts.setdefault(MEASURES[name].label, MEASURES[name].quantity(float(own[name].iloc[0])))
-    facts.setdefault("absmax", short(float(row["absmax"]), 3))
+    facts.setdefault("absmax", number_text(float(row["absmax"])))
     return [list(fact) for fact in facts.items()][:4]
 
 

@@ -26,8 +26,8 @@ from binade.app.style import MEASURES
 from binade.data.catalog import CatalogError
 from binade.data.evidence import Measure, Sentence, exact, say, together
 from binade.data.store import TensorFileError
-from binade.data.text import short
 from binade.quant import sketch
+from binade.data.text import number_text
 
 NONE = (
     "No other run, iteration or layer has this operand with its values on disk. Choose a tensor to compare this one "
@@ -190,7 +190,7 @@ def _change(row: pd.Series) -> str:
     measure = MEASURES[row["name"]]
     if not measure.unit:
         ratio = row["b"] / row["a"] if row["a"] else math.nan
-        return "–" if math.isnan(ratio) else f"× {short(ratio, 3)}"
+        return "–" if math.isnan(ratio) else f"× {number_text(ratio)}"
     return replace(measure.with_sign(), low_is_bad=False).text(row["b"] - row["a"])
 
 

@@ -10,7 +10,7 @@ from binade.app import style
 from binade.app.questions.recipes.bands import NONE, PUBLISHED
 from binade.app.questions.shared.loss_chart import MOST_POINTS
 from binade.data.gap_bands import Kind
-from binade.data.text import fixed
+from binade.data.text import number_text
 
 
 def _gap(base: str) -> str:
@@ -101,7 +101,7 @@ def costs(
     order = table["label"].tolist()
     shown = table.assign(color=style.colors(order, own=looks))
     shown["at"] = shown["high"].fillna(shown["gap"]).clip(lower=0.0)
-    shown["short"] = shown["gap"].map(lambda v: fixed(v, 4, "+"))
+    shown["short"] = shown["gap"].map(lambda v: number_text(v, "+.4f"))
     y = alt.Y("label:N", title=None, sort=order, axis=alt.Axis(ticks=False, domain=False, labelLimit=260))
     rows = alt.Chart(shown).encode(
         y=y,

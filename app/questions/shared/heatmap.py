@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 
 from binade.app import style
-from binade.data.text import short
+from binade.data.text import number_text
 
 NO_VALUE = (0x80, 0x88, 0x99, 0x30)  # RGBA: close to the card that it is drawn on, light or dark
 HOVER = 48  # rectangles with a tooltip, each way
@@ -72,7 +72,7 @@ def _tooltips(values: np.ndarray, rows: int, columns: int, missing: str) -> pd.D
     def text(low: float, high: float, gap: bool) -> str:
         if math.isnan(low):
             return missing
-        span = short(low) if low == high else f"lowest {short(low)}, highest {short(high)}"
+        span = number_text(low) if low == high else f"lowest {number_text(low)}, highest {number_text(high)}"
         return f"{span}, in part {missing}" if gap else span
 
     found = over(np.fmin, values), over(np.fmax, values), over(np.logical_or, np.isnan(values))
@@ -117,9 +117,7 @@ def heatmap(
     ends = pd.DataFrame({"x": [0, 0], "y": [0, 0], "value": [low, high]})
     ramp = style.RAMP[::-1] if reverse else style.RAMP
     scale = alt.Scale(domain=[low, high], range=ramp, interpolate="rgb")
-    bar = alt.Legend(
-        title=value_title, orient="right", gradientLength=180, labelExpr="format(datum.value, '.4~g')", tickCount=5
-    )
+    bar = alt.Legend(title=value_title, orient="right", gradientLength=180, tickCount=5)
     color = alt.Color("value:Q", scale=scale, legend=bar)
     legend = alt.Chart(ends).mark_point(opacity=0, size=0).encode(x="x:Q", y="y:Q", color=color)
     tooltip = [

@@ -13,7 +13,7 @@ from scipy import stats
 from scipy.optimize import minimize_scalar
 
 from binade.app.questions.shared.distributions import Distribution, quantiles
-from binade.data.text import short
+from binade.data.text import number_text
 
 LAWS = ("normal", "laplace", "student_t", "uniform")
 FIT_POINTS = 199  # quantiles that Student's t is fitted to, 0.25% to 99.75%
@@ -44,8 +44,8 @@ class Fit:
             "uniform": ("middle", "half width"),
         }  # fmt: skip
         where, size = names[self.law]
-        freedom = f"ν = {self.freedom:.3g}, " if self.freedom is not None else ""
-        return f"{freedom}{where} = {short(self.location, 3)}, {size} = {short(self.scale, 3)}"
+        freedom = f"ν = {number_text(self.freedom)}, " if self.freedom is not None else ""
+        return f"{freedom}{where} = {number_text(self.location)}, {size} = {number_text(self.scale)}"
 
     @property
     def _standard(self) -> Any:

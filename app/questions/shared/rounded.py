@@ -13,7 +13,7 @@ from torch import Tensor
 from binade.app.budget import Rounding, check
 from binade.data.segment import RoundedWith
 from binade.data.tensor_kinds import has_tokens
-from binade.data.text import short
+from binade.data.text import number_text
 from binade.quant.blocks import GROUP, Blocks, energy, look, sample
 from binade.quant.error_causes import ErrorCauses, error_causes
 from binade.quant.metrics import Errors, score
@@ -153,4 +153,6 @@ def about_format(spec: Spec) -> str:
     options = "" if str(spec) == fmt.name else f" as {spec}"
     bits, smallest = fmt.element.bits, fmt.element.smallest
     before = ", without the mean over tokens" * spec.centered + ", rotated" * bool(spec.hadamard)
-    return f"{fmt.title}{options}: {bits} bits, {shared}, largest {fmt.max:g}, smallest {short(smallest, 3)}{before}"
+    largest = number_text(fmt.max, "d" if fmt.max in range(10**6) else ".4g")
+    ends = f"largest {largest}, smallest {number_text(smallest)}"
+    return f"{fmt.title}{options}: {bits} bits, {shared}, {ends}{before}"

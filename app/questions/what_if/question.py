@@ -24,7 +24,7 @@ from binade.data.catalog import Catalog, CatalogError
 from binade.data.evidence import Sentence, extreme, say, spread_of, together
 from binade.data.store import TensorFileError
 from binade.data.tensor_kinds import has_tokens
-from binade.data.text import fixed
+from binade.data.text import number_text
 from binade.quant.elements import Overflow, Rounding
 from binade.quant.formats import FORMATS
 from binade.quant.metrics import METRICS
@@ -240,7 +240,7 @@ def _by_scale(selected: SelectedTensor, trials: list[compute.Trial]) -> Iterator
     for fmt in formats:
         swept = compute.sweep_scales(cells, selected.row["absmax"], fmt, trials)
         measure, at_best = style.MEASURES["sqnr_db"], swept.trials.set_index("k")["sqnr_db"][swept.best]
-        best, low, high = (fixed(k, 0) for k in (swept.best, swept.low, swept.high))
+        best, low, high = (number_text(k, ".0f") for k in (swept.best, swept.low, swept.high))
         note = f"Best: k = {best}, SQNR {measure.quantity(at_best)}, "
         if swept.gain > measure.resolution:
             note += f"{measure.quantity(swept.gain)} more than with k = 0."
@@ -290,7 +290,7 @@ def _verdict(table: pd.DataFrame, scored: pd.DataFrame) -> Sentence:
 
 
 def _range(low: float, high: float) -> str:
-    return "no blocks" if pd.isna(low) else f"{fixed(low, 0)} to {fixed(high, 0)}"
+    return "no blocks" if pd.isna(low) else f"{number_text(low, '.0f')} to {number_text(high, '.0f')}"
 
 
 WHAT_IF = Question(

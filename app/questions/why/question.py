@@ -23,7 +23,7 @@ from binade.app.report.section import ReportSelection, Section
 from binade.app.style import MEASURES, drag, power_of_two
 from binade.data.evidence import SHARE, Measure, Sentence, exact, say, together
 from binade.data.tensor_kinds import has_tokens
-from binade.data.text import counted, fixed, plain_name
+from binade.data.text import counted, number_text, plain_name
 from binade.quant.error_causes import ErrorCauses
 from binade.quant.metrics import sqnr_db, streamed_score
 from binade.quant.statistics import outlier_ratio
@@ -201,7 +201,7 @@ def _decomposition(causes: ErrorCauses) -> Table | None:
     frame = compute.decomposition(causes.scale)
     columns = {
         "part": Column("Part", width=200),
-        "percent": Column("Σ / Σe² (%)", width=110, text=lambda row: fixed(row["percent"], 1), align="right"),
+        "percent": Column("Σ / Σe² (%)", width=110, text=lambda row: number_text(row["percent"], ".1f"), align="right"),
         "meaning": Column("What it is"),
     }
     note = (
