@@ -8,11 +8,13 @@ import re
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import pandas as pd
 import streamlit as st
+from pandas.io.formats.style import Styler
 
 from binade.app import exports
 from binade.app.bar import only
@@ -184,6 +186,7 @@ COLUMNS = {
     "saturated": Column("Saturated (%)", "%.3f", 120, bar=True),
 }
 LOOK = 0.5  # seconds between two updates of a progress bar whose percentage has not changed
+STYLED = 15_000  # cells
 LARGEST_SHOWN = 2.0**53  # the largest number that a table's number column shows
 
 
@@ -208,7 +211,8 @@ def table(table: Table, on_choose: Callable[[Any], None] | None = None) -> Any:
     with st.expander(table.title, expanded=True) if table.foldable else nullcontext():
         if table.title and not table.foldable:
             st.markdown(table.title)
-        event = st.dataframe(shown, hide_index=True, placeholder="–", column_config=config, **options)
+        written, layout = with_texts(shown, config)
+        event = st.dataframe(written, hide_index=True, placeholder="–", column_config=layout, **options)
     if table.note:
         st.caption(plain(table.note))
     with st.container(key=f"table_menu_{table.name}"):
@@ -238,7 +242,7 @@ def displayed(frame: pd.DataFrame, columns: Mapping[str, Column]) -> tuple[pd.Da
         elif pd.api.types.is_numeric_dtype(values):
             values = values * (measure.factor if measure else 1)
             if (values.abs() > LARGEST_SHOWN).any():
-                values, options = values.map(lambda v: "" if pd.isna(v) else f"{v:.3g}"), {"alignment": "right"}
+                values, options = values.map(lambda v: "" if pd.isna(v) else number_text(v)), {"alignment": "right"}
             else:
                 kind, options = st.column_config.NumberColumn, {"format": column.format or given.format}
                 if decimals := re.fullmatch(r"%\+?\.(\d)f", column.format or given.format or ""):
@@ -248,6 +252,29 @@ def displayed(frame: pd.DataFrame, columns: Mapping[str, Column]) -> tuple[pd.Da
         help = column.help or (measure.definition if measure else None)
         shown[name], config[name] = values, kind(title, width=column.width or given.width, help=help, **options)
     return pd.DataFrame(shown, index=frame.index), config
+
+
+def with_texts(shown: pd.DataFrame, config: Mapping[str, Any]) -> tuple[pd.DataFrame | Styler, dict[str, Any]]:
+    """What `displayed` returns, with numbers as `number_text` writes them. A column is still sorted by its numbers.
+    Formats of Streamlit's columns know neither powers nor "−". Above STYLED cells, for which pandas takes over 0.1 s,
+    the columns keep these."""
+    if shown.size > STYLED or not shown.columns.is_unique:
+        return shown, dict(config)
+    texts: dict[Any, Any] = {}
+    layout = dict(config)
+    for name, given in config.items():
+        if given["type_config"]["type"] == "number":
+            texts[name] = partial(number_text, format=_format(given["type_config"]["format"], shown[name]))
+            layout[name] = given | {"type_config": given["type_config"] | {"format": None}}
+    return shown.reset_index(drop=True).style.format(texts, na_rep="–"), layout
+
+
+def _format(printf: str | None, values: pd.Series) -> str:
+    """The format of `number_text` for that of a column: "+.2f" for "%+.2f", three digits for one with an exponent."""
+    if printf in ("%d", "localized") or (printf is None and (values.dropna() % 1 == 0).all()):
+        return "d"
+    fixed = re.fullmatch(r"%(\+?\.\df)", printf or "")
+    return fixed[1] if fixed else "+.3g" if "+" in (printf or "") else ".3g"
 
 
 def facts(facts: Facts) -> None:

@@ -12,10 +12,13 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import pytest
 import vl_convert
 from altair.utils.schemapi import debug_mode
 from PIL import Image, ImageColor
+from streamlit.elements.lib.pandas_styler_utils import marshall_styler
+from streamlit.proto.ArrowData_pb2 import ArrowData
 
 from binade.app.figure import Column, Figure
 from binade.app.params import One
@@ -26,7 +29,7 @@ from binade.app.questions.recipes import question as recipes
 from binade.app.questions.registry import QUESTIONS
 from binade.app.questions.results import question as results
 from binade.app.questions.shared.heatmap import HOVER, heatmap
-from binade.app.show import COLUMNS, displayed
+from binade.app.show import COLUMNS, displayed, with_texts
 from binade.app.style import title
 from binade.app.view import View
 from binade.data.catalog import Catalog
@@ -112,6 +115,24 @@ def test_a_table_shows_no_negative_zero():
     shown, _ = displayed(frame, {"gain": Column(format="%+.1f"), "spread": Column(format="%.2e")})
     assert [f"{value:+.1f}" for value in shown["gain"]] == ["+0.0", "-0.1"]
     assert shown["spread"].tolist() == frame["spread"].tolist()
+
+
+def test_a_table_writes_numbers_as_texts_do():
+    """As Streamlit sends them: the text of each cell, and no format of the column that would replace it."""
+    frame = pd.DataFrame(
+        {"gain": [-0.26, np.nan], "spread": [-1e-9, 29800.0], "blocks": [12345, 1], "layer": [2.0, np.nan]},
+        index=[7, 7],
+    )
+    columns = {
+        "gain": Column(format="%+.1f"), "spread": Column(format="%.2e"),
+        "blocks": Column(format="localized"), "layer": Column(),
+    }  # fmt: skip
+    styled, config = with_texts(*displayed(frame, columns))
+    assert all(given["type_config"]["format"] is None for given in config.values())
+    sent = ArrowData()
+    marshall_styler(sent, styled, "table")
+    shown = pa.ipc.open_stream(sent.styler.display_values).read_pandas()
+    assert shown.to_numpy().tolist() == [["−0.3", "−1.0·10⁻⁹", "12,345", "2"], ["–", "3.0·10⁴", "1", "–"]]
 
 
 @pytest.mark.parametrize(("rows", "columns", "each"), [(3, 5, 1), (48, 48, 1), (60, 401, 1), (400, 7, 3)])
