@@ -17,7 +17,7 @@ from binade.app.questions.explore.compute import RAW, SCALE, SIGMA, Compared
 from binade.app.questions.explore.quantile_plots import QQ
 from binade.app.questions.shared.distribution_charts import EQUAL
 from binade.data.filter import INTEGER_FIELDS
-from binade.data.text import short
+from binade.data.text import number_text
 from binade.quant.specs import Spec
 
 OF = {RAW: "value", SIGMA: "value / σ of its tensor", SCALE: "value / scale of its block"}
@@ -33,7 +33,7 @@ def magnitude(values: str) -> str:
 
 def qq(
     found: QQ, title: str, by: str, groups: list[str], titles: tuple[str, str], looks: style.Looks | None = None
-) -> alt.LayerChart:
+) -> alt.LayerChart | alt.FacetChart:
     """A Q–Q plot with its line of equal quantiles, cut off at `found.limit`: how many values lie beyond is written at
     the ends. titles: of the axes."""
     shown = found.points[found.points["sample"].abs() <= found.limit]
@@ -70,7 +70,7 @@ def _beyond(found: QQ, groups: list[str], by: str, looks: style.Looks | None) ->
     for sign, mark, place in ((0, "▲", "right"), (1, "▼", "left")):
         counts = [(group, found.beyond[group][sign]) for group in groups if found.beyond.get(group, (0, 0))[sign]]
         for index, (group, count) in enumerate(counts):
-            text = f"{mark} {count:,} beyond {short(found.limit, 3) if not sign else short(-found.limit, 3)}"
+            text = f"{mark} {count:,} beyond {number_text(found.limit) if not sign else number_text(-found.limit)}"
             down = 8 + 14 * (index if not sign else len(counts) - 1 - index)
             look: dict[str, Any] = {
                 "align": place, "fontSize": 11, "color": colors[group],
@@ -81,7 +81,7 @@ def _beyond(found: QQ, groups: list[str], by: str, looks: style.Looks | None) ->
     return layers
 
 
-def formats(found: Compared, title: str, ticked: Sequence[str] = ()) -> alt.LayerChart:
+def formats(found: Compared, title: str, ticked: Sequence[str] = ()) -> alt.LayerChart | alt.FacetChart:
     """One dot per operand and format, over its SQNR minus that of normal values, those of ticked tensors larger; the
     median as a line; at the right its absolute value and the bits of a value."""
     medians = found.medians
@@ -123,7 +123,7 @@ def formats(found: Compared, title: str, ticked: Sequence[str] = ()) -> alt.Laye
     )  # fmt: skip
     texts = medians.assign(
         at=medians["delta"].clip(low, high),
-        text=[f"{short(row['sqnr_db'], 3)} dB median · {short(Spec.of(row['format']).bits_per_value, 4)} bits"
+        text=[f"{number_text(row['sqnr_db'])} dB median · {number_text(Spec.of(row['format']).bits_per_value)} bits"
               for row in medians.to_dict("records")],
     )  # fmt: skip
     base = alt.Chart(texts).encode(y=y)

@@ -343,7 +343,7 @@ def _over_scales(
             problem = f"{group or 'A tensor'} was not rounded, so it has no scales: choose a format."
             continue
         named = {"layer_type": row["layer_type"], "tensor_name": row.get("own_name", row.get("tensor_name"))}
-        spec = applied(Spec.of(own if fmt == USED else fmt), named)
+        spec = applied(Spec.of(str(own) if fmt == USED else fmt), named)
         how = catalog.rows_of([row["tensor_id"]]).iloc[0]
         recorded = Recorded.of(how)
         if reason := recorded.problem(spec):

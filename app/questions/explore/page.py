@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import pandas as pd
 import streamlit as st
@@ -60,8 +60,10 @@ def _table(opened: Catalog, table: Table, view: View, reading: Reading) -> None:
                 on_click=address.change, kwargs={"delta": None}, help="Show the operands outside this range too",
             )  # fmt: skip
         if ticked:
-            clear = {"on_click": address.change, "kwargs": {"tensor": None}}
-            st.button(f"Clear {len(ticked)} ✕", key="clear_ticks", type="tertiary", **clear)
+            st.button(
+                f"Clear {len(ticked)} ✕", key="clear_ticks", type="tertiary", on_click=address.change,
+                kwargs={"tensor": None},
+            )  # fmt: skip
             st.button(
                 "In all runs", key="in_all_runs", type="tertiary", on_click=_in_all_runs, args=(opened, ticked),
                 help="The same tensors of all runs, one color per run",
@@ -110,15 +112,15 @@ def _shown(frame: pd.DataFrame, reading: Reading) -> tuple[Styler, dict[str, Any
             help="SQNR minus that of normally distributed values in the same format, dB",
         ),
     }  # fmt: skip
-    styled = shown.style.format({"sqnr": _decibels, "delta": partial(_decibels, sign="+")}, na_rep="–")
-    return styled.map(_red, subset=["delta"]), config
+    texts: dict[Any, Any] = {"sqnr": _decibels, "delta": partial(_decibels, sign="+")}
+    return shown.style.format(texts, na_rep="–").map(_red, subset=["delta"]), config
 
 
-def _decibels(value: float, sign: str = "") -> str:
+def _decibels(value: float, sign: Literal["", "+"] = "") -> str:
     return f"{value:{sign}.1f}".replace("-", "−")
 
 
-def _red(value: float) -> str:
+def _red(value: Any) -> str:
     return f"color: {BAD}" if value <= -STANDS_OUT else ""
 
 

@@ -57,7 +57,7 @@ def standardized(d: Distribution, quartiles: np.ndarray) -> tuple[float, float] 
 def standard_quantiles(fitted: Fit, share: np.ndarray) -> np.ndarray:
     """The quantiles of a law at location 0 and scale 1."""
     lower = np.minimum(share, 1 - share)
-    return np.where(share < 0.5, -1.0, 1.0) * fitted.tail(lower)
+    return np.asarray(np.where(share < 0.5, -1.0, 1.0) * fitted.tail(lower))
 
 
 def against_law(found: list[Distribution], law: str) -> QQ:

@@ -86,7 +86,7 @@ def _controls(board: Board, values: dict[str, Any]) -> list[Control]:
     others = [run for run in runs["run_id"][::-1] if run not in board.where.run_id][:MOST_RUNS]
     labels = dict(zip(runs["run_id"], runs["label"], strict=True))
     options = tuple(dict.fromkeys((*LAWS, *others, *filter(None, [values["law"]]))))
-    law = replace(LAW, options=options, titles=LAW.titles | {run: f"run {labels[run]}" for run in others})
+    law = replace(LAW, options=options, titles={**LAW.titles} | {run: f"run {labels[run]}" for run in others})
     by = BY
     if values["tensor"]:
         by = replace(BY, disabled=True, help="Each ticked tensor is drawn. Clear the ticks to compare groups")

@@ -26,8 +26,8 @@ from binade.app.style import MEASURES
 from binade.data.catalog import CatalogError
 from binade.data.evidence import Measure, Sentence, exact, say, together
 from binade.data.store import TensorFileError
-from binade.quant import sketch
 from binade.data.text import number_text
+from binade.quant import sketch
 
 NONE = (
     "No other run, iteration or layer has this operand with its values on disk. Choose a tensor to compare this one "

@@ -26,7 +26,7 @@ def _outline(table: pd.DataFrame) -> pd.DataFrame:
 
 def histogram(
     table: pd.DataFrame,
-    subtitle: str,
+    subtitle: str | list[str],
     by: str,
     groups: list[str] | None = None,
     linear: bool = False,
