@@ -237,7 +237,15 @@ class Controls(_Item):
     controls: tuple[Control, ...]
 
 
-Item = Figure | Table | Facts | Text | Controls
+@dataclass(frozen=True)
+class Offers(_Item):
+    """Buttons that set parameters. text: before them; choices: the parameters that each sets, by its label."""
+
+    text: str
+    choices: Mapping[str, Mapping[str, str]]
+
+
+Item = Figure | Table | Facts | Text | Controls | Offers
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from binade.app import address
 from binade.app import show as show_items
 from binade.app.bar import offer_to_clear
 from binade.app.control import Control
-from binade.app.figure import Controls, Drawn, Facts, Figure, Item, Table, Text
+from binade.app.figure import Controls, Drawn, Facts, Figure, Item, Offers, Table, Text
 from binade.app.formatting import plain
 from binade.app.params import Interval, Many, Specs, Whole
 from binade.app.questions.shared.selection import Of, select
@@ -75,7 +75,12 @@ def show_question(opened: Catalog, view: View, reading: Reading) -> None:
     assert question
     selected = selected_of(opened, reading)
     if not isinstance(selected, Drawn):
-        show_controls(question.controls_of(selected, reading.values), reading.values, gap="large")
+        controls = question.controls_of(selected, reading.values)
+        show_controls((each for each in controls if not each.folded), reading.values, gap="large")
+        if folded := [each for each in controls if each.folded]:
+            used = any(reading.values[each.name] != each.param_in(opened).default for each in folded)
+            with st.expander("More options", expanded=used):
+                show_controls(folded, reading.values)
     drawn = drawn_of(opened, view, question.slow)
     if drawn is not None:
         show_answer(opened, drawn, view, reading)
@@ -201,6 +206,11 @@ def _show(opened: Catalog, item: Item, view: View, reading: Reading, left: Item 
                 open_tensor(picked, view)
         case Controls():
             show_controls(item.controls, reading.values)
+        case Offers():
+            with st.container(horizontal=True, vertical_alignment="center", gap="small"):
+                st.markdown(plain(item.text), width="content")
+                for label, params in item.choices.items():
+                    st.button(label, key=f"offer_{label}", on_click=address.change, kwargs=dict(params))
         case Facts():
             show_items.facts(item)
         case Text(kind="heading"):

@@ -13,6 +13,7 @@ import torch
 from scipy import special, stats
 
 from binade import quant
+from binade.app.figure import Offers
 from binade.app.questions.attention import compute as attention_compute
 from binade.app.questions.block_history import compute as block_history_compute
 from binade.app.questions.blocks import compute as blocks_compute
@@ -307,6 +308,25 @@ class TestWhatIf:
                 assert domain == [of_k.index[0], of_k.index[-1]]
         several = view.changed(over="selection").draw(catalog)
         assert several.figures and not any("scale" in figure.name for figure in several.figures)
+
+    def test_what_is_offered_gains_what_it_says(self, catalog):
+        tensor = first(catalog, tensor_name=["grad_output"], module=["fc1"], quant_type=["bf16"])
+        view = View("tensor", {"view": ["whatif"], "format": ["mxfp4"], "tensor": [tensor]})
+        (offers,) = [item for item in view.draw(catalog).items if isinstance(item, Offers)]
+        x, axis = catalog.load(tensor).float(), int(catalog.rows_of([tensor])["contracted_axis"].iloc[0])
+
+        def sqnr(**options):
+            error = (quant.fake_quantize(x, "mxfp4", dim=axis, **options) - x).double().numpy()
+            return 10 * np.log10((x.double().numpy() ** 2).sum() / (error**2).sum())
+
+        assert offers.choices
+        for label, params in offers.choices.items():
+            ((name, value),) = params.items()
+            said = float(re.search(r": \+([\d.]+) dB", label)[1])
+            option = name.removesuffix("_size")
+            parsed = int(value) if value.isdecimal() else value
+            assert sqnr(**{option: parsed}) - sqnr() == pytest.approx(said, abs=0.051)
+            assert view.changed(**params).read(catalog).values[name] == value
 
     def test_the_mean_over_tokens_is_subtracted_where_there_are_tokens(self, catalog):
         spec = "mxfp4(center=tokens)"

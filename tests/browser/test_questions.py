@@ -222,6 +222,7 @@ def test_would_another_format_fix_it(visitor: Visitor, catalog: Catalog, worst: 
         if "trial" in mark
     }
     assert shown == {row.label: pytest.approx(row.sqnr_db, rel=1e-3) for row in table.itertuples()}
+    visitor.page.get_by_text("More options").click()
     for knob in ("Scale", "Rounding", "Block", "Overflow"):
         assert visitor.page.get_by_text(knob, exact=True).first.is_visible()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ from binade.app.questions.shared.rounded import NOT_RECORDED, Recorded
 from binade.collector.advice import scales
 from binade.data.evidence import spread_of
 from binade.quant.blocks import energy, sample
-from binade.quant.metrics import Errors, sqnr_db
+from binade.quant.metrics import Errors, score, sqnr_db, streamed_score
 from binade.quant.scaling import scale_nbytes
 from binade.quant.specs import OPTIONS, Spec, SpecError
 from binade.quant.transform import residual
@@ -28,6 +28,7 @@ ERRORS = ("sqnr_db", "flush_to_zero", "saturated")
 MOST_DB = 200.0  # an SQNR without error counts as this
 NEAR_DB = 0.5  # scales whose SQNR is this near to the best are named with it
 LIMIT = 1 << 20  # values of a tensor that are tried; a larger one is sampled by whole lines
+SMALL = 1 << 16  # values that the reference, without a kernel, rounds twenty times in a second or two
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,40 @@ def trial(fmt: str, **options: Any) -> Trial:
 def with_defaults(trials: list[Trial]) -> list[Trial]:
     """Each trial, preceded by the default of its format if that differs; without duplicates."""
     return [Trial(spec) for spec in dict.fromkeys(s for one in trials for s in (Spec.of(one.spec.format), one.spec))]
+
+
+@dataclass(frozen=True)
+class Gain:
+    """What one option changes. decibels: SQNR with this value of the option minus that without it."""
+
+    option: str
+    value: str
+    spec: Spec
+    decibels: float
+
+
+def gains(x: Tensor, dim: int, now: Spec, allowed: Mapping[str, Sequence[str]], least: float) -> list[Gain]:
+    """The best value of each option for x [any shape] in a spec, the largest gain first: those of more than `least` dB.
+    All values of x are rounded; of more than SMALL values, only specs that a kernel rounds are tried."""
+    base = _sqnr(x, now, dim)
+    found = []
+    for option, values in allowed.items():
+        tried = []
+        for value in values:
+            try:
+                spec = Spec.of(now, **{option: value})
+            except SpecError:
+                continue
+            tried.append(Gain(option, value, spec, _sqnr(x, spec, dim) - base))
+        known = [gain for gain in tried if gain.decibels > least]
+        found += sorted(known, key=lambda gain: -gain.decibels)[:1]
+    return sorted(found, key=lambda gain: -gain.decibels)
+
+
+def _sqnr(x: Tensor, spec: Spec, dim: int) -> float:
+    """SQNR in dB; NaN if it takes too long."""
+    measured = streamed_score(x, spec, dim) or (score(x, spec, dim) if x.numel() <= SMALL else None)
+    return measured.sqnr_db if measured else math.nan
 
 
 @dataclass

@@ -10,7 +10,7 @@ import pandas as pd
 
 from binade.app import budget, style
 from binade.app.control import Control
-from binade.app.figure import Column, Drawn, Figure, Item, Table, Text, source
+from binade.app.figure import Column, Drawn, Figure, Item, Offers, Table, Text, source
 from binade.app.formatting import bytes_text
 from binade.app.params import One, Specs
 from binade.app.questions.question import Question, not_in_report
@@ -62,13 +62,13 @@ CONTROLS = (
         Control(
             name=NAMES[name], label=label, param=One((OWN, *allowed)), widget="list",
             row="scales" if name in SCALES else "options", width=2 if name in TITLES else 1,
-            help=HINTS.get(name, OPTIONS[name].help), titles=TITLES.get(name, {}),
+            help=HINTS.get(name, OPTIONS[name].help), titles=TITLES.get(name, {}), folded=name != "scale",
         )
         for name, (label, allowed) in VALUES.items()
     ),
     Control(
         name="over", label="Applied to", param=One(("tensor", "selection")),
-        titles={"tensor": "this tensor", "selection": "the filter’s operands"},
+        titles={"tensor": "this tensor", "selection": "the filter’s operands"}, folded=True,
     ),
 )  # fmt: skip
 COLUMNS = {
@@ -87,6 +87,7 @@ COLUMNS = {
         "Size", width=75, help="Size of all values in this format", text=lambda row: bytes_text(row["nbytes"])
     ),
 }  # fmt: skip
+OFFERED = ("scale", "block", "rounding")  # options whose values are compared for the page's format
 MOST_TENSORS = 12
 EACH = 1 << 16  # values tried of each tensor of a selection
 Tried = tuple[pd.DataFrame, list[Distribution]]
@@ -113,7 +114,25 @@ def draw(
     made = plan(selected, values)
     if not made.trials or not made.ids:
         return Drawn(problems=made.said)
-    return results(selected, made, tried(selected.opened, made, done))
+    drawn = results(selected, made, tried(selected.opened, made, done))
+    return replace(drawn, items=(*_offers(selected, values), *drawn.items))
+
+
+def _offers(selected: SelectedTensor, values: dict[str, Any]) -> Iterator[Offers]:
+    """The value of each option in OFFERED with which the page's format loses least, where it loses less than now."""
+    if values["over"] != "tensor":
+        return
+    options = {name: values[NAMES[name]] for name in VALUES if values[NAMES[name]] != OWN}
+    now = compute.trial(selected.spec.format.name, **options).spec
+    allowed = {name: VALUES[name][1] for name in OFFERED}
+    choices = {}
+    for gain in compute.gains(selected.x, selected.dim, now, allowed, style.MEASURES["sqnr_db"].resolution):
+        bits = gain.spec.bits_per_value
+        cost = f", {bits:.3g} bits per value" if bits != now.bits_per_value else ""
+        label = f"{gain.option} {gain.value}: {fixed(gain.decibels, 1, '+')} dB{cost}"
+        choices[label] = {NAMES[gain.option]: gain.value}
+    if choices:
+        yield Offers(f"Higher SQNR than {now}:", choices)
 
 
 def plan(selected: SelectedTensor, values: dict[str, Any]) -> Plan:
