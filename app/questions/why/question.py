@@ -166,7 +166,8 @@ def by_cause(causes: ErrorCauses) -> Sentence:
 
 
 def contributors(causes: ErrorCauses) -> Sentence:
-    """The value, and else the channel and the token, with a share of the squared error above NAMED."""
+    """The value, and else the channel and the token, with a share of the squared error above NAMED; without one, the
+    channel with the largest share."""
     names = []
     for largest in causes.largest:
         share, token, channel = exact(SHARE, largest.share), largest.token, largest.channel
@@ -178,6 +179,10 @@ def contributors(causes: ErrorCauses) -> Sentence:
             return say(text, value=value, token=token, channel=channel, share=share)
         place = f"Token {token:,}" if token is not None else f"Channel {channel:,}"
         names.append(say("{place} holds {share} of the error.", place=place, share=share))
+    channels = [largest for largest in causes.largest if largest.token is None and largest.channel is not None]
+    if not names and channels:
+        text = "The error is spread: the largest share of a channel is {share}, of channel {channel}."
+        names.append(say(text, share=exact(SHARE, channels[0].share), channel=channels[0].channel))
     return together(*names)
 
 
