@@ -65,9 +65,9 @@ def marked(chart: C, events: pd.DataFrame, above: bool = False) -> C | alt.Layer
                 below = alt.LayerChart(layer=[rules(found, x), first])
                 flat.layer = [*chart.layer, rules(found, x)] if above else [below, *others]
                 return flat
-            below = chart.copy(deep=False)
-            below.title = alt.Undefined
-            layers = [rules(found, x), below]
+            own = chart.copy(deep=False)
+            own.title = alt.Undefined
+            layers = [rules(found, x), own]
             return alt.LayerChart(layer=layers[::-1] if above else layers, title=chart.title)
     return chart
 
