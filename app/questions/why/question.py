@@ -179,10 +179,10 @@ def contributors(causes: ErrorCauses) -> Sentence:
             return say(text, value=value, token=token, channel=channel, share=share)
         place = f"Token {token:,}" if token is not None else f"Channel {channel:,}"
         names.append(say("{place} holds {share} of the error.", place=place, share=share))
-    channels = [largest for largest in causes.largest if largest.token is None and largest.channel is not None]
-    if not names and channels:
-        text = "The error is spread: the largest share of a channel is {share}, of channel {channel}."
-        names.append(say(text, share=exact(SHARE, channels[0].share), channel=channels[0].channel))
+    for largest in () if names else causes.largest:
+        if largest.token is None and largest.channel is not None:
+            text = "The error is spread: the largest share of a channel is {share}, of channel {channel}."
+            names.append(say(text, share=exact(SHARE, largest.share), channel=largest.channel))
     return together(*names)
 
 
