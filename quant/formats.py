@@ -41,8 +41,8 @@ POW2_RULES = ("floor", "ceil", "even", "rceil")
 OTHER_BLOCK_RULES = ("float32", "e4m3", "ue5m3")
 TENSOR_RULES = ("amax", "pow2", "torchao", "torchao_pow2", "none")
 TAPERED_RULES = ("none", "pow2", "amax8", "amax15")
-MX_RULES = POW2_RULES + OTHER_BLOCK_RULES
-MXFP4_RULES = (*MX_RULES, "4over3", "quest")
+MX_RULES = (*POW2_RULES, *OTHER_BLOCK_RULES, "nearest")
+MXFP4_RULES = (*MX_RULES, "4over3", "quest", "quest_nearest")
 NV_RULES = ("nvfp4", "nvfp4_row", "nvfp4_1x128", *OTHER_BLOCK_RULES, *POW2_RULES)
 NVFP4_RULES = ("nvfp4", "4over6", "16over17", "eden", "headroom", *NV_RULES[1:])
 
@@ -130,7 +130,7 @@ FORMATS = Formats(
         Format("nvfp4", "NVFP4 E2M1", E2M1, NVFP4_RULES, 16, source="Transformer Engine, quantize_nvfp4"),
         Format("hif4", "HiFloat4", E1M2, ("hif4",), 64, Rounding.HALF_AWAY, source="arXiv 2602.11287"),
         Format("nvint4", "NVINT4", INT4, NV_RULES, 16, source=_INT4),
-        Format("mxint4", "MXINT4", INT4, ("rceil", *MX_RULES[:3], *OTHER_BLOCK_RULES), 32, source=_INT4),
+        Format("mxint4", "MXINT4", INT4, ("rceil", *MX_RULES[:3], *MX_RULES[4:]), 32, source=_INT4),
     ],
     aliases={"mxfp8_e4m3": "mxfp8"},
 )

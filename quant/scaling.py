@@ -130,6 +130,19 @@ class RCeil(PowerOfTwo):
         return _one_above(bits, element.max / 2.0**element.emax)
 
 
+class Nearest(PowerOfTwo):
+    """Block scale 2^round(log2(absmax / max)), E8M0: the nearest exponent, so that the largest values may saturate.
+    MLX's fp8_e8m0."""
+
+    name = "nearest"
+    clips = True
+
+    def exponent(self, bits: Tensor, element: Element) -> Tensor:
+        mantissa = ((bits & 0x7FFFFF) | 0x3F800000).view(torch.float32)
+        top = element.max / 2.0**element.emax
+        return _one_above(bits, top * math.sqrt(2.0)) - (mantissa < top / math.sqrt(2.0)).int()
+
+
 class FourThirds(PowerOfTwo):
     """Block scale 4/3 · 2^(floor(log2 absmax) - emax): no value saturates. Quartet's backward pass.
 
@@ -170,6 +183,18 @@ class Quest(PowerOfTwo):
     def kernel_constant(self, spec: Options) -> float:
         assert spec.block and spec.block.size
         return float(spec.block.size)
+
+
+class QuestNearest(Quest):
+    """As quest, with the nearest exponent instead of the next lower one: 2^round(log2(0.487 · standard deviation)).
+
+    2^floor(log2(√2 · 0.4871 · σ + 1e-8))."""
+
+    name = "quest_nearest"
+    kernel = None
+
+    def of_moments(self, total: Tensor, squares: Tensor, spec: Options) -> Tensor:
+        return super().of_moments(total * math.sqrt(2.0), squares * 2.0, spec)
 
 
 class Amax(Scaling):
@@ -589,7 +614,21 @@ class HiF4(Scaling):
 SCALINGS: dict[str, Scaling] = {
     scheme.name: scheme()
     for scheme in (
-        *(Unscaled, Floor, Ceil, Even, RCeil, FourThirds, Quest, Amax, AmaxPow2, TorchAO, TorchAOPow2),
+        *(
+            Unscaled,
+            Floor,
+            Ceil,
+            Even,
+            RCeil,
+            Nearest,
+            FourThirds,
+            Quest,
+            QuestNearest,
+            Amax,
+            AmaxPow2,
+            TorchAO,
+            TorchAOPow2,
+        ),
         *(Amax8, Amax15),
         *(Float32, RoundedToE4M3, RoundedToUE5M3),
         *(NVFP4, NVFP4Row, NVFP4Run, Headroom, FourOverSix, Unclipped, Eden, HiF4),

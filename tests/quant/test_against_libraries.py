@@ -221,3 +221,22 @@ def test_half_away_differs_from_even_only_in_ties(name):
         assert bool(((x - even).abs() == (away - x).abs())[moved].all()) and (
             moved.any() or spec.name in ("bf16", "fp16")
         )
+
+
+@pytest.mark.parametrize("name", MX)
+def test_the_nearest_exponent_in_float64(name):
+    """As MLX computes it: the exponent is round(log2(absmax / max))."""
+    x = awkward((240, 32), seed=4, specials=False).numpy()
+    largest = np.abs(x).max(1, keepdims=True).astype(np.float64)
+    largest[largest == 0] = 2.0**-149
+    scale = 2.0 ** np.clip(np.round(np.log2(largest / FORMATS[name].max)), -127, 127)
+    want = library_round(name, (x / scale).astype(np.float32)) * scale
+    assert_same_bits(fake_quantize(torch.tensor(x), name, scale="nearest"), want.astype(np.float32), x)
+
+
+def test_quest_with_the_nearest_exponent_in_float64():
+    x = np.random.default_rng(0).normal(size=(500, 32)).astype(np.float32)
+    x *= np.exp2(np.random.default_rng(1).uniform(-8, 8, size=(500, 1))).astype(np.float32)
+    scale = 2.0 ** np.round(np.log2(x.astype(np.float64).std(1, keepdims=True) * (2.92247856 / 6)))
+    want = library_round("mxfp4", (x / scale).astype(np.float32)) * scale
+    assert_same_bits(fake_quantize(torch.tensor(x), "mxfp4", scale="quest_nearest"), want.astype(np.float32), x)
