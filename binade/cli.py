@@ -24,7 +24,6 @@ COMMANDS = {
         "ablate": "collector.cli.ablate:ablate",
         "list": "collector.cli.listing:list_",
         "jobs": "collector.cli.jobs:jobs",
-        "watch": "collector.cli.watch_command:watch",
         "import": "collector.cli.imports:import_",
     },
     "Analyze": {

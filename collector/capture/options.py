@@ -32,7 +32,7 @@ class Watch(WatchOptions):
     find_nan        whether to find the operation that produces the first NaN or Inf, in every step
     cooldown        for how many steps a trigger that has fired does not fire again
     capture_bytes   the disk space limit for captures
-    alert           functions to call with each data.events.Event, on the writer's thread, see capture.alerts
+    alert           functions to call with each data.events.Event, on the writer's thread
     sink            where else to send the rows once they are on the disk: TensorBoard, Weights & Biases or a file, see
                     `Sink`. If it fails, Binade warns once and continues to record
     """

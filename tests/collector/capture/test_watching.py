@@ -73,7 +73,7 @@ def test_a_watched_step_has_the_statistics_of_a_recorded_one_without_sketch_and_
     assert watched["sqnr_db"].notna().sum() == 18
 
 
-def test_a_trigger_records_the_steps_around_it(tmp_path):
+def test_a_trigger_records_the_steps_around_it(tmp_path, caplog):
     def jump(step, model):
         if step == 5:
             model.layers[0].mlp.linear_fc1.weight.data[0, 0] = 1e32
@@ -84,6 +84,9 @@ def test_a_trigger_records_the_steps_around_it(tmp_path):
     assert found == {0: BASIC, 3: BASIC, 4: BASIC, 5: BASIC, 7: WHOLE, 8: WHOLE}
     trigger, capture = alerts
     assert read_events(recorder.writer.directory) == alerts
+    assert [record.getMessage() for record in caplog.records if record.name == "binade"] == [
+        str(each) for each in alerts
+    ]
     assert (trigger.kind, trigger.iteration, trigger.trigger) == (EventKind.TRIGGER, 5, "absmax > 1e30")
     assert (trigger.place, capture.kind, capture.iteration, capture.until) == (
         "layer1.fc1 weight", EventKind.CAPTURE, 7, 8,
