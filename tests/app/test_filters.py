@@ -1,4 +1,4 @@
-"""The filter in the bar above each page: counts, ranges, saved filters, and what it hides."""
+"""The filter in the bar above each page: counts, ranges, and what it hides."""
 
 from __future__ import annotations
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 
-from binade.app import saved_filters
 from binade.app.jobs import recipe_table
 from binade.app.report import writer as reports
 from binade.app.sessions import session as sessions
@@ -22,7 +21,6 @@ from binade.collector.jobs.processes import boot, host
 from binade.collector.recipes.parse import parse_recipe
 from binade.collector.recipes.recipe import RecipeError
 from binade.data.events import Event, EventKind, append_event, read_events
-from binade.data.filter import Filter
 from binade.data.runs import RunNotes, RunWriter, change_notes, lines_of, list_runs, read_notes, read_run
 from binade.data.store import staged_directory, write_atomic
 from tests.siege.attack import Attempt, attack
@@ -166,11 +164,6 @@ def _recipes(place: Path, turns: int) -> None:
         assert len([*place.glob(f"{kind} *")]) == turns
 
 
-def _filters(place: Path, turns: int) -> None:
-    names = {f"{who} {turn}" for who in range(2) for turn in range(turns)}
-    assert saved_filters.load(place) == dict.fromkeys(names, Filter(layer_index=[1]))
-
-
 def _segment(place: Path, who: int, turn: int) -> None:
     with staged_directory(place / "segment", replace=True) as part:
         write_atomic(part / "a", bytes([who]) * 10_000)
@@ -227,12 +220,6 @@ WRITERS = {
     ),
     "queue": Writer(lambda place: add_line(place, LINE), _job, lambda place: queue.find(place, 1), _jobs),
     "recipe": Writer(_nothing, _recipe, _nothing, _recipes),
-    "saved filters": Writer(
-        _nothing,
-        lambda place, who, turn: saved_filters.save(place, f"{who} {turn}", Filter(layer_index=[1])),
-        saved_filters.load,
-        _filters,
-    ),
     "directory": Writer(_nothing, _segment, _nothing, _whole),
     "report": Writer(_nothing, _report, _nothing, _reported),
 }
