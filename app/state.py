@@ -184,10 +184,7 @@ def explain_empty(opened: Catalog) -> None:
     with bring:
         st.markdown("**Import**")
         st.markdown("Index tensors that another tool has logged, or add a colleague’s bundle.")
-        if not read_only():
-            bundle = View("notebook", {PART: ["sessions"], "part": ["import"]})
-            link(bundle, "Upload a bundle", ":material/upload:")
-        st.code("binade import LOGS", language="shell", wrap_lines=True)
+        st.code("binade import LOGS\nbinade bundle import FILE.zip", language="shell", wrap_lines=True)
     with demo:
         st.markdown("**Demo**")
         st.markdown("Fine-tune SmolLM2-135M, a trained model, in five formats. This downloads 93 MB.")

@@ -87,7 +87,7 @@ def begin(session: str, length: str | None) -> tuple[int, str]:
         if length is None or not length.isdecimal():
             return 411, "The request has no Content-Length header"
         if (size := int(length)) > LARGEST:
-            return 413, f"The file is larger than {LARGEST >> 20} MiB: use binade bundle import on the machine itself"
+            return 413, f"The file is larger than {LARGEST >> 20} MiB"
         if session in _sending:
             return 429, "One file at a time"
         others = sum(_held.values()) - _held[session] + sum(_sending.values())

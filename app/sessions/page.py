@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import tempfile
 from dataclasses import replace
-from pathlib import Path
 
 import pandas as pd
 import streamlit as st
-from streamlit.runtime.uploaded_file_manager import UploadedFile
 
 from binade.app import address, uploads
 from binade.app import show as show_items
@@ -22,7 +19,6 @@ from binade.app.sessions.session import Pin, Session, SessionError
 from binade.app.sessions.storage import Version
 from binade.app.view import Reading, View
 from binade.data.access import ReadOnlyError, read_only, reason
-from binade.data.bundle import BundleError
 from binade.data.catalog import Catalog
 
 PARTS = dict(zip(SESSION_PARTS, ("Saved", "Current session", "Compare", "Import"), strict=True))
@@ -272,39 +268,20 @@ def _import(opened: Catalog) -> None:
         st.info(plain(f"Nothing can be imported: {why}."), icon=":material/lock:")
         return
     st.markdown(
-        "A session file (.json) or a bundle (.zip), as exported on this page. It is checked before anything is "
-        "imported. If a session with the same ID exists here, the imported one becomes its next version."
+        "A session file (.json), as exported on this page. It is checked before anything is imported. If a session "
+        "with the same ID exists here, the imported one becomes its next version."
     )
-    given = uploads.uploader("File", ["json", "zip"], "import_file")
-    st.caption("If a bundle is too large for the browser: `binade bundle import FILE.zip`")
+    given = uploads.uploader("File", ["json"], "import_file")
+    st.caption("A bundle, which has runs, is imported with `binade bundle import FILE.zip`.")
     if given is None or not st.button("Import", type="primary"):
         return
     try:
-        session, summary = _import_file(opened, given)
-    except (SessionError, BundleError, ReadOnlyError) as error:
+        session, number = storage.import_session(opened.root, sessions.parse(given.getvalue()))
+    except (SessionError, ReadOnlyError) as error:
         st.error(plain(str(error)), icon=":material/error:")
         return
-    opened.sync()
     uploads.drop()
-    st.success(plain(summary), icon=":material/check:")
-    if session:
-        for problem in pins.missing_runs(opened.root, session):
-            st.warning(plain(problem), icon=":material/link_off:")
-        st.button("Show saved sessions", on_click=_turn_to, args=("saved",))
-
-
-def _import_file(opened: Catalog, given: UploadedFile) -> tuple[Session | None, str]:
-    """(the imported session, what was done in words)."""
-    done_with_runs = ""
-    if given.name.lower().endswith(".json"):
-        version: Version | None = storage.import_session(opened.root, sessions.parse(given.getvalue()))
-    else:
-        with tempfile.TemporaryDirectory() as folder, show_items.progress("Importing") as done:
-            source = Path(folder) / "bundle.zip"
-            source.write_bytes(given.getbuffer())
-            imported, version = storage.import_bundle(opened.root, source, done)
-        done_with_runs = storage.summary(imported)
-    if version is None:
-        return None, done_with_runs
-    session, number = version
-    return session, f"{done_with_runs} “{session.name}” was imported as version {number}.".strip()
+    st.success(plain(f"“{session.name}” was imported as version {number}."), icon=":material/check:")
+    for problem in pins.missing_runs(opened.root, session):
+        st.warning(plain(problem), icon=":material/link_off:")
+    st.button("Show saved sessions", on_click=_turn_to, args=("saved",))
