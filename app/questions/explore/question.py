@@ -202,8 +202,8 @@ def _distributions(board: Board, values: dict[str, Any], groups: Groups, by: str
     if plot.points.empty:
         problems.append("No Q–Q plot: the values are all equal, or there are none.")
     else:
-        chart = charts.qq(plot, f"Q–Q against {against}", named, names, titles, looks)
-        figures.append(Figure("qq", chart, plot.points, caption, height=height, group="lie", by=field))
+        quantiles = charts.qq(plot, f"Q–Q against {against}", named, names, titles, looks)
+        figures.append(Figure("qq", quantiles, plot.points, caption, height=height, group="lie", by=field))
     zeros = left_out(opened, where, chosen["tensor_id"].tolist() if len(chosen) else None, below)
     texts = [Text(" ".join(plot.sentences[:DRAWN])), Text(zeros)]
     return Drawn((*figures, *(text for text in texts if text.text)), problems=tuple(problems))

@@ -129,7 +129,7 @@ def _offers(selected: SelectedTensor, values: dict[str, Any]) -> Iterator[Offers
     for gain in compute.gains(selected.x, selected.dim, now, allowed, style.MEASURES["sqnr_db"].resolution):
         bits = gain.spec.bits_per_value
         cost = f", {bits:.3g} bits per value" if bits != now.bits_per_value else ""
-        label = f"{gain.option} {gain.value}: {fixed(gain.decibels, 1, '+')} dB{cost}"
+        label = f"{gain.option} {gain.value}: {number_text(gain.decibels, '+.1f')} dB{cost}"
         choices[label] = {NAMES[gain.option]: gain.value}
     if choices:
         yield Offers(f"Higher SQNR than {now}:", choices)
