@@ -171,7 +171,7 @@ class Quest(PowerOfTwo):
     name = "quest"
     clips = True
     follows = Follows.MOMENTS
-    kernel: Kernel | None = Kernel.QUEST
+    kernel: ClassVar[Kernel | None] = Kernel.QUEST
 
     def of_moments(self, total: Tensor, squares: Tensor, spec: Options) -> Tensor:
         share = 1.0 / self.kernel_constant(spec)  # a division by n would round otherwise on CUDA
