@@ -48,7 +48,7 @@ def bar(catalog: Catalog, view: View, reading: Reading) -> bool:
     possible = catalog.counts(where) if where.items() else everything
     with st.container(key="scope", horizontal=True, vertical_alignment="center", gap="xsmall"):
         resolved = _resolved(catalog, reading)
-        _run(catalog, where, resolved)
+        _run(catalog, where, resolved, view.page != "explore")
         _iteration(where, possible, resolved)
         if "format" in _scope(reading):
             _format(catalog, reading)
@@ -80,7 +80,9 @@ def _resolved(catalog: Catalog, reading: Reading) -> Filter:
 
 
 def _scope(reading: Reading) -> tuple[str, ...]:
-    return reading.question.scope if reading.question else ()
+    """The parameters of the scope that the room depends on."""
+    room = reading.part.room if reading.part else ()
+    return tuple(name for question in room for name in question.scope)
 
 
 def _choose(name: str, widget: str = "") -> None:
@@ -100,14 +102,14 @@ def _box(name: str, label: str, options: list[Any], chosen: Any, width: int, fie
     )  # fmt: skip
 
 
-def _run(catalog: Catalog, where: Filter, resolved: Filter) -> None:
+def _run(catalog: Catalog, where: Filter, resolved: Filter, wide: bool) -> None:
     titles = catalog.kept(("run titles", catalog.state()), lambda: run_titles(every_run(catalog)))
     several = f"{len(where.run_id)} runs"
     options = [*([SEVERAL] if len(where.run_id) > 1 else []), *catalog.runs()["run_id"]]
     chosen = where.run_id[0] if len(where.run_id) == 1 else SEVERAL if where.run_id else None
     latest = f"latest: {labels_of(catalog).get(resolved.run_id[0])}" if len(resolved.run_id) == 1 else "all"
     _box(
-        "scope_run_id", "Run", options, chosen, 190, "run_id", placeholder=latest,
+        "scope_run_id", "Run", options, chosen, 215 if wide else 190, "run_id", placeholder=latest,
         format_func=lambda run: several if run == SEVERAL else titles.get(run, str(run)),
     )  # fmt: skip
 
@@ -118,7 +120,7 @@ def _iteration(where: Filter, possible: Counts, resolved: Filter) -> None:
     chosen: Any = where.iteration[0] if len(where.iteration) == 1 else SEVERAL if where.iteration else None
     last = f"{resolved.iteration[0]} (last)" if len(resolved.iteration) == 1 else "all"
     _box(
-        "scope_iteration", "Iteration", options, chosen, 160, "iteration", placeholder=last,
+        "scope_iteration", "Iteration", options, chosen, 172, "iteration", placeholder=last,
         format_func=lambda at: several if at == SEVERAL else str(at),
     )  # fmt: skip
 
@@ -138,7 +140,7 @@ def _versus(catalog: Catalog, reading: Reading) -> None:
     formats = [spec for spec in catalog.scored_formats() if spec != reading.values["format"]]
     options: list[Any] = list(dict.fromkeys(filter(None, [*formats, *catalog.runs()["run_id"], chosen])))
     shown = partial(_titled, titles)
-    _box("versus", "minus", options, chosen, 190, placeholder="nothing", format_func=shown)
+    _box("versus", "Compared with", options, chosen, 228, placeholder="nothing", format_func=shown)
 
 
 def _titled(titles: Mapping[str, str], name: str) -> str:
@@ -146,7 +148,7 @@ def _titled(titles: Mapping[str, str], name: str) -> str:
 
 
 def _metric(reading: Reading) -> None:
-    _box("metric", "Color", list(METRICS), reading.values["metric"], 220, format_func=lambda name: MEASURES[name].label)
+    _box("metric", "Color", list(METRICS), reading.values["metric"], 272, format_func=lambda name: MEASURES[name].label)
 
 
 def _hidden(where: Filter, everything: Counts, possible: Counts) -> tuple[int, int]:

@@ -44,6 +44,16 @@ class ScoreQueries(OpenIndex):
             parameters,
         )
 
+    def scores_of(self, tensor_ids: list[str]) -> pd.DataFrame:
+        """Return all scores of some tensors: tensor_id, gemm, format, used, sqnr_db, and the shares of the squared error
+        that are flushed and saturated."""
+        return self.ask(
+            "SELECT tensor_id, score.gemm, score.format, score.used, score.sqnr_db, score.flushed_error_share,"
+            " score.saturated_error_share FROM score JOIN tensor USING (key) WHERE list_contains(?::VARCHAR[], tensor_id)"
+            " ORDER BY ALL",
+            [tensor_ids],
+        )
+
     def compared(self, where: Filter | None = None, tensor_ids: list[str] | None = None) -> pd.DataFrame:
         """Return the error of each format on the selection's operands: columns format, operands (scored in it), tensors
         (those with an error), and the median, 10th and 90th percentile of each of SHOWN_ERRORS over these, each tensor

@@ -114,7 +114,6 @@ PAGES = {
         _page("map", "Map", ":material/grid_on:"),
         _page("explore", "Explore", ":material/query_stats:"),
         _page("tensor", "Tensor", ":material/search_insights:"),
-        _page("compare", "Compare", ":material/compare:"),
         _page("runs", "Runs", ":material/science:"),
         _page("notebook", "Notebook", ":material/bookmarks:"),
     )

@@ -47,6 +47,13 @@ def show_room(opened: Catalog, view: View, reading: Reading) -> None:
         return
     above = view.changed(view=first.view)
     show_question(opened, above, above.read(opened))
+    show_sections(opened, view, reading)
+
+
+def show_sections(opened: Catalog, view: View, reading: Reading) -> None:
+    """The questions of a room after the first, each folded until it is opened."""
+    assert reading.part
+    first, *others = reading.part.room
     selected = selected_of(opened, reading) if any(each.applies for each in others) else None
     for question in others:
         is_open, key = question.view == view.part, f"section_{question.view}"

@@ -239,11 +239,12 @@ class Effect:
 IN_MXFP4 = {"metric": "sqnr_db", "format": "mxfp4"}
 FLUSHED = IN_MXFP4 | {"metric": "flush_to_zero"}
 EFFECTS = (
-    Effect("Map", "operands outside hifp8's range", out_of_range, MAP, "Lowest median SQNR in hifp8: fc2 input, ",
+    Effect("Map", "operands outside hifp8's range", out_of_range, MAP, "beyond that: fc2 input of layers 1 to 6",
         {"metric": "sqnr_db", "format": "hifp8"}),
     Effect("Map", "operands of large magnitude", out_of_range, MAP, "Highest median absmax: fc2 input, ",
         {"metric": "absmax"}),
-    Effect("Map", "a layer outside hifp8's range", one_layer_out_of_range, MAP, "SQNR in hifp8: fc1 input ",
+    Effect("Map", "a layer outside hifp8's range", one_layer_out_of_range, MAP,
+        "1 loses 2 dB or more beyond that: L3 fc1 input ",
         {"metric": "sqnr_db", "format": "hifp8"}, "L3 fc1 input, "),
     Effect("Map", "gradients below hifp8's range", small_gradients, MAP,
         "Highest median Flushed to zero in hifp8: fc2 grad output, ", {"metric": "flush_to_zero", "format": "hifp8"}),

@@ -73,7 +73,7 @@ def test_lines_have_the_scales_of_the_whole_tensor(spec):
 
 
 def test_a_chosen_row_adds_a_table(catalog):
-    view = View("compare", {"view": ["gemms"], "recipe": ["mxfp8"]})
+    view = View("map", {"view": ["gemms"], "recipe": ["mxfp8"]})
     answer = view.draw(catalog)
     assert list(answer.tables) == ["results"]
     worst = answer.tables["results"].query("gemm == 'dgrad' and part == 'linear'").iloc[0]
@@ -93,7 +93,7 @@ def test_a_chosen_row_adds_a_table(catalog):
 )
 def test_why_there_is_no_table(catalog, where, reason):
     result = catalog.tensors(Filter(**where)).iloc[0]["tensor_id"]
-    view = View("compare", {"view": ["gemms"], "recipe": ["mxfp8"], "result": [result]})
+    view = View("map", {"view": ["gemms"], "recipe": ["mxfp8"], "result": [result]})
     answer = view.draw(catalog)
     last = answer.items[-1]
     assert "accumulation" not in answer.tables and isinstance(last, Text) and reason in last.text

@@ -648,7 +648,7 @@ class TestBoards:
                     recorder.record("input", x, **where)
                 recorder.step()
         with Catalog.open(tmp_path) as catalog:
-            answer = View("compare", {"view": ["blocks"], "format": ["mxfp4"]}).draw(catalog)
+            answer = View("map", {"view": ["blocks"], "format": ["mxfp4"]}).draw(catalog)
         found = answer.verdict
         assert not claims(answer)
         assert "falls over iterations in 1 of 3 layers; steepest: layer 2, −" in found
@@ -673,7 +673,7 @@ class TestScope:
     def test_another_run_changes_nothing_of_a_run(self, catalog):
         run = catalog.runs().set_index("recipe")["run_id"]["mxfp8"]
         alone = catalog.restricted([run])
-        views = [View("compare", {"view": [name]}) for name in ("gemms", "blocks", "noise")]
+        views = [View("map", {"view": [name]}) for name in ("gemms", "blocks", "noise")]
         views += [View("runs", {"view": ["loss"]})]
         views += [View("map", {"metric": [metric]}) for metric in ("sqnr_db", "loss_change", "absmax")]
         views += [View("map", {"across": ["iteration"]}), View("map", {"versus": ["nvfp4"]})]

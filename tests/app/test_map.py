@@ -29,8 +29,10 @@ from binade.app.view import View
 from binade.collector import Recorder, instrument
 from binade.data.catalog import STATISTICS, Catalog
 from binade.data.filter import Filter
+from binade.data.text import number_text
 from binade.quant.blocks import look
 from binade.quant.formats import FORMATS
+from binade.quant.normal import normal_sqnr
 from tests.collector.small_model import batch, build
 from tests.data.builder import make_run
 
@@ -355,7 +357,7 @@ def test_the_worst_cell_is_first_and_opens_its_tensor(catalog: Catalog, metric: 
 
 
 def test_the_verdict_is_of_the_medians_of_each_kind(parts: Catalog):
-    answer = drawn(parts, Filter(recipe=["calm"]), format="mxfp4")
+    answer = drawn(parts, Filter(recipe=["calm"]), metric="absmax")
     kinds, table = answer.tables["kinds"].set_index("kind"), answer.get("map").table
     assert set(kinds.index) == {"fc2 input", "fc2 grad_output"}
     for kind, own in table.groupby(table["product"] + " " + table["tensor"]):
@@ -370,7 +372,7 @@ def test_an_operand_of_two_gemms_does_not_count_its_layers_twice(catalog: Catalo
         answer = drawn(catalog, MXFP4, metric=metric, format="mxfp4")
         kinds = answer.tables["kinds"].set_index("kind")
         assert kinds.loc["fc1 weight", "tensors"] == 4 and kinds.loc["fc1 weight", "layers"] == 2
-        assert {each.n for each in answer.verdict.evidence if each.is_spread} == {2}
+    assert {each.n for each in answer.verdict.evidence if each.is_spread} == {2}
 
 
 def test_hifp8_without_a_scale_says_what_it_would_do_with_one(tmp_path: Path):
@@ -378,9 +380,11 @@ def test_hifp8_without_a_scale_says_what_it_would_do_with_one(tmp_path: Path):
     with Recorder(tmp_path, scores=("hifp8", "hifp8(scale=amax8)")) as recorder:
         recorder.record("input", x, layer=1, module="fc1", operation="forward", phase="pre", dim=-1)
     with Catalog.open(tmp_path) as catalog:
-        scaled = quant.score(x, "hifp8(scale=amax8)").sqnr_db
+        scale = "hifp8(scale=amax8)"
+        scaled = quant.score(x, scale).sqnr_db
         verdict = drawn(catalog, format="hifp8").verdict
-        assert verdict.endswith(f"With a tensor scale, hifp8(scale=amax8), fc1 input has {scaled:.1f} dB.")
+        text = number_text(scaled - normal_sqnr(scale), "+.1f")
+        assert verdict.endswith(f"With a tensor scale, {scale}, fc1 input has {text} dB.")
         assert "With a tensor scale" not in drawn(catalog, format="hifp8(scale=amax8)").verdict
         assert "With a tensor scale" not in drawn(catalog, format="hifp8", metric="absmax").verdict
 
@@ -400,7 +404,7 @@ def test_the_panel_shows_the_values_of_a_cell_as_its_gemm_takes_them(catalog: Ca
         for name, value in scores.items():
             assert value == pytest.approx(quant.score(x, name, dim).sqnr_db, rel=1e-9)
         assert [each["name"] for each in shown["formats"] if each["own"]] == [fmt]
-        assert shown["facts"][0] == ["SQNR", cell["label"]]
+        assert shown["facts"][0] == ["SQNR against normal values", cell["label"]]
 
 
 @pytest.mark.sampled(2)

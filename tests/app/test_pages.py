@@ -368,7 +368,10 @@ class TestNoRuns:
             root.mkdir()
         at = visit(root, page)
         assert f"No runs yet in {root}" in words(at).replace("`", "")
-        assert [code.value for code in at.code][1:] == ["binade import LOGS", "make demo"]
+        assert [code.value for code in at.code][1:] == [
+            "binade import LOGS\nbinade bundle import FILE.zip",
+            "make demo",
+        ]
         assert root.exists() == there
 
     @pytest.mark.sampled(1)
@@ -560,7 +563,7 @@ class TestOddTensors:
 
     def test_numbers_too_large_for_a_number_column_are_text(self, visit: Visit, odd_root: Path):
         at = visit(odd_root, tensor=first(odd_root, layer_index=[list(roots.odd_tensors()).index("huge") + 1]))
-        assert re.fullmatch(r"[23]\.?\d*e\+38", at.dataframe[1].value["max"].iloc[0])
+        assert re.fullmatch(r"[23]\.\d·10³⁸", at.dataframe[1].value["max"].iloc[0])
 
 
 def test_times_are_in_utc(visit: Visit, collected: Path):

@@ -74,7 +74,7 @@ def test_finds_runs_formats_pages_questions_and_actions(catalog: Catalog):
 
 @pytest.mark.slow
 def test_every_entry_can_be_read_and_keeps_the_filter(catalog: Catalog):
-    view = View("compare", {"layer_index": ["2"], "format": ["mxfp8"]})
+    view = View("explore", {"layer_index": ["2"], "format": ["mxfp8"]})
     for text in ("", "l2", "m", "fc1"):
         for entry in palette.find(catalog, view, text):
             assert entry.view.page in PAGES and not entry.view.read(catalog).gone

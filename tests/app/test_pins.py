@@ -177,12 +177,12 @@ def smaller(collected: Path, tmp_path_factory: pytest.TempPathFactory):
         yield opened
 
 
-EXPLORE, DRIFT = {"view": ["explore"]}, {"view": ["drift"], "recipe": ["mxfp8"]}
+EXPLORE, DRIFT = {"by": ["operation"]}, {"view": ["drift"], "recipe": ["mxfp8"]}
 KEPT = [
     ("map", {}),
     ("map", {"across": ["iteration"]}),
-    ("compare", EXPLORE),
-    ("compare", EXPLORE | {"by": ["recipe"], "layer_index": ["1"]}),
+    ("explore", EXPLORE),
+    ("explore", EXPLORE | {"by": ["recipe"], "layer_index": ["1"]}),
     ("tensor", DRIFT),
     ("runs", {"view": ["recipes"], "quant_type": ["mxfp8"]}),
     ("runs", {}),
@@ -206,19 +206,19 @@ def test_a_sessions_pin_shows_what_its_keeper_saw(catalog: Catalog, smaller: Cat
 
 def test_runs_of_a_session_that_are_gone_are_said(catalog: Catalog, smaller: Catalog):
     runs = smaller.runs()["run_id"].tolist()
-    half = pins.draw(catalog, Pin("compare", EXPLORE, "histogram"), [runs[0], "gone"])
+    half = pins.draw(catalog, Pin("explore", EXPLORE, "histogram"), [runs[0], "gone"])
     assert half.figures and half.problems == ("1 of its session's 2 runs is missing.",)
-    assert not pins.draw(catalog, Pin("compare", EXPLORE, "histogram"), ["gone"]).figures
-    named = pins.draw(catalog, Pin("compare", EXPLORE | {"run_id": [runs[1]]}, "histogram"), runs[:1])
+    assert not pins.draw(catalog, Pin("explore", EXPLORE, "histogram"), ["gone"]).figures
+    named = pins.draw(catalog, Pin("explore", EXPLORE | {"run_id": [runs[1]]}, "histogram"), runs[:1])
     assert named.figures and not named.problems and runs[1] in named.figures[0].caption
 
 
 def test_nothing_is_drawn_in_the_stead_of_what_is_gone(catalog: Catalog, collected: Path):
     here = first(collected, tensor_name=["weight"])
     for page, params in (
-        ("compare", EXPLORE | {"run_id": ["gone_run"]}),
-        ("compare", EXPLORE | {"quant_type": ["mxfp8"], "layer_index": ["77", "x"]}),
-        ("compare", EXPLORE | {"tensor": ["nope/x"]}),
+        ("explore", EXPLORE | {"run_id": ["gone_run"]}),
+        ("explore", EXPLORE | {"quant_type": ["mxfp8"], "layer_index": ["77", "x"]}),
+        ("explore", EXPLORE | {"tensor": ["nope/x"]}),
         ("compare", {"view": ["of another time"]}),
         ("tensor", {"tensor": ["nope/x"]}),
         ("tensor", {"tensor": [here], "view": ["pair"], "other": ["nope/x"]}),
@@ -229,7 +229,7 @@ def test_nothing_is_drawn_in_the_stead_of_what_is_gone(catalog: Catalog, collect
     ):
         drawn = pins.draw(catalog, Pin(page, params))
         assert not drawn.figures and drawn.problems, (page, params)
-    assert pins.draw(catalog, Pin("compare", EXPLORE | {"layer_index": ["1", "77"]}, "histogram")).figures
+    assert pins.draw(catalog, Pin("explore", EXPLORE | {"layer_index": ["1", "77"]}, "histogram")).figures
 
 
 @pytest.mark.parametrize(
@@ -252,7 +252,7 @@ def test_the_runs_and_tensors_behind_a_pin(catalog: Catalog):
     assert pins.runs_of(catalog, [Pin("map", {"recipe": ["mxfp4"]})]) == [runs["mxfp4"]]
     assert set(pins.runs_of(catalog, [recipes])) == {runs["mxfp4"], runs["bf16"]}
     assert set(pins.runs_of(catalog, [Pin("notebook", {"view": ["sql"], "q": ["SELECT 1"]})])) == set(runs)
-    assert pins.runs_of(catalog, []) == [] == pins.tensors_of(catalog, [Pin("map", {}), Pin("compare", EXPLORE)])
+    assert pins.runs_of(catalog, []) == [] == pins.tensors_of(catalog, [Pin("map", {}), Pin("explore", EXPLORE)])
     read = pins.tensors_of(catalog, [Pin("tensor", {"view": ["drift"], "recipe": ["mxfp4"]}, "three_way")])
     assert {tensor_id.partition("/")[0] for tensor_id in read} == {runs["mxfp4"], runs["bf16"]}
 

@@ -53,7 +53,9 @@ def test_filter_and_parameters(catalog: Catalog):
     operands = rows[rows["contracted_axis"].notna()]
     assert set(places["tensor_id"]) <= set(operands["tensor_id"])
     assert places["value"].iloc[0] == operands["absmax"].max()
-    versus = plots.map(catalog, format="mxfp4", versus="mxfp8").get("map").table  # scored tensor by tensor
+    versus = (
+        plots.map(catalog, metric="sqnr_db", format="mxfp4", versus="mxfp8").get("map").table
+    )  # scored tensor by tensor
     apart = (versus["own"] - versus["other"]).to_numpy()
     assert (apart < -5).mean() > 0.9 and (versus["value"] == apart).all()
     assert "absmax" in answer.charts[0].to_dict()["title"]["text"].lower()

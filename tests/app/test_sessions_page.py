@@ -109,7 +109,7 @@ def test_a_run_that_came_later_is_said_and_not_in_its_pins(visit: Visit, root: P
     late = next(run for run in roots.runs_of(root) if "mxfp4" in run.name)
     late.rename(tmp_path / late.name)
     with Catalog.open(root) as catalog:
-        wanted = session.new("All of it", View("compare", EXPLORE), pins=(Pin("compare", EXPLORE, "histogram"),))
+        wanted = session.new("All of it", View("explore", EXPLORE), pins=(Pin("explore", EXPLORE, "histogram"),))
         one, _ = storage.save(root, pins.refreshed(catalog, wanted))
         seen = draw(catalog, one.pins[0]).figures[0]
     (tmp_path / late.name).rename(late)

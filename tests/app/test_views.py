@@ -81,9 +81,9 @@ def test_the_map_in_another_format_iteration_and_as_a_difference(visit: Visit, c
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("part", PAGES["compare"].parts)
-def test_compare(visit: Visit, collected: Path, part: str):
-    at = visit(collected, "compare", view=part, quant_type="mxfp4", layer_index="1")
+@pytest.mark.parametrize("part", ["gemms", "blocks", "channels", "noise"])
+def test_sections_of_the_map(visit: Visit, collected: Path, part: str):
+    at = visit(collected, "map", view=part, quant_type="mxfp4", layer_index="1")
     wanted = {"channels": 3, "noise": 3}
     assert charts(at) == wanted.get(part, 2) and not at.warning and not at.error
     assert "quant type mxfp4" in words(at)
@@ -95,7 +95,7 @@ def test_compare(visit: Visit, collected: Path, part: str):
     [
         ("overview", {"layer_index": ["1"]}, "Map › Map", {"layer_index": ["1"]}),
         ("worst", {"view": ["training"], "format": ["mxfp8"]}, "Map › Map", {"format": ["mxfp8"]}),
-        ("worst", {"view": ["channels"]}, "Compare › Hot channels", {"view": ["channels"]}),
+        ("worst", {"view": ["channels"]}, "Map › Map", {"view": ["channels"]}),
         ("recipes", {"view": ["gradients"]}, "Runs › Recipes", {"view": ["recipes"], "of": ["gradients"]}),
     ],
 )

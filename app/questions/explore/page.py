@@ -17,13 +17,13 @@ from binade.app.formatting import plain
 from binade.app.params import format_title, in_format
 from binade.app.questions import layout
 from binade.app.questions.explore.question import EXPLORE, MAX_SELECTED
+from binade.app.questions.map.standing_out import FAR
 from binade.app.style import BAD
 from binade.app.view import Reading, View
 from binade.data.catalog import Catalog
 
 TABLE = 655  # pixels
 WIDTHS = {"by": 205, "law": 195, "rows": 140, "columns": 160}  # pixels of a list with its label
-STANDS_OUT = 2.0  # dB below normal values: in red
 PLACE = ("layer_index", "module", "operation", "phase", "tensor_name")  # what a tensor shares with that of another run
 
 
@@ -121,7 +121,7 @@ def _decibels(value: float, sign: Literal["", "+"] = "") -> str:
 
 
 def _red(value: Any) -> str:
-    return f"color: {BAD}" if value <= -STANDS_OUT else ""
+    return f"color: {BAD}" if value <= -FAR else ""
 
 
 def _in_all_runs(opened: Catalog, ticked: list[str]) -> None:

@@ -19,7 +19,7 @@ HEAT = ["#eceae8", "#f9cdbb", "#f7906f", "#ee4f35", "#b3131f", "#67000d"]
 HEAT_DARK = ["#262b36", "#54302c", "#8f3a2c", "#d9482f", "#f78a62", "#ffd9c4"]
 TITLES = {gemm: f"{gemm} GEMM" for gemm in GEMMS} | {OTHER: "other tensors"}
 SHARES = "flush_to_zero", "saturated", "flushed_error_share", "saturated_error_share"
-FIXED = {"sqnr_db": (0.0, 40.0), VS_NORMAL: (-10.0, 10.0), "result_sqnr_db": (0.0, 40.0)}
+FIXED = {"sqnr_db": (0.0, 40.0), VS_NORMAL: (-6.0, 6.0), "result_sqnr_db": (0.0, 40.0)}
 FIXED |= dict.fromkeys(SHARES, (0.0, 1.0))
 CELL, ROW, DOTS = 15, 15, 300  # pixels: width and height of a cell, and the width of the dots
 

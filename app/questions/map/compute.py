@@ -29,7 +29,7 @@ TENSOR_SCALE = "tensor_scale"
 OVER_SEQUENCES = {LOSS_CHANGE: "95% interval", EFFECT: "95% interval over sequences"}
 """The metrics whose cells are means over sequences, with what the interval of a cell is."""
 # What a map can show: of a format, the errors first; then statistics of the values, which depend on no format.
-ERRORS = (*SHOWN_ERRORS, VS_NORMAL)
+ERRORS = (VS_NORMAL, *SHOWN_ERRORS)
 METRICS = (*ERRORS, LOSS_CHANGE, EFFECT, RESULT, SPREAD, TENSOR_SCALE, *STATISTICS)
 RESULTS = {"qk": "attention_scores"}  # the result of a product, where it is not called output
 GEMMS = tuple(gemm.value for gemm in Gemm)

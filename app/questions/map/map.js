@@ -1,6 +1,6 @@
-// The Map: heat maps of a metric by operand and layer, one dot per layer and kind of operand, the iterations, and the
-// panel of the selected cell. Python sends `data` (see page._data and panel.panel) and hears of `selected`, `iteration`,
-// `open`, `pin` and `compare`.
+// The Map: what stands out, heat maps of a metric by operand and layer, beside them the exceptions or the panel of the
+// selected cell, and the iterations. Python sends `data` (see page._data and panel.panel) and hears of `selected`,
+// `iteration`, `across`, `open`, `pin`, `compare`, `explore` and `advise`.
 const element = (name, attributes = {}, ...children) => {
     const made = document.createElement(name);
     for (const [key, value] of Object.entries(attributes)) {
@@ -69,20 +69,25 @@ function drawMap(root, state) {
     state.order = [];
     const many = data.columns.length > 60 ? ' many' : '';
     const blocks = data.blocks.map(block => drawBlock(state, block));
+    const panel = element('aside', { class: 'panel', 'aria-live': 'polite' });
     const grid = element('div', { class: `grid blocks${many}`, tabindex: 0, role: 'application',
-        'aria-label': `${data.metric} by operand and ${data.word}. Arrow keys move the selection, Enter opens the tensor.` },
-        ...blocks, drawDots(state));
+        'aria-label': `${data.metric} by operand and ${data.word}` }, ...blocks, panel);
     grid.onkeydown = event => onKey(root, state, event);
+    const link = (text, id) => id ? element('button', { type: 'button', class: 'link', text, onclick: () => choose(root, state, id, 0) })
+        : document.createTextNode(text);
+    const said = element('h3', { class: 'said' }, ...data.headline.map(([text, id]) => link(text, id)));
+    const toggle = element('div', { class: 'across', role: 'group', 'aria-label': 'Columns' },
+        ...[['layer_index', 'layers'], ['iteration', 'iterations']].map(([name, text]) => element('button', { type: 'button', text,
+            'aria-pressed': name === data.across, onclick: () => state.act.setTriggerValue('across', name) })));
     const legend = element('div', { class: `legend${data.legend.difference ? ' difference' : ''}` },
         element('b', { text: data.metric }), element('span', { text: data.scope }), element('span', { text: data.legend.good }),
         element('i'), element('span', { text: data.legend.bad }));
-    const left = element('div', { class: 'left' }, legend, grid);
-    root.replaceChildren(left, element('aside', { class: 'panel', 'aria-live': 'polite' }), drawTime(root, state), tip);
+    root.replaceChildren(said, element('div', { class: 'tools' }, legend, toggle), grid, drawTime(root, state), tip);
     root.onpointermove = event => onHover(state, event);
     root.onpointerleave = () => { tip.style.display = 'none'; };
     root.onclick = event => {
         const cell = event.composedPath()[0].closest?.('.cell');
-        if (cell?.dataset.id) choose(root, state, cell.dataset.id, 0);
+        if (cell?.dataset.id) choose(root, state, cell.dataset.id === state.selected ? null : cell.dataset.id, 0);
     };
 }
 
@@ -118,25 +123,6 @@ function drawBlock(state, block) {
     });
     rows.append(axis);
     return element('section', {}, element('h4', { text: block.title }), rows);
-}
-
-function drawDots(state) {
-    const { dots, metric, word } = state.data;
-    const rows = element('div', { class: 'dots' });
-    for (const row of dots.rows) {
-        const track = element('div', { class: 'track' });
-        for (const [place, column, text] of row.dots) {
-            const dot = element('div', { class: 'dot', style: `left:${100 * place}%` });
-            dot.dataset.tip = `${row.name}\n${word} ${column}\n${text}`;
-            track.append(dot);
-        }
-        rows.append(element('div', { class: 'name', text: row.name, title: row.name }), track);
-    }
-    const axis = element('div', { class: 'axis', style: 'grid-column:2;margin:0 7px' });
-    for (const [place, text] of dots.ticks) axis.append(element('span', { text, style: `left:${100 * place}%` }));
-    rows.append(axis);
-    const title = `${dots.more ? 'worst' : 'all'} operands · one dot per ${word} and GEMM`;
-    return element('section', {}, element('h4', { text: title }), rows);
 }
 
 function drawTime(root, state) {
@@ -189,17 +175,15 @@ function step(root, state) {
 
 function onHover(state, event) {
     const target = event.composedPath()[0];
-    const cell = target.closest?.('.cell'), dot = target.closest?.('.dot');
+    const cell = target.closest?.('.cell');
     const { tip, data } = state;
     const known = cell && state.cells.get(cell.dataset.id);
-    if (!known && !dot) { tip.style.display = 'none'; return; }
-    if (known) {
-        const { row, block, column, cell: [, label, between, tensors] } = known;
-        const lines = [`${row.group} ${row.name} · ${block.title}`, `${data.word} ${column}`, label];
-        if (between) lines.push(between);
-        if (tensors > 1) lines.push(`median of ${tensors.toLocaleString('en')} tensors`);
-        tip.innerText = lines.join('\n');
-    } else tip.innerText = dot.dataset.tip;
+    if (!known) { tip.style.display = 'none'; return; }
+    const { row, block, column, cell: [, label, between, tensors] } = known;
+    const lines = [`${row.group} ${row.name} · ${block.title}`, `${data.word} ${column}`, label];
+    if (between) lines.push(between);
+    if (tensors > 1) lines.push(`median of ${tensors.toLocaleString('en')} tensors`);
+    tip.innerText = lines.join('\n');
     tip.style.display = 'block';
     const { clientWidth, clientHeight } = document.documentElement;
     tip.style.left = `${Math.min(event.clientX + 14, clientWidth - tip.offsetWidth - 8)}px`;
@@ -214,7 +198,7 @@ function select(root, state, id) {
 
 // The outline moves at once; Python hears of it after the last of several moves.
 function choose(root, state, id, wait = 140) {
-    if (!state.cells.has(id)) return;
+    if (id !== null && !state.cells.has(id)) return;
     select(root, state, id);
     clearTimeout(state.timer);
     state.timer = setTimeout(() => { state.timer = 0; state.act.setStateValue('selected', id); }, wait);
@@ -223,15 +207,24 @@ function choose(root, state, id, wait = 140) {
 function onKey(root, state, event) {
     if (event.ctrlKey || event.metaKey || event.altKey) return;
     const { key } = event;
-    const known = state.cells.get(state.selected);
-    if (!known) return;
-    if (key === 'Enter') { event.preventDefault(); state.act.setTriggerValue('open', true); return; }
-    if (!['ArrowLeft', 'ArrowRight', 'ArrowUp', 'ArrowDown', '[', ']'].includes(key)) return;
+    const listed = state.data.exceptions.map(each => each.id);
+    const keys = ['ArrowLeft', 'ArrowRight', 'ArrowUp', 'ArrowDown', 'Enter', 'Escape', '[', ']'];
+    if (!keys.includes(key) || event.target.closest('button')) return;
     event.preventDefault();
+    event.stopPropagation();
+    if (key === 'Escape') { choose(root, state, null, 0); return; }
+    if (key === '[' || key === ']') {
+        const at = listed.indexOf(state.selected) + (key === ']' ? 1 : -1);
+        if (listed[at]) choose(root, state, listed[at]);
+        return;
+    }
+    const known = state.cells.get(state.selected);
+    if (!known) { choose(root, state, listed[0] ?? [...state.cells.keys()][0]); return; }
+    if (key === 'Enter') { state.act.setTriggerValue('open', state.selected); return; }
     const { columns } = state.data;
     let column = columns.indexOf(known.column);
     let place = state.order.findIndex(each => each.row === known.row);
-    const [across, down] = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], '[': [-1, 0], ']': [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] }[key];
+    const [across, down] = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] }[key];
     for (;;) {
         column += across;
         place += down;
@@ -241,10 +234,32 @@ function onKey(root, state, event) {
     }
 }
 
+const KEYS = 'Keys: ← → layer · ↑ ↓ operand · Enter open · [ ] exceptions · Esc close';
+
+function drawExceptions(root, state, place) {
+    const { exceptions, count, words } = state.data;
+    const list = element('div', { class: 'exceptions' });
+    for (const each of exceptions) {
+        list.append(element('span', {}, element('button', { type: 'button', class: 'link', text: each.name, onclick: () => choose(root, state, each.id, 0) }),
+            element('small', { text: each.gemm ? ` ${each.gemm}` : '' })),
+            element('span', { text: each.value }), element('span', { class: 'delta', text: each.delta }), element('span', { class: 'cause', text: each.cause }));
+    }
+    const act = (name, text, value, main) => element('button', { type: 'button', class: main ? 'main' : '', text,
+        onclick: () => state.act.setTriggerValue(name, value) });
+    const first = exceptions[0], below = first?.delta;
+    place.replaceChildren(...[
+        element('h4', { text: words }), list,
+        element('div', { class: 'acts' }, first ? act('open', `Open ${first.name}`, first.id, true) : null,
+            below ? act('explore', `Show all ${count.toLocaleString('en')} in Explore`, true) : null, act('advise', 'What should I use?', true, !first)),
+        element('div', { class: 'keys', text: 'Click a cell for its panel: values over the grid, other formats.' }),
+        element('div', { class: 'keys', text: KEYS }),
+    ]);
+}
+
 function drawPanel(root, state) {
     const place = root.querySelector('.panel'), { panel, pin } = state.data;
     if (!place) return;
-    if (!panel) { place.replaceChildren(); return; }
+    if (!panel) { drawExceptions(root, state, place); return; }
     const facts = element('div', { class: 'facts' }, ...panel.facts.map(([name, text]) =>
         element('div', {}, element('span', { text: name }), element('strong', { text }))));
     const most = Math.max(1e-9, ...panel.formats.map(each => each.value ?? 0));
@@ -255,14 +270,15 @@ function drawPanel(root, state) {
             element('i', { class: each.own ? 'own' : '', style: `width:${width}%` }), element('span', { text: `${each.text} · ${each.bits}` }));
     }
     const act = (name, label, main) => element('button', { type: 'button', class: main ? 'main' : '', text: label,
-        onclick: () => state.act.setTriggerValue(name, true) });
+        onclick: () => state.act.setTriggerValue(name, name === 'open' ? state.selected : true) });
     place.replaceChildren(...[
-        element('h3', {}, panel.title, element('small', { text: panel.gemm ? ` · ${panel.gemm}` : '' })),
+        element('h3', {}, panel.title, element('small', { text: panel.gemm ? ` · ${panel.gemm}` : '' }),
+            element('button', { type: 'button', class: 'close', text: '✕', 'aria-label': 'Close', onclick: () => choose(root, state, null, 0) })),
         panel.note ? element('p', { text: panel.note }) : null, facts,
         panel.values ? element('h4', { text: panel.values_note }) : null, panel.values ? drawValues(panel.values) : null,
         panel.formats.length ? element('h4', { text: 'The same operand in other formats' }) : null, formats,
         element('div', { class: 'acts' }, act('open', 'Open tensor', true), pin ? act('pin', 'Pin') : null, act('compare', 'Compare runs')),
-        element('div', { class: 'keys', text: 'Keys: ← → layer · ↑ ↓ operand · Enter open' }),
+        element('div', { class: 'keys', text: KEYS }),
     ].filter(Boolean));
 }
 

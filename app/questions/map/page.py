@@ -14,22 +14,36 @@ from binade.app import address
 from binade.app import show as show_items
 from binade.app.figure import Table
 from binade.app.formatting import losses_of, plain
+from binade.app.params import Interval
 from binade.app.questions import layout
 from binade.app.questions.map import charts, compute
 from binade.app.questions.map.compute import ITERATION, LAYER, Row
 from binade.app.questions.map.panel import panel
-from binade.app.questions.map.question import MAP, Map, columns_of, map_of, places, verdict
+from binade.app.questions.map.question import (
+    ACROSS,
+    MAP,
+    Map,
+    against_normal,
+    columns_of,
+    headline_of,
+    map_of,
+    places,
+    verdict,
+)
+from binade.app.questions.map.standing_out import FAR, cell_name, exceptions
 from binade.app.questions.shared.event_marks import events_of
 from binade.app.questions.shared.scope import scope_of
 from binade.app.sessions import draft
+from binade.app.style import MEASURES
 from binade.app.view import Reading, View, pool_of
 from binade.data.access import read_only
-from binade.data.catalog import Catalog
-from binade.data.evidence import Sentence
+from binade.data.catalog import USED, Catalog
 from binade.data.filter import Filter
 from binade.data.text import number_text
 
-KINDS = 14  # of operands, of which each value is a dot
+LISTED = 9  # exceptions
+DECIDES = 0.3  # share of the squared error from which a cause is named
+BEYOND = Interval(-1000.0, -FAR)
 MOST_LOSSES = 200  # points of the line of losses
 HERE = Path(__file__)
 
@@ -40,10 +54,17 @@ def _component() -> Callable[..., Any]:
     return st.components.v2.component("binade_map", html='<div class="map"></div>', css=css, js=js)
 
 
-@st.fragment
 def show(opened: Catalog, view: View, reading: Reading) -> None:
+    """The map with its exceptions or the panel of a cell, and below it the questions that belong to it, folded."""
+    above = view.changed(view=None)
+    _show(opened, above, reading if reading.question is MAP else above.read(opened))
+    layout.show_sections(opened, view, reading)
+
+
+@st.fragment
+def _show(opened: Catalog, view: View, reading: Reading) -> None:
     """The map and its panel. A click on a cell draws only these again, any other change the whole page."""
-    now = address.shown() or view
+    now = (address.shown() or view).changed(view=None)
     if now.changed(cell=None) != view.changed(cell=None):
         st.rerun()
     view = now
@@ -55,14 +76,6 @@ def show(opened: Catalog, view: View, reading: Reading) -> None:
         st.info(plain(found), icon=":material/block:")
         layout.explain_absence(opened, view, reading)
         return
-    answer: Sentence = opened.kept(("map verdict", key), lambda: verdict(opened, found))
-    with st.container(horizontal=True, vertical_alignment="center", key="map_head"):
-        show_items.verdict(answer)
-        address.link(view.at("map", "advise"), "What should I use?", ":material/tune:", width="content")
-        st.space("stretch")
-        for control in MAP.controls_of(layout.selected_of(opened, reading), reading.values):
-            width = 190 if control.widget == "list" else "content"
-            layout.show_control(control, reading.values[control.name], label_visibility="collapsed", width=width)
     if found.left_out:
         st.caption(found.left_out)
     cell = _chosen(found, next(iter(view.params.get("cell", ())), ""))
@@ -77,10 +90,15 @@ def show(opened: Catalog, view: View, reading: Reading) -> None:
     data["pin"] = not read_only()
     result = _component()(
         key="map", data=data, height="content", on_selected_change=_select, on_iteration_change=_to_iteration,
-        **{f"on_{name}_change": lambda: None for name in ("open", "pin", "compare")},
+        on_across_change=_across,
+        **{f"on_{name}_change": lambda: None for name in ("open", "pin", "compare", "explore", "advise")},
     )  # fmt: skip
-    if cell is not None and result.open:
-        address.go(view.at("tensor", tensor=cell["tensor_id"]))
+    if result.open:
+        address.go(view.at("tensor", tensor=found.tensor_of(str(result.open))))
+    if result.advise:
+        address.go(view.at("map", "advise"))
+    if result.explore:
+        address.go(view.at("explore", format=reading.values["format"], delta=BEYOND))
     if cell is not None and result.compare:
         where = {name: [cell[name]] for name in (LAYER,) if name in cell}
         names = {"module": opened.rows_of([cell["tensor_id"]])["module"].tolist(), "tensor_name": [cell["tensor"]]}
@@ -88,11 +106,20 @@ def show(opened: Catalog, view: View, reading: Reading) -> None:
     if result.pin or st.session_state.pop("pin_first", False):
         draft.pin_chart("map", found.title)
         st.rerun()
-    if st.toggle("As a chart and tables, to save them", key="map_tables"):
+    with st.container(horizontal=True, vertical_alignment="center", gap="medium"):
+        tables = st.toggle("As a chart and tables, to save them", key="map_tables")
+        for control in MAP.controls_of(layout.selected_of(opened, reading), reading.values):
+            if control is not ACROSS:  # the map has it
+                layout.show_control(control, reading.values[control.name], label_visibility="collapsed", width=190)
+    if tables:
         if chart := view.draw(opened).get("map"):
             show_items.draw(chart, pin=False)
         layout.open_tensor(show_items.table(places(found)), view)
         show_items.table(Table("kinds", found.kinds, columns_of(found.measure)))
+
+
+def _across() -> None:
+    address.change(across=st.session_state["map"].across, cell=None)
 
 
 def _select() -> None:
@@ -104,16 +131,12 @@ def _to_iteration() -> None:
 
 
 def _name(cell: pd.Series, across: str) -> str:
-    return f"{cell['row']}/{int(cell[across])}"
+    return cell_name(str(cell["row"]), int(cell[across]))
 
 
 def _chosen(found: Map, name: str) -> pd.Series | None:
-    """The cell of this name, else the worst one."""
-    table = found.table
-    named = table[(table["row"] + "/" + table[found.across].astype(str)) == name]
-    if named.empty:
-        known = table.dropna(subset=["shade"])
-        named = known.loc[[known["shade"].idxmax()]] if len(known) else table.head(1)
+    """The cell of this name."""
+    named = found.table[found.cells == name]
     return named.iloc[0] if len(named) else None
 
 
@@ -144,7 +167,8 @@ def _data(opened: Catalog, found: Map) -> dict[str, Any]:
         "columns": columns,
         "blocks": blocks,
         "legend": charts.legend(measure, table["value"], found.diverging),
-        "dots": _dots(found),
+        "across": found.across,
+        **_exceptions(opened, found),
         "iterations": _iterations(opened, found),
         "scope": scope_of(opened, found.where),
     }
@@ -162,32 +186,52 @@ def _between(cell: dict[Any, Any], found: Map) -> str:
     return f"{found.measure.text(cell['low'])} to {found.measure.text(cell['high'])}, {word}"
 
 
-def _dots(found: Map) -> dict[str, Any]:
-    """One dot per column and kind of operand, the worst kinds first; places from 0 to 1."""
-    kinds = found.kinds["kind"].head(KINDS)
-    table = found.table.assign(kind=found.table["product"] + " " + found.table["tensor"])
-    table = table[table["kind"].isin(kinds)]
-    number = table["value"].astype(float)
-    known = number[number.abs() < math.inf]
-    log = found.measure.log and bool((known > 0).all()) and len(known) > 0
-    place = known.map(math.log10) if log else known * found.measure.factor
-    low, high = (float(place.min()), float(place.max())) if len(place) else (0.0, 1.0)
-    low, high = (min(low, 0.0), high) if not log and not found.against and low >= 0 else (low, high)
-    span = (high - low) or 1.0
-    rows = []
-    by_kind = dict(iter(table.assign(place=(place - low) / span).dropna(subset=["place"]).groupby("kind")))
-    for kind in kinds:
-        finite = by_kind.get(kind, table.head(0).assign(place=math.nan))  # none of an operand that is exact everywhere
-        dots = [
-            [round(at, 4), int(x), text] for at, x, text in finite[["place", found.across, "label"]].to_numpy(object)
+def _exceptions(opened: Catalog, found: Map) -> dict[str, Any]:
+    """The headline, in texts of which some are links to cells, and the cells worst first: of a map of SQNR those that
+    stand out, of any other those with the worst values."""
+    said = headline_of(opened, found)
+    if said is None:
+        table = found.worst_first.dropna(subset=["shade"])
+        words, count = "worst first", len(table)
+        rows = [
+            {"id": _name(cell, found.across), "name": cell["place"], "value": cell["label"], "delta": "", "cause": ""}
+            for _, cell in table.head(LISTED).iterrows()
         ]
-        rows.append({"name": str(kind).replace("_", " "), "dots": dots})
-    ticks = charts.ticks(low, high) if high > low else []
-    texts = [number_text(10**tick) if log else found.measure.with_unit(number_text(tick)) for tick in ticks]
-    return {
-        "rows": rows, "more": max(0, len(found.kinds) - KINDS),
-        "ticks": [[(tick - low) / span, text] for tick, text in zip(ticks, texts, strict=True)],
-    }  # fmt: skip
+        return {"headline": [[str(verdict(opened, found)), ""]], "exceptions": rows, "count": count, "words": words}
+    bad = exceptions(against_normal(opened, found))
+    words = (
+        f"exceptions · worst first ({len(bad):,} at {number_text(-FAR)} dB or below)" if len(bad) else "no exceptions"
+    )
+    listed = bad.head(LISTED)
+    scores = opened.scores_of(listed["tensor_id"].tolist())
+    scores = scores.assign(gemm=scores["gemm"].fillna(compute.OTHER))
+    names = {row.key: charts.label(row) for row in found.rows}
+    word = "L" if found.across == LAYER else "iteration "
+    rows = []
+    for _, cell in listed.iterrows():
+        own = scores[
+            (scores["tensor_id"] == cell["tensor_id"]) & (scores["gemm"].fillna(compute.OTHER) == cell["gemm"])
+        ]
+        own = own[own["used"]] if found.fmt == USED else own[own["format"] == found.fmt]
+        score = own.iloc[0] if len(own) else None
+        rows.append({
+            "id": _name(cell, found.across),
+            "name": f"{word}{int(cell[found.across])} {names[cell['row']]}",
+            "gemm": str(cell["gemm"]),
+            "value": "" if score is None else MEASURES["sqnr_db"].quantity(float(score["sqnr_db"])),
+            "delta": number_text(float(cell["value"]), ".1f"),
+            "cause": "" if score is None else _cause(score),
+        })  # fmt: skip
+    segments = [list(segment) for segment in said.segments]
+    return {"headline": segments, "exceptions": rows, "count": len(bad), "words": words}
+
+
+def _cause(score: pd.Series) -> str:
+    """What most of the squared error is from, if one cause decides."""
+    for name, words in (("flushed_error_share", "to zero"), ("saturated_error_share", "saturated")):
+        if score[name] >= DECIDES:
+            return f"{float(score[name]):.0%} of the error {words}"
+    return ""
 
 
 def _iterations(opened: Catalog, found: Map) -> dict[str, Any]:

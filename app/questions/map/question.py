@@ -17,7 +17,7 @@ from binade.app.formatting import evenly
 from binade.app.params import AnyText, One, in_format
 from binade.app.questions.map import charts, compute
 from binade.app.questions.map.compute import EFFECT, ITERATION, LAYER, LOSS_CHANGE, Row
-from binade.app.questions.map.standing_out import standing_out
+from binade.app.questions.map.standing_out import Headline, headline
 from binade.app.questions.question import Question
 from binade.app.questions.shared import board_charts
 from binade.app.questions.shared.rounded import NOT_RECORDED
@@ -77,6 +77,16 @@ class Map:
     against: str = ""
     experts: str = ""
     left_out: str = ""
+
+    @property
+    def cells(self) -> pd.Series:
+        """The names of the cells, as in the address."""
+        return self.table["row"] + "/" + self.table[self.across].astype(str)
+
+    def tensor_of(self, cell: str) -> str | None:
+        """The worst tensor of a cell."""
+        named = self.table.loc[self.cells == cell, "tensor_id"]
+        return None if named.empty else str(named.iloc[0])
 
     @property
     def title(self) -> str:
@@ -291,25 +301,37 @@ def columns_of(measure: Measure) -> dict[str, Column]:
     return {"kind": Column("Operand", width=220)} | own | {"tensors": Column("Cells", "localized", 70)}
 
 
+def headline_of(opened: Catalog, found: Map) -> Headline | None:
+    """What a map of SQNR says of the cells that do not behave as normal values do; None for other maps."""
+    if found.measure.key not in ("sqnr_db", VS_NORMAL) or not found.fmt or found.against:
+        return None
+    return headline(against_normal(opened, found), found.rows, found.across, found.fmt, found.formats(opened))
+
+
+def against_normal(opened: Catalog, found: Map) -> pd.DataFrame:
+    """The cells of a map of SQNR, with their SQNR minus that of normal values."""
+    if found.measure.key == VS_NORMAL:
+        return found.table
+    if found.fmt == USED:
+        return compute.with_rows(compute.cells(opened, found.where, USED, VS_NORMAL, found.across, found.experts))
+    return found.table.assign(value=found.table["value"].astype(float) - normal_sqnr(found.fmt))
+
+
 def verdict(opened: Catalog, found: Map) -> evidence.Sentence:
-    """What the format breaks: the kinds of operands with the lowest and highest medians over layers, and the cells that
-    lose more or less than normally distributed values do. All of them were measured: nothing is inferred."""
+    """What the format breaks: of a map of SQNR the cells that stand out, of any other the kinds of operands with the
+    lowest and highest medians over layers. All of them were measured: nothing is inferred."""
     measure, of = found.measure, "layers" if found.across == LAYER else "iterations"
-    items = [
-        (str(row["kind"]).replace("_", " "), evidence.spread(measure, row, of))
-        for row in found.kinds.to_dict("records")
-    ]
-    if measure.key == LOSS_CHANGE and not found.against and (doubt := compute.doubt(opened, found.where, found.fmt)):
-        return doubt
-    sentence = evidence.extreme(items, f"median {found.title}", lowest=measure.low_is_bad)
-    if measure.key not in ("sqnr_db", VS_NORMAL) or not found.fmt or found.against:
-        return sentence
-    cells = found.table
-    if measure.key != VS_NORMAL and found.fmt == USED:
-        cells = compute.with_rows(compute.cells(opened, found.where, USED, VS_NORMAL, found.across, found.experts))
-    elif measure.key != VS_NORMAL:
-        cells = cells.assign(value=cells["value"].astype(float) - normal_sqnr(found.fmt))
-    sentence = evidence.together(sentence, standing_out(cells, found.rows, found.across, found.formats(opened)))
+    said = headline_of(opened, found)
+    if said is None:
+        predicted = measure.key == LOSS_CHANGE and not found.against
+        if predicted and (doubt := compute.doubt(opened, found.where, found.fmt)):
+            return doubt
+        items = [
+            (str(row["kind"]).replace("_", " "), evidence.spread(measure, row, of))
+            for row in found.kinds.to_dict("records")
+        ]
+        return evidence.extreme(items, f"median {found.title}", lowest=measure.low_is_bad)
+    sentence = said.sentence
     scaled = None if found.fmt == USED else with_scale(found.fmt)
     if scaled and str(scaled) in opened.scored_formats(found.where) and len(found.kinds):
         worst = found.kinds.iloc[0]

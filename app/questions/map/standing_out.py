@@ -1,9 +1,10 @@
-"""The cells of a map of SQNR that are far from what the format does to normally distributed values, each named."""
+"""The cells of a map that lose more or less than the format makes normally distributed values lose, each named. All
+cells were measured, so nothing is inferred."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import pandas as pd
@@ -12,72 +13,116 @@ from binade.app.questions.map.charts import label
 from binade.app.questions.map.compute import LAYER, Row
 from binade.app.style import MEASURES
 from binade.data import evidence
-from binade.data.evidence import Part, Sentence, exact, say
+from binade.data.catalog import USED
+from binade.data.evidence import Sentence, exact
+from binade.data.text import number_text
 from binade.quant.normal import VS_NORMAL, normal_sqnr
 
-FAR = 3.0  # dB from the SQNR of normal values, at which a cell stands out: twice or half the squared error
+FAR = 2.0  # dB from the SQNR of normal values, at which a cell stands out: 1.6 times the squared error
+NAMED = 3  # exceptions that the headline names
 
-
-def standing_out(table: pd.DataFrame, rows: Iterable[Row], across: str, formats: Sequence[str]) -> Sentence:
-    """table: `Map.table` of rows, of VS_NORMAL in these formats. All cells were measured, so nothing is inferred."""
-    measure, sqnr = MEASURES[VS_NORMAL], MEASURES["sqnr_db"]
-    normal = {fmt: exact(sqnr, normal_sqnr(fmt)) for fmt in formats}
-    every = Sentence(
-        evidence.listed([f"{sqnr.quantity(value.value)} in {fmt}" for fmt, value in normal.items()]),
-        tuple(normal.values()),
-    )
-    far = exact(measure.with_sign(False), FAR)
-    away = table["value"].astype(float)
-    table = table.assign(away=away)[away < math.inf]
-    names = {row.key: label(row) for row in rows}
-    numbers = _Numbers(across, table.groupby("row")[across].agg(set).to_dict())
-    said: list[str] = []
-    for word, most, part in (("more", 3, table[table["away"] <= -FAR]), ("less", 1, table[table["away"] >= FAR])):
-        if len(part):
-            ends = [exact(measure, edge(part["away"])) for edge in (min, max)]
-            parts: dict[str, Part] = {"n": len(part), "all": len(table), "far": far, "word": word}
-            parts |= {"low": measure.text(ends[0].value), "high": ends[1], "names": _named(part, names, numbers, most)}
-            text = "{n} of {all} cells lose at least {far} {word} than normal values ({low} to {high}): {names}."
-            found = say(text, **parts)
-            said.append(Sentence(found, (*found.evidence, ends[0])))
-    if not said:
-        near = say("All {all} cells are within {far} of normal values, which have ", all=len(table), far=far)
-        return Sentence(f"{near}{every}.", (*near.evidence, *every.evidence))
-    return evidence.together(*said, Sentence(f"Normal values have {every}.", every.evidence))
+Segment = tuple[str, str]  # a text, and the cell that it links to, "" for none
 
 
 @dataclass(frozen=True)
-class _Numbers:
-    """across: layer_index or iteration; of: the numbers of all cells of a row, by its key."""
+class Group:
+    """An operand of a GEMM in neighboring layers or iterations, all of which stand out. cell: the one furthest off."""
 
-    across: str
-    of: dict[Hashable, set[int]]
-
-    def text(self, key: Hashable, numbers: Iterable[int]) -> str:
-        """ "L1, L3 to L5", or "all 30 layers"."""
-        word, of = ("L", "layers") if self.across == LAYER else ("iteration ", "iterations")
-        own = sorted(numbers)
-        return f"all {len(own)} {of}" if len(own) == len(self.of[key]) > 1 else _ranges(own, word)
+    name: str
+    cell: str
+    value: float
 
 
-def _named(part: pd.DataFrame, names: dict[str, str], numbers: _Numbers, most: int) -> str:
-    """ "fc1 input, forward (L1, L3 to L5); QK grad scores, dgrad and wgrad (all 30 layers)", the furthest first,
-    so many of them."""
-    part = part.iloc[part["away"].abs().argsort()[::-1]]
-    gemms: dict[tuple[str, str], list[str]] = {}
-    for (key, gemm), own in part.groupby(["row", "gemm"], sort=False):
-        gemms.setdefault((names[str(key)], numbers.text(key, own[numbers.across])), []).append(str(gemm))
-    texts = [f"{name}, {evidence.listed(of)} ({where})" for (name, where), of in gemms.items()]
-    more = f"; and {len(texts) - most} more" if len(texts) > most else ""
-    return "; ".join(texts[:most]) + more
+@dataclass(frozen=True)
+class Headline:
+    """What a map of SQNR says: as a sentence, and as texts of which some link to cells."""
+
+    sentence: Sentence
+    segments: tuple[Segment, ...]
 
 
-def _ranges(numbers: Sequence[int], word: str) -> str:
-    """ "L1, L3 to L5"."""
+def cell_name(row: str, column: int) -> str:
+    """The name of a cell, as in the address."""
+    return f"{row}/{column}"
+
+
+def exceptions(table: pd.DataFrame) -> pd.DataFrame:
+    """The cells that lose FAR or more beyond normal values, worst first. table: of VS_NORMAL, with row."""
+    away = table["value"].astype(float)
+    return table[away <= -FAR].sort_values("value", kind="stable", ignore_index=True)
+
+
+def headline(table: pd.DataFrame, rows: Iterable[Row], across: str, fmt: str, formats: Sequence[str]) -> Headline:
+    """table: `Map.table` of rows, of VS_NORMAL. fmt: of the scope; formats: those that the cells are in."""
+    measure, sqnr = MEASURES[VS_NORMAL], MEASURES["sqnr_db"]
+    rows = list(rows)
+    normal = {name: exact(sqnr, normal_sqnr(name)) for name in formats}
+    known = table[table["value"].notna()]
+    away = known["value"].astype(float)
+    bad, good = exceptions(known), known[(away >= FAR) & (away < math.inf)]
+    word = "operands" if (known["tensors"] == 1).all() else "cells"
+    every = evidence.listed([f"{sqnr.quantity(value.value)}{f' in {name}' * (len(normal) > 1)}"
+                             for name, value in normal.items()])  # fmt: skip
+    named = formats[0] if len(formats) == 1 else fmt
+    used = ", as used," * (fmt == USED)
+    subject = "As used, formats do what they do" if named == USED else f"{named}{used} does what it does"
+    usual = len(known) - len(bad) - len(good)
+    text = f"{subject} to normal values ({every}) for {usual:,} of {len(known):,} {word}."
+    measured = [*normal.values(), exact(MEASURES[VS_NORMAL], FAR)]
+    segments: list[Segment] = [(text, "")]
+    limit = f"{number_text(FAR)} dB"
+    if len(bad):
+        groups = _groups(bad, rows, across)
+        segments.append((f" {len(bad):,} lose{_s(len(bad))} {limit} or more beyond that: ", ""))
+        for index, group in enumerate(groups[:NAMED]):
+            segments.append((", " * bool(index), ""))
+            segments.append((group.name, group.cell))
+            segments.append((f" ({number_text(group.value, '.1f')})", ""))
+            measured.append(exact(measure, group.value))
+        segments.append((" …" if len(groups) > NAMED else ".", ""))
+    else:
+        segments.append((f" None loses {limit} or more beyond that.", ""))
+    if len(good):
+        worst, best = float(good["value"].min()), float(good["value"].max())
+        segments.append((f" {len(good):,} lose{_s(len(good))} at least {limit} less.", ""))
+        measured += [exact(measure, worst), exact(measure, best)]
+    text = "".join(part for part, _ in segments)
+    return Headline(Sentence(text, tuple(measured)), tuple((part, cell) for part, cell in segments if part))
+
+
+def _groups(bad: pd.DataFrame, rows: list[Row], across: str) -> list[Group]:
+    """The exceptions of one operand and GEMM with neighboring layers together, worst first."""
+    names = {row.key: label(row) for row in rows}
+    several = {row.key: sum(label(other) == label(row) for other in rows) > 1 for row in rows}
+    groups = []
+    for key, own in bad.groupby("row", sort=False):
+        gemm = f" ({own['gemm'].iloc[0]})" if several[str(key)] else ""
+        for numbers in _neighbors(sorted(own[across])):
+            part = own[own[across].isin(numbers)]
+            worst = part.iloc[0]
+            name = _where(names[str(key)], numbers, across) + gemm
+            groups.append(Group(name, cell_name(str(key), int(worst[across])), float(worst["value"])))
+    return sorted(groups, key=lambda group: group.value)
+
+
+def _where(name: str, numbers: Sequence[int], across: str) -> str:
+    """ "L1 proj input", "qkv input of layers 1 to 6"."""
+    if across == LAYER:
+        return f"L{numbers[0]} {name}" if len(numbers) == 1 else f"{name} of layers {numbers[0]} to {numbers[-1]}"
+    span = f"{numbers[0]}" if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
+    return f"{name} of iteration{'s' * (len(numbers) > 1)} {span}"
+
+
+def _s(count: int) -> str:
+    return "s" * (count == 1)
+
+
+def _neighbors(numbers: Sequence[int]) -> list[list[int]]:
+    """Numbers in runs without a gap."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:
             runs[-1].append(number)
         else:
             runs.append([number])
-    return ", ".join(f"{word}{run[0]}" + (f" to {word}{run[-1]}" if len(run) > 1 else "") for run in runs)
+    return runs

@@ -198,7 +198,8 @@ NOISE = Question(
     icon=":material/ssid_chart:",
     help="Weights that flip between rounded values or lie at a bin’s edge, and gradients compared with their rounding "
     "noise",
-    page="compare",
+    page="map",
+    room="map",
     of=Of.BOARD,
     view="noise",
     draw=draw,

@@ -53,8 +53,8 @@ class Scope:
 
 
 def scoped(opened: Catalog, where: Filter, apart: Collection[str] = (), scored: bool = False) -> Filter:
-    """The filter, restricted to one run and iteration: the newest finished run (else the newest), and the last recorded
-    iteration of it.
+    """The filter, restricted to one run and iteration: the newest finished run whose recipe rounds the GEMMs of linear
+    layers, else the newest finished one, else the newest, and the last recorded iteration of it.
 
     apart: the fields that the answer keeps apart. With run_id, all runs are kept; with recipe or quant_type, the newest
     run of each recipe, one that rounds what its name says if there is any; with iteration, all iterations. Several runs
@@ -68,7 +68,9 @@ def scoped(opened: Catalog, where: Filter, apart: Collection[str] = (), scored: 
         return where
     runs = opened.runs()
     runs = runs[runs["run_id"].isin(pairs["run_id"])]  # newest first
-    runs = runs.iloc[(runs["state"] != DONE).argsort(kind="stable")]
+    linear = runs["run_id"].map(every_run(opened).set_index("run_id")["linear"])
+    whole = linear.notna() & (linear != "bf16")  # an ablation that rounds attention alone does not show a format
+    runs = runs.iloc[((runs["state"] != DONE) * 2 + ~whole).argsort(kind="stable")]
     if "run_id" in apart:
         chosen = runs["run_id"].tolist()
     elif not set(apart).isdisjoint(OF_RUNS):
