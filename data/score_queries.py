@@ -45,12 +45,12 @@ class ScoreQueries(OpenIndex):
         )
 
     def scores_of(self, tensor_ids: list[str]) -> pd.DataFrame:
-        """Return all scores of some tensors: tensor_id, gemm, format, used, sqnr_db, and the shares of the squared error
-        that are flushed and saturated."""
+        """Return all scores of some tensors: tensor_id, gemm, format, used, sqnr_db, and the shares of the squared
+        error that are flushed and saturated."""
         return self.ask(
             "SELECT tensor_id, score.gemm, score.format, score.used, score.sqnr_db, score.flushed_error_share,"
-            " score.saturated_error_share FROM score JOIN tensor USING (key) WHERE list_contains(?::VARCHAR[], tensor_id)"
-            " ORDER BY ALL",
+            " score.saturated_error_share FROM score JOIN tensor USING (key)"
+            " WHERE list_contains(?::VARCHAR[], tensor_id) ORDER BY ALL",
             [tensor_ids],
         )
 

@@ -58,7 +58,8 @@ class TestStandingOut:
         with Catalog.open(tmp_path) as opened:
             said = drawn(MAP, opened, metric="sqnr_db", format="mxfp4").verdict
         assert said == (
-            "mxfp4 does what it does to normal values (18.8 dB) for 3 of 3 operands. None loses 2 dB or more beyond that."
+            "mxfp4 does what it does to normal values (18.8 dB) for 3 of 3 operands. None loses 2 dB or more beyond "
+            "that."
         )
 
 
