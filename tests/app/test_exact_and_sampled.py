@@ -50,7 +50,7 @@ class TestStandingOut:
         assert said.startswith(
             "mxfp4 does what it does to normal values (18.8 dB) for 6 of 8 operands. 2 lose 2 dB or more"
         )
-        assert f"fc1 input of layers 2 to 3 ({far['value'].min():.1f})".replace("-", "−") in said
+        assert f"fc1 input of layers 2 and 3 ({far['value'].min():.1f})".replace("-", "−") in said
         assert "told apart" not in said
 
     def test_normal_operands_do_not_stand_out(self, tmp_path: Path):

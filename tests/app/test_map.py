@@ -384,7 +384,7 @@ def test_hifp8_without_a_scale_says_what_it_would_do_with_one(tmp_path: Path):
         scaled = quant.score(x, scale).sqnr_db
         verdict = drawn(catalog, format="hifp8").verdict
         text = number_text(scaled - normal_sqnr(scale), "+.1f")
-        assert verdict.endswith(f"With a tensor scale, {scale}, fc1 input has {text} dB.")
+        assert verdict.endswith(f"With a tensor scale, {scale}, fc1 input has {text} dB against normal values.")
         assert "With a tensor scale" not in drawn(catalog, format="hifp8(scale=amax8)").verdict
         assert "With a tensor scale" not in drawn(catalog, format="hifp8", metric="absmax").verdict
 

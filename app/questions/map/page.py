@@ -223,6 +223,7 @@ def _exceptions(opened: Catalog, found: Map) -> dict[str, Any]:
             "cause": "" if score is None else _cause(score),
         })  # fmt: skip
     segments = [list(segment) for segment in said.segments]
+    segments.append([str(verdict(opened, found)).removeprefix(str(said.sentence)), ""])
     return {"headline": segments, "exceptions": rows, "count": len(bad), "words": words}
 
 

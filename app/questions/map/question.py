@@ -113,7 +113,10 @@ class Map:
         """The cells, worst first, with place (their name), rank from 1, and operation (their GEMM)."""
         word = "L" if self.across == LAYER else "iteration "
         names = {row.key: charts.label(row) for row in self.rows}
-        table = self.table.sort_values("shade", ascending=False, na_position="last", kind="stable", ignore_index=True)
+        bad = self.table["value"].astype(float) * (-1 if self.measure.low_is_bad else 1)
+        table = self.table.assign(bad=bad).sort_values(
+            ["shade", "bad"], ascending=False, na_position="last", kind="stable", ignore_index=True
+        ).drop(columns="bad")  # fmt: skip
         place = word + table[self.across].astype(str) + " " + table["row"].map(names) + ", " + table["gemm"]
         operation = table["gemm"].where(table["gemm"].isin(("forward", compute.OTHER)), "backward")
         return table.assign(place=place, operation=operation, rank=range(1, len(table) + 1))
@@ -338,7 +341,8 @@ def verdict(opened: Catalog, found: Map) -> evidence.Sentence:
         same = compute.kinds(compute.cells(opened, found.where, str(scaled), measure.key, found.across))
         same = same[same["kind"] == worst["kind"]]
         if len(same):
-            text = "With a tensor scale, {spec}, {kind} has {value}."
+            of_normal = " against normal values" * (measure.key == VS_NORMAL)
+            text = f"With a tensor scale, {{spec}}, {{kind}} has {{value}}{of_normal}."
             value = evidence.spread(measure, same.to_dict("records")[0], of)
             added = evidence.say(text, spec=str(scaled), kind=str(worst["kind"]).replace("_", " "), value=value)
             sentence = evidence.together(sentence, added)

@@ -26,7 +26,7 @@ Segment = tuple[str, str]  # a text, and the cell that it links to, "" for none
 
 @dataclass(frozen=True)
 class Group:
-    """An operand of a GEMM in neighboring layers or iterations, all of which stand out. cell: the one furthest off."""
+    """An operand of one or more GEMMs in neighboring layers or iterations, all of which stand out. cell: the one furthest off."""
 
     name: str
     cell: str
@@ -93,24 +93,28 @@ def headline(table: pd.DataFrame, rows: Iterable[Row], across: str, fmt: str, fo
 def _groups(bad: pd.DataFrame, rows: list[Row], across: str) -> list[Group]:
     """The exceptions of one operand and GEMM with neighboring layers together, worst first."""
     names = {row.key: label(row) for row in rows}
-    several = {row.key: sum(label(other) == label(row) for other in rows) > 1 for row in rows}
-    groups = []
+    several = {name for name in names.values() if [*names.values()].count(name) > 1}
+    places: dict[tuple[str, tuple[int, ...]], list[pd.Series]] = {}  # the worst cell of each GEMM
     for key, own in bad.groupby("row", sort=False):
-        gemm = f" ({own['gemm'].iloc[0]})" if several[str(key)] else ""
         for numbers in _neighbors(sorted(own[across])):
-            part = own[own[across].isin(numbers)]
-            worst = part.iloc[0]
-            name = _where(names[str(key)], numbers, across) + gemm
-            groups.append(Group(name, cell_name(str(key), int(worst[across])), float(worst["value"])))
+            worst = own[own[across].isin(numbers)].iloc[0]
+            places.setdefault((names[str(key)], tuple(numbers)), []).append(worst)
+    groups = []
+    for (name, numbers), cells in places.items():
+        gemms = f" ({evidence.listed([str(cell['gemm']) for cell in cells])})" if name in several else ""
+        worst = min(cells, key=lambda cell: float(cell["value"]))
+        cell = cell_name(str(worst["row"]), int(worst[across]))
+        groups.append(Group(_where(name, numbers, across) + gemms, cell, float(worst["value"])))
     return sorted(groups, key=lambda group: group.value)
 
 
 def _where(name: str, numbers: Sequence[int], across: str) -> str:
     """ "L1 proj input", "qkv input of layers 1 to 6"."""
-    if across == LAYER:
-        return f"L{numbers[0]} {name}" if len(numbers) == 1 else f"{name} of layers {numbers[0]} to {numbers[-1]}"
-    span = f"{numbers[0]}" if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
-    return f"{name} of iteration{'s' * (len(numbers) > 1)} {span}"
+    if across == LAYER and len(numbers) == 1:
+        return f"L{numbers[0]} {name}"
+    between = " and " if len(numbers) == 2 else " to "
+    span = between.join(str(number) for number in dict.fromkeys((numbers[0], numbers[-1])))
+    return f"{name} of {'layer' if across == LAYER else 'iteration'}{'s' * (len(numbers) > 1)} {span}"
 
 
 def _s(count: int) -> str:
