@@ -26,7 +26,8 @@ Segment = tuple[str, str]  # a text, and the cell that it links to, "" for none
 
 @dataclass(frozen=True)
 class Group:
-    """An operand of one or more GEMMs in neighboring layers or iterations, all of which stand out. cell: the one furthest off."""
+    """An operand of one or more GEMMs in neighboring layers or iterations, all of which stand out. cell: the furthest
+    off."""
 
     name: str
     cell: str
