@@ -12,7 +12,7 @@ import streamlit as st
 from binade.app import address
 from binade.app.bar import bar, explain_nothing
 from binade.app.formatting import plain
-from binade.app.pages.registry import PAGES, Part, moved
+from binade.app.pages.registry import PAGES, Part
 from binade.app.params import read
 from binade.app.state import SYNC_SECONDS, catalog, explain_empty, explain_refused, redraw_on_change, redraw_when, tell
 from binade.app.view import View
@@ -33,12 +33,11 @@ def page_of(name: str) -> Callable[[], None]:
     return shown
 
 
-def old_page(name: str) -> Callable[[], None]:
-    """The function that opens what an address of an earlier version names."""
+def opens(name: str) -> Callable[[], None]:
+    """The function that opens a page with the parameters of the address."""
 
     def redirect() -> None:
-        query = {each: st.query_params.get_all(each) for each in st.query_params}
-        address.go(View(*moved(name, query)))
+        address.go(address.current(name))
 
     return redirect
 

@@ -8,7 +8,7 @@ import streamlit as st
 from streamlit.runtime.scriptrunner import RerunException
 
 from binade.app import address, frame, palette_view, uploads, users
-from binade.app.pages.registry import OLD_PAGES, PAGES
+from binade.app.pages.registry import PAGES
 from binade.app.sessions import draft, share_view
 from binade.app.view import View
 from binade.data.catalog import DamagedIndexError
@@ -56,8 +56,8 @@ def navigate(default: str = "map") -> None:
     if presenting:
         st.html(Path(__file__).with_name("presentation.css"))
     known = users.sign_in()
-    shows = {name: frame.page_of(name) for name in PAGES} | {name: frame.old_page(name) for name in OLD_PAGES}
-    shows["home"] = frame.old_page(default)  # the address of the page that needs none
+    shows = {name: frame.page_of(name) for name in PAGES}
+    shows["home"] = frame.opens(default)  # its address with its name
     declared = {
         name: st.Page(
             show,

@@ -18,7 +18,7 @@ from pydantic import AfterValidator, Field
 from binade.app.budget import BudgetError
 from binade.app.fair_queue import FairQueue
 from binade.app.figure import Drawn
-from binade.app.pages.registry import OLD_PAGES, PAGES, PART, Part, moved
+from binade.app.pages.registry import PAGES, PART, Part
 from binade.app.params import TITLES, AnyFormat, One, Param, Params, bounded, read, read_filter, run_or_format, texts_of
 from binade.app.questions.map.compute import METRICS
 from binade.app.questions.question import Question
@@ -42,7 +42,7 @@ SCOPE: dict[str, Callable[[Catalog], Param]] = {
 
 
 def _known_page(page: str) -> str:
-    if page not in (*PAGES, *OLD_PAGES):
+    if page not in PAGES:
         raise ValueError(f"is not one of {', '.join(PAGES)}")
     return page
 
@@ -96,12 +96,6 @@ class View(Record):
     def part(self) -> str:
         """The name of its part of the page."""
         return next(iter(self.params.get(PART, ())), PAGES[self.page].first)
-
-    @property
-    def current(self) -> Self:
-        """The view with the names of this version, if it is from an earlier one."""
-        page, params = moved(self.page, self.params)
-        return replace(self, page=page, params=params)
 
     def to_query(self) -> dict[str, list[str]]:
         return {name: list(texts) for name, texts in self.params.items() if texts}

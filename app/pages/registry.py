@@ -118,28 +118,3 @@ PAGES = {
         _page("notebook", "Notebook", ":material/bookmarks:"),
     )
 }
-
-# Addresses of earlier versions: page and part to page, part, and the new names of parameters.
-_MOVED: dict[tuple[str, str], tuple[str, str]] = {
-    ("overview", ""): ("map", ""),
-    **{("worst", view): ("map", "") for view in ("", "board", "depth", "training", "directions")},
-    **{("worst", q.view): (q.page, q.view) for q in QUESTIONS if q.page != "tensor"},
-    ("surfaces", ""): ("map", ""),
-    **{(name, ""): ("runs", name) for name in ("recipes", "difference", "provenance")},
-    ("advise", ""): ("map", "advise"),
-    **{(name, ""): ("runs", name) for name in ("jobs", "collect")},
-    **{(name, ""): ("notebook", name) for name in ("sessions", "sql")},
-}
-OLD_PAGES = tuple(dict.fromkeys(page for page, _ in _MOVED))
-
-
-def moved(page: str, params: Mapping[str, list[str]]) -> tuple[str, dict[str, list[str]]]:
-    """The page and parameters that an address of an earlier version has now; those of a current one as they are."""
-    if page not in OLD_PAGES:
-        return page, dict(params)
-    named = next(iter(params.get(PART, ())), "")
-    place = _MOVED.get((page, named)) or _MOVED[page, ""]
-    given = {name: list(texts) for name, texts in params.items() if name != PART}
-    if page == "recipes" and named:
-        given["of"] = [named]
-    return place[0], given | ({PART: [place[1]]} if place[1] else {})

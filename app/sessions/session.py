@@ -148,7 +148,6 @@ def parse(content: bytes) -> Session:
     try:
         if len(content) > LONGEST_FILE:
             raise RefusedError(f"it is {len(content):,} bytes long; the limit is {LONGEST_FILE:,}")
-        session = untrusted.parse(Session, content, MARKER, VERSION, MOST_VALUES)
-        return replace(session, view=session.view.current, pins=tuple(pin.current for pin in session.pins))
+        return untrusted.parse(Session, content, MARKER, VERSION, MOST_VALUES)
     except RefusedError as error:
         raise SessionError(f"{REFUSED}: {error}.") from None

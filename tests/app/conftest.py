@@ -12,7 +12,7 @@ from streamlit.components.v2 import manifest_scanner
 from streamlit.testing.v1 import AppTest
 
 from binade.app import state
-from binade.app.pages.registry import moved
+from binade.app.pages.registry import PAGES
 from binade.app.params import texts_of
 from tests.app import roots
 
@@ -52,7 +52,7 @@ def visited() -> Iterator[set[str]]:
 
 @pytest.fixture
 def visit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, visited: set[str]) -> Iterator[Callable[..., AppTest]]:
-    """visit(root, page="explore", **query): `open_page` of the root. One of an earlier version opens its successor."""
+    """visit(root, page="explore", **query): `open_page` of the root. A page may be named by one of its parts."""
 
     earlier = set(visited)
 
@@ -62,7 +62,9 @@ def visit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, visited: set[str]) ->
             earlier.remove(str(root))
             state._open(str(root)).opened.sync()
         visited.add(str(root))
-        return open_page(*moved(page, {name: texts_of(value) for name, value in query.items()}))
+        if page not in PAGES:
+            query["view"], page = page, next(name for name, each in PAGES.items() if page in each.parts)
+        return open_page(page, {name: texts_of(value) for name, value in query.items()})
 
     yield open_page_of
     own = {root for root in visited if Path(root).is_relative_to(tmp_path)}

@@ -17,7 +17,7 @@ from hypothesis import strategies as some
 from streamlit.testing.v1 import AppTest
 
 from binade.app.figure import Drawn, Figure
-from binade.app.pages.registry import OLD_PAGES, PAGES
+from binade.app.pages.registry import PAGES
 from binade.app.questions.registry import QUESTIONS
 from binade.app.questions.shared.selection import Of
 from binade.app.sessions import pins
@@ -287,13 +287,3 @@ def test_whatever_a_pin_asks_is_drawn_or_said(
     drawn = pins.draw(catalog, Pin(page, params | {"view": [part]}, chart))
     assert drawn.figures or drawn.problems
     assert all("\n" not in problem and len(problem) < 400 for problem in drawn.problems)
-
-
-@pytest.mark.parametrize("page", OLD_PAGES)
-def test_a_pin_of_an_earlier_version_is_drawn(catalog: Catalog, page: str):
-    """Its page and part have a place here; without a part, it is the part that the page showed first."""
-    pin = Pin(page, {"recipe": ["mxfp4"]}, caption="as it was").current
-    assert (pin.page, pin.part) in PARTS and pin.caption == "as it was" and pin.params["recipe"] == ["mxfp4"]
-    part = PAGES[pin.page].parts[pin.part]
-    if part.question and part.question.name not in ("difference", "provenance"):  # of two runs, of an event
-        assert pins.draw(catalog, pin).figures

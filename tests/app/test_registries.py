@@ -77,13 +77,6 @@ def test_every_part_of_a_page_can_be_shown(page: registry.Page):
         assert part.title and part.icon.startswith(":material/") and callable(import_module(part.layout).show)
 
 
-@pytest.mark.parametrize("page", registry.OLD_PAGES)
-def test_addresses_of_earlier_versions_name_parts_that_exist(page: str):
-    for view in [each for name, each in registry._MOVED if name == page] + ["no such view"]:
-        name, params = registry.moved(page, {"view": [view], "layer_index": ["1"]})
-        assert View(name, params).part in registry.PAGES[name].parts and params["layer_index"] == ["1"]
-
-
 @pytest.mark.parametrize("state", State)
 def test_every_state_of_a_job_has_a_badge_and_every_failure_advice(state: State):
     color, icon = summary.BADGES[state]

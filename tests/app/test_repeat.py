@@ -65,10 +65,10 @@ def test_where_runs_cannot_be_repeated_a_line_says_why(visit: Visit, tmp_path: P
 def test_an_ablation_of_one_seed(visit: Visit, tmp_path: Path):
     make_ladder(tmp_path / "one", [0])
     assert "There is no button to repeat these runs with 3 seeds" in words(
-        visit(tmp_path / "one", "recipes", view="ladder")
+        visit(tmp_path / "one", "recipes", of="ladder")
     )
     make_ladder(tmp_path / "three", [0, 1, 2])
-    assert "no button" not in words(visit(tmp_path / "three", "recipes", view="ladder"))
+    assert "no button" not in words(visit(tmp_path / "three", "recipes", of="ladder"))
 
 
 def test_changed_settings_are_not_repeated(collected: Path):

@@ -208,20 +208,6 @@ def test_a_large_file_is_refused_at_once(changes: dict[str, Any]):
     assert time.process_time() - start < 2  # finding all that is wrong takes up to 12 s
 
 
-def test_the_views_of_an_earlier_version_have_their_place():
-    pins = [
-        {"page": page, "params": params, "chart": "ranking", "caption": "c"}
-        for page, params in (("worst", {"view": ["noise"], "rank": ["0"]}), ("recipes", {"view": ["cost"]}))
-    ]
-    view = {"page": "overview", "params": {"quant_type": ["mxfp8"]}}
-    taken = session.parse(json.dumps(content(view=view, pins=pins)).encode())
-    assert taken.view == View("map", {"quant_type": ["mxfp8"]})
-    assert taken.pins == (
-        Pin("compare", {"rank": ["0"], "view": ["noise"]}, "ranking", "c"),
-        Pin("runs", {"of": ["cost"], "view": ["recipes"]}, "ranking", "c"),
-    )
-
-
 @settings(max_examples=250)
 @given(some.text(letters, min_size=1, max_size=120) | some.from_regex(r"([a-z0-9]{1,3}[ ?-]){1,30}", fullmatch=True))
 def test_a_session_of_any_name_can_be_saved(name: str):

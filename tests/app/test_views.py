@@ -20,7 +20,6 @@ from binade.collector import Recorder
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 from tests.app import roots
-from tests.app.conftest import open_page
 from tests.app.test_pages import Visit, charts, first, rerun, words
 
 RECORDED = tuple(metric for metric in METRICS if metric not in (EFFECT, TENSOR_SCALE))  # which only some runs have
@@ -87,23 +86,6 @@ def test_sections_of_the_map(visit: Visit, collected: Path, part: str):
     wanted = {"channels": 3, "noise": 3}
     assert charts(at) == wanted.get(part, 2) and not at.warning and not at.error
     assert "quant type mxfp4" in words(at)
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize(
-    ("page", "query", "title", "new"),
-    [
-        ("overview", {"layer_index": ["1"]}, "Map › Map", {"layer_index": ["1"]}),
-        ("worst", {"view": ["training"], "format": ["mxfp8"]}, "Map › Map", {"format": ["mxfp8"]}),
-        ("worst", {"view": ["channels"]}, "Map › Map", {"view": ["channels"]}),
-        ("recipes", {"view": ["gradients"]}, "Runs › Recipes", {"view": ["recipes"], "of": ["gradients"]}),
-    ],
-)
-def test_addresses_of_earlier_versions_are_followed(monkeypatch, visited, collected: Path, page, query, title, new):
-    monkeypatch.setenv("TENSOR_SAVE_DIR", str(collected))
-    visited.add(str(collected))
-    at = open_page(page, query)
-    assert at.title[0].value == title and address(at) == new and not at.error
 
 
 def test_parts_keep_the_scope_and_what_each_showed_last(visit: Visit, collected: Path):

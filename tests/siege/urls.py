@@ -6,7 +6,7 @@ import json
 import time
 from pathlib import Path
 
-from binade.app.pages.registry import OLD_PAGES, PAGES
+from binade.app.pages.registry import PAGES
 from binade.collector import jobs
 from binade.collector.cli.jobs import add_line
 from binade.collector.cli.options import parse
@@ -46,7 +46,7 @@ def _open_root(attempt: Attempt) -> Path:
 @attack("The page is drawn; nothing in a URL is executed or raises an exception", tries=2000, share=6.0)
 def urls(attempt: Attempt) -> None:
     chance = attempt.random
-    page = attempt.choose([*PAGES, *OLD_PAGES])
+    page = attempt.choose([*PAGES])
     words = [*WORDS, *(str(value) for value in VALUES if isinstance(value, str | int))]
     query = {
         name: [chance.choice(words) for _ in range(chance.choice([1, 1, 1, 2, 30]))]
