@@ -36,12 +36,11 @@ from binade.data.events import read_events
 from binade.data.read_tables import UnreadableError, check_readable
 from binade.data.remote import fetched
 from binade.data.runs import RUNNING, RunError, RunInfo, fingerprint, list_runs, read_run, run_names
-from binade.data.segment import ADDED_LATER, MANIFEST, TABLES, SegmentError, manifest, table_files
+from binade.data.segment import MANIFEST, TABLES, SegmentError, manifest, table_files
 from binade.data.store import TensorFileError, check_content, staged_file, staging_directory, sweep_beside
 from binade.data.text import describe
 from binade.data.verify import verify
 
-EARLIER = "bundle.json"  # a list of the files in the bundles of earlier versions
 LONGEST_TEXT = 256 << 20  # bytes of a run's JSON, losses and log, and of an extra file
 MOST_FILES = 500_000
 LARGEST_TABLE = 2 << 30  # bytes of one Parquet file in memory
@@ -173,8 +172,7 @@ class _Plan:
         for segment in run.segments:
             directory, place = run.directory / "segments" / segment, f"{prefix}/segments/{segment}"
             written = run.manifest_of(segment)
-            if written:
-                written.check(directory)
+            written.check(directory)
             table = pq.read_table(directory / "tensor.parquet")
             paths = []
             for name, path in zip(table["tensor_id"].to_pylist(), table["path"].to_pylist(), strict=True):
@@ -192,11 +190,10 @@ class _Plan:
             pq.write_table(table.set_column(index, column, pa.array(paths, column.type)), rows)
             packed = {f"{name}.parquet": path for name, path in (table_files(directory) | {"tensor": rows}).items()}
             self.files |= {f"{place}/{name}": path for name, path in packed.items()}
-            if written:
-                sums = manifest(written.run_id, segment, packed, digests=written.digests)
-                self._new(f"{place}/{MANIFEST}").write_bytes(sums)
-                known = zip(paths, table["sha256"].to_pylist(), strict=True)
-                self.digests |= {f"{prefix}/{path}": digest for path, digest in known if path and digest}
+            sums = manifest(written.run_id, segment, packed, digests=written.digests)
+            self._new(f"{place}/{MANIFEST}").write_bytes(sums)
+            known = zip(paths, table["sha256"].to_pylist(), strict=True)
+            self.digests |= {f"{prefix}/{path}": digest for path, digest in known if path and digest}
         self.files |= {f"{prefix}/{path}": run.directory / path for path in sizes}
         for name in RUN_FILES:
             if (run.directory / name).is_file():
@@ -289,8 +286,6 @@ def _entries(archive: zipfile.ZipFile) -> list[zipfile.ZipInfo]:
     infos = archive.infolist()
     if len(infos) > MOST_FILES:
         _refuse(f"it has more than {MOST_FILES:,} files")
-    if EARLIER in archive.namelist():
-        _refuse("it was written by an earlier version of Binade: export it again with this version")
     if not infos:
         _refuse("it is empty")
     folded: set[str] = set()
@@ -387,8 +382,6 @@ def _check_rows(segment: Path) -> None:
         schema = pq.read_schema(path)
         found = {column.name: column.type for column in schema}
         for column in TABLES[name]:
-            if column.name in ADDED_LATER and column.name not in found:
-                continue
             if not found.get(column.name, pa.null()).equals(column.type):
                 _refuse(f"{segment.name}/{name}.parquet has no column {column.name} of type {column.type}")
         if len(schema) > len(found) or found.keys() - set(TABLES[name].names):

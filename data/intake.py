@@ -527,8 +527,7 @@ def _run_row(run: RunInfo) -> list[Any]:
         _time(config.get("started")),
         _time(status.finished),
         status.iteration,
-        # Older runs trained only the iterations that they recorded.
-        config.get("train_iters", config.get("control_iter")),
+        config.get("train_iters"),
         status.tensors,
         status.tensors_without_raw,
         status.bytes,

@@ -160,7 +160,6 @@ class RunFile(TypedDict, total=False):
 
     run_id: Text
     started: Text
-    checksums: bool | None
     kind: Text
     command: Text
     job_token: Any  # of the job that made the run
@@ -232,11 +231,8 @@ class RunInfo:
     def segments(self) -> list[str]:
         return segment_names(self.directory)
 
-    def manifest_of(self, segment: str) -> Manifest | None:
-        """The manifest of a segment; None for a run of an earlier version, which has no checksums. Raises as
-        `segment.read_manifest`."""
-        if not self.config.get("checksums"):
-            return None
+    def manifest_of(self, segment: str) -> Manifest:
+        """The manifest of a segment. Raises as `segment.read_manifest`."""
         return read_manifest(self.directory / "segments" / segment, self.config.get("run_id"))
 
     def missing(self, segments: Iterable[str], rows: int) -> str | None:
@@ -244,7 +240,7 @@ class RunInfo:
         before it is counted, so there may be more rows than the status says; but a rank numbers its segments from 1
         on."""
         state, counted, is_import = self.status.state, self.status.tensors, self.config.get("kind") == IMPORT
-        if not self.config.get("checksums") or state == RUNNING or (state == CRASHED and is_import):  # it may drop rows
+        if state == RUNNING or (state == CRASHED and is_import):  # it may drop rows
             return None
         if rows < counted:
             return f"its segments contain {rows} tensors, but status.json says {counted}, so a segment is missing"
@@ -344,7 +340,7 @@ class RunWriter:
             with staged_directory(root / run_id) as part:
                 for name in ("segments", "tensors", *(["ranks"] if ranks > 1 else [])):
                     (part / name).mkdir()
-                started = {"run_id": run_id, "started": now(), "checksums": True}
+                started = {"run_id": run_id, "started": now()}
                 write_run_file(part, started | config)
                 writer = cls(run_id, part, status, ranks=ranks)
                 writer.update()
@@ -642,10 +638,10 @@ def digests(directory: Path) -> dict[str, str]:
 
 def read_losses(directory: Path) -> list[Any]:
     """loss.jsonl as records: iteration (from 0 under the recipe, below 0 in warm-up), loss in nats per token, time as
-    seconds since 1970, the step's duration in seconds and whether tensors were recorded in it (older runs lack these
-    two), data_sha256 (of all data read so far) and, for instrumented runs, weights_sha256 (of a sample of the weights
-    at the start). A line cut short by a crash or damaged ends them. They are not checked: `is_step` says which are
-    valid."""
+    seconds since 1970, the step's duration in seconds and whether tensors were recorded in it (losses of another
+    program lack these two), data_sha256 (of all data read so far) and, for instrumented runs, weights_sha256 (of a
+    sample of the weights at the start). A line cut short by a crash or damaged ends them. They are not checked:
+    `is_step` says which are valid."""
     records = []
     for line in lines_of(directory / "loss.jsonl"):
         try:

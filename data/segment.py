@@ -248,14 +248,6 @@ _SCORE = (  # fields of a Score
     ("loss_first_by_sequence", _BY_SEQUENCE),
     ("loss_second_by_sequence", _BY_SEQUENCE),
 )
-# Columns that the segments of an earlier version lack: null there.
-ADDED_LATER = frozenset(
-    (
-        *(name for name, *_ in (*_SHARD, *_ORIGIN, *_SCORE, *_ROUNDED_WITH)),
-        *("recomputed", "result_sqnr_db", "sha256", "tokens_left_out"),
-        *("flushed_error_share", "saturated_error_share"),
-    )
-)
 
 TENSOR_SCHEMA = pa.schema(
     [("tensor_id", _TEXT), ("run_id", _TEXT)]
@@ -296,10 +288,9 @@ TRACE_SCHEMA = pa.schema(
         ("at_bin_edge", _REAL),
     ]
 )
-# The files of a segment, and the tables of the index. Segments of an earlier version lack the last ones.
+# The files of a segment, and the tables of the index.
 TABLES = {"tensor": TENSOR_SCHEMA, "sketch": SKETCH_SCHEMA, "score": SCORE_SCHEMA, "block": BLOCK_SCHEMA}
 TABLES |= {"trace": TRACE_SCHEMA}
-OPTIONAL = ("block", "trace")
 # Rows of a row group: a sketch that is read alone costs one or two groups, see data/sketches.py.
 GROUP_ROWS = {name: 1 << 14 if name == "sketch" else 1 << 20 for name in TABLES}
 MANIFEST = "manifest.json"
@@ -429,18 +420,16 @@ def _leaves(schema: pa.Schema) -> Iterator[str]:
 
 
 def table_files(directory: Path) -> dict[str, Path]:
-    """The files of a segment by table; one of an earlier version lacks those of OPTIONAL. Otherwise their existence is
-    not checked."""
-    files = {name: directory / f"{name}.parquet" for name in TABLES}
-    return {name: file for name, file in files.items() if name not in OPTIONAL or file.exists()}
+    """The files of a segment by table. Their existence is not checked."""
+    return {name: directory / f"{name}.parquet" for name in TABLES}
 
 
 def read_tables(
     segment: Path, written: Manifest | None = None, names: Collection[str] = tuple(TABLES)
 ) -> dict[str, pa.Table]:
-    """A segment's TABLES, or "tensor" and some others, null in the columns that one of an earlier version lacks. In all
-    but "tensor", `row` replaces tensor_id: the tensor's row there. Files are checked against the manifest, if one is
-    given. Raises OSError, and pa.ArrowException or ValueError for a damaged segment."""
+    """A segment's TABLES, or "tensor" and some others. In all but "tensor", `row` replaces tensor_id: the tensor's row
+    there. Files are checked against the manifest, if one is given. Raises OSError, and pa.ArrowException or ValueError
+    for a damaged segment."""
     tables: dict[str, pa.Table] = {}
     known = pa.array([], _TEXT)
     for name in written.files if written else ():
@@ -462,7 +451,7 @@ def read_tables(
         except KeyError:  # of read_dictionary
             raise ValueError(f"{file.name} has no column 'tensor_id'") from None
         schema = TABLES[name]
-        if missing := set(schema.names) - ADDED_LATER - set(table.column_names):
+        if missing := set(schema.names) - set(table.column_names):
             raise ValueError(f"{file.name} has no column {min(missing)!r}")
         if name != "tensor":
             ids = table["tensor_id"].cast(pa.dictionary(_INT, _TEXT)).unify_dictionaries().combine_chunks()
@@ -471,18 +460,10 @@ def read_tables(
                 raise ValueError(f"{file.name} has rows of tensors that are not in tensor.parquet")
             schema = pa.schema([("row", _INT), *list(schema)[1:]])
             table = table.set_column(table.column_names.index("tensor_id"), "row", rows)
-        tables[name] = _with_columns_of(schema, table)
+        tables[name] = table.select(schema.names).cast(schema)
         if name == "tensor":
             known = tables[name]["tensor_id"].combine_chunks()
     return tables
-
-
-def _with_columns_of(schema: pa.Schema, table: pa.Table) -> pa.Table:
-    """The columns of a schema, null in those that the table lacks."""
-    for column in schema:
-        if column.name not in table.column_names:
-            table = table.append_column(column, pa.nulls(len(table), column.type))
-    return table.select(schema.names).cast(schema)
 
 
 def tensor_record(row: TensorRow | LoggedRow) -> dict[str, Any]:
@@ -594,8 +575,7 @@ def drop_rows(directory: Path, name: str, tensor_ids: set[str], files: bytes) ->
     After a crash between the two renames neither version exists, so rows and their files are lost together. If it
     raises OSError, or SegmentError for a segment that is damaged, the old version stays."""
     segment = directory / name
-    if (segment / MANIFEST).exists():
-        read_manifest(segment, None).check(segment)
+    read_manifest(segment, None).check(segment)
     tables = {}
     for stem, file in table_files(segment).items():
         table = pq.read_table(file, partitioning=None)

@@ -16,7 +16,7 @@ from binade.data.cache import Done
 from binade.data.effects import check_effects
 from binade.data.remote import fetched
 from binade.data.runs import RUNNING, RunError, RunInfo, check_losses, check_root, read_run, run_directories
-from binade.data.segment import TABLES, read_tables, table_files
+from binade.data.segment import read_tables
 from binade.data.store import sha256
 from binade.data.text import describe
 from binade.data.twin import check_twins
@@ -27,13 +27,11 @@ UNREADABLE = (OSError, ValueError, TypeError, pa.ArrowException)
 @dataclass
 class Verified:
     """The number of runs and files read; damaged: a line for each file that differs from what was written or imported;
-    unchecked: the runs of earlier versions, which have no checksums; gone: the number of imported files that are no
-    longer there, whose statistics are kept."""
+    gone: the number of imported files that are no longer there, whose statistics are kept."""
 
     runs: int = 0
     files: int = 0
     damaged: list[str] = field(default_factory=list)
-    unchecked: list[str] = field(default_factory=list)
     gone: int = 0
 
 
@@ -70,8 +68,6 @@ def verify(
     count, total = 0, sum(len(segments) for _, segments in runs)
     for run, names in runs:
         found.runs += 1
-        if not run.config.get("checksums"):
-            found.unchecked.append(run.run_id)
         before, rows = len(found.damaged), dict[str, int]()
         while new := [name for name in names if name not in rows]:
             for name in new:
@@ -97,9 +93,9 @@ def _check_segment(run: RunInfo, name: str, found: Verified, refuse: Callable[[P
     segment = run.directory / "segments" / name
     try:
         written = run.manifest_of(name)
-        damaged = {} if written is None else written.differences(segment)
+        damaged = written.differences(segment)
         if "tensor.parquet" not in damaged:
-            rows = read_tables(segment, names=("tensor",) if written else tuple(TABLES))["tensor"]
+            rows = read_tables(segment, names=("tensor",))["tensor"]
         if damaged and run.manifest_of(name) != written:  # an import has replaced it meanwhile
             return _check_segment(run, name, found, refuse)
     except UNREADABLE as error:
@@ -108,7 +104,7 @@ def _check_segment(run: RunInfo, name: str, found: Verified, refuse: Callable[[P
         return 0
     for file, reason in damaged.items():
         refuse(segment / file, reason)
-    found.files += len(written.files) if written else len(table_files(segment))
+    found.files += len(written.files)
     if "tensor.parquet" in damaged:
         return 0
     tensors = zip(rows["path"].to_pylist(), rows["sha256"].to_pylist(), strict=True)
@@ -129,7 +125,7 @@ def _check_tensor(file: Path, digest: str | None, found: Verified, refuse: Calla
 
 
 def _check_imported(file: Path, digest: str | None, found: Verified, refuse: Callable[[str], None]) -> None:
-    """digest: when it was imported; None for an import of an earlier version."""
+    """digest: when it was imported, None where it is not known."""
     try:
         if not file.is_file():
             found.gone += 1

@@ -23,8 +23,6 @@ def _verify(root: str | None, runs: tuple[str, ...]) -> int:
         found = verify(
             readable_root(root), runs, lambda line: shown.print(f"damaged: {one_line(line)}"), done=shown.progress
         )
-    for run_id in found.unchecked:
-        print_text(f"{one_line(run_id)} has no checksums: it was recorded by an earlier version")
     if found.gone:
         print_text(f"{counted(found.gone, 'imported file')} no longer there: only statistics are kept")
     count = len(found.damaged)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from binade.data.runs import DONE, RunWriter
-from binade.data.segment import MANIFEST, Identity, Score, TensorRow, write_segment
+from binade.data.segment import MANIFEST, Identity, Score, TensorRow, table_files, write_segment
 from binade.data.store import save, sha256
 from binade.quant.metrics import score
 from binade.quant.summary import summarize
@@ -112,13 +112,14 @@ def assorted(seed: int, **words: Any) -> list[tuple[Tensor, dict]]:
     ]
 
 
-def without_checksums(run: Path) -> None:
-    """Make a run one of an earlier version: whatever is changed in its segments is not noticed as such."""
-    config = json.loads((run / "run.json").read_text())
-    del config["checksums"], config["crc32"]
-    (run / "run.json").write_text(json.dumps(config))
+def reseal(run: Path) -> None:
+    """Write the checksums of what is now in a run's segments, as someone would who changes them on purpose."""
     for file in run.glob(f"segments/*/{MANIFEST}"):
-        file.unlink()
+        sums = {
+            path.name: {"bytes": path.stat().st_size, "sha256": sha256(path)}
+            for path in table_files(file.parent).values()
+        }
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"files": sums}))
 
 
 def with_column(content: bytes, column: str, value: str | int) -> bytes:

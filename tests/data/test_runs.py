@@ -38,7 +38,7 @@ from binade.data.segment import ERROR_COLUMNS, SCORE_SCHEMA, SKETCH_SCHEMA, TENS
 from binade.quant.metrics import Errors
 from binade.quant.summary import summarize
 from tests.collector.forked import forked, kill_at
-from tests.data.builder import CONFIG, assorted, make_run, row, with_column, without_checksums
+from tests.data.builder import CONFIG, assorted, make_run, reseal, row, with_column
 
 pytestmark = pytest.mark.slow
 
@@ -310,9 +310,9 @@ def test_what_is_no_loss_is_left_out_and_named(tmp_path, line):
 
 def test_an_axis_that_the_shape_has_not_is_refused(tmp_path):
     good, bad = (make_run(tmp_path, assorted(seed), label="made") for seed in (1, 2))
-    without_checksums(bad.directory)
     (path,) = bad.directory.glob("segments/*/tensor.parquet")
     path.write_bytes(with_column(path.read_bytes(), "contracted_axis", 9))
+    reseal(bad.directory)
     with Catalog.open(tmp_path) as catalog:
         assert set(catalog.tensors()["run_id"]) == {good.run_id}
         (reason,) = catalog.refused
