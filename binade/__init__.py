@@ -16,7 +16,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from binade.collector import Merge, Recorder, Watch, coverage, instrument, instrument_provider, measure, schedule
+    from binade.collector import Merge, Recorder, Watch, coverage, instrument, instrument_provider, measure
     from binade.collector import TrainerCallback as TrainerCallback  # not in __all__: it needs transformers
     from binade.data.catalog import Catalog
     from binade.data.export import Sink
@@ -38,7 +38,6 @@ _HOME = {
     "instrument": "collector",
     "instrument_provider": "collector",
     "measure": "collector",
-    "schedule": "collector",
     "Catalog": "data.catalog",
     "Filter": "data.filter",
     "Sink": "data.export",
@@ -59,7 +58,6 @@ __all__ = [
     "instrument_provider",
     "measure",
     "quantize",
-    "schedule",
 ]
 
 

@@ -18,7 +18,6 @@ _HOME = {
     "instrument": "capture.instrument",
     "instrument_provider": "capture.provider",
     "measure": "capture.effects_run",
-    "schedule": "capture.schedule",
 }
 
 __all__ = [name for name in _HOME if name != "TrainerCallback"]  # which needs transformers

@@ -26,7 +26,6 @@ class EventKind(StrEnum):
     WARNING = "warning"  # a condition held that only warns
     CAPTURE = "capture"  # steps are recorded in full because of it
     NON_FINITE = "non-finite"  # an operation produced the first NaN or Inf
-    SCHEDULE = "schedule"  # what is quantized has changed
     WEIGHTS = "weights"  # weights that oscillated were set to their rounded values
 
 

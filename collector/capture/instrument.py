@@ -35,7 +35,6 @@ from binade.collector.capture.observer import Hook
 from binade.collector.capture.optimizer_state import rounding_state
 from binade.collector.capture.provenance import tracing
 from binade.collector.capture.recorder import Recorder
-from binade.collector.capture.schedule import Pending, Switch
 from binade.collector.capture.step import others, parameter_sites, recording
 from binade.collector.capture.survey import Found, around_forward, find, without_compiling
 from binade.collector.capture.twin import Twins
@@ -68,7 +67,6 @@ def instrument(
     seed: int = 0,
     iterations: int | None = None,
     scales_of: str | Path | None = None,
-    schedule: Sequence[Switch] = (),
 ) -> Iterator[None]:
     """Within this context the model's GEMMs run under the recipe, and the recorder records their tensors.
 
@@ -90,7 +88,6 @@ def instrument(
         seed: Seeds stochastic rounding and random signs. They are drawn for each iteration, micro-batch, rank, layer
             and GEMM; a recomputed forward pass draws the same again.
         iterations: The number of training iterations, if the recipe's schedule depends on it.
-        schedule: Changes to bf16 during the run, see `binade.schedule`.
         scales_of: The directory of a run whose delayed scales, and sums of de-oscillation, are continued. A run writes
             its own when the context ends.
 
@@ -119,11 +116,11 @@ def instrument(
     sites = [layer.site for layer in layers]
     recordable = [*sites, *(layer.site for each in named for _, layer in each)]
     recorded = _chosen(capture, recordable) if capture else frozenset(recordable)
-    _check(recipe, requested, layers, schedule, recorder.triggers if recorder else ())
+    _check(recipe, requested, layers)
     counter = recorder or Recorder(enabled=False)  # which counts passes, but has no run
     delayed = any(part.formats.delayed for part in recipe.every_part())
     scales = DelayedScales(scales_of if delayed else None, counter.ranks.rank)
-    stages = _stages(recipe, iterations, layers, unquantized(recipe, skip, sites), schedule)
+    stages = _stages(recipe, iterations, layers, unquantized(recipe, skip, sites))
     _check_kernels(models, stages)
     _check_dtypes(stages, recorded if recorder else ())
     hooks = [
@@ -137,7 +134,6 @@ def instrument(
             seed,
             counter.ranks.rank,
             scales.of(layer.site, product, (part.formats for _, part in of_product)),
-            changes=any(layer.site in switch.sites(sites) for switch in schedule),
         )
         for layer, product, of_product in stages
     ]
@@ -152,9 +148,6 @@ def instrument(
         )
         for each, found, besides in zip(models, surveys, named, strict=True)
     ]
-    pending = Pending(
-        {switch: [hook for hook in hooks if hook.layer.site in switch.sites(sites)] for switch in schedule}
-    )
     if recorder:
         recorder.describe(**_facts(models, recipe, recorder, skip, backend))
         recorder.compile(_linear_formats(stages), next(models[0].parameters(), torch.empty(0)).device)
@@ -164,17 +157,13 @@ def instrument(
         if recipe.deoscillation:
             undo.enter_context(deoscillating(recipe.deoscillation, hooks, scales_of, counter))
         undo.enter_context(_attached(instrumented, hooks, recorder, fixed=quantizes or recipe.state is not None))
-        undo.enter_context(pending.following(counter))
         if recorder:
             undo.enter_context(_serving(recorder, instrumented, hooks, scales, seed))
         yield
 
 
-def _check(
-    recipe: Recipe, requested: str, layers: Sequence[Layer], schedule: Sequence[Switch], triggers: Sequence[str]
-) -> None:
-    """Raises InstrumentError for communication, for modules that the model lacks, and for a schedule that waits for an
-    unknown trigger."""
+def _check(recipe: Recipe, requested: str, layers: Sequence[Layer]) -> None:
+    """Raises InstrumentError for communication, and for modules that the model lacks."""
     if recipe.communication:
         raise InstrumentError(
             "[communication] rounds what ranks of `binade run` exchange: choose the recipe without it, as in "
@@ -184,31 +173,19 @@ def _check(
         recipe.check_modules(layer.site for layer in layers if Product.LINEAR in layer.products)
     except RecipeError as error:
         raise InstrumentError(str(error)) from None
-    if unknown := [switch.when for switch in schedule if switch.when is not None and switch.when not in triggers]:
-        raise InstrumentError(f"schedule waits for the trigger {unknown[0]!r}, which the Recorder does not have")
 
 
 Stages = list[tuple[Layer, Product, Sequence[tuple[int, Part]]]]
 
 
-def _stages(
-    recipe: Recipe,
-    iterations: int | None,
-    layers: Sequence[Layer],
-    skipped: Collection[Site],
-    schedule: Sequence[Switch],
-) -> Stages:
+def _stages(recipe: Recipe, iterations: int | None, layers: Sequence[Layer], skipped: Collection[Site]) -> Stages:
     """The products of the layers, and the parts of the recipe that each has, by the iteration from which they hold."""
-    sites = [layer.site for layer in layers]
     found: Stages = []
     for layer in layers:
         for product in layer.products:
             stages = [(0, Part())]
             if layer.site not in skipped:
                 stages = [(at, stage.part_of(product, layer.site)) for at, stage in recipe.stages(iterations)]
-            for switch in schedule:
-                if switch.at is not None and layer.site in switch.sites(sites):
-                    stages = switch.applied(stages, switch.at)
             found.append((layer, product, stages))
     return found
 

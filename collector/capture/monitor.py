@@ -1,18 +1,16 @@
 """Follows the measurements of a Recorder on the writer's thread: it keeps the last steps in a ring, evaluates triggers,
-and writes events and sends alerts. The training loop reads only `requested` and `fired`, and never waits.
+and writes events. The training loop reads only `requested`, and never waits.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-import warnings
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from binade.collector.capture.options import Alert
 from binade.collector.capture.triggers import LAST_BIN, LOSS, NAN, ZERO_RESULT, Triggers
 from binade.collector.capture.watching import WatchOptions
 from binade.collector.models.site import Site
@@ -22,7 +20,6 @@ from binade.data.events import Event, EventKind, append_event
 from binade.data.runs import RunWriter, now
 from binade.data.segment import ERROR_COLUMNS, MOMENTS, TensorRow
 from binade.data.tensor_kinds import OPERANDS, PRODUCT_KINDS, Operation, Other, Product
-from binade.data.text import describe
 
 LOG = logging.getLogger("binade")
 ROW_BYTES = 2048  # approximate size of a row of the ring
@@ -32,13 +29,11 @@ class Monitor:
     """The ring, triggers and events of one rank of a run.
 
     requested   how many captures have been requested
-    fired       the triggers that have fired so far
     """
 
-    def __init__(self, options: WatchOptions, writer: RunWriter, alerts: Sequence[Alert] = ()) -> None:
+    def __init__(self, options: WatchOptions, writer: RunWriter) -> None:
         self.requested = 0
-        self.fired: tuple[str, ...] = ()
-        self._options, self._writer, self._alerts = options, writer, list(alerts)
+        self._options, self._writer = options, writer
         self._triggers = Triggers(options.triggers, options.cooldown)
         self._warnings = Triggers(options.warnings, cooldown=None)
         # One step more than requested: the step whose loss fires a trigger may already be in the ring.
@@ -105,7 +100,6 @@ class Monitor:
             ring = f"; before it, iterations {before[0]} to {before[-1]} are kept" if before else ""
             self.announce(EventKind.TRIGGER, iteration, fired.reason + left + ring, fired.trigger.text, fired.place)
             self._fired, self._trigger = iteration, fired.trigger.text
-            self.fired = (*self.fired, fired.trigger.text)
             self._reason = f"{fired.trigger.text} in iteration {iteration}: {fired.reason}"
         if found and not full and self._options.capture_steps:
             self.requested += 1
@@ -145,16 +139,10 @@ class Monitor:
         until: int | None = None,
         **more: Any,
     ) -> None:
-        """Write an event of this rank and pass it to the alerts. One that fails is not called again, with a warning."""
+        """Write an event of this rank, and log it as a warning."""
         event = Event(kind, iteration, text, now(), self._writer.rank, trigger, place, until, **more)
         append_event(self._writer.directory, event)
         LOG.warning("%s", event)
-        for alert in list(self._alerts):
-            try:
-                alert(event)
-            except Exception as error:
-                self._alerts.remove(alert)
-                warnings.warn(f"an alert failed and is not called again: {describe(error)}", stacklevel=2)
 
 
 def _site(row: TensorRow) -> Site:

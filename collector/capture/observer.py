@@ -95,11 +95,10 @@ class Observing:
 class Hook:
     """Begins the calls of one product of one layer.
 
-    stages      the parts that the recipe gives the product; a Switch may replace them
+    stages      the parts that the recipe gives the product
     observing   None if the product is not recorded
     seed        of the run
     histories   of the operands with delayed scaling, see `quant.gemm.Rounding`
-    changes     whether `stages` may change in the run
     """
 
     policy: Policy
@@ -111,11 +110,10 @@ class Hook:
     seed: int = 0
     rank: int = 0
     histories: MutableMapping[str, ScaleHistory] = field(default_factory=dict)
-    changes: bool = False
 
     def __post_init__(self) -> None:
         first = self.stages[0][1].formats
-        self.varies = self.changes or len(self.stages) > 1 or first.varies
+        self.varies = len(self.stages) > 1 or first.varies
         self.passed: deque[Moment] = deque(maxlen=IN_FLIGHT)
         self._fixed = Call(self.rounding(first))
 

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from binade.collector.capture.watching import WatchOptions
 from binade.collector.errors import ConfigError
 from binade.collector.ranks import Ranks
 from binade.collector.settings import MergeRanks
-from binade.data.events import Event
 from binade.data.export import Sink
 
 ENABLED_VARIABLE = "TENSOR_SAVE_ENABLED"
 SWITCH = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
-Alert = Callable[[Event], None]
 
 
 @dataclass(frozen=True)
@@ -32,22 +30,16 @@ class Watch(WatchOptions):
     find_nan        whether to find the operation that produces the first NaN or Inf, in every step
     cooldown        for how many steps a trigger that has fired does not fire again
     capture_bytes   the disk space limit for captures
-    alert           functions to call with each data.events.Event, on the writer's thread
     sink            where else to send the rows once they are on the disk: TensorBoard, Weights & Biases or a file, see
                     `Sink`. If it fails, Binade warns once and continues to record
     """
 
-    alert: Alert | Sequence[Alert] = ()
     sink: Sink | None = None
 
     def __post_init__(self) -> None:
         for name in ("trigger", "warn"):
             object.__setattr__(self, name, words(name, getattr(self, name)))
         self.check()
-
-    @property
-    def alerts(self) -> tuple[Alert, ...]:
-        return tuple(self.alert) if isinstance(self.alert, Sequence) else (self.alert,)
 
 
 @dataclass(frozen=True)

@@ -414,16 +414,6 @@ class Recorder:
             self.later(partial(append_twin, self.writer.directory, twin))
         return twin
 
-    @property
-    def triggers(self) -> tuple[str, ...]:
-        """The trigger conditions, as text."""
-        return tuple(trigger.text for trigger in self.watch.triggers)
-
-    @property
-    def fired(self) -> tuple[str, ...]:
-        """The triggers known to have fired in this run."""
-        return self.session.monitor.fired if self.entered else ()
-
     @contextmanager
     def valid(self, mask: Tensor, *, batch_axis: int = 0) -> Iterator[None]:
         """Within this context, in which a micro-batch's forward pass runs, only the tokens of the mask are valid. The
@@ -486,11 +476,6 @@ class Recorder:
         """Warn if changes in the loss were to be predicted."""
         if self.observing.predicts:
             warnings.warn(f"changes in the loss are predicted to first order only: {reason}", stacklevel=3)
-
-    def changed(self, text: str, trigger: str | None) -> None:
-        """Write an event: what is quantized has changed with this iteration."""
-        if self.entered:
-            self.later(partial(self.session.monitor.announce, EventKind.SCHEDULE, self.clock.iteration, text, trigger))
 
     def snapped(self, number: Later[int], total: int) -> None:
         """Write an event: so many elements of the weights were set to their rounded value."""

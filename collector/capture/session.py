@@ -95,7 +95,7 @@ class Session:
         if continued:
             self.writer.continue_after(continued.segments)
             self.writer.update(**counts)
-        self.monitor = Monitor(watch, self.writer, watch.alerts)
+        self.monitor = Monitor(watch, self.writer)
         watches = bool(watch.every) and watch.stats == Stats.BASIC
         merges = MergeRanks(merge.when).applies(ranks.size)
         self._reduction = Reduction.of(ranks, watches, merges, ranks.rank in merge.unmerged)

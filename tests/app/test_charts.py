@@ -185,13 +185,13 @@ def test_a_format_has_its_colour_wherever_it_is_named(groups):
 
 def test_events_are_rules_at_their_iterations(tmp_path):
     (tmp_path / "ranks").mkdir()
-    for iteration, kind in ((2, EventKind.SCHEDULE), (1, EventKind.TRIGGER), (1, EventKind.CAPTURE)):
+    for iteration, kind in ((2, EventKind.NON_FINITE), (1, EventKind.TRIGGER), (1, EventKind.CAPTURE)):
         append_event(tmp_path, Event(kind, iteration, "dgrad is left", "t"))
     events = event_marks.events_of({"mxfp8": tmp_path, "none": tmp_path / "missing"})
     made = spec(event_marks.marked(loss_chart.losses(losses(["mxfp8", "none"])), events))
     (drawn,) = [values for values in made["datasets"].values() if "kind" in values[0]]
     assert [(row["iteration"], row["kind"], row["group"]) for row in drawn] == [
-        (1, "trigger", "mxfp8"), (2, "schedule", "mxfp8"),
+        (1, "trigger", "mxfp8"), (2, "non-finite", "mxfp8"),
     ]  # fmt: skip
     first, lines, *_ = made["layer"]
     assert first["layer"][0]["mark"]["type"] == "rule" and lines["layer"][0]["mark"]["type"] == "line"

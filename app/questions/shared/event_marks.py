@@ -1,4 +1,4 @@
-"""Events of runs as rules in charts over iterations: what is quantized has changed, a trigger has fired."""
+"""Events of runs as rules in charts over iterations, such as a trigger that has fired."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from binade.data.catalog import Catalog
 from binade.data.events import EventKind, read_events
 from binade.data.filter import Filter
 
-MARKED = (EventKind.SCHEDULE, EventKind.TRIGGER, EventKind.WARNING, EventKind.NON_FINITE)
+MARKED = (EventKind.TRIGGER, EventKind.WARNING, EventKind.NON_FINITE)
 MOST = 50  # rules of a chart
 C = TypeVar("C", bound=Chart)
 
