@@ -97,9 +97,9 @@ def _groups(bad: pd.DataFrame, rows: list[Row], across: str) -> list[Group]:
     several = {name for name in names.values() if [*names.values()].count(name) > 1}
     places: dict[tuple[str, tuple[int, ...]], list[pd.Series]] = {}  # the worst cell of each GEMM
     for key, own in bad.groupby("row", sort=False):
-        for numbers in _neighbors(sorted(own[across])):
-            worst = own[own[across].isin(numbers)].iloc[0]
-            places.setdefault((names[str(key)], tuple(numbers)), []).append(worst)
+        for run in _neighbors(sorted(own[across])):
+            worst = own[own[across].isin(run)].iloc[0]
+            places.setdefault((names[str(key)], tuple(run)), []).append(worst)
     groups = []
     for (name, numbers), cells in places.items():
         gemms = f" ({evidence.listed([str(cell['gemm']) for cell in cells])})" if name in several else ""
