@@ -107,9 +107,10 @@ def _parts(name: str, view: View) -> None:
     """The rooms of a page, side by side."""
     parts = [part for part in PAGES[name].parts.values() if not (part.writes and read_only())]
     titles = {part.room_name: part.room_title for part in parts}
-    if len(titles) < 2 or (name == "map" and view.part == PAGES[name].first):  # the map links to its other part itself
+    room = next((part.room_name for part in parts if part.name == view.part), None)
+    if len(titles) < 2 or (name == "map" and room == PAGES[name].first):  # the map links to its other room itself
         return
-    st.session_state["page_part"] = next((part.room_name for part in parts if part.name == view.part), None)
+    st.session_state["page_part"] = room
     st.segmented_control(
         "Part of the page", list(titles), key="page_part", required=True, format_func=lambda part: titles[part],
         on_change=_open_part, args=(name, view), label_visibility="collapsed",

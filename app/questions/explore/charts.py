@@ -21,7 +21,7 @@ from binade.data.text import number_text
 from binade.quant.specs import Spec
 
 OF = {RAW: "value", SIGMA: "value / σ of its tensor", SCALE: "value / scale of its block"}
-WIDE, HIGH = 800, 130  # pixels of all columns of panels together, and of a panel
+WIDE, HIGH = 720, 120  # pixels of all columns of panels together, and of a panel
 STRIP = 28  # pixels of a format
 
 

@@ -23,7 +23,7 @@ from binade.app.view import Reading, View
 from binade.data.catalog import Catalog
 
 TABLE = 655  # pixels
-WIDTHS = {"by": 205, "law": 195, "rows": 140, "columns": 160}  # pixels of a list with its label
+WIDTHS = {"by": 245, "law": 205, "rows": 190, "columns": 215}  # pixels of a list with its label
 PLACE = ("layer_index", "module", "operation", "phase", "tensor_name")  # what a tensor shares with that of another run
 
 

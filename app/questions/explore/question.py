@@ -283,12 +283,15 @@ def _panels(board: Board, values: dict[str, Any]) -> Drawn:
             continue
         if kind == "qq":
             frame = frame[frame["sample"].abs() <= points.limit]
+        else:
+            frame = frame[frame["high"] > compute.lower_end(parts)[0]]
         frame = frame.rename(columns={"group": "panel"}).merge(names, on="panel").drop(columns="panel")
         frame = frame.rename(columns={"color": "group"})
         titles = (f"{against} quantile", "quantile, standardized")
         chart = charts.panels(frame, by, kind, values["values"], title, titles, looks)
-        rows = names["rows"].nunique()
-        height = 130 + rows * (charts.HIGH + 34)
+        groups = style.groups_of(frame)
+        legend = 22 * -(-len(groups) // style.columns(groups)) if len(groups) > 1 else 0
+        height = 130 + legend + names["rows"].nunique() * (charts.HIGH + 22)
         figures.append(Figure(f"{kind}_panels", chart, frame, caption, height=height))
     return Drawn((table(opened, ranked, where, board.format), *figures), problems=tuple(problems))
 
