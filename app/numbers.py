@@ -64,18 +64,19 @@ AXES = {
 }
 
 
-def label(spec: Any) -> None:
+def label(spec: Any, layered: bool = False) -> None:
     """Write the numbers of a specification in one way. Labels, texts and formats that the chart defines stay, unless
-    the format is one that writes large or small numbers in another way."""
+    the format is one that writes large or small numbers in another way. layered: it is a layer, whose axes are those of
+    its chart."""
     if isinstance(spec, list):
         for each in spec:
-            label(each)
+            label(each, layered)
     elif isinstance(spec, dict):
-        for channel in ("x", "y"):
+        for channel in ("x", "y") if not layered else ():
             _label_axis(spec, channel)
         _label_marks(spec, spec.get("encoding", {}))
         for part in (*_PARTS, "spec"):
-            label(spec.get(part, []))
+            label(spec.get(part, []), layered=part == "layer")
 
 
 def encodings(spec: dict[str, Any], channel: str) -> Iterator[dict[str, Any]]:

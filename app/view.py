@@ -162,8 +162,9 @@ class View(Record):
             if given and len(param.read(texts)[1]) == len(texts):
                 gone.append(name)
         scope = None
-        if question and question.keeps and not gone:
-            within = scoped(catalog, where, question.keeps(values), scored=True)
+        keeps = question.keeps(values) if question and question.keeps and not gone else None
+        if keeps is not None:
+            within = scoped(catalog, where, keeps, scored=True)
             scope = Scope.of(catalog, where, within, values["format"])
         return Reading(part, where, values, (*absent, *unknown), tuple(gone), scope)
 

@@ -60,7 +60,8 @@ class Question:
     note         shown above the answer
     layout       the module whose `show(catalog, view, reading)` shows it, if it is not laid out like the others
     keeps        the fields whose values the answer keeps apart, from the parameters' values; runs and iterations are
-                 then chosen for it, see `scope.scoped`. None: the answer chooses them itself, or is of all
+                 then chosen for it, see `scope.scoped`. None, or if it returns None: the answer chooses them itself,
+                 or is of all
     report       what it adds to a report's sections; None: a section of its own, drawn with the default parameters
     """
 
@@ -92,7 +93,7 @@ class Question:
     as_used: bool = False
     note: str = ""
     layout: str = ""
-    keeps: Callable[[Mapping[str, Any]], Collection[str]] | None = None
+    keeps: Callable[[Mapping[str, Any]], Collection[str] | None] | None = None
     report: Callable[[ReportSelection], Iterable[Section]] | None = None
 
     @property

@@ -133,6 +133,7 @@ BLOCK_HISTORY = Question(
     help="SQNR, scales and crest factors of blocks, over iterations and layers",
     page="map",
     room="map",
+    keeps=lambda values: ("iteration",),
     of=Of.BOARD,
     view="blocks",
     controls=(QUANTITY,),

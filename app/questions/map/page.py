@@ -69,9 +69,10 @@ def _show(opened: Catalog, view: View, reading: Reading) -> None:
         st.rerun()
     view = now
     values = {name: reading.values[name] for name in MAP.uses}
-    key = (reading.where, repr(sorted(values.items(), key=str)), opened.versions(reading.where.run_id))
-    pool = pool_of(opened, MAP, reading.where, values)
-    found = opened.kept(("map", key), lambda: map_of(opened, reading.where, values), pool)
+    where = reading.scope.where if reading.scope else reading.where
+    key = (where, repr(sorted(values.items(), key=str)), opened.versions(where.run_id))
+    pool = pool_of(opened, MAP, where, values)
+    found = opened.kept(("map", key), lambda: map_of(opened, where, values), pool)
     if isinstance(found, str):
         st.info(plain(found), icon=":material/block:")
         layout.explain_absence(opened, view, reading)
@@ -83,7 +84,7 @@ def _show(opened: Catalog, view: View, reading: Reading) -> None:
     shown = None
     if cell is not None:
         at = ("map panel", str(cell["tensor_id"]), str(cell["row"]), int(cell[found.across]), fmt, key)
-        pool = pool_of(opened, MAP, reading.where, reading.values | {"tensor": str(cell["tensor_id"])})
+        pool = pool_of(opened, MAP, where, reading.values | {"tensor": str(cell["tensor_id"])})
         shown = opened.kept(at, lambda: panel(opened, found, cell, fmt), pool)
     data = opened.kept(("map data", key, opened.progress), lambda: _data(opened, found))
     data = data | {"selected": None if cell is None else _name(cell, found.across), "panel": shown}
@@ -100,9 +101,9 @@ def _show(opened: Catalog, view: View, reading: Reading) -> None:
     if result.explore:
         address.go(view.at("explore", format=reading.values["format"], delta=BEYOND))
     if cell is not None and result.compare:
-        where = {name: [cell[name]] for name in (LAYER,) if name in cell}
+        place = {name: [cell[name]] for name in (LAYER,) if name in cell}
         names = {"module": opened.rows_of([cell["tensor_id"]])["module"].tolist(), "tensor_name": [cell["tensor"]]}
-        address.go(view.at("explore", by="run_id").changed(**where, **names, run_id=None))
+        address.go(view.at("explore", by="run_id").changed(**place, **names, run_id=None))
     if result.pin or st.session_state.pop("pin_first", False):
         draft.pin_chart("map", found.title)
         st.rerun()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -376,6 +376,13 @@ def _controls(selection: Selection, values: dict[str, Any]) -> Iterator[Control]
         yield replace(EXPERTS, options=("none", *routed), titles=titles)
 
 
+def _keeps(values: Mapping[str, Any]) -> Collection[str] | None:
+    """A predicted loss change is that of a run that rounds nothing, which the map finds itself."""
+    if values["metric"] == LOSS_CHANGE:
+        return None
+    return (ITERATION,) if values["across"] == ITERATION else ()
+
+
 MAP = Question(
     text="What does a format break?",
     title="Map",
@@ -387,6 +394,7 @@ MAP = Question(
     controls=(ACROSS, EXPERTS),
     narrow=_controls,
     as_used=True,
+    keeps=_keeps,
     scoped=("metric", "format", "versus"),
     selects={"cell": lambda opened: AnyText()},
     rounds=_rounds,

@@ -131,6 +131,7 @@ RESULTS = Question(
     help="Errors of results in forward, dgrad and wgrad, compared with those of their operands",
     page="map",
     room="map",
+    keeps=lambda values: (),
     view="gemms",
     draw=draw,
     takes={"result": known_tensor},
