@@ -32,7 +32,7 @@ HEAVY = {
     "a block longer than its axis": ("tensor", {"format": "mxfp4(block=1x3000000)"}),
     "a tall tile": ("map", {"format": "fp8_e4m3(block=3000000x1)"}),
 }
-OTHER = ("map", "compare", "runs")
+OTHER = ("map", "explore", "runs")
 
 
 async def look(user: User, pages: int | None, until: asyncio.Task[float] | None = None) -> list[float]:

@@ -86,7 +86,7 @@ def filter_change(root: Path) -> dict[str, float]:
 
         def explore() -> None:
             catalog.facets(), catalog.facets(where), catalog.totals(where)
-            View("compare").filtered(where).draw(catalog)
+            View("explore").filtered(where).draw(catalog)
 
         def atlas() -> None:
             catalog.facets(), catalog.facets(where)

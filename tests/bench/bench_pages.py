@@ -1,6 +1,6 @@
 """How long the app's pages take in a real browser, and what this costs the server and the browser.
 
-    python -m tests.bench.bench_pages [--rounds 5] [--pause 3] [--pages map,compare] ROOT
+    python -m tests.bench.bench_pages [--rounds 5] [--pause 3] [--pages map,explore] ROOT
 
 Each round starts `binade serve` on the root and a browser with nothing in its cache. It opens the Map --pause
 seconds after the app first answers (0 if not given), then each page twice, of which it measures the second. The table
@@ -28,7 +28,7 @@ from tests.bench.bench_users import server
 from tests.browser.chromium import ARGUMENTS, install
 from tests.browser.driver import choose, new_page, settle
 
-PAGES = ("map", "tensor", "compare", "runs?view=recipes", "runs")
+PAGES = ("map", "explore", "tensor", "runs?view=recipes", "runs")
 Times = dict[str, list[tuple[float, float, float]]]
 
 
@@ -74,8 +74,8 @@ def one_round(playwright: Playwright, root: Path, pages: list[str], pause: float
         for name in pages:
             visit(name)
             measure(times, f"{name}, reload", app, lambda name=name: visit(name))
-            if name == "compare":
-                measure(times, "compare, filter", app, lambda: choose(page, "Operation", "forward"))
+            if name == "explore":
+                measure(times, "explore, filter", app, lambda: choose(page, "Operation", "forward"))
         times.setdefault("memory, MB", []).append((app.memory_info().rss / 1e6, 0.0, 0.0))
         times.setdefault("load", []).append((os.getloadavg()[0], 0.0, 0.0))
     browser.close()

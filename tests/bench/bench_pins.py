@@ -28,8 +28,8 @@ from tests.bench.bench_report import make_root
 
 # (page, its parameters, chart); of the pages but the tensor's, with a filter for the tensor's layer and name.
 PINS = (
-    ("compare", {}, "histogram"),
-    ("compare", {}, "qq"),
+    ("explore", {}, "histogram"),
+    ("explore", {}, "qq"),
     ("map", {"format": ["mxfp4"]}, "ranking"),
     ("tensor", {"format": ["mxfp4"], "view": ["why"]}, "codebook"),
     ("tensor", {"format": ["mxfp4"], "view": ["why"]}, "tokens"),

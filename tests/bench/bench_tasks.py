@@ -1,4 +1,4 @@
-"""How many clicks ten tasks of a researcher take in a real browser, and how long.
+"""How many clicks the tasks of a researcher take in a real browser, and how long.
 
     python -m tests.bench.bench_tasks ROOT
 
@@ -92,18 +92,25 @@ class User:
         self.clicks += 1
         settle(self.page)
 
+    def tick(self, row: int) -> None:
+        """A row of the table of Explore."""
+        self.page.get_by_test_id("stDataFrame").first.click(position={"x": 18, "y": 36 + 28 * row + 14})
+        self.clicks += 1
+        self.page.wait_for_function("() => location.search.includes('tensor=')")
+        settle(self.page)
+
     def drawn(self, chart: str) -> None:
         expect(self.page.locator(f"[class*=st-key-chart_{chart}] svg.marks").first).to_be_visible()
 
 
 def worst_operand(user: User) -> None:
     user.pick("Format", FORMAT)
-    user.sees(re.compile(f"^Lowest median SQNR in {FORMAT}: "))
-    user.sees(f"Values over the grid of {FORMAT}")
+    user.sees(re.compile("exceptions · worst first"))
+    user.sees(re.compile(f"{FORMAT} does what it does to normal values"))
 
 
 def two_block_sizes(user: User) -> None:
-    user.button("Open tensor")
+    user.click(user.page.get_by_role("button", name=re.compile("^Open L")).first)
     user.part("What if")
     user.click(user.page.get_by_test_id("stSelectbox").filter(has_text="Block").locator("input"))
     user.type("16")
@@ -112,11 +119,43 @@ def two_block_sizes(user: User) -> None:
         expect(user.page.locator(".st-key-chart_trials_0")).to_contain_text(spec)
 
 
-def qq_by_layer_and_direction(user: User) -> None:
-    user.link("Compare")
-    user.part("Small multiples")
-    user.part("Q–Q, normal")
-    user.drawn("multiples")
+def one_tensor_in_all_formats(user: User) -> None:
+    user.link("Explore")
+    user.tick(0)
+    for chart in ("histogram", "qq", "formats"):
+        user.drawn(chart)
+
+
+def two_directions(user: User) -> None:
+    user.link("Explore")
+    user.pick("Compare by", "Operation")
+    user.drawn("qq")
+    expect(user.page.locator(".st-key-chart_qq")).to_contain_text("backward")
+
+
+def filtered(*fields: tuple[str, int]) -> Callable[[User], None]:
+    """Explore, filtered by the value of this number of each field."""
+
+    def task(user: User) -> None:
+        user.page.goto(user.page.url.split("?")[0].rstrip("/") + "/explore")
+        settle(user.page)
+        for title, nth in fields:
+            listed = user.page.locator(".st-key-chip_values")
+            if not listed.get_by_text(title, exact=True).count():
+                user.button(f"{title} ▾")
+            name = {"Layer": "layer_index", "Quant type": "quant_type"}.get(title, title.lower())
+            user.click(listed.locator(f".st-key-filter_{name} button").nth(nth))
+            assert f"{name}=" in user.page.url, user.page.url
+        user.drawn("histogram")
+
+    return task
+
+
+def in_all_runs(user: User) -> None:
+    user.link("Explore")
+    user.tick(0)
+    user.button("In all runs")
+    assert "by=run_id" in user.page.url
 
 
 def launch_with_baseline(user: User) -> None:
@@ -137,7 +176,7 @@ def pin_share_report(user: User) -> None:
     user.button("Pin")
     user.find("why do they lose precision")
     user.key("p")
-    user.find("how do distributions differ by two")
+    user.find("how are the values distributed")
     user.key("p")
     user.page.reload()
     settle(user.page)
@@ -164,40 +203,32 @@ def brushed_range(user: User) -> None:
     user.sees(re.compile(r"[\d,]+ values, .* of all, in .* channels"))
 
 
-def filter_saved_and_applied(user: User) -> None:
-    user.find("L2 backward")
-    user.button("Filter")
-    user.page.get_by_placeholder("gradients of fc1").fill("second layer, backward")
-    user.keys += 1
-    user.key("Tab")
-    user.button("Save this filter")
-    user.page.goto(user.page.url.split("?")[0])
-    settle(user.page)
-    user.button("Filter")
-    user.button("second layer, backward")
-    assert "layer_index=2" in user.page.url and "operation=backward" in user.page.url, user.page.url
-
-
 def compare_two_runs(user: User) -> None:
-    user.pick("minus", re.compile("bf16"))
-    user.sees(re.compile("minus"))
+    user.pick("Compared with", re.compile("bf16"))
+    user.sees(re.compile("difference to"))
     assert "versus=" in user.page.url
 
 
 def what_to_use(user: User) -> None:
-    user.link("What should I use?")
+    user.button("What should I use?")
     user.sees(re.compile("^Advised: |^No |^Nothing"))
 
 
 TASKS: dict[str, tuple[Callable[[User], None], int]] = {
     "worst operand of a format, and why": (worst_operand, 2),
     "two block sizes of that tensor": (two_block_sizes, 3),
-    "Q–Q by layer and direction": (qq_by_layer_and_direction, 3),
+    "distribution and Q–Q of one tensor, and all formats": (one_tensor_in_all_formats, 2),
+    "distributions forward and backward": (two_directions, 3),
+    "the same tensor in all runs": (in_all_runs, 3),
+    "filter by layer": (filtered(("Layer", 0)), 2),
+    "filter by phase": (filtered(("Phase", 0)), 2),
+    "filter by operation": (filtered(("Operation", 0)), 2),
+    "filter by quant type": (filtered(("Quant type", 0)), 2),
+    "filter by all four": (filtered(("Layer", 0), ("Phase", 0), ("Operation", 0), ("Quant type", 0)), 7),
     "launch two formats with their baseline, open them together": (launch_with_baseline, 4),
     "three pins, reload, share, report": (pin_share_report, 6),
     "which run diverged, and when": (which_run_diverged, 1),
     "a range of magnitudes with counts": (brushed_range, 1),
-    "layer 2 backward, saved and applied again": (filter_saved_and_applied, 4),
     "compare two runs": (compare_two_runs, 3),
     "what should I use?": (what_to_use, 2),
 }

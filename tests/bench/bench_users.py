@@ -39,7 +39,7 @@ from binade.data.runs import RunWriter
 from binade.data.segment import write_tables
 from tests.bench.make_root import EVERY, SCORED, Prototypes, make_root, rows
 
-PAGES = ("map", "tensor", "compare", "runs", "notebook")
+PAGES = ("map", "explore", "tensor", "runs", "notebook")
 WITH_VALUES = 32  # tensors, of VALUES values each
 VALUES = 1 << 18
 SEGMENT, WRITES = 256, 5.0

@@ -138,7 +138,7 @@ def command(root: Path, *arguments: str) -> tuple[int, str, str]:
 
 # Parts of pages that are laid out differently.
 PARTS = (
-    ("map", "map"), ("tensor", "why"), ("compare", "explore"), ("runs", "recipes"), ("runs", "loss"),
+    ("map", "map"), ("tensor", "why"), ("explore", "explore"), ("runs", "recipes"), ("runs", "loss"),
     ("runs", "table"), ("runs", "jobs"), ("runs", "collect"), ("notebook", "sessions"),
 )  # fmt: skip
 
@@ -290,14 +290,14 @@ def odd_segments(attempt: Attempt) -> None:
     damage(path, how, attempt.random)
     damage(tensor, how, attempt.random)
     try:
-        shown = show(root, attempt.choose(["map", "compare", "tensor"]))
+        shown = show(root, attempt.choose(["map", "explore", "tensor"]))
         assert shown.expander, "nothing is said of it"
     finally:
         close_pages([str(root)])
 
 
 def make_session(root: Path) -> None:
-    save(root, new("a session", View("compare", {})))
+    save(root, new("a session", View("explore", {})))
 
 
 @attack("The page *Notebook* opens and reports the damaged file", tries=120)

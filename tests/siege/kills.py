@@ -126,7 +126,7 @@ def killed_writers(attempt: Attempt) -> None:
         root = roots.copy(attempt.root, place / "runs")
         runs = roots.runs_of(root)[:2]
         shown = tuple(RunReference(run.name, fingerprint(run)) for run in runs)
-        session = save(root, new("mine", View("compare", {}), runs=shown)).session
+        session = save(root, new("mine", View("explore", {}), runs=shown)).session
         (place / "session").write_text(session.id)
         finish("bundle", "export", session.id, "--output", str(place / "b.zip"), "--tensor-save-dir", str(root))
 

@@ -29,8 +29,8 @@ from tests.conftest import collect_recipes
 from tests.siege.attack import Attempt, attack
 
 PAGES = (
-    "", "compare", "tensor", "runs?view=recipes", "runs?view=loss", "runs", "runs?view=jobs", "notebook",
-    "compare?layer_index=1", "?format=mxfp4&metric=flush_to_zero",
+    "", "explore", "tensor", "runs?view=recipes", "runs?view=loss", "runs", "runs?view=jobs", "notebook",
+    "explore?layer_index=1", "?format=mxfp4&metric=flush_to_zero",
 )  # fmt: skip
 SHARE = 10  # of the siege's minutes
 GROWTH = 0.15  # of the memory after the first round

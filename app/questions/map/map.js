@@ -237,7 +237,7 @@ function onKey(root, state, event) {
 const KEYS = 'Keys: ← → layer · ↑ ↓ operand · Enter open · [ ] exceptions · Esc close';
 
 function drawExceptions(root, state, place) {
-    const { exceptions, count, words } = state.data;
+    const { exceptions, count, words, pin } = state.data;
     const list = element('div', { class: 'exceptions' });
     for (const each of exceptions) {
         list.append(element('span', {}, element('button', { type: 'button', class: 'link', text: each.name, onclick: () => choose(root, state, each.id, 0) }),
@@ -250,7 +250,7 @@ function drawExceptions(root, state, place) {
     place.replaceChildren(...[
         element('h4', { text: words }), list,
         element('div', { class: 'acts' }, first ? act('open', `Open ${first.name}`, first.id, true) : null,
-            below ? act('explore', `Show all ${count.toLocaleString('en')} in Explore`, true) : null, act('advise', 'What should I use?', true, !first)),
+            below ? act('explore', `Show all ${count.toLocaleString('en')} in Explore`, true) : null, act('advise', 'What should I use?', true, !first), pin ? act('pin', 'Pin', true) : null),
         element('div', { class: 'keys', text: 'Click a cell for its panel: values over the grid, other formats.' }),
         element('div', { class: 'keys', text: KEYS }),
     ]);
