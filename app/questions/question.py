@@ -10,7 +10,6 @@ from binade.app.control import Control
 from binade.app.figure import Drawn
 from binade.app.params import Param, known_tensor
 from binade.app.questions.shared.selection import Of
-from binade.app.report.section import ReportSelection, Section
 from binade.data.catalog import Catalog
 from binade.data.filter import FIELDS, Filter
 
@@ -18,10 +17,6 @@ Beyond = Callable[[Catalog, Filter, Collection[str]], Iterable[str]]
 
 
 SCOPE_OF = {Of.SELECTION: (), Of.BOARD: ("format",), Of.TENSOR: ("format",)}
-
-
-def not_in_report(selection: ReportSelection) -> Iterable[Section]:
-    return ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +57,6 @@ class Question:
     keeps        the fields whose values the answer keeps apart, from the parameters' values; runs and iterations are
                  then chosen for it, see `scope.scoped`. None, or if it returns None: the answer chooses them itself,
                  or is of all
-    report       what it adds to a report's sections; None: a section of its own, drawn with the default parameters
     """
 
     text: str
@@ -94,7 +88,6 @@ class Question:
     note: str = ""
     layout: str = ""
     keeps: Callable[[Mapping[str, Any]], Collection[str] | None] | None = None
-    report: Callable[[ReportSelection], Iterable[Section]] | None = None
 
     @property
     def name(self) -> str:

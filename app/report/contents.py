@@ -1,99 +1,100 @@
-"""What a report holds, whatever it is written to: what the questions of the registry add to its sections.
-
-Contributions are made one after the other, so that drawing begins with the first. Everything comes from the index
-except attention maps, codes and token maps of a few tensors, and gradients compared with bf16’s, which read values.
-"""
+"""What the report of a filter holds: views, each drawn as on its page."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
 
-import altair as alt
+import pandas as pd
 
-from binade.app.figure import Figure
+from binade.app.formatting import first_formats
 from binade.app.pages.registry import PART
+from binade.app.questions.attention.compute import NAMES
+from binade.app.questions.explore.compute import RAW
+from binade.app.questions.explore.question import REPORTED_BY
 from binade.app.questions.question import Question
 from binade.app.questions.registry import QUESTIONS
-from binade.app.report import overview, runs
-from binade.app.report.section import ReportSelection, Section, Table, slug
+from binade.app.questions.shared.selection import Of, lowest
+from binade.app.report import runs
+from binade.app.report.section import Section, Table, slug
 from binade.app.view import View
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 
-# The sections that several questions add to; every report of a filter has them.
-SECTIONS = (
-    Section(
-        "overview",
-        "Overview",
-        text="Magnitudes of all selected values, and of each group.",
-        if_empty="Nothing to draw: there are no finite nonzero values.",
-    ),
-    Section(
-        "distributions",
-        "Distributions",
-        text="Histograms of magnitudes (eighths of a binade) and Q–Q plots against a normal distribution, for each "
-        "group of the selection.",
-    ),
-    Section(
-        "heatmaps",
-        "Heatmaps",
-        text="Every tensor by layer, bright where the error is large; the worst tensor of each format by channel.",
-        if_empty="Nothing to draw: no selected tensor belongs to a layer.",
-    ),
-    Section(
-        "comparisons",
-        "Comparisons",
-        text="What each format would do to the selected operands, as scored when they were captured, forward next to "
-        "backward; and each recipe’s loss and gradients compared with those of the bf16 run on the same data.",
-    ),
-    Section(
-        "statistics",
-        "Statistics",
-        text="Moments over the finite values, ranked places, and how they change in training.",
-    ),
-    Section(
-        "hifp8",
-        "HiFloat8",
-        text="Without a scale, the precision of a HiFloat8 value depends on its magnitude alone. "
-        "First for all values, from sketches; then the codes that the worst tensors use, from their values.",
-    ),
-    Section(
-        "attention_maps",
-        "Attention maps",
-        text="Entropy, flushed probabilities and scores head by head, and the map of the most focused head.",
-        if_empty="The selection contains no attention map with values.",
-    ),
-)
+FOLDERS = {"map": "heatmaps", "explore": "distributions", "recipes": "comparisons", "attention": "attention_maps"}
+# Metrics of maps: of each format, and of the values.
+OF_FORMAT = ("sqnr_vs_normal", "sqnr_db", "flushed_error_share", "saturated_error_share")
+OF_VALUES = ("absmax", "dynamic_range", "crest_factor", "zero_share")
+MOST_ROWS = 200  # of a table
+CHOSEN = ("normality", "drift", "pair")  # compare a tensor with one that must be chosen
 
 
 def contributions(opened: Catalog, where: Filter, command: str) -> Iterator[Section]:
     """The report of a filter's selection, which must not be empty. command: the command line that made the report."""
-    yield from SECTIONS
-    panels = overview.panels(opened, where)
-    yield Section("overview", figures=[replace(f, name=f.name.removeprefix("panel_")) for f in panels])
-    selection = ReportSelection(opened, where)
     for question in QUESTIONS:
-        yield from question.report(selection) if question.report else [_as_on_its_page(selection, question)]
+        before: dict[str, pd.DataFrame] = {}
+        for view in views(opened, where, question):
+            yield _section(opened, question, view, before)
     yield runs.section(opened, runs.selected(opened, where))
     yield runs.definitions()
     yield runs.made_with(command)
 
 
-def _as_on_its_page(selection: ReportSelection, question: Question) -> Section:
-    """A question in a section of its own, as its page shows it with the default parameters."""
-    view = View(question.page, {PART: [question.view]}).filtered(selection.where)
-    drawn = view.draw(selection.opened)
-    tables = [Table(slug(title), title, table) for title, table in drawn.tables.items()]
+def folder(question: Question) -> str:
+    """The name of the question's section and of its folder."""
+    return FOLDERS.get(question.name, question.name)
+
+
+def views(opened: Catalog, where: Filter, question: Question) -> list[View]:
+    """The views of a question: in each format if it depends on one, of the tensor that loses most in it."""
+    part = View(question.page, {PART: [question.view]}).filtered(where)
+    if question.name == "explore":
+        raw, found = part.changed(values=RAW), opened.facets(where)
+        return [raw.changed(by=by) for by in REPORTED_BY if by == "quant_type" or len(_chosen(found, where, by)) > 1]
+    formats = first_formats(opened, where)
+    if question.name == "map":
+        of_formats = [part.changed(metric=metric, format=fmt) for fmt in formats for metric in OF_FORMAT]
+        return [*of_formats, *(part.changed(metric=metric) for metric in OF_VALUES)]
+    if question.of is not Of.TENSOR:
+        return [part.changed(format=fmt) for fmt in formats] if "format" in question.scope and formats else [part]
+    if question.slow or question.name in CHOSEN:
+        return []
+    within = where
+    if question.name == "attention":
+        names = [name for name in NAMES if not where.tensor_name or name in where.tensor_name]
+        within = replace(where, tensor_name=tuple(names))
+        if not names or not opened.totals(within).tensors:
+            return []
+    return [part.changed(format=fmt, tensor=lowest(opened, within, fmt)) for fmt in formats or ("",)]
+
+
+def _chosen(found: dict[str, list[object]], where: Filter, field: str) -> list[object]:
+    """The values of a field in the selection: `facets` leaves each field's own restriction out."""
+    wanted = getattr(where, field)
+    return [value for value in found.get(field, []) if not wanted or value in wanted]
+
+
+def _section(opened: Catalog, question: Question, view: View, before: dict[str, pd.DataFrame]) -> Section:
+    """What a view adds to the section of its question, besides figures and tables that are as those of a view `before`.
+    Their names tell them from those of others."""
+    drawn = view.draw(opened)
+    of_format = [text for name in ("metric", "by", "format") for text in view.params.get(name, [])]
+    ending = "".join(f"_{slug(text)}" for text in of_format)
+    figures, tables = [], []
+    for figure in drawn.figures:
+        if _is_new(before, figure.name, figure.table):
+            figures.append(replace(figure, name=f"{figure.name}{ending}"))
+    if figures and of_format and drawn.verdict:
+        figures[0] = replace(figures[0], note=f"{drawn.verdict} {figures[0].note}".strip())
+    for name, frame in drawn.tables.items():
+        if _is_new(before, f"table {name}", frame):
+            note = f"The first {MOST_ROWS:,} of {len(frame):,} rows." if len(frame) > MOST_ROWS else ""
+            title = ": ".join(filter(None, (name[:1].upper() + name[1:], ", ".join(of_format))))
+            tables.append(Table(f"{folder(question)}{ending}_{slug(name)}", title, frame.head(MOST_ROWS), note))
     text = f"{question.text} {question.help}."
-    name = slug(question.title)
-    return Section(name, question.title, drawn.figures, tables, text, drawn.verdict, drawn.problems)
+    return Section(folder(question), question.title, figures, tables, text, drawn.verdict, drawn.problems)
 
 
-def quick_analysis(panels: Section) -> Figure | None:
-    """The overview's panels as one picture; None without panels."""
-    if not panels.figures:
-        return None
-    charts = [figure.chart.properties(width=640, height=280) for figure in panels.figures]
-    chart = alt.concat(*charts, columns=2, spacing=46).resolve_scale(color="independent", strokeDash="independent")
-    return replace(panels.figures[0], name="quick_analysis", chart=chart)
+def _is_new(before: dict[str, pd.DataFrame], name: str, frame: pd.DataFrame) -> bool:
+    known, before[name] = before.get(name), frame
+    return known is None or not known.equals(frame)

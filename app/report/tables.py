@@ -46,7 +46,7 @@ COLUMNS = {
     "lowest": "Lowest entropy (bits)", "highest": "Highest entropy (bits)", "uniform": "Uniform attention (bits)",
     "precision": "Precision", "tier": "Precision", "code": "Code", "codes": "Codes", "used": "Codes used",
     "count": "Values", "low": "Lowest", "q1": "25%", "median": "Median", "q3": "75%", "high": "Highest",
-    "rung": "Step",
+    "rung": "Step", "from": "Stacked from", "to": "Stacked to",
 }  # fmt: skip
 SHARES = ("share", "mass")
 BOUNDS = {"low": "10%", "high": "90%"}  # percentiles of the tensors' values: sqnr_db_low

@@ -1,9 +1,8 @@
 """binade report: every chart of a root or a filter as files, without a browser.
 
     draw/index.html            the report as one page
-    draw/quick_analysis.png    all values, by quant type, layer type and operation
     draw/tensor_stats.txt, tensor_stats.json
-    draw/distributions/  heatmaps/  comparisons/  statistics/  hifp8/  attention_maps/
+    draw/heatmaps/ …           the charts, a folder for each question
     draw/report.json           what was drawn from what, and the list of these files
 
 A session's report has pins/ and view/ instead of these folders, and SVG instead of PNG, which takes three times as
@@ -39,6 +38,7 @@ from altair.utils.schemapi import disable_debug_mode
 from binade.app import exports
 from binade.app.figure import WIDTH, Figure
 from binade.app.formatting import big, bytes_text
+from binade.app.questions.registry import QUESTIONS
 from binade.app.report import contents, sessions, stats
 from binade.app.report.page import of_page, page
 from binade.app.report.rendering import Paper, Picture, RenderError, Renderers
@@ -50,6 +50,7 @@ from binade.app.theme import FONT, THEMES
 from binade.data.cache import Cache
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
+from binade.data.open_index import OutdatedError
 from binade.data.store import locked, read_file, staged_file, staging_directory, sweep_beside, write_atomic
 
 __all__ = ["RenderError", "ReportError", "Request", "SessionError", "UsageError", "no_room", "run"]
@@ -57,7 +58,7 @@ __all__ = ["RenderError", "ReportError", "Request", "SessionError", "UsageError"
 REMEMBERED = 96 << 20  # bytes of answers and tensors that several charts are drawn from
 MANIFEST = "report.json"
 ALWAYS = (MANIFEST, "index.html", "tensor_stats.json", "tensor_stats.txt")  # in every report
-FOLDERS = tuple(section.name for section in contents.SECTIONS if section.name != "overview")
+FOLDERS = tuple(contents.folder(question) for question in QUESTIONS)
 SESSION_FOLDERS = ("pins", "view")
 Progress = Callable[[int, int, str], None]
 
@@ -96,7 +97,7 @@ def make(opened: Catalog, request: Request, progress: Progress) -> int:
     if session:
         request = replace(request, where=sessions.filter_of(opened, session))
     before = _written_before(request.output)
-    folders = SESSION_FOLDERS if session else (*FOLDERS, *(["overview"] if request.papers else []))
+    folders = SESSION_FOLDERS if session else FOLDERS
     _refuse_foreign(request.output, ALWAYS, before, folders)  # the usual case, before the work
     output = request.output.absolute()
     sweep_beside(output)
@@ -105,7 +106,7 @@ def make(opened: Catalog, request: Request, progress: Progress) -> int:
         made.mkdir()
         with ExitStack() as stack:
             zipped = stack.enter_context(ZipFile(archive, "w", ZIP_DEFLATED)) if request.archive else None
-            with _unchanged(opened):
+            with _unchanged(opened), opened.snapshot():
                 charts = _draw(opened, request, session, Files(made, zipped), progress)
         within = request.archive and request.archive.absolute().is_relative_to(output)
         with ExitStack() as stack:
@@ -129,7 +130,7 @@ def _unchanged(opened: Catalog) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if opened.version == version:
+        if opened.version == version and not isinstance(error, OutdatedError):
             raise
         raise ReportError(changed) from error
     if opened.version != version:
@@ -250,9 +251,8 @@ class Files:
 
     def add_figure(self, path: str, figure: Figure, picture: Picture, papers: Mapping[str, Paper]) -> None:
         pictures = {"svg": picture.svg} if picture.png is None else {"png": picture.png, "svg": picture.svg}
-        if not path.startswith("overview/"):  # quick_analysis.png has these
-            kind = next(iter(pictures))
-            self.write(f"{path}.{kind}", pictures[kind])
+        kind = next(iter(pictures))
+        self.write(f"{path}.{kind}", pictures[kind])
         for width, paper in papers.items():
             for kind, drawn in paper._asdict().items():
                 self.write(f"{path}-{width}.{kind}", drawn)
@@ -300,8 +300,6 @@ def _draw(opened: Catalog, request: Request, session: Session | None, files: Fil
         for one in contributions:
             found.append(one)
             figures = {f"{one.name}/{figure.name}": figure for figure in one.figures}
-            if one.name == "overview" and (quick := contents.quick_analysis(one)):
-                figures = {quick.name: quick} | figures
             total += len(figures)
             for path, figure in figures.items():
                 spec = figure.sized_spec(WIDTH) | {"config": theme.config()}
@@ -309,7 +307,6 @@ def _draw(opened: Catalog, request: Request, session: Session | None, files: Fil
                 papers = {
                     width: renderers.paper(exports.paper_spec(figure, width), exports.COLUMNS[width])
                     for width in dict.fromkeys(request.papers)
-                    if "/" in path  # the panels of quick_analysis have files of their own
                 }
                 waiting.append((path, figure, picture, papers))
                 collect(4 * renderers.jobs)

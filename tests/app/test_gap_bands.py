@@ -13,14 +13,11 @@ from scipy import stats
 
 from binade.app.figure import Drawn
 from binade.app.questions.recipes.bands import PUBLISHED
-from binade.app.questions.recipes.question import report
-from binade.app.report.section import ReportSelection
 from binade.app.view import View
 from binade.cli import main
 from binade.collector.cli.compare import compare
 from binade.collector.cli.tables import render
 from binade.data.catalog import Catalog
-from binade.data.filter import Filter
 from binade.data.runs import IMPORT, RUN_FILE, RunWriter, write_run_file
 from tests.app.planted import normal, operand
 from tests.app.test_pages import Visit, words
@@ -135,10 +132,6 @@ def test_a_published_gap_is_context(tmp_path: Path):
     assert {row["label"] for row in published} == {"linear_mxfp8"} and "ublished" not in drawn.verdict
     table = drawn.tables["published"]
     assert set(table["format"]) == {"bf16", "mxfp8"} and table["source"].str.len().min() > 10
-    with Catalog.open(tmp_path) as opened:
-        (section, *_) = report(ReportSelection(opened, Filter()))
-    assert [each.name for each in section.tables] == ["costs", "published"]
-    assert any("No reordering baseline" in problem for problem in section.problems)
 
 
 def test_published_gaps_go_by_the_formats_of_linear_layers(tmp_path: Path):

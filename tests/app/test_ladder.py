@@ -12,8 +12,7 @@ import scipy.stats
 import torch
 
 from binade.app.figure import Drawn
-from binade.app.questions.recipes.question import report, runs_of
-from binade.app.report.section import ReportSelection
+from binade.app.questions.recipes.question import runs_of
 from binade.app.sessions import pins
 from binade.app.sessions.session import Pin
 from binade.app.view import View
@@ -263,15 +262,6 @@ def test_a_pin_draws_the_ladder_again(root: Path, drawn: Drawn):
         again = pins.draw(opened, Pin("runs", LADDER.params, "ladder"))
     (figure,) = again.figures
     assert figure.table.equals(drawn.figures[0].table) and again.verdict == drawn.verdict
-
-
-def test_a_report_has_the_ladder(root: Path):
-    with Catalog.open(root) as opened:
-        sections = list(report(ReportSelection(opened, Filter())))
-    (figure,) = [figure for section in sections for figure in section.figures if figure.name == "ladder_te_nvfp4"]
-    assert figure.note.startswith("Statistically significant: forward is higher than bf16")
-    (table,) = [table for section in sections for table in section.tables if table.name == "ladder_te_nvfp4"]
-    assert table.frame["rung"].tolist() == ["bf16", *GAPS]
 
 
 def test_of_the_runs_that_are_filtered_out_only_those_in_bf16_stay(tmp_path: Path):

@@ -28,7 +28,7 @@ import pytest
 import torch
 
 from binade.app.figure import Figure
-from binade.app.questions.codes import hifp8
+from binade.app.questions.explore.question import EXPLORE
 from binade.app.report import contents, page, rendering, runs, writer
 from binade.app.report.rendering import RenderError, Renderers
 from binade.app.report.section import Section
@@ -53,7 +53,7 @@ from tests.numbers import read
 pytestmark = pytest.mark.slow
 
 BARS = alt.Chart(pd.DataFrame({"a": [1]})).mark_bar().encode(x="a:Q")
-FOLDERS = ("distributions", "heatmaps", "comparisons", "statistics", "hifp8", "attention_maps")
+FOLDERS = ("distributions", "heatmaps", "attention_maps", "why", "codes")
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +125,7 @@ def tags(drawn: tuple[Path, Path]) -> Tags:
 def test_the_folder_holds_what_was_asked_for(drawn):
     output, _ = drawn
     files = everything(output)
-    assert {"index.html", "quick_analysis.png", "tensor_stats.txt", "tensor_stats.json", "report.json"} <= files
+    assert {"index.html", "tensor_stats.txt", "tensor_stats.json", "report.json"} <= files
     for folder in FOLDERS:
         assert any(name.startswith(f"{folder}/") and name.endswith(".png") for name in files), folder
     assert set(json.loads((output / "report.json").read_text())["files"]) == files
@@ -156,7 +156,7 @@ def test_statistics_are_those_of_the_tensors(drawn):
 
 
 def test_tables_of_the_html_hold_the_same_numbers(tags):
-    head, *rows = tags.tables["table-statistics_quant_type"]
+    head, *rows = tags.tables["table-distributions_quant_type_statistics"]
     column = {name: index for index, name in enumerate(head)}
     for row in rows:
         values = finite(row[0])
@@ -209,28 +209,6 @@ def test_long_and_wide_tables_are_cut_off_and_say_so():
     assert text.count("<td") == (rows - 1) * (columns - 1)
 
 
-def test_hifp8_precisions_are_those_of_the_values(root):
-    with Catalog.open(root) as opened:
-        table = hifp8.precision_shares(opened, Filter(), "tensor_name").set_index(["group", "precision"])["count"]
-    for name in ("weight", "grad_output", "attention_probs"):
-        found = [x.double().reshape(-1) for x, words in tensors(1) if words.get("tensor_name", "input") == name]
-        values = torch.cat(found).abs().numpy()
-        exponent = np.floor(np.log2(np.where(values > 0, values, 1)))
-        zero = values == 0
-        expected = {
-            "zero": zero,
-            "flushed to zero": ~zero & (values < 2.0**-23),
-            "denormal": (values >= 2.0**-23) & (values < 2.0**-15),
-            "1 mantissa bit": ~zero & (np.abs(exponent) >= 8) & (exponent >= -15) & (exponent < 15),
-            "2 mantissa bits": ~zero & (np.abs(exponent) >= 4) & (np.abs(exponent) <= 7),
-            "3 mantissa bits": ~zero & (np.abs(exponent) <= 3),
-            "clipped": values >= 2.0**15,
-        }
-        got = {precision: int(table[name, precision]) for precision in expected}
-        assert got == {precision: int(mask.sum()) for precision, mask in expected.items()}, name
-    assert sum(got.values()) == len(values)
-
-
 # Nothing reaches outside, nothing gets in
 
 
@@ -279,7 +257,7 @@ def test_the_zip_agrees_with_itself(drawn):
     with zipfile.ZipFile(drawn[1]) as archive:
         assert archive.testzip() is None
         names = set(archive.namelist())
-        charts = {name[:-4] for name in names if name.endswith(".png")} - {"quick_analysis"}
+        charts = {name[:-4] for name in names if name.endswith(".png")}
         assert charts and all({f"{c}.svg", f"{c}.csv", f"{c}.json"} <= names for c in charts)
         pictures = {name for name in everything(drawn[0]) if name.endswith(".png")}
         assert pictures <= names
@@ -442,7 +420,7 @@ def started(monkeypatch: pytest.MonkeyPatch, renderers: Renderers) -> None:
 @pytest.fixture
 def one_chart(monkeypatch: pytest.MonkeyPatch, started: None) -> None:
     """A report of one chart."""
-    section = Section("overview", figures=[Figure("x", BARS, pd.DataFrame({"a": [1]}), "c")])
+    section = Section("codes", figures=[Figure("x", BARS, pd.DataFrame({"a": [1]}), "c")])
     monkeypatch.setattr(contents, "contributions", lambda *_: [section])
 
 
@@ -472,12 +450,12 @@ def test_a_second_report_replaces_the_first_and_nothing_else(root, tmp_path, one
     assert sorted(path.name for path in tmp_path.iterdir()) == ["draw", "outside"]
 
 
-@pytest.mark.parametrize(("name", "options"), [("heatmaps", []), ("overview", ["--paper", "84mm"])])
-def test_a_strangers_file_by_a_folders_name_is_told_before_the_work(command, root, tmp_path, capsys, name, options):
+def test_a_strangers_file_by_a_folders_name_is_told_before_the_work(command, root, tmp_path, capsys):
+    name = "heatmaps"
     output = tmp_path / "draw"
     output.mkdir()
     (output / name).write_text("mine")
-    assert command("report", "--tensor-save-dir", str(root), "--output", str(output), *options) == 2
+    assert command("report", "--tensor-save-dir", str(root), "--output", str(output)) == 2
     said = capsys.readouterr()
     assert f"{name} exists and was not written by a report" in said.err and "charts" not in said.err
     assert everything(output) == {name} and (output / name).read_text() == "mine"
@@ -573,7 +551,7 @@ def test_what_is_refused_at_the_end_leaves_no_zip_and_no_folder(root, tmp_path, 
 
 
 def test_a_run_deleted_meanwhile_is_said(root, tmp_path, monkeypatch, started):
-    monkeypatch.setattr(contents, "QUESTIONS", ())  # the overview reads what is deleted
+    monkeypatch.setattr(contents, "QUESTIONS", [EXPLORE])  # whose sketches are deleted
     shutil.copytree(root, tmp_path / "runs")
     with Catalog.open(tmp_path / "runs") as opened, pytest.raises(writer.ReportError, match="changed while"):
         shutil.rmtree(next(path.parent for path in sorted(opened.root.glob("*/run.json"))))

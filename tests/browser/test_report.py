@@ -85,6 +85,19 @@ def test_every_chart_is_drawn_and_printed_with_its_caption_from_the_file_alone(p
     assert letter_size(read[0], heading) == pytest.approx(19, rel=0.02)  # 1.9 times 10 pt: no table was too wide
 
 
+@pytest.mark.parametrize("width", [1280, 1920])
+def test_no_chart_is_wider_than_its_card(page, width):
+    page.set_viewport_size({"width": width, "height": 1000})
+    names = page.locator(".chart").evaluate_all("charts => charts.map(chart => chart.dataset.name)")
+    for name in names:
+        page.evaluate("name => binade.view(name).then(() => 1)", name)
+    wide = page.locator(".chart").evaluate_all(
+        "charts => charts.filter(chart => chart.scrollWidth > chart.clientWidth || chart.querySelector('svg.marks')"
+        ".getBoundingClientRect().right > chart.getBoundingClientRect().right + 1).map(chart => chart.dataset.name)"
+    )
+    assert wide == [] and page.locator("figure.several").count() > 5
+
+
 def test_a_charts_data_are_those_of_the_zip(page, exported):
     shown = page.evaluate(SHARES, CHART)
     with zipfile.ZipFile(exported.with_suffix(".zip")) as archive:
@@ -95,7 +108,7 @@ def test_a_charts_data_are_those_of_the_zip(page, exported):
 
 
 def test_a_mark_answers_and_a_chart_saves_itself(page):
-    name = "binade-statistics-ranking-sqnr-db-mxfp4"
+    name = "binade-heatmaps-ranking-sqnr-db-mxfp4"
     page.evaluate("name => binade.view(name).then(() => 1)", name)
     chart = page.locator(f'.chart[data-name="{name}"]')
     chart.scroll_into_view_if_needed()

@@ -20,18 +20,15 @@ from binade.app.questions.attention import charts, compute
 from binade.app.questions.question import Question
 from binade.app.questions.shared.rounded import Recorded
 from binade.app.questions.shared.selection import Of, SelectedTensor
-from binade.app.report.section import ReportSelection, Section, slug
 from binade.collector.recipes.parse import recipe_of
 from binade.data.catalog import CatalogError
 from binade.data.evidence import Measure, Sentence, exact, extreme, say, together
 from binade.data.filter import Filter
 from binade.data.store import TensorFileError
 from binade.data.tensor_kinds import label_of
-from binade.quant.specs import known_specs
 
 NAMES = compute.NAMES
 OF_PRODUCT = ("value", "output", "grad_output")
-MAX_PLACES = 8  # layers of runs that a report draws
 NOTHING = "No attention map with values was recorded for this layer, run and iteration: choose another tensor."
 LOST = "Lost: the share of all probability that the flushed values held. Flushed: nonzero values that become 0."
 MAP = Control(
@@ -233,41 +230,6 @@ def head_map(maps: Maps, name: str, head: int, sequence: int) -> Figure:
     return Figure("head_map", chart, grid(values), caption, height=360, group="maps")
 
 
-def report(selection: ReportSelection) -> Iterator[Section]:
-    where = selection.where
-    names = [name for name in NAMES if not where.tensor_name or name in where.tensor_name]
-    if not names:
-        return
-    rows = selection.opened.tensors(replace(where, tensor_name=tuple(names)))
-    rows = rows[rows["path"].notna()]
-    rows = rows.sort_values(["iteration", "micro_batch", "rank", "run_id", "layer_index"], kind="stable")
-    rows = rows.drop_duplicates(["run_id", "layer_index"])
-    if len(rows) > MAX_PLACES:
-        problem = f"{MAX_PLACES} of {len(rows)} layers, over all runs, are drawn: narrow the filter to see others."
-        yield Section("attention_maps", problems=[problem])
-    for number, row in enumerate(rows.head(MAX_PLACES).to_dict("records"), 1):
-        fmt = next((spec for spec in known_specs([str(row["quant_type"])]) if spec != "bf16"), "hifp8")
-        selected, problems = selection.tensor(row["tensor_id"], fmt)
-        suffix = f"_{number:02d}_{slug(str(row['recipe']))}_L{int(row['layer_index'])}"
-        figures = _of_layer(selected) if selected else []
-        figures = [replace(figure, name=f"{figure.name}{suffix}") for figure in figures]
-        yield Section("attention_maps", figures=figures, problems=problems)
-
-
-def _of_layer(selected: SelectedTensor) -> list[Figure]:
-    """The statistics by head, and the maps of the most focused head."""
-    maps = maps_of(selected)
-    if maps is None:
-        return []
-    figures = list(heads(selected, maps).figures)
-    head = 1
-    for entropy in (figure.table for figure in figures if figure.name == "entropy"):
-        head = int(entropy["head"].iloc[entropy["entropy"].fillna(1e9).argmin()])
-    for name in maps.heads:
-        figures.append(replace(head_map(maps, name, head, 1), name=f"{name.removeprefix('attention_')}_map"))
-    return figures
-
-
 ATTENTION = Question(
     text="What happens inside attention?",
     title="Attention",
@@ -280,5 +242,4 @@ ATTENTION = Question(
     draw=draw,
     applies=lambda selected: bool(selected.row["layer_type"] == "attention"),
     controls=(MAP, HEAD, SEQUENCE),
-    report=report,
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,6 @@ from binade.app.questions.question import Question
 from binade.app.questions.shared.event_marks import with_events
 from binade.app.questions.shared.scope import scoped
 from binade.app.questions.shared.selection import Board, Of
-from binade.app.report.section import ReportSelection, Section
 from binade.data import evidence
 from binade.data.evidence import SHARE, Sentence, exact, say
 from binade.quant.block_histograms import BLOCK_MEASURES
@@ -119,13 +118,6 @@ def _range(last: dict[Hashable, Any], measure: str) -> Sentence:
     )
 
 
-def report(selection: ReportSelection) -> Iterator[Section]:
-    for board in selection.boards():
-        drawn = draw(board, {"of_blocks": "sqnr_db"})
-        if drawn.figures:
-            yield Section("statistics", figures=board.named(drawn.figures[:1], "sqnr_db"), verdict=drawn.verdict)
-
-
 BLOCK_HISTORY = Question(
     text="Which blocks fail over time?",
     title="Blocks over time",
@@ -139,5 +131,4 @@ BLOCK_HISTORY = Question(
     controls=(QUANTITY,),
     draw=draw,
     of_runs=True,
-    report=report,
 )

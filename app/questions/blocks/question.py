@@ -11,7 +11,7 @@ from binade.app.control import Control
 from binade.app.figure import Column, Controls, Drawn, Figure, Item, Table, grid
 from binade.app.params import One, Whole
 from binade.app.questions.blocks import charts, compute
-from binade.app.questions.question import Question, not_in_report
+from binade.app.questions.question import Question
 from binade.app.questions.shared.rounded import Subject, about_format
 from binade.app.questions.shared.selection import Of, SelectedTensor
 from binade.app.style import MEASURES, power_of_two
@@ -181,5 +181,4 @@ BLOCKS = Question(
     draw=draw,
     of_values=True,
     controls=(METRIC, BLOCK),
-    report=not_in_report,
 )

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
-import pandas as pd
-
 from binade.app.figure import Drawn, Figure
-from binade.app.questions.codes import charts, compute, hifp8
+from binade.app.questions.codes import charts, compute
 from binade.app.questions.question import Question
 from binade.app.questions.shared.rounded import about_format
 from binade.app.questions.shared.selection import Of, SelectedTensor
-from binade.app.report.section import ReportSelection, Section
-from binade.data.evidence import SHARE, Measure, exact, say, together
+from binade.data.evidence import SHARE, Measure, exact, say
 from binade.data.text import counted
 from binade.quant.blocks import DENORMAL, ZERO
 from binade.quant.metrics import METRICS
 
-PRECISIONS_BY = ("quant_type", "tensor_name", "module", "operation", "layer_index")
 ENTROPY = Measure("code_entropy_bits", "Code entropy", format=".2f")
-COUNTED = 2  # tensors of each operation whose codes a report counts
 
 
 def draw(selected: SelectedTensor, values: dict[str, Any]) -> Drawn:
@@ -64,26 +57,6 @@ def draw(selected: SelectedTensor, values: dict[str, Any]) -> Drawn:
     return Drawn((bars, parts), verdict)
 
 
-def report(selection: ReportSelection) -> Iterator[Section]:
-    opened, where = selection.opened, selection.where
-    precisions = (hifp8.precisions(opened, where, by) for by in selection.dividing(PRECISIONS_BY))
-    yield Section("hifp8", figures=[figure for figure in (hifp8.codebook(opened, where), *precisions) if figure])
-    if "hifp8" not in selection.formats:
-        yield Section("hifp8", problems=["No operand was scored in hifp8, so no codes are counted."])
-        return
-    by_operation = selection.ranked("hifp8").groupby("operation", sort=False)
-    worst = pd.concat([part.head(COUNTED) for _, part in by_operation]).head(2 * COUNTED)
-    for number, tensor_id in enumerate(worst["tensor_id"], 1):
-        selected, problems = selection.tensor(tensor_id, "hifp8")
-        if selected is None:
-            yield Section("hifp8", problems=problems)
-            continue
-        drawn = draw(selected, {})
-        figures = [replace(figure, name=f"{figure.name}_{number}") for figure in drawn.figures]
-        verdict = together(f"{selected.label}:", drawn.verdict)
-        yield Section("hifp8", figures=figures, verdict=verdict, problems=drawn.problems)
-
-
 CODES = Question(
     text="Which codes does the format use?",
     title="Codes",
@@ -95,5 +68,4 @@ CODES = Question(
     room="why",
     draw=draw,
     of_values=True,
-    report=report,
 )

@@ -12,7 +12,7 @@ from binade.app.control import Control
 from binade.app.figure import Column, Drawn, Figure, Item, Table, Text, source
 from binade.app.params import One
 from binade.app.questions.difference import charts, compute
-from binade.app.questions.question import Question, not_in_report
+from binade.app.questions.question import Question
 from binade.app.questions.shared.runs import every_run, run_titles
 from binade.app.questions.shared.selection import Selection
 from binade.data.cache import Done
@@ -161,5 +161,4 @@ DIFFERENCE = Question(
     narrow=_controls,
     slow="Comparing tensors",
     note=NOTE,
-    report=not_in_report,
 )

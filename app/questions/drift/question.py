@@ -14,7 +14,7 @@ from binade.app.control import Control
 from binade.app.figure import Column, Drawn, Figure, Item, Table
 from binade.app.params import known_run
 from binade.app.questions.drift import charts, compute, twin
-from binade.app.questions.question import Question, not_in_report
+from binade.app.questions.question import Question
 from binade.app.questions.shared import distribution_charts
 from binade.app.questions.shared.distributions import log2_histogram
 from binade.app.questions.shared.rounded import Recorded
@@ -214,5 +214,4 @@ DRIFT = Question(
     narrow=_controls,
     of_runs=True,
     beyond=_beyond,
-    report=not_in_report,
 )

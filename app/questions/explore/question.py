@@ -3,7 +3,7 @@ them."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -26,8 +26,6 @@ from binade.app.questions.shared.labels import group_name, short_labels
 from binade.app.questions.shared.laws import LAWS
 from binade.app.questions.shared.runs import every_run, given_names, labels_of, run_looks
 from binade.app.questions.shared.selection import Board, Of
-from binade.app.report.section import ReportSelection, Section
-from binade.app.report.section import Table as ReportTable
 from binade.data.catalog import Catalog
 from binade.data.filter import FIELDS, INTEGER_FIELDS, Filter
 from binade.data.text import counted, one_line
@@ -325,32 +323,6 @@ def moments(opened: Catalog, where: Filter, chosen: pd.DataFrame, by: str) -> pd
     return frame.assign(group=frame["group"].map(short_labels(chosen, given_names(opened))))
 
 
-def report(selection: ReportSelection) -> Iterator[Section]:
-    """The distributions by each field that divides the selection, their statistics, and the formats."""
-    opened, where = selection.opened, selection.where
-    board = Board(opened, where, format=next(iter(selection.formats), ""))
-    values = {"values": RAW, "axis": "log2", "law": None, "delta": None}
-    lie: list[Figure] = []
-    problems: list[str] = []
-    nothing = opened.rows_of([])
-    for by in selection.dividing((*REPORTED_BY, "iteration")):
-        groups, _ = _groups(board, values | {"by": by}, nothing, nothing)
-        drawn = _distributions(board, values | {"by": by}, groups, by, nothing)
-        problems += [f"By {TITLES[by].lower()}: {problem}" for problem in drawn.problems]
-        lie += [replace(figure, name=f"{figure.name}_{by}") for figure in drawn.figures]
-    yield Section("distributions", figures=lie, problems=problems)
-    frames = {by: moments(opened, where, nothing, by) for by in selection.dividing(REPORTED_BY)}
-    tables = [ReportTable(f"statistics_{by}", f"By {TITLES[by].lower()}", frame) for by, frame in frames.items()]
-    yield Section("statistics", tables=tables)
-    items = _formats(board, None)
-    figures = [item for item in items if isinstance(item, Figure)]
-    yield Section(
-        "comparisons", figures=figures, problems=[item.text for item in items if isinstance(item, Text)],
-        tables=[ReportTable("formats", "What each format does", compute.compared(opened, where).medians)]
-        if figures else [],
-    )  # fmt: skip
-
-
 EXPLORE = Question(
     text="How are the values distributed?",
     title="Explore",
@@ -366,5 +338,4 @@ EXPLORE = Question(
     keeps=keeps,
     as_used=True,
     layout="binade.app.questions.explore.page",
-    report=report,
 )

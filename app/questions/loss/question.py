@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +15,6 @@ from binade.app.questions.shared.board_charts import BARS
 from binade.app.questions.shared.boards import LOSS_CHANGE
 from binade.app.questions.shared.scope import rounding, scoped, unrounded
 from binade.app.questions.shared.selection import Board, Of
-from binade.app.report.section import ReportSelection, Section
 from binade.app.style import MEASURES
 from binade.data import evidence
 from binade.data.evidence import Measure
@@ -129,13 +127,6 @@ def _verdict(found: compute.Costs, fmt: str, measure: Measure, rounds: bool) -> 
     return evidence.together(*lines)
 
 
-def report(selection: ReportSelection) -> Iterator[Section]:
-    for board in selection.boards():
-        drawn = draw(board, {})
-        if drawn.figures:
-            yield Section("statistics", figures=board.named(drawn.figures, LOSS_CHANGE), verdict=drawn.verdict)
-
-
 LOSS = Question(
     text="Does rounding raise the loss?",
     title="Predicted loss",
@@ -146,5 +137,4 @@ LOSS = Question(
     view="loss",
     room="recipes",
     draw=draw,
-    report=report,
 )

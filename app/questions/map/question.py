@@ -25,18 +25,14 @@ from binade.app.questions.shared.runs import OF_MODEL, every_run
 from binade.app.questions.shared.scope import OF_RUNS, scope_of, scoped, unrounded
 from binade.app.questions.shared.selection import Selection
 from binade.app.questions.shared.unscaled import with_scale
-from binade.app.report.section import OF_VALUES, ReportSelection, Section
-from binade.app.report.section import Table as ReportTable
 from binade.app.style import MEASURES
 from binade.data import evidence
 from binade.data.catalog import USED, Catalog
 from binade.data.evidence import Measure
 from binade.data.filter import Filter
-from binade.data.text import plain_name
 from binade.quant.normal import VS_NORMAL, normal_sqnr
 from binade.quant.specs import Spec
 
-MOST_RANKED = 200  # cells in a report's table
 MOST_COLUMNS = 240
 OF_FORMAT = (*compute.ERRORS, LOSS_CHANGE, EFFECT, compute.SPREAD)
 ACROSS = Control(
@@ -349,26 +345,6 @@ def verdict(opened: Catalog, found: Map) -> evidence.Sentence:
     return sentence
 
 
-def report(selection: ReportSelection) -> Iterator[Section]:
-    """The map of each format's errors with its ranking, and that of the statistics of the values."""
-    wanted = [(metric, fmt) for fmt in selection.formats for metric in ("sqnr_db", "flush_to_zero", "saturated")]
-    for metric, fmt in [*wanted, *((metric, "") for metric in OF_VALUES)]:
-        values = {"metric": metric, "format": fmt, "versus": None, "across": LAYER, "experts": "none"}
-        drawn = draw(selection, values)
-        name = f"{metric}_{plain_name(fmt)}" if fmt else metric
-        atlas, bars = drawn.get("map"), drawn.get("ranking")
-        if not atlas or not bars or (metric == "saturated" and not (atlas.table["value"] > 0).any()):
-            continue
-        yield Section("heatmaps", figures=[replace(atlas, name=f"map_{name}")])
-        if metric == "sqnr_db" or not fmt:
-            tables, verdict = [], evidence.Sentence()
-            if fmt:
-                verdict = evidence.prefixed(f"{fmt}: ", drawn.verdict)
-                frame = drawn.tables["places"].drop(columns=["label"]).head(MOST_RANKED)
-                tables = [ReportTable(f"ranking_{plain_name(fmt)}", f"Worst in {fmt}", frame)]
-            yield Section("statistics", figures=[replace(bars, name=f"ranking_{name}")], tables=tables, verdict=verdict)
-
-
 def _controls(selection: Selection, values: dict[str, Any]) -> Iterator[Control]:
     yield ACROSS
     if routed := _routed(selection.opened, scoped(selection.opened, selection.where)):
@@ -400,5 +376,4 @@ MAP = Question(
     rounds=_rounds,
     of_runs=True,
     layout="binade.app.questions.map.page",
-    report=report,
 )

@@ -11,7 +11,7 @@ import pandas as pd
 from binade.app.control import Control
 from binade.app.figure import Column, Drawn, Figure, Table
 from binade.app.params import One
-from binade.app.questions.question import Question, not_in_report
+from binade.app.questions.question import Question
 from binade.app.questions.shared import distribution_charts, distributions, laws
 from binade.app.questions.shared.distribution_charts import LAW_TITLES
 from binade.app.questions.shared.distributions import Distribution
@@ -131,5 +131,4 @@ NORMALITY = Question(
     choice="Compared with",
     draw=draw,
     controls=(LAW,),
-    report=not_in_report,
 )

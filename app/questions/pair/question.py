@@ -13,7 +13,7 @@ from binade.app.figure import Column, Drawn, Figure, Item, Table, grid
 from binade.app.params import known_tensor
 from binade.app.questions.pair import compute
 from binade.app.questions.pair.compute import Between
-from binade.app.questions.question import Question, not_in_report
+from binade.app.questions.question import Question
 from binade.app.questions.shared import distribution_charts, distributions, laws
 from binade.app.questions.shared.distributions import Distribution
 from binade.app.questions.shared.labels import full_labels
@@ -208,5 +208,4 @@ PAIR = Question(
     narrow=_controls,
     defaults={"other": compute.default_other},
     of_values=True,
-    report=not_in_report,
 )

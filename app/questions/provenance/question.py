@@ -14,8 +14,6 @@ from binade.app.questions.provenance import charts, compute
 from binade.app.questions.question import Question
 from binade.app.questions.shared.runs import labels_of
 from binade.app.questions.shared.selection import Selection
-from binade.app.report.section import ReportSelection, Section
-from binade.app.report.section import Table as ReportTable
 from binade.app.style import MEASURES
 from binade.data.events import Event
 from binade.data.evidence import say
@@ -102,13 +100,6 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
     return Drawn(tuple(items), verdict)
 
 
-def report(selection: ReportSelection) -> Iterator[Section]:
-    drawn = draw(selection, {"run": None, "at": None})
-    if drawn.figures:
-        tables = [ReportTable(f"provenance_{name}", name.capitalize(), table) for name, table in drawn.tables.items()]
-        yield Section("provenance", PROVENANCE.title, drawn.figures, tables, PROVENANCE.help + ".", drawn.verdict)
-
-
 PROVENANCE = Question(
     text="Where does a NaN come from?",
     title="First NaN",
@@ -121,5 +112,4 @@ PROVENANCE = Question(
     narrow=_controls,
     draw=draw,
     of_runs=True,
-    report=report,
 )

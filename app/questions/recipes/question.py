@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ import pandas as pd
 from binade.app import style
 from binade.app.control import Control
 from binade.app.figure import Column, Drawn, Figure, Item, Table, Text, source
-from binade.app.formatting import big, losses_of
+from binade.app.formatting import losses_of
 from binade.app.params import One, Whole
 from binade.app.questions.question import Question
 from binade.app.questions.recipes import bands, charts, compute
@@ -33,8 +33,6 @@ from binade.app.questions.shared.runs import (
 )
 from binade.app.questions.shared.selection import Selection
 from binade.app.questions.shared.unscaled import with_scale
-from binade.app.report.section import ReportSelection, Section, slug
-from binade.app.report.section import Table as ReportTable
 from binade.app.style import MEASURES
 from binade.collector.recipes.ladder import Ladder, ladders
 from binade.collector.recipes.parse import linear_formats_of
@@ -60,7 +58,6 @@ NO_ABLATION = "These runs include no ablation: queue one with binade ablate te_n
 NO_GAP = "No run of this ablation has an iteration in common with a bf16 run of its seed yet."
 NAMED = 4  # runs in the answer
 ONE_SEED = "The gaps of successive iterations depend on each other, so one seed has no interval."
-MAX_GRADIENT_VALUES = 1 << 26  # that a report reads to compare gradients with bf16's
 Done = Callable[[int, int], None]  # of the runs whose gradients are compared: how many, of how many
 VIEW = Control(name="of", label="View", param=One(tuple(VIEWS)), titles=VIEWS, row="what")
 GRADIENT = Control(
@@ -500,48 +497,6 @@ def runs_compared(table: pd.DataFrame) -> pd.DataFrame:
     return comparable_runs(table).tail(style.MAX_GROUPS)
 
 
-def report(selection: ReportSelection) -> Iterator[Section]:
-    opened, where = selection.opened, selection.where
-    runs = some_runs(opened, runs_of(opened, where))
-    if problem := no_reference(runs):
-        yield Section("comparisons", problems=[problem.replace("`", "")])
-        return
-    losses = cost(opened, where, runs)
-    tables = [
-        ReportTable(
-            item.name, item.title or "Loss compared with bf16", item.frame.drop(columns=[*PARTS], errors="ignore")
-        )
-        for item in losses.items
-        if isinstance(item, Table)
-    ]
-    yield Section("comparisons", "", losses.figures, tables, verdict=losses.verdict, problems=losses.sentences)
-    name = GRADIENTS[0]
-    iterations = iterations_of(opened, name)
-    for chosen in ladders(runs["recipe"].dropna()):
-        own = comparable_runs(runs[runs["recipe"].isin([rung.recipe for rung in chosen.rungs])])
-        too_many = bool(iterations) and _values_read(opened, own, name, iterations[0]) > MAX_GRADIENT_VALUES
-        drawn, key = ladder(opened, where, runs, chosen, "" if too_many else name, None), f"ladder_{slug(chosen.name)}"
-        figures = [replace(each, name=key, note=f"{drawn.verdict} {each.note}") for each in drawn.figures]
-        tables = [ReportTable(key, f"Ablation of {chosen.name}", frame) for frame in drawn.tables.values()]
-        yield Section("comparisons", figures=figures, tables=tables, problems=drawn.problems)
-    if not iterations:
-        drawn = Drawn(problems=(f"No {label_of(name)} was recorded.",))
-    elif (values := _values_read(opened, runs_compared(runs), name, iterations[0])) > MAX_GRADIENT_VALUES:
-        problem = f"Gradients are not compared here: {big(values)} values would be read. See Recipes in the app."
-        drawn = Drawn(problems=(problem,))
-    else:
-        drawn = gradients(opened, where, runs, name, iterations[0], iterations)
-    figures = [replace(figure, name=f"gradients_{figure.name}") for figure in drawn.figures]
-    yield Section("comparisons", figures=figures, problems=drawn.sentences)
-
-
-def _values_read(opened: Catalog, runs: pd.DataFrame, name: str, iteration: int) -> int:
-    """The number of values that are read to compare these runs' gradients with bf16's."""
-    where = Filter(tensor_name=(name,), iteration=(iteration,))
-    pairs = (pairs_on_same_data(opened, run["run_id"], run["reference"], where) for _, run in runs.iterrows())
-    return sum(int(each["numel"].sum()) for each in pairs)
-
-
 RECIPES = Question(
     text="Which part raises the loss the most?",
     title="Recipes",
@@ -559,5 +514,4 @@ RECIPES = Question(
     slow="Comparing gradients",
     note=NOTE,
     layout="binade.app.questions.recipes.page",
-    report=report,
 )

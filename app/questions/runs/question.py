@@ -13,7 +13,7 @@ from binade.app.control import Control
 from binade.app.figure import Drawn, Figure
 from binade.app.formatting import losses_of
 from binade.app.params import One
-from binade.app.questions.question import Question, not_in_report
+from binade.app.questions.question import Question
 from binade.app.questions.shared import loss_chart
 from binade.app.questions.shared.event_marks import events_of
 from binade.app.questions.shared.labels import thinned_note
@@ -91,5 +91,4 @@ RUNS = Question(
     empty=True,
     beyond=_every,
     layout="binade.app.questions.runs.page",
-    report=not_in_report,
 )

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
 import pandas as pd
 from torch import Tensor
 
-from binade.app.figure import Drawn, Figure, source
+from binade.app.figure import Drawn, source
 from binade.app.questions.shared import boards
 from binade.app.questions.shared.labels import full_labels
 from binade.app.questions.shared.rounded import Recorded, Subject, applied, subject
@@ -19,7 +19,6 @@ from binade.app.questions.shared.scope import scope_of, scoped
 from binade.data.catalog import USED, Catalog, CatalogError
 from binade.data.filter import Filter
 from binade.data.store import TensorFileError
-from binade.data.text import plain_name
 from binade.quant.specs import Spec
 
 MOST_LISTED = 5000  # tensors to choose from
@@ -52,11 +51,6 @@ class Board(Selection):
     def scope(self) -> str:
         """Its run and iteration."""
         return scope_of(self.opened, self.where)
-
-    def named(self, figures: Iterable[Figure], metric: str) -> list[Figure]:
-        """The figures of this board renamed to include a metric and the format, so that they differ from those of other
-        boards."""
-        return [replace(figure, name=f"{figure.name}_{metric}_{plain_name(self.format)}") for figure in figures]
 
 
 @dataclass(frozen=True, kw_only=True)

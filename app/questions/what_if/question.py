@@ -13,7 +13,7 @@ from binade.app.control import Control
 from binade.app.figure import Column, Drawn, Figure, Item, Offers, Table, Text, source
 from binade.app.formatting import bytes_text
 from binade.app.params import One, Specs
-from binade.app.questions.question import Question, not_in_report
+from binade.app.questions.question import Question
 from binade.app.questions.shared import distribution_charts, format_charts
 from binade.app.questions.shared.distributions import Distribution, log2_histogram
 from binade.app.questions.shared.rounded import NOT_RECORDED, Recorded, applied
@@ -323,5 +323,4 @@ WHAT_IF = Question(
     draw=draw,
     controls=CONTROLS,
     slow="Rounding",
-    report=not_in_report,
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,11 +18,10 @@ from binade.app.questions.shared.rounded import Subject, about_format, coordinat
 from binade.app.questions.shared.selection import Of, SelectedTensor
 from binade.app.questions.shared.unscaled import with_scale, with_scale_it_has
 from binade.app.questions.why import charts, compute
-from binade.app.report.section import ReportSelection, Section
 from binade.app.style import MEASURES, drag, power_of_two
 from binade.data.evidence import SHARE, Measure, Sentence, exact, say, together
 from binade.data.tensor_kinds import has_tokens
-from binade.data.text import counted, number_text, plain_name
+from binade.data.text import counted, number_text
 from binade.quant.error_causes import ErrorCauses
 from binade.quant.metrics import sqnr_db, streamed_score
 from binade.quant.statistics import outlier_ratio
@@ -369,18 +367,6 @@ def tokens(selected: SelectedTensor) -> Figure | None:
     return Figure("tokens", chart, grid(values), caption, note=note, height=330, group="axes")
 
 
-def report(selection: ReportSelection) -> Iterator[Section]:
-    for fmt in selection.formats:
-        for tensor_id in selection.ranked(fmt)["tensor_id"].head(1):
-            selected, problems = selection.tensor(tensor_id, fmt)
-            figure = tokens(selected) if selected else None
-            figures = []
-            if figure:
-                caption = f"{figure.caption}\nThe tensor with the lowest SQNR in {fmt}."
-                figures = [replace(figure, name=f"tokens_worst_{plain_name(fmt)}", caption=caption)]
-            yield Section("heatmaps", figures=figures, problems=problems)
-
-
 WHY = Question(
     text="Why do they lose precision?",
     title="In the format",
@@ -392,5 +378,4 @@ WHY = Question(
     draw=draw,
     controls=(RANGE, CHANNEL),
     of_values=True,
-    report=report,
 )
