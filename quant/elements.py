@@ -8,6 +8,7 @@ Sources
     HiFloat8   "Ascend HiFloat8 Format for Deep Learning", arXiv 2409.16626, tables 1 to 3
     MX         "OCP Microscaling Formats (MX) Specification v1.0", section 5
     FP8        "OCP 8-bit Floating Point Specification (OFP8) v1.0", table 1
+    FNUZ       AMD CDNA 3 ISA (MI300), as in "8-bit Numerical Formats for Deep Neural Networks", arXiv 2206.02915
     IEEE 754   binary16; bfloat16 is the upper half of binary32
     HiFloat4   arXiv 2602.11287: E1M2 elements, E6M2 scales
     INT4       arXiv 2510.25602, -7 to 7
@@ -112,7 +113,8 @@ class Element:
 class Minifloat(Element):
     """Exponent and mantissa fields as in IEEE 754, after a sign bit if there is one.
 
-    specials    "ieee" (all-ones exponent is Inf or NaN), "nan" (only the all-ones code is NaN), "none" (all finite)
+    specials    "ieee" (all-ones exponent is Inf or NaN), "nan" (only the all-ones code is NaN), "fnuz" (only the code
+                of -0 is NaN), "none" (all finite)
     bias        of the exponent; 2^(exponent_bits - 1) - 1 if not given
     subnormals  False if the exponent field 0 is an exponent like any other: then there is no zero
     """
@@ -120,7 +122,7 @@ class Minifloat(Element):
     name: str
     exponent_bits: int
     fraction_bits: int
-    specials: Literal["ieee", "nan", "none"]
+    specials: Literal["ieee", "nan", "fnuz", "none"]
     signed: bool = True
     bias: int = -1
     subnormals: bool = True
@@ -133,7 +135,7 @@ class Minifloat(Element):
 
     @property
     def signed_zero(self) -> bool:  # type: ignore[override]  # a constant of the other classes
-        return self.signed
+        return self.signed and self.specials != "fnuz"
 
     @cached_property
     def tiers(self) -> tuple[Tier, ...]:
@@ -147,6 +149,8 @@ class Minifloat(Element):
         if self.specials == "ieee" and exponent == top:
             return math.nan if fraction else sign * math.inf
         if self.specials == "nan" and exponent == top and fraction == (1 << self.fraction_bits) - 1:
+            return math.nan
+        if self.specials == "fnuz" and code == 1 << (self.bits - 1):
             return math.nan
         significand = fraction if exponent == 0 and self.subnormals else fraction + (1 << self.fraction_bits)
         exponent = max(exponent, 1) if self.subnormals else exponent
@@ -236,6 +240,8 @@ E5M10 = Minifloat("e5m10", 5, 10, "ieee")
 E8M7 = Minifloat("e8m7", 8, 7, "ieee")
 E4M3 = Minifloat("e4m3", 4, 3, "nan")
 E5M2 = Minifloat("e5m2", 5, 2, "ieee")
+E4M3FNUZ = Minifloat("e4m3fnuz", 4, 3, "fnuz", bias=8)
+E5M2FNUZ = Minifloat("e5m2fnuz", 5, 2, "fnuz", bias=16)
 E3M2 = Minifloat("e3m2", 3, 2, "none")
 E2M3 = Minifloat("e2m3", 2, 3, "none")
 E2M1 = Minifloat("e2m1", 2, 1, "none")

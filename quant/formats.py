@@ -25,7 +25,9 @@ from binade.quant.elements import (
     E2M3,
     E3M2,
     E4M3,
+    E4M3FNUZ,
     E5M2,
+    E5M2FNUZ,
     E5M10,
     E8M7,
     HIF8,
@@ -42,7 +44,7 @@ OTHER_BLOCK_RULES = ("float32", "e4m3", "ue5m3")
 TENSOR_RULES = ("amax", "pow2", "torchao", "torchao_pow2", "none")
 TAPERED_RULES = ("none", "pow2", "amax8", "amax15")
 MX_RULES = (*POW2_RULES, *OTHER_BLOCK_RULES, "nearest")
-MXFP4_RULES = (*MX_RULES, "4over3", "quest", "quest_nearest")
+MXFP4_RULES = (*MX_RULES, "4over3", "quest", "quest_nearest", "deviation")
 NV_RULES = ("nvfp4", "nvfp4_row", "nvfp4_1x128", *OTHER_BLOCK_RULES, *POW2_RULES)
 NVFP4_RULES = ("nvfp4", "4over6", "16over17", "eden", "headroom", *NV_RULES[1:])
 
@@ -83,6 +85,7 @@ class UnknownFormatError(ValueError, KeyError):
 
 _MX = "OCP Microscaling Formats v1.0, sections 5 and 6"
 _OFP8 = "OCP OFP8 v1.0, scaled as in Transformer Engine"
+_FNUZ = "the FP8 elements of AMD's MI300 (arXiv 2206.02915), scaled as in MX"
 _INT4 = "arXiv 2510.25602"
 
 
@@ -127,6 +130,8 @@ FORMATS = Formats(
         Format("mxfp6_e2m3", "MXFP6 E2M3", E2M3, MX_RULES, 32, source=_MX),
         Format("mxfp4", "MXFP4 E2M1", E2M1, MXFP4_RULES, 32, source=_MX),
         Format("mxint8", "MXINT8", INT8, MX_RULES, 32, source=_MX),
+        Format("mxfp8_e4m3fnuz", "MXFP8 E4M3 FNUZ", E4M3FNUZ, MX_RULES, 32, source=_FNUZ),
+        Format("mxfp8_e5m2fnuz", "MXFP8 E5M2 FNUZ", E5M2FNUZ, MX_RULES, 32, source=_FNUZ),
         Format("nvfp4", "NVFP4 E2M1", E2M1, NVFP4_RULES, 16, source="Transformer Engine, quantize_nvfp4"),
         Format("hif4", "HiFloat4", E1M2, ("hif4",), 64, Rounding.HALF_AWAY, source="arXiv 2602.11287"),
         Format("nvint4", "NVINT4", INT4, NV_RULES, 16, source=_INT4),

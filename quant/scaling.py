@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 E8M0_MAX = 127  # the largest exponent, and minus the smallest
 E4M3_MAX = 448.0
+OPTIMUM = 2.92247856 / 6.0  # the scale of E2M1 that loses least on values of N(0, 1)
 
 
 class Unscaled(Scaling):
@@ -174,11 +175,14 @@ class Quest(PowerOfTwo):
     kernel: ClassVar[Kernel | None] = Kernel.QUEST
 
     def of_moments(self, total: Tensor, squares: Tensor, spec: Options) -> Tensor:
-        share = 1.0 / self.kernel_constant(spec)  # a division by n would round otherwise on CUDA
-        variance = (squares * share - (total * share).square()).clamp(min=0)
-        wanted = variance.sqrt().float() * (2.92247856 / 6.0) + 1e-8
+        wanted = self.deviation(total, squares, spec) * OPTIMUM + 1e-8
         exponent = floor_log2(wanted).clamp(-E8M0_MAX, E8M0_MAX)
         return pow2(exponent) + nan_unless_finite(wanted)
+
+    def deviation(self, total: Tensor, squares: Tensor, spec: Options) -> Tensor:
+        """The standard deviation of blocks with these sums, float32 [groups, 1]."""
+        share = 1.0 / self.kernel_constant(spec)  # a division by n would round otherwise on CUDA
+        return (squares * share - (total * share).square()).clamp(min=0).sqrt().float()
 
     def kernel_constant(self, spec: Options) -> float:
         assert spec.block and spec.block.size
@@ -195,6 +199,25 @@ class QuestNearest(Quest):
 
     def of_moments(self, total: Tensor, squares: Tensor, spec: Options) -> Tensor:
         return super().of_moments(total * math.sqrt(2.0), squares * 2.0, spec)
+
+
+class Deviation(Quest):
+    """Block scale 0.487 · standard deviation of the block, float32: quest without rounding to a power of two.
+
+    0.4871 is the scale of E2M1 that loses least on many values of N(0, 1), `mxfp4.py` of Quartet. A block whose values
+    are all equal becomes 0, as in quest."""
+
+    name = "deviation"
+    shares = "a float32 scale for {block}"
+    stored = None
+    kernel = None
+
+    def of_moments(self, total: Tensor, squares: Tensor, spec: Options) -> Tensor:
+        scale = self.deviation(total, squares, spec) * OPTIMUM
+        return scale + nan_unless_finite(scale)
+
+    def factors(self, scale: Tensor, spec: Options, absmax: Tensor) -> Factors:
+        return Factors((torch.ones((), device=scale.device) / scale).clamp(max=FLOAT32_MAX), scale)
 
 
 class Amax(Scaling):
@@ -570,6 +593,9 @@ class HiF4(Scaling):
     Scales are [groups, 25]: the E6M2 scale, eight factors 1 or 2, sixteen factors 1 or 2. A block whose largest
     magnitude exceeds 7 · 49152 saturates.
 
+    Stochastic rounding takes |x| · r · 2^-(e8+e4) · 4 up or down; it is in no version of the library. A scale that was
+    rounded down clips, so that it is biased.
+
     The library's torch version adds 1/2 in float32, so that a k of 0.49999997 rounds up; its NumPy version does not. In
     both, Inf saturates. HIFxV12 of fake_quant_ops is another format: its first level is a power of two.
     """
@@ -578,10 +604,10 @@ class HiF4(Scaling):
     shares = "an E6M2 scale for {block} and binary exponents for 8 and 4"
     blocks = (Block(1, 64),)
     stored = E6M2
-    clips = False
+    clips = True
     follows = Follows.VALUES
     per_element = True
-    roundings = (Rounding.HALF_AWAY,)
+    roundings = (Rounding.HALF_AWAY, Rounding.STOCHASTIC)
     scale_bits = 8 + 24
     kernel = Kernel.HIF4
 
@@ -624,6 +650,7 @@ SCALINGS: dict[str, Scaling] = {
             FourThirds,
             Quest,
             QuestNearest,
+            Deviation,
             Amax,
             AmaxPow2,
             TorchAO,
@@ -640,7 +667,10 @@ SCALINGS: dict[str, Scaling] = {
 def kernel_of(spec: Options) -> Kernel | None:
     """How the compiled kernels find a spec's scales by themselves; None if they cannot."""
     vector = spec.block is not None and spec.block.rows == 1 and spec.block.columns is not None
-    return SCALINGS[spec.scale].kernel if vector else None
+    scaling = SCALINGS[spec.scale]
+    if scaling.follows is Follows.VALUES and spec.rounding is Rounding.STOCHASTIC:  # these kernels round to nearest
+        return None
+    return scaling.kernel if vector else None
 
 
 def has_kernel(spec: Options) -> bool:

@@ -12,7 +12,7 @@ from binade.quant.formats import FORMATS, Format
 from binade.quant.quantizer import outer_absmax
 from binade.quant.specs import Spec
 
-MX = ["mxfp8", "mxfp8_e5m2", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp4", "mxint8"]
+MX = ["mxfp8", "mxfp8_e5m2", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp4", "mxint8", "mxfp8_e4m3fnuz", "mxfp8_e5m2fnuz"]
 RULES = ["floor", "ceil", "even", "rceil"]
 
 

@@ -27,6 +27,8 @@ LIBRARY = {
     "mxfp6_e2m3": SimpleNamespace(dtype=ml_dtypes.float6_e2m3fn, gfloat=gf.format_info_ocp_e2m3, max=7.5, emax=2),
     "mxfp4": SimpleNamespace(dtype=ml_dtypes.float4_e2m1fn, gfloat=gf.format_info_ocp_e2m1, max=6.0, emax=2),
     "mxint8": SimpleNamespace(dtype=None, gfloat=gf.format_info_ocp_int8, max=127 / 64, emax=0),
+    "mxfp8_e4m3fnuz": SimpleNamespace(dtype=ml_dtypes.float8_e4m3fnuz, gfloat=None, max=240.0, emax=7),
+    "mxfp8_e5m2fnuz": SimpleNamespace(dtype=ml_dtypes.float8_e5m2fnuz, gfloat=None, max=57344.0, emax=15),
     "nvfp4": SimpleNamespace(dtype=ml_dtypes.float4_e2m1fn, gfloat=gf.format_info_ocp_e2m1, max=6.0, emax=2),
     "hif4": SimpleNamespace(dtype=en_dtypes.float4_e1m2, gfloat=None, max=1.75, emax=0),
     "nvint4": SimpleNamespace(dtype=ml_dtypes.int4, gfloat=None, max=7.0, emax=2),
@@ -78,7 +80,8 @@ def mx_scale_exponent(name: str, absmax: float, rule: str = "floor") -> int:
     from fractions import Fraction
 
     spec = LIBRARY[name]
-    mantissa_bits = {"mxfp8": 3, "mxfp8_e5m2": 2, "mxfp6_e3m2": 2, "mxfp6_e2m3": 3, "mxfp4": 1, "mxint8": 6}[name]
+    mantissa_bits = {"mxfp8": 3, "mxfp8_e5m2": 2, "mxfp6_e3m2": 2, "mxfp6_e2m3": 3, "mxfp4": 1, "mxint8": 6}
+    mantissa_bits |= {"mxfp8_e4m3fnuz": 3, "mxfp8_e5m2fnuz": 2}
     value = Fraction(float(absmax))
 
     def floor_log2(v: Fraction) -> int:
@@ -86,7 +89,7 @@ def mx_scale_exponent(name: str, absmax: float, rule: str = "floor") -> int:
         return e if Fraction(2) ** e <= v else e - 1
 
     if rule == "even":
-        value += Fraction(2) ** (floor_log2(value) - mantissa_bits - 1)
+        value += Fraction(2) ** (floor_log2(value) - mantissa_bits[name] - 1)
     if rule == "rceil":
         value /= Fraction(spec.max)
     e = floor_log2(value)

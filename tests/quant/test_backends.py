@@ -195,8 +195,7 @@ def test_gradient_passes_straight_through(name):
 @pytest.mark.parametrize("device", devices())
 @pytest.mark.parametrize(
     ("name", "chosen"),
-    [(name, {}) for name in formats()]
-    + [(name, {"rounding": "stochastic", "seed": 3}) for name in formats() if name != "hif4"],  # its rounding is fixed
+    [(name, {}) for name in formats()] + [(name, {"rounding": "stochastic", "seed": 3}) for name in formats()],
 )
 def test_even_tiles(name, chosen, device, monkeypatch):
     """A shape whose blocks fill the kernel's tiles takes its path without masks; here several tiles along each axis."""
