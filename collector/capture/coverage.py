@@ -111,12 +111,15 @@ def coverage(
         shown, begun = _try_pass(model, found, attention, formats_of, batch)
     rows: Counter[tuple[str, ...]] = Counter()
     formats: dict[Operand, str] = {}
+    paths = {module: name for name, module in model.named_modules()}
     for name, module in model.named_modules():
         kind = numbers_left_out(name), type(module).__name__
         for layer in layers.get(module, ()):
             reason, site = in_bf16.get(layer.site, ""), layer.site
             unused = "" if site in begun or site.expert is not None else UNUSED
-            if refused := re.sub(r"\b\d+\b", "*", shown.refused.get(name, unused)):
+            modules_of_layer = (module, *(other for other, _ in layer.others))
+            reasons_shown = (shown.refused[paths[each]] for each in modules_of_layer if paths[each] in shown.refused)
+            if refused := re.sub(r"\b\d+\b", "*", next(reasons_shown, unused)):
                 rows[*kind, "", "", refused] += 1
                 continue
             if not (reason or layer.kernels):

@@ -7,9 +7,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from functools import wraps
+from functools import partial, wraps
 from itertools import chain
 from typing import Any
 
@@ -21,6 +21,8 @@ from binade.collector.capture.adapters.attention import WrittenMode
 from binade.collector.capture.adapters.declared import Equations
 from binade.collector.capture.adapters.first_pass import FirstPass
 from binade.collector.capture.adapters.layer import (
+    Attach,
+    Detach,
     InstrumentError,
     Layer,
     Refused,
@@ -29,6 +31,7 @@ from binade.collector.capture.adapters.layer import (
     is_instrumented,
     refusal,
     set_on,
+    together,
 )
 from binade.collector.capture.adapters.torch_modules import is_compiled
 from binade.collector.capture.adapters.towers import placed
@@ -109,10 +112,15 @@ def survey(
         elif is_instrumented(each.module):
             raise InstrumentError(f"{each.name or 'the model'} is already instrumented: exit that `with` block first")
         elif each.module not in left:
-            layers.setdefault((each.module, each.part), each)
+            attached = [each.attach, *(attach for module, attach in each.others if module not in left)]
+            layers.setdefault((each.module, each.part), replace(each, attach=partial(_attach_all, attached)))
     return Found(
         distinct(placed(modules, list(layers.values()))), left, refused, unseen, tuple(heads.values()), watched=not ours
     )
+
+
+def _attach_all(attached: Sequence[Attach], begin: Any) -> Detach:
+    return together(*(attach(begin) for attach in attached))
 
 
 def modules_of(model: nn.Module) -> dict[str, nn.Module]:

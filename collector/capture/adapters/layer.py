@@ -43,6 +43,7 @@ class Layer:
                record
     part     which of the module's layers, where it has several: the weight and the expert, or the declared product
     is_declared  whether it is a declared product
+    others   modules that contain it and multiply by its weight themselves, with what makes these products run likewise
     """
 
     name: str
@@ -56,6 +57,7 @@ class Layer:
     kernels: str = ""
     part: str = ""
     is_declared: bool = False
+    others: tuple[tuple[nn.Module, Attach], ...] = ()
 
     @property
     def products(self) -> tuple[Product, ...]:

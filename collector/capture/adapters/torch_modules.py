@@ -17,8 +17,10 @@ it.
 
 from __future__ import annotations
 
+import ast
 import dis
 import inspect
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -31,7 +33,7 @@ from torch import Tensor, nn
 
 from binade.collector.capture.adapters.attention import SdpaMode, core_forward
 from binade.collector.capture.adapters.dtensor import core_shard_of, shard_of
-from binade.collector.capture.adapters.layer import Attach, Layer, Refused, is_a, replaces, together, whole
+from binade.collector.capture.adapters.layer import Layer, Refused, is_a, replaces, whole
 from binade.collector.capture.adapters.weights import NAMES, OwnProducts, functional_linear, is_linear
 from binade.collector.models.parallel import Begin
 from binade.collector.models.site import HEAD, path_parts, site
@@ -65,11 +67,11 @@ def find(model: nn.Module) -> Iterator[Layer | Refused]:
             inside = f"{name}." if name else "."
         elif isinstance(module, nn.Linear):
             found = linear_layer(name, module)
-            parent, last = parent_of(modules, name)
             is_head = module in output
-            if name and calls(modules[parent], last, "weight", NAMES):
+            for parent, weight in multiplying(modules, name):
                 owner = owners.setdefault(parent, OwnProducts(parent, modules[parent]))
-                found = replace(found, attach=_both(found.attach, partial(owner.attach, f"{last}.weight", 0)))
+                other = modules[parent], partial(owner.attach, weight, 0)
+                found = replace(found, others=(*found.others, other))
             if is_router(modules, shapes, name, module.out_features):
                 found = replace(found, site=replace(found.site, module="router"), path=f"{found.path}.router")
             yield replace(found, site=HEAD, is_head=True) if is_head else found
@@ -124,12 +126,17 @@ def own_shapes(modules: Iterable[nn.Module]) -> Shapes:
 
 
 def _own(modules: dict[str, nn.Module], shapes: Shapes, name: str, owner: OwnProducts) -> Iterator[Layer]:
-    """The layers of the weights that a module holds itself: `weight` of two axes, and all of three."""
+    """The layers of the weights that a module holds itself: those of two axes that are called `weight` or that its code
+    names in an operand of a product, and all of three."""
     module = owner.module
+    experts = {shape[0] for shape in shapes[module].values() if len(shape) == 3}  # whose biases have two axes
     for own, shape in shapes[module].items():
         if len(shape) == 2 and own == "weight":
             where, path = site(name, "router" if is_router(modules, shapes, name, shape[0]) else None)
             yield Layer(name, module, where, whole, partial(owner.attach, own, 0), path)
+        elif len(shape) == 2 and min(shape) > 1 and shape[0] not in experts and multiplies_by(module, own):
+            where, path = site(f"{name}.{own}")
+            yield Layer(name, module, where, whole, partial(owner.attach, own, 0), path, part=own)
         elif len(shape) == 3 and shape[0] > 1:
             where, path = site(f"{name}.{own}")
             for expert in range(shape[0]):
@@ -146,6 +153,21 @@ def parent_of(modules: dict[str, nn.Module], name: str) -> tuple[str, str]:
         if parent in modules and getattr(modules[parent], "_modules", {}).get(last) is modules[name]:
             return parent, last
     return "", ""
+
+
+def multiplying(modules: dict[str, nn.Module], name: str) -> Iterator[tuple[str, str]]:
+    """The modules of its block that contain a linear layer and may multiply by its weight themselves, in torch or in an
+    autograd function: (the module's path, the path of the weight in it)."""
+    owner, path, child = name, "weight", modules[name]
+    while owner and not owner.rpartition(".")[2].isdecimal():
+        owner, last = parent_of(modules, owner)
+        if "." in last:
+            return
+        path = f"{last}.{path}"
+        parent = modules[owner]
+        if applies_function(parent, last) or (child is modules[name] and calls(parent, last, "weight", NAMES)):
+            yield owner, path
+        child = parent
 
 
 def is_router(modules: dict[str, nn.Module], shapes: Shapes, name: str, outputs: int) -> bool:
@@ -167,10 +189,6 @@ def is_router(modules: dict[str, nn.Module], shapes: Shapes, name: str, outputs:
     return False
 
 
-def _both(first: Attach, second: Attach) -> Attach:
-    return lambda begin: together(first(begin), second(begin))
-
-
 def is_compiled(module: nn.Module) -> bool:
     return is_a("torch._dynamo", "OptimizedModule", module) or module._compiled_call_impl is not None
 
@@ -190,18 +208,65 @@ def calls(module: nn.Module, *words: str | frozenset[str]) -> bool:
     """Whether one of the module's own methods, or a function that they reach by name, uses each of these names, or
     one name of each set; "@" is the operator."""
     wanted = [{each} if isinstance(each, str) else each for each in words]
-    known = _reached(type(module))  # type: ignore[arg-type]  # mypy takes instances' __hash__
-    reached = [*known, *(f for f in vars(module).values() if isinstance(f, FunctionType))]
-    return any(all(each & _names(function.__code__) for each in wanted) for function in reached)
+    return any(all(each & _names(function.__code__) for each in wanted) for function in _code_of(module))
+
+
+def multiplies_by(module: nn.Module, weight: str) -> bool:
+    """Whether the module's code, or functions that it reaches, name its own weight in an operand of a product, as in
+    `F.linear(x, self.fn.float())`."""
+    return any(weight in _factors(function) for function in _code_of(module))
+
+
+@lru_cache(maxsize=4096)
+def _factors(function: FunctionType) -> frozenset[str]:
+    """The attributes that a function names in operands of products; none if its source is not known."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, SyntaxError):
+        return frozenset()
+    operands: list[ast.AST] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
+            operands += [node.left, node.right]
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in NAMES:
+            operands += [node.func, *node.args, *(keyword.value for keyword in node.keywords)]
+    attributes = (node for operand in operands for node in ast.walk(operand))
+    return frozenset(node.attr for node in attributes if isinstance(node, ast.Attribute))
+
+
+def applies_function(module: nn.Module, child: str) -> bool:
+    """Whether the module's own methods, or functions that they reach, name a child of the module and an autograd
+    function that is not torch's."""
+    code = _code_of(module)
+    names = any(child in _names(function.__code__) for function in code if function.__name__ != "__init__")
+    return names and any(_applies(function, type(module)) for function in code)
+
+
+def _applies(function: FunctionType, kind: type[nn.Module]) -> bool:
+    names = _names(function.__code__)
+    near = [space[name] for space in (function.__globals__, vars(kind)) for name in names if name in space]
+    near += [vars(space).get(name) for space in near if isinstance(space, ModuleType) for name in names]
+    owners = (getattr(value, "__self__", value) for value in near)  # of a name for `Function.apply`, too
+    return any(
+        isinstance(owner, type) and issubclass(owner, torch.autograd.Function) and not _foreign(owner)
+        for owner in owners
+    )
+
+
+def _code_of(module: nn.Module) -> list[FunctionType]:
+    """The methods of a module, those that were set on it alone included, and the functions that they reach."""
+    methods = (getattr(value, "__func__", value) for value in vars(module).values())
+    on_it = [function for function in methods if isinstance(function, FunctionType)]
+    return [reached for start in (type(module), *on_it) for reached in _reached(start)]
 
 
 @lru_cache(maxsize=1024)
-def _reached(kind: type[nn.Module]) -> tuple[FunctionType, ...]:
-    """The methods of a module class, and the functions outside torch and transformers that these
+def _reached(start: type[nn.Module] | FunctionType) -> tuple[FunctionType, ...]:
+    """The methods of a module class, or a function, and the functions outside torch and transformers that these
     reach: by a global name, from a closure, or as an attribute of a module or namespace of such a name."""
     found: dict[CodeType, FunctionType] = {}
-    waiting: list[Any] = []
-    for base in kind.__mro__:
+    waiting: list[Any] = [] if isinstance(start, type) else [start]
+    for base in start.__mro__ if isinstance(start, type) else ():
         if base is nn.Module or base.__name__ == "PreTrainedModel":  # of which every model of transformers is one
             break
         waiting += vars(base).values()
@@ -224,7 +289,7 @@ def _reached(kind: type[nn.Module]) -> tuple[FunctionType, ...]:
 
 def _foreign(value: Any) -> bool:
     """Whether this belongs to torch or transformers, whose functions are known."""
-    name = value.__module__ if isinstance(value, FunctionType) else getattr(value, "__name__", "")
+    name = value.__module__ if isinstance(value, (FunctionType, type)) else getattr(value, "__name__", "")
     return str(name).partition(".")[0] in ("torch", "transformers")
 
 

@@ -7,25 +7,28 @@ family of experts in transformers with the implementations `eager` and `grouped_
 `eager` while the module is instrumented. Other functions with the weight are left to `first_pass`, which refuses them.
 
 A product inside the forward method of a torch.autograd.Function is never replaced: its backward products would stay as
-they are. A linear layer that computes none that can be replaced is watched from outside, see `boundary`.
+they are. A linear layer that computes none that can be replaced is watched from outside, see `boundary`. A module that
+multiplies by the weights of its layers in such a function is refused by a recipe that rounds them; else their operands
+and results are recorded, and the gradients that leave the function: of the weights, and of the result that it returns.
 """
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from types import FunctionType
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from binade.collector.capture.adapters.attention import product
-from binade.collector.capture.adapters.boundary import Boundary
+from binade.collector.capture.adapters.boundary import Boundary, with_weight_gradients
 from binade.collector.capture.adapters.dtensor import is_dtensor, linear_on_parts
 from binade.collector.capture.adapters.layer import FIRST_PASS, Detach, InstrumentError, eagerly, refuse, set_on
 from binade.collector.capture.adapters.products import (
@@ -33,7 +36,9 @@ from binade.collector.capture.adapters.products import (
     Product,
     computing,
     linear,
+    listen_to_result,
     observed_product,
+    showing_operands,
     tensors_in,
 )
 from binade.collector.models.parallel import Begin, Call
@@ -189,12 +194,13 @@ class OwnProducts:
             # Whether the layer is watched is known after its first pass, for which it is prepared to be.
             boundary = None if self.is_watched is False else Boundary(args, kwargs)
             args, kwargs = (boundary.args, boundary.kwargs) if boundary else (args, kwargs)
-            with WeightsMode(self.name, weights, self.begins) as mode:
+            with WeightsMode(self.name, weights, self.begins, self.is_linear) as mode:
                 result = method(*args, **kwargs)
             if self.is_linear and not mode.products:
                 self._watch(mode, boundary or Boundary(args, kwargs), next(iter(weights.values())), result)
-            elif mode.half and next(iter(self.begins.values()))().quantizes:
+            elif mode.half:
                 refuse(self.name, self.module, mode.half)
+            mode.listen(result)
             self.is_watched = self.is_linear and not mode.products
             return result
 
@@ -239,19 +245,84 @@ def _in_sight(module: Any) -> Callable[..., Any]:
     return chosen
 
 
+class _Inside:
+    """A product in the forward method of an autograd function, x [..., in] · weightᵀ [in, out] -> y [..., out], and
+    the parameter that the weight is."""
+
+    def __init__(self, tap: Tap, x: Tensor, weight: Tensor, parameter: Tensor, y: Tensor) -> None:
+        self.tap, self.x, self.weight, self.parameter, self.y = _by_model(tap), x, weight, parameter, y
+        self.version = y._version
+
+    def show_operands(self, is_result: bool) -> None:
+        """is_result: whether y is the product alone."""
+        self.tap(Observed("a", self.x))
+        self.tap(Observed("b", self.weight))
+        if is_result:
+            self.tap(Observed("y", self.y.detach()))
+
+    def listen(self, result: Tensor, with_weight: bool) -> None:
+        """Show the gradients that come after that of the module's result. with_weight: the parameter's, too."""
+        returned = self.y.requires_grad and self.y._version == self.version
+        y, show = (self.y, self._show_gradient) if returned else (result, _ignore)
+        listen_to_result(y, with_weight_gradients([self.parameter], self.tap, show) if with_weight else show)
+
+    def _show_gradient(self, seen: Observed) -> None:
+        a, b = self.x.detach().requires_grad_(), self.weight.detach().requires_grad_(self.parameter.requires_grad)
+        showing_operands(self.tap, a, b, -1)(seen)
+
+
+def _by_model(tap: Tap) -> Tap:
+    return lambda seen: tap(replace(seen, by_model=True))
+
+
+def _ignore(_: Observed) -> None:
+    pass
+
+
+class _Running(threading.local):
+    """The innermost mode that runs."""
+
+    mode: WeightsMode | None = None
+
+
 class WeightsMode(Interception):
     """One pass through a module whose products with these weights are replaced.
 
     products  how many of them there were
-    half      why one was left: its backward products would have stayed as they are
+    half      why one was left that is to be rounded, or that a linear layer computes: its backward products would have
+              stayed as they are
     other     why one was left: it is of a function that is not replaced
+    inside    the products in autograd functions that are recorded as they are
     """
 
-    def __init__(self, name: str, weights: Mapping[str, Tensor], begins: Mapping[tuple[str, int], Begin]) -> None:
-        self.name, self.weights, self.begins = name, Weights(weights.items()), begins
+    running = _Running()
+
+    def __init__(
+        self,
+        name: str,
+        weights: Mapping[str, Tensor],
+        begins: Mapping[tuple[str, int], Begin],
+        is_linear: bool,
+    ) -> None:
+        self.name, self.weights, self.begins, self.is_linear = name, Weights(weights.items()), begins, is_linear
+        self.parameters = weights
+        self.outer: WeightsMode | None = None
         self.products, self.half, self.other = 0, "", ""
+        self.inside: list[_Inside] = []
+
+    def __enter__(self) -> Self:
+        self.outer, self.running.mode = self.running.mode, self
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self.running.mode = self.outer
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.running.mode is not self:  # a module inside decides about its own products
+            return func(*args, **kwargs)
+        if self.in_function and (operands := self._operands(func, args, kwargs)):
+            return self._inside(func, args, kwargs, *operands)
         if func is F.linear:
             return self._linear(*args, **kwargs)
         if func in MATMULS:
@@ -274,12 +345,66 @@ class WeightsMode(Interception):
         source = self.weights.source(weight)
         if source is None or not self.in_function:
             return source
-        if not source.computed:
-            self.half = (
-                f"multiplies by {source.name} in the forward method of a torch.autograd.Function, whose backward "
-                "products cannot be intercepted"
-            )
+        begin = self.begins.get((source.name, source.first or 0))
+        if not source.computed and (self.is_linear or (begin and begin().quantizes)):
+            self._leave(source)
         return None
+
+    def _leave(self, source: Source) -> None:
+        self.half = (
+            f"multiplies by {source.name} in the forward method of a torch.autograd.Function, whose backward "
+            "products cannot be intercepted"
+        )
+
+    def _operands(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Tensor, Tensor, Source] | None:
+        """(x [..., in], weight [out, in], the source of the weight) of a product with a layer's weight of two axes."""
+        if self.is_linear or kwargs:
+            return None
+        with computing:
+            if func is F.linear:
+                x, weight, of = args[0], args[1], args[1]
+            elif func in MATMULS and self.weights.source(args[1]):
+                x, weight, of = args[0], args[1].mT, args[1]
+            elif func in MATMULS:
+                x, weight, of = args[1].mT, args[0], args[0]
+            elif func in ADDMMS:
+                x, weight, of = args[1], args[2].mT, args[2]
+            else:
+                return None
+            source = self.weights.source(of) if of.dim() == 2 else None
+            return (x, weight, source) if source and (source.name, source.first) in self.begins else None
+
+    def _inside(
+        self,
+        func: Callable[..., Tensor],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        x: Tensor,
+        weight: Tensor,
+        source: Source,
+    ) -> Tensor:
+        """A product in an autograd function, computed there. It is recorded unless it is to be rounded."""
+        assert source.first is not None, "the source of a layer's weight"
+        call = self.begins[source.name, source.first]()
+        if call.quantizes:
+            self._leave(source)
+        with computing:
+            y = func(*args, **kwargs)
+            if call.tap and not call.quantizes:
+                self.inside.append(_Inside(call.tap, x.detach(), weight.detach(), self.parameters[source.name], y))
+                self.inside[-1].show_operands(is_result=func not in ADDMMS)
+        return y
+
+    def listen(self, result: Any) -> None:
+        """Show the gradients of the products in autograd functions that arrive outside of these, given what the module
+        returns: those of the weights, and of a product's result where the function returns that."""
+        y = next(tensors_in((result,)), None)
+        weights: set[Tensor] = set()
+        for inside in self.inside if y is not None and torch.is_grad_enabled() else ():
+            inside.listen(y, with_weight=inside.parameter not in weights)
+            weights.add(inside.parameter)
 
     def _call(self, weight: Tensor) -> Call | None:
         """The call of the product with a weight of two axes, begun; None if it is not one of those replaced."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -166,6 +168,73 @@ def test_half_a_product_is_refused_by_name(kind: type[nn.Module]):
         step(model)
 
 
+class SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        a, b = x @ gate.t(), F.linear(x, up)
+        hidden = F.silu(a) * b
+        ctx.save_for_backward(x, a, b, hidden, gate, up, down)
+        return torch.matmul(hidden, down.t())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        x, a, b, hidden, gate, up, down = ctx.saved_tensors
+        grad_hidden, sigmoid = grad @ down, a.sigmoid()
+        grad_a, grad_b = grad_hidden * b * sigmoid * (1 + a * (1 - sigmoid)), grad_hidden * F.silu(a)
+        return grad_a @ gate + grad_b @ up, grad_a.t() @ x, grad_b.t() @ x, grad.t() @ hidden
+
+
+class FeedForward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = (nn.Linear(*sizes, bias=False) for sizes in ((16, 32), (16, 32), (32, 16)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+def weights_of(*layers: nn.Linear) -> list[Tensor]:
+    return [layer.weight for layer in layers]
+
+
+def fused(self: FeedForward, x: Tensor) -> Tensor:
+    return SwiGLU.apply(x, *weights_of(self.gate, self.up, self.down))
+
+
+def test_a_module_that_multiplies_by_its_layers_weights_in_a_function_is_recorded_as_it_is(tmp_path: Path):
+    """Its forward is replaced on the instance, and reads the weights by way of another function, as Unsloth's does."""
+    torch.manual_seed(0)
+    model = nn.Sequential(FeedForward(), nn.Linear(16, 16))
+    plain = deepcopy(model)
+    model[0].forward = MethodType(fused, model[0])
+    x = torch.randn(8, 16)
+
+    def results(model: nn.Module) -> list[Tensor]:
+        model.zero_grad()
+        y = model(x)
+        y.square().mean().backward()
+        return [y.detach(), *(p.grad.clone() for p in model.parameters())]
+
+    alone = results(model)
+    with Recorder(tmp_path / "fused") as recorder, instrument(model, "bf16", recorder):
+        assert same(alone, results(model))
+    with Recorder(tmp_path / "plain") as recorder, instrument(plain, "bf16", recorder):
+        results(plain)
+    found, expected = rows(tmp_path / "fused"), rows(tmp_path / "plain")
+    inside = {"input", "weight", "output", "grad_weight"}
+    for module, tensors in {"gate": inside, "up": inside, "down": inside | {"grad_output"}, "linear": LINEAR}.items():
+        assert set(found[found.module == module].tensor_name) == tensors
+        for tensor in tensors:
+            index = 2 if module == "linear" else 1
+            pair = (value(each, index, module, tensor) for each in (found, expected))
+            torch.testing.assert_close(*pair)
+    with pytest.raises(InstrumentError, match=r"0 \(FeedForward\) multiplies by .* exclude=\['0'\]"):
+        with instrument(model, "mxfp8", backend="torch"):
+            results(model)
+    with instrument(model, "mxfp8", exclude=["0"], backend="torch"):
+        results(model)
+
+
 class Grouped(nn.Linear):
     """Two products of halves of the weight's rows, as in DeepSeek-V4."""
 
@@ -192,6 +261,39 @@ class Calling(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.inner.correct(x)
+
+
+class Named(nn.Module):
+    """Its weights have names of their own, as in DeepSeek-V4's hyper-connections and Gemma 3's projector; a table and
+    the decay of a state-space model are no weights of products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fn, self.projection, self.decay, self.table, self.bias = (
+            nn.Parameter(torch.randn(*size)) for size in ((8, 16), (8, 16), (8, 16), (4, 16), (4, 16))
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = F.linear(x, self.fn.float())
+        y = torch.matmul(hidden, self.projection) + self.table[:1]
+        decay = -torch.exp(self.decay)
+        return y * decay.sum() + self.bias[0]
+
+
+def test_a_weight_of_any_name_is_the_weight_of_a_layer_where_it_is_multiplied(tmp_path: Path):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Named()), torch.randn(4, 16)
+    covered = {(row.paths, row.recorded): row.format for row in coverage(model, "mxfp8")}
+    assert covered == {("*", "layer*.fn"): "mxfp8", ("*", "layer*.projection"): "mxfp8"}
+    with Recorder(tmp_path) as recorder, instrument(model, "mxfp8", recorder, backend="torch"):
+        y = model(x)
+        y.sum().backward()
+    q, own = partial(fake_quantize, fmt="mxfp8"), model[0]
+    hidden = q(x) @ q(own.fn).t()
+    expected = (q(hidden) @ q(own.projection.t()).t() + own.table[:1]) * -torch.exp(own.decay).sum() + own.bias[0]
+    torch.testing.assert_close(y, expected)
+    found = rows(tmp_path)
+    assert torch.equal(value(found, 1, "projection", "weight"), own.projection.t())
 
 
 @pytest.mark.parametrize("kind", [Grouped, Calling])
@@ -242,4 +344,4 @@ def test_all_refusals_of_a_pass_are_one_error_whose_patterns_can_be_pasted():
     assert torch.equal(before, torch.get_rng_state())
     assert covered["*.own"].count == covered["*.fused"].count == covered["*.up"].count == 3
     assert [covered[path].format for path in ("*.own", "*.fused", "*.up")] == ["", "", "mxfp8"]
-    assert covered["*.fused.up"].reason == "multiplied nothing in this pass"
+    assert "multiplies by up.weight in the forward method" in covered["*.fused.up"].reason
