@@ -22,7 +22,7 @@ from binade.collector.jobs import JobError, SubmissionError
 from binade.collector.recipes.files import label
 from binade.collector.recipes.recipe import BF16
 from binade.collector.training.config import RunConfig
-from binade.collector.training.plan import Plan, model_of
+from binade.collector.training.plan import Plan, model_of, most_layers
 from binade.collector.training.slurm_options import Launcher, SlurmOptions
 from binade.collector.training.targets import read_targets
 from binade.data.access import ReadOnlyError, reason
@@ -144,9 +144,9 @@ def _fields() -> None:
     config = collecting.config_of({name: _value(name) for name in ("model", "size")}, RunConfig())
     try:
         shape, modules = model_of(config)
-        layers, most = shape.layers, shape.max_sequence
+        layers, deepest, most = shape.layers, most_layers(config.model), shape.max_sequence
     except ConfigError:  # a path without a model: the summary shows the error
-        layers, most, modules = None, None, ()
+        layers, deepest, most, modules = None, None, None, ()
     st.session_state[_key("modules")] = [name for name in _value("modules") if name in modules]
     with st.container(border=True):
         st.markdown("**Model and data**")
@@ -156,7 +156,7 @@ def _fields() -> None:
             _field(b, "size")
         _field(c, "dataset", options=list(dict.fromkeys([*DATASETS, _value("dataset")])), accept_new_options=True)
         shown = st.columns(4, vertical_alignment="bottom")
-        _field(shown[0], "layers", maximum=layers, placeholder=f"all {layers or ''}")
+        _field(shown[0], "layers", maximum=deepest, placeholder=f"{layers or 'all'}")
         _field(shown[1], "sequence_length", maximum=most)
         _field(shown[2], "micro_batch_size")
         _field(shown[3], "micro_batches")

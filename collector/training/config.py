@@ -67,8 +67,9 @@ class RunConfig(WatchOptions):
         help=f"{BYTE}, or the path to a tokenizer.json, a directory that contains one, or a GGUF file")
     vocab_size: int | None = option(None, group=MODEL, metavar="N", minimum=1, default_help="the model's own",
         help="Vocabulary size of the model")
-    layers: int | None = option(None, group=MODEL, metavar="N", minimum=1, default_help="all", label="Layers",
-        help="Number of layers: the first N of the model")
+    layers: int | None = option(None, group=MODEL, metavar="N", minimum=1, label="Layers",
+        default_help="2 of size tiny, else all",
+        help="Number of layers: the first N of the model, also of size tiny")
 
     recipe: str = option("bf16", group=FORMAT, metavar="RECIPE", flag="--quantization",
         help="Recipe: a name from `binade list`, or the path to a .toml or .yaml file")

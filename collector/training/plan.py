@@ -46,6 +46,11 @@ class Plan:
         return ", ".join(filter(None, (self.recipe.keep, self.config.skip_layers)))
 
 
+def most_layers(model: str) -> int:
+    """The number of layers that a model can have, of any size: those of its full size. Raises ConfigError."""
+    return shape_of(model, Size.FULL).layers
+
+
 def model_of(config: RunConfig) -> tuple[Shape, tuple[str, ...]]:
     """The dimensions of the model, and its modules that can be recorded, in their order. Raises ConfigError."""
     shape = _shape(config, shape_of(config.model, config.size))
@@ -95,8 +100,8 @@ def plan(config: RunConfig) -> Plan:
 
 
 def _check_model(config: RunConfig, published: Shape) -> None:
-    if config.layers is not None and config.layers > published.layers:
-        raise ConfigError(f"--layers is {config.layers}: expected 1 to {published.layers} for {config.model_title}")
+    if config.layers is not None and config.layers > (most := most_layers(config.model)):
+        raise ConfigError(f"--layers is {config.layers}: expected 1 to {most} for {config.model_title}")
     if config.has_path and config.size != Size.FULL:
         raise ConfigError(f"--size is {config.size}: a model given by path has only the size {Size.FULL}")
     if isinstance(published, TransformersShape):

@@ -150,7 +150,7 @@ class TestAsking:
             (["run", "--nodes", "2"], "--nodes needs --target or --launcher slurm"),
             (["run", "--layerz", "1"], "--layerz"),
             (["run", "--dataset", "wikipdia"], "wikipdia"),
-            (["run", "--layers", "9"], "expected 1 to 2"),
+            (["run", "--layers", "17"], "expected 1 to 16"),
         ],
     )
     def test_what_cannot_run_is_not_queued(self, tmp_path, line, expected):
@@ -571,7 +571,7 @@ class TestReadOnly:
     [
         (["cancel", "9"], "there is no job 9"),
         (["add"], "jobs add needs a command line"),
-        (["add", "run", "--layers", "3"], "expected 1 to 2"),
+        (["add", "run", "--layers", "17"], "expected 1 to 16"),
         (["at-once", "0"], "expected 1 to"),
         (["frobnicate"], "frobnicate"),
     ],

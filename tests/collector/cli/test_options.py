@@ -15,6 +15,7 @@ from binade import cli
 from binade.app.jobs import collecting
 from binade.collector.cli.options import parse
 from binade.collector.errors import ConfigError
+from binade.collector.models.registry import MODELS
 from binade.collector.settings import Declared, check_options, declared
 from binade.collector.training.config import RunConfig
 from binade.collector.training.plan import plan
@@ -149,7 +150,7 @@ def test_a_configuration_is_read_from_json(tmp_path, shown: str):
         ("[]", (), "has no configuration"),
         ('{"layerz": 1}', (), "layerz is 1: Unexpected keyword argument"),
         ('{"layers": "1"}', (), 'layers is "1": Input should be a valid integer'),
-        ('{"layers": 9}', (), "--layers is 9: expected 1 to 2"),
+        ('{"layers": 17}', (), "--layers is 17: expected 1 to 16"),
         ('[{"tp": 2}, {}]', (), "different ranks"),
         *(("{}", line, f"leave {line[0]} out") for line in (("--no-raw",), ("--seed", "0"), ("--scores", ""))),
         ("{}", ("--save-tensors",), "leave --save-tensors out"),
@@ -162,6 +163,15 @@ def test_a_configuration_that_cannot_be_read_is_one_line(tmp_path, command, caps
     assert command("run", "--config", str(tmp_path / "c.json"), *options, "--dry-run") == 2
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("binade: ") and message in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_tiny_model_has_as_many_layers_as_requested_up_to_those_of_the_full_one(model):
+    most = MODELS[model]["full"].layers
+    assert plan(RunConfig(model=model, layers=most)).shape.layers == most
+    assert plan(RunConfig(model=model)).shape.layers == 2
+    with pytest.raises(ConfigError, match=f"--layers is {most + 1}: expected 1 to {most}"):
+        plan(RunConfig(model=model, layers=most + 1))
 
 
 def test_options_are_not_abbreviated():
