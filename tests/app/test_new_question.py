@@ -85,7 +85,7 @@ for page, view, _ in PLACES:
     section = reported[title]
     assert section.figures and section.tables and section.verdict == pin.verdict
 """
-PLACES = (("map", "toy", "SELECTION"), ("compare", "toy", "BOARD"), ("tensor", "toy", "TENSOR"))
+PLACES = (("map", "toy", "SELECTION"), ("explore", "toy", "BOARD"), ("tensor", "toy", "TENSOR"))
 
 
 def test_a_new_question_is_one_folder_and_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
