@@ -14,7 +14,6 @@ from binade.app.pages.registry import PAGES
 from binade.app.params import too_long
 from binade.app.questions.map.compute import METRICS
 from binade.app.questions.registry import QUESTIONS
-from binade.app.questions.shared.labels import full_labels
 from binade.app.questions.shared.runs import every_run, given_names, run_titles
 from binade.app.questions.shared.scope import scoped
 from binade.app.questions.shared.selection import listed
@@ -23,6 +22,7 @@ from binade.app.view import View
 from binade.data.access import read_only
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
+from binade.data.names import distinct_names
 from binade.quant.formats import FORMATS
 from binade.quant.specs import known_specs
 
@@ -130,7 +130,7 @@ def _tensors(opened: Catalog, view: View, words: list[str]) -> Iterator[Entry]:
     if rows.empty:
         return
     table = opened.rows_of(rows["tensor_id"].tolist())
-    labels = full_labels(table, given_names(opened))
+    labels = distinct_names(table, given_names(opened), long=True)
     for tensor_id in rows["tensor_id"]:
         yield Entry("tensor", labels[tensor_id], "", view.at("tensor", tensor=tensor_id))
 

@@ -41,6 +41,7 @@ from binade.collector.training.slurm_options import SlurmOptions
 from binade.data import evidence
 from binade.data.catalog import Catalog
 from binade.data.evidence import Estimate, Measure
+from binade.data.names import short_names
 from binade.data.text import number_text
 from binade.quant.specs import OPERAND_FIELDS, Spec
 
@@ -164,9 +165,7 @@ class Advice:
         """The forward operands that are kept wider than the narrowest spec for a smaller loss, by how much they save;
         column place names them. The operands of a group that was measured are one row."""
         rows = self.forward
-        names = zip(rows["layer_index"], rows["module"], rows["tensor_name"], strict=True)
-        places = pd.Series([f"layer{layer}.{module} {tensor}" for layer, module, tensor in names], rows.index, object)
-        rows = rows.assign(place=places.where(~rows["group"].isin(self.costs.measured), rows["group"]))
+        rows = rows.assign(place=short_names(rows).where(~rows["group"].isin(self.costs.measured), rows["group"]))
         saved = rows.groupby("place")["saved"].sum()
         rows = rows.drop_duplicates("place").assign(saved=lambda own: own["place"].map(saved))
         return rows[rows["saved"] > 0].sort_values("saved", ascending=False, ignore_index=True)

@@ -15,6 +15,7 @@ from binade.collector.errors import ConfigError
 from binade.collector.recipes.recipe import BF16, PARTS
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
+from binade.data.names import name_of
 from binade.data.notes import rounded_twice
 from binade.data.reliability import Reliability, reliability
 from binade.quant.specs import Spec
@@ -185,8 +186,8 @@ def _check_predicted(forward: pd.DataFrame) -> None:
     if (bad := forward[forward[["first", "second"]].isna().any(axis=1)]).size:
         row = bad.iloc[0]
         raise AdviceError(
-            f"{len(bad)} predicted changes are not finite or were not recorded, such as that of layer "
-            f"{int(row['layer_index'])} {row['module']} {row['tensor_name']} in {row['spec']}: a gradient is not "
+            f"{len(bad)} predicted changes are not finite or were not recorded, such as that of "
+            f"{name_of(row['layer_index'], row['module'], row['tensor_name'])} in {row['spec']}: a gradient is not "
             "finite, or was not recorded; record the run again, or filter by another run"
         )
 

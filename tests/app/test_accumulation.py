@@ -80,7 +80,7 @@ def test_a_chosen_row_adds_a_table(catalog):
     answer = view.changed(result=worst["result"]).draw(catalog)
     table = answer.items[-1]
     assert answer.tables["accumulation"]["title"].tolist() == SCALED_BY_32
-    assert "mxfp8_e5m2 and mxfp8" in table.note and "grad_input" in table.title
+    assert "mxfp8_e5m2 and mxfp8" in table.note and "grad input" in table.title
 
 
 @pytest.mark.parametrize(

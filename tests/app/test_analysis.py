@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from scipy import stats
@@ -16,7 +16,7 @@ from scipy import stats
 from binade import quant
 from binade.app.questions.shared import distributions, laws
 from binade.app.questions.shared.distributions import Distribution, _shares, distribution_of
-from binade.app.questions.shared.labels import run_labels, tensor_label, thinned, unique_labels
+from binade.app.questions.shared.labels import run_labels, thinned
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 from binade.quant.metrics import score
@@ -392,31 +392,6 @@ class TestFormatComparison:
 
 
 class TestLabels:
-    def test_of_a_tensor(self, catalog):
-        row = catalog.tensors(Filter(quant_type=["mxfp8"])).iloc[0]
-        assert tensor_label(row) == "L1 qkv input (forward, mxfp8)"
-
-    @pytest.mark.slow
-    def test_are_unique_over_a_whole_root(self, catalog):
-        rows = catalog.tensors()
-        labels = unique_labels(rows, {})
-        assert list(labels) == rows["tensor_id"].tolist()
-        assert len(set(labels.values())) == len(rows)
-
-    def test_say_only_what_tells_tensors_apart(self, catalog):
-        rows = catalog.tensors(Filter(quant_type=["mxfp8"], layer_index=[1], module=["qkv"], tensor_name=["input"]))
-        assert list(unique_labels(rows, {}).values()) == [
-            "L1 qkv input (forward, mxfp8), iteration 0",
-            "L1 qkv input (forward, mxfp8), iteration 1",
-        ]
-        assert list(unique_labels(rows.head(1), {}).values()) == ["L1 qkv input (forward, mxfp8)"]
-
-    def test_of_runs_that_differ_in_nothing_else(self, catalog):
-        row = catalog.tensors(Filter(quant_type=["mxfp8"])).head(1)
-        twins = pd.concat([row, row.assign(run_id="other", tensor_id="other/r00-000001")], ignore_index=True)
-        labels = list(unique_labels(twins, {}).values())
-        assert labels[1] == "L1 qkv input (forward, mxfp8), run other"
-
     def test_curves_are_thinned_to_their_last_iterations(self):
         table = pd.DataFrame({"label": ["a"] * 1000 + ["b"] * 998, "iteration": [*range(1000), *range(998)]})
         found, step = thinned(table, 500)
@@ -441,14 +416,3 @@ class TestLabels:
             {"name": ["bf16", name], "started": ["2026-01-01 08:00:00", started], "run_id": ["x_00000f", run_id]}
         )
         assert run_labels(runs.assign(started=pd.to_datetime(runs["started"])))[1] == expected
-
-    @settings(max_examples=30)
-    @given(st.lists(st.tuples(*[st.integers(0, 1)] * 4), min_size=1, max_size=8))
-    def test_are_unique_whatever_differs(self, words):
-        names = ("iteration", "micro_batch", "rank", "layer_index")
-        rows = pd.DataFrame([dict(zip(names, word, strict=True)) for word in words]).assign(
-            tensor_id=[f"r/{i}" for i in range(len(words))], expert=None, run_id="r", recipe="mxfp8", phase="pre",
-            module="fc1", stage=None, tensor_name="input", operation="forward", quant_type="mxfp8",
-        )  # fmt: skip
-        labels = unique_labels(rows, {})
-        assert len(set(labels.values())) == len(rows)

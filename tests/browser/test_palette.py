@@ -34,7 +34,7 @@ def test_what_is_typed_is_found_and_opened(visit: Visit, catalog: Catalog):
     page.keyboard.press("Control+k")
     page.keyboard.type("fc2 grad_output")
     first = page.locator(".palette .search li").first
-    expect(first).to_contain_text("L2 fc2 grad_output")
+    expect(first).to_contain_text("L2 fc2 grad output")
     page.keyboard.press("Enter")
     page.wait_for_url("**/tensor?**")
     settle(page)

@@ -236,7 +236,7 @@ def test_gradients_that_were_not_recorded_or_are_not_finite_give_no_advice(colle
         holes = table.assign(second=table["second"].where(table["module"] != "fc2", math.nan))
         for changed, message in (
             (table.assign(first=np.nan, second=np.nan), "no gradient"),
-            (holes, "such as that of layer 1 fc2"),
+            (holes, "such as that of L1 fc2"),
             (table.assign(noise=np.nan), "no spec was scored on every operand"),
             (table[~table["tensor_name"].isin(("weight", "key", "value"))], "record inputs and weights"),
         ):

@@ -11,6 +11,7 @@ import pandas as pd
 from binade.app import style
 from binade.app.questions.shared import layer_chart
 from binade.data.evidence import Measure
+from binade.data.names import short_names
 
 KINDS = {"advised": "advised under other budgets", "uniform": "one format for all", "published": "published recipes"}
 BITS = Measure("bits", "Bits per value", "", "of the advised format", format=".2f")
@@ -64,6 +65,6 @@ def frontier(table: pd.DataFrame, across: Measure, at: float, change: float) -> 
 
 def bits(table: pd.DataFrame, title: str, subtitle: str) -> alt.LayerChart:
     """The bits of each operand by layer; brighter means more bits."""
-    row = table["module"] + " " + table["tensor_name"]
+    row = short_names(table.drop(columns="layer_index"))
     cells = table.assign(value=table["bits"] / table["values"], row=row, operation=table["gemm"], tensors=1)
     return layer_chart.by_layer(cells, BITS, title, subtitle)

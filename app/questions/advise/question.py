@@ -17,7 +17,6 @@ from binade.app.questions.predictions import compute
 from binade.app.questions.predictions.question import COLUMNS as MEASURED
 from binade.app.questions.question import Question
 from binade.app.questions.shared import layer_chart
-from binade.app.questions.shared.labels import layer_names
 from binade.app.questions.shared.runs import labels_of, same_model
 from binade.app.questions.shared.scope import scoped, unrounded
 from binade.app.questions.shared.selection import Selection
@@ -31,6 +30,7 @@ from binade.collector.training.devices import Device
 from binade.collector.training.targets import read_config
 from binade.data import evidence
 from binade.data.catalog import Catalog
+from binade.data.names import short_names
 
 NOTE = (
     "An integer linear program chooses the formats by the costs recorded in one run, over all its iterations: the "
@@ -128,7 +128,7 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
     chosen = (
         found.chosen.drop(columns="by_sequence")
         .assign(
-            place=layer_names(found.chosen["layer_index"]) + found.chosen["module"] + " " + found.chosen["tensor_name"],
+            place=short_names(found.chosen),
             width=found.chosen["bits"] / found.chosen["values"],
             backward=found.chosen["gemm"] != FORWARD,
         )

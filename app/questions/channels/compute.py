@@ -9,9 +9,10 @@ from itertools import pairwise
 import numpy as np
 import pandas as pd
 
-from binade.app.questions.shared.boards import PLACE, place_names, tensor_names
+from binade.app.questions.shared.boards import PLACE
 from binade.data.catalog import SAME_IN_ITERATIONS, Catalog
 from binade.data.filter import Filter
+from binade.data.names import short_names
 
 OUTLIER = 3  # a channel is called an outlier if its absmax is at least this many times the median channel's
 
@@ -36,7 +37,7 @@ class Persistence:
 def persistence(catalog: Catalog, where: Filter) -> Persistence:
     hot = catalog.hot_channels(where)
     hot = hot[hot["layer_index"].notna()].reset_index(drop=True)
-    hot = hot.assign(place=place_names(hot), row=tensor_names(hot))
+    hot = hot.assign(place=short_names(hot), row=short_names(hot.drop(columns="layer_index")))
     sets = [frozenset(channels.tolist()) for channels in hot["hot_channels"]]
     sequences = hot.groupby(list(SAME_IN_ITERATIONS), dropna=False, sort=False).indices.values()
     channels = hot["channels"].to_numpy(float)

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pandas as pd
 
 from binade.data import evidence
+from binade.data import names as tensor_names
 from binade.data.evidence import Estimate, Measure, Sentence, exact, say, together, with_error
 from binade.data.twin import GradientTwin, Twin
 
@@ -91,9 +92,7 @@ def verdict(twin: Twin) -> Sentence:
 
 def name_of(row: GradientTwin) -> str:
     """L2 fc1"""
-    layer = f"L{row.layer_index} " if row.layer_index else ""
-    expert = "" if row.expert is None else f"expert{row.expert}."
-    return f"{layer}{expert}{row.module}" if row.module else row.name
+    return tensor_names.name_of(row.layer_index or None, row.module, expert=row.expert) if row.module else row.name
 
 
 def by_layer(twin: Twin) -> pd.DataFrame:

@@ -23,11 +23,12 @@ from binade.app.questions.shared.distributions import (
     magnitudes,
     quantiles,
 )
-from binade.app.questions.shared.labels import group_name, short_labels
+from binade.app.questions.shared.labels import group_name
 from binade.app.questions.shared.rounded import LIMIT, Recorded, applied, subject
 from binade.app.questions.shared.runs import given_names, labels_of
 from binade.data.catalog import USED, Catalog, CatalogError, format_condition
 from binade.data.filter import INTEGER_FIELDS, Filter
+from binade.data.names import distinct_names
 from binade.data.store import TensorFileError
 from binade.quant.normal import normal_sqnr
 from binade.quant.specs import Spec, known_specs
@@ -175,7 +176,7 @@ class Groups:
 
 def of_tensors(catalog: Catalog, chosen: pd.DataFrame, values: str, fmt: str) -> Groups:
     """The chosen tensors' own values; their sketches where values were not kept or cannot be read."""
-    labels = short_labels(chosen, given_names(catalog))
+    labels = distinct_names(chosen, given_names(catalog))
     found: list[Distribution] = []
     notes: list[str] = []
     damaged: list[tuple[str, str]] = []

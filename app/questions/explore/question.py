@@ -22,12 +22,13 @@ from binade.app.questions.question import Question
 from binade.app.questions.shared import distribution_charts
 from binade.app.questions.shared import distributions as shared
 from binade.app.questions.shared.distributions import Distribution
-from binade.app.questions.shared.labels import group_name, short_labels
+from binade.app.questions.shared.labels import group_name
 from binade.app.questions.shared.laws import LAWS
 from binade.app.questions.shared.runs import every_run, given_names, labels_of, run_looks
 from binade.app.questions.shared.selection import Board, Of
 from binade.data.catalog import Catalog
 from binade.data.filter import FIELDS, INTEGER_FIELDS, Filter
+from binade.data.names import distinct_names
 from binade.data.text import counted, one_line
 
 MAX_SELECTED = style.MAX_GROUPS
@@ -128,7 +129,7 @@ def _files(count: int) -> str:
 
 def table(opened: Catalog, ranked: pd.DataFrame, where: Filter, fmt: str) -> Table:
     """The tensors, worst first."""
-    names = short_labels(ranked, given_names(opened))
+    names = distinct_names(ranked, given_names(opened))
     frame = ranked.assign(name=ranked["tensor_id"].map(names), gemm=ranked["gemm"].fillna(ranked["operation"]))
     total = opened.totals(where).tensors
     note = ""
@@ -217,7 +218,7 @@ def _others(
         found, _ = compute.by_fields(opened, where, (by,), kind, board.format)
         names = compute.named(opened, [key for key, _ in found], (by,), by)
         return {name: d for name, (_, d) in zip(names, found, strict=True)}
-    labels = short_labels(chosen, given_names(opened))
+    labels = distinct_names(chosen, given_names(opened))
     others: dict[str, Distribution] = {}
     for tensor_id, label in labels.items():
         twins = opened.twins(tensor_id)
@@ -320,7 +321,7 @@ def moments(opened: Catalog, where: Filter, chosen: pd.DataFrame, by: str) -> pd
         return frame.assign(group=frame["group"].map(partial(group_name, names=names)))
     ids = chosen["tensor_id"].tolist()
     frame = opened.moments(Filter(), "tensor_id", ids).set_index("group").loc[ids].reset_index()
-    return frame.assign(group=frame["group"].map(short_labels(chosen, given_names(opened))))
+    return frame.assign(group=frame["group"].map(distinct_names(chosen, given_names(opened))))
 
 
 EXPLORE = Question(

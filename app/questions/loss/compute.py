@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from binade.app.questions.shared.boards import DATA, LOSS_CHANGE, PLACE, mean_changes, place_names
+from binade.app.questions.shared.boards import DATA, LOSS_CHANGE, PLACE, mean_changes
 from binade.app.style import MEASURES
 from binade.collector.recipes.recipe import PARTS
 from binade.collector.training.config import layers_of
@@ -17,6 +17,7 @@ from binade.data import evidence
 from binade.data.catalog import Catalog
 from binade.data.evidence import Estimate, Sentence, listed
 from binade.data.filter import Filter
+from binade.data.names import short_names
 from binade.data.notes import rounded_twice
 from binade.data.reliability import Reliability, reliability
 from binade.data.student import quantile
@@ -50,7 +51,7 @@ def costs(catalog: Catalog, where: Filter, fmt: str) -> Costs:
     found = mean_changes(changes, PLACE)
     own = catalog.errors(fmt, PLACE, where)[[*PLACE, "sqnr_db", "flush_to_zero"]]
     table = found.merge(own, on=list(PLACE), how="left")
-    table = table.assign(place=place_names(table), sqnr_rank=table["sqnr_db"].rank(method="min"))
+    table = table.assign(place=short_names(table), sqnr_rank=table["sqnr_db"].rank(method="min"))
     table = table.sort_values(["value", "place"], ascending=[False, True], na_position="last", ignore_index=True)
     table["rank"] = range(1, len(table) + 1)
     table["margin"] = table["spread"] * (table["sequences"] - 1).map(quantile)

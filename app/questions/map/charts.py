@@ -12,6 +12,7 @@ import pandas as pd
 from binade.app import style
 from binade.app.questions.map.compute import GEMMS, OTHER, Row
 from binade.data.evidence import Measure
+from binade.data.names import name_of
 from binade.quant.normal import VS_NORMAL
 
 # From no loss to total loss, on light and on dark ground.
@@ -110,15 +111,9 @@ def _heat(
     return chart
 
 
-def product(row: Row) -> str:
-    """The name of its product."""
-    return {"QK": "QKᵀ"}.get(row.product, row.product)
-
-
 def label(row: Row) -> str:
     """The name of a row: "fc1 grad output"."""
-    expert = f" expert {row.expert}" if row.expert else ""
-    return f"{product(row)}{expert} {row.tensor.replace('_', ' ')}"
+    return name_of(None, row.product, row.tensor, row.expert)
 
 
 def height(rows: list[Row]) -> int:

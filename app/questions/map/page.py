@@ -39,6 +39,7 @@ from binade.app.view import Reading, View, pool_of
 from binade.data.access import read_only
 from binade.data.catalog import USED, Catalog
 from binade.data.filter import Filter
+from binade.data.names import operand_name, product_name
 from binade.data.text import number_text
 
 LISTED = 9  # exceptions
@@ -159,7 +160,7 @@ def _data(opened: Catalog, found: Map) -> dict[str, Any]:
                 shade = None if math.isnan(each["shade"]) else round(float(each["shade"]), 3)
                 between = _between(each, found)
                 cells[at[each[found.across]]] = [shade, each["label"], between, int(each["tensors"])]
-            rows.append({"id": row.key, "group": _group(row), "name": row.tensor.replace("_", " "), "cells": cells})
+            rows.append({"id": row.key, "group": _group(row), "name": operand_name(row.tensor), "cells": cells})
         blocks.append({"title": charts.TITLES[gemm], "rows": rows})
     return {
         "metric": found.title,
@@ -176,7 +177,7 @@ def _data(opened: Catalog, found: Map) -> dict[str, Any]:
 
 
 def _group(row: Row) -> str:
-    return f"{charts.product(row)} {row.expert}".strip()
+    return f"{product_name(row.product)} {row.expert}".strip()
 
 
 def _between(cell: dict[Any, Any], found: Map) -> str:

@@ -15,6 +15,7 @@ from binade.app.style import MEASURES
 from binade.data import evidence
 from binade.data.catalog import USED
 from binade.data.evidence import Sentence, exact
+from binade.data.names import layer_name
 from binade.data.text import number_text
 from binade.quant.normal import VS_NORMAL, normal_sqnr
 
@@ -112,7 +113,7 @@ def _groups(bad: pd.DataFrame, rows: list[Row], across: str) -> list[Group]:
 def _where(name: str, numbers: Sequence[int], across: str) -> str:
     """ "L1 proj input", "qkv input of layers 1 to 6"."""
     if across == LAYER and len(numbers) == 1:
-        return f"L{numbers[0]} {name}"
+        return f"{layer_name(numbers[0])} {name}"
     between = " and " if len(numbers) == 2 else " to "
     span = between.join(str(number) for number in dict.fromkeys((numbers[0], numbers[-1])))
     return f"{name} of {'layer' if across == LAYER else 'iteration'}{'s' * (len(numbers) > 1)} {span}"

@@ -10,7 +10,7 @@ import pandas as pd
 import torch
 
 from binade.app.questions.results import compute as results_compute
-from binade.app.questions.shared.boards import PLACE, place_names
+from binade.app.questions.shared.boards import PLACE
 from binade.app.questions.shared.runs import references_of
 from binade.app.questions.shared.scope import rounding, scoped
 from binade.app.style import MEASURES
@@ -18,6 +18,7 @@ from binade.data import evidence
 from binade.data.catalog import SAME_IN_ITERATIONS, Catalog, CatalogError
 from binade.data.evidence import Named
 from binade.data.filter import Filter
+from binade.data.names import short_names
 from binade.data.store import TensorFileError
 from binade.quant.quantizer import apply
 from binade.quant.specs import Spec
@@ -63,7 +64,7 @@ def weights(catalog: Catalog, where: Filter) -> pd.DataFrame:
         returned[at[-1]] = came_back(rounded[-WINDOW - 1 :]).mean()
         constant[at[-1]] = (values == values[0]).all()
     table = table.assign(
-        before=before, oscillating=oscillating, returned=returned, constant=constant, place=place_names(table)
+        before=before, oscillating=oscillating, returned=returned, constant=constant, place=short_names(table)
     )
     table = with_chance(table.assign(sampled=table["sampled"].map(len)))
     columns = ["format", "sampled", "before", "at_bin_edge", "by_chance", "counted", "edge_excess", "edge_error"]
@@ -202,7 +203,7 @@ def gradients(catalog: Catalog, where: Filter, fmt: str) -> pd.DataFrame:
         name: 10 ** (found[column].astype(float) / 20)
         for name, column in (("value", "sqnr_db"), ("low", "sqnr_db_low"), ("high", "sqnr_db_high"))
     }
-    return found.assign(**ratio, place=place_names(found))
+    return found.assign(**ratio, place=short_names(found))
 
 
 def to_noise(gradients: pd.DataFrame, fmt: str) -> list[Named]:

@@ -16,7 +16,6 @@ from binade.app.questions.pair.compute import Between
 from binade.app.questions.question import Question
 from binade.app.questions.shared import distribution_charts, distributions, laws
 from binade.app.questions.shared.distributions import Distribution
-from binade.app.questions.shared.labels import full_labels
 from binade.app.questions.shared.runs import given_names
 from binade.app.questions.shared.selection import Of, SelectedTensor, listed
 from binade.app.questions.why.charts import tokens_by_channels
@@ -25,6 +24,7 @@ from binade.app.questions.why.question import causes_of, facts, total_sqnr
 from binade.app.style import MEASURES
 from binade.data.catalog import CatalogError
 from binade.data.evidence import Measure, Sentence, exact, say, together
+from binade.data.names import distinct_names
 from binade.data.store import TensorFileError
 from binade.data.text import number_text
 from binade.quant import sketch
@@ -56,7 +56,7 @@ def draw(selected: SelectedTensor, values: dict[str, Any]) -> Drawn:
     if name in (None, own):
         return Drawn(problems=("This is the same tensor: choose another one." if name else NONE,))
     rows = selected.opened.rows_of([own, name])
-    labels = full_labels(rows, given_names(selected.opened))
+    labels = distinct_names(rows, given_names(selected.opened), long=True)
     try:
         other = replace(selected, row=rows.iloc[1], x=selected.opened.load(name))
     except (CatalogError, TensorFileError) as error:

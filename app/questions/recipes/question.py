@@ -42,6 +42,7 @@ from binade.data import evidence, gap_bands
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 from binade.data.gradients import COMPARED, GRADIENTS, gradient_errors, gradient_summary
+from binade.data.names import name_of, product_name
 from binade.data.notes import rounded_twice
 from binade.data.same_data import pairs_on_same_data
 from binade.data.tensor_kinds import label_of
@@ -314,7 +315,8 @@ def gradients(
     if together.empty:
         return Drawn(problems=("No gradient of these runs has a counterpart with values in its bf16 run.",))
     together["place"] = [
-        f"L{int(layer)} {module}" for layer, module in zip(together["layer_index"], together["module"], strict=True)
+        name_of(layer, product_name(module, name))
+        for layer, module in zip(together["layer_index"], together["module"], strict=True)
     ]
     summary = gradient_summary(together, ["group", "place"])
     by_run = gradient_summary(together, ["group"])

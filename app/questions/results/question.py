@@ -14,7 +14,6 @@ from binade.app.params import known_tensor
 from binade.app.questions.question import Question
 from binade.app.questions.results import accumulation, charts, compute
 from binade.app.questions.shared import layer_chart
-from binade.app.questions.shared.labels import full_labels, layer_names
 from binade.app.questions.shared.runs import given_names
 from binade.app.questions.shared.scope import scope_of, scoped
 from binade.app.questions.shared.selection import Selection
@@ -22,6 +21,7 @@ from binade.app.style import MEASURES
 from binade.data import evidence
 from binade.data.catalog import Catalog
 from binade.data.evidence import Measure
+from binade.data.names import PRODUCTS, distinct_names, name_of, product_name
 
 SQNR = MEASURES["sqnr_db"]
 NOTHING = (
@@ -61,8 +61,9 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
     table = compute.by_product(found)
     if table.empty:
         return Drawn(problems=(NOTHING,))
-    name = table["part"].where(table["part"].isin(("QK", "PV")), table["module"])
-    table = table.assign(place=layer_names(table["layer_index"]) + name, row=name + " " + table["gemm"])
+    product = table["part"].where(table["part"].isin(PRODUCTS), table["module"])
+    place = [*map(name_of, table["layer_index"], product)]
+    table = table.assign(place=place, row=product.map(product_name) + " " + table["gemm"])
     words = f"{source(where, f'{len(table):,} GEMMs')}\n{DEFINITION}"
     cells = table.assign(
         value=table["result_db"],
@@ -94,7 +95,7 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
 
 
 def _accumulation(opened: Catalog, result: str) -> Table | Text:
-    label = full_labels(opened.rows_of([result]), given_names(opened))[result]
+    label = distinct_names(opened.rows_of([result]), given_names(opened), long=True)[result]
     try:
         table, what, unfit = accumulation.accumulated(opened, result)
     except accumulation.MissingError as error:

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from binade.app.questions.shared.labels import UNNAMED, layer_names
 from binade.data import evidence
 from binade.data.catalog import MICRO_BATCH, SHOWN_ERRORS, Catalog
 from binade.data.evidence import Estimate, Measure, Named
 from binade.data.filter import Filter
+from binade.data.names import short_names
 from binade.quant.normal import VS_NORMAL, normal_sqnr
 
 PLACE = ("layer_index", "module", "operation", "tensor_name")
@@ -84,23 +84,13 @@ def _mean_of_lists(lists: pd.Series) -> np.ndarray:
     return np.array([np.mean([np.mean(each) for each in lists])])
 
 
-def place_names(table: pd.DataFrame) -> pd.Series:
-    """ "L1 fc1 input", the gradients by their own name."""
-    return layer_names(table["layer_index"]) + tensor_names(table)
-
-
-def tensor_names(table: pd.DataFrame) -> pd.Series:
-    """ "fc1 input"."""
-    return table["module"].fillna("") + " " + table["tensor_name"].fillna(UNNAMED)
-
-
 def ranking(catalog: Catalog, where: Filter, fmt: str, metric: str) -> pd.DataFrame:
     """Every place of the selection, worst first: `values` by PLACE, with place (its name) and rank from 1.
 
     Places without a value (all zero: nothing to lose) come last.
     """
     table = values(catalog, where, fmt, metric, PLACE)
-    table = table.assign(place=place_names(table))
+    table = table.assign(place=short_names(table))
     table = table.sort_values(
         ["value", "place"], ascending=[metric in ("sqnr_db", VS_NORMAL), True], na_position="last"
     )

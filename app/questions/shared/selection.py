@@ -12,12 +12,12 @@ from torch import Tensor
 
 from binade.app.figure import Drawn, source
 from binade.app.questions.shared import boards
-from binade.app.questions.shared.labels import full_labels
 from binade.app.questions.shared.rounded import Recorded, Subject, applied, subject
 from binade.app.questions.shared.runs import given_names
 from binade.app.questions.shared.scope import scope_of, scoped
 from binade.data.catalog import USED, Catalog, CatalogError
 from binade.data.filter import Filter
+from binade.data.names import distinct_names, short_names
 from binade.data.store import TensorFileError
 from binade.quant.specs import Spec
 
@@ -138,7 +138,7 @@ def lowest(opened: Catalog, where: Filter, fmt: str) -> str | None:
         within = scoped(opened, where, scored=True)
         table = opened.errors(fmt if fmt in (*scored, USED) else scored[0], boards.PLACE, within)
         if not table.empty:
-            named = table.assign(place=boards.place_names(table)).sort_values(["sqnr_db", "place"])
+            named = table.assign(place=short_names(table)).sort_values(["sqnr_db", "place"])
             return str(named.iloc[0]["tensor_id"])
     first = opened.tensors(where, limit=1)
     return None if first.empty else str(first.iloc[0]["tensor_id"])
@@ -152,7 +152,7 @@ def listed(opened: Catalog, where: Filter, tensor_id: str) -> dict[str, str]:
         rows = opened.tensors(where, limit=MOST_LISTED)
         if other:
             rows = pd.concat([opened.rows_of([other]), rows], ignore_index=True)
-        return full_labels(rows, names)
+        return distinct_names(rows, names, long=True)
 
     key = "labels", where, tuple(names.items())
     found = opened.kept(key, labels)
