@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from binade.data.names import operand_name, product_name
 from binade.data.tensor_kinds import LATER, PRODUCT_KINDS, TensorKind
 from binade.data.text import spans
 
@@ -81,6 +82,12 @@ def differing(a: Formats, b: Formats) -> tuple[FormatDifference, ...]:
 def _place(values: Iterable[frozenset[Any]]) -> str:
     """values: those of each field of Operand."""
     layers, modules, experts, tensors, gemms = (sorted(each - {None}) for each in values)
+    products = dict.fromkeys(product_name(module, tensor) for module in modules for tensor in tensors)
     of_experts = [f"expert{'s' * (len(experts) > 1)} {spans(experts)}"] if experts else []
-    words = [f"layer{'s' * (len(layers) > 1)} {spans(layers)}", *of_experts, ", ".join(modules), ", ".join(tensors)]
+    words = [
+        f"layer{'s' * (len(layers) > 1)} {spans(layers)}",
+        *of_experts,
+        ", ".join(products),
+        ", ".join(map(operand_name, tensors)),
+    ]
     return f"{' '.join(words)} ({', '.join(gemms)})"

@@ -19,6 +19,7 @@ import pyarrow as pa
 
 from binade.data.cache import Done
 from binade.data.coverage import FormatDifference, differing, recorded_formats
+from binade.data.names import name_of
 from binade.data.remote import fetched
 from binade.data.runs import IMPORT, RunError, RunInfo, read_steps
 from binade.data.segment import COUNTS, MOMENTS, file_when_imported, read_tables
@@ -293,12 +294,11 @@ def _tensors(run: RunInfo, reads: Callable[[str], None]) -> dict[Key, _Whole]:
 
 def _place(key: Key) -> str:
     iteration, batch, layer, module, expert, _, _, operation, phase, name, stage, replica, again = key
-    at = "." + module if module else ""
     parts = [
         f"iteration {iteration}" if iteration is not None else "",
         f"micro-batch {batch}" if batch is not None else "",
         f"replica {replica}" if replica else "",
-        f"layer{layer}{f'.expert{expert}' * (expert is not None)}{at} {name} ({operation}, {phase})",
+        f"{name_of(layer, module, name, expert)} ({operation}, {phase})",
         f"{stage} quantization" if stage else "",
         f"call {again + 1}" if again else "",
     ]

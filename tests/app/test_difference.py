@@ -15,7 +15,7 @@ def test_two_recipes_and_one_run_twice(catalog: Catalog):
         catalog, Filter(iteration=[0]), run_a=runs["bf16"], run_b=runs["mxfp4"], tolerance="bitwise"
     )
     table = found.tables["differences"]
-    assert "layer1.qkv output (forward, post)" in found.verdict  # the first result of operands that are rounded
+    assert "L1 qkv output (forward, post)" in found.verdict  # the first result of operands that are rounded
     assert set(table["iteration"]) == {0} and table["order"].is_monotonic_increasing
     assert table.set_index("place")["difference"].iloc[0] == 0
     assert "recipe (bf16, mxfp4)" in found.problems[0]

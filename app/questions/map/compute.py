@@ -15,6 +15,7 @@ from binade.app.budget import SCORE, Rounding, check
 from binade.data.catalog import SHOWN_ERRORS, STATISTICS, USED, Catalog, CatalogError, format_condition, part, quantiles
 from binade.data.evidence import Measure, Sentence
 from binade.data.filter import Filter
+from binade.data.names import name_of
 from binade.data.reliability import reliability
 from binade.data.store import TensorFileError
 from binade.data.student import quantile
@@ -315,11 +316,12 @@ def with_rows(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def kinds(table: pd.DataFrame) -> pd.DataFrame:
-    """One row per kind of operand over all cells: kind ("fc1 grad_output"), product, tensor, value (the median of the
+    """One row per kind of operand over all cells: kind ("fc1 grad output"), product, tensor, value (the median of the
     cells), low, high (their 10th and 90th percentile), tensors (how many cells), and layers or iterations (how many of
     these have a cell, whatever the number of GEMMs and experts); the GEMMs of an operand together."""
     own = table.dropna(subset=["value"])
-    own = own.assign(kind=own["product"] + " " + own["tensor"], value=own["value"].clip(-HUGE, HUGE))
+    kind = [name_of(None, *operand) for operand in zip(own["product"], own["tensor"], strict=True)]
+    own = own.assign(kind=kind, value=own["value"].clip(-HUGE, HUGE))
     groups = own.groupby(["kind", "product", "tensor"])["value"]
     ends = _deciles(groups)
     across, of = (LAYER, "layers") if LAYER in own else (ITERATION, "iterations")

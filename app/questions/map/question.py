@@ -30,7 +30,6 @@ from binade.data import evidence
 from binade.data.catalog import USED, Catalog
 from binade.data.evidence import Measure
 from binade.data.filter import Filter
-from binade.data.names import name_of
 from binade.quant.normal import VS_NORMAL, normal_sqnr
 from binade.quant.specs import Spec
 
@@ -326,10 +325,7 @@ def verdict(opened: Catalog, found: Map) -> evidence.Sentence:
         predicted = measure.key == LOSS_CHANGE and not found.against
         if predicted and (doubt := compute.doubt(opened, found.where, found.fmt)):
             return doubt
-        items = [
-            (name_of(None, row["product"], row["tensor"]), evidence.spread(measure, row, of))
-            for row in found.kinds.to_dict("records")
-        ]
+        items = [(str(row["kind"]), evidence.spread(measure, row, of)) for row in found.kinds.to_dict("records")]
         return evidence.extreme(items, f"median {found.title}", lowest=measure.low_is_bad)
     sentence = said.sentence
     scaled = None if found.fmt == USED else with_scale(found.fmt)
@@ -341,8 +337,7 @@ def verdict(opened: Catalog, found: Map) -> evidence.Sentence:
             of_normal = " against normal values" * (measure.key == VS_NORMAL)
             text = f"With a tensor scale, {{spec}}, {{kind}} has {{value}}{of_normal}."
             value = evidence.spread(measure, same.to_dict("records")[0], of)
-            kind = name_of(None, worst["product"], worst["tensor"])
-            added = evidence.say(text, spec=str(scaled), kind=kind, value=value)
+            added = evidence.say(text, spec=str(scaled), kind=str(worst["kind"]), value=value)
             sentence = evidence.together(sentence, added)
     return sentence
 
