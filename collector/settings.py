@@ -44,8 +44,9 @@ class Device(StrEnum):
 
 
 class Backend(StrEnum):
-    """What quantizes operands. Both give the same bits."""
+    """What quantizes operands. All give the same bits."""
 
+    AUTO = "auto"  # the fastest: Triton on a GPU, torch on a CPU
     TRITON = "triton"  # kernels, which are interpreted on a CPU
     TORCH = "torch"  # compiled C++ on a CPU if a build is worthwhile, else plain torch
 

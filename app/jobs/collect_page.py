@@ -280,7 +280,7 @@ def _summary(opened: Catalog, view: View) -> None:
         free = "" if found.memory_free is None else f"; {bytes_text(found.memory_free)} are free"
         a.metric("Memory", bytes_text(found.memory), help=f"Weights, gradients, optimizer, activations{free}")
         b.metric("Disk", bytes_text(found.disk), help=f"{bytes_text(found.disk_free)} are free")
-        st.caption(plain(found.basis))
+        st.caption(plain(f"Quantized by {runs[0].quantized_by}. {found.basis}"))
         if not found.within_budget:
             st.caption(
                 "The values of all tensors would exceed the byte budget: tensors beyond it are recorded without values."

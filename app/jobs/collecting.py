@@ -16,7 +16,7 @@ from binade.collector.errors import ConfigError
 from binade.collector.jobs import TEN_RECIPES
 from binade.collector.recipes.ladder import ladder
 from binade.collector.recipes.recipe import BF16
-from binade.collector.settings import Backend, Size, declared
+from binade.collector.settings import Size, declared
 from binade.collector.training.config import RunConfig, defaults
 from binade.collector.training.plan import Plan, plan
 from binade.data.same_data import CONFIGURATION
@@ -75,7 +75,7 @@ PRESETS = {
         ":material/stairs:",
         "Ablates the recipe chosen below, or te_nvfp4: forward only, then with dgrad, then with wgrad, then without "
         "one ingredient at a time",
-        replace(RunConfig(), warmup_iterations=12, control_iter=2, capture_every=10, backend=Backend.TORCH),
+        replace(RunConfig(), warmup_iterations=12, control_iter=2, capture_every=10),
         # not nvidia_nvfp4, which keeps both layers of a tiny model in bf16
         tuple(rung.recipe for rung in ladder("te_nvfp4").rungs),
         seeds=3,

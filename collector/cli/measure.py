@@ -71,7 +71,7 @@ def _requested(root: Path, run: str | None, given: dict[str, Any], skip: int | N
     from binade.data.runs import CHECKPOINTS, read_run
 
     if run is None:
-        base = RunConfig(backend=Backend.TORCH)
+        base = RunConfig()
         if "size" not in given and replace(base, **given).has_path:
             given["size"] = Size.FULL
         return Measurement(plan(replace(base, **given)), (), skip=skip or 0)
@@ -80,7 +80,7 @@ def _requested(root: Path, run: str | None, given: dict[str, Any], skip: int | N
     found = read_run(root / Path(run).name)
     config = trained_config(found.config)
     weights = found.directory if (found.directory / CHECKPOINTS).is_dir() else None
-    changes: dict[str, Any] = {"tp": 1, "dp": 1, "sequence_parallel": False, "backend": Backend.TORCH}
+    changes: dict[str, Any] = {"tp": 1, "dp": 1, "sequence_parallel": False, "backend": Backend.AUTO}
     used = replace(config, recipe="bf16", **changes | given)
     apart = used.dataset == config.dataset and skip is None
     lengths = -(-held_out(config) * config.dp * config.sequence_length // used.sequence_length)
@@ -138,8 +138,7 @@ def _params() -> list[click.Parameter]:
         Option(["--skip"], type=click.IntRange(0, 10**9), default=None, metavar="N", title=what,
                help="Leave out the first N sequences of the data  [default: those that RUN trains on, else 0]"),
         Option(["--dry-run"], is_flag=True, title=what, help="Print how many passes it takes and about how long"),
-        *(click_option(options[name], Backend.TORCH if name == "backend" else options[name].default)
-          for name in OF_MODEL),
+        *(click_option(options[name], options[name].default) for name in OF_MODEL),
         root_option(),
     ]  # fmt: skip
 

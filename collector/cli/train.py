@@ -86,7 +86,7 @@ def describe(plan: Plan, root: Path) -> str:
         f"data      {describe_inputs(config.dataset, config.tokenizer_name)}, {tokens} tokens per iteration",
         f"length    {config.warmup_iterations} warm-up iterations in bf16, then {config.iterations} with the recipe",
         f"record    {recorded(config)}",
-        f"device    {config.device}, {_ranks(config)}, operands quantized with {config.backend}",
+        f"device    {config.device}, {_ranks(config)}, operands quantized with {config.quantized_by}",
         f"root      {root}",
     ]
     if kept := plan.kept_layers:

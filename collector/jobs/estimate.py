@@ -251,7 +251,7 @@ def _similar(config: RunConfig, other: RunConfig, quantized: bool) -> bool:
     return (
         model == its_model
         and (other.size, other.device, other.tp, other.dp) == (config.size, config.device, config.tp, config.dp)
-        and (other.backend == config.backend or not quantized)
+        and (other.quantized_by == config.quantized_by or not quantized)
     )
 
 
@@ -306,7 +306,7 @@ def _by_rule(plan: Plan, volume: Volume, lines: Sequence[str]) -> float:
     """The seconds of a run's iterations by rules of thumb; lines: of its recipe."""
     config = plan.config
     passing = sum(sum(elements_of(config, spec)) for spec in plan.shape.specs()) * config.micro_batches
-    rate = QUANTIZE[config.device, config.backend]
+    rate = QUANTIZE[config.device, config.quantized_by]
     quantize = _quantized(lines) / len(lines) * passing * rate / config.tp
     record = volume.values * (1 + len(config.scores)) * RECORD[config.device] / config.world_size
     iterations = config.warmup_iterations + config.iterations

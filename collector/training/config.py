@@ -153,8 +153,9 @@ class RunConfig(WatchOptions):
         help="Seed of the weights, the data and stochastic rounding", label="Seed", form_maximum=(1 << 53) - 1)
     device: Device = option(Device.CPU, group=WHERE, metavar="NAME", help="Device",
         label="Device", form_help="")
-    backend: Backend = option(Backend.TRITON, group=WHERE, metavar="NAME", label="Quantized by",
-        help="What quantizes the operands. On a CPU, Triton kernels are interpreted; torch gives the same bits faster")
+    backend: Backend = option(Backend.AUTO, group=WHERE, metavar="NAME", label="Quantized by",
+        help="What quantizes the operands. All give the same bits; auto is the fastest: triton on a GPU, torch with "
+        "compiled C++ on a CPU, where Triton's kernels are interpreted")
     tp: int = option(1, group=WHERE, metavar="N", minimum=1, help="Tensor-parallel ranks",
         label="Tensor-parallel ranks", form_help="", form_maximum=64)
     dp: int = option(1, group=WHERE, metavar="N", minimum=1, label="Replicas", form_maximum=64,
@@ -168,6 +169,13 @@ class RunConfig(WatchOptions):
     def has_path(self) -> bool:
         """Whether the model is given by its path, and has weights and a tokenizer of its own."""
         return self.model not in MODELS
+
+    @property
+    def quantized_by(self) -> Backend:
+        """The backend that quantizes the operands, TRITON or TORCH."""
+        if self.backend != Backend.AUTO:
+            return self.backend
+        return Backend.TRITON if self.device == Device.CUDA else Backend.TORCH
 
     @property
     def model_name(self) -> str:

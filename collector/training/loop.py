@@ -81,7 +81,7 @@ def prepare(plan: Plan) -> None:
     On a CPU the ranks share the memory: their launcher checks it, not each of them.
     """
     config = plan.config
-    if config.backend == Backend.TRITON and not find_spec("triton"):
+    if config.quantized_by == Backend.TRITON and not find_spec("triton"):
         raise ConfigError("backend 'triton' needs the package triton: install it, or use --backend torch")
     if config.device == Device.CUDA:
         if not torch.cuda.is_available():
@@ -90,7 +90,7 @@ def prepare(plan: Plan) -> None:
     else:
         if not started_as_rank():
             check_memory(plan, available_host_memory(), config.world_size)
-        if config.backend == Backend.TRITON:
+        if config.quantized_by == Backend.TRITON:
             # On a machine with a GPU the kernels would be compiled for it; decided before they are imported.
             os.environ["TRITON_INTERPRET"] = "1"
 
@@ -104,7 +104,7 @@ def _version(package: str) -> str | None:
 
 def backend_name(config: RunConfig) -> str:
     """The backend that quantizes the GEMM operands, as recorded with the run."""
-    if config.backend == Backend.TORCH:
+    if config.quantized_by == Backend.TORCH:
         return "torch"
     kernels = import_module("binade.quant.backends.triton_kernels")
     return f"triton {version('triton')} ({'interpreted' if kernels.INTERPRETED else 'compiled'})"
@@ -292,7 +292,7 @@ def _train(
             model,
             replace(recipe, communication=None),
             recorder,
-            backend=config.backend,
+            backend=config.quantized_by,
             skip=plan.skip,
             capture=plan.capture,
             seed=config.seed,
@@ -303,7 +303,7 @@ def _train(
         if recorder.compiled:
             report(recorder.compiled)
         iterate(range(max(0, start - warm_up), config.iterations), recipe.name, recorder)
-    if config.backend == Backend.TRITON:
+    if config.quantized_by == Backend.TRITON:
         report(f"quantized by {recorder.config['backend']} kernels: {_launches(config) - launches} launches")
     elif recipe.name != "bf16":
         report("quantized by torch")
@@ -327,7 +327,9 @@ def _optimizer(model: nn.Module, config: RunConfig) -> torch.optim.Optimizer:
 
 
 def _launches(config: RunConfig) -> int:
-    return import_module("binade.quant.backends.triton_kernels").launches if config.backend == Backend.TRITON else 0
+    return (
+        import_module("binade.quant.backends.triton_kernels").launches if config.quantized_by == Backend.TRITON else 0
+    )
 
 
 def _step(

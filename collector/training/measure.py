@@ -224,7 +224,7 @@ def _logits(model: Any, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
 
 def _measuring(asked: Measurement, opened: _Opened) -> AbstractContextManager[Measuring]:
     config = asked.plan.config
-    return measuring(opened.model, _logits, attention=asked.attention, backend=config.backend, seed=config.seed)
+    return measuring(opened.model, _logits, attention=asked.attention, backend=config.quantized_by, seed=config.seed)
 
 
 def _measurable(asked: Measurement) -> AbstractContextManager[None]:

@@ -21,9 +21,10 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory: pytest.TempPathFactory):
-    """(root, what the command printed) of `quick mxfp8`, of one layer and 32 tokens."""
+    """(root, what the command printed) of `quick mxfp8` with Triton's kernels, of one layer and 32 tokens."""
     root = tmp_path_factory.mktemp("quick")
-    done = run_collector("quick", "mxfp8", "--layers", "1", "--sequence-length", "32", root=root)
+    options = ("--layers", "1", "--sequence-length", "32", "--backend", "triton")
+    done = run_collector("quick", "mxfp8", *options, root=root)
     assert done.returncode == 0, done.stderr
     return root, done
 
@@ -80,13 +81,15 @@ def test_losses_say_how_long_a_step_took_and_what_was_recorded(collect):
 
 
 def test_triton_and_torch_train_alike(quick, tmp_path):
-    """The same command with the other backend: the same losses to the last bit. It never imports torch's compiler."""
-    arguments = ("quick", "mxfp8", "--layers", "1", "--sequence-length", "32", "--backend", "torch", "--no-raw")
+    """The same command with the default backend: torch on a CPU, named in run.json and the log, and the same losses to
+    the last bit. It never imports torch's compiler."""
+    arguments = ("quick", "mxfp8", "--layers", "1", "--sequence-length", "32", "--no-raw")
     done = run_collector(*arguments, root=tmp_path, env={"PYTHONPROFILEIMPORTTIME": "1"})
     assert done.returncode == 0, done.stderr
     losses = [[r["loss"] for r in read_losses(list_runs(root)[0][0].directory)] for root in (quick[0], tmp_path)]
     assert losses[0] == losses[1] and len(losses[0]) == 3
     assert "quantized by torch" in done.stdout
+    assert list_runs(tmp_path)[0][0].config["backend"] == "torch"
     assert "torch.optim" in done.stderr and "torch._dynamo" not in done.stderr
 
 
