@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import pandas as pd
@@ -19,6 +20,7 @@ from binade.app.questions.shared.event_marks import events_of
 from binade.app.questions.shared.labels import thinned_note
 from binade.app.questions.shared.runs import run_looks, some_runs
 from binade.app.questions.shared.selection import Selection
+from binade.data import evidence
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 from binade.data.text import counted
@@ -44,6 +46,48 @@ def _controls(selection: Selection, values: dict[str, Any]) -> list[Control]:
     return [SMOOTH, *[WARMUP] * (min(firsts) < 0)] if firsts else []
 
 
+def recipe_names(runs: pd.DataFrame) -> dict[str, str]:
+    """The group of each run, by its label: runs that differ only in their seed are named by their recipe, all others by
+    their label. runs: of `some_runs`."""
+    names = dict(zip(runs["label"], runs["label"], strict=True))
+    groups = [each for _, each in runs.groupby(["name", "settings"], sort=False) if each["seed"].nunique() > 1]
+    recipes = Counter(each["name"].iloc[0] for each in groups)
+    for each in groups:
+        name = each["name"].iloc[0]
+        if each["seed"].is_unique and recipes[name] == 1 and name not in set(names) - set(each["label"]):
+            names |= dict.fromkeys(each["label"], name)
+    return names
+
+
+def over_seeds(
+    records: Mapping[str, Sequence[Mapping[str, Any]]], names: Mapping[str, str]
+) -> tuple[dict[str, list[dict[str, Any]]], pd.DataFrame, pd.DataFrame]:
+    """(the records of each group, in nats per token: of several seeds, the means of the iterations that all have; their
+    95% intervals of Student's t, with columns group, iteration, low, high; the records of these seeds, with columns
+    group, seed, iteration, loss). names: the group of each run, as `recipe_names`."""
+    lines = {run: {record["iteration"]: record["loss"] for record in found} for run, found in records.items()}
+    means: dict[str, list[dict[str, Any]]] = {}
+    intervals, seeds = [], []
+    for group in dict.fromkeys(names[run] for run in records):
+        runs = [run for run in records if names[run] == group]
+        means[group] = []
+        for iteration in sorted(set.intersection(*(set(lines[run]) for run in runs))):
+            losses = [lines[run][iteration] for run in runs]
+            if len(runs) == 1 or None in losses:
+                means[group].append({"iteration": iteration, "loss": losses[0] if len(runs) == 1 else None})
+                continue
+            found = evidence.mean(evidence.GAP, losses)
+            means[group].append({"iteration": iteration, "loss": found.value})
+            intervals.append((group, iteration, found.low, found.high))
+        if len(runs) > 1:
+            seeds += [(group, run, iteration, loss) for run in runs for iteration, loss in lines[run].items()]
+    return (
+        means,
+        pd.DataFrame(intervals, columns=["group", "iteration", "low", "high"]),
+        pd.DataFrame(seeds, columns=["group", "seed", "iteration", "loss"]),
+    )
+
+
 def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
     opened = selection.opened
     runs = _trained(opened)
@@ -56,19 +100,26 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
     hidden = values["warmup"] == "hide" and after != found and any(after.values())
     found = after if hidden else found
     smooth = int(values["smooth"])
-    records = {labels[run_id]: lines for run_id, lines in found.items()}
+    recipes = recipe_names(latest)
+    records, intervals, seeds = over_seeds({labels[run_id]: lines for run_id, lines in found.items()}, recipes)
     table, step = loss_chart.loss_table(records, style.MARKS, smooth)
     if table.empty:
         return Drawn()
+    if not intervals.empty:
+        table = table.merge(intervals, how="left", on=["group", "iteration"])
     note = f"Losses of the {len(latest)} newest of {len(runs)} runs." if len(runs) > len(latest) else ""
     height = 380 + style.legend_height(list(dict.fromkeys(table["group"])))
     half = smooth // 2
     mean = f"Mean: of {smooth} iterations: one, the {half} before and the {half} after it; fewer at both ends."
-    drawn = " ".join(filter(None, (thinned_note(step), mean * (smooth > 1), "Warm-up is hidden." * hidden)))
+    band = "Recipes with several seeds: mean, its 95% interval (Student's t) in each iteration, and faint seeds."
+    parts = (thinned_note(step), mean * (smooth > 1), band * (not seeds.empty), "Warm-up is hidden." * hidden)
+    drawn = " ".join(filter(None, parts))
     data = f"Data: {counted(len(latest), 'run')}, from loss.jsonl"
     words = f"{data}. Loss: cross entropy in nats per token. {drawn}".strip()
     events = events_of({labels[run_id]: opened.root / run_id for run_id in found})
-    chart = loss_chart.losses(table, run_looks(latest), events, smooth)
+    events["group"] = events["group"].map(recipes)
+    looks = {recipes[label]: look for label, look in run_looks(latest.iloc[::-1]).items()}
+    chart = loss_chart.losses(table, looks, events, smooth, seeds)
     figure = Figure("losses", chart, table, words, note=drawn, height=height)
     return Drawn((figure,), problems=(note,) * bool(note))
 

@@ -33,10 +33,15 @@ def loss_table(
 
 
 def losses(
-    table: pd.DataFrame, looks: style.Looks | None = None, events: pd.DataFrame | None = None, smooth: int = 1
+    table: pd.DataFrame,
+    looks: style.Looks | None = None,
+    events: pd.DataFrame | None = None,
+    smooth: int = 1,
+    seeds: pd.DataFrame | None = None,
 ) -> alt.LayerChart:
     """Chart of `loss_table`: one line per run, with events as of `event_marks.events_of`; warm-up is to the left of the
-    rule at 0. Under the pointer, a rule shows the loss of every run at the nearest iteration. looks: of runs."""
+    rule at 0. Under the pointer, a rule shows the loss of every run at the nearest iteration. looks: of runs.
+    seeds: of groups that are means, with columns group, seed, iteration, loss; then table has low and high."""
     field, what = ("mean", f"centered mean of {smooth} iterations, ") if "mean" in table else ("loss", "")
     last = table.sort_values("iteration").dropna(subset=[field]).groupby("group")[field].last()
     groups = sorted(style.groups_of(table), key=lambda group: -last.get(group, math.inf))  # as the lines end
@@ -61,7 +66,13 @@ def losses(
     raw = alt.Chart(table).mark_line(strokeWidth=1, opacity=0.25)
     raw = raw.encode(x=x, y=alt.Y("loss:Q", title=axis), color=lines.encoding.color)
     subtitle = f"cross entropy, {what}each iteration behind it" if what else "cross entropy of each iteration"
-    layers = [start, *[raw] * bool(what), named, *_crosshair(lines, groups, field)]
+    faint = []
+    if seeds is not None and not seeds.empty:
+        band = alt.Chart(table).mark_area(opacity=0.15, tooltip=None)
+        faint.append(band.encode(x=x, y=alt.Y("low:Q", title=axis), y2="high:Q", color=lines.encoding.color))
+        line = alt.Chart(seeds).mark_line(strokeWidth=0.8, opacity=0.3, tooltip=None)
+        faint.append(line.encode(x=x, y=alt.Y("loss:Q", title=axis), color=lines.encoding.color, detail="seed:N"))
+    layers = [start, *faint, *[raw] * bool(what), named, *_crosshair(lines, groups, field)]
     result = alt.LayerChart(layer=layers, title=style.title("Training loss", subtitle))
     return result if events is None else marked(result, events, above=True)  # so that they keep their tooltips
 
