@@ -10,7 +10,7 @@ from scipy import stats
 from binade.app.questions.runs.question import over_seeds, recipe_names
 
 
-def test_mean_and_interval_are_those_of_scipy():
+def test_mean_and_interval_are_those_of_scipy() -> None:
     draw = np.random.default_rng(0).normal(5, 0.1, (4, 7))
     records = {f"s{seed}": [{"iteration": i, "loss": x} for i, x in enumerate(row)] for seed, row in enumerate(draw)}
     records["alone"] = [{"iteration": 3, "loss": 4.0}]
@@ -23,7 +23,7 @@ def test_mean_and_interval_are_those_of_scipy():
     assert len(seeds) == 4 * 7 - 1
 
 
-def test_only_runs_that_differ_in_their_seed_are_grouped():
+def test_only_runs_that_differ_in_their_seed_are_grouped() -> None:
     columns = ["label", "name", "settings", "seed"]
     rows = [
         ("bf16 1", "bf16", "a", "1"), ("bf16 2", "bf16", "a", "2"),  # two seeds
