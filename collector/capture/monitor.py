@@ -14,7 +14,7 @@ from typing import Any
 from binade.collector.capture.triggers import LAST_BIN, LOSS, NAN, ZERO_RESULT, Triggers
 from binade.collector.capture.watching import WatchOptions
 from binade.collector.models.site import Site
-from binade.collector.probes.probe import Repeat
+from binade.collector.probes.probe import Hidden, Repeat
 from binade.collector.probes.registry import PROBES
 from binade.data.events import Event, EventKind, append_event
 from binade.data.runs import RunWriter, now
@@ -79,10 +79,10 @@ class Monitor:
         if rows:
             self._fire(rows[-1].identity.iteration or 0, measured)
 
-    def probe(self, rows: Sequence[TensorRow], repeats: Sequence[Repeat]) -> None:
+    def probe(self, rows: Sequence[TensorRow], repeats: Sequence[Repeat], hidden: Sequence[Hidden] = ()) -> None:
         """Show the probes what was recorded, and announce what they find."""
         for probe in self._probes:
-            for finding in probe.see(rows, repeats):
+            for finding in probe.see(rows, repeats, hidden):
                 self.announce(EventKind.WARNING, finding.iteration, finding.text, place=finding.place)
 
     def see_loss(self, iteration: int, loss: float) -> None:

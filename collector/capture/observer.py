@@ -27,6 +27,7 @@ from torch import Tensor
 
 from binade.collector.capture.accumulation import Sums
 from binade.collector.capture.adapters.layer import Layer, wrong_dtype
+from binade.collector.capture.adapters.products import applying_function
 from binade.collector.capture.clock import IN_FLIGHT, Moment, running_backward, seed_of
 from binade.collector.capture.measure import Measurer
 from binade.collector.capture.policy import Policy
@@ -90,6 +91,20 @@ class Observing:
             drafts.valid[moment] = drafts.masked
         return Observer(self, layer, part, product, moment, scores, again, drafts.valid.get(moment))
 
+    def expect_gradients(self, layer: Layer, moment: Moment) -> None:
+        """A linear layer multiplies within the forward method of an autograd function, with gradients off. If its
+        weight has a gradient though no backward product was seen, that function computes them itself: note it."""
+        weight, drafts = getattr(layer.module, "weight", None), self.measurer.drafts
+        if moment.evaluation or weight is None or not weight.requires_grad or not applying_function():
+            return
+
+        def arrived(_: Tensor) -> None:
+            handle.remove()
+            if layer.site not in drafts.backward:
+                drafts.hidden.append((layer.site, moment.iteration))
+
+        handle = weight.register_hook(arrived)
+
 
 @dataclass(eq=False)
 class Hook:
@@ -138,6 +153,8 @@ class Hook:
             self.passed.append(moment)
         part = part_at(self.stages, moment.iteration)
         tap = observing.tap(self.layer, part, self.product, moment, again) if observing and last else None
+        if observing and tap and not again and self.product is Product.LINEAR and not torch.is_grad_enabled():
+            observing.expect_gradients(self.layer, moment)
         if not self.varies:
             return Call(self._fixed.rounding, tap)
         place = self.rank, moment.iteration, moment.micro_batch, self.layer.site.name, self.product.value
@@ -193,6 +210,8 @@ class Observer:
             return
         if name == "grad_b" and observing.sums and self.product is Product.LINEAR and not self.moment.basic:
             observing.sums.add(self.layer, self.moment, seen.tensor)
+        if name == "grad":
+            observing.measurer.drafts.backward.add(self.layer.site)
         kind = observing.kinds.get((self.product, LATER.get(name, name)))
         if name in OPERAND_NAMES:
             self.result_sqnr = None  # that of a result that was not recorded

@@ -21,7 +21,7 @@ from binade.collector.capture.reduction import Reduction
 from binade.collector.capture.rows import Draft, Drafts
 from binade.collector.capture.writing import Description, Writing, signals_later
 from binade.collector.models.site import Site
-from binade.collector.probes.probe import Repeat
+from binade.collector.probes.probe import Hidden, Repeat
 from binade.collector.ranks import PeerLostError, Ranks
 from binade.collector.settings import MergeRanks, Stats
 from binade.data.merge import merge_segments
@@ -169,6 +169,10 @@ class Session:
         if repeated := self.drafts.repeated:
             self.drafts.repeated = []
             self.writing.run(partial(self._compare, repeated))
+        if hidden := self.drafts.hidden:
+            self.drafts.hidden = []
+            names = [Hidden(site.name, iteration) for site, iteration in hidden]
+            self.writing.run(partial(self.monitor.probe, (), (), names))
         self.drafts.forget(self.policy.clock.iteration)
         self._published_at = time.monotonic()
         done = {} if self._done is None else {"iteration": self._done}

@@ -21,6 +21,14 @@ class Repeat:
 
 
 @dataclass(frozen=True)
+class Hidden:
+    """The site's name of a layer whose weight had a gradient although no backward product of the layer was seen."""
+
+    site: str
+    iteration: int
+
+
+@dataclass(frozen=True)
 class Finding:
     """A sentence for a warning, and the tensor that it is about: "layer2.up weight"."""
 
@@ -32,6 +40,7 @@ class Finding:
 class Probe(Protocol):
     """Sees what was recorded, on the writer's thread, and says what is wrong. One object for each run and rank."""
 
-    def see(self, rows: Sequence[TensorRow], repeats: Sequence[Repeat]) -> Iterator[Finding]:
-        """rows: those of a step, or of a part of one. repeats: its recomputed inputs."""
+    def see(self, rows: Sequence[TensorRow], repeats: Sequence[Repeat], hidden: Sequence[Hidden]) -> Iterator[Finding]:
+        """rows: those of a step, or of a part of one. repeats: its recomputed inputs. hidden: its layers
+        whose backward products were not seen."""
         ...

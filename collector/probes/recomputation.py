@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from binade.collector.probes.probe import Finding, Repeat
+from binade.collector.probes.probe import Finding, Hidden, Repeat
 from binade.data.segment import TensorRow
 from binade.quant.summary import Summary
 
@@ -17,7 +17,7 @@ class Recomputation:
     def __init__(self) -> None:
         self.named = False
 
-    def see(self, rows: Sequence[TensorRow], repeats: Sequence[Repeat]) -> Iterator[Finding]:
+    def see(self, rows: Sequence[TensorRow], repeats: Sequence[Repeat], hidden: Sequence[Hidden]) -> Iterator[Finding]:
         other = [repeat for repeat in repeats if not _same(repeat.first, repeat.second)]
         if not other or self.named:
             return

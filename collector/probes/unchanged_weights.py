@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from binade.collector.models.site import Site
-from binade.collector.probes.probe import Finding, Repeat
+from binade.collector.probes.probe import Finding, Hidden, Repeat
 from binade.data.segment import TensorRow
 from binade.data.tensor_kinds import Operation
 
@@ -23,7 +23,7 @@ class UnchangedWeights:
         self.named: set[str] = set()
         self.still = 0  # successive recorded steps in which no weight has changed
 
-    def see(self, rows: Sequence[TensorRow], repeats: Sequence[Repeat]) -> Iterator[Finding]:
+    def see(self, rows: Sequence[TensorRow], repeats: Sequence[Repeat], hidden: Sequence[Hidden]) -> Iterator[Finding]:
         unchanged: dict[str, int] = {}  # by site: since which iteration
         changed = False
         iteration = max((row.identity.iteration or 0 for row in rows), default=0)

@@ -43,6 +43,14 @@ computing = _Computing()
 INTERCEPTED = "intercepted"  # the name of functions that run a method under an Interception
 
 
+def applying_function() -> bool:
+    """Whether the forward method of an autograd function is running."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not APPLY:
+        frame = frame.f_back
+    return frame is not None
+
+
 class Interception(TorchFunctionMode):
     """Sees the calls of torch's functions, except those that an adapter makes to compute a product."""
 

@@ -108,9 +108,50 @@ def test_training_that_is_as_it_should_be_has_no_event(tmp_path: Path, case: str
     assert not train(tmp_path, model, (lambda at: at == 1 or step(at)) if case == "skipped" else step)
 
 
+class ByHand(torch.autograd.Function):
+    """Calls a layer, and computes its gradients itself."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, layer: nn.Module) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return layer(x)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight = ctx.saved_tensors
+        return grad @ weight, grad.t() @ x, None
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "mxfp8"])
+@pytest.mark.parametrize("case", ["by hand", "frozen", "unused", "target"])
+def test_backward_products_that_a_function_computes_itself_are_named_once(tmp_path: Path, recipe: str, case: str):
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(8, 32, bias=False), nn.Linear(32, 8, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if case == "target":  # of the same layers, without gradients
+                with torch.no_grad():
+                    target = self.down(self.up(-x))
+                return self.down(self.up(x)) - target
+            if case == "unused":
+                checkpoint(self.up, x.requires_grad_(), use_reentrant=True)
+                return self.down(self.up(x))
+            return self.down(ByHand.apply(x, self.up.weight, self.up))
+
+    torch.manual_seed(0)
+    model = Model()
+    if case == "frozen":
+        model.up.weight.requires_grad_(False)
+    step = sgd(model, left=model.up) if case == "frozen" else sgd(model)
+    found = train(tmp_path, model, step, recipe=recipe)
+    assert [text.partition(",")[0] for text in found] == ["layer0.up weight has a gradient"] * (case == "by hand")
+
+
 def test_a_probe_is_one_class_and_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     class Largest:
-        def see(self, rows, repeats):
+        def see(self, rows, repeats, hidden):
             for row in rows:
                 if row.summary.absmax == 100.0:
                     yield Finding(row.identity.iteration, "an input of 100", "somewhere")
