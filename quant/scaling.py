@@ -66,7 +66,7 @@ class PowerOfTwo(Scaling):
 
     shares = "a power-of-two scale for {block}"
     blocks = (VECTOR, TILE)
-    stored = E8M0
+    stored: ClassVar[Element | None] = E8M0
     follows = Follows.LARGEST
     per_element = False
 

@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from binade.collector.capture.adapters.dtensor import is_dtensor
 from binade.collector.capture.adapters.products import listen_to_result, listened, showing_operands, tensors_in
 from binade.quant.gemm import Observed, Tap, sampling
 
@@ -51,9 +53,18 @@ class Boundary:
         listen_to_result(y, with_weight_gradients([weight], by_model, show) if torch.is_grad_enabled() else show)
 
 
+def multiplies_itself(weight: Any) -> bool:
+    """Whether a weight is of a subclass of Tensor that holds other tensors and computes its products itself, such as
+    those of torchao. Its memory must not be read. A DTensor is none: its products are computed on local parts."""
+    return is_traceable_wrapper_subclass(weight) and not is_dtensor(weight)
+
+
 def plain_values(weight: Any) -> Tensor:
     """The values of a weight that a subclass of Tensor keeps in a form of its own, such as rounded once for all passes
-    (fp8_model_init of Transformer Engine)."""
+    (fp8_model_init of Transformer Engine), or in one tensor that it holds."""
+    if multiplies_itself(weight) and not hasattr(weight, "dequantize"):
+        held = [getattr(weight, name) for name in weight.__tensor_flatten__()[0]]
+        weight = next((x for x in held if x.shape == weight.shape and x.dtype == weight.dtype), weight)
     if (
         isinstance(weight, Tensor)
         and hasattr(weight, "dequantize")

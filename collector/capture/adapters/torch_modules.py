@@ -32,9 +32,10 @@ import torch
 from torch import Tensor, nn
 
 from binade.collector.capture.adapters.attention import SdpaMode, core_forward
+from binade.collector.capture.adapters.boundary import multiplies_itself
 from binade.collector.capture.adapters.dtensor import core_shard_of, shard_of
 from binade.collector.capture.adapters.layer import Layer, Refused, is_a, replaces, whole
-from binade.collector.capture.adapters.weights import NAMES, OwnProducts, functional_linear, is_linear
+from binade.collector.capture.adapters.weights import NAMES, OWN_KERNELS, OwnProducts, functional_linear, is_linear
 from binade.collector.models.parallel import Begin
 from binade.collector.models.site import HEAD, path_parts, site
 
@@ -307,6 +308,7 @@ def linear_layer(name: str, module: nn.Linear) -> Layer:
 
     where, path = site(name)
     plain = type(module).forward is nn.Linear.forward and "forward" not in vars(module)
+    plain = plain and not multiplies_itself(vars(module)["_parameters"].get("weight"))
     attach = (
         replaces(module, "forward", forward)
         if plain
@@ -317,6 +319,8 @@ def linear_layer(name: str, module: nn.Linear) -> Layer:
 
 def unseen_products(module: nn.Module) -> str:
     """What is not known of a linear layer before its first pass; "" if its own code names a product of torch."""
+    if isinstance(module, nn.Linear) and multiplies_itself(vars(module)["_parameters"].get("weight")):
+        return OWN_KERNELS
     plain = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
     return "" if plain or not is_linear(module) or calls(module, NAMES) else UNSEEN
 

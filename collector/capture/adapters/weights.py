@@ -28,9 +28,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from binade.collector.capture.adapters.attention import product
-from binade.collector.capture.adapters.boundary import Boundary, with_weight_gradients
+from binade.collector.capture.adapters.boundary import Boundary, multiplies_itself, with_weight_gradients
 from binade.collector.capture.adapters.dtensor import is_dtensor, linear_on_parts
-from binade.collector.capture.adapters.layer import FIRST_PASS, Detach, InstrumentError, eagerly, refuse, set_on
+from binade.collector.capture.adapters.layer import (
+    FIRST_PASS,
+    Detach,
+    InstrumentError,
+    eagerly,
+    refusal,
+    refuse,
+    set_on,
+)
 from binade.collector.capture.adapters.products import (
     Interception,
     Product,
@@ -132,6 +140,8 @@ def _part(x: Tensor, of: Tensor, source: Source, cast: bool) -> Source:
 
 def is_view(x: Tensor, of: Tensor) -> bool:
     """Whether x has its values in the same memory."""
+    if multiplies_itself(x) or multiplies_itself(of):  # which have no memory of their own
+        return False
     return x.untyped_storage().data_ptr() == of.untyped_storage().data_ptr()
 
 
@@ -191,6 +201,11 @@ class OwnProducts:
                     f"{self.name or 'the model'} has a three-dimensional DTensor as its {divided[0]}, and GEMMs on "
                     f"its local shards cannot be intercepted: leave it out with exclude=[{self.name!r}]"
                 )
+            held = [name for name, weight in weights.items() if multiplies_itself(weight)]
+            if held and not self.is_linear and any(begin().quantizes for begin in self.begins.values()):
+                kind = type(weights[held[0]]).__name__
+                reason = f"multiplies by {held[0]}, a {kind}, which computes its products itself"
+                raise InstrumentError(refusal({self.name: self.module}, {self.name: reason}))
             # Whether the layer is watched is known after its first pass, for which it is prepared to be.
             boundary = None if self.is_watched is False else Boundary(args, kwargs)
             args, kwargs = (boundary.args, boundary.kwargs) if boundary else (args, kwargs)
@@ -321,8 +336,8 @@ class WeightsMode(Interception):
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.running.mode is not self:  # a module inside decides about its own products
             return func(*args, **kwargs)
-        if self.in_function and (operands := self._operands(func, args, kwargs)):
-            return self._inside(func, args, kwargs, *operands)
+        if self.in_function and (of_layer := self._operands(func, args, kwargs)):
+            return self._inside(func, args, kwargs, *of_layer)
         if func is F.linear:
             return self._linear(*args, **kwargs)
         if func in MATMULS:
@@ -343,6 +358,8 @@ class WeightsMode(Interception):
     def _source(self, weight: Tensor) -> Source | None:
         """The source of a weight whose product can be replaced."""
         source = self.weights.source(weight)
+        if source and self.is_linear and multiplies_itself(self.parameters[source.name]):
+            return None
         if source is None or not self.in_function:
             return source
         begin = self.begins.get((source.name, source.first or 0))
@@ -402,7 +419,9 @@ class WeightsMode(Interception):
         returns: those of the weights, and of a product's result where the function returns that."""
         y = next(tensors_in((result,)), None)
         weights: set[Tensor] = set()
-        for inside in self.inside if y is not None and torch.is_grad_enabled() else ():
+        if y is None or not torch.is_grad_enabled():
+            return
+        for inside in self.inside:
             inside.listen(y, with_weight=inside.parameter not in weights)
             weights.add(inside.parameter)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from binade.collector import coverage, instrument
 from binade.collector.capture.adapters.layer import InstrumentError
@@ -127,6 +129,55 @@ def test_what_rounds_by_itself_is_not_rounded_and_that_is_said(tmp_path: Path, k
     assert any("kernels of its own" in str(event) for event in read_events(run.directory))
     covered = coverage(model, "mxfp8", batch=X)
     assert {row.kind: row.format for row in covered} == {"Linear": "mxfp8", kind.__name__: "bf16"}
+
+
+class Held(Tensor):
+    """A weight that holds its values in another tensor, and multiplies in a function of its own, as torchao's do."""
+
+    @staticmethod
+    def __new__(cls, held: Tensor) -> Held:
+        return Tensor._make_wrapper_subclass(cls, held.shape, dtype=held.dtype, requires_grad=held.requires_grad)
+
+    def __init__(self, held: Tensor) -> None:
+        self.held = held
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["held"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], meta: None, size: Any, stride: Any) -> Held:
+        return Held(inner["held"])
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.linear:
+            return Quantized.Function.apply(args[0], args[1])
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map(lambda x: x.held if isinstance(x, Held) else x, (args, kwargs or {}))
+        result = func(*args, **kwargs)
+        return Held(result) if func is torch.ops.aten.detach.default else result
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "mxfp8"])
+def test_a_weight_that_multiplies_itself_is_watched(tmp_path: Path, recipe: str):
+    model = build(nn.Linear)
+    values = model[1].weight.detach().clone()
+    model[1].weight = nn.Parameter(Held(values))
+    alone = step(model)
+    with warnings.catch_warnings(), Recorder(tmp_path) as recorder:
+        warnings.simplefilter("ignore" if recipe == "mxfp8" else "error")
+        with instrument(model, recipe, recorder, backend="torch"):
+            results = step(model)
+    assert same(alone, results) == (recipe == "bf16")
+    found = rows(tmp_path)
+    assert set(found[found.layer_index == 2].quant_type) == {"bf16"}
+    assert set(found[found.layer_index == 2].tensor_name) == LINEAR
+    assert torch.equal(value(found, 2, "linear", "weight"), values)
+    assert [row.format for row in coverage(model, "mxfp8", batch=X)] == ["mxfp8", "bf16"]
 
 
 class Fused(nn.Module):
