@@ -53,6 +53,40 @@ class Boundary:
         listen_to_result(y, with_weight_gradients([weight], by_model, show) if torch.is_grad_enabled() else show)
 
 
+class InsideFunction:
+    """A product in the forward method of an autograd function, x [..., in] · weightᵀ [in, out] -> y [..., out], and
+    the parameter that the weight is."""
+
+    def __init__(self, tap: Tap, x: Tensor, weight: Tensor, parameter: Tensor, y: Tensor) -> None:
+        self.tap, self.x, self.weight, self.parameter, self.y = _by_model(tap), x, weight, parameter, y
+        self.version = y._version
+
+    def show_operands(self, is_result: bool) -> None:
+        """is_result: whether y is the product alone."""
+        self.tap(Observed("a", self.x))
+        self.tap(Observed("b", self.weight))
+        if is_result:
+            self.tap(Observed("y", self.y.detach()))
+
+    def listen(self, result: Tensor, with_weight: bool) -> None:
+        """Show the gradients that come after that of the module's result. with_weight: the parameter's, too."""
+        returned = self.y.requires_grad and self.y._version == self.version
+        y, show = (self.y, self._show_gradient) if returned else (result, _ignore)
+        listen_to_result(y, with_weight_gradients([self.parameter], self.tap, show) if with_weight else show)
+
+    def _show_gradient(self, seen: Observed) -> None:
+        a, b = self.x.detach().requires_grad_(), self.weight.detach().requires_grad_(self.parameter.requires_grad)
+        showing_operands(self.tap, a, b, -1)(seen)
+
+
+def _by_model(tap: Tap) -> Tap:
+    return lambda seen: tap(replace(seen, by_model=True))
+
+
+def _ignore(_: Observed) -> None:
+    pass
+
+
 def multiplies_itself(weight: Any) -> bool:
     """Whether a weight is of a subclass of Tensor that holds other tensors and computes its products itself, such as
     those of torchao. Its memory must not be read. A DTensor is none: its products are computed on local parts."""

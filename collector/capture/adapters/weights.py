@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from binade.collector.capture.adapters.attention import product
-from binade.collector.capture.adapters.boundary import Boundary, multiplies_itself, with_weight_gradients
+from binade.collector.capture.adapters.boundary import Boundary, InsideFunction, multiplies_itself
 from binade.collector.capture.adapters.dtensor import is_dtensor, linear_on_parts
 from binade.collector.capture.adapters.layer import (
     FIRST_PASS,
@@ -44,9 +44,7 @@ from binade.collector.capture.adapters.products import (
     Product,
     computing,
     linear,
-    listen_to_result,
     observed_product,
-    showing_operands,
     tensors_in,
 )
 from binade.collector.models.parallel import Begin, Call
@@ -260,40 +258,6 @@ def _in_sight(module: Any) -> Callable[..., Any]:
     return chosen
 
 
-class _Inside:
-    """A product in the forward method of an autograd function, x [..., in] · weightᵀ [in, out] -> y [..., out], and
-    the parameter that the weight is."""
-
-    def __init__(self, tap: Tap, x: Tensor, weight: Tensor, parameter: Tensor, y: Tensor) -> None:
-        self.tap, self.x, self.weight, self.parameter, self.y = _by_model(tap), x, weight, parameter, y
-        self.version = y._version
-
-    def show_operands(self, is_result: bool) -> None:
-        """is_result: whether y is the product alone."""
-        self.tap(Observed("a", self.x))
-        self.tap(Observed("b", self.weight))
-        if is_result:
-            self.tap(Observed("y", self.y.detach()))
-
-    def listen(self, result: Tensor, with_weight: bool) -> None:
-        """Show the gradients that come after that of the module's result. with_weight: the parameter's, too."""
-        returned = self.y.requires_grad and self.y._version == self.version
-        y, show = (self.y, self._show_gradient) if returned else (result, _ignore)
-        listen_to_result(y, with_weight_gradients([self.parameter], self.tap, show) if with_weight else show)
-
-    def _show_gradient(self, seen: Observed) -> None:
-        a, b = self.x.detach().requires_grad_(), self.weight.detach().requires_grad_(self.parameter.requires_grad)
-        showing_operands(self.tap, a, b, -1)(seen)
-
-
-def _by_model(tap: Tap) -> Tap:
-    return lambda seen: tap(replace(seen, by_model=True))
-
-
-def _ignore(_: Observed) -> None:
-    pass
-
-
 class _Running(threading.local):
     """The innermost mode that runs."""
 
@@ -323,7 +287,7 @@ class WeightsMode(Interception):
         self.parameters = weights
         self.outer: WeightsMode | None = None
         self.products, self.half, self.other = 0, "", ""
-        self.inside: list[_Inside] = []
+        self.inside: list[InsideFunction] = []
 
     def __enter__(self) -> Self:
         self.outer, self.running.mode = self.running.mode, self
@@ -410,7 +374,9 @@ class WeightsMode(Interception):
         with computing:
             y = func(*args, **kwargs)
             if call.tap and not call.quantizes:
-                self.inside.append(_Inside(call.tap, x.detach(), weight.detach(), self.parameters[source.name], y))
+                self.inside.append(
+                    InsideFunction(call.tap, x.detach(), weight.detach(), self.parameters[source.name], y)
+                )
                 self.inside[-1].show_operands(is_result=func not in ADDMMS)
         return y
 
