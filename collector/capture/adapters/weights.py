@@ -310,13 +310,13 @@ class WeightsMode(Interception):
             return self._addmm(func, *args)
         if getattr(func, "__name__", "") in GROUPED:
             return self._grouped(func, *args, **kwargs)
-        operands = list(tensors_in((args, kwargs)))
-        if func in PRODUCTS and any(self.weights.source(x) for x in operands):
+        tensors = list(tensors_in((args, kwargs)))
+        if func in PRODUCTS and any(self.weights.source(x) for x in tensors):
             self.other = (
                 f"did not multiply by its weight with a function of torch that is intercepted, but with {func.__name__}"
             )
         result = func(*args, **kwargs)
-        self.weights.follow(func, operands, result)
+        self.weights.follow(func, tensors, result)
         return result
 
     def _source(self, weight: Tensor) -> Source | None:
