@@ -347,6 +347,27 @@ def test_a_weight_of_any_name_is_the_weight_of_a_layer_where_it_is_multiplied(tm
     assert torch.equal(value(found, 1, "projection", "weight"), own.projection.t())
 
 
+@pytest.mark.parametrize("frozen", [True, False])
+@pytest.mark.parametrize(
+    "copied",
+    [lambda w: w.detach().t(), lambda w: w.data.t(), lambda w: w.double().float().t()],
+    ids=["detach", "data", "cast"],
+)
+def test_a_copy_of_a_weight_of_any_name_is_rounded(copied: Any, frozen: bool):
+    class Copying(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(16, 16), requires_grad=not frozen)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ copied(self.w)
+
+    model, x = nn.Sequential(Copying()), torch.randn(4, 16)
+    with instrument(model, "mxfp8", backend="torch"), torch.set_grad_enabled(frozen):
+        y = model(x)
+    assert torch.equal(y, fake_quantize(x, "mxfp8") @ fake_quantize(model[0].w, "mxfp8").t())
+
+
 @pytest.mark.parametrize("kind", [Grouped, Calling])
 def test_products_of_what_is_made_of_one_weight_are_intercepted(tmp_path: Path, kind: type[nn.Module]):
     model = build(kind)

@@ -403,7 +403,8 @@ class TestRefusals:
                 self.w = nn.Parameter(torch.randn(8, 8), requires_grad=how != "frozen")
 
             def product(self, x: Tensor) -> Tensor:
-                return self.late(x) @ copied(self.w)
+                w = self.w  # written as `copied(self.w)`, it would be found, and its product replaced
+                return self.late(x) @ copied(w)
 
             def forward(self, x: Tensor) -> Tensor:
                 if how == "reentrant":
