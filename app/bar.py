@@ -109,7 +109,7 @@ def _run(catalog: Catalog, where: Filter, resolved: Filter, wide: bool) -> None:
     chosen = where.run_id[0] if len(where.run_id) == 1 else SEVERAL if where.run_id else None
     latest = f"latest: {labels_of(catalog).get(resolved.run_id[0])}" if len(resolved.run_id) == 1 else "all"
     _box(
-        "scope_run_id", "Run", options, chosen, 228 if wide else 190, "run_id", placeholder=latest,
+        "scope_run_id", "Run", options, chosen, 214 if wide else 190, "run_id", placeholder=latest,
         format_func=lambda run: several if run == SEVERAL else titles.get(run, str(run)),
     )  # fmt: skip
 
@@ -140,7 +140,7 @@ def _versus(catalog: Catalog, reading: Reading) -> None:
     formats = [spec for spec in catalog.scored_formats() if spec != reading.values["format"]]
     options: list[Any] = list(dict.fromkeys(filter(None, [*formats, *catalog.runs()["run_id"], chosen])))
     shown = partial(_titled, titles)
-    _box("versus", "Compared with", options, chosen, 218, placeholder="nothing", format_func=shown)
+    _box("versus", "Compared with", options, chosen, 198, placeholder="nothing", format_func=shown)
 
 
 def _titled(titles: Mapping[str, str], name: str) -> str:
