@@ -140,7 +140,7 @@ def _versus(catalog: Catalog, reading: Reading) -> None:
     formats = [spec for spec in catalog.scored_formats() if spec != reading.values["format"]]
     options: list[Any] = list(dict.fromkeys(filter(None, [*formats, *catalog.runs()["run_id"], chosen])))
     shown = partial(_titled, titles)
-    _box("versus", "Compared with", options, chosen, 198, placeholder="nothing", format_func=shown)
+    _box("versus", "Compared with", options, chosen, 198, placeholder="none", format_func=shown)
 
 
 def _titled(titles: Mapping[str, str], name: str) -> str:

@@ -10,7 +10,7 @@ import math
 from dataclasses import replace
 from functools import cache
 
-from binade.quant.specs import Spec
+from binade.quant.specs import Block, Spec
 
 VS_NORMAL = "sqnr_vs_normal"
 SIDE = 1024  # values of a row and rows
@@ -19,7 +19,10 @@ SIDE = 1024  # values of a row and rows
 def normal_sqnr(spec: Spec | str) -> float:
     """The SQNR in dB of values from N(0,1), rounded along rows of 1024. A delayed scale is that of the values
     themselves. Computed once for each spec: about 0.2 s."""
-    return _of(replace(Spec.of(spec), history=0))
+    spec = replace(Spec.of(spec), history=0)
+    if spec.block and spec.block.columns:  # a larger block would only be padded
+        spec = replace(spec, block=Block(min(spec.block.rows or 1, SIDE), min(spec.block.columns, SIDE)))
+    return _of(spec)
 
 
 @cache

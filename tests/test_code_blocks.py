@@ -53,7 +53,6 @@ ONLY_PARSED = {
 ONLY_COMPILED = {
     "instrument_provider": "needs Megatron-LM; tests/collector/capture",
     "TrainerCallback": "needs accelerate; tests/collector/capture",
-    "webhook(": "posts to a URL; tests/collector/capture",
     "Sink(": "needs a summary writer; tests/data/test_export.py",
 }
 

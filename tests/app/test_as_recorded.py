@@ -177,7 +177,7 @@ def test_the_map_shows_a_mixed_recipe_as_it_was_used(tmp_path):
             row = rows[cell["tensor_id"]]
             assert cell["value"] == pytest.approx(row["sqnr_db"] - normal_sqnr(row["format"]), abs=1e-9)
         assert "in mxfp8 and 25.4 dB in mxfp8_e5m2" in answer.verdict
-        assert View("map", {"metric": ["sqnr_db"]}).draw(catalog).verdict.startswith("Lowest median SQNR as used")
+        assert View("map", {"metric": ["sqnr_db"]}).draw(catalog).verdict.startswith("As used, formats do what")
         assert View("map", {"view": ["blocks"]}).read(catalog).values["format"] == "mxfp8"
         gradient = next(row for row in rows.values() if row["tensor_name"] == "grad_output")
         why = View("tensor", {"tensor": [gradient["tensor_id"]], "format": [USED]})

@@ -72,7 +72,8 @@ def check_map(view: View, catalog: Catalog) -> None:
     reading = view.read(catalog)
     found = map_of(catalog, reading.where, reading.values)
     if not isinstance(found, str):
-        cell = page._chosen(found, "")
+        assert page._chosen(found, "") is None
+        cell = page._chosen(found, str(found.cells.iloc[0]))
         assert cell is not None
         json.dumps([page._data(catalog, found), page.panel(catalog, found, cell, found.fmt)], allow_nan=False)
 

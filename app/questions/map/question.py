@@ -334,10 +334,10 @@ def verdict(opened: Catalog, found: Map) -> evidence.Sentence:
         same = compute.kinds(compute.cells(opened, found.where, str(scaled), measure.key, found.across))
         same = same[same["kind"] == worst["kind"]]
         if len(same):
-            of_normal = " against normal values" * (measure.key == VS_NORMAL)
-            text = f"With a tensor scale, {{spec}}, {{kind}} has {{value}}{of_normal}."
+            text = "With a tensor scale, {spec}, {kind} has {value}{than}."
+            than = " against normal values" * (measure.key == VS_NORMAL)
             value = evidence.spread(measure, same.to_dict("records")[0], of)
-            added = evidence.say(text, spec=str(scaled), kind=str(worst["kind"]), value=value)
+            added = evidence.say(text, spec=str(scaled), kind=str(worst["kind"]), value=value, than=than)
             sentence = evidence.together(sentence, added)
     return sentence
 
