@@ -28,7 +28,7 @@ VIEWS = [
     for view in ([{"of": name} for name in ("cost", "gradients", "ladder")] if question.name == "recipes" else [{}])
 ]
 IDS = [f"{question.name}-{address.get('of', '')}".strip("-") for question, address in VIEWS]
-SOME = ("distribution", "recipes-cost", "recipes-gradients", "why")
+SOME = ("explore", "recipes-cost", "recipes-gradients", "why")
 SETS = (pytest.param(SOME, id="some"), pytest.param(IDS, id="all", marks=pytest.mark.thorough))
 BACKWARD = {"operation": "backward"}
 Answer = tuple[str, tuple[str, ...], Any, Any]
@@ -81,7 +81,5 @@ def test_a_question_follows_its_runs(collected: Path, tmp_path: Path, names: Seq
     with Catalog.open(root) as fresh:
         for name, wanted in answers(fresh, names).items():
             assert after[name] == wanted, name
-    assert {"recipes-cost", "recipes-gradients", "distribution"} <= {
-        name for name in names if before[name] != after[name]
-    }
+    assert {"recipes-cost", "recipes-gradients", "explore"} <= {name for name in names if before[name] != after[name]}
     assert after["recipes-gradients"][2], "no chart was compared"

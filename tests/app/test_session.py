@@ -24,7 +24,7 @@ from binade.app.sessions.session import Pin, RunReference, Session, SessionError
 
 pytestmark = pytest.mark.slow
 
-VIEW = View("compare", {"view": ["explore"], "quant_type": ["mxfp8"], "by": ["layer_index"]})
+VIEW = View("explore", {"quant_type": ["mxfp8"], "by": ["layer_index"]})
 
 # What a session may hold, said once more and apart from its schema.
 letters = some.characters(exclude_categories=("Cs", "Cc"))
@@ -184,7 +184,7 @@ def test_refusals_say_what_and_where(changes: dict[str, Any], words: str):
 
 
 def _view(params: dict[str, Any]) -> dict[str, Any]:
-    return {"view": {"page": "compare", "params": params}}
+    return {"view": {"page": "explore", "params": params}}
 
 
 LARGE = {
@@ -193,7 +193,7 @@ LARGE = {
     "texts": _view({"a": [1] * 600_000}),
     "names": _view({f"A{index}": [] for index in range(120_000)}),
     "every": {
-        "pins": [{"page": "compare", "params": {name: ["x"] * 600 for name in "abc"}, "chart": "", "caption": ""}] * 199
+        "pins": [{"page": "explore", "params": {name: ["x"] * 600 for name in "abc"}, "chart": "", "caption": ""}] * 199
     },
     "within": {"pins": [{"page": "x", "params": {name: [1] * 240 for name in "a"}, "chart": "", "caption": ""}] * 199},
 }
@@ -283,9 +283,9 @@ def test_what_cannot_be_saved_leaves_nothing(tmp_path: Path, monkeypatch: pytest
 
 
 def test_differences_are_told(tmp_path: Path):
-    first = session.new("a", VIEW, pins=(Pin("map", {}, "ranking", "look"), Pin("compare", {}, "qq")))
+    first = session.new("a", VIEW, pins=(Pin("map", {}, "ranking", "look"), Pin("explore", {}, "qq")))
     assert session.differences(first, first) == []
-    changed = View("compare", {"view": ["explore"], "quant_type": ["mxfp8", "mxfp4"], "law": ["laplace"]})
+    changed = View("explore", {"quant_type": ["mxfp8", "mxfp4"], "law": ["laplace"]})
     second = replace(first, name="b", view=changed, pins=first.pins[:1], notes="new")
     told = {one.what: (one.first, one.second) for one in session.differences(first, second)}
     assert told == {
@@ -294,7 +294,7 @@ def test_differences_are_told(tmp_path: Path):
         "Parameter: by": ("layer_index", "–"),
         "Parameter: law": ("–", "laplace"),
         "Notes": ("–", "new"),
-        "Pin: compare qq": ("pinned", "–"),
+        "Pin: explore qq": ("pinned", "–"),
     }
     assert {"quant_type"} <= set(TITLES)
 

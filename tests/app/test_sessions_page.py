@@ -17,7 +17,7 @@ from binade.app.view import View
 from binade.cli import main
 from binade.data.catalog import Catalog
 from tests.app import roots
-from tests.app.test_pages import Visit, charts, rerun, words
+from tests.app.test_pages import Visit, charts, chips, rerun, words
 
 pytestmark = pytest.mark.slow
 
@@ -66,11 +66,11 @@ def test_a_root_without_sessions_or_runs(visit: Visit, collected: Path, tmp_path
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("page", ["map", "tensor", "compare", "runs"])
+@pytest.mark.parametrize("page", ["map", "tensor", "explore", "runs"])
 def test_an_empty_root_has_parts_and_nothing_to_save_or_filter(visit: Visit, tmp_path: Path, page: str):
     at = visit(tmp_path / "nothing", page)
     assert "No runs yet" in words(at) and not [each for each in at.button if each.label in ("Save session", "Clear")]
-    assert (page == "map") != bool([each for each in at.get("button_group") if each.key == "page_part"])
+    assert (page in ("map", "explore")) != bool([each for each in at.get("button_group") if each.key == "page_part"])
 
 
 def test_saving_a_view_from_its_page(visit: Visit, root: Path):
@@ -81,7 +81,11 @@ def test_saving_a_view_from_its_page(visit: Visit, root: Path):
     one = latest(root)
     assert one.name == "Drift of mxfp8" and one.view.page == "map" and one.id.startswith("drift-of-mxfp8-")
     own = {"view": ["map"], "across": ["iteration"], "quant_type": ["mxfp8"]}
-    scope = {"metric": ["sqnr_db"], "format": ["used"], "experts": ["none"]}  # the defaults that it was saved with
+    scope = {
+        "metric": ["sqnr_vs_normal"],
+        "format": ["used"],
+        "experts": ["none"],
+    }  # the defaults that it was saved with
     assert one.view.params == own | scope
     assert [run.run_id for run in one.runs] == [run.name for run in roots.runs_of(root) if "mxfp8" in run.name]
     at = press(at, "Save as new")
@@ -94,14 +98,14 @@ def test_a_link_shows_the_view_and_says_what_differs(visit: Visit, root: Path):
     assert at.title[0].value == "Notebook › Sessions" and not at.warning and charts(at) == 1  # its pins and notes
     at = press(at, "Open page")
     assert at.title[0].value == "Map › Map" and at.session_state["shown_view"] == VIEW
-    assert at.session_state["filter_metric"] == "saturated" and at.session_state["filter_quant_type"] == ["mxfp4"]
+    assert at.session_state["filter_metric"] == "saturated" and chips(at) == ["Quant type: mxfp4"]
     storage.save(root, replace(one, runs=(*one.runs, RunReference("elsewhere", "0" * 64))))
     config = next(path for path in root.glob("*mxfp4*/run.json"))
     roots.replace(config, config.read_bytes() + b"\n")
     text = words(visit(root, "runs", session=one.id))
     assert "Run elsewhere is missing" in text and "has changed since the session was saved" in text
-    beside = visit(root, "compare", session=one.id, view="explore", quant_type="mxfp8")  # the address's own view stays
-    assert beside.title[0].value == "Compare › Explore" and beside.session_state["filter_quant_type"] == ["mxfp8"]
+    beside = visit(root, "explore", session=one.id, quant_type="mxfp8")  # the address's own view stays
+    assert beside.title[0].value == "Explore › Explore" and chips(beside) == ["Quant type: mxfp8"]
     assert "A finding" in "".join(each.proto.body for each in beside.get("html"))
 
 
@@ -118,7 +122,7 @@ def test_a_run_that_came_later_is_said_and_not_in_its_pins(visit: Visit, root: P
     assert "1 run in this root does not belong to this session" in words(at)
     at = press(sessions_page(visit, root), "Read")
     spec = json.loads(at.get("vega_lite_chart")[0].proto.spec)
-    assert spec["title"]["subtitle"] == seen.page_spec["title"]["subtitle"]
+    assert spec["title"] == seen.page_spec["title"]
     at.text_area[0].set_value("a word")
     press(rerun(at), "Save")
     now = storage.load(root, one.id).session
@@ -127,8 +131,8 @@ def test_a_run_that_came_later_is_said_and_not_in_its_pins(visit: Visit, root: P
         written = storage.export_bundle(catalog, now, tmp_path / "b.zip")
         assert len(pins.refreshed(catalog, wanted).runs) == 4
         pinned = next(report.contributions(catalog, now, "")).figures[0]
-    assert written.runs == 3 and pinned.chart.title.subtitle == seen.chart.title.subtitle
-    page = visit(root, "compare", session=one.id, view="explore")
+    assert written.runs == 3 and pinned.caption == seen.caption
+    page = visit(root, "explore", session=one.id)
     at = press(page, "Save session")  # the page as it is now, with the late run
     assert "now includes 1 more run" in words(at)
 

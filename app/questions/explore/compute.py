@@ -88,7 +88,7 @@ def ranked(
             FROM scored {inside} GROUP BY key
         )
         SELECT tensor.tensor_id, layer_index, module, layer_type, operation, phase, tensor_name, iteration, micro_batch,
-               rank, expert, recipe, quant_type, stage, run_id, numel, path IS NOT NULL AS kept, absmax, std,
+               rank, expert, recipe, quant_type, stage, run_id, numel, absmax, std,
                worst.gemm, worst.format, worst.sqnr_db, worst.delta, worst.flush_to_zero, worst.saturated,
                coalesce(worst.operands, 0) AS operands
         FROM tensor {"" if within else "LEFT"} JOIN worst USING (key) WHERE {condition}
