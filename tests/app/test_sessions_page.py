@@ -132,7 +132,7 @@ def test_a_run_that_came_later_is_said_and_not_in_its_pins(visit: Visit, root: P
         assert len(pins.refreshed(catalog, wanted).runs) == 4
         pinned = next(report.contributions(catalog, now, "")).figures[0]
     assert written.runs == 3 and pinned.caption == seen.caption
-    page = visit(root, "explore", session=one.id)
+    page = visit(root, "explore", session=one.id, by="operation")
     at = press(page, "Save session")  # the page as it is now, with the late run
     assert "now includes 1 more run" in words(at)
 

@@ -129,7 +129,7 @@ WRONG = {
             "capture-every": ("0", "-1"),
             "micro-batch-size": ("0", "-1"),
             "sequence-length": ("0", "-1"),
-            "layers": ("0", "-1", "3", "99"),
+            "layers": ("0", "-1", "17", "99"),
             "max-bytes": ("-1", "-5M", "lots", "5X", "M", "", "nan", "inf", "1e999"),
         }.items()
         for value in values
