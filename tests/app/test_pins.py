@@ -162,7 +162,7 @@ def check_map(at: AppTest, drawn: Drawn) -> None:
 def test_chosen_tensors_are_drawn_from_their_values(catalog: Catalog, collected: Path):
     tensor_id = first(collected, tensor_name=["weight"])
     chosen = {"view": ["explore"], "tensor": [tensor_id, "gone/r00-000001"]}
-    drawn = pins.draw(catalog, Pin("compare", chosen, "histogram"))
+    drawn = pins.draw(catalog, Pin("explore", chosen, "histogram"))
     assert "exact" in drawn.figures[0].caption and "'gone/r00-000001'" in drawn.problems[0]
 
 
@@ -219,7 +219,7 @@ def test_nothing_is_drawn_in_the_stead_of_what_is_gone(catalog: Catalog, collect
         ("explore", EXPLORE | {"run_id": ["gone_run"]}),
         ("explore", EXPLORE | {"quant_type": ["mxfp8"], "layer_index": ["77", "x"]}),
         ("explore", EXPLORE | {"tensor": ["nope/x"]}),
-        ("compare", {"view": ["of another time"]}),
+        ("explore", {"view": ["of another time"]}),
         ("tensor", {"tensor": ["nope/x"]}),
         ("tensor", {"tensor": [here], "view": ["pair"], "other": ["nope/x"]}),
         ("tensor", {"tensor": [here], "view": ["drift"], "against": ["gone_run"]}),
@@ -273,7 +273,7 @@ OWN = (
     "at",
     "cell",
 )
-PARTS = [(page, part) for page, each in PAGES.items() for part in each.parts] + [("compare", "x"), ("tensor", "")]
+PARTS = [(page, part) for page, each in PAGES.items() for part in each.parts] + [("explore", "x"), ("tensor", "")]
 texts = some.lists(some.text(max_size=12) | some.sampled_from(ODD), max_size=3)
 asked = some.dictionaries(some.sampled_from([*FIELDS, *OWN]), texts, max_size=4)
 

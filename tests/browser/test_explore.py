@@ -199,8 +199,8 @@ def a_range_that_is_dragged_over_shows_how_many_values_lie_in_it(page: Page, x: 
     texts = page.locator("[data-testid=stVegaLiteChart]").first.locator("svg text")
     counted = texts.filter(has_text=re.compile(r"%  .* values$")).first
     counted.wait_for()
-    share, count = re.match(r"([\d.]+)%  ([\d.]+k?) ", counted.text_content()).groups()
-    values = float(count.removesuffix("k")) * (1000 if count.endswith("k") else 1)
+    share, count = re.match(r"([\d.]+)%  ([\d,]+) ", counted.text_content()).groups()
+    values = number(count)
     inside = ((exponents >= drawn[first + 1][0]) & (exponents < drawn[last][0])).sum().item()
     touched = ((exponents >= drawn[first][0]) & (exponents < drawn[last + 1][0])).sum().item()
     assert 0 < inside < values < touched

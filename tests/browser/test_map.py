@@ -59,14 +59,14 @@ def fc1_input(catalog: Catalog, run: str, layer: int, iteration: int) -> str:
 
 
 def test_a_cell_is_read_chosen_and_opened(visit: Visit, catalog: Catalog, run: str):
-    page = visit()
+    page = visit("/?metric=sqnr_db")
     sqnr = {layer: quant.score(catalog.load(fc1_input(catalog, run, layer, 1)), "mxfp4").sqnr_db for layer in (1, 2)}
     assert tooltip(page, CELL) == ["fc1 input · forward GEMM", "layer 2", f"{sqnr[2]:.1f} dB"]
 
     cell(page, CELL).click()
     page.wait_for_url("**cell=**")
     settle(page)
-    assert query(page) == {"cell": CELL}
+    assert query(page) == {"metric": "sqnr_db", "cell": CELL}
     assert "L2 fc1 input · forward GEMM" in panel(page) and f"SQNR\n{sqnr[2]:.1f} dB" in panel(page)
     assert page.locator(".map .cell.on").get_attribute("data-id") == CELL
 
