@@ -75,19 +75,19 @@ def _chosen(found: dict[str, list[object]], where: Filter, field: str) -> list[o
 
 
 def _section(opened: Catalog, question: Question, view: View, before: dict[str, pd.DataFrame]) -> Section:
-    """What a view adds to the section of its question, besides figures and tables that are as those of a view `before`.
+    """What a view adds to the section of its question, besides figures and tables that are as in a view `before`.
     Their names tell them from those of others."""
     drawn = view.draw(opened)
     of_format = [text for name in ("metric", "by", "format") for text in view.params.get(name, [])]
     ending = "".join(f"_{slug(text)}" for text in of_format)
     figures, tables = [], []
     for figure in drawn.figures:
-        if _is_new(before, figure.name, figure.table):
+        if _is_new(before, f"{question.name} {figure.name}", figure.table):
             figures.append(replace(figure, name=f"{figure.name}{ending}"))
     if figures and of_format and drawn.verdict:
         figures[0] = replace(figures[0], note=f"{drawn.verdict} {figures[0].note}".strip())
     for name, frame in drawn.tables.items():
-        if _is_new(before, f"table {name}", frame):
+        if _is_new(before, f"{question.name} table {name}", frame):
             note = f"The first {MOST_ROWS:,} of {len(frame):,} rows." if len(frame) > MOST_ROWS else ""
             title = ": ".join(filter(None, (name[:1].upper() + name[1:], ", ".join(of_format))))
             tables.append(Table(f"{folder(question)}{ending}_{slug(name)}", title, frame.head(MOST_ROWS), note))
