@@ -47,6 +47,10 @@ TINY, MOST_BINADES = 1e-3, 32  # share of the smallest values that an axis of ma
 # Errors
 
 
+NOTHING_SCORED = """scored AS (SELECT 0 AS key, '' AS gemm, '' AS format, 0.0 AS sqnr_db, 0.0 AS flush_to_zero,
+                                   0.0 AS saturated, 0.0 AS delta WHERE false)"""
+
+
 def _scored(catalog: Catalog, where: Filter, fmt: str) -> tuple[str, list[Any]]:
     """SQL of the table `scored`, one row per operand: key, gemm, format, sqnr_db, delta (SQNR minus that of normal
     values), shares flushed and saturated; and its parameters. An operand with NaN or Inf has a delta of -inf, one that
@@ -72,10 +76,7 @@ def ranked(
     minus that of normal values in that format; -inf for NaN or Inf among the values), flush_to_zero, saturated,
     operands (in how many GEMMs it was scored). within: only tensors with an operand whose delta is in this range."""
     condition, parameters = catalog.condition(where)
-    scored, scored_parameters = _scored(catalog, where, fmt) if fmt else ("scored AS (SELECT NULL AS key)", [])
-    if not fmt:
-        scored = """scored AS (SELECT 0 AS key, '' AS gemm, '' AS format, 0.0 AS sqnr_db, 0.0 AS flush_to_zero,
-                                      0.0 AS saturated, 0.0 AS delta WHERE false)"""
+    scored, scored_parameters = _scored(catalog, where, fmt) if fmt else (NOTHING_SCORED, [])
     inside, ends = ("WHERE delta >= ? AND delta < ?", [within.low, within.high]) if within else ("", [])
     return catalog.ask(
         f"""

@@ -196,7 +196,7 @@ def _distributions(board: Board, values: dict[str, Any], groups: Groups, by: str
     else:
         label = labels_of(opened)[law]
         against = f"run {label}"
-        plot = against_other(found, _others(board, values, groups, by, chosen, law), against)
+        plot = against_other(found, _others(board, values, by, chosen, law), against)
         titles = (f"quantile in {against}", charts.OF[kind])
     if plot.points.empty:
         problems.append("No Q–Q plot: the values are all equal, or there are none.")
@@ -208,9 +208,7 @@ def _distributions(board: Board, values: dict[str, Any], groups: Groups, by: str
     return Drawn((*figures, *(text for text in texts if text.text)), problems=tuple(problems))
 
 
-def _others(
-    board: Board, values: dict[str, Any], groups: Groups, by: str, chosen: pd.DataFrame, run: str
-) -> dict[str, Distribution]:
+def _others(board: Board, values: dict[str, Any], by: str, chosen: pd.DataFrame, run: str) -> dict[str, Distribution]:
     """The distributions of the same tensors or groups in another run, by the name of the group."""
     opened, kind = board.opened, values["values"]
     where = replace(board.where, run_id=(run,))

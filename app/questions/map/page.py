@@ -211,9 +211,7 @@ def _exceptions(opened: Catalog, found: Map) -> dict[str, Any]:
     word = "L" if found.across == LAYER else "iteration "
     rows = []
     for _, cell in listed.iterrows():
-        own = scores[
-            (scores["tensor_id"] == cell["tensor_id"]) & (scores["gemm"].fillna(compute.OTHER) == cell["gemm"])
-        ]
+        own = scores[(scores["tensor_id"] == cell["tensor_id"]) & (scores["gemm"] == cell["gemm"])]
         own = own[own["used"]] if found.fmt == USED else own[own["format"] == found.fmt]
         score = own.iloc[0] if len(own) else None
         rows.append({
