@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import pandas as pd
 from scipy import stats
 
 from binade.app.questions.shared.distributions import Distribution, quantiles
-from binade.app.questions.shared.laws import Fit, fit
+from binade.app.questions.shared.laws import Fit, fit, nonzero
 
 POINTS = 201
 BODY = (0.05, 0.95)  # quantiles between which a Q–Q plot shows the body of a distribution
@@ -28,21 +28,6 @@ class QQ:
     limit: float = 0.0
     beyond: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     sentences: tuple[str, ...] = ()
-
-
-def without_zeros(d: Distribution) -> tuple[Distribution, float]:
-    """(the distribution of the nonzero values, the share of zeros)."""
-    kept = d.inner >= d.smallest if not d.exact else (d.low != 0)
-    total, left = float(d.count.sum()), float(d.count[kept].sum())
-    if not total or left == total:
-        return d, 0.0
-    low, high, count = d.low[kept], d.high[kept], d.count[kept]
-    if not left:
-        return replace(d, low=low, high=high, count=count, mean=math.nan, std=math.nan), 1.0
-    mean = d.mean * total / left
-    square = (d.std**2 + d.mean**2) * total / left
-    std = math.sqrt(max(square - mean**2, 0.0))
-    return replace(d, low=low, high=high, count=count, mean=mean, std=std), 1 - left / total
 
 
 def standardized(d: Distribution, quartiles: np.ndarray) -> tuple[float, float] | None:
@@ -64,8 +49,9 @@ def against_law(found: list[Distribution], law: str) -> QQ:
     """Quantiles of the nonzero values against those of a law, in units in which the quartiles of both agree, so that a
     distribution of this law lies on the line y = x however heavy its tails are."""
     tables, sentences, standard = [], [], []
-    for d in found:
-        d, zeros = without_zeros(d)
+    for every in found:
+        d = nonzero(every)
+        zeros = 1 - d.total / every.total if every.total else 0.0
         fitted = fit(d, law) if d.total and d.std > 0 else None
         if fitted is None:
             sentences.append(f"{d.group}: all values are equal.")
@@ -88,9 +74,9 @@ def against_other(found: list[Distribution], others: Mapping[str, Distribution],
     """Quantiles of the nonzero values against those of the same tensors in another run, in the units of the values."""
     tables, sentences, standard = [], [], []
     for d in found:
-        own, _ = without_zeros(d)
-        other, _ = without_zeros(others[d.group]) if d.group in others else (d, 0.0)
-        if d.group not in others or not own.total or not other.total:
+        own = nonzero(d)
+        other = nonzero(others[d.group]) if d.group in others else None
+        if other is None or not own.inner.any() or not other.inner.any():  # all zeros, or nothing
             sentences.append(f"{d.group}: {name} has no such tensor.")
             continue
         share = _shares(0.5 / min(own.total, other.total), "normal")
