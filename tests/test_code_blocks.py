@@ -3,6 +3,7 @@ than this machine. What trains is planned with --dry-run; what is in ONLY_PARSED
 
 from __future__ import annotations
 
+import logging
 import re
 import shlex
 import shutil
@@ -147,6 +148,7 @@ def test_python_runs(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.chdir(folder)
     monkeypatch.setenv("TENSOR_SAVE_DIR", str(folder / "recorded"))
+    monkeypatch.setattr(logging.getLogger("binade"), "handlers", [])  # a page adds one, which later tests would call
     size = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=64, **size, num_key_value_heads=2))
     batches = [{"input_ids": torch.arange(64).view(2, 32)}] * 2
