@@ -111,7 +111,7 @@ def _copy(stream: torch.Stream, parts: list[Part]) -> Callable[[], None]:
     layout = [(part, tensor.shape, tensor.dtype, tensor.nbytes) for part, tensor in waiting]
     done: torch.Event | None = None
     with stream:
-        packed = host = torch.cat([tensor.reshape(-1).view(torch.uint8) for _, tensor in waiting])
+        packed = host = torch.cat([tensor.contiguous().reshape(-1).view(torch.uint8) for _, tensor in waiting])
         if packed.is_cuda:  # other accelerators need not have pinned memory
             host = torch.empty(packed.shape, dtype=torch.uint8, pin_memory=True)
             host.copy_(packed, non_blocking=True)

@@ -19,12 +19,10 @@ from binade.collector import Recorder, instrument
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 from binade.quant.traces import positions
-from tests.app import roots
 from tests.app.test_claims import claims
 from tests.collector.conftest import SMALL
 from tests.collector.forked import run_forked
 from tests.collector.small_model import build, loss
-from tests.data.builder import without_checksums
 
 pytestmark = pytest.mark.slow
 STEPS = 6
@@ -194,7 +192,7 @@ def test_replicas_of_a_weight_are_one_sample(tmp_path: Path):
     assert len(sampled) == 8 and not sampled.duplicated(["module", "iteration"]).any()  # four weights
 
 
-def test_what_is_missing_is_said(opened: Catalog, tmp_path: Path, root: Path):
+def test_what_is_missing_is_said(opened: Catalog):
     found = drawn(opened, "channels", iteration=(2,))
     assert not found.items and not found.verdict and "in one iteration, 2: record at least two" in found.problems[0]
     found = drawn(opened, "noise", iteration=(2, 3))
@@ -202,15 +200,6 @@ def test_what_is_missing_is_said(opened: Catalog, tmp_path: Path, root: Path):
     assert "oscillating" not in [figure.name for figure in found.figures]
     found = drawn(opened, "noise", tensor_name=("input",))
     assert not found.items and not found.verdict and len(found.problems) == 2
-    copied = roots.copy(root, tmp_path / "old")
-    for run in roots.runs_of(copied):
-        without_checksums(run)
-    for file in copied.glob("*/segments/*/trace.parquet"):  # as an earlier version wrote it
-        file.unlink()
-    with Catalog.open(copied) as old:
-        assert not old.refused and old.totals().tensors == opened.totals().tensors
-        assert not drawn(old, "channels").items and "“trace”" in drawn(old, "channels").problems[0]
-        assert "“trace”" in drawn(old, "noise").problems[0] and drawn(old, "noise").figures
 
 
 def test_measured_only_if_asked_for(tmp_path: Path):

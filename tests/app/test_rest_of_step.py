@@ -44,7 +44,7 @@ def test_all_of_them_are_estimated_chosen_and_ranked(root: Path):
         assert "exp_avg_sq" in set(catalog.errors("mxfp8", ("tensor_name",))["tensor_name"])
 
 
-PARTS = [(page, view) for page in ("map", "compare", "runs") for view in PAGES[page].parts if view != "collect"]
+PARTS = [(page, view) for page in ("map", "explore", "runs") for view in PAGES[page].parts if view != "collect"]
 
 
 @pytest.mark.sampled(4)

@@ -247,6 +247,8 @@ def measured(layer: str, case: str, recipe: str, tokens: int) -> Counts:
         counts.peak = torch.cuda.max_memory_allocated() - before
         times = []
         for _ in range(7):
+            if steps.recorder:
+                steps.recorder.settle()  # the writer's thread has nothing left of the step before
             with resting(steps.recorder, discard=False):
                 start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
                 start.record()
@@ -255,6 +257,8 @@ def measured(layer: str, case: str, recipe: str, tokens: int) -> Counts:
                 torch.cuda.synchronize()
             times.append(start.elapsed_time(end) / 1e3)
         counts.seconds = statistics.median(times)
+        if steps.recorder:
+            steps.recorder.settle()
         with profile(activities=[ProfilerActivity.CUDA]) as profiler:
             steps.run()
             torch.cuda.synchronize()

@@ -15,6 +15,7 @@ import argparse
 import hashlib
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -54,9 +55,9 @@ class Part:
 
 def gpu_test_files() -> list[str]:
     """Those whose tests take a device."""
+    takes = re.compile(r"^from tests\S* import .*\bdevices\b|mark\.gpu\b", re.M)
     paths = sorted(PROJECT.glob("tests/**/test_*.py"))
-    return [str(path.relative_to(PROJECT)) for path in paths if "import devices" in (text := path.read_text())
-            or ", devices" in text or "mark.gpu" in text]  # fmt: skip
+    return [str(path.relative_to(PROJECT)) for path in paths if takes.search(path.read_text())]
 
 
 def _pytest(*arguments: str) -> tuple[str, ...]:
@@ -115,7 +116,7 @@ PARTS = (
             "tests.bench.bench_step", "--full", "--layers", "1", "--sequence-length", "2048", "--rounds", "3",
             "--only", "hooks|Triton|statistics|scores|blocks|loss changes",  # without gigabytes of values
         ),
-        ("tests.bench.bench_step", "--layers", "1", "--rounds", "1", "--only", "recorded: statistics"),
+        ("tests.bench.bench_step", "--layers", "1", "--rounds", "1", "--only", "hooks: min|recorded: stat"),
         headline=_step,
     ),
     Part(

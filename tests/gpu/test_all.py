@@ -75,6 +75,17 @@ def test_every_part_at_a_tiny_size_without_the_packages_of_the_app(tmp_path, hid
 
 
 @pytest.mark.slow
+def test_the_tests_for_a_gpu_import_nothing_of_the_app(hidden):
+    """A file that does would end the whole part before its first test."""
+    collect = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", "-m", "gpu"]
+    environment = {**os.environ, "PYTHONPATH": str(hidden)}
+    done = subprocess.run(
+        [*collect, *gpu_test_files()], env=environment, capture_output=True, text=True, cwd=PROJECT, timeout=300
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+
+
+@pytest.mark.slow
 def test_without_a_gpu_it_is_one_line(tmp_path, hidden):
     done = run(hidden, "--output", tmp_path / "none")
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from binade.app.questions.shared.rounded import about_format
 from binade.collector.cli.listing import KINDS
 from binade.quant import FORMATS, Format, compare, fake_quantize, look, quantize, score, usage
 from binade.quant.elements import E2M1, E5M2, FixedPoint, Minifloat, Rounding
@@ -171,9 +170,13 @@ def test_specs_of_a_new_scheme(schemes):
             Spec.of(text)
     listed = KINDS["formats"]()
     assert "e5m2, floor" in listed and "fp8_median" in listed
-    assert "an E5M2 scale for every 16 values" in about_format(Spec.of("fp4_e5m2"))
     generate = runpy.run_path(str(PROJECT / "docs" / "generate.py"))
     assert "| `e5m2` | `fp4_e5m2` | Block scale absmax / max rounded to E5M2. |" in generate["page"]()
+
+
+def test_the_app_describes_a_new_scheme(schemes):
+    shown = pytest.importorskip("binade.app.questions.shared.rounded", reason="the app is not installed")
+    assert "an E5M2 scale for every 16 values" in shown.about_format(Spec.of("fp4_e5m2"))
 
 
 def test_a_scheme_without_a_fact_cannot_be_defined():

@@ -25,7 +25,7 @@ from binade.collector.cli.tables import render
 from binade.data.runs import CRASHED, DONE, FAILED, RUNNING, RunWriter
 from binade.quant import fake_quantize
 from tests.conftest import RECIPES, run_collector
-from tests.data.builder import add_segment, assorted, make_run, without_checksums
+from tests.data.builder import add_segment, assorted, make_run, reseal
 
 pytestmark = pytest.mark.slow
 
@@ -792,11 +792,11 @@ class TestCommand:
 
     def test_an_unknown_format_is_told(self, command, capsys, made):
         run = made("mxfp8", [5.0], tensors=[(TENSOR, {"format": "mxfp8"})])
-        without_checksums(run.directory)
         (file,) = run.directory.glob("segments/*/tensor.parquet")
         table = pq.read_table(file)
         place = table.column_names.index("format")
         pq.write_table(table.set_column(place, table.schema.field("format"), [["fp3"]]), file)
+        reseal(run.directory)
         assert command("compare", "--format", "csv") == 0
         out, err = capsys.readouterr()
         assert one_line(err) and f"{run.run_id}: unknown format 'fp3'" in err
