@@ -42,7 +42,7 @@ def _pins(opened: Catalog, session: Session) -> Iterator[Section]:
             lines = [" ".join(pin.caption.split()), drawn.verdict, figure.caption]
             caption = "\n".join(filter(None, lines))
             figures.append(replace(figure, name=f"{number:02d}_{figure.name}", caption=caption))
-        problems = [f"Pin {number}: {problem}" for problem in drawn.problems]
+        problems = [f"Pin {number}: {sentence}" for sentence in drawn.sentences]
         yield Section("pins", "Pinned charts", figures, problems=problems)
 
 

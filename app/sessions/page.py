@@ -9,7 +9,7 @@ import streamlit as st
 
 from binade.app import address, uploads
 from binade.app import show as show_items
-from binade.app.figure import Drawn
+from binade.app.figure import Drawn, Text
 from binade.app.formatting import plain
 from binade.app.pages.registry import PAGES, SESSION_PARTS
 from binade.app.sessions import draft, notes, pins, share_view, storage
@@ -209,8 +209,8 @@ def _pin(opened: Catalog, one: Session, index: int, key: str) -> None:
             draft.change(pins=tuple(order))
             st.rerun()
         drawn = _drawn(opened, pin.uncaptioned, draft.runs_of(pin), index)
-        for problem in drawn.problems:
-            st.caption(plain(problem))
+        for sentence in drawn.sentences:
+            st.caption(plain(sentence))
         for figure in drawn.figures:
             show_items.draw(figure, pin=False)
 
@@ -225,7 +225,7 @@ def _recaption(index: int, key: str) -> None:
 def _drawn(opened: Catalog, pin: Pin, runs: tuple[str, ...] | None, index: int) -> Drawn:
     drawn = pins.draw(opened, pin, runs)
     named = [replace(figure, name=f"pin{index}_{figure.name}", choose=None) for figure in drawn.figures]
-    return replace(drawn, items=tuple(named))
+    return replace(drawn, items=(*(item for item in drawn.items if isinstance(item, Text)), *named))
 
 
 # Compare

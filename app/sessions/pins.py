@@ -11,7 +11,7 @@ from copy import copy
 from dataclasses import replace
 from pathlib import Path
 
-from binade.app.figure import Drawn
+from binade.app.figure import Drawn, Text
 from binade.app.sessions.session import Pin, RunReference, Session
 from binade.app.view import View
 from binade.data.catalog import Catalog
@@ -38,7 +38,7 @@ def tensors_of(catalog: Catalog, pins: Iterable[Pin], runs: Sequence[str] | None
 
 
 def draw(catalog: Catalog, pin: Pin, runs: Sequence[str] | None = None) -> Drawn:
-    """The figures of a pin (charts, their tables and captions), the view's verdict, and what is missing, in words.
+    """The figures of a pin (charts, their tables and captions), the view's verdict and texts, and what is missing.
 
     runs: those of the session that it is kept in: it is drawn from these and from the runs that it names itself. With
     None, as before a session is saved, from what is here. Never raises because of a pin's content, which is reported as
@@ -48,14 +48,14 @@ def draw(catalog: Catalog, pin: Pin, runs: Sequence[str] | None = None) -> Drawn
     if runs is not None:
         catalog, problems = _of_session(catalog, pin, runs)
     drawn = pin.draw(catalog)
-    drawn = replace(drawn, problems=(*problems, *drawn.sentences))
+    drawn = replace(drawn, problems=(*problems, *drawn.problems))
     if not pin.chart or not drawn.items:
         return drawn
     figure = drawn.get(pin.chart)
     if figure is None:
         lost = (*drawn.problems, f"The view no longer has the chart {pin.chart[:40]!r}.")
         return replace(drawn, items=(), problems=lost)
-    return replace(drawn, items=(figure,))
+    return replace(drawn, items=(*(item for item in drawn.items if isinstance(item, Text)), figure))
 
 
 def _of_session(catalog: Catalog, pin: Pin, runs: Sequence[str]) -> tuple[Catalog, tuple[str, ...]]:

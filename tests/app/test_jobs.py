@@ -173,7 +173,7 @@ class TestCollect:
         ("name", "value", "words"),
         [
             ("learning_rate", 50.0, "Learning rate is 50.0: it must be at least 0.0 and at most 10.0"),
-            ("layers", 99, "Layers is 99: it must be at least 1 and at most 2"),
+            ("layers", 99, "Layers is 99: it must be at least 1 and at most 16"),
             ("micro_batches", 0, "Micro-batches is 0: it must be at least 1 and at most 4,096"),
             ("seeds", 21, "Seeds is 21: it must be at least 1 and at most 20"),
         ],
@@ -379,7 +379,7 @@ class TestReadOnly:
         at = visit(root, "jobs")
         assert {button.key for button in at.button} == {f"open_{job.id}", "presentation"} and not at.number_input
         at.run()
-        assert at.segmented_control(key="page_part").options == ["Runs", "Jobs"]
+        assert at.segmented_control(key="page_part").options == ["Runs", "Recipes", "Difference", "Jobs"]
         for part in ("collect", "sql"):
             at = visit(root, part)
             assert "read-only" in words(at) and [button.key for button in at.button] == ["presentation"] and not at.code

@@ -20,7 +20,7 @@ from binade.collector import Recorder
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 from tests.app import roots
-from tests.app.test_pages import Visit, charts, first, rerun, words
+from tests.app.test_pages import Visit, charts, chips, first, rerun, words
 
 RECORDED = tuple(metric for metric in METRICS if metric not in (EFFECT, TENSOR_SCALE))  # which only some runs have
 
@@ -65,16 +65,19 @@ def test_map(visit: Visit, collected: Path, metric: str, across: str):
 
 def test_the_map_in_another_format_iteration_and_as_a_difference(visit: Visit, collected: Path):
     at = visit(collected, "map")
-    assert drawn_map(at)["metric"] == "SQNR as used" and drawn_map(at)["iterations"]["current"] == 1
+    assert (
+        drawn_map(at)["metric"] == "SQNR against normal values as used" and drawn_map(at)["iterations"]["current"] == 1
+    )
     at.selectbox(key="filter_format").set_value("mxfp8")
     at.selectbox(key="filter_scope_iteration").set_value(0)
     rerun(at)
     assert address(at) == {"format": ["mxfp8"], "iteration": ["0"]}
     shown = drawn_map(at)
-    assert shown["metric"] == "SQNR in mxfp8" and shown["iterations"]["current"] == 0
+    assert shown["metric"] == "SQNR against normal values in mxfp8" and shown["iterations"]["current"] == 0
     at.selectbox(key="filter_versus").set_value("hifp8")
     rerun(at)
-    assert drawn_map(at)["metric"] == "SQNR in mxfp8, difference to hifp8" and drawn_map(at)["legend"]["difference"]
+    metric = "SQNR against normal values in mxfp8, difference to hifp8"
+    assert drawn_map(at)["metric"] == metric and drawn_map(at)["legend"]["difference"]
     at.selectbox(key="filter_metric").set_value("absmax")
     assert "does not depend on a format: compare with another run" in words(rerun(at))
 
@@ -85,7 +88,7 @@ def test_sections_of_the_map(visit: Visit, collected: Path, part: str):
     at = visit(collected, "map", view=part, quant_type="mxfp4", layer_index="1")
     wanted = {"channels": 3, "noise": 3}
     assert charts(at) == wanted.get(part, 2) and not at.warning and not at.error
-    assert "quant type mxfp4" in words(at)
+    assert "Quant type: mxfp4" in chips(at)
 
 
 def test_parts_keep_the_scope_and_what_each_showed_last(visit: Visit, collected: Path):
