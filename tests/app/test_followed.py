@@ -147,7 +147,7 @@ def test_stochastic_rounding_has_the_noise_of_the_formula():
 
 
 def drawn(catalog: Catalog, view: str, **where):
-    return View("compare", {"view": [view]}).filtered(Filter(**where)).draw(catalog)
+    return View("map", {"view": [view]}).filtered(Filter(**where)).draw(catalog)
 
 
 def test_the_answers(opened: Catalog):

@@ -52,6 +52,13 @@ def click(page: Page, kind: str, name: str) -> None:
     settle(page)
 
 
+def select_on_the_map(page: Page) -> None:
+    page.locator(".map .grid").focus()
+    page.keyboard.press("Enter")
+    page.wait_for_url("**cell=**")
+    settle(page)
+
+
 def open_tensor_on_the_map(page: Page) -> None:
     page.locator(".map .grid").focus()
     page.keyboard.press("Enter")
@@ -76,6 +83,7 @@ STEPS: tuple[Callable[[Page], None], ...] = (
     lambda page: turn_to(page, "Notebook"),
     lambda page: click(page, "button", "Open"),  # a session of another page
     lambda page: turn_to(page, "Map"),
+    select_on_the_map,
     open_tensor_on_the_map,
     lambda page: turn_to(page, "Notebook"),
     lambda page: press(page, "Current session"),
@@ -83,7 +91,7 @@ STEPS: tuple[Callable[[Page], None], ...] = (
     lambda page: press(page, "Blocks"),
     next_format,
     search,
-    lambda page: turn_to(page, "Compare"),
+    lambda page: turn_to(page, "Explore"),
     lambda page: turn_to(page, "Runs"),
     lambda page: press(page, "Jobs"),
     lambda page: click(page, "link", "Launch one"),
@@ -91,7 +99,7 @@ STEPS: tuple[Callable[[Page], None], ...] = (
 
 
 @pytest.mark.parametrize(
-    "steps", [[*STEPS[:4], search, *STEPS[-3:-1]], pytest.param(STEPS, marks=pytest.mark.thorough)], ids=len
+    "steps", [[*STEPS[:5], search, *STEPS[-3:-1]], pytest.param(STEPS, marks=pytest.mark.thorough)], ids=len
 )
 def test_back_undoes_one_step_at_a_time(visit: Visit, served: str, steps: Sequence[Callable[[Page], None]]):
     page = visit("/", base=served, own=True)

@@ -319,9 +319,9 @@ def test_what_costs_the_loss(visitor: Visitor, catalog: Catalog):
 
 
 def test_which_gemm_loses_it(visitor: Visitor, catalog: Catalog):
-    visitor.ask("compare", "gemms")
+    visitor.ask("map", "gemms")
     table = results_compute.by_product(catalog.results(scoped(catalog, Filter())))
-    assert visitor.answer == said(catalog, "compare", "gemms")
+    assert visitor.answer == said(catalog, "map", "gemms")
     assert len([mark for mark in visitor.marks("results") if "layer" in mark]) == len(table)
     known = table["operands_db"].notna().sum()
     assert len([mark for mark in visitor.marks("results_against_operands") if "GEMM" in mark]) == known
@@ -331,7 +331,7 @@ def test_which_gemm_loses_it(visitor: Visitor, catalog: Catalog):
 
 
 def test_do_blocks_fail_over_time(visitor: Visitor, catalog: Catalog):
-    visitor.ask("compare", "blocks")
+    visitor.ask("map", "blocks")
     where = scoped(catalog, Filter(), ("iteration",), scored=True)
     table = block_history_compute.histogram(catalog, where, "mxfp4", "sqnr_db")
     last = block_history_compute.summary(table, ("iteration",)).iloc[-1]
@@ -341,7 +341,7 @@ def test_do_blocks_fail_over_time(visitor: Visitor, catalog: Catalog):
 
 
 def test_are_outliers_the_same_channels(visitor: Visitor, catalog: Catalog):
-    visitor.ask("compare", "channels")
+    visitor.ask("map", "channels")
     found = channels_compute.persistence(catalog, Filter())
     assert f"a Jaccard index of {found.places['value'].median():.2f}" in visitor.answer
     assert len([mark for mark in visitor.marks("channel_persistence") if "layer" in mark]) == len(found.places)
@@ -350,8 +350,8 @@ def test_are_outliers_the_same_channels(visitor: Visitor, catalog: Catalog):
 
 
 def test_are_steps_more_than_noise(visitor: Visitor, catalog: Catalog):
-    visitor.ask("compare", "noise")
-    assert visitor.answer == said(catalog, "compare", "noise")
+    visitor.ask("map", "noise")
+    assert visitor.answer == said(catalog, "map", "noise")
     where = noise_compute.one_run(catalog, Filter())
     table = noise_compute.gradients(catalog, where, "mxfp4")
     lowest = table.loc[table["iteration"] == table["iteration"].max(), "value"].min()

@@ -12,7 +12,7 @@ from playwright.sync_api import Page
 from binade.app.sessions import session as sessions
 from binade.app.sessions import storage
 from tests.app import roots
-from tests.browser.driver import choose, press, serving, settle, turn_to
+from tests.browser.driver import choose, pick, press, serving, settle, turn_to
 from tests.browser.test_explore import marks
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
@@ -51,18 +51,18 @@ def pin(page: Page, name: str) -> None:
 
 def test_built_by_clicking_saved_and_opened_elsewhere(visit: Visit, served: str, own_root: Path):
     page = visit("/", base=served)
-    turn_to(page, "Compare")
+    turn_to(page, "Explore")
     choose(page, "Quant type", "mxfp4")
-    press(page, "Layer")
-    seen = {"histogram": drawn(page, "histogram"), "boxes": drawn(page, "boxes")}
-    assert seen["histogram"] and seen["boxes"]
+    pick(page, "Compare by", "Layer")
+    seen = {name: drawn(page, name) for name in ("histogram", "formats")}
+    assert all(seen.values())
     pin(page, "histogram")
     turn_to(page, "Map")
     cells = page.locator(".map .cell[data-id]").count()
     page.get_by_role("button", name="Pin", exact=True).click()
     page.get_by_text("Pinned to", exact=False).first.wait_for()
     settle(page)
-    turn_to(page, "Compare")
+    turn_to(page, "Explore")
     page.get_by_role("button", name="Save", exact=True).click()
     page.get_by_role("textbox", name="Name").fill("Where mxfp4 flushes")
     page.keyboard.press("Tab")
@@ -83,9 +83,9 @@ def test_built_by_clicking_saved_and_opened_elsewhere(visit: Visit, served: str,
     assert len([mark for mark in drawn(other, "pin1_map") if "operand" in mark]) == cells
     other.get_by_role("button", name="Open page", exact=True).click()
     settle(other)
-    assert other.locator("h1").inner_text() == "Compare › Explore"
+    assert other.locator("h1").inner_text() == "Explore › Explore"
     assert "quant_type=mxfp4" in other.url and f"session={version.session.id}" in other.url
-    for name in ("histogram", "boxes"):
+    for name in seen:
         assert drawn(other, name) == seen[name], name
     assert not page.complaints and not other.complaints
     assert all(url.startswith((served, "data:", "blob:", "ws")) for url in page.requests + other.requests)
@@ -127,7 +127,7 @@ VEGA = (
     '{"embedOptions": {"patch": "http://203.0.113.1/p.json"}}}'
 )
 PINS = (
-    sessions.Pin("compare", {}, "histogram", f"{VEGA} {HOSTILE}"),
+    sessions.Pin("explore", {}, "histogram", f"{VEGA} {HOSTILE}"),
     sessions.Pin("map", {name: [VEGA, HOSTILE] for name in ("metric", "format", "module")}, "ranking", VEGA),
 )
 
@@ -170,7 +170,7 @@ def test_someone_elses_session_is_shown_and_loads_nothing(visit: Visit, served: 
     page = visit("/notebook", base=served)
     press(page, "Import")
     whole = json.loads(
-        sessions.to_json(sessions.new("<b>theirs</b>", sessions.View("compare"), notes=HOSTILE, pins=PINS))
+        sessions.to_json(sessions.new("<b>theirs</b>", sessions.View("explore"), notes=HOSTILE, pins=PINS))
     )
     (tmp_path / "bad.json").write_text(json.dumps(whole | {"binade_session": 9}))
     (tmp_path / "good.json").write_text(json.dumps(whole))
