@@ -87,7 +87,9 @@ def summarize_kernel(
         counts = tl.histogram(flat, 2 * _WINDOW, flat < 2 * _WINDOW)
         tl.atomic_add(of_window + first, counts.to(tl.int64), mask=counts > 0, sem="relaxed")
         smaller = counted & (bin < first)
-        tl.atomic_add(replica + ((bits >> 20) & 0xFFF), tl.full([ROWS, WIDTH], 1, tl.int64), mask=smaller, sem="relaxed")
+        tl.atomic_add(
+            replica + ((bits >> 20) & 0xFFF), tl.full([ROWS, WIDTH], 1, tl.int64), mask=smaller, sem="relaxed"
+        )
         nans += tl.sum((magnitude > 0x7F800000).to(tl.int32), 1)
         infs += tl.sum((magnitude == 0x7F800000).to(tl.int32), 1)
         zeros += tl.sum((inside & (magnitude == 0)).to(tl.int32), 1)
