@@ -29,6 +29,7 @@ COMMANDS = {
     "Analyze": {
         "serve": "app.cli:serve",
         "measure": "collector.cli.measure:measure",
+        "parity": "collector.cli.parity:parity",
         "advise": "collector.cli.advise:advise",
         "scales": "collector.cli.scales:scales",
         "compare": "collector.cli.compare_command:compare",

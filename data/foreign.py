@@ -119,6 +119,17 @@ def load_foreign(path: Path, key: str | None = None, imported: FileState | None 
         raise TensorFileError(f"{path} cannot be read: {error}") from error
 
 
+def load_plain(path: Path) -> Any:
+    """The content of a file that torch.save wrote, if it is tensors and plain data. Tensors are mapped, not read.
+    Raises TensorFileError."""
+    descriptor = _open(path)
+    try:
+        with _reading():
+            return _loaded(descriptor, os.fstat(descriptor).st_size, None)
+    finally:
+        os.close(descriptor)
+
+
 def check_unchanged(path: Path, imported: FileState) -> None:
     """Raise TensorFileError if a file has another content than when it was imported. It is read only if its size or
     time differs. Raises OSError."""
@@ -152,19 +163,26 @@ def _open(path: Path) -> int:
 def _guarded(tensors: Iterator[ForeignTensor]) -> Iterator[ForeignTensor]:
     """The same tensors; any exception caused by a damaged file is raised as TensorFileError."""
     while True:
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                found = next(tensors, None)
-        except TensorFileError:
-            raise
-        except MemoryError as error:
-            raise TensorFileError(NO_MEMORY) from error
-        except Exception as error:  # KeyError, struct.error, SafetensorError: the readers do not document which
-            raise TensorFileError(_reason(error)) from error
+        with _reading():
+            found = next(tensors, None)
         if found is None:
             return
         yield found
+
+
+@contextmanager
+def _reading() -> Iterator[None]:
+    """A context that raises TensorFileError for any exception that a damaged file causes."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    except TensorFileError:
+        raise
+    except MemoryError as error:
+        raise TensorFileError(NO_MEMORY) from error
+    except Exception as error:  # KeyError, struct.error, SafetensorError: the readers do not document which
+        raise TensorFileError(_reason(error)) from error
 
 
 def _reason(error: Exception) -> str:
@@ -184,7 +202,8 @@ def _too_large(why: str, needed: int, room: int) -> str:
     return f"{why}: that takes {needed / 2**30:.1f} GiB, but only {max(room, 0) / 2**30:.1f} GiB of memory are free"
 
 
-def _torch(descriptor: int, size: int, room: int | None) -> Iterator[ForeignTensor]:
+def _loaded(descriptor: int, size: int, room: int | None) -> Any:
+    """What torch.save wrote: tensors and plain data, nothing else."""
     path = f"/proc/self/fd/{descriptor}"
     head = os.pread(descriptor, 32, 0)
     if head.startswith(b"PK\x03\x04"):
@@ -200,14 +219,17 @@ def _torch(descriptor: int, size: int, room: int | None) -> Iterator[ForeignTens
             )
         stand_ins = _stand_ins(path)
         with safe_globals(stand_ins) if stand_ins else nullcontext():  # torch keeps them for the whole process
-            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     elif head.startswith(b"\x80") and OLDER_MAGIC in head:
         if room is not None and size > room:
             raise TooLargeError(_too_large("it is in torch's legacy format, which cannot be memory-mapped", size, room))
         with open(path, "rb") as file:
-            content = torch.load(file, map_location="cpu", weights_only=True)
-    else:
-        raise TensorFileError("it is in neither of torch's two formats")
+            return torch.load(file, map_location="cpu", weights_only=True)
+    raise TensorFileError("it is in neither of torch's two formats")
+
+
+def _torch(descriptor: int, size: int, room: int | None) -> Iterator[ForeignTensor]:
+    content = _loaded(descriptor, size, room)
     if isinstance(content, Tensor):
         yield _usable(None, None, content, size, room)
     elif isinstance(content, dict) and isinstance(content.get("tensor"), Tensor):

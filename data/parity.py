@@ -84,11 +84,12 @@ class Policies:
 
     def sums(self, values: Floats) -> Floats:
         """The sums within sequences of values [tokens]; [sequences]."""
-        return np.bincount(self.sequence, values, self.sequences)
+        return np.bincount(self.sequence, values, self.sequences).astype(np.float64)
 
     def means(self, values: Floats) -> Floats:
         """The means within sequences of values [tokens]; [sequences]."""
-        return self.sums(values) / self.lengths
+        means: Floats = self.sums(values) / self.lengths
+        return means
 
 
 def joined(parts: Sequence[Policies]) -> Policies:
@@ -120,13 +121,15 @@ def k2(pair: Policies) -> Floats:
 def k3(pair: Policies) -> Floats:
     """ρ − 1 − d, in nats, at least 0. Its mean estimates KL(R ‖ T). verl `compute_offpolicy_metrics` (k3_kl); NeMo-RL
     `ClippedPGLossFn` (gen_kl_error); prime-rl `compute_importance_ratio_and_mismatch_kl` (mismatch_kl)."""
-    return np.expm1(pair.d) - pair.d
+    values: Floats = np.expm1(pair.d) - pair.d
+    return values
 
 
 def k3_reversed(pair: Policies) -> Floats:
     """e^(−d) − 1 + d, in nats: estimates KL(T ‖ R) only for tokens sampled from the training policy; one token that is
     rare in training can dominate its mean. NeMo-RL `ClippedPGLossFn` (policy_kl_error)."""
-    return np.expm1(-pair.d) + pair.d
+    values: Floats = np.expm1(-pair.d) + pair.d
+    return values
 
 
 def js(pair: Policies) -> Floats:
@@ -134,7 +137,8 @@ def js(pair: Policies) -> Floats:
     `ClippedPGLossFn` (js_divergence_error)."""
     mixture = np.logaddexp(pair.training, pair.rollout) - np.log(2)
     above_t, above_r = pair.training - mixture, pair.rollout - mixture
-    return (np.expm1(above_t) - above_t + np.expm1(above_r) - above_r) / 2
+    values: Floats = (np.expm1(above_t) - above_t + np.expm1(above_r) - above_r) / 2
+    return values
 
 
 def abs_logprob(pair: Policies) -> Floats:
@@ -144,7 +148,8 @@ def abs_logprob(pair: Policies) -> Floats:
 
 def abs_prob(pair: Policies) -> Floats:
     """|p_T − p_R|, from 0 to 1. verl `calculate_debug_metrics` (rollout_probs_diff_mean, _max, _std)."""
-    return np.abs(np.exp(pair.training) - np.exp(pair.rollout))
+    values: Floats = np.abs(np.exp(pair.training) - np.exp(pair.rollout))
+    return values
 
 
 def multiplicative(pair: Policies) -> Floats:
@@ -297,7 +302,7 @@ def _of(
     compute: Callable[[Policies], Any],
     definition: str,
     tools: str = "",
-    form: str = "",
+    format: str = ".3g",
 ) -> Quantity:
     return Quantity(Measure(name, title, unit, definition, format), compute, tools)
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import click
 
-from binade.terminal import Command, Option, fail, print_text, readable_root
+from binade.collector.cli.output import output_options, print_or_write
+from binade.terminal import Command, fail, readable_root
 
 
 def _compare(root: str | None, kind: str, output: Path | None) -> None:
@@ -18,7 +19,6 @@ def _compare(root: str | None, kind: str, output: Path | None) -> None:
     from binade.collector.cli.compare import compare  # imports pandas and DuckDB
     from binade.collector.cli.tables import render
     from binade.data.runs import RunError
-    from binade.data.store import write_atomic
 
     runs = readable_root(root)
     try:
@@ -30,29 +30,17 @@ def _compare(root: str | None, kind: str, output: Path | None) -> None:
     if not comparison.sections:
         found = "contains no runs that can be read" if runs.is_dir() else "does not exist"
         raise RunError(f"{runs} {found}: give a directory of runs, or collect some with binade batch")
-    written = render(comparison, kind)
-    if output is None:
-        print_text(written.removesuffix("\n"))
-        return
-    target = output.resolve()  # writes through a link instead of replacing it
-    try:
-        if target.exists() and not target.is_file():
-            raise RunError(f"{output} is not a regular file: choose another path for --output")
-        write_atomic(target, written.encode(errors="backslashreplace"))
-    except OSError as error:
-        raise RunError(f"cannot write {output}: {error.strerror or error}; give another file to --output") from error
-    print_text(f"{sum(len(section.rows) for section in comparison.sections)} rows written to {output}")
+    rows = sum(len(section.rows) for section in comparison.sections)
+    print_or_write(render(comparison, kind), output, f"{rows} rows")
 
 
 compare = Command(
     "compare",
     params=[
         click.Argument(["root"], required=False, metavar="[ROOT]"),
-        Option(["--format", "kind"], type=click.Choice(("text", "csv", "markdown")), default="text",
-               help="Format of the output  [default: text]"),
-        Option(["--output"], type=Path, metavar="FILE", help="Write to FILE instead of the terminal"),
+        *output_options(),
     ],
     callback=_compare,
     cancelled="cancelled; nothing was written",
     failed="the comparison failed",
-)  # fmt: skip
+)

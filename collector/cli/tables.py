@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import csv
 import io
-import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, fields
 
 from binade.collector.cli.compare import (
     BF16_BITS,
@@ -23,16 +22,15 @@ from binade.collector.cli.compare import (
     Settings,
     rounding_figure,
 )
+from binade.collector.cli.output import NOTHING, Table, aligned, markdown, wrapped
 from binade.collector.recipes.recipe import BF16
 from binade.collector.recipes.seeds import JUDGED, Gaps, judged
 from binade.data import evidence, gap_bands
 from binade.data.published_gaps import published_for
 from binade.data.runs import DONE
-from binade.data.text import csv_cell, markdown_table, markdown_text
+from binade.data.text import csv_cell, markdown_text
 from binade.terminal import one_line
 
-WIDTH = 120
-NOTHING = "–"
 ROW_COLUMNS = ("recipe", "state", "runs", "seed", "seeds", "run_id", "backend", "iterations")
 LEGEND = (
     "gap: loss − loss of bf16 at the same iteration on the same data; mean gap: mean over the recipe's iterations "
@@ -86,16 +84,6 @@ GRADIENT = (
     ("rel. sq. error", "gradient_relative_squared_error", ".3g", 1),
 )
 SEEDS = ("seeds", "mean gap", "sd", "95% interval", "change", "verdict")
-
-
-@dataclass(frozen=True)
-class Table:
-    """Formatted cells. The first `left` columns are words, aligned left, the others numbers."""
-
-    title: str
-    header: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    left: int = 1
 
 
 def render(comparison: Comparison, kind: str) -> str:
@@ -269,39 +257,17 @@ def _document(
 
 
 def _text(comparison: Comparison) -> str:
-    return _document(comparison, _wrapped, _aligned, lambda note: _wrapped(note, "* "), _wrapped)
+    return _document(comparison, wrapped, aligned, lambda note: wrapped(note, "* "), wrapped)
 
 
 def _markdown(comparison: Comparison) -> str:
-    def table(shown: Table) -> str:
-        rows = [[markdown_text(cell) for cell in row] for row in shown.rows]
-        alignment = "l" * shown.left + "r" * (len(shown.header) - shown.left)
-        return f"{shown.title}:\n\n{markdown_table(shown.header, rows, alignment)}"
-
     return _document(
         comparison,
         lambda text: f"### {markdown_text(text)}",
-        table,
+        markdown,
         lambda text: f"* {markdown_text(text)}",
         "* {}".format,
     )
-
-
-def _wrapped(text: str, first: str = "") -> str:
-    return textwrap.fill(text, WIDTH, initial_indent=first, subsequent_indent="  ", break_on_hyphens=False)
-
-
-def _aligned(table: Table) -> str:
-    lines = (table.header, *table.rows)
-    widths = [max(len(cell) for cell in column) for column in zip(*lines, strict=True)]
-    aligned = (
-        "  ".join(
-            cell.ljust(width) if place < table.left else cell.rjust(width)
-            for place, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    )
-    return "\n".join([table.title, *aligned])
 
 
 # CSV

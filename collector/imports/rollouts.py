@@ -1,0 +1,218 @@
+"""Log-probabilities that tools for reinforcement learning dump: those of the rollout engine and of the trainer.
+
+| tool | file | written by |
+|---|---|---|
+| NeMo-RL | train_data_step{N}.jsonl | `log_batched_dict_as_jsonl` in utils/logger.py, from algorithms/grpo.py |
+| prime-rl | token_exports/step_{N}/rank_{R}.jsonl | `TokenExporter` in trainer/rl/token_export.py |
+| slime | torch file of --save-debug-train-data | `save_debug_train_data` in observability/train_data_utils.py |
+| miles | the same, one file per rank | `save_debug_train_data_for_rank` in utils/train_dump_utils.py |
+
+To read another tool's JSON lines, add a reader to LINES. Torch files are loaded with weights_only.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from binade.collector.errors import ConfigError, raising
+from binade.data.parity import Policies
+from binade.data.store import TensorFileError, regular
+
+Record = Mapping[str, Any]
+TORCH = (b"PK\x03\x04", b"\x80")  # how the files of torch.save begin
+NAME = re.compile(r"train_data_step(\d+)")
+
+
+class Sample(NamedTuple):
+    """A sequence: log-probabilities and mask, each with a value per token."""
+
+    rollout: Sequence[float]
+    training: Sequence[float]
+    mask: Sequence[float]
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """The tokens of one step. step: its number as text, or the name of the file."""
+
+    tool: str
+    step: str
+    policies: Policies
+
+
+@dataclass(frozen=True)
+class Lines:
+    """A tool that writes a JSON object per sequence.
+
+    keys    those that tell its lines from those of other tools
+    sample  the sequence of a line; raises ValueError
+    step    the step of a line in this file; raises ValueError
+    """
+
+    tool: str
+    keys: frozenset[str]
+    sample: Callable[[Record], Sample]
+    step: Callable[[Record, Path], str]
+
+
+def read_rollouts(paths: Iterable[Path]) -> list[Rollouts]:
+    """The log-probabilities of dumps by tool and step, in the order of the files. Raises ConfigError for a file that
+    has none or cannot be read."""
+    samples: dict[tuple[str, str], list[Sample]] = {}
+    for path in paths:
+        try:
+            read = list(_read(path))
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be read: {(error.strerror or str(error)).lower()}") from error
+        if not read:
+            raise ConfigError(f"{path} contains no sequence: give a dump of NeMo-RL, prime-rl or slime")
+        for tool, step, sample in read:
+            samples.setdefault((tool, step), []).append(sample)
+    found = []
+    for (tool, step), own in samples.items():
+        with raising(ConfigError, f"{tool}, step {step}", ValueError):
+            found.append(Rollouts(tool, step, _policies(own)))
+    return found
+
+
+def _policies(samples: Sequence[Sample]) -> Policies:
+    rollout, training, mask = (np.concatenate([np.asarray(each[at], float) for each in samples]) for at in range(3))
+    lengths = [len(each.mask) for each in samples]
+    return Policies.of(rollout, training, mask, np.repeat(np.arange(len(samples)), lengths))
+
+
+def _read(path: Path) -> Iterator[tuple[str, str, Sample]]:
+    with open(path, "rb", opener=regular) as file:
+        if file.peek(4).startswith(TORCH):
+            yield from _torch_samples(path)
+            return
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            with raising(ConfigError, f"{path}, line {number}", ValueError, RecursionError, OverflowError):
+                record = json.loads(line)
+                if not isinstance(record, dict):
+                    raise ValueError(f"it is a {type(record).__name__}, expected an object per sequence")
+                reader = _reader(record)
+                yield reader.tool, reader.step(record, path), _checked(reader.sample(record))
+
+
+def _reader(record: Record) -> Lines:
+    if reader := next((each for each in LINES if each.keys <= record.keys()), None):
+        return reader
+    if {"input", "output"} <= record.keys():
+        raise ValueError("verl's JSON lines contain no log-probabilities: use the metrics that verl logs")
+    expected = "; ".join(f"{', '.join(sorted(each.keys))} ({each.tool})" for each in LINES)
+    raise ValueError(f"it has no log-probabilities of two policies: expected the keys {expected}")
+
+
+def _checked(sample: Sample) -> Sample:
+    lengths = [len(each) for each in sample]
+    if len(set(lengths)) > 1:
+        raise ValueError(f"{lengths[0]} rollout log-probabilities, {lengths[1]} of training and {lengths[2]} of mask")
+    return sample
+
+
+def _numbers(record: Record, key: str) -> list[float]:
+    """The list of a key. null is NaN. A list in a list of one, as NeMo-RL slices batches, is that list."""
+    found = record.get(key)
+    if isinstance(found, list) and len(found) == 1 and isinstance(found[0], list):
+        found = found[0]
+    if not isinstance(found, list) or not all(each is None or isinstance(each, int | float) for each in found):
+        raise ValueError(f"{key} is not a list of numbers")
+    return [math.nan if each is None else float(each) for each in found]
+
+
+def _nemo_sample(record: Record) -> Sample:
+    """The first token has no log-probability: NeMo-RL leaves it out, too (`ClippedPGLossFn`)."""
+    keys = "generation_logprobs", "prev_logprobs", "token_loss_mask", "sample_loss_mask"
+    rollout, training, mask, whole = (_numbers(record, key) for key in keys)
+    if len(whole) != 1:
+        raise ValueError(f"sample_loss_mask has {len(whole)} values: expected 1, of one sequence")
+    return Sample(rollout[1:], training[1:], [each * whole[0] for each in mask[1:]])
+
+
+def _nemo_step(record: Record, path: Path) -> str:
+    found = NAME.search(path.name)
+    return found[1] if found else path.name
+
+
+def _prime_sample(record: Record) -> Sample:
+    """Tokens that were not sampled from the rollout policy do not count, as in trainer/rl/train.py."""
+    if (version := record.get("schema_version", 1)) != 1:
+        raise ValueError(f"schema_version is {version}: expected 1")
+    mask, rl = _numbers(record, "loss_mask"), _weights(record, "rl_weights")
+    if rl:
+        ref = _weights(record, "ref_kl_weights") or [0.0] * len(mask)
+        mask = [each * any(weights) for each, *weights in zip(mask, rl, ref, strict=True)]
+    return Sample(_numbers(record, "inference_logprobs"), _numbers(record, "trainer_logprobs"), mask)
+
+
+def _weights(record: Record, key: str) -> list[float]:
+    """[] if the key is missing or null for every token: then each token has the default weight."""
+    found = record.get(key)
+    return [] if not isinstance(found, list) or all(each is None for each in found) else _numbers(record, key)
+
+
+def _prime_step(record: Record, path: Path) -> str:
+    return str(record.get("step", path.name))
+
+
+LINES = (
+    Lines("NeMo-RL", frozenset({"generation_logprobs", "prev_logprobs", "token_loss_mask"}), _nemo_sample, _nemo_step),
+    Lines("prime-rl", frozenset({"inference_logprobs", "trainer_logprobs", "loss_mask"}), _prime_sample, _prime_step),
+)
+
+
+def _torch_samples(path: Path) -> Iterator[tuple[str, str, Sample]]:
+    """slime: a dict per sequence in `samples`. miles, and slime before its version 2: a list per key."""
+    from binade.data.foreign import load_plain  # imports torch
+
+    with raising(ConfigError, f"{path} cannot be read", TensorFileError):
+        content = load_plain(path)
+    with raising(ConfigError, str(path), ValueError):
+        if not isinstance(content, dict):
+            raise ValueError(f"it contains a {type(content).__name__}: expected what --save-debug-train-data writes")
+        tool = "slime" if "samples" in content else "miles"
+        records = content.get("samples")
+        if records is None:
+            records = _transposed(content.get("rollout_data"))
+        if not isinstance(records, list) or not all(isinstance(each, dict) for each in records):
+            raise ValueError("it has neither samples nor rollout_data: expected what --save-debug-train-data writes")
+        for number, record in enumerate(records):
+            with raising(ValueError, f"sample {number}", ValueError):
+                yield tool, str(content.get("rollout_id", path.name)), _checked(_slime_sample(record))
+
+
+def _transposed(columns: Any) -> list[Record] | None:
+    if not isinstance(columns, dict):
+        return None
+    names = [name for name in ("log_probs", "rollout_log_probs", "loss_masks") if isinstance(columns.get(name), list)]
+    if len({len(columns[name]) for name in names}) > 1:
+        raise ValueError(f"{' and '.join(names)} have different numbers of samples")
+    return [dict(zip(names, values, strict=True)) for values in zip(*(columns[name] for name in names), strict=True)]
+
+
+def _slime_sample(record: Record) -> Sample:
+    rollout, training, mask = (_values(record, key) for key in ("rollout_log_probs", "log_probs", "loss_masks"))
+    if training is None:
+        raise ValueError("log_probs are missing: give the file of --save-debug-train-data, not of rollouts")
+    if rollout is None:
+        raise ValueError("rollout_log_probs are missing: the rollout engine did not return them")
+    return Sample(rollout, training, [1] * len(training) if mask is None else mask)
+
+
+def _values(record: Record, key: str) -> Any:
+    """The values of a tensor or list as a list; None if there is none."""
+    found = record.get(key)
+    if found is None:
+        return None
+    return _numbers({key: found.reshape(-1).tolist() if hasattr(found, "reshape") else found}, key)
