@@ -46,6 +46,8 @@ ONLY_PARSED = {
     "advise --specs": "needs a run with their scores; tests/collector/test_advice.py",
     "advise ROOT": "measures, or needs a model; tests/collector/test_measure.py",
     "measure --model": "needs a checkpoint; tests/collector/test_measure.py",
+    "parity --run": "needs the name of a run; tests/collector/capture/test_parity.py",
+    "parity --model": "needs a checkpoint; tests/collector/test_measure.py",
     "parity train_data": "needs dumps; tests/collector/test_rollouts.py",
     "parity token_exports": "needs dumps; tests/collector/test_rollouts.py",
     "parity train/": "needs dumps; tests/collector/test_rollouts.py",

@@ -149,33 +149,51 @@ class Measuring:
         self._clock, self._seed = recorder.clock, seed
         self._batch: Any = None
         self._number = 0
-        self._exact: Losses | None = None
+        self._base: Mapping[Key, GemmFormats] = {}
         self._before: list[Tensor] | None = None  # log-probabilities of each sequence, without rounding
         self._outputs = Blocks(0)
 
-    def reference(self, batch: Any, number: int) -> Losses:
-        """Evaluate a batch without rounding. The next calls of `rounded` evaluate the same batch. number: of the batch;
-        stochastic rounding depends on it. Raises ConfigError for a loss of another form than `measure` takes."""
-        self._batch, self._number, self._before = batch, number, None
+    def reference(self, batch: Any, number: int, formats: Mapping[Key, GemmFormats] = {}) -> Losses:
+        """Evaluate a batch with these formats; without rounding, if there are none. The next calls of `rounded` and
+        `evaluated` evaluate the same batch. number: of the batch; stochastic rounding depends on it. Raises ConfigError
+        for a loss of another form than `measure` takes."""
+        self._batch, self._number, self._before, self._base = batch, number, None, formats
         self._outputs = Blocks(MOST_KEPT)
         with ExitStack() as undo:
             for block in self.blocks:
                 undo.callback(set_on(block, "forward", self._keeping(block)))
-            self._exact = self._pass({}, self._outputs.first)
+            exact = self._pass(formats, self._outputs.first)
         if self.reuses is None:
             self.reuses = True
-            again = self._pass({}, None, self._outputs.before(()))
-            self.reuses, self.rest = again.losses == self._exact.losses, again.seconds
-        return self._exact
+            again = self._pass(formats, None, self._outputs.before(()))
+            self.reuses, self.rest = again.losses == exact.losses, again.seconds
+        return exact
 
     def rounded(self, recipe: Recipe, group: Group) -> Losses:
-        """Evaluate the batch of the last `reference` with a group of products rounded as the recipe does."""
+        """Evaluate the batch of the last `reference`, which was without rounding, with a group of products rounded as
+        the recipe does."""
         formats = {key: each for key, each in self.formats(recipe).items() if holds(group, key)}
-        return self._pass(formats, None, self._outputs.before(formats) if self.reuses else {})
+        return self._pass(formats, None, self._kept(formats))
+
+    def evaluated(self, formats: Mapping[Key, GemmFormats]) -> Answer:
+        """What `evaluate` returns for the batch of the last `reference`, with these formats."""
+        answer: Answer = self._evaluate(formats, None, self._kept(formats))
+        return answer
+
+    def _kept(self, formats: Mapping[Key, GemmFormats]) -> dict[nn.Module, Any]:
+        """The blocks that compute the same as in the last `reference`, with their outputs."""
+        changed = [key for key in self.products if formats.get(key) != self._base.get(key)]
+        return self._outputs.before(changed) if self.reuses else {}
 
     def formats(self, recipe: Recipe) -> dict[Key, GemmFormats]:
+        """As `forward_formats`. Raises ConfigError if the recipe rounds no forward operand, too."""
+        if formats := self.forward_formats(recipe):
+            return formats
+        raise ConfigError(f"{recipe.name} rounds no forward operand of this model: choose another recipe or format")
+
+    def forward_formats(self, recipe: Recipe) -> dict[Key, GemmFormats]:
         """The formats of the products whose forward operands a recipe rounds in its first iteration. Raises ConfigError
-        if they depend on earlier passes, or if it rounds none."""
+        if they depend on earlier passes."""
         sites = [site for site, _ in self.products]
         kept = Selection.parse(recipe.keep).of(sites) if recipe.keep else frozenset()
         formats = {key: recipe.part_of(key[1], key[0]).formats for key in self.products if key[0] not in kept}
@@ -185,8 +203,6 @@ class Measuring:
                 f"{recipe.name} takes its scales from earlier steps, so one pass does not show its effect: choose a "
                 "recipe with current scales, such as te_current"
             )
-        if not formats:
-            raise ConfigError(f"{recipe.name} rounds no forward operand of this model: choose another recipe or format")
         return formats
 
     def cost(self, recipe: Recipe, group: Group) -> float:
@@ -208,6 +224,13 @@ class Measuring:
     def _pass(
         self, formats: Mapping[Key, GemmFormats], first: dict[Key, int] | None, replaced: Mapping[nn.Module, Any] = {}
     ) -> Losses:
+        began = time.perf_counter()
+        losses, divergences = self._losses(self._evaluate(formats, first, replaced))
+        return Losses(losses, divergences, time.perf_counter() - began)
+
+    def _evaluate(
+        self, formats: Mapping[Key, GemmFormats], first: dict[Key, int] | None, replaced: Mapping[nn.Module, Any] = {}
+    ) -> Any:
         """first: receives how many blocks had ended when each product was first computed."""
 
         def begin(hook: Hook) -> Call:
@@ -217,15 +240,13 @@ class Measuring:
             seed = seed_of(self._seed, self._number, key[0].name, key[1].value)
             return Call(Rounding(formats.get(key) or GemmFormats(), hook.backend, seed))
 
-        began = time.perf_counter()
         with ExitStack() as undo:
             for block, output in replaced.items():
                 undo.callback(set_on(block, "forward", _returning(output)))
             undo.callback(setattr, self._clock, "twin", None)
             self._clock.twin = begin
             with torch.no_grad():
-                losses, divergences = self._losses(self.evaluate(self.model, self._batch))
-        return Losses(losses, divergences, time.perf_counter() - began)
+                return self.evaluate(self.model, self._batch)
 
     def _losses(self, answer: Any) -> tuple[tuple[float, ...], tuple[float, ...]]:
         if isinstance(answer, tuple) and len(answer) == 2:

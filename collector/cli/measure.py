@@ -50,7 +50,7 @@ def _measure(
     that it does not train on. Without it, the options name the model and the data.
     """
     where = resolve_root(root)
-    asked = _requested(where, run, {name: value for name, value in given.items() if value is not None}, skip)
+    asked = requested(where, run, {name: value for name, value in given.items() if value is not None}, skip)
     asked = replace(asked, formats=formats, by=by, parts=parts, sequences=sequences)
     if dry_run:
         from binade.collector.training.measure import duration, estimate
@@ -66,7 +66,9 @@ def _measure(
     print_text(f"{run_id}: {len(rows):,} groups and formats measured")
 
 
-def _requested(root: Path, run: str | None, given: dict[str, Any], skip: int | None) -> Measurement:
+def requested(root: Path, run: str | None, given: dict[str, Any], skip: int | None) -> Measurement:
+    """What to measure, without formats: of a run, or of a model by the options of OF_MODEL. Raises ConfigError and
+    RunError."""
     from binade.collector.training.measure import Measurement, held_out
     from binade.data.runs import CHECKPOINTS, read_run
 
@@ -111,7 +113,9 @@ def _effect(row: Measured) -> float:
     return row.divergence.value if row.divergences else row.change.value
 
 
-def _words(known: tuple[str, ...]) -> Any:
+def words_of(known: tuple[str, ...]) -> Any:
+    """The type of an option: a list of these words."""
+
     def read(text: str) -> tuple[str, ...]:
         found = names(text)
         if not found or set(found) - set(known):
@@ -127,11 +131,11 @@ def _params() -> list[click.Parameter]:
         click.Argument(["run"], required=False, metavar="[RUN]"),
         Option(["--formats"], type=names, default="mxfp4,nvfp4,mxfp8", metavar="A,B,...", title=what,
                help="Formats, or recipes by name or path  [default: mxfp4,nvfp4,mxfp8]"),
-        Option(["--by"], type=_words(BY), default="part,site", metavar="A,B,...", title=what,
+        Option(["--by"], type=words_of(BY), default="part,site", metavar="A,B,...", title=what,
                help="What is rounded together: part (all linear layers, all QK^T, all PV), layer or module (a part in "
                    "one layer, or a module in all), site (a module of a layer), model (all that a recipe rounds)  "
                    "[default: part,site]"),
-        Option(["--parts"], type=_words(tuple(PARTS)), default="linear", metavar="A,B,...", title=what,
+        Option(["--parts"], type=words_of(tuple(PARTS)), default="linear", metavar="A,B,...", title=what,
                help=f"{', '.join(PARTS)}  [default: linear]"),
         Option(["--sequences"], type=click.IntRange(1, 1_000_000), default=8, metavar="N", title=what,
                help="Sequences that are evaluated  [default: 8]"),

@@ -6,11 +6,16 @@ import csv
 import io
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from binade.collector.cli.console import console
+from binade.collector.cli.measure import BY, OF_MODEL, requested, words_of
+from binade.collector.cli.options import click_option
 from binade.collector.cli.output import (
     NOTHING,
     Table,
@@ -20,14 +25,21 @@ from binade.collector.cli.output import (
     print_or_write,
     wrapped,
 )
+from binade.collector.errors import ConfigError
+from binade.collector.recipes.recipe import BF16
+from binade.collector.settings import declared
+from binade.collector.training.config import RunConfig
 from binade.data.text import counted, csv_cell, markdown_text, number_text
-from binade.terminal import Command, one_line
+from binade.terminal import Command, Option, one_line, resolve_root, root_option
 
 if TYPE_CHECKING:
+    from binade.collector.capture.parity import Gap
     from binade.collector.imports.rollouts import Rollouts
+    from binade.data.evidence import Estimate
     from binade.data.parity import Policies, Row
 
 VALUES = ("over_tokens", "over_sequences", "median_of_tokens", "median_of_sequences")
+DEFAULT_BY, SEQUENCES = ("part", "site"), 8
 BY_STEP = ("k3", "abs_logprob", "abs_prob", "pearson", "chi2_token", "chi2_sequence")
 """The quantities of the table by step: those that tools plot."""
 LEGEND = (
@@ -36,21 +48,108 @@ LEGEND = (
     "KL, Jensen–Shannon and χ² are estimates for tokens that were sampled from the rollout policy. One or two tokens "
     "can set the mean of a χ²: its medians are beside it.",
 )
+OF_TEXT = (
+    LEGEND[0],
+    "The tokens are those of the text, not sampled from a policy: k1, k2, k3, Jensen–Shannon and χ² of the first table "
+    "do not estimate divergences here. KL(R‖T) of the second table is exact at each token: it is computed over the "
+    "whole vocabulary. Intervals are over sequences (Student's t).",
+    "Changes of groups do not add up: rounding in one group changes what the next one receives.",
+)
 
 
-def _parity(files: tuple[Path, ...], kind: str, output: Path | None, **given: Any) -> None:
+def _parity(
+    files: tuple[Path, ...],
+    rollout: str | None,
+    root: str | None,
+    kind: str,
+    output: Path | None,
+    **given: Any,
+) -> None:
     """Measure how far the log-probabilities of a rollout and a training policy differ.
 
     FILE is a dump of both policies' log-probabilities: train_data_step*.jsonl of NeMo-RL, token_exports/step_*/*.jsonl
     of prime-rl, or the torch file of --save-debug-train-data of slime or miles.
+
+    With --rollout, a model scores the tokens of a text under two recipes instead. Then each group of products is
+    rounded alone as for the rollout, which shows what causes the difference.
     """
+    changed = {name: value for name, value in given.items() if value is not None}
+    if rollout is not None:
+        if files:
+            raise click.UsageError("FILE and --rollout contradict each other: give dumps, or two recipes")
+        _of_recipes(rollout, changed, root, kind, output)
+        return
+    if changed:
+        raise click.UsageError("--rollout is missing: the other options need the recipe that it names")
     if not files:
-        raise click.UsageError("FILE is missing: give dumps of log-probabilities")
+        raise click.UsageError("FILE is missing: give dumps of log-probabilities, or --rollout RECIPE")
     from binade.collector.imports.rollouts import read_rollouts
 
     rollouts = read_rollouts(files)
     text = _csv(rollouts) if kind == "csv" else _document(rollouts, kind)
     print_or_write(text, output, "the table was")
+
+
+# Of two recipes
+
+
+def _of_recipes(rollout: str, given: dict[str, Any], root: str | None, kind: str, output: Path | None) -> None:
+    """given: the options that have a value, without those of every command."""
+    from binade.collector.training.parity import measure_parity
+
+    train, run, skip = given.pop("train", BF16), given.pop("run", None), given.pop("skip", None)
+    if rollout == train:
+        raise ConfigError(f"--rollout and --train are both {rollout}: give two recipes")
+    chosen = {"by": given.pop("by", DEFAULT_BY), "sequences": given.pop("sequences", SEQUENCES)}
+    asked = replace(requested(resolve_root(root), run, given, skip), formats=(rollout, train), parts=(), **chosen)
+    facts: list[str] = []
+    with console("parity", "pass") as shown:
+        found = measure_parity(asked, say=facts.append, done=shown.progress)
+    heading = f"{asked.plan.config.model_title}: rollout {rollout}, training {train}; {'; '.join(facts)}"
+    if kind == "csv":
+        text = csv_text({"group": str(gap.group)} | each for gap in found for each in csv_rows(gap.policies))
+    else:
+        text = document(heading, [_table(found[0].policies), _causes(found)], [*_findings(found), *OF_TEXT], kind)
+    print_or_write(text, output, "the tables were")
+
+
+def _causes(found: Sequence[Gap]) -> Table:
+    """The gaps of groups, the largest first."""
+    estimates = [(gap, gap.change, gap.divergence) for gap in found]
+    rows = (
+        (str(gap.group), *(cell for each in own for cell in (each.measure.text(each.value), _interval(each))))
+        for gap, *own in estimates
+    )
+    header = ("group", *(cell for each in estimates[0][1:] for cell in (each.measure.axis, "95% interval")))
+    title = "Why: one group of products is rounded as for the rollout, everything else as for training"
+    return Table(title, header, tuple(rows))
+
+
+def _interval(estimate: Estimate) -> str:
+    if not isfinite(estimate.high - estimate.low):
+        return NOTHING
+    return f"{estimate.measure.text(estimate.low)} to {estimate.measure.text(estimate.high)}"
+
+
+def _findings(found: Sequence[Gap]) -> list[str]:
+    """Which group changes the log-probabilities most, of those of one granularity, if sequences can tell."""
+    from binade.collector.capture.parity import CHANGE
+    from binade.data.evidence import largest
+
+    single = [gap for gap in found[1:] if gap.group.layer_index is not None or gap.group.module]
+    if len(found[0].changes) < 2 or len(single) < 2:
+        return []
+    kinds: dict[tuple[bool, bool], list[Gap]] = {}
+    for gap in single:
+        kinds.setdefault((gap.group.layer_index is None, gap.group.module is None), []).append(gap)
+    return [
+        str(largest({str(gap.group): dict(enumerate(gap.changes)) for gap in own},
+                    CHANGE, "The largest change of log-probabilities", "sequences"))
+        for own in kinds.values() if len(own) > 1
+    ]  # fmt: skip
+
+
+# Of dumps
 
 
 def _quantities_of(rollouts: Sequence[Rollouts]) -> list[tuple[str, str, Policies]]:
@@ -150,13 +249,33 @@ def csv_text(rows: Iterable[dict[str, object]]) -> str:
     return written.getvalue()
 
 
-parity = Command(
-    "parity",
-    params=[
+def _params() -> list[click.Parameter]:
+    recipes, options = "Two recipes on a model", declared(RunConfig)
+    return [
         click.Argument(["files"], nargs=-1, type=click.Path(path_type=Path), metavar="[FILE]..."),
         *output_options(),
-    ],
+        Option(["--rollout"], metavar="RECIPE", title=recipes,
+               help="Compare this recipe or format with that of --train, instead of reading FILE"),
+        Option(["--train"], metavar="RECIPE", title=recipes, help="Recipe or format of the training  [default: bf16]"),
+        Option(["--run"], metavar="RUN", title=recipes,
+               help="Use the model and data of a run, the weights of its last checkpoint if it has one, and sequences "
+                    "that it does not train on"),
+        Option(["--by"], type=words_of(BY), metavar="A,B,...", title=recipes,
+               help="What is changed together, as in binade measure: part, layer, module, site  "
+                    f"[default: {','.join(DEFAULT_BY)}]"),
+        Option(["--sequences"], type=click.IntRange(1, 1_000_000), metavar="N", title=recipes,
+               help=f"Sequences that are evaluated  [default: {SEQUENCES}]"),
+        Option(["--skip"], type=click.IntRange(0, 10**9), metavar="N", title=recipes,
+               help="Leave out the first N sequences of the data  [default: those that RUN trains on, else 0]"),
+        *(click_option(options[name], options[name].default) for name in OF_MODEL),
+        root_option(recipes),
+    ]  # fmt: skip
+
+
+parity = Command(
+    "parity",
+    params=_params(),
     callback=_parity,
     cancelled="cancelled; nothing was written",
-    failed="the dumps cannot be read",
+    failed="the parity cannot be measured",
 )

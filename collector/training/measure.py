@@ -88,7 +88,7 @@ class Measurement:
 
 
 @dataclass(frozen=True)
-class _Opened:
+class Opened:
     """A model, its data and what run.json says of them."""
 
     model: nn.Module
@@ -109,8 +109,8 @@ def measure_effects(
     Raises ConfigError and its like before anything is written; later OSError or KeyboardInterrupt, with the run marked
     accordingly: the same call continues it."""
     asked.check()
-    with _measurable(asked), torch.no_grad():
-        opened = _open(asked, say)
+    with measurable(asked), torch.no_grad():
+        opened = open_measured(asked, say)
         facts = opened.facts | {"kind": MEASURE}
         label = f"measure_{asked.plan.config.model_name}"
         with _measuring(asked, opened) as measured:
@@ -125,8 +125,8 @@ def measure_effects(
 def estimate(asked: Measurement, *, say: Say) -> tuple[int, float]:
     """(how many passes a measurement takes, about how many seconds), from a pass without rounding and one with."""
     asked.check()
-    with _measurable(asked), torch.no_grad():
-        opened = _open(asked, say)
+    with measurable(asked), torch.no_grad():
+        opened = open_measured(asked, say)
         with _measuring(asked, opened) as measured:
             tasks = asked.tasks(measured)
             measured.reference(opened.batches[0], 0)
@@ -170,7 +170,8 @@ def duration(seconds: float) -> str:
     return f"about {seconds / 60:.0f} min" if seconds < 5400 else f"about {seconds / 3600:.1f} h"
 
 
-def _open(asked: Measurement, say: Say) -> _Opened:
+def open_measured(asked: Measurement, say: Say) -> Opened:
+    """The model, its data and its facts. Raises ConfigError, RunError and their like."""
     plan, config = asked.plan, asked.plan.config
     prepare(plan)
     device = torch.device("cuda", torch.cuda.current_device()) if config.device == Device.CUDA else torch.device("cpu")
@@ -202,7 +203,7 @@ def _open(asked: Measurement, say: Say) -> _Opened:
     say(f"data: {dataset}, {asked.sequences} sequences of {length} tokens after the first {asked.skip}")
     say(f"weights {f'of {asked.weights.name}' if asked.weights else weights}")
     measures = {name: facts.get(name) for name in MEASURES} | {"skip": asked.skip, "attention": asked.attention}
-    return _Opened(model, batches, facts | {"measures": measures})
+    return Opened(model, batches, facts | {"measures": measures})
 
 
 def _restore(model: nn.Module, run: Path) -> str:
@@ -217,15 +218,17 @@ def _restore(model: nn.Module, run: Path) -> str:
     return path.parent.name
 
 
-def _logits(model: Any, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def logits_of(model: Any, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """The logits and labels of a batch: how it is evaluated."""
     tokens, labels = batch
     return model(tokens), labels
 
 
-def _measuring(asked: Measurement, opened: _Opened) -> AbstractContextManager[Measuring]:
+def _measuring(asked: Measurement, opened: Opened) -> AbstractContextManager[Measuring]:
     config = asked.plan.config
-    return measuring(opened.model, _logits, attention=asked.attention, backend=config.quantized_by, seed=config.seed)
+    return measuring(opened.model, logits_of, attention=asked.attention, backend=config.quantized_by, seed=config.seed)
 
 
-def _measurable(asked: Measurement) -> AbstractContextManager[None]:
+def measurable(asked: Measurement) -> AbstractContextManager[None]:
+    """A context that names the model that cannot be measured."""
     return raising(ConfigError, f"{asked.plan.config.model_title} cannot be measured", InstrumentError)
