@@ -7,21 +7,22 @@ for the rollout and everything else as for training. The tokens are those of a t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from binade.collector.capture.effects import BY, IGNORED, Answer, Key, Measuring, group_of, holds
+from binade.collector.capture.effects import BY, IGNORED, Answer, Key, Measuring, group_of, holds, part_of
 from binade.collector.errors import ConfigError
-from binade.collector.recipes.recipe import Recipe
+from binade.collector.recipes.recipe import PARTS, Recipe
 from binade.data import evidence
 from binade.data.effects import Group
 from binade.data.evidence import Estimate, Measure
 from binade.data.parity import Policies, joined
-from binade.quant.specs import GemmFormats
+from binade.quant.specs import GemmFormats, SpecError
 
 CHANGE = Measure(
     "abs_logprob", "|Δ log-probability|", "nats", "|d| of the text's tokens, mean within each sequence, then over these"
@@ -39,13 +40,22 @@ Done = Callable[[int, int], None]  # how many passes are done, of how many
 class Gap:
     """The gap that a group makes alone; the group of all products makes the gap between the two recipes.
 
+    operand      the operand that differs or was changed, such as "weight"; "" for both
+    is_whole     whether all that differs in the group was changed
     policies     rollout: with the group rounded as for the rollout; training: all as for training
     divergences  KL(R ‖ T) of the next token over the whole vocabulary, the mean of each sequence in nats
     """
 
     group: Group
+    operand: str
+    is_whole: bool
     policies: Policies
     divergences: tuple[float, ...]
+
+    @property
+    def name(self) -> str:
+        """ "layer2 fc1 linear, weight"."""
+        return f"{self.group}, {self.operand}" if self.operand else str(self.group)
 
     @property
     def changes(self) -> tuple[float, ...]:
@@ -63,6 +73,15 @@ class Gap:
         return evidence.mean(DIVERGENCE, self.divergences, "sequences")
 
 
+class _Trial(NamedTuple):
+    """What a pass changes. operand, is_whole: as in Gap. formats: of all products."""
+
+    group: Group
+    operand: str
+    is_whole: bool
+    formats: dict[Key, GemmFormats]
+
+
 class _Scored(NamedTuple):
     """of_all [sequences, tokens, vocabulary]; of_labels and counts [sequences, tokens]."""
 
@@ -77,47 +96,84 @@ def gaps(
     rollout: Recipe,
     training: Recipe,
     by: Iterable[str] = ("part", "site"),
+    operands: bool = False,
     done: Done = lambda count, of: None,
 ) -> list[Gap]:
     """The gap between two recipes, then those of groups at the granularities of BY, the largest change of the
     log-probabilities first. `evaluate` of `measured` returns logits and labels.
 
+    operands  whether the operands of each group are changed one at a time as well, where both differ and a product can
+              have one of them rounded as for the rollout and the other as for training
+
     Raises ConfigError for recipes that round the forward operands alike, or that need earlier passes; RecipeError for
     modules that the model lacks."""
     for recipe in (rollout, training):
         recipe.check_modules(site for site, _ in measured.products)
-    of_rollout, of_training = (_forward(measured.forward_formats(recipe)) for recipe in (rollout, training))
-    changed = [key for key in measured.products if of_rollout.get(key) != of_training.get(key)]
+    of_rollout, of_training = (_forward(measured, recipe) for recipe in (rollout, training))
+    changed = [key for key in measured.products if of_rollout[key] != of_training[key]]
     if not changed:
         raise ConfigError(
             f"{rollout.name} and {training.name} round the forward operands of this model alike: give two recipes that "
             "differ there"
         )
     single = [group_of(key, each) for each in sorted(by, key=lambda name: len(BY[name])) for key in changed]
-    groups = list(dict.fromkeys([Group(), *single]))
-    found: dict[Group, list[tuple[Policies, tuple[float, ...]]]] = {group: [] for group in groups}
-    passes, of = 0, len(batches) * (len(groups) + 1)
+    trials: list[_Trial] = []
+    for group in dict.fromkeys([Group(), *single]):
+        trials += _trials(group, [key for key in changed if holds(group, key)], of_rollout, of_training, operands)
+    found: list[list[tuple[Policies, tuple[float, ...]]]] = [[] for _ in trials]
+    passes, of = 0, len(batches) * (len(trials) + 1)
     for number, batch in enumerate(batches):
         measured.reference(batch, number, of_training)
         base = _scored(measured.evaluated(of_training))
         done(passes := passes + 1, of)
-        for group in groups:
-            own = {key: of_rollout for key in changed if holds(group, key)}
-            formats = {key: own.get(key, of_training).get(key, GemmFormats()) for key in measured.products}
-            found[group].append(_compared(_scored(measured.evaluated(formats)), base))
+        for trial, parts in zip(trials, found, strict=True):
+            parts.append(_compared(_scored(measured.evaluated(trial.formats)), base))
             done(passes := passes + 1, of)
     whole, *others = (
-        Gap(group, joined([pair for pair, _ in parts]), tuple(x for _, each in parts for x in each))
-        for group, parts in found.items()
+        Gap(*trial[:3], joined([pair for pair, _ in parts]), tuple(x for _, each in parts for x in each))
+        for trial, parts in zip(trials, found, strict=True)
     )
     return [whole, *sorted(others, key=lambda gap: gap.change.value, reverse=True)]
 
 
-def _forward(formats: Mapping[Key, GemmFormats]) -> dict[Key, GemmFormats]:
-    """The same, without what is rounded in the backward pass."""
+def _trials(
+    group: Group,
+    keys: Sequence[Key],
+    of_rollout: Mapping[Key, GemmFormats],
+    of_training: Mapping[Key, GemmFormats],
+    operands: bool,
+) -> list[_Trial]:
+    """The whole group, and its operands one at a time."""
+    fields = [
+        field
+        for field in ("forward_a", "forward_b")
+        if any(getattr(of_rollout[key], field) != getattr(of_training[key], field) for key in keys)
+    ]
+    names = {field: _operand(field, keys) for field in fields}
+    same_softmax = all(of_rollout[key].softmax == of_training[key].softmax for key in keys)
+    only = names[fields[0]] if len(fields) == 1 and same_softmax else ""
+    trials = [_Trial(group, only, True, {**of_training, **{key: of_rollout[key] for key in keys}})]
+    if operands and len(fields) == 2 and same_softmax and all(names.values()):
+        for field, name in names.items():
+            with suppress(SpecError):  # such as one of two operands that are rotated together
+                own = {key: replace(of_training[key], **{field: getattr(of_rollout[key], field)}) for key in keys}
+                trials.append(_Trial(group, name, False, {**of_training, **own}))
+    return trials
+
+
+def _operand(field: str, keys: Iterable[Key]) -> str:
+    """The name of an operand in its products: "weight"; "" if it has several."""
+    names = {operand.name for key in keys for operand in PARTS[part_of(key)] if operand.field == field}
+    return names.pop() if len(names) == 1 else ""
+
+
+def _forward(measured: Measuring, recipe: Recipe) -> dict[Key, GemmFormats]:
+    """How a recipe rounds the forward operands of all products."""
+    rounded = measured.forward_formats(recipe)
     return {
         key: GemmFormats(forward_a=each.forward_a, forward_b=each.forward_b, softmax=each.softmax)
-        for key, each in formats.items()
+        for key in measured.products
+        for each in [rounded.get(key, GemmFormats())]
     }
 
 

@@ -65,7 +65,7 @@ def _parity(
     output: Path | None,
     **given: Any,
 ) -> None:
-    """Measure how far the log-probabilities of a rollout and a training policy differ.
+    """Compare log-probabilities of a rollout and a training policy.
 
     FILE is a dump of both policies' log-probabilities: train_data_step*.jsonl of NeMo-RL, token_exports/step_*/*.jsonl
     of prime-rl, or the torch file of --save-debug-train-data of slime or miles.
@@ -100,14 +100,15 @@ def _of_recipes(rollout: str, given: dict[str, Any], root: str | None, kind: str
     train, run, skip = given.pop("train", BF16), given.pop("run", None), given.pop("skip", None)
     if rollout == train:
         raise ConfigError(f"--rollout and --train are both {rollout}: give two recipes")
+    operands = given.pop("operands", False)
     chosen = {"by": given.pop("by", DEFAULT_BY), "sequences": given.pop("sequences", SEQUENCES)}
     asked = replace(requested(resolve_root(root), run, given, skip), formats=(rollout, train), parts=(), **chosen)
     facts: list[str] = []
     with console("parity", "pass") as shown:
-        found = measure_parity(asked, say=facts.append, done=shown.progress)
+        found = measure_parity(asked, operands, say=facts.append, done=shown.progress)
     heading = f"{asked.plan.config.model_title}: rollout {rollout}, training {train}; {'; '.join(facts)}"
     if kind == "csv":
-        text = csv_text({"group": str(gap.group)} | each for gap in found for each in csv_rows(gap.policies))
+        text = csv_text({"group": gap.name} | each for gap in found for each in csv_rows(gap.policies))
     else:
         text = document(heading, [_table(found[0].policies), _causes(found)], [*_findings(found), *OF_TEXT], kind)
     print_or_write(text, output, "the tables were")
@@ -117,7 +118,7 @@ def _causes(found: Sequence[Gap]) -> Table:
     """The gaps of groups, the largest first."""
     estimates = [(gap, gap.change, gap.divergence) for gap in found]
     rows = (
-        (str(gap.group), *(cell for each in own for cell in (each.measure.text(each.value), _interval(each))))
+        (gap.name, *(cell for each in own for cell in (each.measure.text(each.value), _interval(each))))
         for gap, *own in estimates
     )
     header = ("group", *(cell for each in estimates[0][1:] for cell in (each.measure.axis, "95% interval")))
@@ -136,14 +137,14 @@ def _findings(found: Sequence[Gap]) -> list[str]:
     from binade.collector.capture.parity import CHANGE
     from binade.data.evidence import largest
 
-    single = [gap for gap in found[1:] if gap.group.layer_index is not None or gap.group.module]
+    single = [gap for gap in found[1:] if gap.is_whole and (gap.group.layer_index is not None or gap.group.module)]
     if len(found[0].changes) < 2 or len(single) < 2:
         return []
     kinds: dict[tuple[bool, bool], list[Gap]] = {}
     for gap in single:
         kinds.setdefault((gap.group.layer_index is None, gap.group.module is None), []).append(gap)
     return [
-        str(largest({str(gap.group): dict(enumerate(gap.changes)) for gap in own},
+        str(largest({gap.name: dict(enumerate(gap.changes)) for gap in own},
                     CHANGE, "The largest change of log-probabilities", "sequences"))
         for own in kinds.values() if len(own) > 1
     ]  # fmt: skip
@@ -263,6 +264,8 @@ def _params() -> list[click.Parameter]:
         Option(["--by"], type=words_of(BY), metavar="A,B,...", title=recipes,
                help="What is changed together, as in binade measure: part, layer, module, site  "
                     f"[default: {','.join(DEFAULT_BY)}]"),
+        Option(["--operands"], is_flag=True, flag_value=True, default=None, type=bool, title=recipes,
+               help="Also change the two operands of each group one at a time, such as input and weight"),
         Option(["--sequences"], type=click.IntRange(1, 1_000_000), metavar="N", title=recipes,
                help=f"Sequences that are evaluated  [default: {SEQUENCES}]"),
         Option(["--skip"], type=click.IntRange(0, 10**9), metavar="N", title=recipes,

@@ -9,8 +9,11 @@ from binade.collector.capture.parity import Done, Gap, gaps
 from binade.collector.training.measure import Measurement, Say, logits_of, measurable, open_measured
 
 
-def measure_parity(asked: Measurement, *, say: Say, done: Done = lambda count, of: None) -> list[Gap]:
+def measure_parity(
+    asked: Measurement, operands: bool = False, *, say: Say, done: Done = lambda count, of: None
+) -> list[Gap]:
     """The gaps between the two recipes of a measurement: its formats are the rollout's and the training's.
+    operands: see `gaps`.
 
     Raises ConfigError and its like, as `measure_effects`."""
     asked.check()
@@ -21,4 +24,4 @@ def measure_parity(asked: Measurement, *, say: Say, done: Done = lambda count, o
         opened = open_measured(asked, say)
         backend, seed = config.quantized_by, config.seed
         with measuring(opened.model, logits_of, attention=attention, backend=backend, seed=seed) as measured:
-            return gaps(measured, opened.batches, rollout, training, asked.by, done)
+            return gaps(measured, opened.batches, rollout, training, asked.by, operands, done)

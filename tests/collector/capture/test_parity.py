@@ -40,9 +40,9 @@ def planted() -> Recipe:
     return draft_of(PLANTED, "planted").recipe("planted")
 
 
-def measured(rollout: Recipe, training: Recipe, *by: str, attention: bool = False) -> list[Gap]:
+def measured(rollout: Recipe, training: Recipe, *by: str, attention: bool = False, **more: bool) -> list[Gap]:
     with measuring(build(LAYERS), evaluate, attention=attention, backend="torch") as found:
-        return gaps(found, [batch()], rollout, training, by)
+        return gaps(found, [batch()], rollout, training, by, **more)
 
 
 def scored(recipe: Recipe | str) -> Tensor:
@@ -88,6 +88,30 @@ def test_the_layer_in_mxfp4_is_named_first(training: str):
         assert len(others) == LAYERS - 1 and max(max(each.changes) for each in others) < min(first.changes)
     else:  # only that layer differs
         assert not others and first.changes == whole.changes
+
+
+def test_one_operand_alone_is_rounded_as_for_the_rollout():
+    found = {gap.name: gap for gap in measured(planted(), parse_recipe("linear_nvfp4"), "site", operands=True)}
+    for operand in ("input", "weight"):
+        gap = found[f"layer2 fc1 linear, {operand}"]
+        text = f"[linear]\nforward = 'nvfp4'\n[modules.'layer2.fc1']\nforward.{operand} = 'mxfp4'"
+        assert (gap.policies.rollout == of_labels(scored(draft_of(text, "own").recipe("own")))).all()
+        assert not gap.is_whole
+    assert len(found) == 3 * (1 + LAYERS * 4)
+
+
+def test_a_group_in_which_one_operand_differs_has_its_name():
+    text = PLANTED + "[modules.'layer3.fc2']\nforward.weight = 'mxfp4'\n"
+    rollout = draft_of(text, "weight").recipe("weight")
+    assert {gap.name for gap in measured(rollout, planted(), "layer", operands=True)} == {
+        "all, weight",
+        "layer3 linear, weight",
+    }
+
+
+def test_operands_that_are_rotated_together_are_changed_together():
+    found = measured(parse_recipe("linear_mxfp4(hadamard=32)"), parse_recipe("bf16"), "layer", operands=True)
+    assert {gap.name for gap in found} == {"all", *(f"layer{layer} linear" for layer in range(1, LAYERS + 1))}
 
 
 def test_products_of_attention_are_groups_as_well():
