@@ -7,7 +7,7 @@ import io
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from math import isfinite
+from math import isfinite, isnan, nan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -203,7 +203,7 @@ def _by_step(rollouts: Sequence[Rollouts]) -> Table:
 
     by_step = [{row.measure.name: row for row in quantities(each.policies)} for each in rollouts]
     values = [[_main(own[name]) for name in BY_STEP] for own in by_step]
-    medians = [statistics.median(column) for column in zip(*values, strict=True)]
+    medians = [nan if any(map(isnan, column)) else statistics.median(column) for column in zip(*values, strict=True)]
     steps = [*(one_line(each.step) for each in rollouts), "median"]
     measures = [by_step[0][name].measure for name in BY_STEP]
     rows = (

@@ -164,6 +164,13 @@ def test_tokens_without_a_finite_log_probability_are_left_out_and_counted():
     assert quantities(pair) == quantities(policies(rollout, training, mask))
 
 
+def test_one_rare_token_dominates_the_reversed_estimate():
+    """The example of NeMo-RL's docs/guides/grpo.md, at 7ea279a: about 9 and 22,015."""
+    rows = by_name(Policies.of([-5.0], [-15.0], [1], [0]))
+    assert rows["k3"].over_tokens == pytest.approx(9, abs=1e-3)
+    assert rows["k3_reversed"].over_tokens == pytest.approx(22_015, abs=1)
+
+
 def test_an_overflow_is_infinite():
     rows = by_name(Policies.of([-900.0, -1.0], [-0.1, -1.0], [1, 1], [0, 0]))
     assert rows["k3"].over_tokens == np.inf and np.isfinite(rows["chi2_token"].over_tokens)

@@ -138,6 +138,8 @@ def test_the_command_names_the_planted_layer(command, tmp_path: Path, capsys):
     assert {row["group"] for row in rows} == {"all", "layer2 linear"}
     by_group = {row["group"]: float(row["over_tokens"]) for row in rows if row["quantity"] == "abs_logprob"}
     assert by_group["all"] == by_group["layer2 linear"] > 0
+    assert command("parity", *options, "--operands", "--format", "markdown") == 0
+    assert "| layer2 linear, weight |" in capsys.readouterr().out
     assert not list((tmp_path / "runs").glob("*/run.json"))
 
 
