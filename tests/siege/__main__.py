@@ -37,7 +37,7 @@ from tests.template import PR_SET_CHILD_SUBREAPER
 # Modules with attacks, which register themselves.
 MODULES = (
     *("files", "statements", "urls", "sessions", "archives", "kills", "queue", "disks"),
-    *("writers", "trusted", "environments", "imports", "churn", "addresses", "soak"),
+    *("writers", "trusted", "environments", "imports", "churn", "addresses", "degenerate", "soak"),
 )
 GRACE = 60.0  # seconds beyond its time after which an attack is ended that makes no progress
 

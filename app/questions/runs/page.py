@@ -49,7 +49,7 @@ def show(opened: Catalog, view: View, reading: Reading) -> None:
     if reading.where.items():
         every = every[every["run_id"].isin(opened.distinct(("run_id",), reading.where)["run_id"])]
     runs = every[every["damage"].isna()]
-    _totals(runs)
+    _totals(every, runs)
     named = every_run(opened)
     named = named[named["run_id"].isin(runs["run_id"])]
     key = "losses of runs", opened.progress, tuple(runs["run_id"])
@@ -63,15 +63,29 @@ def show(opened: Catalog, view: View, reading: Reading) -> None:
     layout.show_question(opened, view, reading)
 
 
-def _totals(runs: pd.DataFrame) -> None:
+def _shared(runs: pd.DataFrame) -> dict[str, str]:
+    """The columns that have the same value for all runs, which the table leaves out."""
+    values = {name: runs[name].unique() for name in ("model", "size", "dataset")}
+    return {name: str(each[0]) for name, each in values.items() if len(each) == 1 and pd.notna(each[0])}
+
+
+def _totals(every: pd.DataFrame, runs: pd.DataFrame) -> None:
     if runs.empty:
         st.caption("No run can be read.")
         return
     counts = runs["state"].value_counts()
     states = ", ".join(f"{counts[state]:,} {state}" for state in STATES if state in counts)
     st.caption(
-        f"{counted(len(runs), 'run')} ({states}) · {int(runs['tensors'].sum()):,} tensors · "
-        f"{bytes_text(float(runs['bytes'].sum()))} in tensor files"
+        plain(
+            " · ".join(
+                (
+                    f"{counted(len(runs), 'run')} ({states})",
+                    *_shared(every).values(),
+                    f"{int(runs['tensors'].sum()):,} tensors",
+                    f"{bytes_text(float(runs['bytes'].sum()))} in tensor files",
+                )
+            )
+        )
     )
 
 
@@ -171,8 +185,9 @@ def _table(
         "note": text("Note", width=220),
         "run_id": text("Run", width=330),
     }
-    optional = ("source", "name", "note", *against)
-    shown = [name for name in columns if name not in optional or table[name].notna().any()]
+    optional, shared = ("source", "name", "note", *against), _shared(runs)
+    known = [name for name in columns if name not in optional or table[name].notna().any()]
+    shown = [name for name in known if name not in shared]
     event = st.dataframe(
         table, hide_index=True, placeholder="–", column_order=shown, column_config=columns, key="runs_table",
         on_select="rerun", selection_mode="multi-row",
