@@ -30,9 +30,8 @@ from safetensors import safe_open
 from torch import Tensor
 from torch.serialization import safe_globals
 
-from binade.data.store import FileState, TensorFileError, changed_ns, check_content, sha256
+from binade.data.store import SUFFIXES, FileState, TensorFileError, changed_ns, check_content, sha256
 
-SUFFIXES = (".pt", ".safetensors", ".npy")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # How torch's older format begins: its magic number, pickled by any protocol from 2 on.
 OLDER_MAGIC = bytes.fromhex("6cfc9c46f9206aa85019")

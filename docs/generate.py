@@ -14,6 +14,7 @@ from binade.app.questions import registry
 from binade.app.style import MEASURES
 from binade.cli import build
 from binade.collector.cli.options import training_params
+from binade.collector.imports.readers.registry import READERS
 from binade.collector.recipes.files import PUBLISHED
 from binade.collector.recipes.parse import parse_recipe
 from binade.data import catalog
@@ -148,6 +149,20 @@ def scalings() -> list[tuple[str, str, str]]:
         )
         for name, scaling in SCALINGS.items()
     ]
+
+
+def loss_logs() -> str:
+    """The table of loss logs in docs/importing.md."""
+    rows = [
+        (
+            reader.kind,
+            reader.columns.replace("|", "\\|"),
+            reader.window.value,
+            f"`binade import {reader.example}`",
+        )
+        for reader in READERS
+    ]
+    return markdown_table(("Log", "What is read", "A loss is", "Command"), rows)
 
 
 def page() -> str:

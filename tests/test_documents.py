@@ -42,6 +42,11 @@ def test_the_reference_is_printed_by_its_program():
     assert (docs / "reference.md").read_text() == runpy.run_path(str(docs / "generate.py"))["page"]()
 
 
+def test_the_table_of_loss_logs_is_printed_by_its_program():
+    table = runpy.run_path(str(PROJECT / "docs" / "generate.py"))["loss_logs"]()
+    assert table in (PROJECT / "docs" / "importing.md").read_text()
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page):
     links = re.findall(r"\]\((?!https?://)([^)#]*)(?:#([^)]*))?\)", page.read_text())

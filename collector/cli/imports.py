@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from binade.terminal import Command, Option, fail, line_of, names, one_line, pri
 
 if TYPE_CHECKING:
     from binade.collector.imports.importer import Imported
+    from binade.collector.imports.losses import Found, Training
 
 SHOWN_REFUSALS = 10
 SCORES = ",".join(DEFAULT_SCORES)
@@ -23,23 +25,25 @@ SCORES = ",".join(DEFAULT_SCORES)
 
 OF_TENSORS = ("scores", "workers")
 OF_LOSSES = ("recipe", "model", "dataset", "seed", "name", "step_column", "loss_column")
-KINDS = ("tensors", "losses")
 START = ("model", "dataset", "seed")
 
 
 @click.pass_context
-def _import(context: click.Context, /, path: Path, root: str, **options: Any) -> int:
-    """Index tensors that other tools have logged, without copying them, or import the losses of a training.
+def _import(context: click.Context, /, path: Path, root: str, dry_run: bool, **options: Any) -> int:
+    """Index tensors that other tools have logged, without copying them, and import the losses of trainings.
 
-    A directory contains .pt, .safetensors and .npy files, at any depth. Layers, tensors and iterations are recognized
-    in logs of the Megatron-LM fork and in dumps of Transformer Engine (DumpTensors), msprobe and SGLang. Statistics
-    that Transformer Engine or msprobe logged without values are indexed, too.
+    PATH is a file or a directory, which is searched at any depth. Files are recognized by their content.
 
-    A loss log is a .csv, .jsonl or .ndjson file, an event file of TensorBoard, or a directory that contains event
-    files.
+    Tensors are in .pt, .safetensors and .npy files. Layers, tensors and iterations are recognized in logs of the
+    Megatron-LM fork and in dumps of Transformer Engine (DumpTensors), msprobe and SGLang. Statistics that Transformer
+    Engine or msprobe logged without values are indexed, too.
+
+    Losses are in logs of the Trainer of Hugging Face, Megatron, TensorBoard, W&B and others. Each training becomes a
+    run.
     """
     from binade.collector.errors import ConfigError
-    from binade.collector.imports.losses import is_loss_log
+    from binade.collector.imports.losses import find_logs
+    from binade.collector.imports.readers.registry import looked_for
 
     if not os.path.exists(os.path.expanduser(path)):  # of pathlib, both may raise
         raise ConfigError(f"{path} does not exist: expected a directory of tensors, or a loss log")
@@ -47,52 +51,109 @@ def _import(context: click.Context, /, path: Path, root: str, **options: Any) ->
     def chosen(options: tuple[str, ...]) -> list[str]:
         return [name for name in options if context.get_parameter_source(name) == ParameterSource.COMMANDLINE]
 
+    def only_for(name: str, kind: str, reason: str) -> ConfigError:
+        return ConfigError(f"--{name.replace('_', '-')} is for {kind}, but {reason}")
+
     command, into = line_of(context.find_root().obj), resolve_root(root)
-    losses = is_loss_log(path) and (bool(chosen(OF_LOSSES)) or not _has_tensors(path, into))
-    for name in chosen(OF_TENSORS if losses else OF_LOSSES):
-        option, (kind, other) = f"--{name.replace('_', '-')}", KINDS if losses else KINDS[::-1]
-        raise ConfigError(f"{option} is for {kind}, but {path} is imported as {other}")
-    own = {name: options[name] for name in (OF_LOSSES if losses else OF_TENSORS)}
-    return (_losses if losses else _tensors)(path, into, command, **own)
+    found = find_logs(path, into)
+    of_losses, of_tensors = chosen(OF_LOSSES), chosen(OF_TENSORS)
+    if of_losses and not found.logs:
+        raise only_for(of_losses[0], "losses", f"{path} has no loss log; looked for: {looked_for()}")
+    if of_losses and of_tensors:
+        raise only_for(of_tensors[0], "tensors", f"--{of_losses[0].replace('_', '-')} is for losses: give one of them")
+    tensors = 0 if of_losses else _tensor_files(path, into)
+    if of_tensors and found.logs and not tensors:
+        raise only_for(of_tensors[0], "tensors", f"{path} has losses alone")
+    apart = [file for log in found.logs for file in log.files]
+    statuses = []
+    if found.logs and not of_tensors:
+        own = {name: options[name] for name in OF_LOSSES}
+        statuses.append(_losses(path, into, command, found, dry_run, others=not tensors, **own))
+    if dry_run and (tensors or not found.logs):
+        print_text(f"{counted(tensors, 'tensor file')} in {one_line(str(path))}")
+    elif tensors or not found.logs:
+        statuses.append(_tensors(path, into, command, apart, **{name: options[name] for name in OF_TENSORS}))
+    return max(statuses, default=0)
 
 
-def _has_tensors(path: Path, root: Path) -> bool:
-    """Whether it is a directory with tensor files."""
+def _tensor_files(path: Path, root: Path) -> int:
+    """How many tensor files a directory has."""
     from binade.collector.imports.files import walk
 
     path = path.expanduser().resolve()
-    return path.is_dir() and bool(walk(path, root)[0])
+    return len(walk(path, root)[0]) if path.is_dir() else 0
 
 
-def _losses(path: Path, root: Path, command: str, recipe: str | None, **options: Any) -> int:
+def _losses(
+    path: Path,
+    root: Path,
+    command: str,
+    found: Found,
+    dry_run: bool,
+    others: bool,
+    recipe: str | None,
+    name: str | None,
+    step_column: str | None,
+    loss_column: str | None,
+    **start: Any,
+) -> int:
+    """others: whether to say which files are no loss logs."""
     from binade.collector.errors import ConfigError
-    from binade.collector.imports.losses import import_losses
+    from binade.collector.imports.losses import import_trainings, read_logs, refusal
+    from binade.collector.imports.readers.registry import looked_for
+    from binade.collector.imports.readers.series import Columns
 
-    if not recipe:
-        raise ConfigError("a loss log does not say how the run was quantized: give --recipe, such as bf16 or mxfp8")
-    start = {name: options.pop(name) for name in START}
-    run_id, log = import_losses(path, root, recipe=recipe, start=start, command=command, **options)
-    first, last = min(log.losses), max(log.losses)
-    lines = [f"{run_id}: {len(log.losses):,} losses ({log.loss_column}), {log.step_column} {first} to {last}"]
-    if log.others:
-        lines.append(f"not read: {', '.join(log.others)}; --step-column and --loss-column choose a column")
-    if log.repeated:
-        lines.append(f"{log.repeated:,} losses were left out: the last finite one of each step counts")
-    if log.empty:
-        lines.append(f"{counted(log.empty, 'row')} left out: {log.loss_column} is empty")
-    lines += [f"left out: {what}" for what in log.cut]
-    lines += [f"not read: {what}" for what in log.damaged[:SHOWN_REFUSALS]]
-    if (hidden := len(log.damaged) - SHOWN_REFUSALS) > 0:
-        lines.append(f"not read: {hidden:,} more")
-    if missing := [f"--{name}" for name, value in start.items() if value is None]:
+    read = read_logs(found.logs, Columns(step_column, loss_column))
+    if not read.trainings:
+        raise ConfigError(refusal(path, read))
+    if dry_run:
+        runs = [f"{training.place}: {training.log.reader.kind}" for training in read.trainings]
+    else:
+        runs = import_trainings(read.trainings, root, recipe=recipe, start=start, name=name, command=command)
+    lines = [line for run, training in zip(runs, read.trainings, strict=True) for line in _of_training(run, training)]
+    lines += [f"left out: {part.place}: {whole.place} has all of its losses" for part, whole in read.contained]
+    lines += [f"refused: {reason}" for _, reason in read.refused[:SHOWN_REFUSALS]]
+    if (hidden := len(read.refused) - SHOWN_REFUSALS) > 0:
+        lines.append(f"refused: {hidden:,} more")
+    if others and found.others and dry_run:
+        lines.append(f"not recognized: {', '.join(found.others)}; looked for: {looked_for()}")
+    elif others and found.others:
+        lines.append(f"{counted(len(found.others), 'other file')} not recognized: --dry-run lists what is")
+    missing = [f"--{option}" for option, value in {"recipe": recipe, **start}.items() if value is None]
+    if missing and not dry_run:
         lines.append(f"not compared with other runs: that needs {', '.join(missing)}, the same as for its bf16 run")
     print_text("\n".join(map(one_line, lines)))
-    if log.damaged:
-        return fail(f"a part of {path} is damaged and was not read; the losses above are imported")
+    if read.refused or any(training.series.damaged for training in read.trainings):
+        return fail(
+            f"a part of {path} is damaged and was not read; the losses above are imported"
+            if not dry_run
+            else f"a part of {path} cannot be read"
+        )
     return 0
 
 
-def _tensors(path: Path, root: Path, command: str, scores: tuple[str, ...], workers: int | None) -> int:
+def _of_training(run: str, training: Training) -> list[str]:
+    """What was read of a training, and what was not. run: the id of its run, or its log."""
+    series = training.series
+    first, last = min(series.losses), max(series.losses)
+    lines = [f"{run}: {len(series.losses):,} losses ({series.name}), {series.step_name} {first} to {last}"]
+    details = [*series.facts]
+    if series.others:
+        details.append(f"not read: {', '.join(series.others)}; --step-column and --loss-column choose a column")
+    if series.repeated:
+        details.append(f"{series.repeated:,} losses were left out: the last finite one of each step counts")
+    if series.empty:
+        details.append(f"{counted(series.empty, 'row')} left out: {series.name} is empty")
+    details += [f"left out: {what}" for what in series.cut]
+    details += [f"not read: {what}" for what in series.damaged[:SHOWN_REFUSALS]]
+    if (hidden := len(series.damaged) - SHOWN_REFUSALS) > 0:
+        details.append(f"not read: {hidden:,} more")
+    return [*lines, *(f"    {detail}" for detail in details)]
+
+
+def _tensors(
+    path: Path, root: Path, command: str, apart: Collection[Path], scores: tuple[str, ...], workers: int | None
+) -> int:
     from binade.collector.imports.workers import prepare
 
     prepare("binade.collector.imports.importer")  # its processes import torch while this one does
@@ -107,6 +168,7 @@ def _tensors(path: Path, root: Path, command: str, scores: tuple[str, ...], work
             say=lambda line: shown.say(one_line(line)),
             progress=shown.progress,
             command=command,
+            apart=apart,
         )
     if result.failed:
         where = result.directory / "refused.jsonl"
@@ -135,11 +197,12 @@ def _refusals(result: Imported) -> list[str]:
     return lines
 
 
-TENSORS, LOSSES = "Options for tensors", "Options for a loss log"
+TENSORS, LOSSES = "Options for tensors", "Options for losses"
 import_ = Command(
     "import",
     params=[
         click.Argument(["path"], type=Path, metavar="PATH"),
+        Option(["--dry-run"], is_flag=True, help="List what is recognized, and import nothing"),
         Option(["--scores"], type=names, metavar="A,B,...", default=SCORES, title=TENSORS,
                help=f"Formats to score every tensor in  [default: {SCORES}]"),
         Option(["--workers"], type=int, metavar="N", title=TENSORS,

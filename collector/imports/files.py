@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
 from binade.collector.errors import ConfigError
 from binade.collector.imports.registry import beside, statistics_of
-from binade.data.foreign import SUFFIXES
 from binade.data.runs import is_unicode
-from binade.data.store import changed_ns
+from binade.data.store import SUFFIXES, changed_ns
 
-LOSS_LOGS = ".csv, .jsonl, .ndjson or an event file of TensorBoard"
 LEFT_OUT = "left out of "  # starts the reason
 PICKLE = "a pickle can run code when it is opened, so it is not opened"
 
@@ -52,7 +51,7 @@ def checked(source: Path, root: Path) -> Path:
     if not os.path.exists(source):
         raise ConfigError(f"there is no directory {source}: give one that contains tensor logs")
     if not os.path.isdir(source):
-        raise ConfigError(f"{source} is not a directory of tensor logs, and not a loss log: {LOSS_LOGS}")
+        raise ConfigError(f"{source} is not a directory of tensor logs")
     source = source.resolve()
     if not is_unicode(str(source)):
         raise ConfigError(
@@ -63,15 +62,16 @@ def checked(source: Path, root: Path) -> Path:
     return source
 
 
-def walk(source: Path, root: Path) -> tuple[list[File], list[Refusal]]:
+def walk(source: Path, root: Path, apart: Collection[Path] = ()) -> tuple[list[File], list[Refusal]]:
     """The tensor files under a directory in the order of their names, and the refusals of all other files except those
-    that a tool writes next to its tensors.
+    that a tool writes next to its tensors, and `apart`, absolute paths.
 
     Links are not followed: targets inside the directory are found anyway. The root of the runs is left out.
     """
     files: list[File] = []
     refused: list[Refusal] = []
     ours = str(root.resolve())
+    left = {str(path) for path in apart}
     prefix = len(os.path.join(source, ""))
 
     def refuse(path: str, reason: str) -> None:
@@ -94,6 +94,8 @@ def walk(source: Path, root: Path) -> tuple[list[File], list[Refusal]]:
             elif stat.S_ISDIR(status.st_mode):
                 if path != ours:
                     below.append(entry)
+            elif path in left:
+                continue
             elif (reason := _refusal(path, status, source)) is not None:
                 if reason:
                     refuse(path, reason)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -16,7 +17,8 @@ from binade.collector import Recorder
 from binade.collector.capture.clock import Moment
 from binade.collector.imports import importer
 from binade.collector.imports.importer import import_logs
-from binade.collector.imports.losses import import_losses
+from binade.collector.imports.losses import find_logs, import_trainings, read_logs
+from binade.collector.imports.readers.series import Columns
 from binade.collector.models.site import Site
 from binade.data.catalog import Catalog
 from binade.data.difference import difference
@@ -130,6 +132,10 @@ def test_runs_name_the_directory(visit: Visit, imported: Path):
     assert pd.isna(run["seconds"]) and run["tensors"] == 6
 
 
+def import_log(path: Path, root: Path, columns: Columns, **settings: Any) -> None:
+    import_trainings(read_logs(find_logs(path, root).logs, columns).trainings, root, **settings)
+
+
 def test_imported_losses_are_compared_with_their_bf16_run(visit: Visit, tmp_path: Path):
     start: dict[str, str | int | None] = {"model": IMAGE, "dataset": LINK, "seed": 1}
     for recipe, gap in (("bf16", 0.0), ("mxfp8", 0.25), ("my recipe", 0.5)):
@@ -137,8 +143,8 @@ def test_imported_losses_are_compared_with_their_bf16_run(visit: Visit, tmp_path
         pd.DataFrame({"step": range(1, 21), "loss": [20 / step + gap for step in range(1, 21)]}).to_csv(
             log, index=False
         )
-        import_losses(log, tmp_path / "runs", recipe=recipe, start=start)
-    import_losses(log, tmp_path / "runs", recipe="mxfp4", start={}, loss_column="step")
+        import_log(log, tmp_path / "runs", Columns(), recipe=recipe, start=start)
+    import_log(log, tmp_path / "runs", Columns(loss="step"), recipe="mxfp4", start={})
     at = visit(tmp_path / "runs", "runs")
     table = at.dataframe[0].value.set_index("recipe")
     assert not at.exception and table["gap"].dropna().round(9).to_dict() == {"mxfp8": 0.25, "my recipe": 0.5}

@@ -594,7 +594,7 @@ def test_what_does_not_fit_into_memory(bring, tmp_path, logs, monkeypatch):
         (("nowhere",), "nowhere does not exist"),
         (("x" * 300,), "does not exist"),
         (("~nobody-of-that-name",), "~nobody-of-that-name does not exist"),
-        (("file",), "is not a directory"),
+        (("file",), "is not recognized as a loss log; looked for: "),
         (("logs", "--workers", "0"), "--workers is 0"),
         (("logs", "--scores", "fp3"), "unknown format 'fp3'"),
         ((), "missing argument 'PATH'"),

@@ -28,7 +28,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from binade.cli import main
 from binade.collector.cli.compare import compare
-from binade.collector.imports import losses
+from binade.collector.imports.readers import series, text
 from binade.data.runs import CRASHED, DONE, RunInfo, check_losses, list_runs, read_losses, read_notes
 from tests.collector.forked import forked, kill_at
 from tests.collector.logs_made import tensor, write
@@ -153,7 +153,7 @@ BAD = {
     "open in the header": ('step,"loss\n1,2\n2,3\n', "line 1 is not CSV"),
     "losses missing": ("step,loss\n1,\n", "has no losses in 'loss'"),
     "quote": ('step,loss\n1,"' + "2" * 200_000 + '"\n', "is not CSV"),
-    "long": ("step,loss\n1," + "2" * losses.LONGEST_LINE, "a line of more than 1,048,576 characters"),
+    "long": ("step,loss\n1," + "2" * text.LONGEST_LINE, "a line of more than 1,048,576 characters"),
 }  # fmt: skip
 BAD_JSON = {
     "no object": ("[1, 2]\n", "line 1 is not a JSON object"),
@@ -202,7 +202,7 @@ LOGS = {
         "x.jsonl",
         '{"step": 1, "loss": 3.0}\n{"step": 2, "loss": 2.0}\n{"step": 2, "train_loss": 2.5}\n',
         {1: 3, 2: 2},
-        "(loss), step 1 to 2\nnot read: train_loss;",
+        "(loss), step 1 to 2\n    not read: train_loss;",
     ),
     "the mean first": ("x.jsonl", '{"step": 2, "train_loss": 2.5}\n{"step": 1, "loss": 3.0}\n', {1: 3}, "(loss), step"),
     "W&B": ("x.csv", "_step,loss,train/global_step\n0,3,10\n1,2,20\n", {10: 3, 20: 2}, "not read: _step;"),
@@ -314,11 +314,11 @@ def test_a_directory_with_tensors_and_events_is_imported_as_either(command, brin
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("x.csv",), "give --recipe"),
         (("x.csv", "--recipe", "bf16", "--scores", "mxfp8"), "--scores is for tensors"),
+        (("x.csv", "--scores", "mxfp8"), "--scores is for tensors, but"),
         (("x.csv", "--recipe", "bf16", "--name", "x" * 81), "--name"),
         (("logs", "--loss-column", "x"), "--loss-column is for losses"),
-        (("x.txt", "--recipe", "bf16"), "--recipe is for losses"),
+        (("x.txt", "--recipe", "bf16"), "x.txt is empty (0 bytes)"),
     ],
 )
 def test_wrong_options(command, capsys, tmp_path, arguments, message):
@@ -330,7 +330,7 @@ def test_wrong_options(command, capsys, tmp_path, arguments, message):
 
 
 def test_too_many_steps(bring, capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(losses, "MOST_STEPS", 49)
+    monkeypatch.setattr(series, "MOST_STEPS", 49)
     write_csv(tmp_path / "x.csv")
     assert bring("x.csv") == 2 and "more than 49 steps" in capsys.readouterr().err
 

@@ -1,0 +1,23 @@
+from __future__ import annotations
+
+from itertools import islice
+
+from binade.collector.imports.readers.json_lines import LOOKED_AT, JsonLines
+from binade.collector.imports.readers.series import Confidence, Start, Window
+from binade.collector.imports.readers.text import json_object
+
+
+class MsSwiftMegatron(JsonLines):
+    """The log of ms-swift's Megatron trainer, whose `iteration` is a text such as "3/20"."""
+
+    kind = "ms-swift's logging.jsonl (Megatron)"
+    example = "logging.jsonl"
+    columns = "`iteration` as `N/M`, `loss` or `lm loss`"
+    steps = ("iteration",)
+    losses = ("loss", "lm loss")
+    window = Window.INTERVAL
+
+    def recognize(self, start: Start) -> Confidence:
+        objects = islice((json_object(line) for line in start.lines if line.strip()), LOOKED_AT)
+        texts = (str(row.get("iteration")) for row in objects if self.has_columns(row))
+        return Confidence.SIGNATURE if any("/" in text for text in texts) else Confidence.NONE

@@ -1,0 +1,462 @@
+"""Loss logs of other tools, recognized by their content: rebuilt ones, and files that the tools' packages write."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
+from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
+from tensorboard.context import RequestContext
+from tensorboard.plugins import base_plugin
+from tensorboard.plugins.scalar.scalars_plugin import OutputFormat, ScalarsPlugin
+from torch.utils.tensorboard import SummaryWriter
+from transformers import TrainerState
+
+from binade.collector.errors import ConfigError
+from binade.collector.imports.losses import find_logs
+from binade.collector.imports.readers.registry import READERS, looked_for
+from binade.collector.imports.readers.series import Columns, Reader, Series, Window, windows_of
+from binade.data.runs import list_runs, read_losses, read_notes
+from tests.collector.logs_made import tensor, write
+
+LOSS = {step: round(4 - 0.3 * step, 6) for step in range(1, 5)}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A log with the losses of LOSS at each of `steps`; windows: as they must be read."""
+
+    text: str
+    reader: str
+    name: str
+    windows: tuple[int | None, ...] = (1, 1, 1, 1)
+    steps: tuple[int, ...] = (1, 2, 3, 4)
+
+
+def lines(template: str, *more: str, **values: Callable[[int], Any]) -> str:
+    return "".join(
+        template.format(s=step, x=loss, **{name: value(step) for name, value in values.items()}) + "\n"
+        for step, loss in LOSS.items()
+    ) + "".join(f"{line}\n" for line in more)
+
+
+def objects(*rows: dict[str, Any]) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+MEGATRON = (
+    " [2026-09-11 12:06:01.98] iteration {s:8}/    5000 | consumed samples: {s:12} | elapsed time per iteration (ms): "
+    "243.9 | learning rate: 1.4E-04 | global batch size: 32 | lm loss: {x:.6E} | loss scale: 1.0 | grad norm: 30.066 | "
+    "number of skipped iterations:   0 | number of nan iterations:   0 |"
+)
+HISTORY = [
+    *({"epoch": s / 100, "grad_norm": 1.2, "learning_rate": 1e-4, "loss": x, "step": 10 * s} for s, x in LOSS.items()),
+    {"epoch": 0.4, "eval_loss": 9.0, "step": 40},
+    {"epoch": 0.4, "train_loss": 9.5, "step": 40},
+]
+TENS = (10, 20, 30, 40)
+CASES = {
+    "trainer_state": Case(
+        json.dumps({"best_metric": None, "global_step": 40, "log_history": HISTORY, "max_steps": 40}, indent=2),
+        "TrainerState", "loss", TENS[:1] * 4, TENS,
+    ),
+    "trainer_state in one line": Case(
+        json.dumps({"global_step": 40, "log_history": HISTORY}), "TrainerState", "loss", TENS[:1] * 4, TENS
+    ),
+    "TensorBoard CSV": Case(
+        "Wall time,Step,Value\n" + lines("172500000{s}.5,{s},{x}"), "TensorboardCsv", "Value"
+    ),
+    "TensorBoard JSON": Case(
+        json.dumps([[1725000000.5 + s, s, x] for s, x in LOSS.items()]), "TensorboardJson", "value"
+    ),
+    "W&B chart": Case(
+        '"Step","my - run - train/loss","my - run - train/loss__MIN","my - run - train/loss__MAX"\n'
+        + lines('"{s}","{x}","{x}","{x}"'),
+        "WandbCsv", "my - run - train/loss",
+    ),
+    "W&B history": Case(
+        ",_step,_runtime,train/loss,train/global_step\n" + lines("{s},{s},1.5,{x},{t}", t=lambda s: 10 * s),
+        "CsvTable", "train/loss", (None,) * 4, TENS,
+    ),
+    "Lightning": Case(
+        "epoch,lr-AdamW,step,train_loss_epoch,train_loss_step,val_loss\n"
+        + lines("0,,{t},,{x},", "0,,40,3.4,,", "0,,40,,,9.0", t=lambda s: 10 * s),
+        "LightningCsv", "train_loss_step", (1,) * 4, TENS,
+    ),
+    "LLaMA-Factory": Case(
+        objects(
+            *({"current_steps": 5 * s, "total_steps": 20, "loss": x, "lr": 1e-4, "percentage": 5.0, "elapsed_time":
+               "0:00:06"} for s, x in LOSS.items()),
+            {"current_steps": 20, "total_steps": 20, "eval_loss": 9.0},
+        ),
+        "LlamaFactory", "loss", (5,) * 4, (5, 10, 15, 20),
+    ),
+    "ms-swift": Case(
+        objects(
+            *({"loss": x, "grad_norm": 22.3, "global_step/max_steps": f"{s}/4", "train_speed(iter/s)": 0.2}
+              for s, x in LOSS.items()),
+            {"eval_loss": 6.0, "global_step/max_steps": "4/4"},
+            {"last_model_checkpoint": "x", "best_metric": None, "global_step": 4, "log_history": []},
+        ),
+        "MsSwift", "loss",
+    ),
+    "ms-swift, Megatron": Case(
+        objects(*({"iteration": f"{10 * s}/40", "lm loss": x, "elapsed_time": "6s"} for s, x in LOSS.items())),
+        "MsSwiftMegatron", "lm loss", (10,) * 4, TENS,
+    ),
+    "JSON lines": Case(
+        objects(*({"step": s, "loss": x, "lr": 1e-4, "tokens_per_second_per_gpu": 1.5} for s, x in LOSS.items())),
+        "JsonLines", "loss",
+    ),
+    "Megatron": Case(
+        "WARNING: a line\n" + lines(MEGATRON).replace("12:06", "12:07")
+        + " validation loss at iteration 4 | lm loss value: 9.0E+00 | lm loss PPL: 8.1E+03 |\n",
+        "MegatronLog", "lm loss",
+    ),
+    "Megatron, each tenth": Case(
+        "".join(MEGATRON.format(s=10 * s, x=x) + "\n" for s, x in LOSS.items()),
+        "MegatronLog", "lm loss", (10,) * 4, TENS,
+    ),
+    "golden values": Case(
+        json.dumps({
+            "lm loss": {"start_step": 1, "end_step": 4, "step_interval": 1,
+                        "values": {str(s): x for s, x in LOSS.items()}},
+            "num-zeros": {"start_step": 1, "end_step": 4, "step_interval": 1, "values": {"1": 1700.0}},
+        }, indent=4),
+        "GoldenValues", "lm loss",
+    ),
+    "older golden values": Case(
+        json.dumps({"lm loss": {"start_step": 10, "end_step": 40, "step_interval": 10, "values": [*LOSS.values()]}}),
+        "GoldenValues", "lm loss", (1,) * 4, TENS,
+    ),
+    "table": Case(
+        "# config: debugmodel_mxfp8\n# ngpu: 16\n# step loss grad_norm\n" + lines("{s} {x} 4.0"), "StepTable", "loss"
+    ),
+    "torchtitan": Case(
+        "[titan] 2026-01-01 root - INFO - Training starts at step 1\n"
+        + lines("\x1b[31m[titan] 2026-01-01 12:00:00,1 - root - INFO - step: {s:2}  \x1b[32mloss: {x:7.4f}  "
+                "\x1b[38;2;180;60;0mgrad_norm:  1.4  memory: 1.0GiB(1.0%)  tps: 1,234\x1b[39m"),
+        "TorchtitanLog", "loss",
+    ),
+    "torchtune": Case(lines("Step {s} | loss:{x} lr:2e-05 tokens_per_second_per_gpu:1.5 "), "TorchtuneLog", "loss"),
+    "llm.c": Case(
+        "s:0 tel:9.0\ns:0 eval:0.25\n" + lines("s:{s} trl:{x} lr:0.000003 norm:15.3", "s:4 tel:8.0"), "LlmcLog", "trl"
+    ),
+    "modded-nanogpt": Case(
+        "import os\nprint(f'step:{step}/{args.num_iterations} val_loss:{val_loss:.4f}')\n" + "=" * 100 + "\n"
+        + lines("step:{t}/1750 val_loss:{x} train_time:12ms step_avg:1.25ms", t=lambda s: 10 * s),
+        "NanogptLog", "val_loss", (1,) * 4, TENS,
+    ),
+    "older modded-nanogpt": Case(
+        "step:0/4 val_loss:10.0 train_time:0ms step_avg:nanms\n"
+        + lines("step:{s}/4 train_loss:{x} train_time:12ms step_avg:1.25ms", "step:4/4 val_loss:8.0 train_time:48ms"),
+        "NanogptLog", "train_loss",
+    ),
+    "OLMo": Case(
+        lines("2026-01-01 12:00:00 host:0 olmo_core:1 INFO [step={s}/1,000,epoch=1,eta=1h]\n    optim/LR=0.0001\n"
+              "    train/CE loss={x}\n    train/PPL=12.2"),
+        "OlmoLog", "train/CE loss",
+    ),
+    "DeepSpeed": Case(
+        lines("[2026-01-01 12:00:00,1] [INFO] [logging.py:96:log_dist] [Rank 0] step={s}, skipped=0, lr=[0.001], "
+              "mom=[(0.9, 0.999)]\nsteps: {s} loss: {x:0.4f} iter time (s): 0.5 samples/sec: 64.0"),
+        "DeepSpeedLog", "loss",
+    ),
+}  # fmt: skip
+
+
+def read(path: Path) -> tuple[Reader, Series]:
+    """The only series of a file."""
+    (log,) = find_logs(path, path.parent / "runs").logs
+    (series,) = log.reader.read(log.path, Columns())
+    return log.reader, series
+
+
+def attempt(path: Path) -> Series | str:
+    """The only series of a file, or why it is refused."""
+    try:
+        return read(path)[1]
+    except ConfigError as error:
+        return str(error)
+
+
+def events(path: Path, losses: dict[int, float], tag: str = "train/loss") -> Path:
+    with SummaryWriter(str(path)) as writer:
+        for step, loss in losses.items():
+            writer.add_scalar(tag, loss, step)
+            writer.add_scalar("train/learning_rate", 1e-4, step)
+    return path
+
+
+def state(path: Path, history: list[dict[str, Any]]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    TrainerState(log_history=history, global_step=40, max_steps=40).save_to_json(str(path))
+    return path
+
+
+def curves(root: Path) -> dict[str, dict[int, float | None]]:
+    return {
+        f"{Path(run.config['source']).name}: {run.config['loss_column']}": {
+            record["iteration"]: record["loss"] for record in read_losses(run.directory)
+        }
+        for run in list_runs(root)[0]
+    }
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("name", ["log", "log.bin"])
+def test_each_kind_is_recognized_by_its_content(tmp_path, case, name):
+    (tmp_path / name).write_text(case.text + "\n")
+    reader, series = read(tmp_path / name)
+    assert (type(reader).__name__, series.name) == (case.reader, case.name)
+    assert series.losses == {step: LOSS[i] for i, step in enumerate(case.steps, 1)}
+    assert tuple(series.windows.values()) == case.windows
+    assert not (series.cut or series.damaged or series.repeated)
+
+
+def test_each_reader_has_a_case():
+    assert {case.reader for case in CASES.values()} | {"Events"} == {type(reader).__name__ for reader in READERS}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_a_log_that_is_cut_gives_no_wrong_loss(tmp_path, case):
+    """Wherever it ends: one line says why it is refused, or what was read is right."""
+    expected = {step: LOSS[i] for i, step in enumerate(case.steps, 1)}
+    content = case.text.encode()
+    for size in {*range(0, len(content), max(1, len(content) // 60)), len(content) - 1, len(content) - 2}:
+        (tmp_path / "log").write_bytes(content[:size])
+        result = attempt(tmp_path / "log")
+        if isinstance(result, str):
+            assert "\n" not in result and str(tmp_path) in result
+        elif result.name == case.name:  # of two kinds of losses, the end may have the usual one
+            assert result.losses.items() <= expected.items()
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_a_damaged_log_is_refused_in_one_line_or_says_what_it_lost(tmp_path, case):
+    chance = random.Random(0)
+    content = (case.text + "\n").encode()
+    for _ in range(40):
+        at = chance.randrange(len(content))
+        noise = bytes(chance.choice(b'\xff\x00\n"{[,: 9e') for _ in range(chance.randrange(1, 9)))
+        (tmp_path / "log").write_bytes(content[:at] + noise + content[at + chance.randrange(9) :])
+        result = attempt(tmp_path / "log")
+        assert not isinstance(result, str) or ("\n" not in result and len(result) < 1500)
+
+
+HOSTILE = {
+    "binary": (b"\0\1\2" * 99, "is not recognized as a loss log; looked for: trainer_state.json"),
+    "prose": (b"Dear reader,\nthe loss, at each step, was large.\n", "is not recognized as a loss log"),
+    "history": (b'{"log_history": 3}', "expected log_history, a list"),
+    "history of numbers": (b'{"log_history": [3]}', r"log_history\[0\]: expected an object"),
+    "deep history": (b'{\n"log_history": ' + b"[" * 200_000, "nested too deeply|is not JSON"),
+    "history cut": (b'{\n"log_history": [{"step": 1, "loss": 2}', "is not JSON .*is it cut"),
+    "no step": (b'{"log_history": [{"loss": 2}]}', "no column is known to have the steps"),
+    "half a step": (b'{"log_history": [{"loss": 2, "step": 1.5}]}', "the step is 1.5: expected a whole number"),
+    "of": (b'{"loss": 1, "global_step/max_steps": "x/20"}\n', "the step is 'x/20': expected a number"),
+    "huge": (b'{"loss": 1, "global_step/max_steps": "' + b"9" * 99 + b'/20"}\n', "the step is"),
+    "golden text": (b'{"lm loss": {"start_step": 1, "values": "x"}}', "expected values by step"),
+    "golden list": (b'{"lm loss": [1], "start_step": 0, "values": 0}', "expected start_step, step_interval"),
+    "scalars": (b"[[1.5, 1, 2.0], [1]]", r"entry 2: expected \[wall time, step, value\]"),
+    "table": (b"# step loss\n1 2.0\n2 1.0 7\n", "line 3: there are 3 values: expected 2"),
+    "ranks alone": (b"[Rank 0] step=10, skipped=0, lr=[0.1], mom=[0.9]\n", "DeepSpeed, which has steps .* no losses"),
+    "long line": (b"s:1 trl:2.0 \n" + b"x" * (1 << 21), "a line of more than"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("content", "message"), HOSTILE.values(), ids=HOSTILE)
+def test_what_cannot_be_read_is_one_line_and_leaves_nothing(command, capsys, tmp_path, content, message):
+    (tmp_path / "log").write_bytes(content)
+    assert command("import", str(tmp_path / "log")) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and not (tmp_path / "runs").exists()
+    with pytest.raises(ConfigError, match=message):
+        read(tmp_path / "log")
+
+
+def test_lines_without_a_number_are_reported(command, capsys, tmp_path):
+    text = CASES["Megatron"].text.splitlines(keepends=True)
+    text[2] = text[2][:190] + "\n"  # another rank wrote into it
+    text[3] = text[3].replace("lm loss: ", "lm loss: [W]")
+    (tmp_path / "log").write_text("".join(text))
+    series = read(tmp_path / "log")[1]
+    assert [*series.losses] == [1, 4] or [*series.losses] == [1, 2, 4]
+    assert "line 4: expected a number after '| lm loss:'" in series.damaged
+    assert command("import", str(tmp_path / "log")) == 1
+    assert "line 4: expected a number" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("header", "row", "options", "message"),
+    [
+        (
+            "step,ce_loss,kl_loss",
+            "1,2,3",
+            ["--loss-column", "kl_loss"],
+            "'ce_loss', 'kl_loss' may be the losses: choose",
+        ),
+        ("step/a,step/b,loss", "1,1,3", ["--step-column", "step/a"], "'step/a', 'step/b' may be the steps: choose"),
+        ("Step,r - ce_loss,r - kl_loss", "1,2,3", ["--loss-column", "r - kl_loss"], "'r - ce_loss', 'r - kl_loss' may"),
+    ],
+)
+def test_only_two_candidates_are_a_question(command, capsys, tmp_path, header, row, options, message):
+    (tmp_path / "x.csv").write_text(f"{header}\n{row}\n")
+    assert command("import", str(tmp_path / "x.csv")) == 2
+    err = capsys.readouterr().err
+    assert message in err and options[0] in err and err.count("\n") == 1
+    assert command("import", str(tmp_path / "x.csv"), *options) == 0
+    assert [*curves(tmp_path / "runs").values()] == [{1: 3.0}]
+
+
+def test_one_candidate_with_an_unusual_name_is_read(tmp_path):
+    (tmp_path / "x.csv").write_text("num_step,total_loss,eval_loss,loss_scale\n1,2,3,4\n")
+    series = read(tmp_path / "x.csv")[1]
+    assert (series.step_name, series.name, series.losses) == ("num_step", "total_loss", {1: 2.0})
+
+
+def test_each_run_of_a_chart_is_a_run(command, capsys, tmp_path):
+    """W&B's page averages points of a long chart: their minimum and maximum differ."""
+    (tmp_path / "chart.csv").write_text(
+        '"Step","a - train/loss","a - train/loss__MIN","a - train/loss__MAX","b - train/loss","b - train/lr"\n'
+        '"1","4.0","3.5","4.5","2.0","7"\n"2","3.0","3.0","3.0","","7"\n'
+    )
+    assert command("import", str(tmp_path / "chart.csv")) == 0
+    assert curves(tmp_path / "runs") == {
+        "chart.csv: a - train/loss": {1: 4.0, 2: 3.0}, "chart.csv: b - train/loss": {1: 2.0},
+    }  # fmt: skip
+    assert {read_notes(run.directory).name for run in list_runs(tmp_path / "runs")[0]} == {"a", "b"}
+    out = capsys.readouterr().out
+    assert "1 points of a - train/loss have __MIN below __MAX" in out and "1 row left out: b - train/loss" in out
+    assert command("import", str(tmp_path / "chart.csv"), "--name", "x") == 2
+    assert "--name is for one training, but there are 2" in capsys.readouterr().err
+
+
+def test_state_of_transformers(command, tmp_path):
+    state(tmp_path / "trainer_state.json", HISTORY)
+    reader, series = read(tmp_path / "trainer_state.json")
+    assert type(reader).__name__ == "TrainerState" and series.losses == {10 * s: x for s, x in LOSS.items()}
+    assert command("import", str(tmp_path / "trainer_state.json")) == 0
+    (run,), _ = list_runs(tmp_path / "runs")
+    assert run.config["log"] == "trainer_state.json of Hugging Face" and run.config["recipe"] is None
+
+
+@pytest.mark.parametrize("style", [OutputFormat.CSV, OutputFormat.JSON])
+def test_downloads_from_tensorboard(tmp_path, style):
+    multiplexer = EventMultiplexer().AddRunsFromDirectory(str(events(tmp_path / "logs", LOSS)))
+    multiplexer.Reload()
+    provider = MultiplexerDataProvider(multiplexer, str(tmp_path / "logs"))
+    plugin = ScalarsPlugin(base_plugin.TBContext(data_provider=provider))
+    body, _ = plugin.scalars_impl(RequestContext(), "train/loss", ".", "", style)
+    (tmp_path / "download").write_text(body if isinstance(body, str) else json.dumps(body))
+    series = read(tmp_path / "download")[1]
+    assert series.losses == pytest.approx(LOSS, abs=1e-6) and {*series.windows.values()} == {1}
+
+
+def test_a_download_of_another_scalar_is_read_only_if_it_is_named(command, tmp_path):
+    for tag in ("lr", "train_loss", "val_loss"):
+        (tmp_path / f"run-a-tag-{tag}.csv").write_text(CASES["TensorBoard CSV"].text)
+    assert [log.label for log in find_logs(tmp_path, tmp_path / "runs").logs] == ["run-a-tag-train_loss.csv"]
+    assert command("import", str(tmp_path / "run-a-tag-val_loss.csv")) == 0
+
+
+def test_parent_folders_are_searched(command, capsys, tmp_path):
+    """An output folder of the Trainer, and one of Lightning. A later checkpoint has what an earlier one has."""
+    top = tmp_path / "all"
+    tens = {10 * step: loss for step, loss in LOSS.items()}
+    for number in (2, 3):
+        state(top / f"out/checkpoint-{10 * number}/trainer_state.json", HISTORY[:number])
+    events(top / "out/runs/Sep01_host", {step: 2 * loss for step, loss in tens.items()})
+    version = top / "lightning_logs" / "version_0"
+    version.mkdir(parents=True)
+    (version / "metrics.csv").write_text(CASES["Lightning"].text)
+    (version / "hparams.yaml").write_text("lr: 0.1\n")
+    (top / "link.csv").symlink_to(version / "metrics.csv")
+    assert command("import", str(top), "--dry-run") == 0
+    listing = capsys.readouterr().out
+    assert not (tmp_path / "runs").exists()
+    for line in (
+        "lightning_logs/version_0/metrics.csv: Lightning's metrics.csv: 4 losses (train_loss_step), step 10 to 40",
+        "out/checkpoint-30/trainer_state.json: trainer_state.json of Hugging Face: 3 losses (loss), step 10 to 30",
+        "out/runs/Sep01_host: TensorBoard's event files: 4 losses (train/loss), step 10 to 40",
+        "left out: out/checkpoint-20/trainer_state.json: out/checkpoint-30/trainer_state.json has all of its losses",
+        "not recognized: lightning_logs/version_0/hparams.yaml; looked for: trainer_state.json of Hugging Face, ",
+    ):
+        assert line in listing
+    assert command("import", str(top), "--recipe", "mxfp8") == 0
+    assert curves(tmp_path / "runs") == {
+        "metrics.csv: train_loss_step": tens,
+        "trainer_state.json: loss": {step: loss for step, loss in tens.items() if step <= 30},
+        "Sep01_host: train/loss": pytest.approx({step: 2 * loss for step, loss in tens.items()}, abs=1e-5),
+    }
+    assert "out/runs/Sep01_host" in {read_notes(run.directory).name for run in list_runs(tmp_path / "runs")[0]}
+    assert command("import", str(top), "--recipe", "mxfp8") == 0 and len(list_runs(tmp_path / "runs")[0]) == 3
+
+
+def test_one_damaged_log_among_others(command, capsys, tmp_path):
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "good.csv").write_text("step,loss\n1,2\n")
+    (tmp_path / "logs" / "bad.csv").write_text("step,loss\n1,two\n")
+    assert command("import", str(tmp_path / "logs")) == 1
+    out, err = capsys.readouterr()
+    assert "bad.csv, line 2: the loss is 'two'" in out and err.count("\n") == 1
+    assert curves(tmp_path / "runs") == {"good.csv: loss": {1: 2.0}}
+    (tmp_path / "logs" / "good.csv").unlink()
+    assert command("import", str(tmp_path / "logs")) == 2 and "bad.csv, line 2" in capsys.readouterr().err
+
+
+def test_losses_and_tensors_of_a_folder_are_both_imported(command, capsys, tmp_path):
+    state(tmp_path / "out" / "checkpoint-40" / "trainer_state.json", HISTORY)
+    write(tmp_path / "out" / "checkpoint-40" / "x.pt", tensor(0))
+    assert command("import", str(tmp_path / "out"), "--dry-run") == 0
+    assert "(loss), step 10 to 40" in (out := capsys.readouterr().out) and "1 tensor file in" in out
+    assert command("import", str(tmp_path / "out"), "--workers", "1") == 0
+    assert "1 tensors of 1 files" in capsys.readouterr().out and len(list_runs(tmp_path / "runs")[0]) == 1
+    assert command("import", str(tmp_path / "out")) == 0
+    out = capsys.readouterr().out
+    assert "4 losses (loss)" in out and "1 files already known" in out and "refused" not in out
+    assert len(list_runs(tmp_path / "runs")[0]) == 2
+
+
+def test_runs_of_binade_are_no_logs(command, tmp_path):
+    (tmp_path / "x.csv").write_text("step,loss\n1,2\n")
+    assert command("import", str(tmp_path / "x.csv")) == 0
+    assert [log.label for log in find_logs(tmp_path, tmp_path / "other").logs] == ["x.csv"]
+
+
+def test_a_folder_without_a_loss_log_says_what_was_looked_for(command, capsys, tmp_path):
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "notes.txt").write_text("nothing\n")
+    assert command("import", str(tmp_path / "logs"), "--recipe", "bf16") == 2
+    assert f"has no loss log; looked for: {looked_for()}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("steps", "window", "expected"),
+    [
+        ([1, 10, 20], Window.INTERVAL, [1, 9, 10]),  # logging_first_step
+        ([10, 20, 25], Window.INTERVAL, [10, 10, 5]),
+        ([70, 80], Window.INTERVAL, [None, 10]),  # resumed: since when is unknown
+        ([10], Window.INTERVAL, [None]),
+        ([0, 10], Window.INTERVAL, [1, 10]),
+        ([0, 1, 2, 4], Window.UNKNOWN, [1, 1, 1, None]),
+        ([5, 6], Window.UNKNOWN, [1, 1]),
+        ([10, 20], Window.UNKNOWN, [None, None]),
+        ([10, 20], Window.ONE, [1, 1]),
+    ],
+)
+def test_windows(steps, window, expected):
+    assert windows_of(steps, window) == expected
+
+
+def test_a_nan_is_kept_as_no_loss(command, tmp_path):
+    (tmp_path / "log").write_text("s:1 trl:2.0 \ns:2 trl:nan \ns:3 trl:-nan \n")
+    assert math.isnan(read(tmp_path / "log")[1].losses[2])
+    assert command("import", str(tmp_path / "log")) == 0
+    assert curves(tmp_path / "runs") == {"log: trl": {1: 2.0, 2: None, 3: None}}
