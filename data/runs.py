@@ -203,6 +203,7 @@ class Step(TypedDict):
 
     iteration: Whole
     loss: Finite | None  # None if the loss of the iteration is unknown or not finite
+    window: NotRequired[Whole | None]  # of how many iterations the loss is the mean: 1 if absent, None if unknown
     seconds: NotRequired[Finite | None]
     time: NotRequired[Finite | None]
     data_sha256: NotRequired[str | None]
@@ -637,11 +638,12 @@ def digests(directory: Path) -> dict[str, str]:
 
 
 def read_losses(directory: Path) -> list[Any]:
-    """loss.jsonl as records: iteration (from 0 under the recipe, below 0 in warm-up), loss in nats per token, time as
-    seconds since 1970, the step's duration in seconds and whether tensors were recorded in it (losses of another
-    program lack these two), data_sha256 (of all data read so far) and, for instrumented runs, weights_sha256 (of a
-    sample of the weights at the start). A line cut short by a crash or damaged ends them. They are not checked:
-    `is_step` says which are valid."""
+    """loss.jsonl as records: iteration (from 0 under the recipe, below 0 in warm-up), loss in nats per token, window
+    (the loss is the mean of so many iterations, up to this one; 1 if absent, None if unknown), time as seconds since
+    1970, the step's duration in seconds and whether tensors were recorded in it (losses of another program lack these
+    two), data_sha256 (of all data read so far) and, for instrumented runs, weights_sha256 (of a sample of the weights
+    at the start). A line cut short by a crash or damaged ends them. They are not checked: `is_step` says which are
+    valid."""
     records = []
     for line in lines_of(directory / "loss.jsonl"):
         try:

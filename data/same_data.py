@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pandas as pd
 
@@ -27,6 +27,7 @@ CONFIGURATION = (
 )  # fmt: skip
 IMPORTED = ("model", "dataset", "seed")
 Steps = Iterable[Mapping[str, Any]]
+T = TypeVar("T")
 
 
 def data_key(config: Mapping[str, Any], first: str | None) -> str | None:
@@ -75,12 +76,30 @@ def same_data(a: Steps, b: Steps) -> Callable[[int], bool]:
     return lambda iteration: iteration in own and own[iteration] == other.get(iteration)
 
 
+def window_of(step: Mapping[str, Any]) -> int | None:
+    """Of how many iterations the loss of a line of loss.jsonl is the mean; None if that is unknown."""
+    window: int | None = step.get("window", 1)
+    return window
+
+
 def losses_on_same_data(run: Steps, reference: Steps) -> list[tuple[int, float, float]]:
     """(iteration, the run's loss, the reference's), in nats per token, of each iteration from 0 that both have
-    finished, and at which they had read the same data. Both have the same `data_key`."""
-    same, other = same_data(run, reference), {step["iteration"]: step["loss"] for step in reference}
-    common = {step["iteration"]: float(step["loss"]) for step in run if step["iteration"] in other}
-    return [(i, loss, float(other[i])) for i, loss in sorted(common.items()) if i >= 0 and same(i)]
+    finished, at which they had read the same data, and at which both losses are the mean of as many iterations. Both
+    have the same `data_key`."""
+    same, other = same_data(run, reference), {step["iteration"]: step for step in reference}
+    return [
+        (iteration, float(step["loss"]), float(other[iteration]["loss"]))
+        for step in sorted(run, key=lambda step: step["iteration"])
+        if (iteration := step["iteration"]) in other and iteration >= 0 and same(iteration)
+        if window_of(step) == window_of(other[iteration])
+    ]
+
+
+def closest(run: Steps, references: Sequence[tuple[T, Steps]]) -> T | None:
+    """Of the runs that a run may be compared with, the one whose losses can be compared at most iterations; of several
+    the first one, None if there are no runs. references: each with its lines of loss.jsonl."""
+    found = ((len(losses_on_same_data(run, steps)), reference) for reference, steps in references)
+    return max(found, key=lambda pair: pair[0], default=(0, None))[1]
 
 
 def equal_weights(root: Path, run_id: str, reference: str, iteration: int) -> bool:

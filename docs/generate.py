@@ -33,7 +33,11 @@ FILES = [
     ),
     ("`status.json`", "JSON", "state, process, iteration, counts of tensors and bytes, last loss, heartbeat"),
     ("`notes.json`", "JSON", "name, color and note that users gave the run"),
-    ("`loss.jsonl`", "JSON lines", "iteration, loss in nats per token, seconds, SHA-256 of the data so far, CRC-32"),
+    (
+        "`loss.jsonl`",
+        "JSON lines",
+        "iteration, loss in nats per token, window, seconds, SHA-256 of the data so far, CRC-32",
+    ),
     ("`events.jsonl`", "JSON lines", "what happened in the run: triggers, warnings, captures, the first NaN"),
     ("`effects.jsonl`", "JSON lines", "measured effects of groups of products: losses of each sequence; CRC-32"),
     ("`twin.jsonl`", "JSON lines", "twin steps: Δloss; bias, variance and cosine of each parameter's gradient; CRC-32"),

@@ -81,6 +81,8 @@ class Curves:
         if self._iteration is not None and (self._logged or recorded):
             line: dict[str, Any] = {"iteration": self._iteration, "loss": None, "time": time.time(), "seconds": seconds}
             line |= {"recorded": recorded} | self._logged
+            if line.get("window") == 1:
+                del line["window"]
             self._queue(lambda: self._write(line))
         self._iteration, self._logged, self._began = None, {}, None
 

@@ -362,6 +362,7 @@ class Recorder:
         *,
         tokens: int | None = None,
         grad_norm: float | Tensor | None = None,
+        window: int = 1,
     ) -> None:
         """Log values of this iteration, that of the last forward pass in training mode. They become a line of
         loss.jsonl when the next iteration begins. Does not wait for a GPU. Every rank may call it; rank 0's values
@@ -372,13 +373,17 @@ class Recorder:
         loss       in nats per token, the mean over the iteration's micro-batches; triggers see it
         tokens     of the iteration
         grad_norm  before clipping
+        window     of how many iterations the loss is the mean, this one the last. Losses are compared with those of as
+                   many iterations
 
         Values of a later call in the same iteration replace earlier ones. Raises ConfigError for a tensor with more
-        than one value.
+        than one value, or a window below 1.
         """
-        values = {
-            name: x for name, x in (("loss", loss), ("tokens", tokens), ("grad_norm", grad_norm)) if x is not None
-        }
+        if window < 1:
+            raise ConfigError(f"window is {window}: expected how many iterations the loss is the mean of, from 1")
+        of_loss = None if loss is None else window
+        given = (("loss", loss), ("window", of_loss), ("tokens", tokens), ("grad_norm", grad_norm))
+        values = {name: x for name, x in given if x is not None}
         for name, value in values.items():
             if isinstance(value, Tensor):
                 if value.numel() != 1:

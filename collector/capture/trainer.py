@@ -28,14 +28,15 @@ class TrainerCallback(HuggingFaceCallback):  # type: ignore[misc]  # transformer
     it: they do not depend on how many micro-batches are accumulated.
 
     The iteration is the Trainer's global_step, also after it resumed from a checkpoint. The losses that the Trainer
-    logs become the run's: with logging_steps=10, each is the mean of ten iterations. The model is
-    instrumented after accelerate has prepared it, until training ends. If training raises an exception, the model stays
-    instrumented until the next training begins or `close` is called.
+    logs become the run's: with logging_steps=10, each is the mean of ten iterations, and is compared with such means.
+    The model is instrumented after accelerate has prepared it, until training ends. If training raises an exception,
+    the model stays instrumented until the next training begins or `close` is called.
     """
 
     def __init__(self, recipe: Recipe | str | None = None, recorder: Recorder | None = None, **options: Any) -> None:
         self.recipe, self.recorder, self.options = recipe, recorder, options
         self._instrumented = ExitStack()
+        self._logged = 0  # the global step of the last loss that was logged, or of the start
 
     def close(self) -> None:
         """Restore the model."""
@@ -47,6 +48,7 @@ class TrainerCallback(HuggingFaceCallback):  # type: ignore[misc]  # transformer
         if self.recorder:
             self._instrumented.callback(given["model"].register_forward_hook(self._passed, with_kwargs=True).remove)
             self.recorder.go_to(state.global_step)
+        self._logged = state.global_step
 
     def _passed(self, model: nn.Module, args: Any, given: dict[str, Any], result: Any) -> None:
         logits, labels = getattr(result, "logits", None), given.get("labels")
@@ -63,7 +65,9 @@ class TrainerCallback(HuggingFaceCallback):  # type: ignore[misc]  # transformer
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **given: Any) -> None:
         if self.recorder and logs and "loss" in logs:
-            self.recorder.log(loss=logs["loss"], grad_norm=logs.get("grad_norm"))
+            window = max(1, state.global_step - self._logged)
+            self.recorder.log(loss=logs["loss"], grad_norm=logs.get("grad_norm"), window=window)
+            self._logged = state.global_step
 
     def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         self.close()

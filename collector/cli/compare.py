@@ -42,12 +42,14 @@ from binade.data.gradients import COMPARED, GRADIENTS, gradient_errors, gradient
 from binade.data.notes import rounded_twice
 from binade.data.runs import DONE, STATES, RunInfo, list_runs, sound_losses
 from binade.data.same_data import (
+    closest,
     corpus_of,
     data_key_of,
     equal_warm_up,
     losses_on_same_data,
     pairs_on_same_data,
     states_all,
+    window_of,
 )
 from binade.quant.formats import UnknownFormatError
 from binade.quant.specs import Spec, SpecError
@@ -290,10 +292,7 @@ def _section(catalog: Catalog, settings: Settings, runs: list[_Run], plain: list
     places = {rung.recipe: place for place, rung in enumerate(rung for each in made for rung in each.rungs)}
     rows: list[Row] = []
     bf16 = None
-    pairs = {
-        key: [(run, references[start]) for start, run in each.items() if run is not references.get(start, run)]
-        for key, each in longest.items()
-    }
+    pairs = _pairs(groups, longest, references)
     gradients = _gradients(catalog, pairs, refused)
     for key in sorted(groups, key=lambda key: _order(key, places)):
         shown = max(longest[key].values(), key=lambda run: (usual[run.start], run.rank))
@@ -345,6 +344,24 @@ def _reference(start: str, longest: Mapping[tuple[str, str], Mapping[str, _Run]]
     )
 
 
+def _pairs(
+    groups: Mapping[tuple[str, str], Mapping[str, list[_Run]]],
+    longest: Mapping[tuple[str, str], Mapping[str, _Run]],
+    references: Mapping[str, _Run],
+) -> dict[tuple[str, str], list[tuple[_Run, _Run]]]:
+    """Each run with the bf16 run of its start whose losses can be compared with its own at most iterations: the
+    reference, or another one in its state."""
+    pairs: dict[tuple[str, str], list[tuple[_Run, _Run]]] = {key: [] for key in longest}
+    for key, runs in longest.items():
+        for start, run in runs.items():
+            if (reference := references.get(start, run)) is not run:
+                alike = groups[BF16, reference.info.status.state][start]
+                others = [reference, *(each for each in alike if each is not reference and each is not run)]
+                found = closest(run.losses.values(), [(each, each.losses.values()) for each in others])
+                pairs[key].append((run, found or reference))
+    return pairs
+
+
 def _order(key: tuple[str, str], places: Mapping[str, int]) -> tuple[int, str, int, str, int]:
     """The sort key: the ten recipes in order, others by name, and rungs as in their ladder; finished ones first."""
     recipe, state = key
@@ -368,7 +385,8 @@ def _finished(catalog: Catalog, run: _Run) -> Filter | None:
 def _losses(run: _Run, group: list[_Run]) -> Figures:
     """The last loss, and the largest minus the smallest loss of the group at the last iteration that all finished."""
     found = {"loss_nats": float(run.losses[run.last]["loss"])} if run.last in run.losses else {}
-    common = set.intersection(*(set(each.losses) for each in group))
+    windows = [{(i, window_of(step)) for i, step in each.losses.items()} for each in group]
+    common = {iteration for iteration, _ in set.intersection(*windows)}
     if len(group) > 1 and common:
         losses = [each.losses[max(common)]["loss"] for each in group]
         found["loss_spread_nats"] = max(losses) - min(losses)

@@ -211,7 +211,9 @@ def _write(
         sweep_beside(path)
         with temporary_file(path) as (part, file):
             for step, loss in series.losses.items():
-                record = {"iteration": step, "loss": loss if math.isfinite(loss) else None}
+                record: dict[str, Any] = {"iteration": step, "loss": loss if math.isfinite(loss) else None}
+                if series.windows[step] != 1:
+                    record["window"] = series.windows[step]
                 file.write(sealed(json.dumps(record).encode()) + b"\n")
             file.flush()
             os.fsync(file.fileno())

@@ -19,10 +19,15 @@ from tensorboard.plugins.scalar.scalars_plugin import OutputFormat, ScalarsPlugi
 from torch.utils.tensorboard import SummaryWriter
 from transformers import TrainerState
 
+from binade.app.formatting import losses_of
+from binade.app.questions.recipes.compute import loss_gaps
+from binade.app.questions.shared.runs import runs_with_reference
+from binade.collector.cli.compare import compare
 from binade.collector.errors import ConfigError
 from binade.collector.imports.losses import find_logs
 from binade.collector.imports.readers.registry import READERS, looked_for
 from binade.collector.imports.readers.series import Columns, Reader, Series, Window, windows_of
+from binade.data.catalog import Catalog
 from binade.data.runs import list_runs, read_losses, read_notes
 from tests.collector.logs_made import tensor, write
 
@@ -453,6 +458,37 @@ def test_a_folder_without_a_loss_log_says_what_was_looked_for(command, capsys, t
 )
 def test_windows(steps, window, expected):
     assert windows_of(steps, window) == expected
+
+
+def test_means_are_compared_with_means_of_as_many_iterations(command, tmp_path):
+    """A Trainer with logging_steps=10 has means of ten iterations. The bf16 run is the one with most common points."""
+    same = ("--model", "m", "--dataset", "d", "--seed", "1")
+    single = {step: 4 - step / 100 for step in range(1, 41)}
+    means = {end: sum(single[end - i] for i in range(10)) / 10 for end in TENS}
+
+    def logs(losses: dict[int, float]) -> list[dict[str, Any]]:
+        return [{"step": step, "loss": loss} for step, loss in losses.items()]
+
+    state(tmp_path / "bf16-means.json", logs(means))
+    state(tmp_path / "bf16.json", logs(single))
+    state(tmp_path / "mxfp8.json", logs({step: loss + 0.5 for step, loss in means.items()}))
+    state(tmp_path / "mxfp4.json", logs({step: loss + 0.25 for step, loss in single.items()}))
+    (tmp_path / "hifp8.csv").write_text("step,loss\n" + "".join(f"{step},3\n" for step in TENS))
+    for name in ("bf16-means.json", "bf16.json", "mxfp8.json", "mxfp4.json", "hifp8.csv"):
+        recipe = name.partition(".")[0].partition("-")[0]
+        assert command("import", str(tmp_path / name), "--recipe", recipe, *same) == 0
+    (section,) = compare(tmp_path / "runs").sections
+    figures = {row.recipe: row.figures for row in section.rows}
+    assert figures["mxfp8"]["gap_mean_nats"] == pytest.approx(0.5) and figures["mxfp8"]["common_iterations"] == 4
+    assert figures["mxfp4"]["gap_mean_nats"] == pytest.approx(0.25) and figures["mxfp4"]["common_iterations"] == 40
+    assert "gap_mean_nats" not in figures["hifp8"]  # a mean of ten, or the loss of every tenth: nobody knows
+    with Catalog.open(tmp_path / "runs") as catalog:
+        table = runs_with_reference(catalog.runs(), catalog.parts())
+        gaps = loss_gaps(table, losses_of(catalog, table["run_id"].tolist()))
+    recipes = table.set_index("run_id")["recipe"]
+    means_of = gaps.groupby(gaps["run_id"].map(recipes))["gap"].mean().to_dict()
+    assert {"mxfp8": means_of["mxfp8"], "mxfp4": means_of["mxfp4"]} == pytest.approx({"mxfp8": 0.5, "mxfp4": 0.25})
+    assert "hifp8" not in means_of
 
 
 def test_a_nan_is_kept_as_no_loss(command, tmp_path):

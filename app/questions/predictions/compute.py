@@ -43,7 +43,7 @@ def measured(opened: Catalog, found: Costs) -> tuple[pd.DataFrame, int]:
     table = table[table["quantized"] | (table["recipe"] != "bf16")].drop_duplicates(
         ["name", "seed", "settings"], keep="last"
     )
-    by_iteration = loss_gaps(table, losses_of(opened, [*table["run_id"], *table["reference"].dropna()]))
+    by_iteration = loss_gaps(table, losses_of(opened, [*table["run_id"], *table["references"].explode().dropna()]))
     by_run = by_iteration.sort_values("iteration").groupby("run_id")["gap"].agg(["first", "mean"])
     table = table.merge(by_run, left_on="run_id", right_index=True)
     configs = dict(zip(runs["run_id"], runs["config"], strict=True))

@@ -19,28 +19,28 @@ from binade.collector.recipes.recipe import BF16
 from binade.collector.recipes.seeds import judged
 from binade.data import evidence
 from binade.data.evidence import GAP, Estimate
-from binade.data.same_data import equal_warm_up, losses_on_same_data
+from binade.data.same_data import closest, equal_warm_up, losses_on_same_data
 
 
 def loss_gaps(table: pd.DataFrame, losses: dict[str, list[dict[str, Any]]]) -> pd.DataFrame:
-    """Each run's loss against its reference's at the same iteration and on the same data, warm-up left out.
+    """Each run's loss against its reference's at the same iteration and on the same data, warm-up left out. Of several
+    references, the one counts whose losses can be compared at most iterations.
 
     Columns run_id, label, iteration, loss, gap (nats per token; positive: worse than bf16), equal (whether weights are
     known to be those of the reference). Iterations that the reference does not have, and runs without a reference, are
     left out.
     """
 
-    def equal(run: pd.Series) -> bool:
-        return equal_warm_up(losses.get(run["run_id"], []), losses.get(run["reference"], []))
-
-    rows = [
-        (run["run_id"], run["label"], iteration, loss, loss - other, iteration == 0 and same)
-        for _, run in table.iterrows()
-        for same in (equal(run),)
-        for iteration, loss, other in losses_on_same_data(
-            losses.get(run["run_id"], []), losses.get(run["reference"], [])
-        )
-    ]
+    rows = []
+    for _, run in table.iterrows():
+        own = losses.get(run["run_id"], [])
+        others = [losses[each] for each in run["references"] if each in losses and each != run["run_id"]]
+        reference = closest(own, [(each, each) for each in others]) or losses.get(run["reference"], [])
+        same = equal_warm_up(own, reference)
+        rows += [
+            (run["run_id"], run["label"], iteration, loss, loss - other, iteration == 0 and same)
+            for iteration, loss, other in losses_on_same_data(own, reference)
+        ]
     return pd.DataFrame(rows, columns=["run_id", "label", "iteration", "loss", "gap", "equal"])
 
 

@@ -95,7 +95,8 @@ def _course(
     """(the losses of the newest runs by run_id, at most SPARKS points per run; by run_id and column of the table, how
     they compare with their bf16 runs)."""
     newest = runs["run_id"].head(MOST_RUNS)
-    steps = losses_of(opened, list(dict.fromkeys([*newest, *named["reference"].dropna()])), lost=True)
+    compared_with = named["references"].explode().dropna()
+    steps = losses_of(opened, list(dict.fromkeys([*newest, *compared_with])), lost=True)
     found = {run: [record for record in records if record["loss"] is not None] for run, records in steps.items()}
     every = {run: [record["loss"] for record in records] for run, records in found.items()}
     gaps = recipes.loss_gaps(named, found)

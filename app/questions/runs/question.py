@@ -23,6 +23,7 @@ from binade.app.questions.shared.selection import Selection
 from binade.data import evidence
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
+from binade.data.same_data import window_of
 from binade.data.text import counted
 
 SMOOTH = Control(
@@ -62,16 +63,17 @@ def recipe_names(runs: pd.DataFrame) -> dict[str, str]:
 def over_seeds(
     records: Mapping[str, Sequence[Mapping[str, Any]]], names: Mapping[str, str]
 ) -> tuple[dict[str, list[dict[str, Any]]], pd.DataFrame, pd.DataFrame]:
-    """(the records of each group, in nats per token: of several seeds, the means of the iterations that all have; their
-    95% intervals of Student's t, with columns group, iteration, low, high; the records of these seeds, with columns
-    group, seed, iteration, loss). names: the group of each run, as `recipe_names`."""
+    """(the records of each group, in nats per token: of several seeds, the means of the iterations at which all have a
+    loss of the same window; their 95% intervals of Student's t, with columns group, iteration, low, high; the records
+    of these seeds, with columns group, seed, iteration, loss). names: the group of each run, as `recipe_names`."""
     lines = {run: {record["iteration"]: record["loss"] for record in found} for run, found in records.items()}
+    windows = {run: {(record["iteration"], window_of(record)) for record in found} for run, found in records.items()}
     means: dict[str, list[dict[str, Any]]] = {}
     intervals, seeds = [], []
     for group in dict.fromkeys(names[run] for run in records):
         runs = [run for run in records if names[run] == group]
         means[group] = []
-        for iteration in sorted(set.intersection(*(set(lines[run]) for run in runs))):
+        for iteration, _ in sorted(set.intersection(*(windows[run] for run in runs)), key=lambda pair: pair[0]):
             losses = [lines[run][iteration] for run in runs]
             if len(runs) == 1 or None in losses:
                 means[group].append({"iteration": iteration, "loss": losses[0] if len(runs) == 1 else None})

@@ -35,6 +35,7 @@ def runs_with_reference(runs: pd.DataFrame, parts: pd.DataFrame) -> pd.DataFrame
     label      the name, unique
     PARTS      one column per part: its format, "bf16" if it is not rounded; None if only losses were imported
     reference  the run_id of the newest bf16 run on the same data, or None
+    references the run_ids of all of them, the newest first
     quantized  whether any part is, or the recipe rounds anything else
     seed
     data       the same for runs on the same data from the same weights; None if that is unknown
@@ -64,8 +65,9 @@ def runs_with_reference(runs: pd.DataFrame, parts: pd.DataFrame) -> pd.DataFrame
     ]
     table["stated"] = pd.Series([states_all(config) for config in configs], table.index, bool)
     plain = table[(table["recipe"] == "bf16") & ~table["quantized"] & table["data"].notna()]
-    newest = dict(zip(plain["data"], plain["run_id"], strict=True))
-    table["reference"] = [newest.get(data) for data in table["data"]]
+    on_data = {data: tuple(ids[::-1]) for data, ids in plain.groupby("data")["run_id"].agg(list).items()}
+    table["references"] = [on_data.get(data, ()) for data in table["data"]]
+    table["reference"] = [next(iter(ids), None) for ids in table["references"]]
     table["rounded"] = [_rounded(row) for _, row in table.iterrows()]
     table["name"] = runs["name"].fillna(table["rounded"])
     table["label"] = run_labels(table)
@@ -116,7 +118,8 @@ def compared_with(table: pd.DataFrame, run_id: str) -> pd.DataFrame:
     """The table of `runs_with_reference` with this run as the reference of all others on the same data."""
     data = table.loc[table["run_id"] == run_id, "data"].iloc[0]
     others = (table["data"] == data) & (table["run_id"] != run_id)  # None equals nothing
-    return table.assign(reference=others.map({True: run_id, False: None}), quantized=others)
+    references = others.map({True: (run_id,), False: ()})
+    return table.assign(reference=others.map({True: run_id, False: None}), references=references, quantized=others)
 
 
 def run_titles(table: pd.DataFrame) -> dict[str, str]:

@@ -17,10 +17,14 @@ from binade.app.questions.recipes.compute import costs, loss_gaps
 from binade.app.questions.shared.runs import runs_with_reference
 from binade.collector import Recorder, TrainerCallback, coverage, instrument
 from binade.collector.cli.compare import compare
+from binade.collector.errors import ConfigError
+from binade.collector.imports.losses import find_logs
+from binade.collector.imports.readers.series import Columns
 from binade.collector.recipes.files import to_toml
 from binade.collector.recipes.parse import parse_recipe
 from binade.data.catalog import Catalog
 from binade.data.runs import RunError, RunInfo, check_losses, list_runs, read_run, read_steps
+from binade.data.same_data import window_of
 
 VOCAB, WIDTH = 48, 32
 
@@ -147,7 +151,8 @@ def test_losses_without_data_do_not_match(tmp_path):
     assert all("gap_mean_nats" not in row.figures for row in section.rows)
 
 
-def test_trainer_logs_by_itself(tmp_path):
+@pytest.mark.parametrize(("every", "iterations", "windows"), [(1, [0, 1, 2], [1, 1, 1]), (2, [1], [2])])
+def test_trainer_logs_by_itself(tmp_path, every, iterations, windows):
     from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
     torch.manual_seed(0)
@@ -156,17 +161,30 @@ def test_trainer_logs_by_itself(tmp_path):
     data = [{"input_ids": batch(i)[0], "labels": batch(i)[0]} for i in range(12)]
     arguments = TrainingArguments(
         str(tmp_path / "out"), max_steps=3, per_device_train_batch_size=2, gradient_accumulation_steps=2,
-        logging_steps=1, report_to=[], use_cpu=True, save_strategy="no", disable_tqdm=True,
+        logging_steps=every, report_to=[], use_cpu=True, save_strategy="no", disable_tqdm=True,
     )  # fmt: skip
     with Recorder(tmp_path / "runs", iterations=1, scores=()) as recorder:
         trainer = Trainer(model, arguments, train_dataset=data, callbacks=[TrainerCallback("mxfp8", recorder)])
         trainer.train()
+    trainer.save_state()
     run = read_run(recorder.writer.directory)
-    lines, history = read_steps(run.directory), [each for each in trainer.state.log_history if "loss" in each]
+    lines = [line for line in read_steps(run.directory) if line["loss"] is not None]
+    history = [each for each in trainer.state.log_history if "loss" in each]
     assert [line["loss"] for line in lines] == [each["loss"] for each in history]
     assert [line["grad_norm"] for line in lines] == [each["grad_norm"] for each in history]
-    assert [line["iteration"] for line in lines] == [0, 1, 2] and len({line["data_sha256"] for line in lines}) == 3
+    assert [line["iteration"] for line in lines] == iterations
+    assert len({line["data_sha256"] for line in lines}) == len(iterations)
+    assert [window_of(line) for line in lines] == windows
     assert (run.config["model"], run.config["recipe"]) == ("LlamaForCausalLM", "mxfp8")
+    (log,) = find_logs(tmp_path / "out", tmp_path / "runs").logs  # trainer_state.json, as the Trainer has written it
+    (series,) = log.reader.read(log.path, Columns())
+    assert [*series.losses.values()] == [each["loss"] for each in history]
+    assert [*series.windows.values()] == windows or len(windows) == 1  # of a single loss, the file does not say it
+
+
+def test_the_window_of_a_loss(tmp_path):
+    with Recorder(tmp_path) as recorder, pytest.raises(ConfigError, match="window is 0"):
+        recorder.log(loss=1.0, window=0)
 
 
 def left(model: nn.Module) -> set[str]:
