@@ -125,6 +125,16 @@ def test_pages_over_imports_alone(visit: Visit, imported: Path, page: str, view:
     assert IMAGE not in told and LINK not in told and "www.evil.example" not in told
 
 
+@pytest.mark.parametrize("view", [None, "recipes", "difference"])
+def test_losses_of_an_unknown_recipe(visit: Visit, tmp_path: Path, view: str):
+    log = tmp_path / "main.log"
+    log.write_text("".join(f"s:{step} trl:{5 - step / 10} lr:0.1\n" for step in range(1, 21)))
+    import_log(log, tmp_path / "runs", Columns(), recipe=None, start=dict.fromkeys(("model", "dataset", "seed")))
+    at = visit(tmp_path / "runs", "runs", **({"view": view} if view else {}))
+    assert not at.exception
+    assert view or at.dataframe[0].value["source"].str.endswith("main.log").all()
+
+
 def test_runs_name_the_directory(visit: Visit, imported: Path):
     at = visit(imported, "runs")
     run = at.dataframe[0].value.iloc[0]

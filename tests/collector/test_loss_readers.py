@@ -491,6 +491,21 @@ def test_means_are_compared_with_means_of_as_many_iterations(command, tmp_path):
     assert "hifp8" not in means_of
 
 
+@pytest.mark.parametrize("kind", ["state", "scalars"])
+def test_a_document_in_one_long_line(tmp_path, kind):
+    """Longer than what a file is recognized by."""
+    many = range(1, 60_001)
+    history = [{"step": step, "loss": 2.0} for step in many]
+    document = {"log_history": history} if kind == "state" else [[1725000000.5, step, 2.0] for step in many]
+    (tmp_path / "log").write_text(json.dumps(document))
+    assert len(read(tmp_path / "log")[1].losses) == 60_000
+
+
+def test_blank_lines_before_the_columns(tmp_path):
+    (tmp_path / "log").write_text("\n\nstep,loss\n\n1,2\n")
+    assert read(tmp_path / "log")[1].losses == {1: 2.0}
+
+
 def test_a_nan_is_kept_as_no_loss(command, tmp_path):
     (tmp_path / "log").write_text("s:1 trl:2.0 \ns:2 trl:nan \ns:3 trl:-nan \n")
     assert math.isnan(read(tmp_path / "log")[1].losses[2])

@@ -77,7 +77,8 @@ class Start:
         if b"\0" in content:
             return cls(path, content, ())
         lines = re.split("\r\n|\n|\r", content.decode("utf-8-sig", errors="replace"))
-        return cls(path, content, tuple(lines[:-1] if len(content) == HEAD else lines))
+        cut = len(content) == HEAD and len(lines) > 1
+        return cls(path, content, tuple(lines[:-1] if cut else lines))
 
     @property
     def first(self) -> str:

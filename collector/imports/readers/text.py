@@ -45,17 +45,19 @@ def csv_rows(path: Path, notes: Notes) -> Rows:
             return
         if any("\n" in cell or "\r" in cell for cell in cells):  # which would swallow the rows in between
             raise ConfigError(f"{place}: a value contains a line break, as if a quote is not closed: expected one line")
+        if not any(map(str.strip, cells)):
+            continue
         if header is None:
             header = cells
             if len(set(header)) < len(header):
                 raise ConfigError(f"{path} has a column name twice in its first line")
-        elif any(map(str.strip, cells)):
-            if len(cells) != len(header):
-                which = "more" if len(cells) > len(header) else "fewer"
-                raise ConfigError(
-                    f"{place}: there are {which} values than columns: expected {len(header)} with commas between them"
-                )
-            yield place, dict(zip(header, cells, strict=True))
+            continue
+        if len(cells) != len(header):
+            which = "more" if len(cells) > len(header) else "fewer"
+            raise ConfigError(
+                f"{place}: there are {which} values than columns: expected {len(header)} with commas between them"
+            )
+        yield place, dict(zip(header, cells, strict=True))
 
 
 def csv_header(line: str) -> list[str]:
