@@ -24,7 +24,7 @@ from binade.data.remote import fetched
 from binade.data.runs import IMPORT, RunError, RunInfo, read_steps
 from binade.data.segment import COUNTS, MOMENTS, file_when_imported, read_tables
 from binade.data.store import TensorFileError, load
-from binade.data.text import describe
+from binade.data.text import describe, natural
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,6 +48,7 @@ SETTINGS = (
     "micro_batches", "micro_batch_size", "sequence_length", *OVERRIDES,
 )  # fmt: skip
 RECORDED = re.compile(r"r\d+-(\d+)")  # an id, with the number of the tensor among those that its rank recorded
+ORDER = "execution_order"
 CHUNK = 1 << 24  # values that are compared at once
 Row = dict[str, Any]
 Key = tuple[Any, ...]
@@ -109,7 +110,10 @@ class Compared:
 class Difference:
     """The comparison of two runs: the tensors of both, in the order of execution in the first; descriptions of those
     that only one has, or has in part; one sentence for each difference of settings or data; and the operands that are
-    not rounded to the same format, or that one did not record, in the iterations that both recorded."""
+    not rounded to the same format, or that one did not record, in the iterations that both recorded.
+
+    in_order_of_names: whether the order of execution is not known for all of these tensors, as of an imported run whose
+    tool does not say. Those of which it is known come first, the others follow in the natural order of their names."""
 
     rows: tuple[Compared, ...] = ()
     only_a: tuple[str, ...] = ()
@@ -117,6 +121,7 @@ class Difference:
     incomplete: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     formats: tuple[FormatDifference, ...] = ()
+    in_order_of_names: bool = False
 
     def first(self, tolerance: float | None) -> int | None:
         """The index of the first row that differs, see `Compared.differs`; None if none does."""
@@ -243,6 +248,7 @@ def difference(
         tuple(incomplete),
         tuple(_notes(a, b)),
         _formats(ours, theirs, only is not None),
+        a.config.get("kind") == IMPORT and any(row[ORDER] is None for key in common for row in ours[key].rows),
     )
 
 
@@ -278,7 +284,7 @@ def _tensors(run: RunInfo, reads: Callable[[str], None]) -> dict[Key, _Whole]:
                 f"{run.run_id} cannot be compared: segment {segment} is damaged: {describe(error)}"
             ) from None
     # Merged segments may hold them in another order. A rank numbers its tensors.
-    for row in sorted(rows, key=lambda row: (len(row["tensor_id"]), row["tensor_id"])):
+    for row in sorted(rows, key=_imported if run.config.get("kind") == IMPORT else _recorded):
         rank = row["rank"] or 0
         identity = (*(row[name] for name in IDENTITY[:-1]), row["dp_rank"] or 0)
         key = (*identity, seen[rank, identity])
@@ -290,6 +296,16 @@ def _tensors(run: RunInfo, reads: Callable[[str], None]) -> dict[Key, _Whole]:
         place = int(number[1]) if number else places[rank]
         order[key] = min(order.get(key, place), place)
     return {key: found[key] for key in sorted(found, key=lambda key: (-1 if key[0] is None else key[0], order[key]))}
+
+
+def _recorded(row: Row) -> tuple[Any, ...]:
+    return len(row["tensor_id"]), row["tensor_id"]
+
+
+def _imported(row: Row) -> tuple[Any, ...]:
+    order = row[ORDER]
+    names = [natural(text or "") for text in (row["path"], row["file_key"], row["tensor_id"])]
+    return order is None, order or 0, *names
 
 
 def _place(key: Key) -> str:

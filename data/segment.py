@@ -87,6 +87,7 @@ class Origin:
     stage        "before" or "after" quantization; None if it was not quantized, or it is not known
     corrections  one sentence for each value that differs from the log
     key          the tensor's key in a file that holds several
+    order        its place in the order in which its iteration was executed on its rank; None if the tool does not say
     file_size, file_time_ns  of the file when it was imported, with the content that the row's sha256 is of: see
                  store.changed_ns
     """
@@ -96,6 +97,7 @@ class Origin:
     stage: str | None = None
     corrections: tuple[str, ...] = ()
     key: str | None = None
+    order: int | None = None
     file_size: int | None = None
     file_time_ns: int | None = None
 
@@ -237,6 +239,7 @@ _ORIGIN = (
     ("stage", _TEXT, "stage"),
     ("corrections", _TEXT, "correction_lines"),
     ("file_key", _TEXT, "key"),
+    ("execution_order", _LONG, "order"),
     ("file_size", _LONG, "file_size"),
     ("file_time_ns", _LONG, "file_time_ns"),
 )

@@ -126,3 +126,10 @@ def csv_table(frame: pd.DataFrame, comment: str = "") -> str:
     for name in frame.select_dtypes(exclude="number"):
         cells[name] = frame[name].map(csv_cell)
     return lines + cells.rename(columns=csv_cell).to_csv(index=False)
+
+
+def natural(text: str) -> tuple[tuple[int, str], ...]:
+    """A key that sorts names by their numbers: layer2 before layer10."""
+    parts = re.split(r"([0-9]+)", text)  # text and digits in turn
+    digits = [part.lstrip("0") for part in parts]
+    return tuple((len(digits[i]), digits[i]) if i % 2 else (0, part) for i, part in enumerate(parts))

@@ -25,8 +25,9 @@ def _diff(run_a: str, run_b: str, root: str | None, tolerance: float | None, bit
     RUN is the directory of a run, or its name in the root. The runs may come from two machines, versions or backends,
     or split the model across a different number of tensor-parallel ranks. Tensors are matched by iteration,
     micro-batch, layer, module, operation and name, joined across ranks, and compared in the order in which RUN_A
-    computed them: by their values if both runs have them, else by their statistics. Operands of GEMMs that the runs do
-    not round to the same format are listed as well.
+    computed them: by their values if both runs have them, else by their statistics. If the tool that wrote an imported
+    run does not say in which order it computed them, they are in the order of their names. Operands of GEMMs that the
+    runs do not round to the same format are listed as well.
 
     Exit status: 0 if no tensor differs, 1 if one does or there is none to compare.
     """
@@ -77,7 +78,8 @@ def _lines(found: Difference, limit: float | None, first: int | None) -> list[st
     count = sum(row.differs(limit) for row in rows)
     return [
         *lines,
-        f"{count:,} tensor{'s' * (count != 1)} differ{'s' * (count == 1)} {beyond}; first difference, after {first:,} "
+        f"{count:,} tensor{'s' * (count != 1)} differ{'s' * (count == 1)} {beyond}; first difference"
+        f"{' in the order of names' * found.in_order_of_names}, after {first:,} "
         f"tensor{'s' * (first != 1)} that do{'es' * (first == 1)} not: {_described(rows[first])}",
         "",
         "  difference    largest  tensor",

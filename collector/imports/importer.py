@@ -152,7 +152,8 @@ def read_file(job: Job) -> Read:
                 log = interpret(path, found.metadata, found.key)
                 version = log.version
                 tensor_id = _tensor_id(job, number if found.key is not None else None, name, state.sha256)
-                rows.append(_row(job, tensor_id, state, found, found.tensor, found.dtype, log))
+                order = None if log.order is None else log.order + number
+                rows.append(_row(job, tensor_id, state, found, found.tensor, found.dtype, replace(log, order=order)))
     except (TensorFileError, MemoryError, OSError) as error:
         reason = "there is not enough memory to read it" if isinstance(error, MemoryError) else describe(error)
         no_memory = isinstance(error, (TooLargeError, MemoryError))
@@ -195,7 +196,8 @@ def _identity(log: Log) -> Identity:
 
 
 def _origin(log: Log, *notes: str, **of_file: Any) -> Origin:
-    return Origin(log.version, log.original_quant_type, log.stage, (*log.corrections, *notes), **of_file)
+    corrections = (*log.corrections, *notes)
+    return Origin(log.version, log.original_quant_type, log.stage, corrections, order=log.order, **of_file)
 
 
 def _row(

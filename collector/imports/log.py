@@ -48,6 +48,8 @@ class Log:
     stage             whether the tensor was taken before or after it was quantized (BEFORE, AFTER)
     captured          the time in the log; its time zone is unknown
     contracted_axis   of an operand, from the end
+    order             the place in the order of execution, within an iteration and a rank. Tensors of one file, which
+                      may have the same, are in the order of the file
     corrections       a sentence for each value that differs from the log, with the reason
     """
 
@@ -68,6 +70,7 @@ class Log:
     expert: int | None = None
     captured: datetime | None = None
     contracted_axis: int | None = None
+    order: int | None = None
     corrections: tuple[str, ...] = ()
 
 
@@ -114,7 +117,8 @@ def make(version: str, corrections: tuple[str, ...] = (), **words: Any) -> Log:
     known: dict[str, Any] = {name: value for name, value in words.items() if is_word(value)}
     for name, least in {"layer_index": 1, "rank": 0, "expert": 0}.items():
         known[name] = integer(words.get(name), least)
-    known["iteration"] = integer(words.get("iteration"), 0, LARGEST_STEP)
+    for name in ("iteration", "order"):
+        known[name] = integer(words.get(name), 0, LARGEST_STEP)
     known["component"] = {"linear": "linear", "attention": "FA"}.get(known.get("layer_type", ""))
     axis = CONTRACTED.get(tuple(known.get(name) for name in ("layer_type", "operation", "tensor_name")))
     return Log(version, contracted_axis=axis, corrections=corrections, **known)

@@ -7,17 +7,22 @@ MindSpore), in a folder with dump.json, which lists them with statistics, stack.
 
 As mindstudio-probe 26.2.0 writes them. With "task": "statistics" there are no values, only maximum, minimum, mean and
 norm of each tensor in dump.json; mean and norm are rounded to the tensor's dtype.
+
+dump.json lists calls in the order in which they were recorded, except the gradients of parameters: their entries are
+made during the forward pass. Here they follow the backward pass of their module.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path, PurePath
 from typing import Any, TypeGuard
 
@@ -26,6 +31,8 @@ from binade.data.store import read_file, regular
 
 NAME = "msprobe"
 DATA = "dump_tensor_data"
+PARAMETERS = ".parameters_grad"
+DAMAGED = (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError)
 SIDES = {"input_args": "input", "input_kwargs": "kwargs"}  # as dump.json names the sides; the others are the same
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 STATISTICS = {"Min": "min", "Max": "max", "Mean": "mean"}
@@ -54,14 +61,38 @@ _FUNCTION = re.compile(
 def read(path: PurePath, metadata: object, key: str | None) -> Log | None:
     if path.parent.name != DATA or key is not None:
         return None
-    if found := _MODULE.fullmatch(path.stem):
+    return _named(path.parent, path.stem, _order_of(path.parents[1] / "dump.json").get(path.stem))
+
+
+def _named(folder: PurePath, name: str, order: int | None) -> Log | None:
+    """What the name of a tensor says, in a folder DATA, whether there is such a file or only an entry in dump.json."""
+    if found := _MODULE.fullmatch(name):
         words = _module(found)
-    elif found := _FUNCTION.fullmatch(path.stem):
+    elif found := _FUNCTION.fullmatch(name):
         words = _function(found)
     else:
         return None
-    step, rank = _STEP.fullmatch(path.parents[2].name), _RANK.fullmatch(path.parents[1].name)
-    return make(NAME, iteration=step and step[1], rank=rank and rank[1], **words)
+    step, rank = _STEP.fullmatch(folder.parents[1].name), _RANK.fullmatch(folder.parent.name)
+    return make(NAME, iteration=step and step[1], rank=rank and rank[1], order=order, **words)
+
+
+def _order_of(lists: PurePath) -> Mapping[str, int]:
+    """The place of each tensor of a dump.json in the order of execution; empty for one that cannot be read."""
+    try:
+        status = os.stat(lists)
+        return _order(Path(lists), status.st_size, status.st_mtime_ns)
+    except (OSError, *DAMAGED):
+        return {}
+
+
+@lru_cache(maxsize=4)
+def _order(lists: Path, size: int, time_ns: int) -> Mapping[str, int]:
+    """size, time_ns: the file's, so that changed content is read again. Raises as `_tensors`."""
+    order: dict[str, int] = {}
+    for number, (name, tensor) in enumerate(_tensors(lists)):
+        file = tensor.get("data_name")
+        order.setdefault(file.removesuffix(PurePath(file).suffix) if isinstance(file, str) else name, number)
+    return order
 
 
 def _module(found: re.Match[str]) -> dict[str, Any]:
@@ -124,19 +155,33 @@ def logs(path: Path) -> bool:
 
 def statistics(path: Path) -> Statistics:
     try:
-        calls = json.loads(read_file(path))["data"]
-        return _statistics(path, [tensor for name, call in calls.items() for tensor in _leaves(name, call)])
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError):
+        return _statistics(path, _tensors(path))
+    except DAMAGED:
         raise ValueError("it is damaged, or not a dump.json of msprobe") from None
+
+
+def _tensors(lists: Path) -> list[tuple[str, dict[str, Any]]]:
+    """The tensors that a dump.json lists, in the order of execution, each with the name that its file would have.
+    Raises DAMAGED, OSError."""
+    calls = json.loads(read_file(lists))["data"]
+    ended = {name.rpartition(".backward.")[0]: number for number, name in enumerate(calls) if ".backward." in name}
+
+    def executed(numbered: tuple[int, str]) -> tuple[int, int]:
+        number, name = numbered
+        module, is_gradient, _ = name.partition(PARAMETERS)
+        return (ended.get(module, len(calls)), number + 1) if is_gradient else (number, 0)
+
+    ordered = [name for _, name in sorted(enumerate(calls), key=executed)]
+    return [tensor for name in ordered for tensor in _leaves(name, calls[name])]
 
 
 def _statistics(path: Path, tensors: list[tuple[str, dict[str, Any]]]) -> Statistics:
     found, left_out = [], Counter[tuple[str, str]]()
-    for name, tensor in tensors:
+    for order, (name, tensor) in enumerate(tensors):
         dtype, shape = str(tensor.get("dtype")).rpartition(".")[2].lower(), tensor.get("shape")
         values = {name: _number(tensor.get(name)) for name in ("Min", "Max", "Mean", "Norm")}
         norm = values["Norm"]
-        log = read(path.with_name(DATA) / f"{name}.pt", None, None)
+        log = _named(path.with_name(DATA), name, order)
         if dtype not in BYTES:
             left_out["", f"not a floating tensor: {dtype[:40]}"] += 1
         elif not _is_shape(shape):
@@ -163,7 +208,7 @@ def _leaves(name: str, node: Any) -> Iterator[tuple[str, dict[str, Any]]]:
             yield from _leaves(f"{name}.{SIDES.get(key, key)}", below)
     elif isinstance(node, list):
         for index, below in enumerate(node):
-            yield from _leaves(name if ".parameters_grad" in name else f"{name}.{index}", below)
+            yield from _leaves(name if PARAMETERS in name else f"{name}.{index}", below)
 
 
 def _number(value: object) -> float | None:

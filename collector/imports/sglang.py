@@ -2,6 +2,7 @@
 value and meta, and --debug-tensor-dump-output-folder's TP{t}_PP{p}_Rank{r}_pid{n}/Pass{i:05d}.pt, outputs by module.
 
 As srt/debug_utils/dumper.py and tensor_dump_forward_hook.py of sglang 0.5.23 write them. Layers count from 0.
+dump_index counts the dumps of a rank; a Pass lists the modules in the order in which their forward passes ended.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def read(path: PurePath, metadata: object, key: str | None) -> Log | None:
     folder, number = _FOLDER.fullmatch(path.parent.name), _PASS.fullmatch(path.stem)
     if folder and number and key is not None:
         words = _in_module(key) | {"operation": "forward", "phase": "post", "tensor_name": "output"}
-        return make(NAME, iteration=number[1], rank=folder[1], **words)
+        return make(NAME, iteration=number[1], rank=folder[1], order=0, **words)
     tags: dict[str, Any] = dict(part.partition("=")[::2] for part in path.stem.split("___"))
     if key not in (None, "value") or not {"rank", "dump_index", "name"} <= tags.keys():
         return None
@@ -35,7 +36,7 @@ def read(path: PurePath, metadata: object, key: str | None) -> Log | None:
     if (layer := integer(tags.get("layer_id"), 0)) is not None:
         words["layer_index"] = layer + 1
     step = next((tags[name] for name in STEPS if name in tags), None)
-    return make(NAME, iteration=step, rank=tags["rank"], **words)
+    return make(NAME, iteration=step, rank=tags["rank"], order=tags["dump_index"], **words)
 
 
 def _named(name: str) -> dict[str, Any]:
