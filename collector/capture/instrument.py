@@ -163,16 +163,19 @@ def instrument(
 
 
 def _check(recipe: Recipe, requested: str, layers: Sequence[Layer]) -> None:
-    """Raises InstrumentError for communication, and for modules that the model lacks."""
+    """Raises InstrumentError for communication, and for modules that the model lacks. Warns of patterns that match
+    nothing."""
     if recipe.communication:
         raise InstrumentError(
             "[communication] rounds what ranks of `binade run` exchange: choose the recipe without it, as in "
             f"{without(requested, 'communication')}"
         )
     try:
-        recipe.check_modules(layer.site for layer in layers if Product.LINEAR in layer.products)
+        unmatched = recipe.check_modules(layer.site for layer in layers if Product.LINEAR in layer.products)
     except RecipeError as error:
         raise InstrumentError(str(error)) from None
+    for each in unmatched:
+        warnings.warn(each, stacklevel=2)
 
 
 Stages = list[tuple[Layer, Product, Sequence[tuple[int, Part]]]]

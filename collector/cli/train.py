@@ -80,6 +80,7 @@ def describe(plan: Plan, root: Path) -> str:
         *(f"{'source' if not n else '':<9} {text}" for n, text in enumerate(recipe.about.source)),
         *(f"{'omits' if not n else '':<9} {text}" for n, text in enumerate(recipe.about.leaves_out)),
         *(f"{'uncertain' if not n else '':<9} {text}" for n, text in enumerate(recipe.about.uncertain)),
+        *(f"{'note' if not n else '':<9} {text}" for n, text in enumerate(recipe.check_modules(shape.sites()))),
         f"model     {config.model_title}: {shape.describe()}, "
         f"vocabulary {shape.vocab}; {shape.parameters / 1e6:.1f} M weights",
         f"weights   {describe_weights(Path(config.model)) if config.has_path else f'random, seed {config.seed}'}",

@@ -81,11 +81,15 @@ ABOUT = {each.name: each.type for each in fields(About)}
 SECTIONS = (*PARTS, MODULES, "keep", *TABLES, "schedule")
 LONGEST_EXCERPT = 80
 Reader = Callable[[str, str], Draft]
+# A recipe in front of the path of a precision file: a name, with the options of a spec, or the path of a .toml file.
+ON_BASE = re.compile(r"(?P<base>[^/+()]+(?:\([^()]*\))?|[^+]+\.toml)\+(?P<file>.+\.yaml)")
 START = re.compile(r"[1-9]\d{0,8}|(100|\d{1,2})(\.\d+)?%")
 
 
 def label(recipe: str) -> str:
     """The name of a recipe in a list: a file without its folder."""
+    if found := ON_BASE.fullmatch(recipe):
+        return f"{label(found['base'])}+{label(found['file'])}"
     return Path(recipe).name
 
 

@@ -13,6 +13,7 @@ stays in float32 unless it is given a format.
     <published>         a recipe of `collector/recipes/*.toml`, see collector.recipes.files
     <path>.toml         one of the user's own
     <path>.yaml         Megatron Core's precision file, see collector.recipes.precision_file
+    <recipe>+<path>.yaml   one that says what differs from a recipe: te_mxfp8+mine.yaml
 
 `without=` turns ingredients off, to see what each is for: `nvidia_nvfp4(without=rounding+rotation)`, see INGREDIENTS.
 `backward=dequantized` and `backward=high_precision` run dgrad and wgrad of every linear layer in bf16, on what the
@@ -30,12 +31,13 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from binade.collector.recipes import precision_file
 from binade.collector.recipes.draft import BACKWARDS, INGREDIENTS, Draft, formats_of
-from binade.collector.recipes.files import PUBLISHED, Reader, draft_of, read_draft
+from binade.collector.recipes.files import ON_BASE, PUBLISHED, Reader, draft_of, read_draft
 from binade.collector.recipes.recipe import OPERANDS, Recipe, RecipeError
 from binade.quant.formats import FORMATS
 from binade.quant.specs import Softmax, Spec
@@ -112,10 +114,17 @@ def _draft(text: str) -> tuple[str, Draft]:
     if BACKWARD.search(base) and backward not in BACKWARDS:
         raise RecipeError(f"backward={backward} is not possible: expected {' or '.join(BACKWARDS)}")
     base = BACKWARD.sub("", base).replace("()", "")
+    under = ""
+    if on_base := ON_BASE.fullmatch(base):
+        under, base = on_base["base"], on_base["file"]
     path = PUBLISHED.get(base) or (Path(base) if Path(base).suffix in READERS else None)
     options = [f"backward={backward}"] * bool(backward) + [f"without={'+'.join(ingredients)}"] * bool(ingredients)
+    reader = READERS[path.suffix] if path else None
     name = path.stem + f"({', '.join(options)})" * bool(options) if path else text
-    draft = read_draft(path, name, READERS[path.suffix]) if path else _by_format(base)
+    if under:
+        of_base, draft = _draft(under)
+        name, reader = f"{of_base}+{name}", partial(precision_file.draft_of, base=draft)
+    draft = read_draft(path, name, reader) if path else _by_format(base)
     for stage in draft.stages() if backward else ():
         stage.set_backward(backward)
     for each in ingredients:

@@ -11,16 +11,18 @@
       fc2: {config: bf16, type: glob, pattern: "*.linear_fc2", enabled: true}
       others: {config: mxfp8, type: glob, pattern: "*", enabled: true}
 
-The first enabled matcher whose pattern matches the path of a linear layer decides. Transformer Engine's recipes have
-the formats of the published recipes in PUBLISHED_AS. From megatron/core/quantization/quant_config.py and
-TEQuantizationRecipe in megatron/core/extensions/transformer_engine.py (Megatron-LM d98e8a6).
+The first enabled matcher whose pattern matches the path of a linear layer decides. Layers that none matches get the
+format of Megatron's own options (--fp8-recipe), which are not in the file: a base recipe stands for them, as in
+te_mxfp8+mine.yaml. Transformer Engine's recipes have the formats of the published recipes in PUBLISHED_AS. From
+megatron/core/quantization/quant_config.py and TEQuantizationRecipe in megatron/core/extensions/transformer_engine.py
+(Megatron-LM d98e8a6).
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -30,11 +32,11 @@ from binade.collector.recipes.draft import Draft, Formats
 from binade.collector.recipes.files import PUBLISHED, as_table, as_text, check_keys, excerpt, read_draft
 from binade.collector.recipes.recipe import (
     BF16,
+    GLOB,
     LINEAR_OPERANDS,
     MODULES,
     PARTS,
     WHOLE_RUN,
-    About,
     Part,
     Recipe,
     RecipeError,
@@ -63,9 +65,7 @@ RECIPE: Keys = {
 }
 CONFIG: Keys = {TYPE: (TE_TYPE,), TRAINING: (), EVALUATION: ()}
 MATCHER: Keys = {"config": (), "type": ("glob",), "pattern": (), "enabled": FLAG}
-# The keys of Recipe.modules: globs of paths in GPTModel, and names.
-GLOB = re.compile(r".*[*?\[]|decoder\.")
-NAME = re.compile(r"(?:layer(\d+)\.)?(\w+)")
+NAME = re.compile(r"(?:layer(\d+)\.)?(\w+)")  # a key of Recipe.modules that is not a GLOB
 
 
 @dataclass(frozen=True)
@@ -133,8 +133,9 @@ def _load(content: str) -> tuple[object, bool]:
         loader.dispose()
 
 
-def draft_of(content: str, quant_type: str) -> Draft:
+def draft_of(content: str, quant_type: str, base: Draft | None = None) -> Draft:
     """The recipe in a file, as a draft whose modules are the patterns. quant_type is recorded for what it quantizes.
+    base: the recipe of the layers that no pattern matches; it is changed.
 
     Raises RecipeError.
     """
@@ -146,31 +147,54 @@ def draft_of(content: str, quant_type: str) -> Draft:
         raise RecipeError(f"has more than {MOST_VALUES:,} values: write it without aliases to aliases")
     sections = _checked(loaded, {"configs": (), "matchers": ()}, "the file")
     configs = {name: _config(config, f"configs.{name}") for name, config in _entries(sections, "configs")}
-    draft, used = Draft(), dict[str, Config]()
+    matched: dict[str, str] = {}  # the config by pattern
     for name, entry in _entries(sections, "matchers"):
         if not configs:
             raise RecipeError(f"matchers.{name} names a config, but configs is empty")
         matcher = _checked(entry, {**MATCHER, "config": tuple(configs)}, f"matchers.{name}")
-        pattern, config = as_text(matcher["pattern"], f"matchers.{name}.pattern"), configs[matcher["config"]]
+        pattern = as_text(matcher["pattern"], f"matchers.{name}.pattern")
         if not GLOB.match(pattern):
             raise RecipeError(f"matchers.{name}.pattern is {pattern!r}: expected a glob of paths, such as *.linear_fc2")
-        part = "linear" if pattern == ALL else f"{MODULES}.{pattern}"
-        if not matcher["enabled"] or part in draft.overrides:
-            continue
-        used[matcher["config"]] = config
-        draft.formats[part] = dict(precisions()[config.precision][1])
-        draft.request(part, quant_type)
-        if pattern == ALL:
-            break
-    else:
-        quantizing = [config for config in used.values() if config.precision != BF16]
-        if not quantizing or not all(config.in_bf16 for config in quantizing):
-            raise RecipeError(
-                f'no matcher has the pattern "{ALL}": layers that none matches get the format of Megatron\'s own '
-                "options, which is not in the file; add it as the last matcher"
-            )
-    draft.about = About(leaves_out=tuple(f"{key} of {name}" for name, config in used.items() for key in config.unused))
+        if matcher["enabled"] and ALL not in matched:
+            matched.setdefault(pattern, matcher["config"])
+    quantizing = [configs[name] for name in matched.values() if configs[name].precision != BF16]
+    if base is None and ALL not in matched and not (quantizing and all(config.in_bf16 for config in quantizing)):
+        raise RecipeError(
+            f'no matcher has the pattern "{ALL}": layers that none matches get the format of Megatron\'s own options, '
+            "which is not in the file: write the recipe that stands for them in front of the file's path, as in "
+            "te_mxfp8+FILE.yaml, or add the pattern as the last matcher"
+        )
+    draft = base or Draft()
+    for stage in draft.stages():
+        _apply(stage, {pattern: configs[name] for pattern, name in matched.items()}, quant_type, base is not None)
+    unused = [f"{key} of {name}" for name in dict.fromkeys(matched.values()) for key in configs[name].unused]
+    if draft.keep and any(config.in_bf16 for config in quantizing):
+        unused.append(f"{IN_BF16} in {draft.keep}, which the recipe keeps in bf16")
+    draft.about = replace(draft.about, leaves_out=(*draft.about.leaves_out, *unused))
     return draft
+
+
+def _apply(stage: Draft, matched: Mapping[str, Config], quant_type: str, has_base: bool) -> None:
+    """Set the formats of the matched layers in a recipe. Patterns of the recipe itself come after those of the file.
+
+    Raises RecipeError.
+    """
+    earlier = {part: stage.formats.pop(part) for part in stage.linears[1:]}
+    if ALL in matched:
+        earlier = {}
+    if names := [part for part in earlier if not GLOB.match(part.removeprefix(f"{MODULES}."))]:
+        raise RecipeError(
+            f"the recipe in front of the file has formats for {names[0]}, which would come before the file's patterns: "
+            "choose a recipe that treats all linear layers alike, or write both into one .toml file"
+        )
+    in_bf16 = has_base and not any(stage.formats["linear"].values())
+    for pattern, config in matched.items():
+        part = "linear" if pattern == ALL else f"{MODULES}.{pattern}"
+        precision = BF16 if in_bf16 and not config.in_bf16 else config.precision
+        stage.formats.setdefault(part, {})
+        stage.set(part, precisions()[precision][1])
+        stage.request(part, quant_type)
+    stage.formats |= {part: formats for part, formats in earlier.items() if part not in stage.formats}
 
 
 def _entries(sections: Mapping[str, Any], name: str) -> list[tuple[Any, Any]]:

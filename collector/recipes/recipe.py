@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -165,6 +166,7 @@ class Communication(_Specs):
     all_to_all: Spec | None = None
 
 
+GLOB = re.compile(r".*[*?\[]|decoder\.")  # a key of Recipe.modules that is a glob of paths in GPTModel, not a name
 TABLES: dict[str, type[Deoscillation | State | Communication]] = {
     "deoscillation": Deoscillation,
     "state": State,
@@ -220,18 +222,25 @@ class Recipe:
             "layers, or quantize all of them, as in nvidia_nvfp4(without=keep)"
         )
 
-    def check_modules(self, sites: Iterable[Site]) -> None:
-        """Raises RecipeError for a part of a module that has no linear layer among these sites."""
+    def check_modules(self, sites: Iterable[Site]) -> tuple[str, ...]:
+        """One sentence for each glob that matches no linear layer among these sites: as in Megatron, a file may have
+        patterns for other models. Raises RecipeError for the name of a module that is not there."""
         linear = [site for site in sites if site.module != "core"]
+        unmatched: dict[str, None] = {}
         for stage in (self, *(stage for _, stage in self.schedule)):
             for module, _ in stage.modules:
-                if not any(_covers(module, site) for site in linear):
+                if any(_covers(module, site) for site in linear):
+                    continue
+                if GLOB.match(module):
+                    unmatched[f"{module} of recipe {self.name} matches no linear layer of this model"] = None
+                else:
                     listed = ", ".join(dict.fromkeys(site.module for site in linear))
                     last = max((site.layer_index for site in linear), default=0)
                     raise RecipeError(
                         f"recipe {self.name} has formats for {module}, which the model lacks: it has {listed} in "
                         f"layers 1 to {last}"
                     )
+        return tuple(unmatched)
 
     def stages(self, iterations: int | None) -> list[tuple[int, Recipe]]:
         """The recipe of the first iteration and those of the schedule, each with the iteration from which it holds.

@@ -22,10 +22,10 @@ from binade.collector.models.registry import MODELS
 from binade.collector.models.shape import Shape
 from binade.collector.models.site import Site
 from binade.collector.recipes.files import draft_of as toml_draft
-from binade.collector.recipes.files import to_toml
+from binade.collector.recipes.files import label, to_toml
 from binade.collector.recipes.parse import parse_recipe
-from binade.collector.recipes.precision_file import GLOB, draft_of, write
-from binade.collector.recipes.recipe import Communication, Part, Recipe, RecipeError, State
+from binade.collector.recipes.precision_file import draft_of, write
+from binade.collector.recipes.recipe import GLOB, Communication, Part, Recipe, RecipeError, State
 from binade.data.catalog import Catalog
 from binade.quant.specs import OPERAND_FIELDS, Softmax, Spec
 from tests.collector.megatron_cpu import build, megatron_on_cpu
@@ -335,11 +335,89 @@ def test_a_model_is_quantized_as_the_file_says(tmp_path: Path):
     assert len(recorded) == 16
 
 
-def test_a_pattern_that_matches_no_layer_is_refused(tmp_path: Path):
-    (tmp_path / "mine.yaml").write_text(file_of({"*mixer.out_proj": "bf16", "*": "mxfp8"}))
-    with pytest.raises(InstrumentError, match=r"formats for \*mixer.out_proj, which the model lacks: it has qkv, proj"):
-        with instrument(build_ours(), str(tmp_path / "mine.yaml")):
+def test_a_pattern_that_matches_no_layer_is_a_note(tmp_path: Path, command, capsys):
+    """As in Megatron: MTP layers, and experts of a dense model. A name that the model lacks may be a typing error."""
+    path = tmp_path / "mine.yaml"
+    path.write_text(file_of({"*mtp.layers.*": "bf16", "*.mlp.experts.*": "mxfp8", "*": "nvfp4"}))
+    with pytest.warns(UserWarning, match="matches no linear layer of this model") as warned:
+        with instrument(build_ours(), str(path)):
             pass
+    assert [str(each.message).partition(" ")[0] for each in warned] == ["*mtp.layers.*", "*.mlp.experts.*"]
+    assert command("run", "--dry-run", "--recipe", str(path), "--size", "tiny") == 0
+    assert "\nnote      *mtp.layers.* of recipe mine matches no linear layer of this model\n" in capsys.readouterr().out
+    mine = Recipe("mine", modules=(("out_proj", part("te_mxfp8")),))
+    with pytest.raises(InstrumentError, match="formats for out_proj, which the model lacks: it has qkv, proj"):
+        with instrument(build_ours(), mine):
+            pass
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.dictionaries(
+        st.lists(st.sampled_from(PIECES), min_size=1, max_size=5).map("".join).filter(GLOB.match),
+        st.sampled_from(list(CONFIGS)),
+        max_size=4,
+    )
+)
+def test_layers_that_no_pattern_matches_are_those_of_the_recipe_in_front(patterns):
+    text = file_of(patterns)
+    base = toml_draft(to_toml(parse_recipe("te_block")), "te_block")
+    recipe, parsed = draft_of(text, "mine", base).recipe("mine"), RecipeConfig.from_config_dict(yaml.safe_load(text))
+    again = toml_draft(to_toml(recipe), "mine").recipe("mine")
+    for site in {*linears(LLAMA), *linears(BOTTLENECK)}:
+        if site.expert is None:
+            found = get_quant_config_or_none(site.megatron_paths[0], parsed)
+            expected = EXPECTED["te_block"] if found is None else megatrons(found)
+            assert ours(recipe, site) == ours(again, site) == expected
+
+
+def test_a_file_of_overrides_on_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path = tmp_path / "over.yaml"
+    path.write_text(file_of({"*.linear_proj": "bf16", "*.linear_fc2": "nvfp4"}))
+    with pytest.raises(RecipeError, match=r'no matcher has the pattern "\*".* as in te_mxfp8\+FILE.yaml'):
+        parse_recipe(str(path))
+    fc1, fc2, proj = (Site(1, module) for module in ("fc1", "fc2", "proj"))
+    recipe = parse_recipe(f"te_mxfp8+{path}")
+    assert recipe.name == "te_mxfp8+over" and label(f"te_mxfp8+{path}") == "te_mxfp8+over.yaml"
+    assert [ours(recipe, site) for site in (fc1, fc2, proj)] == [EXPECTED["te_mxfp8"], EXPECTED["te_nvfp4"], BF16]
+    assert recipe.linear.quant_type == "te_mxfp8" and dict(recipe.modules)["*.linear_fc2"].quant_type == recipe.name
+    assert parse_recipe(f"linear_mxfp8(scale=rceil)+{path}").linear.quant_type == "mxfp8(scale=rceil)"
+    backward = parse_recipe(f"te_mxfp8+{path}(backward=high_precision)")
+    assert backward.name == "te_mxfp8+over(backward=high_precision)"
+    assert ours(backward, fc2) == (*EXPECTED["te_nvfp4"][:2], *BF16[2:])
+    # Where Megatron's own options quantize nothing, so does a config without override_nonquantized_autocast.
+    assert [ours(parse_recipe(f"bf16+{path}"), site) for site in (fc1, fc2)] == [BF16, BF16]
+    own = config({"fp8_quantization_recipe": "mxfp8", "override_nonquantized_autocast": True})
+    path.write_text(file_of({"*.linear_fc2": "own"}, own=own))
+    assert [ours(parse_recipe(f"bf16+{path}"), site) for site in (fc1, fc2)] == [BF16, EXPECTED["te_mxfp8"]]
+    kept = parse_recipe(f"nvidia_nvfp4+{path}")
+    assert kept.keep and f"autocast in {kept.keep}, which the recipe keeps in bf16" in kept.about.leaves_out[-1]
+
+
+def test_patterns_of_the_recipe_in_front_come_last(tmp_path: Path):
+    path, experts = tmp_path / "over.yaml", Site(2, "fc1", 3)
+    path.write_text(file_of({"*.experts.*": "bf16"}))
+    assert ours(parse_recipe(f"te_nvfp4_fwd_mxfp8_bwd+{path}"), experts) == BF16
+    path.write_text(file_of({"*": "bf16"}))
+    assert ours(parse_recipe(f"te_nvfp4_fwd_mxfp8_bwd+{path}"), experts) == BF16
+    path.write_text(file_of({"*.shared_experts.*": "bf16"}))
+    assert parse_recipe(f"te_nvfp4_fwd_mxfp8_bwd+{path}").linear_of(experts).formats["forward_b"] == Spec.of("nvfp4")
+
+
+@pytest.mark.parametrize(
+    ("base", "message"),
+    [
+        ("nemotron3_super", "over.yaml: the recipe in front of the file has formats for modules.qkv, which would come"),
+        ("te_mxfp9", r"unknown recipe 'te_mxfp9' \(did you mean te_mxfp8"),
+        ("nowhere.toml", "nowhere.toml: No such file"),
+        ("te_mxfp8(without=x)", "without=x is not an ingredient"),
+    ],
+)
+def test_a_recipe_in_front_that_does_not_fit_is_refused_in_a_line(tmp_path, base, message):
+    (tmp_path / "over.yaml").write_text(file_of({"*.linear_proj": "bf16"}))
+    with pytest.raises(RecipeError, match=message) as refused:
+        parse_recipe(f"{base}+{tmp_path / 'over.yaml'}")
+    assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize(("first", "value"), [("{x: 1, y: 2}", "{<<: [*, *, *, *]}"), ("[x, y]", "[*, *, *]")])

@@ -100,7 +100,8 @@ def draw(selection: Selection, values: dict[str, Any], done: Done = lambda count
     )
     start = max(0, (first or 0) - 20)
     around = table.iloc[start : start + 200]
-    title = "In the order of execution" + (f", from tensor {start + 1:,} on" if start else "")
+    order = "names" if found.in_order_of_names else "execution"
+    title = f"In the order of {order}" + (f", from tensor {start + 1:,} on" if start else "")
     items: list[Item] = [figure, Table("differences", around, COLUMNS, title, height=420, choose="tensor_id")]
     if found.formats:
         formats = pd.DataFrame([asdict(each) for each in found.formats])
@@ -123,12 +124,17 @@ def _verdict(found: Difference, table: pd.DataFrame, limit: float | None, first:
     if first is None:
         most = say("All {total} tensors differ by at most {limit}.", total=total, limit=tolerance)
     else:
+        order = " in the order of names" * found.in_order_of_names
         row, counts = found.rows[first], {"count": sum(each.differs(limit) for each in found.rows), "total": total}
         if limit is None:
-            start = say("The first tensor that differs in at least one bit: {place}", place=row.place)
+            start = say(f"The first tensor{order} that differs in at least one bit: {{place}}", place=row.place)
             most = say("{count} of {total} tensors differ in at least one bit.", **counts)
         else:
-            start = say("The first tensor that differs by more than {limit}: {place}", limit=tolerance, place=row.place)
+            start = say(
+                f"The first tensor{order} that differs by more than {{limit}}: {{place}}",
+                limit=tolerance,
+                place=row.place,
+            )
             most = say("{count} of {total} tensors differ by more than {limit}.", limit=tolerance, **counts)
         size = exact(RELATIVE, row.difference)
         what = say("({size}).", size=size)
