@@ -1,9 +1,10 @@
-"""Reads tensor files that other tools wrote: .pt, .safetensors and .npy. Nothing is copied or executed.
+"""Reads tensor files that other tools wrote: .pt, .pth, .bin, .safetensors, .npy, .npz. Nothing is copied or executed.
 
-    .pt           torch.load(weights_only=True) only: a bare tensor, {"tensor", "metadata"}, or any dict, each tensor by
-                  its key. Torch's zip format is memory-mapped; its older format is read whole
+    .pt           torch.load(weights_only=True) only: a bare tensor, {"tensor", "metadata"}, or any dict, also of dicts,
+                  as a checkpoint: each tensor by its keys, joined with dots. Torch's zip format is memory-mapped; its
+                  older format is read whole. .pth and .bin are the same
     .safetensors  every tensor by its key, with the metadata of the header
-    .npy          without pickles
+    .npy, .npz    without pickles
 
 A file is opened once and must be a regular file, not a link. Everything is read through that descriptor
 (/proc/self/fd), so the file cannot be replaced in between. A file that is truncated while it is read can still kill the
@@ -13,11 +14,13 @@ process (SIGBUS), as with every memory-mapped file, so the import reads in separ
 from __future__ import annotations
 
 import errno
+import math
 import os
 import re
 import stat
 import warnings
 import zipfile
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -31,13 +34,27 @@ from torch import Tensor
 from torch.serialization import safe_globals
 
 from binade.data.store import SUFFIXES, FileState, TensorFileError, changed_ns, check_content, sha256
+from binade.data.text import counted
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # How torch's older format begins: its magic number, pickled by any protocol from 2 on.
 OLDER_MAGIC = bytes.fromhex("6cfc9c46f9206aa85019")
 SHOWN = 200
 ENGINE, GETATTR = ("transformer_engine.", "transformer_engine_torch."), "builtins.getattr"
+# What Megatron's checkpoints contain besides tensors: megatron.core.safe_globals, and classes of Megatron.
+MEGATRON = ("megatron.",)
+BESIDES = frozenset(
+    {
+        *("argparse.Namespace", "types.SimpleNamespace", "pathlib.PosixPath", "_io.BytesIO", "signal.Signals"),
+        *("numpy.ndarray", "numpy.dtype", "numpy.dtypes.UInt32DType"),
+        *("numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct"),
+    }
+)
+DEEPEST = 32  # dicts in dicts
+LARGEST_INFLATED = 1 << 32  # bytes of an array of a .npz, if no other limit is known
 QUANTIZED = "quantized tensors of Transformer Engine are not decoded: only high_precision values are read"
+NAMELESS = "in lists, by number or of a name that is used twice, as those of an optimizer, are not read"
+OBJECTS = "it contains Python objects, which are pickled: they are not loaded"
 NO_MEMORY = "it needs more memory than is available"
 CHANGED = "it has changed since it was imported: import its directory again"
 
@@ -86,7 +103,8 @@ def opened(path: Path, room: int | None = None) -> Iterator[ForeignFile]:
     room limits the bytes that may be read into memory; None for no limit. Raises TensorFileError if the file cannot be
     opened or read, or changed while it was read, and TooLargeError if it needs more than `room`.
     """
-    readers = {".pt": _torch, ".safetensors": _safetensors, ".npy": _numpy}
+    readers = {".safetensors": _safetensors, ".npy": _numpy, ".npz": _numpy_zip}
+    readers |= dict.fromkeys((".pt", ".pth", ".bin"), _torch)
     if path.suffix not in readers:
         raise TensorFileError(f"not a tensor file: expected {', '.join(SUFFIXES)}")
     descriptor = _open(path)
@@ -234,20 +252,58 @@ def _torch(descriptor: int, size: int, room: int | None) -> Iterator[ForeignTens
     elif isinstance(content, dict) and isinstance(content.get("tensor"), Tensor):
         yield _usable(None, content.get("metadata"), content["tensor"], size, room)
     else:
-        content = content if isinstance(content, dict) else {}
-        tensors = {k: x for k, x in content.items() if isinstance(k, str) and isinstance(x, Tensor | StandIn)}
-        if not tensors:
-            raise TensorFileError("it contains no tensor: expected a tensor or a dict of tensors")
-        metadata = {key: value for key, value in content.items() if key not in tensors}
-        for key, x in tensors.items():
-            if isinstance(x, Tensor):
-                yield _usable(key, metadata, x, size, room)
-            else:
-                yield ForeignTensor(key, metadata, None, refused=QUANTIZED)
+        yield from _of_dict(content if isinstance(content, dict) else {}, size, room)
+
+
+def _of_dict(content: dict[Any, Any], size: int, room: int | None) -> Iterator[ForeignTensor]:
+    """The tensors of a dict and of the dicts in it, and refusals of those without a name of their own."""
+    metadata = {key: value for key, value in content.items() if not isinstance(value, Tensor | StandIn)}
+    found: dict[str, Tensor | QuantizedTensor] = {}
+    nameless: Counter[str] = Counter()  # by the key that they are under
+    seen: set[int] = set()  # a pickle can refer to a dict many times, and to the dict that it is in
+    open_dicts: list[tuple[tuple[str, ...], Any]] = [((), content)]
+    while open_dicts:
+        keys, value = open_dicts.pop()
+        name = ".".join(keys)
+        if isinstance(value, Tensor | QuantizedTensor):
+            if name in found:
+                nameless[name] += 1
+            found.setdefault(name, value)
+        elif isinstance(value, dict) and id(value) not in seen and len(keys) < DEEPEST:
+            seen.add(id(value))
+            named = [((*keys, key), below) for key, below in value.items() if isinstance(key, str)]
+            open_dicts += reversed(named)
+            others: list[Any] = [below for key, below in value.items() if not isinstance(key, str)]
+            nameless[name] += _count(others, seen)
+        else:
+            nameless[name] += _count([value], seen)
+    nameless += Counter()  # drops zeros
+    if not found and not nameless:
+        raise TensorFileError("it contains no tensor: expected a tensor or a dict of tensors")
+    for key, x in found.items():
+        if isinstance(x, Tensor):
+            yield _usable(key, metadata, x, size, room)
+        else:
+            yield ForeignTensor(key, metadata, None, refused=QUANTIZED)
+    for key, count in nameless.items():
+        yield ForeignTensor(key or None, metadata, None, refused=f"{counted(count, 'tensor')} {NAMELESS}")
+
+
+def _count(values: list[Any], seen: set[int]) -> int:
+    """The tensors in lists and dicts, each counted once."""
+    count, left = 0, list(values)
+    while left:
+        value = left.pop()
+        if isinstance(value, Tensor):
+            count += 1
+        elif isinstance(value, dict | list | tuple) and id(value) not in seen:
+            seen.add(id(value))
+            left += value.values() if isinstance(value, dict) else value
+    return count
 
 
 class StandIn:
-    """Replaces an object of Transformer Engine. Its class is not imported, and its content is dropped."""
+    """Replaces an object that is not a tensor or plain data. Its class is not imported, and its content is dropped."""
 
     def __new__(cls, *content: object) -> StandIn:
         return object.__new__(cls)
@@ -257,7 +313,11 @@ class StandIn:
     def __setstate__(self, state: object) -> None: ...
 
 
-class _Attribute(StandIn):
+class QuantizedTensor(StandIn):
+    """Replaces what Transformer Engine has pickled."""
+
+
+class _Attribute(QuantizedTensor):
     """Replaces getattr, through which Transformer Engine 2.15 refers to a constructor: returns the class."""
 
     def __new__(cls, owner: Any, name: str) -> Any:
@@ -265,17 +325,22 @@ class _Attribute(StandIn):
 
 
 def _stand_ins(path: str) -> list[Any]:
-    """Stand-ins for the classes and functions in a .pt, if all of them are Transformer Engine's: a dump that has a
-    tensor before and after quantization is one pickle. torch refuses the file otherwise."""
-    unknown = set(torch.serialization.get_unsafe_globals_in_checkpoint(path))
-    if not any(name.startswith(ENGINE) for name in unknown):
-        return []
-    if not all(name.startswith(ENGINE) or name == GETATTR for name in unknown):
-        return []
+    """Stand-ins for the classes and functions in a .pt that are Transformer Engine's or those of a checkpoint of
+    Megatron: a dump that has a tensor before and after quantization is one pickle, and so are weights and arguments."""
     found = []
+    unknown = set(torch.serialization.get_unsafe_globals_in_checkpoint(path))
+    of_engine = any(name.startswith(ENGINE) for name in unknown)
     for full in unknown:
         module, _, name = full.rpartition(".")
-        found.append(type(name, (_Attribute if full == GETATTR else StandIn,), {"__module__": module}))
+        if full == GETATTR and of_engine:
+            kind: type[StandIn] = _Attribute
+        elif full.startswith(ENGINE):
+            kind = QuantizedTensor
+        elif full.startswith(MEGATRON) or full in BESIDES:
+            kind = StandIn
+        else:  # torch refuses the file, and names it
+            continue
+        found.append(type(name, (kind,), {"__module__": module}))
     return found
 
 
@@ -295,16 +360,50 @@ def _numpy(descriptor: int, size: int, room: int | None) -> Iterator[ForeignTens
         array = np.lib.format.open_memmap(path, mode="c")
     except ValueError as error:
         if "Python objects" in str(error):
-            raise TensorFileError("it contains Python objects, which are pickled: they are not loaded") from None
+            raise TensorFileError(OBJECTS) from None
         raise
-    kind = array.dtype
-    if kind.kind != "f" or kind.itemsize > 8 or not kind.isnative:
-        raise TensorFileError(
-            f"dtype {kind.str} cannot be read: expected float16, float32 or float64 in this machine's byte order"
-        )
+    if reason := _not_float(array.dtype):
+        raise TensorFileError(reason)
     if any(step < 0 for step in array.strides):
         raise TensorFileError("it has negative strides")
     yield _usable(None, None, torch.from_numpy(array), size, room)
+
+
+def _not_float(kind: np.dtype[Any]) -> str | None:
+    """Why arrays of a dtype are not read; None if they are."""
+    if kind.hasobject:
+        return OBJECTS
+    if kind.kind != "f" or kind.itemsize > 8 or not kind.isnative:
+        return f"dtype {kind.str} cannot be read: expected float16, float32 or float64 in this machine's byte order"
+    return None
+
+
+def _numpy_zip(descriptor: int, size: int, room: int | None) -> Iterator[ForeignTensor]:
+    """The arrays of numpy.savez, each read whole, and by name."""
+    path = f"/proc/self/fd/{descriptor}"
+    try:
+        file = zipfile.ZipFile(path)
+    except zipfile.BadZipFile:
+        raise TensorFileError("it was cut short or damaged: its ZIP directory cannot be read") from None
+    with file, np.load(path, allow_pickle=False) as arrays:
+        entries = [entry for entry in file.infolist() if entry.filename.endswith(".npy")]
+        if not entries:
+            raise TensorFileError("it contains no array")
+        for entry in entries:
+            key = entry.filename.removesuffix(".npy")
+            if entry.file_size > (LARGEST_INFLATED if room is None else room):
+                raise TooLargeError(_too_large("its arrays are read whole", entry.file_size, room or LARGEST_INFLATED))
+            with file.open(entry) as opened_entry:
+                version = np.lib.format.read_magic(opened_entry)
+                header = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+                shape, _, kind = header[version](opened_entry)
+            if reason := _not_float(kind):
+                yield ForeignTensor(key, None, None, kind.name, refused=reason)
+            elif math.prod(shape) * kind.itemsize > entry.file_size:
+                raise TensorFileError(f"{key!r} claims the shape {shape}, but has {entry.file_size} bytes"[:SHOWN])
+            else:
+                array = arrays[entry.filename]
+                yield _usable(key, None, torch.from_numpy(array), array.nbytes, room)
 
 
 def _usable(key: str | None, metadata: object, x: Tensor, size: int, room: int | None) -> ForeignTensor:

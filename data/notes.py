@@ -72,6 +72,8 @@ def notes(row: Mapping[str, Any], config: str = "{}") -> list[str]:
     if pd.notna(version):  # V0 to V7, or a tool
         numbered = re.fullmatch(r"V\d[a-z]?", version)
         known = f"Its file name follows version {version}." if numbered else f"Its file was written by {version}."
+        if version == "checkpoint":  # of any tool
+            known = "Its file is a checkpoint."
     what = "nothing was copied" if has_values else "it has statistics and no values"
     sentences = [f"Imported from another tool's log; {what}. {known}"]
     if pd.notna(row["corrections"]):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path, PurePath
 
-from binade.collector.imports import megatron_fork, msprobe, sglang, transformer_engine
+from binade.collector.imports import checkpoint, megatron_fork, msprobe, sglang, transformer_engine
 from binade.collector.imports.log import Importer, Log
 
 # The first importer that recognizes a file reads it. The Megatron fork's comes last, since it accepts any file and uses
@@ -13,6 +13,7 @@ IMPORTERS: tuple[Importer, ...] = (
     transformer_engine.IMPORTER,
     msprobe.IMPORTER,
     sglang.IMPORTER,
+    checkpoint.IMPORTER,
     megatron_fork.IMPORTER,
 )
 

@@ -187,6 +187,7 @@ def test_import_of_each_tool(command, capsys, monkeypatch, tmp_path):
     ((run,), _) = list_runs(tmp_path / "runs")
     refused = [json.loads(line) for line in (run.directory / "refused.jsonl").read_text().splitlines()]
     assert [(each["key"], " ".join(each["reason"].split()[:5])) for each in refused] == [
+        ("lm_head", "1 tensor in lists, by"),
         ("quantized", "quantized tensors of Transformer Engine"),
         ("quantized", "quantized tensors of Transformer Engine"),
         (None, "it contains more than tensors"),

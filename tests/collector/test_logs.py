@@ -229,8 +229,8 @@ def test_what_is_absent_is_no_contradiction(absent):
 
 
 def test_texts_are_numbers_too_and_keys_are_names():
-    log = interpret(PurePath("x.safetensors"), {"layer_idx": "3", "rank": "1"}, "layers.0.weight")
-    assert (log.layer_index, log.rank, log.tensor_name) == (3, 1, "layers.0.weight")
+    log = interpret(PurePath("x.safetensors"), {"layer_idx": "3", "rank": "1"}, "layers.0.scores")
+    assert (log.layer_index, log.rank, log.tensor_name) == (3, 1, "layers.0.scores")
     assert interpret(PurePath("x.safetensors"), {"tensor_name": "query"}, "tensor").tensor_name == "query"
 
 
