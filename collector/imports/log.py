@@ -27,6 +27,10 @@ LONGEST = 128
 ROUNDING = 2.0**-7  # one unit in the last place of bfloat16, relative
 SMALLEST_HALF = 2.0**-24  # of float16, in whose multiples small values are rounded
 _WORD = re.compile(rf"[A-Za-z0-9][A-Za-z0-9_.+-]{{0,{LONGEST - 1}}}")
+FOLDERS = {
+    "iteration": re.compile(r"(?:(?:global_?)?(?:step|iter|iteration)[_=-]?|checkpoint-)(\d+)", re.ASCII),
+    "rank": re.compile(r"(?:mp_|global_?)?rank[_=-]?(\d+)", re.ASCII),
+}
 LINEAR = frozenset(WORDS.values())  # the modules that are linear layers by their usual names
 
 # The axis that a GEMM contracts, where the name alone decides it. Of the value it depends on the layout, of
@@ -122,6 +126,17 @@ def make(version: str, corrections: tuple[str, ...] = (), **words: Any) -> Log:
     known["component"] = {"linear": "linear", "attention": "FA"}.get(known.get("layer_type", ""))
     axis = CONTRACTED.get(tuple(known.get(name) for name in ("layer_type", "operation", "tensor_name")))
     return Log(version, contracted_axis=axis, corrections=corrections, **known)
+
+
+def in_folders(path: PurePath) -> dict[str, int | None]:
+    """The iteration and the rank in the names of the folders of a file: step3/rank1, iter_0000100/mp_rank_00. The
+    nearest folder counts."""
+    found: dict[str, int | None] = {}
+    for folder in path.parents:
+        for name, pattern in FOLDERS.items():
+            if name not in found and (number := pattern.fullmatch(folder.name)):
+                found[name] = integer(number[1], 0, LARGEST_STEP if name == "iteration" else LARGEST)
+    return found
 
 
 def place(path: str) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from functools import lru_cache
 from pathlib import Path, PurePath
 from typing import Any, TypeGuard
 
-from binade.collector.imports.log import LARGEST, Importer, Log, Statistics, logged, make, place
+from binade.collector.imports.log import LARGEST, Importer, Log, Statistics, in_folders, logged, make, place
 from binade.data.store import read_file, regular
 
 NAME = "msprobe"
@@ -44,7 +44,6 @@ FUNCTIONS = {
     "scaled_dot_product_attention": ("attention", CORE),
     "npu_fusion_attention": ("attention", CORE),
 }
-_STEP, _RANK = re.compile(r"step(\d+)", re.ASCII), re.compile(r"rank(\d+)", re.ASCII)
 _MODULE = re.compile(
     r"""(?:Module|Cell)\.(?P<path>.+)\.(?P<kind>\w+)\.
         (?:(?P<operation>forward|backward)\.\d+\.(?P<side>input|output|kwargs|parameters)(?:\.(?P<which>.+))?
@@ -72,8 +71,7 @@ def _named(folder: PurePath, name: str, order: int | None) -> Log | None:
         words = _function(found)
     else:
         return None
-    step, rank = _STEP.fullmatch(folder.parents[1].name), _RANK.fullmatch(folder.parent.name)
-    return make(NAME, iteration=step and step[1], rank=rank and rank[1], order=order, **words)
+    return make(NAME, order=order, **in_folders(folder / name), **words)
 
 
 def _order_of(lists: PurePath) -> Mapping[str, int]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path, PurePath
 
 from binade.collector.imports import checkpoint, megatron_fork, msprobe, sglang, transformer_engine
-from binade.collector.imports.log import Importer, Log
+from binade.collector.imports.log import Importer, Log, in_folders
 
 # The first importer that recognizes a file reads it. The Megatron fork's comes last, since it accepts any file and uses
 # what its name says.
@@ -19,9 +20,11 @@ IMPORTERS: tuple[Importer, ...] = (
 
 
 def interpret(path: PurePath, metadata: object = None, key: str | None = None) -> Log:
-    """What a file says about its tensor. Never raises."""
+    """What a file says about its tensor, and the iteration and the rank in the names of its folders. Never raises."""
     logs = (importer.read(path, metadata, key) for importer in IMPORTERS)
-    return next((log for log in logs if log is not None), Log())
+    log = next((log for log in logs if log is not None), Log())
+    missing = {name: number for name, number in in_folders(path).items() if getattr(log, name) is None}
+    return replace(log, **missing) if missing else log
 
 
 def beside(path: Path) -> str | None:

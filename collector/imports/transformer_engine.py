@@ -2,7 +2,7 @@
 
 DumpTensors writes tensor_dumps/rank_{r}/iter_{i:06d}/{layer}_{tensor}.pt, each a dict of `high_precision`, the tensor,
 and `quantized`, a pickled QuantizedTensor, which data.foreign does not unpickle. The layer's name has "_" for every "."
-of nvdlfw_inspect, which counts layers by Megatron's layer_number, from 1.
+of nvdlfw_inspect, which counts layers by Megatron's layer_number, from 1, or by a model's list of them, from 0.
 
 LogTensorStats, LogFp8TensorStats and LogNvfp4TensorStats write a line for each statistic, with four decimals, into
 nvdlfw_inspect_statistics_logs/nvdlfw_inspect_globalrank-{r}.log:
@@ -18,12 +18,15 @@ From transformer_engine/debug/features of 2.20.0.dev0 (d0067d0) and nvdlfw_inspe
 
 from __future__ import annotations
 
+import os
 import re
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path, PurePath
 
-from binade.collector.imports.log import BEFORE, Importer, Log, Statistics, logged, make, module_word
+from binade.collector.imports.log import BEFORE, Importer, Log, Statistics, integer, logged, make, module_word
 from binade.collector.models.site import WORDS
 from binade.data.store import regular
 
@@ -62,25 +65,48 @@ def read(path: PurePath, metadata: object, key: str | None) -> Log | None:
     file = _FILE.fullmatch(path.stem)
     if key != "high_precision" or not (rank and iteration and file):
         return None
-    return _log(file["layer"], file["tensor"], iteration[1], rank[1])
+    return _log(file["layer"], file["tensor"], iteration[1], rank[1], from_0=_dumped_from_0(path.parent))
 
 
-def _log(name: str, tensor: str, iteration: str, rank: str) -> Log:
-    """name: the layer's, with "_" for "."."""
+def _dumped_from_0(folder: PurePath) -> bool:
+    """Whether one of the dumps in a folder, which are of one iteration, is of layer 0."""
+    try:
+        return _has_layer_0(folder, os.stat(folder).st_mtime_ns)
+    except (OSError, ValueError):
+        return False
+
+
+@lru_cache(maxsize=64)
+def _has_layer_0(folder: PurePath, time_ns: int) -> bool:
+    """time_ns: of the folder, so that it is listed again once it has changed. Raises OSError, ValueError."""
+    files = (_FILE.fullmatch(PurePath(name).stem) for name in os.listdir(folder))
+    return _from_0(file["layer"] for file in files if file)
+
+
+def _from_0(names: Iterable[str]) -> bool:
+    """Whether layers are counted from 0, as in a model without layer_number. names: of layers, with "_" for "."."""
+    layers = (_LAYER.fullmatch(name) for name in names)
+    return any(int(layer["number"][:20]) == 0 for layer in layers if layer)
+
+
+def _log(name: str, tensor: str, iteration: str, rank: str, from_0: bool) -> Log:
+    """name: the layer's, with "_" for "."; from_0: see `_from_0`."""
     notes, expert = [], None
     if grouped := _GEMM.fullmatch(name):
         name, expert = grouped["grouped"], grouped["number"]
         notes.append("Experts are numbered within their rank.")
     layer = _LAYER.fullmatch(name)
-    if layer and int(layer["number"][:20]) == 0:
-        notes.append("The log has layer 0, which means that the model has no layer_number: the layer is left blank.")
+    number = integer(layer["number"], 0) if layer else None
+    if number is not None and from_0:
+        notes.append("Its log has a layer 0, so it counts layers from 0: this is one more.")
+        number += 1
     operation, phase, tensor_name = TENSORS[tensor]
     return make(
         NAME,
         tuple(notes),
         stage=BEFORE if tensor in OPERANDS else None,
         layer_type="linear",
-        layer_index=layer["number"] if layer else None,
+        layer_index=number,
         module=_module(layer["below"] if layer else name),
         operation=operation,
         phase=phase,
@@ -124,6 +150,7 @@ def statistics(path: Path) -> Statistics:
                 left_out[line["statistic"], "a later line has the same iteration, as after a restart"] += 1
             values[line["statistic"]] = float(line["value"])
     found = []
+    from_0 = _from_0({layer.replace(".", "_") for layer, _, _ in tensors})
     for (layer, tensor, iteration), values in tensors.items():
         columns: dict[str, float | None] = {}
         errors = {name: _ERROR.fullmatch(name) for name in values}
@@ -141,7 +168,7 @@ def statistics(path: Path) -> Statistics:
             else:
                 columns["mse" if error else COLUMNS[name]] = value
         if columns:
-            log = _log(layer.replace(".", "_"), tensor, iteration, path.stem.rpartition("-")[2])
+            log = _log(layer.replace(".", "_"), tensor, iteration, path.stem.rpartition("-")[2], from_0)
             recipe = next(iter(recipes)) if len(recipes) == 1 else None
             log = replace(log, original_quant_type=recipe, corrections=(*log.corrections, DECIMALS))
             found.append(logged(log, columns, contracted_axis=log.contracted_axis))

@@ -50,7 +50,7 @@ def names(layer: int | None, module: str | None, name: str | None, **more: objec
         ),
         (TE, "_decoder_layers_2_mlp_shared_experts_linear_fc2_dgrad", names(2, "shared_fc2", "grad_input")),
         (TE, "transformer_layer_layernorm_mlp_fc2_gradient", names(None, "fc2", "grad_output")),
-        (TE, "_layers_0_self_attn_q_proj_weight", names(None, "q", "weight")),
+        (TE, "_layers_5_self_attn_q_proj_weight", names(5, "q", "weight")),
         (TE, "Layer_3_output", names(None, "Layer_3", "output", phase="post")),
         # msprobe: a module's path counts layers from 0
         (
@@ -109,6 +109,47 @@ def test_metadata_comes_before_the_name():
     meta = {"step": 7, "rank": 5, "layer_id": 2, "name": "x" * 500}
     log = interpret(PurePath(SGLANG + "query.pt"), {"meta": meta}, "value")
     assert (log.iteration, log.rank, log.layer_index, log.tensor_name) == (7, 5, 3, None)
+
+
+def test_dumps_with_a_layer_0_count_from_0(tmp_path):
+    """A model without layer_number: nvdlfw_inspect names its layers by their paths in torch."""
+    folder = tmp_path / TE
+    folder.mkdir(parents=True)
+    paths = [folder / f"_layers_{layer}_mlp_fc1_activation.pt" for layer in (0, 1, 10)]
+
+    def layers() -> list[int | None]:
+        return [interpret(path, None, "high_precision").layer_index for path in paths]
+
+    for path in paths[1:]:
+        path.touch()
+    assert layers()[1:] == [1, 10]
+    paths[0].touch()
+    assert layers() == [1, 2, 11]
+    assert "counts layers from 0" in interpret(paths[1], None, "high_precision").corrections[-1]
+    enormous = folder / f"_layers_{'9' * 100}_mlp_fc1_activation.pt"
+    enormous.touch()
+    assert interpret(enormous, None, "high_precision").layer_index is None
+
+
+@pytest.mark.parametrize(
+    ("path", "iteration", "rank"),
+    [
+        ("dump/step3/rank1/dump_tensor_data/x_tensor.0.debug.pt", 3, 1),
+        ("dump/step0/proc2016/dump_tensor_data/Module.model.layers.0.q_proj.Linear.forward.0.input.0.pt", 0, None),
+        ("save/step2/rank0/x_float32_0.npy", 2, 0),
+        ("acl/step5/rank2/tensor_data/linear.0.input.0.pt", 5, 2),
+        ("iter_0000100/mp_rank_03/model_optim_rng.pt", 100, 3),
+        ("global_step20/x.pt", 20, None),
+        ("checkpoint-300/model.safetensors", 300, None),
+        ("step1/iter2/rank_4/rank5/x.pt", 2, 5),
+        ("my_step3/ranking1/x.pt", None, None),
+        (f"step{'9' * 40}/rank{'9' * 12}/x.pt", None, None),
+        ("step3/step=7___rank=2___dump_index=1___name=query.pt", 7, 2),
+    ],
+)
+def test_folders_say_the_iteration_and_the_rank(path, iteration, rank):
+    log = interpret(PurePath(path))
+    assert (log.iteration, log.rank) == (iteration, rank)
 
 
 @pytest.mark.parametrize("path", ["iter_000002/fc1_activation", "dump_tensor_data/x", "step=1___rank=0", "Pass00001"])

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from binade.cli import main
-from binade.collector.imports import importer, workers
+from binade.collector.imports import importer, transformer_engine, workers
 from binade.collector.imports.log import Log, logged
 from binade.data.catalog import Catalog
 from binade.data.notes import notes
@@ -296,3 +296,12 @@ def test_an_import_that_was_killed_goes_on(bring, tmp_path, moment):
     assert forked(attempt, {}) == [-signal.SIGKILL]
     assert all(run.status.state == CRASHED for run in list_runs(tmp_path / "runs")[0])
     assert bring() == 0 and len(rows(tmp_path)) == 3
+
+
+def test_a_log_with_a_layer_0_counts_from_0(tmp_path: Path):
+    """Of a model without layer_number; the lines of layer 0 may come last."""
+    x = torch.ones(4, 8)
+    path = write_te(tmp_path, {(f"model.layers.{layer}.mlp.fc1", "activation", 0): x for layer in (10, 1, 0)})
+    assert [each.log.layer_index for each in transformer_engine.statistics(path).tensors] == [11, 2, 1]
+    path = write_te(tmp_path, {(f"decoder.layers.{layer}.mlp.fc1", "activation", 0): x for layer in (10, 1)})
+    assert [each.log.layer_index for each in transformer_engine.statistics(path).tensors] == [10, 1]
