@@ -81,6 +81,7 @@ CREATE TABLE tensor (
     stage         VARCHAR,              -- before, after: whether it was taken before or after quantization, according to its log
     corrections   VARCHAR,              -- one sentence per line: which entries of the log were corrected, and why
     file_key      VARCHAR,              -- the tensor's key in a file that contains several
+    module_path   VARCHAR,              -- for an imported tensor: the path of its module in the model, if its tool names it
     execution_order BIGINT,             -- for an imported tensor: its place in the order of execution; null if not known
     file_size     BIGINT,               -- for an imported tensor: bytes of its file when it was imported
     file_time_ns  BIGINT,               -- for an imported tensor: when its file had last changed, in nanoseconds since 1970

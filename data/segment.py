@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime
@@ -87,6 +87,7 @@ class Origin:
     stage        "before" or "after" quantization; None if it was not quantized, or it is not known
     corrections  one sentence for each value that differs from the log
     key          the tensor's key in a file that holds several
+    module_path  the path of its module in the model
     order        its place in the order in which its iteration was executed on its rank; None if the tool does not say
     file_size, file_time_ns  of the file when it was imported, with the content that the row's sha256 is of: see
                  store.changed_ns
@@ -97,6 +98,7 @@ class Origin:
     stage: str | None = None
     corrections: tuple[str, ...] = ()
     key: str | None = None
+    module_path: str | None = None
     order: int | None = None
     file_size: int | None = None
     file_time_ns: int | None = None
@@ -239,6 +241,7 @@ _ORIGIN = (
     ("stage", _TEXT, "stage"),
     ("corrections", _TEXT, "correction_lines"),
     ("file_key", _TEXT, "key"),
+    ("module_path", _TEXT, "module_path"),
     ("execution_order", _LONG, "order"),
     ("file_size", _LONG, "file_size"),
     ("file_time_ns", _LONG, "file_time_ns"),
@@ -577,14 +580,29 @@ def drop_rows(directory: Path, name: str, tensor_ids: set[str], files: bytes) ->
 
     After a crash between the two renames neither version exists, so rows and their files are lost together. If it
     raises OSError, or SegmentError for a segment that is damaged, the old version stays."""
-    segment = directory / name
+    dropped = pa.array(sorted(tensor_ids), _TEXT)
+    _rewrite(directory / name, lambda _, table: table.filter(pc.invert(pc.is_in(table["tensor_id"], dropped))), files)
+
+
+def rename_modules(segment: Path, modules: Mapping[str, str], files: bytes) -> None:
+    """Rewrite a segment with other modules for these tensors, by id, with `files` as its files.jsonl. See `drop_rows`
+    for crashes and errors."""
+
+    def renamed(stem: str, table: pa.Table) -> pa.Table:
+        if stem != "tensor":
+            return table
+        names = zip(table["tensor_id"].to_pylist(), table["module"].to_pylist(), strict=True)
+        column = pa.array([modules.get(tensor_id, name) for tensor_id, name in names], _TEXT)
+        return table.set_column(table.schema.get_field_index("module"), table.schema.field("module"), column)
+
+    _rewrite(segment, renamed, files)
+
+
+def _rewrite(segment: Path, change: Callable[[str, pa.Table], pa.Table], files: bytes) -> None:
     read_manifest(segment, None).check(segment)
-    tables = {}
-    for stem, file in table_files(segment).items():
-        table = pq.read_table(file, partitioning=None)
-        tables[stem] = table.filter(pc.invert(pc.is_in(table["tensor_id"], pa.array(sorted(tensor_ids), _TEXT))))
+    tables = {stem: change(stem, pq.read_table(file, partitioning=None)) for stem, file in table_files(segment).items()}
     with staged_directory(segment, replace=True) as part:
-        _fill(part, name, tables, files)
+        _fill(part, segment.name, tables, files)
 
 
 def _fill(part: Path, name: str, tables: Mapping[str, pa.Table], files: bytes | None) -> None:

@@ -20,19 +20,20 @@ import json
 import os
 import signal
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import torch
 from torch import Tensor
 
 from binade.collector.errors import ConfigError
 from binade.collector.imports.files import LEFT_OUT, File, Refusal, checked, walk
-from binade.collector.imports.log import Importer, Log
+from binade.collector.imports.log import Importer, Log, place, without_layer
 from binade.collector.imports.registry import interpret, statistics_of
 from binade.collector.imports.run import run_of_import
 from binade.collector.imports.workers import Death, scatter
@@ -53,6 +54,8 @@ from binade.data.segment import (
     TensorRow,
     Trace,
     drop_rows,
+    read_tables,
+    rename_modules,
     segment_names,
     write_segment,
 )
@@ -197,7 +200,9 @@ def _identity(log: Log) -> Identity:
 
 def _origin(log: Log, *notes: str, **of_file: Any) -> Origin:
     corrections = (*log.corrections, *notes)
-    return Origin(log.version, log.original_quant_type, log.stage, corrections, order=log.order, **of_file)
+    return Origin(
+        log.version, log.original_quant_type, log.stage, corrections, module_path=log.path, order=log.order, **of_file
+    )
 
 
 def _row(
@@ -319,6 +324,7 @@ class _Import:
             for done, (job, result) in enumerate(self._results(fresh), 1):
                 self._take(job, result, done, len(fresh))
             self._publish()
+            self._distinguish()
             self._conclude()
         except BaseException:
             with suppress(OSError):  # of a full disk: published segments stay
@@ -409,6 +415,31 @@ class _Import:
             bytes=sum(e.size for e in entries),
         )
 
+    def _distinguish(self) -> None:
+        """Where modules at different paths have the same name in the same layer, name them by their paths, over the
+        whole import. Raises RunError for a segment that cannot be read, SegmentError for one that was changed."""
+        columns = ["tensor_id", "layer_index", "module", "expert", "module_path"]
+        rows: dict[str, list[dict[str, Any]]] = {}
+        for name in self.ledger:
+            try:
+                tensors = read_tables(self.segments / name, names=["tensor"])["tensor"]
+            except (OSError, ValueError, pa.ArrowException) as error:
+                raise RunError(f"{self.segments / name} cannot be read: {describe(error)}") from None
+            rows[name] = [row for row in tensors.select(columns).to_pylist() if row["module_path"]]
+        usual = {row["module_path"]: place(row["module_path"]).get("module") for each in rows.values() for row in each}
+        paths: dict[tuple[Any, ...], set[str]] = defaultdict(set)
+        for row in itertools.chain(*rows.values()):
+            paths[row["layer_index"], usual[row["module_path"]], row["expert"]].add(row["module_path"])
+        for name, each in rows.items():
+            modules = {
+                row["tensor_id"]: module
+                for row in each
+                if len(paths[row["layer_index"], usual[row["module_path"]], row["expert"]]) > 1
+                and (module := _by_path(row["module"], row["module_path"], usual[row["module_path"]])) != row["module"]
+            }
+            if modules:
+                rename_modules(self.segments / name, modules, _lines(self.ledger[name]))
+
     def _conclude(self) -> None:
         """Write refused.jsonl, and the counts in run.json."""
         self.refused.sort(key=lambda refusal: (refusal.file, refusal.key or ""))
@@ -429,6 +460,15 @@ class _Import:
             refused=self.refused,
             seconds=seconds,
         )
+
+
+def _by_path(module: str | None, path: str, usual: str | None) -> str:
+    """The name of a module by its path, with the number of its call if its name so far has that."""
+    name = without_layer(path)
+    if module is None or module == usual:
+        return name
+    known = name if module == name or module.startswith(f"{name}.") else usual or ""
+    return name + module.removeprefix(known)
 
 
 def _differs(file: File, entry: Entry) -> bool:

@@ -49,6 +49,7 @@ class Log:
     version           the tool, or V0 to V7 as the Megatron fork has named its files; None for any other file
     layer_index       from 1; iteration, micro_batch, rank, expert from 0
     quant_type        one of FORMATS; original_quant_type as the log spells it
+    path              of the module in the model, as the tool names it, without wrappers such as DistributedDataParallel
     stage             whether the tensor was taken before or after it was quantized (BEFORE, AFTER)
     captured          the time in the log; its time zone is unknown
     contracted_axis   of an operand, from the end
@@ -68,6 +69,7 @@ class Log:
     operation: str | None = None
     phase: str | None = None
     tensor_name: str | None = None
+    path: str | None = None
     iteration: int | None = None
     micro_batch: int | None = None
     rank: int | None = None
@@ -119,7 +121,7 @@ def make(version: str, corrections: tuple[str, ...] = (), **words: Any) -> Log:
     """A Log from the words found; words that are not plain are left out. Its layer_type decides component and, with the
     operation, the axis that is contracted."""
     known: dict[str, Any] = {name: value for name, value in words.items() if is_word(value)}
-    for name, least in {"layer_index": 1, "rank": 0, "expert": 0}.items():
+    for name, least in {"layer_index": 1, "micro_batch": 0, "rank": 0, "expert": 0}.items():
         known[name] = integer(words.get(name), least)
     for name in ("iteration", "order"):
         known[name] = integer(words.get(name), 0, LARGEST_STEP)
@@ -128,10 +130,10 @@ def make(version: str, corrections: tuple[str, ...] = (), **words: Any) -> Log:
     return Log(version, contracted_axis=axis, corrections=corrections, **known)
 
 
-def in_folders(path: PurePath) -> dict[str, int | None]:
+def in_folders(path: PurePath) -> dict[str, Any]:
     """The iteration and the rank in the names of the folders of a file: step3/rank1, iter_0000100/mp_rank_00. The
     nearest folder counts."""
-    found: dict[str, int | None] = {}
+    found: dict[str, Any] = {}
     for folder in path.parents:
         for name, pattern in FOLDERS.items():
             if name not in found and (number := pattern.fullmatch(folder.name)):
@@ -142,14 +144,22 @@ def in_folders(path: PurePath) -> dict[str, int | None]:
 def place(path: str) -> dict[str, Any]:
     """The layer, module and expert of a module's path in torch ("decoder.layers.0.self_attention.linear_qkv"), which
     counts layers from 0. Megatron's names become ours."""
-    parts = path_parts(path) if is_word(path) else []
+    whole = parts = path_parts(path) if is_word(path) else []
     if not parts:
         return {}
     if parts[0].isdecimal() and any(part.isdecimal() for part in parts[1:]):  # of a model in a list of models
         parts = parts[1:]
     where, _ = site(".".join(parts))
     module = None if parts[-1].isdecimal() else module_word(path, where.module)
-    return {"layer_index": where.layer_index, "module": module, "expert": where.expert}
+    return {"layer_index": where.layer_index, "module": module, "expert": where.expert, "path": ".".join(whole)}
+
+
+def without_layer(path: str) -> str:
+    """The name of a module whose usual name another module has, too: its path without the number of the layer."""
+    parts = path.split(".")
+    numbers = [at for at, part in enumerate(parts) if part.isdecimal()]
+    at = numbers[1 if numbers[0] == 0 and len(numbers) > 1 else 0] if numbers else len(parts)
+    return ".".join(parts[:at] + parts[at + 1 :]) or path
 
 
 def module_word(path: str, last: str) -> str:

@@ -21,7 +21,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path, PurePath
 from typing import Any, TypeGuard
@@ -46,7 +46,7 @@ FUNCTIONS = {
 }
 _MODULE = re.compile(
     r"""(?:Module|Cell)\.(?P<path>.+)\.(?P<kind>\w+)\.
-        (?:(?P<operation>forward|backward)\.\d+\.(?P<side>input|output|kwargs|parameters)(?:\.(?P<which>.+))?
+        (?:(?P<operation>forward|backward)\.(?P<call>\d+)\.(?P<side>input|output|kwargs|parameters)(?:\.(?P<which>.+))?
         |parameters_grad(?:\.\d+)?\.(?P<gradient>\w+))""",
     re.VERBOSE | re.ASCII,
 )
@@ -60,40 +60,55 @@ _FUNCTION = re.compile(
 def read(path: PurePath, metadata: object, key: str | None) -> Log | None:
     if path.parent.name != DATA or key is not None:
         return None
-    return _named(path.parent, path.stem, _order_of(path.parents[1] / "dump.json").get(path.stem))
+    return _named(path.parent, path.stem, _calls_of(path.parents[1] / "dump.json"))
 
 
-def _named(folder: PurePath, name: str, order: int | None) -> Log | None:
+@dataclass(frozen=True)
+class Calls:
+    """What a dump.json says of calls: the place of each tensor in the order of execution, and whether the calls of a
+    module are those of micro-batches. They are if all modules were called equally often."""
+
+    order: Mapping[str, int] = field(default_factory=dict)
+    are_micro_batches: bool = False
+
+
+def _named(folder: PurePath, name: str, calls: Calls) -> Log | None:
     """What the name of a tensor says, in a folder DATA, whether there is such a file or only an entry in dump.json."""
     if found := _MODULE.fullmatch(name):
-        words = _module(found)
+        words = _module(found, calls.are_micro_batches)
     elif found := _FUNCTION.fullmatch(name):
         words = _function(found)
     else:
         return None
-    return make(NAME, order=order, **in_folders(folder / name), **words)
+    return make(NAME, order=calls.order.get(name), **in_folders(folder / name), **words)
 
 
-def _order_of(lists: PurePath) -> Mapping[str, int]:
-    """The place of each tensor of a dump.json in the order of execution; empty for one that cannot be read."""
+def _calls_of(lists: PurePath) -> Calls:
+    """What a dump.json says; nothing for one that cannot be read."""
     try:
         status = os.stat(lists)
-        return _order(Path(lists), status.st_size, status.st_mtime_ns)
+        return _read_calls(Path(lists), status.st_size, status.st_mtime_ns)
     except (OSError, *DAMAGED):
-        return {}
+        return Calls()
 
 
 @lru_cache(maxsize=4)
-def _order(lists: Path, size: int, time_ns: int) -> Mapping[str, int]:
+def _read_calls(lists: Path, size: int, time_ns: int) -> Calls:
     """size, time_ns: the file's, so that changed content is read again. Raises as `_tensors`."""
+    return _calls(_tensors(lists))
+
+
+def _calls(tensors: list[tuple[str, dict[str, Any]]]) -> Calls:
     order: dict[str, int] = {}
-    for number, (name, tensor) in enumerate(_tensors(lists)):
+    for number, (name, tensor) in enumerate(tensors):
         file = tensor.get("data_name")
         order.setdefault(file.removesuffix(PurePath(file).suffix) if isinstance(file, str) else name, number)
-    return order
+    matches = (_MODULE.fullmatch(name) for name, _ in tensors)
+    calls = {(each["path"], each["operation"], each["call"]) for each in matches if each and each["call"]}
+    return Calls(order, len({*Counter(call[:2] for call in calls).values()}) == 1)
 
 
-def _module(found: re.Match[str]) -> dict[str, Any]:
+def _module(found: re.Match[str], calls_are_micro_batches: bool) -> dict[str, Any]:
     linear = found["kind"].endswith(("Linear", "Dense"))
     names = {"input.0": "input", "output.0": "output"} if linear else {}
     if "LayerNorm" in found["kind"]:  # which comes between the input of a fused module and its GEMM
@@ -101,6 +116,10 @@ def _module(found: re.Match[str]) -> dict[str, Any]:
     words = place(found["path"]) | {"layer_type": "linear" if linear else None}
     if found["gradient"]:
         return words | {"operation": "backward", "phase": "post", "tensor_name": f"grad_{found['gradient']}"}
+    if calls_are_micro_batches:
+        words["micro_batch"] = found["call"]
+    elif int(found["call"][:9]) and words.get("module"):  # as of a function
+        words["module"] = f"{words['module']}.{found['call']}"
     return words | _tensor(found, names)
 
 
@@ -175,11 +194,12 @@ def _tensors(lists: Path) -> list[tuple[str, dict[str, Any]]]:
 
 def _statistics(path: Path, tensors: list[tuple[str, dict[str, Any]]]) -> Statistics:
     found, left_out = [], Counter[tuple[str, str]]()
-    for order, (name, tensor) in enumerate(tensors):
+    calls = _calls(tensors)
+    for name, tensor in tensors:
         dtype, shape = str(tensor.get("dtype")).rpartition(".")[2].lower(), tensor.get("shape")
         values = {name: _number(tensor.get(name)) for name in ("Min", "Max", "Mean", "Norm")}
         norm = values["Norm"]
-        log = _named(path.with_name(DATA), name, order)
+        log = _named(path.with_name(DATA), name, calls)
         if dtype not in BYTES:
             left_out["", f"not a floating tensor: {dtype[:40]}"] += 1
         elif not _is_shape(shape):

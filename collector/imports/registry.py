@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path, PurePath
+from typing import Any
 
 from binade.collector.imports import checkpoint, megatron_fork, msprobe, sglang, transformer_engine
 from binade.collector.imports.log import Importer, Log, in_folders
@@ -23,7 +24,7 @@ def interpret(path: PurePath, metadata: object = None, key: str | None = None) -
     """What a file says about its tensor, and the iteration and the rank in the names of its folders. Never raises."""
     logs = (importer.read(path, metadata, key) for importer in IMPORTERS)
     log = next((log for log in logs if log is not None), Log())
-    missing = {name: number for name, number in in_folders(path).items() if getattr(log, name) is None}
+    missing: dict[str, Any] = {name: number for name, number in in_folders(path).items() if getattr(log, name) is None}
     return replace(log, **missing) if missing else log
 
 

@@ -66,7 +66,7 @@ def names(layer: int | None, module: str | None, name: str | None, **more: objec
         (
             MSPROBE,
             "Module.0.module.decoder.layers.3.mlp.linear_fc1.TELayerNormColumnParallelLinear.forward.1.input.0",
-            names(4, "fc1", "input.0", **LINEAR, contracted_axis=None),
+            names(4, "fc1.1", "input.0", **LINEAR, contracted_axis=None),
         ),
         (MSPROBE, "Functional.linear.3.forward.input.1", names(None, "Functional.linear.3", "weight", **LINEAR)),
         (MSPROBE, "Functional.linear.3.backward.input.0", names(None, "Functional.linear.3", "grad_output")),

@@ -88,7 +88,8 @@ def diff(command: Callable[..., int], capsys, tmp_path: Path, monkeypatch: pytes
 @pytest.mark.parametrize("write", [msprobe_dump, msprobe_statistics, sglang_dumper, sglang_passes])
 def test_the_first_layer_that_differs_is_named(diff: Callable[..., str], write: Write):
     printed = diff(write)
-    assert f"first difference, after {2 * FIRST} tensors that do not: iteration 0, L{FIRST + 1} q " in printed
+    where = "iteration 0, micro-batch 0" if "msprobe" in write.__name__ else "iteration 0"
+    assert f"first difference, after {2 * FIRST} tensors that do not: {where}, L{FIRST + 1} q " in printed
 
 
 def test_without_an_order_names_decide_and_diff_says_so(diff: Callable[..., str]):
