@@ -127,11 +127,14 @@ def _verdict(found: Difference, table: pd.DataFrame, limit: float | None, first:
         order = " in the order of names" * found.in_order_of_names
         row, counts = found.rows[first], {"count": sum(each.differs(limit) for each in found.rows), "total": total}
         if limit is None:
-            start = say(f"The first tensor{order} that differs in at least one bit: {{place}}", place=row.place)
+            start = say(
+                "The first tensor{order} that differs in at least one bit: {place}", order=order, place=row.place
+            )
             most = say("{count} of {total} tensors differ in at least one bit.", **counts)
         else:
             start = say(
-                f"The first tensor{order} that differs by more than {{limit}}: {{place}}",
+                "The first tensor{order} that differs by more than {limit}: {place}",
+                order=order,
                 limit=tolerance,
                 place=row.place,
             )
