@@ -20,7 +20,7 @@ import json
 import os
 import signal
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -33,7 +33,8 @@ from torch import Tensor
 
 from binade.collector.errors import ConfigError
 from binade.collector.imports.files import LEFT_OUT, File, Refusal, checked, walk
-from binade.collector.imports.log import Importer, Log, place, without_layer
+from binade.collector.imports.log import Importer, Log
+from binade.collector.imports.names import distinct_modules
 from binade.collector.imports.registry import interpret, statistics_of
 from binade.collector.imports.run import run_of_import
 from binade.collector.imports.workers import Death, scatter
@@ -426,19 +427,8 @@ class _Import:
             except (OSError, ValueError, pa.ArrowException) as error:
                 raise RunError(f"{self.segments / name} cannot be read: {describe(error)}") from None
             rows[name] = [row for row in tensors.select(columns).to_pylist() if row["module_path"]]
-        usual = {row["module_path"]: place(row["module_path"]).get("module") for each in rows.values() for row in each}
-        paths: dict[tuple[Any, ...], set[str]] = defaultdict(set)
-        for row in itertools.chain(*rows.values()):
-            paths[row["layer_index"], usual[row["module_path"]], row["expert"]].add(row["module_path"])
-        for name, each in rows.items():
-            modules = {
-                row["tensor_id"]: module
-                for row in each
-                if len(paths[row["layer_index"], usual[row["module_path"]], row["expert"]]) > 1
-                and (module := _by_path(row["module"], row["module_path"], usual[row["module_path"]])) != row["module"]
-            }
-            if modules:
-                rename_modules(self.segments / name, modules, _lines(self.ledger[name]))
+        for name, modules in distinct_modules(rows).items():
+            rename_modules(self.segments / name, modules, _lines(self.ledger[name]))
 
     def _conclude(self) -> None:
         """Write refused.jsonl, and the counts in run.json."""
@@ -460,15 +450,6 @@ class _Import:
             refused=self.refused,
             seconds=seconds,
         )
-
-
-def _by_path(module: str | None, path: str, usual: str | None) -> str:
-    """The name of a module by its path, with the number of its call if its name so far has that."""
-    name = without_layer(path)
-    if module is None or module == usual:
-        return name
-    known = name if module == name or module.startswith(f"{name}.") else usual or ""
-    return name + module.removeprefix(known)
 
 
 def _differs(file: File, entry: Entry) -> bool:
