@@ -49,6 +49,7 @@ class PlainHooks:
     """Stands where a Recorder's Observing stands, and does with each tensor what users' own hooks do."""
 
     use: Callable[[torch.Tensor], object]
+    sums = None
 
     def tap(self, *_: object) -> Callable[[Observed], None]:
         def see(seen: Observed) -> None:
