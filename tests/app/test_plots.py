@@ -36,7 +36,7 @@ def test_a_question_answers_alone_as_the_app_does(question: Question, catalog: C
     answer = ask(catalog)
     view = View(question.page, {PART: [question.view]})
     shown = pins.draw(catalog, Pin(view.page, view.params))
-    assert (answer.verdict, answer.sentences) == (shown.verdict, shown.problems)
+    assert (answer.verdict, answer.sentences) == (shown.verdict, shown.sentences)
     assert answer.charts and all(chart.to_dict() for chart in answer.charts)  # no more rows than Altair takes
     takes = [*inspect.signature(ask).parameters][2:]
     own = {*question.params(catalog), *question.scope} - {*question.selects}
