@@ -35,6 +35,8 @@ ALLOWED = {
     ("collector/capture/provenance.py", "_judge"): "on the thread that writes, of a copy that has arrived",
     ("collector/capture/curves.py", "_number"): "the same, of a loss that was logged",
     ("collector/capture/effects.py", "_losses"): "a measurement, which the user asks for and which trains nothing",
+    ("collector/capture/parity.py", "_compared"): "the same",
+    ("collector/capture/parity.py", "changes"): "the same",
     ("collector/capture/recorder.py", "valid"): "once per micro-batch, for a mask that the user gives on a GPU",
     ("collector/capture/valid.py", "rows"): "of a mask on the host",
     ("collector/capture/twin.py", "_pass"): "a twin step, which the user asks for and which trains nothing",
