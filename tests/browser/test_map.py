@@ -74,20 +74,20 @@ def test_a_cell_is_read_chosen_and_opened(visit: Visit, catalog: Catalog, run: s
     for key, name in (("ArrowLeft", "L1 fc1 input"), ("ArrowDown", "L1 fc1 weight"), ("ArrowUp", "L1 fc1 input")):
         press_key(page, key)
         assert f"{name} · forward GEMM" in panel(page)
-    assert query(page) == {"cell": "forward/fc1/input/1"} and f"{sqnr[1]:.1f} dB" in panel(page)
+    assert query(page)["cell"] == "forward/fc1/input/1" and f"{sqnr[1]:.1f} dB" in panel(page)
 
     page.reload()
     settle(page)
-    assert query(page) == {"cell": "forward/fc1/input/1"} and "L1 fc1 input · forward GEMM" in panel(page)
+    assert query(page)["cell"] == "forward/fc1/input/1" and "L1 fc1 input · forward GEMM" in panel(page)
 
     page.get_by_role("button", name="Open tensor").click()
     page.wait_for_url("**/tensor?**")
     settle(page)
-    assert query(page) == {"tensor": fc1_input(catalog, run, 1, 1)}
+    assert query(page)["tensor"] == fc1_input(catalog, run, 1, 1)
     assert page.get_by_text(f"In mxfp4 (as recorded): SQNR {sqnr[1]:.1f} dB").is_visible()
     page.go_back()
     settle(page)
-    assert query(page) == {"cell": "forward/fc1/input/1"} and "L1 fc1 input · forward GEMM" in panel(page)
+    assert query(page)["cell"] == "forward/fc1/input/1" and "L1 fc1 input · forward GEMM" in panel(page)
     page.locator(".map .grid").focus()
     page.keyboard.press("Enter")
     page.wait_for_url("**/tensor?**")
