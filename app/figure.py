@@ -283,10 +283,13 @@ class Drawn:
         return {item.name: item.frame for item in self.items if isinstance(item, Table)}
 
     @property
+    def texts(self) -> tuple[Text, ...]:
+        return tuple(item for item in self.items if isinstance(item, Text))
+
+    @property
     def sentences(self) -> tuple[str, ...]:
         """The problems, and the texts between the figures."""
-        texts = [item.text for item in self.items if isinstance(item, Text) and item.kind not in ("heading", "hint")]
-        return (*self.problems, *texts)
+        return (*self.problems, *(each.text for each in self.texts if each.kind not in ("heading", "hint")))
 
     def _ipython_display_(self) -> None:
         """Display it in Jupyter: the verdict, the problems and texts, then the charts with their notes."""

@@ -9,7 +9,7 @@ import streamlit as st
 
 from binade.app import address, uploads
 from binade.app import show as show_items
-from binade.app.figure import Drawn, Text
+from binade.app.figure import Drawn
 from binade.app.formatting import plain
 from binade.app.pages.registry import PAGES, SESSION_PARTS
 from binade.app.sessions import draft, notes, pins, share_view, storage
@@ -225,7 +225,7 @@ def _recaption(index: int, key: str) -> None:
 def _drawn(opened: Catalog, pin: Pin, runs: tuple[str, ...] | None, index: int) -> Drawn:
     drawn = pins.draw(opened, pin, runs)
     named = [replace(figure, name=f"pin{index}_{figure.name}", choose=None) for figure in drawn.figures]
-    return replace(drawn, items=(*(item for item in drawn.items if isinstance(item, Text)), *named))
+    return replace(drawn, items=(*drawn.texts, *named))
 
 
 # Compare

@@ -11,7 +11,7 @@ from copy import copy
 from dataclasses import replace
 from pathlib import Path
 
-from binade.app.figure import Drawn, Text
+from binade.app.figure import Drawn
 from binade.app.sessions.session import Pin, RunReference, Session
 from binade.app.view import View
 from binade.data.catalog import Catalog
@@ -55,7 +55,7 @@ def draw(catalog: Catalog, pin: Pin, runs: Sequence[str] | None = None) -> Drawn
     if figure is None:
         lost = (*drawn.problems, f"The view no longer has the chart {pin.chart[:40]!r}.")
         return replace(drawn, items=(), problems=lost)
-    return replace(drawn, items=(*(item for item in drawn.items if isinstance(item, Text)), figure))
+    return replace(drawn, items=(*drawn.texts, figure))
 
 
 def _of_session(catalog: Catalog, pin: Pin, runs: Sequence[str]) -> tuple[Catalog, tuple[str, ...]]:

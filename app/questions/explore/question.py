@@ -109,7 +109,7 @@ def draw(board: Board, values: dict[str, Any]) -> Drawn:
     lie = _distributions(board, values, groups, TENSOR if len(chosen) else by, chosen)
     items: list[Item] = [table(opened, ranked, where, fmt), *lie.figures]
     items += _formats(board, _ids(values, ranked), tensors)
-    items += [item for item in lie.items if isinstance(item, Text)]
+    items += lie.texts
     items += [Text(note) for note in (*groups.notes, *notes)]
     items += [
         Text(
