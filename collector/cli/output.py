@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import textwrap
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import click
 
-from binade.data.text import markdown_table, markdown_text
+from binade.data.text import csv_cell, markdown_table, markdown_text
 from binade.terminal import Option, print_text
 
 WIDTH = 120
@@ -49,6 +52,15 @@ def markdown(table: Table) -> str:
     rows = [[markdown_text(cell) for cell in row] for row in table.rows]
     alignment = "l" * table.left + "r" * (len(table.header) - table.left)
     return f"{table.title}:\n\n{markdown_table([markdown_text(cell) for cell in table.header], rows, alignment)}"
+
+
+def csv_text(rows: Sequence[Mapping[str, object]], columns: Iterable[str] = ()) -> str:
+    """Rows as CSV, with the columns of the first one unless they are given. Lines end in CR LF."""
+    written = io.StringIO(newline="")
+    writer = csv.DictWriter(written, tuple(columns) or tuple(rows[0]))
+    writer.writeheader()
+    writer.writerows({name: csv_cell(value) for name, value in row.items()} for row in rows)
+    return written.getvalue()
 
 
 def output_options() -> list[click.Parameter]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -20,6 +18,7 @@ from binade.collector.cli.output import (
     NOTHING,
     Table,
     aligned,
+    csv_text,
     markdown,
     output_options,
     print_or_write,
@@ -29,7 +28,7 @@ from binade.collector.errors import ConfigError
 from binade.collector.recipes.recipe import BF16
 from binade.collector.settings import declared
 from binade.collector.training.config import RunConfig
-from binade.data.text import counted, csv_cell, markdown_text, number_text
+from binade.data.text import counted, markdown_text, number_text
 from binade.terminal import Command, Option, one_line, resolve_root, root_option
 
 if TYPE_CHECKING:
@@ -108,7 +107,7 @@ def _of_recipes(rollout: str, given: dict[str, Any], root: str | None, kind: str
         found = measure_parity(asked, operands, say=facts.append, done=shown.progress)
     heading = f"{asked.plan.config.model_title}: rollout {rollout}, training {train}; {'; '.join(facts)}"
     if kind == "csv":
-        text = csv_text({"group": gap.name} | each for gap in found for each in csv_rows(gap.policies))
+        text = csv_text([{"group": gap.name} | each for gap in found for each in csv_rows(gap.policies)])
     else:
         text = document(heading, [_table(found[0].policies), _causes(found)], [*_findings(found), *OF_TEXT], kind)
     print_or_write(text, output, "the tables were")
@@ -223,12 +222,12 @@ def _main(row: Row) -> float:
 
 def _csv(rollouts: Sequence[Rollouts]) -> str:
     """A row per step and quantity, in full precision. Lines end in CR LF."""
-    return csv_text(
+    return csv_text([
         {"tool": tool, "step": step, "sequences": pair.sequences, "tokens": len(pair.rollout),
          "left_out": pair.left_out} | quantity
         for tool, step, pair in _quantities_of(rollouts)
         for quantity in csv_rows(pair)
-    )  # fmt: skip
+    ])  # fmt: skip
 
 
 def csv_rows(pair: Policies) -> Iterator[dict[str, object]]:
@@ -238,16 +237,6 @@ def csv_rows(pair: Policies) -> Iterator[dict[str, object]]:
     for row in quantities(pair):
         values = {name: getattr(row, name) for name in VALUES}
         yield {"quantity": row.measure.name, "unit": row.measure.unit.replace("%", "")} | values | {"name": row.tools}
-
-
-def csv_text(rows: Iterable[dict[str, object]]) -> str:
-    """Rows with the same columns as CSV."""
-    written = io.StringIO(newline="")
-    cells = [{name: csv_cell(value) for name, value in row.items()} for row in rows]
-    writer = csv.DictWriter(written, list(cells[0]))
-    writer.writeheader()
-    writer.writerows(cells)
-    return written.getvalue()
 
 
 def _params() -> list[click.Parameter]:

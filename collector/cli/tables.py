@@ -6,8 +6,6 @@ for programs (RFC 4180): one table, full precision, units in the names of the co
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
 
@@ -22,13 +20,13 @@ from binade.collector.cli.compare import (
     Settings,
     rounding_figure,
 )
-from binade.collector.cli.output import NOTHING, Table, aligned, markdown, wrapped
+from binade.collector.cli.output import NOTHING, Table, aligned, csv_text, markdown, wrapped
 from binade.collector.recipes.recipe import BF16
 from binade.collector.recipes.seeds import JUDGED, Gaps, judged
 from binade.data import evidence, gap_bands
 from binade.data.published_gaps import published_for
 from binade.data.runs import DONE
-from binade.data.text import csv_cell, markdown_text
+from binade.data.text import markdown_text
 from binade.terminal import one_line
 
 ROW_COLUMNS = ("recipe", "state", "runs", "seed", "seeds", "run_id", "backend", "iterations")
@@ -274,15 +272,11 @@ def _markdown(comparison: Comparison) -> str:
 
 
 def _csv(comparison: Comparison) -> str:
-    """Lines end in CR LF. A section's settings are in the first columns of each of its rows."""
-    written = io.StringIO(newline="")
-    shared = [each.name for each in fields(Settings)]
-    writer = csv.DictWriter(written, [*shared, *ROW_COLUMNS, *FIGURES])
-    writer.writeheader()
+    """A section's settings are in the first columns of each of its rows."""
+    rows: list[dict[str, object]] = []
     for section in comparison.sections:
         for row in section.rows:
             own = {name: getattr(row, name) for name in ROW_COLUMNS}
             own["seeds"] = " ".join(map(str, row.seeds))
-            cells = asdict(section.settings) | own | dict(row.figures)
-            writer.writerow({name: csv_cell(value) for name, value in cells.items()})
-    return written.getvalue()
+            rows.append(asdict(section.settings) | own | dict(row.figures))
+    return csv_text(rows, (*(each.name for each in fields(Settings)), *ROW_COLUMNS, *FIGURES))
