@@ -98,8 +98,9 @@ def losses_on_same_data(run: Steps, reference: Steps) -> list[tuple[int, float, 
 def closest(run: Steps, references: Sequence[tuple[T, Steps]]) -> T | None:
     """Of the runs that a run may be compared with, the one whose losses can be compared at most iterations; of several
     the first one, None if there are no runs. references: each with its lines of loss.jsonl."""
-    found = ((len(losses_on_same_data(run, steps)), reference) for reference, steps in references)
-    return max(found, key=lambda pair: pair[0], default=(0, None))[1]
+    if len(references) < 2:
+        return references[0][0] if references else None
+    return max(references, key=lambda pair: len(losses_on_same_data(run, pair[1])))[0]
 
 
 def equal_weights(root: Path, run_id: str, reference: str, iteration: int) -> bool:

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 from torch import Tensor
 
@@ -426,7 +427,7 @@ class _Import:
                 tensors = read_tables(self.segments / name, names=["tensor"])["tensor"]
             except (OSError, ValueError, pa.ArrowException) as error:
                 raise RunError(f"{self.segments / name} cannot be read: {describe(error)}") from None
-            rows[name] = [row for row in tensors.select(columns).to_pylist() if row["module_path"]]
+            rows[name] = tensors.select(columns).filter(pc.is_valid(tensors["module_path"])).to_pylist()
         for name, modules in distinct_modules(rows).items():
             rename_modules(self.segments / name, modules, _lines(self.ledger[name]))
 

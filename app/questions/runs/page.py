@@ -49,12 +49,13 @@ def show(opened: Catalog, view: View, reading: Reading) -> None:
     if reading.where.items():
         every = every[every["run_id"].isin(opened.distinct(("run_id",), reading.where)["run_id"])]
     runs = every[every["damage"].isna()]
-    _totals(every, runs)
+    shared = _shared(every)
+    _totals(runs, shared)
     named = every_run(opened)
     named = named[named["run_id"].isin(runs["run_id"])]
     key = "losses of runs", opened.progress, tuple(runs["run_id"])
     course, against = opened.kept(key, lambda: _course(opened, runs, named))
-    _table(view, every, named, course, against)
+    _table(view, every, named, course, against, shared)
     _notes(opened, runs, named)
     _events(opened, runs)
     for model, config in runs.drop_duplicates("model")[["model", "config"]].itertuples(index=False):
@@ -69,7 +70,7 @@ def _shared(runs: pd.DataFrame) -> dict[str, str]:
     return {name: str(each[0]) for name, each in values.items() if len(each) == 1 and pd.notna(each[0])}
 
 
-def _totals(every: pd.DataFrame, runs: pd.DataFrame) -> None:
+def _totals(runs: pd.DataFrame, shared: Mapping[str, str]) -> None:
     if runs.empty:
         st.caption("No run can be read.")
         return
@@ -80,7 +81,7 @@ def _totals(every: pd.DataFrame, runs: pd.DataFrame) -> None:
             " · ".join(
                 (
                     f"{counted(len(runs), 'run')} ({states})",
-                    *_shared(every).values(),
+                    *shared.values(),
                     f"{int(runs['tensors'].sum()):,} tensors",
                     f"{bytes_text(float(runs['bytes'].sum()))} in tensor files",
                 )
@@ -125,6 +126,7 @@ def _table(
     named: pd.DataFrame,
     course: Mapping[str, list[float]],
     against: Mapping[str, Mapping[str, Any]],
+    shared: Mapping[str, str],
 ) -> None:
     names = named["rounded"].where(named["recipe"].notna())  # an import has no recipe
     source = runs["config"].map(_source).astype(object)
@@ -186,9 +188,8 @@ def _table(
         "note": text("Note", width=220),
         "run_id": text("Run", width=330),
     }
-    optional, shared = ("source", "name", "note", *against), _shared(runs)
-    known = [name for name in columns if name not in optional or table[name].notna().any()]
-    shown = [name for name in known if name not in shared]
+    optional = ("source", "name", "note", *against)
+    shown = [name for name in columns if name not in shared and (name not in optional or table[name].notna().any())]
     event = st.dataframe(
         table, hide_index=True, placeholder="–", column_order=shown, column_config=columns, key="runs_table",
         on_select="rerun", selection_mode="multi-row",

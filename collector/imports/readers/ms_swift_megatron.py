@@ -1,10 +1,7 @@
 from __future__ import annotations
 
-from itertools import islice
-
-from binade.collector.imports.readers.json_lines import LOOKED_AT, JsonLines
+from binade.collector.imports.readers.json_lines import JsonLines
 from binade.collector.imports.readers.series import Confidence, Start, Window
-from binade.collector.imports.readers.text import json_object
 
 
 class MsSwiftMegatron(JsonLines):
@@ -18,6 +15,5 @@ class MsSwiftMegatron(JsonLines):
     window = Window.INTERVAL
 
     def recognize(self, start: Start) -> Confidence:
-        objects = islice((json_object(line) for line in start.lines if line.strip()), LOOKED_AT)
-        texts = (str(row.get("iteration")) for row in objects if self.has_columns(row))
+        texts = (str(row.get("iteration")) for row in self.objects(start) if self.has_columns(row))
         return Confidence.SIGNATURE if any("/" in text for text in texts) else Confidence.NONE
