@@ -10,6 +10,7 @@ from streamlit.starlette import App
 
 from binade.app import reruns, sharing, users
 from binade.app.guard import Guard
+from binade.app.one_address import OneAddress
 from binade.app.preloading import Preloading, import_pages
 from binade.data import access
 from binade.data.cache import release_memory
@@ -19,5 +20,9 @@ reruns.install(release_memory)
 importing = Thread(target=import_pages, daemon=True)
 app = App(
     Path(__file__).with_name("main.py"),
-    middleware=[Middleware(Guard, sharing=sharing.current), Middleware(Preloading, importing=importing)],
+    middleware=[
+        Middleware(Guard, sharing=sharing.current),
+        Middleware(Preloading, importing=importing),
+        Middleware(OneAddress),
+    ],
 )

@@ -161,6 +161,7 @@ def names_axis(field: str, order: Iterable[str], longest: int = 240) -> alt.Y:
 
 DECADES = alt.Axis(labelOverlap=True, tickCount=6)  # of a logarithmic axis
 SYMBOL = 300  # square pixels of a line in a legend: as long as most dashes and their gaps
+DOT = 60  # square pixels of a point in a legend
 LEGEND_WIDTH = 310  # pixels that every chart has for a legend above it, even on a phone
 LEGEND_LABEL = 380  # pixels of the longest label of a legend
 BESIDE = 18  # characters of the longest label of a legend next to the lines; with longer labels, it is above them
@@ -235,7 +236,7 @@ def legend(groups: list[str], title: str, line: bool = False, place: Place = "ri
         rowPadding=1,
         symbolOpacity=1,
         symbolType="stroke" if line else alt.Undefined,
-        symbolSize=SYMBOL if line else alt.Undefined,
+        symbolSize=SYMBOL if line else DOT,
     )
 
 

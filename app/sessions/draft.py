@@ -25,7 +25,7 @@ from binade.data.access import ReadOnlyError, read_only
 from binade.data.catalog import Catalog, DamagedIndexError
 from binade.data.runs import RunError, resolve_root
 
-OPEN = View("notebook", {PART: ["sessions"], "part": ["open"]})  # the open session's page
+READ = View("notebook", {PART: ["sessions"], "part": ["read"]})  # the open session, as its readers see it
 
 
 @dataclass(frozen=True)
@@ -206,19 +206,17 @@ def show(view: View) -> NoReturn:
     if part and part.writes and read_only():
         notice = f"Viewers cannot open the session's page, {part.title}. The notes and pins of the session are here."
         notify(*dict.fromkeys([*st.session_state.get("notices", []), notice]))
-        view = OPEN
+        view = READ
     address.go(view)
 
 
 def follow_link() -> None:
-    """Open the session that the address names. If the address has other parameters, its view stays; else the session
-    itself is shown, with its pins and notes. If there is no such session, a notice says so above the page. Where the
-    browser goes back to an address, the view stays, and a session that was deleted is left out."""
+    """Open the session that the address names, at the view that it names. If there is no such session, a notice says so
+    above the page; where the browser goes back to an address, a session that was deleted is left out."""
     session_id, draft = st.query_params.get(address.SESSION), current()
     if session_id is None or (draft and draft.session.id == session_id):
         return
     entered = not address.shown()
-    alone = entered and len(st.query_params) == 1
     try:
         version = storage.load(resolve_root(), session_id)
     except SessionError as error:
@@ -227,8 +225,6 @@ def follow_link() -> None:
             notify(f"This link cannot be opened. {error}")
         return
     open_version(version)
-    if alone:
-        address.go(OPEN)
 
 
 def notices() -> None:

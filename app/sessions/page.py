@@ -12,6 +12,7 @@ from binade.app import show as show_items
 from binade.app.figure import Drawn
 from binade.app.formatting import plain
 from binade.app.pages.registry import PAGES, SESSION_PARTS
+from binade.app.questions.shared.runs import given_names
 from binade.app.sessions import draft, notes, pins, share_view, storage
 from binade.app.sessions import session as sessions
 from binade.app.sessions.draft import Draft
@@ -20,8 +21,9 @@ from binade.app.sessions.storage import Version
 from binade.app.view import Reading, View
 from binade.data.access import ReadOnlyError, read_only, reason
 from binade.data.catalog import Catalog
+from binade.data.names import distinct_names
 
-PARTS = dict(zip(SESSION_PARTS, ("Saved", "Current session", "Compare", "Import"), strict=True))
+PARTS = dict(zip(SESSION_PARTS, ("Saved", "Read", "Edit", "Compare", "Import"), strict=True))
 MAX_LISTED = 12  # sessions
 
 
@@ -33,7 +35,8 @@ def show(opened: Catalog, view: View, reading: Reading) -> None:
     )  # fmt: skip
     if why := reason():
         st.caption(plain(f"Sessions can be opened, but not saved or deleted: {why}."))
-    {"saved": _saved, "open": _open, "compare": _compare, "import": _import}[reading.values["part"]](opened)
+    parts = {"saved": _saved, "read": _reading, "open": _open, "compare": _compare, "import": _import}
+    parts[reading.values["part"]](opened)
 
 
 def _turn_to(part: str) -> None:
@@ -88,7 +91,7 @@ def _entry(opened: Catalog, version: Version) -> None:
 
 def _read(version: Version, newest: bool = True) -> None:
     draft.open_version(version, with_draft=newest)
-    _turn_to("open")
+    _turn_to("read")
 
 
 def _more(opened: Catalog, one: Session) -> None:
@@ -129,10 +132,53 @@ def _delete(opened: Catalog, one: Session) -> None:
 # The open session
 
 
-def _open(opened: Catalog) -> None:
+def _current() -> Draft | None:
     now = draft.current()
     if now is None:
         st.info("No session is open. Open a saved one, or pin a chart on any page.", icon=":material/bookmarks:")
+    return now
+
+
+def _reading(opened: Catalog) -> None:
+    """The open session as its readers see it, without anything that changes it."""
+    if (now := _current()) is None:
+        return
+    one = now.session
+    left, right = st.container(key="reading").columns([3, 1.1], vertical_alignment="bottom")
+    left.header(plain(one.name), anchor=False)
+    left.caption(f"{now.state.capitalize()} · {_runs(one)}")
+    with right.container(horizontal=True, horizontal_alignment="right", gap="small"):
+        if st.button("Open page", help="The page as saved"):
+            draft.show(one.view)
+        st.button(
+            "Edit a copy", type="primary", disabled=read_only(), on_click=_edit_copy, args=(one,),
+            help="The copy is a draft of yours; this session stays as it is",
+        )  # fmt: skip
+    if text := notes.safe(one.notes):
+        st.markdown(text)
+    if not one.pins:
+        st.info("This session has no pins.", icon=":material/push_pin:")
+    for index, pin in enumerate(one.pins):
+        with st.container(border=True, key=f"pin_{index}"):
+            st.subheader(plain(pin.caption or "Without a caption"), anchor=False)
+            if names := _tensors(opened, pin):
+                st.caption(plain(names))
+            _show_pin(opened, pin, index)
+
+
+def _edit_copy(one: Session) -> None:
+    draft.set_current(Draft(sessions.copied(one, f"{one.name[:110]} (copy)")))
+    _turn_to("open")
+
+
+def _tensors(opened: Catalog, pin: Pin) -> str:
+    """The names of the tensors that a pin names, which its charts of one tensor do not repeat."""
+    rows = opened.rows_of(pin.tensors(opened)[:MAX_LISTED])
+    return ", ".join(distinct_names(rows, given_names(opened), long=True).values())
+
+
+def _open(opened: Catalog) -> None:
+    if (now := _current()) is None:
         return
     one = now.session
     key = f"{one.id}_{now.saved.number if now.saved else 0}"
@@ -208,11 +254,17 @@ def _pin(opened: Catalog, one: Session, index: int, key: str) -> None:
                 order.insert(index - 1 if up else index + 1, pin)
             draft.change(pins=tuple(order))
             st.rerun()
-        drawn = _drawn(opened, pin.uncaptioned, draft.runs_of(pin), index)
-        for sentence in drawn.sentences:
-            st.caption(plain(sentence))
-        for figure in drawn.figures:
-            show_items.draw(figure, pin=False)
+        _show_pin(opened, pin, index)
+
+
+def _show_pin(opened: Catalog, pin: Pin, index: int) -> None:
+    drawn = _drawn(opened, pin.uncaptioned, draft.runs_of(pin), index)
+    if drawn.verdict:
+        show_items.verdict(drawn.verdict)
+    for sentence in drawn.sentences:
+        st.caption(plain(sentence))
+    for figure in drawn.figures:
+        show_items.draw(figure, pin=False)
 
 
 def _recaption(index: int, key: str) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from html import escape
 from pathlib import Path
-from urllib.parse import urlsplit
+from urllib.parse import urlencode, urlsplit
 
 import streamlit as st
 
@@ -29,13 +29,10 @@ from binade.data.filter import Filter
 
 
 def link_to(session_id: str) -> str:
-    """The link that opens a session in this app."""
+    """The link that opens a session in this app, for reading."""
     parts = urlsplit(st.context.url or "")
-    return (
-        f"{parts.scheme}://{parts.netloc}/?{address.SESSION}={session_id}"
-        if parts.netloc
-        else f"/?{address.SESSION}={session_id}"
-    )
+    here = f"{parts.scheme}://{parts.netloc}" if parts.netloc else ""
+    return f"{here}/{draft.READ.page}?{urlencode({**draft.READ.to_query(), address.SESSION: session_id}, doseq=True)}"
 
 
 def show(opened: Catalog, one: Session) -> None:

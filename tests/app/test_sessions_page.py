@@ -16,6 +16,7 @@ from binade.app.sessions.session import Pin, RunReference
 from binade.app.view import View
 from binade.cli import main
 from binade.data.catalog import Catalog
+from binade.data.filter import Filter
 from tests.app import roots
 from tests.app.test_pages import Visit, charts, chips, rerun, words
 
@@ -23,6 +24,7 @@ pytestmark = pytest.mark.slow
 
 VIEW = View("map", {"quant_type": ["mxfp4"], "metric": ["saturated"], "format": ["mxfp4"]})
 EXPLORE = {"view": ["explore"]}
+READ = {"view": "sessions", "part": "read"}  # what a session's link asks for
 
 
 @pytest.fixture
@@ -94,7 +96,7 @@ def test_saving_a_view_from_its_page(visit: Visit, root: Path):
 
 def test_a_link_shows_the_view_and_says_what_differs(visit: Visit, root: Path):
     one = saved(root, pins=(Pin("map", VIEW.params, "map"),))
-    at = visit(root, "runs", session=one.id)
+    at = visit(root, "notebook", **READ, session=one.id)
     assert at.title[0].value == "Notebook › Sessions" and not at.warning and charts(at) == 1  # its pins and notes
     at = press(at, "Open page")
     assert at.title[0].value == "Map › Map" and at.session_state["shown_view"] == VIEW
@@ -117,10 +119,10 @@ def test_a_run_that_came_later_is_said_and_not_in_its_pins(visit: Visit, root: P
         one, _ = storage.save(root, pins.refreshed(catalog, wanted))
         seen = draw(catalog, one.pins[0]).figures[0]
     (tmp_path / late.name).rename(late)
-    at = visit(root, "map", session=one.id)
+    at = visit(root, "notebook", **READ, session=one.id)
     assert at.title[0].value == "Notebook › Sessions"
     assert "1 run in this root does not belong to this session" in words(at)
-    at = press(sessions_page(visit, root), "Read")
+    at = turn_to(press(sessions_page(visit, root), "Read"), "open")
     spec = json.loads(at.get("vega_lite_chart")[0].proto.spec)
     assert spec["title"] == seen.page_spec["title"]
     at.text_area[0].set_value("a word")
@@ -147,7 +149,7 @@ def test_a_link_to_nothing_shows_the_page(visit: Visit, root: Path, asked: str):
 
 def test_reading_changing_and_saving(visit: Visit, root: Path):
     one = saved(root, notes="was", pins=(Pin("map", VIEW.params, "map", "cap"), Pin("runs", {}, "losses")))
-    at = press(sessions_page(visit, root), "Read")
+    at = turn_to(press(sessions_page(visit, root), "Read"), "open")
     assert charts(at) == 2 and "saved as version 1" in words(at).lower()
     at.text_area[0].set_value("![x](http://a/b.png) *now*")
     at = rerun(at)
@@ -164,9 +166,28 @@ def test_reading_changing_and_saving(visit: Visit, root: Path):
     assert charts(rerun(at)) == 1
 
 
+def test_a_link_is_for_reading_and_a_copy_is_edited(visit: Visit, root: Path):
+    with Catalog.open(root) as catalog:
+        row = catalog.tensors(Filter(quant_type=["mxfp4"], tensor_name=["input"])).iloc[0]
+        shown = Pin("tensor", {"view": ["why"], "tensor": [row["tensor_id"]], "format": ["mxfp4"]}, "codebook", "Why")
+        drawn = draw(catalog, shown)
+    one = saved(root, notes="*Read this*", pins=(shown,))
+    at = visit(root, "notebook", **READ, session=one.id)
+    assert at.header[0].value == one.name and at.subheader[0].value == "Why" and charts(at) == 1
+    assert not at.text_area and not [field for field in at.text_input if field.label in ("Name", "Caption")]
+    assert any(f"{row['module']} input" in caption.value for caption in at.caption)
+    assert drawn.verdict.headline and drawn.verdict.headline in words(at)
+    at = press(at, "Edit a copy")
+    at.text_area[0].set_value("mine")
+    rerun(at)
+    copy = at.session_state["draft"].session
+    assert copy.id != one.id and copy.notes == "mine" and copy.pins == one.pins
+    assert storage.load(root, one.id).session.notes == "*Read this*"
+
+
 def test_a_save_elsewhere_meanwhile_is_said_and_kept(visit: Visit, root: Path):
     one = saved(root)
-    at = press(sessions_page(visit, root), "Read")
+    at = turn_to(press(sessions_page(visit, root), "Read"), "open")
     storage.save(root, replace(one, notes="theirs"))
     at.text_area[0].set_value("ours")
     at = press(rerun(at), "Save")
@@ -256,6 +277,8 @@ def test_read_only(visit: Visit, root: Path, monkeypatch: pytest.MonkeyPatch):
     at = sessions_page(visit, root)
     assert not [button for button in at.button if button.label == "Delete"]
     at = press(at, "Read")
+    assert [button.disabled for button in at.button if button.label == "Edit a copy"] == [True]
+    at = turn_to(at, "open")
     assert [button.disabled for button in at.button if button.label == "Save"] == [True]
     assert "Nothing can be imported" in words(turn_to(at, "import"))
     assert storage.load(root, one.id).number == 1
@@ -264,9 +287,9 @@ def test_read_only(visit: Visit, root: Path, monkeypatch: pytest.MonkeyPatch):
 def test_a_session_of_a_page_that_is_not_served(visit: Visit, root: Path, monkeypatch: pytest.MonkeyPatch):
     view, pin = View("notebook", {"view": ["sql"], "q": ["SELECT 1"]}), Pin("map", VIEW.params, "map")
     one, _ = storage.save(root, session.new("By SQL", view, pins=(pin,)))
-    assert press(visit(root, "map", session=one.id), "Open page").title[0].value == "Notebook › SQL"
+    assert press(visit(root, "notebook", **READ, session=one.id), "Open page").title[0].value == "Notebook › SQL"
     monkeypatch.setenv("BINADE_READ_ONLY", "1")
-    at = press(visit(root, "map", session=one.id), "Open page")
+    at = press(visit(root, "notebook", **READ, session=one.id), "Open page")
     assert at.title[0].value == "Notebook › Sessions" and charts(at) == 1
     assert "Viewers cannot open the session's page, SQL." in words(at)
     at = press(at, "Open page")
@@ -278,7 +301,7 @@ def test_a_session_of_a_page_that_is_not_served(visit: Visit, root: Path, monkey
 
 def test_a_name_is_text_wherever_it_is_told(visit: Visit, root: Path):
     one = saved(root, "![p](http://203.0.113.7/n.png) <b>*x*</b> [a](b)")
-    at = press(sessions_page(visit, root), "Read")
+    at = turn_to(press(sessions_page(visit, root), "Read"), "open")
     at.text_area[0].set_value("changed")
     at = press(rerun(at), "Save")
     told = [toast.value for toast in at.toast]

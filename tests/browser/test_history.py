@@ -86,7 +86,7 @@ STEPS: tuple[Callable[[Page], None], ...] = (
     select_on_the_map,
     open_tensor_on_the_map,
     lambda page: turn_to(page, "Notebook"),
-    lambda page: press(page, "Current session"),
+    lambda page: press(page, "Edit"),
     lambda page: click(page, "button", "Open page"),
     lambda page: press(page, "Blocks"),
     next_format,

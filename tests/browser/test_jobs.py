@@ -16,13 +16,14 @@ from binade.collector.cli.options import parse
 from binade.collector.jobs import processes
 from binade.collector.recipes.parse import parse_recipe
 from binade.data.runs import read_steps
-from tests.browser.driver import press, serving, settle, turn_to
+from tests.browser.driver import press, serving, settle
 from tests.collector.test_jobs import ENDLESS, end_all, launch
 from tests.conftest import until
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 Visit = Callable[..., Page]
 PATIENCE = 90_000  # milliseconds
+PARTS = {"Jobs": "jobs", "New collection": "collect"}
 CALM = (*ENDLESS, "--capture-every", "100")  # records little of its iterations
 
 
@@ -45,11 +46,8 @@ def root(own_root: Path) -> Iterator[Path]:
 
 
 def enter(visit: Visit, app: str, part: str, **profile: bool) -> Page:
-    """A part of the page Runs, through the front door: opened at once, Streamlit first asks in vain beneath that page's
-    own path."""
-    page = visit(base=app, **profile)
-    turn_to(page, "Runs", part)
-    return page
+    """A part of the page Runs."""
+    return visit(f"/runs?view={PARTS[part]}", base=app, **profile)
 
 
 def badge(page: Page, state: str):

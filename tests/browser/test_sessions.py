@@ -31,6 +31,10 @@ def served(own_root: Path):
         yield address
 
 
+def link_of(session_id: str) -> str:
+    return f"/notebook?view=sessions&part=read&session={session_id}"
+
+
 def drawn(page: Page, name: str) -> list[dict[str, str]]:
     """The marks of a chart, by its name on the page."""
     names = page.locator("[data-testid=stVegaLiteChart]").evaluate_all(
@@ -70,10 +74,10 @@ def test_built_by_clicking_saved_and_opened_elsewhere(visit: Visit, served: str,
     page.get_by_role("button", name="Save session").click()
     page.get_by_text("Saved “Where mxfp4 flushes”").first.wait_for()
     settle(page)
-    link = page.locator("[data-testid=stCode]").get_by_text("?session=").inner_text().strip()
+    link = page.locator("[data-testid=stCode]").get_by_text("session=").inner_text().strip()
 
     (version,), problems = storage.list_sessions(own_root)
-    assert not problems and link == f"{served}/?session={version.session.id}"
+    assert not problems and link == served + link_of(version.session.id)
     assert [one.chart for one in version.session.pins] == ["histogram", "map"]
     assert version.session.view.params["quant_type"] == ["mxfp4"] and len(version.session.runs) == 1
 
@@ -96,7 +100,7 @@ def test_a_link_to_what_is_absent_says_so(visit: Visit, served: str, own_root: P
     view = sessions.View("map", {"run_id": ["gone"], "metric": ["sqnr_db"]})
     run = sessions.RunReference("gone", "0" * 64)
     one, _ = storage.save(own_root, sessions.new("Half of it", view, runs=(run,)))
-    page = visit(f"/?session={one.id}", base=served)
+    page = visit(link_of(one.id), base=served)
     assert page.locator("h1").inner_text() == "Notebook › Sessions"
     assert "Run gone is missing" in page.locator("[data-testid=stApp]").inner_text()
     page.get_by_role("button", name="Open page", exact=True).click()
@@ -137,11 +141,11 @@ def test_a_name_that_is_a_picture_loads_nothing(visit: Visit, served: str, own_r
     """Pinned to, saved and deleted: each is told in passing, with the name."""
     name = "![p](http://203.0.113.7/n.png)"
     one, _ = storage.save(own_root, sessions.new(name, sessions.View("runs")))
-    page = visit(f"/?session={one.id}", base=served)
+    page = visit(link_of(one.id), base=served)
     page.get_by_role("button", name="Open page", exact=True).click()
     pin(page, "losses")
     turn_to(page, "Notebook")
-    press(page, "Current session")
+    press(page, "Edit")
     page.get_by_role("button", name="Save", exact=True).click()
     page.get_by_text(f"Saved “{name}”, version 2").first.wait_for()
     press(page, "Saved")
@@ -158,9 +162,9 @@ def test_a_name_that_is_a_picture_loads_nothing(visit: Visit, served: str, own_r
 @pytest.mark.thorough
 def test_notes_that_would_stop_the_browser_are_shown_as_text(visit: Visit, served: str, own_root: Path):
     one, _ = storage.save(own_root, sessions.new("Deep", sessions.View("runs"), notes=">" * 50_000))
-    page = visit(f"/?session={one.id}", base=served)
+    page = visit(link_of(one.id), base=served)
     turn_to(page, "Notebook")
-    press(page, "Current session")
+    press(page, "Edit")
     page.get_by_text("nested too deeply").first.wait_for()
     settle(page)
     assert "RangeError" not in page.locator("[data-testid=stApp]").inner_text() and not page.complaints
@@ -182,10 +186,8 @@ def test_someone_elses_session_is_shown_and_loads_nothing(visit: Visit, served: 
         page.get_by_role("button", name="Import", exact=True).last.click()
         page.get_by_text(words).first.wait_for()
         settle(page)
-    page.goto(f"{served}/?session={whole['id']}")
+    page.goto(served + link_of(whole["id"]))
     settle(page)
-    turn_to(page, "Notebook")
-    press(page, "Current session")
     page.locator("strong", has_text="bold").first.wait_for()
     settle(page)
     assert drawn(page, "pin0_histogram")

@@ -21,8 +21,9 @@ from binade.data.text import number_text
 from binade.quant.specs import Spec
 
 OF = {RAW: "value", SIGMA: "value / σ of its tensor", SCALE: "value / scale of its block"}
-WIDE, HIGH = 720, 120  # pixels of all columns of panels together, and of a panel
+WIDE, HIGH = 640, 120  # pixels of all columns of panels together, and of a panel
 STRIP = 28  # pixels of a format
+SMALL = 11  # the font size of a title that says more than a name
 
 
 def magnitude(values: str) -> str:
@@ -43,7 +44,8 @@ def qq(
     tooltip += [alt.Tooltip("sample:Q", title=titles[1], format=".4~g")]
     tooltip += [alt.Tooltip("share:Q", title="values below", format=".4~%")]
     name = zlib.crc32(title.encode())
-    x = alt.X("theoretical:Q", title=titles[0], scale=alt.Scale(nice=False, zero=False), axis=alt.Axis(tickCount=7))
+    x = alt.X("theoretical:Q", title=titles[0], scale=alt.Scale(nice=False, zero=False),
+              axis=alt.Axis(tickCount=7, titleFontSize=SMALL))  # fmt: skip
     y = alt.Y(
         "sample:Q", title=titles[1], axis=alt.Axis(tickCount=6),
         scale=alt.Scale(domain=[-found.limit, found.limit] if (shown["sample"] < 0).any() else [0, found.limit]),
@@ -64,10 +66,11 @@ def qq(
 
 
 def _beyond(found: QQ, groups: list[str], by: str, looks: style.Looks | None) -> list[alt.Chart]:
-    """How many values of each group lie beyond the ends of the axis."""
+    """How many values of each group lie beyond the ends of the axis: written in the corners that quantiles, which rise,
+    leave empty."""
     colors = dict(zip(groups, style.colors(groups, by, looks), strict=True))
     layers = []
-    for sign, mark, place in ((0, "▲", "right"), (1, "▼", "left")):
+    for sign, mark, place in ((0, "▲", "left"), (1, "▼", "right")):
         counts = [(group, found.beyond[group][sign]) for group in groups if found.beyond.get(group, (0, 0))[sign]]
         for index, (group, count) in enumerate(counts):
             text = f"{mark} {count:,} beyond {number_text(found.limit) if not sign else number_text(-found.limit)}"
@@ -98,7 +101,8 @@ def formats(found: Compared, title: str, ticked: Sequence[str] = ()) -> alt.Laye
     axis = alt.Axis(ticks=False, domain=False, labelLimit=150, grid=False)
     y = alt.Y("format:N", sort=order, title=None, axis=axis, scale=alt.Scale(paddingInner=0.15, paddingOuter=0.1))
     x = alt.X("at:Q", title="SQNR minus that of normal values (dB)", scale=alt.Scale(domain=[low, high], nice=False),
-              axis=alt.Axis(tickCount=8, format="+~g", titleFontSize=11))  # fmt: skip
+              axis=alt.Axis(tickCount=8, labelExpr="datum.value ? format(datum.value, '+~g') : '0'",
+                            titleFontSize=SMALL))  # fmt: skip
     present = sorted(set(dots["operation"].dropna()))
     scale = style.operation_scale(present)
     legend = alt.Legend(title=None, orient="top", offset=0) if len(present) > 1 else None
@@ -130,7 +134,7 @@ def formats(found: Compared, title: str, ticked: Sequence[str] = ()) -> alt.Laye
     middle = base.mark_tick(thickness=3.5, size=STRIP - 8, color=style.GREY, opacity=1).encode(x=x)
     labels = base.mark_text(align="left", dx=10, fontSize=11.5, clip=False, color=style.GREY, x=alt.ExprRef("width"))
     drawn = alt.layer(zero, points, middle, labels.encode(text="text:N"))
-    return drawn.properties(title=style.title(title, []), padding={"left": 5, "top": 5, "bottom": 5, "right": 170})
+    return drawn.properties(title=style.title(title, []), padding={"left": 5, "top": 5, "bottom": 5, "right": 5})
 
 
 def _ends(medians: pd.DataFrame) -> tuple[float, float]:

@@ -32,7 +32,7 @@ def show(opened: Catalog, view: View, reading: Reading) -> None:
     if drawn is None:
         return
     tensors = next((item for item in drawn.items if isinstance(item, Table) and item.name == "tensors"), None)
-    left, right = st.columns([1.15, 2.75], gap="small")
+    left, right = st.columns([1.28, 2.62], gap="small")
     with left, st.container(key="explore_tensors", gap="xsmall"):
         if tensors is not None:
             _table(opened, tensors, view, reading)
@@ -104,8 +104,8 @@ def _shown(frame: pd.DataFrame, reading: Reading) -> tuple[Styler, dict[str, Any
     delta = frame["delta"].where(frame["delta"].ne(-math.inf), math.nan)
     shown = pd.DataFrame({"name": frame["name"], "gemm": frame["gemm"], "sqnr": sqnr, "delta": delta})
     config = {
-        "name": columns.TextColumn("Tensor", width=130),
-        "gemm": columns.TextColumn("GEMM", width=64, help="In which the format loses most of the tensor"),
+        "name": columns.TextColumn("Tensor", width=164),
+        "gemm": columns.TextColumn("GEMM", width=74, help="In which the format loses most of the tensor"),
         "sqnr": columns.NumberColumn("SQNR", width=48, help=f"dB, {format_title(fmt)}" if fmt else None),
         "delta": columns.NumberColumn(
             "Δ", width=52,

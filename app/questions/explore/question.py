@@ -190,9 +190,10 @@ def _distributions(board: Board, values: dict[str, Any], groups: Groups, by: str
         chart = distribution_charts.histogram(bins, [], named, names, linear, looks, axis=title, place="top", low=low)
         figures.append(Figure("histogram", chart, bins, caption, height=height, group="lie", by=field))
     if law in LAWS:
-        against = f"a {distribution_charts.LAW_TITLES[law]}" if law != "student_t" else "Student’s t"
+        name = distribution_charts.LAW_TITLES[law]
+        against = f"a {name}" if law != "student_t" else name
         plot = against_law(found, law)
-        titles = (f"quantile of {against}; line through the quartiles", f"{charts.OF[kind]}, standardized")
+        titles = (f"{name} quantile; line through the quartiles", f"{charts.OF[kind]}, standardized")
     else:
         label = labels_of(opened)[law]
         against = f"run {label}"

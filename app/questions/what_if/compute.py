@@ -59,6 +59,9 @@ def with_defaults(trials: list[Trial]) -> list[Trial]:
     return [Trial(spec) for spec in dict.fromkeys(s for one in trials for s in (Spec.of(one.spec.format), one.spec))]
 
 
+MOST_VALUES = 4  # of an option, since each costs other bits, and users ask for one by its value
+
+
 @dataclass(frozen=True)
 class Gain:
     """What one option changes. decibels: SQNR with this value of the option minus that without it."""
@@ -70,10 +73,11 @@ class Gain:
 
 
 def gains(x: Tensor, dim: int, now: Spec, allowed: Mapping[str, Sequence[str]], least: float) -> list[Gain]:
-    """The best value of each option for x [any shape] in a spec, the largest gain first: those of more than `least` dB.
-    All values of x are rounded; of more than SMALL values, only specs that a kernel rounds are tried."""
+    """The best values of each option, at most MOST_VALUES, for x [any shape] in a spec, the largest gain first: only
+    gains of more than `least` dB. All values of x are rounded; of more than SMALL values, only specs that a kernel
+    rounds are tried."""
     base = _sqnr(x, now, dim)
-    found = []
+    offered: list[Gain] = []
     for option, values in allowed.items():
         tried = []
         for value in values:
@@ -82,9 +86,9 @@ def gains(x: Tensor, dim: int, now: Spec, allowed: Mapping[str, Sequence[str]], 
             except SpecError:
                 continue
             tried.append(Gain(option, value, spec, _sqnr(x, spec, dim) - base))
-        known = [gain for gain in tried if gain.decibels > least]
-        found += sorted(known, key=lambda gain: -gain.decibels)[:1]
-    return sorted(found, key=lambda gain: -gain.decibels)
+        better = [gain for gain in tried if gain.decibels > least]
+        offered += sorted(better, key=lambda gain: -gain.decibels)[:MOST_VALUES]
+    return sorted(offered, key=lambda gain: -gain.decibels)
 
 
 def _sqnr(x: Tensor, spec: Spec, dim: int) -> float:

@@ -119,7 +119,7 @@ def draw(
 
 
 def _offers(selected: SelectedTensor, values: dict[str, Any]) -> Iterator[Offers]:
-    """The value of each option in OFFERED with which the page's format loses least, where it loses less than now."""
+    """The values of each option in OFFERED with which the page's format loses less than now."""
     if values["over"] != "tensor":
         return
     options = {name: values[NAMES[name]] for name in VALUES if values[NAMES[name]] != OWN}
@@ -128,7 +128,7 @@ def _offers(selected: SelectedTensor, values: dict[str, Any]) -> Iterator[Offers
     choices = {}
     for gain in compute.gains(selected.x, selected.dim, now, allowed, style.MEASURES["sqnr_db"].resolution):
         bits = gain.spec.bits_per_value
-        cost = f", {bits:.3g} bits per value" if bits != now.bits_per_value else ""
+        cost = f", {bits:.3g} bits" if bits != now.bits_per_value else ""
         label = f"{gain.option} {gain.value}: {number_text(gain.decibels, '+.1f')} dB{cost}"
         choices[label] = {NAMES[gain.option]: gain.value}
     if choices:

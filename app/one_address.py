@@ -1,0 +1,46 @@
+"""Tells the browser where the server is, which Streamlit's page would otherwise find out by asking in vain beneath the
+address of each page but the home page: an error 404 in the console, and a round trip before anything is shown."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+SCRIPT = b"<script>window.__streamlit = {BACKEND_BASE_URL: location.origin}</script>"
+
+
+@dataclass(frozen=True)
+class OneAddress:
+    """ASGI middleware: adds SCRIPT to the head of each HTML document."""
+
+    app: ASGIApp
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "GET":
+            return await self.app(scope, receive, send)
+        accepted = MutableHeaders(scope=scope).get("accept", "")
+        if "text/html" not in accepted:
+            return await self.app(scope, receive, send)
+        plain = [(name, value) for name, value in scope["headers"] if name not in (b"accept-encoding", b"range")]
+        start: Message | None = None
+        body = b""
+
+        async def answer(message: Message) -> None:
+            nonlocal start, body
+            if message["type"] == "http.response.start":
+                start = message
+                return
+            assert start is not None
+            body += message.get("body", b"")
+            if message.get("more_body"):
+                return
+            headers = MutableHeaders(scope=start)
+            if headers.get("content-type", "").startswith("text/html"):
+                body = body.replace(b"<head>", b"<head>" + SCRIPT, 1)
+                headers["content-length"] = str(len(body))
+            await send(start)
+            await send({"type": "http.response.body", "body": body})
+
+        await self.app({**scope, "headers": plain}, receive, answer)
