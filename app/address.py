@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import streamlit as st
 
 from binade.app.pages.registry import PAGES
-from binade.app.view import SCOPE, View
+from binade.app.view import OPERAND, SCOPE, View
 from binade.data.filter import FIELDS, Filter
 
 VIEW = "shown_view"  # the view that the page shows, in the session's state
@@ -35,7 +35,7 @@ def opened(before: View, page: str, part: str = "") -> View:
     last = st.session_state.get(LAST, {}).get((page, part))
     if last is None:
         return before.at(page, part)
-    shared = {*FIELDS, *SCOPE, *(["tensor"] if page == before.page else [])}
+    shared = {*FIELDS, *SCOPE, *(OPERAND if page == before.page else [])}
     own = {name: texts for name, texts in last.params.items() if name not in shared}
     return before.at(page, last.part).changed(**own)
 
@@ -61,7 +61,8 @@ def change(**values: Any) -> None:
     though another one may be the worst."""
     if view := shown():
         if view.page == "tensor" and "format" in values:
-            values.setdefault("tensor", st.session_state.get("tensor"))
+            for name in OPERAND:
+                values.setdefault(name, st.session_state.get(name))
         write(view.changed(**values))
 
 

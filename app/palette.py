@@ -152,7 +152,7 @@ def pressed(opened: Catalog, view: View, key: str) -> View | None:
     if key in "jk":
         ids = list(listed(opened, reading.where, tensor_id))
         at = ids.index(tensor_id) + (1 if key == "j" else -1)
-        return view.changed(tensor=ids[at]) if 0 <= at < len(ids) else None
+        return view.changed(tensor=ids[at], gemm=None) if 0 <= at < len(ids) else None
     return _other_layer(opened, view, tensor_id, -1 if key == "[" else 1)
 
 

@@ -23,7 +23,7 @@ from binade.app.params import TITLES, AnyFormat, One, Param, Params, bounded, re
 from binade.app.questions.map.compute import METRICS
 from binade.app.questions.question import Question
 from binade.app.questions.shared.scope import Scope, default_format, scoped
-from binade.app.questions.shared.selection import Of, format_used, lowest, select
+from binade.app.questions.shared.selection import Of, format_used, select, worst
 from binade.data.cache import Done
 from binade.data.catalog import USED, Catalog
 from binade.data.filter import FIELDS, Filter
@@ -33,6 +33,7 @@ from binade.data.untrusted import LINES, Record, at_most
 # Where answers are computed: two at once, and of those that take long or a large tensor two at once for different
 # sessions. The threads that serve sessions wait, and a reader can stop waiting.
 QUICK, SLOW = ThreadPoolExecutor(2, "quick"), FairQueue(2, "slow")
+OPERAND = ("tensor", "gemm")  # the parameters that name the operand that a page on one tensor shows
 LARGE = 1 << 24  # values of a tensor that take more than a moment to read
 SCOPE: dict[str, Callable[[Catalog], Param]] = {
     "format": lambda opened: AnyFormat(),
@@ -113,8 +114,8 @@ class View(Record):
     def at(self, page: str, part: str = "", **values: Any) -> View:
         """Another page or part with the same filter and scope, and these parameters."""
         kept = {name: list(self.params[name]) for name in (*FIELDS, *SCOPE) if name in self.params}
-        if page == self.page and "tensor" in self.params:
-            kept["tensor"] = self.params["tensor"]
+        if page == self.page:
+            kept |= {name: list(self.params[name]) for name in OPERAND if name in self.params}
         named = {PART: part} if part and part != PAGES[page].first else {}
         return View(page, kept).changed(**named, **values)
 
@@ -149,9 +150,10 @@ class View(Record):
         as_used = question is not None and (question.as_used or question.of is Of.TENSOR)
         values["format"] = values["format"] or default_format(catalog, where, as_used)
         if question and question.of is Of.TENSOR and not values["tensor"]:
-            values["tensor"] = lowest(catalog, where, values["format"])
+            values["tensor"], values["gemm"] = worst(catalog, where, values["format"])
         if values["format"] == USED and not (question and question.as_used):
-            used = format_used(catalog, values["tensor"]) if question and question.of is Of.TENSOR else ""
+            of_one = question is not None and question.of is Of.TENSOR
+            used = format_used(catalog, values["tensor"], values.get("gemm") or "") if of_one else ""
             values["format"] = used or default_format(catalog, where)
         for name, default in question.defaults.items() if question else ():
             values[name] = values[name] or default(catalog, values)

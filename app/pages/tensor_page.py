@@ -11,6 +11,7 @@ from binade.app import address
 from binade.app.bar import offer_to_clear
 from binade.app.pages.tensor_notes import show_notes
 from binade.app.questions import layout
+from binade.app.questions.shared.operands import gemms_of
 from binade.app.questions.shared.selection import MOST_LISTED, listed
 from binade.app.view import LARGE, Reading, View
 from binade.data.catalog import Catalog
@@ -19,14 +20,23 @@ from binade.data.catalog import Catalog
 def show(opened: Catalog, view: View, reading: Reading) -> None:
     where, tensor_id = reading.where, reading.values["tensor"]
     labels = listed(opened, where, tensor_id)
+    row = opened.rows_of([tensor_id]).iloc[0]
+    gemms = gemms_of(opened, row) if "gemm" in reading.values else ()
     st.session_state["tensor"] = tensor_id
-    st.selectbox(
+    left, right = st.columns([3, 1.2], vertical_alignment="center") if len(gemms) > 1 else (st.container(), None)
+    left.selectbox(
         "Tensor", list(labels), key="tensor", format_func=lambda name: labels.get(name, name), on_change=_choose,
         filter_mode="contains", label_visibility="collapsed",
     )  # fmt: skip
+    if right:
+        shown = reading.values["gemm"] if reading.values["gemm"] in gemms else gemms[0]
+        st.session_state["gemm"] = shown
+        right.segmented_control(
+            "Operand of", gemms, key="gemm", required=True, label_visibility="collapsed", on_change=_choose_gemm,
+            format_func="in {}".format, help="The GEMM that rounds it, along the axis that it contracts",
+        )  # fmt: skip
     if opened.totals(where).tensors > MOST_LISTED:
         st.caption(f"{MOST_LISTED:,} tensors are listed: narrow the filter to see others.")
-    row = opened.rows_of([tensor_id]).iloc[0]
     show_notes(row, str(opened.runs().set_index("run_id").at[row["run_id"], "config"]))
     with (
         st.spinner("Reading the values …", show_time=True)
@@ -43,4 +53,8 @@ def show(opened: Catalog, view: View, reading: Reading) -> None:
 
 
 def _choose() -> None:
-    address.change(tensor=st.session_state["tensor"])
+    address.change(tensor=st.session_state["tensor"], gemm=None)
+
+
+def _choose_gemm() -> None:
+    address.change(tensor=st.session_state["tensor"], gemm=st.session_state["gemm"])

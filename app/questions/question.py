@@ -8,7 +8,8 @@ from typing import Any
 
 from binade.app.control import Control
 from binade.app.figure import Drawn
-from binade.app.params import Param, known_tensor
+from binade.app.params import Known, Param, known_tensor
+from binade.app.questions.shared.operands import GEMMS
 from binade.app.questions.shared.selection import Of
 from binade.data.catalog import Catalog
 from binade.data.filter import FIELDS, Filter
@@ -16,6 +17,8 @@ from binade.data.filter import FIELDS, Filter
 Beyond = Callable[[Catalog, Filter, Collection[str]], Iterable[str]]
 
 
+AS_OPERAND: dict[str, Callable[[Catalog], Param]] = {"gemm": lambda opened: Known(lambda name: name in GEMMS)}
+"""The parameter of a question on what rounding does to a tensor: the GEMM that takes it, by default its own."""
 SCOPE_OF = {Of.SELECTION: (), Of.BOARD: ("format",), Of.TENSOR: ("format",)}
 
 

@@ -14,7 +14,7 @@ from binade.app.questions.explore.compute import RAW
 from binade.app.questions.explore.question import REPORTED_BY
 from binade.app.questions.question import Question
 from binade.app.questions.registry import QUESTIONS
-from binade.app.questions.shared.selection import Of, lowest
+from binade.app.questions.shared.selection import Of, worst
 from binade.app.report import runs
 from binade.app.report.section import Section, Table, slug
 from binade.app.view import View
@@ -65,7 +65,8 @@ def views(opened: Catalog, where: Filter, question: Question) -> list[View]:
         within = replace(where, tensor_name=tuple(names))
         if not names or not opened.totals(within).tensors:
             return []
-    return [part.changed(format=fmt, tensor=lowest(opened, within, fmt)) for fmt in formats or ("",)]
+    operands = [(fmt, *worst(opened, within, fmt)) for fmt in formats or ("",)]
+    return [part.changed(format=fmt, tensor=tensor, gemm=gemm) for fmt, tensor, gemm in operands]
 
 
 def _chosen(found: dict[str, list[object]], where: Filter, field: str) -> list[object]:

@@ -19,6 +19,7 @@ from binade.app.questions.explore import compute
 from binade.app.questions.explore.quantile_plots import against_law
 from binade.app.questions.explore.question import BY_FIELD
 from binade.app.questions.shared.distributions import distribution_of
+from binade.app.questions.shared.operands import ranked_tensors
 from binade.app.view import View
 from binade.data.catalog import USED, Catalog
 from binade.data.filter import Filter
@@ -44,7 +45,7 @@ def loaded(catalog: Catalog, ids: list[str]) -> list[np.ndarray]:
 
 def test_tensors_are_ranked_by_their_worst_operand(catalog: Catalog):
     where = newest(catalog)
-    found = compute.ranked(catalog, where, "mxfp4")
+    found = ranked_tensors(catalog, where, "mxfp4")
     rows = catalog.tensors(where)
     scores = catalog.table("score").to_pandas()
     scores = scores[(scores["format"] == "mxfp4") & scores["tensor_id"].isin(rows["tensor_id"])]
@@ -54,13 +55,13 @@ def test_tensors_are_ranked_by_their_worst_operand(catalog: Catalog):
     np.testing.assert_allclose(scored["delta"], worst.sort_values(), rtol=1e-6)
     assert scored["operands"].sum() == len(scores) and found["operands"].iloc[-1] == 0
     middle = float(scored["delta"].median())
-    within = compute.ranked(catalog, where, "mxfp4", Interval(-100.0, middle))
+    within = ranked_tensors(catalog, where, "mxfp4", Interval(-100.0, middle))
     assert set(within["tensor_id"]) == set(worst.index[worst < middle])
 
 
 def test_each_operand_is_compared_with_normal_values_in_its_own_format(catalog: Catalog):
     where = Filter(quant_type=["mxfp8"])
-    found = compute.ranked(catalog, where, USED).dropna(subset=["format"])
+    found = ranked_tensors(catalog, where, USED).dropna(subset=["format"])
     assert {"mxfp8", "mxfp8_e5m2"} == set(found["format"])
     for fmt, rows in found.groupby("format"):
         np.testing.assert_allclose(rows["sqnr_db"] - rows["delta"], normal_sqnr(str(fmt)), atol=1e-5)
@@ -70,7 +71,7 @@ def test_a_tensor_with_nan_comes_first_and_zeros_last(tmp_path: Path):
     odd = roots.odd_tensors()
     ids = roots.record(tmp_path, [odd["single"], odd["zeros"], odd["some NaN"], torch.randn(64, 64)])
     with Catalog.open(tmp_path) as catalog:
-        found = compute.ranked(catalog, Filter(), "mxfp4")
+        found = ranked_tensors(catalog, Filter(), "mxfp4")
     assert found["tensor_id"].iloc[0] == ids[2] and found["delta"].iloc[0] == -math.inf
     assert found["tensor_id"].iloc[-1] == ids[1]
 

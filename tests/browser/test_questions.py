@@ -26,7 +26,7 @@ from binade.app.questions.shared import laws
 from binade.app.questions.shared.distributions import distribution_of
 from binade.app.questions.shared.runs import runs_with_reference
 from binade.app.questions.shared.scope import scoped, unrounded
-from binade.app.questions.shared.selection import lowest
+from binade.app.questions.shared.selection import worst as worst_of
 from binade.app.questions.what_if import compute as what_if_compute
 from binade.app.view import View
 from binade.data.catalog import Catalog
@@ -64,7 +64,7 @@ def catalog(first_runs: Path) -> Iterator[Catalog]:
 @pytest.fixture(scope="module")
 def worst(catalog: Catalog) -> str:
     """The tensor that the page Tensor shows if none is chosen."""
-    return str(lowest(catalog, Filter(), "mxfp4"))
+    return str(worst_of(catalog, Filter(), "mxfp4")[0])
 
 
 def shown(catalog: Catalog, *apart: str) -> Filter:

@@ -11,7 +11,7 @@ from binade.app.control import Control
 from binade.app.figure import Column, Controls, Drawn, Figure, Item, Table, grid
 from binade.app.params import One, Whole
 from binade.app.questions.blocks import charts, compute
-from binade.app.questions.question import Question
+from binade.app.questions.question import AS_OPERAND, Question
 from binade.app.questions.shared.rounded import Subject, about_format
 from binade.app.questions.shared.selection import Of, SelectedTensor
 from binade.app.style import MEASURES, power_of_two
@@ -176,6 +176,7 @@ BLOCKS = Question(
     help="Scales and SQNR block by block, down to the values",
     page="tensor",
     of=Of.TENSOR,
+    takes=AS_OPERAND,
     view="blocks",
     room="why",
     draw=draw,

@@ -6,7 +6,7 @@ from typing import Any
 
 from binade.app.figure import Drawn, Figure
 from binade.app.questions.codes import charts, compute
-from binade.app.questions.question import Question
+from binade.app.questions.question import AS_OPERAND, Question
 from binade.app.questions.shared.rounded import about_format
 from binade.app.questions.shared.selection import Of, SelectedTensor
 from binade.data.evidence import SHARE, Measure, exact, say
@@ -64,6 +64,7 @@ CODES = Question(
     help="Codes, their precision and their entropy",
     page="tensor",
     of=Of.TENSOR,
+    takes=AS_OPERAND,
     view="codes",
     room="why",
     draw=draw,

@@ -13,8 +13,6 @@ import numpy as np
 import pandas as pd
 import torch
 
-from binade.app.params import Interval
-from binade.app.questions.map.compute import OTHER
 from binade.app.questions.shared.distributions import (
     Distribution,
     Pool,
@@ -26,7 +24,7 @@ from binade.app.questions.shared.distributions import (
 from binade.app.questions.shared.labels import group_name
 from binade.app.questions.shared.rounded import LIMIT, Recorded, applied, subject
 from binade.app.questions.shared.runs import given_names, labels_of
-from binade.data.catalog import USED, Catalog, CatalogError, format_condition
+from binade.data.catalog import USED, Catalog, CatalogError
 from binade.data.filter import INTEGER_FIELDS, Filter
 from binade.data.names import distinct_names
 from binade.data.store import TensorFileError
@@ -34,7 +32,6 @@ from binade.quant.normal import normal_sqnr
 from binade.quant.specs import Spec, known_specs
 from binade.quant.summary import bin_edges
 
-MOST_LISTED = 5000  # tensors of the table
 MOST_DOTS = 5000  # operands times formats
 RAW, SIGMA, SCALE = "raw", "sigma", "scale"
 MOST_SKETCHES = 1000  # tensors of a group that are each divided by their own standard deviation
@@ -42,62 +39,6 @@ MOST_SCALED = 8  # tensors of a group whose values are divided by their blocks' 
 SCALED_VALUES = 1 << 18  # values of each of these
 STEPS = 16  # bins per binade into which values over different standard deviations are merged
 TINY, MOST_BINADES = 1e-3, 32  # share of the smallest values that an axis of magnitudes leaves out; its length
-
-
-# Errors
-
-
-NOTHING_SCORED = """scored AS (SELECT 0 AS key, '' AS gemm, '' AS format, 0.0 AS sqnr_db, 0.0 AS flush_to_zero,
-                                   0.0 AS saturated, 0.0 AS delta WHERE false)"""
-
-
-def _scored(catalog: Catalog, where: Filter, fmt: str) -> tuple[str, list[Any]]:
-    """SQL of the table `scored`, one row per operand: key, gemm, format, sqnr_db, delta (SQNR minus that of normal
-    values), shares flushed and saturated; and its parameters. An operand with NaN or Inf has a delta of -inf, one that
-    is all zero has none."""
-    condition, parameters = catalog.condition(where)
-    formats = catalog.scored_formats(where) if fmt == USED else [fmt]
-    of_format, chosen = format_condition(fmt)
-    sql = f"""scored AS (
-        SELECT key, coalesce(score.gemm, '{OTHER}') AS gemm, score.format, score.sqnr_db, score.flush_to_zero,
-               score.saturated,
-               CASE WHEN isnan(score.mse) OR isnan(rms) THEN '-inf'::DOUBLE WHEN isnan(score.sqnr_db) THEN NULL
-                    ELSE score.sqnr_db - map_extract(map(?::VARCHAR[], ?::DOUBLE[]), score.format)[1] END AS delta
-        FROM score JOIN tensor USING (key) WHERE {of_format} AND {condition}
-    )"""
-    return sql, [formats, [normal_sqnr(each) for each in formats], *chosen, *parameters]
-
-
-def ranked(
-    catalog: Catalog, where: Filter, fmt: str, within: Interval | None = None, most: int = MOST_LISTED
-) -> pd.DataFrame:
-    """The tensors of the selection, the one that loses most in a format, or USED, first; then those that it was not
-    scored in. Columns tensor_id, the fields of a place, gemm (in which it loses most), format, sqnr_db, delta (SQNR
-    minus that of normal values in that format; -inf for NaN or Inf among the values), flush_to_zero, saturated,
-    operands (in how many GEMMs it was scored). within: only tensors with an operand whose delta is in this range."""
-    condition, parameters = catalog.condition(where)
-    scored, scored_parameters = _scored(catalog, where, fmt) if fmt else (NOTHING_SCORED, [])
-    inside, ends = ("WHERE delta >= ? AND delta < ?", [within.low, within.high]) if within else ("", [])
-    return catalog.ask(
-        f"""
-        WITH {scored}, worst AS (
-            SELECT key, count(*) AS operands, min(delta) AS delta, arg_min(gemm, coalesce(delta, 'inf')) AS gemm,
-                   arg_min(format, coalesce(delta, 'inf')) AS format,
-                   arg_min(sqnr_db, coalesce(delta, 'inf')) AS sqnr_db,
-                   arg_min(flush_to_zero, coalesce(delta, 'inf')) AS flush_to_zero,
-                   arg_min(saturated, coalesce(delta, 'inf')) AS saturated
-            FROM scored {inside} GROUP BY key
-        )
-        SELECT tensor.tensor_id, layer_index, module, layer_type, operation, phase, tensor_name, iteration, micro_batch,
-               rank, expert, recipe, quant_type, stage, run_id, numel, absmax, std,
-               worst.gemm, worst.format, worst.sqnr_db, worst.delta, worst.flush_to_zero, worst.saturated,
-               coalesce(worst.operands, 0) AS operands
-        FROM tensor {"" if within else "LEFT"} JOIN worst USING (key) WHERE {condition}
-        ORDER BY worst.delta NULLS LAST, worst.operands IS NULL, layer_index, module, tensor_name, tensor_id
-        LIMIT ?
-        """,
-        [*scored_parameters, *ends, *parameters, most],
-    )
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from binade.app.params import format_title, in_format
 from binade.app.questions import layout
 from binade.app.questions.explore.question import EXPLORE, MAX_SELECTED
 from binade.app.questions.map.standing_out import FAR
+from binade.app.questions.shared.operands import GEMMS
 from binade.app.style import BAD
 from binade.app.view import Reading, View
 from binade.data.catalog import Catalog
@@ -69,7 +70,7 @@ def _table(opened: Catalog, table: Table, view: View, reading: Reading) -> None:
                 help="The same tensors of all runs, one color per run",
             )  # fmt: skip
             if len(ticked) == 1:
-                address.link(view.at("tensor", tensor=ticked[0]), "Open", width="content")
+                address.link(view.at("tensor", **_operand(frame, ticked[0])), "Open", width="content")
     default = [index for index, name in enumerate(ids) if name in ticked]
     state = st.session_state
     # If the rows change, or the view was changed elsewhere, the view determines which rows are ticked.
@@ -95,6 +96,12 @@ def _table(opened: Catalog, table: Table, view: View, reading: Reading) -> None:
     )  # fmt: skip
     if table.note:
         st.caption(plain(table.note))
+
+
+def _operand(frame: pd.DataFrame, tensor_id: str) -> dict[str, Any]:
+    """The operand of a row: the tensor in the GEMM in which it loses most."""
+    gemms = frame.loc[frame["tensor_id"] == tensor_id, "gemm"].tolist()
+    return {"tensor": tensor_id, "gemm": gemms[0] if gemms and gemms[0] in GEMMS else None}
 
 
 def _shown(frame: pd.DataFrame, reading: Reading) -> tuple[Styler, dict[str, Any]]:

@@ -24,6 +24,7 @@ from binade.app.questions.shared import distributions as shared
 from binade.app.questions.shared.distributions import Distribution
 from binade.app.questions.shared.labels import group_name
 from binade.app.questions.shared.laws import LAWS
+from binade.app.questions.shared.operands import MOST_LISTED, ranked_tensors
 from binade.app.questions.shared.runs import every_run, given_names, labels_of, run_looks
 from binade.app.questions.shared.selection import Board, Of
 from binade.data.catalog import Catalog
@@ -97,7 +98,7 @@ def draw(board: Board, values: dict[str, Any]) -> Drawn:
     tensors = list(values["tensor"])
     if any(values[name] != NONE for name in ("rows", "columns")):
         return _panels(board, values)
-    ranked = compute.ranked(opened, where, fmt, values["delta"])
+    ranked = ranked_tensors(opened, where, fmt, values["delta"])
     if ranked.empty:
         return Drawn(problems=(f"No operand has an error in this range, {in_format(fmt)}: clear the range.",))
     chosen = opened.rows_of(tensors[:MAX_SELECTED])
@@ -133,7 +134,7 @@ def table(opened: Catalog, ranked: pd.DataFrame, where: Filter, fmt: str) -> Tab
     frame = ranked.assign(name=ranked["tensor_id"].map(names), gemm=ranked["gemm"].fillna(ranked["operation"]))
     total = opened.totals(where).tensors
     note = ""
-    if len(ranked) == compute.MOST_LISTED and total > len(ranked):
+    if len(ranked) == MOST_LISTED and total > len(ranked):
         note = f"The worst {len(ranked):,} of {total:,} tensors are listed."
     return Table("tensors", frame, note=note, choose="tensor_id")
 
@@ -253,7 +254,7 @@ def _panels(board: Board, values: dict[str, Any]) -> Drawn:
     by = {place: values[place] for place in ("rows", "columns") if values[place] != NONE}
     by |= {"color": values["by"]} if values["by"] != TENSOR else {}
     fields = tuple(dict.fromkeys(by.values()))
-    ranked = compute.ranked(opened, where, board.format, values["delta"])
+    ranked = ranked_tensors(opened, where, board.format, values["delta"])
     found, notes = compute.by_fields(opened, where, fields, values["values"], board.format, _ids(values, ranked))
     problems = list(notes)
     for place, name in by.items():

@@ -10,7 +10,8 @@ import numpy as np
 import pandas as pd
 
 from binade.app import style
-from binade.app.questions.map.compute import GEMMS, OTHER, Row
+from binade.app.questions.map.compute import Row
+from binade.app.questions.shared.operands import GEMMS, OTHER
 from binade.data.evidence import Measure
 from binade.data.names import name_of
 from binade.quant.normal import VS_NORMAL

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from torch import Tensor
 
 from binade.app.budget import SCORE, Rounding, check
+from binade.app.questions.shared.operands import GEMMS, OTHER, along
 from binade.data.catalog import SHOWN_ERRORS, STATISTICS, USED, Catalog, CatalogError, format_condition, part, quantiles
 from binade.data.evidence import Measure, Sentence
 from binade.data.filter import Filter
@@ -33,8 +33,6 @@ OVER_SEQUENCES = {LOSS_CHANGE: "95% interval", EFFECT: "95% interval over sequen
 ERRORS = (VS_NORMAL, *SHOWN_ERRORS)
 METRICS = (*ERRORS, LOSS_CHANGE, EFFECT, RESULT, SPREAD, TENSOR_SCALE, *STATISTICS)
 RESULTS = {"qk": "attention_scores"}  # the result of a product, where it is not called output
-GEMMS = tuple(gemm.value for gemm in Gemm)
-OTHER = "other"  # where a tensor is the operand of no known GEMM
 # The products in the order of the network: modules, and the two products of attention.
 PRODUCTS = ("q_down", "q", "q_up", "k", "v", "kv_down", "kv_up", "qkv", "QK", "PV", "proj", "router", "fc1", "fc2",
             "shared_fc1", "shared_fc2")  # fmt: skip
@@ -176,17 +174,6 @@ def computed(
     table = _deciles(groups["value"])
     table["tensors"], table["tensor_id"] = groups.size(), groups["tensor_id"].first()
     return table.reset_index().astype({across: int}), each["tensor_id"].nunique()
-
-
-def along(x: Tensor, row: Mapping[Any, Any] | pd.Series, gemm: str) -> tuple[Tensor, int]:
-    """(the values, the axis that this GEMM contracts). A tensor's own GEMM contracts the recorded axis; the other GEMM
-    that takes it contracts its other axis: of a linear layer the tokens of all sequences together."""
-    own = -1 if pd.isna(row["contracted_axis"]) else int(row["contracted_axis"])
-    if gemm == row["gemm"] or gemm not in GEMMS or x.dim() < 2:
-        return x, own
-    if row["layer_type"] == "linear":
-        return x.flatten(0, -2), 0
-    return x, -2 if own == -1 else -1
 
 
 def _product() -> str:

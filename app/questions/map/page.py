@@ -32,6 +32,7 @@ from binade.app.questions.map.question import (
 )
 from binade.app.questions.map.standing_out import FAR, cell_name, exceptions
 from binade.app.questions.shared.event_marks import events_of
+from binade.app.questions.shared.operands import GEMMS, OTHER
 from binade.app.questions.shared.scope import scope_of
 from binade.app.sessions import draft
 from binade.app.style import MEASURES
@@ -96,7 +97,7 @@ def _show(opened: Catalog, view: View, reading: Reading) -> None:
         **{f"on_{name}_change": lambda: None for name in ("open", "pin", "compare", "explore", "advise")},
     )  # fmt: skip
     if result.open:
-        address.go(view.at("tensor", tensor=found.tensor_of(str(result.open))))
+        address.go(view.at("tensor", **found.operand_of(str(result.open))))
     if result.advise:
         address.go(view.at("map", "advise"))
     if result.explore:
@@ -149,7 +150,7 @@ def _data(opened: Catalog, found: Map) -> dict[str, Any]:
     at = {column: index for index, column in enumerate(columns)}
     by_row = dict(iter(table.groupby("row")))
     blocks = []
-    for gemm in (*compute.GEMMS, compute.OTHER):
+    for gemm in (*GEMMS, OTHER):
         own = [row for row in found.rows if row.gemm == gemm]
         if not own:
             continue
@@ -206,7 +207,7 @@ def _exceptions(opened: Catalog, found: Map) -> dict[str, Any]:
     )
     listed = bad.head(LISTED)
     scores = opened.scores_of(listed["tensor_id"].tolist())
-    scores = scores.assign(gemm=scores["gemm"].fillna(compute.OTHER))
+    scores = scores.assign(gemm=scores["gemm"].fillna(OTHER))
     names = {row.key: charts.label(row) for row in found.rows}
     word = "L" if found.across == LAYER else "iteration "
     rows = []

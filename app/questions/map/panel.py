@@ -11,8 +11,9 @@ import pandas as pd
 
 from binade.app.budget import BudgetError
 from binade.app.questions.map import charts, compute
-from binade.app.questions.map.compute import GEMMS, Row
+from binade.app.questions.map.compute import Row
 from binade.app.questions.map.question import Map
+from binade.app.questions.shared.operands import along, scores_in
 from binade.app.questions.shared.rounded import NOT_RECORDED, Recorded, subject
 from binade.app.questions.why import compute as grid
 from binade.app.style import MEASURES, power_of_two
@@ -28,7 +29,7 @@ BINS = 90  # bars of the histogram
 def panel(opened: Catalog, found: Map, cell: pd.Series, fmt: str) -> dict[str, Any]:
     """What the panel shows of a cell, as JSON."""
     row = opened.rows_of([cell["tensor_id"]]).iloc[0]
-    scored = _scores(opened, str(cell["tensor_id"]), str(cell["gemm"]))
+    scored = scores_in(opened, str(cell["tensor_id"]), str(cell["gemm"]))
     used = scored[scored["used"]]
     if fmt == USED:
         fmt = "" if used.empty else str(used["format"].iloc[0])
@@ -62,18 +63,6 @@ def _format(score: dict[Any, Any], fmt: str) -> dict[str, Any]:
     }
 
 
-def _scores(opened: Catalog, tensor_id: str, gemm: str) -> pd.DataFrame:
-    """The errors of each format in one GEMM: format, sqnr_db, and the shares of the error; the highest SQNR first."""
-    table = opened.ask(
-        "SELECT score.format, score.gemm, score.used, score.sqnr_db, score.flushed_error_share,"
-        " score.saturated_error_share, score.tensor_scale, score.noise_seed, score.sign_seed"
-        " FROM score JOIN tensor USING (key) WHERE tensor_id = ?",
-        [tensor_id],
-    )
-    table = table[table["gemm"] == gemm] if gemm in GEMMS else table[table["gemm"].isna()]
-    return table.sort_values("sqnr_db", ascending=False, ignore_index=True)
-
-
 def _facts(found: Map, cell: pd.Series, row: pd.Series, own: pd.DataFrame) -> list[list[str]]:
     name = f"{found.measure.label}, difference" if found.against else found.measure.label
     name = f"{name}, median" if cell["tensors"] > 1 and found.measure.key not in compute.OVER_SEQUENCES else name
@@ -92,7 +81,7 @@ def _values(
     if problem := recorded.problem(spec):
         return None, problem
     try:
-        matrix, dim = compute.along(opened.load(row["tensor_id"]), row, gemm)
+        matrix, dim = along(opened.load(row["tensor_id"]), row, gemm)
     except (CatalogError, TensorFileError):
         if spec.block:
             return None, f"No histogram: without values on disk, the scales in {spec} are not known."

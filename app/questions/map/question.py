@@ -20,6 +20,7 @@ from binade.app.questions.map.compute import EFFECT, ITERATION, LAYER, LOSS_CHAN
 from binade.app.questions.map.standing_out import Headline, headline
 from binade.app.questions.question import Question
 from binade.app.questions.shared import board_charts
+from binade.app.questions.shared.operands import GEMMS, OTHER
 from binade.app.questions.shared.rounded import NOT_RECORDED
 from binade.app.questions.shared.runs import OF_MODEL, every_run
 from binade.app.questions.shared.scope import OF_RUNS, scope_of, scoped, unrounded
@@ -79,10 +80,13 @@ class Map:
         """The names of the cells, as in the address."""
         return self.table["row"] + "/" + self.table[self.across].astype(str)
 
-    def tensor_of(self, cell: str) -> str | None:
-        """The worst tensor of a cell."""
-        named = self.table.loc[self.cells == cell, "tensor_id"]
-        return None if named.empty else str(named.iloc[0])
+    def operand_of(self, cell: str) -> dict[str, Any]:
+        """The worst tensor of a cell and its GEMM, as parameters of a page on one tensor."""
+        named = self.table.loc[self.cells == cell, ["tensor_id", "gemm"]]
+        if named.empty:
+            return {"tensor": None, "gemm": None}
+        tensor_id, gemm = named.iloc[0]
+        return {"tensor": str(tensor_id), "gemm": gemm if gemm in GEMMS else None}
 
     @property
     def title(self) -> str:
@@ -114,7 +118,7 @@ class Map:
             ["shade", "bad"], ascending=False, na_position="last", kind="stable", ignore_index=True
         ).drop(columns="bad")  # fmt: skip
         place = word + table[self.across].astype(str) + " " + table["row"].map(names) + ", " + table["gemm"]
-        operation = table["gemm"].where(table["gemm"].isin(("forward", compute.OTHER)), "backward")
+        operation = table["gemm"].where(table["gemm"].isin(("forward", OTHER)), "backward")
         return table.assign(place=place, operation=operation, rank=range(1, len(table) + 1))
 
 

@@ -11,13 +11,13 @@ import pandas as pd
 from torch import Tensor
 
 from binade.app.figure import Drawn, source
-from binade.app.questions.shared import boards
-from binade.app.questions.shared.rounded import Recorded, Subject, applied, subject
+from binade.app.questions.shared.operands import GEMMS, along, gemms_of, ranked_tensors, scores_in
+from binade.app.questions.shared.rounded import NOT_RECORDED, Recorded, Subject, applied, subject
 from binade.app.questions.shared.runs import given_names
 from binade.app.questions.shared.scope import scope_of, scoped
 from binade.data.catalog import USED, Catalog, CatalogError
 from binade.data.filter import Filter
-from binade.data.names import distinct_names, short_names
+from binade.data.names import distinct_names
 from binade.data.store import TensorFileError
 from binade.quant.specs import Spec
 
@@ -55,11 +55,22 @@ class Board(Selection):
 
 @dataclass(frozen=True, kw_only=True)
 class SelectedTensor(Selection):
-    """One tensor: its row in the index, its values, and the spec that it is rounded to."""
+    """One tensor as the operand of a GEMM.
+
+    row       in the index
+    x         its values; as the operand of a linear layer's other GEMM, all tokens in the first axis
+    spec      that it is rounded to
+    gemm      that takes it; "" if none is known
+    dim       the axis that this GEMM contracts; the last axis of a result, which no GEMM contracts
+    recorded  how this GEMM rounded it
+    """
 
     row: pd.Series
     x: Tensor
     spec: Spec
+    gemm: str
+    dim: int
+    recorded: Recorded
 
     @property
     def label(self) -> str:
@@ -71,22 +82,14 @@ class SelectedTensor(Selection):
         return listed(self.opened, self.where, self.row["tensor_id"])
 
     @property
-    def dim(self) -> int:
-        """The axis that its GEMM contracts; the last axis of a result, which no GEMM contracts."""
-        axis = self.row["contracted_axis"]
-        return -1 if pd.isna(axis) else int(axis)
-
-    @property
     def shape(self) -> str:
         return " × ".join(f"{n:,}" for n in self.x.shape) or "scalar"
 
     def source(self, note: str = "exact") -> str:
         """The first line of a caption."""
-        return source(None, f"{self.label}, {self.shape}, {self.row['dtype']}, {self.row['tensor_id']} ({note})")
-
-    @property
-    def recorded(self) -> Recorded:
-        return Recorded.of(self.row)
+        operand = f", operand of {self.gemm}" if self.gemm else ""
+        what = f"{self.label}{operand}, {self.shape}, {self.row['dtype']}, {self.row['tensor_id']}"
+        return source(None, f"{what} ({note})")
 
     @property
     def problem(self) -> str:
@@ -121,27 +124,45 @@ def _tensor(opened: Catalog, where: Filter, values: Mapping[str, Any]) -> Select
     except TensorFileError as error:
         return Drawn(problems=(f"The values of the tensor cannot be read: {error}.",))
     row = opened.rows_of([tensor_id]).iloc[0]
-    return SelectedTensor(opened, where, row=row, x=x, spec=applied(spec, row))
+    gemm, known = values.get("gemm") or "", gemms_of(opened, row)
+    if gemm and gemm not in known:
+        of = f"an operand of {' and '.join(known)}" if known else "no operand"
+        return Drawn(problems=(f"{tensor_id} is {of}, and not of {gemm}: choose another GEMM.",))
+    gemm = gemm or next(iter(known), "")
+    part, dim = along(x, row, gemm)
+    recorded = recorded_in(opened, row, gemm)
+    return SelectedTensor(
+        opened, where, row=row, x=part, spec=applied(spec, row), gemm=gemm, dim=dim, recorded=recorded
+    )
 
 
-def format_used(opened: Catalog, tensor_id: str | None) -> str:
-    """The format that its GEMM rounded a tensor to; "" if it did not round it."""
+def recorded_in(opened: Catalog, row: pd.Series, gemm: str) -> Recorded:
+    """How a GEMM rounded a tensor: its own GEMM is in its row, the other in a score that was used."""
+    if pd.isna(row["gemm"]) or gemm == row["gemm"]:
+        return Recorded.of(row)
+    scored = scores_in(opened, str(row["tensor_id"]), gemm)
+    used = scored[scored["used"]]
+    return NOT_RECORDED if used.empty else Recorded.of(used.iloc[0])
+
+
+def format_used(opened: Catalog, tensor_id: str | None, gemm: str = "") -> str:
+    """The format that a GEMM, by default its own, rounded a tensor to; "" if it did not round it."""
     rows = opened.rows_of([tensor_id] if tensor_id else [])
-    return "" if rows.empty or pd.isna(rows["format"].iloc[0]) else str(rows["format"].iloc[0])
+    return "" if rows.empty else recorded_in(opened, rows.iloc[0], gemm or rows.iloc[0]["gemm"]).format or ""
 
 
-def lowest(opened: Catalog, where: Filter, fmt: str) -> str | None:
-    """The worst tensor of the place with the lowest SQNR in a format, or in the first that any is scored in; the first
-    tensor of the filter if none is scored, None if there is none."""
+def worst(opened: Catalog, where: Filter, fmt: str) -> tuple[str | None, str]:
+    """(the tensor that comes first in Explore, the GEMM in which it loses most): that with the lowest SQNR against
+    normal values in a format, or in the first that any is scored in; the first tensor of the filter and "" if none is
+    scored, None if there is none."""
     scored = opened.scored_formats(where)
-    if scored:
-        within = scoped(opened, where, scored=True)
-        table = opened.errors(fmt if fmt in (*scored, USED) else scored[0], boards.PLACE, within)
-        if not table.empty:
-            named = table.assign(place=short_names(table)).sort_values(["sqnr_db", "place"])
-            return str(named.iloc[0]["tensor_id"])
-    first = opened.tensors(where, limit=1)
-    return None if first.empty else str(first.iloc[0]["tensor_id"])
+    within = scoped(opened, where, scored=True) if scored else where
+    chosen = fmt if fmt in (*scored, USED) else next(iter(scored), "")
+    first = ranked_tensors(opened, within, chosen, most=1)
+    if first.empty:
+        return None, ""
+    gemm = first.iloc[0]["gemm"]
+    return str(first.iloc[0]["tensor_id"]), str(gemm) if gemm in GEMMS else ""
 
 
 def listed(opened: Catalog, where: Filter, tensor_id: str) -> dict[str, str]:

@@ -13,11 +13,12 @@ from binade.app.control import Control
 from binade.app.figure import Column, Drawn, Figure, Item, Offers, Table, Text, source
 from binade.app.formatting import bytes_text
 from binade.app.params import One, Specs
-from binade.app.questions.question import Question
+from binade.app.questions.question import AS_OPERAND, Question
 from binade.app.questions.shared import distribution_charts, format_charts
 from binade.app.questions.shared.distributions import Distribution, log2_histogram
+from binade.app.questions.shared.operands import along
 from binade.app.questions.shared.rounded import NOT_RECORDED, Recorded, applied
-from binade.app.questions.shared.selection import Of, SelectedTensor
+from binade.app.questions.shared.selection import Of, SelectedTensor, recorded_in
 from binade.app.questions.what_if import charts, compute
 from binade.collector.advice import scales
 from binade.data.catalog import Catalog, CatalogError
@@ -101,6 +102,7 @@ class Plan:
     ids: list[str]
     over: str
     said: tuple[str, ...] = ()
+    gemm: str = ""  # of one tensor
 
     @property
     def limit(self) -> int:
@@ -159,7 +161,7 @@ def plan(selected: SelectedTensor, values: dict[str, Any]) -> Plan:
     said += [problem for one in trials if (problem := recorded.problem(one.spec))]
     trials = [one for one in trials if not recorded.problem(one.spec)]
     if over == "tensor":
-        return Plan(trials, [selected.row["tensor_id"]], over, tuple(said))
+        return Plan(trials, [selected.row["tensor_id"]], over, tuple(said), selected.gemm)
     ids, note = _operands(selected, with_tokens=centered)
     if not ids:
         note = "The filter selects no operand with values on disk."
@@ -197,16 +199,17 @@ def tried(opened: Catalog, made: Plan, done: Callable[[int, int], None]) -> Trie
             done=lambda count: done(count, steps),
         )  # fmt: skip
 
-    key = ("what_if_each", tuple(made.ids), opened.contents(made.ids), *(one.label for one in made.trials))
+    key = ("what_if_each", tuple(made.ids), made.gemm, opened.contents(made.ids), *(one.label for one in made.trials))
     return opened.cache.get(None, key, found) if opened.cache else found()
 
 
 def _tensors(opened: Catalog, made: Plan) -> Iterator[compute.Operand]:
     """Each operand; those that cannot be read are left out."""
-    for row in opened.rows_of(made.ids).to_dict("records"):
-        axis = row["contracted_axis"]
+    for _, row in opened.rows_of(made.ids).iterrows():
+        gemm = made.gemm or ("" if pd.isna(row["gemm"]) else str(row["gemm"]))
         try:
-            yield compute.Operand(opened.load(row["tensor_id"]), -1 if pd.isna(axis) else int(axis), Recorded.of(row))
+            x, axis = along(opened.load(row["tensor_id"]), row, gemm)
+            yield compute.Operand(x, axis, recorded_in(opened, row, gemm))
         except (CatalogError, TensorFileError):
             continue
 
@@ -319,6 +322,7 @@ WHAT_IF = Question(
     help="Round the tensor to any formats, with any options",
     page="tensor",
     of=Of.TENSOR,
+    takes=AS_OPERAND,
     view="whatif",
     draw=draw,
     controls=CONTROLS,

@@ -13,7 +13,7 @@ from torch import Tensor
 from binade.app.control import Control
 from binade.app.figure import Column, Drawn, Facts, Figure, Item, Table, Text, grid
 from binade.app.params import Interval, Range, Whole
-from binade.app.questions.question import Question
+from binade.app.questions.question import AS_OPERAND, Question
 from binade.app.questions.shared.rounded import Subject, about_format, coordinates
 from binade.app.questions.shared.selection import Of, SelectedTensor
 from binade.app.questions.shared.unscaled import with_scale, with_scale_it_has
@@ -374,6 +374,7 @@ WHY = Question(
     help="Magnitudes over the format’s codebook, channels, tokens",
     page="tensor",
     of=Of.TENSOR,
+    takes=AS_OPERAND,
     view="why",
     draw=draw,
     controls=(RANGE, CHANNEL),
