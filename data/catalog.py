@@ -17,6 +17,8 @@ from binade.data.fields import STATISTICS
 from binade.data.filter import FIELDS, Filter
 from binade.data.intake import CUBES, SUMS, same
 from binade.data.open_index import GROUPABLE, HIDDEN, IN_LIST, CatalogError, DamagedIndexError, repairing
+from binade.data.parity_results import PARITY
+from binade.data.runs import DONE
 from binade.data.score_queries import MICRO_BATCH, USED, ScoreQueries, format_condition, part, quantiles
 from binade.data.segment import TENSOR_SCHEMA
 from binade.data.sketches import PLACED, sketch_file, sketches
@@ -233,25 +235,27 @@ class Catalog(ScoreQueries, TensorValues):
 
     def effects(self, run_ids: Iterable[str]) -> pd.DataFrame:
         """Return the measured effects of the models of these runs: the rows of the table `effect`, the measurements
-        with the most sequences first. A model is the same if its name, its size and its weights are: those of
-        a checkpoint, those that the same seed draws before training, or those of one of the runs."""
-        weights = ", ".join(
-            f"json_extract_string({text})"
-            for text in ("config, '$.weights.sha256'", "first_step, '$.weights_sha256'", "config, '$.seed'")
-        )
-        same = f"(model, coalesce(size, ''), coalesce({weights}))"
-        chosen = "run_id IN (SELECT unnest(?::VARCHAR[]))"
-        of_run = chosen.replace("run_id", "json_extract_string(config, '$.measured_run')", 1)
+        with the most sequences first. See `_same_model`."""
         runs = list(run_ids)
         return self.ask(
             f"""
-            SELECT effect.* FROM effect JOIN (
-                SELECT run_id FROM {SOUND_RUNS} AND ({same} IN (SELECT {same} FROM run WHERE {chosen}) OR {of_run})
-            ) USING (run_id)
+            SELECT effect.* FROM effect JOIN ({_same_model()}) USING (run_id)
             ORDER BY sequences DESC, run_id DESC, format, part, layer_index, module
             """,
             [runs, runs],
         )
+
+    def parities(self, run_ids: Iterable[str] | None = None) -> list[str]:
+        """Return the runs with a parity.json, newest first; with run_ids, those of the models of these runs. See
+        `_same_model`."""
+        runs = [] if run_ids is None else list(run_ids)
+        chosen = SOUND_RUNS if run_ids is None else f"({_same_model()}) JOIN run USING (run_id) WHERE true"
+        rows = self._rows(
+            f"SELECT run_id FROM {chosen} AND json_extract_string(config, '$.kind') = ? AND state = ?"
+            " ORDER BY started DESC, run_id DESC",
+            [*([] if run_ids is None else [runs, runs]), PARITY, DONE],
+        )
+        return [str(run_id) for (run_id,) in rows]
 
     def hot_channels(self, where: Filter | None = None) -> pd.DataFrame:
         """Return the selection's tensors with hot channels, one row each: those of SAME_IN_ITERATIONS, iteration,
@@ -403,6 +407,20 @@ class Catalog(ScoreQueries, TensorValues):
         if name != "sketch":
             return nullcontext()
         return sketches(cursor, self.root, f"SELECT {PLACED}, key AS other FROM tensor WHERE {condition}", parameters)
+
+
+def _same_model() -> str:
+    """SQL for the runs of the same models as these runs: two parameters, the runs twice. A model is the same if its
+    name, its size and its weights are: those of a checkpoint, those that the same seed draws before training, or those
+    of one of the runs."""
+    weights = ", ".join(
+        f"json_extract_string({text})"
+        for text in ("config, '$.weights.sha256'", "first_step, '$.weights_sha256'", "config, '$.seed'")
+    )
+    same = f"(model, coalesce(size, ''), coalesce({weights}))"
+    chosen = "run_id IN (SELECT unnest(?::VARCHAR[]))"
+    of_run = chosen.replace("run_id", "json_extract_string(config, '$.measured_run')", 1)
+    return f"SELECT run_id FROM {SOUND_RUNS} AND ({same} IN (SELECT {same} FROM run WHERE {chosen}) OR {of_run})"
 
 
 def _public(name: str, ids: str) -> str:

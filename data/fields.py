@@ -174,6 +174,8 @@ _FIELDS = (
           "micro-batch", "+.3g"),
     Field("effect", "Measured loss change", "nats", "loss with both operands of the product rounded minus loss "
           "without, on the same weights and sequences, mean over sequences", "+.3g"),
+    Field("parity_change", "Change of log-probabilities", "nats", "mean |Δ log-probability| of a text's tokens with "
+          "the product rounded as for the rollout and all others as for training, mean over sequences", log=True),
     _decibels("result_sqnr_db", "SQNR of the result", "10·log₁₀(‖AB‖² / ‖Q(A)Q(B) − AB‖²) of a GEMM, both products in "
               "the tensors’ dtype"),
     Field("scale_spread", "Spread of block scales", "binades", "log₂ of the largest block scale over the smallest, "

@@ -29,6 +29,8 @@ from binade.data.effects import FILE as EFFECTS
 from binade.data.effects import MEASURE, check_effects, effect_rows
 from binade.data.events import check_events
 from binade.data.filter import FIELDS
+from binade.data.parity_results import FILE as PARITIES
+from binade.data.parity_results import read_parity
 from binade.data.runs import RUNNING, RunError, RunInfo, check_losses, first_step, read_notes, read_run, run_names
 from binade.data.segment import MERGED, SegmentError, read_manifest, read_tables, segment_names
 from binade.data.sketches import PLACED, places, sketches
@@ -224,7 +226,7 @@ class Intake:
         except (OSError, ValueError) as error:
             self._skipped.append(f"the {what} of {directory.name} are not shown: {describe(error)}")
             mark = None  # it is reported again next time
-        checks = {"losses": check_losses, "twin steps": check_twins, "effects": check_effects}
+        checks = {"losses": check_losses, "twin steps": check_twins, "effects": check_effects, "parity": read_parity}
         for what, check in checks.items() if run.status.state != RUNNING else ():
             try:
                 check(directory)
@@ -492,7 +494,7 @@ def _mark(directory: str, segments: Iterable[str]) -> tuple[int, ...] | None:
     mark: list[int] = []
     times = []
     names = ["", "run.json", "status.json", "segments", *(f"segments/{name}" for name in segments)]
-    names += [name for name in ("loss.jsonl", TWINS, EFFECTS) if os.path.exists(f"{directory}/{name}")]
+    names += [name for name in ("loss.jsonl", TWINS, EFFECTS, PARITIES) if os.path.exists(f"{directory}/{name}")]
     try:
         for name in names:
             found = os.stat(f"{directory}/{name}")

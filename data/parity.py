@@ -408,3 +408,10 @@ def _sample_row(each: Quantity, pair: Policies) -> Row:
         float(shares.mean()),
         median_of_sequences=float(np.median(shares)),
     )
+
+
+MEASURES = {
+    each.measure.name: each.measure
+    for each in (*TOKEN_QUANTITIES, *WHOLE_TOKENS, *SEQUENCE_QUANTITIES, *WHOLE_SEQUENCES, *SAMPLE_SIZES)
+}
+"""The measures of all quantities, in the order of the table."""

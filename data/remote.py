@@ -38,7 +38,7 @@ from binade.quant.cache_directory import cache_directory
 ADDRESS = ".address"  # the file of a copy that names what it is a copy of
 EXPECTED = re.compile(r"s3://([A-Za-z0-9][A-Za-z0-9.-]{1,62})((?:/(?!\.{1,2}(?:/|$))[^/\0?]+)*)/*")
 # What is copied of a run: its files, and those of its folders. Everything else stays in the store.
-RUN_FILES = re.compile(r"(run|status|notes)\.json|(loss|events|twin|effects)\.jsonl|log\.txt")
+RUN_FILES = re.compile(r"(run|status|notes|parity)\.json|(loss|events|twin|effects)\.jsonl|log\.txt")
 RANK_FILES = re.compile(r"rank\d+\.json")
 SEGMENT_FILES = re.compile(r"[a-z]+\.parquet|manifest\.json|files\.jsonl")
 SESSIONS, SESSION_FILES = ".sessions", re.compile(r"\d+\.json")

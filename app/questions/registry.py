@@ -16,6 +16,7 @@ from binade.app.questions.map.question import MAP
 from binade.app.questions.noise.question import NOISE
 from binade.app.questions.normality.question import NORMALITY
 from binade.app.questions.pair.question import PAIR
+from binade.app.questions.parity.question import PARITY
 from binade.app.questions.predictions.question import PREDICTIONS
 from binade.app.questions.provenance.question import PROVENANCE
 from binade.app.questions.question import Question
@@ -46,6 +47,7 @@ QUESTIONS: tuple[Question, ...] = (
     RECIPES,
     LOSS,
     PREDICTIONS,
+    PARITY,
     DIFFERENCE,
     PROVENANCE,
 )

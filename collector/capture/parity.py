@@ -18,21 +18,11 @@ from torch import Tensor
 from binade.collector.capture.effects import BY, IGNORED, Answer, Key, Measuring, group_of, holds, part_of
 from binade.collector.errors import ConfigError
 from binade.collector.recipes.recipe import PARTS, Recipe
-from binade.data import evidence
 from binade.data.effects import Group
-from binade.data.evidence import Estimate, Measure
 from binade.data.parity import Policies, joined
+from binade.data.parity_results import GroupGap
 from binade.quant.specs import GemmFormats, SpecError
 
-CHANGE = Measure(
-    "abs_logprob", "|Δ log-probability|", "nats", "|d| of the text's tokens, mean within each sequence, then over these"
-)
-DIVERGENCE = Measure(
-    "divergence",
-    "KL(R‖T)",
-    "nats",
-    "of the next token over the whole vocabulary, mean within each sequence, then over these",
-)
 Done = Callable[[int, int], None]  # how many passes are done, of how many
 
 
@@ -53,24 +43,14 @@ class Gap:
     divergences: tuple[float, ...]
 
     @property
-    def name(self) -> str:
-        """ "layer2 fc1 linear, weight"."""
-        return f"{self.group}, {self.operand}" if self.operand else str(self.group)
-
-    @property
     def changes(self) -> tuple[float, ...]:
         """The mean of |log-probability − that of training| in each sequence, in nats."""
         return tuple(self.policies.means(np.abs(self.policies.d)).tolist())
 
     @property
-    def change(self) -> Estimate:
-        """The mean of `changes`, with Student's interval over sequences."""
-        return evidence.mean(CHANGE, self.changes, "sequences")
-
-    @property
-    def divergence(self) -> Estimate:
-        """The mean of `divergences`, with Student's interval over sequences."""
-        return evidence.mean(DIVERGENCE, self.divergences, "sequences")
+    def record(self) -> GroupGap:
+        """What is kept of it."""
+        return GroupGap(*self.group, self.operand, self.is_whole, self.changes, self.divergences)
 
 
 class _Trial(NamedTuple):
@@ -133,7 +113,7 @@ def gaps(
         Gap(*trial[:3], joined([pair for pair, _ in parts]), tuple(x for _, each in parts for x in each))
         for trial, parts in zip(trials, found, strict=True)
     )
-    return [whole, *sorted(others, key=lambda gap: gap.change.value, reverse=True)]
+    return [whole, *sorted(others, key=lambda gap: float(np.mean(gap.changes)), reverse=True)]
 
 
 def _trials(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -29,13 +30,13 @@ from binade.collector.recipes.recipe import BF16
 from binade.collector.settings import declared
 from binade.collector.training.config import RunConfig
 from binade.data.text import counted, markdown_text, number_text
-from binade.terminal import Command, Option, one_line, resolve_root, root_option
+from binade.terminal import Command, Option, one_line, print_text, resolve_root, root_option
 
 if TYPE_CHECKING:
-    from binade.collector.capture.parity import Gap
     from binade.collector.imports.rollouts import Rollouts
     from binade.data.evidence import Estimate
     from binade.data.parity import Policies, Row
+    from binade.data.parity_results import GroupGap, Parity
 
 VALUES = ("over_tokens", "over_sequences", "median_of_tokens", "median_of_sequences")
 DEFAULT_BY, SEQUENCES = ("part", "site"), 8
@@ -62,6 +63,7 @@ def _parity(
     root: str | None,
     kind: str,
     output: Path | None,
+    save: bool,
     **given: Any,
 ) -> None:
     """Compare log-probabilities of a rollout and a training policy.
@@ -70,7 +72,8 @@ def _parity(
     of prime-rl, or the torch file of --save-debug-train-data of slime or miles.
 
     With --rollout, a model scores the tokens of a text under two recipes instead. Then each group of products is
-    rounded alone as for the rollout, which shows what causes the difference.
+    rounded alone as for the rollout, which shows what causes the difference. The result is a run in the root, which the
+    app shows; that of FILE is one with --save.
     """
     changed = {name: value for name, value in given.items() if value is not None}
     if rollout is not None:
@@ -84,9 +87,12 @@ def _parity(
         raise click.UsageError("FILE is missing: give dumps of log-probabilities, or --rollout RECIPE")
     from binade.collector.imports.rollouts import read_rollouts
 
+    where = _writable(root) if save else None
     rollouts = read_rollouts(files)
     text = _csv(rollouts) if kind == "csv" else _document(rollouts, kind)
     print_or_write(text, output, "the table was")
+    if where:
+        _save(where, *_of_dumps(files, rollouts), quiet=kind == "csv" and output is None)
 
 
 # Of two recipes
@@ -95,25 +101,47 @@ def _parity(
 def _of_recipes(rollout: str, given: dict[str, Any], root: str | None, kind: str, output: Path | None) -> None:
     """given: the options that have a value, without those of every command."""
     from binade.collector.training.parity import measure_parity
+    from binade.data.parity_results import findings
 
     train, run, skip = given.pop("train", BF16), given.pop("run", None), given.pop("skip", None)
     if rollout == train:
         raise ConfigError(f"--rollout and --train are both {rollout}: give two recipes")
-    operands = given.pop("operands", False)
+    where, operands = _writable(root), given.pop("operands", False)
     chosen = {"by": given.pop("by", DEFAULT_BY), "sequences": given.pop("sequences", SEQUENCES)}
-    asked = replace(requested(resolve_root(root), run, given, skip), formats=(rollout, train), parts=(), **chosen)
+    asked = replace(requested(where, run, given, skip), formats=(rollout, train), parts=(), **chosen)
     facts: list[str] = []
     with console("parity", "pass") as shown:
-        found = measure_parity(asked, operands, say=facts.append, done=shown.progress)
+        measured = measure_parity(asked, operands, say=facts.append, done=shown.progress)
+    found, result = measured.gaps, measured.result
     heading = f"{asked.plan.config.model_title}: rollout {rollout}, training {train}; {'; '.join(facts)}"
     if kind == "csv":
-        text = csv_text([{"group": gap.name} | each for gap in found for each in csv_rows(gap.policies)])
+        text = csv_text([{"group": gap.record.name} | each for gap in found for each in csv_rows(gap.policies)])
     else:
-        text = document(heading, [_table(found[0].policies), _causes(found)], [*_findings(found), *OF_TEXT], kind)
+        tables = [_table(found[0].policies), _causes(result.gaps)]
+        text = document(heading, tables, [*findings(result.gaps), *OF_TEXT], kind)
     print_or_write(text, output, "the tables were")
+    label = f"parity_{asked.plan.config.model_name}"
+    _save(where, label, measured.facts, result, quiet=kind == "csv" and output is None)
 
 
-def _causes(found: Sequence[Gap]) -> Table:
+def _writable(root: str | None) -> Path:
+    """The root of the runs, which may be written. Raises RunError and ReadOnlyError."""
+    from binade.data.access import check_writable
+
+    check_writable("recording a run")
+    return resolve_root(root)
+
+
+def _save(root: Path, label: str, facts: dict[str, Any], result: Parity, quiet: bool) -> None:
+    """Keep a result as a run, and name it. quiet: the output is for a program."""
+    from binade.data.parity_results import save_parity
+
+    run_id = save_parity(root, label, facts, result)
+    if not quiet:
+        print_text(f"run {run_id}: Runs › Parity of the app shows it")
+
+
+def _causes(found: Sequence[GroupGap]) -> Table:
     """The gaps of groups, the largest first."""
     estimates = [(gap, gap.change, gap.divergence) for gap in found]
     rows = (
@@ -131,24 +159,6 @@ def _interval(estimate: Estimate) -> str:
     return f"{estimate.measure.text(estimate.low)} to {estimate.measure.text(estimate.high)}"
 
 
-def _findings(found: Sequence[Gap]) -> list[str]:
-    """Which group changes the log-probabilities most, of those of one granularity, if sequences can tell."""
-    from binade.collector.capture.parity import CHANGE
-    from binade.data.evidence import largest
-
-    single = [gap for gap in found[1:] if gap.is_whole and (gap.group.layer_index is not None or gap.group.module)]
-    if len(found[0].changes) < 2 or len(single) < 2:
-        return []
-    kinds: dict[tuple[bool, bool], list[Gap]] = {}
-    for gap in single:
-        kinds.setdefault((gap.group.layer_index is None, gap.group.module is None), []).append(gap)
-    return [
-        str(largest({gap.name: dict(enumerate(gap.changes)) for gap in own},
-                    CHANGE, "The largest change of log-probabilities", "sequences"))
-        for own in kinds.values() if len(own) > 1
-    ]  # fmt: skip
-
-
 # Of dumps
 
 
@@ -159,6 +169,24 @@ def _quantities_of(rollouts: Sequence[Rollouts]) -> list[tuple[str, str, Policie
     tools = ", ".join(dict.fromkeys(each.tool for each in rollouts))
     whole = (tools, "all", joined([each.policies for each in rollouts]))
     return [whole, *((each.tool, each.step, each.policies) for each in rollouts if len(rollouts) > 1)]
+
+
+def _of_dumps(files: Iterable[Path], rollouts: Sequence[Rollouts]) -> tuple[str, dict[str, Any], Parity]:
+    """(the label of a run, what its run.json says, the result)."""
+    from binade.data.parity import abs_logprob
+    from binade.data.parity_results import ALL, GroupGap, Parity, Step
+
+    (tools, _, whole), *steps = _quantities_of(rollouts)
+    kept = (Step.of(ALL, whole), *(Step.of(step, pair) for _, step, pair in steps))
+    gap = GroupGap("", None, None, "", True, tuple(whole.means(abs_logprob(whole)).tolist()))
+    digests = sorted(map(_digest, files))
+    facts = {"files": [str(path) for path in files], "measures": {"sha256": digests}}
+    return f"parity_{tools}", facts, Parity("rollout engine", "trainer", tools, kept, (gap,))
+
+
+def _digest(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _document(rollouts: Sequence[Rollouts], kind: str) -> str:
@@ -244,6 +272,8 @@ def _params() -> list[click.Parameter]:
     return [
         click.Argument(["files"], nargs=-1, type=click.Path(path_type=Path), metavar="[FILE]..."),
         *output_options(),
+        Option(["--save"], is_flag=True, help="Keep the result of FILE as a run in the root"),
+        root_option(),
         Option(["--rollout"], metavar="RECIPE", title=recipes,
                help="Compare this recipe or format with that of --train, instead of reading FILE"),
         Option(["--train"], metavar="RECIPE", title=recipes, help="Recipe or format of the training  [default: bf16]"),
@@ -260,7 +290,6 @@ def _params() -> list[click.Parameter]:
         Option(["--skip"], type=click.IntRange(0, 10**9), metavar="N", title=recipes,
                help="Leave out the first N sequences of the data  [default: those that RUN trains on, else 0]"),
         *(click_option(options[name], options[name].default) for name in OF_MODEL),
-        root_option(recipes),
     ]  # fmt: skip
 
 
@@ -268,6 +297,6 @@ parity = Command(
     "parity",
     params=_params(),
     callback=_parity,
-    cancelled="cancelled; nothing was written",
+    cancelled="cancelled; nothing was kept",
     failed="the parity cannot be measured",
 )

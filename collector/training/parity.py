@@ -1,17 +1,31 @@
-"""`binade parity --rollout`: the parity of two recipes on a model of `binade run`. Nothing is written."""
+"""`binade parity --rollout`: the parity of two recipes on a model of `binade run`."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from binade.collector.capture.effects import measuring, recipes_of, rounds_forward
 from binade.collector.capture.parity import Done, Gap, gaps
 from binade.collector.training.measure import Measurement, Say, logits_of, measurable, open_measured
+from binade.data.parity_results import ALL, Parity, Step
+
+
+@dataclass(frozen=True, eq=False)
+class MeasuredParity:
+    """The gaps of groups with their log-probabilities, what is kept of them, and what run.json says of it."""
+
+    gaps: Sequence[Gap]
+    result: Parity
+    facts: dict[str, Any]
 
 
 def measure_parity(
     asked: Measurement, operands: bool = False, *, say: Say, done: Done = lambda count, of: None
-) -> list[Gap]:
+) -> MeasuredParity:
     """The gaps between the two recipes of a measurement: its formats are the rollout's and the training's.
     operands: see `gaps`.
 
@@ -24,4 +38,10 @@ def measure_parity(
         opened = open_measured(asked, say)
         backend, seed = config.quantized_by, config.seed
         with measuring(opened.model, logits_of, attention=attention, backend=backend, seed=seed) as measured:
-            return gaps(measured, opened.batches, rollout, training, asked.by, operands, done)
+            found = gaps(measured, opened.batches, rollout, training, asked.by, operands, done)
+    measures = {"rollout": rollout.lines(), "training": training.lines(), "by": list(asked.by), "operands": operands}
+    measures |= opened.facts["measures"] | {"sequences": asked.sequences}
+    names = {"rollout": asked.formats[0], "training": asked.formats[1]}
+    steps = (Step.of(ALL, found[0].policies),)
+    result = Parity(**names, tool="", steps=steps, gaps=tuple(gap.record for gap in found))
+    return MeasuredParity(found, result, opened.facts | names | {"measures": measures})

@@ -15,6 +15,8 @@ import torch
 
 from binade.collector.imports.rollouts import read_rollouts
 from binade.data.parity import Policies
+from binade.data.parity_results import read_parity
+from binade.data.runs import list_runs
 from tests.collector.cli.test_cli import one_line
 
 ROLLOUT = [[0.0, -0.5, -1.5, -0.25], [0.0, -2.0, -1.0, -0.125], [0.0, -3.0, -0.75, -0.5]]
@@ -210,3 +212,25 @@ def test_wrong_files_are_one_line(name: str, command, tmp_path: Path, capsys):
     assert command("parity", str(write(tmp_path)), "--output", str(target)) == 2
     out, err = capsys.readouterr()
     assert one_line(err) and named in err and not out and not target.exists()
+
+
+def test_saved_dumps_are_a_run(command, tmp_path: Path, capsys):
+    first = nemo(tmp_path / "a")
+    second = first.with_name("train_data_step13.jsonl")
+    second.write_bytes(first.read_bytes())
+    assert command("parity", str(first), str(second), "--save") == 0
+    (run,), _ = list_runs(tmp_path / "runs")
+    assert run.run_id in capsys.readouterr().out
+    found = read_parity(run.directory)
+    assert (found.tool, [step.name for step in found.steps]) == ("NeMo-RL", ["all", "12", "13"])
+    d = np.concatenate([np.subtract(t, r)[np.array(m) > 0] for r, t, m in zip(ROLLOUT, TRAINING, MASK, strict=True)])
+    values = {value.name: value.over_tokens for value in found.steps[1].values}
+    assert (values["k1"], values["k2"]) == pytest.approx((-d.mean(), (d**2 / 2).mean()))
+    assert np.mean(found.gaps[0].changes) == pytest.approx(
+        np.mean(
+            [np.abs(np.subtract(t, r)[np.array(m) > 0]).mean() for r, t, m in zip(ROLLOUT, TRAINING, MASK, strict=True)]
+        )
+    )
+    assert command("parity", str(first), str(second), "--save", "--format", "csv") == 0
+    assert len(list_runs(tmp_path / "runs")[0]) == 1 and run.run_id not in capsys.readouterr().out
+    assert command("parity", str(first)) == 0 and len(list_runs(tmp_path / "runs")[0]) == 1

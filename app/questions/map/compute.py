@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,9 @@ from binade.data.catalog import SHOWN_ERRORS, STATISTICS, USED, Catalog, Catalog
 from binade.data.evidence import Measure, Sentence
 from binade.data.filter import Filter
 from binade.data.names import name_of
+from binade.data.parity_results import Parity, read_parity
 from binade.data.reliability import reliability
+from binade.data.runs import RunError
 from binade.data.store import TensorFileError
 from binade.data.student import quantile
 from binade.data.tensor_kinds import TENSOR_KINDS, Gemm, has_tokens
@@ -26,12 +29,16 @@ from binade.quant.normal import VS_NORMAL, normal_sqnr
 from binade.quant.specs import Spec
 
 LOSS_CHANGE, EFFECT, RESULT, SPREAD = "loss_change", "effect", "result_sqnr_db", "scale_spread"
-TENSOR_SCALE = "tensor_scale"
-OVER_SEQUENCES = {LOSS_CHANGE: "95% interval", EFFECT: "95% interval over sequences"}
+TENSOR_SCALE, PARITY = "tensor_scale", "parity_change"
+OVER_SEQUENCES = {
+    LOSS_CHANGE: "95% interval",
+    EFFECT: "95% interval over sequences",
+    PARITY: "95% interval over sequences",
+}
 """The metrics whose cells are means over sequences, with what the interval of a cell is."""
 # What a map can show: of a format, the errors first; then statistics of the values, which depend on no format.
 ERRORS = (VS_NORMAL, *SHOWN_ERRORS)
-METRICS = (*ERRORS, LOSS_CHANGE, EFFECT, RESULT, SPREAD, TENSOR_SCALE, *STATISTICS)
+METRICS = (*ERRORS, LOSS_CHANGE, EFFECT, PARITY, RESULT, SPREAD, TENSOR_SCALE, *STATISTICS)
 RESULTS = {"qk": "attention_scores"}  # the result of a product, where it is not called output
 # The products in the order of the network: modules, and the two products of attention.
 PRODUCTS = ("q_down", "q", "q_up", "k", "v", "kv_down", "kv_up", "qkv", "QK", "PV", "proj", "router", "fc1", "fc2",
@@ -40,6 +47,7 @@ PRODUCTS = ("q_down", "q", "q_up", "k", "v", "kv_down", "kv_up", "qkv", "QK", "P
 _OBSERVED = ("grad", "a", "b")
 _OPERANDS = {kind.name: _OBSERVED.index(kind.observed) for kind in TENSOR_KINDS if kind.observed in _OBSERVED}
 LAYER, ITERATION = "layer_index", "iteration"
+PRODUCT = ["part", "layer_index", "module"]  # what a product is known by
 HUGE = 1e300  # stands for infinity, between which and a number pandas finds no quantile
 EXTREMES = 0.01  # of the blocks at each end that the spread of scales leaves out
 
@@ -76,6 +84,8 @@ def cells(catalog: Catalog, where: Filter, fmt: str, metric: str, across: str, e
         table = _loss_changes(catalog, where, fmt)
     elif metric == EFFECT:
         table = _effects(catalog, where, fmt)
+    elif metric == PARITY:
+        table = _parity(catalog, where)
     elif metric == RESULT:
         table = _results(catalog, where, across)
     elif metric == SPREAD:
@@ -200,9 +210,42 @@ def _loss_changes(catalog: Catalog, where: Filter, fmt: str) -> pd.DataFrame:
 
 
 def _effects(catalog: Catalog, where: Filter, fmt: str) -> pd.DataFrame:
-    """The measured effects of the products of the selection, each shown in the row of its result."""
+    """The measured effects of the products of the selection."""
+    places = _products(catalog, where)
+    effects = catalog.effects({run for runs in places["runs"] for run in runs})
+    effects = effects[effects["format"] == fmt].drop_duplicates(PRODUCT)  # the longest
+    margin = effects["change_error"].astype(float) * np.array([quantile(n - 1) for n in effects["sequences"]], float)
+    return _of_products(places, effects.assign(value=effects["change"], margin=margin))
+
+
+def _parity(catalog: Catalog, where: Filter) -> pd.DataFrame:
+    """What each product of the selection changes alone, of the newest parity of the same model that has single
+    products."""
+    places, found = parity_of(catalog, where)
+    rows = [
+        (gap.part, gap.layer_index, gap.module, gap.change.value, gap.change.value - gap.change.low, len(gap.changes))
+        for gap in (found[1].gaps if found else ())
+        if gap.is_product and gap.is_whole
+    ]
+    values = pd.DataFrame(rows, columns=[*PRODUCT, "value", "margin", "sequences"])
+    return _of_products(places, values.astype({"layer_index": "Int32"}))
+
+
+def parity_of(catalog: Catalog, where: Filter) -> tuple[pd.DataFrame, tuple[str, Parity] | None]:
+    """(the products of the selection, the newest parity of the same model with single products and its run)."""
+    places = _products(catalog, where)
+    for run_id in catalog.parities({run for runs in places["runs"] for run in runs}):
+        with suppress(RunError, OSError):  # the index names damaged files
+            found = read_parity(catalog.root / run_id)
+            if found and any(gap.is_product for gap in found.gaps):
+                return places, (run_id, found)
+    return places, None
+
+
+def _products(catalog: Catalog, where: Filter) -> pd.DataFrame:
+    """The products of the selection: PRODUCT, product, tensor_id and runs."""
     condition, parameters = catalog.condition(where)
-    places = catalog.ask(
+    return catalog.ask(
         f"""
         SELECT lower({part()}) AS part, {_product()} AS product, layer_index, tensor.module,
                arg_min(tensor_id, (phase <> 'post', tensor_id)) AS tensor_id, list(DISTINCT run_id) AS runs
@@ -210,15 +253,15 @@ def _effects(catalog: Catalog, where: Filter, fmt: str) -> pd.DataFrame:
         """,
         parameters,
     )
-    effects = catalog.effects({run for runs in places["runs"] for run in runs})
-    effects = effects[effects["format"] == fmt].drop_duplicates(["part", "layer_index", "module"])  # the longest
-    found = effects.merge(places, on=["part", "layer_index", "module"])
-    margin = found["change_error"].astype(float) * np.array(
-        [quantile(count - 1) for count in found["sequences"]], float
-    )
+
+
+def _of_products(places: pd.DataFrame, values: pd.DataFrame) -> pd.DataFrame:
+    """Cells of values of products, each in the row of its result. values: PRODUCT, value, margin, sequences."""
+    found = values[[*PRODUCT, "value", "margin", "sequences"]].merge(places, on=PRODUCT)
+    margin = found["margin"].astype(float).replace(math.inf, math.nan)  # of one sequence
     return found.assign(
         gemm=Gemm.FORWARD.value, tensor=found["part"].map(RESULTS).fillna("output"), expert=None,
-        value=found["change"], low=found["change"] - margin, high=found["change"] + margin, tensors=found["sequences"],
+        low=found["value"] - margin, high=found["value"] + margin, tensors=found["sequences"],
     )[["gemm", "product", "tensor", "expert", LAYER, "value", "low", "high", "tensors", "tensor_id"]]  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from binade.app.figure import Column, Drawn, Figure, Table, source
 from binade.app.formatting import evenly
 from binade.app.params import AnyText, One, in_format
 from binade.app.questions.map import charts, compute
-from binade.app.questions.map.compute import EFFECT, ITERATION, LAYER, LOSS_CHANGE, Row
+from binade.app.questions.map.compute import EFFECT, ITERATION, LAYER, LOSS_CHANGE, PARITY, Row
 from binade.app.questions.map.standing_out import Headline, headline
 from binade.app.questions.question import Question
 from binade.app.questions.shared import board_charts
@@ -133,8 +133,8 @@ def map_of(opened: Catalog, where: Filter, values: dict[str, Any]) -> Map | str:
         return "No operand is scored in any format. Choose a statistic of the values, such as absmax, as metric."
     if metric == LOSS_CHANGE and across == ITERATION:
         return "The predicted loss change is a sum over a recording, not shown by iteration."
-    if metric == EFFECT and across == ITERATION:
-        return "The measured loss change is that of one set of weights, not shown by iteration."
+    if metric in (EFFECT, PARITY) and across == ITERATION:
+        return f"The {measure.inline} is that of one set of weights, not shown by iteration."
     left_out = ""
     if across == ITERATION:
         recorded = sorted(opened.distinct((ITERATION,), where)[ITERATION].dropna().astype(int))
@@ -177,6 +177,10 @@ def _cells(
 ) -> tuple[pd.DataFrame, str] | str:
     """(the cells as recorded, or else computed from the values; what was computed), or why there are none."""
     table = compute.cells(opened, where, fmt, metric, across, experts)
+    if metric == PARITY and not table.empty:
+        _, found = compute.parity_of(opened, where)
+        assert found
+        return table, f"Rollout {found[1].rollout}, training {found[1].training}: {found[0]}."
     if not table.empty or metric not in compute.ERRORS or fmt == USED:
         return table, ""
     if problem := NOT_RECORDED.problem(Spec.of(fmt)):
@@ -236,6 +240,11 @@ def _nothing(opened: Catalog, where: Filter, metric: str, fmt: str) -> str:
         return (
             f"No effect was measured in {fmt} for a model with these weights: binade measure --by site --formats {fmt}."
         )
+    if metric == PARITY:
+        return (
+            "No parity of single products was measured for a model with these weights: binade parity --rollout mxfp4 "
+            "--by site."
+        )
     formats = ", ".join(opened.scored_formats(where))
     if metric in compute.ERRORS and formats:
         return f"The operands are scored in {formats}, not in {fmt}, and have no values on disk to round to it."
@@ -256,7 +265,7 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
     measure, scope = found.measure, scope_of(opened, found.where)
     title = style.title(found.title, f"{scope} · {len(found.table):,} cells")
     several = "the mean over sequences of their sum" if measure.key == LOSS_CHANGE else "their median"
-    several = "" if measure.key == EFFECT else f"; of several tensors in a cell, {several}"
+    several = "" if measure.key in (EFFECT, PARITY) else f"; of several tensors in a cell, {several}"
     definition = f"{measure.label}: {measure.definition}{several}."
     figure = Figure(
         "map",

@@ -21,6 +21,8 @@ from binade.collector.recipes.files import draft_of
 from binade.collector.recipes.parse import parse_recipe
 from binade.collector.recipes.recipe import Recipe
 from binade.data.effects import Group
+from binade.data.parity_results import read_parity
+from binade.data.runs import list_runs
 from tests.collector.cli.test_cli import one_line
 from tests.collector.small_model import batch, build
 
@@ -66,7 +68,7 @@ def test_equal_to_two_passes_of_instrument():
     changes = (rollout - training).gather(-1, batch()[1][..., None])[..., 0].abs().double().mean(1)
     assert whole.changes == pytest.approx(changes.tolist(), rel=1e-4)
     low, high = stats.t.interval(0.95, len(changes) - 1, changes.mean(), stats.sem(changes))
-    assert (whole.change.low, whole.change.high) == pytest.approx((low, high), rel=1e-4)
+    assert (whole.record.change.low, whole.record.change.high) == pytest.approx((low, high), rel=1e-4)
 
 
 def test_a_group_alone_is_rounded_as_for_the_rollout():
@@ -91,7 +93,7 @@ def test_the_layer_in_mxfp4_is_named_first(training: str):
 
 
 def test_one_operand_alone_is_rounded_as_for_the_rollout():
-    found = {gap.name: gap for gap in measured(planted(), parse_recipe("linear_nvfp4"), "site", operands=True)}
+    found = {gap.record.name: gap for gap in measured(planted(), parse_recipe("linear_nvfp4"), "site", operands=True)}
     for operand in ("input", "weight"):
         gap = found[f"layer2 fc1 linear, {operand}"]
         text = f"[linear]\nforward = 'nvfp4'\n[modules.'layer2.fc1']\nforward.{operand} = 'mxfp4'"
@@ -103,7 +105,7 @@ def test_one_operand_alone_is_rounded_as_for_the_rollout():
 def test_a_group_in_which_one_operand_differs_has_its_name():
     text = PLANTED + "[modules.'layer3.fc2']\nforward.weight = 'mxfp4'\n"
     rollout = draft_of(text, "weight").recipe("weight")
-    assert {gap.name for gap in measured(rollout, planted(), "layer", operands=True)} == {
+    assert {gap.record.name for gap in measured(rollout, planted(), "layer", operands=True)} == {
         "all, weight",
         "layer3 linear, weight",
     }
@@ -111,7 +113,7 @@ def test_a_group_in_which_one_operand_differs_has_its_name():
 
 def test_operands_that_are_rotated_together_are_changed_together():
     found = measured(parse_recipe("linear_mxfp4(hadamard=32)"), parse_recipe("bf16"), "layer", operands=True)
-    assert {gap.name for gap in found} == {"all", *(f"layer{layer} linear" for layer in range(1, LAYERS + 1))}
+    assert {gap.record.name for gap in found} == {"all", *(f"layer{layer} linear" for layer in range(1, LAYERS + 1))}
 
 
 def test_products_of_attention_are_groups_as_well():
@@ -140,7 +142,24 @@ def test_the_command_names_the_planted_layer(command, tmp_path: Path, capsys):
     assert by_group["all"] == by_group["layer2 linear"] > 0
     assert command("parity", *options, "--operands", "--format", "markdown") == 0
     assert "| layer2 linear, weight |" in capsys.readouterr().out
-    assert not list((tmp_path / "runs").glob("*/run.json"))
+
+
+def test_the_result_is_a_run(command, tmp_path: Path, capsys):
+    options = ("--rollout", "linear_mxfp4", *MODEL, "--by", "layer", "--sequences", "4")
+    assert command("parity", *options) == 0
+    out = capsys.readouterr().out
+    (run,), refused = list_runs(tmp_path / "runs")
+    assert not refused and run.run_id in out and run.status.state == "done" and run.config["kind"] == "parity"
+    found = read_parity(run.directory)
+    assert (found.rollout, found.training, found.tool) == ("linear_mxfp4", "bf16", "")
+    assert found.gaps[0].name == "all" and len(found.gaps) == 3
+    values = {value.name: value for value in found.steps[0].values}
+    assert values["abs_logprob"].over_sequences == pytest.approx(np.mean(found.gaps[0].changes), rel=1e-12)
+    before = (run.directory / "parity.json").read_bytes()
+    assert command("parity", *options, "--format", "csv") == 0
+    assert run.run_id not in capsys.readouterr().out
+    assert len(list_runs(tmp_path / "runs")[0]) == 1 and (run.directory / "parity.json").read_bytes() == before
+    assert command("parity", *options, "--sequences", "2") == 0 and len(list_runs(tmp_path / "runs")[0]) == 2
 
 
 WRONG = {

@@ -1,0 +1,86 @@
+"""What `binade parity` has measured, as tables."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import pandas as pd
+
+from binade.data.catalog import Catalog
+from binade.data.parity import MEASURES
+from binade.data.parity_results import GroupGap, Parity, Step, read_parity
+from binade.data.parity_values import PublishedValue, published_values
+from binade.data.runs import RunError
+from binade.data.text import number_text
+
+VALUES = ("over_tokens", "over_sequences", "median_of_tokens", "median_of_sequences")
+
+
+def result_of(opened: Catalog, run_id: str) -> Parity | str:
+    """The result of a run, or why there is none."""
+    try:
+        found = read_parity(opened.root / run_id)
+    except (RunError, OSError) as error:
+        return f"{error}."
+    return found or f"{run_id} has no parity.json."
+
+
+def quantities(step: Step) -> pd.DataFrame:
+    """The quantities of all tokens: name, quantity, formula, VALUES as text, published (limits, as text), value (the
+    main one, NaN if there is none)."""
+    rows = []
+    for each in step.values:
+        measure = MEASURES[each.name]
+        texts = {name: text_of(each.name, getattr(each, name)) for name in VALUES}
+        limits = "; ".join(dict.fromkeys(entry.text for entry in published_of(each.name) if entry.is_limit))
+        row = {"name": each.name, "quantity": measure.axis, "formula": measure.definition} | texts
+        rows.append(row | {"published": limits, "value": math.nan if each.main is None else each.main})
+    return pd.DataFrame(rows)
+
+
+def text_of(name: str, value: float | None) -> str:
+    """A value of a quantity as text, without the unit; "" if there is none."""
+    measure = MEASURES[name]
+    return "" if value is None else number_text(value * measure.factor, measure.format)
+
+
+def published_of(quantity: str) -> list[PublishedValue]:
+    return [entry for entry in published_values() if entry.quantity == quantity]
+
+
+def against_published(table: pd.DataFrame) -> pd.DataFrame:
+    """The measured values above 0 of the quantities that have published values, and these: quantity, value, kind
+    ("here", "limit" or "measured"), text, case, source. table: of `quantities`."""
+    rows = []
+    for each in table[table["value"] > 0].to_dict("records"):
+        entries, measure = published_of(each["name"]), MEASURES[each["name"]]
+        if entries and math.isfinite(each["value"]):
+            own = each["value"], "here", measure.quantity(each["value"]), "over tokens", "this measurement"
+            published = ((e.value, e.kind.value, e.text, e.case, e.source) for e in entries)
+            rows += [(measure.title, *row) for row in (own, *published)]
+    return pd.DataFrame(rows, columns=["quantity", "value", "kind", "text", "case", "source"])
+
+
+def groups(gaps: Sequence[GroupGap]) -> pd.DataFrame:
+    """The gaps of groups, all products first: group, change, low, high (its 95% interval over sequences, NaN for one
+    sequence), divergence and its ends, text, sequences."""
+    rows = []
+    for gap in gaps:
+        change, divergence = gap.change, gap.divergence
+        rows.append(
+            {"group": gap.name, "change": change.value, "low": change.low, "high": change.high,
+             "divergence": divergence.value, "divergence_low": divergence.low, "divergence_high": divergence.high,
+             "text": str(change), "sequences": len(gap.changes)}
+        )  # fmt: skip
+    return pd.DataFrame(rows).replace([math.inf, -math.inf], math.nan)
+
+
+def steps(found: Parity, quantity: str) -> pd.DataFrame:
+    """A quantity by step, in the order of the dumps: place (from 1), step, value, text, tokens."""
+    rows = []
+    for place, step in enumerate(found.steps[1:], 1):
+        value = next(each.main for each in step.values if each.name == quantity)
+        rows.append((place, step.name, math.nan if value is None else value, text_of(quantity, value), step.tokens))
+    table = pd.DataFrame(rows, columns=["place", "step", "value", "text", "tokens"])
+    return table.replace([math.inf, -math.inf], math.nan)

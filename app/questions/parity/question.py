@@ -1,0 +1,163 @@
+"""How far are rollout and training apart? What `binade parity` has measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from binade.app.control import Control
+from binade.app.figure import Column, Drawn, Figure, Item, Table, Text
+from binade.app.params import One
+from binade.app.questions.parity import charts, compute
+from binade.app.questions.question import Question
+from binade.app.questions.shared.selection import Selection
+from binade.data import evidence
+from binade.data.catalog import Catalog
+from binade.data.evidence import Sentence
+from binade.data.parity import MEASURES
+from binade.data.parity_results import CHANGE, Parity, findings
+from binade.data.text import counted
+
+NOTHING = (
+    "No parity was measured in this root. For two recipes on a model: binade parity --rollout mxfp4; for dumps of "
+    "log-probabilities: binade parity FILE --save."
+)
+AVERAGES = (
+    "d = log π_T − log π_R of each token, ρ = e^d; R: rollout, T: training. Tokens: the mean over all tokens; "
+    "sequences: the mean within each sequence, then over sequences."
+)
+OF_TEXT = (
+    "The tokens are those of a text, not sampled from a policy: k1, k2, k3, Jensen–Shannon and χ² do not estimate "
+    "divergences here. KL(R‖T) of the groups is exact at each token."
+)
+OF_DUMPS = "KL, Jensen–Shannon and χ² are estimates for tokens that were sampled from the rollout policy."
+PUBLISHED = (
+    "Limits that tools act on, and values that others measured, with other engines, models and data: context, not a "
+    "verdict. Bands reach from the lowest to the highest limit."
+)
+GROUPS = (
+    "In each row, one group of products is rounded as for the rollout and everything else as for training. Changes of "
+    "groups do not add up."
+)
+COLUMNS = {
+    "quantity": Column("Quantity", width=250),
+    "formula": Column("Formula", width=190),
+    "over_tokens": Column("Tokens", width=95, align="right"),
+    "over_sequences": Column("Sequences", width=95, align="right"),
+    "median_of_tokens": Column("Median token", width=105, align="right"),
+    "median_of_sequences": Column("Median sequence", width=125, align="right"),
+    "published": Column("Published limits", width=230),
+}
+GROUP_COLUMNS = {
+    "group": Column("Group", width=230),
+    "change": Column("|Δ log-probability| (nats)", "%.3g", 170),
+    "low": Column("from", "%.3g", 90, help="The 95% interval over sequences (Student’s t)"),
+    "high": Column("to", "%.3g", 90, help="The 95% interval over sequences (Student’s t)"),
+    "divergence": Column("KL(R‖T) (nats)", "%.3g", 120),
+    "divergence_low": Column("from", "%.3g", 90, help="The 95% interval over sequences (Student’s t)"),
+    "divergence_high": Column("to", "%.3g", 90, help="The 95% interval over sequences (Student’s t)"),
+}
+
+
+def _measured(opened: Catalog) -> One:
+    return One(tuple(opened.parities()), "run")
+
+
+MEASURED = Control(name="parity", label="Measurement", param=_measured, widget="list", row="parity")
+QUANTITY = Control(
+    name="quantity", label="By step", param=One(("k3", *(name for name in MEASURES if name != "k3"))), widget="list",
+    titles={name: measure.title for name, measure in MEASURES.items()}, row="parity",
+)  # fmt: skip
+
+
+def _controls(selection: Selection, values: dict[str, Any]) -> Iterable[Control]:
+    opened = selection.opened
+    if not values["parity"]:
+        return []
+    titles = {}
+    for run_id in opened.parities():
+        found = compute.result_of(opened, run_id)
+        titles[run_id] = run_id if isinstance(found, str) else f"{found.title} · {run_id}"
+    shown = compute.result_of(opened, values["parity"])
+    several = not isinstance(shown, str) and len(shown.steps) > 1
+    return [replace(MEASURED, options=list(titles), titles=titles), *[QUANTITY] * several]
+
+
+def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
+    run_id = values["parity"]
+    if not run_id:
+        return Drawn(problems=(NOTHING,))
+    found = compute.result_of(selection.opened, run_id)
+    if isinstance(found, str):
+        return Drawn(problems=(found,))
+    items = [*_groups(found, run_id), *_quantities(found, run_id), *_steps(found, run_id, values["quantity"])]
+    return Drawn((*items, Text(OF_DUMPS if found.tool else OF_TEXT)), _verdict(found))
+
+
+def _source(found: Parity, run_id: str) -> str:
+    whole = found.steps[0]
+    size = f"{counted(whole.sequences, 'sequence')}, {counted(whole.tokens, 'token')}"
+    left = f"; {counted(whole.left_out, 'token')} left out: no finite log-probability" if whole.left_out else ""
+    return f"Data: {found.title}, {size}{left}, {run_id}."
+
+
+def _groups(found: Parity, run_id: str) -> list[Item]:
+    if len(found.gaps) == 1:
+        return []
+    table = compute.groups(found.gaps)
+    more = len(table) - 1 - charts.GROUPS
+    shown = f"the {charts.GROUPS} largest of {len(table) - 1:,} groups" if more > 0 else f"{len(table) - 1:,} groups"
+    subtitle = f"{found.title} · {shown} · dashed: between the two recipes"
+    figure = Figure(
+        "parity_groups", charts.ranking(table, CHANGE, subtitle), table,
+        f"{_source(found, run_id)}\n{CHANGE.title}: {CHANGE.definition}. Intervals: 95%, over sequences (Student’s t).",
+        note=GROUPS, height=charts.ranking_height(table),
+    )  # fmt: skip
+    height = min(38 + 35 * len(table), 420)
+    return [figure, Table("parity_groups", table.drop(columns="text"), GROUP_COLUMNS, height=height)]
+
+
+def _quantities(found: Parity, run_id: str) -> list[Item]:
+    table = compute.quantities(found.steps[0])
+    items: list[Item] = [Table("parity_quantities", table, COLUMNS, "Quantities", AVERAGES, 38 + 35 * len(table))]
+    if len(against := compute.against_published(table)):
+        chart = charts.published(against, f"{found.title} · over tokens")
+        caption = f"{_source(found, run_id)}\n{PUBLISHED}"
+        height = charts.published_height(against)
+        items.insert(0, Figure("parity_published", chart, against, caption, note=PUBLISHED, height=height))
+    return items
+
+
+def _steps(found: Parity, run_id: str, quantity: str) -> list[Item]:
+    if len(found.steps) == 1:
+        return []
+    measure, table = MEASURES[quantity], compute.steps(found, quantity)
+    subtitle = f"{found.title} · {len(table):,} steps · dashed: their median"
+    caption = f"{_source(found, run_id)}\n{measure.title}: {measure.definition}, over tokens."
+    return [Figure("parity_steps", charts.steps(table, measure, subtitle), table, caption, height=340)]
+
+
+def _verdict(found: Parity) -> Sentence:
+    whole = found.gaps[0]
+    text = "Between rollout and training, the log-probability of a token changes by {change}."
+    parts = [evidence.say(text, change=whole.change)]
+    if whole.divergences:
+        parts.append(evidence.say("KL(R‖T) is {divergence}.", divergence=whole.divergence))
+    return evidence.together(*parts, *findings(found.gaps))
+
+
+PARITY = Question(
+    text="How far are rollout and training apart?",
+    title="Parity",
+    icon=":material/compare_arrows:",
+    help="Log-probabilities of a rollout and a training policy, and which products cause the difference",
+    page="runs",
+    view="parity",
+    draw=draw,
+    controls=(MEASURED, QUANTITY),
+    narrow=_controls,
+    of_runs=True,
+    of_fields=("run_id",),
+    empty=True,
+)
