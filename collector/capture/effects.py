@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +29,7 @@ from binade.collector.capture.clock import seed_of
 from binade.collector.capture.instrument import instrument
 from binade.collector.capture.observer import Hook
 from binade.collector.capture.recorder import Recorder
+from binade.collector.capture.routes import Routes
 from binade.collector.capture.survey import find
 from binade.collector.errors import ConfigError
 from binade.collector.models.parallel import Call
@@ -175,9 +176,10 @@ class Measuring:
         formats = {key: each for key, each in self.formats(recipe).items() if holds(group, key)}
         return self._pass(formats, None, self._kept(formats))
 
-    def evaluated(self, formats: Mapping[Key, GemmFormats]) -> Answer:
-        """What `evaluate` returns for the batch of the last `reference`, with these formats."""
-        answer: Answer = self._evaluate(formats, None, self._kept(formats))
+    def evaluated(self, formats: Mapping[Key, GemmFormats], routes: Routes | None = None) -> Answer:
+        """What `evaluate` returns for the batch of the last `reference`, with these formats. routes: records or replays
+        the choices of routers; then no block is replaced."""
+        answer: Answer = self._evaluate(formats, None, {} if routes else self._kept(formats), routes)
         return answer
 
     def _kept(self, formats: Mapping[Key, GemmFormats]) -> dict[nn.Module, Any]:
@@ -229,12 +231,18 @@ class Measuring:
         return Losses(losses, divergences, time.perf_counter() - began)
 
     def _evaluate(
-        self, formats: Mapping[Key, GemmFormats], first: dict[Key, int] | None, replaced: Mapping[nn.Module, Any] = {}
+        self,
+        formats: Mapping[Key, GemmFormats],
+        first: dict[Key, int] | None,
+        replaced: Mapping[nn.Module, Any] = {},
+        routes: Routes | None = None,
     ) -> Any:
         """first: receives how many blocks had ended when each product was first computed."""
 
         def begin(hook: Hook) -> Call:
             key = hook.layer.site, hook.product
+            if routes:
+                routes.begun(hook.layer)
             if first is not None:
                 first.setdefault(key, len(self._outputs.ended))
             seed = seed_of(self._seed, self._number, key[0].name, key[1].value)
@@ -245,7 +253,7 @@ class Measuring:
                 undo.callback(set_on(block, "forward", _returning(output)))
             undo.callback(setattr, self._clock, "twin", None)
             self._clock.twin = begin
-            with torch.no_grad():
+            with torch.no_grad(), routes or nullcontext():
                 return self.evaluate(self.model, self._batch)
 
     def _losses(self, answer: Any) -> tuple[tuple[float, ...], tuple[float, ...]]:

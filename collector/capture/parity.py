@@ -89,7 +89,7 @@ def gaps(
     modules that the model lacks."""
     for recipe in (rollout, training):
         recipe.check_modules(site for site, _ in measured.products)
-    of_rollout, of_training = (_forward(measured, recipe) for recipe in (rollout, training))
+    of_rollout, of_training = (formats_of(measured, recipe) for recipe in (rollout, training))
     changed = [key for key in measured.products if of_rollout[key] != of_training[key]]
     if not changed:
         raise ConfigError(
@@ -104,10 +104,10 @@ def gaps(
     passes, of = 0, len(batches) * (len(trials) + 1)
     for number, batch in enumerate(batches):
         measured.reference(batch, number, of_training)
-        base = _scored(measured.evaluated(of_training))
+        base = scored(measured.evaluated(of_training))
         done(passes := passes + 1, of)
         for trial, parts in zip(trials, found, strict=True):
-            parts.append(_compared(_scored(measured.evaluated(trial.formats)), base))
+            parts.append(compared(scored(measured.evaluated(trial.formats)), base))
             done(passes := passes + 1, of)
     whole, *others = (
         Gap(*trial[:3], joined([pair for pair, _ in parts]), tuple(x for _, each in parts for x in each))
@@ -147,7 +147,7 @@ def _operand(field: str, keys: Iterable[Key]) -> str:
     return names.pop() if len(names) == 1 else ""
 
 
-def _forward(measured: Measuring, recipe: Recipe) -> dict[Key, GemmFormats]:
+def formats_of(measured: Measuring, recipe: Recipe) -> dict[Key, GemmFormats]:
     """How a recipe rounds the forward operands of all products."""
     rounded = measured.forward_formats(recipe)
     return {
@@ -157,7 +157,8 @@ def _forward(measured: Measuring, recipe: Recipe) -> dict[Key, GemmFormats]:
     }
 
 
-def _scored(answer: Answer) -> _Scored:
+def scored(answer: Answer) -> _Scored:
+    """The log-probabilities of logits and labels. Raises ConfigError for an answer without logits."""
     if not isinstance(answer, tuple):
         raise ConfigError("the loss of the model is known, but not its logits: return logits and labels")
     logits, labels = answer
@@ -167,7 +168,7 @@ def _scored(answer: Answer) -> _Scored:
     return _Scored(of_all, of_labels, counts)
 
 
-def _compared(rollout: _Scored, training: _Scored) -> tuple[Policies, tuple[float, ...]]:
+def compared(rollout: _Scored, training: _Scored) -> tuple[Policies, tuple[float, ...]]:
     """Two policies on a batch, and KL(R ‖ T) of each sequence."""
     counts = rollout.counts
     apart = (rollout.of_all.exp() * (rollout.of_all - training.of_all)).sum(-1).double()

@@ -1,0 +1,140 @@
+"""How two policies route the tokens of a mixture of experts: flips, recall, order and margins.
+
+For each token and layer, A and B are the k experts that the training policy and the rollout policy choose, each in the
+order of the selection scores s, which a router passes to its top-k.
+
+    flip      A ≠ B as sets
+    recall    |A ∩ B| / k
+    reorder   A = B as sets, but in another order
+    margin    s_(k) − s_(k+1) of the training policy, the scores sorted in descending order. Experts cannot flip while
+              each score changes by less than half of it
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import ConfigDict, Field
+from pydantic.dataclasses import dataclass
+
+from binade.data import evidence
+from binade.data.evidence import Estimate, Measure
+from binade.data.json_files import STRICT, Count
+from binade.data.runs import Whole
+
+FLIPS = Measure("flips", "Flips", "%", "share of tokens whose set of experts differs", format=".2f")
+RECALL = Measure(
+    "recall", "Recall", "%", "share of the training policy's experts that the rollout policy chooses, too", format=".2f"
+)
+REORDERS = Measure("reorders", "Reordered", "%", "share of tokens with the same experts in another order", format=".2f")
+ANY_FLIP = Measure(
+    "any_flip", "Any flip", "%", "share of tokens whose set of experts differs in any layer", format=".2f"
+)
+MARGIN = Measure("margin", "Margin", "", "s_(k) − s_(k+1) of the selection scores, training policy")
+CONFIG = ConfigDict(**STRICT, ser_json_inf_nan="constants")  # no margin at flips if none flips
+Shares = Annotated[tuple[float, ...], Field(min_length=1)]
+Chosen = NDArray[np.int64]
+
+
+def flips(a: Chosen, b: Chosen) -> NDArray[np.bool_]:
+    """a, b: experts [..., k] -> [...]"""
+    differs: NDArray[np.bool_] = (np.sort(a, -1) != np.sort(b, -1)).any(-1)
+    return differs
+
+
+def recall(a: Chosen, b: Chosen) -> NDArray[np.float64]:
+    """a, b: experts [..., k] -> [...]"""
+    shares: NDArray[np.float64] = (a[..., :, None] == b[..., None, :]).any(-1).mean(-1)
+    return shares
+
+
+def reorders(a: Chosen, b: Chosen) -> NDArray[np.bool_]:
+    """a, b: experts [..., k], by score -> [...]"""
+    differs: NDArray[np.bool_] = (a != b).any(-1) & ~flips(a, b)
+    return differs
+
+
+@dataclass(frozen=True, config=CONFIG)
+class RoutedLayer:
+    """A router in both policies.
+
+    experts, chosen            how many there are, and k
+    flips, recalls, reorders   means over the tokens of each sequence
+    margin, flipped_margin     medians over all tokens, and over those that flip; NaN if there are none
+    """
+
+    layer_index: Whole | None
+    module: str
+    experts: Count
+    chosen: Count
+    flips: Shares
+    recalls: Shares
+    reorders: Shares
+    margin: float
+    flipped_margin: float
+
+    @property
+    def name(self) -> str:
+        """ "layer2 router"."""
+        return self.module if self.layer_index is None else f"layer{self.layer_index} {self.module}"
+
+    def estimates(self) -> tuple[Estimate, Estimate, Estimate]:
+        """Flips, recall and reorders, with Student's interval over sequences."""
+        of = ((FLIPS, self.flips), (RECALL, self.recalls), (REORDERS, self.reorders))
+        flip, same, order = (evidence.mean(measure, values, "sequences") for measure, values in of)
+        return flip, same, order
+
+
+@dataclass(frozen=True, config=CONFIG)
+class Routing:
+    """The routing of two policies on the same tokens.
+
+    any_flip     the share of each sequence's tokens that flip in any layer
+    changes      mean |Δ log-probability| of each sequence with the rollout's routes in the training policy, in nats
+    divergences  KL(R ‖ T) with them, the mean of each sequence
+    left_out     routers whose choice is no top-k of their scores
+    """
+
+    layers: Annotated[tuple[RoutedLayer, ...], Field(min_length=1)]
+    any_flip: Shares
+    changes: Shares
+    divergences: Shares
+    left_out: tuple[str, ...] = ()
+
+    @property
+    def any(self) -> Estimate:
+        """The share of tokens that flip in any layer, with Student's interval over sequences."""
+        return evidence.mean(ANY_FLIP, self.any_flip, "sequences")
+
+
+def layer_of(
+    layer_index: int | None,
+    module: str,
+    experts: int,
+    a: Chosen,
+    b: Chosen,
+    margins: NDArray[Any],
+    counts: NDArray[Any],
+) -> RoutedLayer:
+    """A layer from the choices of both policies.
+
+    a, b     experts of the training policy and the rollout policy, by score [sequences, tokens, k]
+    margins  of the training policy [sequences, tokens]
+    counts   whether a token counts [sequences, tokens]
+    """
+    flipped = flips(a, b)
+    every, at_flips = margins[counts], margins[counts & flipped]
+    return RoutedLayer(
+        layer_index, module, experts, a.shape[-1],
+        means(flipped, counts), means(recall(a, b), counts), means(reorders(a, b), counts),
+        float(np.median(every)), float(np.median(at_flips)) if at_flips.size else float("nan"),
+    )  # fmt: skip
+
+
+def means(values: NDArray[Any], counts: NDArray[Any]) -> tuple[float, ...]:
+    """The mean over the tokens that count, of each sequence that has one. Both [sequences, tokens]."""
+    used = counts.any(1)
+    shares = (values * counts).sum(1)[used] / counts.sum(1)[used]
+    return tuple(shares.astype(float).tolist())
