@@ -6,9 +6,10 @@ The file is written once, at the end, and ends with a checksum.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
@@ -19,6 +20,7 @@ from binade.data.effects import Group
 from binade.data.evidence import Estimate, Measure, Sentence
 from binade.data.json_files import MOST_BYTES, STRICT, Count, adapter_of, parse_json, sealed, unsealed
 from binade.data.parity import Policies, Row, quantities
+from binade.data.routing import Routing
 from binade.data.runs import DONE, RunError, Whole
 from binade.data.store import read_file, write_atomic
 
@@ -128,6 +130,7 @@ class Parity:
     tool               that wrote the dumps; "" for two recipes
     steps              ALL first, then each step if there are several
     gaps               of all products first, then of groups, the largest first; of dumps, only the first
+    routing            of two recipes on a model with experts
     """
 
     rollout: str
@@ -135,11 +138,26 @@ class Parity:
     tool: str
     steps: Annotated[tuple[Step, ...], Field(min_length=1)]
     gaps: Annotated[tuple[GroupGap, ...], Field(min_length=1)]
+    routing: Routing | None = None
 
     @property
     def title(self) -> str:
         """ "mxfp4 against bf16"."""
         return f"dumps of {self.tool}" if self.tool else f"{self.rollout} against {self.training}"
+
+
+class Replay(NamedTuple):
+    """The gap with each policy's own routes, that with the rollout's routes in the training policy, and the second
+    minus the first, paired by sequence."""
+
+    own: Estimate
+    replayed: Estimate
+    difference: Estimate
+
+    @property
+    def disappears(self) -> float:
+        """The share of the gap that disappears; NaN for a gap of 0."""
+        return 1 - self.replayed.value / self.own.value if self.own.value else math.nan
 
 
 def findings(gaps: Iterable[GroupGap]) -> list[Sentence]:
@@ -159,6 +177,27 @@ def findings(gaps: Iterable[GroupGap]) -> list[Sentence]:
     ]  # fmt: skip
 
 
+def replay(whole: GroupGap, routing: Routing) -> list[Replay]:
+    """What the routes contribute to the gap, by its change of log-probabilities and its divergence."""
+    of = ((CHANGE, whole.changes, routing.changes), (DIVERGENCE, whole.divergences, routing.divergences))
+    return [
+        Replay(
+            evidence.mean(measure, own, "sequences"),
+            evidence.mean(measure, replayed, "sequences"),
+            evidence.paired(measure, dict(enumerate(replayed)), dict(enumerate(own)), "sequences"),
+        )
+        for measure, own, replayed in of
+    ]
+
+
+def routing_findings(whole: GroupGap, routing: Routing) -> list[Sentence]:
+    """How many tokens flip, and whether the gap with replayed routes is another."""
+    change, _ = replay(whole, routing)
+    flips = evidence.say("Tokens whose experts differ in at least one layer: {share}.", share=routing.any)
+    items = [("the gap with the rollout’s routes in training", change.difference)]
+    return [flips, evidence.effects(items, "the gap with own routes")]
+
+
 def save_parity(root: Path, label: str, facts: Mapping[str, Any], result: Parity) -> str:
     """Write a result as a run, or in place of that of the same measurement; returns the run's id. facts: of run.json,
     with `measures`, which tells measurements apart. Raises RunError, ReadOnlyError and OSError."""
@@ -168,7 +207,8 @@ def save_parity(root: Path, label: str, facts: Mapping[str, Any], result: Parity
             f"the result has {len(content):,} bytes, at most {MOST_BYTES:,} are kept: measure fewer groups (--by) or "
             "sequences"
         )
-    with continued_run(root, label, {**facts, "kind": PARITY}, SAME, "a parity is being saved") as (writer, _):
+    described = {**facts, "kind": PARITY, "compares": result.title}
+    with continued_run(root, label, described, SAME, "a parity is being saved") as (writer, _):
         write_atomic(writer.directory / FILE, content)
         writer.finish(DONE)
     return writer.run_id

@@ -33,6 +33,11 @@ ANY_FLIP = Measure(
     "any_flip", "Any flip", "%", "share of tokens whose set of experts differs in any layer", format=".2f"
 )
 MARGIN = Measure("margin", "Margin", "", "s_(k) − s_(k+1) of the selection scores, training policy")
+LEGEND = (
+    "A token flips where the sets of its experts differ; it is reordered where only their order does. Recall: the "
+    "share of training’s experts that the rollout chooses, too. Margin: between the k-th and the next selection score "
+    "of training, the median over tokens, and over those that flip."
+)
 CONFIG = ConfigDict(**STRICT, ser_json_inf_nan="constants")  # no margin at flips if none flips
 Shares = Annotated[tuple[float, ...], Field(min_length=1)]
 Chosen = NDArray[np.int64]

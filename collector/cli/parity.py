@@ -36,7 +36,8 @@ if TYPE_CHECKING:
     from binade.collector.imports.rollouts import Rollouts
     from binade.data.evidence import Estimate
     from binade.data.parity import Policies, Row
-    from binade.data.parity_results import GroupGap, Parity
+    from binade.data.parity_results import GroupGap, Parity, Replay
+    from binade.data.routing import Routing
 
 VALUES = ("over_tokens", "over_sequences", "median_of_tokens", "median_of_sequences")
 DEFAULT_BY, SEQUENCES = ("part", "site"), 8
@@ -101,7 +102,8 @@ def _parity(
 def _of_recipes(rollout: str, given: dict[str, Any], root: str | None, kind: str, output: Path | None) -> None:
     """given: the options that have a value, without those of every command."""
     from binade.collector.training.parity import measure_parity
-    from binade.data.parity_results import findings
+    from binade.data.parity_results import findings, replay, routing_findings
+    from binade.data.routing import LEGEND as LEGEND_OF_ROUTING
 
     train, run, skip = given.pop("train", BF16), given.pop("run", None), given.pop("skip", None)
     if rollout == train:
@@ -118,7 +120,12 @@ def _of_recipes(rollout: str, given: dict[str, Any], root: str | None, kind: str
         text = csv_text([{"group": gap.record.name} | each for gap in found for each in csv_rows(gap.policies)])
     else:
         tables = [_table(found[0].policies), _causes(result.gaps)]
-        text = document(heading, tables, [*findings(result.gaps), *OF_TEXT], kind)
+        notes: list[str] = [*findings(result.gaps), *OF_TEXT]
+        if routed := result.routing:
+            tables += [_routing(routed), _replay(replay(result.gaps[0], routed))]
+            notes += [*routing_findings(result.gaps[0], routed), LEGEND_OF_ROUTING]
+            notes += [f"Not measured: {name} does not choose experts by torch.topk." for name in routed.left_out]
+        text = document(heading, tables, notes, kind)
     print_or_write(text, output, "the tables were")
     label = f"parity_{asked.plan.config.model_name}"
     _save(where, label, measured.facts, result, quiet=kind == "csv" and output is None)
@@ -151,6 +158,36 @@ def _causes(found: Sequence[GroupGap]) -> Table:
     header = ("group", *(cell for each in estimates[0][1:] for cell in (each.measure.axis, "95% interval")))
     title = "Why: one group of products is rounded as for the rollout, everything else as for training"
     return Table(title, header, tuple(rows))
+
+
+def _routing(found: Routing) -> Table:
+    """Flips, recall and order by layer, then the tokens that flip in any layer."""
+    from binade.data.routing import MARGIN
+
+    header = ("router", "experts", "flips (%)", "95% interval", "recall (%)", "reordered (%)", "margin", "at flips")
+    rows = []
+    for layer in found.layers:
+        flips, recall, reorders = layer.estimates()
+        flip, *others = (each.measure.text(each.value) for each in (flips, recall, reorders))
+        margins = (NOTHING if isnan(x) else MARGIN.text(x) for x in (layer.margin, layer.flipped_margin))
+        rows.append((layer.name, f"{layer.chosen} of {layer.experts}", flip, _interval(flips), *others, *margins))
+    several = found.any
+    rows.append(("any layer", "", several.measure.text(several.value), _interval(several), *[NOTHING] * 4))
+    return Table("Routing: the experts of the rollout against those of training", header, tuple(rows), left=2)
+
+
+def _replay(found: Iterable[Replay]) -> Table:
+    """What of the gap disappears with the rollout's routes in training."""
+    rows = (
+        (
+            each.own.measure.axis,
+            *(cell for e in (each.own, each.replayed) for cell in (e.measure.text(e.value), _interval(e))),
+            NOTHING if isnan(each.disappears) else number_text(100 * each.disappears, ".1f"),
+        )
+        for each in found
+    )
+    header = ("gap", "own routes", "95% interval", "rollout's routes", "95% interval", "disappears (%)")
+    return Table("Route replay: training with the routes of the rollout", header, tuple(rows))
 
 
 def _interval(estimate: Estimate) -> str:

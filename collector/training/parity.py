@@ -10,6 +10,7 @@ import torch
 
 from binade.collector.capture.effects import measuring, recipes_of, rounds_forward
 from binade.collector.capture.parity import Done, Gap, gaps
+from binade.collector.capture.routing import routing
 from binade.collector.training.measure import Measurement, Say, logits_of, measurable, open_measured
 from binade.data.parity_results import ALL, Parity, Step
 
@@ -39,9 +40,10 @@ def measure_parity(
         backend, seed = config.quantized_by, config.seed
         with measuring(opened.model, logits_of, attention=attention, backend=backend, seed=seed) as measured:
             found = gaps(measured, opened.batches, rollout, training, asked.by, operands, done)
+            routed = routing(measured, opened.batches, rollout, training)
     measures = {"rollout": rollout.lines(), "training": training.lines(), "by": list(asked.by), "operands": operands}
     measures |= opened.facts["measures"] | {"sequences": asked.sequences}
     names = {"rollout": asked.formats[0], "training": asked.formats[1]}
     steps = (Step.of(ALL, found[0].policies),)
-    result = Parity(**names, tool="", steps=steps, gaps=tuple(gap.record for gap in found))
+    result = Parity(**names, tool="", steps=steps, gaps=tuple(gap.record for gap in found), routing=routed)
     return MeasuredParity(found, result, opened.facts | names | {"measures": measures})

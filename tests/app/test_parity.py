@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from scipy import stats
 
 from binade.app.questions.map.question import MAP
+from binade.app.questions.parity.compute import titles
 from binade.app.questions.parity.question import NOTHING, PARITY
 from binade.app.view import View
 from binade.collector import Recorder, instrument
@@ -18,6 +20,7 @@ from binade.data.catalog import Catalog
 from binade.data.parity import Policies
 from binade.data.parity_results import ALL, FILE, GroupGap, Parity, Step, read_parity, save_parity
 from binade.data.parity_values import published_values
+from binade.data.routing import RoutedLayer, Routing
 from binade.data.runs import RunError, first_step, list_runs
 from tests.app.planted import drawn
 from tests.collector.small_model import batch, build
@@ -122,9 +125,38 @@ def test_several_measurements_can_be_chosen(tmp_path: Path):
     first, second = saved(tmp_path, of_recipes()), saved(tmp_path, of_dumps(), "b")
     with Catalog.open(tmp_path) as catalog:
         assert set(catalog.parities()) == {first, second}
+        assert titles(catalog) == {
+            second: f"dumps of NeMo-RL · {second}", first: f"mxfp4 against bf16 · {first}",
+        }  # fmt: skip
         assert drawn(PARITY, catalog, parity=first).get("parity_groups")
         assert drawn(PARITY, catalog, parity=second).get("parity_steps")
         assert "parity" in View("runs", {"view": ["parity"], "parity": ["none"]}).read(catalog).problems[0]
+
+
+def test_routing_has_a_chart_and_what_replayed_routes_change(tmp_path: Path):
+    random, whole = np.random.default_rng(0), of_recipes()
+    layers = tuple(
+        RoutedLayer(layer, "router", 16, 2, tuple(random.uniform(0, 0.3, SEQUENCES)), (0.9,) * SEQUENCES,
+                    (0.05,) * SEQUENCES, 0.01, 0.001)
+        for layer in (2, 3)
+    )  # fmt: skip
+    changes = tuple(0.4 * np.array(whole.gaps[0].changes) + 0.001 * random.standard_normal(SEQUENCES))
+    routed = Routing(layers, tuple(random.uniform(0.2, 0.4, SEQUENCES)), changes, changes, ("layer4.router",))
+    saved(tmp_path, replace(whole, routing=routed))
+    with Catalog.open(tmp_path) as catalog:
+        shown = drawn(PARITY, catalog)
+    table = shown.get("parity_routing").table
+    for row, layer in zip(table.to_dict("records"), layers, strict=True):
+        low, high = stats.t.interval(0.95, SEQUENCES - 1, np.mean(layer.flips), stats.sem(layer.flips))
+        assert (row["flips"], row["low"], row["high"]) == pytest.approx((np.mean(layer.flips), low, high))
+    replayed = shown.tables["parity_replay"]
+    own = np.array(whole.gaps[0].changes)
+    assert replayed["disappears"][0] == pytest.approx(1 - np.mean(changes) / own.mean())
+    difference = stats.ttest_1samp(np.array(changes) - own, 0).confidence_interval(0.95)
+    assert f"{difference.low:.3g}".replace("-", "−") in replayed["difference"][0]
+    assert "differ in at least one layer" in shown.verdict
+    assert "Lower than the gap with own routes: the gap with the rollout’s routes in training" in shown.verdict
+    assert any("layer4.router" in text for text in shown.sentences)
 
 
 def test_the_map_colors_products_by_the_change_of_log_probabilities(tmp_path: Path):

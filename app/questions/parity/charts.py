@@ -44,6 +44,27 @@ def ranking_height(table: pd.DataFrame) -> int:
     return 130 + 22 * min(len(table) - 1, GROUPS)
 
 
+def routing(table: pd.DataFrame, several: float, subtitle: str) -> alt.LayerChart:
+    """The share of tokens that flip by router, from `compute.routing`; the dashed line: in any layer."""
+    shown = table.assign(**{name: 100 * table[name] for name in ("flips", "low", "high", "recall", "reorders")})
+    x = alt.X("router:N", title=None, sort=shown["router"].tolist(), axis=alt.Axis(labelAngle=-45, labelOverlap=True))
+    y = alt.Y("flips:Q", title="tokens that flip (%)", scale=alt.Scale(zero=True))
+    tooltip = [
+        alt.Tooltip("router:N", title="router"),
+        alt.Tooltip("text:N", title="flips"),
+        alt.Tooltip("recall:Q", title="recall (%)", format=".2f"),
+        alt.Tooltip("reorders:Q", title="reordered (%)", format=".2f"),
+        alt.Tooltip("margin:Q", title="margin", format=".3g"),
+    ]
+    line = alt.Chart(pd.DataFrame({"flips": [100 * several]})).mark_rule(strokeDash=[4, 4], color=style.GREY)
+    known = alt.Chart(shown.dropna(subset=["low", "high"]))
+    intervals = known.mark_rule(color=style.GREY, strokeWidth=1.5).encode(x=x, y="low:Q", y2="high:Q")
+    points = alt.Chart(shown).mark_point(filled=True, size=80, opacity=1, color=style.PALETTE[0])
+    title = style.title("Which routers choose other experts?", subtitle)
+    layers = [line.encode(y=y), intervals, points.encode(x=x, y=y, tooltip=tooltip)]
+    return alt.LayerChart(layer=layers, title=title)
+
+
 def published(table: pd.DataFrame, subtitle: str) -> alt.LayerChart:
     """The quantities of `compute.against_published`: a band over the limits of tools, with the values on it."""
     order = list(dict.fromkeys(table["quantity"]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 
@@ -9,8 +10,9 @@ import pandas as pd
 
 from binade.data.catalog import Catalog
 from binade.data.parity import MEASURES
-from binade.data.parity_results import GroupGap, Parity, Step, read_parity
+from binade.data.parity_results import GroupGap, Parity, Step, read_parity, replay
 from binade.data.parity_values import PublishedValue, published_values
+from binade.data.routing import Routing
 from binade.data.runs import RunError
 from binade.data.text import number_text
 
@@ -24,6 +26,12 @@ def result_of(opened: Catalog, run_id: str) -> Parity | str:
     except (RunError, OSError) as error:
         return f"{error}."
     return found or f"{run_id} has no parity.json."
+
+
+def titles(opened: Catalog) -> dict[str, str]:
+    """What a list shows of each result, by its run, newest first."""
+    configs = opened.runs().set_index("run_id")["config"]
+    return {run_id: f"{json.loads(configs[run_id]).get('compares', '')} · {run_id}" for run_id in opened.parities()}
 
 
 def quantities(step: Step) -> pd.DataFrame:
@@ -74,6 +82,30 @@ def groups(gaps: Sequence[GroupGap]) -> pd.DataFrame:
              "text": str(change), "sequences": len(gap.changes)}
         )  # fmt: skip
     return pd.DataFrame(rows).replace([math.inf, -math.inf], math.nan)
+
+
+def routing(found: Routing) -> pd.DataFrame:
+    """The routers: router, layer_index, experts, flips, low, high (its 95% interval over sequences), text, recall,
+    reorders (shares), margin, flipped_margin."""
+    rows = []
+    for layer in found.layers:
+        flips, recall, reorders = layer.estimates()
+        rows.append(
+            {"router": layer.name, "layer_index": layer.layer_index, "experts": f"{layer.chosen} of {layer.experts}",
+             "flips": flips.value, "low": flips.low, "high": flips.high, "text": str(flips), "recall": recall.value,
+             "reorders": reorders.value, "margin": layer.margin, "flipped_margin": layer.flipped_margin}
+        )  # fmt: skip
+    return pd.DataFrame(rows).replace([math.inf, -math.inf], math.nan)
+
+
+def replays(whole: GroupGap, found: Routing) -> pd.DataFrame:
+    """The gap with own routes and with those of the rollout in training: gap, own, replayed, difference (as text),
+    disappears (a share)."""
+    return pd.DataFrame(
+        {"gap": each.own.measure.axis, "own": str(each.own), "replayed": str(each.replayed),
+         "difference": str(each.difference), "disappears": each.disappears}
+        for each in replay(whole, found)
+    )  # fmt: skip
 
 
 def steps(found: Parity, quantity: str) -> pd.DataFrame:

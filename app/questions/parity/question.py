@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from itertools import chain
 from typing import Any
+
+import pandas as pd
 
 from binade.app.control import Control
 from binade.app.figure import Column, Drawn, Figure, Item, Table, Text
@@ -16,7 +20,8 @@ from binade.data import evidence
 from binade.data.catalog import Catalog
 from binade.data.evidence import Sentence
 from binade.data.parity import MEASURES
-from binade.data.parity_results import CHANGE, Parity, findings
+from binade.data.parity_results import CHANGE, Parity, findings, routing_findings
+from binade.data.routing import FLIPS, LEGEND
 from binade.data.text import counted
 
 NOTHING = (
@@ -36,6 +41,7 @@ PUBLISHED = (
     "Limits that tools act on, and values that others measured, with other engines, models and data: context, not a "
     "verdict. Bands reach from the lowest to the highest limit."
 )
+INTERVAL = "The 95% interval over sequences (Student’s t)"
 GROUPS = (
     "In each row, one group of products is rounded as for the rollout and everything else as for training. Changes of "
     "groups do not add up."
@@ -52,11 +58,35 @@ COLUMNS = {
 GROUP_COLUMNS = {
     "group": Column("Group", width=230),
     "change": Column("|Δ log-probability| (nats)", "%.3g", 170),
-    "low": Column("from", "%.3g", 90, help="The 95% interval over sequences (Student’s t)"),
-    "high": Column("to", "%.3g", 90, help="The 95% interval over sequences (Student’s t)"),
+    "low": Column("from", "%.3g", 90, help=INTERVAL),
+    "high": Column("to", "%.3g", 90, help=INTERVAL),
     "divergence": Column("KL(R‖T) (nats)", "%.3g", 120),
-    "divergence_low": Column("from", "%.3g", 90, help="The 95% interval over sequences (Student’s t)"),
-    "divergence_high": Column("to", "%.3g", 90, help="The 95% interval over sequences (Student’s t)"),
+    "divergence_low": Column("from", "%.3g", 90, help=INTERVAL),
+    "divergence_high": Column("to", "%.3g", 90, help=INTERVAL),
+}
+
+
+def _percent(name: str) -> Callable[[pd.Series], str]:
+    return lambda row: "" if math.isnan(row[name]) else FLIPS.text(row[name])
+
+
+ROUTING_COLUMNS = {
+    "router": Column("Router", width=150),
+    "experts": Column("Experts", width=90),
+    "flips": Column("Flips (%)", width=80, text=_percent("flips"), align="right"),
+    "low": Column("from", width=80, text=_percent("low"), align="right", help=INTERVAL),
+    "high": Column("to", width=80, text=_percent("high"), align="right", help=INTERVAL),
+    "recall": Column("Recall (%)", width=90, text=_percent("recall"), align="right"),
+    "reorders": Column("Reordered (%)", width=110, text=_percent("reorders"), align="right"),
+    "margin": Column("Margin", "%.3g", 90),
+    "flipped_margin": Column("Margin at flips", "%.3g", 110),
+}
+REPLAY_COLUMNS = {
+    "gap": Column("Gap", width=190),
+    "own": Column("Own routes", width=300),
+    "replayed": Column("Routes of the rollout", width=300),
+    "difference": Column("Difference, paired", width=310),
+    "disappears": Column("Disappears (%)", width=110, text=_percent("disappears"), align="right"),
 }
 
 
@@ -75,10 +105,7 @@ def _controls(selection: Selection, values: dict[str, Any]) -> Iterable[Control]
     opened = selection.opened
     if not values["parity"]:
         return []
-    titles = {}
-    for run_id in opened.parities():
-        found = compute.result_of(opened, run_id)
-        titles[run_id] = run_id if isinstance(found, str) else f"{found.title} · {run_id}"
+    titles = compute.titles(opened)
     shown = compute.result_of(opened, values["parity"])
     several = not isinstance(shown, str) and len(shown.steps) > 1
     return [replace(MEASURED, options=list(titles), titles=titles), *[QUANTITY] * several]
@@ -91,7 +118,8 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
     found = compute.result_of(selection.opened, run_id)
     if isinstance(found, str):
         return Drawn(problems=(found,))
-    items = [*_groups(found, run_id), *_quantities(found, run_id), *_steps(found, run_id, values["quantity"])]
+    parts = _groups(found, run_id), _routing(found, run_id), _quantities(found, run_id)
+    items = chain(*parts, _steps(found, run_id, values["quantity"]))
     return Drawn((*items, Text(OF_DUMPS if found.tool else OF_TEXT)), _verdict(found))
 
 
@@ -116,6 +144,24 @@ def _groups(found: Parity, run_id: str) -> list[Item]:
     )  # fmt: skip
     height = min(38 + 35 * len(table), 420)
     return [figure, Table("parity_groups", table.drop(columns="text"), GROUP_COLUMNS, height=height)]
+
+
+def _routing(found: Parity, run_id: str) -> list[Item]:
+    if found.routing is None:
+        return []
+    table, several = compute.routing(found.routing), found.routing.any
+    subtitle = f"{found.title} · {counted(len(table), 'router')} · dashed: in any layer"
+    caption = f"{_source(found, run_id)}\n{LEGEND} Intervals: 95%, over sequences (Student’s t)."
+    chart = charts.routing(table, several.value, subtitle)
+    replays = compute.replays(found.gaps[0], found.routing)
+    missing = [f"{name} does not choose experts by torch.topk: not measured." for name in found.routing.left_out]
+    height = min(38 + 35 * len(table), 420)
+    return [
+        Figure("parity_routing", chart, table, caption, note=LEGEND, height=340),
+        Table("parity_routing", table.drop(columns="text"), ROUTING_COLUMNS, height=height),
+        Table("parity_replay", replays, REPLAY_COLUMNS, "Training with the routes of the rollout"),
+        *map(Text, missing),
+    ]
 
 
 def _quantities(found: Parity, run_id: str) -> list[Item]:
@@ -144,7 +190,8 @@ def _verdict(found: Parity) -> Sentence:
     parts = [evidence.say(text, change=whole.change)]
     if whole.divergences:
         parts.append(evidence.say("KL(R‖T) is {divergence}.", divergence=whole.divergence))
-    return evidence.together(*parts, *findings(found.gaps))
+    routed = routing_findings(whole, found.routing) if found.routing else []
+    return evidence.together(*parts, *findings(found.gaps), *routed)
 
 
 PARITY = Question(

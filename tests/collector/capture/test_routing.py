@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,9 @@ from binade.collector.models.model import GPTModel
 from binade.collector.models.registry import MODELS
 from binade.collector.recipes.parse import parse_recipe
 from binade.data import routing as definitions
+from binade.data.parity_results import read_parity
 from binade.data.routing import Routing
+from binade.data.runs import list_runs
 
 SHAPE = replace(
     MODELS["deepseek2_lite"]["tiny"], layers=3, hidden=64, heads=2, qk_nope=16, qk_rope=8, v_head=16, kv_lora_rank=32,
@@ -219,3 +222,29 @@ def test_planted_flips():
     layer = definitions.layer_of(2, "router", 8, a, b, np.array([[0.4, 0.3, 0.1, 9.0]]), counts)
     assert (layer.flips, layer.reorders) == ((pytest.approx(1 / 3),), (pytest.approx(1 / 3),))
     assert layer.recalls == (pytest.approx(8 / 9),) and (layer.margin, layer.flipped_margin) == (0.3, 0.1)
+
+
+def test_the_command_prints_and_keeps_the_routing(command, tmp_path: Path, capsys):
+    options = ("--model", "deepseek2_lite", "--layers", "2", "--sequence-length", "16", "--backend", "torch")
+    assert command("parity", "--rollout", "linear_mxfp4", *options, "--sequences", "2", "--by", "layer") == 0
+    out = capsys.readouterr().out
+    table = out.partition("Routing: ")[2].splitlines()
+    assert table[2].startswith("layer2 router") and "2 of 16" in table[2] and table[3].startswith("any layer")
+    assert "Route replay" in out and "Tokens whose experts differ in at least one layer" in " ".join(out.split())
+    (run,), _ = list_runs(tmp_path / "runs")
+    kept = read_parity(run.directory)
+    (layer,) = kept.routing.layers
+    assert f"{100 * np.mean(layer.flips):.2f}" in table[2] and kept.routing.any_flip == layer.flips
+    assert len(kept.routing.changes) == len(kept.gaps[0].changes) == 2
+
+
+def test_a_router_that_does_not_use_topk_is_named():
+    """The largest of all by argmax, as in a switch transformer."""
+    model = build()
+
+    def route(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return logits.amax(-1, keepdim=True), logits.argmax(-1, keepdim=True), logits.new_zeros(())
+
+    next(each for each in model.modules() if isinstance(each, MixtureOfExperts)).route = route
+    found = found_in(model)
+    assert [layer.name for layer in found.layers] == ["layer3 router"] and found.left_out == ("layer2.router",)
