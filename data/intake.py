@@ -226,7 +226,12 @@ class Intake:
         except (OSError, ValueError) as error:
             self._skipped.append(f"the {what} of {directory.name} are not shown: {describe(error)}")
             mark = None  # it is reported again next time
-        checks = {"losses": check_losses, "twin steps": check_twins, "effects": check_effects, "parity": read_parity}
+        checks = {
+            "losses": check_losses,
+            "twin steps": check_twins,
+            "effects": check_effects,
+            "parity results": read_parity,
+        }
         for what, check in checks.items() if run.status.state != RUNNING else ():
             try:
                 check(directory)

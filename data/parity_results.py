@@ -222,4 +222,4 @@ def read_parity(directory: Path) -> Parity | None:
     try:
         return parse_json(Parity, unsealed(read_file(path, MOST_BYTES)))
     except ValueError as error:
-        raise RunError(f"{FILE} of {directory.name} is damaged: {error}") from None
+        raise RunError(f"its {FILE} is damaged: {error}") from None

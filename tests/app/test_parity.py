@@ -22,6 +22,7 @@ from binade.data.parity_results import ALL, FILE, GroupGap, Parity, Step, read_p
 from binade.data.parity_values import published_values
 from binade.data.routing import RoutedLayer, Routing
 from binade.data.runs import RunError, first_step, list_runs
+from binade.data.verify import verify
 from tests.app.planted import drawn
 from tests.collector.small_model import batch, build
 
@@ -74,6 +75,8 @@ def test_what_is_kept_is_what_was_measured(tmp_path: Path):
         read_parity(tmp_path / run_id)
     with Catalog.open(tmp_path) as catalog:
         assert any("parity" in line and run_id in line for line in catalog.refused)
+        assert "CRC-32" in drawn(PARITY, catalog, parity=run_id).problems[0]
+    assert [line for line in verify(tmp_path).damaged if run_id in line and "CRC-32" in line]
 
 
 def test_groups_are_ranked_with_their_intervals(tmp_path: Path):

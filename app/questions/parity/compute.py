@@ -24,7 +24,7 @@ def result_of(opened: Catalog, run_id: str) -> Parity | str:
     try:
         found = read_parity(opened.root / run_id)
     except (RunError, OSError) as error:
-        return f"{error}."
+        return f"{run_id} cannot be shown: {error}."
     return found or f"{run_id} has no parity.json."
 
 
