@@ -30,6 +30,7 @@ __all__ = [
     "ROW",
     "TENSOR",
     "Block",
+    "Cache",
     "GemmFormats",
     "Softmax",
     "Spec",
@@ -298,13 +299,38 @@ def known_specs(texts: Iterable[str]) -> list[str]:
 
 
 @dataclass(frozen=True)
+class Cache:
+    """How an operand of a forward GEMM is rounded where it is written to a KV cache, before the GEMM rounds it.
+
+    operand  the field of GemmFormats: forward_b for keys and values, forward_a for a latent
+    by_head  whether each head has a tensor scale of its own, over all its tokens
+    """
+
+    operand: str
+    spec: Spec
+    by_head: bool = False
+
+    def __post_init__(self) -> None:
+        if self.spec.random or self.spec.history or self.spec.centered:
+            raise SpecError(
+                f"{self.spec} rounds differently each time: a cache is written once, so leave out history, center, "
+                "stochastic rounding and random signs"
+            )
+        if self.by_head and self.spec.block != TENSOR:
+            raise SpecError(
+                f"{self.spec} has scales of blocks: a scale for each head replaces that of a tensor, as of fp8_e4m3"
+            )
+
+
+@dataclass(frozen=True)
 class GemmFormats:
     """The specs that the six operands of a product's three GEMMs are rounded to; None leaves the operand unrounded.
     Names and texts of specs become specs.
 
     For a linear layer a is the input and b the weight; for `gemm.matmul` they are its two arguments. `of_rounded` names
     those of dgrad_b and wgrad_a that are rounded from the rounded forward operand, not from the original. softmax says
-    what a is in the product of attention probabilities and values.
+    what a is in the product of attention probabilities and values. cache is what an operand is rounded to before that,
+    in passes that do not train.
 
     Raises SpecError if the operands of a GEMM are not rotated alike, because rotations cancel only then; if the mean
     over tokens is subtracted from an operand without tokens, or from only one of the two that wgrad contracts over
@@ -319,6 +345,7 @@ class GemmFormats:
     wgrad_a: Spec | None = None
     of_rounded: tuple[str, ...] = ()
     softmax: Softmax = FULL
+    cache: Cache | None = None
 
     def __post_init__(self) -> None:
         for name in OPERAND_FIELDS:
@@ -365,7 +392,7 @@ class GemmFormats:
     @property
     def quantized(self) -> bool:
         """Whether the product is not the plain one: an operand is rounded, or the softmax is that of flash kernels."""
-        return self.softmax.tile is not None or any(self[name] is not None for name in OPERAND_FIELDS)
+        return (self.softmax.tile or self.cache) is not None or any(self[name] is not None for name in OPERAND_FIELDS)
 
     @property
     def delayed(self) -> bool:

@@ -93,7 +93,7 @@ def holds(group: Group, key: Key) -> bool:
 
 
 def rounds_forward(formats: GemmFormats) -> bool:
-    return bool(formats["forward_a"] or formats["forward_b"] or formats.softmax.tile)
+    return bool(formats["forward_a"] or formats["forward_b"] or formats.softmax.tile or formats.cache)
 
 
 @dataclass(eq=False)

@@ -108,7 +108,8 @@ def instrument(
     """
     requested, recipe = recipe_of(recipe)
     models = [model] if isinstance(model, nn.Module) else list(model)
-    attention, quantizes = quantizes_attention(recipe), any(part != Part() for part in recipe.every_part())
+    attention = quantizes_attention(recipe)
+    quantizes = recipe.kv_cache is not None or any(part != Part() for part in recipe.every_part())
     options: dict[str, Any] = {"exclude": exclude, "head": head, "cores": cores, "products": products}
     surveys = [find(each, attention=attention, **options) for each in models]
     layers = [layer for found in surveys for layer in found.layers]
@@ -361,7 +362,8 @@ def is_fsdp1(module: nn.Module) -> bool:
 
 def quantizes_attention(recipe: Recipe) -> bool:
     stages = recipe, *(later for _, later in recipe.schedule)
-    return any(stage.qk != Part() or stage.pv != Part() for stage in stages)
+    caches = recipe.kv_cache is not None and (recipe.kv_cache.key or recipe.kv_cache.value) is not None
+    return caches or any(stage.qk != Part() or stage.pv != Part() for stage in stages)
 
 
 def recipe_of(recipe: Recipe | str | None) -> tuple[str, Recipe]:

@@ -128,7 +128,7 @@ class Hook:
 
     def __post_init__(self) -> None:
         first = self.stages[0][1].formats
-        self.varies = len(self.stages) > 1 or first.varies
+        self.varies = len(self.stages) > 1 or first.varies or first.cache is not None
         self.passed: deque[Moment] = deque(maxlen=IN_FLIGHT)
         self._fixed = Call(self.rounding(first))
 
@@ -152,6 +152,7 @@ class Hook:
                 self.passed.popleft()
             self.passed.append(moment)
         part = part_at(self.stages, moment.iteration)
+        part = part if moment.evaluation else part.in_training
         tap = observing.tap(self.layer, part, self.product, moment, again) if observing and last else None
         if observing and tap and not again and self.product is Product.LINEAR and not torch.is_grad_enabled():
             observing.expect_gradients(self.layer, moment)

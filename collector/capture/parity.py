@@ -129,16 +129,24 @@ def _trials(
         for field in ("forward_a", "forward_b")
         if any(getattr(of_rollout[key], field) != getattr(of_training[key], field) for key in keys)
     ]
-    names = {field: _operand(field, keys) for field in fields}
+    cached = {_cached(of_rollout[key]) or _cached(of_training[key]) for key in keys}
     same_softmax = all(of_rollout[key].softmax == of_training[key].softmax for key in keys)
-    only = names[fields[0]] if len(fields) == 1 and same_softmax else ""
+    same_cache = all(of_rollout[key].cache == of_training[key].cache for key in keys)
+    differ = {*fields, *(() if same_cache else cached)}
+    names = {field: _operand(field, keys) for field in differ}
+    only = names[differ.pop()] if len(differ) == 1 and same_softmax else ""
     trials = [_Trial(group, only, True, {**of_training, **{key: of_rollout[key] for key in keys}})]
-    if operands and len(fields) == 2 and same_softmax and all(names.values()):
-        for field, name in names.items():
+    if operands and len(fields) == 2 and same_softmax and same_cache and all(names.values()):
+        for field, name in ((field, names[field]) for field in fields):
             with suppress(SpecError):  # such as one of two operands that are rotated together
                 own = {key: replace(of_training[key], **{field: getattr(of_rollout[key], field)}) for key in keys}
                 trials.append(_Trial(group, name, False, {**of_training, **own}))
     return trials
+
+
+def _cached(formats: GemmFormats) -> str:
+    """The operand that a KV cache holds; "" for none."""
+    return formats.cache.operand if formats.cache else ""
 
 
 def _operand(field: str, keys: Iterable[Key]) -> str:
@@ -151,7 +159,7 @@ def formats_of(measured: Measuring, recipe: Recipe) -> dict[Key, GemmFormats]:
     """How a recipe rounds the forward operands of all products."""
     rounded = measured.forward_formats(recipe)
     return {
-        key: GemmFormats(forward_a=each.forward_a, forward_b=each.forward_b, softmax=each.softmax)
+        key: GemmFormats(forward_a=each.forward_a, forward_b=each.forward_b, softmax=each.softmax, cache=each.cache)
         for key in measured.products
         for each in [rounded.get(key, GemmFormats())]
     }

@@ -59,7 +59,8 @@ class CoreAttention(nn.Module):
         batch, heads, length, dim = query.shape
         groups = key.shape[1]
         per_group = heads // groups
-        qk, pv = (call.of_heads(per_group) for call in (self.begin.qk(), self.begin.pv()))
+        (key, qk), (value, pv) = self.begin.qk().cached(key), self.begin.pv().cached(value)
+        qk, pv = (call.of_heads(per_group) for call in (qk, pv))
         stacked = query.reshape(batch, groups, per_group * length, dim)
 
         def by_head(seen: Tensor) -> tuple[int, ...]:

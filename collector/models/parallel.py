@@ -31,6 +31,7 @@ from binade.collector.models.specs import LinearSpec, Split
 from binade.collector.ranks import SINGLE, Group
 from binade.data.segment import Shard
 from binade.quant.gemm import Rounding, Tap, linear
+from binade.quant.kv_cache import cached
 from binade.quant.specs import GemmFormats
 
 UNROUNDED = Rounding(GemmFormats())
@@ -51,6 +52,14 @@ class Call:
     @property
     def quantizes(self) -> bool:
         return self.rounding.formats.quantized
+
+    def cached(self, x: Tensor) -> tuple[Tensor, Call]:
+        """The operand x that a KV cache holds, as it holds it, and the call that uses it. x itself without a cache."""
+        formats = self.rounding.formats
+        if formats.cache is None:
+            return x, self
+        x, tap = cached(x, formats.cache, self.tap, self.rounding.backend)
+        return x, Call(replace(self.rounding, formats=replace(formats, cache=None)), tap)
 
     def of_heads(self, heads: int) -> Call:
         """The call of a product of so many heads that share the second operand, see `Rounding.heads`."""
@@ -188,7 +197,7 @@ class ParallelLinear(nn.Module):
         return linear_shard(self.shards, name, self.group, self.stride)
 
     def forward(self, x: Tensor) -> Tensor:
-        x, call = self._enter(x), self.begin()
+        x, call = self.begin().cached(self._enter(x))
         y = self._leave(linear(x, self.weight.to(x.dtype), call.rounding, tap=call.tap))
         return y if self.bias is None else add_bias(y, self.bias)
 

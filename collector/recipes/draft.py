@@ -17,6 +17,7 @@ from binade.collector.recipes.recipe import (
     About,
     Communication,
     Deoscillation,
+    KvCache,
     Part,
     Recipe,
     State,
@@ -44,6 +45,7 @@ INGREDIENTS = {
     "deoscillation": "weights that oscillate are left alone",
     "state": "the optimizer's state stays as the optimizer holds it",
     "communication": "ranks exchange values that are not rounded",
+    "kv_cache": "a KV cache holds keys and values as they are",
 }
 """What `without=` turns off, and what happens instead."""
 
@@ -72,11 +74,13 @@ class Draft:
     deoscillation: Deoscillation | None = None
     state: State | None = None
     communication: Communication | None = None
+    kv_cache: KvCache | None = None
     about: About = field(default_factory=About)
 
     def copy(self) -> Draft:
-        """A copy without what holds for the whole run: WHOLE_RUN and the source."""
-        tables: dict[str, Any] = dict.fromkeys(TABLES)
+        """A copy without what holds for the whole run: WHOLE_RUN and the source. The formats of the KV cache belong to
+        those of products."""
+        tables: dict[str, Any] = dict.fromkeys(TABLES) | {"kv_cache": self.kv_cache}
         return replace(deepcopy(self), keep="", schedule=[], about=About(), **tables)
 
     def stages(self) -> list[Draft]:
@@ -176,7 +180,8 @@ class Draft:
                     "and product formats of their own, as with --qk-quant"
                 )
             softmax = self.softmax if part == "pv" else FULL
-            formats = GemmFormats(**self.formats[part], of_rounded=self.of_rounded.get(part, ()), softmax=softmax)
+            operands: dict[str, Any] = dict(self.formats[part])
+            formats = GemmFormats(**operands, of_rounded=self.of_rounded.get(part, ()), softmax=softmax)
         return Part(quant_type, formats, different)
 
 

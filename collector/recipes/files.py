@@ -37,6 +37,10 @@
     reduce_scatter = "fp8_e4m3(block=1x128)"
     all_to_all = "fp8_e4m3(block=1x128)"
 
+    [kv_cache]                          # in passes that do not train, see `recipe.KvCache`
+    key = "fp8_e4m3"
+    value = "nvfp4"
+
     [[schedule]]                        # what changes from an iteration on, or from a share of them: 9000, "90%"
     from = "90%"
     linear.forward = "bf16"
@@ -52,7 +56,7 @@ import re
 import reprlib
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import fields
+from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +69,7 @@ from binade.collector.recipes.recipe import (
     PARTS,
     TABLES,
     About,
+    KvCache,
     Part,
     Recipe,
     RecipeError,
@@ -72,7 +77,7 @@ from binade.collector.recipes.recipe import (
 from binade.collector.recipes.selection import Selection, SelectionError
 from binade.data.store import read_text
 from binade.quant.formats import UnknownFormatError
-from binade.quant.specs import Softmax, Spec, SpecError
+from binade.quant.specs import Cache, Softmax, Spec, SpecError
 
 PUBLISHED = {path.stem: path for path in sorted(Path(__file__).parent.glob("*.toml"))}
 """The files of the published recipes, by name."""
@@ -158,14 +163,23 @@ def draft_from(given: Mapping[str, Any], quant_type: str) -> Draft:
 
 def _table(name: str, given: Mapping[str, Any]) -> object:
     """One of TABLES, whose values are numbers or specs; None for one that has no value."""
-    defaults = {each.name: each.default for each in fields(TABLES[name])}
-    check_keys(given, defaults, f"[{name}]")
-    values = {key: _value(f"{name}.{key}", value, defaults[key]) for key, value in given.items()}
+    known = {each.name: each for each in fields(TABLES[name])}
+    check_keys(given, known, f"[{name}]")
+    values = {key: _value(f"{name}.{key}", value, known[key]) for key, value in given.items()}
     table = TABLES[name](**values)
-    return table if any(vars(table).values()) else None
+    if isinstance(table, KvCache):
+        for key, spec in table.specs.items():
+            with raising(RecipeError, f"{name}.{key}", SpecError):
+                Cache("forward_b", spec, table.scale_of == "head")
+    return table if any(isinstance(value, (Spec, int, float)) for value in vars(table).values()) else None
 
 
-def _value(where: str, value: object, default: object) -> Any:
+def _value(where: str, value: object, of: Field[Any]) -> Any:
+    default = of.default
+    if choices := of.metadata.get("choices"):
+        if value not in choices:
+            raise RecipeError(f"{where} = {excerpt(value)}: expected {' or '.join(choices)}")
+        return value
     if default is None:
         spec = _spec(value, where)
         if option := next((name for name in ("history", "center") if name in spec.options()), ""):

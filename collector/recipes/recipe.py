@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from binade.collector.errors import ConfigError
 from binade.collector.models.site import Site
 from binade.data.tensor_kinds import Product
-from binade.quant.specs import OPERAND_FIELDS, GemmFormats, Spec
+from binade.quant.specs import OPERAND_FIELDS, Cache, GemmFormats, Spec
 
 BF16 = "bf16"
 MODULES = "modules"
@@ -86,7 +86,15 @@ class Part:
     def quant_type_of(self, field: str) -> str:
         """The requested format of an operand: "mxfp8" even if that rounds a gradient to mxfp8_e5m2. It is recorded as
         the tensor's quant_type. The result of a GEMM has the quant type of its first operand."""
+        cache = self.formats.cache
+        if cache and cache.operand == field and self.formats[field] is None:
+            return str(cache.spec)
         return dict(self.overrides).get(field, self.quant_type)
+
+    @property
+    def in_training(self) -> Part:
+        """The part in passes that train, which write no KV cache."""
+        return replace(self, formats=replace(self.formats, cache=None)) if self.formats.cache else self
 
     def without(self, gemm: str = "") -> Part:
         """The part with one of its GEMMs in bf16, or all."""
@@ -139,7 +147,7 @@ class _Specs:
 
     @property
     def specs(self) -> dict[str, Spec]:
-        return {name: spec for name, spec in vars(self).items() if spec}
+        return {name: spec for name, spec in vars(self).items() if isinstance(spec, Spec)}
 
     def __str__(self) -> str:
         return ", ".join(f"{name} {spec}" for name, spec in self.specs.items())
@@ -166,11 +174,35 @@ class Communication(_Specs):
     all_to_all: Spec | None = None
 
 
+@dataclass(frozen=True)
+class KvCache(_Specs):
+    """What a KV cache holds keys and values in, in passes that do not train. See quant.kv_cache.
+
+    key, value  after the norms and the rotation of the key
+    latent      of multi-head latent attention, after its norm; the rotated part of the key is not rounded
+    scale_of    whether a tensor scale is that of a layer, or of each head
+    """
+
+    key: Spec | None = None
+    value: Spec | None = None
+    latent: Spec | None = None
+    scale_of: str = field(default="layer", metadata={"choices": ("layer", "head")})
+
+    def of(self, product: Product, site: Site) -> Cache | None:
+        """How the operand of a product is cached; None if it is not rounded."""
+        is_latent = product is Product.LINEAR and site.module in LATENT
+        spec = self.latent if is_latent else {Product.QK: self.key, Product.PV: self.value}.get(product)
+        by_head = self.scale_of == "head" and not is_latent
+        return Cache("forward_a" if is_latent else "forward_b", spec, by_head) if spec else None
+
+
+LATENT = ("kv_up", "kv_b_proj")  # the layers whose input is the latent: our and Megatron's name, transformers' name
 GLOB = re.compile(r".*[*?\[]|decoder\.")  # a key of Recipe.modules that is a glob of paths in GPTModel, not a name
-TABLES: dict[str, type[Deoscillation | State | Communication]] = {
+TABLES: dict[str, type[Deoscillation | State | Communication | KvCache]] = {
     "deoscillation": Deoscillation,
     "state": State,
     "communication": Communication,
+    "kv_cache": KvCache,
 }
 """The tables of a recipe file about what is done besides GEMMs, by their names, which are also fields of Recipe."""
 WHOLE_RUN = ("keep", "schedule", *TABLES)  # fields of Recipe that a stage of a schedule does not have
@@ -186,7 +218,7 @@ class Recipe:
               `Site.megatron_paths`, such as ("*.linear_fc2", Part(...))
     keep      layers that stay in bf16, as in --skip-layers; "" for none
     schedule  the recipes of later iterations, each with the iteration from which it holds: "9000", or "90%" of all
-    deoscillation, state, communication   see their classes; None for nothing
+    deoscillation, state, communication, kv_cache   see their classes; None for nothing
     """
 
     name: str
@@ -201,6 +233,7 @@ class Recipe:
     deoscillation: Deoscillation | None = None
     state: State | None = None
     communication: Communication | None = None
+    kv_cache: KvCache | None = None
     about: About = field(default_factory=About)
 
     def linear_of(self, site: Site) -> Part:
@@ -212,7 +245,8 @@ class Recipe:
     def part_of(self, product: Product, site: Site) -> Part:
         """The part of a product of a layer."""
         part: Part = self.linear_of(site) if product is Product.LINEAR else getattr(self, product)
-        return part
+        cache = self.kv_cache.of(product, site) if self.kv_cache else None
+        return replace(part, formats=replace(part.formats, cache=cache)) if cache else part
 
     @property
     def keeps_all(self) -> str:
@@ -225,7 +259,13 @@ class Recipe:
     def check_modules(self, sites: Iterable[Site]) -> tuple[str, ...]:
         """One sentence for each glob that matches no linear layer among these sites: as in Megatron, a file may have
         patterns for other models. Raises RecipeError for the name of a module that is not there."""
+        sites = [*sites]
         linear = [site for site in sites if site.module != "core"]
+        if self.kv_cache and self.kv_cache.latent and not any(site.module in LATENT for site in linear):
+            raise RecipeError(
+                f"recipe {self.name} has a format for the latent of a KV cache, but no layer of the model is "
+                f"{' or '.join(LATENT)}: write key and value in [kv_cache]"
+            )
         unmatched: dict[str, None] = {}
         for stage in (self, *(stage for _, stage in self.schedule)):
             for module, _ in stage.modules:
@@ -276,7 +316,11 @@ class Recipe:
         """Those of TABLES that the recipe has, as in its file: {"state": {"exp_avg": "mxfp8"}, ...}"""
         cells = {name: vars(table) for name in TABLES if (table := getattr(self, name))}
         return {
-            name: {key: str(x) if isinstance(x, Spec) else x for key, x in table.items() if x is not None}
+            name: {
+                key: str(x) if isinstance(x, Spec) else x
+                for key, x in table.items()
+                if x is not None and not (isinstance(x, str) and x == getattr(TABLES[name], key))
+            }
             for name, table in cells.items()
         }
 
@@ -335,7 +379,7 @@ class Recipe:
     @property
     def quantized(self) -> bool:
         """Whether anything is rounded in any iteration."""
-        return (self.state or self.communication) is not None or self.quantizes
+        return (self.state or self.communication or self.kv_cache) is not None or self.quantizes
 
     def describe(self) -> str:
         """linear mxfp8, qk bf16, pv bf16; for a part with overrides: linear (forward mxfp8 x mxfp4, ...)"""
@@ -352,12 +396,14 @@ class Recipe:
             described.append(f"de-oscillation {self.deoscillation}")
         described += [f"state ({self.state})"] * bool(self.state)
         described += [f"communication ({self.communication})"] * bool(self.communication)
+        described += [f"KV cache ({self.kv_cache})"] * bool(self.kv_cache)
         return ", ".join(described)
 
 
 def round_anything(lines: Iterable[str]) -> bool:
     """Whether a recipe with these `lines` rounds anything, as `Recipe.quantized` of the recipe itself."""
-    return any(not line.endswith(f" {BF16}") or line.startswith(("state.", "communication.")) for line in lines)
+    tables = tuple(f"{name}." for name in TABLES)
+    return any(not line.endswith(f" {BF16}") or line.startswith(tables) for line in lines)
 
 
 def _covers(module: str, site: Site) -> bool:

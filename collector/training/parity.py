@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from binade.collector.capture.effects import measuring, recipes_of, rounds_forward
+from binade.collector.capture.effects import measuring, recipes_of
+from binade.collector.capture.instrument import quantizes_attention
 from binade.collector.capture.parity import Done, Gap, gaps
 from binade.collector.capture.routing import routing
 from binade.collector.training.measure import Measurement, Say, logits_of, measurable, open_measured
@@ -34,7 +35,7 @@ def measure_parity(
     asked.check()
     config, recipes = asked.plan.config, recipes_of(asked.formats)
     rollout, training = (recipes[text] for text in asked.formats)
-    attention = any(rounds_forward(part.formats) for recipe in recipes.values() for part in (recipe.qk, recipe.pv))
+    attention = any(quantizes_attention(recipe) for recipe in recipes.values())
     with measurable(asked), torch.no_grad():
         opened = open_measured(asked, say)
         backend, seed = config.quantized_by, config.seed

@@ -258,7 +258,8 @@ class WrittenMode(SdpaMode):
             self._see(self.unscaled)
             probs = next(x for x in tensors_in((args, kwargs)) if x.dim() > 2)
             before = written.a if (kept := self.before_dropout(probs)) is probs else kept.permute(*written.order_a)
-            y = context(written.compute, written.a, before, written.b, self.pv)
+            value, pv = self.pv.cached(written.b)
+            y = context(written.compute, written.a, before, value, pv)
             return y.permute(*written.order)
         used = bool(args) and args[0] is self.unscaled and getattr(func, "__name__", "") not in ATTRIBUTES
         if self.unscaled is None or not used:
@@ -281,9 +282,9 @@ class WrittenMode(SdpaMode):
         def compute(query: Tensor, key: Tensor) -> Tensor:
             return written.compute(query, key.transpose(-1, -2))
 
-        key = written.b.transpose(-1, -2)
-        scores = product(compute, written.a, key, self.qk, transpose_b=True, scale=written.factor)
-        if written.added is not None and self.qk.quantizes:
+        key, qk = self.qk.cached(written.b.transpose(-1, -2))
+        scores = product(compute, written.a, key, qk, transpose_b=True, scale=written.factor)
+        if written.added is not None and qk.quantizes:
             scores = scores + written.added
         self.unscaled = scores.permute(*written.order)
         return self.unscaled
@@ -314,6 +315,7 @@ def attend(
     """
     options: Any = {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal, "enable_gqa": enable_gqa}
     factor = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
+    (key, qk), (value, pv) = qk.cached(key), pv.cached(value)
     if not (qk.quantizes or pv.quantizes):
         if qk.tap is None or pv.tap is None:
             return F.scaled_dot_product_attention(query, key, value, scale=scale, **options)

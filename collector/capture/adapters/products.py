@@ -99,10 +99,11 @@ def linear(original: Product, x: Tensor, weight: Tensor, call: Call, bias: Tenso
     Under autocast a quantized or recorded product takes its operands in autocast's dtype, as torch's linear does.
     """
     with computing:
+        dtype = product_dtype(x)
+        x, call = call.cached(x if call.is_plain else x.to(dtype))
         tap = call.tap
         if call.is_plain:
             return original(x, weight)
-        dtype = product_dtype(x)
         if tap and not call.quantizes:
             return observed_product(original, x.to(dtype), weight.to(dtype), tap)
         inner = tap if bias is None else _but_result(tap)
