@@ -6,13 +6,23 @@ before these are rounded, two numbers are recorded in each recorded iteration:
     update_error    ‖Δw_q − Δw‖ / ‖Δw‖    Δw_q from the rounded moments; if the weight is rounded, Q(w + Δw_q) − w
     lost_updates    the share of the nonzero elements of Δw that leave the stored weight as it was
 
-Of other optimizers, Δw is what the weight changed by, in its own dtype, and only lost_updates is recorded. A weight
-is not measured in a step before which it was not yet a value of its format. Random numbers depend on the iteration,
-which a forward pass begins.
+Of torch.optim.Muon, Δw follows from O = orth(B) of the momentum B in the same way. If the momentum is rounded, three
+more are recorded, with O_q = orth(Q(B)) and the singular vectors u, v of what is orthogonalized:
+
+    update_angle            between O and O_q, in degrees
+    update_alignment        uᵀ O_q v for each pair of singular vectors, those of the largest singular value first;
+                            without those of singular values that float32 does not tell from 0
+    update_singular_values  of O_q
+
+The momentum is rounded after the step, as MuonQ does: the step itself uses the momentum as it is, the next step the
+rounded one. Of other optimizers, Δw is what the weight changed by, in its own dtype, and only lost_updates is recorded.
+A weight is not measured in a step before which it was not yet a value of its format. Random numbers depend on the
+iteration, which a forward pass begins.
 """
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -23,16 +33,20 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from binade.collector.capture.adapters.dtensor import is_dtensor
+from binade.collector.capture.adapters.layer import InstrumentError
 from binade.collector.capture.clock import parameters_of, seed_of
 from binade.collector.capture.observer import Hook
 from binade.collector.capture.recorder import Recorder
-from binade.collector.recipes.recipe import State
+from binade.collector.recipes.recipe import Scheme, State
 from binade.data.tensor_kinds import Product
+from binade.quant.low_rank import muonq
 from binade.quant.quantizer import DTYPES, apply
 from binade.quant.specs import Spec
 
 ERROR, LOST = "update_error", "lost_updates"
-WEIGHT = "master_weight"
+ANGLE, ALIGNMENT, SINGULAR = "update_angle", "update_alignment", "update_singular_values"
+WEIGHT, MOMENTUM = "master_weight", "momentum_buffer"
+FACTOR = "momentum_buffer_factor"  # MuonQ's R, which the next step starts from
 
 
 def adam_update(weight: Tensor, state: Mapping[str, Tensor], group: Mapping[str, Any]) -> Tensor:
@@ -46,8 +60,40 @@ def adam_update(weight: Tensor, state: Mapping[str, Tensor], group: Mapping[str,
     return update
 
 
+def orthogonalized(momentum: Tensor, gradient: Tensor, group: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """(what torch.optim.Muon orthogonalizes, and the result, bfloat16), both of the weight's shape [m, n]. momentum:
+    after the step; group: the parameter group of the weight."""
+    direction = gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
+    x = direction.bfloat16()
+    tall = x.shape[0] > x.shape[1]
+    x = x.t() if tall else x
+    x = x / x.norm().clamp(min=group["eps"])
+    a, b, c = group["ns_coefficients"]
+    for _ in range(group["ns_steps"]):
+        gram = x @ x.t()
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return direction, x.t() if tall else x
+
+
+def muon_update(weight: Tensor, orthogonal: Tensor, group: Mapping[str, Any]) -> Tensor:
+    """What torch.optim.Muon adds to a weight [m, n], float32. orthogonal: of `orthogonalized`."""
+    m, n = weight.shape
+    factors = {"match_rms_adamw": 0.2 * math.sqrt(max(m, n)), "original": math.sqrt(max(1, m / n))}
+    update: Tensor = -group["lr"] * (
+        group["weight_decay"] * weight.float() + factors[group["adjust_lr_fn"] or "original"] * orthogonal.float()
+    )
+    return update
+
+
 def _rounded(x: Tensor, spec: Spec, seed: int) -> Tensor:
     return apply(x, spec, seed=seed)[0]
+
+
+def _angle(a: Tensor, b: Tensor) -> Tensor:
+    """Between two matrices as vectors, in degrees; 0 if one of them is 0."""
+    a, b = (x.double().flatten() / x.double().norm().clamp(min=1e-300) for x in (a, b))
+    # Of unit vectors: exact for small angles, of which the cosine rounds to 1.
+    return torch.rad2deg(2 * torch.atan2((a - b).norm(), (a + b).norm())).float()
 
 
 class _StateRounder:
@@ -73,15 +119,23 @@ class _StateRounder:
         state, weight = optimizer.state.get(parameter, {}), parameter.detach()
         seeds = {each: seed_of(self.seed, self.recorder.clock.iteration, name, each) for each in self.state.specs}
         before = self.before.pop(parameter, None)
-        is_adam = isinstance(optimizer, torch.optim.Adam) and not group["amsgrad"]
+        is_muon = isinstance(optimizer, torch.optim.Muon)
+        knows = is_muon or (isinstance(optimizer, torch.optim.Adam) and not group["amsgrad"])
+
+        def muon() -> tuple[Tensor, Tensor] | None:
+            gradient = parameter.grad
+            return orthogonalized(state[MOMENTUM], gradient, group) if is_muon and gradient is not None else None
+
+        def computed(weight: Tensor, of_muon: tuple[Tensor, Tensor] | None) -> Tensor:
+            return muon_update(weight, of_muon[1], group) if of_muon else adam_update(weight, state, group)
+
         if before is not None:
-            update = adam_update(before, state, group) if is_adam else weight.float() - before.float()
+            exact = muon()
+            update = computed(before, exact) if knows else weight.float() - before.float()
         for each, spec in self.state.specs.items():
             x = weight if each == WEIGHT else state.get(each)
             if isinstance(x, Tensor) and x.shape == weight.shape and x.dtype in DTYPES:
-                local: Tensor = x.to_local() if is_dtensor(x) else x  # type: ignore[attr-defined]
-                local.copy_(_rounded(local, spec, seeds[each]))
-                self.rounded.add(each)
+                self._round(name, each, x, spec, seeds[each], state)
         if before is None:
             return
         if (stored := self.state.master_weight) and parameter not in self.stored:
@@ -91,12 +145,35 @@ class _StateRounder:
         site, changes = self.sites[parameter], update != 0
         lost = (changes & (weight == before)).sum() / changes.sum().clamp(min=1)
         self.recorder.keep(LOST, lost.reshape(1), site, "optimizer")
-        if is_adam:
-            again, size = adam_update(before, state, group), update.norm()
+        if knows:
+            rounded = muon()
+            again, size = computed(before, rounded), update.norm()
             if stored:
                 again = _rounded(before.float() + again, stored, seeds[WEIGHT]) - before.float()
             error = torch.where(size == 0, 0.0, (again - update).norm() / size)  # a learning rate of 0
             self.recorder.keep(ERROR, error.reshape(1), site, "optimizer")
+        if exact and rounded and self.state.momentum_buffer:
+            (direction, wanted), (_, found) = exact, rounded
+            self.recorder.keep(ANGLE, _angle(wanted, found).reshape(1), site, "optimizer")
+            if direction.isfinite().all() and direction.any():
+                u, sizes, v = torch.linalg.svd(direction.float(), full_matrices=False)
+                known = sizes > sizes[0] * max(direction.shape) * torch.finfo(torch.float32).eps
+                self.recorder.keep(ALIGNMENT, (u * (found.float() @ v.t())).sum(0)[known], site, "optimizer")
+                self.recorder.keep(SINGULAR, torch.linalg.svdvals(found.float()), site, "optimizer")
+
+    def _round(self, name: str, each: str, x: Tensor, spec: Spec | Scheme, seed: int, state: dict[str, Tensor]) -> None:
+        """Round a tensor of a parameter of this name in place. state: of the parameter."""
+        local: Tensor = x.to_local() if is_dtensor(x) else x  # type: ignore[attr-defined]
+        if isinstance(spec, Spec):
+            local.copy_(_rounded(local, spec, seed))
+        elif local is not x:
+            raise InstrumentError(f"{each} = {spec} rounds whole matrices, but {name} is divided: choose a spec")
+        elif x.dim() != 2:
+            return
+        else:
+            rounded, state[FACTOR] = muonq(x, state.get(FACTOR), seed)
+            local.copy_(rounded)
+        self.rounded.add(each)
 
 
 @contextmanager

@@ -142,7 +142,8 @@ class Draft:
                         self.overrides[part][name] = BF16
             for name in ("state", "communication"):
                 if table := getattr(self, name):
-                    changes = {key: _without(ingredient, key, spec) for key, spec in table.specs.items()}
+                    specs = {key: spec for key, spec in table.specs.items() if isinstance(spec, Spec)}
+                    changes = {key: _without(ingredient, key, spec) for key, spec in specs.items()}
                     setattr(self, name, replace(table, **changes))
         return before != self
 

@@ -31,6 +31,7 @@
     [state]                             # of the optimizer, after each step; here bf16 is rounded to
     exp_avg = "fp8_e4m3(block=1x128)"
     exp_avg_sq = "bf16"
+    momentum_buffer = "muonq"           # Muon's; or a spec
     master_weight = "bf16"              # the parameters that the optimizer updates
 
     [communication]                     # see `recipe.Communication`
@@ -73,6 +74,7 @@ from binade.collector.recipes.recipe import (
     Part,
     Recipe,
     RecipeError,
+    Scheme,
 )
 from binade.collector.recipes.selection import Selection, SelectionError
 from binade.data.store import read_text
@@ -170,8 +172,8 @@ def _table(name: str, given: Mapping[str, Any]) -> object:
     if isinstance(table, KvCache):
         for key, spec in table.specs.items():
             with raising(RecipeError, f"{name}.{key}", SpecError):
-                Cache("forward_b", spec, table.scale_of == "head")
-    return table if any(isinstance(value, (Spec, int, float)) for value in vars(table).values()) else None
+                Cache("forward_b", Spec.of(spec), table.scale_of == "head")
+    return table if any(isinstance(value, (Spec, Scheme, int, float)) for value in vars(table).values()) else None
 
 
 def _value(where: str, value: object, of: Field[Any]) -> Any:
@@ -180,6 +182,8 @@ def _value(where: str, value: object, of: Field[Any]) -> Any:
         if value not in choices:
             raise RecipeError(f"{where} = {excerpt(value)}: expected {' or '.join(choices)}")
         return value
+    if value in of.metadata.get("schemes", ()):
+        return Scheme(str(value))
     if default is None:
         spec = _spec(value, where)
         if option := next((name for name in ("history", "center") if name in spec.options()), ""):

@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
@@ -142,12 +143,18 @@ class Deoscillation:
         return f"every {self.period} steps from step {self.start}, ratio {self.ratio:g}"
 
 
+class Scheme(StrEnum):
+    """Roundings of whole matrices, which no spec describes."""
+
+    MUONQ = "muonq"  # see quant.low_rank
+
+
 class _Specs:
     """The specs of a table of a recipe file; None for what is not rounded."""
 
     @property
-    def specs(self) -> dict[str, Spec]:
-        return {name: spec for name, spec in vars(self).items() if isinstance(spec, Spec)}
+    def specs(self) -> dict[str, Spec | Scheme]:
+        return {name: spec for name, spec in vars(self).items() if isinstance(spec, (Spec, Scheme))}
 
     def __str__(self) -> str:
         return ", ".join(f"{name} {spec}" for name, spec in self.specs.items())
@@ -159,6 +166,7 @@ class State(_Specs):
 
     exp_avg: Spec | None = None
     exp_avg_sq: Spec | None = None
+    momentum_buffer: Spec | Scheme | None = field(default=None, metadata={"schemes": tuple(Scheme)})
     master_weight: Spec | None = None
 
 
