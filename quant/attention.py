@@ -12,9 +12,14 @@ and at the end O / l; rows without keys are 0. Backward, with the normalized P =
     dP = dO Vᵀ              float32
     dS = P ∘ (dP − rowsum(dO ∘ O))      P before it is rounded, O as it was returned
 
-Kernels read for this: `ops/tilelang_sparse_mla_fwd.py` and `ops/tilelang_sparse_mla_bwd.py` of Megatron-LM d98e8a6
-(megatron/core/transformer/experimental_attention_variant), in bfloat16. Within a tile, float32 sums are in torch's
-order. `attention.py` of ucker/why-low-precision-training-fails 02f0ab6 is the same algorithm.
+With `softmax=flash(backward=rounded)`, the backward pass is that of Attn-QAT: dV takes the normalized P rounded along
+the keys to the spec of the forward product, and the sum is rowsum(dO ∘ O_hp), with O_hp = P̃ V / l of the P̃ before it
+is rounded and the rounded V. `smoothed` subtracts means from keys and queries before QKᵀ rounds them.
+
+Kernels read for the forward pass: `ops/tilelang_sparse_mla_fwd.py` and `ops/tilelang_sparse_mla_bwd.py` of Megatron-LM
+d98e8a6 (megatron/core/transformer/experimental_attention_variant), in bfloat16. Within a tile, float32 sums are in
+torch's order. `attention.py` of ucker/why-low-precision-training-fails 02f0ab6 is the same algorithm. For the rest:
+FastVideo 2f3d407 (Attn-QAT) and SageAttention d1a57a5 (SageAttention3), in what they compute and not bit by bit.
 """
 
 from __future__ import annotations
@@ -27,6 +32,9 @@ import torch
 from torch import Tensor
 
 from binade.quant.gemm import Observed, Rounding, Tap, gradients
+from binade.quant.specs import GemmFormats, Smooth
+
+GROUP = 128  # tokens whose queries share a mean
 
 
 def flash(scores: Tensor, value: Tensor, how: Rounding, tap: Tap | None = None) -> Tensor:
@@ -59,7 +67,10 @@ class _Flash(torch.autograd.Function):
         if tap:
             tap(Observed("y", output, exact=how.exact("forward", lambda: product(weights, value.detach()))))
         log_sum = torch.where(total == 0, torch.inf, maxima[..., -1:] + total.log())
-        ctx.save_for_backward(scores, value, output, log_sum)
+        unrounded = output
+        if how.formats.softmax.rounded:
+            unrounded = torch.where(total == 0, 0.0, _over_tiles(tile, factors, weights, b) / total)
+        ctx.save_for_backward(scores, value, unrounded, log_sum)
         ctx.how, ctx.tap = how, tap
         return output
 
@@ -73,7 +84,8 @@ class _Flash(torch.autograd.Function):
         if tap:
             factors = (_running_maxima(scores, ctx.tile) - log_sum).exp()
             tap = _scaled(tap, lambda x: x * _by_key(factors, ctx.tile, scores))
-        wgrad_a = _operand(probs, how, "wgrad_a", value)
+        is_rounded = how.formats.softmax.rounded
+        wgrad_a = _operand(how.rounded_forward(probs, "forward_a", -1) if is_rounded else probs, how, "wgrad_a", value)
         grad_probs, grad_value = gradients(
             wgrad_a, value, grad, how, ctx.needs_input_grad, tap=tap, dgrad_dtype=torch.float32
         )
@@ -81,6 +93,40 @@ class _Flash(torch.autograd.Function):
             return None, grad_value, None, None
         delta = (grad.float() * output.float()).sum(-1, keepdim=True)
         return probs * (grad_probs - delta), grad_value, None, None
+
+
+def smoothed(
+    query: Tensor, key: Tensor, formats: GemmFormats
+) -> tuple[Tensor, Tensor, Callable[[Tensor, float], Tensor]]:
+    """(Q − q̄, K − k̄, a function that completes factor · (Q − q̄)(K − k̄)ᵀ) of queries [..., heads, s, d] and keys
+    [..., heads or groups, t, d]: k̄ is the mean over the tokens of a head, q̄ that of GROUP tokens. As they are, if
+    `formats` rounds neither in the forward product or smooths neither.
+
+    Completed are q̄(K − k̄)ᵀ, in float32, and not Q k̄ᵀ, which is the same for all keys of a row: the softmax does not
+    see it. Means have no gradient, but Q has that of Q k̄ᵀ: rowsum(dS) k̄ᵀ, which is 0 if dS is not rounded.
+    """
+    smooth = formats.smooth
+    if smooth is Smooth.NONE or not (formats.forward_a or formats.forward_b):
+        return query, key, lambda scores, factor: scores
+    mean = key.detach().float().mean(-2, keepdim=True).to(key.dtype)
+    rest, of_groups, source = key - mean, None, query
+    if smooth is Smooth.BOTH:
+        parts = torch.split(query.detach().float(), GROUP, -2)
+        of_groups = torch.cat([part.mean(-2, keepdim=True).expand_as(part) for part in parts], -2).to(query.dtype)
+        query = query - of_groups
+
+    def of_each_head(x: Tensor) -> Tensor:
+        heads = source.shape[-3] // x.shape[-3] if x.dim() > 2 else 1
+        return x.repeat_interleave(heads, -3) if heads > 1 else x
+
+    def complete(scores: Tensor, factor: float) -> Tensor:
+        of_mean = (source.float() * of_each_head(mean).float()).sum(-1, keepdim=True)
+        added = of_mean - of_mean.detach()  # 0, with a gradient
+        if of_groups is not None:
+            added = added + of_groups.float() @ of_each_head(rest).float().transpose(-1, -2)
+        return (scores.float() + added * factor).to(scores.dtype)
+
+    return query, rest, complete
 
 
 def _running_maxima(scores: Tensor, tile: int) -> Tensor:

@@ -171,8 +171,12 @@ class Rounding:
 
     def forward_again(self, x: Tensor, which: str, forward: str, dim: int) -> Tensor:
         """The tensor that a backward operand is rounded from: the original, or its rounded forward value."""
+        return self.rounded_forward(x, forward, dim) if which in self.formats.of_rounded else x
+
+    def rounded_forward(self, x: Tensor, forward: str, dim: int) -> Tensor:
+        """A forward operand, rounded once more as in the forward product."""
         spec = self.formats[forward]
-        if which not in self.formats.of_rounded or spec is None:
+        if spec is None:
             return x
         seed = self.seed * len(OPERAND_FIELDS) + OPERAND_FIELDS.index(forward)
         q = apply(self.by_head(x, forward), spec, dim, self.backend, seed=seed)[0]

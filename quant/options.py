@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
+from enum import StrEnum
 
 from binade.quant.elements import Overflow, Rounding
 from binade.quant.formats import Format
@@ -89,26 +90,47 @@ class Options:
 class Softmax:
     """What the product of attention probabilities and values multiplies.
 
-    tile  None: the softmax of a whole row ("full"). Otherwise, as flash kernels do, exp(S − m) of tiles of this many
-          keys ("flash(tile=64)"), where m is the maximum of a row over the tiles so far. The rows of the product are
-          divided by the sums of the rows afterwards
+    tile     None: the softmax of a whole row ("full"). Otherwise, as flash kernels do, exp(S − m) of tiles of this many
+             keys ("flash(tile=64)"), where m is the maximum of a row over the tiles so far. The rows of the product
+             are divided by the sums of the rows afterwards
+    rounded  whether the backward pass is that of Attn-QAT ("flash(backward=rounded)"), see `quant.attention`
     """
 
     tile: int | None = None
+    rounded: bool = False
 
     def __str__(self) -> str:
-        options = "" if self.tile == DEFAULT_TILE else f"(tile={self.tile})"
-        return f"flash{options}" if self.tile else "full"
+        options = [f"tile={self.tile}"] * (self.tile != DEFAULT_TILE) + ["backward=rounded"] * self.rounded
+        return "flash" + f"({', '.join(options)})" * bool(options) if self.tile else "full"
 
     @classmethod
     def parse(cls, text: str) -> Softmax:
-        """Parse "full", "flash" or "flash(tile=64)". Raises SpecError."""
+        """Parse "full", "flash", "flash(tile=64)" or "flash(tile=64, backward=rounded)". Raises SpecError."""
         if text == "full":
             return cls()
-        flash = re.fullmatch(r"flash(?:\(tile=([1-9]\d{0,8})\))?", text.replace(" ", ""))
+        options = r"tile=([1-9]\d{0,8})(,backward=rounded)?|(backward=rounded)"
+        flash = re.fullmatch(rf"flash(?:\((?:{options})\))?", text.replace(" ", ""))
         if not flash:
-            raise SpecError(f"softmax={text} is not known: expected full, flash or flash(tile={DEFAULT_TILE})")
-        return cls(int(flash[1] or DEFAULT_TILE))
+            raise SpecError(
+                f"softmax={text} is not known: expected full, flash or flash(tile={DEFAULT_TILE}, backward=rounded), "
+                "of whose options each may be left out"
+            )
+        return cls(int(flash[1] or DEFAULT_TILE), bool(flash[2] or flash[3]))
+
+
+class Smooth(StrEnum):
+    """Which operands of QKᵀ are rounded without their means, see `quant.attention.smoothed`."""
+
+    NONE = "none"
+    KEY = "key"  # the mean over the tokens of each head
+    BOTH = "query+key"  # that of queries, too: over groups of tokens
+
+    @classmethod
+    def parse(cls, text: str) -> Smooth:
+        """Raises SpecError."""
+        if text not in tuple(cls):
+            raise SpecError(f"smooth={text} is not known: expected {', '.join(cls)}")
+        return cls(text)
 
 
 DEFAULT_TILE = 128  # keys

@@ -19,7 +19,7 @@ from typing import Any
 
 from binade.quant.elements import Overflow, Rounding
 from binade.quant.formats import FORMATS, Format, UnknownFormatError
-from binade.quant.options import FULL, ROW, TENSOR, Block, Options, Softmax, SpecError
+from binade.quant.options import FULL, ROW, TENSOR, Block, Options, Smooth, Softmax, SpecError
 from binade.quant.scaling import SCALINGS
 from binade.quant.scheme import Scaling
 
@@ -32,6 +32,7 @@ __all__ = [
     "Block",
     "Cache",
     "GemmFormats",
+    "Smooth",
     "Softmax",
     "Spec",
     "SpecError",
@@ -304,11 +305,13 @@ class Cache:
 
     operand  the field of GemmFormats: forward_b for keys and values, forward_a for a latent
     by_head  whether each head has a tensor scale of its own, over all its tokens
+    trains   whether passes that train use it, too
     """
 
     operand: str
     spec: Spec
     by_head: bool = False
+    trains: bool = False
 
     def __post_init__(self) -> None:
         if self.spec.random or self.spec.history or self.spec.centered:
@@ -329,8 +332,8 @@ class GemmFormats:
 
     For a linear layer a is the input and b the weight; for `gemm.matmul` they are its two arguments. `of_rounded` names
     those of dgrad_b and wgrad_a that are rounded from the rounded forward operand, not from the original. softmax says
-    what a is in the product of attention probabilities and values. cache is what an operand is rounded to before that,
-    in passes that do not train.
+    what a is in the product of attention probabilities and values, smooth from which operands of QKᵀ a mean is
+    subtracted before they are rounded. cache is what an operand is rounded to before all of this.
 
     Raises SpecError if the operands of a GEMM are not rotated alike, because rotations cancel only then; if the mean
     over tokens is subtracted from an operand without tokens, or from only one of the two that wgrad contracts over
@@ -346,6 +349,7 @@ class GemmFormats:
     of_rounded: tuple[str, ...] = ()
     softmax: Softmax = FULL
     cache: Cache | None = None
+    smooth: Smooth = Smooth.NONE
 
     def __post_init__(self) -> None:
         for name in OPERAND_FIELDS:

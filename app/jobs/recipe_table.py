@@ -131,6 +131,7 @@ def recipe_of(table: pd.DataFrame, schedule: pd.DataFrame, keep: str, start: Rec
     about = {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(start.about).items()}
     tables = _tables(table)
     tables["pv"]["softmax"] = str(start.pv.formats.softmax)
+    tables["qk"]["smooth"] = str(start.qk.formats.smooth)
     given: dict[str, Any] = about | tables | start.tables() | {"keep": {"layers": keep.strip()}, "schedule": []}
     made = draft_from(given, name).recipe(name)
     for number, row in enumerate(schedule.fillna("").to_dict("records"), 1):

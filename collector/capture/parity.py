@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from binade.collector.recipes.recipe import PARTS, Recipe
 from binade.data.effects import Group
 from binade.data.parity import Policies, joined
 from binade.data.parity_results import GroupGap
-from binade.quant.specs import GemmFormats, SpecError
+from binade.quant.specs import OPERAND_FIELDS, GemmFormats, SpecError
 
 Done = Callable[[int, int], None]  # how many passes are done, of how many
 
@@ -158,8 +158,9 @@ def _operand(field: str, keys: Iterable[Key]) -> str:
 def formats_of(measured: Measuring, recipe: Recipe) -> dict[Key, GemmFormats]:
     """How a recipe rounds the forward operands of all products."""
     rounded = measured.forward_formats(recipe)
+    backward: dict[str, Any] = dict.fromkeys(name for name in OPERAND_FIELDS if not name.startswith("forward"))
     return {
-        key: GemmFormats(forward_a=each.forward_a, forward_b=each.forward_b, softmax=each.softmax, cache=each.cache)
+        key: replace(each, **backward, of_rounded=())
         for key in measured.products
         for each in [rounded.get(key, GemmFormats())]
     }

@@ -25,7 +25,7 @@ from binade.collector.models.site import Site
 from binade.collector.models.specs import CoreSpec, LinearSpec, Spec
 from binade.collector.ranks import SINGLE, Group
 from binade.data.segment import Shard
-from binade.quant.attention import flash
+from binade.quant.attention import flash, smoothed
 from binade.quant.gemm import Observed, matmul
 
 
@@ -61,6 +61,7 @@ class CoreAttention(nn.Module):
         per_group = heads // groups
         (key, qk), (value, pv) = self.begin.qk().cached(key), self.begin.pv().cached(value)
         qk, pv = (call.of_heads(per_group) for call in (qk, pv))
+        query, key, complete = smoothed(query, key, qk.rounding.formats)
         stacked = query.reshape(batch, groups, per_group * length, dim)
 
         def by_head(seen: Tensor) -> tuple[int, ...]:
@@ -68,8 +69,7 @@ class CoreAttention(nn.Module):
 
         shown = reshaped(qk.tap, by_head, STACKED)
         scores = matmul(stacked, key, qk.rounding, transpose_b=True, tap=shown)
-        scores = scores * self.scale
-        scores = scores.view(batch, heads, length, length)
+        scores = complete(scores.view(batch, heads, length, length), 1.0) * self.scale
         if qk.tap:
             qk.tap(Observed("scores", scores.detach()))
         future = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)

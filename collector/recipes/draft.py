@@ -23,7 +23,7 @@ from binade.collector.recipes.recipe import (
     State,
 )
 from binade.quant.elements import Rounding
-from binade.quant.specs import FULL, OPERAND_FIELDS, Block, GemmFormats, Softmax, Spec, SpecError
+from binade.quant.specs import FULL, OPERAND_FIELDS, Block, GemmFormats, Smooth, Softmax, Spec, SpecError
 
 Formats = dict[str, Spec | None]  # by the fields of GemmFormats
 
@@ -40,6 +40,7 @@ INGREDIENTS = {
     "rotation": "no Hadamard rotation",
     "tiles": "vectors along the contracted axis instead of tiles",
     "rounded": "backward operands are rounded from the original, not from the rounded forward operand",
+    "smooth": "the means of keys and queries are not subtracted",
     "keep": "no layer stays in bf16",
     "schedule": "the recipe does not change during the run",
     "deoscillation": "weights that oscillate are left alone",
@@ -69,6 +70,7 @@ class Draft:
     overrides: dict[str, dict[str, str]] = field(default_factory=lambda: defaultdict(dict))
     of_rounded: dict[str, tuple[str, ...]] = field(default_factory=dict)
     softmax: Softmax = FULL
+    smooth: Smooth = Smooth.NONE
     keep: str = ""
     schedule: list[tuple[str, Draft]] = field(default_factory=list)
     deoscillation: Deoscillation | None = None
@@ -131,6 +133,8 @@ class Draft:
             self.schedule = []
         elif ingredient in TABLES:
             setattr(self, ingredient, None)
+        elif ingredient == "smooth":
+            self.smooth = Smooth.NONE
         elif ingredient == "rounded":
             self.of_rounded = dict.fromkeys(self.of_rounded, ())
         else:
@@ -181,8 +185,10 @@ class Draft:
                     "and product formats of their own, as with --qk-quant"
                 )
             softmax = self.softmax if part == "pv" else FULL
+            smooth = self.smooth if part == "qk" else Smooth.NONE
             operands: dict[str, Any] = dict(self.formats[part])
-            formats = GemmFormats(**operands, of_rounded=self.of_rounded.get(part, ()), softmax=softmax)
+            rounded = self.of_rounded.get(part, ())
+            formats = GemmFormats(**operands, of_rounded=rounded, softmax=softmax, smooth=smooth)
         return Part(quant_type, formats, different)
 
 

@@ -14,6 +14,9 @@
     [pv]
     softmax = "flash(tile=128)"         # see quant.options.Softmax; in all iterations
 
+    [qk]
+    smooth = "key"                      # see quant.options.Smooth; in all iterations
+
     [modules.fc2]                       # what differs from [linear] in one module
     forward.input = "mxfp8"
 
@@ -79,7 +82,7 @@ from binade.collector.recipes.recipe import (
 from binade.collector.recipes.selection import Selection, SelectionError
 from binade.data.store import read_text
 from binade.quant.formats import UnknownFormatError
-from binade.quant.specs import Cache, Softmax, Spec, SpecError
+from binade.quant.specs import Cache, Smooth, Softmax, Spec, SpecError
 
 PUBLISHED = {path.stem: path for path in sorted(Path(__file__).parent.glob("*.toml"))}
 """The files of the published recipes, by name."""
@@ -130,7 +133,10 @@ def draft_from(given: Mapping[str, Any], quant_type: str) -> Draft:
     pv = dict(as_table(given.get("pv", {}), "[pv]"))
     with raising(RecipeError, "pv.softmax", SpecError):
         draft.softmax = Softmax.parse(as_text(pv.pop("softmax", "full"), "pv.softmax"))
-    _fill(draft, {**given, "pv": pv}, quant_type)
+    qk = dict(as_table(given.get("qk", {}), "[qk]"))
+    with raising(RecipeError, "qk.smooth", SpecError):
+        draft.smooth = Smooth.parse(as_text(qk.pop("smooth", "none"), "qk.smooth"))
+    _fill(draft, {**given, "pv": pv, "qk": qk}, quant_type)
     keep = as_table(given.get("keep", {}), "[keep]")
     check_keys(keep, ("layers",), "[keep]")
     draft.keep = as_text(keep.get("layers", ""), "keep.layers")
@@ -294,6 +300,8 @@ def to_toml(recipe: Recipe) -> str:
             lines += ["", f"[{_key(part)}]", *(f"{key} = {cell}" for key, cell in _cells(part, made).items())]
             if made.formats.softmax.tile:
                 lines.append(f"softmax = {_quoted(str(made.formats.softmax))}")
+            if made.formats.smooth is not Smooth.NONE:
+                lines.append(f"smooth = {_quoted(str(made.formats.smooth))}")
     if recipe.keep:
         lines += ["", "[keep]", f"layers = {_quoted(recipe.keep)}"]
     for name, table in recipe.tables().items():

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from binade.collector.errors import ConfigError
 from binade.collector.models.site import Site
 from binade.data.tensor_kinds import Product
-from binade.quant.specs import OPERAND_FIELDS, Cache, GemmFormats, Spec
+from binade.quant.specs import OPERAND_FIELDS, Cache, GemmFormats, Smooth, Spec
 
 BF16 = "bf16"
 MODULES = "modules"
@@ -94,8 +94,9 @@ class Part:
 
     @property
     def in_training(self) -> Part:
-        """The part in passes that train, which write no KV cache."""
-        return replace(self, formats=replace(self.formats, cache=None)) if self.formats.cache else self
+        """The part in passes that train, which write no KV cache unless they are to use its values, too."""
+        cache = self.formats.cache
+        return replace(self, formats=replace(self.formats, cache=None)) if cache and not cache.trains else self
 
     def without(self, gemm: str = "") -> Part:
         """The part with one of its GEMMs in bf16, or all."""
@@ -184,24 +185,27 @@ class Communication(_Specs):
 
 @dataclass(frozen=True)
 class KvCache(_Specs):
-    """What a KV cache holds keys and values in, in passes that do not train. See quant.kv_cache.
+    """What a KV cache holds keys and values in. See quant.kv_cache.
 
     key, value  after the norms and the rotation of the key
     latent      of multi-head latent attention, after its norm; the rotated part of the key is not rounded
     scale_of    whether a tensor scale is that of a layer, or of each head
+    passes      whether passes that train use these values, too; gradients go through the rounding
     """
 
     key: Spec | None = None
     value: Spec | None = None
     latent: Spec | None = None
     scale_of: str = field(default="layer", metadata={"choices": ("layer", "head")})
+    passes: str = field(default="evaluation", metadata={"choices": ("evaluation", "all")})
 
     def of(self, product: Product, site: Site) -> Cache | None:
         """How the operand of a product is cached; None if it is not rounded."""
         is_latent = product is Product.LINEAR and site.module in LATENT
         spec = self.latent if is_latent else {Product.QK: self.key, Product.PV: self.value}.get(product)
         by_head = self.scale_of == "head" and not is_latent
-        return Cache("forward_a" if is_latent else "forward_b", spec, by_head) if spec else None
+        operand = "forward_a" if is_latent else "forward_b"
+        return Cache(operand, spec, by_head, self.passes == "all") if spec else None
 
 
 LATENT = ("kv_up", "kv_b_proj")  # the layers whose input is the latent: our and Megatron's name, transformers' name
@@ -342,6 +346,8 @@ class Recipe:
         width = max(len(name) for name, _, _ in rows)
         softmax = self.pv.formats.softmax
         flash = [f"{'pv.softmax':<{width}}  {'keys':<12} {softmax}"] if softmax.tile else []
+        if (smooth := self.qk.formats.smooth) is not Smooth.NONE:
+            flash.append(f"{'qk.smooth':<{width}}  {'tokens':<12} {smooth}")
         return [
             f"{name:<{width}}  {operand.axis:<12} "
             f"{'the rounded forward operand in ' * (operand.field in part.formats.of_rounded)}"
@@ -400,6 +406,8 @@ class Recipe:
             described.append(f"{name} ({mixed})" if part.overrides else f"{name} {part.quant_type}")
         if self.pv.formats.softmax.tile:
             described.append(f"softmax {self.pv.formats.softmax}")
+        if self.qk.formats.smooth is not Smooth.NONE:
+            described.append(f"smooth {self.qk.formats.smooth}")
         if self.deoscillation:
             described.append(f"de-oscillation {self.deoscillation}")
         described += [f"state ({self.state})"] * bool(self.state)

@@ -33,7 +33,7 @@ from binade.collector.capture.adapters.products import (
 )
 from binade.collector.models.attention import CoreBegin
 from binade.collector.models.parallel import STACKED, Call, reshaped
-from binade.quant.attention import flash
+from binade.quant.attention import flash, smoothed
 from binade.quant.gemm import Observed, Tap, matmul
 
 PIECE = 1 << 26  # values
@@ -283,7 +283,8 @@ class WrittenMode(SdpaMode):
             return written.compute(query, key.transpose(-1, -2))
 
         key, qk = self.qk.cached(written.b.transpose(-1, -2))
-        scores = product(compute, written.a, key, qk, transpose_b=True, scale=written.factor)
+        query, key, complete = smoothed(written.a, key, qk.rounding.formats)
+        scores = complete(product(compute, query, key, qk, transpose_b=True, scale=written.factor), written.factor)
         if written.added is not None and qk.quantizes:
             scores = scores + written.added
         self.unscaled = scores.permute(*written.order)
@@ -418,11 +419,12 @@ def _probabilities(
 
 def _scores(call: Call, query: Tensor, key: Tensor, scale: float, grouped: bool) -> Tensor:
     """The scaled scores [..., heads, s, t] before the mask."""
+    query, key, complete = smoothed(query, key, call.rounding.formats)
     stacked, shape, per_group = _stacked(query, key, grouped)
     shown = replace(call, tap=reshaped(call.tap, shape, STACKED)).of_heads(per_group)
     raw = product(lambda a, b: a @ b.transpose(-1, -2), stacked, key, shown, transpose_b=True)
     batch = raw.shape[:-2] if stacked is query else query.shape[:-2]
-    scores = (raw * scale).reshape(*batch, query.shape[-2], key.shape[-2])
+    scores = complete(raw.reshape(*batch, query.shape[-2], key.shape[-2]), 1.0) * scale
     show_scores(call.tap, scores)
     return scores
 
