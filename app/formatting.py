@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
-from binade.data.runs import read_steps, sound_losses
 from binade.quant.specs import Spec
 
 T = TypeVar("T")
@@ -18,18 +17,6 @@ def first_formats(opened: Catalog, where: Filter | None = None) -> tuple[str, ..
     """The formats and specs that tensors were scored with. The coarsest come first, since they show the largest
     errors."""
     return tuple(sorted(opened.scored_formats(where), key=lambda name: (Spec.of(name).bits_per_value, name)))
-
-
-def losses_of(opened: Catalog, run_ids: list[str], lost: bool = False) -> dict[str, list[dict[str, Any]]]:
-    """The losses of runs; with lost, also the steps whose loss is not finite, as None. Records that are not losses, and
-    files that cannot be read, are left out."""
-    found = {}
-    for run_id in run_ids:
-        try:
-            found[run_id] = (read_steps if lost else sound_losses)(opened.root / run_id)
-        except OSError:
-            found[run_id] = []
-    return found
 
 
 def evenly(values: Sequence[T], most: int) -> Sequence[T]:

@@ -53,8 +53,8 @@ SHAPES = ("circle", "triangle-up", "cross", "square", "diamond")
 _FORMAT = "|".join(sorted(FORMAT_COLORS, key=len, reverse=True))
 _FORMAT_IN = re.compile(rf"(?<![A-Za-z0-9])({_FORMAT})(?:_scaled)?(?![A-Za-z0-9_])")
 _RECIPE = re.compile(
-    rf"((FA|linear|QK|PV|router)_)*({_FORMAT})(_scaled)?(\(.*\))?( at .*)?"
-)  # "mxfp8 at 08:31:18 UTC", "mxfp8(scale=ceil)"
+    rf"((FA|linear|QK|PV|router)_)*({_FORMAT})(_scaled)?(\(.*\))?(( at | · ).*)?"
+)  # "mxfp8 · seed 2", "mxfp8 at 08:31:18 UTC", "mxfp8(scale=ceil)"
 GREY = tensor_kinds.NEUTRAL  # of what belongs to no group: readable on light and on dark
 NEUTRAL = {"as captured": GREY, "quantized run": PALETTE[2]}  # groups that are shown next to formats
 

@@ -15,6 +15,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,7 @@ SOURCES = {
     Kind.SEEDS: "own bf16 runs with other seeds",
     Kind.REORDERING: "own bf16 runs of the same weights and data",
 }
+LASTING = 3  # iterations in a row, up to the last, that a gap must be beyond a band to have left it
 UNSTATED = "Imported losses and instrumented runs do not count, since they do not state all settings."
 MISSING = {
     Kind.SEEDS: "No seed baseline: record bf16 runs with two seeds. Train one with --quantization bf16 and another "
@@ -73,6 +75,14 @@ class Band:
     def missing(self) -> str:
         """Why it is unknown, and how to get it; "" if it is known."""
         return "" if self.by_iteration else MISSING[self.kind]
+
+    def left_at(self, gaps: Mapping[int, float]) -> int | None:
+        """The first iteration from which gaps, by iteration, are beyond the band in all iterations up to the last, at
+        least LASTING; None if there is none."""
+        halves = dict(self.by_iteration)
+        known = sorted(iteration for iteration in gaps if iteration in halves)
+        outside = list(takewhile(lambda at: abs(gaps[at]) > halves[at], reversed(known)))
+        return outside[-1] if len(outside) >= LASTING else None
 
     def place(self, gaps: Sequence[Named]) -> Sentence:
         """Which gaps lie inside the band, outside it, and which intervals reach across its edge. A gap without an

@@ -14,7 +14,7 @@ import pandas as pd
 from binade import Catalog, Filter
 from binade.app.questions.results.compute import by_product
 from binade.app.questions.shared.labels import layer_names
-from binade.collector.cli.compare import compare
+from binade.collector.cli.compare import sections
 
 HERE = Path(__file__).parent / "findings"
 INPUTS = Filter(recipe=("bf16",), tensor_name=("input",))
@@ -57,8 +57,9 @@ WGRADS = {
 
 def ablation(root: Path) -> alt.LayerChart:
     """The gap of each recipe of WGRADS to bf16, with its interval over seeds."""
-    (section,) = compare(root).sections
-    gaps = {row.recipe: row.gap for row in section.rows}
+    with Catalog.open(root) as catalog:
+        (section,) = sections(catalog)
+    gaps = {each.label: each.gap for each in section.compared.recipes}
     table = pd.DataFrame(
         [{"wgrad": title, "gap": gaps[name].value, "low": gaps[name].low, "high": gaps[name].high, "n": gaps[name].n}
          for name, title in WGRADS.items()]

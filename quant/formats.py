@@ -40,6 +40,7 @@ from binade.quant.elements import (
 
 # Names of scale schemes, see scaling.SCALINGS.
 POW2_RULES = ("floor", "ceil", "even", "rceil")
+BF16 = "bf16"  # what is not quantized has this format
 OTHER_BLOCK_RULES = ("float32", "e4m3", "ue5m3")
 TENSOR_RULES = ("amax", "pow2", "torchao", "torchao_pow2", "none")
 TAPERED_RULES = ("none", "pow2", "amax8", "amax15")

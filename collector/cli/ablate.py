@@ -11,10 +11,11 @@ import click
 from binade.collector.cli.options import request_of, training_params
 from binade.collector.cli.train import queue
 from binade.collector.jobs import command_line
-from binade.collector.recipes.ladder import Ladder, ladder
+from binade.collector.recipes.ladder import ladder
 from binade.collector.training.config import FORMAT, LAYERS, RunConfig
 from binade.collector.training.plan import Plan, plan
 from binade.collector.training.slurm_options import SlurmOptions
+from binade.data.ladder import Ladder
 from binade.terminal import Command, Option, fail, print_text, resolve_root
 
 MOST_SEEDS = 100

@@ -11,27 +11,30 @@ from binade.terminal import Command, fail, readable_root
 
 
 def _compare(root: str | None, kind: str, output: Path | None) -> None:
-    """Compare the recipes of a root: loss, rounding error, gradients, storage and time.
+    """Compare the recipes of a root with bf16: the tables of Runs › Recipes, of losses, ablations and gradients.
 
     ROOT is the directory or URL (s3://BUCKET/FOLDER) that contains the runs  [default: $TENSOR_SAVE_DIR, else
     data/runs].
     """
-    from binade.collector.cli.compare import compare  # imports pandas and DuckDB
-    from binade.collector.cli.tables import render
+    from binade.collector.cli.compare import render, sections  # imports pandas and DuckDB
+    from binade.data.catalog import Catalog
     from binade.data.runs import RunError
 
     runs = readable_root(root)
+    nothing = f"{runs} {'contains no runs that can be read' if runs.is_dir() else 'does not exist'}"
+    if not runs.is_dir() or not any(runs.glob("*/run.json")):  # an index is made only where there is something to index
+        raise RunError(f"{nothing}: give a directory of runs, or collect some with binade batch")
     try:
-        comparison = compare(runs)
+        with Catalog.open(runs) as opened:
+            for reason in opened.refused:
+                fail(f"skipped: {reason}")
+            found = sections(opened)
     except OSError as error:
         raise RunError(f"{runs} cannot be read: {error.strerror or error}") from error
-    for reason in comparison.refused:
-        fail(f"skipped: {reason}")
-    if not comparison.sections:
-        found = "contains no runs that can be read" if runs.is_dir() else "does not exist"
-        raise RunError(f"{runs} {found}: give a directory of runs, or collect some with binade batch")
-    rows = sum(len(section.rows) for section in comparison.sections)
-    print_or_write(render(comparison, kind), output, f"{rows} rows")
+    if not found:
+        raise RunError(f"{nothing}: give a directory of runs, or collect some with binade batch")
+    rows = sum(len(section.compared.recipes) for section in found if section.compared)
+    print_or_write(render(found, kind), output, f"{rows} rows")
 
 
 compare = Command(

@@ -13,33 +13,15 @@ disk are found without the recipe's file.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 
 from binade.collector.recipes.draft import INGREDIENTS
 from binade.collector.recipes.parse import ingredients_of, parse_recipe, split_without
 from binade.collector.recipes.recipe import BF16, RecipeError
+from binade.data.ladder import Ladder, Rung
 
 Off = frozenset[str]  # the ingredients that a text turns off
 WHOLE, DGRAD, WGRAD = Off(), Off({"dgrad"}), Off({"wgrad"})
 GEMMS = DGRAD | WGRAD
-
-
-@dataclass(frozen=True)
-class Rung:
-    """title: its name in a table; recipe: its text; against: the recipe that it is compared with: the step before, or,
-    with one ingredient off, the full recipe; "" for bf16."""
-
-    title: str
-    recipe: str
-    against: str = ""
-
-
-@dataclass(frozen=True)
-class Ladder:
-    """name is the text of the full recipe. The first rung is bf16."""
-
-    name: str
-    rungs: tuple[Rung, ...]
 
 
 def ladder(recipe: str) -> Ladder:

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 from binade.collector.errors import ConfigError
 from binade.collector.models.site import Site
 from binade.data.tensor_kinds import Product
+from binade.quant.formats import BF16 as BF16
 from binade.quant.specs import OPERAND_FIELDS, Cache, GemmFormats, Smooth, Spec
 
-BF16 = "bf16"
 MODULES = "modules"
 NAMED_FORMATS = ("mxfp8", "mxfp4", "hifp8")
 TEN_RECIPES = (BF16, *(f"{part}_{name}" for part in ("FA", "linear", "FA_linear") for name in NAMED_FORMATS))
@@ -414,12 +414,6 @@ class Recipe:
         described += [f"communication ({self.communication})"] * bool(self.communication)
         described += [f"KV cache ({self.kv_cache})"] * bool(self.kv_cache)
         return ", ".join(described)
-
-
-def round_anything(lines: Iterable[str]) -> bool:
-    """Whether a recipe with these `lines` rounds anything, as `Recipe.quantized` of the recipe itself."""
-    tables = tuple(f"{name}." for name in TABLES)
-    return any(not line.endswith(f" {BF16}") or line.startswith(tables) for line in lines)
 
 
 def _covers(module: str, site: Site) -> bool:

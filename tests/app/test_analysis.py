@@ -16,9 +16,10 @@ from scipy import stats
 from binade import quant
 from binade.app.questions.shared import distributions, laws
 from binade.app.questions.shared.distributions import Distribution, _shares, distribution_of
-from binade.app.questions.shared.labels import run_labels, thinned
+from binade.app.questions.shared.labels import thinned
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
+from binade.data.run_table import run_labels
 from binade.quant.metrics import score
 from tests.app.roots import odd_tensors, record
 
@@ -414,5 +415,5 @@ class TestLabels:
     def test_of_runs_say_only_what_tells_them_apart(self, name, started, run_id, expected):
         runs = pd.DataFrame(
             {"name": ["bf16", name], "started": ["2026-01-01 08:00:00", started], "run_id": ["x_00000f", run_id]}
-        )
+        ).assign(config="{}")
         assert run_labels(runs.assign(started=pd.to_datetime(runs["started"])))[1] == expected

@@ -20,22 +20,23 @@ from binade.app.questions.blocks import compute as blocks_compute
 from binade.app.questions.codes import compute as codes_compute
 from binade.app.questions.drift import compute as drift_compute
 from binade.app.questions.loss import compute as loss_compute
-from binade.app.questions.recipes import compute as recipes_compute
 from binade.app.questions.recipes.question import cost
 from binade.app.questions.results import compute as results_compute
 from binade.app.questions.shared import boards, distributions, laws
 from binade.app.questions.shared.distributions import distribution_of
 from binade.app.questions.shared.rounded import subject
-from binade.app.questions.shared.runs import PARTS, runs_with_reference
+from binade.app.questions.shared.runs import every_run
 from binade.app.questions.shared.scope import scoped
 from binade.app.questions.what_if import compute as what_if_compute
 from binade.app.questions.why import compute as why_compute
 from binade.app.view import View
 from binade.collector import Recorder
 from binade.collector.advice import scales
+from binade.data import comparison
 from binade.data.catalog import SHOWN_ERRORS, STATISTICS, Catalog
 from binade.data.filter import Filter
 from binade.data.gradients import gradient_errors, gradient_summary
+from binade.data.run_table import PARTS, runs_with_reference
 from binade.data.runs import read_losses
 from binade.quant.blocks import look
 from binade.quant.formats import FORMATS
@@ -692,7 +693,7 @@ class TestScope:
 class TestRecipes:
     @pytest.fixture
     def table(self, catalog):
-        return runs_with_reference(catalog.runs(), catalog.parts())
+        return every_run(catalog)
 
     def test_each_run_finds_its_bf16_run(self, catalog, table):
         runs = catalog.runs().set_index("recipe")["run_id"]
@@ -724,13 +725,13 @@ class TestRecipes:
 
     def test_gaps_are_the_losses_differences(self, catalog, table):
         losses = {run_id: read_losses(catalog.root / run_id) for run_id in table["run_id"]}
-        gaps = recipes_compute.loss_gaps(table, losses)
+        gaps = comparison.loss_gaps(table, losses)
         assert sorted(set(gaps["iteration"])) == [0, 1]
         base = {r["iteration"]: r["loss"] for r in losses[table["reference"].iloc[0]]}
         for row in gaps.itertuples():
             own = {r["iteration"]: r["loss"] for r in losses[row.run_id]}
             assert row.gap == own[row.iteration] - base[row.iteration]
-        costs = recipes_compute.costs(gaps, table)
+        costs = comparison.costs(gaps, table)
         assert costs["gap"].is_monotonic_decreasing and set(costs["label"]) == {"hifp8", "mxfp8", "mxfp4"}
 
     def test_a_run_without_a_baseline_is_named(self, catalog, table):
@@ -751,7 +752,7 @@ class TestRecipes:
         columns = ["run_id", "name", "settings", "data", "gap", "only", "spec"]
         costs = pd.DataFrame(rows, columns=columns).assign(label=lambda table: table["name"] + table["run_id"])
         costs = costs.assign(first=costs["gap"] / 2, added=math.nan)
-        qk, pv = recipes_compute.by_recipe(costs)
+        qk, pv = comparison.by_recipe(costs)
         assert (qk.label, pv.label) == ("QK_mxfp4b", "PV_mxfp4") and pv.gaps == {"1": 0.1, "2": 0.4}
         assert pv.first == {"1": 0.05, "2": 0.2} and pv.added == {}
         expected = stats.ttest_1samp([0.1, 0.4], 0).confidence_interval(0.95)

@@ -15,12 +15,11 @@ from binade.app.figure import Drawn
 from binade.app.questions.recipes.bands import PUBLISHED
 from binade.app.view import View
 from binade.cli import main
-from binade.collector.cli.compare import compare
-from binade.collector.cli.tables import render
 from binade.data.catalog import Catalog
 from binade.data.runs import IMPORT, RUN_FILE, RunWriter, write_run_file
 from tests.app.planted import normal, operand
 from tests.app.test_pages import Visit, words
+from tests.compared import gaps_of, printed
 from tests.data.builder import make_run
 
 pytestmark = pytest.mark.slow
@@ -86,7 +85,7 @@ def test_the_page_says_what_so_many_seeds_tell(seeds: int, tmp_path: Path, visit
 def check_no_band(root: Path) -> None:
     """Neither the page nor `binade compare` has a band, both say why."""
     reason = "Imported losses and instrumented runs do not count, since they do not state all settings."
-    for text in (" ".join((*draw(root).sentences, draw(root).verdict)), render(compare(root), "text")):
+    for text in (" ".join((*draw(root).sentences, draw(root).verdict)), printed(root)):
         words = " ".join(text.split())
         assert "Band of " not in words and words.count(reason) == 2 and words.count("baseline: record") == 2
 
@@ -142,8 +141,8 @@ def test_published_gaps_go_by_the_formats_of_linear_layers(tmp_path: Path):
     drawn = draw(tmp_path)
     assert {row["label"] for row in shaded(drawn, "costs") if row["band"] == PUBLISHED} == {"my_mxfp8"}
     assert set(drawn.tables["published"]["format"]) == {"bf16", "nvfp4"}
-    printed = " ".join(render(compare(tmp_path), "text").split())
-    assert printed.count("* Published for ") == len(drawn.tables["published"]) and "MXFP8 on" not in printed
+    text = printed(tmp_path)
+    assert text.count("* Published for ") == len(drawn.tables["published"]) and "MXFP8 on" not in text
 
 
 def test_a_comparison_with_another_run_has_no_bands(tmp_path: Path):
@@ -151,16 +150,16 @@ def test_a_comparison_with_another_run_has_no_bands(tmp_path: Path):
     with Catalog.open(tmp_path) as opened:
         run = opened.runs().query("recipe == 'linear_mxfp4'")["run_id"].iloc[0]
     drawn = draw(tmp_path, LOSS.changed(against=run))
-    assert not shaded(drawn, "costs") and not shaded(drawn, "gaps") and list(drawn.tables) == ["costs"]
+    assert not shaded(drawn, "costs") and not shaded(drawn, "gaps") and list(drawn.tables) == ["recipes", "costs"]
     assert "Band" not in drawn.verdict
 
 
 def test_binade_compare_prints_the_same_sentences(tmp_path: Path):
     drawn = draw(make(tmp_path, 5, repeated=True))
-    printed = " ".join(render(compare(tmp_path), "text").split())
-    bands = drawn.verdict[drawn.verdict.index("Band of seeds") :]
-    assert all(f"* Band of {sentence.strip()}" in printed for sentence in bands.split("Band of ")[1:])
-    assert printed.count("* Published for ") == len(drawn.tables["published"])
+    text = printed(tmp_path)
+    bands = drawn.verdict[drawn.verdict.index("Band of seeds") : drawn.verdict.index("Leaves bf16’s band")]
+    assert all(f"* Band of {sentence.strip()}" in text for sentence in bands.split("Band of ")[1:])
+    assert text.count("* Published for ") == len(drawn.tables["published"])
 
 
 def test_runs_without_tensors_and_recipes_of_state_alone_are_compared(tmp_path):
@@ -171,4 +170,4 @@ def test_runs_without_tensors_and_recipes_of_state_alone_are_compared(tmp_path):
         assert main(f"run --quantization {recipe} {options} --tensor-save-dir {tmp_path}/runs".split()) == 0
     drawn = draw(tmp_path / "runs")
     assert not drawn.problems and "state" in drawn.verdict + str(drawn.tables) and "mxfp4" in str(drawn.tables)
-    assert {row.recipe for row in compare(tmp_path / "runs").sections[0].rows} == {"bf16", "mxfp4", "state"}
+    assert set(gaps_of(tmp_path / "runs")) == {"mxfp4", "state"}

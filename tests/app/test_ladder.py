@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import scipy.stats
 import torch
@@ -16,11 +17,11 @@ from binade.app.questions.recipes.question import runs_of
 from binade.app.sessions import pins
 from binade.app.sessions.session import Pin
 from binade.app.view import View
-from binade.collector.cli.compare import compare
 from binade.collector.recipes.ladder import ladder
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 from tests.app.test_pages import Visit, charts, words
+from tests.compared import compared
 from tests.data.builder import make_run
 
 pytestmark = pytest.mark.slow
@@ -132,17 +133,10 @@ class TestTable:
         assert table.loc["bf16", ["cosine", "forward_sqnr_db"]].isna().all()
 
     def test_binade_compare_prints_the_same(self, drawn, root):
-        (section,) = compare(root).sections
-        rows = {row.recipe: row.figures for row in section.rows}
-        same = {
-            "gap": "gap_mean_over_seeds_nats",
-            "cosine": "gradient_cosine",
-            "relative_squared_error": "gradient_relative_squared_error",
-        }
-        for row in drawn.tables["ladder"].iloc[1:].to_dict("records"):
-            expected = [row[column] for column in same]
-            assert [rows[row["recipe"]][name] for name in same.values()] == pytest.approx(expected, rel=1e-9)
-            assert rows[row["recipe"]]["gradient_pairs"] == 4
+        (section,) = compared(root)
+        ((name, found),) = section.ablations
+        assert name == "te_nvfp4" and found.verdict == drawn.verdict
+        pd.testing.assert_frame_equal(found.table, drawn.tables["ladder"])
 
 
 class TestVerdict:

@@ -18,11 +18,11 @@ from binade.app.questions.registry import QUESTIONS
 from binade.app.sessions import pins
 from binade.app.sessions.session import Pin
 from binade.cli import main
-from binade.collector.cli.compare import compare
 from binade.collector.imports import importer
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 from tests.collector.logs_made import read_here
+from tests.compared import compared, gaps_of
 
 STEPS = [0, 2**31 - 1, 2**31, 2**32 + 1, 3 * 10**12, 2**53 - 1]
 SOME = ("runs", "map", "recipes", "difference")
@@ -59,10 +59,9 @@ def test_they_are_indexed_filtered_and_compared(root: Path):
         for step in STEPS:
             where, problems = Filter.from_query({"iteration": [str(step)]})
             assert not problems and catalog.tensors(where)["iteration"].tolist() == [step]
-    (section,) = (section for section in compare(root).sections if len(section.rows) == 2)
-    gaps = {row.recipe: row.figures.get("gap_mean_nats") for row in section.rows}
-    assert gaps == {"bf16": None, "mxfp8": pytest.approx(0.25, abs=1e-6)}
-    assert [row.figures.get("common_iterations") for row in section.rows if row.recipe == "mxfp8"] == [len(STEPS)]
+    assert gaps_of(root) == {"mxfp8": pytest.approx(0.25, abs=1e-6)}
+    (costs,) = (section.compared.costs for section in compared(root) if section.compared)
+    assert costs["iterations"].tolist() == [len(STEPS)]
 
 
 @pytest.mark.slow

@@ -46,8 +46,7 @@ from binade.app.questions.map.question import MAP
 from binade.app.questions.question import Question
 from binade.app.questions.recipes import question as recipes
 from binade.app.questions.results.question import RESULTS
-from binade.app.questions.shared.runs import PARTS, runs_with_reference
-from binade.collector.recipes.ladder import Ladder, Rung
+from binade.app.questions.shared.runs import every_run
 from binade.collector.settings import Backend
 from binade.collector.training import loop
 from binade.collector.training.config import RunConfig, defaults
@@ -57,6 +56,8 @@ from binade.data import evidence
 from binade.data.catalog import Catalog
 from binade.data.evidence import GAP, LEVEL
 from binade.data.filter import Filter
+from binade.data.ladder import Ladder, Rung
+from binade.data.run_table import PARTS
 from binade.data.student import noncentrality
 from tests.app.planted import EFFECTS, INVARIANCES, drawn, layers_alike, noisy, operand
 from tests.data.builder import make_run
@@ -205,7 +206,7 @@ def sentence_of_gradients(opened: Catalog, table: pd.DataFrame, name: str) -> st
 
 
 def null(opened: Catalog, variants: dict[str, str], folder: Path) -> list[Line]:
-    table = runs_with_reference(opened.runs(), opened.parts())
+    table = every_run(opened)
     table["variant"] = table["run_id"].map(variants)
     table["name"] = table["variant"]
     rounding = [f"rounding {number}" for number in range(ROUNDINGS)]

@@ -20,18 +20,18 @@ from binade.app.questions.channels import compute as channels_compute
 from binade.app.questions.drift import compute as drift_compute
 from binade.app.questions.loss import compute as loss_compute
 from binade.app.questions.noise import compute as noise_compute
-from binade.app.questions.recipes import compute as recipes_compute
 from binade.app.questions.results import compute as results_compute
 from binade.app.questions.shared import laws
 from binade.app.questions.shared.distributions import distribution_of
-from binade.app.questions.shared.runs import runs_with_reference
 from binade.app.questions.shared.scope import scoped, unrounded
 from binade.app.questions.shared.selection import worst as worst_of
 from binade.app.questions.what_if import compute as what_if_compute
 from binade.app.view import View
+from binade.data import comparison
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 from binade.data.gradients import gradient_errors
+from binade.data.run_table import runs_with_reference
 from binade.data.runs import read_losses
 from tests.browser.driver import new_page, serving, settle, turn_to
 from tests.browser.test_explore import number
@@ -244,8 +244,8 @@ def test_is_it_normal(visitor: Visitor, catalog: Catalog, worst: str):
 def test_which_part_costs_the_most_loss(visitor: Visitor, catalog: Catalog):
     visitor.ask("runs", "recipes")
     table = runs_with_reference(catalog.runs(), catalog.parts())
-    gaps = recipes_compute.loss_gaps(table, {run_id: read_losses(catalog.root / run_id) for run_id in table["run_id"]})
-    costs = recipes_compute.costs(gaps, table)
+    gaps = comparison.loss_gaps(table, {run_id: read_losses(catalog.root / run_id) for run_id in table["run_id"]})
+    costs = comparison.costs(gaps, table)
     alone = costs[costs["only"].notna()]
     assert set(alone["only"]) == {"QK", "PV", "linear"}
     assert visitor.answer.startswith("Change of the loss by rounding alone (iteration 0")

@@ -12,10 +12,11 @@ import scipy.stats
 
 from binade.collector.recipes.draft import INGREDIENTS
 from binade.collector.recipes.files import PUBLISHED
-from binade.collector.recipes.ladder import Rung, ladder, ladders, without
+from binade.collector.recipes.ladder import ladder, ladders, without
 from binade.collector.recipes.parse import parse_recipe
 from binade.collector.recipes.recipe import RecipeError
-from binade.collector.recipes.seeds import judged
+from binade.data.ablation import judged
+from binade.data.ladder import Rung
 
 OWN = """
 [linear]

@@ -19,17 +19,16 @@ from tensorboard.plugins.scalar.scalars_plugin import OutputFormat, ScalarsPlugi
 from torch.utils.tensorboard import SummaryWriter
 from transformers import TrainerState
 
-from binade.app.formatting import losses_of
-from binade.app.questions.recipes.compute import loss_gaps
-from binade.app.questions.shared.runs import runs_with_reference
-from binade.collector.cli.compare import compare
 from binade.collector.errors import ConfigError
 from binade.collector.imports.losses import find_logs
 from binade.collector.imports.readers.registry import READERS, looked_for
 from binade.collector.imports.readers.series import Columns, Reader, Series, Window, windows_of
 from binade.data.catalog import Catalog
+from binade.data.comparison import loss_gaps
+from binade.data.run_table import losses_of, runs_with_reference
 from binade.data.runs import list_runs, read_losses, read_notes
 from tests.collector.logs_made import tensor, write
+from tests.compared import compared
 
 LOSS = {step: round(4 - 0.3 * step, 6) for step in range(1, 5)}
 
@@ -477,11 +476,11 @@ def test_means_are_compared_with_means_of_as_many_iterations(command, tmp_path):
     for name in ("bf16-means.json", "bf16.json", "mxfp8.json", "mxfp4.json", "hifp8.csv"):
         recipe = name.partition(".")[0].partition("-")[0]
         assert command("import", str(tmp_path / name), "--recipe", recipe, *same) == 0
-    (section,) = compare(tmp_path / "runs").sections
-    figures = {row.recipe: row.figures for row in section.rows}
-    assert figures["mxfp8"]["gap_mean_nats"] == pytest.approx(0.5) and figures["mxfp8"]["common_iterations"] == 4
-    assert figures["mxfp4"]["gap_mean_nats"] == pytest.approx(0.25) and figures["mxfp4"]["common_iterations"] == 40
-    assert "gap_mean_nats" not in figures["hifp8"]  # a mean of ten, or the loss of every tenth: nobody knows
+    (section,) = compared(tmp_path / "runs")
+    assert section.compared
+    costs = section.compared.costs.set_index("label")
+    assert costs["gap"].to_dict() == pytest.approx({"mxfp8": 0.5, "mxfp4": 0.25})  # of hifp8 nobody knows
+    assert costs["iterations"].to_dict() == {"mxfp8": 4, "mxfp4": 40}
     with Catalog.open(tmp_path / "runs") as catalog:
         table = runs_with_reference(catalog.runs(), catalog.parts())
         gaps = loss_gaps(table, losses_of(catalog, table["run_id"].tolist()))

@@ -27,11 +27,11 @@ from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
 from torch.utils.tensorboard import SummaryWriter
 
 from binade.cli import main
-from binade.collector.cli.compare import compare
 from binade.collector.imports.readers import series, text
 from binade.data.runs import CRASHED, DONE, RunInfo, check_losses, list_runs, read_losses, read_notes
 from tests.collector.forked import forked, kill_at
 from tests.collector.logs_made import tensor, write
+from tests.compared import compared, gaps_of
 
 STEPS = np.arange(1, 51)
 BF16 = 2 + 8 * np.exp(-STEPS / 20)
@@ -81,15 +81,12 @@ def test_csv_json_lines_and_events_are_compared_with_their_bf16_run(bring, capsy
     assert "not compared" not in capsys.readouterr().out
     assert bring("unknown.csv", "--model", "llama-8b", "--dataset", "c4", recipe="mxfp4") == 0
     assert "not compared with other runs: that needs --seed" in capsys.readouterr().out
-    (section,) = compare(tmp_path / "runs").sections
-    gaps = {row.recipe: row.figures.get("gap_mean_nats") for row in section.rows}
-    assert gaps == {
-        "bf16": None,
+    assert gaps_of(tmp_path / "runs") == {
         "mxfp8": pytest.approx(0.25),
         "hifp8": pytest.approx(0.5, abs=1e-6),  # a scalar is a float32
-        "mxfp4": None,
     }
-    assert {row.figures.get("common_iterations") for row in section.rows} == {None, 50}
+    (section,) = compared(tmp_path / "runs")
+    assert section.compared and set(section.compared.costs["iterations"]) == {50}
     for run in list_runs(tmp_path / "runs")[0]:
         check_losses(run.directory)
 

@@ -13,7 +13,7 @@ import streamlit as st
 from binade.app import address
 from binade.app import show as show_items
 from binade.app.figure import Table
-from binade.app.formatting import losses_of, plain
+from binade.app.formatting import plain
 from binade.app.params import Interval
 from binade.app.questions import layout
 from binade.app.questions.map import charts, compute
@@ -41,6 +41,7 @@ from binade.data.access import read_only
 from binade.data.catalog import USED, Catalog
 from binade.data.filter import Filter
 from binade.data.names import operand_name, product_name
+from binade.data.run_table import losses_of
 from binade.data.text import number_text
 
 LISTED = 9  # exceptions

@@ -22,7 +22,7 @@ from binade.app.questions.question import Question
 from binade.app.questions.shared import board_charts
 from binade.app.questions.shared.operands import GEMMS, OTHER
 from binade.app.questions.shared.rounded import NOT_RECORDED
-from binade.app.questions.shared.runs import OF_MODEL, every_run
+from binade.app.questions.shared.runs import every_run
 from binade.app.questions.shared.scope import OF_RUNS, scope_of, scoped, unrounded
 from binade.app.questions.shared.selection import Selection
 from binade.app.questions.shared.unscaled import with_scale
@@ -31,6 +31,7 @@ from binade.data import evidence
 from binade.data.catalog import USED, Catalog
 from binade.data.evidence import Measure
 from binade.data.filter import Filter
+from binade.data.run_table import OF_MODEL
 from binade.quant.normal import VS_NORMAL, normal_sqnr
 from binade.quant.specs import Spec
 

@@ -7,16 +7,15 @@ import json
 import numpy as np
 import pandas as pd
 
-from binade.app.formatting import losses_of
-from binade.app.questions.recipes.compute import loss_gaps
-from binade.app.questions.shared.runs import OF_MODEL, runs_with_reference
 from binade.collector.advice.advice import ADVISED, placed
 from binade.collector.advice.costs import Costs, costs
 from binade.collector.recipes.files import draft_of
 from binade.collector.recipes.recipe import RecipeError
 from binade.data import evidence
 from binade.data.catalog import Catalog
+from binade.data.comparison import loss_gaps
 from binade.data.filter import Filter
+from binade.data.run_table import OF_MODEL, losses_of, runs_with_reference
 from binade.quant.specs import SpecError
 
 REFUSED = (RecipeError, SpecError, KeyError)  # a run of an earlier version, or one that Binade did not train

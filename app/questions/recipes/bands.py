@@ -9,10 +9,9 @@ from typing import Any
 import pandas as pd
 
 from binade.app.figure import Column, Table
-from binade.app.questions.recipes.compute import Recipe
-from binade.collector.recipes.recipe import BF16
+from binade.data.comparison import Recipe
 from binade.data.evidence import GAP
-from binade.data.gap_bands import Band, PlainRun, own_bands
+from binade.data.gap_bands import Band
 from binade.data.published_gaps import published_for
 
 PUBLISHED = "published for another model"
@@ -30,26 +29,6 @@ COLUMNS = {
     "source": Column("Source", width=370),
     "how": Column("How", width=800),
 }
-
-
-def bands_of(
-    recipes: Sequence[Recipe], table: pd.DataFrame, losses: Mapping[str, list[dict[str, Any]]], gaps: pd.DataFrame
-) -> dict[str, tuple[Band, Band]]:
-    """The bands of each recipe by its run_id: of the bf16 runs with the settings of its reference, over the iterations
-    of its gap. table: of `runs_with_reference`; gaps: of `loss_gaps`."""
-    runs = table.set_index("run_id")
-    plain = (table["recipe"] == BF16) & ~table["quantized"] & table["stated"]
-    known: dict[Any, tuple[Band, Band]] = {}
-    bands = {}
-    for recipe in recipes:
-        settings = runs["settings"][runs["reference"][recipe.run_id]]
-        iterations = frozenset(gaps.loc[gaps["run_id"] == recipe.run_id, "iteration"])
-        if (settings, iterations) not in known:
-            alike = table[plain & table["settings"].map(settings.__eq__)]
-            of_runs = zip(alike["seed"], alike["data"], alike["run_id"].map(losses), strict=True)
-            known[settings, iterations] = own_bands((PlainRun(*run) for run in of_runs), iterations)
-        bands[recipe.run_id] = known[settings, iterations]
-    return bands
 
 
 def rows(

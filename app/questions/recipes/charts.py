@@ -8,7 +8,7 @@ import pandas as pd
 
 from binade.app import style
 from binade.app.questions.recipes.bands import NONE, PUBLISHED
-from binade.app.questions.shared.loss_chart import MOST_POINTS
+from binade.app.questions.shared.loss_chart import MOST_POINTS, marked_points
 from binade.data.gap_bands import Kind
 from binade.data.text import number_text
 
@@ -49,9 +49,10 @@ def gaps(
     looks: style.Looks | None = None,
     base: str = "bf16",
     bands: pd.DataFrame = NONE,
+    marks: pd.DataFrame = NONE,
 ) -> alt.LayerChart:
     """Each run’s loss minus that of `base`, from `loss_gaps`; the rule is `base`. looks: of runs; bands: by
-    iteration."""
+    iteration; marks: where recipes leave bf16's band, with columns iteration, gap and text."""
     shown = table.rename(columns={"label": "group"})
     groups = style.groups_of(shown)
     y = alt.Y("gap:Q", title=f"{_gap(base)} (nats per token)")
@@ -84,7 +85,8 @@ def gaps(
         .add_params(style.only("run_id"))
     )
     zero = alt.Chart(pd.DataFrame({"y": [0.0]})).mark_rule(strokeDash=[4, 4], color=style.GREY).encode(y="y:Q")
-    result = alt.LayerChart(layer=[*layers, zero, style.labelled(lines, groups)])
+    left = [marked_points(marks, alt.X("iteration:Q"), y)] * bool(len(marks))
+    result = alt.LayerChart(layer=[*layers, zero, style.labelled(lines, groups), *left])
     result.title = style.title(f"Loss gap to {base} by iteration", subtitle)
     return result
 

@@ -13,7 +13,6 @@ import streamlit as st
 from binade.app.address import link
 from binade.app.formatting import plain
 from binade.app.questions import layout
-from binade.app.questions.recipes import compute
 from binade.app.questions.recipes.question import RECIPES, runs_in
 from binade.app.questions.shared.selection import Selection
 from binade.app.state import explain_empty
@@ -24,6 +23,7 @@ from binade.collector.recipes.files import label
 from binade.collector.training.config import RunConfig
 from binade.data.access import ReadOnlyError, read_only
 from binade.data.catalog import Catalog
+from binade.data.comparison import with_one_seed
 from binade.data.runs import DONE
 
 SEEDS = 3
@@ -41,7 +41,7 @@ def show(opened: Catalog, view: View, reading: Reading) -> None:
 def _repeat(selection: Selection, values: dict[str, Any], view: View) -> None:
     """Offer to queue the runs that are compared by one seed with further seeds."""
     opened = selection.opened
-    run_ids = compute.with_one_seed(runs_in(selection, values))
+    run_ids = with_one_seed(runs_in(selection, values))
     if not run_ids:
         return
     described = opened.runs().set_index("run_id")["config"]

@@ -14,23 +14,25 @@ import pandas as pd
 import streamlit as st
 
 from binade.app import address
-from binade.app.formatting import bytes_text, losses_of, plain
+from binade.app.formatting import bytes_text, plain
 from binade.app.jobs.recipe_table import is_recipe
 from binade.app.questions import layout
-from binade.app.questions.recipes import compute as recipes
-from binade.app.questions.shared.runs import every_run, run_titles
+from binade.app.questions.shared.runs import every_run, run_titles, with_plain_runs
 from binade.app.state import explain_empty
 from binade.app.view import Reading, View
 from binade.data.access import ReadOnlyError, read_only
 from binade.data.catalog import Catalog
+from binade.data.comparison import RECIPE_FIELDS, Comparison, compare
 from binade.data.events import read_events
 from binade.data.notes import on_a_grid
+from binade.data.run_table import losses_of
 from binade.data.runs import IMPORT, NotesChangedError, RunError, RunNotes, change_notes, parse_notes
 from binade.data.text import counted, one_line
 
 MOST_RUNS, MOST_EVENTS = 200, 200  # runs whose events and losses are read; events that are shown
 MOST_REASONS = 20  # of runs that did not end normally
 DIVERGED = 2  # times the first loss, above which a run has diverged
+OF_RECIPES = {"label": 260, "seeds": 60, "gap": 140, "gap_interval": 170, "left": 170}  # columns and their widths
 SPARKS = 40  # points of a small line in the table
 STATES = {
     "done": "✓ done",
@@ -54,14 +56,36 @@ def show(opened: Catalog, view: View, reading: Reading) -> None:
     named = every_run(opened)
     named = named[named["run_id"].isin(runs["run_id"])]
     key = "losses of runs", opened.progress, tuple(runs["run_id"])
-    course, against = opened.kept(key, lambda: _course(opened, runs, named))
+    course, against, compared = opened.kept(key, lambda: _course(opened, runs, named))
     _table(view, every, named, course, against, shared)
+    _recipes(compared)
     _notes(opened, runs, named)
     _events(opened, runs)
     for model, config in runs.drop_duplicates("model")[["model", "config"]].itertuples(index=False):
         if note := on_a_grid(config):
             st.caption(plain(f"{model}: {note}"))
     layout.show_question(opened, view, reading)
+
+
+def _recipes(compared: Comparison) -> None:
+    """The recipes over their seeds, and when each leaves bf16's band."""
+    if not compared.recipes:
+        return
+    table = compared.recipe_table
+    shown = [field for field in RECIPE_FIELDS if field.name in OF_RECIPES and table[field.name].notna().any()]
+    columns = {
+        field.name: st.column_config.Column(field.axis, width=OF_RECIPES[field.name], help=field.definition or None)
+        for field in shown
+    }
+    columns["gap"] = st.column_config.NumberColumn(
+        RECIPE_FIELDS[2].axis, format=f"%{RECIPE_FIELDS[2].format}", width=OF_RECIPES["gap"]
+    )
+    st.subheader("Recipes", anchor=False)
+    st.dataframe(
+        table, hide_index=True, placeholder="–", column_order=[*columns], column_config=columns, key="recipes_table"
+    )
+    for sentence in (*compared.leaving, *compared.missing):
+        st.caption(plain(sentence))
 
 
 def _shared(runs: pd.DataFrame) -> dict[str, str]:
@@ -92,25 +116,22 @@ def _totals(runs: pd.DataFrame, shared: Mapping[str, str]) -> None:
 
 def _course(
     opened: Catalog, runs: pd.DataFrame, named: pd.DataFrame
-) -> tuple[dict[str, list[float]], dict[str, dict[str, Any]]]:
+) -> tuple[dict[str, list[float]], dict[str, dict[str, Any]], Comparison]:
     """(the losses of the newest runs by run_id, at most SPARKS points per run; by run_id and column of the table, how
-    they compare with their bf16 runs)."""
+    they compare with their bf16 runs; the comparison of their recipes)."""
     newest = runs["run_id"].head(MOST_RUNS)
-    compared_with = named["references"].explode().dropna()
-    steps = losses_of(opened, list(dict.fromkeys([*newest, *compared_with])), lost=True)
+    table = with_plain_runs(opened, named)
+    plain = table.loc[~table["quantized"], "run_id"]
+    steps = losses_of(opened, list(dict.fromkeys([*newest, *plain])), lost=True)
     found = {run: [record for record in records if record["loss"] is not None] for run, records in steps.items()}
     every = {run: [record["loss"] for record in records] for run, records in found.items()}
-    gaps = recipes.loss_gaps(named, found)
-    costs = recipes.costs(gaps, named)
-    interval = {each.run_id: each.gap.interval for each in recipes.by_recipe(costs)}
+    compared = compare(table, found)
     against: dict[str, dict[str, Any]] = {
-        "gap": dict(zip(costs["run_id"], costs["gap"], strict=True)),
-        "interval": interval,
+        "gap": dict(zip(compared.costs["run_id"], compared.costs["gap"], strict=True)),
         "diverged": {run: at for run, records in steps.items() if (at := diverged_at(records)) is not None},
-        "left": recipes.left_at(gaps, named),
         "baseline": dict.fromkeys(named["reference"].dropna(), "● baseline"),
     }
-    return {run: losses[:: -(-len(losses) // SPARKS) or 1] for run, losses in every.items()}, against
+    return {run: losses[:: -(-len(losses) // SPARKS) or 1] for run, losses in every.items()}, against, compared
 
 
 def diverged_at(steps: Sequence[Mapping[str, Any]]) -> int | None:
@@ -161,13 +182,6 @@ def _table(
             format="%d",
             width=95,
             help=f"Iteration from which the loss is not finite or above {DIVERGED} times the first one, up to the last",
-        ),
-        "interval": text("Over seeds", width=140, help="95% interval of the recipe’s mean gap over its seeds"),
-        "left": number(
-            "Differs from",
-            format="%d",
-            width=95,
-            help="Iteration from which the recipe’s gap over its seeds differs from 0 up to the last iteration",
         ),
         "baseline": text("Baseline", width=95, help="Other runs are compared with it"),
         "model": text("Model", width=105),

@@ -12,17 +12,18 @@ import pandas as pd
 from binade.app import style
 from binade.app.control import Control
 from binade.app.figure import Drawn, Figure
-from binade.app.formatting import losses_of
 from binade.app.params import One
 from binade.app.questions.question import Question
 from binade.app.questions.shared import loss_chart
 from binade.app.questions.shared.event_marks import events_of
 from binade.app.questions.shared.labels import thinned_note
-from binade.app.questions.shared.runs import run_looks, some_runs
+from binade.app.questions.shared.runs import run_looks, some_runs, with_plain_runs
 from binade.app.questions.shared.selection import Selection
 from binade.data import evidence
 from binade.data.catalog import Catalog
+from binade.data.comparison import Comparison, compare
 from binade.data.filter import Filter
+from binade.data.run_table import losses_of
 from binade.data.same_data import window_of
 from binade.data.text import counted
 
@@ -48,15 +49,15 @@ def _controls(selection: Selection, values: dict[str, Any]) -> list[Control]:
 
 
 def recipe_names(runs: pd.DataFrame) -> dict[str, str]:
-    """The group of each run, by its label: runs that differ only in their seed are named by their recipe, all others by
-    their label. runs: of `some_runs`."""
+    """The group of each run, by its label: runs that differ only in their seed are named by their recipe, of several
+    runs of a seed the newest one; all others by their label. runs: of `some_runs`, oldest first."""
     names = dict(zip(runs["label"], runs["label"], strict=True))
     groups = [each for _, each in runs.groupby(["name", "settings"], sort=False) if each["seed"].nunique() > 1]
     recipes = Counter(each["name"].iloc[0] for each in groups)
     for each in groups:
-        name = each["name"].iloc[0]
-        if each["seed"].is_unique and recipes[name] == 1 and name not in set(names) - set(each["label"]):
-            names |= dict.fromkeys(each["label"], name)
+        name, newest = each["name"].iloc[0], each.drop_duplicates("seed", keep="last")["label"]
+        if recipes[name] == 1 and name not in set(names) - set(newest):
+            names |= dict.fromkeys(newest, name)
     return names
 
 
@@ -121,9 +122,29 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
     events = events_of({labels[run_id]: opened.root / run_id for run_id in found})
     events["group"] = events["group"].map(recipes)
     looks = {recipes[label]: look for label, look in run_looks(latest.iloc[::-1]).items()}
-    chart = loss_chart.losses(table, looks, events, smooth, seeds)
+    compared = _compared(opened, latest)
+    chart = loss_chart.losses(table, looks, events, smooth, seeds, _marks(compared, table, recipes))
     figure = Figure("losses", chart, table, words, note=drawn, height=height)
-    return Drawn((figure,), problems=(note,) * bool(note))
+    return Drawn((figure,), evidence.together(*compared.leaving, *compared.missing), (note,) * bool(note))
+
+
+def _compared(opened: Catalog, runs: pd.DataFrame) -> Comparison:
+    table = with_plain_runs(opened, runs)
+    return compare(table, losses_of(opened, table["run_id"]))
+
+
+def _marks(compared: Comparison, table: pd.DataFrame, names: Mapping[str, str]) -> pd.DataFrame:
+    """Where the lines of the chart leave bf16's band: columns group, iteration, loss, text."""
+    labels = compared.table.set_index("run_id")["label"]
+    lines = table.assign(loss=table["mean"] if "mean" in table else table["loss"])
+    rows = []
+    for recipe in compared.recipes:
+        group, at = names.get(labels[recipe.run_id]), compared.left.get(recipe.run_id)
+        own = lines[(lines["group"] == group) & (lines["iteration"] >= (0 if at is None else at))].dropna(subset="loss")
+        if at is not None and not own.empty:
+            first = own.sort_values("iteration").iloc[0]
+            rows.append((group, first["iteration"], first["loss"], f"{group} leaves bf16’s band at iteration {at}"))
+    return pd.DataFrame(rows, columns=["group", "iteration", "loss", "text"])
 
 
 def _every(opened: Catalog, where: Filter, run_ids: Collection[str]) -> Iterable[str]:

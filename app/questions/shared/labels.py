@@ -27,18 +27,3 @@ def thinned(table: pd.DataFrame, most: int) -> tuple[pd.DataFrame, int]:
 
 def thinned_note(step: int) -> str:
     return f"One iteration in {step} is drawn." if step > 1 else ""
-
-
-def run_labels(runs: pd.DataFrame) -> list[str]:
-    """Labels from the columns name, started and run_id: the name; if several runs share it, also the time of the start,
-    with the date if the dates differ; if that is the same, the end of the directory's name."""
-    if runs.empty:
-        return []
-    name = runs["name"]
-    again = name.duplicated(keep=False)
-    days = runs.loc[again, "started"].dt.date.nunique()
-    when = runs["started"].dt.strftime(" at %Y-%m-%d %H:%M:%S UTC" if days > 1 else " at %H:%M:%S UTC")
-    name = name.where(~again, name + when)
-    alike = name.duplicated(keep=False)
-    name = name.where(~alike, name + " · " + runs["run_id"].str[-6:])
-    return name.where(~name.duplicated(keep=False), runs["run_id"]).tolist()

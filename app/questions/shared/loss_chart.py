@@ -38,10 +38,12 @@ def losses(
     events: pd.DataFrame | None = None,
     smooth: int = 1,
     seeds: pd.DataFrame | None = None,
+    marks: pd.DataFrame | None = None,
 ) -> alt.LayerChart:
     """Chart of `loss_table`: one line per run, with events as of `event_marks.events_of`; warm-up is to the left of the
     rule at 0. Under the pointer, a rule shows the loss of every run at the nearest iteration. looks: of runs.
-    seeds: of groups that are means, with columns group, seed, iteration, loss; then table has low and high."""
+    seeds: of groups that are means, with columns group, seed, iteration, loss; then table has low and high.
+    marks: points on the lines, with columns group, iteration, loss and text."""
     field, what = ("mean", f"centered mean of {smooth} iterations, ") if "mean" in table else ("loss", "")
     last = table.sort_values("iteration").dropna(subset=[field]).groupby("group")[field].last()
     groups = sorted(style.groups_of(table), key=lambda group: -last.get(group, math.inf))  # as the lines end
@@ -73,8 +75,17 @@ def losses(
         line = alt.Chart(seeds).mark_line(strokeWidth=0.8, opacity=0.3, tooltip=None)
         faint.append(line.encode(x=x, y=alt.Y("loss:Q", title=axis), color=lines.encoding.color, detail="seed:N"))
     layers = [start, *faint, *[raw] * bool(what), named, *_crosshair(lines, groups, field)]
+    if marks is not None and not marks.empty:
+        layers.append(marked_points(marks, x, alt.Y("loss:Q", title=axis)))
     result = alt.LayerChart(layer=layers, title=style.title("Training loss", subtitle))
     return result if events is None else marked(result, events, above=True)  # so that they keep their tooltips
+
+
+def marked_points(marks: pd.DataFrame, x: alt.X, y: alt.Y) -> alt.Chart:
+    """A diamond at each row of a table with a column text, which the pointer shows."""
+    points = alt.Chart(marks).mark_point(shape="diamond", size=130, filled=True, opacity=1, color=style.BAD)
+    result: alt.Chart = points.encode(x=x, y=y, tooltip=alt.Tooltip("text:N", title="mark"))
+    return result
 
 
 def _crosshair(lines: alt.Chart, groups: list[str], field: str) -> list[alt.Chart]:

@@ -12,19 +12,18 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from binade.app.formatting import losses_of
-from binade.app.questions.recipes.compute import costs, loss_gaps
-from binade.app.questions.shared.runs import runs_with_reference
 from binade.collector import Recorder, TrainerCallback, coverage, instrument
-from binade.collector.cli.compare import compare
 from binade.collector.errors import ConfigError
 from binade.collector.imports.losses import find_logs
 from binade.collector.imports.readers.series import Columns
 from binade.collector.recipes.files import to_toml
 from binade.collector.recipes.parse import parse_recipe
 from binade.data.catalog import Catalog
+from binade.data.comparison import costs, loss_gaps
+from binade.data.run_table import losses_of, runs_with_reference
 from binade.data.runs import RunError, RunInfo, check_losses, list_runs, read_run, read_steps
 from binade.data.same_data import window_of
+from tests.compared import compared, gaps_of
 
 VOCAB, WIDTH = 48, 32
 
@@ -118,10 +117,10 @@ def test_a_pair_shows_its_gap(tmp_path):
         assert found[found["run_id"] == own.run_id]["gap"].tolist() == gap
         (row,) = costs(found, table).to_dict("records")
         assert row["gap"] == pytest.approx(sum(gap) / 3) and row["iterations"] == 3
-    (section,) = compare(tmp_path).sections
-    assert section.reference and section.reference.run_id == base.run_id
-    figures = {each.recipe: each.figures for each in section.rows}["mxfp8"]
-    assert figures["gap_mean_nats"] == pytest.approx(sum(gap) / 3) and figures["gradient_pairs"] == 8
+    (section,) = compared(tmp_path)
+    assert section.compared and section.gradients is not None
+    assert section.compared.recipes[0].gap.value == pytest.approx(sum(gap) / 3)
+    assert section.gradients["tensors"].tolist() == [8]
 
 
 @pytest.mark.parametrize("other", [{"seed": 1}, {"data": 1}], ids=str)
@@ -130,14 +129,14 @@ def test_other_weights_or_data_do_not_match(tmp_path, other):
     train(tmp_path, "mxfp8")
     with Catalog.open(tmp_path) as catalog:
         assert runs_with_reference(catalog.runs(), catalog.parts())["reference"].isna().sum() == 1
-    assert all("gap_mean_nats" not in row.figures for section in compare(tmp_path).sections for row in section.rows)
+    assert not gaps_of(tmp_path)
 
 
 def test_runs_match_while_their_data_agrees(tmp_path):
     train(tmp_path, "bf16", change=2)
     train(tmp_path, "mxfp8")
-    (section,) = compare(tmp_path).sections
-    assert {row.recipe: row.figures.get("common_iterations") for row in section.rows} == {"bf16": None, "mxfp8": 2}
+    (section,) = compared(tmp_path)
+    assert section.compared and section.compared.costs["iterations"].tolist() == [2]
 
 
 def test_losses_without_data_do_not_match(tmp_path):
@@ -147,8 +146,7 @@ def test_losses_without_data_do_not_match(tmp_path):
             recorder.step()
             recorder.log(loss=float("nan"))
     assert [line["loss"] for line in read_steps(list_runs(tmp_path)[0][0].directory)] == [1.0, None]
-    (section,) = compare(tmp_path).sections
-    assert all("gap_mean_nats" not in row.figures for row in section.rows)
+    assert not gaps_of(tmp_path)
 
 
 @pytest.mark.parametrize(("every", "iterations", "windows"), [(1, [0, 1, 2], [1, 1, 1]), (2, [1], [2])])

@@ -1,0 +1,393 @@
+"""The comparison of recipes by their loss: the one that Runs › Recipes draws and `binade compare` prints.
+
+    compared = compare(table, losses)      of data.run_table
+    compared.recipe_table                  a row per recipe
+    compared.verdict
+
+Runs are matched by what they have read, see data.same_data. Runs of one recipe with the same settings are one recipe,
+over seeds: of several runs on the same data the newest counts. Ablations are in data.ablation. No torch here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from binade.data import evidence, gap_bands
+from binade.data.catalog import Catalog
+from binade.data.evidence import GAP, Estimate, Sentence
+from binade.data.fields import MEASURES, Field
+from binade.data.filter import Filter
+from binade.data.gap_bands import Band, PlainRun, own_bands
+from binade.data.gradients import gradient_errors
+from binade.data.run_table import PARTS
+from binade.data.same_data import closest, equal_warm_up, losses_on_same_data, pairs_on_same_data
+from binade.quant.formats import BF16, UnknownFormatError
+from binade.quant.specs import Spec, SpecError
+
+Losses = Mapping[str, list[dict[str, Any]]]
+Done = Callable[[int, int], None]  # of the runs whose gradients are compared: how many, of how many
+NAMED = 4  # recipes in a sentence
+MOST_RUNS = 10  # whose gradients are compared
+NO_INTERVAL = "one seed"
+
+RECIPE_FIELDS = (
+    Field("label", "Recipe", format=""),
+    Field("seeds", "Seeds", "", "Seeds with a bf16 run on the same data", "d"),
+    Field("gap", "Mean gap", "nats", "Mean over iterations and seeds of the loss minus that of bf16", "+.4f"),
+    Field("gap_interval", "95% interval", "", "Of the mean gap, over seeds (Student’s t)", ""),
+    Field("first", "Rounding alone", "nats", "Gap in iteration 0, before any step: weights and data are those of bf16; "
+          "mean over seeds", "+.4f"),
+    Field("first_interval", "95% interval of it", "", "Of the gap in iteration 0, over seeds (Student’s t)", ""),
+    Field("added", "Training adds", "nats", "Gap at the last iteration minus that in iteration 0, mean over seeds",
+          "+.4f"),
+    Field("added_interval", "95% interval of that", "", "Of what training adds, over seeds (Student’s t)", ""),
+    Field("left", "Leaves bf16’s band", "", "First iteration from which the gap, its mean over seeds, is beyond the "
+          "band of reordering up to the last iteration", ""),
+)  # fmt: skip
+"""The columns of `Comparison.recipe_table` that are shown."""
+RUN_FIELDS = (
+    Field("label", "Run", format=""),
+    Field("gap", "Mean gap", "nats", "Mean over iterations of the loss minus that of the reference", "+.4f"),
+    Field("first", "Rounding alone", "nats", "Gap in iteration 0, before any step: weights and data are those of bf16",
+          "+.4f"),
+    Field("added", "Training adds", "nats", "Gap at the last iteration minus that in iteration 0", "+.4f"),
+    Field("last", "Last gap", "nats", "Gap at the last iteration that both have finished", "+.4f"),
+    Field("iterations", "Iterations", "", "Iterations that are compared", "d"),
+    Field("run_id", "Directory", format=""),
+)  # fmt: skip
+"""The columns of `costs` that are shown."""
+SIDES = {
+    "linear_forward": ("linear", "forward"),
+    "linear_gradients": ("linear", "backward"),
+    "fa_forward": ("FA", "forward"),
+    "fa_gradients": ("FA", "backward"),
+}
+ERRORS = ("sqnr_db", "flush_to_zero", "saturated")
+OPERAND_FIELDS = (
+    Field("label", "Recipe", format=""),
+    Field("bits", "Bits per value", "", "Of the recorded operands, with their block scales; bf16 has 16", ".2f"),
+    *(
+        Field(side, side.replace("_", " ").replace("fa", "FA"), "", "SQNR in dB / flushed to zero in % / saturated in "
+              "%: medians over the operands of the last recorded iteration; gradients are those that enter dgrad", "")
+        for side in SIDES
+    ),
+)  # fmt: skip
+"""The columns of `operand_table` that are shown."""
+
+
+def loss_gaps(table: pd.DataFrame, losses: Losses) -> pd.DataFrame:
+    """Each run's loss against its reference's at the same iteration and on the same data, warm-up left out. Of several
+    references, the one counts whose losses can be compared at most iterations.
+
+    Columns run_id, label, iteration, loss, gap (nats per token; positive: worse than bf16), equal (whether weights are
+    known to be those of the reference). Iterations that the reference does not have, and runs without a reference, are
+    left out.
+    """
+    rows = []
+    for _, run in table.iterrows():
+        own = losses.get(run["run_id"], [])
+        others = [losses[each] for each in run["references"] if each in losses and each != run["run_id"]]
+        reference = closest(own, [(each, each) for each in others]) or losses.get(run["reference"], [])
+        same = equal_warm_up(own, reference)
+        rows += [
+            (run["run_id"], run["label"], iteration, loss, loss - other, iteration == 0 and same)
+            for iteration, loss, other in losses_on_same_data(own, reference)
+        ]
+    return pd.DataFrame(rows, columns=["run_id", "label", "iteration", "loss", "gap", "equal"])
+
+
+def costs(gaps: pd.DataFrame, table: pd.DataFrame) -> pd.DataFrame:
+    """A row per quantized run, the largest |gap| first.
+
+    Columns run_id, label, name, settings, data, parts (what is rounded, in words), gap (mean over the iterations that
+    both have), first (in iteration 0, on equal weights; NaN without one), last (at the last), added (last minus first;
+    NaN without a later iteration), iterations, only (the part, where only one is rounded), spec (its format).
+    """
+    quantized = table[table["quantized"]].set_index("run_id")
+    rows = []
+    for run_id, part in gaps[gaps["run_id"].isin(quantized.index)].groupby("run_id", sort=False):
+        run = quantized.loc[run_id]
+        rounded = {name: run[name] for name in PARTS if run[name] not in (None, BF16)}
+        part = part.sort_values("iteration")
+        first, last = part.loc[part["equal"], "gap"].mean(), part["gap"].iloc[-1]
+        only, spec = next(iter(rounded.items())) if len(rounded) == 1 else (None, None)
+        row = {"run_id": run_id} | {name: run[name] for name in ("label", "name", "settings", "data")}
+        row |= {"parts": ", ".join(f"{name} {fmt}" for name, fmt in rounded.items()), "gap": part["gap"].mean()}
+        row |= {"first": first, "last": last, "added": last - first if part["iteration"].iloc[-1] else np.nan}
+        rows.append(row | {"iterations": len(part), "only": only, "spec": spec})
+    columns = ["run_id", "label", "name", "settings", "data", "parts", "gap", "first", "last", "added", "iterations"]
+    found = pd.DataFrame(rows, columns=[*columns, "only", "spec"])
+    return found.sort_values("gap", key=abs, ascending=False, ignore_index=True)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Runs of one recipe and of the same settings: the gap on each data and start (of the newest run), and the part and
+    format, if only one part is rounded. label: of the only run, else the recipe's name. first and added: as in `costs`,
+    where they are known. runs: their run_ids; run_id: the newest."""
+
+    label: str
+    gaps: Mapping[Any, float]
+    run_id: str
+    only: str | None
+    spec: str | None
+    first: Mapping[Any, float]
+    added: Mapping[Any, float]
+    runs: tuple[str, ...] = ()
+
+    @property
+    def gap(self) -> Estimate:
+        return evidence.mean(GAP, self.gaps.values())
+
+    @property
+    def first_gap(self) -> Estimate:
+        """The gap of iteration 0: exact for one start; over several, their mean."""
+        values = list(self.first.values())
+        if len(values) == 1:
+            return evidence.exact(GAP, values[0], of="micro-batches")
+        return evidence.mean(GAP, values)
+
+    @property
+    def added_gap(self) -> Estimate:
+        return evidence.mean(GAP, self.added.values())
+
+
+def by_recipe(costs: pd.DataFrame) -> list[Recipe]:
+    """`costs` by recipe and settings, the largest |mean gap| first."""
+    found = []
+    for (name, _), runs in costs.groupby(["name", "settings"], sort=False):
+        runs = runs.sort_values("run_id").drop_duplicates("data", keep="last")
+        newest = runs.iloc[-1]
+        label = newest["label"] if len(runs) == 1 else str(name)
+        gaps = dict(zip(runs["data"], runs["gap"], strict=True))
+        first, added = (runs.dropna(subset=[name]).set_index("data")[name].to_dict() for name in ("first", "added"))
+        ids = tuple(runs["run_id"])
+        found.append(Recipe(label, gaps, newest["run_id"], newest["only"], newest["spec"], first, added, ids))
+    return sorted(found, key=lambda recipe: -abs(recipe.gap.value))
+
+
+def bands_of(
+    recipes: list[Recipe], table: pd.DataFrame, losses: Losses, gaps: pd.DataFrame
+) -> dict[str, tuple[Band, Band]]:
+    """The bands of each recipe by its run_id: of the bf16 runs with the settings of its reference, over the iterations
+    of its gap. table: of `runs_with_reference`; gaps: of `loss_gaps`."""
+    runs = table.set_index("run_id")
+    plain = (table["recipe"] == BF16) & ~table["quantized"] & table["stated"]
+    known: dict[Any, tuple[Band, Band]] = {}
+    bands = {}
+    for recipe in recipes:
+        settings = runs["settings"][runs["reference"][recipe.run_id]]
+        iterations = frozenset(gaps.loc[gaps["run_id"] == recipe.run_id, "iteration"])
+        if (settings, iterations) not in known:
+            alike = table[plain & table["settings"].map(settings.__eq__)]
+            of_runs = zip(alike["seed"], alike["data"], alike["run_id"].map(losses), strict=True)
+            known[settings, iterations] = own_bands((PlainRun(*run) for run in of_runs), iterations)
+        bands[recipe.run_id] = known[settings, iterations]
+    return bands
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """
+    table    of `runs_with_reference`
+    gaps     of `loss_gaps`
+    costs    a row per run
+    recipes  the largest |mean gap| first
+    bands    (seeds, reordering) of each recipe, by its run_id; empty if runs are compared with another one than bf16
+    base     what the gaps are to
+    """
+
+    table: pd.DataFrame
+    gaps: pd.DataFrame
+    costs: pd.DataFrame
+    recipes: tuple[Recipe, ...]
+    bands: Mapping[str, tuple[Band, Band]]
+    base: str
+
+    @cached_property
+    def left(self) -> dict[str, int | None]:
+        """The iteration at which each recipe leaves bf16's band of reordering, by its run_id; None for one that does
+        not. Recipes without such a band are left out."""
+        found = {}
+        for recipe in self.recipes:
+            band = self.bands.get(recipe.run_id, (None, None))[1]
+            if band and not band.missing:
+                own = self.gaps[self.gaps["run_id"].isin(recipe.runs)]
+                wide = own.pivot_table(index="iteration", columns="run_id", values="gap").dropna()
+                found[recipe.run_id] = band.left_at(
+                    {int(at): float(gap) for at, gap in zip(wide.index, wide.mean(axis=1), strict=True)}
+                )
+        return found
+
+    @cached_property
+    def recipe_table(self) -> pd.DataFrame:
+        """A row per recipe: the columns of RECIPE_FIELDS, run_id, and low and high of gap, first and added, NaN where
+        one seed gives no interval."""
+        rows = []
+        for recipe in self.recipes:
+            row: dict[str, Any] = {"run_id": recipe.run_id, "label": recipe.label, "seeds": recipe.gap.n}
+            parts = {"gap": recipe.gap, "first": evidence.mean(GAP, recipe.first.values()), "added": recipe.added_gap}
+            for name, estimate in parts.items():
+                row |= {name: estimate.value, f"{name}_low": estimate.low, f"{name}_high": estimate.high}
+                row[f"{name}_interval"] = _interval(estimate)
+            if recipe.run_id in self.left:
+                at = self.left[recipe.run_id]
+                row["left"] = "stays inside" if at is None else f"at iteration {at}"
+            rows.append(row)
+        ends = [f"{name}_{end}" for name in ("gap", "first", "added") for end in ("low", "high")]
+        columns = [*(field.name for field in RECIPE_FIELDS), "run_id", *ends]
+        return pd.DataFrame(rows, columns=columns).replace([np.inf, -np.inf], np.nan)
+
+    @property
+    def verdict(self) -> Sentence:
+        return evidence.together(*self.sentences)
+
+    @property
+    def sentences(self) -> list[Sentence]:
+        """Which gaps can be told from 0, where each lies in the bands, and when it leaves that of reordering."""
+        placed = gap_bands.placed((each.label, each.gap, self.bands[each.run_id]) for each in self._banded)
+        return [each for each in (*self._answers, *placed, *self.leaving) if each]
+
+    @property
+    def _banded(self) -> list[Recipe]:
+        return [each for each in self.recipes if each.run_id in self.bands]
+
+    @property
+    def missing(self) -> list[str]:
+        """Why bands are unknown."""
+        return gap_bands.missing(band for each in self.bands.values() for band in each)
+
+    @property
+    def leaving(self) -> list[Sentence]:
+        """When each recipe leaves bf16's band."""
+        left = [(each.label, self.left[each.run_id]) for each in self.recipes if each.run_id in self.left]
+        out = [f"{label} at iteration {at}" for label, at in left if at is not None]
+        inside = [label for label, at in left if at is None]
+        found = []
+        if out:
+            more = f" and {len(out) - NAMED} more" * (len(out) > NAMED)
+            found.append(Sentence(f"Leaves bf16’s band of reordering: {'; '.join(out[:NAMED])}{more}."))
+        if inside:
+            found.append(Sentence(f"Does not leave bf16’s band of reordering: {evidence.listed(inside)}."))
+        return found
+
+    @property
+    def _answers(self) -> list[Sentence]:
+        """Which recipes’ gaps can be told from 0, and, of one part rounded alone, which part costs the most."""
+        found: list[Sentence] = []
+        recipes = self.recipes
+        known = [each for each in recipes if each.first] if self.base == BF16 else []
+        if known:
+            firsts = [(each.label, each.first_gap) for each in known]
+            what = "Change of the loss by rounding alone (iteration 0, on the weights and data of bf16)"
+            found.append(evidence.each_of(firsts[:NAMED], what))
+        several = [each for each in recipes if len(each.gaps) > 1 or each not in known]
+        pairs = [(each.label, each.gap) for each in several]
+        found.append(evidence.effects(pairs, self.base, ("higher loss", "lower loss")))
+        if added := [each for each in known if each not in several and each.added]:
+            shown = [(each.label, each.added_gap) for each in added]
+            found.append(evidence.each_of(shown[:NAMED], "Training adds, which one seed cannot tell from chance"))
+        for spec in dict.fromkeys(each.spec for each in recipes if each.only and each.spec):
+            alone = {str(each.only): each.gaps for each in recipes if each.only and each.spec == spec}
+            if len(alone) > 1 and max(map(len, alone.values())) > 1:
+                found.append(evidence.largest(alone, GAP, f"Rounded alone to {spec}, the largest gap"))
+        if recipes and all(len(each.gaps) == 1 for each in recipes):
+            found.append(evidence.say("Repeat them with other seeds to tell the gaps from chance."))
+        return found
+
+
+def compare(table: pd.DataFrame, losses: Losses, base: str = BF16) -> Comparison:
+    """Compare the quantized runs of a table of `runs_with_reference` with their references. losses: of all its runs and
+    references. base: what the references are; other than bf16 it has no bands."""
+    gaps = loss_gaps(table, losses)
+    runs = costs(gaps, table)
+    recipes = by_recipe(runs)
+    bands = bands_of(recipes, table, losses, gaps) if base == BF16 else {}
+    return Comparison(table, gaps, runs, tuple(recipes), bands, base)
+
+
+def _interval(estimate: Estimate) -> str:
+    if estimate.n < 2:
+        return NO_INTERVAL if estimate.n else ""
+    return f"{GAP.text(estimate.low)} to {GAP.text(estimate.high)}"
+
+
+def with_one_seed(table: pd.DataFrame) -> list[str]:
+    """The newest run of each recipe and settings that were compared on one seed only, after their reference runs."""
+    groups = [runs for _, runs in comparable_runs(table).groupby(["rounded", "settings"], sort=False)]
+    newest = [runs.iloc[-1] for runs in groups if runs["data"].nunique() == 1]
+    return list(dict.fromkeys([*(run["reference"] for run in newest), *(run["run_id"] for run in newest)]))
+
+
+def comparable_runs(table: pd.DataFrame) -> pd.DataFrame:
+    return table[table["quantized"] & table["reference"].notna()]
+
+
+def left_out(table: pd.DataFrame) -> tuple[str, ...]:
+    """A sentence on the runs of a table that have no bf16 run."""
+    without = table.loc[table["quantized"] & table["reference"].isna(), "label"].tolist()
+    return (f"Left out, because no bf16 run saw the same data: {evidence.listed(without)}.",) * bool(without)
+
+
+def no_reference(table: pd.DataFrame) -> str:
+    """Why none of the runs can be compared, "" if one can."""
+    if table.empty:
+        return "The filter selects no run."
+    if not table["quantized"].any():
+        return "None of these runs was quantized in training: collect one, for example with `binade quick mxfp4`."
+    if comparable_runs(table).empty:
+        return "No bf16 run saw the same data as these runs: collect one with the same options and --quantization bf16."
+    return ""
+
+
+def operand_table(opened: Catalog, recipes: Iterable[Recipe]) -> pd.DataFrame:
+    """What rounding did to the operands that the newest run of each recipe recorded last: columns of OPERAND_FIELDS,
+    run_id, and numbers by side: linear_forward_sqnr_db, linear_forward_flush_to_zero, …, medians over operands."""
+    rows = []
+    for recipe in list(recipes)[:MOST_RUNS]:
+        own = Filter(run_id=(recipe.run_id,))
+        last = Filter(run_id=own.run_id, iteration=tuple(opened.facets(own).get("iteration", [])[-1:]))
+        operands = opened.operands(last).dropna(subset="numel")
+        if operands["format"].isna().all():
+            continue
+        row: dict[str, Any] = {"run_id": recipe.run_id, "label": recipe.label}
+        with suppress(UnknownFormatError, SpecError):  # of a later version
+            row["bits"] = sum(map(_bits, operands.to_dict("records"))) / operands["numel"].sum()
+        medians = opened.moments(last, by=("component", "operation")).set_index(["component", "operation"])
+        for side, place in SIDES.items():
+            if place in medians.index and not pd.isna(medians.loc[place, "sqnr_db"]):
+                known = {name: float(medians.loc[place, name]) for name in ERRORS}
+                row |= {f"{side}_{name}": value for name, value in known.items()}
+                row[side] = " / ".join(MEASURES[name].text(value).removesuffix("%") for name, value in known.items())
+        rows.append(row)
+    return pd.DataFrame(rows, columns=None if rows else ["run_id", "label"])
+
+
+def _bits(operands: Mapping[Any, Any]) -> float:
+    """How many bits operands of one format take, with their block scales; those in bf16 keep their dtype."""
+    if not isinstance(operands["format"], str):
+        return float(operands["nbytes"]) * 8
+    return float(Spec.of(operands["format"]).bits_per_value * operands["numel"])
+
+
+def gradient_pairs(
+    opened: Catalog, runs: pd.DataFrame, by: str, name: str, at: int, done: Done = lambda count, of: None
+) -> tuple[pd.DataFrame, int]:
+    """(the `gradient_errors` of all runs to their references in an iteration, group being the run's `by`; how many
+    pairs could not be read)."""
+    parts, unread = [pd.DataFrame()], 0
+    for count, run in enumerate(runs.to_dict("records"), 1):
+        pairs = run["run_id"], run["reference"], Filter(tensor_name=(name,), iteration=(at,))
+        read = partial(lambda pairs: gradient_errors(opened, pairs_on_same_data(opened, *pairs)), pairs)
+        errors, missing = opened.kept(("gradients", *pairs), read)
+        parts.append(errors.assign(group=run[by]))
+        unread += missing
+        done(count, len(runs))
+    return pd.concat(parts, ignore_index=True), unread

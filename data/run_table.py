@@ -1,0 +1,147 @@
+"""The table of runs: what each rounds, and the bf16 run that saw the same data.
+
+Runs are matched by what they have read, see data.same_data. No torch here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import pandas as pd
+
+from binade.data.catalog import Catalog
+from binade.data.difference import OVERRIDES
+from binade.data.runs import read_steps, sound_losses
+from binade.data.same_data import CONFIGURATION, corpus_of, data_key, states_all
+from binade.data.text import one_line
+from binade.quant.formats import BF16
+
+# The settings that name one of several runs of a recipe, the first MOST_NAMED that differ.
+NAMED_SETTINGS = (
+    "seed", "model", "size", "dataset", "layers", "learning_rate", "train_iters", "warmup_iterations", "micro_batches",
+    "micro_batch_size", "sequence_length", "tp", "dp", "sequence_parallel", *OVERRIDES,
+)  # fmt: skip
+MOST_NAMED = 2
+OF_MODEL = ("model", "size", "dataset")
+PARTS = {"linear": "Linear layers", "QK": "QKᵀ", "PV": "PV", "router": "Router", "product": "Declared products"}
+
+
+def runs_with_reference(runs: pd.DataFrame, parts: pd.DataFrame) -> pd.DataFrame:
+    """Every run, oldest first, with the columns
+
+    run_id, recipe, color
+    rounded    the recipe; what was rounded if its name does not say so; for an import, the run's id
+    name       the one that users gave it, else `rounded`
+    label      the name, unique
+    PARTS      one column per part: its format, "bf16" if it is not rounded; None if only losses were imported
+    reference  the run_id of the newest bf16 run on the same data, or None
+    references the run_ids of all of them, the newest first
+    quantized  whether any part is, or the recipe rounds anything else
+    seed
+    data       the same for runs on the same data from the same weights; None if that is unknown
+    settings   all other settings that are the same in runs that differ in recipe and seed
+    stated     whether run.json states all of same_data.CONFIGURATION
+    """
+    runs = runs.sort_values(["started", "run_id"], ignore_index=True)
+    table = runs[["run_id", "recipe", "started", "color"]].copy()
+    wide: dict[Any, Any] = {(row.run_id, row.part): row.format or row.gradient_format for row in parts.itertuples()}
+    configs = [json.loads(config) for config in runs["config"]]
+    losses_alone = pd.Series(["loss_column" in config for config in configs], table.index, bool)
+    for part in PARTS:
+        parts_of = [wide.get((run_id, part), "bf16") for run_id in table["run_id"]]
+        table[part] = pd.Series(parts_of, table.index, object).mask(losses_alone, None)
+    other = table[list(PARTS)].notna() & (table[list(PARTS)] != "bf16")
+    # All that is known of runs without tensors, and of state and communication.
+    stated = pd.Series([round_anything(config.get("operands") or ()) for config in configs], table.index, bool)
+    table["quantized"] = other.any(axis=1) | stated | (losses_alone & (table["recipe"] != "bf16"))
+    firsts = runs["first_step"].astype(object).where(runs["first_step"].notna(), None)
+    keys = [data_key(config, first) for config, first in zip(configs, firsts, strict=True)]
+    table["data"] = pd.Series(keys, table.index, object)
+    table["seed"] = [str(config.get("seed")) for config in configs]
+    others = tuple(name for name in (*CONFIGURATION, *OVERRIDES) if name != "seed")
+    table["settings"] = [
+        tuple(map(str, (*map(config.get, others), config.get("dp") or 1, corpus_of(config), _layers(config))))
+        for config in configs
+    ]
+    table["stated"] = pd.Series([states_all(config) for config in configs], table.index, bool)
+    plain = table[(table["recipe"] == "bf16") & ~table["quantized"] & table["data"].notna()]
+    on_data = {data: tuple(ids[::-1]) for data, ids in plain.groupby("data")["run_id"].agg(list).items()}
+    table["references"] = [on_data.get(data, ()) for data in table["data"]]
+    table["reference"] = [next(iter(ids), None) for ids in table["references"]]
+    table["rounded"] = [_rounded(row) for _, row in table.iterrows()]
+    table["name"] = runs["name"].fillna(table["rounded"])
+    table["label"] = run_labels(table.assign(config=runs["config"]))
+    return table
+
+
+def compared_with(table: pd.DataFrame, run_id: str) -> pd.DataFrame:
+    """The table of `runs_with_reference` with this run as the reference of all others on the same data."""
+    data = table.loc[table["run_id"] == run_id, "data"].iloc[0]
+    others = (table["data"] == data) & (table["run_id"] != run_id)  # None equals nothing
+    references = others.map({True: (run_id,), False: ()})
+    return table.assign(reference=others.map({True: run_id, False: None}), references=references, quantized=others)
+
+
+def run_labels(runs: pd.DataFrame) -> list[str]:
+    """Labels from the columns name, config, started and run_id: the name; if several runs share it, also the settings
+    in which they differ ("mxfp8 · seed 2"); if these are the same, the time of the start, with the date if the dates
+    differ; if that is the same, the end of the directory's name."""
+    if runs.empty:
+        return []
+    name = runs["name"].astype(object).copy()
+    for _, own in runs[name.duplicated(keep=False)].groupby("name", sort=False):
+        name[own.index] += _differences([json.loads(config) for config in own["config"]])
+    again = name.duplicated(keep=False)
+    days = runs.loc[again, "started"].dt.date.nunique()
+    when = runs["started"].dt.strftime(" at %Y-%m-%d %H:%M:%S UTC" if days > 1 else " at %H:%M:%S UTC")
+    name = name.where(~again, name + when)
+    alike = name.duplicated(keep=False)
+    name = name.where(~alike, name + " · " + runs["run_id"].str[-6:])
+    return name.where(~name.duplicated(keep=False), runs["run_id"]).tolist()
+
+
+def _differences(configs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What sets each of several runs apart from the others, at most MOST_NAMED settings: " · seed 2, tp 2"."""
+    varying = [name for name in NAMED_SETTINGS if len({_text(name, config) for config in configs}) > 1]
+    parts = [", ".join(filter(None, (_text(name, config) for name in varying[:MOST_NAMED]))) for config in configs]
+    return [f" · {part}" if part else "" for part in parts]
+
+
+def _text(name: str, config: Mapping[str, Any]) -> str:
+    """A setting of a run in words; "" if it is unknown or none."""
+    value = config.get(name)
+    if value is None or value is False or value in ("", []) or (name in ("tp", "dp") and value == 1):
+        return ""
+    shown = " ".join(map(str, value)) if isinstance(value, list) else str(value)
+    return one_line(f"{name.replace('_', ' ')} {shown}".removesuffix(" True"), 60)
+
+
+def losses_of(opened: Catalog, run_ids: Iterable[str], lost: bool = False) -> dict[str, list[dict[str, Any]]]:
+    """The losses of runs; with lost, also the steps whose loss is not finite, as None. Records that are not losses, and
+    files that cannot be read, are left out."""
+    found = {}
+    for run_id in run_ids:
+        try:
+            found[run_id] = (read_steps if lost else sound_losses)(opened.root / run_id)
+        except OSError:
+            found[run_id] = []
+    return found
+
+
+def round_anything(lines: Iterable[str]) -> bool:
+    """Whether a recipe with these lines, as run.json has them, rounds anything."""
+    return any(not line.endswith(f" {BF16}") or line.startswith(("state.", "communication.", "kv_cache.")) for line in lines)
+
+
+def _layers(config: dict[str, Any]) -> Any:
+    """How many layers a run was asked to have; None if the number of parameters, one of CONFIGURATION, says it."""
+    return None if config.get("parameters") else config.get("layers")
+
+
+def _rounded(run: pd.Series) -> str:
+    if run["recipe"] == "bf16" and run["quantized"]:
+        return " + ".join(f"{part}_{run[part]}" for part in PARTS if run[part] != "bf16") or "bf16, changed"
+    result: str = run["run_id"] if pd.isna(run["recipe"]) else run["recipe"]
+    return result
