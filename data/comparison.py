@@ -10,10 +10,13 @@ over seeds: of several runs on the same data the newest counts. Ablations are in
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
+from pathlib import PurePath
 from typing import Any
 
 import numpy as np
@@ -21,6 +24,7 @@ import pandas as pd
 
 from binade.data import evidence, gap_bands
 from binade.data.catalog import Catalog
+from binade.data.effects import CHANGE
 from binade.data.evidence import GAP, Estimate, Sentence
 from binade.data.fields import MEASURES, Field
 from binade.data.filter import Filter
@@ -28,6 +32,7 @@ from binade.data.gap_bands import Band, PlainRun, own_bands
 from binade.data.gradients import gradient_errors
 from binade.data.run_table import PARTS
 from binade.data.same_data import closest, equal_warm_up, losses_on_same_data, pairs_on_same_data
+from binade.data.text import number_text
 from binade.quant.formats import BF16, UnknownFormatError
 from binade.quant.specs import Spec, SpecError
 
@@ -44,14 +49,18 @@ RECIPE_FIELDS = (
     Field("gap_interval", "95% interval", "", "Of the mean gap, over seeds (Student’s t)", ""),
     Field("first", "Rounding alone", "nats", "Gap in iteration 0, before any step: weights and data are those of bf16; "
           "mean over seeds", "+.4f"),
-    Field("first_interval", "95% interval of it", "", "Of the gap in iteration 0, over seeds (Student’s t)", ""),
+    Field("first_interval", "Rounding alone, 95% interval", "", "Of the gap in iteration 0, over seeds (Student’s t)", ""),
     Field("added", "Training adds", "nats", "Gap at the last iteration minus that in iteration 0, mean over seeds",
           "+.4f"),
-    Field("added_interval", "95% interval of that", "", "Of what training adds, over seeds (Student’s t)", ""),
+    Field("added_interval", "Training adds, 95% interval", "", "Of what training adds, over seeds (Student’s t)", ""),
+    Field("effect", "Measured rounding", "nats", "What `binade measure` found for all that the recipe rounds: the loss "
+          "with rounding minus the loss without, on the same weights and sequences, mean over sequences", "+.4f"),
+    Field("effect_interval", "Measured rounding, 95% interval", "", "Of the measured change (Student’s t)", ""),
+    Field("effect_on", "Measured on", "", "Weights before training, or of a run’s last checkpoint", ""),
     Field("left", "Leaves bf16’s band", "", "First iteration from which the gap, its mean over seeds, is beyond the "
           "band of reordering up to the last iteration", ""),
 )  # fmt: skip
-"""The columns of `Comparison.recipe_table` that are shown."""
+"""The columns of `with_effects` that are shown."""
 RUN_FIELDS = (
     Field("label", "Run", format=""),
     Field("gap", "Mean gap", "nats", "Mean over iterations of the loss minus that of the reference", "+.4f"),
@@ -106,9 +115,10 @@ def loss_gaps(table: pd.DataFrame, losses: Losses) -> pd.DataFrame:
 def costs(gaps: pd.DataFrame, table: pd.DataFrame) -> pd.DataFrame:
     """A row per quantized run, the largest |gap| first.
 
-    Columns run_id, label, name, settings, data, parts (what is rounded, in words), gap (mean over the iterations that
-    both have), first (in iteration 0, on equal weights; NaN without one), last (at the last), added (last minus first;
-    NaN without a later iteration), iterations, only (the part, where only one is rounded), spec (its format).
+    Columns run_id, label, name, recipe, settings, data, parts (what is rounded, in words), gap (mean over the
+    iterations that both have), first (in iteration 0, on equal weights; NaN without one), last (at the last), added
+    (last minus first; NaN without a later iteration), iterations, only (the part, where only one is rounded), spec (its
+    format).
     """
     quantized = table[table["quantized"]].set_index("run_id")
     rows = []
@@ -118,12 +128,12 @@ def costs(gaps: pd.DataFrame, table: pd.DataFrame) -> pd.DataFrame:
         part = part.sort_values("iteration")
         first, last = part.loc[part["equal"], "gap"].mean(), part["gap"].iloc[-1]
         only, spec = next(iter(rounded.items())) if len(rounded) == 1 else (None, None)
-        row = {"run_id": run_id} | {name: run[name] for name in ("label", "name", "settings", "data")}
+        row = {"run_id": run_id} | {name: run[name] for name in ("label", "name", "recipe", "settings", "data")}
         row |= {"parts": ", ".join(f"{name} {fmt}" for name, fmt in rounded.items()), "gap": part["gap"].mean()}
         row |= {"first": first, "last": last, "added": last - first if part["iteration"].iloc[-1] else np.nan}
         rows.append(row | {"iterations": len(part), "only": only, "spec": spec})
-    columns = ["run_id", "label", "name", "settings", "data", "parts", "gap", "first", "last", "added", "iterations"]
-    found = pd.DataFrame(rows, columns=[*columns, "only", "spec"])
+    columns = ["run_id", "label", "name", "recipe", "settings", "data", "parts", "gap", "first", "last", "added"]
+    found = pd.DataFrame(rows, columns=[*columns, "iterations", "only", "spec"])
     return found.sort_values("gap", key=abs, ascending=False, ignore_index=True)
 
 
@@ -131,7 +141,7 @@ def costs(gaps: pd.DataFrame, table: pd.DataFrame) -> pd.DataFrame:
 class Recipe:
     """Runs of one recipe and of the same settings: the gap on each data and start (of the newest run), and the part and
     format, if only one part is rounded. label: of the only run, else the recipe's name. first and added: as in `costs`,
-    where they are known. runs: their run_ids; run_id: the newest."""
+    where they are known. runs: their run_ids; run_id: the newest. text: the recipe, as run.json has it."""
 
     label: str
     gaps: Mapping[Any, float]
@@ -141,6 +151,7 @@ class Recipe:
     first: Mapping[Any, float]
     added: Mapping[Any, float]
     runs: tuple[str, ...] = ()
+    text: str = ""
 
     @property
     def gap(self) -> Estimate:
@@ -168,8 +179,8 @@ def by_recipe(costs: pd.DataFrame) -> list[Recipe]:
         label = newest["label"] if len(runs) == 1 else str(name)
         gaps = dict(zip(runs["data"], runs["gap"], strict=True))
         first, added = (runs.dropna(subset=[name]).set_index("data")[name].to_dict() for name in ("first", "added"))
-        ids = tuple(runs["run_id"])
-        found.append(Recipe(label, gaps, newest["run_id"], newest["only"], newest["spec"], first, added, ids))
+        ids, text = tuple(runs["run_id"]), str(newest.get("recipe", ""))
+        found.append(Recipe(label, gaps, newest["run_id"], newest["only"], newest["spec"], first, added, ids, text))
     return sorted(found, key=lambda recipe: -abs(recipe.gap.value))
 
 
@@ -228,8 +239,8 @@ class Comparison:
 
     @cached_property
     def recipe_table(self) -> pd.DataFrame:
-        """A row per recipe: the columns of RECIPE_FIELDS, run_id, and low and high of gap, first and added, NaN where
-        one seed gives no interval."""
+        """A row per recipe: the columns of RECIPE_FIELDS but for measured effects, run_id, and low and high of gap,
+        first and added, NaN where one seed gives no interval."""
         rows = []
         for recipe in self.recipes:
             row: dict[str, Any] = {"run_id": recipe.run_id, "label": recipe.label, "seeds": recipe.gap.n}
@@ -242,7 +253,7 @@ class Comparison:
                 row["left"] = "stays inside" if at is None else f"at iteration {at}"
             rows.append(row)
         ends = [f"{name}_{end}" for name in ("gap", "first", "added") for end in ("low", "high")]
-        columns = [*(field.name for field in RECIPE_FIELDS), "run_id", *ends]
+        columns = [*(field.name for field in RECIPE_FIELDS if not field.name.startswith("effect")), "run_id", *ends]
         return pd.DataFrame(rows, columns=columns).replace([np.inf, -np.inf], np.nan)
 
     @property
@@ -313,10 +324,10 @@ def compare(table: pd.DataFrame, losses: Losses, base: str = BF16) -> Comparison
     return Comparison(table, gaps, runs, tuple(recipes), bands, base)
 
 
-def _interval(estimate: Estimate) -> str:
+def _interval(estimate: Estimate, single: str = NO_INTERVAL, measure: Field = GAP) -> str:
     if estimate.n < 2:
-        return NO_INTERVAL if estimate.n else ""
-    return f"{GAP.text(estimate.low)} to {GAP.text(estimate.high)}"
+        return single if estimate.n else ""
+    return f"{measure.text(estimate.low)} to {measure.text(estimate.high)}"
 
 
 def with_one_seed(table: pd.DataFrame) -> list[str]:
@@ -347,6 +358,43 @@ def no_reference(table: pd.DataFrame) -> str:
     return ""
 
 
+def measured_of(opened: Catalog, recipe: Recipe) -> tuple[Estimate, str] | None:
+    """(the measured change of the loss by all that a recipe rounds forward, with the interval over sequences; on which
+    weights), of the measurement with the most sequences; None if it was not measured."""
+    effects = opened.effects(recipe.runs)
+    whole = effects[effects[["part", "layer_index", "module"]].isna().all(axis=1)]
+    own = whole[[recipe.text in (text, PurePath(text).stem) for text in whole["format"]]]
+    if own.empty:
+        return None
+    row = own.iloc[0]
+    configs = opened.runs().set_index("run_id")["config"]
+    trained = json.loads(configs[row["run_id"]]).get("measured_run")
+    weights = "last checkpoint" if trained else "weights before training"
+    return evidence.mean(CHANGE, row["change_by_sequence"], "sequences"), weights
+
+
+def with_effects(opened: Catalog, compared: Comparison) -> pd.DataFrame:
+    """`Comparison.recipe_table` with the measured effects: effect, effect_low, effect_high, effect_interval, effect_on,
+    effect_sequences."""
+    rows = []
+    for recipe in compared.recipes if compared.base == BF16 else ():
+        if found := measured_of(opened, recipe):
+            change, weights = found
+            ends = {"effect_low": change.low, "effect_high": change.high, "effect_sequences": change.n}
+            interval = _interval(change, "one sequence", change.measure)
+            row = {"run_id": recipe.run_id, "effect": change.value, "effect_interval": interval, "effect_on": weights}
+            rows.append(row | ends)
+    columns = ["run_id", "effect", "effect_low", "effect_high", "effect_interval", "effect_on", "effect_sequences"]
+    effects = pd.DataFrame(rows, columns=columns).replace([np.inf, -np.inf], np.nan)
+    return compared.recipe_table.merge(effects.astype({"run_id": object}), on="run_id", how="left")
+
+
+def measured_sentence(opened: Catalog, compared: Comparison) -> Sentence:
+    """What was measured of the recipes."""
+    known = [(each.label, found[0]) for each in compared.recipes if (found := measured_of(opened, each))]
+    return evidence.each_of(known[:NAMED], "Measured change of the loss by rounding alone (`binade measure`)")
+
+
 def operand_table(opened: Catalog, recipes: Iterable[Recipe]) -> pd.DataFrame:
     """What rounding did to the operands that the newest run of each recipe recorded last: columns of OPERAND_FIELDS,
     run_id, and numbers by side: linear_forward_sqnr_db, linear_forward_flush_to_zero, …, medians over operands."""
@@ -360,12 +408,14 @@ def operand_table(opened: Catalog, recipes: Iterable[Recipe]) -> pd.DataFrame:
         row: dict[str, Any] = {"run_id": recipe.run_id, "label": recipe.label}
         with suppress(UnknownFormatError, SpecError):  # of a later version
             row["bits"] = sum(map(_bits, operands.to_dict("records"))) / operands["numel"].sum()
-        medians = opened.moments(last, by=("component", "operation")).set_index(["component", "operation"])
+        errors = opened.moments(last, by=("component", "operation")).set_index(["component", "operation"])
+        medians = errors[list(ERRORS)].astype(float).to_dict("index")
         for side, place in SIDES.items():
-            if place in medians.index and not pd.isna(medians.loc[place, "sqnr_db"]):
-                known = {name: float(medians.loc[place, name]) for name in ERRORS}
+            if place in medians and not math.isnan(medians[place]["sqnr_db"]):
+                known = medians[place]
                 row |= {f"{side}_{name}": value for name, value in known.items()}
-                row[side] = " / ".join(MEASURES[name].text(value).removesuffix("%") for name, value in known.items())
+                shares = (number_text(100 * known[name], ".2f") for name in ERRORS[1:])
+                row[side] = " / ".join([MEASURES["sqnr_db"].text(known["sqnr_db"]), *shares])
         rows.append(row)
     return pd.DataFrame(rows, columns=None if rows else ["run_id", "label"])
 

@@ -91,7 +91,7 @@ def line(view: JobView, done: Progress) -> str:
     if done.total:
         of = f" of {done.total:,}" if done.done < done.total else ""
         parts.append(f"{done.done:,}{of} iteration{'s' * (max(done.done, done.total) != 1)}")
-    if view.run:
+    if view.run and not view.job.measures:
         parts.append(counted(view.run.status.tensors, "tensor"))
     if done.seconds_left is not None:
         parts.append(f"{duration_text(done.seconds_left)} left")

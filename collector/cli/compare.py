@@ -29,8 +29,10 @@ from binade.data.comparison import (
     comparable_runs,
     gradient_pairs,
     left_out,
+    measured_sentence,
     no_reference,
     operand_table,
+    with_effects,
 )
 from binade.data.fields import FIELDS, Field
 from binade.data.gradients import COMPARED, GRADIENTS, gradient_summary
@@ -45,9 +47,11 @@ GRADIENT_FIELDS = (
     Field("tensors", "Pairs", format="d"),
     *(FIELDS[name] for name in COMPARED),
 )
+MEASURED = "Recipes: rounding alone, as binade measure found it"
 RECIPE_TABLES = {
     "Recipes: gap to bf16": ("label", "seeds", "gap", "gap_interval", "left"),
     "Recipes: rounding alone, and what training adds": ("label", "first", "first_interval", "added", "added_interval"),
+    MEASURED: ("label", "effect", "effect_interval", "effect_on"),
 }
 LEGEND = (
     *(f"{field.title}: {field.definition}." for field in (*RECIPE_FIELDS, *OPERAND_FIELDS[:3]) if field.definition),
@@ -64,6 +68,7 @@ class Section:
     title      what the runs share: model, size and dataset
     model      OF_MODEL
     compared   None if no run can be compared
+    recipes    of `with_effects`
     operands   of `operand_table`
     ablations  with the name of each ladder
     gradients  a row per run, of the first recorded iteration
@@ -73,6 +78,7 @@ class Section:
     title: str
     model: Mapping[str, Any]
     compared: Comparison | None
+    recipes: pd.DataFrame = field(default_factory=pd.DataFrame)
     operands: pd.DataFrame = field(default_factory=pd.DataFrame)
     ablations: tuple[tuple[str, Ablation], ...] = ()
     gradients: pd.DataFrame | None = None
@@ -109,6 +115,7 @@ def _section(opened: Catalog, runs: pd.DataFrame, model: dict[str, Any]) -> Sect
     formats = [linear_formats_of(configs[run_id]) for run_id in compared.bands]
     notes = [
         *compared.sentences,
+        measured_sentence(opened, compared),
         rounded_twice(configs[each.run_id] for each in compared.recipes),
         *compared.missing,
         *map(str, published_for(formats)),
@@ -119,7 +126,8 @@ def _section(opened: Catalog, runs: pd.DataFrame, model: dict[str, Any]) -> Sect
     ]
     notes = [one_line(note) for note in notes if note]
     operands = operand_table(opened, compared.recipes)
-    return Section(title, model, compared, operands, tuple(made), gradients, at or 0, tuple(notes))
+    recipes = with_effects(opened, compared)
+    return Section(title, model, compared, recipes, operands, tuple(made), gradients, at or 0, tuple(notes))
 
 
 def _gradients(opened: Catalog, table: pd.DataFrame, at: int) -> tuple[pd.DataFrame | None, list[str]]:
@@ -157,8 +165,10 @@ def tables(section: Section) -> Iterator[Table]:
     if section.compared is None:
         return
     for title, names in RECIPE_TABLES.items():
+        if title == MEASURED and section.recipes["effect"].isna().all():
+            continue
         fields = [field for field in RECIPE_FIELDS if field.name in names]
-        yield cells(section.compared.recipe_table, fields, f"{title}, in nats per token")
+        yield cells(section.recipes, fields, f"{title}, in nats per token")
     yield cells(section.compared.costs, RUN_FIELDS, "Runs: gap to bf16, in nats per token")
     if not section.operands.empty:
         yield cells(section.operands, OPERAND_FIELDS, "Operands: SQNR, dB / flushed to zero, % / saturated, %")
@@ -191,7 +201,7 @@ def _csv(found: Iterable[Section]) -> str:
     for section in found:
         if section.compared is None:
             continue
-        table = section.compared.recipe_table
+        table = section.recipes
         if not section.operands.empty:
             numbers = section.operands.drop(columns=["label", *(side for side in SIDES if side in section.operands)])
             table = table.merge(numbers, on="run_id", how="left")

@@ -72,6 +72,7 @@ def _again(root: Path, job: Job, resume: str | None) -> Job:
         directory=Path(job.directory),
         retry_of=job.id,
         resume=resume,
+        measures=job.measures,
     )
     start_runner(root)
     return again

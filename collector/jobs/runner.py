@@ -188,8 +188,12 @@ class Runner:
         """Start its process. The files say at every moment whether there may be a process."""
         execution = Execution(host(), boot(), now(), out_of_memory_kills(), runner=self.process)
         write_execution(self.root, job, execution)
-        what = ["--resume", job.resume] if job.resume else ["--config", str(directory_of(self.root, job) / "job.json")]
-        command = [sys.executable, "-P", "-m", "binade", "run", *what, "--tensor-save-dir", str(self.root)]
+        what = ["run", "--config", str(directory_of(self.root, job) / "job.json")]
+        if job.measures:
+            what = job.measures.arguments
+        elif job.resume:
+            what = ["run", "--resume", job.resume]
+        command = [sys.executable, "-P", "-m", "binade", *what, "--tensor-save-dir", str(self.root)]
         try:
             with open(directory_of(self.root, job) / "log.txt", "ab", opener=no_link) as log:
                 child = subprocess.Popen(

@@ -144,7 +144,7 @@ def view_of(root: Path, job: Job, known: dict[str, Path] | None = None) -> JobVi
     else:
         found, reason = how_it_ended(root, job, execution, run, None)
         state = after(state_of(run, cancelled, cluster), found)
-    if state is State.DONE and run is None:
+    if state is State.DONE and run is None and not job.measures:  # a later measurement continues the run
         reason = "its run has been deleted"
     noted, finished = end.at if end else None, run.status.finished if run else None
     # For a crashed run, the status only has the last heartbeat.
@@ -285,7 +285,7 @@ def listing(root: Path) -> list[JobView]:
 def progress(view: JobView) -> Progress:
     """The progress of a job's run. The estimate assumes that each remaining iteration takes as long as earlier ones of
     its kind: warm-up, recorded, not recorded."""
-    if view.run is None:
+    if view.run is None or view.job.measures:
         return Progress(0, 0, None)
     config, losses = view.job.config, losses_of(view.run)
     left = seconds_left(config, losses) if view.state is State.RUNNING else None

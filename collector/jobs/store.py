@@ -58,10 +58,25 @@ class JobError(ValueError):
 
 
 @dataclass(frozen=True, config=STRICT)
+class Measuring:
+    """What `binade measure` does for a job: it rounds all that each of these recipes or formats rounds, in the model of
+    a run."""
+
+    run: Text
+    formats: Annotated[tuple[Text, ...], Field(min_length=1)]
+    sequences: Count = 8
+
+    @property
+    def arguments(self) -> list[str]:
+        options = ["--formats", ",".join(self.formats), "--by", "model", "--sequences", str(self.sequences)]
+        return ["measure", self.run, *options]
+
+
+@dataclass(frozen=True, config=STRICT)
 class Job:
     """job.json. token marks the job's processes and its run; resume names the run to continue, if any; directory is the
     working directory of the command; created is ISO 8601 in UTC, the same for jobs that were queued together; retry_of
-    is the number of the job that this one repeats or continues."""
+    is the number of the job that this one repeats or continues; measures is what it does instead of training."""
 
     id: Count
     token: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
@@ -73,6 +88,7 @@ class Job:
     title: str = ""
     tags: tuple[str, ...] = ()
     retry_of: int | None = None
+    measures: Measuring | None = None
 
     @property
     def on_cluster(self) -> bool:
@@ -81,6 +97,8 @@ class Job:
     @property
     def arguments(self) -> list[str]:
         """The command line that does the same, for people."""
+        if self.measures:
+            return self.measures.arguments
         line = ["run", "--resume", self.resume] if self.resume else self.config.arguments()
         return [*line, *self.start.arguments()]
 
@@ -279,10 +297,12 @@ def add_runs(
     directory: Path | None = None,
     retry_of: int | None = None,
     resume: str | None = None,
+    measures: Measuring | None = None,
 ) -> list[Job]:
     """Queue these runs, one job for each, in their order. They start only after `runner.start_runner`. On a cluster
     they are submitted as one array before this returns, so that a refusal is reported at once. resume: the run to
-    continue, if there is only one. Raises ConfigError, ReadOnlyError, RunError, OSError, SubmissionError."""
+    continue, if there is only one; measures: what to do instead of training. Raises ConfigError, ReadOnlyError,
+    RunError, OSError, SubmissionError."""
     check_writable("starting a run")
     target = start.for_run(plans[0].config)
     if target and resume:
@@ -306,6 +326,7 @@ def add_runs(
                 _title(title) or f"{label(plan.config.recipe)} · {plan.config.model_title}",
                 _tags(tags),
                 retry_of,
+                measures,
             )
             for index, (plan, title) in enumerate(zip(plans, titles or [""] * len(plans), strict=True))
         ]

@@ -6,6 +6,7 @@ are those that follow the ones left out: of a run, those that it trains on.
 
 from __future__ import annotations
 
+import os
 import pickle
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -25,13 +26,14 @@ from binade.collector.errors import ConfigError, raising
 from binade.collector.models.model import GPTModel
 from binade.collector.pretrained.checkpoint import open_checkpoint
 from binade.collector.pretrained.directory import describe_weights
-from binade.collector.settings import Device
+from binade.collector.settings import JOB_VARIABLE, Device
 from binade.collector.training.config import RunConfig
 from binade.collector.training.loop import describe_run, prepare
 from binade.collector.training.plan import Plan
 from binade.data.continued import continued_run
 from binade.data.effects import MEASURE, Effect, Group, Measured, continue_effects
 from binade.data.runs import CHECKPOINTS, RunError
+from binade.data.runs import describe_run as describe_saved
 
 Say = Callable[[str], None]
 Progress = Callable[[int, int], None]
@@ -111,12 +113,15 @@ def measure_effects(
     asked.check()
     with measurable(asked), torch.no_grad():
         opened = open_measured(asked, say)
-        facts = opened.facts | {"kind": MEASURE}
+        token = {"job_token": os.environ.get(JOB_VARIABLE)}
+        facts = opened.facts | {"kind": MEASURE} | token
         label = f"measure_{asked.plan.config.model_name}"
         with _measuring(asked, opened) as measured:
             tasks = asked.tasks(measured)
             with continued_run(root, label, facts, SAME, "effects are being measured") as (writer, existed):
                 known = len(continue_effects(writer.directory)) if existed else 0
+                if existed and token["job_token"]:
+                    describe_saved(writer.directory, token)  # so that the job finds its run
                 say(f"run {writer.run_id}" + f", continued after {known} measurements" * bool(known))
                 clock = _Clock(measured, tasks, len(opened.batches), say, progress)
                 return writer.run_id, record(writer, measured, opened.batches, tasks, clock)

@@ -21,9 +21,11 @@ from binade.collector import jobs
 from binade.collector.errors import ConfigError
 from binade.collector.recipes.files import label
 from binade.collector.training.config import RunConfig
+from binade.collector.training.plan import plan
 from binade.data.access import ReadOnlyError, read_only
 from binade.data.catalog import Catalog
-from binade.data.comparison import with_one_seed
+from binade.data.comparison import comparable_runs, with_one_seed
+from binade.data.difference import OVERRIDES
 from binade.data.runs import DONE
 
 SEEDS = 3
@@ -35,7 +37,46 @@ def show(opened: Catalog, view: View, reading: Reading) -> None:
         explain_empty(opened)
         return
     layout.show(opened, view, reading)
-    _repeat(Selection(opened, reading.where.without(*RECIPES.ignored_fields)), reading.values, view)
+    selection = Selection(opened, reading.where.without(*RECIPES.ignored_fields))
+    _repeat(selection, reading.values, view)
+    if reading.values["of"] == "cost":
+        _measure(selection, reading.values, view)
+
+
+def _measure(selection: Selection, values: dict[str, Any], view: View) -> None:
+    """Offer to measure what a run's recipe does to the loss by rounding alone."""
+    opened = selection.opened
+    runs = comparable_runs(runs_in(selection, values))
+    newest = runs.drop_duplicates(["rounded", "settings"], keep="last").set_index("run_id")
+    described = opened.runs().set_index("run_id")["config"]
+    known: dict[str, RunConfig] = {}
+    for run_id in newest.index:
+        with suppress(ConfigError):
+            config = _trained_with(opened, run_id, json.loads(described[run_id]))
+            if not any(getattr(config, name, None) for name in OVERRIDES):  # a recipe's name does not include them
+                known[run_id] = config
+    if not known:
+        return
+    st.caption(
+        "Measure what rounding alone does to the loss: forward passes on the same weights and sequences, with all that "
+        "the recipe rounds and without."
+    )
+    titles = {run_id: str(newest["label"][run_id]) for run_id in known}
+    run_id = st.selectbox("Run", list(titles), key="measured_run", format_func=lambda name: titles[name])
+    measuring = jobs.Measuring(run_id, (str(known[run_id].recipe),))
+    where = f"--tensor-save-dir {shlex.quote(str(opened.root))}"
+    st.code(f"{shlex.join(['binade', *measuring.arguments])} {where}", language="shell", wrap_lines=True)
+    if read_only() or not st.button("Measure", icon=":material/straighten:", key="measure"):
+        return
+    title = f"Measure {label(known[run_id].recipe)} in {titles[run_id]}"
+    try:
+        jobs.add_runs(opened.root, [plan(known[run_id])], titles=[title], tags=["measure"], measures=measuring)
+        jobs.start_runner(opened.root)
+    except FAILED as error:
+        st.error(plain(f"Nothing was queued: {error}."), icon=":material/error:")
+        return
+    st.success("The measurement is queued. When it is done, the table of recipes has its result.")
+    link(view.at("runs", "jobs"), "See it among the jobs", ":material/list_alt:")
 
 
 def _repeat(selection: Selection, values: dict[str, Any], view: View) -> None:

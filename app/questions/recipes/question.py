@@ -38,8 +38,10 @@ from binade.data.comparison import (
     comparable_runs,
     gradient_pairs,
     left_out,
+    measured_sentence,
     no_reference,
     operand_table,
+    with_effects,
 )
 from binade.data.fields import Field
 from binade.data.filter import Filter
@@ -82,7 +84,8 @@ AGAINST = Control(
 )  # fmt: skip
 WIDTHS = {
     "label": 210, "rung": 150, "recipe": 280, "seeds": 60, "gap": 95, "gap_interval": 150, "first": 125,
-    "first_interval": 150, "added": 115, "added_interval": 150, "left": 150, "last": 95, "iterations": 85,
+    "first_interval": 150, "added": 115, "added_interval": 150, "left": 150, "effect": 160,
+    "effect_interval": 200, "effect_on": 190, "last": 95, "iterations": 85,
     "run_id": 330, "deviation": 80, "change": 95, "verdict": 250, "cosine": 75, "relative_squared_error": 140,
     "bits": 110, "linear_forward": 165, "linear_gradients": 165, "fa_forward": 165, "fa_gradients": 165,
     "forward_sqnr_db": 145, "backward_sqnr_db": 160,
@@ -232,7 +235,7 @@ def cost(opened: Catalog, where: Filter, table: pd.DataFrame, base: str = BF16) 
     listed = costs.merge(table[["run_id", *PARTS]], on="run_id")
     unused = [part for part in PARTS if listed[part].isin([BF16, None]).all()]
     columns = {name: column for name, column in COLUMNS.items() if name not in unused}
-    every = compared.recipe_table
+    every = with_effects(opened, compared)
     known = {name: column for name, column in RECIPES_SHOWN.items() if every[name].notna().any()}
     operands = operand_table(opened, recipes)
     published = bands.published([*formats.values()])
@@ -245,7 +248,8 @@ def cost(opened: Catalog, where: Filter, table: pd.DataFrame, base: str = BF16) 
         *published,
     )
     caveat = rounded_twice(json.loads(configs[each.run_id]) for each in recipes)
-    answer = Drawn(items, evidence.together(compared.verdict, caveat), left_out(table))
+    measured = measured_sentence(opened, compared) if base == BF16 else ""
+    answer = Drawn(items, evidence.together(compared.verdict, measured, caveat), left_out(table))
     return with_events(answer, opened, Filter(run_id=tuple(each.run_id for each in latest)))
 
 

@@ -1,0 +1,97 @@
+"""Runs › Recipes: the measured change of the loss beside the gaps, and the button that queues a measurement."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from scipy import stats
+
+from binade.app.view import View
+from binade.cli import main
+from binade.collector import jobs
+from binade.collector.cli.compare import cells, sections
+from binade.collector.cli.options import parse
+from binade.collector.jobs import store
+from binade.data.catalog import Catalog
+from binade.data.comparison import RECIPE_FIELDS
+from binade.data.effects import Effect, append_effect
+from binade.data.runs import DONE, RunWriter
+from tests.app import roots
+from tests.app.test_gap_bands import train
+from tests.app.test_pages import Visit, rerun
+from tests.collector.test_jobs import end_all
+from tests.data.builder import CONFIG
+
+pytestmark = pytest.mark.slow
+LOSS = View("runs", {"view": ["recipes"], "of": ["cost"]})
+EXACT, ROUNDED = (5.0, 5.2, 4.9, 5.1), (5.3, 5.6, 5.1, 5.5)
+
+
+def measured(root: Path, recipe: str, group: str, seed: int = 0, **config: object) -> None:
+    """A run of `binade measure` with weights drawn with a seed."""
+    known = {name: CONFIG[name] for name in ("model", "size", "dataset")}
+    run = RunWriter.create(root, "measure", known | {"kind": "measure", "seed": seed} | config)
+    append_effect(run.directory, Effect(0, recipe, group, None, None, EXACT, ROUNDED))
+    run.finish(DONE)
+
+
+def test_the_measured_change_is_beside_the_gaps(tmp_path: Path):
+    for recipe, gap in (("bf16", 0.0), ("mxfp4", 0.5), ("mxfp8", 0.1)):
+        train(tmp_path, recipe, 0, gap, operands=[] if recipe == "bf16" else [f"linear.input {recipe}"])
+    measured(tmp_path, "mxfp4", "")
+    measured(tmp_path, "mxfp8", "linear")  # a part is not the whole recipe
+    measured(tmp_path, "mxfp8", "", seed=7)  # other weights
+    with Catalog.open(tmp_path) as opened:
+        drawn = LOSS.draw(opened)
+        (section,) = (each for each in sections(opened) if each.compared)
+    table = drawn.tables["recipes"].set_index("label")
+    changes = [after - before for after, before in zip(ROUNDED, EXACT, strict=True)]
+    low, high = stats.ttest_1samp(changes, 0).confidence_interval(0.95)
+    row = table.loc["mxfp4"]
+    assert [row["effect"], row["effect_low"], row["effect_high"]] == pytest.approx([sum(changes) / 4, low, high])
+    assert row["effect_on"] == "weights before training" and row["effect_sequences"] == 4
+    assert row["first"] == pytest.approx(0.5) and table["effect"].isna()["mxfp8"]
+    assert "Measured change of the loss by rounding alone" in drawn.verdict
+    shown = cells(section.recipes, [field for field in RECIPE_FIELDS if "effect" in field.name], "")
+    assert shown.rows[0][0] == f"+{sum(changes) / 4:.4f}"
+
+
+def test_a_click_queues_the_command_that_is_shown(visit: Visit, collected: Path, tmp_path: Path):
+    root = roots.copy(collected, tmp_path / "runs")
+    at = visit(root, "recipes")
+    run_id = at.selectbox(key="measured_run").value
+    (shown,) = (code.value for code in at.code if code.value.startswith("binade measure "))
+    try:
+        at.button(key="measure").click()
+        rerun(at)
+        assert not at.exception and any("The measurement is queued" in each.value for each in at.success)
+        (job,) = store.read_jobs(root)
+        assert job.measures and job.measures.run == run_id and f"binade {' '.join(job.arguments)} " in shown + " "
+        assert store.read_jobs(root)[0].config.recipe in job.measures.formats
+    finally:
+        for job in store.read_jobs(root):
+            if jobs.view_of(root, job).active:
+                jobs.cancel(root, job.id)
+        end_all(root)
+
+
+def test_a_queued_measurement_is_made_and_its_job_is_done(tmp_path: Path):
+    """The real runner and the real command."""
+    root = tmp_path / "runs"
+    line = "run --quantization mxfp4 --layers 1 --train-iters 1 --sequence-length 16 --no-save-tensors"
+    assert main([*line.split(), "--tensor-save-dir", str(root)]) == 0
+    (run,) = roots.runs_of(root)
+    plans = parse(line.split()).plans
+    measures = jobs.Measuring(run.name, ("mxfp4",), 2)
+    (job,) = jobs.add_runs(root, plans, titles=["measure"], measures=measures)
+    from binade.collector.jobs.runner import serve
+
+    serve(root)
+    view = jobs.view_of(root, job)
+    assert (view.state, view.reason) == (jobs.State.DONE, None) and view.run and view.run.config["kind"] == "measure"
+    with Catalog.open(root) as opened:
+        effects = opened.effects([run.name])
+    assert effects["format"].tolist() == ["mxfp4"] and effects["sequences"].tolist() == [2]
+    assert jobs.retry(root, job.id).measures == measures
+    end_all(root)
