@@ -49,10 +49,10 @@ RECIPE_FIELDS = (
     Field("gap_interval", "95% interval", "", "Of the mean gap, over seeds (Student’s t)", ""),
     Field("first", "Rounding alone", "nats", "Gap in iteration 0, before any step: weights and data are those of bf16; "
           "mean over seeds", "+.4f"),
-    Field("first_interval", "Rounding alone, 95% interval", "", "Of the gap in iteration 0, over seeds (Student’s t)", ""),
+    Field("first_interval", "Rounding alone, 95% interval", "", "Of the gap in iteration 0, over seeds", ""),
     Field("added", "Training adds", "nats", "Gap at the last iteration minus that in iteration 0, mean over seeds",
           "+.4f"),
-    Field("added_interval", "Training adds, 95% interval", "", "Of what training adds, over seeds (Student’s t)", ""),
+    Field("added_interval", "Training adds, 95% interval", "", "Of what training adds, over seeds", ""),
     Field("effect", "Measured rounding", "nats", "What `binade measure` found for all that the recipe rounds: the loss "
           "with rounding minus the loss without, on the same weights and sequences, mean over sequences", "+.4f"),
     Field("effect_interval", "Measured rounding, 95% interval", "", "Of the measured change (Student’s t)", ""),

@@ -23,7 +23,6 @@ from binade.collector.advice.costs import (
     Costs,
     bits_of,
     by_sequence,
-    error_of,
 )
 from binade.collector.advice.roofline import MEANING, Operand, Place, Roofline, products
 from binade.collector.errors import ConfigError
@@ -120,17 +119,17 @@ class Advice:
     @property
     def bits(self) -> float:
         """The bits per forward value."""
-        return _totals(self.forward)[0]
+        return _totals(self.costs, self.forward)[0]
 
     @property
     def change(self) -> float:
         """The predicted change in the loss."""
-        return _totals(self.forward)[1]
+        return _totals(self.costs, self.forward)[1]
 
     @property
     def error(self) -> float:
         """The standard error of the predicted change over sequences; NaN for one sequence."""
-        return _totals(self.forward)[2]
+        return _totals(self.costs, self.forward)[2]
 
     @property
     def estimate(self) -> Estimate:
@@ -221,6 +220,13 @@ class Advice:
         found += [str(doubt) for doubt in (self.costs.reliability.doubt, self.costs.reliability.doubt_of_sum) if doubt]
         if self.costs.caveat:
             found.append(self.costs.caveat)
+        raw = float(self.forward["change"].sum())
+        if self.costs.bounds and not self.costs.measured and not math.isclose(raw, self.change, rel_tol=1e-6):
+            low, high = map(CHANGE.quantity, (self.costs.bounds.low, self.costs.bounds.high))
+            found.append(
+                f"The second order predicts {CHANGE.quantity(raw)}. A sequence counts from {low} (a loss of 0) to "
+                f"{high} (a model that knows nothing): measure a change as large as this."
+            )
         if self.costs.measured:
             found.append(
                 "Changes were measured group by group, so their sum lacks what groups do to each other: measure the "
@@ -352,12 +358,12 @@ def advise(costs: Costs, request: Request, roofline: Roofline | None = None) -> 
             other = chosen(float(share) + 1e-10, gradients=roofline is not None)
         except AdviceError:  # only so many layers may be in bf16
             continue
-        rows.append(row("advised", quantity(share), _totals(other[other["gemm"] == FORWARD]), _chosen(other)))
+        rows.append(row("advised", quantity(share), _totals(costs, other[other["gemm"] == FORWARD]), _chosen(other)))
     for spec, own in forward.groupby("spec"):
         if len(own) < len(costs.forward[1]):  # not measured in all groups
             continue
         rounded = {(*place, field): str(spec) for place in _places(costs) for field in OPERAND_FIELDS}
-        rows.append(row("uniform", str(spec), _totals(own), rounded))
+        rows.append(row("uniform", str(spec), _totals(costs, own), rounded))
     unplaced = []
     for name in PUBLISHED:
         recipe = parse_recipe(name)
@@ -403,10 +409,10 @@ def _narrowest(table: pd.DataFrame, specs: Sequence[str]) -> pd.DataFrame:
     return own[OPERAND].assign(narrowest=own["change"].where(own["gemm"] == FORWARD, own["noise"]))
 
 
-def _totals(rows: pd.DataFrame) -> tuple[float, float, float]:
+def _totals(costs: Costs, rows: pd.DataFrame) -> tuple[float, float, float]:
     """(bits per value, change in the loss, its standard error over sequences) of a row for each operand."""
     bits = float(rows["bits"].sum() / rows["values"].sum())
-    return bits, float(rows["change"].sum()), error_of(rows["by_sequence"])
+    return bits, *costs.total(rows)
 
 
 def _places(costs: Costs) -> list[Place]:
@@ -452,7 +458,7 @@ def placed(recipe: Recipe, costs: Costs, skip: str = "") -> tuple[float, float, 
         return None
     own = known.loc[taken]
     bits = float(own["bits"].sum() / operands["values"].sum())
-    return bits, float(own["change"].sum()), error_of(own["by_sequence"])
+    return bits, *costs.total(own)
 
 
 def plan_of(catalog: Catalog, costs: Costs, instead: str) -> Plan:

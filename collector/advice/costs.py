@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, cached_property
 
@@ -12,12 +13,15 @@ import numpy as np
 import pandas as pd
 
 from binade.collector.errors import ConfigError
+from binade.collector.jobs import trained_with
 from binade.collector.recipes.recipe import BF16, PARTS
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
+from binade.data.loss_bounds import Bounds
 from binade.data.names import name_of
 from binade.data.notes import rounded_twice
 from binade.data.reliability import Reliability, reliability
+from binade.data.run_table import losses_of
 from binade.quant.specs import Spec
 
 OPERAND = ["part", "layer_index", "module", "gemm", "field", "tensor_name"]
@@ -52,6 +56,7 @@ class Costs:
     scaled         what predictions are scaled to the measured effects of: "each layer"
     agreement      a sentence for each spec in which all operands together were measured: how the predictions agree
     predictions    the costs without measured effects, if these were looked for
+    bounds         of predicted changes; None if the loss or the vocabulary of the runs is not known
     """
 
     table: pd.DataFrame
@@ -64,12 +69,21 @@ class Costs:
     scaled: tuple[str, ...] = ()
     agreement: tuple[str, ...] = ()
     predictions: Costs | None = None
+    bounds: Bounds | None = None
 
     @cached_property
     def forward(self) -> tuple[pd.DataFrame, pd.DataFrame]:
         """(bits, change and by_sequence of each forward operand and spec, by OPERAND and spec; a row for each)."""
         rows = self.table[self.table["gemm"] == FORWARD]
         return rows.set_index([*OPERAND, "spec"])[["bits", "change", "by_sequence"]], rows.drop_duplicates(OPERAND)
+
+    def total(self, rows: pd.DataFrame) -> tuple[float, float]:
+        """(the change of the loss by operands together, its standard error over sequences): a row for each, with change
+        and by_sequence. A prediction is within the bounds."""
+        change = float(rows["change"].sum())
+        if self.bounds is None or self.measured:
+            return change, error_of(rows["by_sequence"])
+        return self.bounds.total(change, by_sequence(rows["by_sequence"], 2))
 
     @property
     def sequences(self) -> int:
@@ -143,7 +157,17 @@ def costs(catalog: Catalog, where: Filter | None = None, parts: Sequence[str] = 
     columns = [*OPERAND, "spec", "values", "bits", "change", "cost", "error", "by_sequence", "noise", "tensor_id"]
     configs = catalog.runs().set_index("run_id")["config"][list(runs)]
     caveat = rounded_twice(map(json.loads, configs), everywhere=True) if "weight" in set(forward["tensor_name"]) else ""
-    return Costs(table[columns], runs, own, left, caveat)
+    return Costs(table[columns], runs, own, left, caveat, bounds=_bounds(catalog, runs, configs))
+
+
+def _bounds(catalog: Catalog, runs: Sequence[str], configs: pd.Series) -> Bounds | None:
+    """From the losses of the recorded iterations of these runs, or of all if none says that it was recorded."""
+    steps = [step for each in losses_of(catalog, runs).values() for step in each if step["iteration"] >= 0]
+    losses = [step["loss"] for step in steps if step.get("recorded")] or [step["loss"] for step in steps]
+    with suppress(ConfigError):
+        vocabulary = trained_with(runs[-1], json.loads(configs[runs[-1]])).shape.vocab
+        return Bounds(float(np.mean(losses)), vocabulary) if losses else None
+    return None
 
 
 def _runs(catalog: Catalog, where: Filter | None) -> tuple[str, ...]:

@@ -153,9 +153,7 @@ def agreements(costs: Costs, effects: pd.DataFrame, used: Costs) -> tuple[Agreem
         own = used.table[(used.table["gemm"] == FORWARD) & (used.table["spec"] == spec)]
         added = float(own["change"].sum()) if used.measured and not used.predicted else math.nan
         measured = evidence.mean(CHANGE, sums.tolist(), "sequences")
-        found.append(
-            Agreement(spec, float(rows["change"].sum()), measured, added if len(own) == len(rows) else math.nan)
-        )
+        found.append(Agreement(spec, costs.total(rows)[0], measured, added if len(own) == len(rows) else math.nan))
     return tuple(found)
 
 

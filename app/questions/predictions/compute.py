@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -31,7 +32,8 @@ def measured(opened: Catalog, found: Costs) -> tuple[pd.DataFrame, int]:
     lack of a prediction).
 
     Columns name (that users gave it, or what was rounded), recipe, advised (whether the advisor made it), bits,
-    predicted, predicted_error (its standard error over sequences), seeds, first (the gap of the first iteration, before
+    predicted, predicted_error (its standard error over sequences), unbounded (what the second order alone predicts),
+    seeds, first (the gap of the first iteration, before
     any step, mean over seeds), gap (mean over iterations and seeds), low, high (its 95% interval, NaN for one seed),
     gaps (by seed).
     """
@@ -47,23 +49,38 @@ def measured(opened: Catalog, found: Costs) -> tuple[pd.DataFrame, int]:
     table = table.merge(by_run, left_on="run_id", right_index=True)
     configs = dict(zip(runs["run_id"], runs["config"], strict=True))
     rows, left = [], 0
+    free = replace(found, bounds=None)
     for (name, _), own in table.groupby(["name", "settings"], sort=False):
         recipe = str(own["recipe"].iloc[-1])
         try:
             config = json.loads(configs[own["run_id"].iloc[-1]])
             made = draft_of(config["recipe_toml"], recipe).recipe(recipe)
             at = placed(made, found, config.get("skip_layers") or "")
+            unbounded = placed(made, free, config.get("skip_layers") or "")
         except REFUSED:
-            at = None
-        if at is None:
+            at = unbounded = None
+        if at is None or unbounded is None:
             left += 1
             continue
         gaps = dict(zip(own["seed"], own["mean"], strict=True))
         spread = evidence.mean(evidence.GAP, gaps.values())
         row = {"name": name, "recipe": recipe, "advised": made.about.title.startswith(ADVISED)}
         row |= {"bits": at[0], "predicted": at[1], "predicted_error": at[2], "seeds": spread.n}
+        row["unbounded"] = unbounded[1]
         row |= {"first": own["first"].mean(), "gap": spread.value, "low": spread.low, "high": spread.high}
         rows.append(row | {"gaps": gaps})
-    columns = ["name", "recipe", "advised", "bits", "predicted", "predicted_error", "seeds", "first", "gap", "low"]
+    columns = [
+        "name",
+        "recipe",
+        "advised",
+        "bits",
+        "predicted",
+        "predicted_error",
+        "unbounded",
+        "seeds",
+        "first",
+        "gap",
+        "low",
+    ]
     columns += ["high", "gaps"]
     return pd.DataFrame(rows, columns=columns).replace([np.inf, -np.inf], np.nan), left

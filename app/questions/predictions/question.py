@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from binade.app.figure import Column, Drawn, Figure, Table, source
@@ -13,7 +14,7 @@ from binade.app.questions.predictions import charts, compute
 from binade.app.questions.question import Question
 from binade.app.questions.shared.runs import same_model
 from binade.app.questions.shared.selection import Selection
-from binade.collector.advice.costs import AdviceError
+from binade.collector.advice.costs import AdviceError, Costs
 from binade.data import evidence
 from binade.data.reliability import Reliability
 from binade.data.text import counted
@@ -25,11 +26,15 @@ NOTHING = (
 CAPTION = (
     f"Predicted: the sum of the recorded terms over the forward operands, as in {LOSS.title}. Gap: the run’s loss "
     "minus the loss of the bf16 run of the same seed at the same iteration, in nats per token. The gap in the first "
-    "iteration is measured before any step: it shows the effect of rounding on the forward pass alone."
+    "iteration is measured before any step: it shows the effect of rounding on the forward pass alone. Each sequence counts "
+    "within what a cross-entropy can change by: from −L, the loss, to ln V − L, V being the size of the vocabulary."
 )
 COLUMNS = {
     "name": Column("Recipe", width=220),
     "predicted": Column("Predicted (nats)", "%+.5f", 120),
+    "unbounded": Column(
+        "Second order alone (nats)", "%+.5f", 180, help="Not bounded by what a cross-entropy can change by"
+    ),
     "first": Column("First gap (nats)", "%+.5f", 120),
     "gap": Column("Mean gap (nats)", "%+.5f", 120),
     "low": Column("from", "%+.5f", 90, help="The 95% interval of the mean over seeds"),
@@ -54,11 +59,26 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
         for name, title in charts.GAPS.items()
     ]
     table = table.drop(columns="gaps")
-    listed = Table("predictions", table.sort_values("predicted", ignore_index=True), COLUMNS)
+    beyond = ~np.isclose(table["predicted"], table["unbounded"], rtol=1e-6)
+    columns = {name: column for name, column in COLUMNS.items() if name != "unbounded" or beyond.any()}
+    listed = Table("predictions", table.sort_values("predicted", ignore_index=True), columns)
     left_out = (
         f"Recipes left out: {left}. They round operands that were not recorded, or use formats that were not scored."
     )
-    return Drawn((*figures, listed), _verdict(table, found.reliability), (left_out,) * bool(left))
+    verdict = evidence.together(_bounded(table.loc[beyond, "name"].tolist(), found), _verdict(table, found.reliability))
+    return Drawn((*figures, listed), verdict, (left_out,) * bool(left))
+
+
+def _bounded(names: list[str], found: Costs) -> evidence.Sentence:
+    """Which predictions go beyond what a cross-entropy can change by, and are bounded."""
+    if not names or found.bounds is None:
+        return evidence.Sentence()
+    low, high = (evidence.exact(evidence.GAP, each, of="runs") for each in (found.bounds.low, found.bounds.high))
+    text = (
+        "In some sequences of {names} the second order predicts more than a loss can change by, from {low} (a loss of "
+        "0) to {high} (a model that knows nothing): they count as the bound. Measure these recipes."
+    )
+    return evidence.say(text, names=evidence.listed(names), low=low, high=high)
 
 
 def _verdict(table: pd.DataFrame, reliability: Reliability) -> evidence.Sentence:
