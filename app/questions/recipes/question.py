@@ -237,7 +237,7 @@ def cost(opened: Catalog, where: Filter, table: pd.DataFrame, base: str = BF16) 
     columns = {name: column for name, column in COLUMNS.items() if name not in unused}
     every = with_effects(opened, compared)
     known = {name: column for name, column in RECIPES_SHOWN.items() if every[name].notna().any()}
-    operands = operand_table(opened, recipes)
+    operands = operand_table(opened, recipes if base == BF16 else ())
     published = bands.published([*formats.values()])
     items: tuple[Item, ...] = (
         *figures,
