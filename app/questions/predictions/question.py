@@ -27,8 +27,8 @@ CAPTION = (
     f"Predicted: the sum of the recorded terms over the forward operands, as in {LOSS.title}. Gap: the run’s loss "
     "minus the loss of the bf16 run of the same seed at the same iteration, in nats per token. The gap in the first "
     "iteration is measured before any step: it shows the effect of rounding on the forward pass alone. Each "
-    "sequence counts within what a cross-entropy can change by: from −L, the loss, to ln V − L, V being the size of the "
-    "vocabulary."
+    "sequence counts within what a cross-entropy can change by: from −L, the loss, to ln V − L, V being the size of "
+    "the vocabulary."
 )
 COLUMNS = {
     "name": Column("Recipe", width=220),
