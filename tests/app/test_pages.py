@@ -270,7 +270,7 @@ class TestRuns:
                 append_event(run, Event(EventKind.TRIGGER, 0, "x", f"2026-01-01T00:{minute:02}:00+00:00"))
         monkeypatch.setattr(runs_page, "MOST_EVENTS", 4)
         at = visit(root, "runs")
-        assert [time[14:16] for time in at.dataframe[1].value["time"]] == ["12", "11", "10", "02"]
+        assert [time[14:16] for time in at.dataframe[2].value["time"]] == ["12", "11", "10", "02"]
         assert "The latest 4 of 6 events" in words(at)
 
     def test_a_name_and_a_colour_are_used_everywhere(self, visit: Visit, collected: Path, tmp_path: Path):
