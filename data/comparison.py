@@ -344,7 +344,8 @@ def comparable_runs(table: pd.DataFrame) -> pd.DataFrame:
 def left_out(table: pd.DataFrame) -> tuple[str, ...]:
     """A sentence on the runs of a table that have no bf16 run."""
     without = table.loc[table["quantized"] & table["reference"].isna(), "label"].tolist()
-    return (f"Left out, because no bf16 run saw the same data: {evidence.listed(without)}.",) * bool(without)
+    why = f"{evidence.listed(without)}.{_unknown(table)}"
+    return (f"Left out, because no bf16 run saw the same data: {why}",) * bool(without)
 
 
 def no_reference(table: pd.DataFrame) -> str:
@@ -354,8 +355,16 @@ def no_reference(table: pd.DataFrame) -> str:
     if not table["quantized"].any():
         return "None of these runs was quantized in training: collect one, for example with `binade quick mxfp4`."
     if comparable_runs(table).empty:
-        return "No bf16 run saw the same data as these runs: collect one with the same options and --quantization bf16."
+        collect = "collect one with the same options and --quantization bf16."
+        return f"No bf16 run saw the same data as these runs: {collect}{_unknown(table)}"
     return ""
+
+
+def _unknown(table: pd.DataFrame) -> str:
+    """What is not known of the runs without a reference, as sentences after a space."""
+    alone = table[table["quantized"] & table["reference"].isna() & (table["unknown"] != "")]
+    groups = alone.groupby("unknown", sort=False)["label"]
+    return "".join(f" {evidence.listed(labels.tolist())}: {what}." for what, labels in groups)
 
 
 def measured_of(opened: Catalog, recipe: Recipe) -> tuple[Estimate, str] | None:

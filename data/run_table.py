@@ -14,7 +14,7 @@ import pandas as pd
 from binade.data.catalog import Catalog
 from binade.data.difference import OVERRIDES
 from binade.data.runs import read_steps, sound_losses
-from binade.data.same_data import CONFIGURATION, corpus_of, data_key, states_all
+from binade.data.same_data import CONFIGURATION, corpus_of, data_key, shared_settings, states_all, unknown
 from binade.data.text import one_line
 from binade.quant.formats import BF16
 
@@ -41,6 +41,7 @@ def runs_with_reference(runs: pd.DataFrame, parts: pd.DataFrame) -> pd.DataFrame
     quantized  whether any part is, or the recipe rounds anything else
     seed
     data       the same for runs on the same data from the same weights; None if that is unknown
+    unknown    what is not known of it, as of `same_data.unknown`
     settings   all other settings that are the same in runs that differ in recipe and seed
     stated     whether run.json states all of same_data.CONFIGURATION
     """
@@ -59,11 +60,12 @@ def runs_with_reference(runs: pd.DataFrame, parts: pd.DataFrame) -> pd.DataFrame
     firsts = runs["first_step"].astype(object).where(runs["first_step"].notna(), None)
     keys = [data_key(config, first) for config, first in zip(configs, firsts, strict=True)]
     table["data"] = pd.Series(keys, table.index, object)
+    table["unknown"] = [unknown(config, first) for config, first in zip(configs, firsts, strict=True)]
     table["seed"] = [str(config.get("seed")) for config in configs]
     others = tuple(name for name in (*CONFIGURATION, *OVERRIDES) if name != "seed")
     table["settings"] = [
         tuple(map(str, (*map(config.get, others), config.get("dp") or 1, corpus_of(config), _layers(config))))
-        for config in configs
+        for config in map(shared_settings, configs)
     ]
     table["stated"] = pd.Series([states_all(config) for config in configs], table.index, bool)
     plain = table[(table["recipe"] == "bf16") & ~table["quantized"] & table["data"].notna()]

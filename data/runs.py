@@ -197,6 +197,16 @@ class RunFile(TypedDict, total=False):
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
+class First(TypedDict):
+    """The first iteration that a training has read, with its hashes as in `Step`."""
+
+    __pydantic_config__ = ConfigDict(strict=True, extra="forbid")  # type: ignore[misc]
+
+    iteration: Whole
+    data_sha256: str
+    weights_sha256: str | None
+
+
 class Step(TypedDict):
     """A valid record of loss.jsonl; it may have other fields."""
 
@@ -209,6 +219,7 @@ class Step(TypedDict):
     time: NotRequired[Finite | None]
     data_sha256: NotRequired[str | None]
     weights_sha256: NotRequired[str | None]
+    first: NotRequired[First]  # in the first record, if the training began at an earlier iteration
 
 
 SEGMENT = re.compile(r"(rank\d+-)\d{6,}")
@@ -665,8 +676,8 @@ def sound_losses(directory: Path) -> list[dict[str, Any]]:
 
 
 def first_step(directory: Path) -> str | None:
-    """Of the first record of loss.jsonl, as JSON: the iteration, and the hashes of its data and of the weights before
-    it. None if there is no valid one."""
+    """The first iteration that a run's training has read, as JSON, and the hashes of its data and of the weights before
+    it: as its first record says, or that record's. None if there is no valid one."""
     try:
         with open(directory / "loss.jsonl", "rb") as file:
             record = json.loads(unsealed(file.readline()))
@@ -674,7 +685,8 @@ def first_step(directory: Path) -> str | None:
         return None
     if not is_step(record):
         return None
-    return json.dumps({name: record.get(name) for name in ("iteration", "data_sha256", "weights_sha256")})
+    first = record.get("first", record)
+    return json.dumps({name: first.get(name) for name in ("iteration", "data_sha256", "weights_sha256")})
 
 
 def check_losses(directory: Path) -> None:

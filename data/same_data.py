@@ -3,7 +3,7 @@
 Each line of loss.jsonl has the SHA-256 of all data that the run has read so far, warm-up included. Two runs have read
 the same data at an iteration if these digests agree there; two runs may agree at first and differ later. Runs without
 digests match by their configuration, if it has all of CONFIGURATION, imported losses by what the user said of them, if
-that is all of IMPORTED. What is unknown never matches.
+that is all of IMPORTED, or by the run that they are said to be like. What is unknown never matches.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from typing import Any, TypeVar
 import pandas as pd
 
 from binade.data.catalog import Catalog
+from binade.data.evidence import listed
 from binade.data.filter import Filter
-from binade.data.runs import IMPORT, first_step, read_steps
+from binade.data.runs import IMPORT, read_steps
 
 # The settings that make two runs of `binade run` start from the same weights and read the same data.
 CONFIGURATION = (
@@ -26,6 +27,9 @@ CONFIGURATION = (
     "micro_batches", "micro_batch_size", "sequence_length",
 )  # fmt: skip
 IMPORTED = ("model", "dataset", "seed")
+OF_RUN = (
+    *CONFIGURATION, "kind", "layers", "dp", "data", "corpus_sha256", "device", "tp", "sequence_parallel", "vocab_size",
+)  # fmt: skip
 Steps = Iterable[Mapping[str, Any]]
 T = TypeVar("T")
 
@@ -33,8 +37,10 @@ T = TypeVar("T")
 def data_key(config: Mapping[str, Any], first: str | None) -> str | None:
     """What a run has in common with all runs that start from the same weights and read the same data, None if that is
     unknown. config: its run.json; first: `first_step` of the run. Settings that only one of two runs states differ."""
+    like = like_of(config)
+    config, first = (like["config"], like["first"]) if like else (config, first)
     stated = {name: config[name] for name in CONFIGURATION if name in config}
-    step = json.loads(first) if first else {}
+    step = _step(first)
     hashed = step.get("data_sha256") and (step.get("weights_sha256") or stated.get("seed") is not None)
     if config.get("kind") == IMPORT:
         complete = all(stated.get(name) is not None for name in IMPORTED)
@@ -44,6 +50,47 @@ def data_key(config: Mapping[str, Any], first: str | None) -> str | None:
         return None
     known = [stated, config.get("dp") or 1, corpus_of(config), step if hashed else None]
     return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
+
+
+def like(run_id: str, config: Mapping[str, Any], first: str | None) -> dict[str, Any]:
+    """What an import keeps of the run that it is said to be like: the same model, data and seed. first: `first_step` of
+    that run, config its run.json."""
+    if known := like_of(config):
+        return known | {"run_id": run_id}
+    return {"run_id": run_id, "config": {name: config[name] for name in OF_RUN if name in config}, "first": first}
+
+
+def like_of(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What an import keeps of the run that it is like; None without one. config: its run.json."""
+    kept = config.get("like") if config.get("kind") == IMPORT else None
+    sound = (
+        isinstance(kept, dict) and isinstance(kept.get("config"), dict) and isinstance(kept.get("first"), str | None)
+    )
+    return kept if sound else None
+
+
+def shared_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The settings that runs have in common which are compared: run.json of a run, or what it keeps of the run that it
+    is like."""
+    kept = like_of(config)
+    return {**config, **kept["config"]} if kept else config
+
+
+def unknown(config: Mapping[str, Any], first: str | None) -> str:
+    """What is not known of a run, so that it may have no run to be compared with; "" if all is. As `data_key`."""
+    if (start := _step(first).get("iteration") or 0) > 0 and config.get("kind") != IMPORT:
+        return f"it starts at iteration {start}, and what was read before is unknown"
+    if data_key(config, first):
+        return ""
+    missing = [name for name in IMPORTED if config.get(name) is None]
+    if config.get("kind") == IMPORT and missing:
+        return f"its {listed(missing)} {'is' if len(missing) == 1 else 'are'} unknown"
+    return "its data is unknown"
+
+
+def _step(first: str | None) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(first) if first else {}
+    return found
 
 
 def states_all(config: Mapping[str, Any]) -> bool:
@@ -57,11 +104,6 @@ def corpus_of(config: Mapping[str, Any]) -> Any:
     return data.get("corpus_sha256") or data.get("idx_sha256") if isinstance(data, dict) else None
 
 
-def data_key_of(config: Mapping[str, Any], directory: Path) -> str | None:
-    """`data_key` of the run in a directory."""
-    return data_key(config, first_step(directory))
-
-
 def digests_of(steps: Steps) -> dict[int, str]:
     """The digest of all data read until the end of each iteration, of those that have one."""
     return {step["iteration"]: step["data_sha256"] for step in steps if step.get("data_sha256")}
@@ -71,7 +113,7 @@ def same_data(a: Steps, b: Steps) -> Callable[[int], bool]:
     """Whether two runs with the same `data_key` had read the same data at an iteration. a, b: their lines of
     loss.jsonl."""
     own, other = digests_of(a), digests_of(b)
-    if not own and not other:
+    if not own or not other:  # of a run and an import, the user has said that it is like the run
         return lambda iteration: True
     return lambda iteration: iteration in own and own[iteration] == other.get(iteration)
 

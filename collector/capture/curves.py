@@ -3,7 +3,7 @@ hashes by which runs on the same data are matched (data.same_data).
 
 A forward pass that trains is a micro-batch, identified by its integer tensors (token ids, labels), or else by the first
 tensor that enters the model, of which MOST values are taken. Tensors on a GPU are copied without waiting; the writer's
-thread hashes them.
+thread hashes them. The digests are a chain, so that a training that resumes from a checkpoint goes on with it.
 """
 
 from __future__ import annotations
@@ -41,9 +41,11 @@ class Curves:
         self._at = 0  # the recorder's iteration in the last call of `log`
         self._began: float | None = None
         # Only the writer's thread writes the following variables.
-        self._sha = hashlib.sha256()
+        self._digest = ""  # of all data that was read so far; hashed with what is read next
         self._read: int | None = None  # the last iteration whose data is hashed
         self._weights: str | None = None
+        self._first: dict[str, Any] | None = None  # the first iteration and its digests, as of `first_step`
+        self._writes_first = True  # whether the next line is the run's first
 
     def begin(self, iteration: int, model: nn.Module, given: object) -> None:
         """A forward pass that trains begins with these arguments."""
@@ -86,21 +88,47 @@ class Curves:
             self._queue(lambda: self._write(line))
         self._iteration, self._logged, self._began = None, {}, None
 
+    def resume(self, reading: Mapping[str, Any]) -> None:
+        """The training goes on after what `reading` says was read, in another run."""
+        self._queue(lambda: self._resume(reading))
+
+    def reading(self) -> dict[str, Any] | None:
+        """What was read so far, for `resume`; None for nothing. Call it once the writer's thread has nothing to do."""
+        first = self._first or self._start()
+        return {"data_sha256": self._digest, "first": first} if first else None
+
     # The writer's thread runs the methods below.
 
+    def _resume(self, reading: Mapping[str, Any]) -> None:
+        self._digest, self._first = reading["data_sha256"], dict(reading["first"])
+        self._weights = self._first["weights_sha256"]
+
+    def _start(self) -> dict[str, Any] | None:
+        """The iteration that was read last, with its digests; None without one."""
+        if self._read is None:
+            return None
+        return {"iteration": self._read, "data_sha256": self._digest, "weights_sha256": self._weights}
+
     def _hash_weights(self, sample: Sequence[Copied]) -> None:
-        sha = hashlib.sha256()
-        _update(sha, sample)
-        self._weights = sha.hexdigest()
+        if self._weights is None:
+            sha = hashlib.sha256()
+            _update(sha, sample)
+            self._weights = sha.hexdigest()
 
     def _hash(self, iteration: int, copies: Sequence[Copied]) -> None:
-        _update(self._sha, copies)
-        self._read = iteration if copies else None
+        if iteration != self._read:
+            self._first = self._first or self._start()
+        sha = hashlib.sha256(self._digest.encode())
+        _update(sha, copies)
+        self._digest, self._read = sha.hexdigest(), iteration if copies else None
 
     def _write(self, line: dict[str, Any]) -> None:
         line = {name: _number(value) for name, value in line.items()}
         if self._read == line["iteration"]:
-            line |= {"data_sha256": self._sha.hexdigest(), "weights_sha256": self._weights}
+            line |= {"data_sha256": self._digest, "weights_sha256": self._weights}
+        if self._writes_first and self._first:
+            line["first"] = self._first
+        self._writes_first = False
         self._writer.append_loss(line)
         changes: dict[str, Any] = {"iteration": max(line["iteration"], self._writer.status.iteration)}
         if (loss := line["loss"]) is not None:

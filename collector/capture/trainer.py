@@ -8,15 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import TrainerCallback as HuggingFaceCallback
+from transformers.trainer_callback import ExportableState
 
 from binade.collector.capture.instrument import instrument
 from binade.collector.capture.recorder import Recorder
+from binade.collector.errors import ConfigError
 from binade.collector.recipes.recipe import Recipe
 
 IGNORED = -100  # the label of a token that is not in the loss
 
 
-class TrainerCallback(HuggingFaceCallback):  # type: ignore[misc]  # transformers' types are not read
+class TrainerCallback(HuggingFaceCallback, ExportableState):  # type: ignore[misc]  # transformers' types are not read
     """Instruments the model of a transformers.Trainer while it trains.
 
         with Recorder(label="mine", iterations=2) as recorder:
@@ -27,28 +29,58 @@ class TrainerCallback(HuggingFaceCallback):  # type: ignore[misc]  # transformer
     Changes in the loss are predicted for models that return logits and are given labels, as `Recorder.sensitivity` does
     it: they do not depend on how many micro-batches are accumulated.
 
-    The iteration is the Trainer's global_step, also after it resumed from a checkpoint. The losses that the Trainer
-    logs become the run's: with logging_steps=10, each is the mean of ten iterations, and is compared with such means.
-    The model is instrumented after accelerate has prepared it, until training ends. If training raises an exception,
-    the model stays instrumented until the next training begins or `close` is called.
+    The iteration is the Trainer's global_step, also after it resumed from a checkpoint. Checkpoints have the hashes of
+    what was read, so a training that resumes from one is compared like one that was never interrupted. The losses that
+    the Trainer logs become the run's: with logging_steps=10, each is the mean of ten iterations, and is compared with
+    such means. The model is instrumented after accelerate has prepared it, until training ends. If training
+    raises an exception, the model stays instrumented until the next training begins or `close` is called.
     """
 
     def __init__(self, recipe: Recipe | str | None = None, recorder: Recorder | None = None, **options: Any) -> None:
         self.recipe, self.recorder, self.options = recipe, recorder, options
         self._instrumented = ExitStack()
         self._logged = 0  # the global step of the last loss that was logged, or of the start
+        self.reading: dict[str, Any] | None = None  # set only where the Trainer restores callbacks
 
     def close(self) -> None:
         """Restore the model."""
         self._instrumented.close()
 
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps of this callback: what was read so far."""
+        recorder, reading = self.recorder, None
+        if recorder and recorder.entered and (curves := recorder.session.curves):
+            recorder.settle()
+            if reading := curves.reading():
+                reading["step"] = recorder.iteration
+        return {"args": {}, "attributes": {"reading": reading}}
+
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         self.close()
+        if getattr(args, "restore_callback_states_from_checkpoint", False) and state.global_step:
+            raise ConfigError(
+                "restore_callback_states_from_checkpoint=True replaces this callback by one without recipe and "
+                "recorder: leave it out, since the callback restores its state itself"
+            )
         self._instrumented.enter_context(instrument(given["model"], self.recipe, self.recorder, **self.options))
         if self.recorder:
             self._instrumented.callback(given["model"].register_forward_hook(self._passed, with_kwargs=True).remove)
             self.recorder.go_to(state.global_step)
+            curves = self.recorder.session.curves if self.recorder.entered else None
+            if curves and (reading := self._read_before(state)):
+                curves.resume(reading)
+        if state.stateful_callbacks is not None:  # the Trainer needs an entry, which not every checkpoint has
+            state.stateful_callbacks.setdefault(type(self).__name__, self.state())
         self._logged = state.global_step
+
+    def _read_before(self, state: Any) -> dict[str, Any] | None:
+        """What was read before this global step, if the checkpoint says so."""
+        kept = (state.stateful_callbacks or {}).get(type(self).__name__, [])
+        for callback in kept if isinstance(kept, list) else [kept]:
+            reading = callback.get("attributes", {}).get("reading")
+            if reading and reading["step"] == state.global_step > 0:
+                return dict(reading)
+        return None
 
     def _passed(self, model: nn.Module, args: Any, given: dict[str, Any], result: Any) -> None:
         logits, labels = getattr(result, "logits", None), given.get("labels")

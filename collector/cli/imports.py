@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,8 +25,9 @@ SCORES = ",".join(DEFAULT_SCORES)
 
 
 OF_TENSORS = ("scores", "workers")
-OF_LOSSES = ("recipe", "model", "dataset", "seed", "name", "step_column", "loss_column")
+OF_LOSSES = ("recipe", "like", "model", "dataset", "seed", "name", "step_column", "loss_column")
 START = ("model", "dataset", "seed")
+QUESTIONS = {"model": "Model", "dataset": "Dataset", "seed": "Seed"}
 
 
 @click.pass_context
@@ -92,6 +94,7 @@ def _losses(
     dry_run: bool,
     others: bool,
     recipe: str | None,
+    like: str | None,
     name: str | None,
     step_column: str | None,
     loss_column: str | None,
@@ -102,14 +105,19 @@ def _losses(
     from binade.collector.imports.losses import import_trainings, read_logs, refusal
     from binade.collector.imports.readers.registry import looked_for
     from binade.collector.imports.readers.series import Columns
+    from binade.data.runs import IMPORT
+    from binade.data.same_data import unknown
 
+    facts = _like(like, root, start) if like is not None else dict(start)
     read = read_logs(found.logs, Columns(step_column, loss_column))
     if not read.trainings:
         raise ConfigError(refusal(path, read))
+    if like is None and not dry_run and sys.stdin.isatty() and sys.stderr.isatty():
+        facts |= _asked(path, [option for option, value in start.items() if value is None])
     if dry_run:
         runs = [f"{training.place}: {training.log.reader.kind}" for training in read.trainings]
     else:
-        runs = import_trainings(read.trainings, root, recipe=recipe, start=start, name=name, command=command)
+        runs = import_trainings(read.trainings, root, recipe=recipe, start=facts, name=name, command=command)
     lines = [line for run, training in zip(runs, read.trainings, strict=True) for line in _of_training(run, training)]
     lines += [f"left out: {part.place}: {whole.place} has all of its losses" for part, whole in read.contained]
     lines += [f"refused: {reason}" for _, reason in read.refused[:SHOWN_REFUSALS]]
@@ -119,7 +127,10 @@ def _losses(
         lines.append(f"not recognized: {', '.join(found.others)}; looked for: {looked_for()}")
     elif others and found.others:
         lines.append(f"{counted(len(found.others), 'other file')} not recognized: --dry-run lists what is")
-    missing = [f"--{option}" for option, value in {"recipe": recipe, **start}.items() if value is None]
+    missing = [f"--{option}" for option in ("recipe", *START) if {"recipe": recipe, **facts}.get(option) is None]
+    if like is not None:
+        why = unknown({"kind": IMPORT, **facts}, None)
+        missing = [*missing[: recipe is None], *([f"a run other than {like}, of which {why}"] if why else [])]
     if missing and not dry_run:
         lines.append(f"not compared with other runs: that needs {', '.join(missing)}, the same as for its bf16 run")
     print_text("\n".join(map(one_line, lines)))
@@ -130,6 +141,39 @@ def _losses(
             else f"a part of {path} cannot be read"
         )
     return 0
+
+
+def _like(name: str, root: Path, start: dict[str, Any]) -> dict[str, Any]:
+    """What an import is given of the run that it is like. Raises UsageError for a run that does not exist."""
+    from binade.data.runs import first_step, read_run
+    from binade.data.same_data import like
+
+    if given := [f"--{option}" for option, value in start.items() if value is not None]:
+        raise click.UsageError(f"--like takes the model, data and seed of {name}: leave out {', '.join(given)}")
+    if Path(name).name != name or not (root / name / "run.json").is_file():
+        raise click.UsageError(f"--like {name!r} is not a run of {root}: expected the name of its directory")
+    run = read_run(root / name)
+    of_start = {option: run.config.get(option) for option in START}
+    return of_start | {"like": like(name, run.config, first_step(run.directory))}
+
+
+def _asked(path: Path, options: list[str]) -> dict[str, str | int]:
+    """The answers to one question for each of these options; without those that are left empty."""
+    if options:
+        click.echo(f"{one_line(str(path))} does not say what was trained on what. Press Enter for unknown.", err=True)
+    answers: dict[str, str | int] = {}
+    for option in options:
+        kind = _number if option == "seed" else str
+        answer = click.prompt(QUESTIONS[option], default="", show_default=False, value_proc=kind, err=True)
+        answers |= {option: answer} if answer != "" else {}
+    return answers
+
+
+def _number(text: str) -> int | str:
+    try:
+        return int(text) if text.strip() else ""
+    except ValueError:
+        raise click.BadParameter(f"{text!r} is not a whole number") from None
 
 
 def _of_training(run: str, training: Training) -> list[str]:
@@ -209,6 +253,8 @@ import_ = Command(
                help="Number of processes  [default: one per core]"),
         Option(["--recipe"], metavar="NAME", title=LOSSES,
                help="What the training was quantized to; bf16 for the baseline that others are compared with"),
+        Option(["--like"], metavar="RUN", title=LOSSES,
+               help="A run of the root with the same model, data and seed: they are compared"),
         Option(["--model"], metavar="NAME", title=LOSSES, help="The model"),
         Option(["--dataset"], metavar="NAME", title=LOSSES, help="The data"),
         Option(["--seed"], type=int, metavar="N", title=LOSSES,

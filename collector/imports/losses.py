@@ -174,7 +174,7 @@ def import_trainings(
     root: Path,
     *,
     recipe: str | None,
-    start: Mapping[str, str | int | None],
+    start: Mapping[str, Any],
     name: str | None = None,
     command: str = "",
 ) -> list[str]:
@@ -182,7 +182,8 @@ def import_trainings(
     is the same run, whose losses and settings are replaced.
 
     recipe  what the trainings were quantized to, bf16 for a baseline, None if that is unknown
-    start   model, dataset and seed, None for what is unknown: runs are compared that have the same ones
+    start   model, dataset and seed, None for what is unknown: runs are compared that have the same ones; like, see
+            `same_data.like`, if they are those of another run
 
     Raises ConfigError for a name that is not allowed; RunError, and OSError.
     """
@@ -198,13 +199,14 @@ def _write(
     training: Training,
     root: Path,
     recipe: str | None,
-    start: Mapping[str, str | int | None],
+    start: Mapping[str, Any],
     name: str | None,
     command: str,
 ) -> str:
     series = training.series
-    facts: dict[str, Any] = {"recipe": recipe, **start, "step_column": series.step_name, "command": command}
-    facts |= {"not_read": series.damaged, "log": training.log.reader.kind, "facts": series.facts}
+    facts: dict[str, Any] = {"recipe": recipe, "like": None, **start, "command": command}
+    facts |= {"step_column": series.step_name, "not_read": series.damaged}
+    facts |= {"log": training.log.reader.kind, "facts": series.facts}
     with run_of_import(root, {"source": str(training.log.path), "loss_column": series.name, **facts}) as writer:
         finite = [loss for loss in series.losses.values() if math.isfinite(loss)]
         path = writer.directory / "loss.jsonl"

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import math
 import os
+import pty
 import random
 import re
 import signal
 import struct
+import subprocess
 import sys
 import tracemalloc
 from collections.abc import Callable
@@ -18,20 +20,25 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.compat.proto.tensor_pb2 import TensorProto
 from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
 from tensorboard.compat.proto.types_pb2 import DT_FLOAT
 from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
+from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 
 from binade.cli import main
+from binade.collector import Recorder, instrument
 from binade.collector.imports.readers import series, text
+from binade.data.catalog import Catalog
+from binade.data.run_table import runs_with_reference
 from binade.data.runs import CRASHED, DONE, RunInfo, check_losses, list_runs, read_losses, read_notes
 from tests.collector.forked import forked, kill_at
 from tests.collector.logs_made import tensor, write
-from tests.compared import compared, gaps_of
+from tests.compared import compared, gaps_of, printed
 
 STEPS = np.arange(1, 51)
 BF16 = 2 + 8 * np.exp(-STEPS / 20)
@@ -55,6 +62,7 @@ def curve(tmp_path: Path) -> dict[int, float | None]:
 
 
 def write_csv(path: Path, loss: np.ndarray = BF16, step: str = "iteration", name: str = "lm loss") -> None:
+    path.parent.mkdir(exist_ok=True)
     pd.DataFrame({step: STEPS, "lr": 1e-3, name: loss}).to_csv(path, index=False)
 
 
@@ -89,6 +97,61 @@ def test_csv_json_lines_and_events_are_compared_with_their_bf16_run(bring, capsy
     assert section.compared and set(section.compared.costs["iterations"]) == {50}
     for run in list_runs(tmp_path / "runs")[0]:
         check_losses(run.directory)
+
+
+def test_a_log_is_like_a_run(bring, command, capsys, tmp_path):
+    write_csv(tmp_path / "mxfp8.csv", BF16 + 0.25)
+    with Recorder(tmp_path / "runs", label="bf16") as recorder, instrument(model := nn.Linear(32, 32), None, recorder):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        for loss in [0.0, *BF16.tolist()]:  # its iterations are counted from 0
+            model(torch.ones(1, 32)).sum().backward()
+            optimizer.step()
+            recorder.log(loss=loss)
+    own = recorder.session.run_id
+    assert bring("mxfp8.csv", "--like", own) == 0
+    assert "not compared" not in capsys.readouterr().out
+    (section,) = compared(tmp_path / "runs")
+    assert section.compared.costs["iterations"].tolist() == [50]
+    assert gaps_of(tmp_path / "runs") == {"mxfp8": pytest.approx(0.25)}
+    with Catalog.open(tmp_path / "runs") as catalog:
+        table = runs_with_reference(catalog.runs(), catalog.parts()).set_index("recipe")
+    assert table["reference"]["mxfp8"] == own and table["settings"].nunique() == 1
+    write_csv(tmp_path / "again.csv", BF16 + 0.5)
+    (imported,) = (run.run_id for run in list_runs(tmp_path / "runs")[0] if run.run_id != own)
+    assert bring("again.csv", "--like", imported, recipe="hifp8") == 0
+    assert gaps_of(tmp_path / "runs")["hifp8"] == pytest.approx(0.5)
+
+
+def test_a_run_that_nothing_can_be_like(bring, capsys, tmp_path):
+    write_csv(tmp_path / "x.csv")
+    for name in ("none", "../runs", ""):
+        assert bring("x.csv", "--like", name) == 2
+        error = capsys.readouterr().err
+        assert f"--like {name!r} is not a run of " in error and error.count("\n") == 1
+    assert not (tmp_path / "runs").exists()
+    assert bring("x.csv") == 0
+    (run,) = list_runs(tmp_path / "runs")[0]
+    write_csv(tmp_path / "y.csv")
+    assert bring("y.csv", "--like", run.run_id, "--seed", "1") == 2
+    assert "leave out --seed" in capsys.readouterr().err
+    assert bring("y.csv", "--like", run.run_id) == 0
+    assert f"a run other than {run.run_id}, of which its model, dataset and seed are" in capsys.readouterr().out
+    assert "its model, dataset and seed are unknown" in printed(tmp_path / "runs")
+
+
+def test_what_a_log_does_not_say_is_asked_for_once_on_a_terminal(tmp_path):
+    for name in ("a.csv", "b.csv"):
+        write_csv(tmp_path / "logs" / name)
+    line = [sys.executable, "-m", "binade", "import", str(tmp_path / "logs"), "--recipe", "mxfp8", "--model", "mine",
+            "--tensor-save-dir", str(tmp_path / "runs")]  # fmt: skip
+    controller, terminal = pty.openpty()
+    os.write(controller, b"\n" + b"one\n" + b"1\n")
+    done = subprocess.run(line, stdin=terminal, stderr=terminal, stdout=subprocess.PIPE, text=True, timeout=60)
+    asked = os.read(controller, 1 << 16).decode()
+    assert done.returncode == 0 and "--dataset," in done.stdout and "--seed" not in done.stdout
+    assert [asked.count(word) for word in ("Model: ", "Dataset: ", "Seed: ", "Seed: Error: 'one' is")] == [0, 1, 2, 1]
+    configs = [run.config for run in list_runs(tmp_path / "runs")[0]]
+    assert [(each["model"], each["dataset"], each["seed"]) for each in configs] == [("mine", None, 1)] * 2
 
 
 def test_what_the_log_says_is_kept(bring, capsys, tmp_path):

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from binade.app.questions.recipes.question import RECIPES
+from binade.app.questions.shared.selection import Selection
 from binade.collector import Recorder, TrainerCallback, coverage, instrument
 from binade.collector.errors import ConfigError
 from binade.collector.imports.losses import find_logs
@@ -20,10 +22,11 @@ from binade.collector.recipes.files import to_toml
 from binade.collector.recipes.parse import parse_recipe
 from binade.data.catalog import Catalog
 from binade.data.comparison import costs, loss_gaps
+from binade.data.filter import Filter
 from binade.data.run_table import losses_of, runs_with_reference
 from binade.data.runs import RunError, RunInfo, check_losses, list_runs, read_run, read_steps
 from binade.data.same_data import window_of
-from tests.compared import compared, gaps_of
+from tests.compared import compared, gaps_of, printed
 
 VOCAB, WIDTH = 48, 32
 
@@ -85,11 +88,11 @@ def test_curves_and_description(tmp_path):
     assert [line["loss"] for line in lines] == losses and [line["iteration"] for line in lines] == [0, 1, 2]
     assert [line["recorded"] for line in lines] == [True, False, False]
     assert all(line["tokens"] == 32 and line["grad_norm"] > 0 for line in lines)
-    sha, digests = hashlib.sha256(), []
+    digests = [""]
     for number in range(6):
-        sha.update(b"torch.int64 (2, 8) " + batch(number)[:, :-1].contiguous().numpy().tobytes())
-        digests.append(sha.hexdigest())
-    assert [line["data_sha256"] for line in lines] == digests[1::2]
+        read = b"torch.int64 (2, 8) " + batch(number)[:, :-1].contiguous().numpy().tobytes()
+        digests.append(hashlib.sha256(digests[-1].encode() + read).hexdigest())
+    assert [line["data_sha256"] for line in lines] == digests[2::2]
     assert (run.status.iteration, run.status.loss_first, run.status.loss_last) == (2, losses[0], losses[-1])
     with Catalog.open(tmp_path) as catalog:
         assert set(catalog.tensors()["recipe"]) == {"mxfp8"} and set(catalog.tensors()["model"]) == {"Model"}
@@ -178,6 +181,62 @@ def test_trainer_logs_by_itself(tmp_path, every, iterations, windows):
     (series,) = log.reader.read(log.path, Columns())
     assert [*series.losses.values()] == [each["loss"] for each in history]
     assert [*series.windows.values()] == windows or len(windows) == 1  # of a single loss, the file does not say it
+
+
+def fine_tune(root: Path, recipe: str, steps: int, resume: str | None = None, **settings: Any) -> RunInfo:
+    """A run of transformers' Trainer, with a checkpoint after the second step, or resumed from one."""
+    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+    torch.manual_seed(0)
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, **sizes))
+    data = [{"input_ids": batch(i)[0], "labels": batch(i)[0]} for i in range(24)]
+    arguments = TrainingArguments(
+        str(root / f"out-{recipe}"), max_steps=steps, per_device_train_batch_size=2, gradient_accumulation_steps=2,
+        logging_steps=1, report_to=[], use_cpu=True, save_steps=2, disable_tqdm=True, **settings,
+    )  # fmt: skip
+    with Recorder(root / "runs", iterations=1, scores=(), label=recipe) as recorder:
+        callback = TrainerCallback(recipe, recorder)
+        Trainer(model, arguments, train_dataset=data, callbacks=[callback]).train(resume_from_checkpoint=resume)
+    return read_run(recorder.writer.directory)
+
+
+@pytest.mark.slow
+def test_a_trainer_that_resumes_is_compared(tmp_path):
+    plain = fine_tune(tmp_path, "bf16", 4)
+    fine_tune(tmp_path, "mxfp8", 2)
+    checkpoint = tmp_path / "out-mxfp8" / "checkpoint-2"
+    resumed = fine_tune(tmp_path, "mxfp8", 4, str(checkpoint))
+    lines, whole = read_steps(resumed.directory), read_steps(plain.directory)
+    assert [line["iteration"] for line in lines] == [2, 3]
+    assert [line["data_sha256"] for line in lines] == [line["data_sha256"] for line in whole[2:]]
+    with Catalog.open(tmp_path / "runs") as catalog:
+        table = runs_with_reference(catalog.runs(), catalog.parts())
+        gaps = loss_gaps(table, losses_of(catalog, table["run_id"].tolist()))
+    own = gaps[gaps["run_id"] == resumed.run_id]
+    expected = [line["loss"] - other["loss"] for line, other in zip(lines, whole[2:], strict=True)]
+    assert own["gap"].tolist() == expected and not own["equal"].any()
+    assert gaps_of(tmp_path / "runs")["mxfp8"] == pytest.approx(sum(expected) / 2)
+    with pytest.raises(ConfigError, match="restore_callback_states_from_checkpoint=True replaces this callback"):
+        fine_tune(tmp_path, "mxfp8", 4, str(checkpoint), restore_callback_states_from_checkpoint=True)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_that_does_not_say_what_was_read(tmp_path):
+    fine_tune(tmp_path, "bf16", 3)
+    checkpoint = tmp_path / "out-bf16" / "checkpoint-2"
+    state = json.loads((checkpoint / "trainer_state.json").read_text())
+    del state["stateful_callbacks"]["TrainerCallback"]  # as without this callback
+    (checkpoint / "trainer_state.json").write_text(json.dumps(state))
+    resumed = fine_tune(tmp_path, "mxfp8", 3, str(checkpoint))
+    why = "it starts at iteration 2, and what was read before is unknown"
+    text = printed(tmp_path / "runs")
+    assert f"mxfp8: {why}." in text and "seed None" not in text
+    with Catalog.open(tmp_path / "runs") as catalog:
+        selection = Selection(catalog, Filter())
+        drawn = RECIPES.draw(selection, {"of": "cost", "against": "bf16", "gradient": None, "at": None, "ladder": None})
+    assert any(f"mxfp8: {why}." in problem for problem in drawn.problems)
+    assert resumed.status.state == "done"
 
 
 def test_the_window_of_a_loss(tmp_path):
