@@ -1,7 +1,8 @@
 """Two runs of the same model and data, tensor by tensor: from other machines, versions, backends or parallel layouts.
 
 Tensors are matched by what they are, regardless of the rank or shard that has them. This module reads the runs' own
-files, not an index, so the two runs may be in different roots.
+files, not an index, so the two runs may be in different roots. Runs of which one is imported are matched by place, see
+data.matching, and a difference counts from what their dtypes explain.
 """
 
 from __future__ import annotations
@@ -10,15 +11,16 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import pyarrow as pa
 
 from binade.data.cache import Done
 from binade.data.coverage import FormatDifference, differing, recorded_formats
+from binade.data.matching import Key, explained, matched, same_layout
 from binade.data.names import name_of
 from binade.data.remote import fetched
 from binade.data.runs import IMPORT, RunError, RunInfo, read_steps
@@ -32,6 +34,9 @@ if TYPE_CHECKING:
 TOLERANCE = 2.0**-5
 """The largest relative difference that counts as equal by default: four units in the last place of bfloat16. A sum in a
 different order, or in parts, may be rounded differently, and a product accumulates the differences of its inputs."""
+EXPLAINED: Literal["explained"] = "explained"
+Tolerance = float | Literal["explained"] | None
+"""A relative difference, EXPLAINED for each tensor's own limit, or None for no difference in any bit."""
 # The fields that identify a tensor of a step; ranks and shards are not among them.
 IDENTITY = (
     "iteration", "micro_batch", "layer_index", "module", "expert", "layer_type", "component", "operation", "phase",
@@ -51,7 +56,6 @@ RECORDED = re.compile(r"r\d+-(\d+)")  # an id, with the number of the tensor amo
 ORDER = "execution_order"
 CHUNK = 1 << 24  # values that are compared at once
 Row = dict[str, Any]
-Key = tuple[Any, ...]
 
 
 class IncompleteError(ValueError):
@@ -82,6 +86,8 @@ class Compared:
                   changes of rms and mean by rms, and of absmax, min and max by absmax; Inf if the shapes differ
     largest, at   the largest difference of two values, and where; None without values
     equal         whether all values have the same bits; without values, whether all statistics have
+    dtype, dtype_b
+    limit         the largest difference that counts as equal if no tolerance is given
     """
 
     place: str
@@ -100,10 +106,15 @@ class Compared:
     tensor_id_b: str
     largest: float | None = None
     at: tuple[int, ...] | None = None
+    dtype: str = ""
+    dtype_b: str = ""
+    limit: float = TOLERANCE
 
-    def differs(self, tolerance: float | None) -> bool:
+    def differs(self, tolerance: Tolerance) -> bool:
         """Whether it differs by more than the tolerance, or for None in any bit."""
-        return not self.equal if tolerance is None else not self.difference <= tolerance
+        if tolerance is None:
+            return not self.equal
+        return not self.difference <= (self.limit if isinstance(tolerance, str) else tolerance)
 
 
 @dataclass(frozen=True)
@@ -123,7 +134,7 @@ class Difference:
     formats: tuple[FormatDifference, ...] = ()
     in_order_of_names: bool = False
 
-    def first(self, tolerance: float | None) -> int | None:
+    def first(self, tolerance: Tolerance) -> int | None:
         """The index of the first row that differs, see `Compared.differs`; None if none does."""
         return next((index for index, row in enumerate(self.rows) if row.differs(tolerance)), None)
 
@@ -234,22 +245,37 @@ def difference(
             key: whole for key, whole in ours.items() if any(f"{a.run_id}/{r['tensor_id']}" in only for r in whole.rows)
         }
     rows, incomplete = [], []
-    common = [key for key in ours if key in theirs]
+    imported = any(run.config.get("kind") == IMPORT for run in (a, b))
+    pairs = matched([*ours], [*theirs]) if imported else {key: key for key in ours if key in theirs}
+    unordered = [a.config.get("kind") == IMPORT and _unordered(ours, pairs),
+                 b.config.get("kind") == IMPORT and _unordered(theirs, pairs.values())]  # fmt: skip
+    common = [key for key in ours if key in pairs]
+    if unordered == [True, False]:
+        places = {key: place for place, key in enumerate(theirs)}
+        common.sort(key=lambda key: places[pairs[key]])
     for number, key in enumerate(common, 1):
         try:
-            rows.append(_compared(key, ours[key], theirs[key]))
+            rows.append(_compared(key, ours[key], pairs[key], theirs[pairs[key]], imported))
         except (IncompleteError, TensorFileError, OSError) as error:
             incomplete.append(f"{_place(key)}: {describe(error)}")
         done(number, len(common))
+    if imported:
+        limits = explained([(row.difference, row.dtype, row.dtype_b) for row in rows])
+        rows = [replace(row, limit=limit) for row, limit in zip(rows, limits, strict=True)]
     return Difference(
         tuple(rows),
-        tuple(_place(key) for key in ours if key not in theirs),
-        tuple(_place(key) for key in theirs if key not in ours) if only is None else (),
+        tuple(_place(key) for key in ours if key not in pairs),
+        tuple(_place(key) for key in theirs if key not in pairs.values()) if only is None else (),
         tuple(incomplete),
         tuple(_notes(a, b)),
         _formats(ours, theirs, only is not None),
-        a.config.get("kind") == IMPORT and any(row[ORDER] is None for key in common for row in ours[key].rows),
+        all(unordered),
     )
+
+
+def _unordered(tensors: Mapping[Key, _Whole], keys: Collection[Key]) -> bool:
+    """Whether the order of execution is not known of all of these tensors of an import."""
+    return any(row[ORDER] is None for key in keys for row in tensors[key].rows)
 
 
 def _formats(ours: Mapping[Key, _Whole], theirs: Mapping[Key, _Whole], of_ours: bool) -> tuple[FormatDifference, ...]:
@@ -321,18 +347,21 @@ def _place(key: Key) -> str:
     return ", ".join(filter(None, parts))
 
 
-def _compared(key: Key, a: _Whole, b: _Whole) -> Compared:
+def _compared(key: Key, a: _Whole, key_b: Key, b: _Whole, imported: bool) -> Compared:
     a.check()
     b.check()
     known = dict(zip(IDENTITY, key, strict=False))
     words = {
         name: known[name] for name in ("iteration", "micro_batch", "layer_index", "module", "operation", "tensor_name")
     }
-    words |= {"place": _place(key), "shape": a.shape, "shape_b": b.shape}
+    names = [name_of(each[2], each[3], each[9]) for each in (key, key_b)]
+    other = f", in RUN_B {names[1]}" * (names[0] != names[1])
+    words |= {"place": _place(key) + other, "shape": a.shape, "shape_b": b.shape}
+    words |= {"dtype": str(a.rows[0]["dtype"]), "dtype_b": str(b.rows[0]["dtype"])}
     words |= {"tensor_id": a.tensor_id, "tensor_id_b": b.tensor_id}
     if a.logged != b.logged:
         raise IncompleteError("the runs do not have the same statistics of it")
-    if a.shape != b.shape:
+    if a.shape != b.shape and not (imported and same_layout(a.shape, b.shape)):
         return Compared(**words, by="shape", difference=math.inf, equal=False)
     if a.has_values and b.has_values:
         return Compared(**words, by="values", **_of_values(a.values(), b.values()))

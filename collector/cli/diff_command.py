@@ -13,7 +13,7 @@ import click
 from binade.terminal import FAILED, Command, Option, print_text, readable_root, root_option
 
 if TYPE_CHECKING:  # they import pyarrow
-    from binade.data.difference import Compared, Difference
+    from binade.data.difference import Compared, Difference, Tolerance
     from binade.data.runs import RunInfo
 
 AROUND = 8  # rows shown on each side of the first difference
@@ -25,20 +25,27 @@ def _diff(run_a: str, run_b: str, root: str | None, tolerance: float | None, bit
     RUN is the directory of a run, or its name in the root. The runs may come from two machines, versions or backends,
     or split the model across a different number of tensor-parallel ranks. Tensors are matched by iteration,
     micro-batch, layer, module, operation and name, joined across ranks, and compared in the order in which RUN_A
-    computed them: by their values if both runs have them, else by their statistics. If the tool that wrote an imported
-    run does not say in which order it computed them, they are in the order of their names. Operands of GEMMs that the
-    runs do not round to the same format are listed as well.
+    computed them: by their values if both runs have them, else by their statistics. Operands of GEMMs that the runs do
+    not round to the same format are listed as well.
+
+    If a run is imported, tensors are matched by layer, module and name: the two dumps may be of different tools, such
+    as those of training and of inference. A tensor differs if its difference is more than its dtypes explain: twice the
+    rounding error of the coarser one, and twice the largest difference before it. If the tools do not say in which
+    order they computed the tensors, they are in the order of their names.
 
     Exit status: 0 if no tensor differs, 1 if one does or there is none to compare.
     """
-    from binade.data.difference import TOLERANCE, difference
-    from binade.data.runs import RunError
+    from binade.data.difference import EXPLAINED, TOLERANCE, difference
+    from binade.data.runs import IMPORT, RunError
 
     if bitwise and tolerance is not None:
         raise click.UsageError("--bitwise and --tolerance contradict each other: give one")
     a, b = _find(run_a, root), _find(run_b, root)
     found = difference(a, b)
-    limit = None if bitwise else TOLERANCE if tolerance is None else tolerance
+    imported = IMPORT in (a.config.get("kind"), b.config.get("kind"))
+    limit: Tolerance = None if bitwise else tolerance
+    if tolerance is None and not bitwise:
+        limit = EXPLAINED if imported else TOLERANCE
     if not found.rows and not found.incomplete:
         raise RunError(f"{a.run_id} and {b.run_id} have no tensor in common")
     first = found.first(limit)
@@ -55,7 +62,7 @@ def _find(name: str, root: str | None) -> RunInfo:
     return read_run(directory.absolute())
 
 
-def _lines(found: Difference, limit: float | None, first: int | None) -> list[str]:
+def _lines(found: Difference, limit: Tolerance, first: int | None) -> list[str]:
     rows = found.rows
     lines = [f"note: {note}" for note in found.notes]
     lines += [f"format: {formats}" for formats in found.formats]
@@ -69,12 +76,13 @@ def _lines(found: Difference, limit: float | None, first: int | None) -> list[st
             lines.append(f"{len(places):,} {what}, first {places[0]}")
     values = sum(row.by == "values" for row in rows)
     lines.append(f"{len(rows):,} tensors compared: {values:,} by values, {len(rows) - values:,} by statistics")
-    beyond = "in at least one bit" if limit is None else f"by more than {limit:.4g}"
+    beyond = "by more than their dtypes explain" if isinstance(limit, str) else ""
+    beyond = beyond or ("in at least one bit" if limit is None else f"by more than {limit:.4g}")
     if first is None:
         largest = max(rows, key=lambda row: row.difference, default=None)
         most = f"; largest difference: {_described(largest)}" if largest and largest.difference else ""
         return [*lines, f"no tensor differs{'' if limit is None else f' {beyond}'}{most}"]
-    start = max(0, first - AROUND)
+    start, explained = max(0, first - AROUND), isinstance(limit, str)
     count = sum(row.differs(limit) for row in rows)
     return [
         *lines,
@@ -82,9 +90,10 @@ def _lines(found: Difference, limit: float | None, first: int | None) -> list[st
         f"{' in the order of names' * found.in_order_of_names}, after {first:,} "
         f"tensor{'s' * (first != 1)} that do{'es' * (first == 1)} not: {_described(rows[first])}",
         "",
-        "  difference    largest  tensor",
+        "  difference  explained    largest  tensor" if explained else "  difference    largest  tensor",
         *(
-            f"{'>' if index == first else ' '} {row.difference:10.3e} {_number(row.largest)}  {row.place}"
+            f"{'>' if index == first else ' '} {row.difference:10.3e} {f'{row.limit:10.3e} ' * explained}"
+            f"{_number(row.largest)}  {row.place}"
             for index, row in enumerate(rows[start : first + AROUND + 1], start)
         ),
     ]
@@ -117,7 +126,8 @@ diff = Command(
         click.Argument(["run_b"], metavar="RUN_B"),
         Option(["--tolerance"], type=click.FloatRange(min=0), metavar="X",
                help="Largest relative difference ‖a − b‖ / ‖a‖ that counts as equal  [default: 0.03125, four units in "
-                   "the last place of bfloat16: summing in a different order can cause such differences]"),
+                   "the last place of bfloat16: summing in a different order can cause such differences; for imported "
+                   "runs, what the dtypes explain]"),
         Option(["--bitwise"], is_flag=True, help="Find the first tensor that differs in at least one bit"),
         Option(["--format", "kind"], type=click.Choice(("text", "csv")), default="text",
                help="text: the tensors around the first difference; csv: every tensor  [default: text]"),

@@ -15,8 +15,11 @@ _ENDS = {
         *("o_proj", "out_proj", "out_lin", "attn.c_proj", "attn.Wo", "attention.wo", "SelfAttention.o"),
         *("attention.dense", "self_attention.dense", "self_attn.dense", "attention.output.dense"),
     ),
-    "fc1": ("intermediate.dense", "dense_h_to_4h", "lin1", "gate_up_proj", "c_fc", "Wi", "wi"),
-    "fc2": ("mlp.c_proj", "output.dense", "dense_4h_to_h", "lin2", "w2", "down_proj", "mlp.Wo", "DenseReluDense.wo"),
+    "fc1": ("intermediate.dense", "dense_h_to_4h", "lin1", "gate_up_proj", "c_fc", "fc_in", "input_linear", "Wi", "wi"),
+    "fc2": (
+        *("mlp.c_proj", "output.dense", "dense_4h_to_h", "lin2", "w2", "down_proj", "mlp.Wo", "DenseReluDense.wo"),
+        *("fc_out", "output_linear"),
+    ),
     "gate": ("w1", "gate_proj", "wi_0"),
     "up": ("w3", "up_proj", "wi_1"),
     "qkv": ("qkv_proj", "query_key_value", "c_attn", "Wqkv"),
