@@ -27,7 +27,7 @@ _held: dict[str, int] = {}  # session that may send files -> bytes that are stor
 _sending: dict[str, int] = {}  # session -> bytes that it is sending
 
 
-def uploader(label: str, types: list[str], key: str) -> UploadedFile | None:
+def uploader(label: str, types: list[str] | None, key: str) -> UploadedFile | None:
     """st.file_uploader for one file. The session may upload while its page shows this."""
     if runtime.exists():
         with _lock:
@@ -83,7 +83,7 @@ def begin(session: str, length: str | None) -> tuple[int, str]:
     room."""
     with _lock:
         if session not in _held:
-            return 403, "Open Notebook > Sessions > Import before you upload a file"
+            return 403, "Open the page that asks for a file before you upload it"
         if length is None or not length.isdecimal():
             return 411, "The request has no Content-Length header"
         if (size := int(length)) > LARGEST:

@@ -71,7 +71,9 @@ def _import(context: click.Context, /, path: Path, root: str, dry_run: bool, **o
     if found.logs and not of_tensors:
         own = {name: options[name] for name in OF_LOSSES}
         statuses.append(_losses(path, into, command, found, dry_run, others=not tensors, **own))
-    if dry_run and (tensors or not found.logs):
+    if dry_run and not (tensors or found.logs):
+        raise ConfigError(f"{path} has no tensor file and no loss log; looked for: {looked_for()}")
+    if dry_run and tensors:
         print_text(f"{counted(tensors, 'tensor file')} in {one_line(str(path))}")
     elif tensors or not found.logs:
         statuses.append(_tensors(path, into, command, apart, **{name: options[name] for name in OF_TENSORS}))

@@ -1,0 +1,104 @@
+"""Importing files on Runs > New collection: what is recognized is shown first, and `binade import` does the rest."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from streamlit.testing.v1 import AppTest
+
+from binade.app.jobs.import_view import FOLDER, PATH
+from binade.data.catalog import Catalog
+from binade.data.runs import list_runs
+from tests.app.test_pages import Visit, rerun, words
+
+pytestmark = pytest.mark.slow  # a process for each command
+STATE = {"log_history": [{"step": step, "loss": 3.0 - step / 10} for step in (1, 2, 3)]}
+
+
+@pytest.fixture
+def at(visit: Visit, tmp_path: Path) -> AppTest:
+    found = visit(tmp_path / "runs", "collect")
+    found.session_state["root"] = tmp_path / "runs"
+    return found
+
+
+def runs(tmp_path: Path) -> list:
+    return list_runs(tmp_path / "runs")[0]
+
+
+def upload(at: AppTest, name: str, content: bytes) -> str:
+    at.file_uploader[0].set_value((name, content, ""))
+    return words(rerun(at))
+
+
+def name_path(at: AppTest, path: Path) -> str:
+    at.radio(key="import_way").set_value(PATH)
+    rerun(at).text_input(key="import_path").set_value(str(path))
+    return words(rerun(at))
+
+
+def import_now(at: AppTest) -> str:
+    at.button(key="import_files").click()
+    return words(rerun(at))
+
+
+def test_an_upload_is_recognized_and_then_imported(at: AppTest, tmp_path: Path):
+    at.text_input(key="import_recipe").set_value("mxfp8")
+    shown = upload(at, "../my state.json", json.dumps(STATE).encode())
+    assert "trainer_state.json of Hugging Face: 3 losses (loss), step 1 to 3" in shown
+    assert not runs(tmp_path)
+    assert "3 losses (loss), step 1 to 3" in import_now(at)
+    (run,) = runs(tmp_path)
+    assert (run.config["recipe"], run.status.loss_last) == ("mxfp8", STATE["log_history"][-1]["loss"])
+    upload(at, "my state.json", json.dumps(STATE).encode())
+    import_now(at)
+    assert len(runs(tmp_path)) == 1
+
+
+def test_an_uploaded_tensor_stays_where_the_index_points_to(at: AppTest, tmp_path: Path):
+    torch.save({"model.layers.0.mlp.down_proj.weight": torch.ones(4, 32)}, content := io.BytesIO())
+    assert "1 tensor file in the upload" in upload(at, "x.pt", content.getvalue())
+    import_now(at)
+    with Catalog.open(tmp_path / "runs") as catalog:
+        (tensor,) = catalog.tensors()["tensor_id"]
+        assert torch.equal(catalog.load(tensor), torch.ones(4, 32))
+
+
+def test_a_path_of_the_server(at: AppTest, tmp_path: Path):
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "trainer_state.json").write_text(json.dumps(STATE))
+    assert "trainer_state.json of Hugging Face: 3 losses" in name_path(at, tmp_path / "logs")
+    import_now(at)
+    assert len(runs(tmp_path)) == 1 and not (tmp_path / "runs" / FOLDER).exists()
+
+
+REFUSED = {
+    "cut": ("x.json", b'{"log_history": [{"st', "x.json is not JSON"),
+    "other": ("x", b"\0" * 100, "x is not recognized as a loss log"),
+    "empty": ("x.csv", b"", "x.csv is empty"),
+    "no tensors": ("x.pt", b"", "has no tensor file and no loss log"),
+}
+
+
+@pytest.mark.parametrize(("name", "content", "message"), REFUSED.values(), ids=REFUSED)
+def test_a_refused_upload_is_one_line_and_leaves_nothing(at: AppTest, tmp_path: Path, name, content, message):
+    upload(at, name, content)
+    assert len(at.error) == 1 and message in at.error[0].value and "\n" not in at.error[0].value
+    assert not at.get("button") or "import_files" not in {button.key for button in at.button}
+    assert not (tmp_path / "runs" / FOLDER).exists() and not runs(tmp_path)
+
+
+@pytest.mark.parametrize("path", ["/none", "--help", "-x", "a\0b"], ids=["missing", "option", "flag", "NUL"])
+def test_a_path_that_cannot_be_read_is_one_line(at: AppTest, path: str):
+    name_path(at, Path(path))
+    assert len(at.error) == 1 and "\n" not in at.error[0].value
+
+
+def test_a_viewer_sees_no_importer(visit: Visit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("BINADE_READ_ONLY", "1")
+    at = visit(tmp_path / "runs", "collect")
+    assert not at.get("file_uploader") and not at.expander
