@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +16,7 @@ from binade.data.text import counted
 from binade.terminal import Command, Option, fail, line_of, names, one_line, print_text, resolve_root, root_option
 
 if TYPE_CHECKING:
+    from binade.collector.imports.files import Walked
     from binade.collector.imports.importer import Imported
     from binade.collector.imports.losses import Found, Training
 
@@ -44,6 +44,7 @@ def _import(context: click.Context, /, path: Path, root: str, dry_run: bool, **o
     run.
     """
     from binade.collector.errors import ConfigError
+    from binade.collector.imports.files import checked, walk
     from binade.collector.imports.losses import find_logs
     from binade.collector.imports.readers.registry import looked_for
 
@@ -63,10 +64,12 @@ def _import(context: click.Context, /, path: Path, root: str, dry_run: bool, **o
         raise only_for(of_losses[0], "losses", f"{path} has no loss log; looked for: {looked_for()}")
     if of_losses and of_tensors:
         raise only_for(of_tensors[0], "tensors", f"--{of_losses[0].replace('_', '-')} is for losses: give one of them")
-    tensors = 0 if of_losses else _tensor_files(path, into)
+    apart = [file for log in found.logs for file in log.files]
+    is_directory = os.path.isdir(os.path.expanduser(path))
+    walked = ([], []) if of_losses or not is_directory else walk(checked(path, into), into, apart)
+    tensors = len(walked[0])
     if of_tensors and found.logs and not tensors:
         raise only_for(of_tensors[0], "tensors", f"{path} has losses alone")
-    apart = [file for log in found.logs for file in log.files]
     statuses = []
     if found.logs and not of_tensors:
         own = {name: options[name] for name in OF_LOSSES}
@@ -76,16 +79,8 @@ def _import(context: click.Context, /, path: Path, root: str, dry_run: bool, **o
     if dry_run and tensors:
         print_text(f"{counted(tensors, 'tensor file')} in {one_line(str(path))}")
     elif tensors or not found.logs:
-        statuses.append(_tensors(path, into, command, apart, **{name: options[name] for name in OF_TENSORS}))
+        statuses.append(_tensors(path, into, command, walked, **{name: options[name] for name in OF_TENSORS}))
     return max(statuses, default=0)
-
-
-def _tensor_files(path: Path, root: Path) -> int:
-    """How many tensor files a directory has."""
-    from binade.collector.imports.files import walk
-
-    path = path.expanduser().resolve()
-    return len(walk(path, root)[0]) if path.is_dir() else 0
 
 
 def _losses(
@@ -197,9 +192,7 @@ def _of_training(run: str, training: Training) -> list[str]:
     return [*lines, *(f"    {detail}" for detail in details)]
 
 
-def _tensors(
-    path: Path, root: Path, command: str, apart: Collection[Path], scores: tuple[str, ...], workers: int | None
-) -> int:
+def _tensors(path: Path, root: Path, command: str, walked: Walked, scores: tuple[str, ...], workers: int | None) -> int:
     from binade.collector.imports.workers import prepare
 
     prepare("binade.collector.imports.importer")  # its processes import torch while this one does
@@ -214,7 +207,7 @@ def _tensors(
             say=lambda line: shown.say(one_line(line)),
             progress=shown.progress,
             command=command,
-            apart=apart,
+            walked=walked,
         )
     if result.failed:
         where = result.directory / "refused.jsonl"

@@ -45,6 +45,9 @@ class Refusal:
         return f"{self.file}{f' [{self.key}]' if self.key else ''}: {self.reason}"
 
 
+Walked = tuple[list[File], list[Refusal]]
+
+
 def checked(source: Path, root: Path) -> Path:
     """The absolute path of a directory to import into this root. Raises ConfigError."""
     source = Path(os.path.expanduser(source))
@@ -62,7 +65,7 @@ def checked(source: Path, root: Path) -> Path:
     return source
 
 
-def walk(source: Path, root: Path, apart: Collection[Path] = ()) -> tuple[list[File], list[Refusal]]:
+def walk(source: Path, root: Path, apart: Collection[Path] = ()) -> Walked:
     """The tensor files under a directory in the order of their names, and the refusals of all other files except those
     that a tool writes next to its tensors, and `apart`, absolute paths.
 

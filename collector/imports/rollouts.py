@@ -68,10 +68,8 @@ def read_rollouts(paths: Iterable[Path]) -> list[Rollouts]:
     has none or cannot be read."""
     samples: dict[tuple[str, str], list[Sample]] = {}
     for path in paths:
-        try:
+        with raising(ConfigError, f"{path} cannot be read", OSError):
             read = list(_read(path))
-        except OSError as error:
-            raise ConfigError(f"{path} cannot be read: {(error.strerror or str(error)).lower()}") from error
         if not read:
             raise ConfigError(f"{path} contains no sequence: give a dump of NeMo-RL, prime-rl or slime")
         for tool, step, sample in read:

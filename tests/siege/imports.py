@@ -6,15 +6,22 @@ from __future__ import annotations
 import csv
 import json
 import os
+import struct
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 
 from binade.collector import Recorder, instrument
+from binade.collector.errors import ConfigError
+from binade.collector.recipes.parse import parse_recipe
+from binade.collector.recipes.recipe import RecipeError
 from binade.data.catalog import Catalog
 from binade.data.runs import list_runs, read_losses
 from binade.data.store import TensorFileError
@@ -132,6 +139,130 @@ def damaged_losses(attempt: Attempt) -> None:
         assert len(found) == STEPS or "left out: " in out or damage == "cut"
     with Catalog.open(root) as catalog:
         assert catalog.refused == [] and catalog.runs()["iteration"].tolist() == [max(found)]
+
+
+class _Bomb:
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.marker,)
+
+
+def _dumps(folder: Path, x: torch.Tensor) -> dict[str, Path]:
+    """A file of each kind that is imported, with a tensor."""
+    state = {"model.layers.0.mlp.down_proj.weight": x}
+    places = {
+        "dump": "layer1.pt", "Transformer Engine": "tensor_dumps/rank_0/iter_000100/fc1_activation.pt",
+        "msprobe": "step0/rank0/dump_tensor_data/Module.layers.0.mlp.Linear.forward.0.output.0.npy",
+        "SGLang": "step=1___rank=0___dump_index=1___name=non_intrusive__model.layers.0.mlp.output.pt",
+        "pass": "TP0_PP0_Rank0_pid7/Pass00000.pt", "safetensors": "model.safetensors", "bin": "pytorch_model.bin",
+        "npz": "weights.npz", "Megatron": "iter_0000100/mp_rank_00/model_optim_rng.pt",
+    }  # fmt: skip
+    contents = {"SGLang": {"value": x, "meta": {}}, "pass": {"model.layers.0.mlp": x}, "bin": state,
+                "Megatron": {"model": state, "iteration": 100}}  # fmt: skip
+    for kind, name in places.items():
+        path = folder / kind / name
+        path.parent.mkdir(parents=True)
+        match path.suffix:
+            case ".npy":
+                np.save(path, x.numpy())
+            case ".npz":
+                np.savez(path, **{name: x.numpy() for name, x in state.items()})
+            case ".safetensors":
+                save_file(state, path)
+            case _:
+                torch.save(contents.get(kind, x), path)
+        places[kind] = str(path)
+    return {kind: Path(path) for kind, path in places.items()}
+
+
+DAMAGES = ("cut", "a bit", "lost", "empty", "random", "code", "another kind", "a huge header")
+
+
+@attack("Of dumps and checkpoints of each kind, intact ones are imported; each damaged one is imported or "
+        "reported in one line, and nothing in it is executed", tries=72)  # fmt: skip
+def damaged_dumps(attempt: Attempt) -> None:
+    logs, root, marker = attempt.place / "logs", attempt.place / "runs", attempt.place / "executed"
+    x = torch.randn(8, 16, generator=torch.Generator().manual_seed(attempt.number))
+    files = _dumps(logs, x)
+    kind, damage = attempt.choose([(kind, damage) for kind in files for damage in DAMAGES])
+    attempt.case = f"{kind}: {damage}"
+    path, other = files[kind], files["npz" if files[kind].suffix != ".npz" else "dump"]
+    content = bytearray(path.read_bytes())
+    at = attempt.random.randrange(len(content))
+    match damage:
+        case "cut":
+            del content[at:]
+        case "a bit":
+            content[at] ^= 1 << attempt.random.randrange(8)
+        case "lost":
+            del content[at : at + attempt.random.randrange(1, 99)]
+        case "empty":
+            content.clear()
+        case "random":
+            content[:] = attempt.random.randbytes(len(content))
+        case "code":
+            torch.save({"model": _Bomb(marker)}, path)
+            content = bytearray(path.read_bytes())
+        case "another kind":
+            content = bytearray(other.read_bytes())
+        case _:
+            content[:8] = struct.pack("<Q", 1 << attempt.random.randrange(20, 63))
+    path.write_bytes(content)
+    status, out, err = command(root, "import", str(logs), "--scores", "", "--workers", "1")
+    assert status == 0 and "Traceback" not in out + err, err
+    assert not marker.exists()
+    refusals = [line for line in out.splitlines() if line.startswith("    ")]
+    for line in refusals:
+        check_sentence(line)
+    with Catalog.open(root) as catalog:
+        rows = catalog.tensors()
+        assert catalog.refused == [] and len(rows) >= len(files) - 1
+        intact = rows[rows["path"] != str(path)]["tensor_id"]
+        assert len(intact) == len(files) - 1 and all(torch.equal(catalog.load(each), x) for each in intact)
+        assert len(rows) > len(intact) or any(path.name in line for line in refusals)
+
+
+PRECISION = """configs:
+  mxfp8:
+    transformer_engine_config_type: TEQuantizationParams
+    training_recipe: {fp8_quantization_recipe: mxfp8}
+matchers:
+  others: {config: mxfp8, type: glob, pattern: "*", enabled: true}
+"""
+YAML = {
+    "aliases": "a: &a [x, x]\n" + "".join(f"{y}: &{y} [*{x}, *{x}]\n" for x, y in pairwise("abcdefghijklmnopqrs")),
+    "code": "configs: !!python/object/apply:os.system ['touch {marker}']\n",
+    "deep": "[" * 50_000,
+    "itself": "configs: &a {mxfp8: *a}\nmatchers: *a\n",
+    "bytes": "\udcff\udcfe",
+    "number": PRECISION.replace("mxfp8}", "9" * 5000 + "}"),
+    "pattern": PRECISION.replace('"*"', '"' + "[a-" * 3000 + '"'),
+}
+
+
+@attack("A precision file is read as a recipe or refused in one sentence; nothing in it is executed", tries=200)
+def damaged_precision_files(attempt: Attempt) -> None:
+    case = attempt.case = attempt.choose((*YAML, "cut", "lost", "a character"))
+    marker, text = attempt.place / "executed", PRECISION
+    at = attempt.random.randrange(len(text))
+    match case:
+        case "cut":
+            text = text[:at]
+        case "lost":
+            text = text[:at] + text[at + attempt.random.randrange(1, 40) :]
+        case "a character":
+            text = text[:at] + attempt.random.choice("{}[]:*&!|>'\"#%@\t\n\0\u2028") + text[at + 1 :]
+        case _:
+            text = YAML[case].replace("{marker}", str(marker))
+    path = attempt.place / "mine.yaml"
+    path.write_text(text, errors="surrogateescape")
+    try:
+        parse_recipe(str(path))
+    except (RecipeError, ConfigError) as error:
+        check_sentence(error)
+    assert not marker.exists()
 
 
 @attack("Statistics that no tensor has are left out and counted; possible ones are imported", tries=20)

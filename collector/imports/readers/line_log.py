@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -10,6 +11,12 @@ from binade.collector.imports.readers.series import Confidence, Notes, Rows, Sta
 from binade.collector.imports.readers.text import text_lines
 
 COLORS = re.compile(r"\x1b\[[0-9;]*m")
+
+
+@cache
+def _number(end: str) -> re.Pattern[str]:
+    """Finds a loss that is followed by `end`."""
+    return re.compile(rf"\s*([^\s|,]+)\s*?{end}")
 
 
 class LineLog(TableReader):
@@ -47,7 +54,7 @@ class LineLog(TableReader):
         for label, name in self.labels:
             if (at := line.find(label, step.end())) < 0:
                 continue
-            number = re.compile(rf"\s*([^\s|,]+)\s*?{self.end}").match(line, at + len(label))
+            number = _number(self.end).match(line, at + len(label))
             try:
                 values[name] = float(number[1]) if number else float("no number")
             except ValueError:

@@ -171,9 +171,13 @@ class TableReader(Reader):
 
     def collect(self, path: Path, rows: Rows, notes: Notes, columns: Columns, run: str | None = None) -> Series:
         """The series in these rows."""
-        table = _Table(self, path, columns)
+        table = Table(self, path, columns)
         for place, row in rows:
             table.add(place, row)
+        return self.series(table, notes, run)
+
+    def series(self, table: Table, notes: Notes, run: str | None = None) -> Series:
+        """The series of a table that has all rows."""
         table.check(notes)
         losses, step_names, loss_names = table.losses, table.step_names, table.loss_names
         step_name, loss_name = step_names[0], loss_names[0]
@@ -210,12 +214,12 @@ class TableReader(Reader):
         return bool(cls.losses_of(names) and cls.steps_of(names))
 
 
-class _Table:
+class Table:
     """The losses by iteration of the rows so far. A row may bring a column that is meant rather than the one before:
     then earlier rows have no loss. read: the losses, repeated ones too; empty: see Series."""
 
     def __init__(self, reader: TableReader, path: Path, columns: Columns) -> None:
-        self._reader, self._path, self._columns = reader, path, columns
+        self._reader, self._path, self.columns = reader, path, columns
         self._names: dict[str, None] = {}
         self._step: str | None = None
         self._loss: str | None = None
@@ -246,12 +250,12 @@ class _Table:
     def _see(self, row: Mapping[str, Any]) -> None:
         """Choose the columns, of which there are new ones."""
         self._names |= dict.fromkeys(row)
-        self.loss_names = self._reader.losses_of(self._names, self._columns.loss)
+        self.loss_names = self._reader.losses_of(self._names, self.columns.loss)
         best = _only(self.loss_names, self._reader.losses)
         if best != self._loss:
             self._loss, self.losses, self.read, self.empty = best, {}, 0, 0
         if not self.losses:
-            self.step_names = self._reader.steps_of(self._names, self._columns.step)
+            self.step_names = self._reader.steps_of(self._names, self.columns.step)
             self._step = _only(self.step_names, self._reader.steps)
 
     def check(self, notes: Notes) -> None:

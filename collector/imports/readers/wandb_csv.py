@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
 from binade.collector.errors import ConfigError
 from binade.collector.imports.readers.csv_table import CsvTable
-from binade.collector.imports.readers.series import Columns, Confidence, Notes, Rows, Series, Start, listed
+from binade.collector.imports.readers.series import Columns, Confidence, Notes, Series, Start, Table, listed
 from binade.collector.imports.readers.text import csv_header, csv_rows
 
 BOUNDS = ("__MIN", "__MAX")  # of what a point of the chart summarizes
@@ -32,32 +33,29 @@ class WandbCsv(CsvTable):
         runs = {run: metrics for run, metrics in _series(names).items() if self.losses_of(metrics)}
         if columns.loss or not runs:
             return super().read(path, columns)
-        found = []
+        notes, tables, means = Notes(), dict[str, Table](), Counter[str]()
+        others: dict[str, tuple[str, ...]] = {}
         for run, metrics in runs.items():
             candidates = self.losses_of(metrics)
             if len(candidates) > 1 and candidates[0].strip().lower() not in self.losses:
                 every = listed(f"{run} - {metric}" for metric in candidates)
                 raise ConfigError(f"{path}: {every} may be the losses: choose one with --loss-column NAME")
-            column, notes = f"{run} - {candidates[0]}", Notes()
-            chosen = Columns(columns.step or self.steps_of(names[:1])[0], column)
-            others = tuple(f"{run} - {metric}" for metric in candidates[1:])
-            found.append(self._one(path, chosen, others, run, notes))
+            column = f"{run} - {candidates[0]}"
+            tables[run] = Table(self, path, Columns(columns.step or self.steps_of(names[:1])[0], column))
+            others[run] = tuple(f"{run} - {metric}" for metric in candidates[1:])
+        for place, row in csv_rows(path, notes):
+            for run, table in tables.items():
+                table.add(place, row)
+                bounds = {row.get(f"{table.columns.loss}{bound}") or None for bound in BOUNDS}
+                means[run] += len(bounds - {None}) > 1
+        found = []
+        for run, table in tables.items():
+            averaged = (
+                f"{means[run]:,} points of {table.columns.loss} have __MIN below __MAX: W&B's chart has averaged them"
+            )
+            own = replace(notes, facts=[averaged] * bool(means[run]))
+            found.append(replace(self.series(table, own, run), others=others[run]))
         return tuple(found)
-
-    def _one(self, path: Path, columns: Columns, others: tuple[str, ...], run: str, notes: Notes) -> Series:
-        series = self.collect(path, _rows(path, columns.loss or "", notes), notes, columns, run)
-        return replace(series, others=others)
-
-
-def _rows(path: Path, column: str, notes: Notes) -> Rows:
-    """The rows; a note if points are not single values."""
-    means = 0
-    for place, row in csv_rows(path, notes):
-        bounds = {row[name] for name in (column + bound for bound in BOUNDS) if row.get(name)}
-        means += len(bounds) > 1
-        yield place, row
-    if means:
-        notes.facts.append(f"{means:,} points of {column} have __MIN below __MAX: W&B's chart has averaged them")
 
 
 def _series(names: Iterable[str]) -> dict[str, list[str]]:
