@@ -134,10 +134,11 @@ def losses_of(opened: Catalog, run_ids: Iterable[str], lost: bool = False) -> di
 
 def round_anything(lines: Iterable[str]) -> bool:
     """Whether a recipe with these lines, as run.json has them, rounds anything."""
-    return any(not line.endswith(f" {BF16}") or line.startswith(("state.", "communication.", "kv_cache.")) for line in lines)
+    tables = ("state.", "communication.", "kv_cache.")
+    return any(not line.endswith(f" {BF16}") or line.startswith(tables) for line in lines)
 
 
-def _layers(config: dict[str, Any]) -> Any:
+def _layers(config: Mapping[str, Any]) -> Any:
     """How many layers a run was asked to have; None if the number of parameters, one of CONFIGURATION, says it."""
     return None if config.get("parameters") else config.get("layers")
 

@@ -36,9 +36,9 @@ class Alone(SelectedTensor):
 def drawn_why(x: torch.Tensor, spec: str, dim: int = -1, **values: Any) -> Drawn:
     summary = vars(summarize(x)) | {"numel": x.numel()}
     identity = {"dtype": "float32", "tensor_id": "t", "layer_type": "linear", "tensor_name": "input"}
-    rounded = dict.fromkeys(("format", "tensor_scale", "noise_seed", "sign_seed"))
-    row = pd.Series({"contracted_axis": dim, **identity, **summary, **rounded})
-    return why.draw(Alone(SimpleNamespace(cache=None), Filter(), row=row, x=x, spec=Spec.of(spec)), values)
+    row = pd.Series({"contracted_axis": dim, **identity, **summary})
+    alone = Alone(SimpleNamespace(cache=None), Filter(), row=row, x=x, spec=Spec.of(spec), dim=dim)
+    return why.draw(alone, values)
 
 
 def test_hifp8_without_a_scale_says_what_it_would_do_with_one():

@@ -68,9 +68,9 @@ class SelectedTensor(Selection):
     row: pd.Series
     x: Tensor
     spec: Spec
-    gemm: str
-    dim: int
-    recorded: Recorded
+    gemm: str = ""
+    dim: int = -1
+    recorded: Recorded = NOT_RECORDED
 
     @property
     def label(self) -> str:
