@@ -15,7 +15,9 @@ import torch
 import torch.nn.functional as F
 
 from binade import fake_quantize, plots
+from binade.app.questions.shared.operands import along, gemms_of, scores_in
 from binade.app.questions.shared.rounded import Recorded, subject
+from binade.app.questions.shared.selection import recorded_in
 from binade.app.questions.what_if import compute as what_if
 from binade.app.questions.why.compute import zones
 from binade.app.view import View
@@ -95,6 +97,27 @@ def check(catalog: Catalog) -> None:
         assert again == pytest.approx([row[name] for name in what_if.ERRORS], abs=1e-6, nan_ok=True), place
 
 
+def check_other_gemms(catalog: Catalog) -> int:
+    """The same in the other GEMM that takes a tensor, which rounds it along another axis; returns their number."""
+    others = 0
+    for _, row in catalog.tensors(Filter()).iterrows():
+        for gemm in gemms_of(catalog, row)[1:]:
+            scored = scores_in(catalog, row["tensor_id"], gemm)
+            for used in scored[scored["used"]].to_dict("records"):
+                others += 1
+                recorded, (x, dim) = recorded_in(catalog, row, gemm), along(catalog.load(row["tensor_id"]), row, gemm)
+                sums = subject(x, Spec.of(used["format"]), dim, recorded=recorded).blocks.sums
+                sqnr = sqnr_db(sums.signal, sums.noise)
+                assert sqnr == pytest.approx(used["sqnr_db"], abs=1e-6, nan_ok=True), (row["tensor_id"], gemm)
+                shown = {"tensor": [row["tensor_id"]], "gemm": [gemm]}
+                if others == 1:  # the page, and What if in that format
+                    said = View("tensor", {"view": ["why"], **shown}).draw(catalog).verdict
+                    assert f"SQNR {used['sqnr_db']:.1f} dB" in said
+                    tried = View("tensor", {"view": ["whatif"], "formats": [used["format"]], **shown}).draw(catalog)
+                    assert tried.tables["trials"]["sqnr_db"].iloc[0] == pytest.approx(used["sqnr_db"], abs=1e-6)
+    return others
+
+
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("recipe", [*PUBLISHED, "mxfp8", "FA_linear_nvfp4"])
 def test_every_recipe(recipe, tmp_path):
@@ -102,6 +125,15 @@ def test_every_recipe(recipe, tmp_path):
     with record(tmp_path, f"{recipe}(without=keep)" if deep else recipe) as catalog:
         assert operands(catalog)
         check(catalog)
+        check_other_gemms(catalog)
+
+
+def test_an_operand_of_two_gemms_is_shown_in_each(tmp_path):
+    with record(tmp_path, "mxfp4") as catalog:
+        assert check_other_gemms(catalog)
+        row = next(row for row in operands(catalog) if row["tensor_name"] == "weight")
+        asked = View("tensor", {"view": ["why"], "tensor": [row["tensor_id"]], "gemm": ["wgrad"]})
+        assert "is an operand of " in asked.draw(catalog).problems[0]
 
 
 def test_random_numbers_are_repeated(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -62,7 +63,7 @@ class SelectedTensor(Selection):
     spec      that it is rounded to
     gemm      that takes it; "" if none is known
     dim       the axis that this GEMM contracts; the last axis of a result, which no GEMM contracts
-    recorded  how this GEMM rounded it
+    recorded  how this GEMM rounded it, and the SQNR that this gave
     """
 
     row: pd.Series
@@ -71,6 +72,7 @@ class SelectedTensor(Selection):
     gemm: str = ""
     dim: int = -1
     recorded: Recorded = NOT_RECORDED
+    recorded_sqnr_db: float = math.nan
 
     @property
     def label(self) -> str:
@@ -130,19 +132,27 @@ def _tensor(opened: Catalog, where: Filter, values: Mapping[str, Any]) -> Select
         return Drawn(problems=(f"{tensor_id} is {of}, and not of {gemm}: choose another GEMM.",))
     gemm = gemm or next(iter(known), "")
     part, dim = along(x, row, gemm)
-    recorded = recorded_in(opened, row, gemm)
+    used = _used(opened, row, gemm)
+    recorded, sqnr = (NOT_RECORDED, math.nan) if used is None else (Recorded.of(used), float(used["sqnr_db"]))
     return SelectedTensor(
-        opened, where, row=row, x=part, spec=applied(spec, row), gemm=gemm, dim=dim, recorded=recorded
-    )
+        opened, where, row=row, x=part, spec=applied(spec, row), gemm=gemm, dim=dim, recorded=recorded,
+        recorded_sqnr_db=sqnr,
+    )  # fmt: skip
 
 
 def recorded_in(opened: Catalog, row: pd.Series, gemm: str) -> Recorded:
-    """How a GEMM rounded a tensor: its own GEMM is in its row, the other in a score that was used."""
+    """How a GEMM rounded a tensor."""
+    used = _used(opened, row, gemm)
+    return NOT_RECORDED if used is None else Recorded.of(used)
+
+
+def _used(opened: Catalog, row: pd.Series, gemm: str) -> pd.Series | None:
+    """The rounding of a tensor in a GEMM: of its own it is in its row, of the other in a score that was used."""
     if pd.isna(row["gemm"]) or gemm == row["gemm"]:
-        return Recorded.of(row)
+        return row
     scored = scores_in(opened, str(row["tensor_id"]), gemm)
     used = scored[scored["used"]]
-    return NOT_RECORDED if used.empty else Recorded.of(used.iloc[0])
+    return None if used.empty else used.iloc[0]
 
 
 def format_used(opened: Catalog, tensor_id: str | None, gemm: str = "") -> str:

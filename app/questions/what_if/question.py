@@ -17,7 +17,7 @@ from binade.app.questions.question import AS_OPERAND, Question
 from binade.app.questions.shared import distribution_charts, format_charts
 from binade.app.questions.shared.distributions import Distribution, log2_histogram
 from binade.app.questions.shared.operands import along
-from binade.app.questions.shared.rounded import NOT_RECORDED, Recorded, applied
+from binade.app.questions.shared.rounded import NOT_RECORDED, applied
 from binade.app.questions.shared.selection import Of, SelectedTensor, recorded_in
 from binade.app.questions.what_if import charts, compute
 from binade.collector.advice import scales
@@ -157,7 +157,7 @@ def plan(selected: SelectedTensor, values: dict[str, Any]) -> Plan:
             "and 16over17 avoid this."
         )
     trials = compute.with_defaults(trials)
-    recorded = Recorded.of(selected.row) if over == "tensor" else NOT_RECORDED
+    recorded = selected.recorded if over == "tensor" else NOT_RECORDED
     said += [problem for one in trials if (problem := recorded.problem(one.spec))]
     trials = [one for one in trials if not recorded.problem(one.spec)]
     if over == "tensor":

@@ -143,7 +143,7 @@ def causes_of(selected: SelectedTensor) -> ErrorCauses:
     cache = selected.opened.cache
     if not cache:
         return compute_causes()
-    key = ("error_causes", selected.opened.contents([selected.row["tensor_id"]]), str(selected.spec))
+    key = ("error_causes", selected.opened.contents([selected.row["tensor_id"]]), selected.gemm, str(selected.spec))
     return cache.get(None, key, compute_causes)
 
 
@@ -311,7 +311,7 @@ def total_sqnr(selected: SelectedTensor, found: Subject) -> tuple[float, str]:
     if selected.recorded.in_format(found.blocks.spec):
         left_out = selected.row["tokens_left_out"]
         padding = "" if pd.isna(left_out) else f" without {counted(int(left_out), 'padding token')}"
-        return float(selected.row["sqnr_db"]), f" (as recorded{padding})"
+        return selected.recorded_sqnr_db, f" (as recorded{padding})"
     if found.every > 1 and (whole := streamed_score(selected.x, found.blocks.spec, selected.dim)):
         return whole.sqnr_db, ""
     return sqnr_db(found.blocks.sums.signal, found.blocks.sums.noise), " (a sample)" * (found.every > 1)
