@@ -31,6 +31,7 @@ from binade.data.catalog import Catalog
 from binade.data.comparison import (
     MOST_RUNS,
     NAMED,
+    NO_INTERVAL,
     OPERAND_FIELDS,
     RECIPE_FIELDS,
     RUN_FIELDS,
@@ -92,11 +93,19 @@ WIDTHS = {
 }  # fmt: skip
 
 
+def wide(title: str) -> int:
+    """The pixels of a column that shows its title."""
+    return 20 + 8 * len(title)
+
+
 def _columns(fields: Iterable[Field]) -> dict[str, Column]:
     """How a page shows these fields: titles with units, formats, definitions."""
     return {
         each.name: Column(
-            each.axis, f"%{each.format}" if each.format else None, WIDTHS.get(each.name), help=each.definition or None
+            each.axis,
+            f"%{each.format}" if each.format else None,
+            max(WIDTHS.get(each.name, 0), wide(each.axis)),
+            help=each.definition or None,
         )
         for each in fields
     }
@@ -237,6 +246,8 @@ def cost(opened: Catalog, where: Filter, table: pd.DataFrame, base: str = BF16) 
     columns = {name: column for name, column in COLUMNS.items() if name not in unused}
     every = with_effects(opened, compared)
     known = {name: column for name, column in RECIPES_SHOWN.items() if every[name].notna().any()}
+    if every["gap_interval"].eq(NO_INTERVAL).all():  # which one column says
+        known = {name: each for name, each in known.items() if name not in ("first_interval", "added_interval")}
     operands = operand_table(opened, recipes if base == BF16 else ())
     published = bands.published([*formats.values()])
     items: tuple[Item, ...] = (

@@ -18,6 +18,7 @@ from binade.app.formatting import bytes_text, plain
 from binade.app.jobs.recipe_table import is_recipe
 from binade.app.questions import layout
 from binade.app.questions.shared.runs import every_run, run_titles, with_plain_runs
+from binade.app.show import with_texts
 from binade.app.state import explain_empty
 from binade.app.view import Reading, View
 from binade.data.access import ReadOnlyError, read_only
@@ -73,16 +74,17 @@ def _recipes(compared: Comparison) -> None:
         return
     table = compared.recipe_table
     shown = [field for field in RECIPE_FIELDS if field.name in OF_RECIPES and table[field.name].notna().any()]
-    columns = {
-        field.name: st.column_config.Column(field.axis, width=OF_RECIPES[field.name], help=field.definition or None)
+    columns: dict[str, Any] = {
+        field.name: st.column_config.TextColumn(field.axis, width=OF_RECIPES[field.name], help=field.definition or None)
         for field in shown
     }
     columns["gap"] = st.column_config.NumberColumn(
         RECIPE_FIELDS[2].axis, format=f"%{RECIPE_FIELDS[2].format}", width=OF_RECIPES["gap"]
     )
+    written, columns = with_texts(table[[*columns]], columns)
     st.subheader("Recipes", anchor=False)
     st.dataframe(
-        table, hide_index=True, placeholder="–", column_order=[*columns], column_config=columns, key="recipes_table"
+        written, hide_index=True, placeholder="–", column_order=[*columns], column_config=columns, key="recipes_table"
     )
     for sentence in (*compared.leaving, *compared.missing):
         st.caption(plain(sentence))
@@ -204,8 +206,9 @@ def _table(
     }
     optional = ("source", "name", "note", *against)
     shown = [name for name in columns if name not in shared and (name not in optional or table[name].notna().any())]
+    written, layout_of = with_texts(table[[*columns]], columns)
     event = st.dataframe(
-        table, hide_index=True, placeholder="–", column_order=shown, column_config=columns, key="runs_table",
+        written, hide_index=True, placeholder="–", column_order=shown, column_config=layout_of, key="runs_table",
         on_select="rerun", selection_mode="multi-row",
     )  # fmt: skip
     _actions(view, [table["run_id"].iloc[row] for row in event["selection"]["rows"] if row < len(table)])
