@@ -28,9 +28,11 @@ from binade.app.questions.map.question import (
     headline_of,
     map_of,
     places,
+    score_of,
+    scores_of,
     verdict,
 )
-from binade.app.questions.map.standing_out import FAR, cell_name, exceptions
+from binade.app.questions.map.standing_out import FAR, cause_of, cell_name, exceptions
 from binade.app.questions.shared.event_marks import events_of
 from binade.app.questions.shared.operands import GEMMS, OTHER
 from binade.app.questions.shared.scope import scope_of
@@ -38,14 +40,13 @@ from binade.app.sessions import draft
 from binade.app.style import MEASURES
 from binade.app.view import Reading, View, pool_of
 from binade.data.access import read_only
-from binade.data.catalog import USED, Catalog
+from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 from binade.data.names import operand_name, product_name
 from binade.data.run_table import losses_of
 from binade.data.text import number_text
 
 LISTED = 9  # exceptions
-DECIDES = 0.3  # share of the squared error from which a cause is named
 BEYOND = Interval(-1000.0, -FAR)
 MOST_LOSSES = 200  # points of the line of losses
 HERE = Path(__file__)
@@ -207,34 +208,23 @@ def _exceptions(opened: Catalog, found: Map) -> dict[str, Any]:
         f"exceptions · worst first ({len(bad):,} at {number_text(-FAR)} dB or below)" if len(bad) else "no exceptions"
     )
     listed = bad.head(LISTED)
-    scores = opened.scores_of(listed["tensor_id"].tolist())
-    scores = scores.assign(gemm=scores["gemm"].fillna(OTHER))
+    scores = scores_of(opened, listed)
     names = {row.key: charts.label(row) for row in found.rows}
     word = "L" if found.across == LAYER else "iteration "
     rows = []
     for _, cell in listed.iterrows():
-        own = scores[(scores["tensor_id"] == cell["tensor_id"]) & (scores["gemm"] == cell["gemm"])]
-        own = own[own["used"]] if found.fmt == USED else own[own["format"] == found.fmt]
-        score = own.iloc[0] if len(own) else None
+        score = score_of(scores, cell, found.fmt)
         rows.append({
             "id": _name(cell, found.across),
             "name": f"{word}{int(cell[found.across])} {names[cell['row']]}",
             "gemm": str(cell["gemm"]),
             "value": "" if score is None else MEASURES["sqnr_db"].quantity(float(score["sqnr_db"])),
             "delta": number_text(float(cell["value"]), ".1f"),
-            "cause": "" if score is None else _cause(score),
+            "cause": "" if score is None else cause_of(score),
         })  # fmt: skip
     segments = [list(segment) for segment in said.segments]
     segments.append([str(verdict(opened, found)).removeprefix(str(said.sentence)), ""])
     return {"headline": segments, "exceptions": rows, "count": len(bad), "words": words}
-
-
-def _cause(score: pd.Series) -> str:
-    """What most of the squared error is from, if one cause decides."""
-    for name, words in (("flushed_error_share", "to zero"), ("saturated_error_share", "saturated")):
-        if score[name] >= DECIDES:
-            return f"{float(score[name]):.0%} of the error {words}"
-    return ""
 
 
 def _iterations(opened: Catalog, found: Map) -> dict[str, Any]:

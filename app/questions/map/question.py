@@ -17,7 +17,7 @@ from binade.app.formatting import evenly
 from binade.app.params import AnyText, One, in_format
 from binade.app.questions.map import charts, compute
 from binade.app.questions.map.compute import EFFECT, ITERATION, LAYER, LOSS_CHANGE, PARITY, Row
-from binade.app.questions.map.standing_out import Headline, headline
+from binade.app.questions.map.standing_out import Headline, cause_of, headline
 from binade.app.questions.question import Question
 from binade.app.questions.shared import board_charts
 from binade.app.questions.shared.operands import GEMMS, OTHER
@@ -318,7 +318,26 @@ def headline_of(opened: Catalog, found: Map) -> Headline | None:
     """What a map of SQNR says of the cells that do not behave as normal values do; None for other maps."""
     if found.measure.key not in ("sqnr_db", VS_NORMAL) or not found.fmt or found.against:
         return None
-    return headline(against_normal(opened, found), found.rows, found.across, found.fmt, found.formats(opened))
+    table = against_normal(opened, found)
+
+    def cause(cell: pd.Series) -> str:
+        score = score_of(scores_of(opened, cell.to_frame().T), cell, found.fmt)
+        return "" if score is None else cause_of(score)
+
+    return headline(table, found.rows, found.across, found.fmt, found.formats(opened), cause)
+
+
+def scores_of(opened: Catalog, cells: pd.DataFrame) -> pd.DataFrame:
+    """The scores of the tensors of some cells."""
+    scores = opened.scores_of(cells["tensor_id"].tolist())
+    return scores.assign(gemm=scores["gemm"].fillna(OTHER))
+
+
+def score_of(scores: pd.DataFrame, cell: pd.Series, fmt: str) -> pd.Series | None:
+    """The score of a cell in a format, or USED."""
+    in_gemm = scores[(scores["tensor_id"] == cell["tensor_id"]) & (scores["gemm"] == cell["gemm"])]
+    shown = in_gemm[in_gemm["used"]] if fmt == USED else in_gemm[in_gemm["format"] == fmt]
+    return shown.iloc[0] if len(shown) else None
 
 
 def against_normal(opened: Catalog, found: Map) -> pd.DataFrame:

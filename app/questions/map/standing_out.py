@@ -4,7 +4,7 @@ cells were measured, so nothing is inferred."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import pandas as pd
@@ -21,6 +21,7 @@ from binade.quant.normal import VS_NORMAL, normal_sqnr
 
 FAR = 2.0  # dB from the SQNR of normal values, at which a cell stands out: 1.6 times the squared error
 NAMED = 3  # exceptions that the headline names
+DECIDES = 0.3  # share of the squared error from which a cause is named
 
 Segment = tuple[str, str]  # a text, and the cell that it links to, "" for none
 
@@ -28,11 +29,12 @@ Segment = tuple[str, str]  # a text, and the cell that it links to, "" for none
 @dataclass(frozen=True)
 class Group:
     """An operand of one or more GEMMs in neighboring layers or iterations, all of which stand out. cell: the furthest
-    off."""
+    off, at the place `worst`."""
 
     name: str
     cell: str
     value: float
+    worst: pd.Series
 
 
 @dataclass(frozen=True)
@@ -54,8 +56,20 @@ def exceptions(table: pd.DataFrame) -> pd.DataFrame:
     return table[away <= -FAR].sort_values("value", kind="stable", ignore_index=True)
 
 
-def headline(table: pd.DataFrame, rows: Iterable[Row], across: str, fmt: str, formats: Sequence[str]) -> Headline:
-    """table: `Map.table` of rows, of VS_NORMAL. fmt: of the scope; formats: those that the cells are in."""
+def cause_of(score: pd.Series) -> str:
+    """What most of the squared error is from, if one cause decides."""
+    for name, words in (("flushed_error_share", "to zero"), ("saturated_error_share", "saturated")):
+        if score[name] >= DECIDES:
+            return f"{float(score[name]):.0%} of the error {words}"
+    return ""
+
+
+def headline(
+    table: pd.DataFrame, rows: Iterable[Row], across: str, fmt: str, formats: Sequence[str],
+    cause: Callable[[pd.Series], str] = lambda cell: "",
+) -> Headline:  # fmt: skip
+    """table: `Map.table` of rows, of VS_NORMAL. fmt: of the scope; formats: those that the cells are in. cause: as
+    `cause_of` the score of a cell."""
     measure, sqnr = MEASURES[VS_NORMAL], MEASURES["sqnr_db"]
     rows = list(rows)
     normal = {name: exact(sqnr, normal_sqnr(name)) for name in formats}
@@ -79,7 +93,8 @@ def headline(table: pd.DataFrame, rows: Iterable[Row], across: str, fmt: str, fo
         for index, group in enumerate(groups[:NAMED]):
             segments.append((", " * bool(index), ""))
             segments.append((group.name, group.cell))
-            segments.append((f" ({number_text(group.value, '.1f')})", ""))
+            why = cause(group.worst)
+            segments.append((f" ({number_text(group.value, '.1f')}{f'; {why}' * bool(why)})", ""))
             measured.append(exact(measure, group.value))
         segments.append((" …" if len(groups) > NAMED else ".", ""))
     else:
@@ -106,7 +121,7 @@ def _groups(bad: pd.DataFrame, rows: list[Row], across: str) -> list[Group]:
         gemms = f" ({evidence.listed([str(cell['gemm']) for cell in cells])})" if name in several else ""
         worst = min(cells, key=lambda cell: float(cell["value"]))
         cell = cell_name(str(worst["row"]), int(worst[across]))
-        groups.append(Group(_where(name, numbers, across) + gemms, cell, float(worst["value"])))
+        groups.append(Group(_where(name, numbers, across) + gemms, cell, float(worst["value"]), worst))
     return sorted(groups, key=lambda group: group.value)
 
 
