@@ -37,6 +37,9 @@ class Other(StrEnum):
     PARAMETER = "parameter"  # a parameter of the model, in the step of its optimizer
 
 
+OF_ROUNDED = "the rounded forward operand in "  # before a spec in a line of a recipe, as run.json has it
+
+
 class Gemm(StrEnum):
     """The three GEMMs of a product."""
 

@@ -41,6 +41,7 @@ from binade.collector.recipes.recipe import (
     Recipe,
     RecipeError,
 )
+from binade.data.tensor_kinds import OF_ROUNDED
 from binade.quant.specs import OPERAND_FIELDS, Spec
 
 ALL = "*"
@@ -282,7 +283,7 @@ def _precision(key: str, part: Part, forward_only: bool) -> str:
         fitting = {name: choice for name, choice in choices.items() if choice[1][field] == part.formats[field]}
         if not fitting or field in part.formats.of_rounded:
             where = "linear" if key == ALL else f"{MODULES}.{key}"
-            rounded = "the rounded forward operand in " * (field in part.formats.of_rounded)
+            rounded = OF_ROUNDED * (field in part.formats.of_rounded)
             expected = dict.fromkeys(str(formats[field] or BF16) for _, formats in choices.values())
             raise RecipeError(
                 f"{where}.{operand.gemm}.{operand.name} is {rounded}{part.rounded_to(field)}: "

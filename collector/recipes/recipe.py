@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from binade.collector.errors import ConfigError
 from binade.collector.models.site import Site
-from binade.data.tensor_kinds import Product
+from binade.data.tensor_kinds import OF_ROUNDED, Product
 from binade.quant.formats import BF16 as BF16
 from binade.quant.specs import OPERAND_FIELDS, Cache, GemmFormats, Smooth, Spec
 
@@ -350,7 +350,7 @@ class Recipe:
             flash.append(f"{'qk.smooth':<{width}}  {'tokens':<12} {smooth}")
         return [
             f"{name:<{width}}  {operand.axis:<12} "
-            f"{'the rounded forward operand in ' * (operand.field in part.formats.of_rounded)}"
+            f"{OF_ROUNDED * (operand.field in part.formats.of_rounded)}"
             f"{part.rounded_to(operand.field)}"
             for name, operand, part in rows
         ] + flash

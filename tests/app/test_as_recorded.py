@@ -104,8 +104,11 @@ def check_other_gemms(catalog: Catalog) -> int:
         for gemm in gemms_of(catalog, row)[1:]:
             scored = scores_in(catalog, row["tensor_id"], gemm)
             for used in scored[scored["used"]].to_dict("records"):
-                others += 1
                 recorded, (x, dim) = recorded_in(catalog, row, gemm), along(catalog.load(row["tensor_id"]), row, gemm)
+                if problem := recorded.problem(Spec.of(used["format"])):
+                    assert "what the forward GEMM had rounded" in problem
+                    continue
+                others += 1
                 sums = subject(x, Spec.of(used["format"]), dim, recorded=recorded).blocks.sums
                 sqnr = sqnr_db(sums.signal, sums.noise)
                 assert sqnr == pytest.approx(used["sqnr_db"], abs=1e-6, nan_ok=True), (row["tensor_id"], gemm)

@@ -44,10 +44,12 @@ class Subject:
 
 @dataclass(frozen=True)
 class Recorded:
-    """How a GEMM rounded a tensor when it was recorded. format: the text of the spec; None if it was not rounded."""
+    """How a GEMM rounded a tensor when it was recorded. format: the text of the spec; None if it was not rounded.
+    twice: whether it rounded what the forward GEMM had rounded."""
 
     format: str | None
     used: RoundedWith
+    twice: bool = False
 
     @classmethod
     def of(cls, row: Mapping[Any, Any] | pd.Series) -> Recorded:
@@ -62,6 +64,11 @@ class Recorded:
 
     def problem(self, spec: Spec) -> str:
         """Why rounding the values to this spec would not give what a GEMM used, or ""."""
+        if self.twice and self.in_format(spec):
+            return (
+                f"This GEMM rounded to {spec} what the forward GEMM had rounded, which is not repeated here: choose "
+                "the forward GEMM, or another format."
+            )
         if spec.history and not (self.in_format(spec) and self.used.tensor_scale is not None):
             return (
                 f"{spec} takes its scale from earlier iterations, and the scale that it would have for this tensor was "

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
@@ -20,9 +21,11 @@ from binade.data.catalog import USED, Catalog, CatalogError
 from binade.data.filter import Filter
 from binade.data.names import distinct_names
 from binade.data.store import TensorFileError
+from binade.data.tensor_kinds import OF_ROUNDED
 from binade.quant.specs import Spec
 
 MOST_LISTED = 5000  # tensors to choose from
+IN_RECIPES = {"dgrad": ("dgrad", "dquery", "dprobs"), "wgrad": ("wgrad", "dkey", "dvalue")}  # names of GEMMs there
 UNSCORED = "mxfp4"  # the format that a tensor is rounded to where none is chosen and nothing is scored
 
 
@@ -133,7 +136,7 @@ def _tensor(opened: Catalog, where: Filter, values: Mapping[str, Any]) -> Select
     gemm = gemm or next(iter(known), "")
     part, dim = along(x, row, gemm)
     used = _used(opened, row, gemm)
-    recorded, sqnr = (NOT_RECORDED, math.nan) if used is None else (Recorded.of(used), float(used["sqnr_db"]))
+    recorded, sqnr = recorded_in(opened, row, gemm), math.nan if used is None else float(used["sqnr_db"])
     return SelectedTensor(
         opened, where, row=row, x=part, spec=applied(spec, row), gemm=gemm, dim=dim, recorded=recorded,
         recorded_sqnr_db=sqnr,
@@ -143,7 +146,16 @@ def _tensor(opened: Catalog, where: Filter, values: Mapping[str, Any]) -> Select
 def recorded_in(opened: Catalog, row: pd.Series, gemm: str) -> Recorded:
     """How a GEMM rounded a tensor."""
     used = _used(opened, row, gemm)
-    return NOT_RECORDED if used is None else Recorded.of(used)
+    if used is None:
+        return NOT_RECORDED
+    return replace(Recorded.of(used), twice=gemm in GEMMS and _twice(opened, row, gemm))
+
+
+def _twice(opened: Catalog, row: pd.Series, gemm: str) -> bool:
+    """Whether a GEMM rounds the rounded forward operand, by the lines of its run's recipe."""
+    config = json.loads(opened.runs().set_index("run_id")["config"].get(row["run_id"], "{}"))
+    names = tuple(f".{name}.{row['tensor_name']} " for name in IN_RECIPES.get(gemm, ()))
+    return any(OF_ROUNDED in line and any(name in line for name in names) for line in config.get("operands") or ())
 
 
 def _used(opened: Catalog, row: pd.Series, gemm: str) -> pd.Series | None:
