@@ -150,7 +150,9 @@ class View(Record):
         as_used = question is not None and (question.as_used or question.of is Of.TENSOR)
         values["format"] = values["format"] or default_format(catalog, where, as_used)
         if question and question.of is Of.TENSOR and not values["tensor"]:
-            values["tensor"], values["gemm"] = worst(catalog, where, values["format"])
+            values["tensor"], gemm = worst(catalog, where, values["format"])
+            if "gemm" in params:  # else the answer is of the tensor's own GEMM
+                values["gemm"] = values["gemm"] or gemm
         if values["format"] == USED and not (question and question.as_used):
             of_one = question is not None and question.of is Of.TENSOR
             used = format_used(catalog, values["tensor"], values.get("gemm") or "") if of_one else ""

@@ -9,9 +9,9 @@ Let L be the loss without rounding and V the size of the vocabulary, both of the
 
 The upper one is no law: a model may be confident and wrong. But ln V is the largest entropy (Cover and Thomas, Elements
 of Information Theory, 2nd edition, theorem 2.6.4), any model reaches it by dividing its logits by a large temperature
-(Guo et al. 2017, arXiv 1706.04599), and beyond it a quadratic in the rounding error no longer predicts anything. Each
-token's change is bounded so, hence the mean over the tokens of a sequence, too. Tokens are not recorded, so sequences
-are bounded, by the mean loss.
+(Guo et al. 2017, arXiv 1706.04599), and beyond it a quadratic in the rounding error no longer predicts anything. Before
+training, where the loss is not below ln V, there is no upper bound. The bounds of tokens hold for their mean, too. Only
+the mean loss is recorded: the change of one sequence, of which L is not known, is bounded by ln V.
 """
 
 from __future__ import annotations
@@ -36,16 +36,22 @@ class Bounds:
 
     @property
     def high(self) -> float:
-        return max(math.log(self.vocabulary) - self.loss, 0.0)
+        room = math.log(self.vocabulary) - self.loss
+        return room if room > 0 else math.inf
+
+    @property
+    def of_sequence(self) -> float:
+        """The upper bound of the change of one sequence."""
+        return math.inf if math.isinf(self.high) else math.log(self.vocabulary)
 
     def clip(self, change: float) -> float:
         return min(max(change, self.low), self.high)
 
     def total(self, change: float, by_sequence: Sequence[float] | np.ndarray) -> tuple[float, float]:
-        """(a predicted change, its standard error over sequences), with the change of each sequence within the bounds:
+        """(a predicted change, its standard error over sequences), with the change of each sequence within its bound:
         by_sequence, if the change is their mean. The error is NaN for one sequence or none."""
-        clipped = np.clip(np.asarray(by_sequence, float), self.low, self.high)
-        error = float(clipped.std(ddof=1) / math.sqrt(len(clipped))) if len(clipped) > 1 else math.nan
-        if len(clipped) and math.isclose(float(np.mean(by_sequence)), change, rel_tol=1e-6, abs_tol=1e-12):
-            change = float(clipped.mean())
+        bounded = np.minimum(np.asarray(by_sequence, float), self.of_sequence)
+        error = float(bounded.std(ddof=1) / math.sqrt(len(bounded))) if len(bounded) > 1 else math.nan
+        if len(bounded) and math.isclose(float(np.mean(by_sequence)), change, rel_tol=1e-6, abs_tol=1e-12):
+            change = float(bounded.mean())
         return self.clip(change), error

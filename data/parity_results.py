@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
-from pydantic import ConfigDict, Field
+from pydantic import AfterValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
 from binade.data import evidence
@@ -19,7 +19,7 @@ from binade.data.continued import continued_run
 from binade.data.effects import Group
 from binade.data.evidence import Estimate, Measure, Sentence
 from binade.data.json_files import MOST_BYTES, STRICT, Count, adapter_of, parse_json, sealed, unsealed
-from binade.data.parity import Policies, Row, quantities
+from binade.data.parity import MEASURES, Policies, Row, quantities
 from binade.data.routing import Routing
 from binade.data.runs import DONE, RunError, Whole
 from binade.data.store import read_file, write_atomic
@@ -41,11 +41,17 @@ CONFIG = ConfigDict(**STRICT, ser_json_inf_nan="constants")  # a χ² may be inf
 Numbers = tuple[float, ...]
 
 
+def _known(name: str) -> str:
+    if name not in MEASURES:
+        raise ValueError(f"{name[:40]!r} is not a quantity of parity")
+    return name
+
+
 @dataclass(frozen=True, config=CONFIG)
 class Value:
     """A quantity of data.parity: its name, and the values of its Row."""
 
-    name: str
+    name: Annotated[str, AfterValidator(_known)]
     over_tokens: float | None
     over_sequences: float | None
     median_of_tokens: float | None

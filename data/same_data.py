@@ -63,10 +63,16 @@ def like(run_id: str, config: Mapping[str, Any], first: str | None) -> dict[str,
 def like_of(config: Mapping[str, Any]) -> dict[str, Any] | None:
     """What an import keeps of the run that it is like; None without one. config: its run.json."""
     kept = config.get("like") if config.get("kind") == IMPORT else None
-    sound = (
-        isinstance(kept, dict) and isinstance(kept.get("config"), dict) and isinstance(kept.get("first"), str | None)
-    )
+    sound = isinstance(kept, dict) and isinstance(kept.get("config"), dict) and _is_step(kept.get("first"))
     return kept if sound else None
+
+
+def _is_step(first: Any) -> bool:
+    """Whether this is a line of loss.jsonl, as `first_step` returns it, or None."""
+    try:
+        return first is None or isinstance(json.loads(first), dict)
+    except (TypeError, ValueError, RecursionError):
+        return False
 
 
 def shared_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:

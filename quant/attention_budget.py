@@ -42,10 +42,10 @@ def error_budget(
     """
     inputs = [x.detach().float() for x in (query, key, value, grad_output)]
     factor = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
-    exact = _results([x.double() for x in inputs], None, factor, causal, backend)
+    exact = _results([x.double() for x in inputs], None, qk, factor, causal, backend)
 
     def errors(formats: tuple[GemmFormats, GemmFormats]) -> dict[str, float]:
-        found = _results(inputs, formats, factor, causal, backend)
+        found = _results(inputs, formats, qk, factor, causal, backend)
         return {name: _relative(x, found[name]) for name, x in exact.items()}
 
     budget = {"none": errors((_alone(qk), _alone(pv)))}
@@ -73,18 +73,20 @@ def _relative(exact: Tensor, x: Tensor) -> float:
 def _results(
     inputs: list[Tensor],
     formats: tuple[GemmFormats, GemmFormats] | None,
+    smoothing: GemmFormats,
     scale: float,
     causal: bool,
     backend: str,
 ) -> dict[str, Tensor]:
-    """RESULTS of attention; without formats by torch alone."""
+    """RESULTS of attention; without formats by torch alone. smoothing: the formats by which Q and K are smoothed, also
+    where a GEMM of the backward pass is rounded alone."""
     with torch.enable_grad():
         query, key, value = (x.clone().requires_grad_() for x in inputs[:3])
         grad_output = inputs[3]
         if formats is None:
             scores = (query @ key.transpose(-1, -2)) * scale
         else:
-            q, k, complete = smoothed(query, key, formats[0])
+            q, k, complete = smoothed(query, key, smoothing)
             scores = complete(matmul(q, k, Rounding(formats[0], backend), transpose_b=True), 1.0) * scale
         scores.retain_grad()
         masked = scores

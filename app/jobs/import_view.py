@@ -11,8 +11,11 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from tempfile import TemporaryDirectory
+from threading import Thread
 
 import streamlit as st
 from streamlit.runtime.uploaded_file_manager import UploadedFile
@@ -27,6 +30,8 @@ from binade.data.store import SUFFIXES, remove_directory, write_atomic
 FOLDER = ".uploads"  # in the root
 UPLOAD, PATH = "Upload a file", "A path on the server"
 LONGEST_NAME = 100
+BEAT = 1.0  # seconds between looks at whether the page was left
+IMPORTING = "Importing. If you leave this page, the import ends and keeps what it has read."
 RECOGNIZED = "import_recognized"  # in the session's state: (what was asked, exit status, lines)
 HELP = "What the training of a loss log was quantized to; bf16 for a baseline. Leave it empty for tensors"
 
@@ -56,10 +61,12 @@ def _offer(root: Path, given: UploadedFile | None, path: str, options: list[str]
     try:
         check_writable("importing")
         if st.session_state.get(RECOGNIZED, [None])[0] != asked:
+            note = st.empty()
             with st.spinner("Recognizing"), TemporaryDirectory() as folder:
                 source = _saved(Path(folder), given) if given else Path(path)
-                status, lines = _run(root, source, [*options, "--dry-run"], lambda line: None)
+                status, lines = _run(root, source, [*options, "--dry-run"], lambda line: note.caption(plain(line)))
                 lines = [line.replace(folder, "the upload").replace("the upload/", "") for line in lines]
+            note.empty()
             st.session_state[RECOGNIZED] = asked, status, lines
         _, status, lines = st.session_state[RECOGNIZED]
         if status == 2 or not lines:
@@ -76,8 +83,8 @@ def _offer(root: Path, given: UploadedFile | None, path: str, options: list[str]
 def _import(root: Path, given: UploadedFile | None, digest: str, path: str, options: list[str]) -> None:
     folder = root / FOLDER / digest[:16]
     source = _saved(folder, given) if given else Path(path)
-    with st.status("Importing. If you leave this page, the import ends and keeps what it has read.") as state:
-        status, lines = _run(root, source, options, lambda line: state.update(label=plain(line)))
+    with st.status(IMPORTING) as state:
+        status, lines = _run(root, source, options, lambda line: state.update(label=plain(line) or IMPORTING))
         if status == 2 and given:
             remove_directory(folder)
         state.update(label="Imported" if status == 0 else plain(lines[-1] if lines else "The import failed."),
@@ -92,23 +99,36 @@ def _saved(folder: Path, given: UploadedFile) -> Path:
     tensors."""
     name = re.sub(r"[^A-Za-z0-9._-]", "_", re.split(r"[/\\]", given.name)[-1])[-LONGEST_NAME:].lstrip(".") or "file"
     folder.mkdir(parents=True, exist_ok=True)
+    name = next((file.name for file in folder.iterdir()), name)  # the same bytes, uploaded under another name
     write_atomic(folder / name, given.getvalue())
     return folder if (folder / name).suffix in SUFFIXES else folder / name
 
 
-def _run(root: Path, source: Path, options: list[str], say: Callable[[str], None]) -> tuple[int, list[str]]:
+def _read(process: subprocess.Popen[str], printed: SimpleQueue[str | None]) -> None:
+    """Put each line that a process prints into the queue, and None at its end."""
+    assert process.stdout
+    for line in process.stdout:
+        printed.put(line.rstrip())
+    printed.put(None)
+
+
+def _run(root: Path, source: Path, options: list[str], say: Callable[[str], object]) -> tuple[int, list[str]]:
     """(exit status, lines printed) of `binade import`. If the page is left meanwhile, the command is cancelled."""
     what = [*options, "--tensor-save-dir", str(root), "--", str(source)]
     command, lines, ended = [sys.executable, "-P", "-m", "binade", "import", *what], list[str](), False
+    printed: SimpleQueue[str | None] = SimpleQueue()
     with subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
     ) as process:
-        assert process.stdout
+        Thread(target=_read, args=(process, printed), daemon=True).start()
         try:
-            for line in process.stdout:
-                lines.append(line.rstrip())
-                say(lines[-1])
-            ended = True
+            while not ended:
+                with suppress(Empty):
+                    if (line := printed.get(timeout=BEAT)) is None:
+                        ended = True
+                    else:
+                        lines.append(line)
+                say(lines[-1] if lines else "")  # where Streamlit ends a script whose page was left
         finally:
             if not ended:
                 process.terminate()

@@ -29,8 +29,7 @@ def show(opened: Catalog, view: View, reading: Reading) -> None:
         filter_mode="contains", label_visibility="collapsed",
     )  # fmt: skip
     if right:
-        shown = reading.values["gemm"] if reading.values["gemm"] in gemms else gemms[0]
-        st.session_state["gemm"] = shown
+        st.session_state["gemm"] = reading.values["gemm"] if reading.values["gemm"] in gemms else gemms[0]
         right.segmented_control(
             "Operand of", gemms, key="gemm", required=True, label_visibility="collapsed", on_change=_choose_gemm,
             format_func="in {}".format, help="The GEMM that rounds it, along the axis that it contracts",
@@ -44,6 +43,8 @@ def show(opened: Catalog, view: View, reading: Reading) -> None:
         else nullcontext()
     ):
         layout.show_room(opened, view, reading)
+    if gemms and reading.values["gemm"] and reading.values["gemm"] not in gemms:
+        st.button(f"Show it as an operand of {gemms[0]}", on_click=address.change, kwargs={"gemm": None})
     if opened.moments(where, "tensor_id", [tensor_id]).empty:  # the address names it
         with st.container(horizontal=True):
             st.button("Show the worst tensor of the filter", on_click=address.change, kwargs={"tensor": None})

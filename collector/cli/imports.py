@@ -66,7 +66,10 @@ def _import(context: click.Context, /, path: Path, root: str, dry_run: bool, **o
         raise only_for(of_tensors[0], "tensors", f"--{of_losses[0].replace('_', '-')} is for losses: give one of them")
     apart = [file for log in found.logs for file in log.files]
     is_directory = os.path.isdir(os.path.expanduser(path))
-    walked = ([], []) if of_losses or not is_directory else walk(checked(path, into), into, apart)
+    has_tensors = (
+        is_directory and not of_losses and not (found.logs and Path(path).expanduser().resolve() == into.resolve())
+    )
+    walked = walk(checked(path, into), into, apart) if has_tensors else ([], [])
     tensors = len(walked[0])
     if of_tensors and found.logs and not tensors:
         raise only_for(of_tensors[0], "tensors", f"{path} has losses alone")

@@ -40,9 +40,15 @@ def test_the_ends_are_reached():
 def test_one_sequence_of_many_cannot_decide_a_prediction():
     bounds, changes = Bounds(2.7, 49_152), np.array([0.3, 0.2, 0.4, 400.0])
     change, error = bounds.total(float(changes.mean()), changes)
-    clipped = [0.3, 0.2, 0.4, math.log(49_152) - 2.7]
+    clipped = [0.3, 0.2, 0.4, math.log(49_152)]
     assert change == pytest.approx(np.mean(clipped)) and error == pytest.approx(stats.sem(clipped))
-    assert change < 2.5 < changes.mean()
+    assert change < 3 < changes.mean()
+
+
+def test_a_model_that_knows_nothing_has_no_upper_bound():
+    """As before training: what a prediction says of it stays, with its sign."""
+    changes = np.array([0.003, -0.001, 0.002, 0.0])
+    assert Bounds(10.9, 50_257).total(0.001, changes) == pytest.approx((0.001, stats.sem(changes)))
 
 
 def test_small_changes_stay_as_they_are():

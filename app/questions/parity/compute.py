@@ -112,7 +112,7 @@ def steps(found: Parity, quantity: str) -> pd.DataFrame:
     """A quantity by step, in the order of the dumps: place (from 1), step, value, text, tokens."""
     rows = []
     for place, step in enumerate(found.steps[1:], 1):
-        value = next(each.main for each in step.values if each.name == quantity)
+        value = next((each.main for each in step.values if each.name == quantity), None)
         rows.append((place, step.name, math.nan if value is None else value, text_of(quantity, value), step.tokens))
     table = pd.DataFrame(rows, columns=["place", "step", "value", "text", "tokens"])
     return table.replace([math.inf, -math.inf], math.nan)
