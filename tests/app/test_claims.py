@@ -31,7 +31,6 @@ RECORDED = tuple(metric for metric in METRICS if metric not in (EFFECT, TENSOR_S
 # Questions without a verdict, and why.
 SILENT = {
     "explore": "it shows the values of any selection; what it says of each is below its Q–Q plot",
-    "runs": "it lists the runs and what they have recorded",
 }
 CLAIMING = [question.name for question in registry.QUESTIONS if question.name not in SILENT]
 # What makes sentences in data.evidence.

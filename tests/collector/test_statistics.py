@@ -91,7 +91,8 @@ def test_transformer_engine(bring, capsys, tmp_path):
         assert catalog.scores().empty and catalog.distribution().empty
         absmax = catalog.moments(by="tensor_name").set_index("group")["absmax"]
         assert absmax["input"] == table.xs("input", level="tensor_name")["absmax"].max()
-    assert main(["compare", str(tmp_path / "runs")]) == 0
+    assert main(["compare", str(tmp_path / "runs")]) == 1
+    assert "states its recipe, so there is nothing to compare" in capsys.readouterr().err
 
 
 def test_documented_log(bring, tmp_path):

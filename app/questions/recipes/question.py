@@ -93,25 +93,20 @@ WIDTHS = {
 }  # fmt: skip
 
 
-def wide(title: str) -> int:
-    """The pixels of a column that shows its title."""
-    return 20 + 8 * len(title)
-
-
-def _columns(fields: Iterable[Field]) -> dict[str, Column]:
-    """How a page shows these fields: titles with units, formats, definitions."""
+def _columns(fields: Iterable[Field], whole: bool = False) -> dict[str, Column]:
+    """How a page shows these fields: titles with units, formats, definitions. whole: as wide as their titles."""
     return {
         each.name: Column(
             each.axis,
             f"%{each.format}" if each.format else None,
-            max(WIDTHS.get(each.name, 0), wide(each.axis)),
+            max(WIDTHS.get(each.name, 0), 20 + 8 * len(each.axis)) if whole else WIDTHS.get(each.name),
             help=each.definition or None,
         )
         for each in fields
     }
 
 
-RECIPES_SHOWN, RUNGS = _columns(RECIPE_FIELDS), _columns(RUNG_FIELDS)
+RECIPES_SHOWN, RUNGS = _columns(RECIPE_FIELDS, whole=True), _columns(RUNG_FIELDS)
 COLUMNS = _columns(RUN_FIELDS)
 COLUMNS = {"label": COLUMNS["label"], **{part: Column(title, width=110) for part, title in PARTS.items()}} | COLUMNS
 
