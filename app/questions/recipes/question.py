@@ -84,7 +84,7 @@ AGAINST = Control(
     titles={BF16: "bf16 on the same data"}, row="what",
 )  # fmt: skip
 WIDTHS = {
-    "label": 210, "rung": 150, "recipe": 280, "seeds": 60, "gap": 95, "gap_interval": 150, "first": 125,
+    "label": 155, "rung": 150, "recipe": 280, "seeds": 60, "gap": 95, "gap_interval": 150, "first": 125,
     "first_interval": 150, "added": 115, "added_interval": 150, "left": 150, "effect": 160,
     "effect_interval": 200, "effect_on": 190, "last": 95, "iterations": 85,
     "run_id": 330, "deviation": 80, "change": 95, "verdict": 250, "cosine": 75, "relative_squared_error": 140,
@@ -108,7 +108,7 @@ def _columns(fields: Iterable[Field], whole: bool = False) -> dict[str, Column]:
 
 RECIPES_SHOWN, RUNGS = _columns(RECIPE_FIELDS, whole=True), _columns(RUNG_FIELDS)
 COLUMNS = _columns(RUN_FIELDS)
-COLUMNS = {"label": COLUMNS["label"], **{part: Column(title, width=110) for part, title in PARTS.items()}} | COLUMNS
+COLUMNS = {"label": COLUMNS["label"], **{part: Column(title, width=100) for part, title in PARTS.items()}} | COLUMNS
 
 
 def _controls(selection: Selection, values: dict[str, Any]) -> list[Control]:
