@@ -173,18 +173,18 @@ def format_used(opened: Catalog, tensor_id: str | None, gemm: str = "") -> str:
     return "" if rows.empty else recorded_in(opened, rows.iloc[0], gemm or rows.iloc[0]["gemm"]).format or ""
 
 
-def worst(opened: Catalog, where: Filter, fmt: str) -> tuple[str | None, str]:
+def worst(opened: Catalog, where: Filter, fmt: str) -> tuple[str | None, str | None]:
     """(the tensor that comes first in Explore, the GEMM in which it loses most): that with the lowest SQNR against
-    normal values in a format, or in the first that any is scored in; the first tensor of the filter and "" if none is
-    scored, None if there is none."""
+    normal values in a format, or in the first that any is scored in; if none is scored, the first tensor of the filter
+    and None. None if there is no tensor."""
     scored = opened.scored_formats(where)
     within = scoped(opened, where, scored=True) if scored else where
     chosen = fmt if fmt in (*scored, USED) else next(iter(scored), "")
     first = ranked_tensors(opened, within, chosen, most=1)
     if first.empty:
-        return None, ""
+        return None, None
     gemm = first.iloc[0]["gemm"]
-    return str(first.iloc[0]["tensor_id"]), str(gemm) if gemm in GEMMS else ""
+    return str(first.iloc[0]["tensor_id"]), str(gemm) if gemm in GEMMS else None
 
 
 def listed(opened: Catalog, where: Filter, tensor_id: str) -> dict[str, str]:

@@ -216,7 +216,9 @@ def test_a_trainer_that_resumes_is_compared(tmp_path):
     own = gaps[gaps["run_id"] == resumed.run_id]
     expected = [line["loss"] - other["loss"] for line, other in zip(lines, whole[2:], strict=True)]
     assert own["gap"].tolist() == expected and not own["equal"].any()
-    assert gaps_of(tmp_path / "runs")["mxfp8"] == pytest.approx(sum(expected) / 2)
+    (section,) = compared(tmp_path / "runs")
+    found = section.compared.costs.set_index("run_id")["gap"]
+    assert found[resumed.run_id] == pytest.approx(sum(expected) / 2)
     with pytest.raises(ConfigError, match="restore_callback_states_from_checkpoint=True replaces this callback"):
         fine_tune(tmp_path, "mxfp8", 4, str(checkpoint), restore_callback_states_from_checkpoint=True)
 
