@@ -47,7 +47,10 @@ def _import(context: click.Context, /, path: Path, root: str, dry_run: bool, **o
     from binade.collector.imports.files import checked, walk
     from binade.collector.imports.losses import find_logs
     from binade.collector.imports.readers.registry import looked_for
+    from binade.data.access import check_writable
 
+    if not dry_run:
+        check_writable("importing")  # before a directory is searched, which may take minutes
     if not os.path.exists(os.path.expanduser(path)):  # of pathlib, both may raise
         raise ConfigError(f"{path} does not exist: expected a directory of tensors, or a loss log")
 
