@@ -194,6 +194,13 @@ def _beyond(opened: Catalog, where: Filter, run_ids: Collection[str]) -> set[str
     return shown.union(references_of(opened, where, shown))
 
 
+def _known(table: pd.DataFrame) -> dict[str, Column]:
+    """The columns of recipes that say something."""
+    known = {name: column for name, column in RECIPES_SHOWN.items() if table[name].notna().any()}
+    alone = ("first_interval", "added_interval") if table["gap_interval"].eq(NO_INTERVAL).all() else ()  # said once
+    return {name: column for name, column in known.items() if name not in alone}
+
+
 def cost(opened: Catalog, where: Filter, table: pd.DataFrame, base: str = BF16) -> Drawn:
     """Each quantized run's gap to bf16's loss, or each other run's to that of the run `base`."""
     compared = comparison.compare(table, losses_of(opened, table["run_id"].tolist()), base)
@@ -240,14 +247,11 @@ def cost(opened: Catalog, where: Filter, table: pd.DataFrame, base: str = BF16) 
     unused = [part for part in PARTS if listed[part].isin([BF16, None]).all()]
     columns = {name: column for name, column in COLUMNS.items() if name not in unused}
     every = with_effects(opened, compared)
-    known = {name: column for name, column in RECIPES_SHOWN.items() if every[name].notna().any()}
-    if every["gap_interval"].eq(NO_INTERVAL).all():  # which one column says
-        known = {name: each for name, each in known.items() if name not in ("first_interval", "added_interval")}
     operands = operand_table(opened, recipes if base == BF16 else ())
     published = bands.published([*formats.values()])
     items: tuple[Item, ...] = (
         *figures,
-        Table("recipes", every, known, title="Recipes"),
+        Table("recipes", every, _known(every), title="Recipes"),
         Table("costs", listed, columns, title="Runs", foldable=True),
         *[Table("operands", operands, _columns(OPERAND_FIELDS), title="Operands", foldable=True)] * bool(len(operands)),
         *map(Text, compared.missing),
