@@ -29,17 +29,17 @@ class OneAddress:
 
         async def answer(message: Message) -> None:
             nonlocal start, body
-            if message["type"] == "http.response.start":
+            starts = message["type"] == "http.response.start"
+            if starts and MutableHeaders(scope=message).get("content-type", "").startswith("text/html"):
                 start = message
                 return
-            assert start is not None
+            if start is None:  # a file, however large, is passed on as it comes
+                return await send(message)
             body += message.get("body", b"")
             if message.get("more_body"):
                 return
-            headers = MutableHeaders(scope=start)
-            if headers.get("content-type", "").startswith("text/html"):
-                body = body.replace(b"<head>", b"<head>" + SCRIPT, 1)
-                headers["content-length"] = str(len(body))
+            body = body.replace(b"<head>", b"<head>" + SCRIPT, 1)
+            MutableHeaders(scope=start)["content-length"] = str(len(body))
             await send(start)
             await send({"type": "http.response.body", "body": body})
 

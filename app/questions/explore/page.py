@@ -18,7 +18,7 @@ from binade.app.params import format_title, in_format
 from binade.app.questions import layout
 from binade.app.questions.explore.question import EXPLORE, MAX_SELECTED
 from binade.app.questions.map.standing_out import FAR
-from binade.app.questions.shared.operands import GEMMS
+from binade.app.questions.shared.operands import operand
 from binade.app.style import BAD
 from binade.app.view import Reading, View
 from binade.data.catalog import Catalog
@@ -101,7 +101,7 @@ def _table(opened: Catalog, table: Table, view: View, reading: Reading) -> None:
 def _operand(frame: pd.DataFrame, tensor_id: str) -> dict[str, Any]:
     """The operand of a row: the tensor in the GEMM in which it loses most."""
     gemms = frame.loc[frame["tensor_id"] == tensor_id, "gemm"].tolist()
-    return {"tensor": tensor_id, "gemm": gemms[0] if gemms and gemms[0] in GEMMS else None}
+    return operand(tensor_id, next(iter(gemms), None))
 
 
 def _shown(frame: pd.DataFrame, reading: Reading) -> tuple[Styler, dict[str, Any]]:

@@ -14,8 +14,8 @@ from binade.app.questions.map import charts, compute
 from binade.app.questions.map.compute import Row
 from binade.app.questions.map.question import Map
 from binade.app.questions.shared.operands import along, scores_in
-from binade.app.questions.shared.rounded import NOT_RECORDED, Recorded, subject
-from binade.app.questions.shared.selection import recorded_in
+from binade.app.questions.shared.rounded import Recorded, subject
+from binade.app.questions.shared.selection import recorded_of
 from binade.app.questions.why import compute as grid
 from binade.app.style import MEASURES, power_of_two
 from binade.data.catalog import USED, Catalog, CatalogError
@@ -40,7 +40,7 @@ def panel(opened: Catalog, found: Map, cell: pd.Series, fmt: str) -> dict[str, A
     name = charts.label(Row(str(cell["gemm"]), str(cell["product"]), str(cell["tensor"]), expert))
     tensors = int(cell["tensors"])
     notes = [f"The tensor with the worst value of {tensors:,} in this cell."] if tensors > 1 else []
-    recorded = NOT_RECORDED if used.empty else recorded_in(opened, row, str(cell["gemm"]))
+    recorded = recorded_of(opened, row, str(cell["gemm"]), None if used.empty else used.iloc[0])
     drawn, why = _values(opened, row, str(cell["gemm"]), Spec.of(fmt), recorded) if fmt else (None, "")
     return {
         "title": f"{word}{int(cell[found.across])} {name}",

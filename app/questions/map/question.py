@@ -20,7 +20,7 @@ from binade.app.questions.map.compute import EFFECT, ITERATION, LAYER, LOSS_CHAN
 from binade.app.questions.map.standing_out import Headline, cause_of, headline
 from binade.app.questions.question import Question
 from binade.app.questions.shared import board_charts
-from binade.app.questions.shared.operands import GEMMS, OTHER
+from binade.app.questions.shared.operands import OTHER, operand
 from binade.app.questions.shared.rounded import NOT_RECORDED
 from binade.app.questions.shared.runs import every_run
 from binade.app.questions.shared.scope import OF_RUNS, scope_of, scoped, unrounded
@@ -84,10 +84,7 @@ class Map:
     def operand_of(self, cell: str) -> dict[str, Any]:
         """The worst tensor of a cell and its GEMM, as parameters of a page on one tensor."""
         named = self.table.loc[self.cells == cell, ["tensor_id", "gemm"]]
-        if named.empty:
-            return {"tensor": None, "gemm": None}
-        tensor_id, gemm = named.iloc[0]
-        return {"tensor": str(tensor_id), "gemm": gemm if gemm in GEMMS else None}
+        return operand(None, None) if named.empty else operand(*named.iloc[0])
 
     @property
     def title(self) -> str:

@@ -30,6 +30,11 @@ def along(x: Tensor, row: Mapping[Any, Any] | pd.Series, gemm: str) -> tuple[Ten
     return x, -2 if own == -1 else -1
 
 
+def operand(tensor_id: str | None, gemm: object) -> dict[str, str | None]:
+    """A tensor in a GEMM, as parameters of a view; no GEMM if it is OTHER or unknown."""
+    return {"tensor": tensor_id, "gemm": str(gemm) if gemm in GEMMS else None}
+
+
 def scores_in(opened: Catalog, tensor_id: str, gemm: str) -> pd.DataFrame:
     """The errors of each format in one GEMM, and how it rounded: format, gemm, used, sqnr_db, the shares of the error,
     tensor_scale, noise_seed, sign_seed; the highest SQNR first."""

@@ -13,7 +13,7 @@ import pandas as pd
 from torch import Tensor
 
 from binade.app.figure import Drawn, source
-from binade.app.questions.shared.operands import GEMMS, along, gemms_of, ranked_tensors, scores_in
+from binade.app.questions.shared.operands import along, gemms_of, operand, ranked_tensors, scores_in
 from binade.app.questions.shared.rounded import NOT_RECORDED, Recorded, Subject, applied, subject
 from binade.app.questions.shared.runs import given_names
 from binade.app.questions.shared.scope import scope_of, scoped
@@ -136,25 +136,29 @@ def _tensor(opened: Catalog, where: Filter, values: Mapping[str, Any]) -> Select
     gemm = gemm or next(iter(known), "")
     part, dim = along(x, row, gemm)
     used = _used(opened, row, gemm)
-    recorded, sqnr = recorded_in(opened, row, gemm), math.nan if used is None else float(used["sqnr_db"])
     return SelectedTensor(
-        opened, where, row=row, x=part, spec=applied(spec, row), gemm=gemm, dim=dim, recorded=recorded,
-        recorded_sqnr_db=sqnr,
+        opened, where, row=row, x=part, spec=applied(spec, row), gemm=gemm, dim=dim,
+        recorded=recorded_of(opened, row, gemm, used),
+        recorded_sqnr_db=math.nan if used is None else float(used["sqnr_db"]),
     )  # fmt: skip
 
 
 def recorded_in(opened: Catalog, row: pd.Series, gemm: str) -> Recorded:
     """How a GEMM rounded a tensor."""
-    used = _used(opened, row, gemm)
-    if used is None:
-        return NOT_RECORDED
-    return replace(Recorded.of(used), twice=gemm in GEMMS and _twice(opened, row, gemm))
+    return recorded_of(opened, row, gemm, _used(opened, row, gemm))
+
+
+def recorded_of(opened: Catalog, row: pd.Series, gemm: str, used: pd.Series | None) -> Recorded:
+    """The same, from the row or the score that has it."""
+    return NOT_RECORDED if used is None else replace(Recorded.of(used), twice=_twice(opened, row, gemm))
 
 
 def _twice(opened: Catalog, row: pd.Series, gemm: str) -> bool:
     """Whether a GEMM rounds the rounded forward operand, by the lines of its run's recipe."""
+    if gemm not in IN_RECIPES:
+        return False
     config = json.loads(opened.runs().set_index("run_id")["config"].get(row["run_id"], "{}"))
-    names = tuple(f".{name}.{row['tensor_name']} " for name in IN_RECIPES.get(gemm, ()))
+    names = tuple(f".{name}.{row['tensor_name']} " for name in IN_RECIPES[gemm])
     return any(OF_ROUNDED in line and any(name in line for name in names) for line in config.get("operands") or ())
 
 
@@ -183,8 +187,8 @@ def worst(opened: Catalog, where: Filter, fmt: str) -> tuple[str | None, str | N
     first = ranked_tensors(opened, within, chosen, most=1)
     if first.empty:
         return None, None
-    gemm = first.iloc[0]["gemm"]
-    return str(first.iloc[0]["tensor_id"]), str(gemm) if gemm in GEMMS else None
+    shown = operand(str(first.iloc[0]["tensor_id"]), first.iloc[0]["gemm"])
+    return shown["tensor"], shown["gemm"]
 
 
 def listed(opened: Catalog, where: Filter, tensor_id: str) -> dict[str, str]:
