@@ -24,6 +24,7 @@ from binade.quant import quantizer
 from binade.quant.specs import Spec
 from binade.quant.traces import sample_later
 from tests.app.planted import drawn
+from tests.app.test_parity import of_recipes, saved
 from tests.data.builder import make_run
 
 RECORDED = tuple(metric for metric in METRICS if metric not in (EFFECT, TENSOR_SCALE))  # which only some runs have
@@ -83,8 +84,12 @@ def claims(answer: Drawn) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", CLAIMING)
-def test_every_number_of_a_verdict_is_an_estimate(opened: Catalog, collected: Path, name: str):
+def test_every_number_of_a_verdict_is_an_estimate(opened: Catalog, collected: Path, name: str, tmp_path: Path):
     answers = [drawn(QUESTIONS[name], opened, Filter())]
+    if name == "parity":  # of runs of its own
+        saved(tmp_path, of_recipes())
+        with Catalog.open(tmp_path) as measured:
+            answers.append(drawn(QUESTIONS[name], measured))
     with Catalog.open(collected) as catalog:
         answers += [drawn(QUESTIONS[name], catalog, where) for where in (Filter(), Filter(quant_type=("mxfp4",)))]
     assert any(answer.verdict for answer in answers), [answer.problems for answer in answers]

@@ -256,9 +256,9 @@ class TestRuns:
     def test_a_run_whose_process_is_gone(self, visit: Visit, collected: Path, tmp_path: Path):
         root = roots.copy(collected, tmp_path / "runs")
         roots.change_status(roots.runs_of(root)[0], state="running", pid=2**22 + 1, finished=None)
-        table = visit(root, "runs").dataframe[0].value
-        assert sorted(table["state"]) == ["✓ done"] * 3 + ["✕ crashed"]
-        assert "process ended" in table.loc[table["state"] == "✕ crashed", "reason"].iloc[0]
+        at = visit(root, "runs")
+        assert sorted(at.dataframe[0].value["state"]) == ["✓ done"] * 3 + ["✕ crashed"]
+        assert [text for text in words(at).splitlines() if "✕ crashed" in text and "process ended" in text]
 
     def test_the_latest_events_of_all_runs_are_shown(
         self, visit: Visit, collected: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -339,8 +339,9 @@ class TestRuns:
     def test_a_failed_run_says_why(self, visit: Visit, tmp_path: Path):
         with pytest.raises(MemoryError):
             roots.record(tmp_path, [FailingTensor()])
-        table = visit(tmp_path, "runs").dataframe[0].value
-        assert table["state"].tolist() == ["✕ failed"] and table["reason"].tolist() == ["out of memory"]
+        at = visit(tmp_path, "runs")
+        assert at.dataframe[0].value["state"].tolist() == ["✕ failed"]
+        assert [text for text in words(at).splitlines() if "✕ failed" in text and text.endswith(": out of memory")]
 
     def test_loss_file_cut_short(self, visit: Visit, collected: Path, tmp_path: Path):
         root = roots.copy(collected, tmp_path / "runs")

@@ -176,3 +176,4 @@ def choose(page: Page, title: str, value: str) -> None:
     settle(page)
     chip.click()
     listed.wait_for(state="hidden")
+    settle(page)

@@ -29,7 +29,7 @@ from binade.app.questions.shared.unscaled import with_scale
 from binade.app.style import MEASURES
 from binade.data import evidence
 from binade.data.catalog import USED, Catalog
-from binade.data.evidence import Measure
+from binade.data.evidence import Measure, Sentence
 from binade.data.filter import Filter
 from binade.data.run_table import OF_MODEL
 from binade.quant.normal import VS_NORMAL, normal_sqnr
@@ -317,9 +317,9 @@ def headline_of(opened: Catalog, found: Map) -> Headline | None:
         return None
     table = against_normal(opened, found)
 
-    def cause(cell: pd.Series) -> str:
+    def cause(cell: pd.Series) -> Sentence:
         score = score_of(scores_of(opened, cell.to_frame().T), cell, found.fmt)
-        return "" if score is None else cause_of(score)
+        return Sentence() if score is None else cause_of(score)
 
     return headline(table, found.rows, found.across, found.fmt, found.formats(opened), cause)
 
@@ -346,7 +346,7 @@ def against_normal(opened: Catalog, found: Map) -> pd.DataFrame:
     return found.table.assign(value=found.table["value"].astype(float) - normal_sqnr(found.fmt))
 
 
-def verdict(opened: Catalog, found: Map) -> evidence.Sentence:
+def verdict(opened: Catalog, found: Map) -> Sentence:
     """What the format breaks: of a map of SQNR the cells that stand out, of any other the kinds of operands with the
     lowest and highest medians over layers. All of them were measured: nothing is inferred."""
     measure, of = found.measure, "layers" if found.across == LAYER else "iterations"

@@ -56,17 +56,18 @@ def exceptions(table: pd.DataFrame) -> pd.DataFrame:
     return table[away <= -FAR].sort_values("value", kind="stable", ignore_index=True)
 
 
-def cause_of(score: pd.Series) -> str:
-    """What most of the squared error is from, if one cause decides."""
+def cause_of(score: pd.Series) -> Sentence:
+    """What most of the squared error is from, if one cause decides; empty if none does."""
     for name, words in (("flushed_error_share", "to zero"), ("saturated_error_share", "saturated")):
         if score[name] >= DECIDES:
-            return f"{float(score[name]):.0%} of the error {words}"
-    return ""
+            share = exact(MEASURES[name], score[name])
+            return Sentence(f"{share.text} of the error {words}", (share,))
+    return Sentence()
 
 
 def headline(
     table: pd.DataFrame, rows: Iterable[Row], across: str, fmt: str, formats: Sequence[str],
-    cause: Callable[[pd.Series], str] = lambda cell: "",
+    cause: Callable[[pd.Series], Sentence] = lambda cell: Sentence(),
 ) -> Headline:  # fmt: skip
     """table: `Map.table` of rows, of VS_NORMAL. fmt: of the scope; formats: those that the cells are in. cause: as
     `cause_of` the score of a cell."""
@@ -95,7 +96,7 @@ def headline(
             segments.append((group.name, group.cell))
             why = cause(group.worst)
             segments.append((f" ({number_text(group.value, '.1f')}{f'; {why}' * bool(why)})", ""))
-            measured.append(exact(measure, group.value))
+            measured += [exact(measure, group.value), *why.evidence]
         segments.append((" …" if len(groups) > NAMED else ".", ""))
     else:
         segments.append((f" None loses {limit} or more beyond that.", ""))
