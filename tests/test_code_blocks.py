@@ -129,7 +129,7 @@ def test_every_command_is_one():
         parse(param.values[0])
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("words", COMMANDS)
 def test_a_command_runs(
     words: list[str], folder: Path, command: Callable[..., int], monkeypatch: pytest.MonkeyPatch, capsys: Any
@@ -145,6 +145,7 @@ def test_a_command_runs(
     assert command(*words) == 0, capsys.readouterr().err
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", PYTHON)
 def test_python_runs(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch):
     """The blocks of a page in order, as a reader would type them, with the names that a training script has."""

@@ -30,6 +30,7 @@ def test_a_terminal_without_utf_8_is_given_escapes(tmp_path: Path):
         assert done.returncode == 2 and re.fullmatch(rb"binade: .* is not valid Unicode: .*\n", done.stderr)
 
 
+@pytest.mark.thorough
 def test_every_text_file_of_the_package_is_read_in_utf_8(tmp_path: Path):
     """Python itself warns of a text file that is opened in the locale's encoding, in any module that this imports."""
     code = "import pkgutil, importlib, binade.app.main, binade.data.intake as i, binade.app.cli; i.schema()"

@@ -149,6 +149,7 @@ def test_collects_with_core_dependencies_only(core, user, tmp_path):
     assert "binade[app]" in done.stderr
 
 
+@pytest.mark.thorough
 def test_instruments_next_to_modules_of_our_names(core, user, tmp_path):
     (user / "train.py").write_text(INSTRUMENTED)
     done = run(core, "train.py", tmp_path / "runs", cwd=user)
@@ -178,7 +179,7 @@ def test_serves_with_the_app_extra(wheel, user, tmp_path):
             app.wait(timeout=30)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("torch", "installs"), [("2.9.0", ["binade"]), ("2.9.1+cu128", ["binade"]), ("2.8.0", None)])
 def test_install_leaves_torch_as_it_is(wheel, tmp_path, torch, installs):
     """The resolver's own report, in an environment that claims a torch and the lowest versions of everything else."""

@@ -54,6 +54,7 @@ def test_the_errors_of_a_result(catalog, name):
     assert len(unfit) == 4 and what.startswith(f"{len(truth)} of ") and "64 columns" not in what
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", SIDES)
 def test_all_of_a_result(catalog, name, monkeypatch):
     """The SQNR is the one that was recorded in training, which multiplied in bfloat16."""
@@ -83,6 +84,7 @@ def test_a_chosen_row_adds_a_table(catalog):
     assert "mxfp8_e5m2 and mxfp8" in table.note and "grad input" in table.title
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("where", "reason"),
     [
@@ -106,6 +108,7 @@ def test_a_block_with_nan_is_no_reason():
     assert accumulation.compared(found, found)[0]["title"].tolist() == SCALED_BY_32[1:]
 
 
+@pytest.mark.thorough
 def test_values_that_are_gone(collected, tmp_path):
     with Catalog.open(copy(collected, tmp_path / "runs")) as catalog:
         catalog.path(row_of(catalog, "weight")["tensor_id"]).unlink()

@@ -116,6 +116,7 @@ def test_the_interval_of_a_rank_correlation_covers_it():
     assert 0.92 < held / 400 < 0.98
 
 
+@pytest.mark.thorough
 def test_advice_is_drawn_and_judged_by_the_runs_that_tested_it(opened):
     drawn = draw(ADVISE, opened)
     frontier, operands = drawn.get("frontier").table, drawn.tables["operands"]
@@ -135,6 +136,7 @@ def test_advice_is_drawn_and_judged_by_the_runs_that_tested_it(opened):
     assert "4.50 bits" in wide.verdict and ("Advised: " in wide.verdict or "not advised" in wide.verdict)
 
 
+@pytest.mark.thorough
 def test_with_a_device_the_loss_is_drawn_over_time(opened):
     texts = {"view": ["advise"], "device": ["B200"], "speedup": ["halfway"]}
     drawn = View("map", texts).draw(opened)
@@ -165,6 +167,7 @@ def test_where_nothing_can_be_advised_a_sentence_says_why(opened, odd_root):
             assert len(drawn.problems) == 1 and not drawn.items and not drawn.verdict
 
 
+@pytest.mark.thorough
 def test_the_button_saves_the_recipe_and_queues_the_runs(visit: Visit, collected, tmp_path):
     root = roots.copy(collected, tmp_path / "runs")
     at = visit(root, "map", view="advise", budget="6")

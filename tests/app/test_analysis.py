@@ -334,6 +334,7 @@ class TestDistributions:
 
 
 class TestFormatComparison:
+    @pytest.mark.sampled(1)
     @pytest.mark.parametrize(
         "where",
         [

@@ -122,7 +122,7 @@ def check_other_gemms(catalog: Catalog) -> int:
     return others
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("recipe", [*PUBLISHED, "mxfp8", "FA_linear_nvfp4"])
 def test_every_recipe(recipe, tmp_path):
     deep = recipe in ("nemotron3_super", "nvidia_nvfp4")  # keeps more layers in bf16 than the model has
@@ -140,6 +140,7 @@ def test_an_operand_of_two_gemms_is_shown_in_each(tmp_path):
         assert "is an operand of " in asked.draw(catalog).problems[0]
 
 
+@pytest.mark.thorough
 def test_random_numbers_are_repeated(tmp_path):
     (tmp_path / "random.toml").write_text(RANDOM)
     with record(tmp_path / "runs", str(tmp_path / "random.toml")) as catalog:
@@ -148,6 +149,7 @@ def test_random_numbers_are_repeated(tmp_path):
         check(catalog)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("factors", [(1e-5,) * 3, (1.0, 1.0, 1000.0)], ids=["small", "growing"])
 def test_delayed_scales(factors, tmp_path):
     """A scale of earlier iterations, too large or too small for this one."""
@@ -220,6 +222,7 @@ def test_the_map_shows_a_mixed_recipe_as_it_was_used(tmp_path):
         assert why.read(catalog).values["format"] == "mxfp8_e5m2"
 
 
+@pytest.mark.thorough
 def test_a_run_that_rounds_nothing_has_no_format_in_use(tmp_path):
     with record(tmp_path, "bf16", scores=("mxfp4", "mxfp8")) as catalog:
         assert View("map").read(catalog).values["format"] == "mxfp4"

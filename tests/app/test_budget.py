@@ -48,6 +48,7 @@ def test_a_refusal_says_what_to_reduce() -> None:
         check([Rounding(Spec.of("mxfp4", hadamard=16), (1 << 14, 1 << 14), -1)], SCORE)
 
 
+@pytest.mark.thorough
 def test_nothing_is_computed_beyond_the_budget(catalog: Catalog) -> None:
     tracemalloc.start()
     for page, params in (

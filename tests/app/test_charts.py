@@ -157,6 +157,7 @@ def test_marks_are_few_for_wide_tensors():
     assert marks(spec(distribution_charts.qq(laws.qq(each), "x", "tensor"))) <= 5000
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("groups", CASES.values(), ids=list(CASES))
 def test_a_group_has_one_colour_on_all_charts(groups):
     seen = [color_of(spec(chart)) for chart in all_charts(groups).values()]
@@ -197,6 +198,7 @@ def test_events_are_rules_at_their_iterations(tmp_path):
     assert first["layer"][0]["mark"]["type"] == "rule" and lines["layer"][0]["mark"]["type"] == "line"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("above", [True, False])
 @pytest.mark.parametrize("groups", [1, 2, 9])
 def test_vega_draws_losses_with_events(groups: int, above: bool):
@@ -324,6 +326,7 @@ class TestFormatPanels:
             assert unit in [e.get("title") for channel, e in encodings(made) if channel == "x"]
             assert color_of(made) == {n: style.FORMAT_COLORS[n] for n in ("hifp8", "mxfp8", "mxfp4", "nvfp4")}
 
+    @pytest.mark.sampled(4)
     @pytest.mark.parametrize(
         ("value", "label"),
         [(math.inf, "no error"), (-math.inf, "overflows"), (math.nan, "no value"), (31.25, "31.2"), (-3.0, "−3.0")],
@@ -352,6 +355,7 @@ def test_losses_that_diverge(values):
     spec(loss_chart.losses(table))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("value", [0.0, -3e38, 1e-40])
 def test_a_single_value_can_be_drawn(value):
     each = [distributions.distribution_of("bf16", torch.full((5,), value).bfloat16())]
@@ -367,6 +371,7 @@ def texts(chart: alt.TopLevelMixin, height: int) -> dict[str, float]:
     return {text: float(at.removesuffix(")").split(",")[1]) for text, at in found if text and "rotate" not in at}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("ends", [[3.0] * 8, [3, 3.01, 3.02, 5, 5.01, 5.02, 5.03, 9], list(range(8)), [9, 0]])
 def test_lines_have_their_names_at_their_ends_and_none_overlap(ends):
     groups = [f"run{index}" for index in range(len(ends))]
@@ -432,6 +437,7 @@ assert alt.data_transformers.active == "default"
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_altair_stays_as_it_is_for_the_user(collected: Path, tmp_path: Path):
     (tmp_path / "untouched.py").write_text(UNTOUCHED)
@@ -497,6 +503,7 @@ def test_smoothed_losses_are_centered_means_that_leave_warm_up_apart(smooth):
     assert f"loss (centered mean of {smooth} iterations, nats per token)" in made
 
 
+@pytest.mark.thorough
 def test_the_runs_page_hides_warm_up_and_shows_it(catalog: Catalog):
     def table(**params: str) -> pd.DataFrame:
         drawn = View("runs", {name: [text] for name, text in params.items()}).draw(catalog)

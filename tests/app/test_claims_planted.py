@@ -12,6 +12,7 @@ from tests.app.planted import EFFECTS, INVARIANCES, Effect, Invariance
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("check", [*EFFECTS, *INVARIANCES], ids=lambda check: check.what)
 def test_planted(check: Effect | Invariance, tmp_path: Path):
     assert not check.problem(tmp_path)

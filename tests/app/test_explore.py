@@ -85,6 +85,7 @@ def test_the_worst_are_drawn_until_some_are_ticked(catalog: Catalog):
     assert set(answer.get("qq").table["group"]) == set(answer.tables["tensors"]["name"].iloc[[5]])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("values", ["raw", "sigma"])
 def test_magnitudes_of_groups_are_those_of_the_files(catalog: Catalog, values: str):
     """Sketches put a value into an eighth of a binade: shares of whole binades are compared away from their edges."""
@@ -186,7 +187,7 @@ def test_many_operands_are_sampled_and_it_is_said(catalog: Catalog, monkeypatch:
     assert found.dots.groupby("format").size().nunique() == 1
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("values", ["raw", "sigma", "scale"])
 @pytest.mark.parametrize("rows", [*BY_FIELD, "none"])
 def test_any_field_in_rows_and_columns(catalog: Catalog, rows: str, values: str):

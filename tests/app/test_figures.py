@@ -85,6 +85,7 @@ def test_a_tooltip_names_what_it_shows(figures: dict[str, Figure]):
             assert all(each.get("title") for each in tooltip or ()), (name, tooltip)
 
 
+@pytest.mark.thorough
 def test_no_axis_of_shares_goes_past_100_percent(figures: dict[str, Figure]):
     checked = set()
     for name, figure in figures.items():
@@ -135,6 +136,7 @@ def test_a_table_writes_numbers_as_texts_do():
     assert shown.to_numpy().tolist() == [["−0.3", "−1.0·10⁻⁹", "12,345", "2"], ["–", "3.0·10⁴", "1", "–"]]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("rows", "columns", "each"), [(3, 5, 1), (48, 48, 1), (60, 401, 1), (400, 7, 3)])
 def test_hovering_over_a_picture_says_which_cells_and_their_values(rows: int, columns: int, each: int):
     """Every cell lies in one rectangle, whose words are numpy's of the cells that the rectangle covers."""

@@ -38,6 +38,7 @@ def test_recipes_does_not_apply_the_fields_of_tensors(visit: Visit, collected: P
     assert "which one seed cannot tell from chance" in answers[0] and len(set(answers)) == 1
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_more_layers_than_are_listed_are_chosen_as_a_range(visit: Visit, tmp_path: Path):
     roots.record(tmp_path, list(roots.odd_tensors().values()) * 5)

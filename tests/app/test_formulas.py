@@ -139,6 +139,7 @@ class TestLaws:
         found = laws.fit(d["uniform"], "uniform")
         assert (found.location - found.scale, 2 * found.scale) == pytest.approx(stats.uniform.fit(x), rel=1e-6)
 
+    @pytest.mark.sampled(1)
     @pytest.mark.parametrize("freedom", [2.0, 4.0, 10.0])
     def test_student_t_finds_the_degrees_of_freedom(self, freedom):
         x = stats.t(freedom, 3, 0.5).rvs(20_000, random_state=np.random.default_rng(1)).astype(np.float32)
@@ -176,6 +177,7 @@ class TestWhatIf:
         {"overflow": "saturate"},
     )
 
+    @pytest.mark.sampled(23)
     @pytest.mark.parametrize(
         "name", ["mxfp8", "mxfp4", "nvfp4", "hifp8", "fp8_e4m3", "mxint8", "bf16", "hif4", "nvint4"]
     )
@@ -261,6 +263,7 @@ class TestWhatIf:
         assert found["sqnr_db"] == pytest.approx(quant.score(part, "mxfp4").sqnr_db, rel=1e-9)
         assert found["nbytes"] == pytest.approx(quant.quantize(gradient, "mxfp4").nbytes, rel=1e-6)
 
+    @pytest.mark.sampled(8)
     @pytest.mark.parametrize("name", ["gradient", "constant", "subnormal", "huge", "single"])
     @pytest.mark.parametrize("fmt", ["hifp8", "fp8_e4m3", "fp8_e5m2"])
     def test_a_sweep_of_scales_is_fake_quantize_of_scaled_values(self, gradient, fmt, name):
@@ -333,6 +336,7 @@ class TestWhatIf:
             assert sqnr(**{option: parsed}) - sqnr() == pytest.approx(said, abs=0.051)
             assert values[name] == value
 
+    @pytest.mark.thorough
     def test_the_mean_over_tokens_is_subtracted_where_there_are_tokens(self, catalog):
         spec = "mxfp4(center=tokens)"
         weight = first(catalog, tensor_name=["weight"], module=["fc1"], quant_type=["bf16"])
@@ -428,6 +432,7 @@ class TestAnatomy:
         scale = 2.0 ** table["scale_exponent"].iloc[block]
         assert np.array_equal(values["code_value"] * scale, values["dequantized"])
 
+    @pytest.mark.sampled(13)
     @pytest.mark.parametrize("name", FORMATS)
     def test_codes(self, gradient, name):
         table = codes_compute.codes(subject(gradient, name))
@@ -477,6 +482,7 @@ class TestAttention:
             assert row.flush_to_zero == gone.sum() / (x != 0).sum()
             assert row.mass == pytest.approx(x[gone].sum() / x.sum(), rel=1e-9)
 
+    @pytest.mark.sampled(1)
     @pytest.mark.parametrize("softmax", ["flash", "full"])
     def test_the_product_is_scipys(self, tmp_path, softmax):
         """Two tiles of keys, grouped values; the second head has equal scores, the last row sees no key."""

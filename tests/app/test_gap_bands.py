@@ -67,6 +67,7 @@ def seed_band(seeds: int) -> float:
     return float(stats.t.ppf(0.975, seeds - 1) * math.sqrt(2) * deviation)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("seeds", [0, 1, 2, 5])
 def test_the_page_says_what_so_many_seeds_tell(seeds: int, tmp_path: Path, visit: Visit):
     text = words(visit(make(tmp_path, seeds), "runs", view="recipes", of="cost"))
@@ -90,6 +91,7 @@ def check_no_band(root: Path) -> None:
         assert "Band of " not in words and words.count(reason) == 2 and words.count("baseline: record") == 2
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("imported", [True, False], ids=["imported", "instrumented"])
 def test_runs_with_unknown_settings_make_no_band(imported: bool, tmp_path: Path):
     for recipe, seed, more in (("bf16", 0, 0.0), ("bf16", 0, 0.2), ("bf16", 1, 0.0), ("linear_mxfp8", 0, 0.1)):
@@ -100,6 +102,7 @@ def test_runs_with_unknown_settings_make_no_band(imported: bool, tmp_path: Path)
     check_no_band(tmp_path)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("other", [{"dp": 2}, {"data": {"corpus_sha256": "0"}}], ids=["dp", "corpus"])
 def test_runs_of_one_seed_with_other_settings_make_no_band(other: dict[str, Any], tmp_path: Path):
     train(tmp_path, "bf16", 0)
@@ -154,6 +157,7 @@ def test_a_comparison_with_another_run_has_no_bands(tmp_path: Path):
     assert "Band" not in drawn.verdict
 
 
+@pytest.mark.thorough
 def test_binade_compare_prints_the_same_sentences(tmp_path: Path):
     drawn = draw(make(tmp_path, 5, repeated=True))
     text = printed(tmp_path)

@@ -59,6 +59,7 @@ def test_an_upload_is_recognized_and_then_imported(at: AppTest, tmp_path: Path):
     assert len(runs(tmp_path)) == 1
 
 
+@pytest.mark.thorough
 def test_an_uploaded_tensor_stays_where_the_index_points_to(at: AppTest, tmp_path: Path):
     torch.save({"model.layers.0.mlp.down_proj.weight": torch.ones(4, 32)}, content := io.BytesIO())
     assert "1 tensor file in the upload" in upload(at, "x.pt", content.getvalue())
@@ -68,6 +69,7 @@ def test_an_uploaded_tensor_stays_where_the_index_points_to(at: AppTest, tmp_pat
         assert torch.equal(catalog.load(tensor), torch.ones(4, 32))
 
 
+@pytest.mark.thorough
 def test_a_path_of_the_server(at: AppTest, tmp_path: Path):
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "trainer_state.json").write_text(json.dumps(STATE))
@@ -84,6 +86,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("name", "content", "message"), REFUSED.values(), ids=REFUSED)
 def test_a_refused_upload_is_one_line_and_leaves_nothing(at: AppTest, tmp_path: Path, name, content, message):
     upload(at, name, content)
@@ -92,6 +95,7 @@ def test_a_refused_upload_is_one_line_and_leaves_nothing(at: AppTest, tmp_path: 
     assert not (tmp_path / "runs" / FOLDER).exists() and not runs(tmp_path)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("path", ["/none", "--help", "-x", "a\0b"], ids=["missing", "option", "flag", "NUL"])
 def test_a_path_that_cannot_be_read_is_one_line(at: AppTest, path: str):
     name_path(at, Path(path))

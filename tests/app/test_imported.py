@@ -76,6 +76,7 @@ def interpreted(at: AppTest) -> list[str]:
     return found + [str(element.label) for element in at.get("expander")]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("end", "said", "name"),
     [
@@ -105,7 +106,7 @@ def test_before_and_after_quantization_are_told_apart(visit: Visit, imported: Pa
     assert len(at.selectbox(key="tensor").options) == 1
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("end", ["hostile.pt", f"{IMAGE}.npy"])
 @pytest.mark.parametrize("view", PAGES["tensor"].parts)
 def test_what_a_log_says_is_text(visit: Visit, imported: Path, end: str, view: str):
@@ -117,6 +118,7 @@ def test_what_a_log_says_is_text(visit: Visit, imported: Path, end: str, view: s
     assert pd.isna(words["Layer"]) and max(map(len, sentences)) <= 1000
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("page", "view"), [("map", "map"), ("explore", "explore"), ("runs", "recipes"), ("runs", "table")]
 )
@@ -196,7 +198,7 @@ def of_tool(root: Path, tool: str) -> pd.Series:
 TOOLS = ("TransformerEngine", "msprobe")
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("tool", TOOLS)
 @pytest.mark.parametrize("view", PAGES["tensor"].parts)
 def test_a_tensor_without_values_says_so(visit: Visit, logged: Path, tool: str, view: str):
@@ -207,6 +209,7 @@ def test_a_tensor_without_values_says_so(visit: Visit, logged: Path, tool: str, 
     assert not at.get("vega_lite_chart")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("tool", TOOLS)
 @pytest.mark.parametrize(
     ("metric", "answer"),
@@ -224,6 +227,7 @@ def test_the_map_of_logged_statistics(visit: Visit, logged: Path, tool: str, met
         assert not visit(logged, "map", run_id=row["run_id"], metric=metric, cell=cell).exception
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("tool", TOOLS)
 @pytest.mark.parametrize("part", ["gemms", "blocks", "channels", "noise"])
 def test_comparing_logged_statistics(visit: Visit, logged: Path, tool: str, part: str):

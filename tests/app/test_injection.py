@@ -84,6 +84,7 @@ def check_pictures(drawn: Drawn) -> None:
             assert not any(name.startswith("on") for name in element.attrib)
 
 
+@pytest.mark.thorough
 def test_payloads_in_runs_are_text(opened: Catalog):
     shown = 0
     for number, (page, view) in enumerate(CASES):
@@ -94,6 +95,7 @@ def test_payloads_in_runs_are_text(opened: Catalog):
     assert shown > 5
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("alone", [False, pytest.param(True, marks=pytest.mark.thorough)])
 def test_payloads_in_pins_are_refused(opened: Catalog, alone: bool):
     """A pin that asks for what is not here draws what it draws without it, or nothing, and says so."""

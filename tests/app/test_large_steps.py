@@ -64,6 +64,7 @@ def test_they_are_indexed_filtered_and_compared(root: Path):
     assert costs["iterations"].tolist() == [len(STEPS)]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "question",

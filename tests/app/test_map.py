@@ -69,7 +69,7 @@ def along(x: Tensor, gemm: str, product: str, tensor: str) -> tuple[Tensor, int]
     return (x.flatten(0, -2), axis) if product not in ("QK", "PV") else (x, axis)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("fmt", ["mxfp4", "mxfp8", "hifp8"])
 @pytest.mark.parametrize("metric", ["sqnr_db", "flush_to_zero", "saturated"])
 def test_a_cell_is_the_operand_scored_along_the_axis_of_its_gemm(catalog: Catalog, metric: str, fmt: str):
@@ -118,7 +118,7 @@ def of_torch(x: Tensor, metric: str) -> float:
     }[metric]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("metric", STATISTICS)
 def test_a_statistic_is_torchs_and_the_same_in_each_gemm(catalog: Catalog, metric: str):
     table = cells(catalog, MXFP4, metric=metric)
@@ -164,7 +164,7 @@ def by_hand(catalog: Catalog, where: Filter, metric: str, fmt: str, by: list[str
     return rows.set_index("tensor_id").groupby(by)["value"]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("across", ["layer_index", "iteration"])
 @pytest.mark.parametrize(
     ("metric", "fmt"),
@@ -183,7 +183,7 @@ def test_of_several_tensors_a_cell_has_numpys_quantiles(parts: Catalog, metric: 
         assert cell.tensor_id == (own.idxmin() if metric == "sqnr_db" else own.idxmax())
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("across", ["layer_index", "iteration"])
 @pytest.mark.parametrize("metric", ["sqnr_db", "flush_to_zero", "absmax", "crest_factor"])
 def test_versus_a_run_is_the_difference_of_the_cells(parts: Catalog, metric: str, across: str):
@@ -338,7 +338,7 @@ def test_rows_are_in_the_order_of_the_network(catalog: Catalog):
     assert [(row.gemm, row.product, row.tensor) for row in found.rows] == expected
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("across", ["layer_index", "iteration"])
 @pytest.mark.parametrize("metric", RECORDED)
 def test_the_worst_cell_is_first_and_opens_its_tensor(catalog: Catalog, metric: str, across: str):
@@ -410,7 +410,7 @@ def test_the_panel_shows_the_values_of_a_cell_as_its_gemm_takes_them(catalog: Ca
         assert shown["facts"][0] == ["SQNR against normal values", cell["label"]]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("metric", RECORDED)
 def test_odd_tensors(odd_root: Path, metric: str):
     """Nothing finite, zeros, Inf: whatever has a value is drawn, as JSON without NaN."""
@@ -439,7 +439,7 @@ def unscored(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Catalog]:
 class TestNotScored:
     """In a format that nothing was scored in, an error is computed from the values on disk."""
 
-    @pytest.mark.sampled(1)
+    @pytest.mark.thorough
     @pytest.mark.parametrize("fmt", ["mxint8", "mxfp4(block=16x16)", "nvfp4(hadamard=16)"])
     def test_each_operand_as_its_gemm_takes_it(self, catalog: Catalog, fmt: str):
         assert fmt not in catalog.scored_formats()
@@ -453,6 +453,7 @@ class TestNotScored:
         (said,) = drawn(catalog, MXFP4, format=fmt).problems
         assert said == f"Not scored in {fmt} when recorded: computed from {len({*table['tensor_id']})} tensors on disk."
 
+    @pytest.mark.thorough
     def test_a_difference_to_it(self, catalog: Catalog):
         table = cells(catalog, MXFP4, versus="mxint8")
         own, other = (cells(catalog, MXFP4, format=fmt).set_index(CELL)["value"] for fmt in ("mxfp4", "mxint8"))
@@ -517,6 +518,7 @@ class TestWhatIsMissing:
         assert found.figures and found.problems[0].count("Not scored in nvfp4") == 1
 
 
+@pytest.mark.thorough
 def test_every_scored_format_can_be_shown(catalog: Catalog):
     for fmt in catalog.scored_formats(MXFP4):
         assert len(cells(catalog, MXFP4, format=fmt)) and (fmt in FORMATS or "(" in fmt)

@@ -76,6 +76,7 @@ def test_a_click_queues_the_command_that_is_shown(visit: Visit, collected: Path,
         end_all(root)
 
 
+@pytest.mark.thorough
 def test_a_queued_measurement_is_made_and_its_job_is_done(tmp_path: Path):
     """The real runner and the real command."""
     root = tmp_path / "runs"

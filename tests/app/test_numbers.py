@@ -34,6 +34,7 @@ def texts(values: list[float], calculated: str) -> list[str]:
     return found
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("sign", ["", "+"])
 def test_vega_writes_numbers_as_python_does(sign: str):
     random = np.random.default_rng(0)

@@ -273,6 +273,7 @@ class TestRuns:
         assert [time[14:16] for time in at.dataframe[2].value["time"]] == ["12", "11", "10", "02"]
         assert "The latest 4 of 6 events" in words(at)
 
+    @pytest.mark.thorough
     def test_a_name_and_a_colour_are_used_everywhere(self, visit: Visit, collected: Path, tmp_path: Path):
         root = roots.copy(collected, tmp_path / "runs")
         run = next(run for run in roots.runs_of(root) if "mxfp8" in run.name)
@@ -425,6 +426,7 @@ def test_a_page_that_stops_ends_its_uploads(monkeypatch: pytest.MonkeyPatch):
         assert len(closed) == ends
 
 
+@pytest.mark.thorough
 def test_a_damaged_index_is_made_anew_and_a_toast_says_so(visit: Visit, collected: Path, tmp_path: Path):
     root = roots.copy(collected, tmp_path / "runs")
     before = words(visit(root))
@@ -521,6 +523,7 @@ class TestFilesThatCannotBeRead:
         assert path.name in words(at) and "\x1b" not in words(at)
         assert charts(at) == 3
 
+    @pytest.mark.thorough
     def test_deleted(self, visit: Visit, root: Path):
         ids = [first(root, quant_type=[name], tensor_name=["key"]) for name in ("mxfp8", "mxfp4")]
         with Catalog.open(root) as catalog:
@@ -541,7 +544,7 @@ class TestFilesThatCannotBeRead:
 
 
 class TestOddTensors:
-    @pytest.mark.sampled(5)
+    @pytest.mark.sampled(2)
     @pytest.mark.parametrize("axis", ["log2", "linear"])
     @pytest.mark.parametrize("number", range(len(roots.odd_tensors())), ids=list(roots.odd_tensors()))
     def test_one(self, visit: Visit, odd_root: Path, number: int, axis: str):

@@ -105,7 +105,7 @@ def test_identical_tensors_and_tensors_of_other_dtypes(tmp_path: Path):
     assert "KS 0," in verdict
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("other", "said"),
     [
@@ -135,6 +135,7 @@ def test_values_that_were_not_kept(tmp_path: Path):
         assert not unknown.items and "'nope/x', which does not exist" in unknown.problems[0]
 
 
+@pytest.mark.thorough
 def test_the_other_tensor_that_is_shown_by_default(tmp_path: Path):
     """Another run first, then another iteration, then the next layer; each differs from the tensor in nothing else."""
     places = [{"layer_index": layer, "iteration": at} for layer in (1, 2) for at in (0, 3, 4)]

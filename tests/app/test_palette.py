@@ -21,6 +21,7 @@ def tensors(catalog: Catalog, text: str, view: View = HOME) -> list[str]:
     return [entry.view.params["tensor"][0] for entry in found if entry.kind == "tensor"]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("text", "where", "name"),
     [
@@ -55,6 +56,7 @@ def test_a_layer_is_not_a_part_of_a_number(catalog: Catalog):
     assert tensors(catalog, "fc1 L1") and not tensors(catalog, "fc1 L11")
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_finds_runs_formats_pages_questions_and_actions(catalog: Catalog):
     def first(text: str, kind: str) -> View:
@@ -72,6 +74,7 @@ def test_finds_runs_formats_pages_questions_and_actions(catalog: Catalog):
     assert {entry.kind for entry in palette.find(catalog, HOME, "")} == {"page", "question", "action"}
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_every_entry_can_be_read_and_keeps_the_filter(catalog: Catalog):
     view = View("explore", {"layer_index": ["2"], "format": ["mxfp8"]})
@@ -81,6 +84,7 @@ def test_every_entry_can_be_read_and_keeps_the_filter(catalog: Catalog):
             assert entry.view.params["layer_index"] == ["2"]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("text", ["'", "%_", "\\", "a" * 5000, "l99999", ";DROP TABLE run", "🙂", "\0"])
 def test_any_text_is_a_text(catalog: Catalog, text: str):
     before = catalog.totals()

@@ -106,7 +106,7 @@ def lists(view: dict[str, str]) -> dict[str, list[str]]:
     return {name: [text] for name, text in view.items()}
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("page", "view"), CASES, ids=[f"{page}-{'-'.join(view.values())}" for page, view in CASES])
 def test_a_view_drawn_again_is_what_the_page_shows(
     visit: Visit, collected: Path, catalog: Catalog, page: str, view: dict[str, str]
@@ -191,7 +191,7 @@ KEPT = [
 ]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("page", "params"), KEPT, ids=[f"{page}-{'-'.join(params)}" for page, params in KEPT])
 def test_a_sessions_pin_shows_what_its_keeper_saw(catalog: Catalog, smaller: Catalog, page: str, params: dict):
     theirs = pins.draw(smaller, Pin(page, params))
@@ -234,6 +234,7 @@ def test_nothing_is_drawn_in_the_stead_of_what_is_gone(catalog: Catalog, collect
     assert pins.draw(catalog, Pin("explore", EXPLORE | {"layer_index": ["1", "77"]}, "histogram")).figures
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("view", "asked", "name"), [("attention", "head", "head_map"), ("blocks", "block", "block_values")]
 )
@@ -248,6 +249,7 @@ def test_a_head_or_a_block_beyond_the_last(
     assert f"There is no {asked} 9" in words(at)
 
 
+@pytest.mark.thorough
 def test_the_runs_and_tensors_behind_a_pin(catalog: Catalog):
     runs = catalog.runs().set_index("recipe")["run_id"]
     recipes = Pin("runs", {"view": ["recipes"], "recipe": ["mxfp4"]})
@@ -280,6 +282,7 @@ texts = some.lists(some.text(max_size=12) | some.sampled_from(ODD), max_size=3)
 asked = some.dictionaries(some.sampled_from([*FIELDS, *OWN]), texts, max_size=4)
 
 
+@pytest.mark.thorough
 @settings(max_examples=30)
 @given(place=some.sampled_from(PARTS), params=asked, chart=some.sampled_from(["", "qq", "x"]))
 def test_whatever_a_pin_asks_is_drawn_or_said(

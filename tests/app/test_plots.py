@@ -27,7 +27,7 @@ from tests.conftest import PROJECT
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "question", [each for each in QUESTIONS if each.name != "provenance"], ids=lambda question: question.name
 )
@@ -45,6 +45,7 @@ def test_a_question_answers_alone_as_the_app_does(question: Question, catalog: C
     assert question.name in dir(plots)
 
 
+@pytest.mark.thorough
 def test_filter_and_parameters(catalog: Catalog):
     backward = Filter(operation=["backward"])
     answer = plots.map(catalog, backward, metric="absmax")

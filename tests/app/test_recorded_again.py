@@ -30,6 +30,7 @@ def record(root: Path, seed: int) -> str:
         return str(catalog.tensors()["tensor_id"].iloc[0])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_cached_answer_belongs_to_the_content(tmp_path: Path, name: str):
     question = next(question for question in QUESTIONS if question.name == name)

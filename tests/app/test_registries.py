@@ -51,6 +51,7 @@ def test_every_width_of_a_mantissa_has_a_color(bits: int):
     assert COLOR.fullmatch(charts.tier_color(tier)) and compute.tier_rank(tier) == -bits
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("question", QUESTIONS, ids=lambda question: question.title)
 def test_every_question_has_what_its_readers_need(question: Question, collected):
     assert question.text.endswith("?") and question.title and question.help

@@ -28,6 +28,7 @@ def described(root: Path) -> dict[str, dict]:
     return {run.name: json.loads((run / "run.json").read_text()) for run in roots.runs_of(root)}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("query", [{}, {"against": "mxfp4"}], ids=["loss", "compare"])
 def test_a_click_queues_the_same_runs_with_further_seeds(visit: Visit, collected: Path, tmp_path: Path, query):
     root = roots.copy(collected, tmp_path / "runs")
@@ -62,6 +63,7 @@ def test_where_runs_cannot_be_repeated_a_line_says_why(visit: Visit, tmp_path: P
     assert not [button for button in at.button if button.key == "repeat"]
 
 
+@pytest.mark.thorough
 def test_an_ablation_of_one_seed(visit: Visit, tmp_path: Path):
     make_ladder(tmp_path / "one", [0])
     assert "There is no button to repeat these runs with 3 seeds" in words(

@@ -331,6 +331,7 @@ def test_the_report_tells_how_it_was_made(drawn):
 # A session
 
 
+@pytest.mark.thorough
 def test_a_sessions_report_tells_its_pins_and_notes(command, root, tmp_path, started):
     notes = f"# Found\n\n**fc1** is *worst* {HOSTILE} ![p](http://a.b/c.png) [go](javascript:alert(1)) <b>raw</b>"
     notes += " [bank](https://evil.example/d)"
@@ -560,7 +561,7 @@ def test_a_run_deleted_meanwhile_is_said(root, tmp_path, monkeypatch, started):
     assert [path.name for path in tmp_path.iterdir()] == ["runs"]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=lambda n: n.name)
 def test_who_is_interrupted_leaves_nothing(root, tmp_path, number):
     written = ("--output", tmp_path / "draw", "--zip", tmp_path / "z.zip")

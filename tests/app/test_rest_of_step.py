@@ -64,7 +64,7 @@ def test_the_map_of_an_optimizers_state(root: Path, metric: str):
     assert words in drawn.verdict, drawn.verdict
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("view", PAGES["tensor"].parts)
 def test_tensor(root: Path, view: str):
     with Catalog.open(root) as catalog:

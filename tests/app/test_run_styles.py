@@ -50,6 +50,7 @@ def opened(collected: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         yield catalog
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_the_same_on_every_page_whatever_the_filter(opened: Catalog):
     runs = every_run(opened).set_index("run_id")

@@ -47,6 +47,7 @@ def test_what_names_a_run_or_a_tensor_says_so(catalog: Catalog):
             assert isinstance(param, AnyText) or [param.refers_to] == (kinds or [param.refers_to]), (view, name)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("names", SETS)
 def test_saved_and_bundled_it_shows_the_same(collected: Path, tmp_path: Path, names: Sequence[str]):
     """Each question's answer as it was pinned, in the saved session, and in a root that has imported the bundle."""

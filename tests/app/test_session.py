@@ -89,6 +89,7 @@ def places(node: Any, path: tuple = ()) -> list[tuple]:
     return [path] + [place for key, value in inner for place in places(value, (*path, key))]
 
 
+@pytest.mark.thorough
 @settings(max_examples=1000)
 @given(some.data())
 def test_whatever_stands_anywhere_is_taken_or_refused_in_a_sentence(data: some.DataObject):
@@ -199,6 +200,7 @@ LARGE = {
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("changes", LARGE.values(), ids=LARGE)
 def test_a_large_file_is_refused_at_once(changes: dict[str, Any]):
     raw = json.dumps(content(**changes)).encode()

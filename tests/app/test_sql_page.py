@@ -81,6 +81,7 @@ def test_the_page_draws_the_columns_of_its_address(visit: Visit, collected: Path
     assert not visit(collected, "sql", q="SELECT 'a' AS module").selectbox
 
 
+@pytest.mark.thorough
 def test_an_operand_is_opened_at_its_cell_of_the_map(catalog: Catalog):
     rows = catalog.tensors(Filter(quant_type=["mxfp4"], tensor_name=["weight", "query"]))
     for _, row in rows.iterrows():

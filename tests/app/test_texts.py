@@ -67,6 +67,7 @@ def of_answer(answer: Drawn) -> Iterator[str]:
         yield from texts(item)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("question", QUESTIONS, ids=lambda question: f"{question.page}-{question.view}")
 def test_numbers_and_names_are_written_one_way(collected: Path, odd_root: Path, question: Any):
     found = []

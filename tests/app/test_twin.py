@@ -63,6 +63,7 @@ def test_without_a_twin_step_the_page_says_how_to_record_one(tmp_path: Path):
     assert found.problems == (NOTHING, NO_TWIN) and "--twin" in NO_TWIN and "recorder.twin" in NO_TWIN
 
 
+@pytest.mark.thorough
 def test_the_largest_bias_is_named_if_it_can_be_told(tmp_path: Path):
     exact = step(gradient(1, "fc1", 0.1), gradient(1, "fc2", 0.2), gradient(2, "fc1", 0.3))
     found = answer(tmp_path / "exact", exact)

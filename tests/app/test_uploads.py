@@ -22,6 +22,7 @@ def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield address
 
 
+@pytest.mark.thorough
 def test_a_session_holds_one_file_while_its_page_asks_for_one(app: str):
     with Tab(app) as tab, Tab(app) as other:
         other.visit("runs")

@@ -39,7 +39,7 @@ def drawn_map(at: AppTest) -> dict[str, Any] | None:
     return next((each for each in data if "blocks" in each), None)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("metric", "across"),
     [*((metric, "layer_index") for metric in RECORDED), ("sqnr_db", "iteration"), ("loss_change", "iteration")],
@@ -82,7 +82,7 @@ def test_the_map_in_another_format_iteration_and_as_a_difference(visit: Visit, c
     assert "does not depend on a format: compare with another run" in words(rerun(at))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("part", ["gemms", "blocks", "channels", "noise"])
 def test_sections_of_the_map(visit: Visit, collected: Path, part: str):
     at = visit(collected, "map", view=part, quant_type="mxfp4", layer_index="1")
@@ -131,7 +131,7 @@ def test_what_was_not_recorded_is_not_blamed_on_the_filter(visit: Visit, collect
     assert not any(button.key == "offer_to_clear" for button in at.button)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("view", VIEWS)
 def test_tensor(visit: Visit, collected: Path, view: str):
     at = visit(collected, "tensor", view=view, quant_type="mxfp4")
@@ -142,6 +142,7 @@ def test_tensor(visit: Visit, collected: Path, view: str):
     assert row["quant_type"] == "mxfp4"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("view", VIEWS)
 def test_odd_tensors(odd_root: Path, view: str, every: int):
@@ -210,6 +211,7 @@ def test_values_that_were_not_kept(visit: Visit, tmp_path: Path):
     assert "were not kept" in at.info[0].value
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("of", ["cost", "gradients"])
 def test_recipes(visit: Visit, collected: Path, of: str):
     at = visit(collected, "recipes", of=of)
@@ -232,6 +234,7 @@ def damaged_root(collected: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     return root
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("page", ["map", "runs", "recipes", "advise", "collect"])
 def test_damaged_runs_break_no_page(visit: Visit, damaged_root: Path, page: str):
     at = visit(damaged_root, page)

@@ -60,6 +60,7 @@ def test_values_that_overflow_fp16():
 MATRIX, LINE = (1100, 1024), (1_300_003,)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.compiler
 @pytest.mark.skipif(native.compiler() is None, reason="no C++ compiler")
 @pytest.mark.parametrize(
@@ -133,6 +134,7 @@ def scales(x: np.ndarray, spec: str) -> np.ndarray:
     return whole * torch.from_numpy(largest / 6 / whole).to(torch.float8_e4m3fn).double().numpy()
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("spec", ["hifp8", "mxfp4", "nvfp4"])
 @pytest.mark.parametrize("dim", [-1, 0])
 def test_a_range_counts_the_values_that_numpy_finds(spec: str, dim: int):

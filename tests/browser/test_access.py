@@ -40,6 +40,7 @@ LOOKED_AT = {
 } | {DEFAULT_LAYOUT: ADDRESSES["compare-difference"]}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.thorough)])
 def test_axe_finds_nothing_serious_and_a_phone_shows_all(visit: Callable[..., Page], app: str, every: int):
     page = visit()
@@ -78,6 +79,7 @@ def tab_to(page: Page, wanted: Locator) -> None:
     pytest.fail(f"Tab does not reach it, but {seen}")
 
 
+@pytest.mark.thorough
 def test_filter_table_and_chart_menu_without_a_mouse(visit: Callable[..., Page], app: str):
     page = visit("/explore")
     tab_to(page, page.get_by_role("button", name="Quant type ▾"))

@@ -77,6 +77,7 @@ def background(page: Page) -> str:
     return page.get_by_test_id("stApp").evaluate("app => getComputedStyle(app).backgroundColor")
 
 
+@pytest.mark.thorough
 def test_a_filter_set_by_clicking_is_in_the_address_and_a_copy_shows_the_same(visit: Visit, catalog: Catalog):
     """It survives a look at another page too; nothing leaves the machine and nothing complains."""
     page = visit("/explore")
@@ -206,6 +207,7 @@ def a_range_that_is_dragged_over_shows_how_many_values_lie_in_it(page: Page, x: 
     assert float(share) / 100 == pytest.approx(values / exponents.numel(), rel=0.02)
 
 
+@pytest.mark.thorough
 def test_a_selected_tensor_is_drawn_exactly(visit: Visit, catalog: Catalog):
     page = visit(f"{QUERY}&values=raw")
     select_row(page, 1)

@@ -98,6 +98,7 @@ STEPS: tuple[Callable[[Page], None], ...] = (
 )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "steps", [[*STEPS[:5], search, *STEPS[-3:-1]], pytest.param(STEPS, marks=pytest.mark.thorough)], ids=len
 )

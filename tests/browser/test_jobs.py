@@ -68,6 +68,7 @@ def cancel(page: Page, root: Path, job: jobs.Job) -> None:
     raise AssertionError("three clicks did not cancel the job")
 
 
+@pytest.mark.thorough
 def test_a_run_launched_by_clicking_is_watched_and_opened(visit: Visit, app: str, root: Path):
     page, other = enter(visit, app, "New collection"), enter(visit, app, "Jobs")
     expect(other.get_by_text("No jobs yet.")).to_be_visible()

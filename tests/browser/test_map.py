@@ -93,6 +93,7 @@ def test_a_cell_is_read_chosen_and_opened(visit: Visit, catalog: Catalog, run: s
     page.wait_for_url("**/tensor?**")
 
 
+@pytest.mark.thorough
 def test_the_scope_is_chosen_in_the_bar_and_stays(visit: Visit, catalog: Catalog, run: str):
     """Format, metric and iteration, each of which the browser's Back undoes; another page has the same scope."""
     page = visit(f"/?cell={CELL}")

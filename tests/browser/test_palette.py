@@ -58,6 +58,7 @@ def test_nothing_found_is_said_and_escape_closes(visit: Visit):
     assert page.url == before
 
 
+@pytest.mark.thorough
 def test_keys(visit: Visit, catalog: Catalog):
     where = Filter(run_id=(catalog.runs()["run_id"][0],), module=("fc2",), tensor_name=("grad_output",))
     rows = catalog.tensors(where)

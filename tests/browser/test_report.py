@@ -58,6 +58,7 @@ def page(browser: Browser, exported: Path, tmp_path: Path) -> Iterator[Page]:
     context.close()
 
 
+@pytest.mark.thorough
 def test_every_chart_is_drawn_and_printed_with_its_caption_from_the_file_alone(page):
     """To a real PDF, from the button: A4 at its own size, and no page ends between a chart and its caption."""
     assert page.evaluate("() => document.documentElement.scrollWidth <= innerWidth")

@@ -151,6 +151,7 @@ server_metadata_url = "http://localhost:{provider}/.well-known/openid-configurat
 """
 
 
+@pytest.mark.thorough
 def test_signing_in(browser: Browser, root: Path, tmp_path: Path):
     """Nobody sees a page before they have signed in with the provider; an address that it does not declare verified
     is not that of the operator."""

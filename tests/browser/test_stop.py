@@ -16,6 +16,7 @@ from tests.browser.driver import serving, settle
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
 
+@pytest.mark.thorough
 def test_rounding_of_a_selection(visit: Callable[..., Page], tmp_path: Path):
     record(tmp_path, [torch.randn(512, 1024).bfloat16() for _ in range(3)])
     formats = "&".join(f"formats={name}" for name in FORMATS)

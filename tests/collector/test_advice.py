@@ -104,6 +104,7 @@ def test_costs_are_the_predicted_changes_and_noises_that_were_recorded(collected
     assert weight["noise"].item() == pytest.approx(noise, rel=1e-12)
 
 
+@pytest.mark.thorough
 def test_nothing_is_advised_from_costs_that_cannot_be_relied_on(found):
     """One sequence; and a mix is advised only if it is predicted to lose less than a single format."""
     once = replace(found, reliability=reliability([[1.0], [2.0], [3.0], [4.0]]))
@@ -115,6 +116,7 @@ def test_nothing_is_advised_from_costs_that_cannot_be_relied_on(found):
     assert said.startswith("Advised: nvfp4 alone, 4.50 bits, ") and "which is not less (difference " in said
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("by", choice.GROUPS)
 def test_advice_keeps_its_limits(found, by):
     advice = advise(found, Request(6, by=by))
@@ -209,6 +211,7 @@ def test_bytes_are_bits_of_all_forward_values(command, capsys, collected, found)
     assert in_bytes == capsys.readouterr().out
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_input_is_one_line(command, capsys, collected, tmp_path, monkeypatch, name):
     arguments, status, message = WRONG[name]
@@ -266,6 +269,7 @@ def test_the_command_writes_a_recipe_and_queues_its_test(command, capsys, tmp_pa
         end_all(root)
 
 
+@pytest.mark.thorough
 def test_a_precision_file_gives_each_layer_the_recipe_of_its_forward_operands(command, capsys, tmp_path):
     small = ("--layers", "1", "--micro-batch-size", "1", "--sequence-length", "32", "--backend", "torch")
     scores = ("--scores", "mxfp8(scale=rceil)", "--collect-micro-batches", "2")

@@ -67,6 +67,7 @@ def llama() -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("how", ["save_pretrained", "bin", "pth", "model", "npz", "npz, compressed"])
 def test_a_model_of_transformers(imported: Import, llama: LlamaForCausalLM, tmp_path: Path, how: str):
     folder, state = tmp_path / "in", llama.state_dict()

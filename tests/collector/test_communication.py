@@ -125,6 +125,7 @@ OPTIONS = (
 )  # fmt: skip
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_binade_run_rounds_both(tmp_path: Path):
     """The first loss shows the tokens alone, the second the gradients; the warm-up neither."""

@@ -227,6 +227,7 @@ def test_refused_in_one_line_with_nothing_written(command, capsys, tmp_path, nam
     assert out in ("", "bf16\n") and not (tmp_path / "runs").exists()
 
 
+@pytest.mark.thorough
 def test_ranks_refuse_as_one(command, capsys, tmp_path):
     arguments = ("run", "--dp", "2", "--backend", "torch", "--dataset", str(pair(tmp_path)), "--vocab-size", "300")
     assert command(*arguments) == 2 and not (tmp_path / "runs").exists()

@@ -78,6 +78,7 @@ def check_failed(root: Path, status: int, error: str, expected: str) -> None:
     assert "ended early: OSError" in (run.directory / "log.txt").read_text() or expected.startswith("No space")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("limit", [40_000, 300_000], ids=["the first tensors", "the largest tensors"])
 def test_a_refused_write_fails_cleanly(capfd, tmp_path, limit):
     """The kernel refuses to let any file grow beyond the limit: a real error in the middle of a write."""
@@ -87,6 +88,7 @@ def test_a_refused_write_fails_cleanly(capfd, tmp_path, limit):
     assert check_rows(root) > 0
 
 
+@pytest.mark.thorough
 def test_a_refused_first_write_leaves_no_run(tmp_path):
     """In a process of its own, whose output goes to no file."""
     root = tmp_path / "runs"
@@ -97,6 +99,7 @@ def test_a_refused_first_write_leaves_no_run(tmp_path):
     assert not root.exists()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("small_disk", ["1m", "9m"], indirect=True)
 def test_a_full_disk_fails_cleanly(command, capsys, small_disk):
     status = command(*LONG, "--tensor-save-dir", str(small_disk))
@@ -133,6 +136,7 @@ def test_a_killed_run_has_crashed_and_keeps_its_rows(tmp_path):
     assert check_rows(tmp_path, files_too=False) >= max(counted, run.status.tensors)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("signum", "times"),
     [pytest.param(signal.SIGTERM, 1, marks=pytest.mark.thorough), (signal.SIGINT, 3)],
@@ -175,6 +179,7 @@ print(json.dumps({"seen": seen, "last": states[-1], "running": ["running"] in st
 """
 
 
+@pytest.mark.thorough
 def test_a_collector_writes_while_a_catalog_reads(tmp_path):
     watcher = start_python("-c", WATCHER, tmp_path)
     assert watcher.stdout.readline() == "ready\n"

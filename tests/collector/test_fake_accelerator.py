@@ -9,6 +9,7 @@ import pytest
 from tests.conftest import run_python
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_what_another_accelerator_computes_is_recorded():
     done = run_python("-m", "tests.collector.fake_accelerator", timeout=600)

@@ -95,6 +95,7 @@ def test_a_recorded_layer_takes_few_launches_one_copy_and_little_memory():
     assert estimated / 1.6 <= everything["peak MB"] - bare["peak MB"] <= estimated
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.compiler
 @pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")

@@ -406,6 +406,7 @@ def overwrite(path: Path, x: torch.Tensor, how: str) -> None:
         os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("how", ["written", "replaced", "in secret"])
 def test_a_file_that_is_overwritten_is_noticed(bring, command, capsys, tmp_path, logs, how):
     values = [tensor(seed, 5, 5) for seed in range(2)]
@@ -441,6 +442,7 @@ def test_a_file_that_is_overwritten_is_noticed(bring, command, capsys, tmp_path,
     assert "1 imported file no longer there: only statistics are kept" in capsys.readouterr().out
 
 
+@pytest.mark.thorough
 def test_an_id_never_stands_for_another_tensor(bring, tmp_path, logs):
     """Whatever is added, overwritten, deleted and touched between the imports."""
     chance, meant = random.Random(0), {}
@@ -495,6 +497,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_an_import_that_was_killed_goes_on(bring, command, killed, moment):
     place = killed / moment
@@ -528,6 +531,7 @@ sys.exit(main(["import", sys.argv[1], "--scores", "", "--workers", "2", "--tenso
 """
 
 
+@pytest.mark.thorough
 def test_ctrl_c_keeps_what_was_imported(bring, tmp_path, logs):
     for seed in range(40):
         write(logs / f"x{seed:02d}.pt", tensor(seed, 4, 9))
@@ -663,6 +667,7 @@ def test_another_directory_is_another_run(bring, command, tmp_path, logs):
     assert [run.config["source"] for run in runs] == [str(logs / "one"), str(logs / "two")]
 
 
+@pytest.mark.thorough
 def test_in_a_process_of_its_own(tmp_path, logs):
     write_all(logs, older=True)
     (logs / "x\x1b[31m\n.pkl").write_text("x")

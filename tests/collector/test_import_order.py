@@ -85,6 +85,7 @@ def diff(command: Callable[..., int], capsys, tmp_path: Path, monkeypatch: pytes
     return call
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("write", [msprobe_dump, msprobe_statistics, sglang_dumper, sglang_passes])
 def test_the_first_layer_that_differs_is_named(diff: Callable[..., str], write: Write):
     printed = diff(write)

@@ -112,6 +112,7 @@ def diff(command: Callable[..., int], capsys, tmp_path: Path, monkeypatch: pytes
 DOWN, QUERY, NORM = "mlp.down_proj", "self_attn.q_proj", "input_layernorm"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("a", "b", "module", "named"),
     [
@@ -131,6 +132,7 @@ def test_the_planted_layer_is_named(diff, dtype, a, b, module, named):
     assert named.partition(", ")[2] in first[1] and int(first[0]) > 4 * PLANTED
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("b", [msprobe, sglang, passes])
 def test_nothing_is_named_where_only_the_dtype_differs(diff, b):
     status, printed = diff((msprobe, run(torch.float32)), (b, run(torch.bfloat16)))
@@ -154,6 +156,7 @@ def without_order(directory: Path, calls: list[Call]) -> None:
     lists.write_bytes(lists.read_bytes()[:-200])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("b", "order"), [(sglang, ""), (without_order, " in the order of names")])
 def test_the_order_of_either_tool_counts(diff, b, order):
     plain, changed = run(torch.float32), run(torch.float32, f"model.layers.{PLANTED}.self_attn.o_proj")

@@ -173,7 +173,7 @@ class TestEstimate:
             assert volume.files == pytest.approx(run.status.bytes, rel=0.01)
             assert volume.disk == pytest.approx(written, rel=0.02)
 
-    @pytest.mark.sampled(2)
+    @pytest.mark.sampled(1)
     @pytest.mark.parametrize(
         "line",
         [
@@ -261,6 +261,7 @@ class TestQueue:
         until(lambda: not any(now(root, job).state == State.QUEUED for job in both), "both to start")
         assert all(now(root, job).active for job in both)
 
+    @pytest.mark.thorough
     def test_rename_tag_retry_and_delete(self, root):
         job = launch(root, SHORT)
         assert job.title == "mxfp8 · llama32-1b tiny"
@@ -314,6 +315,7 @@ class TestProgress:
 
 
 class TestEnds:
+    @pytest.mark.thorough
     def test_survives_its_runner_and_is_cancelled_by_the_next(self, root):
         job = launch(root, ENDLESS)
         view = after_iteration(root, job, 1)
@@ -383,6 +385,7 @@ class TestEnds:
         assert processes.marked(job.token) == set()
         assert check_rows(root, files_too=False) > 0 and not list(view.run.directory.glob("*/.*.part"))
 
+    @pytest.mark.thorough
     @pytest.mark.parametrize("small_disk", ["6m"], indirect=True)
     def test_disk_full(self, small_disk, monkeypatch):
         monkeypatch.setenv("OMP_NUM_THREADS", "1")
@@ -452,6 +455,7 @@ class TestOrder:
         until(lambda: not worker.turn(), "it to be ended")
         assert now(root, job).state == "killed" and "SIGKILL" in now(root, job).reason
 
+    @pytest.mark.thorough
     def test_the_word_of_the_runner_is_waited_for(self, root):
         job = launch(root, ENDLESS)
         after_iteration(root, job, 1)
@@ -466,6 +470,7 @@ class TestOrder:
         assert view.run.status.state == "crashed" and view.run.status.iteration >= 1
         assert any(line.startswith("iteration ") for line in jobs.log_tail(root, job))
 
+    @pytest.mark.thorough
     def test_what_was_shown_without_a_runner_is_what_the_next_one_notes(self, root):
         """Nobody can know the exit status any more."""
         job = launch(root, ENDLESS)
@@ -558,6 +563,7 @@ class TestReadOnly:
         assert sorted((path, path.stat().st_mtime_ns) for path in root.rglob("*")) == before
         monkeypatch.delenv("BINADE_READ_ONLY")
 
+    @pytest.mark.sampled(1)
     @pytest.mark.parametrize("line", [("jobs", "add", *SHORT), ("jobs", "serve"), SHORT, ("import", str(PROJECT))])
     def test_the_command_line_refuses_in_one_line(self, command, capsys, monkeypatch, tmp_path, line):
         monkeypatch.setenv("BINADE_READ_ONLY", "1")

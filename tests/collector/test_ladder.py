@@ -63,6 +63,7 @@ def test_a_file_has_its_rungs(tmp_path: Path):
     assert not parse_recipe(rungs[-1].recipe).schedule and not parse_recipe(rungs[-2].recipe).keep
 
 
+@pytest.mark.thorough
 def test_state_and_communication_have_rungs(tmp_path: Path):
     (tmp_path / "own.toml").write_text('[state]\nexp_avg = "bf16"\n')
     assert [rung.title for rung in ladder(str(tmp_path / "own.toml")).rungs] == ["bf16", "full recipe"]
@@ -72,6 +73,7 @@ def test_state_and_communication_have_rungs(tmp_path: Path):
     assert titles == ["bf16", "full recipe", *(f"without {name}" for name in ("rounding", "state", "communication"))]
 
 
+@pytest.mark.sampled(13)
 @pytest.mark.parametrize("recipe", [*PUBLISHED, *EXPECTED])
 def test_every_rung_is_a_recipe_of_its_own(recipe):
     """No two rungs train the same, and leaving out what no rung leaves out is refused."""
@@ -89,6 +91,7 @@ def test_every_rung_is_a_recipe_of_its_own(recipe):
             assert line.endswith("bf16") or not line.startswith(tuple(f"linear.{gemm}" for gemm in gemms)), line
 
 
+@pytest.mark.sampled(27)
 @pytest.mark.parametrize("recipe", [*PUBLISHED, *EXPECTED])
 def test_a_ladder_is_found_again_among_other_runs(recipe):
     made = ladder(recipe)

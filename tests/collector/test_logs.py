@@ -254,6 +254,7 @@ KEYS = ("layer_type", "operation", "quant_type", "tensor_name", "phase", "compon
         "iteration", "sample_idx", "microbatch", "module", "expert")  # fmt: skip
 
 
+@pytest.mark.thorough
 @settings(max_examples=400)
 @given(
     name=LIKE_A_NAME | LIKE_A_DUMP | st.text(max_size=60),

@@ -229,6 +229,7 @@ def test_each_reader_has_a_case():
     assert {case.reader for case in CASES.values()} | {"Events"} == {type(reader).__name__ for reader in READERS}
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_a_log_that_is_cut_gives_no_wrong_loss(tmp_path, case):
     """Wherever it ends: one line says why it is refused, or what was read is right."""
@@ -415,6 +416,7 @@ def test_one_damaged_log_among_others(command, capsys, tmp_path):
     assert command("import", str(tmp_path / "logs")) == 2 and "bad.csv, line 2" in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 def test_losses_and_tensors_of_a_folder_are_both_imported(command, capsys, tmp_path):
     state(tmp_path / "out" / "checkpoint-40" / "trainer_state.json", HISTORY)
     write(tmp_path / "out" / "checkpoint-40" / "x.pt", tensor(0))

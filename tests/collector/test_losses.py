@@ -99,6 +99,7 @@ def test_csv_json_lines_and_events_are_compared_with_their_bf16_run(bring, capsy
         check_losses(run.directory)
 
 
+@pytest.mark.thorough
 def test_a_log_is_like_a_run(bring, command, capsys, tmp_path):
     write_csv(tmp_path / "mxfp8.csv", BF16 + 0.25)
     with Recorder(tmp_path / "runs", label="bf16") as recorder, instrument(model := nn.Linear(32, 32), None, recorder):

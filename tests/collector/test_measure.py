@@ -124,6 +124,7 @@ def test_wrong_input_is_one_line_and_nothing_is_written(command, tmp_path, capsy
     assert not list((tmp_path / "runs").glob("2*"))
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_the_advisor_measures_and_uses_what_it_measured(command, collect, tmp_path, capsys):
     collect("--scores", "mxfp4,nvfp4", "--micro-batches", "2", "--collect-micro-batches", "2", "--no-raw")

@@ -129,6 +129,7 @@ def test_a_change_below_zero_costs_nothing_where_no_divergence_is_known():
     assert own["cost"].sum() == 0 and own["change"].sum() == pytest.approx(-0.15)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("factor", "agrees"), [(1.0, True), (1.45, True), (1.55, False), (0.5, False), (13.0, False)])
 def test_predictions_that_do_not_agree_are_marked(factor: float, agrees: bool):
     predictions = costs()
@@ -165,6 +166,7 @@ def test_effects_of_one_run_come_before_those_of_others():
     assert math.isfinite(advise(used, Request(6.0)).error)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("level", ["layer", "part"])
 def test_predictions_divide_what_was_measured_for_more(level: str):
     """Measured layers, or the whole part: the predictions within them are scaled, and keep their proportions."""

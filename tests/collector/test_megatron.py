@@ -155,6 +155,7 @@ def test_megatrons_modules_are_its_own():
             assert len(linear) >= 4
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", COMPARED)
 def test_logits_loss_and_every_gradient_agree(name):
     """Megatron's of two sequences together, ours as micro-batches of one."""
@@ -175,6 +176,7 @@ def test_logits_loss_and_every_gradient_agree(name):
     assert sum(bool(ours.grad.any()) for ours, _ in pairs(model, reference).values()) == len(compared)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("name", "wrong"),
     [
@@ -252,6 +254,7 @@ def explained(weight: Tensor, learning_rate: float) -> float:
     return float(slope.norm() * spread + 3 * 2**-24 * weight.norm())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", TINY)
 def test_training_steps_agree(name):
     """Two micro-batches a step, clipping, AdamW: the weights after one step, the losses of three."""
@@ -291,6 +294,7 @@ BFLOAT16 = {name: TINY[name] for name in LLAMAS} | {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", BFLOAT16)
 def test_in_bfloat16_all_but_rotation_and_core_is_equal_to_the_bit(name, monkeypatch):
     """With Megatron's rotation and attention core in place of ours, the logits of both are equal to the bit, and so are
@@ -391,6 +395,7 @@ def test_bfloat16_core_differs_by_its_roundings(name):
 PER_LAYER = 17
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", LLAMAS)
 def test_in_bfloat16_both_are_as_near_to_float32(name):
     """A rounding moves its tensor by ROUNDING of its norm at most. Those of different places have nothing to do with

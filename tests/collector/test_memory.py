@@ -57,6 +57,7 @@ def check_activations(planned: Plan) -> None:
     assert estimate == pytest.approx(measured, rel=0.1)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.thorough] * ("published" in name)) for name in CASES]

@@ -308,6 +308,7 @@ def test_tiny_models_keep_the_architecture(name):
             assert (shape.q_lora_rank, shape.dense_layers) == (None, 1)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", COMPARED)
 def test_logits_and_every_gradient_agree_with_transformers(name, tmp_path):
     shape = COMPARED[name]
@@ -368,6 +369,7 @@ def test_rotary_angles_of_the_full_models_agree_with_transformers(name):
     assert (sin - wanted[1][0]).abs().max() < bound
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("name", "wrong"),
     [
@@ -449,6 +451,7 @@ def test_an_even_choice_has_a_balance_loss_of_one():
     assert balance_loss(probs, chosen) == 1.0
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_router_multiplies_in_float32(dtype, tmp_path):
     model = GPTModel(TINY["deepseek2_lite"], compute_dtype=dtype)
@@ -513,7 +516,7 @@ def sites(rows: pd.DataFrame) -> dict[tuple[int, str, int | None], set[str]]:
     return found
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("recipe", [*TEN_RECIPES, "nvfp4"])
 @pytest.mark.parametrize("name", TINY)
 def test_every_recipe_records_every_tensor_of_every_model(name, recipe, tmp_path):
@@ -597,6 +600,7 @@ def test_a_query_latent_has_modules_of_its_own(tmp_path):
     assert found[1, "q_down", None] == found[1, "q_up", None] == LINEAR
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("recipe", ["bf16", "mxfp8", "nvfp4"])
 def test_experts_without_a_token_get_zero_gradients(recipe, tmp_path):
     """A router of zeros finds all experts equal, and every token goes to the same two."""

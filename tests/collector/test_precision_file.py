@@ -278,6 +278,7 @@ def changed(**changes: Any) -> str:
     return file_of({"*": "own"}, own=config(CONFIGS["mxfp8"] | changes))
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -119,6 +119,7 @@ def test_each_rank_writes_its_own_segments(runs: Path):
         assert run.status.bytes == sum(path.stat().st_size for path in run.directory.glob("tensors/*/*.pt"))
 
 
+@pytest.mark.thorough
 def test_merged_ranks_are_the_ranks_together(runs: Path, catalog: Catalog, tmp_path: Path):
     options = (*OPTIONS, "--tensors", "input,weight,grad_input,master_weight")
     assert run_forked(tmp_path, *options, "--dp", "2", "--merge-ranks", "on", ranks=2) == 0
@@ -276,6 +277,7 @@ def test_ranks_do_not_outlive_their_launcher(tmp_path: Path):
     assert (status.state, status.reason) == ("failed", "the process that started the ranks has exited")
 
 
+@pytest.mark.thorough
 def test_a_rank_that_cannot_write_is_named(tmp_path: Path):
     """Rank 1's segment cannot be published: a file is in its way. Until then ranks listen on loopback alone."""
     launcher, directory = start(tmp_path)

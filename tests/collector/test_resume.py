@@ -116,6 +116,7 @@ def test_a_killed_run_goes_on_to_the_bit(tmp_path: Path, recipe: str, kills: tup
     assert_same(only(tmp_path / "whole"), only(root))
 
 
+@pytest.mark.thorough
 def test_optimizer_state_that_a_recipe_rounds(tmp_path: Path):
     specs = ("exp_avg = 'mxfp8(rounding=stochastic)'", "exp_avg_sq = 'bf16'", "master_weight = 'bf16'")
     (tmp_path / "mine.toml").write_text("\n".join(("[state]", *specs)))
@@ -126,6 +127,7 @@ def test_optimizer_state_that_a_recipe_rounds(tmp_path: Path):
     assert_same(only(tmp_path / "whole"), only(tmp_path / "killed"))
 
 
+@pytest.mark.thorough
 def test_two_ranks(tmp_path: Path):
     """A run that failed after rank 1 had written a checkpoint and before rank 0 had."""
     line = (*SMALL, "--quantization", "te_delayed", "--no-raw", "--tp", "2")

@@ -140,6 +140,7 @@ def recipe_seconds(roofline: Roofline, advice_recipe) -> float:
     return total
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_advice_keeps_within_the_time_and_loses_less_with_more(found, roofline):
     costs_of = []
@@ -171,6 +172,7 @@ def test_uniform_and_published_recipes_take_the_time_of_what_they_round(found, r
     assert frontier["mxfp4"] < frontier["mxfp8"]
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_budget_of_loss_takes_the_least_time_that_meets_it(found, roofline):
     wide = advise(found, Request(None, share=0.8), roofline)
@@ -188,6 +190,7 @@ def test_a_budget_of_loss_takes_the_least_time_that_meets_it(found, roofline):
         advise(found, Request(None))
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_the_command_predicts_times_of_experts_and_attention(command, capsys, tmp_path):
     small = ("--micro-batch-size", "1", "--sequence-length", "32", "--backend", "torch", "--model", "deepseek2_lite")

@@ -73,6 +73,7 @@ def exponent(x: np.ndarray, fmt: str) -> int:
     return k - (fmt == "hifp8" and np.ldexp(np.abs(x).max(), k) >= TOP[fmt])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("fmt", TOP)
 def test_every_scale_has_the_errors_of_a_sweep_in_numpy(fmt, root, hifp8):
     with Catalog.open(root) as catalog:

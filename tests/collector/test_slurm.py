@@ -177,6 +177,7 @@ def test_what_a_user_wrote_is_quoted(command, capsys, tmp_path: Path):
 TOLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "GLOO_SOCKET_IFNAME", "MASTER_PORT")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("slurm", "told"),
     [

@@ -221,6 +221,7 @@ BAD = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("tool", "text", "reason"), BAD.values(), ids=BAD)
 def test_a_damaged_log_is_refused_and_the_rest_goes_on(bring, tmp_path, tool, text, reason):
     make = {"te": partial(write_te, tensors={}), "ms": partial(write_msprobe, data={})}[tool]
@@ -284,6 +285,7 @@ def test_a_log_that_has_grown_is_read_again(bring, tmp_path):
     assert run.status.tensors_without_raw == 2
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("moment", ["rename-2", "fsync-6", "replace-7"])
 def test_an_import_that_was_killed_goes_on(bring, tmp_path, moment):
     write_te(tmp_path / "logs", {(LAYERS[0], "weight", i): tensor(i, dtype=torch.float32) for i in range(3)})

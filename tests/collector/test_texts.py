@@ -287,6 +287,7 @@ print(peak() - before)
 """
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("suffix", ["jsonl", "jsonl.gz", "parquet"])
 def test_memory_holds_no_texts(large, suffix):
     """The peak of a process's memory grows less than the file that it reads. Arrow's own allocator would keep back what

@@ -80,6 +80,7 @@ def test_losses_say_how_long_a_step_took_and_what_was_recorded(collect):
     assert [r["recorded"] for r in read_losses(unrecorded.directory)] == [False]
 
 
+@pytest.mark.thorough
 def test_triton_and_torch_train_alike(quick, tmp_path):
     """The same command with the default backend: torch on a CPU, named in run.json and the log, and the same losses to
     the last bit. It never imports torch's compiler."""

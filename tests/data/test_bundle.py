@@ -104,6 +104,7 @@ def test_another_root_explores_the_same(source: Path, packed: Path, tmp_path: Pa
     assert not [path for path in root.iterdir() if path.name.startswith(".")]
 
 
+@pytest.mark.thorough
 def test_all_values_or_none(source: Path, tmp_path: Path):
     with Catalog.open(source) as catalog:
         rows, with_values = len(catalog.tensors()), catalog.totals().with_values
@@ -390,7 +391,7 @@ def hostile(case: str, packed: Path) -> tuple[Archive, str]:
     return archive, words
 
 
-@pytest.mark.sampled(14)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("case", HOSTILE)
 def test_hostile_bundles_change_nothing(case: str, packed: Path, tmp_path: Path):
     archive, words = hostile(case, packed)
@@ -439,6 +440,7 @@ CHANGED: dict[str, tuple[Callable[[Archive], None], str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", CHANGED)
 def test_the_checksums_of_a_run_are_compared(case: str, packed: Path, tmp_path: Path):
     change, words = CHANGED[case]
@@ -498,6 +500,7 @@ def test_read_only(packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert not (tmp_path / "root").exists()
 
 
+@pytest.mark.thorough
 @settings(max_examples=400, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=some.integers(0, 2**32), kind=some.sampled_from(["flip", "cut", "insert", "zero", "junk"]))
 def test_damaged_archives(seed: int, kind: str, packed: Path, tmp_path_factory: pytest.TempPathFactory):

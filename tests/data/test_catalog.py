@@ -154,7 +154,7 @@ class TestSync:
             catalog.sync()
             agree(catalog, root)
 
-    @pytest.mark.sampled(3)
+    @pytest.mark.sampled(1)
     @pytest.mark.parametrize(
         "name", ["copy", "with space", "a[b]c*?", "model=foo", "size=3", 'it\'s "quoted"', "ünï-日本", "-rf", "%41"]
     )
@@ -176,7 +176,7 @@ class TestSync:
                 assert tensor_id.startswith(f"{name}/")
                 assert catalog.load(tensor_id).shape == tuple(shape)
 
-    @pytest.mark.sampled(4)
+    @pytest.mark.sampled(2)
     @pytest.mark.parametrize("stem", TABLES)
     @pytest.mark.parametrize("damage", ["cut short", "garbage", "missing", "another table"])
     def test_a_damaged_segment_is_named_and_its_run_left_out(self, root, stem, damage):
@@ -306,6 +306,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory):
 class TestCubes:
     """What is summed up ahead gives the answers of an index of the same root that sums up nothing."""
 
+    @pytest.mark.thorough
     @settings(max_examples=40, deadline=None)
     @given(data=st.data())
     def test_every_answer_is_that_of_the_sketches(self, pair, data):
@@ -413,7 +414,7 @@ class TestIndexFile:
             with duckdb.connect(str(index)) as connection:
                 connection.execute("CREATE TABLE tensor AS SELECT 1 AS a")
 
-    @pytest.mark.sampled(3)
+    @pytest.mark.sampled(1)
     @pytest.mark.parametrize(
         "how",
         [
@@ -436,6 +437,7 @@ class TestIndexFile:
             assert not catalog.in_memory
             agree(catalog, root)
 
+    @pytest.mark.sampled(3)
     @pytest.mark.parametrize("name", ["index.duckdb", "index.duckdb.wal"])
     @pytest.mark.parametrize("kind", ["a directory", "a named pipe", "a socket", "a device"])
     def test_what_is_no_file_is_left_alone(self, root, kind, name):
@@ -456,6 +458,7 @@ class TestIndexFile:
             agree(catalog, root)
         assert os.stat(path).st_ino == before.st_ino and os.stat(path).st_mode == before.st_mode
 
+    @pytest.mark.thorough
     def test_damaged_blocks_are_noticed_and_the_index_is_rebuilt(self, tmp_path):
         """Blocks that a query reads first, after the index was opened."""
         make_root(tmp_path, 400, runs=2)
@@ -626,6 +629,7 @@ class TestIndexFile:
         with Catalog.open(root) as catalog:
             agree(catalog, root)
 
+    @pytest.mark.thorough
     def test_a_second_process_answers_the_same_from_memory(self, root):
         code = (
             "import sys; from binade.data.catalog import Catalog\n"
@@ -687,6 +691,7 @@ class TestIndexFile:
                 fields = expected if table == "tensor" else list(expected)[1:]
                 assert described == [("key", "INTEGER"), *((f.name, types[str(f.type)]) for f in fields)]
 
+    @pytest.mark.thorough
     def test_threads_share_a_catalog(self, root):
         with Catalog.open(root) as catalog, ThreadPoolExecutor(8) as pool:
             expected = catalog.tensors().to_csv(), catalog.distribution().to_csv(), catalog.moments().to_csv()
@@ -758,6 +763,7 @@ class TestStatistics:
         nonzero = np.abs(finite[finite != 0])
         assert found["absmin"] == nonzero.min() if nonzero.size else pd.isna(found["absmin"])
 
+    @pytest.mark.sampled(4)
     def test_groups_add_up_to_the_whole(self, catalog, where):
         whole = catalog.moments(where)
         by_layer = catalog.moments(where, by="layer_index")

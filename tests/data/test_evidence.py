@@ -93,6 +93,7 @@ class TestSentences:
         assert some.is_larger(evidence.spread_of(DB, [19.0, 20.0, 21.0]))
         assert evidence.spread_of(DB, [math.inf] * 3).is_larger(some)
 
+    @pytest.mark.thorough
     @pytest.mark.slow
     def test_equal_groups_are_seldom_told_apart(self):
         """In at most 5% of sentences about many, although the data choose the extreme."""
@@ -141,6 +142,7 @@ class TestSentences:
         assert own.detectable(2) == pytest.approx(8.01 * error, rel=1e-2)
         assert math.isnan(evidence.mean(GAP, [0.3]).detectable())
 
+    @pytest.mark.thorough
     @pytest.mark.slow
     def test_false_alarms_stay_below_the_level(self):
         """Of 1,000 sentences about five recipes without an effect, at most 5% may name one (95% of such samples have at

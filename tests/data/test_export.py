@@ -240,6 +240,7 @@ def log_records(data: bytes) -> Iterator[bytes]:
             record = b""
 
 
+@pytest.mark.thorough
 def test_an_offline_run_of_weights_and_biases_holds_the_values(catalog, made, tmp_path, monkeypatch):
     import wandb
     from wandb.proto.wandb_internal_pb2 import Record

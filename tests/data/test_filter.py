@@ -96,6 +96,7 @@ def test_round_trips(words):
     assert hash(Filter.from_dict(words)) == hash(where)
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("value", HOSTILE, ids=lambda value: ascii(value)[:20])
 @pytest.mark.parametrize("name", ["run_id", "quant_type", "module"])
 def test_hostile_text_is_only_a_value(catalog, value, name):

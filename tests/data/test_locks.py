@@ -66,6 +66,7 @@ for command in (["verify"], ["jobs", "add", "run"], ["import", *sys.argv[2:]]):
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(platform.machine() not in FLOCK, reason="the number of flock is not known here")
 def test_without_locks_runs_are_recorded_and_the_rest_is_refused_in_one_line(tmp_path):
     root, logs = tmp_path / "root", tmp_path / "logs"

@@ -61,6 +61,7 @@ def test_operands_that_lack_sequences_give_no_sum():
     assert not found.orders
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("sequences", [3, 8])
 def test_a_sum_that_is_called_known_is_within_the_factor(sequences: int):
     """Of sums of normal sequences that pass, at most 5% are further from the truth than the factor allows."""

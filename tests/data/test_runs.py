@@ -214,7 +214,7 @@ BROKEN = {
 }
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_run_is_named_and_the_others_shown(tmp_path, name):
     good = make_run(tmp_path, assorted(1), label="good")

@@ -77,6 +77,7 @@ def test_a_segment_that_is_gone_is_the_reason(catalog, tmp_path):
     box.close()
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "sql",
     [
@@ -111,7 +112,7 @@ def test_values_that_python_cannot_hold_are_text(sandbox):
         sandbox.select(f"SELECT {', '.join(map(str, range(1001)))}")
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "sql",
     [
@@ -175,6 +176,7 @@ def test_is_stopped_after_a_time_and_goes_on(sandbox):
     assert sandbox.select("SELECT 1 AS one").rows["one"].item() == 1
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("sql", "message"),
     [

@@ -282,7 +282,7 @@ for write in (
 """
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("limit", [0, 9000])
 def test_a_refused_write_leaves_nothing_behind(tmp_path, limit):
     """Of a tensor and of a segment."""

@@ -147,6 +147,7 @@ STEP = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("like", STEP)
 def test_a_tensor_outside_of_products_is_one_entry(like: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     new = STEP[like]

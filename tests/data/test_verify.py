@@ -128,7 +128,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], int, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", DAMAGE)
 @pytest.mark.parametrize("indexed", [False, True])
 def test_what_is_missing_or_in_another_place_is_noticed(root: Path, name: str, indexed: bool):

@@ -47,6 +47,7 @@ def run(hidden: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, cwd="/")
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("parts", [["device", "quantize"], pytest.param(NAMES, marks=pytest.mark.thorough)], ids=len)
 def test_every_part_at_a_tiny_size_without_the_packages_of_the_app(tmp_path, hidden, parts):
@@ -74,6 +75,7 @@ def test_every_part_at_a_tiny_size_without_the_packages_of_the_app(tmp_path, hid
     assert re.search(rf"{last}: .*: no time left\n", again.stdout) and f"left: {last};" in again.stdout
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_the_tests_for_a_gpu_import_nothing_of_the_app(hidden):
     """A file that does would end the whole part before its first test."""
@@ -85,6 +87,7 @@ def test_the_tests_for_a_gpu_import_nothing_of_the_app(hidden):
     assert done.returncode == 0, done.stdout[-3000:]
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_without_a_gpu_it_is_one_line(tmp_path, hidden):
     done = run(hidden, "--output", tmp_path / "none")

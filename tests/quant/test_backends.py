@@ -67,7 +67,7 @@ def check_all(x: torch.Tensor, name: str, dim: int, device: str, **chosen) -> No
     assert_same_bits(quantize(x, name, dim, **chosen).dequantize(), want, x)
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(27)
 @pytest.mark.parametrize("device", devices())
 @pytest.mark.parametrize(("name", "chosen"), EVERY_OPTION)
 def test_every_option_both_axes(name, chosen, device):
@@ -93,7 +93,7 @@ def test_every_dtype(name, dtype, device):
 SHAPES = [(), (1,), (31,), (33,), (1, 1), (5, 1), (1, 40), (0,), (4, 0), (0, 4), (2, 0, 3), (2, 3, 4, 5)]
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("device", devices())
 @pytest.mark.parametrize("name", formats())
 def test_every_shape(name, device):
@@ -191,7 +191,7 @@ def test_gradient_passes_straight_through(name):
     assert torch.equal(x.grad, grad)
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("device", devices())
 @pytest.mark.parametrize(
     ("name", "chosen"),
@@ -218,6 +218,7 @@ def test_tiling_is_even_where_blocks_and_tiles_are_whole(monkeypatch):
     assert not _tiling(32, 65, 1, 256)[1] and not _tiling(24, 48, 1, 256)[1] and not _tiling(32, 64, 1, 255)[1]
 
 
+@pytest.mark.thorough
 def test_triton_imported_before_by_someone_else():
     """The interpreter is chosen when quant first needs it, which may be after another library has imported triton."""
     program = (

@@ -32,6 +32,7 @@ def allowed(name: str, options: dict) -> bool:
     return True
 
 
+@pytest.mark.sampled(84)
 @pytest.mark.parametrize("dim", [-1, -2])
 @pytest.mark.parametrize(
     ("name", "options"), [(name, options) for name in FORMATS for options in OPTIONS if allowed(name, options)], ids=str

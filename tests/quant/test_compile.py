@@ -83,6 +83,7 @@ print("summarize")
 """
 
 
+@pytest.mark.thorough
 def test_kernels_compile_for_hopper(tmp_path):
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(PROJECT)}
     done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=300)

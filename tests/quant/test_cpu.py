@@ -42,6 +42,7 @@ def fresh(monkeypatch, tmp_path):
 needs_compiler = pytest.mark.skipif(native.compiler() is None, reason="no C++ compiler")
 
 
+@pytest.mark.sampled(1)
 @needs_compiler
 @pytest.mark.parametrize(
     ("name", "dtype"),
@@ -63,6 +64,7 @@ def test_large_tensors_in_threads(name, dtype):
             assert_same_bits(scales, want_scales.contiguous().reshape(-1))
 
 
+@pytest.mark.sampled(3)
 @needs_compiler
 @pytest.mark.parametrize(
     ("name", "rounding"),
@@ -94,7 +96,7 @@ def test_bfloat16_results_round_to_even():
     assert_same_bits(y, exact.bfloat16(), x)
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(1)
 @needs_compiler
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bf16"])
 @pytest.mark.parametrize("name", COMPILED)
@@ -123,7 +125,7 @@ def test_errors_do_not_depend_on_the_threads_timing():
     assert len({score(x, "mxfp4") for _ in range(20)}) == 1
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @needs_compiler
 @pytest.mark.parametrize(
     ("texts", "dtype"),

@@ -75,6 +75,7 @@ def inputs(dtype: torch.dtype) -> list[torch.Tensor]:
     return [*tensors, torch.zeros(3, 5, dtype=dtype), torch.full((2, 3), torch.inf, dtype=dtype)]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("text", CASES)
 def test_values_and_saturated_are_those_of_the_source(text, dtype):
@@ -87,6 +88,7 @@ def test_values_and_saturated_are_those_of_the_source(text, dtype):
         assert look(x, spec, dim).sums.saturated == over.sum()
 
 
+@pytest.mark.sampled(25)
 @pytest.mark.slow
 @pytest.mark.compiler
 @pytest.mark.skipif(native.compiler() is None, reason="no C++ compiler")
@@ -104,7 +106,7 @@ def test_compiled_for_the_cpu(text, dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.sampled
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("device", devices())
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("text", CASES)

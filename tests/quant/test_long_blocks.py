@@ -34,6 +34,7 @@ def _specs() -> list[Spec]:
     return found
 
 
+@pytest.mark.sampled(138)
 @pytest.mark.parametrize("spec", _specs(), ids=str)
 @pytest.mark.parametrize("shape", [(6, 100), (5, 7), (3, 1)], ids=str)
 def test_a_long_block_is_the_axis(spec: Spec, shape: tuple[int, int]) -> None:

@@ -47,7 +47,7 @@ def test_idempotent(name, x):
         assert bool(((again - y).abs() <= y.abs() * 2.0**-21).all())
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", NAMES)
 @given(x=vectors())
 @SEARCH
@@ -59,7 +59,7 @@ def test_odd(name, x):
         assert torch.equal(y, mirrored)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", NAMES)
 @given(x=vectors())
 @SEARCH
@@ -69,7 +69,7 @@ def test_monotone_within_a_block(name, x):
     assert bool((y[1:] >= y[:-1]).all())
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", POWER_SCALED)
 @given(x=vectors(floats(2.0**-20, 2.0**20)), shift=st.integers(-60, 60))
 @SEARCH
@@ -86,7 +86,7 @@ def test_tensor_scales_follow_powers_of_two(name, x, shift):
     assert_same_bits(fake_quantize(x * factor, name), fake_quantize(x, name) * factor, x)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", POWER_SCALED)
 @given(x=vectors(), other=vectors())
 @SEARCH
@@ -97,6 +97,7 @@ def test_blocks_are_independent(name, x, other):
     assert_same_bits(joined, torch.cat([fake_quantize(x, name), fake_quantize(other, name)]))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", SCALED)
 @given(x=vectors())
 @SEARCH

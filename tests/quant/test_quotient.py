@@ -47,6 +47,7 @@ def test_every_significand_of_divisors(every):
         assert_same_bits(quotients(values, divisors), by_numpy(values, divisors))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("divisor", [1536.0, 2688.0])
 def test_every_significand_of_values(divisor):

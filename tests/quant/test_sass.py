@@ -48,6 +48,7 @@ def test_a_call_costs_its_subroutine():
     assert shortest(code, 0, None)[1] == 11 + 2
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.skipif(find_nvdisasm() is None, reason="triton or its nvdisasm is not installed")
 @pytest.mark.parametrize(

@@ -208,6 +208,7 @@ def sqnr_db(x: np.ndarray | Tensor, y: np.ndarray | Tensor) -> float:
 # --- Every spec against its oracle -----------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(166)
 @pytest.mark.parametrize("data", INPUTS)
 @pytest.mark.parametrize("spec", SPECS)
 def test_agrees(spec: str, data: str) -> None:
@@ -329,6 +330,7 @@ FIGURES = {
 """SQNR of N(0, 1) in dB."""
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("spec", FIGURES)
 def test_oracle_gives_the_figure(spec: str) -> None:
     oracle, db = FIGURES[spec]
@@ -388,6 +390,7 @@ def test_quartets_constant_loses_least_without_its_floor() -> None:
     assert floor / plain == pytest.approx(1.68, abs=0.03)
 
 
+@pytest.mark.thorough
 def test_ms_eden_is_biased_for_vectors_that_rotations_do_not_make_gaussian() -> None:
     """The mean over rotations of e₀ + 0.1 e₁ has 100/101 of its first component, and twice its second."""
     x = torch.zeros(1, 128)

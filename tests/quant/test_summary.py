@@ -79,6 +79,7 @@ def test_counts_over_the_whole_range(dtype):
         check_counts(summarize(x), x)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("device", devices())
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_triton_pass(dtype, device):
@@ -110,6 +111,7 @@ def test_a_first_chunk_without_a_finite_value(monkeypatch):
     check_moments(summarize(x), x, rel=1e-6)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.compiler
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "torch"])

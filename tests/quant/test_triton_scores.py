@@ -42,7 +42,7 @@ def numbers(x: torch.Tensor, y: torch.Tensor) -> list[float]:
     return [*sums, finite.sum(), (a != 0).sum(), ((a != 0) & (b == 0)).sum()]
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("device", devices())
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("dtype", DTYPES)

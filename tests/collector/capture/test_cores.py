@@ -83,6 +83,7 @@ def run(model: nn.Module) -> list[Tensor]:
     return [y.detach(), *(p.grad for p in model.parameters())]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("attend", "cores"),
     [(None, ()), (by_sdpa, ()), *((each, ("*.attn",)) for each in (by_products, by_einsum, by_baddbmm))],
@@ -124,6 +125,7 @@ def by_flex(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return flex_attention(q, k, v, block_mask=mask).transpose(1, 2)
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_flex_attention(tmp_path, monkeypatch):
     """torch refuses its gradients on a CPU before it calls the operator, which has them."""

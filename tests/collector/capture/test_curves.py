@@ -126,6 +126,7 @@ def test_a_pair_shows_its_gap(tmp_path):
     assert section.gradients["tensors"].tolist() == [8]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("other", [{"seed": 1}, {"data": 1}], ids=str)
 def test_other_weights_or_data_do_not_match(tmp_path, other):
     train(tmp_path, "bf16", **other)
@@ -135,6 +136,7 @@ def test_other_weights_or_data_do_not_match(tmp_path, other):
     assert not gaps_of(tmp_path)
 
 
+@pytest.mark.thorough
 def test_runs_match_while_their_data_agrees(tmp_path):
     train(tmp_path, "bf16", change=2)
     train(tmp_path, "mxfp8")
@@ -152,6 +154,7 @@ def test_losses_without_data_do_not_match(tmp_path):
     assert not gaps_of(tmp_path)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("every", "iterations", "windows"), [(1, [0, 1, 2], [1, 1, 1]), (2, [1], [2])])
 def test_trainer_logs_by_itself(tmp_path, every, iterations, windows):
     from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
@@ -201,6 +204,7 @@ def fine_tune(root: Path, recipe: str, steps: int, resume: str | None = None, **
     return read_run(recorder.writer.directory)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_trainer_that_resumes_is_compared(tmp_path):
     plain = fine_tune(tmp_path, "bf16", 4)

@@ -351,6 +351,7 @@ def tensors(catalog) -> pd.DataFrame:
     return catalog.tensors()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", [*map(param, CASES)])
 def test_trained_recorded_and_quantized(catalog, tensors, said, single, name):
     case = CASES[name]
@@ -384,6 +385,7 @@ def test_trained_recorded_and_quantized(catalog, tensors, said, single, name):
     assert set(found["dp_rank"]) == ({0} if case.tp else {0, 1})
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", [param(name) for name, case in CASES.items() if case.tp and case.plain])
 def test_parts_make_the_whole(catalog, tensors, name):
     found = tensors.query("model == @name and recipe == 'bf16' and rank == 0 and layer_index == 1")

@@ -145,6 +145,7 @@ def test_a_block_that_runs_twice_is_computed_and_dropout_is_off():
     assert (row["low"], row["high"]) == pytest.approx((low, high))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_a_model_of_transformers(tmp_path, attention: str):

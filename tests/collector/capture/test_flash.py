@@ -102,6 +102,7 @@ def model_of(**options: Any) -> tuple[nn.Module, Tensor]:
     return model, 4 * torch.randn(2, LENGTH, HEADS * DIM)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("autocast", [False, True])
 def test_an_instrumented_model(tmp_path: Path, autocast: bool):
     model, x = model_of()

@@ -78,7 +78,7 @@ def counts(each: int) -> dict:
     return {site: dict.fromkeys(of_site, each) for site, of_site in EXPECTED.items()}
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(1)
 @ATTENTION
 @pytest.mark.parametrize("recompute", [None, True, False], ids=["plain", "reentrant", "non-reentrant"])
 def test_recording_changes_no_bit(tmp_path, attention, recompute):
@@ -95,7 +95,7 @@ def test_recording_changes_no_bit(tmp_path, attention, recompute):
     assert set(found["recomputed"]) == {recompute is not None}
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(1)
 @ATTENTION
 @pytest.mark.parametrize("loss_of", [loss, padded])
 def test_mxfp8_products_are_those_of_the_recorded_operands(tmp_path, attention, loss_of):
@@ -115,6 +115,7 @@ def test_mxfp8_products_are_those_of_the_recorded_operands(tmp_path, attention, 
     assert not same(train(llama(attention), loss_of), quantized)
 
 
+@pytest.mark.thorough
 def test_both_kinds_of_attention_record_the_same(tmp_path):
     found = {}
     for attention in ("eager", "sdpa"):
@@ -180,6 +181,7 @@ def dropping(kind: str, attention: str) -> nn.Module:
     return BertForMaskedLM(config).train()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["gpt2", "bert"])
 @ATTENTION
 def test_probabilities_are_recorded_before_dropout_and_the_mask_is_the_same(tmp_path, kind, attention):
@@ -227,6 +229,7 @@ class TestRefusals:
         assert left.reason.startswith("its attention is flash_attention_2")
 
 
+@pytest.mark.thorough
 def test_the_lm_head_is_left_unless_it_is_asked_for(tmp_path):
     model = llama("sdpa")
     with Recorder(tmp_path) as recorder, instrument(model, "mxfp8", recorder, backend="torch", head=True):

@@ -111,7 +111,7 @@ def counts(each: int) -> dict:
     return {site: dict.fromkeys(of_site, each) for site, of_site in EXPECTED.items()}
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("recomputed", RECOMPUTATION)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_recording_changes_no_bit(tmp_path, dtype, recomputed):
@@ -129,7 +129,7 @@ def test_recording_changes_no_bit(tmp_path, dtype, recomputed):
     assert found["recomputed"].sum() == found["module"].isin(modules).sum()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("recomputed", RECOMPUTATION)
 def test_mxfp8_products_are_those_of_the_recorded_operands(tmp_path, recomputed):
     model = model_of(**RECOMPUTATION[recomputed][0])
@@ -145,6 +145,7 @@ def test_mxfp8_products_are_those_of_the_recorded_operands(tmp_path, recomputed)
     assert not same(train(model_of(), loss), quantized)
 
 
+@pytest.mark.thorough
 def test_biases_are_added_as_megatron_adds_them(tmp_path):
     """A format of the operands' own values leaves the computation as all there is to differ."""
     plain = train(model_of(dtype=torch.bfloat16, add_bias_linear=True), loss)
@@ -155,6 +156,7 @@ def test_biases_are_added_as_megatron_adds_them(tmp_path):
     assert "head" in set(rows(tmp_path)["module"])
 
 
+@pytest.mark.thorough
 def test_latent_attention_experts_and_the_router(tmp_path):
     plain = train(model_of(DEEPSEEK), loss, steps=1)
     model = model_of(DEEPSEEK)
@@ -314,6 +316,7 @@ def megatron_lm(monkeypatch, micro_batches) -> Callable[[bool], SimpleNamespace]
 EXAMPLE = Path(__file__).parents[3] / "examples" / "megatron_pretrain.py"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("with_arguments", [False, True], ids=["core", "training loop"])
 def test_the_three_lines_of_the_example(tmp_path, monkeypatch, megatron_lm, micro_batches, with_arguments):
     plain = schedule(lambda **_: model_of(), 2, micro_batches)
@@ -423,6 +426,7 @@ def test_two_tensor_parallel_ranks_train_as_without(two_ranks):
         assert said and all(said.values()), {name for name, is_so in said.items() if not is_so}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", ["gpt", "tensor", "sequence", "experts"])
 def test_two_ranks_record_their_shards(two_ranks, case):
     found = rows(two_ranks / case / "mxfp8", iteration=0)
@@ -516,6 +520,7 @@ def test_a_model_without_second_order_is_reported(tmp_path, setting, said):
             build()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("lost", [False, True], ids=["sound", "from micro-batch 0 alone"])
 def test_main_grad_is_the_sum_of_the_micro_batches(tmp_path, lost):
     """bfloat16 weight gradients, which Megatron's DistributedDataParallel adds in float32."""

@@ -29,6 +29,7 @@ class Dotted(nn.Module):
         return x
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("model", [Dotted(*NAMES), nn.Sequential(Dotted(*NAMES))], ids=["itself", "within"])
 def test_layers_with_such_names_are_recorded(tmp_path: Path, model: nn.Module):
     with Recorder(tmp_path, iterations=1, scores=()) as recorder, instrument(model, "linear_mxfp8", recorder):

@@ -25,6 +25,7 @@ def test_recipe_bf16_changes_nothing_to_the_bit(tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(gradients(plain), gradients(recorded), strict=True))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("recipe", ["mxfp8", "FA_mxfp4"])
 def test_recording_changes_nothing_to_the_bit(tmp_path, recipe):
     alone, recorded = build(), build()
@@ -35,6 +36,7 @@ def test_recording_changes_nothing_to_the_bit(tmp_path, recipe):
     assert all(torch.equal(a, b) for a, b in zip(gradients(alone), gradients(recorded), strict=True))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("recording", [False, True])
 @pytest.mark.parametrize("training", [False, True], ids=["eval mode", "training mode"])
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])

@@ -109,6 +109,7 @@ def test_the_formula_is_what_torch_does(kind, options):
         assert update.abs().max() > 5e-4 and error < 8 * 2**-24 * weight.abs().max()  # eight roundings
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", CASES)
 def test_every_parameter_s_state_is_rounded_and_its_updates_are_measured(tmp_path, case):
     """The same steps of torch alone, in which NumPy and ml_dtypes round."""

@@ -94,6 +94,7 @@ def step(model: nn.Module) -> list[Tensor]:
     return [y.detach(), *(p.grad.clone() for p in model.parameters())]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", [Half, Quantized, Scaled])
 def test_a_layer_with_kernels_of_its_own_is_recorded_whole_and_not_changed(tmp_path: Path, kind: type[nn.Module]):
     model = build(kind)

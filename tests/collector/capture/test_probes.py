@@ -52,6 +52,7 @@ def train(root: Path, model: nn.Module, update, steps: int = 4, recipe: str = "m
     return events(root)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("recipe", ["bf16", "mxfp8"])
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("preserve", [True, False])
@@ -122,6 +123,7 @@ class ByHand(torch.autograd.Function):
         return grad @ weight, grad.t() @ x, None
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("recipe", ["bf16", "mxfp8"])
 @pytest.mark.parametrize("case", ["by hand", "frozen", "unused", "target"])
 def test_backward_products_that_a_function_computes_itself_are_named_once(tmp_path: Path, recipe: str, case: str):

@@ -102,6 +102,7 @@ def of_rounded(equation: str) -> list[Tensor]:
     return [y, grad_a, grad_b]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("equation", "product"),
     [
@@ -133,6 +134,7 @@ def test_a_product_is_that_of_rounded_operands(tmp_path, equation, product):
             assert torch.equal(recorded["grad_right"], wgrad)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("product", [torch.matmul, lambda a, b: torch.einsum("bcd,bdf->bcf", a, b)])
 def test_an_axis_of_one_element_is_repeated(tmp_path, product):
     a, b = (x.detach() for x in operands("bcd,bdf->bcf"))
@@ -239,6 +241,7 @@ def test_the_chunked_form_is_the_recurrent_one():
     torch.testing.assert_close(chunked(q, k, v, decay), recurrent(q, k, v, decay), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("reentrant", [None, True, False], ids=["", "reentrant", "checkpoint"])
 def test_a_gated_linear_attention(tmp_path, reentrant):
     """Of equal equations each has its turn, twice for two chunks; what is only recorded trains the same weights."""
@@ -264,6 +267,7 @@ def test_a_gated_linear_attention(tmp_path, reentrant):
     assert same(masked, weights[weights.tensor_name == "left"]["tensor"])
 
 
+@pytest.mark.thorough
 def test_what_is_recorded_under_checkpoints_is_the_same(tmp_path):
     tables = []
     for reentrant in (None, True, False):
@@ -358,6 +362,7 @@ def next_token(model: nn.Module, micro_batch: int) -> Tensor:
     return model(input_ids=tokens, labels=tokens, use_cache=False).loss
 
 
+@pytest.mark.thorough
 def test_the_scan_of_mamba2(tmp_path):
     products = {"*.mixer": MAMBA2}
     plain = train(mamba2().train(), next_token)

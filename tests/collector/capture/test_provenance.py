@@ -87,6 +87,7 @@ def families() -> dict[str, GPTModel]:
     return {"llama": build(layers=2), "deepseek": deepseek}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("family", ["llama", "deepseek"])
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("share", ["some", pytest.param("all", marks=pytest.mark.thorough)])
@@ -157,6 +158,7 @@ def test_overflow_data_loss_weights_and_what_is_between_modules(tmp_path):
     assert culprits(tmp_path, model, steps) == ["data", "loss", "the model", "norm"]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("recipe", "dtype"), OVERFLOWS)
 @pytest.mark.parametrize("waits", [True, False])
 def test_overflow_of_a_format(tmp_path, monkeypatch, recipe, dtype, waits):

@@ -21,6 +21,7 @@ from tests.collector.instrumented import rows
 NORM = {"layer": 3, "module": "norm", "operation": "forward", "phase": "post"}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_a_row_has_the_words_values_and_statistics_of_its_tensor(tmp_path: Path, dtype: torch.dtype) -> None:
     x = torch.randn(2, 5, 64).to(dtype)
@@ -48,6 +49,7 @@ def test_a_row_has_the_words_values_and_statistics_of_its_tensor(tmp_path: Path,
         assert table["sqnr_db"].tolist() == pytest.approx([wanted], abs=1e-6)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "module", "layer_type", "component"),
     [

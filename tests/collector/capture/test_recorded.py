@@ -108,6 +108,7 @@ class TestRecorded:
         for row in frame.itertuples():
             assert row.quant_type == part_formats(recipe)[kind_of(row)]
 
+    @pytest.mark.sampled(1)
     def test_values_are_what_the_layer_saw(self, recorded):
         _, catalog, hooks = recorded
         frame = catalog.tensors()
@@ -157,6 +158,7 @@ class TestRecorded:
             dk = rounded(grad, -2, fmt).flatten(2, 3).mT @ rounded(q, -2).flatten(2, 3)
             assert torch.equal(dk, hooks.seen[layer, "core", "grad_key"])
 
+    @pytest.mark.sampled(1)
     def test_summary_is_the_files(self, recorded):
         _, catalog, _ = recorded
         for row in catalog.tensors().itertuples():
@@ -193,6 +195,7 @@ class TestRecorded:
         by_layer = 0 if recipe == "bf16" else 3 * len(LINEARS) + (2 if recipe.startswith("FA") else 6)
         assert checked == 2 * by_layer
 
+    @pytest.mark.sampled(1)
     def test_scores_are_recomputed_from_the_file(self, recorded):
         """Of every format, and along every axis that a GEMM contracts: tokens are one axis to wgrad."""
         recipe, catalog, _ = recorded
@@ -220,6 +223,7 @@ class TestRecorded:
             for one in rows.itertuples():
                 check_errors(x, one.format, axis, one._asdict())
 
+    @pytest.mark.sampled(1)
     def test_loss_changes_follow_from_operand_and_gradient(self, recorded):
         _, catalog, _ = recorded
         frame = catalog.tensors().set_index("tensor_id")
@@ -244,6 +248,7 @@ class TestRecorded:
             checked += 1
         assert checked >= 2 * (2 * len(LINEARS) + 3) * len(SCORES)
 
+    @pytest.mark.sampled(2)
     def test_errors_of_results(self, recorded):
         """Of linear layers, against the GEMMs of the operands in the files."""
         recipe, catalog, _ = recorded

@@ -29,6 +29,7 @@ WORDS = {"operation": "forward", "phase": "pre"}
 
 
 class TestRecorder:
+    @pytest.mark.sampled(2)
     @pytest.mark.parametrize(
         ("error", "state", "reason"),
         [(None, DONE, None), (ValueError, FAILED, "bad"), (KeyboardInterrupt, CANCELLED, None)],
@@ -46,6 +47,7 @@ class TestRecorder:
         with Catalog.open(tmp_path) as catalog:  # what was captured is kept
             assert catalog.totals().tensors == catalog.totals().with_values == 70
 
+    @pytest.mark.sampled(1)
     @pytest.mark.slow
     @pytest.mark.parametrize(("steps", "left"), [(merge.MANY - 1, merge.MANY - 1), (merge.MANY, 1)])
     def test_many_segments_are_merged_when_the_run_ends(self, tmp_path, steps, left):
@@ -70,6 +72,7 @@ class TestRecorder:
             assert catalog.runs()["iteration"].tolist() == [2]
         assert len(read_run(recorder.writer.directory).segments) == 3
 
+    @pytest.mark.sampled(2)
     @pytest.mark.parametrize("how", ["optimizer", "two optimizers", "GradScaler", "cleared", "other model"])
     def test_finds_iterations_by_the_updates_of_the_model(self, tmp_path, how):
         """Two micro-batches and an evaluation each, without recorder.step(). Clearing gradients ends no iteration."""

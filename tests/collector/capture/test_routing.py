@@ -192,6 +192,7 @@ SCALES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_flips_of_models_of_transformers(family: str):
     torch.manual_seed(0)

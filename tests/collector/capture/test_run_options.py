@@ -29,6 +29,7 @@ class TestOptions:
         assert counts == {(i, m, name): n for i in (0, 2, 4, 6, 8) for m in (0, 1) for name, n in names.items()}
         assert run.status.tensors == len(rows) == 50 and run.status.iteration == 8
 
+    @pytest.mark.sampled(3)
     @pytest.mark.parametrize(
         ("asked", "trained", "recorded"),
         [
@@ -71,6 +72,7 @@ class TestOptions:
         assert rows["path"].isna().all() and run.status.bytes == 0 and rows["kurtosis"].notna().all()
         assert list(run.directory.rglob("*.pt")) == []
 
+    @pytest.mark.sampled(3)
     @pytest.mark.parametrize("budget", [0, 20_000, 200_000, 700_000])
     def test_files_stay_within_the_budget(self, collect, budget):
         run = collect("--max-bytes", str(budget))

@@ -60,6 +60,7 @@ def exact_fisher(model: Tiny, tokens: Tensor, values: Tensor, compute: Callable[
     return (p * rows.square()).sum((0, 1)) / len(log_p)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_the_expectation_is_the_exact_fisher_information(tmp_path):
     model, tokens = tiny()
@@ -144,7 +145,7 @@ def trained(root: Path | None, recipe: str, sensitivity: bool) -> tuple[list[Ten
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("recipe", ["linear_mxfp4(rounding=stochastic)", "mxfp8", "linear_fp8_e4m3(history=4)", "bf16"])
 def test_the_pass_changes_no_bit_of_training_and_no_row(tmp_path, recipe):
     (alone, state), (one, _), (other, after) = (
@@ -206,6 +207,7 @@ def test_a_total_has_the_standard_error_of_the_sums_of_each_sequence(tmp_path):
     assert total["first"][0] + total["second"][0] == pytest.approx(float(sums.mean()), rel=1e-6)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("bf16", [False, True], ids=["float32", "autocast"])
 def test_predictions_of_a_trainer_do_not_depend_on_accumulation(tmp_path, bf16):

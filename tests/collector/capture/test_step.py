@@ -198,6 +198,7 @@ class Mine(nn.Module):
         return self.lm_head(self.norm(x))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("recompute", [None, False, True], ids=["plain", "non-reentrant", "reentrant"])
 def test_a_model_of_ones_own(tmp_path, recompute):
     """Its norms, head and parameters, in the recorded iterations; what it does not have is said."""

@@ -107,6 +107,7 @@ def counts(each: int, expected: dict[tuple[int, str], set[str]] = EXPECTED) -> d
 KINDS = pytest.mark.parametrize("recompute", [None, True, False], ids=["plain", "reentrant", "non-reentrant"])
 
 
+@pytest.mark.sampled(2)
 @KINDS
 def test_recording_changes_no_bit(tmp_path, recompute):
     plain = train(build(recompute), loss, micro_batches=2)
@@ -125,6 +126,7 @@ def test_recording_changes_no_bit(tmp_path, recompute):
     assert set(found["recomputed"]) == {recompute is not None}
 
 
+@pytest.mark.sampled(1)
 @KINDS
 def test_mxfp8_products_are_those_of_the_recorded_operands(tmp_path, recompute):
     model = build(recompute)
@@ -140,6 +142,7 @@ def test_mxfp8_products_are_those_of_the_recorded_operands(tmp_path, recompute):
         score_products(found, layer, (HIDDEN // HEADS) ** -0.5)
 
 
+@pytest.mark.thorough
 def test_quantized_losses_are_the_same_recorded_recomputed_or_not(tmp_path):
     runs = []
     for recompute in (None, True, False):
@@ -189,6 +192,7 @@ def estimate_loss(model: nn.Module) -> None:
     model.train()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("evaluation", [False, True])
 def test_training_is_recorded_though_evaluation_comes_first(tmp_path, alone, evaluation):
     model = build(True)
@@ -238,6 +242,7 @@ def alone(tmp_path_factory) -> list[pd.DataFrame]:
     return list(map(recorded, range(3)))
 
 
+@pytest.mark.thorough
 def test_a_recomputed_pass_belongs_to_its_own_micro_batch(tmp_path, alone):
     """Several forward passes before their backward passes, as in a pipeline."""
     model = build(True)
@@ -254,6 +259,7 @@ def test_a_recomputed_pass_belongs_to_its_own_micro_batch(tmp_path, alone):
             )  # fmt: skip
 
 
+@pytest.mark.sampled(1)
 @KINDS
 @pytest.mark.parametrize("order", ["one backward pass", "the first without one", "after an evaluation"])
 def test_gradients_belong_to_the_pass_that_they_are_of(tmp_path, alone, recompute, order):
@@ -281,6 +287,7 @@ def test_gradients_belong_to_the_pass_that_they_are_of(tmp_path, alone, recomput
         assert set(found[found["recomputed"]]["micro_batch"]) == repeated
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("bias", [True, False])
 def test_one_vector_is_as_a_matrix_of_one_row(tmp_path, bias):
     torch.manual_seed(0)
@@ -564,6 +571,7 @@ def test_the_answered_attention_is_torchs(mask, groups):
 
 
 class TestEnvironment:
+    @pytest.mark.thorough
     def test_names_recipe_root_and_switch(self, tmp_path, monkeypatch):
         monkeypatch.setenv("TENSOR_SAVE_DIR", str(tmp_path / "runs"))
         monkeypatch.setenv("CUSTOM_QUANT_TYPE", "hifp8")
@@ -677,6 +685,7 @@ class Tied(nn.Module):
         return self.head(self.fc1(self.table(x)))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("name", "tied", "is_head"), [("out", True, True), ("lm_head", False, True), ("out", False, True)]
 )
@@ -726,7 +735,7 @@ class Compiled:
         return run
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("how", ["model", "model, called before", "module.compile", "blocks", "later", "at"])
 def test_what_is_compiled_is_recorded_eagerly_and_compiled_elsewhere(tmp_path: Path, how: str):
     plain = train(build(), loss, steps=4)
@@ -803,6 +812,7 @@ def test_a_bias_by_position_is_no_product():
         assert not torch.equal(model(x), plain)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("recompute", [None, False], ids=["plain", "recomputed"])
 @pytest.mark.parametrize("how", ["model", "module.compile", "blocks"])
 def test_other_functions_stay_compiled(tmp_path: Path, how: str, recompute: bool | None):

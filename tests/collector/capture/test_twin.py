@@ -64,6 +64,7 @@ def test_a_pass_that_is_not_finite_is_not_counted_as_orthogonal():
     assert math.isnan(_measured(row, power, power * 0, parts, True).cosine)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_the_bias_of_stochastic_rounding_shrinks_to_the_true_one(tmp_path: Path):
     """True: of the mean over many gradients that are rounded by hand. MXFP4 saturates, so it is not 0."""
@@ -84,6 +85,7 @@ def test_the_bias_of_stochastic_rounding_shrinks_to_the_true_one(tmp_path: Path)
     assert many.bias**2 - many.bias_corrected**2 == pytest.approx(many.variance / 256, rel=1e-6)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_the_errors_are_those_of_repeated_twin_steps(tmp_path: Path):
     """Each iteration draws from seeds of its own."""

@@ -153,6 +153,7 @@ def test_a_file_that_no_row_names_is_deleted_at_the_end(run):
     assert os.listdir(run.directory / "segments") == segment_names(run.directory)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NEEDS_GPU])])
 def test_a_recorded_step_waits_for_nothing(tmp_path, device):
     """It runs through although the disk is stopped and, on a GPU, although waiting for a result is an error."""

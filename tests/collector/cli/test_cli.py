@@ -402,6 +402,7 @@ def test_output_that_is_no_terminal_is_plain_lines(command, capsys, tmp_path):
     assert not any(line.startswith("iteration") for line in lines)  # of one run they are shown, of several not
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_terminal_without_a_character_is_shown_its_code(tmp_path):
     (tmp_path / "lög.jsonl").write_text('{"text": "' + "word " * 100 + '"}')
@@ -419,6 +420,7 @@ def test_a_terminal_without_a_character_is_shown_its_code(tmp_path):
 SMALL_RUN = (*RUN, "--layers", "1", "--sequence-length", "32", "--no-raw", "--scores", "")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("arguments", [("list",), (*RUN, "--dry-run"), ("jobs",), SMALL_RUN], ids=" ".join)
 @pytest.mark.slow
 def test_a_reader_that_leaves_is_no_error(tmp_path, arguments):

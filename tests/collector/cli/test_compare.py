@@ -233,6 +233,7 @@ class TestSections:
             assert figures == pytest.approx([values.mean(), low, high], rel=1e-9)
         assert row["seeds"] == 4 and row["label"] == "mxfp4"
 
+    @pytest.mark.sampled(2)
     @pytest.mark.parametrize(("state", "count"), [(DONE, 1), (CRASHED, 1), (RUNNING, 1), (FAILED, 1)])
     def test_a_run_counts_as_far_as_it_came(self, made, tmp_path, state, count):
         made("bf16", [5.0, 4.0, 3.0])
@@ -342,6 +343,7 @@ class TestCommand:
         assert err.count("\n") == 1 and f"segment {run.run_id}/" in err
         assert [row["label"] for row in read_csv(out)] == ["mxfp4"]
 
+    @pytest.mark.sampled(2)
     @pytest.mark.parametrize("kind", ["text", "csv", "markdown"])
     def test_output_is_what_would_be_printed(self, command, capsys, made, tmp_path, kind):
         made("bf16", [5.0])
@@ -377,6 +379,7 @@ class TestCommand:
         os.close(write)
         assert (done.returncode, done.stderr) == (0, "")
 
+    @pytest.mark.thorough
     def test_a_terminal_without_such_characters_gets_them_escaped(self, made, tmp_path):
         made("bf16", [5.0])
         done = run_collector("compare", root=tmp_path / "runs", env={"PYTHONIOENCODING": "ascii"})

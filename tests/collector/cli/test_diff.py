@@ -37,6 +37,7 @@ def layouts(tmp_path_factory: pytest.TempPathFactory) -> list[RunInfo]:
     return list_runs(root)[0]
 
 
+@pytest.mark.thorough
 def test_one_rank_and_two_by_values(layouts: list[RunInfo], command: Callable[..., int], capsys):
     one, two, _ = layouts
     assert command("diff", one.run_id, str(two.directory), "--tensor-save-dir", str(one.directory.parent)) == 0
@@ -97,6 +98,7 @@ def test_the_compiled_back_end_and_the_reference(record: Record, monkeypatch: py
     assert f"{compiled.status.tensors:,} by values" in capsys.readouterr().out
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("raw", [True, False], ids=["values", "statistics"])
 def test_a_planted_difference_is_found_there_and_nowhere_before(record: Record, raw: bool, command, capsys):
     def plant(model: torch.nn.Module) -> None:
@@ -116,6 +118,7 @@ def test_a_planted_difference_is_found_there_and_nowhere_before(record: Record, 
     assert next(row["place"] for row in table if float(row["difference"])) == first.place
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("scores", [(), ("mxfp4",)])
 def test_a_layer_that_only_one_run_quantizes(record: Record, scores: tuple[str, ...], command, capsys):
     """As the recipes say; and a watched step, which has no scores of later GEMMs, leaves their formats unknown."""
