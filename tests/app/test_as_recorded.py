@@ -197,6 +197,7 @@ def test_a_large_tensor_is_tried_whole():
     assert found["sqnr_db"].iloc[0] == pytest.approx(10 * math.log10((x.double() ** 2).sum() / (e**2).sum()), abs=1e-9)
 
 
+@pytest.mark.thorough
 def test_the_map_shows_a_mixed_recipe_as_it_was_used(tmp_path):
     """Gradients of mxfp8 are rounded to E5M2; each cell has the error of its own format, and is compared with what that
     format does to normal values."""

@@ -98,7 +98,7 @@ def test_every_number_of_a_verdict_is_an_estimate(opened: Catalog, collected: Pa
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("across", ["layer_index", "iteration"])
 @pytest.mark.parametrize("metric", RECORDED)
 def test_so_is_every_number_of_a_map(opened: Catalog, collected: Path, metric: str, across: str):

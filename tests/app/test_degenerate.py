@@ -78,7 +78,7 @@ def check_map(view: View, catalog: Catalog) -> None:
         json.dumps([page._data(catalog, found), page.panel(catalog, found, cell, found.fmt)], allow_nan=False)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 def test_every_metric_of_the_map(planted: Catalog) -> None:
     for metric in METRICS:
         check_map(View("map", {"metric": [metric], "format": ["mxfp4"]}), planted)

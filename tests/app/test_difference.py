@@ -29,6 +29,7 @@ def test_two_recipes_and_one_run_twice(catalog: Catalog):
     assert none.problems[-1] == "The two runs have none of the filter's tensors in common."
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_the_page(visit, collected):
     at = visit(collected, "runs", view="difference", tolerance="0.1")

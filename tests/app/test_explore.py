@@ -76,6 +76,7 @@ def test_a_tensor_with_nan_comes_first_and_zeros_last(tmp_path: Path):
     assert found["tensor_id"].iloc[-1] == ids[1]
 
 
+@pytest.mark.thorough
 def test_the_worst_are_drawn_until_some_are_ticked(catalog: Catalog):
     answer = drawn(catalog, newest(catalog), format="mxfp4")
     names = answer.tables["tensors"]["name"].head(3).tolist()

@@ -36,7 +36,7 @@ def letter_size(text: pypdfium2.PdfTextPage, at: int) -> float:
     return FPDFText_GetFontSize(text.raw, at) * math.hypot(matrix.a, matrix.b)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(("width", "points"), [("84mm", 238.11), ("174mm", 493.23)])
 def test_a_figure_for_a_paper_is_as_wide_as_its_column_in_letters_of_8_points(width: str, points: float):
     chart = (LINES + LINES.mark_text(fontSize=11).encode(text="group")).properties(

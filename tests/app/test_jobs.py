@@ -169,6 +169,7 @@ class TestCollect:
         runs = chosen(press(at, "preset_ablation"))  # of several: te_nvfp4's
         assert runs[3].recipe == "te_nvfp4" and len(runs) == 3 * 7 and len({run.iterations for run in runs}) == 1
 
+    @pytest.mark.sampled(2)
     @pytest.mark.parametrize(
         ("name", "value", "words"),
         [
@@ -216,6 +217,7 @@ class TestCollect:
         assert "scale=best is not possible for nvfp4" in at.error[0].value.replace("\\", "")
         assert at.button(key="launch_refused").disabled
 
+    @pytest.mark.thorough
     def test_a_recipe_is_edited_saved_and_chosen(self, visit: Visit, root: Path):
         at = visit(root, "collect")
         at.toggle(key="collect_edit").set_value(True)

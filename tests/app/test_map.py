@@ -249,6 +249,7 @@ def test_the_predicted_loss_change_is_that_of_a_run_that_rounds_nothing(catalog:
     assert found.problems == ("The predicted loss change is a sum over a recording, not shown by iteration.",)
 
 
+@pytest.mark.thorough
 def test_measured_effects_are_those_of_the_same_weights(tmp_path: Path):
     model = build(2)
     tokens, labels = batch()
@@ -288,6 +289,7 @@ def test_measured_effects_are_those_of_the_same_weights(tmp_path: Path):
         assert other["change"].tolist() != table["change"].tolist()
 
 
+@pytest.mark.thorough
 def test_experts_are_one_row_until_they_are_expanded(tmp_path: Path, visit: Callable[..., AppTest]):
     random = torch.Generator().manual_seed(0)
     values = {expert: torch.randn(32, 64, generator=random) * 2.0**expert for expert in (0, 2, 11)}

@@ -90,6 +90,7 @@ for page, view, _ in PLACES:
 PLACES = (("map", "toy", "SELECTION"), ("explore", "toy", "BOARD"), ("tensor", "toy", "TENSOR"))
 
 
+@pytest.mark.thorough
 def test_a_new_question_is_one_folder_and_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     package = tmp_path / "binade"
     package.mkdir()

@@ -162,6 +162,7 @@ def test_routing_has_a_chart_and_what_replayed_routes_change(tmp_path: Path):
     assert any("layer4.router" in text for text in shown.sentences)
 
 
+@pytest.mark.thorough
 def test_the_map_colors_products_by_the_change_of_log_probabilities(tmp_path: Path):
     model = build(2)
     tokens, labels = batch()

@@ -215,6 +215,7 @@ def test_runs_of_a_session_that_are_gone_are_said(catalog: Catalog, smaller: Cat
     assert named.figures and not named.problems and runs[1] in named.figures[0].caption
 
 
+@pytest.mark.thorough
 def test_nothing_is_drawn_in_the_stead_of_what_is_gone(catalog: Catalog, collected: Path):
     here = first(collected, tensor_name=["weight"])
     for page, params in (
@@ -234,7 +235,7 @@ def test_nothing_is_drawn_in_the_stead_of_what_is_gone(catalog: Catalog, collect
     assert pins.draw(catalog, Pin("explore", EXPLORE | {"layer_index": ["1", "77"]}, "histogram")).figures
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("view", "asked", "name"), [("attention", "head", "head_map"), ("blocks", "block", "block_values")]
 )

@@ -368,6 +368,7 @@ def test_a_sessions_report_tells_its_pins_and_notes(command, root, tmp_path, sta
 # What goes wrong
 
 
+@pytest.mark.sampled(18)
 @pytest.mark.parametrize(
     ("arguments", "status", "words"),
     [
@@ -430,6 +431,7 @@ def make(root: Path, output: Path, archive: Path | None = None, **where: list) -
         return writer.make(opened, Request(output, Filter(**where), archive=archive, jobs=1), lambda *_: None)
 
 
+@pytest.mark.thorough
 def test_a_second_report_replaces_the_first_and_nothing_else(root, tmp_path, one_chart):
     output = tmp_path / "draw"
     make(root, output)

@@ -47,7 +47,7 @@ def test_all_of_them_are_estimated_chosen_and_ranked(root: Path):
 PARTS = [(page, view) for page in ("map", "explore", "runs") for view in PAGES[page].parts if view != "collect"]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("page", "view"), PARTS)
 def test_pages(visit: Visit, root: Path, page: str, view: str):
     at = visit(root, page, view=view, operation="optimizer")

@@ -321,6 +321,7 @@ DEEP = {
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("text", DEEP.values(), ids=DEEP)
 def test_notes_nested_too_deeply_are_plain(text: str):
     *_, block = shown = MarkdownIt("commonmark").parse(notes.safe(text))

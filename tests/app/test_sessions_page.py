@@ -288,6 +288,7 @@ def test_read_only(visit: Visit, root: Path, monkeypatch: pytest.MonkeyPatch):
     assert storage.load(root, one.id).number == 1
 
 
+@pytest.mark.thorough
 def test_a_session_of_a_page_that_is_not_served(visit: Visit, root: Path, monkeypatch: pytest.MonkeyPatch):
     view, pin = View("notebook", {"view": ["sql"], "q": ["SELECT 1"]}), Pin("map", VIEW.params, "map")
     one, _ = storage.save(root, session.new("By SQL", view, pins=(pin,)))

@@ -116,7 +116,7 @@ def test_nothing_is_advised_from_costs_that_cannot_be_relied_on(found):
     assert said.startswith("Advised: nvfp4 alone, 4.50 bits, ") and "which is not less (difference " in said
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("by", choice.GROUPS)
 def test_advice_keeps_its_limits(found, by):
     advice = advise(found, Request(6, by=by))
@@ -211,7 +211,7 @@ def test_bytes_are_bits_of_all_forward_values(command, capsys, collected, found)
     assert in_bytes == capsys.readouterr().out
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_input_is_one_line(command, capsys, collected, tmp_path, monkeypatch, name):
     arguments, status, message = WRONG[name]

@@ -117,6 +117,7 @@ class TestRecorded:
         assert data["tokenizer_sha256"] == hashlib.sha256(content).hexdigest()
         assert (run.config["tokenizer"], run.config["vocab_size"]) == (str(tmp_path), 420)
 
+    @pytest.mark.thorough
     def test_an_epoch_and_more_of_a_bin_that_megatron_style_preprocessing_wrote(self, collect, tmp_path):
         """Documents tokenized by the library and ended by hand give the very data that the collector makes of text."""
         tokenizer = train_tokenizer(TEXTS, 384, ["</s>"])

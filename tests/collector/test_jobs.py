@@ -347,6 +347,7 @@ class TestEnds:
         assert not any(process.alive for process in carriers) and processes.marked(job.token) == set()
         assert check_rows(root) == view.run.status.tensors > 0
 
+    @pytest.mark.thorough
     def test_a_job_that_does_not_listen_is_ended(self, root, monkeypatch):
         """All its processes are stopped, so that none can obey: they are ended by force, and the run is settled."""
         monkeypatch.setattr(runner, "ASK_ALL", 0.5)

@@ -176,7 +176,7 @@ def test_logits_loss_and_every_gradient_agree(name):
     assert sum(bool(ours.grad.any()) for ours, _ in pairs(model, reference).values()) == len(compared)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "wrong"),
     [
@@ -395,7 +395,7 @@ def test_bfloat16_core_differs_by_its_roundings(name):
 PER_LAYER = 17
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", LLAMAS)
 def test_in_bfloat16_both_are_as_near_to_float32(name):
     """A rounding moves its tensor by ROUNDING of its norm at most. Those of different places have nothing to do with

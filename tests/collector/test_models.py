@@ -255,6 +255,7 @@ def load(directory: Path, shape: Shape) -> GPTModel:
     return model
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", MODELS)
 def test_full_models_have_the_published_number_of_weights(name):
     shape = MODELS[name]["full"]
@@ -516,7 +517,7 @@ def sites(rows: pd.DataFrame) -> dict[tuple[int, str, int | None], set[str]]:
     return found
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("recipe", [*TEN_RECIPES, "nvfp4"])
 @pytest.mark.parametrize("name", TINY)
 def test_every_recipe_records_every_tensor_of_every_model(name, recipe, tmp_path):

@@ -165,6 +165,7 @@ def test_rows_tell_rank_and_shard(runs: Path, catalog: Catalog):
     assert set(catalog.tensors(Filter(run_id=[one]))["shard"]) == {"whole"}
 
 
+@pytest.mark.thorough
 def test_the_unsharded_tensor_is_the_one_ranks(runs: Path, catalog: Catalog):
     one, tensor, _ = (run.run_id for run in list_runs(runs)[0])
     words = ["module", "operation", "phase", "tensor_name"]

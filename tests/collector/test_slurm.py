@@ -285,6 +285,7 @@ def test_a_hanging_cluster_is_given_up_on(tmp_path: Path, monkeypatch):
 # What is refused
 
 
+@pytest.mark.sampled(93)
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -21,7 +21,7 @@ def losses(run: RunInfo) -> list[float]:
     return [record["loss"] for record in read_losses(run.directory)]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("recipe", [DELAYED, STOCHASTIC])
 def test_training_stays_equal_to_the_bit(collect: Callable[..., RunInfo], recipe: str):
     options = ("--quantization", recipe, "--train-iters", "4", "--control-iter", "2", "--micro-batches", "2")

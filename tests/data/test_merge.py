@@ -199,6 +199,7 @@ def test_killed_at_any_moment(template, tmp_path):
     assert {1, 2, 3, 4, 5} <= stages  # before, while the merged one is written, and while others are deleted
 
 
+@pytest.mark.thorough
 def test_a_reader_meanwhile(template, tmp_path):
     with Catalog.open(template) as catalog:
         expected = catalog.totals()

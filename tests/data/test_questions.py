@@ -14,6 +14,7 @@ from binade.quant.metrics import compare
 PLACE = ("layer_index", "module", "operation", "tensor_name")
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("fmt", ["mxfp4", "mxfp8", "hifp8"])
 @pytest.mark.parametrize("worst", ["sqnr_db", "flush_to_zero", "saturated"])
 def test_errors_are_quantiles_of_the_scores(catalog, fmt, worst):

@@ -77,6 +77,7 @@ def test_a_segment_holds_what_was_given(tmp_path):
     assert len(tables["score"]) == 2 * sum("format" in words for _, words in tensors)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("call", "count"), [("fsync", 1), ("fsync", 2), ("fsync", 3), ("rename", 1)])
 def test_a_killed_writer_leaves_no_visible_part(tmp_path, call, count):
     """Killed at a call of os.fsync or os.rename: the moments between which a segment comes to be."""
@@ -214,7 +215,7 @@ BROKEN = {
 }
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_run_is_named_and_the_others_shown(tmp_path, name):
     good = make_run(tmp_path, assorted(1), label="good")

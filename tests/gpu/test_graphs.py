@@ -39,6 +39,7 @@ def replayed(call: Callable[[Tensor], Tensor], first: Tensor, second: Tensor, de
     return y
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("device", devices())
 @pytest.mark.parametrize("spec", SPECS)
 def test_graph(spec, device):

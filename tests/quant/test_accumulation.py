@@ -62,7 +62,7 @@ def emulated(a: Tensor, b: Tensor, name: str) -> Tensor:
     return mmaemu.accumulate(a, b, use_fast_accum=fast, profile=profile, splitk=1)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("k", [32, 200, 1024, 4096])
 @pytest.mark.parametrize(("dtype_a", "dtype_b"), PAIRS, ids=IDS)
 @pytest.mark.parametrize("name", EMULATED)

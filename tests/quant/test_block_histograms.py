@@ -76,6 +76,7 @@ def test_tiny_and_huge_blocks_are_counted(exponent: int, dim: int):
             assert counts(score_blocks_later(x, parsed, dim, *given)[1]()) == expected
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.skipif(native.compiler() is None, reason="no C++ compiler")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bf16"])
 @pytest.mark.parametrize("spec", ["mxfp4", "mxfp4(block=7)"])

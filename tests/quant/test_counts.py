@@ -40,7 +40,7 @@ def codes_of(x: torch.Tensor) -> np.ndarray:
     return x.contiguous().view(torch.int16).numpy().view(np.uint16)
 
 
-@pytest.mark.sampled(22)
+@pytest.mark.sampled(12)
 @compiled_or_not
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("size", [0, 1, 3, 1001, (1 << 21) + 1])

@@ -64,7 +64,7 @@ def test_large_tensors_in_threads(name, dtype):
             assert_same_bits(scales, want_scales.contiguous().reshape(-1))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @needs_compiler
 @pytest.mark.parametrize(
     ("name", "rounding"),

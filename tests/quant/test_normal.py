@@ -27,7 +27,7 @@ def normal() -> np.ndarray:
     return np.random.default_rng(7).standard_normal((2048, 2048)).astype(np.float32)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(6)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SIMULATED)
 def test_it_is_that_of_a_plain_simulation(name):

@@ -33,7 +33,7 @@ def vectors(elements: st.SearchStrategy[float] | None = None) -> st.SearchStrate
     )
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", SCALED)
 @given(x=vectors())
 @SEARCH

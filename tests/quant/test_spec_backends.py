@@ -73,7 +73,7 @@ def by_cpp(x: Tensor, spec: Spec, dim: int, seed: int = 9) -> tuple[Tensor, Tens
     return cpu.compiled(x, spec, dim, None, True, run, seed)
 
 
-@pytest.mark.sampled(14)
+@pytest.mark.sampled(5)
 @needs_compiler
 @pytest.mark.parametrize(
     ("spec", "shape"),
@@ -111,7 +111,7 @@ def test_cpp_in_threads_and_views(monkeypatch):
                 assert_same_bits(got, by_reference(view, Spec.of(text), dim, seed=9), view)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("device", devices())
 @pytest.mark.parametrize("spec", ROUNDED, ids=str)
 def test_triton(spec, device, monkeypatch):
@@ -129,7 +129,7 @@ def test_triton(spec, device, monkeypatch):
             assert_same_bits(got, want, x)
 
 
-@pytest.mark.sampled(15)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("spec", SHORT, ids=str)
 def test_scales(spec):
     """[outer, blocks, inner] of every backend, and of the reference's own first numbers."""

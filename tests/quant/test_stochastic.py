@@ -64,6 +64,7 @@ def test_grid_values_stay(name):
         assert_same_bits(fake_quantize(y, name, rounding="stochastic", seed=3), y)
 
 
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize("device", devices())
 @pytest.mark.parametrize("name", NAMES)
 def test_seed_decides(name, device):

@@ -133,6 +133,7 @@ def test_the_share_by_chance_is_that_of_the_normal_distribution(fmt):
     assert found == pytest.approx(expected, abs=4 * math.sqrt(expected / CHANCE_SAMPLE))
 
 
+@pytest.mark.sampled(18)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     "fmt",

@@ -92,6 +92,7 @@ def block_counts(x, y, spec, scales, dim) -> np.ndarray:
     return np.concatenate(dense)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("device", devices())
 @pytest.mark.parametrize("text", ["mxfp4", "mxfp4(block=16x8)", "mxfp4(block=5x7)"])
 @pytest.mark.parametrize("dim", [0, 1])

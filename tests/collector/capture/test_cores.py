@@ -83,7 +83,7 @@ def run(model: nn.Module) -> list[Tensor]:
     return [y.detach(), *(p.grad for p in model.parameters())]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("attend", "cores"),
     [(None, ()), (by_sdpa, ()), *((each, ("*.attn",)) for each in (by_products, by_einsum, by_baddbmm))],

@@ -39,6 +39,7 @@ def plain(model: nn.Module, recipe: Any, given: tuple[Tensor, Tensor]) -> list[f
         return [float(F.cross_entropy(x, label)) for x, label in zip(logits, given[1], strict=True)]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("group", "recipe"),
     [
@@ -145,7 +146,7 @@ def test_a_block_that_runs_twice_is_computed_and_dropout_is_off():
     assert (row["low"], row["high"]) == pytest.approx((low, high))
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_a_model_of_transformers(tmp_path, attention: str):

@@ -290,7 +290,7 @@ def test_what_transformer_engine_computes_is_recorded(te, tmp_path):
     assert state(model) == before
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:2 forward and backward passes")
 def test_gradients_belong_to_their_pass(te, tmp_path):
     found = []

@@ -95,7 +95,7 @@ def test_recording_changes_no_bit(tmp_path, attention, recompute):
     assert set(found["recomputed"]) == {recompute is not None}
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @ATTENTION
 @pytest.mark.parametrize("loss_of", [loss, padded])
 def test_mxfp8_products_are_those_of_the_recorded_operands(tmp_path, attention, loss_of):

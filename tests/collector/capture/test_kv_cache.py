@@ -193,6 +193,7 @@ def test_gradients_pass_through_in_an_evaluation():
     assert all(p.grad is not None and p.grad.any() for p in model.parameters())
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("spec", ["fp8_e4m3", "nvfp4", "nvfp4(hadamard=16)"])
 def test_rows_have_the_spec_and_its_error(tmp_path, spec: str):
     model = build(1).eval()

@@ -420,6 +420,7 @@ def two_ranks(root_once: MadeOnce) -> Path:
     return root_once("megatron ranks", lambda made: torch.multiprocessing.spawn(_rank, (made,), nprocs=2))
 
 
+@pytest.mark.thorough
 def test_two_tensor_parallel_ranks_train_as_without(two_ranks):
     for rank in range(2):
         said = torch.load(two_ranks / f"said{rank}.pt", weights_only=True)

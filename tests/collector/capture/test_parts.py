@@ -81,7 +81,7 @@ PARTS = {
 WORDS = ["iteration", "micro_batch", "module", "operation", "tensor_name"]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("how", PARTS)
 def test_a_pass_in_parts_is_one_of_the_whole_model(tmp_path: Path, how: str):
     whole = train(tmp_path / "whole", Model, lambda model, tokens: model(tokens))

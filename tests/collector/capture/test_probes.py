@@ -52,7 +52,7 @@ def train(root: Path, model: nn.Module, update, steps: int = 4, recipe: str = "m
     return events(root)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("recipe", ["bf16", "mxfp8"])
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("preserve", [True, False])

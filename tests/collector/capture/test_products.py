@@ -241,7 +241,7 @@ def test_the_chunked_form_is_the_recurrent_one():
     torch.testing.assert_close(chunked(q, k, v, decay), recurrent(q, k, v, decay), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("reentrant", [None, True, False], ids=["", "reentrant", "checkpoint"])
 def test_a_gated_linear_attention(tmp_path, reentrant):
     """Of equal equations each has its turn, twice for two chunks; what is only recorded trains the same weights."""
@@ -296,6 +296,7 @@ def test_layers_are_left_out():
     assert not same(some, plain) and not same(some, every) and not same(every, plain)
 
 
+@pytest.mark.thorough
 def test_a_twin_step_and_a_watched_step(tmp_path):
     model, twins = Decoder(), []
     with collector.Recorder(tmp_path, scores=("mxfp4",), measures=("result", "loss", "blocks")) as recorder:

@@ -223,7 +223,7 @@ class TestRecorded:
             for one in rows.itertuples():
                 check_errors(x, one.format, axis, one._asdict())
 
-    @pytest.mark.sampled(1)
+    @pytest.mark.thorough
     def test_loss_changes_follow_from_operand_and_gradient(self, recorded):
         _, catalog, _ = recorded
         frame = catalog.tensors().set_index("tensor_id")

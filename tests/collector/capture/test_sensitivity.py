@@ -145,7 +145,7 @@ def trained(root: Path | None, recipe: str, sensitivity: bool) -> tuple[list[Ten
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("recipe", ["linear_mxfp4(rounding=stochastic)", "mxfp8", "linear_fp8_e4m3(history=4)", "bf16"])
 def test_the_pass_changes_no_bit_of_training_and_no_row(tmp_path, recipe):
     (alone, state), (one, _), (other, after) = (

@@ -192,7 +192,7 @@ def estimate_loss(model: nn.Module) -> None:
     model.train()
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("evaluation", [False, True])
 def test_training_is_recorded_though_evaluation_comes_first(tmp_path, alone, evaluation):
     model = build(True)
@@ -259,7 +259,7 @@ def test_a_recomputed_pass_belongs_to_its_own_micro_batch(tmp_path, alone):
             )  # fmt: skip
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @KINDS
 @pytest.mark.parametrize("order", ["one backward pass", "the first without one", "after an evaluation"])
 def test_gradients_belong_to_the_pass_that_they_are_of(tmp_path, alone, recompute, order):
@@ -735,7 +735,7 @@ class Compiled:
         return run
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("how", ["model", "model, called before", "module.compile", "blocks", "later", "at"])
 def test_what_is_compiled_is_recorded_eagerly_and_compiled_elsewhere(tmp_path: Path, how: str):
     plain = train(build(), loss, steps=4)

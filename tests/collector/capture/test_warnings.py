@@ -55,6 +55,7 @@ def freeze(net: Net, x: torch.Tensor) -> None:
     net[0].weight.requires_grad_(False)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("watch", [{}, {"watch": "every step"}], ids=["recorded", "watched"])
 @pytest.mark.parametrize(
     ("scale", "change", "warned"),

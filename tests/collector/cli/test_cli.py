@@ -420,7 +420,7 @@ def test_a_terminal_without_a_character_is_shown_its_code(tmp_path):
 SMALL_RUN = (*RUN, "--layers", "1", "--sequence-length", "32", "--no-raw", "--scores", "")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("arguments", [("list",), (*RUN, "--dry-run"), ("jobs",), SMALL_RUN], ids=" ".join)
 @pytest.mark.slow
 def test_a_reader_that_leaves_is_no_error(tmp_path, arguments):

@@ -360,6 +360,7 @@ class TestCommand:
         assert target.read_bytes().decode() == printed and link.is_symlink()
         assert (kind == "csv") == (b"\r\n" in target.read_bytes()) and len(list(target.parent.iterdir())) == 2
 
+    @pytest.mark.sampled(4)
     @pytest.mark.parametrize("place", ["nowhere/x", "taken", "/dev/null", "/proc/binade", "n" * 300])
     def test_an_output_that_cannot_be_written_is_exit_1(self, command, capsys, made, tmp_path, monkeypatch, place):
         made("bf16", [5.0])

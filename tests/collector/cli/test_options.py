@@ -80,6 +80,7 @@ def test_every_field_declares_its_option():
     assert set(OPTIONS) == {each.name for each in fields(RunConfig)}
 
 
+@pytest.mark.sampled(42)
 @pytest.mark.parametrize("name", [name for name in OPTIONS if name != "recipe"])
 def test_a_field_alone_makes_an_option(name):
     """The recipe has three spellings, and tests of its own."""
