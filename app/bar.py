@@ -135,16 +135,14 @@ def _format(catalog: Catalog, reading: Reading) -> None:
 
 
 def _versus(catalog: Catalog, reading: Reading) -> None:
-    titles = catalog.kept(("run titles", catalog.state()), lambda: run_titles(every_run(catalog)))
+    runs = {run: f"{label} (run)" for run, label in labels_of(catalog).items()}  # a format may have the same name
     chosen = reading.values["versus"]
     formats = [spec for spec in catalog.scored_formats() if spec != reading.values["format"]]
     options: list[Any] = list(dict.fromkeys(filter(None, [*formats, *catalog.runs()["run_id"], chosen])))
-    shown = partial(_titled, titles)
-    _box("versus", "Compared with", options, chosen, 198, placeholder="none", format_func=shown)
-
-
-def _titled(titles: Mapping[str, str], name: str) -> str:
-    return titles.get(name, name)
+    _box(
+        "versus", "Compared with", options, chosen, 198, placeholder="none",
+        format_func=lambda name: runs.get(name, name),
+    )  # fmt: skip
 
 
 def _metric(reading: Reading) -> None:

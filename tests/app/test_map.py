@@ -519,6 +519,15 @@ class TestWhatIsMissing:
         found = drawn(parts, Filter(recipe=["calm"]), format="nvfp4", versus=wild)  # scored in neither
         assert found.figures and found.problems[0].count("Not scored in nvfp4") == 1
 
+    def test_a_run_that_rounds_nothing_is_compared_in_a_format(self, collected: Path):
+        with Catalog.open(collected) as catalog:
+            runs = catalog.runs().set_index("recipe")["run_id"]
+            where, versus = Filter(run_id=[runs["mxfp4"]]), runs["bf16"]
+            (said,) = drawn(catalog, where, format="used", versus=versus).problems
+            assert said.startswith("The run bf16 rounds none of these operands. Choose a format to compare both in: ")
+            format = said.removesuffix(".").rpartition(": ")[2].partition(", ")[0]
+            assert drawn(catalog, where, format=format, versus=versus).figures
+
 
 @pytest.mark.thorough
 def test_every_scored_format_can_be_shown(catalog: Catalog):

@@ -201,7 +201,7 @@ def brushed_range(user: User) -> None:
 
 
 def compare_two_runs(user: User) -> None:
-    user.pick("Compared with", re.compile("bf16"))
+    user.pick("Compared with", re.compile(r"^mxfp8 \(run\)"))
     user.sees(re.compile("difference to"))
     assert "versus=" in user.page.url
 

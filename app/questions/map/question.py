@@ -159,6 +159,9 @@ def map_of(opened: Catalog, where: Filter, values: dict[str, Any]) -> Map | str:
             return reference
         table = compute.difference(table, reference[0], across, measure)
         said = " ".join(dict.fromkeys(filter(None, (said, reference[1]))))
+        if table.empty and fmt == USED == other_fmt:
+            scored = ", ".join(opened.formats_used(where))
+            return f"The run {against} rounds none of these operands. Choose a format to compare both in: {scored}."
         if table.empty:
             return f"{measure.label} is not known for {against} in any of these cells."
     table = compute.with_rows(table)
