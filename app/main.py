@@ -49,7 +49,6 @@ def _presentation(title: str, icon: str, on: bool) -> None:
 def navigate(default: str = "map") -> None:
     """Declare the pages, so that they can link to each other, and run the page of the address."""
     st.set_page_config(page_title="Binade", page_icon=ICON, layout="wide", initial_sidebar_state="collapsed")
-    st.html(Path(__file__).with_name("app.css"))
     history = Path(__file__).with_name("history.js").read_text(encoding="utf-8")
     st.html(f"<script>{history}</script>", unsafe_allow_javascript=True)
     presenting = st.session_state.get("presenting", False)

@@ -1,19 +1,23 @@
-"""Tells the browser where the server is, which Streamlit's page would otherwise find out by asking in vain beneath the
-address of each page but the home page: an error 404 in the console, and a round trip before anything is shown."""
+"""What the browser knows before the first answer of a page: where the server is, which Streamlit's page would otherwise
+find out by asking in vain beneath the address of each page but the home page (an error 404 in the console, and a round
+trip), and the styles, without which the first elements would be drawn at places that they leave again."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 SCRIPT = b"<script>window.__streamlit = {BACKEND_BASE_URL: location.origin}</script>"
+STYLES = Path(__file__).with_name("app.css").read_bytes()
 
 
 @dataclass(frozen=True)
 class OneAddress:
-    """ASGI middleware: adds SCRIPT to the head of each HTML document."""
+    """ASGI middleware: adds SCRIPT to the head of each HTML document, and STYLES to the start of its body: of equal
+    rules the last one applies, and Streamlit adds its own to the head."""
 
     app: ASGIApp
 
@@ -39,6 +43,7 @@ class OneAddress:
             if message.get("more_body"):
                 return
             body = body.replace(b"<head>", b"<head>" + SCRIPT, 1)
+            body = body.replace(b"<body>", b"<body><style>" + STYLES + b"</style>", 1)
             MutableHeaders(scope=start)["content-length"] = str(len(body))
             await send(start)
             await send({"type": "http.response.body", "body": body})

@@ -1,4 +1,5 @@
-"""One part of each layout, light and dark: nothing serious or critical of axe-core, nothing too wide for a phone."""
+"""One part of each layout, light and dark: nothing serious or critical of axe-core, nothing too wide for a phone, and
+little that moves while a page loads."""
 
 from __future__ import annotations
 
@@ -66,6 +67,20 @@ def test_axe_finds_nothing_serious_and_a_phone_shows_all(visit: Callable[..., Pa
         found[path] = [*serious, *page.evaluate(CUT), *([f"{wide} pixels too wide"] if wide > 0 else [])]
     assert found == {path: [] for path in paths}
     assert csv and not any(csv)  # Streamlit's own CSV of a table, which contains formulas
+
+
+# The sum of Chrome's scores, of all that moved without a click.
+MOVED = """() => new Promise(done => new PerformanceObserver(list => done(list.getEntries()
+    .filter(entry => !entry.hadRecentInput).reduce((sum, entry) => sum + entry.value, 0)))
+    .observe({type: 'layout-shift', buffered: true}) || setTimeout(() => done(0), 1000))"""
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("path", ["/", "/explore", "/tensor", "/tensor?view=what_if", "/runs", "/runs?view=recipes"])
+def test_little_moves_while_a_page_loads(visit: Callable[..., Page], path: str):
+    """0.1 is the limit of what Chrome's Web Vitals call good."""
+    page = visit(path)
+    assert page.evaluate(MOVED) <= 0.1
 
 
 def tab_to(page: Page, wanted: Locator) -> None:

@@ -84,10 +84,17 @@ def _recipes(compared: Comparison) -> None:
     written, columns = with_texts(table[[*columns]], columns)
     st.subheader("Recipes", anchor=False)
     st.dataframe(
-        written, hide_index=True, placeholder="–", column_order=[*columns], column_config=columns, key="recipes_table"
-    )
+        written, hide_index=True, placeholder="–", column_order=[*columns], column_config=columns, key="recipes_table",
+        height=height_of(len(written)),
+    )  # fmt: skip
     for sentence in (*compared.leaving, *compared.missing):
         st.caption(plain(sentence))
+
+
+def height_of(rows: int) -> int:
+    """The height in pixels of a table with up to ten visible rows, which Streamlit would find out after it has drawn
+    what is below."""
+    return 35 * min(rows + 1, 11) + 3
 
 
 def _shared(runs: pd.DataFrame) -> dict[str, str]:
@@ -209,7 +216,7 @@ def _table(
     written, layout_of = with_texts(table[[*columns]], columns)
     event = st.dataframe(
         written, hide_index=True, placeholder="–", column_order=shown, column_config=layout_of, key="runs_table",
-        on_select="rerun", selection_mode="multi-row",
+        on_select="rerun", selection_mode="multi-row", height=height_of(len(written)),
     )  # fmt: skip
     _actions(view, [table["run_id"].iloc[row] for row in event["selection"]["rows"] if row < len(table)])
     for run in table.dropna(subset=["reason"]).head(MOST_REASONS).itertuples():  # too long for a cell
