@@ -37,6 +37,13 @@ different order, or in parts, may be rounded differently, and a product accumula
 EXPLAINED: Literal["explained"] = "explained"
 Tolerance = float | Literal["explained"] | None
 """A relative difference, EXPLAINED for each tensor's own limit, or None for no difference in any bit."""
+
+
+def default_tolerance(*configs: Mapping[str, Any]) -> Tolerance:
+    """What counts as equal in two runs unless the user says otherwise. configs: their run.json."""
+    return EXPLAINED if any(config.get("kind") == IMPORT for config in configs) else TOLERANCE
+
+
 # The fields that identify a tensor of a step; ranks and shards are not among them.
 IDENTITY = (
     "iteration", "micro_batch", "layer_index", "module", "expert", "layer_type", "component", "operation", "phase",
@@ -123,6 +130,8 @@ class Difference:
     that only one has, or has in part; one sentence for each difference of settings or data; and the operands that are
     not rounded to the same format, or that one did not record, in the iterations that both recorded.
 
+    tolerance: see `default_tolerance`.
+
     in_order_of_names: whether the order of execution is not known for all of these tensors, as of an imported run whose
     tool does not say. Those of which it is known come first, the others follow in the natural order of their names."""
 
@@ -133,6 +142,7 @@ class Difference:
     notes: tuple[str, ...] = ()
     formats: tuple[FormatDifference, ...] = ()
     in_order_of_names: bool = False
+    tolerance: Tolerance = TOLERANCE
 
     def first(self, tolerance: Tolerance) -> int | None:
         """The index of the first row that differs, see `Compared.differs`; None if none does."""
@@ -245,7 +255,8 @@ def difference(
             key: whole for key, whole in ours.items() if any(f"{a.run_id}/{r['tensor_id']}" in only for r in whole.rows)
         }
     rows, incomplete = [], []
-    imported = any(run.config.get("kind") == IMPORT for run in (a, b))
+    tolerance = default_tolerance(a.config, b.config)
+    imported = tolerance == EXPLAINED
     pairs = matched([*ours], [*theirs]) if imported else {key: key for key in ours if key in theirs}
     unordered = [a.config.get("kind") == IMPORT and _unordered(ours, pairs),
                  b.config.get("kind") == IMPORT and _unordered(theirs, pairs.values())]  # fmt: skip
@@ -270,6 +281,7 @@ def difference(
         tuple(_notes(a, b)),
         _formats(ours, theirs, only is not None),
         all(unordered),
+        tolerance,
     )
 
 

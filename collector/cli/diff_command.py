@@ -13,7 +13,7 @@ import click
 from binade.terminal import FAILED, Command, Option, print_text, readable_root, root_option
 
 if TYPE_CHECKING:  # they import pyarrow
-    from binade.data.difference import Compared, Difference, Tolerance
+    from binade.data.difference import Difference, Tolerance
     from binade.data.runs import RunInfo
 
 AROUND = 8  # rows shown on each side of the first difference
@@ -35,17 +35,14 @@ def _diff(run_a: str, run_b: str, root: str | None, tolerance: float | None, bit
 
     Exit status: 0 if no tensor differs, 1 if one does or there is none to compare.
     """
-    from binade.data.difference import EXPLAINED, TOLERANCE, difference
-    from binade.data.runs import IMPORT, RunError
+    from binade.data.difference import difference
+    from binade.data.runs import RunError
 
     if bitwise and tolerance is not None:
         raise click.UsageError("--bitwise and --tolerance contradict each other: give one")
     a, b = _find(run_a, root), _find(run_b, root)
     found = difference(a, b)
-    imported = IMPORT in (a.config.get("kind"), b.config.get("kind"))
-    limit: Tolerance = None if bitwise else tolerance
-    if tolerance is None and not bitwise:
-        limit = EXPLAINED if imported else TOLERANCE
+    limit: Tolerance = None if bitwise else found.tolerance if tolerance is None else tolerance
     if not found.rows and not found.incomplete:
         raise RunError(f"{a.run_id} and {b.run_id} have no tensor in common")
     first = found.first(limit)
@@ -63,6 +60,8 @@ def _find(name: str, root: str | None) -> RunInfo:
 
 
 def _lines(found: Difference, limit: Tolerance, first: int | None) -> list[str]:
+    from binade.data.difference_text import conclusion
+
     rows = found.rows
     lines = [f"note: {note}" for note in found.notes]
     lines += [f"format: {formats}" for formats in found.formats]
@@ -76,19 +75,14 @@ def _lines(found: Difference, limit: Tolerance, first: int | None) -> list[str]:
             lines.append(f"{len(places):,} {what}, first {places[0]}")
     values = sum(row.by == "values" for row in rows)
     lines.append(f"{len(rows):,} tensors compared: {values:,} by values, {len(rows) - values:,} by statistics")
-    beyond = "by more than their dtypes explain" if isinstance(limit, str) else ""
-    beyond = beyond or ("in at least one bit" if limit is None else f"by more than {limit:.4g}")
+    if not rows:
+        return lines
+    lines.append(conclusion(found, limit))
     if first is None:
-        largest = max(rows, key=lambda row: row.difference, default=None)
-        most = f"; largest difference: {_described(largest)}" if largest and largest.difference else ""
-        return [*lines, f"no tensor differs{'' if limit is None else f' {beyond}'}{most}"]
+        return lines
     start, explained = max(0, first - AROUND), isinstance(limit, str)
-    count = sum(row.differs(limit) for row in rows)
     return [
         *lines,
-        f"{count:,} tensor{'s' * (count != 1)} differ{'s' * (count == 1)} {beyond}; first difference"
-        f"{' in the order of names' * found.in_order_of_names}, after {first:,} "
-        f"tensor{'s' * (first != 1)} that do{'es' * (first == 1)} not: {_described(rows[first])}",
         "",
         "  difference  explained    largest  tensor" if explained else "  difference    largest  tensor",
         *(
@@ -101,13 +95,6 @@ def _lines(found: Difference, limit: Tolerance, first: int | None) -> list[str]:
 
 def _number(value: float | None) -> str:
     return f"{value:10.3e}" if value is not None else "         –"
-
-
-def _described(row: Compared) -> str:
-    if row.by == "shape":
-        return f"{row.place}, of shape {row.shape} and {row.shape_b}"
-    where = f", largest difference {row.largest:.3e} at {list(row.at)}" if row.at is not None else ""
-    return f"{row.place}, relative difference {row.difference:.3e}{where}{' of statistics' * (row.by == 'statistics')}"
 
 
 def _csv(found: Difference) -> str:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
+import torch
 
 from binade import plots
+from binade.collector.imports import importer
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
+from tests.collector.logs_made import read_here
+from tests.collector.test_import_tools import msprobe, run, sglang
 
 
 def test_two_recipes_and_one_run_twice(catalog: Catalog):
@@ -31,7 +37,29 @@ def test_two_recipes_and_one_run_twice(catalog: Catalog):
 
 @pytest.mark.thorough
 @pytest.mark.slow
+@pytest.mark.parametrize("change", ["", "model.layers.2.mlp.down_proj"], ids=["dtype", "layer"])
+def test_of_imported_dumps_the_page_says_what_binade_diff_says(command, capsys, tmp_path, monkeypatch, change: str):
+    """float32 in training, bfloat16 in inference: 2⁻⁵ is below what the dtypes explain of some tensors."""
+    monkeypatch.setattr(importer, "scatter", read_here)
+    runs = []
+    for write, calls in ((msprobe, run(torch.float32)), (sglang, run(torch.bfloat16, change))):
+        write(tmp_path / write.__name__, calls)
+        assert command("import", str(tmp_path / write.__name__), "--scores", "", "--workers", "1") == 0
+        runs += re.findall(r"^(\w+): \d", capsys.readouterr().out, re.MULTILINE)
+    assert command("diff", *runs) == bool(change)
+    printed = capsys.readouterr().out.splitlines()
+    with Catalog.open(tmp_path / "runs") as catalog:
+        found = plots.difference(catalog, run_a=runs[0], run_b=runs[1])
+        strict = plots.difference(catalog, run_a=runs[0], run_b=runs[1], tolerance="0.0001")
+    assert found.verdict.headline in printed and "by more than their dtypes explain" in found.verdict.headline
+    assert ("L3 fc2 output" in found.verdict.headline) == bool(change)
+    limits = found.tables["differences"]["limit"]
+    assert limits.is_monotonic_increasing and limits.min() >= 2**-7
+    assert "by more than 0.0001" in strict.verdict.headline
+
+
+@pytest.mark.slow
 def test_the_page(visit, collected):
     at = visit(collected, "runs", view="difference", tolerance="0.1")
     assert {"Run A", "Run B"} <= {box.label for box in at.selectbox}
-    assert any("differs by more than 0.1" in text.value for text in at.markdown)
+    assert any("by more than 0.1; first difference" in text.value for text in at.markdown)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 from typing import Any
@@ -17,8 +18,9 @@ from binade.app.questions.shared.runs import every_run, run_titles
 from binade.app.questions.shared.selection import Selection
 from binade.data.cache import Done
 from binade.data.catalog import Catalog
-from binade.data.difference import TOLERANCE, Difference
-from binade.data.evidence import Measure, Sentence, exact, extreme, say, together
+from binade.data.difference import EXPLAINED, TOLERANCE, Difference, Tolerance, default_tolerance
+from binade.data.difference_text import RELATIVE, conclusion
+from binade.data.evidence import Sentence, exact, extreme, say, together
 from binade.data.runs import RunError
 
 NOTE = (
@@ -30,11 +32,14 @@ DEFINITION = (
     "statistics were kept. 0 and Inf are drawn at the ends of the axis."
 )
 BITWISE = "bitwise"
-TOLERANCES = (str(TOLERANCE), BITWISE, "0.0001", "0.001", "0.1")
+DEFAULT = "default"  # see data.difference.default_tolerance
+TOLERANCES = (DEFAULT, BITWISE, "0.0001", "0.001", str(TOLERANCE), "0.1")
+TITLES = {DEFAULT: "2⁻⁵", str(TOLERANCE): "2⁻⁵", BITWISE: "0 (bitwise)"}
 COLUMNS = {
     "order": Column("Order", "%d", 60),
     "place": Column("Tensor", width=450),
     "difference": Column("Relative difference", "%.3g", 145),
+    "limit": Column("Explained", "%.3g", 90),
     "largest": Column("Largest difference", "%.3g", 140),
     "by": Column("By", width=65),
 }
@@ -55,10 +60,10 @@ CONTROLS = (
     Control(name="run_a", label="Run A", param=_newest(1), widget="list", row="runs"),
     Control(name="run_b", label="Run B", param=_newest(0), widget="list", row="runs"),
     Control(
-        name="tolerance", label="Tolerance", param=One(TOLERANCES),
-        titles={str(TOLERANCE): "2⁻⁵", BITWISE: "0 (bitwise)"},
-        options=(BITWISE, "0.0001", "0.001", str(TOLERANCE), "0.1"), widget="list", row="runs",
-        help="2⁻⁵: four units in the last place of bfloat16. Summing in a different order can cause such differences",
+        name="tolerance", label="Tolerance", param=One(TOLERANCES), titles=TITLES, widget="list", row="runs",
+        help="By default 2⁻⁵, four units in the last place of bfloat16: summing in a different order can cause such "
+        "differences. If a run is imported, what the dtypes explain: twice the rounding error of the coarser one, and "
+        "twice the largest difference before it",
     ),
 )  # fmt: skip
 
@@ -67,10 +72,23 @@ def _controls(selection: Selection, values: dict[str, Any]) -> Iterable[Control]
     table = every_run(selection.opened)
     titles = run_titles(table)
     choices = table["run_id"].tolist()[::-1]
-    return [
-        replace(each, titles=titles, options=choices) if each.row and each.name != "tolerance" else each
-        for each in CONTROLS
-    ]
+    return [_for_runs(selection.opened, values, each) if each.name == "tolerance"
+            else replace(each, titles=titles, options=choices) for each in CONTROLS]  # fmt: skip
+
+
+def _for_runs(opened: Catalog, values: dict[str, Any], control: Control) -> Control:
+    """The tolerances for two runs."""
+    runs = opened.runs()
+    chosen = runs.loc[runs["run_id"].isin([values["run_a"], values["run_b"]]), "config"]
+    if default_tolerance(*map(json.loads, chosen)) == EXPLAINED:
+        return replace(control, titles=TITLES | {DEFAULT: "what the dtypes explain"})
+    return replace(control, options=[text for text in TOLERANCES if text != str(TOLERANCE)])
+
+
+def _tolerance(text: str, found: Difference) -> Tolerance:
+    if text == DEFAULT:
+        return found.tolerance
+    return None if text == BITWISE else float(text)
 
 
 def draw(selection: Selection, values: dict[str, Any], done: Done = lambda count, of: None) -> Drawn:
@@ -84,8 +102,9 @@ def draw(selection: Selection, values: dict[str, Any], done: Done = lambda count
     problems = [*found.notes, *_missing(found)]
     if table.empty:
         return Drawn(problems=(*problems, "The two runs have none of the filter's tensors in common."))
-    limit = None if values["tolerance"] == BITWISE else float(values["tolerance"])
-    first = found.first(limit)
+    tolerance = _tolerance(values["tolerance"], found)
+    first = found.first(tolerance)
+    limit = tolerance if isinstance(tolerance, float) else None
     figure = Figure(
         "difference",
         charts.differences(
@@ -102,50 +121,21 @@ def draw(selection: Selection, values: dict[str, Any], done: Done = lambda count
     around = table.iloc[start : start + 200]
     order = "names" if found.in_order_of_names else "execution"
     title = f"In the order of {order}" + (f", from tensor {start + 1:,} on" if start else "")
-    items: list[Item] = [figure, Table("differences", around, COLUMNS, title, height=420, choose="tensor_id")]
+    columns = {name: column for name, column in COLUMNS.items() if name != "limit" or tolerance == EXPLAINED}
+    items: list[Item] = [figure, Table("differences", around, columns, title, height=420, choose="tensor_id")]
     if found.formats:
         formats = pd.DataFrame([asdict(each) for each in found.formats])
         items.insert(0, Table("formats", formats, FORMAT_COLUMNS, "Operands in different formats, or of one run alone"))
     if len(around) < len(table):
         items.append(Text(f"The table shows {len(around):,} of {len(table):,} tensors; the CSV of the chart has more."))
-    return Drawn(tuple(items), _verdict(found, table, limit, first), tuple(problems))
+    return Drawn(tuple(items), _verdict(found, table, tolerance), tuple(problems))
 
 
-RELATIVE = Measure("relative", "Relative difference")
-
-
-def _verdict(found: Difference, table: pd.DataFrame, limit: float | None, first: int | None) -> Sentence:
-    total = len(found.rows)
+def _verdict(found: Difference, table: pd.DataFrame, tolerance: Tolerance) -> Sentence:
     how = say("{values} were compared by their values.", values=int((table["by"] == "values").sum()))
-    if all(row.equal for row in found.rows):
-        alike = say("The two runs are not distinguishable: all {total} tensors are equal to the bit.", total=total)
-        return together(alike, how)
-    tolerance = exact(RELATIVE, limit or 0.0)
-    if first is None:
-        most = say("All {total} tensors differ by at most {limit}.", total=total, limit=tolerance)
-    else:
-        order = " in the order of names" * found.in_order_of_names
-        row, counts = found.rows[first], {"count": sum(each.differs(limit) for each in found.rows), "total": total}
-        if limit is None:
-            start = say(
-                "The first tensor{order} that differs in at least one bit: {place}", order=order, place=row.place
-            )
-            most = say("{count} of {total} tensors differ in at least one bit.", **counts)
-        else:
-            start = say(
-                "The first tensor{order} that differs by more than {limit}: {place}",
-                order=order,
-                limit=tolerance,
-                place=row.place,
-            )
-            most = say("{count} of {total} tensors differ by more than {limit}.", limit=tolerance, **counts)
-        size = exact(RELATIVE, row.difference)
-        what = say("({size}).", size=size)
-        if row.by == "shape":
-            what = say("(shapes {a} and {b}).", a=str(row.shape), b=str(row.shape_b))
-        most = together(start, what, most)
     sizes = [(row.place, exact(RELATIVE, row.difference)) for row in found.rows if row.by != "shape"]
-    return together(most, how, extreme(sizes, "relative difference", lowest=False))
+    ends = extreme(sizes, "relative difference", lowest=False) if any(row.difference for row in found.rows) else ""
+    return together(conclusion(found, tolerance), how, ends)
 
 
 def _missing(found: Difference) -> Iterable[str]:

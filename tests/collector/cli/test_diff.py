@@ -41,7 +41,7 @@ def layouts(tmp_path_factory: pytest.TempPathFactory) -> list[RunInfo]:
 def test_one_rank_and_two_by_values(layouts: list[RunInfo], command: Callable[..., int], capsys):
     one, two, _ = layouts
     assert command("diff", one.run_id, str(two.directory), "--tensor-save-dir", str(one.directory.parent)) == 0
-    assert f"no tensor differs by more than {TOLERANCE:.4g}" in capsys.readouterr().out
+    assert f"No tensor differs by more than {TOLERANCE:.4g}" in capsys.readouterr().out
     found = difference(one, two)
     assert len(found.rows) == one.status.tensors and {row.by for row in found.rows} == {"values"}
     assert not (found.only_a or found.only_b or found.incomplete or found.notes)
