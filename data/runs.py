@@ -58,6 +58,7 @@ from binade.data.store import process_start as process_start
 from binade.data.text import describe
 
 RUN_FILE = "run.json"
+STATUS_FILE = "status.json"
 IMPORT = "import"  # run.json's "kind" of a run whose tensors another tool logged
 CHECKPOINTS = "checkpoints"  # the folder of a run that can be resumed from them
 DEFAULT_ROOT = Path("data/runs")
@@ -407,7 +408,7 @@ class RunWriter:
                 changes |= self._count({name: changes[name] for name in COUNTS if name in changes})
             self.status = replace(self.status, **changes, heartbeat=now())
             if self.rank == 0:
-                write_json(self.directory / "status.json", self.status)
+                write_json(self.directory / STATUS_FILE, self.status)
 
     def _count(self, own: dict[str, Any]) -> dict[str, int]:
         """Save this rank's counts if they have changed. Returns the sums of what all ranks have written so far."""
@@ -472,7 +473,7 @@ def describe_run(directory: Path, facts: Mapping[str, Any]) -> None:
 
 def read_status(directory: Path) -> Status:
     """The content of status.json. Raises OSError, and ValueError if it is damaged."""
-    return read_json(Status, directory / "status.json")
+    return read_json(Status, directory / STATUS_FILE)
 
 
 def rank_statuses(directory: Path) -> list[RankStatus]:
@@ -532,7 +533,7 @@ def settle(directory: Path, state: RunState, reason: str | None) -> None:
     status = read_status(directory)
     counts: dict[str, Any] = total_counts(directory) if (directory / "ranks").is_dir() else {}
     changed = replace(status, state=state, reason=reason, finished=now(), heartbeat=now(), **counts)
-    write_json(directory / "status.json", changed)
+    write_json(directory / STATUS_FILE, changed)
 
 
 def read_run(directory: Path) -> RunInfo:

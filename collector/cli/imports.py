@@ -16,9 +16,11 @@ from binade.data.text import counted
 from binade.terminal import Command, Option, fail, line_of, names, one_line, print_text, resolve_root, root_option
 
 if TYPE_CHECKING:
-    from binade.collector.imports.files import Walked
+    from collections.abc import Sequence
+
+    from binade.collector.imports.files import TensorFiles
     from binade.collector.imports.importer import Imported
-    from binade.collector.imports.losses import Found, Training
+    from binade.collector.imports.losses import Log, Training
 
 SHOWN_REFUSALS = 10
 SCORES = ",".join(DEFAULT_SCORES)
@@ -44,7 +46,7 @@ def _import(context: click.Context, /, path: Path, root: str, dry_run: bool, **o
     run.
     """
     from binade.collector.errors import ConfigError
-    from binade.collector.imports.files import checked, walk
+    from binade.collector.imports.files import checked, tensor_files, walk
     from binade.collector.imports.losses import find_logs
     from binade.collector.imports.readers.registry import looked_for
     from binade.data.access import check_writable
@@ -61,31 +63,35 @@ def _import(context: click.Context, /, path: Path, root: str, dry_run: bool, **o
         return ConfigError(f"--{name.replace('_', '-')} is for {kind}, but {reason}")
 
     command, into = line_of(context.find_root().obj), resolve_root(root)
-    found = find_logs(path, into)
+    walked = walk(path, into)
+    logs = find_logs(walked)
     of_losses, of_tensors = chosen(OF_LOSSES), chosen(OF_TENSORS)
-    if of_losses and not found.logs:
+    if of_losses and not logs:
         raise only_for(of_losses[0], "losses", f"{path} has no loss log; looked for: {looked_for()}")
     if of_losses and of_tensors:
         raise only_for(of_tensors[0], "tensors", f"--{of_losses[0].replace('_', '-')} is for losses: give one of them")
-    apart = [file for log in found.logs for file in log.files]
-    is_directory = os.path.isdir(os.path.expanduser(path))
-    has_tensors = (
-        is_directory and not of_losses and not (found.logs and Path(path).expanduser().resolve() == into.resolve())
-    )
-    walked = walk(checked(path, into), into, apart) if has_tensors else ([], [])
-    tensors = len(walked[0])
-    if of_tensors and found.logs and not tensors:
+    if not logs:
+        checked(path, into)
+    files, refused = tensor_files(walked, [file for log in logs for file in log.files])
+    if of_losses or not walked.source.is_dir() or walked.source == into.resolve():
+        files = []  # the losses alone
+    if of_tensors and logs and not files:
         raise only_for(of_tensors[0], "tensors", f"{path} has losses alone")
     statuses = []
-    if found.logs and not of_tensors:
+    if logs and not of_tensors:
         own = {name: options[name] for name in OF_LOSSES}
-        statuses.append(_losses(path, into, command, found, dry_run, others=not tensors, **own))
-    if dry_run and not (tensors or found.logs):
-        raise ConfigError(f"{path} has no tensor file and no loss log; looked for: {looked_for()}")
-    if dry_run and tensors:
-        print_text(f"{counted(tensors, 'tensor file')} in {one_line(str(path))}")
-    elif tensors or not found.logs:
-        statuses.append(_tensors(path, into, command, walked, **{name: options[name] for name in OF_TENSORS}))
+        statuses.append(_losses(path, into, command, logs, dry_run, bool(files), **own))
+    if dry_run:
+        found = [f"{counted(len(files), 'tensor file')} in {one_line(str(path))}"] * bool(files)
+        if lines := [*found, *(f"not read: {one_line(refusal.line)}" for refusal in refused)]:
+            print_text("\n".join(lines))
+        if not (files or logs):
+            raise ConfigError(f"{path} has no tensor file and no loss log; looked for: {looked_for()}")
+    elif files or not logs:
+        own = {name: options[name] for name in OF_TENSORS}
+        statuses.append(_tensors(path, into, command, (files, refused), **own))
+    elif refused:
+        print_text(f"{counted(len(refused), 'other file')} not read: --dry-run says why")
     return max(statuses, default=0)
 
 
@@ -93,9 +99,9 @@ def _losses(
     path: Path,
     root: Path,
     command: str,
-    found: Found,
+    logs: Sequence[Log],
     dry_run: bool,
-    others: bool,
+    with_tensors: bool,
     recipe: str | None,
     like: str | None,
     name: str | None,
@@ -103,17 +109,23 @@ def _losses(
     loss_column: str | None,
     **start: Any,
 ) -> int:
-    """others: whether to say which files are no loss logs."""
+    """with_tensors: whether there are tensors, which are imported even if no log can be read."""
     from binade.collector.errors import ConfigError
     from binade.collector.imports.losses import import_trainings, read_logs, refusal
-    from binade.collector.imports.readers.registry import looked_for
     from binade.collector.imports.readers.series import Columns
     from binade.data.runs import IMPORT
     from binade.data.same_data import unknown
 
     facts = _like(like, root, start) if like is not None else dict(start)
-    read = read_logs(found.logs, Columns(step_column, loss_column))
+    read = read_logs(logs, Columns(step_column, loss_column), print_text)
+    refused = [f"refused: {reason}" for _, reason in read.refused[: None if dry_run else SHOWN_REFUSALS]]
+    if (hidden := len(read.refused) - len(refused)) > 0:
+        refused.append(f"refused: {hidden:,} more")
     if not read.trainings:
+        if with_tensors or len(refused) > 1:
+            print_text("\n".join(map(one_line, refused)))
+        if with_tensors:
+            return fail(f"no loss log of {path} can be read")
         raise ConfigError(refusal(path, read))
     if like is None and not dry_run and sys.stdin.isatty() and sys.stderr.isatty():
         facts |= _asked(path, [option for option, value in start.items() if value is None])
@@ -123,13 +135,7 @@ def _losses(
         runs = import_trainings(read.trainings, root, recipe=recipe, start=facts, name=name, command=command)
     lines = [line for run, training in zip(runs, read.trainings, strict=True) for line in _of_training(run, training)]
     lines += [f"left out: {part.place}: {whole.place} has all of its losses" for part, whole in read.contained]
-    lines += [f"refused: {reason}" for _, reason in read.refused[:SHOWN_REFUSALS]]
-    if (hidden := len(read.refused) - SHOWN_REFUSALS) > 0:
-        lines.append(f"refused: {hidden:,} more")
-    if others and found.others and dry_run:
-        lines.append(f"not recognized: {', '.join(found.others)}; looked for: {looked_for()}")
-    elif others and found.others:
-        lines.append(f"{counted(len(found.others), 'other file')} not recognized: --dry-run lists what is")
+    lines += refused
     missing = [f"--{option}" for option in ("recipe", *START) if {"recipe": recipe, **facts}.get(option) is None]
     if like is not None:
         why = unknown({"kind": IMPORT, **facts}, None)
@@ -198,7 +204,9 @@ def _of_training(run: str, training: Training) -> list[str]:
     return [*lines, *(f"    {detail}" for detail in details)]
 
 
-def _tensors(path: Path, root: Path, command: str, walked: Walked, scores: tuple[str, ...], workers: int | None) -> int:
+def _tensors(
+    path: Path, root: Path, command: str, files: TensorFiles, scores: tuple[str, ...], workers: int | None
+) -> int:
     from binade.collector.imports.workers import prepare
 
     prepare("binade.collector.imports.importer")  # its processes import torch while this one does
@@ -213,7 +221,7 @@ def _tensors(path: Path, root: Path, command: str, walked: Walked, scores: tuple
             say=lambda line: shown.say(one_line(line)),
             progress=shown.progress,
             command=command,
-            walked=walked,
+            files=files,
         )
     if result.failed:
         where = result.directory / "refused.jsonl"

@@ -1,4 +1,4 @@
-"""Which files of a directory an import reads, and why it refuses the others."""
+"""Which files are in a directory, which of them have tensors, and why an import refuses the others."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from binade.collector.errors import ConfigError
+from binade.collector.errors import ConfigError, raising
 from binade.collector.imports.registry import beside, statistics_of
-from binade.data.runs import is_unicode
+from binade.data.runs import RUN_FILE, STATUS_FILE, is_unicode
 from binade.data.store import SUFFIXES, changed_ns
 
 LEFT_OUT = "left out of "  # starts the reason
+RUN = "a run of Binade: copy its directory into the root of the runs"
 PICKLE = "a pickle can run code when it is opened, so it is not opened"
 
 
 @dataclass(frozen=True)
 class File:
-    """A tensor file as it was found: an absolute path, and a name relative to the imported directory."""
+    """A file as it was found: an absolute path, and a name relative to the imported directory."""
 
     path: str
     name: str
@@ -45,7 +46,17 @@ class Refusal:
         return f"{self.file}{f' [{self.key}]' if self.key else ''}: {self.reason}"
 
 
-Walked = tuple[list[File], list[Refusal]]
+@dataclass(frozen=True)
+class Walked:
+    """The regular files under a directory in the order of their names, and the refusals of its other entries. source:
+    the directory, or the only file; absolute."""
+
+    source: Path
+    files: tuple[File, ...]
+    refused: tuple[Refusal, ...] = ()
+
+
+TensorFiles = tuple[list[File], list[Refusal]]  # those to read, and why the others are not
 
 
 def checked(source: Path, root: Path) -> Path:
@@ -65,16 +76,22 @@ def checked(source: Path, root: Path) -> Path:
     return source
 
 
-def walk(source: Path, root: Path, apart: Collection[Path] = ()) -> Walked:
-    """The tensor files under a directory in the order of their names, and the refusals of all other files except those
-    that a tool writes next to its tensors, and `apart`, absolute paths.
+def walk(source: Path, root: Path) -> Walked:
+    """The files under a directory, or a file itself.
 
-    Links are not followed: targets inside the directory are found anyway. The root of the runs is left out.
+    Links are not followed: targets inside the directory are found anyway. The root of the runs is left out, and so are
+    runs. Raises ConfigError for a path that cannot be read.
     """
+    source = Path(os.path.expanduser(source)).resolve()
+    if not is_unicode(str(source)):
+        raise ConfigError("the path is not valid Unicode: rename the file or directory that causes this")
+    if not source.is_dir():
+        with raising(ConfigError, f"{source} cannot be read", OSError):
+            status = os.stat(source)
+        return Walked(source, (File(str(source), source.name, status.st_size, changed_ns(status)),))
     files: list[File] = []
     refused: list[Refusal] = []
     ours = str(root.resolve())
-    left = {str(path) for path in apart}
     prefix = len(os.path.join(source, ""))
 
     def refuse(path: str, reason: str) -> None:
@@ -85,6 +102,10 @@ def walk(source: Path, root: Path, apart: Collection[Path] = ()) -> Walked:
 
     for directory, below, names in os.walk(str(source), onerror=refuse_listing):
         entries, below[:] = sorted([*below, *names]), []
+        if RUN_FILE in names and STATUS_FILE in names:
+            if str(source) != ours:
+                refuse(directory, RUN)
+            continue
         for entry in entries:
             path = os.path.join(directory, entry)
             try:
@@ -97,33 +118,49 @@ def walk(source: Path, root: Path, apart: Collection[Path] = ()) -> Walked:
             elif stat.S_ISDIR(status.st_mode):
                 if path != ours:
                     below.append(entry)
-            elif path in left:
-                continue
-            elif (reason := _refusal(path, status, source)) is not None:
-                if reason:
-                    refuse(path, reason)
+            elif stat.S_ISLNK(status.st_mode):
+                refuse(path, _why_not_followed(path, source))
+            elif not stat.S_ISREG(status.st_mode):
+                refuse(path, "it is not a regular file")
             else:
                 files.append(File(path, path[prefix:], status.st_size, changed_ns(status)))
+    return Walked(source, tuple(files), tuple(refused))
+
+
+def _why_not_followed(path: str, source: Path) -> str:
+    try:
+        target = Path(os.path.realpath(path, strict=True))
+    except OSError:
+        return "a symbolic link whose target does not exist, or that points to itself"
+    if not target.is_relative_to(source):
+        return "a symbolic link out of the directory: links are not followed"
+    return "a symbolic link: its target is found separately"
+
+
+def tensor_files(walked: Walked, apart: Collection[Path] = ()) -> TensorFiles:
+    """The files with tensors or their statistics, and the refusals of all others except those that a tool writes next
+    to its tensors, and `apart`, absolute paths."""
+    files: list[File] = []
+    refused = [*walked.refused]
+    left = {str(path) for path in apart}
+    for file in walked.files:
+        if file.path in left:
+            continue
+        reason = _refusal(file)
+        if reason is None:
+            files.append(file)
+        elif reason:
+            refused.append(Refusal(file.name, reason))
     return files, refused
 
 
-def _refusal(path: str, status: os.stat_result, source: Path) -> str | None:
-    """Why an entry other than a directory is not read, "" if this need not be reported; None for a tensor file."""
-    if stat.S_ISLNK(status.st_mode):
-        try:
-            target = Path(os.path.realpath(path, strict=True))
-        except OSError:
-            return "a symbolic link whose target does not exist, or that points to itself"
-        if not target.is_relative_to(source):
-            return "a symbolic link out of the directory: links are not followed"
-        return "a symbolic link: its target is found separately"
-    if not stat.S_ISREG(status.st_mode):
-        return "it is not a regular file"
-    suffix = os.path.splitext(path)[1]
-    if suffix in (".pkl", ".pickle"):
+def _refusal(file: File) -> str | None:
+    """Why a file is not read, "" if this need not be reported; None for a tensor file."""
+    path = Path(file.path)
+    if path.suffix in (".pkl", ".pickle"):
         return PICKLE
-    if suffix not in SUFFIXES and statistics_of(Path(path)) is None:
-        if (reason := beside(Path(path))) is not None:
+    if path.suffix not in SUFFIXES and statistics_of(path) is None:
+        if (reason := beside(path)) is not None:
             return reason
-        return f"not a tensor file: expected {', '.join(SUFFIXES)}"
-    return None if status.st_size else "it is empty (0 bytes)"
+        return f"not a tensor file, of {', '.join(SUFFIXES)}, and not recognized as a loss log"
+    return None if file.size else "it is empty (0 bytes)"

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from binade.collector.errors import ConfigError
-from binade.collector.imports.files import LEFT_OUT, File, Refusal, Walked, checked, walk
+from binade.collector.imports.files import LEFT_OUT, File, Refusal, TensorFiles, checked, tensor_files, walk
 from binade.collector.imports.log import Importer, Log
 from binade.collector.imports.names import distinct_modules
 from binade.collector.imports.registry import interpret, statistics_of
@@ -252,14 +252,14 @@ def import_logs(
     say: Say,
     progress: Progress = lambda done, total: None,
     command: str = "",
-    walked: Walked | None = None,
+    files: TensorFiles | None = None,
 ) -> Imported:
     """Index every tensor file under source in a run of root.
 
     scores   formats or specs to try on every tensor: along the axis that its GEMM contracts, the last axis if that is
              unknown
     workers  processes; None for one per core
-    walked   the files of source, if they are known already, without those that are read otherwise
+    files    the tensor files of source, if they are known already
 
     Raises ConfigError if source is not a directory, UnknownFormatError or SpecError, RunError if root cannot be written
     or the same import is running; later OSError or KeyboardInterrupt, with the run marked accordingly and what was
@@ -270,7 +270,7 @@ def import_logs(
     scores = tuple(dict.fromkeys(str(Spec.of(name)) for name in scores))
     if workers is not None and workers < 1:
         raise ConfigError(f"--workers is {workers}: it must be 1 or more")
-    found, refused = walked or walk(source, root)
+    found, refused = files or tensor_files(walk(source, root))
     if not (found or refused):
         return Imported("", root, 0, 0, 0, 0, {}, [], time.monotonic() - start)
     config = {"source": str(source), "scores": list(scores), "command": command}

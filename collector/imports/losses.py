@@ -9,23 +9,23 @@ from __future__ import annotations
 import json
 import math
 import os
-import stat
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from binade.collector.errors import ConfigError, raising
+from binade.collector.imports.files import Walked
 from binade.collector.imports.readers.registry import looked_for, reader_of
 from binade.collector.imports.readers.series import Columns, Confidence, Reader, Series, Start
+from binade.collector.imports.registry import statistics_of
 from binade.collector.imports.run import run_of_import
 from binade.data.json_files import sealed
 from binade.data.runs import (
     DONE,
-    RUN_FILE,
     RunError,
     change_notes,
-    is_unicode,
     parse_notes,
     read_notes,
 )
@@ -33,6 +33,7 @@ from binade.data.store import SUFFIXES, set_aside, sweep_beside, temporary_file
 from binade.data.text import describe
 
 LONGEST_NAME = 80  # of a run
+SECONDS_A_LINE = 5.0  # of progress
 
 
 @dataclass(frozen=True)
@@ -44,14 +45,6 @@ class Log:
     reader: Reader
     files: tuple[Path, ...]
     label: str | None = None
-
-
-@dataclass(frozen=True)
-class Found:
-    """The logs that were found, and the other files, which no reader recognized."""
-
-    logs: tuple[Log, ...]
-    others: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,67 +70,51 @@ class Read:
     refused: tuple[tuple[Log, str], ...]
 
 
-def find_logs(source: Path, root: Path) -> Found:
-    """The loss logs of a file, or of a folder and all folders in it. Links are not followed; the root of the runs, and
-    runs, are left out. Raises ConfigError for a file that is no loss log, and OSError."""
-    source = Path(os.path.expanduser(source)).resolve()
-    if not is_unicode(str(source)):
-        raise ConfigError("the log's path is not valid Unicode: rename the file or directory that causes this")
+def find_logs(walked: Walked) -> tuple[Log, ...]:
+    """The loss logs among these files. Raises ConfigError if the only file is not one."""
+    source = walked.source
     if not source.is_dir():
-        start = _start(source)
-        if not start.content:
-            raise ConfigError(f"{source} is empty (0 bytes): expected a row for each step, with its loss")
-        if reader := reader_of(start, Confidence.POSSIBLE):
-            return Found((Log(source, reader, (source,)),))
-        hint = "; tensors are imported by naming their directory" if source.suffix in SUFFIXES else ""
-        raise ConfigError(f"{source} is not recognized as a loss log; looked for: {looked_for()}{hint}")
+        return (_only_log(source),)
     folders: dict[tuple[Path, Reader], list[Path]] = {}
     logs: list[Log] = []
-    others: list[str] = []
-    for path in _files(source, root.resolve()):
-        label = path.relative_to(source).as_posix()
+    for file in walked.files:
+        path = Path(file.path)
+        if path.suffix in SUFFIXES:
+            continue
         try:
             reader = reader_of(Start.of(path), Confidence.COLUMNS)
-        except OSError:
-            reader = None
-        if reader is None:
-            others.append(label.encode(errors="backslashreplace").decode())
-        elif reader.whole_folder:
+        except OSError:  # it was deleted meanwhile, or nobody may read it
+            continue
+        if reader is not None and reader.whole_folder:
             folders.setdefault((path.parent, reader), []).append(path)
-        else:
-            logs.append(Log(path, reader, (path,), label))
+        elif reader is not None:
+            logs.append(Log(path, reader, (path,), path.relative_to(source).as_posix()))
     for (folder, reader), files in folders.items():
         logs.append(Log(folder, reader, tuple(files), folder.relative_to(source).as_posix()))
-    return Found(tuple(sorted(logs, key=lambda log: log.path)), tuple(others))
+    return tuple(sorted(logs, key=lambda log: log.path))
 
 
-def _start(path: Path) -> Start:
+def _only_log(path: Path) -> Log:
     with raising(ConfigError, f"{path} cannot be read", OSError):
-        return Start.of(path)
+        start = Start.of(path)
+    if not start.content:
+        raise ConfigError(f"{path} is empty (0 bytes): expected a row for each step, with its loss")
+    if reader := reader_of(start, Confidence.POSSIBLE):
+        return Log(path, reader, (path,))
+    is_dump = path.suffix in SUFFIXES or statistics_of(path) is not None
+    hint = "; tensors are imported by naming their directory" * is_dump
+    raise ConfigError(f"{path} is not recognized as a loss log; looked for: {looked_for()}{hint}")
 
 
-def _files(source: Path, root: Path) -> Iterator[Path]:
-    """The files that may be loss logs, in the order of their names."""
-    for directory, below, names in os.walk(source):
-        if RUN_FILE in names and "status.json" in names:  # of a run of ours
-            below[:] = []
-            continue
-        below[:] = sorted(name for name in below if Path(directory, name) != root)
-        for name in sorted(names):
-            path = Path(directory, name)
-            try:
-                ordinary = stat.S_ISREG(os.lstat(path).st_mode)
-            except OSError:  # it was deleted meanwhile
-                continue
-            if ordinary and is_unicode(str(path)) and path.suffix not in SUFFIXES:
-                yield path
-
-
-def read_logs(logs: Sequence[Log], columns: Columns) -> Read:
-    """The trainings of these logs. Raises OSError."""
+def read_logs(logs: Sequence[Log], columns: Columns, say: Callable[[str], None] = lambda line: None) -> Read:
+    """The trainings of these logs. say: called with a line of progress every few seconds. Raises OSError."""
     trainings: list[Training] = []
     refused: list[tuple[Log, str]] = []
-    for log in logs:
+    said = time.monotonic()
+    for number, log in enumerate(logs):
+        if time.monotonic() - said > SECONDS_A_LINE:
+            said = time.monotonic()
+            say(f"{number:,} of {len(logs):,} logs read")
         try:
             trainings += [Training(log, series) for series in log.reader.read(log.path, columns)]
         except ConfigError as error:

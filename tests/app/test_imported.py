@@ -16,6 +16,7 @@ from binade.app.view import View
 from binade.collector import Recorder
 from binade.collector.capture.clock import Moment
 from binade.collector.imports import importer
+from binade.collector.imports.files import walk
 from binade.collector.imports.importer import import_logs
 from binade.collector.imports.losses import find_logs, import_trainings, read_logs
 from binade.collector.imports.readers.series import Columns
@@ -145,7 +146,7 @@ def test_runs_name_the_directory(visit: Visit, imported: Path):
 
 
 def import_log(path: Path, root: Path, columns: Columns, **settings: Any) -> None:
-    import_trainings(read_logs(find_logs(path, root).logs, columns).trainings, root, **settings)
+    import_trainings(read_logs(find_logs(walk(path, root)), columns).trainings, root, **settings)
 
 
 def test_imported_losses_are_compared_with_their_bf16_run(visit: Visit, tmp_path: Path):

@@ -16,6 +16,7 @@ from binade.app.questions.recipes.question import RECIPES
 from binade.app.questions.shared.selection import Selection
 from binade.collector import Recorder, TrainerCallback, coverage, instrument
 from binade.collector.errors import ConfigError
+from binade.collector.imports.files import walk
 from binade.collector.imports.losses import find_logs
 from binade.collector.imports.readers.series import Columns
 from binade.collector.recipes.files import to_toml
@@ -23,7 +24,7 @@ from binade.collector.recipes.parse import parse_recipe
 from binade.data.catalog import Catalog
 from binade.data.comparison import costs, loss_gaps
 from binade.data.filter import Filter
-from binade.data.run_table import losses_of, runs_with_reference
+from binade.data.run_table import losses_of, runs_with_references
 from binade.data.runs import RunError, RunInfo, check_losses, list_runs, read_run, read_steps
 from binade.data.same_data import window_of
 from tests.compared import compared, gaps_of, printed
@@ -114,8 +115,8 @@ def test_a_pair_shows_its_gap(tmp_path):
     (base, plain), (own, quantized) = (train(tmp_path, recipe) for recipe in ("bf16", "mxfp8"))
     gap = [a - b for a, b in zip(quantized, plain, strict=True)]
     with Catalog.open(tmp_path) as catalog:
-        table = runs_with_reference(catalog.runs(), catalog.parts())
-        assert table.set_index("run_id")["reference"][own.run_id] == base.run_id
+        table = runs_with_references(catalog.runs(), catalog.parts())
+        assert table.set_index("run_id")["references"][own.run_id] == (base.run_id,)
         found = loss_gaps(table, losses_of(catalog, table["run_id"].tolist()))
         assert found[found["run_id"] == own.run_id]["gap"].tolist() == gap
         (row,) = costs(found, table).to_dict("records")
@@ -132,7 +133,7 @@ def test_other_weights_or_data_do_not_match(tmp_path, other):
     train(tmp_path, "bf16", **other)
     train(tmp_path, "mxfp8")
     with Catalog.open(tmp_path) as catalog:
-        assert runs_with_reference(catalog.runs(), catalog.parts())["reference"].isna().sum() == 1
+        assert runs_with_references(catalog.runs(), catalog.parts())["references"].map(len).tolist().count(0) == 1
     assert not gaps_of(tmp_path)
 
 
@@ -180,7 +181,7 @@ def test_trainer_logs_by_itself(tmp_path, every, iterations, windows):
     assert len({line["data_sha256"] for line in lines}) == len(iterations)
     assert [window_of(line) for line in lines] == windows
     assert (run.config["model"], run.config["recipe"]) == ("LlamaForCausalLM", "mxfp8")
-    (log,) = find_logs(tmp_path / "out", tmp_path / "runs").logs  # trainer_state.json, as the Trainer has written it
+    (log,) = find_logs(walk(tmp_path / "out", tmp_path / "runs"))  # trainer_state.json, as the Trainer has written it
     (series,) = log.reader.read(log.path, Columns())
     assert [*series.losses.values()] == [each["loss"] for each in history]
     assert [*series.windows.values()] == windows or len(windows) == 1  # of a single loss, the file does not say it
@@ -215,7 +216,7 @@ def test_a_trainer_that_resumes_is_compared(tmp_path):
     assert [line["iteration"] for line in lines] == [2, 3]
     assert [line["data_sha256"] for line in lines] == [line["data_sha256"] for line in whole[2:]]
     with Catalog.open(tmp_path / "runs") as catalog:
-        table = runs_with_reference(catalog.runs(), catalog.parts())
+        table = runs_with_references(catalog.runs(), catalog.parts())
         gaps = loss_gaps(table, losses_of(catalog, table["run_id"].tolist()))
     own = gaps[gaps["run_id"] == resumed.run_id]
     expected = [line["loss"] - other["loss"] for line, other in zip(lines, whole[2:], strict=True)]
