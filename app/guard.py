@@ -49,7 +49,7 @@ class Guard:
         file = uploads.PATH.fullmatch(scope["path"]) if scope["method"] == "PUT" else None
         if file and not refused:
             length = None if "transfer-encoding" in headers else headers.get("content-length")
-            status, refused = uploads.begin(file["session"], length)
+            status, refused = uploads.begin(**file.groupdict(), length=length)
         if refused:
             return await PlainTextResponse(refused + "\n", status_code=status)(scope, receive, answer)
         try:

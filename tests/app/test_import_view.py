@@ -10,7 +10,7 @@ import pytest
 import torch
 from streamlit.testing.v1 import AppTest
 
-from binade.app.jobs.import_view import FOLDER, PATH
+from binade.app.jobs.import_view import DIRECTORY, FOLDER, PATH
 from binade.data.catalog import Catalog
 from binade.data.runs import list_runs
 from tests.app.test_pages import Visit, rerun, words
@@ -31,8 +31,24 @@ def runs(tmp_path: Path) -> list:
 
 
 def upload(at: AppTest, name: str, content: bytes) -> str:
-    at.file_uploader[0].set_value((name, content, ""))
+    return upload_all(at, {name: content})
+
+
+def upload_all(at: AppTest, *files: dict[str, bytes]) -> str:
+    at.file_uploader[0].set_value([(name, content, "") for each in files for name, content in each.items()])
     return words(rerun(at))
+
+
+def shown(at: AppTest) -> list[str]:
+    """The lines of the importer."""
+    return "\n".join(code.value for code in at.code).splitlines()
+
+
+def losses(tmp_path: Path) -> dict[str, float | None]:
+    """The last loss of each run, by where its log is in the upload."""
+    kept = tmp_path / "runs" / FOLDER
+    places = {run.run_id: "/".join(Path(run.config["source"]).relative_to(kept).parts[1:]) for run in runs(tmp_path)}
+    return {places[run.run_id]: run.status.loss_last for run in runs(tmp_path)}
 
 
 def name_path(at: AppTest, path: Path) -> str:
@@ -93,6 +109,54 @@ def test_a_refused_upload_is_one_line_and_leaves_nothing(at: AppTest, tmp_path: 
     assert len(at.error) == 1 and message in at.error[0].value and "\n" not in at.error[0].value
     assert not at.get("button") or "import_files" not in {button.key for button in at.button}
     assert not (tmp_path / "runs" / FOLDER).exists() and not runs(tmp_path)
+
+
+def log(last: float) -> bytes:
+    return f"step,loss\n1,5.5\n2,{last}\n".encode()
+
+
+def test_several_files_are_imported_and_each_refused_one_is_one_line(at: AppTest, tmp_path: Path):
+    """Two have the same name."""
+    files = {"losses.csv": log(3.5), "state.json": json.dumps(STATE).encode(), "notes.txt": b"Dear reader,\n",
+             "bad.csv": b"step,loss\n1,two\n", "x.pkl": b"x"}  # fmt: skip
+    upload_all(at, files, {"losses.csv": log(2.5)})
+    lines = shown(at)
+    assert not runs(tmp_path) and not (tmp_path / "runs" / FOLDER).exists()
+    for name in ("notes.txt", "x.pkl", "bad.csv"):
+        assert sum(name in line for line in lines) == 1, name
+    import_now(at)
+    assert losses(tmp_path) == {"losses.csv": 3.5, "2/losses.csv": 2.5, "state.json": STATE["log_history"][-1]["loss"]}
+    (kept,) = (tmp_path / "runs" / FOLDER).iterdir()
+    assert (kept / "losses.csv").read_bytes() == log(3.5) and (kept / "2" / "losses.csv").read_bytes() == log(2.5)
+    upload_all(at, files, {"losses.csv": log(2.5)})
+    import_now(at)
+    assert len(runs(tmp_path)) == 3 and [*(tmp_path / "runs" / FOLDER).iterdir()] == [kept]
+
+
+def test_a_directory_keeps_its_folders(at: AppTest, tmp_path: Path):
+    """Losses and tensors together. A damaged log does not keep the tensors out."""
+    at.radio(key="import_way").set_value(DIRECTORY)
+    rerun(at)
+    assert at.file_uploader[0].accept_directory
+    torch.save({"model.layers.0.mlp.down_proj.weight": torch.ones(4, 32)}, content := io.BytesIO())
+    at.text_input(key="import_recipe").set_value("")
+    upload_all(at, {"out/a/losses.csv": b"step,loss\n1,two\n", "out/checkpoint-7/x.pt": content.getvalue()})
+    assert "1 tensor file in the upload" in shown(at)
+    import_now(at)
+    assert any("out/a/losses.csv, line 2: the loss is 'two'" in line for line in shown(at))
+    with Catalog.open(tmp_path / "runs") as catalog:
+        table = catalog.tensors()
+        assert table["iteration"].tolist() == [7]  # of the name of its folder
+        assert torch.equal(catalog.load(table["tensor_id"][0]), torch.ones(4, 32))
+
+
+def test_of_a_refused_import_an_earlier_one_stays(at: AppTest, tmp_path: Path):
+    upload(at, "losses.csv", log(3.5))
+    import_now(at)
+    at.text_input(key="import_recipe").set_value("x\0y")
+    upload(at, "losses.csv", log(3.5))
+    assert len(at.error) == 1 and len(runs(tmp_path)) == 1
+    assert len([*(tmp_path / "runs" / FOLDER).glob("*/losses.csv")]) == 1
 
 
 @pytest.mark.sampled(1)

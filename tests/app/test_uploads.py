@@ -42,6 +42,21 @@ def test_a_session_holds_one_file_while_its_page_asks_for_one(app: str):
         until(lambda: other.held() == 0, "the file of a closed tab to go")
 
 
+def test_a_page_that_asks_for_several_files_holds_them_together(app: str):
+    with Tab(app) as tab:
+        tab.visit("runs", "view=collect")
+        assert [tab.put(b"x" * 1000, file) for file in "abc"] == [204] * 3
+        until(lambda: tab.held() == 3000, "all three")
+        first = tab.begin(LARGEST // 2, "d")  # two at a time
+        until(lambda: tab.begin(LARGEST // 2, "e").getresponse().status == 413, "both to be counted")
+        assert tab.put(b"x" * 10, "f") == 204
+        first.close()
+        until(lambda: tab.put(b"x" * (LARGEST // 2), "g") == 204, "what was cut off to be forgotten")
+        tab.visit("runs")
+        assert tab.put(b"x") == 403
+        until(lambda: tab.held() == 0, "the files to go with their page")
+
+
 def test_size_number_and_total(app: str):
     tabs = [Tab(app) for _ in range(MOST // LARGEST + 1)]
     for tab in tabs:
