@@ -21,6 +21,7 @@ from binade.data.fields import MEASURES, Field
 from binade.data.filter import Filter
 from binade.data.gradients import gradient_summary
 from binade.data.ladder import Ladder
+from binade.data.run_table import has_reference
 from binade.data.tensor_kinds import label_of
 from binade.quant.formats import BF16
 
@@ -117,7 +118,7 @@ def ablation(
     at: int | None,
     done: Done = lambda count, of: None,
 ) -> Ablation | None:
-    """What each rung of a ladder costs; None if none of its runs has a gap. table: of `runs_with_reference`; gaps: of
+    """What each rung of a ladder costs; None if none of its runs has a gap. table: of `runs_with_references`; gaps: of
     `loss_gaps`; name, at: of the gradients that are compared, "" for none."""
     runs, left_out = ladder_runs(table, gaps, chosen)
     if not runs["gap"].notna().any():
@@ -226,7 +227,7 @@ def _gradient_errors(
     if not iterations:
         return nothing, [f"No {label_of(name)} was recorded: there is no gradient error."]
     at = at if at in iterations else iterations[0]
-    together, unread = gradient_pairs(opened, runs[runs["reference"].notna()], "recipe", name, at, done)
+    together, unread = gradient_pairs(opened, runs[has_reference(runs)], "recipe", name, at, done)
     if together.empty:
         return nothing, [f"No {label_of(name)} has a counterpart with values in bf16: there is no gradient error."]
     notes = [f"Gradients: {len(together):,} pairs of {name} tensors of iteration {at}, all seeds together."]

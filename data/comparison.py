@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -30,7 +30,7 @@ from binade.data.fields import MEASURES, Field
 from binade.data.filter import Filter
 from binade.data.gap_bands import Band, PlainRun, own_bands
 from binade.data.gradients import gradient_errors
-from binade.data.run_table import PARTS
+from binade.data.run_table import PARTS, has_reference
 from binade.data.same_data import closest, equal_warm_up, losses_on_same_data, pairs_on_same_data
 from binade.data.text import number_text
 from binade.quant.formats import BF16, UnknownFormatError
@@ -93,7 +93,8 @@ OPERAND_FIELDS = (
 
 def loss_gaps(table: pd.DataFrame, losses: Losses) -> pd.DataFrame:
     """Each run's loss against its reference's at the same iteration and on the same data, warm-up left out. Of several
-    references, the one counts whose losses can be compared at most iterations.
+    references, the one counts whose losses can be compared at most iterations, and never the run itself if there is
+    another.
 
     Columns run_id, label, iteration, loss, gap (nats per token; positive: worse than bf16), equal (whether weights are
     known to be those of the reference). Iterations that the reference does not have, and runs without a reference, are
@@ -102,8 +103,9 @@ def loss_gaps(table: pd.DataFrame, losses: Losses) -> pd.DataFrame:
     rows = []
     for _, run in table.iterrows():
         own = losses.get(run["run_id"], [])
-        others = [losses[each] for each in run["references"] if each in losses and each != run["run_id"]]
-        reference = closest(own, [(each, each) for each in others]) or losses.get(run["reference"], [])
+        known = [each for each in run["references"] if each in losses]
+        others = [each for each in known if each != run["run_id"]] or known
+        reference = closest(own, [(losses[each], losses[each]) for each in others]) or []
         same = equal_warm_up(own, reference)
         rows += [
             (run["run_id"], run["label"], iteration, loss, loss - other, iteration == 0 and same)
@@ -188,13 +190,13 @@ def bands_of(
     recipes: list[Recipe], table: pd.DataFrame, losses: Losses, gaps: pd.DataFrame
 ) -> dict[str, tuple[Band, Band]]:
     """The bands of each recipe by its run_id: of the bf16 runs with the settings of its reference, over the iterations
-    of its gap. table: of `runs_with_reference`; gaps: of `loss_gaps`."""
+    of its gap. table: of `runs_with_references`; gaps: of `loss_gaps`."""
     runs = table.set_index("run_id")
     plain = (table["recipe"] == BF16) & ~table["quantized"] & table["stated"]
     known: dict[Any, tuple[Band, Band]] = {}
     bands = {}
     for recipe in recipes:
-        settings = runs["settings"][runs["reference"][recipe.run_id]]
+        settings = runs["settings"][runs["references"][recipe.run_id][0]]
         iterations = frozenset(gaps.loc[gaps["run_id"] == recipe.run_id, "iteration"])
         if (settings, iterations) not in known:
             alike = table[plain & table["settings"].map(settings.__eq__)]
@@ -207,7 +209,7 @@ def bands_of(
 @dataclass(frozen=True)
 class Comparison:
     """
-    table    of `runs_with_reference`
+    table    of `runs_with_references`
     gaps     of `loss_gaps`
     costs    a row per run
     recipes  the largest |mean gap| first
@@ -315,8 +317,8 @@ class Comparison:
 
 
 def compare(table: pd.DataFrame, losses: Losses, base: str = BF16) -> Comparison:
-    """Compare the quantized runs of a table of `runs_with_reference` with their references. losses: of all its runs and
-    references. base: what the references are; other than bf16 it has no bands."""
+    """Compare the quantized runs of a table of `runs_with_references` with their references. losses: of all its runs
+    and references. base: what the references are; other than bf16 it has no bands."""
     gaps = loss_gaps(table, losses)
     runs = costs(gaps, table)
     recipes = by_recipe(runs)
@@ -334,16 +336,16 @@ def with_one_seed(table: pd.DataFrame) -> list[str]:
     """The newest run of each recipe and settings that were compared on one seed only, after their reference runs."""
     groups = [runs for _, runs in comparable_runs(table).groupby(["rounded", "settings"], sort=False)]
     newest = [runs.iloc[-1] for runs in groups if runs["data"].nunique() == 1]
-    return list(dict.fromkeys([*(run["reference"] for run in newest), *(run["run_id"] for run in newest)]))
+    return list(dict.fromkeys([*(run["references"][0] for run in newest), *(run["run_id"] for run in newest)]))
 
 
 def comparable_runs(table: pd.DataFrame) -> pd.DataFrame:
-    return table[table["quantized"] & table["reference"].notna()]
+    return table[table["quantized"] & has_reference(table)]
 
 
 def left_out(table: pd.DataFrame) -> tuple[str, ...]:
     """A sentence on the runs of a table that have no bf16 run."""
-    without = table.loc[table["quantized"] & table["reference"].isna(), "label"].tolist()
+    without = table.loc[table["quantized"] & ~has_reference(table), "label"].tolist()
     why = f"{evidence.listed(without)}.{_unknown(table)}"
     return (f"Left out, because no bf16 run saw the same data: {why}",) * bool(without)
 
@@ -362,7 +364,7 @@ def no_reference(table: pd.DataFrame) -> str:
 
 def _unknown(table: pd.DataFrame) -> str:
     """What is not known of the runs without a reference, as sentences after a space."""
-    alone = table[table["quantized"] & table["reference"].isna() & (table["unknown"] != "")]
+    alone = table[table["quantized"] & ~has_reference(table) & (table["unknown"] != "")]
     groups = alone.groupby("unknown", sort=False)["label"]
     return "".join(f" {evidence.listed(labels.tolist())}: {what}." for what, labels in groups)
 
@@ -439,13 +441,19 @@ def _bits(operands: Mapping[Any, Any]) -> float:
 def gradient_pairs(
     opened: Catalog, runs: pd.DataFrame, by: str, name: str, at: int, done: Done = lambda count, of: None
 ) -> tuple[pd.DataFrame, int]:
-    """(the `gradient_errors` of all runs to their references in an iteration, group being the run's `by`; how many
-    pairs could not be read)."""
+    """(the `gradient_errors` of all runs, each to the reference that has most of these gradients, in an iteration,
+    group being the run's `by`; how many pairs could not be read)."""
     parts, unread = [pd.DataFrame()], 0
+    where = Filter(tensor_name=(name,), iteration=(at,))
+
+    def read(run_id: str, references: Sequence[str]) -> tuple[pd.DataFrame, int]:
+        return gradient_errors(
+            opened, max((pairs_on_same_data(opened, run_id, reference, where) for reference in references), key=len)
+        )
+
     for count, run in enumerate(runs.to_dict("records"), 1):
-        pairs = run["run_id"], run["reference"], Filter(tensor_name=(name,), iteration=(at,))
-        read = partial(lambda pairs: gradient_errors(opened, pairs_on_same_data(opened, *pairs)), pairs)
-        errors, missing = opened.kept(("gradients", *pairs), read)
+        of = run["run_id"], run["references"]
+        errors, missing = opened.kept(("gradients", *of, where), partial(read, *of))
         parts.append(errors.assign(group=run[by]))
         unread += missing
         done(count, len(runs))

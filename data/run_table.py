@@ -6,7 +6,8 @@ Runs are matched by what they have read, see data.same_data. No torch here.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import pandas as pd
@@ -28,7 +29,7 @@ OF_MODEL = ("model", "size", "dataset")
 PARTS = {"linear": "Linear layers", "QK": "QKᵀ", "PV": "PV", "router": "Router", "product": "Declared products"}
 
 
-def runs_with_reference(runs: pd.DataFrame, parts: pd.DataFrame) -> pd.DataFrame:
+def runs_with_references(runs: pd.DataFrame, parts: pd.DataFrame) -> pd.DataFrame:
     """Every run, oldest first, with the columns
 
     run_id, recipe, color
@@ -36,8 +37,8 @@ def runs_with_reference(runs: pd.DataFrame, parts: pd.DataFrame) -> pd.DataFrame
     name       the one that users gave it, else `rounded`
     label      the name, unique
     PARTS      one column per part: its format, "bf16" if it is not rounded; None if only losses were imported
-    reference  the run_id of the newest bf16 run on the same data, or None
-    references the run_ids of all of them, the newest first
+    references the run_ids of the bf16 runs on the same data, the newest first: of several, a comparison
+               takes the one that has most of what it compares
     quantized  whether any part is, or the recipe rounds anything else
     seed
     data       the same for runs on the same data from the same weights; None if that is unknown
@@ -71,19 +72,34 @@ def runs_with_reference(runs: pd.DataFrame, parts: pd.DataFrame) -> pd.DataFrame
     plain = table[(table["recipe"] == "bf16") & ~table["quantized"] & table["data"].notna()]
     on_data = {data: tuple(ids[::-1]) for data, ids in plain.groupby("data")["run_id"].agg(list).items()}
     table["references"] = [on_data.get(data, ()) for data in table["data"]]
-    table["reference"] = [next(iter(ids), None) for ids in table["references"]]
     table["rounded"] = [_rounded(row) for _, row in table.iterrows()]
     table["name"] = runs["name"].fillna(table["rounded"])
     table["label"] = run_labels(table.assign(config=runs["config"]))
     return table
 
 
+def has_reference(table: pd.DataFrame) -> pd.Series:
+    """Whether each run has a bf16 run. table: of `runs_with_references`."""
+    return table["references"].map(bool).astype(bool)
+
+
+def compared_to_any(table: pd.DataFrame, run_ids: Collection[str]) -> pd.Series:
+    """Which quantized runs may be compared with one of these as their bf16 run."""
+    chosen = set(run_ids)
+    return table["quantized"] & table["references"].map(lambda ids: not chosen.isdisjoint(ids)).astype(bool)
+
+
+def references_in(table: pd.DataFrame) -> list[str]:
+    """All bf16 runs that those of a table may be compared with."""
+    return list(dict.fromkeys(chain.from_iterable(table["references"])))
+
+
 def compared_with(table: pd.DataFrame, run_id: str) -> pd.DataFrame:
-    """The table of `runs_with_reference` with this run as the reference of all others on the same data."""
+    """The table of `runs_with_references` with this run as the reference of all others on the same data."""
     data = table.loc[table["run_id"] == run_id, "data"].iloc[0]
     others = (table["data"] == data) & (table["run_id"] != run_id)  # None equals nothing
     references = others.map({True: (run_id,), False: ()})
-    return table.assign(reference=others.map({True: run_id, False: None}), references=references, quantized=others)
+    return table.assign(references=references, quantized=others)
 
 
 def run_labels(runs: pd.DataFrame) -> list[str]:

@@ -38,7 +38,7 @@ from binade.data.fields import FIELDS, Field
 from binade.data.gradients import COMPARED, GRADIENTS, gradient_summary
 from binade.data.notes import rounded_twice
 from binade.data.published_gaps import published_for
-from binade.data.run_table import OF_MODEL, losses_of, runs_with_reference
+from binade.data.run_table import OF_MODEL, losses_of, runs_with_references
 from binade.data.text import markdown_text, number_text
 from binade.terminal import one_line
 
@@ -98,7 +98,7 @@ def _section(opened: Catalog, runs: pd.DataFrame, model: dict[str, Any]) -> Sect
     model = {name: None if pd.isna(value) else str(value) for name, value in model.items()}
     named = " ".join(filter(None, (model["model"] or "unnamed model", model["size"])))
     title = one_line(f"{named}, {model['dataset'] or 'unnamed data'}")
-    table = runs_with_reference(runs, opened.parts())
+    table = runs_with_references(runs, opened.parts())
     if problem := no_reference(table):
         return Section(title, model, None, notes=(problem, *left_out(table)))
     compared = comparison.compare(table, losses_of(opened, table["run_id"]))

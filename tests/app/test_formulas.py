@@ -36,7 +36,7 @@ from binade.data import comparison
 from binade.data.catalog import SHOWN_ERRORS, STATISTICS, Catalog
 from binade.data.filter import Filter
 from binade.data.gradients import gradient_errors, gradient_summary
-from binade.data.run_table import PARTS, runs_with_reference
+from binade.data.run_table import PARTS, runs_with_references
 from binade.data.runs import read_losses
 from binade.quant.blocks import look
 from binade.quant.formats import FORMATS
@@ -705,7 +705,7 @@ class TestRecipes:
 
     def test_each_run_finds_its_bf16_run(self, catalog, table):
         runs = catalog.runs().set_index("recipe")["run_id"]
-        assert table["reference"].tolist() == [runs["bf16"]] * 4
+        assert table["references"].tolist() == [(runs["bf16"],)] * 4
         assert table.set_index("recipe")["quantized"].to_dict() == {
             "bf16": False,
             "hifp8": True,
@@ -728,14 +728,14 @@ class TestRecipes:
                 for c, r in zip(runs["config"], runs["recipe"], strict=True)
             ]
         )
-        table = runs_with_reference(changed, catalog.parts())
-        assert table.loc[table["quantized"], "reference"].isna().all()
+        table = runs_with_references(changed, catalog.parts())
+        assert not table.loc[table["quantized"], "references"].any()
 
     def test_gaps_are_the_losses_differences(self, catalog, table):
         losses = {run_id: read_losses(catalog.root / run_id) for run_id in table["run_id"]}
         gaps = comparison.loss_gaps(table, losses)
         assert sorted(set(gaps["iteration"])) == [0, 1]
-        base = {r["iteration"]: r["loss"] for r in losses[table["reference"].iloc[0]]}
+        base = {r["iteration"]: r["loss"] for r in losses[table["references"].iloc[0][0]]}
         for row in gaps.itertuples():
             own = {r["iteration"]: r["loss"] for r in losses[row.run_id]}
             assert row.gap == own[row.iteration] - base[row.iteration]
@@ -745,7 +745,7 @@ class TestRecipes:
     def test_a_run_without_a_baseline_is_named(self, catalog, table):
         kept = table["label"] != "mxfp4"
         references = [ids if each else () for ids, each in zip(table["references"], kept, strict=True)]
-        alone = table.assign(reference=table["reference"].where(kept), references=references)
+        alone = table.assign(references=references)
         found = cost(catalog, Filter(), alone)
         assert found.problems == ("Left out, because no bf16 run saw the same data: mxfp4.",)
         assert set(found.tables["costs"]["label"]) == {"hifp8", "mxfp8"}
@@ -768,7 +768,7 @@ class TestRecipes:
 
     def test_gradients_are_numpys_cosine_and_bias(self, catalog, table):
         run = table[table["recipe"] == "mxfp4"].iloc[0]
-        pairs = catalog.pairs(run["run_id"], run["reference"], Filter(tensor_name=["grad_weight"], iteration=[0]))
+        pairs = catalog.pairs(run["run_id"], run["references"][0], Filter(tensor_name=["grad_weight"], iteration=[0]))
         found, unread = gradient_errors(catalog, pairs)
         assert len(found) == len(pairs) and not unread
         for row in found.itertuples():
@@ -807,5 +807,5 @@ class TestRecipes:
         run_id = runs.set_index("recipe").loc["mxfp4", "run_id"]
         runs = runs.assign(recipe=runs["recipe"].replace("mxfp4", "bf16"))
         parts = parts[(parts["run_id"] != run_id) | (parts["part"] == "PV")]
-        table = runs_with_reference(runs, parts).set_index("run_id")
-        assert table.loc[run_id, "label"] == "PV_mxfp4" and table.loc[run_id, "reference"] != run_id
+        table = runs_with_references(runs, parts).set_index("run_id")
+        assert table.loc[run_id, "label"] == "PV_mxfp4" and run_id not in table.loc[run_id, "references"]

@@ -173,10 +173,15 @@ def groups(seeds: Sequence[str]) -> Iterator[list[str]]:
             yield list(seeds[first : first + size])
 
 
+def _alone(table: pd.DataFrame, reference: pd.Series) -> list[tuple[str, ...]]:
+    """The only run that each is compared with. reference: by data."""
+    return [(reference[data],) if data in reference.index else () for data in table["data"]]
+
+
 def sentence_of_loss(opened: Catalog, table: pd.DataFrame, base: str) -> str:
     """Recipes › Loss, of the runs of a table with column variant, compared with those of the variant `base`."""
     reference = table[table["variant"] == base].set_index("data")["run_id"]
-    table = table.assign(reference=table["data"].map(reference), quantized=table["variant"] != base)
+    table = table.assign(references=_alone(table, reference), quantized=table["variant"] != base)
     return str(recipes.cost(opened, Filter(), table.reset_index(drop=True), base).verdict)
 
 
@@ -194,14 +199,14 @@ def sentence_of_ablation(opened: Catalog, table: pd.DataFrame) -> str:
     steps = [f"rounding {number}" for number in range(ROUNDINGS)]
     rungs = [Rung(step, step, against) for step, against in zip(steps, ["", *steps], strict=False)]
     reference = table[table["variant"] == PLAIN].set_index("data")["run_id"]
-    table = table.assign(recipe=table["variant"], reference=table["data"].map(reference)).reset_index(drop=True)
+    table = table.assign(recipe=table["variant"], references=_alone(table, reference)).reset_index(drop=True)
     chosen = Ladder("equal steps", (Rung("bf16", "bf16"), *rungs))
     return str(recipes.ladder(opened, Filter(), table, chosen, "", None).verdict)
 
 
 def sentence_of_gradients(opened: Catalog, table: pd.DataFrame, name: str) -> str:
     reference = table[table["variant"] == PLAIN].set_index("data")["run_id"]
-    table = table.assign(reference=table["data"].map(reference), quantized=table["variant"] != PLAIN)
+    table = table.assign(references=_alone(table, reference), quantized=table["variant"] != PLAIN)
     return str(recipes.gradients(opened, Filter(), table.reset_index(drop=True), name, 0, [0]).verdict)
 
 

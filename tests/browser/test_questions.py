@@ -31,7 +31,7 @@ from binade.data import comparison
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 from binade.data.gradients import gradient_errors
-from binade.data.run_table import runs_with_reference
+from binade.data.run_table import runs_with_references
 from binade.data.runs import read_losses
 from tests.browser.driver import new_page, serving, settle, turn_to
 from tests.browser.test_explore import number
@@ -243,7 +243,7 @@ def test_is_it_normal(visitor: Visitor, catalog: Catalog, worst: str):
 
 def test_which_part_costs_the_most_loss(visitor: Visitor, catalog: Catalog):
     visitor.ask("runs", "recipes")
-    table = runs_with_reference(catalog.runs(), catalog.parts())
+    table = runs_with_references(catalog.runs(), catalog.parts())
     gaps = comparison.loss_gaps(table, {run_id: read_losses(catalog.root / run_id) for run_id in table["run_id"]})
     costs = comparison.costs(gaps, table)
     alone = costs[costs["only"].notna()]
@@ -256,7 +256,7 @@ def test_which_part_costs_the_most_loss(visitor: Visitor, catalog: Catalog):
     visitor.segment("Gradients")
     visitor.until("osine with bf16’s")
     run = table[table["label"] == "mxfp4"].iloc[0]
-    pairs = catalog.pairs(run["run_id"], run["reference"], Filter(tensor_name=["grad_weight"], iteration=[0]))
+    pairs = catalog.pairs(run["run_id"], run["references"][0], Filter(tensor_name=["grad_weight"], iteration=[0]))
     found = gradient_errors(catalog, pairs)[0].set_index(["layer_index", "module"])
     dots = {(m["run"], m["gradient"]): m for m in visitor.marks("cosine") if "gradient" in m}
     assert number(dots["mxfp4", "L1 fc1"]["Cosine to bf16’s gradient"]) == pytest.approx(
@@ -268,10 +268,10 @@ def test_rounding_or_drift(visitor: Visitor, catalog: Catalog, worst: str):
     visitor.ask("tensor", "drift")
     row = catalog.rows_of([worst]).iloc[0]
     twins = catalog.twins(row["tensor_id"]).set_index("run_id")
-    table = runs_with_reference(catalog.runs(), catalog.parts()).set_index("run_id")
+    table = runs_with_references(catalog.runs(), catalog.parts()).set_index("run_id")
     run = row["run_id"] if table.loc[row["run_id"], "quantized"] else None
     run = run or next(name for name in twins.index if table.loc[name, "quantized"])
-    reference = twins.loc[table.loc[run, "reference"]]
+    reference = twins.loc[table.loc[run, "references"][0]]
     fmt = twins.loc[run, "format"] if isinstance(twins.loc[run, "format"], str) else "mxfp4"
     pair = catalog.load(reference["tensor_id"]), catalog.load(twins.loc[run, "tensor_id"])
     assert visitor.answer == drift_compute.three_way(*pair, fmt).verdict

@@ -34,7 +34,7 @@ from binade.cli import main
 from binade.collector import Recorder, instrument
 from binade.collector.imports.readers import series, text
 from binade.data.catalog import Catalog
-from binade.data.run_table import runs_with_reference
+from binade.data.run_table import runs_with_references
 from binade.data.runs import CRASHED, DONE, RunInfo, check_losses, list_runs, read_losses, read_notes
 from tests.collector.forked import forked, kill_at
 from tests.collector.logs_made import tensor, write
@@ -115,8 +115,8 @@ def test_a_log_is_like_a_run(bring, command, capsys, tmp_path):
     assert section.compared.costs["iterations"].tolist() == [50]
     assert gaps_of(tmp_path / "runs") == {"mxfp8": pytest.approx(0.25)}
     with Catalog.open(tmp_path / "runs") as catalog:
-        table = runs_with_reference(catalog.runs(), catalog.parts()).set_index("recipe")
-    assert table["reference"]["mxfp8"] == own and table["settings"].nunique() == 1
+        table = runs_with_references(catalog.runs(), catalog.parts()).set_index("recipe")
+    assert table["references"]["mxfp8"] == (own,) and table["settings"].nunique() == 1
     write_csv(tmp_path / "again.csv", BF16 + 0.5)
     (imported,) = (run.run_id for run in list_runs(tmp_path / "runs")[0] if run.run_id != own)
     assert bring("again.csv", "--like", imported, recipe="hifp8") == 0

@@ -88,9 +88,12 @@ def candidates(selected: SelectedTensor) -> Candidates | None:
     table = every_run(selected.opened)
     of = table.set_index("run_id")
     twins = selected.opened.twins(selected.row["tensor_id"])
-    reference = of.loc[selected.row["run_id"]]["reference"]
-    quantized = twins[twins["run_id"].isin(table.loc[table["quantized"] & (table["reference"] == reference), "run_id"])]
-    if reference is None or quantized.empty:
+    with_it = set(twins["run_id"])
+    reference = next((run for run in of.loc[selected.row["run_id"]]["references"] if run in with_it), None)
+    if reference is None:
+        return None
+    quantized = twins[twins["run_id"].isin(compared_to(selected.opened, selected.where, [reference]))]
+    if quantized.empty:
         return None
     base = twins[twins["run_id"] == reference]
     labels = {run: of.loc[run, "label"] for run in quantized["run_id"]}

@@ -121,8 +121,9 @@ def edge_against_bf16(catalog: Catalog, where: Filter, places: pd.DataFrame) -> 
         references = references_of(catalog, where, [own["run_id"]])
         layer, iteration = (int(own[name]) for name in ("layer_index", "iteration"))
         same = Filter(tensor_name=("weight",), layer_index=(layer,), iteration=(iteration,))
-        pairs = catalog.pairs(str(own["run_id"]), references[0], same) if references else pd.DataFrame()
-        pairs = pairs[pairs["tensor_id"] == row["tensor_id"]] if len(pairs) else pairs
+        found_in = (catalog.pairs(str(own["run_id"]), reference, same) for reference in references)
+        of_weight = (pairs[pairs["tensor_id"] == row["tensor_id"]] for pairs in found_in)
+        pairs = next((pairs for pairs in of_weight if len(pairs)), pd.DataFrame())
         try:
             x = catalog.load(str(pairs["reference_id"].iloc[0])) if len(pairs) else None
         except (CatalogError, TensorFileError):

@@ -16,7 +16,7 @@ from binade.data import evidence
 from binade.data.catalog import Catalog
 from binade.data.comparison import loss_gaps
 from binade.data.filter import Filter
-from binade.data.run_table import OF_MODEL, losses_of, runs_with_reference
+from binade.data.run_table import OF_MODEL, losses_of, references_in, runs_with_references
 from binade.quant.specs import SpecError
 
 REFUSED = (RecipeError, SpecError, KeyError)  # a run of an earlier version, or one that Binade did not train
@@ -40,11 +40,11 @@ def measured(opened: Catalog, found: Costs) -> tuple[pd.DataFrame, int]:
     runs = opened.runs()
     data = runs[list(OF_MODEL)]
     same = (data == data[runs["run_id"] == found.runs[0]].iloc[0]).all(axis=1)
-    table = runs_with_reference(runs[same], opened.parts())
+    table = runs_with_references(runs[same], opened.parts())
     table = table[table["quantized"] | (table["recipe"] != "bf16")].drop_duplicates(
         ["name", "seed", "settings"], keep="last"
     )
-    by_iteration = loss_gaps(table, losses_of(opened, [*table["run_id"], *table["references"].explode().dropna()]))
+    by_iteration = loss_gaps(table, losses_of(opened, [*table["run_id"], *references_in(table)]))
     by_run = by_iteration.sort_values("iteration").groupby("run_id")["gap"].agg(["first", "mean"])
     table = table.merge(by_run, left_on="run_id", right_index=True)
     configs = dict(zip(runs["run_id"], runs["config"], strict=True))

@@ -13,6 +13,7 @@ from binade.data.comparison import Recipe
 from binade.data.evidence import GAP
 from binade.data.gap_bands import Band
 from binade.data.published_gaps import published_for
+from binade.data.run_table import references_in
 
 PUBLISHED = "published for another model"
 NOTE = (
@@ -54,7 +55,7 @@ def rows(
 def by_iteration(bands: Mapping[str, tuple[Band, Band]], table: pd.DataFrame) -> pd.DataFrame:
     """The bands of the gaps at each iteration, of the recipe that has most: columns band, iteration, low, high, range,
     n, source. Empty if bf16 runs of several settings are compared with."""
-    settings = set(table.set_index("run_id")["settings"][table["reference"].dropna()])
+    settings = set(table.set_index("run_id")["settings"][references_in(table)])
     longest = max(bands.values(), key=lambda each: max(len(band.by_iteration) for band in each), default=())
     found = [
         (band.kind.value, iteration, -half, half, _range(-half, half), f"{band.gap.n} {band.gap.of}", band.source)

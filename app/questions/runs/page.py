@@ -26,7 +26,7 @@ from binade.data.catalog import Catalog
 from binade.data.comparison import RECIPE_FIELDS, Comparison, compare
 from binade.data.events import read_events
 from binade.data.notes import on_a_grid
-from binade.data.run_table import losses_of
+from binade.data.run_table import losses_of, references_in
 from binade.data.runs import IMPORT, NotesChangedError, RunError, RunNotes, change_notes, parse_notes
 from binade.data.text import counted, one_line
 
@@ -138,7 +138,7 @@ def _course(
     against: dict[str, dict[str, Any]] = {
         "gap": dict(zip(compared.costs["run_id"], compared.costs["gap"], strict=True)),
         "diverged": {run: at for run, records in steps.items() if (at := diverged_at(records)) is not None},
-        "baseline": dict.fromkeys(named["reference"].dropna(), "● baseline"),
+        "baseline": dict.fromkeys(references_in(named), "● baseline"),
     }
     return {run: losses[:: -(-len(losses) // SPARKS) or 1] for run, losses in every.items()}, against, compared
 

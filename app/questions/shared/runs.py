@@ -10,16 +10,16 @@ import pandas as pd
 from binade.app import style
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
-from binade.data.run_table import OF_MODEL, run_labels, runs_with_reference
+from binade.data.run_table import OF_MODEL, compared_to_any, references_in, run_labels, runs_with_references
 from binade.quant.formats import BF16
 
 
 def every_run(opened: Catalog) -> pd.DataFrame:
-    """`runs_with_reference` of all runs, which all sessions share, and the column look: the color and dash of a run
+    """`runs_with_references` of all runs, which all sessions share, and the column look: the color and dash of a run
     among all, as `style.run_styles`."""
 
     def read() -> pd.DataFrame:
-        table = runs_with_reference(opened.runs(), opened.parts())
+        table = runs_with_references(opened.runs(), opened.parts())
         chosen = table["color"].astype(object).where(table["color"].notna(), None)
         looks = style.run_styles([*zip(table["rounded"], chosen, strict=True)])
         return table.assign(look=pd.Series(looks, table.index, object))
@@ -28,8 +28,8 @@ def every_run(opened: Catalog) -> pd.DataFrame:
 
 
 def some_runs(opened: Catalog, runs: pd.DataFrame) -> pd.DataFrame:
-    """`runs_with_reference` of some of the runs, with the looks that they have among all."""
-    table = runs_with_reference(runs, opened.parts())
+    """`runs_with_references` of some of the runs, with the looks that they have among all."""
+    table = runs_with_references(runs, opened.parts())
     return table.assign(look=table["run_id"].map(every_run(opened).set_index("run_id")["look"]))
 
 
@@ -44,15 +44,15 @@ def with_plain_runs(opened: Catalog, table: pd.DataFrame) -> pd.DataFrame:
 
 
 def references_of(opened: Catalog, where: Filter, run_ids: Collection[str]) -> list[str]:
-    """The bf16 runs that these are compared with."""
+    """The bf16 runs that these may be compared with."""
     table = every_run(opened)
-    return list(table.loc[table["run_id"].isin(run_ids), "reference"].dropna().unique())
+    return references_in(table[table["run_id"].isin(run_ids)])
 
 
 def compared_to(opened: Catalog, where: Filter, run_ids: Collection[str]) -> list[str]:
-    """The runs that are compared with one of these as their bf16 run."""
+    """The runs that may be compared with one of these as their bf16 run."""
     table = every_run(opened)
-    return list(table.loc[table["quantized"] & table["reference"].isin(run_ids), "run_id"])
+    return list(table.loc[compared_to_any(table, run_ids), "run_id"])
 
 
 def same_model(opened: Catalog, where: Filter, run_ids: Collection[str]) -> list[str]:
@@ -68,7 +68,7 @@ def same_model(opened: Catalog, where: Filter, run_ids: Collection[str]) -> list
 
 def run_titles(table: pd.DataFrame) -> dict[str, str]:
     """What a list of runs shows of each, and is searched by: a dot of the color that a user chose, the label, the
-    recipe where the label does not name it, and when it started, if that is known. table: of `runs_with_reference`."""
+    recipe where the label does not name it, and when it started, if that is known. table: of `runs_with_references`."""
     titles = {}
     for _, run in table.iterrows():
         dot = "" if pd.isna(run["color"]) else f"{_dot(run['color'])} "
