@@ -6,7 +6,7 @@ or .npz. The name of a parameter is its module's path and a word:
     model.decoder.layers.0.mlp.experts.linear_fc1.weight3       of expert 3 of a rank
     model.layers.0.mlp.experts.gate_up_proj                     of all experts
 
-A dict of tensors whose names are not of this kind is not a checkpoint.
+A dict of tensors whose names are not of this kind is not a checkpoint, and the state of an optimizer is no parameter.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from binade.collector.models.site import WORDS, path_parts
 NAME = "checkpoint"
 STEPS = ("iteration", "global_step")  # of Megatron and Lightning
 PARAMETER = re.compile(r"(?:.*_)?(?:weight|bias|gamma|beta)(?:_.+)?|lora_[AB]|e_score_correction_bias", re.ASCII)
+OPTIMIZER = frozenset({"optimizer", "optimizer_states", "optim", "exp_avg", "exp_avg_sq", "momentum_buffer"})
 GROUPED = re.compile(r"(weight|bias)(\d+)", re.ASCII)  # of an expert
 # Layers of GPT-2 and its kin, whose weight is [in, out] in transformers (Conv1D) and [out, in] elsewhere, as are the
 # weights of all experts together.
@@ -33,7 +34,7 @@ TRANSPOSED = (
 
 def read(path: PurePath, metadata: object, key: str | None) -> Log | None:
     parts = path_parts(key) if key else []
-    if len(parts) < 2:
+    if len(parts) < 2 or not OPTIMIZER.isdisjoint(parts):
         return None
     module, name = parts[:-1], parts[-1]
     grouped, bare = GROUPED.fullmatch(name), name in WORDS and any(part.isdecimal() for part in module)

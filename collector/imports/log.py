@@ -26,12 +26,14 @@ LARGEST_STEP = (1 << 53) - 1  # steps may count tokens; JavaScript has no larger
 LONGEST = 128
 ROUNDING = 2.0**-7  # one unit in the last place of bfloat16, relative
 SMALLEST_HALF = 2.0**-24  # of float16, in whose multiples small values are rounded
+ROUTER = "router"
 _WORD = re.compile(rf"[A-Za-z0-9][A-Za-z0-9_.+-]{{0,{LONGEST - 1}}}")
 FOLDERS = {
     "iteration": re.compile(r"(?:(?:global_?)?(?:step|iter|iteration)[_=-]?|checkpoint-)(\d+)", re.ASCII),
     "rank": re.compile(r"(?:mp_|global_?)?rank[_=-]?(\d+)", re.ASCII),
 }
-LINEAR = frozenset(WORDS.values())  # the modules that are linear layers by their usual names
+# The modules that are linear layers by their usual names
+LINEAR = frozenset(f"{of}{word}" for of in ("", "shared_") for word in WORDS.values()) | {ROUTER}
 
 # The axis that a GEMM contracts, where the name alone decides it. Of the value it depends on the layout, of
 # input_B on whether it was transposed.
@@ -163,7 +165,10 @@ def without_layer(path: str) -> str:
 
 
 def module_word(path: str, last: str) -> str:
-    """Binade's name for a module that Megatron calls `last`."""
+    """Binade's name for a module that Megatron, or `site`, calls `last`. A module `gate` is the router: the gate of a
+    feed-forward layer is `gate_proj`, `w1` or a part of a fused layer."""
+    if path.rpartition(".")[2] == "gate":
+        return ROUTER
     if last.startswith("linear_"):
         last = last.removeprefix("linear_").removesuffix("_proj")
     return f"shared_{last}" if "shared_experts" in path else last

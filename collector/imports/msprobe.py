@@ -37,6 +37,7 @@ SIDES = {"input_args": "input", "input_kwargs": "kwargs"}  # as dump.json names 
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 STATISTICS = {"Min": "min", "Max": "max", "Mean": "mean"}
 # the first arguments of functions, by position
+LISTS = ("dump.json", "stack.json", "construct.json", "debug.json")
 LINEAR = ("input", "weight", "bias")
 CORE = ("query", "key", "value")
 FUNCTIONS = {
@@ -147,7 +148,7 @@ def _tensor(found: re.Match[str], names: dict[str, str]) -> dict[str, Any]:
 
 def beside(path: Path) -> str | None:
     lists = path if path.name == "dump.json" else path.with_name("dump.json")
-    if path.name not in ("dump.json", "stack.json", "construct.json") or not lists.is_file() or lists.is_symlink():
+    if path.name not in LISTS or not lists.is_file() or lists.is_symlink():
         return None
     try:
         with open(lists, "rb") as file:

@@ -22,7 +22,7 @@ _ENDS = {
     ),
     "gate": ("w1", "gate_proj", "wi_0"),
     "up": ("w3", "up_proj", "wi_1"),
-    "qkv": ("qkv_proj", "query_key_value", "c_attn", "Wqkv"),
+    "qkv": ("qkv_proj", "query_key_value", "c_attn", "Wqkv", "wqkv"),
 }
 WORDS = {end: word for word, ends in _ENDS.items() for end in ends}
 # Where Megatron's GPTModel has our linear layers within a layer.

@@ -242,6 +242,12 @@ def test_an_archive_that_claims_more_than_it_has(tmp_path: Path):
         ("model.layers.0.mlp.experts.gate_up_proj", (1, "fc1", None, "weight")),
         ("model.decoder.layers.0.mlp.linear_fc1.layer_norm_weight", (1, "fc1", None, "layer_norm_weight")),
         ("model.layers.0.self_attn.q_proj.weight_scale_inv", (1, "q", None, "weight_scale_inv")),
+        ("model.layers.1.mlp.shared_experts.down_proj.weight", (2, "shared_fc2", None, "weight")),
+        ("model.layers.1.mlp.gate.weight", (2, "router", None, "weight")),  # of DeepSeek and Qwen
+        ("model.layers.1.block_sparse_moe.gate.weight", (2, "router", None, "weight")),  # of Mixtral
+        ("model.layers.1.block_sparse_moe.experts.3.w1.weight", (2, "gate", 3, "weight")),
+        ("model.layers.1.mlp.gate_proj.weight", (2, "gate", None, "weight")),
+        ("optimizer.model.layers.0.fc1.weight", (None, None, None, "optimizer.model.layers.0.fc1.weight")),
         ("model.norm.weight", (None, "norm", None, "weight")),
         ("query.weights.mean", (None, None, None, "query.weights.mean")),
         ("weight", (None, None, None, "weight")),

@@ -20,12 +20,13 @@ from torch.utils.tensorboard import SummaryWriter
 from transformers import TrainerState
 
 from binade.collector.errors import ConfigError
+from binade.collector.imports.files import walk
 from binade.collector.imports.losses import find_logs
 from binade.collector.imports.readers.registry import READERS, looked_for
 from binade.collector.imports.readers.series import Columns, Reader, Series, Window, windows_of
 from binade.data.catalog import Catalog
 from binade.data.comparison import loss_gaps
-from binade.data.run_table import losses_of, runs_with_reference
+from binade.data.run_table import losses_of, runs_with_references
 from binade.data.runs import list_runs, read_losses, read_notes
 from tests.collector.logs_made import tensor, write
 from tests.compared import compared
@@ -168,6 +169,48 @@ CASES = {
               "    train/CE loss={x}\n    train/PPL=12.2"),
         "OlmoLog", "train/CE loss",
     ),
+    "torchtitan with validation": Case(
+        lines("[titan] - INFO - step: {s:2}  loss: {x:7.4f}  grad_norm:  1.4", )
+        + "[titan] - INFO - validate step:  4  loss:  9.0000  memory: 1.0GiB(1.0%)\n",
+        "TorchtitanLog", "loss",
+    ),
+    "older OLMo": Case(
+        lines("host:0 olmo.train:800 INFO [step={s}/739328]\n    train/CrossEntropyLoss={x}"), "OlmoLog",
+        "train/CrossEntropyLoss",
+    ),
+    "NeMo-RL": Case(
+        json.dumps({"train/gen_kl_error": {"1": 0.001}, "train/loss": {str(s): x for s, x in LOSS.items()}}),
+        "GoldenValues", "train/loss",
+    ),
+    "NeMo 2": Case(
+        lines("Training epoch {s}, iteration 0/1 | lr: 1.5e-07 | global_batch_size: 512 | global_step: {s} | "
+              "reduced_train_loss: {x} | train_step_timing in s: 61.94 | consumed_samples: 928 | val_loss: 9.0"),
+        "PrintedLog", "reduced_train_loss",
+    ),
+    "NeMo 1": Case(
+        "".join(f"Epoch 0: :   1%|1    | {s}/9 [00:10<01:30, v_num=0, reduced_train_loss={x}, global_step={s}.000, "
+                "consumed_samples=80.0, val_loss=9.70]\r" for s, x in LOSS.items()) + "\n",
+        "PrintedLog", "reduced_train_loss",
+    ),
+    "nanoGPT": Case(
+        "step 0: train loss 10.9000, val loss 10.8000\n"
+        + lines("2026-01-01 09:30:39 iter {t}: loss {x}, time 1099.34ms, mfu 15.34%",
+                "step 40: train loss 9.0390, val loss 9.0427", t=lambda s: 10 * s),
+        "PrintedLog", "loss", (None,) * 4, TENS,
+    ),
+    "nanochat": Case(
+        lines("step {s:05}/21400 (0.05%) | loss: {x:.6f} | lrm: 1.00 | dt: 1.5ms | tok/sec: 1,234 | total time: 0.00m",
+              "Step 00004 | Validation bpb: 1.2345"),
+        "PrintedLog", "loss",
+    ),
+    "MaxText": Case(
+        lines("completed step: {s}, seconds: 1.2, TFLOP/s/device: 100.1, Tokens/s/device: 1.5, total_weights: 65536, "
+              "loss: {x}", "eval metrics after step: 4, loss=9.0, total_weights=1.0"),
+        "PrintedLog", "loss",
+    ),
+    "a printed dict": Case(
+        lines("{{'loss': {x}, 'grad_norm': 1.0, 'step': {s}}}", "{'eval_loss': 9.0, 'step': 4}"), "PrintedLog", "loss"
+    ),
     "DeepSpeed": Case(
         lines("[2026-01-01 12:00:00,1] [INFO] [logging.py:96:log_dist] [Rank 0] step={s}, skipped=0, lr=[0.001], "
               "mom=[(0.9, 0.999)]\nsteps: {s} loss: {x:0.4f} iter time (s): 0.5 samples/sec: 64.0"),
@@ -178,7 +221,7 @@ CASES = {
 
 def read(path: Path) -> tuple[Reader, Series]:
     """The only series of a file."""
-    (log,) = find_logs(path, path.parent / "runs").logs
+    (log,) = find_logs(walk(path, path.parent / "runs"))
     (series,) = log.reader.read(log.path, Columns())
     return log.reader, series
 
@@ -260,6 +303,7 @@ def test_a_damaged_log_is_refused_in_one_line_or_says_what_it_lost(tmp_path, cas
 HOSTILE = {
     "binary": (b"\0\1\2" * 99, "is not recognized as a loss log; looked for: trainer_state.json"),
     "prose": (b"Dear reader,\nthe loss, at each step, was large.\n", "is not recognized as a loss log"),
+    "a sentence": (b"At step 3 the loss is 2.\nIn step 4, train loss 3 was seen.\n", "is not recognized as a loss log"),
     "history": (b'{"log_history": 3}', "expected log_history, a list"),
     "history of numbers": (b'{"log_history": [3]}', r"log_history\[0\]: expected an object"),
     "deep history": (b'{\n"log_history": ' + b"[" * 200_000, "nested too deeply|is not JSON"),
@@ -368,7 +412,7 @@ def test_downloads_from_tensorboard(tmp_path, style):
 def test_a_download_of_another_scalar_is_read_only_if_it_is_named(command, tmp_path):
     for tag in ("lr", "train_loss", "val_loss"):
         (tmp_path / f"run-a-tag-{tag}.csv").write_text(CASES["TensorBoard CSV"].text)
-    assert [log.label for log in find_logs(tmp_path, tmp_path / "runs").logs] == ["run-a-tag-train_loss.csv"]
+    assert [log.label for log in find_logs(walk(tmp_path, tmp_path / "runs"))] == ["run-a-tag-train_loss.csv"]
     assert command("import", str(tmp_path / "run-a-tag-val_loss.csv")) == 0
 
 
@@ -392,7 +436,8 @@ def test_parent_folders_are_searched(command, capsys, tmp_path):
         "out/checkpoint-30/trainer_state.json: trainer_state.json of Hugging Face: 3 losses (loss), step 10 to 30",
         "out/runs/Sep01_host: TensorBoard's event files: 4 losses (train/loss), step 10 to 40",
         "left out: out/checkpoint-20/trainer_state.json: out/checkpoint-30/trainer_state.json has all of its losses",
-        "not recognized: lightning_logs/version_0/hparams.yaml; looked for: trainer_state.json of Hugging Face, ",
+        "not read: lightning_logs/version_0/hparams.yaml: not a tensor file, of .pt, .pth, .bin, .safetensors, .npy, ",
+        "not read: link.csv: a symbolic link: its target is found separately",
     ):
         assert line in listing
     assert command("import", str(top), "--recipe", "mxfp8") == 0
@@ -434,7 +479,7 @@ def test_losses_and_tensors_of_a_folder_are_both_imported(command, capsys, tmp_p
 def test_runs_of_binade_are_no_logs(command, tmp_path):
     (tmp_path / "x.csv").write_text("step,loss\n1,2\n")
     assert command("import", str(tmp_path / "x.csv")) == 0
-    assert [log.label for log in find_logs(tmp_path, tmp_path / "other").logs] == ["x.csv"]
+    assert [log.label for log in find_logs(walk(tmp_path, tmp_path / "other"))] == ["x.csv"]
 
 
 def test_a_folder_without_a_loss_log_says_what_was_looked_for(command, capsys, tmp_path):
@@ -485,7 +530,7 @@ def test_means_are_compared_with_means_of_as_many_iterations(command, tmp_path):
     assert costs["gap"].to_dict() == pytest.approx({"mxfp8": 0.5, "mxfp4": 0.25})  # of hifp8 nobody knows
     assert costs["iterations"].to_dict() == {"mxfp8": 4, "mxfp4": 40}
     with Catalog.open(tmp_path / "runs") as catalog:
-        table = runs_with_reference(catalog.runs(), catalog.parts())
+        table = runs_with_references(catalog.runs(), catalog.parts())
         gaps = loss_gaps(table, losses_of(catalog, table["run_id"].tolist()))
     recipes = table.set_index("run_id")["recipe"]
     means_of = gaps.groupby(gaps["run_id"].map(recipes))["gap"].mean().to_dict()

@@ -17,7 +17,7 @@ class OlmoLog(TableReader):
     columns = "`[step=N/M,...]`, then `train/CE loss=`"
     steps = ("step",)
     losses = ("train/ce loss", "train/crossentropyloss")
-    _step: ClassVar = re.compile(r"\[step=([\d,]+?)/[\d,]+,", re.ASCII)
+    _step: ClassVar = re.compile(r"\[step=([\d,]+?)/[\d,]+[,\]]", re.ASCII)
     _metric: ClassVar = re.compile(r"^\s+(train/(?:CE loss|CrossEntropyLoss))=(\S*)")
 
     def recognize(self, start: Start) -> Confidence:

@@ -15,6 +15,7 @@ from binade.collector.imports.readers.ms_swift import MsSwift
 from binade.collector.imports.readers.ms_swift_megatron import MsSwiftMegatron
 from binade.collector.imports.readers.nanogpt_log import NanogptLog
 from binade.collector.imports.readers.olmo_log import OlmoLog
+from binade.collector.imports.readers.printed_log import PrintedLog
 from binade.collector.imports.readers.series import Confidence, Reader, Start
 from binade.collector.imports.readers.step_table import StepTable
 from binade.collector.imports.readers.tensorboard_csv import TensorboardCsv
@@ -46,6 +47,7 @@ READERS: tuple[Reader, ...] = (
     NanogptLog(),
     OlmoLog(),
     DeepSpeedLog(),
+    PrintedLog(),
 )
 
 
