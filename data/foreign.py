@@ -1,8 +1,8 @@
-"""Reads tensor files that other tools wrote: .pt, .pth, .bin, .safetensors, .npy, .npz. Nothing is copied or executed.
+"""Reads tensor files that other tools wrote. Nothing is copied or executed.
 
     .pt           torch.load(weights_only=True) only: a bare tensor, {"tensor", "metadata"}, or any dict, also of dicts,
                   as a checkpoint: each tensor by its keys, joined with dots. Torch's zip format is memory-mapped; its
-                  older format is read whole. .pth and .bin are the same
+                  older format is read whole. .pth, .bin and .ckpt are the same
     .safetensors  every tensor by its key, with the metadata of the header
     .npy, .npz    without pickles
 
@@ -104,7 +104,7 @@ def opened(path: Path, room: int | None = None) -> Iterator[ForeignFile]:
     opened or read, or changed while it was read, and TooLargeError if it needs more than `room`.
     """
     readers = {".safetensors": _safetensors, ".npy": _numpy, ".npz": _numpy_zip}
-    readers |= dict.fromkeys((".pt", ".pth", ".bin"), _torch)
+    readers |= dict.fromkeys((".pt", ".pth", ".bin", ".ckpt"), _torch)
     if path.suffix not in readers:
         raise TensorFileError(f"not a tensor file: expected {', '.join(SUFFIXES)}")
     descriptor = _open(path)

@@ -31,7 +31,15 @@ if TYPE_CHECKING:
 
 
 MOST_BYTES = 256 << 20  # of a file that is read as a whole
-SUFFIXES = (".pt", ".pth", ".bin", ".safetensors", ".npy", ".npz")  # of the tensor files that other tools write
+SUFFIXES = (
+    ".pt",
+    ".pth",
+    ".bin",
+    ".ckpt",
+    ".safetensors",
+    ".npy",
+    ".npz",
+)  # of the tensor files that other tools write
 MOST_TEXT = 1 << 20  # of a recipe or settings that a person writes
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 WITH_LOCKS = {"lustre": "mount it with -o flock", "nfs": "mount it with NFS 4, or start its lock service (rpc.statd)"}

@@ -38,9 +38,9 @@ def _import(context: click.Context, /, path: Path, root: str, dry_run: bool, **o
 
     PATH is a file or a directory, which is searched at any depth. Files are recognized by their content.
 
-    Tensors are in .pt, .pth, .bin, .safetensors, .npy and .npz files. Layers, tensors and iterations are recognized in
-    logs of the Megatron-LM fork, in dumps of Transformer Engine (DumpTensors), msprobe and SGLang, and in checkpoints.
-    Statistics that Transformer Engine or msprobe logged without values are indexed, too.
+    Tensors are in .pt, .pth, .bin, .ckpt, .safetensors, .npy and .npz files. Layers, tensors and iterations are
+    recognized in logs of the Megatron-LM fork, in dumps of Transformer Engine (DumpTensors), msprobe and SGLang, and in
+    checkpoints. Statistics that Transformer Engine or msprobe logged without values are indexed, too.
 
     Losses are in logs of the Trainer of Hugging Face, Megatron, TensorBoard, W&B and others. Each training becomes a
     run.

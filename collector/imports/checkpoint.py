@@ -1,5 +1,5 @@
-"""Checkpoints: state dicts of torch, as PyTorch, Hugging Face and Megatron write them, in .safetensors, .pt, .pth, .bin
-or .npz. The name of a parameter is its module's path and a word:
+"""Checkpoints: state dicts of torch, as PyTorch, Hugging Face, Megatron and Lightning write them, in .safetensors, .pt,
+.pth, .bin, .ckpt or .npz. The name of a parameter is its module's path and a word:
 
     model.layers.0.self_attn.q_proj.weight
     model.decoder.layers.0.mlp.linear_fc1.layer_norm_weight     below {"model": ...}
@@ -20,7 +20,7 @@ from binade.collector.imports.log import LINEAR, Importer, Log, make, place
 from binade.collector.models.site import WORDS, path_parts
 
 NAME = "checkpoint"
-STEPS = ("iteration", "global_step")  # of Megatron and Lightning
+STEPS = ("iteration", "global_step", "iter_num")  # of Megatron, Lightning and nanoGPT
 PARAMETER = re.compile(r"(?:.*_)?(?:weight|bias|gamma|beta)(?:_.+)?|lora_[AB]|e_score_correction_bias", re.ASCII)
 OPTIMIZER = frozenset({"optimizer", "optimizer_states", "optim", "exp_avg", "exp_avg_sq", "momentum_buffer"})
 GROUPED = re.compile(r"(weight|bias)(\d+)", re.ASCII)  # of an expert

@@ -155,6 +155,21 @@ def test_megatrons_checkpoint(imported: Import, tmp_path: Path):
     assert refusals(tmp_path) == [(name, "optimizer.optimizer.state", f"2 tensors {NAMELESS}")]
 
 
+def test_checkpoints_of_lightning_and_nanogpt(imported: Import, tmp_path: Path):
+    """Beside the weights, they hold the optimizer's state, whose tensors have no names."""
+    (tmp_path / "in").mkdir()
+    state = {"state": {0: {"step": torch.tensor(7.0), "exp_avg": tensor(0)}}, "param_groups": [{"lr": 0.1}]}
+    lightning = {"epoch": 0, "global_step": 7, "pytorch-lightning_version": "2.5.0", "optimizer_states": [state],
+                 "state_dict": {"model.layers.0.mlp.up_proj.weight": tensor(0)}, "hyper_parameters": {}}  # fmt: skip
+    nanogpt = {"model": {"_orig_mod.transformer.h.1.mlp.c_fc.weight": tensor(0)}, "optimizer": state, "iter_num": 9,
+               "model_args": {"n_layer": 2}, "best_val_loss": torch.tensor(3.5), "config": {}}  # fmt: skip
+    torch.save(lightning, tmp_path / "in" / "epoch=0-step=7.ckpt")
+    torch.save(nanogpt, tmp_path / "in" / "ckpt.pt")
+    rows = imported(tmp_path / "in").query("layer_index.notna()")
+    found = {(row.layer_index, row.module, row.tensor_name, row.iteration) for row in rows.itertuples()}
+    assert found == {(1, "up", "weight", 7), (2, "fc1", "weight", 9)}
+
+
 class Evil:
     def __init__(self, proof: Path) -> None:
         self.proof = proof

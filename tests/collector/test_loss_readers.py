@@ -436,7 +436,7 @@ def test_parent_folders_are_searched(command, capsys, tmp_path):
         "out/checkpoint-30/trainer_state.json: trainer_state.json of Hugging Face: 3 losses (loss), step 10 to 30",
         "out/runs/Sep01_host: TensorBoard's event files: 4 losses (train/loss), step 10 to 40",
         "left out: out/checkpoint-20/trainer_state.json: out/checkpoint-30/trainer_state.json has all of its losses",
-        "not read: lightning_logs/version_0/hparams.yaml: not a tensor file, of .pt, .pth, .bin, .safetensors, .npy, ",
+        "not read: lightning_logs/version_0/hparams.yaml: not a tensor file, of .pt, .pth, .bin, ",
         "not read: link.csv: a symbolic link: its target is found separately",
     ):
         assert line in listing

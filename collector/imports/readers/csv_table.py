@@ -15,6 +15,8 @@ class CsvTable(TableReader):
 
     def recognize(self, start: Start) -> Confidence:
         names = [] if start.first.startswith(("{", "[")) else csv_header(start.first)
+        if start.path.suffix != ".csv" and any("=" in name for name in names):  # of a progress bar
+            return Confidence.NONE
         widths = {len(csv_header(line)) for line in start.lines[:5] if line.strip()}
         table = len(names) > 1 and widths == {len(names)}
         lower = {name.strip().lower() for name in names}

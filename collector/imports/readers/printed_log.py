@@ -28,7 +28,7 @@ class PrintedLog(TableReader):
         for name in ("global_step", "step", "steps", "iteration", "iter")
     )
     _loss: ClassVar = re.compile(
-        r"(?<![\w/.-])['\"]?((?:(?:training|train|lm|val|valid|validation|eval|test) )?[a-z_][\w/.-]*loss|loss)['\"]?"
+        r"(?<![\w/.-])['\"]?((?:(?:training|train|lm|val|valid|validation|eval|test) )?(?:[a-z_][\w/.-]*)?loss)['\"]?"
         r"(?: train)?(?:\s*[:=]\s*|\s+)([-+]?(?:\d+\.?\d*(?:e[-+]?\d+)?|nan|inf))(?![\w.])",
         re.I | re.ASCII,
     )
