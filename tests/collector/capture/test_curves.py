@@ -22,7 +22,7 @@ from binade.collector.imports.readers.series import Columns
 from binade.collector.recipes.files import to_toml
 from binade.collector.recipes.parse import parse_recipe
 from binade.data.catalog import Catalog
-from binade.data.comparison import costs, loss_gaps
+from binade.data.comparison import costs, gradient_pairs, loss_gaps
 from binade.data.filter import Filter
 from binade.data.run_table import losses_of, runs_with_references
 from binade.data.runs import RunError, RunInfo, check_losses, list_runs, read_run, read_steps
@@ -125,6 +125,22 @@ def test_a_pair_shows_its_gap(tmp_path):
     assert section.compared and section.gradients is not None
     assert section.compared.recipes[0].gap.value == pytest.approx(sum(gap) / 3)
     assert section.gradients["tensors"].tolist() == [8]
+
+
+def test_each_comparison_takes_the_bf16_run_that_has_most_of_it(command, tmp_path):
+    """The newest bf16 run is a log of one loss, without gradients."""
+    root = tmp_path / "runs"
+    (base, plain), (own, quantized) = (train(root, recipe) for recipe in ("bf16", "mxfp8"))
+    (tmp_path / "log.csv").write_text("step,loss\n2,9.5\n")
+    assert command("import", str(tmp_path / "log.csv"), "--recipe", "bf16", "--like", base.run_id) == 0
+    with Catalog.open(root) as catalog:
+        table = runs_with_references(catalog.runs(), catalog.parts())
+        references = table.set_index("run_id")["references"][own.run_id]
+        assert len(references) == 2 and references[1] == base.run_id
+        found = loss_gaps(table, losses_of(catalog, table["run_id"].tolist())).query("run_id == @own.run_id")
+        assert found["gap"].tolist() == [a - b for a, b in zip(quantized, plain, strict=True)]
+        errors, unread = gradient_pairs(catalog, table[table["run_id"] == own.run_id], "recipe", "grad_weight", 0)
+    assert len(errors) == 8 and not unread
 
 
 @pytest.mark.sampled(1)
