@@ -79,8 +79,9 @@ class Recorder:
             default it is measured where `sensitivity` is called, and 1 elsewhere.
         max_bytes: The size limit for this rank's tensor files; `binade run --max-bytes` is the limit for all ranks
             together. Beyond it, values are not kept, only statistics, sketches and scores; with 0, none are.
-        iterations: The number of iterations to record, from the first on, unless `at` says otherwise; None for all. If
-            `watch` watches steps, the default is 0.
+        iterations: The number of iterations to record, from the first on, unless `at` says otherwise; None for all, 0
+            for none (--control-iter 0 of the command means all, as in the Megatron fork). If `watch` watches steps, the
+            default is 0.
         micro_batches: The number of micro-batches to record in each; None for all.
         evaluation: Whether to also record forward passes in eval mode or without gradients. They have their own
             micro-batch numbers and the operation "evaluation" instead of "forward".

@@ -85,7 +85,7 @@ def _recipes(compared: Comparison) -> None:
     st.subheader("Recipes", anchor=False)
     st.dataframe(
         written, hide_index=True, placeholder="–", column_order=[*columns], column_config=columns, key="recipes_table",
-        height=height_of(len(written)),
+        height=height_of(len(table)),
     )  # fmt: skip
     for sentence in (*compared.leaving, *compared.missing):
         st.caption(plain(sentence))
@@ -216,7 +216,7 @@ def _table(
     written, layout_of = with_texts(table[[*columns]], columns)
     event = st.dataframe(
         written, hide_index=True, placeholder="–", column_order=shown, column_config=layout_of, key="runs_table",
-        on_select="rerun", selection_mode="multi-row", height=height_of(len(written)),
+        on_select="rerun", selection_mode="multi-row", height=height_of(len(table)),
     )  # fmt: skip
     _actions(view, [table["run_id"].iloc[row] for row in event["selection"]["rows"] if row < len(table)])
     for run in table.dropna(subset=["reason"]).head(MOST_REASONS).itertuples():  # too long for a cell
