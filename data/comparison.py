@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
-from pathlib import PurePath
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,7 @@ import pandas as pd
 
 from binade.data import evidence, gap_bands
 from binade.data.catalog import Catalog
-from binade.data.effects import CHANGE
+from binade.data.effects import CHANGE, recipe_sha256
 from binade.data.evidence import GAP, Estimate, Sentence
 from binade.data.fields import MEASURES, Field
 from binade.data.filter import Filter
@@ -143,7 +142,7 @@ def costs(gaps: pd.DataFrame, table: pd.DataFrame) -> pd.DataFrame:
 class Recipe:
     """Runs of one recipe and of the same settings: the gap on each data and start (of the newest run), and the part and
     format, if only one part is rounded. label: of the only run, else the recipe's name. first and added: as in `costs`,
-    where they are known. runs: their run_ids; run_id: the newest. text: the recipe, as run.json has it."""
+    where they are known. runs: their run_ids; run_id: the newest."""
 
     label: str
     gaps: Mapping[Any, float]
@@ -153,7 +152,6 @@ class Recipe:
     first: Mapping[Any, float]
     added: Mapping[Any, float]
     runs: tuple[str, ...] = ()
-    text: str = ""
 
     @property
     def gap(self) -> Estimate:
@@ -181,8 +179,8 @@ def by_recipe(costs: pd.DataFrame) -> list[Recipe]:
         label = newest["label"] if len(runs) == 1 else str(name)
         gaps = dict(zip(runs["data"], runs["gap"], strict=True))
         first, added = (runs.dropna(subset=[name]).set_index("data")[name].to_dict() for name in ("first", "added"))
-        ids, text = tuple(runs["run_id"]), str(newest.get("recipe", ""))
-        found.append(Recipe(label, gaps, newest["run_id"], newest["only"], newest["spec"], first, added, ids, text))
+        ids = tuple(runs["run_id"])
+        found.append(Recipe(label, gaps, newest["run_id"], newest["only"], newest["spec"], first, added, ids))
     return sorted(found, key=lambda recipe: -abs(recipe.gap.value))
 
 
@@ -371,17 +369,28 @@ def _unknown(table: pd.DataFrame) -> str:
 
 def measured_of(opened: Catalog, recipe: Recipe) -> tuple[Estimate, str] | None:
     """(the measured change of the loss by all that a recipe rounds forward, with the interval over sequences; on which
-    weights), of the measurement with the most sequences; None if it was not measured."""
+    weights), of the measurement with the most sequences; None if it was not measured. A measurement is that of a recipe
+    if it rounded the same, whatever their files are called."""
     effects = opened.effects(recipe.runs)
+    configs = opened.runs().set_index("run_id")["config"].map(json.loads)
     whole = effects[effects[["part", "layer_index", "module"]].isna().all(axis=1)]
-    own = whole[[recipe.text in (text, PurePath(text).stem) for text in whole["format"]]]
+    own = whole[whole["recipe_sha256"] == _rounded_by(configs[recipe.run_id])]
     if own.empty:
         return None
     row = own.iloc[0]
-    configs = opened.runs().set_index("run_id")["config"]
-    trained = json.loads(configs[row["run_id"]]).get("measured_run")
+    trained = configs[row["run_id"]].get("measured_run")
     weights = "last checkpoint" if trained else "weights before training"
     return evidence.mean(CHANGE, row["change_by_sequence"], "sequences"), weights
+
+
+def _rounded_by(config: Mapping[str, Any]) -> str:
+    """`recipe_sha256` of what a run rounds; "" if run.json does not say it, or if the run leaves layers out that its
+    recipe does not."""
+    if config.get("skip_layers") or not config.get("recipe_toml"):
+        return ""
+    with suppress(ValueError, RecursionError):
+        return recipe_sha256(str(config["recipe_toml"]))
+    return ""
 
 
 def with_effects(opened: Catalog, compared: Comparison) -> pd.DataFrame:

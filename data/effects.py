@@ -6,8 +6,11 @@ and records no tensors. `merged` joins the batches; the index has the same rows 
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import os
+import tomllib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -48,6 +51,9 @@ class Group(NamedTuple):
         return " ".join(filter(None, words)) or "all"
 
 
+OfBatch = tuple[int, str, str, Group]
+
+
 @dataclass(frozen=True, config=STRICT)
 class Effect:
     """The losses of one batch's sequences, in nats per token.
@@ -57,6 +63,7 @@ class Effect:
     losses       the losses with the group rounded
     divergences  KL(p ‖ q) of the next token, the mean over a sequence's tokens; empty if logits were not known
     seconds      what the pass took
+    recipe_sha256  of what `format` rounds, see `recipe_sha256`: a file of a recipe may change; "" if it is unknown
     """
 
     batch: Whole
@@ -68,10 +75,16 @@ class Effect:
     losses: Annotated[tuple[Number, ...], Field(min_length=1)]
     divergences: tuple[Number, ...] = ()
     seconds: float = 0.0
+    recipe_sha256: str = ""
 
     @property
     def group(self) -> Group:
         return Group(self.part, self.layer_index, self.module)
+
+    @property
+    def of_batch(self) -> OfBatch:
+        """The batch, the format and the group that it is the measurement of."""
+        return self.batch, self.format, self.recipe_sha256, self.group
 
     @property
     def changes(self) -> tuple[float, ...]:
@@ -87,6 +100,7 @@ class Measured(NamedTuple):
     changes: tuple[float, ...]
     divergences: tuple[float, ...]
     seconds: float
+    recipe_sha256: str = ""
 
     @property
     def change(self) -> Estimate:
@@ -99,14 +113,25 @@ class Measured(NamedTuple):
         return evidence.mean(DIVERGENCE, self.divergences, "sequences")
 
 
+def recipe_sha256(toml: str) -> str:
+    """A hash of what the file of a recipe rounds: of its tables, without title, sources and layout. Raises ValueError
+    and RecursionError for text that is not TOML."""
+    tables = {name: value for name, value in tomllib.loads(toml).items() if _holds_tables(value)}
+    return hashlib.sha256(json.dumps(tables, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _holds_tables(value: object) -> bool:
+    return isinstance(value, dict) or (isinstance(value, list) and any(isinstance(each, dict) for each in value))
+
+
 def merged(effects: Iterable[Effect]) -> list[Measured]:
     """The effects of each format and group, in the order in which they were first measured. A batch that occurs twice
-    counts once."""
-    batches: dict[tuple[str, Group], dict[int, Effect]] = {}
+    counts once. A file that has changed in between is another format."""
+    batches: dict[tuple[str, str, Group], dict[int, Effect]] = {}
     for effect in effects:
-        batches.setdefault((effect.format, effect.group), {})[effect.batch] = effect
+        batches.setdefault((effect.format, effect.recipe_sha256, effect.group), {})[effect.batch] = effect
     rows = []
-    for (fmt, group), by_batch in batches.items():
+    for (fmt, sha256, group), by_batch in batches.items():
         own = [by_batch[number] for number in sorted(by_batch)]
         divergences = [value for effect in own for value in effect.divergences]
         complete = all(len(effect.divergences) == len(effect.losses) for effect in own)
@@ -118,6 +143,7 @@ def merged(effects: Iterable[Effect]) -> list[Measured]:
                 tuple(value for effect in own for value in effect.changes),
                 tuple(divergences) if complete else (),
                 math.fsum(effect.seconds for effect in own),
+                sha256,
             )
         )
     return rows
@@ -129,6 +155,7 @@ def effect_rows(run_id: str, directory: Path) -> list[list[Any]]:
         [
             run_id,
             effect.format,
+            effect.recipe_sha256 or None,
             effect.group.part or None,
             effect.group.layer_index,
             effect.group.module,

@@ -166,6 +166,7 @@ CREATE TABLE trace (
 CREATE TABLE effect (
     run_id        VARCHAR,
     format        VARCHAR,              -- what the group was rounded to: a spec, or a recipe
+    recipe_sha256 VARCHAR,              -- of what that rounds, the same for files with the same tables; null if unknown
     part          VARCHAR,              -- linear, router, qk, pv, product; null for all
     layer_index   INTEGER,              -- from 1; null for all layers
     module        VARCHAR,              -- null for all modules

@@ -34,10 +34,11 @@ from binade.collector.capture.survey import find
 from binade.collector.errors import ConfigError
 from binade.collector.models.parallel import Call
 from binade.collector.models.site import Site
+from binade.collector.recipes.files import to_toml
 from binade.collector.recipes.parse import parse_recipe
 from binade.collector.recipes.recipe import Recipe
 from binade.collector.recipes.selection import Selection
-from binade.data.effects import Effect, Group
+from binade.data.effects import Effect, Group, OfBatch, recipe_sha256
 from binade.data.tensor_kinds import Product
 from binade.quant.gemm import Rounding
 from binade.quant.specs import GemmFormats
@@ -350,11 +351,17 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Task:
-    """A measurement: a group of products, rounded as a recipe does. format: the recipe as it was written."""
+    """A measurement: a group of products, rounded as a recipe does. format: the recipe as it was written;
+    recipe_sha256: of what it rounds."""
 
     format: str
     recipe: Recipe
     group: Group
+    recipe_sha256: str
+
+    def of(self, batch: int) -> OfBatch:
+        """`Effect.of_batch` of the measurement on a batch."""
+        return batch, self.format, self.recipe_sha256, self.group
 
 
 def tasks_of(
@@ -365,20 +372,21 @@ def tasks_of(
     tasks = []
     for each in sorted(by, key=lambda name: len(BY[name])):
         for text, recipe in recipes.items():
+            sha256 = recipe_sha256(to_toml(recipe))
             keys = [key for key in measured.formats(recipe) if not parts or not BY[each] or part_of(key) in parts]
             if not keys:
                 raise ConfigError(f"{text} rounds no forward operand of {', '.join(parts)}: choose other parts")
-            tasks += [Task(text, recipe, group) for group in dict.fromkeys(group_of(key, each) for key in keys)]
+            tasks += [Task(text, recipe, group, sha256) for group in dict.fromkeys(group_of(key, each) for key in keys)]
     return tasks
 
 
 def effects(
-    measured: Measuring, batches: Iterable[Any], tasks: Sequence[Task], done: Collection[tuple[int, str, Group]] = ()
+    measured: Measuring, batches: Iterable[Any], tasks: Sequence[Task], done: Collection[OfBatch] = ()
 ) -> Iterator[Effect]:
     """Measure each task on each batch, batch by batch, so that all groups have the same sequences. done: what is known
-    already, by the number of the batch, the format and the group."""
+    already."""
     for number, batch in enumerate(batches):
-        left = [task for task in tasks if (number, task.format, task.group) not in done]
+        left = [task for task in tasks if task.of(number) not in done]
         if not left:
             continue
         exact = measured.reference(batch, number)
@@ -389,7 +397,10 @@ def effects(
                     f"loss returned {len(exact.losses)} sequences, then {len(found.losses)} for the same batch: "
                     "evaluate a batch alike each time"
                 )
-            yield Effect(number, task.format, *task.group, exact.losses, found.losses, found.divergences, found.seconds)
+            yield Effect(
+                number, task.format, *task.group, exact.losses, found.losses, found.divergences, found.seconds,
+                task.recipe_sha256,
+            )  # fmt: skip
 
 
 def recipes_of(texts: Iterable[str]) -> dict[str, Recipe]:

@@ -57,9 +57,9 @@ def record(
 ) -> list[Measured]:
     """Measure what the run does not have yet, and add it. Returns the effects of the tasks. Raises OSError."""
     before = continue_effects(writer.directory)
-    wanted = {(number, task.format, task.group) for task in tasks for number in range(len(batches))}
-    known = {(effect.batch, effect.format, effect.group) for effect in before} & wanted
-    found = [effect for effect in before if (effect.batch, effect.format, effect.group) in wanted]
+    wanted = {task.of(number) for task in tasks for number in range(len(batches))}
+    known = {effect.of_batch for effect in before} & wanted
+    found = [effect for effect in before if effect.of_batch in wanted]
     for effect in effects(measured, batches, tasks, known):
         append_effect(writer.directory, effect)
         writer.update()  # the heartbeat

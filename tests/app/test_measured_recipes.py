@@ -13,9 +13,11 @@ from binade.collector import jobs
 from binade.collector.cli.compare import cells, sections
 from binade.collector.cli.options import parse
 from binade.collector.jobs import store
+from binade.collector.recipes.files import to_toml
+from binade.collector.recipes.parse import parse_recipe
 from binade.data.catalog import Catalog
 from binade.data.comparison import RECIPE_FIELDS
-from binade.data.effects import Effect, append_effect
+from binade.data.effects import Effect, append_effect, recipe_sha256
 from binade.data.runs import DONE, RunWriter
 from tests.app import roots
 from tests.app.test_gap_bands import train
@@ -32,13 +34,15 @@ def measured(root: Path, recipe: str, group: str, seed: int = 0, **config: objec
     """A run of `binade measure` with weights drawn with a seed."""
     known = {name: CONFIG[name] for name in ("model", "size", "dataset")}
     run = RunWriter.create(root, "measure", known | {"kind": "measure", "seed": seed} | config)
-    append_effect(run.directory, Effect(0, recipe, group, None, None, EXACT, ROUNDED))
+    sha256 = recipe_sha256(to_toml(parse_recipe(recipe)))
+    append_effect(run.directory, Effect(0, recipe, group, None, None, EXACT, ROUNDED, recipe_sha256=sha256))
     run.finish(DONE)
 
 
 def test_the_measured_change_is_beside_the_gaps(tmp_path: Path):
     for recipe, gap in (("bf16", 0.0), ("mxfp4", 0.5), ("mxfp8", 0.1)):
-        train(tmp_path, recipe, 0, gap, operands=[] if recipe == "bf16" else [f"linear.input {recipe}"])
+        operands = [] if recipe == "bf16" else [f"linear.input {recipe}"]
+        train(tmp_path, recipe, 0, gap, operands=operands, recipe_toml=to_toml(parse_recipe(recipe)))
     measured(tmp_path, "mxfp4", "")
     measured(tmp_path, "mxfp8", "linear")  # a part is not the whole recipe
     measured(tmp_path, "mxfp8", "", seed=7)  # other weights
@@ -55,6 +59,31 @@ def test_the_measured_change_is_beside_the_gaps(tmp_path: Path):
     assert "Measured change of the loss by rounding alone" in drawn.verdict
     shown = cells(section.recipes, [field for field in RECIPE_FIELDS if "effect" in field.name], "")
     assert shown.rows[0][0] == f"+{sum(changes) / 4:.4f}"
+
+
+@pytest.mark.parametrize(
+    ("written", "shown"),
+    [
+        pytest.param({"mxfp4": '[linear]\nforward = "nvfp4"\n'}, [], id="the same name, other content"),
+        pytest.param({"other": "mxfp4"}, ["mxfp4"], id="another name, the same content"),
+        pytest.param({"mxfp4": '[linear]\nforward = "nvfp4"\n', "other": "mxfp4"}, ["mxfp4"], id="both"),
+    ],
+)
+def test_a_measurement_is_that_of_the_recipe_that_rounds_the_same(
+    tmp_path: Path, written: dict[str, str], shown: list[str]
+):
+    for recipe, gap in (("bf16", 0.0), ("mxfp4", 0.5)):
+        operands = [] if recipe == "bf16" else [f"linear.input {recipe}"]
+        train(tmp_path / "runs", recipe, 0, gap, operands=operands, recipe_toml=to_toml(parse_recipe(recipe)))
+    for name, content in written.items():
+        path = tmp_path / f"{name}.toml"
+        path.write_text(
+            f'title = "{name} of mine"\n' + (to_toml(parse_recipe(content)) if "\n" not in content else content)
+        )
+        measured(tmp_path / "runs", str(path), "")
+    with Catalog.open(tmp_path / "runs") as opened:
+        table = LOSS.draw(opened).tables["recipes"].set_index("label")
+    assert table.index[table["effect"].notna()].tolist() == shown
 
 
 def test_a_click_queues_the_command_that_is_shown(visit: Visit, collected: Path, tmp_path: Path):

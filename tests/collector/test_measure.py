@@ -101,6 +101,18 @@ def test_the_length_is_estimated_and_nothing_is_written(command, tmp_path, capsy
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_file_that_has_changed_is_measured_again(command, tmp_path, capsys):
+    path = tmp_path / "mine.toml"
+    arguments = ("measure", *MODEL, "--sequences", "2", "--formats", str(path), "--by", "part")
+    for fmt in ("mxfp4", "mxfp8", "mxfp8"):
+        path.write_text(f'[linear]\nforward = "{fmt}"\n')
+        assert command(*arguments) == 0
+    changed, again = merged(rows(tmp_path / "runs"))
+    assert changed.format == again.format and changed.changes != again.changes
+    assert command(*arguments[:-4], "--formats", "mxfp8", "--by", "part") == 0
+    assert merged(rows(tmp_path / "runs"))[-1].changes == again.changes
+
+
 WRONG = {
     "format": (("--formats", "mxfp5"), "mxfp5"),
     "delayed": (("--formats", "te_delayed"), "te_delayed"),

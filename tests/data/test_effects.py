@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from binade.data.effects import (
     continue_effects,
     merged,
     read_effects,
+    recipe_sha256,
 )
 from binade.data.runs import DONE, RunError, RunWriter
 
@@ -45,6 +47,26 @@ def test_batches_are_joined_in_their_order_and_count_once(run: RunWriter):
     assert first.changes == pytest.approx((0.1, 0.2, 0.2)) and first.exact == (2.0, 3.0, 2.5)
     low, high = stats.t.interval(0.95, 2, np.mean(first.changes), stats.sem(first.changes))
     assert (first.change.low, first.change.high) == pytest.approx((low, high))
+
+
+def test_a_file_that_has_changed_is_another_format(run: RunWriter):
+    for at, sha256 in ((0, "a"), (1, "a"), (0, "b")):
+        append_effect(run.directory, replace(effect(at, "mine.toml"), recipe_sha256=sha256))
+    assert [(len(row.changes), row.recipe_sha256) for row in merged(read_effects(run.directory))] == [
+        (3, "a"),
+        (2, "b"),
+    ]
+
+
+def test_recipes_that_round_the_same_have_the_same_hash():
+    recipe = (
+        '[linear]\nforward.input = "mxfp4"\nforward.weight = "nvfp4"\n\n'
+        '[[schedule]]\nfrom = "90%"\nlinear.forward = "bf16"\n'
+    )
+    moved = '[linear.forward]\nweight = "nvfp4"\ninput = "mxfp4"\n\n' + recipe.partition("\n\n")[2]
+    assert recipe_sha256(recipe) == recipe_sha256('title = "mine"\nsource = ["a", "b"]\n' + moved)
+    for other in (recipe.replace("90%", "80%"), recipe.replace("nvfp4", "mxfp8"), recipe.partition("\n\n")[0]):
+        assert recipe_sha256(other) != recipe_sha256(recipe)
 
 
 def test_a_line_that_a_crash_cut_short_is_measured_again(run: RunWriter):
