@@ -5,6 +5,7 @@ listed below the line while its chip is open, so that they never cover a chart."
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,11 +14,10 @@ import streamlit as st
 from binade.app import address
 from binade.app.formatting import plain
 from binade.app.glossary import TERMS
-from binade.app.params import TITLES, AnyFormat, format_title
+from binade.app.params import TITLES, AnyFormat, format_title, texts_of
 from binade.app.questions.map.compute import METRICS
 from binade.app.questions.shared.labels import group_name
 from binade.app.questions.shared.runs import every_run, given_names, labels_of, run_titles
-from binade.app.questions.shared.scope import scoped
 from binade.app.style import MEASURES
 from binade.app.view import Reading, View
 from binade.data.catalog import USED, Catalog
@@ -65,18 +65,19 @@ def bar(catalog: Catalog, view: View, reading: Reading) -> bool:
             for name in TOGETHER.get(field, (field,)):
                 if name in everything:
                     _values(catalog, name, everything[name], possible.get(name, {}), getattr(where, name))
-    if reading.scope and reading.scope.tensors:
-        st.caption(plain(reading.scope.sentence))
     hidden, total = _hidden(where, everything, possible)
     return hidden < total or not total
 
 
 def _resolved(catalog: Catalog, reading: Reading) -> Filter:
-    """The filter with the runs and iterations that are shown."""
+    """The filter with the runs and iterations that are shown: of a question about one tensor, those of the tensor."""
     if reading.scope:
         return reading.scope.where
-    of_one = reading.question and reading.question.page in ("map", "tensor")
-    return scoped(catalog, reading.where, scored=True) if of_one else reading.where
+    tensor = catalog.rows_of(texts_of(reading.values.get("tensor")) if reading.question_of_tensor else [])
+    if tensor.empty:
+        return reading.where
+    iterations = tuple(int(each) for each in tensor["iteration"].dropna())
+    return replace(reading.where, run_id=tuple(tensor["run_id"]), iteration=iterations)
 
 
 def _scope(reading: Reading) -> tuple[str, ...]:

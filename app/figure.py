@@ -25,7 +25,7 @@ from altair.utils import schemapi
 
 from binade.app import numbers
 from binade.app.control import Control
-from binade.app.questions.shared.scope import Scope
+from binade.app.questions.shared.scope import Scope, Used
 from binade.data.evidence import Sentence
 from binade.data.filter import Filter
 from binade.data.text import csv_table
@@ -255,7 +255,8 @@ class Drawn:
     items     in the order in which a page shows them
     verdict   the answer in words, with the estimates that it is made from; empty where there is none
     problems  a sentence for each thing that is missing, left out or cannot be drawn
-    scope     what it was computed from, if its view resolved that
+    used      what the answer says that it used
+    scope     what it was computed from: of `used`, or as its view resolved it
 
     Raises TypeError for a verdict that is not a Sentence: its numbers would have no evidence.
     """
@@ -263,6 +264,7 @@ class Drawn:
     items: tuple[Item, ...] = field(default=(), repr=False)
     verdict: Sentence = field(default_factory=Sentence)
     problems: tuple[str, ...] = ()
+    used: Used | None = None
     scope: Scope | None = None
 
     def __post_init__(self) -> None:

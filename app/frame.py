@@ -8,12 +8,15 @@ from collections.abc import Callable, Iterable
 from importlib import import_module
 
 import streamlit as st
+from streamlit.delta_generator import DeltaGenerator
 
 from binade.app import address
 from binade.app.bar import bar, explain_nothing
 from binade.app.formatting import plain
 from binade.app.pages.registry import PAGES, Part
 from binade.app.params import read
+from binade.app.questions import layout
+from binade.app.questions.shared.scope import Scope
 from binade.app.state import SYNC_SECONDS, catalog, explain_empty, explain_refused, redraw_on_change, redraw_when, tell
 from binade.app.view import View
 from binade.data.access import read_only, reason
@@ -86,6 +89,7 @@ def _show_part(part: Part, view: View, opened: Catalog) -> None:
     reading = view.read(opened)
     if part.question:
         found = recorded and bar(opened, view, reading)
+        scope = st.empty()  # filled once the answer is known, which says what it used
         _parts(name, view)
         if reading.gone:
             _explain_gone(view, reading.problems)
@@ -93,7 +97,10 @@ def _show_part(part: Part, view: View, opened: Catalog) -> None:
             explain_nothing(reading.where)
         else:
             _warn(reading.problems)
+            _say(scope, reading.scope)
+            st.session_state.pop(layout.SCOPE, None)
             module.show(opened, view, reading)
+            _say(scope, st.session_state.get(layout.SCOPE, reading.scope))
     else:
         _parts(name, view)
         _warn(read(part.params(opened), view.params)[1])  # a tool has no filter
@@ -101,6 +108,11 @@ def _show_part(part: Part, view: View, opened: Catalog) -> None:
     tell(opened)
     if part.question:
         redraw_on_change(opened, shows, before, start)
+
+
+def _say(place: DeltaGenerator, scope: Scope | None) -> None:
+    if scope and (scope.tensors or scope.counts):
+        place.caption(plain(scope.sentence))
 
 
 def _parts(name: str, view: View) -> None:

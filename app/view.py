@@ -22,7 +22,7 @@ from binade.app.pages.registry import PAGES, PART, Part
 from binade.app.params import TITLES, AnyFormat, One, Param, Params, bounded, read, read_filter, run_or_format, texts_of
 from binade.app.questions.map.compute import METRICS
 from binade.app.questions.question import Question
-from binade.app.questions.shared.scope import Scope, default_format, scoped
+from binade.app.questions.shared.scope import Scope, Used, default_format
 from binade.app.questions.shared.selection import Of, format_used, select, worst
 from binade.data.cache import Done
 from binade.data.catalog import USED, Catalog
@@ -62,7 +62,7 @@ class Reading:
     values    of the parameters, by name
     problems  a sentence for each text that does not exist or makes no sense
     gone      what the view names and the catalog does not have at all: such a view is not drawn
-    scope     what the answer is computed from; None for a question that chooses runs and iterations itself
+    scope     what the answer is computed from, as far as that is known before; None for a question without `within`
     """
 
     part: Part | None
@@ -75,6 +75,10 @@ class Reading:
     @property
     def question(self) -> Question | None:
         return self.part.question if self.part else None
+
+    @property
+    def question_of_tensor(self) -> bool:
+        return self.question is not None and self.question.of is Of.TENSOR
 
     @property
     def refusal(self) -> Drawn | None:
@@ -166,9 +170,8 @@ class View(Record):
             if given and len(param.read(texts)[1]) == len(texts):
                 gone.append(name)
         scope = None
-        keeps = question.keeps(values) if question and question.keeps and not gone else None
-        if keeps is not None:
-            within = scoped(catalog, where, keeps, scored=True)
+        if question and question.within and not gone:
+            within = Used(question.within(catalog, where, values))
             scope = Scope.of(catalog, where, within, values["format"])
         return Reading(part, where, values, (*absent, *unknown), tuple(gone), scope)
 
@@ -198,7 +201,10 @@ class View(Record):
         if reading.refusal:
             return reading.refusal
         where = reading.scope.where if reading.scope else reading.where
-        return replace(draw(catalog, question, where, reading.values, reading.problems, step), scope=reading.scope)
+        drawn, scope = draw(catalog, question, where, reading.values, reading.problems, step), reading.scope
+        if drawn.used:
+            scope = Scope.of(catalog, reading.where, drawn.used, reading.values["format"])
+        return replace(drawn, scope=scope)
 
     def runs(self, catalog: Catalog) -> list[str]:
         """The runs that it shows, newest first: those that its filter selects, that it names or that are shown by

@@ -22,6 +22,8 @@ from binade.app.view import Reading, View
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 
+SCOPE = "scope_of_answer"  # the key of what the answer that was shown last used
+
 
 def show(opened: Catalog, view: View, reading: Reading) -> None:
     """Show the answer of a view, with its note and the controls above it."""
@@ -160,7 +162,15 @@ def _changed(name: str) -> None:
 
 
 def drawn_of(opened: Catalog, view: View, slow: str) -> Drawn | None:
-    """The answer; of a slow question with a progress bar and a stop button. None if the user has stopped it."""
+    """The answer; of a slow question with a progress bar and a stop button. None if the user has stopped it. What it
+    used is the scope that the frame shows."""
+    drawn = _drawn_of(opened, view, slow)
+    if drawn is not None:
+        st.session_state[SCOPE] = drawn.scope
+    return drawn
+
+
+def _drawn_of(opened: Catalog, view: View, slow: str) -> Drawn | None:
     if not slow:
         return view.draw(opened)
     wanted = repr(view)

@@ -57,9 +57,9 @@ class Question:
     as_used      whether it can show each operand in the format that its own GEMM used: USED in place of a format
     note         shown above the answer
     layout       the module whose `show(catalog, view, reading)` shows it, if it is not laid out like the others
-    keeps        the fields whose values the answer keeps apart, from the parameters' values; runs and iterations are
-                 then chosen for it, see `scope.scoped`. None, or if it returns None: the answer chooses them itself,
-                 or is of all
+    within       the filter that the answer is computed from, with the runs and iterations that are chosen for it: a
+                 function of the catalog, the user's filter and the values, see `scope.scoped`. None for a question
+                 about one tensor or about whole runs: `Drawn.used` says what the answer used
     """
 
     text: str
@@ -90,7 +90,7 @@ class Question:
     as_used: bool = False
     note: str = ""
     layout: str = ""
-    keeps: Callable[[Mapping[str, Any]], Collection[str] | None] | None = None
+    within: Callable[[Catalog, Filter, Mapping[str, Any]], Filter] | None = None
 
     @property
     def name(self) -> str:

@@ -90,6 +90,7 @@ def _section(opened: Catalog, question: Question, view: View, before: dict[str, 
     for name, frame in drawn.tables.items():
         if _is_new(before, f"{question.name} table {name}", frame):
             note = f"The first {MOST_ROWS:,} of {len(frame):,} rows." if len(frame) > MOST_ROWS else ""
+            note = " ".join(filter(None, (f"Of {drawn.scope.sentence}." if drawn.scope else "", note)))
             title = ": ".join(filter(None, (name[:1].upper() + name[1:], ", ".join(of_format))))
             tables.append(Table(f"{folder(question)}{ending}_{slug(name)}", title, frame.head(MOST_ROWS), note))
     text = f"{question.text} {question.help}."

@@ -24,7 +24,7 @@ from binade.app.figure import Drawn
 from binade.app.questions.map import question as map_question
 from binade.app.questions.map.compute import EFFECT, METRICS, TENSOR_SCALE
 from binade.app.questions.map.panel import panel
-from binade.app.questions.map.question import map_of
+from binade.app.questions.map.question import MAP, map_of
 from binade.app.view import View
 from binade.collector import Recorder, instrument
 from binade.data.catalog import STATISTICS, Catalog
@@ -310,7 +310,8 @@ def test_experts_are_one_row_until_they_are_expanded(tmp_path: Path, visit: Call
         own = apart[(apart["layer_index"] == 1) & (apart["product"] == "fc1")]
         assert own.set_index("expert")["value"].to_dict() == absmax and own["tensors"].eq(1).all()
         assert set(apart["row"]) - set(together["row"]) == {f"other/fc1/input/{expert}" for expert in values}
-        found = map_of(catalog, Filter(), View("map", {"experts": ["fc1"], "metric": ["absmax"]}).read(catalog).values)
+        reading = View("map", {"experts": ["fc1"], "metric": ["absmax"]}).read(catalog)
+        found = map_of(catalog, reading.scope.where, reading.values)
         assert [row.expert for row in found.rows] == ["", "0", "2", "11"]
         assert "fc1 expert 11 input" in drawn(catalog, metric="absmax", experts="fc1").tables["places"]["place"][0]
         gone = drawn(catalog, metric="absmax", experts="router")
@@ -324,7 +325,8 @@ def test_experts_are_one_row_until_they_are_expanded(tmp_path: Path, visit: Call
 
 
 def test_rows_are_in_the_order_of_the_network(catalog: Catalog):
-    found = map_of(catalog, MXFP4, View("map").read(catalog).values)
+    values = View("map").read(catalog).values
+    found = map_of(catalog, MAP.within(catalog, MXFP4, values), values)
     products = ("qkv", "QK", "PV", "proj", "fc1", "fc2")
     operands = {
         "forward": (("input", "weight"), ("query", "key"), ("attention_probs", "value")),
@@ -398,7 +400,7 @@ def test_hifp8_without_a_scale_says_what_it_would_do_with_one(tmp_path: Path):
 @pytest.mark.parametrize("fmt", ["mxfp4", "hifp8"])
 def test_the_panel_shows_the_values_of_a_cell_as_its_gemm_takes_them(catalog: Catalog, fmt: str):
     values = View("map", {"format": [fmt]}).read(catalog).values
-    found = map_of(catalog, MXFP4, values)
+    found = map_of(catalog, MAP.within(catalog, MXFP4, values), values)
     for _, cell in found.table[found.table["row"].str.contains("fc1/|PV/")].iterrows():
         shown = panel(catalog, found, cell, fmt)
         x, dim = along(catalog.load(cell["tensor_id"]), cell["gemm"], cell["product"], cell["tensor"])

@@ -86,6 +86,7 @@ def test_groups_are_ranked_with_their_intervals(tmp_path: Path):
         shown = drawn(PARITY, catalog)
     table = shown.get("parity_groups").table
     assert table["group"].tolist() == ["all", "layer2 fc1 linear", "layer1 fc1 linear"]
+    assert shown.scope.counts[0] == (SEQUENCES, "sequence") and shown.scope.runs == shown.scope.of_runs == 1
     for row, gap in zip(table.to_dict("records"), result.gaps, strict=True):
         low, high = stats.t.interval(0.95, SEQUENCES - 1, np.mean(gap.changes), stats.sem(gap.changes))
         assert (row["change"], row["low"], row["high"]) == pytest.approx((np.mean(gap.changes), low, high))

@@ -83,6 +83,7 @@ def test_the_answer_has_the_chain_the_ranks_and_the_steps_before(recorded, catal
     found = non_finite(catalog.root / run)
     drawn = plots.provenance(catalog)
     assert f"{CULPRIT}, forward" in drawn.verdict
+    assert drawn.scope.counts == ((len(drawn.tables["ranks"]), "rank"),)
     table = next(figure for figure in drawn.figures if figure.name == "chain").table
     assert table["place"].tolist() == [CULPRIT, *(each.place for each in found.chain)]
     before = next(figure for figure in drawn.figures if figure.name == "before_absmax").table

@@ -27,7 +27,8 @@ FAILED = (AdviceError, ConfigError, RecipeError, jobs.JobError, ReadOnlyError, O
 
 def show(opened: Catalog, view: View, reading: Reading) -> None:
     layout.show(opened, view, reading)
-    _recipe(Selection(opened, reading.where), reading.values, view)
+    where = reading.scope.where if reading.scope else reading.where
+    _recipe(Selection(opened, where), reading.values, view)
 
 
 def _recipe(selection: Selection, values: dict[str, Any], view: View) -> None:

@@ -3,7 +3,7 @@ training confirmed it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from binade.app.questions.predictions.question import COLUMNS as MEASURED
 from binade.app.questions.question import Question
 from binade.app.questions.shared import layer_chart
 from binade.app.questions.shared.runs import labels_of, same_model
-from binade.app.questions.shared.scope import scoped, unrounded
+from binade.app.questions.shared.scope import Used, scoped, unrounded
 from binade.app.questions.shared.selection import Selection
 from binade.collector.advice.advice import AS_MANY, Advice, Request, advise, roofline_of
 from binade.collector.advice.choice import GROUPS
@@ -30,6 +30,7 @@ from binade.collector.training.devices import Device
 from binade.collector.training.targets import read_config
 from binade.data import evidence
 from binade.data.catalog import Catalog
+from binade.data.filter import Filter
 from binade.data.names import short_names
 
 NOTE = (
@@ -104,8 +105,6 @@ def _controls(selection: Selection, values: dict[str, Any]) -> Iterator[Control]
 def advice_of(selection: Selection, values: dict[str, Any]) -> Advice:
     """Raises AdviceError."""
     opened, where = selection.opened, selection.where
-    if not where.run_id:
-        where = scoped(opened, unrounded(opened, where), ("iteration",))
     parts = ("linear",) if values["parts"] == "linear" else ()
     device, speedup = devices().get(values["device"]), values["speedup"]
     request = Request(float(values["budget"]), by=values["by"])
@@ -119,12 +118,18 @@ def advice_of(selection: Selection, values: dict[str, Any]) -> Advice:
     return opened.kept(("advice", where, parts, request, repr(device), opened.state()), answer)
 
 
+def within(opened: Catalog, where: Filter, values: Mapping[str, Any]) -> Filter:
+    """The chosen runs; if none is chosen, one."""
+    return where if where.run_id else scoped(opened, unrounded(opened, where), ("iteration",))
+
+
 def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
     try:
         found = advice_of(selection, values)
     except AdviceError as error:
         return Drawn(problems=(error.sentence,))
-    words = f"{source(selection.where, ', '.join(found.costs.runs))}\n{CAPTION}"
+    where = Filter(run_id=found.costs.runs)
+    words = f"{source(where, f'{len(found.chosen):,} operands')}\n{CAPTION}"
     chosen = (
         found.chosen.drop(columns="by_sequence")
         .assign(
@@ -158,9 +163,10 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
     table, held = confirmed(selection.opened, found)
     if not table.empty:
         columns = {"name": MEASURED["name"], "bits": BITS} | MEASURED
-        items.append(Table("advised_and_measured", table.drop(columns="gaps"), columns, title="Predicted and measured"))
+        shown = table.drop(columns=["gaps", "run_ids"])
+        items.append(Table("advised_and_measured", shown, columns, title="Predicted and measured"))
         verdict = evidence.together(verdict, held)
-    return Drawn(tuple(items), verdict)
+    return Drawn(tuple(items), verdict, used=Used(where, ((len(chosen), "operand"),)))
 
 
 def confirmed(opened: Catalog, found: Advice) -> tuple[pd.DataFrame, evidence.Sentence]:
@@ -199,6 +205,7 @@ ADVISE = Question(
     help="The smallest predicted loss change within a budget of bits or time, as a recipe to train",
     page="map",
     view="advise",
+    within=within,
     draw=draw,
     of_runs=True,
     beyond=same_model,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import replace
 from typing import Any
 
 import pandas as pd
@@ -14,7 +13,7 @@ from binade.app.params import One
 from binade.app.questions.block_history import charts, compute
 from binade.app.questions.question import Question
 from binade.app.questions.shared.event_marks import with_events
-from binade.app.questions.shared.scope import scoped
+from binade.app.questions.shared.scope import Used, scoped
 from binade.app.questions.shared.selection import Board, Of
 from binade.data import evidence
 from binade.data.evidence import SHARE, Sentence, exact, say
@@ -27,7 +26,6 @@ QUANTITY = Control(name="of_blocks", label="Block statistic", param=One(tuple(TI
 
 def draw(board: Board, values: dict[str, Any]) -> Drawn:
     measure = values["of_blocks"]
-    board = replace(board, where=scoped(board.opened, board.where, ("iteration",), scored=True))
     table = compute.histogram(board.opened, board.where, board.format, measure) if board.format else pd.DataFrame()
     if table.empty:
         return Drawn(
@@ -74,7 +72,9 @@ def draw(board: Board, values: dict[str, Any]) -> Drawn:
     if measure == "sqnr_db":
         columns["bad"] = Column(f"Below {compute.BAD_DB} dB", text=lambda row: f"{row['bad']:.2%}", align="right")
     items.append(Table("block_summary", summary, columns, height=min(38 + 35 * len(summary), 420)))
-    return with_events(Drawn(tuple(items), _verdict(table, summary, measure, board)), board.opened, board.where)
+    used = Used(board.where, ((blocks, "block"),))
+    answer = Drawn(tuple(items), _verdict(table, summary, measure, board), used=used)
+    return with_events(answer, board.opened, board.where)
 
 
 def _verdict(table: pd.DataFrame, by_layer: pd.DataFrame, measure: str, board: Board) -> Sentence:
@@ -125,7 +125,7 @@ BLOCK_HISTORY = Question(
     help="SQNR, scales and crest factors of blocks, over iterations and layers",
     page="map",
     room="map",
-    keeps=lambda values: ("iteration",),
+    within=lambda opened, where, values: scoped(opened, where, ("iteration",), scored=True),
     of=Of.BOARD,
     view="blocks",
     controls=(QUANTITY,),

@@ -15,6 +15,7 @@ from binade.app.params import One
 from binade.app.questions.difference import charts, compute
 from binade.app.questions.question import Question
 from binade.app.questions.shared.runs import every_run, run_titles
+from binade.app.questions.shared.scope import Used
 from binade.app.questions.shared.selection import Selection
 from binade.data.cache import Done
 from binade.data.catalog import Catalog
@@ -128,7 +129,9 @@ def draw(selection: Selection, values: dict[str, Any], done: Done = lambda count
         items.insert(0, Table("formats", formats, FORMAT_COLUMNS, "Operands in different formats, or of one run alone"))
     if len(around) < len(table):
         items.append(Text(f"The table shows {len(around):,} of {len(table):,} tensors; the CSV of the chart has more."))
-    return Drawn(tuple(items), _verdict(found, table, tolerance), tuple(problems))
+    where = replace(selection.where, run_id=(run_a, run_b))
+    used = Used(where, ((len(table), "tensor"),), len(selection.opened.runs()))
+    return Drawn(tuple(items), _verdict(found, table, tolerance), tuple(problems), used)
 
 
 def _verdict(found: Difference, table: pd.DataFrame, tolerance: Tolerance) -> Sentence:

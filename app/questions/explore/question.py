@@ -3,7 +3,7 @@ them."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -26,6 +26,7 @@ from binade.app.questions.shared.labels import group_name
 from binade.app.questions.shared.laws import LAWS
 from binade.app.questions.shared.operands import MOST_LISTED, ranked_tensors
 from binade.app.questions.shared.runs import every_run, given_names, labels_of, run_looks
+from binade.app.questions.shared.scope import Used, scoped
 from binade.app.questions.shared.selection import Board, Of
 from binade.data.catalog import Catalog
 from binade.data.filter import FIELDS, INTEGER_FIELDS, Filter
@@ -76,9 +77,9 @@ STATISTICS = {
 }
 
 
-def keeps(values: Mapping[str, Any]) -> Collection[str]:
-    """The fields whose values the answer keeps apart."""
-    return {values[name] for name in ("by", "rows", "columns")} & set(FIELDS)
+def within(opened: Catalog, where: Filter, values: Mapping[str, Any]) -> Filter:
+    """The fields that the charts group by are kept apart."""
+    return scoped(opened, where, {values[name] for name in ("by", "rows", "columns")} & set(FIELDS), scored=True)
 
 
 def _controls(board: Board, values: dict[str, Any]) -> list[Control]:
@@ -121,7 +122,7 @@ def draw(board: Board, values: dict[str, Any]) -> Drawn:
     columns = {"group": Column("Tensor" if len(chosen) else TITLED[by]), **STATISTICS}
     frame = moments(opened, where, chosen, by)
     items.append(Table("Statistics", frame, columns, "Statistics over the finite values", foldable=True))
-    return Drawn(tuple(items), problems=(*gone, *lie.problems))
+    return Drawn(tuple(items), problems=(*gone, *lie.problems), used=Used(where, ((len(ranked), "tensor"),)))
 
 
 def _files(count: int) -> str:
@@ -336,7 +337,7 @@ EXPLORE = Question(
     controls=(BY, OF_VALUES, AXIS, LAW, *PANELS),
     takes={"tensor": partial(known_tensor, several=True), "delta": lambda opened: Range()},
     narrow=_controls,
-    keeps=keeps,
+    within=within,
     as_used=True,
     layout="binade.app.questions.explore.page",
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 from binade.app import style
@@ -13,7 +12,7 @@ from binade.app.questions.question import Question
 from binade.app.questions.shared import board_charts, boards
 from binade.app.questions.shared.board_charts import BARS
 from binade.app.questions.shared.boards import LOSS_CHANGE
-from binade.app.questions.shared.scope import rounding, scoped, unrounded
+from binade.app.questions.shared.scope import Used, rounding, scoped, unrounded
 from binade.app.questions.shared.selection import Board, Of
 from binade.app.style import MEASURES
 from binade.data import evidence
@@ -33,7 +32,6 @@ COLUMNS = {
 
 def draw(board: Board, values: dict[str, Any]) -> Drawn:
     measure = MEASURES[LOSS_CHANGE]
-    board = replace(board, where=scoped(board.opened, unrounded(board.opened, board.where), scored=True))
     found = compute.costs(board.opened, board.where, board.format) if board.format else None
     if found is None or found.table.empty:
         return _nothing(board)
@@ -67,7 +65,8 @@ def draw(board: Board, values: dict[str, Any]) -> Drawn:
     )
     places = Table("loss_places", table, COLUMNS, height=min(38 + 35 * len(table), 420), choose="tensor_id")
     rounds = bool(rounding(board.opened, board.where))
-    return Drawn((ranked, against, places), _verdict(found, board.format, measure, rounds))
+    used = Used(board.where, ((len(table), "operand"),))
+    return Drawn((ranked, against, places), _verdict(found, board.format, measure, rounds), used=used)
 
 
 def _nothing(board: Board) -> Drawn:
@@ -136,5 +135,6 @@ LOSS = Question(
     of=Of.BOARD,
     view="loss",
     room="recipes",
+    within=lambda opened, where, values: scoped(opened, unrounded(opened, where), scored=True),
     draw=draw,
 )

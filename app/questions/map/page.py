@@ -30,12 +30,13 @@ from binade.app.questions.map.question import (
     places,
     score_of,
     scores_of,
+    used_by,
     verdict,
 )
 from binade.app.questions.map.standing_out import FAR, cause_of, cell_name, exceptions
 from binade.app.questions.shared.event_marks import events_of
 from binade.app.questions.shared.operands import GEMMS, OTHER
-from binade.app.questions.shared.scope import scope_of
+from binade.app.questions.shared.scope import Scope, scope_of
 from binade.app.sessions import draft
 from binade.app.style import MEASURES
 from binade.app.view import Reading, View, pool_of
@@ -81,6 +82,7 @@ def _show(opened: Catalog, view: View, reading: Reading) -> None:
         st.info(plain(found), icon=":material/block:")
         layout.explain_absence(opened, view, reading)
         return
+    st.session_state[layout.SCOPE] = Scope.of(opened, reading.where, used_by(found), reading.values["format"])
     if found.left_out:
         st.caption(found.left_out)
     cell = _chosen(found, next(iter(view.params.get("cell", ())), ""))

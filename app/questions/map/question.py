@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -23,7 +23,7 @@ from binade.app.questions.shared import board_charts
 from binade.app.questions.shared.operands import OTHER, operand
 from binade.app.questions.shared.rounded import NOT_RECORDED
 from binade.app.questions.shared.runs import every_run
-from binade.app.questions.shared.scope import OF_RUNS, scope_of, scoped, unrounded
+from binade.app.questions.shared.scope import OF_RUNS, Used, scope_of, scoped, unrounded
 from binade.app.questions.shared.selection import Selection
 from binade.app.questions.shared.unscaled import with_scale
 from binade.app.style import MEASURES
@@ -120,13 +120,17 @@ class Map:
         return table.assign(place=place, operation=operation, rank=range(1, len(table) + 1))
 
 
+def within(opened: Catalog, where: Filter, values: Mapping[str, Any]) -> Filter:
+    """A predicted loss change is that of a run that rounds nothing."""
+    where = unrounded(opened, where) if values["metric"] == LOSS_CHANGE else where
+    apart = (ITERATION,) if values["across"] == ITERATION else ()
+    return scoped(opened, where, apart, scored=True)
+
+
 def map_of(opened: Catalog, where: Filter, values: dict[str, Any]) -> Map | str:
-    """The map of these parameters, or the reason why there is none."""
+    """The map of these parameters, or the reason why there is none. where: of `within`."""
     metric, across = values["metric"], values["across"]
     measure, fmt = MEASURES[metric], values["format"] if values["metric"] in OF_FORMAT else ""
-    if metric == LOSS_CHANGE:
-        where = unrounded(opened, where)
-    where = scoped(opened, where, (ITERATION,) if across == ITERATION else (), scored=metric in OF_FORMAT)
     if metric in OF_FORMAT and not fmt:
         return "No operand is scored in any format. Choose a statistic of the values, such as absmax, as metric."
     if metric == LOSS_CHANGE and across == ITERATION:
@@ -278,7 +282,12 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
     )
     answer = verdict(opened, found)
     tables = places(found), Table("kinds", found.kinds, columns_of(measure))
-    return Drawn((figure, ranked(found, scope), *tables), answer, (found.left_out,) * bool(found.left_out))
+    left_out = (found.left_out,) * bool(found.left_out)
+    return Drawn((figure, ranked(found, scope), *tables), answer, left_out, used_by(found))
+
+
+def used_by(found: Map) -> Used:
+    return Used(found.where, ((len(found.table), "cell"),))
 
 
 def ranked(found: Map, scope: str) -> Figure:
@@ -382,13 +391,6 @@ def _controls(selection: Selection, values: dict[str, Any]) -> Iterator[Control]
         yield replace(EXPERTS, options=("none", *routed), titles=titles)
 
 
-def _keeps(values: Mapping[str, Any]) -> Collection[str] | None:
-    """A predicted loss change is that of a run that rounds nothing, which the map finds itself."""
-    if values["metric"] == LOSS_CHANGE:
-        return None
-    return (ITERATION,) if values["across"] == ITERATION else ()
-
-
 MAP = Question(
     text="What does a format break?",
     title="Map",
@@ -400,7 +402,7 @@ MAP = Question(
     controls=(ACROSS, EXPERTS),
     narrow=_controls,
     as_used=True,
-    keeps=_keeps,
+    within=within,
     scoped=("metric", "format", "versus"),
     selects={"cell": lambda opened: AnyText()},
     rounds=_rounds,

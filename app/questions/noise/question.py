@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pandas as pd
@@ -12,6 +11,7 @@ from binade.app.questions.noise import charts, compute
 from binade.app.questions.question import Question
 from binade.app.questions.shared import board_charts
 from binade.app.questions.shared.event_marks import with_events
+from binade.app.questions.shared.scope import Used
 from binade.app.questions.shared.selection import Board, Of
 from binade.app.style import MEASURES
 from binade.data import evidence
@@ -56,12 +56,12 @@ GRADIENT_COLUMNS = {
 
 
 def draw(board: Board, values: dict[str, Any]) -> Drawn:
-    board = replace(board, where=compute.one_run(board.opened, board.where))
     weights = compute.weights(board.opened, board.where)
     gradients = compute.gradients(board.opened, board.where, board.format)
     items: list[Item] = []
     verdicts: list[Sentence] = []
     problems: list[str] = []
+    counts: list[tuple[int, str]] = []
     if weights.empty:
         problems.append(NO_WEIGHTS)
     else:
@@ -70,14 +70,18 @@ def draw(board: Board, values: dict[str, Any]) -> Drawn:
             problems.append(FEW.format(compute.LEAST, iterations))
         places = compute.places(weights)
         items += _of_weights(board, weights, places)
+        counts.append((len(places), "weight"))
         against = compute.edge_against_bf16(board.opened, board.where, places) if len(places) <= LISTED else None
         verdicts.append(_of_weights_verdict(places, iterations, against))
     if gradients.empty:
         problems.append(NO_GRADIENTS)
     else:
         items += _of_gradients(board, gradients)
+        counts.append((len(in_last(gradients)), "gradient"))
         verdicts.append(_of_gradients_verdict(gradients, board.format))
-    return with_events(Drawn(tuple(items), evidence.together(*verdicts), tuple(problems)), board.opened, board.where)
+    used = Used(board.where, tuple(counts))
+    answer = Drawn(tuple(items), evidence.together(*verdicts), tuple(problems), used)
+    return with_events(answer, board.opened, board.where)
 
 
 def _of_weights(board: Board, weights: pd.DataFrame, places: pd.DataFrame) -> list[Item]:
@@ -102,6 +106,11 @@ def _of_weights(board: Board, weights: pd.DataFrame, places: pd.DataFrame) -> li
     return [*found, Table("oscillating_weights", places, WEIGHT_COLUMNS, "Weights", height=height, choose="tensor_id")]
 
 
+def in_last(gradients: pd.DataFrame) -> pd.DataFrame:
+    last: pd.DataFrame = gradients[gradients["iteration"] == gradients["iteration"].max()]
+    return last
+
+
 def _of_gradients(board: Board, gradients: pd.DataFrame) -> list[Item]:
     measure = MEASURES["gradient_to_noise"]
     definition = f"{measure.label}: {measure.definition}."
@@ -117,8 +126,7 @@ def _of_gradients(board: Board, gradients: pd.DataFrame) -> list[Item]:
         found.append(
             Figure(f"{name}_to_noise", chart, table, caption, height=340, choose="tensor_id", group="gradients")
         )
-    last = gradients[gradients["iteration"] == gradients["iteration"].max()]
-    table = last.sort_values("value", ignore_index=True)
+    table = in_last(gradients).sort_values("value", ignore_index=True)
     title = f"Gradients in iteration {int(gradients['iteration'].max())}"
     height = min(38 + 35 * len(table), 420)
     found.append(Text(definition))
@@ -187,7 +195,7 @@ def _by_chance(excess: list[evidence.Named], words: tuple[str, str]) -> Sentence
 
 
 def _of_gradients_verdict(gradients: pd.DataFrame, fmt: str) -> Sentence:
-    last = gradients[gradients["iteration"] == gradients["iteration"].max()]
+    last = in_last(gradients)
     what = f"gradient to noise of a micro-batch in iteration {int(last['iteration'].iloc[0])}"
     return evidence.extreme(compute.to_noise(last, fmt), what, lowest=True)
 
@@ -202,6 +210,7 @@ NOISE = Question(
     room="map",
     of=Of.BOARD,
     view="noise",
+    within=lambda opened, where, values: compute.one_run(opened, where),
     draw=draw,
     of_runs=True,
 )

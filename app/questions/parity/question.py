@@ -15,10 +15,12 @@ from binade.app.figure import Column, Drawn, Figure, Item, Table, Text
 from binade.app.params import One
 from binade.app.questions.parity import charts, compute
 from binade.app.questions.question import Question
+from binade.app.questions.shared.scope import Used
 from binade.app.questions.shared.selection import Selection
 from binade.data import evidence
 from binade.data.catalog import Catalog
 from binade.data.evidence import Sentence
+from binade.data.filter import Filter
 from binade.data.parity import MEASURES
 from binade.data.parity_results import CHANGE, Parity, findings, routing_findings
 from binade.data.routing import FLIPS, LEGEND
@@ -120,7 +122,9 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
         return Drawn(problems=(found,))
     parts = _groups(found, run_id), _routing(found, run_id), _quantities(found, run_id)
     items = chain(*parts, _steps(found, run_id, values["quantity"]))
-    return Drawn((*items, Text(OF_DUMPS if found.tool else OF_TEXT)), _verdict(found))
+    counts = (found.steps[0].sequences, "sequence"), (found.steps[0].tokens, "token")
+    used = Used(Filter(run_id=(run_id,)), counts, len(compute.titles(selection.opened)))
+    return Drawn((*items, Text(OF_DUMPS if found.tool else OF_TEXT)), _verdict(found), used=used)
 
 
 def _source(found: Parity, run_id: str) -> str:

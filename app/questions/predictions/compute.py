@@ -35,7 +35,7 @@ def measured(opened: Catalog, found: Costs) -> tuple[pd.DataFrame, int]:
     predicted, predicted_error (its standard error over sequences), unbounded (what the second order alone predicts),
     seeds, first (the gap of the first iteration, before
     any step, mean over seeds), gap (mean over iterations and seeds), low, high (its 95% interval, NaN for one seed),
-    gaps (by seed).
+    gaps (by seed), run_ids (those that were trained and their bf16 runs).
     """
     runs = opened.runs()
     data = runs[list(OF_MODEL)]
@@ -68,7 +68,7 @@ def measured(opened: Catalog, found: Costs) -> tuple[pd.DataFrame, int]:
         row |= {"bits": at[0], "predicted": at[1], "predicted_error": at[2], "seeds": spread.n}
         row["unbounded"] = unbounded[1]
         row |= {"first": own["first"].mean(), "gap": spread.value, "low": spread.low, "high": spread.high}
-        rows.append(row | {"gaps": gaps})
+        rows.append(row | {"gaps": gaps, "run_ids": [*own["run_id"], *own["reference"].dropna()]})
     columns = [
         "name",
         "recipe",
@@ -82,5 +82,5 @@ def measured(opened: Catalog, found: Costs) -> tuple[pd.DataFrame, int]:
         "gap",
         "low",
     ]
-    columns += ["high", "gaps"]
+    columns += ["high", "gaps", "run_ids"]
     return pd.DataFrame(rows, columns=columns).replace([np.inf, -np.inf], np.nan), left

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -13,9 +14,11 @@ from binade.app.questions.loss.question import LOSS
 from binade.app.questions.predictions import charts, compute
 from binade.app.questions.question import Question
 from binade.app.questions.shared.runs import same_model
+from binade.app.questions.shared.scope import Used
 from binade.app.questions.shared.selection import Selection
 from binade.collector.advice.costs import AdviceError, Costs
 from binade.data import evidence
+from binade.data.filter import Filter
 from binade.data.reliability import Reliability
 from binade.data.text import counted
 
@@ -54,12 +57,14 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
     if table.empty:
         return Drawn(problems=(NOTHING,))
     what = f"{counted(len(table), 'recipe')}, predicted from {counted(len(found.runs), 'run')}"
-    words = f"{source(where, what)}\n{CAPTION}"
+    runs = dict.fromkeys((*found.runs, *chain(*table["run_ids"])))
+    used = Used(Filter(run_id=tuple(runs)), ((len(table), "recipe"),), len(opened.runs()))
+    words = f"{source(Filter(run_id=found.runs), what)}\n{CAPTION}"
     figures = [
         Figure(f"predictions_{name}", charts.against(table, name, title), table, words, height=400, group="predictions")
         for name, title in charts.GAPS.items()
     ]
-    table = table.drop(columns="gaps")
+    table = table.drop(columns=["gaps", "run_ids"])
     beyond = ~np.isclose(table["predicted"], table["unbounded"], rtol=1e-6)
     columns = {name: column for name, column in COLUMNS.items() if name != "unbounded" or beyond.any()}
     listed = Table("predictions", table.sort_values("predicted", ignore_index=True), columns)
@@ -67,7 +72,7 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
         f"Recipes left out: {left}. They round operands that were not recorded, or use formats that were not scored."
     )
     verdict = evidence.together(_bounded(table.loc[beyond, "name"].tolist(), found), _verdict(table, found.reliability))
-    return Drawn((*figures, listed), verdict, (left_out,) * bool(left))
+    return Drawn((*figures, listed), verdict, (left_out,) * bool(left), used)
 
 
 def _bounded(names: list[str], found: Costs) -> evidence.Sentence:

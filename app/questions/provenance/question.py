@@ -13,10 +13,12 @@ from binade.app.params import Whole, known_run
 from binade.app.questions.provenance import charts, compute
 from binade.app.questions.question import Question
 from binade.app.questions.shared.runs import labels_of
+from binade.app.questions.shared.scope import Used
 from binade.app.questions.shared.selection import Selection
 from binade.app.style import MEASURES
 from binade.data.events import Event
 from binade.data.evidence import say
+from binade.data.filter import Filter
 
 NOTHING = "No run in the filter has recorded a NaN or Inf. To look for one, record with find_nan=True or --find-nan."
 RUN = Control(name="run", label="Run", param=known_run, widget="list", row="event", width=2)
@@ -97,7 +99,8 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
     verdict = say(
         "Iteration {iteration}{rank}: {text}.{steps}", iteration=iteration, rank=rank, text=first.text, steps=steps
     )
-    return Drawn(tuple(items), verdict)
+    used = Used(Filter(run_id=(run,), iteration=(iteration,)), ((len(ranks), "rank"),), len(found))
+    return Drawn(tuple(items), verdict, used=used)
 
 
 PROVENANCE = Question(

@@ -20,6 +20,7 @@ from binade.app.questions.recipes import bands, charts
 from binade.app.questions.shared.event_marks import with_events
 from binade.app.questions.shared.labels import thinned, thinned_note
 from binade.app.questions.shared.runs import every_run, references_of, run_looks, run_titles, some_runs
+from binade.app.questions.shared.scope import Used
 from binade.app.questions.shared.selection import Selection
 from binade.app.questions.shared.unscaled import with_scale
 from binade.app.style import MEASURES
@@ -259,7 +260,9 @@ def cost(opened: Catalog, where: Filter, table: pd.DataFrame, base: str = BF16) 
     )
     caveat = rounded_twice(json.loads(configs[each.run_id]) for each in recipes)
     measured = measured_sentence(opened, compared) if base == BF16 else ""
-    answer = Drawn(items, evidence.together(compared.verdict, measured, caveat), left_out(table))
+    own = table[table["run_id"].isin([run for each in recipes for run in each.runs])]
+    used = used_by(opened, own, ((len(recipes), "recipe"),))
+    answer = Drawn(items, evidence.together(compared.verdict, measured, caveat), left_out(table), used)
     return with_events(answer, opened, Filter(run_id=tuple(each.run_id for each in latest)))
 
 
@@ -317,7 +320,7 @@ def gradients(
         notes.append("In later iterations the weights have drifted apart as well.")
     if rounds_to_e5m2(runs):
         notes.append("Plain mxfp8 rounds gradients to mxfp8_e5m2.")
-    return Drawn((*figures, *map(Text, notes)), verdict)
+    return Drawn((*figures, *map(Text, notes)), verdict, used=used_by(opened, runs, ((len(together), "pair"),)))
 
 
 def ladder(
@@ -347,7 +350,14 @@ def ladder(
     chart = charts.ladder(rungs, found.seeds, chosen.name)
     figure = Figure("ladder", chart, rungs, caption, note=JUDGED, height=charts.ladder_height(rungs))
     shown = Table("ladder", rungs, columns)
-    return Drawn((figure, shown, *map(Text, found.notes)), found.verdict, found.problems)
+    used = used_by(opened, runs, ((len(rungs), "rung"),))
+    return Drawn((figure, shown, *map(Text, found.notes)), found.verdict, found.problems, used)
+
+
+def used_by(opened: Catalog, runs: pd.DataFrame, counts: tuple[tuple[int, str], ...]) -> Used:
+    """These runs of a table and what they are compared with."""
+    used = dict.fromkeys([*runs["run_id"], *runs["reference"].dropna()])
+    return Used(Filter(run_id=tuple(used)), counts, len(opened.runs()))
 
 
 def _of_runs(by_run: pd.DataFrame, name: str) -> list[evidence.Named]:

@@ -15,7 +15,7 @@ from binade.app.questions.question import Question
 from binade.app.questions.results import accumulation, charts, compute
 from binade.app.questions.shared import layer_chart
 from binade.app.questions.shared.runs import given_names
-from binade.app.questions.shared.scope import scope_of, scoped
+from binade.app.questions.shared.scope import Used, scope_of, scoped
 from binade.app.questions.shared.selection import Selection
 from binade.app.style import MEASURES
 from binade.data import evidence
@@ -55,8 +55,7 @@ ACCUMULATION = {
 
 
 def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
-    opened = selection.opened
-    where = scoped(opened, selection.where)
+    opened, where = selection.opened, selection.where
     found = opened.results(where)
     table = compute.by_product(found)
     if table.empty:
@@ -91,7 +90,8 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
     items.append(Table("results", rows, COLUMNS, note=CHOOSE, choose="result"))
     if values["result"]:
         items.append(_accumulation(opened, values["result"]))
-    return Drawn(tuple(items), _verdict(compute.by_product(found, ("gemm",))))
+    used = Used(where, ((len(table), "GEMM"),))
+    return Drawn(tuple(items), _verdict(compute.by_product(found, ("gemm",))), used=used)
 
 
 def _accumulation(opened: Catalog, result: str) -> Table | Text:
@@ -132,7 +132,7 @@ RESULTS = Question(
     help="Errors of results in forward, dgrad and wgrad, compared with those of their operands",
     page="map",
     room="map",
-    keeps=lambda values: (),
+    within=lambda opened, where, values: scoped(opened, where, scored=True),
     view="gemms",
     draw=draw,
     takes={"result": known_tensor},

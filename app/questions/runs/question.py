@@ -18,6 +18,7 @@ from binade.app.questions.shared import loss_chart
 from binade.app.questions.shared.event_marks import events_of
 from binade.app.questions.shared.labels import thinned_note
 from binade.app.questions.shared.runs import run_looks, some_runs, with_plain_runs
+from binade.app.questions.shared.scope import Used
 from binade.app.questions.shared.selection import Selection
 from binade.data import evidence
 from binade.data.catalog import Catalog
@@ -125,7 +126,8 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
     compared = _compared(opened, latest)
     chart = loss_chart.losses(table, looks, events, smooth, seeds, _marks(compared, table, recipes))
     figure = Figure("losses", chart, table, words, note=drawn, height=height)
-    return Drawn((figure,), evidence.together(*compared.leaving, *compared.missing), (note,) * bool(note))
+    used = Used(Filter(run_id=tuple(latest["run_id"])), ((table["group"].nunique(), "line"),), len(runs))
+    return Drawn((figure,), evidence.together(*compared.leaving, *compared.missing), (note,) * bool(note), used)
 
 
 def _compared(opened: Catalog, runs: pd.DataFrame) -> Comparison:

@@ -17,6 +17,20 @@ OF_RUNS = ("recipe", "quant_type")  # with groups by one of these, a run of each
 
 
 @dataclass(frozen=True)
+class Used:
+    """What an answer says that it used.
+
+    where    the filter, with its runs and iterations
+    counts   how many it has of what its tables list: ((12, "operand"),)
+    of_runs  how many runs it could have used; 0 for those with tensors that the user's filter selects
+    """
+
+    where: Filter
+    counts: tuple[tuple[int, str], ...] = ()
+    of_runs: int = 0
+
+
+@dataclass(frozen=True)
 class Scope:
     """What an answer was computed from.
 
@@ -24,6 +38,7 @@ class Scope:
     format   that it shows, USED for the one of each GEMM, or ""
     tensors, with_values  that `where` selects, and how many of these have values on disk
     runs, of_runs  how many runs it selects, and how many the user's own filter does
+    counts   of `Used`; () before the answer is known
     """
 
     where: Filter
@@ -32,24 +47,33 @@ class Scope:
     with_values: int = 0
     runs: int = 0
     of_runs: int = 0
+    counts: tuple[tuple[int, str], ...] = ()
 
     @classmethod
-    def of(cls, opened: Catalog, chosen: Filter, where: Filter, fmt: str) -> Scope:
-        """chosen: the user's filter, of which `where` is a part."""
-        totals = opened.totals(where)
-        of_runs = totals.runs if chosen == where else opened.totals(chosen).runs
-        return cls(where, fmt, totals.tensors, totals.with_values, totals.runs, of_runs)
+    def of(cls, opened: Catalog, chosen: Filter, used: Used, fmt: str) -> Scope:
+        """chosen: the user's filter."""
+        where, totals = used.where, opened.totals(used.where)
+        runs, of_runs = totals.runs, used.of_runs
+        if of_runs:  # these may have losses alone
+            runs = len(where.run_id)
+        else:
+            of_runs = runs if chosen == where else opened.totals(chosen).runs
+        return cls(where, fmt, totals.tensors, totals.with_values, runs, of_runs, used.counts)
 
     @property
     def sentence(self) -> str:
-        """ "90 tensors · 1 of 8 runs · iteration 3 · all with values"."""
+        """ "90 tensors · 1 of 8 runs · iteration 3 · all with values", or with what the answer counts in place of the
+        tensors."""
+        tensors = ((self.tensors, "tensor"),)
+        counts = self.counts or tensors
         runs = counted(self.runs, "run") if self.runs == self.of_runs else f"{self.runs:,} of {self.of_runs:,} runs"
         at = self.where.iteration
         iterations = (
             "" if not at else f"iteration {at[0]}" if len(at) == 1 else f"{len(at)} iterations"
         )  # fmt: skip
         kept = "all with values" if self.with_values == self.tensors else f"{self.with_values:,} with values"
-        return " · ".join(filter(None, (counted(self.tensors, "tensor"), runs, iterations, kept)))
+        first = " and ".join(counted(*count) for count in counts)
+        return " · ".join(filter(None, (first, runs, iterations, kept * (counts == tensors))))
 
 
 def scoped(opened: Catalog, where: Filter, apart: Collection[str] = (), scored: bool = False) -> Filter:

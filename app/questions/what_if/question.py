@@ -18,11 +18,13 @@ from binade.app.questions.shared import distribution_charts, format_charts
 from binade.app.questions.shared.distributions import Distribution, log2_histogram
 from binade.app.questions.shared.operands import along
 from binade.app.questions.shared.rounded import NOT_RECORDED, applied
+from binade.app.questions.shared.scope import Used, scoped
 from binade.app.questions.shared.selection import Of, SelectedTensor, recorded_in
 from binade.app.questions.what_if import charts, compute
 from binade.collector.advice import scales
 from binade.data.catalog import Catalog, CatalogError
 from binade.data.evidence import Sentence, extreme, say, spread_of, together
+from binade.data.filter import Filter
 from binade.data.store import TensorFileError
 from binade.data.tensor_kinds import has_tokens
 from binade.data.text import number_text
@@ -103,6 +105,7 @@ class Plan:
     over: str
     said: tuple[str, ...] = ()
     gemm: str = ""  # of one tensor
+    used: Used | None = None  # of several
 
     @property
     def limit(self) -> int:
@@ -117,7 +120,7 @@ def draw(
     if not made.trials or not made.ids:
         return Drawn(problems=made.said)
     drawn = results(selected, made, tried(selected.opened, made, done))
-    return replace(drawn, items=(*_offers(selected, values), *drawn.items))
+    return replace(drawn, items=(*_offers(selected, values), *drawn.items), used=made.used)
 
 
 def _offers(selected: SelectedTensor, values: dict[str, Any]) -> Iterator[Offers]:
@@ -162,23 +165,25 @@ def plan(selected: SelectedTensor, values: dict[str, Any]) -> Plan:
     trials = [one for one in trials if not recorded.problem(one.spec)]
     if over == "tensor":
         return Plan(trials, [selected.row["tensor_id"]], over, tuple(said), selected.gemm)
-    ids, note = _operands(selected, with_tokens=centered)
+    where = scoped(selected.opened, selected.where, scored=True)
+    ids, note = _operands(selected.opened, where, with_tokens=centered)
     if not ids:
-        note = "The filter selects no operand with values on disk."
-    return Plan(trials, ids, over, (*said, note) if note else tuple(said))
+        note = f"No operand with values on disk was selected: {where.sentence()}."
+    used = Used(where, ((len(ids), "operand"),))
+    return Plan(trials, ids, over, (*said, note) if note else tuple(said), used=used)
 
 
-def _operands(selected: SelectedTensor, with_tokens: bool) -> tuple[list[str], str]:
+def _operands(opened: Catalog, where: Filter, with_tokens: bool) -> tuple[list[str], str]:
     """(the operands of the filter that have values on disk, evenly sampled if there are many; a note). with_tokens:
     only those that have tokens."""
-    rows = selected.opened.tensors(selected.where)
+    rows = opened.tensors(where)
     rows = rows[rows["contracted_axis"].notna() & rows["path"].notna() & (rows["numel"] > 0)]
     note = ""
     if with_tokens:
         rows = rows.loc[[*map(has_tokens, rows["layer_type"], rows["tensor_name"])]]
         note = "Only operands with tokens, the inputs and output gradients of linear layers, are tried. "
     if len(rows) > MOST_TENSORS:
-        note += f"{MOST_TENSORS} of the filter’s {len(rows):,} operands, spread evenly, are tried."
+        note += f"{MOST_TENSORS} of {len(rows):,} operands, spread evenly, are tried."
         rows = rows.iloc[[index * len(rows) // MOST_TENSORS for index in range(MOST_TENSORS)]]
     return rows["tensor_id"].tolist(), note
 
@@ -221,9 +226,7 @@ def results(selected: SelectedTensor, made: Plan, tried: Tried) -> Drawn:
     table = table.drop(columns="each")
     sampled = selected.x.numel() > made.limit if len(made.ids) == 1 else True
     how = f"a sample of whole lines, at most {made.limit:,} values per tensor" if sampled else "exact"
-    what = (
-        selected.source(how) if made.over == "tensor" else source(selected.where, f"{len(made.ids)} operands ({how})")
-    )
+    what = source(made.used.where, f"{len(made.ids)} operands ({how})") if made.used else selected.source(how)
     definitions = " ".join(
         f"{METRICS[name].label}: {METRICS[name].definition}." for name, *_ in format_charts.ERROR_PANELS
     )
