@@ -48,8 +48,9 @@ def bar(catalog: Catalog, view: View, reading: Reading) -> bool:
     possible = catalog.counts(where) if where.items() else everything
     with st.container(key="scope", horizontal=True, vertical_alignment="center", gap="xsmall"):
         resolved = _resolved(catalog, reading)
-        _run(catalog, where, resolved, view.page != "explore")
-        _iteration(where, possible, resolved)
+        of_tensor = reading.question_of_tensor  # its run and iteration need not be the latest
+        _run(catalog, where, resolved, view.page != "explore", "" if of_tensor else "latest: ")
+        _iteration(where, possible, resolved, "" if of_tensor else " (last)")
         if "format" in _scope(reading):
             _format(catalog, reading)
         if "metric" in _scope(reading):
@@ -103,25 +104,25 @@ def _box(name: str, label: str, options: list[Any], chosen: Any, width: int, fie
     )  # fmt: skip
 
 
-def _run(catalog: Catalog, where: Filter, resolved: Filter, wide: bool) -> None:
+def _run(catalog: Catalog, where: Filter, resolved: Filter, wide: bool, which: str) -> None:
     titles = catalog.kept(("run titles", catalog.state()), lambda: run_titles(every_run(catalog)))
     several = f"{len(where.run_id)} runs"
     options = [*([SEVERAL] if len(where.run_id) > 1 else []), *catalog.runs()["run_id"]]
     chosen = where.run_id[0] if len(where.run_id) == 1 else SEVERAL if where.run_id else None
-    latest = f"latest: {labels_of(catalog).get(resolved.run_id[0])}" if len(resolved.run_id) == 1 else "all"
+    shown = f"{which}{labels_of(catalog).get(resolved.run_id[0])}" if len(resolved.run_id) == 1 else "all"
     _box(
-        "scope_run_id", "Run", options, chosen, 214 if wide else 190, "run_id", placeholder=latest,
+        "scope_run_id", "Run", options, chosen, 214 if wide else 190, "run_id", placeholder=shown,
         format_func=lambda run: several if run == SEVERAL else titles.get(run, str(run)),
     )  # fmt: skip
 
 
-def _iteration(where: Filter, possible: Counts, resolved: Filter) -> None:
+def _iteration(where: Filter, possible: Counts, resolved: Filter, which: str) -> None:
     several = f"{len(where.iteration)} chosen"
     options: list[Any] = [*([SEVERAL] if len(where.iteration) > 1 else []), *possible.get("iteration", {})]
     chosen: Any = where.iteration[0] if len(where.iteration) == 1 else SEVERAL if where.iteration else None
-    last = f"{resolved.iteration[0]} (last)" if len(resolved.iteration) == 1 else "all"
+    shown = f"{resolved.iteration[0]}{which}" if len(resolved.iteration) == 1 else "all"
     _box(
-        "scope_iteration", "Iteration", options, chosen, 172, "iteration", placeholder=last,
+        "scope_iteration", "Iteration", options, chosen, 172, "iteration", placeholder=shown,
         format_func=lambda at: several if at == SEVERAL else str(at),
     )  # fmt: skip
 

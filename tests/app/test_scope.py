@@ -12,6 +12,7 @@ from binade.app.figure import Drawn
 from binade.app.pages.registry import PART
 from binade.app.questions.question import Question
 from binade.app.questions.registry import QUESTIONS
+from binade.app.questions.shared.runs import labels_of
 from binade.app.questions.shared.selection import Of
 from binade.app.report import contents
 from binade.app.view import View
@@ -115,6 +116,14 @@ def test_what_is_tried_on_several_operands_is_tried_on_those_of_the_scope(tmp_pa
         scope = view.draw(opened).scope
     assert scope.counts == ((2, "operand"),)
     assert (scope.where.run_id, scope.where.iteration) == ((newest.run_id,), (1,))
+
+
+def test_the_bar_names_the_run_of_the_tensor(visit: Visit, collected: Path, catalog: Catalog):
+    rows = catalog.tensors(Filter(iteration=(0,), tensor_name=("weight",)))
+    row = rows[rows["run_id"] != catalog.runs()["run_id"][0]].iloc[0]
+    at = visit(collected, "tensor", tensor=row["tensor_id"])
+    shown = [at.selectbox(key=f"filter_scope_{name}").placeholder for name in ("run_id", "iteration")]
+    assert shown == [labels_of(catalog)[row["run_id"]], "0"]
 
 
 def test_recipes_count_the_runs_that_were_compared(tmp_path: Path):
