@@ -12,8 +12,9 @@ null        runs of the collector (the tiny model, fast) that differ only in wha
             may be said to stand out
 misses      planted differences that no sentence names: gaps of the size that "would probably have shown", of which one
             in five is missed by design; a cell that loses 3 dB more than normal values; the effects of planted.py
-exactness   sentences about what was measured whole (maps of each metric, by layer and by iteration, and results of
-            GEMMs): those that call it uncertain, and those that name another extreme than the table has
+exactness   sentences about what was measured whole (maps of each metric, by layer and by iteration, results of GEMMs,
+            and gradients of an iteration): those that call it uncertain, and those that name another extreme than the
+            table has
 invariance  another run, other names of layers, a tensor times 2^k: no sentence or cell about anything else may change
 
 The effects and the invariances are also tests: tests/app/test_claims_planted.py.
@@ -71,7 +72,6 @@ NAMES = {
     "loss": re.compile("(?:Higher|Lower) loss than| outside[.;]"),
     "parts": re.compile("the largest gap is that of"),
     "ablation": re.compile("Statistically significant"),
-    "gradients": re.compile("Lowest cosine"),
     "trend": re.compile(r" (?:falls|rises) over"),
     "standing out": re.compile(r"cells lose at least"),
 }
@@ -204,10 +204,11 @@ def sentence_of_ablation(opened: Catalog, table: pd.DataFrame) -> str:
     return str(recipes.ladder(opened, Filter(), table, chosen, "", None).verdict)
 
 
-def sentence_of_gradients(opened: Catalog, table: pd.DataFrame, name: str) -> str:
+def gradients(opened: Catalog, table: pd.DataFrame) -> Drawn:
+    """Recipes › Gradients, of the weight gradients of iteration 0, which were measured whole."""
     reference = table[table["variant"] == PLAIN].set_index("data")["run_id"]
     table = table.assign(references=_alone(table, reference), quantized=table["variant"] != PLAIN)
-    return str(recipes.gradients(opened, Filter(), table.reset_index(drop=True), name, 0, [0]).verdict)
+    return recipes.gradients(opened, Filter(), table.reset_index(drop=True), "grad_weight", 0, [0])
 
 
 def null(opened: Catalog, variants: dict[str, str], folder: Path) -> list[Line]:
@@ -236,10 +237,7 @@ def null(opened: Catalog, variants: dict[str, str], folder: Path) -> list[Line]:
     add("Recipes › Loss", "largest of three equal parts", ranked, "parts")
     judged = [sentence_of_ablation(opened, of([PLAIN, *rounding], group)) for group in made]
     add("Recipes › Ablation", "equal steps", judged, "ablation")
-    recorded = seeds[:RECORDED]
-    compared = [sentence_of_gradients(opened, of([PLAIN, *rounding], [seed]), "grad_weight") for seed in recorded]
-    add("Recipes › Gradients", "rounding seeds, of one seed", compared, "gradients")
-    still = [sentence_of(opened, BLOCK_HISTORY, of([STILL], [seed])) for seed in recorded]
+    still = [sentence_of(opened, BLOCK_HISTORY, of([STILL], [seed])) for seed in seeds[:RECORDED]]
     add("Compare › Blocks", "trends of a run with learning rate 0", still, "trend")
     alike = []
     for seed in range(40):
@@ -295,7 +293,23 @@ def exactness(opened: Catalog, variants: dict[str, str]) -> list[Line]:
     results = [str(drawn(RESULTS, opened, Filter(run_id=(run,))).verdict) for run in recorded if variants[run] != PLAIN]
     uncertain = sum(bool(UNCERTAIN.search(text)) for text in results)
     lines.append(Line("GEMMs", "exact values called uncertain", len(results), uncertain, 0.0))
+    table = every_run(opened)
+    table = table[table["run_id"].isin(recorded)].assign(variant=lambda runs: runs["run_id"].map(variants))
+    of_seeds = [gradients(opened, runs) for _, runs in table.groupby("seed")]
+    uncertain = sum(bool(UNCERTAIN.search(answer.verdict)) for answer in of_seeds)
+    lines.append(Line("Recipes › Gradients", "exact values called uncertain", len(of_seeds), uncertain, 0.0))
+    wrong = sum(not names_the_lowest_cosine(answer) for answer in of_seeds)
+    lines.append(Line("Recipes › Gradients", "another extreme than the table's", len(of_seeds), wrong, 0.0))
     return lines
+
+
+def names_the_lowest_cosine(answer: Drawn) -> bool:
+    """Whether the sentence names the run whose gradients have the lowest median cosine, or says that all are alike."""
+    figure = answer.get("cosine")
+    assert figure
+    lowest = str(figure.table.groupby("group")["cosine"].median().idxmin())
+    named = answer.verdict.partition("Lowest cosine")[2].partition("; highest")[0]
+    return not named or lowest in named
 
 
 def names_the_extreme(answer: Drawn, lowest: bool) -> bool:
