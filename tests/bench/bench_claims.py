@@ -265,7 +265,7 @@ def misses(folder: Path) -> list[Line]:
         made = [operand(noisy(100 * seed + at, 20.0 if at == layer else 1.0), at) for at in range(1, 13)]
         make_run(root, made)
         with Catalog.open(root) as opened:
-            missed += f"(L{layer})" not in drawn(MAP, opened, metric="sqnr_db", format="mxfp4").verdict
+            missed += f"beyond that: L{layer} " not in drawn(MAP, opened, metric="sqnr_db", format="mxfp4").verdict
     lines.append(Line("Map", "one cell of twelve, 3 dB or more below normal", 20, missed, 0.0))
     problems = [effect.problem(folder / f"effect{number}") for number, effect in enumerate(EFFECTS)]
     for text in filter(None, problems):
