@@ -6,7 +6,7 @@ import math
 import re
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import cycle
 from typing import Any, Literal
 
@@ -65,6 +65,7 @@ RAMP = ["#440154", "#46327e", "#365c8d", "#277f8e", "#1fa187", "#4ac16d", "#a0da
 DIVERGING = ["#3457d5", "#9db2ee", "#e6e6ea", "#f0a3ad", "#c81e3f"]
 # For ordered groups drawn as lines: the ramp without the ends that are invisible on dark or on light.
 ORDERED = ["#7b5bd6", "#3f7fd0", "#1f9a8a", "#5a9e2f", "#b38600", "#d2622a"]
+Title = alt.TitleParams
 Looks = Mapping[str, tuple[str, int]]  # of groups: the color, and which dash or shape
 CHOSEN, ONLY = "chosen", "only"  # the selections that a click on a chart makes, without and with Shift
 DRAGGED, CLEARED = "dragged", "cleared"  # those of a drag, and of a double click on what a drag selected
@@ -145,18 +146,12 @@ def colors(groups: list[str], by: str = "", own: Looks | None = None) -> list[st
     return styles(groups, by, own)[0]
 
 
-def _shortened(pixels: int) -> str:
+def shortened(pixels: int) -> str:
     """The labels of an axis or a legend, as one of Vega's expressions: names that are longer than this lose letters of
     their middle, since names that begin alike differ at their ends. Vega itself would cut off the ends."""
     half = pixels // WIDEST // 2
     cut = f"slice(datum.label, 0, {half}) + '…' + slice(datum.label, 1 - {half})"
     return f"length(datum.label) > {2 * half} ? {cut} : datum.label"
-
-
-def names_axis(field: str, order: Iterable[str], longest: int = 240) -> alt.Y:
-    """The axis of a field of names, one row each. longest: pixels of a name."""
-    axis = alt.Axis(ticks=False, domain=False, labelLimit=longest, labelExpr=_shortened(longest))
-    return alt.Y(f"{field}:N", title=None, sort=list(order), axis=axis)
 
 
 DECADES = alt.Axis(labelOverlap=True, tickCount=6)  # of a logarithmic axis
@@ -232,7 +227,7 @@ def legend(groups: list[str], title: str, line: bool = False, place: Place = "ri
         columns=columns(groups) if above else 1,
         offset={"top": 2, "right": 10, "top-left": 4}[orient],
         labelLimit=LEGEND_LABEL,
-        labelExpr=_shortened(LEGEND_LABEL),
+        labelExpr=shortened(LEGEND_LABEL),
         rowPadding=1,
         symbolOpacity=1,
         symbolType="stroke" if line else alt.Undefined,
@@ -433,18 +428,17 @@ def brushed(
     return result.properties(title=title)
 
 
-def operation_scale(present: Iterable[str]) -> alt.Scale:
-    """The colors of those operations that are present; GREY for one without a color of its own."""
-    names = set(present)
-    domain = [name for name in OPERATIONS if name in names] + sorted(names - set(OPERATIONS))
-    return alt.Scale(domain=domain, range=[OPERATIONS.get(name, GREY) for name in domain])
-
-
 def title(text: str, subtitle: str | list[str]) -> alt.TitleParams:
     """A chart's title and subtitle; a list has one line per item."""
     if not subtitle:
         return alt.TitleParams(text, anchor="start", offset=6)
     return alt.TitleParams(text, subtitle=subtitle, anchor="start", subtitleColor=GREY, subtitleFontSize=12, offset=12)
+
+
+def small_title(text: str, subtitle: str | None = None) -> alt.TitleParams:
+    """The title of one of several plots of a chart."""
+    below = {"subtitle": subtitle, "subtitleColor": GREY} if subtitle else {}
+    return alt.TitleParams(text, anchor="start", fontSize=13, **below)
 
 
 def crosshair(row: str, column: str, *, fade: bool = False) -> tuple[list[alt.Parameter], dict[str, Any]]:

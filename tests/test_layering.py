@@ -178,8 +178,15 @@ def test_app_takes_only_config_recipes_jobs_and_advice_from_the_collector():
                 )
             ),
         ),
+        (
+            "altair",
+            lambda path: (
+                path in ("app/plot.py", "app/style.py", "app/figure.py", "app/pages/sql_chart.py")
+                or path in ("app/cli.py", "app/report/writer.py")  # which turn off its checks
+            ),
+        ),
     ],
-    ids=["triton", "duckdb", "streamlit"],
+    ids=["triton", "duckdb", "streamlit", "altair"],
 )
 def test_a_library_stays_in_its_house(library, at_home):
     users = {path for path in SOURCES if library in roots(imports_of(path))}
@@ -225,7 +232,6 @@ LONG_FUNCTIONS = {
     "quant/backends/triton_summary.py:summarize_kernel": "a kernel",
     "collector/training/loop.py:_train": "the order of a run, line by line",
     "app/questions/runs/page.py:_table": "the columns of the table of runs",
-    "app/questions/why/charts.py:codebook": "one chart of five layers",
 }
 
 

@@ -194,8 +194,9 @@ def test_events_are_rules_at_their_iterations(tmp_path):
     assert [(row["iteration"], row["kind"], row["group"]) for row in drawn] == [
         (1, "trigger", "mxfp8"), (2, "non-finite", "mxfp8"),
     ]  # fmt: skip
-    first, lines, *_ = made["layer"]
-    assert first["layer"][0]["mark"]["type"] == "rule" and lines["layer"][0]["mark"]["type"] == "line"
+    rules, start, lines, *_ = made["layer"]
+    assert [each["mark"]["type"] for each in (rules, start, lines)] == ["rule", "rule", "line"]
+    assert rules["data"]["name"] in {name for name, rows in made["datasets"].items() if rows is drawn}
 
 
 @pytest.mark.sampled(1)

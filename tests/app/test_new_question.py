@@ -19,13 +19,14 @@ def count(opened, where):
     return opened.tensors(where).groupby("tensor_name", dropna=False).size().rename("tensors").reset_index()
 """
 CHARTS = """
-import altair as alt
-from binade.app import style
+from binade.app import plot
 
 
 def bars(table):
-    chart = alt.Chart(table).mark_bar().encode(x="tensors:Q", y="tensor_name:N")
-    return chart.properties(title=style.title("Tensors by name", "of the filter"))
+    y = plot.names("tensor_name", table["tensor_name"])
+    tips = plot.tips(tensor_name="tensor", tensors=("tensors", ","))
+    bars = plot.bars(table, y, plot.x("tensors", "tensors"), text="tensors", end="tensors", tips=tips)
+    return plot.layers("Tensors by name", "of the filter", *bars)
 """
 QUESTION = """
 from binade.app.figure import Drawn, Figure, Table, source

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import altair as alt
 import numpy as np
 import pandas as pd
 
-from binade.app import style
+from binade.app import plot, style
+from binade.app.figure import Chart
 from binade.app.questions.shared.heatmap import heatmap
 from binade.quant.specs import Spec
 
@@ -18,7 +18,7 @@ BLOCK_TITLES = {
 }
 
 
-def block_map(grid: np.ndarray, metric: str, lines: int, per_line: int, subtitle: str | list[str]) -> alt.LayerChart:
+def block_map(grid: np.ndarray, metric: str, lines: int, per_line: int, subtitle: str | list[str]) -> Chart:
     """Chart of compute.block_grid: lines of blocks, bright where a block is bad; gray where it is all zero."""
     name, unit, reverse = BLOCK_TITLES[metric]
     values = grid * 100 if metric in ("flush_to_zero", "saturated") else grid
@@ -28,54 +28,28 @@ def block_map(grid: np.ndarray, metric: str, lines: int, per_line: int, subtitle
     )
 
 
-def scale_exponents(table: pd.DataFrame, spec: Spec, subtitle: str | list[str]) -> alt.Chart:
+def scale_exponents(table: pd.DataFrame, spec: Spec, subtitle: str | list[str]) -> Chart:
     """Chart of compute.scale_histogram."""
-    shown = table.assign(low=table["exponent"] - 0.45, high=table["exponent"] + 0.45, floor=0.0)
-    result: alt.Chart = (
-        alt.Chart(shown)
-        .mark_rect(color=style.FORMAT_COLORS[spec.format.name], strokeWidth=0)
-        .encode(
-            x=alt.X(
-                "low:Q",
-                axis=style.binades("block scale"),
-                scale=alt.Scale(nice=False, padding=8, zero=False),
-            ),
-            x2="high:Q",
-            y=alt.Y("share:Q", title="share of blocks", axis=alt.Axis(format="~%", tickCount=5)),
-            y2="floor:Q",
-            tooltip=[
-                alt.Tooltip("exponent:Q", title="log₂ scale"),
-                alt.Tooltip("blocks:Q", title="blocks", format=","),
-                alt.Tooltip("share:Q", title="share of blocks", format=".3~p"),
-            ],
-        )
-        .properties(title=style.title("Block scales", subtitle))
-    )
-    return result
+    shown = table.assign(low=table["exponent"] - 0.45, high=table["exponent"] + 0.45)
+    bars = plot.steps(
+        shown, plot.x("low", axis=style.binades("block scale"), nice=False, padding=8, zero=False), "high",
+        plot.y("share", "share of blocks", {"format": "~%", "tickCount": 5}),
+        color=style.FORMAT_COLORS[spec.format.name],
+        tips=plot.tips(exponent="log₂ scale", blocks=("blocks", ","), share=("share of blocks", ".3~p")),
+    )  # fmt: skip
+    return plot.layers("Block scales", subtitle, bars)
 
 
-def block_values(
-    table: pd.DataFrame, spec: Spec, title: str, subtitle: str | list[str]
-) -> alt.LayerChart | alt.FacetChart:
+def block_values(table: pd.DataFrame, spec: Spec, title: str, subtitle: str | list[str]) -> Chart:
     """Chart of compute.block_values: each value (ring), its rounded value (dot), and the line between them."""
-    tooltip = [
-        alt.Tooltip("index:Q", title="position in the block"),
-        alt.Tooltip("value:Q", title="value", format=".5~g"),
-        alt.Tooltip("dequantized:Q", title="rounded to", format=".5~g"),
-        alt.Tooltip("error:Q", title="error", format=".3~g"),
-        alt.Tooltip("bits:N", title="code"),
-    ]
-    base = alt.Chart(table).encode(
-        x=alt.X(
-            "index:Q",
-            title="position in the block",
-            axis=alt.Axis(tickMinStep=1),
-            scale=alt.Scale(nice=False, padding=12),
-        ),
-        tooltip=tooltip,
-    )
+    x = plot.x("index", "position in the block", {"tickMinStep": 1}, nice=False, padding=12)
+    tips = plot.tips(
+        index="position in the block", value=("value", ".5~g"), dequantized=("rounded to", ".5~g"),
+        error=("error", ".3~g"), bits="code",
+    )  # fmt: skip
+    y, both = plot.y("value", "value"), {"x": x, "tips": tips}
+    way = plot.mark("rule", table, y=y, y2="dequantized", color=style.BAD, strokeWidth=1.5, **both)
+    before = plot.mark("point", table, y="value", size=46, filled=False, color=style.GREY, strokeWidth=1.8, **both)
     color = style.FORMAT_COLORS[spec.format.name]
-    way = base.mark_rule(color=style.BAD, strokeWidth=1.5).encode(y=alt.Y("value:Q", title="value"), y2="dequantized:Q")
-    before = base.mark_point(size=46, color=style.GREY, strokeWidth=1.8).encode(y="value:Q")
-    after = base.mark_point(size=30, filled=True, opacity=1, color=color).encode(y="dequantized:Q")
-    return alt.layer(way, before, after).properties(title=style.title(title, subtitle))
+    after = plot.mark("point", table, y="dequantized", size=30, opacity=1, color=color, **both)
+    return plot.layers(title, subtitle, way, before, after)

@@ -2,43 +2,26 @@
 
 from __future__ import annotations
 
-import altair as alt
 import pandas as pd
 
-from binade.app import style
+from binade.app import plot, style
+from binade.app.figure import Chart
 
 MOST = 60  # iterations that are drawn
 
 
-def history(table: pd.DataFrame, title: str, subtitle: str) -> alt.Chart:
+def history(table: pd.DataFrame, title: str, subtitle: str) -> Chart:
     """Chart of compute.channel_history: one line per channel, those that are hot most often at the top."""
     iterations = sorted(table["iteration"].unique())
-    step = -(-len(iterations) // MOST)
-    shown = table[table["iteration"].isin(iterations[::step])]
+    shown = table[table["iteration"].isin(iterations[:: -(-len(iterations) // MOST)])]
     order = table.sort_values(["of_all", "channel"], ascending=[False, True])["channel"].unique().tolist()
-    several = (shown["share"] < 1).any()
-    ramp = alt.Color(
-        "share:Q",
-        scale=alt.Scale(range=style.RAMP, domain=[0, 1], interpolate="rgb"),
-        legend=alt.Legend(title="share of tensors", format=".0%", gradientLength=150),
-    )
-    over, crossed = style.crosshair("channel", "iteration")
-    result: alt.Chart = (
-        alt.Chart(shown)
-        .mark_rect(stroke="#8884")
-        .encode(
-            x=alt.X("iteration:O", title="iteration", axis=alt.Axis(labelAngle=0, labelOverlap=True)),
-            y=alt.Y("channel:O", title="channel", sort=order, axis=alt.Axis(labelOverlap=False)),
-            color=ramp if several else alt.value(style.FINE),
-            **crossed,
-            tooltip=[
-                alt.Tooltip("channel:O", title="channel"),
-                alt.Tooltip("iteration:O", title="iteration"),
-                alt.Tooltip("share:Q", title="share of tensors", format=".0%"),
-                alt.Tooltip("of_all:Q", title="share over all iterations", format=".0%"),
-            ],
-        )
-        .add_params(*over)
-        .properties(title=style.title(title, subtitle))
-    )
-    return result
+    legend = {"title": "share of tensors", "format": ".0%", "gradientLength": 150}
+    ramp = plot.ramp("share", legend, domain=[0, 1]) if (shown["share"] < 1).any() else style.FINE
+    tips = plot.tips(
+        channel="channel", iteration="iteration", share=("share of tensors", ".0%"),
+        of_all=("share over all iterations", ".0%"),
+    )  # fmt: skip
+    y = plot.y("channel:O", "channel", {"labelOverlap": False}).sort(order)
+    x = plot.ordinal("iteration")
+    cells = plot.cells(shown, "channel", "iteration", x=x, y=y, color=ramp, stroke="#8884", tips=tips)
+    return plot.layers(title, subtitle, cells)

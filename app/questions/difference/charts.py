@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import altair as alt
 import numpy as np
 import pandas as pd
 
-from binade.app import style
+from binade.app import plot, style
 from binade.app.figure import Chart
 from binade.data.text import number_text
 
@@ -20,33 +19,13 @@ def differences(table: pd.DataFrame, limit: float | None, first: int | None, sub
     shown = table.drop(columns=["shape", "shape_b", "at"]).assign(
         drawn=table["difference"].clip(low, high), label=table["difference"].map(number_text)
     )
-    scale = style.operation_scale(shown["operation"])
-    color = alt.Color("operation:N", scale=scale, legend=style.legend(scale.domain, "operation"))
-    marks = (
-        alt.Chart(shown)
-        .mark_circle(size=45, cursor="pointer", opacity=0.9)
-        .encode(
-            x=alt.X("order:Q", title="tensor, in the order of execution", scale=alt.Scale(nice=False, padding=16)),
-            y=alt.Y(
-                "drawn:Q",
-                title="relative difference",
-                scale=alt.Scale(type="log", domain=[low, high]),
-                axis=style.DECADES,
-            ),
-            color=color,
-            tooltip=[
-                alt.Tooltip("place:N", title="tensor"),
-                alt.Tooltip("label:N", title="relative difference"),
-                alt.Tooltip("by:N", title="compared by"),
-            ],
-        )
-        .add_params(style.choice("tensor_id"))
-    )
-    layers = [marks]
-    if limit:
-        rule = alt.Chart(pd.DataFrame({"y": [limit]})).mark_rule(strokeDash=[4, 4], color=style.GREY)
-        layers.insert(0, rule.encode(y="y:Q"))
-    if first is not None:
-        rule = alt.Chart(pd.DataFrame({"x": [first]})).mark_rule(color=style.BAD)
-        layers.insert(0, rule.encode(x="x:Q"))
-    return alt.layer(*layers).properties(title=style.title("Difference between the two runs", subtitle))
+    marks = plot.mark(
+        "circle", shown, size=45, opacity=0.9, choose="tensor_id",
+        x=plot.x("order", "tensor, in the order of execution", nice=False, padding=16),
+        y=plot.y("drawn", "relative difference", log=True, domain=[low, high]),
+        color=plot.operations(shown["operation"]),
+        tips=plot.tips(place="tensor", label="relative difference", by="compared by"),
+    )  # fmt: skip
+    rules = [plot.rule(x=first, strokeDash=[1, 0], color=style.BAD)] if first is not None else []
+    rules += [plot.rule(y=limit)] if limit else []
+    return plot.layers("Difference between the two runs", subtitle, *rules, marks)

@@ -2,33 +2,18 @@
 
 from __future__ import annotations
 
-import altair as alt
 import pandas as pd
 
-from binade.app import style
+from binade.app import plot, style
+from binade.app.figure import Chart
 
 
-def by_layer(table: pd.DataFrame, title: str, subtitle: str) -> alt.LayerChart:
+def by_layer(table: pd.DataFrame, title: str, subtitle: str) -> Chart:
     """Chart of twin.by_layer: a line for the bias and one for √variance, with 95% intervals."""
     groups = style.groups_of(table)
-    x = alt.X("layer:O", title="layer", axis=alt.Axis(labelAngle=0, labelOverlap=True))
-    color = style.color(groups, "", line=True)
-    name = f"{' and '.join(group.lower() for group in groups)}, relative to the norm (%)"
-    lines = (
-        alt.Chart(table)
-        .mark_line(strokeWidth=1.8, point=alt.OverlayMarkDef(size=45))
-        .encode(
-            x=x,
-            y=alt.Y("value:Q", title=name, scale=alt.Scale(zero=True)),
-            color=color,
-            tooltip=[
-                alt.Tooltip("layer:O", title="layer"),
-                alt.Tooltip("group:N", title="measure"),
-                alt.Tooltip("text:N", title="value"),
-            ],
-        )
-    )
-    known = alt.Chart(table.dropna(subset=["low", "high"]))
-    rules = known.mark_rule(opacity=0.5).encode(x=x, y=alt.Y("low:Q", title=name), y2="high:Q", color=color)
-    result: alt.LayerChart = (rules + lines).properties(title=style.title(title, subtitle))
-    return result
+    x, color = plot.ordinal("layer"), style.color(groups, "", line=True)
+    y = plot.y("value", f"{' and '.join(group.lower() for group in groups)}, relative to the norm (%)", zero=True)
+    tips = plot.tips(layer="layer", group="measure", text="value")
+    rules = plot.intervals(table, "low", "high", x=x, color=color, opacity=0.5)
+    lines = plot.mark("line", table, x=x, y=y, color=color, point=45, tips=tips)
+    return plot.layers(title, subtitle, rules, lines)

@@ -7,11 +7,11 @@ import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import altair as alt
 import numpy as np
 import pandas as pd
 
-from binade.app import style
+from binade.app import plot, style
+from binade.app.figure import Chart
 from binade.app.params import TITLES
 from binade.app.questions.explore.compute import RAW, SCALE, SIGMA, Compared
 from binade.app.questions.explore.quantile_plots import QQ
@@ -34,38 +34,27 @@ def magnitude(values: str) -> str:
 
 def qq(
     found: QQ, title: str, by: str, groups: list[str], titles: tuple[str, str], looks: style.Looks | None = None
-) -> alt.LayerChart | alt.FacetChart:
+) -> Chart:
     """A Q–Q plot with its line of equal quantiles, cut off at `found.limit`: how many values lie beyond is written at
     the ends. titles: of the axes."""
     shown = found.points[found.points["sample"].abs() <= found.limit]
     ends = np.array([shown["theoretical"].min(), shown["theoretical"].max()]).clip(-found.limit, found.limit)
-    line = alt.Chart(pd.DataFrame({"theoretical": ends, "sample": ends})).mark_line(**EQUAL, clip=True)
-    tooltip = [alt.Tooltip("theoretical:Q", title=titles[0], format=".4~g")]
-    tooltip += [alt.Tooltip("sample:Q", title=titles[1], format=".4~g")]
-    tooltip += [alt.Tooltip("share:Q", title="values below", format=".4~%")]
-    name = zlib.crc32(title.encode())
-    x = alt.X("theoretical:Q", title=titles[0], scale=alt.Scale(nice=False, zero=False),
-              axis=alt.Axis(tickCount=7, titleFontSize=SMALL))  # fmt: skip
-    y = alt.Y(
-        "sample:Q", title=titles[1], axis=alt.Axis(tickCount=6),
-        scale=alt.Scale(domain=[-found.limit, found.limit] if (shown["sample"] < 0).any() else [0, found.limit]),
+    tips = {"group": by} if len(groups) > 1 else {}
+    tips |= {"theoretical": (titles[0], ".4~g"), "sample": (titles[1], ".4~g"), "share": ("values below", ".4~%")}
+    name = f"_{zlib.crc32(title.encode()):08x}"
+    low = -found.limit if (shown["sample"] < 0).any() else 0
+    points = plot.mark(
+        "point", shown, size=20, opacity=0.75, clip=True, tips=tips,
+        x=plot.x("theoretical", titles[0], {"tickCount": 7, "titleFontSize": SMALL}, nice=False, zero=False),
+        y=plot.y("sample", titles[1], {"tickCount": 6}, domain=[low, found.limit]),
+        color=style.color(groups, by, own=looks, place="top"), shape=style.shape(groups, by, "top", looks),
+        params=[style.zoom(name), style.only("group", chart=name)],
     )  # fmt: skip
-    points = (
-        alt.Chart(shown)
-        .mark_point(filled=True, size=20, opacity=0.75, clip=True)
-        .encode(
-            x=x, y=y, color=style.color(groups, by, own=looks, place="top"),
-            shape=style.shape(groups, by, "top", looks),
-            tooltip=[alt.Tooltip("group:N", title=by), *tooltip] if len(groups) > 1 else tooltip,
-        )
-        .add_params(style.zoom(f"_{name:08x}"), style.only("group", chart=f"_{name:08x}"))
-    )  # fmt: skip
-    layers: list[alt.Chart] = [line.encode(x="theoretical:Q", y="sample:Q"), points]
-    layers += _beyond(found, groups, by, looks)
-    return alt.layer(*layers).properties(title=style.title(title, []))
+    line = plot.diagonal(*ends, **EQUAL, clip=True)
+    return plot.layers(title, "", line, points, *_beyond(found, groups, by, looks))
 
 
-def _beyond(found: QQ, groups: list[str], by: str, looks: style.Looks | None) -> list[alt.Chart]:
+def _beyond(found: QQ, groups: list[str], by: str, looks: style.Looks | None) -> list[Chart]:
     """How many values of each group lie beyond the ends of the axis: written in the corners that quantiles, which rise,
     leave empty."""
     colors = dict(zip(groups, style.colors(groups, by, looks), strict=True))
@@ -77,14 +66,14 @@ def _beyond(found: QQ, groups: list[str], by: str, looks: style.Looks | None) ->
             down = 8 + 14 * (index if not sign else len(counts) - 1 - index)
             look: dict[str, Any] = {
                 "align": place, "fontSize": 11, "color": colors[group],
-                "x": alt.ExprRef("width - 4") if place == "right" else 4,
-                "y": down if not sign else alt.ExprRef(f"height - {down}"),
+                "x": {"expr": "width - 4"} if place == "right" else 4,
+                "y": down if not sign else {"expr": f"height - {down}"},
             }  # fmt: skip
-            layers.append(alt.Chart(pd.DataFrame({"text": [text]})).mark_text(**look).encode(text="text:N"))
+            layers.append(plot.mark("text", pd.DataFrame({"text": [text]}), text="text", **look))
     return layers
 
 
-def formats(found: Compared, title: str, ticked: Sequence[str] = ()) -> alt.LayerChart | alt.FacetChart:
+def formats(found: Compared, title: str, ticked: Sequence[str] = ()) -> Chart:
     """One dot per operand and format, over its SQNR minus that of normal values, those of ticked tensors larger; the
     median as a line; at the right its absolute value and the bits of a value."""
     medians = found.medians
@@ -98,43 +87,32 @@ def formats(found: Compared, title: str, ticked: Sequence[str] = ()) -> alt.Laye
     layers = ["" if pd.isna(layer) else str(int(layer)) for layer in dots["layer_index"]]
     dots = dots.assign(tensor=dots["tensor_id"], layer=layers, ticked=dots["tensor_id"].isin(ticked))
     dots = dots.sort_values("ticked", kind="stable")
-    axis = alt.Axis(ticks=False, domain=False, labelLimit=150, grid=False)
-    y = alt.Y("format:N", sort=order, title=None, axis=axis, scale=alt.Scale(paddingInner=0.15, paddingOuter=0.1))
-    x = alt.X("at:Q", title="SQNR minus that of normal values (dB)", scale=alt.Scale(domain=[low, high], nice=False),
-              axis=alt.Axis(tickCount=8, labelExpr="datum.value ? format(datum.value, '+~g') : '0'",
-                            titleFontSize=SMALL))  # fmt: skip
-    present = sorted(set(dots["operation"].dropna()))
-    scale = style.operation_scale(present)
-    legend = alt.Legend(title=None, orient="top", offset=0) if len(present) > 1 else None
-    tooltip = [
-        alt.Tooltip(f"{name}:N", title=label)
-        for name, label in (("layer", "layer"), ("module", "module"), ("tensor_name", "tensor"), ("gemm", "GEMM"))
-    ]
-    tooltip += [alt.Tooltip("sqnr_db:Q", title="SQNR (dB)", format=".1f")]
-    tooltip += [alt.Tooltip("delta:Q", title="minus normal (dB)", format="+.1f")]
-    zero = alt.Chart(pd.DataFrame({"at": [0.0]})).mark_rule(color=style.GREY, opacity=0.8).encode(x="at:Q")
-    points = (
-        alt.Chart(dots)
-        .mark_circle(strokeWidth=1.5)
-        .encode(
-            opacity=alt.condition("datum.ticked", alt.value(1.0), alt.value(0.25 if len(ticked) else 0.55)),
-            size=alt.condition("datum.ticked", alt.value(70), alt.value(22)),
-            stroke=alt.condition("datum.ticked", alt.value(style.GREY), alt.value(None)),
-            x=x, y=y, color=alt.Color("operation:N", scale=scale, legend=legend), tooltip=tooltip,
-            yOffset=alt.YOffset("shift:Q", scale=alt.Scale(domain=[-0.25, 1.25])),
-        )
-        .add_params(style.choice("tensor"), style.drag())
+    y = plot.names("format", order, 150, {"grid": False}, paddingInner=0.15, paddingOuter=0.1)
+    axis = {"tickCount": 8, "labelExpr": "datum.value ? format(datum.value, '+~g') : '0'", "titleFontSize": SMALL}
+    x = plot.x("at", "SQNR minus that of normal values (dB)", axis, domain=[low, high], nice=False)
+    points = plot.mark(
+        "circle", dots, x=x, y=y, yOffset=plot.shift("shift", -0.25, 1.25), strokeWidth=1.5, choose="tensor",
+        params=[style.drag()],
+        color=plot.operations(dots["operation"].dropna()),
+        tips=plot.tips(
+            layer="layer", module="module", tensor_name="tensor", gemm="GEMM", sqnr_db=("SQNR (dB)", ".1f"),
+            delta=("minus normal (dB)", "+.1f"),
+        ),
+        **plot.when(
+            "datum.ticked", opacity=(1.0, 0.25 if len(ticked) else 0.55), size=(70, 22), stroke=(style.GREY, None)
+        ),
     )  # fmt: skip
     texts = medians.assign(
         at=medians["delta"].clip(low, high),
         text=[f"{number_text(row['sqnr_db'])} dB median · {number_text(Spec.of(row['format']).bits_per_value)} bits"
               for row in medians.to_dict("records")],
     )  # fmt: skip
-    base = alt.Chart(texts).encode(y=y)
-    middle = base.mark_tick(thickness=3.5, size=STRIP - 8, color=style.GREY, opacity=1).encode(x=x)
-    labels = base.mark_text(align="left", dx=10, fontSize=11.5, clip=False, color=style.GREY, x=alt.ExprRef("width"))
-    drawn = alt.layer(zero, points, middle, labels.encode(text="text:N"))
-    return drawn.properties(title=style.title(title, []), padding={"left": 5, "top": 5, "bottom": 5, "right": 5})
+    middle = plot.mark("tick", texts, x=x, y=y, thickness=3.5, size=STRIP - 8, color=style.GREY, opacity=1)
+    right = {"dx": 10, "fontSize": 11.5, "clip": False, "x": {"expr": "width"}}
+    labels = plot.mark("text", texts, y=y, text="text", **right)
+    padding = {"left": 5, "top": 5, "bottom": 5, "right": 5}
+    zero = plot.rule(x=0.0, strokeDash=[1, 0], opacity=0.8)
+    return plot.layers(title, "", zero, points, middle, labels, padding=padding)
 
 
 def _ends(medians: pd.DataFrame) -> tuple[float, float]:
@@ -150,9 +128,9 @@ def formats_height(found: Compared) -> int:
 
 
 def panels(
-    table: pd.DataFrame, by: Mapping[str, str], plot: str, values: str, title: str, titles: tuple[str, str],
+    table: pd.DataFrame, by: Mapping[str, str], kind: str, values: str, title: str, titles: tuple[str, str],
     looks: style.Looks | None = None,
-) -> alt.FacetChart:  # fmt: skip
+) -> Chart:  # fmt: skip
     """Distributions ("histogram") or Q–Q plots ("qq") in panels with shared axes. table: with the columns rows, columns
     and group, the color; by: the field of each of these."""
     groups = style.groups_of(table)
@@ -162,48 +140,29 @@ def panels(
     }  # fmt: skip
     table = table.assign(**{place: table[place].map(found) for place, found in names.items()})
     by_color = TITLES[by["color"]].lower() if "color" in by else ""
-    legend = style.legend(groups, by_color, line=True, place="top")
-    colors, dashes = style.styles(groups, by_color, looks)
-    color = alt.Color("group:N", scale=alt.Scale(domain=groups, range=colors), legend=legend)
-    strokes = alt.Scale(domain=groups, range=[style.DASHES[n] for n in dashes])
-    if plot == "qq":
-        x, y = "theoretical:Q", "sample:Q"
-        axis, number = alt.Axis(tickCount=4), alt.Axis(tickCount=3)
-    else:
-        x, y = "low:Q", "share:Q"
-        titles = (magnitude(values), "share of values per binade")
-        axis, number = style.binades(titles[0], 4), alt.Axis(format="~%", tickCount=3)
-    tooltip = [alt.Tooltip(f"{place}:N", title=TITLES[name].lower()) for place, name in by.items() if place != "color"]
-    tooltip += [alt.Tooltip("group:N", title=by_color)] * ("color" in by)
-    tooltip += [
-        alt.Tooltip(x, title=titles[0], format=".3~f"),
-        alt.Tooltip(y, title=titles[1], format=".3~f" if plot == "qq" else ".3~p"),
-    ]
-    places = {
-        "x": alt.X(x, title=titles[0], axis=axis, scale=alt.Scale(nice=False, zero=False)),
-        "y": alt.Y(y, title=None if "rows" in by else titles[1], axis=number),  # once for all rows
+    is_qq = kind == "qq"
+    x, y, axis, number = "theoretical", "sample", {"tickCount": 4}, {"tickCount": 3}
+    if not is_qq:
+        x, y, titles = "low", "share", (magnitude(values), "share of values per binade")
+        axis, number = style.binades(titles[0], 4), {"format": "~%", "tickCount": 3}
+    tips: dict[str, plot.Tip] = {place: TITLES[name].lower() for place, name in by.items() if place != "color"}
+    tips |= {"group": by_color} if "color" in by else {}
+    places: dict[str, Any] = {
+        "x": plot.x(x, titles[0], axis, nice=False, zero=False),
+        "y": plot.y(y, None if "rows" in by else titles[1], number),  # once for all rows
+        "clip": True,
     }
-    lines = (
-        alt.Chart()
-        .mark_line(interpolate="linear" if plot == "qq" else "step-after", strokeWidth=1.4, clip=True)
-        .encode(**places, color=color, tooltip=tooltip,
-                strokeDash=alt.StrokeDash("group:N", scale=strokes, legend=legend))
+    lines = plot.mark(
+        "line", table, interpolate="linear" if is_qq else "step-after", strokeWidth=1.4,
+        color=style.color(groups, by_color, line=True, own=looks, place="top"),
+        strokeDash=style.dash(groups, by_color, "top", looks),
+        tips=tips | {x: (titles[0], ".3~f"), y: (titles[1], ".3~f" if is_qq else ".3~p")}, **places,
     )  # fmt: skip
-    ends = [float(end(table["theoretical"])) for end in (min, max)] if plot == "qq" else []
-    equal = alt.Chart(pd.DataFrame({"theoretical": ends, "sample": ends}))
-    layers = [equal.mark_line(**EQUAL, clip=True).encode(**places)] if ends else []
-    count = table["columns"].nunique()
-    panel = alt.layer(*layers, lines, data=table).properties(width=max(90, WIDE // count - 40), height=HIGH)
-
-    def facet(place: str) -> dict[str, Any]:
-        look: dict[str, Any] = {"title": None, "labelFontSize": 12, "labelFontWeight": "bold"}
-        if place == "rows":
-            look |= {"title": titles[1], "titleFontWeight": "normal", "labelOrient": "left", "labelAngle": 0}
-        kind = {"rows": alt.Row, "columns": alt.Column}[place]
-        sort = list(dict.fromkeys(table[place]))
-        return (
-            {place.removesuffix("s"): kind(f"{place}:O", header=alt.Header(**look), sort=sort)} if place in by else {}
-        )
-
-    drawn: alt.FacetChart = panel.facet(**facet("rows"), **facet("columns"), spacing={"row": 18, "column": 10})
-    return drawn.properties(title=style.title(title, []))
+    ends = [float(end(table["theoretical"])) for end in (min, max)] if is_qq else []
+    equal = plot.mark("line", pd.DataFrame({"theoretical": ends, "sample": ends}), **EQUAL, **places)
+    header: dict[str, Any] = {"title": None, "labelFontSize": 12, "labelFontWeight": "bold"}
+    left = {"title": titles[1], "titleFontWeight": "normal", "labelOrient": "left", "labelAngle": 0}
+    headers = {"rows": header | left, "columns": header}
+    facets = {place.removesuffix("s"): (place, look) for place, look in headers.items() if place in by}
+    width = max(90, WIDE // table["columns"].nunique() - 40)
+    return plot.facets(title, lines, [equal] if ends else [], facets, width=width, height=HIGH)

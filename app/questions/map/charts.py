@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import altair as alt
 import numpy as np
 import pandas as pd
 
-from binade.app import style
+from binade.app import plot, style
+from binade.app.figure import Chart
 from binade.app.questions.map.compute import Row
 from binade.app.questions.shared.operands import GEMMS, OTHER
 from binade.data.evidence import Measure
@@ -59,57 +59,33 @@ def shade(values: pd.Series, measure: Measure, difference: bool) -> pd.Series:
 
 
 def atlas(
-    table: pd.DataFrame, rows: list[Row], across: str, measure: Measure, difference: bool, title: alt.TitleParams
-) -> alt.VConcatChart:
+    table: pd.DataFrame, rows: list[Row], across: str, measure: Measure, difference: bool, title: style.Title
+) -> Chart:
     """Chart of compute.cells with shade and label: one heat map per GEMM, two side by side."""
     columns = sorted(table[across].unique().tolist())
-    parts = []
-    for gemm in (*GEMMS, OTHER):
-        own = [row for row in rows if row.gemm == gemm]
-        if own:
-            parts.append(_heat(table, own, columns, across, measure, difference))
-    pairs = [
-        alt.hconcat(*parts[index : index + 2], spacing=30).resolve_scale(color="shared")
-        for index in range(0, len(parts), 2)
-    ]
-    chart: alt.VConcatChart = alt.vconcat(*pairs, spacing=24).properties(title=title).resolve_scale(color="shared")
-    return chart
+    by_gemm = ([row for row in rows if row.gemm == gemm] for gemm in (*GEMMS, OTHER))
+    parts = [_heat(table, own, columns, across, measure, difference) for own in by_gemm if own]
+    return plot.grid(title, parts, 2)
 
 
 def _heat(
     table: pd.DataFrame, rows: list[Row], columns: list[int], across: str, measure: Measure, difference: bool
-) -> alt.Chart:
+) -> Chart:
     names, values = [label(row) for row in rows], table["value"]
     table = table[table["gemm"] == rows[0].gemm]
     shown = table.assign(operand=table["row"].map(dict(zip((row.key for row in rows), names, strict=True))))
-    ramp = [*style.DIVERGING] if difference else HEAT
-    scale = alt.Scale(domain=[-1, 1] if difference else [0, 1], range=ramp, interpolate="rgb")
+    ends, key = [-1 if difference else 0, 1], legend(measure, values, difference)
+    good = f"datum.value > {ends[0]} ? {json.dumps(key['bad'])} : {json.dumps(key['good'])}"
+    look = {"title": measure.axis, "values": ends, "labelExpr": good, "gradientLength": 150}
     word = "layer" if across == "layer_index" else "iteration"
-    ends = legend(measure, values, difference)
-    good = f"datum.value > {scale.domain[0]} ? {json.dumps(ends['bad'])} : {json.dumps(ends['good'])}"
-    key = alt.Legend(title=measure.axis, values=scale.domain, labelExpr=good, gradientLength=150)
-    gemm = TITLES[rows[0].gemm]
-    operands = alt.Axis(ticks=False, domain=False, labelLimit=200, labelOverlap=False, labelFontSize=11)
-    chart: alt.Chart = (
-        alt.Chart(shown)
-        .mark_rect(stroke="#ffffff", strokeWidth=0.6)
-        .encode(
-            x=alt.X(f"{across}:O", title=word, axis=alt.Axis(labelAngle=0, labelOverlap=True, ticks=False)),
-            y=alt.Y("operand:N", sort=names, title=None, axis=operands),
-            color=alt.Color("shade:Q", scale=scale, legend=key),
-            tooltip=[
-                alt.Tooltip("operand:N", title="operand"),
-                alt.Tooltip(f"{across}:O", title=word),
-                alt.Tooltip("label:N", title=measure.axis),
-                alt.Tooltip("tensors:Q", title="tensors", format=","),
-            ],
-        )
-        .properties(
-            width=max(260, min(520, CELL * len(columns))), height=ROW * len(names),
-            title=alt.TitleParams(gemm, anchor="start", fontSize=13),
-        )
+    cells = plot.mark(
+        "rect", shown, stroke="#ffffff", strokeWidth=0.6, x=plot.ordinal(across, word, ticks=False),
+        y=plot.names("operand", names, 200, {"labelOverlap": False, "labelFontSize": 11}),
+        color=plot.ramp("shade", look, domain=ends, range=style.DIVERGING if difference else HEAT),
+        tips={"operand": "operand", across: word, "label": measure.axis, "tensors": ("tensors", ",")},
     )  # fmt: skip
-    return chart
+    size = {"width": max(260, min(520, CELL * len(columns))), "height": ROW * len(names)}
+    return plot.layers(style.small_title(TITLES[rows[0].gemm]), "", cells, **size)
 
 
 def label(row: Row) -> str:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import altair as alt
 import numpy as np
 import pandas as pd
 
-from binade.app import style
+from binade.app import plot, style
+from binade.app.figure import Chart
 
 
 def _outline(table: pd.DataFrame) -> pd.DataFrame:
@@ -34,7 +34,7 @@ def histogram(
     axis: str = "",
     place: style.Place | None = None,
     low: float | None = None,
-) -> alt.LayerChart:
+) -> Chart:
     """Draws distributions.log2_histogram or linear_histogram. groups: those of the charts next to it, so that colors
     agree. looks: of groups that have one already. axis: the title of the x axis. place: of the legend. low: where the
     x axis begins, if not where the values do.
@@ -46,30 +46,27 @@ def histogram(
         ("value", "share of values in the bin") if linear else ("log₂ |value| (binades)", "share of values per binade")
     )
     x = axis or x
-    ticks = alt.Axis(tickCount=8) if linear else style.binades(axis or "|value|")
+    ticks = {"tickCount": 8} if linear else style.binades(axis or "|value|")
     log, number = ("", ".4~g") if linear else ("log₂ ", ".3~f")
     title = style.title(
         "Distribution of values" if linear else "Distribution of magnitudes", explained(subtitle, table)
     )
-    tooltip = [
-        alt.Tooltip("low:Q", title=f"{log}from", format=number),
-        alt.Tooltip("high:Q", title=f"{log}to", format=number),
-        alt.Tooltip("share:Q", title="share of values" if linear else y, format=".3~p"),
-    ]
-    domain = alt.Undefined if low is None else [low, float(table["high"].max())]
-    x_axis = alt.X("low:Q", title=x, scale=alt.Scale(nice=False, zero=False, domain=domain), axis=ticks)
-    y_axis = alt.Y("share:Q", title=y, axis=alt.Axis(format="~%", tickCount=5), stack=None)
+    tips: dict[str, plot.Tip] = {"low": (f"{log}from", number), "high": (f"{log}to", number)}
+    tips["share"] = ("share of values" if linear else y, ".3~p")
+    domain = {} if low is None else {"domain": [low, float(table["high"].max())]}
+    places = {
+        "x": plot.x("low", x, ticks, nice=False, zero=False, **domain),
+        "y": plot.y("share", y, {"format": "~%", "tickCount": 5}).stack(None),
+    }
     place = place or style.free_place(table["low"].to_numpy(float), table["share"].to_numpy(float), groups)
     color = style.color(groups, by, line=True, own=looks, place=place)
     if len(groups) == 1:
-        bars = alt.Chart(table).mark_rect(strokeWidth=0, clip=True)
-        drawn = bars.encode(x=x_axis, x2="high:Q", y=y_axis, y2=alt.datum(0), color=color, tooltip=tooltip)
+        drawn = plot.steps(table, high="high", color=color, clip=True, tips=tips, **places)
     else:
-        tooltip = [alt.Tooltip("group:N", title=by), *tooltip]
-        lines = alt.Chart(_outline(table)).mark_line(interpolate="step-after", strokeWidth=1.8, clip=True)
-        drawn = lines.encode(
-            x=x_axis, y=y_axis, color=color, strokeDash=style.dash(groups, by, place, looks), tooltip=tooltip
-        )
+        drawn = plot.mark(
+            "line", _outline(table), color=color, strokeDash=style.dash(groups, by, place, looks), clip=True,
+            interpolate="step-after", tips={"group": by} | tips, **places,
+        )  # fmt: skip
     share = "datum.share" if linear else "datum.share * (datum.high - datum.low)"
     return style.brushed(drawn, groups, "low", IN_BIN, title, place, share)
 
@@ -94,17 +91,17 @@ def qq(
     groups: list[str] | None = None,
     law: str = "normal",
     looks: style.Looks | None = None,
-) -> alt.LayerChart:
+) -> Chart:
     """Chart of laws.qq, with the line on which values that follow the law lie. groups as in the histograms."""
     name, scale = LAW_TITLES[law], LAW_SCALES[law]
     centre = "mean" if law == "normal" else "location"
     titles = (f"{name} quantile ({scale})", f"value − {centre} ({scale})", f"{name} ({scale})", f"values ({scale})")
-    chart = _qq(table, by, groups, titles, style.title(f"Q–Q against a {name}", subtitle), looks)
+    title = style.title(f"Q–Q against a {name}", subtitle)
+    chart = _qq(table, by, groups, titles, title, looks)
     if len(table["group"].unique()) != 1:
         return chart
-    line = alt.Chart(quartile_line(table)).mark_line(strokeDash=[1, 3], color=style.GREY, strokeWidth=1.5)
-    result: alt.LayerChart = (line.encode(x="x:Q", y="y:Q") + chart).properties(title=chart.title)
-    return result
+    line = plot.mark("line", quartile_line(table), x="x", y="y", **EQUAL | {"strokeDash": [1, 3]})
+    return plot.layers(title, "", line, chart)
 
 
 def quartile_line(table: pd.DataFrame) -> pd.DataFrame:
@@ -121,7 +118,7 @@ def quartile_line(table: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame({"x": ends, "y": y1 + slope * (ends - x1)})
 
 
-def qq_between(table: pd.DataFrame, subtitle: str | list[str], by: str, other: str) -> alt.LayerChart:
+def qq_between(table: pd.DataFrame, subtitle: str | list[str], by: str, other: str) -> Chart:
     """Chart of laws.qq_between, with the line for two equal distributions."""
     titles = (f"quantile of {other}", "quantile of the values", "the other", "values")
     return _qq(table, by, None, titles, style.title(f"Q–Q against {other}", subtitle))
@@ -132,37 +129,24 @@ def _qq(
     by: str,
     groups: list[str] | None,
     titles: tuple[str, str, str, str],
-    title: alt.TitleParams,
+    title: style.Title,
     looks: style.Looks | None = None,
-) -> alt.LayerChart:
+) -> Chart:
     groups = groups or style.groups_of(table)
     ends = [float(table["theoretical"].min()), float(table["theoretical"].max())]
     on_line = np.linspace(ends[0], ends[1], 20)
     x, y = (np.append(table[name].to_numpy(float), on_line) for name in ("theoretical", "sample"))
     place = style.free_place(x, y, groups)
-    line = alt.Chart(pd.DataFrame({"x": ends, "y": ends})).mark_line(**EQUAL)
-    tooltip = [
-        alt.Tooltip("theoretical:Q", title=titles[2], format=".4~g"),
-        alt.Tooltip("sample:Q", title=titles[3], format=".4~g"),
-    ]
-    if len(groups) > 1:
-        tooltip = [alt.Tooltip("group:N", title=by), *tooltip]
-    points = (
-        alt.Chart(table)
-        .mark_point(filled=True, size=18, opacity=0.8)
-        .encode(
-            x=alt.X(
-                "theoretical:Q", title=titles[0], scale=alt.Scale(nice=False, zero=False), axis=alt.Axis(tickCount=8)
-            ),
-            y=alt.Y("sample:Q", title=titles[1], scale=alt.Scale(zero=False), axis=alt.Axis(tickCount=5)),
-            color=style.color(groups, by, own=looks, place=place),
-            shape=style.shape(groups, by, place, looks),
-            tooltip=tooltip,
-        )
-    )
+    tips = {"group": by} if len(groups) > 1 else {}
+    points = plot.mark(
+        "point", table, size=18, opacity=0.8,
+        x=plot.x("theoretical", titles[0], {"tickCount": 8}, nice=False, zero=False),
+        y=plot.y("sample", titles[1], {"tickCount": 5}, zero=False),
+        color=style.color(groups, by, own=looks, place=place), shape=style.shape(groups, by, place, looks),
+        tips=tips | {"theoretical": (titles[2], ".4~g"), "sample": (titles[3], ".4~g")},
+    )  # fmt: skip
     drawn = style.brushed(points, groups, "theoretical", IN_QQ, title, place)
-    result: alt.LayerChart = line.encode(x="x:Q", y="y:Q") + drawn
-    return result.properties(title=title)
+    return plot.layers(title, "", plot.diagonal(*ends, **EQUAL), drawn)
 
 
 # The part of a row that lies in the range `at`, see style.brushed.
@@ -187,29 +171,27 @@ def boxes(
     groups: list[str] | None = None,
     log2: bool = False,
     looks: style.Looks | None = None,
-) -> alt.LayerChart | alt.FacetChart:
+) -> Chart:
     """Chart of distributions.boxes: quartile box, whiskers at 0.1% and 99.9%, dots at the extremes. groups: as above.
 
     log2: the table is of distributions.magnitudes.
     """
     groups, shown = groups or style.groups_of(table), style.groups_of(table)
-    tooltip = [alt.Tooltip("group:N", title=by)]
-    tooltip += [alt.Tooltip(f"{name}:Q", title=title, format=".4~g") for name, title in BOX_TITLES.items()]
-    color = style.color(groups, by, shown=False, own=looks)
-    base = alt.Chart(table).encode(y=style.names_axis("group", shown, 320), tooltip=tooltip)
-    x = alt.X(
-        "p0_1:Q",
-        title="log₂ |value| (binades)" if log2 else "value",
-        scale=alt.Scale(zero=False, nice=False, padding=16),
-        axis=style.binades("|value|") if log2 else alt.Axis(tickCount=8),
-    )
-    whisker = base.mark_rule(strokeWidth=1.5).encode(x=x, x2="p99_9:Q", color=color)
+    both: dict[str, Any] = {
+        "y": plot.names("group", shown, 320), "color": style.color(groups, by, shown=False, own=looks),
+        "tips": {"group": by} | {name: (title, ".4~g") for name, title in BOX_TITLES.items()},
+    }  # fmt: skip
+    axis = style.binades("|value|") if log2 else {"tickCount": 8}
+    title = "log₂ |value| (binades)" if log2 else "value"
+    x = plot.x("p0_1", title, axis, zero=False, nice=False, padding=16)
     size = 14 if len(shown) > 4 else 20
-    box = base.mark_bar(size=size, opacity=0.4).encode(x="q1:Q", x2="q3:Q", color=color)
-    middle = base.mark_tick(size=size + 6, thickness=2.5).encode(x="median:Q", color=color)
-    ends = [base.mark_circle(size=26, opacity=0.9).encode(x=f"{end}:Q", color=color) for end in ("min", "max")]
-    title = "Spread of magnitudes" if log2 else "Spread of values"
-    return alt.layer(whisker, box, middle, *ends).properties(title=style.title(title, subtitle))
+    marks = (
+        plot.mark("rule", table, x=x, x2="p99_9", strokeWidth=1.5, **both),
+        plot.mark("bar", table, x="q1", x2="q3", size=size, opacity=0.4, **both),
+        plot.mark("tick", table, x="median", size=size + 6, thickness=2.5, **both),
+        *(plot.mark("circle", table, x=end, size=26, opacity=0.9, **both) for end in ("min", "max")),
+    )
+    return plot.layers("Spread of magnitudes" if log2 else "Spread of values", subtitle, *marks)
 
 
 def boxes_height(table: pd.DataFrame) -> int:

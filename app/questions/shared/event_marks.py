@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
 
-import altair as alt
 import numpy as np
 import pandas as pd
 
-from binade.app import style
+from binade.app import plot, style
 from binade.app.figure import Chart, Drawn, Figure
 from binade.app.questions.shared.runs import every_run
 from binade.data.catalog import Catalog
@@ -20,7 +18,6 @@ from binade.data.filter import Filter
 
 MARKED = (EventKind.TRIGGER, EventKind.WARNING, EventKind.NON_FINITE)
 MOST = 50  # rules of a chart
-C = TypeVar("C", bound=Chart)
 
 
 def events_of(runs: Mapping[str, Path]) -> pd.DataFrame:
@@ -50,46 +47,21 @@ def with_events(drawn: Drawn, opened: Catalog, where: Filter) -> Drawn:
     return replace(drawn, items=tuple(items))
 
 
-def marked(chart: C, events: pd.DataFrame, above: bool = False) -> C | alt.LayerChart:
+def marked(chart: Chart, events: pd.DataFrame, above: bool = False) -> Chart:
     """A chart whose x is the field "iteration" with a rule at each event within its iterations, or at the next of the
     iterations that it draws, if they are ordinal. Any other chart is returned unchanged. above: whether the
     rules cover the chart."""
-    for x, drawn in _iterations(chart):
-        found = events[events["iteration"].between(drawn.min(), drawn.max())]
-        if x.endswith(":O"):
-            found = found.assign(iteration=drawn[np.searchsorted(drawn, found["iteration"])])
-        if len(found):
-            if isinstance(chart, alt.LayerChart):  # one level: parameters of a nested chart would be set twice
-                flat: alt.LayerChart = chart.copy(deep=False)
-                first, *others = chart.layer  # Altair names views by their position, which stays
-                below = alt.LayerChart(layer=[rules(found, x), first])
-                flat.layer = [*chart.layer, rules(found, x)] if above else [below, *others]
-                return flat
-            own = chart.copy(deep=False)
-            own.title = alt.Undefined
-            layers = [rules(found, x), own]
-            return alt.LayerChart(layer=layers[::-1] if above else layers, title=chart.title)
-    return chart
+    x, values = plot.along_x(chart, "iteration")
+    found = events[events["iteration"].between(min(values, default=0), max(values, default=-1))]
+    if found.empty:
+        return chart
+    if x.endswith(":O"):
+        drawn = np.unique(values)
+        found = found.assign(iteration=drawn[np.searchsorted(drawn, found["iteration"])])
+    return plot.layers(chart.title, "", *[chart] * above, rules(found, x), *[chart] * (not above))
 
 
-def _iterations(chart: Chart) -> Iterator[tuple[str, np.ndarray]]:
-    """The x of the chart's parts that is an iteration, and the iterations in order."""
-    for part in getattr(chart, "layer", [chart]):
-        data: Any = chart.data if part.data is alt.Undefined else part.data
-        if getattr(part, "layer", None):
-            yield from _iterations(part)
-        elif str(getattr(part.encoding.x, "shorthand", "")).startswith("iteration:"):
-            yield part.encoding.x.shorthand, np.unique(data["iteration"])
-
-
-def rules(events: pd.DataFrame, x: str = "iteration:Q", color: str = style.GREY) -> alt.Chart:
+def rules(events: pd.DataFrame, x: str = "iteration:Q", color: str = style.GREY) -> Chart:
     """A rule at each event, to be layered with a chart of this x."""
-    tooltip = [
-        alt.Tooltip(f"{name}:N", title=title) for name, title in (("group", "run"), ("kind", "event"), ("text", "what"))
-    ]
-    result: alt.Chart = (
-        alt.Chart(events)
-        .mark_rule(strokeWidth=1.4, strokeDash=[2, 2], color=color)
-        .encode(x=x, tooltip=[*tooltip, alt.Tooltip("iteration:Q", title="iteration")])
-    )
-    return result
+    tips = plot.tips(group="run", kind="event", text="what", iteration="iteration")
+    return plot.mark("rule", events, x=x, color=color, strokeWidth=1.4, strokeDash=[2, 2], tips=tips)

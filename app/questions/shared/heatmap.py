@@ -8,11 +8,11 @@ import math
 import struct
 import zlib
 
-import altair as alt
 import numpy as np
 import pandas as pd
 
-from binade.app import style
+from binade.app import plot, style
+from binade.app.figure import Chart
 from binade.data.text import number_text
 
 NO_VALUE = (0x80, 0x88, 0x99, 0x30)  # RGBA: close to the card that it is drawn on, light or dark
@@ -83,14 +83,14 @@ def _tooltips(values: np.ndarray, rows: int, columns: int, missing: str) -> pd.D
 
 def heatmap(
     values: np.ndarray,
-    title: alt.TitleParams,
+    title: style.Title,
     x: tuple[str, int],
     y: tuple[str, int],
     value_title: str,
     limits: tuple[float, float] | None = None,
     reverse: bool = False,
     missing: str = "no value",
-) -> alt.LayerChart:
+) -> Chart:
     """A picture of [rows, columns] with axes (title, number of rows or columns) and a legend; its first row at the top.
 
     limits: the values at the ends of the ramp; by default the smallest and largest finite ones. reverse: the ramp's
@@ -102,30 +102,18 @@ def heatmap(
     shown = np.where(np.isposinf(values), high, np.where(np.isneginf(values), low, values))
     url = "data:image/png;base64," + base64.b64encode(png(shown, low, high, reverse)).decode()
     corner = pd.DataFrame({"x": [0], "x2": [x[1]], "y": [0], "y2": [y[1]], "url": [url]})
-    whole = alt.Axis(tickMinStep=1, grid=False)  # rows and columns are counted
-    picture = (
-        alt.Chart(corner)
-        .mark_image(aspect=False)
-        .encode(
-            x=alt.X("x:Q", title=x[0], axis=whole, scale=alt.Scale(domain=[0, x[1]], nice=False, zero=False)),
-            x2="x2:Q",
-            y=alt.Y("y:Q", title=y[0], axis=whole, scale=alt.Scale(domain=[y[1], 0], nice=False, zero=False)),
-            y2="y2:Q",
-            url="url:N",
-        )
-    )
+    whole = {"tickMinStep": 1, "grid": False}  # rows and columns are counted
+    picture = plot.mark(
+        "image", corner, aspect=False, x2="x2", y2="y2", url="url",
+        x=plot.x("x", x[0], whole, domain=[0, x[1]], nice=False, zero=False),
+        y=plot.y("y", y[0], whole, domain=[y[1], 0], nice=False, zero=False),
+    )  # fmt: skip
     ends = pd.DataFrame({"x": [0, 0], "y": [0, 0], "value": [low, high]})
-    ramp = style.RAMP[::-1] if reverse else style.RAMP
-    scale = alt.Scale(domain=[low, high], range=ramp, interpolate="rgb")
-    bar = alt.Legend(title=value_title, orient="right", gradientLength=180, tickCount=5)
-    color = alt.Color("value:Q", scale=scale, legend=bar)
-    legend = alt.Chart(ends).mark_point(opacity=0, size=0).encode(x="x:Q", y="y:Q", color=color)
-    tooltip = [
-        alt.Tooltip("rows:N", title=y[0].partition(" (")[0]),
-        alt.Tooltip("columns:N", title=x[0].partition(" (")[0]),
-        alt.Tooltip("values:N", title=value_title),
-    ]
-    cells = alt.Chart(_tooltips(values, y[1], x[1], missing)).mark_rect(opacity=0, aria=False)
-    cells = cells.encode(x="x:Q", x2="x2:Q", y="y:Q", y2="y2:Q", tooltip=tooltip)
-    result: alt.LayerChart = (picture + legend + cells).properties(title=title)
-    return result
+    bar = {"title": value_title, "orient": "right", "gradientLength": 180, "tickCount": 5}
+    color = plot.ramp("value", bar, domain=[low, high], range=style.RAMP[::-1] if reverse else style.RAMP)
+    legend = plot.mark("point", ends, x="x", y="y", color=color, opacity=0, size=0)
+    tips = plot.tips(rows=y[0].partition(" (")[0], columns=x[0].partition(" (")[0], values=value_title)
+    cells = plot.mark(
+        "rect", _tooltips(values, y[1], x[1], missing), x="x", x2="x2", y="y", y2="y2", opacity=0, aria=False, tips=tips
+    )
+    return plot.layers(title, "", picture, legend, cells)

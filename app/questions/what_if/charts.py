@@ -3,75 +3,62 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-import altair as alt
 import pandas as pd
 
-from binade.app import style
+from binade.app import plot, style
+from binade.app.figure import Chart
 from binade.app.questions.what_if.compute import ERRORS, ScaleSweep
 from binade.quant.formats import FORMATS
 
 SHARES = {"flush_to_zero": "flushed", "saturated": "saturated"}
-COLORS = alt.Scale(domain=list(SHARES.values()), range=[style.BAD, style.CLIPPED])
+COLORS = {"flushed": style.BAD, "saturated": style.CLIPPED}
 
 
-def sqnr_by_scale(swept: ScaleSweep) -> alt.LayerChart:
+def sqnr_by_scale(swept: ScaleSweep) -> Chart:
     """SQNR by tensor scale, with a rule for each present scale, dashed, and for the best one."""
-    sqnr, measure, rules = swept.trials["sqnr_db"], style.MEASURES["sqnr_db"], _rules(swept)
+    sqnr, measure, scales = swept.trials["sqnr_db"], style.MEASURES["sqnr_db"], _scales(swept)
     low, high = float(sqnr.min()), float(sqnr.max())
-    room = max(0.14 * len(rules) * (high - low), 1)  # for the names of the rules, one below the other
-    scale = alt.Scale(domain=[low, high + room], nice=False)
-    y = alt.Y("value:Q", title=measure.axis, axis=alt.Axis(minExtent=50), scale=scale)
-    lines = _lines(swept, ["sqnr_db"]).encode(y=y, color=alt.value(style.color_of_spec(swept.fmt)))
+    room = max(0.14 * len(scales) * (high - low), 1)  # for the names of the rules, one below the other
+    y = plot.y("value", measure.axis, {"minExtent": 50}, domain=[low, high + room], nice=False)
+    lines = _lines(swept, ["sqnr_db"], y=y, color=style.color_of_spec(swept.fmt))
     middle, names = float(swept.trials["k"].median()), []
-    for index, rule in enumerate(rules):
-        right = rule.data["k"].iloc[0] > middle
-        name = rule.mark_text(
-            align="right" if right else "left", baseline="top", dx=-5 if right else 5, fontSize=12, color=style.GREY
-        )
-        names.append(name.encode(y=alt.value(2 + 15 * index), text="name:N"))
-    title = style.title(
-        f"SQNR of {FORMATS[swept.fmt].title} by tensor scale", "x · 2ᵏ is rounded to the elements and divided by 2ᵏ"
-    )
-    return alt.LayerChart(layer=[*rules, lines, *names], title=title)
+    for index, (k, label, _) in enumerate(scales):
+        named = pd.DataFrame({"k": [k], "name": [f"{label}: {style.power_of_two(round(k, 2))}"]})
+        side: dict[str, Any] = {"align": "right", "dx": -5} if k > middle else {"align": "left", "dx": 5}
+        names.append(plot.mark("text", named, x=_x(swept), y=2 + 15 * index, text="name", baseline="top", **side))
+    title = f"SQNR of {FORMATS[swept.fmt].title} by tensor scale"
+    return plot.layers(title, "x · 2ᵏ is rounded to the elements and divided by 2ᵏ", *_rules(swept), lines, *names)
 
 
-def shares_by_scale(swept: ScaleSweep) -> alt.LayerChart:
+def shares_by_scale(swept: ScaleSweep) -> Chart:
     """The flushed and the saturated share, over the axis of `sqnr_by_scale`."""
     top = max(0.01, float(swept.trials[[*SHARES]].to_numpy().max()))
-    axis = alt.Axis(minExtent=50, format="~%", tickCount=4)
-    y = alt.Y("value:Q", title="share of values", axis=axis, scale=alt.Scale(domain=[0, top], nice=False))
-    legend = style.legend(list(SHARES.values()), "", line=True, place="top")
-    lines = _lines(swept, [*SHARES]).encode(y=y, color=alt.Color("group:N", scale=COLORS, legend=legend))
-    title = style.title("Flushed and saturated by tensor scale", "of the nonzero values, and of all values")
-    return alt.LayerChart(layer=[*_rules(swept), lines], title=title)
+    axis = {"minExtent": 50, "format": "~%", "tickCount": 4}
+    color = plot.named("group", COLORS, style.legend([*COLORS], "", line=True, place="top"))
+    y = plot.y("value", "share of values", axis, domain=[0, top], nice=False)
+    lines = _lines(swept, [*SHARES], y=y, color=color)
+    title = "Flushed and saturated by tensor scale"
+    return plot.layers(title, "of the nonzero values, and of all values", *_rules(swept), lines)
 
 
-def _x(swept: ScaleSweep) -> alt.X:
+def _x(swept: ScaleSweep) -> Any:
     ends = [int(swept.trials["k"].iloc[end]) for end in (0, -1)]
-    axis = style.binades("tensor scale 2ᵏ", 12)
-    return alt.X("k:Q", scale=alt.Scale(domain=ends, nice=False, zero=False), axis=axis)
+    return plot.x("k", axis=style.binades("tensor scale 2ᵏ", 12), domain=ends, nice=False, zero=False)
 
 
-def _lines(swept: ScaleSweep, names: Sequence[str]) -> alt.Chart:
-    """A line without a y axis for each of these columns, named in the column group."""
-    texts = {name: swept.trials[name].map(style.MEASURES[name].text) for name in ERRORS}
-    each = (swept.trials.assign(**texts, group=SHARES.get(name, ""), value=swept.trials[name]) for name in names)
-    tooltip = [alt.Tooltip("k:Q", title="k")]
-    tooltip += [alt.Tooltip(f"{name}:N", title=style.MEASURES[name].axis) for name in ERRORS]
-    lines: alt.Chart = (
-        alt.Chart(pd.concat(each))
-        .mark_line(strokeWidth=2, point=alt.OverlayMarkDef(size=30))
-        .encode(x=_x(swept), tooltip=tooltip)
-    )
-    return lines
+def _lines(swept: ScaleSweep, names: Sequence[str], **channels: Any) -> Chart:
+    """A line for each of these columns, named in the column group."""
+    table = pd.concat(swept.trials.assign(group=SHARES.get(name, ""), value=swept.trials[name]) for name in names)
+    tips = {"k": "k"} | {name: style.MEASURES[name] for name in ERRORS}
+    return plot.mark("line", table, x=_x(swept), strokeWidth=2, point=30, tips=tips, **channels)
 
 
-def _rules(swept: ScaleSweep) -> list[alt.Chart]:
-    places = [*((k, label, [4, 4]) for label, k in swept.present.items()), (swept.best, "best", [1, 0])]
-    return [
-        alt.Chart(pd.DataFrame({"k": [k], "name": [f"{label}: {style.power_of_two(round(k, 2))}"]}))
-        .mark_rule(color=style.GREY, strokeDash=dash)
-        .encode(x=_x(swept))
-        for k, label, dash in places
-    ]
+def _scales(swept: ScaleSweep) -> list[tuple[float, str, list[int]]]:
+    """(exponent, name, dash) of the scales that are marked."""
+    return [*((k, label, [4, 4]) for label, k in swept.present.items()), (swept.best, "best", [1, 0])]
+
+
+def _rules(swept: ScaleSweep) -> list[Chart]:
+    return [plot.rule(x=k, strokeDash=dash) for k, _, dash in _scales(swept)]
