@@ -261,7 +261,7 @@ def layers(
     flat = [layer.copy(deep=False) for layer in flat]
     for layer in flat:
         layer.title = alt.Undefined
-    single = len(flat) == 1 and not params
+    single = len(flat) == 1 and not (params or independent)
     chart: Any = flat[0] if single else alt.LayerChart(layer=flat, params=params or alt.Undefined, resolve=resolve)
     chart.title = style.title(title, subtitle) if isinstance(title, str) else title
     if independent:

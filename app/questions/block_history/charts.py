@@ -24,7 +24,7 @@ def distribution(table: pd.DataFrame, by: str, word: str, axis: str, title: str,
         y=plot.y("low", axis, zero=False, nice=False).bin("binned"), y2="high",
         color=plot.ramp("share", legend, type="sqrt"),
     )  # fmt: skip
-    return plot.layers(title, subtitle, cells)
+    return plot.layers(title, subtitle, cells, independent="stroke")
 
 
 def lines(table: pd.DataFrame, column: str, axis: str, title: str, subtitle: str) -> Chart:
