@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import altair as alt
 import pandas as pd
@@ -19,7 +19,9 @@ from binade.app.figure import Chart
 from binade.data.fields import Field
 
 Kind = Literal["area", "bar", "circle", "image", "line", "point", "rect", "rule", "text", "tick"]
-X, Y = alt.X, alt.Y  # places, for annotations
+X: TypeAlias = alt.X
+Y: TypeAlias = alt.Y
+Look = dict[str, Any]  # channels of a mark, and properties of marks, axes and scales, by Vega-Lite's names
 Tip = str | tuple[str, str] | Field  # of a column: its title, or that and d3's format of its numbers, or its field
 Tips = Mapping[str, Tip]
 USUAL: dict[str, dict[str, Any]] = {
@@ -43,12 +45,12 @@ def _with_tooltip(table: pd.DataFrame, shown: Tips) -> tuple[pd.DataFrame, list[
     `app.numbers`, unless a format is given."""
     tooltip, texts = [], {}
     for name, tip in shown.items():
-        column, title, form = name, tip, ""
+        column = name
         if isinstance(tip, Field):
-            column, title = f"{name} as text", tip.axis
+            column, title, form = f"{name} as text", tip.axis, ""
             texts[column] = table[name].map(tip.text)
-        elif isinstance(tip, tuple):
-            title, form = tip
+        else:
+            title, form = (tip, "") if isinstance(tip, str) else tip
         kind = "Q" if column == name and pd.api.types.is_numeric_dtype(table[name]) else "N"
         tooltip.append(alt.Tooltip(f"{column}:{kind}", title=title, format=form or alt.Undefined))
     return table.assign(**texts) if texts else table, tooltip
@@ -85,11 +87,9 @@ def iterations(**scale: Any) -> alt.X:
     return x("iteration", "iteration", {"tickMinStep": 1, "format": "d"}, **scale)
 
 
-def names(
-    column: str, order: Iterable[str], longest: int = 240, axis: Mapping[str, Any] | None = None, **scale: Any
-) -> alt.Y:
+def names(column: str, order: Iterable[str], longest: int = 240, axis: Look | None = None, **scale: Any) -> alt.Y:
     """Names, one row each, in this order. longest: pixels of a name; axis: other properties of Vega-Lite's axis."""
-    look = {"ticks": False, "domain": False, "labelLimit": longest, "labelExpr": style.shortened(longest)}
+    look: Look = {"ticks": False, "domain": False, "labelLimit": longest, "labelExpr": style.shortened(longest)}
     return y(f"{column}:N", None, look | (axis or {}), **scale).sort(list(order))
 
 
@@ -195,14 +195,15 @@ def mark(
 def rule(*, x: float | None = None, y: float | None = None, **look: Any) -> alt.Chart:
     """A line across the plot at a value of x or of y: dashed and grey, unless `look` differs."""
     name, value = ("y", y) if x is None else ("x", x)
-    usual = {name: name, "strokeDash": [4, 4], "color": style.GREY}
+    usual: Look = {name: name, "strokeDash": [4, 4], "color": style.GREY}
     return mark("rule", pd.DataFrame({name: [value]}), **usual | look)
 
 
 def diagonal(low: float, high: float, **look: Any) -> alt.Chart:
     """The line on which x and y are equal."""
     ends = pd.DataFrame({"x": [low, high], "y": [low, high]})
-    return mark("line", ends, x="x", y="y", **{"strokeDash": [4, 3], "color": style.GREY, "strokeWidth": 1.5} | look)
+    usual: Look = {"strokeDash": [4, 3], "color": style.GREY, "strokeWidth": 1.5}
+    return mark("line", ends, x="x", y="y", **usual | look)
 
 
 def cells(table: pd.DataFrame, row: str, column: str, *, seams: bool = True, **more: Any) -> alt.Chart:
@@ -232,8 +233,8 @@ def bars(
 def intervals(table: pd.DataFrame, low: str, high: str, **more: Any) -> alt.Chart:
     """A line from one column to another: along x if y is given, along y if x is. Rows without an end have none."""
     along = "x" if "y" in more else "y"
-    ends = {along: low, f"{along}2": high}
-    return mark("rule", table.dropna(subset=[low, high]), **ends | {"color": style.GREY, "strokeWidth": 1.5} | more)
+    usual: Look = {along: low, f"{along}2": high, "color": style.GREY, "strokeWidth": 1.5}
+    return mark("rule", table.dropna(subset=[low, high]), **usual | more)
 
 
 def steps(table: pd.DataFrame, x: alt.X, high: str, y: alt.Y, **more: Any) -> alt.Chart:
@@ -278,7 +279,8 @@ def along_x(chart: Chart, field: str) -> tuple[str, list[Any]]:
         place = str(getattr(getattr(getattr(part, "encoding", None), "x", None), "shorthand", ""))
         if place.partition(":")[0] == field:
             shorthand = shorthand or place
-            values += list((chart.data if part.data is alt.Undefined else part.data)[field])
+            table: Any = chart.data if part.data is alt.Undefined else part.data
+            values += list(table[field])
     return shorthand, values
 
 
@@ -312,7 +314,7 @@ def facets(
     by: for "row" and "column" the column of the table, and properties of Vega-Lite's header."""
     table, inner = lines.data, lines.copy(deep=False)
     inner.data = alt.Undefined
-    places = {
+    places: Look = {
         name: {"row": alt.Row, "column": alt.Column}[name](
             f"{column}:O", header=alt.Header(**look), sort=list(dict.fromkeys(table[column]))
         )

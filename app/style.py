@@ -437,7 +437,7 @@ def title(text: str, subtitle: str | list[str]) -> alt.TitleParams:
 
 def small_title(text: str, subtitle: str | None = None) -> alt.TitleParams:
     """The title of one of several plots of a chart."""
-    below = {"subtitle": subtitle, "subtitleColor": GREY} if subtitle else {}
+    below: dict[str, Any] = {"subtitle": subtitle, "subtitleColor": GREY} if subtitle else {}
     return alt.TitleParams(text, anchor="start", fontSize=13, **below)
 
 

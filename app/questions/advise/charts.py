@@ -42,7 +42,7 @@ def frontier(table: pd.DataFrame, across: Measure, at: float, change: float) -> 
     marks = [plot.mark("line", line, x=x, y=y, strokeWidth=1.5, color=style.colors(groups)[0]), points, names]
     if change > 0 or not log:
         chosen = pd.DataFrame({across.key: [at], "change": [change]})
-        ring = {"filled": False, "size": 260, "strokeWidth": 2.5, "color": style.PALETTE[3]}
+        ring: plot.Look = {"filled": False, "size": 260, "strokeWidth": 2.5, "color": style.PALETTE[3]}
         marks.append(plot.mark("point", chosen, x=x, y=y, **ring))
     title = f"{across.label} and predicted loss"
     return plot.layers(title, f"ring: the advice, {across.quantity(at)}", *marks)

@@ -29,7 +29,7 @@ def flushed_by_head(table: pd.DataFrame, spec: Spec, subtitle: str | list[str]) 
     shown = table.assign(percent=table["flush_to_zero"] * 100, mass_percent=table["mass"] * 100)
     mass = "probability mass lost (%)"
     tips = plot.tips(head="head", percent=("flushed (% of nonzero values)", ".3~g"), mass_percent=(mass, ".3~g"))
-    domain = {} if float(shown["mass_percent"].max()) > 0 else {"domain": [0, 1]}
+    domain: plot.Look = {} if float(shown["mass_percent"].max()) > 0 else {"domain": [0, 1]}
     y = plot.y("mass_percent", mass, **domain)
     color = style.FORMAT_COLORS[spec.format.name]
     bars = plot.mark("bar", shown, x=plot.ordinal("head"), y=y, color=color, tips=tips)
@@ -40,7 +40,7 @@ def score_ranges(table: pd.DataFrame, subtitle: str | list[str]) -> Chart:
     """Chart of attention.ranges: quartile box, whiskers to the smallest and largest score."""
     words = {"low": "lowest", "q1": "25%", "median": "median", "q3": "75%", "high": "highest"}
     tips: plot.Tips = {"head": "head"} | {name: (word, ".4~g") for name, word in words.items()}
-    both = {"x": plot.ordinal("head"), "tips": tips, "color": style.FINE}
+    both: plot.Look = {"x": plot.ordinal("head"), "tips": tips, "color": style.FINE}
     line = plot.mark("rule", table, y=plot.y("low", "score"), y2="high", strokeWidth=1.5, **both)
     box = plot.mark("bar", table, y="q1", y2="q3", opacity=0.4, size=16, **both)
     middle = plot.mark("tick", table, y="median", thickness=2.5, size=20, orient="horizontal", **both)

@@ -47,7 +47,8 @@ def block_values(table: pd.DataFrame, spec: Spec, title: str, subtitle: str | li
         index="position in the block", value=("value", ".5~g"), dequantized=("rounded to", ".5~g"),
         error=("error", ".3~g"), bits="code",
     )  # fmt: skip
-    y, both = plot.y("value", "value"), {"x": x, "tips": tips}
+    y = plot.y("value", "value")
+    both: plot.Look = {"x": x, "tips": tips}
     way = plot.mark("rule", table, y=y, y2="dequantized", color=style.BAD, strokeWidth=1.5, **both)
     before = plot.mark("point", table, y="value", size=46, filled=False, color=style.GREY, strokeWidth=1.8, **both)
     color = style.FORMAT_COLORS[spec.format.name]

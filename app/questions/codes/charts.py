@@ -31,7 +31,7 @@ def codes(table: pd.DataFrame, spec: Spec, subtitle: str | list[str]) -> Chart:
     shown["bits"] = [f"{code:0{spec.format.element.bits}b}" for code in shown["code"]]
     names = sorted(set(shown["tier"]), key=compute.tier_rank)
     legend = {"title": None, "orient": "top", "columns": 3}
-    look = {
+    look: plot.Look = {
         "color": plot.named("tier", {name: tier_color(name) for name in names}, legend),
         "tips": plot.tips(
             text="value ÷ scale", bits="code", count=("values", ","), share=("share of values", ".3~p"),

@@ -39,7 +39,7 @@ def qq(
     the ends. titles: of the axes."""
     shown = found.points[found.points["sample"].abs() <= found.limit]
     ends = np.array([shown["theoretical"].min(), shown["theoretical"].max()]).clip(-found.limit, found.limit)
-    tips = {"group": by} if len(groups) > 1 else {}
+    tips: dict[str, plot.Tip] = {"group": by} if len(groups) > 1 else {}
     tips |= {"theoretical": (titles[0], ".4~g"), "sample": (titles[1], ".4~g"), "share": ("values below", ".4~%")}
     name = f"_{zlib.crc32(title.encode()):08x}"
     low = -found.limit if (shown["sample"] < 0).any() else 0
@@ -58,13 +58,13 @@ def _beyond(found: QQ, groups: list[str], by: str, looks: style.Looks | None) ->
     """How many values of each group lie beyond the ends of the axis: written in the corners that quantiles, which rise,
     leave empty."""
     colors = dict(zip(groups, style.colors(groups, by, looks), strict=True))
-    layers = []
+    layers: list[Chart] = []
     for sign, mark, place in ((0, "▲", "left"), (1, "▼", "right")):
         counts = [(group, found.beyond[group][sign]) for group in groups if found.beyond.get(group, (0, 0))[sign]]
         for index, (group, count) in enumerate(counts):
             text = f"{mark} {count:,} beyond {number_text(found.limit) if not sign else number_text(-found.limit)}"
             down = 8 + 14 * (index if not sign else len(counts) - 1 - index)
-            look: dict[str, Any] = {
+            look: plot.Look = {
                 "align": place, "fontSize": 11, "color": colors[group],
                 "x": {"expr": "width - 4"} if place == "right" else 4,
                 "y": down if not sign else {"expr": f"height - {down}"},
@@ -108,7 +108,7 @@ def formats(found: Compared, title: str, ticked: Sequence[str] = ()) -> Chart:
               for row in medians.to_dict("records")],
     )  # fmt: skip
     middle = plot.mark("tick", texts, x=x, y=y, thickness=3.5, size=STRIP - 8, color=style.GREY, opacity=1)
-    right = {"dx": 10, "fontSize": 11.5, "clip": False, "x": {"expr": "width"}}
+    right: plot.Look = {"dx": 10, "fontSize": 11.5, "clip": False, "x": {"expr": "width"}}
     labels = plot.mark("text", texts, y=y, text="text", **right)
     padding = {"left": 5, "top": 5, "bottom": 5, "right": 5}
     zero = plot.rule(x=0.0, strokeDash=[1, 0], opacity=0.8)
@@ -141,13 +141,15 @@ def panels(
     table = table.assign(**{place: table[place].map(found) for place, found in names.items()})
     by_color = TITLES[by["color"]].lower() if "color" in by else ""
     is_qq = kind == "qq"
-    x, y, axis, number = "theoretical", "sample", {"tickCount": 4}, {"tickCount": 3}
+    x, y = "theoretical", "sample"
+    axis: Any = {"tickCount": 4}
+    number: plot.Look = {"tickCount": 3}
     if not is_qq:
         x, y, titles = "low", "share", (magnitude(values), "share of values per binade")
         axis, number = style.binades(titles[0], 4), {"format": "~%", "tickCount": 3}
     tips: dict[str, plot.Tip] = {place: TITLES[name].lower() for place, name in by.items() if place != "color"}
     tips |= {"group": by_color} if "color" in by else {}
-    places: dict[str, Any] = {
+    places: plot.Look = {
         "x": plot.x(x, titles[0], axis, nice=False, zero=False),
         "y": plot.y(y, None if "rows" in by else titles[1], number),  # once for all rows
         "clip": True,
@@ -160,7 +162,7 @@ def panels(
     )  # fmt: skip
     ends = [float(end(table["theoretical"])) for end in (min, max)] if is_qq else []
     equal = plot.mark("line", pd.DataFrame({"theoretical": ends, "sample": ends}), **EQUAL, **places)
-    header: dict[str, Any] = {"title": None, "labelFontSize": 12, "labelFontWeight": "bold"}
+    header: plot.Look = {"title": None, "labelFontSize": 12, "labelFontWeight": "bold"}
     left = {"title": titles[1], "titleFontWeight": "normal", "labelOrient": "left", "labelAngle": 0}
     headers = {"rows": header | left, "columns": header}
     facets = {place.removesuffix("s"): (place, look) for place, look in headers.items() if place in by}

@@ -84,7 +84,7 @@ def _heat(
         color=plot.ramp("shade", look, domain=ends, range=style.DIVERGING if difference else HEAT),
         tips={"operand": "operand", across: word, "label": measure.axis, "tensors": ("tensors", ",")},
     )  # fmt: skip
-    size = {"width": max(260, min(520, CELL * len(columns))), "height": ROW * len(names)}
+    size: plot.Look = {"width": max(260, min(520, CELL * len(columns))), "height": ROW * len(names)}
     return plot.layers(style.small_title(TITLES[rows[0].gemm]), "", cells, **size)
 
 

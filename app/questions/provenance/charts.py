@@ -16,7 +16,7 @@ def chain(table: pd.DataFrame, title: str, subtitle: str) -> Chart:
     shown = table.assign(group="rank " + table["rank"].astype(str))
     places = shown.sort_values("order")["place"].drop_duplicates().head(MOST_PLACES).tolist()
     shown = shown[shown["place"].isin(places)]
-    both = {
+    both: plot.Look = {
         "x": plot.x("order", "order of execution in the step", zero=False, padding=16),
         "y": plot.names("place", places, 260, {"grid": True}),
         "tips": plot.tips(place="operation", operation="direction", what="NaN or Inf", order="order", group="rank"),
@@ -45,7 +45,7 @@ def before(table: pd.DataFrame, measure: Measure, iteration: int, title: str, su
         "line", shown, point=30,
         color=style.color(groups, "tensor", line=True), strokeDash=style.dash(groups, "tensor"),
         x=plot.iterations(zero=False, nice=False),
-        y=plot.y("figure", measure.axis, log=measure.log and (shown["figure"] > 0).all(), zero=False),
+        y=plot.y("figure", measure.axis, log=measure.log and bool((shown["figure"] > 0).all()), zero=False),
         tips=plot.tips(group="tensor", iteration="iteration", figure=(measure.axis, ".4g")),
     )  # fmt: skip
     at = plot.rule(x=iteration, strokeDash=[4, 3], color=style.BAD)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pandas as pd
 
@@ -25,7 +23,7 @@ REACH = 2.0  # times the largest gap: as far as an axis reaches to show a band
 SHADE, LABEL = 0.25, 200  # opacity of a band, pixels of its name
 
 
-def _shades(bands: pd.DataFrame) -> dict[str, Any]:
+def _shades(bands: pd.DataFrame) -> plot.Look:
     """Color and legend of the bands behind a chart, and what the pointer shows."""
     colors = {name: BANDS[name] for name in BANDS if name in set(bands["band"])}
     look = {"symbolType": "square", "symbolOpacity": 2 * SHADE, "symbolStrokeWidth": 0, "labelLimit": LABEL}
@@ -54,11 +52,11 @@ def gaps(
     iteration; marks: where recipes leave bf16's band, with columns iteration, gap and text."""
     shown = table.rename(columns={"label": "group"})
     groups = style.groups_of(shown)
-    domain = {"domain": _ends(table["gap"], bands)[:2]} if len(bands) else {}
+    domain: plot.Look = {"domain": _ends(table["gap"], bands)[:2]} if len(bands) else {}
     x, y = plot.iterations(nice=False, padding=16), plot.y("gap", f"{_gap(base)} (nats per token)", **domain)
-    layers = []
+    layers: list[Chart] = []
     if len(bands):  # one tooltip for all of an area would be wrong: those of rules are shown
-        places: dict[str, Any] = {"x": "iteration", "y": "low", "y2": "high"} | _shades(bands)
+        places: plot.Look = {"x": "iteration", "y": "low", "y2": "high"} | _shades(bands)
         area = plot.mark("area", bands, opacity=SHADE, **{**places, "tips": None}, tooltip=None)
         layers = [area, plot.mark("rule", bands, strokeWidth=8, opacity=0, **places)]
     lines = plot.mark(
@@ -94,9 +92,9 @@ def costs(
         color=plot.named("label", colors, None), text="short", end="at", between=("low", "high"), only=["run_id"],
         tips=plot.tips(label="recipe", text=f"mean {_gap(base)} per token", seeds="seeds"),
     )  # fmt: skip
-    layers = []
+    layers: list[Chart] = []
     if len(bands):
-        look: dict[str, Any] = {"x": "low", "x2": "high", "y": y} | _shades(bands)
+        look: plot.Look = {"x": "low", "x2": "high", "y": y} | _shades(bands)
         published = bands["band"] == PUBLISHED
         layers = [
             plot.mark("rect", bands[~published], opacity=SHADE, **look),

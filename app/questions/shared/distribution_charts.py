@@ -53,8 +53,8 @@ def histogram(
     )
     tips: dict[str, plot.Tip] = {"low": (f"{log}from", number), "high": (f"{log}to", number)}
     tips["share"] = ("share of values" if linear else y, ".3~p")
-    domain = {} if low is None else {"domain": [low, float(table["high"].max())]}
-    places = {
+    domain: plot.Look = {} if low is None else {"domain": [low, float(table["high"].max())]}
+    places: plot.Look = {
         "x": plot.x("low", x, ticks, nice=False, zero=False, **domain),
         "y": plot.y("share", y, {"format": "~%", "tickCount": 5}).stack(None),
     }
@@ -137,7 +137,7 @@ def _qq(
     on_line = np.linspace(ends[0], ends[1], 20)
     x, y = (np.append(table[name].to_numpy(float), on_line) for name in ("theoretical", "sample"))
     place = style.free_place(x, y, groups)
-    tips = {"group": by} if len(groups) > 1 else {}
+    tips: dict[str, plot.Tip] = {"group": by} if len(groups) > 1 else {}
     points = plot.mark(
         "point", table, size=18, opacity=0.8,
         x=plot.x("theoretical", titles[0], {"tickCount": 8}, nice=False, zero=False),
@@ -177,7 +177,7 @@ def boxes(
     log2: the table is of distributions.magnitudes.
     """
     groups, shown = groups or style.groups_of(table), style.groups_of(table)
-    both: dict[str, Any] = {
+    both: plot.Look = {
         "y": plot.names("group", shown, 320), "color": style.color(groups, by, shown=False, own=looks),
         "tips": {"group": by} | {name: (title, ".4~g") for name, title in BOX_TITLES.items()},
     }  # fmt: skip

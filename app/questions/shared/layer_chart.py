@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pandas as pd
 
@@ -23,7 +21,7 @@ def by_layer(table: pd.DataFrame, measure: Measure, title: str, subtitle: str | 
     order = sorted(set(shown["row"]), key=lambda row: (row.split()[-1].startswith("grad"), row))
     scale = color_scale(shown, measure)
     legend = {"title": measure.axis, "orient": "right", "gradientLength": min(180, _cells(table) - 30)}
-    places: dict[str, Any] = {"x": plot.ordinal("layer", orient="top"), "y": plot.names("row", order)}
+    places: plot.Look = {"x": plot.ordinal("layer", orient="top"), "y": plot.names("row", order)}
     cells = plot.cells(
         shown, "row", "layer", stroke=style.GREY, color=plot.ramp("figure", legend, **scale),
         tips=plot.tips(

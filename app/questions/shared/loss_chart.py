@@ -58,8 +58,8 @@ def losses(
     named = style.labelled(lines, groups)
     if named is not lines:
         lines.encoding.color.legend = lines.encoding.strokeDash.legend = None
-    behind: dict[str, Any] = {"x": x, "y": plot.y("loss", axis), "color": lines.encoding.color}
-    layers = [plot.rule(x=0)]
+    behind: plot.Look = {"x": x, "y": plot.y("loss", axis), "color": lines.encoding.color}
+    layers: list[Chart] = [plot.rule(x=0)]
     if seeds is not None and not seeds.empty:
         spread = behind | {"y": plot.y("low", axis), "y2": "high"}
         layers.append(plot.mark("area", table, opacity=0.15, tooltip=None, **spread))
@@ -76,5 +76,5 @@ def losses(
 
 def marked_points(marks: pd.DataFrame, x: plot.X, y: plot.Y) -> Chart:
     """A diamond at each row of a table with a column text, which the pointer shows."""
-    look = {"shape": "diamond", "size": 130, "opacity": 1, "color": style.BAD}
+    look: plot.Look = {"shape": "diamond", "size": 130, "opacity": 1, "color": style.BAD}
     return plot.mark("point", marks, x=x, y=y, tips=plot.tips(text="mark"), **look)

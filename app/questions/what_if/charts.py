@@ -26,7 +26,7 @@ def sqnr_by_scale(swept: ScaleSweep) -> Chart:
     middle, names = float(swept.trials["k"].median()), []
     for index, (k, label, _) in enumerate(scales):
         named = pd.DataFrame({"k": [k], "name": [f"{label}: {style.power_of_two(round(k, 2))}"]})
-        side: dict[str, Any] = {"align": "right", "dx": -5} if k > middle else {"align": "left", "dx": 5}
+        side: plot.Look = {"align": "right", "dx": -5} if k > middle else {"align": "left", "dx": 5}
         names.append(plot.mark("text", named, x=_x(swept), y=2 + 15 * index, text="name", baseline="top", **side))
     title = f"SQNR of {FORMATS[swept.fmt].title} by tensor scale"
     return plot.layers(title, "x · 2ᵏ is rounded to the elements and divided by 2ᵏ", *_rules(swept), lines, *names)

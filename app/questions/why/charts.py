@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -52,7 +51,7 @@ def codebook(
     )
     color = plot.named("zone", ZONES, None)
     tips = plot.tips(low=("log₂ from", ".3~f"), high=("log₂ to", ".3~f"), share=("share of values per binade", ".3~p"))
-    bars = {"x": plot.x("low"), "high": "high", "y": y, "clip": True, "tips": tips}
+    bars: plot.Look = {"x": plot.x("low"), "high": "high", "y": y, "clip": True, "tips": tips}
     codes = pd.DataFrame({"log2": compute.code_magnitudes(spec.format.element), "y": -top * 0.022})
     marks = [plot.mark("rect", bands, opacity=0.16, x=x, x2="to", y="floor", y2="top", color=color)]
     if behind is not None:
@@ -65,7 +64,7 @@ def codebook(
         ),
     ]  # fmt: skip
     for zone, align, dx, dy in (("flushed", "left", 6, 8), ("saturated", "right", -6, 24)):
-        look: dict[str, Any] = {"align": align, "dx": dx, "dy": dy, "baseline": "top", "fontWeight": 600}
+        look: plot.Look = {"align": align, "dx": dx, "dy": dy, "baseline": "top", "fontWeight": 600}
         marks.append(plot.mark("text", bands[bands["zone"] == zone], x="at", y="top", text="text", color=color, **look))
     if marked:
         band = pd.DataFrame({"from": [marked.low], "to": [marked.high]})
@@ -130,7 +129,7 @@ def channels(
         y = plot.y("values", "values in the range", {"tickMinStep": 1})
         tips |= {"values": ("values in the range", ","), "of": ("of", ",")}
     x = plot.x("channel", "channel (last axis)", domain=[0, float(table["last"].max()) + 1], nice=False)
-    look: dict[str, Any] = {"color": style.FINE, "choose": "channel" if clickable else ""}
+    look: plot.Look = {"color": style.FINE, "choose": "channel" if clickable else ""}
     ends = table.assign(end=table["last"] + 1)
     if chosen is None:
         return plot.layers(title, subtitle, plot.steps(ends, x, "end", y, tips=tips, **look))
