@@ -46,10 +46,10 @@ RECIPE_FIELDS = (
     Field("seeds", "Seeds", "", "Seeds with a bf16 run on the same data", "d"),
     Field("gap", "Mean gap", "nats", "Mean over iterations and seeds of the loss minus that of bf16", "+.4f"),
     Field("gap_interval", "95% interval", "", "Of the mean gap, over seeds (Student’s t)", ""),
-    Field("first", "Rounding alone", "nats", "Gap in iteration 0, before any step: weights and data are those of bf16; "
-          "mean over seeds", "+.4f"),
-    Field("first_interval", "Rounding alone, 95% interval", "", "Of the gap in iteration 0, over seeds", ""),
-    Field("added", "Training adds", "nats", "Gap at the last iteration minus that in iteration 0, mean over seeds",
+    Field("first", "Rounding alone", "nats", "Gap in the first iteration (0, or that of a branch), before any step: "
+          "weights and data are those of bf16; mean over seeds", "+.4f"),
+    Field("first_interval", "Rounding alone, 95% interval", "", "Of the gap in the first iteration, over seeds", ""),
+    Field("added", "Training adds", "nats", "Gap at the last iteration minus that in the first, mean over seeds",
           "+.4f"),
     Field("added_interval", "Training adds, 95% interval", "", "Of what training adds, over seeds", ""),
     Field("effect", "Measured rounding", "nats", "What `binade measure` found for all that the recipe rounds: the loss "
@@ -63,9 +63,9 @@ RECIPE_FIELDS = (
 RUN_FIELDS = (
     Field("label", "Run", format=""),
     Field("gap", "Mean gap", "nats", "Mean over iterations of the loss minus that of the reference", "+.4f"),
-    Field("first", "Rounding alone", "nats", "Gap in iteration 0, before any step: weights and data are those of bf16",
-          "+.4f"),
-    Field("added", "Training adds", "nats", "Gap at the last iteration minus that in iteration 0", "+.4f"),
+    Field("first", "Rounding alone", "nats", "Gap in the first iteration (0, or that of a branch), before any step: "
+          "weights and data are those of bf16", "+.4f"),
+    Field("added", "Training adds", "nats", "Gap at the last iteration minus that in the first", "+.4f"),
     Field("last", "Last gap", "nats", "Gap at the last iteration that both have finished", "+.4f"),
     Field("iterations", "Iterations", "", "Iterations that are compared", "d"),
     Field("run_id", "Directory", format=""),
@@ -100,14 +100,17 @@ def loss_gaps(table: pd.DataFrame, losses: Losses) -> pd.DataFrame:
     left out.
     """
     rows = []
+    branched = dict(zip(table["run_id"], table["branched"], strict=True))
     for _, run in table.iterrows():
         own = losses.get(run["run_id"], [])
         known = [each for each in run["references"] if each in losses]
         others = [each for each in known if each != run["run_id"]] or known
-        reference = closest(own, [(losses[each], losses[each]) for each in others]) or []
-        same = equal_warm_up(own, reference)
+        name = closest(own, [(each, losses[each]) for each in others])
+        reference = losses[name] if name else []
+        since = max(run["branched"], branched.get(name, -math.inf))
+        same = equal_warm_up(own, reference, since)
         rows += [
-            (run["run_id"], run["label"], iteration, loss, loss - other, iteration == 0 and same)
+            (run["run_id"], run["label"], iteration, loss, loss - other, iteration == max(since, 0) and same)
             for iteration, loss, other in losses_on_same_data(own, reference)
         ]
     return pd.DataFrame(rows, columns=["run_id", "label", "iteration", "loss", "gap", "equal"])
@@ -117,7 +120,7 @@ def costs(gaps: pd.DataFrame, table: pd.DataFrame) -> pd.DataFrame:
     """A row per quantized run, the largest |gap| first.
 
     Columns run_id, label, name, recipe, settings, data, parts (what is rounded, in words), gap (mean over the
-    iterations that both have), first (in iteration 0, on equal weights; NaN without one), last (at the last), added
+    iterations that both have), first (in the first one, on equal weights; NaN without one), last (at the last), added
     (last minus first; NaN without a later iteration), iterations, only (the part, where only one is rounded), spec (its
     format).
     """
@@ -131,7 +134,7 @@ def costs(gaps: pd.DataFrame, table: pd.DataFrame) -> pd.DataFrame:
         only, spec = next(iter(rounded.items())) if len(rounded) == 1 else (None, None)
         row = {"run_id": run_id} | {name: run[name] for name in ("label", "name", "recipe", "settings", "data")}
         row |= {"parts": ", ".join(f"{name} {fmt}" for name, fmt in rounded.items()), "gap": part["gap"].mean()}
-        row |= {"first": first, "last": last, "added": last - first if part["iteration"].iloc[-1] else np.nan}
+        row |= {"first": first, "last": last, "added": np.nan if part["equal"].iloc[-1] else last - first}
         rows.append(row | {"iterations": len(part), "only": only, "spec": spec})
     columns = ["run_id", "label", "name", "recipe", "settings", "data", "parts", "gap", "first", "last", "added"]
     found = pd.DataFrame(rows, columns=[*columns, "iterations", "only", "spec"])
@@ -159,7 +162,7 @@ class Recipe:
 
     @property
     def first_gap(self) -> Estimate:
-        """The gap of iteration 0: exact for one start; over several, their mean."""
+        """The gap of the first iteration: exact for one start; over several, their mean."""
         values = list(self.first.values())
         if len(values) == 1:
             return evidence.exact(GAP, values[0], of="micro-batches")
@@ -297,7 +300,7 @@ class Comparison:
         known = [each for each in recipes if each.first] if self.base == BF16 else []
         if known:
             firsts = [(each.label, each.first_gap) for each in known]
-            what = "Change of the loss by rounding alone (iteration 0, on the weights and data of bf16)"
+            what = "Change of the loss by rounding alone (first iteration, on the weights and data of bf16)"
             found.append(evidence.each_of(firsts[:NAMED], what))
         several = [each for each in recipes if len(each.gaps) > 1 or each not in known]
         pairs = [(each.label, each.gap) for each in several]
@@ -331,8 +334,11 @@ def _interval(estimate: Estimate, single: str = NO_INTERVAL, measure: Field = GA
 
 
 def with_one_seed(table: pd.DataFrame) -> list[str]:
-    """The newest run of each recipe and settings that were compared on one seed only, after their reference runs."""
-    groups = [runs for _, runs in comparable_runs(table).groupby(["rounded", "settings"], sort=False)]
+    """The newest run of each recipe and settings that were compared on one seed only, after their reference runs.
+    Branches are left out."""
+    runs = comparable_runs(table)
+    whole = runs[runs["branched"] == -math.inf]
+    groups = [runs for _, runs in whole.groupby(["rounded", "settings"], sort=False)]
     newest = [runs.iloc[-1] for runs in groups if runs["data"].nunique() == 1]
     return list(dict.fromkeys([*(run["references"][0] for run in newest), *(run["run_id"] for run in newest)]))
 

@@ -15,14 +15,23 @@ import pandas as pd
 from binade.data.catalog import Catalog
 from binade.data.difference import OVERRIDES
 from binade.data.runs import read_steps, sound_losses
-from binade.data.same_data import CONFIGURATION, corpus_of, data_key, shared_settings, states_all, unknown
+from binade.data.same_data import (
+    CONFIGURATION,
+    branch_of,
+    branched_at,
+    corpus_of,
+    data_key,
+    shared_settings,
+    states_all,
+    unknown,
+)
 from binade.data.text import one_line
 from binade.quant.formats import BF16
 
 # The settings that name one of several runs of a recipe, the first MOST_NAMED that differ.
 NAMED_SETTINGS = (
-    "seed", "model", "size", "dataset", "layers", "learning_rate", "train_iters", "warmup_iterations", "micro_batches",
-    "micro_batch_size", "sequence_length", "tp", "dp", "sequence_parallel", *OVERRIDES,
+    "seed", "branch_of", "model", "size", "dataset", "layers", "learning_rate", "train_iters", "warmup_iterations",
+    "micro_batches", "micro_batch_size", "sequence_length", "tp", "dp", "sequence_parallel", *OVERRIDES,
 )  # fmt: skip
 MOST_NAMED = 2
 OF_MODEL = ("model", "size", "dataset")
@@ -37,8 +46,11 @@ def runs_with_references(runs: pd.DataFrame, parts: pd.DataFrame) -> pd.DataFram
     name       the one that users gave it, else `rounded`
     label      the name, unique
     PARTS      one column per part: its format, "bf16" if it is not rounded; None if only losses were imported
+    branch_of  the run_id of the run from which it branched off, or None
+    branched   the first iteration of a branch; minus infinity for a run from the start
     references the run_ids of the bf16 runs on the same data, the newest first: of several, a comparison
-               takes the one that has most of what it compares
+               takes the one that has most of what it compares. Of a branch: bf16 branches of the same checkpoint, and
+               the run that it is of
     quantized  whether any part is, or the recipe rounds anything else
     seed
     data       the same for runs on the same data from the same weights; None if that is unknown
@@ -65,13 +77,23 @@ def runs_with_references(runs: pd.DataFrame, parts: pd.DataFrame) -> pd.DataFram
     table["seed"] = [str(config.get("seed")) for config in configs]
     others = tuple(name for name in (*CONFIGURATION, *OVERRIDES) if name != "seed")
     table["settings"] = [
-        tuple(map(str, (*map(config.get, others), config.get("dp") or 1, corpus_of(config), _layers(config))))
+        (
+            *map(str, (*map(config.get, others), config.get("dp") or 1, corpus_of(config), _layers(config))),
+            *_history(config),
+        )
         for config in map(shared_settings, configs)
     ]
     table["stated"] = pd.Series([states_all(config) for config in configs], table.index, bool)
     plain = table[(table["recipe"] == "bf16") & ~table["quantized"] & table["data"].notna()]
     on_data = {data: tuple(ids[::-1]) for data, ids in plain.groupby("data")["run_id"].agg(list).items()}
-    table["references"] = [on_data.get(data, ()) for data in table["data"]]
+    shared = [*map(shared_settings, configs)]
+    table["branch_of"] = [(branch_of(config) or {}).get("run_id") for config in shared]
+    table["branched"] = pd.Series([*map(branched_at, shared)], table.index, float)
+    plain_ids = {*plain["run_id"]}
+    table["references"] = [
+        (*on_data.get(data, ()), *([origin] if origin in plain_ids else []))
+        for data, origin in zip(table["data"], table["branch_of"], strict=True)
+    ]
     table["rounded"] = [_rounded(row) for _, row in table.iterrows()]
     table["name"] = runs["name"].fillna(table["rounded"])
     table["label"] = run_labels(table.assign(config=runs["config"]))
@@ -95,9 +117,11 @@ def references_in(table: pd.DataFrame) -> list[str]:
 
 
 def compared_with(table: pd.DataFrame, run_id: str) -> pd.DataFrame:
-    """The table of `runs_with_references` with this run as the reference of all others on the same data."""
-    data = table.loc[table["run_id"] == run_id, "data"].iloc[0]
-    others = (table["data"] == data) & (table["run_id"] != run_id)  # None equals nothing
+    """The table of `runs_with_references` with this run as the reference of all others on the same data, of its
+    branches and of the run that it is a branch of."""
+    run = table[table["run_id"] == run_id].iloc[0]
+    same = (table["data"] == run["data"]) | (table["branch_of"] == run_id) | (table["run_id"] == run["branch_of"])
+    others = same & (table["run_id"] != run_id)  # None equals nothing
     references = others.map({True: (run_id,), False: ()})
     return table.assign(references=references, quantized=others)
 
@@ -130,6 +154,8 @@ def _differences(configs: Sequence[Mapping[str, Any]]) -> list[str]:
 def _text(name: str, config: Mapping[str, Any]) -> str:
     """A setting of a run in words; "" if it is unknown or none."""
     value = config.get(name)
+    if name == "branch_of" and value:
+        return f"from iteration {value['iteration']}"
     if value is None or value is False or value in ("", []) or (name in ("tp", "dp") and value == 1):
         return ""
     shown = " ".join(map(str, value)) if isinstance(value, list) else str(value)
@@ -157,6 +183,12 @@ def round_anything(lines: Iterable[str]) -> bool:
 def _layers(config: Mapping[str, Any]) -> Any:
     """How many layers a run was asked to have; None if the number of parameters, one of CONFIGURATION, says it."""
     return None if config.get("parameters") else config.get("layers")
+
+
+def _history(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """What sets a branch apart from runs from the start, and from branches of other recipes or at other iterations."""
+    branch = branch_of(config)
+    return (f"{', '.join(branch['recipes'])} before iteration {branch['iteration']}",) if branch else ()
 
 
 def _rounded(run: pd.Series) -> str:

@@ -155,6 +155,17 @@ class Weights(TypedDict, total=False):
     quantized: list[str]
 
 
+class BranchOf(TypedDict):
+    """Where a run branched off from another one: the first iteration that it trained itself, and the recipes that were
+    trained before, oldest first, without the warm-up."""
+
+    __pydantic_config__ = ConfigDict(strict=True, extra="forbid")  # type: ignore[misc]
+
+    run_id: str
+    iteration: Whole
+    recipes: list[str]
+
+
 class RunFile(TypedDict, total=False):
     """The fields of run.json that are used, not only shown. Each may be missing or null."""
 
@@ -176,6 +187,7 @@ class RunFile(TypedDict, total=False):
     control_iter: WholeOrNone
     capture_every: Annotated[int, Field(ge=1, lt=2**63)] | None
     weights: Weights | None
+    branch_of: BranchOf | None
     warmup_iterations: WholeOrNone
     micro_batches: WholeOrNone
     collect_micro_batches: WholeOrNone

@@ -1,15 +1,17 @@
 """Which runs start from the same weights and read the same data, and up to which iteration.
 
 Each line of loss.jsonl has the SHA-256 of all data that the run has read so far, warm-up included. Two runs have read
-the same data at an iteration if these digests agree there; two runs may agree at first and differ later. Runs without
-digests match by their configuration, if it has all of CONFIGURATION, imported losses by what the user said of them, if
-that is all of IMPORTED, or by the run that they are said to be like. What is unknown never matches.
+the same data at an iteration if these digests agree there; two runs may agree at first and differ later. A branch
+starts from the weights of another run's checkpoint: it agrees with other branches of it, and with that run. Runs
+without digests match by their configuration, if it has all of CONFIGURATION, imported losses by what the user said of
+them, if that is all of IMPORTED, or by the run that they are said to be like. What is unknown never matches.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,7 +30,8 @@ CONFIGURATION = (
 )  # fmt: skip
 IMPORTED = ("model", "dataset", "seed")
 OF_RUN = (
-    *CONFIGURATION, "kind", "layers", "dp", "data", "corpus_sha256", "device", "tp", "sequence_parallel", "vocab_size",
+    *CONFIGURATION, "branch_of", "kind", "layers", "dp", "data", "corpus_sha256", "device", "tp", "sequence_parallel",
+    "vocab_size",
 )  # fmt: skip
 Steps = Iterable[Mapping[str, Any]]
 T = TypeVar("T")
@@ -49,7 +52,20 @@ def data_key(config: Mapping[str, Any], first: str | None) -> str | None:
     if not (hashed or complete):
         return None
     known = [stated, config.get("dp") or 1, corpus_of(config), step if hashed else None]
+    if branch := branch_of(config):
+        known.append((branch["run_id"], branch["iteration"]))
     return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
+
+
+def branch_of(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Where a run branched off from another one: see `data.runs.BranchOf`. config: its run.json."""
+    return config.get("branch_of")
+
+
+def branched_at(config: Mapping[str, Any]) -> float:
+    """The first iteration that a branch trained itself; minus infinity for a run from the start."""
+    branch = branch_of(config)
+    return float(branch["iteration"]) if branch else -math.inf
 
 
 def like(run_id: str, config: Mapping[str, Any], first: str | None) -> dict[str, Any]:
@@ -151,15 +167,20 @@ def closest(run: Steps, references: Sequence[tuple[T, Steps]]) -> T | None:
     return max(references, key=lambda pair: len(losses_on_same_data(run, pair[1])))[0]
 
 
-def equal_weights(root: Path, run_id: str, reference: str, iteration: int) -> bool:
-    """Whether two runs with the same `data_key` are known to have the same weights at the start of an iteration: the
-    first one under the recipe, after the same losses in the warm-up."""
-    return iteration == 0 and equal_warm_up(_steps(root / run_id), _steps(root / reference))
+def equal_weights(root: Path, run_id: str, reference: str, iteration: int, branched: float = -math.inf) -> bool:
+    """Whether two runs that are compared are known to have the same weights at the start of an iteration: the first one
+    under the recipe, after the same losses in the warm-up; of branches, the first one. branched: as in
+    `equal_warm_up`."""
+    return iteration == max(branched, 0) and equal_warm_up(_steps(root / run_id), _steps(root / reference), branched)
 
 
-def equal_warm_up(run: Steps, reference: Steps) -> bool:
-    """Whether two runs with the same `data_key` had the same losses before iteration 0, so have the same weights."""
-    first, second = ([(s["iteration"], s["loss"]) for s in steps if s["iteration"] < 0] for steps in (run, reference))
+def equal_warm_up(run: Steps, reference: Steps, branched: float = -math.inf) -> bool:
+    """Whether two runs that are compared had the same losses before iteration 0, so have the same weights. branched:
+    the iteration at which they branched off from one run, with equal weights; minus infinity if they did not."""
+    first, second = (
+        [(step["iteration"], step["loss"]) for step in steps if branched <= step["iteration"] < 0]
+        for steps in (run, reference)
+    )
     return first == second
 
 

@@ -93,7 +93,10 @@ def add_line(root: Path, line: Sequence[str]) -> list[Job]:
     from binade.collector.jobs import add_runs
 
     request = parse(line)
-    return add_runs(root, request.plans_in(root), request.start, resume=request.resume)
+    plans = request.plans_in(root)
+    if plans[0].branch:
+        raise ConfigError("the queue takes no branches: run binade run --resume RUN --recipe A,B in a terminal")
+    return add_runs(root, plans, request.start, resume=request.resume)
 
 
 @jobs.command("follow")

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.shell_completion import CompletionItem
@@ -18,10 +18,13 @@ from binade.collector.capture.watching import WATCH
 from binade.collector.errors import ConfigError, raising
 from binade.collector.recipes.recipe import TEN_RECIPES
 from binade.collector.settings import Declared, Group, Size, declared
-from binade.collector.training.config import FORMAT, LENGTH, RECORD, WHERE, RunConfig, defaults
+from binade.collector.training.config import FORMAT, LENGTH, OVERRIDES, RECORD, WHERE, RunConfig, defaults
 from binade.collector.training.plan import Plan, plan
 from binade.collector.training.slurm_options import SlurmOptions
 from binade.terminal import Command, Option, names, root_option, usage_message
+
+if TYPE_CHECKING:
+    from binade.data.runs import RunInfo
 
 COMMANDS = ("run", "batch", "quick")
 UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
@@ -102,7 +105,9 @@ def training_params(command: str) -> list[click.Parameter]:
         "micro_batches": [
             _option(LENGTH, "--resume", metavar="RUN",
                     help="Continue a run, for example one that was killed, from its last checkpoint, with the options "
-                        "that it was started with"),
+                        "that it was started with. With --recipe A,B,..., branch it instead: a new run per recipe goes "
+                        "on from the last checkpoint with something left to train, on the same data. Branches may have "
+                        "another --train-iters and --checkpoint-every, and record something else"),
             _option(LENGTH, "--config", metavar="FILE",
                     help="Read the configuration from a JSON file, such as the run.json of a run. It cannot be "
                         "combined with other options of the run"),
@@ -125,28 +130,63 @@ def _option(group: Group, *names: str, **settings: Any) -> Option:
 
 
 @dataclass(frozen=True)
+class Branches:
+    """The branches that --resume RUN --recipe A,B asks for.
+
+    recipes  of which each branch has one
+    changes  the other fields of RunConfig that were given
+    config   a run from the start with these options, which is continued if it is the run that --resume names
+    """
+
+    recipes: tuple[str, ...]
+    changes: Mapping[str, Any]
+    config: RunConfig
+
+    def plans(self, run: RunInfo) -> list[Plan]:
+        """The plans of the branches of a run. Raises RunError, ConfigError."""
+        from binade.collector.training.checkpoints import branch_of
+
+        branch = branch_of(run, self.changes)
+        options = declared(RunConfig)
+        for name in (*(f"{name}_quant" for name in (*OVERRIDES, "operand")), "softmax"):
+            if getattr(branch.config, name) != options[name].default:
+                raise ConfigError(
+                    f"{run.run_id} was started with {options[name].flag}, which would change the recipe of each "
+                    "branch: branch a run whose formats are all in its recipe"
+                )
+        return [
+            replace(plan(replace(branch.config, recipe=recipe, **self.changes)), branch=branch)
+            for recipe in self.recipes
+        ]
+
+
+@dataclass(frozen=True)
 class Request:
     """The request of a command line of run, batch or quick. plans is empty where `resume` names a run to be continued
-    with its own configuration."""
+    with its own configuration, or to be branched."""
 
     plans: list[Plan]
     start: SlurmOptions
     root: str | None
     resume: str | None = None
+    branches: Branches | None = None
 
     @property
     def runs(self) -> list[RunConfig]:
         return [plan.config for plan in self.plans]
 
     def plans_in(self, root: Path) -> list[Plan]:
-        """The plans of the runs in this root. Raises RunError for a run that cannot be resumed, ConfigError if it was
-        started with other options."""
+        """The plans of the runs in this root. Raises RunError for a run that cannot be resumed or branched, ConfigError
+        if it was started with other options."""
         if not self.resume:
             return self.plans
         from binade.collector.training.checkpoints import last  # pydantic, as in `read_configs`
         from binade.data.runs import read_run
 
-        _, positions = last(read_run(root / Path(self.resume).name))
+        run = read_run(root / Path(self.resume).name)
+        if self.branches and run.config.get("run_config") != json.loads(json.dumps(asdict(self.branches.config))):
+            return self.branches.plans(run)
+        _, positions = last(run)
         config = positions[0].config
         if self.plans and self.runs != [config]:
             raise ConfigError(
@@ -217,9 +257,32 @@ def request_of(command: str, params: Mapping[str, Any]) -> Request:
             raise ConfigError(f"--resume continues one run, but --config {path} has {len(plans)}")
     elif given.get("resume") and not others:
         plans = []
+    elif given.get("resume") and {"quantization", "quant_type"} & set(others):
+        if branches := _branches(given, others, base):
+            return Request([], start, given.get("root"), given["resume"], branches)
+        plans = [plan(replace(base, recipe=recipe)) for recipe in _recipes(command, given)]
     else:
         plans = [plan(replace(base, recipe=recipe)) for recipe in _recipes(command, given)]
     return Request(plans, start, given.get("root"), given.get("resume"))
+
+
+def _branches(given: Mapping[str, Any], others: Sequence[str], base: RunConfig) -> Branches | None:
+    """The branches that --resume with --recipe asks for; None for options that a branch cannot have, which may be those
+    that the run was started with. Raises ConfigError for several recipes with such options."""
+    options = declared(RunConfig)
+    may = {name for name, each in options.items() if each.option.group in (RECORD, WATCH)}
+    may |= {"train_iters", "checkpoint_every", "quantization", "quant_type", "record_tensors"}
+    recipes = _recipes("batch", given)
+    if wrong := [name for name in others if name not in may]:
+        if len(recipes) == 1:
+            return None
+        flag = options[wrong[0]].flag if wrong[0] in options else f"--{wrong[0].replace('_', '-')}"
+        raise ConfigError(
+            f"{flag} is that of {given['resume']}: leave it out. Branches may differ in --recipe, --train-iters, "
+            "--checkpoint-every and what is recorded"
+        )
+    changes = {name: given[name] for name in others if name in options and name != "recipe"}
+    return Branches(recipes, changes, replace(base, recipe=recipes[0]))
 
 
 def _check_recording(given: Mapping[str, Any]) -> None:

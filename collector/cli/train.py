@@ -57,7 +57,7 @@ def _run(context: click.Context, /, **params: Any) -> None:
     elif on_cluster:
         queue(root, plans, request.start)
     else:
-        collect(plans, root, request.resume)
+        collect(plans, root, None if plans[0].branch else request.resume)
 
 
 def queue(
@@ -84,6 +84,7 @@ def describe(plan: Plan, root: Path) -> str:
         f"model     {config.model_title}: {shape.describe()}, "
         f"vocabulary {shape.vocab}; {shape.parameters / 1e6:.1f} M weights",
         f"weights   {describe_weights(Path(config.model)) if config.has_path else f'random, seed {config.seed}'}",
+        *([f"start     {plan.branch.describe(config)}"] if plan.branch else []),
         f"data      {describe_inputs(config.dataset, config.tokenizer_name)}, {tokens} tokens per iteration",
         f"length    {config.warmup_iterations} warm-up iterations in bf16, then {config.iterations} with the recipe",
         f"record    {recorded(config)}",
@@ -141,7 +142,8 @@ def collect(plans: list[Plan], root: Path, resume: str | None = None) -> None:
 
         for each in plans:
             prepare(each)
-        launch(plans, root, resume)
+        for together in [[each] for each in plans] if plans[0].branch else [plans]:
+            launch(together, root, resume)
         return
     first_rank = os.environ.get("RANK", "0") == "0"
     lengths = [each.config.warmup_iterations + each.config.iterations for each in plans]

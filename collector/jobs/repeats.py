@@ -16,6 +16,8 @@ def trained_with(run_id: str, description: Mapping[str, Any]) -> Plan:
 
     Raises ConfigError for a run that was not trained so, or whose configuration no longer means the same.
     """
+    if of := description.get("branch_of"):
+        raise ConfigError(f"run {run_id} cannot be repeated here: it branched off from {of['run_id']}")
     with raising(ConfigError, f"run {run_id} cannot be repeated here", ValueError):
         planned = plan(trained_config(description))
     if planned.recipe.lines() != description.get("operands"):

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from pydantic.dataclasses import dataclass
 
-from binade.collector.errors import raising
+from binade.collector.errors import ConfigError, raising
 from binade.collector.training.config import RunConfig
+from binade.collector.training.plan import Branch
 from binade.data.json_files import STRICT, Count, read_json
 from binade.data.runs import CHECKPOINTS, COUNTS, DONE, RUNNING, RunError, RunInfo, Whole
+
+NO_CHECKPOINT = "it ended before the first one, or was started without --checkpoint-every"
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -48,13 +54,41 @@ def last(run: RunInfo) -> tuple[Path, tuple[Position, ...]]:
     """The last checkpoint that all ranks have written: its folder, and the positions of the ranks. Raises RunError if
     there is none, or the run cannot be resumed."""
     check_resumable(run)
+    if found := next(_complete(run), None):
+        return found
+    raise RunError(f"{run.run_id} has no checkpoint to resume from: {NO_CHECKPOINT}")
+
+
+def branch_of(run: RunInfo, changes: Mapping[str, Any]) -> Branch:
+    """Where branches with these changes of its configuration leave a run. Raises RunError, ConfigError."""
+    first = to_branch(run, changes)[1][0]
+    return Branch(run.run_id, first.config, first.done)
+
+
+def to_branch(run: RunInfo, changes: Mapping[str, Any]) -> tuple[Path, tuple[Position, ...]]:
+    """The last checkpoint, as of `last`, after which something is left to train with these changes of the run's
+    configuration. Raises RunError, ConfigError."""
+    if run.status.state == RUNNING:
+        raise RunError(f"{run.run_id} is still running: branch it when it has ended, or cancel it first")
+    first = None
+    for folder, positions in _complete(run):
+        first = positions[0]
+        if first.done < first.config.warmup_iterations + replace(first.config, **changes).iterations:
+            return folder, positions
+    if first is None:
+        raise RunError(f"{run.run_id} has no checkpoint to branch from: {NO_CHECKPOINT}")
+    trained = first.done - first.config.warmup_iterations
+    raise ConfigError(
+        f"{run.run_id} has no checkpoint before its end, so a branch has nothing to train: give --train-iters "
+        f"{trained + 1} or more, of which {trained} are done"
+    )
+
+
+def _complete(run: RunInfo) -> Iterator[tuple[Path, tuple[Position, ...]]]:
+    """The checkpoints that all ranks have written, the last one first."""
     ranks = int(run.config.get("tp") or 1) * int(run.config.get("dp") or 1)
     for folder in sorted(run.directory.glob(f"{CHECKPOINTS}/*"), reverse=True):
         files = [folder / f"rank{rank:02d}.json" for rank in range(ranks)]
         if all(file.exists() for file in files):
             with raising(RunError, f"{folder} cannot be read", OSError, ValueError):
-                return folder, tuple(read_json(Position, file) for file in files)
-    raise RunError(
-        f"{run.run_id} has no checkpoint to resume from: it ended before the first one, or was started "
-        "without --checkpoint-every"
-    )
+                yield folder, tuple(read_json(Position, file) for file in files)

@@ -42,15 +42,15 @@ class RankFailedError(RuntimeError):
 
 
 def launch(plans: Sequence[Plan], root: Path, resume: str | None = None) -> None:
-    """Train the runs, one after the other, on their ranks. resume: a run to continue. Raises RankFailedError,
-    KeyboardInterrupt, or ConfigError if a rank refused its configuration."""
+    """Train the runs, one after the other, on their ranks; a branch alone. resume: a run to continue. Raises
+    RankFailedError, KeyboardInterrupt, or ConfigError if a rank refused its configuration."""
     ranks, job = plans[0].config.world_size, os.environ.get(JOB_VARIABLE) or new_token()
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the message below is enough
     with tempfile.TemporaryDirectory(prefix="binade-ranks-") as scratch:
         config = Path(scratch, "config.json")
         config.write_text(json.dumps([asdict(each.config) for each in plans]), encoding="utf-8")
-        line = ["run", "--config", str(config), "--tensor-save-dir", str(root)]
-        line += ["--resume", resume] if resume else []
+        line = ["run", "--config", str(config), *(["--resume", resume] if resume else [])]
+        line = [*(plans[0].arguments if plans[0].branch else line), "--tensor-save-dir", str(root)]
         # Rank 0 prints to the terminal; the output of the others goes to files.
         quiet = {rank: Std.ALL if rank else Std.ERR for rank in range(ranks)}
         processes = start_processes(

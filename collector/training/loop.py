@@ -50,7 +50,14 @@ from binade.collector.training.ranks import (
     rounding_tokens,
     started_as_rank,
 )
-from binade.collector.training.resume import Resumed, check_unchanged, open_resumed, write_checkpoint
+from binade.collector.training.resume import (
+    Branched,
+    Resumed,
+    check_unchanged,
+    open_branched,
+    open_resumed,
+    write_checkpoint,
+)
 from binade.data.tensor_kinds import Measure
 from binade.quant.specs import Spec
 
@@ -118,11 +125,13 @@ def train(
     progress: Progress = lambda done, total: None,
     resume: str | None = None,
 ) -> Result:
-    """Train a run on this rank: a new one, or the one named `resume` that is continued. Rank 0's `say` gets the lines
-    of the run's log. Raises ConfigError and its like before anything is written; later OSError, DivergedError or
-    KeyboardInterrupt, with the run marked accordingly."""
+    """Train a run on this rank: a new one, which may branch off from another, or the one named `resume` that is
+    continued. Rank 0's `say` gets the lines of the run's log. Raises ConfigError and its like before anything is
+    written; later OSError, DivergedError or KeyboardInterrupt, with the run marked accordingly."""
     prepare(plan)
     config, resumed = plan.config, open_resumed(root, resume) if resume else None
+    if plan.branch:
+        resumed = open_branched(root, plan, plan.branch, to_toml(plan.recipe))
     with join(config, root) as ranks:
         try:
             return _run(plan, root, ranks, say, progress, resumed)
@@ -157,7 +166,7 @@ def describe_run(plan: Plan, checkpoint: Checkpoint | None, dataset: Dataset, de
         "recipe_toml": to_toml(recipe),
         "parameters": plan.shape.parameters,
         "run_config": asdict(config),
-        "command": shlex.join(["binade", *config.arguments()]),
+        "command": shlex.join(["binade", *plan.arguments]),
         "job_token": os.environ.get(JOB_VARIABLE),
         "target": os.environ.get("BINADE_TARGET") or None,
         "versions": {name: _version(name) for name in ("torch", "triton", "numpy")}
@@ -192,7 +201,9 @@ def _run(plan: Plan, root: Path, ranks: Ranks, say: Say, progress: Progress, res
     device = torch.device("cuda", torch.cuda.current_device()) if config.device == Device.CUDA else torch.device("cpu")
     description = describe_run(plan, checkpoint, dataset, device)
     if resumed:
-        check_unchanged(resumed.run, description)
+        check_unchanged(resumed, description)
+    if isinstance(resumed, Branched):
+        description |= resumed.facts
     start = time.monotonic()
     recorder = _recorder(plan, root, ranks, description)
     recorder.of_training(resumed.continued(ranks.rank) if resumed else None)
@@ -262,7 +273,10 @@ def _train(
         start = resumed.done
         for _ in range(start * config.micro_batches):
             stream.batch(config.micro_batch_size)
-        report(f"resumed after {start} iterations")
+        report(plan.branch.describe(config) if plan.branch else f"resumed after {start} iterations")
+        is_left = max(config.recorded_iterations, default=-1) >= start - warm_up
+        if plan.branch and config.save_tensors and not config.follows and not is_left:
+            report("warning: the branch records no tensors, since no recorded iteration is left: add --control-iter 0")
     report(f"recipe {recipe.name}: {recipe.describe()}")
     if kept := plan.kept_layers:
         report(f"kept in bf16: {kept}")
@@ -275,7 +289,10 @@ def _train(
             begun = time.perf_counter()
             reduced = communication.reduce_scatter if recording else None
             loss = _step(model, optimizer, stream, config, device, ranks, recording, iteration, reduced)
-            timed = {"seconds": time.perf_counter() - begun, "recorded": config.records(iteration)}
+            seconds = time.perf_counter() - begun
+            timed: dict[str, Any] = {"seconds": seconds, "recorded": config.records(iteration)}
+            if isinstance(resumed, Branched) and iteration == start - warm_up:
+                timed["first"] = resumed.first
             _finish_iteration(recorder, iteration, loss, timed | {"data_sha256": stream.digest()}, report, what)
             done = warm_up + iteration + 1
             write_checkpoint(config, recorder, done, model, optimizer)

@@ -15,12 +15,50 @@ from binade.collector.recipes.ladder import without
 from binade.collector.recipes.parse import parse_recipe
 from binade.collector.recipes.recipe import Part, Recipe
 from binade.collector.recipes.selection import Selection, SelectionError
-from binade.collector.settings import Size
+from binade.collector.settings import Size, declared
 from binade.collector.training.config import OVERRIDES, RunConfig
 from binade.data.tensor_kinds import tensor_names
 from binade.quant.formats import UnknownFormatError
 from binade.quant.specs import Spec as FormatSpec
 from binade.quant.specs import SpecError
+
+
+@dataclass(frozen=True)
+class Branch:
+    """Where a run branches off from another one.
+
+    run_id  of the other run
+    config  of the other run
+    done    how many iterations it had done, warm-up included
+    """
+
+    run_id: str
+    config: RunConfig
+    done: int
+
+    @property
+    def iteration(self) -> int:
+        """The first iteration that the branch trains; below 0 in the warm-up."""
+        return self.done - self.config.warmup_iterations
+
+    def describe(self, config: RunConfig) -> str:
+        """What a branch with this configuration is of, and in what it differs."""
+        changes = []
+        for name, each in declared(RunConfig).items():
+            own, other = getattr(config, name), getattr(self.config, name)
+            if own != other:
+                words = ("none" if value in (None, (), "") else each.text(value) for value in (own, other))
+                changes.append("{} {} (was {})".format(each.flag, *words))
+        return f"branch of {self.run_id} after {self.done} iterations; differs in {', '.join(changes) or 'nothing'}"
+
+    def arguments(self, config: RunConfig) -> list[str]:
+        """The command line of the branch with this configuration, after `binade`."""
+        line = ["run", "--resume", self.run_id, "--recipe", config.recipe]
+        for name, each in declared(RunConfig).items():
+            value = getattr(config, name)
+            if name != "recipe" and value != getattr(self.config, name):
+                line += [each.flag] if each.kind is bool else [each.flag, each.text(value)]
+        return line
 
 
 @dataclass(frozen=True)
@@ -31,6 +69,7 @@ class Plan:
     recorded    the layers and other parts of the model that are recorded
     skip        the layers that stay in bf16 besides those that the recipe keeps; None for none
     capture     the layers and modules that are recorded
+    branch      where it branches off from another run; None for a run from the start
     """
 
     config: RunConfig
@@ -39,6 +78,12 @@ class Plan:
     recorded: tuple[Spec | OtherSpec, ...]
     skip: Selection | None
     capture: Selection
+    branch: Branch | None = None
+
+    @property
+    def arguments(self) -> list[str]:
+        """The command line, after `binade`."""
+        return self.branch.arguments(self.config) if self.branch else self.config.arguments()
 
     @property
     def kept_layers(self) -> str:

@@ -1,4 +1,5 @@
-"""Checkpoints of a run, and how a run that has ended early is continued: `binade run --resume RUN`.
+"""Checkpoints of a run, how a run that has ended early is continued (`binade run --resume RUN`), and how new runs
+branch off from a checkpoint (`binade run --resume RUN --recipe A,B`).
 
     <run>/checkpoints/00000400/        iterations done, warm-up included; the last two are kept
       rank00.pt                        weights, optimizer and generators of a rank; loaded with weights_only
@@ -30,11 +31,12 @@ from binade.collector.capture.recorder import Recorder
 from binade.collector.capture.session import Continued
 from binade.collector.errors import ConfigError, raising
 from binade.collector.settings import JOB_VARIABLE, Device
-from binade.collector.training.checkpoints import Position, check_resumable, last
+from binade.collector.training.checkpoints import Position, check_resumable, last, to_branch
 from binade.collector.training.config import RunConfig
+from binade.collector.training.plan import Branch, Plan
 from binade.data.events import events_file
 from binade.data.json_files import write_json
-from binade.data.runs import CHECKPOINTS, SEGMENT, RunError, RunInfo, RunWriter, describe_run, read_run
+from binade.data.runs import CHECKPOINTS, SEGMENT, RunError, RunInfo, RunWriter, describe_run, first_step, read_run
 from binade.data.store import remove_directory, save_state, staged_file
 from binade.data.twin import FILE as TWINS
 
@@ -53,8 +55,8 @@ class Resumed:
     def done(self) -> int:
         return self.positions[0].done
 
-    def continued(self, rank: int) -> Continued:
-        """What a Session needs of a rank."""
+    def continued(self, rank: int) -> Continued | None:
+        """What a Session needs of a rank; None for a new run."""
         position = self.positions[rank]
         return Continued(self.reopen, position.segments, position.recorded, position.counts)
 
@@ -129,18 +131,63 @@ class Resumed:
             yield self.run.directory / TWINS, self.positions[rank].twins
 
 
+@dataclass(frozen=True)
+class Branched(Resumed):
+    """The checkpoint of a run from which a new one branches off.
+
+    branch   where that is
+    same     whether the branch has the recipe of the run, so that delayed scales go on
+    history  the names of the recipes that were trained before, without the warm-up
+    first    the first iteration of the run's training: see data.runs.Step
+    """
+
+    branch: Branch
+    same: bool
+    history: tuple[str, ...]
+    first: dict[str, Any]
+
+    def continued(self, rank: int) -> None:
+        return None
+
+    def scales(self, rank: int) -> Path | None:
+        return super().scales(rank) if self.same else None
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What run.json says of the branch."""
+        branch = {"run_id": self.branch.run_id, "iteration": self.branch.iteration, "recipes": list(self.history)}
+        return {"branch_of": branch}
+
+
+def open_branched(root: Path, plan: Plan, branch: Branch, recipe_toml: str) -> Branched:
+    """The checkpoint of a branch with this recipe. Raises RunError if it cannot be read."""
+    run = read_run(root / branch.run_id)
+    folder, positions = to_branch(run, {"train_iters": plan.config.iterations})
+    first = json.loads(first_step(run.directory) or "{}")
+    if positions[0].done != branch.done or not first.get("data_sha256"):
+        raise RunError(f"{run.run_id} cannot be branched: its checkpoints or losses have changed")
+    described: dict[str, Any] = dict(run.config)
+    before = tuple((described.get("branch_of") or {}).get("recipes") or ())
+    history = before if branch.iteration <= 0 else (*before, str(described.get("recipe")))
+    return Branched(run, folder, positions, branch, described.get("recipe_toml") == recipe_toml, history, first)
+
+
 def open_resumed(root: Path, name: str) -> Resumed:
     """The run of this name. Raises RunError if it cannot be resumed."""
     run = read_run(root / Path(name).name)
     return Resumed(run, *last(run))
 
 
-def check_unchanged(run: RunInfo, description: dict[str, Any]) -> None:
-    """Raise ConfigError if the data, the weights or the recipe are no longer those that the run started with."""
-    before: dict[str, Any] = dict(run.config)
-    for name, what in (("data", "dataset"), ("weights", "weights of the model"), ("recipe_toml", "recipe")):
+def check_unchanged(resumed: Resumed, description: dict[str, Any]) -> None:
+    """Raise ConfigError if the data, the weights or, unless it branches off, the recipe are no longer those that the
+    run started with."""
+    before: dict[str, Any] = dict(resumed.run.config)
+    branches = isinstance(resumed, Branched)
+    names = {"data": "dataset", "weights": "weights of the model"} | ({} if branches else {"recipe_toml": "recipe"})
+    for name, what in names.items():
         if before.get(name) != json.loads(json.dumps(description[name])):
-            raise ConfigError(f"{run.run_id} cannot be resumed: the {what} has changed since it started")
+            how = "branched" if branches else "resumed"
+            raise ConfigError(f"{resumed.run.run_id} cannot be {how}: the {what} has changed since it started")
 
 
 def write_checkpoint(

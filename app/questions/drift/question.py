@@ -176,7 +176,9 @@ def compared(selected: SelectedTensor, given: Candidates, run: str) -> Drawn:
     recorded = Recorded.of(other)
     if problem := recorded.problem(Spec.of(fmt)):
         return Drawn(problems=(problem,))
-    equal = equal_weights(selected.opened.root, run, given.base.iloc[0]["run_id"], int(other["iteration"]))
+    base = given.base.iloc[0]["run_id"]
+    branched = every_run(selected.opened).set_index("run_id")["branched"][[run, base]].max()
+    equal = equal_weights(selected.opened.root, run, base, int(other["iteration"]), float(branched))
     operand = not pd.isna(other["contracted_axis"])
     found = compute.three_way(reference, own, fmt, selected.dim, equal, operand, recorded)
     columns = COLUMNS

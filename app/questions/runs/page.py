@@ -139,6 +139,11 @@ def _course(
         "gap": dict(zip(compared.costs["run_id"], compared.costs["gap"], strict=True)),
         "diverged": {run: at for run, records in steps.items() if (at := diverged_at(records)) is not None},
         "baseline": dict.fromkeys(references_in(named), "● baseline"),
+        "branch": {
+            run: f"{other} from iteration {at:.0f}"
+            for run, other, at in zip(named["run_id"], named["branch_of"], named["branched"], strict=True)
+            if pd.notna(other)
+        },
     }
     return {run: losses[:: -(-len(losses) // SPARKS) or 1] for run, losses in every.items()}, against, compared
 
@@ -193,6 +198,7 @@ def _table(
             help=f"Iteration from which the loss is not finite or above {DIVERGED} times the first one, up to the last",
         ),
         "baseline": text("Baseline", width=95, help="Other runs are compared with it"),
+        "branch": text("Branch of", width=330, help="The run whose checkpoint it starts from"),
         "model": text("Model", width=105),
         "size": text("Size", width=55),
         "dataset": text("Dataset", width=95),

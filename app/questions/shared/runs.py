@@ -34,9 +34,12 @@ def some_runs(opened: Catalog, runs: pd.DataFrame) -> pd.DataFrame:
 
 
 def with_plain_runs(opened: Catalog, table: pd.DataFrame) -> pd.DataFrame:
-    """These runs of `every_run`, and the bf16 runs of the same settings: the bands of gaps are made of those."""
+    """These runs of `every_run`, and the bf16 runs of their settings and of those of their references: the bands of
+    gaps are made of those."""
     every = every_run(opened)
-    alike = every["settings"].isin(set(table["settings"])) & (every["recipe"] == BF16) & ~every["quantized"]
+    references = every["run_id"].isin(table["references"].explode())
+    settings = {*table["settings"], *every.loc[references, "settings"]}
+    alike = every["settings"].isin(settings) & (every["recipe"] == BF16) & ~every["quantized"]
     return every[alike | every["run_id"].isin(table["run_id"])].reset_index(drop=True)
 
 
