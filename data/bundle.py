@@ -52,8 +52,8 @@ CHUNK = 1 << 20
 # The exceptions of zipfile and zlib for a damaged archive.
 DAMAGED = (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, ValueError, OverflowError, struct.error)
 RUN_FILES = (
-    "run.json", "status.json", "loss.jsonl", "log.txt", "events.jsonl", "twin.jsonl", "effects.jsonl", "parity.json",
-    "notes.json",
+    "run.json", "status.json", "loss.jsonl", "log.txt", "events.jsonl", "twin.jsonl", "held_out.jsonl", "effects.jsonl",
+    "parity.json", "notes.json",
 )  # fmt: skip
 _NAME = r"[A-Za-z0-9_+=@,~-][A-Za-z0-9_+=@,.~-]{0,200}"
 _RUN = rf"(?!index\.duckdb){_NAME}"  # the index is in the root as well

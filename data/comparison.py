@@ -14,7 +14,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -29,6 +29,7 @@ from binade.data.fields import MEASURES, Field
 from binade.data.filter import Filter
 from binade.data.gap_bands import Band, PlainRun, own_bands
 from binade.data.gradients import gradient_errors
+from binade.data.held_out import HeldOutGap, evaluations_of, held_out_gap, held_out_sentence, last_in_common, pairs_of
 from binade.data.run_table import PARTS, has_reference
 from binade.data.same_data import closest, equal_warm_up, losses_on_same_data, pairs_on_same_data
 from binade.data.text import number_text
@@ -56,6 +57,15 @@ RECIPE_FIELDS = (
           "with rounding minus the loss without, on the same weights and sequences, mean over sequences", "+.4f"),
     Field("effect_interval", "Measured rounding, 95% interval", "", "Of the measured change (Student’s t)", ""),
     Field("effect_on", "Measured on", "", "Weights before training, or of a run’s last checkpoint", ""),
+    Field("held_out", "Held-out gap", "nats", "Loss of held-out sequences minus that of bf16 after as many iterations, "
+          "mean over sequences and seeds (`--evaluate-every`)", "+.4f"),
+    Field("held_out_interval", "Held-out gap, 95% interval", "", "Of the differences of the same sequences (Student’s "
+          "t), which holds for this seed; of several seeds, over seeds", ""),
+    Field("held_out_slope", "Held-out gap per doubling", "nats", "Change of the held-out gap when the tokens double: "
+          "least squares over all evaluations", "+.4f"),
+    Field("held_out_slope_interval", "Held-out gap per doubling, 95% interval", "", "Over sequences, or seeds", ""),
+    Field("held_out_at", "Held out after", "", "Iterations with the recipe, tokens trained until then and tokens per "
+          "parameter. Nothing is known of longer training", ""),
     Field("left", "Leaves bf16’s band", "", "First iteration from which the gap, its mean over seeds, is beyond the "
           "band of reordering up to the last iteration", ""),
 )  # fmt: skip
@@ -256,7 +266,8 @@ class Comparison:
                 row["left"] = "stays inside" if at is None else f"at iteration {at}"
             rows.append(row)
         ends = [f"{name}_{end}" for name in ("gap", "first", "added") for end in ("low", "high")]
-        columns = [*(field.name for field in RECIPE_FIELDS if not field.name.startswith("effect")), "run_id", *ends]
+        shown = (field.name for field in RECIPE_FIELDS if not field.name.startswith(("effect", "held_out")))
+        columns = [*shown, "run_id", *ends]
         return pd.DataFrame(rows, columns=columns).replace([np.inf, -np.inf], np.nan)
 
     @property
@@ -399,26 +410,49 @@ def _rounded_by(config: Mapping[str, Any]) -> str:
     return ""
 
 
+def held_out_gaps(opened: Catalog, compared: Comparison) -> dict[str, HeldOutGap]:
+    """The held-out gaps of the recipes that have one, by the run_id of the recipe."""
+    evaluations, same = evaluations_of(opened.root, compared.table["run_id"]), last_in_common(compared.gaps)
+    configs, gaps = opened.runs().set_index("run_id")["config"], {}
+    for recipe in compared.recipes:
+        if gap := held_out_gap(pairs_of(compared.table, recipe.runs, evaluations, same)):
+            gaps[recipe.run_id] = replace(gap, parameters=json.loads(configs[recipe.run_id]).get("parameters"))
+    return gaps
+
+
 def with_effects(opened: Catalog, compared: Comparison) -> pd.DataFrame:
     """`Comparison.recipe_table` with the measured effects: effect, effect_low, effect_high, effect_interval, effect_on,
-    effect_sequences."""
+    effect_sequences; and with the held-out gaps: held_out, held_out_low and so on, held_out_slope, held_out_at."""
     rows = []
-    for recipe in compared.recipes if compared.base == BF16 else ():
-        if found := measured_of(opened, recipe):
+    held_out = held_out_gaps(opened, compared)
+    for recipe in compared.recipes:
+        row: dict[str, Any] = {"run_id": recipe.run_id}
+        if compared.base == BF16 and (found := measured_of(opened, recipe)):
             change, weights = found
-            ends = {"effect_low": change.low, "effect_high": change.high, "effect_sequences": change.n}
+            row |= {"effect_low": change.low, "effect_high": change.high, "effect_sequences": change.n}
             interval = _interval(change, "one sequence", change.measure)
-            row = {"run_id": recipe.run_id, "effect": change.value, "effect_interval": interval, "effect_on": weights}
-            rows.append(row | ends)
+            row |= {"effect": change.value, "effect_interval": interval, "effect_on": weights}
+        if found_gap := held_out.get(recipe.run_id):
+            for name, estimate in (("held_out", found_gap.gap), ("held_out_slope", found_gap.slope)):
+                row |= {name: estimate.value, f"{name}_low": estimate.low, f"{name}_high": estimate.high}
+                row[f"{name}_interval"] = _interval(estimate, f"one {estimate.of.removesuffix('s')}")
+            row["held_out_at"] = found_gap.trained
+        rows.append(row)
     columns = ["run_id", "effect", "effect_low", "effect_high", "effect_interval", "effect_on", "effect_sequences"]
-    effects = pd.DataFrame(rows, columns=columns).replace([np.inf, -np.inf], np.nan)
-    return compared.recipe_table.merge(effects.astype({"run_id": object}), on="run_id", how="left")
+    ends = ("", "_low", "_high", "_interval")
+    columns += [f"{name}{end}" for name in ("held_out", "held_out_slope") for end in ends]
+    effects = pd.DataFrame(rows, columns=[*columns, "held_out_at"]).replace([np.inf, -np.inf], np.nan)
+    table = compared.recipe_table
+    return table.merge(effects.astype({"run_id": table["run_id"].dtype}), on="run_id", how="left")
 
 
 def measured_sentence(opened: Catalog, compared: Comparison) -> Sentence:
-    """What was measured of the recipes."""
+    """What was measured of the recipes besides the losses of training."""
     known = [(each.label, found[0]) for each in compared.recipes if (found := measured_of(opened, each))]
-    return evidence.each_of(known[:NAMED], "Measured change of the loss by rounding alone (`binade measure`)")
+    alone = evidence.each_of(known[:NAMED], "Measured change of the loss by rounding alone (`binade measure`)")
+    gaps = held_out_gaps(opened, compared)
+    held_out = [(each.label, gaps[each.run_id]) for each in compared.recipes if each.run_id in gaps]
+    return evidence.together(alone, held_out_sentence(held_out, compared.base))
 
 
 def operand_table(opened: Catalog, recipes: Iterable[Recipe]) -> pd.DataFrame:

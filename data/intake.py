@@ -29,6 +29,8 @@ from binade.data.effects import FILE as EFFECTS
 from binade.data.effects import MEASURE, check_effects, effect_rows
 from binade.data.events import check_events
 from binade.data.filter import FIELDS
+from binade.data.held_out import FILE as HELD_OUT
+from binade.data.held_out import check_held_out
 from binade.data.parity_results import FILE as PARITIES
 from binade.data.parity_results import read_parity
 from binade.data.runs import RUNNING, RunError, RunInfo, check_losses, first_step, read_notes, read_run, run_names
@@ -229,6 +231,7 @@ class Intake:
         checks = {
             "losses": check_losses,
             "twin steps": check_twins,
+            "held-out evaluations": check_held_out,
             "effects": check_effects,
             "parity results": read_parity,
         }
@@ -499,7 +502,9 @@ def _mark(directory: str, segments: Iterable[str]) -> tuple[int, ...] | None:
     mark: list[int] = []
     times = []
     names = ["", "run.json", "status.json", "segments", *(f"segments/{name}" for name in segments)]
-    names += [name for name in ("loss.jsonl", TWINS, EFFECTS, PARITIES) if os.path.exists(f"{directory}/{name}")]
+    names += [
+        name for name in ("loss.jsonl", TWINS, HELD_OUT, EFFECTS, PARITIES) if os.path.exists(f"{directory}/{name}")
+    ]
     try:
         for name in names:
             found = os.stat(f"{directory}/{name}")

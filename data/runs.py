@@ -9,6 +9,7 @@
       loss.jsonl     one line per iteration, each with its checksum
       events.jsonl   other events: see data.events
       twin.jsonl     twin steps: see data.twin
+      held_out.jsonl held-out evaluations: see data.held_out
       effects.jsonl  measured effects: see data.effects
       parity.json    parity of rollout and training: see data.parity_results
       tensors/       tensor files      segments/   their rows

@@ -141,10 +141,10 @@ def test_nothing_imports_the_package_or_the_command():
     assert not [path for path in SOURCES if "cli" in imports_of(path) or package.search((PROJECT / path).read_text())]
 
 
-def test_app_takes_only_config_recipes_jobs_and_advice_from_the_collector():
+def test_app_takes_from_the_collector_only_what_imports_no_torch():
     paths = [path for path in SOURCES if path.startswith("app/")]
     taken = {name for path in paths for name in imports_of(path) if name.startswith("collector.")}
-    leaves = ("collector.errors", "collector.settings", "collector.datasets.inputs")
+    leaves = ("collector.errors", "collector.settings", "collector.datasets.inputs", "collector.imports.registry")
     training = tuple(f"collector.training.{name}" for name in ("config", "devices", "plan", "slurm_options", "targets"))
     allowed = (*leaves, *training, "collector.recipes", "collector.jobs", "collector.advice")
     homes = {*allowed, *(name.rpartition(".")[0] for name in allowed)}  # `from a.b import c` names a.b as well

@@ -19,13 +19,21 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from binade.collector.capture.adapters.declared import Equations
 from binade.collector.capture.adapters.layer import set_on
 from binade.collector.capture.adapters.products import tensors_in
 from binade.collector.capture.clock import seed_of
+from binade.collector.capture.evaluation import (
+    IGNORED,
+    Answer,
+    Evaluate,
+    evaluating,
+    has_logits,
+    of_logits,
+    sequence_losses,
+)
 from binade.collector.capture.instrument import instrument
 from binade.collector.capture.observer import Hook
 from binade.collector.capture.recorder import Recorder
@@ -44,7 +52,6 @@ from binade.quant.gemm import Rounding
 from binade.quant.specs import GemmFormats
 
 COVERS = {True: "mxfp8", False: "linear_mxfp8"}  # recipes that intercept all products, or all but those of attention
-IGNORED = -100  # a label that does not count, as in torch
 MOST_KEPT = 4 << 30  # bytes of blocks' outputs
 BY: dict[str, tuple[str, ...]] = {
     "site": ("part", "layer_index", "module"),
@@ -55,8 +62,6 @@ BY: dict[str, tuple[str, ...]] = {
 }
 """What the products of a group have in common, by the granularity of a measurement; for `model`, only the recipe."""
 
-Answer = Tensor | tuple[Tensor, Tensor]
-Evaluate = Callable[[Any, Any], Answer]
 Key = tuple[Site, Product]
 
 
@@ -258,28 +263,12 @@ class Measuring:
                 return self.evaluate(self.model, self._batch)
 
     def _losses(self, answer: Any) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        if isinstance(answer, tuple) and len(answer) == 2:
-            logits, labels = answer
-            if logits.dim() == 3 and labels.shape == logits.shape[:2]:
-                return self._of_logits(logits, labels)
-            shapes = f"logits {list(logits.shape)} and labels {list(labels.shape)}"
-            raise ConfigError(
-                f"loss returned {shapes}: expected [sequences, tokens, vocabulary] and [sequences, tokens]"
-            )
-        if not isinstance(answer, Tensor) or answer.dim() > 2 or not answer.numel():
-            raise ConfigError(
-                f"loss returned {_described(answer)}: expected a tensor [sequences] or [sequences, tokens], or logits "
-                "and labels"
-            )
-        x = answer.detach().double()
-        return tuple((x.mean(-1) if x.dim() == 2 else x.reshape(-1)).tolist()), ()
-
-    def _of_logits(self, logits: Tensor, labels: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        if not has_logits(answer):
+            return sequence_losses(answer), ()
         losses, divergences = [], []
         first, before = self._before is None, self._before or []
-        for number, (x, label) in enumerate(zip(logits, labels, strict=True)):
-            after = x.float().log_softmax(-1)
-            losses.append(float(F.nll_loss(after, label, ignore_index=IGNORED)))
+        for number, (loss, after, label) in enumerate(of_logits(*answer)):
+            losses.append(loss)
             if first:
                 before.append(after)
             else:
@@ -288,10 +277,6 @@ class Measuring:
                 divergences.append(float(apart.mean()))
         self._before = before
         return tuple(losses), tuple(divergences)
-
-
-def _described(answer: Any) -> str:
-    return f"a tensor {list(answer.shape)}" if isinstance(answer, Tensor) else f"a {type(answer).__name__}"
 
 
 def _returning(output: Any) -> Callable[..., Any]:
@@ -324,7 +309,7 @@ def measuring(
     blocks = [model.get_submodule(path) for path in paths if path]
     recorder = Recorder(enabled=False)
     with (
-        _evaluating(model),
+        evaluating(model),
         instrument(model, COVERS[attention], recorder, backend=backend, seed=seed, **options),
     ):
         yield Measuring(model, evaluate, recorder, keys, blocks, seed)
@@ -335,18 +320,6 @@ def _block(path: str) -> str:
     parts = path.split(".")
     at = next((index for index, part in enumerate(parts) if part.isdecimal()), None)
     return "" if at is None else ".".join(parts[: at + 1])
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """A context in which the model is in eval mode, without dropout."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ from binade.collector.capture.adapters.products import tensors_in
 from binade.collector.capture.curves import hash_of, sample_of
 from binade.collector.capture.effects import (
     BY,
-    Evaluate,
     Measuring,
     Task,
     effects,
@@ -23,6 +22,7 @@ from binade.collector.capture.effects import (
     recipes_of,
     tasks_of,
 )
+from binade.collector.capture.evaluation import Evaluate
 from binade.collector.capture.instrument import model_name
 from binade.collector.errors import ConfigError
 from binade.collector.recipes.recipe import PARTS

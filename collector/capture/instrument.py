@@ -31,6 +31,7 @@ from binade.collector.capture.adapters.torch_modules import is_compiled
 from binade.collector.capture.clock import Moment, PassCounter
 from binade.collector.capture.delayed_scales import DelayedScales
 from binade.collector.capture.deoscillation import deoscillating
+from binade.collector.capture.held_out import HeldOutEvaluations
 from binade.collector.capture.observer import Hook
 from binade.collector.capture.optimizer_state import rounding_state
 from binade.collector.capture.provenance import tracing
@@ -305,14 +306,17 @@ def _attached(
 def _serving(
     recorder: Recorder, models: Sequence[_Model], hooks: Sequence[Hook], scales: DelayedScales, seed: int
 ) -> Iterator[None]:
-    """A context in which the recorder runs twin steps, writes delayed scales and, if it is to, finds the first NaN."""
+    """A context in which the recorder runs twin steps and held-out evaluations, writes delayed scales and, if it is to,
+    finds the first NaN."""
     surveys = {each.module: each.found for each in models}
     with ExitStack() as undo:
         if passes := models[0].passes:
             recorder.twins = Twins(
                 list(surveys), passes, hooks, seed, lambda model: parameter_sites(model, surveys[model])
             )
+            recorder.held_out = HeldOutEvaluations(list(surveys), passes, hooks, seed)
         undo.callback(setattr, recorder, "twins", None)
+        undo.callback(setattr, recorder, "held_out", None)
         if recorder.observing.sums:
             undo.enter_context(recorder.observing.sums.compared(recorder))
         recorder.savers.append(scales.save)

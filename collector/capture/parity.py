@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from binade.collector.capture.effects import BY, IGNORED, Answer, Key, Measuring, group_of, holds, part_of
+from binade.collector.capture.effects import BY, Key, Measuring, group_of, holds, part_of
+from binade.collector.capture.evaluation import IGNORED, Answer
 from binade.collector.errors import ConfigError
 from binade.collector.recipes.recipe import PARTS, Recipe
 from binade.data.effects import Group

@@ -23,6 +23,7 @@ from binade.collector.capture.accumulation import Sums
 from binade.collector.capture.adapters.dtensor import is_dtensor
 from binade.collector.capture.adapters.layer import InstrumentError, Layer
 from binade.collector.capture.clock import PASSES_BEFORE_WARNING, Clock, Moment, running_backward, seed_of
+from binade.collector.capture.evaluation import Evaluate
 from binade.collector.capture.measure import WORDS, Measurer, RecorderError, check_record, dtype_name, warm_up
 from binade.collector.capture.observer import Observing
 from binade.collector.capture.options import Merge, Watch, saving_enabled, words
@@ -36,6 +37,7 @@ from binade.collector.models.site import Site
 from binade.collector.ranks import current_ranks
 from binade.collector.settings import DEFAULT_SCORES
 from binade.data.events import EventKind
+from binade.data.held_out import HeldOut, append_held_out
 from binade.data.runs import RunWriter, resolve_root
 from binade.data.segment import Shard
 from binade.data.tensor_kinds import (
@@ -59,6 +61,7 @@ LOG = logging.getLogger("binade")
 NOTABLE = 0.5  # seconds
 WATCH = Watch()
 MERGE = Merge()
+RunHeldOut = Callable[[Evaluate, Iterable[Any], int | None, int | None], HeldOut]
 RunTwin = Callable[[Callable[[], Tensor], int], Twin]  # of a loss and a number of passes
 
 
@@ -107,6 +110,7 @@ class Recorder:
     compiled = ""  # what `compile` has logged
     entered = False
     twins: RunTwin | None = None  # of the instrumented models
+    held_out: RunHeldOut | None = None
     _writes_curves = True
 
     def __init__(
@@ -419,6 +423,37 @@ class Recorder:
         if self.entered and self.ranks.size == 1:
             self.later(partial(append_twin, self.writer.directory, twin))
         return twin
+
+    def evaluate(
+        self, loss: Evaluate, batches: Iterable[Any], *, iteration: int | None = None, tokens: int | None = None
+    ) -> tuple[float, ...]:
+        """Evaluate held-out batches on the current weights, with the recipe. Returns the loss of each sequence.
+
+            def loss(model, batch):
+                return model(batch["input_ids"]).logits[:, :-1], batch["input_ids"][:, 1:]
+
+            recorder.evaluate(loss, batches)
+
+        loss       as in `binade.measure`: called with the model and a batch, it returns the loss of each sequence, or
+                   logits and labels
+        batches    the same each time: runs are compared sequence by sequence
+        iteration  how many iterations were trained before; by default, those that the recorder has counted
+        tokens     how many tokens were trained before
+
+        Call it before the forward pass of an iteration. Training does not change, and nothing is recorded but a line of
+        the run's held_out.jsonl. With several ranks, all call it with the same batches, and rank 0 writes. Raises
+        RecorderError without an instrumented model or with find_nan, ConfigError for a loss of another form.
+        """
+        if self.held_out is None:
+            raise RecorderError(
+                "nothing is instrumented: call evaluate within `with instrument(model, recipe, recorder)`"
+            )
+        if self.watch.find_nan:
+            raise RecorderError("held-out batches cannot be evaluated with find_nan, which would trace their passes")
+        evaluation = self.held_out(loss, batches, iteration, tokens)
+        if self.entered and self.ranks.rank == 0:
+            self.later(partial(append_held_out, self.writer.directory, evaluation))
+        return evaluation.losses
 
     @contextmanager
     def valid(self, mask: Tensor, *, batch_axis: int = 0) -> Iterator[None]:

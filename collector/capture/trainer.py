@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -25,6 +26,9 @@ class TrainerCallback(HuggingFaceCallback, ExportableState):  # type: ignore[mis
             Trainer(model, ..., callbacks=[TrainerCallback("mxfp8", recorder)]).train()
 
     recipe, recorder, options   as `instrument` takes them
+    held_out        batches that the model does not train on: dictionaries with input_ids and, where they differ, labels
+    evaluate_every  evaluate them every so many global steps, before the first and after the last, see
+                    `Recorder.evaluate`; 0 for never
 
     Changes in the loss are predicted for models that return logits and are given labels, as `Recorder.sensitivity` does
     it: they do not depend on how many micro-batches are accumulated.
@@ -36,8 +40,24 @@ class TrainerCallback(HuggingFaceCallback, ExportableState):  # type: ignore[mis
     raises an exception, the model stays instrumented until the next training begins or `close` is called.
     """
 
-    def __init__(self, recipe: Recipe | str | None = None, recorder: Recorder | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        recipe: Recipe | str | None = None,
+        recorder: Recorder | None = None,
+        *,
+        held_out: Sequence[Any] = (),
+        evaluate_every: int = 0,
+        **options: Any,
+    ) -> None:
+        if bool(held_out) != bool(evaluate_every) or evaluate_every < 0:
+            raise ConfigError(
+                f"evaluate_every is {evaluate_every} with {len(held_out)} held-out batches: give both, such as "
+                "held_out=batches, evaluate_every=100"
+            )
+        if held_out and not recorder:
+            raise ConfigError("held-out losses are kept by a Recorder: give one, or leave out held_out")
         self.recipe, self.recorder, self.options = recipe, recorder, options
+        self.held_out, self.evaluate_every = held_out, evaluate_every
         self._instrumented = ExitStack()
         self._logged = 0  # the global step of the last loss that was logged, or of the start
         self.reading: dict[str, Any] | None = None  # set only where the Trainer restores callbacks
@@ -91,6 +111,14 @@ class TrainerCallback(HuggingFaceCallback, ExportableState):  # type: ignore[mis
             valid[:, :-1] = labels[:, 1:] != IGNORED
             self.recorder.sensitivity(logits, valid)
 
+    def on_step_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        if self.evaluate_every and state.global_step % self.evaluate_every == 0:
+            self._evaluate(state)
+
+    def _evaluate(self, state: Any) -> None:
+        if self.recorder:
+            self.recorder.evaluate(causal_loss, self.held_out, iteration=state.global_step)
+
     def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         if self.recorder:
             self.recorder.step()
@@ -102,4 +130,14 @@ class TrainerCallback(HuggingFaceCallback, ExportableState):  # type: ignore[mis
             self._logged = state.global_step
 
     def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        if self.evaluate_every:
+            self._evaluate(state)
         self.close()
+
+
+def causal_loss(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+    """The logits of a causal model and the tokens that they predict, of a batch of the Trainer."""
+    device = next(model.parameters()).device
+    moved = {name: x.to(device) for name, x in batch.items()}
+    labels = moved.pop("labels", moved["input_ids"])
+    return model(**moved).logits[:, :-1], labels[:, 1:]

@@ -185,11 +185,12 @@ def _measure(
     """Measure what is chosen between, on sequences that the runs of the costs did not read."""
     from binade.collector.advice.advice import plan_of
     from binade.collector.advice.measured import by_prediction
-    from binade.collector.training.measure import Measurement, held_out, measure_effects
+    from binade.collector.training.held_out import sequences_read
+    from binade.collector.training.measure import Measurement, measure_effects
 
     planned = plan_of(catalog, known, "measure your own model with binade.measure(..., root=ROOT)")
     by = tuple(dict.fromkeys(("part", "part" if request.by == "model" else request.by)))
-    specs, skip = request.specs or tuple(known.specs), held_out(planned.config)
+    specs, skip = request.specs or tuple(known.specs), sequences_read(planned.config)
     groups = by_prediction(known, request.by)[: measured.groups]
     asked = Measurement(planned, specs, by, parts, measured.sequences, skip, groups=groups)
     with console("measure", "pass") as shown:

@@ -48,11 +48,14 @@ GRADIENT_FIELDS = (
     *(FIELDS[name] for name in COMPARED),
 )
 MEASURED = "Recipes: rounding alone, as binade measure found it"
+HELD_OUT = "Recipes: gap to bf16 on held-out sequences"
 RECIPE_TABLES = {
     "Recipes: gap to bf16": ("label", "seeds", "gap", "gap_interval", "left"),
     "Recipes: rounding alone, and what training adds": ("label", "first", "first_interval", "added", "added_interval"),
     MEASURED: ("label", "effect", "effect_interval", "effect_on"),
+    HELD_OUT: ("label", "held_out", "held_out_interval", "held_out_slope", "held_out_slope_interval", "held_out_at"),
 }
+IF_KNOWN = {MEASURED: "effect", HELD_OUT: "held_out"}  # the column without which a table is left out
 LEGEND = (
     *(f"{field.title}: {field.definition}." for field in (*RECIPE_FIELDS, *OPERAND_FIELDS[:3]) if field.definition),
     f"Steps: {JUDGED} A step of an ablation is compared with the step before, or with the full recipe.",
@@ -165,7 +168,7 @@ def tables(section: Section) -> Iterator[Table]:
     if section.compared is None:
         return
     for title, names in RECIPE_TABLES.items():
-        if title == MEASURED and section.recipes["effect"].isna().all():
+        if title in IF_KNOWN and section.recipes[IF_KNOWN[title]].isna().all():
             continue
         fields = [field for field in RECIPE_FIELDS if field.name in names]
         yield cells(section.recipes, fields, f"{title}, in nats per token")

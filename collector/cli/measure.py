@@ -69,7 +69,8 @@ def _measure(
 def requested(root: Path, run: str | None, given: dict[str, Any], skip: int | None) -> Measurement:
     """What to measure, without formats: of a run, or of a model by the options of OF_MODEL. Raises ConfigError and
     RunError."""
-    from binade.collector.training.measure import Measurement, held_out
+    from binade.collector.training.held_out import sequences_read
+    from binade.collector.training.measure import Measurement
     from binade.data.runs import CHECKPOINTS, read_run
 
     if run is None:
@@ -85,7 +86,7 @@ def requested(root: Path, run: str | None, given: dict[str, Any], skip: int | No
     changes: dict[str, Any] = {"tp": 1, "dp": 1, "sequence_parallel": False, "backend": Backend.AUTO}
     used = replace(config, recipe="bf16", **changes | given)
     apart = used.dataset == config.dataset and skip is None
-    lengths = -(-held_out(config) * config.dp * config.sequence_length // used.sequence_length)
+    lengths = -(-sequences_read(config) * config.sequence_length // used.sequence_length)
     return Measurement(plan(used), (), skip=lengths if apart else skip or 0, weights=weights)
 
 

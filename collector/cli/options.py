@@ -107,7 +107,7 @@ def training_params(command: str) -> list[click.Parameter]:
                     help="Continue a run, for example one that was killed, from its last checkpoint, with the options "
                         "that it was started with. With --recipe A,B,..., branch it instead: a new run per recipe goes "
                         "on from the last checkpoint with something left to train, on the same data. Branches may have "
-                        "another --train-iters and --checkpoint-every, and record something else"),
+                        "another --train-iters, --checkpoint-every and --evaluate-every, and record something else"),
             _option(LENGTH, "--config", metavar="FILE",
                     help="Read the configuration from a JSON file, such as the run.json of a run. It cannot be "
                         "combined with other options of the run"),
@@ -271,7 +271,15 @@ def _branches(given: Mapping[str, Any], others: Sequence[str], base: RunConfig) 
     that the run was started with. Raises ConfigError for several recipes with such options."""
     options = declared(RunConfig)
     may = {name for name, each in options.items() if each.option.group in (RECORD, WATCH)}
-    may |= {"train_iters", "checkpoint_every", "quantization", "quant_type", "record_tensors"}
+    may |= {
+        "train_iters",
+        "checkpoint_every",
+        "evaluate_every",
+        "evaluate_sequences",
+        "quantization",
+        "quant_type",
+        "record_tensors",
+    }
     recipes = _recipes("batch", given)
     if wrong := [name for name in others if name not in may]:
         if len(recipes) == 1:

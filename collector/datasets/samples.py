@@ -119,9 +119,7 @@ class SampleStream:
     def batch(self, size: int) -> tuple[Tensor, Tensor]:
         """(tokens, labels), each int64 [size, sequence_length]; labels are the tokens shifted by one. Raises DataError
         or OSError if the data can no longer be read."""
-        for _ in range(self._skipped):
-            self._row.skip(size * self._length - 1)
-            self._next = self._row.take(1)
+        self.skip(self._skipped * size)
         self._skipped = self._ranks - 1
         row = np.concatenate([self._next, self._row.take(size * self._length)])
         self._next = row[-1:]
@@ -129,6 +127,12 @@ class SampleStream:
         for ids in (tokens, labels):
             self._sha.update(ids.astype("<i8").tobytes())
         return torch.from_numpy(tokens), torch.from_numpy(labels)
+
+    def skip(self, sequences: int) -> None:
+        """Leave out so many sequences, of all ranks. Raises as `batch`."""
+        if sequences:
+            self._row.skip(sequences * self._length - 1)
+            self._next = self._row.take(1)
 
     def digest(self) -> str:
         """SHA-256 of all ids returned so far: the tokens, then the labels of each batch, as little-endian int64."""

@@ -20,8 +20,8 @@ NO_CHECKPOINT = "it ended before the first one, or was started without --checkpo
 
 @dataclass(frozen=True, config=STRICT)
 class Position:
-    """The position of a rank's part of a run, with the run's configuration. losses, events and twins are the sizes of
-    these files in bytes; recorded counts the tensors in the order of their ids; the rest is as in status.json."""
+    """The position of a rank's part of a run, with the run's configuration. losses, events, twins and held_out are the
+    sizes of these files in bytes; recorded counts tensors in the order of their ids; the rest is as in status.json."""
 
     config: RunConfig
     done: Count
@@ -36,6 +36,7 @@ class Position:
     loss_first: float | None
     loss_last: float | None
     twins: Count = 0
+    held_out: Count = 0
 
     @property
     def counts(self) -> dict[str, int]:

@@ -7,7 +7,7 @@ import os
 import platform
 import shlex
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
@@ -40,6 +40,7 @@ from binade.collector.recipes.files import to_toml
 from binade.collector.recipes.recipe import Communication
 from binade.collector.settings import JOB_VARIABLE, Backend, Device, MergeRanks
 from binade.collector.training.config import RunConfig
+from binade.collector.training.held_out import Batch, logits_of, open_batches, sequences_read
 from binade.collector.training.memory import available_host_memory, check_memory
 from binade.collector.training.plan import Plan
 from binade.collector.training.ranks import (
@@ -199,6 +200,9 @@ def _run(plan: Plan, root: Path, ranks: Ranks, say: Say, progress: Progress, res
     dataset = open_dataset(config.dataset, config.tokenizer_name, plan.shape.vocab)
     stream = open_stream(plan, dataset, ranks.replica, ranks.replicas)
     device = torch.device("cuda", torch.cuda.current_device()) if config.device == Device.CUDA else torch.device("cpu")
+    held_out: Sequence[Batch] = ()
+    if config.evaluate_every:
+        held_out = open_batches(plan, dataset, sequences_read(config), config.evaluate_sequences, device)
     description = describe_run(plan, checkpoint, dataset, device)
     if resumed:
         check_unchanged(resumed, description)
@@ -223,7 +227,7 @@ def _run(plan: Plan, root: Path, ranks: Ranks, say: Say, progress: Progress, res
             try:
                 report(f"data: {dataset}")
                 with ranks.explaining():
-                    _train(plan, stream, device, recorder, report, progress, checkpoint, resumed)
+                    _train(plan, stream, held_out, device, recorder, report, progress, checkpoint, resumed)
             except BaseException as error:
                 with suppress(OSError):  # a full disk must not hide what happened
                     write_log(f"ended early: {type(error).__name__}: {error}")
@@ -253,6 +257,7 @@ def _start(
 def _train(
     plan: Plan,
     stream: SampleStream,
+    held_out: Sequence[Batch],
     device: torch.device,
     recorder: Recorder,
     report: Say,
@@ -286,6 +291,8 @@ def _train(
 
     def iterate(iterations: range, what: str, recording: Recorder | None = None) -> None:
         for iteration in iterations:
+            if recording and held_out and iteration % config.evaluate_every == 0:
+                _evaluate(recorder, held_out, config, iteration, report)
             begun = time.perf_counter()
             reduced = communication.reduce_scatter if recording else None
             loss = _step(model, optimizer, stream, config, device, ranks, recording, iteration, reduced)
@@ -320,6 +327,8 @@ def _train(
         if recorder.compiled:
             report(recorder.compiled)
         iterate(range(max(0, start - warm_up), config.iterations), recipe.name, recorder)
+        if held_out:
+            _evaluate(recorder, held_out, config, config.iterations, report)
     if config.quantized_by == Backend.TRITON:
         report(f"quantized by {recorder.config['backend']} kernels: {_launches(config) - launches} launches")
     elif recipe.name != "bf16":
@@ -328,6 +337,14 @@ def _train(
     status = recorder.writer.status
     kept = f"{status.tensors - status.tensors_without_raw} with values, {status.bytes / 1e6:.1f} MB"
     report(f"recorded {status.tensors} tensors ({kept})")
+
+
+def _evaluate(recorder: Recorder, held_out: Sequence[Batch], config: RunConfig, done: int, report: Say) -> None:
+    """Evaluate the held-out sequences after so many iterations with the recipe."""
+    sequences = config.dp * config.micro_batches * config.micro_batch_size * (config.warmup_iterations + done)
+    losses = recorder.evaluate(logits_of, held_out, iteration=done, tokens=sequences * config.sequence_length)
+    mean = math.fsum(losses) / len(losses)
+    report(f"held-out loss after {done} iterations: {mean:.4f} over {len(losses)} sequences")
 
 
 class _AdamW(torch.optim.AdamW):

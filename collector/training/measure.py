@@ -21,13 +21,12 @@ from binade.collector.capture.adapters.layer import InstrumentError
 from binade.collector.capture.effects import Measuring, Task, measuring, recipes_of, tasks_of
 from binade.collector.capture.effects_run import SAME, check_requested, record
 from binade.collector.datasets.loading import open_dataset
-from binade.collector.datasets.samples import open_samples
 from binade.collector.errors import ConfigError, raising
 from binade.collector.models.model import GPTModel
 from binade.collector.pretrained.checkpoint import open_checkpoint
 from binade.collector.pretrained.directory import describe_weights
 from binade.collector.settings import JOB_VARIABLE, Device
-from binade.collector.training.config import RunConfig
+from binade.collector.training.held_out import logits_of, open_batches
 from binade.collector.training.loop import describe_run, prepare
 from binade.collector.training.plan import Plan
 from binade.data.continued import continued_run
@@ -96,11 +95,6 @@ class Opened:
     model: nn.Module
     batches: Sequence[tuple[Tensor, Tensor]]
     facts: dict[str, Any]
-
-
-def held_out(config: RunConfig) -> int:
-    """How many sequences of its data a run reads."""
-    return config.micro_batch_size * config.micro_batches * (config.warmup_iterations + config.iterations)
 
 
 def measure_effects(
@@ -182,15 +176,7 @@ def open_measured(asked: Measurement, say: Say) -> Opened:
     device = torch.device("cuda", torch.cuda.current_device()) if config.device == Device.CUDA else torch.device("cpu")
     checkpoint = open_checkpoint(config.model, plan.shape) if config.has_path else None
     dataset = open_dataset(config.dataset, config.tokenizer_name, plan.shape.vocab)
-    size, length = config.micro_batch_size, config.sequence_length
-    read = (asked.skip + asked.sequences) * length + 1
-    stream = open_samples(dataset.documents, length, config.seed, read, plan.shape.vocab)
-    for _ in range(asked.skip):
-        stream.batch(1)
-    batches = []
-    for start in range(0, asked.sequences, size):
-        tokens, labels = stream.batch(min(size, asked.sequences - start))
-        batches.append((tokens.to(device), labels.to(device)))
+    batches = open_batches(plan, dataset, asked.skip, asked.sequences, device)
     torch.manual_seed(config.seed)
     with device:
         if checkpoint:
@@ -205,7 +191,7 @@ def open_measured(asked: Measurement, say: Say) -> Opened:
         facts["measured_run"] = asked.weights.name
     drawn = f"drawn with seed {config.seed}"
     weights = describe_weights(checkpoint.path) if checkpoint else drawn
-    say(f"data: {dataset}, {asked.sequences} sequences of {length} tokens after the first {asked.skip}")
+    say(f"data: {dataset}, {asked.sequences} sequences of {config.sequence_length} tokens after the first {asked.skip}")
     say(f"weights {f'of {asked.weights.name}' if asked.weights else weights}")
     measures = {name: facts.get(name) for name in MEASURES} | {"skip": asked.skip, "attention": asked.attention}
     return Opened(model, batches, facts | {"measures": measures})
@@ -221,12 +207,6 @@ def _restore(model: nn.Module, run: Path) -> str:
     with raising(RunError, f"{path} cannot be read", *damage):
         model.load_state_dict(torch.load(path, map_location="cpu", weights_only=True)["model"])
     return path.parent.name
-
-
-def logits_of(model: Any, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """The logits and labels of a batch: how it is evaluated."""
-    tokens, labels = batch
-    return model(tokens), labels
 
 
 def _measuring(asked: Measurement, opened: Opened) -> AbstractContextManager[Measuring]:

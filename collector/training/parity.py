@@ -12,7 +12,8 @@ from binade.collector.capture.effects import measuring, recipes_of
 from binade.collector.capture.instrument import quantizes_attention
 from binade.collector.capture.parity import Done, Gap, gaps
 from binade.collector.capture.routing import routing
-from binade.collector.training.measure import Measurement, Say, logits_of, measurable, open_measured
+from binade.collector.training.held_out import logits_of
+from binade.collector.training.measure import Measurement, Say, measurable, open_measured
 from binade.data.parity_results import ALL, Parity, Step
 
 

@@ -134,6 +134,8 @@ def plan(config: RunConfig) -> Plan:
         )
     _check_iterations(config)
     _check_twin(config)
+    if config.evaluate_every and config.find_nan:
+        raise ConfigError("--evaluate-every and --find-nan cannot be combined: leave one of them out")
     for name in config.scores:
         with raising(ConfigError, "--scores", UnknownFormatError, SpecError):
             FormatSpec.of(name)

@@ -35,6 +35,7 @@ from binade.collector.training.checkpoints import Position, check_resumable, las
 from binade.collector.training.config import RunConfig
 from binade.collector.training.plan import Branch, Plan
 from binade.data.events import events_file
+from binade.data.held_out import FILE as HELD_OUT
 from binade.data.json_files import write_json
 from binade.data.runs import CHECKPOINTS, SEGMENT, RunError, RunInfo, RunWriter, describe_run, first_step, read_run
 from binade.data.store import remove_directory, save_state, staged_file
@@ -129,6 +130,7 @@ class Resumed:
         if rank == 0:
             yield self.run.directory / "loss.jsonl", self.positions[rank].losses
             yield self.run.directory / TWINS, self.positions[rank].twins
+            yield self.run.directory / HELD_OUT, self.positions[rank].held_out
 
 
 @dataclass(frozen=True)
@@ -213,6 +215,7 @@ def write_checkpoint(
         **position,
         losses=_size(directory / "loss.jsonl"),
         twins=_size(directory / TWINS),
+        held_out=_size(directory / HELD_OUT),
         events=_size(events_file(directory, rank)),
         iteration=status.iteration,
         loss_first=status.loss_first,

@@ -1,0 +1,197 @@
+"""Held-out evaluations: the loss of each of the same sequences while a run trains. One line per evaluation in a run's
+held_out.jsonl.
+
+Two runs that are compared (data.same_data) have their differences taken sequence by sequence, after as many iterations.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from binade.data import evidence
+from binade.data.evidence import GAP, NAMED, Estimate, Sentence
+from binade.data.json_files import STRICT, adapter_of, parse_json, unsealed
+from binade.data.runs import Whole, append_line, check_lines, lines_of
+from binade.data.text import counted
+from binade.data.twin import Number
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+FILE = "held_out.jsonl"
+DOUBLING = replace(GAP, title="Change per doubling", unit="nats per doubling of tokens")
+FEWEST = 3  # evaluations of a slope
+
+
+@dataclass(frozen=True, config=STRICT)
+class HeldOut:
+    """An evaluation with the recipe.
+
+    iteration    how many iterations were trained with the recipe before it
+    losses       of each sequence, in nats per token
+    data_sha256  of the sequences
+    tokens       that were trained before it, warm-up included; None if unknown
+    """
+
+    iteration: Whole
+    losses: Annotated[tuple[Number, ...], Field(min_length=1)]
+    data_sha256: str
+    tokens: Whole | None = None
+
+
+def append_held_out(directory: Path, evaluation: HeldOut) -> None:
+    """Add an evaluation to a run, as its only writer. Raises OSError."""
+    append_line(directory / FILE, adapter_of(HeldOut).dump_json(evaluation))
+
+
+def read_held_out(directory: Path) -> dict[int, HeldOut]:
+    """The evaluations of a run, by iteration, the last one of each. The file is read up to the first line that is
+    damaged or cut short; `check_held_out` raises an error for it. Raises OSError."""
+    found: dict[int, HeldOut] = {}
+    for line in lines_of(directory / FILE):
+        try:
+            evaluation = parse_json(HeldOut, unsealed(line))
+        except ValueError:
+            break
+        found[evaluation.iteration] = evaluation
+    return dict(sorted(found.items()))
+
+
+def check_held_out(directory: Path) -> None:
+    """Raise RunError for a line that is not an evaluation or has a wrong checksum, except for a last line that a crash
+    cut short; OSError."""
+    check_lines(directory / FILE, "held-out evaluation", lambda line: bool(parse_json(HeldOut, line)))
+
+
+Evaluations = Mapping[int, HeldOut]
+Differences = dict[int, tuple[int | None, tuple[float, ...]]]
+
+
+def differences(run: Evaluations, reference: Evaluations) -> Differences:
+    """By iteration, (tokens, the run's loss minus the reference's for each sequence), where both have evaluated the
+    same sequences after the same iterations."""
+    return {
+        iteration: (own.tokens, tuple(a - b for a, b in zip(own.losses, reference[iteration].losses, strict=True)))
+        for iteration, own in run.items()
+        if iteration in reference and own.data_sha256 == reference[iteration].data_sha256
+        if len(own.losses) == len(reference[iteration].losses)
+    }
+
+
+@dataclass(frozen=True)
+class HeldOutGap:
+    """The held-out loss of a recipe minus that of its references.
+
+    iteration  after how many iterations under the recipe
+    tokens     that were trained until then; None if unknown
+    gap        of one run: the mean over sequences; of several seeds: the mean over seeds
+    slope      the change of the gap per doubling of tokens, over all evaluations; NaN for fewer than FEWEST
+    parameters  of the model; None if unknown
+    """
+
+    iteration: int
+    tokens: int | None
+    gap: Estimate
+    slope: Estimate
+    parameters: int | None = None
+
+    @property
+    def trained(self) -> str:
+        """How far the runs were trained, in words."""
+        ratio = f", {self.tokens / self.parameters:.3g} per parameter" if self.tokens and self.parameters else ""
+        tokens = f" ({self.tokens:,} tokens{ratio})" if self.tokens else ""
+        return f"{counted(self.iteration, 'iteration')}{tokens}"
+
+
+def held_out_gap(pairs: Sequence[Differences]) -> HeldOutGap | None:
+    """The gap at the last iteration that all pairs of runs have; None without one. pairs: of each seed, those without
+    evaluations left out."""
+    known = [each for each in pairs if each]
+    common = set.intersection(*map(set, known)) if known else set()
+    if not common:
+        return None
+    last = max(common)
+    slopes = [of_pair for each in known if (of_pair := slopes_of(each))]
+    if len(known) == 1:
+        gap = evidence.mean(GAP, known[0][last][1], "sequences")
+        slope = evidence.mean(DOUBLING, slopes[0] if slopes else (), "sequences")
+    else:
+        gap = evidence.mean(GAP, (_mean(each[last][1]) for each in known))
+        slope = evidence.mean(DOUBLING, map(_mean, slopes) if len(slopes) == len(known) else ())
+    return HeldOutGap(last, known[0][last][0], gap, slope)
+
+
+def slopes_of(pair: Differences) -> list[float]:
+    """The slope of each sequence's difference over the logarithm of the tokens to base 2 (least squares); empty for
+    fewer than FEWEST evaluations of the same number of sequences after some tokens. The mean of the slopes is the slope
+    of the mean."""
+    points = [(math.log2(tokens), values) for tokens, values in pair.values() if tokens]
+    if len(points) < FEWEST or len({len(values) for _, values in points}) > 1:
+        return []
+    middle = _mean([at for at, _ in points])
+    weights = [at - middle for at, _ in points]
+    square = math.fsum(weight**2 for weight in weights)
+    columns = zip(*(values for _, values in points), strict=True)
+    return [
+        math.fsum(weight * value for weight, value in zip(weights, column, strict=True)) / square for column in columns
+    ]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)
+
+
+def evaluations_of(root: Path, run_ids: Iterable[str]) -> dict[str, Evaluations]:
+    """The evaluations of runs; files that cannot be read are left out."""
+    found: dict[str, Evaluations] = {}
+    for run_id in run_ids:
+        with suppress(OSError):
+            found[run_id] = read_held_out(root / run_id)
+    return found
+
+
+def last_in_common(gaps: pd.DataFrame) -> dict[str, int]:
+    """The last iteration of each run at which it had read the data of its reference. gaps: of `loss_gaps`."""
+    last = gaps.groupby("run_id")["iteration"].max()
+    return {str(run_id): int(at) for run_id, at in last.items()}
+
+
+def pairs_of(
+    table: pd.DataFrame, run_ids: Iterable[str], evaluations: Mapping[str, Evaluations], same: Mapping[str, int]
+) -> list[Differences]:
+    """The differences of each of these runs to the reference with most evaluations in common. table: of
+    `runs_with_references`. same: of `last_in_common`; later evaluations are left out."""
+    rows: dict[Any, Any] = table.set_index("run_id")["references"].to_dict()
+    found = []
+    for run_id in run_ids:
+        own = {at: found for at, found in evaluations.get(run_id, {}).items() if at <= same.get(run_id, -1) + 1}
+        pairs = [differences(own, evaluations.get(other, {})) for other in rows[run_id] if other != run_id]
+        found.append(max(pairs, key=len, default={}))
+    return found
+
+
+def held_out_sentence(known: Sequence[tuple[str, HeldOutGap]], base: str) -> Sentence:
+    """Which held-out gaps can be told from 0, which change with the tokens, and how far training was followed. known:
+    the names of recipes with their gaps; base: what the gaps are to."""
+    if not known:
+        return Sentence()
+    pairs = [(label, found.gap) for label, found in known]
+    said = [evidence.effects(pairs, f"{base} on held-out sequences", ("higher loss", "lower loss"))]
+    slopes = [(label, found.slope) for label, found in known if math.isfinite(found.slope.error)]
+    judged = zip(slopes, evidence.holm([slope for _, slope in slopes]), strict=True)
+    apart = [item for item, is_apart in judged if is_apart]
+    said.append(evidence.each_of(apart[:NAMED], "The held-out gap changes when the tokens double"))
+    if alike := [label for label, slope in slopes if label not in dict(apart)]:
+        text = "No change of the held-out gap over tokens can be told from chance: {names}."
+        said.append(evidence.say(text, names=evidence.listed(alike)))
+    longest = max((found for _, found in known), key=lambda found: (found.tokens or 0, found.iteration))
+    said.append(evidence.say("Held-out losses are known up to {trained}, not beyond.", trained=longest.trained))
+    return evidence.together(*said)

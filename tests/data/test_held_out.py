@@ -1,0 +1,97 @@
+"""Held-out evaluations on disk, and paired differences against scipy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from scipy.stats import linregress, ttest_1samp, ttest_rel
+
+from binade.data.held_out import (
+    HeldOut,
+    append_held_out,
+    check_held_out,
+    differences,
+    held_out_gap,
+    pairs_of,
+    read_held_out,
+)
+from binade.data.runs import RunError
+
+TOKENS = {0: 1000, 10: 3000, 20: 5000, 40: 9000}
+
+
+def evaluations(seed: int, gap: float = 0.0, sha: str = "a") -> dict[int, HeldOut]:
+    """Losses of 12 sequences that differ far more between sequences than between runs."""
+    base, noise = np.random.default_rng(0), np.random.default_rng(seed)
+    losses = base.normal(5, 1, (len(TOKENS), 12)) + gap + noise.normal(0, 0.01, (len(TOKENS), 12))
+    return {
+        at: HeldOut(at, tuple(map(float, own)), sha, tokens)
+        for (at, tokens), own in zip(TOKENS.items(), losses, strict=True)
+    }
+
+
+def test_the_interval_is_that_of_a_paired_t_test():
+    run, reference = evaluations(1, 0.02), evaluations(2)
+    found = held_out_gap([differences(run, reference)])
+    assert found is not None and (found.iteration, found.tokens) == (40, 9000)
+    expected = ttest_rel(run[40].losses, reference[40].losses)
+    interval = expected.confidence_interval(0.95)
+    assert found.gap.value == pytest.approx(np.mean(run[40].losses) - np.mean(reference[40].losses))
+    assert (found.gap.low, found.gap.high) == pytest.approx((interval.low, interval.high))
+    assert found.gap.p == pytest.approx(expected.pvalue) and found.gap.p < 0.05
+    assert str(found.gap).endswith("12 sequences)")
+
+
+def test_the_slope_is_that_of_each_sequence_over_doublings():
+    run, reference = evaluations(1), evaluations(2)
+    found = held_out_gap([differences(run, reference)])
+    at = np.log2(list(TOKENS.values()))
+    gaps = np.array([run[step].losses for step in TOKENS]) - np.array([reference[step].losses for step in TOKENS])
+    slopes = [linregress(at, gaps[:, column]).slope for column in range(12)]
+    assert found is not None and found.slope.value == pytest.approx(linregress(at, gaps.mean(1)).slope)
+    interval = ttest_1samp(slopes, 0).confidence_interval(0.95)
+    assert (found.slope.low, found.slope.high) == pytest.approx((interval.low, interval.high))
+    few = {step: each for step, each in run.items() if step < 20}
+    short = held_out_gap([differences(few, reference)])
+    assert short is not None and short.iteration == 10 and np.isnan(short.slope.value)
+
+
+def test_of_several_seeds_the_interval_is_over_seeds():
+    pairs = [differences(evaluations(2 * seed + 1, 0.02 * seed), evaluations(2 * seed + 2)) for seed in range(3)]
+    del pairs[0][40]  # the last evaluation that all have counts
+    found = held_out_gap(pairs)
+    means = [np.mean(each[20][1]) for each in pairs]
+    interval = ttest_1samp(means, 0).confidence_interval(0.95)
+    assert found is not None and found.iteration == 20 and found.gap.of == "seeds"
+    assert (found.gap.low, found.gap.high) == pytest.approx((interval.low, interval.high))
+
+
+def test_what_has_no_pair():
+    run = evaluations(1)
+    assert differences(run, evaluations(2, sha="b")) == {}
+    assert held_out_gap([{}, {}]) is None
+    table = pd.DataFrame({"run_id": ["a", "b", "c"], "references": [("c", "b"), ("b",), ()]})
+    few = {0: run[0]}
+    every = {"a": run, "b": evaluations(2), "c": few}
+    same = {"a": 39, "b": 39}
+    assert [list(each) for each in pairs_of(table, ["a", "b", "c"], every, same)] == [list(TOKENS), [], []]
+    assert [list(each) for each in pairs_of(table, ["a"], every, {"a": 38})] == [[0, 10, 20]]  # then it read other data
+
+
+def test_a_file_of_evaluations(tmp_path: Path):
+    assert read_held_out(tmp_path) == {}
+    first, again, later = HeldOut(0, (1.0, 2.0), "a"), HeldOut(0, (1.5, 2.0), "a", 64), HeldOut(8, (1.0, 1.5), "a")
+    for each in (first, later, again):
+        append_held_out(tmp_path, each)
+    assert read_held_out(tmp_path) == {0: again, 8: later}
+    check_held_out(tmp_path)
+    content = (tmp_path / "held_out.jsonl").read_bytes()
+    (tmp_path / "held_out.jsonl").write_bytes(content[:-20])  # cut short by a crash
+    check_held_out(tmp_path)
+    assert read_held_out(tmp_path) == {0: first, 8: later}
+    (tmp_path / "held_out.jsonl").write_bytes(content.replace(b"1.5", b"1.4", 1))
+    with pytest.raises(RunError, match="line 2 of its held_out"):
+        check_held_out(tmp_path)
