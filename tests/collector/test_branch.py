@@ -15,7 +15,7 @@ from binade.collector.cli.options import parse
 from binade.collector.errors import ConfigError
 from binade.collector.jobs.repeats import trained_with
 from binade.data.catalog import Catalog
-from binade.data.comparison import compare
+from binade.data.comparison import compare, with_one_seed
 from binade.data.difference import difference
 from binade.data.run_table import compared_with, losses_of, runs_with_references
 from binade.data.runs import RunInfo, list_runs, read_losses, read_run
@@ -103,6 +103,7 @@ def test_branches_are_compared_in_pairs(branched: Path):
     assert row["added"] == row["last"] - row["first"]
     assert equal_weights(branched, mxfp4.run_id, plain.run_id, 4, 4)
     assert not equal_weights(branched, mxfp4.run_id, plain.run_id, 5, 4)
+    assert with_one_seed(table) == []  # a branch is not repeated with other seeds
     against = compared_with(table, mxfp4.run_id)
     assert set(against.loc[against["quantized"], "run_id"]) == {parent.run_id, plain.run_id, again.run_id}
 
