@@ -11,6 +11,8 @@ from streamlit.testing.v1 import AppTest
 
 from binade.app.questions.runs.page import diverged_at
 from binade.data.catalog import Catalog
+from binade.data.held_out import HeldOut, append_held_out
+from tests.data.builder import make_run
 
 
 @pytest.mark.parametrize(
@@ -40,3 +42,26 @@ def test_the_filter_chooses_runs_and_keeps_their_baseline(
     gap = some.loc[runs["mxfp4"], "gap"]
     assert math.isfinite(gap) and gap == whole.loc[runs["mxfp4"], "gap"]
     assert some["diverged"].isna().all()
+
+
+def test_branches_are_listed_and_compared_on_held_out_sequences(visit: Callable[..., AppTest], tmp_path: Path):
+    first = {"iteration": 0, "data_sha256": "0", "weights_sha256": None}
+    parent = make_run(tmp_path, recipe="bf16", seed=1)
+    branch = {"run_id": parent.run_id, "iteration": 2, "recipes": ["bf16"]}
+    mxfp4 = make_run(tmp_path, recipe="mxfp4", seed=1, branch_of=branch, operands=["linear.forward.input mxfp4"])
+    for run, start, gap in ((parent, 0, 0.0), (mxfp4, 2, 0.25)):
+        for step in range(start, 4):
+            line = {"iteration": step, "loss": 5.0 - step + gap, "time": 0.0, "data_sha256": str(step)}
+            run.append_loss(line | ({"first": first} if step == start else {}))
+        for step in range(start, 5):
+            losses = tuple(5.0 + sequence + gap * (1 + sequence / 100) for sequence in range(8))
+            append_held_out(run.directory, HeldOut(step, losses, "held out", 1000 * (step + 1)))
+    listed = visit(tmp_path, "runs").dataframe[0].value.set_index("run_id")
+    assert listed.loc[mxfp4.run_id, "branch"] == f"{parent.run_id} from iteration 2"
+    assert listed.loc[mxfp4.run_id, "gap"] == pytest.approx(0.25)
+    page = visit(tmp_path, "runs", view="recipes")
+    (row,) = next(each.value for each in page.dataframe if "held_out" in each.value).to_dict("records")
+    assert row["first"] == pytest.approx(0.25) and row["held_out"] == pytest.approx(0.25 * 1.035)
+    assert row["held_out_at"].startswith("4 iterations (5,000 tokens")
+    shown = " ".join(str(each.value) for each in (*page.markdown, *page.caption, *page.info))
+    assert "Higher loss than bf16 on held-out sequences: mxfp4" in shown.replace("\\", "")
