@@ -23,7 +23,7 @@ import pandas as pd
 
 from binade.data import evidence, gap_bands
 from binade.data.catalog import Catalog
-from binade.data.effects import CHANGE, recipe_sha256
+from binade.data.effects import CHANGE, rounded_by
 from binade.data.evidence import GAP, Estimate, Sentence
 from binade.data.fields import MEASURES, Field
 from binade.data.filter import Filter
@@ -391,23 +391,13 @@ def measured_of(opened: Catalog, recipe: Recipe) -> tuple[Estimate, str] | None:
     effects = opened.effects(recipe.runs)
     configs = opened.runs().set_index("run_id")["config"].map(json.loads)
     whole = effects[effects[["part", "layer_index", "module"]].isna().all(axis=1)]
-    own = whole[whole["recipe_sha256"] == _rounded_by(configs[recipe.run_id])]
+    own = whole[whole["recipe_sha256"] == rounded_by(configs[recipe.run_id])]
     if own.empty:
         return None
     row = own.iloc[0]
     trained = configs[row["run_id"]].get("measured_run")
     weights = "last checkpoint" if trained else "weights before training"
     return evidence.mean(CHANGE, row["change_by_sequence"], "sequences"), weights
-
-
-def _rounded_by(config: Mapping[str, Any]) -> str:
-    """`recipe_sha256` of what a run rounds; "" if run.json does not say it, or if the run leaves layers out that its
-    recipe does not."""
-    if config.get("skip_layers") or not config.get("recipe_toml"):
-        return ""
-    with suppress(ValueError, RecursionError):
-        return recipe_sha256(str(config["recipe_toml"]))
-    return ""
 
 
 def held_out_gaps(opened: Catalog, compared: Comparison) -> dict[str, HeldOutGap]:

@@ -11,7 +11,8 @@ import json
 import math
 import os
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -118,6 +119,16 @@ def recipe_sha256(toml: str) -> str:
     and RecursionError for text that is not TOML."""
     tables = {name: value for name, value in tomllib.loads(toml).items() if _holds_tables(value)}
     return hashlib.sha256(json.dumps(tables, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def rounded_by(config: Mapping[str, Any]) -> str:
+    """`recipe_sha256` of what a run rounds; "" if run.json does not say it, or if the run leaves layers out that its
+    recipe does not."""
+    if config.get("skip_layers") or not config.get("recipe_toml"):
+        return ""
+    with suppress(ValueError, RecursionError):
+        return recipe_sha256(str(config["recipe_toml"]))
+    return ""
 
 
 def _holds_tables(value: object) -> bool:
