@@ -36,7 +36,7 @@ SCORE = Rate(2e-7, 40)  # `metrics.score`, which keeps three numbers
 
 
 @dataclass(frozen=True)
-class Rounding:
+class RoundingCost:
     """A tensor of this shape that is rounded to a spec, blocks along dim, or `most` values of it."""
 
     spec: Spec
@@ -58,7 +58,7 @@ class Rounding:
         return -(-lines // rows) * rows * -(-axis // columns) * columns
 
 
-def check(roundings: Iterable[Rounding], rate: Rate = BLOCKS) -> None:
+def check(roundings: Iterable[RoundingCost], rate: Rate = BLOCKS) -> None:
     """Raise BudgetError if these, one after another, take more than SECONDS or any of them more than BYTES."""
     every = list(roundings)
     if not every:

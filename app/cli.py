@@ -19,7 +19,7 @@ import click
 from binade.app.report import options
 from binade.data.filter import FilterError
 from binade.filter_options import filter_of
-from binade.terminal import BAD_USAGE, Command, Option, fail, line_of, readable_root, resolve_root, root_option
+from binade.terminal import BAD_USAGE, CliOption, Command, fail, line_of, readable_root, resolve_root, root_option
 
 ARENA_MAX = -8  # M_ARENA_MAX of malloc.h
 
@@ -140,7 +140,7 @@ def _report(context: click.Context, /, root: str | None, **given: Any) -> int:
         raise FilterError("a session has its own filter: do not combine --session with filter options")
     from binade.app.report import writer
 
-    request = writer.Request(
+    request = writer.ReportRequest(
         given["output"],
         where,
         given["archive"],
@@ -201,37 +201,39 @@ serve = Command(
     "serve",
     params=[
         click.Argument(["root"], required=False, metavar="[ROOT]"),
-        Option(["--port"], type=click.IntRange(1, 65535), default=8501, metavar="N", help="Port  [default: 8501]"),
-        Option(
+        CliOption(["--port"], type=click.IntRange(1, 65535), default=8501, metavar="N", help="Port  [default: 8501]"),
+        CliOption(
             ["--host"],
             default="127.0.0.1",
             metavar="ADDRESS",
             help="Address to listen on; one that other machines can reach needs --login or --trust-proxy-header  "
             "[default: 127.0.0.1]",
         ),
-        Option(
+        CliOption(
             ["--allow-host"],
             multiple=True,
             metavar="HOST[:PORT]",
             help="Also accept this host name, as the browser shows it: localhost:9000 with ssh -L 9000:localhost:8501",
         ),
-        Option(
+        CliOption(
             ["--login"],
             is_flag=True,
             help="Require users to sign in with the OpenID Connect provider in .streamlit/secrets.toml",
         ),
-        Option(
+        CliOption(
             ["--trust-proxy-header"],
             metavar="NAME",
             help="Header with the user's name, such as X-Forwarded-User, from the proxy that authenticates users",
         ),
-        Option(["--proxy"], metavar="ADDRESS", help="The IP address that this proxy connects from"),
-        Option(
+        CliOption(["--proxy"], metavar="ADDRESS", help="The IP address that this proxy connects from"),
+        CliOption(
             ["--operators"],
             metavar="FILE|NAMES",
             help="Users who can launch, cancel, delete, save, upload and use SQL; others only view [default: all]",
         ),
-        Option(["--read-only"], is_flag=True, help="Make the app read-only for all users; same as BINADE_READ_ONLY=1"),
+        CliOption(
+            ["--read-only"], is_flag=True, help="Make the app read-only for all users; same as BINADE_READ_ONLY=1"
+        ),
     ],
     callback=_serve,
     help=_serve.__doc__,
@@ -250,8 +252,8 @@ bundle.add_command(
         "export",
         params=[
             click.Argument(["session"], metavar="SESSION"),
-            Option(["--output"], type=Path, required=True, metavar="FILE.zip", help="File to write"),
-            Option(
+            CliOption(["--output"], type=Path, required=True, metavar="FILE.zip", help="File to write"),
+            CliOption(
                 ["--values"],
                 type=click.Choice(("charts", "all", "none")),
                 default="charts",

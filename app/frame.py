@@ -13,7 +13,7 @@ from streamlit.delta_generator import DeltaGenerator
 from binade.app import address
 from binade.app.bar import bar, explain_nothing
 from binade.app.formatting import plain
-from binade.app.pages.registry import PAGES, Part
+from binade.app.pages.registry import PAGES, PagePart
 from binade.app.params import read
 from binade.app.questions import layout
 from binade.app.questions.shared.scope import Scope
@@ -67,7 +67,7 @@ def _show(name: str) -> None:
         redraw_when(lambda: True, SYNC_SECONDS)
 
 
-def _show_part(part: Part, view: View, opened: Catalog) -> None:
+def _show_part(part: PagePart, view: View, opened: Catalog) -> None:
     name, module = view.page, import_module(part.layout)
     start = time.monotonic()
     shows = "progress" if part.empty and part.question else "version"

@@ -43,7 +43,7 @@ TWO_WORDS = re.compile(r"\blayer\s+(?=\d)")
 
 
 @dataclass(frozen=True)
-class Entry:
+class PaletteEntry:
     """Something to open. kind: what it is, in a word."""
 
     kind: str
@@ -52,12 +52,12 @@ class Entry:
     view: View
 
 
-def find(opened: Catalog, view: View, text: str) -> list[Entry]:
+def find(opened: Catalog, view: View, text: str) -> list[PaletteEntry]:
     """What matches all words of a text: tensors of the view's run first if it names any, then everything else. A filter
     of values that the words name comes before, unless they name a tensor. For an empty text, the pages and the
     questions; for one that is too long, a sentence that says so."""
     if problem := too_long(text, "The search"):
-        return [Entry("limit", problem, "", view)]
+        return [PaletteEntry("limit", problem, "", view)]
     words = TWO_WORDS.sub("layer", text.lower()).split()
     named = list(islice(_tensors(opened, view, words), MOST)) if words else []
     filters = _filters(opened, view, words)
@@ -70,31 +70,33 @@ def find(opened: Catalog, view: View, text: str) -> list[Entry]:
     return [*named, *filters, *(each for kind in kinds for each in islice((e for e in found if e.kind == kind), MOST))]
 
 
-def _words_of(entry: Entry) -> str:
+def _words_of(entry: PaletteEntry) -> str:
     return f"{entry.kind} {entry.title} {entry.detail}".lower()
 
 
-def _others(opened: Catalog, view: View) -> Iterator[Entry]:
+def _others(opened: Catalog, view: View) -> Iterator[PaletteEntry]:
     for page in PAGES.values():
         for part in page.parts.values():
             if part.writes and read_only():
                 continue
             title = page.title if part.name == page.first else f"{page.title} › {part.title}"
             if not part.question:
-                yield Entry("page", title, "", view.at(page.name, part.name))
+                yield PaletteEntry("page", title, "", view.at(page.name, part.name))
     for question in QUESTIONS:
-        yield Entry("question", question.text, question.place, view.at(question.page, question.view))
+        yield PaletteEntry("question", question.text, question.place, view.at(question.page, question.view))
     if not read_only():
-        yield Entry("action", "New collection", "train a model and record its tensors", view.at("runs", "collect"))
+        yield PaletteEntry(
+            "action", "New collection", "train a model and record its tensors", view.at("runs", "collect")
+        )
     for spec in known_specs(dict.fromkeys((*opened.scored_formats(), *FORMATS))):
-        yield Entry("format", spec, "on the Map", view.at("map", format=spec))
+        yield PaletteEntry("format", spec, "on the Map", view.at("map", format=spec))
     for metric in METRICS:
-        yield Entry("metric", MEASURES[metric].label, "as color of the Map", view.at("map", metric=metric))
+        yield PaletteEntry("metric", MEASURES[metric].label, "as color of the Map", view.at("map", metric=metric))
     for run_id, title in run_titles(every_run(opened)).items():
-        yield Entry("run", title, run_id, view.at("map", run_id=run_id))
+        yield PaletteEntry("run", title, run_id, view.at("map", run_id=run_id))
 
 
-def _filters(opened: Catalog, view: View, words: list[str]) -> list[Entry]:
+def _filters(opened: Catalog, view: View, words: list[str]) -> list[PaletteEntry]:
     """The filter of the values that the words name, if every word names one: "L2 backward"."""
     facets = opened.facets()
     values: dict[str, tuple[str, Any]] = {v.lower(): (f, v) for f in reversed(FILTERED) for v in facets.get(f, [])}
@@ -107,10 +109,12 @@ def _filters(opened: Catalog, view: View, words: list[str]) -> list[Entry]:
     where = Filter(**chosen)
     shows = view.page in ("map", "explore", "tensor", "compare")
     at = view if shows else view.at("map")
-    return [Entry("filter", where.sentence(), "" if shows else "on the Map", at.changed(**chosen))] if words else []
+    return (
+        [PaletteEntry("filter", where.sentence(), "" if shows else "on the Map", at.changed(**chosen))] if words else []
+    )
 
 
-def _tensors(opened: Catalog, view: View, words: list[str]) -> Iterator[Entry]:
+def _tensors(opened: Catalog, view: View, words: list[str]) -> Iterator[PaletteEntry]:
     """The tensors of the view's run and iteration that match all words; "L18" is the layer."""
     where = scoped(opened, view.read(opened).where)
     condition, parameters = opened.condition(where)
@@ -132,7 +136,7 @@ def _tensors(opened: Catalog, view: View, words: list[str]) -> Iterator[Entry]:
     table = opened.rows_of(rows["tensor_id"].tolist())
     labels = distinct_names(table, given_names(opened), long=True)
     for tensor_id in rows["tensor_id"]:
-        yield Entry("tensor", labels[tensor_id], "", view.at("tensor", tensor=tensor_id))
+        yield PaletteEntry("tensor", labels[tensor_id], "", view.at("tensor", tensor=tensor_id))
 
 
 def pressed(opened: Catalog, view: View, key: str) -> View | None:

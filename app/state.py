@@ -17,7 +17,7 @@ from binade.app.formatting import plain
 from binade.app.pages.registry import PART
 from binade.app.view import View
 from binade.data.access import check_writable, read_only
-from binade.data.cache import Cache, release_memory
+from binade.data.cache import ResultCache, release_memory
 from binade.data.catalog import Catalog
 from binade.data.runs import RunError, resolve_root, unusable_root
 from binade.data.sandbox import Sandbox
@@ -35,7 +35,7 @@ class Watched:
 
     def __init__(self, opened: Catalog) -> None:
         self.opened = opened
-        opened.cache = Cache(SHARED, outside=(Catalog, threading.Thread))
+        opened.cache = ResultCache(SHARED, outside=(Catalog, threading.Thread))
         self._pool = ThreadPoolExecutor(1, "sync")
         self._lock = threading.Lock()
         self._started = time.monotonic()

@@ -18,7 +18,7 @@ from pydantic import AfterValidator, Field
 from binade.app.budget import BudgetError
 from binade.app.fair_queue import FairQueue
 from binade.app.figure import Drawn
-from binade.app.pages.registry import PAGES, PART, Part
+from binade.app.pages.registry import PAGES, PART, PagePart
 from binade.app.params import TITLES, AnyFormat, One, Param, Params, bounded, read, read_filter, run_or_format, texts_of
 from binade.app.questions.map.compute import METRICS
 from binade.app.questions.question import Question
@@ -65,7 +65,7 @@ class Reading:
     scope     what the answer is computed from, as far as that is known before; None for a question without `within`
     """
 
-    part: Part | None
+    part: PagePart | None
     where: Filter
     values: dict[str, Any]
     problems: tuple[str, ...] = ()

@@ -10,7 +10,7 @@ import click
 
 from binade.data.fields import IDENTITIES
 from binade.data.filter import FIELDS, INTEGER_FIELDS, Filter
-from binade.terminal import Option, names
+from binade.terminal import CliOption, names
 
 FILTER = ("Filter", "These are the fields of the app's filter. Separate values with commas.")
 
@@ -47,9 +47,9 @@ def query_filter(text: str) -> Filter:
 
 def filter_params() -> list[click.Parameter]:
     return [
-        Option(["--query"], type=query_filter, metavar="URL", help="Use the filter from a URL of the app"),
+        CliOption(["--query"], type=query_filter, metavar="URL", help="Use the filter from a URL of the app"),
         *(
-            Option(
+            CliOption(
                 [f"--{name.replace('_', '-')}", name],
                 type=numbers if name in INTEGER_FIELDS else texts,
                 metavar="N,..." if name in INTEGER_FIELDS else "NAME,...",

@@ -23,7 +23,7 @@ _report = sys.unraisablehook
 WIDTH = {"max_content_width": 100}
 
 
-class Option(click.Option):
+class CliOption(click.Option):
     """An option that --help lists under `title`, below `about`."""
 
     def __init__(self, *names: Any, title: str = "Options", about: str = "", **settings: Any) -> None:
@@ -96,8 +96,8 @@ class Command(click.Command):
             return fail(message, status or FAILED)
 
 
-def root_option(title: str = "Options") -> Option:
-    return Option(
+def root_option(title: str = "Options") -> CliOption:
+    return CliOption(
         ["--tensor-save-dir", "root"],
         title=title,
         metavar="DIR",

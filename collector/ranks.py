@@ -36,7 +36,7 @@ class PeerLostError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Group:
+class RankGroup:
     """The ranks that share a model's layers, or its batches. handle None is a single rank."""
 
     handle: dist.ProcessGroup | None = None
@@ -76,7 +76,7 @@ class Group:
         return part
 
 
-SINGLE = Group()
+SINGLE = RankGroup()
 
 
 def _collective(operation: Callable[..., object], *values: Any, **options: Any) -> None:
@@ -92,8 +92,8 @@ class Ranks:
 
     rank: int = 0
     size: int = 1
-    tensor: Group = SINGLE
-    data: Group = SINGLE
+    tensor: RankGroup = SINGLE
+    data: RankGroup = SINGLE
 
     @property
     def replica(self) -> int:
@@ -121,7 +121,7 @@ class Ranks:
         """Wait for every rank. Raises PeerLostError."""
         if self.size > 1:
             self.share(None)
-            Group(dist.group.WORLD).sum_(torch.zeros(1, device=self.device))
+            RankGroup(dist.group.WORLD).sum_(torch.zeros(1, device=self.device))
 
     @property
     def launcher_decides(self) -> bool:
@@ -162,5 +162,7 @@ def current_ranks() -> Ranks:
     rank, size = dist.get_rank(), dist.get_world_size()
     state = sys.modules.get("megatron.core.parallel_state")
     if state is None or not state.is_initialized():
-        return Ranks(rank, size, data=Group(dist.group.WORLD))
-    return Ranks(rank, size, Group(state.get_tensor_model_parallel_group()), Group(state.get_data_parallel_group()))
+        return Ranks(rank, size, data=RankGroup(dist.group.WORLD))
+    return Ranks(
+        rank, size, RankGroup(state.get_tensor_model_parallel_group()), RankGroup(state.get_data_parallel_group())
+    )

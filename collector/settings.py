@@ -36,14 +36,14 @@ class Size(StrEnum):
     FULL = "full"  # the published dimensions
 
 
-class Device(StrEnum):
+class DeviceName(StrEnum):
     """Where a run trains."""
 
     CPU = "cpu"
     CUDA = "cuda"  # one GPU for each rank
 
 
-class Backend(StrEnum):
+class BackendName(StrEnum):
     """What quantizes operands. All give the same bits."""
 
     AUTO = "auto"  # the fastest: Triton on a GPU, torch on a CPU
@@ -70,7 +70,7 @@ class MergeRanks(StrEnum):
 
 
 @dataclass(frozen=True)
-class Group:
+class OptionGroup:
     """Options that --help lists under one title; `about` is printed above them."""
 
     title: str
@@ -94,7 +94,7 @@ class Option:
     """
 
     help: str
-    group: Group
+    group: OptionGroup
     metavar: str | None = None
     choices: Collection[str] | Callable[[], Collection[str]] | None = None
     or_path: bool = False

@@ -72,7 +72,7 @@ class BundleError(ValueError):
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenBundle:
     """The content of a bundle: the number of runs, of rows of tensors, of tensors with values, of chosen ones whose
     values are not in their run's directory and were left out, and the archive's bytes."""
 
@@ -84,7 +84,7 @@ class Written:
 
 
 @dataclass(frozen=True)
-class Imported:
+class BundleImport:
     """The result of an import: run ids that were added, those that already existed, and the extra files."""
 
     added: tuple[str, ...]
@@ -108,7 +108,7 @@ def write(
     tensor_ids: Collection[str] | None,
     extras: dict[str, bytes] | None = None,
     done: Done = lambda count, of: None,
-) -> Written:
+) -> WrittenBundle:
     """Write runs of a root as a bundle, atomically.
 
     tensor_ids: tensors whose values are included, as the catalog names them ("<run_id>/..."); None for all. extras:
@@ -138,7 +138,7 @@ def write(
     except (RunError, SegmentError, TensorFileError, OSError, pa.ArrowException) as error:
         reason = getattr(error, "strerror", None) or describe(error)
         raise BundleError(f"The bundle {target} cannot be written: {reason}.") from error
-    return Written(len(runs), plan.tensors, plan.with_values, plan.left_out, target.stat().st_size)
+    return WrittenBundle(len(runs), plan.tensors, plan.with_values, plan.left_out, target.stat().st_size)
 
 
 def _bundled(root: Path, run_id: str) -> RunInfo:
@@ -223,7 +223,7 @@ def import_runs(
     source: Path,
     check: Callable[[dict[str, bytes]], None] = lambda extras: None,
     done: Done = lambda count, of: None,
-) -> Imported:
+) -> BundleImport:
     """Import a bundle's runs into a root, which is created if it does not exist. check may refuse the extra files by
     raising; done is called with the files read so far and their number.
 
@@ -245,7 +245,7 @@ def import_runs(
             added, kept = _sort_out(root, staged / "runs")
             _publish(staged / "runs", root, added)
             new = False
-            return Imported(tuple(added), tuple(kept), extras)
+            return BundleImport(tuple(added), tuple(kept), extras)
     except OSError as error:
         raise BundleError(f"The bundle cannot be imported: {error.strerror or error}.") from error
     finally:

@@ -25,7 +25,7 @@ class AbandonedError(Exception):
     """Raised in a computation whose result nobody waits for any more."""
 
 
-class Task(Future[Any]):
+class CachedTask(Future[Any]):
     """A result, or one that is being computed. steps: (steps done, steps in all), None if unknown."""
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class Task(Future[Any]):
         self.used = time.monotonic()
 
 
-class Cache:
+class ResultCache:
     """Keeps results of at most `limit` bytes in all, the least recently used dropped first.
 
     A key consists of the version that the result is for (None for all versions) and the request. Objects of the types
@@ -47,7 +47,7 @@ class Cache:
         self.limit = limit
         self._outside = outside
         self._lock = threading.Lock()
-        self._tasks: dict[tuple[Hashable, Hashable], Task] = {}
+        self._tasks: dict[tuple[Hashable, Hashable], CachedTask] = {}
 
     @property
     def nbytes(self) -> int:
@@ -74,7 +74,7 @@ class Cache:
             with self._lock:
                 task = self._tasks.pop(key, None)
                 is_new = task is None
-                task = task or Task()
+                task = task or CachedTask()
                 self._tasks[key] = task  # as the most recently used
                 task.used = time.monotonic()
                 task.waiting += 1
@@ -97,7 +97,7 @@ class Cache:
                 with self._lock:
                     task.waiting -= 1
 
-    def _compute(self, key: tuple[Hashable, Hashable], task: Task, compute: Callable[[Done], Any]) -> None:
+    def _compute(self, key: tuple[Hashable, Hashable], task: CachedTask, compute: Callable[[Done], Any]) -> None:
         def done(count: int, of: int) -> None:
             task.steps = count, of
             with self._lock:

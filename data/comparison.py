@@ -152,7 +152,7 @@ def costs(gaps: pd.DataFrame, table: pd.DataFrame) -> pd.DataFrame:
 
 
 @dataclass(frozen=True)
-class Recipe:
+class RecipeRuns:
     """Runs of one recipe and of the same settings: the gap on each data and start (of the newest run), and the part and
     format, if only one part is rounded. label: of the only run, else the recipe's name. first and added: as in `costs`,
     where they are known. runs: their run_ids; run_id: the newest."""
@@ -183,7 +183,7 @@ class Recipe:
         return evidence.mean(GAP, self.added.values())
 
 
-def by_recipe(costs: pd.DataFrame) -> list[Recipe]:
+def by_recipe(costs: pd.DataFrame) -> list[RecipeRuns]:
     """`costs` by recipe and settings, the largest |mean gap| first."""
     found = []
     for (name, _), runs in costs.groupby(["name", "settings"], sort=False):
@@ -193,12 +193,12 @@ def by_recipe(costs: pd.DataFrame) -> list[Recipe]:
         gaps = dict(zip(runs["data"], runs["gap"], strict=True))
         first, added = (runs.dropna(subset=[name]).set_index("data")[name].to_dict() for name in ("first", "added"))
         ids = tuple(runs["run_id"])
-        found.append(Recipe(label, gaps, newest["run_id"], newest["only"], newest["spec"], first, added, ids))
+        found.append(RecipeRuns(label, gaps, newest["run_id"], newest["only"], newest["spec"], first, added, ids))
     return sorted(found, key=lambda recipe: -abs(recipe.gap.value))
 
 
 def bands_of(
-    recipes: list[Recipe], table: pd.DataFrame, losses: Losses, gaps: pd.DataFrame
+    recipes: list[RecipeRuns], table: pd.DataFrame, losses: Losses, gaps: pd.DataFrame
 ) -> dict[str, tuple[Band, Band]]:
     """The bands of each recipe by its run_id: of the bf16 runs with the settings of its reference, over the iterations
     of its gap. table: of `runs_with_references`; gaps: of `loss_gaps`."""
@@ -231,7 +231,7 @@ class Comparison:
     table: pd.DataFrame
     gaps: pd.DataFrame
     costs: pd.DataFrame
-    recipes: tuple[Recipe, ...]
+    recipes: tuple[RecipeRuns, ...]
     bands: Mapping[str, tuple[Band, Band]]
     base: str
 
@@ -281,7 +281,7 @@ class Comparison:
         return [each for each in (*self._answers, *placed, *self.leaving) if each]
 
     @property
-    def _banded(self) -> list[Recipe]:
+    def _banded(self) -> list[RecipeRuns]:
         return [each for each in self.recipes if each.run_id in self.bands]
 
     @property
@@ -384,7 +384,7 @@ def _unknown(table: pd.DataFrame) -> str:
     return "".join(f" {evidence.listed(labels.tolist())}: {what}." for what, labels in groups)
 
 
-def measured_of(opened: Catalog, recipe: Recipe) -> tuple[Estimate, str] | None:
+def measured_of(opened: Catalog, recipe: RecipeRuns) -> tuple[Estimate, str] | None:
     """(the measured change of the loss by all that a recipe rounds forward, with the interval over sequences; on which
     weights), of the measurement with the most sequences; None if it was not measured. A measurement is that of a recipe
     if it rounded the same, whatever their files are called."""
@@ -445,7 +445,7 @@ def measured_sentence(opened: Catalog, compared: Comparison) -> Sentence:
     return evidence.together(alone, held_out_sentence(held_out, compared.base))
 
 
-def operand_table(opened: Catalog, recipes: Iterable[Recipe]) -> pd.DataFrame:
+def operand_table(opened: Catalog, recipes: Iterable[RecipeRuns]) -> pd.DataFrame:
     """What rounding did to the operands that the newest run of each recipe recorded last: columns of OPERAND_FIELDS,
     run_id, and numbers by side: linear_forward_sqnr_db, linear_forward_flush_to_zero, …, medians over operands."""
     rows = []

@@ -14,7 +14,7 @@ BF16, ABSENT = "bf16", "not recorded"
 PLACE = ("layer_index", "module", "expert", "tensor_name")  # the columns of an Operand
 
 
-class Operand(NamedTuple):
+class CoveredOperand(NamedTuple):
     """An operand of a GEMM: a tensor of a module, as the index names them."""
 
     layer: int | None
@@ -24,7 +24,7 @@ class Operand(NamedTuple):
     gemm: str
 
 
-Formats = Mapping[Operand, str]  # "" for an operand whose format is unknown
+Formats = Mapping[CoveredOperand, str]  # "" for an operand whose format is unknown
 
 
 @dataclass(frozen=True)
@@ -49,14 +49,14 @@ def gemm_operands(kind: TensorKind) -> dict[str, str]:
     return {field.partition("_")[0]: field for field in fields}
 
 
-def recorded_formats(rows: Iterable[Mapping[str, Any]]) -> dict[Operand, str]:
+def recorded_formats(rows: Iterable[Mapping[str, Any]]) -> dict[CoveredOperand, str]:
     """The formats of the operands in rows of the table `tensor`, each with `rounded`: by GEMM the format in the scores
     that was used, None if none was. Watched steps have scores of a tensor's first GEMM alone."""
-    found: dict[Operand, set[str]] = {}
+    found: dict[CoveredOperand, set[str]] = {}
     for row in rows:
         kind = PRODUCT_KINDS.get((row["layer_type"], row["tensor_name"]))
         for gemm in gemm_operands(kind) if kind else ():
-            formats = found.setdefault(Operand._make((*(row[name] for name in PLACE), gemm)), set())
+            formats = found.setdefault(CoveredOperand._make((*(row[name] for name in PLACE), gemm)), set())
             if gemm in row["rounded"] or row["format"] is None:
                 formats.add(row["rounded"].get(gemm) or BF16)
     return {operand: ", ".join(sorted(formats)) for operand, formats in found.items()}
@@ -80,7 +80,7 @@ def differing(a: Formats, b: Formats) -> tuple[FormatDifference, ...]:
 
 
 def _place(values: Iterable[frozenset[Any]]) -> str:
-    """values: those of each field of Operand."""
+    """values: those of each field of CoveredOperand."""
     layers, modules, experts, tensors, gemms = (sorted(each - {None}) for each in values)
     products = dict.fromkeys(product_name(module, tensor) for module in modules for tensor in tensors)
     of_experts = [f"expert{'s' * (len(experts) > 1)} {spans(experts)}"] if experts else []

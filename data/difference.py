@@ -84,7 +84,7 @@ def joined(parts: Sequence[Tensor], shard: str | None, axis: int | None, stride:
 
 
 @dataclass(frozen=True)
-class Compared:
+class TensorDifference:
     """A tensor that both runs have.
 
     place         a description of the tensor; iteration to tensor_name: as in the index
@@ -135,7 +135,7 @@ class Difference:
     in_order_of_names: whether the order of execution is not known for all of these tensors, as of an imported run whose
     tool does not say. Those of which it is known come first, the others follow in the natural order of their names."""
 
-    rows: tuple[Compared, ...] = ()
+    rows: tuple[TensorDifference, ...] = ()
     only_a: tuple[str, ...] = ()
     only_b: tuple[str, ...] = ()
     incomplete: tuple[str, ...] = ()
@@ -145,7 +145,7 @@ class Difference:
     tolerance: Tolerance = TOLERANCE
 
     def first(self, tolerance: Tolerance) -> int | None:
-        """The index of the first row that differs, see `Compared.differs`; None if none does."""
+        """The index of the first row that differs, see `TensorDifference.differs`; None if none does."""
         return next((index for index, row in enumerate(self.rows) if row.differs(tolerance)), None)
 
 
@@ -359,7 +359,7 @@ def _place(key: Key) -> str:
     return ", ".join(filter(None, parts))
 
 
-def _compared(key: Key, a: _Whole, key_b: Key, b: _Whole, imported: bool) -> Compared:
+def _compared(key: Key, a: _Whole, key_b: Key, b: _Whole, imported: bool) -> TensorDifference:
     a.check()
     b.check()
     known = dict(zip(IDENTITY, key, strict=False))
@@ -374,10 +374,10 @@ def _compared(key: Key, a: _Whole, key_b: Key, b: _Whole, imported: bool) -> Com
     if a.logged != b.logged:
         raise IncompleteError("the runs do not have the same statistics of it")
     if a.shape != b.shape and not (imported and same_layout(a.shape, b.shape)):
-        return Compared(**words, by="shape", difference=math.inf, equal=False)
+        return TensorDifference(**words, by="shape", difference=math.inf, equal=False)
     if a.has_values and b.has_values:
-        return Compared(**words, by="values", **_of_values(a.values(), b.values()))
-    return Compared(**words, by="statistics", **_of_statistics(a.statistics(), b.statistics()))
+        return TensorDifference(**words, by="values", **_of_values(a.values(), b.values()))
+    return TensorDifference(**words, by="statistics", **_of_statistics(a.statistics(), b.statistics()))
 
 
 def _of_values(a: Tensor, b: Tensor) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from binade.data.difference import Compared, Difference, Tolerance
+from binade.data.difference import Difference, TensorDifference, Tolerance
 from binade.data.evidence import Measure, Sentence, exact, say
 
 RELATIVE = Measure("relative", "Relative difference")
@@ -41,7 +41,7 @@ def _beyond(tolerance: Tolerance) -> str:
     return "in at least one bit" if tolerance is None else f"by more than {tolerance:.4g}"
 
 
-def _described(row: Compared) -> Sentence:
+def _described(row: TensorDifference) -> Sentence:
     if row.by == "shape":
         return say("{place}, of shape {a} and {b}", place=row.place, a=str(row.shape), b=str(row.shape_b))
     size = exact(RELATIVE, row.difference)

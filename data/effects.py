@@ -35,7 +35,7 @@ DIVERGENCE = Measure(
 )
 
 
-class Group(NamedTuple):
+class EffectGroup(NamedTuple):
     """Products that are rounded together.
 
     part         linear, router, qk, pv or product; "" for all
@@ -52,7 +52,7 @@ class Group(NamedTuple):
         return " ".join(filter(None, words)) or "all"
 
 
-OfBatch = tuple[int, str, str, Group]
+OfBatch = tuple[int, str, str, EffectGroup]
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -79,8 +79,8 @@ class Effect:
     recipe_sha256: str = ""
 
     @property
-    def group(self) -> Group:
-        return Group(self.part, self.layer_index, self.module)
+    def group(self) -> EffectGroup:
+        return EffectGroup(self.part, self.layer_index, self.module)
 
     @property
     def of_batch(self) -> OfBatch:
@@ -96,7 +96,7 @@ class Measured(NamedTuple):
     """The effect of a group over all sequences that were measured: in the order of the batches."""
 
     format: str
-    group: Group
+    group: EffectGroup
     exact: tuple[float, ...]
     changes: tuple[float, ...]
     divergences: tuple[float, ...]
@@ -138,7 +138,7 @@ def _holds_tables(value: object) -> bool:
 def merged(effects: Iterable[Effect]) -> list[Measured]:
     """The effects of each format and group, in the order in which they were first measured. A batch that occurs twice
     counts once. A file that has changed in between is another format."""
-    batches: dict[tuple[str, str, Group], dict[int, Effect]] = {}
+    batches: dict[tuple[str, str, EffectGroup], dict[int, Effect]] = {}
     for effect in effects:
         batches.setdefault((effect.format, effect.recipe_sha256, effect.group), {})[effect.batch] = effect
     rows = []

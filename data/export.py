@@ -114,7 +114,7 @@ class Histogram:
 
 
 @dataclass(frozen=True)
-class Point:
+class MetricPoint:
     """A metric of a tensor or a run in one iteration.
 
     place    by PLACE; None where one does not apply or is not known
@@ -157,14 +157,14 @@ class Point:
         return "/".join(plain_name(part) for part in parts if part)
 
 
-def points(catalog: Catalog, run: Mapping[Any, Any], choice: Choice) -> Iterator[Point]:
+def points(catalog: Catalog, run: Mapping[Any, Any], choice: Choice) -> Iterator[MetricPoint]:
     """The points of a run, a row of `Catalog.runs`: its losses, then its tensors, by iteration. Raises OSError."""
     if any(run[name] not in values for name, values in choice.where.items() if name in RUN_FIELDS):
         return
     if LOSS in choice.metrics:
         place = dict.fromkeys(PLACE) | {name: run[name] for name in RUN_FIELDS}
         for loss in sound_losses(catalog.root / run["run_id"]):
-            yield Point(place | {"iteration": loss["iteration"]}, LOSS, loss["loss"])
+            yield MetricPoint(place | {"iteration": loss["iteration"]}, LOSS, loss["loss"])
     if set(choice.metrics) == {LOSS}:
         return
     tensors = catalog.tensors(replace(choice.where, run_id=(run["run_id"],)), order_by="iteration")
@@ -185,7 +185,7 @@ def points(catalog: Catalog, run: Mapping[Any, Any], choice: Choice) -> Iterator
             yield from _points(record, errors, sketch, choice)
 
 
-def points_of_rows(rows: Iterable[TensorRow], choice: Choice) -> Iterator[Point]:
+def points_of_rows(rows: Iterable[TensorRow], choice: Choice) -> Iterator[MetricPoint]:
     """The points of rows of tensors."""
     for row in rows:
         record = tensor_record(row)
@@ -200,7 +200,7 @@ def _points(
     errors: Sequence[Mapping[Any, Any]],
     bins: tuple[np.ndarray, np.ndarray, np.ndarray] | None,
     choice: Choice,
-) -> Iterator[Point]:
+) -> Iterator[MetricPoint]:
     """The points of a tensor, none for a value that is undefined; bins: low, high and counts of its sketch."""
     place = {name: record[name] for name in PLACE}
     values = [(metric, None, record[metric]) for metric in choice.metrics if metric in MEASURED]
@@ -211,19 +211,19 @@ def _points(
                 values.append((VS_NORMAL, each["format"], each["sqnr_db"] - normal_sqnr(each["format"])))
     for metric, fmt, value in values:
         if value is not None and not math.isnan(value):
-            yield Point(place, metric, float(value), fmt)
+            yield MetricPoint(place, metric, float(value), fmt)
     if HISTOGRAM in choice.metrics and bins:
-        yield Point(place, HISTOGRAM, Histogram.of(*bins, record))
+        yield MetricPoint(place, HISTOGRAM, Histogram.of(*bins, record))
 
 
 # Targets
 
-Write = Callable[[Iterable[Point]], None]
+Write = Callable[[Iterable[MetricPoint]], None]
 Open = Callable[[Path, str, Mapping[str, Any]], AbstractContextManager[Write]]
 
 
 @dataclass(frozen=True)
-class Target:
+class ExportTarget:
     """An export format. open(directory, name, config) writes a run of that name into a new directory; package is the
     one that it needs; the extra of the same name installs it."""
 
@@ -249,7 +249,7 @@ def _tables(kind: str, make: Callable[[Any, pa.Schema], Any]) -> Open:
                 for stem, schema in (("values", VALUE_SCHEMA), ("histograms", BIN_SCHEMA))
             )
 
-            def write(points: Iterable[Point]) -> None:
+            def write(points: Iterable[MetricPoint]) -> None:
                 for batch in _batches(points):
                     rows = [
                         {**p.place, "metric": p.metric, "format": p.format, "value": p.value}
@@ -276,7 +276,7 @@ class _CsvWriter(pyarrow.csv.CSVWriter):  # type: ignore[misc]
         super().write(table)
 
 
-def _batches(points: Iterable[Point]) -> Iterator[list[Point]]:
+def _batches(points: Iterable[MetricPoint]) -> Iterator[list[MetricPoint]]:
     rest = iter(points)
     while batch := list(islice(rest, BATCH)):
         yield batch
@@ -297,7 +297,7 @@ def _bins(shown: Sequence[tuple[Mapping[str, Any], Histogram]]) -> pa.Table:
 def _tensorboard(directory: Path, name: str, config: Mapping[str, Any]) -> Iterator[Write]:
     with import_module("torch.utils.tensorboard").SummaryWriter(str(directory)) as writer:
 
-        def write(points: Iterable[Point]) -> None:
+        def write(points: Iterable[MetricPoint]) -> None:
             for point in points:
                 value = point.value
                 if isinstance(value, Histogram):
@@ -329,7 +329,7 @@ def _wandb(directory: Path, name: str, config: Mapping[str, Any]) -> Iterator[Wr
         # W&B's own steps only rise: micro-batches of one iteration may arrive one by one, and warm-up is below 0.
         run.define_metric("*", step_metric="iteration")
 
-        def write(points: Iterable[Point]) -> None:
+        def write(points: Iterable[MetricPoint]) -> None:
             for step, group in groupby(points, key=lambda point: point.step):
                 run.log({"iteration": step} | {point.tag: shown(point.value) for point in group})
 
@@ -340,17 +340,17 @@ def _wandb(directory: Path, name: str, config: Mapping[str, Any]) -> Iterator[Wr
 
 
 TARGETS = {
-    "tensorboard": Target(_tensorboard, "tensorboard"),
-    "wandb": Target(_wandb, "wandb"),
-    "csv": Target(_tables("csv", _CsvWriter)),
-    "parquet": Target(_tables("parquet", pq.ParquetWriter)),
+    "tensorboard": ExportTarget(_tensorboard, "tensorboard"),
+    "wandb": ExportTarget(_wandb, "wandb"),
+    "csv": ExportTarget(_tables("csv", _CsvWriter)),
+    "parquet": ExportTarget(_tables("parquet", pq.ParquetWriter)),
 }
 
 
 TABLES = "tables"  # the index's own tables, for which there is no Target
 
 
-def target(name: str) -> Target:
+def target(name: str) -> ExportTarget:
     """The target of this name. Raises ExportError if it is unknown or its package is not installed."""
     if name not in TARGETS:
         raise ExportError(f"there is no export to {name!r}: expected one of {', '.join(TARGETS)}")
@@ -368,7 +368,7 @@ class Exported:
     values: int = 0
     histograms: int = 0
 
-    def count(self, points: Iterable[Point]) -> Iterator[Point]:
+    def count(self, points: Iterable[MetricPoint]) -> Iterator[MetricPoint]:
         for point in points:
             self.histograms += point.metric == HISTOGRAM
             self.values += point.metric != HISTOGRAM

@@ -15,7 +15,7 @@ from binade.quant.definitions import METRICS
 from binade.quant.normal import VS_NORMAL
 
 
-class Kind(StrEnum):
+class FieldKind(StrEnum):
     """What a field describes."""
 
     IDENTITY = "identity"  # which tensor it is: a field of the filter, a column of the table tensor
@@ -24,7 +24,7 @@ class Kind(StrEnum):
     METRIC = "metric"  # any other quantity
 
 
-class Group(StrEnum):
+class FilterGroup(StrEnum):
     """Where the filter lists a field."""
 
     FIRST = ""  # always visible
@@ -54,8 +54,8 @@ class Field:
     definition: str = ""
     format: str = ".3g"
     sql: str = ""
-    kind: Kind = Kind.METRIC
-    group: Group = Group.FIRST
+    kind: FieldKind = FieldKind.METRIC
+    group: FilterGroup = FilterGroup.FIRST
     low_is_bad: bool = False
     log: bool = False
     resolution: float = 0.0
@@ -108,25 +108,27 @@ class Field:
         return f"{text}{self.unit}" if self.unit == "%" else f"{text} {self.unit}".rstrip()
 
 
-def _identity(name: str, title: str, definition: str, format: str = "", group: Group = Group.FIRST) -> Field:
-    return Field(name, title, "", definition, format, f"tensor.{name}", Kind.IDENTITY, group)
+def _identity(
+    name: str, title: str, definition: str, format: str = "", group: FilterGroup = FilterGroup.FIRST
+) -> Field:
+    return Field(name, title, "", definition, format, f"tensor.{name}", FieldKind.IDENTITY, group)
 
 
 def _statistic(name: str, sql: str, title: str = "", definition: str = "", unit: str = "", log: bool = False) -> Field:
     """A statistic that quant computes has its title and definition there."""
     known = METRICS.get(name)
     title, unit, definition = (known.label, known.unit, known.definition) if known else (title, unit, definition)
-    return Field(name, title, unit, definition, sql=sql, kind=Kind.STATISTIC, log=log)
+    return Field(name, title, unit, definition, sql=sql, kind=FieldKind.STATISTIC, log=log)
 
 
-def _decibels(name: str, title: str, definition: str, format: str = ".1f", kind: Kind = Kind.METRIC) -> Field:
-    sql = f"score.{name}" if kind is Kind.ERROR else ""
+def _decibels(name: str, title: str, definition: str, format: str = ".1f", kind: FieldKind = FieldKind.METRIC) -> Field:
+    sql = f"score.{name}" if kind is FieldKind.ERROR else ""
     return Field(name, title, "dB", definition, format, sql, kind, low_is_bad=True, resolution=0.1)
 
 
 def _error(name: str) -> Field:
     known = METRICS[name]
-    return Field(name, known.label, known.unit, known.definition, sql=f"score.{name}", kind=Kind.ERROR)
+    return Field(name, known.label, known.unit, known.definition, sql=f"score.{name}", kind=FieldKind.ERROR)
 
 
 _FIELDS = (
@@ -142,19 +144,21 @@ _FIELDS = (
     _identity("tensor_name", "Tensor", "What the tensor is in its operation, such as input, weight or grad_output."),
     _identity("quant_type", "Quant type", "The format or recipe that was requested where the tensor was recorded."),
     _identity("recipe", "Recipe", "Which operand of which GEMM is rounded to which format during a run.",
-              group=Group.RUN),
-    _identity("model", "Model", "The model that was trained.", group=Group.RUN),
-    _identity("size", "Size", "tiny: for a CPU. full: the published size.", group=Group.RUN),
-    _identity("dataset", "Dataset", "The text that the model was trained on.", group=Group.RUN),
-    _identity("layer_type", "Layer type", "attention, linear, or product for a declared product.", group=Group.RUN),
-    _identity("component", "Component", "FA: the attention core. linear: a linear layer.", group=Group.RUN),
-    _identity("stage", "Stage", "Whether an imported tensor was taken before or after quantization.", group=Group.RUN),
+              group=FilterGroup.RUN),
+    _identity("model", "Model", "The model that was trained.", group=FilterGroup.RUN),
+    _identity("size", "Size", "tiny: for a CPU. full: the published size.", group=FilterGroup.RUN),
+    _identity("dataset", "Dataset", "The text that the model was trained on.", group=FilterGroup.RUN),
+    _identity("layer_type", "Layer type", "attention, linear, or product for a declared product.",
+              group=FilterGroup.RUN),
+    _identity("component", "Component", "FA: the attention core. linear: a linear layer.", group=FilterGroup.RUN),
+    _identity("stage", "Stage", "Whether an imported tensor was taken before or after quantization.",
+              group=FilterGroup.RUN),
     _identity("micro_batch", "Micro-batch", "The part of a batch that goes through the model at once, numbered from 0.",
-              "d", Group.RANK),
-    _identity("rank", "Rank", "The process that recorded the tensor, numbered from 0.", "d", Group.RANK),
-    _identity("expert", "Expert", "The expert of a mixture of experts, numbered from 0.", "d", Group.RANK),
+              "d", FilterGroup.RANK),
+    _identity("rank", "Rank", "The process that recorded the tensor, numbered from 0.", "d", FilterGroup.RANK),
+    _identity("expert", "Expert", "The expert of a mixture of experts, numbered from 0.", "d", FilterGroup.RANK),
     # Errors of a tensor in a format.
-    _decibels("sqnr_db", METRICS["sqnr_db"].label, METRICS["sqnr_db"].definition, kind=Kind.ERROR),
+    _decibels("sqnr_db", METRICS["sqnr_db"].label, METRICS["sqnr_db"].definition, kind=FieldKind.ERROR),
     *map(_error, ("flush_to_zero", "saturated", "flushed_error_share", "saturated_error_share")),
     _decibels(VS_NORMAL, "SQNR against normal values", "SQNR minus that of values from N(0,1) in the same format: 0 "
               "where a tensor loses what normally distributed values lose", "+.1f"),
@@ -204,11 +208,11 @@ FIELDS: dict[str, Field] = _LISTED | {
     if name not in _LISTED
 }
 """Every field by name: those of the filter, the errors, the statistics, then the other metrics."""
-IDENTITIES = {name: field for name, field in FIELDS.items() if field.kind is Kind.IDENTITY}
+IDENTITIES = {name: field for name, field in FIELDS.items() if field.kind is FieldKind.IDENTITY}
 """The fields of the filter, in the order of its menu."""
-MEASURES = {name: field for name, field in FIELDS.items() if field.kind is not Kind.IDENTITY}
+MEASURES = {name: field for name, field in FIELDS.items() if field.kind is not FieldKind.IDENTITY}
 """All that is measured."""
-STATISTICS = {name: field.sql for name, field in FIELDS.items() if field.kind is Kind.STATISTIC}
+STATISTICS = {name: field.sql for name, field in FIELDS.items() if field.kind is FieldKind.STATISTIC}
 """The SQL of each statistic of a tensor's own values, over the table `tensor`."""
-ERRORS = tuple(name for name, field in FIELDS.items() if field.kind is Kind.ERROR)
+ERRORS = tuple(name for name, field in FIELDS.items() if field.kind is FieldKind.ERROR)
 """The errors of a tensor in a format that the app shows, columns of the table `score`."""

@@ -26,7 +26,7 @@ from binade.data.same_data import losses_on_same_data
 from binade.data.student import quantile
 
 
-class Kind(Enum):
+class BandKind(Enum):
     """What sets the runs of a band apart: the name of the band."""
 
     SEEDS = "seeds"
@@ -34,16 +34,16 @@ class Kind(Enum):
 
 
 SOURCES = {
-    Kind.SEEDS: "own bf16 runs with other seeds",
-    Kind.REORDERING: "own bf16 runs of the same weights and data",
+    BandKind.SEEDS: "own bf16 runs with other seeds",
+    BandKind.REORDERING: "own bf16 runs of the same weights and data",
 }
 LASTING = 3  # iterations in a row, up to the last, that a gap must be beyond a band to have left it
 UNSTATED = "Imported losses and instrumented runs do not count, since they do not state all settings."
 MISSING = {
-    Kind.SEEDS: "No seed baseline: record bf16 runs with two seeds. Train one with --quantization bf16 and another "
+    BandKind.SEEDS: "No seed baseline: record bf16 runs with two seeds. Train one with --quantization bf16 and another "
     f"--seed. {UNSTATED}",
-    Kind.REORDERING: "No reordering baseline: record two bf16 runs of the same weights and data that differ in bits. "
-    f"Repeat one with --tp 2, or on another machine. {UNSTATED}",
+    BandKind.REORDERING: "No reordering baseline: record two bf16 runs of the same weights and data that differ in "
+    f"bits. Repeat one with --tp 2, or on another machine. {UNSTATED}",
 }
 
 
@@ -63,7 +63,7 @@ class Band:
     by_iteration  (iteration, half of the interval of the gaps at it); empty if unknown
     """
 
-    kind: Kind
+    kind: BandKind
     gap: Estimate
     by_iteration: tuple[tuple[int, float], ...] = ()
 
@@ -114,11 +114,11 @@ def own_bands(runs: Iterable[PlainRun], iterations: Iterable[int]) -> tuple[Band
         if all(i in loss for i in at):
             newest[run.seed] = [loss[i] for i in at]
             distinct.setdefault(run.data, {})[tuple(newest[run.seed])] = None
-    seeds = _band(Kind.SEEDS, [[*newest.values()]], at, "seeds")
-    return seeds, _band(Kind.REORDERING, [[*losses] for losses in distinct.values()], at, "runs")
+    seeds = _band(BandKind.SEEDS, [[*newest.values()]], at, "seeds")
+    return seeds, _band(BandKind.REORDERING, [[*losses] for losses in distinct.values()], at, "runs")
 
 
-def _band(kind: Kind, groups: Iterable[Sequence[Sequence[float]]], at: Sequence[int], of: str) -> Band:
+def _band(kind: BandKind, groups: Iterable[Sequence[Sequence[float]]], at: Sequence[int], of: str) -> Band:
     """The band of the deviations within groups of runs, pooled. groups: losses by group, run and iteration."""
     several = [np.array(runs) for runs in groups if len(runs) > 1]
     if not several:

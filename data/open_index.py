@@ -20,7 +20,7 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 import duckdb
 import pandas as pd
 
-from binade.data.cache import Cache, Done
+from binade.data.cache import Done, ResultCache
 from binade.data.filter import FIELDS, Filter
 from binade.data.index import Index, is_unavailable
 from binade.data.remote import readable_root, refresh
@@ -93,7 +93,7 @@ class OpenIndex:
         self._index = index
         self._only: tuple[str, ...] | None = None
         self._lock = threading.Lock()
-        self.cache: Cache | None = None
+        self.cache: ResultCache | None = None
         self.reads: Callable[[str], None] = lambda tensor_id: None
 
     @classmethod

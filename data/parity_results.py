@@ -16,7 +16,7 @@ from pydantic.dataclasses import dataclass
 
 from binade.data import evidence
 from binade.data.continued import continued_run
-from binade.data.effects import Group
+from binade.data.effects import EffectGroup
 from binade.data.evidence import Estimate, Measure, Sentence
 from binade.data.json_files import MOST_BYTES, STRICT, Count, adapter_of, parse_json, sealed, unsealed
 from binade.data.parity import MEASURES, Policies, Row, quantities
@@ -69,7 +69,7 @@ class Value:
 
 
 @dataclass(frozen=True, config=CONFIG)
-class Step:
+class ParityStep:
     """The quantities of one step of a dump, or of ALL tokens. left_out: tokens without a finite log-probability."""
 
     name: str
@@ -79,9 +79,9 @@ class Step:
     values: tuple[Value, ...]
 
     @staticmethod
-    def of(name: str, pair: Policies) -> Step:
+    def of(name: str, pair: Policies) -> ParityStep:
         values = tuple(Value.of(row) for row in quantities(pair))
-        return Step(name, pair.sequences, len(pair.rollout), pair.left_out, values)
+        return ParityStep(name, pair.sequences, len(pair.rollout), pair.left_out, values)
 
 
 @dataclass(frozen=True, config=CONFIG)
@@ -104,8 +104,8 @@ class GroupGap:
     divergences: Numbers = ()
 
     @property
-    def group(self) -> Group:
-        return Group(self.part, self.layer_index, self.module)
+    def group(self) -> EffectGroup:
+        return EffectGroup(self.part, self.layer_index, self.module)
 
     @property
     def name(self) -> str:
@@ -142,7 +142,7 @@ class Parity:
     rollout: str
     training: str
     tool: str
-    steps: Annotated[tuple[Step, ...], Field(min_length=1)]
+    steps: Annotated[tuple[ParityStep, ...], Field(min_length=1)]
     gaps: Annotated[tuple[GroupGap, ...], Field(min_length=1)]
     routing: Routing | None = None
 

@@ -14,13 +14,13 @@ from pydantic.dataclasses import dataclass
 
 from binade.data.json_files import STRICT
 from binade.data.parity import MEASURES
-from binade.data.published_gaps import Read
+from binade.data.published_gaps import FigureOrigin
 from binade.data.text import markdown_table
 
 Text = Annotated[str, Field(min_length=1)]
 
 
-class Kind(Enum):
+class ValueKind(Enum):
     """A limit that a tool acts on, or a value that somebody measured."""
 
     LIMIT = "limit"
@@ -33,11 +33,11 @@ class PublishedValue:
 
     quantity: Text
     value: Annotated[float, Field(gt=0, allow_inf_nan=False)]
-    kind: Annotated[Kind, Field(strict=False)]
+    kind: Annotated[ValueKind, Field(strict=False)]
     case: Text
     source: Text
     below: bool = False
-    read: Annotated[Read, Field(strict=False)] = Read.READ
+    read: Annotated[FigureOrigin, Field(strict=False)] = FigureOrigin.READ
 
     def __post_init__(self) -> None:
         if self.quantity not in MEASURES:
@@ -45,7 +45,7 @@ class PublishedValue:
 
     @property
     def is_limit(self) -> bool:
-        return self.kind is Kind.LIMIT
+        return self.kind is ValueKind.LIMIT
 
     @property
     def text(self) -> str:
@@ -76,4 +76,4 @@ def describe() -> str:
 
 
 def _is_excerpt(entry: PublishedValue) -> bool:
-    return entry.read is Read.EXCERPT
+    return entry.read is FigureOrigin.EXCERPT

@@ -20,7 +20,7 @@ Text = Annotated[str, Field(min_length=1)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
 
 
-class Read(Enum):
+class FigureOrigin(Enum):
     """How a figure was obtained: computed from published logs, read in the source, or seen in an excerpt of it."""
 
     COMPUTED = "computed"
@@ -37,7 +37,7 @@ class PublishedGap:
     format: Text
     recipe: Text
     training: Text
-    read: Annotated[Read, Field(strict=False)]
+    read: Annotated[FigureOrigin, Field(strict=False)]
     how: Text
     source: Text
     date: datetime.date

@@ -54,18 +54,18 @@ READY, ROWS, ERROR = b"ready\n", b"rows\n", b"error\n"
 PR_SET_PDEATHSIG = 1
 
 
-class RefusedError(ValueError):
+class RefusedStatementError(ValueError):
     """The statement cannot be run. The message says why, in one line."""
 
 
 def answer(connection: duckdb.DuckDBPyConnection, sql: str, limit: int) -> pa.Table:
-    """Return at most limit + 1 rows of a single SELECT. Raises RefusedError."""
+    """Return at most limit + 1 rows of a single SELECT. Raises RefusedStatementError."""
     statement = _single_select(sql)
     try:
         # The newline ends a comment on the last line.
         found = connection.sql(f"FROM ({statement}\n)")
         if len(found.columns) > COLUMNS:
-            raise RefusedError(f"the result has {len(found.columns):,} columns: select at most {COLUMNS:,}")
+            raise RefusedStatementError(f"the result has {len(found.columns):,} columns: select at most {COLUMNS:,}")
         names = [f"c{index}" for index in range(len(found.columns))]
         shown = ", ".join(
             name if NUMBER_OR_TEXT.fullmatch(str(kind)) else f"{name}::VARCHAR"
@@ -76,27 +76,27 @@ def answer(connection: duckdb.DuckDBPyConnection, sql: str, limit: int) -> pa.Ta
         ).to_arrow_table()
         rows = rows.rename_columns(found.columns)
     except (duckdb.OutOfMemoryException, MemoryError, pa.ArrowMemoryError):
-        raise RefusedError(TOO_MUCH) from None
+        raise RefusedStatementError(TOO_MUCH) from None
     except (duckdb.Error, pa.ArrowException) as error:
-        raise RefusedError(TOO_MUCH if "bad_alloc" in str(error) else one_line(error)) from None
+        raise RefusedStatementError(TOO_MUCH if "bad_alloc" in str(error) else one_line(error)) from None
     held = rows.nbytes + VALUE * rows.num_rows * rows.num_columns
     if held > MAX_BYTES:
-        raise RefusedError(f"the result takes {held / 1e6:.0f} MB: select fewer columns or shorter strings")
+        raise RefusedStatementError(f"the result takes {held / 1e6:.0f} MB: select fewer columns or shorter strings")
     return rows
 
 
 def _single_select(sql: str) -> str:
-    """The text of the one SELECT in sql. Raises RefusedError."""
+    """The text of the one SELECT in sql. Raises RefusedStatementError."""
     if "\0" in sql:
-        raise RefusedError("a statement cannot contain a NUL character")
+        raise RefusedStatementError("a statement cannot contain a NUL character")
     try:
         statements = duckdb.extract_statements(sql)
     except duckdb.Error as error:
-        raise RefusedError(one_line(error)) from None
+        raise RefusedStatementError(one_line(error)) from None
     if len(statements) != 1:
-        raise RefusedError(f"one SELECT is expected, not {len(statements)} statements")
+        raise RefusedStatementError(f"one SELECT is expected, not {len(statements)} statements")
     if statements[0].type != duckdb.StatementType.SELECT:
-        raise RefusedError(f"only SELECT can be run here, not {statements[0].type.name.replace('_', ' ')}")
+        raise RefusedStatementError(f"only SELECT can be run here, not {statements[0].type.name.replace('_', ' ')}")
     return _without_semicolon(statements[0].query)
 
 
@@ -141,7 +141,7 @@ def main() -> None:
     out.flush()
     try:
         rows = answer(connection, request["sql"], request["limit"])
-    except RefusedError as error:
+    except RefusedStatementError as error:
         out.write(ERROR + str(error).encode(errors="replace"))
     else:
         out.write(ROWS)

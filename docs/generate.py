@@ -23,7 +23,7 @@ from binade.data.text import markdown_table
 from binade.quant.formats import FORMATS
 from binade.quant.scaling import SCALINGS
 from binade.quant.specs import Spec
-from binade.terminal import Option
+from binade.terminal import CliOption
 
 FILES = [
     (
@@ -79,9 +79,9 @@ def options() -> list[str]:
         if shared:
             absent = sorted(f"`{name}`" for name in shared.difference(*(param.opts for param in command.params)))
             found.append(f"The options of `binade run`{' except ' * bool(absent)}{', '.join(absent)}.")
-        titles: dict[str, list[Option]] = {}
+        titles: dict[str, list[CliOption]] = {}
         for param in own:
-            if isinstance(param, Option):
+            if isinstance(param, CliOption):
                 titles.setdefault(param.title, []).append(param)
         for title, members in titles.items():
             about = max((option.about for option in members), key=len)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from binade.quant.later import Later, Part
+from binade.quant.later import Later, LaterPart
 from binade.quant.reference import to_blocks
 from binade.quant.rounding import floor_log2, pow2
 from binade.quant.specs import TENSOR, Spec
@@ -81,7 +81,7 @@ def block_histograms_later(x: Tensor, q: Tensor, spec: Spec, scales: Tensor, dim
         total += counted_blocks(
             peak, signal, noise, xs.shape[-1] if counts is None else counts[start:end], stored[start:end]
         )
-    return Later(histograms, Part(total))
+    return Later(histograms, LaterPart(total))
 
 
 def counted_blocks(peak: Tensor, signal: Tensor, noise: Tensor, count: Tensor | int, scale: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ RUN = 1 << 12  # a multiple of the block size of every format
 
 
 @dataclass(frozen=True)
-class Sums:
+class BlockSums:
     """Over the finite values: Σx², Σ(y-x)², and the counts of those flushed to 0, nonzero, clipped, and of all."""
 
     signal: float
@@ -88,14 +88,14 @@ class Blocks:
         return (nonzero & (self.y == 0)).sum(-1).double() / nonzero.sum(-1)
 
     @cached_property
-    def sums(self) -> Sums:
+    def sums(self) -> BlockSums:
         """The sums that SQNR, flush_to_zero and saturated of the whole tensor follow from, in float64."""
         finite = self.x.isfinite() & self.valid
         x, y = self.x[finite].double(), self.y[finite].double()
         error = y - x
         nonzero = x != 0
         flushed, used, clipped = (int(each.sum()) for each in (nonzero & (y == 0), nonzero, self.clipped))
-        return Sums(
+        return BlockSums(
             float(x @ x) if self.signal is None else self.signal,
             float(error @ error) if self.noise is None else self.noise,
             flushed,

@@ -29,7 +29,7 @@ from typing import ClassVar, Literal
 Tier = tuple[int, int]
 
 
-class Rounding(StrEnum):
+class RoundingMode(StrEnum):
     """How a value between two neighbors of an element's grid is rounded."""
 
     NEAREST = "nearest"
@@ -179,7 +179,7 @@ class FixedPoint(Element):
 
 
 @dataclass(frozen=True)
-class PowerOfTwo(Element):
+class PowerOfTwoElement(Element):
     """Unsigned exponents without a mantissa: 2^(code - bias); the largest code is NaN. MX specification, 5.4.1."""
 
     name: str
@@ -249,6 +249,6 @@ E1M2 = Minifloat("e1m2", 1, 2, "none", bias=1)
 INT8 = FixedPoint("int8", 8, 6)
 INT4 = FixedPoint("int4", 4, 0)
 HIF8 = HiFloat8()
-E8M0 = PowerOfTwo("e8m0", 8)
+E8M0 = PowerOfTwoElement("e8m0", 8)
 UE5M3 = Minifloat("ue5m3", 5, 3, "nan", signed=False)
 E6M2 = Minifloat("e6m2", 6, 2, "nan", signed=False, bias=48, subnormals=False)

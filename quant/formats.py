@@ -35,7 +35,7 @@ from binade.quant.elements import (
     INT8,
     Element,
     Overflow,
-    Rounding,
+    RoundingMode,
 )
 
 # Names of scale schemes, see scaling.SCALINGS.
@@ -68,7 +68,7 @@ class Format:
     element: Element
     scale_rules: tuple[str, ...] = ("none",)
     block_size: int | None = None
-    rounding: Rounding = Rounding.NEAREST
+    rounding: RoundingMode = RoundingMode.NEAREST
     overflow: Overflow = Overflow.SATURATE
     source: str = ""
 
@@ -124,7 +124,7 @@ FORMATS = Formats(
         Format("fp16", "IEEE binary16", E5M10, overflow=Overflow.INF, source="IEEE 754"),
         Format("fp8_e4m3", "FP8 E4M3", E4M3, TENSOR_RULES, source=_OFP8),
         Format("fp8_e5m2", "FP8 E5M2", E5M2, TENSOR_RULES, source=_OFP8),
-        Format("hifp8", "HiFloat8", HIF8, TAPERED_RULES, rounding=Rounding.HALF_AWAY, source="arXiv 2409.16626"),
+        Format("hifp8", "HiFloat8", HIF8, TAPERED_RULES, rounding=RoundingMode.HALF_AWAY, source="arXiv 2409.16626"),
         Format("mxfp8", "MXFP8 E4M3", E4M3, MX_RULES, 32, source=_MX),
         Format("mxfp8_e5m2", "MXFP8 E5M2", E5M2, MX_RULES, 32, source=_MX),
         Format("mxfp6_e3m2", "MXFP6 E3M2", E3M2, MX_RULES, 32, source=_MX),
@@ -134,7 +134,7 @@ FORMATS = Formats(
         Format("mxfp8_e4m3fnuz", "MXFP8 E4M3 FNUZ", E4M3FNUZ, MX_RULES, 32, source=_FNUZ),
         Format("mxfp8_e5m2fnuz", "MXFP8 E5M2 FNUZ", E5M2FNUZ, MX_RULES, 32, source=_FNUZ),
         Format("nvfp4", "NVFP4 E2M1", E2M1, NVFP4_RULES, 16, source="Transformer Engine, quantize_nvfp4"),
-        Format("hif4", "HiFloat4", E1M2, ("hif4",), 64, Rounding.HALF_AWAY, source="arXiv 2602.11287"),
+        Format("hif4", "HiFloat4", E1M2, ("hif4",), 64, RoundingMode.HALF_AWAY, source="arXiv 2602.11287"),
         Format("nvint4", "NVINT4", INT4, NV_RULES, 16, source=_INT4),
         Format("mxint4", "MXINT4", INT4, ("rceil", *MX_RULES[:3], *MX_RULES[4:]), 32, source=_INT4),
     ],

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from binade.quant.gemm import Observed, Tap
 from binade.quant.quantizer import apply
-from binade.quant.specs import Cache
+from binade.quant.specs import KVCache
 from binade.quant.transform import transform, transform_back, untransformed
 
 SEEN = {"forward_a": "a", "forward_b": "b"}  # what a tap calls the operands of the forward product
@@ -32,7 +32,7 @@ class _Through(torch.autograd.Function):
         return grad, None
 
 
-def cached(x: Tensor, cache: Cache, tap: Tap | None = None, backend: str = "auto") -> tuple[Tensor, Tap | None]:
+def cached(x: Tensor, cache: KVCache, tap: Tap | None = None, backend: str = "auto") -> tuple[Tensor, Tap | None]:
     """x as the cache holds it, and a tap that shows it as what the product's operand was rounded from.
 
     An operand that the product rounds once more is shown by the product: as rounded from the cached value.
@@ -59,7 +59,7 @@ def cached(x: Tensor, cache: Cache, tap: Tap | None = None, backend: str = "auto
     return y, show
 
 
-def _by_head(x: Tensor, cache: Cache, backend: str) -> Tensor:
+def _by_head(x: Tensor, cache: KVCache, backend: str) -> Tensor:
     if x.dim() != 4:
         raise ValueError(
             "a cache with a scale for each head needs keys and values [sequences, heads, tokens, size], not "

@@ -21,7 +21,7 @@ T = TypeVar("T")
 S = TypeVar("S")
 
 
-class Part:
+class LaterPart:
     """A tensor that was computed on the device's current stream, and its values on the host once they were fetched."""
 
     def __init__(self, tensor: Tensor) -> None:
@@ -51,10 +51,10 @@ class Part:
 class Later(Generic[T]):
     """make(*sources), computed by the first call. A source is the array of a Part, or the result of another Later."""
 
-    def __init__(self, make: Callable[..., T], *sources: Part | Later[Any]) -> None:
+    def __init__(self, make: Callable[..., T], *sources: LaterPart | Later[Any]) -> None:
         self._make: Callable[..., T] | None = make
         self._sources = sources
-        self.parts: tuple[Part, ...] = tuple(part for source in sources for part in source.parts)
+        self.parts: tuple[LaterPart, ...] = tuple(part for source in sources for part in source.parts)
 
     @classmethod
     def known(cls, value: T) -> Later[T]:
@@ -70,9 +70,9 @@ class Later(Generic[T]):
         return self._value
 
 
-def _waiting(results: Iterable[Later[Any]]) -> dict[Any, list[Part]]:
+def _waiting(results: Iterable[Later[Any]]) -> dict[Any, list[LaterPart]]:
     """The parts that are on a device, by the stream that computed them."""
-    streams: dict[Any, dict[int, Part]] = {}
+    streams: dict[Any, dict[int, LaterPart]] = {}
     for result in results:
         for part in result.parts:
             if (stream := part.stream) is not None:  # the thread that writes may fetch it meanwhile
@@ -104,7 +104,7 @@ def fetch(results: Iterable[Later[Any]]) -> Callable[[], None]:
     return arrived
 
 
-def _copy(stream: torch.Stream, parts: list[Part]) -> Callable[[], None]:
+def _copy(stream: torch.Stream, parts: list[LaterPart]) -> Callable[[], None]:
     waiting = [(part, tensor) for part in parts if (tensor := part.tensor) is not None]
     if not waiting:
         return lambda: None

@@ -20,9 +20,9 @@ from binade.quant.block_histograms import Histogram, block_histograms_later, his
 from binade.quant.blocks import GROUP, look
 from binade.quant.code_usage import usage
 from binade.quant.definitions import METRICS as METRICS
-from binade.quant.elements import Rounding
+from binade.quant.elements import RoundingMode
 from binade.quant.formats import Format
-from binade.quant.later import Later, Part
+from binade.quant.later import Later, LaterPart
 from binade.quant.quantizer import DTYPES, apply, check_tensor, outer_absmax
 from binade.quant.reference import from_blocks, per_group, to_blocks
 from binade.quant.scaling import has_kernel
@@ -148,7 +148,7 @@ def share_of(part: float, noise: float) -> float:
 
 def sqnr_later(x: Tensor, q: Tensor) -> Later[float]:
     """`sqnr_db` of q against x, tensors of one shape."""
-    return Later(lambda sums: sqnr_db(float(sums[0]), float(sums[3])), Part(_error_sums(x, q)))
+    return Later(lambda sums: sqnr_db(float(sums[0]), float(sums[3])), LaterPart(_error_sums(x, q)))
 
 
 def loss_terms_later(
@@ -188,7 +188,7 @@ def loss_terms_later(
         sums = ((float(a), float(b)) for a, b, *_ in found)
         return [(a, b / 2) if math.isfinite(a) and math.isfinite(b) else (math.nan, math.nan) for a, b in sums]
 
-    return Later(pairs, *map(Part, found))
+    return Later(pairs, *map(LaterPart, found))
 
 
 def _change_sums(x: Tensor, q: Tensor, gradient: Tensor) -> Tensor:
@@ -297,7 +297,7 @@ def score_later(
             rounded = apply(coded, plain, dim, backend, seed=seed, absmax=absmax)[0]
             errors = of_original(errors, x, transform_back(rounded, x, spec, dim, sign_seed))
         return errors
-    countable = not spec.has_blocks and spec.rounding != Rounding.STOCHASTIC
+    countable = not spec.has_blocks and spec.rounding != RoundingMode.STOCHASTIC
     if codes and countable and len(codes.values) < x.numel():
         return Later(lambda: _score_counted(codes, spec))
     check_tensor(x, dim, seed)
@@ -364,12 +364,12 @@ def of_original(coded: Later[Errors], x: Tensor, q: Tensor) -> Later[Errors]:
     def merged(sums: np.ndarray, of_coded: Errors) -> Errors:
         return replace(_measured(sums, numel), **{name: getattr(of_coded, name) for name in shares})
 
-    return Later(merged, Part(_error_sums(x.float(), q)), coded)
+    return Later(merged, LaterPart(_error_sums(x.float(), q)), coded)
 
 
 def _errors(numbers: Tensor, numel: int) -> Later[Errors]:
     """Of the numbers of ScoreNumber on a device."""
-    return Later(lambda found: _measured(found, numel), Part(numbers))
+    return Later(lambda found: _measured(found, numel), LaterPart(numbers))
 
 
 def score_blocks_later(
@@ -387,7 +387,7 @@ def score_blocks_later(
     if triton:
         numbers, counts = _triton_score(x, q, spec, dim, scales, absmax, blocks=True)
         assert counts is not None
-        return _errors(numbers, x.numel()), Later(histograms, Part(counts))
+        return _errors(numbers, x.numel()), Later(histograms, LaterPart(counts))
     assert q is not None and scales is not None, "the scales of a block format are missing"
     return errors_later(x, q, spec, scales, dim, absmax), block_histograms_later(x, q, spec, scales, dim)
 
@@ -426,7 +426,7 @@ def scores_later(
         check_tensor(x, dim)
         results = triton_kernels.score_formats(x, together, dim, blocks=blocks)
         for spec, (numbers, counts) in zip(together, results, strict=True):
-            histogram = None if counts is None else Later(histograms, Part(counts))
+            histogram = None if counts is None else Later(histograms, LaterPart(counts))
             scores[spec] = _errors(numbers, x.numel()), histogram
     for spec in specs:
         if spec not in scores and blocks and x.numel() and spec.has_blocks:

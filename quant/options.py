@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from enum import StrEnum
 
-from binade.quant.elements import Overflow, Rounding
+from binade.quant.elements import Overflow, RoundingMode
 from binade.quant.formats import Format
 
 
@@ -76,7 +76,7 @@ class Options:
     scale: str
     error: str | None
     bound: int | None
-    rounding: Rounding
+    rounding: RoundingMode
     overflow: Overflow
     center: str
     hadamard: int

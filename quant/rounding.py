@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from binade.quant.elements import Element, Overflow, Rounding
+from binade.quant.elements import Element, Overflow, RoundingMode
 from binade.quant.lazy import torch
 
 if TYPE_CHECKING:
@@ -70,14 +70,14 @@ def noise(count: int, seed: int, device: torch.device) -> Tensor:
     return ((h >> 16) ^ 0x8000).to(torch.float32) * 2.0**-16  # kernels treat them as signed numbers
 
 
-def round_to_integer(t: Tensor, rounding: Rounding, u: Tensor | None = None) -> Tensor:
+def round_to_integer(t: Tensor, rounding: RoundingMode, u: Tensor | None = None) -> Tensor:
     """t rounded to an integer: ties to even, ties away from zero, or up with the probability of its fraction (u), which
     is rounded to 16 bits, as many as u has."""
-    if rounding == Rounding.NEAREST:
+    if rounding == RoundingMode.NEAREST:
         return torch.round(t)
     whole = torch.floor(t.abs())
     fraction = t.abs() - whole  # exact, so no tie is missed or invented
-    if rounding == Rounding.HALF_AWAY:
+    if rounding == RoundingMode.HALF_AWAY:
         up = fraction >= 0.5
     else:
         assert u is not None, "stochastic rounding needs noise"
@@ -86,7 +86,7 @@ def round_to_integer(t: Tensor, rounding: Rounding, u: Tensor | None = None) -> 
 
 
 def round_to_element(
-    x: Tensor, element: Element, rounding: Rounding, overflow: Overflow, u: Tensor | None = None
+    x: Tensor, element: Element, rounding: RoundingMode, overflow: Overflow, u: Tensor | None = None
 ) -> Tensor:
     """float32 x, any shape, on the element's grid, as float32. NaN stays NaN. u: `noise` for stochastic rounding.
 

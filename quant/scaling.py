@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, ClassVar
 
 from binade.quant.codes import decode_table, encode
-from binade.quant.elements import E4M3, E6M2, E8M0, UE5M3, Element, Overflow, Rounding
+from binade.quant.elements import E4M3, E6M2, E8M0, UE5M3, Element, Overflow, RoundingMode
 from binade.quant.lazy import torch
 from binade.quant.options import ROW, TENSOR, Block, Options
 from binade.quant.rounding import floor_log2, lift_subnormals, pow2, round_to_element
@@ -56,7 +56,7 @@ class Unscaled(Scaling):
         return Factors()
 
 
-class PowerOfTwo(Scaling):
+class PowerOfTwoScaling(Scaling):
     """A power of two for each block, E8M0, from the exponent k of `exponent`, int32 in [-127, 127].
 
     A block of subnormal values has k = -127, and they are rounded on its grid, as in torchao's `mx_tensor.py` today.
@@ -86,7 +86,7 @@ def _one_above(bits: Tensor, threshold: float) -> Tensor:
     return (bits >> 23) - 127 + (mantissa > threshold)
 
 
-class Floor(PowerOfTwo):
+class Floor(PowerOfTwoScaling):
     """Block scale 2^(floor(log2 absmax) - emax), E8M0: the largest values may saturate. MX specification 6.3; NVIDIA's
     MXFP8 training uses rceil instead (arXiv 2506.08027)."""
 
@@ -95,7 +95,7 @@ class Floor(PowerOfTwo):
     kernel = Kernel.FLOOR
 
 
-class Ceil(PowerOfTwo):
+class Ceil(PowerOfTwoScaling):
     """Block scale 2^(ceil(log2 absmax) - emax), E8M0: fewer values saturate. torchao, ScaleCalculationMode.CEIL."""
 
     name = "ceil"
@@ -106,7 +106,7 @@ class Ceil(PowerOfTwo):
         return _one_above(bits, 1.0)
 
 
-class Even(PowerOfTwo):
+class Even(PowerOfTwoScaling):
     """As floor, after absmax is rounded to the element's mantissa (half an ulp is added), E8M0. torchao,
     ScaleCalculationMode.EVEN."""
 
@@ -118,7 +118,7 @@ class Even(PowerOfTwo):
         return super().exponent(bits + (1 << (22 - element.mantissa_bits)), element)
 
 
-class RCeil(PowerOfTwo):
+class RCeil(PowerOfTwoScaling):
     """Block scale 2^ceil(log2(absmax / max)), E8M0: no value saturates. NVIDIA cuDNN, Transformer Engine, torchao's
     RCEIL. Transformer Engine's kernel for tiles multiplies by float32(1/max): another scale within an ulp of
     max · 2^k."""
@@ -131,7 +131,7 @@ class RCeil(PowerOfTwo):
         return _one_above(bits, element.max / 2.0**element.emax)
 
 
-class Nearest(PowerOfTwo):
+class Nearest(PowerOfTwoScaling):
     """Block scale 2^round(log2(absmax / max)), E8M0: the nearest exponent, so that the largest values may saturate.
     MLX's fp8_e8m0."""
 
@@ -144,7 +144,7 @@ class Nearest(PowerOfTwo):
         return _one_above(bits, top * math.sqrt(2.0)) - (mantissa < top / math.sqrt(2.0)).int()
 
 
-class FourThirds(PowerOfTwo):
+class FourThirds(PowerOfTwoScaling):
     """Block scale 4/3 · 2^(floor(log2 absmax) - emax): no value saturates. Quartet's backward pass.
 
     `mxfp4.py`, where the factor 4/3 is applied to the rotated tensor and the stored scale is the power of two."""
@@ -158,7 +158,7 @@ class FourThirds(PowerOfTwo):
         return super().factors(scale * (4.0 / 3.0), spec, absmax)
 
 
-class Quest(PowerOfTwo):
+class Quest(PowerOfTwoScaling):
     """Block scale 2^floor(log2(0.487 · standard deviation of the block)). Quartet's forward pass, which rounds ties
     toward zero.
 
@@ -556,7 +556,7 @@ class Eden(TwoLevel):
     blocks = (Block(1, 16),)
     clips = False
     follows = Follows.VALUES
-    roundings = (Rounding.HALF_AWAY,)
+    roundings = (RoundingMode.HALF_AWAY,)
     stochastic = True
     TARGET: ClassVar[float] = 6.0 / (0.93 * 17.0 / 16.0)
     LARGEST_SCALE: ClassVar[float] = 255.99
@@ -578,7 +578,7 @@ class Eden(TwoLevel):
         below = (v * q).sum(-1, keepdim=True)
         correction = torch.where(below == 0, 1.0, v.square().sum(-1, keepdim=True) / below)
         wanted = scale * correction.repeat_interleave(together, 0)[: len(x)]
-        scale = round_to_element(wanted, E4M3, Rounding.STOCHASTIC, Overflow.SATURATE, u[:, :1])
+        scale = round_to_element(wanted, E4M3, RoundingMode.STOCHASTIC, Overflow.SATURATE, u[:, :1])
         return values, scale, read_back(values, self.factors(scale, spec, absmax))
 
 
@@ -607,7 +607,7 @@ class HiF4(Scaling):
     clips = True
     follows = Follows.VALUES
     per_element = True
-    roundings = (Rounding.HALF_AWAY, Rounding.STOCHASTIC)
+    roundings = (RoundingMode.HALF_AWAY, RoundingMode.STOCHASTIC)
     scale_bits = 8 + 24
     kernel = Kernel.HIF4
 
@@ -668,7 +668,7 @@ def kernel_of(spec: Options) -> Kernel | None:
     """How the compiled kernels find a spec's scales by themselves; None if they cannot."""
     vector = spec.block is not None and spec.block.rows == 1 and spec.block.columns is not None
     scaling = SCALINGS[spec.scale]
-    if scaling.follows is Follows.VALUES and spec.rounding is Rounding.STOCHASTIC:  # these kernels round to nearest
+    if scaling.follows is Follows.VALUES and spec.rounding is RoundingMode.STOCHASTIC:  # these kernels round to nearest
         return None
     return scaling.kernel if vector else None
 

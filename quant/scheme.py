@@ -11,7 +11,7 @@ from enum import Enum, IntEnum, auto
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from binade.quant.codes import decode_table, encode
-from binade.quant.elements import Element, Overflow, Rounding
+from binade.quant.elements import Element, Overflow, RoundingMode
 from binade.quant.lazy import torch
 from binade.quant.options import TENSOR, Block, Options
 from binade.quant.rounding import round_to_element
@@ -101,7 +101,7 @@ class Scaling:
     outer: ClassVar[Block | None] = None
     of_blocks: ClassVar[bool] = False
     saturates: ClassVar[bool] = True
-    roundings: ClassVar[tuple[Rounding, ...]] = tuple(Rounding)
+    roundings: ClassVar[tuple[RoundingMode, ...]] = tuple(RoundingMode)
     stochastic: ClassVar[bool] = False
     options: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     kernel: ClassVar[Kernel | None] = None
@@ -226,7 +226,7 @@ class Scaling:
 
 def nearest(x: Tensor, element: Element) -> Tensor:
     """x on the element's grid: ties to even, saturating."""
-    return round_to_element(x, element, Rounding.NEAREST, Overflow.SATURATE)
+    return round_to_element(x, element, RoundingMode.NEAREST, Overflow.SATURATE)
 
 
 def better(scale: Tensor, error: Tensor, other: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:

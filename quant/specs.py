@@ -17,7 +17,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
-from binade.quant.elements import Overflow, Rounding
+from binade.quant.elements import Overflow, RoundingMode
 from binade.quant.formats import FORMATS, Format, UnknownFormatError
 from binade.quant.options import FULL, ROW, TENSOR, Block, Options, Smooth, Softmax, SpecError
 from binade.quant.scaling import SCALINGS
@@ -30,8 +30,8 @@ __all__ = [
     "ROW",
     "TENSOR",
     "Block",
-    "Cache",
     "GemmFormats",
+    "KVCache",
     "Smooth",
     "Softmax",
     "Spec",
@@ -130,7 +130,7 @@ class Spec(Options):
     @property
     def noisy(self) -> bool:
         """Whether rounding draws random numbers."""
-        return self.rounding == Rounding.STOCHASTIC or self.scaling.stochastic
+        return self.rounding == RoundingMode.STOCHASTIC or self.scaling.stochastic
 
     @property
     def random(self) -> bool:
@@ -141,7 +141,7 @@ class Spec(Options):
     def biased(self) -> bool:
         """Whether stochastic rounding is biased: the scale lets values exceed the largest code, which clips them. With
         delayed scaling, values outgrow the scale."""
-        return self.rounding == Rounding.STOCHASTIC and (self.scaling.clips or self.history > 0)
+        return self.rounding == RoundingMode.STOCHASTIC and (self.scaling.clips or self.history > 0)
 
     def options(self) -> dict[str, object]:
         """The options that are not at their defaults, in the order of the text."""
@@ -163,7 +163,7 @@ Chosen = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Option:
+class SpecOption:
     """An option of a spec.
 
     default   its value if it is not given
@@ -215,8 +215,8 @@ def _delayed(chosen: Chosen) -> bool:
     return bool(chosen["history"])
 
 
-def _enum(name: str, values: type[Rounding] | type[Overflow]) -> Callable[[object], Rounding | Overflow]:
-    def read(value: object) -> Rounding | Overflow:
+def _enum(name: str, values: type[RoundingMode] | type[Overflow]) -> Callable[[object], RoundingMode | Overflow]:
+    def read(value: object) -> RoundingMode | Overflow:
         if str(value) not in tuple(values):
             raise SpecError(f"{name}={value}: expected one of {', '.join(values)}")
         return values(str(value))
@@ -224,60 +224,61 @@ def _enum(name: str, values: type[Rounding] | type[Overflow]) -> Callable[[objec
     return read
 
 
-def _of_scheme(name: str, help: str, read: Callable[[Any], Any] = str) -> Option:
+def _of_scheme(name: str, help: str, read: Callable[[Any], Any] = str) -> SpecOption:
     """An option of some schemes only."""
 
     def values(chosen: Chosen) -> tuple[str, ...]:
         return _scaling(chosen).options.get(name, ())
 
-    return Option(name, help, lambda chosen: next(map(read, values(chosen)), None), values, read)
+    return SpecOption(name, help, lambda chosen: next(map(read, values(chosen)), None), values, read)
 
 
 OPTIONS = {
     option.name: option
     for option in (
-        Option("scale", "How the scale is computed",
+        SpecOption("scale", "How the scale is computed",
                lambda chosen: chosen["format"].scale_rules[0],
                lambda chosen: chosen["format"].scale_rules),
-        Option("block", "The values that share a scale", _default_block,
+        SpecOption("block", "The values that share a scale", _default_block,
                lambda chosen: ", ".join(map(str, _scaling(chosen).blocks)),
                Block.parse,
                lambda block, chosen: _scaling(chosen).fits(block)),
         _of_scheme("error", "The error that chooses between 4 and 6"),
         _of_scheme("bound", "The largest scale of a block that 4over6 scales to 6", _whole("bound")),
-        Option("rounding", "How a value between two codes is rounded",
+        SpecOption("rounding", "How a value between two codes is rounded",
                lambda chosen: min(_scaling(chosen).roundings, key=lambda value: value != chosen["format"].rounding),
                lambda chosen: _scaling(chosen).roundings,
-               _enum("rounding", Rounding)),
-        Option("overflow", "What a value beyond the largest code becomes",
+               _enum("rounding", RoundingMode)),
+        SpecOption("overflow", "What a value beyond the largest code becomes",
                lambda chosen: chosen["format"].overflow,
                lambda chosen: tuple(Overflow) if chosen["format"].element.has_infinity else (Overflow.SATURATE,),
                _enum("overflow", Overflow)),
-        Option("center", "Subtract the mean over tokens before rounding, as Averis does. Of the operands of a linear "
-               "layer, its input and the gradient of its output have tokens",
+        SpecOption("center", "Subtract the mean over tokens before rounding, as Averis does. Of the operands of a "
+               "linear layer, its input and the gradient of its output have tokens",
                lambda chosen: "none",
                lambda chosen: ("none", "tokens")),
-        Option("hadamard", "Rotate groups of this many values by a Hadamard matrix before rounding",
+        SpecOption("hadamard", "Rotate groups of this many values by a Hadamard matrix before rounding",
                lambda chosen: 0,
                lambda chosen: "a power of two from 2 to 4096",
                _whole("hadamard"),
                lambda size, chosen: 2 <= size <= 4096 and size & (size - 1) == 0),
-        Option("signs", "Signs of the values before the rotation: none, fixed (Transformer Engine's vector of 16), "
+        SpecOption("signs", "Signs of the values before the rotation: none, fixed (Transformer Engine's vector of 16), "
                "random (from the seed of the call), or a seed",
                lambda chosen: "none",
                lambda chosen: "none, fixed (with hadamard=16), random or a seed" if chosen["hadamard"] else "",
                str,
                lambda signs, chosen: signs == "random" or (signs.isascii() and signs.isdecimal())
                or (signs == "fixed" and chosen["hadamard"] == 16)),
-        Option("history", "Delayed scaling: number of previous absmax values from which the tensor's scale is computed",
+        SpecOption("history",
+               "Delayed scaling: number of previous absmax values from which the tensor's scale is computed",
                lambda chosen: 0,
                lambda chosen: "a number of iterations, for a tensor scale"
                if chosen["block"] == TENSOR else "",
                _whole("history")),
-        Option("algorithm", "Which absmax of the history is used",
+        SpecOption("algorithm", "Which absmax of the history is used",
                lambda chosen: "max" if _delayed(chosen) else None,
                lambda chosen: ("max", "most_recent") if _delayed(chosen) else ()),
-        Option("margin", "A delayed scale is divided by 2^margin",
+        SpecOption("margin", "A delayed scale is divided by 2^margin",
                lambda chosen: 0,
                lambda chosen: "a whole number from -32 to 127, with history" if _delayed(chosen) else "",
                _whole("margin", signed=True),
@@ -300,7 +301,7 @@ def known_specs(texts: Iterable[str]) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Cache:
+class KVCache:
     """How an operand of a forward GEMM is rounded where it is written to a KV cache, before the GEMM rounds it.
 
     operand  the field of GemmFormats: forward_b for keys and values, forward_a for a latent
@@ -348,7 +349,7 @@ class GemmFormats:
     wgrad_a: Spec | None = None
     of_rounded: tuple[str, ...] = ()
     softmax: Softmax = FULL
-    cache: Cache | None = None
+    cache: KVCache | None = None
     smooth: Smooth = Smooth.NONE
 
     def __post_init__(self) -> None:

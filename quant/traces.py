@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from binade.quant.elements import Element
-from binade.quant.later import Later, Part
+from binade.quant.later import Later, LaterPart
 from binade.quant.quantizer import apply, outer_absmax
 from binade.quant.specs import Spec
 from binade.quant.statistics import channel_absmax
@@ -49,7 +49,7 @@ def hot_channels_later(x: Tensor) -> Later[tuple[np.ndarray, float]]:
         median = float(np.median(largest)) if len(largest) else 0.0
         return channels.astype(np.int32), float(largest[0]) / median if median else math.nan
 
-    return Later(hottest, Part(values), Part(order[: hot_count(len(order))]))
+    return Later(hottest, LaterPart(values), LaterPart(order[: hot_count(len(order))]))
 
 
 def positions(numel: int, count: int) -> np.ndarray:
@@ -99,7 +99,7 @@ def sample_later(
 
     parts = (*kept, *(() if edge is None else (edge,)))
     return Later(
-        lambda *found: Sample(found[0], found[1], float(found[2]) if found[2:] else math.nan), *map(Part, parts)
+        lambda *found: Sample(found[0], found[1], float(found[2]) if found[2:] else math.nan), *map(LaterPart, parts)
     )
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from binade.collector.cli.compare import Section, render, sections
+from binade.collector.cli.compare import CompareSection, render, sections
 from binade.data.catalog import Catalog
 
 
-def compared(root: Path) -> list[Section]:
+def compared(root: Path) -> list[CompareSection]:
     with Catalog.open(root) as opened:
         return sections(opened)
 

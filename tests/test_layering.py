@@ -7,6 +7,7 @@ import functools
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -139,6 +140,15 @@ def test_the_collector_imports_downward():
 def test_nothing_imports_the_package_or_the_command():
     package = re.compile(r"^ *import binade$", re.MULTILINE)
     assert not [path for path in SOURCES if "cli" in imports_of(path) or package.search((PROJECT / path).read_text())]
+
+
+def test_no_class_name_is_used_twice():
+    """A reader who searches for a class finds one. Classes within functions and classes are left out."""
+    names = Counter(
+        node.name for path in SOURCES for node in ast.parse((PROJECT / path).read_text()).body
+        if isinstance(node, ast.ClassDef)
+    )  # fmt: skip
+    assert [name for name, count in names.items() if count > 1] == []
 
 
 def test_app_takes_from_the_collector_only_what_imports_no_torch():

@@ -29,7 +29,7 @@ from binade.app.questions.shared.runs import every_run
 from binade.app.state import has_changed, redraw_when
 from binade.app.view import Reading, View
 from binade.collector import jobs
-from binade.collector.jobs import Job, JobError, JobView, State, SubmissionError
+from binade.collector.jobs import Job, JobError, JobState, JobView, SubmissionError
 from binade.data.access import ReadOnlyError, read_only, reason
 from binade.data.catalog import Catalog
 from binade.data.events import read_events
@@ -204,7 +204,7 @@ def _title(root: Path, view: JobView, views: list[JobView]) -> None:
     st.caption(f"Job {job.id} · created {created}{took}{again}{slurm} {_tags(job)}")
     if view.reason and not view.active:
         text = plain(f"{view.state.capitalize()}: {view.reason}")
-        if view.state is State.DONE:
+        if view.state is JobState.DONE:
             st.info(text, icon=":material/info:")
         else:
             st.error(f"**{text}.** {plain(view.advice or '')}", icon=":material/error:")
@@ -227,7 +227,7 @@ def _actions(root: Path, view: JobView) -> None:
     job = view.job
     with st.container(horizontal=True, gap="small"):
         if view.active:
-            with st.popover("Cancel", icon=":material/stop_circle:", disabled=view.state is State.CANCELLING):
+            with st.popover("Cancel", icon=":material/stop_circle:", disabled=view.state is JobState.CANCELLING):
                 kept = "" if view.state in WAITS else " Tensors recorded so far are kept."
                 st.markdown(f"This ends every process of job {job.id}.{kept}")
                 act = (partial(jobs.cancel, root, job.id), "Cancelling")

@@ -10,12 +10,12 @@ import pandas as pd
 
 from binade.app.formatting import duration_text
 from binade.app.questions.shared import loss_chart
-from binade.collector.jobs import Job, JobView, Progress, State
+from binade.collector.jobs import Job, JobState, JobView, Progress
 from binade.collector.jobs.state import losses_of
 from binade.data.text import counted
 
 MOST_POINTS = 600
-WAITS = (State.QUEUED, State.PENDING)
+WAITS = (JobState.QUEUED, JobState.PENDING)
 
 
 class Badge(NamedTuple):
@@ -26,25 +26,25 @@ class Badge(NamedTuple):
 
 
 BADGES = {
-    State.QUEUED: Badge("gray", ":material/schedule:"),
-    State.PENDING: Badge("gray", ":material/cloud_queue:"),
-    State.STARTING: Badge("blue", ":material/hourglass_top:"),
-    State.RUNNING: Badge("blue", ":material/progress_activity:"),
-    State.CANCELLING: Badge("orange", ":material/hourglass_bottom:"),
-    State.DONE: Badge("green", ":material/check:"),
-    State.CANCELLED: Badge("gray", ":material/block:"),
-    State.FAILED: Badge("red", ":material/close:"),
-    State.CRASHED: Badge("red", ":material/close:"),
-    State.KILLED: Badge("red", ":material/bolt:"),
-    State.NO_MEMORY: Badge("red", ":material/memory_alt:"),
-    State.NO_DISK: Badge("red", ":material/hard_drive:"),
-    State.RESTARTED: Badge("red", ":material/restart_alt:"),
-    State.TIME_LIMIT: Badge("red", ":material/timer_off:"),
-    State.NODE_LOST: Badge("red", ":material/cloud_off:"),
+    JobState.QUEUED: Badge("gray", ":material/schedule:"),
+    JobState.PENDING: Badge("gray", ":material/cloud_queue:"),
+    JobState.STARTING: Badge("blue", ":material/hourglass_top:"),
+    JobState.RUNNING: Badge("blue", ":material/progress_activity:"),
+    JobState.CANCELLING: Badge("orange", ":material/hourglass_bottom:"),
+    JobState.DONE: Badge("green", ":material/check:"),
+    JobState.CANCELLED: Badge("gray", ":material/block:"),
+    JobState.FAILED: Badge("red", ":material/close:"),
+    JobState.CRASHED: Badge("red", ":material/close:"),
+    JobState.KILLED: Badge("red", ":material/bolt:"),
+    JobState.NO_MEMORY: Badge("red", ":material/memory_alt:"),
+    JobState.NO_DISK: Badge("red", ":material/hard_drive:"),
+    JobState.RESTARTED: Badge("red", ":material/restart_alt:"),
+    JobState.TIME_LIMIT: Badge("red", ":material/timer_off:"),
+    JobState.NODE_LOST: Badge("red", ":material/cloud_off:"),
 }
 
 
-def badge(state: State) -> str:
+def badge(state: JobState) -> str:
     """A state's badge in Streamlit's Markdown. Its label is the state, its advice `collector.jobs.state.ADVICE`."""
     return f":{BADGES[state].color}-badge[{BADGES[state].icon} {state}]"
 
@@ -60,7 +60,7 @@ def matching(views: Sequence[JobView], words: str) -> list[JobView]:
     """The jobs that have every word in their title, tags, state or arguments."""
     wanted = words.lower().split()
 
-    def text(job: Job, state: State) -> str:
+    def text(job: Job, state: JobState) -> str:
         return " ".join((str(job.id), job.title, *job.tags, state, *job.arguments)).lower()
 
     return [view for view in views if all(word in text(view.job, view.state) for word in wanted)]
@@ -80,12 +80,12 @@ def seconds_run(view: JobView) -> float | None:
 
 def line(view: JobView, done: Progress) -> str:
     """The line under a job's title in the list."""
-    if view.state is State.QUEUED:
+    if view.state is JobState.QUEUED:
         return "waiting for its turn"
-    if view.state is State.PENDING:
+    if view.state is JobState.PENDING:
         place = view.cluster.place if view.cluster else ""
         return f"waiting for the cluster: {place}" if place else "waiting for the cluster"
-    if view.state is State.STARTING:
+    if view.state is JobState.STARTING:
         return "loading torch and the data"
     parts = []
     if done.total:

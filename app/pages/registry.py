@@ -22,7 +22,7 @@ LAYOUTS = {"tensor": "binade.app.pages.tensor_page"}  # of pages whose parts sha
 
 
 @dataclass(frozen=True)
-class Part:
+class PagePart:
     """A part of a page.
 
     layout    the module whose `show` shows it
@@ -69,7 +69,7 @@ class Page:
     name: str
     title: str
     icon: str
-    parts: Mapping[str, Part]
+    parts: Mapping[str, PagePart]
 
     @property
     def first(self) -> str:
@@ -83,15 +83,15 @@ def every_run(opened: Catalog, where: Filter, run_ids: Collection[str]) -> Itera
 SESSION_PARTS = ("saved", "read", "open", "compare", "import")
 TOOLS = {
     "runs": (
-        Part("jobs", "Jobs", ":material/list_alt:", "binade.app.jobs.page", takes={"job": lambda opened: AnyText()},
+        PagePart("jobs", "Jobs", ":material/list_alt:", "binade.app.jobs.page", takes={"job": lambda opened: AnyText()},
              empty=True),
-        Part("collect", "New collection", ":material/play_circle:", "binade.app.jobs.collect_page", writes=True,
+        PagePart("collect", "New collection", ":material/play_circle:", "binade.app.jobs.collect_page", writes=True,
              takes={"from": lambda opened: AnyText()}, empty=True),
     ),
     "notebook": (
-        Part("sessions", "Sessions", ":material/bookmarks:", "binade.app.sessions.page",
+        PagePart("sessions", "Sessions", ":material/bookmarks:", "binade.app.sessions.page",
              takes={"part": lambda opened: One(SESSION_PARTS)}, empty=True),
-        Part("sql", "SQL", ":material/database:", "binade.app.pages.sql_page", kept=True, writes=True,
+        PagePart("sql", "SQL", ":material/database:", "binade.app.pages.sql_page", kept=True, writes=True,
              takes={name: lambda opened: AnyText() for name in ("q", "x", "y", "color")}, beyond=every_run),
     ),
 }  # fmt: skip
@@ -104,7 +104,7 @@ def _page(name: str, title: str, icon: str) -> Page:
         first = next(each for each in own if each.view == (q.room or q.view))
         room = (first, *(each for each in own if each.room == first.view))
         layout = first.layout or LAYOUTS.get(name, DEFAULT_LAYOUT)
-        questions.append(Part(q.view, q.title, q.icon, layout, q, room, kept=True, empty=q.empty))
+        questions.append(PagePart(q.view, q.title, q.icon, layout, q, room, kept=True, empty=q.empty))
     return Page(name, title, icon, {part.name: part for part in (*questions, *TOOLS.get(name, ()))})
 
 

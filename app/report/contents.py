@@ -16,7 +16,7 @@ from binade.app.questions.question import Question
 from binade.app.questions.registry import QUESTIONS
 from binade.app.questions.shared.selection import Of, worst
 from binade.app.report import runs
-from binade.app.report.section import Section, Table, slug
+from binade.app.report.section import ReportTable, Section, slug
 from binade.app.view import View
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
@@ -92,7 +92,7 @@ def _section(opened: Catalog, question: Question, view: View, before: dict[str, 
             note = f"The first {MOST_ROWS:,} of {len(frame):,} rows." if len(frame) > MOST_ROWS else ""
             note = " ".join(filter(None, (f"Of {drawn.scope.sentence}." if drawn.scope else "", note)))
             title = ": ".join(filter(None, (name[:1].upper() + name[1:], ", ".join(of_format))))
-            tables.append(Table(f"{folder(question)}{ending}_{slug(name)}", title, frame.head(MOST_ROWS), note))
+            tables.append(ReportTable(f"{folder(question)}{ending}_{slug(name)}", title, frame.head(MOST_ROWS), note))
     text = f"{question.text} {question.help}."
     return Section(folder(question), question.title, figures, tables, text, drawn.verdict, drawn.problems)
 

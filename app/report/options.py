@@ -7,34 +7,34 @@ from pathlib import Path
 import click
 
 from binade.filter_options import filter_params
-from binade.terminal import Option, root_option
+from binade.terminal import CliOption, root_option
 
 
 def params() -> list[click.Parameter]:
     """The parameters of binade report."""
     return [
-        Option(["--output"], type=Path, default="draw", metavar="DIR", help="Output directory  [default: draw]"),
+        CliOption(["--output"], type=Path, default="draw", metavar="DIR", help="Output directory  [default: draw]"),
         root_option(),
-        Option(["--session"], metavar="ID", help="Report a saved session: its notes, pins and view"),
-        Option(
+        CliOption(["--session"], metavar="ID", help="Report a saved session: its notes, pins and view"),
+        CliOption(
             ["--zip", "archive"],
             type=Path,
             metavar="FILE",
             help="Also write a ZIP: PNG (not for a session), SVG, CSV, JSON; and tables as Markdown and LaTeX",
         ),
-        Option(
+        CliOption(
             ["--paper", "papers"],
             type=click.Choice(("84mm", "174mm")),
             multiple=True,
             help="Also save each chart for a paper, at this width: SVG and PDF, 8 pt",
         ),
-        Option(
+        CliOption(
             ["--theme"],
             type=click.Choice(("light", "dark")),
             default="light",
             help="Theme of the charts  [default: light]",
         ),
-        Option(
+        CliOption(
             ["--jobs"],
             type=click.IntRange(1, 256),
             metavar="N",

@@ -18,7 +18,7 @@ def slug(text: str) -> str:
 
 
 @dataclass(frozen=True)
-class Table:
+class ReportTable:
     """A table without a figure. name is unique in a report."""
 
     name: str
@@ -41,7 +41,7 @@ class Section:
     name: str
     title: str = ""
     figures: Sequence[Figure] = ()
-    tables: Sequence[Table] = ()
+    tables: Sequence[ReportTable] = ()
     text: str = ""
     verdict: Sentence = field(default_factory=Sentence)
     problems: Sequence[str] = ()

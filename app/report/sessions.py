@@ -11,7 +11,7 @@ import pandas as pd
 
 from binade.app.figure import Drawn, Figure
 from binade.app.report import runs as run_tables
-from binade.app.report.section import Section, Table
+from binade.app.report.section import ReportTable, Section
 from binade.app.sessions.pins import draw, missing_runs, views_of
 from binade.app.sessions.session import Pin, Session
 from binade.data.catalog import Catalog
@@ -65,7 +65,7 @@ def _drawn(opened: Catalog, session: Session) -> Iterator[tuple[Pin, Drawn]]:
 def _view(opened: Catalog, session: Session) -> Section:
     drawn = draw(opened, Pin(session.view.page, session.view.params), session.run_ids)
     tables = [
-        Table(f"view_{number}", title.capitalize(), frame)
+        ReportTable(f"view_{number}", title.capitalize(), frame)
         for number, (title, frame) in enumerate(drawn.tables.items(), 1)
     ]
     text = f"The page {session.view.page} with the filter: {filter_of(opened, session).sentence()}."
@@ -86,5 +86,5 @@ def runs_of(opened: Catalog, session: Session) -> pd.DataFrame:
 def _runs(opened: Catalog, session: Session) -> Section:
     section = run_tables.section(opened, runs_of(opened, session))
     hashes = pd.DataFrame([{"run_id": run.run_id, "SHA-256 when saved": run.hash} for run in session.runs])
-    tables = [*section.tables, *([Table("fingerprints", "Fingerprints", hashes)] if len(hashes) else [])]
+    tables = [*section.tables, *([ReportTable("fingerprints", "Fingerprints", hashes)] if len(hashes) else [])]
     return replace(section, tables=tables, problems=[*missing_runs(opened.root, session), *section.problems])

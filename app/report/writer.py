@@ -42,18 +42,18 @@ from binade.app.questions.registry import QUESTIONS
 from binade.app.report import contents, sessions, stats
 from binade.app.report.page import of_page, page
 from binade.app.report.rendering import Paper, Picture, RenderError, Renderers
-from binade.app.report.section import Section, Table, merged
+from binade.app.report.section import ReportTable, Section, merged
 from binade.app.report.tables import shown
 from binade.app.sessions import notes, storage
 from binade.app.sessions.session import Session, SessionError
 from binade.app.theme import FONT, THEMES
-from binade.data.cache import Cache
+from binade.data.cache import ResultCache
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 from binade.data.open_index import OutdatedError
 from binade.data.store import locked, read_file, staged_file, staging_directory, sweep_beside, write_atomic
 
-__all__ = ["RenderError", "ReportError", "Request", "SessionError", "UsageError", "no_room", "run"]
+__all__ = ["RenderError", "ReportError", "ReportRequest", "SessionError", "UsageError", "no_room", "run"]
 
 REMEMBERED = 96 << 20  # bytes of answers and tensors that several charts are drawn from
 MANIFEST = "report.json"
@@ -74,7 +74,7 @@ class UsageError(ReportError):
 
 
 @dataclass(frozen=True)
-class Request:
+class ReportRequest:
     """What to draw. archive: the path of a ZIP to write as well; command: the command line of the request; session: the
     id of a saved session whose view, pins and notes are drawn instead of the filter's charts; papers: the widths of
     exports.COLUMNS in which to draw each chart for a paper."""
@@ -89,10 +89,10 @@ class Request:
     papers: tuple[str, ...] = ()
 
 
-def make(opened: Catalog, request: Request, progress: Progress) -> int:
+def make(opened: Catalog, request: ReportRequest, progress: Progress) -> int:
     """Draw the report; returns how many charts it has. Raises ReportError, OSError; nothing is left half-written."""
     _check(opened, request)
-    opened.cache = opened.cache or Cache(REMEMBERED, outside=(Catalog,))
+    opened.cache = opened.cache or ResultCache(REMEMBERED, outside=(Catalog,))
     session = storage.load(opened.root, request.session).session if request.session else None
     if session:
         request = replace(request, where=sessions.filter_of(opened, session))
@@ -137,7 +137,7 @@ def _unchanged(opened: Catalog) -> Iterator[None]:
         raise ReportError(changed)
 
 
-def _check(opened: Catalog, request: Request) -> None:
+def _check(opened: Catalog, request: ReportRequest) -> None:
     if not opened.totals().tensors:
         found = "contains no recorded tensors" if opened.root.is_dir() else "does not exist"
         advice = "give a directory of runs with --tensor-save-dir, or collect a run with binade quick mxfp8"
@@ -264,7 +264,7 @@ class Files:
             self.add(f"{path}.csv", figure.csv())
             self.add(f"{path}.json", json.dumps(content, ensure_ascii=False, allow_nan=False))
 
-    def add_table(self, table: Table) -> None:
+    def add_table(self, table: ReportTable) -> None:
         if self.archive:
             self.add(f"tables/{table.name}.csv", exports.of_table(table.frame, ".csv"))
             for end in (".md", ".tex"):
@@ -272,7 +272,7 @@ class Files:
             self.add(f"tables/{table.name}.json", stats.strict_json(table.frame.to_dict("records")))
 
 
-def _draw(opened: Catalog, request: Request, session: Session | None, files: Files, progress: Progress) -> int:
+def _draw(opened: Catalog, request: ReportRequest, session: Session | None, files: Files, progress: Progress) -> int:
     where, command = request.where, request.command
     theme = THEMES[request.theme]
     colors = {"card": theme.card, "quiet": theme.quiet, "font": FONT}
@@ -351,7 +351,7 @@ def _count_runs(opened: Catalog, session: Session) -> str:
     return " + ".join(f"{count:,} {kind}" for kind, count in shown.items())
 
 
-def _manifest(opened: Catalog, request: Request, files: list[str]) -> str:
+def _manifest(opened: Catalog, request: ReportRequest, files: list[str]) -> str:
     content = {
         "made": datetime.now(UTC).isoformat(timespec="seconds"),
         "root": opened.root.name,
@@ -362,7 +362,7 @@ def _manifest(opened: Catalog, request: Request, files: list[str]) -> str:
     return json.dumps(content, indent=1, ensure_ascii=False)
 
 
-def run(root: Path, request: Request) -> int:
+def run(root: Path, request: ReportRequest) -> int:
     """As `make`, with progress on stderr. Returns the exit status, except for KeyboardInterrupt. Raises ReportError,
     OSError."""
     disable_debug_mode()  # the tests check every chart against Vega-Lite's schema

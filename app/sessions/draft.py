@@ -29,7 +29,7 @@ READ = View("notebook", {PART: ["sessions"], "part": ["read"]})  # the open sess
 
 
 @dataclass(frozen=True)
-class Draft:
+class OpenSession:
     """An open session, the version on disk that it comes from (None before it is saved), and the revision of the draft
     on disk that it replaces ("": none)."""
 
@@ -49,7 +49,7 @@ class Draft:
         return f"{'changed since' if self.changed else 'saved as'} version {self.saved.number}"
 
 
-def current() -> Draft | None:
+def current() -> OpenSession | None:
     return st.session_state.get("draft")
 
 
@@ -60,7 +60,7 @@ def shown_view() -> View | None:
     return view.explicit(catalog()) if view and part and part.kept else None
 
 
-def set_current(draft: Draft | None) -> None:
+def set_current(draft: OpenSession | None) -> None:
     """Open a session, or none. What is not saved is kept as a draft on disk, and the address names the session, so that
     nothing is lost with the tab. If another tab or user has changed the draft, theirs stays and this one becomes a
     session of its own."""
@@ -75,7 +75,7 @@ def set_current(draft: Draft | None) -> None:
         st.query_params[address.SESSION] = draft.session.id
 
 
-def _kept(draft: Draft) -> Draft:
+def _kept(draft: OpenSession) -> OpenSession:
     """The draft as it is on disk now. Raises SessionError, ReadOnlyError."""
     root, session = resolve_root(), draft.session
     try:
@@ -84,7 +84,7 @@ def _kept(draft: Draft) -> Draft:
         copy = sessions.copied(session, f"{session.name[:110]} (copy)")
         revision = storage.keep(root, copy, "")
         notify(f"{error}. Your changes are now a session of their own, “{copy.name}”; nothing was lost.")
-        return Draft(copy, None, revision)
+        return OpenSession(copy, None, revision)
 
 
 def discard() -> None:
@@ -135,7 +135,7 @@ def pin_chart(chart: str, title: str, view: View | None = None) -> None:
     view = view.explicit(catalog()) if view else shown_view()
     if view is None:
         return
-    draft = current() or Draft(sessions.new("Untitled", view))
+    draft = current() or OpenSession(sessions.new("Untitled", view))
     added = Pin(view.page, view.params, chart, title)
     if len(draft.session.pins) >= sessions.MOST_PINS:
         toast(f"A session can have at most {sessions.MOST_PINS} pins.", ":material/error:")
@@ -157,7 +157,7 @@ def save(opened: Catalog, session: Session) -> None:
         notify(str(error))
         return
     saved, number = version
-    set_current(Draft(saved, version))
+    set_current(OpenSession(saved, version))
     toast(f"Saved “{saved.name}”, version {number}", ":material/save:")
     found = []
     if draft and draft.session.id == saved.id and number > (before.number if before else 0) + 1:
@@ -181,7 +181,11 @@ def open_version(version: Version, with_draft: bool = True) -> None:
         draft = None
         notify(str(error))
     saved = version if version.number else None
-    set_current(Draft(draft.session, saved, draft.revision) if draft and with_draft else Draft(version.session, saved))
+    set_current(
+        OpenSession(draft.session, saved, draft.revision)
+        if draft and with_draft
+        else OpenSession(version.session, saved)
+    )
     found = pins.missing_runs(resolve_root(), version.session)
     if draft and not with_draft:
         found.append(

@@ -15,7 +15,7 @@ from binade.app.pages.registry import PAGES, SESSION_PARTS
 from binade.app.questions.shared.runs import given_names
 from binade.app.sessions import draft, notes, pins, share_view, storage
 from binade.app.sessions import session as sessions
-from binade.app.sessions.draft import Draft
+from binade.app.sessions.draft import OpenSession
 from binade.app.sessions.session import Pin, Session, SessionError
 from binade.app.sessions.storage import Version
 from binade.app.view import Reading, View
@@ -124,7 +124,7 @@ def _delete(opened: Catalog, one: Session) -> None:
         return
     stays = ""
     if (now := draft.current()) and now.session.id == one.id:
-        draft.set_current(Draft(now.session) if now.saved else None)
+        draft.set_current(OpenSession(now.session) if now.saved else None)
         stays = ". It stays open as a draft." if now.saved else ""
     draft.toast(f"Deleted “{one.name}”{stays}", ":material/delete:")
 
@@ -132,7 +132,7 @@ def _delete(opened: Catalog, one: Session) -> None:
 # The open session
 
 
-def _current() -> Draft | None:
+def _current() -> OpenSession | None:
     now = draft.current()
     if now is None:
         st.info("No session is open. Open a saved one, or pin a chart on any page.", icon=":material/bookmarks:")
@@ -167,7 +167,7 @@ def _reading(opened: Catalog) -> None:
 
 
 def _edit_copy(one: Session) -> None:
-    draft.set_current(Draft(sessions.copied(one, f"{one.name[:110]} (copy)")))
+    draft.set_current(OpenSession(sessions.copied(one, f"{one.name[:110]} (copy)")))
     _turn_to("open")
 
 
@@ -214,7 +214,7 @@ def _runs(one: Session) -> str:
     return f"shows {count} run{'s' * (count != 1)}" if count else "save to record which runs it shows"
 
 
-def _actions(opened: Catalog, now: Draft) -> None:
+def _actions(opened: Catalog, now: OpenSession) -> None:
     with st.container(horizontal=True, gap="small"):
         if st.button("Open page", help="The page as saved"):
             draft.show(now.session.view)

@@ -17,7 +17,7 @@ from binade.app.formatting import bytes_text, plain
 from binade.app.report import writer
 from binade.app.sessions import draft, storage
 from binade.app.sessions import session as sessions
-from binade.app.sessions.draft import Draft
+from binade.app.sessions.draft import OpenSession
 from binade.app.sessions.session import Session, SessionError
 from binade.app.state import catalog
 from binade.app.view import View
@@ -60,7 +60,7 @@ def _report(opened: Catalog, one: Session) -> None:
 
     def make(folder: Path, done: Done) -> None:
         command = f"binade report --session {one.id}"
-        request = writer.Request(folder / "report", Filter(), folder / "a.zip", command=command, session=one.id)
+        request = writer.ReportRequest(folder / "report", Filter(), folder / "a.zip", command=command, session=one.id)
         writer.make(opened, request, lambda count, of, name: done(count, of))
 
     _offer(
@@ -109,7 +109,7 @@ def panel() -> None:
         _save(now, view)
 
 
-def _save(now: Draft | None, view: View) -> None:
+def _save(now: OpenSession | None, view: View) -> None:
     with st.popover("Save", icon=":material/save:", width="content"):
         name = now.session.name if now else ""
         key = f"save_name_{now.session.id if now else ''}"

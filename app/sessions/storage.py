@@ -18,7 +18,7 @@ from binade.app.sessions.pins import refreshed, tensors_of, views_of
 from binade.app.sessions.session import ID, LONGEST_FILE, Session, SessionError, parse, to_json
 from binade.data import bundle
 from binade.data.access import check_writable
-from binade.data.bundle import Imported, Written
+from binade.data.bundle import BundleImport, WrittenBundle
 from binade.data.cache import Done
 from binade.data.catalog import Catalog
 from binade.data.runs import now
@@ -232,7 +232,7 @@ def export_bundle(
     target: Path,
     values: str = "charts",
     done: Done = lambda count, of: None,
-) -> Written:
+) -> WrittenBundle:
     """Write a session and the runs that it shows, as they are now; absent runs are left out. values: which tensors'
     values are included, a key of VALUES. Raises BundleError, SessionError."""
     now = refreshed(catalog, session, before=session)
@@ -243,7 +243,7 @@ def export_bundle(
     return bundle.write(catalog.root, target, here, chosen, {SESSION: to_json(now).encode()}, done)
 
 
-def import_bundle(root: Path, source: Path, done: Done = lambda count, of: None) -> tuple[Imported, Version | None]:
+def import_bundle(root: Path, source: Path, done: Done = lambda count, of: None) -> tuple[BundleImport, Version | None]:
     """Import a bundle into a root: (what was done with its runs, the version of its session here). Raises BundleError,
     SessionError, ReadOnlyError, and then the root is unchanged."""
     sessions: list[Session] = []
@@ -256,7 +256,7 @@ def import_bundle(root: Path, source: Path, done: Done = lambda count, of: None)
     return imported, import_session(root, sessions[0]) if sessions else None
 
 
-def summary(imported: Imported) -> str:
+def summary(imported: BundleImport) -> str:
     """What an import did with the runs, in a sentence."""
     added, kept = len(imported.added), len(imported.kept)
     already = f", {kept} {'was' if kept == 1 else 'were'} here already" if kept else ""

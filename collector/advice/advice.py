@@ -28,11 +28,11 @@ from binade.collector.advice.roofline import MEANING, Operand, Place, Roofline, 
 from binade.collector.errors import ConfigError
 from binade.collector.jobs import Job, add_runs, start_runner, trained_with
 from binade.collector.models.site import Site
-from binade.collector.recipes.draft import Draft
+from binade.collector.recipes.draft import RecipeDraft
 from binade.collector.recipes.files import PUBLISHED
 from binade.collector.recipes.parse import parse_recipe
 from binade.collector.recipes.recipe import BF16, MODULES, About, Recipe
-from binade.collector.recipes.selection import Selection, SelectionError
+from binade.collector.recipes.selection import SelectionError, SiteSelection
 from binade.collector.training.config import RunConfig
 from binade.collector.training.devices import Device
 from binade.collector.training.plan import Plan, plan
@@ -55,7 +55,7 @@ TIMED = [*COLUMNS, "ms", "share"]
 
 
 @dataclass(frozen=True)
-class Request:
+class AdviceRequest:
     """A request for advice.
 
     bits       the budget: average bits per operand value, of forward and of backward operands each
@@ -89,7 +89,7 @@ class Advice:
     roofline  of the device that times are predicted for; None for none
     """
 
-    request: Request
+    request: AdviceRequest
     costs: Costs
     chosen: pd.DataFrame
     frontier: pd.DataFrame
@@ -267,7 +267,7 @@ class Advice:
             f"{ADVISED} under {limit}: predicted {change} at {self.bits:.2f} bits per forward value",
             tuple(f"run {run}" for run in self.costs.runs),
         )
-        draft = Draft(about=about)
+        draft = RecipeDraft(about=about)
         linear: dict[Site, tuple[str, ...]] = {}
         for (part, layer, module), rows in self.chosen.astype({"layer_index": int}).groupby(OPERAND[:3]):
             specs = dict(zip(rows["field"], rows["spec"], strict=True))
@@ -288,7 +288,7 @@ class Advice:
         return draft.recipe(name)
 
 
-def _set(draft: Draft, part: str, given: Sequence[str], name: str) -> None:
+def _set(draft: RecipeDraft, part: str, given: Sequence[str], name: str) -> None:
     """Give the operands of a part these specs, in the order of OPERAND_FIELDS."""
     pairs = zip(OPERAND_FIELDS, given, strict=True)
     draft.formats[part] = {field: None if spec == BF16 else Spec.of(spec) for field, spec in pairs}
@@ -312,7 +312,7 @@ def roofline_of(catalog: Catalog, costs: Costs, device: Device, batch: tuple[int
     return Roofline(device, products(planned.shape, *(batch or own)))
 
 
-def advise(costs: Costs, request: Request, roofline: Roofline | None = None) -> Advice:
+def advise(costs: Costs, request: AdviceRequest, roofline: Roofline | None = None) -> Advice:
     """With a roofline, the frontier has times, and without `request.bits` the budget is one of time. Raises AdviceError
     if the request cannot be met."""
     specs = _specs(costs, request, roofline)
@@ -381,7 +381,7 @@ def _chosen(rows: pd.DataFrame) -> dict[Operand, str]:
     return dict(zip(keys, rows["spec"], strict=True))
 
 
-def _specs(costs: Costs, request: Request, roofline: Roofline | None) -> list[str]:
+def _specs(costs: Costs, request: AdviceRequest, roofline: Roofline | None) -> list[str]:
     limits = sum(limit is not None for limit in (request.bits, request.change, request.share))
     if limits > 1 or (limits == 0 and roofline is None):
         raise AdviceError("give one budget: of bits, of loss, or of time on a device")
@@ -432,7 +432,7 @@ def _rounded(recipe: Recipe, costs: Costs, skip: str = "") -> dict[Operand, str]
     kept: set[Site] = set()
     for layers in filter(None, (recipe.keep, skip)):
         try:
-            kept |= Selection.parse(layers).of(sites)
+            kept |= SiteSelection.parse(layers).of(sites)
         except SelectionError:
             return None
     specs = {}

@@ -18,7 +18,7 @@ from binade.collector.advice.costs import FORWARD, Costs, bits_of
 from binade.collector.recipes.recipe import BF16
 from binade.data import evidence
 from binade.data.catalog import Catalog
-from binade.data.effects import CHANGE, Group
+from binade.data.effects import CHANGE, EffectGroup
 from binade.data.evidence import Estimate
 from binade.data.reliability import Reliability, reliability
 
@@ -100,7 +100,7 @@ def with_effects(costs: Costs, effects: pd.DataFrame, by: str) -> Costs:
     )
 
 
-def _scaled(costs: Costs, known: dict[tuple[str, Group], dict[str, Any]]) -> Costs:
+def _scaled(costs: Costs, known: dict[tuple[str, EffectGroup], dict[str, Any]]) -> Costs:
     """The costs with the predictions of each layer scaled to what was measured for the layer, where all layers were
     measured in a spec, else with those of a part scaled to what was measured for it as a whole. So a prediction only
     divides a measured effect among operands."""
@@ -110,8 +110,8 @@ def _scaled(costs: Costs, known: dict[tuple[str, Group], dict[str, Any]]) -> Cos
     levels: dict[str, None] = {}
     forward = table[(table["gemm"] == FORWARD) & (table["spec"] != BF16)]
     for (part, spec), rows in forward.groupby(["part", "spec"]):
-        layers = {Group(str(part), int(str(layer))): own for layer, own in rows.groupby("layer_index")}
-        whole = {Group(str(part)): rows}
+        layers = {EffectGroup(str(part), int(str(layer))): own for layer, own in rows.groupby("layer_index")}
+        whole = {EffectGroup(str(part)): rows}
         groups = layers if all((spec, group) in known for group in layers) else whole
         for group, own in groups.items():
             row, positive = known.get((str(spec), group)), own["cost"].clip(lower=0)
@@ -126,12 +126,12 @@ def _scaled(costs: Costs, known: dict[tuple[str, Group], dict[str, Any]]) -> Cos
     return replace(costs, table=table.assign(by_sequence=by_sequence), scaled=tuple(levels))
 
 
-def by_prediction(costs: Costs, by: str) -> tuple[Group, ...]:
+def by_prediction(costs: Costs, by: str) -> tuple[EffectGroup, ...]:
     """The groups that share a choice, the largest predicted change of the loss in the narrowest spec first: the order
     in which measuring them tells most."""
     narrowest = costs.specs[0]
     table = costs.table[(costs.table["gemm"] == FORWARD) & (costs.table["spec"] == narrowest)]
-    sums: dict[Group, float] = {}
+    sums: dict[EffectGroup, float] = {}
     for row, cost in zip(table.itertuples(index=False), table["cost"].astype(float), strict=True):
         group = _group(row, by)
         sums[group] = sums.get(group, 0.0) + cost
@@ -145,7 +145,7 @@ def agreements(costs: Costs, effects: pd.DataFrame, used: Costs) -> tuple[Agreem
     known = _by_group(effects)
     found = []
     for spec in costs.specs:
-        whole = [known.get((spec, Group(part))) for part in parts]
+        whole = [known.get((spec, EffectGroup(part))) for part in parts]
         rows = costs.table[(costs.table["gemm"] == FORWARD) & (costs.table["spec"] == spec)]
         if any(row is None for row in whole) or rows.empty:
             continue
@@ -168,11 +168,11 @@ def _of_one_run(effects: pd.DataFrame, costs: Costs, by: str) -> pd.DataFrame:
     return effects.sort_values("run_id", key=lambda runs: -runs.map(counts), kind="stable")
 
 
-def _by_group(effects: pd.DataFrame) -> dict[tuple[str, Group], dict[str, Any]]:
-    rows: dict[tuple[str, Group], dict[str, Any]] = {}
+def _by_group(effects: pd.DataFrame) -> dict[tuple[str, EffectGroup], dict[str, Any]]:
+    rows: dict[tuple[str, EffectGroup], dict[str, Any]] = {}
     for row in effects.astype(object).where(effects.notna(), None).to_dict("records"):
         layer = row["layer_index"]
-        group = Group(row["part"] or "", None if layer is None else int(layer), row["module"])
+        group = EffectGroup(row["part"] or "", None if layer is None else int(layer), row["module"])
         error = row["change_error"]
         rows.setdefault(
             (str(row["format"]), group),
@@ -185,14 +185,14 @@ def _by_group(effects: pd.DataFrame) -> dict[tuple[str, Group], dict[str, Any]]:
     return rows
 
 
-def _group(row: Any, by: str) -> Group:
+def _group(row: Any, by: str) -> EffectGroup:
     """The group of an operand of the costs, as it is measured."""
     part = str(row.part)
     if part not in ("linear", "router"):  # a recipe has one choice for the attention of all layers
-        return Group(part)
+        return EffectGroup(part)
     fields = GROUPS[by]
     layer = int(row.layer_index) if "layer_index" in fields else None
-    return Group(part, layer, str(row.module) if "module" in fields else None)
+    return EffectGroup(part, layer, str(row.module) if "module" in fields else None)
 
 
 def _cost(row: dict[str, Any]) -> float:

@@ -38,7 +38,7 @@ Operand = tuple[str, int, str, str]
 
 
 @dataclass(frozen=True)
-class Product:
+class ProductCost:
     """`count` products of a [m, k] and b [k, n] in a micro-batch. Its GEMMs take equal FLOP: forward = a b,
     dgrad = grad bᵀ, wgrad = aᵀ grad. m is fractional where it is a share of the tokens."""
 
@@ -72,21 +72,21 @@ class Product:
         return max(self.flop / rate, moved / bandwidth) + quantizing / bandwidth
 
 
-def products(shape: Shape, batch: int, length: int) -> tuple[Product, ...]:
+def products(shape: Shape, batch: int, length: int) -> tuple[ProductCost, ...]:
     """The products of a micro-batch of `batch` sequences of `length` tokens. The experts of a layer are one, with the
     tokens that reach each on average."""
     experts = Counter((spec.site.layer_index, spec.site.module) for spec in shape.specs())
-    listed = [Product("head", HEAD, batch * length, shape.hidden, shape.vocab)]
+    listed = [ProductCost("head", HEAD, batch * length, shape.hidden, shape.vocab)]
     for spec in {(spec.site.layer_index, spec.site.module): spec for spec in shape.specs()}.values():
         site = Site(spec.site.layer_index, spec.site.module)
         if isinstance(spec, LinearSpec):
             part, tokens = "router" if site.module == "router" else "linear", float(batch * length * spec.share)
             count = experts[site.layer_index, site.module]
-            listed.append(Product(part, site, tokens, spec.inputs, spec.outputs, count))
+            listed.append(ProductCost(part, site, tokens, spec.inputs, spec.outputs, count))
         else:  # queries that share keys and values are one matrix
             queries, count = length * spec.heads // spec.kv_heads, batch * spec.kv_heads
-            listed.append(Product("qk", site, queries, spec.head_dim, length, count))
-            listed.append(Product("pv", site, queries, length, spec.value_dim, count))
+            listed.append(ProductCost("qk", site, queries, spec.head_dim, length, count))
+            listed.append(ProductCost("pv", site, queries, length, spec.value_dim, count))
     return tuple(listed)
 
 
@@ -95,10 +95,10 @@ class Roofline:
     """The products of a step on a device."""
 
     device: Device
-    products: tuple[Product, ...]
+    products: tuple[ProductCost, ...]
 
     @cached_property
-    def by_place(self) -> dict[Place, Product]:
+    def by_place(self) -> dict[Place, ProductCost]:
         return {product.place: product for product in self.products}
 
     def step(self, specs: Mapping[Operand, str]) -> float:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from binade.collector.advice.costs import AdviceError
 from binade.collector.errors import ConfigError
-from binade.collector.recipes.draft import Draft
+from binade.collector.recipes.draft import RecipeDraft
 from binade.collector.recipes.recipe import MODULES, PARTS, About, Recipe
 from binade.data.catalog import SAME_IN_ITERATIONS, Catalog
 from binade.data.evidence import Estimate, Measure, holm, paired, spread_of
@@ -310,7 +310,7 @@ def groups(table: pd.DataFrame, by: list[str]) -> Iterator[tuple[tuple[str, ...]
 def recipe(found: Sweep, name: str, history: int) -> Recipe:
     """Delayed scaling with the best margin of each operand. A module has a table of its own where the margin of all
     modules together is distinguishably worse in it. Operands without values stay in bf16."""
-    draft = Draft(about=About(title=f"{found.fmt} with delayed scales from a sweep"))
+    draft = RecipeDraft(about=About(title=f"{found.fmt} with delayed scales from a sweep"))
     pooled: dict[tuple[str, str], int] = {}
     for (part, tensor), trials in groups(found.trials, ["part", "tensor_name"]):
         pooled[part, tensor] = best_margin(trials).margin
@@ -326,5 +326,5 @@ def recipe(found: Sweep, name: str, history: int) -> Recipe:
     return draft.recipe(name)
 
 
-def _set(draft: Draft, key: str, part: str, tensor: str, spec: Spec) -> None:
+def _set(draft: RecipeDraft, key: str, part: str, tensor: str, spec: Spec) -> None:
     draft.set(key, {operand.field: spec for operand in PARTS[part] if operand.name == tensor})

@@ -22,7 +22,7 @@ from binade.collector.capture.adapters.layer import Layer
 from binade.collector.capture.clock import Moment, parameters_of
 from binade.collector.ranks import Ranks
 from binade.data.text import number_text
-from binade.quant.later import Later, Part
+from binade.quant.later import Later, LaterPart
 
 NAME = "accumulation_error"
 INPUTS = ("in_features", "input_size", "whole_shape")  # attributes of modules whose weight is [out, in]
@@ -48,7 +48,7 @@ class Sum:
     moments: list[Moment] = field(default_factory=list)
 
 
-class Sums:
+class GradientSums:
     """The sums of this step's gradients. complete: whether each of its micro-batches was recorded in full."""
 
     def __init__(self, ranks: Ranks) -> None:
@@ -125,7 +125,7 @@ def _compare(recorder: Any, sums: list[tuple[Sum, Tensor]]) -> None:
     recorder.publish_step()
     names = [each.layer.site.name for each, _ in sums]
     count = max(len({moment.micro_batch for moment in each.moments}) for each, _ in sums)
-    found = Later(lambda *arrays: arrays, *map(Part, (torch.stack(errors), torch.stack(bounds), factor)))
+    found = Later(lambda *arrays: arrays, *map(LaterPart, (torch.stack(errors), torch.stack(bounds), factor)))
 
     def check(iteration: int) -> None:
         measured, limits, common = found()

@@ -17,14 +17,14 @@ from binade.collector.capture.adapters.first_pass import FirstPass
 from binade.collector.capture.adapters.layer import Findings, InstrumentError, Layer, numbers_left_out
 from binade.collector.capture.adapters.torch_modules import unseen_products
 from binade.collector.capture.instrument import quantizes_attention, recipe_of, unquantized
-from binade.collector.capture.survey import Found, around_forward, survey
+from binade.collector.capture.survey import Survey, around_forward, survey
 from binade.collector.capture.twin import kept
 from binade.collector.models.attention import CoreBegin
 from binade.collector.models.parallel import Begin, Call
 from binade.collector.models.site import Site
 from binade.collector.recipes.recipe import BF16, Part, Recipe
-from binade.collector.recipes.selection import Selection
-from binade.data.coverage import FormatDifference, Formats, Operand, differing, gemm_operands
+from binade.collector.recipes.selection import SiteSelection
+from binade.data.coverage import CoveredOperand, FormatDifference, Formats, differing, gemm_operands
 from binade.data.tensor_kinds import TENSOR_KINDS, Product
 from binade.data.text import markdown_table
 from binade.quant.gemm import Observed, Rounding
@@ -75,7 +75,7 @@ def coverage(
     model: nn.Module,
     recipe: Recipe | str | None = None,
     *,
-    skip: Selection | str | None = None,
+    skip: SiteSelection | str | None = None,
     exclude: Sequence[str] = (),
     cores: Sequence[str] = (),
     products: Mapping[str, Equations] = {},
@@ -110,7 +110,7 @@ def coverage(
     if batch is not None:
         shown, begun = _try_pass(model, found, attention, formats_of, batch)
     rows: Counter[tuple[str, ...]] = Counter()
-    formats: dict[Operand, str] = {}
+    formats: dict[CoveredOperand, str] = {}
     paths = {module: name for name, module in model.named_modules()}
     for name, module in model.named_modules():
         kind = numbers_left_out(name), type(module).__name__
@@ -146,7 +146,7 @@ def coverage(
     return found_rows
 
 
-def _covered(layer: Layer, recipe: Recipe, reason: str) -> tuple[str, str, str, dict[Operand, str]]:
+def _covered(layer: Layer, recipe: Recipe, reason: str) -> tuple[str, str, str, dict[CoveredOperand, str]]:
     """(what a layer is called in the index, its format, why it is left or in bf16, the formats of its operands).
     reason: why it is in bf16, if it is."""
     site = layer.site
@@ -157,7 +157,7 @@ def _covered(layer: Layer, recipe: Recipe, reason: str) -> tuple[str, str, str, 
     fmt = BF16 if reason else ", ".join(dict.fromkeys(part.quant_type for part in used))
     parts = dict(zip(layer.products, [Part()] * len(used) if reason else used, strict=True))
     formats = {
-        Operand(site.layer_index, site.module, site.expert, kind.name, gemm): parts[product].rounded_to(field)
+        CoveredOperand(site.layer_index, site.module, site.expert, kind.name, gemm): parts[product].rounded_to(field)
         for product in layer.products
         for kind in TENSOR_KINDS
         if kind.product is product
@@ -168,7 +168,7 @@ def _covered(layer: Layer, recipe: Recipe, reason: str) -> tuple[str, str, str, 
 
 def _try_pass(
     model: nn.Module,
-    found: Found,
+    found: Survey,
     attention: bool,
     formats: Callable[[Layer, Product], GemmFormats],
     batch: object,

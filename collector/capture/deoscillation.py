@@ -34,7 +34,7 @@ from binade.collector.recipes.recipe import Deoscillation
 from binade.data.store import staged_file
 from binade.data.tensor_kinds import Product
 from binade.data.text import describe
-from binade.quant.later import Later, Part
+from binade.quant.later import Later, LaterPart
 from binade.quant.quantizer import apply
 from binade.quant.specs import Spec
 
@@ -166,7 +166,7 @@ class Deoscillator:
                 total = sum(weight.parameter.numel() for _, weight in counts)
                 device = counts[0][0].device
                 number = torch.stack([count.to(device) for count, _ in counts]).sum()
-                snapped(Later(lambda found: int(found), Part(number)), total)
+                snapped(Later(lambda found: int(found), LaterPart(number)), total)
 
         handle = register_optimizer_step_post_hook(stepped)
         start = [weight.steps for weight in self.weights]

@@ -45,8 +45,8 @@ from binade.collector.models.site import Site
 from binade.collector.recipes.files import to_toml
 from binade.collector.recipes.parse import parse_recipe
 from binade.collector.recipes.recipe import Recipe
-from binade.collector.recipes.selection import Selection
-from binade.data.effects import Effect, Group, OfBatch, recipe_sha256
+from binade.collector.recipes.selection import SiteSelection
+from binade.data.effects import Effect, EffectGroup, OfBatch, recipe_sha256
 from binade.data.tensor_kinds import Product
 from binade.quant.gemm import Rounding
 from binade.quant.specs import GemmFormats
@@ -81,14 +81,14 @@ def part_of(key: Key) -> str:
     return "router" if product is Product.LINEAR and site.is_router else product.value
 
 
-def group_of(key: Key, by: str) -> Group:
+def group_of(key: Key, by: str) -> EffectGroup:
     """The group of a product, at a granularity of BY."""
     site, _ = key
     values: dict[str, Any] = {"part": part_of(key), "layer_index": site.layer_index, "module": site.module}
-    return Group(**{name: values[name] for name in BY[by]})
+    return EffectGroup(**{name: values[name] for name in BY[by]})
 
 
-def holds(group: Group, key: Key) -> bool:
+def holds(group: EffectGroup, key: Key) -> bool:
     """Whether a product belongs to a group."""
     site, _ = key
     return (
@@ -103,7 +103,7 @@ def rounds_forward(formats: GemmFormats) -> bool:
 
 
 @dataclass(eq=False)
-class Blocks:
+class BlockOutputs:
     """The outputs of a model's blocks in the pass without rounding, in the order in which the blocks ended.
 
     most   how many bytes are kept
@@ -132,7 +132,7 @@ class Blocks:
         return dict(self.outputs[:ended])
 
 
-class Measuring:
+class EffectMeter:
     """Evaluates a model with groups of its products rounded.
 
     products  those that can be rounded, in the order of the model
@@ -158,14 +158,14 @@ class Measuring:
         self._number = 0
         self._base: Mapping[Key, GemmFormats] = {}
         self._before: list[Tensor] | None = None  # log-probabilities of each sequence, without rounding
-        self._outputs = Blocks(0)
+        self._outputs = BlockOutputs(0)
 
     def reference(self, batch: Any, number: int, formats: Mapping[Key, GemmFormats] = {}) -> Losses:
         """Evaluate a batch with these formats; without rounding, if there are none. The next calls of `rounded` and
         `evaluated` evaluate the same batch. number: of the batch; stochastic rounding depends on it. Raises ConfigError
         for a loss of another form than `measure` takes."""
         self._batch, self._number, self._before, self._base = batch, number, None, formats
-        self._outputs = Blocks(MOST_KEPT)
+        self._outputs = BlockOutputs(MOST_KEPT)
         with ExitStack() as undo:
             for block in self.blocks:
                 undo.callback(set_on(block, "forward", self._keeping(block)))
@@ -176,7 +176,7 @@ class Measuring:
             self.reuses, self.rest = again.losses == exact.losses, again.seconds
         return exact
 
-    def rounded(self, recipe: Recipe, group: Group) -> Losses:
+    def rounded(self, recipe: Recipe, group: EffectGroup) -> Losses:
         """Evaluate the batch of the last `reference`, which was without rounding, with a group of products rounded as
         the recipe does."""
         formats = {key: each for key, each in self.formats(recipe).items() if holds(group, key)}
@@ -203,7 +203,7 @@ class Measuring:
         """The formats of the products whose forward operands a recipe rounds in its first iteration. Raises ConfigError
         if they depend on earlier passes."""
         sites = [site for site, _ in self.products]
-        kept = Selection.parse(recipe.keep).of(sites) if recipe.keep else frozenset()
+        kept = SiteSelection.parse(recipe.keep).of(sites) if recipe.keep else frozenset()
         formats = {key: recipe.part_of(key[1], key[0]).formats for key in self.products if key[0] not in kept}
         formats = {key: each for key, each in formats.items() if rounds_forward(each)}
         if any(each.delayed for each in formats.values()):
@@ -213,7 +213,7 @@ class Measuring:
             )
         return formats
 
-    def cost(self, recipe: Recipe, group: Group) -> float:
+    def cost(self, recipe: Recipe, group: EffectGroup) -> float:
         """The share of the blocks that a pass computes, 0 to 1; for a batch of which the reference is known."""
         keys = [key for key in self.formats(recipe) if holds(group, key)]
         before = self._outputs.before(keys) if self.reuses else {}
@@ -295,7 +295,7 @@ def measuring(
     cores: Sequence[str] = (),
     products: Mapping[str, Equations] = {},
     head: bool = False,
-) -> Iterator[Measuring]:
+) -> Iterator[EffectMeter]:
     """A context in which a model is measured. attention: whether products of attention can be rounded, too; then they
     are computed as products of their own in all passes. The other arguments are those of `instrument`.
 
@@ -312,7 +312,7 @@ def measuring(
         evaluating(model),
         instrument(model, COVERS[attention], recorder, backend=backend, seed=seed, **options),
     ):
-        yield Measuring(model, evaluate, recorder, keys, blocks, seed)
+        yield EffectMeter(model, evaluate, recorder, keys, blocks, seed)
 
 
 def _block(path: str) -> str:
@@ -323,13 +323,13 @@ def _block(path: str) -> str:
 
 
 @dataclass(frozen=True)
-class Task:
+class EffectTask:
     """A measurement: a group of products, rounded as a recipe does. format: the recipe as it was written;
     recipe_sha256: of what it rounds."""
 
     format: str
     recipe: Recipe
-    group: Group
+    group: EffectGroup
     recipe_sha256: str
 
     def of(self, batch: int) -> OfBatch:
@@ -338,8 +338,8 @@ class Task:
 
 
 def tasks_of(
-    measured: Measuring, recipes: Mapping[str, Recipe], by: Sequence[str], parts: Sequence[str] = ()
-) -> list[Task]:
+    measured: EffectMeter, recipes: Mapping[str, Recipe], by: Sequence[str], parts: Sequence[str] = ()
+) -> list[EffectTask]:
     """The measurements of recipes by granularities of BY, the whole ones first. parts: those of the recipes; all if
     empty. Raises ConfigError if a recipe rounds none of them."""
     tasks = []
@@ -349,12 +349,14 @@ def tasks_of(
             keys = [key for key in measured.formats(recipe) if not parts or not BY[each] or part_of(key) in parts]
             if not keys:
                 raise ConfigError(f"{text} rounds no forward operand of {', '.join(parts)}: choose other parts")
-            tasks += [Task(text, recipe, group, sha256) for group in dict.fromkeys(group_of(key, each) for key in keys)]
+            tasks += [
+                EffectTask(text, recipe, group, sha256) for group in dict.fromkeys(group_of(key, each) for key in keys)
+            ]
     return tasks
 
 
 def effects(
-    measured: Measuring, batches: Iterable[Any], tasks: Sequence[Task], done: Collection[OfBatch] = ()
+    measured: EffectMeter, batches: Iterable[Any], tasks: Sequence[EffectTask], done: Collection[OfBatch] = ()
 ) -> Iterator[Effect]:
     """Measure each task on each batch, batch by batch, so that all groups have the same sequences. done: what is known
     already."""

@@ -14,8 +14,8 @@ from binade.collector.capture.adapters.products import tensors_in
 from binade.collector.capture.curves import hash_of, sample_of
 from binade.collector.capture.effects import (
     BY,
-    Measuring,
-    Task,
+    EffectMeter,
+    EffectTask,
     effects,
     measuring,
     part_of,
@@ -27,7 +27,7 @@ from binade.collector.capture.instrument import model_name
 from binade.collector.errors import ConfigError
 from binade.collector.recipes.recipe import PARTS
 from binade.data.continued import continued_run
-from binade.data.effects import MEASURE, Effect, Group, Measured, append_effect, continue_effects, merged
+from binade.data.effects import MEASURE, Effect, EffectGroup, Measured, append_effect, continue_effects, merged
 from binade.data.runs import DONE, RunWriter, resolve_root
 
 if TYPE_CHECKING:
@@ -50,9 +50,9 @@ def check_requested(by: Iterable[str], parts: Iterable[str]) -> None:
 
 def record(
     writer: RunWriter,
-    measured: Measuring,
+    measured: EffectMeter,
     batches: Collection[Any],
-    tasks: Sequence[Task],
+    tasks: Sequence[EffectTask],
     done: Done = lambda effect, count, of: None,
 ) -> list[Measured]:
     """Measure what the run does not have yet, and add it. Returns the effects of the tasks. Raises OSError."""
@@ -164,4 +164,4 @@ def measure(
             return table_of(record(writer, measured, listed, tasks))
 
 
-__all__ = ["Group", "check_requested", "measure", "part_of", "record", "table_of"]
+__all__ = ["EffectGroup", "check_requested", "measure", "part_of", "record", "table_of"]

@@ -37,7 +37,7 @@ from binade.collector.capture.optimizer_state import rounding_state
 from binade.collector.capture.provenance import tracing
 from binade.collector.capture.recorder import Recorder
 from binade.collector.capture.step import others, parameter_sites, recording
-from binade.collector.capture.survey import Found, around_forward, find, without_compiling
+from binade.collector.capture.survey import Survey, around_forward, find, without_compiling
 from binade.collector.capture.twin import Twins
 from binade.collector.models.attention import CoreBegin
 from binade.collector.models.site import WRAPPERS, Site
@@ -45,7 +45,7 @@ from binade.collector.recipes.files import to_toml
 from binade.collector.recipes.ladder import without
 from binade.collector.recipes.parse import parse_recipe
 from binade.collector.recipes.recipe import BF16, Part, Recipe, RecipeError
-from binade.collector.recipes.selection import Selection
+from binade.collector.recipes.selection import SiteSelection
 from binade.data.tensor_kinds import Other, Product
 from binade.quant.specs import GemmFormats
 
@@ -59,8 +59,8 @@ def instrument(
     recorder: Recorder | None = None,
     *,
     backend: str = "auto",
-    skip: Selection | str | None = None,
-    capture: Selection | str | None = None,
+    skip: SiteSelection | str | None = None,
+    capture: SiteSelection | str | None = None,
     exclude: Sequence[str] = (),
     cores: Sequence[str] = (),
     products: Mapping[str, Equations] = {},
@@ -221,7 +221,7 @@ def _check_dtypes(stages: Stages, recorded: Collection[Site]) -> None:
                     raise wrong_dtype(layer, weight.dtype)
 
 
-def _first_pass(model: nn.Module, found: Found, attention: bool, recorder: Recorder | None) -> FirstPass | None:
+def _first_pass(model: nn.Module, found: Survey, attention: bool, recorder: Recorder | None) -> FirstPass | None:
     """What watches the first pass; None for our own models, all of whose products are known."""
 
     def warn(text: str) -> None:
@@ -238,7 +238,7 @@ class _Model:
     forward passes."""
 
     module: nn.Module
-    found: Found
+    found: Survey
     others: Sequence[tuple[Other, Layer]]
     passes: PassCounter | None
     first_pass: FirstPass | None
@@ -329,7 +329,7 @@ def _serving(
 
 
 def _facts(
-    models: Sequence[nn.Module], recipe: Recipe, recorder: Recorder, skip: Selection | str | None, backend: str
+    models: Sequence[nn.Module], recipe: Recipe, recorder: Recorder, skip: SiteSelection | str | None, backend: str
 ) -> dict[str, Any]:
     """What run.json says of an instrumented model, in the words of `binade run`."""
     ranks, model = recorder.ranks, models[0]
@@ -378,7 +378,7 @@ def recipe_of(recipe: Recipe | str | None) -> tuple[str, Recipe]:
     return text, parse_recipe(text)
 
 
-def unquantized(recipe: Recipe, skip: Selection | str | None, sites: Sequence[Site]) -> dict[Site, str]:
+def unquantized(recipe: Recipe, skip: SiteSelection | str | None, sites: Sequence[Site]) -> dict[Site, str]:
     """The sites that stay in bf16, with the reason."""
     found: dict[Site, str] = {}
     if recipe.keep:
@@ -388,5 +388,5 @@ def unquantized(recipe: Recipe, skip: Selection | str | None, sites: Sequence[Si
     return found | dict.fromkeys(_chosen(skip, sites) if skip else (), "skip")
 
 
-def _chosen(selection: Selection | str, sites: Sequence[Site]) -> frozenset[Site]:
-    return (Selection.parse(selection) if isinstance(selection, str) else selection).of(sites)
+def _chosen(selection: SiteSelection | str, sites: Sequence[Site]) -> frozenset[Site]:
+    return (SiteSelection.parse(selection) if isinstance(selection, str) else selection).of(sites)

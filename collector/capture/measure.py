@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from binade.collector.capture.clock import Moment
-from binade.collector.capture.rows import Draft, Drafts
+from binade.collector.capture.rows import DraftRow, Drafts
 from binade.collector.capture.tried import Tried, formats_for, try_formats
 from binade.collector.errors import ConfigError
 from binade.collector.models.site import Site
@@ -32,7 +32,7 @@ from binade.data.text import plain_name
 from binade.quant.backends.counts import counted
 from binade.quant.blocks import look
 from binade.quant.gemm import Observed, Rounding, linear
-from binade.quant.later import Later, Part
+from binade.quant.later import Later, LaterPart
 from binade.quant.quantizer import DTYPES
 from binade.quant.specs import GemmFormats, Spec
 from binade.quant.summary import Summary, summarize_later
@@ -42,7 +42,7 @@ WORDS = ("model", "size", "dataset", "recipe")  # keys of a configuration that e
 
 
 class Run(Protocol):
-    """The run that rows belong to, see `capture.session.Session`."""
+    """The run that rows belong to, see `capture.session.RecordingSession`."""
 
     @property
     def run_id(self) -> str: ...
@@ -158,7 +158,7 @@ class Measurer:
         if whole and self.keeps and not merged:
             path = self._save(self.run, number, x.reshape(shape), identity(), summary, fmt, captured)
         self.drafts.drafts.append(
-            Draft(
+            DraftRow(
                 during=(site, moment),
                 tensor_id=f"r{self.ranks.rank:02d}-{number:06d}",
                 identity=identity,
@@ -272,7 +272,7 @@ def _last_bin_later(x: Tensor, scores: Sequence[str]) -> Later[dict[str, float]]
     def shares(values: np.ndarray) -> dict[str, float]:
         return {str(spec): look(torch.from_numpy(values), spec).last_bin for spec in specs}
 
-    return Later(shares, Part(x.detach().to(torch.float32, copy=True)))
+    return Later(shares, LaterPart(x.detach().to(torch.float32, copy=True)))
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -25,7 +25,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from binade.collector.capture.accumulation import Sums
+from binade.collector.capture.accumulation import GradientSums
 from binade.collector.capture.adapters.layer import Layer, wrong_dtype
 from binade.collector.capture.adapters.products import applying_function
 from binade.collector.capture.clock import IN_FLIGHT, Moment, running_backward, seed_of
@@ -70,7 +70,7 @@ class Observing:
     scores: tuple[str, ...]
     measurer: Measurer
     predictions: Predictions
-    sums: Sums | None = None
+    sums: GradientSums | None = None
 
     @property
     def predicts(self) -> bool:

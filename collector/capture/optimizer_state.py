@@ -37,7 +37,7 @@ from binade.collector.capture.adapters.layer import InstrumentError
 from binade.collector.capture.clock import parameters_of, seed_of
 from binade.collector.capture.observer import Hook
 from binade.collector.capture.recorder import Recorder
-from binade.collector.recipes.recipe import Scheme, State
+from binade.collector.recipes.recipe import Scheme, StateRounding
 from binade.data.tensor_kinds import Product
 from binade.quant.low_rank import muonq
 from binade.quant.quantizer import DTYPES, apply
@@ -99,7 +99,7 @@ def _angle(a: Tensor, b: Tensor) -> Tensor:
 class _StateRounder:
     """Rounds after the steps of optimizers. hooks: of the products. rounded: the tensors that were."""
 
-    def __init__(self, state: State, hooks: Sequence[Hook], recorder: Recorder, seed: int) -> None:
+    def __init__(self, state: StateRounding, hooks: Sequence[Hook], recorder: Recorder, seed: int) -> None:
         self.state, self.recorder, self.seed = state, recorder, seed
         layers = [hook.layer for hook in hooks if hook.observing and hook.product is Product.LINEAR]
         weights = {getattr(layer.module, "weight", None): layer.site for layer in layers if not layer.part}
@@ -178,7 +178,7 @@ class _StateRounder:
 
 @contextmanager
 def rounding_state(
-    state: State, models: Sequence[nn.Module], hooks: Sequence[Hook], recorder: Recorder, seed: int
+    state: StateRounding, models: Sequence[nn.Module], hooks: Sequence[Hook], recorder: Recorder, seed: int
 ) -> Iterator[None]:
     """A context in which the state of the models' parameters in torch optimizers is rounded after each step.
 

@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from binade.collector.capture.effects import BY, Key, Measuring, group_of, holds, part_of
+from binade.collector.capture.effects import BY, EffectMeter, Key, group_of, holds, part_of
 from binade.collector.capture.evaluation import IGNORED, Answer
 from binade.collector.errors import ConfigError
 from binade.collector.recipes.recipe import PARTS, Recipe
-from binade.data.effects import Group
+from binade.data.effects import EffectGroup
 from binade.data.parity import Policies, joined
 from binade.data.parity_results import GroupGap
 from binade.quant.specs import OPERAND_FIELDS, GemmFormats, SpecError
@@ -37,7 +37,7 @@ class Gap:
     divergences  KL(R ‖ T) of the next token over the whole vocabulary, the mean of each sequence in nats
     """
 
-    group: Group
+    group: EffectGroup
     operand: str
     is_whole: bool
     policies: Policies
@@ -57,7 +57,7 @@ class Gap:
 class _Trial(NamedTuple):
     """What a pass changes. operand, is_whole: as in Gap. formats: of all products."""
 
-    group: Group
+    group: EffectGroup
     operand: str
     is_whole: bool
     formats: dict[Key, GemmFormats]
@@ -72,7 +72,7 @@ class _Scored(NamedTuple):
 
 
 def gaps(
-    measured: Measuring,
+    measured: EffectMeter,
     batches: Sequence[object],
     rollout: Recipe,
     training: Recipe,
@@ -99,7 +99,7 @@ def gaps(
         )
     single = [group_of(key, each) for each in sorted(by, key=lambda name: len(BY[name])) for key in changed]
     trials: list[_Trial] = []
-    for group in dict.fromkeys([Group(), *single]):
+    for group in dict.fromkeys([EffectGroup(), *single]):
         trials += _trials(group, [key for key in changed if holds(group, key)], of_rollout, of_training, operands)
     found: list[list[tuple[Policies, tuple[float, ...]]]] = [[] for _ in trials]
     passes, of = 0, len(batches) * (len(trials) + 1)
@@ -118,7 +118,7 @@ def gaps(
 
 
 def _trials(
-    group: Group,
+    group: EffectGroup,
     keys: Sequence[Key],
     of_rollout: Mapping[Key, GemmFormats],
     of_training: Mapping[Key, GemmFormats],
@@ -156,7 +156,7 @@ def _operand(field: str, keys: Iterable[Key]) -> str:
     return names.pop() if len(names) == 1 else ""
 
 
-def formats_of(measured: Measuring, recipe: Recipe) -> dict[Key, GemmFormats]:
+def formats_of(measured: EffectMeter, recipe: Recipe) -> dict[Key, GemmFormats]:
     """How a recipe rounds the forward operands of all products."""
     rounded = measured.forward_formats(recipe)
     backward: dict[str, Any] = dict.fromkeys(name for name in OPERAND_FIELDS if not name.startswith("forward"))

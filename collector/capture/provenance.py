@@ -56,7 +56,7 @@ class _Note:
 
 
 @dataclass
-class _Call:
+class _ModuleCall:
     """A call of a module. Notes on its results and gradients have a position in the order of execution."""
 
     name: str
@@ -115,9 +115,9 @@ class Provenance:
     def __init__(self, model: nn.Module, recorder: Recorder, sites: Mapping[str, Site]) -> None:
         self.recorder, self.modules, self.sites = recorder, dict(model.named_modules()), sites
         self.orders = count(1)  # from which the backward pass of each device takes, on a thread of its own
-        self.open: list[_Call] = []
-        self.ended: list[_Call] = []
-        self.last: dict[nn.Module, _Call] = {}
+        self.open: list[_ModuleCall] = []
+        self.ended: list[_ModuleCall] = []
+        self.last: dict[nn.Module, _ModuleCall] = {}
         self.waiting: list[_Note] = []  # notes on a GPU
         self.known: dict[int, tuple[weakref.ref[Tensor], int, _Note]] = {}
         self.kept = False
@@ -162,7 +162,7 @@ class Provenance:
             if len(self.ended) > MOST_CALLS:  # where nothing tells the steps apart
                 self.end(self.recorder.clock.iteration)
         own = [p for p in module.parameters(recurse=False) if not p.is_meta]
-        call = _Call(name, next(self.orders), self._notes((args, kwargs)), self._notes(own))
+        call = _ModuleCall(name, next(self.orders), self._notes((args, kwargs)), self._notes(own))
         if not self.kept and torch.is_grad_enabled():
             held = (x for x in tensors_in((args, kwargs)) if self.found or not stays(x))
             call.inputs = [(x.detach(), version_of(x)) for x in held]
@@ -170,7 +170,7 @@ class Provenance:
         self.last[module] = call
         return (_seen(args, view := partial(self._listened, call)), _seen(kwargs, view))
 
-    def _listened(self, call: _Call, x: Tensor) -> Tensor:
+    def _listened(self, call: _ModuleCall, x: Tensor) -> Tensor:
         """x as passed to the module: a view, whose gradient is this call's share alone."""
         if not (torch.is_grad_enabled() and x.requires_grad and x.is_floating_point()) or is_dtensor(x):
             return x
@@ -187,7 +187,7 @@ class Provenance:
             of.append((next(self.orders), note))
         return note
 
-    def _arrived(self, call: _Call, gradient: Tensor) -> None:
+    def _arrived(self, call: _ModuleCall, gradient: Tensor) -> None:
         """The gradient of a result of the call."""
         if sampling():
             return
@@ -195,7 +195,7 @@ class Provenance:
         if note and call.inputs:
             call.gradients.append(gradient.detach())
 
-    def _left(self, call: _Call, gradient: Tensor) -> None:
+    def _left(self, call: _ModuleCall, gradient: Tensor) -> None:
         """The gradient of an input of the call."""
         if sampling():
             return
@@ -209,7 +209,7 @@ class Provenance:
         if not sampling() and (call := self.last.get(module)):
             self._made(call, gradient)
 
-    def _made(self, call: _Call, gradient: Tensor) -> None:
+    def _made(self, call: _ModuleCall, gradient: Tensor) -> None:
         """A gradient that the call's backward pass has computed."""
         note = self._gradient(call.leaving, gradient)
         if note is None or self.kept or not self.recorder.entered:
@@ -274,7 +274,7 @@ class Provenance:
     def _judge(
         self,
         iteration: int,
-        calls: list[_Call],
+        calls: list[_ModuleCall],
         waiting: list[_Note],
         arrived: tuple[Tensor, Callable[[], None]] | None,
     ) -> None:
@@ -298,7 +298,7 @@ class Provenance:
             )
 
 
-def _chain(calls: list[_Call], origin: int) -> tuple[Reached, ...]:
+def _chain(calls: list[_ModuleCall], origin: int) -> tuple[Reached, ...]:
     """What is not finite after the origin: the results of modules that contain no other such module, and of the model,
     the loss, and the gradients that these modules compute."""
     found = []

@@ -19,7 +19,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from binade.collector.capture.accumulation import Sums
+from binade.collector.capture.accumulation import GradientSums
 from binade.collector.capture.adapters.dtensor import is_dtensor
 from binade.collector.capture.adapters.layer import InstrumentError, Layer
 from binade.collector.capture.clock import PASSES_BEFORE_WARNING, Clock, Moment, running_backward, seed_of
@@ -30,7 +30,7 @@ from binade.collector.capture.options import Merge, Watch, saving_enabled, words
 from binade.collector.capture.policy import Policy
 from binade.collector.capture.rows import Drafts
 from binade.collector.capture.sensitivity import Predictions
-from binade.collector.capture.session import Continued, Session
+from binade.collector.capture.session import Continued, RecordingSession
 from binade.collector.capture.valid import Valid
 from binade.collector.errors import ConfigError
 from binade.collector.models.site import Site
@@ -164,12 +164,12 @@ class Recorder:
             scores=_formats(scores),
             measurer=Measurer(self.ranks, measured, max_bytes > 0, self.config, Drafts()),
             predictions=Predictions(loss_scale),
-            sums=Sums(self.ranks) if Measure.ACCUMULATED in measured else None,
+            sums=GradientSums(self.ranks) if Measure.ACCUMULATED in measured else None,
         )
         self.savers: list[Callable[[Path], None]] = []  # write what a later run may continue from to a directory
         self._given = {name: value for name, value in self.config.items() if value is not None}
         self._continued: Continued | None = None
-        self._session: Session | None = None  # the current run, or the last one
+        self._session: RecordingSession | None = None  # the current run, or the last one
         self._shown: set[str] = set()  # what was recorded besides products
 
     def compile(self, formats: Iterable[GemmFormats], device: torch.device) -> None:
@@ -187,7 +187,7 @@ class Recorder:
         self._continued, self._writes_curves = continued, False
 
     @property
-    def session(self) -> Session:
+    def session(self) -> RecordingSession:
         """The current run. Raises RecorderError before the Recorder was entered."""
         if self._session is None:
             raise RecorderError("the Recorder has no run: enter it first, with Recorder(...) as recorder")
@@ -220,7 +220,7 @@ class Recorder:
             measurer.reset()
             self.observing.predictions.given = None
             self._shown.clear()
-        self._session = Session(
+        self._session = RecordingSession(
             self.root,
             self.label,
             self.config,

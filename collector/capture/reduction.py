@@ -20,7 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from binade.collector.ranks import Group, Ranks
+from binade.collector.ranks import RankGroup, Ranks
 from binade.data.segment import RoundedWith, Score, Shard, TensorRow
 from binade.data.tensor_kinds import Operation
 from binade.data.text import describe
@@ -61,7 +61,7 @@ class Reduction:
         if ranks.size == 1:
             return None
         given = [[watches, merges, merges and unmerged, ranks.replica]]
-        found = Group(dist.group.WORLD).gather(torch.tensor(given, dtype=torch.int64, device=ranks.device)).tolist()
+        found = RankGroup(dist.group.WORLD).gather(torch.tensor(given, dtype=torch.int64, device=ranks.device)).tolist()
         members = [rank for rank, (_, merging, *_) in enumerate(found) if merging]
         merging = len(members) > 1
         if not merging:

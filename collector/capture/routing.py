@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from binade.collector.capture.effects import Measuring
+from binade.collector.capture.effects import EffectMeter
 from binade.collector.capture.parity import compared, formats_of, scored
 from binade.collector.capture.routes import Route, Routes
 from binade.collector.models.model import GPTModel
@@ -53,7 +53,7 @@ class _Layer:
 
 
 def routing(
-    measured: Measuring,
+    measured: EffectMeter,
     batches: Sequence[object],
     rollout: Recipe,
     training: Recipe,

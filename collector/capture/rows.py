@@ -27,7 +27,7 @@ Pass = tuple[Site, Moment]  # a layer's forward pass
 
 
 @dataclass(frozen=True, eq=False)
-class Draft:
+class DraftRow:
     """The row of a tensor whose step has not ended.
 
     during   the pass of its layer
@@ -119,7 +119,7 @@ class Drafts:
     valid        those of each forward pass
     """
 
-    drafts: list[Draft] = field(default_factory=list)
+    drafts: list[DraftRow] = field(default_factory=list)
     recomputed: set[Pass] = field(default_factory=set)
     scores: dict[tuple[Site, Product, Moment], dict[str, list[Tried]]] = field(default_factory=dict)
     inputs: dict[tuple[Site, Moment, str | None], Later[Summary]] = field(default_factory=dict)
@@ -129,13 +129,13 @@ class Drafts:
     masked: Valid | None = None
     valid: dict[Moment, Valid] = field(default_factory=dict)
 
-    def take(self, merged: bool) -> list[Draft]:
+    def take(self, merged: bool) -> list[DraftRow]:
         """Remove the drafts that become part of rows of all ranks, or the others."""
         taken = [draft for draft in self.drafts if draft.merged == merged]
         self.drafts = [draft for draft in self.drafts if draft.merged != merged]
         return taken
 
-    def freeze(self, drafts: Iterable[Draft], run_id: str, in_ring: Callable[[Moment], bool]) -> list[Pending]:
+    def freeze(self, drafts: Iterable[DraftRow], run_id: str, in_ring: Callable[[Moment], bool]) -> list[Pending]:
         """These drafts, for the writer. in_ring: whether the rows of a moment are kept in memory only."""
         return [
             Pending(

@@ -18,7 +18,7 @@ from binade.collector.capture.monitor import Monitor
 from binade.collector.capture.options import Merge, Watch
 from binade.collector.capture.policy import Policy
 from binade.collector.capture.reduction import Reduction
-from binade.collector.capture.rows import Draft, Drafts
+from binade.collector.capture.rows import DraftRow, Drafts
 from binade.collector.capture.writing import Description, Writing, signals_later
 from binade.collector.models.site import Site
 from binade.collector.probes.probe import Hidden, Repeat
@@ -67,7 +67,7 @@ def _create(root: Path, label: str, config: dict[str, Any], ranks: Ranks, contin
     return created
 
 
-class Session:
+class RecordingSession:
     """A run while it is recorded, on this rank.
 
     merges        whether the ranks merge what they record in full
@@ -160,7 +160,7 @@ class Session:
         if self.policy.clock.positioned:
             self.publish(self.drafts.take(merged=False))  # the others are published by the next `at` of all ranks
 
-    def publish(self, drafts: list[Draft] | None = None) -> None:
+    def publish(self, drafts: list[DraftRow] | None = None) -> None:
         """Queue drafts, by default all, as a segment, and the run's progress. Raises the error of an earlier write."""
         if drafts is None:
             drafts = [*self.drafts.drafts]

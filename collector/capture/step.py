@@ -22,8 +22,8 @@ from binade.collector.capture.adapters.layer import Detach, Layer, distinct, is_
 from binade.collector.capture.adapters.products import tensors_in
 from binade.collector.capture.clock import parameters_of, running_backward
 from binade.collector.capture.recorder import Recorder
-from binade.collector.capture.survey import EXCLUDED, Found
-from binade.collector.models.norm import Point
+from binade.collector.capture.survey import EXCLUDED, Survey
+from binade.collector.models.norm import RecordingPoint
 from binade.collector.models.parallel import linear_shard
 from binade.collector.models.site import HEAD, Site
 from binade.data.segment import Shard
@@ -35,7 +35,7 @@ NORM = re.compile(r"(Layer|RMS)Norm$")  # ends the names of their classes
 SHARDS = {"a": "rows", "y": "rows", "grad": "rows", "grad_b": "partial"}
 
 
-def others(model: nn.Module, found: Found, names: Collection[str]) -> list[tuple[Other, Layer]]:
+def others(model: nn.Module, found: Survey, names: Collection[str]) -> list[tuple[Other, Layer]]:
     """The norms, heads, experts and parameters of a model that have these tensors, as layers: a parameter's has its
     name. Parameters of FSDP and DTensors are left out."""
     places = {kind.product for kind in TENSOR_KINDS if kind.name in names and isinstance(kind.product, Other)}
@@ -47,7 +47,7 @@ def others(model: nn.Module, found: Found, names: Collection[str]) -> list[tuple
     for name, module in modules.items():
         if found.left.get(module) == EXCLUDED:
             continue
-        if isinstance(module, Point):
+        if isinstance(module, RecordingPoint):
             listed.append((module.product, Layer(name, module, module.site, whole, _nothing)))
         elif NORM.search(type(module).__name__):
             listed.append((Other.NORM, Layer(name, module, *_named(modules, name))))
@@ -66,13 +66,13 @@ def _named(modules: dict[str, nn.Module], name: str) -> tuple[Site, Callable[[st
     return where, whole, _nothing, path
 
 
-def parameter_sites(model: nn.Module, found: Found) -> dict[str, Site]:
+def parameter_sites(model: nn.Module, found: Survey) -> dict[str, Site]:
     """Where the parameters of a model are, by name; without those that are not recorded."""
     layers = _parameters(model, dict(model.named_modules()), found)
     return {layer.name: layer.site for layer in distinct(list(layers))}
 
 
-def _parameters(model: nn.Module, modules: dict[str, nn.Module], found: Found) -> Iterator[Layer]:
+def _parameters(model: nn.Module, modules: dict[str, nn.Module], found: Survey) -> Iterator[Layer]:
     if any(is_a("torch.distributed.fsdp", "FullyShardedDataParallel", module) for module in modules.values()):
         return
     linear = {layer.name: layer for layer in found.layers if not (layer.is_core or layer.part)}

@@ -41,7 +41,7 @@ EXCLUDED = "excluded"
 
 
 @dataclass(frozen=True)
-class Found:
+class Survey:
     """The modules of a model, as the adapters classify them.
 
     layers    those that are intercepted
@@ -67,7 +67,7 @@ def survey(
     cores: Sequence[str] = (),
     products: Mapping[str, Equations] = {},
     attention: bool = True,
-) -> Found:
+) -> Survey:
     """The layers of a model, each with a site of its own where its path gives it one.
 
     exclude     paths of modules, * for any letters, that are neither quantized nor recorded
@@ -114,7 +114,7 @@ def survey(
         elif each.module not in left:
             attached = [each.attach, *(attach for module, attach in each.others if module not in left)]
             layers.setdefault((each.module, each.part), replace(each, attach=partial(_attach_all, attached)))
-    return Found(
+    return Survey(
         distinct(placed(modules, list(layers.values()))), left, refused, unseen, tuple(heads.values()), watched=not ours
     )
 
@@ -135,7 +135,7 @@ def modules_of(model: nn.Module) -> dict[str, nn.Module]:
     return modules
 
 
-def find(model: nn.Module, **options: Any) -> Found:
+def find(model: nn.Module, **options: Any) -> Survey:
     """`survey`. Raises InstrumentError as it does, for modules that cannot be intercepted, all of them in one line, and
     if there is nothing to instrument."""
     found = survey(model, **options)

@@ -15,7 +15,7 @@ from binade.data.tensor_kinds import Gemm, has_tokens
 from binade.quant.backends.counts import Counted
 from binade.quant.block_histograms import Histogram
 from binade.quant.gemm import Observed
-from binade.quant.later import Later, Part
+from binade.quant.later import Later, LaterPart
 from binade.quant.metrics import (
     Errors,
     errors_later,
@@ -144,14 +144,14 @@ def _measured(seen: Observed, spec: Spec, gemm: Gemm | None, blocks: bool) -> Tr
 
 def _rounded_with(seen: Observed, spec: Spec) -> Later[RoundedWith]:
     """What the operand was rounded with. The scale of a spec without a history follows from the statistics of the
-    tensor, which the row has: see `rows.Draft`."""
+    tensor, which the row has: see `rows.DraftRow`."""
     seeds = RoundedWith(
         noise_seed=seen.noise_seed if spec.noisy else None,
         sign_seed=seen.sign_seed if spec.signs == "random" else None,
     )
     if seen.absmax is None:
         return Later.known(seeds)
-    return Later(lambda scale: replace(seeds, tensor_scale=float(scale)), Part(seen.absmax))
+    return Later(lambda scale: replace(seeds, tensor_scale=float(scale)), LaterPart(seen.absmax))
 
 
 def _of_original(errors: Later[Errors], seen: Observed, spec: Spec, rows: Tensor | None = None) -> Later[Errors]:

@@ -9,10 +9,10 @@ import re
 from dataclasses import dataclass
 
 from binade.collector.capture.triggers import WARNINGS, Trigger
-from binade.collector.settings import Group, Stats, check_options, option
+from binade.collector.settings import OptionGroup, Stats, check_options, option
 
 EVERY = re.compile(r"every (?:step|([1-9]\d{0,8}) steps)")
-WATCH = Group(
+WATCH = OptionGroup(
     "Watching a long run",
     "By default, a watched step is measured cheaply, without sketches and values. A TRIGGER is a condition on a "
     "measured property of a tensor, or on the loss: 'sqnr_db < 12 for 3', 'saturated > 1%', 'absmax > 8 x median(20)', "

@@ -16,7 +16,7 @@ from binade.collector.training.config import FORMAT, LAYERS, RunConfig
 from binade.collector.training.plan import Plan, plan
 from binade.collector.training.slurm_options import SlurmOptions
 from binade.data.ladder import Ladder
-from binade.terminal import Command, Option, fail, print_text, resolve_root
+from binade.terminal import CliOption, Command, fail, print_text, resolve_root
 
 MOST_SEEDS = 100
 
@@ -43,9 +43,9 @@ def _params() -> list[click.Parameter]:
         if p.name not in ("config", "resume") and (getattr(p, "title", "") != FORMAT.title or p.name == "skip_layers")
     ]
     for param in params:
-        if isinstance(param, Option) and param.name == "skip_layers":
+        if isinstance(param, CliOption) and param.name == "skip_layers":
             param.about = LAYERS
-    seeds = Option(
+    seeds = CliOption(
         ["--seeds"],
         type=_seeds,
         metavar="N|A,B,...",

@@ -18,10 +18,10 @@ from binade.collector.recipes.recipe import PARTS, RecipeError
 from binade.filter_options import filter_of, filter_params
 from binade.quant.formats import UnknownFormatError
 from binade.quant.specs import Spec, SpecError
-from binade.terminal import Command, Option, fail, names, print_text, quiet, resolve_root
+from binade.terminal import CliOption, Command, fail, names, print_text, quiet, resolve_root
 
 if TYPE_CHECKING:
-    from binade.collector.advice.advice import Advice, Request
+    from binade.collector.advice.advice import Advice, AdviceRequest
     from binade.collector.advice.costs import Costs
     from binade.data.catalog import Catalog
     from binade.data.filter import Filter
@@ -91,7 +91,7 @@ def _advise(
     ROOT contains runs recorded with --measures loss and some --scores  [default: $TENSOR_SAVE_DIR, else data/runs].
     Only bf16 runs are used, if there are any. The choice is among the formats that the runs were scored in.
     """
-    from binade.collector.advice.advice import Request, queue_verification, roofline_of, verification
+    from binade.collector.advice.advice import AdviceRequest, queue_verification, roofline_of, verification
     from binade.collector.advice.advice import advise as choose
     from binade.collector.advice.roofline import find_device
     from binade.collector.jobs.slurm import check_submits
@@ -124,7 +124,7 @@ def _advise(
     with Catalog.open(where) as catalog:
         for reason in catalog.refused:
             fail(f"skipped: {reason}")
-        known = _costs(where, catalog, filter_of(filters), parts, Request(specs=specs, by=by), measured)
+        known = _costs(where, catalog, filter_of(filters), parts, AdviceRequest(specs=specs, by=by), measured)
         with quiet():
             roofline = roofline_of(catalog, known, chip, batch) if chip else None
             bits = budget if memory is None else 8 * memory / known.values
@@ -133,7 +133,7 @@ def _advise(
                 share = seconds / roofline.bf16
             if not given and roofline is None:
                 bits = 5.5
-            found = choose(known, Request(bits, loss, share, by, specs, tiles, most_bf16), roofline)
+            found = choose(known, AdviceRequest(bits, loss, share, by, specs, tiles, most_bf16), roofline)
         content = _content(found, output) if output else ""
         if target is not None:
             check_submits(where, Path.cwd())  # before the recipe is written
@@ -165,7 +165,12 @@ class _Measured:
 
 
 def _costs(
-    root: Path, catalog: Catalog, where: Filter | None, parts: tuple[str, ...], request: Request, measured: _Measured
+    root: Path,
+    catalog: Catalog,
+    where: Filter | None,
+    parts: tuple[str, ...],
+    request: AdviceRequest,
+    measured: _Measured,
 ) -> Costs:
     from binade.collector.advice.costs import costs
     from binade.collector.advice.measured import measured_costs
@@ -180,7 +185,7 @@ def _costs(
 
 
 def _measure(
-    root: Path, catalog: Catalog, known: Costs, request: Request, parts: tuple[str, ...], measured: _Measured
+    root: Path, catalog: Catalog, known: Costs, request: AdviceRequest, parts: tuple[str, ...], measured: _Measured
 ) -> None:
     """Measure what is chosen between, on sequences that the runs of the costs did not read."""
     from binade.collector.advice.advice import plan_of
@@ -232,52 +237,53 @@ def _params() -> Sequence[click.Parameter]:
     limits, runs = "Choice", "Test"
     return [
         click.Argument(["root"], required=False, metavar="[ROOT]"),
-        Option(["--budget"], type=_positive, metavar="BITS", title=limits,
+        CliOption(["--budget"], type=_positive, metavar="BITS", title=limits,
                help="Average bits per operand value, separately for forward and backward  [default: 5.5]"),
-        Option(["--memory"], type=size, metavar="SIZE", title=limits,
+        CliOption(["--memory"], type=size, metavar="SIZE", title=limits,
                help="Instead of --budget: the bytes that the forward operands of a micro-batch may take, such as 40M"),
-        Option(["--loss"], type=_positive, metavar="X", title=limits,
+        CliOption(["--loss"], type=_positive, metavar="X", title=limits,
                help="Instead of --budget: the fewest bits, or with --device the least time, with a predicted loss "
                    "change of at most X"),
-        Option(["--device"], metavar="NAME", title=limits,
+        CliOption(["--device"], metavar="NAME", title=limits,
                help="Predict the time of a step on this device, such as H100 or B200. Without --budget, --memory or "
                    "--loss, the budget is one of time, by default halfway between bf16 and the fastest choice"),
-        Option(["--time", "seconds"], type=_positive, metavar="SECONDS", title=limits,
+        CliOption(["--time", "seconds"], type=_positive, metavar="SECONDS", title=limits,
                help="With --device: the predicted time of a step, forward and backward of a micro-batch"),
-        Option(["--speedup"], type=_positive, metavar="X", title=limits,
+        CliOption(["--speedup"], type=_positive, metavar="X", title=limits,
                help="With --device: how many times as fast as bf16 a step is predicted to be"),
-        Option(["--batch"], type=_batch, metavar="SEQUENCESxLENGTH", title=limits,
+        CliOption(["--batch"], type=_batch, metavar="SEQUENCESxLENGTH", title=limits,
                help="With --device: the micro-batch whose time is predicted, such as 8x4096  [default: the run's]"),
-        Option(["--devices"], type=Path, metavar="FILE", title=limits,
+        CliOption(["--devices"], type=Path, metavar="FILE", title=limits,
                help="With --device: a .toml file that describes further devices"),
-        Option(["--by"], type=click.Choice(BY), default="site", title=limits,
+        CliOption(["--by"], type=click.Choice(BY), default="site", title=limits,
                help="Choose formats for each linear layer (site), each layer, each module in all layers, or the whole "
                    "model  [default: site]"),
-        Option(["--parts"], type=_parts, default="linear", metavar="A,B,...", title=limits,
+        CliOption(["--parts"], type=_parts, default="linear", metavar="A,B,...", title=limits,
                help=f"{', '.join(PARTS)}; the others stay in bf16  [default: linear]"),
-        Option(["--specs"], type=_specs, default="", metavar="A,B,...", title=limits,
+        CliOption(["--specs"], type=_specs, default="", metavar="A,B,...", title=limits,
                help="Formats to choose from, in addition to bf16  [default: all that were scored]"),
-        Option(["--tiles"], is_flag=True, title=limits, help="Round weights in tiles only, such as nvfp4(block=16x16)"),
-        Option(["--max-bf16-layers", "most_bf16"], type=click.IntRange(0), metavar="N", title=limits,
+        CliOption(["--tiles"], is_flag=True, title=limits,
+               help="Round weights in tiles only, such as nvfp4(block=16x16)"),
+        CliOption(["--max-bf16-layers", "most_bf16"], type=click.IntRange(0), metavar="N", title=limits,
                help="At most N layers may have a GEMM in bf16"),
-        Option(["--measure"], is_flag=True, title=limits,
+        CliOption(["--measure"], is_flag=True, title=limits,
                help="Measure the change of the loss of each group in each format first, as `binade measure` does; what "
                    "was measured before is used in any case"),
-        Option(["--sequences"], type=click.IntRange(1, 1_000_000), default=8, metavar="N", title=limits,
+        CliOption(["--sequences"], type=click.IntRange(1, 1_000_000), default=8, metavar="N", title=limits,
                help="With --measure: sequences that are evaluated  [default: 8]"),
-        Option(["--first"], type=click.IntRange(1), metavar="N", title=limits,
+        CliOption(["--first"], type=click.IntRange(1), metavar="N", title=limits,
                help="With --measure: measure only the N groups with the largest predicted loss change; the others stay "
                    "predicted  [default: all]"),
-        Option(["--predicted"], is_flag=True, title=limits,
+        CliOption(["--predicted"], is_flag=True, title=limits,
                help="Use predictions, even where effects were measured"),
-        Option(["--output"], type=Path, metavar="FILE",
+        CliOption(["--output"], type=Path, metavar="FILE",
                help="Write the recipe to a new .toml file, or a .yaml file for Megatron Core"),
-        Option(["--verify"], type=click.IntRange(1, 100), metavar="SEEDS", title=runs,
+        CliOption(["--verify"], type=click.IntRange(1, 100), metavar="SEEDS", title=runs,
                help="Queue runs that test the recipe with this number of seeds: bf16, the best single format with "
                    "at most as many bits, and the recipe"),
-        Option(["--train-iters"], type=click.IntRange(2), default=200, metavar="N", title=runs,
+        CliOption(["--train-iters"], type=click.IntRange(2), default=200, metavar="N", title=runs,
                help="Iterations of each of these runs  [default: 200]"),
-        Option(["--target"], metavar="NAME", title=runs,
+        CliOption(["--target"], metavar="NAME", title=runs,
                help="Cluster in binade.toml on which they run  [default: this machine]"),
         *filter_params(),
     ]  # fmt: skip

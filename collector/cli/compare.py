@@ -13,7 +13,7 @@ from typing import Any
 
 import pandas as pd
 
-from binade.collector.cli.output import Table, aligned, csv_text, markdown, wrapped
+from binade.collector.cli.output import TextTable, aligned, csv_text, markdown, wrapped
 from binade.collector.recipes.ladder import ladders
 from binade.collector.recipes.parse import linear_formats_of
 from binade.data import comparison
@@ -66,7 +66,7 @@ LEGEND = (
 
 
 @dataclass(frozen=True)
-class Section:
+class CompareSection:
     """
     title      what the runs share: model, size and dataset
     model      OF_MODEL
@@ -89,7 +89,7 @@ class Section:
     notes: tuple[str, ...] = ()
 
 
-def sections(opened: Catalog) -> list[Section]:
+def sections(opened: Catalog) -> list[CompareSection]:
     """The comparisons of a root, in the order of their first runs. Raises CatalogError, OSError."""
     runs = opened.runs()
     runs = runs[runs["recipe"].notna()]
@@ -97,13 +97,13 @@ def sections(opened: Catalog) -> list[Section]:
     return [_section(opened, own.iloc[::-1], dict(zip(OF_MODEL, key, strict=True))) for key, own in groups]
 
 
-def _section(opened: Catalog, runs: pd.DataFrame, model: dict[str, Any]) -> Section:
+def _section(opened: Catalog, runs: pd.DataFrame, model: dict[str, Any]) -> CompareSection:
     model = {name: None if pd.isna(value) else str(value) for name, value in model.items()}
     named = " ".join(filter(None, (model["model"] or "unnamed model", model["size"])))
     title = one_line(f"{named}, {model['dataset'] or 'unnamed data'}")
     table = runs_with_references(runs, opened.parts())
     if problem := no_reference(table):
-        return Section(title, model, None, notes=(problem, *left_out(table)))
+        return CompareSection(title, model, None, notes=(problem, *left_out(table)))
     compared = comparison.compare(table, losses_of(opened, table["run_id"]))
     recorded = iterations_of(opened, GRADIENTS[0])
     at = recorded[0] if recorded else None
@@ -130,7 +130,7 @@ def _section(opened: Catalog, runs: pd.DataFrame, model: dict[str, Any]) -> Sect
     notes = [one_line(note) for note in notes if note]
     operands = operand_table(opened, compared.recipes)
     recipes = with_effects(opened, compared)
-    return Section(title, model, compared, recipes, operands, tuple(made), gradients, at or 0, tuple(notes))
+    return CompareSection(title, model, compared, recipes, operands, tuple(made), gradients, at or 0, tuple(notes))
 
 
 def _gradients(opened: Catalog, table: pd.DataFrame, at: int) -> tuple[pd.DataFrame | None, list[str]]:
@@ -150,11 +150,11 @@ def _gradients(opened: Catalog, table: pd.DataFrame, at: int) -> tuple[pd.DataFr
 # What is printed
 
 
-def cells(frame: pd.DataFrame, fields: Iterable[Field], title: str) -> Table:
+def cells(frame: pd.DataFrame, fields: Iterable[Field], title: str) -> TextTable:
     """A table of the fields of a frame that have a value."""
     shown = [field for field in fields if field.name in frame and frame[field.name].notna().any()]
     rows = [tuple(_cell(row[field.name], field) for field in shown) for row in frame.to_dict("records")]
-    return Table(title, tuple(field.title for field in shown), tuple(rows))
+    return TextTable(title, tuple(field.title for field in shown), tuple(rows))
 
 
 def _cell(value: Any, field: Field) -> str:
@@ -163,7 +163,7 @@ def _cell(value: Any, field: Field) -> str:
     return number_text(None if pd.isna(value) else float(value), field.format)
 
 
-def tables(section: Section) -> Iterator[Table]:
+def tables(section: CompareSection) -> Iterator[TextTable]:
     """The tables of a section."""
     if section.compared is None:
         return
@@ -181,7 +181,7 @@ def tables(section: Section) -> Iterator[Table]:
         yield cells(section.gradients, GRADIENT_FIELDS, f"Gradients compared with bf16, iteration {section.at}")
 
 
-def render(found: Iterable[Section], kind: str) -> str:
+def render(found: Iterable[CompareSection], kind: str) -> str:
     """Sections as "text", "csv" or "markdown", the last line ended."""
     if kind == "csv":
         return _csv(found)
@@ -197,7 +197,7 @@ def render(found: Iterable[Section], kind: str) -> str:
     return "\n\n".join([*blocks, "\n".join(legend)]) + "\n"
 
 
-def _csv(found: Iterable[Section]) -> str:
+def _csv(found: Iterable[CompareSection]) -> str:
     """A row per recipe, empty where a figure is not known."""
     rows: list[dict[str, Any]] = []
     columns: dict[str, None] = dict.fromkeys(OF_MODEL)

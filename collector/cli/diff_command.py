@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from binade.terminal import FAILED, Command, Option, print_text, readable_root, root_option
+from binade.terminal import FAILED, CliOption, Command, print_text, readable_root, root_option
 
 if TYPE_CHECKING:  # they import pyarrow
     from binade.data.difference import Difference, Tolerance
@@ -111,12 +111,12 @@ diff = Command(
     params=[
         click.Argument(["run_a"], metavar="RUN_A"),
         click.Argument(["run_b"], metavar="RUN_B"),
-        Option(["--tolerance"], type=click.FloatRange(min=0), metavar="X",
+        CliOption(["--tolerance"], type=click.FloatRange(min=0), metavar="X",
                help="Largest relative difference ‖a − b‖ / ‖a‖ that counts as equal  [default: 0.03125, four units in "
                    "the last place of bfloat16: summing in a different order can cause such differences; for imported "
                    "runs, what the dtypes explain]"),
-        Option(["--bitwise"], is_flag=True, help="Find the first tensor that differs in at least one bit"),
-        Option(["--format", "kind"], type=click.Choice(("text", "csv")), default="text",
+        CliOption(["--bitwise"], is_flag=True, help="Find the first tensor that differs in at least one bit"),
+        CliOption(["--format", "kind"], type=click.Choice(("text", "csv")), default="text",
                help="text: the tensors around the first difference; csv: every tensor  [default: text]"),
         root_option(),
     ],

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from binade.filter_options import filter_of, filter_params
-from binade.terminal import Command, Option, fail, names, print_text, readable_root, root_option
+from binade.terminal import CliOption, Command, fail, names, print_text, readable_root, root_option
 
 # data.export declares these; it imports pyarrow, and --help does not wait for it.
 TARGETS = ("tensorboard", "wandb", "csv", "parquet", "tables")
@@ -49,11 +49,12 @@ def _export(
 export = Command(
     "export",
     params=[
-        Option(["--to"], type=click.Choice(TARGETS), required=True, help="Target of the export"),
-        Option(["--output"], type=Path, required=True, metavar="DIR",
+        CliOption(["--to"], type=click.Choice(TARGETS), required=True, help="Target of the export"),
+        CliOption(["--output"], type=Path, required=True, metavar="DIR",
                help="New directory; each run gets a subdirectory"),
-        Option(["--metrics"], type=names, default=DEFAULT, metavar="A,B,...", help=f"{METRICS}  [default: {DEFAULT}]"),
-        Option(["--formats"], type=names, default="", metavar="A,B,...", help="Export errors of these formats only"),
+        CliOption(["--metrics"], type=names, default=DEFAULT, metavar="A,B,...",
+               help=f"{METRICS}  [default: {DEFAULT}]"),
+        CliOption(["--formats"], type=names, default="", metavar="A,B,...", help="Export errors of these formats only"),
         root_option(),
         *filter_params(),
     ],

@@ -13,14 +13,24 @@ from click.core import ParameterSource
 from binade.collector.cli.console import console
 from binade.collector.settings import DEFAULT_SCORES
 from binade.data.text import counted
-from binade.terminal import Command, Option, fail, line_of, names, one_line, print_text, resolve_root, root_option
+from binade.terminal import (
+    CliOption,
+    Command,
+    fail,
+    line_of,
+    names,
+    one_line,
+    print_text,
+    resolve_root,
+    root_option,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from binade.collector.imports.files import TensorFiles
-    from binade.collector.imports.importer import Imported
-    from binade.collector.imports.losses import Log, Training
+    from binade.collector.imports.importer import ImportResult
+    from binade.collector.imports.losses import LossLog, Training
 
 SHOWN_REFUSALS = 10
 SCORES = ",".join(DEFAULT_SCORES)
@@ -99,7 +109,7 @@ def _losses(
     path: Path,
     root: Path,
     command: str,
-    logs: Sequence[Log],
+    logs: Sequence[LossLog],
     dry_run: bool,
     with_tensors: bool,
     recipe: str | None,
@@ -238,7 +248,7 @@ def _tensors(
     return 0
 
 
-def _refusals(result: Imported) -> list[str]:
+def _refusals(result: ImportResult) -> list[str]:
     """The refused files, and what was left out of others, with the reasons; only the first ones if there are many."""
     lines = []
     for title, of_left_out in (("refused", False), ("left out", True)):
@@ -255,23 +265,23 @@ import_ = Command(
     "import",
     params=[
         click.Argument(["path"], type=Path, metavar="PATH"),
-        Option(["--dry-run"], is_flag=True, help="List what is recognized, and import nothing"),
-        Option(["--scores"], type=names, metavar="A,B,...", default=SCORES, title=TENSORS,
+        CliOption(["--dry-run"], is_flag=True, help="List what is recognized, and import nothing"),
+        CliOption(["--scores"], type=names, metavar="A,B,...", default=SCORES, title=TENSORS,
                help=f"Formats to score every tensor in  [default: {SCORES}]"),
-        Option(["--workers"], type=int, metavar="N", title=TENSORS,
+        CliOption(["--workers"], type=int, metavar="N", title=TENSORS,
                help="Number of processes  [default: one per core]"),
-        Option(["--recipe"], metavar="NAME", title=LOSSES,
+        CliOption(["--recipe"], metavar="NAME", title=LOSSES,
                help="What the training was quantized to; bf16 for the baseline that others are compared with"),
-        Option(["--like"], metavar="RUN", title=LOSSES,
+        CliOption(["--like"], metavar="RUN", title=LOSSES,
                help="A run of the root with the same model, data and seed: they are compared"),
-        Option(["--model"], metavar="NAME", title=LOSSES, help="The model"),
-        Option(["--dataset"], metavar="NAME", title=LOSSES, help="The data"),
-        Option(["--seed"], type=int, metavar="N", title=LOSSES,
+        CliOption(["--model"], metavar="NAME", title=LOSSES, help="The model"),
+        CliOption(["--dataset"], metavar="NAME", title=LOSSES, help="The data"),
+        CliOption(["--seed"], type=int, metavar="N", title=LOSSES,
                help="The seed. Runs are compared if they have the same model, dataset and seed"),
-        Option(["--name"], metavar="TEXT", title=LOSSES, help="Name of the run in the app"),
-        Option(["--step-column"], metavar="NAME", title=LOSSES,
+        CliOption(["--name"], metavar="TEXT", title=LOSSES, help="Name of the run in the app"),
+        CliOption(["--step-column"], metavar="NAME", title=LOSSES,
                help="Column or key of the steps  [default: iteration, step, global_step or similar]"),
-        Option(["--loss-column"], metavar="NAME", title=LOSSES,
+        CliOption(["--loss-column"], metavar="NAME", title=LOSSES,
                help="Column, key or tag of the losses  [default: loss, lm loss, train/loss or similar]"),
         root_option(),
     ],

@@ -14,7 +14,7 @@ from binade.collector.cli.options import parse
 from binade.collector.errors import ConfigError
 from binade.data.store import no_link
 from binade.data.text import describe
-from binade.terminal import CANCELLED, FAILED, Command, Option, fail, resolve_root, root_option
+from binade.terminal import CANCELLED, FAILED, CliOption, Command, fail, resolve_root, root_option
 
 if TYPE_CHECKING:
     from binade.collector.jobs import Job, JobView
@@ -63,7 +63,7 @@ numbers_argument = click.argument("numbers", type=int, nargs=-1, required=True, 
 
 @jobs.command("list")
 @click.option(
-    "--all", "everything", cls=Option, is_flag=True, help=f"List all ended jobs, not only the {LATEST} latest"
+    "--all", "everything", cls=CliOption, is_flag=True, help=f"List all ended jobs, not only the {LATEST} latest"
 )
 def _list(root: Path, everything: bool) -> None:
     """List the jobs and their states."""
@@ -103,7 +103,7 @@ def add_line(root: Path, line: Sequence[str]) -> list[Job]:
 @number_argument
 def _follow(root: Path, number: int) -> int:
     """Print a job's log until the job ends. Ctrl-C stops printing, not the job."""
-    from binade.collector.jobs import State, find, view_of
+    from binade.collector.jobs import JobState, find, view_of
     from binade.collector.jobs.store import directory_of
 
     job = find(root, number)
@@ -112,13 +112,13 @@ def _follow(root: Path, number: int) -> int:
     queued, read = False, 0
     while True:
         view = view_of(root, job)
-        if view.state in (State.QUEUED, State.PENDING) and not queued:
+        if view.state in (JobState.QUEUED, JobState.PENDING) and not queued:
             print(f"job {job.id} is {view.state}", flush=True)
             queued = True
         read = _print_from(log, read)
         if not view.active:
             _print_end(view)
-            return {State.DONE: 0, State.CANCELLED: CANCELLED}.get(view.state, FAILED)
+            return {JobState.DONE: 0, JobState.CANCELLED: CANCELLED}.get(view.state, FAILED)
         time.sleep(INTERVAL)
 
 
@@ -126,7 +126,7 @@ def _follow(root: Path, number: int) -> int:
 @numbers_argument
 def _cancel(root: Path, numbers: tuple[int, ...]) -> int:
     """End jobs and keep what they recorded."""
-    from binade.collector.jobs import State, cancel, find, view_of
+    from binade.collector.jobs import JobState, cancel, find, view_of
 
     for number in numbers:
         cancel(root, number)
@@ -135,7 +135,7 @@ def _cancel(root: Path, numbers: tuple[int, ...]) -> int:
         while (view := view_of(root, job)).active:
             time.sleep(INTERVAL)
         _print_end(view)
-        status = status if view.state == State.CANCELLED else FAILED
+        status = status if view.state == JobState.CANCELLED else FAILED
     return status
 
 
@@ -150,7 +150,7 @@ def _retry(root: Path, number: int) -> None:
 
 @jobs.command("delete")
 @numbers_argument
-@click.option("--with-run", cls=Option, is_flag=True, help="Also delete their runs with all tensors")
+@click.option("--with-run", cls=CliOption, is_flag=True, help="Also delete their runs with all tensors")
 def _delete(root: Path, numbers: tuple[int, ...], with_run: bool) -> None:
     """Delete ended jobs from the list. Their runs are kept unless --with-run is given."""
     from binade.collector.jobs import delete, find
@@ -181,7 +181,7 @@ def _serve(root: Path) -> None:
 
 
 def _print_jobs(root: Path, everything: bool) -> None:
-    from binade.collector.jobs import State, at_once, listing, problems
+    from binade.collector.jobs import JobState, at_once, listing, problems
     from binade.data.runs import RunError
 
     views = listing(root)
@@ -202,7 +202,7 @@ def _print_jobs(root: Path, everything: bool) -> None:
     for row in rows:
         print("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
     for view in views:
-        place = view.cluster.place if view.cluster and view.state is State.PENDING else ""
+        place = view.cluster.place if view.cluster and view.state is JobState.PENDING else ""
         if reason := view.reason or place:
             print(f"job {view.job.id} {view.state}: {reason}")
     if left_out:

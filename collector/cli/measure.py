@@ -12,10 +12,10 @@ from binade.collector.cli.console import console
 from binade.collector.cli.options import click_option
 from binade.collector.errors import ConfigError
 from binade.collector.recipes.recipe import PARTS
-from binade.collector.settings import Backend, Size, declared
+from binade.collector.settings import BackendName, Size, declared
 from binade.collector.training.config import RunConfig, trained_config
 from binade.collector.training.plan import plan
-from binade.terminal import Command, Option, names, print_text, resolve_root, root_option
+from binade.terminal import CliOption, Command, names, print_text, resolve_root, root_option
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -83,7 +83,7 @@ def requested(root: Path, run: str | None, given: dict[str, Any], skip: int | No
     found = read_run(root / Path(run).name)
     config = trained_config(found.config)
     weights = found.directory if (found.directory / CHECKPOINTS).is_dir() else None
-    changes: dict[str, Any] = {"tp": 1, "dp": 1, "sequence_parallel": False, "backend": Backend.AUTO}
+    changes: dict[str, Any] = {"tp": 1, "dp": 1, "sequence_parallel": False, "backend": BackendName.AUTO}
     used = replace(config, recipe="bf16", **changes | given)
     apart = used.dataset == config.dataset and skip is None
     lengths = -(-sequences_read(config) * config.sequence_length // used.sequence_length)
@@ -130,19 +130,19 @@ def _params() -> list[click.Parameter]:
     what, options = "What is measured", declared(RunConfig)
     return [
         click.Argument(["run"], required=False, metavar="[RUN]"),
-        Option(["--formats"], type=names, default="mxfp4,nvfp4,mxfp8", metavar="A,B,...", title=what,
+        CliOption(["--formats"], type=names, default="mxfp4,nvfp4,mxfp8", metavar="A,B,...", title=what,
                help="Formats, or recipes by name or path  [default: mxfp4,nvfp4,mxfp8]"),
-        Option(["--by"], type=words_of(BY), default="part,site", metavar="A,B,...", title=what,
+        CliOption(["--by"], type=words_of(BY), default="part,site", metavar="A,B,...", title=what,
                help="What is rounded together: part (all linear layers, all QK^T, all PV), layer or module (a part in "
                    "one layer, or a module in all), site (a module of a layer), model (all that a recipe rounds)  "
                    "[default: part,site]"),
-        Option(["--parts"], type=words_of(tuple(PARTS)), default="linear", metavar="A,B,...", title=what,
+        CliOption(["--parts"], type=words_of(tuple(PARTS)), default="linear", metavar="A,B,...", title=what,
                help=f"{', '.join(PARTS)}  [default: linear]"),
-        Option(["--sequences"], type=click.IntRange(1, 1_000_000), default=8, metavar="N", title=what,
+        CliOption(["--sequences"], type=click.IntRange(1, 1_000_000), default=8, metavar="N", title=what,
                help="Sequences that are evaluated  [default: 8]"),
-        Option(["--skip"], type=click.IntRange(0, 10**9), default=None, metavar="N", title=what,
+        CliOption(["--skip"], type=click.IntRange(0, 10**9), default=None, metavar="N", title=what,
                help="Leave out the first N sequences of the data  [default: those that RUN trains on, else 0]"),
-        Option(["--dry-run"], is_flag=True, title=what, help="Print how many passes it takes and about how long"),
+        CliOption(["--dry-run"], is_flag=True, title=what, help="Print how many passes it takes and about how long"),
         *(click_option(options[name], options[name].default) for name in OF_MODEL),
         root_option(),
     ]  # fmt: skip

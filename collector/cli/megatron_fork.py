@@ -13,7 +13,7 @@ from typing import Any
 
 import click
 
-from binade.terminal import Option
+from binade.terminal import CliOption
 
 MODES = {"single": "run", "collect": "run", "batch": "batch", "quick": "quick"}
 TWO_COMMANDS = ("visualize", "both")
@@ -23,9 +23,9 @@ ATTENTION = "--fa-quantization"
 PASS_ON: dict[str, Any] = {"ignore_unknown_options": True, "allow_extra_args": True}
 
 
-def mode_option() -> Option:
+def mode_option() -> CliOption:
     modes = [*MODES, *TWO_COMMANDS]
-    return Option(["--mode"], type=click.Choice(modes), multiple=True, help="Deprecated: use the commands below")
+    return CliOption(["--mode"], type=click.Choice(modes), multiple=True, help="Deprecated: use the commands below")
 
 
 def resolve(argv: Sequence[str]) -> list[str]:

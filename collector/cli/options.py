@@ -17,11 +17,11 @@ from click.shell_completion import CompletionItem
 from binade.collector.capture.watching import WATCH
 from binade.collector.errors import ConfigError, raising
 from binade.collector.recipes.recipe import TEN_RECIPES
-from binade.collector.settings import Declared, Group, Size, declared
+from binade.collector.settings import Declared, OptionGroup, Size, declared
 from binade.collector.training.config import FORMAT, LENGTH, OVERRIDES, RECORD, WHERE, RunConfig, defaults
 from binade.collector.training.plan import Plan, plan
 from binade.collector.training.slurm_options import SlurmOptions
-from binade.terminal import Command, Option, names, root_option, usage_message
+from binade.terminal import CliOption, Command, names, root_option, usage_message
 
 if TYPE_CHECKING:
     from binade.data.runs import RunInfo
@@ -47,7 +47,7 @@ def size(text: str) -> int:
         raise click.BadParameter(f"{text!r} is not a size: write 500M, 4G or a number of bytes") from None
 
 
-def click_option(each: Declared, default: Any) -> Option:
+def click_option(each: Declared, default: Any) -> CliOption:
     """Click's option for a declaration, with its default in the help. Without a value it is None, or () for a list."""
     declaration, settings = each.option, dict[str, Any]()
     if each.kind is bool:
@@ -63,7 +63,7 @@ def click_option(each: Declared, default: Any) -> Option:
         text += f". {'Any' if each.is_list else 'One'} of {', '.join(declaration.allowed)}"
     if not shown and each.kind is not bool and default not in (None, (), ""):
         shown = each.text(default)
-    return Option(
+    return CliOption(
         [each.flag, each.name],
         title=declaration.group.title,
         about=declaration.group.about,
@@ -125,8 +125,8 @@ def training_params(command: str) -> list[click.Parameter]:
     return [*params, root_option(WHERE.title), *start]
 
 
-def _option(group: Group, *names: str, **settings: Any) -> Option:
-    return Option(names, title=group.title, about=group.about, **settings)
+def _option(group: OptionGroup, *names: str, **settings: Any) -> CliOption:
+    return CliOption(names, title=group.title, about=group.about, **settings)
 
 
 @dataclass(frozen=True)

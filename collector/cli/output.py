@@ -12,14 +12,14 @@ from pathlib import Path
 import click
 
 from binade.data.text import csv_cell, markdown_table, markdown_text
-from binade.terminal import Option, print_text
+from binade.terminal import CliOption, print_text
 
 WIDTH = 120
 NOTHING = "–"
 
 
 @dataclass(frozen=True)
-class Table:
+class TextTable:
     """Formatted cells. The first `left` columns are words, aligned left, the others numbers."""
 
     title: str
@@ -33,7 +33,7 @@ def wrapped(text: str, first: str = "") -> str:
     return textwrap.fill(text, WIDTH, initial_indent=first, subsequent_indent="  ", break_on_hyphens=False)
 
 
-def aligned(table: Table) -> str:
+def aligned(table: TextTable) -> str:
     """A table as text, below its title."""
     lines = (table.header, *table.rows)
     widths = [max(len(cell) for cell in column) for column in zip(*lines, strict=True)]
@@ -47,7 +47,7 @@ def aligned(table: Table) -> str:
     return "\n".join([table.title, *text])
 
 
-def markdown(table: Table) -> str:
+def markdown(table: TextTable) -> str:
     """A table in Markdown, below its title."""
     rows = [[markdown_text(cell) for cell in row] for row in table.rows]
     alignment = "l" * table.left + "r" * (len(table.header) - table.left)
@@ -66,9 +66,9 @@ def csv_text(rows: Sequence[Mapping[str, object]], columns: Iterable[str] = ()) 
 def output_options() -> list[click.Parameter]:
     """--format and --output."""
     return [
-        Option(["--format", "kind"], type=click.Choice(("text", "csv", "markdown")), default="text",
+        CliOption(["--format", "kind"], type=click.Choice(("text", "csv", "markdown")), default="text",
                help="Format of the output  [default: text]"),
-        Option(["--output"], type=Path, metavar="FILE", help="Write to FILE instead of the terminal"),
+        CliOption(["--output"], type=Path, metavar="FILE", help="Write to FILE instead of the terminal"),
     ]  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from binade.collector.cli.measure import BY, OF_MODEL, requested, words_of
 from binade.collector.cli.options import click_option
 from binade.collector.cli.output import (
     NOTHING,
-    Table,
+    TextTable,
     aligned,
     csv_text,
     markdown,
@@ -30,7 +30,7 @@ from binade.collector.recipes.recipe import BF16
 from binade.collector.settings import declared
 from binade.collector.training.config import RunConfig
 from binade.data.text import counted, markdown_text, number_text
-from binade.terminal import Command, Option, one_line, print_text, resolve_root, root_option
+from binade.terminal import CliOption, Command, one_line, print_text, resolve_root, root_option
 
 if TYPE_CHECKING:
     from binade.collector.imports.rollouts import Rollouts
@@ -148,7 +148,7 @@ def _save(root: Path, label: str, facts: dict[str, Any], result: Parity, quiet: 
         print_text(f"run {run_id}: Runs › Parity of the app shows it")
 
 
-def _causes(found: Sequence[GroupGap]) -> Table:
+def _causes(found: Sequence[GroupGap]) -> TextTable:
     """The gaps of groups, the largest first."""
     estimates = [(gap, gap.change, gap.divergence) for gap in found]
     rows = (
@@ -157,10 +157,10 @@ def _causes(found: Sequence[GroupGap]) -> Table:
     )
     header = ("group", *(cell for each in estimates[0][1:] for cell in (each.measure.axis, "95% interval")))
     title = "Why: one group of products is rounded as for the rollout, everything else as for training"
-    return Table(title, header, tuple(rows))
+    return TextTable(title, header, tuple(rows))
 
 
-def _routing(found: Routing) -> Table:
+def _routing(found: Routing) -> TextTable:
     """Flips, recall and order by layer, then the tokens that flip in any layer."""
     from binade.data.routing import MARGIN
 
@@ -173,10 +173,10 @@ def _routing(found: Routing) -> Table:
         rows.append((layer.name, f"{layer.chosen} of {layer.experts}", flip, _interval(flips), *others, *margins))
     several = found.any
     rows.append(("any layer", "", several.measure.text(several.value), _interval(several), *[NOTHING] * 4))
-    return Table("Routing: the experts of the rollout against those of training", header, tuple(rows), left=2)
+    return TextTable("Routing: the experts of the rollout against those of training", header, tuple(rows), left=2)
 
 
-def _replay(found: Iterable[Replay]) -> Table:
+def _replay(found: Iterable[Replay]) -> TextTable:
     """What of the gap disappears with the rollout's routes in training."""
     rows = (
         (
@@ -187,7 +187,7 @@ def _replay(found: Iterable[Replay]) -> Table:
         for each in found
     )
     header = ("gap", "own routes", "95% interval", "rollout's routes", "95% interval", "disappears (%)")
-    return Table("Route replay: training with the routes of the rollout", header, tuple(rows))
+    return TextTable("Route replay: training with the routes of the rollout", header, tuple(rows))
 
 
 def _interval(estimate: Estimate) -> str:
@@ -211,10 +211,10 @@ def _quantities_of(rollouts: Sequence[Rollouts]) -> list[tuple[str, str, Policie
 def _of_dumps(files: Iterable[Path], rollouts: Sequence[Rollouts]) -> tuple[str, dict[str, Any], Parity]:
     """(the label of a run, what its run.json says, the result)."""
     from binade.data.parity import abs_logprob
-    from binade.data.parity_results import ALL, GroupGap, Parity, Step
+    from binade.data.parity_results import ALL, GroupGap, Parity, ParityStep
 
     (tools, _, whole), *steps = _quantities_of(rollouts)
-    kept = (Step.of(ALL, whole), *(Step.of(step, pair) for _, step, pair in steps))
+    kept = (ParityStep.of(ALL, whole), *(ParityStep.of(step, pair) for _, step, pair in steps))
     gap = GroupGap("", None, None, "", True, tuple(whole.means(abs_logprob(whole)).tolist()))
     digests = sorted(map(_digest, files))
     facts = {"files": [str(path) for path in files], "measures": {"sha256": digests}}
@@ -233,7 +233,7 @@ def _document(rollouts: Sequence[Rollouts], kind: str) -> str:
     return document(heading, shown, LEGEND, kind)
 
 
-def document(heading: str, shown: Iterable[Table], notes: Iterable[str], kind: str) -> str:
+def document(heading: str, shown: Iterable[TextTable], notes: Iterable[str], kind: str) -> str:
     """A heading, tables and notes, as text or Markdown."""
     if kind == "markdown":
         blocks = [f"### {markdown_text(heading)}", *map(markdown, shown)]
@@ -246,14 +246,14 @@ def _size(pair: Policies) -> str:
     return f"{counted(pair.sequences, 'sequence')}, {counted(len(pair.rollout), 'token')}{left}"
 
 
-def _table(pair: Policies) -> Table:
+def _table(pair: Policies) -> TextTable:
     from binade.data.parity import quantities
 
     header = ("quantity", "formula", "tokens", "sequences", "median token", "median sequence")
     rows = (
         (row.measure.axis, row.measure.definition, *(_cell(row, name) for name in VALUES)) for row in quantities(pair)
     )
-    return Table("Parity of rollout and training", header, tuple(rows), left=2)
+    return TextTable("Parity of rollout and training", header, tuple(rows), left=2)
 
 
 def _cell(row: Row, name: str) -> str:
@@ -261,7 +261,7 @@ def _cell(row: Row, name: str) -> str:
     return NOTHING if value is None else number_text(value * row.measure.factor, row.measure.format)
 
 
-def _by_step(rollouts: Sequence[Rollouts]) -> Table:
+def _by_step(rollouts: Sequence[Rollouts]) -> TextTable:
     """The quantities that tools plot, by step, with their medians over steps."""
     from binade.data.parity import quantities
 
@@ -275,7 +275,7 @@ def _by_step(rollouts: Sequence[Rollouts]) -> Table:
         for step, own in zip(steps, [*values, medians], strict=True)
     )
     title = "By step, over tokens (χ² of sequences: over sequences)"
-    return Table(title, ("step", *(measure.title for measure in measures)), tuple(rows))
+    return TextTable(title, ("step", *(measure.title for measure in measures)), tuple(rows))
 
 
 def _main(row: Row) -> float:
@@ -309,22 +309,23 @@ def _params() -> list[click.Parameter]:
     return [
         click.Argument(["files"], nargs=-1, type=click.Path(path_type=Path), metavar="[FILE]..."),
         *output_options(),
-        Option(["--save"], is_flag=True, help="Keep the result of FILE as a run in the root"),
+        CliOption(["--save"], is_flag=True, help="Keep the result of FILE as a run in the root"),
         root_option(),
-        Option(["--rollout"], metavar="RECIPE", title=recipes,
+        CliOption(["--rollout"], metavar="RECIPE", title=recipes,
                help="Compare this recipe or format with that of --train, instead of reading FILE"),
-        Option(["--train"], metavar="RECIPE", title=recipes, help="Recipe or format of the training  [default: bf16]"),
-        Option(["--run"], metavar="RUN", title=recipes,
+        CliOption(["--train"], metavar="RECIPE", title=recipes,
+               help="Recipe or format of the training  [default: bf16]"),
+        CliOption(["--run"], metavar="RUN", title=recipes,
                help="Use the model and data of a run, the weights of its last checkpoint if it has one, and sequences "
                     "that it does not train on"),
-        Option(["--by"], type=words_of(BY), metavar="A,B,...", title=recipes,
+        CliOption(["--by"], type=words_of(BY), metavar="A,B,...", title=recipes,
                help="What is changed together, as in binade measure: part, layer, module, site  "
                     f"[default: {','.join(DEFAULT_BY)}]"),
-        Option(["--operands"], is_flag=True, flag_value=True, default=None, type=bool, title=recipes,
+        CliOption(["--operands"], is_flag=True, flag_value=True, default=None, type=bool, title=recipes,
                help="Also change the two operands of each group one at a time, such as input and weight"),
-        Option(["--sequences"], type=click.IntRange(1, 1_000_000), metavar="N", title=recipes,
+        CliOption(["--sequences"], type=click.IntRange(1, 1_000_000), metavar="N", title=recipes,
                help=f"Sequences that are evaluated  [default: {SEQUENCES}]"),
-        Option(["--skip"], type=click.IntRange(0, 10**9), metavar="N", title=recipes,
+        CliOption(["--skip"], type=click.IntRange(0, 10**9), metavar="N", title=recipes,
                help="Leave out the first N sequences of the data  [default: those that RUN trains on, else 0]"),
         *(click_option(options[name], options[name].default) for name in OF_MODEL),
     ]  # fmt: skip

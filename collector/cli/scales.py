@@ -9,7 +9,7 @@ import click
 
 from binade.collector.errors import ConfigError
 from binade.filter_options import filter_of, filter_params
-from binade.terminal import Command, Option, fail, print_text, quiet, readable_root
+from binade.terminal import CliOption, Command, fail, print_text, quiet, readable_root
 
 if TYPE_CHECKING:
     from binade.collector.advice.scales import Sweep
@@ -108,11 +108,11 @@ scales = Command(
     "scales",
     params=[
         click.Argument(["root"], required=False, metavar="[ROOT]"),
-        Option(["--format", "fmt"], default="hifp8", metavar="NAME",
+        CliOption(["--format", "fmt"], default="hifp8", metavar="NAME",
                help="hifp8, fp8_e4m3 or fp8_e5m2  [default: hifp8]"),
-        Option(["--history"], type=click.IntRange(1, 999_999_999), default=16, metavar="N",
+        CliOption(["--history"], type=click.IntRange(1, 999_999_999), default=16, metavar="N",
                help="Number of absmax values from which the recipe computes a scale  [default: 16]"),
-        Option(["--output"], type=Path, metavar="FILE",
+        CliOption(["--output"], type=Path, metavar="FILE",
                help="Write delayed scaling with these margins to a new .toml file"),
         *filter_params(),
     ],

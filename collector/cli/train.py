@@ -16,7 +16,7 @@ from binade.collector.cli.options import request_of, training_params
 from binade.collector.datasets.inputs import describe_inputs
 from binade.collector.errors import ConfigError
 from binade.collector.pretrained.directory import describe_weights
-from binade.collector.recipes.selection import Selection, by_layer
+from binade.collector.recipes.selection import SiteSelection, by_layer
 from binade.collector.training.config import RunConfig
 from binade.collector.training.plan import Plan
 from binade.collector.training.slurm_options import SlurmOptions
@@ -93,7 +93,7 @@ def describe(plan: Plan, root: Path) -> str:
     ]
     if kept := plan.kept_layers:
         model = shape.sites()
-        rows.append(f"skip      {'; '.join(by_layer(model, Selection.parse(kept).of(model), 'bf16', 'as below'))}")
+        rows.append(f"skip      {'; '.join(by_layer(model, SiteSelection.parse(kept).of(model), 'bf16', 'as below'))}")
     rows.append("operand by operand (part.GEMM.operand, contracted axis, format):")
     return "\n".join([*rows, *(f"    {line}" for line in recipe.lines())])
 

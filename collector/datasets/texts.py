@@ -68,7 +68,7 @@ def open_texts(source: Source) -> Texts:
 @lru_cache(maxsize=1)
 def _scan(source: Source, state: tuple[int, ...]) -> Texts:
     """state identifies the version of the file in the cache."""
-    kind = ParquetTexts if source.format == "parquet" else JsonLines
+    kind = ParquetTexts if source.format == "parquet" else JsonLinesText
     texts = kind(source)
     if texts.bounds[-1] == 0:
         raise ConfigError(f"dataset {source.name} contains no documents")
@@ -95,7 +95,7 @@ class ListedTexts:
         return self._texts[index]
 
 
-class JsonLines:
+class JsonLinesText:
     """A file with a JSON object with a "text" on each line. Blank lines are ignored. One block."""
 
     def __init__(self, source: Source) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import PurePath
 
-from binade.collector.imports.log import LINEAR, Importer, Log, make, place
+from binade.collector.imports.log import LINEAR, Importer, TensorLog, make, place
 from binade.collector.models.site import WORDS, path_parts
 
 NAME = "checkpoint"
@@ -32,7 +32,7 @@ TRANSPOSED = (
 )
 
 
-def read(path: PurePath, metadata: object, key: str | None) -> Log | None:
+def read(path: PurePath, metadata: object, key: str | None) -> TensorLog | None:
     parts = path_parts(key) if key else []
     if len(parts) < 2 or not OPTIMIZER.isdisjoint(parts):
         return None

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from binade.collector.errors import ConfigError
 from binade.collector.imports.files import LEFT_OUT, File, Refusal, TensorFiles, checked, tensor_files, walk
-from binade.collector.imports.log import Importer, Log
+from binade.collector.imports.log import Importer, TensorLog
 from binade.collector.imports.names import distinct_modules
 from binade.collector.imports.registry import interpret, statistics_of
 from binade.collector.imports.run import run_of_import
@@ -81,7 +81,7 @@ DIGITS = 10  # hexadecimal ones of the digest in a tensor's id
 
 
 @dataclass(frozen=True)
-class Job:
+class FileJob:
     """A file to read. number: the file's in this run, which it keeps when it is imported again; room: see
     `data.foreign.opened`; alone: no other file is read at the same time, so there will not be more memory later."""
 
@@ -94,7 +94,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Read:
+class FileRead:
     """The result of reading a file. later: there was not enough memory for it next to the others."""
 
     rows: Sequence[TensorRow | LoggedRow] = ()
@@ -105,7 +105,7 @@ class Read:
 
 
 @dataclass(frozen=True)
-class Entry:
+class FileEntry:
     """A line of files.jsonl: an imported file, its tensors, and its refused keys with the reasons. without_values: of
     how many of the tensors it has statistics only."""
 
@@ -120,7 +120,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Imported:
+class ImportResult:
     """The result of an import: tensors and files added, files already known, files added by source (see
     log.Log.version), and refusals."""
 
@@ -140,7 +140,7 @@ class Imported:
         return bool(self.refused) and not (self.files or self.known)
 
 
-def read_file(job: Job) -> Read:
+def read_file(job: FileJob) -> FileRead:
     """The rows of one file, and refusals with reasons for what cannot be used. Runs in a separate process."""
     torch.set_num_threads(1)
     rows, refused, version = [], [], None
@@ -162,23 +162,23 @@ def read_file(job: Job) -> Read:
     except (TensorFileError, MemoryError, OSError) as error:
         reason = "there is not enough memory to read it" if isinstance(error, MemoryError) else describe(error)
         no_memory = isinstance(error, (TooLargeError, MemoryError))
-        return Read(refused=[Refusal(name, reason)], later=no_memory and not job.alone)
-    return Read(rows, refused, version, state.sha256)
+        return FileRead(refused=[Refusal(name, reason)], later=no_memory and not job.alone)
+    return FileRead(rows, refused, version, state.sha256)
 
 
-def _tensor_id(job: Job, number: int | None, *content: object) -> str:
+def _tensor_id(job: FileJob, number: int | None, *content: object) -> str:
     """number: of the tensor in its file, if that may have several; content: what the tensor is known by."""
     digest = hashlib.sha256(repr(content).encode()).hexdigest()
     return "-".join([f"f{job.number:07d}", *([] if number is None else [str(number)]), digest[:DIGITS]])
 
 
-def _read_statistics(job: Job, importer: Importer) -> Read:
+def _read_statistics(job: FileJob, importer: Importer) -> FileRead:
     name = job.file.name
     try:
         sha = sha256(Path(job.file.path))  # first: if the file grows meanwhile, the next import reads it again
         statistics = importer.statistics(Path(job.file.path))
     except (ValueError, OSError, MemoryError) as error:
-        return Read(refused=[Refusal(name, describe(error))])
+        return FileRead(refused=[Refusal(name, describe(error))])
     left_out = Counter(statistics.left_out)
     left_out.update(("", f"impossible: {tensor.impossible}") for tensor in statistics.tensors if tensor.impossible)
     refused = [
@@ -192,15 +192,15 @@ def _read_statistics(job: Job, importer: Importer) -> Read:
         identity = _identity(tensor.log)
         tensor_id = _tensor_id(job, number, identity, sorted(tensor.columns.items()))
         rows.append(LoggedRow(tensor_id, job.run_id, identity, _origin(tensor.log), tensor.columns))
-    return Read(rows, refused or [Refusal(name, "it has no statistics")] * (not rows), importer.name, sha)
+    return FileRead(rows, refused or [Refusal(name, "it has no statistics")] * (not rows), importer.name, sha)
 
 
-def _identity(log: Log) -> Identity:
+def _identity(log: TensorLog) -> Identity:
     words = {name: getattr(log, name) for name in Identity.__annotations__ if hasattr(log, name)}
     return Identity(model=None, size=None, dataset=None, recipe=None, **words)
 
 
-def _origin(log: Log, *notes: str, **of_file: Any) -> Origin:
+def _origin(log: TensorLog, *notes: str, **of_file: Any) -> Origin:
     corrections = (*log.corrections, *notes)
     return Origin(
         log.version, log.original_quant_type, log.stage, corrections, module_path=log.path, order=log.order, **of_file
@@ -208,7 +208,7 @@ def _origin(log: Log, *notes: str, **of_file: Any) -> Origin:
 
 
 def _row(
-    job: Job, tensor_id: str, state: FileState, found: ForeignTensor, x: Tensor, dtype: str, log: Log
+    job: FileJob, tensor_id: str, state: FileState, found: ForeignTensor, x: Tensor, dtype: str, log: TensorLog
 ) -> TensorRow:
     notes = [found.note] if found.note else []
     axis = log.contracted_axis
@@ -253,7 +253,7 @@ def import_logs(
     progress: Progress = lambda done, total: None,
     command: str = "",
     files: TensorFiles | None = None,
-) -> Imported:
+) -> ImportResult:
     """Index every tensor file under source in a run of root.
 
     scores   formats or specs to try on every tensor: along the axis that its GEMM contracts, the last axis if that is
@@ -272,7 +272,7 @@ def import_logs(
         raise ConfigError(f"--workers is {workers}: it must be 1 or more")
     found, refused = files or tensor_files(walk(source, root))
     if not (found or refused):
-        return Imported("", root, 0, 0, 0, 0, {}, [], time.monotonic() - start)
+        return ImportResult("", root, 0, 0, 0, 0, {}, [], time.monotonic() - start)
     config = {"source": str(source), "scores": list(scores), "command": command}
     with run_of_import(root, config) as writer, open(writer.directory / "log.txt", "ab", buffering=0) as log:
 
@@ -311,10 +311,10 @@ class _Import:
         self.segments = writer.directory / "segments"
         self.ledger = {name: _entries(self.segments / name) for name in segment_names(writer.directory)}
         self.numbers = {e.file: _number(i) for e in self._known_entries() for i in e.tensors[:1]}
-        self.added: list[Entry] = []
+        self.added: list[FileEntry] = []
         self.known = 0
         self._rows: list[TensorRow | LoggedRow] = []
-        self._entries: list[Entry] = []
+        self._entries: list[FileEntry] = []
         self._segment: str | None = None
         self._published = self._reported = time.monotonic()
 
@@ -336,7 +336,7 @@ class _Import:
         nothing = not (self.added or self.known)
         self.writer.finish(FAILED if nothing else DONE, "every file was refused: refused.jsonl" if nothing else None)
 
-    def _known_entries(self) -> list[Entry]:
+    def _known_entries(self) -> list[FileEntry]:
         return [entry for entries in self.ledger.values() for entry in entries]
 
     def _fresh(self, found: list[File]) -> list[File]:
@@ -355,20 +355,20 @@ class _Import:
             self.refused += [Refusal(entry.file, reason, key) for key, reason in entry.refused]
         return [file for file in found if file.name not in known]
 
-    def _jobs(self, fresh: list[File]) -> Iterator[Job]:
+    def _jobs(self, fresh: list[File]) -> Iterator[FileJob]:
         new = itertools.count(1 + max(self.numbers.values(), default=0))
         for file in fresh:
             room = self._room(self.workers) if file.size > SMALL else None
             number = self.numbers.get(file.name) or next(new)
-            yield Job(number, file, self.writer.run_id, self.scores, room)
+            yield FileJob(number, file, self.writer.run_id, self.scores, room)
 
     @staticmethod
     def _room(shared_by: int) -> int:
         return int(available_host_memory() * SHARE) // shared_by
 
-    def _results(self, fresh: list[File]) -> Iterator[tuple[Job, Read | Death]]:
+    def _results(self, fresh: list[File]) -> Iterator[tuple[FileJob, FileRead | Death]]:
         """The result of each file. Files that do not fit into memory next to others are read again, one at a time."""
-        later: list[Job] = []
+        later: list[FileJob] = []
         for job, result in scatter(self._jobs(fresh), read_file, min(self.workers, max(1, len(fresh)))):
             if (result.status == -signal.SIGKILL) if isinstance(result, Death) else result.later:
                 later.append(job)
@@ -380,17 +380,17 @@ class _Import:
             )
             yield from scatter((replace(job, room=self._room(1), alone=True) for job in later), read_file, 1)
 
-    def _take(self, job: Job, result: Read | Death, done: int, total: int) -> None:
+    def _take(self, job: FileJob, result: FileRead | Death, done: int, total: int) -> None:
         file = job.file
         if isinstance(result, Death):
-            result = Read(refused=[Refusal(file.name, _cause(result))])
+            result = FileRead(refused=[Refusal(file.name, _cause(result))])
         self.refused += result.refused
         if result.rows:
             ids = tuple(row.tensor_id for row in result.rows)
             keys = tuple((refusal.key or "", refusal.reason) for refusal in result.refused)
             self._rows += result.rows
             logged = sum(isinstance(row, LoggedRow) for row in result.rows)
-            entry = Entry(file.name, file.size, file.time_ns, result.sha256, ids, result.version, keys, logged)
+            entry = FileEntry(file.name, file.size, file.time_ns, result.sha256, ids, result.version, keys, logged)
             self._entries.append(entry)
         self.progress(done, total)
         now = time.monotonic()
@@ -439,8 +439,8 @@ class _Import:
         refused = {"count": len(self.refused), "reasons": reasons}
         self.writer.describe({"files": _by_source(self._known_entries()), "refused": refused})
 
-    def result(self, seconds: float) -> Imported:
-        return Imported(
+    def result(self, seconds: float) -> ImportResult:
+        return ImportResult(
             self.writer.directory.name,
             self.writer.directory,
             tensors=sum(len(entry.tensors) for entry in self.added),
@@ -453,7 +453,7 @@ class _Import:
         )
 
 
-def _differs(file: File, entry: Entry) -> bool:
+def _differs(file: File, entry: FileEntry) -> bool:
     """Whether a file has another content than when it was imported."""
     if (file.size, file.time_ns) == (entry.size, entry.time_ns):
         return False
@@ -476,19 +476,19 @@ def _cause(death: Death) -> str:
     return causes.get(death.by, f"its reader crashed ({death.by})")
 
 
-def _by_source(entries: list[Entry]) -> dict[str, int]:
+def _by_source(entries: list[FileEntry]) -> dict[str, int]:
     counts = Counter(entry.version or "other names" for entry in entries)
     return {version: counts[version] for version in sorted(counts, key=lambda name: (len(name) > 3, name))}
 
 
-def _lines(records: list[Entry] | list[Refusal]) -> bytes:
+def _lines(records: list[FileEntry] | list[Refusal]) -> bytes:
     return "".join(json.dumps(asdict(record)) + "\n" for record in records).encode()
 
 
-def _entries(segment: Path) -> list[Entry]:
+def _entries(segment: Path) -> list[FileEntry]:
     """The files of a segment. Raises RunError if they cannot be read: known files would be imported twice."""
     try:
-        return [parse_json(Entry, line) for line in (segment / "files.jsonl").read_bytes().splitlines()]
+        return [parse_json(FileEntry, line) for line in (segment / "files.jsonl").read_bytes().splitlines()]
     except (OSError, ValueError) as error:
         raise RunError(
             f"{segment}/files.jsonl cannot be read ({error}): delete {segment.parents[1].name} to import again"

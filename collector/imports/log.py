@@ -45,7 +45,7 @@ CONTRACTED: dict[tuple[str | None, ...], int] = {
 
 
 @dataclass(frozen=True)
-class Log:
+class TensorLog:
     """What a log says about its tensor, in Binade's terms. None for what it does not say.
 
     version           the tool, or V0 to V7 as the Megatron fork has named its files; None for any other file
@@ -87,7 +87,7 @@ class Logged:
     """What a tool logged of a tensor in place of its values. columns: those of the table `tensor` that mean exactly the
     same; a statistic without such a column is left out. impossible: why no tensor has these statistics, or None."""
 
-    log: Log
+    log: TensorLog
     columns: Mapping[str, Any]
     impossible: str | None = None
 
@@ -113,13 +113,13 @@ class Importer:
     """
 
     name: str
-    read: Callable[[PurePath, object, str | None], Log | None]
+    read: Callable[[PurePath, object, str | None], TensorLog | None]
     beside: Callable[[Path], str | None] = lambda path: None
     logs: Callable[[Path], bool] = lambda path: False
     statistics: Callable[[Path], Statistics] = lambda path: Statistics([], {})
 
 
-def make(version: str, corrections: tuple[str, ...] = (), **words: Any) -> Log:
+def make(version: str, corrections: tuple[str, ...] = (), **words: Any) -> TensorLog:
     """A Log from the words found; words that are not plain are left out. Its layer_type decides component and, with the
     operation, the axis that is contracted."""
     known: dict[str, Any] = {name: value for name, value in words.items() if is_word(value)}
@@ -129,7 +129,7 @@ def make(version: str, corrections: tuple[str, ...] = (), **words: Any) -> Log:
         known[name] = integer(words.get(name), 0, LARGEST_STEP)
     known["component"] = {"linear": "linear", "attention": "FA"}.get(known.get("layer_type", ""))
     axis = CONTRACTED.get(tuple(known.get(name) for name in ("layer_type", "operation", "tensor_name")))
-    return Log(version, contracted_axis=axis, corrections=corrections, **known)
+    return TensorLog(version, contracted_axis=axis, corrections=corrections, **known)
 
 
 def in_folders(path: PurePath) -> dict[str, Any]:
@@ -174,7 +174,7 @@ def module_word(path: str, last: str) -> str:
     return f"shared_{last}" if "shared_experts" in path else last
 
 
-def logged(log: Log, statistics: Mapping[str, float | None], **columns: Any) -> Logged:
+def logged(log: TensorLog, statistics: Mapping[str, float | None], **columns: Any) -> Logged:
     """The statistics by column, None for one that was not logged. Largest magnitude and counts of NaN and Inf follow
     from the minimum and the maximum, which torch computes as NaN or Inf if one is in the tensor."""
     known = {name: value for name, value in statistics.items() if value is not None}

@@ -37,7 +37,7 @@ SECONDS_A_LINE = 5.0  # of progress
 
 
 @dataclass(frozen=True)
-class Log:
+class LossLog:
     """A loss log. path: absolute, a file, or a folder of which these files are one log; label: relative to the folder
     that was searched, "." for itself, None for a file that the user named."""
 
@@ -51,7 +51,7 @@ class Log:
 class Training:
     """The losses of one training, in a log."""
 
-    log: Log
+    log: LossLog
     series: Series
 
     @property
@@ -61,22 +61,22 @@ class Training:
 
 
 @dataclass(frozen=True)
-class Read:
+class LossesRead:
     """What was read from logs. contained: the trainings that were left out, and for each another one that has all of
     its losses; refused: (log, reason)."""
 
     trainings: tuple[Training, ...]
     contained: tuple[tuple[Training, Training], ...]
-    refused: tuple[tuple[Log, str], ...]
+    refused: tuple[tuple[LossLog, str], ...]
 
 
-def find_logs(walked: Walked) -> tuple[Log, ...]:
+def find_logs(walked: Walked) -> tuple[LossLog, ...]:
     """The loss logs among these files. Raises ConfigError if the only file is not one."""
     source = walked.source
     if not source.is_dir():
         return (_only_log(source),)
     folders: dict[tuple[Path, Reader], list[Path]] = {}
-    logs: list[Log] = []
+    logs: list[LossLog] = []
     for file in walked.files:
         path = Path(file.path)
         if path.suffix in SUFFIXES:
@@ -88,28 +88,28 @@ def find_logs(walked: Walked) -> tuple[Log, ...]:
         if reader is not None and reader.whole_folder:
             folders.setdefault((path.parent, reader), []).append(path)
         elif reader is not None:
-            logs.append(Log(path, reader, (path,), path.relative_to(source).as_posix()))
+            logs.append(LossLog(path, reader, (path,), path.relative_to(source).as_posix()))
     for (folder, reader), files in folders.items():
-        logs.append(Log(folder, reader, tuple(files), folder.relative_to(source).as_posix()))
+        logs.append(LossLog(folder, reader, tuple(files), folder.relative_to(source).as_posix()))
     return tuple(sorted(logs, key=lambda log: log.path))
 
 
-def _only_log(path: Path) -> Log:
+def _only_log(path: Path) -> LossLog:
     with raising(ConfigError, f"{path} cannot be read", OSError):
         start = Start.of(path)
     if not start.content:
         raise ConfigError(f"{path} is empty (0 bytes): expected a row for each step, with its loss")
     if reader := reader_of(start, Confidence.POSSIBLE):
-        return Log(path, reader, (path,))
+        return LossLog(path, reader, (path,))
     is_dump = path.suffix in SUFFIXES or statistics_of(path) is not None
     hint = "; tensors are imported by naming their directory" * is_dump
     raise ConfigError(f"{path} is not recognized as a loss log; looked for: {looked_for()}{hint}")
 
 
-def read_logs(logs: Sequence[Log], columns: Columns, say: Callable[[str], None] = lambda line: None) -> Read:
+def read_logs(logs: Sequence[LossLog], columns: Columns, say: Callable[[str], None] = lambda line: None) -> LossesRead:
     """The trainings of these logs. say: called with a line of progress every few seconds. Raises OSError."""
     trainings: list[Training] = []
-    refused: list[tuple[Log, str]] = []
+    refused: list[tuple[LossLog, str]] = []
     said = time.monotonic()
     for number, log in enumerate(logs):
         if time.monotonic() - said > SECONDS_A_LINE:
@@ -125,7 +125,7 @@ def read_logs(logs: Sequence[Log], columns: Columns, say: Callable[[str], None] 
         if (whole := next((t for t in trainings if _contains(t, part)), None)) is not None
     }
     left = tuple(training for training in trainings if training not in contained)
-    return Read(left, tuple(contained.items()), tuple(refused))
+    return LossesRead(left, tuple(contained.items()), tuple(refused))
 
 
 def _contains(whole: Training, part: Training) -> bool:
@@ -218,7 +218,7 @@ def _name(training: Training) -> str:
         return ""
 
 
-def refusal(source: Path, read: Read) -> str:
+def refusal(source: Path, read: LossesRead) -> str:
     """Why nothing of a source can be imported."""
     if not read.refused:
         return f"{source} has no loss log; looked for: {looked_for()}"

@@ -33,7 +33,7 @@ from binade.collector.imports.log import (
     LARGEST_STEP,
     LONGEST,
     Importer,
-    Log,
+    TensorLog,
     integer,
     is_word,
 )
@@ -76,7 +76,7 @@ _ITERATION = re.compile(r"iter_(?P<iteration>\d+)", re.ASCII)
 _BARE = re.compile(r"(?P<direction>fwd|bwd)_(?P<side>in|out)_.+", re.ASCII)
 
 
-def read(path: PurePath, metadata: object, key: str | None) -> Log:
+def read(path: PurePath, metadata: object, key: str | None) -> TensorLog:
     """Read a log's path, metadata and key (of a file with several tensors).
 
     Only the last two parts of the path are used; metadata other than a dict is left out.
@@ -97,7 +97,7 @@ def read(path: PurePath, metadata: object, key: str | None) -> Log:
     original = known.pop("quant_type", None)
     quant_type, stage = _quant_type(original, notes)
     known = {"micro_batch": known.pop("sample", None)} | known
-    return _corrected(Log(version, quant_type, original, stage, **known), notes)
+    return _corrected(TensorLog(version, quant_type, original, stage, **known), notes)
 
 
 def _from_name(path: PurePath) -> tuple[str | None, dict[str, Any]]:
@@ -233,7 +233,7 @@ def _quant_type(text: str | None, notes: list[str]) -> tuple[str | None, str | N
     return None, AFTER if after else BEFORE if base in AMBIGUOUS else None
 
 
-def _corrected(log: Log, notes: list[str]) -> Log:
+def _corrected(log: TensorLog, notes: list[str]) -> TensorLog:
     """Correct what that tool is known to mislabel, in Binade's terms, with the axis that a GEMM contracts."""
     changes, note = _mislabelled(log)
     log = replace(log, **changes, corrections=(*notes, *([note] if note else [])))
@@ -244,7 +244,7 @@ def _corrected(log: Log, notes: list[str]) -> Log:
     return replace(log, contracted_axis=axis, component=component)
 
 
-def _mislabelled(log: Log) -> tuple[dict[str, Any], str | None]:
+def _mislabelled(log: TensorLog) -> tuple[dict[str, Any], str | None]:
     """The corrected values of wrong fields of a log, and a sentence that explains why."""
     name = (log.tensor_name or "").lower()
     linear, attention = log.layer_type == "linear", log.layer_type == "attention"

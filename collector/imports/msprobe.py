@@ -26,7 +26,7 @@ from functools import lru_cache
 from pathlib import Path, PurePath
 from typing import Any, TypeGuard
 
-from binade.collector.imports.log import LARGEST, Importer, Log, Statistics, in_folders, logged, make, place
+from binade.collector.imports.log import LARGEST, Importer, Statistics, TensorLog, in_folders, logged, make, place
 from binade.data.store import read_file, regular
 
 NAME = "msprobe"
@@ -58,7 +58,7 @@ _FUNCTION = re.compile(
 )
 
 
-def read(path: PurePath, metadata: object, key: str | None) -> Log | None:
+def read(path: PurePath, metadata: object, key: str | None) -> TensorLog | None:
     if path.parent.name != DATA or key is not None:
         return None
     return _named(path.parent, path.stem, _calls_of(path.parents[1] / "dump.json"))
@@ -73,7 +73,7 @@ class Calls:
     are_micro_batches: bool = False
 
 
-def _named(folder: PurePath, name: str, calls: Calls) -> Log | None:
+def _named(folder: PurePath, name: str, calls: Calls) -> TensorLog | None:
     """What the name of a tensor says, in a folder DATA, whether there is such a file or only an entry in dump.json."""
     if found := _MODULE.fullmatch(name):
         words = _module(found, calls.are_micro_batches)
@@ -243,7 +243,7 @@ def _is_shape(value: object) -> TypeGuard[list[int]]:
     )
 
 
-def _axis(log: Log, shape: list[int]) -> int | None:
+def _axis(log: TensorLog, shape: list[int]) -> int | None:
     return log.contracted_axis if log.contracted_axis and -log.contracted_axis <= len(shape) else None
 
 

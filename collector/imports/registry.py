@@ -7,7 +7,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from binade.collector.imports import checkpoint, megatron_fork, msprobe, sglang, transformer_engine
-from binade.collector.imports.log import Importer, Log, in_folders
+from binade.collector.imports.log import Importer, TensorLog, in_folders
 
 # The first importer that recognizes a file reads it. The Megatron fork's comes last, since it accepts any file and uses
 # what its name says.
@@ -20,10 +20,10 @@ IMPORTERS: tuple[Importer, ...] = (
 )
 
 
-def interpret(path: PurePath, metadata: object = None, key: str | None = None) -> Log:
+def interpret(path: PurePath, metadata: object = None, key: str | None = None) -> TensorLog:
     """What a file says about its tensor, and the iteration and the rank in the names of its folders. Never raises."""
     logs = (importer.read(path, metadata, key) for importer in IMPORTERS)
-    log = next((log for log in logs if log is not None), Log())
+    log = next((log for log in logs if log is not None), TensorLog())
     missing: dict[str, Any] = {name: number for name, number in in_folders(path).items() if getattr(log, name) is None}
     return replace(log, **missing) if missing else log
 

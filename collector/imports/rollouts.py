@@ -31,7 +31,7 @@ TORCH = (b"PK\x03\x04", b"\x80")  # how the files of torch.save begin
 NAME = re.compile(r"train_data_step(\d+)")
 
 
-class Sample(NamedTuple):
+class RolloutSequence(NamedTuple):
     """A sequence: log-probabilities and mask, each with a value per token."""
 
     rollout: Sequence[float]
@@ -49,7 +49,7 @@ class Rollouts:
 
 
 @dataclass(frozen=True)
-class Lines:
+class JsonLinesTool:
     """A tool that writes a JSON object per sequence.
 
     keys    those that tell its lines from those of other tools
@@ -59,14 +59,14 @@ class Lines:
 
     tool: str
     keys: frozenset[str]
-    sample: Callable[[Record], Sample]
+    sample: Callable[[Record], RolloutSequence]
     step: Callable[[Record, Path], str]
 
 
 def read_rollouts(paths: Iterable[Path]) -> list[Rollouts]:
     """The log-probabilities of dumps by tool and step, in the order of the files. Raises ConfigError for a file that
     has none or cannot be read."""
-    samples: dict[tuple[str, str], list[Sample]] = {}
+    samples: dict[tuple[str, str], list[RolloutSequence]] = {}
     for path in paths:
         with raising(ConfigError, f"{path} cannot be read", OSError):
             read = list(_read(path))
@@ -81,13 +81,13 @@ def read_rollouts(paths: Iterable[Path]) -> list[Rollouts]:
     return found
 
 
-def _policies(samples: Sequence[Sample]) -> Policies:
+def _policies(samples: Sequence[RolloutSequence]) -> Policies:
     rollout, training, mask = (np.concatenate([np.asarray(each[at], float) for each in samples]) for at in range(3))
     lengths = [len(each.mask) for each in samples]
     return Policies.of(rollout, training, mask, np.repeat(np.arange(len(samples)), lengths))
 
 
-def _read(path: Path) -> Iterator[tuple[str, str, Sample]]:
+def _read(path: Path) -> Iterator[tuple[str, str, RolloutSequence]]:
     with open(path, "rb", opener=regular) as file:
         if file.peek(4).startswith(TORCH):
             yield from _torch_samples(path)
@@ -103,7 +103,7 @@ def _read(path: Path) -> Iterator[tuple[str, str, Sample]]:
                 yield reader.tool, reader.step(record, path), _checked(reader.sample(record))
 
 
-def _reader(record: Record) -> Lines:
+def _reader(record: Record) -> JsonLinesTool:
     if reader := next((each for each in LINES if each.keys <= record.keys()), None):
         return reader
     if {"input", "output"} <= record.keys():
@@ -112,7 +112,7 @@ def _reader(record: Record) -> Lines:
     raise ValueError(f"it has no log-probabilities of two policies: expected the keys {expected}")
 
 
-def _checked(sample: Sample) -> Sample:
+def _checked(sample: RolloutSequence) -> RolloutSequence:
     lengths = [len(each) for each in sample]
     if len(set(lengths)) > 1:
         raise ValueError(f"{lengths[0]} rollout log-probabilities, {lengths[1]} of training and {lengths[2]} of mask")
@@ -129,13 +129,13 @@ def _numbers(record: Record, key: str) -> list[float]:
     return [math.nan if each is None else float(each) for each in found]
 
 
-def _nemo_sample(record: Record) -> Sample:
+def _nemo_sample(record: Record) -> RolloutSequence:
     """The first token has no log-probability: NeMo-RL leaves it out, too (`ClippedPGLossFn`)."""
     keys = "generation_logprobs", "prev_logprobs", "token_loss_mask", "sample_loss_mask"
     rollout, training, mask, whole = (_numbers(record, key) for key in keys)
     if len(whole) != 1:
         raise ValueError(f"sample_loss_mask has {len(whole)} values: expected 1, of one sequence")
-    return Sample(rollout[1:], training[1:], [each * whole[0] for each in mask[1:]])
+    return RolloutSequence(rollout[1:], training[1:], [each * whole[0] for each in mask[1:]])
 
 
 def _nemo_step(record: Record, path: Path) -> str:
@@ -143,7 +143,7 @@ def _nemo_step(record: Record, path: Path) -> str:
     return found[1] if found else path.name
 
 
-def _prime_sample(record: Record) -> Sample:
+def _prime_sample(record: Record) -> RolloutSequence:
     """Tokens that were not sampled from the rollout policy do not count, as in trainer/rl/train.py."""
     if (version := record.get("schema_version", 1)) != 1:
         raise ValueError(f"schema_version is {version}: expected 1")
@@ -151,7 +151,7 @@ def _prime_sample(record: Record) -> Sample:
     if rl:
         ref = _weights(record, "ref_kl_weights") or [0.0] * len(mask)
         mask = [each * any(weights) for each, *weights in zip(mask, rl, ref, strict=True)]
-    return Sample(_numbers(record, "inference_logprobs"), _numbers(record, "trainer_logprobs"), mask)
+    return RolloutSequence(_numbers(record, "inference_logprobs"), _numbers(record, "trainer_logprobs"), mask)
 
 
 def _weights(record: Record, key: str) -> list[float]:
@@ -165,12 +165,16 @@ def _prime_step(record: Record, path: Path) -> str:
 
 
 LINES = (
-    Lines("NeMo-RL", frozenset({"generation_logprobs", "prev_logprobs", "token_loss_mask"}), _nemo_sample, _nemo_step),
-    Lines("prime-rl", frozenset({"inference_logprobs", "trainer_logprobs", "loss_mask"}), _prime_sample, _prime_step),
+    JsonLinesTool(
+        "NeMo-RL", frozenset({"generation_logprobs", "prev_logprobs", "token_loss_mask"}), _nemo_sample, _nemo_step
+    ),
+    JsonLinesTool(
+        "prime-rl", frozenset({"inference_logprobs", "trainer_logprobs", "loss_mask"}), _prime_sample, _prime_step
+    ),
 )
 
 
-def _torch_samples(path: Path) -> Iterator[tuple[str, str, Sample]]:
+def _torch_samples(path: Path) -> Iterator[tuple[str, str, RolloutSequence]]:
     """slime: a dict per sequence in `samples`. miles, and slime before its version 2: a list per key."""
     from binade.data.foreign import load_plain  # imports torch
 
@@ -199,13 +203,13 @@ def _transposed(columns: Any) -> list[Record] | None:
     return [dict(zip(names, values, strict=True)) for values in zip(*(columns[name] for name in names), strict=True)]
 
 
-def _slime_sample(record: Record) -> Sample:
+def _slime_sample(record: Record) -> RolloutSequence:
     rollout, training, mask = (_values(record, key) for key in ("rollout_log_probs", "log_probs", "loss_masks"))
     if training is None:
         raise ValueError("log_probs are missing: give the file of --save-debug-train-data, not of rollouts")
     if rollout is None:
         raise ValueError("rollout_log_probs are missing: the rollout engine did not return them")
-    return Sample(rollout, training, [1] * len(training) if mask is None else mask)
+    return RolloutSequence(rollout, training, [1] * len(training) if mask is None else mask)
 
 
 def _values(record: Record, key: str) -> Any:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import PurePath
 from typing import Any
 
-from binade.collector.imports.log import LINEAR, Importer, Log, integer, is_word, make, place
+from binade.collector.imports.log import LINEAR, Importer, TensorLog, integer, is_word, make, place
 
 NAME = "SGLang"
 STEPS = ("step", "forward_pass_id", "curr_step")  # as the versions have named it
@@ -21,7 +21,7 @@ _PASS = re.compile(r"Pass(\d{5,})", re.ASCII)
 _SIDE = re.compile(r"(?:(?P<path>.+?)\.)?(?P<side>inputs|output)(?:\.(?P<which>[^.]+))?", re.ASCII)
 
 
-def read(path: PurePath, metadata: object, key: str | None) -> Log | None:
+def read(path: PurePath, metadata: object, key: str | None) -> TensorLog | None:
     folder, number = _FOLDER.fullmatch(path.parent.name), _PASS.fullmatch(path.stem)
     if folder and number and key is not None:
         words = _in_module(key) | {"operation": "forward", "phase": "post", "tensor_name": "output"}

@@ -26,7 +26,7 @@ from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path, PurePath
 
-from binade.collector.imports.log import BEFORE, Importer, Log, Statistics, integer, logged, make, module_word
+from binade.collector.imports.log import BEFORE, Importer, Statistics, TensorLog, integer, logged, make, module_word
 from binade.collector.models.site import WORDS
 from binade.data.store import regular
 
@@ -60,7 +60,7 @@ _LAYER = re.compile(r"(?:.*_)?layers_(?P<number>\d+)_(?P<below>.+)", re.ASCII)
 _GEMM = re.compile(r"(?P<grouped>.+)_gemm_(?P<number>\d+)", re.ASCII)
 
 
-def read(path: PurePath, metadata: object, key: str | None) -> Log | None:
+def read(path: PurePath, metadata: object, key: str | None) -> TensorLog | None:
     rank, iteration = _RANK.fullmatch(path.parent.parent.name), _ITERATION.fullmatch(path.parent.name)
     file = _FILE.fullmatch(path.stem)
     if key != "high_precision" or not (rank and iteration and file):
@@ -89,7 +89,7 @@ def _from_0(names: Iterable[str]) -> bool:
     return any(int(layer["number"][:20]) == 0 for layer in layers if layer)
 
 
-def _log(name: str, tensor: str, iteration: str, rank: str, from_0: bool) -> Log:
+def _log(name: str, tensor: str, iteration: str, rank: str, from_0: bool) -> TensorLog:
     """name: the layer's, with "_" for "."; from_0: see `_from_0`."""
     notes, expert = [], None
     if grouped := _GEMM.fullmatch(name):

@@ -22,7 +22,7 @@ from binade.collector.jobs.store import (
     MOST_AT_ONCE,
     Job,
     JobError,
-    Measuring,
+    MeasureJob,
     add_runs,
     at_once,
     change,
@@ -31,7 +31,7 @@ from binade.collector.jobs.store import (
     problems,
     set_at_once,
 )
-from binade.collector.jobs.transitions import ACTIVE, State
+from binade.collector.jobs.transitions import ACTIVE, JobState
 from binade.collector.recipes.recipe import TEN_RECIPES
 
 __all__ = [
@@ -40,10 +40,10 @@ __all__ = [
     "TEN_RECIPES",
     "Job",
     "JobError",
+    "JobState",
     "JobView",
-    "Measuring",
+    "MeasureJob",
     "Progress",
-    "State",
     "SubmissionError",
     "add_runs",
     "at_once",

@@ -20,7 +20,7 @@ from binade.collector.jobs.store import (
     write_cancellation,
     write_execution,
 )
-from binade.collector.jobs.transitions import Event, State, after, allows
+from binade.collector.jobs.transitions import JobEvent, JobState, after, allows
 from binade.collector.training.checkpoints import last
 from binade.collector.training.plan import plan
 from binade.data.access import check_writable
@@ -35,10 +35,10 @@ def cancel(root: Path, number: int) -> None:
     with locked(root):
         job = find(root, number)
         state = view_of(root, job).state
-        if not allows(state, Event.CANCEL):
+        if not allows(state, JobEvent.CANCEL):
             raise JobError(f"job {number} is {state}: there is nothing to cancel")
-        if state is State.QUEUED:
-            end = End(after(state, Event.CANCEL), None, now())
+        if state is JobState.QUEUED:
+            end = End(after(state, JobEvent.CANCEL), None, now())
             write_execution(root, job, Execution(host(), boot(), end.at, end=end))
             return
         write_cancellation(root, job)
@@ -85,7 +85,7 @@ def delete(root: Path, number: int, *, with_run: bool = False) -> None:
     with locked(root):
         job = find(root, number)
         view = view_of(root, job)
-        if not allows(view.state, Event.DELETE):
+        if not allows(view.state, JobEvent.DELETE):
             raise JobError(f"job {number} is {view.state}: cancel it first")
         if with_run and view.run:
             delete_run(view.run.directory)

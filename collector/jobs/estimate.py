@@ -22,7 +22,7 @@ from typing import Any
 from binade.collector.errors import ConfigError
 from binade.collector.models.shape import Shape
 from binade.collector.models.specs import OtherSpec, Spec
-from binade.collector.settings import Device, Stats
+from binade.collector.settings import DeviceName, Stats
 from binade.collector.training.config import RunConfig, trained_config
 from binade.collector.training.memory import available_host_memory, check_memory, needed
 from binade.collector.training.plan import Plan, model_of, recorded_of
@@ -52,7 +52,7 @@ class Volume:
 
 
 @dataclass(frozen=True)
-class Estimate:
+class JobCost:
     """The cost of one run or several: seconds, bytes of memory (of the largest), bytes on disk.
 
     basis explains where the time comes from. refusals say what does not fit.
@@ -69,7 +69,7 @@ class Estimate:
     refusals: tuple[str, ...]
 
 
-def estimate(plans: Sequence[Plan], root: Path, target: str = "", at_once: int = 1) -> Estimate:
+def estimate(plans: Sequence[Plan], root: Path, target: str = "", at_once: int = 1) -> JobCost:
     """The estimate for these runs under this root, with this many at the same time. On a target, only earlier runs
     there are used, and the memory of its nodes is unknown."""
     volumes = [volume_of(each) for each in plans]
@@ -90,7 +90,7 @@ def estimate(plans: Sequence[Plan], root: Path, target: str = "", at_once: int =
             "record fewer tensors, or do not keep values."
         )
     unknown = [basis for _, basis, measured in times if not measured]
-    return Estimate(
+    return JobCost(
         seconds=max(sum(seconds for seconds, _, _ in times) / at_once, *(seconds for seconds, _, _ in times)),
         memory=max(needed(each).total * _sharing(each.config) for each in plans),
         memory_free=free,
@@ -105,7 +105,7 @@ def estimate(plans: Sequence[Plan], root: Path, target: str = "", at_once: int =
 
 def _sharing(config: RunConfig) -> int:
     """The ranks that share one memory: all of them on a CPU, one on each GPU."""
-    return config.world_size if config.device == Device.CPU else 1
+    return config.world_size if config.device == DeviceName.CPU else 1
 
 
 def _gib(number: int) -> str:
@@ -120,7 +120,7 @@ def free_space(root: Path) -> int:
 
 def memory_free(device: str) -> int | None:
     """Free bytes on the device; None if nvidia-smi does not report them."""
-    if device == Device.CPU:
+    if device == DeviceName.CPU:
         return available_host_memory()
     try:
         command = ["nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits"]

@@ -40,7 +40,7 @@ from binade.collector.jobs.store import (
     write_execution,
     write_runner,
 )
-from binade.collector.jobs.transitions import Event, State, after
+from binade.collector.jobs.transitions import JobEvent, JobState, after
 from binade.collector.settings import JOB_VARIABLE
 from binade.data import runs
 from binade.data.access import check_writable
@@ -208,7 +208,7 @@ class Runner:
         except OSError as error:
             named = f" ({error.filename})" if error.filename else ""
             reason = f"it could not be started: {error.strerror or error}{named}"
-            self._note_end(job, execution, after(State.STARTING, State.FAILED), reason)
+            self._note_end(job, execution, after(JobState.STARTING, JobState.FAILED), reason)
             return
         self.children[job.id] = child
         process = Process.of(child.pid) or Process(child.pid, 0.0)
@@ -244,7 +244,7 @@ class Runner:
         with locked(self.root):
             found = read_execution(self.root, job)
             if read_job(self.root, job.id) and not (found and (found.cluster or found.end)):
-                state = after(State.QUEUED, Event.SUBMIT, State.FAILED)
+                state = after(JobState.QUEUED, JobEvent.SUBMIT, JobState.FAILED)
                 execution = Execution(host(), boot(), now())
                 self._note_end(job, execution, state, "its submission was interrupted: retry the job")
 
@@ -282,7 +282,7 @@ class Runner:
         with locked(self.root):
             if found:
                 write_execution(self.root, job, replace(execution, process=found[0], runner=self.process))
-            elif (state := after(state_of(None, cancelled_at(self.root, job)), Event.LOSE)) is State.QUEUED:
+            elif (state := after(state_of(None, cancelled_at(self.root, job)), JobEvent.LOSE)) is JobState.QUEUED:
                 drop_execution(self.root, job)
             else:
                 self._note_end(job, execution, state, None)
@@ -317,14 +317,14 @@ class Runner:
         with locked(self.root):  # a cancellation comes before this or is refused
             before = state_of(run, cancelled_at(self.root, job), execution.cluster)
             end, reason = how_it_ended(self.root, job, execution, run, exit_status)
-            if end is State.CANCELLED and run and run.status.state != runs.CANCELLED:
+            if end is JobState.CANCELLED and run and run.status.state != runs.CANCELLED:
                 settle(run.directory, runs.CANCELLED, None)
             elif execution.cluster and run and run.status.state in (runs.RUNNING, runs.CRASHED):
                 settle(run.directory, runs.FAILED, reason)  # its ranks could not report it
             self._note_end(job, execution, after(before, end), reason)
         self.children.pop(job.id, None)
 
-    def _note_end(self, job: Job, execution: Execution, state: State, reason: str | None) -> None:
+    def _note_end(self, job: Job, execution: Execution, state: JobState, reason: str | None) -> None:
         write_execution(self.root, job, replace(execution, end=End(state, reason, now())))
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from pydantic.dataclasses import dataclass
 
 from binade.collector.errors import ConfigError
-from binade.collector.jobs.transitions import State
+from binade.collector.jobs.transitions import JobState
 from binade.collector.training.targets import Target
 from binade.data.json_files import STRICT
 from binade.data.python import package_path
@@ -32,14 +32,14 @@ WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", 
 UNKNOWN = "UNKNOWN"  # Slurm no longer knows the job
 # The states that determine how a job ended. For others, such as FAILED, the run or its log says more.
 ENDS = {
-    "TIMEOUT": (State.TIME_LIMIT, "the job reached its time limit"),
-    "DEADLINE": (State.TIME_LIMIT, "the job reached its deadline"),
-    "NODE_FAIL": (State.NODE_LOST, "a node of the job failed"),
-    "BOOT_FAIL": (State.NODE_LOST, "a node of the job could not be started"),
-    "OUT_OF_MEMORY": (State.NO_MEMORY, "a rank took more memory than the job requested"),
-    "PREEMPTED": (State.KILLED, "the job was preempted by another"),
-    "REVOKED": (State.KILLED, "the job was revoked by the cluster"),
-    "CANCELLED": (State.CANCELLED, "the job was cancelled in Slurm"),
+    "TIMEOUT": (JobState.TIME_LIMIT, "the job reached its time limit"),
+    "DEADLINE": (JobState.TIME_LIMIT, "the job reached its deadline"),
+    "NODE_FAIL": (JobState.NODE_LOST, "a node of the job failed"),
+    "BOOT_FAIL": (JobState.NODE_LOST, "a node of the job could not be started"),
+    "OUT_OF_MEMORY": (JobState.NO_MEMORY, "a rank took more memory than the job requested"),
+    "PREEMPTED": (JobState.KILLED, "the job was preempted by another"),
+    "REVOKED": (JobState.KILLED, "the job was revoked by the cluster"),
+    "CANCELLED": (JobState.CANCELLED, "the job was cancelled in Slurm"),
 }
 ENDED = (*ENDS, "COMPLETED", "FAILED", UNKNOWN)
 

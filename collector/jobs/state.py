@@ -31,7 +31,7 @@ from binade.collector.jobs.store import (
     read_jobs,
     read_runner,
 )
-from binade.collector.jobs.transitions import ACTIVE, Event, State, after
+from binade.collector.jobs.transitions import ACTIVE, JobEvent, JobState, after
 from binade.collector.training.checkpoints import last
 from binade.collector.training.config import RunConfig
 from binade.data import runs
@@ -40,18 +40,20 @@ from binade.data.store import no_link
 from binade.data.text import signal_name
 
 ADVICE = {
-    State.FAILED: "Read the reason and the end of the log, correct the cause, and retry.",
-    State.CRASHED: "Retry. If it happens again, the end of the log shows how far it got.",
-    State.KILLED: (
+    JobState.FAILED: "Read the reason and the end of the log, correct the cause, and retry.",
+    JobState.CRASHED: "Retry. If it happens again, the end of the log shows how far it got.",
+    JobState.KILLED: (
         "Its process was killed. Retry. If it happens again, find out what kills processes on this machine."
     ),
-    State.NO_MEMORY: (
+    JobState.NO_MEMORY: (
         "Use fewer layers, a shorter sequence, a smaller micro-batch or the tiny size, and run fewer jobs at once."
     ),
-    State.NO_DISK: "Free space, or delete runs; a smaller byte budget, or recording without values, takes less space.",
-    State.RESTARTED: "The machine went down while the job was running. Retry.",
-    State.TIME_LIMIT: "What was recorded is kept. Request a longer limit with --time, or train fewer iterations.",
-    State.NODE_LOST: "Retry: the cluster may use another node.",
+    JobState.NO_DISK: (
+        "Free space, or delete runs; a smaller byte budget, or recording without values, takes less space."
+    ),
+    JobState.RESTARTED: "The machine went down while the job was running. Retry.",
+    JobState.TIME_LIMIT: "What was recorded is kept. Request a longer limit with --time, or train fewer iterations.",
+    JobState.NODE_LOST: "Retry: the cluster may use another node.",
 }
 _NO_DISK = re.compile(r"No space left|Disk quota exceeded", re.I)
 _NO_MEMORY = re.compile(
@@ -72,7 +74,7 @@ class JobView:
     is None before the run directory exists, and once it is deleted; cluster is for one on a cluster."""
 
     job: Job
-    state: State
+    state: JobState
     reason: str | None = None
     run: RunInfo | None = None
     started: str | None = None
@@ -122,7 +124,7 @@ def view_of(root: Path, job: Job, known: dict[str, Path] | None = None) -> JobVi
     the job's files are damaged."""
     execution = read_execution(root, job)
     if execution is None:
-        return JobView(job, State.QUEUED)
+        return JobView(job, JobState.QUEUED)
     cancelled = cancelled_at(root, job)
     cluster = execution.cluster
     if execution.process is None and cluster is None:
@@ -144,7 +146,7 @@ def view_of(root: Path, job: Job, known: dict[str, Path] | None = None) -> JobVi
     else:
         found, reason = how_it_ended(root, job, execution, run, None)
         state = after(state_of(run, cancelled, cluster), found)
-    if state is State.DONE and run is None and not job.measures:  # a later measurement continues the run
+    if state is JobState.DONE and run is None and not job.measures:  # a later measurement continues the run
         reason = "its run has been deleted"
     noted, finished = end.at if end else None, run.status.finished if run else None
     # For a crashed run, the status only has the last heartbeat.
@@ -161,16 +163,16 @@ def resumable(view: JobView) -> bool:
     return False
 
 
-def state_of(run: RunInfo | None, cancelled: str | None, cluster: ClusterJob | None = None) -> State:
+def state_of(run: RunInfo | None, cancelled: str | None, cluster: ClusterJob | None = None) -> JobState:
     """The state of a job that was started or submitted and has not ended."""
     started = cluster is None or not cluster.waits
     events = [
-        *([Event.SUBMIT] if cluster else []),
-        *([Event.START] if started else []),
-        *([Event.RECORD] if run and started else []),
-        *([Event.CANCEL] if cancelled is not None else []),
+        *([JobEvent.SUBMIT] if cluster else []),
+        *([JobEvent.START] if started else []),
+        *([JobEvent.RECORD] if run and started else []),
+        *([JobEvent.CANCEL] if cancelled is not None else []),
     ]
-    return after(State.QUEUED, *events)
+    return after(JobState.QUEUED, *events)
 
 
 def run_of(root: Path, job: Job, known: dict[str, Path] | None = None) -> RunInfo | None:
@@ -200,42 +202,42 @@ def _lives(job: Job, execution: Execution) -> bool:
 
 def how_it_ended(
     root: Path, job: Job, execution: Execution, run: RunInfo | None, exit_status: int | None
-) -> tuple[State, str | None]:
+) -> tuple[JobState, str | None]:
     """How and why a job ended whose last process is gone. exit_status is None if unknown."""
     state = run.status.state if run else None
     if state == runs.DONE or (run is None and exit_status == 0):
-        return State.DONE, None
+        return JobState.DONE, None
     cancelled, cluster = cancelled_at(root, job), execution.cluster
     if cluster and cancelled is None and cluster.state in ENDS:
         return ENDS[cluster.state]
     if state == runs.CANCELLED or (run is None and exit_status == 130):
-        return State.CANCELLED, None
+        return JobState.CANCELLED, None
     # A run may fail while it is being cancelled: a rank reports that its neighbor has ended.
     if cancelled is not None and not (run and state == runs.FAILED and (run.status.finished or "") < cancelled):
-        return State.CANCELLED, None
+        return JobState.CANCELLED, None
     message = (run.status.reason if run and state == runs.FAILED else None) or last_words(root, job)
     if _TIME_LIMIT.search(message):
-        return State.TIME_LIMIT, message
+        return JobState.TIME_LIMIT, message
     if cluster:
         message = _first_cause(log_tail(root, job), message)
     if _NO_DISK.search(message):
-        return State.NO_DISK, message
+        return JobState.NO_DISK, message
     if _NO_MEMORY.search(message):
-        return State.NO_MEMORY, message
+        return JobState.NO_MEMORY, message
     if exit_status == -signal.SIGKILL or _WAS_KILLED.search(message):
         reason = message if _WAS_KILLED.search(message) else "the collector was killed by SIGKILL"
         if cluster is None and execution.here and out_of_memory_kills() > execution.oom_kills:
-            return State.NO_MEMORY, f"{reason}; the kernel killed a process during the run because memory ran out"
-        return State.KILLED, reason
+            return JobState.NO_MEMORY, f"{reason}; the kernel killed a process during the run because memory ran out"
+        return JobState.KILLED, reason
     if cluster is None and execution.host == host() and execution.boot != boot():
-        return State.RESTARTED, "the machine was restarted while the job ran"
+        return JobState.RESTARTED, "the machine was restarted while the job ran"
     if state == runs.FAILED or (cluster and message) or (exit_status is not None and exit_status > 0):
-        return State.FAILED, message or f"the collector ended with exit status {exit_status}"
+        return JobState.FAILED, message or f"the collector ended with exit status {exit_status}"
     if cluster:
-        return State.CRASHED, f"the job has ended ({cluster.state.lower()}) and its log gives no reason"
+        return JobState.CRASHED, f"the job has ended ({cluster.state.lower()}) and its log gives no reason"
     if exit_status is not None and exit_status < 0:
-        return State.CRASHED, f"the collector was ended by {signal_name(-exit_status)}"
-    return State.CRASHED, "the collector's process ended without giving a reason"
+        return JobState.CRASHED, f"the collector was ended by {signal_name(-exit_status)}"
+    return JobState.CRASHED, "the collector's process ended without giving a reason"
 
 
 def _first_cause(log: Sequence[str], message: str) -> str:
@@ -288,7 +290,7 @@ def progress(view: JobView) -> Progress:
     if view.run is None or view.job.measures:
         return Progress(0, 0, None)
     config, losses = view.job.config, losses_of(view.run)
-    left = seconds_left(config, losses) if view.state is State.RUNNING else None
+    left = seconds_left(config, losses) if view.state is JobState.RUNNING else None
     return Progress(len(losses), config.warmup_iterations + config.iterations, left)
 
 

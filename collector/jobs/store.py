@@ -31,7 +31,7 @@ from pydantic.dataclasses import dataclass
 from binade.collector.errors import ConfigError
 from binade.collector.jobs.processes import Process, boot, host
 from binade.collector.jobs.slurm import ClusterJob, check_submits, script, submit
-from binade.collector.jobs.transitions import State
+from binade.collector.jobs.transitions import JobState
 from binade.collector.recipes.files import label
 from binade.collector.settings import new_token
 from binade.collector.training.config import RunConfig
@@ -58,7 +58,7 @@ class JobError(ValueError):
 
 
 @dataclass(frozen=True, config=STRICT)
-class Measuring:
+class MeasureJob:
     """What `binade measure` does for a job: it rounds all that each of these recipes or formats rounds, in the model of
     a run."""
 
@@ -88,7 +88,7 @@ class Job:
     title: str = ""
     tags: tuple[str, ...] = ()
     retry_of: int | None = None
-    measures: Measuring | None = None
+    measures: MeasureJob | None = None
 
     @property
     def on_cluster(self) -> bool:
@@ -115,7 +115,7 @@ class Queue:
 class End:
     """How a job ended, as observed by the runner. at is ISO 8601 in UTC."""
 
-    state: State
+    state: JobState
     reason: str | None
     at: Time
 
@@ -297,7 +297,7 @@ def add_runs(
     directory: Path | None = None,
     retry_of: int | None = None,
     resume: str | None = None,
-    measures: Measuring | None = None,
+    measures: MeasureJob | None = None,
 ) -> list[Job]:
     """Queue these runs, one job for each, in their order. They start only after `runner.start_runner`. On a cluster
     they are submitted as one array before this returns, so that a refusal is reported at once. resume: the run to

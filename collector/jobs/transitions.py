@@ -11,7 +11,7 @@ from __future__ import annotations
 from enum import Enum, StrEnum, auto
 
 
-class State(StrEnum):
+class JobState(StrEnum):
     """The state of a job, as shown to users."""
 
     QUEUED = "queued"  # waits for its turn
@@ -31,7 +31,7 @@ class State(StrEnum):
     NODE_LOST = "node lost"  # of a cluster
 
 
-class Event(Enum):
+class JobEvent(Enum):
     """An event in the life of a job."""
 
     SUBMIT = auto()  # a cluster has accepted it
@@ -42,24 +42,33 @@ class Event(Enum):
     DELETE = auto()  # the user deletes it
 
 
-ACTIVE = (State.QUEUED, State.PENDING, State.STARTING, State.RUNNING, State.CANCELLING)
-ENDED = tuple(state for state in State if state not in ACTIVE)
+ACTIVE = (JobState.QUEUED, JobState.PENDING, JobState.STARTING, JobState.RUNNING, JobState.CANCELLING)
+ENDED = tuple(state for state in JobState if state not in ACTIVE)
 
-_ENDS: dict[Event | State, State | None] = {state: state for state in ENDED}
+_ENDS: dict[JobEvent | JobState, JobState | None] = {state: state for state in ENDED}
 
 # None: the job is gone.
-TRANSITIONS: dict[State, dict[Event | State, State | None]] = {
-    State.QUEUED: {Event.SUBMIT: State.PENDING, Event.START: State.STARTING, Event.CANCEL: State.CANCELLED},
-    State.PENDING: {Event.START: State.STARTING, Event.CANCEL: State.CANCELLING, **_ENDS},
-    State.STARTING: {Event.LOSE: State.QUEUED, Event.RECORD: State.RUNNING, Event.CANCEL: State.CANCELLING, **_ENDS},
-    State.RUNNING: {Event.CANCEL: State.CANCELLING, **_ENDS},
-    State.CANCELLING: {
-        Event.LOSE: State.CANCELLED,
-        Event.RECORD: State.CANCELLING,
-        Event.CANCEL: State.CANCELLING,
+TRANSITIONS: dict[JobState, dict[JobEvent | JobState, JobState | None]] = {
+    JobState.QUEUED: {
+        JobEvent.SUBMIT: JobState.PENDING,
+        JobEvent.START: JobState.STARTING,
+        JobEvent.CANCEL: JobState.CANCELLED,
+    },
+    JobState.PENDING: {JobEvent.START: JobState.STARTING, JobEvent.CANCEL: JobState.CANCELLING, **_ENDS},
+    JobState.STARTING: {
+        JobEvent.LOSE: JobState.QUEUED,
+        JobEvent.RECORD: JobState.RUNNING,
+        JobEvent.CANCEL: JobState.CANCELLING,
         **_ENDS,
     },
-    **{state: {Event.DELETE: None} for state in ENDED},
+    JobState.RUNNING: {JobEvent.CANCEL: JobState.CANCELLING, **_ENDS},
+    JobState.CANCELLING: {
+        JobEvent.LOSE: JobState.CANCELLED,
+        JobEvent.RECORD: JobState.CANCELLING,
+        JobEvent.CANCEL: JobState.CANCELLING,
+        **_ENDS,
+    },
+    **{state: {JobEvent.DELETE: None} for state in ENDED},
 }
 
 
@@ -67,7 +76,7 @@ class TransitionError(ValueError):
     """The event is not possible in this state."""
 
 
-def after(state: State, *events: Event | State) -> State:
+def after(state: JobState, *events: JobEvent | JobState) -> JobState:
     """The state after these events. Raises TransitionError if one of them cannot happen."""
     for event in events:
         following = TRANSITIONS[state].get(event)
@@ -77,5 +86,5 @@ def after(state: State, *events: Event | State) -> State:
     return state
 
 
-def allows(state: State, event: Event | State) -> bool:
+def allows(state: JobState, event: JobEvent | JobState) -> bool:
     return event in TRANSITIONS[state]

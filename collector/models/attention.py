@@ -23,7 +23,7 @@ from binade.collector.models.parallel import (
 from binade.collector.models.positions import Rotation, apply_rotary, pairs_to_halves
 from binade.collector.models.site import Site
 from binade.collector.models.specs import CoreSpec, LinearSpec, Spec
-from binade.collector.ranks import SINGLE, Group
+from binade.collector.ranks import SINGLE, RankGroup
 from binade.data.segment import Shard
 from binade.quant.attention import flash, smoothed
 from binade.quant.gemm import Observed, matmul
@@ -44,7 +44,7 @@ class CoreAttention(nn.Module):
     The taps of `begin.qk` see query, key and, by the name "scores", the scaled scores before the mask.
     """
 
-    def __init__(self, site: Site, head_dim: int, scale: float | None = None, group: Group = SINGLE) -> None:
+    def __init__(self, site: Site, head_dim: int, scale: float | None = None, group: RankGroup = SINGLE) -> None:
         super().__init__()
         self.site = site
         self.group = group
@@ -92,7 +92,7 @@ def _by_module(specs: Sequence[Spec]) -> tuple[dict[str, LinearSpec], CoreSpec]:
 class SelfAttention(nn.Module):
     """Grouped-query attention. specs are the linear layers qkv and proj, and the core."""
 
-    def __init__(self, specs: Sequence[Spec], group: Group) -> None:
+    def __init__(self, specs: Sequence[Spec], group: RankGroup) -> None:
         super().__init__()
         linear, core = _by_module(specs)
         self.heads, self.kv_heads = core.heads // group.size, core.kv_heads // group.size
@@ -127,7 +127,7 @@ class LatentAttention(nn.Module):
     """
 
     def __init__(
-        self, specs: Sequence[Spec], scale: float, build_norm: Callable[[int], nn.Module], group: Group
+        self, specs: Sequence[Spec], scale: float, build_norm: Callable[[int], nn.Module], group: RankGroup
     ) -> None:
         super().__init__()
         self.group = group

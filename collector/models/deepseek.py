@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from binade.collector.models.attention import LatentAttention
-    from binade.collector.ranks import Group
+    from binade.collector.ranks import RankGroup
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,13 +111,13 @@ class DeepseekShape(RotaryShape):
             ),
         )
 
-    def build_attention(self, layer: int, group: Group) -> LatentAttention:
+    def build_attention(self, layer: int, group: RankGroup) -> LatentAttention:
         from binade.collector.models.attention import LatentAttention
 
         scale = (self.rope_scaling.softmax_scale if self.rope_scaling else 1.0) / math.sqrt(self.head_dim)
         return LatentAttention(self.attention(layer), scale, self.build_norm, group)
 
-    def build_feed_forward(self, layer: int, group: Group) -> nn.Module:
+    def build_feed_forward(self, layer: int, group: RankGroup) -> nn.Module:
         from binade.collector.models.feedforward import MixtureOfExperts
 
         if layer <= self.dense_layers:

@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from binade.collector.models.norm import Point
+from binade.collector.models.norm import RecordingPoint
 from binade.collector.models.parallel import build_linear, gather_whole_sequence, scatter_sequence
 from binade.collector.models.specs import LinearSpec
-from binade.collector.ranks import Group
+from binade.collector.ranks import RankGroup
 from binade.data.tensor_kinds import Other
 
 Route = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
@@ -31,7 +31,9 @@ def swiglu(x: Tensor) -> Tensor:
 class MLP(nn.Module):
     """fc2(activation(fc1(x))). [..., hidden] -> [..., hidden]"""
 
-    def __init__(self, fc1: LinearSpec, fc2: LinearSpec, activation: Callable[[Tensor], Tensor], group: Group) -> None:
+    def __init__(
+        self, fc1: LinearSpec, fc2: LinearSpec, activation: Callable[[Tensor], Tensor], group: RankGroup
+    ) -> None:
         super().__init__()
         self.activation = activation
         self.linear_fc1 = build_linear(fc1, group)
@@ -54,7 +56,7 @@ class MixtureOfExperts(nn.Module):
     """
 
     def __init__(
-        self, linears: Sequence[LinearSpec], route: Route, activation: Callable[[Tensor], Tensor], group: Group
+        self, linears: Sequence[LinearSpec], route: Route, activation: Callable[[Tensor], Tensor], group: RankGroup
     ) -> None:
         super().__init__()
         self.route, self.group = route, group
@@ -64,7 +66,7 @@ class MixtureOfExperts(nn.Module):
         mlps = [MLP(fc1, fc2, activation, group) for fc1, fc2 in pairs]
         routed = sum(fc1.site.expert is not None for fc1, _ in pairs)
         self.router = build_linear(router, group)
-        self.load = Point(router.site, Other.EXPERTS)
+        self.load = RecordingPoint(router.site, Other.EXPERTS)
         self.experts = nn.ModuleList(mlps[:routed])
         self.shared_experts = mlps[routed] if mlps[routed:] else None
 

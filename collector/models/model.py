@@ -13,12 +13,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from binade.collector.models.norm import Point
+from binade.collector.models.norm import RecordingPoint
 from binade.collector.models.parallel import UNROUNDED, ParallelLinear, gather_whole_sequence, scatter_sequence
 from binade.collector.models.positions import Rotation
 from binade.collector.models.shape import Shape
 from binade.collector.models.site import HEAD
-from binade.collector.ranks import SINGLE, Group
+from binade.collector.ranks import SINGLE, RankGroup
 from binade.data.tensor_kinds import Other
 from binade.quant.gemm import linear
 
@@ -26,7 +26,7 @@ from binade.quant.gemm import linear
 class TransformerLayer(nn.Module):
     """x + attention(norm(x)), then x + feed-forward(norm(x)), both as the shape builds them for this layer, from 1."""
 
-    def __init__(self, layer: int, shape: Shape, group: Group) -> None:
+    def __init__(self, layer: int, shape: Shape, group: RankGroup) -> None:
         super().__init__()
         split = group.sequence_parallel
         self.input_layernorm = shape.build_norm(shape.hidden, sequence_parallel=split)
@@ -45,7 +45,7 @@ class TransformerLayer(nn.Module):
 class GPTModel(nn.Module):
     """tokens [batch, sequence] -> logits, float32 [batch, sequence, vocab]."""
 
-    def __init__(self, shape: Shape, group: Group = SINGLE, compute_dtype: torch.dtype = torch.bfloat16) -> None:
+    def __init__(self, shape: Shape, group: RankGroup = SINGLE, compute_dtype: torch.dtype = torch.bfloat16) -> None:
         super().__init__()
         self.shape = shape
         self.group = group
@@ -55,7 +55,7 @@ class GPTModel(nn.Module):
         self.layers = nn.ModuleList(TransformerLayer(i + 1, shape, group) for i in range(shape.layers))
         self.final_layernorm = shape.build_norm(shape.hidden, sequence_parallel=group.sequence_parallel)
         self.output_layer = self.embedding if shape.tied_embedding else nn.Embedding(shape.vocab, shape.hidden)
-        self.logits = Point(HEAD, Other.HEAD)
+        self.logits = RecordingPoint(HEAD, Other.HEAD)
 
     @torch.no_grad()
     def set_weights(self, whole: Callable[[str, torch.Size], Tensor]) -> None:

@@ -11,7 +11,7 @@ from binade.collector.models.site import Site
 from binade.data.tensor_kinds import Other
 
 
-class Point(nn.Identity):
+class RecordingPoint(nn.Identity):
     """Passes a tensor on. site and product are the place at which `instrument` records it."""
 
     def __init__(self, site: Site, product: Other) -> None:

@@ -28,7 +28,7 @@ from torch.autograd.function import once_differentiable
 
 from binade.collector.models.site import Site
 from binade.collector.models.specs import LinearSpec, Split
-from binade.collector.ranks import SINGLE, Group
+from binade.collector.ranks import SINGLE, RankGroup
 from binade.data.segment import Shard
 from binade.quant.gemm import Rounding, Tap, linear
 from binade.quant.kv_cache import cached
@@ -79,12 +79,12 @@ def reshaped(tap: Tap | None, shape: Callable[[Tensor], tuple[int, ...]], names:
     return lambda seen: tap(replace(seen, shape=shape(seen.tensor)) if not names or seen.name in names else seen)
 
 
-def heads_shard(group: Group) -> Shard:
+def heads_shard(group: RankGroup) -> Shard:
     """The shard of an attention core's tensors: all are divided by heads."""
     return Shard(group.rank, group.size, "slice", 1) if group.size > 1 else Shard()
 
 
-def linear_shard(kinds: Mapping[str, str], name: str, group: Group, stride: int) -> Shard:
+def linear_shard(kinds: Mapping[str, str], name: str, group: RankGroup, stride: int) -> Shard:
     """Which part of the whole this rank has of a linear layer's tensor, by the name that a tap sees ("a", "grad_b").
     kinds are the `shards` of a ParallelLinear."""
     if group.size == 1:
@@ -96,18 +96,18 @@ def linear_shard(kinds: Mapping[str, str], name: str, group: Group, stride: int)
     return Shard(group.rank, group.size, "slice", axis, stride)
 
 
-GroupFunction = Callable[[Group, Tensor], Tensor]
+GroupFunction = Callable[[RankGroup, Tensor], Tensor]
 
 
 def _function(
     forward: GroupFunction, backward: GroupFunction, name: str, *, of_sequences: bool = True
-) -> Callable[[Tensor, Group], Tensor]:
+) -> Callable[[Tensor, RankGroup], Tensor]:
     """An autograd function of a tensor and a group; the identity at one rank, and for one of sequences without sequence
     parallelism."""
 
     class Exchange(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        def forward(ctx: Any, x: Tensor, group: RankGroup) -> Tensor:
             ctx.group = group
             return forward(group, x)
 
@@ -118,7 +118,7 @@ def _function(
 
     Exchange.__name__ = name
 
-    def apply(x: Tensor, group: Group) -> Tensor:
+    def apply(x: Tensor, group: RankGroup) -> Tensor:
         if group.size == 1 or (of_sequences and not group.sequence_parallel):
             return x
         y: Tensor = Exchange.apply(x, group)  # type: ignore[no-untyped-call]  # torch has no types for it
@@ -127,20 +127,20 @@ def _function(
     return apply
 
 
-def _same(group: Group, x: Tensor) -> Tensor:
+def _same(group: RankGroup, x: Tensor) -> Tensor:
     return x.view_as(x)
 
 
-def _summed(group: Group, x: Tensor) -> Tensor:
+def _summed(group: RankGroup, x: Tensor) -> Tensor:
     return group.sum_(x.clone())  # the caller's tensor may have been captured
 
 
 copy_to_ranks = _function(_same, _summed, "CopyToRanks", of_sequences=False)
 reduce_from_ranks = _function(_summed, _same, "ReduceFromRanks", of_sequences=False)
-reduce_scatter_sequence = _function(Group.reduce_scatter, Group.gather, "ReduceScatterSequence")
-scatter_sequence = _function(Group.part, Group.gather, "ScatterSequence")
-gather_sequence = _function(Group.gather, Group.reduce_scatter, "GatherSequence")
-gather_whole_sequence = _function(Group.gather, Group.part, "GatherWholeSequence")
+reduce_scatter_sequence = _function(RankGroup.reduce_scatter, RankGroup.gather, "ReduceScatterSequence")
+scatter_sequence = _function(RankGroup.part, RankGroup.gather, "ScatterSequence")
+gather_sequence = _function(RankGroup.gather, RankGroup.reduce_scatter, "GatherSequence")
+gather_whole_sequence = _function(RankGroup.gather, RankGroup.part, "GatherWholeSequence")
 
 
 def parameter(x: Tensor, **marks: bool) -> nn.Parameter:
@@ -167,7 +167,7 @@ class ParallelLinear(nn.Module):
     shards: ClassVar[dict[str, str]] = {}
 
     def __init__(
-        self, site: Site, inputs: int, outputs: int, group: Group = SINGLE, stride: int = 1, *, bias: bool = False
+        self, site: Site, inputs: int, outputs: int, group: RankGroup = SINGLE, stride: int = 1, *, bias: bool = False
     ) -> None:
         super().__init__()
         self.site = site
@@ -237,5 +237,5 @@ class RowParallelLinear(ParallelLinear):
 _LINEARS = {Split.COLUMN: ColumnParallelLinear, Split.ROW: RowParallelLinear, Split.REPLICATED: ParallelLinear}
 
 
-def build_linear(spec: LinearSpec, group: Group = SINGLE) -> ParallelLinear:
+def build_linear(spec: LinearSpec, group: RankGroup = SINGLE) -> ParallelLinear:
     return _LINEARS[spec.split](spec.site, spec.inputs, spec.outputs, group, spec.stride, bias=spec.bias)

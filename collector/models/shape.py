@@ -26,7 +26,7 @@ from binade.data.tensor_kinds import Other, named_places
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from binade.collector.ranks import Group
+    from binade.collector.ranks import RankGroup
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,13 +73,13 @@ class Shape(ABC):
     def build_positions(self) -> nn.Module:
         """The position encoding: x [s, b, hidden] -> the same, and the rotation of queries and keys, see `positions`"""
 
-    def build_attention(self, layer: int, group: Group) -> nn.Module:
+    def build_attention(self, layer: int, group: RankGroup) -> nn.Module:
         """(x [s, b, hidden], rotation) -> [s, b, hidden]; by default grouped-query attention"""
         from binade.collector.models.attention import SelfAttention
 
         return SelfAttention(self.attention(layer), group)
 
-    def build_feed_forward(self, layer: int, group: Group) -> nn.Module:
+    def build_feed_forward(self, layer: int, group: RankGroup) -> nn.Module:
         """x [s, b, hidden] -> the same, or a tuple of it and a loss to be added to the training loss; by default an MLP
         with `activation`"""
         from binade.collector.models.feedforward import MLP

@@ -25,7 +25,7 @@ from binade.collector.pretrained.causal_lm import CausalLM
 from binade.collector.pretrained.directory import CONFIG, FP8, block_of, gguf_of, read_json, read_shape
 from binade.collector.pretrained.gguf_file import open_gguf
 from binade.collector.pretrained.transformers_model import TransformersShape, load
-from binade.collector.ranks import SINGLE, Group
+from binade.collector.ranks import SINGLE, RankGroup
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -71,7 +71,7 @@ class Checkpoint:
     tensors: Tensors
     loaded: CausalLM | None = None
 
-    def build(self, group: Group = SINGLE) -> GPTModel | CausalLM:
+    def build(self, group: RankGroup = SINGLE) -> GPTModel | CausalLM:
         """The model with these weights, on the default device. Raises ConfigError as `load_into`."""
         if self.loaded:
             return self.loaded.to(torch.get_default_device())

@@ -20,9 +20,9 @@ from binade.collector.recipes.recipe import (
     KvCache,
     Part,
     Recipe,
-    State,
+    StateRounding,
 )
-from binade.quant.elements import Rounding
+from binade.quant.elements import RoundingMode
 from binade.quant.specs import FULL, OPERAND_FIELDS, Block, GemmFormats, Smooth, Softmax, Spec, SpecError
 
 Formats = dict[str, Spec | None]  # by the fields of GemmFormats
@@ -56,7 +56,7 @@ OF_ROUNDED = ("dgrad_b", "wgrad_a")  # the backward operands that enter the forw
 
 
 @dataclass
-class Draft:
+class RecipeDraft:
     """A recipe under construction, or a stage of its schedule: by part, and by "modules.<module>".
 
     quant_types  what is requested for each part
@@ -72,20 +72,20 @@ class Draft:
     softmax: Softmax = FULL
     smooth: Smooth = Smooth.NONE
     keep: str = ""
-    schedule: list[tuple[str, Draft]] = field(default_factory=list)
+    schedule: list[tuple[str, RecipeDraft]] = field(default_factory=list)
     deoscillation: Deoscillation | None = None
-    state: State | None = None
+    state: StateRounding | None = None
     communication: Communication | None = None
     kv_cache: KvCache | None = None
     about: About = field(default_factory=About)
 
-    def copy(self) -> Draft:
+    def copy(self) -> RecipeDraft:
         """A copy without what holds for the whole run: WHOLE_RUN and the source. The formats of the KV cache belong to
         those of products."""
         tables: dict[str, Any] = dict.fromkeys(TABLES) | {"kv_cache": self.kv_cache}
         return replace(deepcopy(self), keep="", schedule=[], about=About(), **tables)
 
-    def stages(self) -> list[Draft]:
+    def stages(self) -> list[RecipeDraft]:
         """This draft, and those of the schedule."""
         return [self, *(stage for _, stage in self.schedule)]
 
@@ -202,7 +202,7 @@ def _without(ingredient: str, field: str, spec: Spec) -> Spec | None:
         dropped = {"scale", "error", "bound", "history", "algorithm", "margin", *(["block"] * (plain.block is None))}
     elif ingredient == "rounding" and spec.scaling.stochastic:
         dropped = {"scale"}
-    elif ingredient == "rounding" and spec.rounding == Rounding.STOCHASTIC:
+    elif ingredient == "rounding" and spec.rounding == RoundingMode.STOCHASTIC:
         dropped = {"rounding"}
     elif ingredient == "center":
         dropped = {"center"}

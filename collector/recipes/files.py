@@ -65,7 +65,7 @@ from pathlib import Path
 from typing import Any
 
 from binade.collector.errors import raising
-from binade.collector.recipes.draft import OF_ROUNDED, Draft, for_operand
+from binade.collector.recipes.draft import OF_ROUNDED, RecipeDraft, for_operand
 from binade.collector.recipes.recipe import (
     BF16,
     LINEAR_OPERANDS,
@@ -79,10 +79,10 @@ from binade.collector.recipes.recipe import (
     RecipeError,
     Scheme,
 )
-from binade.collector.recipes.selection import Selection, SelectionError
+from binade.collector.recipes.selection import SelectionError, SiteSelection
 from binade.data.store import read_text
 from binade.quant.formats import UnknownFormatError
-from binade.quant.specs import Cache, Smooth, Softmax, Spec, SpecError
+from binade.quant.specs import KVCache, Smooth, Softmax, Spec, SpecError
 
 PUBLISHED = {path.stem: path for path in sorted(Path(__file__).parent.glob("*.toml"))}
 """The files of the published recipes, by name."""
@@ -90,7 +90,7 @@ PUBLISHED = {path.stem: path for path in sorted(Path(__file__).parent.glob("*.to
 ABOUT = {each.name: each.type for each in fields(About)}
 SECTIONS = (*PARTS, MODULES, "keep", *TABLES, "schedule")
 LONGEST_EXCERPT = 80
-Reader = Callable[[str, str], Draft]
+Reader = Callable[[str, str], RecipeDraft]
 # A recipe in front of the path of a precision file: a name, with the options of a spec, or the path of a .toml file.
 ON_BASE = re.compile(r"(?P<base>[^/+()]+(?:\([^()]*\))?|[^+]+\.toml)\+(?P<file>.+\.yaml)")
 START = re.compile(r"[1-9]\d{0,8}|(100|\d{1,2})(\.\d+)?%")
@@ -103,7 +103,7 @@ def label(recipe: str) -> str:
     return Path(recipe).name
 
 
-def read_draft(path: Path, quant_type: str, reader: Reader | None = None) -> Draft:
+def read_draft(path: Path, quant_type: str, reader: Reader | None = None) -> RecipeDraft:
     """The recipe in a file, as a draft. quant_type is recorded for the operands that it quantizes. reader: `draft_of`,
     or that of another kind of file.
 
@@ -119,17 +119,17 @@ def read_draft(path: Path, quant_type: str, reader: Reader | None = None) -> Dra
         raise RecipeError(f"recipe {path}: {error}") from None
 
 
-def draft_of(text: str, quant_type: str) -> Draft:
+def draft_of(text: str, quant_type: str) -> RecipeDraft:
     """As `read_draft`, from TOML text. Raises RecipeError."""
     with raising(RecipeError, "is not TOML", ValueError, RecursionError):
         tables = tomllib.loads(text)
     return draft_from(tables, quant_type)
 
 
-def draft_from(given: Mapping[str, Any], quant_type: str) -> Draft:
+def draft_from(given: Mapping[str, Any], quant_type: str) -> RecipeDraft:
     """As `read_draft`, from the tables of a file. Raises RecipeError."""
     check_keys(given, (*ABOUT, *SECTIONS), "the recipe")
-    draft = Draft(about=_about(given))
+    draft = RecipeDraft(about=_about(given))
     pv = dict(as_table(given.get("pv", {}), "[pv]"))
     with raising(RecipeError, "pv.softmax", SpecError):
         draft.softmax = Softmax.parse(as_text(pv.pop("softmax", "full"), "pv.softmax"))
@@ -141,7 +141,7 @@ def draft_from(given: Mapping[str, Any], quant_type: str) -> Draft:
     check_keys(keep, ("layers",), "[keep]")
     draft.keep = as_text(keep.get("layers", ""), "keep.layers")
     with raising(RecipeError, "keep.layers", SelectionError):
-        Selection.parse(draft.keep)
+        SiteSelection.parse(draft.keep)
     for name in TABLES:
         if name in given:
             setattr(draft, name, _table(name, as_table(given[name], f"[{name}]")))
@@ -178,7 +178,7 @@ def _table(name: str, given: Mapping[str, Any]) -> object:
     if isinstance(table, KvCache):
         for key, spec in table.specs.items():
             with raising(RecipeError, f"{name}.{key}", SpecError):
-                Cache("forward_b", Spec.of(spec), table.scale_of == "head")
+                KVCache("forward_b", Spec.of(spec), table.scale_of == "head")
     return table if any(isinstance(value, (Spec, Scheme, int, float)) for value in vars(table).values()) else None
 
 
@@ -221,7 +221,7 @@ def _about(given: Mapping[str, Any]) -> About:
     return About(**found)
 
 
-def _fill(draft: Draft, given: Mapping[str, Any], quant_type: str) -> None:
+def _fill(draft: RecipeDraft, given: Mapping[str, Any], quant_type: str) -> None:
     """Set the operands that a table names."""
     named = [(part, given[part]) for part in PARTS if part in given]
     named += [(f"{MODULES}.{name}", each) for name, each in as_table(given.get(MODULES, {}), "[modules]").items()]

@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from binade.collector.recipes import precision_file
-from binade.collector.recipes.draft import BACKWARDS, INGREDIENTS, Draft, formats_of
+from binade.collector.recipes.draft import BACKWARDS, INGREDIENTS, RecipeDraft, formats_of
 from binade.collector.recipes.files import ON_BASE, PUBLISHED, Reader, draft_of, read_draft
 from binade.collector.recipes.recipe import OPERANDS, Recipe, RecipeError
 from binade.quant.formats import FORMATS
@@ -68,7 +68,7 @@ def _operand_formats(assignments: Iterable[str]) -> dict[str, str]:
     return formats
 
 
-def _by_format(name: str) -> Draft:
+def _by_format(name: str) -> RecipeDraft:
     """The recipe of a format, in all parts or in those of a prefix."""
     for prefix in PREFIXES:
         fmt = name.removeprefix(prefix)
@@ -82,7 +82,7 @@ def _by_format(name: str) -> Draft:
             f"unknown recipe {name!r}{meant}: expected a name from `binade list recipes`, or a file that ends in "
             f"{' or '.join(READERS)}"
         )
-    draft = Draft()
+    draft = RecipeDraft()
     for part in PREFIXES[prefix]:
         draft.quant_types[part] = str(Spec.of(fmt))
         draft.formats[part] = formats_of(fmt, backward=part == "linear" or not prefix)
@@ -107,7 +107,7 @@ def without_none(name: str) -> str:
     return WITHOUT.sub("", name).replace("()", "")
 
 
-def _draft(text: str) -> tuple[str, Draft]:
+def _draft(text: str) -> tuple[str, RecipeDraft]:
     """The name and the draft of a recipe's text, its ingredients left out. Raises as `parse_recipe`."""
     base, ingredients = split_without(text)
     backward = "".join(BACKWARD.findall(base)).strip()

@@ -28,7 +28,7 @@ from typing import Any
 
 from binade.collector.errors import raising
 from binade.collector.models.site import SEPARATE, megatron_paths
-from binade.collector.recipes.draft import Draft, Formats
+from binade.collector.recipes.draft import Formats, RecipeDraft
 from binade.collector.recipes.files import PUBLISHED, as_table, as_text, check_keys, excerpt, read_draft
 from binade.collector.recipes.recipe import (
     BF16,
@@ -134,7 +134,7 @@ def _load(content: str) -> tuple[object, bool]:
         loader.dispose()
 
 
-def draft_of(content: str, quant_type: str, base: Draft | None = None) -> Draft:
+def draft_of(content: str, quant_type: str, base: RecipeDraft | None = None) -> RecipeDraft:
     """The recipe in a file, as a draft whose modules are the patterns. quant_type is recorded for what it quantizes.
     base: the recipe of the layers that no pattern matches; it is changed.
 
@@ -165,7 +165,7 @@ def draft_of(content: str, quant_type: str, base: Draft | None = None) -> Draft:
             "which is not in the file: write the recipe that stands for them in front of the file's path, as in "
             "te_mxfp8+FILE.yaml, or add the pattern as the last matcher"
         )
-    draft = base or Draft()
+    draft = base or RecipeDraft()
     for stage in draft.stages():
         _apply(stage, {pattern: configs[name] for pattern, name in matched.items()}, quant_type, base is not None)
     unused = [f"{key} of {name}" for name in dict.fromkeys(matched.values()) for key in configs[name].unused]
@@ -175,7 +175,7 @@ def draft_of(content: str, quant_type: str, base: Draft | None = None) -> Draft:
     return draft
 
 
-def _apply(stage: Draft, matched: Mapping[str, Config], quant_type: str, has_base: bool) -> None:
+def _apply(stage: RecipeDraft, matched: Mapping[str, Config], quant_type: str, has_base: bool) -> None:
     """Set the formats of the matched layers in a recipe. Patterns of the recipe itself come after those of the file.
 
     Raises RecipeError.

@@ -17,7 +17,7 @@ from binade.collector.errors import ConfigError
 from binade.collector.models.site import Site
 from binade.data.tensor_kinds import OF_ROUNDED, Product
 from binade.quant.formats import BF16 as BF16
-from binade.quant.specs import OPERAND_FIELDS, Cache, GemmFormats, Smooth, Spec
+from binade.quant.specs import OPERAND_FIELDS, GemmFormats, KVCache, Smooth, Spec
 
 MODULES = "modules"
 NAMED_FORMATS = ("mxfp8", "mxfp4", "hifp8")
@@ -162,7 +162,7 @@ class _Specs:
 
 
 @dataclass(frozen=True)
-class State(_Specs):
+class StateRounding(_Specs):
     """What the optimizer's tensors of these kinds are rounded to after each step. See capture.optimizer_state."""
 
     exp_avg: Spec | None = None
@@ -199,20 +199,20 @@ class KvCache(_Specs):
     scale_of: str = field(default="layer", metadata={"choices": ("layer", "head")})
     passes: str = field(default="evaluation", metadata={"choices": ("evaluation", "all")})
 
-    def of(self, product: Product, site: Site) -> Cache | None:
+    def of(self, product: Product, site: Site) -> KVCache | None:
         """How the operand of a product is cached; None if it is not rounded."""
         is_latent = product is Product.LINEAR and site.module in LATENT
         spec = self.latent if is_latent else {Product.QK: self.key, Product.PV: self.value}.get(product)
         by_head = self.scale_of == "head" and not is_latent
         operand = "forward_a" if is_latent else "forward_b"
-        return Cache(operand, spec, by_head, self.passes == "all") if spec else None
+        return KVCache(operand, spec, by_head, self.passes == "all") if spec else None
 
 
 LATENT = ("kv_up", "kv_b_proj")  # the layers whose input is the latent: our and Megatron's name, transformers' name
 GLOB = re.compile(r".*[*?\[]|decoder\.")  # a key of Recipe.modules that is a glob of paths in GPTModel, not a name
-TABLES: dict[str, type[Deoscillation | State | Communication | KvCache]] = {
+TABLES: dict[str, type[Deoscillation | StateRounding | Communication | KvCache]] = {
     "deoscillation": Deoscillation,
-    "state": State,
+    "state": StateRounding,
     "communication": Communication,
     "kv_cache": KvCache,
 }
@@ -243,7 +243,7 @@ class Recipe:
     keep: str = ""
     schedule: tuple[tuple[str, Recipe], ...] = ()
     deoscillation: Deoscillation | None = None
-    state: State | None = None
+    state: StateRounding | None = None
     communication: Communication | None = None
     kv_cache: KvCache | None = None
     about: About = field(default_factory=About)

@@ -94,14 +94,14 @@ class Term:
 
 
 @dataclass(frozen=True)
-class Selection:
+class SiteSelection:
     """The sites that match one of the terms (all, if there are none) and whose module is listed (all, if none is)."""
 
     terms: tuple[Term, ...] = ()
     modules: tuple[str, ...] = ()
 
     @classmethod
-    def parse(cls, layers: str = "", modules: Iterable[str] = ()) -> Selection:
+    def parse(cls, layers: str = "", modules: Iterable[str] = ()) -> SiteSelection:
         """layers is a list as described at the top of this module, "" for all. Raises SelectionError for a bad regular
         expression or an empty list."""
         items = [item for item in map(str.strip, SEPARATOR.split(layers)) if item]

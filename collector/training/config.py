@@ -19,10 +19,10 @@ from binade.collector.pretrained.directory import gguf_of, name_of
 from binade.collector.settings import (
     DEFAULT_SCORES,
     FEW_RANKS,
-    Backend,
-    Device,
-    Group,
+    BackendName,
+    DeviceName,
     MergeRanks,
+    OptionGroup,
     Size,
     declared,
     option,
@@ -34,16 +34,16 @@ LAYERS = (
     "layer1.core and layer2.expert3.fc1; a leading ! selects all other layers. Separate several choices with commas; "
     "commas inside braces do not separate."
 )
-MODEL = Group("Model and data")
-FORMAT = Group(
+MODEL = OptionGroup("Model and data")
+FORMAT = OptionGroup(
     "What is quantized",
     "FORMAT replaces the format of the recipe; it may have options, as in 'nvfp4(block=16x16)': see `binade list`. "
     "The more specific option wins: recipe < part (linear, qk, pv, router) < GEMM (forward, dgrad, wgrad) < operand. "
     f"bf16 turns quantization off. --dry-run prints the operands' names. {LAYERS}",
 )
-LENGTH = Group("Training")
-RECORD = Group("What is recorded", "LAYERS is as above.")
-WHERE = Group("Device, ranks and output")
+LENGTH = OptionGroup("Training")
+RECORD = OptionGroup("What is recorded", "LAYERS is as above.")
+WHERE = OptionGroup("Device, ranks and output")
 OVERRIDES = ("linear", "qk", "pv", "router", "forward", "dgrad", "wgrad")  # --linear-quant and so on
 FORM_LAYERS = "Layers: first, last 2, 3, 2-4, or a regular expression that is searched for in names such as layer1.qkv"
 
@@ -156,9 +156,9 @@ class RunConfig(WatchOptions):
         help="Learning rate of AdamW", label="Learning rate", form_help="", form_maximum=10.0)
     seed: int = option(1234, group=LENGTH, metavar="N", minimum=0, maximum=(1 << 63) - 1,
         help="Seed of the weights, the data and stochastic rounding", label="Seed", form_maximum=(1 << 53) - 1)
-    device: Device = option(Device.CPU, group=WHERE, metavar="NAME", help="Device",
+    device: DeviceName = option(DeviceName.CPU, group=WHERE, metavar="NAME", help="Device",
         label="Device", form_help="")
-    backend: Backend = option(Backend.AUTO, group=WHERE, metavar="NAME", label="Quantized by",
+    backend: BackendName = option(BackendName.AUTO, group=WHERE, metavar="NAME", label="Quantized by",
         help="What quantizes the operands. All give the same bits; auto is the fastest: triton on a GPU, torch with "
         "compiled C++ on a CPU, where Triton's kernels are interpreted")
     tp: int = option(1, group=WHERE, metavar="N", minimum=1, help="Tensor-parallel ranks",
@@ -176,11 +176,11 @@ class RunConfig(WatchOptions):
         return self.model not in MODELS
 
     @property
-    def quantized_by(self) -> Backend:
+    def quantized_by(self) -> BackendName:
         """The backend that quantizes the operands, TRITON or TORCH."""
-        if self.backend != Backend.AUTO:
+        if self.backend != BackendName.AUTO:
             return self.backend
-        return Backend.TRITON if self.device == Device.CUDA else Backend.TORCH
+        return BackendName.TRITON if self.device == DeviceName.CUDA else BackendName.TORCH
 
     @property
     def model_name(self) -> str:

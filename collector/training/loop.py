@@ -38,7 +38,7 @@ from binade.collector.pretrained.directory import describe_weights
 from binade.collector.ranks import Ranks
 from binade.collector.recipes.files import to_toml
 from binade.collector.recipes.recipe import Communication
-from binade.collector.settings import JOB_VARIABLE, Backend, Device, MergeRanks
+from binade.collector.settings import JOB_VARIABLE, BackendName, DeviceName, MergeRanks
 from binade.collector.training.config import RunConfig
 from binade.collector.training.held_out import Batch, logits_of, open_batches, sequences_read
 from binade.collector.training.memory import available_host_memory, check_memory
@@ -89,16 +89,16 @@ def prepare(plan: Plan) -> None:
     On a CPU the ranks share the memory: their launcher checks it, not each of them.
     """
     config = plan.config
-    if config.quantized_by == Backend.TRITON and not find_spec("triton"):
+    if config.quantized_by == BackendName.TRITON and not find_spec("triton"):
         raise ConfigError("backend 'triton' needs the package triton: install it, or use --backend torch")
-    if config.device == Device.CUDA:
+    if config.device == DeviceName.CUDA:
         if not torch.cuda.is_available():
             raise ConfigError("device 'cuda' was requested, but torch sees no GPU here: use --device cpu")
         check_memory(plan, torch.cuda.mem_get_info()[0])
     else:
         if not started_as_rank():
             check_memory(plan, available_host_memory(), config.world_size)
-        if config.quantized_by == Backend.TRITON:
+        if config.quantized_by == BackendName.TRITON:
             # On a machine with a GPU the kernels would be compiled for it; decided before they are imported.
             os.environ["TRITON_INTERPRET"] = "1"
 
@@ -112,7 +112,7 @@ def _version(package: str) -> str | None:
 
 def backend_name(config: RunConfig) -> str:
     """The backend that quantizes the GEMM operands, as recorded with the run."""
-    if config.quantized_by == Backend.TORCH:
+    if config.quantized_by == BackendName.TORCH:
         return "torch"
     kernels = import_module("binade.quant.backends.triton_kernels")
     return f"triton {version('triton')} ({'interpreted' if kernels.INTERPRETED else 'compiled'})"
@@ -199,7 +199,9 @@ def _run(plan: Plan, root: Path, ranks: Ranks, say: Say, progress: Progress, res
     checkpoint = open_checkpoint(config.model, plan.shape) if config.has_path else None
     dataset = open_dataset(config.dataset, config.tokenizer_name, plan.shape.vocab)
     stream = open_stream(plan, dataset, ranks.replica, ranks.replicas)
-    device = torch.device("cuda", torch.cuda.current_device()) if config.device == Device.CUDA else torch.device("cpu")
+    device = (
+        torch.device("cuda", torch.cuda.current_device()) if config.device == DeviceName.CUDA else torch.device("cpu")
+    )
     held_out: Sequence[Batch] = ()
     if config.evaluate_every:
         held_out = open_batches(plan, dataset, sequences_read(config), config.evaluate_sequences, device)
@@ -329,7 +331,7 @@ def _train(
         iterate(range(max(0, start - warm_up), config.iterations), recipe.name, recorder)
         if held_out:
             _evaluate(recorder, held_out, config, config.iterations, report)
-    if config.quantized_by == Backend.TRITON:
+    if config.quantized_by == BackendName.TRITON:
         report(f"quantized by {recorder.config['backend']} kernels: {_launches(config) - launches} launches")
     elif recipe.name != "bf16":
         report("quantized by torch")
@@ -362,7 +364,9 @@ def _optimizer(model: nn.Module, config: RunConfig) -> torch.optim.Optimizer:
 
 def _launches(config: RunConfig) -> int:
     return (
-        import_module("binade.quant.backends.triton_kernels").launches if config.quantized_by == Backend.TRITON else 0
+        import_module("binade.quant.backends.triton_kernels").launches
+        if config.quantized_by == BackendName.TRITON
+        else 0
     )
 
 

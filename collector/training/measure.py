@@ -18,19 +18,19 @@ import torch
 from torch import Tensor, nn
 
 from binade.collector.capture.adapters.layer import InstrumentError
-from binade.collector.capture.effects import Measuring, Task, measuring, recipes_of, tasks_of
+from binade.collector.capture.effects import EffectMeter, EffectTask, measuring, recipes_of, tasks_of
 from binade.collector.capture.effects_run import SAME, check_requested, record
 from binade.collector.datasets.loading import open_dataset
 from binade.collector.errors import ConfigError, raising
 from binade.collector.models.model import GPTModel
 from binade.collector.pretrained.checkpoint import open_checkpoint
 from binade.collector.pretrained.directory import describe_weights
-from binade.collector.settings import JOB_VARIABLE, Device
+from binade.collector.settings import JOB_VARIABLE, DeviceName
 from binade.collector.training.held_out import logits_of, open_batches
 from binade.collector.training.loop import describe_run, prepare
 from binade.collector.training.plan import Plan
 from binade.data.continued import continued_run
-from binade.data.effects import MEASURE, Effect, Group, Measured, continue_effects
+from binade.data.effects import MEASURE, Effect, EffectGroup, Measured, continue_effects
 from binade.data.runs import CHECKPOINTS, RunError
 from binade.data.runs import describe_run as describe_saved
 
@@ -65,9 +65,9 @@ class Measurement:
     sequences: int = 8
     skip: int = 0
     weights: Path | None = None
-    groups: tuple[Group, ...] = ()
+    groups: tuple[EffectGroup, ...] = ()
 
-    def tasks(self, measured: Measuring) -> list[Task]:
+    def tasks(self, measured: EffectMeter) -> list[EffectTask]:
         """The measurements, in their order. Raises ConfigError as `tasks_of`."""
         tasks = tasks_of(measured, recipes_of(self.formats), self.by, self.parts)
         order = {group: number for number, group in enumerate(self.groups)}
@@ -133,7 +133,7 @@ def estimate(asked: Measurement, *, say: Say) -> tuple[int, float]:
             return len(tasks) * len(opened.batches), len(opened.batches) * seconds_of(measured, tasks, whole)
 
 
-def seconds_of(measured: Measuring, tasks: Sequence[Task], whole: float) -> float:
+def seconds_of(measured: EffectMeter, tasks: Sequence[EffectTask], whole: float) -> float:
     """About how long these tasks take for one batch, from the time of the first one. Where outputs of blocks are kept,
     a pass takes the time of the blocks that it computes and of what follows them."""
     rest = min(measured.rest, whole)
@@ -144,8 +144,8 @@ def seconds_of(measured: Measuring, tasks: Sequence[Task], whole: float) -> floa
 class _Clock:
     """Reports progress, and how long it will take once the first pass has ended."""
 
-    measured: Measuring
-    tasks: Sequence[Task]
+    measured: EffectMeter
+    tasks: Sequence[EffectTask]
     batches: int
     say: Say
     progress: Progress
@@ -173,7 +173,9 @@ def open_measured(asked: Measurement, say: Say) -> Opened:
     """The model, its data and its facts. Raises ConfigError, RunError and their like."""
     plan, config = asked.plan, asked.plan.config
     prepare(plan)
-    device = torch.device("cuda", torch.cuda.current_device()) if config.device == Device.CUDA else torch.device("cpu")
+    device = (
+        torch.device("cuda", torch.cuda.current_device()) if config.device == DeviceName.CUDA else torch.device("cpu")
+    )
     checkpoint = open_checkpoint(config.model, plan.shape) if config.has_path else None
     dataset = open_dataset(config.dataset, config.tokenizer_name, plan.shape.vocab)
     batches = open_batches(plan, dataset, asked.skip, asked.sequences, device)
@@ -209,7 +211,7 @@ def _restore(model: nn.Module, run: Path) -> str:
     return path.parent.name
 
 
-def _measuring(asked: Measurement, opened: Opened) -> AbstractContextManager[Measuring]:
+def _measuring(asked: Measurement, opened: Opened) -> AbstractContextManager[EffectMeter]:
     config = asked.plan.config
     return measuring(opened.model, logits_of, attention=asked.attention, backend=config.quantized_by, seed=config.seed)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 
 from binade.collector.errors import ConfigError
-from binade.collector.settings import Device
+from binade.collector.settings import DeviceName
 from binade.collector.training.plan import Plan
 from binade.data.tensor_kinds import Measure
 
@@ -76,7 +76,7 @@ def _buffers(plan: Plan) -> int:
     sizes = config.micro_batch_size, config.sequence_length, config.tp
     layers = [layer.elements(*sizes).values() for layer in plan.shape.specs()]
     layer = max(map(sum, layers)) // config.tp
-    gemm = PER_ROUNDED * layer * recipe.quantizes + PER_WIDENED * layer * (config.device == Device.CPU)
+    gemm = PER_ROUNDED * layer * recipe.quantizes + PER_WIDENED * layer * (config.device == DeviceName.CPU)
     largest = max((max(layer.elements(*sizes).values()) for layer in plan.recorded), default=0) // config.tp
     change = change_bytes(largest, config.device) if Measure.LOSS in config.measures else 0
     exact = PER_ROUNDED * largest if Measure.RESULT in config.measures and recipe.quantizes else 0
@@ -86,7 +86,7 @@ def _buffers(plan: Plan) -> int:
 def change_bytes(values: int, device: str) -> int:
     """What the predicted change in the loss takes for an operand of so many values: for a linear layer of 4096 × 4096
     and 2048 to 16,384 tokens 1.0 to 1.6 times what `tests.bench.bench_launches` counts."""
-    return PER_ROUNDED * values + PER_CHANGE * min(values, DEVICE_CHUNK) * (device != Device.CPU)
+    return PER_ROUNDED * values + PER_CHANGE * min(values, DEVICE_CHUNK) * (device != DeviceName.CPU)
 
 
 def check_memory(plan: Plan, available: int, ranks: int = 1) -> None:

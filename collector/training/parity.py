@@ -14,7 +14,7 @@ from binade.collector.capture.parity import Done, Gap, gaps
 from binade.collector.capture.routing import routing
 from binade.collector.training.held_out import logits_of
 from binade.collector.training.measure import Measurement, Say, measurable, open_measured
-from binade.data.parity_results import ALL, Parity, Step
+from binade.data.parity_results import ALL, Parity, ParityStep
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,6 +46,6 @@ def measure_parity(
     measures = {"rollout": rollout.lines(), "training": training.lines(), "by": list(asked.by), "operands": operands}
     measures |= opened.facts["measures"] | {"sequences": asked.sequences}
     names = {"rollout": asked.formats[0], "training": asked.formats[1]}
-    steps = (Step.of(ALL, found[0].policies),)
+    steps = (ParityStep.of(ALL, found[0].policies),)
     result = Parity(**names, tool="", steps=steps, gaps=tuple(gap.record for gap in found), routing=routed)
     return MeasuredParity(found, result, opened.facts | names | {"measures": measures})

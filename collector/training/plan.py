@@ -14,7 +14,7 @@ from binade.collector.pretrained.transformers_model import TransformersShape
 from binade.collector.recipes.ladder import without
 from binade.collector.recipes.parse import parse_recipe
 from binade.collector.recipes.recipe import Part, Recipe
-from binade.collector.recipes.selection import Selection, SelectionError
+from binade.collector.recipes.selection import SelectionError, SiteSelection
 from binade.collector.settings import Size, declared
 from binade.collector.training.config import OVERRIDES, RunConfig
 from binade.data.tensor_kinds import tensor_names
@@ -76,8 +76,8 @@ class Plan:
     shape: Shape
     recipe: Recipe
     recorded: tuple[Spec | OtherSpec, ...]
-    skip: Selection | None
-    capture: Selection
+    skip: SiteSelection | None
+    capture: SiteSelection
     branch: Branch | None = None
 
     @property
@@ -113,8 +113,8 @@ def recorded_of(config: RunConfig, shape: Shape) -> tuple[Spec | OtherSpec, ...]
     return tuple(spec for spec in recordable if spec.site in chosen)
 
 
-def _capture(config: RunConfig) -> Selection:
-    return Selection.parse(config.capture_layers, config.modules)
+def _capture(config: RunConfig) -> SiteSelection:
+    return SiteSelection.parse(config.capture_layers, config.modules)
 
 
 def plan(config: RunConfig) -> Plan:
@@ -225,10 +225,10 @@ def _planned(config: RunConfig, shape: Shape, recipe: Recipe) -> Plan:
     recipe.check_modules(model)
     option, hint = "the recipe's layers to keep", "; or quantize them too, as in nvidia_nvfp4(without=keep)"
     try:
-        if recipe.keep and Selection.parse(recipe.keep).of(model) == frozenset(model):
+        if recipe.keep and SiteSelection.parse(recipe.keep).of(model) == frozenset(model):
             raise ConfigError(recipe.keeps_all)
         option, hint = "--skip-layers", ""
-        skip = Selection.parse(config.skip_layers) if config.skip_layers else None
+        skip = SiteSelection.parse(config.skip_layers) if config.skip_layers else None
         if skip:
             skip.of(model)
         option = "--capture-layers and --modules"

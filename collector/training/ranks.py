@@ -24,8 +24,8 @@ from binade.collector.capture.clock import seed_of
 from binade.collector.capture.recorder import Recorder
 from binade.collector.errors import ConfigError
 from binade.collector.models.feedforward import MixtureOfExperts
-from binade.collector.ranks import LAUNCHER_GONE, NOTICE, Group, PeerLostError, Ranks
-from binade.collector.settings import JOB_VARIABLE, Device, new_token
+from binade.collector.ranks import LAUNCHER_GONE, NOTICE, PeerLostError, RankGroup, Ranks
+from binade.collector.settings import JOB_VARIABLE, DeviceName, new_token
 from binade.collector.training.config import RunConfig
 from binade.data.runs import DONE, FAILED, RunState, list_runs, settle
 from binade.quant.quantizer import apply, fake_quantize
@@ -127,12 +127,12 @@ def join(config: RunConfig, root: Path) -> Iterator[Ranks]:
     if wanted == 1:
         yield Ranks()
         return
-    if config.device == Device.CUDA:
+    if config.device == DeviceName.CUDA:
         torch.cuda.set_device(_environment_number("LOCAL_RANK") if "LOCAL_RANK" in os.environ else 0)
     name = f"run {next(_joined)}"
     store = dist.PrefixStore(name, _rendezvous(rank, size))  # type: ignore[attr-defined]  # not in __all__
     dist.init_process_group(
-        "nccl" if config.device == Device.CUDA else "gloo", store=store, rank=rank, world_size=size, timeout=TIMEOUT
+        "nccl" if config.device == DeviceName.CUDA else "gloo", store=store, rank=rank, world_size=size, timeout=TIMEOUT
     )
     left = Event()
     os.environ.setdefault(JOB_VARIABLE, new_token())  # rank 0's is in run.json
@@ -144,7 +144,7 @@ def join(config: RunConfig, root: Path) -> Iterator[Ranks]:
     try:
         tensor = _new_group([range(first, first + config.tp) for first in range(0, size, config.tp)])
         data = _new_group([range(first, size, config.tp) for first in range(config.tp)])
-        yield Ranks(rank, size, Group(tensor, config.sequence_parallel), Group(data))
+        yield Ranks(rank, size, RankGroup(tensor, config.sequence_parallel), RankGroup(data))
         if heartbeats:
             heartbeats.leave()
     finally:

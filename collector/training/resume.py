@@ -30,7 +30,7 @@ from torch import nn
 from binade.collector.capture.recorder import Recorder
 from binade.collector.capture.session import Continued
 from binade.collector.errors import ConfigError, raising
-from binade.collector.settings import JOB_VARIABLE, Device
+from binade.collector.settings import JOB_VARIABLE, DeviceName
 from binade.collector.training.checkpoints import Position, check_resumable, last, to_branch
 from binade.collector.training.config import RunConfig
 from binade.collector.training.plan import Branch, Plan
@@ -203,7 +203,7 @@ def write_checkpoint(
     folder = directory / CHECKPOINTS / f"{done:08d}"
     folder.mkdir(parents=True, exist_ok=True)
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "cpu": torch.get_rng_state()}
-    if config.device == Device.CUDA:
+    if config.device == DeviceName.CUDA:
         state["cuda"] = torch.cuda.get_rng_state()
     with staged_file(folder / f"rank{rank:02d}.pt") as file:
         save_state(state, file)

@@ -8,14 +8,14 @@ from enum import StrEnum
 from typing import Any
 
 from binade.collector.errors import ConfigError, raising
-from binade.collector.settings import Device, Group, check_options, declared, option
+from binade.collector.settings import DeviceName, OptionGroup, check_options, declared, option
 from binade.collector.training.config import RunConfig
 from binade.collector.training.targets import Target, find_target
 
 # In sbatch's notation: minutes, minutes:seconds, hours:minutes:seconds, days-hours and so on.
 TIME = re.compile(r"[0-9]+(:[0-9]+){0,2}|[0-9]+-[0-9]+(:[0-9]+){0,2}|UNLIMITED")
 NAMES = re.compile(r"[\w.,:@/+-]+")
-START = Group("Cluster", "Except for --dry-run, these options require --target or --launcher slurm.")
+START = OptionGroup("Cluster", "Except for --dry-run, these options require --target or --launcher slurm.")
 
 
 class Launcher(StrEnum):
@@ -107,7 +107,7 @@ def _placed(config: RunConfig, nodes: int | None, ranks_per_node: int | None, gp
     if nodes is None:
         nodes = ranks // (ranks_per_node or ranks)
     ranks_per_node = ranks // nodes
-    if config.device == Device.CUDA and gpus is not None and gpus < ranks_per_node:
+    if config.device == DeviceName.CUDA and gpus is not None and gpus < ranks_per_node:
         raise ConfigError(
             f"--gpus-per-node is {gpus}, but a node has {ranks_per_node} ranks and each takes a GPU: "
             "raise --gpus-per-node or --nodes"

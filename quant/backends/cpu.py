@@ -25,7 +25,7 @@ from binade.quant.backends import native
 from binade.quant.backends.runs import Runs
 from binade.quant.backends.score_numbers import ScoreNumber
 from binade.quant.block_histograms import BLOCK_MEASURES, COUNTS
-from binade.quant.elements import Element, Overflow, Rounding
+from binade.quant.elements import Element, Overflow, RoundingMode
 from binade.quant.reference import outer_absmax
 from binade.quant.rounding import round_to_element
 from binade.quant.scaling import has_kernel, kernel_of
@@ -34,7 +34,7 @@ from binade.quant.specs import TENSOR, Block, Spec
 
 MAX_TIERS = 8
 STRIP = 256  # as in cpu.cpp
-ROUNDINGS = {Rounding.NEAREST: 0, Rounding.HALF_AWAY: 1, Rounding.STOCHASTIC: 2}
+ROUNDINGS = {RoundingMode.NEAREST: 0, RoundingMode.HALF_AWAY: 1, RoundingMode.STOCHASTIC: 2}
 GIVEN = 0
 VALUES = {torch.float32: "float", torch.bfloat16: "uint16_t"}
 ANY = Spec.of("mxfp8")  # the build for functions that need no particular one: the most common build
@@ -88,7 +88,7 @@ def unit_of(spec: Spec, dtype: torch.dtype) -> native.Unit | None:
     return _unit(spec.format.element, spec.rounding, dtype) if has_kernel(spec) else None
 
 
-def _unit(element: Element, rounding: Rounding, dtype: torch.dtype) -> native.Unit | None:
+def _unit(element: Element, rounding: RoundingMode, dtype: torch.dtype) -> native.Unit | None:
     if len(element.tiers) > MAX_TIERS:
         return None
     return native.Unit(
@@ -249,10 +249,10 @@ class CpuRuns(Runs):
         return _Factors.of(factors, *(self._rows, self._shape[self.dim], self.layout.inner) if blocks else ())
 
     def stored(self, scale: Tensor, element: Element) -> Tensor:
-        unit = _unit(element, Rounding.NEAREST, torch.float32)
+        unit = _unit(element, RoundingMode.NEAREST, torch.float32)
         run = kernel(unit, self.x.numel()) if unit else None
         if run is None:
-            return round_to_element(scale, element, Rounding.NEAREST, Overflow.SATURATE)
+            return round_to_element(scale, element, RoundingMode.NEAREST, Overflow.SATURATE)
         scale, out = scale.contiguous(), torch.empty(scale.shape)
         described, given = _describe(element, Overflow.SATURATE, GIVEN), _Factors.of(Factors())
         pointers = ctypes.addressof(described), ctypes.addressof(given), scale.data_ptr(), out.data_ptr()

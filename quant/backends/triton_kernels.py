@@ -22,7 +22,7 @@ from torch import Tensor
 from binade.quant.backends import triton_scores
 from binade.quant.backends.runs import Runs
 from binade.quant.backends.triton_arithmetic import ALL, EACH, GIVEN, INTERPRETED, LARGEST, SHARED, triton
-from binade.quant.backends.triton_scores import BINS, BLOCKS, NUMBERS, ROUNDED, RUNS, SUMS, Score
+from binade.quant.backends.triton_scores import BINS, BLOCKS, NUMBERS, ROUNDED, RUNS, SUMS, ScoreSums
 from binade.quant.backends.triton_tiles import (
     How,
     quantize_dequantize_kernel,
@@ -31,7 +31,7 @@ from binade.quant.backends.triton_tiles import (
     score_formats_kernel,
 )
 from binade.quant.block_histograms import COUNTS, counted_blocks
-from binade.quant.elements import E4M3, Element, Overflow, Rounding, Tier
+from binade.quant.elements import E4M3, Element, Overflow, RoundingMode, Tier
 from binade.quant.reference import absmax_over, outer_absmax
 from binade.quant.scaling import Amax, kernel_of
 from binade.quant.scheme import Factors, Kernel
@@ -46,7 +46,7 @@ PER_THREAD_SCORED = 16  # float64 takes two registers for a value
 # Kernel launches in this process so far.
 launches = 0
 
-ROUNDINGS = {Rounding.NEAREST: 0, Rounding.HALF_AWAY: 1, Rounding.STOCHASTIC: 2}
+ROUNDINGS = {RoundingMode.NEAREST: 0, RoundingMode.HALF_AWAY: 1, RoundingMode.STOCHASTIC: 2}
 
 
 @lru_cache
@@ -107,7 +107,7 @@ def _how(
     grid: Grid,
     element: Element,
     rule: int,
-    rounding: Rounding = Rounding.NEAREST,
+    rounding: RoundingMode = RoundingMode.NEAREST,
     overflow: Overflow = Overflow.SATURATE,
     factors: Factors = NO_FACTORS,
     scales: bool = False,
@@ -168,7 +168,7 @@ def _launch(
     absmax: Tensor | None = None,
     scales: Tensor | None = None,
     seed: int = 0,
-    score: Score | None = None,
+    score: ScoreSums | None = None,
     **options: Any,
 ) -> Tensor:
     """y of x's dtype; x itself for LARGEST and with a score, which is computed instead. If interpreted, x is float32:
@@ -278,11 +278,11 @@ class TritonRuns(Runs):
         scale = scale.contiguous()
         return _launch(scale, Grid.of(scale, 0, None), element, GIVEN.value)
 
-    def rescaled(self, factors: Factors, seed: int, score: Score | None = None) -> Tensor:
+    def rescaled(self, factors: Factors, seed: int, score: ScoreSums | None = None) -> Tensor:
         """The values rounded with these factors; with a score, that is computed instead."""
         factors = Factors(*(factor if factor is None else self._of_pieces(factor) for factor in factors))
         spec = self.spec
-        bounded = not (spec.scaling.saturates or spec.history) and spec.rounding != Rounding.STOCHASTIC
+        bounded = not (spec.scaling.saturates or spec.history) and spec.rounding != RoundingMode.STOCHASTIC
         overflow = Overflow.SATURATE if bounded else spec.overflow
         how: dict[str, Any] = {"rounding": spec.rounding, "overflow": overflow, "bounded": bounded}
         given = spec.format.element, GIVEN.value
@@ -377,7 +377,9 @@ def rule_of(spec: Spec) -> int | None:
 def _alone(spec: Spec) -> dict[str, Any]:
     """What `_how` needs of a spec with a rule."""
     scaling = spec.scaling
-    bounded = spec.block == TENSOR and not scaling.saturates and spec.rounding != Rounding.STOCHASTIC  # by its scale
+    bounded = (
+        spec.block == TENSOR and not scaling.saturates and spec.rounding != RoundingMode.STOCHASTIC
+    )  # by its scale
     return {
         "element": spec.format.element,
         "rule": rule_of(spec),
@@ -507,10 +509,12 @@ def score(
         x, y = x.float(), None if y is None else y.float()
     x = x if x.dim() else x.reshape(1)
 
-    def prepared(grid: Grid, kind: Any, scales: Tensor | None = None, limits: Sequence[float | Tensor] = ()) -> Score:
+    def prepared(
+        grid: Grid, kind: Any, scales: Tensor | None = None, limits: Sequence[float | Tensor] = ()
+    ) -> ScoreSums:
         out = torch.empty(NUMBERS + (BINS if kind == BLOCKS else 0), dtype=torch.float64, device=x.device)
         of_runs = torch.empty(3, grid.blocks, dtype=torch.float64, device=x.device) if kind == RUNS else None
-        return Score(kind.value, stored, y, scales, limits, out, of_runs)
+        return ScoreSums(kind.value, stored, y, scales, limits, out, of_runs)
 
     if spec is None:
         grid = Grid.of(x, 0, None)

@@ -76,7 +76,7 @@ def add_score(
     blocks,
     partial_ptr,  # float64 [NUMBERS, programs]
     work_ptr,  # int64 [WORK], zero, and zero again at the end
-    out_ptr,  # float64 [NUMBERS] or [NUMBERS + BINS], see `Score.out`
+    out_ptr,  # float64 [NUMBERS] or [NUMBERS + BINS], see `ScoreSums.out`
     runs_ptr,  # float64 [3, blocks]
     program,
     programs,
@@ -160,7 +160,7 @@ def finish_score(partial_ptr, work_ptr, out_ptr, programs, SCORE: tl.constexpr):
 
 
 @dataclass(frozen=True)
-class Score:
+class ScoreSums:
     """What a launch of the kernel adds up, and where.
 
     kind    SUMS; BLOCKS, if each of the launch's blocks is one of the format; RUNS, if those are put together later

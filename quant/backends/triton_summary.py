@@ -19,7 +19,7 @@ from binade.quant.backends.moments import Pass
 from binade.quant.backends.triton_arithmetic import INTERPRETED, tl, triton
 from binade.quant.backends.triton_kernels import check_device
 from binade.quant.backends.triton_scores import COUNTER, WORK, workspace
-from binade.quant.later import Later, Part
+from binade.quant.later import Later, LaterPart
 from binade.quant.sketch import BINS, SIGN_BIN
 
 TILE = 1 << 15 if INTERPRETED else 1 << 13
@@ -176,4 +176,4 @@ def one_pass(x: Tensor) -> Later[Pass]:
         total[SIGN_BIN] += int(negative_zeros)
         return Pass(total, numbers[:4], shift, low, high, absmin, int(zeros), int(nans), int(infs))
 
-    return Later(passed, Part(counts), Part(numbers))
+    return Later(passed, LaterPart(counts), LaterPart(numbers))

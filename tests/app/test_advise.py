@@ -17,7 +17,7 @@ from binade.app.questions.predictions.question import PREDICTIONS
 from binade.app.questions.question import Question
 from binade.app.view import View
 from binade.collector import jobs
-from binade.collector.advice.advice import Request, advise, placed
+from binade.collector.advice.advice import AdviceRequest, advise, placed
 from binade.collector.advice.costs import OPERAND, costs
 from binade.collector.jobs import store
 from binade.collector.recipes.files import to_toml
@@ -55,7 +55,7 @@ def root(collected: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = json.loads((source / "run.json").read_text())
     del config["run_id"]
     with Catalog.open(place) as catalog:
-        mine = advise(costs(catalog, parts=("linear",)), Request(6)).recipe("mine")
+        mine = advise(costs(catalog, parts=("linear",)), AdviceRequest(6)).recipe("mine")
     made = {name: mine if name == "mine" else parse_recipe(name) for name in GAPS} | {"bf16": parse_recipe("bf16")}
     for seed in range(4):
         for name, recipe in made.items():
@@ -128,7 +128,7 @@ def test_advice_is_drawn_and_judged_by_the_runs_that_tested_it(opened):
     # The choice minimizes the cost, which does not count first-order terms that lower the loss: the prediction does.
     found = costs(opened, Filter(), ("linear",))
     forward = found.table[found.table["gemm"] == "forward"]
-    chosen = advise(found, Request(6.0, by="site")).forward.merge(forward[[*OPERAND, "spec", "cost"]])
+    chosen = advise(found, AdviceRequest(6.0, by="site")).forward.merge(forward[[*OPERAND, "spec", "cost"]])
     assert chosen["cost"].sum() <= forward.loc[forward["spec"] == "nvfp4", "cost"].sum()
     measured = drawn.tables["advised_and_measured"].set_index("recipe")
     assert {"mine", "linear_nvfp4"} <= set(measured.index)

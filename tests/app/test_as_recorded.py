@@ -92,7 +92,7 @@ def check(catalog: Catalog) -> None:
         assert sqnr_db(sums.signal, sums.noise) == pytest.approx(row["sqnr_db"], abs=1e-6, nan_ok=True), place
         assert shares["of_nonzero"]["flushed"] == pytest.approx(np.nan_to_num(row["flush_to_zero"]), abs=1e-12), place
         assert shares["share"]["saturated"] == pytest.approx(row["saturated"], abs=1e-12), place
-        tried, _ = what_if.try_formats([what_if.Operand(x, dim, recorded)], [what_if.Trial(spec)], together=False)
+        tried, _ = what_if.try_formats([what_if.TriedOperand(x, dim, recorded)], [what_if.Trial(spec)], together=False)
         again = [tried[name].iloc[0] for name in what_if.ERRORS]
         assert again == pytest.approx([row[name] for name in what_if.ERRORS], abs=1e-6, nan_ok=True), place
 
@@ -191,7 +191,7 @@ def test_a_large_tensor_is_tried_whole():
     """One line of 64 has the largest values, which a sample by lines may miss."""
     x = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
     x[1] *= 1e4
-    found, _ = what_if.try_formats([what_if.Operand(x, -1)], [what_if.trial("hifp8")], together=False, limit=1024)
+    found, _ = what_if.try_formats([what_if.TriedOperand(x, -1)], [what_if.trial("hifp8")], together=False, limit=1024)
     q = fake_quantize(x, "hifp8").double().numpy()
     e = q - x.double().numpy()
     assert found["sqnr_db"].iloc[0] == pytest.approx(10 * math.log10((x.double() ** 2).sum() / (e**2).sum()), abs=1e-9)

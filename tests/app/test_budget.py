@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from binade.app import palette
-from binade.app.budget import SCORE, BudgetError, Rounding, check
+from binade.app.budget import SCORE, BudgetError, RoundingCost, check
 from binade.app.fair_queue import SESSION, FairQueue
 from binade.app.params import LONGEST, MOST_FORMATS, MOST_WORDS
 from binade.app.questions.map.question import MAP
 from binade.app.view import QUICK, SLOW, View, pool_of
-from binade.data.cache import Cache
+from binade.data.cache import ResultCache
 from binade.data.catalog import Catalog
 from binade.quant.blocks import look
 from binade.quant.specs import Spec
@@ -30,22 +30,22 @@ from binade.quant.specs import Spec
 def test_values_are_those_that_are_rounded(spec: str, shape: tuple[int, ...]) -> None:
     blocks = look(torch.ones(shape), spec).x
     expected = blocks.numel()
-    estimated = Rounding(Spec.of(spec), shape, -1).values
+    estimated = RoundingCost(Spec.of(spec), shape, -1).values
     assert estimated == expected
 
 
 def test_a_refusal_says_what_to_reduce() -> None:
-    tall = Rounding(Spec.of("fp8_e4m3", block="300000x1"), (1024, 1024), -1)
+    tall = RoundingCost(Spec.of("fp8_e4m3", block="300000x1"), (1024, 1024), -1)
     with pytest.raises(BudgetError, match="choose a block that fits into 1024 x 1024, unlike 300000x1") as refused:
         check([tall])
     assert "\n" not in str(refused.value)
-    plain = Rounding(Spec.of("mxfp4"), (1 << 10, 1 << 10), -1)
-    other = Rounding(Spec.of("mxfp8"), (1 << 10, 1 << 10), -1)
+    plain = RoundingCost(Spec.of("mxfp4"), (1 << 10, 1 << 10), -1)
+    other = RoundingCost(Spec.of("mxfp8"), (1 << 10, 1 << 10), -1)
     with pytest.raises(BudgetError, match="choose fewer formats or narrow the filter"):
         check([plain, other] * 100)
     check([plain, other] * (MOST_FORMATS // 2) * 2)  # what a page may ask for
     with pytest.raises(BudgetError):
-        check([Rounding(Spec.of("mxfp4", hadamard=16), (1 << 14, 1 << 14), -1)], SCORE)
+        check([RoundingCost(Spec.of("mxfp4", hadamard=16), (1 << 14, 1 << 14), -1)], SCORE)
 
 
 @pytest.mark.thorough
@@ -134,7 +134,7 @@ def test_a_cancelled_task_is_not_begun() -> None:
 
 def test_a_task_that_nobody_waits_for_is_not_begun() -> None:
     """Its reader has left the page before its turn; that of another session is computed."""
-    queue, gate, begun, cache = FairQueue(1, "test"), threading.Event(), [], Cache(1 << 20)
+    queue, gate, begun, cache = FairQueue(1, "test"), threading.Event(), [], ResultCache(1 << 20)
     queue.submit(gate.wait, 60)
 
     def leave(count: int, of: int) -> None:

@@ -15,7 +15,7 @@ from binade.app.questions.map import page
 from binade.app.questions.map.compute import ERRORS, METRICS
 from binade.app.questions.map.question import map_of
 from binade.app.view import View
-from binade.data.cache import Cache
+from binade.data.cache import ResultCache
 from binade.data.catalog import Catalog
 from tests.app.planted import Placed, normal, operand
 from tests.data.builder import make_run
@@ -51,7 +51,7 @@ def planted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     for iteration in range(2):
         run.append_loss({"iteration": iteration, "loss": 5.0 - iteration, "time": 0.0})
     with Catalog.open(root) as opened:
-        opened.cache = Cache(1 << 24)
+        opened.cache = ResultCache(1 << 24)
         yield opened
 
 

@@ -184,7 +184,7 @@ class TestWhatIf:
     @pytest.mark.parametrize("options", OPTIONS, ids=str)
     def test_is_fake_quantize_measured_by_numpy(self, gradient, name, options):
         one, gradient = what_if_compute.trial(name, **options), gradient.flatten(0, -2)[:32]
-        table, shown = what_if_compute.try_formats([what_if_compute.Operand(gradient, -1)], [one], together=False)
+        table, shown = what_if_compute.try_formats([what_if_compute.TriedOperand(gradient, -1)], [one], together=False)
         x = gradient.double().numpy()
         y = quant.fake_quantize(gradient, one.spec).double().numpy()
         noise = ((y - x) ** 2).sum()
@@ -205,7 +205,7 @@ class TestWhatIf:
     @pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "hifp8"])
     def test_rotation(self, gradient, name):
         table, _ = what_if_compute.try_formats(
-            [what_if_compute.Operand(gradient, -1)], [what_if_compute.trial(name, hadamard=32)], together=False
+            [what_if_compute.TriedOperand(gradient, -1)], [what_if_compute.trial(name, hadamard=32)], together=False
         )
         turned = quant.hadamard_rotate(gradient).to(gradient.dtype)  # as a GEMM rounds it
         x, y = turned.double().numpy(), quant.fake_quantize(turned, name).double().numpy()
@@ -214,7 +214,7 @@ class TestWhatIf:
         assert table["flush_to_zero"].iloc[0] == quant.score(turned, name).flush_to_zero
 
     def test_a_selection_is_the_median_of_its_tensors(self, gradient, probs):
-        several = [what_if_compute.Operand(x, -1) for x in (gradient, gradient * 2**20, probs)]
+        several = [what_if_compute.TriedOperand(x, -1) for x in (gradient, gradient * 2**20, probs)]
         found = what_if_compute.try_formats(several, [what_if_compute.trial("mxfp4")])[0].iloc[0]
         own = sorted(quant.score(one.x, "mxfp4").sqnr_db for one in several)
         shown = [found[name] for name in ("sqnr_db_low", "sqnr_db", "sqnr_db_high")]
@@ -226,7 +226,7 @@ class TestWhatIf:
         tensors = [gradient, probs] if together else [gradient]
         trials = [what_if_compute.trial("mxfp4"), what_if_compute.trial("nvfp4")]
         _, shown = what_if_compute.try_formats(
-            [what_if_compute.Operand(x, -1) for x in tensors], trials, together=together
+            [what_if_compute.TriedOperand(x, -1) for x in tensors], trials, together=together
         )
         assert [d.group for d in shown] == ["as captured", "mxfp4", "nvfp4"]
         for d, change in zip(shown, (None, "mxfp4", "nvfp4"), strict=True):
@@ -257,7 +257,7 @@ class TestWhatIf:
     def test_a_large_tensor_is_sampled_by_whole_lines(self, gradient):
         limit = -(-gradient.numel() // 3)
         found = what_if_compute.try_formats(
-            [what_if_compute.Operand(gradient, -1)], [what_if_compute.trial("mxfp4")], limit=limit
+            [what_if_compute.TriedOperand(gradient, -1)], [what_if_compute.trial("mxfp4")], limit=limit
         )[0].iloc[0]
         part = gradient.reshape(-1, gradient.shape[-1])[::3]
         assert found["sqnr_db"] == pytest.approx(quant.score(part, "mxfp4").sqnr_db, rel=1e-9)
@@ -356,7 +356,7 @@ class TestWhatIf:
     def test_odd_tensors(self, name):
         x = odd_tensors()[name]
         trials = [what_if_compute.trial(fmt) for fmt in FORMATS]
-        table, _ = what_if_compute.try_formats([what_if_compute.Operand(x, -1)], trials)
+        table, _ = what_if_compute.try_formats([what_if_compute.TriedOperand(x, -1)], trials)
         assert len(table) == len(FORMATS)
         assert (table["flush_to_zero"].dropna().between(0, 1)).all()
 

@@ -419,9 +419,9 @@ def test_jobs_that_were_queued_together_are_compared_once_all_have_ended(collect
     (other,) = jobs.add_runs(root, parse(["quick", "mxfp4"]).plans)
     assert len({job.created for job in together}) == 1 and other.created != together[0].created
     views = [
-        replace(jobs.view_of(root, job), run=run, state=jobs.State.DONE)
+        replace(jobs.view_of(root, job), run=run, state=jobs.JobState.DONE)
         for job, run in zip(together, runs, strict=False)
     ]
     assert summary.runs_to_compare(views[::-1]) == [run.run_id for run in runs[:2]]
     assert summary.runs_to_compare(views[:1]) == []
-    assert summary.runs_to_compare([*views, replace(views[0], state=jobs.State.QUEUED)]) == []
+    assert summary.runs_to_compare([*views, replace(views[0], state=jobs.JobState.QUEUED)]) == []

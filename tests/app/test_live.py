@@ -13,7 +13,7 @@ from binade.app.figure import Drawn
 from binade.app.questions.registry import QUESTIONS
 from binade.app.sessions import pins
 from binade.app.sessions.session import Pin
-from binade.data.cache import Cache
+from binade.data.cache import ResultCache
 from binade.data.catalog import Catalog
 from binade.data.runs import DONE, RunWriter
 from tests.app import roots
@@ -72,7 +72,7 @@ def test_a_question_follows_its_runs(collected: Path, tmp_path: Path, names: Seq
     """Its answer after the runs have proceeded is that of a catalog that is opened then."""
     root = roots.copy(collected, tmp_path)
     with Catalog.open(root) as live:
-        live.cache = Cache(1 << 30, outside=(Catalog,))
+        live.cache = ResultCache(1 << 30, outside=(Catalog,))
         before = answers(live, names)
         for seed, run in enumerate(roots.runs_of(root)):
             proceed(run, seed)

@@ -113,13 +113,13 @@ def test_a_queued_measurement_is_made_and_its_job_is_done(tmp_path: Path):
     assert main([*line.split(), "--tensor-save-dir", str(root)]) == 0
     (run,) = roots.runs_of(root)
     plans = parse(line.split()).plans
-    measures = jobs.Measuring(run.name, ("mxfp4",), 2)
+    measures = jobs.MeasureJob(run.name, ("mxfp4",), 2)
     (job,) = jobs.add_runs(root, plans, titles=["measure"], measures=measures)
     from binade.collector.jobs.runner import serve
 
     serve(root)
     view = jobs.view_of(root, job)
-    assert (view.state, view.reason) == (jobs.State.DONE, None) and view.run and view.run.config["kind"] == "measure"
+    assert (view.state, view.reason) == (jobs.JobState.DONE, None) and view.run and view.run.config["kind"] == "measure"
     with Catalog.open(root) as opened:
         effects = opened.effects([run.name])
     assert effects["format"].tolist() == ["mxfp4"] and effects["sequences"].tolist() == [2]

@@ -18,7 +18,7 @@ from binade.app.view import View
 from binade.collector import Recorder, instrument
 from binade.data.catalog import Catalog
 from binade.data.parity import Policies
-from binade.data.parity_results import ALL, FILE, GroupGap, Parity, Step, read_parity, save_parity
+from binade.data.parity_results import ALL, FILE, GroupGap, Parity, ParityStep, read_parity, save_parity
 from binade.data.parity_values import published_values
 from binade.data.routing import RoutedLayer, Routing
 from binade.data.runs import RunError, first_step, list_runs
@@ -46,14 +46,14 @@ def of_recipes() -> Parity:
     changes = tuple(whole.means(np.abs(whole.d)).tolist())
     gaps = [group(layer, module, policies(size, layer)) for layer, module, size in ((2, "fc1", 0.3), (1, "fc1", 0.03))]
     gaps.insert(0, GroupGap("", None, None, "", True, changes, tuple(x / 10 for x in changes)))
-    return Parity("mxfp4", "bf16", "", (Step.of(ALL, whole),), tuple(gaps))
+    return Parity("mxfp4", "bf16", "", (ParityStep.of(ALL, whole),), tuple(gaps))
 
 
 def of_dumps() -> Parity:
     steps = [policies(0.1 * step, step) for step in (1, 2, 3)]
-    kept = [Step.of(str(step), pair) for step, pair in enumerate(steps, 10)]
+    kept = [ParityStep.of(str(step), pair) for step, pair in enumerate(steps, 10)]
     gap = GroupGap("", None, None, "", True, tuple(steps[0].means(np.abs(steps[0].d)).tolist()))
-    return Parity("rollout engine", "trainer", "NeMo-RL", (Step.of(ALL, steps[0]), *kept), (gap,))
+    return Parity("rollout engine", "trainer", "NeMo-RL", (ParityStep.of(ALL, steps[0]), *kept), (gap,))
 
 
 def saved(root: Path, result: Parity, name: str = "a") -> str:
@@ -62,7 +62,7 @@ def saved(root: Path, result: Parity, name: str = "a") -> str:
 
 def test_what_is_kept_is_what_was_measured(tmp_path: Path):
     endless = Policies.of(np.array([-1.0, -800.0]), np.array([-800.0, -1.0]), np.ones(2), np.zeros(2))
-    result = Parity("a", "b", "", (Step.of(ALL, endless),), (GroupGap("", None, None, "", True, (799.0,)),))
+    result = Parity("a", "b", "", (ParityStep.of(ALL, endless),), (GroupGap("", None, None, "", True, (799.0,)),))
     run_id = saved(tmp_path, result)
     found = read_parity(tmp_path / run_id)
     assert found == result and np.inf in [value.over_tokens for value in found.steps[0].values]

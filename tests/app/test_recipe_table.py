@@ -14,7 +14,7 @@ from binade.collector import jobs
 from binade.collector.cli.options import parse
 from binade.collector.recipes.files import PUBLISHED, label, to_toml
 from binade.collector.recipes.parse import parse_recipe
-from binade.collector.recipes.recipe import Communication, Recipe, RecipeError, State
+from binade.collector.recipes.recipe import Communication, Recipe, RecipeError, StateRounding
 from binade.collector.training.plan import plan
 from binade.data.access import ReadOnlyError
 from binade.data.runs import list_runs
@@ -253,6 +253,6 @@ def test_published_recipes_are_offered():
 def test_an_edited_recipe_keeps_its_softmax_state_and_communication():
     bf16 = Spec.of("bf16")
     recipe = parse_recipe("hifp8", softmax="flash(tile=64)")
-    recipe = replace(recipe, state=State(exp_avg=bf16), communication=Communication(all_to_all=bf16))
+    recipe = replace(recipe, state=StateRounding(exp_avg=bf16), communication=Communication(all_to_all=bf16))
     made = recipe_table.recipe_of(recipe_table.table_of(recipe), recipe_table.schedule_of(recipe), "", recipe, "mine")
     assert made.lines() == recipe.lines()

@@ -12,7 +12,7 @@ from binade.app.questions.registry import QUESTIONS
 from binade.app.sessions import pins
 from binade.app.sessions.session import Pin
 from binade.app.view import View
-from binade.data.cache import Cache
+from binade.data.cache import ResultCache
 from binade.data.catalog import Catalog
 from tests.app.test_live import answer
 from tests.data.builder import make_run
@@ -37,7 +37,7 @@ def test_a_cached_answer_belongs_to_the_content(tmp_path: Path, name: str):
     tensor_id = record(tmp_path, 0)
     pin = Pin(question.page, {key: [text] for key, text in question.address.items()} | {"tensor": [tensor_id]})
     with Catalog.open(tmp_path) as catalog:
-        catalog.cache = Cache(1 << 28, outside=(Catalog,))
+        catalog.cache = ResultCache(1 << 28, outside=(Catalog,))
         first = answer(pins.draw(catalog, pin))
         assert record(tmp_path, 1) == tensor_id
         catalog.sync()

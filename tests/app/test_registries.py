@@ -20,7 +20,7 @@ from binade.app.questions.runs import page as runs_page
 from binade.app.questions.shared.rounded import about_format
 from binade.app.view import View
 from binade.collector.jobs.state import ADVICE
-from binade.collector.jobs.transitions import ENDED, State
+from binade.collector.jobs.transitions import ENDED, JobState
 from binade.data.catalog import Catalog
 from binade.data.filter import FIELDS
 from binade.data.runs import STATES
@@ -78,11 +78,11 @@ def test_every_part_of_a_page_can_be_shown(page: registry.Page):
         assert part.title and part.icon.startswith(":material/") and callable(import_module(part.layout).show)
 
 
-@pytest.mark.parametrize("state", State)
-def test_every_state_of_a_job_has_a_badge_and_every_failure_advice(state: State):
+@pytest.mark.parametrize("state", JobState)
+def test_every_state_of_a_job_has_a_badge_and_every_failure_advice(state: JobState):
     color, icon = summary.BADGES[state]
     assert icon.removeprefix(":material/").removesuffix(":") in ALL_MATERIAL_ICONS
-    failed = state in ENDED and state not in (State.DONE, State.CANCELLED)
+    failed = state in ENDED and state not in (JobState.DONE, JobState.CANCELLED)
     assert color == "red" if failed else color in ("gray", "blue", "green", "orange")
     assert (state in ADVICE) == failed
 

@@ -33,7 +33,7 @@ from binade.app.report import contents, page, rendering, runs, writer
 from binade.app.report.rendering import RenderError, Renderers
 from binade.app.report.section import Section
 from binade.app.report.tables import axis_of, shown
-from binade.app.report.writer import Request
+from binade.app.report.writer import ReportRequest
 from binade.app.sessions import session as sessions
 from binade.app.sessions import storage
 from binade.app.sessions.pins import refreshed
@@ -428,7 +428,7 @@ def one_chart(monkeypatch: pytest.MonkeyPatch, started: None) -> None:
 
 def make(root: Path, output: Path, archive: Path | None = None, **where: list) -> int:
     with Catalog.open(root) as opened:
-        return writer.make(opened, Request(output, Filter(**where), archive=archive, jobs=1), lambda *_: None)
+        return writer.make(opened, ReportRequest(output, Filter(**where), archive=archive, jobs=1), lambda *_: None)
 
 
 @pytest.mark.thorough
@@ -558,7 +558,7 @@ def test_a_run_deleted_meanwhile_is_said(root, tmp_path, monkeypatch, started):
     shutil.copytree(root, tmp_path / "runs")
     with Catalog.open(tmp_path / "runs") as opened, pytest.raises(writer.ReportError, match="changed while"):
         shutil.rmtree(next(path.parent for path in sorted(opened.root.glob("*/run.json"))))
-        of_rank = Request(tmp_path / "draw", Filter(rank=[0]), jobs=1)  # no sums in the index have a rank
+        of_rank = ReportRequest(tmp_path / "draw", Filter(rank=[0]), jobs=1)  # no sums in the index have a rank
         writer.make(opened, of_rank, lambda *_: None)
     assert [path.name for path in tmp_path.iterdir()] == ["runs"]
 

@@ -13,7 +13,7 @@ from binade.app.questions.registry import QUESTIONS
 from binade.app.sessions import pins, session, storage
 from binade.app.sessions.session import Pin
 from binade.app.view import View
-from binade.data.cache import Cache
+from binade.data.cache import ResultCache
 from binade.data.catalog import Catalog
 from tests.app.test_live import IDS, SETS, VIEWS, answer
 
@@ -52,7 +52,7 @@ def test_what_names_a_run_or_a_tensor_says_so(catalog: Catalog):
 def test_saved_and_bundled_it_shows_the_same(collected: Path, tmp_path: Path, names: Sequence[str]):
     """Each question's answer as it was pinned, in the saved session, and in a root that has imported the bundle."""
     with Catalog.open(collected) as catalog:
-        catalog.cache = Cache(1 << 30, outside=(Catalog,))
+        catalog.cache = ResultCache(1 << 30, outside=(Catalog,))
         made = pinned(catalog, names)
         view = View(made[0].page, made[0].params)
         drawn = [answer(pins.draw(catalog, pin)) for pin in made]

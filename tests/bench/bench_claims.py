@@ -48,7 +48,7 @@ from binade.app.questions.question import Question
 from binade.app.questions.recipes import question as recipes
 from binade.app.questions.results.question import RESULTS
 from binade.app.questions.shared.runs import every_run
-from binade.collector.settings import Backend
+from binade.collector.settings import BackendName
 from binade.collector.training import loop
 from binade.collector.training.config import RunConfig, defaults
 from binade.collector.training.launch import _environment
@@ -107,7 +107,7 @@ class Line:
 
 def plan(seeds: int) -> dict[str, list[dict[str, Any]]]:
     """What to train: (variant, seed, rounding, config), by group of processes."""
-    fast = {**vars(defaults("run", "fast")), "backend": Backend.TORCH, "learning_rate": 0.01, "train_iters": 10}
+    fast = {**vars(defaults("run", "fast")), "backend": BackendName.TORCH, "learning_rate": 0.01, "train_iters": 10}
     fast |= {"warmup_iterations": 10, "scores": ("mxfp4", "nvfp4"), "measures": ("result",)}
     fast |= {"modules": ("qkv", "proj"), "tensors": ("input", "weight", "grad_output", "grad_weight", "output")}
     single, split = [], []

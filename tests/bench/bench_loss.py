@@ -51,7 +51,7 @@ from torch import Tensor, nn
 from binade.app.questions.loss.compute import costs
 from binade.app.questions.shared.boards import PLACE
 from binade.collector.advice import costs as advice
-from binade.collector.advice.advice import Request, advise, placed
+from binade.collector.advice.advice import AdviceRequest, advise, placed
 from binade.collector.capture.instrument import instrument
 from binade.collector.capture.recorder import Recorder
 from binade.collector.capture.sensitivity import backward
@@ -240,7 +240,7 @@ def recipes_of(root: str, budgets: list[float]) -> list[Placed]:
     named = list(zip(found.specs, made, strict=True))
     for bits in budgets:
         for name, cost in rules.items() if bits == max(budgets) else [("advised", table["cost"])]:
-            chosen = advise(replace(found, table=table.assign(cost=cost)), Request(bits=bits, specs=ADVISED))
+            chosen = advise(replace(found, table=table.assign(cost=cost)), AdviceRequest(bits=bits, specs=ADVISED))
             named.append((f"{name}, {bits:g}", chosen.recipe(name.replace(" ", "_"))))
     return [(name, recipe, *placed(recipe, found)) for name, recipe in named]
 

@@ -55,7 +55,7 @@ def report(root: Path, pins: list[Pin], output: Path, jobs: int | None) -> tuple
         saved = storage.save(root, one).session
     spent, start = processor_time(), time.perf_counter()
     with Catalog.open(root) as catalog:
-        writer.make(catalog, writer.Request(output, Filter(), jobs=jobs, session=saved.id), lambda *_: None)
+        writer.make(catalog, writer.ReportRequest(output, Filter(), jobs=jobs, session=saved.id), lambda *_: None)
     seconds = time.perf_counter() - start
     if (drawn := len(list((output / "pins").iterdir()))) != len(pins):
         raise RuntimeError(f"{drawn} of {len(pins)} pins are drawn")

@@ -215,7 +215,7 @@ def test_would_another_format_fix_it(visitor: Visitor, catalog: Catalog, worst: 
     trials = what_if_compute.with_defaults(
         [what_if_compute.trial(name, hadamard=32) for name in ("mxfp8", "mxfp4", "nvfp4", "hifp8")]
     )
-    table = what_if_compute.try_formats([what_if_compute.Operand(x, -1)], trials)[0]
+    table = what_if_compute.try_formats([what_if_compute.TriedOperand(x, -1)], trials)[0]
     shown = {
         mark["trial"]: number(mark["SQNR (dB, higher is better)"])
         for mark in visitor.marks("trials_0")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from binade.collector.imports.importer import Job, Read, read_file
+from binade.collector.imports.importer import FileJob, FileRead, read_file
 
 # One name of each version, and the words that it must give.
 NAMES = {
@@ -48,12 +48,14 @@ def write_all(directory: Path, *, older: bool) -> dict[str, Tensor]:
     return made
 
 
-def read_here(jobs: Iterable[Job], read: Callable[[Job], Read], count: int) -> Iterator[tuple[Job, Read]]:
+def read_here(
+    jobs: Iterable[FileJob], read: Callable[[FileJob], FileRead], count: int
+) -> Iterator[tuple[FileJob, FileRead]]:
     """In place of the importer's `scatter`: a process that reads takes longer to start than all else."""
     return ((job, read(job)) for job in jobs)
 
 
-def deadly_read(job: Job) -> Read:
+def deadly_read(job: FileJob) -> FileRead:
     """As the import reads, but a file named killed or crashed kills its reader, as running out of memory does."""
     if "killed" in job.file.name:
         os.kill(os.getpid(), signal.SIGKILL)

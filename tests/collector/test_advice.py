@@ -14,7 +14,7 @@ from scipy import stats
 
 from binade.collector import Recorder, instrument, jobs
 from binade.collector.advice import choice
-from binade.collector.advice.advice import Request, advise, placed
+from binade.collector.advice.advice import AdviceRequest, advise, placed
 from binade.collector.advice.costs import FORWARD, OPERAND, AdviceError, Costs, costs
 from binade.collector.jobs import store
 from binade.collector.models.site import Site
@@ -108,18 +108,18 @@ def test_costs_are_the_predicted_changes_and_noises_that_were_recorded(collected
 def test_nothing_is_advised_from_costs_that_cannot_be_relied_on(found):
     """One sequence; and a mix is advised only if it is predicted to lose less than a single format."""
     once = replace(found, reliability=reliability([[1.0], [2.0], [3.0], [4.0]]))
-    said = advise(once, Request(6)).sentence
+    said = advise(once, AdviceRequest(6)).sentence
     assert said.startswith("One sequence cannot tell operands apart: ") and "not advised" in said
     alike = found.table.assign(by_sequence=found.table["by_sequence"].map(lambda each: [1.0, -1.0][: len(each)]))
     known = replace(found, table=alike, reliability=reliability(np.arange(1, 9)[:, None] * np.ones((8, 2))))
-    said = advise(known, Request(6)).sentence
+    said = advise(known, AdviceRequest(6)).sentence
     assert said.startswith("Advised: nvfp4 alone, 4.50 bits, ") and "which is not less (difference " in said
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("by", choice.GROUPS)
 def test_advice_keeps_its_limits(found, by):
-    advice = advise(found, Request(6, by=by))
+    advice = advise(found, AdviceRequest(6, by=by))
     assert (
         advice.bits <= 6 + 1e-3
         and advice.forward["cost"].sum() >= 0
@@ -132,13 +132,13 @@ def test_advice_keeps_its_limits(found, by):
     uniform = found.table[found.table["gemm"] == FORWARD].groupby("spec")[["bits", "cost", "values"]].sum()
     uniform = uniform[uniform["bits"] <= 6 * uniform["values"]]
     assert by == "model" or advice.forward["cost"].sum() <= uniform["cost"].min() * 1.001
-    costs = [advise(found, Request(bits, by=by)).forward["cost"].sum() for bits in (5, 8, 12, 16)]
+    costs = [advise(found, AdviceRequest(bits, by=by)).forward["cost"].sum() for bits in (5, 8, 12, 16)]
     assert (np.diff(costs) <= 1e-9).all() and costs[-1] == 0
 
 
 def test_the_recipe_is_the_choice(found, tmp_path):
     """As a file, as it is placed, and as a model is quantized by it."""
-    advice = advise(found, Request(6))
+    advice = advise(found, AdviceRequest(6))
     path = tmp_path / "mine.toml"
     path.write_text(to_toml(advice.recipe("mine")))
     recipe = read_draft(path, "mine").recipe("mine")
@@ -165,7 +165,7 @@ def test_the_layers_of_a_module_can_differ(tmp_path):
 
 def test_published_recipes_are_placed_where_all_their_formats_were_scored(found):
     bits, change, error = placed(parse_recipe("linear_mxfp4"), found)
-    uniform = advise(found, Request(6)).frontier.query("name == 'mxfp4'").iloc[0]
+    uniform = advise(found, AdviceRequest(6)).frontier.query("name == 'mxfp4'").iloc[0]
     assert (bits, change, error) == pytest.approx(
         (uniform["bits"], uniform["change"], uniform["error"])
     ) and bits == 4.25
@@ -277,7 +277,7 @@ def test_a_precision_file_gives_each_layer_the_recipe_of_its_forward_operands(co
     assert command("advise", "--budget", "12", "--output", str(tmp_path / "mine.yaml")) == 0
     recipe = parse_recipe(str(tmp_path / "mine.yaml"))
     with Catalog.open(tmp_path / "runs") as catalog:
-        chosen = advise(costs(catalog, parts=("linear",)), Request(12)).forward
+        chosen = advise(costs(catalog, parts=("linear",)), AdviceRequest(12)).forward
     assert chosen["spec"].nunique() == 2
     for row in chosen.itertuples():
         formats = recipe.linear_of(Site(row.layer_index, row.module)).formats

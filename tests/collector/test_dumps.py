@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from binade.collector.imports import importer, registry
-from binade.collector.imports.log import Importer, Log
+from binade.collector.imports.log import Importer, TensorLog
 from binade.collector.imports.registry import interpret
 from binade.data.catalog import Catalog
 from binade.data.notes import notes
@@ -159,10 +159,13 @@ def test_other_files_are_no_tools(path):
 
 def test_an_importer_is_one_entry(monkeypatch):
     toy = Importer(
-        "toy", lambda path, metadata, key: Log("toy", tensor_name=path.stem) if path.suffix == ".npy" else None
+        "toy", lambda path, metadata, key: TensorLog("toy", tensor_name=path.stem) if path.suffix == ".npy" else None
     )
     monkeypatch.setattr(registry, "IMPORTERS", (toy, *registry.IMPORTERS))
-    assert interpret(PurePath("x.npy")) == Log("toy", tensor_name="x") and interpret(PurePath("x.pt")).version is None
+    assert (
+        interpret(PurePath("x.npy")) == TensorLog("toy", tensor_name="x")
+        and interpret(PurePath("x.pt")).version is None
+    )
 
 
 def engine(monkeypatch: pytest.MonkeyPatch, *, bound: bool) -> torch.Tensor:

@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from binade.cli import main
 from binade.collector.imports import importer, workers
 from binade.collector.imports.workers import Death, scatter
-from binade.data.cache import Cache
+from binade.data.cache import ResultCache
 from binade.data.catalog import Catalog
 from binade.data.notes import notes
 from binade.data.runs import CANCELLED, DONE, FAILED, RunInfo, list_runs
@@ -414,7 +414,7 @@ def test_a_file_that_is_overwritten_is_noticed(bring, command, capsys, tmp_path,
     save_file({"x": tensor(2, 5, 5), "y": tensor(3, 5, 5)}, logs / "two.safetensors")
     assert bring() == 0
     with Catalog.open(tmp_path / "runs") as catalog:
-        catalog.cache = Cache(1 << 20)
+        catalog.cache = ResultCache(1 << 20)
         (tensor_id,) = catalog.tensors().query("tensor_name == 'a'")["tensor_id"]
         loaded = catalog.load(tensor_id)
         content = catalog.contents([tensor_id])

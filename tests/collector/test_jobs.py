@@ -23,7 +23,7 @@ from binade.collector.cli.options import parse
 from binade.collector.errors import ConfigError
 from binade.collector.jobs import processes, runner, state, store, transitions
 from binade.collector.jobs.estimate import estimate, volume_of
-from binade.collector.jobs.transitions import Event, State
+from binade.collector.jobs.transitions import JobEvent, JobState
 from binade.collector.training.config import RunConfig
 from binade.collector.training.plan import plan
 from binade.data.access import ReadOnlyError
@@ -56,7 +56,7 @@ def end_all(place: Path) -> None:
     for view in jobs.listing(place):
         for process in processes.marked(view.job.token):
             process.send(signal.SIGKILL)
-        if view.active and view.state != State.CANCELLING:
+        if view.active and view.state != JobState.CANCELLING:
             jobs.cancel(place, view.job.id)
     until(lambda: not jobs.has_runner(place), "the runner to leave")
 
@@ -258,7 +258,7 @@ class TestQueue:
     def test_more_at_once_by_choice(self, root):
         jobs.set_at_once(root, 2)
         both = [launch(root, ENDLESS), launch(root, ENDLESS)]
-        until(lambda: not any(now(root, job).state == State.QUEUED for job in both), "both to start")
+        until(lambda: not any(now(root, job).state == JobState.QUEUED for job in both), "both to start")
         assert all(now(root, job).active for job in both)
 
     @pytest.mark.thorough
@@ -524,23 +524,23 @@ EXPECTED = {
 
 
 class TestTransitions:
-    @pytest.mark.parametrize("event", [*Event, *map(State, ENDED)], ids=lambda event: event.name)
-    @pytest.mark.parametrize("before", State)
+    @pytest.mark.parametrize("event", [*JobEvent, *map(JobState, ENDED)], ids=lambda event: event.name)
+    @pytest.mark.parametrize("before", JobState)
     def test_every_state_and_event_is_in_the_table_or_refused(self, before, event):
-        expected = EXPECTED.get(before, {}).get(event if isinstance(event, State) else event.name)
+        expected = EXPECTED.get(before, {}).get(event if isinstance(event, JobState) else event.name)
         if expected:
             assert transitions.allows(before, event) and transitions.after(before, event) == expected
             return
         with pytest.raises(transitions.TransitionError, match=event.name):
             transitions.after(before, event)
-        assert transitions.allows(before, event) == (event is Event.DELETE and before in ENDED)
+        assert transitions.allows(before, event) == (event is JobEvent.DELETE and before in ENDED)
 
     def test_an_ended_job_never_changes_its_state(self):
         assert set(transitions.ENDED) == set(ENDED)
-        assert set(transitions.ACTIVE) | set(transitions.ENDED) == set(State)
+        assert set(transitions.ACTIVE) | set(transitions.ENDED) == set(JobState)
 
     def test_advice_is_for_what_did_not_end_as_it_should(self):
-        assert set(state.ADVICE) == set(transitions.ENDED) - {State.DONE, State.CANCELLED}
+        assert set(state.ADVICE) == set(transitions.ENDED) - {JobState.DONE, JobState.CANCELLED}
 
 
 class TestReadOnly:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from binade.collector.imports.log import Log
+from binade.collector.imports.log import TensorLog
 from binade.collector.imports.registry import IMPORTERS, interpret
 from binade.quant.formats import FORMATS
 from tests.collector.logs_made import NAMES
@@ -32,7 +32,7 @@ WORDS = {
 }
 
 
-def words(log: Log, expected: dict) -> dict:
+def words(log: TensorLog, expected: dict) -> dict:
     return {name: getattr(log, name) for name in expected}
 
 

@@ -54,7 +54,7 @@ def test_an_interrupted_measurement_is_continued(command, tmp_path, monkeypatch,
     arguments = ("measure", *MODEL, "--sequences", "4", "--formats", "mxfp4,nvfp4")
     assert command(*arguments, "--tensor-save-dir", str(tmp_path / "whole")) == 0
     passes: list[object] = []
-    rounded = effects.Measuring.rounded
+    rounded = effects.EffectMeter.rounded
 
     def counted(*given):
         passes.append(given[1:])
@@ -62,7 +62,7 @@ def test_an_interrupted_measurement_is_continued(command, tmp_path, monkeypatch,
             raise KeyboardInterrupt
         return rounded(*given)
 
-    monkeypatch.setattr(effects.Measuring, "rounded", counted)
+    monkeypatch.setattr(effects.EffectMeter, "rounded", counted)
     assert command(*arguments) == 130
     (run,) = list_runs(tmp_path / "runs")[0]
     assert run.status.state == CANCELLED and len(read_effects(run.directory)) == 6

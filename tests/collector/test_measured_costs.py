@@ -12,10 +12,10 @@ import pandas as pd
 import pytest
 from scipy import stats
 
-from binade.collector.advice.advice import Request, advise
+from binade.collector.advice.advice import AdviceRequest, advise
 from binade.collector.advice.costs import Costs, bits_of
 from binade.collector.advice.measured import agreements, by_prediction, with_effects
-from binade.data.effects import Group
+from binade.data.effects import EffectGroup
 from binade.data.reliability import reliability
 
 SPECS = ("mxfp4", "nvfp4", "mxfp8")
@@ -41,7 +41,7 @@ def costs() -> Costs:
 
 
 def effect(
-    spec: str, group: Group, changes: list[float], divergence: float | None = None, run: str = "a"
+    spec: str, group: EffectGroup, changes: list[float], divergence: float | None = None, run: str = "a"
 ) -> dict[str, Any]:
     divergences = None if divergence is None else [divergence] * len(changes)
     return {
@@ -57,7 +57,9 @@ def effects(places: list[tuple[int, str]] = PLACES, specs: tuple[str, ...] = SPE
     rows = []
     for (layer, module), spec in itertools.product(places, specs):
         size = 10 ** random.uniform(-3, 0) * 4 ** -(bits_of(spec) - 4)
-        rows.append(effect(spec, Group("linear", layer, module), list(random.normal(size, size, SEQUENCES)), size))
+        rows.append(
+            effect(spec, EffectGroup("linear", layer, module), list(random.normal(size, size, SEQUENCES)), size)
+        )
     return pd.DataFrame(rows)
 
 
@@ -65,7 +67,7 @@ def test_the_choice_is_the_best_of_the_measured_ones():
     measured = effects()
     used = with_effects(costs(), measured, "site")
     assert used.predicted == () and len(used.measured) == len(PLACES) and used.sequences == SEQUENCES
-    advice = advise(used, Request(6.0))
+    advice = advise(used, AdviceRequest(6.0))
     sizes = measured.set_index(["layer_index", "module", "format"])["divergence"].to_dict()
     best = min(
         sum(sizes.get((*place, spec), 0.0) for place, spec in zip(PLACES, specs, strict=True))
@@ -91,7 +93,7 @@ def test_the_choice_is_the_best_of_the_measured_ones():
 
 def test_groups_that_were_not_measured_are_predicted_and_named():
     used = with_effects(costs(), effects(PLACES[:4]), "site")
-    advice = advise(used, Request(6.0))
+    advice = advise(used, AdviceRequest(6.0))
     assert used.predicted == ("linear.3.fc1.forward", "linear.3.fc2.forward")
     assert advice.kind == "partly predicted"
     assert any("Only predicted" in doubt and "linear.3.fc1.forward" in doubt for doubt in advice.doubts)
@@ -103,7 +105,7 @@ def test_groups_that_were_not_measured_are_predicted_and_named():
 
 def test_a_format_that_was_not_measured_in_a_group_is_not_chosen_there():
     used = with_effects(costs(), effects(specs=("nvfp4",)), "site")
-    advice = advise(used, Request(10.0))
+    advice = advise(used, AdviceRequest(10.0))
     assert set(advice.chosen["spec"]) <= {"nvfp4", "bf16"}
     assert set(advice.frontier.query("kind == 'uniform'")["name"]) == {"nvfp4", "bf16"}
 
@@ -111,9 +113,9 @@ def test_a_format_that_was_not_measured_in_a_group_is_not_chosen_there():
 @pytest.mark.parametrize("by", ["layer", "module", "model"])
 def test_a_group_is_measured_as_it_is_chosen(by: str):
     groups = {
-        "layer": [Group("linear", layer) for layer in (1, 2, 3)],
-        "module": [Group("linear", None, module) for module in ("fc1", "fc2")],
-        "model": [Group("linear")],
+        "layer": [EffectGroup("linear", layer) for layer in (1, 2, 3)],
+        "module": [EffectGroup("linear", None, module) for module in ("fc1", "fc2")],
+        "model": [EffectGroup("linear")],
     }[by]
     rows = [effect(spec, group, [0.1 / bits_of(spec)] * 3) for group in groups for spec in SPECS]
     used = with_effects(costs(), pd.DataFrame(rows), by)
@@ -124,7 +126,7 @@ def test_a_group_is_measured_as_it_is_chosen(by: str):
 
 
 def test_a_change_below_zero_costs_nothing_where_no_divergence_is_known():
-    used = with_effects(costs(), pd.DataFrame([effect("mxfp4", Group("linear"), [-0.2, -0.1])]), "model")
+    used = with_effects(costs(), pd.DataFrame([effect("mxfp4", EffectGroup("linear"), [-0.2, -0.1])]), "model")
     own = used.table[used.table["spec"] == "mxfp4"]
     assert own["cost"].sum() == 0 and own["change"].sum() == pytest.approx(-0.15)
 
@@ -135,14 +137,14 @@ def test_predictions_that_do_not_agree_are_marked(factor: float, agrees: bool):
     predictions = costs()
     predicted = 16 / 4.25 * 2 * len(PLACES)
     changes = list(np.random.default_rng(1).normal(predicted / factor, 0.01, 5))
-    found = pd.DataFrame([effect("mxfp4", Group("linear"), changes)])
+    found = pd.DataFrame([effect("mxfp4", EffectGroup("linear"), changes)])
     used = with_effects(predictions, found, "site")
     (agreement,) = agreements(predictions, found, used)
     assert agreement.predicted == pytest.approx(predicted) and agreement.agrees == agrees
     low, high = stats.t.interval(0.95, 4, np.mean(changes), stats.sem(changes))
     assert (agreement.measured.low, agreement.measured.high) == pytest.approx((low, high))
     assert math.isnan(agreement.added) and ("not reliable" in agreement.sentence) != agrees
-    advice = advise(replace(used, agreement=(agreement.sentence,)), Request(6.0))
+    advice = advise(replace(used, agreement=(agreement.sentence,)), AdviceRequest(6.0))
     assert agreement.sentence in advice.doubts
 
 
@@ -153,24 +155,24 @@ def test_the_largest_prediction_is_measured_first():
     small = (table["layer_index"] == 3) & (table["module"] == "fc1") & (table["spec"] == "mxfp4")
     table["cost"] = table["cost"].where(~large, 9.0).where(~small, 0.5)
     order = by_prediction(predictions, "site")
-    assert order[0] == Group("linear", 2, "fc2") and order[-1] == Group("linear", 3, "fc1")
+    assert order[0] == EffectGroup("linear", 2, "fc2") and order[-1] == EffectGroup("linear", 3, "fc1")
     assert len(order) == len(PLACES)
-    assert by_prediction(predictions, "layer")[0] == Group("linear", 2)
+    assert by_prediction(predictions, "layer")[0] == EffectGroup("linear", 2)
 
 
 def test_effects_of_one_run_come_before_those_of_others():
     """The error of a sum is known for effects of the same sequences."""
-    long = pd.DataFrame([effect("nvfp4", Group("linear", 1, "fc1"), [1.0] * 9, run="long")])
+    long = pd.DataFrame([effect("nvfp4", EffectGroup("linear", 1, "fc1"), [1.0] * 9, run="long")])
     used = with_effects(costs(), pd.concat([long, effects()], ignore_index=True), "site")
     assert used.sequences == SEQUENCES
-    assert math.isfinite(advise(used, Request(6.0)).error)
+    assert math.isfinite(advise(used, AdviceRequest(6.0)).error)
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("level", ["layer", "part"])
 def test_predictions_divide_what_was_measured_for_more(level: str):
     """Measured layers, or the whole part: the predictions within them are scaled, and keep their proportions."""
-    groups = [Group("linear", layer) for layer in (1, 2, 3)] if level == "layer" else [Group("linear")]
+    groups = [EffectGroup("linear", layer) for layer in (1, 2, 3)] if level == "layer" else [EffectGroup("linear")]
     random = np.random.default_rng(5)
     rows = [
         effect(spec, group, list(random.normal(1, 0.2, 4) * (at + 1)), (at + 1) * 0.9)
@@ -192,5 +194,5 @@ def test_predictions_divide_what_was_measured_for_more(level: str):
         parts = own.groupby("module")["cost"].sum()
         assert parts["fc2"] / parts["fc1"] == pytest.approx(3)
         assert np.sum(own["by_sequence"].tolist(), axis=0) == pytest.approx(row["change_by_sequence"])
-    advice = advise(used, Request(6.0))
+    advice = advise(used, AdviceRequest(6.0))
     assert any("only divide it among operands" in doubt for doubt in advice.doubts) and math.isfinite(advice.error)

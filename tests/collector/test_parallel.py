@@ -12,7 +12,7 @@ from torch import nn
 
 from binade.collector.models.parallel import ColumnParallelLinear, RowParallelLinear, copy_to_ranks
 from binade.collector.models.site import Site
-from binade.collector.ranks import Group
+from binade.collector.ranks import RankGroup
 from tests.collector.forked import forked, ranks_of
 
 pytestmark = pytest.mark.slow
@@ -25,7 +25,7 @@ def work(where: Path) -> None:
     rank = int(os.environ["RANK"])
     dist.init_process_group("gloo", init_method=f"file://{where}/store", rank=rank, world_size=RANKS)
     given = torch.load(where / "given.pt", weights_only=True)
-    group = Group(dist.group.WORLD)
+    group = RankGroup(dist.group.WORLD)
     first = ColumnParallelLinear(Site(1, "fc1"), INPUTS, MIDDLE, group)
     second = RowParallelLinear(Site(1, "fc2"), MIDDLE, OUTPUTS, group)
     first.weight.data.copy_(given["w1"].chunk(2)[rank])

@@ -25,7 +25,7 @@ from binade.collector.recipes.files import draft_of as toml_draft
 from binade.collector.recipes.files import label, to_toml
 from binade.collector.recipes.parse import parse_recipe
 from binade.collector.recipes.precision_file import draft_of, write
-from binade.collector.recipes.recipe import GLOB, Communication, Part, Recipe, RecipeError, State
+from binade.collector.recipes.recipe import GLOB, Communication, Part, Recipe, RecipeError, StateRounding
 from binade.data.catalog import Catalog
 from binade.quant.specs import OPERAND_FIELDS, Softmax, Spec
 from tests.collector.megatron_cpu import build, megatron_on_cpu
@@ -253,7 +253,7 @@ def test_what_the_file_cannot_say_is_refused_by_the_first_operand(name, message)
 
 
 def test_so_are_state_and_communication():
-    for table in ({"state": State(exp_avg=Spec.of("bf16"))}, {"communication": Communication(Spec.of("bf16"))}):
+    for table in ({"state": StateRounding(exp_avg=Spec.of("bf16"))}, {"communication": Communication(Spec.of("bf16"))}):
         with pytest.raises(RecipeError, match=f"a precision file has no {next(iter(table))}: write a .toml file"):
             write(Recipe("mine", **table))
 

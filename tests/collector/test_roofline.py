@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from binade.collector.advice.advice import Request, advise
+from binade.collector.advice.advice import AdviceRequest, advise
 from binade.collector.advice.costs import AdviceError, Costs, costs
 from binade.collector.advice.roofline import GEMMS, Roofline, find_device, products, read_devices
 from binade.collector.errors import ConfigError
@@ -145,7 +145,7 @@ def recipe_seconds(roofline: Roofline, advice_recipe) -> float:
 def test_advice_keeps_within_the_time_and_loses_less_with_more(found, roofline):
     costs_of = []
     for share in (0.78, 0.83, 0.9, 1.0):
-        advice = advise(found, Request(None, share=share), roofline)
+        advice = advise(found, AdviceRequest(None, share=share), roofline)
         assert advice.share <= share + 1e-4
         assert advice.seconds == pytest.approx(recipe_seconds(roofline, advice.recipe("mine")))
         assert advice.sentence.startswith("Advised: ") and "of bf16's time on NVIDIA B200 SXM" in advice.sentence
@@ -161,7 +161,7 @@ def test_advice_keeps_within_the_time_and_loses_less_with_more(found, roofline):
 
 @pytest.mark.slow
 def test_uniform_and_published_recipes_take_the_time_of_what_they_round(found, roofline):
-    frontier = advise(found, Request(None), roofline).frontier.set_index("name")["ms"] / 1e3
+    frontier = advise(found, AdviceRequest(None), roofline).frontier.set_index("name")["ms"] / 1e3
     for spec in ("mxfp4", "nvfp4", "mxfp8"):
         own = sum(
             product.seconds(dict.fromkeys(gemm, spec if product.part == "linear" else "bf16"), roofline.device)
@@ -175,9 +175,9 @@ def test_uniform_and_published_recipes_take_the_time_of_what_they_round(found, r
 @pytest.mark.thorough
 @pytest.mark.slow
 def test_a_budget_of_loss_takes_the_least_time_that_meets_it(found, roofline):
-    wide = advise(found, Request(None, share=0.8), roofline)
+    wide = advise(found, AdviceRequest(None, share=0.8), roofline)
     limit = float(wide.forward["cost"].sum())
-    least = advise(found, Request(None, limit * (1 + 1e-6)), roofline)
+    least = advise(found, AdviceRequest(None, limit * (1 + 1e-6)), roofline)
 
     def forward_seconds(advice) -> float:
         rounded = {(row.part, row.layer_index, row.module, row.field): row.spec for row in advice.forward.itertuples()}
@@ -185,9 +185,9 @@ def test_a_budget_of_loss_takes_the_least_time_that_meets_it(found, roofline):
 
     assert least.forward["cost"].sum() <= limit * 1.001 and forward_seconds(least) <= forward_seconds(wide) * 1.0001
     with pytest.raises(AdviceError, match="one budget"):
-        advise(found, Request(5, share=0.9), roofline)
+        advise(found, AdviceRequest(5, share=0.9), roofline)
     with pytest.raises(AdviceError, match="one budget"):
-        advise(found, Request(None))
+        advise(found, AdviceRequest(None))
 
 
 @pytest.mark.thorough

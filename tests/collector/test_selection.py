@@ -11,7 +11,7 @@ from binade.collector.models.model import GPTModel
 from binade.collector.models.parallel import ParallelLinear
 from binade.collector.models.registry import MODELS
 from binade.collector.models.site import Site
-from binade.collector.recipes.selection import Selection, SelectionError, Term, by_layer
+from binade.collector.recipes.selection import SelectionError, SiteSelection, Term, by_layer
 
 LLAMA = replace(MODELS["llama32-1b"]["tiny"], layers=12)
 DEEPSEEK = MODELS["deepseek2_lite"]["tiny"]
@@ -64,25 +64,25 @@ def layers(found: frozenset[Site]) -> list[int]:
     ],
 )
 def test_which_layers(text, expected):
-    assert layers(Selection.parse(text).of(LLAMA.sites())) == expected
+    assert layers(SiteSelection.parse(text).of(LLAMA.sites())) == expected
 
 
 def test_a_number_takes_the_whole_layer_a_pattern_what_it_finds():
     model = LLAMA.sites()
-    assert len(Selection.parse("3").of(model)) == 5
-    assert Selection.parse(r"layer3\.(core|fc)").of(model) == {Site(3, "core"), Site(3, "fc1"), Site(3, "fc2")}
+    assert len(SiteSelection.parse("3").of(model)) == 5
+    assert SiteSelection.parse(r"layer3\.(core|fc)").of(model) == {Site(3, "core"), Site(3, "fc1"), Site(3, "fc2")}
 
 
 def test_experts_are_found_by_name():
-    found = Selection.parse("expert3[.]").of(DEEPSEEK.sites())
+    found = SiteSelection.parse("expert3[.]").of(DEEPSEEK.sites())
     assert found == {Site(2, "fc1", 3), Site(2, "fc2", 3)}
 
 
 def test_modules_narrow_the_layers():
     model = DEEPSEEK.sites()
-    assert len(Selection.parse("", ("fc1",)).of(model)) == 1 + 16
-    assert Selection.parse("first", ("fc1", "core")).of(model) == {Site(1, "fc1"), Site(1, "core")}
-    assert Selection.parse("last,layer1.q", ("q", "router")).of(model) == {
+    assert len(SiteSelection.parse("", ("fc1",)).of(model)) == 1 + 16
+    assert SiteSelection.parse("first", ("fc1", "core")).of(model) == {Site(1, "fc1"), Site(1, "core")}
+    assert SiteSelection.parse("last,layer1.q", ("q", "router")).of(model) == {
         Site(1, "q"),
         Site(2, "q"),
         Site(2, "router"),
@@ -121,7 +121,7 @@ HAS = "which has layers 1 to 12 and sites such as layer12.qkv, layer12.core, lay
 )
 def test_what_the_model_does_not_have_is_refused(text, modules, message):
     with pytest.raises(SelectionError) as refused:
-        Selection.parse(text, modules).of(LLAMA.sites())
+        SiteSelection.parse(text, modules).of(LLAMA.sites())
     assert message in str(refused.value)
 
 
@@ -140,7 +140,7 @@ def test_what_the_model_does_not_have_is_refused(text, modules, message):
 )
 def test_by_layer_says_it_in_few_lines(shape, text, lines):
     model = shape.sites()
-    assert by_layer(model, Selection.parse(text).of(model), "bf16", "as below") == lines
+    assert by_layer(model, SiteSelection.parse(text).of(model), "bf16", "as below") == lines
 
 
 def test_a_pattern_that_python_warns_of_is_taken_in_silence(recwarn):

@@ -15,7 +15,7 @@ import torch
 
 from binade.cli import main
 from binade.collector.imports import importer, transformer_engine, workers
-from binade.collector.imports.log import Log, logged
+from binade.collector.imports.log import TensorLog, logged
 from binade.data.catalog import Catalog
 from binade.data.notes import notes
 from binade.data.runs import CRASHED, list_runs
@@ -245,9 +245,9 @@ def test_no_statistics_of_a_tensor_are_impossible(dtype):
                 x = (x * 2.0**exponent).to(dtype)
                 values = {"min": x.min(), "max": x.max(), "mean": x.mean(), "rms": x.norm() / math.sqrt(size)}
                 values = {name: value.item() for name, value in values.items()}
-                assert logged(Log(), values, dtype=str(dtype).removeprefix("torch.")).impossible is None, values
+                assert logged(TensorLog(), values, dtype=str(dtype).removeprefix("torch.")).impossible is None, values
                 del values["rms"]
-                assert logged(Log(), {name: round(value, 4) for name, value in values.items()}).impossible is None
+                assert logged(TensorLog(), {name: round(value, 4) for name, value in values.items()}).impossible is None
 
 
 def test_possible_statistics_beside_impossible_ones_are_kept(bring, capsys, tmp_path):

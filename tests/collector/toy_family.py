@@ -18,7 +18,7 @@ from binade.collector.models.specs import LinearSpec, Split, mlp_linears
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from binade.collector.ranks import Group
+    from binade.collector.ranks import RankGroup
 
 
 def squared_relu(x: Tensor) -> Tensor:
@@ -77,7 +77,7 @@ class MixtralShape(LlamaShape):
             linears += [replace(fc1, tensors=gate_up), replace(fc2, tensors=down)]
         return tuple(linears)
 
-    def build_feed_forward(self, layer: int, group: Group) -> nn.Module:
+    def build_feed_forward(self, layer: int, group: RankGroup) -> nn.Module:
         from binade.collector.models.feedforward import MixtureOfExperts
 
         return MixtureOfExperts(self.feed_forward(layer), self.route, self.activation, group)

@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 import torch
 
-from binade.data.cache import AbandonedError, Cache, size_of
+from binade.data.cache import AbandonedError, ResultCache, size_of
 
 
 def array(nbytes: int) -> np.ndarray:
@@ -19,7 +19,7 @@ def array(nbytes: int) -> np.ndarray:
 
 class TestSingleFlight:
     def test_twenty_who_ask_at_once_compute_once(self):
-        cache, computed, together = Cache(1 << 20), [], threading.Barrier(20)
+        cache, computed, together = ResultCache(1 << 20), [], threading.Barrier(20)
 
         def compute(done):
             computed.append(1)
@@ -35,7 +35,7 @@ class TestSingleFlight:
         assert len(computed) == 1 and all(each is found[0] for each in found)
 
     def test_an_error_is_for_all_who_wait_and_is_not_kept(self):
-        cache = Cache(1 << 20)
+        cache = ResultCache(1 << 20)
 
         def fail(done):
             raise ValueError("no such column")
@@ -46,7 +46,7 @@ class TestSingleFlight:
         assert cache.get(1, "x", lambda done: 5) == 5
 
     def test_what_nobody_waits_for_ends(self):
-        cache, ended, stopped = Cache(1 << 20), threading.Event(), threading.Event()
+        cache, ended, stopped = ResultCache(1 << 20), threading.Event(), threading.Event()
 
         def compute(done):
             try:
@@ -67,7 +67,7 @@ class TestSingleFlight:
             assert cache.get(1, "x", lambda done: "again", pool) == "again"
 
     def test_what_nobody_waits_for_is_not_begun(self):
-        cache, free, begun = Cache(1 << 20), threading.Event(), []
+        cache, free, begun = ResultCache(1 << 20), threading.Event(), []
 
         def leave(count, of):
             raise KeyboardInterrupt
@@ -80,7 +80,7 @@ class TestSingleFlight:
         assert not begun and cache.get(1, "x", lambda done: "again") == "again"
 
     def test_it_goes_on_while_another_waits(self):
-        cache, asked, free = Cache(1 << 20), threading.Event(), threading.Event()
+        cache, asked, free = ResultCache(1 << 20), threading.Event(), threading.Event()
 
         def compute(done):
             asked.set()
@@ -102,7 +102,7 @@ class TestSingleFlight:
 
 class TestBound:
     def test_the_least_recently_used_goes_first(self):
-        cache, computed = Cache(10_000), []
+        cache, computed = ResultCache(10_000), []
 
         def get(name):
             return cache.get(1, name, lambda done: computed.append(name) or array(3000))
@@ -113,13 +113,13 @@ class TestBound:
         assert computed == ["a", "b", "c", "d", "b"]
 
     def test_what_is_larger_than_the_bound_is_not_kept_and_drives_nothing_out(self):
-        cache = Cache(10_000)
+        cache = ResultCache(10_000)
         cache.get(1, "small", lambda done: array(1000))
         assert len(cache.get(1, "large", lambda done: array(20_000))) == 20_000
         assert 1000 <= cache.nbytes < 2000
 
     def test_other_versions_expire(self):
-        cache = Cache(10_000)
+        cache = ResultCache(10_000)
         for version in (1, 2, None):
             cache.get(version, "x", lambda done: array(1000))
         cache.expire(2)

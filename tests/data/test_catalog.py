@@ -28,7 +28,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from binade.data import intake, segment, sketches
-from binade.data.cache import Cache
+from binade.data.cache import ResultCache
 from binade.data.catalog import GROUPABLE, Catalog, CatalogError, DamagedIndexError
 from binade.data.filter import Filter
 from binade.data.open_index import OutdatedError
@@ -496,7 +496,7 @@ class TestIndexFile:
         """For the threads that compute for it, too; answers of two states are not mixed up in the cache."""
         first, second = (make_run(tmp_path, assorted(seed)).directory for seed in range(2))
         with Catalog.open(tmp_path) as catalog, ThreadPoolExecutor(1) as pool, ThreadPoolExecutor(1) as other:
-            catalog.cache = Cache(1 << 20)
+            catalog.cache = ResultCache(1 << 20)
             before, newest = catalog.version, catalog.totals()
             with catalog.snapshot():
                 assert catalog.totals() == newest
@@ -515,7 +515,7 @@ class TestIndexFile:
         make_run(tmp_path, assorted(0))
         real, seen = intake._sum_up, []
         with Catalog.open(tmp_path) as catalog:
-            catalog.cache = Cache(1 << 20)
+            catalog.cache = ResultCache(1 << 20)
 
             def sum_up(cursor, root):
                 with catalog.snapshot():
@@ -546,7 +546,7 @@ class TestIndexFile:
             expected = catalog.totals()
         real, seen = intake.Intake.catch_up, []
         with Catalog.open(tmp_path) as catalog:
-            catalog.cache = Cache(1 << 20)
+            catalog.cache = ResultCache(1 << 20)
             narrow, before = catalog.restricted(catalog.runs()["run_id"]), catalog.version
             other = threading.Thread(target=lambda: seen.append(catalog.totals()))
 

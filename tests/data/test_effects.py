@@ -14,7 +14,7 @@ from binade.data.effects import (
     FILE,
     MEASURE,
     Effect,
-    Group,
+    EffectGroup,
     append_effect,
     check_effects,
     continue_effects,
@@ -24,11 +24,11 @@ from binade.data.effects import (
 )
 from binade.data.runs import DONE, RunError, RunWriter
 
-FC1 = Group("linear", 3, "fc1")
+FC1 = EffectGroup("linear", 3, "fc1")
 EXACT = ((2.0, 3.0), (2.5,))
 
 
-def effect(batch: int, fmt: str = "mxfp4", group: Group = FC1, rise: float = 0.1) -> Effect:
+def effect(batch: int, fmt: str = "mxfp4", group: EffectGroup = FC1, rise: float = 0.1) -> Effect:
     losses = tuple(loss + rise * (at + batch + 1) for at, loss in enumerate(EXACT[batch]))
     return Effect(batch, fmt, *group, EXACT[batch], losses, tuple(0.01 for _ in losses), 0.5)
 
@@ -40,10 +40,10 @@ def run(tmp_path: Path) -> RunWriter:
 
 
 def test_batches_are_joined_in_their_order_and_count_once(run: RunWriter):
-    for each in (effect(1), effect(0, rise=9.0), effect(0), effect(0, "nvfp4"), effect(0, group=Group())):
+    for each in (effect(1), effect(0, rise=9.0), effect(0), effect(0, "nvfp4"), effect(0, group=EffectGroup())):
         append_effect(run.directory, each)
     first, *others = merged(read_effects(run.directory))
-    assert [(row.format, row.group) for row in others] == [("nvfp4", FC1), ("mxfp4", Group())]
+    assert [(row.format, row.group) for row in others] == [("nvfp4", FC1), ("mxfp4", EffectGroup())]
     assert first.changes == pytest.approx((0.1, 0.2, 0.2)) and first.exact == (2.0, 3.0, 2.5)
     low, high = stats.t.interval(0.95, 2, np.mean(first.changes), stats.sem(first.changes))
     assert (first.change.low, first.change.high) == pytest.approx((low, high))
@@ -91,7 +91,7 @@ def test_a_damaged_line_is_named_and_nothing_is_cut_off(run: RunWriter):
 
 
 def test_the_index_has_the_rows_of_the_same_weights(run: RunWriter):
-    for each in (effect(0), effect(1), effect(0, group=Group())):
+    for each in (effect(0), effect(1), effect(0, group=EffectGroup())):
         append_effect(run.directory, each)
     run.finish(DONE)
     root = run.directory.parent
@@ -108,7 +108,7 @@ def test_the_index_has_the_rows_of_the_same_weights(run: RunWriter):
         assert row["change"] == pytest.approx(0.5 / 3) and row["divergence"] == pytest.approx(0.01)
         assert row["change_error"] == pytest.approx(stats.sem([0.1, 0.2, 0.2]))
         before = catalog.version
-        append_effect(run.directory, effect(1, group=Group()))
+        append_effect(run.directory, effect(1, group=EffectGroup()))
         catalog.sync()
         assert catalog.version != before
         assert catalog.effects([same.run_id])["sequences"].tolist() == [3, 3]

@@ -12,7 +12,7 @@ from scipy import stats
 
 from binade.data import evidence, gap_bands
 from binade.data.evidence import GAP
-from binade.data.gap_bands import Band, Kind, PlainRun, own_bands
+from binade.data.gap_bands import Band, BandKind, PlainRun, own_bands
 
 ITERATIONS = range(8)
 # Loss of each seed, and the noise that reordering adds.
@@ -40,7 +40,7 @@ class TestOwnBands:
         band, _ = bands(planted)
         means = [runs[-1].mean() for runs in planted.values()]
         low, high = stats.t.interval(0.95, 2, 0, math.sqrt(2) * np.std(means, ddof=1))
-        assert (band.kind, band.gap.n, band.gap.of) == (Kind.SEEDS, 3, "seeds")
+        assert (band.kind, band.gap.n, band.gap.of) == (BandKind.SEEDS, 3, "seeds")
         assert (band.gap.low, band.gap.high) == pytest.approx((low, high))
         at = np.std([runs[-1] for runs in planted.values()], axis=0, ddof=1)
         assert dict(band.by_iteration) == pytest.approx(dict(enumerate(stats.t.ppf(0.975, 2) * math.sqrt(2) * at)))

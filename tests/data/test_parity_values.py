@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from binade.data.parity import MEASURES, Policies, quantities
-from binade.data.parity_values import Kind, describe, parsed, published_values
-from binade.data.published_gaps import Read
+from binade.data.parity_values import ValueKind, describe, parsed, published_values
+from binade.data.published_gaps import FigureOrigin
 
 ENTRY = """
 [[value]]
@@ -28,7 +28,7 @@ def test_every_quantity_has_a_measure():
 
 def test_the_entries_are_read():
     (entry,) = parsed(ENTRY)
-    assert (entry.value, entry.kind, entry.read, entry.below) == (0.003, Kind.LIMIT, Read.READ, False)
+    assert (entry.value, entry.kind, entry.read, entry.below) == (0.003, ValueKind.LIMIT, FigureOrigin.READ, False)
     assert entry.text == "0.003 nats" and entry.is_limit
     assert {each.quantity for each in published_values()} <= set(MEASURES)
     assert [each.quantity for each in published_values() if each.below] == ["truncated_sample_size"]

@@ -10,7 +10,7 @@ from scipy import stats
 
 from binade.data import evidence
 from binade.data.evidence import GAP
-from binade.data.published_gaps import Read, parsed, published_for, published_gaps
+from binade.data.published_gaps import FigureOrigin, parsed, published_for, published_gaps
 
 # The 80 final validation losses of modded-nanogpt, records/track_1_short/2025-01-04_SoftCap/README.md, in 1e-4 nats
 # above 3.27.
@@ -54,12 +54,12 @@ def test_the_spread_of_80_runs():
 
 def test_the_files_entries_are_read():
     (entry,) = parsed(ENTRY)
-    assert (entry.read, entry.gap, entry.date.year) == (Read.COMPUTED, 0.004, 2026)
+    assert (entry.read, entry.gap, entry.date.year) == (FigureOrigin.COMPUTED, 0.004, 2026)
     assert str(entry) == (
         "Published for a recipe on a model: +0.0040 nats, sd 0.0030 over 77 logged steps (mxfp8; computed; a log)."
     )
     assert {entry.format for entry in published_gaps()} == {"bf16", "mxfp8", "nvfp4"}
-    assert all(entry.read is not Read.EXCERPT or entry.gap is None for entry in published_gaps())
+    assert all(entry.read is not FigureOrigin.EXCERPT or entry.gap is None for entry in published_gaps())
 
 
 def test_a_recipe_has_those_of_its_formats_and_the_spreads():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from binade.quant.later import Later, Part, fetch, fetched_nbytes
+from binade.quant.later import Later, LaterPart, fetch, fetched_nbytes
 
 CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")])
 
@@ -16,7 +16,7 @@ def test_made_once_of_any_dtype_and_shape(device):
     made = []
     tensors = [torch.arange(5, device=device), torch.tensor(2.5, dtype=torch.float64, device=device)]
     tensors += [torch.ones(2, 3, device=device)[:, 1], torch.zeros(0, device=device)]
-    results = [Later(lambda x: made.append(x) or x, Part(tensor)) for tensor in tensors]
+    results = [Later(lambda x: made.append(x) or x, LaterPart(tensor)) for tensor in tensors]
     both = Later(lambda a, b: float(a.sum() + b), results[0], results[1])
     doubled = both.map(lambda value: 2 * value)
     fetch([doubled, *results])()
@@ -28,7 +28,7 @@ def test_made_once_of_any_dtype_and_shape(device):
 
 def test_many_results_are_fetched_in_pieces(monkeypatch):
     monkeypatch.setattr("binade.quant.later.PACKED", 100)
-    results = [Later(lambda x: int(x.sum()), Part(torch.full((10,), number))) for number in range(50)]
+    results = [Later(lambda x: int(x.sum()), LaterPart(torch.full((10,), number))) for number in range(50)]
     fetch(results)()
     assert [result() for result in results] == [10 * number for number in range(50)]
 
@@ -41,8 +41,8 @@ def test_what_a_side_stream_computes_is_waited_for():
     torch.cuda.synchronize()
     with torch.cuda.stream(side):
         torch.cuda._sleep(200_000_000)
-        result = Later(lambda values: float(values.sum()), Part(x + 1))
-    alone = Later(lambda values: float(values.sum()), Part(x + 2))
+        result = Later(lambda values: float(values.sum()), LaterPart(x + 1))
+    alone = Later(lambda values: float(values.sum()), LaterPart(x + 2))
     arrived = fetch([result, alone])
     assert not side.query()
     arrived()
@@ -61,7 +61,7 @@ def test_odd_sizes_are_packed_and_read_at_any_offset(monkeypatch):
 
     stream, parts = (
         Stream(),
-        [Part(x) for x in (torch.tensor(1.5), torch.arange(3.0).double(), torch.ones(5), torch.tensor(7))],
+        [LaterPart(x) for x in (torch.tensor(1.5), torch.arange(3.0).double(), torch.ones(5), torch.tensor(7))],
     )
     for part in parts:
         part.stream = stream

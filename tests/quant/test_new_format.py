@@ -11,7 +11,7 @@ import torch
 
 from binade.collector.cli.listing import KINDS
 from binade.quant import FORMATS, Format, compare, fake_quantize, look, quantize, score, usage
-from binade.quant.elements import E2M1, E5M2, FixedPoint, Minifloat, Rounding
+from binade.quant.elements import E2M1, E5M2, FixedPoint, Minifloat, RoundingMode
 from binade.quant.formats import MX_RULES
 from binade.quant.options import Block, Options
 from binade.quant.scaling import SCALINGS
@@ -78,7 +78,7 @@ class MedianScale(BlockE5M2):
     blocks = (Block(1, 8),)
     stored = None
     follows = Follows.VALUES
-    roundings = (Rounding.HALF_AWAY,)
+    roundings = (RoundingMode.HALF_AWAY,)
 
     def block_scale(self, x: torch.Tensor, spec: Options, absmax: torch.Tensor) -> torch.Tensor:
         return x.abs().median(-1, keepdim=True).values
@@ -149,7 +149,7 @@ def test_a_scheme_that_follows_from_all_values_is_computed_by_the_reference(sche
     for backend in ("torch", "triton"):
         assert_same_bits(fake_quantize(x, "fp8_median", backend=backend), want)
     assert Spec.of("fp8_median").bits_per_value == 8 + 32 / 8 == quantize(x, "fp8_median").nbytes * 8 / 320
-    assert Spec.of("fp8_median").rounding == Rounding.HALF_AWAY
+    assert Spec.of("fp8_median").rounding == RoundingMode.HALF_AWAY
 
 
 def test_specs_of_a_new_scheme(schemes):

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from binade.quant import backends
 from binade.quant.backends import cpu, native, triton_kernels
-from binade.quant.elements import Rounding
+from binade.quant.elements import RoundingMode
 from binade.quant.metrics import Errors, errors_later, score
 from binade.quant.quantizer import apply, outer_absmax
 from binade.quant.reference import quantize_dequantize
@@ -42,7 +42,7 @@ SPECS = [
 def roundings(text: str) -> list[Spec]:
     """All that a format has; HiF4 has two, and no kernel for one of them."""
     found = []
-    for rounding in Rounding:
+    for rounding in RoundingMode:
         try:
             found.append(Spec.of(text, rounding=rounding))
         except SpecError:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from binade.app.questions.shared.rounded import subject
-from binade.app.questions.what_if.compute import Operand, Trial, try_formats
+from binade.app.questions.what_if.compute import Trial, TriedOperand, try_formats
 from binade.data.tensor_kinds import has_tokens
 from binade.quant import compare, fake_quantize, hadamard_rotate, quantize, score
 from binade.quant.gemm import Observed, Rounding, linear, matmul
@@ -104,7 +104,7 @@ def test_a_sample_is_rounded_without_the_mean_of_all_tokens(dim):
     assert 10 * np.log10(sums.signal / sums.noise) == pytest.approx(want, abs=1e-4)
     whole = sqnr_db(x.numpy(), fake_quantize(x, CENTERED, dim).numpy())
     for together, shown in ((True, want), (False, whole)):  # of several tensors samples, of one all values
-        table, _ = try_formats([Operand(x, dim)], [Trial(Spec.of(CENTERED))], together=together, limit=256)
+        table, _ = try_formats([TriedOperand(x, dim)], [Trial(Spec.of(CENTERED))], together=together, limit=256)
         assert table["sqnr_db"].item() == pytest.approx(shown, abs=1e-4)
 
 

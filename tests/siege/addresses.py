@@ -13,7 +13,7 @@ import torch
 
 from binade.app.budget import BYTES
 from binade.app.view import View
-from binade.data.cache import Cache
+from binade.data.cache import ResultCache
 from binade.data.catalog import Catalog
 from tests.app.planted import operand
 from tests.data.builder import make_run
@@ -47,7 +47,7 @@ def make_large(root: Path) -> None:
 def _draw(root: str, page: str, params: dict[str, list[str]], answer: Connection) -> None:
     torch.set_num_threads(1)
     with Catalog.open(root) as opened:
-        opened.cache = Cache(1 << 26, outside=(Catalog, threading.Thread))
+        opened.cache = ResultCache(1 << 26, outside=(Catalog, threading.Thread))
         View("map").draw(opened)
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         problems = View(page, params).draw(opened).problems

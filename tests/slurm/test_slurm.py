@@ -15,7 +15,7 @@ import pytest
 
 from binade.collector import jobs
 from binade.collector.cli.jobs import add_line
-from binade.collector.jobs import JobView, State, store
+from binade.collector.jobs import JobState, JobView, store
 from binade.collector.training.targets import CONFIG
 from binade.data.runs import list_runs
 from tests.conftest import until
@@ -53,7 +53,7 @@ def root(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         patch.setenv(CONFIG, str(place.parent / "binade.toml"))
         yield place
         for view in jobs.listing(place):
-            if view.active and view.state is not State.CANCELLING:
+            if view.active and view.state is not JobState.CANCELLING:
                 jobs.cancel(place, view.job.id)
         until(lambda: not jobs.has_runner(place), "the runner to leave")
 
@@ -105,7 +105,7 @@ def test_two_ranks_on_two_nodes(root: Path, command, capsys):
     out = capsys.readouterr().out
     (number,) = (view.job.id for view in jobs.listing(root) if "--tp" in view.job.arguments)
     view = ended(root, number)
-    assert view.state == State.DONE, said(root, view)
+    assert view.state == JobState.DONE, said(root, view)
     assert view.cluster and out.startswith(f"job {number} queued as Slurm job {view.cluster.id}: ")
     assert view.run and view.run.config["target"] == "two" and view.run.config["tp"] == 2
     assert {name[:6] for name in view.run.segments} == {"rank00", "rank01"}
@@ -119,9 +119,9 @@ def test_a_batch_is_an_array_of_which_one_runs_at_once_and_a_failed_member_is_re
     array = clusters[0].id.partition("_")[0]
     assert [cluster.id for cluster in clusters] == [f"{array}_0", f"{array}_1"]
     view = reaches(root, two, lambda view: bool(view.cluster and view.cluster.position), "a place in the queue")
-    assert view.state == State.PENDING and view.cluster.place.endswith("in partition all")
+    assert view.state == JobState.PENDING and view.cluster.place.endswith("in partition all")
     views = [ended(root, number) for number in (one, two)]
-    assert [view.state for view in views] == [State.DONE] * 2, [said(root, view) for view in views]
+    assert [view.state for view in views] == [JobState.DONE] * 2, [said(root, view) for view in views]
     first, second = (view.run for view in views)
     assert [first.config["recipe"], second.config["recipe"]] == ["bf16", "mxfp8"]
     assert first.status.finished <= second.config["started"]
@@ -129,7 +129,7 @@ def test_a_batch_is_an_array_of_which_one_runs_at_once_and_a_failed_member_is_re
     alone = now(root, again.id).cluster
     assert alone.id.endswith("_0") and alone.id.partition("_")[0] != array and again.retry_of == two
     jobs.cancel(root, again.id)
-    assert ended(root, again.id).state == State.CANCELLED
+    assert ended(root, again.id).state == JobState.CANCELLED
 
 
 def test_a_job_that_is_cancelled_keeps_what_it_recorded(root: Path):
@@ -137,7 +137,7 @@ def test_a_job_that_is_cancelled_keeps_what_it_recorded(root: Path):
     reaches(root, number, trains, "an iteration")
     jobs.cancel(root, number)
     view = ended(root, number)
-    assert (view.state, view.reason) == (State.CANCELLED, None) and view.run.status.state == "cancelled"
+    assert (view.state, view.reason) == (JobState.CANCELLED, None) and view.run.status.state == "cancelled"
     assert view.run.status.tensors > 0
 
 
@@ -145,9 +145,9 @@ def test_failures_say_why(root: Path):
     (short_of_memory,) = add(root, *RUN, "tight", *ENDLESS)
     (broken,) = add(root, *RUN, "broken")
     view = ended(root, broken)
-    assert (view.state, view.reason) == (State.FAILED, "the module cuda is missing"), said(root, view)
+    assert (view.state, view.reason) == (JobState.FAILED, "the module cuda is missing"), said(root, view)
     view = ended(root, short_of_memory)
-    assert view.state == State.NO_MEMORY and "memory limit" in view.reason, said(root, view)
+    assert view.state == JobState.NO_MEMORY and "memory limit" in view.reason, said(root, view)
 
 
 def test_a_rank_that_is_killed_and_a_submission_that_is_refused(root: Path):
@@ -163,7 +163,7 @@ def test_a_rank_that_is_killed_and_a_submission_that_is_refused(root: Path):
     ]
     victims[0].send_signal(signal.SIGKILL)
     view = ended(root, number)
-    assert view.state == State.KILLED and "task 1: Killed" in view.reason, said(root, view)
+    assert view.state == JobState.KILLED and "task 1: Killed" in view.reason, said(root, view)
     assert view.run.status.state == "failed"
     before = store.numbers(root)
     with pytest.raises(jobs.SubmissionError, match="Invalid partition name"):
@@ -173,7 +173,7 @@ def test_a_rank_that_is_killed_and_a_submission_that_is_refused(root: Path):
 
 def test_a_job_ends_before_its_time_limit(root: Path, limited: int):
     view = ended(root, limited)
-    assert view.state == State.TIME_LIMIT, said(root, view)
+    assert view.state == JobState.TIME_LIMIT, said(root, view)
     assert view.run.status.state == "failed" and "time limit" in view.run.status.reason
     assert view.run.status.tensors > 0
 
@@ -193,7 +193,7 @@ def test_a_node_that_goes_away(root: Path, cluster: Cluster):
             with suppress(psutil.NoSuchProcess):
                 act(process)
     view = ended(root, number)
-    assert view.state == State.NODE_LOST, said(root, view)
+    assert view.state == JobState.NODE_LOST, said(root, view)
     assert view.run.status.state == "failed" and "node" in view.run.status.reason
     cluster.start_node(name)
     assert len([run for run in list_runs(root)[0] if run.config["started"] >= view.started]) == 1  # not started again

@@ -20,7 +20,7 @@ from binade.app.questions.shared import layer_chart
 from binade.app.questions.shared.runs import labels_of, same_model
 from binade.app.questions.shared.scope import Used, scoped, unrounded
 from binade.app.questions.shared.selection import Selection
-from binade.collector.advice.advice import AS_MANY, Advice, Request, advise, roofline_of
+from binade.collector.advice.advice import AS_MANY, Advice, AdviceRequest, advise, roofline_of
 from binade.collector.advice.choice import GROUPS
 from binade.collector.advice.costs import FORWARD, AdviceError
 from binade.collector.advice.measured import measured_costs
@@ -107,9 +107,9 @@ def advice_of(selection: Selection, values: dict[str, Any]) -> Advice:
     opened, where = selection.opened, selection.where
     parts = ("linear",) if values["parts"] == "linear" else ()
     device, speedup = devices().get(values["device"]), values["speedup"]
-    request = Request(float(values["budget"]), by=values["by"])
+    request = AdviceRequest(float(values["budget"]), by=values["by"])
     if device:
-        request = Request(None, share=None if speedup == HALFWAY else 1 / float(speedup), by=values["by"])
+        request = AdviceRequest(None, share=None if speedup == HALFWAY else 1 / float(speedup), by=values["by"])
 
     def answer() -> Advice:
         costs = measured_costs(opened, compute.costs_of(opened, where, parts), values["by"])

@@ -47,7 +47,7 @@ VALUE_COLUMNS = {
 
 
 @dataclass(frozen=True)
-class Blocks:
+class BlockTable:
     """A tensor in blocks: one row per block, the worst blocks, the number of blocks in a line, and the caption."""
 
     subject: Subject
@@ -86,7 +86,7 @@ def draw(selected: SelectedTensor, values: dict[str, Any]) -> Drawn:
     return replace(whole, items=(*items, figure, table))
 
 
-def blocks_of(selected: SelectedTensor, metric: str) -> tuple[Blocks | None, str]:
+def blocks_of(selected: SelectedTensor, metric: str) -> tuple[BlockTable | None, str]:
     """(the blocks, the reason if there are none)."""
     if not selected.x.numel():
         return None, "The tensor is empty: it has no blocks."
@@ -103,10 +103,10 @@ def blocks_of(selected: SelectedTensor, metric: str) -> tuple[Blocks | None, str
         return None, "No block can be scored: all values are zero or not finite."
     definition = f"{METRICS[rank].label}: {METRICS[rank].definition}."
     caption = f"{selected.source(found.note or 'exact')}\n{about_format(selected.spec)}. {definition}"
-    return Blocks(found, table, worst, per_line, caption), ""
+    return BlockTable(found, table, worst, per_line, caption), ""
 
 
-def overall(selected: SelectedTensor, found: Blocks, metric: str) -> Drawn:
+def overall(selected: SelectedTensor, found: BlockTable, metric: str) -> Drawn:
     """The map of all blocks and their scales."""
     table, size, per_line = found.table, found.size, found.per_line
     what = f"{len(table):,} blocks of {size}" + (f" · {found.subject.note}" if found.subject.note else "")
@@ -150,7 +150,7 @@ def _verdict(selected: SelectedTensor, table: pd.DataFrame, size: int) -> Senten
     )  # fmt: skip
 
 
-def block_figure(selected: SelectedTensor, found: Blocks, number: int) -> Figure:
+def block_figure(selected: SelectedTensor, found: BlockTable, number: int) -> Figure:
     """The values of one block."""
     values = compute.block_values(found.subject, number)
     row = found.table.iloc[number]

@@ -9,11 +9,11 @@ import pandas as pd
 from binade.app import style
 from binade.data.cache import Done
 from binade.data.catalog import Catalog
-from binade.data.difference import Compared, Difference, difference
+from binade.data.difference import Difference, TensorDifference, difference
 from binade.data.filter import Filter
 from binade.data.runs import read_run
 
-WORDS = tuple(Compared.__dataclass_fields__)
+WORDS = tuple(TensorDifference.__dataclass_fields__)
 
 
 def compared(opened: Catalog, where: Filter, run_a: str, run_b: str, done: Done) -> tuple[Difference, pd.DataFrame]:

@@ -13,7 +13,7 @@ import pandas as pd
 from binade.app import plot, style
 from binade.app.figure import Chart
 from binade.app.params import TITLES
-from binade.app.questions.explore.compute import RAW, SCALE, SIGMA, Compared
+from binade.app.questions.explore.compute import RAW, SCALE, SIGMA, ByFormat
 from binade.app.questions.explore.quantile_plots import QQ
 from binade.app.questions.shared.distribution_charts import EQUAL
 from binade.data.filter import INTEGER_FIELDS
@@ -73,7 +73,7 @@ def _beyond(found: QQ, groups: list[str], by: str, looks: style.Looks | None) ->
     return layers
 
 
-def formats(found: Compared, title: str, ticked: Sequence[str] = ()) -> Chart:
+def formats(found: ByFormat, title: str, ticked: Sequence[str] = ()) -> Chart:
     """One dot per operand and format, over its SQNR minus that of normal values, those of ticked tensors larger; the
     median as a line; at the right its absolute value and the bits of a value."""
     medians = found.medians
@@ -122,7 +122,7 @@ def _ends(medians: pd.DataFrame) -> tuple[float, float]:
     return float(np.floor(min(low, 0.0))) - 0.5, float(np.ceil(max(high, 0.0))) + 0.5
 
 
-def formats_height(found: Compared) -> int:
+def formats_height(found: ByFormat) -> int:
     """Pixels of the chart of formats, with its title and axis."""
     return 92 + STRIP * len(found.medians)
 

@@ -42,7 +42,7 @@ TINY, MOST_BINADES = 1e-3, 32  # share of the smallest values that an axis of ma
 
 
 @dataclass(frozen=True)
-class Compared:
+class ByFormat:
     """The operands of a selection in each format. dots: one row per operand and format, or of a sample of them: format,
     operation, gemm, delta, sqnr_db, tensor_id; medians: format, operands, sqnr_db, delta; partly: formats that only
     some of the operands were scored in, which are left out; every: one operand in this many has dots."""
@@ -56,7 +56,7 @@ class Compared:
 
 def compared(
     catalog: Catalog, where: Filter, tensor_ids: list[str] | None = None, ticked: Sequence[str] = ()
-) -> Compared:
+) -> ByFormat:
     """The errors of each format on the selection's operands: all formats on the same operands. ticked: tensors that
     have dots even if others are sampled."""
     condition, parameters = catalog.condition(where, tensor_ids)
@@ -79,7 +79,7 @@ def compared(
         [*normal, *parameters],
     )
     if medians.empty:
-        return Compared(medians, medians)
+        return ByFormat(medians, medians)
     operands = int(medians["operands"].max())
     whole = medians["operands"] == operands
     kept = medians[whole].reset_index(drop=True)
@@ -100,7 +100,7 @@ def compared(
     )
     order = {name: index for index, name in enumerate(known_specs(kept["format"]))}
     kept = kept.sort_values("format", key=lambda names: names.map(order), ignore_index=True)
-    return Compared(dots, kept, operands, tuple(medians["format"][~whole]), every)
+    return ByFormat(dots, kept, operands, tuple(medians["format"][~whole]), every)
 
 
 # Distributions

@@ -25,7 +25,7 @@ from binade.data.tensor_kinds import label_of
 
 
 @dataclass(frozen=True)
-class Costs:
+class PredictedChanges:
     """
     table        of every place, the largest predicted change first: `boards.mean_changes` by PLACE, with place (its
                  name), sqnr_db and flush_to_zero in the format, margin (half of
@@ -45,7 +45,7 @@ class Costs:
     reliability: Reliability
 
 
-def costs(catalog: Catalog, where: Filter, fmt: str) -> Costs:
+def costs(catalog: Catalog, where: Filter, fmt: str) -> PredictedChanges:
     """The costs of the filter's forward operands in a format. The table is empty if none has a gradient."""
     changes = catalog.loss_changes(fmt, PLACE, where)
     found = mean_changes(changes, PLACE)
@@ -61,7 +61,7 @@ def costs(catalog: Catalog, where: Filter, fmt: str) -> Costs:
     known = table.dropna(subset="value")
     configs = _configs(catalog, known)
     caveat = rounded_twice(configs, everywhere=True) if "weight" in set(known["tensor_name"]) else Sentence()
-    return Costs(table, total, agreement, _missing(known, configs), caveat, _reliability(changes))
+    return PredictedChanges(table, total, agreement, _missing(known, configs), caveat, _reliability(changes))
 
 
 def _configs(catalog: Catalog, known: pd.DataFrame) -> list[dict[str, Any]]:

@@ -90,7 +90,7 @@ def _nothing(board: Board) -> Drawn:
     )
 
 
-def _verdict(found: compute.Costs, fmt: str, measure: Measure, rounds: bool) -> evidence.Sentence:
+def _verdict(found: compute.PredictedChanges, fmt: str, measure: Measure, rounds: bool) -> evidence.Sentence:
     table = found.table
     unknown = int(table["value"].isna().sum())
     if unknown == len(table):

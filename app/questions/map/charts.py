@@ -10,7 +10,7 @@ import pandas as pd
 
 from binade.app import plot, style
 from binade.app.figure import Chart
-from binade.app.questions.map.compute import Row
+from binade.app.questions.map.compute import MapRow
 from binade.app.questions.shared.operands import GEMMS, OTHER
 from binade.data.evidence import Measure
 from binade.data.names import name_of
@@ -59,7 +59,7 @@ def shade(values: pd.Series, measure: Measure, difference: bool) -> pd.Series:
 
 
 def atlas(
-    table: pd.DataFrame, rows: list[Row], across: str, measure: Measure, difference: bool, title: style.Title
+    table: pd.DataFrame, rows: list[MapRow], across: str, measure: Measure, difference: bool, title: style.Title
 ) -> Chart:
     """Chart of compute.cells with shade and label: one heat map per GEMM, two side by side."""
     columns = sorted(table[across].unique().tolist())
@@ -69,7 +69,7 @@ def atlas(
 
 
 def _heat(
-    table: pd.DataFrame, rows: list[Row], columns: list[int], across: str, measure: Measure, difference: bool
+    table: pd.DataFrame, rows: list[MapRow], columns: list[int], across: str, measure: Measure, difference: bool
 ) -> Chart:
     names, values = [label(row) for row in rows], table["value"]
     table = table[table["gemm"] == rows[0].gemm]
@@ -88,12 +88,12 @@ def _heat(
     return plot.layers(style.small_title(TITLES[rows[0].gemm]), "", cells, **size)
 
 
-def label(row: Row) -> str:
+def label(row: MapRow) -> str:
     """The name of a row: "fc1 grad output"."""
     return name_of(None, row.product, row.tensor, row.expert)
 
 
-def height(rows: list[Row]) -> int:
+def height(rows: list[MapRow]) -> int:
     """Pixels that the chart needs."""
     counts = [sum(row.gemm == gemm for row in rows) for gemm in (*GEMMS, OTHER)]
     counts = [count for count in counts if count]

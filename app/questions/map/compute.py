@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from binade.app.budget import SCORE, Rounding, check
+from binade.app.budget import SCORE, RoundingCost, check
 from binade.app.questions.shared.operands import GEMMS, OTHER, along
 from binade.data.catalog import SHOWN_ERRORS, STATISTICS, USED, Catalog, CatalogError, format_condition, part, quantiles
 from binade.data.evidence import Measure, Sentence
@@ -53,7 +53,7 @@ EXTREMES = 0.01  # of the blocks at each end that the spread of scales leaves ou
 
 
 @dataclass(frozen=True)
-class Row:
+class MapRow:
     """An operand of a GEMM in all layers. product: its module, or QK or PV; expert: "" for all together."""
 
     gemm: str
@@ -165,7 +165,7 @@ def computed(
         operands = operands.loc[[*map(has_tokens, operands["layer_type"], operands["tensor"])]]
     if operands.empty:
         return operands, 0
-    check((Rounding(spec, tuple(shape), -1) for shape in operands["shape"]), SCORE)
+    check((RoundingCost(spec, tuple(shape), -1) for shape in operands["shape"]), SCORE)
     found = []
     for tensor_id, gemms in operands.groupby("tensor_id"):
         try:
@@ -328,20 +328,20 @@ def difference(own: pd.DataFrame, other: pd.DataFrame, across: str, measure: Mea
     return both.assign(own=values, value=np.where(np.isfinite(change), change, np.nan), low=np.nan, high=np.nan)
 
 
-def rows_of(table: pd.DataFrame) -> list[Row]:
+def rows_of(table: pd.DataFrame) -> list[MapRow]:
     """The rows of a map in the order of the network."""
     names = table[["gemm", "product", "tensor", "expert"]].drop_duplicates()
     return sorted(map(row_of, names.to_dict("records")), key=lambda row: row.order)
 
 
-def row_of(cell: Mapping[Any, Any]) -> Row:
+def row_of(cell: Mapping[Any, Any]) -> MapRow:
     """The row that a cell is in."""
     expert = "" if pd.isna(cell["expert"]) else str(int(cell["expert"]))
-    return Row(str(cell["gemm"]), str(cell["product"]), str(cell["tensor"]), expert)
+    return MapRow(str(cell["gemm"]), str(cell["product"]), str(cell["tensor"]), expert)
 
 
 def with_rows(table: pd.DataFrame) -> pd.DataFrame:
-    """The cells with the column row, the key of their Row."""
+    """The cells with the column row, the key of their MapRow."""
     return table.assign(row=[row_of(cell).key for cell in table.to_dict("records")])
 
 

@@ -17,7 +17,7 @@ from binade.app.formatting import plain
 from binade.app.params import Interval
 from binade.app.questions import layout
 from binade.app.questions.map import charts, compute
-from binade.app.questions.map.compute import ITERATION, LAYER, Row
+from binade.app.questions.map.compute import ITERATION, LAYER, MapRow
 from binade.app.questions.map.panel import panel
 from binade.app.questions.map.question import (
     ACROSS,
@@ -181,7 +181,7 @@ def _data(opened: Catalog, found: Map) -> dict[str, Any]:
     }
 
 
-def _group(row: Row) -> str:
+def _group(row: MapRow) -> str:
     return f"{product_name(row.product)} {row.expert}".strip()
 
 

@@ -11,7 +11,7 @@ import pandas as pd
 
 from binade.app.budget import BudgetError
 from binade.app.questions.map import charts, compute
-from binade.app.questions.map.compute import Row
+from binade.app.questions.map.compute import MapRow
 from binade.app.questions.map.question import Map
 from binade.app.questions.shared.operands import along, scores_in
 from binade.app.questions.shared.rounded import Recorded, subject
@@ -37,7 +37,7 @@ def panel(opened: Catalog, found: Map, cell: pd.Series, fmt: str) -> dict[str, A
     own, used = (part[part["format"] == fmt] for part in (scored, used))
     word = "L" if found.across == compute.LAYER else "iteration "
     expert = "" if pd.isna(row["expert"]) else str(row["expert"])
-    name = charts.label(Row(str(cell["gemm"]), str(cell["product"]), str(cell["tensor"]), expert))
+    name = charts.label(MapRow(str(cell["gemm"]), str(cell["product"]), str(cell["tensor"]), expert))
     tensors = int(cell["tensors"])
     notes = [f"The tensor with the worst value of {tensors:,} in this cell."] if tensors > 1 else []
     recorded = recorded_of(opened, row, str(cell["gemm"]), None if used.empty else used.iloc[0])

@@ -16,7 +16,7 @@ from binade.app.figure import Column, Drawn, Figure, Table, source
 from binade.app.formatting import evenly
 from binade.app.params import AnyText, One, in_format
 from binade.app.questions.map import charts, compute
-from binade.app.questions.map.compute import EFFECT, ITERATION, LAYER, LOSS_CHANGE, PARITY, Row
+from binade.app.questions.map.compute import EFFECT, ITERATION, LAYER, LOSS_CHANGE, PARITY, MapRow
 from binade.app.questions.map.standing_out import Headline, cause_of, headline
 from binade.app.questions.question import Question
 from binade.app.questions.shared import board_charts
@@ -71,7 +71,7 @@ class Map:
     fmt: str
     across: str
     table: pd.DataFrame
-    rows: list[Row]
+    rows: list[MapRow]
     against: str = ""
     experts: str = ""
     left_out: str = ""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import pandas as pd
 
 from binade.app.questions.map.charts import label
-from binade.app.questions.map.compute import LAYER, Row
+from binade.app.questions.map.compute import LAYER, MapRow
 from binade.app.style import MEASURES
 from binade.data import evidence
 from binade.data.catalog import USED
@@ -27,7 +27,7 @@ Segment = tuple[str, str]  # a text, and the cell that it links to, "" for none
 
 
 @dataclass(frozen=True)
-class Group:
+class StandingOut:
     """An operand of one or more GEMMs in neighboring layers or iterations, all of which stand out. cell: the furthest
     off, at the place `worst`."""
 
@@ -66,7 +66,7 @@ def cause_of(score: pd.Series) -> Sentence:
 
 
 def headline(
-    table: pd.DataFrame, rows: Iterable[Row], across: str, fmt: str, formats: Sequence[str],
+    table: pd.DataFrame, rows: Iterable[MapRow], across: str, fmt: str, formats: Sequence[str],
     cause: Callable[[pd.Series], Sentence] = lambda cell: Sentence(),
 ) -> Headline:  # fmt: skip
     """table: `Map.table` of rows, of VS_NORMAL. fmt: of the scope; formats: those that the cells are in. cause: as
@@ -108,7 +108,7 @@ def headline(
     return Headline(Sentence(text, tuple(measured)), tuple((part, cell) for part, cell in segments if part))
 
 
-def _groups(bad: pd.DataFrame, rows: list[Row], across: str) -> list[Group]:
+def _groups(bad: pd.DataFrame, rows: list[MapRow], across: str) -> list[StandingOut]:
     """The exceptions of one operand and GEMM with neighboring layers together, worst first."""
     names = {row.key: label(row) for row in rows}
     several = {name for name in names.values() if [*names.values()].count(name) > 1}
@@ -122,7 +122,7 @@ def _groups(bad: pd.DataFrame, rows: list[Row], across: str) -> list[Group]:
         gemms = f" ({evidence.listed([str(cell['gemm']) for cell in cells])})" if name in several else ""
         worst = min(cells, key=lambda cell: float(cell["value"]))
         cell = cell_name(str(worst["row"]), int(worst[across]))
-        groups.append(Group(_where(name, numbers, across) + gemms, cell, float(worst["value"]), worst))
+        groups.append(StandingOut(_where(name, numbers, across) + gemms, cell, float(worst["value"]), worst))
     return sorted(groups, key=lambda group: group.value)
 
 

@@ -10,7 +10,7 @@ import pandas as pd
 
 from binade.data.catalog import Catalog
 from binade.data.parity import MEASURES
-from binade.data.parity_results import GroupGap, Parity, Step, read_parity, replay
+from binade.data.parity_results import GroupGap, Parity, ParityStep, read_parity, replay
 from binade.data.parity_values import PublishedValue, published_values
 from binade.data.routing import Routing
 from binade.data.runs import RunError
@@ -34,7 +34,7 @@ def titles(opened: Catalog) -> dict[str, str]:
     return {run_id: f"{json.loads(configs[run_id]).get('compares', '')} · {run_id}" for run_id in opened.parities()}
 
 
-def quantities(step: Step) -> pd.DataFrame:
+def quantities(step: ParityStep) -> pd.DataFrame:
     """The quantities of all tokens: name, quantity, formula, VALUES as text, published (limits, as text), value (the
     main one, NaN if there is none)."""
     rows = []

@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 
 from binade.app.figure import Column, Table
-from binade.data.comparison import Recipe
+from binade.data.comparison import RecipeRuns
 from binade.data.evidence import GAP
 from binade.data.gap_bands import Band
 from binade.data.published_gaps import published_for
@@ -33,7 +33,7 @@ COLUMNS = {
 
 
 def rows(
-    recipes: Sequence[Recipe], bands: Mapping[str, tuple[Band, Band]], formats: Mapping[str, Collection[str]]
+    recipes: Sequence[RecipeRuns], bands: Mapping[str, tuple[Band, Band]], formats: Mapping[str, Collection[str]]
 ) -> pd.DataFrame:
     """A row for each recipe and known band, and for each published gap in nats of its formats, the mean ± sd. Columns
     label, band, low, high, range, n, source. formats: `Recipe.linear_formats`, by run_id."""

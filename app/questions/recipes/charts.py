@@ -9,7 +9,7 @@ from binade.app import plot, style
 from binade.app.figure import Chart
 from binade.app.questions.recipes.bands import NONE, PUBLISHED
 from binade.app.questions.shared.loss_chart import MOST_POINTS, marked_points
-from binade.data.gap_bands import Kind
+from binade.data.gap_bands import BandKind
 from binade.data.text import number_text
 
 
@@ -18,7 +18,7 @@ def _gap(base: str) -> str:
     return "gap to bf16" if base == "bf16" else "gap"
 
 
-BANDS = {Kind.SEEDS.value: style.GREY, Kind.REORDERING.value: style.PALETTE[2], PUBLISHED: style.PALETTE[6]}
+BANDS = {BandKind.SEEDS.value: style.GREY, BandKind.REORDERING.value: style.PALETTE[2], PUBLISHED: style.PALETTE[6]}
 REACH = 2.0  # times the largest gap: as far as an axis reaches to show a band
 SHADE, LABEL = 0.25, 200  # opacity of a band, pixels of its name
 

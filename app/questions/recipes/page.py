@@ -63,7 +63,7 @@ def _measure(selection: Selection, values: dict[str, Any], view: View) -> None:
     )
     titles = {run_id: str(newest["label"][run_id]) for run_id in known}
     run_id = st.selectbox("Run", list(titles), key="measured_run", format_func=lambda name: titles[name])
-    measuring = jobs.Measuring(run_id, (str(known[run_id].recipe),))
+    measuring = jobs.MeasureJob(run_id, (str(known[run_id].recipe),))
     where = f"--tensor-save-dir {shlex.quote(str(opened.root))}"
     st.code(f"{shlex.join(['binade', *measuring.arguments])} {where}", language="shell", wrap_lines=True)
     if read_only() or not st.button("Measure", icon=":material/straighten:", key="measure"):

@@ -34,7 +34,7 @@ class MissingError(Exception):
 
 
 @dataclass(frozen=True)
-class Lines:
+class OperandLines:
     """Some lines of an operand along its contracted axis: their values, and what they are rounded to. Tensors as in
     `accumulation.coded`."""
 
@@ -75,7 +75,7 @@ def accumulated(opened: Catalog, tensor_id: str) -> tuple[pd.DataFrame, str, lis
     return table.sort_index(ignore_index=True), what, unfit
 
 
-def compared(a: Lines, b: Lines) -> tuple[pd.DataFrame, list[str]]:
+def compared(a: OperandLines, b: OperandLines) -> tuple[pd.DataFrame, list[str]]:
     """The errors of a product: the rows of `accumulated` that are computed, and the accumulators that are not."""
     unrounded, rounded = a.exact.double() @ b.exact.double().T, a.rounded @ b.rounded.T
     results, unfit = {"exact": rounded}, []
@@ -112,20 +112,20 @@ def _operands(opened: Catalog, tensor_id: str) -> list[tuple[Tensor, Spec]]:
     return operands
 
 
-def lines(x: Tensor, spec: Spec) -> Lines:
+def lines(x: Tensor, spec: Spec) -> OperandLines:
     """At most SAMPLE lines of x, evenly spaced, rounded with the scales of the whole tensor."""
     chosen = torch.arange(0, len(x), -(-len(x) // SAMPLE) or 1)
     absmax = absmax_over(x, -1, TENSOR) if spec.block == TENSOR else None
     height = (spec.block.rows if spec.block else None) or 1
     if height == 1:
-        return Lines(x[chosen], *coded(x[chosen], spec, absmax))
+        return OperandLines(x[chosen], *coded(x[chosen], spec, absmax))
     parts = []
     for tile in torch.unique(chosen // height).tolist():
         values, scales, run = coded(x[tile * height : (tile + 1) * height], spec)
         inside = chosen[chosen // height == tile] - tile * height
         parts.append((values[inside], scales[inside]))
     values, scales = map(torch.cat, zip(*parts, strict=True))
-    return Lines(x[chosen], values, scales, run)
+    return OperandLines(x[chosen], values, scales, run)
 
 
 def _sqnr(x: Tensor, y: Tensor) -> float:

@@ -10,7 +10,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from binade.app.budget import Rounding, check
+from binade.app.budget import RoundingCost, check
 from binade.data.segment import RoundedWith
 from binade.data.tensor_kinds import has_tokens
 from binade.data.text import number_text
@@ -119,7 +119,7 @@ def subject(
     `limit` values, a sample of lines, with the scale of the whole tensor if the format has one; its stochastic rounding
     draws other numbers. Raises BudgetError."""
     spec = Spec.of(fmt)
-    check([Rounding(spec, tuple(x.shape), dim, limit)])
+    check([RoundingCost(spec, tuple(x.shape), dim, limit)])
     part, every = _part(x, spec, dim, limit)
     if every == 1:
         return Subject(recorded.look(x, spec, dim), 1, x.numel())

@@ -114,7 +114,7 @@ class _Sum:
 
 
 @dataclass(frozen=True)
-class Operand:
+class TriedOperand:
     """What is tried: the values, the axis that their GEMM contracts, and how it rounded them."""
 
     x: Tensor
@@ -123,7 +123,7 @@ class Operand:
 
 
 def try_formats(
-    tensors: Iterable[Operand],
+    tensors: Iterable[TriedOperand],
     trials: list[Trial],
     *,
     together: bool = True,

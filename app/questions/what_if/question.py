@@ -28,7 +28,7 @@ from binade.data.filter import Filter
 from binade.data.store import TensorFileError
 from binade.data.tensor_kinds import has_tokens
 from binade.data.text import number_text
-from binade.quant.elements import Overflow, Rounding
+from binade.quant.elements import Overflow, RoundingMode
 from binade.quant.formats import FORMATS
 from binade.quant.metrics import METRICS
 from binade.quant.specs import OPTIONS, Spec
@@ -42,7 +42,7 @@ VALUES = {
     "block": ("Block", ("8", "16", "32", "64", "128", "16x16", "32x32", "128x128", "row", "tensor")),
     "error": ("4over6 error", ("mse", "mae")),
     "bound": ("4over6 bound", ("256", "448")),
-    "rounding": ("Rounding", tuple(map(str, Rounding))),
+    "rounding": ("Rounding", tuple(map(str, RoundingMode))),
     "overflow": ("Overflow", tuple(map(str, Overflow))),
     "center": ("Center", ("tokens",)),
     "hadamard": ("Hadamard", ("16", "32", "64", "128")),
@@ -54,7 +54,7 @@ HINTS = {
     "rounding": "nearest: ties to even. half_away: ties away from zero. stochastic: seeded; biased if values beyond "
     "the largest code are clipped, as with the default scales of nvfp4 and MX formats"
 }
-TITLES = {"rounding": {Rounding.STOCHASTIC: "stochastic (biased in plain nvfp4, which clips)"}}
+TITLES = {"rounding": {RoundingMode.STOCHASTIC: "stochastic (biased in plain nvfp4, which clips)"}}
 CONTROLS = (
     Control(
         name="formats", label="Formats", param=Specs(tuple(FORMATS), ("mxfp8", "mxfp4", "nvfp4", "hifp8")),
@@ -97,7 +97,7 @@ Tried = tuple[pd.DataFrame, list[Distribution]]
 
 
 @dataclass(frozen=True)
-class Plan:
+class TrialPlan:
     """What to try on which tensors, and what to say about it."""
 
     trials: list[compute.Trial]
@@ -140,10 +140,10 @@ def _offers(selected: SelectedTensor, values: dict[str, Any]) -> Iterator[Offers
         yield Offers(f"Higher SQNR than {now}:", choices)
 
 
-def plan(selected: SelectedTensor, values: dict[str, Any]) -> Plan:
+def plan(selected: SelectedTensor, values: dict[str, Any]) -> TrialPlan:
     formats, over, said = values["formats"], values["over"], []
     if not formats:
-        return Plan([], [], over, ("Choose a format.",))
+        return TrialPlan([], [], over, ("Choose a format.",))
     options = {name: values[NAMES[name]] for name in VALUES if values[NAMES[name]] != OWN}
     trials = [compute.trial(name, **options) for name in formats]
     centered = any(one.spec.centered for one in trials)
@@ -164,13 +164,13 @@ def plan(selected: SelectedTensor, values: dict[str, Any]) -> Plan:
     said += [problem for one in trials if (problem := recorded.problem(one.spec))]
     trials = [one for one in trials if not recorded.problem(one.spec)]
     if over == "tensor":
-        return Plan(trials, [selected.row["tensor_id"]], over, tuple(said), selected.gemm)
+        return TrialPlan(trials, [selected.row["tensor_id"]], over, tuple(said), selected.gemm)
     where = scoped(selected.opened, selected.where, scored=True)
     ids, note = _operands(selected.opened, where, with_tokens=centered)
     if not ids:
         note = f"No operand with values on disk was selected: {where.sentence()}."
     used = Used(where, ((len(ids), "operand"),))
-    return Plan(trials, ids, over, (*said, note) if note else tuple(said), used=used)
+    return TrialPlan(trials, ids, over, (*said, note) if note else tuple(said), used=used)
 
 
 def _operands(opened: Catalog, where: Filter, with_tokens: bool) -> tuple[list[str], str]:
@@ -188,12 +188,12 @@ def _operands(opened: Catalog, where: Filter, with_tokens: bool) -> tuple[list[s
     return rows["tensor_id"].tolist(), note
 
 
-def tried(opened: Catalog, made: Plan, done: Callable[[int, int], None]) -> Tried:
+def tried(opened: Catalog, made: TrialPlan, done: Callable[[int, int], None]) -> Tried:
     """(a table with a row per trial, the distributions before and after), cached. Raises BudgetError."""
     steps = len(made.ids) * len(made.trials)
     shapes = opened.rows_of(made.ids)[["shape", "contracted_axis"]].itertuples(index=False)
     budget.check(
-        budget.Rounding(one.spec, tuple(shape), -1 if pd.isna(axis) else int(axis), made.limit)
+        budget.RoundingCost(one.spec, tuple(shape), -1 if pd.isna(axis) else int(axis), made.limit)
         for shape, axis in shapes
         for one in made.trials
     )  # fmt: skip
@@ -208,18 +208,18 @@ def tried(opened: Catalog, made: Plan, done: Callable[[int, int], None]) -> Trie
     return opened.cache.get(None, key, found) if opened.cache else found()
 
 
-def _tensors(opened: Catalog, made: Plan) -> Iterator[compute.Operand]:
+def _tensors(opened: Catalog, made: TrialPlan) -> Iterator[compute.TriedOperand]:
     """Each operand; those that cannot be read are left out."""
     for _, row in opened.rows_of(made.ids).iterrows():
         gemm = made.gemm or ("" if pd.isna(row["gemm"]) else str(row["gemm"]))
         try:
             x, axis = along(opened.load(row["tensor_id"]), row, gemm)
-            yield compute.Operand(x, axis, recorded_in(opened, row, gemm))
+            yield compute.TriedOperand(x, axis, recorded_in(opened, row, gemm))
         except (CatalogError, TensorFileError):
             continue
 
 
-def results(selected: SelectedTensor, made: Plan, tried: Tried) -> Drawn:
+def results(selected: SelectedTensor, made: TrialPlan, tried: Tried) -> Drawn:
     """The table and charts of the trials."""
     table, shown = tried
     verdict = _verdict(table, _scored(selected, made))
@@ -279,7 +279,7 @@ def _by_scale(selected: SelectedTensor, trials: list[compute.Trial]) -> Iterator
         yield Figure(f"scale_shares_{fmt}", charts.shares_by_scale(swept), swept.trials, caption, height=240)
 
 
-def _scored(selected: SelectedTensor, made: Plan) -> pd.DataFrame:
+def _scored(selected: SelectedTensor, made: TrialPlan) -> pd.DataFrame:
     """The recorded SQNR of the tensor in formats that were not tried: columns as of the table of `compute.try_formats`.
     Empty for several operands, which are tried together."""
     tried = {str(one.spec) for one in made.trials}

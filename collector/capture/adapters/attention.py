@@ -184,7 +184,7 @@ def show_scores(tap: Tap | None, scores: Tensor) -> None:
 
 
 @dataclass(frozen=True)
-class Written:
+class AttentionProduct:
     """A product of attention: a [..., m, k], b [..., k, n], a function that computes factor · a · b + added from them,
     and `order`, which turns its axes into those of the model's result."""
 
@@ -197,7 +197,7 @@ class Written:
     added: Tensor | None = None
 
     @classmethod
-    def of(cls, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Written | None:
+    def of(cls, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> AttentionProduct | None:
         """The product that this call computes; None for another function, for fewer than three axes, and for an outer
         product (such as that of rotary angles)."""
         operands = [x for x in tensors_in((args, kwargs)) if x.dim() > 2]
@@ -216,7 +216,7 @@ class Written:
         return found if found and found.a.shape[-1] > 1 else None
 
     @classmethod
-    def _of_einsum(cls, equation: str, a: Tensor, b: Tensor) -> Written | None:
+    def _of_einsum(cls, equation: str, a: Tensor, b: Tensor) -> AttentionProduct | None:
         of_a, of_b, of_y = re.split(",|->", equation)
         batch = "".join(each for each in of_y if each in of_a and each in of_b)
         rows = "".join(each for each in of_a if each not in of_b)
@@ -248,7 +248,7 @@ class WrittenMode(SdpaMode):
         self.unscaled: Tensor | None = None
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not self.in_function and (written := Written.of(func, args, kwargs)):
+        if not self.in_function and (written := AttentionProduct.of(func, args, kwargs)):
             softmax = self.pv.rounding.formats.softmax
             if softmax.tile:
                 self.missing(f"computes its own softmax, to which softmax={softmax} cannot be applied")
@@ -278,7 +278,7 @@ class WrittenMode(SdpaMode):
                 "own where one call or two products were expected, so they were not intercepted"
             )
 
-    def _scores(self, written: Written) -> Tensor:
+    def _scores(self, written: AttentionProduct) -> Tensor:
         def compute(query: Tensor, key: Tensor) -> Tensor:
             return written.compute(query, key.transpose(-1, -2))
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from binade.collector.capture.adapters.layer import InstrumentError, is_a
 from binade.collector.models.parallel import ColumnParallelLinear, RowParallelLinear, heads_shard, linear_shard
-from binade.collector.ranks import Group
+from binade.collector.ranks import RankGroup
 from binade.data.segment import Shard
 
 
@@ -109,23 +109,23 @@ def shard_of(module: nn.Module, name: str) -> Shard:
 def core_shard_of(module: nn.Module, name: str) -> Shard:
     """The same for attention in the module: divided by heads, if its linear layers are divided by rows."""
     divisions = [_division(each) for each in module.modules() if isinstance(each, nn.Linear)]
-    group = next((group for group, axis in divisions if axis == 0), Group())
+    group = next((group for group, axis in divisions if axis == 0), RankGroup())
     return _of_replica(heads_shard(group), group)
 
 
-def _division(module: Any) -> tuple[Group, int | None]:
+def _division(module: Any) -> tuple[RankGroup, int | None]:
     """The ranks that the module's weight is divided among, and along which of its axes."""
     if not is_dtensor(module.weight):
-        return Group(), None
+        return RankGroup(), None
     divided = [(at, place.dim) for at, place in enumerate(module.weight.placements) if place.is_shard()]
     if len(divided) > 1:
         raise InstrumentError(
             f"a weight is sharded along two mesh dimensions, as {module.weight.placements}: expected one"
         )
-    return next(((Group(module.weight.device_mesh.get_group(at)), dim) for at, dim in divided), (Group(), None))
+    return next(((RankGroup(module.weight.device_mesh.get_group(at)), dim) for at, dim in divided), (RankGroup(), None))
 
 
-def _of_replica(shard: Shard, group: Group) -> Shard:
+def _of_replica(shard: Shard, group: RankGroup) -> Shard:
     """The shard, with the number of the replica that these ranks make up: their place on a mesh's other axis."""
     if group.handle is None:
         return shard

@@ -29,7 +29,7 @@ from binade.collector.capture.adapters.products import listen_to_result, listene
 from binade.collector.models.attention import CoreBegin
 from binade.collector.models.parallel import Begin, ColumnParallelLinear, RowParallelLinear, heads_shard, linear_shard
 from binade.collector.models.site import Site, site
-from binade.collector.ranks import Group
+from binade.collector.ranks import RankGroup
 from binade.data.segment import Shard
 from binade.quant.gemm import Observed, Tap
 
@@ -118,7 +118,7 @@ def _linear(modules: dict[str, nn.Module], name: str, normalizes: bool, grouped:
             return Shard()
         shards = {name: kind for name, kind in LIKE[mode].shards.items() if kind != "partial"}
         tokens = dict.fromkeys(TOKENS[mode], "rows") if module.sequence_parallel else {}
-        return linear_shard(shards | tokens, tensor, Group(module.tp_group), 2 if gated and mode == "column" else 1)
+        return linear_shard(shards | tokens, tensor, RankGroup(module.tp_group), 2 if gated and mode == "column" else 1)
 
     return Layer(name, module, where, shard, replaces(module, "forward", method), path, kernels=KERNELS)
 
@@ -149,7 +149,7 @@ def _core(modules: dict[str, nn.Module], name: str) -> Layer:
         return watched
 
     def shard(_: str) -> Shard:
-        return heads_shard(Group(module.tp_group if module.tp_size > 1 else None))
+        return heads_shard(RankGroup(module.tp_group if module.tp_size > 1 else None))
 
     return Layer(name, module, where, shard, replaces(module, "forward", method), f"{path}.core", kernels=KERNELS)
 
@@ -167,7 +167,7 @@ def _attend(name: str, module: Any, forward: Callable[..., Any], bound: Any, qk:
         if value is not None and value not in COMPUTED_AGAIN[word]
     ]
     context = getattr(module, "cp_group", None)
-    if isinstance(context, list) or Group(context).size > 1:
+    if isinstance(context, list) or RankGroup(context).size > 1:
         other.append("context parallelism")
     if other:
         raise InstrumentError(

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from binade.collector.capture.adapters.layer import FIRST_PASS, Findings, InstrumentError, Layer, refusal
 from binade.collector.capture.adapters.products import Interception, tensors_in
-from binade.collector.capture.adapters.weights import GROUPED, PRODUCTS, Source, Weights, is_linear
+from binade.collector.capture.adapters.weights import GROUPED, PRODUCTS, WeightNames, WeightSource, is_linear
 from binade.data.tensor_kinds import Product
 
 ATTENTION = (F.scaled_dot_product_attention, F.multi_head_attention_forward)
@@ -99,7 +99,7 @@ class FirstPass(Interception):
         self.findings.refused.setdefault(name, f"computes a product {what} by {func.__name__} {not_there}{named}")
 
 
-class CurrentWeights(Weights):
+class CurrentWeights(WeightNames):
     """The weights that the model has now, but for those of the modules `left`: FSDP replaces them in a pass, by
     parameters or by views of a flat one; and of a DTensor, the part that `to_local` gives as a view."""
 
@@ -122,7 +122,7 @@ class CurrentWeights(Weights):
         parameters = self.model.parameters() if func is Tensor.view_as else ()
         whole = next((p for p in parameters if getattr(p, "_local_tensor", None) is operands[0]), None)
         if whole is not None and (name := self.name_of(whole)):
-            self.made[id(result)] = weakref.ref(result), Source(name, None)
+            self.made[id(result)] = weakref.ref(result), WeightSource(name, None)
         else:
             super().follow(func, operands, result)
 

@@ -37,7 +37,7 @@ from binade.collector.models.parallel import (
     reshaped,
 )
 from binade.collector.models.site import HEAD, Site
-from binade.collector.ranks import Group
+from binade.collector.ranks import RankGroup
 from binade.data.segment import Shard
 
 # Of a router under sequence parallelism, which multiplies a rank's tokens by a whole weight.
@@ -122,7 +122,7 @@ def _linear(modules: dict[str, nn.Module], name: str, like: type[ColumnParallelL
     stride = 2 if gated else max(1, getattr(module.weight, "partition_stride", 1))
 
     def shard(tensor: str) -> Shard:
-        return linear_shard(like.shards, tensor, Group(module.tp_group), stride)
+        return linear_shard(like.shards, tensor, RankGroup(module.tp_group), stride)
 
     def attach(begin: Begin) -> Detach:
         original, forward = module._forward_impl, module.forward
@@ -193,9 +193,9 @@ def _router(modules: dict[str, nn.Module], name: str) -> Layer:
     return Layer(name, module, where, shard, replaces(module, "gating", method), path(name))
 
 
-def _tensor_parallel(module: Any) -> Group:
+def _tensor_parallel(module: Any) -> RankGroup:
     state = sys.modules["megatron.core.parallel_state"]
-    return Group(getattr(module, "tp_group", None) or state.get_tensor_model_parallel_group())  # 0.15 keeps none
+    return RankGroup(getattr(module, "tp_group", None) or state.get_tensor_model_parallel_group())  # 0.15 keeps none
 
 
 def _core(modules: dict[str, nn.Module], name: str) -> Layer:

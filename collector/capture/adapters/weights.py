@@ -80,7 +80,7 @@ NAMES = frozenset(("@", "linear", "matmul", "mm", "bmm", "addmm", *GROUPED))  # 
 
 
 @dataclass(frozen=True)
-class Source:
+class WeightSource:
     """The weight that a tensor is, or was made of. first: its first expert's number; None if they are not in order.
     computed: whether its values are others than the weight's, and not only in another dtype."""
 
@@ -89,28 +89,28 @@ class Source:
     computed: bool = False
 
 
-class Weights:
+class WeightNames:
     """Recognizes the weights of these names, their views, and anything computed from weights alone."""
 
     def __init__(self, named: Iterable[tuple[str, Tensor]]) -> None:
         named = list(named)
         self.names = {id(x): name for name, x in named}
         self.axes = {name: x.dim() for name, x in named}
-        self.made: dict[int, tuple[weakref.ref[Tensor], Source]] = {}
+        self.made: dict[int, tuple[weakref.ref[Tensor], WeightSource]] = {}
 
     def name_of(self, x: Tensor) -> str | None:
         return self.names.get(id(x))
 
-    def source(self, x: Tensor) -> Source | None:
+    def source(self, x: Tensor) -> WeightSource | None:
         if name := self.name_of(x):
-            return Source(name)
+            return WeightSource(name)
         made = self.made.get(id(x))
         if made and made[0]() is x:
             return made[1]
         base = x._base
         if base is None or not (name := self.name_of(base)):
             return None
-        return _part(x, base, Source(name), False)
+        return _part(x, base, WeightSource(name), False)
 
     def follow(self, func: Callable[..., Any], operands: Sequence[Tensor], result: Any) -> None:
         """Note the result of func if all of its operands are weights."""
@@ -125,7 +125,7 @@ class Weights:
                 self.made[id(x)] = weakref.ref(x), replace(source, computed=computed)
 
 
-def _part(x: Tensor, of: Tensor, source: Source, cast: bool) -> Source:
+def _part(x: Tensor, of: Tensor, source: WeightSource, cast: bool) -> WeightSource:
     """The source of x, made of a tensor of this source."""
     if of.dim() != 3 or source.first is None or (cast and x.shape == of.shape):
         return source
@@ -283,7 +283,7 @@ class WeightsMode(Interception):
         begins: Mapping[tuple[str, int], Begin],
         is_linear: bool,
     ) -> None:
-        self.name, self.weights, self.begins, self.is_linear = name, Weights(weights.items()), begins, is_linear
+        self.name, self.weights, self.begins, self.is_linear = name, WeightNames(weights.items()), begins, is_linear
         self.parameters = weights
         self.outer: WeightsMode | None = None
         self.products, self.half, self.other = 0, "", ""
@@ -319,7 +319,7 @@ class WeightsMode(Interception):
         self.weights.follow(func, tensors, result)
         return result
 
-    def _source(self, weight: Tensor) -> Source | None:
+    def _source(self, weight: Tensor) -> WeightSource | None:
         """The source of a weight whose product can be replaced."""
         source = self.weights.source(weight)
         if source and self.is_linear and multiplies_itself(self.parameters[source.name]):
@@ -331,7 +331,7 @@ class WeightsMode(Interception):
             self._leave(source)
         return None
 
-    def _leave(self, source: Source) -> None:
+    def _leave(self, source: WeightSource) -> None:
         self.half = (
             f"multiplies by {source.name} in the forward method of a torch.autograd.Function, whose backward "
             "products cannot be intercepted"
@@ -339,7 +339,7 @@ class WeightsMode(Interception):
 
     def _operands(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Tensor, Tensor, Source] | None:
+    ) -> tuple[Tensor, Tensor, WeightSource] | None:
         """(x [..., in], weight [out, in], the source of the weight) of a product with a layer's weight of two axes."""
         if self.is_linear or kwargs:
             return None
@@ -364,7 +364,7 @@ class WeightsMode(Interception):
         kwargs: dict[str, Any],
         x: Tensor,
         weight: Tensor,
-        source: Source,
+        source: WeightSource,
     ) -> Tensor:
         """A product in an autograd function, computed there. It is recorded unless it is to be rounded."""
         assert source.first is not None, "the source of a layer's weight"

@@ -11,7 +11,7 @@ from binade.collector.imports.readers.text import json_object, json_rows
 LOOKED_AT = 200  # lines
 
 
-class JsonLines(TableReader):
+class JsonLinesReader(TableReader):
     """An object a line. signature: a key that only this kind has."""
 
     kind = "JSON lines (torchtune and others)"

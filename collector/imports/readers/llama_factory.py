@@ -1,10 +1,10 @@
 from __future__ import annotations
 
-from binade.collector.imports.readers.json_lines import JsonLines
+from binade.collector.imports.readers.json_lines import JsonLinesReader
 from binade.collector.imports.readers.series import Window
 
 
-class LlamaFactory(JsonLines):
+class LlamaFactory(JsonLinesReader):
     kind = "LLaMA-Factory's trainer_log.jsonl"
     example = "trainer_log.jsonl"
     columns = "`current_steps`, `loss`"

@@ -1,10 +1,10 @@
 from __future__ import annotations
 
-from binade.collector.imports.readers.json_lines import JsonLines
+from binade.collector.imports.readers.json_lines import JsonLinesReader
 from binade.collector.imports.readers.series import Window
 
 
-class MsSwift(JsonLines):
+class MsSwift(JsonLinesReader):
     """ms-swift's log; the steps are texts such as "3/20"."""
 
     kind = "ms-swift's logging.jsonl"

@@ -1,10 +1,10 @@
 from __future__ import annotations
 
-from binade.collector.imports.readers.json_lines import JsonLines
+from binade.collector.imports.readers.json_lines import JsonLinesReader
 from binade.collector.imports.readers.series import Confidence, Start, Window
 
 
-class MsSwiftMegatron(JsonLines):
+class MsSwiftMegatron(JsonLinesReader):
     """The log of ms-swift's Megatron trainer, whose `iteration` is a text such as "3/20"."""
 
     kind = "ms-swift's logging.jsonl (Megatron)"

@@ -6,7 +6,7 @@ from binade.collector.imports.readers.csv_table import CsvTable
 from binade.collector.imports.readers.deepspeed_log import DeepSpeedLog
 from binade.collector.imports.readers.events import Events
 from binade.collector.imports.readers.golden_values import GoldenValues
-from binade.collector.imports.readers.json_lines import JsonLines
+from binade.collector.imports.readers.json_lines import JsonLinesReader
 from binade.collector.imports.readers.lightning_csv import LightningCsv
 from binade.collector.imports.readers.llama_factory import LlamaFactory
 from binade.collector.imports.readers.llmc_log import LlmcLog
@@ -37,7 +37,7 @@ READERS: tuple[Reader, ...] = (
     LlamaFactory(),
     MsSwift(),
     MsSwiftMegatron(),
-    JsonLines(),
+    JsonLinesReader(),
     MegatronLog(),
     GoldenValues(),
     StepTable(),

@@ -171,12 +171,12 @@ class TableReader(Reader):
 
     def collect(self, path: Path, rows: Rows, notes: Notes, columns: Columns, run: str | None = None) -> Series:
         """The series in these rows."""
-        table = Table(self, path, columns)
+        table = LossTable(self, path, columns)
         for place, row in rows:
             table.add(place, row)
         return self.series(table, notes, run)
 
-    def series(self, table: Table, notes: Notes, run: str | None = None) -> Series:
+    def series(self, table: LossTable, notes: Notes, run: str | None = None) -> Series:
         """The series of a table that has all rows."""
         table.check(notes)
         losses, step_names, loss_names = table.losses, table.step_names, table.loss_names
@@ -214,7 +214,7 @@ class TableReader(Reader):
         return bool(cls.losses_of(names) and cls.steps_of(names))
 
 
-class Table:
+class LossTable:
     """The losses by iteration of the rows so far. A row may bring a column that is meant rather than the one before:
     then earlier rows have no loss. read: the losses, repeated ones too; empty: see Series."""
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from binade.collector.errors import ConfigError
 from binade.collector.imports.readers.csv_table import CsvTable
-from binade.collector.imports.readers.series import Columns, Confidence, Notes, Series, Start, Table, listed
+from binade.collector.imports.readers.series import Columns, Confidence, LossTable, Notes, Series, Start, listed
 from binade.collector.imports.readers.text import csv_header, csv_rows
 
 BOUNDS = ("__MIN", "__MAX")  # of what a point of the chart summarizes
@@ -33,7 +33,7 @@ class WandbCsv(CsvTable):
         runs = {run: metrics for run, metrics in _series(names).items() if self.losses_of(metrics)}
         if columns.loss or not runs:
             return super().read(path, columns)
-        notes, tables, means = Notes(), dict[str, Table](), Counter[str]()
+        notes, tables, means = Notes(), dict[str, LossTable](), Counter[str]()
         others: dict[str, tuple[str, ...]] = {}
         for run, metrics in runs.items():
             candidates = self.losses_of(metrics)
@@ -41,7 +41,7 @@ class WandbCsv(CsvTable):
                 every = listed(f"{run} - {metric}" for metric in candidates)
                 raise ConfigError(f"{path}: {every} may be the losses: choose one with --loss-column NAME")
             column = f"{run} - {candidates[0]}"
-            tables[run] = Table(self, path, Columns(columns.step or self.steps_of(names[:1])[0], column))
+            tables[run] = LossTable(self, path, Columns(columns.step or self.steps_of(names[:1])[0], column))
             others[run] = tuple(f"{run} - {metric}" for metric in candidates[1:])
         for place, row in csv_rows(path, notes):
             for run, table in tables.items():

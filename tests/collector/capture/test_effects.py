@@ -14,11 +14,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import binade
 from binade.collector import instrument
-from binade.collector.capture.effects import BY, Blocks, measuring, recipes_of, tasks_of
+from binade.collector.capture.effects import BY, BlockOutputs, measuring, recipes_of, tasks_of
 from binade.collector.errors import ConfigError
 from binade.collector.models.site import Site
 from binade.collector.recipes.files import draft_of
-from binade.data.effects import Group, read_effects
+from binade.data.effects import EffectGroup, read_effects
 from binade.data.runs import list_runs
 from binade.data.tensor_kinds import Product
 from tests.collector.small_model import batch, build
@@ -43,19 +43,19 @@ def plain(model: nn.Module, recipe: Any, given: tuple[Tensor, Tensor]) -> list[f
 @pytest.mark.parametrize(
     ("group", "recipe"),
     [
-        (Group("linear"), "[linear]\nforward = 'mxfp4'"),
+        (EffectGroup("linear"), "[linear]\nforward = 'mxfp4'"),
         (
-            Group("linear", 2),
+            EffectGroup("linear", 2),
             "".join(f"[modules.'layer2.{m}']\nforward = 'mxfp4'\n" for m in ("qkv", "proj", "fc1", "fc2")),
         ),
-        (Group("linear", None, "fc2"), "[modules.fc2]\nforward = 'mxfp4'"),
-        (Group("linear", 3, "proj"), "[modules.'layer3.proj']\nforward = 'mxfp4'"),
-        (Group("qk"), "[qk]\nforward = 'mxfp4'"),
-        (Group("pv"), "[pv]\nforward = 'mxfp4'"),
+        (EffectGroup("linear", None, "fc2"), "[modules.fc2]\nforward = 'mxfp4'"),
+        (EffectGroup("linear", 3, "proj"), "[modules.'layer3.proj']\nforward = 'mxfp4'"),
+        (EffectGroup("qk"), "[qk]\nforward = 'mxfp4'"),
+        (EffectGroup("pv"), "[pv]\nforward = 'mxfp4'"),
     ],
     ids=str,
 )
-def test_equal_to_two_passes_of_instrument(group: Group, recipe: str):
+def test_equal_to_two_passes_of_instrument(group: EffectGroup, recipe: str):
     model, given = build(LAYERS), batch()
     with measuring(model, evaluate, backend="torch") as measured:
         exact = measured.reference(given, 0)
@@ -74,7 +74,7 @@ def test_divergence_is_that_of_scipy():
             after = model(given[0]).double().softmax(-1).numpy()
     with measuring(model, evaluate, backend="torch") as measured:
         measured.reference(given, 0)
-        found = measured.rounded(recipes_of(["mxfp4"])["mxfp4"], Group("linear"))
+        found = measured.rounded(recipes_of(["mxfp4"])["mxfp4"], EffectGroup("linear"))
     assert found.divergences == pytest.approx(stats.entropy(before, after, axis=-1).mean(-1), rel=1e-2, abs=1e-7)
 
 
@@ -87,9 +87,9 @@ def test_blocks_before_the_group_are_not_computed_again():
     with measuring(model, evaluate, backend="torch") as measured:
         measured.reference(given, 0)
         for group, expected in (
-            (Group("linear", 1), [1, 2, 3]),
-            (Group("qk", 3), [3]),
-            (Group("linear", None, "fc1"), [1, 2, 3]),
+            (EffectGroup("linear", 1), [1, 2, 3]),
+            (EffectGroup("qk", 3), [3]),
+            (EffectGroup("linear", None, "fc1"), [1, 2, 3]),
         ):
             calls.clear()
             measured.rounded(recipes_of(["mxfp4"])["mxfp4"], group)
@@ -99,7 +99,7 @@ def test_blocks_before_the_group_are_not_computed_again():
 
 
 def test_kept_outputs_are_bounded():
-    x, blocks = torch.zeros(4, 8), Blocks(most=2 * 4 * 8 * 4)
+    x, blocks = torch.zeros(4, 8), BlockOutputs(most=2 * 4 * 8 * 4)
     modules = [nn.Identity() for _ in range(5)]
     for module in modules:
         blocks.add(module, (x, None))
@@ -203,5 +203,7 @@ def test_whole_groups_are_measured_first():
     with measuring(build(2), evaluate, backend="torch") as measured:
         tasks = tasks_of(measured, recipes_of(["mxfp4", "linear_nvfp4"]), list(BY), ["linear"])
     groups = [(task.format, task.group) for task in tasks]
-    assert groups[:4] == [(fmt, group) for group in (Group(), Group("linear")) for fmt in ("mxfp4", "linear_nvfp4")]
+    assert groups[:4] == [
+        (fmt, group) for group in (EffectGroup(), EffectGroup("linear")) for fmt in ("mxfp4", "linear_nvfp4")
+    ]
     assert len(groups) == len(set(groups)) == 2 * (1 + 1 + 2 + 4 + 8)

@@ -25,7 +25,7 @@ from binade.collector.models.registry import MODELS
 from binade.collector.recipes.files import draft_of, to_toml
 from binade.collector.recipes.parse import parse_recipe
 from binade.collector.recipes.recipe import Recipe, RecipeError
-from binade.data.effects import Group
+from binade.data.effects import EffectGroup
 from tests.collector.capture.test_effects import evaluate
 from tests.collector.instrumented import rows
 from tests.collector.small_model import batch, build
@@ -219,7 +219,7 @@ def test_measured_and_compared_by_layer():
     layer2 = recipe("key = 'nvfp4'", "[keep]\nlayers = '1'")
     with measuring(model, evaluate, backend="torch") as measured:
         exact = measured.reference(given, 0)
-        both, single = measured.rounded(cache, Group()), measured.rounded(cache, Group("qk", 2, "core"))
+        both, single = measured.rounded(cache, EffectGroup()), measured.rounded(cache, EffectGroup("qk", 2, "core"))
         found = gaps(measured, [given], cache, parse_recipe("bf16"), by=("part",))
     for losses, used in ((both, cache), (single, layer2)):
         model.eval()

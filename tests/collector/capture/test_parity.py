@@ -20,7 +20,7 @@ from binade.collector.errors import ConfigError
 from binade.collector.recipes.files import draft_of
 from binade.collector.recipes.parse import parse_recipe
 from binade.collector.recipes.recipe import Recipe
-from binade.data.effects import Group
+from binade.data.effects import EffectGroup
 from binade.data.parity_results import read_parity
 from binade.data.runs import list_runs
 from tests.collector.cli.test_cli import one_line
@@ -77,7 +77,7 @@ def test_a_group_alone_is_rounded_as_for_the_rollout():
     for layer, module in ((2, "fc1"), (3, "proj")):
         spec = "mxfp4" if layer == 2 else "mxfp8"
         text = f"[linear]\nforward = 'nvfp4'\n[modules.'layer{layer}.{module}']\nforward = '{spec}'"
-        own = found[Group("linear", layer, module)]
+        own = found[EffectGroup("linear", layer, module)]
         assert (own.policies.rollout == of_labels(scored(draft_of(text, "own").recipe("own")))).all()
     assert len(found) == 1 + LAYERS * 4
 
@@ -85,7 +85,7 @@ def test_a_group_alone_is_rounded_as_for_the_rollout():
 @pytest.mark.parametrize("training", ["bf16", "linear_mxfp8"])
 def test_the_layer_in_mxfp4_is_named_first(training: str):
     whole, first, *others = measured(planted(), parse_recipe(training), "layer")
-    assert first.group == Group("linear", 2)
+    assert first.group == EffectGroup("linear", 2)
     if training == "bf16":
         assert len(others) == LAYERS - 1 and max(max(each.changes) for each in others) < min(first.changes)
     else:  # only that layer differs
@@ -118,7 +118,7 @@ def test_operands_that_are_rotated_together_are_changed_together():
 
 def test_products_of_attention_are_groups_as_well():
     found = [gap.group for gap in measured(parse_recipe("mxfp4"), parse_recipe("linear_mxfp4"), "part", attention=True)]
-    assert set(found) == {Group(), Group("qk"), Group("pv")}
+    assert set(found) == {EffectGroup(), EffectGroup("qk"), EffectGroup("pv")}
 
 
 def test_recipes_that_differ_only_in_the_backward_pass_are_refused():

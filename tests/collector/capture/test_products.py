@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from binade import collector
 from binade.app.questions.map.compute import cells, computed
 from binade.collector import coverage, instrument
-from binade.collector.advice.advice import Request, advise
+from binade.collector.advice.advice import AdviceRequest, advise
 from binade.collector.advice.costs import costs
 from binade.collector.capture.adapters.layer import InstrumentError
 from binade.collector.recipes.files import draft_of, to_toml
@@ -337,7 +337,7 @@ def test_the_map_and_the_advice_know_products(tmp_path):
         where, by = Filter(module=("mixer", "mixer.1")), ["gemm", "product", "tensor", "layer_index"]
         recorded = cells(catalog, where, "mxfp4", "sqnr_db", "layer_index").set_index(by)["value"]
         from_values = computed(catalog, where, "mxfp4", "sqnr_db", "layer_index")[0].set_index(by)["value"]
-        recipe = advise(costs(catalog, parts=("product",)), Request(6)).recipe("mine")
+        recipe = advise(costs(catalog, parts=("product",)), AdviceRequest(6)).recipe("mine")
     assert len(recorded) == 3 * 2 * 2 * 2  # GEMMs, operands, products, layers
     assert from_values.to_dict() == pytest.approx(recorded.to_dict())
     assert recipe.product.formats.quantized and recipe.describe().startswith("linear bf16, qk bf16, pv bf16, product ")

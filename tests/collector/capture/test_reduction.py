@@ -18,7 +18,7 @@ from binade.collector import Merge, Recorder, Watch, instrument
 from binade.collector.capture.reduction import reduced
 from binade.collector.models.parallel import RowParallelLinear
 from binade.collector.models.site import Site
-from binade.collector.ranks import Group, Ranks
+from binade.collector.ranks import RankGroup, Ranks
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 from binade.data.segment import Shard
@@ -168,7 +168,7 @@ def record(root: Path, x: torch.Tensor, **options: object) -> None:
 
 def record_row_parallel(root: Path, rank: int) -> None:
     root.mkdir(exist_ok=True)
-    group = Group(dist.group.WORLD)
+    group = RankGroup(dist.group.WORLD)
     layer = RowParallelLinear(Site(1, "fc2"), 64, 32, group)
     nn.init.normal_(layer.weight, generator=torch.Generator().manual_seed(rank))
     x = batch()[:, 16 * rank : 16 * rank + 16].repeat(1, 2)

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, HunYuanMoEV1Config, JetMoeConfig,
 
 from binade.collector import coverage
 from binade.collector.capture.survey import survey
-from binade.collector.recipes.selection import Selection
+from binade.collector.recipes.selection import SiteSelection
 
 
 class Block(nn.Module):
@@ -59,7 +59,7 @@ def test_a_layer_is_an_index_of_a_list_of_blocks():
 )
 def test_first_and_last_apply_to_each_tower(text: str, expected: set[str]):
     layers = survey(Model()).layers
-    chosen = Selection.parse(text).of([layer.site for layer in layers])
+    chosen = SiteSelection.parse(text).of([layer.site for layer in layers])
     assert {layer.name.rpartition(".")[0] for layer in layers if layer.site in chosen} == expected
     kept = [row for row in coverage(Model(), "nvidia_nvfp4", skip=text) if row.reason == "skip"]
     assert sum(row.count for row in kept) <= 2 * len(expected)
@@ -78,7 +78,7 @@ def test_an_encoder_and_a_decoder():
     found = sites(model)
     assert found["encoder.block.2.layer.0.SelfAttention.q"] == "layer3.encoder.q"
     assert found["decoder.block.1.layer.2.DenseReluDense.wi"] == "layer2.fc1"
-    last = Selection.parse("last").of([layer.site for layer in survey(model).layers])
+    last = SiteSelection.parse("last").of([layer.site for layer in survey(model).layers])
     assert {(site.tower, site.layer_index) for site in last} == {("encoder", 3), ("decoder", 2)}
 
 
