@@ -68,7 +68,7 @@ def measured(opened: Catalog, found: Costs) -> tuple[pd.DataFrame, int]:
         row |= {"bits": at[0], "predicted": at[1], "predicted_error": at[2], "seeds": spread.n}
         row["unbounded"] = unbounded[1]
         row |= {"first": own["first"].mean(), "gap": spread.value, "low": spread.low, "high": spread.high}
-        rows.append(row | {"gaps": gaps, "run_ids": [*own["run_id"], *own["reference"].dropna()]})
+        rows.append(row | {"gaps": gaps, "run_ids": [*own["run_id"], *references_in(own)]})
     columns = [
         "name",
         "recipe",

@@ -51,7 +51,7 @@ from binade.data.gradients import COMPARED, GRADIENTS, gradient_summary
 from binade.data.ladder import Ladder
 from binade.data.names import name_of, product_name
 from binade.data.notes import rounded_twice
-from binade.data.run_table import OF_MODEL, PARTS, compared_with, losses_of
+from binade.data.run_table import OF_MODEL, PARTS, compared_with, losses_of, references_in
 from binade.data.tensor_kinds import label_of
 from binade.data.text import counted
 from binade.quant.formats import BF16, FORMATS
@@ -356,7 +356,7 @@ def ladder(
 
 def used_by(opened: Catalog, runs: pd.DataFrame, counts: tuple[tuple[int, str], ...]) -> Used:
     """These runs of a table and what they are compared with."""
-    used = dict.fromkeys([*runs["run_id"], *runs["reference"].dropna()])
+    used = dict.fromkeys([*runs["run_id"], *references_in(runs)])
     return Used(Filter(run_id=tuple(used)), counts, len(opened.runs()))
 
 
