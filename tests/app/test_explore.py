@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from vl_convert import vegalite_to_svg
 
 from binade.app.figure import Drawn
 from binade.app.params import Interval
-from binade.app.questions.explore import compute
+from binade.app.questions.explore import charts, compute
 from binade.app.questions.explore.quantile_plots import against_law
 from binade.app.questions.explore.question import BY_FIELD
 from binade.app.questions.shared.distributions import distribution_of
@@ -147,6 +148,24 @@ def test_body_and_tails_are_told_apart():
     low, high = (float(text) for text in few.sentences[0].split("of the law at ")[1].rstrip(".").split(" to "))
     assert np.mean((largest < low) | (largest > high)) < 0.04
     assert low < np.median(largest) < high
+
+
+@pytest.mark.parametrize("count", [2, 6])
+def test_counts_beyond_the_axis_fit_their_corners(count: int):
+    """One line per group; of more than four groups, one line with the lowest and the highest count."""
+    groups = [f"g{index}" for index in range(count)]
+    x = stats.t(2).rvs(size=(count, 20_000), random_state=2)
+    found = [distribution_of(group, torch.tensor(row)) for group, row in zip(groups, x, strict=True)]
+    plot = against_law(found, "normal")
+    chart = charts.qq(plot, "Q–Q", "Run", groups, ("normal", "value"))
+    texts = re.findall(r"<text[^>]*>([^<]* beyond [^<]*)</text>", vegalite_to_svg(chart.to_dict()))
+    above = [plot.beyond[group][0] for group in groups]
+    if count == 2:
+        assert [text.split(" beyond")[0] for text in texts[:2]] == [f"▲ {number:,}" for number in above] and len(
+            texts
+        ) == 4
+    else:
+        assert texts[0].startswith(f"▲ {min(above):,} to {max(above):,} in each of 6 beyond ") and len(texts) == 2
 
 
 def test_zeros_are_left_out_of_a_q_q_plot_and_counted():

@@ -24,6 +24,7 @@ OF = {RAW: "value", SIGMA: "value / σ of its tensor", SCALE: "value / scale of 
 WIDE, HIGH = 640, 120  # pixels of all columns of panels together, and of a panel
 STRIP = 28  # pixels of a format
 SMALL = 11  # the font size of a title that says more than a name
+MOST_COUNTS = 4  # groups whose counts are written in a corner of a plot
 
 
 def magnitude(values: str) -> str:
@@ -56,16 +57,20 @@ def qq(
 
 def _beyond(found: QQ, groups: list[str], by: str, looks: style.Looks | None) -> list[Chart]:
     """How many values of each group lie beyond the ends of the axis: written in the corners that quantiles, which rise,
-    leave empty."""
+    leave empty. Of more than MOST_COUNTS groups, which would not fit, the lowest and the highest number."""
     colors = dict(zip(groups, style.colors(groups, by, looks), strict=True))
     layers: list[Chart] = []
     for sign, mark, place in ((0, "▲", "left"), (1, "▼", "right")):
         counts = [(group, found.beyond[group][sign]) for group in groups if found.beyond.get(group, (0, 0))[sign]]
-        for index, (group, count) in enumerate(counts):
-            text = f"{mark} {count:,} beyond {number_text(found.limit) if not sign else number_text(-found.limit)}"
-            down = 8 + 14 * (index if not sign else len(counts) - 1 - index)
+        lines = [(f"{count:,}", colors[group]) for group, count in counts]
+        if len(counts) > MOST_COUNTS:
+            numbers = [count for _, count in counts]
+            lines = [(f"{min(numbers):,} to {max(numbers):,} in each of {len(counts)}", style.GREY)]
+        for index, (words, color) in enumerate(lines):
+            text = f"{mark} {words} beyond {number_text(found.limit) if not sign else number_text(-found.limit)}"
+            down = 8 + 14 * (index if not sign else len(lines) - 1 - index)
             look: plot.Look = {
-                "align": place, "fontSize": 11, "color": colors[group],
+                "align": place, "fontSize": 11, "color": color,
                 "x": {"expr": "width - 4"} if place == "right" else 4,
                 "y": down if not sign else {"expr": f"height - {down}"},
             }  # fmt: skip
