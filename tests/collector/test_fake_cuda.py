@@ -34,7 +34,7 @@ ALLOWED = {
     ("collector/capture/reduction.py", "of"): "once, when a recorder is entered",
     ("collector/capture/provenance.py", "_judge"): "on the thread that writes, of a copy that has arrived",
     ("collector/capture/curves.py", "_number"): "the same, of a loss that was logged",
-    ("collector/capture/effects.py", "_losses"): "a measurement, which the user asks for and which trains nothing",
+    ("collector/capture/evaluation.py", "sequence_losses"): "an evaluation or a measurement, which trains nothing",
     ("collector/capture/parity.py", "compared"): "the same",
     ("collector/capture/parity.py", "changes"): "the same",
     ("collector/capture/routing.py", "routing"): "the same",

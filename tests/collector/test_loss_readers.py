@@ -118,7 +118,7 @@ CASES = {
     ),
     "JSON lines": Case(
         objects(*({"step": s, "loss": x, "lr": 1e-4, "tokens_per_second_per_gpu": 1.5} for s, x in LOSS.items())),
-        "JsonLines", "loss",
+        "JsonLinesReader", "loss",
     ),
     "Megatron": Case(
         "WARNING: a line\n" + lines(MEGATRON).replace("12:06", "12:07")
