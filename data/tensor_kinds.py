@@ -35,6 +35,7 @@ class Other(StrEnum):
     EXPERTS = "experts"  # a mixture of experts
     HEAD = "head"  # the LM head
     PARAMETER = "parameter"  # a parameter of the model, in the step of its optimizer
+    NEWTON_SCHULZ = "newton_schulz"  # the matrix products of torch.optim.Muon, for a parameter of the model
 
 
 OF_ROUNDED = "the rounded forward operand in "  # before a spec in a line of a recipe, as run.json has it
@@ -85,9 +86,9 @@ class TensorKind:
     observed         its name in the product, see quant.gemm.Observed; "scores" are the scaled scores of attention. Of
                      a module outside of products: its input "a", weight "b" and result "y", the gradients "grad" of
                      the result and "grad_b" of the weight. Of a parameter: "weight", one of capture.step.CHANGES, or
-                     its name in the state of the optimizer
+                     its name in the state of the optimizer. Of Newton–Schulz: see capture.optimizer_state.Products
     operand          the field of GemmFormats that holds its format; for a result, that of its GEMM's first operand; ""
-                     outside of products
+                     of a tensor that no GEMM takes
     contracted_axis  the axis that this GEMM contracts, from the end; None for a result. Outside of products, the axis
                      of its scores, None for none
     size             the tensor whose number of elements it has: input, weight or output of a linear layer; query, key,
@@ -127,7 +128,7 @@ class TensorKind:
 
 
 LINEAR, QK, PV, EINSUM = Product
-NORM, EXPERTS, HEAD, PARAMETER = Other
+NORM, EXPERTS, HEAD, PARAMETER, NEWTON_SCHULZ = Other
 FORWARD, BACKWARD, OPTIMIZER, EVALUATION = Operation
 PRE, POST = Phase
 TENSOR_KINDS: list[TensorKind] = [
@@ -179,6 +180,10 @@ TENSOR_KINDS: list[TensorKind] = [
     TensorKind("exp_avg_sq", PARAMETER, "exp_avg_sq", OPTIMIZER, POST, "", -1, "weight", "#b80890", "second moment"),
     TensorKind("update", PARAMETER, "update", OPTIMIZER, POST, "", -1, "weight", "#f83838", "update of weight"),
     TensorKind("update_ratio", PARAMETER, "ratio", OPTIMIZER, POST, "", None, "rows", "#d050f8", "update ÷ weight"),
+    TensorKind("ns_x", NEWTON_SCHULZ, "x", OPTIMIZER, PRE, "forward_a", -1, "weight", "#c078c0", "X in XXᵀ"),
+    TensorKind("ns_gram", NEWTON_SCHULZ, "gram", OPTIMIZER, PRE, "forward_a", -1, "weight", "#007848", "A in AA"),
+    TensorKind("ns_left", NEWTON_SCHULZ, "left", OPTIMIZER, PRE, "forward_a", -1, "weight", "#d80000", "B in BX"),
+    TensorKind("ns_right", NEWTON_SCHULZ, "right", OPTIMIZER, PRE, "forward_b", -2, "weight", "#a800c0", "X in BX"),
 ]
 
 

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -60,7 +60,14 @@ def adam_update(weight: Tensor, state: Mapping[str, Tensor], group: Mapping[str,
     return update
 
 
-def orthogonalized(momentum: Tensor, gradient: Tensor, group: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+# Called in each iteration of Newton–Schulz, from 1, with the operands of its matrix products by the names that kinds of
+# Other.NEWTON_SCHULZ observe: "x" of XXᵀ, "gram" of AA, "left" and "right" of BX.
+Products = Callable[[int, Mapping[str, Tensor]], None]
+
+
+def orthogonalized(
+    momentum: Tensor, gradient: Tensor, group: Mapping[str, Any], see: Products | None = None
+) -> tuple[Tensor, Tensor]:
     """(what torch.optim.Muon orthogonalizes, and the result, bfloat16), both of the weight's shape [m, n]. momentum:
     after the step; group: the parameter group of the weight."""
     direction = gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
@@ -69,9 +76,12 @@ def orthogonalized(momentum: Tensor, gradient: Tensor, group: Mapping[str, Any])
     x = x.t() if tall else x
     x = x / x.norm().clamp(min=group["eps"])
     a, b, c = group["ns_coefficients"]
-    for _ in range(group["ns_steps"]):
+    for number in range(1, group["ns_steps"] + 1):
         gram = x @ x.t()
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+        polynomial = torch.addmm(gram, gram, gram, beta=b, alpha=c)
+        if see:
+            see(number, {"x": x, "gram": gram, "left": polynomial, "right": x})
+        x = torch.addmm(x, polynomial, x, beta=a)
     return direction, x.t() if tall else x
 
 

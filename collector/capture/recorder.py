@@ -605,7 +605,7 @@ class Recorder:
         measurer.measure(seen, site, identity, moment, formats, None, None if dim is None else axis, Shard())
 
     def show(self, kind: TensorKind, layer: Layer, x: Tensor, moment: Moment) -> None:
-        """Record a tensor of a kind that belongs to no product, if `tensors` names it."""
+        """Record a tensor of a kind that belongs to no product of the model, if `tensors` names it."""
         if not moment.recording or kind.name not in self.tensors or is_dtensor(x):
             return
         x = x.detach() if x.is_floating_point() else x.detach().float()
@@ -617,9 +617,10 @@ class Recorder:
         measurer = self.observing.measurer
         where = {"tensor_name": kind.name, "operation": kind.operation.value, "phase": kind.phase.value}
         identity = partial(measurer.identity, layer.site, moment, **where)
-        scores = () if kind.contracted_axis is None else self.observing.scores
+        scores, axis = ((), None) if kind.contracted_axis is None else (self.observing.scores, kind.contracted_axis)
+        seen, contracted = Observed(kind.observed, x, dim=axis or -1), axis if kind.gemm else None
         shard = layer.shard(kind.observed)
-        measurer.measure(Observed(kind.observed, x), layer.site, identity, moment, scores, None, None, shard)
+        measurer.measure(seen, layer.site, identity, moment, scores, kind.gemm, contracted, shard)
 
     def publish_step(self) -> None:
         """Queue what was captured of the optimizer's step, unless the end of the iteration does it."""

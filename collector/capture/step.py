@@ -7,7 +7,7 @@ holds them. Nothing is attached for tensors that are not named.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -20,7 +20,8 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 from binade.collector.capture.adapters.engine import place
 from binade.collector.capture.adapters.layer import Detach, Layer, distinct, is_a, set_on, whole
 from binade.collector.capture.adapters.products import tensors_in
-from binade.collector.capture.clock import parameters_of, running_backward
+from binade.collector.capture.clock import Moment, parameters_of, running_backward
+from binade.collector.capture.optimizer_state import MOMENTUM, orthogonalized
 from binade.collector.capture.recorder import Recorder
 from binade.collector.capture.survey import EXCLUDED, Survey
 from binade.collector.models.norm import RecordingPoint
@@ -37,8 +38,9 @@ SHARDS = {"a": "rows", "y": "rows", "grad": "rows", "grad_b": "partial"}
 
 def others(model: nn.Module, found: Survey, names: Collection[str]) -> list[tuple[Other, Layer]]:
     """The norms, heads, experts and parameters of a model that have these tensors, as layers: a parameter's has its
-    name. Parameters of FSDP and DTensors are left out."""
+    name, and Newton–Schulz has those of the parameters. Parameters of FSDP and DTensors are left out."""
     places = {kind.product for kind in TENSOR_KINDS if kind.name in names and isinstance(kind.product, Other)}
+    places |= {Other.PARAMETER} if Other.NEWTON_SCHULZ in places else set()
     if not places:
         return []
     modules = dict(model.named_modules())
@@ -104,7 +106,7 @@ def recording(model: nn.Module, recorder: Recorder, found: Sequence[tuple[Other,
                 )
                 undo.callback(set_on(layer.module, "forward", _forward(recorder, shown, _kinds(recorder, product))))
         if parameters:
-            undo.enter_context(_optimizer(model, recorder, parameters, _kinds(recorder, Other.PARAMETER)))
+            undo.enter_context(_optimizer(model, recorder, parameters))
         yield
 
 
@@ -165,12 +167,12 @@ def _next_gradient(x: Tensor, show: Callable[[Tensor], None]) -> None:
 
 
 @contextmanager
-def _optimizer(
-    model: nn.Module, recorder: Recorder, layers: dict[str, Layer], kinds: dict[str, TensorKind]
-) -> Iterator[None]:
-    """A context in which optimizer steps are recorded: these parameters by name, what CHANGES computes of them, and
-    their state in the optimizer by its own names."""
+def _optimizer(model: nn.Module, recorder: Recorder, layers: dict[str, Layer]) -> Iterator[None]:
+    """A context in which optimizer steps are recorded: these parameters by name, what CHANGES computes of them, their
+    state in the optimizer by its own names, and the products of Newton–Schulz."""
+    kinds, of_products = _kinds(recorder, Other.PARAMETER), _kinds(recorder, Other.NEWTON_SCHULZ)
     before: dict[Tensor, Tensor] = {}
+    momenta: dict[Tensor, Tensor] = {}
 
     def held(optimizer: Optimizer) -> Iterator[tuple[Tensor, Layer]]:
         names = {parameter: name for name, parameter in model.named_parameters()}
@@ -180,14 +182,39 @@ def _optimizer(
 
     def begins(optimizer: Optimizer, *_: Any) -> None:
         before.clear()
-        if not CHANGES.keys().isdisjoint(kinds) and recorder.policy.moment_of_step().recording:
+        momenta.clear()
+        if not recorder.policy.moment_of_step().recording:
+            return
+        if not CHANGES.keys().isdisjoint(kinds):
             before.update((parameter, parameter.detach().clone()) for parameter, _ in held(optimizer))
+        if of_products and isinstance(optimizer, torch.optim.Muon):
+            # After the step, the momentum may be rounded.
+            states = ((parameter, optimizer.state.get(parameter, {})) for parameter, _ in held(optimizer))
+            momenta.update((parameter, state[MOMENTUM].clone()) for parameter, state in states if MOMENTUM in state)
+
+    @torch.no_grad()
+    def orthogonalizes(optimizer: torch.optim.Muon, parameter: Tensor, layer: Layer, moment: Moment) -> None:
+        """Compute the products of the step once more, and record their operands."""
+        gradient, momentum = parameter.grad, momenta.pop(parameter, None)
+        if gradient is None or layer.shard("b").kind != "whole":  # a rank's part is not the matrix of the layer
+            return
+
+        def see(number: int, operands: Mapping[str, Tensor]) -> None:
+            site = replace(layer.site, module=f"{layer.site.module}.ns{number}")
+            for name, kind in of_products.items():
+                recorder.show(kind, replace(layer, site=site, shard=whole), operands[name], moment)
+
+        group = next(each for each in optimizer.param_groups if any(p is parameter for p in each["params"]))
+        momentum = torch.zeros_like(gradient) if momentum is None else momentum
+        orthogonalized(momentum.lerp(gradient, 1 - group["momentum"]), gradient, group, see)
 
     def ended(optimizer: Optimizer, *_: Any) -> None:
         moment = recorder.policy.moment_of_step()
         if not moment.recording:
             return
         for parameter, layer in held(optimizer):
+            if of_products and isinstance(optimizer, torch.optim.Muon):
+                orthogonalizes(optimizer, parameter, layer, moment)
             state, old = optimizer.state.get(parameter, {}), before.pop(parameter, None)
             for name, kind in kinds.items():
                 if name in CHANGES:

@@ -41,7 +41,7 @@ EVERY = 100  # iterations between recorded ones
 RECIPES = ("bf16", "hifp8", "mxfp8", "mxfp4", "nvfp4")
 SCORED = ("hifp8", "mxfp8", "mxfp4", "nvfp4")
 MODULES = {"linear": ("qkv", "proj", "fc1", "fc2"), "attention": ("core",), "product": ("mixer",)}
-PLACES = [(kind, module) for kind in TENSOR_KINDS if kind.gemm for module in MODULES[kind.layer_type]]
+PLACES = [(kind, module) for kind in TENSOR_KINDS if kind.layer_type for module in MODULES[kind.layer_type]]
 SCALED = frozenset(MOMENTS) - {"skewness", "kurtosis"}  # by the tensor's power of two
 
 

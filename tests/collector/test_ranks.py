@@ -18,7 +18,7 @@ from scipy.stats import kurtosis
 from binade.data.catalog import Catalog, CatalogError
 from binade.data.filter import Filter
 from binade.data.runs import RankStatus, list_runs, process_start, rank_statuses, read_losses
-from binade.data.tensor_kinds import tensor_names
+from binade.data.tensor_kinds import Other, tensor_names
 from tests.collector import ranks_worker
 from tests.collector.forked import forked, ranks_of, run_forked
 from tests.collector.ranks_worker import CASES, Case
@@ -78,7 +78,8 @@ OPTIONS = (
     "--layers", "1", "--micro-batch-size", "1", "--sequence-length", "64",
     "--backend", "torch", "--scores", "mxfp4", "--control-iter", "2",
 )  # fmt: skip
-EVERY = ("--tensors", ",".join(name for name in tensor_names() if name != "router_load"))
+ABSENT = {"router_load", *tensor_names(Other.NEWTON_SCHULZ)}
+EVERY = ("--tensors", ",".join(name for name in tensor_names() if name not in ABSENT))
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,11 +13,16 @@ import pytest
 import scipy.linalg
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from binade.collector import instrument
+from binade import quant
+from binade.app.view import View
+from binade.collector import Recorder, instrument
 from binade.collector.capture.optimizer_state import muon_update, orthogonalized
 from binade.collector.recipes.files import draft_of, to_toml
 from binade.collector.recipes.recipe import RecipeError
+from binade.data.catalog import Catalog
+from binade.data.tensor_kinds import Other, tensor_names
 from binade.quant.low_rank import companded_int4, muonq
 from tests.collector.capture.test_optimizer_state import FP8, ROUND, STEPS, recipe, steps, train
 from tests.collector.instrumented import rows
@@ -188,3 +194,119 @@ def test_text():
     assert made.tables()["state"] == {"exp_avg": "bf16", "momentum_buffer": "muonq"}
     with pytest.raises(RecipeError, match=r"state\.exp_avg: unknown format 'muonq'"):
         draft_of('[state]\nexp_avg = "muonq"', "mine")
+
+
+PRODUCTS = tensor_names(Other.NEWTON_SCHULZ)
+LAYERS = 1, 3  # those of `build` that are linear, in their order
+
+
+class Multiplied(TorchDispatchMode):
+    """What torch multiplies, as (left, right)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pairs: list[tuple[Tensor, Tensor]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name in ("mm", "addmm"):
+            self.pairs.append(tuple(x.clone() for x in args[name == "addmm" :][:2]))
+        return func(*args, **kwargs or {})
+
+
+def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+    optimizer.zero_grad()
+    x = torch.randn(16, 200, generator=torch.Generator().manual_seed(number)).to(model[0].weight.dtype)
+    model(x).square().mean().backward()
+    optimizer.step()
+
+
+def record_products(
+    root: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    text: str | None = None,
+    tensors: tuple[str, ...] = PRODUCTS,
+    scores: tuple[str, ...] = (),
+) -> None:
+    with Recorder(root, tensors=tensors, scores=scores, iterations=2) as recorder, instrument(model, text, recorder):
+        for number in range(STEPS):
+            step_of(model, optimizer, number)
+
+
+OTHERS = {"nesterov": False, "momentum": 0.5, "ns_steps": 3, "adjust_lr_fn": "match_rms_adamw"}
+
+
+@pytest.mark.parametrize(
+    ("more", "dtype", "state"),
+    [
+        ({}, torch.float32, None),
+        (OTHERS, torch.bfloat16, None),  # here torch divides the momentum itself by its norm
+        (OTHERS, torch.float32, {"momentum_buffer": FP8}),
+    ],
+    ids=["defaults", "others in bf16", "others, rounded"],
+)
+def test_the_operands_of_newton_schulz_are_those_that_torch_multiplies(tmp_path, more, dtype, state):
+    """Each of them to the bit, in the recorded iterations, of a wide and a tall matrix; weights do not change."""
+    options = {"lr": 0.02, "weight_decay": 0.1} | more
+    model, other = build(24, 40).to(dtype), build(24, 40).to(dtype)
+    optimizer, plain = (torch.optim.Muon(each.parameters(), **options) for each in (model, other))
+    text = recipe(tmp_path, state) if state else None
+    record_products(tmp_path, model, optimizer, text)
+    found = rows(tmp_path)
+    found = found[found["tensor_name"].isin(PRODUCTS)]
+    found = found.set_index(["iteration", "layer_index", "module", "tensor_name"])["tensor"]
+    with instrument(other, text):
+        count = 0
+        for number in range(STEPS):
+            old = [p.detach().clone() for p in other.parameters()]
+            with Multiplied() as saw:
+                step_of(other, plain, number)
+            pairs = iter(saw.pairs[-3 * len(old) * plain.param_groups[0]["ns_steps"] :])  # after those of the gradients
+            for before, parameter, layer in zip(old, other.parameters(), LAYERS, strict=True):
+                for step in range(1, plain.param_groups[0]["ns_steps"] + 1):
+                    products = [next(pairs) for _ in range(3)]
+                    if number > 1:
+                        continue
+                    x, gram, left, right = (found[number, layer, f"linear.ns{step}", name] for name in PRODUCTS)
+                    expected = ((x, x.t()), (gram, gram), (left, right))
+                    assert all(map(torch.equal, sum(products, ()), sum(expected, ())))
+                    assert x.shape[0] == min(parameter.shape)
+                    count += 4
+                if number < 2:  # the last iterate is the update
+                    last = torch.addmm(right, left, right, beta=plain.param_groups[0]["ns_coefficients"][0])
+                    last = last.t() if parameter.shape[0] > parameter.shape[1] else last
+                    m, n = parameter.shape
+                    factor = 0.2 * math.sqrt(max(m, n)) if "adjust_lr_fn" in options else math.sqrt(max(1, m / n))
+                    updated = before.mul(1 - 0.02 * 0.1).add(last, alpha=-0.02 * factor)
+                    assert torch.equal(updated, parameter.detach())
+    assert count == len(found) and all(map(torch.equal, model.parameters(), other.parameters()))
+
+
+def test_the_operands_of_newton_schulz_are_scored_in_the_forward_gemm_and_on_the_map(tmp_path):
+    """Along the axis that the product contracts."""
+    model = build()
+    record_products(tmp_path, model, torch.optim.Muon(model.parameters()), scores=("mxfp8", "nvfp4"))
+    found = rows(tmp_path).set_index("tensor_id")
+    assert set(found["operation"]) == {"optimizer"} and set(found["gemm"]) == {"forward"}
+    assert set(found["layer_index"]) == set(LAYERS)
+    with Catalog.open(tmp_path) as catalog:
+        scores = catalog.table("score").to_pandas()
+        view = View("map", {"metric": ["sqnr_db"], "format": ["mxfp8"], "operation": ["optimizer"]})
+        table = view.draw(catalog).get("map").table
+        ranked = catalog.errors("mxfp8", ("tensor_name",))
+    assert set(table["tensor"]) == set(PRODUCTS) and set(table["gemm"]) == {"forward"}
+    assert {f"linear.ns{step}" for step in range(1, 6)} == set(table["product"]) == set(found["module"])
+    assert set(ranked["tensor_name"]) == set(PRODUCTS)
+    assert len(scores) == 2 * len(found) == 2 * 2 * len(LAYERS) * 5 * len(PRODUCTS)
+    for row in scores.groupby("format").head(40).itertuples():
+        x, name = found["tensor"][row.tensor_id], found["tensor_name"][row.tensor_id]
+        dim = -2 if name == "ns_right" else -1
+        expected = quant.compare(x, quant.fake_quantize(x, row.format, dim=dim))["sqnr_db"]
+        assert row.gemm == "forward" and row.sqnr_db == pytest.approx(expected, abs=1e-6)
+
+
+def test_an_optimizer_without_newton_schulz_is_said(tmp_path):
+    model = build()
+    with pytest.warns(UserWarning, match="nothing was recorded as ns_x, ns_gram, ns_left, ns_right:"):
+        record_products(tmp_path, model, torch.optim.SGD(model.parameters(), lr=1e-3), tensors=("input", *PRODUCTS))
