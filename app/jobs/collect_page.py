@@ -12,7 +12,7 @@ import streamlit as st
 from binade.app import address
 from binade.app.formatting import bytes_text, duration_text, plain
 from binade.app.jobs import collecting, import_view, recipe_view
-from binade.app.jobs.collecting import wrapped
+from binade.app.jobs.collecting import Form, wrapped
 from binade.app.questions.shared.runs import every_run
 from binade.app.view import Reading, View
 from binade.collector import jobs
@@ -31,7 +31,7 @@ from binade.data.runs import RunError, resolve_root
 from binade.quant.formats import FORMATS
 
 PREFIX = "collect_"
-LEFT = "left_on_collect"  # a copy of the fields, which Streamlit drops while another page is shown
+WRITTEN = "form_in_address"  # the text that the fields made, or were filled from
 LIMITS = "limits_"  # of a number field: its label, and the lowest and highest value
 MOST_SEEDS = 20
 SEEDS = "Number of runs per recipe, each with its own seed. Their spread shows which differences are due to chance"
@@ -47,7 +47,7 @@ def show(opened: Catalog, view: View, reading: Reading) -> None:
     if why := reason() or jobs.no_queue(resolve_root()):
         st.info(plain(f"Runs cannot be launched here: {why}."), icon=":material/lock:")
         return
-    _begin(next(iter(view.params.get("from", ())), ""))
+    _begin(next(iter(view.params.get(collecting.ADDRESS, ())), ""))
     _presets()
     form, summary = st.columns([1.75, 1], gap="large")
     with form:
@@ -55,45 +55,33 @@ def show(opened: Catalog, view: View, reading: Reading) -> None:
     with summary, st.container(key="collect_summary"):
         _summary(opened, view)
     import_view.show(opened)
-    st.session_state[LEFT] = {name: value for name, value in st.session_state.items() if str(name).startswith(PREFIX)}
 
 
-def _begin(number: str) -> None:
-    """Fill the fields from the job in the address, or with their last values, or from the quick preset."""
+def _begin(text: str) -> None:
+    """Fill the fields from the form in the address, unless they made it."""
     state = st.session_state
-    if number and state.get("collect_from") != number:
-        state["collect_from"] = number
+    if state.get(WRITTEN) != text or _key("model") not in state:
+        state[WRITTEN] = text
         try:
-            if not (number.isdecimal() and len(number) < 10):
-                raise JobError("expected a job number")
-            job = jobs.find(resolve_root(), int(number))
-            config, start = job.config, job.start
-            config.check()
-        except (*REFUSED, *FAILED) as error:
-            st.warning(plain(f"Job {number[:20]} cannot be cloned: {error}."), icon=":material/warning:")
-        else:
-            _fill(config, (config.recipe,), title=job.title, tags=", ".join(job.tags))
-            _fill_start(start)
-            return
-    if f"{PREFIX}model" not in state:
-        preset = collecting.PRESETS["quick"]
-        _fill(preset.config, preset.recipes, preset.seeds)
-        _fill_start(SlurmOptions())
-        state.update(state.get(LEFT, {}))
+            form = Form.of_address(text)
+        except ValueError as error:
+            st.warning(plain(f"The address has no form that can be used: {error}."), icon=":material/warning:")
+            form = collecting.FIRST
+        _fill(form)
     for name in state:
         if str(name).startswith(PREFIX):
             state[name] = state[name]  # otherwise Streamlit drops it if its widget is not drawn this time
 
 
-def _fill(config: RunConfig, recipes: tuple[str, ...], seeds: int = 1, title: str = "", tags: str = "") -> None:
+def _fill(form: Form) -> None:
     """Set every field. A value above the form's maximum is lowered to it, with a warning."""
     state, beyond = st.session_state, []
-    for name, value in collecting.widgets_of(config).items():
+    for name, value in collecting.widgets_of(form.config).items():
         most = collecting.OPTIONS[name].option.form_maximum
         if most is not None and value is not None and value > most:
             beyond.append(f"{name.replace('_', ' ')} {value} (at most {most})")
             value = most
-        state[f"{PREFIX}{name}"] = value
+        state[_key(name)] = value
     if beyond:
         st.warning(
             plain(
@@ -101,22 +89,17 @@ def _fill(config: RunConfig, recipes: tuple[str, ...], seeds: int = 1, title: st
             ),
             icon=":material/warning:",
         )
-    state[f"{PREFIX}recipes"], state[f"{PREFIX}seeds"] = list(recipes), seeds
-    state[f"{PREFIX}title"], state[f"{PREFIX}tags"] = title, tags
-    state[f"{PREFIX}base"] = config
-
-
-def _fill_start(start: SlurmOptions) -> None:
-    """Set where the runs are started, and the start options that the form has no field for."""
-    state = st.session_state
-    state[_key("kept")] = start
-    state[_key("target")] = start.target or (CLUSTER if start.launcher == Launcher.SLURM else HERE)
+    state[_key("recipes")], state[_key("seeds")] = list(form.recipes), form.seeds
+    state[_key("title")], state[_key("tags")] = form.title, form.tags
+    state[_key("base")], state[_key("kept")] = form.config, form.start
+    state[_key("target")] = form.start.target or (CLUSTER if form.start.launcher == Launcher.SLURM else HERE)
 
 
 def _choose_preset(name: str) -> None:
     preset = collecting.PRESETS[name]
-    _fill(preset.config, collecting.recipes_of(name, _value("recipes")), preset.seeds)
-    address.change(**{"from": None})
+    recipes, target = collecting.recipes_of(name, _value("recipes")), _value("target")
+    _fill(Form(preset.config, recipes, preset.seeds, _value("title"), _value("tags"), _value("kept")))
+    st.session_state[_key("target")] = target
 
 
 def _presets() -> None:
@@ -290,6 +273,8 @@ def _summary(opened: Catalog, view: View) -> None:
             st.error(plain(refusal), icon=":material/block:")
         st.text_input("Title", key=_key("title"), placeholder="recipe and model", max_chars=120)
         st.text_input("Tags", key=_key("tags"), placeholder="separated by commas")
+        form = Form(replace(runs[0], recipe=base.recipe), tuple(_value("recipes")), _value("seeds"), start=start)
+        _write(replace(form, title=_value("title"), tags=_value("tags")))
         if st.button(
             f"Launch {count} jobs" if count > 1 else "Launch",
             type="primary",
@@ -305,6 +290,13 @@ def _summary(opened: Catalog, view: View) -> None:
     if kept := [*collecting.kept_options(base), *replace(start, target=None).arguments()]:
         st.caption(plain(f"Kept from the cloned job: {' '.join(kept)}"))
     st.caption(f"The runs are written to `{root}`.")
+
+
+def _write(form: Form) -> None:
+    """Have the address say what the fields do."""
+    if (text := form.to_address()) != st.session_state[WRITTEN]:
+        st.session_state[WRITTEN] = text
+        address.change(**{collecting.ADDRESS: text or None})
 
 
 def _propose_baseline(opened: Catalog, runs: list[RunConfig]) -> None:
@@ -357,5 +349,4 @@ def _launch(plans: list[Plan], start: SlurmOptions, view: View) -> None:
     except (*REFUSED, *FAILED) as error:
         st.error(plain(f"Nothing was launched: {error}."), icon=":material/error:")
         return
-    st.session_state["collect_from"] = None
     address.go(view.at("runs", "jobs", job=made[0].id))

@@ -6,11 +6,14 @@ are kept when a job is cloned, and shown.
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from itertools import pairwise
 from typing import Any
+
+from pydantic.dataclasses import dataclass as checked
 
 from binade.collector.errors import ConfigError
 from binade.collector.jobs import TEN_RECIPES
@@ -19,13 +22,52 @@ from binade.collector.recipes.recipe import BF16
 from binade.collector.settings import Size, declared
 from binade.collector.training.config import RunConfig, defaults
 from binade.collector.training.plan import Plan, plan
+from binade.collector.training.slurm_options import SlurmOptions
+from binade.data.json_files import STRICT, parse_json
 from binade.data.same_data import CONFIGURATION
 from binade.quant.formats import FORMATS
 
 MEGABYTE = 1 << 20
+ADDRESS = "form"  # the parameter of the page's address that has a Form
 OPTIONS = declared(RunConfig)
 SAME_DATA = ("dp", "layers", "vocab_size", *(name for name in CONFIGURATION if name in OPTIONS))
 FIELDS = tuple(name for name, each in OPTIONS.items() if each.option.label)
+
+
+@checked(frozen=True, config=STRICT)
+class Form:
+    """What the page is filled with.
+
+    config   of each run, but for the recipe and the seed
+    recipes  there is a run for each
+    seeds    of each recipe, counted from that of config
+    start    where the runs are started
+    """
+
+    config: RunConfig = RunConfig()
+    recipes: tuple[str, ...] = ()
+    seeds: int = 1
+    title: str = ""
+    tags: str = ""
+    start: SlurmOptions = SlurmOptions()
+
+    def to_address(self) -> str:
+        """JSON of all that is not a default; "" for the form that the page opens with."""
+        return "" if self == FIRST else json.dumps(_changed(self), ensure_ascii=False, separators=(",", ":"))
+
+    @classmethod
+    def of_address(cls, text: str) -> Form:
+        """Raises ValueError (ConfigError, RecipeError) for a text that is no form, or one whose runs cannot be."""
+        form = parse_json(cls, text.encode()) if text else FIRST
+        form.config.check()
+        return form
+
+
+def _changed(options: Any) -> dict[str, Any]:
+    """The fields that differ from their defaults, of these options and of the options in them."""
+    values = {field.name: getattr(options, field.name) for field in fields(options)}
+    changed = {field.name: values[field.name] for field in fields(options) if values[field.name] != field.default}
+    return {name: _changed(value) if is_dataclass(value) else value for name, value in changed.items()}
 
 
 @dataclass(frozen=True)
@@ -41,13 +83,14 @@ class Preset:
 
 
 _QUICK = defaults("quick")
+FIRST = Form(_QUICK, ("mxfp8",))
 PRESETS = {
     "quick": Preset(
         "Quick",
         ":material/bolt:",
         "The smallest useful run: 128 tokens, one iteration",
-        _QUICK,
-        ("mxfp8",),
+        FIRST.config,
+        FIRST.recipes,
     ),
     "ten": Preset(
         "All ten recipes",

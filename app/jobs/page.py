@@ -17,7 +17,7 @@ from binade.app import show as show_items
 from binade.app.figure import Figure
 from binade.app.formatting import bytes_text, duration_text, plain
 from binade.app.jobs import summary
-from binade.app.jobs.collecting import wrapped
+from binade.app.jobs.collecting import Form, wrapped
 from binade.app.jobs.summary import WAITS
 from binade.app.pages.registry import PART
 from binade.app.params import LONGEST
@@ -137,7 +137,7 @@ def _head(root: Path, views: list[JobView]) -> None:
                     _collect()
 
 
-def _collect(**values: int) -> None:
+def _collect(**values: str) -> None:
     """Open New collection with the scope of this page."""
     address.go((address.shown() or View("runs")).at("runs", "collect", **values))
 
@@ -240,8 +240,8 @@ def _actions(root: Path, view: JobView) -> None:
             text = "Continue its run from the last checkpoint"
             st.button("Resume", icon=":material/resume:", key=f"resume_{job.id}", on_click=_do, args=act, help=text)
         if st.button("Clone and change", icon=":material/content_copy:", key=f"clone_{job.id}"):
-            st.session_state.pop("collect_from", None)
-            _collect(**{"from": job.id})
+            form = Form(job.config, (job.config.recipe,), 1, job.title, ", ".join(job.tags), job.start)
+            _collect(form=form.to_address())
         with st.popover("Rename and tag", icon=":material/edit:"):
             if f"title_{job.id}" not in st.session_state:  # the fields keep these texts, even if the job changes
                 st.session_state[f"seen_job_{job.id}"] = job

@@ -86,7 +86,7 @@ TOOLS = {
         PagePart("jobs", "Jobs", ":material/list_alt:", "binade.app.jobs.page", takes={"job": lambda opened: AnyText()},
              empty=True),
         PagePart("collect", "New collection", ":material/play_circle:", "binade.app.jobs.collect_page", writes=True,
-             takes={"from": lambda opened: AnyText()}, empty=True),
+             takes={"form": lambda opened: AnyText()}, empty=True),
     ),
     "notebook": (
         PagePart("sessions", "Sessions", ":material/bookmarks:", "binade.app.sessions.page",

@@ -50,6 +50,12 @@ def started(at: AppTest) -> SlurmOptions:
     return parse(shlex.split(at.code[0].value.replace("\\\n", " "))[1:]).start
 
 
+def form_of_job(root: Path) -> str:
+    """The parameter of the address that *Clone and change* of the only job opens."""
+    (job,) = store.read_jobs(root)
+    return collecting.Form(job.config, (job.config.recipe,), 1, job.title, ", ".join(job.tags), job.start).to_address()
+
+
 def press(at: AppTest, key: str) -> AppTest:
     at.button(key=key).click()
     return rerun(at)
@@ -80,7 +86,7 @@ class TestForm:
         (model / "config.json").write_text(json.dumps(settings))
         (model / "tokenizer.json").touch()
         add_line(root, ["run", "--model", str(model), "--sequence-length", "64"])
-        at = visit(root, "collect", **{"from": "1"})
+        at = visit(root, "collect", form=form_of_job(root))
         assert "Size" not in [box.label for box in at.selectbox]
         (run,) = chosen(at)
         assert (run.model, run.size, plan(run).shape.layers) == (str(model), "full", 5)
@@ -145,10 +151,10 @@ class TestCollect:
         job = json.loads(path.read_text())
         for start in (["--launcher", "slurm", "--time", "90"], ["--target", "gpu", "--time", "90"]):
             path.write_text(json.dumps(job | {"start": asdict(parse([*SHORT, *start]).start)}))
-            at = visit(root, "collect", **{"from": "1"})
+            at = visit(root, "collect", form=form_of_job(root))
             assert started(at) == parse([*SHORT, *start]).start
         targets.write_text('[targets.other]\nlauncher = "slurm"\n')
-        at = visit(root, "collect", **{"from": "1"})
+        at = visit(root, "collect", form=form_of_job(root))
         assert "has no target gpu: choose where to run" in at.warning[0].value.replace("\\", "")
         assert at.button(key="launch_refused").disabled
         at.selectbox(key="collect_target").set_value("other")
@@ -285,21 +291,57 @@ class TestCollect:
         line = [*SHORT, "--operand-quant", "qk.forward.key=mxfp4"]
         (job,) = jobs.add_runs(root, parse(line).plans, titles=["an old one"])
         jobs.cancel(root, job.id)
-        at = visit(root, "collect", **{"from": str(job.id)})
+        at = visit(root, "collect", form=form_of_job(root))
         assert chosen(at) == [job.config]
         assert at.text_input(key="collect_title").value == "an old one"
         assert "--operand-quant qk.forward.key=mxfp4" in words(at)
 
-    @pytest.mark.parametrize("number", ["abc", "9", "1" * 99])
-    def test_what_is_no_job_is_said(self, visit: Visit, root: Path, number: str):
-        at = visit(root, "collect", **{"from": number})
-        assert f"Job {number[:20]} cannot be cloned" in at.warning[0].value.replace("\\", "")
+    @pytest.mark.parametrize(
+        ("text", "said"),
+        [
+            ("abc", "Invalid JSON"),
+            ("[1]", "Input should be an object"),
+            ('{"seedz":1}', "seedz is 1"),
+            ('{"config":{"layers":"2"}}', "config.layers is"),
+            ('{"config":{"layers":-1}}', "--layers is -1"),
+            ('{"seeds":"9"}', "seeds is"),
+        ],
+    )
+    def test_what_is_no_form_is_said(self, visit: Visit, root: Path, text: str, said: str):
+        at = visit(root, "collect", form=text)
+        warning = at.warning[0].value.replace("\\", "")
+        assert "The address has no form that can be used" in warning and said in warning
         assert chosen(at) == parse(["quick", "mxfp8"]).runs
+
+    def test_the_address_has_what_the_fields_say(self, visit: Visit, root: Path):
+        """So a copied address, a reload and Back show the same form; the one that the page opens with adds nothing."""
+        at = visit(root, "collect")
+        assert "form" not in at.query_params
+        at.multiselect(key="collect_recipes").set_value(["bf16", "linear_mxfp4(without=wgrad)", "hifp8"])
+        at.number_input(key="collect_seeds").set_value(3)
+        at.number_input(key="collect_layers").set_value(1)
+        at.text_input(key="collect_title").set_value('größer & "mehr"')
+        rerun(at)
+        text = at.query_params["form"]
+        assert json.loads(text)["config"]["layers"] == 1
+        copy = visit(root, "collect", form=text)
+        assert chosen(copy) == chosen(at) and len(chosen(at)) == 9
+        assert copy.text_input(key="collect_title").value == 'größer & "mehr"'
+        press(copy, "preset_quick")
+        copy.text_input(key="collect_title").set_value("")
+        assert "form" not in rerun(copy).query_params
+        copy.query_params["form"] = text  # Back
+        assert chosen(rerun(copy)) == chosen(at)
+
+    def test_every_preset_survives_its_address(self):
+        for preset in collecting.PRESETS.values():
+            form = collecting.Form(preset.config, preset.recipes, preset.seeds, "a", "b, c", SlurmOptions(nodes=2))
+            assert collecting.Form.of_address(form.to_address()) == form
 
     def test_what_is_beyond_the_form_is_said(self, visit: Visit, root: Path):
         (job,) = add_line(root, [*SHORT, "--seed", str(2**60), "--micro-batches", "5000", "--no-raw"])
         jobs.cancel(root, job.id)
-        at = visit(root, "collect", **{"from": str(job.id)})
+        at = visit(root, "collect", form=form_of_job(root))
         assert "above the limits of this form" in at.warning[0].value.replace("\\", "")
         for word in ("micro batches 5000 (at most 4096)", f"seed {2**60} (at most {2**53 - 1})"):
             assert word in at.warning[0].value.replace("\\", "")

@@ -96,6 +96,27 @@ def test_a_run_launched_by_clicking_is_watched_and_opened(visit: Visit, app: str
     assert page.complaints == [] and other.complaints == []
 
 
+def test_a_form_is_in_its_address(visit: Visit, app: str, root: Path):
+    """A reload keeps it, Back undoes each change, and Forward repeats it."""
+    page = enter(visit, app, "New collection")
+    command = page.get_by_test_id("stCode").filter(has_text="binade")
+    settle(page)
+    seen = [(page.url, command.inner_text())]
+    for name in ("All ten recipes", "Ablation"):
+        page.get_by_role("button", name=name).click()
+        settle(page)
+        seen.append((page.url, command.inner_text()))
+    assert "form=" not in seen[0][0] and len({text for _, text in seen}) == 3
+    page.reload()
+    settle(page)
+    assert (page.url, command.inner_text()) == seen[2]
+    for step, back in ((1, True), (0, True), (1, False), (2, False)):
+        page.go_back() if back else page.go_forward()
+        settle(page)
+        assert (page.url, command.inner_text()) == seen[step]
+    assert page.complaints == []
+
+
 @pytest.mark.thorough
 def test_a_baseline_is_added_and_both_losses_are_read_at_one_iteration(visit: Visit, app: str, root: Path):
     page = enter(visit, app, "New collection")
