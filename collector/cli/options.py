@@ -184,16 +184,16 @@ class Request:
         from binade.data.runs import read_run
 
         run = read_run(root / Path(self.resume).name)
-        if self.branches and run.config.get("run_config") != json.loads(json.dumps(asdict(self.branches.config))):
-            return self.branches.plans(run)
-        _, positions = last(run)
-        config = positions[0].config
-        if self.plans and self.runs != [config]:
+        given = self.branches.config if self.branches else next(iter(self.runs), None)
+        if given and run.config.get("run_config") != json.loads(json.dumps(asdict(given))):
+            if self.branches:
+                return self.branches.plans(run)
             raise ConfigError(
-                f"{Path(self.resume).name} was started with other options: leave out all options but --resume and "
-                "--tensor-save-dir"
+                f"{run.run_id} was started with other options: to continue it, leave out all options but --resume and "
+                "--tensor-save-dir; to branch it, give --recipe and only options in which branches may differ"
             )
-        return [plan(config)]
+        _, positions = last(run)
+        return [plan(positions[0].config)]
 
 
 def parse(line: Sequence[str]) -> Request:
@@ -275,7 +275,6 @@ def _branches(given: Mapping[str, Any], others: Sequence[str], base: RunConfig) 
         "train_iters",
         "checkpoint_every",
         "evaluate_every",
-        "evaluate_sequences",
         "quantization",
         "quant_type",
         "record_tensors",

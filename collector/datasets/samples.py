@@ -11,7 +11,7 @@ in advance, and so tokenizes everything first.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from itertools import count
 
 import numpy as np
@@ -26,26 +26,33 @@ CHUNK = 1 << 20  # tokens checked at once
 
 
 def open_samples(
-    documents: Documents, length: int, seed: int, read: int, vocab: int, rank: int = 0, ranks: int = 1
+    documents: Documents,
+    length: int,
+    seed: int,
+    read: int,
+    vocab: int,
+    rank: int = 0,
+    ranks: int = 1,
+    without: Collection[int] = (),
 ) -> SampleStream:
-    """The samples of a run that reads so many tokens. Raises ConfigError if one of them is not in the vocabulary."""
+    """The samples of a run that reads so many tokens, of all documents but some. Raises ConfigError if one of them is
+    not in the vocabulary."""
     try:
-        stream = SampleStream(documents, length, seed, rank, ranks)
+        stream = SampleStream(documents, length, seed, rank, ranks, without)
         if isinstance(documents, IndexedDocuments):
-            _check_ids(documents, seed, read, vocab)
+            row, left = TokenRow(documents, seed, without), min(read, documents.total)
+            while left:
+                ids = row.take(min(left, CHUNK))
+                left -= len(ids)
+                check_ids(documents, ids, vocab)
     except DataError as error:
         raise ConfigError(str(error)) from error
     return stream
 
 
-def _check_ids(documents: IndexedDocuments, seed: int, read: int, vocab: int) -> None:
-    """Raise ConfigError if an id among the first `read` tokens is not in 0 to vocab - 1."""
-    row, left = TokenRow(documents, seed), min(read, documents.total)
-    least = most = 0
-    while left:
-        ids = row.take(min(left, CHUNK))
-        left -= len(ids)
-        least, most = min(least, int(ids.min())), max(most, int(ids.max()))
+def check_ids(documents: Documents, ids: np.ndarray, vocab: int) -> None:
+    """Raise ConfigError if one of these ids is not in 0 to vocab - 1."""
+    least, most = int(ids.min(initial=0)), int(ids.max(initial=0))
     if least < 0:
         raise ConfigError(f"dataset {documents.name} contains the token id {least}: expected non-negative ids")
     if most >= vocab:
@@ -66,11 +73,12 @@ def shuffled(bounds: np.ndarray, seed: int, epoch: int) -> Iterator[int]:
 
 
 class TokenRow:
-    """The endless row of tokens."""
+    """The endless row of the tokens of all documents but some. epoch: that of the last token, counted from 0."""
 
-    def __init__(self, documents: Documents, seed: int) -> None:
-        self._documents = self._endless(documents, seed)
+    def __init__(self, documents: Documents, seed: int, without: Collection[int] = ()) -> None:
+        self._documents = self._endless(documents, seed, frozenset(without))
         self._left = np.empty(0, dtype=np.int64)  # of the current document
+        self.epoch = 0
 
     def take(self, length: int) -> np.ndarray:
         """The next tokens, int64 [length]. Raises DataError if the documents have none."""
@@ -88,14 +96,15 @@ class TokenRow:
             length -= len(piece)
             yield piece
 
-    @staticmethod
-    def _endless(documents: Documents, seed: int) -> Iterator[np.ndarray]:
+    def _endless(self, documents: Documents, seed: int, without: frozenset[int]) -> Iterator[np.ndarray]:
         for epoch in count():
             empty = True
             for index in shuffled(documents.bounds, seed, epoch):
+                if index in without:
+                    continue
                 tokens = documents.tokens(index)
                 if len(tokens):
-                    empty = False
+                    empty, self.epoch = False, epoch
                     yield tokens
             if empty:
                 raise DataError(f"dataset {documents.name} contains no tokens: all its documents are empty")
@@ -108,8 +117,16 @@ class SampleStream:
     same batch size.
     """
 
-    def __init__(self, documents: Documents, sequence_length: int, seed: int, rank: int = 0, ranks: int = 1) -> None:
-        self._row = TokenRow(documents, seed)
+    def __init__(
+        self,
+        documents: Documents,
+        sequence_length: int,
+        seed: int,
+        rank: int = 0,
+        ranks: int = 1,
+        without: Collection[int] = (),
+    ) -> None:
+        self._row = TokenRow(documents, seed, without)
         self._next = self._row.take(1)  # the last label is the first token of the next sample
         self._length = sequence_length
         self._ranks = ranks
@@ -133,6 +150,11 @@ class SampleStream:
         if sequences:
             self._row.skip(sequences * self._length - 1)
             self._next = self._row.take(1)
+
+    @property
+    def epoch(self) -> int:
+        """How often all documents had been read before the last batch began to end."""
+        return self._row.epoch
 
     def digest(self) -> str:
         """SHA-256 of all ids returned so far: the tokens, then the labels of each batch, as little-endian int64."""

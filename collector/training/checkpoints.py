@@ -63,6 +63,13 @@ def last(run: RunInfo) -> tuple[Path, tuple[Position, ...]]:
 def branch_of(run: RunInfo, changes: Mapping[str, Any]) -> Branch:
     """Where branches with these changes of its configuration leave a run. Raises RunError, ConfigError."""
     first = to_branch(run, changes)[1][0]
+    if "evaluate_every" in changes and bool(changes["evaluate_every"]) != bool(first.config.evaluate_every):
+        if first.config.evaluate_every:
+            raise ConfigError(f"--evaluate-every is 0, but branches hold out what {run.run_id} does: leave it out")
+        raise ConfigError(
+            f"{run.run_id} was started without --evaluate-every, so no document is held out of what it was trained on: "
+            "leave --evaluate-every out, or start the run again with it"
+        )
     return Branch(run.run_id, first.config, first.done)
 
 

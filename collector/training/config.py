@@ -104,8 +104,8 @@ class RunConfig(WatchOptions):
         help="Write a checkpoint every N iterations, warm-up included, from which --resume continues; the last two are "
         "kept", default_help="none")
     evaluate_every: int = option(0, group=LENGTH, metavar="N", minimum=0, default_help="none",
-        help="Evaluate the loss of each held-out sequence, those after the ones that the run reads, every N iterations "
-        "with the recipe, before the first and after the last")
+        help="Evaluate the loss of each held-out sequence, of documents on which the run does not train, every N "
+        "iterations with the recipe, before the first and after the last")
     evaluate_sequences: int = option(32, group=LENGTH, metavar="N", minimum=2, maximum=1_000_000,
         help="Held-out sequences that are evaluated")
     micro_batches: int = option(1, group=LENGTH, metavar="N", minimum=1, label="Micro-batches",

@@ -7,7 +7,7 @@ import os
 import platform
 import shlex
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
@@ -40,7 +40,7 @@ from binade.collector.recipes.files import to_toml
 from binade.collector.recipes.recipe import Communication
 from binade.collector.settings import JOB_VARIABLE, BackendName, DeviceName, MergeRanks
 from binade.collector.training.config import RunConfig
-from binade.collector.training.held_out import Batch, logits_of, open_batches, sequences_read
+from binade.collector.training.held_out import Batch, hold_out, logits_of
 from binade.collector.training.memory import available_host_memory, check_memory
 from binade.collector.training.plan import Plan
 from binade.collector.training.ranks import (
@@ -142,14 +142,16 @@ def train(
             ) from error
 
 
-def open_stream(plan: Plan, dataset: Dataset, rank: int = 0, ranks: int = 1) -> SampleStream:
-    """The samples of a replica of a run. Raises ConfigError if the run would read a token that the model does not
-    have."""
+def open_stream(
+    plan: Plan, dataset: Dataset, rank: int = 0, ranks: int = 1, without: Collection[int] = ()
+) -> SampleStream:
+    """The samples of a replica of a run, of all documents but some. Raises ConfigError if the run would read a token
+    that the model does not have."""
     config = plan.config
     batches = ranks * config.micro_batches * (config.warmup_iterations + config.iterations)
     read = batches * config.micro_batch_size * config.sequence_length + 1
     documents, length = dataset.documents, config.sequence_length
-    return open_samples(documents, length, config.seed, read, plan.shape.vocab, rank, ranks)
+    return open_samples(documents, length, config.seed, read, plan.shape.vocab, rank, ranks, without)
 
 
 def describe_run(plan: Plan, checkpoint: Checkpoint | None, dataset: Dataset, device: torch.device) -> dict[str, Any]:
@@ -198,13 +200,12 @@ def _run(plan: Plan, root: Path, ranks: Ranks, say: Say, progress: Progress, res
     config = plan.config
     checkpoint = open_checkpoint(config.model, plan.shape) if config.has_path else None
     dataset = open_dataset(config.dataset, config.tokenizer_name, plan.shape.vocab)
-    stream = open_stream(plan, dataset, ranks.replica, ranks.replicas)
+    apart = hold_out(plan, dataset)
+    stream = open_stream(plan, dataset, ranks.replica, ranks.replicas, apart.documents)
     device = (
         torch.device("cuda", torch.cuda.current_device()) if config.device == DeviceName.CUDA else torch.device("cpu")
     )
-    held_out: Sequence[Batch] = ()
-    if config.evaluate_every:
-        held_out = open_batches(plan, dataset, sequences_read(config), config.evaluate_sequences, device)
+    held_out = apart.batches(config, device) if config.evaluate_every else []
     description = describe_run(plan, checkpoint, dataset, device)
     if resumed:
         check_unchanged(resumed, description)

@@ -108,6 +108,19 @@ def test_branches_are_compared_in_pairs(branched: Path):
     assert set(against.loc[against["quantized"], "run_id"]) == {parent.run_id, plain.run_id, again.run_id}
 
 
+def test_branches_of_equal_runs_are_one_seed(branched: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    """The same run twice, and two branches of each: a repetition, from which no interval follows."""
+    for _ in range(2):
+        assert run_forked(tmp_path, *SMALL, "--train-iters", "2") == 0
+        line = ("--resume", runs_of(tmp_path)[-1].run_id, "--recipe", "bf16,mxfp4", "--train-iters", "4")
+        assert run_forked(tmp_path, *line) == 0
+    with Catalog.open(tmp_path) as opened:
+        table = runs_with_references(opened.runs(), opened.parts())
+        (recipe,) = compare(table, losses_of(opened, table["run_id"])).recipes
+    assert table["data"].nunique() == 3 and recipe.gap.n == 1
+    assert recipe.runs == (runs_of(tmp_path)[-1].run_id,)
+
+
 def test_what_cannot_be_branched(branched: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     parent, _, mxfp4, _ = runs_of(branched)
 
@@ -118,6 +131,8 @@ def test_what_cannot_be_branched(branched: Path, tmp_path: Path, capfd: pytest.C
 
     count = len(runs_of(branched))
     assert "--seed is that of" in refused(parent.run_id, "--recipe", "mxfp4,mxfp8", "--seed", "3")
+    assert "started with other options" in refused(parent.run_id, "--recipe", "mxfp4", "--seed", "3")
+    assert "no document is held out" in refused(parent.run_id, "--recipe", "mxfp4,bf16", "--evaluate-every", "1")
     assert "unknown" in refused(parent.run_id, "--recipe", "mxfp9")
     with pytest.raises(ConfigError, match="takes no branches"):
         add_line(branched, ["run", "--resume", parent.run_id, "--recipe", "mxfp4"])

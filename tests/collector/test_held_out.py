@@ -3,19 +3,24 @@ are compared sequence by sequence."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from scipy.stats import ttest_rel
+from torch import Tensor
 
 from binade.cli import main
-from binade.collector.datasets.loading import open_dataset
-from binade.collector.datasets.samples import SampleStream
+from binade.collector.datasets.loading import Dataset, open_dataset
+from binade.collector.errors import ConfigError
 from binade.collector.models.model import GPTModel
 from binade.collector.training.config import RunConfig
-from binade.collector.training.plan import plan
+from binade.collector.training.held_out import hold_out, open_batches
+from binade.collector.training.loop import open_stream
+from binade.collector.training.plan import Plan, plan
 from binade.data.difference import difference
 from binade.data.held_out import read_held_out
 from binade.data.runs import RunInfo, list_runs
@@ -26,6 +31,17 @@ from tests.collector.test_resume import SMALL, run
 pytestmark = pytest.mark.slow
 EVALUATED = ("--evaluate-every", "2", "--evaluate-sequences", "5")
 RECIPES = ("bf16", "te_delayed", "nvidia_nvfp4(without=keep)")  # the last one rounds stochastically
+
+
+def opened(**options: Any) -> tuple[Plan, Dataset]:
+    """A run with small batches that is evaluated, and its data."""
+    given: dict[str, Any] = {"layers": 1, "micro_batch_size": 1, "train_iters": 4, "evaluate_every": 2}
+    planned = plan(RunConfig(**given | options))
+    return planned, open_dataset(planned.config.dataset, planned.config.tokenizer_name, planned.shape.vocab)
+
+
+def as_bytes(ids: Tensor) -> bytes:
+    return ids.numpy().astype("<i2").tobytes()
 
 
 def runs_of(root: Path) -> list[RunInfo]:
@@ -56,20 +72,54 @@ def test_the_losses_are_those_of_the_model_alone(root: Path):
     assert list(found) == [0, 2, 4]
     assert [each.tokens for each in found.values()] == [32, 96, 160]  # one iteration of warm-up
     assert len({each.data_sha256 for each in found.values()}) == 1
-    planned = plan(RunConfig(layers=1, micro_batch_size=1, sequence_length=32, train_iters=4))
-    dataset = open_dataset(planned.config.dataset, planned.config.tokenizer_name, planned.shape.vocab)
-    stream = SampleStream(dataset.documents, 32, planned.config.seed)
-    read = [stream.batch(1) for _ in range(10)]
+    planned, dataset = opened(sequence_length=32, evaluate_sequences=5)
+    held = hold_out(planned, dataset)
+    tokens, labels = open_stream(planned, dataset, without=held.documents).batch(1)
+    evaluated = held.batches(planned.config, torch.device("cpu"))
     model = GPTModel(planned.shape)
     model.initialize(planned.config.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
-    tokens, labels = read[0]
     F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten()).backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     with torch.no_grad():
-        own = [float(F.cross_entropy(model(x).flatten(0, 1), y.flatten())) for x, y in read[5:]]
+        own = [float(F.cross_entropy(model(x).flatten(0, 1), y.flatten())) for x, y in evaluated]
     assert found[0].losses == pytest.approx(own, rel=1e-5)
+
+
+def test_no_epoch_has_the_documents_that_are_held_out():
+    """Checked in the text: every piece of 24 tokens that is evaluated is in none of three epochs of the training."""
+    planned, dataset = opened(sequence_length=64, evaluate_sequences=40)
+    held = hold_out(planned, dataset)
+    evaluated = torch.cat([tokens.flatten() for tokens, _ in held.batches(planned.config, torch.device("cpu"))])
+    assert len(evaluated) == 40 * 64
+    stream, trained, read = open_stream(planned, dataset, without=held.documents), b"", 0
+    while stream.epoch < 3:
+        trained += as_bytes(stream.batch(8)[0])
+        read += 1
+    pieces = [as_bytes(evaluated[start : start + 24]) for start in range(0, len(evaluated) - 24, 24)]
+    assert read > 100 and not any(piece in trained for piece in pieces)
+    without, every = opened(evaluate_every=0)[0], b""
+    stream = open_stream(without, dataset)
+    while not stream.epoch:
+        every += as_bytes(stream.batch(8)[0])
+    assert sum(piece not in every for piece in pieces) <= len(held.documents)  # those across two documents
+    other = opened(sequence_length=64, evaluate_sequences=40, seed=7)[0]
+    assert hold_out(other, dataset).documents == held.documents  # of each seed
+
+
+def test_no_sequence_is_evaluated_twice():
+    """`binade measure` takes the sequences after those that a run read, and says so if the data end before."""
+    planned, dataset = opened(evaluate_every=0, sequence_length=256)
+    cpu = torch.device("cpu")
+    batches = open_batches(planned, dataset, 100, 60, cpu)
+    rows = {tuple(row.tolist()) for tokens, _ in batches for row in tokens}
+    assert len(rows) == 60
+    stream = open_stream(planned, dataset)
+    assert not rows & {tuple(row.tolist()) for row in torch.cat([stream.batch(1)[0] for _ in range(100)])}
+    for skip, sequences in ((0, 200), (100, 90), (10_000, 1)):
+        with pytest.raises(ConfigError, match=f"wikipedia has fewer than {sequences} sequences of 256 tokens"):
+            open_batches(planned, dataset, skip, sequences, cpu)
 
 
 def test_a_killed_run_has_the_same_evaluations(root: Path, tmp_path: Path):
@@ -98,3 +148,8 @@ def test_they_are_compared_sequence_by_sequence(root: Path, capsys: pytest.Captu
 def test_what_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     assert run_forked(tmp_path, *SMALL, *EVALUATED, "--find-nan") == 2
     assert "--evaluate-every and --find-nan cannot be combined" in capfd.readouterr().err
+    documents = ({"text": text} for text in ("one", "two", "three " * 99))
+    (tmp_path / "few.jsonl").write_text("\n".join(map(json.dumps, documents)))
+    assert run_forked(tmp_path, *SMALL, *EVALUATED, "--dataset", str(tmp_path / "few.jsonl")) == 2
+    assert "has 3 documents, and more than half of them would be held out" in capfd.readouterr().err
+    assert not runs_of(tmp_path)
