@@ -129,7 +129,7 @@ def loss_gaps(table: pd.DataFrame, losses: Losses) -> pd.DataFrame:
 def costs(gaps: pd.DataFrame, table: pd.DataFrame) -> pd.DataFrame:
     """A row per quantized run, the largest |gap| first.
 
-    Columns run_id, label, name, recipe, settings, data, parts (what is rounded, in words), gap (mean over the
+    Columns run_id, label, name, recipe, settings, start, parts (what is rounded, in words), gap (mean over the
     iterations that both have), first (in the first one, on equal weights; NaN without one), last (at the last), added
     (last minus first; NaN without a later iteration), iterations, only (the part, where only one is rounded), spec (its
     format).
@@ -142,11 +142,11 @@ def costs(gaps: pd.DataFrame, table: pd.DataFrame) -> pd.DataFrame:
         part = part.sort_values("iteration")
         first, last = part.loc[part["equal"], "gap"].mean(), part["gap"].iloc[-1]
         only, spec = next(iter(rounded.items())) if len(rounded) == 1 else (None, None)
-        row = {"run_id": run_id} | {name: run[name] for name in ("label", "name", "recipe", "settings", "data")}
+        row = {"run_id": run_id} | {name: run[name] for name in ("label", "name", "recipe", "settings", "start")}
         row |= {"parts": ", ".join(f"{name} {fmt}" for name, fmt in rounded.items()), "gap": part["gap"].mean()}
         row |= {"first": first, "last": last, "added": np.nan if part["equal"].iloc[-1] else last - first}
         rows.append(row | {"iterations": len(part), "only": only, "spec": spec})
-    columns = ["run_id", "label", "name", "recipe", "settings", "data", "parts", "gap", "first", "last", "added"]
+    columns = ["run_id", "label", "name", "recipe", "settings", "start", "parts", "gap", "first", "last", "added"]
     found = pd.DataFrame(rows, columns=[*columns, "iterations", "only", "spec"])
     return found.sort_values("gap", key=abs, ascending=False, ignore_index=True)
 
@@ -187,11 +187,11 @@ def by_recipe(costs: pd.DataFrame) -> list[RecipeRuns]:
     """`costs` by recipe and settings, the largest |mean gap| first."""
     found = []
     for (name, _), runs in costs.groupby(["name", "settings"], sort=False):
-        runs = runs.sort_values("run_id").drop_duplicates("data", keep="last")
+        runs = runs.sort_values("run_id").drop_duplicates("start", keep="last")
         newest = runs.iloc[-1]
         label = newest["label"] if len(runs) == 1 else str(name)
-        gaps = dict(zip(runs["data"], runs["gap"], strict=True))
-        first, added = (runs.dropna(subset=[name]).set_index("data")[name].to_dict() for name in ("first", "added"))
+        gaps = dict(zip(runs["start"], runs["gap"], strict=True))
+        first, added = (runs.dropna(subset=[name]).set_index("start")[name].to_dict() for name in ("first", "added"))
         ids = tuple(runs["run_id"])
         found.append(RecipeRuns(label, gaps, newest["run_id"], newest["only"], newest["spec"], first, added, ids))
     return sorted(found, key=lambda recipe: -abs(recipe.gap.value))
@@ -339,8 +339,8 @@ def compare(table: pd.DataFrame, losses: Losses, base: str = BF16) -> Comparison
 
 
 def _interval(estimate: Estimate, single: str = NO_INTERVAL, measure: Field = GAP) -> str:
-    if estimate.n < 2:
-        return single if estimate.n else ""
+    if estimate.n < 2 or math.isnan(estimate.value):
+        return single if estimate.n == 1 else ""
     return f"{measure.text(estimate.low)} to {measure.text(estimate.high)}"
 
 

@@ -131,10 +131,10 @@ def held_out_gap(pairs: Sequence[Differences]) -> HeldOutGap | None:
 
 def slopes_of(pair: Differences) -> list[float]:
     """The slope of each sequence's difference over the logarithm of the tokens to base 2 (least squares); empty for
-    fewer than FEWEST evaluations of the same number of sequences after some tokens. The mean of the slopes is the slope
-    of the mean."""
+    fewer than FEWEST evaluations of the same number of sequences after different numbers of tokens. The mean of the
+    slopes is the slope of the mean."""
     points = [(math.log2(tokens), values) for tokens, values in pair.values() if tokens]
-    if len(points) < FEWEST or len({len(values) for _, values in points}) > 1:
+    if len({at for at, _ in points}) < FEWEST or len({len(values) for _, values in points}) > 1:
         return []
     middle = _mean([at for at, _ in points])
     weights = [at - middle for at, _ in points]

@@ -6,6 +6,7 @@ Runs are matched by what they have read, see data.same_data. No torch here.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
@@ -48,6 +49,7 @@ def runs_with_references(runs: pd.DataFrame, parts: pd.DataFrame) -> pd.DataFram
     PARTS      one column per part: its format, "bf16" if it is not rounded; None if only losses were imported
     branch_of  the run_id of the run from which it branched off, or None
     branched   the first iteration of a branch; minus infinity for a run from the start
+    start      equal for runs that count as repetitions of one another: `data`; of branches, seed and `branched`
     references the run_ids of the bf16 runs on the same data, the newest first: of several, a comparison
                takes the one that has most of what it compares. Of a branch: bf16 branches of the same checkpoint, and
                the run that it is of
@@ -89,6 +91,8 @@ def runs_with_references(runs: pd.DataFrame, parts: pd.DataFrame) -> pd.DataFram
     shared = [*map(shared_settings, configs)]
     table["branch_of"] = [(branch_of(config) or {}).get("run_id") for config in shared]
     table["branched"] = pd.Series([*map(branched_at, shared)], table.index, float)
+    starts = zip(table["data"], table["seed"], table["branched"], strict=True)
+    table["start"] = pd.Series([d if at == -math.inf else (seed, at) for d, seed, at in starts], table.index, object)
     plain_ids = {*plain["run_id"]}
     table["references"] = [
         (*on_data.get(data, ()), *([origin] if origin in plain_ids else []))

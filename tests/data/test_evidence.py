@@ -116,6 +116,10 @@ class TestSentences:
         said = evidence.effects(items, "bf16")
         assert said == "One seed cannot tell these from bf16: PV +0.0066 nats; QK +0.0010 nats."
 
+    def test_a_loss_that_is_nan_is_named_as_such(self):
+        said = evidence.effects([("a", evidence.mean(GAP, [math.nan] * 4, "sequences"))], "bf16")
+        assert str(said) == "Compared with bf16, a loss is NaN or Inf: a."
+
     def test_effects_are_judged_together(self):
         items = [
             ("mxfp4", evidence.mean(GAP, [0.5, 0.52, 0.49, 0.51])),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -54,6 +55,9 @@ def test_the_slope_is_that_of_each_sequence_over_doublings():
     assert found is not None and found.slope.value == pytest.approx(linregress(at, gaps.mean(1)).slope)
     interval = ttest_1samp(slopes, 0).confidence_interval(0.95)
     assert (found.slope.low, found.slope.high) == pytest.approx((interval.low, interval.high))
+    alike = {step: replace(each, tokens=256) for step, each in run.items()}
+    same = held_out_gap([differences(alike, reference)])
+    assert same is not None and np.isfinite(same.gap.value) and np.isnan(same.slope.value)
     few = {step: each for step, each in run.items() if step < 20}
     short = held_out_gap([differences(few, reference)])
     assert short is not None and short.iteration == 10 and np.isnan(short.slope.value)
