@@ -11,6 +11,7 @@ from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 SCRIPT = b"<script>window.__streamlit = {BACKEND_BASE_URL: location.origin}</script>"
+LEFT_OUT = (b"accept-encoding", b"range", b"if-none-match", b"if-modified-since", b"if-range")  # of a request
 STYLES = Path(__file__).with_name("app.css").read_bytes()
 
 
@@ -27,7 +28,7 @@ class OneAddress:
         accepted = MutableHeaders(scope=scope).get("accept", "")
         if "text/html" not in accepted:
             return await self.app(scope, receive, send)
-        plain = [(name, value) for name, value in scope["headers"] if name not in (b"accept-encoding", b"range")]
+        plain = [(name, value) for name, value in scope["headers"] if name not in LEFT_OUT]
         start: Message | None = None
         body = b""
 
@@ -44,7 +45,10 @@ class OneAddress:
                 return
             body = body.replace(b"<head>", b"<head>" + SCRIPT, 1)
             body = body.replace(b"<body>", b"<body><style>" + STYLES + b"</style>", 1)
-            MutableHeaders(scope=start)["content-length"] = str(len(body))
+            headers = MutableHeaders(scope=start)
+            headers["content-length"] = str(len(body))
+            for name in ("etag", "last-modified"):  # of the file, which does not change when STYLES do
+                del headers[name]
             await send(start)
             await send({"type": "http.response.body", "body": body})
 

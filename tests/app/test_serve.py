@@ -6,10 +6,13 @@ import sys
 
 import pytest
 from click.testing import CliRunner
+from starlette.staticfiles import StaticFiles
+from starlette.testclient import TestClient
 from streamlit import config
 from streamlit.web import bootstrap, cli
 
 from binade.app.cli import _options, _settings
+from binade.app.one_address import OneAddress
 from binade.app.sharing import SharingError, address_of, sharing_of
 from binade.cli import main
 from binade.collector.cli.jobs import add_line
@@ -40,6 +43,20 @@ def test_a_root_that_is_a_file(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().err.splitlines() == [
         f"binade: {tmp_path / 'runs'} is a file: the root of the runs must be a directory"
     ]
+
+
+def test_a_page_is_not_kept_by_the_browser_when_the_styles_change(tmp_path):
+    """The page that Streamlit serves is a file with a tag, which stays the same when the app's styles change."""
+    (tmp_path / "index.html").write_text("<html><head></head><body>page</body></html>")
+    (tmp_path / "data.json").write_text("{}")
+    files = StaticFiles(directory=tmp_path, html=True)
+    browser, plain = TestClient(OneAddress(files)), TestClient(files)
+    html = {"accept": "text/html"}
+    kept = plain.get("/", headers=html).headers["etag"]
+    again = browser.get("/", headers=html | {"if-none-match": kept})
+    assert again.status_code == 200 and "etag" not in again.headers and "<style>" in again.text
+    assert plain.get("/", headers=html | {"if-none-match": kept}).status_code == 304
+    assert browser.get("/data.json", headers={"accept": "*/*"}).headers["etag"]
 
 
 PROXIED = {"header": "X-User", "proxy": "10.0.0.1"}

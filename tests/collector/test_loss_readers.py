@@ -208,6 +208,18 @@ CASES = {
               "loss: {x}", "eval metrics after step: 4, loss=9.0, total_weights=1.0"),
         "PrintedLog", "loss",
     ),
+    "MaxText, by grep": Case(
+        lines("completed step: {s}, seconds: 1.2, TFLOP/s/device: 100.1, total_weights: 65536, loss: {x}"),
+        "PrintedLog", "loss",
+    ),
+    "NeMo 2, by grep": Case(
+        lines("Training epoch 0, iteration {s}/99 | lr: 1.5e-07 | global_step: {s} | reduced_train_loss: {x}"),
+        "PrintedLog", "reduced_train_loss",
+    ),
+    "evaluations of the same steps": Case(
+        lines("step {s} loss {x}\ntest: step {s} loss 9.0\n[eval] step {s} loss 9.0\nstep {s} | val | loss 9.0"),
+        "PrintedLog", "loss",
+    ),
     "a printed dict": Case(
         lines("{{'loss': {x}, 'grad_norm': 1.0, 'step': {s}}}", "{'eval_loss': 9.0, 'step': 4}"), "PrintedLog", "loss"
     ),

@@ -33,7 +33,9 @@ class PrintedLog(TableReader):
         re.I | re.ASCII,
     )
 
-    _validation: ClassVar = re.compile(r"\b(?:validat(?:e|ion|ing)|eval(?:uat(?:e|ion|ing))?)\b(?=[\s:])", re.I)
+    _validation: ClassVar = re.compile(
+        r"\b(?:validat(?:e|ion|ing)|eval(?:uat(?:e|ion|ing))?|val(?:id)?|test(?:ing)?)\b(?=[\s:\])|])", re.I
+    )
 
     def recognize(self, start: Start) -> Confidence:
         rows = [row for line in start.lines if (row := self._row(line)) and self.has_columns(row)]

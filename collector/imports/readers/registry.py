@@ -33,7 +33,6 @@ READERS: tuple[Reader, ...] = (
     TensorboardJson(),
     WandbCsv(),
     LightningCsv(),
-    CsvTable(),
     LlamaFactory(),
     MsSwift(),
     MsSwiftMegatron(),
@@ -48,6 +47,7 @@ READERS: tuple[Reader, ...] = (
     OlmoLog(),
     DeepSpeedLog(),
     PrintedLog(),
+    CsvTable(),  # of any columns: what is a line for another reader may be cells for this one
 )
 
 
