@@ -757,7 +757,7 @@ class TestRecipes:
             ("c", "PV_mxfp4", "s", "2", 0.3, "PV", "mxfp4"),
             ("d", "PV_mxfp4", "s", "2", 0.4, "PV", "mxfp4"),
         ]
-        columns = ["run_id", "name", "settings", "data", "gap", "only", "spec"]
+        columns = ["run_id", "name", "settings", "start", "gap", "only", "spec"]
         costs = pd.DataFrame(rows, columns=columns).assign(label=lambda table: table["name"] + table["run_id"])
         costs = costs.assign(first=costs["gap"] / 2, added=math.nan)
         qk, pv = comparison.by_recipe(costs)

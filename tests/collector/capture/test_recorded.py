@@ -81,6 +81,14 @@ def kind_of(row) -> str:
     return "qk" if row.tensor_name in qk else "pv"
 
 
+def check_product(a, b, product):
+    """That a product in bf16 is that of these operands: rounded once, after a sum in float32 in any order, which
+    depends on the processor."""
+    exact, sizes = a.double() @ b.double(), a.double().abs() @ b.double().abs()
+    bound = exact.abs() * 2**-8 + a.shape[-1] * 2**-23 * sizes
+    assert bool((product.double().view_as(exact) - exact).abs().le(bound).all())
+
+
 class TestRecorded:
     def test_exactly_these_tensors(self, recorded):
         _, catalog, _ = recorded
@@ -153,10 +161,10 @@ class TestRecorded:
             def rounded(x, dim, to=recipe, fmt=fmt):
                 return x if fmt == "bf16" else quant.fake_quantize(x, to, dim=dim)
 
-            dq = rounded(grad, -1, fmt).flatten(2, 3) @ rounded(k, -2)
-            assert torch.equal(dq.view_as(hooks.seen[layer, "core", "query"]), hooks.seen[layer, "core", "grad_query"])
-            dk = rounded(grad, -2, fmt).flatten(2, 3).mT @ rounded(q, -2).flatten(2, 3)
-            assert torch.equal(dk, hooks.seen[layer, "core", "grad_key"])
+            dq = hooks.seen[layer, "core", "grad_query"]
+            check_product(rounded(grad, -1, fmt).flatten(2, 3), rounded(k, -2), dq)
+            dk = hooks.seen[layer, "core", "grad_key"]
+            check_product(rounded(grad, -2, fmt).flatten(2, 3).mT, rounded(q, -2).flatten(2, 3), dk)
 
     @pytest.mark.sampled(1)
     def test_summary_is_the_files(self, recorded):
