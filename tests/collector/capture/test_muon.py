@@ -45,6 +45,16 @@ def orthogonal_in_torch(x: Tensor, **options: Any) -> Tensor:
     return -weight.detach() / math.sqrt(max(1, x.shape[0] / x.shape[1]))
 
 
+def polar_factors(momentum: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """The orthogonal polar factor of a momentum: SciPy's, and torch's."""
+    return scipy.linalg.polar(momentum.double().numpy())[0], orthogonal_in_torch(momentum, **EXACT).double().numpy()
+
+
+def angle(a: np.ndarray, b: np.ndarray) -> float:
+    """Between two matrices as vectors, in degrees."""
+    return float(np.degrees(np.arccos(min(1, (a * b).sum() / np.linalg.norm(a) / np.linalg.norm(b)))))
+
+
 @pytest.mark.parametrize("shape", [(40, 50), (50, 20), (7, 7)])
 @pytest.mark.parametrize(
     "options",
@@ -102,23 +112,27 @@ def test_rounded_momenta_and_the_error_of_the_orthogonalized_update(tmp_path):
 
 
 def test_the_angle_is_that_of_polar_factors(tmp_path):
-    """With an iteration that converges, in bfloat16: within two percent of SciPy's polar factors in float64."""
+    """With an iteration that converges, in bfloat16, the angle is that of SciPy's polar factors in float64, but for the
+    angles between these and what torch makes of the same momenta: angles between matrices obey the triangle inequality.
+    How large these are depends on the processor's products."""
     model, other = build(48, 24), build(48, 24)
     optimizer, plain = (
         torch.optim.Muon(each.parameters(), lr=0.02, nesterov=False, **EXACT) for each in (model, other)
     )
     train(tmp_path, {"momentum_buffer": FP8}, model, optimizer)
-    angles = []
+    angles, apart = [], []
     for number in range(STEPS):
         steps(other, plain, range(number, number + 1))
         for p in other.parameters():
             momentum = plain.state[p]["momentum_buffer"]
-            exact = scipy.linalg.polar(momentum.double().numpy())[0]
+            exact, near = polar_factors(momentum)
             momentum.copy_(torch.from_numpy(ROUND[FP8](momentum.numpy())))
-            rounded = scipy.linalg.polar(momentum.double().numpy())[0]
-            angles.append(np.degrees(np.arccos((exact * rounded).sum() / min(exact.shape))))
+            rounded, near_rounded = polar_factors(momentum)
+            angles.append(angle(exact, rounded))
+            apart.append(angle(exact, near) + angle(rounded, near_rounded))
     found = rows(tmp_path, values=False, tensor_name="update_angle").sort_values(["iteration", "layer_index"])
-    assert found["mean"].to_numpy() == pytest.approx(angles, rel=0.02) and min(angles) > 1
+    assert (np.abs(found["mean"].to_numpy() - angles) <= np.array(apart) + 1e-3).all()
+    assert min(angles) > 1 and np.median(np.array(apart) / angles) < 0.5  # but where singular values are tiny
 
 
 def int4(x: np.ndarray, axis: int | None) -> np.ndarray:

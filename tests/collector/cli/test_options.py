@@ -37,6 +37,7 @@ OTHER = {
     "scores": (),
     "router_quant": "bf16",
     "softmax": "flash",
+    "tensors": ("grad_key",),  # the last one is of Muon alone, which no model has
     "watch": "every 3 steps",
     "trigger": ("saturated > 1%", "nan"),
     "warn": ("saturated > 1%",),
