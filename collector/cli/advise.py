@@ -195,9 +195,10 @@ def _measure(
 
     planned = plan_of(catalog, known, "measure your own model with binade.measure(..., root=ROOT)")
     by = tuple(dict.fromkeys(("part", "part" if request.by == "model" else request.by)))
-    specs, skip = request.specs or tuple(known.specs), sequences_read(planned.config)
+    specs, held_out = request.specs or tuple(known.specs), planned if planned.config.evaluate_every else None
+    skip = 0 if held_out else sequences_read(planned.config)
     groups = by_prediction(known, request.by)[: measured.groups]
-    asked = Measurement(planned, specs, by, parts, measured.sequences, skip, groups=groups)
+    asked = Measurement(planned, specs, by, parts, measured.sequences, skip, held_out, groups=groups)
     with console("measure", "pass") as shown:
         run_id, _ = measure_effects(asked, root, say=shown.print, progress=shown.progress)
     print_text(f"measured in {run_id}\n")

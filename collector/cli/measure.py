@@ -86,6 +86,8 @@ def requested(root: Path, run: str | None, given: dict[str, Any], skip: int | No
     changes: dict[str, Any] = {"tp": 1, "dp": 1, "sequence_parallel": False, "backend": BackendName.AUTO}
     used = replace(config, recipe="bf16", **changes | given)
     apart = used.dataset == config.dataset and skip is None
+    if apart and config.evaluate_every:
+        return Measurement(plan(used), (), held_out=plan(config), weights=weights)
     lengths = -(-sequences_read(config) * config.sequence_length // used.sequence_length)
     return Measurement(plan(used), (), skip=lengths if apart else skip or 0, weights=weights)
 

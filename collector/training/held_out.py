@@ -32,12 +32,17 @@ class HeldOutData:
     documents: frozenset[int]
     row: np.ndarray
 
-    def batches(self, config: RunConfig, device: torch.device) -> list[Batch]:
-        """Its sequences, in batches as large as those of the training."""
-        row = torch.from_numpy(self.row.astype(np.int64)).to(device)
-        tokens, labels = (each.view(-1, config.sequence_length) for each in (row[:-1], row[1:]))
-        starts = range(0, len(tokens), size := config.micro_batch_size)
-        return [(tokens[start : start + size], labels[start : start + size]) for start in starts]
+    def batches(self, config: RunConfig, sequences: int, device: torch.device) -> list[Batch]:
+        """Its first sequences, in the lengths and batches of this configuration. Raises ConfigError if it has fewer."""
+        length, size = config.sequence_length, config.micro_batch_size
+        if len(self.row) <= (needed := sequences * length):
+            raise ConfigError(
+                f"a run holds out {len(self.row) - 1:,} tokens, but {sequences} sequences of {length} have {needed:,}: "
+                f"evaluate at most {(len(self.row) - 1) // length}, or choose others with --skip"
+            )
+        row = torch.from_numpy(self.row[: needed + 1].astype(np.int64)).to(device)
+        tokens, labels = row[:-1].view(-1, length), row[1:].view(-1, length)
+        return [(tokens[start : start + size], labels[start : start + size]) for start in range(0, sequences, size)]
 
 
 def hold_out(plan: Plan, dataset: Dataset) -> HeldOutData:
@@ -73,11 +78,11 @@ def sequences_read(config: RunConfig) -> int:
 
 
 def open_batches(plan: Plan, dataset: Dataset, skip: int, sequences: int, device: torch.device) -> list[Batch]:
-    """So many sequences of the data that a run trains on, after the first `skip`. Raises ConfigError as `open_samples`,
-    and if the data end before: no sequence is read twice."""
+    """So many sequences of the data after the first `skip`, in the order in which a run reads them. Raises ConfigError
+    as `open_samples`, and if the data end before: no sequence is read twice."""
     config, length = plan.config, plan.config.sequence_length
-    read, without = (skip + sequences) * length + 1, hold_out(plan, dataset).documents
-    stream = open_samples(dataset.documents, length, config.seed, read, plan.shape.vocab, without=without)
+    read = (skip + sequences) * length + 1
+    stream = open_samples(dataset.documents, length, config.seed, read, plan.shape.vocab)
     for start in range(0, skip, CHUNK):
         if not stream.epoch:
             stream.skip(min(CHUNK, skip - start))
@@ -87,11 +92,12 @@ def open_batches(plan: Plan, dataset: Dataset, skip: int, sequences: int, device
         batches.append((tokens.to(device), labels.to(device)))
     if stream.epoch:
         after = f" after the first {skip:,}, such as those that a run trains on," if skip else ""
+        instead = (
+            ", leave out fewer (--skip), or train with --evaluate-every, which holds documents out" if skip else ""
+        )
         raise ConfigError(
             f"dataset {dataset.documents.name} has fewer than {sequences:,} sequences of {length} tokens{after} before "
-            "it repeats: evaluate fewer or shorter sequences (--sequences, --sequence-length)"
-            + ", or leave out fewer (--skip)"
-            * bool(skip)
+            f"it repeats: evaluate fewer or shorter sequences (--sequences, --sequence-length){instead}"
         )
     return batches
 

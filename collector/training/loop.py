@@ -205,7 +205,7 @@ def _run(plan: Plan, root: Path, ranks: Ranks, say: Say, progress: Progress, res
     device = (
         torch.device("cuda", torch.cuda.current_device()) if config.device == DeviceName.CUDA else torch.device("cpu")
     )
-    held_out = apart.batches(config, device) if config.evaluate_every else []
+    held_out = apart.batches(config, config.evaluate_sequences, device) if config.evaluate_every else []
     description = describe_run(plan, checkpoint, dataset, device)
     if resumed:
         check_unchanged(resumed, description)

@@ -1,7 +1,7 @@
 """`binade measure`: the effects of rounding groups of products in a model of `binade run`, as a run on disk.
 
 The weights are those of a checkpoint by path, those that the seed draws, or those of a run's last checkpoint. Sequences
-are those that follow the ones left out: of a run, those that it trains on.
+are those that a run holds out, or those that follow the ones left out: of a run, those that it trains on.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from binade.collector.models.model import GPTModel
 from binade.collector.pretrained.checkpoint import open_checkpoint
 from binade.collector.pretrained.directory import describe_weights
 from binade.collector.settings import JOB_VARIABLE, DeviceName
-from binade.collector.training.held_out import logits_of, open_batches
+from binade.collector.training.held_out import hold_out, logits_of, open_batches
 from binade.collector.training.loop import describe_run, prepare
 from binade.collector.training.plan import Plan
 from binade.data.continued import continued_run
@@ -54,6 +54,7 @@ class Measurement:
     parts      of recipes; all if empty
     sequences  how many are evaluated
     skip       how many sequences of the data are left out before these
+    held_out   the plan of a run that holds documents out, of which the sequences then are; None for those after `skip`
     weights    the directory of a run whose last checkpoint has the weights; None for those of the plan
     groups     the groups to measure besides whole parts, those with the largest predicted effect first; all if empty
     """
@@ -64,6 +65,7 @@ class Measurement:
     parts: tuple[str, ...] = ("linear",)
     sequences: int = 8
     skip: int = 0
+    held_out: Plan | None = None
     weights: Path | None = None
     groups: tuple[EffectGroup, ...] = ()
 
@@ -178,7 +180,10 @@ def open_measured(asked: Measurement, say: Say) -> Opened:
     )
     checkpoint = open_checkpoint(config.model, plan.shape) if config.has_path else None
     dataset = open_dataset(config.dataset, config.tokenizer_name, plan.shape.vocab)
-    batches = open_batches(plan, dataset, asked.skip, asked.sequences, device)
+    if asked.held_out:
+        batches = hold_out(asked.held_out, dataset).batches(config, asked.sequences, device)
+    else:
+        batches = open_batches(plan, dataset, asked.skip, asked.sequences, device)
     torch.manual_seed(config.seed)
     with device:
         if checkpoint:
@@ -193,9 +198,11 @@ def open_measured(asked: Measurement, say: Say) -> Opened:
         facts["measured_run"] = asked.weights.name
     drawn = f"drawn with seed {config.seed}"
     weights = describe_weights(checkpoint.path) if checkpoint else drawn
-    say(f"data: {dataset}, {asked.sequences} sequences of {config.sequence_length} tokens after the first {asked.skip}")
+    where = "that the run holds out" if asked.held_out else f"after the first {asked.skip}"
+    say(f"data: {dataset}, {asked.sequences} sequences of {config.sequence_length} tokens {where}")
     say(f"weights {f'of {asked.weights.name}' if asked.weights else weights}")
     measures = {name: facts.get(name) for name in MEASURES} | {"skip": asked.skip, "attention": asked.attention}
+    measures |= {"held_out": True} if asked.held_out else {}
     return Opened(model, batches, facts | {"measures": measures})
 
 

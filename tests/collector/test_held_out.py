@@ -4,6 +4,8 @@ are compared sequence by sequence."""
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from binade.collector.training.held_out import hold_out, open_batches
 from binade.collector.training.loop import open_stream
 from binade.collector.training.plan import Plan, plan
 from binade.data.difference import difference
+from binade.data.effects import read_effects
 from binade.data.held_out import read_held_out
 from binade.data.runs import RunInfo, list_runs
 from binade.data.verify import verify
@@ -75,7 +78,7 @@ def test_the_losses_are_those_of_the_model_alone(root: Path):
     planned, dataset = opened(sequence_length=32, evaluate_sequences=5)
     held = hold_out(planned, dataset)
     tokens, labels = open_stream(planned, dataset, without=held.documents).batch(1)
-    evaluated = held.batches(planned.config, torch.device("cpu"))
+    evaluated = held.batches(planned.config, 5, torch.device("cpu"))
     model = GPTModel(planned.shape)
     model.initialize(planned.config.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
@@ -91,7 +94,8 @@ def test_no_epoch_has_the_documents_that_are_held_out():
     """Checked in the text: every piece of 24 tokens that is evaluated is in none of three epochs of the training."""
     planned, dataset = opened(sequence_length=64, evaluate_sequences=40)
     held = hold_out(planned, dataset)
-    evaluated = torch.cat([tokens.flatten() for tokens, _ in held.batches(planned.config, torch.device("cpu"))])
+    batches = held.batches(planned.config, 40, torch.device("cpu"))
+    evaluated = torch.cat([tokens.flatten() for tokens, _ in batches])
     assert len(evaluated) == 40 * 64
     stream, trained, read = open_stream(planned, dataset, without=held.documents), b"", 0
     while stream.epoch < 3:
@@ -120,6 +124,27 @@ def test_no_sequence_is_evaluated_twice():
     for skip, sequences in ((0, 200), (100, 90), (10_000, 1)):
         with pytest.raises(ConfigError, match=f"wikipedia has fewer than {sequences} sequences of 256 tokens"):
             open_batches(planned, dataset, skip, sequences, cpu)
+
+
+def test_what_a_run_holds_out_is_measured(root: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    """`binade measure RUN` evaluates the same sequences, on the weights of the last checkpoint."""
+    shutil.copytree(root / runs_of(root)[0].run_id, tmp_path / "run")
+    (bf16,) = runs_of(tmp_path)
+    line = ("measure", "run", "--formats", "mxfp8", "--by", "part", "--tensor-save-dir", str(tmp_path))
+    assert main([*line, "--sequences", "6"]) == 2
+    assert "a run holds out 160 tokens, but 6 sequences of 32 have 192: evaluate at most 5" in capfd.readouterr().err
+    assert main([*line, "--sequences", "5"]) == 0
+    assert "5 sequences of 32 tokens that the run holds out" in capfd.readouterr().out
+    (measured,) = (tmp_path / name for name in os.listdir(tmp_path) if "measure" in name)
+    effects = [effect for effect in read_effects(measured) if effect.group.part == "linear"]
+    planned, dataset = opened(sequence_length=32, evaluate_sequences=5)
+    model = GPTModel(planned.shape)
+    saved = torch.load(bf16.directory / "checkpoints" / "00000004" / "rank00.pt", weights_only=True)
+    model.load_state_dict(saved["model"])
+    with torch.no_grad():
+        batches = hold_out(planned, dataset).batches(planned.config, 5, torch.device("cpu"))
+        own = [float(F.cross_entropy(model(x).flatten(0, 1), y.flatten())) for x, y in batches]
+    assert [loss for effect in effects for loss in effect.exact] == pytest.approx(own, rel=1e-6)
 
 
 def test_a_killed_run_has_the_same_evaluations(root: Path, tmp_path: Path):
