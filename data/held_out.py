@@ -185,6 +185,8 @@ def held_out_sentence(known: Sequence[tuple[str, HeldOutGap]], base: str) -> Sen
         return Sentence()
     pairs = [(label, found.gap) for label, found in known]
     said = [evidence.effects(pairs, f"{base} on held-out sequences", ("higher loss", "lower loss"))]
+    if any(gap.of == "sequences" for _, gap in pairs):
+        said.append(evidence.say("Of one seed, the intervals are over sequences: other seeds may differ by more."))
     slopes = [(label, found.slope) for label, found in known if math.isfinite(found.slope.error)]
     judged = zip(slopes, evidence.holm([slope for _, slope in slopes]), strict=True)
     apart = [item for item, is_apart in judged if is_apart]
