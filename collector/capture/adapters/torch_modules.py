@@ -40,7 +40,9 @@ from binade.collector.models.parallel import Begin
 from binade.collector.models.site import HEAD, path_parts, site
 
 ATTENTION = frozenset(("scaled_dot_product_attention", "flex_attention"))
-UNSEEN = "its code names no product of torch: coverage(..., batch=...) shows whether it is rounded"
+SHOWN = "coverage(..., batch=...) shows whether it is rounded"
+UNSEEN = f"its code names no product of torch: {SHOWN}"
+OWN_FUNCTION = f"its code applies an autograd function of its own: {SHOWN}"
 Shapes = dict[nn.Module, dict[str, torch.Size]]  # by the weight's name
 NOT_PRODUCTS = (nn.Embedding, nn.EmbeddingBag, nn.modules.conv._ConvNd)
 HEADS = (["lm_head"], ["embed_out"], ["unembed"], ["output_head"])
@@ -318,11 +320,16 @@ def linear_layer(name: str, module: nn.Linear) -> Layer:
 
 
 def unseen_products(module: nn.Module) -> str:
-    """What is not known of a linear layer before its first pass; "" if its own code names a product of torch."""
+    """What is not known of a linear layer before its first pass; "" if its own code names a product of torch. In an
+    autograd function of its own, that may be a product of something else than the weight."""
     if isinstance(module, nn.Linear) and multiplies_itself(vars(module)["_parameters"].get("weight")):
         return OWN_KERNELS
     plain = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
-    return "" if plain or not is_linear(module) or calls(module, NAMES) else UNSEEN
+    if plain or not is_linear(module):
+        return ""
+    if any(_applies(function, type(module)) for function in _code_of(module)):
+        return OWN_FUNCTION
+    return "" if calls(module, NAMES) else UNSEEN
 
 
 def core_layer(name: str, module: nn.Module, mode: type[SdpaMode]) -> Layer:

@@ -392,6 +392,18 @@ def test_products_of_what_is_made_of_one_weight_are_intercepted(tmp_path: Path, 
     assert set(found[(found.layer_index == 2) & (found.quant_type == "mxfp8")].tensor_name) == LINEAR
 
 
+def test_without_a_batch_coverage_promises_no_rounding_by_layers_with_functions_of_their_own():
+    class Plain(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(x, self.weight)
+
+    model = nn.ModuleDict({"own": Half(16, 16), "quantized": Quantized(16, 16), "plain": Plain(16, 16)})
+    covered = {row.paths: row for row in coverage(model, "mxfp8")}
+    for path in ("own", "quantized"):
+        assert covered[path].format == "bf16" and "coverage(..., batch=...) shows" in covered[path].reason
+    assert (covered["plain"].format, covered["plain"].reason) == ("mxfp8", "")
+
+
 def test_all_refusals_of_a_pass_are_one_error_whose_patterns_can_be_pasted():
     class Layers(nn.Sequential):
         def __init__(self) -> None:
