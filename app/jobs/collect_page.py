@@ -32,6 +32,7 @@ from binade.quant.formats import FORMATS
 
 PREFIX = "collect_"
 WRITTEN = "form_in_address"  # the text that the fields made, or were filled from
+LEFT = "left_on_collect"  # a copy of the fields and of an edited recipe, which Streamlit drops on other pages
 LIMITS = "limits_"  # of a number field: its label, and the lowest and highest value
 MOST_SEEDS = 20
 SEEDS = "Number of runs per recipe, each with its own seed. Their spread shows which differences are due to chance"
@@ -55,12 +56,16 @@ def show(opened: Catalog, view: View, reading: Reading) -> None:
     with summary, st.container(key="collect_summary"):
         _summary(opened, view)
     import_view.show(opened)
+    st.session_state[LEFT] = {name: value for name, value in st.session_state.items() if str(name).startswith(PREFIX)}
 
 
 def _begin(text: str) -> None:
     """Fill the fields from the form in the address, unless they made it."""
     state = st.session_state
-    if state.get(WRITTEN) != text or _key("model") not in state:
+    if state.get(WRITTEN) == text and LEFT in state:
+        if _key("model") not in state:
+            state.update(state[LEFT])
+    else:
         state[WRITTEN] = text
         try:
             form = Form.of_address(text)

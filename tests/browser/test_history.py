@@ -88,7 +88,7 @@ STEPS: tuple[Callable[[Page], None], ...] = (
     lambda page: turn_to(page, "Notebook"),
     lambda page: press(page, "Edit"),
     lambda page: click(page, "button", "Open page"),
-    lambda page: press(page, "Blocks"),
+    lambda page: press(page, "What if"),
     next_format,
     search,
     lambda page: turn_to(page, "Explore"),

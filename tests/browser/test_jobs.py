@@ -141,6 +141,7 @@ def test_a_baseline_is_added_and_both_losses_are_read_at_one_iteration(visit: Vi
     press(page, "shown")  # a second click keeps it
     assert "warmup=show" in page.url
     chart = page.locator(".st-key-chart_losses")
+    chart.scroll_into_view_if_needed()
     box = chart.locator("canvas, svg.marks").first.bounding_box()
     assert box
     tooltip = page.locator("#vg-tooltip-element.visible")
