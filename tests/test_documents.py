@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pkgutil
 import re
 import runpy
 from collections.abc import Iterator
@@ -35,6 +36,11 @@ def commands(group: click.Group, path: str) -> Iterator[tuple[str, click.Command
         yield f"{path} {name}", command
         if isinstance(command, click.Group):
             yield from commands(command, f"{path} {name}")
+
+
+def test_the_objects_of_the_api_exist():
+    names = re.findall(r"^::: (\S+)$", (PROJECT / "docs" / "api.md").read_text(), re.MULTILINE)
+    assert names and all(pkgutil.resolve_name(name) for name in names)
 
 
 def test_the_reference_is_printed_by_its_program():
