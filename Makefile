@@ -55,7 +55,7 @@ demo: $(VENV)/.installed-demo ## set up, fine-tune SmolLM2-135M (a package of 93
 		{ $(BINADE) batch --model "$(DEMO_MODEL)" $(DEMO_RUNS) --tensor-save-dir $(DEMO) && touch $(DEMO)/.collected; }
 	@TENSOR_SAVE_DIR=$(DEMO) exec $(BINADE) serve --port "$(PORT)"
 
-test: chromium ## set up, run the tests that a change must pass, in about twenty minutes on two cores (WORKERS=, ARGS=)
+test: chromium ## set up, run the tests that a change must pass, in about a quarter of an hour on two cores (WORKERS=, ARGS=)
 	@$(PYTEST) worksteal $(ARGS)
 
 # A file's tests run in one worker: two Slurm clusters would disturb each other. -rs: what was skipped, and why.
@@ -65,7 +65,7 @@ test-all: chromium ## run every test: also exhaustive grids, a real Slurm, two h
 siege: chromium ## attack Binade for half an hour and print what failed (MINUTES=, ARGS="--only NAME --seed N")
 	@$(PY) -m tests.siege --minutes "$(MINUTES)" $(ARGS)
 
-check: install-tests ## check style and types and run the fast tests, in two and a half minutes on two cores
+check: install-tests ## check style and types and run the fast tests, in three and a half minutes on two cores
 	@$(MAKE) --no-print-directory --jobs=2 lint fast
 
 # A worker per core: these tests do not wait, and each worker imports everything.
