@@ -382,10 +382,9 @@ def effects(items: Sequence[Named], than: str, words: tuple[str, str] = ("higher
             shown = "; ".join(f"{name} {each}" for name, each in own[:NAMED])
             found.append(Sentence(f"{word.capitalize()} than {than}: {shown}{more}.", (each for _, each in own)))
     alike = [item for item, is_apart in zip(items, apart, strict=True) if not is_apart]
-    lost = [name for name, each in alike if math.isnan(each.value)]
-    if lost:
+    if lost := [name for name, each in alike if math.isnan(each.value)]:
         found.append(say("Compared with {than}, a loss is NaN or Inf: {names}.", than=than, names=listed(lost)))
-    single = [item for item in alike if math.isnan(item[1].error) and item[0] not in lost]
+    single = [item for item in alike if math.isnan(item[1].error) and not math.isnan(item[1].value)]
     several = [item for item in alike if not math.isnan(item[1].error)]
     if single:
         shown = "; ".join(f"{name} {each.text}" for name, each in single[:NAMED])

@@ -101,9 +101,9 @@ def _fill(form: Form) -> None:
 
 
 def _choose_preset(name: str) -> None:
-    preset = collecting.PRESETS[name]
     recipes, target = collecting.recipes_of(name, _value("recipes")), _value("target")
-    _fill(Form(preset.config, recipes, preset.seeds, _value("title"), _value("tags"), _value("kept")))
+    kept = {"title": _value("title"), "tags": _value("tags"), "start": _value("kept")}
+    _fill(replace(collecting.PRESETS[name].form, recipes=recipes, **kept))
     st.session_state[_key("target")] = target
 
 
@@ -278,8 +278,8 @@ def _summary(opened: Catalog, view: View) -> None:
             st.error(plain(refusal), icon=":material/block:")
         st.text_input("Title", key=_key("title"), placeholder="recipe and model", max_chars=120)
         st.text_input("Tags", key=_key("tags"), placeholder="separated by commas")
-        form = Form(replace(runs[0], recipe=base.recipe), tuple(_value("recipes")), _value("seeds"), start=start)
-        _write(replace(form, title=_value("title"), tags=_value("tags")))
+        rest = {name: _value(name) for name in ("seeds", "title", "tags")}
+        _write(Form(replace(runs[0], recipe=base.recipe), tuple(_value("recipes")), start=start, **rest))
         if st.button(
             f"Launch {count} jobs" if count > 1 else "Launch",
             type="primary",

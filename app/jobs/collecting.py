@@ -16,7 +16,7 @@ from typing import Any
 from pydantic.dataclasses import dataclass as checked
 
 from binade.collector.errors import ConfigError
-from binade.collector.jobs import TEN_RECIPES
+from binade.collector.jobs import TEN_RECIPES, Job
 from binade.collector.recipes.ladder import ladder
 from binade.collector.recipes.recipe import BF16
 from binade.collector.settings import Size, declared
@@ -51,6 +51,10 @@ class Form:
     tags: str = ""
     start: SlurmOptions = SlurmOptions()
 
+    @classmethod
+    def of_job(cls, job: Job) -> Form:
+        return cls(job.config, (job.config.recipe,), 1, job.title, ", ".join(job.tags), job.start)
+
     def to_address(self) -> str:
         """JSON of all that is not a default; "" for the form that the page opens with."""
         return "" if self == FIRST else json.dumps(_changed(self), ensure_ascii=False, separators=(",", ":"))
@@ -77,9 +81,7 @@ class Preset:
     title: str
     icon: str
     help: str
-    config: RunConfig
-    recipes: tuple[str, ...]
-    seeds: int = 1
+    form: Form
 
 
 _QUICK = defaults("quick")
@@ -89,46 +91,48 @@ PRESETS = {
         "Quick",
         ":material/bolt:",
         "The smallest useful run: 128 tokens, one iteration",
-        FIRST.config,
-        FIRST.recipes,
+        FIRST,
     ),
     "ten": Preset(
         "All ten recipes",
         ":material/balance:",
         "bf16; attention, linear layers and both in mxfp8, mxfp4 and hifp8, to compare loss and gradients",
-        replace(RunConfig(), warmup_iterations=12, control_iter=2),
-        TEN_RECIPES,
+        Form(replace(RunConfig(), warmup_iterations=12, control_iter=2), TEN_RECIPES),
     ),
     "sweep": Preset(
         "Formats on one tensor",
         ":material/tune:",
         "Each format in one layer only; all other layers run in bf16. Only that layer’s input is recorded",
-        replace(
-            _QUICK,
-            capture_layers="first",
-            modules=("fc1",),
-            tensors=("input",),
-            skip_layers="!layer1[.]fc1$",
-            scores=tuple(FORMATS),
+        Form(
+            replace(
+                _QUICK,
+                capture_layers="first",
+                modules=("fc1",),
+                tensors=("input",),
+                skip_layers="!layer1[.]fc1$",
+                scores=tuple(FORMATS),
+            ),
+            ("bf16", *(f"linear_{name}" for name in FORMATS if name != "bf16")),
         ),
-        ("bf16", *(f"linear_{name}" for name in FORMATS if name != "bf16")),
     ),
     "ablation": Preset(
         "Ablation",
         ":material/stairs:",
         "Ablates the recipe chosen below, or te_nvfp4: forward only, then with dgrad, then with wgrad, then without "
         "one ingredient at a time",
-        replace(RunConfig(), warmup_iterations=12, control_iter=2, capture_every=10),
-        # not nvidia_nvfp4, which keeps both layers of a tiny model in bf16
-        tuple(rung.recipe for rung in ladder("te_nvfp4").rungs),
-        seeds=3,
+        Form(
+            replace(RunConfig(), warmup_iterations=12, control_iter=2, capture_every=10),
+            # not nvidia_nvfp4, which keeps both layers of a tiny model in bf16
+            tuple(rung.recipe for rung in ladder("te_nvfp4").rungs),
+            seeds=3,
+        ),
     ),
 }
 
 
 def recipes_of(name: str, chosen: Sequence[str]) -> tuple[str, ...]:
     """The recipes of a preset, given those chosen before: an ablation uses the chosen one if possible."""
-    preset = PRESETS[name]
+    preset = PRESETS[name].form
     others = [recipe for recipe in chosen if recipe != BF16]
     if name != "ablation" or len(others) != 1:
         return preset.recipes

@@ -240,8 +240,7 @@ def _actions(root: Path, view: JobView) -> None:
             text = "Continue its run from the last checkpoint"
             st.button("Resume", icon=":material/resume:", key=f"resume_{job.id}", on_click=_do, args=act, help=text)
         if st.button("Clone and change", icon=":material/content_copy:", key=f"clone_{job.id}"):
-            form = Form(job.config, (job.config.recipe,), 1, job.title, ", ".join(job.tags), job.start)
-            _collect(form=form.to_address())
+            _collect(form=Form.of_job(job).to_address())
         with st.popover("Rename and tag", icon=":material/edit:"):
             if f"title_{job.id}" not in st.session_state:  # the fields keep these texts, even if the job changes
                 st.session_state[f"seen_job_{job.id}"] = job

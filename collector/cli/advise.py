@@ -190,15 +190,13 @@ def _measure(
     """Measure what is chosen between, on sequences that the runs of the costs did not read."""
     from binade.collector.advice.advice import plan_of
     from binade.collector.advice.measured import by_prediction
-    from binade.collector.training.held_out import sequences_read
-    from binade.collector.training.measure import Measurement, measure_effects
+    from binade.collector.training.measure import Measurement, measure_effects, unread
 
     planned = plan_of(catalog, known, "measure your own model with binade.measure(..., root=ROOT)")
     by = tuple(dict.fromkeys(("part", "part" if request.by == "model" else request.by)))
-    specs, held_out = request.specs or tuple(known.specs), planned if planned.config.evaluate_every else None
-    skip = 0 if held_out else sequences_read(planned.config)
+    specs, where = request.specs or tuple(known.specs), unread(planned, planned.config.sequence_length)
     groups = by_prediction(known, request.by)[: measured.groups]
-    asked = Measurement(planned, specs, by, parts, measured.sequences, skip, held_out, groups=groups)
+    asked = Measurement(planned, specs, by, parts, measured.sequences, groups=groups, **where)
     with console("measure", "pass") as shown:
         run_id, _ = measure_effects(asked, root, say=shown.print, progress=shown.progress)
     print_text(f"measured in {run_id}\n")

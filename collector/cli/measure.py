@@ -69,8 +69,7 @@ def _measure(
 def requested(root: Path, run: str | None, given: dict[str, Any], skip: int | None) -> Measurement:
     """What to measure, without formats: of a run, or of a model by the options of OF_MODEL. Raises ConfigError and
     RunError."""
-    from binade.collector.training.held_out import sequences_read
-    from binade.collector.training.measure import Measurement
+    from binade.collector.training.measure import Measurement, unread
     from binade.data.runs import CHECKPOINTS, read_run
 
     if run is None:
@@ -86,10 +85,8 @@ def requested(root: Path, run: str | None, given: dict[str, Any], skip: int | No
     changes: dict[str, Any] = {"tp": 1, "dp": 1, "sequence_parallel": False, "backend": BackendName.AUTO}
     used = replace(config, recipe="bf16", **changes | given)
     apart = used.dataset == config.dataset and skip is None
-    if apart and config.evaluate_every:
-        return Measurement(plan(used), (), held_out=plan(config), weights=weights)
-    lengths = -(-sequences_read(config) * config.sequence_length // used.sequence_length)
-    return Measurement(plan(used), (), skip=lengths if apart else skip or 0, weights=weights)
+    where = unread(plan(config), used.sequence_length) if apart else {"skip": skip or 0}
+    return Measurement(plan(used), (), weights=weights, **where)
 
 
 def described(rows: Iterable[Measured]) -> str:

@@ -16,17 +16,34 @@ from binade.collector.errors import ConfigError
 
 class Documents(Protocol):
     """Documents as token ids, by number. bounds, int64 [blocks + 1], holds the first document of each block, and the
-    number of documents. Documents of a block are cheapest to read together."""
+    number of documents. Documents of a block are cheapest to read together. total: at most so many tokens, whose ids
+    may be any; None for texts, which are tokenized when they are read."""
 
     name: str
     bounds: np.ndarray
+
+    @property
+    def total(self) -> int | None: ...
 
     def tokens(self, index: int) -> np.ndarray:
         """[tokens of the document], of any integer dtype. Raises DataError."""
 
 
+class Remaining:
+    """Documents without some, which read as empty."""
+
+    def __init__(self, documents: Documents, left_out: frozenset[int]) -> None:
+        self.name, self.bounds, self.total = documents.name, documents.bounds, documents.total
+        self._documents, self._left_out = documents, left_out
+
+    def tokens(self, index: int) -> np.ndarray:
+        return np.empty(0, dtype=np.int64) if index in self._left_out else self._documents.tokens(index)
+
+
 class TokenizedTexts:
     """Texts, tokenized when they are read, each followed by the tokenizer's end-of-text token if it has one."""
+
+    total: None = None
 
     def __init__(self, name: str, texts: Texts, tokenizer: Tokenizer) -> None:
         self.name = name

@@ -11,14 +11,13 @@ in advance, and so tokenizes everything first.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from itertools import count
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from binade.collector.datasets.indexed import IndexedDocuments
 from binade.collector.datasets.loading import Documents
 from binade.collector.errors import ConfigError, DataError
 
@@ -26,33 +25,30 @@ CHUNK = 1 << 20  # tokens checked at once
 
 
 def open_samples(
-    documents: Documents,
-    length: int,
-    seed: int,
-    read: int,
-    vocab: int,
-    rank: int = 0,
-    ranks: int = 1,
-    without: Collection[int] = (),
+    documents: Documents, length: int, seed: int, read: int, vocab: int, rank: int = 0, ranks: int = 1
 ) -> SampleStream:
-    """The samples of a run that reads so many tokens, of all documents but some. Raises ConfigError if one of them is
-    not in the vocabulary."""
+    """The samples of a run that reads so many tokens. Raises ConfigError if one of them is not in the vocabulary."""
     try:
-        stream = SampleStream(documents, length, seed, rank, ranks, without)
-        if isinstance(documents, IndexedDocuments):
-            row, left = TokenRow(documents, seed, without), min(read, documents.total)
-            while left:
-                ids = row.take(min(left, CHUNK))
-                left -= len(ids)
-                check_ids(documents, ids, vocab)
+        stream = SampleStream(documents, length, seed, rank, ranks)
+        if documents.total is not None:
+            _check_read(documents, seed, min(read, documents.total), vocab)
     except DataError as error:
         raise ConfigError(str(error)) from error
     return stream
 
 
-def check_ids(documents: Documents, ids: np.ndarray, vocab: int) -> None:
-    """Raise ConfigError if one of these ids is not in 0 to vocab - 1."""
-    least, most = int(ids.min(initial=0)), int(ids.max(initial=0))
+def _check_read(documents: Documents, seed: int, read: int, vocab: int) -> None:
+    """Raise ConfigError if an id among the first `read` tokens is not in 0 to vocab - 1."""
+    row, least, most = TokenRow(documents, seed), 0, 0
+    while read:
+        ids = row.take(min(read, CHUNK))
+        read -= len(ids)
+        least, most = min(least, int(ids.min())), max(most, int(ids.max()))
+    check_ids(documents, least, most, vocab)
+
+
+def check_ids(documents: Documents, least: int, most: int, vocab: int) -> None:
+    """Raise ConfigError if ids from `least` to `most` are not all in 0 to vocab - 1."""
     if least < 0:
         raise ConfigError(f"dataset {documents.name} contains the token id {least}: expected non-negative ids")
     if most >= vocab:
@@ -73,10 +69,10 @@ def shuffled(bounds: np.ndarray, seed: int, epoch: int) -> Iterator[int]:
 
 
 class TokenRow:
-    """The endless row of the tokens of all documents but some. epoch: that of the last token, counted from 0."""
+    """The endless row of tokens. epoch: that of the last one, counted from 0."""
 
-    def __init__(self, documents: Documents, seed: int, without: Collection[int] = ()) -> None:
-        self._documents = self._endless(documents, seed, frozenset(without))
+    def __init__(self, documents: Documents, seed: int) -> None:
+        self._documents = self._endless(documents, seed)
         self._left = np.empty(0, dtype=np.int64)  # of the current document
         self.epoch = 0
 
@@ -96,12 +92,10 @@ class TokenRow:
             length -= len(piece)
             yield piece
 
-    def _endless(self, documents: Documents, seed: int, without: frozenset[int]) -> Iterator[np.ndarray]:
+    def _endless(self, documents: Documents, seed: int) -> Iterator[np.ndarray]:
         for epoch in count():
             empty = True
             for index in shuffled(documents.bounds, seed, epoch):
-                if index in without:
-                    continue
                 tokens = documents.tokens(index)
                 if len(tokens):
                     empty, self.epoch = False, epoch
@@ -117,16 +111,8 @@ class SampleStream:
     same batch size.
     """
 
-    def __init__(
-        self,
-        documents: Documents,
-        sequence_length: int,
-        seed: int,
-        rank: int = 0,
-        ranks: int = 1,
-        without: Collection[int] = (),
-    ) -> None:
-        self._row = TokenRow(documents, seed, without)
+    def __init__(self, documents: Documents, sequence_length: int, seed: int, rank: int = 0, ranks: int = 1) -> None:
+        self._row = TokenRow(documents, seed)
         self._next = self._row.take(1)  # the last label is the first token of the next sample
         self._length = sequence_length
         self._ranks = ranks
@@ -153,7 +139,7 @@ class SampleStream:
 
     @property
     def epoch(self) -> int:
-        """How often all documents had been read before the last batch began to end."""
+        """That of the last token that was read, counted from 0."""
         return self._row.epoch
 
     def digest(self) -> str:

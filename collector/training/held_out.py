@@ -3,14 +3,14 @@ and those that follow the ones it reads."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from binade.collector.datasets.loading import Dataset
+from binade.collector.datasets.loading import Dataset, Remaining
 from binade.collector.datasets.samples import check_ids, open_samples, shuffled
 from binade.collector.errors import ConfigError, DataError
 from binade.collector.training.config import RunConfig
@@ -31,6 +31,10 @@ class HeldOutData:
 
     documents: frozenset[int]
     row: np.ndarray
+
+    def rest(self, dataset: Dataset) -> Dataset:
+        """What the run trains on."""
+        return replace(dataset, documents=Remaining(dataset.documents, self.documents)) if self.documents else dataset
 
     def batches(self, config: RunConfig, sequences: int, device: torch.device) -> list[Batch]:
         """Its first sequences, in the lengths and batches of this configuration. Raises ConfigError if it has fewer."""
@@ -68,7 +72,7 @@ def hold_out(plan: Plan, dataset: Dataset) -> HeldOutData:
             "shorter sequences, or train on more documents"
         )
     row = np.concatenate(list(pieces.values()))[:needed]
-    check_ids(documents, row, plan.shape.vocab)
+    check_ids(documents, int(row.min()), int(row.max()), plan.shape.vocab)
     return HeldOutData(frozenset(pieces), row)
 
 

@@ -7,7 +7,7 @@ import os
 import platform
 import shlex
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
@@ -142,16 +142,14 @@ def train(
             ) from error
 
 
-def open_stream(
-    plan: Plan, dataset: Dataset, rank: int = 0, ranks: int = 1, without: Collection[int] = ()
-) -> SampleStream:
-    """The samples of a replica of a run, of all documents but some. Raises ConfigError if the run would read a token
-    that the model does not have."""
+def open_stream(plan: Plan, dataset: Dataset, rank: int = 0, ranks: int = 1) -> SampleStream:
+    """The samples of a replica of a run. Raises ConfigError if the run would read a token that the model does not
+    have."""
     config = plan.config
     batches = ranks * config.micro_batches * (config.warmup_iterations + config.iterations)
     read = batches * config.micro_batch_size * config.sequence_length + 1
     documents, length = dataset.documents, config.sequence_length
-    return open_samples(documents, length, config.seed, read, plan.shape.vocab, rank, ranks, without)
+    return open_samples(documents, length, config.seed, read, plan.shape.vocab, rank, ranks)
 
 
 def describe_run(plan: Plan, checkpoint: Checkpoint | None, dataset: Dataset, device: torch.device) -> dict[str, Any]:
@@ -201,7 +199,7 @@ def _run(plan: Plan, root: Path, ranks: Ranks, say: Say, progress: Progress, res
     checkpoint = open_checkpoint(config.model, plan.shape) if config.has_path else None
     dataset = open_dataset(config.dataset, config.tokenizer_name, plan.shape.vocab)
     apart = hold_out(plan, dataset)
-    stream = open_stream(plan, dataset, ranks.replica, ranks.replicas, apart.documents)
+    stream = open_stream(plan, apart.rest(dataset), ranks.replica, ranks.replicas)
     device = (
         torch.device("cuda", torch.cuda.current_device()) if config.device == DeviceName.CUDA else torch.device("cpu")
     )

@@ -26,7 +26,7 @@ from binade.collector.models.model import GPTModel
 from binade.collector.pretrained.checkpoint import open_checkpoint
 from binade.collector.pretrained.directory import describe_weights
 from binade.collector.settings import JOB_VARIABLE, DeviceName
-from binade.collector.training.held_out import hold_out, logits_of, open_batches
+from binade.collector.training.held_out import hold_out, logits_of, open_batches, sequences_read
 from binade.collector.training.loop import describe_run, prepare
 from binade.collector.training.plan import Plan
 from binade.data.continued import continued_run
@@ -88,6 +88,14 @@ class Measurement:
     def attention(self) -> bool:
         """Whether products of attention are rounded."""
         return "model" in self.by or bool({"qk", "pv"} & set(self.parts)) or not self.parts
+
+
+def unread(run: Plan, length: int) -> dict[str, Any]:
+    """The fields of a Measurement for sequences of this length that a run did not train on: those that it holds out, or
+    those that follow the ones it reads."""
+    if run.config.evaluate_every:
+        return {"held_out": run}
+    return {"skip": -(-sequences_read(run.config) * run.config.sequence_length // length)}
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,7 @@ def started(at: AppTest) -> SlurmOptions:
 def form_of_job(root: Path) -> str:
     """The parameter of the address that *Clone and change* of the only job opens."""
     (job,) = store.read_jobs(root)
-    return collecting.Form(job.config, (job.config.recipe,), 1, job.title, ", ".join(job.tags), job.start).to_address()
+    return collecting.Form.of_job(job).to_address()
 
 
 def press(at: AppTest, key: str) -> AppTest:
@@ -64,7 +64,7 @@ def press(at: AppTest, key: str) -> AppTest:
 class TestForm:
     @pytest.mark.parametrize("name", ["quick", "ten", "sweep", "ablation"])
     def test_presets_make_what_the_page_then_shows(self, name):
-        preset = collecting.PRESETS[name]
+        preset = collecting.PRESETS[name].form
         values = collecting.widgets_of(preset.config)
         runs = [each.config for each in collecting.runs_of(values, list(preset.recipes), preset.config)]
         assert [run.recipe for run in runs] == list(preset.recipes)
@@ -335,7 +335,7 @@ class TestCollect:
 
     def test_every_preset_survives_its_address(self):
         for preset in collecting.PRESETS.values():
-            form = collecting.Form(preset.config, preset.recipes, preset.seeds, "a", "b, c", SlurmOptions(nodes=2))
+            form = replace(preset.form, title="a", tags="b, c", start=SlurmOptions(nodes=2))
             assert collecting.Form.of_address(form.to_address()) == form
 
     def test_what_is_beyond_the_form_is_said(self, visit: Visit, root: Path):

@@ -108,7 +108,7 @@ def test_branches_are_compared_in_pairs(branched: Path):
     assert set(against.loc[against["quantized"], "run_id"]) == {parent.run_id, plain.run_id, again.run_id}
 
 
-def test_branches_of_equal_runs_are_one_seed(branched: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+def test_branches_of_equal_runs_are_one_seed(tmp_path: Path):
     """The same run twice, and two branches of each: a repetition, from which no interval follows."""
     for _ in range(2):
         assert run_forked(tmp_path, *SMALL, "--train-iters", "2") == 0

@@ -77,7 +77,7 @@ def test_the_losses_are_those_of_the_model_alone(root: Path):
     assert len({each.data_sha256 for each in found.values()}) == 1
     planned, dataset = opened(sequence_length=32, evaluate_sequences=5)
     held = hold_out(planned, dataset)
-    tokens, labels = open_stream(planned, dataset, without=held.documents).batch(1)
+    tokens, labels = open_stream(planned, held.rest(dataset)).batch(1)
     evaluated = held.batches(planned.config, 5, torch.device("cpu"))
     model = GPTModel(planned.shape)
     model.initialize(planned.config.seed)
@@ -97,7 +97,7 @@ def test_no_epoch_has_the_documents_that_are_held_out():
     batches = held.batches(planned.config, 40, torch.device("cpu"))
     evaluated = torch.cat([tokens.flatten() for tokens, _ in batches])
     assert len(evaluated) == 40 * 64
-    stream, trained, read = open_stream(planned, dataset, without=held.documents), b"", 0
+    stream, trained, read = open_stream(planned, held.rest(dataset)), b"", 0
     while stream.epoch < 3:
         trained += as_bytes(stream.batch(8)[0])
         read += 1
