@@ -27,6 +27,7 @@ from binade.app import numbers
 from binade.app.control import Control
 from binade.app.questions.shared.scope import Scope, Used
 from binade.data.evidence import Sentence
+from binade.data.fields import Field
 from binade.data.filter import Filter
 from binade.data.text import csv_table
 
@@ -175,21 +176,22 @@ class Figure(_Item):
 class Column:
     """How a page shows a column of a table.
 
-    title, help  by default those of the metric
-    format       of its numbers, as Streamlit's number columns take it
-    width        pixels
+    title, help  by default those of the field
+    format       of its numbers, as in `data.fields.Field`; by default that of the field, else whole numbers or three
+                 significant digits
+    width        pixels; by default as wide as its texts
     text         a function of a row that returns the text of its cell, if it is not the value
     bar          whether a bar from 0 to the largest value of the column is drawn behind a number
-    metric       whose values these are: shares are shown in percent; by default the one with the column's name
+    field        what the values are: shares are shown in percent; by default the measure of the column's name
     """
 
     title: str = ""
-    format: str | None = None
+    format: str = ""
     width: int | None = None
     help: str | None = None
     text: Callable[[pd.Series], str] | None = None
     bar: bool = False
-    metric: str = ""
+    field: Field | None = None
     align: Literal["left", "right"] | None = None
 
 

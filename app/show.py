@@ -181,10 +181,12 @@ def _alt(figure: Figure) -> str:
 
 # How tables show the values of a metric.
 COLUMNS = {
-    "sqnr_db": Column(format="%.2f", width=110, bar=True),
-    "flush_to_zero": Column("Flushed (%)", "%.3f", 115, bar=True),
-    "saturated": Column("Saturated (%)", "%.3f", 120, bar=True),
+    "sqnr_db": Column(bar=True),
+    "flush_to_zero": Column("Flushed (%)", bar=True),
+    "saturated": Column("Saturated (%)", bar=True),
 }
+PADDING, CHARACTER, BAR = 18, 7.3, 100  # pixels: beside a text, of a character, of a bar with its number
+NUMBER, WIDEST = 6, 70  # characters: of a column of numbers at least, and of the widest column
 LOOK = 0.5  # seconds between two updates of a progress bar whose percentage has not changed
 STYLED = 15_000  # cells
 LARGEST_SHOWN = 2.0**53  # the largest number that a table's number column shows
@@ -193,7 +195,7 @@ LARGEST_SHOWN = 2.0**53  # the largest number that a table's number column shows
 def table(table: Table, on_choose: Callable[[Any], None] | None = None) -> Any:
     """Show a table. If rows can be chosen, as `draw`."""
     columns = table.columns or {str(name): Column(str(name)) for name in table.frame}
-    shown, config = displayed(table.frame, columns)
+    shown, config, formats = displayed(table.frame, columns)
     options: dict[str, Any] = {"height": table.height} if table.height else {}
     if choose := table.choose:
         ids = table.frame[choose].tolist()
@@ -211,7 +213,7 @@ def table(table: Table, on_choose: Callable[[Any], None] | None = None) -> Any:
     with st.expander(table.title, expanded=True) if table.foldable else nullcontext():
         if table.title and not table.foldable:
             st.markdown(table.title)
-        written, layout = with_texts(shown, config)
+        written, layout = with_texts(shown, config, formats)
         event = st.dataframe(written, hide_index=True, placeholder="–", column_config=layout, **options)
     if table.note:
         st.caption(plain(table.note))
@@ -225,15 +227,16 @@ def table(table: Table, on_choose: Callable[[Any], None] | None = None) -> Any:
     return chosen(event) if choose else None
 
 
-def displayed(frame: pd.DataFrame, columns: Mapping[str, Column]) -> tuple[pd.DataFrame, dict[str, Any]]:
-    """(what a page shows of a table, the configuration of its columns). Shares are in percent. Numbers too large for a
-    number column are text."""
-    shown, config = {}, {}
+def displayed(
+    frame: pd.DataFrame, columns: Mapping[str, Column]
+) -> tuple[pd.DataFrame, dict[str, Any], dict[str, str]]:
+    """(what a page shows of a table, the configuration of its columns, the formats of its numbers). A column takes from
+    its field what it does not define itself. Shares are in percent. Numbers too large for a number column are text."""
+    shown, config, formats = {}, {}, {}
     for name, column in columns.items():
-        metric = column.metric or name
-        measure = MEASURES.get(metric)
-        given = COLUMNS.get(metric, column)
-        title = column.title or given.title or (measure.axis if measure else name)
+        measure = column.field or MEASURES.get(name)
+        look = COLUMNS.get(measure.name, column) if measure else column
+        title = column.title or look.title or (measure.axis if measure else name)
         kind: Any = st.column_config.TextColumn
         options: dict[str, Any] = {"alignment": column.align}
         values = frame[name] if name in frame else pd.Series(dtype=object)
@@ -241,40 +244,52 @@ def displayed(frame: pd.DataFrame, columns: Mapping[str, Column]) -> tuple[pd.Da
             values = pd.Series([column.text(row) for _, row in frame.iterrows()], frame.index, dtype=object)
         elif pd.api.types.is_numeric_dtype(values):
             values = values * (measure.factor if measure else 1)
+            form = column.format or (measure.format if measure else "") or _usual(values)
             if (values.abs() > LARGEST_SHOWN).any():
                 values, options = values.map(lambda v: "" if pd.isna(v) else number_text(v)), {"alignment": "right"}
             else:
-                kind, options = st.column_config.NumberColumn, {"format": column.format or given.format}
-                if decimals := re.fullmatch(r"%\+?\.(\d)f", column.format or given.format or ""):
+                kind, formats[name], options = st.column_config.NumberColumn, form, {}
+                if decimals := re.fullmatch(r"\+?\.(\d)f", form):
                     values = values.mask(values.abs() < 0.5 * 10.0 ** -int(decimals[1]), 0.0)  # no "-0.0"
-                if (column.bar or given.bar) and (most := values.max()) > 0 and values.min() >= 0 and most < math.inf:
-                    kind, options = st.column_config.ProgressColumn, options | {"min_value": 0.0, "max_value": most}
-        help = column.help or (measure.definition if measure else None)
-        shown[name], config[name] = values, kind(title, width=column.width or given.width, help=help, **options)
-    return pd.DataFrame(shown, index=frame.index), config
+                if (column.bar or look.bar) and (most := values.max()) > 0 and values.min() >= 0 and most < math.inf:
+                    kind, options = st.column_config.ProgressColumn, {"min_value": 0.0, "max_value": most}
+        help = column.help or (measure.definition or None if measure else None)
+        width = column.width or _width(title, values, kind)
+        shown[name], config[name] = values, kind(title, width=width, help=help, **options)
+    return pd.DataFrame(shown, index=frame.index), config, formats
 
 
-def with_texts(shown: pd.DataFrame, config: Mapping[str, Any]) -> tuple[pd.DataFrame | Styler, dict[str, Any]]:
+def with_texts(
+    shown: pd.DataFrame, config: Mapping[str, Any], formats: Mapping[str, str]
+) -> tuple[pd.DataFrame | Styler, dict[str, Any]]:
     """What `displayed` returns, with numbers as `number_text` writes them. A column is still sorted by its numbers.
     Formats of Streamlit's columns know neither powers nor "−". Above STYLED cells, for which pandas takes over 0.1 s,
-    the columns keep these."""
-    if shown.size > STYLED or not shown.columns.is_unique:
-        return shown, dict(config)
-    texts: dict[Any, Any] = {}
+    the columns write their numbers themselves."""
     layout = dict(config)
-    for name, given in config.items():
-        if given["type_config"]["type"] == "number":
-            texts[name] = partial(number_text, format=_format(given["type_config"]["format"], shown[name]))
-            layout[name] = given | {"type_config": given["type_config"] | {"format": None}}
-    return shown.reset_index(drop=True).style.format(texts, na_rep="–"), layout
+    styled = shown.size <= STYLED and shown.columns.is_unique
+    texts: dict[Any, Any] = {}
+    for name, form in formats.items():
+        kind = config[name]["type_config"]
+        if styled and kind["type"] == "number":
+            texts[name] = partial(number_text, format=form)
+        else:  # a bar writes its number itself
+            printed = "localized" if form == "d" else f"%{form}"
+            layout[name] = config[name] | {"type_config": kind | {"format": printed}}
+    return (shown.reset_index(drop=True).style.format(texts, na_rep="–") if styled else shown), layout
 
 
-def _format(printf: str | None, values: pd.Series) -> str:
-    """The format of `number_text` for that of a column: "+.2f" for "%+.2f", three digits for one with an exponent."""
-    if printf in ("%d", "localized") or (printf is None and (values.dropna() % 1 == 0).all()):
-        return "d"
-    fixed = re.fullmatch(r"%(\+?\.\df)", printf or "")
-    return fixed[1] if fixed else "+.3g" if "+" in (printf or "") else ".3g"
+def _width(title: str, values: pd.Series, kind: Any) -> int:
+    """The width of a column, in pixels, that cuts neither its title nor its cells, unless these are very long."""
+    longest = NUMBER
+    if kind is st.column_config.TextColumn:
+        longest = max(map(len, values.dropna().astype(str)), default=1)
+    width = round(PADDING + CHARACTER * min(max(len(title), longest), WIDEST))
+    return max(width, BAR) if kind is st.column_config.ProgressColumn else width
+
+
+def _usual(values: pd.Series) -> str:
+    """The format of a column that names none: whole numbers as such, three digits for others."""
+    return "d" if (values.dropna() % 1 == 0).all() else ".3g"
 
 
 def facts(facts: Facts) -> None:

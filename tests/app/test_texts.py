@@ -36,8 +36,8 @@ def wrong(text: str) -> list[str]:
 
 def cells(table: Table) -> Iterator[str]:
     columns = table.columns or {}
-    shown, config = displayed(table.frame, columns)
-    written, _ = with_texts(shown.head(50), config)
+    shown, config, formats = displayed(table.frame, columns)
+    written, _ = with_texts(shown.head(50), config, formats)
     yield from (str(given["label"]) for given in config.values())
     for name in shown:
         if pd.api.types.is_object_dtype(shown[name]) and name != "tensor_id":

@@ -77,17 +77,17 @@ OF_CHOICE = (
             row="advise"),
 )  # fmt: skip
 OPERANDS = {
-    "place": Column("Operand", width=190),
-    "gemm": Column("GEMM", width=80),
-    "spec": Column("Format", width=220),
-    "width": Column("Bits per value", "%.2f", 105),
-    "change": Column("Loss change (nats)", "%.2g", 130, help="Predicted or measured; forward operands only"),
+    "place": Column("Operand"),
+    "gemm": Column("GEMM"),
+    "spec": Column("Format"),
+    "width": Column("Bits per value", ".2f"),
+    "change": Column("Loss change (nats)", ".2g", help="Predicted or measured; forward operands only"),
     "saved": Column(
-        "Saved", "%.2g", 90,
+        "Saved", ".2g",
         help="How much the loss, or the noise ‖e‖² / ‖x‖² of a backward operand, would grow in the narrowest format",
     ),
 }  # fmt: skip
-BITS = Column("Bits per forward value", "%.2f", 150)
+BITS = Column("Bits per forward value", ".2f")
 CAPTION = (
     "Predicted loss change: the second-order terms of all forward operands, and first-order ones of more than two "
     "standard errors; those that lower the loss do not count in the choice. Effects that were measured replace the "

@@ -23,6 +23,7 @@ from binade.app.questions.shared.selection import Of, SelectedTensor
 from binade.collector.recipes.parse import recipe_of
 from binade.data.catalog import CatalogError
 from binade.data.evidence import Measure, Sentence, exact, extreme, say, together
+from binade.data.fields import Field
 from binade.data.filter import Filter
 from binade.data.store import TensorFileError
 from binade.data.tensor_kinds import label_of
@@ -169,16 +170,16 @@ def _product(
 ) -> Iterator[Item]:
     """What rounding does to PV, by head, and why a figure is missing. rounded: P̃ in the spec, with softmax=flash."""
     table = pd.DataFrame({"head": range(1, maps.shape[1] + 1)})
-    columns, reasons = {"head": Column("Head", width=60)}, []
+    columns, reasons = {"head": Column("Head")}, []
 
-    def add(name: str, title: str, values: np.ndarray, definition: str, form: str = "%.2e") -> None:
-        table[name], columns[name] = values, Column(title, form, help=definition)
+    def add(name: str, title: str, values: np.ndarray, definition: str, unit: str = "") -> None:
+        table[name], columns[name] = values, Column(field=Field(name, title, unit, definition))
 
     if rounded is not None:
         several = "Share of the rows in which more than one P̃ is 1"
         ones, in_spec = (compute.several_ones(x) for x in (recorded.x, rounded))
-        add("ones", "Several P̃ = 1", ones, f"{several}, as recorded", "percent")
-        add("ones_rounded", f"Several P̃ = 1 in {spec}", in_spec, f"{several}, rounded to {spec}", "percent")
+        add("ones", "Several P̃ = 1", ones, f"{several}, as recorded", "%")
+        add("ones_rounded", f"Several P̃ = 1 in {spec}", in_spec, f"{several}, rounded to {spec}", "%")
     else:
         reasons.append("Rows with several P̃ = 1: PV takes the normalized softmax, not P̃.")
     missing = [label_of(name) for name in OF_PRODUCT if name not in maps.product]
@@ -195,7 +196,7 @@ def _product(
             difference = compute.row_difference(error, maps.product["grad_output"], recorded.every)
             of_rows = "Mean of rowsum(P∘dP) − rowsum(dO∘O) with dP = dO·Vᵀ, in float64; 0 without rounding"
             add("row_difference", "Row difference", difference, of_rows)
-    definitions = " ".join(f"{column.title}: {column.help}." for column in columns.values() if column.help)
+    definitions = " ".join(f"{each.field.axis}: {each.field.definition}." for each in columns.values() if each.field)
     if len(columns) > 1:
         yield Table("product", table, columns, "Rounding of PV", definitions)
     if reasons:

@@ -64,10 +64,10 @@ def draw(board: Board, values: dict[str, Any]) -> Drawn:
         chart = charts.lines(summary, column, axis, title, "all operands of a layer together")
         items.append(Figure("block_lines", chart, summary, caption, height=360))
     columns = {
-        "iteration": Column("Iteration", width=90),
-        "layer_index": Column("Layer", width=80),
-        "blocks": Column("Blocks", "localized"),
-        **{name: Column(title, "%.1f") for name, title in (("low", "1%"), ("median", "Median"), ("high", "99%"))},
+        "iteration": Column("Iteration"),
+        "layer_index": Column("Layer"),
+        "blocks": Column("Blocks", "d"),
+        **{name: Column(title, ".1f") for name, title in (("low", "1%"), ("median", "Median"), ("high", "99%"))},
     }
     if measure == "sqnr_db":
         columns["bad"] = Column(f"Below {compute.BAD_DB} dB", text=lambda row: f"{row['bad']:.2%}", align="right")

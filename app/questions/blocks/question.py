@@ -29,18 +29,18 @@ METRIC_TITLES = {
 METRIC = Control(name="block_metric", label="Metric", param=One(tuple(METRIC_TITLES)), titles=METRIC_TITLES)
 BLOCK = Control(name="block", label="Block", param=Whole(0, 10**9), inline=True)
 WORST_COLUMNS = {
-    "block": Column("Block", "%d", 65),
-    "sqnr_db": Column(width=105),
-    "flush_to_zero": Column(format="%.1f", width=100),
-    "saturated": Column(format="%.1f", width=105),
-    "scale_exponent": Column("log₂ scale", "%d", 75),
-    "absmax": Column("absmax", "%.3g", 70),
+    "block": Column("Block", "d"),
+    "sqnr_db": Column(),
+    "flush_to_zero": Column(format=".1f"),
+    "saturated": Column(format=".1f"),
+    "scale_exponent": Column("log₂ scale", "d"),
+    "absmax": Column("absmax", ".3g"),
 }
 VALUE_COLUMNS = {
-    "index": Column("Position", width=75),
+    "index": Column("Position"),
     "value": Column("Value", text=lambda row: number_text(row["value"]), align="right"),
     "bits": Column("Code", help="The code’s bits"),
-    "code_value": Column("Code’s value", "%.6g", help="On the format’s grid, before the scale"),
+    "code_value": Column("Code’s value", ".6g", help="On the format’s grid, before the scale"),
     "dequantized": Column("Rounded to", text=lambda row: number_text(row["dequantized"]), align="right"),
     "error": Column("Error", text=lambda row: number_text(row["error"]), align="right"),
 }

@@ -39,18 +39,18 @@ def _share(name: str) -> dict[str, Any]:
 
 
 COLUMNS = {
-    "place": Column("Tensor", width=200),
-    "hot_ratio": Column(format="%.1f"),
-    "value": Column(format="%.2f", metric="outlier_persistence"),
+    "place": Column("Tensor"),
+    "hot_ratio": Column(),
+    "value": Column(field=MEASURES["outlier_persistence"]),
     "kept": Column(
         "Kept", help="share of an iteration’s hot channels that are hot in the next recorded one too", **_share("kept")
     ),
     "always": Column(
         "Always hot", help="share of an iteration’s hot channels that are hot in every recorded one", **_share("always")
     ),
-    "chance": Column("By chance", "%.3f", help="the Jaccard index of two random sets: k / (2n − k) of n channels"),
-    "channels": Column("Channels", "localized", 90),
-    "iterations": Column("Iterations", "localized", 90),
+    "chance": Column("By chance", ".3f", help="the Jaccard index of two random sets: k / (2n − k) of n channels"),
+    "channels": Column("Channels", "d"),
+    "iterations": Column("Iterations", "d"),
 }
 
 

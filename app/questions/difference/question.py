@@ -37,14 +37,14 @@ DEFAULT = "default"  # see data.difference.default_tolerance
 TOLERANCES = (DEFAULT, BITWISE, "0.0001", "0.001", str(TOLERANCE), "0.1")
 TITLES = {DEFAULT: "2⁻⁵", str(TOLERANCE): "2⁻⁵", BITWISE: "0 (bitwise)"}
 COLUMNS = {
-    "order": Column("Order", "%d", 60),
-    "place": Column("Tensor", width=450),
-    "difference": Column("Relative difference", "%.3g", 145),
-    "limit": Column("Explained", "%.3g", 90),
-    "largest": Column("Largest difference", "%.3g", 140),
-    "by": Column("By", width=65),
+    "order": Column("Order", "d"),
+    "place": Column("Tensor"),
+    "difference": Column("Relative difference", ".3g"),
+    "limit": Column("Explained", ".3g"),
+    "largest": Column("Largest difference", ".3g"),
+    "by": Column("By"),
 }
-FORMAT_COLUMNS = {"place": Column("Operands", width=450), "a": Column("Run A"), "b": Column("Run B")}
+FORMAT_COLUMNS = {"place": Column("Operands"), "a": Column("Run A"), "b": Column("Run B")}
 
 
 def _newest(first: int) -> Callable[[Catalog], One]:

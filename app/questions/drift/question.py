@@ -47,26 +47,26 @@ WHAT = {
 }
 EQUAL_WEIGHTS = {"drift": "the quantized run’s tensor: the rounding that earlier layers pass on"}
 COLUMNS = {
-    "what": Column("Compared with bf16’s tensor", width=330, text=lambda row: WHAT[row["what"]]),
+    "what": Column("Compared with bf16’s tensor", text=lambda row: WHAT[row["what"]]),
     "sqnr_db": Column(),
-    "relative_error": Column(format="%.4f"),
-    "cosine": Column(format="%.5f"),
-    "gradient_bias": Column("‖error‖² / ‖x‖²", "%.5f"),
-    "ks": Column("KS distance", "%.4f", help=METRICS["ks"].definition + ", on bins of 1/8 binade"),
+    "relative_error": Column(format=".4f"),
+    "cosine": Column(format=".5f"),
+    "gradient_bias": Column("‖error‖² / ‖x‖²", ".5f"),
+    "ks": Column("KS distance", ".4f", help=METRICS["ks"].definition + ", on bins of 1/8 binade"),
 }
 
 TWIN_COLUMNS = {
-    "layer": Column("Layer", "%d", 60),
-    "module": Column("Module", width=170),
-    "expert": Column("Expert", "%d", 65),
-    "norm": Column("‖g‖", "%.4g", 85, help="Norm of the gradient without the recipe"),
-    "bias": Column("Bias (%)", "%.3g", 85, help=twin.BIAS.definition),
-    "error": Column("Error (%)", "%.3g", 85, help=twin.ERROR.definition),
-    "bias_low": Column("from", "%.3g", 75, help="The 95% interval of the bias over the passes"),
-    "bias_high": Column("to", "%.3g", 75, help="The 95% interval of the bias over the passes"),
-    "noise": Column("√variance (%)", "%.3g", 110, help=twin.NOISE.definition),
-    "cosine": Column(format="%.5f"),
-    "change": Column("Δloss", width=230, help=twin.CHANGE.definition),
+    "layer": Column("Layer", "d"),
+    "module": Column("Module"),
+    "expert": Column("Expert", "d"),
+    "norm": Column("‖g‖", ".4g", help="Norm of the gradient without the recipe"),
+    "bias": Column("Bias (%)", ".3g", help=twin.BIAS.definition),
+    "error": Column("Error (%)", ".3g", help=twin.ERROR.definition),
+    "bias_low": Column("from", ".3g", help="The 95% interval of the bias over the passes"),
+    "bias_high": Column("to", ".3g", help="The 95% interval of the bias over the passes"),
+    "noise": Column("√variance (%)", ".3g", help=twin.NOISE.definition),
+    "cosine": Column(format=".5f"),
+    "change": Column("Δloss", help=twin.CHANGE.definition),
 }
 
 

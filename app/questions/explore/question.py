@@ -64,16 +64,16 @@ def _law(opened: Catalog) -> Known:
 
 LAW = Control(name="law", label="Q–Q against", param=_law, titles=distribution_charts.LAW_TITLES, widget="list")
 STATISTICS = {
-    "tensors": Column("Tensors", "localized", 70),
-    "numel": Column("Values", "localized", 105),
-    "mean": Column("Mean", "%.3g", 100, help="Of all values of the group together, undivided"),
-    "std": Column("Std", "%.3g", 100, help="Of all values of the group together, undivided"),
-    "min": Column("Min", "%.3g", 100),
-    "max": Column("Max", "%.3g", 100),
-    "absmin": Column("Smallest |x| > 0", "%.2e", 125),
-    "zeros": Column("Zeros", "localized", 95),
-    "nans": Column("NaN", "localized", 55),
-    "infs": Column("Inf", "localized", 55),
+    "tensors": Column("Tensors", "d"),
+    "numel": Column("Values", "d"),
+    "mean": Column("Mean", ".3g", help="Of all values of the group together, undivided"),
+    "std": Column("Std", ".3g", help="Of all values of the group together, undivided"),
+    "min": Column("Min", ".3g"),
+    "max": Column("Max", ".3g"),
+    "absmin": Column("Smallest |x| > 0", ".3g"),
+    "zeros": Column("Zeros", "d"),
+    "nans": Column("NaN", "d"),
+    "infs": Column("Inf", "d"),
 }
 
 

@@ -19,14 +19,14 @@ from binade.data import evidence
 from binade.data.evidence import Measure
 
 COLUMNS = {
-    "rank": Column("Rank", width=60),
-    "place": Column("Tensor", width=180),
-    "value": Column("Predicted (nats)", "%.2e", 120, metric=LOSS_CHANGE),
-    "margin": Column("± 95%", "%.1e", 95, "Half of the 95% interval over sequences; empty for one sequence"),
-    "first": Column("First order", "%.2e", 95, "Σg·e, the mean over micro-batches. With few tokens it is mostly noise"),
-    "second": Column("Second order", "%.2e", 105, "N·½Σg²e², the mean over micro-batches. Never negative"),
+    "rank": Column("Rank"),
+    "place": Column("Tensor"),
+    "value": Column("Predicted (nats)", field=MEASURES[LOSS_CHANGE]),
+    "margin": Column("± 95%", ".3g", help="Half of the 95% interval over sequences; empty for one sequence"),
+    "first": Column("First order", ".3g", help="Σg·e, the mean over micro-batches. With few tokens it is mostly noise"),
+    "second": Column("Second order", ".3g", help="N·½Σg²e², the mean over micro-batches. Never negative"),
     "sqnr_db": Column(),
-    "sqnr_rank": Column("SQNR rank", width=85),
+    "sqnr_rank": Column("SQNR rank"),
 }
 
 

@@ -305,10 +305,10 @@ def places(found: Map) -> Table:
     """Every cell, worst first; a row opens its worst tensor."""
     table = found.worst_first
     columns = {
-        "rank": Column("Rank", width=60),
-        "place": Column("Operand", width=280),
-        "label": Column(found.measure.label, width=150, align="right"),
-        "tensors": Column("Tensors", "localized", 80),
+        "rank": Column("Rank"),
+        "place": Column("Operand"),
+        "label": Column(found.measure.label, align="right"),
+        "tensors": Column("Tensors", "d"),
     }
     frame = table[["rank", "place", "label", "value", "low", "high", "tensors", "tensor_id"]]
     return Table("places", frame, columns, height=min(38 + 35 * len(table), 420), choose="tensor_id")
@@ -319,8 +319,8 @@ def columns_of(measure: Measure) -> dict[str, Column]:
         return lambda row: measure.quantity(row[name])
 
     titles = (("value", f"{measure.label}, median"), ("low", "10%"), ("high", "90%"))
-    own = {name: Column(title, text=text(name), align="right", width=130) for name, title in titles}
-    return {"kind": Column("Operand", width=220)} | own | {"tensors": Column("Cells", "localized", 70)}
+    own = {name: Column(title, text=text(name), align="right") for name, title in titles}
+    return {"kind": Column("Operand")} | own | {"tensors": Column("Cells", "d")}
 
 
 def headline_of(opened: Catalog, found: Map) -> Headline | None:

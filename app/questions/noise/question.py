@@ -32,26 +32,26 @@ NO_GRADIENTS = (
 )
 LISTED = 12  # weights up to which those at bins' edges are named
 WEIGHT_COLUMNS = {
-    "place": Column("Weight", width=160),
-    "oscillating": Column(format="%.2f"),
+    "place": Column("Weight"),
+    "oscillating": Column(),
     "returned": Column(
         "Returned",
         help="weights whose rounded value changed and later changed back",
         text=lambda row: "" if pd.isna(row["returned"]) else f"{row['returned']:.1%}",
         align="right",
     ),
-    "edge_excess": Column(format="%+.2f"),
-    "at_bin_edge": Column(format="%.2f"),
-    "by_chance": Column("By chance", "%.2f", metric="at_bin_edge", help="of normally distributed values"),
-    "iterations": Column("Iterations", "localized", 90),
-    "sampled": Column("Sampled", "localized", 90, help="values of each tensor that are tracked"),
+    "edge_excess": Column(),
+    "at_bin_edge": Column(),
+    "by_chance": Column("By chance", field=MEASURES["at_bin_edge"], help="of normally distributed values"),
+    "iterations": Column("Iterations", "d"),
+    "sampled": Column("Sampled", "d", help="values of each tensor that are tracked"),
 }
 GRADIENT_COLUMNS = {
-    "place": Column("Gradient", width=200),
-    "value": Column(format="%.2f", metric="gradient_to_noise"),
+    "place": Column("Gradient"),
+    "value": Column(field=MEASURES["gradient_to_noise"]),
     "sqnr_db": Column(),
-    "iteration": Column("Iteration", "%d", 90),
-    "tensors": Column("Tensors", "localized", 90),
+    "iteration": Column("Iteration", "d"),
+    "tensors": Column("Tensors", "d"),
 }
 
 

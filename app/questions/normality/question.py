@@ -21,9 +21,9 @@ from binade.data.evidence import SHARE, Measure, Sentence, exact, leaders, liste
 from binade.data.text import counted
 
 COLUMNS = {
-    "law": Column("Distribution", width=95, text=lambda row: LAW_TITLES[row["law"]]),
-    "ks": Column("KS", "%.4f", 65),
-    "parameters": Column("Fitted", width=260),
+    "law": Column("Distribution", text=lambda row: LAW_TITLES[row["law"]]),
+    "ks": Column("KS", ".4f"),
+    "parameters": Column("Fitted"),
 }
 LAW = Control(name="law", label="Distribution", param=One(laws.LAWS), titles=LAW_TITLES)
 

@@ -164,7 +164,7 @@ def _statistics(pair: dict[str, SelectedTensor]) -> Table:
     rows = [(MEASURES[name].axis, name, value, b[name]) for name, value in a.items() if name in b]
     table = pd.DataFrame(rows, columns=["statistic", "name", "a", "b"])
     columns = {
-        "statistic": Column("Statistic", width=180),
+        "statistic": Column("Statistic"),
         "a": Column("This tensor", text=lambda row: MEASURES[row["name"]].text(row["a"]), align="right"),
         "b": Column("The other", text=lambda row: MEASURES[row["name"]].text(row["b"]), align="right"),
         "change": Column("Change", help=CHANGE, text=_change, align="right"),

@@ -49,22 +49,22 @@ GROUPS = (
     "groups do not add up."
 )
 COLUMNS = {
-    "quantity": Column("Quantity", width=250),
-    "formula": Column("Formula", width=190),
-    "over_tokens": Column("Tokens", width=95, align="right"),
-    "over_sequences": Column("Sequences", width=95, align="right"),
-    "median_of_tokens": Column("Median token", width=105, align="right"),
-    "median_of_sequences": Column("Median sequence", width=125, align="right"),
-    "published": Column("Published limits", width=230),
+    "quantity": Column("Quantity"),
+    "formula": Column("Formula"),
+    "over_tokens": Column("Tokens", align="right"),
+    "over_sequences": Column("Sequences", align="right"),
+    "median_of_tokens": Column("Median token", align="right"),
+    "median_of_sequences": Column("Median sequence", align="right"),
+    "published": Column("Published limits"),
 }
 GROUP_COLUMNS = {
-    "group": Column("Group", width=230),
-    "change": Column("|Δ log-probability| (nats)", "%.3g", 170),
-    "low": Column("from", "%.3g", 90, help=INTERVAL),
-    "high": Column("to", "%.3g", 90, help=INTERVAL),
-    "divergence": Column("KL(R‖T) (nats)", "%.3g", 120),
-    "divergence_low": Column("from", "%.3g", 90, help=INTERVAL),
-    "divergence_high": Column("to", "%.3g", 90, help=INTERVAL),
+    "group": Column("Group"),
+    "change": Column("|Δ log-probability| (nats)", ".3g"),
+    "low": Column("from", ".3g", help=INTERVAL),
+    "high": Column("to", ".3g", help=INTERVAL),
+    "divergence": Column("KL(R‖T) (nats)", ".3g"),
+    "divergence_low": Column("from", ".3g", help=INTERVAL),
+    "divergence_high": Column("to", ".3g", help=INTERVAL),
 }
 
 
@@ -73,22 +73,22 @@ def _percent(name: str) -> Callable[[pd.Series], str]:
 
 
 ROUTING_COLUMNS = {
-    "router": Column("Router", width=150),
-    "experts": Column("Experts", width=90),
-    "flips": Column("Flips (%)", width=80, text=_percent("flips"), align="right"),
-    "low": Column("from", width=80, text=_percent("low"), align="right", help=INTERVAL),
-    "high": Column("to", width=80, text=_percent("high"), align="right", help=INTERVAL),
-    "recall": Column("Recall (%)", width=90, text=_percent("recall"), align="right"),
-    "reorders": Column("Reordered (%)", width=110, text=_percent("reorders"), align="right"),
-    "margin": Column("Margin", "%.3g", 90),
-    "flipped_margin": Column("Margin at flips", "%.3g", 110),
+    "router": Column("Router"),
+    "experts": Column("Experts"),
+    "flips": Column("Flips (%)", text=_percent("flips"), align="right"),
+    "low": Column("from", text=_percent("low"), align="right", help=INTERVAL),
+    "high": Column("to", text=_percent("high"), align="right", help=INTERVAL),
+    "recall": Column("Recall (%)", text=_percent("recall"), align="right"),
+    "reorders": Column("Reordered (%)", text=_percent("reorders"), align="right"),
+    "margin": Column("Margin", ".3g"),
+    "flipped_margin": Column("Margin at flips", ".3g"),
 }
 REPLAY_COLUMNS = {
-    "gap": Column("Gap", width=190),
-    "own": Column("Own routes", width=300),
-    "replayed": Column("Routes of the rollout", width=300),
-    "difference": Column("Difference, paired", width=310),
-    "disappears": Column("Disappears (%)", width=110, text=_percent("disappears"), align="right"),
+    "gap": Column("Gap"),
+    "own": Column("Own routes"),
+    "replayed": Column("Routes of the rollout"),
+    "difference": Column("Difference, paired"),
+    "disappears": Column("Disappears (%)", text=_percent("disappears"), align="right"),
 }
 
 

@@ -34,16 +34,14 @@ CAPTION = (
     "the vocabulary."
 )
 COLUMNS = {
-    "name": Column("Recipe", width=220),
-    "predicted": Column("Predicted (nats)", "%+.5f", 120),
-    "unbounded": Column(
-        "Second order alone (nats)", "%+.5f", 180, help="Not bounded by what a cross-entropy can change by"
-    ),
-    "first": Column("First gap (nats)", "%+.5f", 120),
-    "gap": Column("Mean gap (nats)", "%+.5f", 120),
-    "low": Column("from", "%+.5f", 90, help="The 95% interval of the mean over seeds"),
-    "high": Column("to", "%+.5f", 90, help="The 95% interval of the mean over seeds"),
-    "seeds": Column("Seeds", width=60),
+    "name": Column("Recipe"),
+    "predicted": Column("Predicted (nats)", "+.5f"),
+    "unbounded": Column("Second order alone (nats)", "+.5f", help="Not bounded by what a cross-entropy can change by"),
+    "first": Column("First gap (nats)", "+.5f"),
+    "gap": Column("Mean gap (nats)", "+.5f"),
+    "low": Column("from", "+.5f", help="The 95% interval of the mean over seeds"),
+    "high": Column("to", "+.5f", help="The 95% interval of the mean over seeds"),
+    "seeds": Column("Seeds"),
 }
 
 

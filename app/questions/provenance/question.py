@@ -24,19 +24,19 @@ NOTHING = "No run in the filter has recorded a NaN or Inf. To look for one, reco
 RUN = Control(name="run", label="Run", param=known_run, widget="list", row="event", width=2)
 AT = Control(name="at", label="Iteration", param=Whole(0, 10**9), widget="list", row="event")
 RANKS = {
-    "rank": Column("Rank", width=60),
-    "place": Column("Operation", width=220),
-    "order": Column("Order", width=70, help="Position among the operations of the step"),
-    "text": Column("What happened", width=420),
-    "reached": Column("Reached", width=80, help="Later operations whose result or gradient is not finite"),
+    "rank": Column("Rank"),
+    "place": Column("Operation"),
+    "order": Column("Order", help="Position among the operations of the step"),
+    "text": Column("What happened"),
+    "reached": Column("Reached", help="Later operations whose result or gradient is not finite"),
 }
 OPERANDS = {
-    "tensor_name": Column("Tensor", width=200),
+    "tensor_name": Column("Tensor"),
     "shape": Column("Shape", text=lambda row: " × ".join(map(str, row["shape"]))),
-    "absmax": Column(format="%.4g"),
-    "nans": Column("NaN", "localized"),
-    "infs": Column("Inf", "localized"),
-    "rank": Column("Rank", width=60),
+    "absmax": Column(format=".4g"),
+    "nans": Column("NaN", "d"),
+    "infs": Column("Inf", "d"),
+    "rank": Column("Rank"),
 }
 
 

@@ -22,12 +22,12 @@ NOTE = (
 )
 NONE = pd.DataFrame(columns=["label", "band", "low", "high", "range", "n", "source"])
 COLUMNS = {
-    "model": Column("Model", width=190),
-    "recipe": Column("Recipe", width=290),
-    "value": Column("Gap to bf16", width=370),
-    "read": Column("Known from", width=95, help="Published logs, the source, or an excerpt of it"),
-    "training": Column("Training", width=300),
-    "source": Column("Source", width=370),
+    "model": Column("Model"),
+    "recipe": Column("Recipe"),
+    "value": Column("Gap to bf16"),
+    "read": Column("Known from", help="Published logs, the source, or an excerpt of it"),
+    "training": Column("Training"),
+    "source": Column("Source"),
     "how": Column("How", width=800),
 }
 

@@ -84,32 +84,15 @@ AGAINST = Control(
     widget="list",
     titles={BF16: "bf16 on the same data"}, row="what",
 )  # fmt: skip
-WIDTHS = {
-    "label": 155, "rung": 150, "recipe": 280, "seeds": 60, "gap": 95, "gap_interval": 150, "first": 125,
-    "first_interval": 150, "added": 115, "added_interval": 150, "left": 150, "effect": 160,
-    "effect_interval": 200, "effect_on": 190, "last": 95, "iterations": 85,
-    "run_id": 330, "deviation": 80, "change": 95, "verdict": 250, "cosine": 75, "relative_squared_error": 140,
-    "bits": 110, "linear_forward": 165, "linear_gradients": 165, "fa_forward": 165, "fa_gradients": 165,
-    "forward_sqnr_db": 145, "backward_sqnr_db": 160,
-}  # fmt: skip
 
 
-def _columns(fields: Iterable[Field], whole: bool = False) -> dict[str, Column]:
-    """How a page shows these fields: titles with units, formats, definitions. whole: as wide as their titles."""
-    return {
-        each.name: Column(
-            each.axis,
-            f"%{each.format}" if each.format else None,
-            max(WIDTHS.get(each.name, 0), 20 + 8 * len(each.axis)) if whole else WIDTHS.get(each.name),
-            help=each.definition or None,
-        )
-        for each in fields
-    }
+def _columns(fields: Iterable[Field]) -> dict[str, Column]:
+    return {each.name: Column(field=each) for each in fields}
 
 
-RECIPES_SHOWN, RUNGS = _columns(RECIPE_FIELDS, whole=True), _columns(RUNG_FIELDS)
+RECIPES_SHOWN, RUNGS = _columns(RECIPE_FIELDS), _columns(RUNG_FIELDS)
 COLUMNS = _columns(RUN_FIELDS)
-COLUMNS = {"label": COLUMNS["label"], **{part: Column(title, width=100) for part, title in PARTS.items()}} | COLUMNS
+COLUMNS = {"label": COLUMNS["label"], **{part: Column(title) for part, title in PARTS.items()}} | COLUMNS
 
 
 def _controls(selection: Selection, values: dict[str, Any]) -> list[Control]:

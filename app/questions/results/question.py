@@ -33,16 +33,16 @@ DEFINITION = (
     "ratios of the two operands added, as if their errors were independent."
 )
 COLUMNS = {
-    "place": Column("Layer and module", width=160),
-    "gemm": Column("GEMM", width=90),
-    "result_db": Column("SQNR of the result", "%.1f"),
-    "operands_db": Column("Predicted from the operands", "%.1f"),
-    "gain_db": Column("Difference", "%.1f", help="Above 0: the result has less error than predicted"),
-    "results": Column("Results", "localized", 90),
+    "place": Column("Layer and module"),
+    "gemm": Column("GEMM"),
+    "result_db": Column("SQNR of the result", ".1f"),
+    "operands_db": Column("Predicted from the operands", ".1f"),
+    "gain_db": Column("Difference", ".1f", help="Above 0: the result has less error than predicted"),
+    "results": Column("Results", "d"),
 }
 CHOOSE = "Choose a row to compare accumulators: its worst result is computed again from the operands on disk."
 ACCUMULATION = {
-    "title": Column("Addition of the products", width=220),
+    "title": Column("Addition of the products"),
     "result_db": Column(
         "SQNR of the result", help="Against the exact product of the unrounded operands",
         text=lambda row: SQNR.text(row["result_db"]), align="right",

@@ -14,11 +14,12 @@ import pandas as pd
 import streamlit as st
 
 from binade.app import address
+from binade.app.figure import Column
 from binade.app.formatting import bytes_text, plain
 from binade.app.jobs.recipe_table import is_recipe
 from binade.app.questions import layout
 from binade.app.questions.shared.runs import every_run, run_titles, with_plain_runs
-from binade.app.show import with_texts
+from binade.app.show import displayed, with_texts
 from binade.app.state import explain_empty
 from binade.app.view import Reading, View
 from binade.data.access import ReadOnlyError, read_only
@@ -33,7 +34,7 @@ from binade.data.text import counted, one_line
 MOST_RUNS, MOST_EVENTS = 200, 200  # runs whose events and losses are read; events that are shown
 MOST_REASONS = 20  # of runs that did not end normally
 DIVERGED = 2  # times the first loss, above which a run has diverged
-OF_RECIPES = {"label": 260, "seeds": 60, "gap": 140, "gap_interval": 170, "left": 170}  # columns and their widths
+OF_RECIPES = ("label", "seeds", "gap", "gap_interval", "left")
 SPARKS = 40  # points of a small line in the table
 STATES = {
     "done": "✓ done",
@@ -73,22 +74,14 @@ def _recipes(compared: Comparison) -> None:
     if not compared.recipes:
         return
     table = compared.recipe_table
-    shown = [field for field in RECIPE_FIELDS if field.name in OF_RECIPES and table[field.name].notna().any()]
-    columns: dict[str, Any] = {
-        field.name: st.column_config.TextColumn(field.axis, width=OF_RECIPES[field.name], help=field.definition or None)
-        for field in shown
-    }
-    columns["gap"] = st.column_config.NumberColumn(
-        RECIPE_FIELDS[2].axis, format=f"%{RECIPE_FIELDS[2].format}", width=OF_RECIPES["gap"]
-    )
-    written, columns = with_texts(table[[*columns]], columns)
+    listed = [each for each in RECIPE_FIELDS if each.name in OF_RECIPES and table[each.name].notna().any()]
+    columns = {each.name: Column(field=each) for each in listed}
+    written, config = with_texts(*displayed(table, columns))
     st.subheader("Recipes", anchor=False)
     st.dataframe(
-        written, hide_index=True, placeholder="–", column_order=[*columns], column_config=columns, key="recipes_table",
+        written, hide_index=True, placeholder="–", column_config=config, key="recipes_table",
         height=height_of(len(table)),
     )  # fmt: skip
-    for sentence in (*compared.leaving, *compared.missing):
-        st.caption(plain(sentence))
 
 
 def height_of(rows: int) -> int:
@@ -176,52 +169,52 @@ def _table(
         course=runs["run_id"].map(course),
         **{name: runs["run_id"].map(dict(values)) for name, values in against.items()},
     )
-    number, text = st.column_config.NumberColumn, st.column_config.TextColumn
     columns = {
-        "state": text("State", width=95),
-        "source": text("Imported from", width=220, help="What was imported: a directory of tensors, or a loss log"),
-        "name": text("Name", width=220),
-        "recipe": text("Recipe", width=125, help="The recipe, or what was rounded if its name does not say so"),
-        "course": st.column_config.LineChartColumn("Loss", width=110),
-        "loss_last": number("Last loss", format="%.4f", width=85, help="nats per token"),
-        "gap": number(
-            "Mean gap to bf16",
-            format="%+.4f",
-            width=138,
+        "state": Column("State"),
+        "source": Column("Imported from", help="What was imported: a directory of tensors, or a loss log"),
+        "name": Column("Name"),
+        "recipe": Column("Recipe", help="The recipe, or what was rounded if its name does not say so"),
+        "course": Column("Loss", width=110),
+        "loss_last": Column("Last loss", ".4f", help="nats per token"),
+        "gap": Column(
+            "Mean gap to bf16", "+.4f",
             help="Mean loss minus that of the bf16 run on the same data, over the iterations that both have, in nats "
             "per token",
         ),
-        "diverged": number(
-            "Diverged at",
-            format="%d",
-            width=95,
+        "diverged": Column(
+            "Diverged at", "d",
             help=f"Iteration from which the loss is not finite or above {DIVERGED} times the first one, up to the last",
         ),
-        "baseline": text("Baseline", width=95, help="Other runs are compared with it"),
-        "branch": text("Branch of", width=330, help="The run whose checkpoint it starts from"),
-        "model": text("Model", width=105),
-        "size": text("Size", width=55),
-        "dataset": text("Dataset", width=95),
-        "started": st.column_config.DatetimeColumn("Started (UTC)", format="YYYY-MM-DD HH:mm:ss", width=170),
-        "seconds": number("Time (s)", format="%.1f", width=75),
-        "tensors": number("Tensors", format="localized", width=75),
-        "tensors_without_raw": number(
-            "Without values",
-            format="localized",
-            width=120,
+        "baseline": Column("Baseline", help="Other runs are compared with it"),
+        "branch": Column("Branch of", help="The run whose checkpoint it starts from"),
+        "model": Column("Model"),
+        "size": Column("Size"),
+        "dataset": Column("Dataset"),
+        "started": Column("Started (UTC)", width=165),
+        "seconds": Column("Time (s)", ".1f"),
+        "tensors": Column("Tensors", "d"),
+        "tensors_without_raw": Column(
+            "Without values", "d",
             help="Over the byte budget, or values were not requested. Statistics, sketches and scores are complete",
         ),
-        "megabytes": number("Tensor files (MB)", format="%.1f", width=125),
-        "loss_first": number("First loss", format="%.4f", width=80, help="nats per token"),
-        "backend": text("Quantized by", width=180),
-        "note": text("Note", width=220),
-        "run_id": text("Run", width=330),
-    }
+        "megabytes": Column("Tensor files (MB)", ".1f"),
+        "loss_first": Column("First loss", ".4f", help="nats per token"),
+        "backend": Column("Quantized by"),
+        "note": Column("Note"),
+        "run_id": Column("Run"),
+    }  # fmt: skip
     optional = ("source", "name", "note", *against)
-    shown = [name for name in columns if name not in shared and (name not in optional or table[name].notna().any())]
-    written, layout_of = with_texts(table[[*columns]], columns)
+    listed = [name for name in columns if name not in shared and (name not in optional or table[name].notna().any())]
+    shown, config, formats = displayed(table, {name: columns[name] for name in listed})
+    losses, started = columns["course"], columns["started"]
+    kinds: dict[str, Any] = {
+        "course": st.column_config.LineChartColumn(losses.title, width=losses.width),
+        "started": st.column_config.DatetimeColumn(started.title, width=started.width, format="YYYY-MM-DD HH:mm:ss"),
+    }
+    config |= {name: kind for name, kind in kinds.items() if name in config}
+    written, config = with_texts(shown, config, formats)
     event = st.dataframe(
-        written, hide_index=True, placeholder="–", column_order=shown, column_config=layout_of, key="runs_table",
+        written, hide_index=True, placeholder="–", column_config=config, key="runs_table",
         on_select="rerun", selection_mode="multi-row", height=height_of(len(table)),
     )  # fmt: skip
     _actions(view, [table["run_id"].iloc[row] for row in event["selection"]["rows"] if row < len(table)])

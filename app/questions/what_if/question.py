@@ -76,18 +76,18 @@ CONTROLS = (
 )  # fmt: skip
 COLUMNS = {
     "label": Column("Format"),
-    "sqnr_db": Column(width=105),
-    "flush_to_zero": Column(width=110),
-    "saturated": Column(width=115),
-    "codes_used": Column("Codes used", width=90, text=lambda row: f"{row['codes_used']:,} of {row['codes_total']:,}"),
-    "code_entropy_bits": Column("Entropy (bits)", "%.2f", 104),
+    "sqnr_db": Column(),
+    "flush_to_zero": Column(),
+    "saturated": Column(),
+    "codes_used": Column("Codes used", text=lambda row: f"{row['codes_used']:,} of {row['codes_total']:,}"),
+    "code_entropy_bits": Column("Entropy (bits)", ".2f"),
     "scales": Column(
-        "log₂ scales", width=95, help="Smallest to largest block scale; all-zero blocks left out",
+        "log₂ scales", help="Smallest to largest block scale; all-zero blocks left out",
         text=lambda row: _range(row["scale_exponent_min"], row["scale_exponent_max"]),
     ),
-    "bits_per_value": Column("Bits/value", "%.4g", 85, "Including its share of the block’s scale"),
+    "bits_per_value": Column("Bits/value", ".4g", help="Including its share of the block’s scale"),
     "nbytes": Column(
-        "Size", width=75, help="Size of all values in this format", text=lambda row: bytes_text(row["nbytes"])
+        "Size", help="Size of all values in this format", text=lambda row: bytes_text(row["nbytes"])
     ),
 }  # fmt: skip
 OFFERED = ("scale", "block", "rounding")  # options whose values are compared for the page's format
@@ -240,10 +240,9 @@ def results(selected: SelectedTensor, made: TrialPlan, tried: Tried) -> Drawn:
         Figure(f"trials_{index}", panel, table, caption, height=height, group="trials")
         for index, panel in enumerate(format_charts.trial_panels(table))
     ]
-    label = Column("Format", width=max(90, min(330, 20 + 7 * int(table["label"].str.len().max()))))
     rows = table.assign(format=table["label"])
     note = "Choose a row to see its format on every page."
-    items.append(Table("trials", rows, COLUMNS | {"label": label}, note=note, choose="format"))
+    items.append(Table("trials", rows, COLUMNS, note=note, choose="format"))
     histogram = log2_histogram([d for d in shown if d.total])
     if not histogram.empty:
         of = f" · {len(made.ids)} operands together" if len(made.ids) > 1 else ""

@@ -203,8 +203,8 @@ def _decomposition(causes: ErrorCauses) -> Table | None:
         return None
     frame = compute.decomposition(causes.scale)
     columns = {
-        "part": Column("Part", width=200),
-        "percent": Column("Σ / Σe² (%)", width=110, text=lambda row: number_text(row["percent"], ".1f"), align="right"),
+        "part": Column("Part"),
+        "percent": Column("Σ / Σe² (%)", text=lambda row: number_text(row["percent"], ".1f"), align="right"),
         "meaning": Column("What it is"),
     }
     note = (
