@@ -254,7 +254,7 @@ def displayed(
                 if (column.bar or look.bar) and (most := values.max()) > 0 and values.min() >= 0 and most < math.inf:
                     kind, options = st.column_config.ProgressColumn, {"min_value": 0.0, "max_value": most}
         help = column.help or (measure.definition or None if measure else None)
-        width = column.width or _width(title, values, kind)
+        width = column.width or fitting_width(title, values, kind)
         shown[name], config[name] = values, kind(title, width=width, help=help, **options)
     return pd.DataFrame(shown, index=frame.index), config, formats
 
@@ -278,7 +278,7 @@ def with_texts(
     return (shown.reset_index(drop=True).style.format(texts, na_rep="–") if styled else shown), layout
 
 
-def _width(title: str, values: pd.Series, kind: Any) -> int:
+def fitting_width(title: str, values: pd.Series, kind: Any) -> int:
     """The width of a column, in pixels, that cuts neither its title nor its cells, unless these are very long."""
     longest = NUMBER
     if kind is st.column_config.TextColumn:

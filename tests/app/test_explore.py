@@ -58,6 +58,8 @@ def test_tensors_are_ranked_by_their_worst_operand(catalog: Catalog):
     middle = float(scored["delta"].median())
     within = ranked_tensors(catalog, where, "mxfp4", Interval(-100.0, middle))
     assert set(within["tensor_id"]) == set(worst.index[worst < middle])
+    rest = ranked_tensors(catalog, where, "mxfp4", most=5, after=3)
+    assert rest["tensor_id"].tolist() == found["tensor_id"].iloc[3:8].tolist()
 
 
 def test_each_operand_is_compared_with_normal_values_in_its_own_format(catalog: Catalog):

@@ -18,7 +18,8 @@ from binade.app.params import format_title, in_format
 from binade.app.questions import layout
 from binade.app.questions.explore.question import EXPLORE, MAX_SELECTED
 from binade.app.questions.map.standing_out import FAR
-from binade.app.questions.shared.operands import operand
+from binade.app.questions.shared.operands import MOST_LISTED, operand
+from binade.app.show import fitting_width
 from binade.app.style import BAD
 from binade.app.view import Reading, View
 from binade.data.catalog import Catalog
@@ -95,7 +96,22 @@ def _table(opened: Catalog, table: Table, view: View, reading: Reading) -> None:
         column_config=config,
     )  # fmt: skip
     if table.note:
-        st.caption(plain(table.note))
+        _pages(table)
+
+
+def _pages(table: Table) -> None:
+    """Which tensors are listed, and buttons for those before and after them."""
+    after = int(table.frame["rank_of"].iloc[0]) - 1
+    with st.container(key="explore_pages", horizontal=True, vertical_alignment="center", gap="small"):
+        st.caption(plain(table.note), width="content")
+        for label, to, exists in (
+            ("Previous", max(after - MOST_LISTED, 0), after > 0),
+            ("Next", after + MOST_LISTED, len(table.frame) == MOST_LISTED),
+        ):
+            st.button(
+                label, key=f"tensors_{label}", type="tertiary", disabled=not exists, on_click=address.change,
+                kwargs={"after": to or None},
+            )  # fmt: skip
 
 
 def _operand(frame: pd.DataFrame, tensor_id: str) -> dict[str, Any]:
@@ -109,16 +125,22 @@ def _shown(frame: pd.DataFrame, reading: Reading) -> tuple[Styler, dict[str, Any
     columns = st.column_config
     sqnr = frame["sqnr_db"].where(frame["delta"].ne(-math.inf), math.nan)
     delta = frame["delta"].where(frame["delta"].ne(-math.inf), math.nan)
-    shown = pd.DataFrame({"name": frame["name"], "gemm": frame["gemm"], "sqnr": sqnr, "delta": delta})
+    parts = frame["name"].str.partition(" · ")
+    shown = pd.DataFrame({"name": parts[0], "gemm": frame["gemm"], "sqnr": sqnr, "delta": delta, "of": parts[2]})
     config = {
-        "name": columns.TextColumn("Tensor", width=164),
+        "name": columns.TextColumn("Tensor", width=fitting_width("Tensor", parts[0], columns.TextColumn)),
         "gemm": columns.TextColumn("GEMM", width=74, help="In which the format loses most of the tensor"),
         "sqnr": columns.NumberColumn("SQNR", width=48, help=f"dB, {format_title(fmt)}" if fmt else None),
         "delta": columns.NumberColumn(
             "Δ", width=52,
             help="SQNR minus that of normally distributed values in the same format, dB",
         ),
+        "of": columns.TextColumn(
+            "Of", width=fitting_width("Of", parts[2], columns.TextColumn), help="In what tensors of this name differ"
+        ),
     }  # fmt: skip
+    if not parts[2].any():
+        del shown["of"]
     texts: dict[Any, Any] = {"sqnr": _decibels, "delta": partial(_decibels, sign="+")}
     return shown.style.format(texts, na_rep="–").map(_red, subset=["delta"]), config
 

@@ -14,7 +14,7 @@ from binade.app import style
 from binade.app.control import Control
 from binade.app.figure import Column, Drawn, Figure, Item, Table, Text, source
 from binade.app.formatting import evenly
-from binade.app.params import TITLES, Known, One, Range, in_format, known_run, known_tensor
+from binade.app.params import TITLES, Known, One, Range, Whole, in_format, known_run, known_tensor
 from binade.app.questions.explore import charts, compute
 from binade.app.questions.explore.compute import RAW, SCALE, SIGMA, Groups
 from binade.app.questions.explore.quantile_plots import against_law, against_other
@@ -99,7 +99,7 @@ def draw(board: Board, values: dict[str, Any]) -> Drawn:
     tensors = list(values["tensor"])
     if any(values[name] != NONE for name in ("rows", "columns")):
         return _panels(board, values)
-    ranked = ranked_tensors(opened, where, fmt, values["delta"])
+    ranked = _ranked(board, values)
     if ranked.empty:
         return Drawn(problems=(f"No operand has an error in this range, {in_format(fmt)}: clear the range.",))
     chosen = opened.rows_of(tensors[:MAX_SELECTED])
@@ -109,7 +109,7 @@ def draw(board: Board, values: dict[str, Any]) -> Drawn:
         chosen = opened.rows_of(ranked["tensor_id"].head(DRAWN).tolist())
     groups, notes = _groups(board, values, chosen, ranked)
     lie = _distributions(board, values, groups, TENSOR if len(chosen) else by, chosen)
-    items: list[Item] = [table(opened, ranked, where, fmt), *lie.figures]
+    items: list[Item] = [table(board, ranked, values), *lie.figures]
     items += _formats(board, _ids(values, ranked), tensors)
     items += lie.texts
     items += [Text(note) for note in (*groups.notes, *notes)]
@@ -129,14 +129,25 @@ def _files(count: int) -> str:
     return "A tensor file" if count == 1 else f"{count} tensor files"
 
 
-def table(opened: Catalog, ranked: pd.DataFrame, where: Filter, fmt: str) -> Table:
+def _ranked(board: Board, values: dict[str, Any]) -> pd.DataFrame:
+    """The tensors that are listed, worst first, with their rank from 1. A filter may leave fewer than come before the
+    first of them: then the list begins anew."""
+    for after in dict.fromkeys((values["after"], 0)):
+        rows = ranked_tensors(board.opened, board.where, board.format, values["delta"], after=after)
+        if len(rows):
+            break
+    return rows.assign(rank_of=range(after + 1, after + len(rows) + 1))
+
+
+def table(board: Board, ranked: pd.DataFrame, values: dict[str, Any]) -> Table:
     """The tensors, worst first."""
-    names = distinct_names(ranked, given_names(opened))
+    names = distinct_names(ranked, given_names(board.opened))
     frame = ranked.assign(name=ranked["tensor_id"].map(names), gemm=ranked["gemm"].fillna(ranked["operation"]))
-    total = opened.totals(where).tensors
+    first, total = next(iter(ranked["rank_of"]), 1), board.opened.totals(board.where).tensors
     note = ""
-    if len(ranked) == MOST_LISTED and total > len(ranked):
-        note = f"The worst {len(ranked):,} of {total:,} tensors are listed."
+    if first > 1 or (len(ranked) == MOST_LISTED and total > len(ranked)):
+        of = f" of {total:,} tensors" * (values["delta"] is None)
+        note = f"{first:,} to {first + len(ranked) - 1:,}{of}"
     return Table("tensors", frame, note=note, choose="tensor_id")
 
 
@@ -255,7 +266,7 @@ def _panels(board: Board, values: dict[str, Any]) -> Drawn:
     by = {place: values[place] for place in ("rows", "columns") if values[place] != NONE}
     by |= {"color": values["by"]} if values["by"] != TENSOR else {}
     fields = tuple(dict.fromkeys(by.values()))
-    ranked = ranked_tensors(opened, where, board.format, values["delta"])
+    ranked = _ranked(board, values)
     found, notes = compute.by_fields(opened, where, fields, values["values"], board.format, _ids(values, ranked))
     problems = list(notes)
     for place, name in by.items():
@@ -265,7 +276,7 @@ def _panels(board: Board, values: dict[str, Any]) -> Drawn:
             drawn = set(evenly(every, MOST[place]))
             found = [(key, d) for key, d in found if key[fields.index(name)] in drawn]
     if not found:
-        return Drawn((table(opened, ranked, where, board.format),), problems=(*problems, "There are no finite values."))
+        return Drawn((table(board, ranked, values),), problems=(*problems, "There are no finite values."))
     keys = [key for key, _ in found]
     names = pd.DataFrame({place: compute.named(opened, keys, fields, by.get(place, "")) for place in MOST})
     names["panel"] = [str(index) for index in range(len(found))]
@@ -293,7 +304,7 @@ def _panels(board: Board, values: dict[str, Any]) -> Drawn:
         legend = 22 * -(-len(groups) // style.columns(groups)) if len(groups) > 1 else 0
         height = 130 + legend + names["rows"].nunique() * (charts.HIGH + 22)
         figures.append(Figure(f"{kind}_panels", chart, frame, caption, height=height))
-    return Drawn((table(opened, ranked, where, board.format), *figures), problems=tuple(problems))
+    return Drawn((table(board, ranked, values), *figures), problems=tuple(problems))
 
 
 def left_out(opened: Catalog, where: Filter, ids: list[str] | None, below: float) -> str:
@@ -335,7 +346,11 @@ EXPLORE = Question(
     draw=draw,
     of=Of.BOARD,
     controls=(BY, OF_VALUES, AXIS, LAW, *PANELS),
-    takes={"tensor": partial(known_tensor, several=True), "delta": lambda opened: Range()},
+    takes={
+        "tensor": partial(known_tensor, several=True),
+        "delta": lambda opened: Range(),
+        "after": lambda opened: Whole(0, 10**9, 0),
+    },
     narrow=_controls,
     within=within,
     as_used=True,

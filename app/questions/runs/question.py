@@ -11,7 +11,7 @@ import pandas as pd
 
 from binade.app import style
 from binade.app.control import Control
-from binade.app.figure import Drawn, Figure, Text
+from binade.app.figure import Drawn, Figure, Item, Text
 from binade.app.params import One
 from binade.app.questions.question import Question
 from binade.app.questions.shared import loss_chart
@@ -127,7 +127,7 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
     chart = loss_chart.losses(table, looks, events, smooth, seeds, _marks(compared, table, recipes))
     figure = Figure("losses", chart, table, words, note=drawn, height=height)
     used = Used(Filter(run_id=tuple(latest["run_id"])), ((table["group"].nunique(), "line"),), len(runs))
-    items = (figure, *map(Text, compared.missing))
+    items: tuple[Item, ...] = (figure, *map(Text, compared.missing))
     return Drawn(items, evidence.together(*compared.leaving), (note,) * bool(note), used)
 
 

@@ -77,12 +77,15 @@ def _scored(catalog: Catalog, where: Filter, fmt: str) -> tuple[str, list[Any]]:
 
 
 def ranked_tensors(
-    catalog: Catalog, where: Filter, fmt: str, within: Interval | None = None, most: int = MOST_LISTED
+    catalog: Catalog, where: Filter, fmt: str, within: Interval | None = None, most: int = MOST_LISTED, after: int = 0
 ) -> pd.DataFrame:
     """The tensors of the selection, the one that loses most in a format, or USED, first; then those that it was not
     scored in. Columns tensor_id, the fields of a place, gemm (in which it loses most), format, sqnr_db, delta (SQNR
     minus that of normal values in that format; -inf for NaN or Inf among the values), flush_to_zero, saturated,
-    operands (in how many GEMMs it was scored). within: only tensors with an operand whose delta is in this range."""
+    operands (in how many GEMMs it was scored).
+
+    within  only tensors with an operand whose delta is in this range
+    after   how many that come first are left out"""
     condition, parameters = catalog.condition(where)
     scored, scored_parameters = _scored(catalog, where, fmt) if fmt else (NOTHING_SCORED, [])
     inside, ends = ("WHERE delta >= ? AND delta < ?", [within.low, within.high]) if within else ("", [])
@@ -102,7 +105,7 @@ def ranked_tensors(
                coalesce(worst.operands, 0) AS operands
         FROM tensor {"" if within else "LEFT"} JOIN worst USING (key) WHERE {condition}
         ORDER BY worst.delta NULLS LAST, worst.operands IS NULL, layer_index, module, tensor_name, tensor_id
-        LIMIT ?
+        LIMIT ? OFFSET ?
         """,
-        [*scored_parameters, *ends, *parameters, most],
+        [*scored_parameters, *ends, *parameters, most, after],
     )
