@@ -196,6 +196,12 @@ LATER = {"dgrad_b": "b", "wgrad_grad": "grad", "wgrad_a": "a"}
 OPERANDS = {"y": ("a", "b"), "scores": ("a", "b"), "grad_a": ("grad", "b"), "grad_b": ("grad", "a")}
 
 
+ROUTER, SCALAR_GATE = "router", "scalar_gate"
+# Modules of the part `router` of a recipe: linear layers that choose experts, and those with a single output, such as
+# the gate of shared experts in Qwen2-MoE.
+ROUTERS = (ROUTER, SCALAR_GATE)
+
+
 def has_tokens(layer_type: str | None, name: str | None) -> bool:
     """Whether all axes of a tensor but the last are tokens, and an operand's mean over them can be subtracted before it
     is rounded (`center=tokens`): the input and the gradient of the output of a linear layer."""

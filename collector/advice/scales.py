@@ -26,6 +26,7 @@ from binade.collector.recipes.recipe import MODULES, PARTS, About, Recipe
 from binade.data.catalog import SAME_IN_ITERATIONS, Catalog
 from binade.data.evidence import Estimate, Measure, holm, paired, spread_of
 from binade.data.filter import Filter
+from binade.data.tensor_kinds import ROUTERS
 from binade.quant.backends.counts import counted
 from binade.quant.blocks import DENORMAL, SPECIAL, ZERO, code_tiers
 from binade.quant.codes import decode_table
@@ -227,7 +228,8 @@ def _operands(rows: pd.DataFrame) -> pd.DataFrame:
     """The rows of operands with values on disk, with their part of a recipe, and series."""
     names = {operand.name for operand in PARTS["qk"]}
     attention = rows["tensor_name"].isin(names).map({True: "qk", False: "pv"})
-    part = attention.where(rows["layer_type"] == "attention", "linear").where(rows["module"] != "router", "router")
+    of_router = rows["module"].str.rpartition(".")[2].isin(ROUTERS)
+    part = attention.where(rows["layer_type"] == "attention", "linear").where(~of_router, "router")
     rows = rows.assign(part=part, module=rows["module"].fillna(""))
     known = {(part, operand.name) for part, operands in PARTS.items() for operand in operands}
     named = pd.MultiIndex.from_frame(rows[["part", "tensor_name"]]).isin(known)

@@ -78,7 +78,7 @@ class Losses:
 def part_of(key: Key) -> str:
     """The name of the part of a recipe that rounds a product."""
     site, product = key
-    return "router" if product is Product.LINEAR and site.is_router else product.value
+    return "router" if product is Product.LINEAR and site.is_of_router else product.value
 
 
 def group_of(key: Key, by: str) -> EffectGroup:

@@ -6,6 +6,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
+from binade.data.tensor_kinds import ROUTERS
+
 # Usual ends of the paths of linear layers, and what collector calls them; a longer end goes first.
 _ENDS = {
     "q": ("c_q", "q_lin", "query", "q_proj", "wq"),
@@ -60,6 +62,11 @@ class Site:
         return self.module.rpartition(".")[2] == "router"
 
     @property
+    def is_of_router(self) -> bool:
+        """Whether the part `router` of a recipe covers the layer: a router, or a gate with one output."""
+        return self.module.rpartition(".")[2] in ROUTERS
+
+    @property
     def names(self) -> tuple[str, ...]:
         """The names that a recipe may use for it, the most specific first: layer2.expert3.fc1, layer2.fc1, fc1."""
         return tuple(dict.fromkeys((self.name, f"layer{self.layer_index}.{self.module}", self.module)))
@@ -98,7 +105,7 @@ def site(name: str, module: str | None = None) -> tuple[Site, str]:
     expert = re.search(r"(?:^|\.)experts\.(\d+)\.", ".".join(below))
     last = below[-1] if below else "linear"
     path = ".".join(part for i, part in enumerate(parts) if i != at) or last
-    if module in ("core", "router"):
+    if module in ("core", *ROUTERS):
         path = f"{path}.{module}"
     lora = next((i for i, part in enumerate(below) if part.startswith("lora_")), len(below))
     ends = (".".join(below[start:lora]) for start in range(lora))

@@ -222,8 +222,9 @@ WHOLE_RUN = ("keep", "schedule", *TABLES)  # fields of Recipe that a stage of a 
 
 @dataclass(frozen=True)
 class Recipe:
-    """`linear` covers every linear layer but the routers, `qk` and `pv` cover the products of the attention core,
-    `router` covers the linear layer that chooses the experts, `product` those that `instrument(products=...)` declares.
+    """`linear` covers every linear layer but those of `router`, which covers the linear layer that chooses the experts
+    and gates with one output. `qk` and `pv` cover the products of the attention core, `product` those that
+    `instrument(products=...)` declares.
 
     modules   parts of single modules in place of `linear`, in all layers, such as ("fc2", Part(...)), or in one, such
               as ("layer3.fc2", Part(...)); the narrowest holds. Where none does, the first glob that matches one of
@@ -251,7 +252,7 @@ class Recipe:
     def linear_of(self, site: Site) -> Part:
         """The part of a linear layer."""
         own = dict(self.modules)
-        other = self.router if site.is_router else self.linear
+        other = self.router if site.is_of_router else self.linear
         return next((own[name] for name in (*site.names, *own) if name in own and _covers(name, site)), other)
 
     def part_of(self, product: Product, site: Site) -> Part:

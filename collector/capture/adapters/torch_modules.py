@@ -38,6 +38,7 @@ from binade.collector.capture.adapters.layer import Layer, Refused, is_a, replac
 from binade.collector.capture.adapters.weights import NAMES, OWN_KERNELS, OwnProducts, functional_linear, is_linear
 from binade.collector.models.parallel import Begin
 from binade.collector.models.site import HEAD, path_parts, site
+from binade.data.tensor_kinds import ROUTER, SCALAR_GATE
 
 ATTENTION = frozenset(("scaled_dot_product_attention", "flex_attention"))
 SHOWN = "coverage(..., batch=...) shows whether it is rounded"
@@ -75,8 +76,8 @@ def find(model: nn.Module) -> Iterator[Layer | Refused]:
                 owner = owners.setdefault(parent, OwnProducts(parent, modules[parent]))
                 other = modules[parent], partial(owner.attach, weight, 0)
                 found = replace(found, others=(*found.others, other))
-            if is_router(modules, shapes, name, module.out_features):
-                found = replace(found, site=replace(found.site, module="router"), path=f"{found.path}.router")
+            if word := router_word(modules, shapes, name, module.out_features):
+                found = replace(found, site=replace(found.site, module=word), path=f"{found.path}.{word}")
             yield replace(found, site=HEAD, is_head=True) if is_head else found
             continue
         if calls(module, ATTENTION):
@@ -135,7 +136,7 @@ def _own(modules: dict[str, nn.Module], shapes: Shapes, name: str, owner: OwnPro
     experts = {shape[0] for shape in shapes[module].values() if len(shape) == 3}  # whose biases have two axes
     for own, shape in shapes[module].items():
         if len(shape) == 2 and own == "weight":
-            where, path = site(name, "router" if is_router(modules, shapes, name, shape[0]) else None)
+            where, path = site(name, router_word(modules, shapes, name, shape[0]))
             yield Layer(name, module, where, whole, partial(owner.attach, own, 0), path)
         elif len(shape) == 2 and min(shape) > 1 and shape[0] not in experts and multiplies_by(module, own):
             where, path = site(f"{name}.{own}")
@@ -171,6 +172,15 @@ def multiplying(modules: dict[str, nn.Module], name: str) -> Iterator[tuple[str,
         if applies_function(parent, last) or (child is modules[name] and calls(parent, last, "weight", NAMES)):
             yield owner, path
         child = parent
+
+
+def router_word(modules: dict[str, nn.Module], shapes: Shapes, name: str, outputs: int) -> str | None:
+    """The module of ROUTERS that this layer is, if any. A gate has a single output and is in a block; LoRA's layers of
+    rank 1 are none."""
+    parts = path_parts(name)
+    if outputs == 1 and any(map(str.isdecimal, parts[:-1])) and not any(part.startswith("lora_") for part in parts):
+        return SCALAR_GATE
+    return ROUTER if is_router(modules, shapes, name, outputs) else None
 
 
 def is_router(modules: dict[str, nn.Module], shapes: Shapes, name: str, outputs: int) -> bool:

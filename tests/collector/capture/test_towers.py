@@ -5,11 +5,20 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, HunYuanMoEV1Config, JetMoeConfig, T5Config, T5ForConditionalGeneration
+from transformers import (
+    AutoModelForCausalLM,
+    HunYuanMoEV1Config,
+    JetMoeConfig,
+    Qwen2MoeConfig,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
-from binade.collector import coverage
+from binade.collector import Recorder, coverage, instrument
 from binade.collector.capture.survey import survey
+from binade.collector.recipes.parse import parse_recipe
 from binade.collector.recipes.selection import SiteSelection
+from binade.data.catalog import Catalog
 
 
 class Block(nn.Module):
@@ -114,3 +123,38 @@ def test_what_chooses_among_experts_is_a_router(config, path: str):
 def test_a_layer_with_as_many_outputs_as_layers_is_no_router():
     model = nn.ModuleDict({"layers": nn.ModuleList([Block(), Block()]), "score": nn.Linear(8, 2)})
     assert sites(model)["score"] == "layer0.score"
+
+
+class Gated(nn.Module):
+    """A block that weighs its output with a gate of one value; LoRA's layers may have one output, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.coefficient, self.lora_A = nn.Linear(32, 32), nn.Linear(32, 1), nn.Linear(32, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.coefficient(x).sigmoid() * self.up(x) + self.lora_A(x)
+
+
+def test_a_gate_with_one_output_belongs_to_the_part_of_the_router(tmp_path):
+    config = Qwen2MoeConfig(
+        **SIZES, intermediate_size=32, moe_intermediate_size=16, shared_expert_intermediate_size=32, num_experts=4,
+        num_experts_per_tok=2, num_key_value_heads=2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    rows = {row.paths: (row.recorded, row.format) for row in coverage(model, "linear_mxfp8")}
+    assert rows["model.layers.*.mlp.shared_expert_gate"] == ("layer*.scalar_gate", "bf16")
+    blocks = nn.ModuleDict({"blocks": nn.ModuleList([Gated(), Gated()])})
+    assert sites(blocks)["blocks.1.coefficient"] == "layer2.scalar_gate"
+    assert "scalar_gate" not in sites(blocks)["blocks.1.lora_A"]
+
+    recipe = parse_recipe("bf16", router="mxfp8")
+    with Recorder(tmp_path, iterations=1, scores=()) as recorder, instrument(model, recipe, recorder):
+        model(torch.arange(16).reshape(2, 8)).logits.sum().backward()
+        recorder.step()
+    with Catalog.open(tmp_path) as catalog:
+        found = catalog.tensors()
+        parts = catalog.parts()
+    assert set(found[found["quant_type"] == "mxfp8"]["module"]) == {"router", "scalar_gate"}
+    assert {part: set(rows["format"]) for part, rows in parts.groupby("part")}["router"] == {"mxfp8"}
