@@ -464,7 +464,7 @@ def operand_table(opened: Catalog, recipes: Iterable[RecipeRuns]) -> pd.DataFram
             if place in medians and not math.isnan(medians[place]["sqnr_db"]):
                 known = medians[place]
                 row |= {f"{side}_{name}": value for name, value in known.items()}
-                shares = (number_text(100 * known[name], ".2f") for name in ERRORS[1:])
+                shares = (number_text(100 * known[name]) for name in ERRORS[1:])
                 row[side] = " / ".join([MEASURES["sqnr_db"].text(known["sqnr_db"]), *shares])
         rows.append(row)
     return pd.DataFrame(rows, columns=None if rows else ["run_id", "label"])

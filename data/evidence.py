@@ -34,7 +34,7 @@ EQUAL = 0.01  # relative difference of two exact values that are called equal
 
 
 GAP = Measure("gap", "Gap", "nats", "loss minus that of the reference run, in nats per token", "+.4f")
-SHARE = Measure("share", "Share", "%", format=".2f")
+SHARE = Measure("share", "Share", "%")
 RHO = Measure("rho", "Spearman’s ρ", format=".2f")
 
 

@@ -97,7 +97,8 @@ class Field:
             return "no value"
         if math.isinf(value):
             return ("no error" if value > 0 else "overflows") if self.low_is_bad else "∞"
-        return number_text(value * self.factor, self.format)
+        text = number_text(value * self.factor, self.format)
+        return ">99.9" if self.unit == "%" and text == "100" and value < 1 else text  # not all of it
 
     def quantity(self, value: float | None) -> str:
         """A value with its unit; a value that is not finite is described in words, without a unit."""

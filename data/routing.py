@@ -24,14 +24,10 @@ from binade.data.evidence import Estimate, Measure
 from binade.data.json_files import STRICT, Count
 from binade.data.runs import Whole
 
-FLIPS = Measure("flips", "Flips", "%", "share of tokens whose set of experts differs", format=".2f")
-RECALL = Measure(
-    "recall", "Recall", "%", "share of the training policy's experts that the rollout policy chooses, too", format=".2f"
-)
-REORDERS = Measure("reorders", "Reordered", "%", "share of tokens with the same experts in another order", format=".2f")
-ANY_FLIP = Measure(
-    "any_flip", "Any flip", "%", "share of tokens whose set of experts differs in any layer", format=".2f"
-)
+FLIPS = Measure("flips", "Flips", "%", "share of tokens whose set of experts differs")
+RECALL = Measure("recall", "Recall", "%", "share of the training policy's experts that the rollout policy chooses, too")
+REORDERS = Measure("reorders", "Reordered", "%", "share of tokens with the same experts in another order")
+ANY_FLIP = Measure("any_flip", "Any flip", "%", "share of tokens whose set of experts differs in any layer")
 MARGIN = Measure("margin", "Margin", "", "s_(k) − s_(k+1) of the selection scores, training policy")
 LEGEND = (
     "A token flips where the sets of its experts differ; it is reordered where only their order does. Recall: the "

@@ -173,7 +173,7 @@ def test_counts_beyond_the_axis_fit_their_corners(count: int):
 def test_zeros_are_left_out_of_a_q_q_plot_and_counted():
     x = torch.cat([torch.zeros(3000), torch.randn(7000, generator=torch.Generator().manual_seed(0))])
     plot = against_law([distribution_of("own", x)], "normal")
-    assert "30.0% zeros are left out" in plot.sentences[0]
+    assert "30% zeros are left out" in plot.sentences[0]
     body = plot.points[plot.points["theoretical"].abs() < 1.5]
     np.testing.assert_allclose(body["sample"], body["theoretical"], atol=0.1)
 

@@ -54,7 +54,7 @@ def test_hifp8_without_a_scale_says_what_it_would_do_with_one():
 def test_values_that_overflow_fp16():
     """A value that becomes infinite makes the SQNR -inf dB, shown as "overflows"; it raises no math domain error."""
     drawn = drawn_why(torch.tensor([[1e6, 1.0, -3.0, 0.5]]), "fp16")
-    assert "SQNR overflows" in drawn.verdict and "lost to NaN or Inf 25.00%" in drawn.verdict
+    assert "SQNR overflows" in drawn.verdict and "lost to NaN or Inf 25%" in drawn.verdict
 
 
 MATRIX, LINE = (1100, 1024), (1_300_003,)
@@ -83,16 +83,18 @@ def test_a_large_tensor_is_measured_whole_though_a_sample_is_drawn(spec, shape):
     whole = look(x, spec)
     sums = whole.sums
     verdict = drawn_why(x, spec).verdict
-    shown = re.search(r"SQNR ([-\d.]+) dB.* error, ([\d.]+)% is of .* zero, ([\d.]+)% of saturated ones", verdict)
+    shown = re.search(r"SQNR ([-\d.]+) dB.* error, (>?[\d.]+)% is of .* zero, (>?[\d.]+)% of saturated ones", verdict)
     assert shown, verdict
     squares = (whole.y.double() - whole.x.double()).square()
     flushed = squares[(whole.y == 0) & whole.valid].sum() / sums.noise
     saturated = squares[whole.clipped & (whole.y != 0)].sum() / sums.noise
     expected = 10 * math.log10(sums.signal / sums.noise), float(flushed), float(saturated)
-    assert [float(each) for each in shown.groups()] == [
-        pytest.approx(each * factor, abs=half)
-        for each, factor, half in zip(expected, (1, 100, 100), (0.051, 0.0051, 0.0051), strict=True)
-    ]
+    assert float(shown[1]) == pytest.approx(expected[0], abs=0.051)
+    for text, share in zip(shown.groups()[1:], expected[1:], strict=True):
+        if text == ">99.9":
+            assert 0.9994 < share < 1
+        else:  # three digits
+            assert float(text) == pytest.approx(100 * share, rel=5.1e-3)
     found = streamed_score(x, spec)
     assert found.sqnr_db == pytest.approx(expected[0], rel=1e-12)
     assert round(found.flush_to_zero * sums.nonzero) == sums.flushed
@@ -243,7 +245,7 @@ def test_the_value_with_most_of_the_error_is_named():
     found = re.search(r"The value 33\.1 of token 1, channel 1,000 holds ([\d.]+)% of the error\.", verdict)
     noise = score(x, "hifp8").mse * x.numel()
     q = float(fake_quantize(x[1:2, 1000:1001], "hifp8"))
-    assert found and float(found[1]) == pytest.approx(100 * (q - float(x[1, 1000])) ** 2 / noise, abs=0.0051)
+    assert found and float(found[1]) == pytest.approx(100 * (q - float(x[1, 1000])) ** 2 / noise, abs=0.051)
 
 
 @pytest.mark.parametrize("spec", ["mxfp4", "hifp8", "nvfp4"])

@@ -68,3 +68,10 @@ def test_a_number_has_the_decimals_that_were_requested(value, digits):
 )  # fmt: skip
 def test_numbers_that_are_easily_written_wrong(value, format, text):
     assert number_text(value, format) == text
+
+
+@pytest.mark.parametrize(
+    ("share", "text"), [(1.0, "100%"), (0.99956, ">99.9%"), (0.9994, "99.9%"), (0.26461, "26.5%"), (0.0, "0%")]
+)
+def test_what_is_not_all_is_not_called_so(share: float, text: str):
+    assert FIELDS["flush_to_zero"].quantity(share) == text

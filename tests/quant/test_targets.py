@@ -118,7 +118,7 @@ def compiled(tmp_path: Path, *packages: Path) -> None:
         "PYTHONPATH": os.pathsep.join(map(str, (*packages, PROJECT))),
     }  # fmt: skip
     command = [sys.executable, "-c", PROGRAM, *SPECS]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=3600)
     assert done.returncode == 0, done.stderr[-2000:]
     lines = [line.split() for line in done.stdout.splitlines()]
     rows = {(name, arch, kind) for name, arch, kind, _ in lines}

@@ -70,7 +70,9 @@ def draw(board: Board, values: dict[str, Any]) -> Drawn:
         **{name: Column(title, ".1f") for name, title in (("low", "1%"), ("median", "Median"), ("high", "99%"))},
     }
     if measure == "sqnr_db":
-        columns["bad"] = Column(f"Below {compute.BAD_DB} dB", text=lambda row: f"{row['bad']:.2%}", align="right")
+        columns["bad"] = Column(
+            f"Below {compute.BAD_DB} dB", text=lambda row: SHARE.quantity(row["bad"]), align="right"
+        )
     items.append(Table("block_summary", summary, columns, height=min(38 + 35 * len(summary), 420)))
     used = Used(board.where, ((blocks, "block"),))
     answer = Drawn(tuple(items), _verdict(table, summary, measure, board), used=used)

@@ -8,6 +8,7 @@ import pandas as pd
 from binade.app import plot, style
 from binade.app.figure import Chart
 from binade.app.questions.codes import compute
+from binade.data.evidence import SHARE
 from binade.data.text import number_text
 from binade.quant.blocks import DENORMAL, SPECIAL, ZERO
 from binade.quant.specs import Spec
@@ -59,7 +60,7 @@ def tiers(table: pd.DataFrame, subtitle: str | list[str]) -> Chart:
         label=[
             f"{row['tier']} · {row['used']} of {row['codes']}" if row["codes"] else str(row["tier"]) for row in rows
         ],
-        text=[f"{row['share']:.1%}" for row in rows],
+        text=[SHARE.quantity(row["share"]) for row in rows],
     )
     tips = plot.tips(
         tier="precision", share=("share of values", ".3~p"), used="codes used", codes="codes of the format"

@@ -13,6 +13,7 @@ from scipy import stats
 
 from binade.app.questions.shared.distributions import Distribution, quantiles
 from binade.app.questions.shared.laws import Fit, fit, nonzero
+from binade.data.evidence import SHARE
 
 POINTS = 201
 BODY = (0.05, 0.95)  # quantiles between which a Q–Q plot shows the body of a distribution
@@ -125,7 +126,9 @@ def _body_and_tails(
     outside = np.array([-math.log(0.005), -math.log(0.995)]) / d.total / 2  # on each side
     low, high = fitted.tail(np.minimum(outside, 0.4))
     tails = "heavier" if reach > high else "lighter" if reach < low else "as long"
-    left = f" {zeros:.1%} zeros are left out." if zeros >= 0.0005 else " Zeros are left out." if zeros else ""
+    left = (
+        f" {SHARE.quantity(zeros)} zeros are left out." if zeros >= 0.0005 else " Zeros are left out." if zeros else ""
+    )
     freedom = f" ({fitted.text.split(',')[0]})" if fitted.freedom is not None else ""
     return (
         f"{d.group}{freedom}: 5th to 95th percentile within {off:.2g} of the line; tails {tails}: the largest value is "

@@ -29,6 +29,7 @@ from binade.app.questions.shared.runs import every_run, given_names, labels_of, 
 from binade.app.questions.shared.scope import Used, scoped
 from binade.app.questions.shared.selection import Board, Of
 from binade.data.catalog import Catalog
+from binade.data.evidence import SHARE
 from binade.data.filter import FIELDS, INTEGER_FIELDS, Filter
 from binade.data.names import distinct_names
 from binade.data.text import counted, one_line
@@ -313,7 +314,7 @@ def left_out(opened: Catalog, where: Filter, ids: list[str] | None, below: float
     odd = [f"{int(row[name]):,} {title}" for name, title in (("nans", "NaN"), ("infs", "infinite")) if row[name]]
     if row["zeros"]:
         share = row["zeros"] / row["numel"]
-        odd.insert(0, f"{share:.2%} zeros" if share >= 1e-4 else f"{int(row['zeros']):,} zeros")
+        odd.insert(0, f"{SHARE.quantity(share)} zeros" if share >= 1e-4 else f"{int(row['zeros']):,} zeros")
     if below:
         odd.append(
             f"the smallest {'nonzero values' if row['zeros'] else 'values'}, up to {100 * below:.2g}% of a group"

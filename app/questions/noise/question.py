@@ -15,7 +15,7 @@ from binade.app.questions.shared.scope import Used
 from binade.app.questions.shared.selection import Board, Of
 from binade.app.style import MEASURES
 from binade.data import evidence
-from binade.data.evidence import Sentence
+from binade.data.evidence import SHARE, Sentence
 from binade.data.tensor_kinds import label_of
 
 NO_WEIGHTS = (
@@ -37,7 +37,7 @@ WEIGHT_COLUMNS = {
     "returned": Column(
         "Returned",
         help="weights whose rounded value changed and later changed back",
-        text=lambda row: "" if pd.isna(row["returned"]) else f"{row['returned']:.1%}",
+        text=lambda row: "" if pd.isna(row["returned"]) else SHARE.quantity(row["returned"]),
         align="right",
     ),
     "edge_excess": Column(),

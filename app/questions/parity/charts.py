@@ -43,7 +43,7 @@ def routing(table: pd.DataFrame, several: float, subtitle: str) -> Chart:
     x = plot.x("router:N", None, {"labelAngle": -45, "labelOverlap": True}).sort(shown["router"].tolist())
     y = plot.y("flips", "tokens that flip (%)", zero=True)
     tips = plot.tips(
-        router="router", text="flips", recall=("recall (%)", ".2f"), reorders=("reordered (%)", ".2f"),
+        router="router", text="flips", recall=("recall (%)", ".3g"), reorders=("reordered (%)", ".3g"),
         margin=("margin", ".3g"),
     )  # fmt: skip
     points = plot.mark("point", shown, x=x, y=y, tips=tips, **DOT)

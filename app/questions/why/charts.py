@@ -14,6 +14,7 @@ from binade.app.params import Interval
 from binade.app.questions.shared.distribution_charts import explained
 from binade.app.questions.shared.heatmap import heatmap
 from binade.app.questions.why import compute
+from binade.data.evidence import SHARE
 from binade.quant.error_causes import CAUSES
 from binade.quant.specs import Spec
 
@@ -81,7 +82,10 @@ def _magnitude(spec: Spec) -> str:
 def shares_of_error(shares: Sequence[float]) -> dict[str, str]:
     """The labels of the zones of a whole tensor: their shares of its squared error, in the order of CAUSES."""
     named = zip(CAUSES, shares, strict=True)
-    return {cause: cause if math.isnan(share) else f"{cause}: {share:.2%} of the error" for cause, share in named}
+    return {
+        cause: cause if math.isnan(share) else f"{cause}: {SHARE.quantity(share)} of the error"
+        for cause, share in named
+    }
 
 
 def shares_of_values(zones: pd.DataFrame) -> dict[str, str]:
@@ -89,8 +93,8 @@ def shares_of_values(zones: pd.DataFrame) -> dict[str, str]:
     share, of_nonzero = (zones.set_index("zone")[name] for name in ("share", "of_nonzero"))
     flushed, saturated = of_nonzero["flushed"], share["saturated"]
     return {
-        "flushed": f"flushed: {flushed:.2%} of its nonzero",
-        "saturated": f"saturated: {saturated:.2%} of its values",
+        "flushed": f"flushed: {SHARE.quantity(flushed)} of its nonzero",
+        "saturated": f"saturated: {SHARE.quantity(saturated)} of its values",
     }
 
 
