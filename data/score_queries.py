@@ -300,9 +300,10 @@ def _scored(sound: bool = False) -> str:
 def part() -> str:
     """SQL for the product that a tensor belongs to."""
     qk = ", ".join(f"'{kind.name}'" for kind in TENSOR_KINDS if kind.product is Product.QK)
+    routers = "|".join(ROUTERS)
     return f"""CASE WHEN tensor.layer_type = 'attention' THEN if(tensor.tensor_name IN ({qk}), 'QK', 'PV')
                     WHEN tensor.layer_type = 'product' THEN 'product'
-                    WHEN regexp_matches(tensor.module, '(^|[.])({"|".join(ROUTERS)})$') THEN 'router' ELSE 'linear' END"""
+                    WHEN regexp_matches(tensor.module, '(^|[.])({routers})$') THEN 'router' ELSE 'linear' END"""
 
 
 def quantiles(column: str) -> str:

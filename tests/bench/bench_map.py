@@ -1,4 +1,4 @@
-"""How fast the Map answers in a real browser: from a click until what it asked for is drawn.
+"""How fast the Map and Explore answer in a real browser: from a click until what it asked for is drawn.
 
     python -m tests.bench.bench_map FOLDER [--tries 7]
 
@@ -11,6 +11,13 @@ format     another format is chosen in the bar until the map shows it
 metric     another metric
 cell       a cell is clicked until the panel shows it
 iteration  the slider moves to another iteration until the map shows it
+
+On Explore, until the script has ended and every chart is drawn:
+
+explore    a new tab opens it; the ratio is to opening that page
+operation  its filter is set to another operation
+values     values are divided by the scales of their blocks, or not
+row        another row of the table is ticked
 """
 
 from __future__ import annotations
@@ -29,10 +36,12 @@ from pathlib import Path
 from playwright.sync_api import BrowserContext, Page, sync_playwright
 
 from tests.bench.bench_pages import launch
-from tests.browser.driver import answers, free_port, new_page, serving, settle
+from tests.browser.driver import AT_REST, answers, free_port, new_page, serving, settle
 from tests.conftest import until
 
-LEGEND, PANEL = ".map .legend", ".map .panel h3"
+LEGEND, PANEL = ".map .legend", ".map .panel"
+RUNNING = "() => document.querySelector('[data-testid=stApp]').dataset.testScriptState === 'running'"
+FORMATS = ("mxfp8", "nvfp4", "hifp8", "mxfp4")
 COUNTER = """import streamlit as st
 st.session_state.n = st.session_state.get("n", 0)
 st.button("more", on_click=lambda: st.session_state.update(n=st.session_state.n + 1))
@@ -81,6 +90,42 @@ def choose(page: Page, name: str, option: str) -> Callable[[], None]:
     return page.get_by_role("option", name=option, exact=True).click
 
 
+def drawn(page: Page, act: Callable[[], object]) -> float:
+    """Seconds from an action until the script that it starts has ended and all is drawn."""
+    start = time.monotonic()
+    act()
+    page.wait_for_function(RUNNING)
+    page.wait_for_function(AT_REST)
+    return time.monotonic() - start
+
+
+def explored(context: BrowserContext, address: str, tries: int) -> dict[str, list[float]]:
+    page, start = new_page(context), time.monotonic()
+    page.goto(f"{address}/explore")
+    page.locator(".stVegaLiteChart").first.wait_for()
+    page.wait_for_function(AT_REST)
+    times = {"explore": [time.monotonic() - start]}
+    settle(page)
+    grid = page.get_by_test_id("stDataFrame").first
+    for attempt in range(tries):
+        values = page.get_by_text(("÷ block scale", "raw", "÷ σ")[attempt % 3], exact=True)
+        times.setdefault("values", []).append(drawn(page, values.click))
+        settle(page)
+        row = {"x": 18, "y": 50 + 28 * (attempt + 1)}  # a canvas; its first column are the boxes
+        times.setdefault("row", []).append(drawn(page, partial(grid.click, position=row)))
+        settle(page)
+        page.locator(".st-key-clear_ticks button").click()
+        settle(page)
+    page.get_by_role("button", name="Operation ▾").click()
+    settle(page)
+    for number in range(min(tries, 2)):
+        button = page.locator(".st-key-filter_operation button").nth(number)
+        times.setdefault("operation", []).append(drawn(page, button.click))
+        settle(page)
+    page.close()
+    return times
+
+
 def measure(root: Path, tries: int) -> dict[str, tuple[list[float], list[float]]]:
     """By action: (seconds of each try, those of the page with the counter)."""
     times: dict[str, list[float]] = {}
@@ -97,14 +142,16 @@ def measure(root: Path, tries: int) -> dict[str, tuple[list[float], list[float]]
             times.setdefault("first", []).append(seconds)
             settle(page)
             context.close()
+        for _ in range(tries):
+            context = browser.new_context(viewport={"width": 1440, "height": 900})
+            for name, seconds in explored(context, address, 1).items():
+                times.setdefault(name, []).extend(seconds)
+            context.close()
         context = browser.new_context(viewport={"width": 1440, "height": 900})
         page, _ = opened(context, address, PANEL)
         settle(page)
-        scored = page.locator(".map .panel .formats .name").all_inner_texts()
-        own = page.locator(".map .panel .formats .name.own").inner_text()
-        formats = [name for name in scored if name != own] + [own]
         for attempt in range(tries):
-            act = choose(page, "format", formats[attempt % len(formats)])
+            act = choose(page, "format", FORMATS[attempt % len(FORMATS)])
             times.setdefault("format", []).append(waited(page, LEGEND, act))
             settle(page)
         for metric in ("Flushed to zero", "Saturated", "absmax", "Crest factor", "Kurtosis", "rms", "SQNR")[:tries]:
@@ -128,7 +175,7 @@ def measure(root: Path, tries: int) -> dict[str, tuple[list[float], list[float]]
                 settle(page)
                 slider.focus()
         browser.close()
-    return {name: (seconds, first if name == "first" else click) for name, seconds in times.items()}
+    return {name: (seconds, first if name in ("first", "explore") else click) for name, seconds in times.items()}
 
 
 def main() -> None:
