@@ -134,7 +134,8 @@ def shift(column: str, low: float, high: float) -> alt.YOffset:
 def when(test: str | alt.Parameter, **looks: tuple[Any, Any]) -> dict[str, Any]:
     """Channels with one value where a test in Vega's language holds, or a selection, and another elsewhere."""
     return {
-        name: alt.condition(test, alt.value(here), alt.value(elsewhere)) for name, (here, elsewhere) in looks.items()
+        name: style.as_channel(name, alt.condition(test, alt.value(here), alt.value(elsewhere)))
+        for name, (here, elsewhere) in looks.items()
     }
 
 
@@ -163,10 +164,10 @@ def mark(
     look = dict(USUAL.get(kind, {}))
     for name, value in more.items():
         if name in (*_TYPES, "x2", "y2") and isinstance(value, str):
-            channels[name] = value if ":" in value else value + _TYPES.get(name, "")
+            channels[name] = style.as_channel(name, value if ":" in value else value + _TYPES.get(name, ""))
         elif name in ("x", "y") and isinstance(value, int | float):
-            channels[name] = alt.value(value)
-        elif hasattr(value, "_encoding_name") or (isinstance(value, dict) and "condition" in value):
+            channels[name] = style.as_channel(name, {"value": value})
+        elif hasattr(value, "_encoding_name"):
             channels[name] = value
         elif name == "color" and more.get("point"):  # a property would not color the line's points
             channels[name] = alt.ColorValue(value)
@@ -267,7 +268,9 @@ def layers(
     chart.title = style.title(title, subtitle) if isinstance(title, str) else title
     if independent:
         chart = chart.resolve_scale(**{independent: "independent"})
-    result: Chart = chart.properties(**properties)
+    for name, value in properties.items():  # `chart.properties` would copy and check the whole chart
+        setattr(chart, name, value)
+    result: Chart = chart
     return result
 
 

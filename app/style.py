@@ -314,9 +314,14 @@ def labelled(
         yOffset=alt.ExprRef(down),
         x2Offset=20,
         y2Offset=shift,
-    ).encode(x=lines.encoding.x, x2=alt.value("width"), y2=f"{y}:Q", strokeDash=lines.encoding.strokeDash)
+    ).encode(
+        x=lines.encoding.x,
+        x2=as_channel("x2", {"value": "width"}),
+        y2=alt.Y2(f"{y}:Q"),
+        strokeDash=lines.encoding.strokeDash,
+    )
     names = base.mark_text(align="left", clip=False, dx=24, dy=shift, fontSize=12, fontWeight=600).encode(
-        x=alt.value("width"), text="name:N"
+        x=as_channel("x", {"value": "width"}), text=alt.Text("name:N")
     )
     title, lines.title = lines.title, alt.Undefined
     return alt.LayerChart(layer=[lines, strokes, names], title=title)
@@ -422,10 +427,13 @@ def brushed(
             text=f"format(datum.shared, '.3~p') + '  ' + format(datum.counted, ',.0f'){named}",
         )
         .mark_text(align="left", fontSize=12, fontWeight=600)
-        .encode(x=alt.value(right), y=alt.Y("row:Q", scale=None, axis=None), text="text:N", color=chart.encoding.color)
-    )
-    result: alt.LayerChart = chart.add_params(brush, zoom(name), only("group", chart=name)) + counts
-    return result.properties(title=title)
+        .encode(
+            x=as_channel("x", {"value": right}), y=alt.Y("row:Q", scale=None, axis=None), text=alt.Text("text:N"),
+            color=chart.encoding.color,
+        )
+    )  # fmt: skip
+    drawn = chart.add_params(brush, zoom(name), only("group", chart=name))
+    return alt.LayerChart(layer=[drawn, counts], title=title)
 
 
 def title(text: str, subtitle: str | list[str]) -> alt.TitleParams:
@@ -439,6 +447,13 @@ def small_title(text: str, subtitle: str | None = None) -> alt.TitleParams:
     """The title of one of several plots of a chart."""
     below: dict[str, Any] = {"subtitle": subtitle, "subtitleColor": GREY} if subtitle else {}
     return alt.TitleParams(text, anchor="start", fontSize=13, **below)
+
+
+def as_channel(name: str, value: str | Any) -> Any:
+    """A channel of a column, or of a value or a condition of Altair's. `encode` makes the same object, but compares the
+    value with all classes of its schema, which took a quarter of the time of Explore."""
+    kind = name[0].upper() + name[1:]
+    return getattr(alt, kind)(value) if isinstance(value, str) else getattr(alt, f"{kind}Value")(**value)
 
 
 def crosshair(row: str, column: str, *, fade: bool = False) -> tuple[list[alt.Parameter], dict[str, Any]]:
