@@ -96,6 +96,32 @@ def test_built_by_clicking_saved_and_opened_elsewhere(visit: Visit, served: str,
 
 
 @pytest.mark.thorough
+def test_of_two_tabs_of_a_browser_none_loses_its_text(visit: Visit, served: str, own_root: Path):
+    """Both edit one session. The tab that writes second gets a session of its own, and both survive a reload."""
+    one, _ = storage.save(own_root, sessions.new("Shared", sessions.View("runs"), notes="before"))
+    address = f"/notebook?view=sessions&part=open&session={one.id}"
+    tabs = [visit(address, base=served) for _ in range(2)]
+
+    def write(page: Page, text: str) -> None:
+        page.get_by_role("textbox", name="Notes").fill(text)
+        page.keyboard.press("Tab")
+        settle(page)
+
+    for page, text in zip(tabs, ("by the first", "by the second"), strict=True):
+        write(page, text)
+    told = "“Shared” was changed in another tab or by someone else"
+    assert told in tabs[1].locator("[data-testid=stApp]").inner_text()
+    assert one.id in tabs[0].url and one.id not in tabs[1].url
+    write(tabs[0], "by the first, again")
+    for page, text in zip(tabs, ("by the first, again", "by the second"), strict=True):
+        page.reload()
+        settle(page)
+        assert page.get_by_role("textbox", name="Notes").input_value() == text
+    assert not tabs[0].complaints and not tabs[1].complaints
+    assert storage.load(own_root, one.id).session.notes == "before"  # neither has saved
+
+
+@pytest.mark.thorough
 def test_a_link_to_what_is_absent_says_so(visit: Visit, served: str, own_root: Path):
     view = sessions.View("map", {"run_id": ["gone"], "metric": ["sqnr_db"]})
     run = sessions.RunReference("gone", "0" * 64)
