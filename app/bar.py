@@ -21,6 +21,7 @@ from binade.app.questions.shared.runs import every_run, given_names, labels_of, 
 from binade.app.style import MEASURES
 from binade.app.view import Reading, View
 from binade.data.catalog import USED, Catalog
+from binade.data.fields import IDENTITIES
 from binade.data.filter import INTEGER_FIELDS, Filter
 from binade.quant.formats import FORMATS
 from binade.quant.specs import known_specs
@@ -217,8 +218,7 @@ def _values(
     runs = catalog.kept(("run titles", catalog.state()), lambda: run_titles(every_run(catalog)))
     shown = partial(group_name, names=runs)
     options = list(dict.fromkeys([*possible, *chosen]))
-    if name in INTEGER_FIELDS:
-        options = sorted(options)
+    options = sorted(options) if name in INTEGER_FIELDS else IDENTITIES[name].ordered(options)
     st.markdown(f"{TITLES[name]}", width="content", help=_help(name))
     if name in INTEGER_FIELDS and len(everything) > MOST_LISTED:
         _range(name, sorted({*everything, *chosen}), chosen)

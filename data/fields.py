@@ -7,9 +7,12 @@ here. To add one, add an entry to `_FIELDS`. This file imports neither torch nor
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import Any
 
+from binade.data.tensor_kinds import TENSOR_KINDS, Operation, Phase
 from binade.data.text import number_text
 from binade.quant.definitions import METRICS
 from binade.quant.normal import VS_NORMAL
@@ -46,6 +49,7 @@ class Field:
     low_is_bad  as for SQNR
     log         whether its axis is logarithmic
     resolution  two values that differ by less are called equal
+    order       values of an IDENTITY that are listed first, as the model computes them
     """
 
     name: str
@@ -59,6 +63,7 @@ class Field:
     low_is_bad: bool = False
     log: bool = False
     resolution: float = 0.0
+    order: tuple[str, ...] = ()
 
     @property
     def key(self) -> str:
@@ -87,6 +92,11 @@ class Field:
         """The title within a sentence: "layer", "SQNR"."""
         return self.title if self.title[1:2].isupper() else self.title[:1].lower() + self.title[1:]
 
+    def ordered(self, values: Iterable[Any]) -> list[Any]:
+        """Values in the order in which they are listed; those that `order` does not name as they come, at the end."""
+        places = {value: at for at, value in enumerate(self.order)}
+        return sorted(values, key=lambda value: places.get(value, len(places)))
+
     def with_sign(self, marked: bool = True) -> Field:
         """The same with or without a plus sign before positive values."""
         return replace(self, format="+" * marked + self.format.removeprefix("+"))
@@ -110,9 +120,14 @@ class Field:
 
 
 def _identity(
-    name: str, title: str, definition: str, format: str = "", group: FilterGroup = FilterGroup.FIRST
+    name: str,
+    title: str,
+    definition: str,
+    format: str = "",
+    group: FilterGroup = FilterGroup.FIRST,
+    order: tuple[str, ...] = (),
 ) -> Field:
-    return Field(name, title, "", definition, format, f"tensor.{name}", FieldKind.IDENTITY, group)
+    return Field(name, title, "", definition, format, f"tensor.{name}", FieldKind.IDENTITY, group, order=order)
 
 
 def _statistic(name: str, sql: str, title: str = "", definition: str = "", unit: str = "", log: bool = False) -> Field:
@@ -132,17 +147,23 @@ def _error(name: str) -> Field:
     return Field(name, known.label, known.unit, known.definition, sql=f"score.{name}", kind=FieldKind.ERROR)
 
 
+MODULES = (  # in the order of the network
+    *("q_down", "q", "q_up", "k", "v", "kv_down", "kv_up", "qkv", "core", "proj", "router", "fc1", "gate", "up", "fc2"),
+    *("shared_fc1", "shared_fc2", "scalar_gate"),
+)
 _FIELDS = (
     # Fields of the filter, in the order of its menu.
     _identity("run_id", "Run", "One execution of training, or one import of tensors."),
     _identity("iteration", "Iteration", "A step of the optimizer, numbered from 0. Warm-up iterations have negative "
               "numbers.", "d"),
     _identity("layer_index", "Layer", "The layer of the model, numbered from 1.", "d"),
-    _identity("module", "Module", "The part of a layer: qkv, proj, fc1, fc2, router, or core for the attention core."),
+    _identity("module", "Module", "The part of a layer: qkv, proj, fc1, fc2, router, or core for the attention core.",
+              order=MODULES),
     _identity("operation", "Operation", "The pass in which a tensor is computed or used: forward, backward, evaluation "
-              "(a forward pass that does not train) or optimizer."),
-    _identity("phase", "Phase", "pre: input of the operation. post: its output."),
-    _identity("tensor_name", "Tensor", "What the tensor is in its operation, such as input, weight or grad_output."),
+              "(a forward pass that does not train) or optimizer.", order=tuple(Operation)),
+    _identity("phase", "Phase", "pre: input of the operation. post: its output.", order=tuple(Phase)),
+    _identity("tensor_name", "Tensor", "What the tensor is in its operation, such as input, weight or grad_output.",
+              order=tuple(kind.name for kind in TENSOR_KINDS)),
     _identity("quant_type", "Quant type", "The format or recipe that was requested where the tensor was recorded."),
     _identity("recipe", "Recipe", "Which operand of which GEMM is rounded to which format during a run.",
               group=FilterGroup.RUN),

@@ -75,3 +75,9 @@ def test_numbers_that_are_easily_written_wrong(value, format, text):
 )
 def test_what_is_not_all_is_not_called_so(share: float, text: str):
     assert FIELDS["flush_to_zero"].quantity(share) == text
+
+
+def test_values_are_listed_as_the_network_computes_them():
+    assert FIELDS["operation"].ordered(["backward", "evaluation", "forward"]) == ["forward", "backward", "evaluation"]
+    assert FIELDS["module"].ordered(["vision.qkv", "fc2", "core", "qkv"]) == ["qkv", "core", "fc2", "vision.qkv"]
+    assert FIELDS["run_id"].ordered(["b", "a"]) == ["b", "a"]

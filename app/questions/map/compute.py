@@ -15,6 +15,7 @@ from binade.app.budget import SCORE, RoundingCost, check
 from binade.app.questions.shared.operands import GEMMS, OTHER, along
 from binade.data.catalog import SHOWN_ERRORS, STATISTICS, USED, Catalog, CatalogError, format_condition, part, quantiles
 from binade.data.evidence import Measure, Sentence
+from binade.data.fields import MODULES
 from binade.data.filter import Filter
 from binade.data.names import name_of
 from binade.data.parity_results import Parity, read_parity
@@ -41,8 +42,7 @@ ERRORS = (VS_NORMAL, *SHOWN_ERRORS)
 METRICS = (*ERRORS, LOSS_CHANGE, EFFECT, PARITY, RESULT, SPREAD, TENSOR_SCALE, *STATISTICS)
 RESULTS = {"qk": "attention_scores"}  # the result of a product, where it is not called output
 # The products in the order of the network: modules, and the two products of attention.
-PRODUCTS = ("q_down", "q", "q_up", "k", "v", "kv_down", "kv_up", "qkv", "QK", "PV", "proj", "router", "fc1", "fc2",
-            "shared_fc1", "shared_fc2")  # fmt: skip
+PRODUCTS = tuple(name for module in MODULES for name in (("QK", "PV") if module == "core" else (module,)))
 # The operands of a GEMM: the gradient first, then the first operand of the forward product, then the second.
 _OBSERVED = ("grad", "a", "b")
 _OPERANDS = {kind.name: _OBSERVED.index(kind.observed) for kind in TENSOR_KINDS if kind.observed in _OBSERVED}
