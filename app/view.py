@@ -151,15 +151,17 @@ class View(Record):
         values, unknown = read(params, self.params)
         part = PAGES[self.page].parts.get(self.part)
         question = part.question if part else None
-        as_used = question is not None and (question.as_used or question.of is Of.TENSOR)
-        values["format"] = values["format"] or default_format(catalog, where, as_used)
-        if question and question.of is Of.TENSOR and not values["tensor"]:
+        of_tensor = question is not None and question.of is Of.TENSOR
+        if of_tensor and values["tensor"]:
+            values["format"] = values["format"] or USED
+        as_used = question is not None and question.as_used(values)
+        values["format"] = values["format"] or default_format(catalog, where, as_used or of_tensor)
+        if of_tensor and not values["tensor"]:
             values["tensor"], gemm = worst(catalog, where, values["format"])
             if "gemm" in params:  # else the answer is of the tensor's own GEMM
                 values["gemm"] = values["gemm"] or gemm
-        if values["format"] == USED and not (question and question.as_used):
-            of_one = question is not None and question.of is Of.TENSOR
-            used = format_used(catalog, values["tensor"], values.get("gemm") or "") if of_one else ""
+        if values["format"] == USED and not as_used:
+            used = format_used(catalog, values["tensor"], values.get("gemm") or "") if of_tensor else ""
             values["format"] = used or default_format(catalog, where)
         for name, default in question.defaults.items() if question else ():
             values[name] = values[name] or default(catalog, values)

@@ -54,7 +54,8 @@ class Question:
                  the filter, these) -> run ids. Sessions and bundles keep them too. None if there are no others
     empty        whether there is an answer for a root without tensors, too
     of_values    whether the answer depends on a tensor's row and values alone, so that it stays when the root changes
-    as_used      whether it can show each operand in the format that its own GEMM used: USED in place of a format
+    as_used      whether, with these parameters, it can show each operand in the format that its own GEMM used: USED in
+                 place of a format
     note         shown above the answer
     layout       the module whose `show(catalog, view, reading)` shows it, if it is not laid out like the others
     within       the filter that the answer is computed from, with the runs and iterations that are chosen for it: a
@@ -87,7 +88,7 @@ class Question:
     beyond: Beyond | None = None
     empty: bool = False
     of_values: bool = False
-    as_used: bool = False
+    as_used: Callable[[Mapping[str, Any]], bool] = lambda values: False
     note: str = ""
     layout: str = ""
     within: Callable[[Catalog, Filter, Mapping[str, Any]], Filter] | None = None

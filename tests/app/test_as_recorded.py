@@ -227,9 +227,7 @@ def test_the_map_shows_a_mixed_recipe_as_it_was_used(tmp_path):
 def test_a_run_that_rounds_nothing_has_no_format_in_use(tmp_path):
     with record(tmp_path, "bf16", scores=("mxfp4", "mxfp8")) as catalog:
         assert View("map").read(catalog).values["format"] == "mxfp4"
-        for metric, said in (
-            ("sqnr_db", "None of these operands was rounded"),
-            ("loss_change", "is that of one format"),
-        ):
-            answer = View("map", {"format": [USED], "metric": [metric]}).draw(catalog)
-            assert not answer.figures and said in answer.problems[0]
+        answer = View("map", {"format": [USED], "metric": ["sqnr_db"]}).draw(catalog)
+        assert not answer.figures and "None of these operands was rounded" in answer.problems[0]
+        of_one = View("map", {"format": [USED], "metric": ["loss_change"]})
+        assert of_one.read(catalog).values["format"] == "mxfp4"

@@ -603,7 +603,7 @@ def test_a_bundle_that_is_interrupted_leaves_nothing(tmp_path, verb, number):
         with open(run.directory / "log.txt", "ab") as log:
             log.truncate(4 << 30)  # takes a while to pack
         with Catalog.open(root) as opened:
-            made = refreshed(opened, sessions.new("Long", View("compare", {"view": ["explore"]})))
+            made = refreshed(opened, sessions.new("Long", View("explore", {"view": ["explore"]})))
             saved, _ = storage.save(root, made)
         arguments, watched = [saved.id, "--output", str(out / "x.zip")], out
     process = start_binade("bundle", verb, *arguments, "--tensor-save-dir", root)

@@ -14,7 +14,7 @@ from streamlit.testing.v1 import AppTest
 from binade.app.formatting import plain
 from binade.app.pages.registry import PAGES
 from binade.app.params import texts_of
-from binade.app.questions.map.compute import EFFECT, METRICS, TENSOR_SCALE
+from binade.app.questions.map.compute import EFFECT, METRICS, PARITY, TENSOR_SCALE
 from binade.app.view import View
 from binade.collector import Recorder
 from binade.data.catalog import Catalog
@@ -22,7 +22,9 @@ from binade.data.filter import Filter
 from tests.app import roots
 from tests.app.test_pages import Visit, charts, chips, first, rerun, words
 
-RECORDED = tuple(metric for metric in METRICS if metric not in (EFFECT, TENSOR_SCALE))  # which only some runs have
+RECORDED = tuple(
+    metric for metric in METRICS if metric not in (EFFECT, PARITY, TENSOR_SCALE)
+)  # which only some runs have
 
 pytestmark = pytest.mark.slow
 

@@ -354,6 +354,6 @@ EXPLORE = Question(
     },
     narrow=_controls,
     within=within,
-    as_used=True,
+    as_used=lambda values: True,
     layout="binade.app.questions.explore.page",
 )

@@ -226,11 +226,8 @@ def _nothing(opened: Catalog, where: Filter, metric: str, fmt: str) -> str:
             "No result of a quantized GEMM was measured: choose a quantized run recorded with “result” under Also "
             "measured (--measures result)."
         )
-    if metric in OF_FORMAT and fmt == USED:
-        if metric in (LOSS_CHANGE, EFFECT):
-            return f"{MEASURES[metric].label} is that of one format: choose one instead of “as used”."
-        if metric != compute.SPREAD:
-            return "None of these operands was rounded when it was recorded: choose a format instead of “as used”."
+    if metric in OF_FORMAT and metric != compute.SPREAD and fmt == USED:
+        return "None of these operands was rounded when it was recorded: choose a format instead of “as used”."
     if metric == compute.SPREAD:
         return (
             f"No block scales were measured {in_format(fmt)}: choose a format with block scales, and a run recorded "
@@ -401,7 +398,7 @@ MAP = Question(
     draw=draw,
     controls=(ACROSS, EXPERTS),
     narrow=_controls,
-    as_used=True,
+    as_used=lambda values: values["metric"] not in (LOSS_CHANGE, EFFECT),
     within=within,
     scoped=("metric", "format", "versus"),
     selects={"cell": lambda opened: AnyText()},

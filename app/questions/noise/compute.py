@@ -119,13 +119,11 @@ def edge_against_bf16(catalog: Catalog, where: Filter, places: pd.DataFrame) -> 
     for row in places.dropna(subset=["edge_excess"]).to_dict("records"):
         own = rows.loc[row["tensor_id"]]
         references = references_of(catalog, where, [own["run_id"]])
-        layer, iteration = (int(own[name]) for name in ("layer_index", "iteration"))
-        same = Filter(tensor_name=("weight",), layer_index=(layer,), iteration=(iteration,))
-        found_in = (catalog.pairs(str(own["run_id"]), reference, same) for reference in references)
-        of_weight = (pairs[pairs["tensor_id"] == row["tensor_id"]] for pairs in found_in)
-        pairs = next((pairs for pairs in of_weight if len(pairs)), pd.DataFrame())
+        twins = catalog.twins(row["tensor_id"]).dropna(subset=["path"])
+        twin_of = dict(zip(twins["run_id"], twins["tensor_id"], strict=True))
+        same = next((twin_of[run] for run in references if run in twin_of), None)
         try:
-            x = catalog.load(str(pairs["reference_id"].iloc[0])) if len(pairs) else None
+            x = catalog.load(same) if same else None
         except (CatalogError, TensorFileError):
             x = None
         if x is None:

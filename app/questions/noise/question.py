@@ -11,6 +11,7 @@ from binade.app.questions.noise import charts, compute
 from binade.app.questions.question import Question
 from binade.app.questions.shared import board_charts
 from binade.app.questions.shared.event_marks import with_events
+from binade.app.questions.shared.runs import references_of
 from binade.app.questions.shared.scope import Used
 from binade.app.questions.shared.selection import Board, Of
 from binade.app.style import MEASURES
@@ -213,4 +214,5 @@ NOISE = Question(
     within=lambda opened, where, values: compute.one_run(opened, where),
     draw=draw,
     of_runs=True,
+    beyond=references_of,
 )
