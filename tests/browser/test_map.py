@@ -137,14 +137,19 @@ def test_the_scope_is_chosen_in_the_bar_and_stays(visit: Visit, catalog: Catalog
 
 @pytest.mark.thorough
 def test_a_difference_and_columns_of_iterations(visit: Visit, catalog: Catalog, run: str):
-    page = visit("/?format=mxfp8")
-    pick(page, "minus", "mxfp4")
+    page = visit("/?format=mxfp8&metric=sqnr_db")
+    pick(page, "Compared with", "mxfp4")
     x = catalog.load(fc1_input(catalog, run, 2, 1))
     gain = quant.score(x, "mxfp8").sqnr_db - quant.score(x, "mxfp4").sqnr_db
-    assert tooltip(page, CELL)[2] == f"+{gain:.1f} dB" and query(page) == {"format": "mxfp8", "versus": "mxfp4"}
+    chosen = {"format": "mxfp8", "metric": "sqnr_db", "versus": "mxfp4"}
+    assert tooltip(page, CELL)[2] == f"+{gain:.1f} dB" and query(page) == chosen
+    page.get_by_role("button", name="+ Filter").click()
+    page.get_by_role("button", name="Layer", exact=True).click()
     choose(page, "Layer", "2")
-    press(page, "iterations")
-    assert query(page) == {"format": "mxfp8", "versus": "mxfp4", "layer_index": "2", "across": "iteration"}
+    page.locator(".map .across").get_by_role("button", name="iterations").click()
+    page.wait_for_url("**across=iteration**")
+    settle(page)
+    assert query(page) == chosen | {"layer_index": "2", "across": "iteration"}
     x = catalog.load(fc1_input(catalog, run, 2, 0))
     gain = quant.score(x, "mxfp8").sqnr_db - quant.score(x, "mxfp4").sqnr_db
     assert tooltip(page, "forward/fc1/input/0")[1:] == ["iteration 0", f"+{gain:.1f} dB"]
@@ -163,7 +168,7 @@ def test_a_variant_chosen_in_what_if_holds_on_other_pages(visit: Visit, catalog:
     page.wait_for_url("**format=**")
     settle(page)
     assert query(page)["format"] == "mxfp4(block=16x16)" and query(page)["tensor"] == tensor_id
-    press(page, "Why")
+    press(page, "In the format")
     sqnr = quant.score(catalog.load(tensor_id), "mxfp4(block=16x16)").sqnr_db
     assert page.get_by_text(f"In mxfp4(block=16x16): SQNR {sqnr:.1f} dB").is_visible()
     turn_to(page, "Map")

@@ -11,6 +11,8 @@ from playwright.sync_api import Page
 
 from binade.app.sessions import session as sessions
 from binade.app.sessions import storage
+from binade.app.view import View
+from binade.data.catalog import Catalog
 from tests.app import roots
 from tests.browser.driver import choose, pick, press, serving, settle, turn_to
 from tests.browser.test_explore import marks
@@ -122,7 +124,7 @@ def test_of_two_tabs_of_a_browser_none_loses_its_text(visit: Visit, served: str,
 
 
 @pytest.mark.thorough
-def test_a_link_to_what_is_absent_says_so(visit: Visit, served: str, own_root: Path):
+def test_a_link_to_what_is_absent_says_so(visit: Visit, served: str, own_root: Path, catalog: Catalog):
     view = sessions.View("map", {"run_id": ["gone"], "metric": ["sqnr_db"]})
     run = sessions.RunReference("gone", "0" * 64)
     one, _ = storage.save(own_root, sessions.new("Half of it", view, runs=(run,)))
@@ -137,9 +139,10 @@ def test_a_link_to_what_is_absent_says_so(visit: Visit, served: str, own_root: P
     page.get_by_role("button", name="Open the page without it").click()
     page.wait_for_url(lambda url: "gone" not in url)
     settle(page)
-    assert page.locator(".map .cell.on").count() == 1
+    cells = page.locator(".map .cell[data-id]").count()
+    assert cells and cells == View("map").draw(catalog).scope.counts[0][0]
     page = visit("/?session=never-was", base=served)
-    assert page.locator(".map .cell.on").count() == 1
+    assert page.locator(".map .cell[data-id]").count() == cells
     assert "There is no session 'never-was'" in page.locator("[data-testid=stApp]").inner_text()
 
 
