@@ -12,7 +12,7 @@ from playwright.sync_api import Locator, Page
 from binade import quant
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
-from tests.browser.driver import choose, pick, press, settle, turn_to
+from tests.browser.driver import pick, press, settle, turn_to
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 Visit = Callable[..., Page]
@@ -145,7 +145,9 @@ def test_a_difference_and_columns_of_iterations(visit: Visit, catalog: Catalog, 
     assert tooltip(page, CELL)[2] == f"+{gain:.1f} dB" and query(page) == chosen
     page.get_by_role("button", name="+ Filter").click()
     page.get_by_role("button", name="Layer", exact=True).click()
-    choose(page, "Layer", "2")
+    page.locator(".st-key-chip_values").get_by_role("button", name="2", exact=True).click()
+    page.wait_for_url("**layer_index=2**")
+    settle(page)
     page.locator(".map .across").get_by_role("button", name="iterations").click()
     page.wait_for_url("**across=iteration**")
     settle(page)

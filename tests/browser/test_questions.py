@@ -29,10 +29,12 @@ from binade.app.questions.what_if import compute as what_if_compute
 from binade.app.view import View
 from binade.data import comparison
 from binade.data.catalog import Catalog
+from binade.data.fields import FIELDS
 from binade.data.filter import Filter
 from binade.data.gradients import gradient_errors
 from binade.data.run_table import runs_with_references
 from binade.data.runs import read_losses
+from binade.data.text import number_text
 from binade.quant.normal import normal_sqnr
 from tests.browser.driver import new_page, press, serving, settle, turn_to
 from tests.browser.test_explore import number
@@ -76,6 +78,11 @@ def shown(catalog: Catalog, *apart: str) -> Filter:
 def said(catalog: Catalog, page: str, part: str, **params: str) -> str:
     """The answer of a part, drawn without the app."""
     return str(View(page, {"view": [part]} | {name: [text] for name, text in params.items()}).draw(catalog).verdict)
+
+
+def share(value: float) -> str:
+    """As all shares are written."""
+    return FIELDS["flush_to_zero"].quantity(value)
 
 
 @pytest.fixture(scope="module")
@@ -223,7 +230,7 @@ def test_which_gradients_flush_to_zero(visitor: Visitor, catalog: Catalog):
 def test_why(visitor: Visitor, catalog: Catalog, worst: str):
     visitor.ask("tensor", "why")
     wanted = quant.score(catalog.load(worst), "mxfp4")
-    flushed, saturated = f"{wanted.flushed_error_share:.2%}", f"{wanted.saturated_error_share:.2%}"
+    flushed, saturated = share(wanted.flushed_error_share), share(wanted.saturated_error_share)
     shares = f"{flushed} is of values flushed to zero, {saturated} of saturated ones and "
     said_of_it = f"In mxfp4 (as recorded): SQNR {wanted.sqnr_db:.1f} dB. Of the squared error, {shares}"
     assert visitor.answer.startswith(said_of_it)
@@ -248,11 +255,9 @@ def test_would_another_format_fix_it(visitor: Visitor, catalog: Catalog, worst: 
     )
     table = what_if_compute.try_formats([what_if_compute.TriedOperand(x, -1)], trials)[0]
     shown = {
-        mark["trial"]: number(mark["SQNR (dB, higher is better)"])
-        for mark in visitor.marks("trials_0")
-        if "trial" in mark
+        mark["trial"]: mark["SQNR (dB, higher is better)"] for mark in visitor.marks("trials_0") if "trial" in mark
     }
-    assert shown == {row.label: pytest.approx(row.sqnr_db, rel=1e-3) for row in table.itertuples()}
+    assert shown == {row.label: number_text(row.sqnr_db) for row in table.itertuples()}
 
 
 def test_is_it_normal(visitor: Visitor, catalog: Catalog, worst: str):
@@ -289,9 +294,7 @@ def test_which_part_costs_the_most_loss(visitor: Visitor, catalog: Catalog):
     pairs = catalog.pairs(run["run_id"], run["references"][0], Filter(tensor_name=["grad_weight"], iteration=[0]))
     found = gradient_errors(catalog, pairs)[0].set_index(["layer_index", "module"])
     dots = {(m["run"], m["gradient"]): m for m in visitor.marks("cosine") if "gradient" in m}
-    assert number(dots["mxfp4", "L1 fc1"]["Cosine to bf16’s gradient"]) == pytest.approx(
-        found.loc[(1, "fc1"), "cosine"], rel=1e-4
-    )
+    assert dots["mxfp4", "L1 fc1"]["Cosine to bf16’s gradient"] == number_text(found.loc[(1, "fc1"), "cosine"])
 
 
 def test_rounding_or_drift(visitor: Visitor, catalog: Catalog, worst: str):
@@ -329,8 +332,8 @@ def test_which_blocks_fail(visitor: Visitor, catalog: Catalog, worst: str):
     shown = {int(number(m["position in the block"])): m for m in values}
     assert len(shown) == 32
     for place, mark in shown.items():
-        assert number(mark["value"]) == pytest.approx(float(seen.x[block, place]), rel=1e-4)
-        assert number(mark["rounded to"]) == pytest.approx(float(seen.y[block, place]), rel=1e-4)
+        assert mark["value"] == number_text(float(seen.x[block, place]))
+        assert mark["rounded to"] == number_text(float(seen.y[block, place]))
         assert int(mark["code"], 2) == int(seen.codes[block, place])
 
 
@@ -365,7 +368,9 @@ def test_do_blocks_fail_over_time(visitor: Visitor, catalog: Catalog):
     where = scoped(catalog, Filter(), ("iteration",), scored=True)
     table = block_history_compute.histogram(catalog, where, "mxfp4", "sqnr_db")
     last = block_history_compute.summary(table, ("iteration",)).iloc[-1]
-    assert f" of {last['blocks']:,.0f} measured blocks ({last['bad']:.2%}) have an SQNR below 10 dB" in visitor.answer
+    assert (
+        f" of {last['blocks']:,.0f} measured blocks ({share(last['bad'])}) have an SQNR below 10 dB" in visitor.answer
+    )
     visitor.segment("Scale exponent")
     visitor.until("Scale exponent is between")
 
