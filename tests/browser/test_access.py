@@ -76,7 +76,7 @@ MOVED = """() => new Promise(done => new PerformanceObserver(list => done(list.g
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("path", ["/", "/explore", "/tensor", "/tensor?view=what_if", "/runs", "/runs?view=recipes"])
+@pytest.mark.parametrize("path", ["/", "/explore", "/tensor", "/tensor?view=whatif", "/runs", "/runs?view=recipes"])
 def test_little_moves_while_a_page_loads(visit: Callable[..., Page], path: str):
     """0.1 is the limit of what Chrome's Web Vitals call good."""
     page = visit(path)
