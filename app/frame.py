@@ -97,7 +97,10 @@ def _show_part(part: PagePart, view: View, opened: Catalog) -> None:
             explain_nothing(reading.where)
         else:
             _warn(reading.problems)
-            _say(scope, reading.scope)
+            if reading.scope:
+                _say(scope, reading.scope)
+            else:
+                scope.caption("&nbsp;")  # its line, so that nothing moves once the answer says it
             st.session_state.pop(layout.SCOPE, None)
             module.show(opened, view, reading)
             _say(scope, st.session_state.get(layout.SCOPE, reading.scope))
@@ -113,6 +116,8 @@ def _show_part(part: PagePart, view: View, opened: Catalog) -> None:
 def _say(place: DeltaGenerator, scope: Scope | None) -> None:
     if scope and (scope.tensors or scope.counts):
         place.caption(plain(scope.sentence))
+    else:
+        place.empty()
 
 
 def _parts(name: str, view: View) -> None:
