@@ -228,7 +228,7 @@ def _operands(rows: pd.DataFrame) -> pd.DataFrame:
     """The rows of operands with values on disk, with their part of a recipe, and series."""
     names = {operand.name for operand in PARTS["qk"]}
     attention = rows["tensor_name"].isin(names).map({True: "qk", False: "pv"})
-    of_router = rows["module"].str.rpartition(".")[2].isin(ROUTERS)
+    of_router = rows["module"].fillna("").astype(str).str.contains(rf"(?:^|\.)(?:{'|'.join(ROUTERS)})$")
     part = attention.where(rows["layer_type"] == "attention", "linear").where(~of_router, "router")
     rows = rows.assign(part=part, module=rows["module"].fillna(""))
     known = {(part, operand.name) for part, operands in PARTS.items() for operand in operands}

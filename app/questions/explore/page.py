@@ -125,10 +125,11 @@ def _shown(frame: pd.DataFrame, reading: Reading) -> tuple[Styler, dict[str, Any
     columns = st.column_config
     sqnr = frame["sqnr_db"].where(frame["delta"].ne(-math.inf), math.nan)
     delta = frame["delta"].where(frame["delta"].ne(-math.inf), math.nan)
-    parts = frame["name"].str.partition(" · ")
-    shown = pd.DataFrame({"name": parts[0], "gemm": frame["gemm"], "sqnr": sqnr, "delta": delta, "of": parts[2]})
+    parts = frame["name"].str.split(" · ", n=1)
+    names, of = parts.str[0], parts.str[1].fillna("")
+    shown = pd.DataFrame({"name": names, "gemm": frame["gemm"], "sqnr": sqnr, "delta": delta, "of": of})
     config = {
-        "name": columns.TextColumn("Tensor", width=fitting_width("Tensor", parts[0], columns.TextColumn)),
+        "name": columns.TextColumn("Tensor", width=fitting_width("Tensor", names, columns.TextColumn)),
         "gemm": columns.TextColumn("GEMM", width=74, help="In which the format loses most of the tensor"),
         "sqnr": columns.NumberColumn("SQNR", width=48, help=f"dB, {format_title(fmt)}" if fmt else None),
         "delta": columns.NumberColumn(
@@ -136,10 +137,10 @@ def _shown(frame: pd.DataFrame, reading: Reading) -> tuple[Styler, dict[str, Any
             help="SQNR minus that of normally distributed values in the same format, dB",
         ),
         "of": columns.TextColumn(
-            "Of", width=fitting_width("Of", parts[2], columns.TextColumn), help="In what tensors of this name differ"
+            "Of", width=fitting_width("Of", of, columns.TextColumn), help="In what tensors of this name differ"
         ),
     }  # fmt: skip
-    if not parts[2].any():
+    if not of.any():
         del shown["of"]
     texts: dict[Any, Any] = {"sqnr": _decibels, "delta": partial(_decibels, sign="+")}
     return shown.style.format(texts, na_rep="–").map(_red, subset=["delta"]), config

@@ -235,7 +235,7 @@ def test_the_command_prints_and_keeps_the_routing(command, tmp_path: Path, capsy
     (run,), _ = list_runs(tmp_path / "runs")
     kept = read_parity(run.directory)
     (layer,) = kept.routing.layers
-    assert f"{100 * np.mean(layer.flips):.2f}" in table[2] and kept.routing.any_flip == layer.flips
+    assert f" {float(100 * np.mean(layer.flips)):.3g} " in table[2] and kept.routing.any_flip == layer.flips
     assert len(kept.routing.changes) == len(kept.gaps[0].changes) == 2
 
 
