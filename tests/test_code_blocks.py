@@ -17,6 +17,7 @@ import pytest
 from binade.cli import build
 from binade.collector.cli.megatron_fork import resolve
 from binade.collector.recipes.parse import parse_recipe
+from tests.conftest import PROJECT
 from tests.test_documents import PAGES
 
 pytestmark = pytest.mark.slow
@@ -98,7 +99,9 @@ def folder(collected: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("reader")
     shutil.copytree(collected, place / "data/runs")
     (place / "few").symlink_to(place / "data/runs")
-    (place / "data/wgrad").symlink_to(place / "data/runs")
+    for name in ("wgrad", "branches"):
+        (place / "data" / name).symlink_to(place / "data/runs")
+    (place / "docs").symlink_to(PROJECT / "docs")
     (place / "ROOT").symlink_to(place / "data/runs")
     (place / "mine.toml").write_text('[linear]\nforward = "mxfp8"\n')
     (place / "mine.yaml").write_text(PRECISION_FILE)
