@@ -131,12 +131,23 @@ def shift(column: str, low: float, high: float) -> alt.YOffset:
     return alt.YOffset(f"{column}:Q", scale=alt.Scale(domain=[low, high]))
 
 
-def when(test: str | alt.Parameter, **looks: tuple[Any, Any]) -> dict[str, Any]:
+def when(test: str | alt.Parameter | alt.PredicateComposition, **looks: tuple[Any, Any]) -> dict[str, Any]:
     """Channels with one value where a test in Vega's language holds, or a selection, and another elsewhere."""
     return {
         name: style.as_channel(name, alt.condition(test, alt.value(here), alt.value(elsewhere)))
         for name, (here, elsewhere) in looks.items()
     }
+
+
+def _crosshair(row: str, column: str, fade: bool) -> tuple[list[alt.Parameter], dict[str, Any]]:
+    """Highlights the row and column of the heat map's cell under the pointer: (parameters, channels). They are
+    outlined; with fade, for cells whose strokes cover the seams between them, the other cells are faded."""
+    over = [
+        alt.selection_point(name=f"over_{field}", fields=[field], on="pointerover", clear="pointerout", empty=fade)
+        for field in (row, column)
+    ]
+    looks = {"fillOpacity": (1.0, 0.45), "strokeOpacity": (1.0, 0.0)} if fade else {"strokeWidth": (2.5, 0.5)}
+    return over, when(over[0] | over[1], **looks)
 
 
 def mark(
@@ -210,7 +221,7 @@ def diagonal(low: float, high: float, **look: Any) -> alt.Chart:
 def cells(table: pd.DataFrame, row: str, column: str, *, seams: bool = True, **more: Any) -> alt.Chart:
     """A heat map: the row and the column under the pointer are outlined; more: as of `mark`. row, column: fields of the
     cells. without seams: strokes of its color cover those between cells, and the other cells are faded instead."""
-    over, crossed = style.crosshair(row, column, fade=not seams)
+    over, crossed = _crosshair(row, column, not seams)
     if not seams:
         color = more["color"]
         crossed["stroke"] = alt.Stroke(color["shorthand"], scale=color["scale"], legend=None)

@@ -456,20 +456,6 @@ def as_channel(name: str, value: str | Any) -> Any:
     return getattr(alt, kind)(value) if isinstance(value, str) else getattr(alt, f"{kind}Value")(**value)
 
 
-def crosshair(row: str, column: str, *, fade: bool = False) -> tuple[list[alt.Parameter], dict[str, Any]]:
-    """Highlights the row and column of the heatmap cell under the pointer: (parameters, channels). They are outlined;
-    with fade, for cells whose strokes cover the seams between them, the other cells are faded."""
-    over = [
-        alt.selection_point(name=f"over_{field}", fields=[field], on="pointerover", clear="pointerout", empty=fade)
-        for field in (row, column)
-    ]
-    looks = {"fillOpacity": (1.0, 0.45), "strokeOpacity": (1.0, 0.0)} if fade else {"strokeWidth": (2.5, 0.5)}
-    return over, {
-        name: alt.condition(over[0] | over[1], alt.value(here), alt.value(elsewhere))
-        for name, (here, elsewhere) in looks.items()
-    }
-
-
 def groups_of(table: pd.DataFrame) -> list[str]:
     """The values of the column group, in order of appearance."""
     return list(dict.fromkeys(table["group"]))

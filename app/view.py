@@ -152,10 +152,10 @@ class View(Record):
         part = PAGES[self.page].parts.get(self.part)
         question = part.question if part else None
         of_tensor = question is not None and question.of is Of.TENSOR
-        if of_tensor and values["tensor"]:
-            values["format"] = values["format"] or USED
         as_used = question is not None and question.as_used(values)
-        values["format"] = values["format"] or default_format(catalog, where, as_used or of_tensor)
+        if not values["format"]:
+            chosen = of_tensor and values["tensor"]
+            values["format"] = USED if chosen else default_format(catalog, where, as_used or of_tensor)
         if of_tensor and not values["tensor"]:
             values["tensor"], gemm = worst(catalog, where, values["format"])
             if "gemm" in params:  # else the answer is of the tensor's own GEMM

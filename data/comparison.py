@@ -32,7 +32,6 @@ from binade.data.gradients import gradient_errors
 from binade.data.held_out import HeldOutGap, evaluations_of, held_out_gap, held_out_sentence, last_in_common, pairs_of
 from binade.data.run_table import PARTS, has_reference
 from binade.data.same_data import closest, equal_warm_up, losses_on_same_data, pairs_on_same_data
-from binade.data.text import number_text
 from binade.quant.formats import BF16, UnknownFormatError
 from binade.quant.specs import Spec, SpecError
 
@@ -464,8 +463,7 @@ def operand_table(opened: Catalog, recipes: Iterable[RecipeRuns]) -> pd.DataFram
             if place in medians and not math.isnan(medians[place]["sqnr_db"]):
                 known = medians[place]
                 row |= {f"{side}_{name}": value for name, value in known.items()}
-                shares = (number_text(100 * known[name]) for name in ERRORS[1:])
-                row[side] = " / ".join([MEASURES["sqnr_db"].text(known["sqnr_db"]), *shares])
+                row[side] = " / ".join(MEASURES[name].text(known[name]) for name in ERRORS)
         rows.append(row)
     return pd.DataFrame(rows, columns=None if rows else ["run_id", "label"])
 

@@ -10,7 +10,7 @@ from binade.data.intake import same
 from binade.data.open_index import CatalogError, OpenIndex
 from binade.data.segment import ERROR_COLUMNS
 from binade.data.student import quantile
-from binade.data.tensor_kinds import ROUTERS, TENSOR_KINDS, Product
+from binade.data.tensor_kinds import OF_ROUTER, TENSOR_KINDS, Product
 from binade.quant.specs import Spec, known_specs
 
 # The score along the axis of the tensor's own GEMM, not of another GEMM that also uses it.
@@ -300,10 +300,9 @@ def _scored(sound: bool = False) -> str:
 def part() -> str:
     """SQL for the product that a tensor belongs to."""
     qk = ", ".join(f"'{kind.name}'" for kind in TENSOR_KINDS if kind.product is Product.QK)
-    routers = "|".join(ROUTERS)
     return f"""CASE WHEN tensor.layer_type = 'attention' THEN if(tensor.tensor_name IN ({qk}), 'QK', 'PV')
                     WHEN tensor.layer_type = 'product' THEN 'product'
-                    WHEN regexp_matches(tensor.module, '(^|[.])({routers})$') THEN 'router' ELSE 'linear' END"""
+                    WHEN regexp_matches(tensor.module, '{OF_ROUTER}') THEN 'router' ELSE 'linear' END"""
 
 
 def quantiles(column: str) -> str:

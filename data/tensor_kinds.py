@@ -199,7 +199,7 @@ OPERANDS = {"y": ("a", "b"), "scores": ("a", "b"), "grad_a": ("grad", "b"), "gra
 ROUTER, SCALAR_GATE = "router", "scalar_gate"
 # Modules of the part `router` of a recipe: linear layers that choose experts, and those with a single output, such as
 # the gate of shared experts in Qwen2-MoE.
-ROUTERS = (ROUTER, SCALAR_GATE)
+OF_ROUTER = rf"(?:^|[.])(?:{ROUTER}|{SCALAR_GATE})$"  # a regular expression: in a tower, other words precede
 
 
 def has_tokens(layer_type: str | None, name: str | None) -> bool:

@@ -26,7 +26,7 @@ from binade.collector.recipes.recipe import MODULES, PARTS, About, Recipe
 from binade.data.catalog import SAME_IN_ITERATIONS, Catalog
 from binade.data.evidence import Estimate, Measure, holm, paired, spread_of
 from binade.data.filter import Filter
-from binade.data.tensor_kinds import ROUTERS
+from binade.data.tensor_kinds import OF_ROUTER
 from binade.quant.backends.counts import counted
 from binade.quant.blocks import DENORMAL, SPECIAL, ZERO, code_tiers
 from binade.quant.codes import decode_table
@@ -228,7 +228,7 @@ def _operands(rows: pd.DataFrame) -> pd.DataFrame:
     """The rows of operands with values on disk, with their part of a recipe, and series."""
     names = {operand.name for operand in PARTS["qk"]}
     attention = rows["tensor_name"].isin(names).map({True: "qk", False: "pv"})
-    of_router = rows["module"].fillna("").astype(str).str.contains(rf"(?:^|\.)(?:{'|'.join(ROUTERS)})$")
+    of_router = rows["module"].fillna("").astype(str).str.contains(OF_ROUTER)
     part = attention.where(rows["layer_type"] == "attention", "linear").where(~of_router, "router")
     rows = rows.assign(part=part, module=rows["module"].fillna(""))
     known = {(part, operand.name) for part, operands in PARTS.items() for operand in operands}

@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-from binade.data.tensor_kinds import ROUTERS
+from binade.data.tensor_kinds import OF_ROUTER, ROUTER, SCALAR_GATE
 
 # Usual ends of the paths of linear layers, and what collector calls them; a longer end goes first.
 _ENDS = {
@@ -64,7 +64,7 @@ class Site:
     @property
     def is_of_router(self) -> bool:
         """Whether the part `router` of a recipe covers the layer: a router, or a gate with one output."""
-        return self.module.rpartition(".")[2] in ROUTERS
+        return re.search(OF_ROUTER, self.module) is not None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -105,7 +105,7 @@ def site(name: str, module: str | None = None) -> tuple[Site, str]:
     expert = re.search(r"(?:^|\.)experts\.(\d+)\.", ".".join(below))
     last = below[-1] if below else "linear"
     path = ".".join(part for i, part in enumerate(parts) if i != at) or last
-    if module in ("core", *ROUTERS):
+    if module in ("core", ROUTER, SCALAR_GATE):
         path = f"{path}.{module}"
     lora = next((i for i, part in enumerate(below) if part.startswith("lora_")), len(below))
     ends = (".".join(below[start:lora]) for start in range(lora))
