@@ -86,7 +86,7 @@ class TensorKind:
     observed         its name in the product, see quant.gemm.Observed; "scores" are the scaled scores of attention. Of
                      a module outside of products: its input "a", weight "b" and result "y", the gradients "grad" of
                      the result and "grad_b" of the weight. Of a parameter: "weight", one of capture.step.CHANGES, or
-                     its name in the state of the optimizer. Of Newton–Schulz: see capture.optimizer_state.Products
+                     its name in the state of the optimizer. Of Newton–Schulz: see capture.optimizer_updates.Products
     operand          the field of GemmFormats that holds its format; for a result, that of its GEMM's first operand; ""
                      of a tensor that no GEMM takes
     contracted_axis  the axis that this GEMM contracts, from the end; None for a result. Outside of products, the axis

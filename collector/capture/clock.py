@@ -50,13 +50,11 @@ class Clock:
     arrived      the forward passes of this iteration whose backward pass has begun
     twin         within a twin step, which neither counts nor records: begins the calls of a Hook in its place
     followers    functions to call when an iteration or micro-batch begins
-    enders       functions to call when one ends, with the iteration
     """
 
     def __init__(self) -> None:
         self.twin: Callable[[Any], Call] | None = None
         self.followers: list[Callable[[], None]] = []
-        self.enders: list[Callable[[int], None]] = []
         self.reset()
 
     def reset(self) -> None:
@@ -64,11 +62,6 @@ class Clock:
         self.iteration = self.micro_batch = 0
         self.evaluating = self.positioned = self.stepped = self.updated = False
         self.arrived: set[Moment] = set()
-
-    def end(self) -> None:
-        """An iteration or micro-batch ends."""
-        for end in self.enders:
-            end(self.iteration)
 
     def begin(self) -> None:
         """An iteration or micro-batch has begun, or the run has."""

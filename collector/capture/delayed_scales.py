@@ -11,6 +11,7 @@ from torch import Tensor
 
 from binade.collector.capture.adapters.layer import InstrumentError
 from binade.collector.models.site import Site
+from binade.collector.probes.probe import Probe
 from binade.data.store import staged_file
 from binade.data.tensor_kinds import Product
 from binade.data.text import describe
@@ -18,7 +19,7 @@ from binade.quant.delayed import ScaleHistory
 from binade.quant.specs import OPERAND_FIELDS, GemmFormats
 
 
-class DelayedScales:
+class DelayedScales(Probe):
     """The histories of a model's operands on one rank, starting with those of an earlier run if one is given.
 
     Raises InstrumentError if that run has none, or none of an operand that needs one.
@@ -56,7 +57,7 @@ class DelayedScales:
         history.load(kept)
 
     def save(self, directory: Path) -> None:
-        """Write the histories to a directory, if there are any. Raises OSError."""
+        """Write the histories, if there are any."""
         if not self.histories:
             return
         tensors = {

@@ -7,18 +7,18 @@ restored, and the passes draw from seeds of their own and use copies of the scal
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import ExitStack
 from copy import deepcopy
 from typing import Any
 
 import torch
-from torch import nn
 
 from binade.collector.capture.adapters.products import tensors_in
 from binade.collector.capture.clock import PassCounter, seed_of
 from binade.collector.capture.curves import hash_of
 from binade.collector.capture.evaluation import Evaluate, evaluating, sequence_losses
+from binade.collector.capture.instrumented import Instrumented
 from binade.collector.capture.observer import Hook, part_at
 from binade.collector.capture.twin import kept
 from binade.collector.errors import ConfigError
@@ -28,10 +28,11 @@ from binade.quant.gemm import Rounding
 
 
 class HeldOutEvaluations:
-    """Evaluates instrumented models. passes: of one of them. hooks: of their products."""
+    """Evaluates an instrumented model."""
 
-    def __init__(self, models: Sequence[nn.Module], passes: PassCounter, hooks: Sequence[Hook], seed: int) -> None:
-        self.models, self.passes, self.hooks, self.seed = models, passes, hooks, seed
+    def __init__(self, instrumented: Instrumented, passes: PassCounter) -> None:
+        self.models, self.hooks, self.seed = instrumented.models, instrumented.hooks, instrumented.seed
+        self.passes = passes
 
     def __call__(self, loss: Evaluate, batches: Iterable[Any], iteration: int | None, tokens: int | None) -> HeldOut:
         self.passes.advance()

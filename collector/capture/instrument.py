@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,17 +29,15 @@ from binade.collector.capture.adapters.layer import (
 from binade.collector.capture.adapters.torch_modules import is_compiled
 from binade.collector.capture.clock import Moment, PassCounter
 from binade.collector.capture.delayed_scales import DelayedScales
-from binade.collector.capture.deoscillation import deoscillating
-from binade.collector.capture.held_out import HeldOutEvaluations
+from binade.collector.capture.instrumented import Instrumented
 from binade.collector.capture.observer import Hook
-from binade.collector.capture.optimizer_state import rounding_state
-from binade.collector.capture.provenance import tracing
 from binade.collector.capture.recorder import Recorder
-from binade.collector.capture.step import others, parameter_sites, recording
+from binade.collector.capture.step import others, recorded
 from binade.collector.capture.survey import Survey, around_forward, find, without_compiling
-from binade.collector.capture.twin import Twins
 from binade.collector.models.attention import CoreBegin
 from binade.collector.models.site import WRAPPERS, Site
+from binade.collector.probes.probe import Finding
+from binade.collector.probes.registry import of_a_model
 from binade.collector.recipes.files import to_toml
 from binade.collector.recipes.ladder import without
 from binade.collector.recipes.parse import parse_recipe
@@ -117,50 +114,41 @@ def instrument(
     named = [others(*pair, recorder.tensors if recorder else ()) for pair in zip(models, surveys, strict=True)]
     sites = [layer.site for layer in layers]
     recordable = [*sites, *(layer.site for each in named for _, layer in each)]
-    recorded = _chosen(capture, recordable) if capture else frozenset(recordable)
+    captured = _chosen(capture, recordable) if capture else frozenset(recordable)
     _check(recipe, requested, layers)
     counter = recorder or Recorder(enabled=False)  # which counts passes, but has no run
     delayed = any(part.formats.delayed for part in recipe.every_part())
     scales = DelayedScales(scales_of if delayed else None, counter.ranks.rank)
     stages = _stages(recipe, iterations, layers, unquantized(recipe, skip, sites))
     _check_kernels(models, stages)
-    _check_dtypes(stages, recorded if recorder else ())
-    hooks = [
-        Hook(
-            counter.policy,
-            layer,
-            product,
-            of_product,
-            backend,
-            recorder.observing if recorder and layer.site in recorded else None,
-            seed,
-            counter.ranks.rank,
-            scales.of(layer.site, product, (part.formats for _, part in of_product)),
-        )
-        for layer, product, of_product in stages
-    ]
+    _check_dtypes(stages, captured if recorder else ())
+    hooks = _hooks(stages, counter, captured if recorder else (), backend, seed, scales)
     varies = recipe.state is not None or any(hook.varies for hook in hooks)
-    instrumented = [
+    attached = [
         _Model(
             each,
             found,
-            [(place, layer) for place, layer in besides if layer.site in recorded],
+            [(place, layer) for place, layer in besides if layer.site in captured],
             _passes(counter, each, varies) if recorder or varies else None,
             _first_pass(each, found, attention, recorder) if recorder or quantizes else None,
         )
         for each, found, besides in zip(models, surveys, named, strict=True)
     ]
+    by_model, former = dict(zip(models, surveys, strict=True)), None if scales_of is None else Path(scales_of)
+    instrumented = Instrumented(by_model, hooks, attached[0].passes, recipe, seed, former, counter)
+    probes = of_a_model(instrumented)
     if recorder:
         recorder.describe(**_facts(models, recipe, recorder, skip, backend))
         recorder.compile(_linear_formats(stages), next(models[0].parameters(), torch.empty(0)).device)
     with ExitStack() as undo:
-        if recipe.state:
-            undo.enter_context(rounding_state(recipe.state, models, hooks, counter, seed))
-        if recipe.deoscillation:
-            undo.enter_context(deoscillating(recipe.deoscillation, hooks, scales_of, counter))
-        undo.enter_context(_attached(instrumented, hooks, recorder, fixed=quantizes or recipe.state is not None))
+        for probe in (scales, *probes):
+            undo.enter_context(counter.probes.during(probe))
+        fixed, eager = quantizes or recipe.state is not None, any(probe.eager for probe in probes)
+        undo.enter_context(_attached(attached, hooks, recorder, fixed, eager))
         if recorder:
-            undo.enter_context(_serving(recorder, instrumented, hooks, scales, seed))
+            undo.callback(setattr, recorder, "instrumented", None)
+            recorder.instrumented = instrumented
+            undo.callback(recorder.save_state)
         yield
 
 
@@ -195,6 +183,31 @@ def _stages(recipe: Recipe, iterations: int | None, layers: Sequence[Layer], ski
     return found
 
 
+def _hooks(
+    stages: Stages,
+    recorder: Recorder,
+    captured: Collection[Site],
+    backend: str,
+    seed: int,
+    scales: DelayedScales,
+) -> list[Hook]:
+    """Begin the calls of the products. captured: the sites whose products are recorded."""
+    return [
+        Hook(
+            recorder.policy,
+            layer,
+            product,
+            of_product,
+            backend,
+            recorder.observing if layer.site in captured else None,
+            seed,
+            recorder.ranks.rank,
+            scales.of(layer.site, product, (part.formats for _, part in of_product)),
+        )
+        for layer, product, of_product in stages
+    ]
+
+
 def _linear_formats(stages: Stages) -> Iterator[GemmFormats]:
     """The formats that linear layers have at first, each once."""
     return iter(dict.fromkeys(parts[0][1].formats for _, product, parts in stages if product is Product.LINEAR))
@@ -226,8 +239,9 @@ def _first_pass(model: nn.Module, found: Survey, attention: bool, recorder: Reco
 
     def warn(text: str) -> None:
         warnings.warn(text, stacklevel=2)
-        if recorder and recorder.entered:
-            recorder.later(partial(recorder.warn, recorder.iteration, text, ""))
+        if recorder:
+            found = [Finding(recorder.iteration, text, "")]
+            recorder.report(lambda: found)
 
     return FirstPass(model, found.layers, found.left, attention, warn) if found.watched else None
 
@@ -256,10 +270,10 @@ def _passes(recorder: Recorder, model: nn.Module, always: bool) -> PassCounter:
 
 @contextmanager
 def _attached(
-    models: Sequence[_Model], hooks: Sequence[Hook], recorder: Recorder | None, fixed: bool
+    models: Sequence[_Model], hooks: Sequence[Hook], recorder: Recorder | None, fixed: bool, eager: bool
 ) -> Iterator[None]:
     """A context in which the hooks begin the calls of their layers: as long as something is recorded or, if fixed, all
-    the time. Then the model is restored."""
+    the time. Then the model is restored. eager: whether it runs without torch.compile until the context ends."""
     by_layer: dict[int, list[Hook]] = {}
     for hook in hooks:
         by_layer.setdefault(id(hook.layer), []).append(hook)
@@ -268,8 +282,7 @@ def _attached(
     exchanges = any(hook.layer.exchanges for hook in hooks)
     # Passes are counted in every step, for the hashes of their data; if the model is itself a layer, it stays attached.
     counts = recorder is not None and recorder.enabled
-    eager = not exchanges or any(is_compiled(module) for each in modules for module in each.modules())
-    traces = recorder is not None and recorder.watch.find_nan
+    may_compile = not exchanges or any(is_compiled(module) for each in modules for module in each.modules())
     itself = counts and any(hook.layer.module in modules for hook in hooks)
     fixed = fixed or exchanges or itself
     with ExitStack() as undo:
@@ -289,7 +302,7 @@ def _attached(
                 if not counts:
                     attached.enter_context(around_forward(each.module, each.found.layers, each.passes, each.first_pass))
                 if recorder and each.others:
-                    attached.enter_context(recording(each.module, recorder, each.others))
+                    attached.enter_context(recorded(each.module, recorder, each.others))
 
         follow()
         if recorder:
@@ -297,34 +310,8 @@ def _attached(
             undo.callback(recorder.clock.followers.remove, follow)
         for each in models if counts else ():
             undo.enter_context(around_forward(each.module, each.found.layers, each.passes, each.first_pass))
-        for module in modules if eager or traces else ():
-            undo.enter_context(without_compiling(module, lambda: traces or is_attached))
-        yield
-
-
-@contextmanager
-def _serving(
-    recorder: Recorder, models: Sequence[_Model], hooks: Sequence[Hook], scales: DelayedScales, seed: int
-) -> Iterator[None]:
-    """A context in which the recorder runs twin steps and held-out evaluations, writes delayed scales and, if it is to,
-    finds the first NaN."""
-    surveys = {each.module: each.found for each in models}
-    with ExitStack() as undo:
-        if passes := models[0].passes:
-            recorder.twins = Twins(
-                list(surveys), passes, hooks, seed, lambda model: parameter_sites(model, surveys[model])
-            )
-            recorder.held_out = HeldOutEvaluations(list(surveys), passes, hooks, seed)
-        undo.callback(setattr, recorder, "twins", None)
-        undo.callback(setattr, recorder, "held_out", None)
-        if recorder.observing.sums:
-            undo.enter_context(recorder.observing.sums.compared(recorder))
-        recorder.savers.append(scales.save)
-        undo.callback(recorder.savers.remove, scales.save)
-        undo.callback(recorder.save_state)
-        for model, found in surveys.items() if recorder.watch.find_nan else ():
-            paths = {layer.name: layer.site for layer in found.layers if not layer.part}
-            undo.enter_context(tracing(model, recorder, paths))
+        for module in modules if may_compile or eager else ():
+            undo.enter_context(without_compiling(module, lambda: eager or is_attached))
         yield
 
 

@@ -120,10 +120,10 @@ class Measurer:
         merged: bool = True,
         rows: Tensor | None = None,
         tokens_left_out: int | None = None,
-    ) -> list[Tried]:
-        """Measure and copy a tensor; on a GPU, asynchronously. Returns its scores: those of later GEMMs may be added
-        to them until the step ends. In a watched step, whatever needs no values is left to the writer's thread: here,
-        between the GEMMs of a step, Python takes several times as long.
+    ) -> DraftRow:
+        """Measure and copy a tensor; on a GPU, asynchronously. Returns its row, to whose scores those of later GEMMs
+        may be added until the step ends. In a watched step, whatever needs no values is left to the writer's thread:
+        here, between the GEMMs of a step, Python takes several times as long.
 
         merged: whether ranks may merge it. rows: those of the tensor's valid tokens, in [rows, columns], if padding is
         left out. Raises RecorderError outside the Recorder's context.
@@ -140,8 +140,6 @@ class Measurer:
         trace = _trace_later(seen, shown, identity().tensor_name) if traced else None
         codes = counted(valid) if whole and x.device.type == "cpu" else None
         summary = summarize_later(valid, codes=codes, sketch=whole)
-        if whole and seen.name == "a":
-            self.drafts.inputs[site, moment, identity().tensor_name] = summary
         blocks = whole and Measure.BLOCKS in self.measures
         scores = formats_for(tuple(scores), identity().layer_type, identity().tensor_name) if whole else ()
         tried = try_formats(seen, scores, gemm, blocks, codes, rows=rows)
@@ -157,30 +155,29 @@ class Measurer:
         path = None
         if whole and self.keeps and not merged:
             path = self._save(self.run, number, x.reshape(shape), identity(), summary, fmt, captured)
-        self.drafts.drafts.append(
-            DraftRow(
-                during=(site, moment),
-                tensor_id=f"r{self.ranks.rank:02d}-{number:06d}",
-                identity=identity,
-                captured=captured,
-                format=fmt,
-                shape=shape,
-                dtype=dtype_name(dtype),
-                nbytes=nbytes,
-                path=path,
-                contracted_axis=contracted_axis,
-                gemm=gemm,
-                summary=summary,
-                tried=tried,
-                result_sqnr=result_sqnr,
-                shard=lambda: shard if shard.replica == self.replica else replace(shard, replica=self.replica),
-                trace=trace,
-                last_bin=last_bin,
-                tokens_left_out=tokens_left_out,
-                merged=merged,
-            )
+        draft = DraftRow(
+            during=(site, moment),
+            tensor_id=f"r{self.ranks.rank:02d}-{number:06d}",
+            identity=identity,
+            captured=captured,
+            format=fmt,
+            shape=shape,
+            dtype=dtype_name(dtype),
+            nbytes=nbytes,
+            path=path,
+            contracted_axis=contracted_axis,
+            gemm=gemm,
+            summary=summary,
+            tried=tried,
+            result_sqnr=result_sqnr,
+            shard=lambda: shard if shard.replica == self.replica else replace(shard, replica=self.replica),
+            trace=trace,
+            last_bin=last_bin,
+            tokens_left_out=tokens_left_out,
+            merged=merged,
         )
-        return tried
+        self.drafts.drafts.append(draft)
+        return draft
 
     def _save(
         self,

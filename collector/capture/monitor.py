@@ -7,15 +7,14 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from binade.collector.capture.triggers import LAST_BIN, LOSS, NAN, ZERO_RESULT, Triggers
 from binade.collector.capture.watching import WatchOptions
 from binade.collector.models.site import Site
-from binade.collector.probes.probe import Hidden, Repeat
-from binade.collector.probes.registry import PROBES
+from binade.collector.probes.probe import Finding, Probes
 from binade.data.events import Event, EventKind, append_event
 from binade.data.runs import RunWriter, now
 from binade.data.segment import ERROR_COLUMNS, MOMENTS, TensorRow
@@ -31,9 +30,9 @@ class Monitor:
     requested   how many captures have been requested
     """
 
-    def __init__(self, options: WatchOptions, writer: RunWriter) -> None:
+    def __init__(self, options: WatchOptions, writer: RunWriter, probes: Probes) -> None:
         self.requested = 0
-        self._options, self._writer = options, writer
+        self._options, self._writer, self._probes = options, writer, probes
         self._triggers = Triggers(options.triggers, options.cooldown)
         self._warnings = Triggers(options.warnings, cooldown=None)
         # One step more than requested: the step whose loss fires a trigger may already be in the ring.
@@ -43,7 +42,6 @@ class Monitor:
         self._non_finite: int | None = None  # the iteration of the last one that was announced
         self._captured_bytes = 0
         self._fired: int | None = None  # the iteration of a trigger whose ring is not written yet
-        self._probes = [kind() for kind in PROBES] if options.warn else []
 
     def see(self, rows: list[TensorRow], ring: list[TensorRow]) -> list[TensorRow]:
         """Evaluate the triggers on the rows of a step. ring: the rows that are kept in memory only. Returns the rows to
@@ -53,7 +51,7 @@ class Monitor:
         written = [row for row in rows if id(row) not in kept]
         if self._options.trigger or self._options.warn:
             self._judge(rows)
-        self.probe(rows, ())
+        self.report(self._probes.see(rows))
         if self._fired is not None:  # by these rows, or by the loss since the last ones
             first = self._fired - self._options.ring
             before = [row for iteration, each in self._ring if iteration >= first for row in each]
@@ -79,11 +77,16 @@ class Monitor:
         if rows:
             self._fire(rows[-1].identity.iteration or 0, measured)
 
-    def probe(self, rows: Sequence[TensorRow], repeats: Sequence[Repeat], hidden: Sequence[Hidden] = ()) -> None:
-        """Show the probes what was recorded, and announce what they find."""
-        for probe in self._probes:
-            for finding in probe.see(rows, repeats, hidden):
-                self.announce(EventKind.WARNING, finding.iteration, finding.text, place=finding.place)
+    def report(self, findings: Iterable[Finding]) -> None:
+        """Announce what a probe has found; of what is not finite, the first in a cool-down."""
+        for found in findings:
+            non_finite, last = found.kind is EventKind.NON_FINITE, self._non_finite
+            if non_finite and last is not None and found.iteration <= last + self._options.cooldown:
+                continue
+            self.announce(found.kind, found.iteration, found.text, place=found.place, **found.more)
+            if non_finite:
+                self._non_finite = found.iteration
+                self._fire(found.iteration, {found.place or "": {NAN: math.inf}})
 
     def see_loss(self, iteration: int, loss: float) -> None:
         """Evaluate the triggers on the loss of an iteration."""
@@ -103,15 +106,6 @@ class Monitor:
             self._reason = f"{fired.trigger.text} in iteration {iteration}: {fired.reason}"
         if found and not full and self._options.capture_steps:
             self.requested += 1
-
-    def found_non_finite(self, iteration: int, text: str, place: str, **where: Any) -> None:
-        """Report where a step's first NaN or Inf appeared, once per cool-down. where: more fields of the event."""
-        last = self._non_finite
-        if last is not None and iteration <= last + self._options.cooldown:
-            return
-        self._non_finite = iteration
-        self.announce(EventKind.NON_FINITE, iteration, text, place=place, **where)
-        self._fire(iteration, {place: {NAN: math.inf}})
 
     def captures(self, steps: range) -> None:
         """Announce that these iterations are recorded in full, as requested."""

@@ -25,16 +25,16 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from binade.collector.capture.accumulation import GradientSums
 from binade.collector.capture.adapters.layer import Layer, wrong_dtype
-from binade.collector.capture.adapters.products import applying_function
 from binade.collector.capture.clock import IN_FLIGHT, Moment, running_backward, seed_of
 from binade.collector.capture.measure import Measurer
 from binade.collector.capture.policy import Policy
+from binade.collector.capture.rows import DraftRow
 from binade.collector.capture.sensitivity import ONE, Predictions
 from binade.collector.capture.tried import Tried, formats_for, try_formats
 from binade.collector.capture.valid import Valid
 from binade.collector.models.parallel import Call
+from binade.collector.probes.probe import Observation, Probes
 from binade.collector.recipes.recipe import Part
 from binade.data.tensor_kinds import LATER, OPERANDS, Gemm, Measure, Product, TensorKind
 from binade.quant.delayed import ScaleHistory
@@ -43,7 +43,6 @@ from binade.quant.later import Later
 from binade.quant.metrics import sqnr_later
 from binade.quant.quantizer import DTYPES
 from binade.quant.specs import GemmFormats
-from binade.quant.summary import summarize_later
 
 OPERAND_NAMES = frozenset(chain(LATER, *OPERANDS.values()))
 FORWARD = frozenset(("a", "b", "y", "scores"))  # what a product shows in its forward pass
@@ -62,7 +61,6 @@ class Observing:
     kinds    the tensors to record, by what a product shows
     places   of these tensors, see `TensorKind.place`
     scores   specs in which each operand is scored
-    sums     of weight gradients, if they are compared with those of the optimizer
     """
 
     kinds: Mapping[tuple[object, str], TensorKind]
@@ -70,7 +68,7 @@ class Observing:
     scores: tuple[str, ...]
     measurer: Measurer
     predictions: Predictions
-    sums: GradientSums | None = None
+    probes: Probes
 
     @property
     def predicts(self) -> bool:
@@ -90,20 +88,6 @@ class Observing:
         if drafts.masked and not again:
             drafts.valid[moment] = drafts.masked
         return Observer(self, layer, part, product, moment, scores, again, drafts.valid.get(moment))
-
-    def expect_gradients(self, layer: Layer, moment: Moment) -> None:
-        """A linear layer multiplies within the forward method of an autograd function, with gradients off. If its
-        weight has a gradient though no backward product was seen, that function computes them itself: note it."""
-        weight, drafts = getattr(layer.module, "weight", None), self.measurer.drafts
-        if moment.evaluation or weight is None or not weight.requires_grad or not applying_function():
-            return
-
-        def arrived(_: Tensor) -> None:
-            handle.remove()
-            if layer.site not in drafts.backward:
-                drafts.hidden.append((layer.site, moment.iteration))
-
-        handle = weight.register_hook(arrived)
 
 
 @dataclass(eq=False)
@@ -154,8 +138,8 @@ class Hook:
         part = part_at(self.stages, moment.iteration)
         part = part if moment.evaluation else part.in_training
         tap = observing.tap(self.layer, part, self.product, moment, again) if observing and last else None
-        if observing and tap and not again and self.product is Product.LINEAR and not torch.is_grad_enabled():
-            observing.expect_gradients(self.layer, moment)
+        if observing and tap and not again:
+            observing.probes.before_product(self.layer, self.product, moment)
         if not self.varies:
             return Call(self._fixed.rounding, tap)
         place = self.rank, moment.iteration, moment.micro_batch, self.layer.site.name, self.product.value
@@ -209,11 +193,7 @@ class Observer:
             if predicts:
                 self._wait_for_gradient(seen)
             return
-        if name == "grad_b" and observing.sums and self.product is Product.LINEAR and not self.moment.basic:
-            observing.sums.add(self.layer, self.moment, seen.tensor)
-        if name == "grad":
-            observing.measurer.drafts.backward.add(self.layer.site)
-        kind = observing.kinds.get((self.product, LATER.get(name, name)))
+        kind, draft = observing.kinds.get((self.product, LATER.get(name, name))), None
         if name in OPERAND_NAMES:
             self.result_sqnr = None  # that of a result that was not recorded
         if not self.moment.basic and seen.exact and Measure.RESULT in observing.measurer.measures:
@@ -229,9 +209,14 @@ class Observer:
                 formats = formats_for(observing.scores, kind.layer_type, kind.name)
                 scores += try_formats(seen, formats, gemm, before=same, rows=self._rows(seen))
         elif kind and not (self.again and name in FORWARD):
-            self.scores[name] = self._record(seen, kind)
-        elif kind and name == "a" and not self.moment.basic:
-            self._repeat(seen, kind)
+            draft = self._record(seen, kind)
+            self.scores[name] = draft.tried
+        if observers := observing.probes.observers(name):
+            summary = draft.summary if draft else None
+            place = self.layer, self.product, self.moment, self.again
+            shown = Observation(seen, *place, partial(self._values, seen), summary)
+            for observe in observers:
+                observe(shown)
         if predicts:
             self._wait_for_gradient(seen)
 
@@ -239,7 +224,7 @@ class Observer:
         """The part of the recipe that rounds what was seen."""
         return Part() if seen.by_model else self.part
 
-    def _record(self, seen: Observed, kind: TensorKind) -> list[Tried]:
+    def _record(self, seen: Observed, kind: TensorKind) -> DraftRow:
         measurer, site = self.observing.measurer, self.layer.site
         if seen.tensor.dtype not in DTYPES:
             raise wrong_dtype(self.layer, seen.tensor.dtype)
@@ -264,20 +249,17 @@ class Observer:
         place = site, identity, self.moment, scores, kind.gemm, axis, shard, sqnr
         return measurer.measure(seen, *place, rows=rows, tokens_left_out=left_out)
 
-    def _repeat(self, seen: Observed, kind: TensorKind) -> None:
-        """Measure an input once more where its pass is recomputed, to compare the two."""
-        drafts = self.observing.measurer.drafts
-        if first := drafts.inputs.get((self.layer.site, self.moment, kind.name)):
-            rows = self._rows(seen)
-            x = seen.tensor if rows is None else seen.tensor.flatten(0, -2).index_select(0, rows)
-            drafts.repeated.append((self.layer.site, self.moment.iteration, first, summarize_later(x)))
-
     def _rows(self, seen: Observed) -> Tensor | None:
         """The rows of the valid tokens; None for all: of a weight, and of an expert, which has tokens of its own."""
         of_weight = self.product is Product.LINEAR and LATER.get(seen.name, seen.name) in ("b", "grad_b")
         if self.valid is None or of_weight or self.layer.site.expert is not None:
             return None
         return self.valid.rows(tuple(seen.shape or seen.tensor.shape), seen.tensor.device)
+
+    def _values(self, seen: Observed) -> Tensor:
+        """Those of the valid tokens, [rows, columns], or all as they are."""
+        rows = self._rows(seen)
+        return seen.tensor if rows is None else seen.tensor.flatten(0, -2).index_select(0, rows)
 
     def _wait_for_gradient(self, seen: Observed) -> None:
         """Keep a forward operand; with its gradients, predict what its errors do to the loss."""

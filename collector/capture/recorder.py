@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -19,11 +19,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from binade.collector.capture.accumulation import GradientSums
 from binade.collector.capture.adapters.dtensor import is_dtensor
 from binade.collector.capture.adapters.layer import InstrumentError, Layer
-from binade.collector.capture.clock import PASSES_BEFORE_WARNING, Clock, Moment, running_backward, seed_of
+from binade.collector.capture.clock import PASSES_BEFORE_WARNING, Clock, Moment, PassCounter, running_backward, seed_of
 from binade.collector.capture.evaluation import Evaluate
+from binade.collector.capture.held_out import HeldOutEvaluations
+from binade.collector.capture.instrumented import Instrumented
 from binade.collector.capture.measure import WORDS, Measurer, RecorderError, check_record, dtype_name, warm_up
 from binade.collector.capture.observer import Observing
 from binade.collector.capture.options import Merge, Watch, saving_enabled, words
@@ -31,13 +32,15 @@ from binade.collector.capture.policy import Policy
 from binade.collector.capture.rows import Drafts
 from binade.collector.capture.sensitivity import Predictions
 from binade.collector.capture.session import Continued, RecordingSession
+from binade.collector.capture.twin import Twins
 from binade.collector.capture.valid import Valid
 from binade.collector.errors import ConfigError
 from binade.collector.models.site import Site
+from binade.collector.probes.probe import Finding, Probes
+from binade.collector.probes.registry import of_a_run
 from binade.collector.ranks import current_ranks
 from binade.collector.settings import DEFAULT_SCORES
-from binade.data.events import EventKind
-from binade.data.held_out import HeldOut, append_held_out
+from binade.data.held_out import append_held_out
 from binade.data.runs import RunWriter, resolve_root
 from binade.data.segment import Shard
 from binade.data.tensor_kinds import (
@@ -53,7 +56,6 @@ from binade.data.tensor_kinds import (
 )
 from binade.data.twin import Twin, append_twin
 from binade.quant.gemm import Observed
-from binade.quant.later import Later
 from binade.quant.quantizer import DTYPES
 from binade.quant.specs import GemmFormats, Spec
 
@@ -61,8 +63,6 @@ LOG = logging.getLogger("binade")
 NOTABLE = 0.5  # seconds
 WATCH = Watch()
 MERGE = Merge()
-RunHeldOut = Callable[[Evaluate, Iterable[Any], int | None, int | None], HeldOut]
-RunTwin = Callable[[Callable[[], Tensor], int], Twin]  # of a loss and a number of passes
 
 
 class Recorder:
@@ -109,8 +109,7 @@ class Recorder:
 
     compiled = ""  # what `compile` has logged
     entered = False
-    twins: RunTwin | None = None  # of the instrumented models
-    held_out: RunHeldOut | None = None
+    instrumented: Instrumented | None = None  # the model that was instrumented last
     _writes_curves = True
 
     def __init__(
@@ -143,8 +142,8 @@ class Recorder:
         shown = (kind for kind in TENSOR_KINDS if not self.tensors or kind.name in self.tensors)
         if measures is None:
             measures = (Measure.BLOCKS,) if torch.accelerator.is_available() else DEFAULT_MEASURES
-        measured = frozenset(words("measures", measures))
-        for name in measured.difference(Measure):
+        self.measures = frozenset(words("measures", measures))
+        for name in self.measures.difference(Measure):
             raise ConfigError(f"unknown measure {name!r}: expected one of {', '.join(Measure)}")
         if not isinstance(watch, Watch):
             raise ConfigError(f"watch={watch!r}: expected a Watch, such as binade.Watch('every 100 steps')")
@@ -156,17 +155,18 @@ class Recorder:
         self.watch, self.merge, self.max_bytes = watch, merge, max_bytes
         self.enabled = saving_enabled() if enabled is None else enabled
         self.clock = Clock()
+        self.probes = Probes(self.clock)
         iterations = 0 if iterations is None and watch.follows else iterations
         self.policy = Policy(self.clock, watch, iterations, micro_batches, evaluation, self.enabled)
         self.observing = Observing(
             kinds={(kind.product, kind.observed): kind for kind in shown},
             places=named_places(self.tensors),
             scores=_formats(scores),
-            measurer=Measurer(self.ranks, measured, max_bytes > 0, self.config, Drafts()),
+            measurer=Measurer(self.ranks, self.measures, max_bytes > 0, self.config, Drafts()),
             predictions=Predictions(loss_scale),
-            sums=GradientSums(self.ranks) if Measure.ACCUMULATED in measured else None,
+            probes=self.probes,
         )
-        self.savers: list[Callable[[Path], None]] = []  # write what a later run may continue from to a directory
+        self._probes_of_run = ExitStack()
         self._given = {name: value for name, value in self.config.items() if value is not None}
         self._continued: Continued | None = None
         self._session: RecordingSession | None = None  # the current run, or the last one
@@ -230,12 +230,15 @@ class Recorder:
             merge=self.merge,
             policy=self.policy,
             drafts=measurer.drafts,
+            probes=self.probes,
             continued=self._continued,
             curves=self._writes_curves,
         )
         measurer.run = self._session
         measurer.start(self._continued.recorded if self._continued else 0)
         self.entered = True
+        for probe in of_a_run(self):
+            self._probes_of_run.enter_context(self.probes.during(probe))
         self.clock.begin()
         return self
 
@@ -248,6 +251,7 @@ class Recorder:
         try:
             cause = self.session.close(error)
         finally:
+            self._probes_of_run.__exit__(kind, error, traceback)
             self.observing.predictions.forget()
             self.entered, measurer.run = False, None
         if kind is None and cause:
@@ -281,13 +285,13 @@ class Recorder:
         if self.entered:
             self.session.begin_capture()
         self.policy.position(record)
-        self._begin_sums()
+        self.probes.begin_pass(self.policy.moment)
         clock.begin()
         try:
             yield
         finally:
             self.policy.recording = False
-        clock.end()
+        self.probes.end_iteration()
         if self.entered:
             self.session.publish_reduced()
             self.session.publish()
@@ -298,7 +302,7 @@ class Recorder:
         clock = self.clock
         if iteration == clock.iteration:
             return
-        clock.end()
+        self.probes.end_iteration()
         if self.entered:
             self.session.end_iteration()
             self.observing.predictions.forget()
@@ -325,25 +329,20 @@ class Recorder:
         return {"segments": self.writer.segments, "recorded": self.observing.measurer.count, **counts}
 
     def save_state(self, directory: Path | None = None) -> None:
-        """Call the functions in `savers` with a directory, by default that of the run. Raises OSError."""
+        """Write what a later run may continue from to a directory, by default that of the run. Raises OSError."""
         if self.entered:
-            for save in self.savers:
-                save(directory or self.writer.directory)
+            self.probes.save(directory or self.writer.directory)
 
     def begin_pass(self, model: nn.Module, given: object) -> None:
         """A forward pass of the model begins, with these arguments."""
         self.policy.left_out += self.policy.paused
-        self._begin_sums()
+        self.probes.begin_pass(self.policy.moment)
         if self.policy.may_record:
             self.policy.begin()  # the iteration counts, even if none of its products is recorded
         if not self.clock.evaluating and self.entered and self.session.curves:
             self.session.curves.begin(self.clock.iteration, model, given)
         if len(self.clock.arrived) == PASSES_BEFORE_WARNING:
             self.check_steps()
-
-    def _begin_sums(self) -> None:
-        if self.observing.sums:
-            self.observing.sums.begin(self.policy.moment())
 
     def check_steps(self) -> None:
         """Warn if several forward and backward passes have run without anything that separates iterations."""
@@ -413,13 +412,10 @@ class Recorder:
         result is also added to the run's twin.jsonl, unless the run has several ranks: gradients are those of this
         rank. Not with reentrant checkpoints. Raises RecorderError without an instrumented model or with find_nan.
         """
-        if self.twins is None:
-            raise RecorderError("nothing is instrumented: call twin within `with instrument(model, recipe, recorder)`")
-        if self.watch.find_nan:
-            raise RecorderError("a twin step cannot be run with find_nan, which would trace its passes")
+        twins = Twins(*self._on_these_weights("twin"))
         if times < 1:
             raise ConfigError(f"times is {times}: expected at least 1")
-        twin = self.twins(loss, times)
+        twin = twins(loss, times)
         if self.entered and self.ranks.size == 1:
             self.later(partial(append_twin, self.writer.directory, twin))
         return twin
@@ -444,16 +440,20 @@ class Recorder:
         the run's held_out.jsonl. With several ranks, all call it with the same batches, and rank 0 writes. Raises
         RecorderError without an instrumented model or with find_nan, ConfigError for a loss of another form.
         """
-        if self.held_out is None:
-            raise RecorderError(
-                "nothing is instrumented: call evaluate within `with instrument(model, recipe, recorder)`"
-            )
-        if self.watch.find_nan:
-            raise RecorderError("held-out batches cannot be evaluated with find_nan, which would trace their passes")
-        evaluation = self.held_out(loss, batches, iteration, tokens)
+        evaluation = HeldOutEvaluations(*self._on_these_weights("evaluate"))(loss, batches, iteration, tokens)
         if self.entered and self.ranks.rank == 0:
             self.later(partial(append_held_out, self.writer.directory, evaluation))
         return evaluation.losses
+
+    def _on_these_weights(self, method: str) -> tuple[Instrumented, PassCounter]:
+        """The model that passes which do not train are run with, for a method of this name. Raises RecorderError."""
+        if self.instrumented is None or self.instrumented.passes is None:
+            raise RecorderError(
+                f"nothing is instrumented: call {method} within `with instrument(model, recipe, recorder)`"
+            )
+        if self.watch.find_nan:
+            raise RecorderError(f"{method} cannot be called with find_nan, which would trace its passes")
+        return self.instrumented, self.instrumented.passes
 
     @contextmanager
     def valid(self, mask: Tensor, *, batch_axis: int = 0) -> Iterator[None]:
@@ -518,30 +518,16 @@ class Recorder:
         if self.observing.predicts:
             warnings.warn(f"changes in the loss are predicted to first order only: {reason}", stacklevel=3)
 
-    def snapped(self, number: Later[int], total: int) -> None:
-        """Write an event: so many elements of the weights were set to their rounded value."""
-        iteration, announce = self.clock.iteration, self.session.monitor.announce
-
-        def write() -> None:
-            found = number()
-            text = (
-                f"{found:,} of {total:,} weights ({found / total:.3%}) oscillated and were set to their rounded value"
-            )
-            announce(EventKind.WEIGHTS, iteration, text)
-
-        self.later(write)
-
     def later(self, task: Callable[[], None]) -> None:
         """Run a task on the writer's thread, in order with the writes."""
         self.session.writing.run(task)
 
-    def found_non_finite(self, iteration: int, text: str, place: str, **where: Any) -> None:
-        """Write an event: a step's first NaN or Inf appeared here. Called on the writer's thread."""
-        self.session.monitor.found_non_finite(iteration, text, place, **where)
-
-    def warn(self, iteration: int, text: str, place: str) -> None:
-        """Write an event that is a warning. Called on the writer's thread."""
-        self.session.monitor.announce(EventKind.WARNING, iteration, text, place=place)
+    def report(self, findings: Callable[[], Iterable[Finding]]) -> None:
+        """Call a function on the writer's thread, in order with the writes, and make events of what it returns. Does
+        nothing without a run."""
+        if self.entered:
+            monitor = self.session.monitor
+            self.later(lambda: monitor.report(findings()))
 
     def keep(self, name: str, x: Tensor, site: Site, operation: str) -> None:
         """Record a tensor of the current pass, even if others are not."""

@@ -111,10 +111,6 @@ class Drafts:
 
     recomputed   the passes that were computed again in the backward pass
     scores       of each call of a product: those of its operands, by the name that an operand has in the product
-    inputs       the statistics of the first operand of each product, by its tensor name
-    repeated     (site, iteration, statistics of an input in the first pass and when it was recomputed)
-    backward     the layers whose backward products were seen in this step
-    hidden       (site, iteration) of layers whose weight had a gradient although none was seen
     masked       the valid tokens of the forward pass that runs, if `Recorder.valid` gave a mask
     valid        those of each forward pass
     """
@@ -122,10 +118,6 @@ class Drafts:
     drafts: list[DraftRow] = field(default_factory=list)
     recomputed: set[Pass] = field(default_factory=set)
     scores: dict[tuple[Site, Product, Moment], dict[str, list[Tried]]] = field(default_factory=dict)
-    inputs: dict[tuple[Site, Moment, str | None], Later[Summary]] = field(default_factory=dict)
-    repeated: list[tuple[Site, int, Later[Summary], Later[Summary]]] = field(default_factory=list)
-    backward: set[Site] = field(default_factory=set)
-    hidden: list[tuple[Site, int]] = field(default_factory=list)
     masked: Valid | None = None
     valid: dict[Moment, Valid] = field(default_factory=dict)
 
@@ -151,16 +143,10 @@ class Drafts:
         self.drafts.clear()
         self.recomputed.clear()
         self.scores.clear()
-        self.inputs.clear()
-        self.repeated.clear()
-        self.backward.clear()
-        self.hidden.clear()
         self.valid.clear()
 
     def forget(self, iteration: int) -> None:
         """The steps before this iteration have ended."""
         self.scores.clear()
-        self.inputs.clear()
-        self.backward.clear()
         self.valid = {moment: valid for moment, valid in self.valid.items() if moment.iteration >= iteration}
         self.recomputed = {(site, moment) for site, moment in self.recomputed if moment.iteration >= iteration}

@@ -6,7 +6,6 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +19,13 @@ from binade.collector.capture.policy import Policy
 from binade.collector.capture.reduction import Reduction
 from binade.collector.capture.rows import DraftRow, Drafts
 from binade.collector.capture.writing import Description, Writing, signals_later
-from binade.collector.models.site import Site
-from binade.collector.probes.probe import Hidden, Repeat
+from binade.collector.probes.probe import Probes
 from binade.collector.ranks import PeerLostError, Ranks
 from binade.collector.settings import MergeRanks, Stats
 from binade.data.merge import merge_segments
 from binade.data.runs import CANCELLED, DONE, FAILED, RunWriter, read_run
 from binade.data.text import describe
 from binade.quant.later import Later
-from binade.quant.summary import Summary
 
 STATUS_SECONDS = 1.0  # between two writes of the status of a run that records nothing
 
@@ -86,16 +83,17 @@ class RecordingSession:
         merge: Merge,
         policy: Policy,
         drafts: Drafts,
+        probes: Probes,
         continued: Continued | None,
         curves: bool,
     ) -> None:
-        self.ranks, self.watch, self.policy, self.drafts = ranks, watch, policy, drafts
+        self.ranks, self.watch, self.policy, self.drafts, self._probes = ranks, watch, policy, drafts, probes
         self.writer = _create(root, label, config, ranks, continued)
         counts = dict(continued.counts) if continued else {}
         if continued:
             self.writer.continue_after(continued.segments)
             self.writer.update(**counts)
-        self.monitor = Monitor(watch, self.writer)
+        self.monitor = Monitor(watch, self.writer, probes)
         watches = bool(watch.every) and watch.stats == Stats.BASIC
         merges = MergeRanks(merge.when).applies(ranks.size)
         self._reduction = Reduction.of(ranks, watches, merges, ranks.rank in merge.unmerged)
@@ -166,20 +164,10 @@ class RecordingSession:
             drafts = [*self.drafts.drafts]
             self.drafts.drafts.clear()
         rows = self.drafts.freeze(drafts, self.run_id, self._in_ring)
-        if repeated := self.drafts.repeated:
-            self.drafts.repeated = []
-            self.writing.run(partial(self._compare, repeated))
-        if hidden := self.drafts.hidden:
-            self.drafts.hidden = []
-            names = [Hidden(site.name, iteration) for site, iteration in hidden]
-            self.writing.run(partial(self.monitor.probe, (), (), names))
         self.drafts.forget(self.policy.clock.iteration)
         self._published_at = time.monotonic()
         done = {} if self._done is None else {"iteration": self._done}
         self.writing.publish(rows, **done)
-
-    def _compare(self, repeated: list[tuple[Site, int, Later[Summary], Later[Summary]]]) -> None:
-        self.monitor.probe((), [Repeat(site.name, step, first(), second()) for site, step, first, second in repeated])
 
     def _in_ring(self, moment: Moment) -> bool:
         return moment.basic and not self.watch.watches(moment.iteration)
@@ -191,6 +179,7 @@ class RecordingSession:
         try:
             with signals_later():  # SIGTERM, if another rank was killed, finds this one ending already
                 try:
+                    self._probes.end_iteration()
                     if error is None and (self.merges or not self.policy.clock.positioned):
                         self.publish_reduced()
                     self.publish()

@@ -21,12 +21,12 @@ from binade.collector.capture.adapters.engine import place
 from binade.collector.capture.adapters.layer import Detach, Layer, distinct, is_a, set_on, whole
 from binade.collector.capture.adapters.products import tensors_in
 from binade.collector.capture.clock import Moment, parameters_of, running_backward
-from binade.collector.capture.optimizer_state import MOMENTUM, orthogonalized
-from binade.collector.capture.recorder import Recorder
+from binade.collector.capture.optimizer_updates import MOMENTUM, orthogonalized
 from binade.collector.capture.survey import EXCLUDED, Survey
 from binade.collector.models.norm import RecordingPoint
 from binade.collector.models.parallel import linear_shard
 from binade.collector.models.site import HEAD, Site
+from binade.collector.probes.probe import Recording
 from binade.data.segment import Shard
 from binade.data.tensor_kinds import TENSOR_KINDS, Other, TensorKind
 from binade.quant.gemm import sampling
@@ -95,44 +95,44 @@ def _shard_of(layer: Layer, parameter: str, _: str) -> Shard:
 
 
 @contextmanager
-def recording(model: nn.Module, recorder: Recorder, found: Sequence[tuple[Other, Layer]]) -> Iterator[None]:
+def recorded(model: nn.Module, recording: Recording, found: Sequence[tuple[Other, Layer]]) -> Iterator[None]:
     """A context in which the layers found by `others` are recorded."""
     parameters = {layer.name: layer for product, layer in found if product is Other.PARAMETER}
     with ExitStack() as undo:
         for product, layer in found:
             if product is not Other.PARAMETER:
                 shown = (
-                    replace(layer, shard=partial(_shard_of_norm, recorder, layer)) if product is Other.NORM else layer
+                    replace(layer, shard=partial(_shard_of_norm, recording, layer)) if product is Other.NORM else layer
                 )
-                undo.callback(set_on(layer.module, "forward", _forward(recorder, shown, _kinds(recorder, product))))
+                undo.callback(set_on(layer.module, "forward", _forward(recording, shown, _kinds(recording, product))))
         if parameters:
-            undo.enter_context(_optimizer(model, recorder, parameters))
+            undo.enter_context(_optimizer(model, recording, parameters))
         yield
 
 
-def _kinds(recorder: Recorder, product: Other) -> dict[str, TensorKind]:
+def _kinds(recording: Recording, product: Other) -> dict[str, TensorKind]:
     """The kinds that are named, by what is observed."""
-    return {kind.observed: kind for kind in TENSOR_KINDS if kind.product is product and kind.name in recorder.tensors}
+    return {kind.observed: kind for kind in TENSOR_KINDS if kind.product is product and kind.name in recording.tensors}
 
 
-def _shard_of_norm(recorder: Recorder, layer: Layer, name: str) -> Shard:
+def _shard_of_norm(recording: Recording, layer: Layer, name: str) -> Shard:
     split = getattr(getattr(layer.module, "weight", None), "sequence_parallel", False)
-    return linear_shard(SHARDS if split else {}, name, recorder.ranks.tensor, 1)
+    return linear_shard(SHARDS if split else {}, name, recording.ranks.tensor, 1)
 
 
-def _forward(recorder: Recorder, layer: Layer, kinds: dict[str, TensorKind]) -> Callable[..., Any]:
+def _forward(recording: Recording, layer: Layer, kinds: dict[str, TensorKind]) -> Callable[..., Any]:
     """The module's forward. Recorded are the first tensor among its arguments ("a"), its weight ("b"), its result ("y")
     and, once they arrive, the gradients of the result ("grad") and the weight ("grad_b")."""
     forward: Callable[..., Any] = layer.module.forward
 
     def watched(*args: Any, **kwargs: Any) -> Any:
-        moment = None if recorder.policy.idle else recorder.policy.begin()
+        moment = None if recording.policy.idle else recording.policy.begin()
         if moment is None or not moment.recording:
             return forward(*args, **kwargs)
 
         def show(name: str, x: Tensor | None) -> None:
             if name in kinds and x is not None:
-                recorder.show(kinds[name], layer, x, moment)
+                recording.show(kinds[name], layer, x, moment)
 
         def arrived(gradient: Tensor) -> None:
             if not sampling():
@@ -167,10 +167,10 @@ def _next_gradient(x: Tensor, show: Callable[[Tensor], None]) -> None:
 
 
 @contextmanager
-def _optimizer(model: nn.Module, recorder: Recorder, layers: dict[str, Layer]) -> Iterator[None]:
+def _optimizer(model: nn.Module, recording: Recording, layers: dict[str, Layer]) -> Iterator[None]:
     """A context in which optimizer steps are recorded: these parameters by name, what CHANGES computes of them, their
     state in the optimizer by its own names, and the products of Newton–Schulz."""
-    kinds, of_products = _kinds(recorder, Other.PARAMETER), _kinds(recorder, Other.NEWTON_SCHULZ)
+    kinds, of_products = _kinds(recording, Other.PARAMETER), _kinds(recording, Other.NEWTON_SCHULZ)
     before: dict[Tensor, Tensor] = {}
     momenta: dict[Tensor, Tensor] = {}
 
@@ -183,7 +183,7 @@ def _optimizer(model: nn.Module, recorder: Recorder, layers: dict[str, Layer]) -
     def begins(optimizer: Optimizer, *_: Any) -> None:
         before.clear()
         momenta.clear()
-        if not recorder.policy.moment_of_step().recording:
+        if not recording.policy.moment_of_step().recording:
             return
         if not CHANGES.keys().isdisjoint(kinds):
             before.update((parameter, parameter.detach().clone()) for parameter, _ in held(optimizer))
@@ -202,14 +202,14 @@ def _optimizer(model: nn.Module, recorder: Recorder, layers: dict[str, Layer]) -
         def see(number: int, operands: Mapping[str, Tensor]) -> None:
             site = replace(layer.site, module=f"{layer.site.module}.ns{number}")
             for name, kind in of_products.items():
-                recorder.show(kind, replace(layer, site=site, shard=whole), operands[name], moment)
+                recording.show(kind, replace(layer, site=site, shard=whole), operands[name], moment)
 
         group = next(each for each in optimizer.param_groups if any(p is parameter for p in each["params"]))
         momentum = torch.zeros_like(gradient) if momentum is None else momentum
         orthogonalized(momentum.lerp(gradient, 1 - group["momentum"]), gradient, group, see)
 
     def ended(optimizer: Optimizer, *_: Any) -> None:
-        moment = recorder.policy.moment_of_step()
+        moment = recording.policy.moment_of_step()
         if not moment.recording:
             return
         for parameter, layer in held(optimizer):
@@ -222,8 +222,8 @@ def _optimizer(model: nn.Module, recorder: Recorder, layers: dict[str, Layer]) -
                 else:
                     x = parameter if name == "weight" else state.get(name)
                 if isinstance(x, Tensor) and x.numel():
-                    recorder.show(kind, layer, x, moment)
-        recorder.publish_step()
+                    recording.show(kind, layer, x, moment)
+        recording.publish_step()
 
     with ExitStack() as undo:
         undo.callback(register_optimizer_step_pre_hook(begins).remove)

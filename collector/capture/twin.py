@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from binade.collector.capture.clock import PassCounter, running_backward, seed_of
+from binade.collector.capture.instrumented import Instrumented
 from binade.collector.capture.observer import Hook, part_at
 from binade.collector.models.parallel import Call
 from binade.collector.models.site import Site
@@ -25,29 +26,20 @@ from binade.data.twin import STEP, GradientTwin, Twin
 from binade.quant.gemm import Rounding
 from binade.quant.specs import GemmFormats
 
-Sites = Mapping[str, Site]  # by a parameter's name
-
 
 class Twins:
-    """Runs twin steps of instrumented models. passes: of one of them. hooks: of their products. sites: returns where a
-    model's parameters are."""
+    """Runs twin steps of an instrumented model."""
 
-    def __init__(
-        self,
-        models: Sequence[nn.Module],
-        passes: PassCounter,
-        hooks: Sequence[Hook],
-        seed: int,
-        sites: Callable[[nn.Module], Sites],
-    ) -> None:
-        self.models, self.passes, self.hooks, self.seed, self.sites = models, passes, hooks, seed, sites
+    def __init__(self, instrumented: Instrumented, passes: PassCounter) -> None:
+        self.models, self.hooks, self.seed = instrumented.models, instrumented.hooks, instrumented.seed
+        self.passes, self.sites_of = passes, instrumented.sites_of
 
     def __call__(self, loss: Callable[[], Tensor], times: int) -> Twin:
         self.passes.advance()
         iteration = self.passes.clock.iteration
         named = [
             (name, sites.get(name), p)
-            for model, sites in ((model, self.sites(model)) for model in self.models)
+            for model, sites in ((model, self.sites_of(model)) for model in self.models)
             for name, p in model.named_parameters()
             if p.requires_grad
         ]

@@ -4,25 +4,62 @@ are neither rounded nor recorded.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
-from binade.collector.probes.probe import Finding, Hidden, Repeat
-from binade.data.segment import TensorRow
+import torch
+from torch import Tensor
+
+from binade.collector.capture.adapters.layer import Layer
+from binade.collector.capture.adapters.products import applying_function
+from binade.collector.capture.clock import Moment
+from binade.collector.models.site import Site
+from binade.collector.probes.probe import Finding, Observation, Probe, Recording
+from binade.data.tensor_kinds import Product
 
 
-class HiddenProducts:
-    def __init__(self) -> None:
+class HiddenProducts(Probe):
+    """A linear layer multiplies within the forward method of an autograd function, with gradients off. If its weight
+    has a gradient though no backward product was seen, that function computes them itself."""
+
+    observes = frozenset(("grad",))
+
+    def __init__(self, recording: Recording) -> None:
+        self.recording = recording
+        self.seen: set[Site] = set()  # the layers whose backward products were seen in this iteration
+        self.hidden: dict[str, int] = {}  # by site: the iteration in which the weight had a gradient without one
         self.named: set[str] = set()
 
-    def see(self, rows: Sequence[TensorRow], repeats: Sequence[Repeat], hidden: Sequence[Hidden]) -> Iterator[Finding]:
-        new = {each.site: each for each in hidden if each.site not in self.named}
-        if not new:
+    def before_product(self, layer: Layer, product: Product, moment: Moment) -> None:
+        if product is not Product.LINEAR or torch.is_grad_enabled() or moment.evaluation:
             return
-        self.named |= new.keys()
-        first, more = next(iter(new.values())), f" and {len(new) - 1} more" * (len(new) > 1)
-        text = (
-            f"{first.site} weight{more} has a gradient, but no backward product of the layer was seen: an autograd "
-            "function that calls the layer computes it. Its dgrad and wgrad are neither rounded nor recorded: leave "
-            "the layer out with `exclude`, or call it outside of that function"
-        )
-        yield Finding(first.iteration, text, f"{first.site} weight")
+        weight = getattr(layer.module, "weight", None)
+        if weight is None or not weight.requires_grad or not applying_function():
+            return
+
+        def arrived(_: Tensor) -> None:
+            handle.remove()
+            if layer.site not in self.seen:
+                self.hidden.setdefault(layer.site.name, moment.iteration)
+
+        handle = weight.register_hook(arrived)
+
+    def observe(self, observed: Observation) -> None:
+        self.seen.add(observed.layer.site)
+
+    def end_iteration(self, iteration: int) -> None:
+        hidden, self.hidden = {name: at for name, at in self.hidden.items() if name not in self.named}, {}
+        self.seen.clear()
+        self.named |= hidden.keys()
+        if hidden:
+            self.recording.report(lambda: _named(hidden))
+
+
+def _named(hidden: dict[str, int]) -> Iterator[Finding]:
+    first, iteration = next(iter(hidden.items()))
+    more = f" and {len(hidden) - 1} more" * (len(hidden) > 1)
+    text = (
+        f"{first} weight{more} has a gradient, but no backward product of the layer was seen: an autograd function "
+        "that calls the layer computes it. Its dgrad and wgrad are neither rounded nor recorded: leave the layer out "
+        "with `exclude`, or call it outside of that function"
+    )
+    yield Finding(iteration, text, f"{first} weight")

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from binade.collector.models.site import Site
-from binade.collector.probes.probe import Finding, Hidden, Repeat
+from binade.collector.probes.probe import Finding, Probe, Recording
 from binade.data.segment import TensorRow
 from binade.data.tensor_kinds import Operation
 
@@ -16,14 +16,14 @@ STEPS = 3  # of which no weight changes in any: in one, the learning rate may be
 Values = tuple[float, ...]  # statistics that are the same for the same values
 
 
-class UnchangedWeights:
-    def __init__(self) -> None:
+class UnchangedWeights(Probe):
+    def __init__(self, recording: Recording) -> None:
         self.before: dict[str, tuple[int, Values]] = {}  # by site: the last iteration, and the weight's values
         self.with_gradient: set[str] = set()
         self.named: set[str] = set()
         self.still = 0  # successive recorded steps in which no weight has changed
 
-    def see(self, rows: Sequence[TensorRow], repeats: Sequence[Repeat], hidden: Sequence[Hidden]) -> Iterator[Finding]:
+    def see(self, rows: Sequence[TensorRow]) -> Iterator[Finding]:
         unchanged: dict[str, int] = {}  # by site: since which iteration
         changed = False
         iteration = max((row.identity.iteration or 0 for row in rows), default=0)

@@ -134,7 +134,7 @@ class About:
 @dataclass(frozen=True)
 class Deoscillation:
     """After `period` optimizer steps, weights whose rounded values moved at least `ratio` times as far as they did
-    themselves are set to their rounded values; from step `start` on, counted from 1. See capture.deoscillation."""
+    themselves are set to their rounded values; from step `start` on, counted from 1. See probes.deoscillation."""
 
     period: int = 200
     ratio: float = 4.0
@@ -163,7 +163,7 @@ class _Specs:
 
 @dataclass(frozen=True)
 class StateRounding(_Specs):
-    """What the optimizer's tensors of these kinds are rounded to after each step. See capture.optimizer_state."""
+    """What the optimizer's tensors of these kinds are rounded to after each step. See probes.optimizer_state."""
 
     exp_avg: Spec | None = None
     exp_avg_sq: Spec | None = None

@@ -28,12 +28,14 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as the collector does
 import torch
 import torch.nn.functional as F
 
+from binade.collector.capture.clock import Clock
 from binade.collector.capture.instrument import instrument
 from binade.collector.capture.options import Watch
 from binade.collector.capture.recorder import Recorder
 from binade.collector.models.model import GPTModel
 from binade.collector.models.registry import MODELS
 from binade.collector.models.shape import Shape
+from binade.collector.probes.probe import Probes
 from binade.collector.settings import DEFAULT_SCORES
 from binade.data.tensor_kinds import LATER, Measure
 from binade.quant.gemm import Observed
@@ -49,7 +51,7 @@ class PlainHooks:
     """Stands where a Recorder's Observing stands, and does with each tensor what users' own hooks do."""
 
     use: Callable[[torch.Tensor], object]
-    sums = None
+    probes = Probes(Clock())
 
     def tap(self, *_: object) -> Callable[[Observed], None]:
         def see(seen: Observed) -> None:

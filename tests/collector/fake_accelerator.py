@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map, tree_map_only
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from binade.collector import Recorder, Watch, instrument
-from binade.collector.capture.provenance import stays
+from binade.collector.probes.provenance import stays
 from binade.collector.ranks import Ranks
 from binade.data.catalog import Catalog
 from binade.data.tensor_kinds import Measure

@@ -16,7 +16,7 @@ from tests.conftest import PROJECT, run_python
 
 WAITS = {"item", "tolist", "cpu", "nonzero", "is_nonzero", "synchronize"}
 STEP = (
-    *("collector/capture/*.py", "collector/capture/adapters/*.py", "collector/models/*.py"),
+    *("collector/capture/*.py", "collector/probes/*.py", "collector/capture/adapters/*.py", "collector/models/*.py"),
     *("collector/pretrained/causal_lm.py", "quant/backends/runs.py", "quant/backends/triton_*.py"),
     *(
         f"quant/{name}.py"
@@ -29,10 +29,10 @@ ALLOWED = {
     ("collector/models/feedforward.py", "forward"): "how many tokens each expert gets decides the shapes",
     ("collector/capture/adapters/weights.py", "_grouped"): "the same, of grouped products",
     ("collector/capture/delayed_scales.py", "save"): "a checkpoint of the training script",
-    ("collector/capture/deoscillation.py", "save"): "the same",
-    ("collector/capture/deoscillation.py", "_restore"): "once, when a run is continued",
+    ("collector/probes/deoscillation.py", "save"): "the same",
+    ("collector/probes/deoscillation.py", "_restore"): "once, when a run is continued",
     ("collector/capture/reduction.py", "of"): "once, when a recorder is entered",
-    ("collector/capture/provenance.py", "_judge"): "on the thread that writes, of a copy that has arrived",
+    ("collector/probes/provenance.py", "_judge"): "on the thread that writes, of a copy that has arrived",
     ("collector/capture/curves.py", "_number"): "the same, of a loss that was logged",
     ("collector/capture/evaluation.py", "sequence_losses"): "an evaluation or a measurement, which trains nothing",
     ("collector/capture/parity.py", "compared"): "the same",

@@ -46,9 +46,9 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from binade.collector.capture.instrument import instrument
 from binade.collector.capture.recorder import Recorder
+from binade.collector.capture.rows import DraftRow
 from binade.collector.capture.step import others
 from binade.collector.capture.survey import find
-from binade.collector.capture.tried import Tried
 from binade.collector.errors import ConfigError
 from binade.collector.models.deepseek import DeepseekShape, balance_loss
 from binade.collector.models.gpt2 import GPT2Shape
@@ -474,18 +474,16 @@ def recorded(model: GPTModel, recipe: Recipe | str, root: Path) -> pd.DataFrame:
     tokens, labels = tokens_of(model.shape, length=16)
     rows = []
 
-    def note(
-        seen: Observed, site: Site, identity: Callable[[], Identity], *measured: object, **options: object
-    ) -> list[Tried]:
+    def note(seen: Observed, site: Site, identity: Callable[[], Identity], *words: Any, **options: Any) -> DraftRow:
         shape = tuple(seen.shape or seen.tensor.shape)
         finite = bool(seen.tensor.isfinite().all())
         dtype = str(seen.tensor.dtype).removeprefix("torch.")
         noted = {"shape": shape, "dtype": dtype, "format": seen.spec and str(seen.spec), "finite": finite}
         rows.append(asdict(identity()) | noted)
-        return []
+        return measure(seen, site, identity, *words, **options)
 
     with Recorder(root, scores=(), measures=()) as recorder, instrument(model, recipe, recorder, backend="torch"):
-        recorder.observing.measurer.measure = note
+        measure, recorder.observing.measurer.measure = recorder.observing.measurer.measure, note
         _backward(model, tokens, labels, 1)
     return pd.DataFrame(rows)
 

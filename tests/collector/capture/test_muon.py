@@ -18,14 +18,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from binade import quant
 from binade.app.view import View
 from binade.collector import Recorder, instrument
-from binade.collector.capture.optimizer_state import muon_update, orthogonalized
+from binade.collector.capture.optimizer_updates import muon_update, orthogonalized
 from binade.collector.recipes.files import draft_of, to_toml
 from binade.collector.recipes.recipe import RecipeError
 from binade.data.catalog import Catalog
 from binade.data.tensor_kinds import Other, tensor_names
 from binade.quant.low_rank import companded_int4, muonq
-from tests.collector.capture.test_optimizer_state import FP8, ROUND, STEPS, recipe, steps, train
 from tests.collector.instrumented import rows
+from tests.collector.probes.test_optimizer_state import FP8, ROUND, STEPS, recipe, steps, train
 
 # The quintic iteration that converges to the polar factor.
 EXACT = {"ns_coefficients": (1.875, -1.25, 0.375), "ns_steps": 40}

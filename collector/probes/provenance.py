@@ -15,11 +15,11 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -27,11 +27,12 @@ from torch import Tensor, nn
 from binade.collector.capture.adapters.dtensor import is_dtensor
 from binade.collector.capture.adapters.engine import place
 from binade.collector.capture.adapters.products import tensors_in
+from binade.collector.capture.instrumented import Instrumented
 from binade.collector.capture.observer import version_of
-from binade.collector.capture.recorder import Recorder
 from binade.collector.capture.writing import copy_later
 from binade.collector.models.site import Site
-from binade.data.events import Reached
+from binade.collector.probes.probe import Finding, Probe, Recording
+from binade.data.events import EventKind, Reached
 from binade.quant.gemm import sampling
 from binade.quant.quantizer import DTYPES
 
@@ -110,10 +111,10 @@ def _range(notes: Iterable[_Note]) -> str:
 
 
 class Provenance:
-    """Follows the calls of the modules of a model."""
+    """Follows the calls of the modules of a model. sites: of those that are recorded, by path."""
 
-    def __init__(self, model: nn.Module, recorder: Recorder, sites: Mapping[str, Site]) -> None:
-        self.recorder, self.modules, self.sites = recorder, dict(model.named_modules()), sites
+    def __init__(self, model: nn.Module, recording: Recording, sites: Mapping[str, Site]) -> None:
+        self.recording, self.modules, self.sites = recording, dict(model.named_modules()), sites
         self.orders = count(1)  # from which the backward pass of each device takes, on a thread of its own
         self.open: list[_ModuleCall] = []
         self.ended: list[_ModuleCall] = []
@@ -160,7 +161,7 @@ class Provenance:
         if not name:
             self.open.clear()  # of a pass that raised
             if len(self.ended) > MOST_CALLS:  # where nothing tells the steps apart
-                self.end(self.recorder.clock.iteration)
+                self.end(self.recording.clock.iteration)
         own = [p for p in module.parameters(recurse=False) if not p.is_meta]
         call = _ModuleCall(name, next(self.orders), self._notes((args, kwargs)), self._notes(own))
         if not self.kept and torch.is_grad_enabled():
@@ -212,7 +213,7 @@ class Provenance:
     def _made(self, call: _ModuleCall, gradient: Tensor) -> None:
         """A gradient that the call's backward pass has computed."""
         note = self._gradient(call.leaving, gradient)
-        if note is None or self.kept or not self.recorder.entered:
+        if note is None or self.kept or not self.recording.entered:
             return
         before = (*call.operands, *call.parameters, *(each for _, each in (*call.results, *call.arriving)))
         if note.bad and call.arriving and not any(each.bad for each in before):
@@ -234,7 +235,7 @@ class Provenance:
             call.inputs.clear()  # no backward pass will come
         self.ended.append(call)
         made = _first(call.results) is not None and not any(note.bad for note in (*call.operands, *call.parameters))
-        if made and not self.kept and self.recorder.entered:
+        if made and not self.kept and self.recording.entered:
             self._keep(call.name, FORWARD, [], tensors_in((args, kwargs)), tensors_in(result))
 
     def _site(self, name: str) -> Site:
@@ -254,7 +255,7 @@ class Provenance:
         for what, shown in ((GRADIENT, gradients), (OPERAND, (*inputs, *own)), (RESULT, results)):
             known = [x for x in shown if x.dtype in DTYPES and x.dim()]
             for number, x in enumerate(known, 1):
-                self.recorder.keep(f"non_finite_{what}{number}", x, self._site(name), operation)
+                self.recording.keep(f"non_finite_{what}{number}", x, self._site(name), operation)
 
     def end(self, iteration: int) -> None:
         """A step has ended: pass it to the writer's thread."""
@@ -262,14 +263,14 @@ class Provenance:
         waiting, self.waiting = self.waiting, []
         self.known.clear()
         self.last = {module: call for module, call in self.last.items() if call in self.open}
-        if not self.recorder.entered or not (waiting or any(True for call in ended for _ in call.origins())):
+        if not self.recording.entered or not (waiting or any(True for call in ended for _ in call.origins())):
             return
         arrived = None
         if waiting:
             device = waiting[0].extremes[0].device
             flat = [x.to(device, non_blocking=True) for note in waiting for x in note.extremes]
             arrived = copy_later(torch.stack([x.float() for x in flat]))
-        self.recorder.later(partial(self._judge, iteration, ended, waiting, arrived))
+        self.recording.report(partial(self._judge, iteration, ended, waiting, arrived))
 
     def _judge(
         self,
@@ -277,7 +278,7 @@ class Provenance:
         calls: list[_ModuleCall],
         waiting: list[_Note],
         arrived: tuple[Tensor, Callable[[], None]] | None,
-    ) -> None:
+    ) -> Iterator[Finding]:
         """On the writer's thread."""
         if arrived:
             arrived[1]()
@@ -287,15 +288,13 @@ class Provenance:
             self.found = True
             order, where, text = origins[0]
             site = self._site(where) if where in self.modules else None
-            self.recorder.found_non_finite(
-                iteration,
-                text,
-                where,
-                order=order - calls[0].started,
-                layer=site.layer_index if site else None,
-                module=site.module if site else None,
-                chain=_chain(calls, order),
-            )
+            more = {
+                "order": order - calls[0].started,
+                "layer": site.layer_index if site else None,
+                "module": site.module if site else None,
+                "chain": _chain(calls, order),
+            }
+            yield Finding(iteration, text, where, EventKind.NON_FINITE, more)
 
 
 def _chain(calls: list[_ModuleCall], origin: int) -> tuple[Reached, ...]:
@@ -329,16 +328,30 @@ def _seen(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return value
 
 
-@contextmanager
-def tracing(model: nn.Module, recorder: Recorder, sites: Mapping[str, Site]) -> Iterator[None]:
-    """A context in which the first operation of a step that produces a NaN or Inf is found and written as an event.
-    sites: those of the recorded modules, by path."""
-    traced = Provenance(model, recorder, sites)
-    with ExitStack() as undo:
-        traced.attach(undo)
-        recorder.clock.enders.append(traced.end)
-        undo.callback(recorder.clock.enders.remove, traced.end)
-        try:
-            yield
-        finally:  # also of a step that raises
-            traced.end(recorder.clock.iteration)
+class FirstNonFinite(Probe):
+    """Finds the first operation of a step that produces a NaN or Inf, and makes an event of it."""
+
+    eager = True
+
+    def __init__(self, traced: Sequence[Provenance]) -> None:
+        self.traced = traced
+
+    @classmethod
+    def of(cls, instrumented: Instrumented) -> Self | None:
+        recording = instrumented.recording
+        if not recording.watch.find_nan:
+            return None
+        return cls(
+            [
+                Provenance(model, recording, {each.name: each.site for each in found.layers if not each.part})
+                for model, found in instrumented.surveys.items()
+            ]
+        )
+
+    def attach(self, undo: ExitStack) -> None:
+        for each in self.traced:
+            each.attach(undo)
+
+    def end_iteration(self, iteration: int) -> None:
+        for each in self.traced:
+            each.end(iteration)

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 
 from binade.collector import Recorder, instrument
 from binade.collector.capture.adapters.layer import InstrumentError
-from binade.collector.capture.optimizer_state import adam_update
+from binade.collector.capture.optimizer_updates import adam_update
 from binade.collector.recipes.parse import parse_recipe
 from binade.collector.recipes.recipe import RecipeError
 from binade.collector.training.config import RunConfig

@@ -8,19 +8,19 @@ comparison estimates. Ranks that add their gradients before the step cannot be c
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer
 
 from binade.collector.capture.adapters.layer import Layer
 from binade.collector.capture.clock import Moment, parameters_of
-from binade.collector.ranks import Ranks
+from binade.collector.probes.probe import Finding, Observation, Probe, Recording
+from binade.data.tensor_kinds import Product
 from binade.data.text import number_text
 from binade.quant.later import Later, LaterPart
 
@@ -48,28 +48,33 @@ class Sum:
     moments: list[Moment] = field(default_factory=list)
 
 
-class GradientSums:
+class GradientSums(Probe):
     """The sums of this step's gradients. complete: whether each of its micro-batches was recorded in full."""
 
-    def __init__(self, ranks: Ranks) -> None:
+    observes = frozenset(("grad_b",))
+
+    def __init__(self, recording: Recording) -> None:
+        self.recording, ranks = recording, recording.ranks
         self.alone = ranks.size == ranks.tensor.size
         if not self.alone:
             warnings.warn(
                 "weight gradients are not compared with those of the optimizer: other ranks add theirs before the step",
-                stacklevel=3,
+                stacklevel=4,
             )
         self.by_weight: dict[nn.Parameter, Sum] = {}
         self.iteration, self.complete = -1, True
 
-    def begin(self, moment: Moment) -> None:
-        """A micro-batch begins."""
+    def begin_pass(self, moment: Moment) -> None:
         if moment.iteration != self.iteration:
             self.by_weight.clear()
             self.iteration, self.complete = moment.iteration, True
         self.complete &= moment.evaluation or (moment.recording and not moment.basic)
 
-    def add(self, layer: Layer, moment: Moment, gradient: Tensor) -> None:
+    def observe(self, observed: Observation) -> None:
         """A GEMM has returned a weight's gradient, which torch has not accumulated yet."""
+        layer, moment, gradient = observed.layer, observed.moment, observed.seen.tensor
+        if observed.product is not Product.LINEAR or moment.basic:
+            return
         weight: Any = getattr(layer.module, "weight", None)
         usual = type(weight) is nn.Parameter and any(hasattr(layer.module, name) for name in INPUTS)
         summed = layer.part or layer.is_head or layer.shard("grad_b").kind == "partial"
@@ -86,57 +91,47 @@ class GradientSums:
             found.unit = torch.finfo(gradient.dtype).eps / 2
         found.moments.append(moment)
 
-    @contextmanager
-    def compared(self, recorder: Any) -> Iterator[None]:
-        """A context in which the sums are compared before each step of an optimizer that holds the weights, or whose
-        weights have Megatron's main_grad. recorder: the Recorder, which records the differences."""
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Compare the sums, if the optimizer holds the weights, or if these have Megatron's main_grad."""
+        held = set(map(id, parameters_of(optimizer)))
+        ready = [p for p in self.by_weight if id(p) in held or hasattr(p, "main_grad")]
+        sums = [(self.by_weight.pop(p), g) for p in ready if (g := _gradient(p)) is not None]
+        if sums and self.complete:
+            self._compare(sums)
 
-        def begins(optimizer: Optimizer, *_: Any) -> None:
-            held = set(map(id, parameters_of(optimizer)))
-            ready = [p for p in self.by_weight if id(p) in held or hasattr(p, "main_grad")]
-            sums = [(self.by_weight.pop(p), g) for p in ready if (g := _gradient(p)) is not None]
-            if sums and self.complete:
-                _compare(recorder, sums)
+    def _compare(self, sums: Sequence[tuple[Sum, Tensor]]) -> None:
+        """Record ‖c·s - g‖ / ‖g‖, with s the sum, g the gradient and c the median of ⟨s, g⟩ / ⟨s, s⟩ over the weights;
+        warn if it is above the bound of what rounding explains, in float32 for s and in g's dtype for g."""
+        pairs = [(each.total.double(), gradient.double()) for each, gradient in sums]
+        factor = torch.stack([(s * g).sum() / (s * s).sum() for s, g in pairs]).nanquantile(0.5)
+        errors, bounds = [], []
+        for (each, gradient), (s, g) in zip(sums, pairs, strict=True):
+            unit, norm = max(each.unit, torch.finfo(gradient.dtype).eps / 2), g.norm()
+            errors.append((factor * s - g).norm() / norm)
+            bounds.append(factor.abs() * (unit + UNIT) * each.norms / norm + SCALINGS * unit)
+            self.recording.keep(NAME, errors[-1].float().reshape(1), each.layer.site, "optimizer")
+        self.recording.publish_step()
+        names = [each.layer.site.name for each, _ in sums]
+        count = max(len({moment.micro_batch for moment in each.moments}) for each, _ in sums)
+        found = Later(lambda *arrays: arrays, *map(LaterPart, (torch.stack(errors), torch.stack(bounds), factor)))
+        self.recording.report(partial(_lost, self.recording.clock.iteration, names, count, found))
 
-        handle = register_optimizer_step_pre_hook(begins)
-        try:
-            yield
-        finally:
-            handle.remove()
+
+def _lost(iteration: int, names: Sequence[str], count: int, found: Later[Any]) -> Iterator[Finding]:
+    """What the errors, their bounds and the factor say of the weights with these names, of so many micro-batches."""
+    measured, limits, common = found()
+    lost = [number for number in range(len(names)) if measured[number] > limits[number]]
+    if lost:
+        first = lost[0]
+        text = (
+            f"{names[first]}: the gradient that the optimizer sees differs from {number_text(float(common))} × the "
+            f"sum over {count} micro-batches by {number_text(float(measured[first]))} of its norm; rounding "
+            f"explains {number_text(float(limits[first]))}{f', and {len(lost) - 1} more' * (len(lost) > 1)}"
+        )
+        yield Finding(iteration, text, f"{names[first]} grad_weight")
 
 
 def _gradient(weight: nn.Parameter) -> Tensor | None:
     """What the optimizer sees of it."""
     found: Tensor | None = getattr(weight, "main_grad", None)
     return weight.grad if found is None else found
-
-
-def _compare(recorder: Any, sums: list[tuple[Sum, Tensor]]) -> None:
-    """Record ‖c·s - g‖ / ‖g‖, with s the sum, g the gradient and c the median of ⟨s, g⟩ / ⟨s, s⟩ over the weights; warn
-    if it is above the bound of what rounding explains, in float32 for s and in g's dtype for g."""
-    pairs = [(each.total.double(), gradient.double()) for each, gradient in sums]
-    factor = torch.stack([(s * g).sum() / (s * s).sum() for s, g in pairs]).nanquantile(0.5)
-    errors, bounds = [], []
-    for (each, gradient), (s, g) in zip(sums, pairs, strict=True):
-        unit, norm = max(each.unit, torch.finfo(gradient.dtype).eps / 2), g.norm()
-        errors.append((factor * s - g).norm() / norm)
-        bounds.append(factor.abs() * (unit + UNIT) * each.norms / norm + SCALINGS * unit)
-        recorder.keep(NAME, errors[-1].float().reshape(1), each.layer.site, "optimizer")
-    recorder.publish_step()
-    names = [each.layer.site.name for each, _ in sums]
-    count = max(len({moment.micro_batch for moment in each.moments}) for each, _ in sums)
-    found = Later(lambda *arrays: arrays, *map(LaterPart, (torch.stack(errors), torch.stack(bounds), factor)))
-
-    def check(iteration: int) -> None:
-        measured, limits, common = found()
-        lost = [number for number in range(len(names)) if measured[number] > limits[number]]
-        if lost:
-            first = lost[0]
-            text = (
-                f"{names[first]}: the gradient that the optimizer sees differs from {number_text(float(common))} × the "
-                f"sum over {count} micro-batches by {number_text(float(measured[first]))} of its norm; rounding "
-                f"explains {number_text(float(limits[first]))}{f', and {len(lost) - 1} more' * (len(lost) > 1)}"
-            )
-            recorder.warn(iteration, text, f"{names[first]} grad_weight")
-
-    recorder.later(partial(check, recorder.iteration))

@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from binade.collector import Recorder, Watch, instrument
-from binade.collector.capture import provenance
 from binade.collector.capture.adapters.products import tensors_in
 from binade.collector.models.model import GPTModel
 from binade.collector.models.registry import MODELS
+from binade.collector.probes import provenance
 from binade.data.events import read_events
 from binade.data.segment import read_tables
 from binade.data.store import load

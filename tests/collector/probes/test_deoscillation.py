@@ -12,7 +12,7 @@ from torch import nn
 
 from binade.collector import Recorder, instrument
 from binade.collector.capture.adapters.layer import InstrumentError
-from binade.collector.capture.deoscillation import Weight
+from binade.collector.probes.deoscillation import Weight
 from binade.collector.recipes.parse import parse_recipe
 from binade.collector.recipes.recipe import Deoscillation
 from binade.data.events import EventKind, read_events

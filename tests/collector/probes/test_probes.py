@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from binade.collector import instrument
 from binade.collector.probes import registry
-from binade.collector.probes.probe import Finding
+from binade.collector.probes.probe import Finding, Probe
 from binade.data.events import read_events
 from binade.data.runs import list_runs
 from tests.collector.instrumented import Recorder
@@ -152,16 +152,76 @@ def test_backward_products_that_a_function_computes_itself_are_named_once(tmp_pa
 
 
 def test_a_probe_is_one_class_and_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    class Largest:
-        def see(self, rows, repeats, hidden):
+    class Largest(Probe):
+        def __init__(self, recording):
+            pass
+
+        def see(self, rows):
             for row in rows:
                 if row.summary.absmax == 100.0:
                     yield Finding(row.identity.iteration, "an input of 100", "somewhere")
 
-    from binade.collector.capture import monitor
-
-    monkeypatch.setattr(monitor, "PROBES", (*registry.PROBES, Largest))
+    monkeypatch.setattr(registry, "WARNINGS", (*registry.WARNINGS, Largest))
     model = Model()
     with Recorder(tmp_path, iterations=1) as recorder, instrument(model, "bf16", recorder):
         model(torch.full((4, 8), 100.0)).sum().backward()
     assert "an input of 100" in events(tmp_path)
+
+
+def test_a_probe_is_told_of_the_moments_that_it_has_methods_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """In the order of the training: a step of two micro-batches, whose second layer is recomputed."""
+    told: list[str] = []
+
+    class Told(Probe):
+        observes = frozenset(("a", "grad"))
+        attach = lambda self, undo: undo.callback(told.append, "detached")  # noqa: E731
+        begin_pass = lambda self, moment: told.append(f"pass {moment.micro_batch}")  # noqa: E731
+        before_product = lambda self, layer, product, moment: told.append(f"before {layer.name}")  # noqa: E731
+        before_step = lambda self, optimizer: told.append("before step")  # noqa: E731
+        after_step = lambda self, optimizer: told.append("after step")  # noqa: E731
+        end_iteration = lambda self, iteration: told.append(f"end {iteration}")  # noqa: E731
+        save = lambda self, directory: told.append("save")  # noqa: E731
+        close = lambda self: told.append("close")  # noqa: E731
+
+        def observe(self, observed):
+            seen = observed.seen
+            assert (observed.summary is None) == observed.again
+            assert observed.summary is None or observed.summary().absmax == observed.values().abs().max()
+            told.append(f"{observed.layer.name} {seen.name}{' again' * observed.again}")
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.down, self.up(x), use_reentrant=False)
+
+    monkeypatch.setattr(registry, "OF_A_MODEL", (*registry.OF_A_MODEL, lambda instrumented: Told()))
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with Recorder(tmp_path) as recorder, instrument(model, "bf16", recorder):
+        for _ in range(2):
+            model(X.clone()).square().mean().backward()
+        optimizer.step()
+        model(X.clone())
+    micro_batch = ["before up", "up a", "before down", "down a", "down grad", "down a again", "up grad"]
+    step = ["pass 0", *micro_batch, "pass 1", *micro_batch, "before step", "after step", "end 0"]
+    assert told == [*step, "pass 0", *micro_batch[:4], "save", "end 1", "detached", "close"]
+
+
+def test_the_moments_of_a_probe_end_with_an_exception(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    told: list[str] = []
+
+    class Told(Probe):
+        end_iteration = lambda self, iteration: told.append("end")  # noqa: E731
+        after_step = lambda self, optimizer: told.append("step")  # noqa: E731
+        close = lambda self: told.append("close")  # noqa: E731
+
+    monkeypatch.setattr(registry, "OF_A_MODEL", (lambda instrumented: Told(),))
+    model = Model()
+    with pytest.raises(ZeroDivisionError), instrument(model, "bf16"):
+        model(X.clone())
+        raise ZeroDivisionError
+    torch.optim.SGD(model.parameters(), 0.1).step()
+    assert told == ["end"]

@@ -22,21 +22,20 @@ iteration, which a forward pass begins.
 
 from __future__ import annotations
 
-import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer
 
 from binade.collector.capture.adapters.dtensor import is_dtensor
 from binade.collector.capture.adapters.layer import InstrumentError
 from binade.collector.capture.clock import parameters_of, seed_of
-from binade.collector.capture.observer import Hook
-from binade.collector.capture.recorder import Recorder
+from binade.collector.capture.instrumented import Instrumented
+from binade.collector.capture.optimizer_updates import MOMENTUM, adam_update, muon_update, orthogonalized
+from binade.collector.probes.probe import Probe
 from binade.collector.recipes.recipe import Scheme, StateRounding
 from binade.data.tensor_kinds import Product
 from binade.quant.low_rank import muonq
@@ -45,54 +44,8 @@ from binade.quant.specs import Spec
 
 ERROR, LOST = "update_error", "lost_updates"
 ANGLE, ALIGNMENT, SINGULAR = "update_angle", "update_alignment", "update_singular_values"
-WEIGHT, MOMENTUM = "master_weight", "momentum_buffer"
+WEIGHT = "master_weight"
 FACTOR = "momentum_buffer_factor"  # MuonQ's R, which the next step starts from
-
-
-def adam_update(weight: Tensor, state: Mapping[str, Tensor], group: Mapping[str, Any]) -> Tensor:
-    """What torch's Adam or AdamW adds to a weight, of the weight's shape, float32. state: after the step; group: the
-    parameter group of the weight."""
-    # In float64: in float32, 1 - 0.999 has a relative error of 1e-5.
-    first, second = (1 - beta ** state["step"].double() for beta in group["betas"])
-    decay = group["weight_decay"] if group["decoupled_weight_decay"] else 0
-    step = state["exp_avg"].float() / first / ((state["exp_avg_sq"].float() / second).sqrt() + group["eps"])
-    update: Tensor = -group["lr"] * (step + decay * weight.float())
-    return update
-
-
-# Called in each iteration of Newton–Schulz, from 1, with the operands of its matrix products by the names that kinds of
-# Other.NEWTON_SCHULZ observe: "x" of XXᵀ, "gram" of AA, "left" and "right" of BX.
-Products = Callable[[int, Mapping[str, Tensor]], None]
-
-
-def orthogonalized(
-    momentum: Tensor, gradient: Tensor, group: Mapping[str, Any], see: Products | None = None
-) -> tuple[Tensor, Tensor]:
-    """(what torch.optim.Muon orthogonalizes, and the result, bfloat16), both of the weight's shape [m, n]. momentum:
-    after the step; group: the parameter group of the weight."""
-    direction = gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
-    x = direction.bfloat16()
-    tall = x.shape[0] > x.shape[1]
-    x = x.t() if tall else x
-    x = x / x.norm().clamp(min=group["eps"])
-    a, b, c = group["ns_coefficients"]
-    for number in range(1, group["ns_steps"] + 1):
-        gram = x @ x.t()
-        polynomial = torch.addmm(gram, gram, gram, beta=b, alpha=c)
-        if see:
-            see(number, {"x": x, "gram": gram, "left": polynomial, "right": x})
-        x = torch.addmm(x, polynomial, x, beta=a)
-    return direction, x.t() if tall else x
-
-
-def muon_update(weight: Tensor, orthogonal: Tensor, group: Mapping[str, Any]) -> Tensor:
-    """What torch.optim.Muon adds to a weight [m, n], float32. orthogonal: of `orthogonalized`."""
-    m, n = weight.shape
-    factors = {"match_rms_adamw": 0.2 * math.sqrt(max(m, n)), "original": math.sqrt(max(1, m / n))}
-    update: Tensor = -group["lr"] * (
-        group["weight_decay"] * weight.float() + factors[group["adjust_lr_fn"] or "original"] * orthogonal.float()
-    )
-    return update
 
 
 def _rounded(x: Tensor, spec: Spec, seed: int) -> Tensor:
@@ -106,11 +59,14 @@ def _angle(a: Tensor, b: Tensor) -> Tensor:
     return torch.rad2deg(2 * torch.atan2((a - b).norm(), (a + b).norm())).float()
 
 
-class _StateRounder:
-    """Rounds after the steps of optimizers. hooks: of the products. rounded: the tensors that were."""
+class StateRounder(Probe):
+    """Rounds the state of a model's parameters in torch optimizers after each step. rounded: the names of the tensors
+    that were. Warns at the end about tensors that no optimizer had."""
 
-    def __init__(self, state: StateRounding, hooks: Sequence[Hook], recorder: Recorder, seed: int) -> None:
-        self.state, self.recorder, self.seed = state, recorder, seed
+    def __init__(self, instrumented: Instrumented, state: StateRounding) -> None:
+        self.state, self.seed, self.recording = state, instrumented.seed, instrumented.recording
+        self.models = instrumented.models
+        hooks = instrumented.hooks
         layers = [hook.layer for hook in hooks if hook.observing and hook.product is Product.LINEAR]
         weights = {getattr(layer.module, "weight", None): layer.site for layer in layers if not layer.part}
         # Those that are recorded, as far as each is one parameter of this rank.
@@ -118,16 +74,43 @@ class _StateRounder:
         self.before: dict[Tensor, Tensor] = {}
         self.rounded: set[str] = set()
         self.stored: set[Tensor] = set()  # the weights that were of their format before a measured step
+        self.stepped = False
 
-    def begins(self, optimizer: Optimizer, *_: Any) -> None:
+    @classmethod
+    def of(cls, instrumented: Instrumented) -> Self | None:
+        state = instrumented.recipe.state
+        return cls(instrumented, state) if state else None
+
+    def before_step(self, optimizer: Optimizer) -> None:
         self.before.clear()
-        if self.recorder.policy.moment_of_step().recording:
+        if self.recording.policy.moment_of_step().recording:
             self.before.update((p, p.detach().clone()) for p in parameters_of(optimizer) if p in self.sites)
+
+    @torch.no_grad()
+    def after_step(self, optimizer: Optimizer) -> None:
+        if (found_inf := getattr(optimizer, "found_inf", None)) is not None and found_inf.any():
+            return  # GradScaler has skipped the step of a fused optimizer
+        self.stepped, measures = True, bool(self.before)
+        names = {p: name for model in self.models for name, p in model.named_parameters()}
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter in names and parameter.grad is not None:
+                    self.updated(optimizer, group, parameter, names[parameter])
+        if measures:
+            self.recording.publish_step()
+
+    def close(self) -> None:
+        if self.stepped and (missing := self.state.specs.keys() - self.rounded):
+            warnings.warn(
+                f"the recipe's state has {', '.join(sorted(missing))}, but nothing was rounded to it: no torch "
+                "optimizer that holds the model's own parameters has such a tensor in float32, bfloat16 or float16",
+                stacklevel=2,
+            )
 
     def updated(self, optimizer: Optimizer, group: Mapping[str, Any], parameter: nn.Parameter, name: str) -> None:
         """The optimizer has updated a parameter of this name."""
         state, weight = optimizer.state.get(parameter, {}), parameter.detach()
-        seeds = {each: seed_of(self.seed, self.recorder.clock.iteration, name, each) for each in self.state.specs}
+        seeds = {each: seed_of(self.seed, self.recording.clock.iteration, name, each) for each in self.state.specs}
         before = self.before.pop(parameter, None)
         is_muon = isinstance(optimizer, torch.optim.Muon)
         knows = is_muon or (isinstance(optimizer, torch.optim.Adam) and not group["amsgrad"])
@@ -154,22 +137,22 @@ class _StateRounder:
                 return
         site, changes = self.sites[parameter], update != 0
         lost = (changes & (weight == before)).sum() / changes.sum().clamp(min=1)
-        self.recorder.keep(LOST, lost.reshape(1), site, "optimizer")
+        self.recording.keep(LOST, lost.reshape(1), site, "optimizer")
         if knows:
             rounded = muon()
             again, size = computed(before, rounded), update.norm()
             if stored:
                 again = _rounded(before.float() + again, stored, seeds[WEIGHT]) - before.float()
             error = torch.where(size == 0, 0.0, (again - update).norm() / size)  # a learning rate of 0
-            self.recorder.keep(ERROR, error.reshape(1), site, "optimizer")
+            self.recording.keep(ERROR, error.reshape(1), site, "optimizer")
         if exact and rounded and self.state.momentum_buffer:
             (direction, wanted), (_, found) = exact, rounded
-            self.recorder.keep(ANGLE, _angle(wanted, found).reshape(1), site, "optimizer")
+            self.recording.keep(ANGLE, _angle(wanted, found).reshape(1), site, "optimizer")
             if direction.isfinite().all() and direction.any():
                 u, sizes, v = torch.linalg.svd(direction.float(), full_matrices=False)
                 known = sizes > sizes[0] * max(direction.shape) * torch.finfo(torch.float32).eps
-                self.recorder.keep(ALIGNMENT, (u * (found.float() @ v.t())).sum(0)[known], site, "optimizer")
-                self.recorder.keep(SINGULAR, torch.linalg.svdvals(found.float()), site, "optimizer")
+                self.recording.keep(ALIGNMENT, (u * (found.float() @ v.t())).sum(0)[known], site, "optimizer")
+                self.recording.keep(SINGULAR, torch.linalg.svdvals(found.float()), site, "optimizer")
 
     def _round(self, name: str, each: str, x: Tensor, spec: Spec | Scheme, seed: int, state: dict[str, Tensor]) -> None:
         """Round a tensor of a parameter of this name in place. state: of the parameter."""
@@ -184,39 +167,3 @@ class _StateRounder:
             rounded, state[FACTOR] = muonq(x, state.get(FACTOR), seed)
             local.copy_(rounded)
         self.rounded.add(each)
-
-
-@contextmanager
-def rounding_state(
-    state: StateRounding, models: Sequence[nn.Module], hooks: Sequence[Hook], recorder: Recorder, seed: int
-) -> Iterator[None]:
-    """A context in which the state of the models' parameters in torch optimizers is rounded after each step.
-
-    hooks: of the models' products. Warns at the end about tensors that no optimizer had.
-    """
-    rounder, stepped = _StateRounder(state, hooks, recorder, seed), False
-
-    @torch.no_grad()
-    def ended(optimizer: Optimizer, *_: Any) -> None:
-        nonlocal stepped
-        if (found_inf := getattr(optimizer, "found_inf", None)) is not None and found_inf.any():
-            return  # GradScaler has skipped the step of a fused optimizer
-        stepped, measures = True, bool(rounder.before)
-        names = {p: name for model in models for name, p in model.named_parameters()}
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter in names and parameter.grad is not None:
-                    rounder.updated(optimizer, group, parameter, names[parameter])
-        if measures:
-            recorder.publish_step()
-
-    with ExitStack() as undo:
-        undo.callback(register_optimizer_step_pre_hook(rounder.begins).remove)
-        undo.callback(register_optimizer_step_post_hook(ended).remove)
-        yield
-    if stepped and (missing := state.specs.keys() - rounder.rounded):
-        warnings.warn(
-            f"the recipe's state has {', '.join(sorted(missing))}, but nothing was rounded to it: no torch optimizer "
-            "that holds the model's own parameters has such a tensor in float32, bfloat16 or float16",
-            stacklevel=3,
-        )

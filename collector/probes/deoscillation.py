@@ -13,24 +13,25 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Self
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor, nn
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.optim.optimizer import Optimizer
 
 from binade.collector.capture.adapters.dtensor import is_dtensor
 from binade.collector.capture.adapters.layer import InstrumentError, Layer, is_a
 from binade.collector.capture.clock import parameters_of
+from binade.collector.capture.instrumented import Instrumented
 from binade.collector.capture.observer import Hook, part_at
-from binade.collector.capture.recorder import Recorder
+from binade.collector.probes.probe import Finding, Probe, Recording
 from binade.collector.recipes.recipe import Deoscillation
+from binade.data.events import EventKind
 from binade.data.store import staged_file
 from binade.data.tensor_kinds import Product
 from binade.data.text import describe
@@ -40,8 +41,6 @@ from binade.quant.specs import Spec
 
 LEAST = 1e-12  # of what an element has moved, where the ratio is computed
 SUMS = ("previous", "previous_rounded", "moved", "rounded")
-
-Snapped = Callable[[Later[int], int], None]  # how many elements were set to their rounded value, of how many
 
 
 @dataclass(eq=False)
@@ -110,16 +109,20 @@ def followed(layer: Layer, spec: Callable[[], Spec | None]) -> Weight:
     return Weight(weight, layer.site.name, spec, -2 if transposed else -1)
 
 
-class Deoscillator:
-    """The weights of a model that are followed on one rank, and where their sums are kept.
+class Deoscillator(Probe):
+    """Keeps the weights that forward GEMMs round from oscillating. The sums of a rank are kept with its run.
 
     former: the directory of a run that is continued. Raises InstrumentError if its sums cannot be read, or if two
     weights have one name.
     """
 
-    def __init__(self, options: Deoscillation, weights: Sequence[Weight], rank: int, former: Path | None) -> None:
-        self.options, self.weights = options, weights
-        self.name = f"deoscillation_r{rank:02d}.safetensors"
+    def __init__(
+        self, options: Deoscillation, weights: Sequence[Weight], former: Path | None, recording: Recording
+    ) -> None:
+        self.options, self.weights, self.recording = options, weights, recording
+        self.by_parameter = {id(weight.parameter): weight for weight in weights}
+        self.stepped = self.followed = False  # whether an optimizer has stepped, and one of these weights
+        self.name = f"deoscillation_r{recording.ranks.rank:02d}.safetensors"
         names = [weight.name for weight in weights]
         if twice := next((name for name in names if names.count(name) > 1), ""):
             raise InstrumentError(
@@ -131,6 +134,19 @@ class Deoscillator:
             except (OSError, SafetensorError, KeyError, ValueError) as error:
                 text = f"no sums of de-oscillation can be read from {former / self.name}: {describe(error)}"
                 raise InstrumentError(text) from None
+
+    @classmethod
+    def of(cls, instrumented: Instrumented) -> Self | None:
+        if not (options := instrumented.recipe.deoscillation):
+            return None
+
+        def spec(hook: Hook) -> Spec | None:
+            return part_at(hook.stages, hook.policy.clock.iteration).formats["forward_b"]
+
+        linear = [hook for hook in instrumented.hooks if hook.product is Product.LINEAR]
+        rounding = [hook for hook in linear if any(part.formats["forward_b"] for _, part in hook.stages)]
+        weights = [followed(hook.layer, partial(spec, hook)) for hook in rounding]
+        return cls(options, weights, instrumented.former, instrumented.recording)
 
     def _restore(self, tensors: Mapping[str, Tensor]) -> None:
         for weight in self.weights:
@@ -152,57 +168,29 @@ class Deoscillator:
         with staged_file(directory / self.name) as file:
             file.write(save(tensors))
 
-    @contextmanager
-    def following(self, snapped: Snapped) -> Iterator[None]:
-        """A context in which the steps of torch optimizers are followed."""
-        weights, steps = {id(weight.parameter): weight for weight in self.weights}, 0
+    def after_step(self, optimizer: Optimizer) -> None:
+        self.stepped = True
+        held = [self.by_parameter[id(p)] for p in parameters_of(optimizer) if id(p) in self.by_parameter]
+        self.followed |= bool(held)
+        counts = [(count, weight) for weight in held if (count := weight.follow(self.options)) is not None]
+        if counts:
+            total = sum(weight.parameter.numel() for _, weight in counts)
+            device = counts[0][0].device
+            number = torch.stack([count.to(device) for count, _ in counts]).sum()
+            snapped = Later(lambda found: int(found), LaterPart(number))
+            self.recording.report(partial(_snapped, self.recording.clock.iteration, snapped, total))
 
-        def stepped(optimizer: Optimizer, *_: Any) -> None:
-            nonlocal steps
-            steps += 1
-            held = [weights[id(p)] for p in parameters_of(optimizer) if id(p) in weights]
-            counts = [(count, weight) for weight in held if (count := weight.follow(self.options)) is not None]
-            if counts:
-                total = sum(weight.parameter.numel() for _, weight in counts)
-                device = counts[0][0].device
-                number = torch.stack([count.to(device) for count, _ in counts]).sum()
-                snapped(Later(lambda found: int(found), LaterPart(number)), total)
-
-        handle = register_optimizer_step_post_hook(stepped)
-        start = [weight.steps for weight in self.weights]
-        try:
-            yield
-        finally:
-            handle.remove()
-        if steps and self.weights and start == [weight.steps for weight in self.weights]:
+    def close(self) -> None:
+        if self.stepped and self.weights and not self.followed:
             warnings.warn(
                 "no torch optimizer updated the model's weights, so none was kept from oscillating: the recipe's "
                 "de-oscillation needs an optimizer that holds them, not copies of them",
-                stacklevel=3,
+                stacklevel=2,
             )
 
 
-@contextmanager
-def deoscillating(
-    options: Deoscillation, hooks: Sequence[Hook], former: str | Path | None, recorder: Recorder
-) -> Iterator[None]:
-    """A context in which the weights that the forward GEMMs of these hooks round are kept from oscillating; the sums
-    are kept with the run. Raises InstrumentError."""
-
-    def spec(hook: Hook) -> Spec | None:
-        return part_at(hook.stages, hook.policy.clock.iteration).formats["forward_b"]
-
-    def snapped(number: Later[int], total: int) -> None:
-        if recorder.entered:
-            recorder.snapped(number, total)
-
-    linear = [hook for hook in hooks if hook.product is Product.LINEAR]
-    rounding = [hook for hook in linear if any(part.formats["forward_b"] for _, part in hook.stages)]
-    weights = [followed(hook.layer, partial(spec, hook)) for hook in rounding]
-    deoscillator = Deoscillator(options, weights, recorder.ranks.rank, None if former is None else Path(former))
-    recorder.savers.append(deoscillator.save)
-    try:
-        with deoscillator.following(snapped):
-            yield
-    finally:
-        recorder.savers.remove(deoscillator.save)
+def _snapped(iteration: int, number: Later[int], total: int) -> Iterator[Finding]:
+    """So many elements of the weights were set to their rounded value."""
+    found = number()
+    text = f"{found:,} of {total:,} weights ({found / total:.3%}) oscillated and were set to their rounded value"
+    yield Finding(iteration, text, kind=EventKind.WEIGHTS)
