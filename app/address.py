@@ -36,8 +36,8 @@ def opened(before: View, page: str, part: str = "") -> View:
     if last is None:
         return before.at(page, part)
     shared = {*FIELDS, *SCOPE, *(OPERAND if page == before.page else [])}
-    own = {name: texts for name, texts in last.params.items() if name not in shared}
-    return before.at(page, last.part).changed(**own)
+    params = {name: texts for name, texts in last.params.items() if name not in shared}
+    return before.at(page, last.part).changed(**params)
 
 
 def write(view: View) -> None:

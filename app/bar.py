@@ -78,7 +78,7 @@ def _resolved(catalog: Catalog, reading: Reading) -> Filter:
     tensor = catalog.rows_of(texts_of(reading.values.get("tensor")) if reading.question_of_tensor else [])
     if tensor.empty:
         return reading.where
-    iterations = tuple(int(each) for each in tensor["iteration"].dropna())
+    iterations = tuple(int(iteration) for iteration in tensor["iteration"].dropna())
     return replace(reading.where, run_id=tuple(tensor["run_id"]), iteration=iterations)
 
 
@@ -271,8 +271,8 @@ def only(catalog: Catalog, values: Mapping[str, Any]) -> None:
     """Restrict the filter to a mark's values, by field. A value may be the label that charts show for it."""
     shown = partial(group_name, names=given_names(catalog))
     facets = catalog.facets()
-    found = {
+    selection = {
         name: [value for value in facets.get(name, []) if wanted in (value, shown(value))]
         for name, wanted in values.items()
     }
-    address.change(**{name: chosen for name, chosen in found.items() if chosen})
+    address.change(**{name: chosen for name, chosen in selection.items() if chosen})

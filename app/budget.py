@@ -64,19 +64,19 @@ def check(roundings: Iterable[RoundingCost], rate: Rate = BLOCKS) -> None:
     if not every:
         return
     rotated = ROTATED if rate is SCORE else 1
-    seconds = rate.seconds * sum(each.values * (rotated if each.spec.hadamard else 1) for each in every)
-    largest = max(every, key=lambda each: each.values)
+    seconds = rate.seconds * sum(rounding.values * (rotated if rounding.spec.hadamard else 1) for rounding in every)
+    largest = max(every, key=lambda rounding: rounding.values)
     nbytes = largest.values * rate.nbytes
     if seconds <= SECONDS and nbytes <= BYTES:
         return
-    specs = list(dict.fromkeys(str(each.spec) for each in every))
+    specs = list(dict.fromkeys(str(rounding.spec) for rounding in every))
     shape = " x ".join(map(str, largest.shape))
     less = ["choose fewer formats"] * (len(specs) > 1) + ["narrow the filter"] * (len(every) > len(specs))
     if largest.values > 2 * math.prod(largest.shape):
         less.append(f"choose a block that fits into {shape}, unlike {largest.spec.block}")
     what = specs[0] if len(specs) == 1 else f"{len(specs)} formats"
     raise BudgetError(
-        f"Not computed: rounding {sum(each.values for each in every):,} values to {what} would take about "
+        f"Not computed: rounding {sum(rounding.values for rounding in every):,} values to {what} would take about "
         f"{seconds:,.0f} s and {nbytes / 1e9:.1f} GB. At most {SECONDS:.0f} s and {BYTES / 1e9:.1f} GB are allowed: "
         f"{' or '.join(less) or 'choose a smaller tensor'}."
     )

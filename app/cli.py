@@ -164,12 +164,12 @@ def _export(root: str | None, session: str, output: Path, values: str) -> int:
     from binade.data.catalog import Catalog
 
     where = resolve_root(root)
-    found = storage.load(where, session).session
+    saved = storage.load(where, session).session
     with Catalog.open(where) as catalog:
-        written = storage.export_bundle(catalog, found, output, values)
+        written = storage.export_bundle(catalog, saved, output, values)
     left = f", {written.left_out} left out: their files are outside the run's directory" if written.left_out else ""
     print(
-        f"{output}: {found.name}, {written.runs} runs, {written.tensors} tensors, {written.with_values} with "
+        f"{output}: {saved.name}, {written.runs} runs, {written.tensors} tensors, {written.with_values} with "
         f"their values{left}, {written.nbytes:,} bytes"
     )
     return 0
@@ -189,8 +189,8 @@ def _list(root: str | None) -> None:
     """List the saved sessions."""
     from binade.app.sessions import storage
 
-    found, problems = storage.list_sessions(resolve_root(root))
-    for one, number in found:
+    versions, problems = storage.list_sessions(resolve_root(root))
+    for one, number in versions:
         print(f"{one.id}  {one.saved[:19]}  version {number}  {len(one.pins)} pins  {one.name}")
     for problem in problems:
         fail(problem)

@@ -42,7 +42,7 @@ class FairQueue(Executor):
 
     def _start(self) -> None:
         """Start what may start. The caller holds the lock."""
-        for session in [each for each in self._waiting if each not in self._running][: self._free]:
+        for session in [candidate for candidate in self._waiting if candidate not in self._running][: self._free]:
             task = self._waiting[session].popleft()
             if not self._waiting[session]:
                 del self._waiting[session]

@@ -93,8 +93,8 @@ class Figure(_Item):
     def axis_title(self, channel: Literal["x", "y"]) -> str:
         """The title of an axis; "" if it has none, and for a chart of several plots."""
         titles = [
-            (each.get("axis") or {}).get("title", each.get("title"))
-            for each in numbers.encodings(self.page_spec, channel)
+            (encoding.get("axis") or {}).get("title", encoding.get("title"))
+            for encoding in numbers.encodings(self.page_spec, channel)
         ]
         return next(filter(None, titles), "")
 
@@ -293,7 +293,7 @@ class Drawn:
     @property
     def sentences(self) -> tuple[str, ...]:
         """The problems, and the texts between the figures."""
-        return (*self.problems, *(each.text for each in self.texts if each.kind not in ("heading", "hint")))
+        return (*self.problems, *(text.text for text in self.texts if text.kind not in ("heading", "hint")))
 
     def _ipython_display_(self) -> None:
         """Display it in Jupyter: the verdict, the problems and texts, then the charts with their notes."""

@@ -88,12 +88,12 @@ def _show_part(part: PagePart, view: View, opened: Catalog) -> None:
         return
     reading = view.read(opened)
     if part.question:
-        found = recorded and bar(opened, view, reading)
+        selected = recorded and bar(opened, view, reading)
         scope = st.empty()  # filled once the answer is known, which says what it used
         _parts(name, view)
         if reading.gone:
             _explain_gone(view, reading.problems)
-        elif not found and not part.question.of_fields and not part.empty:
+        elif not selected and not part.question.of_fields and not part.empty:
             explain_nothing(reading.where)
         else:
             _warn(reading.problems)

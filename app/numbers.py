@@ -69,8 +69,8 @@ def label(spec: Any, layered: bool = False) -> None:
     the format is one that writes large or small numbers in another way. layered: it is a layer, whose axes are those of
     its chart."""
     if isinstance(spec, list):
-        for each in spec:
-            label(each, layered)
+        for chart in spec:
+            label(chart, layered)
     elif isinstance(spec, dict):
         for channel in ("x", "y") if not layered else ():
             _label_axis(spec, channel)
@@ -91,19 +91,19 @@ def _label_axis(spec: dict[str, Any], channel: str) -> None:
     """Label an axis of numbers, unless a layer defines its labels. Layers share it, and only one of them may name the
     type of its scale."""
     every = list(encodings(spec, channel))
-    axes = [each for each in every if each.get("axis", {}) is not None]
-    types = [(each.get("scale") or {}).get("type") for each in every]
+    axes = [encoding for encoding in every if encoding.get("axis", {}) is not None]
+    types = [(encoding.get("scale") or {}).get("type") for encoding in every]
     shared = next(filter(None, types), "linear")
-    for each in axes:
-        axis = each.get("axis", {})
+    for encoding in axes:
+        axis = encoding.get("axis", {})
         if axis.get("format") == "d" or (axis.get("tickMinStep") == 1 and {"format", "labelExpr"}.isdisjoint(axis)):
-            each["axis"] = axis | {"format": ",d"}
-    if not all({"format", "labelExpr", "labels"}.isdisjoint(each.get("axis", {})) for each in axes):
+            encoding["axis"] = axis | {"format": ",d"}
+    if not all({"format", "labelExpr", "labels"}.isdisjoint(encoding.get("axis", {})) for encoding in axes):
         return
-    for each in axes:
-        labels = AXES.get((each.get("scale") or {}).get("type", shared))
-        if each.get("type") == "quantitative" and labels:
-            each["axis"] = each.get("axis", {}) | {"labelExpr": labels.format(channel)}
+    for encoding in axes:
+        labels = AXES.get((encoding.get("scale") or {}).get("type", shared))
+        if encoding.get("type") == "quantitative" and labels:
+            encoding["axis"] = encoding.get("axis", {}) | {"labelExpr": labels.format(channel)}
 
 
 def _label_marks(spec: dict[str, Any], encoding: dict[str, Any]) -> None:
@@ -114,16 +114,16 @@ def _label_marks(spec: dict[str, Any], encoding: dict[str, Any]) -> None:
         color["legend"] = legend | {"labelExpr": expression("datum.value")}
     shown = encoding.get("tooltip", [])
     texts = [*(shown if isinstance(shown, list) else [shown]), encoding.get("text", {})]
-    for each in texts:
-        form = str(each.get("format", ""))
-        if each.get("type") != "quantitative" or "field" not in each or not _OTHER.fullmatch(form):
+    for definition in texts:
+        form = str(definition.get("format", ""))
+        if definition.get("type") != "quantitative" or "field" not in definition or not _OTHER.fullmatch(form):
             continue
-        if {"aggregate", "bin"} & each.keys() or form == ",":
+        if {"aggregate", "bin"} & definition.keys() or form == ",":
             continue
-        name = f"{each['field']} as text {form}".strip()
-        text = expression(f"datum[{each['field']!r}]", "+" * form.startswith("+"), whole=not form)
+        name = f"{definition['field']} as text {form}".strip()
+        text = expression(f"datum[{definition['field']!r}]", "+" * form.startswith("+"), whole=not form)
         calculated = {"calculate": text, "as": name}
         if calculated not in spec.setdefault("transform", []):
             spec["transform"] = [*spec["transform"], calculated]
-        each |= {"field": name, "type": "nominal"}
-        each.pop("format", None)
+        definition |= {"field": name, "type": "nominal"}
+        definition.pop("format", None)

@@ -61,13 +61,17 @@ def find(opened: Catalog, view: View, text: str) -> list[PaletteEntry]:
     words = TWO_WORDS.sub("layer", text.lower()).split()
     named = list(islice(_tensors(opened, view, words), MOST)) if words else []
     filters = _filters(opened, view, words)
-    found = [entry for entry in _others(opened, view) if all(word in _words_of(entry) for word in words)]
+    entries = [entry for entry in _others(opened, view) if all(word in _words_of(entry) for word in words)]
     if not words:
-        return [entry for entry in found if entry.kind in ("page", "question", "action")]
-    kinds = dict.fromkeys(entry.kind for entry in found)
+        return [entry for entry in entries if entry.kind in ("page", "question", "action")]
+    kinds = dict.fromkeys(entry.kind for entry in entries)
     if filters and "tensor_name" not in filters[0].view.params:
         named, filters = [*filters, *named], []
-    return [*named, *filters, *(each for kind in kinds for each in islice((e for e in found if e.kind == kind), MOST))]
+    return [
+        *named,
+        *filters,
+        *(entry for kind in kinds for entry in islice((e for e in entries if e.kind == kind), MOST)),
+    ]
 
 
 def _words_of(entry: PaletteEntry) -> str:
@@ -103,9 +107,9 @@ def _filters(opened: Catalog, view: View, words: list[str]) -> list[PaletteEntry
     values |= {f"l{layer}": ("layer_index", layer) for layer in facets.get("layer_index", [])}
     chosen: dict[str, Any] = {}
     for word in words:
-        if (found := values.get(LAYER.sub(r"l\1", word))) is None:
+        if (pair := values.get(LAYER.sub(r"l\1", word))) is None:
             return []
-        chosen[found[0]] = [*chosen.get(found[0], []), found[1]]
+        chosen[pair[0]] = [*chosen.get(pair[0], []), pair[1]]
     where = Filter(**chosen)
     shows = view.page in ("map", "explore", "tensor", "compare")
     at = view if shows else view.at("map")

@@ -24,18 +24,18 @@ def show() -> None:
     """The search box. What is typed is searched here, without drawing the page again."""
     opened, view = catalog(), address.shown() or View("map")
     text = str((st.session_state.get("palette") or {}).get("text") or "")
-    found = palette.find(opened, view, text)
+    entries = palette.find(opened, view, text)
     data = {
         "text": text,
-        "entries": [[entry.kind, entry.title, entry.detail] for entry in found],
+        "entries": [[entry.kind, entry.title, entry.detail] for entry in entries],
         "keys": list(palette.KEYS.items()),
     }
     result = _component()(
         key="palette", data=data, on_text_change=lambda: None, on_chosen_change=lambda: None,
         on_pressed_change=lambda: None, width=290,
     )  # fmt: skip
-    if result.chosen is not None and result.chosen["text"] == text and result.chosen["index"] < len(found):
-        address.go(found[result.chosen["index"]].view)
+    if result.chosen is not None and result.chosen["text"] == text and result.chosen["index"] < len(entries):
+        address.go(entries[result.chosen["index"]].view)
     if result.pressed == "p":
         st.session_state["pin_first"] = True
         st.rerun()

@@ -56,9 +56,9 @@ class Param:
 
     def read(self, texts: list[str]) -> tuple[Any, list[str]]:
         """(the value, texts that make no sense)."""
-        found = {text: self.value_of(text) for text in texts}
-        good = [value for value in found.values() if value is not None]
-        return self._chosen(good), [text for text in texts if found[text] is None]
+        values = {text: self.value_of(text) for text in texts}
+        good = [value for value in values.values() if value is not None]
+        return self._chosen(good), [text for text in texts if values[text] is None]
 
     def _chosen(self, values: list[Value]) -> Any:
         return values[0] if values else self.default
@@ -241,7 +241,7 @@ def read(params: Params, query: Mapping[str, list[str]]) -> tuple[dict[str, Any]
 def texts_of(value: Any) -> list[str]:
     """A parameter's value as texts of an address; none for None."""
     listed = value if isinstance(value, (list, tuple)) else [] if value is None else [value]
-    return [str(each) for each in listed]
+    return [str(entry) for entry in listed]
 
 
 def read_filter(facets: Mapping[str, list[Any]], query: Mapping[str, list[str]]) -> tuple[Filter, list[str]]:

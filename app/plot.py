@@ -262,15 +262,15 @@ def layers(
     flat: list[Any] = []
     params: list[Any] = []
     resolve: Any = alt.Undefined
-    for each in marks:
-        if not isinstance(each, alt.LayerChart):
-            flat.append(each)
+    for mark in marks:
+        if not isinstance(mark, alt.LayerChart):
+            flat.append(mark)
             continue
-        for layer in each.layer:  # Altair moves the data that all layers share to their chart
+        for layer in mark.layer:  # Altair moves the data that all layers share to their chart
             flat.append(layer.copy(deep=False))
-            flat[-1].data = each.data if layer.data is alt.Undefined else layer.data
-        params += each.params if isinstance(each.params, list) else []
-        resolve = each.resolve if resolve is alt.Undefined else resolve
+            flat[-1].data = mark.data if layer.data is alt.Undefined else layer.data
+        params += mark.params if isinstance(mark.params, list) else []
+        resolve = mark.resolve if resolve is alt.Undefined else resolve
     flat = [layer.copy(deep=False) for layer in flat]
     for layer in flat:
         layer.title = alt.Undefined

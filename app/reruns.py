@@ -62,7 +62,7 @@ def install(gone: Callable[[], object]) -> None:
     def run_what_is_shown(self: ScriptRunner, rerun_data: RerunData) -> None:
         SESSION.set(self._session_id)  # also of a fragment, which has a thread of its own
         asked = rerun_data.fragment_id_queue
-        if not asked or any(self._fragment_storage.contains(each) for each in asked):
+        if not asked or any(self._fragment_storage.contains(fragment) for fragment in asked):
             run_script(self, rerun_data)
 
     ScriptRunner._run_script = run_what_is_shown  # type: ignore[method-assign]
@@ -96,7 +96,7 @@ def install(gone: Callable[[], object]) -> None:
         if active_widget_ids == run.shared.widget_ids_this_run.snapshot():
             shown, self._old_state[SHOWN] = self._old_state.get(SHOWN, frozenset()), active_widget_ids
             known = self._new_widget_state.widget_metadata
-            for widget in [each for each in known if _widget(each) not in active_widget_ids | shown]:
+            for widget in [key for key in known if _widget(key) not in active_widget_ids | shown]:
                 del known[widget]
 
     SessionState._remove_stale_widgets = remove_with_callbacks  # type: ignore[method-assign]

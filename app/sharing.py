@@ -90,8 +90,8 @@ def sharing_of(
             f"the port: ssh -L {port}:{LOOPBACK}:{port} MACHINE. Or authenticate: --login or --trust-proxy-header "
             "(docs/serving.md)"
         )
-    own = () if address.is_unspecified or address.is_loopback else (f"[{host}]" if ":" in host else host,)
-    hosts = (*loopback(port), *(name if port == 80 else f"{name}:{port}" for name in own), *allow_host)
+    host_names = () if address.is_unspecified or address.is_loopback else (f"[{host}]" if ":" in host else host,)
+    hosts = (*loopback(port), *(name if port == 80 else f"{name}:{port}" for name in host_names), *allow_host)
     names = None if operators is None else _names(operators)
     if names is not None and not (login or header):
         raise SharingError("--operators needs named users: give --login or --trust-proxy-header as well")

@@ -104,7 +104,7 @@ def draw(
         "gestures": [
             text
             for kind, text in GESTURES.items()
-            if any(each.startswith(kind) for each in (modes if kind in told else every))
+            if any(mode.startswith(kind) for mode in (modes if kind in told else every))
         ],
     }
     with card:

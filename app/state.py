@@ -170,10 +170,10 @@ def tell(opened: Catalog) -> None:
 def explain_empty(opened: Catalog) -> None:
     """The page of a root without tensors."""
     runs = opened.runs()
-    found = "No runs yet" if runs.empty else "No tensors yet"
+    problem = "No runs yet" if runs.empty else "No tensors yet"
     if len(opened.runs(damaged=True)) > len(runs):
-        found = "No run can be read"
-    st.info(f"{found} in `{opened.root}`.", icon=":material/inbox:")
+        problem = "No run can be read"
+    st.info(f"{problem} in `{opened.root}`.", icon=":material/inbox:")
     collect, bring, demo = (cell.container(border=True, height="stretch") for cell in st.columns(3))
     with collect:
         st.markdown("**Collect**")

@@ -135,7 +135,7 @@ def run_styles(runs: Sequence[tuple[str, str | None]]) -> list[tuple[str, int]]:
             continue
         color = FORMAT_COLORS.get(format_in(rounded) or "", PALETTE[0])
         if used[color] and rounded != "bf16":
-            color = min(PALETTE, key=lambda each: (used[each], near(each)))
+            color = min(PALETTE, key=lambda candidate: (used[candidate], near(candidate)))
         looks.append((color, near(color) % len(DASHES)))
         used[color] += 1
     return looks
@@ -364,9 +364,9 @@ def _apart(values: list[float]) -> alt.ExprRef:
     and within the plot: halfway between the smallest shift that only lowers labels and that which only raises them.
     0 if the chart is part of another, where the name of the scale of y differs."""
     at = [f"scale('y', {value!r})" for value in values]
-    steps = [f"{each} + {LABEL} * (datum.place - {index})" for index, each in enumerate(at)]
-    lowered = ", ".join(f"{index} > datum.place ? -1e9 : {each}" for index, each in enumerate(steps))
-    raised = ", ".join(f"{index} < datum.place ? 1e9 : {each}" for index, each in enumerate(steps))
+    steps = [f"{position} + {LABEL} * (datum.place - {index})" for index, position in enumerate(at)]
+    lowered = ", ".join(f"{index} > datum.place ? -1e9 : {step}" for index, step in enumerate(steps))
+    raised = ", ".join(f"{index} < datum.place ? 1e9 : {step}" for index, step in enumerate(steps))
     above = f"item.mark.group.height - {LABEL} * ({len(values) - 1} - datum.place)"
     middle = f"max({LABEL} * datum.place, min({above}, (max({lowered}) + min({raised})) / 2))"
     return alt.ExprRef(f"({middle} - [{', '.join(at)}][datum.place]) || 0")

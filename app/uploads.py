@@ -126,14 +126,14 @@ def end(session: str, file: str) -> None:
     with _lock:
         _sending.pop((session, file), None)
         if session in _held:
-            _held[session] |= {each.file_id: len(each.data) for each in _files(session, [file])}
+            _held[session] |= {record.file_id: len(record.data) for record in _files(session, [file])}
         else:
             _remove(session)
 
 
 def _stored(session: str) -> dict[str, int]:
     """The bytes of each file that Streamlit still has: users remove files from the list."""
-    return {each.file_id: len(each.data) for each in _files(session, [*_held[session]])}
+    return {record.file_id: len(record.data) for record in _files(session, [*_held[session]])}
 
 
 def _files(session: str, files: list[str]) -> list[UploadedFileRec]:

@@ -26,9 +26,9 @@ def name() -> str:
 def reason() -> str:
     """Why this user has read-only access, or "" (see `data.access.restrict`)."""
     operators = sharing.current.operators
-    if operators is None or (own := name()) in operators:
+    if operators is None or (user := name()) in operators:
         return ""
-    return f"{own} is not an operator" if own else "nobody is signed in"
+    return f"{user} is not an operator" if user else "nobody is signed in"
 
 
 def sign_in() -> bool:

@@ -141,8 +141,8 @@ class View(Record):
         """The parameters that this view can have, besides the filter."""
         page = PAGES[self.page]
         part = page.parts.get(self.part)
-        own = part.params(catalog) if part else {}
-        return {PART: One(tuple(page.parts))} | {name: make(catalog) for name, make in SCOPE.items()} | own
+        params = part.params(catalog) if part else {}
+        return {PART: One(tuple(page.parts))} | {name: make(catalog) for name, make in SCOPE.items()} | params
 
     def read(self, catalog: Catalog) -> Reading:
         """What the view means in a catalog."""
@@ -222,9 +222,9 @@ class View(Record):
             if param.refers_to == "tensor":
                 selected.update(catalog.rows_of(texts_of(reading.values[name]))["run_id"])
         if reading.part:
-            for each in (reading.part, reading.question):
-                if each and each.beyond:
-                    selected.update(each.beyond(catalog, where, selected))
+            for reader in (reading.part, reading.question):
+                if reader and reader.beyond:
+                    selected.update(reader.beyond(catalog, where, selected))
         return [run for run in catalog.runs()["run_id"] if run in selected]
 
     def named_runs(self, catalog: Catalog) -> set[str]:
@@ -251,7 +251,7 @@ def draw(
 ) -> Drawn:
     """The answer to a question for these values of its parameters."""
     where = where.without(*question.ignored_fields)
-    own = tuple((name, values[name]) for name in sorted(question.uses))
+    parameters = tuple((name, values[name]) for name in sorted(question.uses))
     others = question.beyond or ("versus" in question.uses and values["versus"])  # runs that the filter does not name
     versions = catalog.versions(() if others else where.run_id)
     if question.of_values:  # of the tensors that the parameters name
@@ -265,7 +265,8 @@ def draw(
         if isinstance(selected, Drawn):
             return selected
         chosen = dict(values) | {
-            each.name: each.possible(values[each.name]) for each in question.controls_of(selected, dict(values))
+            control.name: control.possible(values[control.name])
+            for control in question.controls_of(selected, dict(values))
         }
         steps = (done,) if question.slow else ()
         try:
@@ -274,7 +275,7 @@ def draw(
             return Drawn(problems=(str(error),))
         return answer.prepared()
 
-    request = ("view", question.name, where, repr(own), of, catalog.part)
+    request = ("view", question.name, where, repr(parameters), of, catalog.part)
     if catalog.cache:
         pool = pool_of(catalog, question, where, values)
         drawn = catalog.cache.get(None, request, lambda done: _at_one_state(catalog, compute, done), pool, step)

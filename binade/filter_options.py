@@ -17,10 +17,10 @@ FILTER = ("Filter", "These are the fields of the app's filter. Separate values w
 
 def texts(text: str) -> list[str]:
     """The values of a filter, separated by commas."""
-    found = names(text)
-    if not found:
+    values = names(text)
+    if not values:
         raise click.BadParameter("names are expected, separated by commas")
-    return list(found)
+    return list(values)
 
 
 def numbers(text: str) -> list[int]:
@@ -39,10 +39,10 @@ def query_filter(text: str) -> Filter:
     if query is None or ("=" not in query and "://" not in text):
         example = "quant_type=mxfp8&layer_index=1"
         raise click.BadParameter(f"{text[:80]!r} is not a query: expected {example} or the URL of a page of the app")
-    found, problems = Filter.from_query(parse_qs(query))
+    where, problems = Filter.from_query(parse_qs(query))
     if problems:
         raise click.BadParameter(problems[0])
-    return found
+    return where
 
 
 def filter_params() -> list[click.Parameter]:

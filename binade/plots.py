@@ -120,8 +120,8 @@ def _function(question: Question) -> Callable[..., Drawn]:
         Parameter("catalog", Parameter.POSITIONAL_OR_KEYWORD, annotation="Catalog"),
         Parameter("where", Parameter.POSITIONAL_OR_KEYWORD, default=None, annotation="Filter | None"),
     ]
-    own = [Parameter(name, Parameter.KEYWORD_ONLY, default=None) for name in names]
-    vars(answer)["__signature__"] = Signature([*fixed, *own], return_annotation="Drawn")
+    keywords = [Parameter(name, Parameter.KEYWORD_ONLY, default=None) for name in names]
+    vars(answer)["__signature__"] = Signature([*fixed, *keywords], return_annotation="Drawn")
     return answer
 
 

@@ -145,34 +145,34 @@ def option(default: T, **declaration: Any) -> T:
 def declared(owner: type) -> dict[str, Declared]:
     """The options of a dataclass, by the names of its fields, in their order."""
     hints = get_type_hints(owner)
-    return {each.name: _declared(each, hints[each.name]) for each in fields(owner) if METADATA in each.metadata}
+    return {field.name: _declared(field, hints[field.name]) for field in fields(owner) if METADATA in field.metadata}
 
 
-def _declared(each: Field[Any], hint: Any) -> Declared:
+def _declared(field: Field[Any], hint: Any) -> Declared:
     """From `int`, `int | None` or `tuple[int, ...]`: the kind is int. The choices of a StrEnum are its members."""
-    kind, option = next(iter(get_args(hint)), hint), each.metadata[METADATA]
+    kind, option = next(iter(get_args(hint)), hint), field.metadata[METADATA]
     if issubclass(kind, StrEnum):
         option = replace(option, choices=tuple(kind))
         kind = str
-    return Declared(each.name, each.default, kind, get_origin(hint) is tuple, option)
+    return Declared(field.name, field.default, kind, get_origin(hint) is tuple, option)
 
 
 def check_options(config: object) -> None:
     """Raise ConfigError for the first value outside the choices or limits that its option declares."""
-    for each in declared(type(config)).values():
-        value = getattr(config, each.name)
-        for item in value if each.is_list else () if value is None else (value,):
-            if problem := _problem(each, item):
+    for setting in declared(type(config)).values():
+        value = getattr(config, setting.name)
+        for item in value if setting.is_list else () if value is None else (value,):
+            if problem := _problem(setting, item):
                 raise ConfigError(problem)
 
 
-def _problem(each: Declared, value: Any) -> str:
-    option = each.option
+def _problem(setting: Declared, value: Any) -> str:
+    option = setting.option
     if option.allowed is not None and value not in option.allowed and not (option.or_path and os.path.exists(value)):
-        return f"{each.flag} {value!r}: expected one of {', '.join(option.allowed)}{', or a path' * option.or_path}"
+        return f"{setting.flag} {value!r}: expected one of {', '.join(option.allowed)}{', or a path' * option.or_path}"
     if option.pattern is not None and not option.pattern.fullmatch(value):
-        return f"{each.flag} {value!r} is not valid: {option.expected}"
+        return f"{setting.flag} {value!r} is not valid: {option.expected}"
     if option.minimum is None or option.minimum <= value <= option.maximum:
         return ""
     bound = f"at most {option.maximum}" if value > option.maximum else f"{option.minimum} or more"
-    return f"{each.flag} is {value}: it must be {bound}"
+    return f"{setting.flag} is {value}: it must be {bound}"

@@ -75,18 +75,20 @@ class Judged:
 
 def judged(gaps: Gaps, pairs: Sequence[tuple[str, str]], titles: Mapping[str, str]) -> list[Judged]:
     """Each pair (recipe, the one it is compared with, "" for none) judged, all together. titles: of the recipes."""
-    found: list[Judged] = []
+    results: list[Judged] = []
     for recipe, against in pairs:
-        own, other = gaps.get(recipe, {}), gaps.get(against, {})
+        recipe_gaps, other = gaps.get(recipe, {}), gaps.get(against, {})
         if against == BF16:
-            other = dict.fromkeys(own, 0.0)
-        estimate = evidence.mean(GAP, own.values()) if own else None
-        change = evidence.paired(GAP, own, other) if own and other and against in titles else None
+            other = dict.fromkeys(recipe_gaps, 0.0)
+        estimate = evidence.mean(GAP, recipe_gaps.values()) if recipe_gaps else None
+        change = evidence.paired(GAP, recipe_gaps, other) if recipe_gaps and other and against in titles else None
         change = change if change and change.n else None
-        found.append(Judged(estimate, change, than=titles.get(against, "")))
-    changes = [each.change for each in found if each.change]
+        results.append(Judged(estimate, change, than=titles.get(against, "")))
+    changes = [result.change for result in results if result.change]
     apart = iter(evidence.holm(changes))
-    return [Judged(each.own, each.change, next(apart), each.than) if each.change else each for each in found]
+    return [
+        Judged(result.own, result.change, next(apart), result.than) if result.change else result for result in results
+    ]
 
 
 @dataclass(frozen=True)
@@ -139,14 +141,16 @@ def ladder_runs(table: pd.DataFrame, gaps: pd.DataFrame, ladder: Ladder) -> tupl
     """(the runs of a ladder except bf16, with column gap: the mean of `loss_gaps`, NaN without a bf16 run; how many of
     its runs are left out). If several runs have the same recipe and seed, the newest counts; of several settings, those
     with the most rungs and, if equal, the newest."""
-    own = table[table["recipe"].isin([rung.recipe for rung in ladder.rungs]) & (table["recipe"] != BF16)]
-    if own.empty:
-        return own.assign(gap=np.nan), 0
-    number = {settings: (part["recipe"].nunique(), part.index.max()) for settings, part in own.groupby("settings")}
-    found = own[own["settings"] == max(number, key=lambda settings: number[settings])]
-    found = found.drop_duplicates(["recipe", "seed"], keep="last")
-    found = found.assign(gap=found["run_id"].map(gaps.groupby("run_id")["gap"].mean()))
-    return found, len(own) - len(found)
+    candidates = table[table["recipe"].isin([rung.recipe for rung in ladder.rungs]) & (table["recipe"] != BF16)]
+    if candidates.empty:
+        return candidates.assign(gap=np.nan), 0
+    number = {
+        settings: (part["recipe"].nunique(), part.index.max()) for settings, part in candidates.groupby("settings")
+    }
+    runs = candidates[candidates["settings"] == max(number, key=lambda settings: number[settings])]
+    runs = runs.drop_duplicates(["recipe", "seed"], keep="last")
+    runs = runs.assign(gap=runs["run_id"].map(gaps.groupby("run_id")["gap"].mean()))
+    return runs, len(candidates) - len(runs)
 
 
 def rungs(runs: pd.DataFrame, ladder: Ladder) -> pd.DataFrame:
@@ -169,8 +173,8 @@ def rungs(runs: pd.DataFrame, ladder: Ladder) -> pd.DataFrame:
         row |= {"verdict": result.verdict, "separated": result.is_apart}
         if rung.recipe == BF16:
             row |= {"seeds": most, "gap": 0.0}
-        if own := result.own:
-            row |= {"gap": own.value, "deviation": result.deviation, "low": own.low, "high": own.high}
+        if estimate := result.own:
+            row |= {"gap": estimate.value, "deviation": result.deviation, "low": estimate.low, "high": estimate.high}
         if result.change:
             row |= {"change": result.change.value, "judged": result}
         rows.append(row)
@@ -183,13 +187,15 @@ def _separated(rungs: pd.DataFrame, chosen: Ladder) -> evidence.Sentence:
     judged: list[tuple[str, Judged]] = [
         (str(row["rung"]), row["judged"]) for row in rungs.to_dict("records") if row["verdict"]
     ]
-    most = max((each.change.n for _, each in judged if each.change), default=0)
+    most = max((result.change.n for _, result in judged if result.change), default=0)
     if most < 2:
         return evidence.say(
             "One seed tells no recipe from another. To collect more: binade ablate {name} --seeds 3.", name=chosen.name
         )
-    apart = [(f"{rung} is {each.verdict},", each.change) for rung, each in judged if each.is_apart and each.change]
-    alike = [f"{rung} is {each.verdict}" for rung, each in judged if not each.is_apart]
+    apart = [
+        (f"{rung} is {result.verdict},", result.change) for rung, result in judged if result.is_apart and result.change
+    ]
+    alike = [f"{rung} is {result.verdict}" for rung, result in judged if not result.is_apart]
     if not apart:
         return evidence.say("{seeds} seeds tell no step from the one that it is compared with.", seeds=most)
     rest = evidence.say("By {seeds} seeds, {alike}.", seeds=most, alike="; ".join(alike)) if alike else ""
@@ -198,15 +204,15 @@ def _separated(rungs: pd.DataFrame, chosen: Ladder) -> evidence.Sentence:
 
 def _missing(runs: pd.DataFrame, rungs: pd.DataFrame) -> list[str]:
     """A sentence for everything that the ladder lacks."""
-    found = []
+    sentences = []
     if alone := sorted(set(runs.loc[runs["gap"].isna(), "seed"])):
         s, that = ("s", "those seeds") if len(alone) > 1 else ("", "that seed")
         seeds = f"seed{s} {', '.join(alone)}"
-        found.append(f"There is no bf16 run on the same data for {seeds}, so runs with {that} have no gap.")
+        sentences.append(f"There is no bf16 run on the same data for {seeds}, so runs with {that} have no gap.")
     number = rungs.loc[rungs["recipe"] != BF16, "seeds"]
     if fewer := [f"{row.rung} {row.seeds}" for row in rungs[1:].itertuples() if row.seeds < number.max()]:
-        found.append(f"Not every step has {number.max()} seeds: {', '.join(fewer)}.")
-    return found
+        sentences.append(f"Not every step has {number.max()} seeds: {', '.join(fewer)}.")
+    return sentences
 
 
 def _sqnr(opened: Catalog, runs: pd.DataFrame) -> pd.DataFrame:

@@ -381,11 +381,11 @@ def _check_rows(segment: Path) -> None:
     """Check the columns, their size in memory, and that each path names a tensor file of the bundle."""
     for name, path in table_files(segment).items():
         schema = pq.read_schema(path)
-        found = {column.name: column.type for column in schema}
+        types = {column.name: column.type for column in schema}
         for column in TABLES[name]:
-            if not found.get(column.name, pa.null()).equals(column.type):
+            if not types.get(column.name, pa.null()).equals(column.type):
                 _refuse(f"{segment.name}/{name}.parquet has no column {column.name} of type {column.type}")
-        if len(schema) > len(found) or found.keys() - set(TABLES[name].names):
+        if len(schema) > len(types) or types.keys() - set(TABLES[name].names):
             _refuse(f"{segment.name}/{name}.parquet has unknown columns, or one twice")
         if _in_memory(path) > LARGEST_TABLE:
             _refuse(f"{segment.name}/{name}.parquet takes more than {LARGEST_TABLE >> 30} GiB of memory")

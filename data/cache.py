@@ -121,7 +121,7 @@ class ResultCache:
                 self._tasks.pop(key, None)
             else:
                 task.nbytes = nbytes
-            total = sum(each.nbytes for each in self._tasks.values())
+            total = sum(task.nbytes for task in self._tasks.values())
             for oldest in list(self._tasks):
                 if total <= self.limit:
                     break
@@ -153,19 +153,19 @@ def size_of(value: object, outside: tuple[type, ...] = ()) -> int:
     """The bytes of an object and of everything that it refers to, at least 1. Arrays, tensors and tables count their
     values; classes, functions, modules and objects of the types `outside` do not count."""
     skipped = (type, FunctionType, ModuleType, *outside)
-    found, seen, total = [value], set(), 1
-    while found:
-        each = found.pop()
-        if id(each) in seen or isinstance(each, skipped):
+    referents, seen, total = [value], set(), 1
+    while referents:
+        referent = referents.pop()
+        if id(referent) in seen or isinstance(referent, skipped):
             continue
-        seen.add(id(each))
-        nbytes = getattr(each, "nbytes", None)
+        seen.add(id(referent))
+        nbytes = getattr(referent, "nbytes", None)
         if isinstance(nbytes, int):
             total += nbytes
-            if getattr(getattr(each, "dtype", None), "hasobject", False):
-                found += np.asarray(each).ravel().tolist()
+            if getattr(getattr(referent, "dtype", None), "hasobject", False):
+                referents += np.asarray(referent).ravel().tolist()
         else:
             # pandas goes through a table's columns to find out its size, and so does this function.
-            total += 64 if hasattr(each, "memory_usage") else sys.getsizeof(each, 64)
-            found += gc.get_referents(each)
+            total += 64 if hasattr(referent, "memory_usage") else sys.getsizeof(referent, 64)
+            referents += gc.get_referents(referent)
     return total

@@ -95,7 +95,7 @@ class Catalog(ScoreQueries, TensorValues):
 
     def _facets(self, where: Filter) -> dict[str, list[Any]]:
         queries: dict[tuple[Any, ...], list[str]] = {}
-        found: dict[str, list[Any]] = {}
+        facets: dict[str, list[Any]] = {}
         with self.snapshot(), self._cursor() as cursor:
             cubes = _cubes(cursor)
             for name in FIELDS:
@@ -107,8 +107,8 @@ class Catalog(ScoreQueries, TensorValues):
                 lists = ", ".join(f"list(DISTINCT {name}) FILTER ({name} IS NOT NULL)" for name in names)
                 rows = _union(f"SELECT {', '.join(names)} FROM", sources[not cube :])
                 (values,) = cursor.execute(f"SELECT {lists} FROM ({rows})", parameters * (2 if cube else 1)).fetchall()
-                found |= dict(zip(names, values, strict=True))
-        return {name: sorted(found[name]) for name in FIELDS if found[name]}
+                facets |= dict(zip(names, values, strict=True))
+        return {name: sorted(facets[name]) for name in FIELDS if facets[name]}
 
     def counts(self, where: Filter | None = None) -> dict[str, dict[Any, int]]:
         """Return `facets` with the number of tensors of each value that match every other field of the filter."""
@@ -119,7 +119,7 @@ class Catalog(ScoreQueries, TensorValues):
         queries: dict[Filter, list[str]] = {}
         for name in FIELDS:
             queries.setdefault(where.without(name), []).append(name)
-        found: dict[str, dict[Any, int]] = {}
+        counts: dict[str, dict[Any, int]] = {}
         for others, names in queries.items():
             condition, parameters = self.condition(others)
             sets, columns = ", ".join(f"({name})" for name in names), ", ".join(names)
@@ -129,8 +129,8 @@ class Catalog(ScoreQueries, TensorValues):
             for *values, count in self._rows(sql, parameters):
                 for name, value in zip(names, values, strict=True):
                     if value is not None:
-                        found.setdefault(name, {})[value] = count
-        return {name: found[name] for name in FIELDS if name in found}
+                        counts.setdefault(name, {})[value] = count
+        return {name: counts[name] for name in FIELDS if name in counts}
 
     def distribution(
         self, where: Filter | None = None, by: str | None = None, tensor_ids: list[str] | None = None

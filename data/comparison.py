@@ -111,16 +111,16 @@ def loss_gaps(table: pd.DataFrame, losses: Losses) -> pd.DataFrame:
     rows = []
     branched = dict(zip(table["run_id"], table["branched"], strict=True))
     for _, run in table.iterrows():
-        own = losses.get(run["run_id"], [])
-        known = [each for each in run["references"] if each in losses]
-        others = [each for each in known if each != run["run_id"]] or known
-        name = closest(own, [(each, losses[each]) for each in others])
+        steps = losses.get(run["run_id"], [])
+        known = [run_id for run_id in run["references"] if run_id in losses]
+        others = [run_id for run_id in known if run_id != run["run_id"]] or known
+        name = closest(steps, [(run_id, losses[run_id]) for run_id in others])
         reference = losses[name] if name else []
         since = max(run["branched"], branched.get(name, -math.inf))
-        same = equal_warm_up(own, reference, since)
+        same = equal_warm_up(steps, reference, since)
         rows += [
             (run["run_id"], run["label"], iteration, loss, loss - other, iteration == max(since, 0) and same)
-            for iteration, loss, other in losses_on_same_data(own, reference)
+            for iteration, loss, other in losses_on_same_data(steps, reference)
         ]
     return pd.DataFrame(rows, columns=["run_id", "label", "iteration", "loss", "gap", "equal"])
 
@@ -146,8 +146,8 @@ def costs(gaps: pd.DataFrame, table: pd.DataFrame) -> pd.DataFrame:
         row |= {"first": first, "last": last, "added": np.nan if part["equal"].iloc[-1] else last - first}
         rows.append(row | {"iterations": len(part), "only": only, "spec": spec})
     columns = ["run_id", "label", "name", "recipe", "settings", "start", "parts", "gap", "first", "last", "added"]
-    found = pd.DataFrame(rows, columns=[*columns, "iterations", "only", "spec"])
-    return found.sort_values("gap", key=abs, ascending=False, ignore_index=True)
+    frame = pd.DataFrame(rows, columns=[*columns, "iterations", "only", "spec"])
+    return frame.sort_values("gap", key=abs, ascending=False, ignore_index=True)
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ class RecipeRuns:
 
 def by_recipe(costs: pd.DataFrame) -> list[RecipeRuns]:
     """`costs` by recipe and settings, the largest |mean gap| first."""
-    found = []
+    recipes = []
     for (name, _), runs in costs.groupby(["name", "settings"], sort=False):
         runs = runs.sort_values("run_id").drop_duplicates("start", keep="last")
         newest = runs.iloc[-1]
@@ -192,8 +192,8 @@ def by_recipe(costs: pd.DataFrame) -> list[RecipeRuns]:
         gaps = dict(zip(runs["start"], runs["gap"], strict=True))
         first, added = (runs.dropna(subset=[name]).set_index("start")[name].to_dict() for name in ("first", "added"))
         ids = tuple(runs["run_id"])
-        found.append(RecipeRuns(label, gaps, newest["run_id"], newest["only"], newest["spec"], first, added, ids))
-    return sorted(found, key=lambda recipe: -abs(recipe.gap.value))
+        recipes.append(RecipeRuns(label, gaps, newest["run_id"], newest["only"], newest["spec"], first, added, ids))
+    return sorted(recipes, key=lambda recipe: -abs(recipe.gap.value))
 
 
 def bands_of(
@@ -238,16 +238,16 @@ class Comparison:
     def left(self) -> dict[str, int | None]:
         """The iteration at which each recipe leaves bf16's band of reordering, by its run_id; None for one that does
         not. Recipes without such a band are left out."""
-        found = {}
+        iterations = {}
         for recipe in self.recipes:
             band = self.bands.get(recipe.run_id, (None, None))[1]
             if band and not band.missing:
-                own = self.gaps[self.gaps["run_id"].isin(recipe.runs)]
-                wide = own.pivot_table(index="iteration", columns="run_id", values="gap").dropna()
-                found[recipe.run_id] = band.left_at(
+                gaps = self.gaps[self.gaps["run_id"].isin(recipe.runs)]
+                wide = gaps.pivot_table(index="iteration", columns="run_id", values="gap").dropna()
+                iterations[recipe.run_id] = band.left_at(
                     {int(at): float(gap) for at, gap in zip(wide.index, wide.mean(axis=1), strict=True)}
                 )
-        return found
+        return iterations
 
     @cached_property
     def recipe_table(self) -> pd.DataFrame:
@@ -276,55 +276,55 @@ class Comparison:
     @property
     def sentences(self) -> list[Sentence]:
         """Which gaps can be told from 0, where each lies in the bands, and when it leaves that of reordering."""
-        placed = gap_bands.placed((each.label, each.gap, self.bands[each.run_id]) for each in self._banded)
-        return [each for each in (*self._answers, *placed, *self.leaving) if each]
+        placed = gap_bands.placed((recipe.label, recipe.gap, self.bands[recipe.run_id]) for recipe in self._banded)
+        return [sentence for sentence in (*self._answers, *placed, *self.leaving) if sentence]
 
     @property
     def _banded(self) -> list[RecipeRuns]:
-        return [each for each in self.recipes if each.run_id in self.bands]
+        return [recipe for recipe in self.recipes if recipe.run_id in self.bands]
 
     @property
     def missing(self) -> list[str]:
         """Why bands are unknown."""
-        return gap_bands.missing(band for each in self.bands.values() for band in each)
+        return gap_bands.missing(band for bands in self.bands.values() for band in bands)
 
     @property
     def leaving(self) -> list[Sentence]:
         """When each recipe leaves bf16's band."""
-        left = [(each.label, self.left[each.run_id]) for each in self.recipes if each.run_id in self.left]
+        left = [(recipe.label, self.left[recipe.run_id]) for recipe in self.recipes if recipe.run_id in self.left]
         out = [f"{label} at iteration {at}" for label, at in left if at is not None]
         inside = [label for label, at in left if at is None]
-        found = []
+        sentences = []
         if out:
             more = f" and {len(out) - NAMED} more" * (len(out) > NAMED)
-            found.append(Sentence(f"Leaves bf16’s band of reordering: {'; '.join(out[:NAMED])}{more}."))
+            sentences.append(Sentence(f"Leaves bf16’s band of reordering: {'; '.join(out[:NAMED])}{more}."))
         if inside:
-            found.append(Sentence(f"Does not leave bf16’s band of reordering: {evidence.listed(inside)}."))
-        return found
+            sentences.append(Sentence(f"Does not leave bf16’s band of reordering: {evidence.listed(inside)}."))
+        return sentences
 
     @property
     def _answers(self) -> list[Sentence]:
         """Which recipes’ gaps can be told from 0, and, of one part rounded alone, which part costs the most."""
-        found: list[Sentence] = []
+        sentences: list[Sentence] = []
         recipes = self.recipes
-        known = [each for each in recipes if each.first] if self.base == BF16 else []
+        known = [recipe for recipe in recipes if recipe.first] if self.base == BF16 else []
         if known:
-            firsts = [(each.label, each.first_gap) for each in known]
+            firsts = [(recipe.label, recipe.first_gap) for recipe in known]
             what = "Change of the loss by rounding alone (first iteration, on the weights and data of bf16)"
-            found.append(evidence.each_of(firsts[:NAMED], what))
-        several = [each for each in recipes if len(each.gaps) > 1 or each not in known]
-        pairs = [(each.label, each.gap) for each in several]
-        found.append(evidence.effects(pairs, self.base, ("higher loss", "lower loss")))
-        if added := [each for each in known if each not in several and each.added]:
-            shown = [(each.label, each.added_gap) for each in added]
-            found.append(evidence.each_of(shown[:NAMED], "Training adds, which one seed cannot tell from chance"))
-        for spec in dict.fromkeys(each.spec for each in recipes if each.only and each.spec):
-            alone = {str(each.only): each.gaps for each in recipes if each.only and each.spec == spec}
+            sentences.append(evidence.each_of(firsts[:NAMED], what))
+        several = [recipe for recipe in recipes if len(recipe.gaps) > 1 or recipe not in known]
+        pairs = [(recipe.label, recipe.gap) for recipe in several]
+        sentences.append(evidence.effects(pairs, self.base, ("higher loss", "lower loss")))
+        if added := [recipe for recipe in known if recipe not in several and recipe.added]:
+            shown = [(recipe.label, recipe.added_gap) for recipe in added]
+            sentences.append(evidence.each_of(shown[:NAMED], "Training adds, which one seed cannot tell from chance"))
+        for spec in dict.fromkeys(recipe.spec for recipe in recipes if recipe.only and recipe.spec):
+            alone = {str(recipe.only): recipe.gaps for recipe in recipes if recipe.only and recipe.spec == spec}
             if len(alone) > 1 and max(map(len, alone.values())) > 1:
-                found.append(evidence.largest(alone, GAP, f"Rounded alone to {spec}, the largest gap"))
-        if recipes and all(len(each.gaps) == 1 for each in recipes):
-            found.append(evidence.say("Repeat them with other seeds to tell the gaps from chance."))
-        return found
+                sentences.append(evidence.largest(alone, GAP, f"Rounded alone to {spec}, the largest gap"))
+        if recipes and all(len(recipe.gaps) == 1 for recipe in recipes):
+            sentences.append(evidence.say("Repeat them with other seeds to tell the gaps from chance."))
+        return sentences
 
 
 def compare(table: pd.DataFrame, losses: Losses, base: str = BF16) -> Comparison:
@@ -390,10 +390,10 @@ def measured_of(opened: Catalog, recipe: RecipeRuns) -> tuple[Estimate, str] | N
     effects = opened.effects(recipe.runs)
     configs = opened.runs().set_index("run_id")["config"].map(json.loads)
     whole = effects[effects[["part", "layer_index", "module"]].isna().all(axis=1)]
-    own = whole[whole["recipe_sha256"] == rounded_by(configs[recipe.run_id])]
-    if own.empty:
+    measurements = whole[whole["recipe_sha256"] == rounded_by(configs[recipe.run_id])]
+    if measurements.empty:
         return None
-    row = own.iloc[0]
+    row = measurements.iloc[0]
     trained = configs[row["run_id"]].get("measured_run")
     weights = "last checkpoint" if trained else "weights before training"
     return evidence.mean(CHANGE, row["change_by_sequence"], "sequences"), weights
@@ -416,8 +416,8 @@ def with_effects(opened: Catalog, compared: Comparison) -> pd.DataFrame:
     held_out = held_out_gaps(opened, compared)
     for recipe in compared.recipes:
         row: dict[str, Any] = {"run_id": recipe.run_id}
-        if compared.base == BF16 and (found := measured_of(opened, recipe)):
-            change, weights = found
+        if compared.base == BF16 and (measurement := measured_of(opened, recipe)):
+            change, weights = measurement
             row |= {"effect_low": change.low, "effect_high": change.high, "effect_sequences": change.n}
             interval = _interval(change, "one sequence", change.measure)
             row |= {"effect": change.value, "effect_interval": interval, "effect_on": weights}
@@ -437,10 +437,12 @@ def with_effects(opened: Catalog, compared: Comparison) -> pd.DataFrame:
 
 def measured_sentence(opened: Catalog, compared: Comparison) -> Sentence:
     """What was measured of the recipes besides the losses of training."""
-    known = [(each.label, found[0]) for each in compared.recipes if (found := measured_of(opened, each))]
+    known = [
+        (recipe.label, measurement[0]) for recipe in compared.recipes if (measurement := measured_of(opened, recipe))
+    ]
     alone = evidence.each_of(known[:NAMED], "Measured change of the loss by rounding alone (`binade measure`)")
     gaps = held_out_gaps(opened, compared)
-    held_out = [(each.label, gaps[each.run_id]) for each in compared.recipes if each.run_id in gaps]
+    held_out = [(recipe.label, gaps[recipe.run_id]) for recipe in compared.recipes if recipe.run_id in gaps]
     return evidence.together(alone, held_out_sentence(held_out, compared.base))
 
 
@@ -449,8 +451,8 @@ def operand_table(opened: Catalog, recipes: Iterable[RecipeRuns]) -> pd.DataFram
     run_id, and numbers by side: linear_forward_sqnr_db, linear_forward_flush_to_zero, …, medians over operands."""
     rows = []
     for recipe in list(recipes)[:MOST_RUNS]:
-        own = Filter(run_id=(recipe.run_id,))
-        last = Filter(run_id=own.run_id, iteration=tuple(opened.facets(own).get("iteration", [])[-1:]))
+        where = Filter(run_id=(recipe.run_id,))
+        last = Filter(run_id=where.run_id, iteration=tuple(opened.facets(where).get("iteration", [])[-1:]))
         operands = opened.operands(last).dropna(subset="numel")
         if operands["format"].isna().all():
             continue

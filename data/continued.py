@@ -58,9 +58,9 @@ def continued_run(
 
 def _content(directory: Path) -> list[object]:
     """What changes if the settings, the segments or the lines of a run (losses, effects) change."""
-    found: list[object] = [segment_names(directory)]
+    content: list[object] = [segment_names(directory)]
     for path in sorted([directory / RUN_FILE, *directory.glob("*.jsonl")]):
         with suppress(FileNotFoundError):
             status = os.stat(path)
-            found.append((path.name, status.st_ino, status.st_mtime_ns))
-    return found
+            content.append((path.name, status.st_ino, status.st_mtime_ns))
+    return content

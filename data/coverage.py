@@ -52,14 +52,14 @@ def gemm_operands(kind: TensorKind) -> dict[str, str]:
 def recorded_formats(rows: Iterable[Mapping[str, Any]]) -> dict[CoveredOperand, str]:
     """The formats of the operands in rows of the table `tensor`, each with `rounded`: by GEMM the format in the scores
     that was used, None if none was. Watched steps have scores of a tensor's first GEMM alone."""
-    found: dict[CoveredOperand, set[str]] = {}
+    operand_formats: dict[CoveredOperand, set[str]] = {}
     for row in rows:
         kind = PRODUCT_KINDS.get((row["layer_type"], row["tensor_name"]))
         for gemm in gemm_operands(kind) if kind else ():
-            formats = found.setdefault(CoveredOperand._make((*(row[name] for name in PLACE), gemm)), set())
+            formats = operand_formats.setdefault(CoveredOperand._make((*(row[name] for name in PLACE), gemm)), set())
             if gemm in row["rounded"] or row["format"] is None:
                 formats.add(row["rounded"].get(gemm) or BF16)
-    return {operand: ", ".join(sorted(formats)) for operand, formats in found.items()}
+    return {operand: ", ".join(sorted(formats)) for operand, formats in operand_formats.items()}
 
 
 def differing(a: Formats, b: Formats) -> tuple[FormatDifference, ...]:
@@ -81,7 +81,7 @@ def differing(a: Formats, b: Formats) -> tuple[FormatDifference, ...]:
 
 def _place(values: Iterable[frozenset[Any]]) -> str:
     """values: those of each field of CoveredOperand."""
-    layers, modules, experts, tensors, gemms = (sorted(each - {None}) for each in values)
+    layers, modules, experts, tensors, gemms = (sorted(members - {None}) for members in values)
     products = dict.fromkeys(product_name(module, tensor) for module in modules for tensor in tensors)
     of_experts = [f"expert{'s' * (len(experts) > 1)} {spans(experts)}"] if experts else []
     words = [

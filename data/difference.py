@@ -224,15 +224,15 @@ class _Whole:
         if self.kind == "partial":
             raise IncompleteError("it is a sum over ranks, which needs values to compare")
         of = {name: np.array([part[name] for part in parts], float) for name in ("numel", *MOMENTS, *COUNTS)}
-        found = {name: of[name].sum() for name in COUNTS}
+        statistics = {name: of[name].sum() for name in COUNTS}
         counts = of["numel"] - of["nans"] - of["infs"]
         some = counts > 0
         weights = counts[some] / counts.sum()
-        found["mean"] = weights @ of["mean"][some] if some.any() else math.nan
-        found["rms"] = math.sqrt(weights @ of["rms"][some] ** 2) if some.any() else math.nan
-        found |= {name: np.fmin.reduce(of[name][some], initial=math.nan) for name in ("min", "absmin")}
-        found |= {name: np.fmax.reduce(of[name][some], initial=math.nan) for name in ("max", "absmax")}
-        return {name: float(value) for name, value in found.items()}
+        statistics["mean"] = weights @ of["mean"][some] if some.any() else math.nan
+        statistics["rms"] = math.sqrt(weights @ of["rms"][some] ** 2) if some.any() else math.nan
+        statistics |= {name: np.fmin.reduce(of[name][some], initial=math.nan) for name in ("min", "absmin")}
+        statistics |= {name: np.fmax.reduce(of[name][some], initial=math.nan) for name in ("max", "absmax")}
+        return {name: float(value) for name, value in statistics.items()}
 
 
 def difference(
@@ -303,7 +303,7 @@ def _formats(ours: Mapping[Key, _Whole], theirs: Mapping[Key, _Whole], of_ours: 
 def _tensors(run: RunInfo, reads: Callable[[str], None]) -> dict[Key, _Whole]:
     """A run's tensors in the order of execution. A key ends with how often the rank had recorded that identity
     before."""
-    found: dict[Key, _Whole] = {}
+    wholes: dict[Key, _Whole] = {}
     order: dict[Key, int] = {}
     places: Counter[int] = Counter()
     seen: Counter[tuple[int, Key]] = Counter()
@@ -327,13 +327,13 @@ def _tensors(run: RunInfo, reads: Callable[[str], None]) -> dict[Key, _Whole]:
         identity = (*(row[name] for name in IDENTITY[:-1]), row["dp_rank"] or 0)
         key = (*identity, seen[rank, identity])
         seen[rank, identity] += 1
-        found.setdefault(key, _Whole(run, reads)).rows.append(row)
+        wholes.setdefault(key, _Whole(run, reads)).rows.append(row)
         places[rank] += 1
         # The first rank writes the rows that were reduced over ranks, but a row has the number another rank gave it.
         number = RECORDED.fullmatch(row["tensor_id"])
         place = int(number[1]) if number else places[rank]
         order[key] = min(order.get(key, place), place)
-    return {key: found[key] for key in sorted(found, key=lambda key: (-1 if key[0] is None else key[0], order[key]))}
+    return {key: wholes[key] for key in sorted(wholes, key=lambda key: (-1 if key[0] is None else key[0], order[key]))}
 
 
 def _recorded(row: Row) -> tuple[Any, ...]:
@@ -366,7 +366,7 @@ def _compared(key: Key, a: _Whole, key_b: Key, b: _Whole, imported: bool) -> Ten
     words = {
         name: known[name] for name in ("iteration", "micro_batch", "layer_index", "module", "operation", "tensor_name")
     }
-    names = [name_of(each[2], each[3], each[9]) for each in (key, key_b)]
+    names = [name_of(identity[2], identity[3], identity[9]) for identity in (key, key_b)]
     other = f", in RUN_B {names[1]}" * (names[0] != names[1])
     words |= {"place": _place(key) + other, "shape": a.shape, "shape_b": b.shape}
     words |= {"dtype": str(a.rows[0]["dtype"]), "dtype_b": str(b.rows[0]["dtype"])}

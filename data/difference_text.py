@@ -10,9 +10,9 @@ RELATIVE = Measure("relative", "Relative difference")
 ABSOLUTE = Measure("largest", "Largest difference")
 
 
-def conclusion(found: Difference, tolerance: Tolerance) -> Sentence:
-    """found: with at least one row."""
-    rows, first = found.rows, found.first(tolerance)
+def conclusion(difference: Difference, tolerance: Tolerance) -> Sentence:
+    """difference: with at least one row."""
+    rows, first = difference.rows, difference.first(tolerance)
     if first is None:
         limit = _beyond(tolerance).replace("at least one", "any")
         largest = max(rows, key=lambda row: row.difference)
@@ -27,7 +27,7 @@ def conclusion(found: Difference, tolerance: Tolerance) -> Sentence:
         count=count,
         tensors="tensors differ" if count != 1 else "tensor differs",
         limit=_beyond(tolerance),
-        order=" in the order of names" * found.in_order_of_names,
+        order=" in the order of names" * difference.in_order_of_names,
         before=first,
         others="tensors that do" if first != 1 else "tensor that does",
         place=place,

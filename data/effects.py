@@ -132,7 +132,7 @@ def rounded_by(config: Mapping[str, Any]) -> str:
 
 
 def _holds_tables(value: object) -> bool:
-    return isinstance(value, dict) or (isinstance(value, list) and any(isinstance(each, dict) for each in value))
+    return isinstance(value, dict) or (isinstance(value, list) and any(isinstance(entry, dict) for entry in value))
 
 
 def merged(effects: Iterable[Effect]) -> list[Measured]:
@@ -143,17 +143,17 @@ def merged(effects: Iterable[Effect]) -> list[Measured]:
         batches.setdefault((effect.format, effect.recipe_sha256, effect.group), {})[effect.batch] = effect
     rows = []
     for (fmt, sha256, group), by_batch in batches.items():
-        own = [by_batch[number] for number in sorted(by_batch)]
-        divergences = [value for effect in own for value in effect.divergences]
-        complete = all(len(effect.divergences) == len(effect.losses) for effect in own)
+        measurements = [by_batch[number] for number in sorted(by_batch)]
+        divergences = [value for effect in measurements for value in effect.divergences]
+        complete = all(len(effect.divergences) == len(effect.losses) for effect in measurements)
         rows.append(
             Measured(
                 fmt,
                 group,
-                tuple(value for effect in own for value in effect.exact),
-                tuple(value for effect in own for value in effect.changes),
+                tuple(value for effect in measurements for value in effect.exact),
+                tuple(value for effect in measurements for value in effect.changes),
                 tuple(divergences) if complete else (),
-                math.fsum(effect.seconds for effect in own),
+                math.fsum(effect.seconds for effect in measurements),
                 sha256,
             )
         )
@@ -191,13 +191,13 @@ def append_effect(directory: Path, effect: Effect) -> None:
 def read_effects(directory: Path) -> list[Effect]:
     """The measurements of a run. The file is read up to the first line that is damaged or cut short; `check_effects`
     raises an error for it. Raises OSError."""
-    found = []
+    effects = []
     for line in lines_of(directory / FILE):
         try:
-            found.append(parse_json(Effect, unsealed(line)))
+            effects.append(parse_json(Effect, unsealed(line)))
         except ValueError:
             break
-    return found
+    return effects
 
 
 def continue_effects(directory: Path) -> list[Effect]:

@@ -89,13 +89,13 @@ def read_events(directory: Path) -> list[Event]:
     A file is read up to the first line that is damaged or cut short. A file that cannot be read is skipped;
     `check_events` raises an error for it.
     """
-    found = []
+    events = []
     for path in _files(directory):
         with suppress(OSError, ValueError):
             for line in read_file(path).splitlines():
-                found.append(parse_json(Event, line))
+                events.append(parse_json(Event, line))
     return sorted(
-        found, key=lambda event: (event.iteration, math.inf if event.order is None else event.order, event.rank)
+        events, key=lambda event: (event.iteration, math.inf if event.order is None else event.order, event.rank)
     )
 
 

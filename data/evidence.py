@@ -100,8 +100,8 @@ class Estimate:
         """The difference of two independent estimates, with the degrees of freedom of Welch."""
         error = math.hypot(self.error, other.error)
         parts = [
-            (each.error**4 / each.degrees) if each.error and math.isfinite(each.degrees) else 0.0
-            for each in (self, other)
+            (estimate.error**4 / estimate.degrees) if estimate.error and math.isfinite(estimate.degrees) else 0.0
+            for estimate in (self, other)
         ]
         degrees = error**4 / sum(parts) if sum(parts) and math.isfinite(error) else math.inf
         n = min(self.n, other.n)
@@ -178,9 +178,9 @@ def mean(measure: Measure, values: Iterable[float], of: str = "seeds") -> Estima
     return _estimate(measure, statistics.fmean(given), error, n, of, "mean", max(n - 1, 1))
 
 
-def paired(measure: Measure, own: Mapping[Any, float], other: Mapping[Any, float], of: str = "seeds") -> Estimate:
+def paired(measure: Measure, values: Mapping[Any, float], other: Mapping[Any, float], of: str = "seeds") -> Estimate:
     """The mean difference over the keys (seeds) that both have."""
-    return mean(measure, (own[key] - other[key] for key in own if key in other), of)
+    return mean(measure, (values[key] - other[key] for key in values if key in other), of)
 
 
 def with_error(measure: Measure, value: float, error: float, n: int, of: str) -> Estimate:
@@ -233,23 +233,23 @@ def correlation(a: Iterable[float], b: Iterable[float], of: str) -> Estimate:
     n = len(pairs)
     if n < 4 or any(len(set(side)) < 2 for side in zip(*pairs, strict=True)):
         return Estimate(RHO, math.nan, -math.inf, math.inf, n, of, "correlation", math.nan)
-    found = spearmanr(*zip(*pairs, strict=True))
-    rho, error = float(found.statistic), math.sqrt(1.06 / (n - 3))
+    spearman = spearmanr(*zip(*pairs, strict=True))
+    rho, error = float(spearman.statistic), math.sqrt(1.06 / (n - 3))
     middle = math.atanh(min(max(rho, -1 + 1e-12), 1 - 1e-12))
     low, high = math.tanh(middle - 1.96 * error), math.tanh(middle + 1.96 * error)
-    return Estimate(RHO, rho, low, high, n, of, "correlation", (high - low) / 3.92, float(found.pvalue))
+    return Estimate(RHO, rho, low, high, n, of, "correlation", (high - low) / 3.92, float(spearman.pvalue))
 
 
 def holm(estimates: Sequence[Estimate]) -> list[bool]:
     """Which estimates differ from 0 at LEVEL, all together (Holm 1979). One without a p-value does not."""
     order = sorted(range(len(estimates)), key=lambda index: (math.isnan(estimates[index].p), estimates[index].p))
-    tests = sum(not math.isnan(each.p) for each in estimates)
-    found = [False] * len(estimates)
+    tests = sum(not math.isnan(estimate.p) for estimate in estimates)
+    apart = [False] * len(estimates)
     for place, index in enumerate(order[:tests]):
         if estimates[index].p > LEVEL / (tests - place):
             break
-        found[index] = True
-    return found
+        apart[index] = True
+    return apart
 
 
 class Sentence(str):
@@ -286,9 +286,9 @@ def say(template: str, /, **parts: Part) -> Sentence:
 
 def together(*sentences: str) -> Sentence:
     """Sentences one after the other; empty ones are left out."""
-    given = [each if isinstance(each, Sentence) else Sentence(each) for each in sentences if each]
+    given = [sentence if isinstance(sentence, Sentence) else Sentence(sentence) for sentence in sentences if sentence]
     headline = given[0].headline if given else ""
-    return Sentence(" ".join(given), (e for each in given for e in each.evidence), headline)
+    return Sentence(" ".join(given), (e for sentence in given for e in sentence.evidence), headline)
 
 
 def prefixed(prefix: str, sentence: Sentence) -> Sentence:
@@ -359,7 +359,7 @@ def _ends(items: Sequence[Named]) -> Sentence:
     """The estimate of one item, or the ends of several."""
     if len(items) == 1:
         return Sentence(str(items[0][1]), (items[0][1],))
-    low, high = (edge((each for _, each in items), key=lambda each: each.value) for edge in (min, max))
+    low, high = (edge((estimate for _, estimate in items), key=lambda estimate: estimate.value) for edge in (min, max))
     return Sentence(low.text if low.text == high.text else f"{low.measure.text(low.value)} to {high.text}", (low, high))
 
 
@@ -369,41 +369,45 @@ def effects(items: Sequence[Named], than: str, words: tuple[str, str] = ("higher
     if not items:
         return Sentence()
     apart = holm([estimate for _, estimate in items])
-    found: list[str] = []
+    sentences: list[str] = []
     for word, sign in zip(words, (1, -1), strict=True):
-        own = [
-            (name, each)
-            for (name, each), is_apart in zip(items, apart, strict=True)
-            if is_apart and each.value * sign > 0
+        selection = [
+            (name, estimate)
+            for (name, estimate), is_apart in zip(items, apart, strict=True)
+            if is_apart and estimate.value * sign > 0
         ]
-        own.sort(key=lambda item: -abs(item[1].value))
-        if own:
-            more = f" and {len(own) - NAMED} more" * (len(own) > NAMED)
-            shown = "; ".join(f"{name} {each}" for name, each in own[:NAMED])
-            found.append(Sentence(f"{word.capitalize()} than {than}: {shown}{more}.", (each for _, each in own)))
+        selection.sort(key=lambda item: -abs(item[1].value))
+        if selection:
+            more = f" and {len(selection) - NAMED} more" * (len(selection) > NAMED)
+            shown = "; ".join(f"{name} {estimate}" for name, estimate in selection[:NAMED])
+            sentences.append(
+                Sentence(f"{word.capitalize()} than {than}: {shown}{more}.", (estimate for _, estimate in selection))
+            )
     alike = [item for item, is_apart in zip(items, apart, strict=True) if not is_apart]
-    if lost := [name for name, each in alike if math.isnan(each.value)]:
-        found.append(say("Compared with {than}, a loss is NaN or Inf: {names}.", than=than, names=listed(lost)))
+    if lost := [name for name, estimate in alike if math.isnan(estimate.value)]:
+        sentences.append(say("Compared with {than}, a loss is NaN or Inf: {names}.", than=than, names=listed(lost)))
     single = [item for item in alike if math.isnan(item[1].error) and not math.isnan(item[1].value)]
     several = [item for item in alike if not math.isnan(item[1].error)]
     if single:
-        shown = "; ".join(f"{name} {each.text}" for name, each in single[:NAMED])
+        shown = "; ".join(f"{name} {estimate.text}" for name, estimate in single[:NAMED])
         more = f" and {len(single) - NAMED} more" * (len(single) > NAMED)
         of = _one(single[0][1].of)
-        found.append(Sentence(f"One {of} cannot tell these from {than}: {shown}{more}.", (each for _, each in single)))
+        sentences.append(
+            Sentence(f"One {of} cannot tell these from {than}: {shown}{more}.", (estimate for _, estimate in single))
+        )
     if several:
-        least = max((each for _, each in several), key=lambda each: each.detectable(len(items)))
+        least = max((estimate for _, estimate in several), key=lambda estimate: estimate.detectable(len(items)))
         shows = least.detectable(len(items))
         smallest = least.measure.with_sign(False).quantity(shows)
         names = listed([name for name, _ in several])
-        found.append(
+        sentences.append(
             Sentence(
                 f"Not distinguishable from {than}: {names} ({least.n:,} {least.of}; a difference of {smallest} would "
                 "probably have shown).",
-                [replace(least, value=shows), *(each for _, each in several)],
+                [replace(least, value=shows), *(estimate for _, estimate in several)],
             )
         )
-    return together(*found)
+    return together(*sentences)
 
 
 def largest(items: Mapping[str, Mapping[Any, float]], measure: Measure, what: str, of: str = "seeds") -> Sentence:
@@ -428,7 +432,7 @@ def trends(items: Sequence[Named], what: str, over: str, of: str = "tensors") ->
     of: what the items are."""
     known = [item for item in items if not math.isnan(item[1].value)]
     if not known:
-        points = max((estimate for _, estimate in items), key=lambda each: each.n, default=None)
+        points = max((estimate for _, estimate in items), key=lambda estimate: estimate.n, default=None)
         if points is None:
             return Sentence()
         return say(
@@ -438,17 +442,17 @@ def trends(items: Sequence[Named], what: str, over: str, of: str = "tensors") ->
             over=over,
             fewest=FEWEST,
         )
-    apart = [item for item, is_apart in zip(known, holm([each for _, each in known]), strict=True) if is_apart]
+    apart = [item for item, is_apart in zip(known, holm([estimate for _, estimate in known]), strict=True) if is_apart]
     if not apart:
         text = "{what} has no trend {over} that can be told from chance, in any of {n} {of}."
         return say(text, what=what, over=over, n=len(known), of=of)
-    found = []
+    sentences = []
     for word, sign in (("falls", -1), ("rises", 1)):
         if part := [item for item in apart if item[1].value * sign > 0]:
             name, steepest = max(part, key=lambda item: abs(item[1].value))
             text = "{what} {word} {over} in {count} of {n} {of}; steepest: {name}, {slope}."
             parts = {"what": what, "word": word, "over": over, "of": of, "name": name}
-            found.append(say(text, count=len(part), n=len(known), slope=steepest, **parts))
+            sentences.append(say(text, count=len(part), n=len(known), slope=steepest, **parts))
     if rest := len(known) - len(apart):
-        found.append(say("In the other {rest}, no trend can be told from chance.", rest=rest))
-    return together(*found)
+        sentences.append(say("In the other {rest}, no trend can be told from chance.", rest=rest))
+    return together(*sentences)

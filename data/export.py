@@ -178,10 +178,14 @@ def points(catalog: Catalog, run: Mapping[Any, Any], choice: Choice) -> Iterator
         for record in pa.Table.from_pandas(part, RECORD, preserve_index=False).to_pylist():
             name = record["tensor_id"]
             errors = scores[name].to_dict("records") if name in scores else []
-            found = bins.get(name)
+            distribution = bins.get(name)
             sketch = None
-            if found is not None:
-                sketch = found["low"].to_numpy(), found["high"].to_numpy(), found["count"].to_numpy()
+            if distribution is not None:
+                sketch = (
+                    distribution["low"].to_numpy(),
+                    distribution["high"].to_numpy(),
+                    distribution["count"].to_numpy(),
+                )
             yield from _points(record, errors, sketch, choice)
 
 
@@ -190,7 +194,7 @@ def points_of_rows(rows: Iterable[TensorRow], choice: Choice) -> Iterator[Metric
     for row in rows:
         record = tensor_record(row)
         if all(record[name] in values for name, values in choice.where.items()):
-            errors = [{"format": each.format, **vars(each.error)} for each in row.scores if each.gemm == row.gemm]
+            errors = [{"format": score.format, **vars(score.error)} for score in row.scores if score.gemm == row.gemm]
             sketch = (*bin_edges(row.summary.bins), row.summary.counts) if len(row.summary.bins) else None
             yield from _points(record, errors, sketch, choice)
 
@@ -204,11 +208,11 @@ def _points(
     """The points of a tensor, none for a value that is undefined; bins: low, high and counts of its sketch."""
     place = {name: record[name] for name in PLACE}
     values = [(metric, None, record[metric]) for metric in choice.metrics if metric in MEASURED]
-    for each in errors:
-        if not choice.formats or each["format"] in choice.formats:
-            values += [(metric, each["format"], each[metric]) for metric in choice.metrics if metric in ERROR_COLUMNS]
+    for error in errors:
+        if not choice.formats or error["format"] in choice.formats:
+            values += [(metric, error["format"], error[metric]) for metric in choice.metrics if metric in ERROR_COLUMNS]
             if VS_NORMAL in choice.metrics:
-                values.append((VS_NORMAL, each["format"], each["sqnr_db"] - normal_sqnr(each["format"])))
+                values.append((VS_NORMAL, error["format"], error["sqnr_db"] - normal_sqnr(error["format"])))
     for metric, fmt, value in values:
         if value is not None and not math.isnan(value):
             yield MetricPoint(place, metric, float(value), fmt)
@@ -409,12 +413,12 @@ def export(catalog: Catalog, to: str, output: Path, choice: Choice) -> Exported:
             return done
         runs = catalog.runs()[::-1].astype(object)
         for run in runs.where(runs.notna(), None).to_dict("records"):
-            found = points(catalog, run, choice)
-            first = next(found, None)
+            metric_points = points(catalog, run, choice)
+            first = next(metric_points, None)
             if first is not None:
                 done.runs += 1
                 with chosen.open(part / run["run_id"], run["run_id"], json.loads(run["config"])) as write:
-                    write(done.count(chain([first], found)))
+                    write(done.count(chain([first], metric_points)))
         if not done.runs:
             raise RunError(
                 f"{catalog.root} has no values that match {choice.where.sentence()}: choose other runs or metrics"

@@ -126,11 +126,11 @@ def load_foreign(path: Path, key: str | None = None, imported: FileState | None 
         with opened(path) as file:
             if imported:
                 check_unchanged(file.fixed_path, imported)
-            for found in file.tensors:
-                if found.key == key:
-                    if found.tensor is None:
-                        raise TensorFileError(found.refused)
-                    return found.tensor.clone()
+            for tensor in file.tensors:
+                if tensor.key == key:
+                    if tensor.tensor is None:
+                        raise TensorFileError(tensor.refused)
+                    return tensor.tensor.clone()
             raise TensorFileError(f"it no longer holds the tensor {key!r}")
     except TensorFileError as error:
         raise TensorFileError(f"{path} cannot be read: {error}") from error
@@ -181,10 +181,10 @@ def _guarded(tensors: Iterator[ForeignTensor]) -> Iterator[ForeignTensor]:
     """The same tensors; any exception caused by a damaged file is raised as TensorFileError."""
     while True:
         with _reading():
-            found = next(tensors, None)
-        if found is None:
+            tensor = next(tensors, None)
+        if tensor is None:
             return
-        yield found
+        yield tensor
 
 
 @contextmanager
@@ -205,8 +205,8 @@ def _reading() -> Iterator[None]:
 def _reason(error: Exception) -> str:
     """Why a file cannot be read, in one printable line."""
     text = str(error).strip() or type(error).__name__
-    if found := re.search(r"GLOBAL ([\w.]{1,100}) ", text):
-        return f"it contains more than tensors and plain data ({found[1]}), which could run code: it is not loaded"
+    if match := re.search(r"GLOBAL ([\w.]{1,100}) ", text):
+        return f"it contains more than tensors and plain data ({match[1]}), which could run code: it is not loaded"
     if "can't allocate memory" in text:
         return NO_MEMORY
     if "Weights only load failed" in text:
@@ -258,7 +258,7 @@ def _torch(descriptor: int, size: int, room: int | None) -> Iterator[ForeignTens
 def _of_dict(content: dict[Any, Any], size: int, room: int | None) -> Iterator[ForeignTensor]:
     """The tensors of a dict and of the dicts in it, and refusals of those without a name of their own."""
     metadata = {key: value for key, value in content.items() if not isinstance(value, Tensor | StandIn)}
-    found: dict[str, Tensor | QuantizedTensor] = {}
+    tensors: dict[str, Tensor | QuantizedTensor] = {}
     nameless: Counter[str] = Counter()  # by the key that they are under
     seen: set[int] = set()  # a pickle can refer to a dict many times, and to the dict that it is in
     open_dicts: list[tuple[tuple[str, ...], Any]] = [((), content)]
@@ -266,9 +266,9 @@ def _of_dict(content: dict[Any, Any], size: int, room: int | None) -> Iterator[F
         keys, value = open_dicts.pop()
         name = ".".join(keys)
         if isinstance(value, Tensor | QuantizedTensor):
-            if name in found:
+            if name in tensors:
                 nameless[name] += 1
-            found.setdefault(name, value)
+            tensors.setdefault(name, value)
         elif isinstance(value, dict) and id(value) not in seen and len(keys) < DEEPEST:
             seen.add(id(value))
             named = [((*keys, key), below) for key, below in value.items() if isinstance(key, str)]
@@ -278,9 +278,9 @@ def _of_dict(content: dict[Any, Any], size: int, room: int | None) -> Iterator[F
         else:
             nameless[name] += _count([value], seen)
     nameless += Counter()  # drops zeros
-    if not found and not nameless:
+    if not tensors and not nameless:
         raise TensorFileError("it contains no tensor: expected a tensor or a dict of tensors")
-    for key, x in found.items():
+    for key, x in tensors.items():
         if isinstance(x, Tensor):
             yield _usable(key, metadata, x, size, room)
         else:
@@ -327,7 +327,7 @@ class _Attribute(QuantizedTensor):
 def _stand_ins(path: str) -> list[Any]:
     """Stand-ins for the classes and functions in a .pt that are Transformer Engine's or those of a checkpoint of
     Megatron: a dump that has a tensor before and after quantization is one pickle, and so are weights and arguments."""
-    found = []
+    stand_ins = []
     unknown = set(torch.serialization.get_unsafe_globals_in_checkpoint(path))
     of_engine = any(name.startswith(ENGINE) for name in unknown)
     for full in unknown:
@@ -340,8 +340,8 @@ def _stand_ins(path: str) -> list[Any]:
             kind = StandIn
         else:  # torch refuses the file, and names it
             continue
-        found.append(type(name, (kind,), {"__module__": module}))
-    return found
+        stand_ins.append(type(name, (kind,), {"__module__": module}))
+    return stand_ins
 
 
 def _safetensors(descriptor: int, size: int, room: int | None) -> Iterator[ForeignTensor]:

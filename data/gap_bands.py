@@ -110,7 +110,7 @@ def own_bands(runs: Iterable[PlainRun], iterations: Iterable[int]) -> tuple[Band
     newest: dict[str, list[float]] = {}
     distinct: dict[str, dict[tuple[float, ...], None]] = {}
     for run in runs:
-        loss = {i: own for i, own, _ in losses_on_same_data(run.steps, first.setdefault(run.data, run.steps))}
+        loss = {i: run_loss for i, run_loss, _ in losses_on_same_data(run.steps, first.setdefault(run.data, run.steps))}
         if all(i in loss for i in at):
             newest[run.seed] = [loss[i] for i in at]
             distinct.setdefault(run.data, {})[tuple(newest[run.seed])] = None

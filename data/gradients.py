@@ -20,13 +20,15 @@ def gradient_errors(catalog: Catalog, pairs: pd.DataFrame) -> tuple[pd.DataFrame
     rows, unread = [], 0
     for pair in pairs.to_dict("records"):
         try:
-            own, base = catalog.load(pair["tensor_id"]), catalog.load(pair["reference_id"])
-            found = errors(base, own)
+            gradient, base = catalog.load(pair["tensor_id"]), catalog.load(pair["reference_id"])
+            metrics = errors(base, gradient)
         except (CatalogError, TensorFileError, ValueError):
             unread += 1
             continue
-        squared = found.relative_error**2
-        rows.append(pair | {"cosine": found.cosine, "relative_squared_error": squared, "projection": found.projection})
+        squared = metrics.relative_error**2
+        rows.append(
+            pair | {"cosine": metrics.cosine, "relative_squared_error": squared, "projection": metrics.projection}
+        )
     return pd.DataFrame(rows, columns=[*pairs.columns, *COMPARED, "projection"]), unread
 
 

@@ -55,14 +55,14 @@ def append_held_out(directory: Path, evaluation: HeldOut) -> None:
 def read_held_out(directory: Path) -> dict[int, HeldOut]:
     """The evaluations of a run, by iteration, the last one of each. The file is read up to the first line that is
     damaged or cut short; `check_held_out` raises an error for it. Raises OSError."""
-    found: dict[int, HeldOut] = {}
+    evaluations: dict[int, HeldOut] = {}
     for line in lines_of(directory / FILE):
         try:
             evaluation = parse_json(HeldOut, unsealed(line))
         except ValueError:
             break
-        found[evaluation.iteration] = evaluation
-    return dict(sorted(found.items()))
+        evaluations[evaluation.iteration] = evaluation
+    return dict(sorted(evaluations.items()))
 
 
 def check_held_out(directory: Path) -> None:
@@ -79,10 +79,13 @@ def differences(run: Evaluations, reference: Evaluations) -> Differences:
     """By iteration, (tokens, the run's loss minus the reference's for each sequence), where both have evaluated the
     same sequences after the same iterations."""
     return {
-        iteration: (own.tokens, tuple(a - b for a, b in zip(own.losses, reference[iteration].losses, strict=True)))
-        for iteration, own in run.items()
-        if iteration in reference and own.data_sha256 == reference[iteration].data_sha256
-        if len(own.losses) == len(reference[iteration].losses)
+        iteration: (
+            evaluation.tokens,
+            tuple(a - b for a, b in zip(evaluation.losses, reference[iteration].losses, strict=True)),
+        )
+        for iteration, evaluation in run.items()
+        if iteration in reference and evaluation.data_sha256 == reference[iteration].data_sha256
+        if len(evaluation.losses) == len(reference[iteration].losses)
     }
 
 
@@ -114,17 +117,17 @@ class HeldOutGap:
 def held_out_gap(pairs: Sequence[Differences]) -> HeldOutGap | None:
     """The gap at the last iteration that all pairs of runs have; None without one. pairs: of each seed, those without
     evaluations left out."""
-    known = [each for each in pairs if each]
+    known = [pair for pair in pairs if pair]
     common = set.intersection(*map(set, known)) if known else set()
     if not common:
         return None
     last = max(common)
-    slopes = [of_pair for each in known if (of_pair := slopes_of(each))]
+    slopes = [of_pair for pair in known if (of_pair := slopes_of(pair))]
     if len(known) == 1:
         gap = evidence.mean(GAP, known[0][last][1], "sequences")
         slope = evidence.mean(DOUBLING, slopes[0] if slopes else (), "sequences")
     else:
-        gap = evidence.mean(GAP, (_mean(each[last][1]) for each in known))
+        gap = evidence.mean(GAP, (_mean(pair[last][1]) for pair in known))
         slope = evidence.mean(DOUBLING, map(_mean, slopes) if len(slopes) == len(known) else ())
     return HeldOutGap(last, known[0][last][0], gap, slope)
 
@@ -151,11 +154,11 @@ def _mean(values: Sequence[float]) -> float:
 
 def evaluations_of(root: Path, run_ids: Iterable[str]) -> dict[str, Evaluations]:
     """The evaluations of runs; files that cannot be read are left out."""
-    found: dict[str, Evaluations] = {}
+    evaluations: dict[str, Evaluations] = {}
     for run_id in run_ids:
         with suppress(OSError):
-            found[run_id] = read_held_out(root / run_id)
-    return found
+            evaluations[run_id] = read_held_out(root / run_id)
+    return evaluations
 
 
 def last_in_common(gaps: pd.DataFrame) -> dict[str, int]:
@@ -170,12 +173,14 @@ def pairs_of(
     """The differences of each of these runs to the reference with most evaluations in common. table: of
     `runs_with_references`. same: of `last_in_common`; later evaluations are left out."""
     rows: dict[Any, Any] = table.set_index("run_id")["references"].to_dict()
-    found = []
+    selection = []
     for run_id in run_ids:
-        own = {at: found for at, found in evaluations.get(run_id, {}).items() if at <= same.get(run_id, -1) + 1}
-        pairs = [differences(own, evaluations.get(other, {})) for other in rows[run_id] if other != run_id]
-        found.append(max(pairs, key=len, default={}))
-    return found
+        run_evaluations = {
+            at: evaluation for at, evaluation in evaluations.get(run_id, {}).items() if at <= same.get(run_id, -1) + 1
+        }
+        pairs = [differences(run_evaluations, evaluations.get(other, {})) for other in rows[run_id] if other != run_id]
+        selection.append(max(pairs, key=len, default={}))
+    return selection
 
 
 def held_out_sentence(known: Sequence[tuple[str, HeldOutGap]], base: str) -> Sentence:
@@ -183,17 +188,17 @@ def held_out_sentence(known: Sequence[tuple[str, HeldOutGap]], base: str) -> Sen
     the names of recipes with their gaps; base: what the gaps are to."""
     if not known:
         return Sentence()
-    pairs = [(label, found.gap) for label, found in known]
+    pairs = [(label, gap.gap) for label, gap in known]
     said = [evidence.effects(pairs, f"{base} on held-out sequences", ("higher loss", "lower loss"))]
     if any(gap.of == "sequences" for _, gap in pairs):
         said.append(evidence.say("Of one seed, the intervals are over sequences: other seeds may differ by more."))
-    slopes = [(label, found.slope) for label, found in known if math.isfinite(found.slope.error)]
+    slopes = [(label, gap.slope) for label, gap in known if math.isfinite(gap.slope.error)]
     judged = zip(slopes, evidence.holm([slope for _, slope in slopes]), strict=True)
     apart = [item for item, is_apart in judged if is_apart]
     said.append(evidence.each_of(apart[:NAMED], "The held-out gap changes when the tokens double"))
     if alike := [label for label, slope in slopes if label not in dict(apart)]:
         text = "No change of the held-out gap over tokens can be told from chance: {names}."
         said.append(evidence.say(text, names=evidence.listed(alike)))
-    longest = max((found for _, found in known), key=lambda found: (found.tokens or 0, found.iteration))
+    longest = max((gap for _, gap in known), key=lambda gap: (gap.tokens or 0, gap.iteration))
     said.append(evidence.say("Held-out losses are known up to {trained}, not beyond.", trained=longest.trained))
     return evidence.together(*said)

@@ -161,7 +161,7 @@ class Index:
         """Free the memory that DuckDB holds for later queries, unless a query is running or another Index of this
         process has the database open."""
         with self._gate, _opening:
-            if not (self._cursors or self.in_memory) and [each.path for each in _opened].count(self.path) == 1:
+            if not (self._cursors or self.in_memory) and [index.path for index in _opened].count(self.path) == 1:
                 for statements in (
                     f"CHECKPOINT; SET memory_limit = '{AT_REST}'",
                     f"SET memory_limit = '{INDEX_MEMORY}'",

@@ -137,10 +137,10 @@ class Intake:
             known.setdefault(run_id, {})[name] = mtime
         for run_id in known.keys() - unchanged.keys() - changed.keys():
             _drop(cursor, run_id)
-        for run_id, found in changed.items():
+        for run_id, on_disk in changed.items():
             taken = known.get(run_id, {})
-            _take_over(cursor, found, taken)
-            if any(found.segments.get(name) != mtime for name, mtime in taken.items() if name):
+            _take_over(cursor, on_disk, taken)
+            if any(on_disk.segments.get(name) != mtime for name, mtime in taken.items() if name):
                 _drop(cursor, run_id)  # replaced or deleted on disk: index the run again
                 del known[run_id]
         self._damaged = {
@@ -149,13 +149,13 @@ class Intake:
             if run_id in changed and damage.seen is not None and damage.seen == _seen(changed[run_id], damage.segment)
         }
         still = set(self._damaged)
-        incomplete = self._write_runs(cursor, [found.run for found in changed.values()])
+        incomplete = self._write_runs(cursor, [on_disk.run for on_disk in changed.values()])
         for run_id in incomplete & known.keys():
             _drop(cursor, run_id)
         new = [
-            (found, name, mtime)
-            for run_id, found in changed.items()
-            for name, mtime in found.segments.items()
+            (on_disk, name, mtime)
+            for run_id, on_disk in changed.items()
+            for name, mtime in on_disk.segments.items()
             if run_id not in incomplete | still and name not in known.get(run_id, {})
         ]
         added = 0
@@ -166,38 +166,40 @@ class Intake:
         if self._vanished:  # merged, or deleted with its run: look again, before rows are missed
             self._damaged = {run_id: damage for run_id, damage in self._damaged.items() if run_id in still}
             return added + self.catch_up(cursor, changing)
-        self._count(cursor, [found for run_id, found in changed.items() if run_id not in incomplete])
+        self._count(cursor, [on_disk for run_id, on_disk in changed.items() if run_id not in incomplete])
         for run_id in self._damaged.keys() - still:
             _drop(cursor, run_id)
             _put_runs(cursor, [[*_run_row(changed[run_id].run), self._damaged[run_id].reason]])
         self._skipped += [damage.reason for damage in self._damaged.values()]
         self._settled = unchanged | {
-            run_id: found
-            for run_id, found in changed.items()
-            if found.settled and run_id not in incomplete and run_id not in self._damaged
+            run_id: on_disk
+            for run_id, on_disk in changed.items()
+            if on_disk.settled and run_id not in incomplete and run_id not in self._damaged
         }
         self._found, self.refused = unchanged.keys() | changed.keys(), self._skipped
         return added
 
     def _count(self, cursor: duckdb.DuckDBPyConnection, runs: list[_OnDisk]) -> None:
         """Mark the runs that lack a segment, or for which the index has fewer tensors than their status says."""
-        counted = [found for found in runs if found.run.missing((), -1) and found.run.run_id not in self._damaged]
+        counted = [
+            on_disk for on_disk in runs if on_disk.run.missing((), -1) and on_disk.run.run_id not in self._damaged
+        ]
         rows = cursor.execute(
             "SELECT run_id, count(*) FROM tensor WHERE run_id IN (SELECT unnest(?)) GROUP BY run_id",
-            [[found.run.run_id for found in counted]],
+            [[on_disk.run.run_id for on_disk in counted]],
         ).fetchall()
-        for found in counted:
-            run_id = found.run.run_id
-            if missing := found.run.missing(found.segments, dict(rows).get(run_id, 0)):
-                self._damaged[run_id] = _Damage(f"{run_id} is damaged: {missing}", None, _seen(found, None))
+        for on_disk in counted:
+            run_id = on_disk.run.run_id
+            if missing := on_disk.run.missing(on_disk.segments, dict(rows).get(run_id, 0)):
+                self._damaged[run_id] = _Damage(f"{run_id} is damaged: {missing}", None, _seen(on_disk, None))
 
     def _look(self, before: dict[str, _OnDisk]) -> tuple[dict[str, _OnDisk], dict[str, _OnDisk]]:
         """The runs on disk by name: the unchanged ones, and the others, oldest first."""
         unchanged, changed = {}, []
         for name in run_names(self.root):
-            found = before.get(name)
-            if found and found.mark == _mark(f"{self.root}/{name}", found.segments):
-                unchanged[name] = found
+            on_disk = before.get(name)
+            if on_disk and on_disk.mark == _mark(f"{self.root}/{name}", on_disk.segments):
+                unchanged[name] = on_disk
                 continue
             directory = self.root / name
             for _ in range(ATTEMPTS):
@@ -210,8 +212,8 @@ class Intake:
                 except OSError as error:  # the directory of another user
                     self._skipped.append(f"{name} cannot be read: {describe(error)}")
                 break
-        changed.sort(key=lambda found: (str(found.run.config.get("started")), found.run.run_id))
-        return unchanged, {found.run.run_id: found for found in changed}
+        changed.sort(key=lambda on_disk: (str(on_disk.run.config.get("started")), on_disk.run.run_id))
+        return unchanged, {on_disk.run.run_id: on_disk for on_disk in changed}
 
     def _on_disk(self, directory: Path) -> _OnDisk:
         """Raises RunError, and FileNotFoundError if a segment is deleted in the meantime."""
@@ -270,8 +272,8 @@ class Intake:
         """Read segments, given as (run, name, modification time), in batches. A damaged run is not read further."""
         batch: list[_Segment] = []
         size = 0
-        for found, name, mtime in new:
-            run = found.run
+        for on_disk, name, mtime in new:
+            run = on_disk.run
             if run.run_id in self._damaged:
                 continue
             segment = _Segment(run.run_id, name, mtime, {})
@@ -283,7 +285,7 @@ class Intake:
                     segment.tables["tensor"] = segment.tables["tensor"].append_column(column, at[column])
             except (OSError, ValueError, TypeError, MemoryError, pa.ArrowException) as error:
                 if directory.exists():
-                    self._refuse(segment, error, {run.run_id: found})
+                    self._refuse(segment, error, {run.run_id: on_disk})
                 else:
                     self._vanished = True
                 continue
@@ -340,21 +342,23 @@ def _at_once(
         if len(batch) == 1:
             refuse(batch[0], error)
             return []
-    return [each for one in batch for each in _at_once(cursor, [one], write, refuse)]
+    return [entry for one in batch for entry in _at_once(cursor, [one], write, refuse)]
 
 
-def _take_over(cursor: duckdb.DuckDBPyConnection, found: _OnDisk, taken: dict[str, int]) -> None:
+def _take_over(cursor: duckdb.DuckDBPyConnection, on_disk: _OnDisk, taken: dict[str, int]) -> None:
     """Assign the rows of indexed segments to the merged ones that have replaced them on disk."""
-    for name in found.segments.keys() - taken.keys():
+    for name in on_disk.segments.keys() - taken.keys():
         if not name.startswith(MERGED):
             continue
         with suppress(OSError, ValueError):  # damaged: it is read, and refused, as any other
-            replaces = read_manifest(found.run.directory / "segments" / name, found.run.config.get("run_id")).replaces
+            replaces = read_manifest(
+                on_disk.run.directory / "segments" / name, on_disk.run.config.get("run_id")
+            ).replaces
             if replaces and all(taken.get(old) == replaced.mtime_ns for old, replaced in replaces.items()):
                 rows = dict(
                     cursor.execute(
                         "SELECT name, sum(sketch_rows)::BIGINT FROM segment WHERE run_id = ? GROUP BY name",
-                        [found.run.run_id],
+                        [on_disk.run.run_id],
                     ).fetchall()
                 )
                 before = 0
@@ -363,12 +367,12 @@ def _take_over(cursor: duckdb.DuckDBPyConnection, found: _OnDisk, taken: dict[st
                         cursor.execute(
                             "UPDATE segment SET name = ?, mtime_ns = ?, shift = shift + ?"
                             " WHERE run_id = ? AND name = ?",
-                            [name, found.segments[name], before, found.run.run_id, old],
+                            [name, on_disk.segments[name], before, on_disk.run.run_id, old],
                         )
                         before += rows[old]
                 for old in replaces:
                     del taken[old]
-                taken[name] = found.segments[name]
+                taken[name] = on_disk.segments[name]
 
 
 def _insert(cursor: duckdb.DuckDBPyConnection, sql: str, rows: pa.Table) -> None:
@@ -507,20 +511,20 @@ def _mark(directory: str, segments: Iterable[str]) -> tuple[int, ...] | None:
     ]
     try:
         for name in names:
-            found = os.stat(f"{directory}/{name}")
-            mark += found.st_ino, found.st_size, found.st_mtime_ns
-            times.append(found.st_mtime)
+            status = os.stat(f"{directory}/{name}")
+            mark += status.st_ino, status.st_size, status.st_mtime_ns
+            times.append(status.st_mtime)
     except OSError:
         return None
     return None if max(times) > time.time() - RECENT else tuple(mark)
 
 
-def _seen(found: _OnDisk, segment: str | None) -> Hashable:
+def _seen(on_disk: _OnDisk, segment: str | None) -> Hashable:
     """A fingerprint of the files of a segment or, if it is None, of the list of the run's segments and its count."""
     if segment is None:
-        return *found.segments.items(), found.run.status.tensors
+        return *on_disk.segments.items(), on_disk.run.status.tensors
     try:
-        with os.scandir(found.run.directory / "segments" / segment) as entries:
+        with os.scandir(on_disk.run.directory / "segments" / segment) as entries:
             files = sorted((entry.name, entry.stat()) for entry in entries)
     except OSError:
         return None

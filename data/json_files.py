@@ -55,8 +55,8 @@ def parse_json(kind: type[T], content: bytes) -> T:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"]))
-        found = json.dumps(first["input"], default=str)[:40]
-        raise ValueError(f"{where} is {found}: {first['msg']}" if where else first["msg"]) from None
+        excerpt = json.dumps(first["input"], default=str)[:40]
+        raise ValueError(f"{where} is {excerpt}: {first['msg']}" if where else first["msg"]) from None
 
 
 def sealed(record: bytes) -> bytes:
@@ -71,9 +71,9 @@ def unsealed(record: bytes) -> bytes:
     before, mark, checksum = record.rstrip().rpartition(MARK)
     if not mark:
         return record
-    expected, found = checksum.removesuffix(b'"}'), b"%08x" % zlib.crc32(before)
-    if expected != found:
-        raise ValueError(f"it has CRC-32 {found.decode()}, expected {expected[:8].decode(errors='replace')}")
+    expected, actual = checksum.removesuffix(b'"}'), b"%08x" % zlib.crc32(before)
+    if expected != actual:
+        raise ValueError(f"it has CRC-32 {actual.decode()}, expected {expected[:8].decode(errors='replace')}")
     return before + b"}"
 
 

@@ -28,13 +28,13 @@ def matched(a: Sequence[Key], b: Sequence[Key]) -> dict[Key, Key]:
     both = set(a).intersection(b)
     rest_a, rest_b = ([key for key in keys if key not in both] for keys in (a, b))
     iterations = [{key[0] for key in keys} for keys in (a, b)]
-    alone = all(len(each) == 1 for each in iterations)
+    alone = all(len(numbers) == 1 for numbers in iterations)
     at: dict[Key, list[Key]] = defaultdict(list)
     for key in rest_b:
         at[_place(key, alone)].append(key)
     others = {place: iter(keys) for place, keys in at.items()}
-    found = {key: next(others.get(_place(key, alone), iter(())), None) for key in rest_a}
-    return {key: key for key in both} | {key: other for key, other in found.items() if other is not None}
+    counterparts = {key: next(others.get(_place(key, alone), iter(())), None) for key in rest_a}
+    return {key: key for key in both} | {key: other for key, other in counterparts.items() if other is not None}
 
 
 def _place(key: Key, alone: bool) -> Key:

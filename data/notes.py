@@ -42,7 +42,7 @@ def rounded_twice(configs: Iterable[Mapping[str, Any]], everywhere: bool = False
     kinds: dict[str, None] = {}
     for config in configs:
         operands = [line.split() for line in config.get("operands") or ()]
-        if everywhere or not operands or any(".weight" in own[0] and own[-1] != "bf16" for own in operands):
+        if everywhere or not operands or any(".weight" in words[0] and words[-1] != "bf16" for words in operands):
             kinds |= dict.fromkeys(map(str, (config.get("weights") or {}).get("quantized") or ()))
     if not kinds:
         return Sentence()

@@ -55,7 +55,7 @@ class Policies:
         sequence           a number that tells the sequences apart
 
         Raises ValueError for other shapes, another mask, log-probabilities above 0, or if no token counts."""
-        l_r, l_t = (np.asarray(each, np.float64) for each in (rollout, training))
+        l_r, l_t = (np.asarray(logprobs, np.float64) for logprobs in (rollout, training))
         counts, ids = np.asarray(mask), np.asarray(sequence)
         if len({l_r.shape, l_t.shape, counts.shape, ids.shape}) > 1:
             shapes = f"rollout {l_r.shape}, training {l_t.shape}, mask {counts.shape}, sequence {ids.shape}"
@@ -66,8 +66,8 @@ class Policies:
         finite = counts & np.isfinite(l_r) & np.isfinite(l_t)
         if not finite.any():
             raise ValueError("no token counts: the mask is 0, or no log-probability is finite")
-        for name, each in (("rollout", l_r), ("training", l_t)):
-            if (above := each[finite].max()) > ROUNDING:
+        for name, logprobs in (("rollout", l_r), ("training", l_t)):
+            if (above := logprobs[finite].max()) > ROUNDING:
                 raise ValueError(f"a {name} log-probability is {above:.4g}: expected at most 0, in nats")
         known, index = np.unique(ids[finite], return_inverse=True)
         return Policies(l_r[finite], l_t[finite], index.reshape(-1), len(known), int((counts & ~finite).sum()))
@@ -237,7 +237,7 @@ def deviation_prob(pair: Policies) -> float:
 def pearson(pair: Policies) -> float:
     """Pearson correlation of p_T and p_R over tokens; NaN where one of them is constant. verl
     `pearson_correlation_coefficient` (rollout_actor_probs_pearson_corr)."""
-    t, r = (each - each.mean() for each in (np.exp(pair.training), np.exp(pair.rollout)))
+    t, r = (probabilities - probabilities.mean() for probabilities in (np.exp(pair.training), np.exp(pair.rollout)))
     size = np.sqrt((t @ t) * (r @ r))
     return float(t @ r / size) if size else float("nan")
 
@@ -367,20 +367,23 @@ def quantities(pair: Policies) -> list[Row]:
     """All quantities of two policies, in the order of the lists above. An overflow gives infinity."""
     with np.errstate(over="ignore"):
         return [
-            *(_token_row(each, pair) for each in TOKEN_QUANTITIES),
-            *(Row(each.measure, each.tools, each.compute(pair)) for each in WHOLE_TOKENS),
-            *(_sequence_row(each, pair) for each in SEQUENCE_QUANTITIES),
-            *(Row(each.measure, each.tools, over_sequences=each.compute(pair)) for each in WHOLE_SEQUENCES),
-            *(_sample_row(each, pair) for each in SAMPLE_SIZES),
+            *(_token_row(quantity, pair) for quantity in TOKEN_QUANTITIES),
+            *(Row(quantity.measure, quantity.tools, quantity.compute(pair)) for quantity in WHOLE_TOKENS),
+            *(_sequence_row(quantity, pair) for quantity in SEQUENCE_QUANTITIES),
+            *(
+                Row(quantity.measure, quantity.tools, over_sequences=quantity.compute(pair))
+                for quantity in WHOLE_SEQUENCES
+            ),
+            *(_sample_row(quantity, pair) for quantity in SAMPLE_SIZES),
         ]
 
 
-def _token_row(each: Quantity, pair: Policies) -> Row:
-    values = each.compute(pair)
+def _token_row(quantity: Quantity, pair: Policies) -> Row:
+    values = quantity.compute(pair)
     means = pair.means(values)
     return Row(
-        each.measure,
-        each.tools,
+        quantity.measure,
+        quantity.tools,
         float(values.mean()),
         float(means.mean()),
         float(np.median(values)),
@@ -388,22 +391,22 @@ def _token_row(each: Quantity, pair: Policies) -> Row:
     )
 
 
-def _sequence_row(each: Quantity, pair: Policies) -> Row:
-    values = each.compute(pair)
+def _sequence_row(quantity: Quantity, pair: Policies) -> Row:
+    values = quantity.compute(pair)
     return Row(
-        each.measure,
-        each.tools,
+        quantity.measure,
+        quantity.tools,
         over_sequences=float(values.mean()),
         median_of_sequences=float(np.median(values)),
     )
 
 
-def _sample_row(each: Quantity, pair: Policies) -> Row:
-    w = each.compute(pair)
+def _sample_row(quantity: Quantity, pair: Policies) -> Row:
+    w = quantity.compute(pair)
     shares = pair.sums(w) ** 2 / (pair.lengths * pair.sums(w**2))
     return Row(
-        each.measure,
-        each.tools,
+        quantity.measure,
+        quantity.tools,
         effective_share(w),
         float(shares.mean()),
         median_of_sequences=float(np.median(shares)),
@@ -411,7 +414,7 @@ def _sample_row(each: Quantity, pair: Policies) -> Row:
 
 
 MEASURES = {
-    each.measure.name: each.measure
-    for each in (*TOKEN_QUANTITIES, *WHOLE_TOKENS, *SEQUENCE_QUANTITIES, *WHOLE_SEQUENCES, *SAMPLE_SIZES)
+    quantity.measure.name: quantity.measure
+    for quantity in (*TOKEN_QUANTITIES, *WHOLE_TOKENS, *SEQUENCE_QUANTITIES, *WHOLE_SEQUENCES, *SAMPLE_SIZES)
 }
 """The measures of all quantities, in the order of the table."""

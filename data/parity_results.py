@@ -177,9 +177,9 @@ def findings(gaps: Iterable[GroupGap]) -> list[Sentence]:
     for gap in single:
         kinds.setdefault((gap.layer_index is None, gap.module is None), []).append(gap)
     return [
-        evidence.largest({gap.name: dict(enumerate(gap.changes)) for gap in own},
+        evidence.largest({gap.name: dict(enumerate(gap.changes)) for gap in kind},
                          CHANGE, "The largest change of log-probabilities", "sequences")
-        for own in kinds.values() if len(own) > 1
+        for kind in kinds.values() if len(kind) > 1
     ]  # fmt: skip
 
 
@@ -188,11 +188,11 @@ def replay(whole: GroupGap, routing: Routing) -> list[Replay]:
     of = ((CHANGE, whole.changes, routing.changes), (DIVERGENCE, whole.divergences, routing.divergences))
     return [
         Replay(
-            evidence.mean(measure, own, "sequences"),
+            evidence.mean(measure, gaps, "sequences"),
             evidence.mean(measure, replayed, "sequences"),
-            evidence.paired(measure, dict(enumerate(replayed)), dict(enumerate(own)), "sequences"),
+            evidence.paired(measure, dict(enumerate(replayed)), dict(enumerate(gaps)), "sequences"),
         )
-        for measure, own, replayed in of
+        for measure, gaps, replayed in of
     ]
 
 

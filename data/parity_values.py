@@ -69,8 +69,14 @@ def published_values() -> list[PublishedValue]:
 def describe() -> str:
     """The entries as a Markdown table, for the docs."""
     rows = [
-        (f"`{each.quantity}`", each.text, each.kind.value, each.case, each.source + " (excerpt)" * _is_excerpt(each))
-        for each in published_values()
+        (
+            f"`{entry.quantity}`",
+            entry.text,
+            entry.kind.value,
+            entry.case,
+            entry.source + " (excerpt)" * _is_excerpt(entry),
+        )
+        for entry in published_values()
     ]
     return markdown_table(("quantity", "value", "kind", "case", "source"), rows)
 

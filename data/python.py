@@ -10,9 +10,9 @@ from pathlib import Path
 
 def package_path() -> Path | None:
     """The directory that another Python needs on its path; None if binade is installed where Python finds it."""
-    found = Path(__file__).absolute().parents[2]
+    directory = Path(__file__).absolute().parents[2]
     installed = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), site.getusersitepackages()]
-    return None if str(found) in (*installed, *site.getsitepackages()) else found
+    return None if str(directory) in (*installed, *site.getsitepackages()) else directory
 
 
 def package_environment() -> dict[str, str]:

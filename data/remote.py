@@ -157,12 +157,12 @@ class Mirror:
     def at(cls, address: str) -> Mirror:
         """The copy of an address, empty at first. Raises RunError for one that is not of the form s3://BUCKET/FOLDER,
         and if the cache cannot be written."""
-        if not (found := EXPECTED.fullmatch(address)) or not is_unicode(address) or len(address.encode()) > LONGEST_KEY:
+        if not (match := EXPECTED.fullmatch(address)) or not is_unicode(address) or len(address.encode()) > LONGEST_KEY:
             raise RunError(
                 "expected s3://BUCKET/FOLDER as the address of a root; credentials and the endpoint come from the "
                 "environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_PROFILE, AWS_ENDPOINT_URL)"
             )
-        address = f"s3://{found[1]}{found[2]}"
+        address = f"s3://{match[1]}{match[2]}"
         cache = cache_directory() / "roots"
         root = (cache / _key(address) / address.rpartition("/")[2]).absolute()
         try:
@@ -241,17 +241,17 @@ class Mirror:
         from pyarrow.fs import FileSelector
 
         place = f"{self._prefix}/{folder}" if folder else self._prefix
-        found: list[Any] = self._store.get_file_info(FileSelector(place, bool(folder), recursive))
-        return [info for info in found if all(len(name.encode()) <= LONGEST for name in info.path.split("/"))]
+        infos: list[Any] = self._store.get_file_info(FileSelector(place, bool(folder), recursive))
+        return [info for info in infos if all(len(name.encode()) <= LONGEST for name in info.path.split("/"))]
 
     def _by_folder(self, place: str, kept: re.Pattern[str]) -> dict[str, list[Any]]:
         """The files with such names in each folder of a folder."""
-        found: dict[str, list[Any]] = defaultdict(list)
+        folders: dict[str, list[Any]] = defaultdict(list)
         for info in self.listed(place, recursive=True):
             folder, _, name = str(info.path).removeprefix(f"{self._prefix}/{place}/").rpartition("/")
             if info.is_file and PLAIN.fullmatch(folder) and kept.fullmatch(name):
-                found[folder].append(info)
-        return found
+                folders[folder].append(info)
+        return folders
 
     def download(self, info: Any, target: Path) -> None:
         """Download a file of the store, with its modification time. Raises OSError; FileNotFoundError if it was deleted
@@ -282,14 +282,14 @@ class Mirror:
         files = []
         for file in self.root.glob(f"*/{TENSORS}/**/*"):
             with suppress(FileNotFoundError):  # another process made room
-                if stat.S_ISREG((found := os.stat(file)).st_mode):
-                    files.append((found, file))
-        total = size + sum(found.st_size for found, _ in files)
-        for found, file in sorted(files, key=lambda each: each[0].st_atime_ns):
+                if stat.S_ISREG((status := os.stat(file)).st_mode):
+                    files.append((status, file))
+        total = size + sum(status.st_size for status, _ in files)
+        for status, file in sorted(files, key=lambda pair: pair[0].st_atime_ns):
             if total <= KEPT:
                 break
             file.unlink(missing_ok=True)
-            total -= found.st_size
+            total -= status.st_size
 
 
 @contextmanager

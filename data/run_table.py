@@ -137,8 +137,8 @@ def run_labels(runs: pd.DataFrame) -> list[str]:
     if runs.empty:
         return []
     name = runs["name"].astype(object).copy()
-    for _, own in runs[name.duplicated(keep=False)].groupby("name", sort=False):
-        name[own.index] += _differences([json.loads(config) for config in own["config"]])
+    for _, group in runs[name.duplicated(keep=False)].groupby("name", sort=False):
+        name[group.index] += _differences([json.loads(config) for config in group["config"]])
     again = name.duplicated(keep=False)
     days = runs.loc[again, "started"].dt.date.nunique()
     when = runs["started"].dt.strftime(" at %Y-%m-%d %H:%M:%S UTC" if days > 1 else " at %H:%M:%S UTC")
@@ -169,13 +169,13 @@ def _text(name: str, config: Mapping[str, Any]) -> str:
 def losses_of(opened: Catalog, run_ids: Iterable[str], lost: bool = False) -> dict[str, list[dict[str, Any]]]:
     """The losses of runs; with lost, also the steps whose loss is not finite, as None. Records that are not losses, and
     files that cannot be read, are left out."""
-    found = {}
+    losses = {}
     for run_id in run_ids:
         try:
-            found[run_id] = (read_steps if lost else sound_losses)(opened.root / run_id)
+            losses[run_id] = (read_steps if lost else sound_losses)(opened.root / run_id)
         except OSError:
-            found[run_id] = []
-    return found
+            losses[run_id] = []
+    return losses
 
 
 def round_anything(lines: Iterable[str]) -> bool:

@@ -272,10 +272,10 @@ class RunInfo:
         if rows < counted:
             return f"its segments contain {rows} tensors, but status.json says {counted}, so a segment is missing"
         names = _written(self.directory, segments)
-        last = {found[1]: found[0] for name in sorted(names) if (found := SEGMENT.fullmatch(name))}
+        last = {match[1]: match[0] for name in sorted(names) if (match := SEGMENT.fullmatch(name))}
         for rank, name in last.items():
             before = (f"{rank}{number:06d}" for number in range(1, int(name[len(rank) :])))
-            if not is_import and (absent := next((each for each in before if each not in names), None)):
+            if not is_import and (absent := next((segment for segment in before if segment not in names), None)):
                 return f"segment {absent} is missing, although {name} is there"
         return None
 
@@ -423,10 +423,10 @@ class RunWriter:
             if self.rank == 0:
                 write_json(self.directory / STATUS_FILE, self.status)
 
-    def _count(self, own: dict[str, Any]) -> dict[str, int]:
+    def _count(self, counts: dict[str, Any]) -> dict[str, int]:
         """Save this rank's counts if they have changed. Returns the sums of what all ranks have written so far."""
-        if own:
-            write_json(self.directory / "ranks" / f"rank{self.rank:02d}.json", RankStatus(**_process(), **own))
+        if counts:
+            write_json(self.directory / "ranks" / f"rank{self.rank:02d}.json", RankStatus(**_process(), **counts))
         return total_counts(self.directory)
 
     def finish(self, state: RunState, reason: str | None = None) -> None:
@@ -491,11 +491,11 @@ def read_status(directory: Path) -> Status:
 
 def rank_statuses(directory: Path) -> list[RankStatus]:
     """The statuses of the ranks of a multi-rank run, in order; a damaged file is left out."""
-    found = []
+    statuses = []
     for path in sorted((directory / "ranks").glob("rank*.json")):
         with suppress(OSError, ValueError):
-            found.append(read_json(RankStatus, path))
-    return found
+            statuses.append(read_json(RankStatus, path))
+    return statuses
 
 
 def read_notes(directory: Path) -> RunNotes:
@@ -655,12 +655,12 @@ def fingerprint(directory: Path) -> str:
 def digests(directory: Path) -> dict[str, str]:
     """The `segment_digest` of each segment that a run wrote, in hexadecimal; of a merged one as its manifest names
     them. Raises OSError and ValueError."""
-    found: dict[str, str] = {}
+    segment_digests: dict[str, str] = {}
     for name in segment_names(directory):
         segment = directory / "segments" / name
         merged = read_manifest(segment, None).digests if name.startswith(MERGED) else {}
-        found |= merged or {name: segment_digest(segment).hex()}
-    return found
+        segment_digests |= merged or {name: segment_digest(segment).hex()}
+    return segment_digests
 
 
 def read_losses(directory: Path) -> list[Any]:

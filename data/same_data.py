@@ -111,8 +111,8 @@ def unknown(config: Mapping[str, Any], first: str | None) -> str:
 
 
 def _step(first: str | None) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(first) if first else {}
-    return found
+    step: dict[str, Any] = json.loads(first) if first else {}
+    return step
 
 
 def states_all(config: Mapping[str, Any]) -> bool:
@@ -134,10 +134,10 @@ def digests_of(steps: Steps) -> dict[int, str]:
 def same_data(a: Steps, b: Steps) -> Callable[[int], bool]:
     """Whether two runs with the same `data_key` had read the same data at an iteration. a, b: their lines of
     loss.jsonl."""
-    own, other = digests_of(a), digests_of(b)
-    if not own or not other:  # of a run and an import, the user has said that it is like the run
+    digests, other = digests_of(a), digests_of(b)
+    if not digests or not other:  # of a run and an import, the user has said that it is like the run
         return lambda iteration: True
-    return lambda iteration: iteration in own and own[iteration] == other.get(iteration)
+    return lambda iteration: iteration in digests and digests[iteration] == other.get(iteration)
 
 
 def window_of(step: Mapping[str, Any]) -> int | None:

@@ -249,12 +249,12 @@ class ScoreQueries(OpenIndex):
         """Return how many of the selection's operands hold NaN or Inf, before or after rounding to a format: `blocks`
         has none of their blocks that do."""
         condition, parameters = self.condition(where)
-        found = self.ask(
+        answer = self.ask(
             "SELECT count(DISTINCT tensor_id) AS count FROM score JOIN tensor USING (key)"
             f" WHERE {condition} AND score.format = ? AND (nans + infs > 0 OR NOT isfinite(score.mse))",
             [*parameters, str(Spec.of(fmt))],
         )
-        return int(found["count"].iloc[0])
+        return int(answer["count"].iloc[0])
 
     def scored_formats(self, where: Filter | None = None) -> list[str]:
         """Return the formats that the selection's operands were scored with, as texts of specs, in the order of
@@ -308,4 +308,4 @@ def part() -> str:
 def quantiles(column: str) -> str:
     """SQL for the median, the 10th and the 90th percentile of a column: COLUMN, COLUMN_low and COLUMN_high."""
     parts = ((2, column), (1, f"{column}_low"), (3, f"{column}_high"))
-    return ", ".join(f"unbounded(deciles_of({column})[{index}]) AS {each}" for index, each in parts)
+    return ", ".join(f"unbounded(deciles_of({column})[{index}]) AS {name}" for index, name in parts)

@@ -330,9 +330,9 @@ class Checksum:
         size = os.fstat(file.fileno()).st_size
         if size != self.bytes:
             return f"has {size} bytes, expected {self.bytes}"
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-        if found != self.sha256:
-            return f"has SHA-256 {found[:12]}…, expected {self.sha256[:12]}…"
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        if digest != self.sha256:
+            return f"has SHA-256 {digest[:12]}…, expected {self.sha256[:12]}…"
         return None
 
 
@@ -359,17 +359,17 @@ class Manifest:
 
     def differences(self, segment: Path) -> dict[str, str]:
         """The files of the segment that have changed, with the difference. Raises OSError."""
-        found = {}
+        differences = {}
         for name, expected in self.files.items():
             file = segment / name
             if not file.is_file():
-                found[name] = f"is missing, expected {expected.bytes} bytes"
+                differences[name] = f"is missing, expected {expected.bytes} bytes"
             else:
                 with open(file, "rb") as opened:
                     if difference := expected.difference(opened):
-                        found[name] = difference
+                        differences[name] = difference
         more = [file.name for file in table_files(segment).values() if file.name not in self.files]
-        return found | dict.fromkeys(more, f"is not in {MANIFEST}")
+        return differences | dict.fromkeys(more, f"is not in {MANIFEST}")
 
     def check(self, segment: Path) -> None:
         """Raises SegmentError for a file of the segment that has changed, and OSError."""
@@ -393,16 +393,16 @@ def read_manifest(segment: Path, run_id: str | None) -> Manifest:
     """The manifest of a segment of this run; None for any. Raises OSError, and ValueError if it is damaged or the
     segment was written under another name or by another run."""
     try:
-        found = read_json(Manifest, segment / MANIFEST)
+        written = read_json(Manifest, segment / MANIFEST)
     except FileNotFoundError:
         raise SegmentError(f"{MANIFEST} is missing: expected the checksums of the segment") from None
     except ValueError as error:
         raise SegmentError(f"{MANIFEST} cannot be read: {error}") from None
-    if found.name != segment.name:
-        raise SegmentError(f"it was written as segment {found.name}: it was copied or renamed")
-    if None not in (run_id, found.run_id) and found.run_id != run_id:
-        raise SegmentError(f"it was written by run {found.run_id}: expected a segment of {run_id}")
-    return found
+    if written.name != segment.name:
+        raise SegmentError(f"it was written as segment {written.name}: it was copied or renamed")
+    if None not in (run_id, written.run_id) and written.run_id != run_id:
+        raise SegmentError(f"it was written by run {written.run_id}: expected a segment of {run_id}")
+    return written
 
 
 def parquet_options(schema: pa.Schema) -> dict[str, Any]:
@@ -549,8 +549,8 @@ def write_segment(
     block = BLOCK_SCHEMA.empty_table()
     if histograms:
         *words, bins, counts = zip(*histograms, strict=True)
-        columns = [np.repeat(each, [len(one) for one in bins]) for each in words]
-        columns += [np.concatenate(each) for each in (bins, counts)]
+        columns = [np.repeat(texts, [len(one) for one in bins]) for texts in words]
+        columns += [np.concatenate(arrays) for arrays in (bins, counts)]
         block = pa.table(dict(zip(BLOCK_SCHEMA.names, columns, strict=True)), schema=BLOCK_SCHEMA)
     traces = [
         {"tensor_id": row.tensor_id, "hot_channels": row.trace.hot_channels, "hot_ratio": row.trace.hot_ratio}
@@ -633,7 +633,7 @@ def segment_names(run_directory: Path) -> list[str]:
 
 def last_number(names: Iterable[str]) -> int:
     """The largest number at the end of the names of some segments; 0 if none has one."""
-    return max((int(found[1]) for name in names if (found := re.search(r"-([0-9]{1,9})$", name))), default=0)
+    return max((int(match[1]) for name in names if (match := re.search(r"-([0-9]{1,9})$", name))), default=0)
 
 
 def _is_same(segment: Path, written: Replaced) -> bool:

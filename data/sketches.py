@@ -51,13 +51,13 @@ def places(table: pa.Table, tensors: int) -> pa.Table:
     inside = np.flatnonzero(given[1:] != given[:-1]) + 1
     edges = np.concatenate([[0], inside, [len(given)]]) if len(given) else np.zeros(1, np.int64)
     row = given[edges[:-1]]
-    found = np.zeros((2, tensors), np.int64)
-    found[:, row] = edges[:-1], edges[1:]
+    bounds = np.zeros((2, tensors), np.int64)
+    bounds[:, row] = edges[:-1], edges[1:]
     without = np.ones(tensors, bool)
     without[row] = False
     if without.sum() != tensors - len(row):
         raise SegmentError("sketch.parquet has the rows of a tensor in several places")
-    return pa.table([pa.array(each, mask=without) for each in found], names=["sketch_start", "sketch_stop"])
+    return pa.table([pa.array(bound, mask=without) for bound in bounds], names=["sketch_start", "sketch_stop"])
 
 
 def sketch_file(root: Path, run_id: str, segment: str) -> str:
@@ -71,21 +71,21 @@ def sketches(
     """The name of a table that SQL may read once within this context: the sketches of the tensors that the statement
     `chosen` returns, as PLACED, added up under the key `other` that it returns with it, in the order of these. Raises
     SegmentError if a file is not the one that the index knows."""
-    found = cursor.execute(f"FROM ({chosen}) WHERE sketch_start IS NOT NULL", parameters).fetchnumpy()
-    key, other, start, stop = (np.asarray(found[name]) for name in ("key", "other", "sketch_start", "sketch_stop"))
+    columns = cursor.execute(f"FROM ({chosen}) WHERE sketch_start IS NOT NULL", parameters).fetchnumpy()
+    key, other, start, stop = (np.asarray(columns[name]) for name in ("key", "other", "sketch_start", "sketch_stop"))
     segments = cursor.execute("SELECT number, shift, run_id, name, mtime_ns FROM segment ORDER BY number").fetchall()
-    number = np.searchsorted([each[0] for each in segments], key, "right") - 1
-    shift = np.array([each[1] for each in segments], np.int64)[number]
+    number = np.searchsorted([segment[0] for segment in segments], key, "right") - 1
+    shift = np.array([segment[1] for segment in segments], np.int64)[number]
     # Segments that were merged are one file.
-    files = {each[2:]: at for at, each in enumerate(segments)}
-    file = np.array([files[each[2:]] for each in segments], np.int64)[number]
+    files = {segment[2:]: at for at, segment in enumerate(segments)}
+    file = np.array([files[segment[2:]] for segment in segments], np.int64)[number]
     order = np.lexsort((start + shift, file))
     directories = {at: (sketch_file(root, run_id, name), mtime) for (run_id, name, mtime), at in files.items()}
     failed: list[BaseException] = []
 
     def batches() -> Iterator[pa.RecordBatch]:
         try:
-            yield from _sums(directories, *(each[order] for each in (file, other, start + shift, stop + shift)))
+            yield from _sums(directories, *(column[order] for column in (file, other, start + shift, stop + shift)))
         except (OSError, ValueError, IndexError, pa.ArrowException, KeyboardInterrupt) as error:
             # IndexError: it has fewer rows
             failed.append(error)
@@ -142,19 +142,19 @@ def _blocks(
     before = held = 0
 
     def block() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        bins, counts = (np.concatenate(each) for each in zip(*parts, strict=True))
+        bins, counts = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
         after = before + len(bins)
         low, high = upto.searchsorted(before, "right") - 1, upto.searchsorted(after, "left")
         return np.repeat(np.arange(low, high), np.diff(upto[low : high + 1].clip(before, after))), bins, counts
 
     for number, rows in groupby(ranges, itemgetter(0)):
-        for bins, counts, chosen in _read(*segments[number], [each[1:] for each in rows]):
-            parts += [(bins[each], counts[each]) for each in chosen]
+        for bins, counts, chosen in _read(*segments[number], [row[1:] for row in rows]):
+            parts += [(bins[span], counts[span]) for span in chosen]
             held += len(bins)
             if held >= BLOCK:
-                found = block()
-                yield found
-                before, held, parts = before + len(found[0]), 0, []
+                columns = block()
+                yield columns
+                before, held, parts = before + len(columns[0]), 0, []
     if parts:
         yield block()
 

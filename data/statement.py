@@ -63,18 +63,18 @@ def answer(connection: duckdb.DuckDBPyConnection, sql: str, limit: int) -> pa.Ta
     statement = _single_select(sql)
     try:
         # The newline ends a comment on the last line.
-        found = connection.sql(f"FROM ({statement}\n)")
-        if len(found.columns) > COLUMNS:
-            raise RefusedStatementError(f"the result has {len(found.columns):,} columns: select at most {COLUMNS:,}")
-        names = [f"c{index}" for index in range(len(found.columns))]
+        relation = connection.sql(f"FROM ({statement}\n)")
+        if len(relation.columns) > COLUMNS:
+            raise RefusedStatementError(f"the result has {len(relation.columns):,} columns: select at most {COLUMNS:,}")
+        names = [f"c{index}" for index in range(len(relation.columns))]
         shown = ", ".join(
             name if NUMBER_OR_TEXT.fullmatch(str(kind)) else f"{name}::VARCHAR"
-            for name, kind in zip(names, found.types, strict=True)
+            for name, kind in zip(names, relation.types, strict=True)
         )
         rows = connection.sql(
             f"SELECT {shown} FROM ({statement}\n) AS rows({', '.join(names)}) LIMIT {limit + 1}"
         ).to_arrow_table()
-        rows = rows.rename_columns(found.columns)
+        rows = rows.rename_columns(relation.columns)
     except (duckdb.OutOfMemoryException, MemoryError, pa.ArrowMemoryError):
         raise RefusedStatementError(TOO_MUCH) from None
     except (duckdb.Error, pa.ArrowException) as error:

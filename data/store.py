@@ -245,14 +245,14 @@ def _no_locks(directory: Path) -> str:
 
 def file_system(path: Path) -> str:
     """The type of a path's file system, as mount names it; "unknown" if /proc does not say."""
-    resolved, found = path.resolve(), {}
+    resolved, kinds = path.resolve(), {}
     with suppress(OSError):
         for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape").splitlines():
             before, _, after = line.partition(" - ")
             place = re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), before.split()[4])
             if resolved.is_relative_to(place):
-                found[len(place)] = after.split()[0]  # a later mount hides an earlier one
-    return found[max(found)] if found else "unknown"
+                kinds[len(place)] = after.split()[0]  # a later mount hides an earlier one
+    return kinds[max(kinds)] if kinds else "unknown"
 
 
 def sweep_beside(path: Path) -> None:
@@ -324,12 +324,14 @@ def encode(tensor: Tensor, metadata: dict[str, Any], tensor_info: dict[str, Any]
     """
     import torch
 
-    own = tensor.detach()
-    whole = own.device.type == "cpu" and own.is_contiguous() and own.untyped_storage().nbytes() == own.nbytes
+    values = tensor.detach()
+    whole = (
+        values.device.type == "cpu" and values.is_contiguous() and values.untyped_storage().nbytes() == values.nbytes
+    )
     if not whole:
-        own = own.to("cpu", copy=True, memory_format=torch.contiguous_format)
+        values = values.to("cpu", copy=True, memory_format=torch.contiguous_format)
     buffer = io.BytesIO()
-    torch.save({"tensor": own, "tensor_info": tensor_info, "metadata": metadata}, buffer)
+    torch.save({"tensor": values, "tensor_info": tensor_info, "metadata": metadata}, buffer)
     return buffer.getbuffer()
 
 
@@ -384,9 +386,9 @@ def check_content(path: Path, expected: str, known: FileState | None = None) -> 
     now = os.stat(path)
     if known == FileState(expected, now.st_size, changed_ns(now)):
         return
-    found = _digest(path, (now.st_dev, now.st_ino, now.st_size, changed_ns(now)))
-    if found != expected:
-        raise TensorFileError(f"{path} is damaged: it has SHA-256 {found[:12]}…, expected {expected[:12]}…")
+    digest = _digest(path, (now.st_dev, now.st_ino, now.st_size, changed_ns(now)))
+    if digest != expected:
+        raise TensorFileError(f"{path} is damaged: it has SHA-256 {digest[:12]}…, expected {expected[:12]}…")
 
 
 def load(path: Path, expected: str | None = None) -> Tensor:

@@ -27,7 +27,7 @@ def noncentrality(degrees: float, level: float = 0.05, power: float = 0.8) -> fl
     limit = quantile(degrees, level)
 
     def missed(shift: float) -> float:  # without the other side, whose share is below 1e-5 where the power is reached
-        found = norm.sf(limit - shift) if math.isinf(degrees) else nct.sf(limit, degrees, shift)
-        return float(found) - power
+        probability = norm.sf(limit - shift) if math.isinf(degrees) else nct.sf(limit, degrees, shift)
+        return float(probability) - power
 
     return float(brentq(missed, 0.0, 10 * limit + 10))

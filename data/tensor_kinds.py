@@ -59,7 +59,7 @@ class Measure(StrEnum):
     ACCUMULATED = "accumulated"  # whether the optimizer sees the sum of the weight gradients of all micro-batches
 
 
-DEFAULT_MEASURES = tuple(each for each in Measure if each is not Measure.ACCUMULATED)
+DEFAULT_MEASURES = tuple(measure for measure in Measure if measure is not Measure.ACCUMULATED)
 
 
 class Operation(StrEnum):

@@ -88,13 +88,13 @@ def counted(number: int, noun: str) -> str:
 
 def spans(numbers: Iterable[int]) -> str:
     """ "1, 3-5" for 1, 3, 4, 5."""
-    found: list[list[int]] = []
+    ranges: list[list[int]] = []
     for number in numbers:
-        if found and number == found[-1][-1] + 1:
-            found[-1] = [found[-1][0], number]
+        if ranges and number == ranges[-1][-1] + 1:
+            ranges[-1] = [ranges[-1][0], number]
         else:
-            found.append([number])
-    return ", ".join("-".join(map(str, span)) for span in found)
+            ranges.append([number])
+    return ", ".join("-".join(map(str, span)) for span in ranges)
 
 
 def markdown_text(text: str) -> str:
@@ -104,7 +104,7 @@ def markdown_text(text: str) -> str:
 
 def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]], align: str = "") -> str:
     """A table in Markdown, of cells that are Markdown already. align: "l" or "r" for each column, all left if empty."""
-    rule = [{"l": ":--", "r": "--:"}[each] for each in align or "l" * len(header)]
+    rule = [{"l": ":--", "r": "--:"}[side] for side in align or "l" * len(header)]
     return "\n".join(f"| {' | '.join(line)} |" for line in (header, rule, *rows))
 
 

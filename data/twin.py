@@ -86,14 +86,14 @@ def append_twin(directory: Path, twin: Twin) -> None:
 def read_twins(directory: Path) -> list[Twin]:
     """The twin steps of a run, by iteration, the last one of each. The file is read up to the first line that is
     damaged or cut short; `check_twins` raises an error for it. Raises OSError."""
-    found: dict[int, Twin] = {}
+    twins: dict[int, Twin] = {}
     for line in lines_of(directory / FILE):
         try:
             twin = parse_json(Twin, unsealed(line))
         except ValueError:
             break
-        found[twin.iteration] = twin
-    return [found[iteration] for iteration in sorted(found)]
+        twins[twin.iteration] = twin
+    return [twins[iteration] for iteration in sorted(twins)]
 
 
 def check_twins(directory: Path) -> None:

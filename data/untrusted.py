@@ -51,10 +51,10 @@ class Record:
 
 
 def _free_of(characters: str) -> AfterValidator:
-    found = re.compile(f"[{characters}]").search
+    search = re.compile(f"[{characters}]").search
 
     def check(text: str) -> str:
-        if found(text):
+        if search(text):
             raise ValueError("contains a control character")
         return text
 
@@ -81,12 +81,12 @@ def parse(kind: type[T], content: bytes, marker: str, version: int, most_values:
     given = _read_json(content)
     if not isinstance(given, dict) or marker not in given:
         raise RefusedError(f'it has no "{marker}": it is another kind of file')
-    found = given.pop(marker)
-    if type(found) is not int:
+    number = given.pop(marker)
+    if type(number) is not int:
         raise RefusedError("its version is not a whole number")
-    if found != version:
+    if number != version:
         raise RefusedError(
-            f"its version is {str(found)[:20]}, and this Binade reads version {version}: use the version that wrote it"
+            f"its version is {str(number)[:20]}, and this Binade reads version {version}: use the version that wrote it"
         )
     if _count(given, most_values) > most_values:
         raise RefusedError(f"it contains more than {most_values:,} values")
@@ -110,10 +110,10 @@ def _read_json(content: bytes) -> Any:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    entries = dict(pairs)
+    if len(entries) != len(pairs):
         raise RefusedError("an object has a duplicate key")
-    return found
+    return entries
 
 
 def _constant(name: str) -> None:

@@ -53,11 +53,11 @@ def verify(
     directories = run_directories(root)
     if unknown := sorted(set(run_ids) - {directory.name for directory in directories}):
         raise RunError(f"{root} has no run {unknown[0]!r}: give the name of a directory in it")
-    found = Verified()
+    verified = Verified()
 
     def refuse(path: Path, reason: str) -> None:
-        found.damaged.append(f"{path.relative_to(root)} {reason}")
-        damaged(found.damaged[-1])
+        verified.damaged.append(f"{path.relative_to(root)} {reason}")
+        damaged(verified.damaged[-1])
 
     runs: list[tuple[RunInfo, list[str]]] = []
     for directory in directories:
@@ -69,11 +69,11 @@ def verify(
                 refuse(directory, f"cannot be read: {error}")
     count, total = 0, sum(len(segments) for _, segments in runs)
     for run, names in runs:
-        found.runs += 1
-        before, rows = len(found.damaged), dict[str, int]()
+        verified.runs += 1
+        before, rows = len(verified.damaged), dict[str, int]()
         while new := [name for name in names if name not in rows]:
             for name in new:
-                rows[name] = _check_segment(run, name, found, refuse)
+                rows[name] = _check_segment(run, name, verified, refuse)
                 count += 1
                 done(min(count, total), total)
             if run.status.state != RUNNING:
@@ -84,12 +84,12 @@ def verify(
             except (RunError, OSError) as error:
                 refuse(run.directory, f"is damaged: {describe(error)}")
         missing = run.missing(names, sum(rows[name] for name in names))
-        if before == len(found.damaged) and missing:
+        if before == len(verified.damaged) and missing:
             refuse(run.directory, f"is damaged: {missing}")
-    return found
+    return verified
 
 
-def _check_segment(run: RunInfo, name: str, found: Verified, refuse: Callable[[Path, str], None]) -> int:
+def _check_segment(run: RunInfo, name: str, verified: Verified, refuse: Callable[[Path, str], None]) -> int:
     """Check a segment's files and the tensor files that it names; returns the number of its tensors. A segment that
     disappears meanwhile is not damaged: it was merged or, by an import, dropped."""
     segment = run.directory / "segments" / name
@@ -99,40 +99,40 @@ def _check_segment(run: RunInfo, name: str, found: Verified, refuse: Callable[[P
         if "tensor.parquet" not in damaged:
             rows = read_tables(segment, names=("tensor",))["tensor"]
         if damaged and run.manifest_of(name) != written:  # an import has replaced it meanwhile
-            return _check_segment(run, name, found, refuse)
+            return _check_segment(run, name, verified, refuse)
     except UNREADABLE as error:
         if segment.exists():
             refuse(segment, f"is damaged: {describe(error)}")
         return 0
     for file, reason in damaged.items():
         refuse(segment / file, reason)
-    found.files += len(written.files)
+    verified.files += len(written.files)
     if "tensor.parquet" in damaged:
         return 0
     tensors = zip(rows["path"].to_pylist(), rows["sha256"].to_pylist(), strict=True)
     for path, digest in dict.fromkeys(tensors):  # an imported file may have several
         if path is not None and Path(path).is_absolute():
-            _check_imported(Path(path), digest, found, lambda reason: refuse(segment, reason))
+            _check_imported(Path(path), digest, verified, lambda reason: refuse(segment, reason))
         elif path is not None:
-            _check_tensor(fetched(run.directory / path), digest, found, refuse)
+            _check_tensor(fetched(run.directory / path), digest, verified, refuse)
     return len(rows)
 
 
-def _check_tensor(file: Path, digest: str | None, found: Verified, refuse: Callable[[Path, str], None]) -> None:
-    found.files += 1
+def _check_tensor(file: Path, digest: str | None, verified: Verified, refuse: Callable[[Path, str], None]) -> None:
+    verified.files += 1
     if not file.is_file():
         refuse(file, "is missing")
     elif digest is not None and (actual := sha256(file)) != digest:
         refuse(file, f"has SHA-256 {actual[:12]}…, expected {digest[:12]}…")
 
 
-def _check_imported(file: Path, digest: str | None, found: Verified, refuse: Callable[[str], None]) -> None:
+def _check_imported(file: Path, digest: str | None, verified: Verified, refuse: Callable[[str], None]) -> None:
     """digest: when it was imported, None where it is not known."""
     try:
         if not file.is_file():
-            found.gone += 1
+            verified.gone += 1
         elif digest is not None:
-            found.files += 1
+            verified.files += 1
             if sha256(file) != digest:
                 refuse(f"names {file}, which has changed since it was imported: import its directory again")
     except OSError as error:

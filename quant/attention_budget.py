@@ -45,8 +45,8 @@ def error_budget(
     exact = _results([x.double() for x in inputs], None, qk, factor, causal, backend)
 
     def errors(formats: tuple[GemmFormats, GemmFormats]) -> dict[str, float]:
-        found = _results(inputs, formats, qk, factor, causal, backend)
-        return {name: _relative(x, found[name]) for name, x in exact.items()}
+        results = _results(inputs, formats, qk, factor, causal, backend)
+        return {name: _relative(x, results[name]) for name, x in exact.items()}
 
     budget = {"none": errors((_alone(qk), _alone(pv)))}
     for part, formats in (("qk", qk), ("pv", pv)):
@@ -61,8 +61,8 @@ def error_budget(
 def _alone(formats: GemmFormats, gemm: str = "") -> GemmFormats:
     """The formats with this GEMM alone rounded; without a name, none."""
     again = formats.of_rounded if gemm == "forward" else ()
-    own = {name for name in OPERAND_FIELDS if gemm and name.startswith(gemm)} - set(formats.of_rounded)
-    changes: dict[str, Any] = dict.fromkeys(name for name in OPERAND_FIELDS if name not in own.union(again))
+    operands = {name for name in OPERAND_FIELDS if gemm and name.startswith(gemm)} - set(formats.of_rounded)
+    changes: dict[str, Any] = dict.fromkeys(name for name in OPERAND_FIELDS if name not in operands.union(again))
     return replace(formats, **changes, of_rounded=again)
 
 
@@ -100,11 +100,11 @@ def _results(
         else:
             output = matmul(masked.softmax(-1), value, Rounding(formats[1], backend))
         torch.autograd.backward(output, grad_output)
-    found = (output.detach(), *(x.grad for x in (scores, query, key, value)))
-    return dict(_named(found))
+    results = (output.detach(), *(x.grad for x in (scores, query, key, value)))
+    return dict(_named(results))
 
 
-def _named(found: tuple[Tensor | None, ...]) -> Iterator[tuple[str, Tensor]]:
-    for name, x in zip(RESULTS, found, strict=True):
+def _named(results: tuple[Tensor | None, ...]) -> Iterator[tuple[str, Tensor]]:
+    for name, x in zip(RESULTS, results, strict=True):
         assert x is not None, "every input has a gradient"
         yield name, x

@@ -112,7 +112,7 @@ def _bins(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
 def histograms(counts: np.ndarray) -> dict[str, Histogram]:
     """The histogram of each of BLOCK_MEASURES, from the counts of all its bins, one measure's after the other's."""
     result = {}
-    for (name, one), each in zip(BLOCK_MEASURES.items(), np.split(counts, np.cumsum(COUNTS)[:-1]), strict=True):
-        used = np.flatnonzero(each)
-        result[name] = (used + one.bins[0]).astype(np.int16), each[used].astype(np.int64)
+    for (name, one), bin_counts in zip(BLOCK_MEASURES.items(), np.split(counts, np.cumsum(COUNTS)[:-1]), strict=True):
+        used = np.flatnonzero(bin_counts)
+        result[name] = (used + one.bins[0]).astype(np.int16), bin_counts[used].astype(np.int64)
     return result

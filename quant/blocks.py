@@ -94,7 +94,7 @@ class Blocks:
         x, y = self.x[finite].double(), self.y[finite].double()
         error = y - x
         nonzero = x != 0
-        flushed, used, clipped = (int(each.sum()) for each in (nonzero & (y == 0), nonzero, self.clipped))
+        flushed, used, clipped = (int(mask.sum()) for mask in (nonzero & (y == 0), nonzero, self.clipped))
         return BlockSums(
             float(x @ x) if self.signal is None else self.signal,
             float(error @ error) if self.noise is None else self.noise,

@@ -72,5 +72,7 @@ def usage(x: Tensor, fmt: str | Format | Spec, dim: int = -1, *, seed: int = 0, 
         nonzero = (to_blocks(coded, dim, spec.block) != 0).any(-1, keepdim=True)
         exponents = floor_log2(scales[nonzero & scales.isfinite() & (scales > 0)])
     used, counts = torch.unique(codes, return_counts=True)
-    found, blocks = torch.unique(exponents, return_counts=True)
-    return Usage(used.cpu().numpy(), counts.cpu().numpy(), 1 << element.bits, found.cpu().numpy(), blocks.cpu().numpy())
+    scale_exponents, blocks = torch.unique(exponents, return_counts=True)
+    return Usage(
+        used.cpu().numpy(), counts.cpu().numpy(), 1 << element.bits, scale_exponents.cpu().numpy(), blocks.cpu().numpy()
+    )

@@ -222,10 +222,10 @@ class HiFloat8(Element):
         if code & 0x7F == 0x6F:
             return sign * math.inf
         dots = ((0b11, 2, 4), (0b10, 2, 3), (0b01, 2, 2), (0b001, 3, 1), (0b0001, 4, 0))  # dot, its length, D
-        found = [(length, width) for dot, length, width in dots if (code & 0x7F) >> (7 - length) == dot]
-        if not found:
+        layouts = [(length, width) for dot, length, width in dots if (code & 0x7F) >> (7 - length) == dot]
+        if not layouts:
             return sign * math.ldexp(1.0, (code & 0b111) - 23)
-        length, width = found[0]
+        length, width = layouts[0]
         fraction_bits = 7 - length - width
         fraction = code & ((1 << fraction_bits) - 1)
         field = (code >> fraction_bits) & ((1 << width) - 1)

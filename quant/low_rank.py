@@ -42,5 +42,5 @@ def muonq(x: Tensor, start: Tensor | None, seed: int) -> tuple[Tensor, Tensor]:
     p = torch.linalg.qr(b @ (start / (start.norm(dim=0, keepdim=True) + 1e-7))).Q
     r = b.t() @ p
     rest = companded_int4(b - p @ r.t())
-    p, r = (companded_int4(each, (0,)) if rank else each for each in (p, r))
+    p, r = (companded_int4(factor, (0,)) if rank else factor for factor in (p, r))
     return ((rest + p @ r.t()) * norm).to(x.dtype), r

@@ -74,8 +74,8 @@ def sqnr_db(signal: float, noise: float) -> float:
 
 def errors(x: Tensor, q: Tensor) -> Errors:
     """The error of q against x: floating tensors of one shape. Raises ValueError for different shapes."""
-    found = _measured(_error_sums(x, q).numpy(force=True), x.numel())
-    return replace(found, saturated=math.nan, saturated_error_share=math.nan)
+    errors = _measured(_error_sums(x, q).numpy(force=True), x.numel())
+    return replace(errors, saturated=math.nan, saturated_error_share=math.nan)
 
 
 def _error_sums(x: Tensor, q: Tensor, over: Tensor | None = None) -> Tensor:
@@ -85,8 +85,8 @@ def _error_sums(x: Tensor, q: Tensor, over: Tensor | None = None) -> Tensor:
         raise ValueError(f"x has shape {tuple(x.shape)}, its quantized version {tuple(q.shape)}: they must be equal")
     x, q = x.detach(), q.detach()
     if over is None:
-        if (found := cpu.measure(x, q)) is not None:
-            return torch.from_numpy(found)
+        if (numbers := cpu.measure(x, q)) is not None:
+            return torch.from_numpy(numbers)
         if _has_triton(x) and _has_triton(q):
             return _triton_score(x, q)[0]
         over = torch.zeros((), dtype=torch.bool, device=x.device).expand(x.shape)
@@ -121,9 +121,9 @@ def _triton_score(*arguments: Any, **options: Any) -> tuple[Tensor, Tensor | Non
     return triton_kernels.score(*arguments, **options)
 
 
-def _measured(found: np.ndarray, numel: int) -> Errors:
+def _measured(numbers: np.ndarray, numel: int) -> Errors:
     """Errors from the numbers of ScoreNumber, of a tensor of so many elements."""
-    xx, qq, xq, ee, largest, finite, nonzero, flushed, saturated, lost, cut = found[: len(ScoreNumber)].tolist()
+    xx, qq, xq, ee, largest, finite, nonzero, flushed, saturated, lost, cut = numbers[: len(ScoreNumber)].tolist()
     return Errors(
         sqnr_db=sqnr_db(xx, ee),
         mse=ee / finite if finite else math.nan,
@@ -169,26 +169,26 @@ def loss_terms_later(
     Products in float32, sums in float64. Both are NaN where x, q or the gradient is not finite.
     """
     x = x.detach()
-    found: list[Tensor] = []
+    terms: list[Tensor] = []
     if isinstance(q, Spec) and split is None and not q.transforms and x.device.type == "cpu":
         for gradient in gradients():
             if (sums := cpu.score(x, q, dim, gradient=gradient.detach())) is None:
-                found.clear()
+                terms.clear()
                 break
-            found.append(torch.from_numpy(sums))
-    if not found:
+            terms.append(torch.from_numpy(sums))
+    if not terms:
         rounded = apply(x, q, dim)[0] if isinstance(q, Spec) else q.detach()
         parts = zip(split(x), split(rounded), strict=True) if split else repeat((x, rounded))
-        for (own, other), gradient in zip(parts, gradients(), strict=False):
+        for (part, quantized), gradient in zip(parts, gradients(), strict=False):
             gradient = gradient.detach()
-            sums = cpu.measure(own, other, gradient=gradient)
-            found.append(_change_sums(own, other, gradient) if sums is None else torch.from_numpy(sums))
+            sums = cpu.measure(part, quantized, gradient=gradient)
+            terms.append(_change_sums(part, quantized, gradient) if sums is None else torch.from_numpy(sums))
 
-    def pairs(*found: np.ndarray) -> list[tuple[float, float]]:
-        sums = ((float(a), float(b)) for a, b, *_ in found)
+    def pairs(*totals: np.ndarray) -> list[tuple[float, float]]:
+        sums = ((float(a), float(b)) for a, b, *_ in totals)
         return [(a, b / 2) if math.isfinite(a) and math.isfinite(b) else (math.nan, math.nan) for a, b in sums]
 
-    return Later(pairs, *map(LaterPart, found))
+    return Later(pairs, *map(LaterPart, terms))
 
 
 def _change_sums(x: Tensor, q: Tensor, gradient: Tensor) -> Tensor:
@@ -196,8 +196,8 @@ def _change_sums(x: Tensor, q: Tensor, gradient: Tensor) -> Tensor:
     chunk = CHUNK if x.device.type == "cpu" else DEVICE_CHUNK
     total = torch.zeros(2, dtype=torch.float64, device=x.device)
     parts = (torch.split(t.reshape(-1), chunk) for t in (x, q, gradient))
-    for each, rounded, slope in zip(*parts, strict=True):
-        change = ((rounded.float() - each.float()) * slope.float()).double()
+    for values, rounded, slope in zip(*parts, strict=True):
+        change = ((rounded.float() - values.float()) * slope.float()).double()
         total += torch.stack((change.sum(), change @ change))
     return total
 
@@ -216,26 +216,26 @@ def compare(
     Raises:
         ValueError: x and y have different shapes.
     """
-    found = asdict(errors(x, y))
+    metrics = asdict(errors(x, y))
     used = dict.fromkeys(("codes_used", "code_entropy_bits", "scale_exponent_min", "scale_exponent_max"), math.nan)
     if fmt is not None:
         spec = Spec.of(fmt, **options)
         scored = score(x, spec, dim)
         shares = ("saturated", *(("flush_to_zero", "underflow_of_all") if spec.centered else ()))
-        found |= {name: getattr(scored, name) for name in shares}
+        metrics |= {name: getattr(scored, name) for name in shares}
         codes = usage(x, spec, dim)
         used = {name: getattr(codes, name) for name in used}
-    own, other = summarize(x), summarize(y)
+    x_summary, y_summary = summarize(x), summarize(y)
     return (
-        found
+        metrics
         | used
         | {
-            "relative_squared_error": found["relative_error"] ** 2,
+            "relative_squared_error": metrics["relative_error"] ** 2,
             "outlier_ratio": outlier_ratio(x),
             "mean_energy": mean_energy(x),
         }
-        | {name: getattr(own, name) for name in ("kurtosis", "crest_factor", "dynamic_range")}
-        | {name: distance(own.sketch, other.sketch) for name, distance in DISTANCES.items()}
+        | {name: getattr(x_summary, name) for name in ("kurtosis", "crest_factor", "dynamic_range")}
+        | {name: distance(x_summary.sketch, y_summary.sketch) for name, distance in DISTANCES.items()}
     )
 
 
@@ -304,9 +304,9 @@ def score_later(
     if _has_triton(x, backend) and has_kernel(spec):
         return _errors(_triton_score(x.detach(), None, spec, dim, None, absmax, seed)[0], x.numel())
     if x.device.type == "cpu" and resolve_backend(backend, x) == Backend.TORCH and x.numel():
-        found = cpu.score(x.detach(), spec, dim, seed)
-        if found is not None:
-            return Later.known(_measured(found, x.numel()))
+        numbers = cpu.score(x.detach(), spec, dim, seed)
+        if numbers is not None:
+            return Later.known(_measured(numbers, x.numel()))
     q, scales = apply(x, spec, dim, backend, want_scales=True, seed=seed, absmax=absmax)
     return errors_later(x, q, spec, scales, dim, absmax)
 
@@ -315,8 +315,8 @@ def streamed_score(x: Tensor, fmt: str | Format | Spec, dim: int = -1, **options
     """As `score` for a tensor on the CPU, without memory for a second tensor; None if no kernel supports it."""
     spec = Spec.of(fmt, **options)
     check_tensor(x, dim)
-    found = None if spec.transforms or not x.numel() else cpu.score(x.detach(), spec, dim)
-    return None if found is None else _measured(found, x.numel())
+    numbers = None if spec.transforms or not x.numel() else cpu.score(x.detach(), spec, dim)
+    return None if numbers is None else _measured(numbers, x.numel())
 
 
 def _score_counted(codes: Counted, spec: Spec) -> Errors:
@@ -348,8 +348,8 @@ def errors_later(
     x, q = x.detach(), q.detach()
     if not x.numel():
         return Later.known(errors(x, q))
-    if (found := cpu.measure(x, q, spec, dim, scales)) is not None:
-        return Later.known(_measured(found, x.numel()))
+    if (numbers := cpu.measure(x, q, spec, dim, scales)) is not None:
+        return Later.known(_measured(numbers, x.numel()))
     if _has_triton(x):
         return _errors(_triton_score(x, q, spec, dim, scales, absmax)[0], x.numel())
     return _errors(_error_sums(x, q, _saturated(x, spec, scales, dim, absmax)), x.numel())
@@ -369,7 +369,7 @@ def of_original(coded: Later[Errors], x: Tensor, q: Tensor) -> Later[Errors]:
 
 def _errors(numbers: Tensor, numel: int) -> Later[Errors]:
     """Of the numbers of ScoreNumber on a device."""
-    return Later(lambda found: _measured(found, numel), LaterPart(numbers))
+    return Later(lambda host_numbers: _measured(host_numbers, numel), LaterPart(numbers))
 
 
 def score_blocks_later(
@@ -378,9 +378,9 @@ def score_blocks_later(
     """As `errors_later` and `block_histograms_later`, for a nonempty x, in one pass if there is a kernel for both.
     Without q, x is rounded here."""
     x = x.detach()
-    found = cpu.score(x, spec, dim, blocks=True) if q is None else cpu.measure(x, q, spec, dim, scales, blocks=True)
-    if found is not None:
-        return Later.known(_measured(found, x.numel())), Later.known(histograms(found[len(ScoreNumber) :]))
+    sums = cpu.score(x, spec, dim, blocks=True) if q is None else cpu.measure(x, q, spec, dim, scales, blocks=True)
+    if sums is not None:
+        return Later.known(_measured(sums, x.numel())), Later.known(histograms(sums[len(ScoreNumber) :]))
     triton = _has_triton(x)
     if q is None and not (triton and has_kernel(spec)):
         q, scales = apply(x, spec, dim, want_scales=True, absmax=absmax)
@@ -400,16 +400,18 @@ def score_of_rows_later(
     if spec.centered:
         coded, plain = transform(x, spec, dim, 0), untransformed(spec)
         back = transform_back(apply(coded, plain, dim)[0] if q is None else q, x, spec, dim, 0)
-        own, rounded = (t.flatten(0, -2).index_select(0, rows) for t in (x.detach(), back))
-        return of_original(score_of_rows_later(coded, plain, dim, rows, q, absmax), own, rounded)
+        values, rounded = (t.flatten(0, -2).index_select(0, rows) for t in (x.detach(), back))
+        return of_original(score_of_rows_later(coded, plain, dim, rows, q, absmax), values, rounded)
     if spec.hadamard:
         x, spec = transform(x, spec, dim, 0), untransformed(spec)
     looked = look(x, spec, dim, absmax=absmax)
     block = GROUP if not spec.has_blocks else spec.block
     clipped = from_blocks(looked.clipped, x, dim, block)
-    found = (t.detach().flatten(0, -2).index_select(0, rows) for t in (x, looked.result if q is None else q, clipped))
-    own, rounded, over = found
-    return _errors(_error_sums(own, rounded, over), own.numel())
+    selection = (
+        t.detach().flatten(0, -2).index_select(0, rows) for t in (x, looked.result if q is None else q, clipped)
+    )
+    values, rounded, over = selection
+    return _errors(_error_sums(values, rounded, over), values.numel())
 
 
 def scores_later(

@@ -34,5 +34,5 @@ def _of(spec: Spec) -> float:
     number = SIDE * SIDE
     quantiles = torch.special.ndtri((torch.arange(number, dtype=torch.float64) + 0.5) / number).float()
     order = torch.randperm(number, generator=torch.Generator().manual_seed(0))
-    found = score(quantiles[order].reshape(SIDE, SIDE), spec, -1).sqnr_db
-    return found if math.isfinite(found) else math.nan
+    sqnr = score(quantiles[order].reshape(SIDE, SIDE), spec, -1).sqnr_db
+    return sqnr if math.isfinite(sqnr) else math.nan

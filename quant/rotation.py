@@ -66,9 +66,9 @@ def rotate(x: Tensor, spec: Spec, dim: int, seed: int) -> Tensor:
     """x · diag(signs) · H in runs of `spec.hadamard` along `dim`, which is padded with zeros to whole runs: float32."""
     rows = x.detach().float().movedim(dim, -1) if x.dim() else x.detach().float().reshape(1)
     rows = pad(rows, (0, -rows.shape[-1] % spec.hadamard))
-    found = signs(spec, seed, x.device)
-    if found is not None:
-        rows = (rows.reshape(-1, spec.hadamard) * found).reshape(rows.shape)
+    diagonal = signs(spec, seed, x.device)
+    if diagonal is not None:
+        rows = (rows.reshape(-1, spec.hadamard) * diagonal).reshape(rows.shape)
     rows = hadamard_rotate(rows, -1, spec.hadamard)
     return rows.movedim(-1, dim) if x.dim() else rows
 
@@ -76,9 +76,9 @@ def rotate(x: Tensor, spec: Spec, dim: int, seed: int) -> Tensor:
 def rotate_back(y: Tensor, like: Tensor, spec: Spec, dim: int, seed: int) -> Tensor:
     """The inverse of `rotate`, without the padding: `like`'s shape, float32."""
     rows = hadamard_rotate(y.movedim(dim, -1) if like.dim() else y, -1, spec.hadamard)
-    found = signs(spec, seed, y.device)
-    if found is not None:
-        rows = (rows.reshape(-1, spec.hadamard) * found).reshape(rows.shape)
+    diagonal = signs(spec, seed, y.device)
+    if diagonal is not None:
+        rows = (rows.reshape(-1, spec.hadamard) * diagonal).reshape(rows.shape)
     if not like.dim():
         return rows[0]
     return rows[..., : like.shape[dim]].movedim(-1, dim)

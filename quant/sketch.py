@@ -27,7 +27,7 @@ def bin_edges(bins: np.ndarray, bits: int = 12) -> tuple[np.ndarray, np.ndarray]
     magnitude = (bins & (sign - 1)).astype(np.uint32)
     finite = np.minimum(magnitude + 1, infinity - 1).astype(np.uint32)
     with np.errstate(invalid="ignore"):  # NaN
-        inner, edge = ((each << (32 - bits)).view(np.float32).astype(np.float64) for each in (magnitude, finite))
+        inner, edge = ((pattern << (32 - bits)).view(np.float32).astype(np.float64) for pattern in (magnitude, finite))
     outer = np.where(magnitude + 1 >= infinity, 2.0**128, edge)
     negative = bins >= sign
     return np.where(negative, -outer, inner), np.where(negative, -inner, outer)

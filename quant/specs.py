@@ -62,12 +62,12 @@ class Spec(Options):
 
     @classmethod
     def _parse(cls, text: str) -> Spec:
-        found = TEXT.fullmatch(text)
-        if not found and "(" in text:
+        match = TEXT.fullmatch(text)
+        if not match and "(" in text:
             raise SpecError(f"{text!r} is not a spec: write a format and its options, as in nvfp4(block=16x16)")
-        fmt = FORMATS[found[1] if found else text]
+        fmt = FORMATS[match[1] if match else text]
         given: dict[str, str] = {}
-        for item in filter(None, (item.strip() for item in ((found and found[2]) or "").split(","))):
+        for item in filter(None, (item.strip() for item in ((match and match[2]) or "").split(","))):
             name, equals, value = (word.strip() for word in item.partition("="))
             if not equals:
                 raise SpecError(
@@ -291,13 +291,13 @@ OPTIONS = {
 def known_specs(texts: Iterable[str]) -> list[str]:
     """Those of the texts that are specs, each once, in the order of FORMATS, without options first."""
     order = {name: index for index, name in enumerate(FORMATS)}
-    found: dict[str, int] = {}
+    positions: dict[str, int] = {}
     for text in texts:
         try:
-            found[text] = order[Spec.of(text).format.name]
+            positions[text] = order[Spec.of(text).format.name]
         except (UnknownFormatError, SpecError):
             continue
-    return sorted(found, key=lambda text: (found[text], text))
+    return sorted(positions, key=lambda text: (positions[text], text))
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ def cell_absmax(x: Tensor, height: int, width: int) -> Tensor:
     bits = {2: torch.int16, 4: torch.int32}[x.element_size()]
     values, magnitude = _array(x.view(bits)), torch.iinfo(bits).max
     rows, columns = values.shape
-    found = np.zeros((-(-rows // height), -(-columns // width)), values.dtype)
+    maxima = np.zeros((-(-rows // height), -(-columns // width)), values.dtype)
     wide = min(width * max(1, CHUNK // width), columns)
     high = min(max(1, CHUNK // wide), height)
     across, down = -(-columns // wide), -(-height // high)
@@ -72,12 +72,12 @@ def cell_absmax(x: Tensor, height: int, width: int) -> Tensor:
                 continue
             largest = (values[top:end, left : left + wide] & magnitude).max(0)
             largest = np.maximum.reduceat(largest, np.arange(0, len(largest), width))
-            cells = found[strip, left // width : left // width + len(largest)]
+            cells = maxima[strip, left // width : left // width + len(largest)]
             with lock:
                 np.maximum(cells, largest, out=cells)
 
-    share_out(len(found) * down * across, high * wide, part)
-    return torch.from_numpy(found).view(x.dtype).float()
+    share_out(len(maxima) * down * across, high * wide, part)
+    return torch.from_numpy(maxima).view(x.dtype).float()
 
 
 def _array(x: Tensor) -> np.ndarray:

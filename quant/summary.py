@@ -96,15 +96,15 @@ def summarize_later(
         from binade.quant.backends import triton_summary  # imported at its first use, as only this needs triton
 
         numel = x.numel()
-        return triton_summary.one_pass(x).map(lambda found: _with(sketch, _from_pass(numel, found)))
+        return triton_summary.one_pass(x).map(lambda tally: _with(sketch, _from_pass(numel, tally)))
     codes = codes or counted(x)
     if codes is None:
         return Later.known(_with(sketch, _from_pass(x.numel(), _one_pass(x))))
     return Later(lambda: _with(sketch, _from_codes(codes)))
 
 
-def _with(sketch: bool, found: Summary) -> Summary:
-    return found if sketch else replace(found, bins=found.bins[:0], counts=found.counts[:0])
+def _with(sketch: bool, summary: Summary) -> Summary:
+    return summary if sketch else replace(summary, bins=summary.bins[:0], counts=summary.counts[:0])
 
 
 def _from_codes(codes: Counted) -> Summary:
@@ -202,15 +202,15 @@ def _one_pass(x: Tensor) -> Pass:
     return Pass(counts, sums, shift or 0.0, low, high, absmin, zeros, nans, infs)
 
 
-def _from_pass(numel: int, found: Pass) -> Summary:
-    used = found.counts.nonzero()[0]
-    shift = found.shift
-    s1, s2, s3, s4 = (found.sums / max(numel - found.nans - found.infs, 1)).tolist()
+def _from_pass(numel: int, tally: Pass) -> Summary:
+    used = tally.counts.nonzero()[0]
+    shift = tally.shift
+    s1, s2, s3, s4 = (tally.sums / max(numel - tally.nans - tally.infs, 1)).tolist()
     mean = shift + s1
     rms = math.sqrt(max(s2 + 2 * shift * s1 + shift**2, 0.0))
     second, third = max(s2 - s1**2, 0.0), s3 - 3 * s1 * s2 + 2 * s1**3
     central = second, third, s4 - 4 * s1 * s3 + 6 * s1**2 * s2 - 3 * s1**4
-    if found.low == found.high:  # no spread, even if the rounded sums show some
-        mean, rms, central = found.low, abs(found.low), (0.0, 0.0, 0.0)
-    extremes, special = (found.low, found.high, found.absmin), (found.zeros, found.nans, found.infs)
-    return _summary(numel, used, found.counts[used], extremes, (mean, rms, *central), special)
+    if tally.low == tally.high:  # no spread, even if the rounded sums show some
+        mean, rms, central = tally.low, abs(tally.low), (0.0, 0.0, 0.0)
+    extremes, special = (tally.low, tally.high, tally.absmin), (tally.zeros, tally.nans, tally.infs)
+    return _summary(numel, used, tally.counts[used], extremes, (mean, rms, *central), special)

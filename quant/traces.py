@@ -99,7 +99,8 @@ def sample_later(
 
     parts = (*kept, *(() if edge is None else (edge,)))
     return Later(
-        lambda *found: Sample(found[0], found[1], float(found[2]) if found[2:] else math.nan), *map(LaterPart, parts)
+        lambda *arrays: Sample(arrays[0], arrays[1], float(arrays[2]) if arrays[2:] else math.nan),
+        *map(LaterPart, parts),
     )
 
 
@@ -141,12 +142,12 @@ def _scale(at: Tensor, x: Tensor, spec: Spec, scales: Tensor | None, dim: int, a
     outer = outer_absmax(x, spec, dim) if absmax is None else absmax
     outer = outer.take(at).reshape(-1, 1) if outer.dim() else outer
     if scales is None:  # one scale for the tensor, computed from absmax, or none
-        found = scaling.block_scale(x.new_ones(1, 1).float(), spec, outer)
+        block_scales = scaling.block_scale(x.new_ones(1, 1).float(), spec, outer)
     else:
         size, inner = x.shape[dim], x.shape[dim % x.dim() + 1 :].numel()
         columns = spec.block.columns if spec.block and spec.block.columns else size
-        found = scales[at // (size * inner), at // inner % size // columns, at % inner].reshape(-1, 1)
-    return scaling.multiplier(found, spec, outer).reshape(-1)
+        block_scales = scales[at // (size * inner), at // inner % size // columns, at % inner].reshape(-1, 1)
+    return scaling.multiplier(block_scales, spec, outer).reshape(-1)
 
 
 @lru_cache(maxsize=64)

@@ -187,27 +187,27 @@ def _row(*names: str) -> None:
 
 def _field(place: Any, name: str, *, maximum: float | None = None, **settings: Any) -> None:
     """The widget of an option, from its declaration. maximum replaces the declared one."""
-    each = collecting.OPTIONS[name]
-    option = each.option
+    setting = collecting.OPTIONS[name]
+    option = setting.option
     help_text = option.help if option.form_help is None else option.form_help
     settings |= {"key": _key(name), "help": help_text or None}
     if option.placeholder:
         settings.setdefault("placeholder", option.placeholder)
-    if each.kind is bool:
+    if setting.kind is bool:
         place.toggle(option.label, **settings)
-    elif each.kind in (int, float) and not each.is_list:
+    elif setting.kind in (int, float) and not setting.is_list:
         maximum = option.form_maximum if maximum is None else maximum
-        limits = 1 if option.unit else each.kind(option.minimum or 0), math.inf if maximum is None else maximum
+        limits = 1 if option.unit else setting.kind(option.minimum or 0), math.inf if maximum is None else maximum
         another = st.session_state.get(f"{LIMITS}{name}", limits) != (option.label, *limits)  # after a choice of model
         if another and (_value(name) or 0) > limits[1]:
             st.session_state[_key(name)] = maximum
-        if each.default is None:
+        if setting.default is None:
             settings["value"] = None
         _number(place, option.label, name, *limits, **settings)
     elif (options := settings.pop("options", option.allowed)) is not None:
         if option.or_path:
             options, settings = list(dict.fromkeys([*options, _value(name)])), settings | {"accept_new_options": True}
-        if each.is_list:
+        if setting.is_list:
             place.multiselect(option.label, list(options), select_all=False, **settings)
         else:
             place.selectbox(option.label, list(options), **settings)
@@ -247,7 +247,7 @@ def _summary(opened: Catalog, view: View) -> None:
         st.error(plain(f"{str(error)[:1].upper()}{str(error)[1:]}."), icon=":material/edit:")
         st.button("Launch", type="primary", disabled=True, width="stretch", key="launch_refused")
         return
-    runs = [each.config for each in plans]
+    runs = [plan.config for plan in plans]
     count = len(runs)
     _propose_baseline(opened, runs)
     with st.container(border=True):
@@ -261,20 +261,20 @@ def _summary(opened: Catalog, view: View) -> None:
             st.button("Launch", type="primary", disabled=True, width="stretch", key="launch_refused")
             return
         at_once = (target.at_once or count) if target else 1
-        found = jobs.estimate(plans, root, start.target or "", at_once)
+        estimate = jobs.estimate(plans, root, start.target or "", at_once)
         st.markdown(f"**{count} job{'s' * (count != 1)}**, one run each" if count > 1 else "**One job**, one run")
         a, b = st.columns(2)
-        a.metric("Time", duration_text(found.seconds))
-        b.metric("Tensors", f"{found.tensors:,}")
-        free = "" if found.memory_free is None else f"; {bytes_text(found.memory_free)} are free"
-        a.metric("Memory", bytes_text(found.memory), help=f"Weights, gradients, optimizer, activations{free}")
-        b.metric("Disk", bytes_text(found.disk), help=f"{bytes_text(found.disk_free)} are free")
-        st.caption(plain(f"Quantized by {runs[0].quantized_by}. {found.basis}"))
-        if not found.within_budget:
+        a.metric("Time", duration_text(estimate.seconds))
+        b.metric("Tensors", f"{estimate.tensors:,}")
+        free = "" if estimate.memory_free is None else f"; {bytes_text(estimate.memory_free)} are free"
+        a.metric("Memory", bytes_text(estimate.memory), help=f"Weights, gradients, optimizer, activations{free}")
+        b.metric("Disk", bytes_text(estimate.disk), help=f"{bytes_text(estimate.disk_free)} are free")
+        st.caption(plain(f"Quantized by {runs[0].quantized_by}. {estimate.basis}"))
+        if not estimate.within_budget:
             st.caption(
                 "The values of all tensors would exceed the byte budget: tensors beyond it are recorded without values."
             )
-        for refusal in found.refusals:
+        for refusal in estimate.refusals:
             st.error(plain(refusal), icon=":material/block:")
         st.text_input("Title", key=_key("title"), placeholder="recipe and model", max_chars=120)
         st.text_input("Tags", key=_key("tags"), placeholder="separated by commas")
@@ -286,7 +286,7 @@ def _summary(opened: Catalog, view: View) -> None:
             icon=":material/play_arrow:",
             width="stretch",
             key="launch",
-            disabled=bool(found.refusals),
+            disabled=bool(estimate.refusals),
         ):
             _launch(plans, start, view)
     st.caption("The same in a terminal:")
@@ -343,10 +343,10 @@ def _launch(plans: list[Plan], start: SlurmOptions, view: View) -> None:
     root = resolve_root()
     title, tags = _value("title").strip(), _value("tags").split(",")
     titles = [
-        f"{title} · {label(each.config.recipe)}{f' · seed {each.config.seed}' * (_value('seeds') > 1)}"
+        f"{title} · {label(plan.config.recipe)}{f' · seed {plan.config.seed}' * (_value('seeds') > 1)}"
         if title and len(plans) > 1
         else title
-        for each in plans
+        for plan in plans
     ]
     try:
         made = jobs.add_runs(root, plans, start, titles, tags=tags)

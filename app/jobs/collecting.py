@@ -31,7 +31,7 @@ MEGABYTE = 1 << 20
 ADDRESS = "form"  # the parameter of the page's address that has a Form
 OPTIONS = declared(RunConfig)
 SAME_DATA = ("dp", "layers", "vocab_size", *(name for name in CONFIGURATION if name in OPTIONS))
-FIELDS = tuple(name for name, each in OPTIONS.items() if each.option.label)
+FIELDS = tuple(name for name, setting in OPTIONS.items() if setting.option.label)
 
 
 @checked(frozen=True, config=STRICT)

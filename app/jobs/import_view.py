@@ -153,8 +153,8 @@ def uploaded(files: Sequence[tuple[str, bytes]]) -> Upload:
 
 def harmless(name: str) -> str:
     """A relative path without odd characters for an uploaded file, of the last names of its own path."""
-    names = [re.sub(r"[^A-Za-z0-9._-]", "_", each)[-LONGEST_NAME:].lstrip(".") for each in re.split(r"[/\\]", name)]
-    return "/".join([each for each in names if each][-DEEPEST:]) or "file"
+    names = [re.sub(r"[^A-Za-z0-9._-]", "_", part)[-LONGEST_NAME:].lstrip(".") for part in re.split(r"[/\\]", name)]
+    return "/".join([part for part in names if part][-DEEPEST:]) or "file"
 
 
 def _above(place: str) -> list[str]:

@@ -161,13 +161,13 @@ def _chosen(views: list[JobView], number: str) -> JobView:
 
 
 def _queue(views: list[JobView], chosen: JobView, words: str) -> None:
-    found = summary.matching(summary.ordered(views), words)
-    if not found:
+    selection = summary.matching(summary.ordered(views), words)
+    if not selection:
         st.caption("No job matches all of these words.")
-    ended = [view for view in found if not view.active]
+    ended = [view for view in selection if not view.active]
     everything = st.session_state.get("jobs_all", False)
     hidden = 0 if everything else max(0, len(ended) - SHOWN)
-    for view in found[: len(found) - hidden]:
+    for view in selection[: len(selection) - hidden]:
         _row(view, view.job.id == chosen.job.id)
     if hidden:
         st.button(f"Show {hidden} more", key="jobs_more", on_click=st.session_state.update, args=({"jobs_all": True},))
@@ -213,7 +213,7 @@ def _title(root: Path, view: JobView, views: list[JobView]) -> None:
             run = {"run_id": [view.run.run_id]}
             address.link(View("map", run), "Open in the Map", ":material/grid_on:")
             address.link(View("explore", run), "Open its tensors", ":material/query_stats:")
-        together = [each for each in views if each.job.created == job.created]
+        together = [candidate for candidate in views if candidate.job.created == job.created]
         if ids := summary.runs_to_compare(together):
             losses = View("runs", {PART: ["recipes"], "run_id": ids})
             address.link(losses, f"Compare losses of {len(ids)} runs", ":material/balance:")

@@ -105,12 +105,12 @@ def modules_of(table: pd.DataFrame) -> list[str]:
 def with_modules(table: pd.DataFrame, modules: Sequence[str]) -> pd.DataFrame:
     """The table with rows for these modules and no others. New ones start as those of the linear layers."""
     parts = _parts(table)
-    found = [table[parts.isin(list(PARTS))]]
+    frames = [table[parts.isin(list(PARTS))]]
     for part in (f"{MODULES}.{name}" for name in modules):
-        own = table[parts == part]
+        rows = table[parts == part]
         linear = table[parts == "linear"]
-        found.append(own if len(own) else linear.assign(operand=linear["operand"].str.replace("linear", part, n=1)))
-    made = pd.concat(found)
+        frames.append(rows if len(rows) else linear.assign(operand=linear["operand"].str.replace("linear", part, n=1)))
+    made = pd.concat(frames)
     return made.sort_values("operand", key=lambda _: _parts(made).map(_place), kind="stable", ignore_index=True)
 
 
@@ -151,15 +151,15 @@ def recipe_of(table: pd.DataFrame, schedule: pd.DataFrame, keep: str, start: Rec
 
 def _tables(table: pd.DataFrame) -> dict[str, Any]:
     """The tables of a recipe file, from the rows of operands."""
-    found: dict[str, Any] = {}
+    tables: dict[str, Any] = {}
     for row in table.to_dict("records"):
         part, gemm, operand = row["operand"].rsplit(".", 2)
         part, _, module = part.partition(".")
-        cells = found.setdefault(part, {}).setdefault(module, {}) if module else found.setdefault(part, {})
+        cells = tables.setdefault(part, {}).setdefault(module, {}) if module else tables.setdefault(part, {})
         spec = "" if pd.isna(row["spec"]) else row["spec"].strip()
         rounded = not pd.isna(row["rounded"]) and row["rounded"]
         cells.setdefault(gemm, {})[operand] = {"spec": spec, "of": "rounded"} if rounded else spec
-    return found
+    return tables
 
 
 def _stage(changes: str, before: Recipe) -> dict[str, Any]:
@@ -170,7 +170,7 @@ def _stage(changes: str, before: Recipe) -> dict[str, Any]:
             "the row changes nothing: enter a recipe, such as bf16, or operands, such as linear.forward = bf16"
         )
     if CHANGE.match(changes):
-        pairs = (each.partition("=") for each in changes.split(";") if each.strip())
+        pairs = (change.partition("=") for change in changes.split(";") if change.strip())
         cells = [(key, cell.strip().strip('"')) for key, _, cell in pairs]
         lines = (f"{key} = {cell if cell.startswith('{') else json.dumps(cell)}" for key, cell in cells)
         try:
@@ -178,8 +178,8 @@ def _stage(changes: str, before: Recipe) -> dict[str, Any]:
         except tomllib.TOMLDecodeError:
             raise RecipeError(f"{changes!r}: enter changes such as linear.forward = bf16; qk.forward = bf16") from None
     recipe = parse_recipe(changes)
-    if own := [name for name in WHOLE_RUN if getattr(recipe, name)]:
-        raise RecipeError(f"{changes} has its own {' and '.join(own)}: write {without(changes, *own)}")
+    if fields := [name for name in WHOLE_RUN if getattr(recipe, name)]:
+        raise RecipeError(f"{changes} has its own {' and '.join(fields)}: write {without(changes, *fields)}")
     modules = dict.fromkeys((name for name, _ in before.modules), recipe.linear) | dict(recipe.modules)
     return _tables(table_of(replace(recipe, modules=tuple(modules.items()))))
 

@@ -167,13 +167,13 @@ def _begin(start: str) -> None:
 def _operands(modules: Sequence[str]) -> pd.DataFrame:
     """The edited table of operands, with rows for the modules chosen above it."""
     state = st.session_state
-    own = st.multiselect(
+    chosen = st.multiselect(
         "Modules with their own formats", list(dict.fromkeys([*modules, *state["collect_own"]])), key="collect_own",
         placeholder="none: the same for all linear layers", accept_new_options=True,
         help="Linear layers that get their own rows", filter_mode="contains", select_all=False,
     )  # fmt: skip
-    if own != recipe_table.modules_of(state["recipe_operands"]):
-        state["recipe_operands"] = recipe_table.with_modules(state["recipe_operands"], own)
+    if chosen != recipe_table.modules_of(state["recipe_operands"]):
+        state["recipe_operands"] = recipe_table.with_modules(state["recipe_operands"], chosen)
         state["recipe_count"] += 1
     return _edited("operands", COLUMNS, height=402)
 

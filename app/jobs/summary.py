@@ -111,5 +111,5 @@ def runs_to_compare(together: Sequence[JobView]) -> list[str]:
 
 def losses(view: JobView) -> tuple[pd.DataFrame, int]:
     """As `loss_chart.loss_table`, with the recipe as the group."""
-    found = {str(view.run.config.get("recipe")): losses_of(view.run)} if view.run else {}
-    return loss_chart.loss_table(found, MOST_POINTS)
+    records = {str(view.run.config.get("recipe")): losses_of(view.run)} if view.run else {}
+    return loss_chart.loss_table(records, MOST_POINTS)

@@ -58,7 +58,7 @@ class PagePart:
     def params(self, opened: Catalog) -> dict[str, Param]:
         """The parameters of its room, besides filter and scope."""
         if self.room:
-            return {name: param for each in self.room for name, param in each.params(opened).items()}
+            return {name: param for question in self.room for name, param in question.params(opened).items()}
         return {name: make(opened) for name, make in self.takes.items()}
 
 
@@ -98,11 +98,11 @@ TOOLS = {
 
 
 def _page(name: str, title: str, icon: str) -> Page:
-    own = [question for question in QUESTIONS if question.page == name]
+    page_questions = [question for question in QUESTIONS if question.page == name]
     questions = []
-    for q in own:
-        first = next(each for each in own if each.view == (q.room or q.view))
-        room = (first, *(each for each in own if each.room == first.view))
+    for q in page_questions:
+        first = next(question for question in page_questions if question.view == (q.room or q.view))
+        room = (first, *(question for question in page_questions if question.room == first.view))
         layout = first.layout or LAYOUTS.get(name, DEFAULT_LAYOUT)
         questions.append(PagePart(q.view, q.title, q.icon, layout, q, room, kept=True, empty=q.empty))
     return Page(name, title, icon, {part.name: part for part in (*questions, *TOOLS.get(name, ()))})

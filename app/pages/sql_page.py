@@ -80,12 +80,12 @@ def show(opened: Catalog, view: View, reading: Reading) -> None:
 
 def _digits(rows: pd.DataFrame) -> dict[str, Any]:
     """Five digits for columns of fractions: without a format, Streamlit shows 1.99e-10 as 0.0000000002."""
-    found: dict[str, Any] = {}
+    formats: dict[str, Any] = {}
     for name in map(str, rows.select_dtypes("float")):
         known = rows[name].abs().replace(math.inf, math.nan).dropna()
         if (known % 1).any():
-            found[name] = st.column_config.NumberColumn(format="%.5g" if known.max() < 1e5 else "%.4e")
-    return found
+            formats[name] = st.column_config.NumberColumn(format="%.5g" if known.max() < 1e5 else "%.4e")
+    return formats
 
 
 def _links(opened: Catalog, row: pd.Series) -> None:

@@ -39,7 +39,7 @@ def show_room(opened: Catalog, view: View, reading: Reading) -> None:
     assert reading.part and reading.question
     first, *others = reading.part.room
     if first.choice:
-        titles = {each.view: each.title for each in (first, *others)}
+        titles = {question.view: question.title for question in (first, *others)}
         st.session_state["room"] = view.part
         st.segmented_control(
             first.choice, list(titles), key="room", required=True, format_func=lambda name: titles[name],
@@ -56,7 +56,7 @@ def show_sections(opened: Catalog, view: View, reading: Reading) -> None:
     """The questions of a room after the first, each folded until it is opened."""
     assert reading.part
     first, *others = reading.part.room
-    selected = selected_of(opened, reading) if any(each.applies for each in others) else None
+    selected = selected_of(opened, reading) if any(question.applies for question in others) else None
     for question in others:
         is_open, key = question.view == view.part, f"section_{question.view}"
         if question.applies and not is_open and (isinstance(selected, Drawn) or not question.applies(selected)):
@@ -85,9 +85,9 @@ def show_question(opened: Catalog, view: View, reading: Reading) -> None:
     selected = selected_of(opened, reading)
     if not isinstance(selected, Drawn):
         controls = question.controls_of(selected, reading.values)
-        show_controls((each for each in controls if not each.folded), reading.values, gap="large")
-        if folded := [each for each in controls if each.folded]:
-            used = any(reading.values[each.name] != each.param_in(opened).default for each in folded)
+        show_controls((control for control in controls if not control.folded), reading.values, gap="large")
+        if folded := [control for control in controls if control.folded]:
+            used = any(reading.values[control.name] != control.param_in(opened).default for control in folded)
             with st.expander("More options", expanded=used):
                 show_controls(folded, reading.values)
     drawn = drawn_of(opened, view, question.slow)
@@ -122,7 +122,7 @@ def show_controls(
     """Show controls with their values, those of one row side by side."""
     for _, row in groupby(controls, key=lambda control: control.row or control.name):
         together = list(row)
-        columns = st.columns([each.width for each in together], gap=gap if len(together) < 3 else "small")
+        columns = st.columns([control.width for control in together], gap=gap if len(together) < 3 else "small")
         for cell, control in zip(columns, together, strict=True):
             with cell:
                 show_control(control, values[control.name])

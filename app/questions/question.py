@@ -116,8 +116,12 @@ class Question:
     @property
     def uses(self) -> tuple[str, ...]:
         """All parameters that its answer depends on, besides the filter."""
-        own = [*(["tensor"] if self.of is Of.TENSOR else []), *self.takes, *(each.name for each in self.controls)]
-        return (*self.scope, *own)
+        names = [
+            *(["tensor"] if self.of is Of.TENSOR else []),
+            *self.takes,
+            *(control.name for control in self.controls),
+        ]
+        return (*self.scope, *names)
 
     @property
     def ignored_fields(self) -> tuple[str, ...]:

@@ -49,8 +49,8 @@ def views(opened: Catalog, where: Filter, question: Question) -> list[View]:
     """The views of a question: in each format if it depends on one, of the tensor that loses most in it."""
     part = View(question.page, {PART: [question.view]}).filtered(where)
     if question.name == "explore":
-        raw, found = part.changed(values=RAW), opened.facets(where)
-        return [raw.changed(by=by) for by in REPORTED_BY if by == "quant_type" or len(_chosen(found, where, by)) > 1]
+        raw, facets = part.changed(values=RAW), opened.facets(where)
+        return [raw.changed(by=by) for by in REPORTED_BY if by == "quant_type" or len(_chosen(facets, where, by)) > 1]
     formats = first_formats(opened, where)
     if question.name == "map":
         of_formats = [part.changed(metric=metric, format=fmt) for fmt in formats for metric in OF_FORMAT]
@@ -69,10 +69,10 @@ def views(opened: Catalog, where: Filter, question: Question) -> list[View]:
     return [part.changed(format=fmt, tensor=tensor, gemm=gemm) for fmt, tensor, gemm in operands]
 
 
-def _chosen(found: dict[str, list[object]], where: Filter, field: str) -> list[object]:
+def _chosen(facets: dict[str, list[object]], where: Filter, field: str) -> list[object]:
     """The values of a field in the selection: `facets` leaves each field's own restriction out."""
     wanted = getattr(where, field)
-    return [value for value in found.get(field, []) if not wanted or value in wanted]
+    return [value for value in facets.get(field, []) if not wanted or value in wanted]
 
 
 def _section(opened: Catalog, question: Question, view: View, before: dict[str, pd.DataFrame]) -> Section:

@@ -33,15 +33,15 @@ def page(sections: tuple[Section, ...], embedded: Mapping[str, str], bundle: str
     """The HTML. embedded: what it holds of each figure (`Picture.embedded`), by section and name; bundle: vega,
     vega-lite and vega-embed as one script (`Renderers.bundle`); archived: whether a ZIP is made as well; top: title,
     subtitle, facts as (name, value), notes as HTML that was made safe, "" for none."""
-    own = (HERE.parent / "picture.js").read_text(encoding="utf-8") + (HERE / "page.js").read_text(encoding="utf-8")
+    script = (HERE.parent / "picture.js").read_text(encoding="utf-8") + (HERE / "page.js").read_text(encoding="utf-8")
     themes = {"font": FONT} | {theme.name: asdict(theme) | {"config": theme.config()} for theme in THEMES.values()}
     environment = Environment(loader=FileSystemLoader(HERE), autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.policies["json.dumps_kwargs"] = {
         "allow_nan": False, "ensure_ascii": False, "separators": (",", ":"),
     }  # fmt: skip
     return environment.get_template("page.html").render(
-        top, sections=sections, archived=archived, themes=themes, scripts=(bundle, own), style=_style(),
-        hashes=[_hash(bundle), _hash(own)], long=LONG,
+        top, sections=sections, archived=archived, themes=themes, scripts=(bundle, script), style=_style(),
+        hashes=[_hash(bundle), _hash(script)], long=LONG,
         embedded=embedded, height=HEIGHT, fits=fits, note=note, rows=_rows, first_numbers=_first_numbers,
     )  # fmt: skip
 

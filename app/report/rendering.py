@@ -162,7 +162,7 @@ def _wide(svg: str, width: float, unit: str) -> str:
 def _numbered(svg: str) -> str:
     """The drawing with its clips numbered from 0: Vega counts those of all the drawings that its process has made."""
     numbers: dict[str, int] = {}
-    return _CLIP.sub(lambda found: f"{found[1]}{numbers.setdefault(found[2], len(numbers))}", svg)
+    return _CLIP.sub(lambda match: f"{match[1]}{numbers.setdefault(match[2], len(numbers))}", svg)
 
 
 def captioned(svg: str, caption: dict[str, Any], colors: dict[str, str]) -> str:
@@ -182,7 +182,7 @@ def captioned(svg: str, caption: dict[str, Any], colors: dict[str, str]) -> str:
 def supported(svg: str) -> str:
     """The drawing with only characters that Liberation Sans has: superscript and subscript digits become small ordinary
     digits."""
-    return _TEXT.sub(lambda found: found[1] + _shifted(found[2].translate(SIMILAR)), svg)
+    return _TEXT.sub(lambda match: match[1] + _shifted(match[2].translate(SIMILAR)), svg)
 
 
 def _shifted(text: str) -> str:

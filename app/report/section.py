@@ -50,10 +50,10 @@ class Section:
 
 def merged(contributions: Iterable[Section]) -> tuple[Section, ...]:
     """One section per name, in the order of their first contributions, which have title and text."""
-    found: dict[str, Section] = {}
+    sections: dict[str, Section] = {}
     for one in contributions:
-        first = found.setdefault(one.name, Section(one.name, one.title, text=one.text))
-        found[one.name] = replace(
+        first = sections.setdefault(one.name, Section(one.name, one.title, text=one.text))
+        sections[one.name] = replace(
             first,
             figures=(*first.figures, *one.figures),
             tables=(*first.tables, *one.tables),
@@ -61,4 +61,4 @@ def merged(contributions: Iterable[Section]) -> tuple[Section, ...]:
             problems=tuple(dict.fromkeys((*first.problems, *one.problems))),
             texts=(*first.texts, *one.texts),
         )
-    return tuple(found.values())
+    return tuple(sections.values())

@@ -80,9 +80,9 @@ def with_intervals(frame: pd.DataFrame) -> pd.DataFrame:
     bounds = {name: [f"{name}, {bound}" for bound in BOUNDS.values()] for name in frame.columns}
     bounds = {name: both for name, both in bounds.items() if set(both) <= set(frame.columns)}
     columns: dict[str, Any] = {}
-    for name in frame.columns.difference([each for both in bounds.values() for each in both], sort=False):
+    for name in frame.columns.difference([column for both in bounds.values() for column in both], sort=False):
         if name in bounds:
-            texts = zip(*(map(_text, frame[each]) for each in (name, *bounds[name])), strict=True)
+            texts = zip(*(map(_text, frame[column]) for column in (name, *bounds[name])), strict=True)
             columns[f"{name}, median (10% to 90%)"] = [f"{median} ({low} to {high})" for median, low, high in texts]
         else:
             columns[name] = frame[name]

@@ -139,9 +139,9 @@ def _unchanged(opened: Catalog) -> Iterator[None]:
 
 def _check(opened: Catalog, request: ReportRequest) -> None:
     if not opened.totals().tensors:
-        found = "contains no recorded tensors" if opened.root.is_dir() else "does not exist"
+        problem = "contains no recorded tensors" if opened.root.is_dir() else "does not exist"
         advice = "give a directory of runs with --tensor-save-dir, or collect a run with binade quick mxfp8"
-        raise ReportError(f"{opened.root} {found}: {advice}")
+        raise ReportError(f"{opened.root} {problem}: {advice}")
     if not opened.totals(request.where).tensors:
         raise ReportError(f"no tensor matches: {request.where.sentence()}; remove something from the filter")
     if not request.output.absolute().name:
@@ -279,7 +279,7 @@ def _draw(opened: Catalog, request: ReportRequest, session: Session | None, file
     contributions = (
         sessions.contributions(opened, session, command) if session else contents.contributions(opened, where, command)
     )
-    found: list[Section] = []
+    unmerged: list[Section] = []
     waiting: deque[tuple[str, Figure, Future[Picture], dict[str, Future[Paper]]]] = deque()
     embedded: dict[str, str] = {}
     done = total = 0
@@ -298,7 +298,7 @@ def _draw(opened: Catalog, request: ReportRequest, session: Session | None, file
 
         bundle = renderers.bundle()
         for one in contributions:
-            found.append(one)
+            unmerged.append(one)
             figures = {f"{one.name}/{figure.name}": figure for figure in one.figures}
             total += len(figures)
             for path, figure in figures.items():
@@ -311,7 +311,7 @@ def _draw(opened: Catalog, request: ReportRequest, session: Session | None, file
                 waiting.append((path, figure, picture, papers))
                 collect(4 * renderers.jobs)
         collect(0)
-        sections = merged(found)
+        sections = merged(unmerged)
         html = page(sections, embedded, bundle.result(), files.archive is not None, **_top(opened, where, session))
     numbers = stats.tensor_stats(opened, where)
     texts = {

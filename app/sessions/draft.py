@@ -159,18 +159,18 @@ def save(opened: Catalog, session: Session) -> None:
     saved, number = version
     set_current(OpenSession(saved, version))
     toast(f"Saved “{saved.name}”, version {number}", ":material/save:")
-    found = []
+    texts = []
     if draft and draft.session.id == saved.id and number > (before.number if before else 0) + 1:
-        found.append(
+        texts.append(
             f"This session was also saved elsewhere after you opened it. Yours is now version {number}; the other "
             "versions are in its history."
         )
     if before and before.session.runs and (more := len({*saved.run_ids} - {*before.session.run_ids})):
-        found.append(
+        texts.append(
             f"The session now includes {more} more run{'s' * (more != 1)}. Pins that do not select a run show "
             f"{'them' if more != 1 else 'it'}, too."
         )
-    notify(*found)
+    notify(*texts)
 
 
 def open_version(version: Version, with_draft: bool = True) -> None:
@@ -186,22 +186,22 @@ def open_version(version: Version, with_draft: bool = True) -> None:
         if draft and with_draft
         else OpenSession(version.session, saved)
     )
-    found = pins.missing_runs(resolve_root(), version.session)
+    texts = pins.missing_runs(resolve_root(), version.session)
     if draft and not with_draft:
-        found.append(
+        texts.append(
             "This session has unsaved changes, kept as a draft. Changes to this version become a session of their own."
         )
     try:
         more = len(pins.other_runs(catalog(), version.session))
     except DamagedIndexError as error:
         more = 0
-        found.append(f"{error}.")
+        texts.append(f"{error}.")
     if more:
         runs = "1 run in this root does" if more == 1 else f"{more} runs in this root do"
-        found.append(
+        texts.append(
             f"{runs} not belong to this session. The session’s page shows all runs; its pins show only its own runs."
         )
-    notify(*found)
+    notify(*texts)
 
 
 def show(view: View) -> NoReturn:
@@ -233,9 +233,9 @@ def follow_link() -> None:
 
 def notices() -> None:
     """The notices about the open session or the link, above the page, until they are closed."""
-    if found := st.session_state.get("notices"):
+    if texts := st.session_state.get("notices"):
         left, right = st.container(key="notices").columns([12, 1], vertical_alignment="top")
-        text = "\n\n".join(map(plain, found[:6]))
-        more = f"\n\nand {len(found) - 6} more." if len(found) > 6 else ""
+        text = "\n\n".join(map(plain, texts[:6]))
+        more = f"\n\nand {len(texts) - 6} more." if len(texts) > 6 else ""
         left.warning(text + more, icon=":material/link_off:")
         right.button("Close", key="close_notices", on_click=notify)

@@ -68,7 +68,7 @@ def _depth(notes: str) -> int:
 def _brackets(notes: str) -> int:
     """The nesting depth of brackets, as in colored text and formulas."""
     depth = deepest = 0
-    for found in re.finditer(r"[\[{(]|[\]})]", notes):
-        depth = depth + 1 if found[0] in "[{(" else max(depth - 1, 0)
+    for match in re.finditer(r"[\[{(]|[\]})]", notes):
+        depth = depth + 1 if match[0] in "[{(" else max(depth - 1, 0)
         deepest = max(deepest, depth)
     return deepest

@@ -47,22 +47,22 @@ def _turn_to(part: str) -> None:
 
 
 def _saved(opened: Catalog) -> None:
-    found, problems = storage.list_sessions(opened.root)
+    versions, problems = storage.list_sessions(opened.root)
     for problem in problems:
         st.warning(plain(problem), icon=":material/broken_image:")
-    if not found:
+    if not versions:
         st.info("No saved sessions yet.", icon=":material/bookmarks:")
         st.markdown(
             "A session saves what you are looking at: the page with its filter and settings, the charts you pin, and "
             "your notes. Pin a chart with **Pin to session** in its menu (⋯), or **Save** above a page with charts."
         )
         return
-    if len(found) > MAX_LISTED:
+    if len(versions) > MAX_LISTED:
         text = st.text_input("Find", placeholder="part of the name").strip().lower()
-        found = [version for version in found if text in version.session.name.lower()]
-        if len(found) > MAX_LISTED:
-            st.caption(f"The latest {MAX_LISTED} of {len(found):,}.")
-    for version in found[:MAX_LISTED]:
+        versions = [version for version in versions if text in version.session.name.lower()]
+        if len(versions) > MAX_LISTED:
+            st.caption(f"The latest {MAX_LISTED} of {len(versions):,}.")
+    for version in versions[:MAX_LISTED]:
         _entry(opened, version)
 
 
@@ -284,9 +284,9 @@ def _drawn(opened: Catalog, pin: Pin, runs: tuple[str, ...] | None, index: int) 
 
 
 def _compare(opened: Catalog) -> None:
-    found, _ = storage.list_sessions(opened.root)
+    versions, _ = storage.list_sessions(opened.root)
     choices = {}
-    for latest in found:
+    for latest in versions:
         for one, number in storage.history(opened.root, latest.session.id)[0]:
             choices[f"{one.name} · version {number} · {one.id}"] = one
     if (now := draft.current()) and now.changed:

@@ -20,8 +20,8 @@ from binade.data.runs import RunError, fingerprint
 
 def runs_of(catalog: Catalog, views: Sequence[View]) -> list[str]:
     """The runs that views show."""
-    found = {run for view in views for run in view.runs(catalog)}
-    return [run for run in catalog.runs()["run_id"] if run in found]
+    shown = {run for view in views for run in view.runs(catalog)}
+    return [run for run in catalog.runs()["run_id"] if run in shown]
 
 
 def tensors_of(catalog: Catalog, pins: Iterable[Pin], runs: Sequence[str] | None = None) -> list[str]:
@@ -82,15 +82,15 @@ def refreshed(catalog: Catalog, session: Session, before: Session | None = None)
     show any run that is here.
     """
     new = views_of(session)
-    found: set[str] = set()
+    shown: set[str] = set()
     if before and before.runs:
         former = [pin.uncaptioned for pin in views_of(before)]
         old = [pin for pin in new if pin.uncaptioned in former]
         new = [pin for pin in new if pin.uncaptioned not in former]
         saved = catalog.restricted({*before.run_ids}.union(*(pin.named_runs(catalog) for pin in old)))
-        found |= {*runs_of(saved, old)}
-    found |= {*runs_of(catalog, new)}
-    ids = [run_id for run_id in catalog.runs()["run_id"] if run_id in found]
+        shown |= {*runs_of(saved, old)}
+    shown |= {*runs_of(catalog, new)}
+    ids = [run_id for run_id in catalog.runs()["run_id"] if run_id in shown]
     absent = [run for run in session.runs if not _is_here(catalog.root, run.run_id)]
     marks = [RunReference(run_id, fingerprint(catalog.root / run_id)) for run_id in ids]
     return replace(session, runs=(*marks, *absent))

@@ -115,22 +115,22 @@ class Change(NamedTuple):
 def differences(first: Session, second: Session) -> list[Change]:
     """The differences of two sessions in name, page, filter and parameters, notes, pins and runs. Empty if there are
     none."""
-    found = [Change("Name", first.name, second.name), Change("Page", first.view.page, second.view.page)]
+    changes = [Change("Name", first.name, second.name), Change("Page", first.view.page, second.view.page)]
     for name in sorted({**first.view.params, **second.view.params}, key=lambda name: (name not in TITLES, name)):
         title = f"Filter: {TITLES[name].lower()}" if name in TITLES else f"Parameter: {name}"
         texts = [", ".join(session.view.params.get(name, [])) or "–" for session in (first, second)]
-        found.append(Change(title, *texts))
-    found.append(Change("Notes", first.notes or "–", second.notes or "–"))
+        changes.append(Change(title, *texts))
+    changes.append(Change("Notes", first.notes or "–", second.notes or "–"))
     pins = [[str(pin) for pin in session.pins] for session in (first, second)]
     for pin in dict.fromkeys(pins[0] + pins[1]):
         counts = [str(side.count(pin)) if side.count(pin) > 1 else "pinned" if pin in side else "–" for side in pins]
-        found.append(Change(f"Pin: {pin}", *counts))
+        changes.append(Change(f"Pin: {pin}", *counts))
     if sorted(pins[0]) == sorted(pins[1]):
-        found.append(Change("Order of the pins", *(" · ".join(side) for side in pins)))
+        changes.append(Change("Order of the pins", *(" · ".join(side) for side in pins)))
     hashes = [{run.run_id: run.hash for run in session.runs} for session in (first, second)]
     for run_id in hashes[0] | hashes[1]:
-        found.append(Change(f"Run: {run_id}", *(side.get(run_id, "–")[:12] for side in hashes)))
-    return [one for one in found if one.first != one.second]
+        changes.append(Change(f"Run: {run_id}", *(side.get(run_id, "–")[:12] for side in hashes)))
+    return [one for one in changes if one.first != one.second]
 
 
 def to_json(session: Session) -> str:

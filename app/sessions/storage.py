@@ -93,13 +93,13 @@ def keep(root: Path, session: Session, revision: str) -> str:
         directory.mkdir(parents=True, exist_ok=True)
         with locked(folder(root), required=False):
             directory.mkdir(exist_ok=True)
-            if _revision(directory) not in ("", revision, own := _sha256(content)):
+            if _revision(directory) not in ("", revision, digest := _sha256(content)):
                 raise DraftChangedError(f"“{session.name}” was changed in another tab or by someone else")
             write_atomic(directory / DRAFT, content)
     except OSError as error:
         text = f"Unsaved changes cannot be kept in {directory}: {error.strerror or error}."
         raise SessionError(text) from error
-    return own
+    return digest
 
 
 def _sha256(content: bytes) -> str:
@@ -169,18 +169,18 @@ def list_sessions(root: Path) -> tuple[list[Version], list[str]]:
     """(the newest version of every session, latest saved first; a sentence for each that cannot be read)."""
     directory = folder(root)
     names = sorted(entry.name for entry in directory.iterdir()) if directory.is_dir() else []
-    found, problems = _readable(partial(load, root, name) for name in names if re.fullmatch(ID, name))
-    return sorted(found, key=lambda version: version.session.saved, reverse=True), problems
+    versions, problems = _readable(partial(load, root, name) for name in names if re.fullmatch(ID, name))
+    return sorted(versions, key=lambda version: version.session.saved, reverse=True), problems
 
 
 def _readable(reads: Iterable[Callable[[], Version]]) -> tuple[list[Version], list[str]]:
-    found, problems = [], []
+    versions, problems = [], []
     for read in reads:
         try:
-            found.append(read())
+            versions.append(read())
         except SessionError as error:
             problems.append(str(error))
-    return found, problems
+    return versions, problems
 
 
 def delete(root: Path, session_id: str) -> int:

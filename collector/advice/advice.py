@@ -148,8 +148,8 @@ class Advice:
     def uniform(self) -> pd.Series | None:
         """The best recipe with one spec for all operands and no more bits, or time; None if there is none."""
         limits = ("share", self.share + AS_MANY / BF16_BITS) if self.timed else ("bits", self.bits + AS_MANY)
-        found = self.frontier[(self.frontier["kind"] == "uniform") & (self.frontier[limits[0]] <= limits[1])]
-        return None if found.empty else found.sort_values("change").iloc[0]
+        recipes = self.frontier[(self.frontier["kind"] == "uniform") & (self.frontier[limits[0]] <= limits[1])]
+        return None if recipes.empty else recipes.sort_values("change").iloc[0]
 
     @property
     def uniform_recipe(self) -> str:
@@ -166,7 +166,7 @@ class Advice:
         rows = self.forward
         rows = rows.assign(place=short_names(rows).where(~rows["group"].isin(self.costs.measured), rows["group"]))
         saved = rows.groupby("place")["saved"].sum()
-        rows = rows.drop_duplicates("place").assign(saved=lambda own: own["place"].map(saved))
+        rows = rows.drop_duplicates("place").assign(saved=lambda operands: operands["place"].map(saved))
         return rows[rows["saved"] > 0].sort_values("saved", ascending=False, ignore_index=True)
 
     @property
@@ -183,10 +183,10 @@ class Advice:
             return None
         rows = self.costs.table
         other = rows[(rows["gemm"] == FORWARD) & (rows["spec"] == self.uniform["name"])]
-        own, theirs = (
+        advised, theirs = (
             dict(enumerate(by_sequence(part["by_sequence"], self.costs.sequences))) for part in (self.forward, other)
         )
-        return evidence.paired(CHANGE, own, theirs, "sequences")
+        return evidence.paired(CHANGE, advised, theirs, "sequences")
 
     @property
     def sentence(self) -> evidence.Sentence:
@@ -216,45 +216,45 @@ class Advice:
     @property
     def doubts(self) -> list[str]:
         """A sentence for each reason not to rely on it."""
-        found = list(self.costs.agreement)
-        found += [str(doubt) for doubt in (self.costs.reliability.doubt, self.costs.reliability.doubt_of_sum) if doubt]
+        doubts = list(self.costs.agreement)
+        doubts += [str(doubt) for doubt in (self.costs.reliability.doubt, self.costs.reliability.doubt_of_sum) if doubt]
         if self.costs.caveat:
-            found.append(self.costs.caveat)
+            doubts.append(self.costs.caveat)
         raw = float(self.forward["change"].sum())
         if self.costs.bounds and not self.costs.measured and not math.isclose(raw, self.change, rel_tol=1e-6):
             low, high = map(CHANGE.quantity, (self.costs.bounds.low, self.costs.bounds.high))
-            found.append(
+            doubts.append(
                 f"The second order predicts {CHANGE.quantity(raw)}. A sequence counts from {low} (a loss of 0) to "
                 f"{high} (a model that knows nothing): measure a change as large as this."
             )
         if self.costs.measured:
-            found.append(
+            doubts.append(
                 "Changes were measured group by group, so their sum lacks what groups do to each other: measure the "
                 "recipe as a whole before you rely on it."
             )
         if self.costs.scaled and (self.costs.predicted or not self.costs.measured):
             levels = " or ".join(self.costs.scaled)
-            found.append(
+            doubts.append(
                 f"Predictions are scaled to what was measured for {levels}: they only divide it among operands."
             )
         if self.costs.predicted:
             shown, more = self.costs.predicted[:4], len(self.costs.predicted) - 4
-            found.append(
+            doubts.append(
                 f"Only predicted, since these groups were not measured: {', '.join(shown)}"
                 f"{f' and {more} more' * (more > 0)}."
             )
         if self.costs.left:
-            found.append(
+            doubts.append(
                 f"Kept in bf16, because an operand was not recorded or not scored: {', '.join(self.costs.left)}."
             )
         if not self.backward.empty:
-            found.append(
+            doubts.append(
                 "The effect of backward operands on the loss is not predicted: their formats are chosen for the least "
                 "noise in gradients."
             )
         if self.roofline:
-            found += _doubts_of_times(self.roofline.device, self.costs.specs)
-        return found
+            doubts += _doubts_of_times(self.roofline.device, self.costs.specs)
+        return doubts
 
     def recipe(self, name: str) -> Recipe:
         """The choice as a recipe; the most common specs become [linear]."""
@@ -279,10 +279,10 @@ class Advice:
         ((usual, _),) = Counter(linear.values()).most_common(1) or [((BF16,) * len(OPERAND_FIELDS), 0)]
         _set(draft, "linear", usual, name)
         for module in dict.fromkeys(site.module for site in linear):
-            own = {site.name: chosen for site, chosen in linear.items() if site.module == module}
-            if len(set(own.values())) == 1:
-                own = {module: next(iter(own.values()))}
-            for key, chosen in own.items():
+            choices = {site.name: chosen for site, chosen in linear.items() if site.module == module}
+            if len(set(choices.values())) == 1:
+                choices = {module: next(iter(choices.values()))}
+            for key, chosen in choices.items():
                 if chosen != usual:
                     _set(draft, f"{MODULES}.{key}", chosen, name)
         return draft.recipe(name)
@@ -296,20 +296,20 @@ def _set(draft: RecipeDraft, part: str, given: Sequence[str], name: str) -> None
 
 
 def _doubts_of_times(device: Device, specs: Sequence[str]) -> list[str]:
-    found = [MEANING]
+    doubts = [MEANING]
     if emulated := [spec for spec in specs if device.published_rate(spec) is None]:
-        found.append(f"Emulated on {device.title}, at the rate of bf16: {', '.join(emulated)}.")
+        doubts.append(f"Emulated on {device.title}, at the rate of bf16: {', '.join(emulated)}.")
     if device.read == "recalled":
-        found.append(f"The rates of {device.title} were not checked against a source.")
-    return found
+        doubts.append(f"The rates of {device.title} were not checked against a source.")
+    return doubts
 
 
 def roofline_of(catalog: Catalog, costs: Costs, device: Device, batch: tuple[int, int] | None = None) -> Roofline:
     """The products of a micro-batch of the model that the costs are from. batch: its sequences and their length, by
     default those of the run. Raises AdviceError if the run's settings are not known."""
     planned = plan_of(catalog, costs, "predict times from runs of binade run")
-    own = planned.config.micro_batch_size, planned.config.sequence_length
-    return Roofline(device, products(planned.shape, *(batch or own)))
+    run_batch = planned.config.micro_batch_size, planned.config.sequence_length
+    return Roofline(device, products(planned.shape, *(batch or run_batch)))
 
 
 def advise(costs: Costs, request: AdviceRequest, roofline: Roofline | None = None) -> Advice:
@@ -359,11 +359,11 @@ def advise(costs: Costs, request: AdviceRequest, roofline: Roofline | None = Non
         except AdviceError:  # only so many layers may be in bf16
             continue
         rows.append(row("advised", quantity(share), _totals(costs, other[other["gemm"] == FORWARD]), _chosen(other)))
-    for spec, own in forward.groupby("spec"):
-        if len(own) < len(costs.forward[1]):  # not measured in all groups
+    for spec, operands in forward.groupby("spec"):
+        if len(operands) < len(costs.forward[1]):  # not measured in all groups
             continue
         rounded = {(*place, field): str(spec) for place in _places(costs) for field in OPERAND_FIELDS}
-        rows.append(row("uniform", str(spec), _totals(costs, own), rounded))
+        rows.append(row("uniform", str(spec), _totals(costs, operands), rounded))
     unplaced = []
     for name in PUBLISHED:
         recipe = parse_recipe(name)
@@ -405,8 +405,10 @@ def _rows(table: pd.DataFrame, best: pd.DataFrame) -> pd.DataFrame:
 
 def _narrowest(table: pd.DataFrame, specs: Sequence[str]) -> pd.DataFrame:
     """OPERAND and narrowest: the change or noise in the narrowest spec."""
-    own = table[table["spec"] == min(specs, key=lambda spec: (bits_of(spec), spec))]
-    return own[OPERAND].assign(narrowest=own["change"].where(own["gemm"] == FORWARD, own["noise"]))
+    narrowest = table[table["spec"] == min(specs, key=lambda spec: (bits_of(spec), spec))]
+    return narrowest[OPERAND].assign(
+        narrowest=narrowest["change"].where(narrowest["gemm"] == FORWARD, narrowest["noise"])
+    )
 
 
 def _totals(costs: Costs, rows: pd.DataFrame) -> tuple[float, float, float]:
@@ -456,9 +458,9 @@ def placed(recipe: Recipe, costs: Costs, skip: str = "") -> tuple[float, float, 
     taken = [(*key, specs[key[0], key[1], key[2], key[4]]) for key in keys]
     if not set(taken) <= set(known.index):
         return None
-    own = known.loc[taken]
-    bits = float(own["bits"].sum() / operands["values"].sum())
-    return bits, *costs.total(own)
+    rows = known.loc[taken]
+    bits = float(rows["bits"].sum() / operands["values"].sum())
+    return bits, *costs.total(rows)
 
 
 def plan_of(catalog: Catalog, costs: Costs, instead: str) -> Plan:
@@ -481,7 +483,7 @@ def verification(catalog: Catalog, advice: Advice, recipe: str, seeds: int, iter
     base = plan_of(catalog, advice.costs, "train bf16, the single format and the recipe yourself").config
     plain = replace(base, train_iters=iterations, save_tensors=False, collect_micro_batches=0)
     recipes = dict.fromkeys([BF16, *filter(None, [advice.uniform_recipe]), recipe])
-    return [replace(plain, recipe=each, seed=base.seed + number) for number in range(seeds) for each in recipes]
+    return [replace(plain, recipe=text, seed=base.seed + number) for number in range(seeds) for text in recipes]
 
 
 def queue_verification(root: Path, runs: Sequence[RunConfig], name: str, target: str | None = None) -> list[Job]:

@@ -37,8 +37,8 @@ def family(spec: str) -> tuple[str, int | None]:
 
 def grouped(table: pd.DataFrame, by: str) -> pd.DataFrame:
     """Rows of `Costs.table` with group (the name of the GEMM that shares a choice) and first (which operand it is)."""
-    own = table["part"].isin(("linear", "router"))  # a recipe has one choice for the attention of all layers
-    keys = [table["part"], *(table[name].where(own, "") for name in GROUPS[by]), table["gemm"]]
+    is_linear = table["part"].isin(("linear", "router"))  # a recipe has one choice for the attention of all layers
+    keys = [table["part"], *(table[name].where(is_linear, "") for name in GROUPS[by]), table["gemm"]]
     names = pd.concat(keys, axis=1).astype(str).agg(".".join, axis=1)
     first = table.groupby(["part", "gemm"])["field"].transform("min")
     return table.assign(group=names, first=table["field"] == first)
@@ -131,8 +131,8 @@ def choose(
         raise AdviceError(f"no choice satisfies {limit}{also}: raise the limit")
     if solved.x is None:
         raise AdviceError(f"no choice was found: {solved.message}")
-    found: pd.DataFrame = options[solved.x[:number] > 0.5]
-    return found
+    choice: pd.DataFrame = options[solved.x[:number] > 0.5]
+    return choice
 
 
 def least_share(options: pd.DataFrame) -> float:

@@ -98,8 +98,8 @@ class Costs:
     @property
     def specs(self) -> list[str]:
         """All but bf16, the narrowest first."""
-        found = {str(spec) for spec in self.table["spec"]} - {BF16}
-        return sorted(found, key=lambda spec: (bits_of(spec), spec))
+        specs = {str(spec) for spec in self.table["spec"]} - {BF16}
+        return sorted(specs, key=lambda spec: (bits_of(spec), spec))
 
 
 @cache
@@ -111,8 +111,8 @@ def bits_of(spec: str) -> float:
 def by_sequence(changes: Iterable[Sequence[float]], sequences: int) -> np.ndarray:
     """The sum of operands' changes in each sequence: [sequences]. Operands in bf16 have none. Empty if the operands'
     numbers of sequences differ."""
-    given = [np.asarray(each, float) for each in changes if len(each)]
-    return np.sum(given, axis=0) if len({len(each) for each in given}) == 1 else np.zeros(0 if given else sequences)
+    given = [np.asarray(change, float) for change in changes if len(change)]
+    return np.sum(given, axis=0) if len({len(change) for change in given}) == 1 else np.zeros(0 if given else sequences)
 
 
 def error_of(changes: Iterable[Sequence[float]]) -> float:
@@ -130,20 +130,20 @@ def costs(catalog: Catalog, where: Filter | None = None, parts: Sequence[str] = 
     its cost leaves out one that lowers the loss. Raises AdviceError.
     """
     runs = _runs(catalog, where)
-    found = catalog.operand_costs(Filter(run_id=runs))
-    found = found.assign(part=found["part"].str.lower())
-    found = found[found["part"].isin(parts or PARTS)]
-    if found.empty:
+    operands = catalog.operand_costs(Filter(run_id=runs))
+    operands = operands.assign(part=operands["part"].str.lower())
+    operands = operands[operands["part"].isin(parts or PARTS)]
+    if operands.empty:
         raise AdviceError(
             f"no operand of {', '.join(parts or PARTS)} was scored: record a run with scores, for example with "
             "binade run --quantization bf16"
         )
-    if missing := [part for part in parts if part not in set(found["part"])]:
+    if missing := [part for part in parts if part not in set(operands["part"])]:
         raise AdviceError(
             f"no operand of {', '.join(missing)} was recorded: record it, or choose other parts (--parts)"
         )
-    found = found.assign(field=_fields(found)).dropna(subset="field")
-    table, left = _complete(found)
+    operands = operands.assign(field=_fields(operands)).dropna(subset="field")
+    table, left = _complete(operands)
     forward = table[table["gemm"] == FORWARD]
     _check_predicted(forward)
     table["change"], table["cost"], table["error"] = forward["change"], forward["cost"], forward["change_error"]
@@ -153,16 +153,16 @@ def costs(catalog: Catalog, where: Filter | None = None, parts: Sequence[str] = 
     table = pd.concat([table, bf16], ignore_index=True)
     table["bits"] = table["values"] * table["spec"].map({spec: bits_of(spec) for spec in set(table["spec"])})
     narrowest = min(set(table["spec"]), key=lambda spec: (bits_of(spec), spec))
-    own = reliability(forward.loc[forward["spec"] == narrowest, "by_sequence"])
+    forward_reliability = reliability(forward.loc[forward["spec"] == narrowest, "by_sequence"])
     columns = [*OPERAND, "spec", "values", "bits", "change", "cost", "error", "by_sequence", "noise", "tensor_id"]
     configs = catalog.runs().set_index("run_id")["config"][list(runs)]
     caveat = rounded_twice(map(json.loads, configs), everywhere=True) if "weight" in set(forward["tensor_name"]) else ""
-    return Costs(table[columns], runs, own, left, caveat, bounds=_bounds(catalog, runs, configs))
+    return Costs(table[columns], runs, forward_reliability, left, caveat, bounds=_bounds(catalog, runs, configs))
 
 
 def _bounds(catalog: Catalog, runs: Sequence[str], configs: pd.Series) -> Bounds | None:
     """From the losses of the recorded iterations of these runs, or of all if none says that it was recorded."""
-    steps = [step for each in losses_of(catalog, runs).values() for step in each if step["iteration"] >= 0]
+    steps = [step for records in losses_of(catalog, runs).values() for step in records if step["iteration"] >= 0]
     losses = [step["loss"] for step in steps if step.get("recorded")] or [step["loss"] for step in steps]
     with suppress(ConfigError):
         vocabulary = trained_with(runs[-1], json.loads(configs[runs[-1]])).shape.vocab
@@ -227,16 +227,16 @@ def _fields(table: pd.DataFrame) -> pd.Series:
     return pd.Series([fields.get(key) for key in keys], index=table.index)
 
 
-def _complete(found: pd.DataFrame) -> tuple[pd.DataFrame, tuple[str, ...]]:
+def _complete(operands: pd.DataFrame) -> tuple[pd.DataFrame, tuple[str, ...]]:
     """(the GEMMs both of whose operands were recorded, in the specs that all of these were scored in; the others)."""
-    found = found.rename(columns={"format": "spec"})
+    operands = operands.rename(columns={"format": "spec"})
     gemm = ["part", "layer_index", "module", "gemm"]
-    both = found.groupby(gemm)["field"].transform("nunique") == 2
-    left = found.loc[~both, ["part", "gemm"]].drop_duplicates()
-    found = found[both & found["noise"].notna()]
-    wanted = found.drop_duplicates(OPERAND).shape[0]
-    counts = found["spec"].value_counts()
-    found = found[found["spec"].isin(counts[counts == wanted].index)]
-    if found.empty:
+    both = operands.groupby(gemm)["field"].transform("nunique") == 2
+    left = operands.loc[~both, ["part", "gemm"]].drop_duplicates()
+    operands = operands[both & operands["noise"].notna()]
+    wanted = operands.drop_duplicates(OPERAND).shape[0]
+    counts = operands["spec"].value_counts()
+    operands = operands[operands["spec"].isin(counts[counts == wanted].index)]
+    if operands.empty:
         raise AdviceError("no spec was scored on every operand: record a run with the same --scores for all of them")
-    return found, tuple(left["part"] + "." + left["gemm"])
+    return operands, tuple(left["part"] + "." + left["gemm"])

@@ -55,7 +55,9 @@ def measured_costs(catalog: Catalog, costs: Costs, by: str) -> Costs:
     """The costs with the effects that were measured in the root for the model of their runs, if there are any."""
     effects = catalog.effects(costs.runs)
     used = with_effects(costs, effects, by)
-    return replace(used, predictions=costs, agreement=tuple(each.sentence for each in agreements(costs, effects, used)))
+    return replace(
+        used, predictions=costs, agreement=tuple(agreement.sentence for agreement in agreements(costs, effects, used))
+    )
 
 
 def with_effects(costs: Costs, effects: pd.DataFrame, by: str) -> Costs:
@@ -87,10 +89,10 @@ def with_effects(costs: Costs, effects: pd.DataFrame, by: str) -> Costs:
     table["by_sequence"] = by_sequence
     names = table.loc[of_measured, "group"]
     left = table.loc[forward & ~of_measured, "group"]
-    own = [known[key] for key in dict.fromkeys(keys[replaced])]
+    rows = [known[key] for key in dict.fromkeys(keys[replaced])]
     used = costs
     if left.empty:
-        used = replace(costs, reliability=_reliability(own))
+        used = replace(costs, reliability=_reliability(rows))
     columns = list(costs.table)
     return replace(
         used,
@@ -110,17 +112,20 @@ def _scaled(costs: Costs, known: dict[tuple[str, EffectGroup], dict[str, Any]]) 
     levels: dict[str, None] = {}
     forward = table[(table["gemm"] == FORWARD) & (table["spec"] != BF16)]
     for (part, spec), rows in forward.groupby(["part", "spec"]):
-        layers = {EffectGroup(str(part), int(str(layer))): own for layer, own in rows.groupby("layer_index")}
+        layers = {EffectGroup(str(part), int(str(layer))): operands for layer, operands in rows.groupby("layer_index")}
         whole = {EffectGroup(str(part)): rows}
         groups = layers if all((spec, group) in known for group in layers) else whole
-        for group, own in groups.items():
-            row, positive = known.get((str(spec), group)), own["cost"].clip(lower=0)
+        for group, operands in groups.items():
+            row, positive = known.get((str(spec), group)), operands["cost"].clip(lower=0)
             if row is None or not positive.sum() > 0:
                 continue
             levels["each layer" if group.layer_index is not None else "all layers together"] = None
             shares = positive / positive.sum()
-            table.loc[own.index, "cost"], table.loc[own.index, "change"] = shares * _cost(row), shares * row["change"]
-            table.loc[own.index, "error"] = shares * row["error"]
+            table.loc[operands.index, "cost"], table.loc[operands.index, "change"] = (
+                shares * _cost(row),
+                shares * row["change"],
+            )
+            table.loc[operands.index, "error"] = shares * row["error"]
             for index, share in shares.items():
                 by_sequence[int(str(index))] = [value * share for value in row["change_by_sequence"]]
     return replace(costs, table=table.assign(by_sequence=by_sequence), scaled=tuple(levels))
@@ -143,18 +148,20 @@ def agreements(costs: Costs, effects: pd.DataFrame, used: Costs) -> tuple[Agreem
     what `with_effects` made of them."""
     parts = sorted(set(costs.table["part"]))
     known = _by_group(effects)
-    found = []
+    agreements = []
     for spec in costs.specs:
         whole = [known.get((spec, EffectGroup(part))) for part in parts]
         rows = costs.table[(costs.table["gemm"] == FORWARD) & (costs.table["spec"] == spec)]
         if any(row is None for row in whole) or rows.empty:
             continue
         sums = np.sum([row["change_by_sequence"] for row in whole if row is not None], axis=0)
-        own = used.table[(used.table["gemm"] == FORWARD) & (used.table["spec"] == spec)]
-        added = float(own["change"].sum()) if used.measured and not used.predicted else math.nan
+        used_rows = used.table[(used.table["gemm"] == FORWARD) & (used.table["spec"] == spec)]
+        added = float(used_rows["change"].sum()) if used.measured and not used.predicted else math.nan
         measured = evidence.mean(CHANGE, sums.tolist(), "sequences")
-        found.append(Agreement(spec, costs.total(rows)[0], measured, added if len(own) == len(rows) else math.nan))
-    return tuple(found)
+        agreements.append(
+            Agreement(spec, costs.total(rows)[0], measured, added if len(used_rows) == len(rows) else math.nan)
+        )
+    return tuple(agreements)
 
 
 def _of_one_run(effects: pd.DataFrame, costs: Costs, by: str) -> pd.DataFrame:
@@ -163,7 +170,7 @@ def _of_one_run(effects: pd.DataFrame, costs: Costs, by: str) -> pd.DataFrame:
     places = costs.table[["part", "layer_index", "module"]].drop_duplicates().itertuples(index=False)
     wanted = {_group(place, by) for place in places}
     counts = {
-        run: sum(group in wanted for _, group in _by_group(own)) for run, own in effects.groupby("run_id", sort=False)
+        run: sum(group in wanted for _, group in _by_group(rows)) for run, rows in effects.groupby("run_id", sort=False)
     }
     return effects.sort_values("run_id", key=lambda runs: -runs.map(counts), kind="stable")
 
@@ -205,8 +212,8 @@ def _cost(row: dict[str, Any]) -> float:
 def _reliability(rows: list[dict[str, Any]]) -> Reliability:
     """Of the groups' costs in the narrowest spec."""
     narrowest = min((str(row["format"]) for row in rows), key=lambda spec: (bits_of(spec), spec))
-    own = [row for row in rows if row["format"] == narrowest]
+    effects = [row for row in rows if row["format"] == narrowest]
     return reliability(
         row["change_by_sequence"] if row["divergence_by_sequence"] is None else row["divergence_by_sequence"]
-        for row in own
+        for row in effects
     )

@@ -241,8 +241,8 @@ def _operands(rows: pd.DataFrame) -> pd.DataFrame:
 def _sampled(rows: pd.DataFrame) -> pd.DataFrame:
     """At most MOST_TENSORS rows of each operand: the last iterations of series that are spread evenly."""
     parts = []
-    for _, own in rows.groupby(OPERAND, sort=True):
-        last = own.sort_values("iteration").groupby("series").tail(MOST_TENSORS)
+    for _, tensors in rows.groupby(OPERAND, sort=True):
+        last = tensors.sort_values("iteration").groupby("series").tail(MOST_TENSORS)
         names = sorted(last["series"].unique())
         count = min(len(names), max(1, MOST_TENSORS // int(last["series"].value_counts().max())))
         parts.append(last[last["series"].isin({names[i * len(names) // count] for i in range(count)})])
@@ -309,22 +309,22 @@ def groups(table: pd.DataFrame, by: list[str]) -> Iterator[tuple[tuple[str, ...]
         yield tuple(map(str, key)), rows
 
 
-def recipe(found: Sweep, name: str, history: int) -> Recipe:
+def recipe(sweep: Sweep, name: str, history: int) -> Recipe:
     """Delayed scaling with the best margin of each operand. A module has a table of its own where the margin of all
     modules together is distinguishably worse in it. Operands without values stay in bf16."""
-    draft = RecipeDraft(about=About(title=f"{found.fmt} with delayed scales from a sweep"))
+    draft = RecipeDraft(about=About(title=f"{sweep.fmt} with delayed scales from a sweep"))
     pooled: dict[tuple[str, str], int] = {}
-    for (part, tensor), trials in groups(found.trials, ["part", "tensor_name"]):
+    for (part, tensor), trials in groups(sweep.trials, ["part", "tensor_name"]):
         pooled[part, tensor] = best_margin(trials).margin
-        _set(draft, part, part, tensor, delayed(found.fmt, history, pooled[part, tensor]))
-    for (part, module, tensor), trials in groups(found.trials, OPERAND):
+        _set(draft, part, part, tensor, delayed(sweep.fmt, history, pooled[part, tensor]))
+    for (part, module, tensor), trials in groups(sweep.trials, OPERAND):
         best = best_margin(trials)
         if part == "linear" and pooled[part, tensor] not in best.alike:
             key = f"{MODULES}.{module}"
             draft.formats.setdefault(key, dict(draft.formats[part]))
-            _set(draft, key, part, tensor, delayed(found.fmt, history, best.margin))
+            _set(draft, key, part, tensor, delayed(sweep.fmt, history, best.margin))
     for part in draft.formats:
-        draft.request(part, found.fmt)
+        draft.request(part, sweep.fmt)
     return draft.recipe(name)
 
 

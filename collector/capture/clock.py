@@ -167,7 +167,7 @@ class PassCounter:
         self.clock.evaluating = False
         if moment is None:
             return
-        if len(arrived) > 2 * IN_FLIGHT or any(each.iteration != moment.iteration for each in arrived):
+        if len(arrived) > 2 * IN_FLIGHT or any(past_moment.iteration != moment.iteration for past_moment in arrived):
             arrived.clear()
 
         def note(*_: Any) -> None:

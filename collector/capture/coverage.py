@@ -96,19 +96,19 @@ def coverage(
     """
     _, recipe = recipe_of(recipe)
     attention = quantizes_attention(recipe)
-    found = survey(model, exclude, head, cores, products, attention)
-    in_bf16 = unquantized(recipe, skip, [layer.site for layer in found.layers])
+    model_survey = survey(model, exclude, head, cores, products, attention)
+    in_bf16 = unquantized(recipe, skip, [layer.site for layer in model_survey.layers])
     layers: dict[nn.Module, list[Layer]] = {}
-    for layer in found.layers:
+    for layer in model_survey.layers:
         layers.setdefault(layer.module, []).append(layer)
 
     def formats_of(layer: Layer, product: Product) -> GemmFormats:
         watched = layer.kernels or layer.site in in_bf16
         return GemmFormats() if watched else recipe.part_of(product, layer.site).formats
 
-    shown, begun = Findings(), {layer.site for layer in found.layers}
+    shown, begun = Findings(), {layer.site for layer in model_survey.layers}
     if batch is not None:
-        shown, begun = _try_pass(model, found, attention, formats_of, batch)
+        shown, begun = _try_pass(model, model_survey, attention, formats_of, batch)
     rows: Counter[tuple[str, ...]] = Counter()
     formats: dict[CoveredOperand, str] = {}
     paths = {module: name for name, module in model.named_modules()}
@@ -118,7 +118,7 @@ def coverage(
             reason, site = in_bf16.get(layer.site, ""), layer.site
             unused = "" if site in begun or site.expert is not None else UNUSED
             modules_of_layer = (module, *(other for other, _ in layer.others))
-            reasons_shown = (shown.refused[paths[each]] for each in modules_of_layer if paths[each] in shown.refused)
+            reasons_shown = (shown.refused[paths[owner]] for owner in modules_of_layer if paths[owner] in shown.refused)
             if refused := re.sub(r"\b\d+\b", "*", next(reasons_shown, unused)):
                 rows[*kind, "", "", refused] += 1
                 continue
@@ -128,13 +128,18 @@ def coverage(
             formats |= rounded
             rows[*kind, recorded, fmt, reason] += 1
         in_pass = re.sub(r"\b\d+\b", "*", shown.refused.get(name, ""))
-        reasons = (found.left.get(module), found.refused.get(name), found.unseen.get(module), in_pass)
+        reasons = (
+            model_survey.left.get(module),
+            model_survey.refused.get(name),
+            model_survey.unseen.get(module),
+            in_pass,
+        )
         reason = next(filter(None, reasons), "")
         if module not in layers and not reason:
             weights = [p.dim() for p in vars(module)["_parameters"].values() if p is not None]
             if not weights:
                 continue
-            known = (each for kinds, each in NOT_PRODUCTS.items() if isinstance(module, kinds))
+            known = (label for kinds, label in NOT_PRODUCTS.items() if isinstance(module, kinds))
             reason = next(known, "not a product" if max(weights) < 2 else "not intercepted")
         if reason and module not in layers:
             rows[*kind, "", "", reason] += 1
@@ -168,7 +173,7 @@ def _covered(layer: Layer, recipe: Recipe, reason: str) -> tuple[str, str, str, 
 
 def _try_pass(
     model: nn.Module,
-    found: Survey,
+    model_survey: Survey,
     attention: bool,
     formats: Callable[[Layer, Product], GemmFormats],
     batch: object,
@@ -187,15 +192,15 @@ def _try_pass(
 
         return begins
 
-    first = FirstPass(model, found.layers, found.left, attention, lambda text: None)
+    first = FirstPass(model, model_survey.layers, model_survey.left, attention, lambda text: None)
     with ExitStack() as undo:
         undo.enter_context(torch.random.fork_rng())
         undo.enter_context(torch.enable_grad())
         undo.enter_context(kept(list(model.buffers())))
-        for layer in found.layers:
+        for layer in model_survey.layers:
             begins = [begin(layer, product) for product in layer.products]
             undo.callback(layer.attach(CoreBegin(*begins) if len(begins) > 1 else begins[0]))
-        undo.enter_context(around_forward(model, found.layers, None, first if found.watched else None))
+        undo.enter_context(around_forward(model, model_survey.layers, None, first if model_survey.watched else None))
         try:
             _run(model, batch)
         except InstrumentError:

@@ -148,9 +148,9 @@ def sample_of(model: nn.Module) -> list[Tensor]:
     """Some values of each parameter, evenly spaced."""
     parameters: list[Any] = [p.detach() for p in model.parameters()]
     flat = [(x.to_local() if is_dtensor(x) else x).reshape(-1) for x in parameters]
-    found: list[Tensor] = [x[:: max(1, len(x) // SAMPLE)][:SAMPLE].float() for x in flat if x.is_floating_point()]
-    devices = dict.fromkeys(x.device for x in found)
-    return [torch.cat([x for x in found if x.device == device]) for device in devices]
+    samples: list[Tensor] = [x[:: max(1, len(x) // SAMPLE)][:SAMPLE].float() for x in flat if x.is_floating_point()]
+    devices = dict.fromkeys(x.device for x in samples)
+    return [torch.cat([x for x in samples if x.device == device]) for device in devices]
 
 
 def _spread(x: Tensor, most: int) -> Tensor:

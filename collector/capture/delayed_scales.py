@@ -38,16 +38,16 @@ class DelayedScales(Probe):
 
     def of(self, site: Site, product: Product, stages: Iterable[GemmFormats]) -> dict[str, ScaleHistory]:
         """The histories of a product's operands, by their names in GemmFormats."""
-        found: dict[str, ScaleHistory] = {}
+        histories: dict[str, ScaleHistory] = {}
         for formats in stages:
             for operand in OPERAND_FIELDS:
                 spec = formats[operand]
-                if spec and spec.history and operand not in found:
+                if spec and spec.history and operand not in histories:
                     key = f"{site.name}.{product.value}.{operand}"
-                    found[operand] = self.histories[key] = history = ScaleHistory(spec)
+                    histories[operand] = self.histories[key] = history = ScaleHistory(spec)
                     if self.former is not None:
                         self._restore(key, history)
-        return found
+        return histories
 
     def _restore(self, key: str, history: ScaleHistory) -> None:
         wanted, former = history.state(), self.former or {}

@@ -179,7 +179,7 @@ class EffectMeter:
     def rounded(self, recipe: Recipe, group: EffectGroup) -> Losses:
         """Evaluate the batch of the last `reference`, which was without rounding, with a group of products rounded as
         the recipe does."""
-        formats = {key: each for key, each in self.formats(recipe).items() if holds(group, key)}
+        formats = {key: gemm_formats for key, gemm_formats in self.formats(recipe).items() if holds(group, key)}
         return self._pass(formats, None, self._kept(formats))
 
     def evaluated(self, formats: Mapping[Key, GemmFormats], routes: Routes | None = None) -> Answer:
@@ -205,8 +205,8 @@ class EffectMeter:
         sites = [site for site, _ in self.products]
         kept = SiteSelection.parse(recipe.keep).of(sites) if recipe.keep else frozenset()
         formats = {key: recipe.part_of(key[1], key[0]).formats for key in self.products if key[0] not in kept}
-        formats = {key: each for key, each in formats.items() if rounds_forward(each)}
-        if any(each.delayed for each in formats.values()):
+        formats = {key: gemm_formats for key, gemm_formats in formats.items() if rounds_forward(gemm_formats)}
+        if any(gemm_formats.delayed for gemm_formats in formats.values()):
             raise ConfigError(
                 f"{recipe.name} takes its scales from earlier steps, so one pass does not show its effect: choose a "
                 "recipe with current scales, such as te_current"
@@ -343,14 +343,17 @@ def tasks_of(
     """The measurements of recipes by granularities of BY, the whole ones first. parts: those of the recipes; all if
     empty. Raises ConfigError if a recipe rounds none of them."""
     tasks = []
-    for each in sorted(by, key=lambda name: len(BY[name])):
+    for granularity in sorted(by, key=lambda name: len(BY[name])):
         for text, recipe in recipes.items():
             sha256 = recipe_sha256(to_toml(recipe))
-            keys = [key for key in measured.formats(recipe) if not parts or not BY[each] or part_of(key) in parts]
+            keys = [
+                key for key in measured.formats(recipe) if not parts or not BY[granularity] or part_of(key) in parts
+            ]
             if not keys:
                 raise ConfigError(f"{text} rounds no forward operand of {', '.join(parts)}: choose other parts")
             tasks += [
-                EffectTask(text, recipe, group, sha256) for group in dict.fromkeys(group_of(key, each) for key in keys)
+                EffectTask(text, recipe, group, sha256)
+                for group in dict.fromkeys(group_of(key, granularity) for key in keys)
             ]
     return tasks
 
@@ -366,14 +369,14 @@ def effects(
             continue
         exact = measured.reference(batch, number)
         for task in left:
-            found = measured.rounded(task.recipe, task.group)
-            if len(found.losses) != len(exact.losses):
+            rounded = measured.rounded(task.recipe, task.group)
+            if len(rounded.losses) != len(exact.losses):
                 raise ConfigError(
-                    f"loss returned {len(exact.losses)} sequences, then {len(found.losses)} for the same batch: "
+                    f"loss returned {len(exact.losses)} sequences, then {len(rounded.losses)} for the same batch: "
                     "evaluate a batch alike each time"
                 )
             yield Effect(
-                number, task.format, *task.group, exact.losses, found.losses, found.divergences, found.seconds,
+                number, task.format, *task.group, exact.losses, rounded.losses, rounded.divergences, rounded.seconds,
                 task.recipe_sha256,
             )  # fmt: skip
 

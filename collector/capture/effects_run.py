@@ -59,14 +59,14 @@ def record(
     before = continue_effects(writer.directory)
     wanted = {task.of(number) for task in tasks for number in range(len(batches))}
     known = {effect.of_batch for effect in before} & wanted
-    found = [effect for effect in before if effect.of_batch in wanted]
+    task_effects = [effect for effect in before if effect.of_batch in wanted]
     for effect in effects(measured, batches, tasks, known):
         append_effect(writer.directory, effect)
         writer.update()  # the heartbeat
-        found.append(effect)
-        done(effect, len(found), len(wanted))
+        task_effects.append(effect)
+        done(effect, len(task_effects), len(wanted))
     writer.finish(DONE)
-    return merged(found)
+    return merged(task_effects)
 
 
 def table_of(rows: Iterable[Measured]) -> pd.DataFrame:

@@ -109,11 +109,11 @@ def instrument(
     attention = quantizes_attention(recipe)
     quantizes = recipe.kv_cache is not None or any(part != Part() for part in recipe.every_part())
     options: dict[str, Any] = {"exclude": exclude, "head": head, "cores": cores, "products": products}
-    surveys = [find(each, attention=attention, **options) for each in models]
-    layers = [layer for found in surveys for layer in found.layers]
+    surveys = [find(model, attention=attention, **options) for model in models]
+    layers = [layer for survey in surveys for layer in survey.layers]
     named = [others(*pair, recorder.tensors if recorder else ()) for pair in zip(models, surveys, strict=True)]
     sites = [layer.site for layer in layers]
-    recordable = [*sites, *(layer.site for each in named for _, layer in each)]
+    recordable = [*sites, *(layer.site for pairs in named for _, layer in pairs)]
     captured = _chosen(capture, recordable) if capture else frozenset(recordable)
     _check(recipe, requested, layers)
     counter = recorder or Recorder(enabled=False)  # which counts passes, but has no run
@@ -126,13 +126,13 @@ def instrument(
     varies = recipe.state is not None or any(hook.varies for hook in hooks)
     attached = [
         _Model(
-            each,
-            found,
+            model,
+            survey,
             [(place, layer) for place, layer in besides if layer.site in captured],
-            _passes(counter, each, varies) if recorder or varies else None,
-            _first_pass(each, found, attention, recorder) if recorder or quantizes else None,
+            _passes(counter, model, varies) if recorder or varies else None,
+            _first_pass(model, survey, attention, recorder) if recorder or quantizes else None,
         )
-        for each, found, besides in zip(models, surveys, named, strict=True)
+        for model, survey, besides in zip(models, surveys, named, strict=True)
     ]
     by_model, former = dict(zip(models, surveys, strict=True)), None if scales_of is None else Path(scales_of)
     instrumented = Instrumented(by_model, hooks, attached[0].passes, recipe, seed, former, counter)
@@ -164,8 +164,8 @@ def _check(recipe: Recipe, requested: str, layers: Sequence[Layer]) -> None:
         unmatched = recipe.check_modules(layer.site for layer in layers if Product.LINEAR in layer.products)
     except RecipeError as error:
         raise InstrumentError(str(error)) from None
-    for each in unmatched:
-        warnings.warn(each, stacklevel=2)
+    for text in unmatched:
+        warnings.warn(text, stacklevel=2)
 
 
 Stages = list[tuple[Layer, Product, Sequence[tuple[int, Part]]]]
@@ -173,14 +173,14 @@ Stages = list[tuple[Layer, Product, Sequence[tuple[int, Part]]]]
 
 def _stages(recipe: Recipe, iterations: int | None, layers: Sequence[Layer], skipped: Collection[Site]) -> Stages:
     """The products of the layers, and the parts of the recipe that each has, by the iteration from which they hold."""
-    found: Stages = []
+    products: Stages = []
     for layer in layers:
         for product in layer.products:
             stages = [(0, Part())]
             if layer.site not in skipped:
                 stages = [(at, stage.part_of(product, layer.site)) for at, stage in recipe.stages(iterations)]
-            found.append((layer, product, stages))
-    return found
+            products.append((layer, product, stages))
+    return products
 
 
 def _hooks(
@@ -221,7 +221,7 @@ def _check_kernels(models: Sequence[nn.Module], stages: Stages) -> None:
         if layer.kernels and any(part != Part() for _, part in of_product)
     }
     if names:
-        raise InstrumentError(refusal({name: m for each in models for name, m in each.named_modules()}, names))
+        raise InstrumentError(refusal({name: m for model in models for name, m in model.named_modules()}, names))
 
 
 def _check_dtypes(stages: Stages, recorded: Collection[Site]) -> None:
@@ -234,16 +234,16 @@ def _check_dtypes(stages: Stages, recorded: Collection[Site]) -> None:
                     raise wrong_dtype(layer, weight.dtype)
 
 
-def _first_pass(model: nn.Module, found: Survey, attention: bool, recorder: Recorder | None) -> FirstPass | None:
+def _first_pass(model: nn.Module, survey: Survey, attention: bool, recorder: Recorder | None) -> FirstPass | None:
     """What watches the first pass; None for our own models, all of whose products are known."""
 
     def warn(text: str) -> None:
         warnings.warn(text, stacklevel=2)
         if recorder:
-            found = [Finding(recorder.iteration, text, "")]
-            recorder.report(lambda: found)
+            findings = [Finding(recorder.iteration, text, "")]
+            recorder.report(lambda: findings)
 
-    return FirstPass(model, found.layers, found.left, attention, warn) if found.watched else None
+    return FirstPass(model, survey.layers, survey.left, attention, warn) if survey.watched else None
 
 
 @dataclass(frozen=True)
@@ -277,12 +277,12 @@ def _attached(
     by_layer: dict[int, list[Hook]] = {}
     for hook in hooks:
         by_layer.setdefault(id(hook.layer), []).append(hook)
-    modules = [each.module for each in models]
+    modules = [model.module for model in models]
     # Where adapters exchange tensors, all ranks run the same code, whichever of them record.
     exchanges = any(hook.layer.exchanges for hook in hooks)
     # Passes are counted in every step, for the hashes of their data; if the model is itself a layer, it stays attached.
     counts = recorder is not None and recorder.enabled
-    may_compile = not exchanges or any(is_compiled(module) for each in modules for module in each.modules())
+    may_compile = not exchanges or any(is_compiled(module) for model in modules for module in model.modules())
     itself = counts and any(hook.layer.module in modules for hook in hooks)
     fixed = fixed or exchanges or itself
     with ExitStack() as undo:
@@ -298,18 +298,20 @@ def _attached(
             for of_layer in by_layer.values():
                 begins = [hook.begin for hook in of_layer]
                 attached.callback(of_layer[0].layer.attach(CoreBegin(*begins) if len(begins) > 1 else begins[0]))
-            for each in models:
+            for model in models:
                 if not counts:
-                    attached.enter_context(around_forward(each.module, each.found.layers, each.passes, each.first_pass))
-                if recorder and each.others:
-                    attached.enter_context(recorded(each.module, recorder, each.others))
+                    attached.enter_context(
+                        around_forward(model.module, model.found.layers, model.passes, model.first_pass)
+                    )
+                if recorder and model.others:
+                    attached.enter_context(recorded(model.module, recorder, model.others))
 
         follow()
         if recorder:
             recorder.clock.followers.append(follow)
             undo.callback(recorder.clock.followers.remove, follow)
-        for each in models if counts else ():
-            undo.enter_context(around_forward(each.module, each.found.layers, each.passes, each.first_pass))
+        for model in models if counts else ():
+            undo.enter_context(around_forward(model.module, model.found.layers, model.passes, model.first_pass))
         for module in modules if may_compile or eager else ():
             undo.enter_context(without_compiling(module, lambda: eager or is_attached))
         yield
@@ -324,8 +326,8 @@ def _facts(
     facts |= {"model": model_name(model), "backend": backend, "tp": ranks.tensor.size, "dp": ranks.replicas}
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     facts["device"] = f"cpu, {torch.get_num_threads()} threads" if device.type == "cpu" else device_name(device)
-    if ranks.replicas == ranks.size and not any(is_fsdp1(module) for each in models for module in each.modules()):
-        facts["parameters"] = sum(p.numel() for p in {p for each in models for p in each.parameters()})
+    if ranks.replicas == ranks.size and not any(is_fsdp1(module) for model in models for module in model.modules()):
+        facts["parameters"] = sum(p.numel() for p in {p for model in models for p in model.parameters()})
     return facts | ({"skip_layers": str(skip)} if skip else {})
 
 
@@ -367,12 +369,12 @@ def recipe_of(recipe: Recipe | str | None) -> tuple[str, Recipe]:
 
 def unquantized(recipe: Recipe, skip: SiteSelection | str | None, sites: Sequence[Site]) -> dict[Site, str]:
     """The sites that stay in bf16, with the reason."""
-    found: dict[Site, str] = {}
+    reasons: dict[Site, str] = {}
     if recipe.keep:
-        found |= dict.fromkeys(_chosen(recipe.keep, sites), "kept by the recipe")
-        if found.keys() == frozenset(sites):
+        reasons |= dict.fromkeys(_chosen(recipe.keep, sites), "kept by the recipe")
+        if reasons.keys() == frozenset(sites):
             raise InstrumentError(recipe.keeps_all)
-    return found | dict.fromkeys(_chosen(skip, sites) if skip else (), "skip")
+    return reasons | dict.fromkeys(_chosen(skip, sites) if skip else (), "skip")
 
 
 def _chosen(selection: SiteSelection | str, sites: Sequence[Site]) -> frozenset[Site]:

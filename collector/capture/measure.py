@@ -151,7 +151,7 @@ class Measurer:
             shard = replace(shard, index=self.part[0], count=self.part[1])
         merged = merged and self.run.is_merged(moment)
         self.count = number = next(self.numbers)  # backward passes of several devices have a thread each
-        fmt = next((each.format for each in tried if each.used), None)
+        fmt = next((trial.format for trial in tried if trial.used), None)
         path = None
         if whole and self.keeps and not merged:
             path = self._save(self.run, number, x.reshape(shape), identity(), summary, fmt, captured)
@@ -232,20 +232,22 @@ def warm_up(scores: Sequence[str], blocks: bool, formats: Iterable[GemmFormats],
     if device.type != "cuda":
         return 0.0
     start = time.monotonic()
-    for each in formats:
+    for gemm_formats in formats:
         x, weight = (torch.zeros(2048, 2048, dtype=torch.bfloat16, device=device, requires_grad=True) for _ in range(2))
         tried: dict[str, list[Tried]] = {}
 
-        def measure(seen: Observed, each: GemmFormats = each, tried: dict[str, list[Tried]] = tried) -> None:
+        def measure(
+            seen: Observed, gemm_formats: GemmFormats = gemm_formats, tried: dict[str, list[Tried]] = tried
+        ) -> None:
             first = LATER.get(seen.name)
             if first is None:
                 summarize_later(seen.tensor)
             if first or seen.name in LATER.values():
-                before = tried[first] if first and each.is_same(seen.name) else []
+                before = tried[first] if first and gemm_formats.is_same(seen.name) else []
                 tried[first or seen.name] = try_formats(seen, scores, None, blocks and first is None, before=before)
 
         with torch.enable_grad():
-            y = linear(x, weight, Rounding(each), tap=measure)
+            y = linear(x, weight, Rounding(gemm_formats), tap=measure)
             torch.autograd.backward(y, torch.zeros_like(y))
     return time.monotonic() - start
 
@@ -259,7 +261,9 @@ def _trace_later(seen: Observed, shown: Tensor, name: str | None) -> Later[Trace
     hot, sample = hot_channels_later(shown), None
     if name == "weight" and seen.spec and seen.coded is not None and seen.quantized is not None:
         sample = sample_later(seen.coded, seen.quantized, seen.spec, seen.scales, seen.dim, seen.absmax)
-    return Later(lambda found, drawn=None: Trace(found[0], found[1], drawn), hot, *((sample,) if sample else ()))
+    return Later(
+        lambda channels, drawn=None: Trace(channels[0], channels[1], drawn), hot, *((sample,) if sample else ())
+    )
 
 
 def _last_bin_later(x: Tensor, scores: Sequence[str]) -> Later[dict[str, float]]:

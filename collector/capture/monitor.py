@@ -54,13 +54,13 @@ class Monitor:
         self.report(self._probes.see(rows))
         if self._fired is not None:  # by these rows, or by the loss since the last ones
             first = self._fired - self._options.ring
-            before = [row for iteration, each in self._ring if iteration >= first for row in each]
+            before = [row for iteration, step_rows in self._ring if iteration >= first for row in step_rows]
             self._ring.clear()
             self._fired = None
             return [*before, *rows]
         if ring:
             self._ring.append((ring[0].identity.iteration or 0, ring))
-            while sum(len(each) for _, each in self._ring) * ROW_BYTES > self._options.ring_bytes:
+            while sum(len(step_rows) for _, step_rows in self._ring) * ROW_BYTES > self._options.ring_bytes:
                 self._ring.popleft()
         return written
 
@@ -70,8 +70,8 @@ class Monitor:
         zero = _zero_results(rows)
         for row in rows:
             name = f"{_site(row).name} {row.identity.tensor_name}"
-            values = {each: float(getattr(row.summary, each)) for each in MOMENTS}
-            values |= {each: float(getattr(row.error, each)) for each in ERROR_COLUMNS} if row.error else {}
+            values = {column: float(getattr(row.summary, column)) for column in MOMENTS}
+            values |= {column: float(getattr(row.error, column)) for column in ERROR_COLUMNS} if row.error else {}
             measured[name] = values | {NAN: row.summary.nans + row.summary.infs, ZERO_RESULT: row.tensor_id in zero}
             measured |= {f"{name} in {fmt}": {LAST_BIN: share} for fmt, share in row.last_bin.items()}
         if rows:
@@ -79,14 +79,14 @@ class Monitor:
 
     def report(self, findings: Iterable[Finding]) -> None:
         """Announce what a probe has found; of what is not finite, the first in a cool-down."""
-        for found in findings:
-            non_finite, last = found.kind is EventKind.NON_FINITE, self._non_finite
-            if non_finite and last is not None and found.iteration <= last + self._options.cooldown:
+        for finding in findings:
+            non_finite, last = finding.kind is EventKind.NON_FINITE, self._non_finite
+            if non_finite and last is not None and finding.iteration <= last + self._options.cooldown:
                 continue
-            self.announce(found.kind, found.iteration, found.text, place=found.place, **found.more)
+            self.announce(finding.kind, finding.iteration, finding.text, place=finding.place, **finding.more)
             if non_finite:
-                self._non_finite = found.iteration
-                self._fire(found.iteration, {found.place or "": {NAN: math.inf}})
+                self._non_finite = finding.iteration
+                self._fire(finding.iteration, {finding.place or "": {NAN: math.inf}})
 
     def see_loss(self, iteration: int, loss: float) -> None:
         """Evaluate the triggers on the loss of an iteration."""
@@ -95,16 +95,16 @@ class Monitor:
     def _fire(self, iteration: int, measured: dict[str, dict[str, float]]) -> None:
         for fired in self._warnings.see(iteration, measured):
             self.announce(EventKind.WARNING, iteration, fired.reason, fired.trigger.text, fired.place)
-        found = self._triggers.see(iteration, measured)
+        firings = self._triggers.see(iteration, measured)
         full = self._captured_bytes >= self._options.capture_bytes
-        for fired in found:
+        for fired in firings:
             left = ", but nothing is captured, because the capture budget is used up" if full else ""
             before = [number for number, _ in self._ring if iteration - self._options.ring <= number < iteration]
             ring = f"; before it, iterations {before[0]} to {before[-1]} are kept" if before else ""
             self.announce(EventKind.TRIGGER, iteration, fired.reason + left + ring, fired.trigger.text, fired.place)
             self._fired, self._trigger = iteration, fired.trigger.text
             self._reason = f"{fired.trigger.text} in iteration {iteration}: {fired.reason}"
-        if found and not full and self._options.capture_steps:
+        if firings and not full and self._options.capture_steps:
             self.requested += 1
 
     def captures(self, steps: range) -> None:
@@ -150,9 +150,9 @@ def _zero_results(rows: Sequence[TensorRow]) -> set[str]:
         if kind := PRODUCT_KINDS.get((row.identity.layer_type, row.identity.tensor_name or "")):
             calls.setdefault((_site(row), kind.product, kind.observed), []).append(row)
     zero = {key for key, of_tensor in calls.items() if any(row.summary.zeros == row.summary.numel for row in of_tensor)}
-    found: set[str] = set()
+    ids: set[str] = set()
     for site, product, observed in zero:
         operands = {(site, product, name) for name in OPERANDS.get(observed, ())}
         if operands and operands <= calls.keys() - zero:
-            found |= {row.tensor_id for row in calls[site, product, observed]}
-    return found
+            ids |= {row.tensor_id for row in calls[site, product, observed]}
+    return ids

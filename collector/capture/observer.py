@@ -288,7 +288,9 @@ class Observer:
         sequences = self.observing.predictions.sequences.get(self.moment, ONE)
         whole, shape = gradient.tensor.reshape(operand.tensor.shape), operand.shape or operand.tensor.shape
         if sequences.count > 1 and gradient.name == "grad_b" and len(self.factors) == 2:
-            x, dy = (sequences.split(each.tensor.reshape(each.shape or each.tensor.shape)) for each in self.factors)
+            x, dy = (
+                sequences.split(factor.tensor.reshape(factor.shape or factor.tensor.shape)) for factor in self.factors
+            )
             if x and dy and (dy[0].shape[-1], x[0].shape[-1]) == shape:
                 return lambda: map(_weight_gradient, x, dy), None
         elif sequences.count > 1 and (parts := sequences.split(whole.reshape(shape))):
@@ -303,7 +305,7 @@ def without_copies(seen: Observed) -> Observed:
 
 def _weight_gradient(x: Tensor, gradient: Tensor) -> Tensor:
     """[out, in], float32, from the input [..., in] and the gradient of the output [..., out]."""
-    left, right = (each.reshape(-1, each.shape[-1]).float() for each in (gradient, x))
+    left, right = (factor.reshape(-1, factor.shape[-1]).float() for factor in (gradient, x))
     return left.t() @ right
 
 

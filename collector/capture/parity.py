@@ -97,22 +97,24 @@ def gaps(
             f"{rollout.name} and {training.name} round the forward operands of this model alike: give two recipes that "
             "differ there"
         )
-    single = [group_of(key, each) for each in sorted(by, key=lambda name: len(BY[name])) for key in changed]
+    single = [
+        group_of(key, granularity) for granularity in sorted(by, key=lambda name: len(BY[name])) for key in changed
+    ]
     trials: list[_Trial] = []
     for group in dict.fromkeys([EffectGroup(), *single]):
         trials += _trials(group, [key for key in changed if holds(group, key)], of_rollout, of_training, operands)
-    found: list[list[tuple[Policies, tuple[float, ...]]]] = [[] for _ in trials]
+    comparisons: list[list[tuple[Policies, tuple[float, ...]]]] = [[] for _ in trials]
     passes, of = 0, len(batches) * (len(trials) + 1)
     for number, batch in enumerate(batches):
         measured.reference(batch, number, of_training)
         base = scored(measured.evaluated(of_training))
         done(passes := passes + 1, of)
-        for trial, parts in zip(trials, found, strict=True):
+        for trial, parts in zip(trials, comparisons, strict=True):
             parts.append(compared(scored(measured.evaluated(trial.formats)), base))
             done(passes := passes + 1, of)
     whole, *others = (
-        Gap(*trial[:3], joined([pair for pair, _ in parts]), tuple(x for _, each in parts for x in each))
-        for trial, parts in zip(trials, found, strict=True)
+        Gap(*trial[:3], joined([pair for pair, _ in parts]), tuple(x for _, divergences in parts for x in divergences))
+        for trial, parts in zip(trials, comparisons, strict=True)
     )
     return [whole, *sorted(others, key=lambda gap: float(np.mean(gap.changes)), reverse=True)]
 
@@ -140,8 +142,8 @@ def _trials(
     if operands and len(fields) == 2 and same_softmax and same_cache and all(names.values()):
         for field, name in ((field, names[field]) for field in fields):
             with suppress(SpecError):  # such as one of two operands that are rotated together
-                own = {key: replace(of_training[key], **{field: getattr(of_rollout[key], field)}) for key in keys}
-                trials.append(_Trial(group, name, False, {**of_training, **own}))
+                formats = {key: replace(of_training[key], **{field: getattr(of_rollout[key], field)}) for key in keys}
+                trials.append(_Trial(group, name, False, {**of_training, **formats}))
     return trials
 
 
@@ -161,9 +163,9 @@ def formats_of(measured: EffectMeter, recipe: Recipe) -> dict[Key, GemmFormats]:
     rounded = measured.forward_formats(recipe)
     backward: dict[str, Any] = dict.fromkeys(name for name in OPERAND_FIELDS if not name.startswith("forward"))
     return {
-        key: replace(each, **backward, of_rounded=())
+        key: replace(formats, **backward, of_rounded=())
         for key in measured.products
-        for each in [rounded.get(key, GemmFormats())]
+        for formats in [rounded.get(key, GemmFormats())]
     }
 
 

@@ -61,16 +61,16 @@ class Reduction:
         if ranks.size == 1:
             return None
         given = [[watches, merges, merges and unmerged, ranks.replica]]
-        found = RankGroup(dist.group.WORLD).gather(torch.tensor(given, dtype=torch.int64, device=ranks.device)).tolist()
-        members = [rank for rank, (_, merging, *_) in enumerate(found) if merging]
+        roles = RankGroup(dist.group.WORLD).gather(torch.tensor(given, dtype=torch.int64, device=ranks.device)).tolist()
+        members = [rank for rank, (_, merging, *_) in enumerate(roles) if merging]
         merging = len(members) > 1
         if not merging:
-            members = [rank for rank, (watching, *_) in enumerate(found) if watching]
+            members = [rank for rank, (watching, *_) in enumerate(roles) if watching]
         if len(members) < 2:
             return None
         group = dist.new_group(members, backend="gloo", timeout=TIMEOUT)
-        own = {replica for *_, keeps, replica in found if keeps}
-        return cls(members, group, merging, ranks.replica in own) if ranks.rank in members else None
+        unmerged_replicas = {replica for *_, keeps, replica in roles if keeps}
+        return cls(members, group, merging, ranks.replica in unmerged_replicas) if ranks.rank in members else None
 
     def __call__(self, iteration: int, rows: list[TensorRow]) -> list[TensorRow]:
         """The rows of a step that this rank writes: the first rank writes those of all, the others none."""
@@ -83,7 +83,7 @@ class Reduction:
             self.works = False
             warnings.warn(f"rows are no longer merged over ranks: {describe(error)}", stacklevel=2)
             return rows
-        together = [row for _, each in gathered or () for row in each]
+        together = [row for _, rank_rows in gathered or () for row in rank_rows]
         if len({number for number, _ in gathered or ()}) != 1:
             return together
         return reduced(together, keep_outlying=self.merges)
@@ -100,18 +100,18 @@ def reduced(rows: Iterable[TensorRow], keep_outlying: bool = False) -> list[Tens
     So do replicas that do not have all slices of a tensor."""
     tensors = _tensors(rows)
     kept = _outlying(tensors) if keep_outlying else set()
-    found: list[TensorRow] = []
+    reduced_rows: list[TensorRow] = []
     for parts in tensors:
         merged: list[list[TensorRow]] = []
         for replica, slices in parts.items():
             shard = next(iter(slices.values())).shard or Shard()
             if replica in kept or len(slices) < (1 if shard.kind == "whole" else shard.count):
-                found += slices.values()
+                reduced_rows += slices.values()
             else:
                 merged.append([slices[index] for index in sorted(slices)])
         if merged:
-            found.append(_merged(merged))
-    return found
+            reduced_rows.append(_merged(merged))
+    return reduced_rows
 
 
 def _tensors(rows: Iterable[TensorRow]) -> list[Parts]:
@@ -133,25 +133,25 @@ def _tensors(rows: Iterable[TensorRow]) -> list[Parts]:
 
 def _outlying(tensors: Iterable[Parts]) -> Set[Replica]:
     """The replicas that stand out in the most tensors: at most one in FEW."""
-    found: Counter[Replica] = Counter()
+    outlier_counts: Counter[Replica] = Counter()
     replicas: set[Replica] = set()
     for parts in tensors:
         replicas |= parts.keys()
         measured = {replica: _extremes(slices.values()) for replica, slices in parts.items()}
         usual = [_median(column) for column in zip(*measured.values(), strict=True)]
-        for replica, each in measured.items():
-            not_finite, absmax, low = (value > limit for value, limit in zip(each, _limits(usual), strict=True))
-            found[replica] += not_finite or absmax or low
-    most = found.most_common(max(1, len(replicas) // FEW)) if len(replicas) > 2 else []
+        for replica, extremes in measured.items():
+            not_finite, absmax, low = (value > limit for value, limit in zip(extremes, _limits(usual), strict=True))
+            outlier_counts[replica] += not_finite or absmax or low
+    most = outlier_counts.most_common(max(1, len(replicas) // FEW)) if len(replicas) > 2 else []
     return {replica for replica, times in most if times}
 
 
 def _extremes(rows: Iterable[TensorRow]) -> tuple[float, float, float]:
     """How many values are not finite, the largest absmax, and the lowest SQNR, negated."""
-    each = [*rows]
-    low = [row.error.sqnr_db for row in each if row.error and not math.isnan(row.error.sqnr_db)]
-    absmax = [row.summary.absmax for row in each if not math.isnan(row.summary.absmax)]
-    bad = sum(row.summary.nans + row.summary.infs for row in each)
+    slices = [*rows]
+    low = [row.error.sqnr_db for row in slices if row.error and not math.isnan(row.error.sqnr_db)]
+    absmax = [row.summary.absmax for row in slices if not math.isnan(row.summary.absmax)]
+    bad = sum(row.summary.nans + row.summary.infs for row in slices)
     return bad, max(absmax, default=math.nan), -min(low, default=math.nan)
 
 
@@ -177,7 +177,7 @@ def _merged(replicas: Sequence[Sequence[TensorRow]]) -> TensorRow:
         return every[0]
     parts = replicas[0] if _is_same_in_replicas(every[0]) else every
     worst = min(parts, key=_quality)
-    scores = [score for each in worst.scores if (score := _score(each, parts, replicas))]
+    scores = [score for worst_score in worst.scores if (score := _score(worst_score, parts, replicas))]
     if len(parts) == 1:
         return replace(worst, scores=scores)
     return replace(
@@ -198,18 +198,18 @@ def _merged(replicas: Sequence[Sequence[TensorRow]]) -> TensorRow:
 def _score(score: Score, parts: Sequence[TensorRow], replicas: Sequence[Sequence[TensorRow]]) -> Score | None:
     """Merge a score of all parts; None if one does not have it. The loss of the run is the mean over its replicas."""
     kind = score.format, score.gemm, score.used
-    found = {
+    scores = {
         id(row): next((s for s in row.scores if (s.format, s.gemm, s.used) == kind), None)
         for slices in replicas
         for row in slices
     }
-    error = _errors(parts, [each.error if (each := found[id(part)]) else None for part in parts])
+    error = _errors(parts, [part_score.error if (part_score := scores[id(part)]) else None for part in parts])
     if error is None:
         return None
-    by_replica = [[found[id(row)] for row in slices] for slices in replicas]
+    by_replica = [[scores[id(row)] for row in slices] for slices in replicas]
     first, second = (_changes(by_replica, name) for name in ("loss_first_by_sequence", "loss_second_by_sequence"))
-    blocks = _added([each.blocks for part in parts if (each := found[id(part)])])
-    same = all(each.rounded_with == score.rounded_with for each in found.values() if each)
+    blocks = _added([part_score.blocks for part in parts if (part_score := scores[id(part)])])
+    same = all(part_score.rounded_with == score.rounded_with for part_score in scores.values() if part_score)
     rounded_with = score.rounded_with if same else RoundedWith()
     return Score(score.format, error, score.gemm, score.used, first, second, blocks, rounded_with)
 
@@ -217,25 +217,25 @@ def _score(score: Score, parts: Sequence[TensorRow], replicas: Sequence[Sequence
 def _changes(replicas: Sequence[Sequence[Score | None]], name: str) -> list[float] | None:
     """The changes of the sequences of all replicas, each summed over a replica's slices; of one number for each replica
     where the sequences of a slice are not known. None if a slice lacks them."""
-    found: list[list[list[float]]] = []
+    by_replica: list[list[list[float]]] = []
     for slices in replicas:
         given = [changes for score in slices if (changes := getattr(score, name, None)) is not None]
         if len(given) < len(slices):
             return None
-        found.append([[*changes] for changes in given])
-    if any(len(changes) != len(slices[0]) for slices in found for changes in slices):
-        found = [[[statistics.fmean(changes)] for changes in slices] for slices in found]
-    return [sum(each) for slices in found for each in zip(*slices, strict=True)]
+        by_replica.append([[*changes] for changes in given])
+    if any(len(changes) != len(slices[0]) for slices in by_replica for changes in slices):
+        by_replica = [[[statistics.fmean(changes)] for changes in slices] for slices in by_replica]
+    return [sum(changes) for slices in by_replica for changes in zip(*slices, strict=True)]
 
 
 def _added(given: Sequence[Mapping[str, Histogram]]) -> dict[str, Histogram]:
     """The sums of histograms, without measures that one of the parts lacks."""
     total = {}
     for name in given[0] if given else ():
-        if all(name in each for each in given):
-            bins, place = np.unique(np.concatenate([each[name][0] for each in given]), return_inverse=True)
+        if all(name in histograms for histograms in given):
+            bins, place = np.unique(np.concatenate([histograms[name][0] for histograms in given]), return_inverse=True)
             counts = np.zeros(len(bins), np.int64)
-            np.add.at(counts, place, np.concatenate([each[name][1] for each in given]))
+            np.add.at(counts, place, np.concatenate([histograms[name][1] for histograms in given]))
             total[name] = bins, counts
     return total
 

@@ -40,8 +40,8 @@ class Route:
     def of(scores: Tensor, chosen: Tensor) -> Route:
         """scores [..., experts], chosen [..., k]"""
         k = chosen.shape[-1]
-        own = scores.gather(-1, chosen)
-        ranked = chosen.gather(-1, own.argsort(dim=-1, descending=True, stable=True))
+        chosen_scores = scores.gather(-1, chosen)
+        ranked = chosen.gather(-1, chosen_scores.argsort(dim=-1, descending=True, stable=True))
         if k == scores.shape[-1]:
             margins = scores.new_full(scores.shape[:-1], float("nan"))
         else:

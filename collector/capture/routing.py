@@ -33,11 +33,13 @@ class _Layer:
     rollout: list[Array] = field(default_factory=list)
     margins: list[Array] = field(default_factory=list)
 
-    def add(self, own: Route, other: Route, shape: tuple[int, ...], sequence_first: bool) -> None:
+    def add(self, training: Route, rollout: Route, shape: tuple[int, ...], sequence_first: bool) -> None:
         """Add the choices of a batch, unless they are not of its tokens."""
-        a, b, margins = (_by_sequence(x, shape, sequence_first) for x in (own.ranked, other.ranked, own.margins))
+        a, b, margins = (
+            _by_sequence(x, shape, sequence_first) for x in (training.ranked, rollout.ranked, training.margins)
+        )
         if a is not None and b is not None and margins is not None:
-            self.experts.append(own.experts)
+            self.experts.append(training.experts)
             self.training.append(a)
             self.rollout.append(b)
             self.margins.append(margins)
@@ -69,23 +71,23 @@ def routing(
     parts, of_tokens = [], []
     for number, batch in enumerate(batches):
         measured.reference(batch, number, of_training)
-        own, other = Routes(), Routes()
-        measured.evaluated(of_training, own)
-        rolled = scored(measured.evaluated(of_rollout, other))
-        parts.append(compared(rolled, scored(measured.evaluated(of_training, Routes(other.found)))))
+        training_routes, rollout_routes = Routes(), Routes()
+        measured.evaluated(of_training, training_routes)
+        rolled = scored(measured.evaluated(of_rollout, rollout_routes))
+        parts.append(compared(rolled, scored(measured.evaluated(of_training, Routes(rollout_routes.found)))))
         of_tokens.append(rolled.counts.cpu().numpy())
         shape, sequence_first = rolled.counts.shape, isinstance(measured.model, GPTModel)
-        for site in layers.keys() & own.found.keys() & other.found.keys():
-            layers[site].add(own.found[site], other.found[site], shape, sequence_first)
+        for site in layers.keys() & training_routes.found.keys() & rollout_routes.found.keys():
+            layers[site].add(training_routes.found[site], rollout_routes.found[site], shape, sequence_first)
         done(number + 1, len(batches))
     known = {site: layer for site, layer in layers.items() if len(layer.experts) == len(batches)}
     if not known:
         return None
     counts = np.concatenate(of_tokens)
-    each = [layer.summed(site, counts) for site, layer in known.items()]
+    routed_layers = [layer.summed(site, counts) for site, layer in known.items()]
     flipped = np.any([layer.flipped for layer in known.values()], axis=0)
     return Routing(
-        tuple(each),
+        tuple(routed_layers),
         means(flipped, counts),
         tuple(x for pair, _ in parts for x in pair.means(np.abs(pair.d)).tolist()),
         tuple(x for _, divergences in parts for x in divergences),

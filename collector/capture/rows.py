@@ -63,8 +63,8 @@ class DraftRow:
     @property
     def results(self) -> list[Later[Any]]:
         """What the row needs of the device."""
-        own = [each for each in (self.summary, self.result_sqnr, self.trace, self.last_bin) if each]
-        return own + [result for tried in self.tried for result in tried.results]
+        results = [result for result in (self.summary, self.result_sqnr, self.trace, self.last_bin) if result]
+        return results + [result for tried in self.tried for result in tried.results]
 
     def row(self, run_id: str, recomputed: bool) -> TensorRow:
         """recomputed: whether the pass was computed again in the backward pass."""

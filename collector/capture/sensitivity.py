@@ -114,7 +114,7 @@ def sampled_gradient(logits: Tensor, seed: int, valid: Tensor | None = None) -> 
     rows = logits.detach().flatten(0, -2)
     chosen = None if valid is None else valid.reshape(-1).to(rows.device)
     number = float(len(rows)) if chosen is None else chosen.sum().clamp(min=1)
-    found = torch.empty_like(rows)
+    gradient = torch.empty_like(rows)
     uniform = torch.rand(len(rows), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     uniform = uniform.to(rows.device)
     step = max(ELEMENTS // rows.shape[-1], 1)
@@ -125,8 +125,8 @@ def sampled_gradient(logits: Tensor, seed: int, valid: Tensor | None = None) -> 
         label = torch.searchsorted(total, uniform[part, None] * total[:, -1:], right=True)
         p.scatter_add_(-1, label.clamp(max=p.shape[-1] - 1), p.new_full((), -1.0).expand(label.shape))
         p /= number**0.5
-        found[part] = p if chosen is None else torch.where(chosen[part, None], p, 0.0)
-    return found.view(logits.shape)
+        gradient[part] = p if chosen is None else torch.where(chosen[part, None], p, 0.0)
+    return gradient.view(logits.shape)
 
 
 def backward(logits: Tensor, gradient: Tensor) -> None:
@@ -139,7 +139,7 @@ def backward(logits: Tensor, gradient: Tensor) -> None:
 
 def _leaves(x: Tensor) -> list[Tensor]:
     """The leaves of a graph that gradients would be accumulated in."""
-    found: dict[int, Tensor] = {}
+    leaves: dict[int, Tensor] = {}
     seen, waiting = set(), [x.grad_fn]
     while waiting:
         node: Any = waiting.pop()
@@ -147,9 +147,9 @@ def _leaves(x: Tensor) -> list[Tensor]:
             continue
         seen.add(node)
         if (leaf := getattr(node, "variable", None)) is not None:
-            found[id(leaf)] = leaf
+            leaves[id(leaf)] = leaf
         waiting += [following for following, _ in node.next_functions]
-    return list(found.values())
+    return list(leaves.values())
 
 
 def measure_scale(logits: Tensor, valid: Tensor | None = None) -> Callable[[], float | None]:

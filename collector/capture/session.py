@@ -121,8 +121,8 @@ class RecordingSession:
             return False
         if moment.basic:
             return self.watch.watches(moment.iteration)
-        own = self._reduction.keeps_own or moment.iteration in self.policy.capture
-        return self.merges and self._reduction.works and not own
+        separate = self._reduction.keeps_own or moment.iteration in self.policy.capture
+        return self.merges and self._reduction.works and not separate
 
     def begin_capture(self) -> None:
         """Record steps in full if a trigger has fired: from this step on, or the next if this one has begun."""

@@ -36,7 +36,7 @@ NORM = re.compile(r"(Layer|RMS)Norm$")  # ends the names of their classes
 SHARDS = {"a": "rows", "y": "rows", "grad": "rows", "grad_b": "partial"}
 
 
-def others(model: nn.Module, found: Survey, names: Collection[str]) -> list[tuple[Other, Layer]]:
+def others(model: nn.Module, survey: Survey, names: Collection[str]) -> list[tuple[Other, Layer]]:
     """The norms, heads, experts and parameters of a model that have these tensors, as layers: a parameter's has its
     name, and Newton–Schulz has those of the parameters. Parameters of FSDP and DTensors are left out."""
     places = {kind.product for kind in TENSOR_KINDS if kind.name in names and isinstance(kind.product, Other)}
@@ -44,18 +44,18 @@ def others(model: nn.Module, found: Survey, names: Collection[str]) -> list[tupl
     if not places:
         return []
     modules = dict(model.named_modules())
-    heads = [layer for layer in (*found.heads, *found.layers) if layer.is_head]
+    heads = [layer for layer in (*survey.heads, *survey.layers) if layer.is_head]
     listed: list[tuple[Other, Layer]] = [(Other.HEAD, replace(layer, site=HEAD)) for layer in heads]
     for name, module in modules.items():
-        if found.left.get(module) == EXCLUDED:
+        if survey.left.get(module) == EXCLUDED:
             continue
         if isinstance(module, RecordingPoint):
             listed.append((module.product, Layer(name, module, module.site, whole, _nothing)))
         elif NORM.search(type(module).__name__):
             listed.append((Other.NORM, Layer(name, module, *_named(modules, name))))
-    listed += [(Other.PARAMETER, layer) for layer in _parameters(model, modules, found)]
-    unique = {each: distinct([layer for product, layer in listed if product is each]) for each in Other}
-    return [(each, layer) for each, layers in unique.items() if each in places for layer in layers]
+    listed += [(Other.PARAMETER, layer) for layer in _parameters(model, modules, survey)]
+    unique = {part: distinct([layer for product, layer in listed if product is part]) for part in Other}
+    return [(part, layer) for part, layers in unique.items() if part in places for layer in layers]
 
 
 def _nothing(_: Any) -> Detach:
@@ -68,19 +68,19 @@ def _named(modules: dict[str, nn.Module], name: str) -> tuple[Site, Callable[[st
     return where, whole, _nothing, path
 
 
-def parameter_sites(model: nn.Module, found: Survey) -> dict[str, Site]:
+def parameter_sites(model: nn.Module, survey: Survey) -> dict[str, Site]:
     """Where the parameters of a model are, by name; without those that are not recorded."""
-    layers = _parameters(model, dict(model.named_modules()), found)
+    layers = _parameters(model, dict(model.named_modules()), survey)
     return {layer.name: layer.site for layer in distinct(list(layers))}
 
 
-def _parameters(model: nn.Module, modules: dict[str, nn.Module], found: Survey) -> Iterator[Layer]:
+def _parameters(model: nn.Module, modules: dict[str, nn.Module], survey: Survey) -> Iterator[Layer]:
     if any(is_a("torch.distributed.fsdp", "FullyShardedDataParallel", module) for module in modules.values()):
         return
-    linear = {layer.name: layer for layer in found.layers if not (layer.is_core or layer.part)}
+    linear = {layer.name: layer for layer in survey.layers if not (layer.is_core or layer.part)}
     for name, parameter in model.named_parameters():
         owner, _, last = name.rpartition(".")
-        if type(parameter) is not nn.Parameter or found.left.get(modules[owner]) == EXCLUDED:
+        if type(parameter) is not nn.Parameter or survey.left.get(modules[owner]) == EXCLUDED:
             continue
         layer = linear.get(owner) or Layer(owner, modules[owner], *_named(modules, owner))
         module = layer.site.module if last == "weight" else f"{layer.site.module}.{last}"
@@ -95,11 +95,11 @@ def _shard_of(layer: Layer, parameter: str, _: str) -> Shard:
 
 
 @contextmanager
-def recorded(model: nn.Module, recording: Recording, found: Sequence[tuple[Other, Layer]]) -> Iterator[None]:
+def recorded(model: nn.Module, recording: Recording, layers: Sequence[tuple[Other, Layer]]) -> Iterator[None]:
     """A context in which the layers found by `others` are recorded."""
-    parameters = {layer.name: layer for product, layer in found if product is Other.PARAMETER}
+    parameters = {layer.name: layer for product, layer in layers if product is Other.PARAMETER}
     with ExitStack() as undo:
-        for product, layer in found:
+        for product, layer in layers:
             if product is not Other.PARAMETER:
                 shown = (
                     replace(layer, shard=partial(_shard_of_norm, recording, layer)) if product is Other.NORM else layer
@@ -204,7 +204,7 @@ def _optimizer(model: nn.Module, recording: Recording, layers: dict[str, Layer])
             for name, kind in of_products.items():
                 recording.show(kind, replace(layer, site=site, shard=whole), operands[name], moment)
 
-        group = next(each for each in optimizer.param_groups if any(p is parameter for p in each["params"]))
+        group = next(group for group in optimizer.param_groups if any(p is parameter for p in group["params"]))
         momentum = torch.zeros_like(gradient) if momentum is None else momentum
         orthogonalized(momentum.lerp(gradient, 1 - group["momentum"]), gradient, group, see)
 
@@ -233,8 +233,8 @@ def _optimizer(model: nn.Module, recording: Recording, layers: dict[str, Layer])
 
 def _norms(x: Tensor) -> Tensor:
     """The L2 norm along the last axis: [rows], float32; [1] of a vector or a scalar."""
-    found: Tensor = torch.linalg.vector_norm(x.float().reshape(-1, x.shape[-1] if x.dim() else 1), dim=1)
-    return found
+    norms: Tensor = torch.linalg.vector_norm(x.float().reshape(-1, x.shape[-1] if x.dim() else 1), dim=1)
+    return norms
 
 
 def _update(old: Tensor, new: Tensor) -> Tensor:

@@ -90,8 +90,10 @@ def survey(
                     f"{option}={pattern!r} matches no module of {type(model).__name__}: give a module path, in which * "
                     "matches any part"
                 )
-    left = {module: EXCLUDED for name, module in modules.items() if any(fnmatchcase(name, each) for each in exclude)}
-    named = [name for name in modules if any(fnmatchcase(name, each) for each in cores)]
+    left = {
+        module: EXCLUDED for name, module in modules.items() if any(fnmatchcase(name, pattern) for pattern in exclude)
+    }
+    named = [name for name in modules if any(fnmatchcase(name, pattern) for pattern in cores)]
     written = (torch_modules.core_layer(name, modules[name], WrittenMode) for name in named)
     equations = declared.find(modules, products)
     layers: dict[tuple[nn.Module, str], Layer] = {}
@@ -99,21 +101,25 @@ def survey(
     unseen: dict[nn.Module, str] = {}
     heads: dict[nn.Module, Layer] = {}
     adapters = (megatron, engine, hugging_face, torch_modules)
-    for each in chain(ours, written, equations, *(adapter.find(model) for adapter in adapters)):
-        if isinstance(each, Refused):
-            module = modules[each.name]
-            if each.is_core and (not attention or each.name in named):
-                unseen[module] = each.reason
+    for candidate in chain(ours, written, equations, *(adapter.find(model) for adapter in adapters)):
+        if isinstance(candidate, Refused):
+            module = modules[candidate.name]
+            if candidate.is_core and (not attention or candidate.name in named):
+                unseen[module] = candidate.reason
             elif module not in left:
-                refused[each.name] = each.reason
-        elif each.is_head and not head:
-            if left.setdefault(each.module, "LM head, unless head=True") != EXCLUDED:
-                heads.setdefault(each.module, each)
-        elif is_instrumented(each.module):
-            raise InstrumentError(f"{each.name or 'the model'} is already instrumented: exit that `with` block first")
-        elif each.module not in left:
-            attached = [each.attach, *(attach for module, attach in each.others if module not in left)]
-            layers.setdefault((each.module, each.part), replace(each, attach=partial(_attach_all, attached)))
+                refused[candidate.name] = candidate.reason
+        elif candidate.is_head and not head:
+            if left.setdefault(candidate.module, "LM head, unless head=True") != EXCLUDED:
+                heads.setdefault(candidate.module, candidate)
+        elif is_instrumented(candidate.module):
+            raise InstrumentError(
+                f"{candidate.name or 'the model'} is already instrumented: exit that `with` block first"
+            )
+        elif candidate.module not in left:
+            attached = [candidate.attach, *(attach for module, attach in candidate.others if module not in left)]
+            layers.setdefault(
+                (candidate.module, candidate.part), replace(candidate, attach=partial(_attach_all, attached))
+            )
     return Survey(
         distinct(placed(modules, list(layers.values()))), left, refused, unseen, tuple(heads.values()), watched=not ours
     )
@@ -138,16 +144,16 @@ def modules_of(model: nn.Module) -> dict[str, nn.Module]:
 def find(model: nn.Module, **options: Any) -> Survey:
     """`survey`. Raises InstrumentError as it does, for modules that cannot be intercepted, all of them in one line, and
     if there is nothing to instrument."""
-    found = survey(model, **options)
-    if found.refused:
-        reasons = {name: f"cannot be intercepted: {reason}" for name, reason in found.refused.items()}
+    model_survey = survey(model, **options)
+    if model_survey.refused:
+        reasons = {name: f"cannot be intercepted: {reason}" for name, reason in model_survey.refused.items()}
         raise InstrumentError(refusal(dict(model.named_modules()), reasons))
-    if not found.layers:
+    if not model_survey.layers:
         raise InstrumentError(
             f"{type(model).__name__} has no layer to instrument: no linear layer or attention of collector, "
             "megatron.core, transformers or torch.nn"
         )
-    return found
+    return model_survey
 
 
 @contextmanager

@@ -56,17 +56,17 @@ class Tried:
         q = again() if again else Spec.of(self.format)
         terms = loss_terms_later(x, q, gradients, operand.dim, split)
         if scale is None:
-            self.second = terms.map(lambda found: [second * len(found) for _, second in found])
+            self.second = terms.map(lambda pairs: [second * len(pairs) for _, second in pairs])
         else:
             factor = scale
-            self.first = terms.map(lambda found: [first * len(found) / factor() for first, _ in found])
+            self.first = terms.map(lambda pairs: [first * len(pairs) / factor() for first, _ in pairs])
 
     @property
     def results(self) -> list[Later[Any]]:
-        return [each for each in (self.errors, self.blocks, self.first, self.second, self.rounded_with) if each]
+        return [result for result in (self.errors, self.blocks, self.first, self.second, self.rounded_with) if result]
 
     def score(self) -> Score:
-        first, second = (each() if each else None for each in (self.first, self.second))
+        first, second = (term() if term else None for term in (self.first, self.second))
         blocks = self.blocks() if self.blocks else {}
         return Score(self.format, self.errors(), self.gemm, self.used, first, second, blocks, self.rounded_with())
 
@@ -74,7 +74,7 @@ class Tried:
 @lru_cache(maxsize=256)  # asked for every tensor of a recorded step
 def formats_for(formats: tuple[str, ...], layer_type: str | None, name: str | None) -> tuple[str, ...]:
     """Those of the formats that an operand of this name may be rounded to: without tokens, none with center=tokens."""
-    return tuple(each for each in formats if has_tokens(layer_type, name) or not Spec.of(each).centered)
+    return tuple(fmt for fmt in formats if has_tokens(layer_type, name) or not Spec.of(fmt).centered)
 
 
 def try_formats(
@@ -90,13 +90,13 @@ def try_formats(
     whether to measure them too. codes: `counted` of its tensor, if known. before: what was tried on the same tensor in
     another GEMM; a format without blocks does the same along each axis. rows: of [rows, columns], those of which the
     error is measured, without blocks; of all where a rotation mixes rows. On a GPU nothing waits for it."""
-    found = []
+    trials = []
     used = None if seen.spec is None else str(seen.spec)
     if rows is not None:
         return _tried_of_rows(seen, formats, gemm, rows)
     if seen.spec and used and seen.coded is not None and seen.quantized is not None:
-        found.append(_measured(seen, seen.spec, gemm, blocks))
-    formerly = {each.format: each for each in before if not each.used}
+        trials.append(_measured(seen, seen.spec, gemm, blocks))
+    formerly = {trial.format: trial for trial in before if not trial.used}
     specs = [spec for spec in map(Spec.of, formats) if str(spec) != used]
     flat = [spec for spec in specs if not spec.has_blocks and not spec.transforms]
     again = {spec: formerly[str(spec)] for spec in flat if str(spec) in formerly}
@@ -104,10 +104,10 @@ def try_formats(
     scores = dict(zip(tried, scores_later(seen.tensor, tried, seen.dim, blocks, codes), strict=True))
     for spec in specs:
         if spec in again:
-            found.append(replace(again[spec], gemm=gemm, blocks=None, first=None, second=None))
+            trials.append(replace(again[spec], gemm=gemm, blocks=None, first=None, second=None))
         else:
-            found.append(Tried(str(spec), gemm, False, *scores[spec]))
-    return found
+            trials.append(Tried(str(spec), gemm, False, *scores[spec]))
+    return trials
 
 
 def _tried_of_rows(seen: Observed, formats: Sequence[str], gemm: Gemm | None, rows: Tensor) -> list[Tried]:
@@ -117,16 +117,16 @@ def _tried_of_rows(seen: Observed, formats: Sequence[str], gemm: Gemm | None, ro
     def rows_of(spec: Spec) -> Tensor:
         return every if spec.hadamard and dim != -1 else rows
 
-    found = []
+    trials = []
     if used and seen.coded is not None and seen.quantized is not None:
         used_rows = rows_of(used)
         operand = seen.coded, untransformed(used), dim, used_rows
         errors = _of_original(score_of_rows_later(*operand, seen.quantized, seen.absmax), seen, used, used_rows)
-        found.append(Tried(str(used), gemm, True, errors, rounded_with=_rounded_with(seen, used)))
+        trials.append(Tried(str(used), gemm, True, errors, rounded_with=_rounded_with(seen, used)))
     for spec in map(Spec.of, formats):
         if str(spec) != str(used):
-            found.append(Tried(str(spec), gemm, False, score_of_rows_later(seen.tensor, spec, dim, rows_of(spec))))
-    return found
+            trials.append(Tried(str(spec), gemm, False, score_of_rows_later(seen.tensor, spec, dim, rows_of(spec))))
+    return trials
 
 
 def _measured(seen: Observed, spec: Spec, gemm: Gemm | None, blocks: bool) -> Tried:

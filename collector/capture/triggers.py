@@ -78,20 +78,20 @@ class Trigger:
         words = " ".join(text.split())
         if words == NAN:
             return cls(words, NAN)
-        found = CONDITION.fullmatch(words)
-        window = int((found and found["window"]) or HISTORY)
-        if found is None or found["quantity"] not in QUANTITIES or not 2 <= window <= 10_000:
+        match = CONDITION.fullmatch(words)
+        window = int((match and match["window"]) or HISTORY)
+        if match is None or match["quantity"] not in QUANTITIES or not 2 <= window <= 10_000:
             raise ConfigError(f"trigger {text!r} is not valid: {EXPECTED}")
-        number = float(found["number"] or found["factor"] or 1)
+        number = float(match["number"] or match["factor"] or 1)
         return cls(
             words,
-            found["quantity"],
-            found["sign"] == ">",
-            number / 100 if found["percent"] else number,
-            found["history"] or "",
+            match["quantity"],
+            match["sign"] == ">",
+            number / 100 if match["percent"] else number,
+            match["history"] or "",
             window,
-            float((found["side"] or "") + (found["sd"] or "0")),
-            int(found["times"] or 1),
+            float((match["side"] or "") + (match["sd"] or "0")),
+            int(match["times"] or 1),
         )
 
     def limit_after(self, values: deque[float]) -> float | None:
@@ -132,7 +132,7 @@ class Triggers:
 
     def see(self, iteration: int, measured: Mapping[str, Mapping[str, float]]) -> list[Fired]:
         """The triggers that fire, given the quantities of each place of a step; each fires once, at the first place."""
-        found = []
+        firings = []
         for trigger in self.conditions:
             fired = [
                 (place, reason)
@@ -148,8 +148,8 @@ class Triggers:
                     self._places.update((trigger, place) for place, _ in fired)
                 more = f", and {len(fired) - 1} more" * (len(fired) > 1)
                 where = "" if fired[0][0] == LOSS else f"{fired[0][0]}: "
-                found.append(Fired(trigger, fired[0][0], f"{where}{fired[0][1]}{more}"))
-        return found
+                firings.append(Fired(trigger, fired[0][0], f"{where}{fired[0][1]}{more}"))
+        return firings
 
     def _holds(self, trigger: Trigger, place: str, value: float) -> str:
         """Why it fires now; "" if it does not."""

@@ -45,7 +45,7 @@ class Twins:
         ]
         parameters = [p for *_, p in named]
         formats = {id(hook): part_at(hook.stages, iteration).formats for hook in self.hooks}
-        draws = any(each.random for each in formats.values())
+        draws = any(gemm_formats.random for gemm_formats in formats.values())
         passes = times if draws else 1
         exact, gradients = self._pass(loss, parameters, {}, 0)
         changes: list[float] = []
@@ -53,16 +53,16 @@ class Twins:
         spread, dots, squares, pairs = (torch.zeros(len(named), passes, dtype=torch.float64) for _ in range(4))
         before = gradients
         for number in range(passes):
-            value, own = self._pass(loss, parameters, formats, seed_of(self.seed, "twin", iteration, number))
+            value, rounded = self._pass(loss, parameters, formats, seed_of(self.seed, "twin", iteration, number))
             changes.append(value - exact)
-            for at, (g, q, mean) in enumerate(zip(gradients, own, means, strict=True)):
+            for at, (g, q, mean) in enumerate(zip(gradients, rounded, means, strict=True)):
                 apart = q - mean
                 mean += apart / (number + 1)
                 spread[at, number] = _sum(apart * (q - mean))
                 dots[at, number], squares[at, number] = _sum(q * g), _sum(q * q)
                 if number % 2:
                     pairs[at, number] = _sum((q - g) * (before[at] - g))
-            before = own
+            before = rounded
         power = torch.tensor([_sum(g * g) for g in gradients], dtype=torch.float64)
         error = torch.tensor(
             [_sum((m - g).square()) for m, g in zip(means, gradients, strict=True)], dtype=torch.float64
@@ -106,8 +106,8 @@ class Twins:
             undo.callback(setattr, self.passes.clock, "twin", None)
             self.passes.clock.twin = begin
             value = loss()
-            found = torch.autograd.grad(value, list(parameters), allow_unused=True)
-        zeros = (torch.zeros_like(p) if g is None else g for g, p in zip(found, parameters, strict=True))
+            gradients = torch.autograd.grad(value, list(parameters), allow_unused=True)
+        zeros = (torch.zeros_like(p) if g is None else g for g, p in zip(gradients, parameters, strict=True))
         return value.item(), [g.detach().float() for g in zeros]
 
 

@@ -41,13 +41,13 @@ class Valid:
     def _flat(self, axes: tuple[int, ...]) -> Tensor | None:
         b, s = self.mask.shape
         heads, rest = divmod(math.prod(axes), b * s)
-        own = (s, b) if self.batch_axis else (b, s)
-        if axes == own[::-1] != own:
+        layout = (s, b) if self.batch_axis else (b, s)
+        if axes == layout[::-1] != layout:
             raise InstrumentError(
-                f"a mask with batch_axis={self.batch_axis} is {own}, and the model's hidden states are {axes}: pass "
+                f"a mask with batch_axis={self.batch_axis} is {layout}, and the model's hidden states are {axes}: pass "
                 f"mask.t() with batch_axis={1 - self.batch_axis}"
             )
-        if axes in (own, (b * s,)):
+        if axes in (layout, (b * s,)):
             return (self.mask.t() if self.batch_axis else self.mask).reshape(-1)
         if len(axes) > 1 and axes[-1] == s and not rest and not axes[0] % b:
             return self.mask[:, None].expand(b, heads, s).reshape(-1)

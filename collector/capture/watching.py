@@ -51,8 +51,8 @@ class WatchOptions:
     @property
     def every(self) -> int:
         """One step in this many is watched; 0 for none."""
-        found = EVERY.fullmatch(self.watch or "")
-        return int(found[1] or 1) if found else 0
+        match = EVERY.fullmatch(self.watch or "")
+        return int(match[1] or 1) if match else 0
 
     @property
     def triggers(self) -> tuple[Trigger, ...]:

@@ -180,7 +180,7 @@ class Writing:
     def _fetch(self, pending: Sequence[Pending]) -> tuple[Callable[[], None], list[tuple[int, Lock]]]:
         """Copy the results of rows, once there is room: a function that waits for them, to be called once, and what to
         add to the queue once it will be called."""
-        results = [result for each in pending for result in each.results]
+        results = [result for draft in pending for result in draft.results]
         nbytes = fetched_nbytes(results)
         if not nbytes:
             return lambda: None, []
@@ -277,10 +277,10 @@ class Writing:
         status: dict[str, Any],
         watched: int | None = None,
     ) -> None:
-        kept = [each for each in pending if each.path is None or each.path in self._unnamed]
+        kept = [draft for draft in pending if draft.path is None or draft.path in self._unnamed]
         take = self._take if watched is None else partial(self._take_reduced, watched)
         if not self._attempt(lambda: take(kept, arrived)):
-            self._drop({each.path for each in kept if each.path})
+            self._drop({draft.path for draft in kept if draft.path})
         if self._due:
             self._attempt(self._write)
         self._update_status(**status)
@@ -292,24 +292,24 @@ class Writing:
         """Make rows, and add those of the monitor's ring if a trigger has fired in the meantime."""
         arrived()
         rows = self._made(kept)
-        ring = [row for row, each in zip(rows, kept, strict=True) if each.ring]
+        ring = [row for row, draft in zip(rows, kept, strict=True) if draft.ring]
         self._rows += self._monitor.see(rows, ring) if self._monitor else rows
 
     def _take_reduced(self, iteration: int, kept: list[Pending], arrived: Callable[[], None]) -> None:
         """Like `_take`, for the rows of a watched step, which do not belong to the ring."""
-        own: list[TensorRow] = []
+        rows: list[TensorRow] = []
         try:
             arrived()
-            own = self._made(kept)
-            seen = self._monitor.see(own, []) if self._monitor else own
-            self._rows += seen[: len(seen) - len(own)]  # what was in the ring
+            rows = self._made(kept)
+            seen = self._monitor.see(rows, []) if self._monitor else rows
+            self._rows += seen[: len(seen) - len(rows)]  # what was in the ring
         finally:  # the other ranks wait for this one, and have their own rows
-            self._rows += self._reduction(iteration, own) if self._reduction else own
+            self._rows += self._reduction(iteration, rows) if self._reduction else rows
 
     def _made(self, kept: list[Pending]) -> list[TensorRow]:
-        rows = [each.row() for each in kept]
+        rows = [draft.row() for draft in kept]
         named = zip(rows, kept, strict=True)
-        return [replace(row, sha256=self._unnamed[each.path]) if each.path else row for row, each in named]
+        return [replace(row, sha256=self._unnamed[draft.path]) if draft.path else row for row, draft in named]
 
     @property
     def _due(self) -> bool:

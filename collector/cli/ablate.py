@@ -54,13 +54,13 @@ def _params() -> list[click.Parameter]:
     return [click.Argument(["recipe"], metavar="RECIPE"), seeds, *params]
 
 
-def runs_of(found: Ladder, params: dict[str, Any]) -> tuple[list[Plan], SlurmOptions]:
+def runs_of(ladder: Ladder, params: dict[str, Any]) -> tuple[list[Plan], SlurmOptions]:
     """The runs, seed by seed, and where they run. Raises ConfigError."""
     seeds = params.pop("seeds") or 1
     request = request_of("run", {"operand_quant": ()} | params)
     (base,) = request.runs
     listed = range(base.seed, base.seed + seeds) if isinstance(seeds, int) else seeds
-    plans = [plan(replace(base, recipe=rung.recipe, seed=seed)) for seed in listed for rung in found.rungs]
+    plans = [plan(replace(base, recipe=rung.recipe, seed=seed)) for seed in listed for rung in ladder.rungs]
     request.start.for_run(base)
     return plans, request.start
 
@@ -75,32 +75,32 @@ def _ablate(recipe: str, **params: Any) -> None:
     The runs are queued as `binade jobs add` does, with the tag "ablation RECIPE"; --dry-run prints them instead. Read
     the result with `binade compare`, or in the app under Runs › Recipes.
     """
-    found = ladder(recipe)
+    ablation = ladder(recipe)
     dry_run = params.get("dry_run")
     root = resolve_root(params.get("root"))
-    plans, start = runs_of(found, params)
-    runs = [each.config for each in plans]
+    plans, start = runs_of(ablation, params)
+    runs = [plan.config for plan in plans]
     if runs[0].iterations == 1:
         fail(
             "only one iteration is trained, and its loss is computed before any backward pass: dgrad and wgrad affect "
             "later losses only. Give --train-iters"
         )
     if dry_run:
-        print_text(_described(found, runs, start))
+        print_text(_described(ablation, runs, start))
         return
-    titles = {rung.recipe: rung.title for rung in found.rungs}
-    named = [f"{found.name} · {titles[config.recipe]} · seed {config.seed}" for config in runs]
-    queue(root, plans, start, named, tags=[f"ablation {found.name}"])
+    titles = {rung.recipe: rung.title for rung in ablation.rungs}
+    named = [f"{ablation.name} · {titles[config.recipe]} · seed {config.seed}" for config in runs]
+    queue(root, plans, start, named, tags=[f"ablation {ablation.name}"])
 
 
-def _described(found: Ladder, runs: list[RunConfig], start: SlurmOptions) -> str:
+def _described(ladder: Ladder, runs: list[RunConfig], start: SlurmOptions) -> str:
     """The rungs, and the commands that would train them."""
     seeds = dict.fromkeys(str(config.seed) for config in runs)
-    width = max(len(rung.title) for rung in found.rungs)
+    width = max(len(rung.title) for rung in ladder.rungs)
     return "\n".join(
         [
-            f"ablation of {found.name}, seed {', '.join(seeds)}: {len(runs)} runs",
-            *(f"    {rung.title:<{width}}  {rung.recipe}" for rung in found.rungs),
+            f"ablation of {ladder.name}, seed {', '.join(seeds)}: {len(runs)} runs",
+            *(f"    {rung.title:<{width}}  {rung.recipe}" for rung in ladder.rungs),
             command_line(runs, start),
         ]
     )

@@ -48,17 +48,17 @@ def _positive(text: str) -> float:
 
 
 def _batch(text: str) -> tuple[int, int]:
-    found = re.fullmatch(r"([1-9]\d{0,8})x([1-9]\d{0,8})", text)
-    if not found:
+    match = re.fullmatch(r"([1-9]\d{0,8})x([1-9]\d{0,8})", text)
+    if not match:
         raise click.BadParameter(f"{text!r} is not a micro-batch: write sequences and their length, such as 8x4096")
-    return int(found[1]), int(found[2])
+    return int(match[1]), int(match[2])
 
 
 def _parts(text: str) -> tuple[str, ...]:
-    found = names(text)
-    if not found or set(found) - set(PARTS):
+    parts = names(text)
+    if not parts or set(parts) - set(PARTS):
         raise click.BadParameter(f"{text!r}: expected {', '.join(PARTS)}, separated by commas")
-    return found
+    return parts
 
 
 def _advise(
@@ -133,18 +133,18 @@ def _advise(
                 share = seconds / roofline.bf16
             if not given and roofline is None:
                 bits = 5.5
-            found = choose(known, AdviceRequest(bits, loss, share, by, specs, tiles, most_bf16), roofline)
-        content = _content(found, output) if output else ""
+            advice = choose(known, AdviceRequest(bits, loss, share, by, specs, tiles, most_bf16), roofline)
+        content = _content(advice, output) if output else ""
         if target is not None:
             check_submits(where, Path.cwd())  # before the recipe is written
-        print_text(_described(found))
+        print_text(_described(advice))
         if output is None:
             return
         with staged_file(output) as staged:
             staged.write(content.encode())
         print_text(f"written to {output}; to train it: binade run --recipe {output}")
         if verify is not None:
-            runs = verification(catalog, found, str(output.resolve()), verify, train_iters)
+            runs = verification(catalog, advice, str(output.resolve()), verify, train_iters)
             for job in queue_verification(where, runs, output.stem, target):
                 print_text(f"job {job.id} queued: {job.title}")
 
@@ -202,34 +202,34 @@ def _measure(
     print_text(f"measured in {run_id}\n")
 
 
-def _content(found: Advice, output: Path) -> str:
+def _content(advice: Advice, output: Path) -> str:
     """The recipe as a file. A precision file has one choice for each layer: that of the forward operands."""
     from binade.collector.recipes.files import to_toml
     from binade.collector.recipes.precision_file import write
 
     if output.suffix == ".toml":
-        return to_toml(found.recipe(output.stem))
+        return to_toml(advice.recipe(output.stem))
     try:
-        return write(replace(found, chosen=found.forward).recipe(output.stem), forward_only=True)
+        return write(replace(advice, chosen=advice.forward).recipe(output.stem), forward_only=True)
     except RecipeError as error:
         raise ConfigError(f"--output {output}: {error}; choose from these with --specs") from None
 
 
-def _described(found: Advice) -> str:
+def _described(advice: Advice) -> str:
     """A description of the choice, the frontier, the deciding operands, and reasons for doubt."""
-    times = "   ms per step   of bf16's time" if found.roofline else ""
-    lines = [found.sentence, "", f"bits per forward value   {found.kind:>9} loss change{times}"]
-    for row in found.frontier.sort_values("share" if found.timed else "bits").itertuples():
+    times = "   ms per step   of bf16's time" if advice.roofline else ""
+    lines = [advice.sentence, "", f"bits per forward value   {advice.kind:>9} loss change{times}"]
+    for row in advice.frontier.sort_values("share" if advice.timed else "bits").itertuples():
         name = "" if row.kind == "advised" else f"  {row.kind} {row.name}"
-        times = f"   {row.ms:11.4g}   {row.share:14.1%}" if found.roofline else ""
+        times = f"   {row.ms:11.4g}   {row.share:14.1%}" if advice.roofline else ""
         lines.append(f"{row.bits:22.2f}   {row.change:+21.3g}{times}{name}")
-    high = found.deciding.head(LISTED)
+    high = advice.deciding.head(LISTED)
     if len(high):
         lines += ["", "operands kept wider than the narrowest format, and how much loss that saves"]
         lines += [f"    {row.place:<24} {row.spec:<28} {row.saved:+.3g}" for row in high.itertuples()]
-    if found.unplaced:
-        lines += ["", f"not shown, because some of their formats were not scored: {', '.join(found.unplaced)}"]
-    return "\n".join([*lines, *([""] if found.doubts else []), *found.doubts])
+    if advice.unplaced:
+        lines += ["", f"not shown, because some of their formats were not scored: {', '.join(advice.unplaced)}"]
+    return "\n".join([*lines, *([""] if advice.doubts else []), *advice.doubts])
 
 
 def _params() -> Sequence[click.Parameter]:

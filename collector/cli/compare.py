@@ -94,7 +94,7 @@ def sections(opened: Catalog) -> list[CompareSection]:
     runs = opened.runs()
     runs = runs[runs["recipe"].notna()]
     groups = runs.iloc[::-1].groupby(list(OF_MODEL), dropna=False, sort=False)
-    return [_section(opened, own.iloc[::-1], dict(zip(OF_MODEL, key, strict=True))) for key, own in groups]
+    return [_section(opened, group.iloc[::-1], dict(zip(OF_MODEL, key, strict=True))) for key, group in groups]
 
 
 def _section(opened: Catalog, runs: pd.DataFrame, model: dict[str, Any]) -> CompareSection:
@@ -110,22 +110,22 @@ def _section(opened: Catalog, runs: pd.DataFrame, model: dict[str, Any]) -> Comp
     gradients, unread = _gradients(opened, table, at) if at is not None else (None, [])
     name = GRADIENTS[0] if gradients is not None else ""
     made = [
-        (ladder.name, found)
+        (ladder.name, study)
         for ladder in ladders(table["recipe"].dropna())
-        if (found := ablation(opened, table, compared.gaps, ladder, name, at))
+        if (study := ablation(opened, table, compared.gaps, ladder, name, at))
     ]
     configs = runs.set_index("run_id")["config"].map(json.loads)
     formats = [linear_formats_of(configs[run_id]) for run_id in compared.bands]
     notes = [
         *compared.sentences,
         measured_sentence(opened, compared),
-        rounded_twice(configs[each.run_id] for each in compared.recipes),
+        rounded_twice(configs[recipe.run_id] for recipe in compared.recipes),
         *compared.missing,
         *map(str, published_for(formats)),
         *left_out(table),
         *unread,
-        *(sentence for _, found in made for sentence in (found.verdict, *found.problems)),
-        *dict.fromkeys(note for _, found in made for note in found.notes),
+        *(sentence for _, study in made for sentence in (study.verdict, *study.problems)),
+        *dict.fromkeys(note for _, study in made for note in study.notes),
     ]
     notes = [one_line(note) for note in notes if note]
     operands = operand_table(opened, compared.recipes)
@@ -175,21 +175,21 @@ def tables(section: CompareSection) -> Iterator[TextTable]:
     yield cells(section.compared.costs, RUN_FIELDS, "Runs: gap to bf16, in nats per token")
     if not section.operands.empty:
         yield cells(section.operands, OPERAND_FIELDS, "Operands: SQNR, dB / flushed to zero, % / saturated, %")
-    for name, found in section.ablations:
-        yield cells(found.table, RUNG_FIELDS, f"Ablation of {one_line(name)}: mean gap to bf16, in nats per token")
+    for name, study in section.ablations:
+        yield cells(study.table, RUNG_FIELDS, f"Ablation of {one_line(name)}: mean gap to bf16, in nats per token")
     if section.gradients is not None:
         yield cells(section.gradients, GRADIENT_FIELDS, f"Gradients compared with bf16, iteration {section.at}")
 
 
-def render(found: Iterable[CompareSection], kind: str) -> str:
+def render(sections: Iterable[CompareSection], kind: str) -> str:
     """Sections as "text", "csv" or "markdown", the last line ended."""
     if kind == "csv":
-        return _csv(found)
+        return _csv(sections)
     text = kind == "text"
     heading: Callable[[str], str] = wrapped if text else lambda title: f"### {markdown_text(title)}"
     note: Callable[[str], str] = (lambda line: wrapped(line, "* ")) if text else lambda line: f"* {markdown_text(line)}"
     blocks = []
-    for section in found:
+    for section in sections:
         blocks += [heading(section.title), *map(aligned if text else markdown, tables(section))]
         if section.notes:
             blocks.append("\n".join(map(note, section.notes)))
@@ -197,11 +197,11 @@ def render(found: Iterable[CompareSection], kind: str) -> str:
     return "\n\n".join([*blocks, "\n".join(legend)]) + "\n"
 
 
-def _csv(found: Iterable[CompareSection]) -> str:
+def _csv(sections: Iterable[CompareSection]) -> str:
     """A row per recipe, empty where a figure is not known."""
     rows: list[dict[str, Any]] = []
     columns: dict[str, None] = dict.fromkeys(OF_MODEL)
-    for section in found:
+    for section in sections:
         if section.compared is None:
             continue
         table = section.recipes

@@ -28,17 +28,17 @@ def _compare(root: str | None, kind: str, output: Path | None) -> None:
         with Catalog.open(runs) as opened:
             for reason in opened.refused:
                 fail(f"skipped: {reason}")
-            found, readable = sections(opened), not opened.runs().empty
+            comparisons, readable = sections(opened), not opened.runs().empty
     except OSError as error:
         raise RunError(f"{runs} cannot be read: {error.strerror or error}") from error
-    if not found and readable:
+    if not comparisons and readable:
         raise RunError(
             f"no run in {runs} states its recipe, so there is nothing to compare: import losses with --recipe"
         )
-    if not found:
+    if not comparisons:
         raise RunError(f"{nothing}: give a directory of runs, or collect some with binade batch")
-    rows = sum(len(section.compared.recipes) for section in found if section.compared)
-    print_or_write(render(found, kind), output, f"{rows} rows")
+    rows = sum(len(section.compared.recipes) for section in comparisons if section.compared)
+    print_or_write(render(comparisons, kind), output, f"{rows} rows")
 
 
 compare = Command(

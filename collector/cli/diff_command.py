@@ -41,13 +41,13 @@ def _diff(run_a: str, run_b: str, root: str | None, tolerance: float | None, bit
     if bitwise and tolerance is not None:
         raise click.UsageError("--bitwise and --tolerance contradict each other: give one")
     a, b = _find(run_a, root), _find(run_b, root)
-    found = difference(a, b)
-    limit: Tolerance = None if bitwise else found.tolerance if tolerance is None else tolerance
-    if not found.rows and not found.incomplete:
+    comparison = difference(a, b)
+    limit: Tolerance = None if bitwise else comparison.tolerance if tolerance is None else tolerance
+    if not comparison.rows and not comparison.incomplete:
         raise RunError(f"{a.run_id} and {b.run_id} have no tensor in common")
-    first = found.first(limit)
-    print_text(_csv(found) if kind == "csv" else "\n".join(_lines(found, limit, first)))
-    return 0 if first is None and found.rows else FAILED
+    first = comparison.first(limit)
+    print_text(_csv(comparison) if kind == "csv" else "\n".join(_lines(comparison, limit, first)))
+    return 0 if first is None and comparison.rows else FAILED
 
 
 def _find(name: str, root: str | None) -> RunInfo:
@@ -59,16 +59,16 @@ def _find(name: str, root: str | None) -> RunInfo:
     return read_run(directory.absolute())
 
 
-def _lines(found: Difference, limit: Tolerance, first: int | None) -> list[str]:
+def _lines(difference: Difference, limit: Tolerance, first: int | None) -> list[str]:
     from binade.data.difference_text import conclusion
 
-    rows = found.rows
-    lines = [f"note: {note}" for note in found.notes]
-    lines += [f"format: {formats}" for formats in found.formats]
+    rows = difference.rows
+    lines = [f"note: {note}" for note in difference.notes]
+    lines += [f"format: {formats}" for formats in difference.formats]
     for what, places in (
-        ("only in RUN_A", found.only_a),
-        ("only in RUN_B", found.only_b),
-        ("not compared", found.incomplete),
+        ("only in RUN_A", difference.only_a),
+        ("only in RUN_B", difference.only_b),
+        ("not compared", difference.incomplete),
         ("with other shapes", [f"{row.place}: {row.shape} and {row.shape_b}" for row in rows if row.by == "shape"]),
     ):
         if places:
@@ -77,7 +77,7 @@ def _lines(found: Difference, limit: Tolerance, first: int | None) -> list[str]:
     lines.append(f"{len(rows):,} tensors compared: {values:,} by values, {len(rows) - values:,} by statistics")
     if not rows:
         return lines
-    lines.append(conclusion(found, limit))
+    lines.append(conclusion(difference, limit))
     if first is None:
         return lines
     start, explained = max(0, first - AROUND), isinstance(limit, str)
@@ -97,9 +97,9 @@ def _number(value: float | None) -> str:
     return f"{value:10.3e}" if value is not None else "         –"
 
 
-def _csv(found: Difference) -> str:
+def _csv(difference: Difference) -> str:
     written = io.StringIO()
-    rows = [asdict(row) for row in found.rows]
+    rows = [asdict(row) for row in difference.rows]
     writer = csv.DictWriter(written, list(rows[0]) if rows else [])
     writer.writeheader()
     writer.writerows(rows)

@@ -89,17 +89,17 @@ def _import(context: click.Context, /, path: Path, root: str, dry_run: bool, **o
         raise only_for(of_tensors[0], "tensors", f"{path} has losses alone")
     statuses = []
     if logs and not of_tensors:
-        own = {name: options[name] for name in OF_LOSSES}
-        statuses.append(_losses(path, into, command, logs, dry_run, bool(files), **own))
+        settings = {name: options[name] for name in OF_LOSSES}
+        statuses.append(_losses(path, into, command, logs, dry_run, bool(files), **settings))
     if dry_run:
-        found = [f"{counted(len(files), 'tensor file')} in {one_line(str(path))}"] * bool(files)
-        if lines := [*found, *(f"not read: {one_line(refusal.line)}" for refusal in refused)]:
+        totals = [f"{counted(len(files), 'tensor file')} in {one_line(str(path))}"] * bool(files)
+        if lines := [*totals, *(f"not read: {one_line(refusal.line)}" for refusal in refused)]:
             print_text("\n".join(lines))
         if not (files or logs):
             raise ConfigError(f"{path} has no tensor file and no loss log; looked for: {looked_for()}")
     elif files or not logs:
-        own = {name: options[name] for name in OF_TENSORS}
-        statuses.append(_tensors(path, into, command, (files, refused), **own))
+        settings = {name: options[name] for name in OF_TENSORS}
+        statuses.append(_tensors(path, into, command, (files, refused), **settings))
     elif refused:
         print_text(f"{counted(len(refused), 'other file')} not read: --dry-run says why")
     return max(statuses, default=0)

@@ -79,9 +79,9 @@ def requested(root: Path, run: str | None, given: dict[str, Any], skip: int | No
         return Measurement(plan(replace(base, **given)), (), skip=skip or 0)
     if wrong := [name for name in ("model", "size", "layers", "vocab_size", "seed") if name in given]:
         raise ConfigError(f"{declared(RunConfig)[wrong[0]].flag} is that of {run}: leave it out, or leave out the run")
-    found = read_run(root / Path(run).name)
-    config = trained_config(found.config)
-    weights = found.directory if (found.directory / CHECKPOINTS).is_dir() else None
+    run_info = read_run(root / Path(run).name)
+    config = trained_config(run_info.config)
+    weights = run_info.directory if (run_info.directory / CHECKPOINTS).is_dir() else None
     changes: dict[str, Any] = {"tp": 1, "dp": 1, "sequence_parallel": False, "backend": BackendName.AUTO}
     used = replace(config, recipe="bf16", **changes | given)
     apart = used.dataset == config.dataset and skip is None
@@ -97,9 +97,9 @@ def described(rows: Iterable[Measured]) -> str:
     by_format: dict[str, list[Measured]] = {}
     for row in rows:
         by_format.setdefault(row.format, []).append(row)
-    for fmt, own in by_format.items():
-        whole = [row for row in own if row.group.layer_index is None and row.group.module is None]
-        single = sorted((row for row in own if row not in whole), key=_effect, reverse=True)
+    for fmt, effects in by_format.items():
+        whole = [row for row in effects if row.group.layer_index is None and row.group.module is None]
+        single = sorted((row for row in effects if row not in whole), key=_effect, reverse=True)
         lines += ["", f"{fmt}: change of the loss"]
         for row in [*whole, *single[:LISTED]]:
             apart = f"  divergence {DIVERGENCE.text(row.divergence.value)}" if row.divergences else ""
@@ -117,10 +117,10 @@ def words_of(known: tuple[str, ...]) -> Any:
     """The type of an option: a list of these words."""
 
     def read(text: str) -> tuple[str, ...]:
-        found = names(text)
-        if not found or set(found) - set(known):
+        words = names(text)
+        if not words or set(words) - set(known):
             raise click.BadParameter(f"{text!r}: expected {', '.join(known)}, separated by commas")
-        return found
+        return words
 
     return read
 

@@ -72,20 +72,20 @@ def _command(mode: str, words: Sequence[str]) -> list[str]:
 
 def _translated(words: Sequence[str]) -> list[str]:
     """The options of run, batch and quick in Binade's spelling."""
-    found: list[str] = []
+    options: list[str] = []
     rest = list(words)
     while rest:
         word = rest.pop(0)
         name, equals, value = word.partition("=")
         if name not in (*RENAMED, *PARTS, ATTENTION) or not (equals or rest):
-            found.append(word)
+            options.append(word)
             continue
         value = value if equals else rest.pop(0)
         if name == ATTENTION:
-            found += _of_attention(value)
+            options += _of_attention(value)
         else:
-            found += [RENAMED.get(name, name), "bf16" if name in PARTS and value == "none" else value]
-    return found
+            options += [RENAMED.get(name, name), "bf16" if name in PARTS and value == "none" else value]
+    return options
 
 
 def _of_attention(value: str) -> list[str]:

@@ -47,38 +47,40 @@ def size(text: str) -> int:
         raise click.BadParameter(f"{text!r} is not a size: write 500M, 4G or a number of bytes") from None
 
 
-def click_option(each: Declared, default: Any) -> CliOption:
+def click_option(field: Declared, default: Any) -> CliOption:
     """Click's option for a declaration, with its default in the help. Without a value it is None, or () for a list."""
-    declaration, settings = each.option, dict[str, Any]()
-    if each.kind is bool:
-        settings = {"is_flag": True, "flag_value": not each.default, "type": bool}
+    declaration, settings = field.option, dict[str, Any]()
+    if field.kind is bool:
+        settings = {"is_flag": True, "flag_value": not field.default, "type": bool}
     elif declaration.unit == "bytes":
         settings = {"type": size}
-    elif each.is_list:
-        settings = {"type": numbers if each.kind is int else names, "multiple": True}
+    elif field.is_list:
+        settings = {"type": numbers if field.kind is int else names, "multiple": True}
     else:
-        settings = {"type": each.kind}
+        settings = {"type": field.kind}
     text, shown = declaration.help, declaration.default_help
     if declaration.allowed is not None and not all(name in text for name in declaration.allowed):
-        text += f". {'Any' if each.is_list else 'One'} of {', '.join(declaration.allowed)}"
-    if not shown and each.kind is not bool and default not in (None, (), ""):
-        shown = each.text(default)
+        text += f". {'Any' if field.is_list else 'One'} of {', '.join(declaration.allowed)}"
+    if not shown and field.kind is not bool and default not in (None, (), ""):
+        shown = field.text(default)
     return CliOption(
-        [each.flag, each.name],
+        [field.flag, field.name],
         title=declaration.group.title,
         about=declaration.group.about,
         help=f"{text}  [default: {shown}]" if shown else text,
         metavar=declaration.metavar,
         default=None,
-        shell_complete=lambda ctx, param, start: _complete(each, start),
+        shell_complete=lambda ctx, param, start: _complete(field, start),
         **settings,
     )
 
 
-def _complete(each: Declared, start: str) -> list[CompletionItem]:
-    before, comma, word = start.rpartition(",") if each.is_list else ("", "", start)
-    found = [CompletionItem(before + comma + name) for name in each.option.allowed or () if name.startswith(word)]
-    return found or [CompletionItem(start, type="file")] * ("PATH" in (each.option.metavar or ""))
+def _complete(field: Declared, start: str) -> list[CompletionItem]:
+    before, comma, word = start.rpartition(",") if field.is_list else ("", "", start)
+    completions = [
+        CompletionItem(before + comma + name) for name in field.option.allowed or () if name.startswith(word)
+    ]
+    return completions or [CompletionItem(start, type="file")] * ("PATH" in (field.option.metavar or ""))
 
 
 def training_params(command: str) -> list[click.Parameter]:
@@ -117,11 +119,11 @@ def training_params(command: str) -> list[click.Parameter]:
     params: list[click.Parameter] = []
     if command == "quick":
         params.append(click.Argument(["recipe"], required=False, metavar="[RECIPE]"))
-    for each in sorted(declared(RunConfig).values(), key=lambda each: each.option.group is WATCH):  # that group last
-        params += others.get(each.name, [])
-        if each.name != "recipe":
-            params.append(click_option(each, getattr(shown, each.name)))
-    start = (click_option(each, each.default) for each in declared(SlurmOptions).values())
+    for field in sorted(declared(RunConfig).values(), key=lambda field: field.option.group is WATCH):  # that group last
+        params += others.get(field.name, [])
+        if field.name != "recipe":
+            params.append(click_option(field, getattr(shown, field.name)))
+    start = (click_option(field, field.default) for field in declared(SlurmOptions).values())
     return [*params, root_option(WHERE.title), *start]
 
 
@@ -222,7 +224,9 @@ def read_configs(path: str) -> list[Plan]:
     with raising(ConfigError, f"--config {path} cannot be read", OSError, ValueError, RecursionError):
         content = json.loads(read_file(Path(path), MOST_BYTES))
         records = content if isinstance(content, list) else [content]
-        inner = [each.get("run_config", each.get("config", each)) for each in records if isinstance(each, dict)]
+        inner = [
+            record.get("run_config", record.get("config", record)) for record in records if isinstance(record, dict)
+        ]
         configs = [parse_json(RunConfig, json.dumps(record).encode()) for record in inner]
     if not configs:
         raise ConfigError(f"--config {path} has no configuration of a run: give a run's run.json, or what it has there")
@@ -234,10 +238,10 @@ def read_configs(path: str) -> list[Plan]:
 def request_of(command: str, params: Mapping[str, Any]) -> Request:
     """The runs for the parameters of a command, checked. Raises ConfigError."""
     given = {name: value for name, value in params.items() if value is not None}
-    for name, each in declared(RunConfig).items():
-        if each.is_list and not given[name]:
+    for name, field in declared(RunConfig).items():
+        if field.is_list and not given[name]:
             del given[name]
-        elif each.is_list:  # an option that is given twice extends its list
+        elif field.is_list:  # an option that is given twice extends its list
             given[name] = tuple(item for items in given[name] for item in items)
     _check_recording(given)
     base = defaults(command, given.get("training_config"))
@@ -270,7 +274,7 @@ def _branches(given: Mapping[str, Any], others: Sequence[str], base: RunConfig) 
     """The branches that --resume with --recipe asks for; None for options that a branch cannot have, which may be those
     that the run was started with. Raises ConfigError for several recipes with such options."""
     options = declared(RunConfig)
-    may = {name for name, each in options.items() if each.option.group in (RECORD, WATCH)}
+    may = {name for name, field in options.items() if field.option.group in (RECORD, WATCH)}
     may |= {
         "train_iters",
         "checkpoint_every",

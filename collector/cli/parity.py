@@ -114,12 +114,12 @@ def _of_recipes(rollout: str, given: dict[str, Any], root: str | None, kind: str
     facts: list[str] = []
     with console("parity", "pass") as shown:
         measured = measure_parity(asked, operands, say=facts.append, done=shown.progress)
-    found, result = measured.gaps, measured.result
+    gaps, result = measured.gaps, measured.result
     heading = f"{asked.plan.config.model_title}: rollout {rollout}, training {train}; {'; '.join(facts)}"
     if kind == "csv":
-        text = csv_text([{"group": gap.record.name} | each for gap in found for each in csv_rows(gap.policies)])
+        text = csv_text([{"group": gap.record.name} | row for gap in gaps for row in csv_rows(gap.policies)])
     else:
-        tables = [_table(found[0].policies), _causes(result.gaps)]
+        tables = [_table(gaps[0].policies), _causes(result.gaps)]
         notes: list[str] = [*findings(result.gaps), *OF_TEXT]
         if routed := result.routing:
             tables += [_routing(routed), _replay(replay(result.gaps[0], routed))]
@@ -148,43 +148,46 @@ def _save(root: Path, label: str, facts: dict[str, Any], result: Parity, quiet: 
         print_text(f"run {run_id}: Runs › Parity of the app shows it")
 
 
-def _causes(found: Sequence[GroupGap]) -> TextTable:
+def _causes(gaps: Sequence[GroupGap]) -> TextTable:
     """The gaps of groups, the largest first."""
-    estimates = [(gap, gap.change, gap.divergence) for gap in found]
+    estimates = [(gap, gap.change, gap.divergence) for gap in gaps]
     rows = (
-        (gap.name, *(cell for each in own for cell in (each.measure.text(each.value), _interval(each))))
-        for gap, *own in estimates
+        (
+            gap.name,
+            *(cell for estimate in effects for cell in (estimate.measure.text(estimate.value), _interval(estimate))),
+        )
+        for gap, *effects in estimates
     )
-    header = ("group", *(cell for each in estimates[0][1:] for cell in (each.measure.axis, "95% interval")))
+    header = ("group", *(cell for estimate in estimates[0][1:] for cell in (estimate.measure.axis, "95% interval")))
     title = "Why: one group of products is rounded as for the rollout, everything else as for training"
     return TextTable(title, header, tuple(rows))
 
 
-def _routing(found: Routing) -> TextTable:
+def _routing(routing: Routing) -> TextTable:
     """Flips, recall and order by layer, then the tokens that flip in any layer."""
     from binade.data.routing import MARGIN
 
     header = ("router", "experts", "flips (%)", "95% interval", "recall (%)", "reordered (%)", "margin", "at flips")
     rows = []
-    for layer in found.layers:
+    for layer in routing.layers:
         flips, recall, reorders = layer.estimates()
-        flip, *others = (each.measure.text(each.value) for each in (flips, recall, reorders))
+        flip, *others = (estimate.measure.text(estimate.value) for estimate in (flips, recall, reorders))
         margins = (NOTHING if isnan(x) else MARGIN.text(x) for x in (layer.margin, layer.flipped_margin))
         rows.append((layer.name, f"{layer.chosen} of {layer.experts}", flip, _interval(flips), *others, *margins))
-    several = found.any
+    several = routing.any
     rows.append(("any layer", "", several.measure.text(several.value), _interval(several), *[NOTHING] * 4))
     return TextTable("Routing: the experts of the rollout against those of training", header, tuple(rows), left=2)
 
 
-def _replay(found: Iterable[Replay]) -> TextTable:
+def _replay(replays: Iterable[Replay]) -> TextTable:
     """What of the gap disappears with the rollout's routes in training."""
     rows = (
         (
-            each.own.measure.axis,
-            *(cell for e in (each.own, each.replayed) for cell in (e.measure.text(e.value), _interval(e))),
-            NOTHING if isnan(each.disappears) else number_text(100 * each.disappears, ".1f"),
+            replay.own.measure.axis,
+            *(cell for e in (replay.own, replay.replayed) for cell in (e.measure.text(e.value), _interval(e))),
+            NOTHING if isnan(replay.disappears) else number_text(100 * replay.disappears, ".1f"),
         )
-        for each in found
+        for replay in replays
     )
     header = ("gap", "own routes", "95% interval", "rollout's routes", "95% interval", "disappears (%)")
     return TextTable("Route replay: training with the routes of the rollout", header, tuple(rows))
@@ -203,9 +206,9 @@ def _quantities_of(rollouts: Sequence[Rollouts]) -> list[tuple[str, str, Policie
     """(tool, step, policies): of all steps, then of each if there are several."""
     from binade.data.parity import joined
 
-    tools = ", ".join(dict.fromkeys(each.tool for each in rollouts))
-    whole = (tools, "all", joined([each.policies for each in rollouts]))
-    return [whole, *((each.tool, each.step, each.policies) for each in rollouts if len(rollouts) > 1)]
+    tools = ", ".join(dict.fromkeys(rollout.tool for rollout in rollouts))
+    whole = (tools, "all", joined([rollout.policies for rollout in rollouts]))
+    return [whole, *((rollout.tool, rollout.step, rollout.policies) for rollout in rollouts if len(rollouts) > 1)]
 
 
 def _of_dumps(files: Iterable[Path], rollouts: Sequence[Rollouts]) -> tuple[str, dict[str, Any], Parity]:
@@ -265,14 +268,14 @@ def _by_step(rollouts: Sequence[Rollouts]) -> TextTable:
     """The quantities that tools plot, by step, with their medians over steps."""
     from binade.data.parity import quantities
 
-    by_step = [{row.measure.name: row for row in quantities(each.policies)} for each in rollouts]
-    values = [[_main(own[name]) for name in BY_STEP] for own in by_step]
+    by_step = [{row.measure.name: row for row in quantities(rollout.policies)} for rollout in rollouts]
+    values = [[_main(by_name[name]) for name in BY_STEP] for by_name in by_step]
     medians = [nan if any(map(isnan, column)) else statistics.median(column) for column in zip(*values, strict=True)]
-    steps = [*(one_line(each.step) for each in rollouts), "median"]
+    steps = [*(one_line(rollout.step) for rollout in rollouts), "median"]
     measures = [by_step[0][name].measure for name in BY_STEP]
     rows = (
-        (step, *(number_text(value, measure.format) for value, measure in zip(own, measures, strict=True)))
-        for step, own in zip(steps, [*values, medians], strict=True)
+        (step, *(number_text(value, measure.format) for value, measure in zip(row, measures, strict=True)))
+        for step, row in zip(steps, [*values, medians], strict=True)
     )
     title = "By step, over tokens (χ² of sequences: over sequences)"
     return TextTable(title, ("step", *(measure.title for measure in measures)), tuple(rows))

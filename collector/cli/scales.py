@@ -34,15 +34,15 @@ def _scales(root: str | None, fmt: str, history: int, output: Path | None, **fil
         for reason in catalog.refused:
             fail(f"skipped: {reason}")
         with quiet():
-            found = sweep(catalog, filter_of(filters), fmt)
-    print_text(_described(found))
+            scale_sweep = sweep(catalog, filter_of(filters), fmt)
+    print_text(_described(scale_sweep))
     if output is not None:
         with staged_file(output) as staged:
-            staged.write(to_toml(recipe(found, output.stem, history)).encode())
+            staged.write(to_toml(recipe(scale_sweep, output.stem, history)).encode())
         print_text(f"written to {output}; to train it: binade run --recipe {output}")
 
 
-def _described(found: Sweep) -> str:
+def _described(sweep: Sweep) -> str:
     """What was read, and for each operand the best scale, its stability, and the best scheme for each block."""
     import pandas as pd
 
@@ -60,11 +60,11 @@ def _described(found: Sweep) -> str:
     from binade.data.evidence import SHARE, spread_of
     from binade.quant.specs import Spec
 
-    names = tiers(Spec.of(found.fmt))
+    names = tiers(Spec.of(sweep.fmt))
     swept: list[dict[str, object]] = []
     stability: list[dict[str, object]] = []
     blocks: list[dict[str, object]] = []
-    for place, trials in groups(found.trials, OPERAND):
+    for place, trials in groups(sweep.trials, OPERAND):
         best = best_margin(trials)
         sqnr = spread(trials, best.margin, "sqnr_db")
         operand: dict[str, object] = {"operand": " ".join(place)}
@@ -77,21 +77,21 @@ def _described(found: Sweep) -> str:
             | {"flushed": spread(trials, best.margin, "flush_to_zero").text}
             | {name: spread(trials, best.margin, name).text for name in ("saturated", *names)}
         )
-        moves = found.stability[(found.stability[OPERAND] == list(place)).all(axis=1)]
+        moves = sweep.stability[(sweep.stability[OPERAND] == list(place)).all(axis=1)]
         if len(moves):
             lost, share = spread_of(SQNR, moves["lost"]), float((moves["moved"] <= 1).mean())
             ends = f"{SQNR.text(lost.low)} to {SQNR.text(lost.high)}"
             stable = {"pairs": len(moves), "moved by at most 1": f"{SHARE.text(share)}%"}
             stability.append(operand | stable | {"lost": lost.text, "10th to 90th": ends})
-        chosen = best_blocks(found.blocks[(found.blocks[OPERAND] == list(place)).all(axis=1)])
+        chosen = best_blocks(sweep.blocks[(sweep.blocks[OPERAND] == list(place)).all(axis=1)])
         columns = (chosen[name] for name in ("block", "spec", "sqnr_db"))
         by_block = {
             block: f"{SQNR.text(sqnr_db)} {Spec.of(spec).scale}" for block, spec, sqnr_db in zip(*columns, strict=True)
         }
         blocks.append(operand | {block: by_block.get(block, "") for block in BLOCKS})
-    left = f"; {found.unfit} are 0 or not finite" if found.unfit else ""
+    left = f"; {sweep.unfit} are 0 or not finite" if sweep.unfit else ""
     tables = {
-        f"{found.trials['tensor'].nunique():,} of {found.of:,} tensors with values on disk were read, all values of "
+        f"{sweep.trials['tensor'].nunique():,} of {sweep.of:,} tensors with values on disk were read, all values of "
         f"each{left}. Margins {MARGINS[0]} to {MARGINS[-1]}; alike: those that the tensors "
         "cannot tell from the best. SQNR, shares and tiers are medians over tensors.": swept,
         "From one recorded iteration to the next: how often the best k moves by at most 1, and the SQNR lost with the "

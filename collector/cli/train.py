@@ -52,7 +52,7 @@ def _run(context: click.Context, /, **params: Any) -> None:
         from binade.collector.jobs.store import next_script
 
         script = next_script(root, plans, request.start)
-        shown = [describe(each, root) for each in plans]
+        shown = [describe(plan, root) for plan in plans]
         print_text("\n\n".join([*shown, *([f"sbatch script:\n{script}"] if script else [])]))
     elif on_cluster:
         queue(root, plans, request.start)
@@ -140,25 +140,25 @@ def collect(plans: list[Plan], root: Path, resume: str | None = None) -> None:
     if plans[0].config.world_size > 1 and not started_as_rank():
         from binade.collector.training.launch import launch
 
-        for each in plans:
-            prepare(each)
-        for together in [[each] for each in plans] if plans[0].branch else [plans]:
+        for plan in plans:
+            prepare(plan)
+        for together in [[plan] for plan in plans] if plans[0].branch else [plans]:
             launch(together, root, resume)
         return
     first_rank = os.environ.get("RANK", "0") == "0"
-    lengths = [each.config.warmup_iterations + each.config.iterations for each in plans]
+    lengths = [plan.config.warmup_iterations + plan.config.iterations for plan in plans]
     start = time.monotonic()
     with console("", "it", sum(lengths), bar=not started_as_rank(), brief=len(plans) > 1) as shown:
 
         def advance(before: int, done: int, of: int) -> None:
             shown.progress(before + done, sum(lengths))
 
-        for number, each in enumerate(plans, 1):
-            before, recipe = sum(lengths[: number - 1]), each.config.recipe
+        for number, plan in enumerate(plans, 1):
+            before, recipe = sum(lengths[: number - 1]), plan.config.recipe
             title = f"[{number}/{len(plans)}] {recipe}" if len(plans) > 1 else recipe
             if first_rank:
                 shown.title(title)
-            result = train(each, root, say=shown.say, progress=partial(advance, before), resume=resume)
+            result = train(plan, root, say=shown.say, progress=partial(advance, before), resume=resume)
             if first_rank:
                 left = (time.monotonic() - start) / (before + lengths[number - 1]) * sum(lengths[number:])
                 shown.print(

@@ -20,13 +20,13 @@ def _verify(root: str | None, runs: tuple[str, ...]) -> int:
     from binade.data.verify import verify  # imports pyarrow
 
     with console("verify", "segment") as shown:
-        found = verify(
+        verified = verify(
             readable_root(root), runs, lambda line: shown.print(f"damaged: {one_line(line)}"), done=shown.progress
         )
-    if found.gone:
-        print_text(f"{counted(found.gone, 'imported file')} no longer there: only statistics are kept")
-    count = len(found.damaged)
-    read = f"{found.runs} run{'s' * (found.runs != 1)}, {found.files} file{'s' * (found.files != 1)} read"
+    if verified.gone:
+        print_text(f"{counted(verified.gone, 'imported file')} no longer there: only statistics are kept")
+    count = len(verified.damaged)
+    read = f"{verified.runs} run{'s' * (verified.runs != 1)}, {verified.files} file{'s' * (verified.files != 1)} read"
     print_text(f"{read}: {count or 'none'} damaged")
     return FAILED if count else 0
 

@@ -150,15 +150,17 @@ def read_file(job: FileJob) -> FileRead:
     try:
         with opened(path, job.room) as file:
             state = file.state()
-            for number, found in enumerate(file.tensors):
-                if found.tensor is None or found.dtype is None:
-                    refused.append(Refusal(name, found.refused or "it contains no tensor", found.key))
+            for number, foreign in enumerate(file.tensors):
+                if foreign.tensor is None or foreign.dtype is None:
+                    refused.append(Refusal(name, foreign.refused or "it contains no tensor", foreign.key))
                     continue
-                log = interpret(path, found.metadata, found.key)
+                log = interpret(path, foreign.metadata, foreign.key)
                 version = log.version
-                tensor_id = _tensor_id(job, number if found.key is not None else None, name, state.sha256)
+                tensor_id = _tensor_id(job, number if foreign.key is not None else None, name, state.sha256)
                 order = None if log.order is None else log.order + number
-                rows.append(_row(job, tensor_id, state, found, found.tensor, found.dtype, replace(log, order=order)))
+                rows.append(
+                    _row(job, tensor_id, state, foreign, foreign.tensor, foreign.dtype, replace(log, order=order))
+                )
     except (TensorFileError, MemoryError, OSError) as error:
         reason = "there is not enough memory to read it" if isinstance(error, MemoryError) else describe(error)
         no_memory = isinstance(error, (TooLargeError, MemoryError))
@@ -208,9 +210,9 @@ def _origin(log: TensorLog, *notes: str, **of_file: Any) -> Origin:
 
 
 def _row(
-    job: FileJob, tensor_id: str, state: FileState, found: ForeignTensor, x: Tensor, dtype: str, log: TensorLog
+    job: FileJob, tensor_id: str, state: FileState, foreign: ForeignTensor, x: Tensor, dtype: str, log: TensorLog
 ) -> TensorRow:
-    notes = [found.note] if found.note else []
+    notes = [foreign.note] if foreign.note else []
     axis = log.contracted_axis
     if axis is not None and -axis > x.dim():
         axis = None
@@ -237,7 +239,7 @@ def _row(
         summary=summarize(x),
         scores=[Score(name, score(x, name, -1 if axis is None else axis)) for name in scores],
         shard=None,
-        origin=_origin(log, *notes, key=found.key, file_size=state.size, file_time_ns=state.time_ns),
+        origin=_origin(log, *notes, key=foreign.key, file_size=state.size, file_time_ns=state.time_ns),
         sha256=state.sha256,
         trace=None if log.tensor_name in MAPS else Trace(*hot_channels_later(x)()),
     )
@@ -270,8 +272,8 @@ def import_logs(
     scores = tuple(dict.fromkeys(str(Spec.of(name)) for name in scores))
     if workers is not None and workers < 1:
         raise ConfigError(f"--workers is {workers}: it must be 1 or more")
-    found, refused = files or tensor_files(walk(source, root))
-    if not (found or refused):
+    accepted, refused = files or tensor_files(walk(source, root))
+    if not (accepted or refused):
         return ImportResult("", root, 0, 0, 0, 0, {}, [], time.monotonic() - start)
     config = {"source": str(source), "scores": list(scores), "command": command}
     with run_of_import(root, config) as writer, open(writer.directory / "log.txt", "ab", buffering=0) as log:
@@ -285,7 +287,7 @@ def import_logs(
 
         try:
             task = _Import(writer, scores, workers or len(os.sched_getaffinity(0)), refused, report, progress)
-            task.run(found)
+            task.run(accepted)
         except BaseException as error:
             with suppress(OSError):  # a full disk must not hide what happened
                 note(f"ended early: {type(error).__name__}: {error}")
@@ -318,10 +320,10 @@ class _Import:
         self._segment: str | None = None
         self._published = self._reported = time.monotonic()
 
-    def run(self, found: list[File]) -> None:
+    def run(self, files: list[File]) -> None:
         """Import what is new, and end the run."""
         try:
-            fresh = self._fresh(found)
+            fresh = self._fresh(files)
             self.report(f"{len(fresh)} files to read, {self.known} known, {self.workers} processes")
             for done, (job, result) in enumerate(self._results(fresh), 1):
                 self._take(job, result, done, len(fresh))
@@ -339,9 +341,9 @@ class _Import:
     def _known_entries(self) -> list[FileEntry]:
         return [entry for entries in self.ledger.values() for entry in entries]
 
-    def _fresh(self, found: list[File]) -> list[File]:
+    def _fresh(self, files: list[File]) -> list[File]:
         """The files that are not in the run yet. Rows of those that have changed since are dropped."""
-        now = {file.name: file for file in found}
+        now = {file.name: file for file in files}
         for name, entries in self.ledger.items():
             stale = [entry for entry in entries if entry.file in now and _differs(now[entry.file], entry)]
             if stale:
@@ -353,7 +355,7 @@ class _Import:
         self.known = sum(name in known for name in now)
         for entry in known.values():
             self.refused += [Refusal(entry.file, reason, key) for key, reason in entry.refused]
-        return [file for file in found if file.name not in known]
+        return [file for file in files if file.name not in known]
 
     def _jobs(self, fresh: list[File]) -> Iterator[FileJob]:
         new = itertools.count(1 + max(self.numbers.values(), default=0))

@@ -135,12 +135,12 @@ def make(version: str, corrections: tuple[str, ...] = (), **words: Any) -> Tenso
 def in_folders(path: PurePath) -> dict[str, Any]:
     """The iteration and the rank in the names of the folders of a file: step3/rank1, iter_0000100/mp_rank_00. The
     nearest folder counts."""
-    found: dict[str, Any] = {}
+    numbers: dict[str, Any] = {}
     for folder in path.parents:
         for name, pattern in FOLDERS.items():
-            if name not in found and (number := pattern.fullmatch(folder.name)):
-                found[name] = integer(number[1], 0, LARGEST_STEP if name == "iteration" else LARGEST)
-    return found
+            if name not in numbers and (number := pattern.fullmatch(folder.name)):
+                numbers[name] = integer(number[1], 0, LARGEST_STEP if name == "iteration" else LARGEST)
+    return numbers
 
 
 def place(path: str) -> dict[str, Any]:

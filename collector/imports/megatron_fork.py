@@ -103,38 +103,38 @@ def read(path: PurePath, metadata: object, key: str | None) -> TensorLog:
 def _from_name(path: PurePath) -> tuple[str | None, dict[str, Any]]:
     """The version and the fields in a file's name; None for a name without any."""
     stem = path.stem
-    if (found := _BARE.fullmatch(stem)) and (iteration := _ITERATION.fullmatch(path.parent.name)):
-        forward, entering = found["direction"] == "fwd", found["side"] == "in"
+    if (match := _BARE.fullmatch(stem)) and (iteration := _ITERATION.fullmatch(path.parent.name)):
+        forward, entering = match["direction"] == "fwd", match["side"] == "in"
         return "V7", {
             "operation": "forward" if forward else "backward",
             "phase": "pre" if entering else "post",
             "tensor_name": "input" if entering else "output",
             "iteration": integer(iteration["iteration"], 0, LARGEST_STEP),
         }
-    found = _NAME.fullmatch(stem)
-    tail = _tail(found["tail"]) if found else None
-    if not found or not tail:
+    match = _NAME.fullmatch(stem)
+    tail = _tail(match["tail"]) if match else None
+    if not match or not tail:
         return None, {}
     places = tail.pop("places")
-    return _version(found, places), tail | {
-        "layer_type": found["layer_type"] or found["second_type"],
-        "layer_index": integer(found["layer"] or found["first_layer"], 1),
-        "operation": found["operation"],
-        "phase": found["phase"],
-        "component": found["component"],
-        "iteration": integer(found["iteration"], 0, LARGEST_STEP),
+    return _version(match, places), tail | {
+        "layer_type": match["layer_type"] or match["second_type"],
+        "layer_index": integer(match["layer"] or match["first_layer"], 1),
+        "operation": match["operation"],
+        "phase": match["phase"],
+        "component": match["component"],
+        "iteration": integer(match["iteration"], 0, LARGEST_STEP),
         "rank": integer(places.get("rank"), 0),
         "sample": integer(places.get("sample"), 0),
-        "captured": _time(found["stamp"], _STAMP),
+        "captured": _time(match["stamp"], _STAMP),
     }
 
 
-def _version(found: re.Match[str], places: Mapping[str, str]) -> str:
-    if found["first_layer"] is not None:
+def _version(match: re.Match[str], places: Mapping[str, str]) -> str:
+    if match["first_layer"] is not None:
         return "V5c"
-    if found["iteration"] is None:
-        return "V0" if found["phase"] is None else "V1"
-    if found["phase"] is None:
+    if match["iteration"] is None:
+        return "V0" if match["phase"] is None else "V1"
+    if match["phase"] is None:
         return "V5a"
     return {(True, True): "V2", (False, True): "V3", (True, False): "V4"}.get(
         ("sample" in places, "group" in places), "V6"
@@ -143,9 +143,9 @@ def _version(found: re.Match[str], places: Mapping[str, str]) -> str:
 
 def _tail(text: str) -> dict[str, Any] | None:
     """The words after the component. Both the quant type and the tensor's name may contain underscores."""
-    if found := _TAIL.fullmatch(text):
-        words = {"quant_type": found["quant_type"], "tensor_name": found["tensor_name"]}
-        words["places"] = dict(_PLACE.findall(found["places"]))
+    if match := _TAIL.fullmatch(text):
+        words = {"quant_type": match["quant_type"], "tensor_name": match["tensor_name"]}
+        words["places"] = dict(_PLACE.findall(match["places"]))
     else:
         known = next((name for name in KNOWN_QUANT_TYPES if text.lower().startswith(f"{name}_")), None)
         if known is None:
@@ -199,11 +199,11 @@ def _from_metadata(metadata: object, notes: list[str]) -> dict[str, Any]:
         value = metadata.get(name)
         if _absent(value):
             continue
-        found = read(value)
-        if found is None:
+        label = read(value)
+        if label is None:
             notes.append(f"The log's {name} is {unusable} and was left out.")
         else:
-            words[word] = found
+            words[word] = label
     return words
 
 

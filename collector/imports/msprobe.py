@@ -75,10 +75,10 @@ class Calls:
 
 def _named(folder: PurePath, name: str, calls: Calls) -> TensorLog | None:
     """What the name of a tensor says, in a folder DATA, whether there is such a file or only an entry in dump.json."""
-    if found := _MODULE.fullmatch(name):
-        words = _module(found, calls.are_micro_batches)
-    elif found := _FUNCTION.fullmatch(name):
-        words = _function(found)
+    if match := _MODULE.fullmatch(name):
+        words = _module(match, calls.are_micro_batches)
+    elif match := _FUNCTION.fullmatch(name):
+        words = _function(match)
     else:
         return None
     return make(NAME, order=calls.order.get(name), **in_folders(folder / name), **words)
@@ -105,45 +105,45 @@ def _calls(tensors: list[tuple[str, dict[str, Any]]]) -> Calls:
         file = tensor.get("data_name")
         order.setdefault(file.removesuffix(PurePath(file).suffix) if isinstance(file, str) else name, number)
     matches = (_MODULE.fullmatch(name) for name, _ in tensors)
-    calls = {(each["path"], each["operation"], each["call"]) for each in matches if each and each["call"]}
+    calls = {(match["path"], match["operation"], match["call"]) for match in matches if match and match["call"]}
     return Calls(order, len({*Counter(call[:2] for call in calls).values()}) == 1)
 
 
-def _module(found: re.Match[str], calls_are_micro_batches: bool) -> dict[str, Any]:
-    linear = found["kind"].endswith(("Linear", "Dense"))
+def _module(match: re.Match[str], calls_are_micro_batches: bool) -> dict[str, Any]:
+    linear = match["kind"].endswith(("Linear", "Dense"))
     names = {"input.0": "input", "output.0": "output"} if linear else {}
-    if "LayerNorm" in found["kind"]:  # which comes between the input of a fused module and its GEMM
+    if "LayerNorm" in match["kind"]:  # which comes between the input of a fused module and its GEMM
         names.pop("input.0", None)
-    words = place(found["path"]) | {"layer_type": "linear" if linear else None}
-    if found["gradient"]:
-        return words | {"operation": "backward", "phase": "post", "tensor_name": f"grad_{found['gradient']}"}
+    words = place(match["path"]) | {"layer_type": "linear" if linear else None}
+    if match["gradient"]:
+        return words | {"operation": "backward", "phase": "post", "tensor_name": f"grad_{match['gradient']}"}
     if calls_are_micro_batches:
-        words["micro_batch"] = found["call"]
-    elif int(found["call"][:9]) and words.get("module"):  # as of a function
-        words["module"] = f"{words['module']}.{found['call']}"
-    return words | _tensor(found, names)
+        words["micro_batch"] = match["call"]
+    elif int(match["call"][:9]) and words.get("module"):  # as of a function
+        words["module"] = f"{words['module']}.{match['call']}"
+    return words | _tensor(match, names)
 
 
-def _function(found: re.Match[str]) -> dict[str, Any]:
+def _function(match: re.Match[str]) -> dict[str, Any]:
     """Calls of functions have no module name: the call itself is used instead."""
-    layer_type, arguments = FUNCTIONS.get(found["function"], (None, ()))
+    layer_type, arguments = FUNCTIONS.get(match["function"], (None, ()))
     names = {f"input.{i}": name for i, name in enumerate(arguments)}
-    words = _tensor(found, names | {"output.0": "output"} if layer_type else {})
-    if found["operation"] == "backward" and found["side"] == "output":
-        words["tensor_name"] = f"output.{found['which'] or 0}"  # autograd's order, which is not that of the arguments
-    return words | {"layer_type": layer_type, "module": found["call"]}
+    words = _tensor(match, names | {"output.0": "output"} if layer_type else {})
+    if match["operation"] == "backward" and match["side"] == "output":
+        words["tensor_name"] = f"output.{match['which'] or 0}"  # autograd's order, which is not that of the arguments
+    return words | {"layer_type": layer_type, "module": match["call"]}
 
 
-def _tensor(found: re.Match[str], names: dict[str, str]) -> dict[str, Any]:
+def _tensor(match: re.Match[str], names: dict[str, str]) -> dict[str, Any]:
     """Operation, phase and name. The backward pass's input is the gradient of the output."""
-    side, which = found["side"], found["which"]
+    side, which = match["side"], match["which"]
     phase = "post" if side == "output" else "pre"
-    if found["operation"] == "backward":
+    if match["operation"] == "backward":
         side = {"input": "output", "output": "input"}.get(side, side)
     name = f"{side}.{which}" if which else side
     name = which if side == "parameters" and which else names.get(name, name)
-    gradient = "grad_" if found["operation"] == "backward" else ""
-    return {"operation": found["operation"], "phase": phase, "tensor_name": f"{gradient}{name}"}
+    gradient = "grad_" if match["operation"] == "backward" else ""
+    return {"operation": match["operation"], "phase": phase, "tensor_name": f"{gradient}{name}"}
 
 
 def beside(path: Path) -> str | None:
@@ -194,7 +194,7 @@ def _tensors(lists: Path) -> list[tuple[str, dict[str, Any]]]:
 
 
 def _statistics(path: Path, tensors: list[tuple[str, dict[str, Any]]]) -> Statistics:
-    found, left_out = [], Counter[tuple[str, str]]()
+    rows, left_out = [], Counter[tuple[str, str]]()
     calls = _calls(tensors)
     for name, tensor in tensors:
         dtype, shape = str(tensor.get("dtype")).rpartition(".")[2].lower(), tensor.get("shape")
@@ -214,8 +214,8 @@ def _statistics(path: Path, tensors: list[tuple[str, dict[str, Any]]]) -> Statis
             if dtype in ("bfloat16", "float16"):
                 log = replace(log, corrections=(*log.corrections, f"Its mean and norm were rounded to {dtype}."))
             known = {"numel": numel, "nbytes": numel * BYTES[dtype], "shape": shape, "dtype": dtype}
-            found.append(logged(log, columns, **known, contracted_axis=_axis(log, shape)))
-    return Statistics(found, left_out)
+            rows.append(logged(log, columns, **known, contracted_axis=_axis(log, shape)))
+    return Statistics(rows, left_out)
 
 
 def _leaves(name: str, node: Any) -> Iterator[tuple[str, dict[str, Any]]]:

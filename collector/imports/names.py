@@ -23,9 +23,9 @@ def distinct_modules(segments: Mapping[str, Rows]) -> dict[str, dict[str, str]]:
     renamed: dict[str, dict[str, str]] = {}
     for name, rows in segments.items():
         for row in rows:
-            path, own = row["module_path"], usual[row["module_path"]]
-            if len(paths[row["layer_index"], own, row["expert"]]) > 1:
-                module = _by_path(row["module"], path, own)
+            path, usual_name = row["module_path"], usual[row["module_path"]]
+            if len(paths[row["layer_index"], usual_name, row["expert"]]) > 1:
+                module = _by_path(row["module"], path, usual_name)
                 if module != row["module"]:
                     renamed.setdefault(name, {})[row["tensor_id"]] = module
     return renamed

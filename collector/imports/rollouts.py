@@ -74,16 +74,16 @@ def read_rollouts(paths: Iterable[Path]) -> list[Rollouts]:
             raise ConfigError(f"{path} contains no sequence: give a dump of NeMo-RL, prime-rl or slime")
         for tool, step, sample in read:
             samples.setdefault((tool, step), []).append(sample)
-    found = []
-    for (tool, step), own in samples.items():
+    rollouts = []
+    for (tool, step), sequences in samples.items():
         with raising(ConfigError, f"{tool}, step {step}", ValueError):
-            found.append(Rollouts(tool, step, _policies(own)))
-    return found
+            rollouts.append(Rollouts(tool, step, _policies(sequences)))
+    return rollouts
 
 
 def _policies(samples: Sequence[RolloutSequence]) -> Policies:
-    rollout, training, mask = (np.concatenate([np.asarray(each[at], float) for each in samples]) for at in range(3))
-    lengths = [len(each.mask) for each in samples]
+    rollout, training, mask = (np.concatenate([np.asarray(sample[at], float) for sample in samples]) for at in range(3))
+    lengths = [len(sample.mask) for sample in samples]
     return Policies.of(rollout, training, mask, np.repeat(np.arange(len(samples)), lengths))
 
 
@@ -104,16 +104,16 @@ def _read(path: Path) -> Iterator[tuple[str, str, RolloutSequence]]:
 
 
 def _reader(record: Record) -> JsonLinesTool:
-    if reader := next((each for each in LINES if each.keys <= record.keys()), None):
+    if reader := next((candidate for candidate in LINES if candidate.keys <= record.keys()), None):
         return reader
     if {"input", "output"} <= record.keys():
         raise ValueError("verl's JSON lines contain no log-probabilities: use the metrics that verl logs")
-    expected = "; ".join(f"{', '.join(sorted(each.keys))} ({each.tool})" for each in LINES)
+    expected = "; ".join(f"{', '.join(sorted(reader.keys))} ({reader.tool})" for reader in LINES)
     raise ValueError(f"it has no log-probabilities of two policies: expected the keys {expected}")
 
 
 def _checked(sample: RolloutSequence) -> RolloutSequence:
-    lengths = [len(each) for each in sample]
+    lengths = [len(column) for column in sample]
     if len(set(lengths)) > 1:
         raise ValueError(f"{lengths[0]} rollout log-probabilities, {lengths[1]} of training and {lengths[2]} of mask")
     return sample
@@ -121,12 +121,14 @@ def _checked(sample: RolloutSequence) -> RolloutSequence:
 
 def _numbers(record: Record, key: str) -> list[float]:
     """The list of a key. null is NaN. A list in a list of one, as NeMo-RL slices batches, is that list."""
-    found = record.get(key)
-    if isinstance(found, list) and len(found) == 1 and isinstance(found[0], list):
-        found = found[0]
-    if not isinstance(found, list) or not all(each is None or isinstance(each, int | float) for each in found):
+    numbers = record.get(key)
+    if isinstance(numbers, list) and len(numbers) == 1 and isinstance(numbers[0], list):
+        numbers = numbers[0]
+    if not isinstance(numbers, list) or not all(
+        number is None or isinstance(number, int | float) for number in numbers
+    ):
         raise ValueError(f"{key} is not a list of numbers")
-    return [math.nan if each is None else float(each) for each in found]
+    return [math.nan if number is None else float(number) for number in numbers]
 
 
 def _nemo_sample(record: Record) -> RolloutSequence:
@@ -135,12 +137,12 @@ def _nemo_sample(record: Record) -> RolloutSequence:
     rollout, training, mask, whole = (_numbers(record, key) for key in keys)
     if len(whole) != 1:
         raise ValueError(f"sample_loss_mask has {len(whole)} values: expected 1, of one sequence")
-    return RolloutSequence(rollout[1:], training[1:], [each * whole[0] for each in mask[1:]])
+    return RolloutSequence(rollout[1:], training[1:], [flag * whole[0] for flag in mask[1:]])
 
 
 def _nemo_step(record: Record, path: Path) -> str:
-    found = NAME.search(path.name)
-    return found[1] if found else path.name
+    match = NAME.search(path.name)
+    return match[1] if match else path.name
 
 
 def _prime_sample(record: Record) -> RolloutSequence:
@@ -150,14 +152,14 @@ def _prime_sample(record: Record) -> RolloutSequence:
     mask, rl = _numbers(record, "loss_mask"), _weights(record, "rl_weights")
     if rl:
         ref = _weights(record, "ref_kl_weights") or [0.0] * len(mask)
-        mask = [each * any(weights) for each, *weights in zip(mask, rl, ref, strict=True)]
+        mask = [flag * any(weights) for flag, *weights in zip(mask, rl, ref, strict=True)]
     return RolloutSequence(_numbers(record, "inference_logprobs"), _numbers(record, "trainer_logprobs"), mask)
 
 
 def _weights(record: Record, key: str) -> list[float]:
     """[] if the key is missing or null for every token: then each token has the default weight."""
-    found = record.get(key)
-    return [] if not isinstance(found, list) or all(each is None for each in found) else _numbers(record, key)
+    weights = record.get(key)
+    return [] if not isinstance(weights, list) or all(weight is None for weight in weights) else _numbers(record, key)
 
 
 def _prime_step(record: Record, path: Path) -> str:
@@ -187,7 +189,7 @@ def _torch_samples(path: Path) -> Iterator[tuple[str, str, RolloutSequence]]:
         records = content.get("samples")
         if records is None:
             records = _transposed(content.get("rollout_data"))
-        if not isinstance(records, list) or not all(isinstance(each, dict) for each in records):
+        if not isinstance(records, list) or not all(isinstance(record, dict) for record in records):
             raise ValueError("it has neither samples nor rollout_data: expected what --save-debug-train-data writes")
         for number, record in enumerate(records):
             with raising(ValueError, f"sample {number}", ValueError):
@@ -214,7 +216,7 @@ def _slime_sample(record: Record) -> RolloutSequence:
 
 def _values(record: Record, key: str) -> Any:
     """The values of a tensor or list as a list; None if there is none."""
-    found = record.get(key)
-    if found is None:
+    values = record.get(key)
+    if values is None:
         return None
-    return _numbers({key: found.reshape(-1).tolist() if hasattr(found, "reshape") else found}, key)
+    return _numbers({key: values.reshape(-1).tolist() if hasattr(values, "reshape") else values}, key)

@@ -48,12 +48,12 @@ def _named(name: str) -> dict[str, Any]:
         module, _, parameter = value.removeprefix("param__").rpartition(".")
         phase = "post" if gradient else "pre"
         return _in_module(module) | {"operation": operation, "phase": phase, "tensor_name": f"{prefix}{parameter}"}
-    found = _SIDE.fullmatch(value.removeprefix("non_intrusive__"))
-    if not value.startswith("non_intrusive__") or not found:
+    match = _SIDE.fullmatch(value.removeprefix("non_intrusive__"))
+    if not value.startswith("non_intrusive__") or not match:
         return {"operation": "backward" if gradient else None, "tensor_name": f"{prefix}{value}"}
-    reads = found["side"] == "inputs"
-    which = "" if found["which"] in (None, "0") else f".{found['which']}"
-    return _in_module(found["path"] or "") | {
+    reads = match["side"] == "inputs"
+    which = "" if match["which"] in (None, "0") else f".{match['which']}"
+    return _in_module(match["path"] or "") | {
         "operation": operation,
         "phase": "pre" if reads != gradient else "post",  # a gradient passes the other way
         "tensor_name": f"{prefix}{'input' if reads else 'output'}{which}",

@@ -149,7 +149,7 @@ def statistics(path: Path) -> Statistics:
             if line["statistic"] in values:
                 left_out[line["statistic"], "a later line has the same iteration, as after a restart"] += 1
             values[line["statistic"]] = float(line["value"])
-    found = []
+    rows = []
     from_0 = _from_0({layer.replace(".", "_") for layer, _, _ in tensors})
     for (layer, tensor, iteration), values in tensors.items():
         columns: dict[str, float | None] = {}
@@ -171,8 +171,8 @@ def statistics(path: Path) -> Statistics:
             log = _log(layer.replace(".", "_"), tensor, iteration, path.stem.rpartition("-")[2], from_0)
             recipe = next(iter(recipes)) if len(recipes) == 1 else None
             log = replace(log, original_quant_type=recipe, corrections=(*log.corrections, DECIMALS))
-            found.append(logged(log, columns, contracted_axis=log.contracted_axis))
-    return Statistics(found, left_out)
+            rows.append(logged(log, columns, contracted_axis=log.contracted_axis))
+    return Statistics(rows, left_out)
 
 
 IMPORTER = Importer(NAME, read, beside, logs, statistics)

@@ -72,16 +72,16 @@ class JobCost:
 def estimate(plans: Sequence[Plan], root: Path, target: str = "", at_once: int = 1) -> JobCost:
     """The estimate for these runs under this root, with this many at the same time. On a target, only earlier runs
     there are used, and the memory of its nodes is unknown."""
-    volumes = [volume_of(each) for each in plans]
+    volumes = [volume_of(plan) for plan in plans]
     history = [run for run in earlier_runs(root) if run.target == target]
-    times = [duration(each, volume, history) for each, volume in zip(plans, volumes, strict=True)]
+    times = [duration(plan, volume, history) for plan, volume in zip(plans, volumes, strict=True)]
     free, disk_free = None if target else memory_free(plans[0].config.device), free_space(root)
     disk = sum(volume.disk for volume in volumes)
     refusals = []
     try:
-        for each in plans:
+        for plan in plans:
             if free is not None:
-                check_memory(each, free, _sharing(each.config))
+                check_memory(plan, free, _sharing(plan.config))
     except ConfigError as error:
         refusals.append(f"{error}.")
     if disk > disk_free:
@@ -92,7 +92,7 @@ def estimate(plans: Sequence[Plan], root: Path, target: str = "", at_once: int =
     unknown = [basis for _, basis, measured in times if not measured]
     return JobCost(
         seconds=max(sum(seconds for seconds, _, _ in times) / at_once, *(seconds for seconds, _, _ in times)),
-        memory=max(needed(each).total * _sharing(each.config) for each in plans),
+        memory=max(needed(plan).total * _sharing(plan.config) for plan in plans),
         memory_free=free,
         disk=disk,
         disk_free=disk_free,
@@ -145,7 +145,9 @@ def _volume(config: RunConfig, recorded_parts: Sequence[Spec | OtherSpec]) -> Vo
     the size of captures is unknown."""
     recorded, replicas = config.recorded_iterations, len(config.recording_ranks) / config.tp
     # Of a watched step, the first micro-batch is measured.
-    watched = sum(each not in recorded for each in range(0, config.iterations, config.every)) if config.every else 0
+    watched = (
+        sum(iteration not in recorded for iteration in range(0, config.iterations, config.every)) if config.every else 0
+    )
     full = watched if config.stats == Stats.FULL else 0
     ring = min(config.ring, config.iterations) if config.trigger else 0
     kept = len(config.ranks_with_values)  # these have their own rows; the others share one for each tensor
@@ -204,7 +206,7 @@ def step_times(losses: Sequence[Mapping[str, Any]]) -> tuple[list[float], list[f
 
 def earlier_runs(root: Path) -> list[EarlierRun]:
     """The finished runs under a root that recorded the time of their iterations, newest first, without damaged ones."""
-    found = []
+    earlier = []
     for run in reversed(list_runs(root)[0]):
         if run.status.state != DONE:
             continue
@@ -221,8 +223,8 @@ def earlier_runs(root: Path) -> list[EarlierRun]:
             seconds = (median(k[1:] or k) if k else None for k in kinds)
             recipe, lines = str(run.config.get("recipe")), run.config.get("operands") or []
             target = str(dict(run.config).get("target") or "")
-            found.append(EarlierRun(config, shape, recipe, lines, target, *seconds))
-    return found
+            earlier.append(EarlierRun(config, shape, recipe, lines, target, *seconds))
+    return earlier
 
 
 def duration(plan: Plan, volume: Volume, history: Sequence[EarlierRun]) -> tuple[float, str, bool]:
@@ -247,7 +249,7 @@ def duration(plan: Plan, volume: Volume, history: Sequence[EarlierRun]) -> tuple
 
 def _similar(config: RunConfig, other: RunConfig, quantized: bool) -> bool:
     """Whether an earlier run's times apply to a run; quantized: whether the run rounds anything."""
-    model, its_model = (Path(each.model).resolve() if each.has_path else each.model for each in (config, other))
+    model, its_model = (Path(run.model).resolve() if run.has_path else run.model for run in (config, other))
     return (
         model == its_model
         and (other.size, other.device, other.tp, other.dp) == (config.size, config.device, config.tp, config.dp)

@@ -67,21 +67,21 @@ def host() -> str:
 
 def marked(token: str) -> set[Process]:
     """All live processes with this mark, regardless of what started them and of their session."""
-    found = set()
+    processes = set()
     for entry in psutil.process_iter():
         try:
             carries = entry.environ().get(JOB_VARIABLE) == token
         except psutil.Error:  # it has ended, or belongs to another user
             continue
         if carries and entry.pid != os.getpid() and (process := Process.of(entry.pid)):
-            found.add(process)
-    return found
+            processes.add(process)
+    return processes
 
 
 def out_of_memory_kills() -> int:
     """How many processes the kernel has killed for lack of memory since boot; 0 if unknown."""
     for path in ("/proc/vmstat", "/sys/fs/cgroup/memory.events"):
         with suppress(OSError):
-            if found := re.search(r"^oom_kill (\d+)$", Path(path).read_text(encoding="utf-8"), re.MULTILINE):
-                return int(found[1])
+            if match := re.search(r"^oom_kill (\d+)$", Path(path).read_text(encoding="utf-8"), re.MULTILINE):
+                return int(match[1])
     return 0

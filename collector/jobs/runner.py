@@ -147,7 +147,7 @@ class Runner:
 
         A job of another machine belongs to that machine's runner, a job on a cluster to any runner that has the
         cluster's commands."""
-        found = []
+        opened = []
         for number in numbers(self.root):
             if number in self.settled:
                 continue
@@ -162,8 +162,8 @@ class Runner:
             if execution and execution.end:
                 self.settled.add(number)
             elif execution is None or (slurm.follows() if execution.cluster else execution.host == host()):
-                found.append((job, execution))
-        return found
+                opened.append((job, execution))
+        return opened
 
     def _report(self, number: int, error: Exception) -> None:
         """Log a problem with a job, once."""
@@ -221,18 +221,18 @@ class Runner:
         known = [(job, execution.cluster) for job, execution in opened if execution and execution.cluster]
         if ids := [cluster.id for job, cluster in known if cancelled_at(self.root, job) is not None]:
             slurm.cancel(ids)
-        found = slurm.poll([cluster for _, cluster in known]) if known else {}
+        cluster_jobs = slurm.poll([cluster for _, cluster in known]) if known else {}
         for job, execution in opened:
             try:
-                self._follow_one(job, execution, found)
+                self._follow_one(job, execution, cluster_jobs)
             except (OSError, ValueError) as error:  # as in `_attend`
                 self._report(job.id, error)
 
-    def _follow_one(self, job: Job, execution: Execution | None, found: Mapping[str, slurm.ClusterJob]) -> None:
+    def _follow_one(self, job: Job, execution: Execution | None, cluster_jobs: Mapping[str, slurm.ClusterJob]) -> None:
         if execution is None or execution.cluster is None:
             self._lose(job)
             return
-        cluster = found.get(execution.cluster.id, execution.cluster)
+        cluster = cluster_jobs.get(execution.cluster.id, execution.cluster)
         if cluster != execution.cluster:
             execution = replace(execution, cluster=cluster)
             write_execution(self.root, job, execution)
@@ -242,8 +242,8 @@ class Runner:
     def _lose(self, job: Job) -> None:
         """A job is submitted while the queue is locked, so one without a number from the cluster was interrupted."""
         with locked(self.root):
-            found = read_execution(self.root, job)
-            if read_job(self.root, job.id) and not (found and (found.cluster or found.end)):
+            submission = read_execution(self.root, job)
+            if read_job(self.root, job.id) and not (submission and (submission.cluster or submission.end)):
                 state = after(JobState.QUEUED, JobEvent.SUBMIT, JobState.FAILED)
                 execution = Execution(host(), boot(), now())
                 self._note_end(job, execution, state, "its submission was interrupted: retry the job")
@@ -278,24 +278,24 @@ class Runner:
 
     def _adopt(self, job: Job, execution: Execution) -> bool:
         """A runner was killed while it started this job: find its process, if there is one, by the job's mark."""
-        found = sorted(marked(job.token), key=lambda process: (process.pid_started, process.pid))
+        processes = sorted(marked(job.token), key=lambda process: (process.pid_started, process.pid))
         with locked(self.root):
-            if found:
-                write_execution(self.root, job, replace(execution, process=found[0], runner=self.process))
+            if processes:
+                write_execution(self.root, job, replace(execution, process=processes[0], runner=self.process))
             elif (state := after(state_of(None, cancelled_at(self.root, job)), JobEvent.LOSE)) is JobState.QUEUED:
                 drop_execution(self.root, job)
             else:
                 self._note_end(job, execution, state, None)
-        return bool(found)
+        return bool(processes)
 
     def _processes(self, job: Job, execution: Execution) -> set[Process]:
         """Every live process of the job: the first one, those with its mark, and the ranks recorded by its run."""
-        found = marked(job.token) | ({execution.process} if execution.process else set())
+        processes = marked(job.token) | ({execution.process} if execution.process else set())
         run = run_of(self.root, job)
         for rank in rank_statuses(run.directory) if run else []:
             if rank.host == host():
-                found.add(Process(rank.pid, rank.pid_started))
-        return {process for process in found if process.alive}
+                processes.add(Process(rank.pid, rank.pid_started))
+        return {process for process in processes if process.alive}
 
     def _press(self, job: Job, execution: Execution) -> None:
         """End a job. First its first process gets a signal, which ends the ranks and saves what was recorded; then all

@@ -93,8 +93,8 @@ def script(target: Target, root: Path, folder: Path, working: Path, first: int, 
         "signal": f"USR1@{NOTICE}",
         "output": shlex.quote(str(folder / f"{first:04d}" / "batch_%a.txt")),
     }
-    found = package_path() if target.python is None else None
-    path = f'export PYTHONPATH={shlex.quote(str(found))}"${{PYTHONPATH:+:$PYTHONPATH}}"' if found else ""
+    package = package_path() if target.python is None else None
+    path = f'export PYTHONPATH={shlex.quote(str(package))}"${{PYTHONPATH:+:$PYTHONPATH}}"' if package else ""
     # If a rank fails, the others have a minute to notice and to say so before they are ended.
     words = ["srun", "--unbuffered", "--kill-on-bad-exit=0", "--wait=60"]
     if target.container and target.container_runtime == "apptainer":
@@ -172,14 +172,14 @@ def poll(jobs: Collection[ClusterJob]) -> dict[str, ClusterJob]:
         places = _positions(waiting) if waiting else {}
     except SubmissionError:
         return {}
-    found = {}
+    current = {}
     for job in jobs:
         if job.id not in known and job.id not in ended:
             continue
         state, partition, reason = known.get(job.id) or (ended[job.id], job.partition, "")
         position = places.get(job.id) if state in WAITING else None
-        found[job.id] = ClusterJob(job.id, state, reason, partition, position)
-    return found
+        current[job.id] = ClusterJob(job.id, state, reason, partition, position)
+    return current
 
 
 def _rows(*command: str) -> list[list[str]]:
@@ -193,11 +193,11 @@ def _rows(*command: str) -> list[list[str]]:
 def _positions(partitions: Iterable[str]) -> dict[str, int]:
     """The place of every waiting job in its partition, in the order of priority."""
     counts: dict[str, int] = {}
-    found = {}
+    places = {}
     wanted = f"--partition={','.join(sorted(partitions))}"
     for job, partition in _rows("squeue", "--states=PENDING", wanted, "--sort=-p,i", "--format=%i|%P"):
-        found[job] = counts[partition] = counts.get(partition, 0) + 1
-    return found
+        places[job] = counts[partition] = counts.get(partition, 0) + 1
+    return places
 
 
 def _accounted(ids: Collection[str]) -> dict[str, str]:

@@ -108,15 +108,15 @@ _jobs: dict[Path, tuple[tuple[int, int], str]] = {}  # by run directory: which r
 
 def runs_by_job(root: Path) -> dict[str, Path]:
     """The run directory of each job, by the job's token."""
-    found = {}
+    directories = {}
     for entry in reversed(run_directories(root)):  # for copied runs, the first by name
         with suppress(RunError, OSError):  # no run, damaged, or just deleted
             written = (entry / RUN_FILE).stat()
             mark = written.st_ino, written.st_mtime_ns
             if entry not in _jobs or _jobs[entry][0] != mark:
                 _jobs[entry] = mark, str(read_run(entry).config.get("job_token"))
-            found[_jobs[entry][1]] = entry
-    return found
+            directories[_jobs[entry][1]] = entry
+    return directories
 
 
 def view_of(root: Path, job: Job, known: dict[str, Path] | None = None) -> JobView:
@@ -144,8 +144,8 @@ def view_of(root: Path, job: Job, known: dict[str, Path] | None = None) -> JobVi
     if end:
         state, reason = end.state, end.reason
     else:
-        found, reason = how_it_ended(root, job, execution, run, None)
-        state = after(state_of(run, cancelled, cluster), found)
+        outcome, reason = how_it_ended(root, job, execution, run, None)
+        state = after(state_of(run, cancelled, cluster), outcome)
     if state is JobState.DONE and run is None and not job.measures:  # a later measurement continues the run
         reason = "its run has been deleted"
     noted, finished = end.at if end else None, run.status.finished if run else None
@@ -243,11 +243,11 @@ def how_it_ended(
 def _first_cause(log: Sequence[str], message: str) -> str:
     """The first cause in the messages of the ranks and Slurm: other ranks only report that a rank is gone."""
     said = [line for line in log if _OF_SLURM.match(line)]
-    own = [line.removeprefix("binade: ") for line in log if line.startswith("binade: ")]
+    messages = [line.removeprefix("binade: ") for line in log if line.startswith("binade: ")]
     lack = next((line for line in said if _NO_MEMORY.search(line)), None)
     if lack or (message and PEER_LOST not in message):
         return lack or message
-    return next((line for line in own if PEER_LOST not in line), None) or next(iter(said), message)
+    return next((line for line in messages if PEER_LOST not in line), None) or next(iter(said), message)
 
 
 def last_words(root: Path, job: Job) -> str:
@@ -270,8 +270,8 @@ def log_tail(root: Path, job: Job, lines: int = 40) -> list[str]:
             text = file.read().decode(errors="replace")
     except OSError:
         return []
-    found = text.splitlines()[1 if size > TAIL else 0 :]
-    return [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in found][-lines:]
+    tail = text.splitlines()[1 if size > TAIL else 0 :]
+    return [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in tail][-lines:]
 
 
 def listing(root: Path) -> list[JobView]:

@@ -251,8 +251,8 @@ def drop_execution(root: Path, job: Job) -> None:
 def cancelled_at(root: Path, job: Job) -> str | None:
     """When the user cancelled the job; None if it was not cancelled."""
     path = directory_of(root, job) / "cancel.json"
-    found = read_if_sound(Cancellation, path)
-    return found.at if found else "" if path.exists() else None
+    cancellation = read_if_sound(Cancellation, path)
+    return cancellation.at if cancellation else "" if path.exists() else None
 
 
 def write_cancellation(root: Path, job: Job) -> None:
@@ -398,14 +398,14 @@ def problems(root: Path) -> list[str]:
     """A sentence for each unusable part of a root's queue."""
     if problem := no_queue(root):
         return [problem]
-    found = []
+    sentences = []
     try:
         read_json(Queue, folder(root) / "queue.json")
     except (FileNotFoundError, NotADirectoryError):
         pass
     except (OSError, ValueError) as error:
         path = folder(root) / "queue.json"
-        found.append(
+        sentences.append(
             f"only one job runs at a time, since {path} is damaged: {describe(error)}; set the number of "
             "parallel jobs again"
         )
@@ -414,15 +414,15 @@ def problems(root: Path) -> list[str]:
             if job := read_job(root, number):
                 read_execution(root, job)
         except JobError as error:
-            found.append(str(error))
-    return found
+            sentences.append(str(error))
+    return sentences
 
 
 def find(root: Path, number: int) -> Job:
     """The job with this number. Raises JobError."""
     job = read_job(root, number)
     if job is None:
-        known = [str(each) for each in numbers(root)]
+        known = [str(job_number) for job_number in numbers(root)]
         raise JobError(f"there is no job {number} in {root}: there are {', '.join(known[-8:]) or 'none'}")
     return job
 

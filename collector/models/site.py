@@ -86,7 +86,7 @@ def megatron_paths(layer: str, module: str, expert: str | None) -> tuple[str, ..
     GEMM or a module of its own."""
     path = (_MEGATRON | SEPARATE).get(module, "")
     if expert is not None:
-        paths = [path.replace("mlp.", f"mlp.experts.{own}") for own in ("", f"local_experts.{expert}.")]
+        paths = [path.replace("mlp.", f"mlp.experts.{prefix}") for prefix in ("", f"local_experts.{expert}.")]
     else:
         paths = [path]
     return tuple(f"decoder.layers.{layer}.{path}" for path in paths if path)

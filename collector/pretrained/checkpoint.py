@@ -240,8 +240,8 @@ def _header(path: Path, known: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
     what = f"checkpoint {path} is not a readable safetensors file"
     with raising(ConfigError, what, OSError, SafetensorError), safe_open(path, framework="pt") as file:
         slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  (it is not a mapping)
-        sizes = {name: tuple(found.get_shape()) for name, found in slices.items()}
-        dtypes = {name: found.get_dtype() for name, found in slices.items()}
+        sizes = {name: tuple(tensor.get_shape()) for name, tensor in slices.items()}
+        dtypes = {name: tensor.get_dtype() for name, tensor in slices.items()}
     for name, dtype in dtypes.items():
         if name.endswith(".weight") and dtype not in known:  # buffers may be of integers
             raise ConfigError(

@@ -42,14 +42,14 @@ def gguf_of(path: Path) -> Path | None:
         return path
     if (path / CONFIG).is_file():
         return None
-    found = sorted(path.glob(f"*{GGUF}"))
-    if len(found) > 1:
-        raise ConfigError(f"checkpoint {path} contains {len(found)} GGUF files: give the path to one")
-    if not found:
+    files = sorted(path.glob(f"*{GGUF}"))
+    if len(files) > 1:
+        raise ConfigError(f"checkpoint {path} contains {len(files)} GGUF files: give the path to one")
+    if not files:
         raise ConfigError(
             f"checkpoint {path} has no {CONFIG}: give the directory of a Hugging Face model, or a {GGUF} file"
         )
-    return found[0]
+    return files[0]
 
 
 def name_of(path: Path) -> str:

@@ -65,9 +65,9 @@ class GgufFile:
                 f"checkpoint {self.path} is a GGUF file of a {kind!r} model, but only {ARCHITECTURE} is supported: "
                 "give the directory of its safetensors"
             )
-        found = {ours: self.get(f"{ARCHITECTURE}.{theirs}") for ours, theirs in SETTINGS.items()}
+        settings = {ours: self.get(f"{ARCHITECTURE}.{theirs}") for ours, theirs in SETTINGS.items()}
         scaling = self.get(f"{ARCHITECTURE}.rope.scaling.type", "none")
-        return {name: value for name, value in found.items() if value is not None} | {
+        return {name: value for name, value in settings.items() if value is not None} | {
             "model_type": ARCHITECTURE,
             "tie_word_embeddings": "output.weight" not in self._tensors,
             "rope_scaling": None if scaling == "none" else {"rope_type": scaling},
@@ -91,8 +91,8 @@ class GgufFile:
         """A tensor, float32, dequantized."""
         tensor = self._tensors[name]
         with raising(ConfigError, f"checkpoint {self.path}: {name} cannot be read", ValueError, NotImplementedError):
-            found = self._gguf.dequantize(tensor.data, tensor.tensor_type)
-        weight = np.asarray(found, dtype=np.float32).reshape(self.shape(name))
+            values = self._gguf.dequantize(tensor.data, tensor.tensor_type)
+        weight = np.asarray(values, dtype=np.float32).reshape(self.shape(name))
         heads = {"attn_q": "head_count", "attn_k": "head_count_kv"}.get(name.split(".")[-2])
         if heads is None:
             return weight

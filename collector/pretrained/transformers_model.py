@@ -108,7 +108,7 @@ def _shape(path: Path, modified: int) -> TransformersShape:
         kv_heads = getattr(text, "num_key_value_heads", None) or heads
         head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
         core = heads, kv_heads, head_dim, head_dim
-        found = find(model)
+        survey = find(model)
         return TransformersShape(
             kind=config.model_type,
             layers=text.num_hidden_layers,
@@ -120,9 +120,9 @@ def _shape(path: Path, modified: int) -> TransformersShape:
             norm_eps=0.0,
             tied_embedding=text.tie_word_embeddings,
             found=tuple(
-                CoreSpec(layer.site, *core) if layer.is_core else _linear(layer, text) for layer in found.layers
+                CoreSpec(layer.site, *core) if layer.is_core else _linear(layer, text) for layer in survey.layers
             ),
-            besides=tuple(_other(model, text, *each) for each in others(model, found, tensor_names())),
+            besides=tuple(_other(model, text, *part) for part in others(model, survey, tensor_names())),
             count=sum(weight.numel() for weight in model.parameters()),
         )
 
@@ -143,8 +143,8 @@ def load(path: Path) -> CausalLM:
         settings = LOCAL | {"use_safetensors": True, "dtype": torch.float32, "output_loading_info": True}
         if getattr(transformers.AutoConfig.from_pretrained(path, **LOCAL), "quantization_config", None):
             settings["quantization_config"] = transformers.FineGrainedFP8Config(dequantize=True)
-        model, found = transformers.AutoModelForCausalLM.from_pretrained(path, **settings)
-        if missing := sorted(found["missing_keys"]):
+        model, info = transformers.AutoModelForCausalLM.from_pretrained(path, **settings)
+        if missing := sorted(info["missing_keys"]):
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise ConfigError(f"checkpoint {path} lacks the tensor {missing[0]}{more}")
         return CausalLM(model.train())

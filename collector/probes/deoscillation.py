@@ -154,7 +154,7 @@ class Deoscillator(Probe):
             weight.summed = bytes(tensors[f"{weight.name}.spec"].tolist()).decode()
             if f"{weight.name}.moved" in tensors:
                 sums = {name: tensors[f"{weight.name}.{name}"].to(weight.parameter.device) for name in SUMS}
-                if any(each.shape != weight.parameter.shape for each in sums.values()):
+                if any(tensor.shape != weight.parameter.shape for tensor in sums.values()):
                     raise ValueError(f"the shape of {weight.name} differs")
                 weight.sums = sums
 
@@ -164,7 +164,7 @@ class Deoscillator(Probe):
         for weight in self.weights:
             tensors[f"{weight.name}.steps"] = torch.tensor([weight.steps, weight.counted])
             tensors[f"{weight.name}.spec"] = torch.tensor([*weight.summed.encode()], dtype=torch.uint8)
-            tensors |= {f"{weight.name}.{name}": each.cpu() for name, each in (weight.sums or {}).items()}
+            tensors |= {f"{weight.name}.{name}": tensor.cpu() for name, tensor in (weight.sums or {}).items()}
         with staged_file(directory / self.name) as file:
             file.write(save(tensors))
 
@@ -177,7 +177,7 @@ class Deoscillator(Probe):
             total = sum(weight.parameter.numel() for _, weight in counts)
             device = counts[0][0].device
             number = torch.stack([count.to(device) for count, _ in counts]).sum()
-            snapped = Later(lambda found: int(found), LaterPart(number))
+            snapped = Later(lambda count: int(count), LaterPart(number))
             self.recording.report(partial(_snapped, self.recording.clock.iteration, snapped, total))
 
     def close(self) -> None:
@@ -191,6 +191,6 @@ class Deoscillator(Probe):
 
 def _snapped(iteration: int, number: Later[int], total: int) -> Iterator[Finding]:
     """So many elements of the weights were set to their rounded value."""
-    found = number()
-    text = f"{found:,} of {total:,} weights ({found / total:.3%}) oscillated and were set to their rounded value"
+    count = number()
+    text = f"{count:,} of {total:,} weights ({count / total:.3%}) oscillated and were set to their rounded value"
     yield Finding(iteration, text, kind=EventKind.WEIGHTS)

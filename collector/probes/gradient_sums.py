@@ -81,15 +81,17 @@ class GradientSums(Probe):
         if not (self.alone and self.complete and usual and not summed and weight.shape == gradient.shape):
             return
         before = _gradient(weight)
-        found = self.by_weight.get(weight)
-        if found is None or (before is None and not hasattr(weight, "main_grad") and moment not in found.moments):
+        weight_sum = self.by_weight.get(weight)
+        if weight_sum is None or (
+            before is None and not hasattr(weight, "main_grad") and moment not in weight_sum.moments
+        ):
             total = torch.zeros_like(gradient, dtype=torch.float32) if before is None else before.float().clone()
-            found = self.by_weight[weight] = Sum(layer, total, total.double().norm())
-        found.total += gradient
-        found.norms += found.total.double().norm() + gradient.double().norm()
-        if moment in found.moments:
-            found.unit = torch.finfo(gradient.dtype).eps / 2
-        found.moments.append(moment)
+            weight_sum = self.by_weight[weight] = Sum(layer, total, total.double().norm())
+        weight_sum.total += gradient
+        weight_sum.norms += weight_sum.total.double().norm() + gradient.double().norm()
+        if moment in weight_sum.moments:
+            weight_sum.unit = torch.finfo(gradient.dtype).eps / 2
+        weight_sum.moments.append(moment)
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Compare the sums, if the optimizer holds the weights, or if these have Megatron's main_grad."""
@@ -102,24 +104,24 @@ class GradientSums(Probe):
     def _compare(self, sums: Sequence[tuple[Sum, Tensor]]) -> None:
         """Record ‖c·s - g‖ / ‖g‖, with s the sum, g the gradient and c the median of ⟨s, g⟩ / ⟨s, s⟩ over the weights;
         warn if it is above the bound of what rounding explains, in float32 for s and in g's dtype for g."""
-        pairs = [(each.total.double(), gradient.double()) for each, gradient in sums]
+        pairs = [(weight_sum.total.double(), gradient.double()) for weight_sum, gradient in sums]
         factor = torch.stack([(s * g).sum() / (s * s).sum() for s, g in pairs]).nanquantile(0.5)
         errors, bounds = [], []
-        for (each, gradient), (s, g) in zip(sums, pairs, strict=True):
-            unit, norm = max(each.unit, torch.finfo(gradient.dtype).eps / 2), g.norm()
+        for (weight_sum, gradient), (s, g) in zip(sums, pairs, strict=True):
+            unit, norm = max(weight_sum.unit, torch.finfo(gradient.dtype).eps / 2), g.norm()
             errors.append((factor * s - g).norm() / norm)
-            bounds.append(factor.abs() * (unit + UNIT) * each.norms / norm + SCALINGS * unit)
-            self.recording.keep(NAME, errors[-1].float().reshape(1), each.layer.site, "optimizer")
+            bounds.append(factor.abs() * (unit + UNIT) * weight_sum.norms / norm + SCALINGS * unit)
+            self.recording.keep(NAME, errors[-1].float().reshape(1), weight_sum.layer.site, "optimizer")
         self.recording.publish_step()
-        names = [each.layer.site.name for each, _ in sums]
-        count = max(len({moment.micro_batch for moment in each.moments}) for each, _ in sums)
-        found = Later(lambda *arrays: arrays, *map(LaterPart, (torch.stack(errors), torch.stack(bounds), factor)))
-        self.recording.report(partial(_lost, self.recording.clock.iteration, names, count, found))
+        names = [weight_sum.layer.site.name for weight_sum, _ in sums]
+        count = max(len({moment.micro_batch for moment in weight_sum.moments}) for weight_sum, _ in sums)
+        results = Later(lambda *arrays: arrays, *map(LaterPart, (torch.stack(errors), torch.stack(bounds), factor)))
+        self.recording.report(partial(_lost, self.recording.clock.iteration, names, count, results))
 
 
-def _lost(iteration: int, names: Sequence[str], count: int, found: Later[Any]) -> Iterator[Finding]:
+def _lost(iteration: int, names: Sequence[str], count: int, results: Later[Any]) -> Iterator[Finding]:
     """What the errors, their bounds and the factor say of the weights with these names, of so many micro-batches."""
-    measured, limits, common = found()
+    measured, limits, common = results()
     lost = [number for number in range(len(names)) if measured[number] > limits[number]]
     if lost:
         first = lost[0]
@@ -133,5 +135,5 @@ def _lost(iteration: int, names: Sequence[str], count: int, found: Later[Any]) -
 
 def _gradient(weight: nn.Parameter) -> Tensor | None:
     """What the optimizer sees of it."""
-    found: Tensor | None = getattr(weight, "main_grad", None)
-    return weight.grad if found is None else found
+    gradient: Tensor | None = getattr(weight, "main_grad", None)
+    return weight.grad if gradient is None else gradient

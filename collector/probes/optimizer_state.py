@@ -110,7 +110,7 @@ class StateRounder(Probe):
     def updated(self, optimizer: Optimizer, group: Mapping[str, Any], parameter: nn.Parameter, name: str) -> None:
         """The optimizer has updated a parameter of this name."""
         state, weight = optimizer.state.get(parameter, {}), parameter.detach()
-        seeds = {each: seed_of(self.seed, self.recording.clock.iteration, name, each) for each in self.state.specs}
+        seeds = {key: seed_of(self.seed, self.recording.clock.iteration, name, key) for key in self.state.specs}
         before = self.before.pop(parameter, None)
         is_muon = isinstance(optimizer, torch.optim.Muon)
         knows = is_muon or (isinstance(optimizer, torch.optim.Adam) and not group["amsgrad"])
@@ -125,10 +125,10 @@ class StateRounder(Probe):
         if before is not None:
             exact = muon()
             update = computed(before, exact) if knows else weight.float() - before.float()
-        for each, spec in self.state.specs.items():
-            x = weight if each == WEIGHT else state.get(each)
+        for key, spec in self.state.specs.items():
+            x = weight if key == WEIGHT else state.get(key)
             if isinstance(x, Tensor) and x.shape == weight.shape and x.dtype in DTYPES:
-                self._round(name, each, x, spec, seeds[each], state)
+                self._round(name, key, x, spec, seeds[key], state)
         if before is None:
             return
         if (stored := self.state.master_weight) and parameter not in self.stored:
@@ -146,24 +146,24 @@ class StateRounder(Probe):
             error = torch.where(size == 0, 0.0, (again - update).norm() / size)  # a learning rate of 0
             self.recording.keep(ERROR, error.reshape(1), site, "optimizer")
         if exact and rounded and self.state.momentum_buffer:
-            (direction, wanted), (_, found) = exact, rounded
-            self.recording.keep(ANGLE, _angle(wanted, found).reshape(1), site, "optimizer")
+            (direction, wanted), (_, rounded_update) = exact, rounded
+            self.recording.keep(ANGLE, _angle(wanted, rounded_update).reshape(1), site, "optimizer")
             if direction.isfinite().all() and direction.any():
                 u, sizes, v = torch.linalg.svd(direction.float(), full_matrices=False)
                 known = sizes > sizes[0] * max(direction.shape) * torch.finfo(torch.float32).eps
-                self.recording.keep(ALIGNMENT, (u * (found.float() @ v.t())).sum(0)[known], site, "optimizer")
-                self.recording.keep(SINGULAR, torch.linalg.svdvals(found.float()), site, "optimizer")
+                self.recording.keep(ALIGNMENT, (u * (rounded_update.float() @ v.t())).sum(0)[known], site, "optimizer")
+                self.recording.keep(SINGULAR, torch.linalg.svdvals(rounded_update.float()), site, "optimizer")
 
-    def _round(self, name: str, each: str, x: Tensor, spec: Spec | Scheme, seed: int, state: dict[str, Tensor]) -> None:
+    def _round(self, name: str, key: str, x: Tensor, spec: Spec | Scheme, seed: int, state: dict[str, Tensor]) -> None:
         """Round a tensor of a parameter of this name in place. state: of the parameter."""
         local: Tensor = x.to_local() if is_dtensor(x) else x  # type: ignore[attr-defined]
         if isinstance(spec, Spec):
             local.copy_(_rounded(local, spec, seed))
         elif local is not x:
-            raise InstrumentError(f"{each} = {spec} rounds whole matrices, but {name} is divided: choose a spec")
+            raise InstrumentError(f"{key} = {spec} rounds whole matrices, but {name} is divided: choose a spec")
         elif x.dim() != 2:
             return
         else:
             rounded, state[FACTOR] = muonq(x, state.get(FACTOR), seed)
             local.copy_(rounded)
-        self.rounded.add(each)
+        self.rounded.add(key)

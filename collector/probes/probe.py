@@ -158,7 +158,7 @@ class Probes:
             try:
                 yield
             finally:
-                self._all = tuple(each for each in self._all if each is not probe)
+                self._all = tuple(active_probe for active_probe in self._all if active_probe is not probe)
                 self._collect()
                 probe.end_iteration(self._clock.iteration)
             undo.close()
@@ -173,7 +173,7 @@ class Probes:
         self._passes, self._products = waiting("begin_pass"), waiting("before_product")
         self._ends, self._seeing, self._saving = waiting("end_iteration"), waiting("see"), waiting("save")
         names = frozenset(name for probe in self._all for name in probe.observes)
-        self._observing = {name: [each.observe for each in self._all if name in each.observes] for name in names}
+        self._observing = {name: [probe.observe for probe in self._all if name in probe.observes] for name in names}
 
     def observers(self, name: str) -> Sequence[Callable[[Observation], None]]:
         """The methods that get tensors of this name."""

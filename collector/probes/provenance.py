@@ -162,8 +162,8 @@ class Provenance:
             self.open.clear()  # of a pass that raised
             if len(self.ended) > MOST_CALLS:  # where nothing tells the steps apart
                 self.end(self.recording.clock.iteration)
-        own = [p for p in module.parameters(recurse=False) if not p.is_meta]
-        call = _ModuleCall(name, next(self.orders), self._notes((args, kwargs)), self._notes(own))
+        parameters = [p for p in module.parameters(recurse=False) if not p.is_meta]
+        call = _ModuleCall(name, next(self.orders), self._notes((args, kwargs)), self._notes(parameters))
         if not self.kept and torch.is_grad_enabled():
             held = (x for x in tensors_in((args, kwargs)) if self.found or not stays(x))
             call.inputs = [(x.detach(), version_of(x)) for x in held]
@@ -215,13 +215,17 @@ class Provenance:
         note = self._gradient(call.leaving, gradient)
         if note is None or self.kept or not self.recording.entered:
             return
-        before = (*call.operands, *call.parameters, *(each for _, each in (*call.results, *call.arriving)))
-        if note.bad and call.arriving and not any(each.bad for each in before):
+        before = (
+            *call.operands,
+            *call.parameters,
+            *(earlier_note for _, earlier_note in (*call.results, *call.arriving)),
+        )
+        if note.bad and call.arriving and not any(earlier_note.bad for earlier_note in before):
             inputs = [x for x, version in call.inputs if version_of(x) == version]  # those that are not written over
             self._keep(call.name, BACKWARD, call.gradients, inputs, [gradient.detach()])
 
     def _ends(self, module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
-        call = next((each for each in reversed(self.open) if each is self.last.get(module)), None)
+        call = next((open_call for open_call in reversed(self.open) if open_call is self.last.get(module)), None)
         if call is None:
             return
         del self.open[self.open.index(call) :]
@@ -251,8 +255,8 @@ class Provenance:
     ) -> None:
         """Record the operands and the result of the culprit."""
         self.kept = True
-        own = self.modules[name].parameters(recurse=False)
-        for what, shown in ((GRADIENT, gradients), (OPERAND, (*inputs, *own)), (RESULT, results)):
+        parameters = self.modules[name].parameters(recurse=False)
+        for what, shown in ((GRADIENT, gradients), (OPERAND, (*inputs, *parameters)), (RESULT, results)):
             known = [x for x in shown if x.dtype in DTYPES and x.dim()]
             for number, x in enumerate(known, 1):
                 self.recording.keep(f"non_finite_{what}{number}", x, self._site(name), operation)
@@ -300,21 +304,21 @@ class Provenance:
 def _chain(calls: list[_ModuleCall], origin: int) -> tuple[Reached, ...]:
     """What is not finite after the origin: the results of modules that contain no other such module, and of the model,
     the loss, and the gradients that these modules compute."""
-    found = []
+    links = []
     # A module that returns its input, as the last one may, has the gradient of its input before that of its result.
     gradients = [at for call in calls for at, note in (*call.arriving, *call.leaving) if note.bad and at > origin]
     if any(_first(call.arriving) in gradients for call in calls if not call.name):
-        found.append(Reached(min(gradients) - calls[0].started, "loss", BACKWARD))
+        links.append(Reached(min(gradients) - calls[0].started, "loss", BACKWARD))
     for operation in (FORWARD, BACKWARD):
         made = ((call.name, _first(call.made(operation))) for call in reversed(calls))  # the first of several calls
         bad = {name: at for name, at in made if at is not None and at > origin}
         containing = {name[:at] for name in bad for at, letter in enumerate(name) if letter == "."}
-        found += [
+        links += [
             Reached(at - calls[0].started, name or "the model", operation)
             for name, at in bad.items()
             if not name or name not in containing
         ]
-    return tuple(sorted(found, key=lambda each: (each.order, each.place != "loss"))[:MOST_REACHED])
+    return tuple(sorted(links, key=lambda link: (link.order, link.place != "loss"))[:MOST_REACHED])
 
 
 def _seen(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
@@ -322,9 +326,9 @@ def _seen(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, Tensor):
         return change(value)
     if type(value) in (tuple, list):
-        return type(value)(_seen(each, change) for each in value)
+        return type(value)(_seen(member, change) for member in value)
     if type(value) is dict:
-        return {name: _seen(each, change) for name, each in value.items()}
+        return {name: _seen(member, change) for name, member in value.items()}
     return value
 
 
@@ -343,15 +347,15 @@ class FirstNonFinite(Probe):
             return None
         return cls(
             [
-                Provenance(model, recording, {each.name: each.site for each in found.layers if not each.part})
-                for model, found in instrumented.surveys.items()
+                Provenance(model, recording, {layer.name: layer.site for layer in survey.layers if not layer.part})
+                for model, survey in instrumented.surveys.items()
             ]
         )
 
     def attach(self, undo: ExitStack) -> None:
-        for each in self.traced:
-            each.attach(undo)
+        for provenance in self.traced:
+            provenance.attach(undo)
 
     def end_iteration(self, iteration: int) -> None:
-        for each in self.traced:
-            each.end(iteration)
+        for provenance in self.traced:
+            provenance.end(iteration)

@@ -34,7 +34,7 @@ OF_A_MODEL: tuple[Callable[[Instrumented], Probe | None], ...] = (
 def of_a_run(recording: Recording) -> list[Probe]:
     """Those of a run that begins."""
     begin = [*(WARNINGS if recording.watch.warn else ()), *(MEASURES[m] for m in MEASURES if m in recording.measures)]
-    return [each(recording) for each in begin]
+    return [factory(recording) for factory in begin]
 
 
 def of_a_model(instrumented: Instrumented) -> list[Probe]:

@@ -158,7 +158,7 @@ class RecipeDraft:
             self.set(name, {field: None for field in OPERAND_FIELDS if not field.startswith("forward")})
             if source == BACKWARDS[0]:
                 forward = dict(zip(OF_ROUNDED, ("forward_b", "forward_a"), strict=True))
-                self.of_rounded[name] = tuple(each for each in OF_ROUNDED if self.formats[name][forward[each]])
+                self.of_rounded[name] = tuple(operand for operand in OF_ROUNDED if self.formats[name][forward[operand]])
             self.request(name, self.quant_types[name])
 
     def recipe(self, name: str) -> Recipe:

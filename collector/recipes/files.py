@@ -87,7 +87,7 @@ from binade.quant.specs import KVCache, Smooth, Softmax, Spec, SpecError
 PUBLISHED = {path.stem: path for path in sorted(Path(__file__).parent.glob("*.toml"))}
 """The files of the published recipes, by name."""
 
-ABOUT = {each.name: each.type for each in fields(About)}
+ABOUT = {field.name: field.type for field in fields(About)}
 SECTIONS = (*PARTS, MODULES, "keep", *TABLES, "schedule")
 LONGEST_EXCERPT = 80
 Reader = Callable[[str, str], RecipeDraft]
@@ -98,8 +98,8 @@ START = re.compile(r"[1-9]\d{0,8}|(100|\d{1,2})(\.\d+)?%")
 
 def label(recipe: str) -> str:
     """The name of a recipe in a list: a file without its folder."""
-    if found := ON_BASE.fullmatch(recipe):
-        return f"{label(found['base'])}+{label(found['file'])}"
+    if match := ON_BASE.fullmatch(recipe):
+        return f"{label(match['base'])}+{label(match['file'])}"
     return Path(recipe).name
 
 
@@ -158,7 +158,7 @@ def draft_from(given: Mapping[str, Any], quant_type: str) -> RecipeDraft:
                 f'[[schedule]] from = {start or "nothing"}: expected an iteration from 1, or a share such as "90%"'
             )
         number = float(start.rstrip("%"))
-        earlier = [each for each, _ in draft.schedule if each.endswith("%") == start.endswith("%")]
+        earlier = [previous for previous, _ in draft.schedule if previous.endswith("%") == start.endswith("%")]
         if earlier and number <= float(earlier[-1].rstrip("%")):
             raise RecipeError(
                 f"[[schedule]] from = {start} follows {earlier[-1]}: list the changes in increasing order"
@@ -171,7 +171,7 @@ def draft_from(given: Mapping[str, Any], quant_type: str) -> RecipeDraft:
 
 def _table(name: str, given: Mapping[str, Any]) -> object:
     """One of TABLES, whose values are numbers or specs; None for one that has no value."""
-    known = {each.name: each for each in fields(TABLES[name])}
+    known = {field.name: field for field in fields(TABLES[name])}
     check_keys(given, known, f"[{name}]")
     values = {key: _value(f"{name}.{key}", value, known[key]) for key, value in given.items()}
     table = TABLES[name](**values)
@@ -209,22 +209,22 @@ def _spec(value: object, where: str) -> Spec:
 
 
 def _about(given: Mapping[str, Any]) -> About:
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for name, kind in ABOUT.items():
         value = given.get(name, [] if "tuple" in str(kind) else "")
         if "tuple" in str(kind):
             if not isinstance(value, list):
                 raise RecipeError(f"{name} must be a list of strings")
-            found[name] = tuple(as_text(each, name) for each in value)
+            values[name] = tuple(as_text(text, name) for text in value)
         else:
-            found[name] = as_text(value, name)
-    return About(**found)
+            values[name] = as_text(value, name)
+    return About(**values)
 
 
 def _fill(draft: RecipeDraft, given: Mapping[str, Any], quant_type: str) -> None:
     """Set the operands that a table names."""
     named = [(part, given[part]) for part in PARTS if part in given]
-    named += [(f"{MODULES}.{name}", each) for name, each in as_table(given.get(MODULES, {}), "[modules]").items()]
+    named += [(f"{MODULES}.{name}", table) for name, table in as_table(given.get(MODULES, {}), "[modules]").items()]
     for part, table in named:
         if part not in draft.formats:
             draft.formats[part] = dict(draft.formats["linear"])
@@ -318,11 +318,11 @@ def changed_cells(stage: Recipe, before: Recipe) -> dict[str, str]:
     """The operands that a stage of a schedule changes, in the notation of a file: {"linear.forward.input": '"bf16"',
     ...}"""
     former = before.by_name()
-    found: dict[str, str] = {}
+    cells: dict[str, str] = {}
     for part, made in stage.by_name().items():
         old = _cells(part, former.get(part, before.linear))
-        found |= {f"{_key(part)}.{key}": cell for key, cell in _cells(part, made).items() if cell != old[key]}
-    return found
+        cells |= {f"{_key(part)}.{key}": cell for key, cell in _cells(part, made).items() if cell != old[key]}
+    return cells
 
 
 def _key(part: str) -> str:

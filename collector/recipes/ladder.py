@@ -32,7 +32,7 @@ def ladder(recipe: str) -> Ladder:
     base, given = split_without(recipe)
     common = frozenset(given)
     has = frozenset(ingredients_of(recipe))
-    offs = {has & GEMMS, has & WGRAD, WHOLE, *(Off({each}) for each in has - GEMMS)}
+    offs = {has & GEMMS, has & WGRAD, WHOLE, *(Off({ingredient}) for ingredient in has - GEMMS)}
     texts = {off: _text(base, common | off) for off in offs}
     # Without its backward GEMMs a recipe may round nothing: that is bf16.
     texts = {off: text for off, text in texts.items() if parse_recipe(text).quantized}
@@ -46,15 +46,15 @@ def ladders(recipes: Iterable[str]) -> list[Ladder]:
 
     Recipes that belong to no ladder are left out.
     """
-    found: dict[str, dict[Off, str]] = {}
+    bases: dict[str, dict[Off, str]] = {}
     for text in dict.fromkeys(recipes):
         try:
             base, off = split_without(text)
         except RecipeError:
             continue
-        found.setdefault(base, {})[frozenset(off)] = text
+        bases.setdefault(base, {})[frozenset(off)] = text
     made = []
-    for base, texts in sorted(found.items()):
+    for base, texts in sorted(bases.items()):
         for common in sorted({off - GEMMS for off in texts}, key=sorted):
             rungs = {off - common: text for off, text in texts.items() if off >= common}
             rungs = {off: text for off, text in rungs.items() if off <= GEMMS or len(off) == 1}
@@ -71,7 +71,7 @@ def without(recipe: str, *ingredients: str) -> str:
 
 def _text(base: str, off: Off) -> str:
     """The text of a recipe with ingredients off."""
-    listed = "+".join(each for each in INGREDIENTS if each in off)
+    listed = "+".join(ingredient for ingredient in INGREDIENTS if ingredient in off)
     if not off:
         return base
     return f"{base[:-1]}, without={listed})" if base.endswith(")") else f"{base}(without={listed})"
@@ -84,7 +84,9 @@ def _ladder(name: str, texts: Mapping[Off, str]) -> Ladder:
         steps.remove(DGRAD)
     before = [BF16, *(texts[off] for off in steps)]
     rungs = [Rung(_title(off, texts), texts[off], other) for off, other in zip(steps, before, strict=False)]
-    single = [Off({each}) for each in INGREDIENTS if Off({each}) in texts and Off({each}) not in steps]
+    single = [
+        Off({ingredient}) for ingredient in INGREDIENTS if Off({ingredient}) in texts and Off({ingredient}) not in steps
+    ]
     rungs += [Rung(_title(off, texts), texts[off], texts.get(WHOLE, "")) for off in single]
     return Ladder(name, (Rung(BF16, BF16), *rungs))
 

@@ -91,11 +91,11 @@ def _by_format(name: str) -> RecipeDraft:
 
 def split_without(name: str) -> tuple[str, list[str]]:
     """("nvidia_nvfp4", ["rounding", "keep"]) for "nvidia_nvfp4(without=rounding+keep)". Raises RecipeError."""
-    found = WITHOUT.search(name)
-    if not found:
+    match = WITHOUT.search(name)
+    if not match:
         return name, []
-    ingredients = found[1].split("+")
-    if unknown := [each for each in ingredients if each not in INGREDIENTS]:
+    ingredients = match[1].split("+")
+    if unknown := [ingredient for ingredient in ingredients if ingredient not in INGREDIENTS]:
         raise RecipeError(
             f"without={unknown[0]} is not an ingredient of a recipe: expected one of {', '.join(INGREDIENTS)}"
         )
@@ -127,10 +127,10 @@ def _draft(text: str) -> tuple[str, RecipeDraft]:
     draft = read_draft(path, name, reader) if path else _by_format(base)
     for stage in draft.stages() if backward else ():
         stage.set_backward(backward)
-    for each in ingredients:
-        found = [stage.leave_out(each) for stage in draft.stages()]
-        if not any(found):
-            raise RecipeError(f"recipe {base} does not have the ingredient {each!r}")
+    for ingredient in ingredients:
+        present = [stage.leave_out(ingredient) for stage in draft.stages()]
+        if not any(present):
+            raise RecipeError(f"recipe {base} does not have the ingredient {ingredient!r}")
     return name, draft
 
 
@@ -155,7 +155,11 @@ def linear_formats_of(config: Mapping[str, Any]) -> frozenset[str]:
 def ingredients_of(text: str) -> list[str]:
     """The INGREDIENTS that a recipe has. Raises as `parse_recipe`."""
     draft = _draft(text)[1]
-    return [each for each in INGREDIENTS if any(stage.leave_out(each) for stage in deepcopy(draft).stages())]
+    return [
+        ingredient
+        for ingredient in INGREDIENTS
+        if any(stage.leave_out(ingredient) for stage in deepcopy(draft).stages())
+    ]
 
 
 def parse_recipe(

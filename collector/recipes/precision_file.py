@@ -220,7 +220,7 @@ def _checked(value: object, keys: Keys, where: str) -> dict[str, Any]:
     check_keys(given, keys, where)
     for key, allowed in keys.items():
         if allowed and given.get(key) not in allowed:
-            expected = " or ".join(str(each).lower() for each in allowed if each is not None)
+            expected = " or ".join(str(choice).lower() for choice in allowed if choice is not None)
             raise RecipeError(f"{where}.{key} is {excerpt(given.get(key))}: expected {expected}")
     return {key: given.get(key) for key in keys}
 

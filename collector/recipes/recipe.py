@@ -105,7 +105,7 @@ class Part:
         left = tuple(name for name in OPERAND_FIELDS if name.startswith(gemm))
         rounded = tuple(name for name in self.formats.of_rounded if name not in left)
         changes: dict[str, Any] = dict.fromkeys(left)
-        overrides = tuple(each for each in self.overrides if each[0] not in left)
+        overrides = tuple(override for override in self.overrides if override[0] not in left)
         formats = replace(self.formats, **changes, of_rounded=rounded)
         return replace(self, formats=formats, overrides=(*overrides, *((name, BF16) for name in left)))
 
@@ -251,9 +251,11 @@ class Recipe:
 
     def linear_of(self, site: Site) -> Part:
         """The part of a linear layer."""
-        own = dict(self.modules)
+        modules = dict(self.modules)
         other = self.router if site.is_of_router else self.linear
-        return next((own[name] for name in (*site.names, *own) if name in own and _covers(name, site)), other)
+        return next(
+            (modules[name] for name in (*site.names, *modules) if name in modules and _covers(name, site)), other
+        )
 
     def part_of(self, product: Product, site: Site) -> Part:
         """The part of a product of a layer."""
@@ -358,12 +360,12 @@ class Recipe:
 
     def gemms(self) -> dict[str, str]:
         """The two operands of each quantized GEMM: {"linear.dgrad": "nvfp4(rounding=stochastic) × nvfp4", ...}"""
-        found: dict[str, list[str]] = {}
+        gemms: dict[str, list[str]] = {}
         for name, part in self.by_name().items():
             for operand in PARTS.get(name, LINEAR_OPERANDS):
                 rounded = "rounded " * (operand.field in part.formats.of_rounded)
-                found.setdefault(f"{name}.{operand.gemm}", []).append(rounded + part.rounded_to(operand.field))
-        return {gemm: " × ".join(specs) for gemm, specs in found.items() if set(specs) != {BF16}}
+                gemms.setdefault(f"{name}.{operand.gemm}", []).append(rounded + part.rounded_to(operand.field))
+        return {gemm: " × ".join(specs) for gemm, specs in gemms.items() if set(specs) != {BF16}}
 
     def parts(self) -> dict[str, Part]:
         """The parts by name, without those that few models have if they are not quantized."""

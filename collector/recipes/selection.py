@@ -53,11 +53,11 @@ class Term:
         if text.startswith("!"):
             rest = text.lstrip("! ")
             return replace(cls.parse(rest), text=text, negated=text[: len(text) - len(rest)].count("!") % 2 == 1)
-        if found := ENDS.fullmatch(text):
-            number = int(found[2] or 1)
-            return cls(text, (1, number) if found[1] == "first" else (-number, LAST))
-        if found := NUMBERS.fullmatch(text):
-            low, high = int(found[1]), int(found[2] or found[1])
+        if match := ENDS.fullmatch(text):
+            number = int(match[2] or 1)
+            return cls(text, (1, number) if match[1] == "first" else (-number, LAST))
+        if match := NUMBERS.fullmatch(text):
+            low, high = int(match[1]), int(match[2] or match[1])
             if low > high:
                 raise SelectionError(f"{text} is reversed: write {high}-{low}")
             return cls(text, (low, high))
@@ -77,20 +77,20 @@ class Term:
 
     def of(self, sites: Sequence[Site]) -> set[Site]:
         if self.pattern:
-            found = {site for site in sites if self.pattern.search(site.name)}
+            selected = {site for site in sites if self.pattern.search(site.name)}
         else:
             towers = {site.tower: 0 for site in sites}
             for site in sites:
                 towers[site.tower] = max(towers[site.tower], site.layer_index)
             inside = {tower: self._numbers(last) for tower, last in towers.items()}
-            found = {site for site in sites if site.layer_index in inside[site.tower]}
-        if not found:
+            selected = {site for site in sites if site.layer_index in inside[site.tower]}
+        if not selected:
             raise SelectionError(f"{self.text!r} is not a layer of the model, which has {_existing(sites)}")
         if not self.negated:
-            return found
-        if found == set(sites):
+            return selected
+        if selected == set(sites):
             raise SelectionError(f"{self.text!r} leaves no layer of the model, which has {_existing(sites)}")
-        return set(sites) - found
+        return set(sites) - selected
 
 
 @dataclass(frozen=True)
@@ -115,8 +115,8 @@ class SiteSelection:
         for module in self.modules:
             if module not in known:
                 raise SelectionError(f"unknown module {module!r}: expected one of {', '.join(known)}")
-        found = {site for term in self.terms for site in term.of(sites)} if self.terms else set(sites)
-        chosen = frozenset(site for site in found if not self.modules or site.module in self.modules)
+        selected = {site for term in self.terms for site in term.of(sites)} if self.terms else set(sites)
+        chosen = frozenset(site for site in selected if not self.modules or site.module in self.modules)
         if not chosen:
             raise SelectionError(
                 f"{', '.join(term.text for term in self.terms)} has no {', '.join(self.modules)}: "
@@ -139,7 +139,7 @@ def by_layer(sites: Sequence[Site], chosen: Collection[Site], word: str, others:
         else:
             text = f"{_modules(inside)} {word}, the rest {others}"
         layers.setdefault(text, []).append(index)
-    return [f"layer{'s' if len(found) > 1 else ''} {spans(found)}: {text}" for text, found in layers.items()]
+    return [f"layer{'s' if len(indices) > 1 else ''} {spans(indices)}: {text}" for text, indices in layers.items()]
 
 
 def _modules(sites: Iterable[Site]) -> str:
@@ -147,7 +147,7 @@ def _modules(sites: Iterable[Site]) -> str:
     experts: dict[str, list[int]] = {}
     for site in sites:
         experts.setdefault(site.module, []).extend([] if site.expert is None else [site.expert])
-    return ", ".join(f"{name} of experts {spans(found)}" if found else name for name, found in experts.items())
+    return ", ".join(f"{name} of experts {spans(indices)}" if indices else name for name, indices in experts.items())
 
 
 def _existing(sites: Sequence[Site]) -> str:

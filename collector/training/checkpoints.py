@@ -55,8 +55,8 @@ def last(run: RunInfo) -> tuple[Path, tuple[Position, ...]]:
     """The last checkpoint that all ranks have written: its folder, and the positions of the ranks. Raises RunError if
     there is none, or the run cannot be resumed."""
     check_resumable(run)
-    if found := next(_complete(run), None):
-        return found
+    if checkpoint := next(_complete(run), None):
+        return checkpoint
     raise RunError(f"{run.run_id} has no checkpoint to resume from: {NO_CHECKPOINT}")
 
 

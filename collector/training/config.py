@@ -195,8 +195,8 @@ class RunConfig(WatchOptions):
     @property
     def tokenizer_name(self) -> str:
         """The tokenizer of a dataset of text."""
-        own = str(gguf_of(Path(self.model)) or self.model) if self.has_path else BYTE
-        return self.tokenizer or own
+        default = str(gguf_of(Path(self.model)) or self.model) if self.has_path else BYTE
+        return self.tokenizer or default
 
     @property
     def world_size(self) -> int:
@@ -225,10 +225,10 @@ class RunConfig(WatchOptions):
         defaults = {"micro_batches": max(1, self.collect_micro_batches), "recipe": self.recipe}
         if not (self.raw and self.save_tensors):
             defaults["max_bytes"] = self.max_bytes
-        for name, each in declared(RunConfig).items():
+        for name, setting in declared(RunConfig).items():
             value = getattr(self, name)
-            if value != defaults.get(name, each.default):
-                line += [each.flag] if each.kind is bool else [each.flag, each.text(value)]
+            if value != defaults.get(name, setting.default):
+                line += [setting.flag] if setting.kind is bool else [setting.flag, setting.text(value)]
         return line
 
     def to_dict(self) -> dict[str, Any]:

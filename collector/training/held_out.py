@@ -55,14 +55,14 @@ def hold_out(plan: Plan, dataset: Dataset) -> HeldOutData:
     config, documents = plan.config, dataset.documents
     if not config.evaluate_every:
         return HeldOutData(frozenset(), np.empty(0, dtype=np.int64))
-    needed, found, count = config.evaluate_sequences * config.sequence_length + 1, 0, int(documents.bounds[-1])
+    needed, held_tokens, count = config.evaluate_sequences * config.sequence_length + 1, 0, int(documents.bounds[-1])
     pieces: dict[int, np.ndarray] = {}
     try:
         for index in shuffled(documents.bounds, 0, ORDER):
-            if found >= needed or len(pieces) > count // 2:
+            if held_tokens >= needed or len(pieces) > count // 2:
                 break
             pieces[index] = documents.tokens(index)
-            found += len(pieces[index])
+            held_tokens += len(pieces[index])
     except DataError as error:
         raise ConfigError(str(error)) from error
     if len(pieces) > count // 2:

@@ -48,7 +48,7 @@ def launch(plans: Sequence[Plan], root: Path, resume: str | None = None) -> None
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the message below is enough
     with tempfile.TemporaryDirectory(prefix="binade-ranks-") as scratch:
         config = Path(scratch, "config.json")
-        config.write_text(json.dumps([asdict(each.config) for each in plans]), encoding="utf-8")
+        config.write_text(json.dumps([asdict(plan.config) for plan in plans]), encoding="utf-8")
         line = ["run", "--config", str(config), *(["--resume", resume] if resume else [])]
         line = [*(plans[0].arguments if plans[0].branch else line), "--tensor-save-dir", str(root)]
         # Rank 0 prints to the terminal; the output of the others goes to files.
@@ -86,14 +86,14 @@ def _environment(rank: int, ranks: int, store: Path) -> dict[str, str]:
     defaults = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // ranks))}
     if "lo" in (name for _, name in socket.if_nameindex()):
         defaults["GLOO_SOCKET_IFNAME"] = "lo"
-    own = {name: str(value) for name, value in position.items()} | {LAUNCHER: str(os.getpid()), STORE: str(store)}
-    return defaults | package_environment() | own
+    variables = {name: str(value) for name, value in position.items()} | {LAUNCHER: str(os.getpid()), STORE: str(store)}
+    return defaults | package_environment() | variables
 
 
 def _first(failures: dict[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
     """The rank whose failure was not caused by another rank."""
-    own = {rank: failure for rank, failure in failures.items() if failure.exitcode not in FOLLOWED} or failures
-    return min(own.items(), key=lambda item: (item[1].timestamp, item[0]))
+    causes = {rank: failure for rank, failure in failures.items() if failure.exitcode not in FOLLOWED} or failures
+    return min(causes.items(), key=lambda item: (item[1].timestamp, item[0]))
 
 
 def _last_line(failure: ProcessFailure, stderr: str) -> str:

@@ -188,7 +188,7 @@ def _recorder(plan: Plan, root: Path, ranks: Ranks, description: dict[str, Any])
         measures=config.measures,
         loss_scale=1 / config.micro_batches,
         max_bytes=config.max_bytes // max(len(config.ranks_with_values), 1) if config.raw else 0,
-        watch=Watch(**{each.name: getattr(config, each.name) for each in fields(WatchOptions) if watches}),
+        watch=Watch(**{field.name: getattr(config, field.name) for field in fields(WatchOptions) if watches}),
         merge=Merge(MergeRanks.ON if merges else MergeRanks.OFF, config.unmerged_ranks, ranks),
         enabled=True,
     )

@@ -164,7 +164,7 @@ class _Clock:
     def __call__(self, effect: Effect, count: int, of: int) -> None:
         if not self.said:
             self.said = True
-            task = next(each for each in self.tasks if (each.format, each.group) == (effect.format, effect.group))
+            task = next(task for task in self.tasks if (task.format, task.group) == (effect.format, effect.group))
             share = self.measured.cost(task.recipe, task.group)
             whole = self.measured.rest + (effect.seconds - self.measured.rest) / max(share, 0.05)
             seconds = seconds_of(self.measured, self.tasks, whole) / len(self.tasks) * (of - count)

@@ -93,12 +93,12 @@ def check_memory(plan: Plan, available: int, ranks: int = 1) -> None:
     """Raise ConfigError if `ranks` ranks together exceed the available bytes."""
     config, memory = plan.config, needed(plan)
     if ranks * memory.total > available:
-        each = f" on each of {ranks} ranks" if ranks > 1 else ""
+        where = f" on each of {ranks} ranks" if ranks > 1 else ""
         use = f"{'--size tiny, ' * (not config.has_path)}fewer --layers, or a shorter --sequence-length"
         raise ConfigError(
             f"{config.model_title} with {plan.shape.layers} layers needs "
             f"{memory.weights / 2**30:.1f} GiB for weights, gradients and optimizer and "
-            f"{(memory.activations + memory.buffers) / 2**30:.1f} GiB for activations and recording{each}, but only "
+            f"{(memory.activations + memory.buffers) / 2**30:.1f} GiB for activations and recording{where}, but only "
             f"{available / 2**30:.1f} GiB are free on {config.device}: use {use}"
         )
 

@@ -41,11 +41,11 @@ def measure_parity(
         opened = open_measured(asked, say)
         backend, seed = config.quantized_by, config.seed
         with measuring(opened.model, logits_of, attention=attention, backend=backend, seed=seed) as measured:
-            found = gaps(measured, opened.batches, rollout, training, asked.by, operands, done)
+            group_gaps = gaps(measured, opened.batches, rollout, training, asked.by, operands, done)
             routed = routing(measured, opened.batches, rollout, training)
     measures = {"rollout": rollout.lines(), "training": training.lines(), "by": list(asked.by), "operands": operands}
     measures |= opened.facts["measures"] | {"sequences": asked.sequences}
     names = {"rollout": asked.formats[0], "training": asked.formats[1]}
-    steps = (ParityStep.of(ALL, found[0].policies),)
-    result = Parity(**names, tool="", steps=steps, gaps=tuple(gap.record for gap in found), routing=routed)
-    return MeasuredParity(found, result, opened.facts | names | {"measures": measures})
+    steps = (ParityStep.of(ALL, group_gaps[0].policies),)
+    result = Parity(**names, tool="", steps=steps, gaps=tuple(gap.record for gap in group_gaps), routing=routed)
+    return MeasuredParity(group_gaps, result, opened.facts | names | {"measures": measures})

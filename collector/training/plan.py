@@ -44,20 +44,20 @@ class Branch:
     def describe(self, config: RunConfig) -> str:
         """What a branch with this configuration is of, and in what it differs."""
         changes = []
-        for name, each in declared(RunConfig).items():
-            own, other = getattr(config, name), getattr(self.config, name)
-            if own != other:
-                words = ("none" if value in (None, (), "") else each.text(value) for value in (own, other))
-                changes.append("{} {} (was {})".format(each.flag, *words))
+        for name, setting in declared(RunConfig).items():
+            chosen, other = getattr(config, name), getattr(self.config, name)
+            if chosen != other:
+                words = ("none" if value in (None, (), "") else setting.text(value) for value in (chosen, other))
+                changes.append("{} {} (was {})".format(setting.flag, *words))
         return f"branch of {self.run_id} after {self.done} iterations; differs in {', '.join(changes) or 'nothing'}"
 
     def arguments(self, config: RunConfig) -> list[str]:
         """The command line of the branch with this configuration, after `binade`."""
         line = ["run", "--resume", self.run_id, "--recipe", config.recipe]
-        for name, each in declared(RunConfig).items():
+        for name, setting in declared(RunConfig).items():
             value = getattr(config, name)
             if name != "recipe" and value != getattr(self.config, name):
-                line += [each.flag] if each.kind is bool else [each.flag, each.text(value)]
+                line += [setting.flag] if setting.kind is bool else [setting.flag, setting.text(value)]
         return line
 
 

@@ -76,10 +76,10 @@ class _Heartbeats:
         with suppress(RuntimeError):  # the store ends with the first host
             for number in count():
                 self._store.set(self._key, str(number))
-                found = dict(zip(last, self._store.multi_get(list(last)), strict=True))
-                self._silence |= {rank: 0 for rank in last if found[rank] != last[rank]}
-                self._silence |= {rank: -sys.maxsize for rank in last if found[rank] == LEFT}
-                last = found
+                beats = dict(zip(last, self._store.multi_get(list(last)), strict=True))
+                self._silence |= {rank: 0 for rank in last if beats[rank] != last[rank]}
+                self._silence |= {rank: -sys.maxsize for rank in last if beats[rank] == LEFT}
+                last = beats
                 if self._left.wait(1.0):
                     self._store.set(self._key, LEFT.decode())
                     return
@@ -176,8 +176,8 @@ def _new_group(groups: list[range]) -> dist.ProcessGroup | None:
     members = [list(group) for group in groups if len(group) > 1]
     if not members:
         return None
-    own: dist.ProcessGroup = dist.new_subgroups_by_enumeration(members, TIMEOUT)[0]  # type: ignore[no-untyped-call]
-    return own
+    group: dist.ProcessGroup = dist.new_subgroups_by_enumeration(members, TIMEOUT)[0]  # type: ignore[no-untyped-call]
+    return group
 
 
 @torch.no_grad()
@@ -192,8 +192,8 @@ def finish_gradients(model: nn.Module, ranks: Ranks, spec: Spec | None = None, *
             ranks.tensor.sum_(parameter.grad)
         if ranks.replicas > 1:
             if spec:
-                own = seed_of("reduce_scatter", *seed, name, ranks.replica)
-                parameter.grad.copy_(apply(parameter.grad, spec, seed=own)[0])
+                rounding_seed = seed_of("reduce_scatter", *seed, name, ranks.replica)
+                parameter.grad.copy_(apply(parameter.grad, spec, seed=rounding_seed)[0])
             ranks.data.sum_(parameter.grad).div_(ranks.replicas)
 
 
@@ -204,8 +204,8 @@ def rounding_tokens(model: nn.Module, spec: Spec, recorder: Recorder, seed: int)
     clock, replica = recorder.clock, recorder.ranks.replica
 
     def received(name: str, _: nn.Module, tokens: tuple[Tensor]) -> Tensor | None:
-        own = seed_of("all_to_all", seed, clock.iteration, clock.micro_batch, name, replica)
-        return None if clock.twin else fake_quantize(*tokens, spec, seed=own)
+        rounding_seed = seed_of("all_to_all", seed, clock.iteration, clock.micro_batch, name, replica)
+        return None if clock.twin else fake_quantize(*tokens, spec, seed=rounding_seed)
 
     modules = dict(model.named_modules()).items()
     layers = [(name, module) for name, module in modules if isinstance(module, MixtureOfExperts)]

@@ -78,7 +78,7 @@ class SlurmOptions:
                 raise ConfigError(f"{flag} needs --target or --launcher slurm: add one, or leave {flag} out")
             return None
         described = find_target(self.target) if self.target else Target()
-        names = [each for each in declared(SlurmOptions) if hasattr(described, each) and each != "launcher"]
+        names = [name for name in declared(SlurmOptions) if hasattr(described, name) and name != "launcher"]
         merged = {name: given.get(name, getattr(described, name)) for name in names}
         with raising(ConfigError, f"target {self.target}", ConfigError):
             check_options(SlurmOptions(**merged))

@@ -69,7 +69,7 @@ def _compiled(codes: Tensor, library: ctypes.CDLL) -> tuple[np.ndarray, np.ndarr
     used, counts = np.empty(CODES, np.uint16), np.empty(CODES, np.int64)
     threads = max(1, min(torch.get_num_threads(), codes.numel() // PER_THREAD))
     library.distinct.restype = ctypes.c_int64
-    found = library.distinct(
+    distinct = library.distinct(
         ctypes.c_void_p(codes.data_ptr()),
         ctypes.c_int64(codes.numel()),
         ctypes.c_int64(codes.stride(0) if codes.numel() else 1),
@@ -77,4 +77,4 @@ def _compiled(codes: Tensor, library: ctypes.CDLL) -> tuple[np.ndarray, np.ndarr
         ctypes.c_void_p(used.ctypes.data),
         ctypes.c_void_p(counts.ctypes.data),
     )
-    return used[:found].copy(), counts[:found].copy()
+    return used[:distinct].copy(), counts[:distinct].copy()

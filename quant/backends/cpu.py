@@ -113,14 +113,14 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     """The library, its functions' arguments declared."""
     pointer, size, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
     layout, items = (size, size, size), (size, size)
-    own = (pointer, size, ctypes.c_uint32)
-    library.quantize.argtypes = [pointer, pointer, pointer, pointer, pointer, *layout, *own, *items]
+    rounding = (pointer, size, ctypes.c_uint32)
+    library.quantize.argtypes = [pointer, pointer, pointer, pointer, pointer, *layout, *rounding, *items]
     library.largest.argtypes = [pointer, pointer, *layout, *items]
     library.moments.argtypes = [pointer, pointer, pointer, *layout, *items]
     library.run_errors.argtypes = [pointer, pointer, size, pointer, pointer, size, *layout, ctypes.c_int32, *items]
     sums = (real, pointer, size, pointer, *items, pointer)
     library.measure.argtypes = [pointer, pointer, pointer, pointer, *layout, *sums]
-    library.score.argtypes = [pointer, pointer, pointer, pointer, pointer, *layout, *own, *sums]
+    library.score.argtypes = [pointer, pointer, pointer, pointer, pointer, *layout, *rounding, *sums]
     functions = library.quantize, library.largest, library.moments, library.run_errors, library.measure, library.score
     for function in functions:
         function.restype = None
@@ -407,14 +407,14 @@ def _added_up(layout: Layout, blocks: bool, part: Callable[[int | None, int, int
     those of items [first, last)."""
     bins = _bins() if blocks else None
     size = len(ScoreNumber) + (sum(COUNTS) if blocks else 0)
-    found: dict[int, np.ndarray] = {}
+    sums: dict[int, np.ndarray] = {}
 
     def of_part(first: int, last: int) -> None:
-        found[first] = np.zeros(size)
-        part(ctypes.addressof(bins) if bins else None, first, last, found[first].ctypes.data)
+        sums[first] = np.zeros(size)
+        part(ctypes.addressof(bins) if bins else None, first, last, sums[first].ctypes.data)
 
     native.share_out(layout.items, layout.per_item, of_part)
-    parts = np.stack([found[first] for first in sorted(found)])  # added up in a fixed order, regardless of the threads
+    parts = np.stack([sums[first] for first in sorted(sums)])  # added up in a fixed order, regardless of the threads
     total: np.ndarray = parts.sum(0)
     total[ScoreNumber.LARGEST] = parts[:, ScoreNumber.LARGEST].max()
     return total
@@ -445,8 +445,8 @@ def in_pieces(x: Tensor, spec: Spec, dim: int, absmax: Tensor | None, seed: int)
     rows = max(1, PIECE // blocks.shape[1])
     for start in range(0, blocks.shape[0], rows):
         part = slice(start, start + rows)
-        _, found, y[part] = reference.quantize_blocks(blocks[part].float(), spec, absmax)
-        scales[part] = found[:, :1]
+        _, block_scales, y[part] = reference.quantize_blocks(blocks[part].float(), spec, absmax)
+        scales[part] = block_scales[:, :1]
     if shared or spec.block is None:
         return y.reshape(x.shape), None
     return reference.from_blocks(y, x, dim, spec.block), reference.scales_along(scales, x, dim, spec.block)

@@ -77,5 +77,5 @@ def _declare(library: ctypes.CDLL) -> Callable[..., None]:
     """The function of the library, its arguments declared."""
     moments: Any = library.moments
     moments.argtypes, moments.restype = ARGUMENTS, None
-    found: Callable[..., None] = moments
-    return found
+    function: Callable[..., None] = moments
+    return function

@@ -96,19 +96,19 @@ def _load(unit: Unit) -> ctypes.CDLL:
 
 
 def _build(unit: Unit) -> None:
-    found = compiler()
-    if found is None:
+    executable = compiler()
+    if executable is None:
         raise BuildError("no C++ compiler was found (CXX, c++, g++ or clang++)")
     source, path = Path(__file__).with_name(unit.source), unit.path
     aside = path.with_name(f"{path.stem}.{os.getpid()}.tmp")
     # Not every compiler knows these options. GCC prefers half vectors on processors that have vectors of 512 bits.
     for native in (["-march=native", "-mprefer-vector-width=512"], ["-march=native"], []):
-        command = [found, *FLAGS, *native, *(f"-D{macro}" for macro in unit.macros), str(source), "-o", str(aside)]
+        command = [executable, *FLAGS, *native, *(f"-D{macro}" for macro in unit.macros), str(source), "-o", str(aside)]
         result = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace")
         if result.returncode == 0:
             aside.replace(path)
             return
-    raise BuildError(f"{found} failed: {result.stderr.strip()[:200]}")
+    raise BuildError(f"{executable} failed: {result.stderr.strip()[:200]}")
 
 
 def compiler() -> str | None:

@@ -103,20 +103,22 @@ class Runs(ABC):
         groups = len(given[0])
         if self.PART is None or groups <= self.PART:
             return list(of(*given))
-        found: list[Any] = []
+        results: list[Any] = []
 
         def part(cut: slice) -> None:
             here = of(*(tensor[cut] if tensor.dim() else tensor for tensor in given))
-            if not found:
-                found.extend(one.new_empty(groups, 1) if isinstance(one, Tensor) and one.dim() else one for one in here)
-            for whole, one in zip(found, here, strict=True):
+            if not results:
+                results.extend(
+                    one.new_empty(groups, 1) if isinstance(one, Tensor) and one.dim() else one for one in here
+                )
+            for whole, one in zip(results, here, strict=True):
                 if isinstance(whole, Tensor) and whole.dim():
                     whole[cut] = one
 
         first, *others = (slice(at, at + self.PART) for at in range(0, groups, self.PART))
         part(first)
         self.each(part, others)
-        return found
+        return results
 
     def each(self, part: Callable[[slice], None], cuts: list[slice]) -> None:
         """Call part(cut) for each; a backend may run them in parallel."""

@@ -252,8 +252,8 @@ def factor(ptr, block, KIND: tl.constexpr, ADJACENT: tl.constexpr):
     if KIND == ALL:
         return tl.load(ptr)
     else:
-        found = tl.load(ptr + block)
-        return found[:, None] if ADJACENT else found[None, :]
+        factors = tl.load(ptr + block)
+        return factors[:, None] if ADJACENT else factors[None, :]
 
 
 @triton.jit

@@ -54,12 +54,12 @@ def _taper(tiers: tuple[Tier, ...]) -> int:
     """P if an element has P - max(2, length of |e|) mantissa bits at each exponent e, as HiFloat8 has; else 0."""
     most = max(bits for _, bits in tiers) + 2
     ends = [*(lowest for lowest, _ in tiers[1:]), tiers[-1][0] + 1]
-    found = [
+    tapered = [
         bits == most - max(2, abs(exponent).bit_length())
         for (lowest, bits), end in zip(tiers, ends, strict=True)
         for exponent in range(lowest, end)
     ]
-    return most if len(tiers) > 1 and all(found) else 0
+    return most if len(tiers) > 1 and all(tapered) else 0
 
 
 def _tiling(block_size: int, axis: int, inner: int, blocks: int, tile: int = 32 * PER_THREAD) -> tuple[int, bool]:
@@ -318,10 +318,10 @@ class TritonRuns(Runs):
             .expand(len(of_pieces[0]) // len(begin) // grid.inner, -1, grid.inner)
         )
         peak, signal, noise, count = (
-            self._whole_runs(each.reshape(-1, grid.per_row, grid.inner)) for each in (*of_pieces, length.double())
+            self._whole_runs(numbers.reshape(-1, grid.per_row, grid.inner)) for numbers in (*of_pieces, length.double())
         )
         peak = self._grouped(peak.amax(2).reshape(-1)).amax(-1)
-        signal, noise, count = (self._grouped(each.sum(2).reshape(-1)).sum(-1) for each in (signal, noise, count))
+        signal, noise, count = (self._grouped(numbers.sum(2).reshape(-1)).sum(-1) for numbers in (signal, noise, count))
         return counted_blocks(peak, signal, noise, count, self._grouped(scales)[:, 0])
 
     def _whole_runs(self, of_pieces: Tensor) -> Tensor:

@@ -30,9 +30,9 @@ assert sum(COUNTS) <= BINS
 
 # Of the counts of a tile, see add_score. A tile of the interpreter is larger.
 COUNT = tl.constexpr(tl.int64 if INTERPRETED else tl.int32)
-HALF, LOWER = (tl.constexpr(each) for each in ((32, (1 << 32) - 1) if INTERPRETED else (16, (1 << 16) - 1)))
+HALF, LOWER = (tl.constexpr(constant) for constant in ((32, (1 << 32) - 1) if INTERPRETED else (16, (1 << 16) - 1)))
 
-_NUMBERS, _REPLICAS, _BINS, _COUNTER = (tl.constexpr(each) for each in (NUMBERS, REPLICAS, BINS, COUNTER))
+_NUMBERS, _REPLICAS, _BINS, _COUNTER = (tl.constexpr(constant) for constant in (NUMBERS, REPLICAS, BINS, COUNTER))
 _SCALE, _SQNR, _CREST = (tl.constexpr(measure) for measure in MEASURES)
 _AT_SQNR, _AT_CREST = tl.constexpr(COUNTS[0]), tl.constexpr(COUNTS[0] + COUNTS[1])
 
@@ -54,8 +54,8 @@ def as_stored(y, STORED: tl.constexpr):
 @triton.jit
 def bin_of(value, MEASURE: tl.constexpr):
     """The bin of a block measure, counted from its first."""
-    found = tl.floor(value / MEASURE[2]).to(tl.int32)
-    return tl.minimum(tl.maximum(found, MEASURE[0]), MEASURE[1] - 1) - MEASURE[0]
+    index = tl.floor(value / MEASURE[2]).to(tl.int32)
+    return tl.minimum(tl.maximum(index, MEASURE[0]), MEASURE[1] - 1) - MEASURE[0]
 
 
 @triton.jit
@@ -188,7 +188,7 @@ def workspace(device: torch.device, scores: int = 1) -> Tensor:
     """int64 zeros [scores, WORK] for the kernels of the current stream, which run one after the other and leave them
     zero."""
     stream = 0 if device.type == "cpu" else torch.accelerator.current_stream(device).stream_id
-    found = _workspaces.get((device, stream))
-    if found is None or len(found) < scores:
-        found = _workspaces[device, stream] = torch.zeros(max(scores, 8), WORK, dtype=torch.int64, device=device)
-    return found
+    zeros = _workspaces.get((device, stream))
+    if zeros is None or len(zeros) < scores:
+        zeros = _workspaces[device, stream] = torch.zeros(max(scores, 8), WORK, dtype=torch.int64, device=device)
+    return zeros

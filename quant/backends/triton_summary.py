@@ -121,8 +121,8 @@ def summarize_kernel(
     if tl.atomic_add(work_ptr, 1, sem="acq_rel") == programs - 1:
         bins = tl.arange(0, BINS)
         counts = tl.zeros([BINS], tl.int64)
-        for each in range(_REPLICAS):
-            count_ptr = work_ptr + _COUNTER + each * BINS + bins
+        for index in range(_REPLICAS):
+            count_ptr = work_ptr + _COUNTER + index * BINS + bins
             counts += tl.load(count_ptr, cache_modifier=".cg")
             tl.store(count_ptr, tl.zeros([BINS], tl.int64))
         tl.store(counts_ptr + bins, counts)

@@ -34,17 +34,17 @@ def show(opened: Catalog, view: View, reading: Reading) -> None:
 def _recipe(selection: Selection, values: dict[str, Any], view: View) -> None:
     """The recipe's file, a button that saves it, and one that queues the runs that test it."""
     try:
-        found = advice_of(selection, values)
+        advice = advice_of(selection, values)
     except AdviceError:  # the answer shows the error
         return
     budget = [f"--budget {values['budget']}"]
-    if found.roofline:
+    if advice.roofline:
         budget = [f"--device {values['device']}"]
         budget += [f"--speedup {values['speedup']}"] * (values["speedup"] != HALFWAY)
     limit = "_".join(word for word in " ".join(budget).split() if not word.startswith("--"))
     name = f"advised_{limit.replace('.', '_')}_{values['by']}"
     with st.expander("The recipe as a file", icon=":material/description:"):
-        st.code(to_toml(found.recipe(name)), language="toml", wrap_lines=True)
+        st.code(to_toml(advice.recipe(name)), language="toml", wrap_lines=True)
     st.caption("The same in a terminal:")
     parts = "" if values["parts"] == "linear" else " --parts linear,qk,pv"
     command = f"binade advise {selection.opened.root} {' '.join(budget)} --by {values['by']}{parts}"
@@ -61,8 +61,8 @@ def _recipe(selection: Selection, values: dict[str, Any], view: View) -> None:
     root = selection.opened.root
     try:
         path = recipe_table.path_of(root, name)
-        runs = verification(selection.opened, found, str(path), int(seeds), int(iterations))
-        recipe_table.save(path, found.recipe(name))
+        runs = verification(selection.opened, advice, str(path), int(seeds), int(iterations))
+        recipe_table.save(path, advice.recipe(name))
         queue_verification(root, runs, name)
     except FAILED as error:
         st.error(plain(f"Nothing was queued: {error}."), icon=":material/error:")

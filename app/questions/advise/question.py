@@ -125,42 +125,42 @@ def within(opened: Catalog, where: Filter, values: Mapping[str, Any]) -> Filter:
 
 def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
     try:
-        found = advice_of(selection, values)
+        advice = advice_of(selection, values)
     except AdviceError as error:
         return Drawn(problems=(error.sentence,))
-    where = Filter(run_id=found.costs.runs)
-    words = f"{source(where, f'{len(found.chosen):,} operands')}\n{CAPTION}"
+    where = Filter(run_id=advice.costs.runs)
+    words = f"{source(where, f'{len(advice.chosen):,} operands')}\n{CAPTION}"
     chosen = (
-        found.chosen.drop(columns="by_sequence")
+        advice.chosen.drop(columns="by_sequence")
         .assign(
-            place=short_names(found.chosen),
-            width=found.chosen["bits"] / found.chosen["values"],
-            backward=found.chosen["gemm"] != FORWARD,
+            place=short_names(advice.chosen),
+            width=advice.chosen["bits"] / advice.chosen["values"],
+            backward=advice.chosen["gemm"] != FORWARD,
         )
         .sort_values(["backward", "saved"], ascending=[True, False], ignore_index=True)
     )
     forward = chosen[~chosen["backward"]]
-    if found.roofline:
-        frontier = charts.frontier(found.frontier, charts.PER_STEP, 1e3 * found.seconds, found.change)
+    if advice.roofline:
+        frontier = charts.frontier(advice.frontier, charts.PER_STEP, 1e3 * advice.seconds, advice.change)
     else:
-        frontier = charts.frontier(found.frontier, charts.PER_VALUE, found.bits, found.change)
+        frontier = charts.frontier(advice.frontier, charts.PER_VALUE, advice.bits, advice.change)
     heat = charts.bits(forward, "Bits that forward operands get", "bright: more bits")
     height = max(420, layer_chart.height(forward.assign(row=forward["module"] + forward["tensor_name"])))
     items: list[Any] = [
-        Text(f"Costs of {', '.join(labels_of(selection.opened)[run] for run in found.costs.runs)}."),
-        Figure("frontier", frontier, found.frontier, words, height=height, group="advice"),
+        Text(f"Costs of {', '.join(labels_of(selection.opened)[run] for run in advice.costs.runs)}."),
+        Figure("frontier", frontier, advice.frontier, words, height=height, group="advice"),
         Figure(
             "bits", heat, forward, words, height=height, group="advice", choose="tensor_id",
             hint="Click a cell to open its tensor.",
         ),
         Table("operands", chosen, OPERANDS, title="All operands", choose="tensor_id"),
-        *map(Text, found.doubts),
+        *map(Text, advice.doubts),
     ]  # fmt: skip
-    if found.unplaced:
-        missing = ", ".join(found.unplaced)
+    if advice.unplaced:
+        missing = ", ".join(advice.unplaced)
         items.append(Text(f"Not shown, because some of their formats were not scored: {missing}."))
-    verdict = found.sentence
-    table, held = confirmed(selection.opened, found)
+    verdict = advice.sentence
+    table, held = confirmed(selection.opened, advice)
     if not table.empty:
         columns = {"name": MEASURED["name"], "bits": BITS} | MEASURED
         shown = table.drop(columns=["gaps", "run_ids"])
@@ -169,10 +169,10 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
     return Drawn(tuple(items), verdict, used=Used(where, ((len(chosen), "operand"),)))
 
 
-def confirmed(opened: Catalog, found: Advice) -> tuple[pd.DataFrame, evidence.Sentence]:
+def confirmed(opened: Catalog, advice: Advice) -> tuple[pd.DataFrame, evidence.Sentence]:
     """(predicted and measured figures of the advised and single-format recipes that were trained; whether the advice
     held)."""
-    table, _ = compute.measured(opened, found.costs.predictions or found.costs)
+    table, _ = compute.measured(opened, advice.costs.predictions or advice.costs)
     advised = table["advised"]
     plain = table["recipe"].str.startswith(("linear_", "FA_linear_"))
     held = [_held(row, table[plain]) for _, row in table[advised].iterrows()]

@@ -77,8 +77,8 @@ def entropy(p: Heads) -> pd.DataFrame:
     uniform = float(torch.log2(queries + 1.0).mean())
     rows = []
     for number, x in enumerate(p.x.unbind(1), 1):
-        own = x.double()
-        bits = pd.Series((-torch.xlogy(own, own).sum(-1) / math.log(2)).flatten())
+        probs = x.double()
+        bits = pd.Series((-torch.xlogy(probs, probs).sum(-1) / math.log(2)).flatten())
         bits = bits[np.isfinite(bits)]
         rows.append((number, bits.mean(), bits.min(), bits.max(), uniform))
     return pd.DataFrame(rows, columns=["head", "entropy", "lowest", "highest", "uniform"])
@@ -88,7 +88,9 @@ def flushed(p: Heads, q: Tensor, probs: Heads | None = None) -> pd.DataFrame:
     """Return a table by head: columns head, flush_to_zero (of the nonzero values of p, which are rounded to q), mass
     (the share of all probability that the flushed values held). probs: the probabilities, if p is P̃."""
     rows = []
-    for number, (x, y, exact) in enumerate(zip(*(each.unbind(1) for each in (p.x, q, (probs or p).x)), strict=True), 1):
+    for number, (x, y, exact) in enumerate(
+        zip(*(tensor.unbind(1) for tensor in (p.x, q, (probs or p).x)), strict=True), 1
+    ):
         gone = (x != 0) & (y == 0)
         nonzero, total = int(x.count_nonzero()), float(exact.double().nansum())
         share = int(gone.sum()) / nonzero if nonzero else math.nan
@@ -101,8 +103,8 @@ def ranges(scores: Heads) -> pd.DataFrame:
     q3, high."""
     rows = []
     for number, values in enumerate(scores.x.unbind(1), 1):
-        own = values.float()
-        x = own[own.isfinite() & (own > torch.finfo(scores.x.dtype).min / 2)].numpy()
+        logits = values.float()
+        x = logits[logits.isfinite() & (logits > torch.finfo(scores.x.dtype).min / 2)].numpy()
         marks = np.quantile(x, [0, 0.25, 0.5, 0.75, 1]) if len(x) else [math.nan] * 5
         rows.append([number, *map(float, marks)])
     return pd.DataFrame(rows, columns=["head", "low", "q1", "median", "q3", "high"])
@@ -111,8 +113,8 @@ def ranges(scores: Heads) -> pd.DataFrame:
 def head_map(x: Heads, sequence: int, head: int) -> np.ndarray:
     """One head's [queries, keys], thinned to MAX_SIDE each way by the largest of each cell; float32, NaN where only
     infinities lie."""
-    own = x.x[sequence, head].float()
-    matrix: np.ndarray = torch.where(own.isfinite(), own, math.nan).numpy()
+    values = x.x[sequence, head].float()
+    matrix: np.ndarray = torch.where(values.isfinite(), values, math.nan).numpy()
     for axis in (0, 1):
         step = -(-matrix.shape[axis] // MAX_SIDE)
         if step > 1:

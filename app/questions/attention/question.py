@@ -88,13 +88,13 @@ def draw(selected: SelectedTensor, values: dict[str, Any]) -> Drawn:
 
 def maps_of(selected: SelectedTensor) -> Maps | None:
     """The maps of the tensor's layer, run, iteration, micro-batch and rank; None where none has values."""
-    found, rows, product = {}, {}, {}
+    heads, rows, product = {}, {}, {}
     for name in NAMES:
         with suppress(CatalogError, TensorFileError):
             row = _sibling(selected, name)
             if row is not None and (read := compute.heads(selected.opened.load(row["tensor_id"]))):
-                found[name], rows[name] = read, row
-    if not found:
+                heads[name], rows[name] = read, row
+    if not heads:
         return None
     *_, queries, keys = next(iter(rows.values()))["shape"]
     for name in OF_PRODUCT:
@@ -102,7 +102,7 @@ def maps_of(selected: SelectedTensor) -> Maps | None:
             row = _sibling(selected, name, layer_type=("attention",))
             if row is not None and len(row["shape"]) == 4 and row["shape"][2] == (keys if name == "value" else queries):
                 product[name] = selected.opened.load(row["tensor_id"])
-    return Maps(found, rows, product)
+    return Maps(heads, rows, product)
 
 
 def _sibling(selected: SelectedTensor, name: str, **words: Any) -> pd.Series | None:
@@ -196,7 +196,9 @@ def _product(
             difference = compute.row_difference(error, maps.product["grad_output"], recorded.every)
             of_rows = "Mean of rowsum(P∘dP) − rowsum(dO∘O) with dP = dO·Vᵀ, in float64; 0 without rounding"
             add("row_difference", "Row difference", difference, of_rows)
-    definitions = " ".join(f"{each.field.axis}: {each.field.definition}." for each in columns.values() if each.field)
+    definitions = " ".join(
+        f"{column.field.axis}: {column.field.definition}." for column in columns.values() if column.field
+    )
     if len(columns) > 1:
         yield Table("product", table, columns, "Rounding of PV", definitions)
     if reasons:

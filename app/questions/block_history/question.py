@@ -82,18 +82,18 @@ def draw(board: Board, values: dict[str, Any]) -> Drawn:
 def _verdict(table: pd.DataFrame, by_layer: pd.DataFrame, measure: str, board: Board) -> Sentence:
     """table: `compute.histogram`. by_layer: its summary by iteration and layer."""
     by_iteration = compute.summary(table, (compute.ITERATION,)).to_dict("records")
-    found = [_bad(by_iteration, board.format) if measure == "sqnr_db" else _range(by_iteration[-1], measure)]
+    sentences = [_bad(by_iteration, board.format) if measure == "sqnr_db" else _range(by_iteration[-1], measure)]
     quantity = compute.quantity(measure)
     column, which = DRAWN[measure]
     what = f"{which} of {quantity.label} in {board.format}"
     if measure == "sqnr_db":
-        found.append(evidence.extreme(compute.levels(by_layer, column, quantity), what, lowest=True))
+        sentences.append(evidence.extreme(compute.levels(by_layer, column, quantity), what, lowest=True))
     if len(by_iteration) > 1:
         slopes = compute.trends(by_layer, column, quantity)
-        found.append(evidence.trends(slopes, f"The {what}", "over iterations", "layers"))
+        sentences.append(evidence.trends(slopes, f"The {what}", "over iterations", "layers"))
     if lost := board.opened.overflowing(board.format, board.where):
-        found.append(say("Blocks with NaN or Inf are not measured (operands that hold some: {lost}).", lost=lost))
-    return evidence.together(*found)
+        sentences.append(say("Blocks with NaN or Inf are not measured (operands that hold some: {lost}).", lost=lost))
+    return evidence.together(*sentences)
 
 
 def _bad(by_iteration: list[dict[Hashable, Any]], fmt: str) -> Sentence:
@@ -104,9 +104,9 @@ def _bad(by_iteration: list[dict[Hashable, Any]], fmt: str) -> Sentence:
         for row in (by_iteration[-1], by_iteration[0])
     )  # fmt: skip
     text = "In iteration {at}, {count} of {blocks} measured blocks ({share}) have an SQNR below {limit} dB in {fmt}."
-    found = say(text, limit=compute.BAD_DB, fmt=fmt, **last)
+    sentence = say(text, limit=compute.BAD_DB, fmt=fmt, **last)
     before = say("In iteration {at}: {count} of {blocks} ({share}).", **first)
-    return evidence.together(found, before) if len(by_iteration) > 1 else found
+    return evidence.together(sentence, before) if len(by_iteration) > 1 else sentence
 
 
 def _range(last: dict[Hashable, Any], measure: str) -> Sentence:

@@ -11,10 +11,10 @@ from binade.quant.specs import Spec
 WORST_BLOCKS = 50
 
 
-def block_table(found: Subject) -> pd.DataFrame:
+def block_table(subject: Subject) -> pd.DataFrame:
     """Every block: columns block (its number), absmax, energy (Σx², as a share of all blocks'), sqnr_db,
     flush_to_zero, saturated, scale_exponent."""
-    blocks = found.blocks
+    blocks = subject.blocks
     energy = blocks.x.double().square().sum(-1).nan_to_num(posinf=0.0)
     return pd.DataFrame(
         {
@@ -52,9 +52,9 @@ def scale_histogram(table: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame({"exponent": counts.index, "blocks": counts.to_numpy(), "share": counts / max(counts.sum(), 1)})
 
 
-def block_values(found: Subject, block: int) -> pd.DataFrame:
+def block_values(subject: Subject, block: int) -> pd.DataFrame:
     """One block, one row per value: columns index, value, code (its number), bits, code_value, dequantized, error."""
-    blocks = found.blocks
+    blocks = subject.blocks
     keep = blocks.valid[block]
     x, y = blocks.x[block][keep].double().numpy(), blocks.y[block][keep].double().numpy()
     codes = blocks.codes[block][keep].numpy()

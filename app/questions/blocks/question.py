@@ -63,16 +63,16 @@ class BlockTable:
 
 def draw(selected: SelectedTensor, values: dict[str, Any]) -> Drawn:
     metric = values["block_metric"]
-    found, problem = blocks_of(selected, metric)
-    if found is None:
+    blocks, problem = blocks_of(selected, metric)
+    if blocks is None:
         return Drawn(problems=(problem,))
-    whole = overall(selected, found, metric)
-    last, number = len(found.table) - 1, int(found.worst.iloc[0]["block"])
+    whole = overall(selected, blocks, metric)
+    last, number = len(blocks.table) - 1, int(blocks.worst.iloc[0]["block"])
     block = replace(BLOCK, param=Whole(0, last), placeholder=f"the worst: {number}")
-    title = f"**The {len(found.worst)} worst blocks** · choose one"
+    title = f"**The {len(blocks.worst)} worst blocks** · choose one"
     items: list[Item] = [
         *whole.items,
-        Table("worst blocks", found.worst, WORST_COLUMNS, title, height=330, choose="block", group="drill", width=3),
+        Table("worst blocks", blocks.worst, WORST_COLUMNS, title, height=330, choose="block", group="drill", width=3),
         Controls((block,), group="drill", width=3),
     ]
     if values["block"] is not None:
@@ -80,7 +80,7 @@ def draw(selected: SelectedTensor, values: dict[str, Any]) -> Drawn:
     if number > last:
         problem = f"There is no block {number:,}: the last is {last:,}."
         return replace(whole, items=tuple(items), problems=(*whole.problems, problem))
-    figure = block_figure(selected, found, number)
+    figure = block_figure(selected, blocks, number)
     title = f"The {counted(len(figure.table), 'value')} of block {number:,}, with codes and errors"
     table = Table("block values", figure.table, VALUE_COLUMNS, title, height=320, foldable=True)
     return replace(whole, items=(*items, figure, table))
@@ -92,33 +92,33 @@ def blocks_of(selected: SelectedTensor, metric: str) -> tuple[BlockTable | None,
         return None, "The tensor is empty: it has no blocks."
     if selected.problem:
         return None, selected.problem
-    found = selected.rounded()
-    table = compute.block_table(found)
-    dim = selected.dim if found.every == 1 else -1
-    shape = tuple(selected.x.shape) if found.every == 1 else (0, selected.x.shape[selected.dim])
+    subject = selected.rounded()
+    table = compute.block_table(subject)
+    dim = selected.dim if subject.every == 1 else -1
+    shape = tuple(selected.x.shape) if subject.every == 1 else (0, selected.x.shape[selected.dim])
     per_line = compute.blocks_per_line(shape, dim, selected.spec)
     rank = "sqnr_db" if metric == "scale_exponent" else metric
     worst = compute.worst_blocks(table, rank)
     if worst.empty:
         return None, "No block can be scored: all values are zero or not finite."
     definition = f"{METRICS[rank].label}: {METRICS[rank].definition}."
-    caption = f"{selected.source(found.note or 'exact')}\n{about_format(selected.spec)}. {definition}"
-    return BlockTable(found, table, worst, per_line, caption), ""
+    caption = f"{selected.source(subject.note or 'exact')}\n{about_format(selected.spec)}. {definition}"
+    return BlockTable(subject, table, worst, per_line, caption), ""
 
 
-def overall(selected: SelectedTensor, found: BlockTable, metric: str) -> Drawn:
+def overall(selected: SelectedTensor, blocks: BlockTable, metric: str) -> Drawn:
     """The map of all blocks and their scales."""
-    table, size, per_line = found.table, found.size, found.per_line
-    what = f"{len(table):,} blocks of {size}" + (f" · {found.subject.note}" if found.subject.note else "")
+    table, size, per_line = blocks.table, blocks.size, blocks.per_line
+    what = f"{len(table):,} blocks of {size}" + (f" · {blocks.subject.note}" if blocks.subject.note else "")
     cells = compute.block_grid(table[metric].to_numpy(), per_line, "min" if metric == "sqnr_db" else "max")
     chart = charts.block_map(cells, metric, len(table) // per_line, per_line, what)
     note = "Brighter cells are worse. A cell of several blocks shows the worst of them. Gray: not scored."
-    figures = [Figure("block_map", chart, grid(cells), found.caption, note=note, height=380, group="blocks")]
+    figures = [Figure("block_map", chart, grid(cells), blocks.caption, note=note, height=380, group="blocks")]
     exponents, problems = compute.scale_histogram(table), []
     if selected.spec.run(1) is not None:
         spread = f"{len(exponents)} exponents · all-zero blocks left out"
         scales = charts.scale_exponents(exponents, selected.spec, spread)
-        figures.append(Figure("scales", scales, exponents, found.caption, height=380, group="blocks"))
+        figures.append(Figure("scales", scales, exponents, blocks.caption, height=380, group="blocks"))
     else:
         problems.append(f"{selected.spec} has no block scales: the blocks are {size} consecutive values.")
     return Drawn(tuple(figures), _verdict(selected, table, size), tuple(problems))
@@ -150,21 +150,21 @@ def _verdict(selected: SelectedTensor, table: pd.DataFrame, size: int) -> Senten
     )  # fmt: skip
 
 
-def block_figure(selected: SelectedTensor, found: BlockTable, number: int) -> Figure:
+def block_figure(selected: SelectedTensor, blocks: BlockTable, number: int) -> Figure:
     """The values of one block."""
-    values = compute.block_values(found.subject, number)
-    row = found.table.iloc[number]
-    line, place = divmod(number, found.per_line)
+    values = compute.block_values(blocks.subject, number)
+    row = blocks.table.iloc[number]
+    line, place = divmod(number, blocks.per_line)
     block = selected.spec.block
     tall = block.rows or 1 if block else 1
-    wide = found.size // tall
+    wide = blocks.size // tall
     lines = f"line {line:,}" if tall == 1 else f"lines {line * tall:,} to {(line + 1) * tall - 1:,}"
     last = place * wide + (wide if tall > 1 else len(values)) - 1
     where = f"{lines}, values {place * wide:,} to {last:,} along the contracted axis"
     scale = "" if pd.isna(row["scale_exponent"]) else f" · scale {power_of_two(row['scale_exponent'])}"
     text = MEASURES["sqnr_db"].quantity(row["sqnr_db"])
     chart = charts.block_values(values, selected.spec, f"Block {number:,}: {text}{scale}", where)
-    words = f"{found.caption}\nBlock {number:,}: {where}{scale}."
+    words = f"{blocks.caption}\nBlock {number:,}: {where}{scale}."
     note = "Ring: the value. Dot: what it was rounded to. Red: the error."
     return Figure("block_values", chart, values, words, note=note, height=330, group="drill", width=3)
 

@@ -49,8 +49,8 @@ def persistence(catalog: Catalog, where: Filter) -> Persistence:
         for i, j in pairwise(at):
             a, b, n = sets[i], sets[j], channels[j]
             rows.append((j, len(a & b) / len(a | b), len(a & b) / len(a), len(b) / (2 * n - len(b))))
-    found = pd.DataFrame(rows, columns=["at", "jaccard", "kept", "chance"]).set_index("at")
-    pairs = hot[[*PLACE, "place", "row", "iteration"]].join(found, how="inner").reset_index(drop=True)
+    overlaps = pd.DataFrame(rows, columns=["at", "jaccard", "kept", "chance"]).set_index("at")
+    pairs = hot[[*PLACE, "place", "row", "iteration"]].join(overlaps, how="inner").reset_index(drop=True)
     groups = hot.assign(always=always).groupby(list(PLACE), dropna=False)
     places = groups.agg(
         place=("place", "first"),
@@ -67,12 +67,12 @@ def persistence(catalog: Catalog, where: Filter) -> Persistence:
     return Persistence(hot, pairs, places.sort_values("hot_ratio", ascending=False, ignore_index=True))
 
 
-def by_iteration(found: Persistence) -> pd.DataFrame:
+def by_iteration(overlap: Persistence) -> pd.DataFrame:
     """iteration, layer_index, value (the mean Jaccard index with the iteration before), tensors, and the tensor_id of
     the hottest tensor of the layer in that iteration."""
     by = ["iteration", "layer_index"]
-    table = found.pairs.groupby(by).agg(value=("jaccard", "mean"), tensors=("jaccard", "size")).reset_index()
-    return table.merge(_hottest(found.hot, by), on=by, how="left")
+    table = overlap.pairs.groupby(by).agg(value=("jaccard", "mean"), tensors=("jaccard", "size")).reset_index()
+    return table.merge(_hottest(overlap.hot, by), on=by, how="left")
 
 
 def _hottest(hot: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
@@ -81,10 +81,10 @@ def _hottest(hot: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
     return known.loc[known.groupby(list(by), dropna=False)["hot_ratio"].idxmax(), [*by, "tensor_id"]]
 
 
-def channel_history(found: Persistence, place: str, most: int = 20) -> pd.DataFrame:
+def channel_history(overlap: Persistence, place: str, most: int = 20) -> pd.DataFrame:
     """The channels of one place that are hot most often, at most `most`: channel, iteration, share (of the runs, ranks
     and micro-batches of that iteration, those in which it is hot) and of_all (the same over all iterations)."""
-    hot = found.hot[found.hot["place"] == place]
+    hot = overlap.hot[overlap.hot["place"] == place]
     rows = hot[["iteration", "tensor_id", "hot_channels"]].explode("hot_channels").astype({"hot_channels": int})
     rows = rows.rename(columns={"hot_channels": "channel"})
     table = rows.groupby(["channel", "iteration"]).size().rename("count").reset_index()

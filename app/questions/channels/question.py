@@ -55,19 +55,19 @@ COLUMNS = {
 
 
 def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
-    found = compute.persistence(selection.opened, selection.where)
-    if found.hot.empty:
+    overlap = compute.persistence(selection.opened, selection.where)
+    if overlap.hot.empty:
         return Drawn(problems=(NOTHING,))
-    if found.places.empty:
-        return Drawn(problems=(ONE.format(", ".join(str(int(i)) for i in found.hot["iteration"].unique()[:3])),))
-    measure, places = MEASURES["outlier_persistence"], found.places
+    if overlap.places.empty:
+        return Drawn(problems=(ONE.format(", ".join(str(int(i)) for i in overlap.hot["iteration"].unique()[:3])),))
+    measure, places = MEASURES["outlier_persistence"], overlap.places
     ratio = MEASURES["hot_ratio"]
     caption = (
-        f"{source(selection.where, f'{len(found.pairs):,} pairs of recorded iterations of {len(places):,} places')}\n"
+        f"{source(selection.where, f'{len(overlap.pairs):,} pairs of recorded iterations of {len(places):,} places')}\n"
         f"{measure.label}: {measure.definition}.\n{ratio.label}: {ratio.definition}."
     )
     title = "Persistence of hot channels"
-    iterations = found.hot["iteration"].nunique()
+    iterations = overlap.hot["iteration"].nunique()
     heat = Figure(
         "channel_persistence",
         layer_chart.by_layer(places, measure, f"{title} by layer and tensor", f"mean over {iterations:,} iterations"),
@@ -78,7 +78,7 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
         height=layer_chart.height(places),
         choose="tensor_id",
     )
-    table = compute.by_iteration(found)
+    table = compute.by_iteration(overlap)
     lines = Figure(
         "channel_persistence_lines",
         board_charts.by_iteration(
@@ -92,8 +92,8 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
     )
     names = dict(zip(places["tensor_id"], places["place"], strict=True))
     chosen = values.get("hot_in") if values.get("hot_in") in names else next(iter(names))
-    history = compute.channel_history(found, names[chosen])
-    k = round(found.hot.loc[found.hot["place"] == names[chosen], "hot_channels"].map(len).median())
+    history = compute.channel_history(overlap, names[chosen])
+    k = round(overlap.hot.loc[overlap.hot["place"] == names[chosen], "hot_channels"].map(len).median())
     count = history["channel"].nunique()
     shown = f"the {count} that are hot most often; {k} are hot at a time"
     map_ = Figure(
@@ -108,13 +108,13 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
     items: tuple[Item, ...] = (heat, control, map_, lines)
     used = Used(selection.where, ((len(places), "place"),))
     items = (*items, Table("channel_places", places, COLUMNS, choose="tensor_id"))
-    answer = Drawn(items, _verdict(found), used=used)
+    answer = Drawn(items, _verdict(overlap), used=used)
     return with_events(answer, selection.opened, selection.where)
 
 
-def _verdict(found: compute.Persistence) -> Sentence:
+def _verdict(overlap: compute.Persistence) -> Sentence:
     """Each place counts once: its mean over iterations, runs and micro-batches."""
-    measure, ratio, places = MEASURES["outlier_persistence"], MEASURES["hot_ratio"], found.places
+    measure, ratio, places = MEASURES["outlier_persistence"], MEASURES["hot_ratio"], overlap.places
 
     def over(table: pd.DataFrame, name: str = "value") -> Estimate:
         return spread_of(measure, table[name].astype(float), "places")

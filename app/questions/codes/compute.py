@@ -14,10 +14,10 @@ from binade.quant.blocks import DENORMAL, SPECIAL, ZERO, code_tiers
 FLUSHED = "flushed to zero"
 
 
-def codes(found: Subject) -> pd.DataFrame:
+def codes(subject: Subject) -> pd.DataFrame:
     """Every code of the format: columns code, value, tier, count, share; in order of value, −0 before 0, Inf and NaN
     last. Blocks with NaN or Inf have none. For a 16-bit format, only the codes that occur."""
-    blocks = found.blocks
+    blocks = subject.blocks
     element = blocks.spec.format.element
     used = blocks.valid & blocks.y.isfinite()
     counts = torch.bincount(blocks.codes[used], minlength=1 << element.bits).numpy()
@@ -30,9 +30,9 @@ def codes(found: Subject) -> pd.DataFrame:
     return table.iloc[order].reset_index(drop=True)
 
 
-def flushed(found: Subject) -> float:
+def flushed(subject: Subject) -> float:
     """Of the values that `codes` counts, the share that is not zero but has a code of zero."""
-    blocks = found.blocks
+    blocks = subject.blocks
     used = blocks.valid & blocks.y.isfinite()
     return int((used & (blocks.x != 0) & (blocks.values == 0)).sum()) / max(int(used.sum()), 1)
 
@@ -40,15 +40,15 @@ def flushed(found: Subject) -> float:
 def tiers(table: pd.DataFrame, flushed: float = 0.0) -> pd.DataFrame:
     """A `codes` table by tier, widest mantissa first: columns tier, codes (in the format), used, share (of values).
     flushed: that share of the values, in a row of its own; zero is then what was zero already."""
-    found = table.groupby("tier", sort=False).agg(
+    by_tier = table.groupby("tier", sort=False).agg(
         codes=("code", "size"), used=("count", lambda counts: int((counts > 0).sum())), share=("share", "sum")
     )
-    found = found.reset_index()
+    by_tier = by_tier.reset_index()
     if flushed:
-        found["share"] -= (found["tier"] == ZERO) * flushed
+        by_tier["share"] -= (by_tier["tier"] == ZERO) * flushed
         row = {"tier": [FLUSHED], "codes": [0], "used": [0], "share": [flushed]}
-        found = pd.concat([found, pd.DataFrame(row)], ignore_index=True)
-    return found.sort_values("tier", key=lambda names: names.map(tier_rank), ignore_index=True)
+        by_tier = pd.concat([by_tier, pd.DataFrame(row)], ignore_index=True)
+    return by_tier.sort_values("tier", key=lambda names: names.map(tier_rank), ignore_index=True)
 
 
 def tier_rank(tier: str) -> int:

@@ -20,14 +20,14 @@ ENTROPY = Measure("code_entropy_bits", "Code entropy", format=".2f")
 def draw(selected: SelectedTensor, values: dict[str, Any]) -> Drawn:
     if selected.problem:
         return Drawn(problems=(selected.problem,))
-    found = selected.rounded()
-    table = compute.codes(found)
+    subject = selected.rounded()
+    table = compute.codes(subject)
     if not table["count"].sum():
         return Drawn(problems=("There are no codes: no value is finite, or the tensor is empty.",))
     element = selected.spec.format.element
     used, entropy = int((table["count"] > 0).sum()), compute.entropy_bits(table)
     share = table.groupby("tier")["share"].sum()
-    flushed = compute.flushed(found)
+    flushed = compute.flushed(subject)
     shares = {"already": share.get(ZERO, 0) - flushed, "flushed": flushed, "denormal": share.get(DENORMAL, 0)}
     verdict = say(
         "{used} of {codes} codes are used; their entropy is {entropy} of {bits} bits. {already} of the values were "
@@ -36,10 +36,10 @@ def draw(selected: SelectedTensor, values: dict[str, Any]) -> Drawn:
         **{name: exact(SHARE, max(value, 0.0)) for name, value in shares.items()},
     )  # fmt: skip
     caption = (
-        f"{selected.source(found.note or 'exact')}\n{about_format(selected.spec)}. "
+        f"{selected.source(subject.note or 'exact')}\n{about_format(selected.spec)}. "
         f"{METRICS['code_entropy_bits'].label}: {METRICS['code_entropy_bits'].definition}."
     )
-    number = counted(int(table["count"].sum()), "value") + (f" · {found.note}" if found.note else "")
+    number = counted(int(table["count"].sum()), "value") + (f" · {subject.note}" if subject.note else "")
     note = f"{about_format(selected.spec)}. Codes that never occur have no bar."
     bars = Figure(
         "codes",

@@ -22,9 +22,9 @@ def compared(opened: Catalog, where: Filter, run_a: str, run_b: str, done: Done)
     chosen = None
     if where.without("run_id") != Filter():
         chosen = set(opened.tensors(replace(where, run_id=(run_a,)))["tensor_id"])
-    found = difference(read_run(opened.root / run_a), read_run(opened.root / run_b), chosen, done, opened.reads)
-    table = pd.DataFrame([asdict(row) for row in found.rows], columns=list(WORDS))
-    return found, table.assign(order=range(1, len(table) + 1))
+    comparison = difference(read_run(opened.root / run_a), read_run(opened.root / run_b), chosen, done, opened.reads)
+    table = pd.DataFrame([asdict(row) for row in comparison.rows], columns=list(WORDS))
+    return comparison, table.assign(order=range(1, len(table) + 1))
 
 
 def drawable(table: pd.DataFrame) -> pd.DataFrame:

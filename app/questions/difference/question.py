@@ -73,8 +73,8 @@ def _controls(selection: Selection, values: dict[str, Any]) -> Iterable[Control]
     table = every_run(selection.opened)
     titles = run_titles(table)
     choices = table["run_id"].tolist()[::-1]
-    return [_for_runs(selection.opened, values, each) if each.name == "tolerance"
-            else replace(each, titles=titles, options=choices) for each in CONTROLS]  # fmt: skip
+    return [_for_runs(selection.opened, values, control) if control.name == "tolerance"
+            else replace(control, titles=titles, options=choices) for control in CONTROLS]  # fmt: skip
 
 
 def _for_runs(opened: Catalog, values: dict[str, Any], control: Control) -> Control:
@@ -86,9 +86,9 @@ def _for_runs(opened: Catalog, values: dict[str, Any], control: Control) -> Cont
     return replace(control, options=[text for text in TOLERANCES if text != str(TOLERANCE)])
 
 
-def _tolerance(text: str, found: Difference) -> Tolerance:
+def _tolerance(text: str, difference: Difference) -> Tolerance:
     if text == DEFAULT:
-        return found.tolerance
+        return difference.tolerance
     return None if text == BITWISE else float(text)
 
 
@@ -97,14 +97,14 @@ def draw(selection: Selection, values: dict[str, Any], done: Done = lambda count
     if run_a is None or run_a == run_b:
         return Drawn(problems=("Choose two runs of the same model and data.",))
     try:
-        found, table = compute.compared(selection.opened, selection.where, run_a, run_b, done)
+        difference, table = compute.compared(selection.opened, selection.where, run_a, run_b, done)
     except RunError as error:
         return Drawn(problems=(str(error),))
-    problems = [*found.notes, *_missing(found)]
+    problems = [*difference.notes, *_missing(difference)]
     if table.empty:
         return Drawn(problems=(*problems, "The two runs have none of the filter's tensors in common."))
-    tolerance = _tolerance(values["tolerance"], found)
-    first = found.first(tolerance)
+    tolerance = _tolerance(values["tolerance"], difference)
+    first = difference.first(tolerance)
     limit = tolerance if isinstance(tolerance, float) else None
     figure = Figure(
         "difference",
@@ -120,31 +120,31 @@ def draw(selection: Selection, values: dict[str, Any], done: Done = lambda count
     )
     start = max(0, (first or 0) - 20)
     around = table.iloc[start : start + 200]
-    order = "names" if found.in_order_of_names else "execution"
+    order = "names" if difference.in_order_of_names else "execution"
     title = f"In the order of {order}" + (f", from tensor {start + 1:,} on" if start else "")
     columns = {name: column for name, column in COLUMNS.items() if name != "limit" or tolerance == EXPLAINED}
     items: list[Item] = [figure, Table("differences", around, columns, title, height=420, choose="tensor_id")]
-    if found.formats:
-        formats = pd.DataFrame([asdict(each) for each in found.formats])
+    if difference.formats:
+        formats = pd.DataFrame([asdict(row) for row in difference.formats])
         items.insert(0, Table("formats", formats, FORMAT_COLUMNS, "Operands in different formats, or of one run alone"))
     if len(around) < len(table):
         items.append(Text(f"The table shows {len(around):,} of {len(table):,} tensors; the CSV of the chart has more."))
     where = replace(selection.where, run_id=(run_a, run_b))
     used = Used(where, ((len(table), "tensor"),), len(selection.opened.runs()))
-    return Drawn(tuple(items), _verdict(found, table, tolerance), tuple(problems), used)
+    return Drawn(tuple(items), _verdict(difference, table, tolerance), tuple(problems), used)
 
 
-def _verdict(found: Difference, table: pd.DataFrame, tolerance: Tolerance) -> Sentence:
+def _verdict(difference: Difference, table: pd.DataFrame, tolerance: Tolerance) -> Sentence:
     how = say("{values} were compared by their values.", values=int((table["by"] == "values").sum()))
-    sizes = [(row.place, exact(RELATIVE, row.difference)) for row in found.rows if row.by != "shape"]
-    ends = extreme(sizes, "relative difference", lowest=False) if any(row.difference for row in found.rows) else ""
-    return together(conclusion(found, tolerance), how, ends)
+    sizes = [(row.place, exact(RELATIVE, row.difference)) for row in difference.rows if row.by != "shape"]
+    ends = extreme(sizes, "relative difference", lowest=False) if any(row.difference for row in difference.rows) else ""
+    return together(conclusion(difference, tolerance), how, ends)
 
 
-def _missing(found: Difference) -> Iterable[str]:
+def _missing(difference: Difference) -> Iterable[str]:
     for what, places in (
-        ("are only in run A", found.only_a), ("are only in run B", found.only_b),
-        ("were not compared", found.incomplete),
+        ("are only in run A", difference.only_a), ("are only in run B", difference.only_b),
+        ("were not compared", difference.incomplete),
     ):  # fmt: skip
         if places:
             yield f"Tensors that {what}: {len(places):,}. First: {places[0]}."

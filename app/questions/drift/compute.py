@@ -54,8 +54,8 @@ class ThreeWay:
                 "error of {error}.",
                 error=error,
             )
-            own = say("That is {times} the format’s own rounding error.", times=exact(TIMES, ratio))
-            return together(passed_on, own if rounding else "")
+            multiple = say("That is {times} the format’s own rounding error.", times=exact(TIMES, ratio))
+            return together(passed_on, multiple if rounding else "")
         if rounding == 0:
             text = "The run has drifted (relative error {error}); the format's rounding loses nothing here."
             return say(text, error=error)
@@ -68,7 +68,7 @@ class ThreeWay:
 
 def three_way(
     reference: Tensor,
-    own: Tensor,
+    quantized: Tensor,
     fmt: str,
     dim: int = -1,
     equal_weights: bool = False,
@@ -77,15 +77,15 @@ def three_way(
 ) -> ThreeWay:
     """Is it the format's rounding, or has the run drifted? Both tensors of one shape; blocks along dim. recorded: how
     the run rounded its own tensor, which holds for both."""
-    rounded, both = (recorded.look(x, Spec.of(fmt), dim).result for x in (reference, own))
+    rounded, both = (recorded.look(x, Spec.of(fmt), dim).result for x in (reference, quantized))
     rows = []
-    for what, q in (("rounding", rounded), ("drift", own), ("both", both)):
-        found = errors(reference, q)
+    for what, q in (("rounding", rounded), ("drift", quantized), ("both", both)):
+        error = errors(reference, q)
         rows.append(
-            {"what": what, "sqnr_db": found.sqnr_db, "relative_error": found.relative_error, "cosine": found.cosine,
-             "gradient_bias": found.relative_error**2,
+            {"what": what, "sqnr_db": error.sqnr_db, "relative_error": error.relative_error, "cosine": error.cosine,
+             "gradient_bias": error.relative_error**2,
              "ks": sketches.ks(quant.summarize(reference).sketch, quant.summarize(q).sketch)}
         )  # fmt: skip
     names = ("bf16 run", f"bf16 run, rounded to {fmt}", "quantized run")
-    shown = [distribution_of(name, x) for name, x in zip(names, (reference, rounded, own), strict=True)]
+    shown = [distribution_of(name, x) for name, x in zip(names, (reference, rounded, quantized), strict=True)]
     return ThreeWay(pd.DataFrame(rows), shown, fmt, equal_weights, operand)

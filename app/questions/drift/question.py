@@ -113,20 +113,20 @@ RUN = Control(name="against", label="Quantized run", param=known_run, widget="li
 
 
 def _controls(selected: SelectedTensor, values: dict[str, Any]) -> list[Control]:
-    if (found := candidates(selected)) is None:
+    if (choices := candidates(selected)) is None:
         return []
-    own = chosen_run(selected, found.runs, None)
-    return [replace(RUN, options=sorted(found.runs, key=lambda run: run != own), titles=found.titles)]
+    default = chosen_run(selected, choices.runs, None)
+    return [replace(RUN, options=sorted(choices.runs, key=lambda run: run != default), titles=choices.titles)]
 
 
 def draw(selected: SelectedTensor, values: dict[str, Any]) -> Drawn:
-    found = candidates(selected)
-    run = chosen_run(selected, found.runs, values["against"]) if found else selected.row["run_id"]
+    choices = candidates(selected)
+    run = chosen_run(selected, choices.runs, values["against"]) if choices else selected.row["run_id"]
     if step := twin_step(selected, run):
         return of_twin(selected, run, step)
-    if found is None:
+    if choices is None:
         return Drawn(problems=(NOTHING, NO_TWIN))
-    return compared(selected, found, run)
+    return compared(selected, choices, run)
 
 
 def twin_step(selected: SelectedTensor, run: str) -> Twin | None:
@@ -147,7 +147,7 @@ def of_twin(selected: SelectedTensor, run: str, step: Twin) -> Drawn:
     drawn = passes if step.draws else "the recipe draws no random numbers: exact for this micro-batch"
     of = f"{label} · iteration {step.iteration} · {drawn}"
     measures = (twin.BIAS, twin.NOISE) if several else (twin.ERROR,)
-    definitions = ". ".join(f"{each.label}: {each.definition}" for each in measures)
+    definitions = ". ".join(f"{measure.label}: {measure.definition}" for measure in measures)
     caption = (
         f"Data: twin step of {run}, iteration {step.iteration}, one micro-batch, {passes} with the recipe and one "
         f"without. g: gradient without the recipe. ĝ: with it.\n{definitions}."
@@ -156,7 +156,7 @@ def of_twin(selected: SelectedTensor, run: str, step: Twin) -> Drawn:
     items: list[Item] = []
     if not layers.empty:
         items.append(Figure("twin", charts.by_layer(layers, title, of), layers, caption, height=360))
-    columns = {name: each for name, each in TWIN_COLUMNS.items() if table[name].notna().any()}
+    columns = {name: column for name, column in TWIN_COLUMNS.items() if table[name].notna().any()}
     items.append(Table("twin", table, columns, f"**Gradients by parameter** · {of}", note=caption.splitlines()[1]))
     return Drawn(tuple(items), twin.verdict(step))
 
@@ -167,10 +167,10 @@ def compared(selected: SelectedTensor, given: Candidates, run: str) -> Drawn:
     other = given.quantized[given.quantized["run_id"] == run].iloc[0]
     ids = given.base.iloc[0]["tensor_id"], other["tensor_id"]
     try:
-        reference, own = (selected.opened.load(tensor_id) for tensor_id in ids)
+        reference, quantized = (selected.opened.load(tensor_id) for tensor_id in ids)
     except (CatalogError, TensorFileError) as error:
         return Drawn(problems=(f"The values of one of the two tensors cannot be read: {error}.",))
-    if reference.shape != own.shape or not reference.numel():
+    if reference.shape != quantized.shape or not reference.numel():
         return Drawn(problems=("The two tensors have different shapes and cannot be compared.",))
     fmt = str(selected.spec) if pd.isna(other["format"]) else other["format"]
     recorded = Recorded.of(other)
@@ -180,7 +180,7 @@ def compared(selected: SelectedTensor, given: Candidates, run: str) -> Drawn:
     branched = every_run(selected.opened).set_index("run_id")["branched"][[run, base]].max()
     equal = equal_weights(selected.opened.root, run, base, int(other["iteration"]), float(branched))
     operand = not pd.isna(other["contracted_axis"])
-    found = compute.three_way(reference, own, fmt, selected.dim, equal, operand, recorded)
+    comparison = compute.three_way(reference, quantized, fmt, selected.dim, equal, operand, recorded)
     columns = COLUMNS
     if equal:
         what = replace(COLUMNS["what"], text=lambda row: EQUAL_WEIGHTS.get(row["what"], WHAT[row["what"]]))
@@ -191,12 +191,12 @@ def compared(selected: SelectedTensor, given: Candidates, run: str) -> Drawn:
         f"to {fmt}. Each is compared with bf16’s tensor. Relative error: {METRICS['relative_error'].definition}."
     )
     items: list[Item] = []
-    histogram = log2_histogram([d for d in found.distributions if d.total])
+    histogram = log2_histogram([d for d in comparison.distributions if d.total])
     if not histogram.empty:
-        groups = [d.group for d in found.distributions]
+        groups = [d.group for d in comparison.distributions]
         chart = distribution_charts.histogram(histogram, f"{selected.label} · {label} compared with bf16", "values")
         items.append(Figure("three_way", chart, histogram, caption, height=360 + style.legend_height(groups)))
-    return Drawn((*items, Table("three_way", found.table, columns, note=NOTE)), found.verdict)
+    return Drawn((*items, Table("three_way", comparison.table, columns, note=NOTE)), comparison.verdict)
 
 
 def _beyond(opened: Catalog, where: Filter, run_ids: Collection[str]) -> Iterable[str]:

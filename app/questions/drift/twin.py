@@ -44,8 +44,8 @@ def bias_of(twin: Twin, row: GradientTwin) -> Estimate:
     pairs, error = len(twin.changes) // 2, row.bias_error
     if error is None:
         return with_error(BIAS, row.bias_corrected, math.nan, len(twin.changes), "passes")
-    found = with_error(BIAS, row.bias_corrected, error, pairs, "pairs of passes")
-    return replace(found, low=max(found.low, 0.0))
+    estimate = with_error(BIAS, row.bias_corrected, error, pairs, "pairs of passes")
+    return replace(estimate, low=max(estimate.low, 0.0))
 
 
 def noise_of(twin: Twin, row: GradientTwin) -> Estimate:
@@ -56,8 +56,8 @@ def noise_of(twin: Twin, row: GradientTwin) -> Estimate:
     if not value:
         return exact(NOISE, 0.0)
     error = math.nan if row.variance_error is None else row.variance_error / (2 * value)
-    found = with_error(NOISE, value, error, passes - 1, "passes")  # so many independent differences
-    return replace(found, n=passes, low=max(found.low, 0.0))
+    estimate = with_error(NOISE, value, error, passes - 1, "passes")  # so many independent differences
+    return replace(estimate, n=passes, low=max(estimate.low, 0.0))
 
 
 def verdict(twin: Twin) -> Sentence:
@@ -67,7 +67,7 @@ def verdict(twin: Twin) -> Sentence:
         return say("The gradient of this micro-batch is zero or not finite without the recipe: its error is unknown.")
     first = say("On the same weights and micro-batch, the recipe changes the loss by {change}.", change=change)
     if math.isnan(change.value):
-        lost = sum(not math.isfinite(each) for each in twin.changes)
+        lost = sum(not math.isfinite(delta) for delta in twin.changes)
         first = say("With the recipe, the loss is not finite in {lost} of {n} passes.", lost=lost, n=len(twin.changes))
     if math.isnan(bias.value):
         names = [name_of(row) for row in twin.parameters if row.norm > 0 and math.isnan(bias_of(twin, row).value)]

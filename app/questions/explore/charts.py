@@ -34,40 +34,40 @@ def magnitude(values: str) -> str:
 
 
 def qq(
-    found: QQ, title: str, by: str, groups: list[str], titles: tuple[str, str], looks: style.Looks | None = None
+    qq_plot: QQ, title: str, by: str, groups: list[str], titles: tuple[str, str], looks: style.Looks | None = None
 ) -> Chart:
-    """A Q–Q plot with its line of equal quantiles, cut off at `found.limit`: how many values lie beyond is written at
+    """A Q–Q plot with its line of equal quantiles, cut off at `qq_plot.limit`: how many values lie beyond is written at
     the ends. titles: of the axes."""
-    shown = found.points[found.points["sample"].abs() <= found.limit]
-    ends = np.array([shown["theoretical"].min(), shown["theoretical"].max()]).clip(-found.limit, found.limit)
+    shown = qq_plot.points[qq_plot.points["sample"].abs() <= qq_plot.limit]
+    ends = np.array([shown["theoretical"].min(), shown["theoretical"].max()]).clip(-qq_plot.limit, qq_plot.limit)
     tips: dict[str, plot.Tip] = {"group": by} if len(groups) > 1 else {}
     tips |= {"theoretical": (titles[0], ".4~g"), "sample": (titles[1], ".4~g"), "share": ("values below", ".4~%")}
     name = f"_{zlib.crc32(title.encode()):08x}"
-    low = -found.limit if (shown["sample"] < 0).any() else 0
+    low = -qq_plot.limit if (shown["sample"] < 0).any() else 0
     points = plot.mark(
         "point", shown, size=20, opacity=0.75, clip=True, tips=tips,
         x=plot.x("theoretical", titles[0], {"tickCount": 7, "titleFontSize": SMALL}, nice=False, zero=False),
-        y=plot.y("sample", titles[1], {"tickCount": 6}, domain=[low, found.limit]),
+        y=plot.y("sample", titles[1], {"tickCount": 6}, domain=[low, qq_plot.limit]),
         color=style.color(groups, by, own=looks, place="top"), shape=style.shape(groups, by, "top", looks),
         params=[style.zoom(name), style.only("group", chart=name)],
     )  # fmt: skip
     line = plot.diagonal(*ends, **EQUAL, clip=True)
-    return plot.layers(title, "", line, points, *_beyond(found, groups, by, looks))
+    return plot.layers(title, "", line, points, *_beyond(qq_plot, groups, by, looks))
 
 
-def _beyond(found: QQ, groups: list[str], by: str, looks: style.Looks | None) -> list[Chart]:
+def _beyond(qq_plot: QQ, groups: list[str], by: str, looks: style.Looks | None) -> list[Chart]:
     """How many values of each group lie beyond the ends of the axis: written in the corners that quantiles, which rise,
     leave empty. Of more than MOST_COUNTS groups, which would not fit, the lowest and the highest number."""
     colors = dict(zip(groups, style.colors(groups, by, looks), strict=True))
     layers: list[Chart] = []
     for sign, mark, place in ((0, "▲", "left"), (1, "▼", "right")):
-        counts = [(group, found.beyond[group][sign]) for group in groups if found.beyond.get(group, (0, 0))[sign]]
+        counts = [(group, qq_plot.beyond[group][sign]) for group in groups if qq_plot.beyond.get(group, (0, 0))[sign]]
         lines = [(f"{count:,}", colors[group]) for group, count in counts]
         if len(counts) > MOST_COUNTS:
             numbers = [count for _, count in counts]
             lines = [(f"{min(numbers):,} to {max(numbers):,} in each of {len(counts)}", style.GREY)]
         for index, (words, color) in enumerate(lines):
-            text = f"{mark} {words} beyond {number_text(found.limit) if not sign else number_text(-found.limit)}"
+            text = f"{mark} {words} beyond {number_text(qq_plot.limit) if not sign else number_text(-qq_plot.limit)}"
             down = 8 + 14 * (index if not sign else len(lines) - 1 - index)
             look: plot.Look = {
                 "align": place, "fontSize": 11, "color": color,
@@ -78,16 +78,16 @@ def _beyond(found: QQ, groups: list[str], by: str, looks: style.Looks | None) ->
     return layers
 
 
-def formats(found: ByFormat, title: str, ticked: Sequence[str] = ()) -> Chart:
+def formats(by_format: ByFormat, title: str, ticked: Sequence[str] = ()) -> Chart:
     """One dot per operand and format, over its SQNR minus that of normal values, those of ticked tensors larger; the
     median as a line; at the right its absolute value and the bits of a value."""
-    medians = found.medians
+    medians = by_format.medians
     order = medians["format"].tolist()
     low, high = _ends(medians)
-    dots = found.dots.assign(
-        at=found.dots["delta"].clip(low, high),
-        shift=[zlib.crc32(f"{a}{b}".encode()) / 2**32 for a, b in zip(found.dots["tensor_id"], found.dots["gemm"],
-                                                                       strict=True)],
+    dots = by_format.dots.assign(
+        at=by_format.dots["delta"].clip(low, high),
+        shift=[zlib.crc32(f"{a}{b}".encode()) / 2**32
+               for a, b in zip(by_format.dots["tensor_id"], by_format.dots["gemm"], strict=True)],
     )  # fmt: skip
     layers = ["" if pd.isna(layer) else str(int(layer)) for layer in dots["layer_index"]]
     dots = dots.assign(tensor=dots["tensor_id"], layer=layers, ticked=dots["tensor_id"].isin(ticked))
@@ -127,9 +127,9 @@ def _ends(medians: pd.DataFrame) -> tuple[float, float]:
     return float(np.floor(min(low, 0.0))) - 0.5, float(np.ceil(max(high, 0.0))) + 0.5
 
 
-def formats_height(found: ByFormat) -> int:
+def formats_height(by_format: ByFormat) -> int:
     """Pixels of the chart of formats, with its title and axis."""
-    return 92 + STRIP * len(found.medians)
+    return 92 + STRIP * len(by_format.medians)
 
 
 def panels(
@@ -143,7 +143,7 @@ def panels(
         place: {value: f"{TITLES[by[place]].lower()} {value}" for value in dict.fromkeys(table[place])}
         for place in ("rows", "columns") if by.get(place) in INTEGER_FIELDS
     }  # fmt: skip
-    table = table.assign(**{place: table[place].map(found) for place, found in names.items()})
+    table = table.assign(**{place: table[place].map(labels) for place, labels in names.items()})
     by_color = TITLES[by["color"]].lower() if "color" in by else ""
     is_qq = kind == "qq"
     x, y = "theoretical", "sample"

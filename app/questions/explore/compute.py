@@ -61,7 +61,7 @@ def compared(
     have dots even if others are sampled."""
     condition, parameters = catalog.condition(where, tensor_ids)
     formats = catalog.scored_formats(where)
-    normal = [formats, [normal_sqnr(each) for each in formats]]
+    normal = [formats, [normal_sqnr(fmt) for fmt in formats]]
     operand = "score.sqnr_db - map_extract(map(?::VARCHAR[], ?::DOUBLE[]), score.format)[1]"
     medians = catalog.ask(
         f"""
@@ -119,7 +119,7 @@ class Groups:
 def of_tensors(catalog: Catalog, chosen: pd.DataFrame, values: str, fmt: str) -> Groups:
     """The chosen tensors' own values; their sketches where values were not kept or cannot be read."""
     labels = distinct_names(chosen, given_names(catalog))
-    found: list[Distribution] = []
+    groups: list[Distribution] = []
     notes: list[str] = []
     damaged: list[tuple[str, str]] = []
     exact = 0
@@ -127,12 +127,12 @@ def of_tensors(catalog: Catalog, chosen: pd.DataFrame, values: str, fmt: str) ->
         label = labels[row["tensor_id"]]
         if values == SCALE:
             scaled = _over_scales(catalog, label, [row], fmt, LIMIT)
-            found += [scaled] if isinstance(scaled, Distribution) else []
+            groups += [scaled] if isinstance(scaled, Distribution) else []
             notes += [scaled] if isinstance(scaled, str) else []
             continue
         try:
-            own = distribution_of(label, catalog.load(row["tensor_id"]), (row["mean"], row["std"]))
-            exact += own.exact
+            distribution = distribution_of(label, catalog.load(row["tensor_id"]), (row["mean"], row["std"]))
+            exact += distribution.exact
         except (CatalogError, TensorFileError) as error:
             if isinstance(error, TensorFileError):
                 damaged.append((label, str(error)))
@@ -141,9 +141,11 @@ def of_tensors(catalog: Catalog, chosen: pd.DataFrame, values: str, fmt: str) ->
             sketched = distributions(catalog, Filter(), None, [row["tensor_id"]])
             if not sketched:
                 continue
-            own = replace(sketched[0], group=label)
-        found.append(over(own, own.std) if values == SIGMA and own.std > 0 else own)
-    return Groups([d for d in found if d.total], exact, tuple(notes), tuple(damaged))
+            distribution = replace(sketched[0], group=label)
+        groups.append(
+            over(distribution, distribution.std) if values == SIGMA and distribution.std > 0 else distribution
+        )
+    return Groups([d for d in groups if d.total], exact, tuple(notes), tuple(damaged))
 
 
 def over(d: Distribution, divisor: float) -> Distribution:
@@ -162,25 +164,25 @@ def by_fields(
     rows = _sampled(catalog, where, fields, MOST_SKETCHES if values == SIGMA else MOST_SCALED, values == SCALE, ids)
     if rows.empty:
         return [], ("No values were kept, which dividing by scales takes.",) if values == SCALE else ()
-    found: list[tuple[tuple[Any, ...], Distribution]] = []
+    groups: list[tuple[tuple[Any, ...], Distribution]] = []
     notes: dict[str, None] = {}
     sketches = _sketches(catalog, where, rows) if values == SIGMA else None
     for key, part in rows.groupby(list(fields), dropna=False, sort=False) if fields else [((), rows)]:
         if sketches is not None:
             d = _over_sigmas(part, sketches)
             if d.total:
-                found.append((key, d))
+                groups.append((key, d))
         else:
             scaled = _over_scales(catalog, "", part.to_dict("records"), fmt)
             if isinstance(scaled, str):
                 notes[scaled] = None
             else:
-                found.append((key, scaled))
+                groups.append((key, scaled))
         of = int(part["of"].iloc[0])
         if of > len(part):
             what = "tensors, each up to 262,144 values" if values == SCALE else "tensors"
             notes[f"Where a group has more, {len(part):,} of its {what}, spread evenly, are drawn."] = None
-    return found, tuple(notes)
+    return groups, tuple(notes)
 
 
 def _raw(
@@ -189,7 +191,7 @@ def _raw(
     crossed = catalog.crossed(where, fields, ids) if fields else catalog.distribution(where, None, ids)
     moments = catalog.moments(where, fields or None, ids)
     known = {tuple(str(row[name]) for name in fields): row for row in moments.to_dict("records")}
-    found: list[tuple[tuple[Any, ...], Distribution]] = []
+    groups: list[tuple[tuple[Any, ...], Distribution]] = []
     for key, part in crossed.groupby(list(fields), dropna=False) if fields else [((), crossed)]:
         row: Mapping[Any, Any] = known[tuple(str(value) for value in key)]
         counts = part.groupby("bin")["count"].sum()
@@ -198,8 +200,8 @@ def _raw(
         mean, std = (math.nan if pd.isna(row[name]) else float(row[name]) for name in ("mean", "std"))
         d = Distribution("", low[order], high[order], counts.to_numpy()[order], mean, std, exact=False)
         if d.total:
-            found.append((key, d))
-    return found
+            groups.append((key, d))
+    return groups
 
 
 def _sampled(
@@ -243,7 +245,7 @@ def _over_sigmas(part: pd.DataFrame, sketches: pd.DataFrame) -> Distribution:
         edges, counts = _merged(np.log2(inner[of]), np.log2(outer[of]), count[of])
         smaller, larger = 2.0 ** edges[:-1], 2.0 ** edges[1:]
         pieces.append((-larger, -smaller, counts) if sign < 0 else (smaller, larger, counts))
-    lows, highs, counts = (np.concatenate(each) for each in zip(*pieces, strict=True))
+    lows, highs, counts = (np.concatenate(arrays) for arrays in zip(*pieces, strict=True))
     used = counts > 0
     order = np.argsort(lows[used] + highs[used], kind="stable")
     lows, highs, counts = lows[used][order], highs[used][order], counts[used][order]
@@ -281,12 +283,12 @@ def _over_scales(
     problem = f"The values of {group or 'these tensors'} were not kept, which dividing by scales takes."
     drawn = False
     for row in rows:
-        own = row.get("own_format", row.get("format"))
-        if fmt == USED and (own is None or pd.isna(own)):
+        used = row.get("own_format", row.get("format"))
+        if fmt == USED and (used is None or pd.isna(used)):
             problem = f"{group or 'A tensor'} was not rounded, so it has no scales: choose a format."
             continue
         named = {"layer_type": row["layer_type"], "tensor_name": row.get("own_name", row.get("tensor_name"))}
-        spec = applied(Spec.of(str(own) if fmt == USED else fmt), named)
+        spec = applied(Spec.of(str(used) if fmt == USED else fmt), named)
         how = catalog.rows_of([row["tensor_id"]]).iloc[0]
         recorded = Recorded.of(how)
         if reason := recorded.problem(spec):
@@ -318,10 +320,10 @@ def named(catalog: Catalog, keys: list[tuple[Any, ...]], fields: tuple[str, ...]
     return [str(int(key[at])) if name in INTEGER_FIELDS and not pd.isna(key[at]) else label(key[at]) for key in keys]
 
 
-def lower_end(found: list[Distribution]) -> tuple[float, float]:
+def lower_end(groups: list[Distribution]) -> tuple[float, float]:
     """(log2 of the magnitude where an axis begins, the largest share of a group's values below it): a share TINY of the
     nonzero values, but no more than MOST_BINADES are shown."""
-    nonzero = [d for d in map(magnitudes, found) if d.total]
+    nonzero = [d for d in map(magnitudes, groups) if d.total]
     end = max(float(d.high.max()) for d in nonzero)
     low = math.floor(max(min(float(quantiles(d, np.array(TINY))) for d in nonzero), end - MOST_BINADES))
     return low, max(float(d.count[d.high <= low].sum() / d.count.sum()) for d in nonzero)

@@ -46,11 +46,11 @@ def standard_quantiles(fitted: Fit, share: np.ndarray) -> np.ndarray:
     return np.asarray(np.where(share < 0.5, -1.0, 1.0) * fitted.tail(lower))
 
 
-def against_law(found: list[Distribution], law: str) -> QQ:
+def against_law(distributions: list[Distribution], law: str) -> QQ:
     """Quantiles of the nonzero values against those of a law, in units in which the quartiles of both agree, so that a
     distribution of this law lies on the line y = x however heavy its tails are."""
     tables, sentences, standard = [], [], []
-    for every in found:
+    for every in distributions:
         d = nonzero(every)
         zeros = 1 - d.total / every.total if every.total else 0.0
         fitted = fit(d, law) if d.total and d.std > 0 else None
@@ -71,19 +71,19 @@ def against_law(found: list[Distribution], law: str) -> QQ:
     return _limited(tables, standard, sentences)
 
 
-def against_other(found: list[Distribution], others: Mapping[str, Distribution], name: str) -> QQ:
+def against_other(distributions: list[Distribution], others: Mapping[str, Distribution], name: str) -> QQ:
     """Quantiles of the nonzero values against those of the same tensors in another run, in the units of the values."""
     tables, sentences, standard = [], [], []
-    for d in found:
-        own = nonzero(d)
+    for d in distributions:
+        values = nonzero(d)
         other = nonzero(others[d.group]) if d.group in others else None
-        if other is None or not own.inner.any() or not other.inner.any():  # all zeros, or nothing
+        if other is None or not values.inner.any() or not other.inner.any():  # all zeros, or nothing
             sentences.append(f"{d.group}: {name} has no such tensor.")
             continue
-        share = _shares(0.5 / min(own.total, other.total), "normal")
-        table = {"group": d.group, "theoretical": quantiles(other, share), "sample": quantiles(own, share)}
+        share = _shares(0.5 / min(values.total, other.total), "normal")
+        table = {"group": d.group, "theoretical": quantiles(other, share), "sample": quantiles(values, share)}
         tables.append(pd.DataFrame({**table, "share": share}))
-        standard.append((own, (0.0, 1.0)))
+        standard.append((values, (0.0, 1.0)))
     return _limited(tables, standard, sentences)
 
 

@@ -159,9 +159,9 @@ def _groups(
     opened, where, kind, by = board.opened, board.where, values["values"], values["by"]
     if len(chosen):
         return compute.of_tensors(opened, chosen, kind, board.format), []
-    found, notes = compute.by_fields(opened, where, (by,), kind, board.format, _ids(values, ranked))
-    names = compute.named(opened, [key for key, _ in found], (by,), by)
-    groups = [replace(d, group=name) for name, (_, d) in zip(names, found, strict=True)]
+    distributions, notes = compute.by_fields(opened, where, (by,), kind, board.format, _ids(values, ranked))
+    names = compute.named(opened, [key for key, _ in distributions], (by,), by)
+    groups = [replace(d, group=name) for name, (_, d) in zip(names, distributions, strict=True)]
     left = []
     if len(groups) > MAX_SELECTED and by in INTEGER_FIELDS:  # they have an order, and often as many values each
         left.append(f"{len(groups)} groups: {MAX_SELECTED}, spread evenly, are drawn.")
@@ -180,38 +180,44 @@ def _ids(values: dict[str, Any], ranked: pd.DataFrame) -> list[str] | None:
 
 def _distributions(board: Board, values: dict[str, Any], groups: Groups, by: str, chosen: pd.DataFrame) -> Drawn:
     """Histogram and Q–Q plot, side by side."""
-    found, kind, law = groups.distributions, values["values"], values["law"] or LAWS[0]
-    if not found:
+    distributions, kind, law = groups.distributions, values["values"], values["law"] or LAWS[0]
+    if not distributions:
         return Drawn(problems=(*groups.notes, "Nothing to draw: there are no finite values."))
     opened, where, named = board.opened, board.where, TITLED[by].lower()
-    names = [d.group for d in found]
+    names = [d.group for d in distributions]
     looks = run_looks(every_run(opened)) if by == "run_id" else None
     height = CHART + (22 * -(-len(names) // style.columns(names)) if len(names) > 1 else 0)
-    how = "exact" if groups.exact == len(found) else "from sketches" if not groups.exact else "partly from sketches"
-    caption = source(where, f"{counted(len(found), named if by == TENSOR else 'group')}, {board.scope} ({how})")
+    how = (
+        "exact"
+        if groups.exact == len(distributions)
+        else "from sketches"
+        if not groups.exact
+        else "partly from sketches"
+    )
+    caption = source(where, f"{counted(len(distributions), named if by == TENSOR else 'group')}, {board.scope} ({how})")
     caption += f"\nValues: {charts.OF[kind]}."
     linear = values["axis"] == "linear"
     figures: list[Figure] = []
     problems: list[str] = []
     below = 0.0
-    bins = shared.linear_histogram(found) if linear else shared.log2_histogram(found)
+    bins = shared.linear_histogram(distributions) if linear else shared.log2_histogram(distributions)
     field = by if by != TENSOR else ""
     if bins.empty:
         problems.append("No magnitudes to draw: all values are zero.")
     else:
         title = charts.OF[kind] if linear else charts.magnitude(kind)
-        low, below = (None, 0.0) if linear else compute.lower_end(found)
+        low, below = (None, 0.0) if linear else compute.lower_end(distributions)
         chart = distribution_charts.histogram(bins, [], named, names, linear, looks, axis=title, place="top", low=low)
         figures.append(Figure("histogram", chart, bins, caption, height=height, group="lie", by=field))
     if law in LAWS:
         name = distribution_charts.LAW_TITLES[law]
         against = f"a {name}" if law != "student_t" else name
-        plot = against_law(found, law)
+        plot = against_law(distributions, law)
         titles = (f"{name} quantile; line through the quartiles", f"{charts.OF[kind]}, standardized")
     else:
         label = labels_of(opened)[law]
         against = f"run {label}"
-        plot = against_other(found, _others(board, values, by, chosen, law), against)
+        plot = against_other(distributions, _others(board, values, by, chosen, law), against)
         titles = (f"quantile in {against}", charts.OF[kind])
     if plot.points.empty:
         problems.append("No Q–Q plot: the values are all equal, or there are none.")
@@ -228,35 +234,35 @@ def _others(board: Board, values: dict[str, Any], by: str, chosen: pd.DataFrame,
     opened, kind = board.opened, values["values"]
     where = replace(board.where, run_id=(run,))
     if by != TENSOR:
-        found, _ = compute.by_fields(opened, where, (by,), kind, board.format)
-        names = compute.named(opened, [key for key, _ in found], (by,), by)
-        return {name: d for name, (_, d) in zip(names, found, strict=True)}
+        distributions, _ = compute.by_fields(opened, where, (by,), kind, board.format)
+        names = compute.named(opened, [key for key, _ in distributions], (by,), by)
+        return {name: d for name, (_, d) in zip(names, distributions, strict=True)}
     labels = distinct_names(chosen, given_names(opened))
     others: dict[str, Distribution] = {}
     for tensor_id, label in labels.items():
         twins = opened.twins(tensor_id)
         same = twins.loc[twins["run_id"] == run, "tensor_id"].tolist()
-        own = compute.of_tensors(opened, opened.rows_of(same[:1]), kind, board.format).distributions
-        others |= {label: own[0]} if own else {}
+        counterparts = compute.of_tensors(opened, opened.rows_of(same[:1]), kind, board.format).distributions
+        others |= {label: counterparts[0]} if counterparts else {}
     return others
 
 
 def _formats(board: Board, ids: list[str] | None, ticked: Sequence[str] = ()) -> list[Item]:
-    found = compute.compared(board.opened, board.where if ids is None else Filter(), ids, ticked)
-    if found.medians.empty:
+    by_format = compute.compared(board.opened, board.where if ids is None else Filter(), ids, ticked)
+    if by_format.medians.empty:
         return [Text("No format comparison: only the operands of a GEMM are scored, and none is selected.")]
-    caption = source(board.where, f"{counted(found.operands, 'operand')}, {board.scope}")
+    caption = source(board.where, f"{counted(by_format.operands, 'operand')}, {board.scope}")
     caption += "\nSQNR of an operand along the axis that its GEMM contracts, minus that of N(0,1) in the same format."
     notes = []
-    if found.every > 1:
-        notes.append(f"One operand in {found.every} is drawn; medians are of all.")
-    if found.partly:
-        notes.append(f"Left out, since only some of the operands were scored in them: {', '.join(found.partly)}.")
+    if by_format.every > 1:
+        notes.append(f"One operand in {by_format.every} is drawn; medians are of all.")
+    if by_format.partly:
+        notes.append(f"Left out, since only some of the operands were scored in them: {', '.join(by_format.partly)}.")
     hint = f"Drag: keep the operands in a range, {in_format(board.format)}." if board.format else ""
-    title = f"The same {counted(found.operands, 'operand')} in each format"
+    title = f"The same {counted(by_format.operands, 'operand')} in each format"
     figure = Figure(
-        "formats", charts.formats(found, title, ticked), found.dots, caption, note=" ".join(notes),
-        height=charts.formats_height(found), choose="tensor", brush="delta", hint=hint,
+        "formats", charts.formats(by_format, title, ticked), by_format.dots, caption, note=" ".join(notes),
+        height=charts.formats_height(by_format), choose="tensor", brush="delta", hint=hint,
     )  # fmt: skip
     return [figure]
 
@@ -268,22 +274,24 @@ def _panels(board: Board, values: dict[str, Any]) -> Drawn:
     by |= {"color": values["by"]} if values["by"] != TENSOR else {}
     fields = tuple(dict.fromkeys(by.values()))
     ranked = _ranked(board, values)
-    found, notes = compute.by_fields(opened, where, fields, values["values"], board.format, _ids(values, ranked))
+    distributions, notes = compute.by_fields(
+        opened, where, fields, values["values"], board.format, _ids(values, ranked)
+    )
     problems = list(notes)
     for place, name in by.items():
-        every = sorted({key[fields.index(name)] for key, _ in found if not pd.isna(key[fields.index(name)])})
+        every = sorted({key[fields.index(name)] for key, _ in distributions if not pd.isna(key[fields.index(name)])})
         if len(every) > MOST[place]:
             problems.append(f"{TITLED[name]}: {MOST[place]} of {len(every)} are drawn.")
             drawn = set(evenly(every, MOST[place]))
-            found = [(key, d) for key, d in found if key[fields.index(name)] in drawn]
-    if not found:
+            distributions = [(key, d) for key, d in distributions if key[fields.index(name)] in drawn]
+    if not distributions:
         return Drawn((table(board, ranked, values),), problems=(*problems, "There are no finite values."))
-    keys = [key for key, _ in found]
+    keys = [key for key, _ in distributions]
     names = pd.DataFrame({place: compute.named(opened, keys, fields, by.get(place, "")) for place in MOST})
-    names["panel"] = [str(index) for index in range(len(found))]
-    parts = [replace(d, group=str(index)) for index, (_, d) in enumerate(found)]
+    names["panel"] = [str(index) for index in range(len(distributions))]
+    parts = [replace(d, group=str(index)) for index, (_, d) in enumerate(distributions)]
     looks = run_looks(every_run(opened)) if by.get("color") == "run_id" else None
-    caption = f"{source(where, f'{len(found)} distributions, {board.scope}')}\nAll panels share their axes."
+    caption = f"{source(where, f'{len(distributions)} distributions, {board.scope}')}\nAll panels share their axes."
     law = values["law"] if values["law"] in LAWS else LAWS[0]
     against = distribution_charts.LAW_TITLES[law]
     bins, points = shared.log2_histogram(parts), against_law(parts, law)

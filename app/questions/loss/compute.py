@@ -48,9 +48,9 @@ class PredictedChanges:
 def costs(catalog: Catalog, where: Filter, fmt: str) -> PredictedChanges:
     """The costs of the filter's forward operands in a format. The table is empty if none has a gradient."""
     changes = catalog.loss_changes(fmt, PLACE, where)
-    found = mean_changes(changes, PLACE)
-    own = catalog.errors(fmt, PLACE, where)[[*PLACE, "sqnr_db", "flush_to_zero"]]
-    table = found.merge(own, on=list(PLACE), how="left")
+    means = mean_changes(changes, PLACE)
+    errors = catalog.errors(fmt, PLACE, where)[[*PLACE, "sqnr_db", "flush_to_zero"]]
+    table = means.merge(errors, on=list(PLACE), how="left")
     table = table.assign(place=short_names(table), sqnr_rank=table["sqnr_db"].rank(method="min"))
     table = table.sort_values(["value", "place"], ascending=[False, True], na_position="last", ignore_index=True)
     table["rank"] = range(1, len(table) + 1)
@@ -87,4 +87,4 @@ def _missing(known: pd.DataFrame, configs: list[dict[str, Any]]) -> tuple[str, .
 def _reliability(changes: pd.DataFrame) -> Reliability:
     places = changes.sort_values(DATA).groupby(list(PLACE), dropna=False)["by_sequence"]
     by_place = [np.concatenate([*lists]) for _, lists in places]
-    return reliability(each.tolist() for each in by_place if np.isfinite(each).all())
+    return reliability(by_sequence.tolist() for by_sequence in by_place if np.isfinite(by_sequence).all())

@@ -32,10 +32,10 @@ COLUMNS = {
 
 def draw(board: Board, values: dict[str, Any]) -> Drawn:
     measure = MEASURES[LOSS_CHANGE]
-    found = compute.costs(board.opened, board.where, board.format) if board.format else None
-    if found is None or found.table.empty:
+    changes = compute.costs(board.opened, board.where, board.format) if board.format else None
+    if changes is None or changes.table.empty:
         return _nothing(board)
-    table = found.table
+    table = changes.table
     batches = int(table["micro_batches"].max())
     over = f"the mean over {batches:,} micro-batches" if batches > 1 else "one micro-batch"
     definition = f"{measure.label} in {board.format}: {measure.definition}; for several tensors: their sum."
@@ -66,7 +66,7 @@ def draw(board: Board, values: dict[str, Any]) -> Drawn:
     places = Table("loss_places", table, COLUMNS, height=min(38 + 35 * len(table), 420), choose="tensor_id")
     rounds = bool(rounding(board.opened, board.where))
     used = Used(board.where, ((len(table), "operand"),))
-    return Drawn((ranked, against, places), _verdict(found, board.format, measure, rounds), used=used)
+    return Drawn((ranked, against, places), _verdict(changes, board.format, measure, rounds), used=used)
 
 
 def _nothing(board: Board) -> Drawn:
@@ -90,8 +90,8 @@ def _nothing(board: Board) -> Drawn:
     )
 
 
-def _verdict(found: compute.PredictedChanges, fmt: str, measure: Measure, rounds: bool) -> evidence.Sentence:
-    table = found.table
+def _verdict(changes: compute.PredictedChanges, fmt: str, measure: Measure, rounds: bool) -> evidence.Sentence:
+    table = changes.table
     unknown = int(table["value"].isna().sum())
     if unknown == len(table):
         return evidence.say(
@@ -99,7 +99,7 @@ def _verdict(found: compute.PredictedChanges, fmt: str, measure: Measure, rounds
         )
     what = f"{measure.label} in {fmt}"
     known = table.dropna(subset=["value"])
-    first = found.reliability.doubt or evidence.extreme(boards.estimates(known, measure), what, lowest=False)
+    first = changes.reliability.doubt or evidence.extreme(boards.estimates(known, measure), what, lowest=False)
     lines: list[str] = [first]
     if rounds:
         text = (
@@ -107,19 +107,19 @@ def _verdict(found: compute.PredictedChanges, fmt: str, measure: Measure, rounds
             "do not add up to what its recipe costs. Record a bf16 run to predict that."
         )
         lines.append(evidence.say(text))
-    elif not math.isnan(found.total.value):
-        lines.append(evidence.say("The {n} operands together: {total}.", n=len(known), total=found.total))
-        if found.missing:
-            lines.append(evidence.say("Not in this sum: {missing}.", missing="; ".join(found.missing)))
-        if found.reliability.sequences > 1:
-            lines.append(found.reliability.doubt_of_sum)
-    lines.append(found.caveat)
-    if not math.isnan(found.agreement.value):
+    elif not math.isnan(changes.total.value):
+        lines.append(evidence.say("The {n} operands together: {total}.", n=len(known), total=changes.total))
+        if changes.missing:
+            lines.append(evidence.say("Not in this sum: {missing}.", missing="; ".join(changes.missing)))
+        if changes.reliability.sequences > 1:
+            lines.append(changes.reliability.doubt_of_sum)
+    lines.append(changes.caveat)
+    if not math.isnan(changes.agreement.value):
         text = "Spearman’s ρ between this ranking and that by SQNR is {rho}."
-        lines.append(evidence.say(text, rho=found.agreement))
-    if found.reliability.orders:
+        lines.append(evidence.say(text, rho=changes.agreement))
+    if changes.reliability.orders:
         text = "Between two halves of the sequences, ρ is {rho}."
-        lines.append(evidence.say(text, rho=found.reliability.halves))
+        lines.append(evidence.say(text, rho=changes.reliability.halves))
     if unknown:
         text = "No change is predicted for {n} operands: a gradient is not finite, or was not recorded."
         lines.append(evidence.say(text, n=unknown))

@@ -64,7 +64,7 @@ def atlas(
     """Chart of compute.cells with shade and label: one heat map per GEMM, two side by side."""
     columns = sorted(table[across].unique().tolist())
     by_gemm = ([row for row in rows if row.gemm == gemm] for gemm in (*GEMMS, OTHER))
-    parts = [_heat(table, own, columns, across, measure, difference) for own in by_gemm if own]
+    parts = [_heat(table, operands, columns, across, measure, difference) for operands in by_gemm if operands]
     return plot.grid(title, parts, 2)
 
 

@@ -109,7 +109,7 @@ def _values(catalog: Catalog, where: Filter, fmt: str, metric: str, across: str,
         if metric == VS_NORMAL:
             value = "score.sqnr_db - map_extract(map(?::VARCHAR[], ?::DOUBLE[]), score.format)[1]"
             formats = catalog.scored_formats(where) if fmt == USED else [str(Spec.of(fmt))]
-            of_value = [formats, [normal_sqnr(each) for each in formats]]
+            of_value = [formats, [normal_sqnr(name) for name in formats]]
         of_format, chosen = format_condition(fmt)
         only = f"{of_format} AND NOT (isnan(score.mse) OR isnan(rms))"
         parameters = [*parameters, *chosen]
@@ -166,7 +166,7 @@ def computed(
     if operands.empty:
         return operands, 0
     check((RoundingCost(spec, tuple(shape), -1) for shape in operands["shape"]), SCORE)
-    found = []
+    rows = []
     for tensor_id, gemms in operands.groupby("tensor_id"):
         try:
             x = catalog.load(str(tensor_id))
@@ -174,16 +174,16 @@ def computed(
             continue
         for operand in gemms.to_dict("records"):
             part, dim = along(x, operand | {"gemm": operand["own_gemm"]}, operand["gemm"])
-            found.append(operand | {"value": getattr(score(part, spec, dim), metric)})
+            rows.append(operand | {"value": getattr(score(part, spec, dim), metric)})
     by = ["gemm", "product", "tensor", "expert", across]
-    each = pd.DataFrame(found, columns=[*operands, "value"]).astype({"value": float})
-    if each.empty:
-        return each, 0
-    each = each.assign(value=each["value"].clip(-HUGE, HUGE))
-    groups = each.sort_values("value", ascending=metric == "sqnr_db", kind="stable").groupby(by, dropna=False)
+    values = pd.DataFrame(rows, columns=[*operands, "value"]).astype({"value": float})
+    if values.empty:
+        return values, 0
+    values = values.assign(value=values["value"].clip(-HUGE, HUGE))
+    groups = values.sort_values("value", ascending=metric == "sqnr_db", kind="stable").groupby(by, dropna=False)
     table = _deciles(groups["value"])
     table["tensors"], table["tensor_id"] = groups.size(), groups["tensor_id"].first()
-    return table.reset_index().astype({across: int}), each["tensor_id"].nunique()
+    return table.reset_index().astype({across: int}), values["tensor_id"].nunique()
 
 
 def _product() -> str:
@@ -194,8 +194,8 @@ def _product() -> str:
 def doubt(catalog: Catalog, where: Filter, fmt: str) -> Sentence:
     """Why the predicted loss changes of the cells do not tell operands apart; empty if they do."""
     table = catalog.operand_costs(where)
-    own = table[(table["format"] == fmt) & (table["gemm"] == Gemm.FORWARD.value) & table["change"].notna()]
-    return reliability(own["by_sequence"]).doubt
+    changes = table[(table["format"] == fmt) & (table["gemm"] == Gemm.FORWARD.value) & table["change"].notna()]
+    return reliability(changes["by_sequence"]).doubt
 
 
 def _loss_changes(catalog: Catalog, where: Filter, fmt: str) -> pd.DataFrame:
@@ -221,10 +221,10 @@ def _effects(catalog: Catalog, where: Filter, fmt: str) -> pd.DataFrame:
 def _parity(catalog: Catalog, where: Filter) -> pd.DataFrame:
     """What each product of the selection changes alone, of the newest parity of the same model that has single
     products."""
-    places, found = parity_of(catalog, where)
+    places, run_parity = parity_of(catalog, where)
     rows = [
         (gap.part, gap.layer_index, gap.module, gap.change.value, gap.change.value - gap.change.low, len(gap.changes))
-        for gap in (found[1].gaps if found else ())
+        for gap in (run_parity[1].gaps if run_parity else ())
         if gap.is_product and gap.is_whole
     ]
     values = pd.DataFrame(rows, columns=[*PRODUCT, "value", "margin", "sequences"])
@@ -236,9 +236,9 @@ def parity_of(catalog: Catalog, where: Filter) -> tuple[pd.DataFrame, tuple[str,
     places = _products(catalog, where)
     for run_id in catalog.parities({run for runs in places["runs"] for run in runs}):
         with suppress(RunError, OSError):  # the index names damaged files
-            found = read_parity(catalog.root / run_id)
-            if found and any(gap.is_product for gap in found.gaps):
-                return places, (run_id, found)
+            parity = read_parity(catalog.root / run_id)
+            if parity and any(gap.is_product for gap in parity.gaps):
+                return places, (run_id, parity)
     return places, None
 
 
@@ -257,11 +257,11 @@ def _products(catalog: Catalog, where: Filter) -> pd.DataFrame:
 
 def _of_products(places: pd.DataFrame, values: pd.DataFrame) -> pd.DataFrame:
     """Cells of values of products, each in the row of its result. values: PRODUCT, value, margin, sequences."""
-    found = values[[*PRODUCT, "value", "margin", "sequences"]].merge(places, on=PRODUCT)
-    margin = found["margin"].astype(float).replace(math.inf, math.nan)  # of one sequence
-    return found.assign(
-        gemm=Gemm.FORWARD.value, tensor=found["part"].map(RESULTS).fillna("output"), expert=None,
-        low=found["value"] - margin, high=found["value"] + margin, tensors=found["sequences"],
+    table = values[[*PRODUCT, "value", "margin", "sequences"]].merge(places, on=PRODUCT)
+    margin = table["margin"].astype(float).replace(math.inf, math.nan)  # of one sequence
+    return table.assign(
+        gemm=Gemm.FORWARD.value, tensor=table["part"].map(RESULTS).fillna("output"), expert=None,
+        low=table["value"] - margin, high=table["value"] + margin, tensors=table["sequences"],
     )[["gemm", "product", "tensor", "expert", LAYER, "value", "low", "high", "tensors", "tensor_id"]]  # fmt: skip
 
 
@@ -301,27 +301,27 @@ def _spreads(catalog: Catalog, where: Filter, fmt: str, across: str) -> pd.DataF
     total, through = counts.transform("sum"), counts.cumsum()
     inside = bins[(through / total > EXTREMES) & (through / total - bins["count"] / total < 1 - EXTREMES)]
     width = BLOCK_MEASURES["scale_exponent"].width
-    each = inside.groupby([*by, "tensor_id"])["bin"].agg(lambda found: (found.max() - found.min()) * width)
-    groups = each.reset_index(name="value").sort_values("value", ascending=False).groupby(by, dropna=False)
-    found = _deciles(groups["value"])
-    found["tensors"], found["tensor_id"] = groups.size(), groups["tensor_id"].first()
-    return found.reset_index().assign(expert=None)[columns]
+    spreads = inside.groupby([*by, "tensor_id"])["bin"].agg(lambda indices: (indices.max() - indices.min()) * width)
+    groups = spreads.reset_index(name="value").sort_values("value", ascending=False).groupby(by, dropna=False)
+    table = _deciles(groups["value"])
+    table["tensors"], table["tensor_id"] = groups.size(), groups["tensor_id"].first()
+    return table.reset_index().assign(expert=None)[columns]
 
 
 def _deciles(groups: Any) -> pd.DataFrame:
     """value, low and high of each group: its median, 10th and 90th percentile. groups: a grouped column, without
     infinite values but ±HUGE."""
     shares = [0.1, 0.5, 0.9]
-    found: pd.DataFrame = groups.quantile(np.array(shares)).unstack().reindex(columns=shares)
-    found = found.mask(found > HUGE / 1e9, math.inf).mask(found < -HUGE / 1e9, -math.inf)
-    return found.set_axis(["low", "value", "high"], axis=1)
+    deciles: pd.DataFrame = groups.quantile(np.array(shares)).unstack().reindex(columns=shares)
+    deciles = deciles.mask(deciles > HUGE / 1e9, math.inf).mask(deciles < -HUGE / 1e9, -math.inf)
+    return deciles.set_axis(["low", "value", "high"], axis=1)
 
 
-def difference(own: pd.DataFrame, other: pd.DataFrame, across: str, measure: Measure) -> pd.DataFrame:
+def difference(table: pd.DataFrame, other: pd.DataFrame, across: str, measure: Measure) -> pd.DataFrame:
     """The cells of one table minus those of another, where both have a value; of a metric with a logarithmic axis, log₂
     of their ratio. value of the two: own and other."""
     by = ["gemm", "product", "tensor", "expert", across]
-    both = own.merge(other[[*by, "value"]].rename(columns={"value": "other"}), on=by)
+    both = table.merge(other[[*by, "value"]].rename(columns={"value": "other"}), on=by)
     values, others = both["value"].to_numpy(float), both["other"].to_numpy(float)
     with np.errstate(divide="ignore", invalid="ignore"):
         change = np.log2(values / others) if measure.log else values - others
@@ -349,11 +349,11 @@ def kinds(table: pd.DataFrame) -> pd.DataFrame:
     """One row per kind of operand over all cells: kind ("fc1 grad output"), product, tensor, value (the median of the
     cells), low, high (their 10th and 90th percentile), tensors (how many cells), and layers or iterations (how many of
     these have a cell, whatever the number of GEMMs and experts); the GEMMs of an operand together."""
-    own = table.dropna(subset=["value"])
-    kind = [name_of(None, *operand) for operand in zip(own["product"], own["tensor"], strict=True)]
-    own = own.assign(kind=kind, value=own["value"].clip(-HUGE, HUGE))
-    groups = own.groupby(["kind", "product", "tensor"])["value"]
+    known = table.dropna(subset=["value"])
+    kind = [name_of(None, *operand) for operand in zip(known["product"], known["tensor"], strict=True)]
+    known = known.assign(kind=kind, value=known["value"].clip(-HUGE, HUGE))
+    groups = known.groupby(["kind", "product", "tensor"])["value"]
     ends = _deciles(groups)
-    across, of = (LAYER, "layers") if LAYER in own else (ITERATION, "iterations")
-    ends[of] = own.groupby(["kind", "product", "tensor"])[across].nunique()
+    across, of = (LAYER, "layers") if LAYER in known else (ITERATION, "iterations")
+    ends[of] = known.groupby(["kind", "product", "tensor"])[across].nunique()
     return ends.assign(tensors=groups.size()).reset_index()

@@ -77,23 +77,23 @@ def _show(opened: Catalog, view: View, reading: Reading) -> None:
     where = reading.scope.where if reading.scope else reading.where
     key = (where, repr(sorted(values.items(), key=str)), opened.versions(where.run_id))
     pool = pool_of(opened, MAP, where, values)
-    found = opened.kept(("map", key), lambda: map_of(opened, where, values), pool)
-    if isinstance(found, str):
-        st.info(plain(found), icon=":material/block:")
+    map_ = opened.kept(("map", key), lambda: map_of(opened, where, values), pool)
+    if isinstance(map_, str):
+        st.info(plain(map_), icon=":material/block:")
         layout.explain_absence(opened, view, reading)
         return
-    st.session_state[layout.SCOPE] = Scope.of(opened, reading.where, used_by(found), reading.values["format"])
-    if found.left_out:
-        st.caption(found.left_out)
-    cell = _chosen(found, next(iter(view.params.get("cell", ())), ""))
+    st.session_state[layout.SCOPE] = Scope.of(opened, reading.where, used_by(map_), reading.values["format"])
+    if map_.left_out:
+        st.caption(map_.left_out)
+    cell = _chosen(map_, next(iter(view.params.get("cell", ())), ""))
     fmt = reading.values["format"] or ""
     shown = None
     if cell is not None:
-        at = ("map panel", str(cell["tensor_id"]), str(cell["row"]), int(cell[found.across]), fmt, key)
+        at = ("map panel", str(cell["tensor_id"]), str(cell["row"]), int(cell[map_.across]), fmt, key)
         pool = pool_of(opened, MAP, where, reading.values | {"tensor": str(cell["tensor_id"])})
-        shown = opened.kept(at, lambda: panel(opened, found, cell, fmt), pool)
-    data = opened.kept(("map data", key, opened.progress), lambda: _data(opened, found))
-    data = data | {"selected": None if cell is None else _name(cell, found.across), "panel": shown}
+        shown = opened.kept(at, lambda: panel(opened, map_, cell, fmt), pool)
+    data = opened.kept(("map data", key, opened.progress), lambda: _data(opened, map_))
+    data = data | {"selected": None if cell is None else _name(cell, map_.across), "panel": shown}
     data["pin"] = not read_only()
     result = _component()(
         key="map", data=data, height="content", on_selected_change=_select, on_iteration_change=_to_iteration,
@@ -101,7 +101,7 @@ def _show(opened: Catalog, view: View, reading: Reading) -> None:
         **{f"on_{name}_change": lambda: None for name in ("open", "pin", "compare", "explore", "advise")},
     )  # fmt: skip
     if result.open:
-        address.go(view.at("tensor", **found.operand_of(str(result.open))))
+        address.go(view.at("tensor", **map_.operand_of(str(result.open))))
     if result.advise:
         address.go(view.at("map", "advise"))
     if result.explore:
@@ -111,7 +111,7 @@ def _show(opened: Catalog, view: View, reading: Reading) -> None:
         names = {"module": opened.rows_of([cell["tensor_id"]])["module"].tolist(), "tensor_name": [cell["tensor"]]}
         address.go(view.at("explore", by="run_id").changed(**place, **names, run_id=None))
     if result.pin or st.session_state.pop("pin_first", False):
-        draft.pin_chart("map", found.title)
+        draft.pin_chart("map", map_.title)
         st.rerun()
     with st.container(horizontal=True, vertical_alignment="center", gap="medium"):
         tables = st.toggle("As a chart and tables, to save them", key="map_tables")
@@ -121,8 +121,8 @@ def _show(opened: Catalog, view: View, reading: Reading) -> None:
     if tables:
         if chart := view.draw(opened).get("map"):
             show_items.draw(chart, pin=False)
-        layout.open_tensor(show_items.table(places(found)), view)
-        show_items.table(Table("kinds", found.kinds, columns_of(found.measure)))
+        layout.open_tensor(show_items.table(places(map_)), view)
+        show_items.table(Table("kinds", map_.kinds, columns_of(map_.measure)))
 
 
 def _across() -> None:
@@ -141,43 +141,43 @@ def _name(cell: pd.Series, across: str) -> str:
     return cell_name(str(cell["row"]), int(cell[across]))
 
 
-def _chosen(found: Map, name: str) -> pd.Series | None:
+def _chosen(map_: Map, name: str) -> pd.Series | None:
     """The cell of this name."""
-    named = found.table[found.cells == name]
+    named = map_.table[map_.cells == name]
     return named.iloc[0] if len(named) else None
 
 
-def _data(opened: Catalog, found: Map) -> dict[str, Any]:
+def _data(opened: Catalog, map_: Map) -> dict[str, Any]:
     """What the component draws, as JSON: rows and their cells by GEMM, the kinds of operands, and the iterations."""
-    table, measure = found.table, found.measure
-    columns = sorted(table[found.across].unique().tolist())
+    table, measure = map_.table, map_.measure
+    columns = sorted(table[map_.across].unique().tolist())
     at = {column: index for index, column in enumerate(columns)}
     by_row = dict(iter(table.groupby("row")))
     blocks = []
     for gemm in (*GEMMS, OTHER):
-        own = [row for row in found.rows if row.gemm == gemm]
-        if not own:
+        operands = [row for row in map_.rows if row.gemm == gemm]
+        if not operands:
             continue
         rows = []
-        for row in own:
+        for row in operands:
             cells: list[Any] = [None] * len(columns)
-            for each in by_row[row.key].to_dict("records"):
-                shade = None if math.isnan(each["shade"]) else round(float(each["shade"]), 3)
-                between = _between(each, found)
-                cells[at[each[found.across]]] = [shade, each["label"], between, int(each["tensors"])]
+            for cell in by_row[row.key].to_dict("records"):
+                shade = None if math.isnan(cell["shade"]) else round(float(cell["shade"]), 3)
+                between = _between(cell, map_)
+                cells[at[cell[map_.across]]] = [shade, cell["label"], between, int(cell["tensors"])]
             rows.append({"id": row.key, "group": _group(row), "name": operand_name(row.tensor), "cells": cells})
         blocks.append({"title": charts.TITLES[gemm], "rows": rows})
     return {
-        "metric": found.title,
+        "metric": map_.title,
         "definition": f"{measure.label}: {measure.definition}",
-        "word": "layer" if found.across == LAYER else "iteration",
+        "word": "layer" if map_.across == LAYER else "iteration",
         "columns": columns,
         "blocks": blocks,
-        "legend": charts.legend(measure, table["value"], found.diverging),
-        "across": found.across,
-        **_exceptions(opened, found),
-        "iterations": _iterations(opened, found),
-        "scope": scope_of(opened, found.where),
+        "legend": charts.legend(measure, table["value"], map_.diverging),
+        "across": map_.across,
+        **_exceptions(opened, map_),
+        "iterations": _iterations(opened, map_),
+        "scope": scope_of(opened, map_.where),
     }
 
 
@@ -185,61 +185,61 @@ def _group(row: MapRow) -> str:
     return f"{product_name(row.product)} {row.expert}".strip()
 
 
-def _between(cell: dict[Any, Any], found: Map) -> str:
+def _between(cell: dict[Any, Any], map_: Map) -> str:
     """The interval of a cell, in words; "" if it has none."""
-    if pd.isna(cell["low"]) or (cell["tensors"] < 2 and found.measure.key not in compute.OVER_SEQUENCES):
+    if pd.isna(cell["low"]) or (cell["tensors"] < 2 and map_.measure.key not in compute.OVER_SEQUENCES):
         return ""
-    word = compute.OVER_SEQUENCES.get(found.measure.key, "10th to 90th percentile")
-    return f"{found.measure.text(cell['low'])} to {found.measure.text(cell['high'])}, {word}"
+    word = compute.OVER_SEQUENCES.get(map_.measure.key, "10th to 90th percentile")
+    return f"{map_.measure.text(cell['low'])} to {map_.measure.text(cell['high'])}, {word}"
 
 
-def _exceptions(opened: Catalog, found: Map) -> dict[str, Any]:
+def _exceptions(opened: Catalog, map_: Map) -> dict[str, Any]:
     """The headline, in texts of which some are links to cells, and the cells worst first: of a map of SQNR those that
     stand out, of any other those with the worst values."""
-    said = headline_of(opened, found)
+    said = headline_of(opened, map_)
     if said is None:
-        table = found.worst_first.dropna(subset=["shade"])
+        table = map_.worst_first.dropna(subset=["shade"])
         words, count = "worst first", len(table)
         rows = [
-            {"id": _name(cell, found.across), "name": cell["place"], "value": cell["label"], "delta": "", "cause": ""}
+            {"id": _name(cell, map_.across), "name": cell["place"], "value": cell["label"], "delta": "", "cause": ""}
             for _, cell in table.head(LISTED).iterrows()
         ]
-        return {"headline": [[str(verdict(opened, found)), ""]], "exceptions": rows, "count": count, "words": words}
-    bad = exceptions(against_normal(opened, found))
+        return {"headline": [[str(verdict(opened, map_)), ""]], "exceptions": rows, "count": count, "words": words}
+    bad = exceptions(against_normal(opened, map_))
     words = (
         f"exceptions · worst first ({len(bad):,} at {number_text(-FAR)} dB or below)" if len(bad) else "no exceptions"
     )
     listed = bad.head(LISTED)
     scores = scores_of(opened, listed)
-    names = {row.key: charts.label(row) for row in found.rows}
-    word = "L" if found.across == LAYER else "iteration "
+    names = {row.key: charts.label(row) for row in map_.rows}
+    word = "L" if map_.across == LAYER else "iteration "
     rows = []
     for _, cell in listed.iterrows():
-        score = score_of(scores, cell, found.fmt)
+        score = score_of(scores, cell, map_.fmt)
         rows.append({
-            "id": _name(cell, found.across),
-            "name": f"{word}{int(cell[found.across])} {names[cell['row']]}",
+            "id": _name(cell, map_.across),
+            "name": f"{word}{int(cell[map_.across])} {names[cell['row']]}",
             "gemm": str(cell["gemm"]),
             "value": "" if score is None else MEASURES["sqnr_db"].quantity(float(score["sqnr_db"])),
             "delta": number_text(float(cell["value"]), ".1f"),
             "cause": "" if score is None else cause_of(score),
         })  # fmt: skip
     segments = [list(segment) for segment in said.segments]
-    segments.append([str(verdict(opened, found)).removeprefix(str(said.sentence)), ""])
+    segments.append([str(verdict(opened, map_)).removeprefix(str(said.sentence)), ""])
     return {"headline": segments, "exceptions": rows, "count": len(bad), "words": words}
 
 
-def _iterations(opened: Catalog, found: Map) -> dict[str, Any]:
+def _iterations(opened: Catalog, map_: Map) -> dict[str, Any]:
     """The recorded iterations of the run, with its losses and events."""
-    run = next(iter(found.where.run_id), "")
+    run = next(iter(map_.where.run_id), "")
     recorded = opened.distinct((ITERATION,), Filter(run_id=(run,) if run else ()))[ITERATION].dropna().astype(int)
-    losses = [(int(each["iteration"]), float(each["loss"])) for each in losses_of(opened, [run])[run]] if run else []
+    losses = [(int(row["iteration"]), float(row["loss"])) for row in losses_of(opened, [run])[run]] if run else []
     step = -(-len(losses) // MOST_LOSSES) or 1
     events = events_of({run: opened.root / run}) if run else pd.DataFrame(columns=["iteration", "text"])
     known = events.dropna(subset=["iteration"])
     return {
         "values": sorted(recorded.tolist()),
-        "current": found.where.iteration[0] if len(found.where.iteration) == 1 else None,
+        "current": map_.where.iteration[0] if len(map_.where.iteration) == 1 else None,
         "losses": [[at, round(loss, 5)] for at, loss in losses[::step] if math.isfinite(loss)],
         "events": [[int(at), str(text)] for at, text in zip(known["iteration"], known["text"], strict=True)],
     }

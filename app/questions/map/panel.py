@@ -27,15 +27,15 @@ SAMPLE = 1 << 16  # values that the histogram shows
 BINS = 90  # bars of the histogram
 
 
-def panel(opened: Catalog, found: Map, cell: pd.Series, fmt: str) -> dict[str, Any]:
+def panel(opened: Catalog, map_: Map, cell: pd.Series, fmt: str) -> dict[str, Any]:
     """What the panel shows of a cell, as JSON."""
     row = opened.rows_of([cell["tensor_id"]]).iloc[0]
     scored = scores_in(opened, str(cell["tensor_id"]), str(cell["gemm"]))
     used = scored[scored["used"]]
     if fmt == USED:
         fmt = "" if used.empty else str(used["format"].iloc[0])
-    own, used = (part[part["format"] == fmt] for part in (scored, used))
-    word = "L" if found.across == compute.LAYER else "iteration "
+    scores, used = (part[part["format"] == fmt] for part in (scored, used))
+    word = "L" if map_.across == compute.LAYER else "iteration "
     expert = "" if pd.isna(row["expert"]) else str(row["expert"])
     name = charts.label(MapRow(str(cell["gemm"]), str(cell["product"]), str(cell["tensor"]), expert))
     tensors = int(cell["tensors"])
@@ -43,13 +43,13 @@ def panel(opened: Catalog, found: Map, cell: pd.Series, fmt: str) -> dict[str, A
     recorded = recorded_of(opened, row, str(cell["gemm"]), None if used.empty else used.iloc[0])
     drawn, why = _values(opened, row, str(cell["gemm"]), Spec.of(fmt), recorded) if fmt else (None, "")
     return {
-        "title": f"{word}{int(cell[found.across])} {name}",
+        "title": f"{word}{int(cell[map_.across])} {name}",
         "gemm": charts.TITLES.get(str(cell["gemm"]), ""),
         "note": " ".join(filter(None, (*notes, why))),
-        "facts": _facts(found, cell, row, own),
+        "facts": _facts(map_, cell, row, scores),
         "values": drawn,
         "values_note": f"Values over the grid of {fmt}" if drawn else "",
-        "formats": [_format(each, fmt) for each in scored.to_dict("records")],
+        "formats": [_format(score, fmt) for score in scored.to_dict("records")],
     }  # fmt: skip
 
 
@@ -64,12 +64,12 @@ def _format(score: dict[Any, Any], fmt: str) -> dict[str, Any]:
     }
 
 
-def _facts(found: Map, cell: pd.Series, row: pd.Series, own: pd.DataFrame) -> list[list[str]]:
-    name = f"{found.measure.label}, difference" if found.against else found.measure.label
-    name = f"{name}, median" if cell["tensors"] > 1 and found.measure.key not in compute.OVER_SEQUENCES else name
+def _facts(map_: Map, cell: pd.Series, row: pd.Series, scores: pd.DataFrame) -> list[list[str]]:
+    name = f"{map_.measure.label}, difference" if map_.against else map_.measure.label
+    name = f"{name}, median" if cell["tensors"] > 1 and map_.measure.key not in compute.OVER_SEQUENCES else name
     facts = {name: str(cell["label"])}
-    for name in ("sqnr_db", "flushed_error_share", "saturated_error_share") if len(own) else ():
-        facts.setdefault(MEASURES[name].label, MEASURES[name].quantity(float(own[name].iloc[0])))
+    for name in ("sqnr_db", "flushed_error_share", "saturated_error_share") if len(scores) else ():
+        facts.setdefault(MEASURES[name].label, MEASURES[name].quantity(float(scores[name].iloc[0])))
     facts.setdefault("absmax", number_text(float(row["absmax"])))
     return [list(fact) for fact in facts.items()][:4]
 
@@ -98,10 +98,10 @@ def _values(
 
 
 def _from_sketch(opened: Catalog, row: pd.Series, spec: Spec) -> tuple[dict[str, Any] | None, str]:
-    found = opened.distribution(None, None, [str(row["tensor_id"])])
-    magnitude = found[["low", "high"]].abs()
+    bins = opened.distribution(None, None, [str(row["tensor_id"])])
+    magnitude = bins[["low", "high"]].abs()
     inner, outer = magnitude.min(axis=1), magnitude.max(axis=1)
-    known = found.assign(low=np.log2(inner.where(inner > 0)), high=np.log2(outer.where(outer > 0))).dropna()
+    known = bins.assign(low=np.log2(inner.where(inner > 0)), high=np.log2(outer.where(outer > 0))).dropna()
     table = known[np.isfinite(known["high"])].assign(share=known["count"] / max(int(row["numel"]), 1))
     return _histogram(spec, table, "all values, from the sketch")
 

@@ -49,8 +49,8 @@ EXPERTS = Control(
 
 def _routed(opened: Catalog, where: Filter | None = None) -> list[str]:
     """The modules that have experts."""
-    found = opened.distinct(("module", "expert"), where).dropna()
-    return sorted(set(found["module"].astype(str)))
+    experts = opened.distinct(("module", "expert"), where).dropna()
+    return sorted(set(experts["module"].astype(str)))
 
 
 @dataclass(frozen=True)
@@ -103,8 +103,8 @@ class Map:
     @cached_property
     def kinds(self) -> pd.DataFrame:
         """`compute.kinds`, worst first."""
-        found = compute.kinds(self.table)
-        return found.sort_values("value", ascending=self.measure.low_is_bad, ignore_index=True)
+        kinds = compute.kinds(self.table)
+        return kinds.sort_values("value", ascending=self.measure.low_is_bad, ignore_index=True)
 
     @cached_property
     def worst_first(self) -> pd.DataFrame:
@@ -144,10 +144,10 @@ def map_of(opened: Catalog, where: Filter, values: dict[str, Any]) -> Map | str:
             where = replace(where, iteration=tuple(evenly(recorded, MOST_COLUMNS)))
             left_out = f"{MOST_COLUMNS} of {len(recorded):,} recorded iterations are shown, spread evenly."
     experts = values["experts"] if values["experts"] != "none" else ""
-    own = _cells(opened, where, fmt, metric, across, experts)
-    if isinstance(own, str):
-        return own
-    table, said = own
+    cells = _cells(opened, where, fmt, metric, across, experts)
+    if isinstance(cells, str):
+        return cells
+    table, said = cells
     if table.empty:
         return _nothing(opened, where, metric, fmt)
     if table["value"].isna().all():
@@ -183,9 +183,9 @@ def _cells(
     """(the cells as recorded, or else computed from the values; what was computed), or why there are none."""
     table = compute.cells(opened, where, fmt, metric, across, experts)
     if metric == PARITY and not table.empty:
-        _, found = compute.parity_of(opened, where)
-        assert found
-        return table, f"Rollout {found[1].rollout}, training {found[1].training}: {found[0]}."
+        _, run_parity = compute.parity_of(opened, where)
+        assert run_parity
+        return table, f"Rollout {run_parity[1].rollout}, training {run_parity[1].training}: {run_parity[0]}."
     if not table.empty or metric not in compute.ERRORS or fmt == USED:
         return table, ""
     if problem := NOT_RECORDED.problem(Spec.of(fmt)):
@@ -261,50 +261,50 @@ def _nothing(opened: Catalog, where: Filter, metric: str, fmt: str) -> str:
 
 def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
     opened = selection.opened
-    found = map_of(opened, selection.where, values)
-    if isinstance(found, str):
-        return Drawn(problems=(found,))
-    measure, scope = found.measure, scope_of(opened, found.where)
-    title = style.title(found.title, f"{scope} · {len(found.table):,} cells")
+    map_ = map_of(opened, selection.where, values)
+    if isinstance(map_, str):
+        return Drawn(problems=(map_,))
+    measure, scope = map_.measure, scope_of(opened, map_.where)
+    title = style.title(map_.title, f"{scope} · {len(map_.table):,} cells")
     several = "the mean over sequences of their sum" if measure.key == LOSS_CHANGE else "their median"
     several = "" if measure.key in (EFFECT, PARITY) else f"; of several tensors in a cell, {several}"
     definition = f"{measure.label}: {measure.definition}{several}."
     figure = Figure(
         "map",
-        charts.atlas(found.table, found.rows, found.across, measure, found.diverging, title),
-        found.table.drop(columns=["shade"]),
-        f"{source(found.where, f'{len(found.table):,} cells')}\n{definition}",
+        charts.atlas(map_.table, map_.rows, map_.across, measure, map_.diverging, title),
+        map_.table.drop(columns=["shade"]),
+        f"{source(map_.where, f'{len(map_.table):,} cells')}\n{definition}",
         note=definition,
-        height=charts.height(found.rows),
+        height=charts.height(map_.rows),
     )
-    answer = verdict(opened, found)
-    tables = places(found), Table("kinds", found.kinds, columns_of(measure))
-    left_out = (found.left_out,) * bool(found.left_out)
-    return Drawn((figure, ranked(found, scope), *tables), answer, left_out, used_by(found))
+    answer = verdict(opened, map_)
+    tables = places(map_), Table("kinds", map_.kinds, columns_of(measure))
+    left_out = (map_.left_out,) * bool(map_.left_out)
+    return Drawn((figure, ranked(map_, scope), *tables), answer, left_out, used_by(map_))
 
 
-def used_by(found: Map) -> Used:
-    return Used(found.where, ((len(found.table), "cell"),))
+def used_by(map_: Map) -> Used:
+    return Used(map_.where, ((len(map_.table), "cell"),))
 
 
-def ranked(found: Map, scope: str) -> Figure:
+def ranked(map_: Map, scope: str) -> Figure:
     """The worst cells as bars."""
-    table = found.worst_first
+    table = map_.worst_first
     few = f"{min(len(table), board_charts.BARS)} of {len(table):,} cells · {scope}"
-    chart = board_charts.ranking(table, found.measure, f"{found.title}, worst first", few)
+    chart = board_charts.ranking(table, map_.measure, f"{map_.title}, worst first", few)
     return Figure(
-        "ranking", chart, table.drop(columns=["shade"]), source(found.where, f"{len(table):,} cells"),
+        "ranking", chart, table.drop(columns=["shade"]), source(map_.where, f"{len(table):,} cells"),
         hint="Click a bar to open its worst tensor.", height=board_charts.ranking_height(table), choose="tensor_id",
     )  # fmt: skip
 
 
-def places(found: Map) -> Table:
+def places(map_: Map) -> Table:
     """Every cell, worst first; a row opens its worst tensor."""
-    table = found.worst_first
+    table = map_.worst_first
     columns = {
         "rank": Column("Rank"),
         "place": Column("Operand"),
-        "label": Column(found.measure.label, align="right"),
+        "label": Column(map_.measure.label, align="right"),
         "tensors": Column("Tensors", "d"),
     }
     frame = table[["rank", "place", "label", "value", "low", "high", "tensors", "tensor_id"]]
@@ -316,21 +316,21 @@ def columns_of(measure: Measure) -> dict[str, Column]:
         return lambda row: measure.quantity(row[name])
 
     titles = (("value", f"{measure.label}, median"), ("low", "10%"), ("high", "90%"))
-    own = {name: Column(title, text=text(name), align="right") for name, title in titles}
-    return {"kind": Column("Operand")} | own | {"tensors": Column("Cells", "d")}
+    columns = {name: Column(title, text=text(name), align="right") for name, title in titles}
+    return {"kind": Column("Operand")} | columns | {"tensors": Column("Cells", "d")}
 
 
-def headline_of(opened: Catalog, found: Map) -> Headline | None:
+def headline_of(opened: Catalog, map_: Map) -> Headline | None:
     """What a map of SQNR says of the cells that do not behave as normal values do; None for other maps."""
-    if found.measure.key not in ("sqnr_db", VS_NORMAL) or not found.fmt or found.against:
+    if map_.measure.key not in ("sqnr_db", VS_NORMAL) or not map_.fmt or map_.against:
         return None
-    table = against_normal(opened, found)
+    table = against_normal(opened, map_)
 
     def cause(cell: pd.Series) -> Sentence:
-        score = score_of(scores_of(opened, cell.to_frame().T), cell, found.fmt)
+        score = score_of(scores_of(opened, cell.to_frame().T), cell, map_.fmt)
         return Sentence() if score is None else cause_of(score)
 
-    return headline(table, found.rows, found.across, found.fmt, found.formats(opened), cause)
+    return headline(table, map_.rows, map_.across, map_.fmt, map_.formats(opened), cause)
 
 
 def scores_of(opened: Catalog, cells: pd.DataFrame) -> pd.DataFrame:
@@ -346,31 +346,31 @@ def score_of(scores: pd.DataFrame, cell: pd.Series, fmt: str) -> pd.Series | Non
     return shown.iloc[0] if len(shown) else None
 
 
-def against_normal(opened: Catalog, found: Map) -> pd.DataFrame:
+def against_normal(opened: Catalog, map_: Map) -> pd.DataFrame:
     """The cells of a map of SQNR, with their SQNR minus that of normal values."""
-    if found.measure.key == VS_NORMAL:
-        return found.table
-    if found.fmt == USED:
-        return compute.with_rows(compute.cells(opened, found.where, USED, VS_NORMAL, found.across, found.experts))
-    return found.table.assign(value=found.table["value"].astype(float) - normal_sqnr(found.fmt))
+    if map_.measure.key == VS_NORMAL:
+        return map_.table
+    if map_.fmt == USED:
+        return compute.with_rows(compute.cells(opened, map_.where, USED, VS_NORMAL, map_.across, map_.experts))
+    return map_.table.assign(value=map_.table["value"].astype(float) - normal_sqnr(map_.fmt))
 
 
-def verdict(opened: Catalog, found: Map) -> Sentence:
+def verdict(opened: Catalog, map_: Map) -> Sentence:
     """What the format breaks: of a map of SQNR the cells that stand out, of any other the kinds of operands with the
     lowest and highest medians over layers. All of them were measured: nothing is inferred."""
-    measure, of = found.measure, "layers" if found.across == LAYER else "iterations"
-    said = headline_of(opened, found)
+    measure, of = map_.measure, "layers" if map_.across == LAYER else "iterations"
+    said = headline_of(opened, map_)
     if said is None:
-        predicted = measure.key == LOSS_CHANGE and not found.against
-        if predicted and (doubt := compute.doubt(opened, found.where, found.fmt)):
+        predicted = measure.key == LOSS_CHANGE and not map_.against
+        if predicted and (doubt := compute.doubt(opened, map_.where, map_.fmt)):
             return doubt
-        items = [(str(row["kind"]), evidence.spread(measure, row, of)) for row in found.kinds.to_dict("records")]
-        return evidence.extreme(items, f"median {found.title}", lowest=measure.low_is_bad)
+        items = [(str(row["kind"]), evidence.spread(measure, row, of)) for row in map_.kinds.to_dict("records")]
+        return evidence.extreme(items, f"median {map_.title}", lowest=measure.low_is_bad)
     sentence = said.sentence
-    scaled = None if found.fmt == USED else with_scale(found.fmt)
-    if scaled and str(scaled) in opened.scored_formats(found.where) and len(found.kinds):
-        worst = found.kinds.iloc[0]
-        same = compute.kinds(compute.cells(opened, found.where, str(scaled), measure.key, found.across))
+    scaled = None if map_.fmt == USED else with_scale(map_.fmt)
+    if scaled and str(scaled) in opened.scored_formats(map_.where) and len(map_.kinds):
+        worst = map_.kinds.iloc[0]
+        same = compute.kinds(compute.cells(opened, map_.where, str(scaled), measure.key, map_.across))
         same = same[same["kind"] == worst["kind"]]
         if len(same):
             text = "With a tensor scale, {spec}, {kind} has {value}{than}."

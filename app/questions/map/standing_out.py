@@ -113,9 +113,9 @@ def _groups(bad: pd.DataFrame, rows: list[MapRow], across: str) -> list[Standing
     names = {row.key: label(row) for row in rows}
     several = {name for name in names.values() if [*names.values()].count(name) > 1}
     places: dict[tuple[str, tuple[int, ...]], list[pd.Series]] = {}  # the worst cell of each GEMM
-    for key, own in bad.groupby("row", sort=False):
-        for run in _neighbors(sorted(own[across])):
-            worst = own[own[across].isin(run)].iloc[0]
+    for key, row_cells in bad.groupby("row", sort=False):
+        for run in _neighbors(sorted(row_cells[across])):
+            worst = row_cells[row_cells[across].isin(run)].iloc[0]
             places.setdefault((names[str(key)], tuple(run)), []).append(worst)
     groups = []
     for (name, numbers), cells in places.items():

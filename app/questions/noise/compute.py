@@ -114,11 +114,11 @@ def oscillating(places: pd.DataFrame) -> list[Named]:
 def edge_against_bf16(catalog: Catalog, where: Filter, places: pd.DataFrame) -> list[Named] | None:
     """The share of each of `places` at a bin's edge minus that of the same weight of the bf16 run on the same data, in
     its last iteration, counted of the same values. None if a weight has no counterpart with values."""
-    measure, found = MEASURES["edge_excess"], []
+    measure, excesses = MEASURES["edge_excess"], []
     rows = catalog.rows_of(places["tensor_id"].tolist()).set_index("tensor_id")
     for row in places.dropna(subset=["edge_excess"]).to_dict("records"):
-        own = rows.loc[row["tensor_id"]]
-        references = references_of(catalog, where, [own["run_id"]])
+        weight = rows.loc[row["tensor_id"]]
+        references = references_of(catalog, where, [weight["run_id"]])
         twins = catalog.twins(row["tensor_id"]).dropna(subset=["path"])
         twin_of = dict(zip(twins["run_id"], twins["tensor_id"], strict=True))
         same = next((twin_of[run] for run in references if run in twin_of), None)
@@ -128,7 +128,10 @@ def edge_against_bf16(catalog: Catalog, where: Filter, places: pd.DataFrame) -> 
             x = None
         if x is None:
             return None
-        spec, dim = Spec.of(own["format"]), -1 if pd.isna(own["contracted_axis"]) else int(own["contracted_axis"])
+        spec, dim = (
+            Spec.of(weight["format"]),
+            -1 if pd.isna(weight["contracted_axis"]) else int(weight["contracted_axis"]),
+        )
         q, scales = apply(x, spec, dim, want_scales=True)
         sample = sample_later(x, q, spec, scales, dim)
         share = sample().at_bin_edge if sample else None
@@ -137,8 +140,8 @@ def edge_against_bf16(catalog: Catalog, where: Filter, places: pd.DataFrame) -> 
         mean = (row["at_bin_edge"] + share) / 2
         error = math.sqrt(2 * mean * (1 - mean) / row["counted"])
         excess = evidence.with_error(measure, row["at_bin_edge"] - share, error, row["counted"], "values")
-        found.append((row["place"], excess))
-    return found
+        excesses.append((row["place"], excess))
+    return excesses
 
 
 def edge_excess(places: pd.DataFrame) -> list[Named]:
@@ -159,8 +162,8 @@ def ratios(values: np.ndarray, rounded: np.ndarray) -> np.ndarray:
         path = np.concatenate([np.zeros_like(x[:1]), np.abs(np.diff(x, axis=0)).cumsum(0)])
         paths.append(path - np.concatenate([np.zeros_like(x[:WINDOW]), path])[: len(path)])
     with np.errstate(divide="ignore", invalid="ignore"):
-        found: np.ndarray = np.where(paths[1] > 0, paths[0] / paths[1], 0.0)
-    return found
+        ratio: np.ndarray = np.where(paths[1] > 0, paths[0] / paths[1], 0.0)
+    return ratio
 
 
 def came_back(rounded: np.ndarray) -> np.ndarray:
@@ -176,9 +179,9 @@ def by_moment(table: pd.DataFrame, column: str) -> pd.DataFrame:
     largest value."""
     table = table.dropna(subset=[column])
     groups = table.groupby(list(MOMENT))
-    found = groups.agg(value=(column, "mean"), tensors=(column, "size")).reset_index()
+    means = groups.agg(value=(column, "mean"), tensors=(column, "size")).reset_index()
     largest = table.loc[groups[column].idxmax(), [*MOMENT, "tensor_id"]]
-    return found.merge(largest, on=list(MOMENT), how="left")
+    return means.merge(largest, on=list(MOMENT), how="left")
 
 
 def gradients(catalog: Catalog, where: Filter, fmt: str) -> pd.DataFrame:
@@ -196,13 +199,13 @@ def gradients(catalog: Catalog, where: Filter, fmt: str) -> pd.DataFrame:
         columns=lambda name: {"results": "tensors"}.get(name, name.replace("result_db", "sqnr_db"))
     )
     results = results.assign(tensor_name="grad_weight", operation="backward")
-    found = pd.concat([part[columns] for part in (results, rounded) if len(part)] or [rounded[columns]])
-    found = found[np.isfinite(found["sqnr_db"].astype(float)) & found["layer_index"].notna()].reset_index(drop=True)
+    table = pd.concat([part[columns] for part in (results, rounded) if len(part)] or [rounded[columns]])
+    table = table[np.isfinite(table["sqnr_db"].astype(float)) & table["layer_index"].notna()].reset_index(drop=True)
     ratio = {
-        name: 10 ** (found[column].astype(float) / 20)
+        name: 10 ** (table[column].astype(float) / 20)
         for name, column in (("value", "sqnr_db"), ("low", "sqnr_db_low"), ("high", "sqnr_db_high"))
     }
-    return found.assign(**ratio, place=short_names(found))
+    return table.assign(**ratio, place=short_names(table))
 
 
 def to_noise(gradients: pd.DataFrame, fmt: str) -> list[Named]:

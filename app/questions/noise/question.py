@@ -86,7 +86,7 @@ def draw(board: Board, values: dict[str, Any]) -> Drawn:
 
 
 def _of_weights(board: Board, weights: pd.DataFrame, places: pd.DataFrame) -> list[Item]:
-    found: list[Item] = []
+    items: list[Item] = []
     formats = ", ".join(sorted(set(weights["format"])))
     what = f"{len(weights):,} samples of weights rounded to {formats}"
     window = f"over the last {compute.WINDOW} recorded iterations, or all so far if there are fewer"
@@ -100,11 +100,11 @@ def _of_weights(board: Board, weights: pd.DataFrame, places: pd.DataFrame) -> li
         definition = f"{measure.label}: {measure.definition}."
         chart = board_charts.by_iteration(table, measure, title, subtitle)
         caption = f"{source(board.where, what)}\n{definition}"
-        found.append(
+        items.append(
             Figure(name, chart, table, caption, note=definition, height=340, choose="tensor_id", group="weights")
         )
     height = min(38 + 35 * len(places), 420)
-    return [*found, Table("oscillating_weights", places, WEIGHT_COLUMNS, "Weights", height=height, choose="tensor_id")]
+    return [*items, Table("oscillating_weights", places, WEIGHT_COLUMNS, "Weights", height=height, choose="tensor_id")]
 
 
 def in_last(gradients: pd.DataFrame) -> pd.DataFrame:
@@ -116,7 +116,7 @@ def _of_gradients(board: Board, gradients: pd.DataFrame) -> list[Item]:
     measure = MEASURES["gradient_to_noise"]
     definition = f"{measure.label}: {measure.definition}."
     caption = f"{source(board.where, f'{len(gradients):,} gradients by place and iteration')}\n{definition}"
-    found: list[Item] = []
+    items: list[Item] = []
     for name, of in (("grad_weight", "as the run computed it"), ("grad_output", f"rounded to {board.format}")):
         table = gradients[gradients["tensor_name"] == name]
         if table.empty:
@@ -124,14 +124,14 @@ def _of_gradients(board: Board, gradients: pd.DataFrame) -> list[Item]:
         table = compute.lowest(table)
         title = f"{label_of(name).capitalize()} compared with its noise"
         chart = charts.to_noise(table, measure, compute.NOISE_LINE, title, f"{of}; the lowest of each layer")
-        found.append(
+        items.append(
             Figure(f"{name}_to_noise", chart, table, caption, height=340, choose="tensor_id", group="gradients")
         )
     table = in_last(gradients).sort_values("value", ignore_index=True)
     title = f"Gradients in iteration {int(gradients['iteration'].max())}"
     height = min(38 + 35 * len(table), 420)
-    found.append(Text(definition))
-    return [*found, Table("gradients_to_noise", table, GRADIENT_COLUMNS, title, height=height, choose="tensor_id")]
+    items.append(Text(definition))
+    return [*items, Table("gradients_to_noise", table, GRADIENT_COLUMNS, title, height=height, choose="tensor_id")]
 
 
 def _of_weights_verdict(places: pd.DataFrame, iterations: int, against: list[evidence.Named] | None) -> Sentence:
@@ -179,7 +179,7 @@ def _by_chance(excess: list[evidence.Named], words: tuple[str, str]) -> Sentence
     if len(excess) <= LISTED:
         return evidence.effects(excess, "normally distributed weights", words)
     estimates = [estimate for _, estimate in excess]
-    apart = [each for each, is_apart in zip(estimates, evidence.holm(estimates), strict=True) if is_apart]
+    apart = [estimate for estimate, is_apart in zip(estimates, evidence.holm(estimates), strict=True) if is_apart]
     if not apart:
         return evidence.say(
             "At the edges of bins, none of {of} weights differs from normally distributed ones.", of=len(excess)
@@ -187,11 +187,11 @@ def _by_chance(excess: list[evidence.Named], words: tuple[str, str]) -> Sentence
     return evidence.say(
         "At the edges of bins, {more} of {of} weights have more values than normally distributed ones, and {fewer} "
         "have fewer ({low.text} to {high.text}).",
-        more=sum(each.value > 0 for each in apart),
-        fewer=sum(each.value < 0 for each in apart),
+        more=sum(estimate.value > 0 for estimate in apart),
+        fewer=sum(estimate.value < 0 for estimate in apart),
         of=len(excess),
-        low=min(apart, key=lambda each: each.value),
-        high=max(apart, key=lambda each: each.value),
+        low=min(apart, key=lambda estimate: estimate.value),
+        high=max(apart, key=lambda estimate: estimate.value),
     )
 
 

@@ -29,12 +29,12 @@ LAW = Control(name="law", label="Distribution", param=One(laws.LAWS), titles=LAW
 
 
 def draw(selected: SelectedTensor, values: dict[str, Any]) -> Drawn:
-    own = distributions.distribution_of("this tensor", selected.x, (selected.row["mean"], selected.row["std"]))
-    if not own.total:
+    distribution = distributions.distribution_of("this tensor", selected.x, (selected.row["mean"], selected.row["std"]))
+    if not distribution.total:
         return Drawn(problems=("Nothing to draw: there are no finite values.",))
-    precision = "exact" if own.exact else "exact to 1/128 of each value: the tensor is too large to sort"
-    first = _against_law(selected, own, values["law"], precision)
-    table = distributions.boxes([own])
+    precision = "exact" if distribution.exact else "exact to 1/128 of each value: the tensor is too large to sort"
+    first = _against_law(selected, distribution, values["law"], precision)
+    table = distributions.boxes([distribution])
     marks = "box: quartiles · line: 0.1% to 99.9% · dots: extremes"
     chart = distribution_charts.boxes(table, f"{marks} · {precision}", "which")
     height = distribution_charts.boxes_height(table)
@@ -43,14 +43,14 @@ def draw(selected: SelectedTensor, values: dict[str, Any]) -> Drawn:
 
 
 def _against_law(selected: SelectedTensor, whole: Distribution, law: str, precision: str) -> Drawn:
-    own = laws.nonzero(whole)
-    table = laws.laws_table(own)
-    points = laws.qq([own], law)
+    nonzero = laws.nonzero(whole)
+    table = laws.laws_table(nonzero)
+    points = laws.qq([nonzero], law)
     if points.empty:
         return Drawn(problems=("No Q–Q plot: all values are equal.",))
-    zeros = whole.total - own.total
-    verdict = together(_fits(table, own.total), _tails(selected.row, own, table), _zeros(zeros, whole.total))
-    fitted = laws.fit(own, law)
+    zeros = whole.total - nonzero.total
+    verdict = together(_fits(table, nonzero.total), _tails(selected.row, nonzero, table), _zeros(zeros, whole.total))
+    fitted = laws.fit(nonzero, law)
     note = f"Fitted {LAW_TITLES[law]}: {fitted.text if fitted else 'none'}."
     note += " Dashed: the fitted law. Dotted: through the quartiles, which the tails do not move."
     note += f" The {zeros:,} zeros are left out." if zeros else ""
@@ -58,7 +58,7 @@ def _against_law(selected: SelectedTensor, whole: Distribution, law: str, precis
         note += f" ν is chosen so that the plot is straightest over {laws.FIT_POINTS} quantiles, 0.25% to 99.75%."
     caption = f"{selected.source(precision)}\nQuantiles against a {LAW_TITLES[law]}. {note}"
     chart = distribution_charts.qq(
-        points, f"{precision} · {counted(own.total, 'value')} · {selected.label}", "tensor", law=law
+        points, f"{precision} · {counted(nonzero.total, 'value')} · {selected.label}", "tensor", law=law
     )
     figure = Figure("qq", chart, points, caption, note=note, height=420, group="law")
     title = "**Fit of each distribution**"
@@ -92,27 +92,27 @@ def _fits(table: pd.DataFrame, n: int) -> Sentence:
     )  # fmt: skip
 
 
-def _tails(row: pd.Series, own: Distribution, table: pd.DataFrame) -> Sentence:
+def _tails(row: pd.Series, nonzero: Distribution, table: pd.DataFrame) -> Sentence:
     """The kurtosis of the nonzero values, which their tails decide, beside those of a normal distribution and of the
     law that is closest to the body."""
-    found = laws.kurtosis_without(row, own.total)
-    if not math.isfinite(found) or table.empty:
+    kurtosis = laws.kurtosis_without(row, nonzero.total)
+    if not math.isfinite(kurtosis) or table.empty:
         return Sentence()
-    error = math.sqrt(24 / own.total)
+    error = math.sqrt(24 / nonzero.total)
     measure, law = MEASURES["kurtosis"], str(table["law"].iloc[0])
-    body = laws.fit(own, law)
-    said = [f"{_than(found, 3, error)} those of a normal distribution, which has 3"]
+    body = laws.fit(nonzero, law)
+    said = [f"{_than(kurtosis, 3, error)} those of a normal distribution, which has 3"]
     if law != "normal" and body:
         theirs = "no finite one" if math.isinf(body.kurtosis) else measure.text(body.kurtosis)
-        heavy = _than(found, body.kurtosis, error)
+        heavy = _than(kurtosis, body.kurtosis, error)
         said.append(f"{heavy} those of the {LAW_TITLES[law]} fitted to the body, which has {theirs}")
     text = "Tails: kurtosis {kurtosis}; the tails are {said}."
-    return say(text, kurtosis=exact(measure, found), said=", and ".join(said))
+    return say(text, kurtosis=exact(measure, kurtosis), said=", and ".join(said))
 
 
-def _than(own: float, other: float, error: float) -> str:
-    near = abs(own - other) <= max(TAILS, 1.96 * error)
-    return "as heavy as" if near else "heavier than" if own > other else "lighter than"
+def _than(kurtosis: float, other: float, error: float) -> str:
+    near = abs(kurtosis - other) <= max(TAILS, 1.96 * error)
+    return "as heavy as" if near else "heavier than" if kurtosis > other else "lighter than"
 
 
 def _zeros(zeros: int, total: int) -> Sentence:

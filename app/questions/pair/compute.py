@@ -28,23 +28,23 @@ def default_other(opened: Catalog, values: Mapping[str, Any]) -> str | None:
 
 
 def _other(opened: Catalog, tensor_id: str) -> str | None:
-    own = opened.rows_of([tensor_id]).iloc[0]
+    row = opened.rows_of([tensor_id]).iloc[0]
     twins = opened.twins(tensor_id)
-    twins = twins[(twins["run_id"] != own["run_id"]) & twins["run_id"].isin(opened.runs()["run_id"])]
-    for rows in (twins, _alike(opened, own, "iteration"), _alike(opened, own, "layer_index")):
-        if (found := rows.loc[rows["path"].notna(), "tensor_id"]).size:
-            return str(found.iloc[0])
+    twins = twins[(twins["run_id"] != row["run_id"]) & twins["run_id"].isin(opened.runs()["run_id"])]
+    for rows in (twins, _alike(opened, row, "iteration"), _alike(opened, row, "layer_index")):
+        if (candidates := rows.loc[rows["path"].notna(), "tensor_id"]).size:
+            return str(candidates.iloc[0])
     return None
 
 
-def _alike(opened: Catalog, own: pd.Series, other: str) -> pd.DataFrame:
+def _alike(opened: Catalog, row: pd.Series, other: str) -> pd.DataFrame:
     """The tensors of the run that differ in one field: at other iterations, the nearest first, or of the next layer."""
     same = [name for name in ("run_id", *TWIN_FIELDS) if name != other]
-    rows = opened.tensors(Filter(**{name: (own[name],) for name in same if not pd.isna(own[name])}))
-    rows = rows[rows[[name for name in same if pd.isna(own[name])]].isna().all(axis=1)]
-    apart = rows[other] - own[other]
+    rows = opened.tensors(Filter(**{name: (row[name],) for name in same if not pd.isna(row[name])}))
+    rows = rows[rows[[name for name in same if pd.isna(row[name])]].isna().all(axis=1)]
+    apart = rows[other] - row[other]
     near: pd.DataFrame = rows[apart == 1 if other == "layer_index" else apart != 0]
-    return near.sort_values(other, key=lambda at: (at - own[other]).abs(), kind="stable")
+    return near.sort_values(other, key=lambda at: (at - row[other]).abs(), kind="stable")
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def between(a: Tensor, b: Tensor) -> Between:
         finite = p.isfinite() & q.isfinite()
         differing += int(((p != q) & ~(p.isnan() & q.isnan())).sum())
         not_finite += finite.numel() - int(finite.sum())
-        p, q = (torch.where(finite, each, 0.0) for each in (p, q))
+        p, q = (torch.where(finite, part, 0.0) for part in (p, q))
         apart = (p - q).abs()
         sums += torch.stack([(u * v).sum() for u, v in ((p, p), (q, q), (p, q), (apart, apart))])
         most, where = apart.reshape(-1).max(0)

@@ -43,75 +43,76 @@ COSINE = Measure("cosine", "Cosine", format=".6f")
 
 
 def _controls(selected: SelectedTensor, values: dict[str, Any]) -> list[Control]:
-    own, other = selected.row["tensor_id"], values["other"]
-    labels = listed(selected.opened, selected.where.without(*OF_RUNS), other or own)
-    titles: dict[Any, str] = {name: label for name, label in labels.items() if name == other or name != own}
+    tensor_id, other = selected.row["tensor_id"], values["other"]
+    labels = listed(selected.opened, selected.where.without(*OF_RUNS), other or tensor_id)
+    titles: dict[Any, str] = {name: label for name, label in labels.items() if name == other or name != tensor_id}
     if other is None:
         titles = {None: "none", **titles}
     return [replace(OTHER, options=list(titles), titles=titles)]
 
 
 def draw(selected: SelectedTensor, values: dict[str, Any]) -> Drawn:
-    own, name = selected.row["tensor_id"], values["other"]
-    if name in (None, own):
+    tensor_id, name = selected.row["tensor_id"], values["other"]
+    if name in (None, tensor_id):
         return Drawn(problems=("This is the same tensor: choose another one." if name else NONE,))
-    rows = selected.opened.rows_of([own, name])
+    rows = selected.opened.rows_of([tensor_id, name])
     labels = distinct_names(rows, given_names(selected.opened), long=True)
     try:
         other = replace(selected, row=rows.iloc[1], x=selected.opened.load(name))
     except (CatalogError, TensorFileError) as error:
         return Drawn(problems=(f"The other tensor, {labels[name]}, cannot be compared: {error}.",))
-    pair = {labels[own]: selected, labels[name]: other}
-    found = None
+    pair = {labels[tensor_id]: selected, labels[name]: other}
+    between = None
     if selected.x.shape == other.x.shape and selected.x.numel():
-        found = compute.between(selected.x, other.x)
-    verdict = _verdict(found, pair) if found else say(
+        between = compute.between(selected.x, other.x)
+    verdict = _verdict(between, pair) if between else say(
         "The shapes are {a} and {b}: only statistics and distributions are compared.",
         a=selected.shape, b=other.shape,
     )  # fmt: skip
     source = f"{selected.source()}\n{other.source()}"
-    heat = [_heat(found, selected, source)] if found and found.largest else []
+    heat = [_heat(between, selected, source)] if between and between.largest else []
     lie = [
-        distributions.distribution_of(label, each.x, (each.row["mean"], each.row["std"]))
-        for label, each in pair.items()
+        distributions.distribution_of(label, tensor.x, (tensor.row["mean"], tensor.row["std"]))
+        for label, tensor in pair.items()
     ]
-    if all(each.total for each in lie):
+    if all(distribution.total for distribution in lie):
         verdict = together(verdict, _distances(lie[0], lie[1]))
     items: tuple[Item, ...] = (*_magnitudes(lie, source), _statistics(pair), *_quantiles(lie, source), *heat)
     nothing = "No distribution is drawn: neither tensor has a finite value."
-    return Drawn(items, verdict, () if any(each.total for each in lie) else (nothing,))
+    return Drawn(items, verdict, () if any(distribution.total for distribution in lie) else (nothing,))
 
 
-def _verdict(found: Between, pair: dict[str, SelectedTensor]) -> Sentence:
-    own, other = pair.values()
-    if not found.differing:
-        dtypes = sorted({own.row["dtype"], other.row["dtype"]})
+def _verdict(between: Between, pair: dict[str, SelectedTensor]) -> Sentence:
+    selected, other = pair.values()
+    if not between.differing:
+        dtypes = sorted({selected.row["dtype"], other.row["dtype"]})
         return together(
             say("The two tensors are identical."),
             say("Their dtypes are {a} and {b}.", a=dtypes[0], b=dtypes[1]) if len(dtypes) > 1 else "",
         )
-    if not found.error:
+    if not between.error:
         relative = say("in each of these pairs, a value is NaN or Inf")
-    elif not found.norm:
+    elif not between.norm:
         relative = say("this tensor is zero")
     else:
-        share = exact(RELATIVE, found.error / found.norm)
+        share = exact(RELATIVE, between.error / between.norm)
         relative = say("the difference has {share} of the norm of this tensor", share=share)
     first = say(
         "{differing} of {total} values differ from those of {other}; {relative}.",
-        differing=found.differing, total=found.total, other=list(pair)[1], relative=relative,
+        differing=between.differing, total=between.total, other=list(pair)[1], relative=relative,
     )  # fmt: skip
-    a, b = (float(each.x[found.at]) for each in (own, other))
+    a, b = (float(tensor.x[between.at]) for tensor in (selected, other))
     largest = say(
         "Largest difference: {largest} at [{at}], where the values are {a} and {b}.",
-        largest=exact(LARGEST, found.largest), at=", ".join(map(str, found.at)), a=exact(VALUE, a), b=exact(VALUE, b),
+        largest=exact(LARGEST, between.largest), at=", ".join(map(str, between.at)),
+        a=exact(VALUE, a), b=exact(VALUE, b),
     )  # fmt: skip
     return together(
         Sentence(first, (*relative.evidence, *first.evidence)),
-        largest if found.largest else "",
-        say("Cosine: {cosine}.", cosine=exact(COSINE, found.cosine)),
+        largest if between.largest else "",
+        say("Cosine: {cosine}.", cosine=exact(COSINE, between.cosine)),
         say("{count} pairs with NaN or Inf are left out of norm, largest difference and cosine.",
-            count=found.not_finite) if found.not_finite else "",
+            count=between.not_finite) if between.not_finite else "",
     )  # fmt: skip
 
 
@@ -130,18 +131,18 @@ def _sketch(d: Distribution) -> sketch.Sketch:
     return sketch.merge([sketch.Sketch(inner.view("uint32") >> 20, d.count)])
 
 
-def _heat(found: Between, selected: SelectedTensor, source: str) -> Figure:
+def _heat(between: Between, selected: SelectedTensor, source: str) -> Figure:
     """|a − b| by token and channel."""
     rows, columns = rows_by_channels(selected.x).shape
     cells = taken((rows, columns))
-    chart = tokens_by_channels(found.cells, (rows, columns), cells, "Difference by token and channel", "a − b")
+    chart = tokens_by_channels(between.cells, (rows, columns), cells, "Difference by token and channel", "a − b")
     caption = f"{source}\nlog2 of the largest |a − b| of each cell ({cells}); gray: no difference, NaN or Inf."
-    return Figure("apart", chart, grid(found.cells), caption, note="Gray: no difference.", height=330, group="places")
+    return Figure("apart", chart, grid(between.cells), caption, note="Gray: no difference.", height=330, group="places")
 
 
 def _magnitudes(lie: list[Distribution], source: str) -> list[Figure]:
     """The distributions of both on shared axes."""
-    table = distributions.log2_histogram([each for each in lie if each.total])
+    table = distributions.log2_histogram([distribution for distribution in lie if distribution.total])
     if table.empty:
         return []
     chart = distribution_charts.histogram(table, "zeros have no magnitude", "tensor")
@@ -151,7 +152,7 @@ def _magnitudes(lie: list[Distribution], source: str) -> list[Figure]:
 
 def _quantiles(lie: list[Distribution], source: str) -> list[Figure]:
     """The quantiles of this tensor against those of the other."""
-    if not all(each.total for each in lie):
+    if not all(distribution.total for distribution in lie):
         return []
     points = laws.qq_between(lie[0], lie[1])
     chart = distribution_charts.qq_between(points, "dashed: equal distributions", "tensor", "the other tensor")

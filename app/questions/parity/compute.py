@@ -22,10 +22,10 @@ VALUES = ("over_tokens", "over_sequences", "median_of_tokens", "median_of_sequen
 def result_of(opened: Catalog, run_id: str) -> Parity | str:
     """The result of a run, or why there is none."""
     try:
-        found = read_parity(opened.root / run_id)
+        parity = read_parity(opened.root / run_id)
     except (RunError, OSError) as error:
         return f"{run_id} cannot be shown: {error}."
-    return found or f"{run_id} has no parity.json."
+    return parity or f"{run_id} has no parity.json."
 
 
 def titles(opened: Catalog) -> dict[str, str]:
@@ -38,12 +38,12 @@ def quantities(step: ParityStep) -> pd.DataFrame:
     """The quantities of all tokens: name, quantity, formula, VALUES as text, published (limits, as text), value (the
     main one, NaN if there is none)."""
     rows = []
-    for each in step.values:
-        measure = MEASURES[each.name]
-        texts = {name: text_of(each.name, getattr(each, name)) for name in VALUES}
-        limits = "; ".join(dict.fromkeys(entry.text for entry in published_of(each.name) if entry.is_limit))
-        row = {"name": each.name, "quantity": measure.axis, "formula": measure.definition} | texts
-        rows.append(row | {"published": limits, "value": math.nan if each.main is None else each.main})
+    for quantity in step.values:
+        measure = MEASURES[quantity.name]
+        texts = {name: text_of(quantity.name, getattr(quantity, name)) for name in VALUES}
+        limits = "; ".join(dict.fromkeys(entry.text for entry in published_of(quantity.name) if entry.is_limit))
+        row = {"name": quantity.name, "quantity": measure.axis, "formula": measure.definition} | texts
+        rows.append(row | {"published": limits, "value": math.nan if quantity.main is None else quantity.main})
     return pd.DataFrame(rows)
 
 
@@ -61,12 +61,12 @@ def against_published(table: pd.DataFrame) -> pd.DataFrame:
     """The measured values above 0 of the quantities that have published values, and these: quantity, value, kind
     ("here", "limit" or "measured"), text, case, source. table: of `quantities`."""
     rows = []
-    for each in table[table["value"] > 0].to_dict("records"):
-        entries, measure = published_of(each["name"]), MEASURES[each["name"]]
-        if entries and math.isfinite(each["value"]):
-            own = each["value"], "here", measure.quantity(each["value"]), "over tokens", "this measurement"
+    for quantity in table[table["value"] > 0].to_dict("records"):
+        entries, measure = published_of(quantity["name"]), MEASURES[quantity["name"]]
+        if entries and math.isfinite(quantity["value"]):
+            measured = quantity["value"], "here", measure.quantity(quantity["value"]), "over tokens", "this measurement"
             published = ((e.value, e.kind.value, e.text, e.case, e.source) for e in entries)
-            rows += [(measure.title, *row) for row in (own, *published)]
+            rows += [(measure.title, *row) for row in (measured, *published)]
     return pd.DataFrame(rows, columns=["quantity", "value", "kind", "text", "case", "source"])
 
 
@@ -84,11 +84,11 @@ def groups(gaps: Sequence[GroupGap]) -> pd.DataFrame:
     return pd.DataFrame(rows).replace([math.inf, -math.inf], math.nan)
 
 
-def routing(found: Routing) -> pd.DataFrame:
+def routing(routing: Routing) -> pd.DataFrame:
     """The routers: router, layer_index, experts, flips, low, high (its 95% interval over sequences), text, recall,
     reorders (shares), margin, flipped_margin."""
     rows = []
-    for layer in found.layers:
+    for layer in routing.layers:
         flips, recall, reorders = layer.estimates()
         rows.append(
             {"router": layer.name, "layer_index": layer.layer_index, "experts": f"{layer.chosen} of {layer.experts}",
@@ -98,21 +98,21 @@ def routing(found: Routing) -> pd.DataFrame:
     return pd.DataFrame(rows).replace([math.inf, -math.inf], math.nan)
 
 
-def replays(whole: GroupGap, found: Routing) -> pd.DataFrame:
+def replays(whole: GroupGap, routing: Routing) -> pd.DataFrame:
     """The gap with own routes and with those of the rollout in training: gap, own, replayed, difference (as text),
     disappears (a share)."""
     return pd.DataFrame(
-        {"gap": each.own.measure.axis, "own": str(each.own), "replayed": str(each.replayed),
-         "difference": str(each.difference), "disappears": each.disappears}
-        for each in replay(whole, found)
+        {"gap": gap.own.measure.axis, "own": str(gap.own), "replayed": str(gap.replayed),
+         "difference": str(gap.difference), "disappears": gap.disappears}
+        for gap in replay(whole, routing)
     )  # fmt: skip
 
 
-def steps(found: Parity, quantity: str) -> pd.DataFrame:
+def steps(parity: Parity, quantity: str) -> pd.DataFrame:
     """A quantity by step, in the order of the dumps: place (from 1), step, value, text, tokens."""
     rows = []
-    for place, step in enumerate(found.steps[1:], 1):
-        value = next((each.main for each in step.values if each.name == quantity), None)
+    for place, step in enumerate(parity.steps[1:], 1):
+        value = next((entry.main for entry in step.values if entry.name == quantity), None)
         rows.append((place, step.name, math.nan if value is None else value, text_of(quantity, value), step.tokens))
     table = pd.DataFrame(rows, columns=["place", "step", "value", "text", "tokens"])
     return table.replace([math.inf, -math.inf], math.nan)

@@ -117,48 +117,49 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
     run_id = values["parity"]
     if not run_id:
         return Drawn(problems=(NOTHING,))
-    found = compute.result_of(selection.opened, run_id)
-    if isinstance(found, str):
-        return Drawn(problems=(found,))
-    parts = _groups(found, run_id), _routing(found, run_id), _quantities(found, run_id)
-    items = chain(*parts, _steps(found, run_id, values["quantity"]))
-    counts = (found.steps[0].sequences, "sequence"), (found.steps[0].tokens, "token")
+    result = compute.result_of(selection.opened, run_id)
+    if isinstance(result, str):
+        return Drawn(problems=(result,))
+    parts = _groups(result, run_id), _routing(result, run_id), _quantities(result, run_id)
+    items = chain(*parts, _steps(result, run_id, values["quantity"]))
+    counts = (result.steps[0].sequences, "sequence"), (result.steps[0].tokens, "token")
     used = Used(Filter(run_id=(run_id,)), counts, len(compute.titles(selection.opened)))
-    return Drawn((*items, Text(OF_DUMPS if found.tool else OF_TEXT)), _verdict(found), used=used)
+    return Drawn((*items, Text(OF_DUMPS if result.tool else OF_TEXT)), _verdict(result), used=used)
 
 
-def _source(found: Parity, run_id: str) -> str:
-    whole = found.steps[0]
+def _source(parity: Parity, run_id: str) -> str:
+    whole = parity.steps[0]
     size = f"{counted(whole.sequences, 'sequence')}, {counted(whole.tokens, 'token')}"
     left = f"; {counted(whole.left_out, 'token')} left out: no finite log-probability" if whole.left_out else ""
-    return f"Data: {found.title}, {size}{left}, {run_id}."
+    return f"Data: {parity.title}, {size}{left}, {run_id}."
 
 
-def _groups(found: Parity, run_id: str) -> list[Item]:
-    if len(found.gaps) == 1:
+def _groups(parity: Parity, run_id: str) -> list[Item]:
+    if len(parity.gaps) == 1:
         return []
-    table = compute.groups(found.gaps)
+    table = compute.groups(parity.gaps)
     more = len(table) - 1 - charts.GROUPS
     shown = f"the {charts.GROUPS} largest of {len(table) - 1:,} groups" if more > 0 else f"{len(table) - 1:,} groups"
-    subtitle = f"{found.title} · {shown} · dashed: between the two recipes"
+    subtitle = f"{parity.title} · {shown} · dashed: between the two recipes"
     figure = Figure(
         "parity_groups", charts.ranking(table, CHANGE, subtitle), table,
-        f"{_source(found, run_id)}\n{CHANGE.title}: {CHANGE.definition}. Intervals: 95%, over sequences (Student’s t).",
+        f"{_source(parity, run_id)}\n{CHANGE.title}: {CHANGE.definition}. "
+        "Intervals: 95%, over sequences (Student’s t).",
         note=GROUPS, height=charts.ranking_height(table),
     )  # fmt: skip
     height = min(38 + 35 * len(table), 420)
     return [figure, Table("parity_groups", table.drop(columns="text"), GROUP_COLUMNS, height=height)]
 
 
-def _routing(found: Parity, run_id: str) -> list[Item]:
-    if found.routing is None:
+def _routing(parity: Parity, run_id: str) -> list[Item]:
+    if parity.routing is None:
         return []
-    table, several = compute.routing(found.routing), found.routing.any
-    subtitle = f"{found.title} · {counted(len(table), 'router')} · dashed: in any layer"
-    caption = f"{_source(found, run_id)}\n{LEGEND} Intervals: 95%, over sequences (Student’s t)."
+    table, several = compute.routing(parity.routing), parity.routing.any
+    subtitle = f"{parity.title} · {counted(len(table), 'router')} · dashed: in any layer"
+    caption = f"{_source(parity, run_id)}\n{LEGEND} Intervals: 95%, over sequences (Student’s t)."
     chart = charts.routing(table, several.value, subtitle)
-    replays = compute.replays(found.gaps[0], found.routing)
-    missing = [f"{name} does not choose experts by torch.topk: not measured." for name in found.routing.left_out]
+    replays = compute.replays(parity.gaps[0], parity.routing)
+    missing = [f"{name} does not choose experts by torch.topk: not measured." for name in parity.routing.left_out]
     height = min(38 + 35 * len(table), 420)
     return [
         Figure("parity_routing", chart, table, caption, note=LEGEND, height=340),
@@ -168,34 +169,34 @@ def _routing(found: Parity, run_id: str) -> list[Item]:
     ]
 
 
-def _quantities(found: Parity, run_id: str) -> list[Item]:
-    table = compute.quantities(found.steps[0])
+def _quantities(parity: Parity, run_id: str) -> list[Item]:
+    table = compute.quantities(parity.steps[0])
     items: list[Item] = [Table("parity_quantities", table, COLUMNS, "Quantities", AVERAGES, 38 + 35 * len(table))]
     if len(against := compute.against_published(table)):
-        chart = charts.published(against, f"{found.title} · over tokens")
-        caption = f"{_source(found, run_id)}\n{PUBLISHED}"
+        chart = charts.published(against, f"{parity.title} · over tokens")
+        caption = f"{_source(parity, run_id)}\n{PUBLISHED}"
         height = charts.published_height(against)
         items.insert(0, Figure("parity_published", chart, against, caption, note=PUBLISHED, height=height))
     return items
 
 
-def _steps(found: Parity, run_id: str, quantity: str) -> list[Item]:
-    if len(found.steps) == 1:
+def _steps(parity: Parity, run_id: str, quantity: str) -> list[Item]:
+    if len(parity.steps) == 1:
         return []
-    measure, table = MEASURES[quantity], compute.steps(found, quantity)
-    subtitle = f"{found.title} · {len(table):,} steps · dashed: their median"
-    caption = f"{_source(found, run_id)}\n{measure.title}: {measure.definition}, over tokens."
+    measure, table = MEASURES[quantity], compute.steps(parity, quantity)
+    subtitle = f"{parity.title} · {len(table):,} steps · dashed: their median"
+    caption = f"{_source(parity, run_id)}\n{measure.title}: {measure.definition}, over tokens."
     return [Figure("parity_steps", charts.steps(table, measure, subtitle), table, caption, height=340)]
 
 
-def _verdict(found: Parity) -> Sentence:
-    whole = found.gaps[0]
+def _verdict(parity: Parity) -> Sentence:
+    whole = parity.gaps[0]
     text = "Between rollout and training, the log-probability of a token changes by {change}."
     parts = [evidence.say(text, change=whole.change)]
     if whole.divergences:
         parts.append(evidence.say("KL(R‖T) is {divergence}.", divergence=whole.divergence))
-    routed = routing_findings(whole, found.routing) if found.routing else []
-    return evidence.together(*parts, *findings(found.gaps), *routed)
+    routed = routing_findings(whole, parity.routing) if parity.routing else []
+    return evidence.together(*parts, *findings(parity.gaps), *routed)
 
 
 PARITY = Question(

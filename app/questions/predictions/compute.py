@@ -27,7 +27,7 @@ def costs_of(opened: Catalog, where: Filter, parts: tuple[str, ...] = ()) -> Cos
     return opened.kept(("costs", where, parts, opened.state()), lambda: costs(opened, where, parts))
 
 
-def measured(opened: Catalog, found: Costs) -> tuple[pd.DataFrame, int]:
+def measured(opened: Catalog, costs: Costs) -> tuple[pd.DataFrame, int]:
     """(the recipes that were trained together with a bf16 run on the same data, one row each; how many are left out for
     lack of a prediction).
 
@@ -39,7 +39,7 @@ def measured(opened: Catalog, found: Costs) -> tuple[pd.DataFrame, int]:
     """
     runs = opened.runs()
     data = runs[list(OF_MODEL)]
-    same = (data == data[runs["run_id"] == found.runs[0]].iloc[0]).all(axis=1)
+    same = (data == data[runs["run_id"] == costs.runs[0]].iloc[0]).all(axis=1)
     table = runs_with_references(runs[same], opened.parts())
     table = table[table["quantized"] | (table["recipe"] != "bf16")].drop_duplicates(
         ["name", "seed", "settings"], keep="last"
@@ -49,26 +49,26 @@ def measured(opened: Catalog, found: Costs) -> tuple[pd.DataFrame, int]:
     table = table.merge(by_run, left_on="run_id", right_index=True)
     configs = dict(zip(runs["run_id"], runs["config"], strict=True))
     rows, left = [], 0
-    free = replace(found, bounds=None)
-    for (name, _), own in table.groupby(["name", "settings"], sort=False):
-        recipe = str(own["recipe"].iloc[-1])
+    free = replace(costs, bounds=None)
+    for (name, _), group in table.groupby(["name", "settings"], sort=False):
+        recipe = str(group["recipe"].iloc[-1])
         try:
-            config = json.loads(configs[own["run_id"].iloc[-1]])
+            config = json.loads(configs[group["run_id"].iloc[-1]])
             made = draft_of(config["recipe_toml"], recipe).recipe(recipe)
-            at = placed(made, found, config.get("skip_layers") or "")
+            at = placed(made, costs, config.get("skip_layers") or "")
             unbounded = placed(made, free, config.get("skip_layers") or "")
         except REFUSED:
             at = unbounded = None
         if at is None or unbounded is None:
             left += 1
             continue
-        gaps = dict(zip(own["seed"], own["mean"], strict=True))
+        gaps = dict(zip(group["seed"], group["mean"], strict=True))
         spread = evidence.mean(evidence.GAP, gaps.values())
         row = {"name": name, "recipe": recipe, "advised": made.about.title.startswith(ADVISED)}
         row |= {"bits": at[0], "predicted": at[1], "predicted_error": at[2], "seeds": spread.n}
         row["unbounded"] = unbounded[1]
-        row |= {"first": own["first"].mean(), "gap": spread.value, "low": spread.low, "high": spread.high}
-        rows.append(row | {"gaps": gaps, "run_ids": [*own["run_id"], *references_in(own)]})
+        row |= {"first": group["first"].mean(), "gap": spread.value, "low": spread.low, "high": spread.high}
+        rows.append(row | {"gaps": gaps, "run_ids": [*group["run_id"], *references_in(group)]})
     columns = [
         "name",
         "recipe",

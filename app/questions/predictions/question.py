@@ -48,16 +48,16 @@ COLUMNS = {
 def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
     opened, where = selection.opened, selection.where
     try:
-        found = compute.costs_of(opened, where)
+        costs = compute.costs_of(opened, where)
     except AdviceError as error:
         return Drawn(problems=(error.sentence,))
-    table, left = compute.measured(opened, found)
+    table, left = compute.measured(opened, costs)
     if table.empty:
         return Drawn(problems=(NOTHING,))
-    what = f"{counted(len(table), 'recipe')}, predicted from {counted(len(found.runs), 'run')}"
-    runs = dict.fromkeys((*found.runs, *chain(*table["run_ids"])))
+    what = f"{counted(len(table), 'recipe')}, predicted from {counted(len(costs.runs), 'run')}"
+    runs = dict.fromkeys((*costs.runs, *chain(*table["run_ids"])))
     used = Used(Filter(run_id=tuple(runs)), ((len(table), "recipe"),), len(opened.runs()))
-    words = f"{source(Filter(run_id=found.runs), what)}\n{CAPTION}"
+    words = f"{source(Filter(run_id=costs.runs), what)}\n{CAPTION}"
     figures = [
         Figure(f"predictions_{name}", charts.against(table, name, title), table, words, height=400, group="predictions")
         for name, title in charts.GAPS.items()
@@ -69,15 +69,15 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
     left_out = (
         f"Recipes left out: {left}. They round operands that were not recorded, or use formats that were not scored."
     )
-    verdict = evidence.together(_bounded(table.loc[beyond, "name"].tolist(), found), _verdict(table, found.reliability))
+    verdict = evidence.together(_bounded(table.loc[beyond, "name"].tolist(), costs), _verdict(table, costs.reliability))
     return Drawn((*figures, listed), verdict, (left_out,) * bool(left), used)
 
 
-def _bounded(names: list[str], found: Costs) -> evidence.Sentence:
+def _bounded(names: list[str], costs: Costs) -> evidence.Sentence:
     """Which predictions go beyond what a cross-entropy can change by, and are bounded."""
-    if not names or found.bounds is None:
+    if not names or costs.bounds is None:
         return evidence.Sentence()
-    low, high = (evidence.exact(evidence.GAP, each, of="runs") for each in (found.bounds.low, found.bounds.high))
+    low, high = (evidence.exact(evidence.GAP, bound, of="runs") for bound in (costs.bounds.low, costs.bounds.high))
     text = (
         "In some sequences of {names} the second order predicts more than a loss can change by, from {low} (a loss of "
         "0) to {high} (a model that knows nothing): they count as the bound. Measure these recipes."
@@ -93,7 +93,7 @@ def _verdict(table: pd.DataFrame, reliability: Reliability) -> evidence.Sentence
     if math.isnan(mean.value):
         text = "Only {n} recipes can be compared: at least four are needed to check the ranking."
         return evidence.together(doubt, evidence.say(text, n=len(table)))
-    found = evidence.say(
+    sentence = evidence.say(
         "Spearman’s ρ between the prediction and the measured gap is {first} in the first iteration and {mean} for the "
         "mean over training.",
         first=first,
@@ -101,9 +101,9 @@ def _verdict(table: pd.DataFrame, reliability: Reliability) -> evidence.Sentence
     )
     if mean.low <= 0:
         unproven = "For training, these runs do not show that the prediction holds: do not rely on it."
-        return evidence.together(doubt, found, evidence.say(unproven))
+        return evidence.together(doubt, sentence, evidence.say(unproven))
     one = evidence.say("Each recipe has only one seed; repeat with more seeds.") if table["seeds"].max() == 1 else ""
-    return evidence.together(doubt, found, one)
+    return evidence.together(doubt, sentence, one)
 
 
 PREDICTIONS = Question(

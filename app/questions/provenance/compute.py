@@ -17,11 +17,11 @@ KEPT = "non_finite_"  # begins the names of the operands and results that were k
 
 def runs_with_events(opened: Catalog) -> dict[str, list[Event]]:
     """The runs in which one was found, newest first, with these events."""
-    found = {
+    runs = {
         run: [event for event in read_events(opened.root / run) if event.kind == EventKind.NON_FINITE]
         for run in opened.runs()["run_id"]
     }
-    return {run: events for run, events in found.items() if events}
+    return {run: events for run, events in runs.items() if events}
 
 
 def of_ranks(events: Sequence[Event]) -> pd.DataFrame:
@@ -36,7 +36,7 @@ def chain(events: Sequence[Event]) -> pd.DataFrame:
     for event in events:
         operation = "backward" if "backward:" in event.text or event.place == "loss" else "forward"
         rows.append((event.rank, event.order, event.place, operation, "produced here"))
-        rows += [(event.rank, each.order, each.place, each.operation, "reached") for each in event.chain]
+        rows += [(event.rank, reached.order, reached.place, reached.operation, "reached") for reached in event.chain]
     return pd.DataFrame(rows, columns=["rank", "order", "place", "operation", "what"])
 
 

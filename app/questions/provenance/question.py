@@ -46,28 +46,28 @@ def _found(selection: Selection) -> dict[str, list[Event]]:
     return {run: events for run, events in compute.runs_with_events(selection.opened).items() if run in wanted}
 
 
-def _chosen(found: Mapping[str, list[Event]], values: Mapping[str, Any]) -> tuple[str, list[int], int]:
+def _chosen(runs: Mapping[str, list[Event]], values: Mapping[str, Any]) -> tuple[str, list[int], int]:
     """(the run, the iterations of its events, the one that is shown)."""
-    run = values["run"] if values["run"] in found else next(iter(found))
-    iterations = sorted({event.iteration for event in found[run]})
+    run = values["run"] if values["run"] in runs else next(iter(runs))
+    iterations = sorted({event.iteration for event in runs[run]})
     return run, iterations, values["at"] if values["at"] in iterations else iterations[0]
 
 
 def _controls(selection: Selection, values: dict[str, Any]) -> Iterator[Control]:
-    if not (found := _found(selection)):
+    if not (runs := _found(selection)):
         return
-    _, iterations, _ = _chosen(found, values)
-    yield replace(RUN, options=tuple(found), titles=labels_of(selection.opened))
+    _, iterations, _ = _chosen(runs, values)
+    yield replace(RUN, options=tuple(runs), titles=labels_of(selection.opened))
     yield replace(AT, options=tuple(iterations))
 
 
 def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
-    found = _found(selection)
-    if not found:
+    runs = _found(selection)
+    if not runs:
         return Drawn(problems=(NOTHING,))
     opened = selection.opened
-    run, _, iteration = _chosen(found, values)
-    events = [event for event in found[run] if event.iteration == iteration]  # the earliest in the step first
+    run, _, iteration = _chosen(runs, values)
+    events = [event for event in runs[run] if event.iteration == iteration]  # the earliest in the step first
     first, ranks, chain = events[0], compute.of_ranks(events), compute.chain(events)
     label = labels_of(selection.opened)[run]
     words = f"Data: events of {run}, iteration {iteration}, in the order in which each rank executed its operations."
@@ -99,7 +99,7 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
     verdict = say(
         "Iteration {iteration}{rank}: {text}.{steps}", iteration=iteration, rank=rank, text=first.text, steps=steps
     )
-    used = Used(Filter(run_id=(run,), iteration=(iteration,)), ((len(ranks), "rank"),), len(found))
+    used = Used(Filter(run_id=(run,), iteration=(iteration,)), ((len(ranks), "rank"),), len(runs))
     return Drawn(tuple(items), verdict, used=used)
 
 

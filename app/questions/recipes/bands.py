@@ -37,33 +37,33 @@ def rows(
 ) -> pd.DataFrame:
     """A row for each recipe and known band, and for each published gap in nats of its formats, the mean ± sd. Columns
     label, band, low, high, range, n, source. formats: `Recipe.linear_formats`, by run_id."""
-    found: list[tuple[Any, ...]] = []
+    rows: list[tuple[Any, ...]] = []
     for recipe in recipes:
         for band in bands[recipe.run_id]:
             if not band.missing:
                 ends = band.gap.low, band.gap.high
                 counted = f"{band.gap.n} {band.gap.of}"
-                found.append((recipe.label, band.kind.value, *ends, _range(*ends), counted, band.source))
+                rows.append((recipe.label, band.kind.value, *ends, _range(*ends), counted, band.source))
         for entry in published_for([formats[recipe.run_id]]):
             if entry.gap is not None and entry.sd is not None:
                 ends = entry.gap - entry.sd, entry.gap + entry.sd
                 counted, source = f"{entry.n} {entry.of}", f"{entry.title}, {entry.read.value}"
-                found.append((recipe.label, PUBLISHED, *ends, _range(*ends), counted, source))
-    return pd.DataFrame(found, columns=NONE.columns)
+                rows.append((recipe.label, PUBLISHED, *ends, _range(*ends), counted, source))
+    return pd.DataFrame(rows, columns=NONE.columns)
 
 
 def by_iteration(bands: Mapping[str, tuple[Band, Band]], table: pd.DataFrame) -> pd.DataFrame:
     """The bands of the gaps at each iteration, of the recipe that has most: columns band, iteration, low, high, range,
     n, source. Empty if bf16 runs of several settings are compared with."""
     settings = set(table.set_index("run_id")["settings"][references_in(table)])
-    longest = max(bands.values(), key=lambda each: max(len(band.by_iteration) for band in each), default=())
-    found = [
+    longest = max(bands.values(), key=lambda pair: max(len(band.by_iteration) for band in pair), default=())
+    rows = [
         (band.kind.value, iteration, -half, half, _range(-half, half), f"{band.gap.n} {band.gap.of}", band.source)
         for band in longest
         for iteration, half in band.by_iteration
         if len(settings) == 1
     ]
-    return pd.DataFrame(found, columns=["band", "iteration", "low", "high", "range", "n", "source"])
+    return pd.DataFrame(rows, columns=["band", "iteration", "low", "high", "range", "n", "source"])
 
 
 def _range(low: float, high: float) -> str:

@@ -92,9 +92,9 @@ def _repeat(selection: Selection, values: dict[str, Any], view: View) -> None:
     except ConfigError as error:
         st.caption(plain(f"There is no button to repeat these runs with {SEEDS} seeds: {error}."))
         return
-    known = _known(opened, {each.config.seed for each in plans})
-    plans = [each for each in plans if each.config not in known]
-    runs = [each.config for each in plans]
+    known = _known(opened, {planned.config.seed for planned in plans})
+    plans = [planned for planned in plans if planned.config not in known]
+    runs = [planned.config for planned in plans]
     if not runs:
         st.caption(f"Their repetitions with {SEEDS} seeds are queued.")
         link(view.at("runs", "jobs"), "See them among the jobs", ":material/list_alt:")
@@ -126,14 +126,14 @@ def _trained_with(opened: Catalog, run_id: str, description: Mapping[str, Any]) 
 
 def _known(opened: Catalog, seeds: set[int]) -> set[RunConfig]:
     """What has been trained with these seeds, or is queued."""
-    found = set()
+    configs = set()
     runs = opened.runs()
     for run in runs[runs["state"] == DONE].to_dict("records"):
         description = json.loads(run["config"])
         if description.get("seed") in seeds:
             with suppress(ConfigError):
-                found.add(_trained_with(opened, run["run_id"], description))
+                configs.add(_trained_with(opened, run["run_id"], description))
     for view in jobs.listing(opened.root):
         if view.state in jobs.ACTIVE:
-            found.add(view.job.config)
-    return found
+            configs.add(view.job.config)
+    return configs

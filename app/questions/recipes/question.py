@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -87,7 +87,7 @@ AGAINST = Control(
 
 
 def _columns(fields: Iterable[Field]) -> dict[str, Column]:
-    return {each.name: Column(field=each) for each in fields}
+    return {field.name: Column(field=field) for field in fields}
 
 
 RECIPES_SHOWN, RUNGS = _columns(RECIPE_FIELDS), _columns(RUNG_FIELDS)
@@ -104,7 +104,7 @@ def _controls(selection: Selection, values: dict[str, Any]) -> list[Control]:
     at = [replace(AT, options=iterations)] if len(iterations) > 1 else []
     if values["of"] == "gradients":
         return [VIEW, GRADIENT, *at]
-    names = [each.name for each in ladders(runs_of(selection.opened, selection.where)["recipe"].dropna())]
+    names = [ladder.name for ladder in ladders(runs_of(selection.opened, selection.where)["recipe"].dropna())]
     if not names:
         return [VIEW]
     several = [replace(LADDER, options=names)] if len(names) > 1 else []
@@ -162,13 +162,13 @@ def _against(opened: Catalog, table: pd.DataFrame, values: Mapping[str, Any]) ->
     if values["of"] != "cost" or run_id == BF16:
         return table, BF16
     every = every_run(opened)
-    own = every[every["run_id"].isin([*table["run_id"], run_id])].reset_index(drop=True)
-    return compared_with(own, run_id), every.set_index("run_id")["label"][run_id]
+    runs = every[every["run_id"].isin([*table["run_id"], run_id])].reset_index(drop=True)
+    return compared_with(runs, run_id), every.set_index("run_id")["label"][run_id]
 
 
 def _chosen(table: pd.DataFrame, name: str | None) -> Ladder | None:
     """The ladder of this name, else the first: the filter may leave it out."""
-    by_name = {each.name: each for each in ladders(table["recipe"].dropna())}
+    by_name = {ladder.name: ladder for ladder in ladders(table["recipe"].dropna())}
     return by_name.get(name or "") or next(iter(by_name.values()), None)
 
 
@@ -197,36 +197,21 @@ def cost(opened: Catalog, where: Filter, table: pd.DataFrame, base: str = BF16) 
     caption = f"{first}\nGap: the run’s loss minus that of {base} at the same iteration, in nats per token."
     part = f"the {len(latest)} recipes with the largest gaps of {len(recipes)} · " if len(recipes) > len(latest) else ""
     bars = pd.DataFrame(
-        {"label": each.label, "run_id": each.run_id, "gap": each.gap.value, "low": each.gap.low, "high": each.gap.high,
-         "seeds": each.gap.n, "text": str(each.gap)}
-        for each in latest
+        {"label": recipe.label, "run_id": recipe.run_id, "gap": recipe.gap.value, "low": recipe.gap.low,
+         "high": recipe.gap.high, "seeds": recipe.gap.n, "text": str(recipe.gap)}
+        for recipe in latest
     ).replace([math.inf, -math.inf], math.nan)  # fmt: skip
     look = dict(zip(table["run_id"], table["look"], strict=True))
-    looks = run_looks(table) | {each.label: look[each.run_id] for each in latest}
+    looks = run_looks(table) | {recipe.label: look[recipe.run_id] for recipe in latest}
     configs = opened.runs().set_index("run_id")["config"]
     formats = {run_id: linear_formats_of(json.loads(configs[run_id])) for run_id in compared.bands}
     subtitle = f"{part}mean over the iterations that both runs have, and over seeds"
-    shades = bands.rows([each for each in latest if compared.bands], compared.bands, formats)
+    shades = bands.rows([recipe for recipe in latest if compared.bands], compared.bands, formats)
     chart = charts.costs(bars, subtitle, looks, base, shades)
     height = charts.costs_height(bars, shades)
     note = f"{ONE_SEED} {bands.NOTE}" if compared.bands else ONE_SEED
     figures = [Figure("costs", chart, bars, caption, note=note, height=height, group="cost")]
-    newest = compared.gaps[compared.gaps["run_id"].isin([each.run_id for each in latest])]
-    shown, step = thinned(newest, style.MARKS)
-    subtitle = f"above the dashed line: worse than {base} · the newest run of each recipe"
-    shades = bands.by_iteration({each.run_id: compared.bands[each.run_id] for each in latest if compared.bands}, table)
-    shades = shades[shades["iteration"].isin(shown["iteration"])]
-    height = max(height, 360) + style.legend_height(list(dict.fromkeys(shown["label"]))) + charts.legend_height(shades)
-    at = {run_id: iteration for run_id, iteration in compared.left.items() if iteration is not None}
-    marks = newest[newest["run_id"].map(at) == newest["iteration"]]
-    marks = marks.assign(
-        text=[
-            f"{label} leaves bf16’s band at iteration {iteration}"
-            for label, iteration in zip(marks["label"], marks["iteration"], strict=True)
-        ]
-    )
-    chart = charts.gaps(shown, subtitle, looks, base, shades, marks)
-    figures.append(Figure("gaps", chart, shown, caption, note=thinned_note(step), height=height, group="cost"))
+    figures.append(_gaps_figure(compared, latest, table, looks, base, caption, height))
     listed = costs.merge(table[["run_id", *PARTS]], on="run_id")
     unused = [part for part in PARTS if listed[part].isin([BF16, None]).all()]
     columns = {name: column for name, column in COLUMNS.items() if name not in unused}
@@ -241,12 +226,42 @@ def cost(opened: Catalog, where: Filter, table: pd.DataFrame, base: str = BF16) 
         *map(Text, compared.missing),
         *published,
     )
-    caveat = rounded_twice(json.loads(configs[each.run_id]) for each in recipes)
+    caveat = rounded_twice(json.loads(configs[recipe.run_id]) for recipe in recipes)
     measured = measured_sentence(opened, compared) if base == BF16 else ""
-    own = table[table["run_id"].isin([run for each in recipes for run in each.runs])]
-    used = used_by(opened, own, ((len(recipes), "recipe"),))
+    runs = table[table["run_id"].isin([run for recipe in recipes for run in recipe.runs])]
+    used = used_by(opened, runs, ((len(recipes), "recipe"),))
     answer = Drawn(items, evidence.together(compared.verdict, measured, caveat), left_out(table), used)
-    return with_events(answer, opened, Filter(run_id=tuple(each.run_id for each in latest)))
+    return with_events(answer, opened, Filter(run_id=tuple(recipe.run_id for recipe in latest)))
+
+
+def _gaps_figure(
+    compared: comparison.Comparison,
+    latest: Sequence[comparison.RecipeRuns],
+    table: pd.DataFrame,
+    looks: dict[str, tuple[str, int]],
+    base: str,
+    caption: str,
+    height: int,
+) -> Figure:
+    """The gaps by iteration. height: of the figure above it."""
+    newest = compared.gaps[compared.gaps["run_id"].isin([recipe.run_id for recipe in latest])]
+    shown, step = thinned(newest, style.MARKS)
+    subtitle = f"above the dashed line: worse than {base} · the newest run of each recipe"
+    shades = bands.by_iteration(
+        {recipe.run_id: compared.bands[recipe.run_id] for recipe in latest if compared.bands}, table
+    )
+    shades = shades[shades["iteration"].isin(shown["iteration"])]
+    height = max(height, 360) + style.legend_height(list(dict.fromkeys(shown["label"]))) + charts.legend_height(shades)
+    at = {run_id: iteration for run_id, iteration in compared.left.items() if iteration is not None}
+    marks = newest[newest["run_id"].map(at) == newest["iteration"]]
+    marks = marks.assign(
+        text=[
+            f"{label} leaves bf16’s band at iteration {iteration}"
+            for label, iteration in zip(marks["label"], marks["iteration"], strict=True)
+        ]
+    )
+    chart = charts.gaps(shown, subtitle, looks, base, shades, marks)
+    return Figure("gaps", chart, shown, caption, note=thinned_note(step), height=height, group="cost")
 
 
 def gradients(
@@ -318,10 +333,10 @@ def ladder(
     """An ablation: what each rung of the ladder costs, and whether the seeds separate it. name, at: of the gradients
     that are compared, "" for none."""
     gaps = comparison.loss_gaps(table, losses_of(opened, table["run_id"].tolist()))
-    found = ablation(opened, table, gaps, chosen, name, at, done)
-    if found is None:
+    answer = ablation(opened, table, gaps, chosen, name, at, done)
+    if answer is None:
         return Drawn(problems=(no_reference(table) or NO_GAP,))
-    rungs, runs = found.table, found.runs
+    rungs, runs = answer.table, answer.runs
     columns = {key: column for key, column in RUNGS.items() if key in rungs and rungs[key].notna().any()}
     what = (
         f"{counted(len(runs), 'run')} of {counted(runs['seed'].nunique(), 'seed')} and their bf16 runs, from loss.jsonl"
@@ -330,11 +345,11 @@ def ladder(
         f"{source(where, what)}\nGap: the run’s loss minus the loss of the bf16 run of the same seed at the same "
         f"iteration, mean over the iterations, in nats per token.\n{JUDGED}"
     )
-    chart = charts.ladder(rungs, found.seeds, chosen.name)
+    chart = charts.ladder(rungs, answer.seeds, chosen.name)
     figure = Figure("ladder", chart, rungs, caption, note=JUDGED, height=charts.ladder_height(rungs))
     shown = Table("ladder", rungs, columns)
     used = used_by(opened, runs, ((len(rungs), "rung"),))
-    return Drawn((figure, shown, *map(Text, found.notes)), found.verdict, found.problems, used)
+    return Drawn((figure, shown, *map(Text, answer.notes)), answer.verdict, answer.problems, used)
 
 
 def used_by(opened: Catalog, runs: pd.DataFrame, counts: tuple[tuple[int, str], ...]) -> Used:
@@ -353,12 +368,12 @@ def _of_runs(by_run: pd.DataFrame, name: str) -> list[evidence.Named]:
 def _with_scale(worst: str, cosine: list[evidence.Named], runs: pd.DataFrame) -> evidence.Sentence:
     """What the gradients of the hifp8_scaled run show, if there is one."""
     scaled = set(runs.loc[runs["recipe"] == "hifp8_scaled", "label"])
-    found = next((each for each in cosine if each[0] in scaled), None)
-    if found is None:
+    counterpart = next((named for named in cosine if named[0] in scaled), None)
+    if counterpart is None:
         text = "{worst} rounds to HiFloat8 without a scale: to see it with one, collect the recipe hifp8_scaled."
         return evidence.say(text, worst=worst)
     text = "{worst} rounds to HiFloat8 without a scale; with one, {scaled} has a cosine of {cosine}."
-    return evidence.say(text, worst=worst, scaled=found[0], cosine=found[1])
+    return evidence.say(text, worst=worst, scaled=counterpart[0], cosine=counterpart[1])
 
 
 def rounds_to_e5m2(runs: pd.DataFrame) -> bool:

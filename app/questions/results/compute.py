@@ -26,10 +26,10 @@ def by_product(table: pd.DataFrame, by: tuple[str, ...] = PRODUCT) -> pd.DataFra
     table = table.assign(result_db=table["result_sqnr_db"], operands_db=operands)
     table = table.assign(gain_db=table["result_db"] - table["operands_db"])
     groups = table.groupby(list(by), dropna=False)
-    found = groups.agg(results=("result_db", "size")).reset_index()
+    products = groups.agg(results=("result_db", "size")).reset_index()
     for name in ("result_db", "operands_db", "gain_db"):
-        complete = groups[name].count().to_numpy() == found["results"].to_numpy()
+        complete = groups[name].count().to_numpy() == products["results"].to_numpy()
         for suffix, q in (("", 0.5), ("_low", 0.1), ("_high", 0.9)):
-            found[f"{name}{suffix}"] = np.where(complete, groups[name].quantile(q).to_numpy(float), np.nan)
+            products[f"{name}{suffix}"] = np.where(complete, groups[name].quantile(q).to_numpy(float), np.nan)
     worst = table.loc[groups["result_db"].idxmin()] if len(table) else table
-    return found.merge(worst[[*by, "tensor_id"]], on=list(by), how="left")
+    return products.merge(worst[[*by, "tensor_id"]], on=list(by), how="left")

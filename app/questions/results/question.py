@@ -56,8 +56,8 @@ ACCUMULATION = {
 
 def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
     opened, where = selection.opened, selection.where
-    found = opened.results(where)
-    table = compute.by_product(found)
+    results = opened.results(where)
+    table = compute.by_product(results)
     if table.empty:
         return Drawn(problems=(NOTHING,))
     product = table["part"].where(table["part"].isin(PRODUCTS), table["module"])
@@ -91,7 +91,7 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
     if values["result"]:
         items.append(_accumulation(opened, values["result"]))
     used = Used(where, ((len(table), "GEMM"),))
-    return Drawn(tuple(items), _verdict(compute.by_product(found, ("gemm",))), used=used)
+    return Drawn(tuple(items), _verdict(compute.by_product(results, ("gemm",))), used=used)
 
 
 def _accumulation(opened: Catalog, result: str) -> Table | Text:

@@ -74,8 +74,8 @@ def _recipes(compared: Comparison) -> None:
     if not compared.recipes:
         return
     table = compared.recipe_table
-    listed = [each for each in RECIPE_FIELDS if each.name in OF_RECIPES and table[each.name].notna().any()]
-    columns = {each.name: Column(field=each) for each in listed}
+    listed = [field for field in RECIPE_FIELDS if field.name in OF_RECIPES and table[field.name].notna().any()]
+    columns = {field.name: Column(field=field) for field in listed}
     written, config = with_texts(*displayed(table, columns))
     st.subheader("Recipes", anchor=False)
     st.dataframe(
@@ -93,7 +93,7 @@ def height_of(rows: int) -> int:
 def _shared(runs: pd.DataFrame) -> dict[str, str]:
     """The columns that have the same value for all runs, which the table leaves out."""
     values = {name: runs[name].unique() for name in ("model", "size", "dataset")}
-    return {name: str(each[0]) for name, each in values.items() if len(each) == 1 and pd.notna(each[0])}
+    return {name: str(distinct[0]) for name, distinct in values.items() if len(distinct) == 1 and pd.notna(distinct[0])}
 
 
 def _totals(runs: pd.DataFrame, shared: Mapping[str, str]) -> None:
@@ -125,9 +125,9 @@ def _course(
     table = with_plain_runs(opened, named)
     plain = table.loc[~table["quantized"], "run_id"]
     steps = losses_of(opened, list(dict.fromkeys([*newest, *plain])), lost=True)
-    found = {run: [record for record in records if record["loss"] is not None] for run, records in steps.items()}
-    every = {run: [record["loss"] for record in records] for run, records in found.items()}
-    compared = compare(table, found)
+    measured = {run: [record for record in records if record["loss"] is not None] for run, records in steps.items()}
+    every = {run: [record["loss"] for record in records] for run, records in measured.items()}
+    compared = compare(table, measured)
     against: dict[str, dict[str, Any]] = {
         "gap": dict(zip(compared.costs["run_id"], compared.costs["gap"], strict=True)),
         "diverged": {run: at for run, records in steps.items() if (at := diverged_at(records)) is not None},
@@ -256,7 +256,9 @@ def _notes(opened: Catalog, runs: pd.DataFrame, named: pd.DataFrame) -> None:
             name = name_cell.text_input(
                 "Name", run["name"], max_chars=80, placeholder=labels[run_id], key=f"name_{run_id}"
             )
-            own = own_cell.checkbox("Custom color", bool(run["color"]), key=f"own_{run_id}", help="In charts of runs")
+            custom = own_cell.checkbox(
+                "Custom color", bool(run["color"]), key=f"own_{run_id}", help="In charts of runs"
+            )
             color = color_cell.color_picker("Color", run["color"] or looks[run_id][0], key=f"color_{run_id}")
             note = st.text_area("Note", run["note"], max_chars=10_000, key=f"note_{run_id}")
             saved = st.form_submit_button("Save")
@@ -265,7 +267,7 @@ def _notes(opened: Catalog, runs: pd.DataFrame, named: pd.DataFrame) -> None:
         try:
             if given not in {*recipes.loc[run_id]} and (is_recipe(given) or given in {*recipes.to_numpy().flat}):
                 raise RunError(f"{given} is the name of a recipe or a format, and not of this run’s")
-            wanted = parse_notes(name or "", color if own else "", note or "")
+            wanted = parse_notes(name or "", color if custom else "", note or "")
             change_notes(opened.root / run_id, wanted, st.session_state[f"seen_{run_id}"])
             opened.sync()
         except NotesChangedError as error:
@@ -282,12 +284,12 @@ def _notes(opened: Catalog, runs: pd.DataFrame, named: pd.DataFrame) -> None:
 def _events(opened: Catalog, runs: pd.DataFrame) -> None:
     """What happened in the newest runs, the latest first."""
     newest = runs["run_id"].head(MOST_RUNS)
-    found, count = opened.kept(("events", opened.progress, tuple(newest)), lambda: _latest(opened.root, newest))
+    events, count = opened.kept(("events", opened.progress, tuple(newest)), lambda: _latest(opened.root, newest))
     if count:
         shown = ["kind", "iteration", "rank", "trigger", "text", "time", "run"]
         st.subheader("Events", anchor=False)
         st.dataframe(
-            found,
+            events,
             hide_index=True,
             placeholder="–",
             column_order=shown,
@@ -302,10 +304,10 @@ def _events(opened: Catalog, runs: pd.DataFrame) -> None:
 
 def _latest(root: Path, runs: Iterable[str]) -> tuple[pd.DataFrame, int]:
     """(the latest MOST_EVENTS events of runs, how many there are)."""
-    found = [(event, run_id) for run_id in runs for event in reversed(read_events(root / run_id))]
-    found.sort(key=lambda each: each[0].time, reverse=True)
-    rows = [asdict(event) | {"kind": event.kind.value, "run": run_id} for event, run_id in found[:MOST_EVENTS]]
-    return pd.DataFrame(rows), len(found)
+    events = [(event, run_id) for run_id in runs for event in reversed(read_events(root / run_id))]
+    events.sort(key=lambda pair: pair[0].time, reverse=True)
+    rows = [asdict(event) | {"kind": event.kind.value, "run": run_id} for event, run_id in events[:MOST_EVENTS]]
+    return pd.DataFrame(rows), len(events)
 
 
 def _source(config: str) -> str | None:

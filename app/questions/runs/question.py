@@ -53,10 +53,10 @@ def recipe_names(runs: pd.DataFrame) -> dict[str, str]:
     """The group of each run, by its label: runs that differ only in their seed are named by their recipe, of several
     runs of a seed the newest one; all others by their label. runs: of `some_runs`, oldest first."""
     names = dict(zip(runs["label"], runs["label"], strict=True))
-    groups = [each for _, each in runs.groupby(["name", "settings"], sort=False) if each["seed"].nunique() > 1]
-    recipes = Counter(each["name"].iloc[0] for each in groups)
-    for each in groups:
-        name, newest = each["name"].iloc[0], each.drop_duplicates("seed", keep="last")["label"]
+    groups = [group for _, group in runs.groupby(["name", "settings"], sort=False) if group["seed"].nunique() > 1]
+    recipes = Counter(group["name"].iloc[0] for group in groups)
+    for group in groups:
+        name, newest = group["name"].iloc[0], group.drop_duplicates("seed", keep="last")["label"]
         if recipes[name] == 1 and name not in set(names) - set(newest):
             names |= dict.fromkeys(newest, name)
     return names
@@ -68,8 +68,8 @@ def over_seeds(
     """(the records of each group, in nats per token: of several seeds, the means of the iterations at which all have a
     loss of the same window; their 95% intervals of Student's t, with columns group, iteration, low, high; the records
     of these seeds, with columns group, seed, iteration, loss). names: the group of each run, as `recipe_names`."""
-    lines = {run: {record["iteration"]: record["loss"] for record in found} for run, found in records.items()}
-    windows = {run: {(record["iteration"], window_of(record)) for record in found} for run, found in records.items()}
+    lines = {run: {record["iteration"]: record["loss"] for record in steps} for run, steps in records.items()}
+    windows = {run: {(record["iteration"], window_of(record)) for record in steps} for run, steps in records.items()}
     means: dict[str, list[dict[str, Any]]] = {}
     intervals, seeds = [], []
     for group in dict.fromkeys(names[run] for run in records):
@@ -80,9 +80,9 @@ def over_seeds(
             if len(runs) == 1 or None in losses:
                 means[group].append({"iteration": iteration, "loss": losses[0] if len(runs) == 1 else None})
                 continue
-            found = evidence.mean(evidence.GAP, losses)
-            means[group].append({"iteration": iteration, "loss": found.value})
-            intervals.append((group, iteration, found.low, found.high))
+            mean = evidence.mean(evidence.GAP, losses)
+            means[group].append({"iteration": iteration, "loss": mean.value})
+            intervals.append((group, iteration, mean.low, mean.high))
         if len(runs) > 1:
             seeds += [(group, run, iteration, loss) for run in runs for iteration, loss in lines[run].items()]
     return (
@@ -98,14 +98,14 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
     if selection.where.items():
         runs = runs[runs["run_id"].isin(opened.distinct(("run_id",), selection.where)["run_id"])]
     latest = some_runs(opened, runs.head(style.MAX_GROUPS))
-    found = losses_of(opened, latest["run_id"].tolist())
+    losses = losses_of(opened, latest["run_id"].tolist())
     labels = dict(zip(latest["run_id"], latest["label"], strict=True))
-    after = {run: [record for record in records if record["iteration"] >= 0] for run, records in found.items()}
-    hidden = values["warmup"] == "hide" and after != found and any(after.values())
-    found = after if hidden else found
+    after = {run: [record for record in records if record["iteration"] >= 0] for run, records in losses.items()}
+    hidden = values["warmup"] == "hide" and after != losses and any(after.values())
+    losses = after if hidden else losses
     smooth = int(values["smooth"])
     recipes = recipe_names(latest)
-    records, intervals, seeds = over_seeds({labels[run_id]: lines for run_id, lines in found.items()}, recipes)
+    records, intervals, seeds = over_seeds({labels[run_id]: lines for run_id, lines in losses.items()}, recipes)
     table, step = loss_chart.loss_table(records, style.MARKS, smooth)
     if table.empty:
         return Drawn()
@@ -120,7 +120,7 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
     drawn = " ".join(filter(None, parts))
     data = f"Data: {counted(len(latest), 'run')}, from loss.jsonl"
     words = f"{data}. Loss: cross entropy in nats per token. {drawn}".strip()
-    events = events_of({labels[run_id]: opened.root / run_id for run_id in found})
+    events = events_of({labels[run_id]: opened.root / run_id for run_id in losses})
     events["group"] = events["group"].map(recipes)
     looks = {recipes[label]: look for label, look in run_looks(latest.iloc[::-1]).items()}
     compared = _compared(opened, latest)
@@ -143,9 +143,11 @@ def _marks(compared: Comparison, table: pd.DataFrame, names: Mapping[str, str]) 
     rows = []
     for recipe in compared.recipes:
         group, at = names.get(labels[recipe.run_id]), compared.left.get(recipe.run_id)
-        own = lines[(lines["group"] == group) & (lines["iteration"] >= (0 if at is None else at))].dropna(subset="loss")
-        if at is not None and not own.empty:
-            first = own.sort_values("iteration").iloc[0]
+        points = lines[(lines["group"] == group) & (lines["iteration"] >= (0 if at is None else at))].dropna(
+            subset="loss"
+        )
+        if at is not None and not points.empty:
+            first = points.sort_values("iteration").iloc[0]
             rows.append((group, first["iteration"], first["loss"], f"{group} leaves bf16’s band at iteration {at}"))
     return pd.DataFrame(rows, columns=["group", "iteration", "loss", "text"])
 

@@ -47,18 +47,18 @@ def mean_changes(table: pd.DataFrame, by: tuple[str, ...]) -> pd.DataFrame:
     known = table.dropna(subset="value")
     worst = known.loc[known.groupby(list(by), dropna=False)["value"].idxmax()]
     terms = {name: (name, _mean) for name in ("first", "second", "value")}
-    each = table.groupby(list(dict.fromkeys((*by, *DATA))), dropna=False).agg(
+    micro_batches = table.groupby(list(dict.fromkeys((*by, *DATA))), dropna=False).agg(
         tensors=("tensors", "sum"), by_sequence=("by_sequence", _mean_of_lists), **terms
     )
-    groups = each.reset_index().groupby(list(by), dropna=False)
-    found = groups.agg(
+    groups = micro_batches.reset_index().groupby(list(by), dropna=False)
+    means = groups.agg(
         tensors=("tensors", "sum"),
         micro_batches=("value", "size"),
         sequences=("by_sequence", lambda lists: sum(map(len, lists))),
         spread=("by_sequence", lambda lists: pd.Series(np.concatenate([*lists])).sem(skipna=False)),
         **terms,
     ).reset_index()
-    return found.merge(worst[[*by, "tensor_id"]], on=list(by), how="left")
+    return means.merge(worst[[*by, "tensor_id"]], on=list(by), how="left")
 
 
 def _mean(values: pd.Series) -> float:
@@ -79,9 +79,9 @@ def _estimate(row: dict[Any, Any], measure: Measure) -> Estimate:
 
 def _mean_of_lists(lists: pd.Series) -> np.ndarray:
     """The mean of lists of equal length; of others, the mean of each list's mean, as one number."""
-    if len({len(each) for each in lists}) == 1:
+    if len({len(changes) for changes in lists}) == 1:
         return np.asarray(np.mean([*lists], axis=0))
-    return np.array([np.mean([np.mean(each) for each in lists])])
+    return np.array([np.mean([np.mean(changes) for changes in lists])])
 
 
 def ranking(catalog: Catalog, where: Filter, fmt: str, metric: str) -> pd.DataFrame:

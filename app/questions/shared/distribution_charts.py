@@ -21,7 +21,7 @@ def _outline(table: pd.DataFrame) -> pd.DataFrame:
     at = np.append(np.flatnonzero(last) + 1, np.flatnonzero(first))
     place = np.append(high[last], low[first])
     corners: dict[str, Any] = {"group": np.append(group[last], group[first]), "low": place, "high": place}
-    return pd.DataFrame({name: np.insert(each, at, corners.get(name, 0.0)) for name, each in columns.items()})
+    return pd.DataFrame({name: np.insert(column, at, corners.get(name, 0.0)) for name, column in columns.items()})
 
 
 def histogram(

@@ -130,13 +130,13 @@ def distributions(
     moments = catalog.moments(where, by, tensor_ids)
     name = partial(group_name, names=labels_of(catalog) if by == "run_id" else None)
     moments.index = pd.Index(moments["group"].map(name))
-    found = []
+    distributions = []
     for group, bins in sketch.groupby("group", sort=True, dropna=False):
         row: Any = moments.loc[name(group)]
         low, high = (bins[name].to_numpy().clip(row["min"], row["max"]) for name in ("low", "high"))
         mean, std = float(row["mean"]), float(row["std"])
-        found.append(Distribution(name(group), low, high, bins["count"].to_numpy(), mean, std, exact=False))
-    return found
+        distributions.append(Distribution(name(group), low, high, bins["count"].to_numpy(), mean, std, exact=False))
+    return distributions
 
 
 def each_by(catalog: Catalog, where: Filter, columns: tuple[str, ...]) -> dict[str, list[Distribution]]:
@@ -145,19 +145,19 @@ def each_by(catalog: Catalog, where: Filter, columns: tuple[str, ...]) -> dict[s
     For histograms of magnitudes: mean and deviation are not computed, the outermost bins end at their own edges.
     """
     crossed = catalog.crossed(where, columns)
-    found: dict[str, list[Distribution]] = {}
+    by_column: dict[str, list[Distribution]] = {}
     for column in ("all", *columns):
         groups = "all" if column == "all" else crossed[column].map(group_name)
-        found[column] = []
+        by_column[column] = []
         for group, part in crossed.assign(group=groups).groupby("group", sort=True):
             counts = part.groupby("bin")["count"].sum()
             low, high = bin_edges(counts.index.to_numpy())
             order = np.lexsort((high, low))
             count = counts.to_numpy()[order]
-            found[column].append(
+            by_column[column].append(
                 Distribution(str(group), low[order], high[order], count, math.nan, math.nan, exact=False)
             )
-    return found
+    return by_column
 
 
 def magnitudes(d: Distribution) -> Distribution:
@@ -174,21 +174,21 @@ def quantiles(d: Distribution, p: np.ndarray) -> np.ndarray:
     return interval_quantiles(d.low, d.high, d.count, p)
 
 
-def linear_histogram(found: list[Distribution], bins: int = 100, tails: float = 5e-5) -> pd.DataFrame:
+def linear_histogram(distributions: list[Distribution], bins: int = 100, tails: float = 5e-5) -> pd.DataFrame:
     """Shares of values in equal bins, the same for every group: columns group, low, high, share (0 to 1), count.
 
     The axis leaves out a share `tails` at either end of the widest group, so that outliers do not flatten the rest.
     """
-    found = [d for d in found if d.total]
-    if not found:
+    distributions = [d for d in distributions if d.total]
+    if not distributions:
         return pd.DataFrame(columns=["group", "low", "high", "share", "count"])
-    ends = np.array([quantiles(d, np.array([tails, 1 - tails])) for d in found])
+    ends = np.array([quantiles(d, np.array([tails, 1 - tails])) for d in distributions])
     low, high = ends[:, 0].min(), ends[:, 1].max()
     if low == high:  # for a single value, give the bar a width
         low, high = low - 0.5 * max(abs(low), 1e-30), high + 0.5 * max(abs(high), 1e-30)
     edges = np.linspace(low, high, bins + 1)
     tables = []
-    for d in found:
+    for d in distributions:
         share = _shares(d, edges)
         table = pd.DataFrame({"group": d.group, "low": edges[:-1], "high": edges[1:], "share": share})
         tables.append(table.assign(count=share * d.total))
@@ -208,7 +208,7 @@ def _shares(d: Distribution, edges: np.ndarray) -> np.ndarray:
     return (points + spread) / d.total
 
 
-def log2_histogram(found: list[Distribution]) -> pd.DataFrame:
+def log2_histogram(distributions: list[Distribution]) -> pd.DataFrame:
     """Shares of values by log2 of their magnitude: columns group, low, high (log2), share (of all values,
     per binade), count.
 
@@ -216,7 +216,7 @@ def log2_histogram(found: list[Distribution]) -> pd.DataFrame:
     many marks, whole binades.
     """
     counted = []  # distributions, where they begin in eighths of a binade, the counts from there on
-    for d in found:
+    for d in distributions:
         nonzero = d.inner >= d.smallest
         if nonzero.any():
             mantissa, exponent = np.frexp(d.inner[nonzero])  # 0.5 <= mantissa < 1
@@ -242,8 +242,10 @@ def log2_histogram(found: list[Distribution]) -> pd.DataFrame:
 BOX_SHARES = np.array([0.0, 0.001, 0.25, 0.5, 0.75, 0.999, 1.0])
 
 
-def boxes(found: list[Distribution]) -> pd.DataFrame:
+def boxes(distributions: list[Distribution]) -> pd.DataFrame:
     """Columns group, min, p0_1, q1, median, q3, p99_9, max: quartiles, and the 0.1% and 99.9% quantiles."""
     names = ["min", "p0_1", "q1", "median", "q3", "p99_9", "max"]
-    rows = [{"group": d.group, **dict(zip(names, quantiles(d, BOX_SHARES), strict=True))} for d in found if d.total]
+    rows = [
+        {"group": d.group, **dict(zip(names, quantiles(d, BOX_SHARES), strict=True))} for d in distributions if d.total
+    ]
     return pd.DataFrame(rows, columns=["group", *names])

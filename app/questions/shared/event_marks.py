@@ -25,7 +25,7 @@ def events_of(runs: Mapping[str, Path]) -> pd.DataFrame:
     rows = [
         {"group": group, "iteration": event.iteration, "kind": event.kind.value, "text": event.text}
         for group, directory in runs.items()
-        for event in [each for each in read_events(directory) if each.kind in MARKED][-MOST:]
+        for event in [entry for entry in read_events(directory) if entry.kind in MARKED][-MOST:]
     ]
     return pd.DataFrame(rows, columns=["group", "iteration", "kind", "text"])
 
@@ -52,13 +52,13 @@ def marked(chart: Chart, events: pd.DataFrame, above: bool = False) -> Chart:
     iterations that it draws, if they are ordinal. Any other chart is returned unchanged. above: whether the
     rules cover the chart."""
     x, values = plot.along_x(chart, "iteration")
-    found = events[events["iteration"].between(min(values, default=0), max(values, default=-1))]
-    if found.empty:
+    shown = events[events["iteration"].between(min(values, default=0), max(values, default=-1))]
+    if shown.empty:
         return chart
     if x.endswith(":O"):
         drawn = np.unique(values)
-        found = found.assign(iteration=drawn[np.searchsorted(drawn, found["iteration"])])
-    return plot.layers(chart.title, "", *[chart] * above, rules(found, x), *[chart] * (not above))
+        shown = shown.assign(iteration=drawn[np.searchsorted(drawn, shown["iteration"])])
+    return plot.layers(chart.title, "", *[chart] * above, rules(shown, x), *[chart] * (not above))
 
 
 def rules(events: pd.DataFrame, x: str = "iteration:Q", color: str = style.GREY) -> Chart:

@@ -55,8 +55,8 @@ def _spans(cells: int, count: int) -> pd.DataFrame:
     """The cells of an axis of `count` rows or columns in at most HOVER groups: columns at (the first cell), low
     and high (on the axis), words (the rows or columns)."""
     at = np.arange(0, cells, -(-cells // HOVER))
-    after, each = np.append(at[1:], cells), -(-count // cells)
-    ends = zip(at * each, np.minimum(after * each, count) - 1, strict=True)
+    after, size = np.append(at[1:], cells), -(-count // cells)
+    ends = zip(at * size, np.minimum(after * size, count) - 1, strict=True)
     words = [f"{first:,}" if first == last else f"{first:,} to {last:,}" for first, last in ends]
     return pd.DataFrame({"at": at, "low": at * count / cells, "high": after * count / cells, "words": words})
 
@@ -75,10 +75,10 @@ def _tooltips(values: np.ndarray, rows: int, columns: int, missing: str) -> pd.D
         span = number_text(low) if low == high else f"lowest {number_text(low)}, highest {number_text(high)}"
         return f"{span}, in part {missing}" if gap else span
 
-    found = over(np.fmin, values), over(np.fmax, values), over(np.logical_or, np.isnan(values))
+    ranges = over(np.fmin, values), over(np.fmax, values), over(np.logical_or, np.isnan(values))
     table = down.merge(across, how="cross", suffixes=("_y", "_x"))
     names = {"low_x": "x", "high_x": "x2", "low_y": "y", "high_y": "y2", "words_y": "rows", "words_x": "columns"}
-    return table.rename(columns=names)[[*names.values()]].assign(values=[*map(text, *found)])
+    return table.rename(columns=names)[[*names.values()]].assign(values=[*map(text, *ranges)])
 
 
 def heatmap(

@@ -132,7 +132,7 @@ def _fit_student(d: Distribution) -> Fit | None:
     return Fit("student_t", float(middle * d.std), float(slope * d.std), freedom) if slope > 0 else None
 
 
-def qq(found: list[Distribution], law: str = "normal", points: int = 201) -> pd.DataFrame:
+def qq(distributions: list[Distribution], law: str = "normal", points: int = 201) -> pd.DataFrame:
     """Quantiles against a fitted law: columns group, theoretical, sample, both in the law's scale from its location,
     and share and count of the values that lie nearest to the point.
 
@@ -140,7 +140,7 @@ def qq(found: list[Distribution], law: str = "normal", points: int = 201) -> pd.
     (rank - 1/2) / n. A distribution on the line y = x follows the law.
     """
     tables = []
-    for d in found:
+    for d in distributions:
         fitted = fit(d, law)
         if fitted is None:
             continue

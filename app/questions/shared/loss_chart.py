@@ -23,7 +23,7 @@ def loss_table(
     records of each group's loss.jsonl. Every n-th iteration is in the table. smooth: if over 1, the column mean has the
     mean loss of this many iterations, half of them before and half after, fewer at both ends. Means of training do not
     include warm-up, nor the other way round."""
-    rows = [(group, record["iteration"], record["loss"]) for group, found in records.items() for record in found]
+    rows = [(group, record["iteration"], record["loss"]) for group, steps in records.items() for record in steps]
     table = pd.DataFrame(rows, columns=["group", "iteration", "loss"])
     if smooth > 1:
         parts = table.groupby(["group", table["iteration"] < 0], sort=False)["loss"]

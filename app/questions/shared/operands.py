@@ -22,12 +22,12 @@ MOST_LISTED = 5000  # tensors of a ranking
 def along(x: Tensor, row: Mapping[Any, Any] | pd.Series, gemm: str) -> tuple[Tensor, int]:
     """(the values, the axis that this GEMM contracts). A tensor's own GEMM contracts the recorded axis; the other GEMM
     that takes it contracts its other axis: of a linear layer the tokens of all sequences together."""
-    own = -1 if pd.isna(row["contracted_axis"]) else int(row["contracted_axis"])
+    axis = -1 if pd.isna(row["contracted_axis"]) else int(row["contracted_axis"])
     if gemm not in GEMMS or pd.isna(row["gemm"]) or gemm == row["gemm"] or x.dim() < 2:
-        return x, own
+        return x, axis
     if row["layer_type"] == "linear":
         return x.flatten(0, -2), 0
-    return x, -2 if own == -1 else -1
+    return x, -2 if axis == -1 else -1
 
 
 def operand(tensor_id: str | None, gemm: object) -> dict[str, str | None]:
@@ -50,9 +50,9 @@ def scores_in(opened: Catalog, tensor_id: str, gemm: str) -> pd.DataFrame:
 
 def gemms_of(opened: Catalog, row: pd.Series) -> tuple[str, ...]:
     """The GEMMs that take a tensor, as far as it was scored in them, its own first."""
-    own = [] if pd.isna(row["gemm"]) else [str(row["gemm"])]
+    recorded = [] if pd.isna(row["gemm"]) else [str(row["gemm"])]
     scored = opened.scores_of([str(row["tensor_id"])])["gemm"].dropna()
-    return tuple(dict.fromkeys([*own, *(gemm for gemm in GEMMS if gemm in set(scored))]))
+    return tuple(dict.fromkeys([*recorded, *(gemm for gemm in GEMMS if gemm in set(scored))]))
 
 
 NOTHING_SCORED = """scored AS (SELECT 0 AS key, '' AS gemm, '' AS format, 0.0 AS sqnr_db, 0.0 AS flush_to_zero,
@@ -73,7 +73,7 @@ def _scored(catalog: Catalog, where: Filter, fmt: str) -> tuple[str, list[Any]]:
                     ELSE score.sqnr_db - map_extract(map(?::VARCHAR[], ?::DOUBLE[]), score.format)[1] END AS delta
         FROM score JOIN tensor USING (key) WHERE {of_format} AND {condition}
     )"""
-    return sql, [formats, [normal_sqnr(each) for each in formats], *chosen, *parameters]
+    return sql, [formats, [normal_sqnr(spec) for spec in formats], *chosen, *parameters]
 
 
 def ranked_tensors(

@@ -124,8 +124,8 @@ def subject(
     if every == 1:
         return Subject(recorded.look(x, spec, dim), 1, x.numel())
     if spec.centered:  # the mean is that of all tokens
-        found = subject(residual(x), Spec.of(spec, center="none"), dim, limit)
-        return replace(found, blocks=replace(found.blocks, signal=energy(part)))
+        centered = subject(residual(x), Spec.of(spec, center="none"), dim, limit)
+        return replace(centered, blocks=replace(centered.blocks, signal=energy(part)))
     whole = TENSOR in _shares(spec) and not spec.history and not spec.hadamard
     return Subject(recorded.look(part, spec, -1, outer_absmax(x, spec, dim) if whole else None), every, x.numel())
 

@@ -62,8 +62,8 @@ def same_model(opened: Catalog, where: Filter, run_ids: Collection[str]) -> list
     """All runs of the models, sizes and datasets that these have."""
     runs = opened.runs()
     of = [tuple(row) for row in runs[list(OF_MODEL)].astype(str).itertuples(index=False)]
-    here = {each for each, run in zip(of, runs["run_id"], strict=True) if run in run_ids}
-    return [run for each, run in zip(of, runs["run_id"], strict=True) if each in here]
+    here = {model for model, run in zip(of, runs["run_id"], strict=True) if run in run_ids}
+    return [run for model, run in zip(of, runs["run_id"], strict=True) if model in here]
 
 
 # Tables and titles
@@ -87,8 +87,8 @@ DOTS = {"🔴": (221, 46, 68), "🟠": (244, 144, 12), "🟡": (253, 203, 88), "
 
 def _dot(color: str) -> str:
     """The colored circle that is nearest: a list shows text only."""
-    own = [int(color[at : at + 2], 16) for at in (1, 3, 5)]
-    return min(DOTS, key=lambda dot: math.dist(own, DOTS[dot]))
+    rgb = [int(color[at : at + 2], 16) for at in (1, 3, 5)]
+    return min(DOTS, key=lambda dot: math.dist(rgb, DOTS[dot]))
 
 
 def labels_of(opened: Catalog) -> dict[str, str]:

@@ -104,13 +104,13 @@ def scoped(opened: Catalog, where: Filter, apart: Collection[str] = (), scored: 
     else:
         chosen = runs["run_id"].tolist()[:1]
     where = replace(where, run_id=tuple(chosen))
-    own = pairs[pairs["run_id"].isin(chosen)].dropna()
-    if "iteration" in apart or own.empty:
+    recorded = pairs[pairs["run_id"].isin(chosen)].dropna()
+    if "iteration" in apart or recorded.empty:
         return where
-    counts = own["iteration"].value_counts()
-    shared = counts.index[counts == own["run_id"].nunique()]
+    counts = recorded["iteration"].value_counts()
+    shared = counts.index[counts == recorded["run_id"].nunique()]
     if not len(shared):  # the runs have no iteration in common
-        shared = own["iteration"][own["run_id"] == own["run_id"].iloc[0]]
+        shared = recorded["iteration"][recorded["run_id"] == recorded["run_id"].iloc[0]]
     return replace(where, iteration=(int(max(shared)),))
 
 
@@ -143,8 +143,8 @@ def default_format(opened: Catalog, where: Filter, as_used: bool = False) -> str
     if as_used and opened.kept(("rounds most", where), lambda: _rounds_most(opened, where)):
         return USED
     scored = first_formats(opened, where) or first_formats(opened)
-    own = {spec for spec in _formats_of(opened, scoped(opened, where, scored=True)) if spec in scored}
-    return next((spec for spec in scored if spec in own), next(iter(scored), ""))
+    formats = {spec for spec in _formats_of(opened, scoped(opened, where, scored=True)) if spec in scored}
+    return next((spec for spec in scored if spec in formats), next(iter(scored), ""))
 
 
 def _rounds_most(opened: Catalog, where: Filter) -> bool:

@@ -202,5 +202,5 @@ def listed(opened: Catalog, where: Filter, tensor_id: str) -> dict[str, str]:
         return distinct_names(rows, names, long=True)
 
     key = "labels", where, tuple(names.items())
-    found = opened.kept(key, labels)
-    return found if tensor_id in found else opened.kept((*key, tensor_id), lambda: labels(tensor_id))
+    titles = opened.kept(key, labels)
+    return titles if tensor_id in titles else opened.kept((*key, tensor_id), lambda: labels(tensor_id))

@@ -182,24 +182,24 @@ def _add(
     x: Tensor, dim: int, spec: Spec, total: _Sum, signal: float | None = None, recorded: Recorded = NOT_RECORDED
 ) -> Tensor:
     """Add one tensor, or a sample of it; returns its values after the round trip. signal: Σx², if not that of x."""
-    found = recorded.look(x, spec, dim)
-    sums = found.sums
+    blocks = recorded.look(x, spec, dim)
+    sums = blocks.sums
     if not math.isnan(sums.noise):
-        own = (
+        errors = (
             sqnr_db(sums.signal if signal is None else signal, sums.noise),
             sums.flushed / sums.nonzero if sums.nonzero else math.nan,
             sums.saturated / x.numel() if x.numel() else math.nan,
         )
-        for name, value in zip(ERRORS, own, strict=True):
+        for name, value in zip(ERRORS, errors, strict=True):
             total.errors[name].append(value)
     bits = spec.format.element.bits
-    counts = torch.bincount(found.codes[found.valid & ~found.scale.isnan()], minlength=1 << bits).numpy()
+    counts = torch.bincount(blocks.codes[blocks.valid & ~blocks.scale.isnan()], minlength=1 << bits).numpy()
     total.codes = counts if total.codes is None else total.codes + counts
-    exponents = found.scale_exponents[~found.scale_exponents.isnan()]
+    exponents = blocks.scale_exponents[~blocks.scale_exponents.isnan()]
     if spec.run(1) is not None and len(exponents):
         low, high = total.exponents
         total.exponents = min(low, float(exponents.min())), max(high, float(exponents.max()))
-    return found.result
+    return blocks.result
 
 
 def _row(one: Trial, total: _Sum) -> dict[str, object]:
@@ -225,12 +225,12 @@ def _row(one: Trial, total: _Sum) -> dict[str, object]:
 
 
 def _spreads(errors: dict[str, list[float]]) -> dict[str, float]:
-    found: dict[str, float] = {}
+    spreads: dict[str, float] = {}
     for name, values in errors.items():
-        each = spread_of(style.MEASURES[name], values)
-        low, high = (each.low, each.high) if each.n else (math.nan, math.nan)
-        found |= {name: each.value, f"{name}_low": low, f"{name}_high": high}
-    return found
+        spread = spread_of(style.MEASURES[name], values)
+        low, high = (spread.low, spread.high) if spread.n else (math.nan, math.nan)
+        spreads |= {name: spread.value, f"{name}_low": low, f"{name}_high": high}
+    return spreads
 
 
 @dataclass(frozen=True, eq=False)

@@ -147,9 +147,9 @@ def plan(selected: SelectedTensor, values: dict[str, Any]) -> TrialPlan:
     options = {name: values[NAMES[name]] for name in VALUES if values[NAMES[name]] != OWN}
     trials = [compute.trial(name, **options) for name in formats]
     centered = any(one.spec.centered for one in trials)
-    own = [replace(one, spec=applied(one.spec, selected.row)) for one in trials]
-    if over == "tensor" and own != trials:
-        trials = own
+    adapted = [replace(one, spec=applied(one.spec, selected.row)) for one in trials]
+    if over == "tensor" and adapted != trials:
+        trials = adapted
         said.append(f"Center does not apply to {selected.label}, which has no tokens: the default is used.")
     for name, (title, _) in VALUES.items():
         if without := [one.spec.format.name for one in trials if name in one.ignored]:
@@ -284,11 +284,11 @@ def _scored(selected: SelectedTensor, made: TrialPlan) -> pd.DataFrame:
     tried = {str(one.spec) for one in made.trials}
     rows = selected.opened.scores(tensor_ids=made.ids) if made.over == "tensor" else pd.DataFrame()
     rows = rows[~rows["format"].isin(tried)] if len(rows) else rows
-    each = [
+    records = [
         {"label": str(row["format"]), "bits_per_value": Spec.of(row["format"]).bits_per_value, "each": [row["sqnr_db"]]}
         for row in rows.to_dict("records")
     ]
-    return pd.DataFrame(each, columns=["label", "bits_per_value", "each"])
+    return pd.DataFrame(records, columns=["label", "bits_per_value", "each"])
 
 
 def _verdict(table: pd.DataFrame, scored: pd.DataFrame) -> Sentence:
@@ -298,8 +298,8 @@ def _verdict(table: pd.DataFrame, scored: pd.DataFrame) -> Sentence:
     table = pd.concat([table[[*scored.columns]], scored], ignore_index=True) if len(scored) else table
     for bits, group in table.groupby(table["bits_per_value"].astype(int)):
         rows = group.to_dict("records")
-        each = {row["label"]: row["each"] for row in rows}
-        items = [(label, spread_of(measure, values)) for label, values in each.items() if values]
+        by_label = {row["label"]: row["each"] for row in rows}
+        items = [(label, spread_of(measure, values)) for label, values in by_label.items() if values]
         low = int(str(bits))
         if len(items) == 1:
             (name, sqnr), *_ = items

@@ -27,13 +27,13 @@ def zone_edges(element: Element, rounding: str) -> tuple[float, float]:
     return math.log2(element.smallest / 2), math.log2(element.max)
 
 
-def codebook_histogram(found: Subject, of: Tensor | None = None) -> pd.DataFrame:
+def codebook_histogram(subject: Subject, of: Tensor | None = None) -> pd.DataFrame:
     """The magnitudes over their scale by log2: columns low, high, share (of all values, per binade). Zeros left out.
 
     of: [groups, block] bool, those of the values that are counted; by default all. Eighths of a binade; whole binades
     where that would be more than 1,000 bars.
     """
-    magnitudes = found.blocks.magnitudes[found.blocks.valid if of is None else of]
+    magnitudes = subject.blocks.magnitudes[subject.blocks.valid if of is None else of]
     values = magnitudes[magnitudes > 0].numpy()
     total = len(magnitudes)
     if not len(values):
@@ -47,10 +47,10 @@ def codebook_histogram(found: Subject, of: Tensor | None = None) -> pd.DataFrame
     return pd.DataFrame({"low": low, "high": high, "share": counts / total / (high - low)})
 
 
-def zones(found: Subject, of: Tensor | None = None) -> pd.DataFrame:
+def zones(subject: Subject, of: Tensor | None = None) -> pd.DataFrame:
     """The values by outcome: columns zone, share (of all values; they sum to 1) and of_nonzero (of the nonzero finite
     values). The zones are flushed, kept, saturated, zero and lost (NaN, Inf, or in a block with one). of: as above."""
-    blocks = found.blocks
+    blocks = subject.blocks
     counted = blocks.valid if of is None else of
     n = int(counted.sum())
     lost = counted & ~(blocks.x.isfinite() & blocks.y.isfinite())
@@ -226,7 +226,7 @@ def _counts(index: Tensor, size: int) -> np.ndarray:
     return counts
 
 
-def held(found: Subject, interval: Interval, token: Tensor, channel: Tensor) -> Held:
+def held(subject: Subject, interval: Interval, token: Tensor, channel: Tensor) -> Held:
     """Where the values are whose log2 |value / scale| lies in an interval."""
-    log2 = found.blocks.magnitudes.log2()
-    return Held(found, (log2 >= interval.low) & (log2 < interval.high), token, channel)
+    log2 = subject.blocks.magnitudes.log2()
+    return Held(subject, (log2 >= interval.low) & (log2 < interval.high), token, channel)

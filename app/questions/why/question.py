@@ -72,32 +72,32 @@ class Chosen:
 def draw(selected: SelectedTensor, values: dict[str, Any]) -> Drawn:
     if selected.problem:
         return Drawn(problems=(selected.problem,))
-    found = selected.rounded()
-    zones = compute.zones(found)
+    subject = selected.rounded()
+    zones = compute.zones(subject)
     share = zones.set_index("zone")["share"]
-    sqnr, of_sample = total_sqnr(selected, found)
+    sqnr, of_sample = total_sqnr(selected, subject)
     causes = causes_of(selected)
     lost = say(", lost to NaN or Inf {lost}", lost=exact(SHARE, share["lost"])) if share["lost"] else Sentence()
     sqnr_of = exact(MEASURES["sqnr_db"], sqnr)
-    own = say("In {spec}{sample}: SQNR {sqnr}", spec=str(selected.spec), sample=of_sample, sqnr=sqnr_of)
+    sentence = say("In {spec}{sample}: SQNR {sqnr}", spec=str(selected.spec), sample=of_sample, sqnr=sqnr_of)
     verdict = together(
-        Sentence(f"{own}{lost}.", (*own.evidence, *lost.evidence)), by_cause(causes), contributors(causes)
+        Sentence(f"{sentence}{lost}.", (*sentence.evidence, *lost.evidence)), by_cause(causes), contributors(causes)
     )
     if causes.shares[0] > 0 and (scaled := with_scale(selected.spec)):
         sqnr, _ = total_sqnr(selected, selected.rounded(scaled))
         verdict = together(verdict, with_scale_it_has(scaled, exact(MEASURES["sqnr_db"], sqnr)))
-    table = compute.codebook_histogram(found)
+    table = compute.codebook_histogram(subject)
     caption = (
-        f"{selected.source(found.note or 'exact')}\n{about_format(selected.spec)}. Flushed: nonzero values below "
+        f"{selected.source(subject.note or 'exact')}\n{about_format(selected.spec)}. Flushed: nonzero values below "
         "half the smallest code. Saturated: above the largest. Their percentages are shares of the squared "
         "error of all values."
     )
     items: list[Item] = [facts(selected)]
-    chosen, problems = _chosen(selected, found, values)
+    chosen, problems = _chosen(selected, subject, values)
     if table.empty:
         problems.append("Nothing to draw: there are no finite nonzero values.")
     else:
-        items.append(_codebook(selected, found, table, zones, causes, chosen, caption))
+        items.append(_codebook(selected, subject, table, zones, causes, chosen, caption))
         items += filter(None, (_error_by_binade(selected, causes), _decomposition(causes)))
         if chosen.held:
             items.append(Text(_where(selected, chosen)))
@@ -108,7 +108,7 @@ def draw(selected: SelectedTensor, values: dict[str, Any]) -> Drawn:
     return Drawn(tuple(items), verdict, tuple(problems))
 
 
-def _chosen(selected: SelectedTensor, found: Subject, values: dict[str, Any]) -> tuple[Chosen, list[str]]:
+def _chosen(selected: SelectedTensor, subject: Subject, values: dict[str, Any]) -> tuple[Chosen, list[str]]:
     """(what is chosen, a sentence for each choice that is not possible)."""
     interval, channel, x = values.get("range"), values.get("channel"), selected.x
     if interval is None and channel is None:
@@ -118,7 +118,7 @@ def _chosen(selected: SelectedTensor, found: Subject, values: dict[str, Any]) ->
     token, channels = coordinates(x, selected.spec, selected.dim)
     chosen, problems = Chosen(), []
     if interval is not None:
-        chosen = Chosen(interval, compute.held(found, interval, token, channels))
+        chosen = Chosen(interval, compute.held(subject, interval, token, channels))
     if channel is not None:
         bars = compute.channel_bars(x.shape[-1] if x.dim() else 1)
         bar = bars[(bars["channel"] <= channel) & (bars["last"] >= channel)]
@@ -126,7 +126,7 @@ def _chosen(selected: SelectedTensor, found: Subject, values: dict[str, Any]) ->
             problems.append(f"There is no channel {channel:,}: the last is {bars['last'].iloc[-1]:,}.")
         else:
             first, last = (int(end) for end in bar.iloc[0])
-            of = found.blocks.valid & (channels >= first) & (channels <= last)
+            of = subject.blocks.valid & (channels >= first) & (channels <= last)
             if of.any():
                 chosen = replace(chosen, bar=(first, last), of=of)
             else:
@@ -216,19 +216,19 @@ def _decomposition(causes: ErrorCauses) -> Table | None:
 
 
 def _codebook(
-    selected: SelectedTensor, found: Subject, table: pd.DataFrame, zones: pd.DataFrame, causes: ErrorCauses,
+    selected: SelectedTensor, subject: Subject, table: pd.DataFrame, zones: pd.DataFrame, causes: ErrorCauses,
     chosen: Chosen, caption: str,
 ) -> Figure:  # fmt: skip
     """The histogram of all values, or of those of a channel with all values behind them. table, zones: of all."""
     only, behind, of, grey = "", None, "all values", ""
     words_of = charts.shares_of_error(causes.shares)
-    label = f"{selected.label} · {found.note or 'all values'}"
+    label = f"{selected.label} · {subject.note or 'all values'}"
     if chosen.of is not None:
         only, behind = f"{chosen.channel} only", table
-        table, zones = compute.codebook_histogram(found, chosen.of), compute.zones(found, chosen.of)
+        table, zones = compute.codebook_histogram(subject, chosen.of), compute.zones(subject, chosen.of)
         words_of = charts.shares_of_values(zones)
         of, grey = f"the {int(chosen.of.sum()):,} values of {chosen.channel}", " Grey: of all values."
-        label = f"{selected.label} · {of}{f' in {found.note}' if found.note else ''}"
+        label = f"{selected.label} · {of}{f' in {subject.note}' if subject.note else ''}"
         caption += f"\nBars, and flushed and saturated as shares of the values: of {of}. Grey: of all values."
     zeros = float(zones.set_index("zone")["share"]["zero"])
     zero = say("Zeros, {zero} of the values, have no magnitude.", zero=exact(SHARE, zeros)) if zeros else ""
@@ -270,11 +270,11 @@ def _where(selected: SelectedTensor, chosen: Chosen) -> Sentence:
     if chosen.of is None:
         return where
     inside, of = int((held.inside & chosen.of).sum()), int(chosen.of.sum())
-    own = say(
+    in_channel = say(
         "{values} of them are in {channel}: {share} of the {of} values there.",
         values=inside, channel=chosen.channel, share=exact(PART, inside / of), of=of,
     )  # fmt: skip
-    return together(where, own)
+    return together(where, in_channel)
 
 
 def _range_by_channel(selected: SelectedTensor, chosen: Chosen) -> Figure | None:
@@ -305,16 +305,16 @@ def _range_by_token(selected: SelectedTensor, chosen: Chosen) -> Figure:
     return Figure("tokens", chart, grid(share), caption, height=330, group="axes")
 
 
-def total_sqnr(selected: SelectedTensor, found: Subject) -> tuple[float, str]:
+def total_sqnr(selected: SelectedTensor, subject: Subject) -> tuple[float, str]:
     """SQNR in dB: as recorded, in the format that the tensor was rounded to; else of the whole tensor, or of the
     sample, as the text says, if no kernel measures without a copy."""
-    if selected.recorded.in_format(found.blocks.spec):
+    if selected.recorded.in_format(subject.blocks.spec):
         left_out = selected.row["tokens_left_out"]
         padding = "" if pd.isna(left_out) else f" without {counted(int(left_out), 'padding token')}"
         return selected.recorded_sqnr_db, f" (as recorded{padding})"
-    if found.every > 1 and (whole := streamed_score(selected.x, found.blocks.spec, selected.dim)):
+    if subject.every > 1 and (whole := streamed_score(selected.x, subject.blocks.spec, selected.dim)):
         return whole.sqnr_db, ""
-    return sqnr_db(found.blocks.sums.signal, found.blocks.sums.noise), " (a sample)" * (found.every > 1)
+    return sqnr_db(subject.blocks.sums.signal, subject.blocks.sums.noise), " (a sample)" * (subject.every > 1)
 
 
 def facts(selected: SelectedTensor) -> Facts:

@@ -204,29 +204,29 @@ class AttentionProduct:
         if len(operands) < 2:
             return None
         a, b = operands[-2:]
-        same, found = range(a.dim()), None
+        same, candidate = range(a.dim()), None
         if func in MATMULS:
-            found = cls(a, b, func, range(max(a.dim(), b.dim())), same)
+            candidate = cls(a, b, func, range(max(a.dim(), b.dim())), same)
         elif func in BADDBMMS:
             added, (beta, alpha) = args[0], (kwargs.get(name, 1) for name in ("beta", "alpha"))
             rest = torch.mul(added, beta) if beta else None  # without beta, what is added may be uninitialized
-            found = cls(a, b, partial(func, added, beta=beta, alpha=alpha), same, same, alpha, rest)
+            candidate = cls(a, b, partial(func, added, beta=beta, alpha=alpha), same, same, alpha, rest)
         elif func is torch.einsum and re.fullmatch(r"\w+,\w+->\w+", equation := args[0].replace(" ", "")):
-            found = cls._of_einsum(equation, a, b)
-        return found if found and found.a.shape[-1] > 1 else None
+            candidate = cls._of_einsum(equation, a, b)
+        return candidate if candidate and candidate.a.shape[-1] > 1 else None
 
     @classmethod
     def _of_einsum(cls, equation: str, a: Tensor, b: Tensor) -> AttentionProduct | None:
         of_a, of_b, of_y = re.split(",|->", equation)
-        batch = "".join(each for each in of_y if each in of_a and each in of_b)
-        rows = "".join(each for each in of_a if each not in of_b)
-        columns = "".join(each for each in of_b if each not in of_a)
-        inner = "".join(each for each in of_a if each in of_b and each not in of_y)
+        batch = "".join(letter for letter in of_y if letter in of_a and letter in of_b)
+        rows = "".join(letter for letter in of_a if letter not in of_b)
+        columns = "".join(letter for letter in of_b if letter not in of_a)
+        inner = "".join(letter for letter in of_a if letter in of_b and letter not in of_y)
         if not (len(rows) == len(columns) == len(inner) == 1):
             return None
 
         def order(given: str, wanted: str) -> list[int]:
-            return [given.index(each) for each in wanted]
+            return [given.index(letter) for letter in wanted]
 
         of_product = batch + rows + columns
         order_a, order_b = order(of_a, batch + rows + inner), order(of_b, batch + inner + columns)
@@ -381,8 +381,8 @@ def observed_core(
         qk(Observed("wgrad_a", query, dim=-2))
         if not dropout:
             per_group = probs.shape[-3] // value.shape[-3] if value.dim() > 2 else 1
-            each = value.repeat_interleave(per_group, -3) if per_group > 1 else value
-            grad_probs = seen.tensor.to(value.dtype) @ each.transpose(-1, -2)
+            head_values = value.repeat_interleave(per_group, -3) if per_group > 1 else value
+            grad_probs = seen.tensor.to(value.dtype) @ head_values.transpose(-1, -2)
             pv(Observed("grad_a", grad_probs))
             grad_scores = torch.empty(grad_probs.shape, dtype=query.dtype, device=query.device)
             for exact, weighted, out in zip(*map(by_heads, (probs, grad_probs, grad_scores)), strict=True):
@@ -412,8 +412,8 @@ def _probabilities(
     probs = torch.empty(scores.shape, dtype=query.dtype, device=scores.device)
     parts, outs = by_heads(scores), by_heads(probs)
     masks = repeat(None) if mask is None else by_heads(mask.expand(scores.shape))
-    for part, out, own in zip(parts, outs, masks, strict=False):
-        out.copy_(_softmax(part, own, causal))
+    for part, out, part_mask in zip(parts, outs, masks, strict=False):
+        out.copy_(_softmax(part, part_mask, causal))
     return probs
 
 

@@ -65,10 +65,10 @@ class Einsum:
     @property
     def groups(self) -> tuple[str, str, str, str]:
         """The letters of the batch, m, n and k."""
-        both = [each for each in self.left if each in self.right]
-        batch = "".join(each for each in both if each in self.result)
-        m, n = ("".join(each for each in term if each not in both) for term in (self.left, self.right))
-        return batch, m, n, "".join(each for each in both if each not in self.result)
+        both = [letter for letter in self.left if letter in self.right]
+        batch = "".join(letter for letter in both if letter in self.result)
+        m, n = ("".join(letter for letter in term if letter not in both) for term in (self.left, self.right))
+        return batch, m, n, "".join(letter for letter in both if letter not in self.result)
 
     def __call__(self, original: Product, a: Tensor, b: Tensor, call: Call) -> Tensor:
         """The product of a and b, as original(a, b) computes it."""
@@ -82,24 +82,24 @@ class Einsum:
 
         def matrices(x: Tensor, term: str, rows: str, columns: str) -> Tensor:
             """x, whose axes are the letters of a term, as [batch..., rows, columns]."""
-            x = x.permute([term.index(each) for each in batch + rows + columns])
+            x = x.permute([term.index(letter) for letter in batch + rows + columns])
             at, end = len(batch), len(batch + rows)
             return x.reshape(*x.shape[:at], math.prod(x.shape[at:end]), math.prod(x.shape[end:]))
 
         def shape(letters: str) -> list[int]:
-            return [sizes[each] for each in letters]
+            return [sizes[letter] for letter in letters]
 
         if call.quantizes:
             left = matrices(a.expand(shape(self.left)), self.left, m, k)
             right = matrices(b.expand(shape(self.right)), self.right, n, k)
             y = matmul(left, right, call.rounding, transpose_b=True, tap=call.tap).reshape(shape(batch + m + n))
-            return y.permute([(batch + m + n).index(each) for each in self.result])
+            return y.permute([(batch + m + n).index(letter) for letter in self.result])
         tap: Any = call.tap
         places = {"a": (a.shape, self.left, m, k), "b": (b.shape, self.right, n, k)}  # the others are of the result
 
         def show(seen: Observed) -> None:
-            own, *place = places.get(seen.name[-1], (shape(self.result), self.result, m, n))
-            x = matrices(seen.tensor.reshape(own), *place)
+            tensor_shape, *place = places.get(seen.name[-1], (shape(self.result), self.result, m, n))
+            x = matrices(seen.tensor.reshape(tensor_shape), *place)
             tap(replace(seen, tensor=x, dim=-2 if seen.name in LATER else -1))
 
         return observed_product(original, a, b, show)
@@ -110,10 +110,10 @@ def with_letters(equation: str, dims: Sequence[int]) -> str:
     letters that occur once, in their order."""
     terms, arrow, result = equation.replace(" ", "").partition("->")
     if not arrow:
-        once = (each for each in terms if each.isalpha() and terms.count(each) == 1)
+        once = (letter for letter in terms if letter.isalpha() and terms.count(letter) == 1)
         result = "..." * ("..." in terms) + "".join(sorted(once))
     more = [dim - len(term.replace("...", "")) for term, dim in zip(terms.split(","), dims, strict=True)]
-    spare = "".join(each for each in ascii_letters if each not in equation)[: max(more)]
+    spare = "".join(letter for letter in ascii_letters if letter not in equation)[: max(more)]
     named = [
         term.replace("...", spare[len(spare) - count :]) for term, count in zip(terms.split(","), more, strict=True)
     ]

@@ -66,13 +66,13 @@ def linear_on_parts(name: str, product: Callable[..., Tensor], x: Any, weight: A
             bias = bias - bias.detach() + bias.detach() / summed
         return product(x, weight, bias)
 
-    *each, result = zip(*places, strict=True)
+    *placements, result = zip(*places, strict=True)
     operands = [x, weight] if bias is None else [x, weight, bias]
     mapped: Tensor = local_map(
         on_part,
         out_placements=list(result),
-        in_placements=tuple(each[: len(operands)]),
-        in_grad_placements=tuple(each[3 : 3 + len(operands)]),
+        in_placements=tuple(placements[: len(operands)]),
+        in_grad_placements=tuple(placements[3 : 3 + len(operands)]),
         device_mesh=mesh,
         redistribute_inputs=True,
     )(*operands)
@@ -108,7 +108,7 @@ def shard_of(module: nn.Module, name: str) -> Shard:
 
 def core_shard_of(module: nn.Module, name: str) -> Shard:
     """The same for attention in the module: divided by heads, if its linear layers are divided by rows."""
-    divisions = [_division(each) for each in module.modules() if isinstance(each, nn.Linear)]
+    divisions = [_division(layer) for layer in module.modules() if isinstance(layer, nn.Linear)]
     group = next((group for group, axis in divisions if axis == 0), RankGroup())
     return _of_replica(heads_shard(group), group)
 

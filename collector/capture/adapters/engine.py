@@ -73,10 +73,10 @@ def _weights(module: nn.Module) -> list[nn.Parameter]:
 
 def place(modules: dict[str, nn.Module], name: str, word: str | None = None) -> tuple[Site, str]:
     if megatron.layer_number(modules, name) is None:
-        found, path = site(name, word)
+        where, path = site(name, word)
     else:
-        found, path = megatron.site(modules, name, word), megatron.path(name)
-    return replace(found, module=found.module.removeprefix("layernorm_")), path
+        where, path = megatron.site(modules, name, word), megatron.path(name)
+    return replace(where, module=where.module.removeprefix("layernorm_")), path
 
 
 def _linear(modules: dict[str, nn.Module], name: str, normalizes: bool, grouped: bool) -> Layer:
@@ -178,12 +178,12 @@ def _attend(name: str, module: Any, forward: Callable[..., Any], bound: Any, qk:
     axes = AXES[layout]
     back = [axes.index(i) for i in range(4)]
     names = list(bound.arguments)[:3]
-    query, key, value = (bound.arguments[each].permute(axes) for each in names)  # [b, h, s, d]
+    query, key, value = (bound.arguments[argument].permute(axes) for argument in names)  # [b, h, s, d]
     scale = module.unfused_attention.softmax_scale or 1.0 / math.sqrt(query.shape[-1])
     dropout = module.training and module.attention_dropout > 0
 
     def original(*operands: Tensor) -> Tensor:
-        bound.arguments.update((each, x.permute(back)) for each, x in zip(names, operands, strict=True))
+        bound.arguments.update((argument, x.permute(back)) for argument, x in zip(names, operands, strict=True))
         output: Tensor = forward(*bound.args, **bound.kwargs)  # [s, b, h · d]
         return output
 

@@ -113,8 +113,8 @@ class CurrentWeights(WeightNames):
         if x.dim() < 2 or not (is_flat or isinstance(x, nn.Parameter)):
             return None
         given = next((name for name, p in self.model.named_parameters() if p is x), None)
-        left = (each for module in self.left for each in tensors_in(vars(module)))
-        if any(each is x or (is_flat and each.data_ptr() == x.data_ptr()) for each in left):
+        left = (tensor for module in self.left for tensor in tensors_in(vars(module)))
+        if any(tensor is x or (is_flat and tensor.data_ptr() == x.data_ptr()) for tensor in left):
             return None
         return f"a weight {list(x.shape)}" if is_flat else given
 

@@ -46,8 +46,8 @@ def find(model: nn.Module) -> Iterator[Layer | Refused]:
 
 def _heads(model: nn.Module) -> set[Any]:
     getters = (getattr(module, "get_output_embeddings", None) for module in model.modules())
-    found = (getter() for getter in getters if callable(getter))
-    return {getattr(head, "base_layer", head) for head in found}  # PEFT wraps it
+    heads = (getter() for getter in getters if callable(getter))
+    return {getattr(head, "base_layer", head) for head in heads}  # PEFT wraps it
 
 
 class InterfaceMode(WrittenMode):
@@ -75,5 +75,5 @@ def _conv(name: str, module: Any) -> Layer:
 
         return forward
 
-    found, path = site(name)
-    return Layer(name, module, found, whole, replaces(module, "forward", method), path)
+    where, path = site(name)
+    return Layer(name, module, where, whole, replaces(module, "forward", method), path)

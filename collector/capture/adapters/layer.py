@@ -178,20 +178,20 @@ def set_on(module: nn.Module, name: str, value: Callable[..., Any]) -> Detach:
     """Set an attribute on one instance, as `module.name = value` does, but without nn.Module's bookkeeping. Returns a
     function that restores the instance's dictionary exactly; it raises InstrumentError if the attribute has been
     replaced since."""
-    own = vars(module)
-    had, before = name in own, own.get(name)
-    replacement = own[name] = _Replacement(module, name, value)
+    attributes = vars(module)
+    had, before = name in attributes, attributes.get(name)
+    replacement = attributes[name] = _Replacement(module, name, value)
 
     def undo() -> None:
-        if own.get(name) is not replacement:
+        if attributes.get(name) is not replacement:
             raise InstrumentError(
                 f"{type(module).__name__}.{name} was replaced in the instrumented model: undo that before the context "
                 "exits"
             )
         if had:
-            own[name] = before
+            attributes[name] = before
         else:
-            del own[name]
+            del attributes[name]
 
     return undo
 
@@ -199,8 +199,8 @@ def set_on(module: nn.Module, name: str, value: Callable[..., Any]) -> Detach:
 def together(*detach: Detach) -> Detach:
     """A function that calls these, the last one first."""
     undo = ExitStack()
-    for each in detach:
-        undo.callback(each)
+    for function in detach:
+        undo.callback(function)
     return undo.close
 
 

@@ -89,8 +89,8 @@ def tensors_in(value: object) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (list, tuple, Mapping)):
-        for each in value.values() if isinstance(value, Mapping) else value:
-            yield from tensors_in(each)
+        for member in value.values() if isinstance(value, Mapping) else value:
+            yield from tensors_in(member)
 
 
 def linear(original: Product, x: Tensor, weight: Tensor, call: Call, bias: Tensor | None = None) -> Tensor:

@@ -70,15 +70,15 @@ def find(model: nn.Module) -> Iterator[Layer | Refused]:
             yield Refused(name, reason)
             inside = f"{name}." if name else "."
         elif isinstance(module, nn.Linear):
-            found = linear_layer(name, module)
+            layer = linear_layer(name, module)
             is_head = module in output
             for parent, weight in multiplying(modules, name):
                 owner = owners.setdefault(parent, OwnProducts(parent, modules[parent]))
                 other = modules[parent], partial(owner.attach, weight, 0)
-                found = replace(found, others=(*found.others, other))
+                layer = replace(layer, others=(*layer.others, other))
             if word := router_word(modules, shapes, name, module.out_features):
-                found = replace(found, site=replace(found.site, module=word), path=f"{found.path}.{word}")
-            yield replace(found, site=HEAD, is_head=True) if is_head else found
+                layer = replace(layer, site=replace(layer.site, module=word), path=f"{layer.path}.{word}")
+            yield replace(layer, site=HEAD, is_head=True) if is_head else layer
             continue
         if calls(module, ATTENTION):
             yield core_layer(name, module, SdpaMode)
@@ -104,29 +104,29 @@ def heads(modules: Mapping[str, nn.Module]) -> set[nn.Module]:
         for name, module in modules.items()
         if isinstance(module, nn.Linear) and not any(part.startswith("lora_") for part in path_parts(name))
     }
-    found: set[nn.Module] = {
+    output_layers: set[nn.Module] = {
         module for name, module in linears.items() if module.weight in weights or path_parts(name)[-1:] in HEADS
     }
     last = True
     for name, module in reversed(linears.items()):
         inside = any(part.isdecimal() for part in path_parts(name)[:-1])
         shape = module.out_features, module.in_features
-        last = last and not inside and (shape in shapes or (not found and shape[0] in vocabularies))
+        last = last and not inside and (shape in shapes or (not output_layers and shape[0] in vocabularies))
         if last:
-            found.add(module)
-    return found
+            output_layers.add(module)
+    return output_layers
 
 
 def own_shapes(modules: Iterable[nn.Module]) -> Shapes:
     """The whole shapes of the weights that each module holds itself. Between passes FSDP1 leaves the module a rank's
     part of them, flat, or nothing: its flat parameter knows the shapes."""
-    found = {module: {name: p.shape for name, p in module.named_parameters(recurse=False)} for module in modules}
-    for module in list(found):
+    shapes = {module: {name: p.shape for name, p in module.named_parameters(recurse=False)} for module in modules}
+    for module in list(shapes):
         handle: Any = getattr(module, "_handle", None)
         if handle and is_a("torch.distributed.fsdp", "FullyShardedDataParallel", module):
             for info, shape in zip(handle.flat_param._param_infos, handle.flat_param._shapes, strict=True):
-                found[info.module][info.param_name] = shape
-    return found
+                shapes[info.module][info.param_name] = shape
+    return shapes
 
 
 def _own(modules: dict[str, nn.Module], shapes: Shapes, name: str, owner: OwnProducts) -> Iterator[Layer]:
@@ -134,18 +134,18 @@ def _own(modules: dict[str, nn.Module], shapes: Shapes, name: str, owner: OwnPro
     names in an operand of a product, and all of three."""
     module = owner.module
     experts = {shape[0] for shape in shapes[module].values() if len(shape) == 3}  # whose biases have two axes
-    for own, shape in shapes[module].items():
-        if len(shape) == 2 and own == "weight":
+    for weight, shape in shapes[module].items():
+        if len(shape) == 2 and weight == "weight":
             where, path = site(name, router_word(modules, shapes, name, shape[0]))
-            yield Layer(name, module, where, whole, partial(owner.attach, own, 0), path)
-        elif len(shape) == 2 and min(shape) > 1 and shape[0] not in experts and multiplies_by(module, own):
-            where, path = site(f"{name}.{own}")
-            yield Layer(name, module, where, whole, partial(owner.attach, own, 0), path, part=own)
+            yield Layer(name, module, where, whole, partial(owner.attach, weight, 0), path)
+        elif len(shape) == 2 and min(shape) > 1 and shape[0] not in experts and multiplies_by(module, weight):
+            where, path = site(f"{name}.{weight}")
+            yield Layer(name, module, where, whole, partial(owner.attach, weight, 0), path, part=weight)
         elif len(shape) == 3 and shape[0] > 1:
-            where, path = site(f"{name}.{own}")
+            where, path = site(f"{name}.{weight}")
             for expert in range(shape[0]):
-                attach, at = partial(owner.attach, own, expert), replace(where, expert=expert)
-                yield Layer(name, module, at, whole, attach, path, part=f"{own}.{expert}")
+                attach, at = partial(owner.attach, weight, expert), replace(where, expert=expert)
+                yield Layer(name, module, at, whole, attach, path, part=f"{weight}.{expert}")
 
 
 def parent_of(modules: dict[str, nn.Module], name: str) -> tuple[str, str]:
@@ -192,8 +192,8 @@ def is_router(modules: dict[str, nn.Module], shapes: Shapes, name: str, outputs:
         if owner is None:
             continue
         others = {last: child for last, child in owner.named_children() if last != parts[length]}
-        owners = [each for each in (owner, *others.values()) if not isinstance(each, NOT_PRODUCTS)]
-        stacked = [shape[0] for each in owners for shape in shapes[each].values() if len(shape) == 3]
+        owners = [module for module in (owner, *others.values()) if not isinstance(module, NOT_PRODUCTS)]
+        stacked = [shape[0] for module in owners for shape in shapes[module].values() if len(shape) == 3]
         listed = [sum(1 for _ in child.children()) for last, child in others.items() if "expert" in last]
         if outputs > 1 and outputs in (*stacked, *listed):
             return True
@@ -220,8 +220,8 @@ def _refusal(module: nn.Module) -> str | None:
 def calls(module: nn.Module, *words: str | frozenset[str]) -> bool:
     """Whether one of the module's own methods, or a function that they reach by name, uses each of these names, or
     one name of each set; "@" is the operator."""
-    wanted = [{each} if isinstance(each, str) else each for each in words]
-    return any(all(each & _names(function.__code__) for each in wanted) for function in _code_of(module))
+    wanted = [{word} if isinstance(word, str) else word for word in words]
+    return any(all(names & _names(function.__code__) for names in wanted) for function in _code_of(module))
 
 
 def multiplies_by(module: nn.Module, weight: str) -> bool:
@@ -277,7 +277,7 @@ def _code_of(module: nn.Module) -> list[FunctionType]:
 def _reached(start: type[nn.Module] | FunctionType) -> tuple[FunctionType, ...]:
     """The methods of a module class, or a function, and the functions outside torch and transformers that these
     reach: by a global name, from a closure, or as an attribute of a module or namespace of such a name."""
-    found: dict[CodeType, FunctionType] = {}
+    functions: dict[CodeType, FunctionType] = {}
     waiting: list[Any] = [] if isinstance(start, type) else [start]
     for base in start.__mro__ if isinstance(start, type) else ():
         if base is nn.Module or base.__name__ == "PreTrainedModel":  # of which every model of transformers is one
@@ -286,18 +286,18 @@ def _reached(start: type[nn.Module] | FunctionType) -> tuple[FunctionType, ...]:
     while waiting:
         function = waiting.pop()
         function = inspect.unwrap(function) if callable(function) else function
-        if not isinstance(function, FunctionType) or function.__code__ in found:
+        if not isinstance(function, FunctionType) or function.__code__ in functions:
             continue
-        found[function.__code__] = function
+        functions[function.__code__] = function
         names = _names(function.__code__)
         near = [function.__globals__[name] for name in names if name in function.__globals__]
         for cell in function.__closure__ or ():
             with suppress(ValueError):  # it is empty
                 near.append(cell.cell_contents)
-        spaces = [each for each in near if isinstance(each, (ModuleType, SimpleNamespace))]
+        spaces = [value for value in near if isinstance(value, (ModuleType, SimpleNamespace))]
         near += [vars(space).get(name) for space in spaces for name in names if not _foreign(space)]
-        waiting += [each for each in near if isinstance(each, FunctionType) and not _foreign(each)]
-    return tuple(found.values())
+        waiting += [value for value in near if isinstance(value, FunctionType) and not _foreign(value)]
+    return tuple(functions.values())
 
 
 def _foreign(value: Any) -> bool:
@@ -310,7 +310,7 @@ def _foreign(value: Any) -> bool:
 def _names(code: CodeType) -> frozenset[str]:
     """The names that the code uses but for local ones, with those of the functions that are written in it."""
     inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
-    operators = {"@"} if any(each.argrepr == "@" for each in dis.get_instructions(code)) else set()
+    operators = {"@"} if any(instruction.argrepr == "@" for instruction in dis.get_instructions(code)) else set()
     return frozenset(operators.union(code.co_names, *map(_names, inner)))
 
 

@@ -234,11 +234,11 @@ class OwnProducts:
 
 def _computing_methods(kind: type[nn.Module]) -> list[str]:
     """The names of a class's methods that multiply: `forward`, and others with products that its user may call."""
-    methods = {name: each for base in reversed(kind.__mro__) for name, each in vars(base).items()}
+    methods = {name: attribute for base in reversed(kind.__mro__) for name, attribute in vars(base).items()}
     others = (
         name
-        for name, each in methods.items()
-        if isinstance(each, FunctionType) and not name.startswith("__") and NAMES & {*each.__code__.co_names}
+        for name, method in methods.items()
+        if isinstance(method, FunctionType) and not name.startswith("__") and NAMES & {*method.__code__.co_names}
     )
     return list(dict.fromkeys(("forward", *others)))
 
@@ -403,8 +403,8 @@ class WeightsMode(Interception):
         source = self._source(weight) if weight.dim() == 3 else None
         if source is None or source.first is None or self.weights.axes[source.name] < 3:
             return []
-        found = [self.begins.get((source.name, source.first + i)) for i in range(len(weight))]
-        return [each for each in found if each] if all(found) else []
+        begins = [self.begins.get((source.name, source.first + i)) for i in range(len(weight))]
+        return [begin for begin in begins if begin] if all(begins) else []
 
     def _grouped_call(self, weight: Tensor) -> Call | None:
         """The call of the product with groups [groups, ·, ·] of the rows of one weight, begun."""

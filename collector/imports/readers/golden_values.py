@@ -25,8 +25,8 @@ class GoldenValues(TableReader):
     def recognize(self, start: Start) -> Confidence:
         text = "\n".join(start.lines)
         of_megatron = all(f'"{key}"' in text for key in ("lm loss", "start_step", "values"))
-        found = text.lstrip().startswith("{") and (of_megatron or self._by_step.search(text))
-        return Confidence.SIGNATURE if found else Confidence.NONE
+        signature = text.lstrip().startswith("{") and (of_megatron or self._by_step.search(text))
+        return Confidence.SIGNATURE if signature else Confidence.NONE
 
     def rows(self, path: Path, notes: Notes) -> Rows:
         document = json_document(path)

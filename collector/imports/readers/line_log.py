@@ -34,8 +34,8 @@ class LineLog(TableReader):
     window = Window.ONE
 
     def recognize(self, start: Start) -> Confidence:
-        found = any(values for line in start.lines for _, values, _ in [self._parse(line)])
-        return Confidence.SIGNATURE if found else Confidence.NONE
+        signature = any(values for line in start.lines for _, values, _ in [self._parse(line)])
+        return Confidence.SIGNATURE if signature else Confidence.NONE
 
     def rows(self, path: Path, notes: Notes) -> Rows:
         for number, line in enumerate(text_lines(path, notes, errors="replace"), 1):

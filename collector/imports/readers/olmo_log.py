@@ -22,20 +22,20 @@ class OlmoLog(TableReader):
 
     def recognize(self, start: Start) -> Confidence:
         lines = [COLORS.sub("", line) for line in start.lines]
-        found = any(map(self._step.search, lines)) and any(map(self._metric.search, lines))
-        return Confidence.SIGNATURE if found else Confidence.NONE
+        signature = any(map(self._step.search, lines)) and any(map(self._metric.search, lines))
+        return Confidence.SIGNATURE if signature else Confidence.NONE
 
     def rows(self, path: Path, notes: Notes) -> Rows:
         step = None
         for number, line in enumerate(text_lines(path, notes, errors="replace"), 1):
             line = COLORS.sub("", line)
-            if found := self._step.search(line):
-                step = found[1].replace(",", "")
-            elif found := self._metric.match(line):
+            if match := self._step.search(line):
+                step = match[1].replace(",", "")
+            elif match := self._metric.match(line):
                 try:
-                    value = float(found[2].replace(",", ""))
+                    value = float(match[2].replace(",", ""))
                 except ValueError:
-                    notes.damaged.append(f"line {number}: expected a number after {found[1]!r}")
+                    notes.damaged.append(f"line {number}: expected a number after {match[1]!r}")
                     continue
                 if step is not None:
-                    yield f"{path}, line {number}", {"step": step, found[1]: value}
+                    yield f"{path}, line {number}", {"step": step, match[1]: value}

@@ -51,5 +51,5 @@ class PrintedLog(TableReader):
         line = COLORS.sub("", line) if "\x1b" in line else line
         first = self._loss.search(line) if "loss" in line.lower() else None
         losses = dict(self._loss.findall(line)) if first and not self._validation.search(line, 0, first.start()) else {}
-        step = next((found[1] for pattern in self._steps if (found := pattern.search(line))), None)
+        step = next((match[1] for pattern in self._steps if (match := pattern.search(line))), None)
         return {"step": step, **losses} if losses and step is not None else {}

@@ -263,12 +263,12 @@ class LossTable:
         path = self._path
         if not self._names:
             raise ConfigError(f"{path} {_nothing(path, notes)}: expected a row for each step, with its loss")
-        for found, name, option, what in (
+        for candidates, name, option, what in (
             (self.step_names, self._step, "--step-column", "steps"),
             (self.loss_names, self._loss, "--loss-column", "losses"),
         ):
-            if name is None and found:
-                raise ConfigError(f"{path}: {listed(found)} may be the {what}: choose one with {option} NAME")
+            if name is None and candidates:
+                raise ConfigError(f"{path}: {listed(candidates)} may be the {what}: choose one with {option} NAME")
             if name is None:
                 every = listed(self._names)
                 raise ConfigError(f"{path}: no column is known to have the {what}: give {option} NAME; it has {every}")

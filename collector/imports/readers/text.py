@@ -86,10 +86,10 @@ def json_rows(path: Path, notes: Notes) -> Rows:
 def json_object(line: str) -> dict[str, Any]:
     """A line as a JSON object; an empty one if it is not one."""
     try:
-        found = json.loads(line)
+        content = json.loads(line)
     except (ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
 def json_document(path: Path) -> Any:

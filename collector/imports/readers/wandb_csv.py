@@ -48,21 +48,21 @@ class WandbCsv(CsvTable):
                 table.add(place, row)
                 bounds = {row.get(f"{table.columns.loss}{bound}") or None for bound in BOUNDS}
                 means[run] += len(bounds - {None}) > 1
-        found = []
+        series = []
         for run, table in tables.items():
             averaged = (
                 f"{means[run]:,} points of {table.columns.loss} have __MIN below __MAX: W&B's chart has averaged them"
             )
-            own = replace(notes, facts=[averaged] * bool(means[run]))
-            found.append(replace(self.series(table, own, run), others=others[run]))
-        return tuple(found)
+            run_notes = replace(notes, facts=[averaged] * bool(means[run]))
+            series.append(replace(self.series(table, run_notes, run), others=others[run]))
+        return tuple(series)
 
 
 def _series(names: Iterable[str]) -> dict[str, list[str]]:
     """The metrics of each run."""
-    found: dict[str, list[str]] = {}
+    metrics: dict[str, list[str]] = {}
     for name in names:
         run, separator, metric = name.rpartition(" - ")
         if separator and not name.endswith(BOUNDS):
-            found.setdefault(run, []).append(metric)
-    return found
+            metrics.setdefault(run, []).append(metric)
+    return metrics
