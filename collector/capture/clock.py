@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from binade.collector.capture.adapters.products import tensors_in
@@ -180,6 +180,12 @@ class PassCounter:
 def parameters_of(optimizer: Optimizer) -> Iterator[Any]:
     """What an optimizer updates, of all its groups."""
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+def gradient_of(weight: nn.Parameter) -> Tensor | None:
+    """The gradient that an optimizer sees of a parameter: Megatron's main_grad, where there is one."""
+    main: Tensor | None = getattr(weight, "main_grad", None)
+    return weight.grad if main is None else main
 
 
 def running_backward() -> bool:

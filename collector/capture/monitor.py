@@ -51,7 +51,8 @@ class Monitor:
         written = [row for row in rows if id(row) not in kept]
         if self._options.trigger or self._options.warn:
             self._judge(rows)
-        self.report(self._probes.see(rows))
+        if rows:
+            self.report(self._probes.see(rows))
         if self._fired is not None:  # by these rows, or by the loss since the last ones
             first = self._fired - self._options.ring
             before = [row for iteration, step_rows in self._ring if iteration >= first for row in step_rows]

@@ -249,9 +249,9 @@ class Recorder:
             return
         measurer = self.observing.measurer
         try:
-            cause = self.session.close(error)
+            cause = self.session.close(error, partial(self._probes_of_run.__exit__, kind, error, traceback))
         finally:
-            self._probes_of_run.__exit__(kind, error, traceback)
+            self._probes_of_run.close()  # if an interrupt came first
             self.observing.predictions.forget()
             self.entered, measurer.run = False, None
         if kind is None and cause:
@@ -281,17 +281,17 @@ class Recorder:
         before the next micro-batch begins.
         """
         clock = self.clock
+        if iteration != clock.iteration:
+            self.probes.end_iteration()
         clock.iteration, clock.micro_batch, clock.positioned = iteration, micro_batch, True
         if self.entered:
             self.session.begin_capture()
         self.policy.position(record)
-        self.probes.begin_pass(self.policy.moment)
         clock.begin()
         try:
             yield
         finally:
             self.policy.recording = False
-        self.probes.end_iteration()
         if self.entered:
             self.session.publish_reduced()
             self.session.publish()
@@ -530,11 +530,14 @@ class Recorder:
             self.later(lambda: monitor.report(findings()))
 
     def keep(self, name: str, x: Tensor, site: Site, operation: str) -> None:
-        """Record a tensor of the current pass, even if others are not."""
+        """Record a tensor of the current pass, even if others are not. Does nothing without a run."""
+        if not self.entered:
+            return
+        check_record(name, x, site.layer_index, site.module, operation, Phase.PRE, site.expert, None)
         moment = Moment(self.clock.iteration, self.clock.micro_batch, True)
         measurer = self.observing.measurer
         identity = partial(
-            measurer.identity, site, moment, tensor_name=name, operation=operation, phase=Phase.PRE.value
+            measurer.identity, site, moment, tensor_name=name, operation=str(operation), phase=Phase.PRE.value
         )
         measurer.measure(Observed(name, x.detach()), site, identity, moment, (), None, None, Shard(), merged=False)
 
@@ -586,7 +589,7 @@ class Recorder:
         kind = {"layer_type": layer_type, "component": component, "tensor_name": name}
         site = Site(layer, module, expert)
         measurer = self.observing.measurer
-        identity = partial(measurer.identity, site, moment, operation=operation, phase=phase, **kind)
+        identity = partial(measurer.identity, site, moment, operation=str(operation), phase=str(phase), **kind)
         seen = Observed(name, tensor.detach(), dim=axis)
         measurer.measure(seen, site, identity, moment, formats, None, None if dim is None else axis, Shard())
 

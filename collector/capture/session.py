@@ -172,8 +172,9 @@ class RecordingSession:
     def _in_ring(self, moment: Moment) -> bool:
         return moment.basic and not self.watch.watches(moment.iteration)
 
-    def close(self, error: BaseException | None) -> BaseException | None:
-        """End the run. error: what ended it early, if anything. Returns that, or else why writing it failed."""
+    def close(self, error: BaseException | None, ended: Callable[[], object]) -> BaseException | None:
+        """End the run. error: what ended it early, if anything. ended: called once all rows were seen, while events can
+        still be written. Returns the error, or else why writing it failed."""
         failure: Exception | None = None
         later: Exception | None = None
         try:
@@ -183,8 +184,10 @@ class RecordingSession:
                     if error is None and (self.merges or not self.policy.clock.positioned):
                         self.publish_reduced()
                     self.publish()
+                    self.writing.settle()
                 except Exception as refused:  # of an earlier write; the rest is still written
                     failure = refused
+                ended()
                 if self.curves:
                     self.curves.close()
                 later = self.writing.close()

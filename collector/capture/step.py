@@ -116,7 +116,7 @@ def _kinds(recording: Recording, product: Other) -> dict[str, TensorKind]:
 
 
 def _shard_of_norm(recording: Recording, layer: Layer, name: str) -> Shard:
-    split = getattr(getattr(layer.module, "weight", None), "sequence_parallel", False)
+    split = getattr(layer.weight, "sequence_parallel", False)
     return linear_shard(SHARDS if split else {}, name, recording.ranks.tensor, 1)
 
 
@@ -140,7 +140,7 @@ def _forward(recording: Recording, layer: Layer, kinds: dict[str, TensorKind]) -
                 if "grad_b" in kinds and weight is not None and weight.requires_grad:
                     _next_gradient(weight, partial(show, "grad_b"))
 
-        weight: Tensor | None = getattr(layer.module, "weight", None)
+        weight: Tensor | None = layer.weight
         first_pass = not running_backward()
         if first_pass:
             show("a", next(tensors_in((args, kwargs)), None))

@@ -98,7 +98,7 @@ class Weight:
 
 def followed(layer: Layer, spec: Callable[[], Spec | None]) -> Weight:
     """The weight of a linear layer. Raises InstrumentError if it cannot be followed."""
-    weight = getattr(layer.module, "weight", None)
+    weight = layer.weight
     if not isinstance(weight, nn.Parameter) or weight.dim() != 2 or layer.part or is_dtensor(weight):
         raise InstrumentError(
             f"{layer.name or 'the model'} ({type(layer.module).__name__}) has no weight of two axes of its own that an "

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from binade.collector.capture.adapters.layer import Layer
-from binade.collector.capture.clock import Moment, parameters_of
+from binade.collector.capture.clock import Moment, gradient_of, parameters_of
 from binade.collector.probes.probe import Finding, Observation, Probe, Recording
 from binade.data.tensor_kinds import Product
 from binade.data.text import number_text
@@ -75,12 +75,12 @@ class GradientSums(Probe):
         layer, moment, gradient = observed.layer, observed.moment, observed.seen.tensor
         if observed.product is not Product.LINEAR or moment.basic:
             return
-        weight: Any = getattr(layer.module, "weight", None)
+        weight: Any = layer.weight
         usual = type(weight) is nn.Parameter and any(hasattr(layer.module, name) for name in INPUTS)
         summed = layer.part or layer.is_head or layer.shard("grad_b").kind == "partial"
         if not (self.alone and self.complete and usual and not summed and weight.shape == gradient.shape):
             return
-        before = _gradient(weight)
+        before = gradient_of(weight)
         weight_sum = self.by_weight.get(weight)
         if weight_sum is None or (
             before is None and not hasattr(weight, "main_grad") and moment not in weight_sum.moments
@@ -97,7 +97,7 @@ class GradientSums(Probe):
         """Compare the sums, if the optimizer holds the weights, or if these have Megatron's main_grad."""
         held = set(map(id, parameters_of(optimizer)))
         ready = [p for p in self.by_weight if id(p) in held or hasattr(p, "main_grad")]
-        sums = [(self.by_weight.pop(p), g) for p in ready if (g := _gradient(p)) is not None]
+        sums = [(self.by_weight.pop(p), g) for p in ready if (g := gradient_of(p)) is not None]
         if sums and self.complete:
             self._compare(sums)
 
@@ -131,9 +131,3 @@ def _lost(iteration: int, names: Sequence[str], count: int, results: Later[Any])
             f"explains {number_text(float(limits[first]))}{f', and {len(lost) - 1} more' * (len(lost) > 1)}"
         )
         yield Finding(iteration, text, f"{names[first]} grad_weight")
-
-
-def _gradient(weight: nn.Parameter) -> Tensor | None:
-    """What the optimizer sees of it."""
-    gradient: Tensor | None = getattr(weight, "main_grad", None)
-    return weight.grad if gradient is None else gradient

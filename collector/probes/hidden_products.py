@@ -32,7 +32,7 @@ class HiddenProducts(Probe):
     def before_product(self, layer: Layer, product: Product, moment: Moment) -> None:
         if product is not Product.LINEAR or torch.is_grad_enabled() or moment.evaluation:
             return
-        weight = getattr(layer.module, "weight", None)
+        weight = layer.weight
         if weight is None or not weight.requires_grad or not applying_function():
             return
 
@@ -41,7 +41,7 @@ class HiddenProducts(Probe):
             if layer.site not in self.seen:
                 self.hidden.setdefault(layer.site.name, moment.iteration)
 
-        handle = weight.register_hook(arrived)
+        handle = weight.register_hook(arrived)  # type: ignore[no-untyped-call]
 
     def observe(self, observed: Observation) -> None:
         self.seen.add(observed.layer.site)

@@ -68,7 +68,7 @@ class StateRounder(Probe):
         self.models = instrumented.models
         hooks = instrumented.hooks
         layers = [hook.layer for hook in hooks if hook.observing and hook.product is Product.LINEAR]
-        weights = {getattr(layer.module, "weight", None): layer.site for layer in layers if not layer.part}
+        weights = {layer.weight: layer.site for layer in layers if not layer.part}
         # Those that are recorded, as far as each is one parameter of this rank.
         self.sites = {weight: site for weight, site in weights.items() if type(weight) is nn.Parameter}
         self.before: dict[Tensor, Tensor] = {}

@@ -78,7 +78,7 @@ class Recording(Protocol):
     entered: bool
 
     def keep(self, name: str, x: Tensor, site: Site, operation: str) -> None:
-        """Record a tensor of the current pass, even if others are not."""
+        """Record a tensor of the current pass, even if others are not. Does nothing without a run."""
 
     def show(self, kind: TensorKind, layer: Layer, x: Tensor, moment: Moment) -> None:
         """Record a tensor of a kind that belongs to no product of the model, if `tensors` names it."""
@@ -95,7 +95,7 @@ class Probe:
     """Does nothing. A subclass overrides the methods for the moments that it waits for: only these are called. All but
     `see` run on the thread that trains, and wait for no device.
 
-    observes   the names of the tensors that `observe` gets: those of `Observed`
+    observes   the names of the tensors that `observe` gets, of NAMES
     eager      whether compiled modules run eagerly while the probe is there
     """
 
@@ -106,34 +106,35 @@ class Probe:
         """The probe begins; what it attaches to the model is undone when it ends."""
 
     def begin_pass(self, moment: Moment) -> None:
-        """A forward pass of the model begins, with gradients or without."""
+        """A forward pass of the model begins, with gradients or without; of a micro-batch, or an evaluation."""
 
     def before_product(self, layer: Layer, product: Product, moment: Moment) -> None:
         """A product that is recorded is about to be computed, not for the second time."""
 
     def observe(self, observed: Observation) -> None:
-        """A product has shown a tensor, which is recorded already if it is to be."""
+        """A product has shown a tensor, without gradients of its own; it is recorded already if it is to be."""
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Any torch optimizer is about to step."""
+        """Any torch optimizer is about to step; if it is given a closure, with the gradients from before."""
 
     def after_step(self, optimizer: Optimizer) -> None:
         """It has."""
 
     def end_iteration(self, iteration: int) -> None:
-        """An iteration ends, or a micro-batch where `Recorder.at` is used, or the probe, whose last one may be cut
-        short by an exception. Its rows are written after this."""
+        """An iteration in which a pass began is over: the next one begins, or the probe ends, maybe by an exception
+        within the iteration."""
 
     def see(self, rows: Sequence[TensorRow]) -> Iterable[Finding]:
-        """On the writer's thread: the rows of an iteration, or of a part of it, before they are written. A probe of a
-        run sees all; one of a model not those of its last iteration, which are written when that ends."""
+        """On the writer's thread: the rows of an iteration, or of a micro-batch where `Recorder.at` is used, before
+        they are written. A probe of a run sees all; one of a model not those of its last iteration, which are written
+        when that ends."""
         return ()
 
     def save(self, directory: Path) -> None:
         """Write what a run that is continued needs to a directory. Raises OSError."""
 
     def close(self) -> None:
-        """The probe ends, without an exception."""
+        """The probe ends, without an exception. What it reports is still written."""
 
 
 class Probes:
@@ -143,11 +144,15 @@ class Probes:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._all: tuple[Probe, ...] = ()
+        self._begun = False  # whether a pass has begun in this iteration
         self._collect()
 
     @contextmanager
     def during(self, probe: Probe) -> Iterator[None]:
-        """A context in which the probe is there."""
+        """A context in which the probe is there. Raises ValueError for one that observes tensors that do not exist."""
+        if unknown := probe.observes - NAMES:
+            expected = ", ".join(sorted(NAMES))
+            raise ValueError(f"{type(probe).__name__} observes {min(unknown)!r}: expected some of {expected}")
         with ExitStack() as undo:
             probe.attach(undo)
             for method, register in STEPS.items():
@@ -160,7 +165,8 @@ class Probes:
             finally:
                 self._all = tuple(active_probe for active_probe in self._all if active_probe is not probe)
                 self._collect()
-                probe.end_iteration(self._clock.iteration)
+                if self._begun:
+                    probe.end_iteration(self._clock.iteration)
             undo.close()
             probe.close()
 
@@ -180,6 +186,7 @@ class Probes:
         return self._observing.get(name, ())
 
     def begin_pass(self, moment: Callable[[], Moment]) -> None:
+        self._begun = True
         for begin in self._passes:
             begin(moment())
 
@@ -188,7 +195,9 @@ class Probes:
             begin(layer, product, moment)
 
     def end_iteration(self) -> None:
-        for end in self._ends:
+        """The iteration of the clock is over, if it has begun."""
+        ends, self._begun = self._ends if self._begun else (), False
+        for end in ends:
             end(self._clock.iteration)
 
     def see(self, rows: Sequence[TensorRow]) -> Iterator[Finding]:
@@ -200,6 +209,8 @@ class Probes:
             save(directory)
 
 
+# What a product shows, see `quant.gemm.Observed`: its operands, its result, and the gradients of these.
+NAMES = frozenset(("a", "b", "scores", "y", "grad", "grad_a", "grad_b"))
 STEPS = {"before_step": register_optimizer_step_pre_hook, "after_step": register_optimizer_step_post_hook}
 
 

@@ -15,7 +15,7 @@ from binade.collector.probes.recomputation import Recomputation
 from binade.collector.probes.unchanged_weights import UnchangedWeights
 from binade.data.tensor_kinds import Measure
 
-Begin = Callable[[Recording], Probe]
+Begin = Callable[[Recording], Probe | None]
 
 # During a run, unless its warnings are off (`Watch(warn=())`).
 WARNINGS: tuple[Begin, ...] = (UnchangedWeights, Recomputation, HiddenProducts)
@@ -33,8 +33,8 @@ OF_A_MODEL: tuple[Callable[[Instrumented], Probe | None], ...] = (
 
 def of_a_run(recording: Recording) -> list[Probe]:
     """Those of a run that begins."""
-    begin = [*(WARNINGS if recording.watch.warn else ()), *(MEASURES[m] for m in MEASURES if m in recording.measures)]
-    return [factory(recording) for factory in begin]
+    begins = [*(WARNINGS if recording.watch.warn else ()), *(MEASURES[m] for m in MEASURES if m in recording.measures)]
+    return [probe for begin in begins if (probe := begin(recording))]
 
 
 def of_a_model(instrumented: Instrumented) -> list[Probe]:

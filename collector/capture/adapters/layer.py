@@ -15,7 +15,7 @@ from threading import Lock, local
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from binade.collector.models.site import Site
 from binade.data.segment import Shard
@@ -64,6 +64,12 @@ class Layer:
         if self.is_declared:
             return (Product.EINSUM,)
         return (Product.QK, Product.PV) if f".{self.site.module}".endswith(".core") else (Product.LINEAR,)
+
+    @property
+    def weight(self) -> Tensor | None:
+        """Its weight now, which FSDP replaces; None for a module without one of that name."""
+        weight: Tensor | None = getattr(self.module, "weight", None)
+        return weight
 
     @property
     def is_core(self) -> bool:

@@ -16,9 +16,21 @@ from binade.collector import Recorder, instrument
 from binade.collector.capture.recorder import RecorderError
 from binade.collector.errors import ConfigError
 from binade.data.catalog import Catalog
+from binade.data.tensor_kinds import Operation, Phase
 from tests.collector.instrumented import rows
 
 NORM = {"layer": 3, "module": "norm", "operation": "forward", "phase": "post"}
+
+
+def test_members_of_the_enums_are_recorded_as_their_words(tmp_path: Path) -> None:
+    """A file with a member of a class of ours would not load with weights_only."""
+    x = torch.randn(4)
+    with Recorder(tmp_path) as recorder:
+        recorder.record("x", x, layer=1, module="fc1", operation=Operation.FORWARD, phase=Phase.POST)
+    with Catalog.open(tmp_path) as catalog:
+        (row,) = catalog.tensors().to_dict("records")
+        assert (row["operation"], row["phase"]) == ("forward", "post")
+        assert torch.equal(catalog.load(row["tensor_id"]), x)
 
 
 @pytest.mark.sampled(2)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -10,11 +12,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from binade.collector import instrument
+from binade.collector.errors import ConfigError
+from binade.collector.models.site import Site
 from binade.collector.probes import registry
 from binade.collector.probes.probe import Finding, Probe
 from binade.data.events import read_events
 from binade.data.runs import list_runs
-from tests.collector.instrumented import Recorder
+from tests.collector.instrumented import Recorder, rows
+from tests.conftest import PROJECT
 
 X = torch.randn(16, 8, generator=torch.Generator().manual_seed(1))
 
@@ -168,7 +173,10 @@ def test_a_probe_is_one_class_and_one_line(tmp_path: Path, monkeypatch: pytest.M
     assert "an input of 100" in events(tmp_path)
 
 
-def test_a_probe_is_told_of_the_moments_that_it_has_methods_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("positioned", [False, True])
+def test_a_probe_is_told_of_the_moments_that_it_has_methods_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, positioned: bool
+):
     """In the order of the training: a step of two micro-batches, whose second layer is recomputed."""
     told: list[str] = []
 
@@ -201,10 +209,12 @@ def test_a_probe_is_told_of_the_moments_that_it_has_methods_for(tmp_path: Path, 
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with Recorder(tmp_path) as recorder, instrument(model, "bf16", recorder):
-        for _ in range(2):
-            model(X.clone()).square().mean().backward()
+        for micro_batch in range(2):
+            with recorder.at(0, micro_batch) if positioned else nullcontext():
+                model(X.clone()).square().mean().backward()
         optimizer.step()
-        model(X.clone())
+        with recorder.at(1, 0) if positioned else nullcontext():
+            model(X.clone())
     micro_batch = ["before up", "up a", "before down", "down a", "down grad", "down a again", "up grad"]
     step = ["pass 0", *micro_batch, "pass 1", *micro_batch, "before step", "after step", "end 0"]
     assert told == [*step, "pass 0", *micro_batch[:4], "save", "end 1", "detached", "close"]
@@ -220,8 +230,83 @@ def test_the_moments_of_a_probe_end_with_an_exception(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(registry, "OF_A_MODEL", (lambda instrumented: Told(),))
     model = Model()
-    with pytest.raises(ZeroDivisionError), instrument(model, "bf16"):
+    with pytest.raises(ZeroDivisionError), Recorder(tmp_path) as recorder, instrument(model, "bf16", recorder):
         model(X.clone())
         raise ZeroDivisionError
     torch.optim.SGD(model.parameters(), 0.1).step()
     assert told == ["end"]
+
+
+@pytest.mark.parametrize("stepped", [False, True])
+def test_a_probe_of_a_run_ends_once_and_what_it_reports_then_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stepped: bool
+):
+    told: list[str] = []
+
+    class Told(Probe):
+        def __init__(self, recording):
+            self.recording = recording
+
+        def see(self, rows):
+            told.append(f"see {rows[0].identity.iteration}")
+            return ()
+
+        def end_iteration(self, iteration):
+            told.append(f"end {iteration}")
+
+        def close(self):
+            told.append("close")
+            self.recording.report(lambda: [Finding(1, "reported at the end")])
+
+    monkeypatch.setattr(registry, "WARNINGS", (Told, lambda recording: None))
+    model = Model()
+    with Recorder(tmp_path) as recorder, instrument(model, "bf16", recorder):
+        for _ in range(2):
+            model(X.clone()).square().mean().backward()
+            if stepped or not recorder.iteration:
+                recorder.step()
+    assert [word for word in told if not word.startswith("see")] == ["end 0", "end 1", "close"]
+    assert told[-1] == "close" and {"see 0", "see 1"} <= set(told)
+    assert events(tmp_path) == ["reported at the end"]
+
+
+def test_a_probe_that_observes_what_no_product_shows_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    class Input(Probe):
+        observes = frozenset(("input",))
+
+    monkeypatch.setattr(registry, "OF_A_MODEL", (lambda instrumented: Input(),))
+    with pytest.raises(ValueError, match="Input observes 'input': expected some of a, b, grad"):
+        with instrument(Model(), "bf16"):
+            pass
+
+
+def test_what_a_probe_keeps_is_checked_as_what_a_user_records(tmp_path: Path):
+    with Recorder(tmp_path) as recorder:
+        for x, operation, problem in [
+            (X.double(), "forward", "x is float64, which is not recorded"),
+            (X, "forwards", "operation='forwards' of x"),
+            (X.sum(), "forward", "x is a scalar"),
+        ]:
+            with pytest.raises(ConfigError, match=problem):
+                recorder.keep("x", x, Site(1, "fc1"), operation)
+    recorder.keep("x", X, Site(1, "fc1"), "forward")  # there is no run
+
+
+def test_the_example_of_the_architecture_records_and_warns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    page = (PROJECT / "docs/architecture.md").read_text()
+    (source,) = re.findall(r"```python\n(.*?)```", page.partition("## Probes")[2].partition("## Pages")[0], re.DOTALL)
+    names: dict[str, object] = {"__name__": "example"}
+    exec(compile(source, "architecture.md", "exec"), names)
+    monkeypatch.setattr(registry, "WARNINGS", (names["GradientNorms"],))
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    expected: list[float] = []
+    with Recorder(tmp_path) as recorder, instrument(model, "bf16", recorder):
+        for scale in (1.0, 0.0):
+            optimizer.zero_grad()
+            (model(X.clone()).square().mean() * scale).backward()
+            expected += [model.up.weight.grad.norm().item(), model.down.weight.grad.norm().item()]
+            optimizer.step()
+    kept = rows(tmp_path, tensor_name="grad_norm").sort_values(["iteration", "tensor_id"])
+    assert [x.item() for x in kept["tensor"]] == pytest.approx(expected)
+    assert events(tmp_path) == ["layer0.up: the gradient of the weight is zero"]
