@@ -118,7 +118,7 @@ class Figure(_Item):
         spec = self._spec(lambda table, stream: stream)
         if "spec" not in spec:  # the signal width of a facet is not that of the chart
             _wrap_titles(spec)
-        return spec | {"config": spec.get("config", {}) | OVER_STREAMLIT}
+        return spec | {"config": spec.get("config", {}) | OVER_STREAMLIT, "usermeta": SVG}
 
     def _spec(self, content: Callable[[pa.Table, bytes], Any]) -> dict[str, Any]:
         """The specification. content: returns the entry of a table in `datasets`, from the table and its Arrow stream;
@@ -317,6 +317,8 @@ class Drawn:
 # Streamlit's theme moves the first and the last label of an axis into the plot, away from their ticks and cells, and
 # shows the fields of a mark that has no tooltip under the names of their columns.
 OVER_STREAMLIT = {name: {"labelFlush": False} for name in ("axisY", "axisXDiscrete")} | {"mark": {"tooltip": None}}
+# Streamlit draws a chart of more than 2,000 marks on a canvas, which cannot be saved as a picture with a caption.
+SVG = {"embedOptions": {"renderer": "svg"}}
 
 
 def _wrap_titles(spec: dict[str, Any]) -> None:

@@ -291,13 +291,6 @@ def together(*sentences: str) -> Sentence:
     return Sentence(" ".join(given), (e for sentence in given for e in sentence.evidence), headline)
 
 
-def prefixed(prefix: str, sentence: Sentence) -> Sentence:
-    """A sentence with these words before it; empty if the sentence is."""
-    if not sentence:
-        return sentence
-    return Sentence(f"{prefix}{sentence}", sentence.evidence, f"{prefix}{sentence.headline}")
-
-
 def listed(names: Sequence[str], most: int = NAMED) -> str:
     """ "a, b and c"; "a, b, c and 14 more"."""
     shown = [*names[: most - 1], f"{len(names) - most + 1} more"] if len(names) > most else list(names)

@@ -21,6 +21,7 @@ from binade.data.filter import Filter
 from binade.quant import fake_quantize, score, summarize
 from binade.quant.backends import cpu, native
 from binade.quant.blocks import look
+from binade.quant.error_causes import ScaleCost
 from binade.quant.metrics import streamed_score
 from binade.quant.specs import Spec
 
@@ -261,3 +262,16 @@ def test_the_error_by_binade_and_cause_is_that_of_all_values(spec):
         assert share == pytest.approx(squares[inside & (binade == low)].sum() / squares.sum(), rel=1e-9)
     assert table["share"].sum() == pytest.approx(1)
     assert ("decomposition" in drawn.tables) == (spec != "hifp8")
+
+
+@pytest.mark.parametrize(
+    ("grid", "said"),
+    [
+        (0.8004, "The rounding of the scales changes it by 0.04%."),
+        (0.7, "With scales that are not rounded it would be 90% of it."),
+        (1.0, "With scales that are not rounded it would be 120% of it."),
+    ],
+)
+def test_what_the_rounding_of_the_scales_costs(grid: float, said: str):
+    cost = ScaleCost(scale=0.01, dead_zone=0.2, grid=grid, scale_and_dead_zone=0.2, scale_and_grid=0.8)
+    assert str(why.by_cause(SimpleNamespace(shares=(0.0, 0.2, 0.8), scale=cost))).endswith(said)

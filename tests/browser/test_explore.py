@@ -10,7 +10,7 @@ from urllib.parse import parse_qs, quote, urlsplit
 
 import numpy as np
 import pytest
-from playwright.sync_api import Page
+from playwright.sync_api import Browser, Page
 from torch import Tensor
 
 from binade.app.questions.shared import distributions
@@ -19,7 +19,8 @@ from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 from binade.data.text import number_text
 from tests.app import roots
-from tests.browser.driver import choose, press, serving, settle, turn_to
+from tests.bench.make_root import make_root
+from tests.browser.driver import choose, new_page, press, serving, settle, turn_to
 from tests.collector.conftest import SMALL
 from tests.conftest import RECIPES, run_collector
 
@@ -361,3 +362,19 @@ def test_hovering_over_a_heat_map_says_what_it_shows(visit: Callable[..., Page])
     toolbar = chart.locator("[data-testid=stElementToolbar]").bounding_box()
     card = page.locator(".st-key-card_tokens").bounding_box()
     assert toolbar and card and toolbar["y"] >= card["y"] - 1
+
+
+@pytest.mark.thorough
+def test_a_chart_of_thousands_of_marks_can_be_saved_as_a_picture(browser: Browser, tmp_path: Path):
+    """Streamlit draws more than 2,000 on a canvas, of which no picture with a caption can be made."""
+    make_root(tmp_path, 10_000, runs=2)
+    with serving(tmp_path) as address:
+        page = new_page(browser.new_context())
+        page.goto(f"{address}/explore")
+        settle(page)
+        chart = page.locator(".st-key-card_formats")
+        assert chart.locator("svg.marks path").count() > 2000
+        with page.expect_download() as download:
+            chart.get_by_role("button", name="Save or pin").click()
+            chart.get_by_role("button", name="Save as SVG", exact=True).click()
+        assert download.value.path().read_text().count("<path") > 2000

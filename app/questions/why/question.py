@@ -159,8 +159,12 @@ def by_cause(causes: ErrorCauses) -> Sentence:
     sentence = say(text, flushed=flushed, saturated=saturated, grid=grid)
     if causes.scale is None:
         return sentence
-    without = exact(SHARE, causes.scale.without)
-    return together(sentence, say("With scales that are not rounded it would be {without} of it.", without=without))
+    without = causes.scale.without
+    if abs(without - 1) < 0.005:
+        change = exact(SHARE, abs(without - 1))
+        return together(sentence, say("The rounding of the scales changes it by {change}.", change=change))
+    other = say("With scales that are not rounded it would be {without} of it.", without=exact(SHARE, without))
+    return together(sentence, other)
 
 
 def contributors(causes: ErrorCauses) -> Sentence:
